@@ -96,12 +96,6 @@ def test_what_cannot_be_is_refused(changes: list[str], message: str) -> None:
         config.load(MOE, changes)
 
 
-def test_ranks_that_are_processes_have_to_wait() -> None:
-    c = config.load(MOE, [*TINY, "rollout.async_level=1", "sync.inflight=keep"])
-    with pytest.raises(rm.ConfigError, match=r'\[sync\] inflight: expected "wait" where ranks are processes, .*, got "keep"'):
-        loop.prepare(c, comm=object())  # type: ignore[arg-type]
-
-
 # -------------------------------------------------------------------------------------------------- the schedule
 class ByTurns(AsyncRollouts):
     """The same schedule without a thread: a batch is generated when it is ordered."""

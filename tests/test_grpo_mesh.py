@@ -65,6 +65,15 @@ def test_four_processes_learn_as_one_does(tmp_path: Path) -> None:
     assert len({line["entropy"] for line in lines if "entropy" in line}) == 2  # the weights moved
 
 
+@pytest.mark.full
+def test_a_version_in_flight_reaches_all_processes(tmp_path: Path) -> None:
+    """Rank 0 pushes while its other thread generates. The run ends unless each logprob that the trainer's version drew is the trainer's."""
+    changes = [*SHORT, "train.steps=4", "rollout.async_level=2", "sync.inflight=keep", "train.kernels=rollmesh"]
+    lines = grpo(tmp_path / "run", changes, TORCHRUN, 300)
+    assert [line["step"] for line in lines] == list(range(5))
+    assert all(0 <= line["staleness_mean"] <= line["staleness_max"] <= 2 for line in lines)
+
+
 @pytest.mark.slow
 def test_the_whole_reward_curve_is_that_of_one_process(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     lines = compare(tmp_path, [], 3000)

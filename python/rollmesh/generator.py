@@ -10,7 +10,7 @@ call (a weights iterator that generates), and every call in a forked child.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from rollmesh import _core
 from rollmesh.distributed.comm import Comm, Nccl, check_surroundings
+from rollmesh.distributed.follow import Follower, followed_methods
 from rollmesh.distributed.mesh import Mesh
 from rollmesh.distributed.rank_engine import PUSHES
-from rollmesh.distributed.spmd import join
+from rollmesh.distributed.spmd import SpmdEngine, join
 from rollmesh.errors import ConfigError, Error, RequestError, StateError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.request.arguments import check_vocabulary, eos_ids, param_list
@@ -48,11 +49,11 @@ from rollmesh.runtime.arguments import (
 )
 from rollmesh.runtime.devices import device_of
 from rollmesh.runtime.engine_options import EngineOptions
-from rollmesh.runtime.engine_views import OpTime
+from rollmesh.runtime.engine_views import Ids, OpTime
 from rollmesh.runtime.messages import shown
 from rollmesh.runtime.turn import Turn
 from rollmesh.weights.self_test import Scorer, run_self_test
-from rollmesh.weights.sync import SyncOptions
+from rollmesh.weights.sync import SyncOptions, made_by
 from rollmesh.weights.transport.tensors import check_source
 from rollmesh.weights.updates import BEGINNING, SLEEP, WAKE, Sync, Weights
 
@@ -317,9 +318,7 @@ class Generator:
     def logits(self, ids_list: Sequence[Prompt]) -> list[NDArray[np.float32]]:
         """float32 [len, vocab] for each sequence: row i has the logits of token i+1, given tokens 0..i."""
         sequences = sequences_of(ids_list)
-        arrays = [np.zeros((len(ids), self.spec.vocab_size), np.float32) for ids in sequences]
-        self._driver.score(sequences, [None] * len(sequences), arrays)
-        return arrays
+        return self._driver.score(sequences, [None] * len(sequences), self.spec.vocab_size)
 
     def score(
         self, ids_list: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -336,7 +335,7 @@ class Generator:
             for param in chosen:
                 if param is not None and param.min_tokens > 0:
                     raise RequestError(f"min_tokens: expected 0 in score, got {param.min_tokens}")
-        return self._driver.score(sequences, chosen, None)
+        return self._driver.score(sequences, chosen)
 
     # ---------------------------------------------------------------------------------------- weights
     def sync_weights(
@@ -407,7 +406,9 @@ class Generator:
     ) -> Sync:
         """Opens a sync that is pushed tensor by tensor, in any order; see Sync. Arguments as in sync_weights. One that is open is reset.
 
-        If ranks are processes, each pushes the whole set; they synchronize at every push."""
+        If ranks are processes, each pushes the whole set; they synchronize at every push. StateError after follow()."""
+        if self._engine.role is not None:
+            raise StateError("begin_sync: expected ranks that make their own calls, got rank 0 of ranks that follow it; call sync_weights")
         with self._refusing(PUSHES):
             options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
         sync = Sync(self._weights, self._turn.take, options)
@@ -438,6 +439,59 @@ class Generator:
         Raises NumericsError (threshold, largest difference and where it is) above the threshold.
         """
         return run_self_test(self, scorer, prompts, threshold, max_tokens, seed)
+
+    # ---------------------------------------------------------------------------------------- several processes
+    def follow(self, source: Callable[[int | None], Any] | None = None) -> None:
+        """Where ranks are processes: from now on rank 0 alone makes calls, and the other ranks make the same ones in here. All ranks call
+        this once. It returns at once on rank 0. On the others it returns when rank 0 has closed its generator; theirs is closed too. In
+        one process it does nothing.
+
+        source  what this rank gives to a sync of rank 0: a function of its `version` argument that returns what sync_weights takes. None:
+                nothing. Rank 0 gives its own to sync_weights
+
+        Rank 0 may then use agenerate and astream, and call from several threads, but not begin_sync. All replicas step together. astream
+        has partial outputs of replica 0 only; those of the other replicas come when they are finished.
+
+        Raises CollectiveMismatchError (a rank is in another call), StateError (called twice), RankLostError (a rank has ended, rank 0
+        without close), and what else ends the mesh. Other errors of a call are rank 0's, and this goes on.
+        """
+        if source is not None and not callable(source):
+            raise ConfigError(f"source: expected a function of the version, got {shown(source)}")
+        engine = self._engine
+        if engine.role is not None:
+            raise StateError("follow was called before")
+        if not isinstance(engine, SpmdEngine):
+            self._turn.check_alive()
+            return
+        try:
+            with self._turn.take():
+                follower = engine.follow(self._turn.take)
+            if follower is not None:
+                self._follow(follower, source)
+        except BaseException as error:
+            self._driver.abort_unless_shared(error)
+            raise
+
+    def _follow(self, follower: Follower, source: Callable[[int | None], Any] | None) -> None:
+        def sync(options: dict[str, Any]) -> None:
+            self._weights.sync(None if source is None else made_by(source, options["version"]), SyncOptions(**options))
+
+        def add(prompt_ids: Ids, params: dict[str, Any], prompt: str | None = None) -> None:
+            self._requests.add(prompt_ids, SamplingParams(**params), prompt)
+
+        def add_score(ids: Ids, params: dict[str, Any] | None, vocab_size: int) -> None:
+            self._requests.add_score(ids, None if params is None else SamplingParams(**params), vocab_size)
+
+        calls = followed_methods(self._requests, self._weights, self._engine)
+        calls |= {"sync": sync, "add": add, "add_score": add_score}
+        for name, values in follower.received():
+            with self._turn.take():
+                try:
+                    calls[name](**values)
+                except Exception as error:
+                    if self._engine.abort_unless_shared(error, voting=name == "sync"):
+                        raise
+        self.close()
 
     # ---------------------------------------------------------------------------------------- pause, sleep, close
     def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
@@ -503,6 +557,8 @@ class Generator:
         if self._turn.is_gone():
             return
         with self._turn.take_to_close():
+            if self._engine.role is not None:
+                self._engine.role.close()
             self._engine.close()  # idempotent, for a second close after a Ctrl-C
             self._weights.forget()
             self._turn.closed = True

@@ -17,7 +17,7 @@ from rollmesh.cli.options import GENERATOR_KEYS, INSTALL_TRAIN, TRAIN, add_mesh
 from rollmesh.runtime.messages import plain
 
 if TYPE_CHECKING:
-    from rollmesh.grpo.config import Config, GeneratorTable
+    from rollmesh.grpo.config import GeneratorTable
 
 HELP_OUT = "run folder: metrics.jsonl, curves.png, TensorBoard events, checkpoints (default: a new folder under runs/)"
 
@@ -49,7 +49,11 @@ def run(args: argparse.Namespace) -> int:
         _ask_for_vllm()
     comm, overridden = _comm(config.generator), [text.partition("=")[0].strip() for text in overrides]
     if comm is not None and comm.rank > 0:
-        return _follow(config, args.resume, overridden, comm)
+        _environment()
+        from rollmesh.grpo import loop
+
+        loop.follow(config, args.resume, comm)
+        return 0
     out = _folder(args)
     with nullcontext() if args.out is None and args.resume is not None else _made(out):  # what is resumed is there
         _environment()
@@ -90,19 +94,6 @@ def _comm(table: GeneratorTable) -> rm.comm.Comm | None:
 
     distributed.init_process_group("gloo")
     return rm.comm.torch(timeout=table.comm_timeout)
-
-
-def _follow(config: Config, resume: Path | None, overridden: list[str], comm: rm.comm.Comm) -> int:
-    """A rank without a trainer: it generates with the others and writes nothing."""
-    _environment()
-    from rollmesh.grpo import loop
-
-    this = loop.prepare(config, resume, overridden, comm)
-    try:
-        loop.follow(this)
-    finally:
-        this.close()
-    return 0
 
 
 def _folder(args: argparse.Namespace) -> Path:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
+from rollmesh.distributed.follow import Role, followed
 from rollmesh.errors import CollectiveMismatchError, CollectiveTimeoutError, DeadlineError, DeviceError, RankLostError
 from rollmesh.runtime.engine_views import Finish, Ids, OpTime, RequestView, SampleView, Stats
 
@@ -32,6 +33,7 @@ class RankEngine:
     def __init__(self, engine: _core.Engine):
         self._engine = engine
         self.paused = False
+        self.role: Role | None = None  # once Generator.follow was called
         self.fault: Exception | None = None  # of this rank's own source; raised at the next exchange of the sync
         self._late: set[int] = set()  # aborted by a deadline and not yet released
 
@@ -56,9 +58,12 @@ class RankEngine:
         """The deadline that this rank may act on by itself."""
         return deadline
 
-    def abort_unless_shared(self, error: BaseException, voting: bool = False) -> None:
+    def abort_unless_shared(self, error: BaseException, voting: bool = False) -> bool:
         """This rank leaves a call by an exception. Unless the other ranks raise it too, or were told of it, the mesh is aborted, since
-        they would wait for this rank. voting: in the two-phase commit of a sync, where a MemoryError is a vote."""
+        they would wait for this rank. voting: in the two-phase commit of a sync, where a MemoryError is a vote. Returns whether it was
+        aborted."""
+        del error, voting
+        return False
 
     # ---------------------------------------------------------------------------------------- requests
     def add(self, prompt: Ids, stop_token_ids: Ids, request: Any, logits: NDArray[np.float32] | None) -> int:
@@ -90,6 +95,7 @@ class RankEngine:
         """Requests that were added and not released, oldest first."""
         return self._engine.ids()
 
+    @followed("numbers")
     def cut_off(self, numbers: Iterable[int]) -> None:
         """The deadline of these has passed: aborts those that still run."""
         for number in set(numbers).difference(self.finished()):
@@ -110,9 +116,14 @@ class RankEngine:
     def stop_sample(self, number: int, sample: int, n_tokens: int) -> None:
         self._engine.stop_sample(number, sample, n_tokens)
 
+    @followed("paused")
     def pause(self, paused: bool) -> None:
         self.paused = paused
         self._engine.pause(paused)
+
+    @followed()
+    def reset_prefix_cache(self) -> None:
+        self._engine.reset_prefix_cache()
 
     def request(self, number: int) -> RequestView:
         return self._engine.request(number)

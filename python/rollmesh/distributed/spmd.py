@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from rollmesh import _core
 from rollmesh.distributed.comm import Comm, Ends, check_alike
+from rollmesh.distributed.follow import Follower, Leader, followed
 from rollmesh.distributed.mesh import Mesh
 from rollmesh.distributed.rank_engine import ALONE, PUSHES, RankEngine
 from rollmesh.distributed.wire import decode, encode
@@ -103,6 +104,8 @@ class SpmdEngine(RankEngine):
 
     def any_in_lockstep(self, flag: bool) -> bool:
         """Whether the flag is set on any rank of the lockstep group."""
+        if self.role is not None:  # rank 0's decides
+            return flag
         self._announce("a call with a timeout")
         if self._lockstep is None:
             return flag
@@ -119,12 +122,12 @@ class SpmdEngine(RankEngine):
             self.all_gather(call)
             self._announced = True
 
-    def abort_unless_shared(self, error: BaseException, voting: bool = False) -> None:
-        """This rank leaves a call by an exception. Unless the other ranks raise it too, or were told of it, the mesh is aborted, since
-        they would wait for this rank. voting: in the two-phase commit of a sync, where a MemoryError is a vote."""
+    def abort_unless_shared(self, error: BaseException, voting: bool = False) -> bool:
         alike = isinstance(error, Error) and not isinstance(error, ALONE)
-        if error is not self._known_error and not alike and not (voting and isinstance(error, MemoryError)):
-            self.give_up()
+        if error is self._known_error or alike or (voting and isinstance(error, MemoryError)):
+            return False
+        self.give_up()
+        return True
 
     def give_up(self) -> None:
         """Aborts the mesh: the other ranks raise RankLostError where they wait."""
@@ -133,6 +136,15 @@ class SpmdEngine(RankEngine):
             if end is not None:
                 end.abort()
         self._comm.abort()
+
+    def follow(self, turn: Callable[[], AbstractContextManager[None]]) -> Follower | None:
+        """From now on rank 0 makes the calls; None there. turn: takes the generator's lock."""
+        self.all_gather("follow")
+        if self.rank == 0:
+            self.role = Leader(self.control, self._comm.timeout, turn)
+            return None
+        self.role = follower = Follower(self.control, self.rank)
+        return follower
 
     # ---------------------------------------------------------------------------------------- requests
     def add(self, prompt: Ids, stop_token_ids: Ids, request: Any, logits: NDArray[np.float32] | None) -> int:
@@ -257,6 +269,7 @@ class SpmdEngine(RankEngine):
     def ids(self) -> list[int]:
         return list(self._ids)
 
+    @followed("numbers")
     def cut_off(self, numbers: Iterable[int]) -> None:
         """The deadline of these has passed: aborts those of this rank's replica that still run. Other replicas abort their own."""
         for number in set(numbers).difference(self._foreign, self._engine.finished()):
@@ -317,6 +330,8 @@ class SpmdEngine(RankEngine):
         return [value for value, _ in everyone]
 
     def refuse(self, where: str, error: Exception, turn: Callable[[], AbstractContextManager[None]]) -> None:
+        if self.role is not None:  # they were not called
+            return
         with turn():
             try:
                 self.barrier(where, error)

@@ -112,7 +112,7 @@ class GeneratorTable:
     enforce_eager: bool = False  # on a GPU: no CUDA graphs
     isa: str | None = None  # of the CPU: ref, avx2, …; of a GPU the family of kernels: cuda_fma, cuda_mma. Default: the first that is here
     comm: Literal["auto", "threads", "shm", "torch"] = "auto"  # auto: shm where torchrun started the ranks, else threads
-    comm_timeout: float = number(1800.0, above=0)  # seconds that a rank waits for the others; it includes an update
+    comm_timeout: float = number(1800.0, above=0)  # seconds that a rank waits for the others
 
 
 @dataclass(frozen=True)

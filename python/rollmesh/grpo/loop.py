@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,27 +44,23 @@ from rollmesh.grpo.rewards import Rewards
 from rollmesh.grpo.rollout import Rollout, generate, score
 from rollmesh.grpo.seeds import seed_of
 from rollmesh.grpo.trainer import Trainer, model_config
-from rollmesh.weights.self_test import generate_for_test, run_self_test
+from rollmesh.weights.self_test import run_self_test
 
 SELF_TEST_SEED = 0
 
 
 @dataclass
 class Run:
-    """The parts of one run. `train(run)` runs it.
-
-    On a mesh of processes rank 0 has the trainer; the others have none, and `follow(run)` makes the generator's calls there.
-    """
+    """The parts of one run. `train(run)` runs it. On a mesh of processes this is rank 0; `follow` runs the others."""
 
     config: Config
     tokenizer: Any
     data: Dataset
     rewards: Rewards
-    trainer: Trainer | None
+    trainer: Trainer
     generator: RolloutGenerator
     first_step: int = 0
     ready: Sequence[Rollout] = ()  # of the checkpoint: batches first_step, first_step + 1, …
-    has_peers: bool = False  # the generator's other ranks are processes
 
     def close(self) -> None:
         self.generator.close()
@@ -72,28 +68,36 @@ class Run:
 
 def prepare(config: Config, resume: Path | None = None, overridden: list[str] | None = None, comm: rm.comm.Comm | None = None) -> Run:
     """Reads data and tokenizer, builds trainer and an empty generator. `resume`: a run folder or one of its checkpoints. `comm`: this
-    process is one rank of the generator's mesh."""
-    if comm is not None and config.sync.inflight != "wait":
-        raise rm.ConfigError(
-            f'[sync] inflight: expected "wait" where ranks are processes, which all make the same calls, got "{config.sync.inflight}"'
-        )
+    process is rank 0 of the generator's mesh."""
     folder = checkpoint.find(resume) if resume else None
     first_step = checkpoint.read_state(folder, config, overridden or []) if folder else 0
-    source = config.tokenizer.path or config.model.path
-    if source is None:
-        raise rm.ConfigError("[tokenizer] path: expected a folder or a tokenizer.json; a random model brings none")
-    tokenizer = load_tokenizer(config.path(source))
+    tokenizer = _tokenizer(config)
     data = load_dataset(config, tokenizer)
     rewards = Rewards(config.reward.functions, config.reward.weights, Path(config.folder))
     ready = checkpoint.read_rollouts(folder, config, data, tokenizer) if folder else []
-    if comm is not None and comm.rank > 0:
-        hf_config = model_config(config, tokenizer, folder)
-        return Run(config, tokenizer, data, rewards, None, make_generator(config, hf_config, tokenizer, comm), first_step, ready)
     trainer = Trainer(config, tokenizer, folder)
     if folder:
         checkpoint.load_optimizer(folder, trainer)
     generator = make_generator(config, trainer.model.config, tokenizer, comm)
-    return Run(config, tokenizer, data, rewards, trainer, generator, first_step, ready, has_peers=comm is not None)
+    if isinstance(generator, rm.Generator):
+        generator.follow()
+    return Run(config, tokenizer, data, rewards, trainer, generator, first_step, ready)
+
+
+def follow(config: Config, resume: Path | None, comm: rm.comm.Comm) -> None:
+    """A rank without a trainer: it generates with the others until rank 0 closes the generator."""
+    tokenizer = _tokenizer(config)
+    hf_config = model_config(config, tokenizer, checkpoint.find(resume) if resume else None)
+    with closing(make_generator(config, hf_config, tokenizer, comm)) as generator:
+        assert isinstance(generator, rm.Generator)
+        generator.follow()
+
+
+def _tokenizer(config: Config) -> Any:
+    source = config.tokenizer.path or config.model.path
+    if source is None:
+        raise rm.ConfigError("[tokenizer] path: expected a folder or a tokenizer.json; a random model brings none")
+    return load_tokenizer(config.path(source))
 
 
 def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None) -> list[Metrics]:
@@ -108,26 +112,13 @@ def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None)
                 log.write(metrics)
                 show(metrics)
                 every = config.checkpoint.every
-                if run.trainer and (step + 1 == last or (step < last and every and (step + 1) % every == 0)):
+                if step + 1 == last or (step < last and every and (step + 1) % every == 0):
                     pending = ahead.pending() if ahead else []
                     checkpoint.save(out, run.trainer, run.tokenizer, config, step + 1, pending)
         draw_curves(log.lines, out / "curves.png")
     finally:
         log.close()
     return log.lines
-
-
-def follow(run: Run) -> None:
-    """What a rank without a trainer does in steps first_step … steps: the generator's calls, in the order of run_step's."""
-    config = run.config
-    for step in range(run.first_step, config.train.steps + 1):
-        run.generator.sync_weights(None, version=step, cast=config.sync.cast)
-        if _is_tested(run, step):
-            generate_for_test(run.generator, _test_prompts(run), config.rollout.max_tokens, SELF_TEST_SEED)
-        if _is_evaluated(run, step):
-            _held_out(run, step)
-        for batch in _batches(run, step):
-            _roll_out(run, batch, step)
 
 
 def _batches(run: Run, version: int) -> range:
@@ -147,8 +138,7 @@ def _async_rollouts(run: Run, overlap: Overlap) -> AsyncRollouts:
         finally:
             overlap.stop("generator")
 
-    # All ranks have to abort, and the others do not know: there the batch is finished.
-    return AsyncRollouts(generate, (lambda: None) if run.has_peers else run.generator.abort, run.ready)
+    return AsyncRollouts(generate, run.generator.abort, run.ready)
 
 
 def _is_tested(run: Run, step: int) -> bool:
@@ -166,7 +156,6 @@ def _is_evaluated(run: Run, step: int) -> bool:
 def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap) -> Metrics:
     """One step of the protocol above. `ahead`: with async_level ≥ 1."""
     config, start = run.config, time.perf_counter()
-    assert run.trainer is not None
     if ahead and config.sync.inflight == "wait":
         ahead.pending()
     overlap.start("generator")

@@ -71,8 +71,8 @@ class AsyncDriver:
         return outputs[-1]
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None, partial: bool = True) -> AsyncGenerator[RequestOutput, None]:
-        if self._engine.has_peers:
-            raise StateError("agenerate and astream: expected a generator whose ranks are of one process, got one rank of several")
+        if self._engine.has_peers and self._engine.role is None:
+            raise StateError("agenerate and astream: expected rank 0 of ranks that follow it, got a rank of several; call follow() on all")
         self._turn.check_alive()
         self._turn.check_outside()
         [chosen] = param_list(params, 1)
@@ -161,8 +161,7 @@ class AsyncDriver:
 
     def _step(self) -> bool:
         """One engine step, and what it brought. False: nothing moved."""
-        is_halted = self._engine.paused or bool(self._engine.stats()["asleep"])
-        rows = 0 if is_halted else self._requests.step_apart(self._spoiled)
+        rows = 0 if self._engine.stats()["asleep"] else self._requests.step_apart(self._spoiled)
         done = self._requests.finished_of(self._open)
         for number, stream in list(self._open.items()):
             if number in done:
@@ -199,6 +198,7 @@ class AsyncDriver:
             self._cancelled.clear()
         numbers = list(self._open)
         self._open.clear()
+        self._driver.abort_unless_shared(error)
         for stream in streams:
             stream.tell(None, error)
         if numbers and not self._turn.is_gone():

@@ -158,14 +158,15 @@ class Driver:
             self._requests.abort(chosen)
 
     def score(
-        self, sequences: Sequence[Ids], params: Sequence[SamplingParams | None], logits: Sequence[NDArray[np.float32]] | None
+        self, sequences: Sequence[Ids], params: Sequence[SamplingParams | None], vocab_size: int = 0
     ) -> list[NDArray[np.float32]]:
+        """See Generator.score. vocab_size > 0: as Generator.logits."""
         ids: list[int] = []
 
         def add() -> None:
             for index, (sequence, param) in enumerate(zip(sequences, params, strict=True)):
                 with naming_prompt(index):
-                    ids.append(self._requests.add_score(sequence, param, logits[index] if logits is not None else None))
+                    ids.append(self._requests.add_score(sequence, param, vocab_size))
 
         try:
             with self._turn.take():

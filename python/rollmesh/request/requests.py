@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.distributed.follow import Role, followed
 from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.errors import NumericsError, RequestError, StateError
 from rollmesh.request.arguments import check_ids
@@ -79,6 +80,7 @@ class _Request:
     number: int  # of the generation, see Requests._generations; 0: a score
     watchers: list[StopWatcher] = field(default_factory=list)  # one a sample, when there are stop strings
     stopped: dict[int, str] = field(default_factory=dict)  # sample → the stop string that ended it
+    logits: NDArray[np.float32] | None = None  # [len, vocab] of a score that keeps them
 
 
 class Requests:
@@ -92,6 +94,10 @@ class Requests:
         self._watched: set[int] = set()  # those with stop strings that still run
         self._is_behind = False  # a step was made since they were looked at: a Ctrl-C came between
 
+    @property
+    def role(self) -> Role | None:
+        return self._engine.role
+
     # ---------------------------------------------------------------------------------------- in
     def all_or_none(self, add: Callable[[], None]) -> None:
         """Removes what `add` has added if it raises; a Ctrl-C may come between any two of its steps."""
@@ -102,6 +108,7 @@ class Requests:
             self.forget(set(self._engine.ids()).difference(before))
             raise
 
+    @followed("prompt_ids", "params", "prompt")
     def add(self, prompt_ids: Ids, params: SamplingParams, prompt: str | None = None) -> int:
         """Queues a generation. RequestError or CapacityError when the engine refuses it."""
         watchers: list[StopWatcher] = []
@@ -118,40 +125,50 @@ class Requests:
             self._watched.add(request)
         return request
 
-    def add_score(self, ids: Ids, params: SamplingParams | None, logits: NDArray[np.float32] | None = None) -> int:
-        """Queues a scoring pass over `ids`; `logits` [len, vocab] is filled when given."""
+    @followed("ids", "params", "vocab_size")
+    def add_score(self, ids: Ids, params: SamplingParams | None = None, vocab_size: int = 0) -> int:
+        """Queues a scoring pass over `ids`. vocab_size > 0: its logits are kept too."""
         chosen = params or GREEDY
+        logits = np.zeros((len(ids), vocab_size), np.float32) if vocab_size else None
         request = self._engine.add(ids, np.zeros(0, np.int32), EngineRequest.of(chosen, 0, True, params is not None), logits)
-        self._records[request] = _Request(ids, None, chosen, 0)
+        self._records[request] = _Request(ids, None, chosen, 0, logits=logits)
         return request
 
     # ---------------------------------------------------------------------------------------- work
     def step(self) -> int:
         """One engine step. Returns its rows; 0: there is nothing to do."""
+        if self._engine.role is not None:
+            return self.step_with_all()[0]
         self._is_behind = True
         rows, _ = self._engine.step()
         self._watch_all()
         return rows
 
-    def step_apart(self, on_error: Callable[[int, BaseException], None]) -> int:
+    @followed(collective=True)
+    def step_apart(self, on_error: Callable[[int, BaseException], None] = lambda request, error: None) -> int:
         """One engine step. on_error is given a request whose stop strings could not be looked for (a tokenizer that raises), to take it
         out of the engine or to leave it to its own call, which meets the error again."""
-        self._is_behind = True
-        rows, _ = self._engine.step()
-        for request in list(self._watched):
-            try:
-                self._watch(request)
-            except BaseException as error:  # noqa: BLE001 (whatever user code raises)
-                on_error(request, error)
+
+        def watch() -> None:
+            for request in list(self._watched):
+                try:
+                    self._watch(request)
+                except BaseException as error:  # noqa: BLE001 (whatever user code raises)
+                    on_error(request, error)
+
+        self._is_behind = not self._engine.has_peers
+        rows, _ = self._engine.step_with_all(watch, None)
+        watch()
         return rows
 
     def step_for(self, requests: set[int]) -> int:
         """One engine step, to finish these. Returns its rows."""
         if self._engine.runs_besides(requests):
-            return self.step_with_all(None)[0]
+            return self.step_with_all()[0]
         return self.step()
 
-    def step_with_all(self, deadline: float | None) -> tuple[int, bool]:
+    @followed(collective=True)
+    def step_with_all(self, deadline: float | None = None) -> tuple[int, bool]:
         """One engine step, after which all ranks see the same requests finished. Returns its rows, and whether the deadline has passed."""
         self._is_behind = not self._engine.has_peers  # with peers an error of watching was raised on all ranks, and is not met again
         together = self._engine.step_with_all(self._watch_all, deadline)
@@ -182,6 +199,7 @@ class Requests:
         if not running:
             self._watched.discard(request)
 
+    @followed("requests")
     def abort(self, requests: Iterable[int]) -> None:
         """Ends those that still run; they are done afterwards, with finish_reason "abort"."""
         running = set(self._engine.ids()) - self._engine.finished()
@@ -216,6 +234,7 @@ class Requests:
         """Of each sample so far. before: what it was earlier; after a restart it stays until there are more."""
         return [count + len(self._engine.tokens(request, sample, count)[1]) for sample, count in enumerate(before)]
 
+    @followed("requests")
     def forget(self, requests: Iterable[int]) -> None:
         """Aborts and releases, without results. The latest generations give their numbers back."""
         known = set(self.live())
@@ -227,6 +246,7 @@ class Requests:
             if record is not None and record.number == self._generations > 0:
                 self._generations -= 1
 
+    @followed("request")
     def release(self, request: int) -> None:
         """The records of a request that is done leave the engine."""
         self._watched.discard(request)
@@ -273,7 +293,7 @@ class Requests:
         )
 
     def take_scores(self, request: int) -> NDArray[np.float32]:
-        """float32 [len − 1] of a scoring pass, which is released; raises what ended it."""
+        """float32 [len − 1] of a scoring pass, or its logits if it keeps them. It is released; raises what ended it."""
         record, view = self._records[request], self._engine.request(request)
         finish = self._engine.tokens(request, 0, 0)[0]
         self.release(request)
@@ -281,6 +301,8 @@ class Requests:
             raise view["error"]
         if finish == "abort":
             raise StateError(f"scoring pass {request} was aborted (abort, pause or sync of another thread) before it ended")
+        if record.logits is not None:
+            return record.logits
         name = "prompt_logprobs" if view["prompt_sampling_logprobs"] is None else "prompt_sampling_logprobs"
         scores: NDArray[np.float32] | None = view[name]  # type: ignore[literal-required]
         if scores is None:

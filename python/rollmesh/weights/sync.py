@@ -34,7 +34,7 @@ from rollmesh.runtime.engine_views import ManifestEntry, SyncValues
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.pieces import is_sharded, local_tensor
 from rollmesh.weights.transport.loans import LentSource
-from rollmesh.weights.transport.tensors import pair_of
+from rollmesh.weights.transport.tensors import check_source, pair_of
 
 if TYPE_CHECKING:
     from rollmesh.distributed.rank_engine import RankEngine
@@ -217,6 +217,21 @@ def push_all(engine: RankEngine, entries: Iterable[tuple[str, Any]], listing: bo
     except Error as error:
         fault = error
     return fault
+
+
+def made_by(source: Callable[[int | None], Any], version: int | None) -> Any:
+    """What a rank that follows gives to a sync. An exception of the function is met as the source's first entry, for all ranks to know."""
+    try:
+        made = source(version)
+        if made is not None:
+            check_source(made)
+        return made
+    except Exception as error:  # noqa: BLE001 (raised where ranks exchange)
+        return map(_raise, [error])
+
+
+def _raise(error: Exception) -> tuple[str, Any]:
+    raise error
 
 
 def lent(source: Any) -> AbstractContextManager[Callable[[], None]]:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
+from rollmesh.distributed.follow import Role, followed
 from rollmesh.distributed.rank_engine import ALONE, PUSHES, RankEngine
 from rollmesh.errors import CapacityError, DeadlineError, StateError, VersionError
 from rollmesh.request.outputs import SyncReport
@@ -45,7 +46,12 @@ class Weights:
         self._last = -1  # the version committed last, serving or not
         self._open: Sync | None = None
 
-    def sync(self, source: Any, options: SyncOptions, deadline: float | None) -> SyncReport:
+    @property
+    def role(self) -> Role | None:
+        return self._engine.role
+
+    @followed("options", collective=True)
+    def sync(self, source: Any, options: SyncOptions, deadline: float | None = None) -> SyncReport:
         """Takes a whole set from a mapping or an iterator and commits it. Where ranks are processes, a rank that fails still goes through
         all entries, so that all ranks report their errors at the same points."""
         engine = self._engine
@@ -189,6 +195,7 @@ class Weights:
         if self._open is not None and only in (None, self._open):
             self._abort(why)
 
+    @followed("parts", "offload", collective=True)
     def sleep(self, parts: int, offload: bool) -> None:
         """Frees the memory of `parts`; no sync is open. offload: serving weights move to host memory. If one rank cannot, none sleeps."""
         try:
@@ -224,6 +231,7 @@ class Weights:
                     f"got {byte_text(available)}; sleep without keep_weights, or free memory"
                 )
 
+    @followed("parts", collective=True)
     def wake(self, parts: int) -> None:
         """Allocates the memory of `parts` again, on all ranks or none. Offloaded weights serve again."""
         asleep = parts & self._engine.stats()["asleep"]
@@ -249,6 +257,8 @@ class Weights:
 
     def require_equal(self, what: str, value: str) -> None:
         """CollectiveMismatchError on all ranks unless all have the same value."""
+        if self.role is not None:  # rank 0's
+            return
         self._engine.require_equal(what, self._all_gather(what, value))
 
     def on_all_ranks(self, where: str, action: Callable[..., T], *args: Any) -> T:

@@ -1,0 +1,164 @@
+"""Rank 0 makes the calls and the other ranks follow (Generator.follow): a single controller over the ranks of SPMD.
+
+    rank 0          a followed method ──► queue ──► the next collective call sends the queue and makes its own part
+    other ranks     receive ──► the same methods with the same arguments, in the same order
+
+What is followed are the methods that change what all ranks hold: they are marked where they are defined. Calls that exchange nothing
+(an added request, an abort) wait in the queue, so that a step costs one message more than in SPMD. A method that a followed one calls
+is not sent: the other ranks come to it by themselves.
+
+A rank waits for the next message as for any collective, at most the comm's timeout. Rank 0 sends an empty one while it has nothing to do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, is_dataclass
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from rollmesh import _core
+from rollmesh.distributed.wire import decode, encode
+from rollmesh.errors import Error, StateError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+CLOSE = "close"
+_FOLLOWED: set[Callable[..., Any]] = set()
+IDLE_SHARE = 4  # rank 0 is silent for two of these shares of the comm's timeout at most
+
+
+class Role(Protocol):
+    """What a rank is once all have called Generator.follow."""
+
+    def call(self, name: str, values: Mapping[str, Any], collective: bool) -> AbstractContextManager[None]:
+        """Around this rank's own part of a followed call."""
+
+    def close(self) -> None:
+        """The generator is about to be closed."""
+
+
+class Followed(Protocol):
+    """What has followed methods."""
+
+    @property
+    def role(self) -> Role | None:
+        """None: every rank makes its own calls."""
+
+
+F = TypeVar("F", bound=Followed)
+
+
+def followed(*sent: str, collective: bool = False) -> Callable[[Callable[Concatenate[F, P], T]], Callable[Concatenate[F, P], T]]:
+    """Marks a method that the other ranks have to call too. sent: the arguments that they need; the others take their defaults there.
+    collective: ranks exchange messages in it, so that it cannot wait in the queue."""
+
+    def mark(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, P], T]:
+        signature = inspect.signature(method)
+
+        @wraps(method)
+        def call(self: F, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            role = self.role
+            if role is None:
+                return method(self, *args, **kwargs)
+            values = signature.bind(self, *args, **kwargs).arguments
+            with role.call(method.__name__, {name: values[name] for name in sent if name in values}, collective):
+                return method(self, *args, **kwargs)
+
+        _FOLLOWED.add(call)
+        return call
+
+    return mark
+
+
+def followed_methods(*parts: object) -> dict[str, Callable[..., Any]]:
+    """By their names, bound."""
+    return {
+        name: getattr(part, name)
+        for part in parts
+        for name, function in inspect.getmembers(type(part), inspect.isfunction)
+        if function in _FOLLOWED
+    }
+
+
+class Leader:
+    """Rank 0. Callers hold the generator's lock."""
+
+    def __init__(self, control: _core.Comm, timeout: float, turn: Callable[[], AbstractContextManager[None]]):
+        """turn: takes the generator's lock."""
+        self._control, self._turn, self._timeout = control, turn, timeout
+        self._queue: list[Any] = []  # [name, values] of calls that the other ranks have not made yet
+        self._is_inside = False  # a followed call
+        self._sent_at, self._closed = time.monotonic(), threading.Event()
+        threading.Thread(target=self._keep_speaking, name="rollmesh-leader", daemon=True).start()
+
+    @contextmanager
+    def call(self, name: str, values: Mapping[str, Any], collective: bool) -> Iterator[None]:
+        if self._is_inside:
+            yield
+            return
+        self._is_inside = True
+        try:
+            self._queue.append([name, {key: _plain(value) for key, value in values.items()}])
+            if collective:
+                self._send()
+            yield
+        finally:
+            self._is_inside = False
+
+    def close(self) -> None:
+        """The other ranks return from follow."""
+        self._closed.set()
+        self._queue.append([CLOSE, {}])
+        with suppress(Error):  # the mesh has ended already
+            self._send()
+
+    def _send(self) -> None:
+        queue, self._queue = self._queue, []
+        self._control.all_gather(encode(queue))
+        self._sent_at = time.monotonic()
+
+    def _keep_speaking(self) -> None:
+        silence = self._timeout / IDLE_SHARE
+        while not self._closed.wait(silence):
+            with suppress(Error), self._turn():  # a lost rank is the next call's error
+                if time.monotonic() - self._sent_at >= silence:
+                    self._send()
+
+
+class Follower:
+    """Any other rank. Its calls come from rank 0 only."""
+
+    def __init__(self, control: _core.Comm, rank: int):
+        self._control, self._rank = control, rank
+        self._thread = threading.get_ident()
+
+    @contextmanager
+    def call(self, name: str, values: Mapping[str, Any], collective: bool) -> Iterator[None]:
+        del name, values, collective
+        if threading.get_ident() != self._thread:
+            raise StateError(f"rank {self._rank} follows rank 0 (Generator.follow); make this call on rank 0")
+        yield
+
+    def close(self) -> None:
+        with self.call(CLOSE, {}, False):
+            pass
+
+    def received(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What rank 0 has called, until it closes its generator: method and arguments."""
+        while True:
+            for name, values in decode(self._control.all_gather(b"")[0]):
+                if name == CLOSE:
+                    return
+                yield name, values
+
+
+def _plain(value: Any) -> Any:
+    """As rollmesh.distributed.wire takes it. The methods' other dataclasses are made again by who calls them (Generator.follow)."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return sorted(value) if isinstance(value, (set, frozenset)) else value

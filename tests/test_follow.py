@@ -1,0 +1,113 @@
+"""Generator.follow: rank 0 makes the calls, the other processes follow.
+
+Ranks are forked by mesh_ranks.py; the scenarios are in mesh_led.py. Oracle: one process, which makes the same calls with the same mesh
+and follows nobody. Bound: 0 differing bits."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from marks import full, some
+from mesh_ranks import CASES
+from test_mesh_processes import Server, results, servers  # noqa: F401 (a fixture)
+
+import rollmesh as rm
+
+MESHES = [(2, 1, 1), (2, 2, 4), (1, 2, 1), (1, 2, 2)]
+Mesh = tuple[int, int, int]
+Ask = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def ranks(servers: dict[str, Server]) -> Ask:  # noqa: F811
+    def ask(do: str, mesh: Mesh, transport: str = "shm", **job: Any) -> list[dict[str, Any]]:
+        return servers[transport](do, mesh, of="mesh_led", **{"model": "moe", "timeout": 30.0, **job})
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def alone(servers: dict[str, Server]) -> Callable[..., Any]:  # noqa: F811
+    """What one process gets, whose threads are the ranks."""
+    known: dict[Any, Any] = {}
+
+    def ask(mesh: Mesh, inflight: str) -> Any:
+        if (mesh, inflight) not in known:
+            job = {"of": "mesh_led", "model": "moe", "inflight": inflight, "transport": "none", "order": [0]}
+            known[mesh, inflight] = results(servers["shm"]("every_call", mesh, **job))[0]
+        return known[mesh, inflight]
+
+    return ask
+
+
+@pytest.mark.parametrize("transport", ["shm", full("torch")])
+@pytest.mark.parametrize("source", ["all", 0, full(1)], ids=str)
+@pytest.mark.parametrize("mesh", some(MESHES, [0, 1]), ids=str)
+def test_rank_0_gets_what_one_process_gets(ranks: Ask, alone: Callable[..., Any], mesh: Mesh, source: Any, transport: str) -> None:
+    first, *others = results(ranks("every_call", mesh, transport, inflight="wait", source=source))
+    assert first == alone(mesh, "wait")
+    assert others == [True] * len(others), "the generator of a rank that has followed is open"
+
+
+@pytest.mark.parametrize("inflight", ["keep", full("restart"), full("abort")])
+def test_a_version_while_requests_run(ranks: Ask, alone: Callable[..., Any], inflight: str) -> None:
+    assert results(ranks("every_call", (1, 2, 2), inflight=inflight))[0] == alone((1, 2, 2), inflight)
+
+
+def test_what_is_refused(ranks: Ask) -> None:
+    """Arguments that rank 0 refuses, a source of another rank that fails, calls of a rank that follows; rank 0 goes on after each."""
+    [own, answers], others = results(ranks("refused", (2, 1, 1)))
+    advice = "call follow() on all"
+    assert [advice in own[0], advice in others[0]] == [True, True]
+    assert own[1] == "follow was called before"
+    assert own[2] == "SyncAbortedError: rank 1: FileNotFoundError: no such shard"
+    assert own[3].startswith("MissingKeyError: ")
+    assert own[4].startswith("StateError: begin_sync: expected ranks that make their own calls")
+    assert own[5].startswith("ConfigError: ")
+    assert others[1:3] == ["rank 1 follows rank 0 (Generator.follow); make this call on rank 0"] * 2
+    assert others[3:] == ["rank 1 follows rank 0 (Generator.follow); make this call on rank 0", "follow was called before"]
+    expected = results(ranks("idle", (2, 1, 1), silent=0.0))[0]
+    assert {**answers, "about": None} == {**expected, "about": None}  # which has the version
+
+
+@pytest.mark.parametrize("transport", ["shm", full("torch")])
+def test_rank_0_may_be_silent_for_longer_than_a_timeout(ranks: Ask, transport: str) -> None:
+    busy, silent = (results(ranks("idle", (1, 2, 2), transport, timeout=2.0, silent=seconds)) for seconds in (0.0, 5.0))
+    assert silent == busy
+
+
+@pytest.mark.parametrize("how", ["agenerate", full("generate")])
+@pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_ends(ranks: Ask, victim: int, ended_by: signal.Signals, how: str) -> None:
+    """The other rank raises RankLostError at once; rank 0 in the call that runs. A Ctrl-C in rank 0's event loop cancels the request and
+    closes the generator, as anywhere."""
+    answers = ranks("lost", (1, 2, 2), victim=victim, signal=int(ended_by), how=how, limit=30.0)
+    told = [answer["result"] for answer in answers]
+    assert told[victim] == (None if ended_by is signal.SIGKILL else ["KeyboardInterrupt", ""])
+    if (victim, ended_by, how) == (0, signal.SIGINT, "agenerate"):
+        assert told[1] == ["closed"]
+        return
+    assert told[1 - victim][0] == "RankLostError"
+    assert f"rank {victim}" in told[1 - victim][1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_makes_calls_of_its_own(ranks: Ask, victim: int) -> None:
+    for told in results(ranks("unlike", (2, 1, 1), victim=victim)):
+        assert told[0] == "CollectiveMismatchError"
+        assert "in follow" in told[1]
+
+
+def test_one_process_follows_nobody() -> None:
+    case = CASES["dense"]
+    with rm.Generator(rm.ModelSpec.from_hf(case.config), mesh=rm.Mesh(tp=2), max_model_len=64, kv_cache_gib=0.01) as generator:
+        assert generator.follow() is None
+        assert generator.follow(lambda version: None) is None
+        with pytest.raises(rm.ConfigError, match="expected a function of the version, got 3"):
+            generator.follow(3)  # type: ignore[arg-type]
+    with pytest.raises(rm.StateError, match="closed"):
+        generator.follow()
