@@ -65,7 +65,7 @@ def followed(*sent: str, collective: bool = False) -> Callable[[Callable[Concate
             role = self.role
             if role is None:
                 return method(self, *args, **kwargs)
-            values = signature.bind(self, *args, **kwargs).arguments
+            values = signature.bind(self, *args, **kwargs).arguments if sent else {}
             with role.call(method.__name__, {name: values[name] for name in sent if name in values}, collective):
                 return method(self, *args, **kwargs)
 
