@@ -19,6 +19,7 @@ static const rm_attribute fields[] = {
     SPEC("norm_topk_prob", RM_ATTR_BOOL, norm_topk_prob),
     SPEC("attention_bias", RM_ATTR_BOOL, attention_bias),
     SPEC("tie_word_embeddings", RM_ATTR_BOOL, tie_word_embeddings),
+    SPEC("router_bias", RM_ATTR_BOOL, router_bias),
     SPEC("rms_norm_eps", RM_ATTR_F32, rms_norm_eps),
     SPEC("rope_scale", RM_ATTR_F32, rope_scale),
 };

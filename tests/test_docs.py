@@ -148,3 +148,11 @@ def test_the_picture_has_the_layers_of_the_code() -> None:
             if included != folder and rows[included] <= rows[folder]:
                 wrong.append(f"{path.relative_to(ROOT)} includes {included}/")
     assert wrong == []
+
+
+def test_the_tests_that_documents_name_exist() -> None:
+    """As `test_file.py::test_name`."""
+    named = {match for page in PAGES for match in re.findall(r"`(test_\w+\.py)::(test_\w+)`", page.read_text("utf-8"))}
+    assert named, "no document names a test"
+    for file, test in sorted(named):
+        assert re.search(rf"^ *(async )?def {test}\(", (ROOT / "tests" / file).read_text("utf-8"), re.MULTILINE), f"{file}::{test}"

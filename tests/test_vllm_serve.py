@@ -381,6 +381,19 @@ def test_streams_and_texts(served: Server) -> None:
     assert words["choices"][0]["text"].split() == [f"w{token}" for token in words["choices"][0]["token_ids"]]
 
 
+def test_stop_strings(served: Server) -> None:
+    """The answer without them, up to the token that completes one."""
+    whole = served.complete(SIMPLE, max_tokens=20)[1]["choices"][0]
+    words = whole["text"].split()
+    stop = next(word for i, word in enumerate(words) if i >= 5 and word not in words[:i])
+    for strings in ([f"{stop} "], ["no such word", stop]):
+        cut = served.complete(SIMPLE, max_tokens=20, stop=strings)[1]["choices"][0]
+        assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", strings[-1])
+        assert cut["text"] == whole["text"][: whole["text"].index(strings[-1])]
+        assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
+        assert words.index(stop) < len(cut["token_ids"]) <= words.index(stop) + 2
+
+
 # -------------------------------------------------------------------------------------------------- new weights
 def long_requests() -> list[support.Request]:
     """Two more than run at a time."""

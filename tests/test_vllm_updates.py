@@ -18,6 +18,7 @@ import pytest
 import vllm_support as support
 
 import rollmesh as rm
+from rollmesh import vllm as plugin
 from rollmesh.vllm.trainer import AsyncWeightSender, WeightSender
 
 pytest.importorskip("vllm", reason="needs vLLM")
@@ -153,11 +154,18 @@ def test_a_part_of_a_set_while_requests_run(served: Served, steps: int) -> None:
 
 
 def test_ids_that_are_none(served: Served) -> None:
-    """vLLM does not look where it has no tokenizer. Who shares pages with such a request is not touched."""
+    """Who shares pages with such a request is not touched, whether vLLM looks by itself or the engine ends the request."""
     stem = [9] * 48
     good = support.request([*stem, 3, 4], max_tokens=5)
     bad = [support.request([*stem, far], max_tokens=5) for far in (5000, 2**40)]
     for request in bad:
+        if plugin.RELEASES[str(plugin.installed_version())].refuses_unknown_ids:
+            from vllm.exceptions import VLLMValidationError
+
+            with pytest.raises(VLLMValidationError, match=r"Token id .* is out of vocabulary"):
+                served.llm.generate({"prompt_token_ids": list(request.prompt)}, request.theirs, use_tqdm=False)
+            support.agree(support.generate(served.llm, [good]), served.oracle.answers([good]))
+            continue
         outputs = served.llm.generate(
             [{"prompt_token_ids": list(each.prompt)} for each in (request, good)], [request.theirs, good.theirs], use_tqdm=False
         )

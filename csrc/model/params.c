@@ -149,7 +149,7 @@ static void lay_experts(layout *l, rm_layer_params *out, int layer) {
   out->gate_up = out->down = SIZE_MAX;
   out->router = new_packed(l, RM_P_ROUTER, layer, s->n_experts, s->n_experts, hidden);
   out->router_bias = take(l, s->n_experts, RM_F32);
-  add_vector(l, RM_P_ROUTER_BIAS, layer, s->n_experts, RM_F32, out->router_bias, 0);
+  add_vector(l, RM_P_ROUTER_BIAS, layer, s->n_experts, RM_F32, out->router_bias, s->router_bias);
   out->expert_gate_up_stride = rm_packed_elems(rm_gate_up_rows(here->expert_inner.n), hidden);
   out->expert_down_stride = rm_packed_elems(here->expert_hidden.n, width);
   out->expert_gate_up = take(l, here->experts.n * out->expert_gate_up_stride, l->params->dtype);

@@ -18,7 +18,7 @@ typedef struct rm_param {
   rm_layout layout;
   size_t offset;                // bytes from the start of the allocation to the matrix that it is packed into
   int64_t dst_row0, dst_cols;   // the matrix's row that holds row `first`, and the matrix's columns
-  int required;                 // 0: the router bias, and lm_head when tied
+  int required;                 // 0: lm_head when tied, and the router bias where the spec says so
 } rm_param;
 
 // Offsets of one layer's matrices, for the forward pass. SIZE_MAX where a layer has none. Each has the rows that the rank holds and all

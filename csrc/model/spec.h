@@ -17,6 +17,7 @@ typedef struct rm_spec {
   int64_t n_layers, n_heads, n_kv_heads, head_dim;
   int64_t n_experts, top_k, moe_intermediate_size;   // 0, 0, 0 in a dense model
   int norm_topk_prob, attention_bias, tie_word_embeddings;
+  int router_bias;              // every version has one; 0: it may be absent
   float rms_norm_eps;
   float rope_scale;             // attention_scaling of the rope type, 1 by default
   const float *inv_freq;        // [head_dim/2]

@@ -350,13 +350,16 @@ static rm_code list_absent(const rm_store *store, rm_error *err) {
   rm_fail(err, RM_E_INCOMPLETE_SYNC, "version %lld lacks %lld of %lld parameters", (long long)store->options.version, (long long)n,
           (long long)store->params->n);
   const char *before = ": ";
+  int only_biases = 1;
   for (int64_t i = 0; i < store->params->n; i++) {
     if (!is_absent(store, i)) continue;
     char name[128];
     rm_param_name(&store->params->list[i], name, sizeof name);
     rm_error_append(err, "%s%s", before, name);
     before = ", ";
+    only_biases &= store->params->list[i].kind == RM_P_ROUTER_BIAS;
   }
+  if (only_biases) rm_error_append(err, "; torchtitan's to_hf drops expert_bias_E: push the module's own state_dict()");
   return RM_E_INCOMPLETE_SYNC;
 }
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from rollmesh.errors import ConfigError, FormatError
 from rollmesh.model import rope as _rope
+from rollmesh.model import torchtitan as _torchtitan
 from rollmesh.model.rope import MAX_FLOAT
 from rollmesh.runtime.messages import listed, plain, shown
 
@@ -92,6 +93,7 @@ class EngineValues:
     norm_topk_prob: bool
     attention_bias: bool
     tie_word_embeddings: bool
+    router_bias: bool
     rms_norm_eps: float
     rope_scale: float
     inv_freq: NDArray[np.float32]  # [head_dim / 2]
@@ -101,10 +103,10 @@ class EngineValues:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model. Made by `from_hf`; compares and hashes by value.
+    """A model. Made by `from_hf` or `from_torchtitan`; compares and hashes by value.
 
     The names are the config's. A dense model has 0 in num_experts, num_experts_per_tok and moe_intermediate_size; a model
-    without dense layers has 0 in intermediate_size.
+    without dense layers has 0 in intermediate_size. router_bias: every sync has to bring the routers' biases; else they are optional.
     """
 
     model_type: str
@@ -127,6 +129,7 @@ class ModelSpec:
     is_moe_layer: tuple[bool, ...]  # of each layer
     sliding_windows: tuple[int, ...]  # of each layer, positions; 0: full attention
     eos_token_ids: tuple[int, ...]
+    router_bias: bool = False
 
     @staticmethod
     def from_hf(config: Any, *, ignore: tuple[str, ...] = ()) -> ModelSpec:
@@ -144,6 +147,18 @@ class ModelSpec:
             raise ConfigError(f"model_type: expected one of {', '.join(MODEL_TYPES)}, got {shown(model_type)}")
         _refuse_unknown(values)
         return _read(_Reader(values), model_type)
+
+    @staticmethod
+    def from_torchtitan(model: Any) -> ModelSpec:
+        """From torchtitan's Qwen3Model.Config, dense or with experts, or the ModelSpec that has it (`model_registry(flavor)`).
+
+        ConfigError names every setting that the engine does not compute (score_func="sigmoid", route_scale, expert groups, a window,
+        settings that differ among layers, …), and every class and field that was not in torchtitan 0.3.0. Where load_balance_coeff is
+        set, every sync has to bring expert_bias_E: the module's own state_dict() has it, torchtitan's to_hf drops it. End tokens
+        are not in the config: give eos_token_ids to Generator.
+        """
+        values, router_bias = _torchtitan.hf_config(model)
+        return replace(ModelSpec.from_hf(values), router_bias=router_bias)
 
     def rope(self, max_model_len: int) -> tuple[NDArray[np.float32], float]:
         """(inv_freq [head_dim / 2] with torch's bits, the factor on cos and sin) of a generator for max_model_len positions."""
@@ -165,6 +180,7 @@ class ModelSpec:
             norm_topk_prob=self.norm_topk_prob,
             attention_bias=self.attention_bias,
             tie_word_embeddings=self.tie_word_embeddings,
+            router_bias=self.router_bias,
             rms_norm_eps=self.rms_norm_eps,
             rope_scale=scale,
             inv_freq=inv_freq,

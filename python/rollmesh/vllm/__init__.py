@@ -15,8 +15,9 @@ import importlib.metadata
 import os
 
 from rollmesh.errors import PluginError
+from rollmesh.vllm.releases import RELEASES
 
-TRIED = ("0.32.0",)
+TRIED = tuple(RELEASES)
 NAME, MODEL_NAME = "rollmesh", "rollmesh_model"
 CPU_PLATFORM, CUDA_PLATFORM = "rollmesh.vllm.platforms.cpu.RollmeshCpuPlatform", "rollmesh.vllm.platforms.cuda.RollmeshCudaPlatform"
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")  # what stock configs name

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 MODES = ("staged", "inplace")
 INFLIGHT = ("wait", "restart", "abort", "keep")
+ROUTER_BIAS = ".mlp.gate.e_score_correction_bias"
 MAX_LISTED = 50  # faults listed in one message
 MAX_NAME = 120  # characters of a name in a message
 BATCH_BYTES = 2 << 30  # of tensors in one call of the engine; a signal is seen between two calls
@@ -127,8 +128,10 @@ def raise_faults(faults: dict[type[Error], list[str]]) -> None:
     for kind in (UnexpectedKeyError, DuplicateKeyError, MissingKeyError, *faults):
         if kind in faults:
             others = ", ".join(f"{len(rest)} {other.__name__}" for other, rest in faults.items() if other is not kind)
-            head = "missing: " if kind is MissingKeyError else ""
-            raise kind(f"{len(faults[kind])} of the weights: {head}{listed(faults[kind])}" + (f" (besides: {others})" if others else ""))
+            head, tail = "missing: " if kind is MissingKeyError else "", f" (besides: {others})" if others else ""
+            if kind is MissingKeyError and all(name.endswith(ROUTER_BIAS) for name in faults[kind]):
+                tail += "; torchtitan's to_hf drops expert_bias_E: push the module's own state_dict()"
+            raise kind(f"{len(faults[kind])} of the weights: {head}{listed(faults[kind])}{tail}")
 
 
 def check_mapping(engine: RankEngine, manifest: list[ManifestEntry], source: Mapping[str, Any], options: SyncOptions) -> None:

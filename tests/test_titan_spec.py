@@ -1,0 +1,272 @@
+"""ModelSpec.from_torchtitan: of torchtitan's own configs, whose modules then compute the oracle.
+
+Oracle: the forward pass of torchtitan 0.3.0 in float32 on the state dict that the generator gets, with its experts in float32 too
+(GroupedExperts.forward multiplies in bfloat16 whatever the dtype). Bound of the logits: 1e-5 of the largest; what would be computed
+without the setting differs by more than 1e-2. What the engine does not compute has to be refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("torchtitan")
+
+import torch
+import torch.nn.functional as F
+from titan_cpu import attention, feed_forward, linear, model_registry, moe, qwen3_configs, rope, token_dispatcher
+
+import rollmesh as rm
+
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")  # torchtitan's router asks for float32
+
+Config = Any
+BOUND = 1e-5
+
+
+def config(flavor: str = "debugmodel_moe", layers: int = 2) -> Config:
+    """Of a flavor, cut to a few layers, with an attention that runs on a CPU."""
+    model = copy.deepcopy(model_registry(flavor, attn_backend="flex").model)
+    model.layers = [copy.deepcopy(layer) for layer in model.layers[:layers]]  # the registry shares rope and attention among layers
+    for layer in model.layers:
+        layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
+    return model
+
+
+def in_float32(self: Any, x: Any, counts: Any) -> Any:
+    """GroupedExperts.forward without its casts."""
+    parts, at = [], 0
+    for expert, count in enumerate(counts.tolist()):
+        rows = x[at : at + int(count)]
+        parts.append((F.silu(rows @ self.w1_EFD[expert].T) * (rows @ self.w3_EFD[expert].T)) @ self.w2_EDF[expert].T)
+        at += int(count)
+    return torch.cat(parts)
+
+
+@pytest.fixture(autouse=True)
+def experts_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe.GroupedExperts, "forward", in_float32)
+
+
+def built(model: Config) -> Any:
+    """The module with random weights, wide enough for every setting to show, and a router bias that changes choices."""
+    torch.manual_seed(3)
+    module = model.build()
+    module.init_states()
+    with torch.no_grad():
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if "norm" in name:
+                tensor.uniform_(0.5, 1.5)
+            elif "expert_bias" in name:
+                tensor.uniform_(-0.02, 0.02)
+            elif "gate" in name:
+                tensor.normal_(std=0.3)
+            elif "rope" not in name and "tokens_per_expert" not in name:
+                tensor.normal_(std=0.08)
+    return module
+
+
+def worst(model: Config, spec: rm.ModelSpec | None = None, module: Any = None) -> float:
+    """The largest difference of logits, relative to the largest logit. spec: other than the config's."""
+    module = built(model) if module is None else module
+    ids = torch.randint(0, model.vocab_size, (1, 70), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = module(ids)[0].numpy()
+    spec = rm.ModelSpec.from_torchtitan(model) if spec is None else spec
+    with rm.Generator(spec, dtype="float32", max_model_len=128, kv_cache_gib=0.05, threads=1) as generator:
+        generator.sync_weights(module.state_dict())
+        [logits] = generator.logits([ids[0].tolist()])
+    return float(np.abs(logits - expected).max() / np.abs(expected).max())
+
+
+# -------------------------------------------------------------------------------------------------- computed
+def test_every_flavor_of_the_registry() -> None:
+    for flavor in qwen3_configs:
+        spec = model_registry(flavor, attn_backend="flex")
+        read = rm.ModelSpec.from_torchtitan(spec)
+        assert read == rm.ModelSpec.from_torchtitan(spec.model)
+        with torch.device("meta"):
+            module = spec.model.build()
+        if read.tie_word_embeddings:
+            module.lm_head.weight = module.tok_embeddings.weight
+        assert read.num_parameters == sum(p.numel() for p in module.parameters()), flavor
+        assert read.router_bias == any("expert_bias_E" in name for name in module.state_dict())
+
+
+def yarn(model: Config) -> None:
+    for layer in model.layers:
+        r = layer.attention.rope
+        r.scaling, r.rope_factor, r.original_seq_len, r.beta_fast, r.theta = "yarn", 4.0, 16, 8.0, 10000.0
+
+
+def without_norm(model: Config) -> None:
+    for layer in model.layers:
+        layer.moe.router.route_norm = False
+
+
+def no_bias(model: Config) -> None:
+    for layer in model.layers:
+        layer.moe.load_balance_coeff = None
+
+
+def one_dense_layer(model: Config) -> None:
+    model.layers[0] = config("debugmodel", 1).layers[0]
+
+
+def wide_eps(model: Config) -> None:
+    for layer in model.layers:
+        for norm in (layer.attention_norm, layer.ffn_norm, layer.attention.qk_norm):
+            norm.eps = 0.1
+    model.norm.eps = 0.1
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_moe"])
+def test_logits_are_torchtitans(flavor: str) -> None:
+    assert worst(config(flavor)) < BOUND
+
+
+@pytest.mark.parametrize("change", [yarn, without_norm, no_bias, one_dense_layer, wide_eps], ids=lambda change: change.__name__)
+def test_logits_of_other_settings_are_torchtitans(change: Callable[[Config], None]) -> None:
+    model, plain = config(), config()
+    change(model)
+    assert worst(model) < BOUND
+    if change not in (no_bias, one_dense_layer):  # which the weights tell
+        other = built(model)
+        assert worst(model, rm.ModelSpec.from_torchtitan(plain), other) > 1e-2, "the setting does not show"
+
+
+# -------------------------------------------------------------------------------------------------- refused
+def set_of(path: str, value: Any) -> Callable[[Config], None]:
+    """Sets a field of layer 1, or of the model."""
+
+    def change(model: Config) -> None:
+        *parents, field = path.split(".")
+        node = model if parents and parents[0] == "model" else model.layers[1]
+        for name in parents[1:] if parents and parents[0] == "model" else parents:
+            node = getattr(node, name)
+        setattr(node, field, value)
+
+    return change
+
+
+def complex_rope(model: Config) -> None:
+    r = model.layers[1].attention.rope
+    model.layers[1].attention.rope = rope.ComplexRoPE.Config(dim=r.dim, max_seq_len=r.max_seq_len, theta=r.theta)
+
+
+def dropping(model: Config) -> None:
+    experts = model.layers[1].moe.routed_experts
+    experts.token_dispatcher = token_dispatcher.HybridEPTokenDispatcher.Config(num_experts=64, top_k=8, non_blocking_capacity_factor=0.5)
+
+
+def shared(model: Config) -> None:
+    model.layers[1].moe.shared_experts = config("debugmodel", 1).layers[0].feed_forward
+
+
+class OwnLinear(linear.Linear):
+    from dataclasses import dataclass
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(linear.Linear.Config):
+        rank: int = 4
+
+
+REFUSED: list[tuple[Callable[[Config], None], str]] = [
+    (set_of("moe.router.score_func", "sigmoid"), r"layers\[1\].moe.router.score_func: expected 'softmax', got 'sigmoid'"),
+    (set_of("moe.router.route_scale", 2.5), r"router.route_scale: expected 1.0, got 2.5"),
+    (set_of("moe.router.num_expert_groups", 4), r"router.num_expert_groups: expected None, got 4"),
+    (set_of("moe.router._debug_force_load_balance", True), r"router._debug_force_load_balance: expected False, got True"),
+    (set_of("moe.router.top_k", 2), r"num_experts_per_tok: expected one value for all layers, got 8 in layer 0 and 2 in layer 1"),
+    (set_of("moe.router.route_norm", False), r"norm_topk_prob: expected one value for all layers"),
+    (set_of("moe.load_balance_coeff", None), r"needs_bias: expected one value for all layers"),
+    (set_of("attention.rope.theta", 1e4), r"rope_theta: expected one value for all layers, got 1000000.0 in layer 0 and"),
+    (set_of("attention.rope.scaling", "llama"), r"rope.scaling: expected 'none' or 'yarn', got 'llama'"),
+    (set_of("attention.rope.dim", 64), r"rope.dim: expected 128, got 64"),
+    (set_of("attention.qk_norm.eps", 1e-5), r"layers\[1\].attention.qk_norm.eps: expected that of attention_norm, 1e-06, got 1e-05"),
+    (set_of("attention.qk_norm", None), r"layers\[1\].attention.qk_norm: expected torchtitan's RMSNorm.Config, got builtins.NoneType"),
+    (set_of("attention.qk_norm.elementwise_affine", False), r"qk_norm.elementwise_affine: expected True, got False"),
+    (set_of("model.norm.eps", 1e-5), r"model.norm.eps: expected that of the layers, 1e-06, got 1e-05"),
+    (set_of("attention.wo.bias", True), r"attention.wo.bias: expected False, got True"),
+    (set_of("attention.qkv_linear.wqkv.bias", True), r"wqkv.bias: expected False, got True"),
+    (set_of("moe.router.gate.bias", True), r"gate.bias: expected False, got True"),
+    (set_of("model.lm_head.bias", True), r"model.lm_head.bias: expected False, got True"),
+    (
+        set_of("attention.inner_attention", attention.VarlenAttention.Config(window_size=(31, 0))),
+        r"inner_attention.window_size: expected \(-1, 0\), got \(31, 0\)",
+    ),
+    (
+        set_of("attention.wo", OwnLinear.Config(in_features=2048, out_features=256)),
+        r"attention.wo: expected torchtitan's Linear.Config or RowParallelLinear.Config, got .*OwnLinear.Config",
+    ),
+    (complex_rope, r"attention.rope: expected torchtitan's CosSinRoPE.Config, got torchtitan.models.common.rope.ComplexRoPE.Config"),
+    (dropping, r"token_dispatcher.non_blocking_capacity_factor: expected None, got 0.5"),
+    (shared, r"moe.shared_experts: expected None, got "),
+]
+
+
+@pytest.mark.parametrize("change, message", REFUSED, ids=lambda value: value[-60:] if isinstance(value, str) else "")
+def test_what_is_not_computed_is_refused_by_name(change: Callable[[Config], None], message: str) -> None:
+    model = config()
+    change(model)
+    with pytest.raises(rm.ConfigError, match=message):
+        rm.ModelSpec.from_torchtitan(model)
+
+
+def test_all_that_is_refused_is_listed() -> None:
+    model = config()
+    for change, _ in REFUSED[:4]:
+        change(model)
+    with pytest.raises(rm.ConfigError) as caught:
+        rm.ModelSpec.from_torchtitan(model)
+    assert str(caught.value).count("; ") == 3
+
+
+@pytest.mark.parametrize("model", [None, {}, "Qwen3", feed_forward.FeedForward, model_registry], ids=str)
+def test_what_is_no_config_of_torchtitan(model: Any) -> None:
+    with pytest.raises(rm.ConfigError, match=r"model: expected torchtitan's Qwen3Model.Config, got "):
+        rm.ModelSpec.from_torchtitan(model)
+
+
+def test_a_field_that_nobody_has_looked_at_needs_its_default() -> None:
+    """As a later torchtitan may have one."""
+    from dataclasses import dataclass
+
+    @dataclass(kw_only=True)
+    class Config(moe.TokenChoiceTopKRouter.Config):
+        jitter: float = 0.0
+
+    Config.__qualname__, Config.__module__ = "TokenChoiceTopKRouter.Config", "torchtitan.models.common.moe"
+    model = config()
+    router = model.layers[0].moe.router
+    known = {name: getattr(router, name) for name in ("num_experts", "gate", "top_k", "score_func", "route_norm")}
+    model.layers[0].moe.router = Config(**known)
+    rm.ModelSpec.from_torchtitan(model)
+    model.layers[0].moe.router = Config(**known, jitter=0.1)
+    with pytest.raises(rm.ConfigError, match=r"layers\[0\].moe.router.jitter: expected no such field, .* got 0.1"):
+        rm.ModelSpec.from_torchtitan(model)
+
+
+# -------------------------------------------------------------------------------------------------- the router's bias
+def test_a_push_without_the_router_bias_is_refused() -> None:
+    """torchtitan's own to_hf drops it. The old version serves, a later push with it succeeds."""
+    model = config()
+    module = built(model)
+    adapter = model_registry("debugmodel_moe", attn_backend="flex").state_dict_adapter(model, None)
+    with rm.Generator(rm.ModelSpec.from_torchtitan(model), dtype="float32", max_model_len=64, kv_cache_gib=0.02, threads=1) as generator:
+        whole = module.state_dict()
+        assert generator.manifest()["model.layers.0.mlp.gate.e_score_correction_bias"].required
+        for how in (dict, lambda source: iter(source.items())):
+            with pytest.raises(rm.Error, match="e_score_correction_bias") as caught:
+                generator.sync_weights(how(adapter.to_hf(dict(whole))), allow_bias_removal=True)
+            assert isinstance(caught.value, (rm.MissingKeyError, rm.IncompleteSyncError))
+            assert "push the module's own state_dict()" in str(caught.value)
+        assert generator.version is None
+        report = generator.sync_weights(whole)
+        assert report.digest == generator.sync_weights(whole).digest
+        with pytest.raises(rm.MissingKeyError):
+            generator.sync_weights(adapter.to_hf(dict(whole)))
+        assert generator.version == 1

@@ -1,0 +1,17 @@
+"""torchtitan's modules where there is no GPU, for tests. Import this before anything of torchtitan: without an accelerator it takes the
+device "cuda", which it reads when it is imported."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch._utils
+
+torch._utils._get_available_device_type = lambda: "cpu"
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch.jit's deprecations
+    from torchtitan.models.common import attention, feed_forward, linear, moe, rope, token_dispatcher
+    from torchtitan.models.qwen3 import model_registry, qwen3_configs
+
+__all__ = ["attention", "feed_forward", "linear", "model_registry", "moe", "qwen3_configs", "rope", "token_dispatcher"]
