@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rollmesh import errors
 from rollmesh.errors import (
     AuthError,
+    BaseVersionError,
     CapacityError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -81,6 +82,7 @@ _MODULE_OF = {
 __version__ = "0.1.0"
 __all__ = [
     "AuthError",
+    "BaseVersionError",
     "CapacityError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",

@@ -33,6 +33,10 @@ class VersionError(Error, ValueError):
     """A weight version that does not exceed the one committed last."""
 
 
+class BaseVersionError(VersionError):
+    """A delta against a version that the receiver does not have: it needs the deltas between, or a whole set."""
+
+
 class MissingKeyError(Error, ValueError):
     """Required parameters are missing; the message lists them."""
 
@@ -126,8 +130,9 @@ class PluginError(Error):
 
 
 __all__ = [
-    "AuthError", "CapacityError", "CollectiveMismatchError", "CollectiveTimeoutError", "ConfigError", "DTypeError", "DeadlineError",
-    "DeviceError", "DuplicateKeyError", "Error", "FormatError", "IncompleteSyncError", "LayoutError", "LimitError", "MeshMismatchError",
-    "MissingKeyError", "NonFiniteError", "NotSyncedError", "NumericsError", "PluginError", "RankLostError", "RequestError", "ShapeError",
-    "StateError", "SyncAbortedError", "TiedWeightError", "UnexpectedKeyError", "UnsupportedTensorError", "VersionError",
+    "AuthError", "BaseVersionError", "CapacityError", "CollectiveMismatchError", "CollectiveTimeoutError", "ConfigError", "DTypeError",
+    "DeadlineError", "DeviceError", "DuplicateKeyError", "Error", "FormatError", "IncompleteSyncError", "LayoutError", "LimitError",
+    "MeshMismatchError", "MissingKeyError", "NonFiniteError", "NotSyncedError", "NumericsError", "PluginError", "RankLostError",
+    "RequestError", "ShapeError", "StateError", "SyncAbortedError", "TiedWeightError", "UnexpectedKeyError", "UnsupportedTensorError",
+    "VersionError",
 ]  # fmt: skip

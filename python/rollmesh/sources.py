@@ -5,6 +5,8 @@
     SharedWriter, SharedReader       trainer and generator are processes of one machine: a file in /dev/shm, read without a copy
     send_weights, receive_weights    between ranks, in buckets: from GPU to GPU with rm.comm.nccl or torch's NCCL, through the host with
                                      rm.comm.shm, rm.comm.torch or any other torch.distributed group
+    DeltaWriter, DeltaReader         a folder that both sides see: whole sets now and then, between them what a step has changed
+    DeltaEncoder, DeltaDecoder       the same as bytes, for any other way between them
     bucketed(entries, bytes)         splits a stream into buckets
 
 Nothing here unpickles, listens on a port, or imports torch before it is needed.
@@ -14,8 +16,13 @@ from __future__ import annotations
 
 from rollmesh.runtime.dtypes import BF16
 from rollmesh.weights.safetensors_folder import SafetensorsFolder
+from rollmesh.weights.transport.delta import DeltaDecoder, DeltaEncoder
+from rollmesh.weights.transport.delta_folder import DeltaReader, DeltaWriter
 from rollmesh.weights.transport.store import SharedReader, SharedWriter
 from rollmesh.weights.transport.stream import receive_weights, send_weights
 from rollmesh.weights.transport.tensors import bucketed
 
-__all__ = ["BF16", "SafetensorsFolder", "SharedReader", "SharedWriter", "bucketed", "receive_weights", "send_weights"]
+__all__ = [
+    "BF16", "DeltaDecoder", "DeltaEncoder", "DeltaReader", "DeltaWriter", "SafetensorsFolder", "SharedReader", "SharedWriter", "bucketed",
+    "receive_weights", "send_weights",
+]  # fmt: skip

@@ -140,7 +140,7 @@ def parse(text: bytes, num_bytes: int) -> Manifest:
         raise FormatError(f"expected a manifest of weights: {error!r:.200}") from error
     _check_count(len(entries))
     for entry in entries:
-        _check_entry(entry, num_bytes)
+        check_entry(entry, num_bytes)
     loan = None if lent is None else parse_loan(lent)
     _require_different([entry.name for entry in entries] + list(loan.tensors if loan else ()))
     return Manifest({entry.name: entry for entry in entries}, loan, values)
@@ -154,7 +154,7 @@ def _require_different(names: list[str]) -> None:
         seen.add(name)
 
 
-def _check_entry(entry: Entry, num_bytes: int) -> None:
+def check_entry(entry: Entry, num_bytes: int) -> None:
     check_name(entry.name)
     _check_dtype(entry.name, entry.dtype)
     sizes = (*entry.shape, entry.offset, entry.bytes)

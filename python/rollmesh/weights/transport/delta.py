@@ -1,0 +1,395 @@
+"""Versions of weights as differences: what an optimizer step has changed, for generators that are not beside their trainer.
+
+    trainer     encoder = DeltaEncoder()                      generator   decoder = DeltaDecoder()
+                message = encoder.encode(state_dict, 7)                   version = decoder.apply(message)
+                … any way of bytes …                                      gen.sync_weights(decoder, version=version)
+
+A message is a whole set, or the changes against the version before it: for each tensor the places that changed and old XOR new, or XOR
+for all places where too many did. Both sides keep one copy of the last version in host memory. Apply is whole or not at all: a message
+is checked before anything changes, and each tensor by its checksum afterwards. XOR undoes itself, so no second copy is needed.
+
+    magic [8] · size of the header [8] · blake2b of the header [8] · header, JSON · payload
+    header   {run, base (null: whole), version, bytes, sum (of the payload), tensors: [[name, dtype, shape, kind, changed, sizes, sum], …]}
+    kind     "same": nothing; "places": gaps (uint32) and XOR of so many changed words; "words": XOR of all words
+    payload  for each tensor its streams: byte planes (all low bytes first), each stream a frame of zstd
+
+Alternatives, measured by benchmarks/deltas.py: new values in place of XOR, and streams without byte planes, take more bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.errors import BaseVersionError, ConfigError, FormatError, NotSyncedError, VersionError
+from rollmesh.runtime.arguments import integer
+from rollmesh.runtime.messages import shown
+from rollmesh.weights.transport.manifest import Entry, check_entry, check_new_name
+from rollmesh.weights.transport.tensors import DTYPES, as_array, bytes_of, check_source, checksum, dtype_name, pair_of
+
+MAGIC = b"rmdelta1"
+MAX_HEADER = 1 << 28
+MAX_VERSION = 2**63 - 1
+LEVEL = 1  # of zstd
+DENSE_SHARE = 8  # from one changed word in so many on, all words are sent
+WORDS: dict[int, Any] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+GAP = np.dtype("<u4")
+MAX_GAP = 2**32 - 1
+Array = NDArray[Any]
+
+
+def _zstd() -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ConfigError("deltas: expected the library zstandard, which is not installed: pip install 'rollmesh[delta]'") from error
+    return zstandard
+
+
+def _threads(threads: int | None) -> int:
+    return len(os.sched_getaffinity(0)) if threads is None else integer("threads", threads, 1, 256)
+
+
+def _words(array: Array) -> Array:
+    return array.reshape(-1).view(WORDS[array.dtype.itemsize])
+
+
+def _planes(words: Array) -> bytes:
+    """All lowest bytes, then all second ones, …: most high bytes are equal, and a run of them takes next to nothing."""
+    return np.ascontiguousarray(words.view(np.uint8).reshape(-1, words.dtype.itemsize).T).tobytes()
+
+
+def _from_planes(data: bytes, dtype: np.dtype[Any], count: int) -> Array:
+    planes = np.frombuffer(data, np.uint8).reshape(dtype.itemsize, count)
+    return np.array(planes.T, order="C").reshape(-1).view(dtype)  # a copy, which can be written to
+
+
+def _header_sum(header: bytes) -> bytes:
+    return hashlib.blake2b(header, digest_size=8).digest()
+
+
+def check_version(version: Any, last: int | None) -> int:
+    """A version number above the last one."""
+    if isinstance(version, bool) or not isinstance(version, (int, np.integer)) or not 0 <= version <= MAX_VERSION:
+        raise VersionError(f"version: expected an integer in [0, {MAX_VERSION}], got {shown(version)}")
+    if last is not None and version <= last:
+        raise VersionError(f"version {version} does not exceed {last}, the last one")
+    return int(version)
+
+
+# -------------------------------------------------------------------------------------------------- the trainer
+class DeltaEncoder:
+    """The trainer's side. Keeps a copy of the last version, in its dtypes, in host memory."""
+
+    def __init__(self, threads: int | None = None):
+        """threads: that compare and compress; None: one for each core that this process may use. ConfigError without zstandard."""
+        self._compressor, self._threads = _zstd().ZstdCompressor, _threads(threads)
+        self._arrays: dict[str, Array] = {}  # owned: of the last version
+        self._sums: dict[str, str] = {}
+        self.run = secrets.token_hex(16)
+        self.version: int | None = None
+        self.base: int | None = None  # of the message made last; None: it is a whole set
+
+    def encode(self, source: Mapping[str, Any] | Iterable[tuple[str, Any]], version: int, *, whole: bool = False) -> bytes:
+        """The message of a version: its changes against the version encoded last, or all of it at first, with whole=True, and where names,
+        shapes or dtypes have changed. Tensors of torch (on any device) or NumPy, in the dtype in which they are sent.
+
+        VersionError unless the number exceeds the last one; DuplicateKeyError, UnsupportedTensorError, DTypeError, LimitError for an entry.
+        After an error, an exception of the source among them, the last version is the one before.
+        """
+        version = check_version(version, self.version)
+        check_source(source)
+        new: dict[str, Array] = {}
+        seen: set[str] = set()
+        for name, tensor in map(pair_of, source.items() if isinstance(source, Mapping) else source):
+            check_new_name(name, seen)
+            new[name] = as_array(name, tensor)
+        is_whole = whole or self.version is None or _forms(new) != _forms(self._arrays)
+        rows, streams, sums = [], list[bytes](), dict[str, str]()
+        with ThreadPoolExecutor(self._threads) as pool:
+            made = pool.map(lambda name: self._changes(new[name], None if is_whole else self._arrays[name]), new)
+            for (name, array), (kind, changed, parts, total) in zip(new.items(), made, strict=True):
+                sums[name] = self._sums[name] if total is None else total
+                rows.append([name, dtype_name(array), list(array.shape), kind, changed, [len(part) for part in parts], sums[name]])
+                streams += parts
+        payload = b"".join(streams)
+        base = None if is_whole else self.version
+        values = {"run": self.run, "base": base, "version": version, "bytes": len(payload)}
+        header = json.dumps({**values, "sum": checksum(np.frombuffer(payload, np.uint8)), "tensors": rows}).encode()
+        message = b"".join((MAGIC, len(header).to_bytes(8, "little"), _header_sum(header), header, payload))
+        self._keep(new, sums, is_whole)
+        self.version, self.base = version, base
+        return message
+
+    def _changes(self, array: Array, before: Array | None) -> tuple[str, int, list[bytes], str | None]:
+        """Kind, changed words, streams, checksum (None: as before) of one tensor."""
+        compress, words = self._compressor(level=LEVEL).compress, _words(array)  # a compressor is of one thread
+        total = checksum(bytes_of(array))
+        if before is None:
+            return "words", words.size, [compress(_planes(words))] if words.size else [], total
+        old = _words(before)
+        differs = words != old
+        count = int(np.count_nonzero(differs))
+        if count == 0:
+            return "same", 0, [], None
+        if count * DENSE_SHARE >= words.size:
+            return "words", words.size, [compress(_planes(words ^ old))], total
+        places = np.flatnonzero(differs)
+        gaps = np.diff(places, prepend=0)
+        if int(gaps.max()) > MAX_GAP:
+            return "words", words.size, [compress(_planes(words ^ old))], total
+        return "places", places.size, [compress(_planes(gaps.astype(GAP))), compress(_planes(words[places] ^ old[places]))], total
+
+    def _keep(self, new: dict[str, Array], sums: dict[str, str], is_whole: bool) -> None:
+        if is_whole:
+            self._arrays = {name: array.copy() for name, array in new.items()}
+        else:
+            for name, array in new.items():
+                if sums[name] != self._sums[name]:
+                    np.copyto(_words(self._arrays[name]), _words(array))
+        self._sums = sums
+
+
+def _forms(arrays: Mapping[str, Array]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (dtype_name(array), array.shape) for name, array in arrays.items()}
+
+
+# -------------------------------------------------------------------------------------------------- the generator
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One tensor of a message, checked."""
+
+    entry: Entry
+    kind: str
+    changed: int
+    sizes: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return DTYPES[self.entry.dtype]
+
+    @property
+    def words(self) -> np.dtype[Any]:
+        return WORDS[self.dtype.itemsize]  # type: ignore[no-any-return]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.entry.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    run: str
+    base: int | None
+    version: int
+    rows: tuple[_Row, ...]
+    payload: memoryview
+
+
+class _Version(NamedTuple):
+    arrays: dict[str, Array]  # owned
+    sums: dict[str, str]
+    run: str | None
+    version: int | None
+
+
+class DeltaDecoder(Mapping[str, Any]):
+    """The generator's side: a mapping of the version applied last, for Generator.sync_weights. Its arrays change with the next apply."""
+
+    def __init__(self, threads: int | None = None):
+        """threads: that unpack and check; None: one for each core that this process may use. ConfigError without zstandard."""
+        self._zstd, self._threads = _zstd(), _threads(threads)
+        self._now = _Version({}, {}, None, None)  # replaced in one assignment, so that a Ctrl-C leaves one or the other
+
+    @property
+    def version(self) -> int | None:
+        """The number of the version applied last."""
+        return self._now.version
+
+    @property
+    def run(self) -> str | None:
+        """The DeltaEncoder that it is of."""
+        return self._now.run
+
+    @property
+    def _arrays(self) -> dict[str, Array]:
+        return self._now.arrays
+
+    def __getitem__(self, name: str) -> Array:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        if self.version is None:
+            raise NotSyncedError("no version was applied; the first message has to be a whole set")
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def apply(self, message: Any) -> int:
+        """Makes the message's version the current one and returns its number. message: bytes, or anything with a buffer.
+
+        FormatError (cut, changed, or made for other values than the base has), VersionError (a version that is not newer), BaseVersionError
+        (a delta against a version, or of a run, that is not the current one: apply a whole set, or the deltas between). After an error the
+        current version is the one before, bit for bit.
+        """
+        header = read_header(message)
+        check_version(header.version, self.version)
+        sums = {row.entry.name: row.entry.sum for row in header.rows}
+        if header.base is None:
+            self._now = _Version(self._whole(header), sums, header.run, header.version)
+        else:
+            self._require_base(header)
+            self._change_all(header, _Version(self._arrays, sums, header.run, header.version))
+        return header.version
+
+    def _require_base(self, header: Header) -> None:
+        if self.version is None:
+            raise BaseVersionError(f"version {header.version} is a delta against version {header.base}: expected a whole set first")
+        if (header.run, header.base) != (self.run, self.version):
+            run = "" if header.run == self.run else f" of run {header.run[:8]}"
+            raise BaseVersionError(
+                f"version {header.version}: expected a delta against version {self.version} of run {str(self.run)[:8]}, "
+                f"got one against version {header.base}{run}; apply the deltas between, or a whole set"
+            )
+        if _forms(self._arrays) != {row.entry.name: (row.entry.dtype, row.entry.shape) for row in header.rows}:
+            raise FormatError(f"version {header.version}: expected the names, dtypes and shapes of version {self.version}, got others")
+
+    def _whole(self, header: Header) -> dict[str, Array]:
+        def array(row: _Row, parts: list[memoryview]) -> Array:
+            words = self._stream(row, parts[0], row.words, row.count) if parts else np.empty(0, row.words)
+            made = words.view(row.dtype).reshape(row.entry.shape)
+            _require_sum(row.entry, made)
+            return made
+
+        with ThreadPoolExecutor(self._threads) as pool:
+            arrays = list(pool.map(array, header.rows, _parts(header)))
+        return {row.entry.name: array for row, array in zip(header.rows, arrays, strict=True)}
+
+    def _change_all(self, header: Header, then: _Version) -> None:
+        """XORs the changes into the arrays. An error undoes those that were made. Done by threads, which no signal interrupts half way."""
+        flipped: list[tuple[_Row, Any, Array]] = []
+
+        def flip(row: _Row, places: Any, values: Array) -> None:
+            self._flip(row, places, values)
+            flipped.append((row, places, values))
+            _require_sum(row.entry, self._arrays[row.entry.name])
+
+        try:
+            with ThreadPoolExecutor(self._threads) as pool:
+                changes = list(pool.map(self._change, header.rows, _parts(header)))
+                for done in [pool.submit(flip, *change) for change in changes if change is not None]:
+                    done.result()
+            self._now = then
+        except BaseException:
+            for change in flipped if self._now is not then else ():
+                self._flip(*change)
+            raise
+
+    def _change(self, row: _Row, parts: list[memoryview]) -> tuple[_Row, Any, Array] | None:
+        """Places (None: all) and XOR of a tensor; None if nothing has changed."""
+        if row.kind == "same" and row.entry.sum != self._now.sums[row.entry.name]:
+            raise FormatError(f"{row.entry.name}: expected checksum {row.entry.sum}, the base has {self._now.sums[row.entry.name]}")
+        if not parts:
+            return None
+        if row.kind == "words":
+            return row, None, self._stream(row, parts[0], row.words, row.count)
+        gaps = self._stream(row, parts[0], GAP, row.changed).astype(np.int64)
+        places = np.cumsum(gaps)
+        if not (gaps[1:] > 0).all() or int(places[-1]) >= row.count:
+            raise FormatError(f"{row.entry.name}: expected growing places below {row.count}, got others")
+        return row, places, self._stream(row, parts[1], row.words, row.changed)
+
+    def _flip(self, row: _Row, places: Any, values: Array) -> None:
+        words = _words(self._arrays[row.entry.name])
+        if places is None:
+            words ^= values
+        else:
+            words[places] ^= values
+
+    def _stream(self, row: _Row, data: memoryview, dtype: np.dtype[Any], count: int) -> Array:
+        """Its size is compared before a byte of it is unpacked."""
+        try:
+            size = self._zstd.get_frame_parameters(data).content_size
+            if size != count * dtype.itemsize:
+                raise FormatError(f"{row.entry.name}: expected a stream of {count * dtype.itemsize} bytes, got {size}")
+            return _from_planes(self._zstd.ZstdDecompressor().decompress(data, max_output_size=size), dtype, count)
+        except self._zstd.ZstdError as error:
+            raise FormatError(f"{row.entry.name}: {error}") from error
+
+
+def _parts(header: Header) -> Iterator[list[memoryview]]:
+    """The streams of each row."""
+    at = 0
+    for row in header.rows:
+        parts = []
+        for size in row.sizes:
+            parts.append(header.payload[at : at + size])
+            at += size
+        yield parts
+
+
+def _require_sum(entry: Entry, array: Array) -> None:
+    if (seen := checksum(bytes_of(array))) != entry.sum:
+        raise FormatError(f"{entry.name}: expected checksum {entry.sum}, got {seen}")
+
+
+# -------------------------------------------------------------------------------------------------- checks
+def read_header(message: Any) -> Header:
+    """Checks all of a message but its streams. FormatError."""
+    try:
+        data = memoryview(message).cast("B")
+    except TypeError as error:
+        raise FormatError(f"expected the bytes of a delta, got a {type(message).__name__}") from error
+    size = int.from_bytes(data[8:16], "little")
+    if bytes(data[:8]) != MAGIC or size > MAX_HEADER or len(data) < 24 + size:
+        raise FormatError(f"expected a message of DeltaEncoder, got {len(data)} bytes that begin with {bytes(data[:8])!r}")
+    text = bytes(data[24 : 24 + size])
+    if _header_sum(text) != bytes(data[16:24]):
+        raise FormatError("a delta's header: its checksum differs")
+    payload = data[24 + size :]
+    try:
+        values = json.loads(text)
+        rows = tuple(_row(len(payload), *row) for row in values["tensors"])
+        run, base, version, length = str(values["run"]), values["base"], values["version"], values["bytes"]
+        found = values["sum"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FormatError(f"expected the header of a delta: {error!r:.200}") from error
+    if length != len(payload) or sum(sum(row.sizes) for row in rows) != length:
+        raise FormatError(f"expected a delta with {length} bytes behind its header, got {len(payload)}")
+    if (seen := checksum(np.frombuffer(payload, np.uint8))) != found:
+        raise FormatError(f"a delta's payload: expected checksum {found}, got {seen}")
+    for number in (version,) if base is None else (base, version):
+        if type(number) is not int or not 0 <= number <= MAX_VERSION:
+            raise FormatError(f"a delta's versions: expected integers in [0, {MAX_VERSION}], got {number!r:.80}")
+    names: set[str] = set()
+    for row in rows:
+        check_new_name(row.entry.name, names)
+        if base is None and row.kind != "words":
+            raise FormatError(f"{row.entry.name}: expected all words in a whole set, got {row.kind!r}")
+    return Header(run, base, version, rows, payload)
+
+
+def _row(num_bytes: int, name: Any, dtype: Any, shape: Any, kind: Any, changed: Any, sizes: Any, total: Any) -> _Row:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r:.80}")
+    entry = Entry(name, dtype, tuple(shape), 0, math.prod(shape) * DTYPES[dtype].itemsize, str(total))
+    check_entry(entry, entry.bytes)
+    row = _Row(entry, kind, changed, tuple(sizes))
+    streams = {"same": 0, "places": 2, "words": int(row.count > 0)}.get(kind)
+    counts = {"same": 0, "words": row.count}.get(kind, changed)
+    if streams != len(row.sizes) or changed != counts or not all(type(n) is int and 0 <= n <= num_bytes for n in row.sizes):
+        raise ValueError(f"{kind!r:.80} of {shown(name)} with {changed!r:.80} changes and streams of {sizes!r:.80} bytes")
+    if type(changed) is not int or not 0 <= changed <= row.count or (kind == "places" and changed == 0):
+        raise ValueError(f"{changed!r:.80} changes of {row.count} words of {shown(name)}")
+    return row
