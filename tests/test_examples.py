@@ -46,6 +46,14 @@ def test_async_loop() -> None:
     assert all(max(versions) < int(line.split()[1]) for line, versions in zip(lines, seen, strict=True))
 
 
+def test_event_loop() -> None:
+    *episodes, last = run("examples/event_loop.py").splitlines()
+    told = [re.fullmatch(r"episode \d+: 51 tokens of versions (\[.*\])", line) for line in episodes[:16]]
+    assert [0, 1] in [json.loads(line[1]) for line in told if line]
+    assert all(told)
+    assert len(json.loads(last.removeprefix("so far: "))) == 8
+
+
 @pytest.mark.full
 def test_mesh_has_the_tokens_of_one_rank() -> None:
     threads = run("examples/mesh.py").splitlines()

@@ -55,6 +55,7 @@ PYTHON_LAYERS = {
     "comm": {"distributed"},
     "sources": {"runtime", "weights"},
     "generator": {*_BASE},
+    "prometheus": {"errors", "generator"},
     "": {*_BASE, "generator", "comm", "ops", "sources"},
     "torch": {*_BASE, "", "ops"},
     "vllm": {*_BASE, "", "generator", "ops", "torch"},

@@ -1,5 +1,5 @@
 // parallel_copy.h: the copies of a push, from rows of tensors to rows of parameters. They are collected and then run together, in tasks of
-// a few hundred KiB that threads take from a shared counter: many small tensors wake the threads once, and a thread that is scheduled late
+// 2^17 elements (up to 16 MiB for whole rows) that threads take from a shared counter: many small tensors wake the threads once, and a thread that is scheduled late
 // delays at most one task.
 //
 // On a GPU the device's pack op copies the tasks. Host tensors go through a double-buffered staging buffer: while the device reads one

@@ -62,7 +62,7 @@ if TYPE_CHECKING:  # type checkers do not see __getattr__
     from rollmesh.weights.pieces import Piece
     from rollmesh.weights.updates import Sync
 
-_MODULES = ("comm", "ops", "sources", "torch")
+_MODULES = ("comm", "ops", "prometheus", "sources", "torch")
 _MODULE_OF = {
     "CompletionOutput": "request.outputs",
     "Contract": "request.outputs",

@@ -9,6 +9,7 @@ call (a weights iterator that generates), and every call in a forked child.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,9 @@ from rollmesh.weights.self_test import Scorer, run_self_test
 from rollmesh.weights.sync import SyncOptions, made_by
 from rollmesh.weights.transport.tensors import check_source
 from rollmesh.weights.updates import BEGINNING, SLEEP, WAKE, Sync, Weights
+
+_log = logging.getLogger("rollmesh")
+_log.addHandler(logging.NullHandler())  # silent until the program asks for it
 
 
 class ParameterInfo(NamedTuple):
@@ -185,6 +189,12 @@ class Generator:
         self._turn = Turn()
         self._driver = Driver(self._engine, self._requests, self._codec, self._turn, self._weights.commit_open_sync)
         self._async_driver = AsyncDriver(self._driver, self._engine, self._requests, self._turn)
+        stats = self._engine.stats()
+        _log.info(
+            "generator: %s, %.2f B parameters, %s, tp=%d dp=%d ep=%d, %s (%s), %d KV pages of %d positions",
+            spec.model_type, spec.num_parameters / 1e9, dtype, self.mesh.tp, self.mesh.dp, self.mesh.ep,
+            device, stats["isa"], stats["kv_pages"], options.block_size,
+        )  # fmt: skip
 
     @classmethod
     def from_hf(cls, folder_or_config: Any, *, ignore: tuple[str, ...] = (), **options: Any) -> Generator:
@@ -382,7 +392,9 @@ class Generator:
                 check_source(source)
             deadline = deadline_of(timeout)
         with self._turn.take(deadline):
-            return self._weights.sync(source, options, deadline)
+            report = self._weights.sync(source, options, deadline)
+        _log.info("sync: version %d serves, %.3f GB in %.3f s", report.version, report.bytes / 1e9, report.seconds)
+        return report
 
     @contextmanager
     def _refusing(self, where: str) -> Iterator[None]:
@@ -530,6 +542,7 @@ class Generator:
                 self._weights.require_equal(SLEEP, f"{part_names(mask)}, keep_weights={keep}")
                 self._weights.reset("a part was put to sleep")
                 self._weights.sleep(mask, keep)
+                _log.info("sleep: %s%s", part_names(mask), ", weights kept" if keep else "")
             except BaseException as error:
                 self._driver.abort_unless_shared(error)
                 raise
@@ -543,6 +556,7 @@ class Generator:
             try:
                 self._weights.require_equal(WAKE, part_names(mask))
                 self._weights.wake(mask)
+                _log.info("wake: %s", part_names(mask))
             except BaseException as error:
                 self._driver.abort_unless_shared(error)
                 raise

@@ -19,6 +19,7 @@ import numpy as np
 from rollmesh.errors import (
     ConfigError,
     DeadlineError,
+    DTypeError,
     DuplicateKeyError,
     Error,
     LimitError,
@@ -118,9 +119,9 @@ def short(name: object) -> str:
     return text if len(text) <= MAX_NAME else f"{text[:MAX_NAME]}… ({len(text)} characters)"
 
 
-def listed(things: list[str]) -> str:
-    rest = len(things) - MAX_LISTED
-    return "; ".join(things[:MAX_LISTED]) + (f"; and {rest} more" if rest > 0 else "")
+def listed(things: list[str], most: int = MAX_LISTED) -> str:
+    rest = len(things) - most
+    return "; ".join(things[:most]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def raise_faults(faults: dict[type[Error], list[str]]) -> None:
@@ -131,7 +132,8 @@ def raise_faults(faults: dict[type[Error], list[str]]) -> None:
             head, tail = "missing: " if kind is MissingKeyError else "", f" (besides: {others})" if others else ""
             if kind is MissingKeyError and all(name.endswith(ROUTER_BIAS) for name in faults[kind]):
                 tail += "; torchtitan's to_hf drops expert_bias_E: push the module's own state_dict()"
-            raise kind(f"{len(faults[kind])} of the weights: {head}{listed(faults[kind])}{tail}")
+            most = 3 if kind is DTypeError else MAX_LISTED  # a missing cast=True is a fault of every tensor
+            raise kind(f"{len(faults[kind])} of the weights: {head}{listed(faults[kind], most)}{tail}")
 
 
 def check_mapping(engine: RankEngine, manifest: list[ManifestEntry], source: Mapping[str, Any], options: SyncOptions) -> None:

@@ -1,0 +1,49 @@
+"""An event loop with many rollouts at once, as agents need them: each coroutine awaits its own completions.
+
+Every episode asks twice, the second time with the first answer in its prompt. A version is pushed while they run. What arrives token by
+token comes from astream; a coroutine that is cancelled takes its request out of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import rollmesh as rm
+
+CONFIG = Qwen3Config(
+    vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+)  # fmt: skip
+
+
+async def episode(generator: rm.Generator, number: int) -> dict[str, Any]:
+    prompt, versions = [1, 2, number], []
+    for turn in range(2):
+        params = rm.SamplingParams(max_tokens=24, seed=100 * number + turn, ignore_eos=True)
+        [answer] = (await generator.agenerate(prompt, params)).outputs
+        prompt = [*prompt, *answer.token_ids.tolist()]
+        versions += answer.versions.tolist()
+    return {"tokens": len(prompt), "versions": sorted(set(versions))}
+
+
+async def main() -> None:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(CONFIG)
+    with rm.Generator.from_hf(CONFIG, max_model_len=128, kv_cache_gib=0.05) as generator:
+        generator.sync_weights(model.state_dict(), cast=True)
+        running = [asyncio.create_task(episode(generator, number)) for number in range(16)]
+        await asyncio.sleep(0)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.1)
+        # A call that may wait, in a thread: the loop goes on.
+        await asyncio.to_thread(generator.sync_weights, model.state_dict(), cast=True, inflight="keep")
+        for number, told in enumerate(await asyncio.gather(*running)):
+            print(f"episode {number}: {told['tokens']} tokens of versions {told['versions']}")
+        async for output in generator.astream([3, 1, 4], rm.SamplingParams(max_tokens=8, seed=1, ignore_eos=True)):
+            print("so far:", output.outputs[0].token_ids.tolist())
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
