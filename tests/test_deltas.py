@@ -409,8 +409,8 @@ def test_what_is_no_folder(folder: Any) -> None:
 # -------------------------------------------------------------------------------------------------- a generator
 @pytest.mark.full
 def test_two_hundred_steps_by_deltas_are_those_of_whole_pushes(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """An optimizer's steps in bfloat16. One generator is given every version whole, one follows the folder, one comes for every tenth
-    version: equal digests, and at the end equal logits."""
+    """An optimizer's steps in bfloat16. One generator is given every version whole, one, a mesh, follows the folder, one comes for every
+    tenth version: equal digests, and at the end equal logits."""
     torch = pytest.importorskip("torch")
     case = helpers.Case("moe", helpers.tiny_config(True), router_bias=False)
     state = {k: torch.from_numpy(v).requires_grad_() for k, v in helpers.numpy_state_dict(case.config, 0, "float32", False).items()}
@@ -419,7 +419,11 @@ def test_two_hundred_steps_by_deltas_are_those_of_whole_pushes(tmp_path: Path, p
     spec, options = rm.ModelSpec.from_hf(case.config), {"max_model_len": 64, "kv_cache_gib": 0.01, "threads": 1}
     writer, reader, rare = DeltaWriter(tmp_path), DeltaReader(tmp_path), DeltaReader(tmp_path)
     sent = 0
-    with rm.Generator(spec, **options) as whole, rm.Generator(spec, **options) as followed, rm.Generator(spec, **options) as seldom:
+
+    def made(**more: Any) -> rm.Generator:
+        return rm.Generator(spec, **options, **more)
+
+    with made() as whole, made(mesh=rm.Mesh(tp=2, ep=2)) as followed, made() as seldom:
         for version in range(200):
             for tensor in state.values():
                 tensor.grad = torch.randn(tensor.shape, generator=generator)
