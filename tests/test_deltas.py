@@ -406,6 +406,19 @@ def test_what_is_no_folder(folder: Any) -> None:
         DeltaWriter("/tmp", whole_every=0)
 
 
+def test_a_folder_that_goes_away(tmp_path: Path, rng: np.random.Generator) -> None:
+    (tmp_path / "it").mkdir()
+    writer, reader, now = DeltaWriter(tmp_path / "it"), DeltaReader(tmp_path / "it"), weights(rng)
+    writer.publish(now)
+    reader.refresh()
+    (tmp_path / "it").rename(tmp_path / "other")
+    with pytest.raises(rm.NotSyncedError, match="is gone"):
+        reader.refresh()
+    with pytest.raises(FileNotFoundError):
+        writer.publish(now)
+    assert bits(reader) == bits(now)
+
+
 # -------------------------------------------------------------------------------------------------- a generator
 @pytest.mark.full
 def test_two_hundred_steps_by_deltas_are_those_of_whole_pushes(tmp_path: Path, pytestconfig: pytest.Config) -> None:

@@ -110,11 +110,13 @@ class DeltaReader(DeltaDecoder):
     def refresh(self) -> int:
         """Reaches the newest version of the folder, by the deltas behind its own or from a whole set, and returns its number.
 
-        NotSyncedError: the folder has no whole set yet. FormatError: a file is damaged, and no newer whole set is there; the version
-        reached so far stays, and the next whole set leads on. OSError: the folder cannot be read."""
+        NotSyncedError: the folder has no whole set yet, or is gone. FormatError: a file is damaged, and no newer whole set is there; the
+        version reached so far stays, and the next whole set leads on. OSError: the folder cannot be read."""
         for _ in range(TRIES):
             with suppress(FileNotFoundError):  # removed meanwhile: there is a newer whole set
                 return self._reach()
+        if not self._folder.is_dir():
+            raise NotSyncedError(f"{plain(self._folder)} is gone")
         raise FormatError(f"{plain(self._folder)}: files go away while they are read; is there more than one writer?")
 
     def _reach(self) -> int:
