@@ -1,6 +1,6 @@
 // parallel_copy.h: the copies of a push, from rows of tensors to rows of parameters. They are collected and then run together, in tasks of
-// 2^17 elements (up to 16 MiB for whole rows) that threads take from a shared counter: many small tensors wake the threads once, and a thread that is scheduled late
-// delays at most one task.
+// about 2^17 elements (16 MiB at most, but 16 rows at least) that threads take from a shared counter: many small tensors wake the
+// threads once, and a thread that is scheduled late delays at most one task.
 //
 // On a GPU the device's pack op copies the tasks. Host tensors go through a double-buffered staging buffer: while the device reads one
 // half, the host fills the other. Tensors of another GPU are copied into the same halves by the device. Used by the thread that owns the
