@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import warnings
+import zlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,16 +36,12 @@ def weights_of(module: torch.nn.Module) -> None:
     biases = [(name, tensor) for name, tensor in module.named_buffers() if name.endswith("expert_bias_E")]
     with torch.no_grad():
         for name, tensor in [*module.named_parameters(), *biases]:
-            whole = torch.empty(tensor.shape).normal_(std=0.05, generator=torch.Generator().manual_seed(hash_of(name)))
+            whole = torch.empty(tensor.shape).normal_(std=0.05, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
             if isinstance(tensor, DTensor):
                 shared = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
                 tensor.to_local().copy_(shared.to_local())
             else:
                 tensor.copy_(whole)
-
-
-def hash_of(name: str) -> int:
-    return int.from_bytes(name.encode()[-7:], "little")
 
 
 def parallel(flavor: str, degrees: dict[str, int]) -> tuple[Any, rm.ModelSpec]:
