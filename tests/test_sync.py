@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,20 @@ def test_cast_is_torchs(source: str, to: str) -> None:
         flipped = want[Q].clone()
         flipped[31, 31] = 0.125
         assert generator.sync_weights({**want, Q: flipped}, **options).digest != digest
+
+
+def test_a_router_bias_that_the_spec_requires() -> None:
+    """As ModelSpec.from_torchtitan sets it; allow_bias_removal makes no exception."""
+    config = tiny_config(True)
+    bias = {f"model.layers.{i}.mlp.gate.e_score_correction_bias": np.linspace(-1, 1, 8, dtype=np.float32) for i in range(2)}
+    state = numpy_state_dict(config, dtype="bfloat16")
+    spec = replace(rm.ModelSpec.from_hf(config), router_bias=True)
+    with rm.Generator(spec, dtype="bfloat16", threads=1, kv_cache_gib=0.01, max_model_len=64) as generator:
+        assert all(generator.manifest()[name].required for name in bias)
+        generator.sync_weights({**state, **bias})
+        for source, error in ((state, rm.MissingKeyError), (iter(state.items()), rm.IncompleteSyncError)):
+            with unchanged(generator), pytest.raises(error, match=r"e_score_correction_bias.*push the module's own state_dict\(\)"):
+                generator.sync_weights(source, allow_bias_removal=True)
 
 
 def test_router_bias_is_float32_in_any_model() -> None:
