@@ -7,7 +7,10 @@ without the setting differs by more than 1e-2. What the engine does not compute 
 from __future__ import annotations
 
 import copy
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -139,6 +142,31 @@ def test_logits_of_other_settings_are_torchtitans(change: Callable[[Config], Non
         assert worst(model, rm.ModelSpec.from_torchtitan(plain), other) > 1e-2, "the setting does not show"
 
 
+def cast_linear() -> Any:
+    """torchtitan's own module, without its package's __init__, which imports vLLM."""
+    name = "torchtitan.experiments.rl.models.cast_linear"
+    where = importlib.util.spec_from_file_location(name, Path(linear.__file__).parents[2] / "experiments/rl/models/cast_linear.py")
+    assert where is not None
+    assert where.loader is not None
+    module = importlib.util.module_from_spec(where)
+    sys.modules[name] = module  # a dataclass with slots looks its module up
+    try:
+        where.loader.exec_module(module)
+    finally:
+        del sys.modules[name]
+    return module
+
+
+def test_logits_of_titanrls_own_lm_head_are_torchtitans() -> None:
+    """Its dense Qwen3 examples have it (alphabet_sort, dapo_math)."""
+    converter = cast_linear().LMHeadCastConverter
+    model = converter(converter.Config()).convert(config())
+    assert rm.ModelSpec.from_torchtitan(model) == rm.ModelSpec.from_torchtitan(config())
+    assert worst(model) < BOUND
+    with pytest.raises(rm.ConfigError, match=r"model.lm_head.compute_dtype: expected 'float32', got 'bfloat16'"):
+        rm.ModelSpec.from_torchtitan(converter(converter.Config(compute_dtype="bfloat16")).convert(config()))
+
+
 # -------------------------------------------------------------------------------------------------- refused
 def set_of(path: str, value: Any) -> Callable[[Config], None]:
     """Sets a field of layer 1, or of the model."""
@@ -213,6 +241,24 @@ def test_what_is_not_computed_is_refused_by_name(change: Callable[[Config], None
     model = config()
     change(model)
     with pytest.raises(rm.ConfigError, match=message):
+        rm.ModelSpec.from_torchtitan(model)
+
+
+@pytest.mark.parametrize("heads", [0, "16", None])
+def test_heads_that_are_no_number(heads: Any) -> None:
+    model = config()
+    model.layers[1].attention.n_heads, model.layers[1].attention.head_dim = heads, None
+    with pytest.raises(rm.ConfigError, match=r"layers\[1\].attention.n_heads: expected an integer > 0, got "):
+        rm.ModelSpec.from_torchtitan(model)
+
+
+@pytest.mark.parametrize("factor", [None, "4"])
+def test_a_yarn_factor_that_is_no_number(factor: Any) -> None:
+    model = config()
+    yarn(model)
+    for layer in model.layers:
+        layer.attention.rope.rope_factor = factor
+    with pytest.raises(rm.ConfigError, match=r"rope_factor: expected a number, got "):
         rm.ModelSpec.from_torchtitan(model)
 
 

@@ -93,7 +93,7 @@ def hf_config(model: Any) -> tuple[dict[str, Any], bool]:
     eps = _norm(root.node("norm", _NORM))
     if eps != values["rms_norm_eps"]:
         root.refuse(f"norm.eps: expected that of the layers, {values['rms_norm_eps']}, got {eps}")
-    _linear(root.node("lm_head", _LINEAR))
+    _linear(root.node("lm_head", (*_LINEAR, "CastLinear")))
     embedding = root.node("tok_embeddings", ["Embedding"])
     embedding.skip("num_embeddings", "embedding_dim")
     embedding.done()
@@ -128,7 +128,7 @@ def _layer(layer: _Node) -> dict[str, Any]:
     values = {
         "num_attention_heads": heads,
         "num_key_value_heads": heads if kv_heads is None else kv_heads,
-        "head_dim": dim // heads if head_dim is None else head_dim,
+        "head_dim": _divided(attention, dim, heads) if head_dim is None else head_dim,
     }
     values |= _rope(attention.node("rope", ["CosSinRoPE"]), values["head_dim"])
     _qkv(attention.node("qkv_linear", _QKV))
@@ -147,9 +147,20 @@ def _layer(layer: _Node) -> dict[str, Any]:
     return values
 
 
+def _divided(attention: _Node, dim: Any, heads: Any) -> int:
+    """head_dim where the config has none."""
+    for field, value in (("dim", dim), ("n_heads", heads)):
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{attention.where}.{field}: expected an integer > 0, got {shown(value)}")
+    size: int = dim // heads
+    return size
+
+
 def _linear(linear: _Node) -> int:
     """Its rows."""
     linear.want("bias", False)
+    if linear.name == "CastLinear":  # of TitanRL: logits in float32, as the engine's are in every dtype
+        linear.want("compute_dtype", "float32")
     linear.skip("in_features")
     rows: int = linear.read("out_features")
     linear.done()
@@ -193,7 +204,9 @@ def _rope(rope: _Node, head_dim: int) -> dict[str, Any]:
     rope.skip("scaling_factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of "llama"
     if scaling not in ("none", "yarn"):
         rope.refuse(f"scaling: expected 'none' or 'yarn', got {shown(scaling)}")
-    if scaling == "yarn" and factor > 1:
+    if scaling == "yarn" and not isinstance(factor, (int, float)):
+        rope.refuse(f"rope_factor: expected a number, got {shown(factor)}")
+    elif scaling == "yarn" and factor > 1:
         values["rope_scaling"] = {"rope_type": "yarn", "factor": factor, "attention_factor": 1.0, **yarn}
     rope.done()
     return values
