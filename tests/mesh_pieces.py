@@ -16,6 +16,7 @@ from typing import Any
 
 import helpers
 import numpy as np
+import pytest
 import torch
 import torch._dynamo  # which FSDP takes when it is first used
 from mesh_ranks import CASES, Rank, answers, weights
@@ -155,6 +156,26 @@ def resharded(rank: Rank) -> Any:
         out = {"digest": first.digest, **answers(generator)}
         second = generator.sync_weights(source(rank, 0.75), cast=True)
         return {"bits": [out, {"digest": second.digest, "version": second.version, **answers(generator)}], **moved}
+
+
+def by_shards(rank: Rank) -> Any:
+    """As resharded: each rank brings of each tensor what Generator.shard says."""
+    begin(rank, trains=False)
+    watch, state = Watch(), full(rank, 1.0)
+    with rank.make() as generator:
+
+        def pieces() -> Iterator[tuple[str, Any]]:
+            for name, tensor in state.items():
+                shard = generator.shard(name)  # inside the sync
+                box = tuple(slice(at, at + size) for at, size in zip(shard.offsets, shard.sizes, strict=True))
+                yield name, rm.Piece(tensor[box].numpy(), shard.shape, shard.offsets)
+
+        report = generator.sync_weights(pieces(), cast=True)
+        with pytest.raises(rm.UnexpectedKeyError, match="nothing"):
+            generator.shard("nothing")
+        held = sum(math.prod(generator.shard(name).sizes) for name in state)
+        got = {"received": watch.received, "bytes": report.bytes, "held": held, "all": sum(tensor.numel() for tensor in state.values())}
+        return {"bits": {"digest": report.digest, **answers(generator)}, **got}
 
 
 def spoiled(rank: Rank, state: Named) -> Any:

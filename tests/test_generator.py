@@ -141,6 +141,9 @@ def test_every_field_of_an_output(moe: bool) -> None:
         assert output.prompt_logprobs.tobytes() == generator.score([prompt])[0].tobytes()
         assert output.prompt_top_logprobs is not None
         assert output.prompt_top_logprobs.ids.shape == output.prompt_top_logprobs.logprobs.shape == (20, 2)
+        times = output.metrics
+        assert times is not None
+        assert 0 < times.queued_ts <= times.scheduled_ts < times.first_token_ts < times.last_token_ts <= time.monotonic()
         assert [sample.index for sample in output.outputs] == [0, 1, 2]
         for sample in output.outputs:
             n = len(sample.token_ids)
@@ -172,6 +175,24 @@ def test_every_field_of_an_output(moe: bool) -> None:
             assert routed.min() >= 0
             assert routed.max() < 8
             assert np.all(routed[..., 0] != routed[..., 1])
+
+
+def test_times_of_requests_that_wait_restart_and_end_early() -> None:
+    config = tiny_config(False)
+    with make(False, max_num_seqs=1) as generator:
+        generator.sync_weights(numpy_state_dict(config))
+        ids = generator.submit(prompts(config, [5, 5, 5]), rm.SamplingParams(max_tokens=6, ignore_eos=True))
+        for _ in range(3):
+            assert generator.poll() == []
+        before = time.monotonic()
+        generator.sync_weights(numpy_state_dict(config), inflight="restart")
+        generator.abort(ids[2])
+        first, second, aborted = (output.metrics for output in sorted(generator.poll(3), key=lambda output: output.request_id))
+        assert first is not None and second is not None and aborted is not None  # noqa: PT018
+        assert first.queued_ts < before < first.scheduled_ts < first.first_token_ts < first.last_token_ts
+        assert first.last_token_ts <= second.scheduled_ts < second.first_token_ts
+        assert second.queued_ts < before
+        assert (aborted.scheduled_ts, aborted.first_token_ts, aborted.last_token_ts) == (0.0, 0.0, 0.0)
 
 
 def test_score_of_short_sequences_and_its_refusals(gen: rm.Generator) -> None:

@@ -116,6 +116,17 @@ def test_one_rank_that_has_all_gives_each_what_it_wants(server: Server, alone: C
         assert got["received"] == (0 if number == 2 else got["bytes"])
 
 
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (2, 2, 4), (2, 2, 1)], ids=str)
+def test_ranks_that_bring_their_shards_are_sent_nothing(server: Server, alone: Callable[[str], Any], mesh: Any) -> None:
+    """Generator.shard, for sources that can read a part of a tensor."""
+    ranks = results(server("by_shards", mesh, model="moe", of="mesh_pieces", transport="shm"))
+    assert min(got["held"] for got in ranks) < 0.6 * ranks[0]["all"]
+    for number, got in enumerate(ranks):
+        assert got["bits"] == {key: value for key, value in alone("moe")[0].items() if key in got["bits"]}, f"rank {number}"
+        assert got["received"] == 0
+        assert got["held"] * 4 == got["bytes"], "more than it reads"
+
+
 FAULTS = [
     ("hole", "IncompleteSyncError", None, "is in no rank's piece"),
     ("alike", "ShapeError", None, "expected shape"),

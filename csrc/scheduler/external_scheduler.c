@@ -5,6 +5,8 @@
 // read. So of two requests that share a stale page, the first recomputes it and the second reads it in the same batch or a later one.
 #include "scheduler/external_scheduler.h"
 
+#include "clock.h"
+
 // ---------------------------------------------------------------------------------------------- invalid pages and records
 static void invalidate_pages(rm_scheduler *scheduler, const rm_sequence *seq) {
   for (int64_t i = 0; i < seq->n_pages; i++) scheduler->page_versions[rm_block_table(scheduler, seq)[i]] = -1;
@@ -135,6 +137,7 @@ static void begin(rm_scheduler *scheduler, rm_sequence *seq) {
   seq->next = seq->kv_len = first_row(scheduler, seq);
   if (group->started) return;
   group->started = 1;
+  group->times.scheduled = rm_now();
   group->n_cached = rm_min64(seq->next, group->n_prompt);
   scheduler->prompt_tokens += group->n_prompt;
   scheduler->cached_tokens += group->n_cached;

@@ -49,6 +49,11 @@ typedef struct rm_sample_view { // of one sample; valid until the next step or r
   const int16_t *routed;        // [n_tokens − 1][moe_layers][k]: of generated tokens that were fed back
 } rm_sample_view;
 
+typedef struct rm_request_times {   // seconds of rm_now; 0: not yet
+  double queued, scheduled;     // added; its first row was planned
+  double first_token, last_token;   // of any sample
+} rm_request_times;
+
 typedef struct rm_request_view {
   uint64_t id;
   int finished;                 // all samples are
@@ -63,6 +68,7 @@ typedef struct rm_request_view {
   const float *prompt_top_logprobs;
   const int16_t *prompt_routed; // [n_prompt][moe_layers][k]; NULL in a dense model
   int32_t n;
+  rm_request_times times;
 } rm_request_view;
 
 // What happens to running requests when new weights are committed:

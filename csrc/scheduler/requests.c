@@ -95,6 +95,7 @@ rm_code rm_scheduler_view(const rm_scheduler *scheduler, uint64_t id, rm_request
       .prompt_top_logprobs = group->prompt_top_logprobs,
       .prompt_routed = group->prompt_routed,
       .n = group->n,
+      .times = group->times,
   };
   return RM_OK;
 }

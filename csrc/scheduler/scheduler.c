@@ -10,6 +10,7 @@
 #include <assert.h>
 
 #include "base/fields.h"
+#include "clock.h"
 #include "scheduler/scheduler.h"
 
 // ---------------------------------------------------------------------------------------------- creation
@@ -246,6 +247,7 @@ static int start(rm_scheduler *scheduler, rm_sequence *seq) {
   if (group->n_scored < group->n_targets) seq->next = rm_min64(seq->next, group->n_scored);
   if (!group->started) {
     group->started = 1;
+    group->times.scheduled = rm_now();
     group->n_cached = rm_min64(seq->next, group->n_prompt);
     scheduler->prompt_tokens += group->n_prompt;
     scheduler->cached_tokens += group->n_cached;

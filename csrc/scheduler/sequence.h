@@ -78,6 +78,7 @@ struct rm_sequence_group {
   rm_sequence *leader;          // ACTIVE and computing the prompt for all, or NULL
   int started;                  // n_cached is known
   int64_t n_cached;
+  rm_request_times times;       // queued: sequence_group.c; tokens: commit.c
   // sampler.c and commit.c: records of the prompt
   int64_t n_scored;             // target rows that are recorded
   int64_t n_prompt_routed;      // positions whose routing is recorded

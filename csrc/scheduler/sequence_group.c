@@ -5,6 +5,7 @@
 
 #include "base/fields.h"
 #include "base/hash.h"
+#include "clock.h"
 #include "kernels.h"
 #include "scheduler/sequence.h"
 
@@ -234,6 +235,7 @@ rm_code rm_sequence_group_create(const rm_request *request, const rm_request_lim
     return rm_fail(err, RM_E_REQUEST, "min_tokens=%lld, but every token of the vocabulary is a stop token", (long long)request->min_tokens);
   }
   group->id = id;
+  group->times.queued = rm_now();
   rm_list_init(&group->link);
   const uint64_t seed = request->has_seed ? request->seed : splitmix(limits->engine_seed ^ splitmix(request->seed));
   for (int32_t i = 0; i < group->n; i++) {
@@ -254,6 +256,7 @@ void rm_sequence_group_rewind(rm_sequence_group *group) {
   group->n_done = 0;
   group->n_scored = group->n_prompt_routed = group->n_cached = 0;
   group->started = group->mixed = 0;
+  group->times = (rm_request_times){.queued = group->times.queued};
   for (int32_t i = 0; i < group->n; i++) {
     rm_sequence *seq = &group->sequences[i];
     seq->status = RM_WAITING;

@@ -3,6 +3,8 @@
 // last, since it may end a sequence, which releases pages that its siblings share.
 #include "step/commit.h"
 
+#include "clock.h"
+
 // ---------------------------------------------------------------------------------------------- failures
 static void fail_flagged(rm_scheduler *scheduler, const rm_sequence *seq) {
   const rm_plan *plan = &scheduler->plan;
@@ -72,7 +74,7 @@ static void advance(rm_scheduler *scheduler, rm_sequence *seq) {
 
 // ---------------------------------------------------------------------------------------------- draws
 void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn) {
-  const rm_sequence_group *group = seq->group;
+  rm_sequence_group *group = seq->group;
   const int64_t at = seq->n_tokens++;
   const int32_t token = drawn->token;
   seq->ids[group->n_prompt + at] = token;
@@ -81,6 +83,8 @@ void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn)
   if (group->want_token_ranks) seq->ranks[at] = drawn->rank;
   seq->versions[at] = scheduler->version;
   seq->no_contract[at] = seq->stale != 0;
+  group->times.last_token = rm_now();
+  if (group->times.first_token == 0) group->times.first_token = group->times.last_token;
   scheduler->generated_tokens++;
   const rm_policy *policy = scheduler->options.policy;
   if (policy->token_added) policy->token_added(scheduler, seq);

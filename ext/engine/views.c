@@ -60,6 +60,10 @@ static int put_prompt(rm_engine_object *self, PyObject *dict, const rm_request_v
   return put(dict, "prompt_routed", array_or_none(view->prompt_routed, NPY_INT16, 3, routed));
 }
 
+static PyObject *times_object(const rm_request_times *times) {
+  return Py_BuildValue("(dddd)", times->queued, times->scheduled, times->first_token, times->last_token);
+}
+
 PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
   const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
   if (id == (unsigned long long)-1 && PyErr_Occurred()) return NULL;
@@ -77,7 +81,7 @@ PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
   if (dict &&
       (put(dict, "finished", PyBool_FromLong(view.finished)) || put(dict, "error", error_object(self, &view)) ||
        put(dict, "num_cached_tokens", PyLong_FromLongLong(view.n_cached)) || put(dict, "num_scored", PyLong_FromLongLong(view.n_scored)) ||
-       put(dict, "n", PyLong_FromLong(view.n)) || put_prompt(self, dict, &view, prompt_logprobs)))
+       put(dict, "n", PyLong_FromLong(view.n)) || put(dict, "times", times_object(&view.times)) || put_prompt(self, dict, &view, prompt_logprobs)))
     Py_CLEAR(dict);
 out:
   rm_engine_leave(self);

@@ -55,9 +55,9 @@ if TYPE_CHECKING:  # type checkers do not see __getattr__
     import rollmesh.sources  # noqa: F401
     from rollmesh import comm
     from rollmesh.distributed.mesh import Mesh
-    from rollmesh.generator import Generator, ParameterInfo
+    from rollmesh.generator import Generator, ParameterInfo, Shard
     from rollmesh.model.spec import ModelSpec
-    from rollmesh.request.outputs import CompletionOutput, Contract, RequestOutput, SelfTestReport, SyncReport, TopLogprobs
+    from rollmesh.request.outputs import CompletionOutput, Contract, RequestMetrics, RequestOutput, SelfTestReport, SyncReport, TopLogprobs
     from rollmesh.request.sampling import SamplingParams
     from rollmesh.weights.pieces import Piece
     from rollmesh.weights.updates import Sync
@@ -71,9 +71,11 @@ _MODULE_OF = {
     "ModelSpec": "model.spec",
     "ParameterInfo": "generator",
     "Piece": "weights.pieces",
+    "RequestMetrics": "request.outputs",
     "RequestOutput": "request.outputs",
     "SamplingParams": "request.sampling",
     "SelfTestReport": "request.outputs",
+    "Shard": "generator",
     "Sync": "weights.updates",
     "SyncReport": "request.outputs",
     "TopLogprobs": "request.outputs",
@@ -111,10 +113,12 @@ __all__ = [
     "PluginError",
     "RankLostError",
     "RequestError",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "SelfTestReport",
     "ShapeError",
+    "Shard",
     "StateError",
     "Sync",
     "SyncAbortedError",

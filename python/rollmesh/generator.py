@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -68,6 +68,14 @@ class ParameterInfo(NamedTuple):
     shape: tuple[int, ...]
     dtype: str  # "bfloat16" or "float32"
     required: bool
+
+
+class Shard(NamedTuple):
+    """The box of a tensor that a process needs: Generator.shard(). In elements; sizes has a 0 if it needs nothing of the tensor."""
+
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 class Generator:
@@ -238,6 +246,19 @@ class Generator:
         self._turn.check_alive()
         return {name: ParameterInfo(shape, dtype, required) for name, shape, dtype, required in self._weights.manifest}
 
+    def shard(self, name: str) -> Shard:
+        """The smallest box of a tensor with all that this process's ranks need of it, for sources that can read a part. `name`: one of any
+        that a sync takes. In one process it is the whole tensor. A source may call this while it is read. UnexpectedKeyError if the model
+        has none of that name."""
+        with nullcontext() if self._turn.is_inside else self._turn.take():
+            shape, rows = self._engine.sync_wanted(name)
+            needed = rows[rows[:, 0] == self._engine.rank, 1:] if self._engine.has_peers else rows[:, 1:]
+        first, sizes = needed[:, : len(shape)], needed[:, needed.shape[1] // 2 :][:, : len(shape)]
+        if not len(needed):
+            return Shard(shape, (0,) * len(shape), (0,) * len(shape))
+        offsets = first.min(axis=0)
+        return Shard(shape, tuple(offsets.tolist()), tuple(((first + sizes).max(axis=0) - offsets).tolist()))
+
     def metrics(self) -> dict[str, Any]:
         """Counters since creation, sizes in bytes, times in seconds, and:
 
@@ -393,7 +414,8 @@ class Generator:
             deadline = deadline_of(timeout)
         with self._turn.take(deadline):
             report = self._weights.sync(source, options, deadline)
-        _log.info("sync: version %d serves, %.3f GB in %.3f s", report.version, report.bytes / 1e9, report.seconds)
+        size, digest = report.bytes / 1e9, report.digest
+        _log.info("sync: version %d serves, %.3f GB in %.3f s, digest %s", report.version, size, report.seconds, digest)
         return report
 
     @contextmanager

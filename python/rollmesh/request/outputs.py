@@ -60,6 +60,17 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When a request came to each point, under vLLM's names: seconds of time.monotonic() on the machine that ran it, 0.0 if it did not.
+    After a restart (sync_weights(inflight="restart")) they are those of the last run, but queued_ts."""
+
+    queued_ts: float  # added to the engine
+    scheduled_ts: float  # its first step was planned
+    first_token_ts: float  # of any sample
+    last_token_ts: float
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """One prompt and its samples, in the order of their index. Prompt logprobs that an abort left uncomputed are nan (ids: -1)."""
 
@@ -71,6 +82,7 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache served
     prompt_logprobs: NDArray[np.float32] | None = None  # [p - 1] of token i+1 given 0..i, with SamplingParams.prompt_logprobs
     prompt_top_logprobs: TopLogprobs | None = None  # [p - 1, k]
+    metrics: RequestMetrics | None = None  # None: a request that the engine refused
     error: Exception | None = None  # what ended it, with on_error="return"; from poll also what the tokenizer raised
 
 

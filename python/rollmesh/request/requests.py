@@ -18,7 +18,7 @@ from rollmesh.distributed.follow import Role, followed
 from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.errors import NumericsError, RequestError, StateError
 from rollmesh.request.arguments import check_ids
-from rollmesh.request.outputs import CompletionOutput, Contract, RequestOutput, TopLogprobs
+from rollmesh.request.outputs import CompletionOutput, Contract, RequestMetrics, RequestOutput, TopLogprobs
 from rollmesh.request.sampling import SamplingParams
 from rollmesh.request.text import StopWatcher, TextCodec
 from rollmesh.runtime.engine_views import CONTRACT_VERSION, Ids, RequestView
@@ -289,6 +289,7 @@ class Requests:
             num_cached_tokens=view["num_cached_tokens"],
             prompt_logprobs=view["prompt_logprobs"],
             prompt_top_logprobs=top,
+            metrics=RequestMetrics(*view["times"]),
             error=view["error"],
         )
 

@@ -26,9 +26,14 @@ class Turn:
         if self.closed:
             raise StateError("the generator is closed")
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is inside a call."""
+        return self._turn.is_inside
+
     def check_outside(self) -> None:
         """StateError inside another call of this thread."""
-        if self._turn.is_inside:
+        if self.is_inside:
             raise StateError("the generator was called from inside one of its own calls (a callback, weights iterator or signal handler)")
 
     def take(self, deadline: float | None = None) -> AbstractContextManager[None]:
