@@ -64,8 +64,13 @@ def plain_attention(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: Head
     return torch.cat(out)
 
 
-def plain_moe(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, renormalize: bool) -> Tensor:
-    gates, ids = torch.softmax(x @ router.t(), -1).topk(TOP_K, -1)
+BIAS = torch.linspace(0.3, -0.3, EXPERTS)  # large enough to change choices
+
+
+def plain_moe(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, renormalize: bool, bias: Tensor | None = None) -> Tensor:
+    scores = torch.softmax(x @ router.t(), -1)
+    ids = (scores if bias is None else scores + bias).topk(TOP_K, -1).indices
+    gates = scores.gather(1, ids)
     gates = gates / gates.sum(-1, keepdim=True) if renormalize else gates
     out = torch.zeros_like(x)
     for e in range(EXPERTS):
@@ -118,12 +123,12 @@ def logprobs_among(temperature: float) -> Case:
     return Case(ours, plain, (ROWS, HIDDEN), (VOCAB, HIDDEN))
 
 
-def moe_with(renormalize: bool) -> Case:
+def moe_with(renormalize: bool, bias: Tensor | None = None) -> Case:
     def ours(*inputs: Tensor) -> Tensor:
-        return functions.moe(*inputs, top_k=TOP_K, renormalize=renormalize).out
+        return functions.moe(*inputs, top_k=TOP_K, renormalize=renormalize, bias=bias).out
 
     shapes = (ROWS, HIDDEN), (EXPERTS, HIDDEN), (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
-    return Case(ours, lambda *inputs: plain_moe(*inputs, renormalize), *shapes)
+    return Case(ours, lambda *inputs: plain_moe(*inputs, renormalize, bias), *shapes)
 
 
 def attention_with(window: int) -> Case:
@@ -157,6 +162,7 @@ CASES = {
     "swiglu": Case(functions.swiglu, lambda x, g, u: F.silu(x @ g.t()) * (x @ u.t()), (ROWS, HIDDEN), (INNER, HIDDEN), (INNER, HIDDEN)),
     "moe": moe_with(True),
     "moe, raw gates": moe_with(False),
+    "moe, router bias": moe_with(True, BIAS),
     "lm_head": Case(functions.lm_head, lambda x, w: x @ w.t(), (ROWS, HIDDEN), (VOCAB, HIDDEN)),
     "token_logprobs": logprobs_at(1.0),
     "token_logprobs at 0.6": logprobs_at(0.6),
@@ -391,6 +397,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: functions.moe(f32(2, 8), f32(4, 8), f32(4, 5, 8), f32(4, 8, 3), top_k=2),
         rm.ShapeError,
         r"gate_up: expected shape \(4, 6, 8\)",
+    ),
+    "router bias": (
+        lambda: functions.moe(f32(2, 8), f32(4, 8), f32(4, 6, 8), f32(4, 8, 3), top_k=2, bias=f32(3)),
+        rm.ShapeError,
+        r"bias: expected torch.float32 of shape \(4,\), got torch.float32 of shape \(3,\)",
     ),
     "rows": (
         lambda: functions.attention(f32(3, 128), f32(16), f32(16), rope(), sequences(), HEADS),

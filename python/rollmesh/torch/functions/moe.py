@@ -26,12 +26,12 @@ class Routed(NamedTuple):
 class _Moe(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, packed: Any, top_k: int, renormalize: bool, how: How
+        ctx: Any, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, bias: Any, packed: Any, top_k: int, renormalize: bool, how: How
     ) -> tuple[Tensor, Tensor]:
         experts, width = len(router), down.shape[2]
         packed_router, packed_gate_up, packed_down = packed
         with in_turn(x):
-            routing = ops.router(array_of(x), packed_router, experts, top_k, renormalize=renormalize, **how)
+            routing = ops.router(array_of(x), packed_router, experts, top_k, bias=bias, renormalize=renormalize, **how)
             sent, group_rows, place = ops.permute(array_of(x), routing.ids, experts, **how)
             both = empty_array((len(x) * top_k, 2 * width), x) if any(ctx.needs_input_grad) else None
             inner = ops.gemm_swiglu(sent, packed_gate_up, width, group_rows=group_rows, gate_up=both, **how)
@@ -71,7 +71,7 @@ class _Moe(torch.autograd.Function):
         by_x = by_sent.index_select(0, place.flatten().long()).view(*ids.shape, -1).float().sum(1)
         by_logits = _router_gradients(x, router, ids, gates, by_gates, ctx.renormalize)
         by_x = by_x.addmm_(by_logits, router.float()).to(x.dtype)
-        return by_x, (by_logits.t() @ x.float()).to(router.dtype), by_gate_up, by_down, None, None, None, None
+        return by_x, (by_logits.t() @ x.float()).to(router.dtype), by_gate_up, by_down, None, None, None, None, None
 
 
 def _router_gradients(x: Tensor, router: Tensor, ids: Tensor, gates: Tensor, by_gates: Tensor, renormalize: bool) -> Tensor:
@@ -100,11 +100,13 @@ def moe(
     *,
     top_k: int,
     renormalize: bool = True,
+    bias: Tensor | None = None,
     packed: tuple[Any, Any, Any] | None = None,
     how: How | None = None,
 ) -> Routed:
     """The mixture of experts: router [experts, hidden], gate_up [experts, 2n, hidden] with the rows of gate first, down
-    [experts, hidden, n]. Gates are float32; gradients flow through them into the router."""
+    [experts, hidden, n]. Gates are float32; gradients flow through them into the router. bias, float32 [experts], is added to the
+    scores for the choice of experts only, as DeepSeek-V3's; it has no gradient."""
     x = rows_of("x", x)
     how = how or how_for(x)
     experts, hidden = len(router), x.shape[1]
@@ -115,5 +117,8 @@ def moe(
     ):
         if tuple(weight.shape) != shape:
             raise ShapeError(f"{name}: expected shape {shape}, got {tuple(weight.shape)}")
+    if bias is not None and (bias.dtype != torch.float32 or tuple(bias.shape) != (experts,)):
+        raise ShapeError(f"bias: expected torch.float32 of shape ({experts},), got {bias.dtype} of shape {tuple(bias.shape)}")
+    chosen_by = None if bias is None else array_of(bias.detach().contiguous())
     packed = pack_moe(router, gate_up, down, x.dtype, how) if packed is None else packed
-    return Routed(*_Moe.apply(x, router, gate_up, down, packed, top_k, renormalize, how))  # type: ignore[no-untyped-call]
+    return Routed(*_Moe.apply(x, router, gate_up, down, chosen_by, packed, top_k, renormalize, how))  # type: ignore[no-untyped-call]
