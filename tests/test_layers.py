@@ -59,11 +59,12 @@ PYTHON_LAYERS = {
     "": {*_BASE, "generator", "comm", "ops", "sources"},
     "torch": {*_BASE, "", "ops"},
     "vllm": {*_BASE, "", "generator", "ops", "torch"},
+    "titan": {*_BASE, "", "generator", "ops", "torch"},
     "grpo": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm"},
     "cli": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm", "grpo"},
 }
 # The generator's only run-time dependency; anything else is imported inside the function that needs it.
-PYTHON_THIRD_PARTY = {name: {"numpy"} for name in PYTHON_LAYERS.keys() - {"torch", "vllm", "grpo"}}
+PYTHON_THIRD_PARTY = {name: {"numpy"} for name in PYTHON_LAYERS.keys() - {"torch", "vllm", "titan", "grpo"}}
 
 C_BANNED = re.compile(
     r"(?<![\w.>])(abort|_?exit|_Exit|quick_exit|v?f?printf|f?puts|putchar|perror|system|popen|gets|strcpy|strcat|v?sprintf)\s*\("

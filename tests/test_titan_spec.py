@@ -42,12 +42,8 @@ def config(flavor: str = "debugmodel_moe", layers: int = 2) -> Config:
 
 def in_float32(self: Any, x: Any, counts: Any) -> Any:
     """GroupedExperts.forward without its casts."""
-    parts, at = [], 0
-    for expert, count in enumerate(counts.tolist()):
-        rows = x[at : at + int(count)]
-        parts.append((F.silu(rows @ self.w1_EFD[expert].T) * (rows @ self.w3_EFD[expert].T)) @ self.w2_EDF[expert].T)
-        at += int(count)
-    return torch.cat(parts)
+    experts = zip(x.split(list(map(int, counts.tolist()))), self.w1_EFD.unbind(), self.w2_EDF.unbind(), self.w3_EFD.unbind(), strict=True)
+    return torch.cat([(F.silu(rows @ w1.T) * (rows @ w3.T)) @ w2.T for rows, w1, w2, w3 in experts])
 
 
 @pytest.fixture(autouse=True)

@@ -78,10 +78,10 @@ PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
     goto out;
   }
   dict = PyDict_New();
-  if (dict &&
-      (put(dict, "finished", PyBool_FromLong(view.finished)) || put(dict, "error", error_object(self, &view)) ||
-       put(dict, "num_cached_tokens", PyLong_FromLongLong(view.n_cached)) || put(dict, "num_scored", PyLong_FromLongLong(view.n_scored)) ||
-       put(dict, "n", PyLong_FromLong(view.n)) || put(dict, "times", times_object(&view.times)) || put_prompt(self, dict, &view, prompt_logprobs)))
+  if (dict && (put(dict, "finished", PyBool_FromLong(view.finished)) || put(dict, "error", error_object(self, &view)) ||
+               put(dict, "num_cached_tokens", PyLong_FromLongLong(view.n_cached)) ||
+               put(dict, "num_scored", PyLong_FromLongLong(view.n_scored)) || put(dict, "n", PyLong_FromLong(view.n)) ||
+               put(dict, "times", times_object(&view.times)) || put_prompt(self, dict, &view, prompt_logprobs)))
     Py_CLEAR(dict);
 out:
   rm_engine_leave(self);

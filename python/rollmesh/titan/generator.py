@@ -1,0 +1,261 @@
+"""The actor: VLLMGenerator's endpoints on rm.Generator.
+
+    Controller ─► router ─► generate ─────────────► gen.agenerate          rank 0; the other ranks follow it
+                        └─► pull_model_state_dict ─► torchstore ─► gen.sync_weights
+
+Every rank of the actor's mesh is a process with a Generator; where there are several, rank 0 alone makes the calls (Generator.follow).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from monarch.actor import Actor, concurrent_endpoint, current_rank
+from torchtitan.config import CompileConfig, Configurable
+from torchtitan.experiments.rl.actors.generator import SamplingConfig, VLLMGenerator
+from torchtitan.experiments.rl.observability import metrics as m
+from torchtitan.experiments.rl.types import Completion
+from torchtitan.observability import structured_logger as sl
+from torchtitan.protocols.model_spec import ModelSpec as TitanSpec
+
+import rollmesh as rm
+from rollmesh.errors import ConfigError
+from rollmesh.request.outputs import RequestOutput
+from rollmesh.request.text import tokenizer_of_folder
+from rollmesh.runtime.messages import shown
+from rollmesh.titan.pull import names, pull, pull_shards
+
+_log = logging.getLogger("rollmesh")
+
+
+class RollmeshGenerator(Actor, Configurable):
+    """Generates for TitanRL's Controller, in the place of VLLMGenerator."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VLLMGenerator.Config):
+        """VLLMGenerator's fields, and rollmesh's own.
+
+        Of VLLMGenerator's these mean the same: parallelism (one process a rank), sampling, model_dtype, max_num_batched_tokens, debug.seed,
+        cudagraph.enable (on a GPU), and reset_running_requests_on_weight_sync: True recomputes the KV of running requests, False goes on
+        with the stale KV. gpu_memory_limit: the share of a GPU's free memory, where kv_cache_gib is None. Without effect, since bits do
+        not depend on them here: the rest of debug and cudagraph, parallelism.spmd_backend, max_engine_steps_between_decisions.
+
+        ConfigError: override.imports, reset_prefix_cache_on_weight_sync=False, another intra_generator_router than the default.
+        """
+
+        mesh: rm.Mesh | None = None
+        """Ranks that are threads of one process, where parallelism is 1; None: the degrees of parallelism, a process each."""
+
+        device: str = "cpu"
+        """As rm.Generator's: "cpu" or "cuda"."""
+
+        kv_cache_gib: float | None = 1.0
+        """KV cache of each rank in units of 2^30 bytes; None: gpu_memory_limit decides."""
+
+        max_model_len: int | None = None
+        """Most positions of a sequence; None: the model's max_seq_len."""
+
+        threads: int | None = None
+        """Of each process; None: one for each core it may use."""
+
+        def __post_init__(self) -> None:
+            VLLMGenerator.Config.__post_init__(self)
+            if self.override.imports:
+                raise ConfigError(f"generator.override: expected none, as rollmesh computes the model, got {shown(self.override.imports)}")
+            if not self.reset_prefix_cache_on_weight_sync:
+                raise ConfigError("generator.reset_prefix_cache_on_weight_sync: expected True, as old KV serves no new request, got False")
+            default = VLLMGenerator.Config().intra_generator_router
+            if self.intra_generator_router != default:
+                got = shown(self.intra_generator_router)
+                raise ConfigError(f"generator.intra_generator_router: expected the default, as rollmesh chooses the dp rank, got {got}")
+            if self.mesh is not None and self.num_processes > 1:
+                raise ConfigError(f"generator.mesh: expected None where parallelism has {self.num_processes} processes, got {self.mesh}")
+
+        @property
+        def num_processes(self) -> int:
+            return int(self.parallelism.data_parallel_degree * self.parallelism.tensor_parallel_degree)
+
+        def spec_of(self, model: TitanSpec) -> rm.ModelSpec:
+            """ConfigError if the generator does not compute this model, or not with these settings."""
+            spec = rm.ModelSpec.from_torchtitan(model)
+            if self.max_model_len is not None and self.max_model_len > model.model.max_seq_len:
+                most = model.model.max_seq_len
+                raise ConfigError(f"generator.max_model_len: expected at most the model's max_seq_len = {most}, got {self.max_model_len}")
+            return spec
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_spec: TitanSpec,
+        model_path: str,
+        compile_config: CompileConfig,
+        max_num_seqs: int,
+        output_dir: str,
+    ):
+        del compile_config  # nothing is compiled
+        rank = current_rank().rank
+        sl.init_structured_logger(source="rl_generator", output_dir=output_dir, rank=rank, enable=config.debug.enable_structured_logging)
+        logging.getLogger("torchstore.transport").setLevel(logging.WARNING)
+        self.config, self.policy_version, self._rank = config, 0, rank
+        self._in_flight: set[str] = set()
+        self._follower: asyncio.Task[None] | None = None
+        self._is_started = False
+        self.gen = _made(config, model_spec, model_path, max_num_seqs)
+
+    @concurrent_endpoint
+    async def sync_log_step(self, step: int, relative_step: int | None = None) -> None:
+        """The step of torchtitan's structured log."""
+        sl.set_step(step, relative_step=relative_step)
+
+    @concurrent_endpoint
+    async def start_engine_loop(self) -> None:
+        """On all ranks, once, before the first generate: ranks above 0 begin to follow rank 0."""
+        if self._is_started:
+            return
+        self._is_started = True
+        if self._rank == 0:
+            await asyncio.to_thread(self.gen.follow)
+            return
+        loop = asyncio.get_running_loop()
+
+        def pieces(version: int | None) -> dict[str, Any]:
+            shards = self._shards(asyncio.run_coroutine_threadsafe(names(), loop).result())
+            return asyncio.run_coroutine_threadsafe(pull_shards(shards), loop).result()
+
+        self._follower = asyncio.create_task(asyncio.to_thread(self.gen.follow, pieces))
+
+    def _shards(self, names: list[str]) -> dict[str, rm.Shard]:
+        return {name: self.gen.shard(name) for name in names}
+
+    @concurrent_endpoint
+    @sl.log_trace_span("generate")
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        *,
+        request_id: str,
+        routing_session_id: str,
+        sampling_config: SamplingConfig | None = None,
+        metrics_prefix: str = "generator",
+    ) -> Completion:
+        """Completes one prompt, on rank 0. request_id: comes back in the Completion; ValueError if one of that name is in flight.
+        routing_session_id: for the router between generators only."""
+        del routing_session_id
+        self._check_rank_0("generate")
+        if request_id in self._in_flight:
+            raise ValueError(f"request_id {request_id!r} is already in flight")
+        self._in_flight.add(request_id)
+        try:
+            output = await self.gen.agenerate(prompt_token_ids, _params_of(sampling_config or self.config.sampling))
+            in_flight = len(self._in_flight)
+        finally:
+            self._in_flight.discard(request_id)
+        return _completion(output, request_id, self.policy_version, _metrics(output, metrics_prefix, in_flight))
+
+    @concurrent_endpoint
+    @sl.log_trace_span("pull_model_state_dict")
+    async def pull_model_state_dict(self, version: int) -> None:
+        """On rank 0: the weights in the store become `version`, whole or not at all. Requests run on."""
+        self._check_rank_0("pull_model_state_dict")
+        if self.config.num_processes == 1:
+            source: dict[str, Any] = await pull()
+        else:
+            source = {**await pull_shards(await asyncio.to_thread(self._shards, await names()))}
+        keep_kv = not self.config.reset_running_requests_on_weight_sync
+        report = await asyncio.to_thread(self.gen.sync_weights, source, version=version, inflight="keep", keep_kv=keep_kv)
+        self.policy_version = report.version
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        """On all ranks. Requests in flight end with StateError."""
+        if self._rank == 0 or self._follower is None:
+            await asyncio.to_thread(self.gen.close)
+        else:
+            await self._follower
+
+    def _check_rank_0(self, endpoint: str) -> None:
+        if self._rank != 0:
+            raise RuntimeError(f"{endpoint}: expected a call to rank 0, got one to rank {self._rank}")
+        if not self._is_started:
+            raise RuntimeError(f"{endpoint}: call start_engine_loop on all ranks first")
+
+
+def _made(config: RollmeshGenerator.Config, model: TitanSpec, model_path: str, max_num_seqs: int) -> rm.Generator:
+    degrees = config.parallelism
+    mesh = config.mesh or rm.Mesh(tp=degrees.tensor_parallel_degree, dp=degrees.data_parallel_degree, ep=degrees.expert_parallel_degree)
+    eos = getattr(tokenizer_of_folder(Path(model_path)), "eos_token_id", None)  # a request brings the renderer's stop tokens besides
+    options: dict[str, Any] = {}
+    if config.max_num_batched_tokens is not None:
+        options["max_num_batched_tokens"] = config.max_num_batched_tokens
+    return rm.Generator(
+        config.spec_of(model),
+        mesh=mesh,
+        comm=_comm(config) if config.num_processes > 1 else None,
+        device=config.device,
+        dtype=config.model_dtype,
+        sequence_parallel=degrees.enable_sequence_parallel,
+        eos_token_ids=[] if eos is None else eos,
+        max_model_len=config.max_model_len or model.model.max_seq_len,
+        max_num_seqs=max_num_seqs,
+        kv_cache_gib=config.kv_cache_gib,
+        memory_fraction=config.gpu_memory_limit,
+        enforce_eager=not config.cudagraph.enable,
+        threads=config.threads,
+        seed=config.debug.seed or 0,
+        **options,
+    )
+
+
+def _comm(config: RollmeshGenerator.Config) -> rm.comm.Comm:
+    """Between the processes of this actor's mesh, whose environment is that of torchrun."""
+    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        between: Any = rm.comm.shm()
+    else:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        between = rm.comm.torch(dist.group.WORLD)
+    return rm.comm.nccl(between) if config.device.startswith("cuda") else between
+
+
+def _params_of(sampling: SamplingConfig) -> rm.SamplingParams:
+    values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+    return rm.SamplingParams(**{**values, "stop_token_ids": values["stop_token_ids"] or ()})
+
+
+def _completion(output: RequestOutput, request_id: str, policy_version: int, metrics: list[m.Metric]) -> Completion:
+    [sample] = output.outputs
+    versions = sample.versions if len(sample.versions) else [policy_version]  # aborted before its first token
+    return Completion(
+        min_policy_version=int(min(versions)),
+        max_policy_version=int(max(versions)),
+        request_id=request_id,
+        token_ids=sample.token_ids.tolist(),
+        token_logprobs=sample.logprobs.tolist(),
+        finish_reason=sample.finish_reason,
+        metrics=metrics,
+    )
+
+
+def _metrics(output: RequestOutput, prefix: str, in_flight: int) -> list[m.Metric]:
+    """VLLMGenerator's, under its names."""
+    times, count = output.metrics, len(output.outputs[0].token_ids)
+    assert times is not None
+    values = {
+        "num_cached_tokens": output.num_cached_tokens,
+        "inflight_requests_at_completion": in_flight,
+        "queue_time_ms": 1e3 * (times.scheduled_ts - times.queued_ts),
+    }
+    if count > 0:
+        values["time_to_first_token_ms"] = 1e3 * (times.first_token_ts - times.queued_ts)
+        values["prefill_time_ms"] = 1e3 * (times.first_token_ts - times.scheduled_ts)
+    if count > 1:
+        decode = values["decode_time_ms"] = 1e3 * (times.last_token_ts - times.first_token_ts)
+        values["inter_token_latency_ms"] = decode / (count - 1)
+    return [m.Metric(f"{prefix}/{name}", kind(float(value))) for name, value in values.items() for kind in (m.Mean, m.Max)]

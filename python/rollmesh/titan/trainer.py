@@ -1,0 +1,139 @@
+"""TitanRL's PolicyTrainer with the generator's forward pass (rollmesh.torch.functions): equal weights give a token's logprob the same bits
+on both sides. The backward pass is torch's.
+
+What torchtitan's modules hold is used as it is; their forward methods are replaced, so that FSDP's and activation checkpointing's hooks
+around them go on working. lm_head returns its input: logprobs are made of that and the labels (_logprobs), where the loss asks for them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.components import loss
+from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
+from torchtitan.experiments.rl.losses import dapo
+from torchtitan.models.common.attention import FusedQKVLinear
+from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+from torchtitan.protocols.model_spec import ModelSpec as TitanSpec
+
+from rollmesh import ModelSpec, ops
+from rollmesh.errors import ConfigError
+from rollmesh.runtime.messages import shown
+from rollmesh.torch import functions, packing
+from rollmesh.torch.functions import Heads, How
+from rollmesh.torch.sequences import Sequences
+
+
+class RollmeshTrainer(PolicyTrainer):
+    """PolicyTrainer whose forward pass is the generator's. FSDP and HSDP only, without compile; a ConfigError names what is at fault."""
+
+    def _build_model(self, model_spec: TitanSpec, config: PolicyTrainer.Config, device_type: str) -> nn.Module:
+        spec = ModelSpec.from_torchtitan(model_spec)
+        degrees = config.parallelism
+        for name in ("tensor", "expert", "context", "pipeline"):
+            degree = getattr(degrees, f"{name}_parallel_degree")
+            if degree != 1:
+                raise ConfigError(f"trainer.parallelism.{name}_parallel_degree: expected 1 with rollmesh's forward pass, got {degree}")
+        if self.compile_config.enable:
+            raise ConfigError("compile.enable: expected False with rollmesh's forward pass, got True")
+        if config.override.imports:
+            raise ConfigError(f"trainer.override: expected none with rollmesh's forward pass, got {shown(config.override.imports)}")
+        model: nn.Module = super()._build_model(model_spec, config, device_type)
+        Forward(spec, config.training.seq_len).take_over(model)
+        return model
+
+
+class Forward:
+    """The forward pass of one Qwen3Model of torchtitan."""
+
+    def __init__(self, spec: ModelSpec, max_positions: int):
+        self._spec, self._max_positions = spec, max_positions
+        self._heads = Heads(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.rms_norm_eps)
+        self._rows: tuple[Tensor, Sequences] | None = None  # of the batch whose positions these are
+        self._rope: tuple[Tensor, Tensor] | None = None
+
+    def take_over(self, model: Any) -> None:
+        """Replaces the forward methods of model's parts, and compute_logprobs of the losses of this process."""
+        warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")  # nothing here writes in place
+        blocks = [module for module in model.modules() if isinstance(module, Qwen3TransformerBlock)]
+        for index, block in enumerate(blocks):
+            block.forward = partial(self._block, block, self._spec.is_moe_layer[index])
+        model.norm.forward = partial(self._norm, model.norm)
+        model.lm_head.forward = _unchanged
+        loss.compute_logprobs = dapo.compute_logprobs = partial(_logprobs, model.lm_head)
+
+    def _norm(self, norm: Any, x: Tensor) -> Tensor:
+        return functions.rms_norm(x.flatten(0, -2), norm.weight, self._spec.rms_norm_eps).view_as(x)
+
+    def _block(self, block: Any, is_moe: bool, x: Tensor, attention_masks: Any, positions: Tensor) -> Tensor:
+        del attention_masks  # positions say where sequences begin
+        hidden, rows, eps = x.flatten(0, -2), self._sequences(positions), self._spec.rms_norm_eps
+        how = functions.how_for(hidden)
+        made = functions.rms_norm(hidden, block.attention_norm.weight, eps, how=how)
+        made = self._attend(block.attention, made, rows, how)
+        made, hidden = functions.add_rms_norm(hidden, made, block.ffn_norm.weight, eps, how=how)
+        made = self._experts(block.moe, made, how) if is_moe else self._mlp(block.feed_forward, made, how)
+        return functions.add(hidden, made, how=how).view_as(x)
+
+    def _attend(self, attention: Any, x: Tensor, rows: Sequences, how: How) -> Tensor:
+        made = functions.linear(x, *_qkv_weights(attention.qkv_linear), how=how)
+        norms = attention.q_norm.weight, attention.k_norm.weight
+        attended = functions.attention(made, *norms, self._table(x), rows, self._heads, how=how)
+        return functions.linear(attended, attention.wo.weight, how=how)
+
+    def _mlp(self, mlp: Any, x: Tensor, how: How) -> Tensor:
+        return functions.linear(functions.swiglu(x, mlp.w1.weight, mlp.w3.weight, how=how), mlp.w2.weight, how=how)
+
+    def _experts(self, moe: Any, x: Tensor, how: How) -> Tensor:
+        experts, spec = moe.routed_experts.inner_experts, self._spec
+        gate_up = torch.cat([experts.w1_EFD, experts.w3_EFD], 1)
+        made = functions.moe(
+            x, moe.router.gate.weight, gate_up, experts.w2_EDF,
+            top_k=spec.num_experts_per_tok, renormalize=spec.norm_topk_prob, bias=moe.expert_bias_E, how=how,
+        )  # fmt: skip
+        if moe.training:  # its optimizer moves the bias by this count
+            with torch.no_grad():
+                moe.tokens_per_expert_E.add_(torch.bincount(made.ids.flatten(), minlength=spec.num_experts))
+        return made.out
+
+    def _sequences(self, positions: Tensor) -> Sequences:
+        if self._rows is None or self._rows[0] is not positions:
+            shape = (positions.shape[0], positions.shape[1])
+            self._rows = positions, Sequences.of_batch(shape, None, positions)
+        return self._rows[1]
+
+    def _table(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self._rope is None:
+            inv_freq, scale = self._spec.rope(self._max_positions)
+            table = ops.rope_table(inv_freq, self._max_positions, scale=scale, dtype=packing.name_of(x.dtype))
+            with torch.inference_mode(False):
+                self._rope = torch.from_numpy(table[0]).to(x.device), torch.from_numpy(table[1]).to(x.device)
+        return self._rope
+
+
+def _qkv_weights(linear: Any) -> list[Tensor]:
+    if not isinstance(linear, FusedQKVLinear):
+        return [linear.wq.weight, linear.wk.weight, linear.wv.weight]
+    size, group, weight = linear.head_dim, linear.heads_per_kv, linear.wqkv.weight
+    heads = weight.view(-1, group + 2, size, weight.shape[1])  # of each kv head: its q heads, k, v
+    return [part.reshape(-1, weight.shape[1]) for part in heads.split([group, 1, 1], 1)]
+
+
+def _unchanged(hidden: Tensor) -> Tensor:
+    return hidden.view_as(hidden)
+
+
+def _logprobs(head: Any, hidden: Tensor, labels: Tensor, *, return_entropy: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    """In the place of torchtitan's compute_logprobs, which takes logits."""
+    if isinstance(head.weight, DTensor):
+        raise ConfigError("trainer.loss: expected a ChunkedLossWrapper with rollmesh's forward pass, which keeps lm_head unsharded")
+    targets = labels.flatten().clamp(min=0)  # what the loss masks
+    made = functions.token_logprobs(hidden.flatten(0, -2), head.weight, targets, entropy=return_entropy)
+    if made.entropy is None:
+        return made.logprobs.view(labels.shape)
+    return made.logprobs.view(labels.shape), made.entropy.detach().view(labels.shape)
