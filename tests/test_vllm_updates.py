@@ -19,6 +19,8 @@ import vllm_support as support
 
 import rollmesh as rm
 from rollmesh import vllm as plugin
+from rollmesh.sources import DeltaWriter
+from rollmesh.vllm.clients import client_of
 from rollmesh.vllm.trainer import AsyncWeightSender, WeightSender
 
 pytest.importorskip("vllm", reason="needs vLLM")
@@ -107,6 +109,49 @@ def test_a_call_that_all_workers_refuse(served: Served, method: str, args: tuple
     for _ in range(2):
         with pytest.raises(rm.IncompleteSyncError):
             served.sender.send(dict(list(served.weights(99).items())[:-1]), served.version + 1)
+    served.push()
+    served.hold()
+
+
+def test_versions_in_a_folder(served: Served, tmp_path: Path) -> None:
+    """vLLM's four calls with transport="folder": the workers read what a DeltaWriter publishes, which may be deltas."""
+    writer, calls = DeltaWriter(tmp_path), client_of(served.llm, 60.0)
+
+    def update(version: int | None = None) -> None:
+        calls.start_weight_update()
+        calls.update_weights({} if version is None else {"version": version})
+        calls.finish_weight_update(str(served.version))
+        served.oracle.serve(served.weights(served.version))
+
+    calls.init_weight_transfer_engine({"transport": "folder", "folder": str(tmp_path)})
+    with pytest.raises(Exception, match=r"NotSyncedError: .* has no whole set of weights yet"):
+        update()
+    served.hold()
+    for missed in (0, 0, 2):  # a whole set, a delta, and three deltas of which two were never read alone
+        for _ in range(missed + 1):
+            served.version += 1
+            writer.publish(served.weights(served.version), served.version)
+        update(served.version)
+        served.hold()
+    with pytest.raises(Exception, match=f"VersionError: version: expected the newest in the folder, {served.version}, got 3"):
+        update(3)
+    with pytest.raises(Exception, match="VersionError"):
+        update()  # it serves already
+    served.hold()
+    writer.publish(served.weights(served.version + 1), served.version + 1)
+    last = max(tmp_path.glob("*.delta"))
+    message = bytearray(last.read_bytes())
+    message[len(message) // 2] ^= 1
+    last.write_bytes(message)
+    with pytest.raises(Exception, match=f"FormatError: .*{last.name}"):
+        update()
+    served.hold()
+    served.version += 2
+    DeltaWriter(tmp_path).publish(served.weights(served.version), served.version)
+    update()
+    served.hold()
+    served.sender = WeightSender(served.llm)
+    served._put = served.sender.send
     served.push()
     served.hold()
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from rollmesh.errors import AuthError, ConfigError, FormatError, StateError
+from rollmesh.errors import AuthError, ConfigError, FormatError, StateError, VersionError
 from rollmesh.runtime.messages import shown
 from rollmesh.vllm.update_info import InitInfo, UpdateInfo, info_of
 from rollmesh.weights.transport import segment
+from rollmesh.weights.transport.delta_folder import DeltaReader
 from rollmesh.weights.transport.gloo_group import Group
 from rollmesh.weights.transport.loans import ReceivedTensors
 from rollmesh.weights.transport.manifest import parse
@@ -37,12 +38,15 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._info: InitInfo | None = None
         self._segment: MappedSegment | None = None  # of the last bucket
         self._group: Group | None = None
+        self._folder: DeltaReader | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """With transport="distributed" it returns once the trainer and all workers are connected."""
         self.shutdown()
         if init_info.transport == "distributed":
             self._group = self._updates.on_all_ranks("joining the trainer", self._join, init_info)
+        if init_info.folder is not None:
+            self._folder = self._updates.on_all_ranks("the folder of weights", DeltaReader, init_info.folder)
         self._info = init_info
 
     def _join(self, info: InitInfo) -> Group:
@@ -71,8 +75,20 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if update_info.abort is not None:
             self._updates.drop(f"the trainer gave up: {update_info.abort}")
             return
+        if self._folder is not None:
+            version = self._updates.on_all_ranks("reading the folder of weights", self._refresh, update_info)
+            self._updates.require_equal("a version of the folder", version)
+            self._updates.stage(self._folder, version, self._options())
+            return
         bucket = self._updates.on_all_ranks("the arrival of a bucket", self._tensors, update_info)
         self._updates.stage(bucket, update_info.version, self._options())
+
+    def _refresh(self, info: UpdateInfo) -> int:
+        assert self._folder is not None
+        version = self._folder.refresh()
+        if info.version not in (None, version):
+            raise VersionError(f"version: expected the newest in the folder, {version}, got {info.version}")
+        return version
 
     def _tensors(self, info: UpdateInfo) -> ReceivedTensors:
         """The tensors of a bucket. Lent tensors are opened later: no rank may wait for others while it has them open."""
@@ -135,7 +151,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._updates.commit(self._options())
 
     def shutdown(self) -> None:
-        self._info = None
+        self._info = self._folder = None
         self.end_weight_update()
         if self._group is not None:
             self._group.close()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rollmesh.errors import ConfigError, Error, FormatError, VersionError
 from rollmesh.runtime.messages import listed, shown
 
-TRANSPORTS = ("shm", "distributed")
+TRANSPORTS = ("shm", "distributed", "folder")
 MAX_BUCKET = 1 << 40  # bytes
 MAX_TIMEOUT_S = 10**6
 
@@ -32,8 +32,12 @@ def check_timeout(timeout: Any) -> None:
 class InitInfo:
     """The init_info of init_weight_transfer_engine. The last four are for transport="distributed", with the names of vLLM's own engines.
 
+    transport           "shm", "distributed": a WeightSender sends buckets. "folder": each update is the newest version in the folder of a
+                        rollmesh.sources.DeltaWriter
+
     sender              a name of the trainer: a bucket that names another sender is refused, so that no set mixes two trainers
     cast                convert other float dtypes to the model's, as torch's .to() does; else DTypeError
+    folder              for transport="folder", as the workers see it. Each keeps a copy of the version in host memory
     allow_bias_removal  a router bias that the serving version has may be absent (then zero)
     world_size          the trainer and all workers of all data parallel ranks
     rank_offset         rank of the first worker
@@ -44,6 +48,7 @@ class InitInfo:
     sender: str | None = None
     cast: bool = False
     allow_bias_removal: bool = False
+    folder: str | None = None
     master_address: str | None = None
     master_port: int | None = None
     world_size: int | None = None
@@ -58,9 +63,11 @@ class InitInfo:
         for name in ("cast", "allow_bias_removal"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected a bool, got {shown(getattr(self, name))}")
-        if self.transport == "shm":
+        if (self.transport == "folder") != isinstance(self.folder, str):
+            raise ConfigError(f"folder: expected {'a path' if self.transport == 'folder' else 'none'}, got {shown(self.folder)}")
+        if self.transport != "distributed":
             if (self.master_address, self.master_port, self.world_size) != (None, None, None):
-                raise ConfigError("transport='shm' takes no master_address, master_port or world_size")
+                raise ConfigError(f"transport={self.transport!r} takes no master_address, master_port or world_size")
             return
         if not isinstance(self.master_address, str) or not self.master_address:
             raise ConfigError(f"master_address: expected the trainer's address, got {shown(self.master_address)}")
@@ -73,14 +80,14 @@ class InitInfo:
 
 @dataclass(frozen=True)
 class UpdateInfo:
-    """The update_info of update_weights: one bucket of tensors.
+    """The update_info of update_weights: one bucket of tensors. With transport="folder" it has no fields but `version`.
 
     description     JSON (weights/transport/manifest.py): names, dtypes, shapes and offsets of the tensors, and with transport="shm" those
                     that are lent on the trainer's GPUs until the call returns
     size            bytes of the bucket
     segment, nonce  transport="shm": the file in /dev/shm
     sender          as in the InitInfo
-    version         number of the set, the same in all its buckets. None: the next
+    version         number of the set, the same in all its buckets. None: the next, or what the folder has
     abort           instead of a bucket: why the trainer gives up the set
     """
 
