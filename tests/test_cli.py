@@ -476,7 +476,7 @@ def test_an_exception_of_a_reward_names_it(tmp_path: Path) -> None:
 
     (tmp_path / "reward_that_raises.py").write_text("def f(**columns):\n    return {}['oops']\n")
     reward = Rewards(["reward_that_raises:f"], (), tmp_path)
-    with pytest.raises(rm.ConfigError, match=r"^reward reward_that_raises:f raised KeyError: 'oops'$") as caught:
+    with pytest.raises(rm.ConfigError, match=r"^reward reward_that_raises:f raised KeyError: 'oops'\n") as caught:
         reward(["p"], ["c"], [[1]], {})
     assert isinstance(caught.value.__cause__, KeyError)
 

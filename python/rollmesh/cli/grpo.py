@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -55,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
         loop.follow(config, args.resume, comm)
         return 0
     out = _folder(args)
+    if out.is_dir() and not os.access(out, os.W_OK | os.X_OK):
+        raise rm.ConfigError(f"{plain(out)}: expected a folder to write to, got a read-only one; --out names another")
     with nullcontext() if args.out is None and args.resume is not None else _made(out):  # what is resumed is there
         _environment()
         from rollmesh.grpo import loop
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
         this, began = loop.prepare(config, args.resume, overridden, comm), time.monotonic()
         try:
-            with Display(args.config.stem, config.train.steps) as display:
+            with _advised(args.config, out, overrides), Display(args.config.stem, config.train.steps) as display:
                 lines = loop.train(this, out, display.show)
         finally:
             this.close()
@@ -125,6 +128,21 @@ def _made(out: Path) -> Iterator[None]:
         if is_new:
             with suppress(OSError):  # not empty
                 out.rmdir()
+
+
+@contextmanager
+def _advised(file: Path, out: Path, overrides: list[str]) -> Iterator[None]:
+    """Adds to what ends a run early, a Ctrl-C included, how to go on with it."""
+    from rollmesh.grpo import checkpoint
+
+    try:
+        yield
+    except BaseException as error:
+        found = checkpoint.newest(out)
+        words = ["rollmesh", "grpo", str(file), "--resume", str(out), *(word for text in overrides for word in ("--set", text))]
+        resumed = "no checkpoint was written yet: [checkpoint] every says when"
+        error.add_note(resumed if found is None else f"to go on from {found.name}: {shlex.join(words)}")
+        raise
 
 
 def _environment() -> None:
