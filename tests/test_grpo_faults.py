@@ -1,4 +1,4 @@
-"""What goes wrong in a run of `rollmesh grpo`: a full disk, a read-only folder, a Ctrl-C, rewards that are wrong.
+"""What goes wrong in a run of `rollmesh grpo`: a full disk, a read-only folder, a Ctrl-C, rewards that are wrong, broken files.
 
 Each ends with one line that says what was seen, the last checkpoint stays whole, and the run that goes on from it has the bits of a run
 without a break.
@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from rollmesh.grpo import checkpoint, config, data, loop, metrics, rewards  # noqa: E402
+from rollmesh.grpo.generator import make_generator  # noqa: E402
 from rollmesh.grpo.writing import writing  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -258,3 +260,72 @@ def test_a_module_that_is_no_reward_is_named(code: str, message: str, line: int 
     places = re.findall(r'File "(.*)", line (\d+)', notes)
     assert places[-1:] == ([] if line is None else [(str(tmp_path / f"{module}.py"), str(line))])
     assert not any("importlib" in file for file, _ in places)
+
+
+# -------------------------------------------------------------------------------------------------- files that are broken
+def half(folder: Path, name: str) -> None:
+    (folder / name).write_bytes((folder / name).read_bytes()[: (folder / name).stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("tokenizer.json", None, "/tok: expected the files of a tokenizer, got ValueError: Couldn't instantiate"),
+        ("tokenizer.json", "half", "/tok: expected the files of a tokenizer, got JSONDecodeError: "),
+        ("tokenizer.json", "{}", "/tok: expected the files of a tokenizer, got KeyError: 'added_tokens'"),
+        ("tokenizer_config.json", "half", "/tok: expected the files of a tokenizer, got JSONDecodeError: "),
+        ("chat_template.jinja", "{% for m in", "chats.jsonl:1: expected a chat .* got TemplateSyntaxError: "),
+        ("chat_template.jinja", "{{ raise_exception('no') }}", "chats.jsonl:1: expected a chat .* got TemplateError: no$"),
+        ("chat_template.jinja", "{{ messages + 1 }}", "chats.jsonl:1: expected a chat .* got TypeError: "),
+    ],
+)
+def test_a_broken_tokenizer_is_named(name: str, content: str | None, message: str, tmp_path: Path) -> None:
+    """Of a file that is missing (None), cut in half, or something else. The chars of data/, saved with the template as a file."""
+    folder, chats = tmp_path / "tok", tmp_path / "chats.jsonl"
+    data.load_tokenizer(ROOT / "data/chars").save_pretrained(str(folder))
+    chats.write_text('{"messages": [{"role": "user", "content": "ab"}]}\n')
+    assert len(data.read_jsonl(chats, data.load_tokenizer(folder))) == 1
+    if content == "half":
+        half(folder, name)
+    elif content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+    with pytest.raises(rm.ConfigError, match=message):
+        data.read_jsonl(chats, data.load_tokenizer(folder))
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    """transformers would make an empty one, from the model_type of a config.json."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(rm.ConfigError, match=r"^\[tokenizer\] path: expected a tokenizer.json or tokenizer_config.json in .* got neither$"):
+        data.load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("model.safetensors", "expected the weights of a checkpoint, got SafetensorError: "),
+        ("config.json", "expected a config.json, got "),
+        ("trainer/state.json", "state.json: expected the state of a run, got JSONDecodeError: "),
+        ("trainer/optimizer.safetensors", "optimizer.safetensors: expected the optimizer's state, got SafetensorError: "),
+    ],
+)
+def test_a_checkpoint_cut_in_half_is_named(name: str, message: str, whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step_000004"
+    shutil.copytree(whole / "checkpoints/step_000004", folder)
+    half(folder, name)
+    with pytest.raises(rm.ConfigError, match=message):
+        loop.prepare(config.load(DENSE, SMALL), folder)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(whole: Path) -> None:
+    folder = whole / "checkpoints/step_000004"
+    tokenizer = data.load_tokenizer(folder)
+    count = len(tokenizer)
+    tokenizer.add_tokens(["<|more|>"])
+    from transformers import AutoConfig
+
+    this = config.load(DENSE, SMALL)
+    with pytest.raises(rm.ConfigError, match=rf"^tokenizer: expected at most vocab_size = {count} tokens, got {count + 1}$"):
+        make_generator(this, AutoConfig.from_pretrained(str(folder)), tokenizer)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 import rollmesh as rm
 from rollmesh.grpo.config import Config, CorrectionTable
-from rollmesh.grpo.data import Dataset
+from rollmesh.grpo.data import Dataset, told_as
 from rollmesh.grpo.rollout import Rollout, decode
 from rollmesh.grpo.trainer import Trainer
 from rollmesh.grpo.writing import writing
@@ -111,7 +111,8 @@ def find(where: Path) -> Path:
 
 def read_state(folder: Path, config: Config, overridden: list[str]) -> int:
     """The next step. Raises rm.ConfigError where the configuration differs in what shapes the run and was not overridden."""
-    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    with told_as(f"{folder / STATE}: expected the state of a run"):
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     if state.get("format") != FORMAT:
         raise rm.FormatError(f"{folder}: checkpoint format {state.get('format')}, expected {FORMAT}")
     then, now, changed = _changed(state, config)
@@ -130,7 +131,9 @@ def load_optimizer(folder: Path, trainer: Trainer) -> None:
     import torch
     from safetensors.torch import load_file
 
-    tensors = load_file(str(folder / "trainer/optimizer.safetensors"))
+    file = folder / "trainer/optimizer.safetensors"
+    with told_as(f"{file}: expected the optimizer's state"):
+        tensors = load_file(str(file))
     torch.set_rng_state(tensors.pop("rng"))
     by_name: dict[str, dict[str, Any]] = {}
     for key, tensor in tensors.items():
@@ -138,7 +141,7 @@ def load_optimizer(folder: Path, trainer: Trainer) -> None:
         by_name.setdefault(name, {})[kind] = tensor
     expected = {name for name, _ in trainer.model.named_parameters()}
     if by_name.keys() != expected:
-        raise rm.FormatError(f"{folder}/trainer/optimizer.safetensors: {sorted(by_name.keys() ^ expected)[:4]} missing or unknown")
+        raise rm.FormatError(f"{file}: {sorted(by_name.keys() ^ expected)[:4]} missing or unknown")
     state = {i: by_name[name] for i, (name, _) in enumerate(trainer.model.named_parameters())}
     trainer.optimizer.load_state_dict({"state": state, "param_groups": trainer.optimizer.state_dict()["param_groups"]})
 
@@ -180,7 +183,8 @@ def read_rollouts(folder: Path, config: Config, data: Dataset, tokenizer: Any) -
     state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     if not (folder / ROLLOUTS).is_file() or _changed(state, config)[2]:
         return []
-    tensors = load_file(str(folder / ROLLOUTS))
+    with told_as(f"{folder / ROLLOUTS}: expected rollouts"):
+        tensors = load_file(str(folder / ROLLOUTS))
     return [_rollout(tensors, i, state["next_step"] + i, config, data, tokenizer) for i in range(config.rollout.async_level)]
 
 
