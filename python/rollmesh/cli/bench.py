@@ -32,9 +32,9 @@ SUITE_OPTIONS = ("peers", "vllm_cpu", "llama_cpp", "json", "picture", "save", "q
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "checkpoint folder, config.json or a run's TOML: for its shape only"
     parser.add_argument("model", type=Path, nargs="?", metavar="MODEL", help=text)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="sequences that decode together")
-    parser.add_argument("--prefill", type=int, default=512, help="tokens of the prompt")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="sequences that decode together (default: 1 8 32)")
+    parser.add_argument("--prefill", type=int, default=512, help="tokens of the prompt (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: %(default)s)")
     parser.add_argument("--profile", action="store_true", help="where the time of each point goes, by op (on the CPU)")
     add_engine(parser)
     suite = parser.add_argument_group("suite", "instead of MODEL; of the options above only --threads goes with it")
