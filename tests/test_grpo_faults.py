@@ -7,11 +7,14 @@ without a break.
 from __future__ import annotations
 
 import errno
+import importlib.util
+import json
 import os
 import re
 import resource
 import shlex
 import shutil
+import struct
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -203,6 +206,50 @@ def test_a_run_that_ends_before_its_first_checkpoint_says_so(tmp_path: Path, cap
         f'File "{tmp_path}/wrong_reward_of_test.py", line {line}, in {name}' for line, name in ((4, "f"), (2, "g"))
     ]
     assert said[-2:] == ["KeyError: 'oops'", "no checkpoint was written yet: [checkpoint] every says when"]
+
+
+def leveldb_records(log: bytes) -> Iterator[bytes]:
+    """Of W&B's file: a header of 7 bytes, then LevelDB's log format."""
+    at, parts = 7, []
+    while at + 7 <= len(log):
+        if 32768 - at % 32768 < 7:  # no header fits into the rest of a block
+            at += 32768 - at % 32768
+        _, length, kind = struct.unpack_from("<IHB", log, at)
+        parts.append(log[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):  # full, last
+            yield b"".join(parts)
+            parts = []
+
+
+def test_weights_and_biases_gets_the_lines_of_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, by the real library, whose file is read back."""
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    out = tmp_path / "a-run"
+    assert main(["grpo", str(DENSE), "--out", str(out), "--wandb", "a project", *(word for c in SMALL for word in ("--set", c))]) == 0
+    [file] = out.glob("wandb/offline-run-*/*.wandb")
+    logged, names, axes = [], [], []
+    for content in leveldb_records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(content)
+        names += [(record.run.project, record.run.display_name)] if record.HasField("run") else []
+        axes += [record.metric.step_metric] if record.HasField("metric") else []
+        if record.HasField("history"):
+            logged.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
+    assert names[0] == ("a project", "a-run")
+    assert "step" in axes
+    lines = metrics.read(out / "metrics.jsonl")
+    assert [{k: v for k, v in line.items() if not k.startswith("_")} for line in logged] == lines
+
+
+def test_without_the_package_of_weights_and_biases(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
+    assert main(["grpo", str(DENSE), "--wandb", "p"]) == 2
+    assert capsys.readouterr().err == "rollmesh grpo: ConfigError: --wandb: expected the package wandb, got none here: pip install wandb\n"
 
 
 # -------------------------------------------------------------------------------------------------- rewards
