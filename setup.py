@@ -85,6 +85,7 @@ EMULATED = ("-O1", "-mavx2", "-mfma", "-Itests/emulated", "-DRM_EMULATED", "-Wno
 CUDA_FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-ftz=true", "-prec-div=true", "-prec-sqrt=true", "-Xptxas=-v,-warn-spills"]
 CUDA_HOST_FLAGS = "-fPIC,-fvisibility=hidden,-ffp-contract=off,-fno-exceptions,-Wall,-Wextra"
 CUDA_LIBRARY = "librollmesh_cuda.so"
+CUDA_ABSENT = "librollmesh_cuda.absent"  # in its place: why there is none, which `rollmesh doctor` tells
 
 
 @dataclass(frozen=True)
@@ -235,16 +236,25 @@ class BuildExt(build_ext):
         self.build_cuda_beside(target)
 
     def build_cuda_beside(self, extension: Path) -> None:
-        wanted, target = os.environ.get("ROLLMESH_CUDA", "auto"), extension.parent / CUDA_LIBRARY
-        target.unlink(missing_ok=True)
-        if wanted == "0" or (wanted != "1" and (not shutil.which("nvcc") or os.environ.get("ROLLMESH_SANITIZE"))):
-            return
-        try:
-            build_cuda(target, Path(self.build_temp).resolve())
-        except (CompileError, LinkError) as error:
-            if wanted == "1":
-                raise
-            print(f"no CUDA library in this build (ROLLMESH_CUDA=1 makes it an error): {error}", file=sys.stderr)
+        wanted, folder = os.environ.get("ROLLMESH_CUDA", "auto"), extension.parent
+        (folder / CUDA_LIBRARY).unlink(missing_ok=True)
+        (folder / CUDA_ABSENT).unlink(missing_ok=True)
+        if wanted == "0":
+            why = "made with ROLLMESH_CUDA=0"
+        elif wanted != "1" and os.environ.get("ROLLMESH_SANITIZE"):
+            why = "made with ROLLMESH_SANITIZE"
+        elif wanted != "1" and not shutil.which("nvcc"):
+            why = "made where nvcc was not on PATH"
+        else:
+            try:
+                build_cuda(folder / CUDA_LIBRARY, Path(self.build_temp).resolve())
+                return
+            except (CompileError, LinkError) as error:
+                if wanted == "1":
+                    raise
+                print(f"no CUDA library in this build (ROLLMESH_CUDA=1 makes it an error): {error}", file=sys.stderr)
+                why = "made with an nvcc that failed"
+        (folder / CUDA_ABSENT).write_text(f"{why}\n", encoding="utf-8")
 
 
 class BuildPy(build_py):

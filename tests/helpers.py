@@ -19,7 +19,7 @@ import numpy as np
 
 Config = dict[str, Any]
 TIMES = ("tokens_per_s", "sync_s", "sync_gb_per_s", "generate_s", "update_s", "step_s", "eval_s")  # of a run's metrics: no two runs agree
-TIMES += ("both_share", "trainer_only_share", "generator_only_share")
+TIMES += ("reward_s", "both_share", "trainer_only_share", "generator_only_share")
 
 _DENSE: Config = {
     "model_type": "qwen3",

@@ -187,9 +187,11 @@ def test_a_tokenizer_that_raises(gen: rm.Generator) -> None:
         assert idle(generator)
 
 
-@pytest.mark.parametrize("kind", [KeyError, SystemExit])
+@pytest.mark.parametrize("kind", [KeyError, SystemExit, StopIteration, StopAsyncIteration])
 @pytest.mark.parametrize("where", ["encode", "decode", "stop"])
 def test_a_tokenizer_that_raises_ends_its_own_request_only(where: str, kind: type[BaseException]) -> None:
+    """What would end a coroutine as its result does is a RuntimeError there, by PEP 479."""
+
     class Broken:
         def __init__(self) -> None:
             self.real, self.fails, self.bad = word_tokenizer(), False, -1
@@ -229,6 +231,9 @@ def test_a_tokenizer_that_raises_ends_its_own_request_only(where: str, kind: typ
             return await asyncio.wait_for(asyncio.gather(*map(caught, tasks)), 30)
 
         good, bad = asyncio.run(both())
+        if issubclass(kind, (StopIteration, StopAsyncIteration)):
+            assert isinstance(bad, RuntimeError)
+            bad = bad.__cause__
         assert isinstance(bad, kind)
         assert same(good.outputs[0], wanted)
         broken.fails = False

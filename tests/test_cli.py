@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 import rollmesh as rm
-from rollmesh.cli import doctor
+from rollmesh.cli import bench, doctor
 from rollmesh.runtime import cublas
+from rollmesh.runtime.devices import device_of
 
 ROOT = Path(__file__).resolve().parent.parent
 MOE = ROOT / "configs/qwen3_moe_debug.toml"
@@ -126,6 +127,55 @@ def test_doctor_believes_nvidias_own_tool(simt_library: Path, monkeypatch: pytes
     monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(simt_library))
     monkeypatch.setattr(doctor, "_first_line", lambda command, **_: "NVIDIA H200, 580.1" if command[0] == "nvidia-smi" else None)
     assert dict(doctor._gpu())["GPU"] == "NVIDIA H200, 580.1"
+
+
+@pytest.mark.parametrize(
+    "environment, has_nvcc, words",
+    [
+        ({"ROLLMESH_CUDA": "0"}, True, "made with ROLLMESH_CUDA=0"),
+        ({}, False, "made where nvcc was not on PATH"),
+        ({}, True, "made with an nvcc that failed"),
+        ({"ROLLMESH_SANITIZE": "1"}, True, "made with ROLLMESH_SANITIZE"),
+    ],
+)
+def test_a_build_without_cuda_says_why(
+    environment: dict[str, str], has_nvcc: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """setup.py's own step beside an extension, and what doctor and a generator read of it. nvcc is a program that fails."""
+    for name in ("ROLLMESH_CUDA", "ROLLMESH_SANITIZE", "ROLLMESH_CUDA_LIBRARY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "bin").mkdir()
+    if has_nvcc:
+        (tmp_path / "bin/nvcc").write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / "bin/nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    code = f"""
+import os, sys
+os.chdir({str(ROOT)!r})
+from pathlib import Path
+import setuptools
+from distutils.core import run_setup
+command = run_setup("setup.py", stop_after="init").get_command_obj("build_ext")
+command.ensure_finalized()
+command.build_temp = {str(tmp_path / "objects")!r}
+command.build_cuda_beside(Path({str(tmp_path / "_core.so")!r}))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+    monkeypatch.setattr(rm._core, "__file__", str(tmp_path / "_core.so"))
+    assert doctor._cuda_kernels() == f"not in this build, {words}"
+    with pytest.raises(rm.ConfigError, match=rf"^device = 'cuda': expected a build with librollmesh_cuda.so, got one {words}$"):
+        device_of("cuda")
+
+
+def test_help_of_bench_shows_its_defaults() -> None:
+    parser = argparse.ArgumentParser(prog="bench")
+    bench.add_arguments(parser)
+    text = " ".join(parser.format_help().split())
+    values = parser.parse_args(["shape.json"])
+    for name, value in (("batch", " ".join(map(str, values.batch))), ("prefill", values.prefill), ("seed", values.seed)):
+        assert re.search(rf"--{name} [^-]*\(default: {value}\)", text), name
 
 
 def test_doctor_where_the_librarys_name_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -476,7 +526,7 @@ def test_an_exception_of_a_reward_names_it(tmp_path: Path) -> None:
 
     (tmp_path / "reward_that_raises.py").write_text("def f(**columns):\n    return {}['oops']\n")
     reward = Rewards(["reward_that_raises:f"], (), tmp_path)
-    with pytest.raises(rm.ConfigError, match=r"^reward reward_that_raises:f raised KeyError: 'oops'$") as caught:
+    with pytest.raises(rm.ConfigError, match=r"^reward reward_that_raises:f raised KeyError: 'oops'\n") as caught:
         reward(["p"], ["c"], [[1]], {})
     assert isinstance(caught.value.__cause__, KeyError)
 

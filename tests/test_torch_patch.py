@@ -691,6 +691,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         "expected a transformers Qwen3ForCausalLM .*got a Linear",
     ),
     "not patched": (lambda m: rm.torch.unpatch(helpers.hf_model(DENSE)), rm.StateError, "expected a patched model"),
+    "a push of one not patched": (
+        lambda m: rm.torch.push(helpers.hf_model(DENSE), "generator"),
+        rm.StateError,
+        r"call rollmesh.torch.patch first, or generator.sync_weights\(model.state_dict\(\), cast=True\)",
+    ),
     "dtype": (lambda m: rm.torch.patch(helpers.hf_model(DENSE), dtype="float16"), rm.ConfigError, "dtype: expected .*float16"),
     "isa": (lambda m: rm.torch.patch(helpers.hf_model(DENSE), isa="sse"), rm.ConfigError, "isa: expected .*sse"),
     "threads": (lambda m: rm.torch.patch(helpers.hf_model(DENSE), threads=0), rm.ConfigError, "threads: expected .*0"),

@@ -28,7 +28,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 2 for an error that the message explains, 130 after Ctrl-C, 141 when the reader of the output
-    has gone."""
+    has gone. An error's notes follow its message, each from a line of its own."""
     parser = argparse.ArgumentParser(prog="rollmesh", description="Rollouts for RL training, with weights pushed by their trainer.")
     parser.add_argument("--version", action="version", version=f"rollmesh {rm.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -50,15 +50,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return 141
     except (rm.Error, MemoryError) as error:
-        print(f"rollmesh {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        _tell(f"rollmesh {args.command}: {type(error).__name__}: {error}", error)
         return 2
     except OSError as error:  # of a path that was given, or of a disk that is full
         said = plain(error) if error.filename is None else f"{plain(error.filename)}: {error.strerror}"
-        print(f"rollmesh {args.command}: {type(error).__name__}: {said}", file=sys.stderr)
+        _tell(f"rollmesh {args.command}: {type(error).__name__}: {said}", error)
         _drop_output()
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        _tell(f"rollmesh {args.command}: interrupted", error)
         return 130
+
+
+def _tell(text: str, error: BaseException) -> None:
+    print(text, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
 
 
 def _module_of(command: str) -> ModuleType:

@@ -1,5 +1,5 @@
-"""`rollmesh bench MODEL`: decode and prefill of a model's shape with random weights, in a minute. `rollmesh bench --suite cpu`: the
-table of benchmarks/cpu.py, beside the machine's limits and peers, in the root of a clone.
+"""`rollmesh bench MODEL`: decode and prefill of a model's shape with random weights, in minutes for 0.6 B on two cores.
+`rollmesh bench --suite cpu`: the table of benchmarks/cpu.py, beside the machine's limits and peers, in the root of a clone.
 
 The first is a look, not a measurement to quote: benchmarks/ compares with the machine's measured limits and with peers. Decode is timed
 over whole `generate` calls, so scheduling and sampling count; a step reads the weights that its tokens use once, and that is
@@ -32,10 +32,10 @@ SUITE_OPTIONS = ("peers", "vllm_cpu", "llama_cpp", "json", "picture", "save", "q
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "checkpoint folder, config.json or a run's TOML: for its shape only"
     parser.add_argument("model", type=Path, nargs="?", metavar="MODEL", help=text)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="sequences that decode together")
-    parser.add_argument("--prefill", type=int, default=512, help="tokens of the prompt")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--profile", action="store_true", help="where the time of each point goes, by op (on the CPU)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="sequences that decode together (default: 1 8 32)")
+    parser.add_argument("--prefill", type=int, default=512, help="tokens of the prompt (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="where the time of each point goes, by op (CPU only); takes a third longer")
     add_engine(parser)
     suite = parser.add_argument_group("suite", "instead of MODEL; of the options above only --threads goes with it")
     suite.add_argument("--suite", choices=SUITES, help="the whole table, an hour with peers")

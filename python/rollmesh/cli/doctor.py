@@ -23,7 +23,7 @@ from rollmesh import vllm
 from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
 from rollmesh.ops import isa_states
 from rollmesh.runtime import cublas, nccl
-from rollmesh.runtime.devices import LIBRARY_SWITCH, is_there, library_path
+from rollmesh.runtime.devices import LIBRARY_SWITCH, is_there, library_path, why_absent
 from rollmesh.runtime.messages import byte_text, plain, shown
 
 SHM_BYTES = 10 << 20  # 5 groups, 2 buffers of 1 MiB in each (ext/comm/comm.c)
@@ -208,7 +208,7 @@ def _cuda_library() -> ctypes.CDLL | str:
     if not is_there(path) and os.environ.get(LIBRARY_SWITCH):
         return f"{LIBRARY_SWITCH}={plain(path)}: there is no such file"
     if not is_there(path):
-        return "not in this build: it had no nvcc, or ROLLMESH_CUDA=0"
+        return f"not in this build, {why_absent()}"
     try:
         library = ctypes.CDLL(str(path))
         library.rm_cuda_archs.restype = ctypes.c_char_p

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from rollmesh.runtime.messages import plain
 
 if TYPE_CHECKING:
     from rollmesh.grpo.config import GeneratorTable
+    from rollmesh.grpo.metrics import Metrics
 
 HELP_OUT = "run folder: metrics.jsonl, curves.png, TensorBoard events, checkpoints (default: a new folder under runs/)"
 
@@ -29,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replaces a key, such as train.lr=1e-3")
     parser.add_argument("--seed", type=int, help="the same as --set seed=N")
     parser.add_argument("--generator", choices=("rollmesh", "vllm"), help="which engine generates; the numbers are the same (docs/vllm.md)")
+    parser.add_argument("--wandb", metavar="PROJECT", help="log the metrics to this project of Weights & Biases too")
     add_mesh(parser)
 
 
@@ -45,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in TRAIN if importlib.util.find_spec(name) is None]
     if missing:
         raise rm.ConfigError(f"training needs {', '.join(missing)}: {INSTALL_TRAIN}")
+    if args.wandb and importlib.util.find_spec("wandb") is None:
+        raise rm.ConfigError("--wandb: expected the package wandb, got none here: pip install wandb")
     if config.generator.engine == "vllm":
         _ask_for_vllm()
     comm, overridden = _comm(config.generator), [text.partition("=")[0].strip() for text in overrides]
@@ -55,15 +60,26 @@ def run(args: argparse.Namespace) -> int:
         loop.follow(config, args.resume, comm)
         return 0
     out = _folder(args)
+    if out.is_dir() and not os.access(out, os.W_OK | os.X_OK):
+        raise rm.ConfigError(f"{plain(out)}: expected a folder to write to, got a read-only one; --out names another")
     with nullcontext() if args.out is None and args.resume is not None else _made(out):  # what is resumed is there
         _environment()
         from rollmesh.grpo import loop
         from rollmesh.grpo.progress import Display
+        from rollmesh.grpo.tracking import wandb_log
 
+        words = ["rollmesh", "grpo", str(args.config), "--resume", str(out), *(word for text in overrides for word in ("--set", text))]
+        words += ["--wandb", args.wandb] if args.wandb else []
         this, began = loop.prepare(config, args.resume, overridden, comm), time.monotonic()
         try:
-            with Display(args.config.stem, config.train.steps) as display:
-                lines = loop.train(this, out, display.show)
+            logs = wandb_log(args.wandb, out, config) if args.wandb else nullcontext(lambda _: None)
+            with logs as log, _advised(out, words), Display(args.config.stem, config.train.steps) as display:
+
+                def show(metrics: Metrics) -> None:
+                    display.show(metrics)
+                    log(metrics)
+
+                lines = loop.train(this, out, show)
         finally:
             this.close()
     evaluated = [m for m in lines if "eval_reward" in m]
@@ -125,6 +141,20 @@ def _made(out: Path) -> Iterator[None]:
         if is_new:
             with suppress(OSError):  # not empty
                 out.rmdir()
+
+
+@contextmanager
+def _advised(out: Path, words: list[str]) -> Iterator[None]:
+    """Adds to what ends a run early, a Ctrl-C included, how to go on with it: the command of these words."""
+    from rollmesh.grpo import checkpoint
+
+    try:
+        yield
+    except BaseException as error:
+        found = checkpoint.newest(out)
+        resumed = "no checkpoint was written yet: [checkpoint] every says when"
+        error.add_note(resumed if found is None else f"to go on from {found.name}: {shlex.join(words)}")
+        raise
 
 
 def _environment() -> None:

@@ -6,9 +6,10 @@
       trainer/state.json                                next step, the run's configuration
       trainer/rollouts.safetensors                      with [rollout] async_level = N: the N batches that are generated already
 
-A folder is written under another name and renamed when complete, so a killed run leaves no half of one. Resuming from it
-continues the same run bit for bit: weights, moments and random state are stored as they are, all else is a function of
-(run seed, step). Rollouts of versions that no longer exist are stored too; a run with other options generates them anew.
+A folder is written under another name and renamed when complete; then the oldest are removed. So a killed run or a full disk leaves no
+half of one, and the newest complete one stays; the disk needs room for keep + 1. Resuming continues the same run bit for bit: weights,
+moments and random state are stored as they are, all else is a function of (run seed, step). Rollouts of versions that no longer exist
+are stored too; a run with other options generates them anew.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from numpy.typing import NDArray
 
 import rollmesh as rm
 from rollmesh.grpo.config import Config, CorrectionTable
-from rollmesh.grpo.data import Dataset
+from rollmesh.grpo.data import Dataset, told_as
 from rollmesh.grpo.rollout import Rollout, decode
 from rollmesh.grpo.trainer import Trainer
+from rollmesh.grpo.writing import writing
 
 FORMAT = 1
 STATE = "trainer/state.json"
@@ -49,48 +51,68 @@ MAY_DIFFER = ("train.steps", "eval.", "checkpoint.", "generator.threads", "gener
 
 
 def save(root: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step: int, rollouts: Sequence[Rollout] = ()) -> Path:
-    """Writes root/checkpoints/step_N and drops the oldest beyond [checkpoint] keep. rollouts: of next_step and the steps after it."""
-    import torch
-    from safetensors.torch import save_file
+    """Writes root/checkpoints/step_N, then drops the oldest beyond [checkpoint] keep. rollouts: of next_step and the steps after it.
 
+    OSError (a full disk): the other checkpoints stay, and nothing of this one."""
     final = root / "checkpoints" / f"step_{next_step:06d}"
+    for unfinished in final.parent.glob(".step_*.partial"):  # of a run that was killed
+        shutil.rmtree(unfinished)
     partial = final.with_name(f".{final.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    (partial / "trainer").mkdir(parents=True)
-    trainer.model.save_pretrained(str(partial))
-    tokenizer.save_pretrained(str(partial))
-    tensors = {
-        f"{key}:{name}": torch.as_tensor(value).contiguous()
-        for name, parameter in trainer.model.named_parameters()
-        for key, value in trainer.optimizer.state[parameter].items()
-    }
-    save_file({**tensors, "rng": torch.get_rng_state()}, str(partial / "trainer/optimizer.safetensors"))
-    if rollouts:
-        save_rollouts(rollouts, partial / ROLLOUTS)
-    state = {"format": FORMAT, "next_step": next_step, "config": config.as_dict()}
-    (partial / "trainer/state.json").write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-    if final.exists():
-        shutil.rmtree(final)
-    os.replace(partial, final)
-    older = sorted(p for p in final.parent.glob("step_*") if p.name <= final.name)
+    try:
+        with writing(final):
+            _write(partial, trainer, tokenizer, config, next_step, rollouts)
+            if final.exists():
+                shutil.rmtree(final)
+            os.replace(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    older = sorted((p for p in final.parent.glob("step_*") if _order(p) <= _order(final)), key=_order)
     for old in older[: -config.checkpoint.keep]:
         shutil.rmtree(old)
     return final
 
 
+def _write(folder: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step: int, rollouts: Sequence[Rollout]) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    (folder / "trainer").mkdir(parents=True)
+    trainer.model.save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+    tensors = {
+        f"{key}:{name}": torch.as_tensor(value).contiguous()
+        for name, parameter in trainer.model.named_parameters()
+        for key, value in trainer.optimizer.state[parameter].items()
+    }
+    save_file({**tensors, "rng": torch.get_rng_state()}, str(folder / "trainer/optimizer.safetensors"))
+    if rollouts:
+        save_rollouts(rollouts, folder / ROLLOUTS)
+    state = {"format": FORMAT, "next_step": next_step, "config": config.as_dict()}
+    (folder / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+
+
+def _order(folder: Path) -> tuple[int, str]:
+    """By step: from step 1,000,000 on names are longer."""
+    return len(folder.name), folder.name
+
+
+def newest(root: Path) -> Path | None:
+    """The checkpoint of the last step in the run folder `root`; None: there is none."""
+    return max((file.parent.parent for file in (root / "checkpoints").glob(f"step_*/{STATE}")), key=_order, default=None)
+
+
 def find(where: Path) -> Path:
     """`where` is a checkpoint, or a run folder: then its newest one."""
-    if (where / STATE).is_file():
-        return where
-    found = sorted((where / "checkpoints").glob(f"step_*/{STATE}"))
-    if not found:
+    found = where if (where / STATE).is_file() else newest(where)
+    if found is None:
         raise rm.ConfigError(f"--resume {where}: no checkpoint there (looked for {STATE} and checkpoints/step_*/{STATE})")
-    return found[-1].parent.parent
+    return found
 
 
 def read_state(folder: Path, config: Config, overridden: list[str]) -> int:
     """The next step. Raises rm.ConfigError where the configuration differs in what shapes the run and was not overridden."""
-    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    with told_as(f"{folder / STATE}: expected the state of a run"):
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     if state.get("format") != FORMAT:
         raise rm.FormatError(f"{folder}: checkpoint format {state.get('format')}, expected {FORMAT}")
     then, now, changed = _changed(state, config)
@@ -109,7 +131,9 @@ def load_optimizer(folder: Path, trainer: Trainer) -> None:
     import torch
     from safetensors.torch import load_file
 
-    tensors = load_file(str(folder / "trainer/optimizer.safetensors"))
+    file = folder / "trainer/optimizer.safetensors"
+    with told_as(f"{file}: expected the optimizer's state"):
+        tensors = load_file(str(file))
     torch.set_rng_state(tensors.pop("rng"))
     by_name: dict[str, dict[str, Any]] = {}
     for key, tensor in tensors.items():
@@ -117,7 +141,7 @@ def load_optimizer(folder: Path, trainer: Trainer) -> None:
         by_name.setdefault(name, {})[kind] = tensor
     expected = {name for name, _ in trainer.model.named_parameters()}
     if by_name.keys() != expected:
-        raise rm.FormatError(f"{folder}/trainer/optimizer.safetensors: {sorted(by_name.keys() ^ expected)[:4]} missing or unknown")
+        raise rm.FormatError(f"{file}: {sorted(by_name.keys() ^ expected)[:4]} missing or unknown")
     state = {i: by_name[name] for i, (name, _) in enumerate(trainer.model.named_parameters())}
     trainer.optimizer.load_state_dict({"state": state, "param_groups": trainer.optimizer.state_dict()["param_groups"]})
 
@@ -159,7 +183,8 @@ def read_rollouts(folder: Path, config: Config, data: Dataset, tokenizer: Any) -
     state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     if not (folder / ROLLOUTS).is_file() or _changed(state, config)[2]:
         return []
-    tensors = load_file(str(folder / ROLLOUTS))
+    with told_as(f"{folder / ROLLOUTS}: expected rollouts"):
+        tensors = load_file(str(folder / ROLLOUTS))
     return [_rollout(tensors, i, state["next_step"] + i, config, data, tokenizer) for i in range(config.rollout.async_level)]
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import rollmesh as rm
 from rollmesh.grpo.config import Config
 from rollmesh.grpo.seeds import rng_of
+from rollmesh.runtime.messages import plain
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,31 @@ class Dataset:
 
 
 def load_tokenizer(path: Path) -> Any:
-    """A transformers tokenizer from a folder, or from a bare tokenizer.json. Remote code is never run."""
+    """A transformers tokenizer from a folder, or from a bare tokenizer.json. Remote code is never run. ConfigError: it cannot be read."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if path.is_dir():
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        # Without either, transformers makes an empty tokenizer.
+        if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            raise rm.ConfigError(f"[tokenizer] path: expected a tokenizer.json or tokenizer_config.json in {path}, got neither")
+        with told_as(f"{path}: expected the files of a tokenizer"):
+            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     if path.is_file():
-        return PreTrainedTokenizerFast(tokenizer_file=str(path))  # type: ignore[no-untyped-call]
+        with told_as(f"{path}: expected a tokenizer.json"):
+            return PreTrainedTokenizerFast(tokenizer_file=str(path))  # type: ignore[no-untyped-call]
     raise rm.ConfigError(f"[tokenizer] path: {path} is neither a folder nor a tokenizer.json")
+
+
+@contextmanager
+def told_as(what: str) -> Iterator[None]:
+    """Whatever a library raises of a user's file as a ConfigError: transformers, tokenizers, safetensors and jinja2 each have their own."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        name = type(error).__name__
+        raise rm.ConfigError(f"{what}, got {name}: {plain(error)}") from error
 
 
 def load_dataset(config: Config, tokenizer: Any) -> Dataset:
@@ -119,7 +138,9 @@ def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) ->
     elif _is_chat(source):
         if tokenizer.chat_template is None:
             raise rm.ConfigError(f"{where}: a chat, but the tokenizer has no chat template")
-        ids = tokenizer.encode(tokenizer.apply_chat_template(source, add_generation_prompt=True, tokenize=False), add_special_tokens=False)
+        with told_as(f"{where}: expected a chat that the tokenizer's chat template takes"):
+            text = tokenizer.apply_chat_template(source, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer.encode(text, add_special_tokens=False)
     else:
         raise rm.ConfigError(f"{where}: expected prompt to be text, or messages a list of {{role, content}}, got {source!r:.80}")
     if not ids:

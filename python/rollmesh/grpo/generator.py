@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import rollmesh as rm
 from rollmesh.grpo.config import Config
 from rollmesh.grpo.data import eos_ids
+from rollmesh.request.arguments import check_vocabulary
 from rollmesh.weights.self_test import Generates
 
 
@@ -37,6 +38,7 @@ class RolloutGenerator(Generates, Protocol):
 
 def make_generator(config: Config, hf_config: Any, tokenizer: Any, comm: rm.comm.Comm | None = None) -> RolloutGenerator:
     """`hf_config`: of the model whose weights will be pushed. `comm`: this process is one rank of the generator's mesh."""
+    check_vocabulary(tokenizer, hf_config)
     g, eos, top_k = config.generator, eos_ids(tokenizer, hf_config), config.rollout.top_k
     if top_k >= hf_config.vocab_size:
         raise rm.ConfigError(f"[rollout] top_k: expected below the {hf_config.vocab_size} tokens of the model's vocabulary, got {top_k}")

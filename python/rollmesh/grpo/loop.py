@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,8 +116,11 @@ def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None)
                     pending = ahead.pending() if ahead else []
                     checkpoint.save(out, run.trainer, run.tokenizer, config, step + 1, pending)
         draw_curves(log.lines, out / "curves.png")
-    finally:
-        log.close()
+    except BaseException:
+        with suppress(OSError):  # of a disk that is full: the first error is raised
+            log.close()
+        raise
+    log.close()
     return log.lines
 
 
@@ -174,7 +177,9 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
         rollout = _roll_out(run, step)
     behind = staleness(rollout, step, config.rollout.async_level)
     overlap.start("trainer")
+    began = time.perf_counter()
     rewards = score(rollout, run.rewards)
+    reward_s = time.perf_counter() - began
     metrics: Metrics = {
         "step": step,
         "reward_mean": float(rewards.mean()),
@@ -186,6 +191,7 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
         "sync_s": sync_s,
         "sync_gb_per_s": report.gb_per_s,
         "generate_s": rollout.seconds,
+        "reward_s": reward_s,
     }
     last = step == config.train.steps
     metrics |= evaluated

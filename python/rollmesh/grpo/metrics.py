@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rollmesh.grpo.writing import writing
+
 Metrics = dict[str, Any]
 
 
@@ -22,22 +24,32 @@ class MetricsLog:
         self.path = folder / "metrics.jsonl"
         self.lines = [m for m in read(self.path) if m["step"] < first_step] if self.path.exists() else []
         partial = folder / ".metrics.jsonl.partial"
-        partial.write_text("".join(json.dumps(m) + "\n" for m in self.lines), encoding="utf-8")
-        os.replace(partial, self.path)
+        try:
+            with writing(self.path):
+                partial.write_text("".join(json.dumps(m) + "\n" for m in self.lines), encoding="utf-8")
+                os.replace(partial, self.path)
+        finally:
+            partial.unlink(missing_ok=True)
+        self._folder = folder / "events"
+        with writing(self._folder):
+            self._events = SummaryWriter(str(self._folder), purge_step=first_step)
         self._file = self.path.open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(folder / "events"), purge_step=first_step)
 
     def write(self, metrics: Metrics) -> None:
         self.lines.append(metrics)
-        self._file.write(json.dumps(metrics) + "\n")
-        self._file.flush()
-        for name, value in metrics.items():
-            if isinstance(value, (int, float)) and name != "step":
-                self._events.add_scalar(name, value, metrics["step"])
+        with writing(self.path):
+            self._file.write(json.dumps(metrics) + "\n")
+            self._file.flush()
+        with writing(self._folder):
+            for name, value in metrics.items():
+                if isinstance(value, (int, float)) and name != "step":
+                    self._events.add_scalar(name, value, metrics["step"])
 
     def close(self) -> None:
-        self._file.close()
-        self._events.close()
+        with writing(self.path):
+            self._file.close()
+        with writing(self._folder):
+            self._events.close()
 
 
 def read(path: Path) -> list[Metrics]:
@@ -70,4 +82,5 @@ def draw_curves(lines: list[Metrics], path: Path) -> None:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        figure.savefig(path, dpi=110)

@@ -9,15 +9,20 @@ imported from the config's folder, the working folder or the Python path. That i
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
+from rollmesh.runtime.messages import plain, shown
 
 RewardFunction = Callable[..., Sequence[float | None]]
+MAX_REWARD = 1e18  # its square fits into a float32
 
 
 def char_match(prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any) -> list[float]:
@@ -49,20 +54,19 @@ class Rewards:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], columns: dict[str, list[Any]]
     ) -> list[float]:
-        """One finite number a completion. A function may return None for a completion that it does not judge (it counts 0)."""
+        """One finite number a completion. A function may return None for a completion that it does not judge (it counts 0).
+
+        ConfigError: a function raised (its traceback is a note of the error), or returned something else."""
         total = [0.0] * len(completions)
         for name, function, weight in zip(self.names, self.functions, self.weights, strict=True):
-            try:
-                values = list(function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns))
-            except Exception as e:
-                raise rm.ConfigError(f"reward {name} raised {type(e).__name__}: {e}") from e
-            if len(values) != len(completions):
-                raise rm.ConfigError(f"reward {name}: expected {len(completions)} values, one a completion, got {len(values)}")
+            with _naming(f"reward {name}"):
+                returned = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+                values = None if isinstance(returned, (str, Mapping)) or not isinstance(returned, Iterable) else list(returned)
+            if values is None or len(values) != len(completions):
+                got = f"a {type(returned).__name__}" if values is None else len(values)
+                raise rm.ConfigError(f"reward {name}: expected {len(completions)} values, one a completion, got {got}")
             for i, value in enumerate(values):
-                number = 0.0 if value is None else float(value)
-                if not math.isfinite(number):
-                    raise rm.ConfigError(f"reward {name}: completion {i} got {number}; expected a finite number")
-                total[i] += weight * number
+                total[i] += weight * _number(value, name, i)
         return total
 
 
@@ -73,10 +77,12 @@ def resolve(name: str, folder: Path | None = None) -> RewardFunction:
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise rm.ConfigError(f'[reward] functions: expected {", ".join(BUILT_IN)} or module:function, got "{name}"')
+    what = f'[reward] functions: importing "{module_name}"'
     extra = [str(p.resolve()) for p in (folder, Path.cwd()) if p is not None]
     sys.path[:0] = extra
     try:
-        module = importlib.import_module(module_name)
+        with _naming(what, but=ImportError):
+            module = importlib.import_module(module_name)
     except ImportError as e:
         raise rm.ConfigError(f'[reward] functions: cannot import "{module_name}": {e}') from e
     finally:
@@ -85,7 +91,43 @@ def resolve(name: str, folder: Path | None = None) -> RewardFunction:
     function = getattr(module, attribute, None)
     if not callable(function):
         raise rm.ConfigError(f'[reward] functions: module "{module_name}" has no function "{attribute}"')
+    if inspect.iscoroutinefunction(function):
+        raise rm.ConfigError(f'[reward] functions: expected a function that returns the rewards, got the async function "{name}"')
     return function  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _naming(what: str, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """An exception of a reward's code becomes a ConfigError, with the traceback of that code as a note. A Ctrl-C is told where it came."""
+    try:
+        yield
+    except but:
+        raise
+    except KeyboardInterrupt as error:
+        error.add_note(f"{what} ran")
+        raise
+    except Exception as error:
+        named = rm.ConfigError(f"{what} raised {type(error).__name__}: {plain(error)}".rstrip(": "))
+        own = error.__traceback__
+        while own is not None and _is_ours(own.tb_frame.f_code.co_filename):
+            own = own.tb_next
+        if own is not None or isinstance(error, SyntaxError):
+            named.add_note("".join(traceback.format_exception(type(error), error, own)).rstrip())
+        raise named from error
+
+
+def _is_ours(file: str) -> bool:
+    return file == __file__ or "importlib" in file
+
+
+def _number(value: Any, name: str, i: int) -> float:
+    try:
+        number = 0.0 if value is None else math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= MAX_REWARD:
+        raise rm.ConfigError(f"reward {name}: completion {i} got {shown(value)}; expected a finite number, or None")
+    return number
 
 
 def text_of(completion: Any) -> str:

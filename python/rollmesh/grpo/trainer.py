@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 import rollmesh as rm
 from rollmesh.grpo.config import Config, ModelTable, TrainTable
+from rollmesh.grpo.data import told_as
 from rollmesh.grpo.forward import forward_of
 from rollmesh.grpo.loss import correction_weights, grpo_loss, token_weights
 from rollmesh.grpo.mismatch import corrections, largest_kl
@@ -258,7 +259,8 @@ def _folder_config(folder: Path) -> Any:
 
     if not (folder / "config.json").is_file():
         raise rm.ConfigError(f"{folder}: expected a checkpoint folder with config.json and safetensors")
-    return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    with told_as(f"{folder}: expected a config.json"):
+        return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
 
 def load_model(folder: Path, dtype: str) -> Any:
@@ -266,15 +268,16 @@ def load_model(folder: Path, dtype: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     hf_config = _folder_config(folder)
-    return AutoModelForCausalLM.from_pretrained(
-        str(folder),
-        config=hf_config,
-        dtype=getattr(torch, dtype),
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        **_experts(hf_config),
-    )
+    with told_as(f"{folder}: expected the weights of a checkpoint"):
+        return AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            config=hf_config,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            **_experts(hf_config),
+        )
 
 
 def _experts(hf_config: Any) -> dict[str, str]:

@@ -15,7 +15,7 @@ from rollmesh import _core
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.messages import plain, shown
 
-LIBRARY = "librollmesh_cuda.so"
+LIBRARY, ABSENT = "librollmesh_cuda.so", "librollmesh_cuda.absent"  # of a build with it, or without: then the second says why
 CUDA_FAMILIES = ("cuda_fma", "cuda_mma")
 LIBRARY_SWITCH = "ROLLMESH_CUDA_LIBRARY"  # another build of it: a test's, or one for other architectures
 
@@ -29,6 +29,14 @@ class Device(NamedTuple):
 
 def library_path() -> Path:
     return Path(os.environ.get(LIBRARY_SWITCH) or Path(_core.__file__).parent / LIBRARY)
+
+
+def why_absent() -> str:
+    """How a build without the library was made, as setup.py wrote it."""
+    try:
+        return (Path(_core.__file__).parent / ABSENT).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return "made without nvcc or with ROLLMESH_CUDA=0"
 
 
 def is_there(path: Path) -> bool:
@@ -61,7 +69,7 @@ def device_of(name: Any) -> Device:
     if not is_there(path) and os.environ.get(LIBRARY_SWITCH):
         raise ConfigError(f"{LIBRARY_SWITCH}: expected a library that setup.py cuda has made, got {plain(str(path))}, which is no file")
     if not is_there(path):
-        raise ConfigError(f"device = {name!r}: expected a build with {path.name}, got one made without nvcc or with ROLLMESH_CUDA=0")
+        raise ConfigError(f"device = {name!r}: expected a build with {path.name}, got one {why_absent()}")
     count = _core.cuda_count(str(path))
     ordinal = int(name.partition(":")[2] or -1)
     if count < 1:

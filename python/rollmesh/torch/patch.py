@@ -406,7 +406,11 @@ def push(model: Any, generator: Generator, version: int | None = None, **options
     """generator.sync_weights of a patched model's weights (`state_dict`), with the options of that; cast is True. Where the generator has
     the whole model on the CPU, in this process and in the dtype of the patch, the next forward passes read its packed weights, as long
     as it serves this version and the optimizer has not stepped."""
-    inner, made = _causal_lm(model), _patch_of(model)
+    inner = _causal_lm(model)
+    if not hasattr(inner.model, "_rollmesh"):
+        instead = "generator.sync_weights(model.state_dict(), cast=True) sends the weights of any other"
+        raise StateError(f"model: expected a patched model, got one that is not; call rollmesh.torch.patch first, or {instead}")
+    made = _patch_of(model)
     if not isinstance(generator, Generator):
         raise UnsupportedTensorError(f"generator: expected a rollmesh.Generator, got a {type(generator).__name__}")
     report = generator.sync_weights(state_dict(model), version, **({"cast": True} | options))

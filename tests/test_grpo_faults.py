@@ -1,0 +1,378 @@
+"""What goes wrong in a run of `rollmesh grpo`: a full disk, a read-only folder, a Ctrl-C, rewards that are wrong, broken files.
+
+Each ends with one line that says what was seen, the last checkpoint stays whole, and the run that goes on from it has the bits of a run
+without a break.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+import re
+import resource
+import shlex
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import TIMES
+
+import rollmesh as rm
+from rollmesh.cli import main
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from rollmesh.grpo import checkpoint, config, data, loop, metrics, rewards  # noqa: E402
+from rollmesh.grpo.generator import make_generator  # noqa: E402
+from rollmesh.grpo.writing import writing  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+DENSE = ROOT / "configs/qwen3_debug.toml"
+SMALL = [
+    "model.hidden_size=32", "model.intermediate_size=32", "model.num_attention_heads=2", "model.num_key_value_heads=1",
+    "rollout.prompts=4", "rollout.samples=4", "eval.prompts=8", "generator.kv_cache_gib=0.01", "eval.every=2",
+    "train.threads=1", "generator.threads=1", "train.steps=4", "checkpoint.every=2",
+]  # fmt: skip
+pytestmark = pytest.mark.usefixtures("torch_as_it_was")
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """draw_curves takes longer than these runs."""
+    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+
+
+def run(out: Path, resume: Path | None = None, show: Callable[[Any], None] = lambda _: None) -> None:
+    this = loop.prepare(config.load(DENSE, SMALL), resume)
+    try:
+        loop.train(this, out, show)
+    finally:
+        this.close()
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in m.items() if k not in TIMES} for m in metrics.read(out / "metrics.jsonl")]
+
+
+def state_of(out: Path) -> dict[str, bytes]:
+    """What the last checkpoint has of weights, moments and random state."""
+    folder = out / "checkpoints/step_000004"
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing ended early: the oracle."""
+    out = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+        run(out)
+    return out
+
+
+@contextmanager
+def disk() -> Iterator[Callable[[int], None]]:
+    """A function after whose call no file of this process may grow beyond so many bytes: such a write is refused as on a full disk, with
+    another number."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        yield lambda num_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# -------------------------------------------------------------------------------------------------- what is written
+# TensorBoard writes in a thread, which may meet the limit too.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "trainer/optimizer.safetensors"])
+def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(file: str, whole: Path, tmp_path: Path) -> None:
+    """Refused in the first write of this file. A partial folder of a run that was killed is removed too."""
+    reference = whole / "checkpoints/step_000002"
+    assert (reference / "model.safetensors").stat().st_size < (reference / "trainer/optimizer.safetensors").stat().st_size
+    limit = (reference / file).stat().st_size - 1
+    (tmp_path / "checkpoints/.step_000001.partial/trainer").mkdir(parents=True)
+    with disk() as allow, pytest.raises(OSError, match=r"step_000004'$") as caught:
+        run(tmp_path, show=lambda line: allow(limit) if line["step"] == 3 else None)  # before the step's checkpoint
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "checkpoints/step_000004"))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
+    run(tmp_path, resume=tmp_path)
+    assert lines_of(tmp_path) == lines_of(whole)
+    assert state_of(tmp_path) == state_of(whole)
+
+
+# TensorBoard writes in a thread, which may meet the limit too.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_line_of_metrics_that_does_not_fit(whole: Path, tmp_path: Path) -> None:
+    """The half of a line that was written is dropped by the run that goes on."""
+    size = len(b"".join((whole / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:3]))
+    with disk() as allow, pytest.raises(OSError, match=r"metrics\.jsonl'$"):
+        run(tmp_path, show=lambda line: allow(size + 99) if line["step"] == 2 else None)
+    assert not (tmp_path / "metrics.jsonl").read_bytes().endswith(b"\n")
+    run(tmp_path, resume=tmp_path)
+    assert lines_of(tmp_path) == lines_of(whole)
+    assert state_of(tmp_path) == state_of(whole)
+
+
+def test_what_a_resumed_run_cannot_rewrite_stays(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text((whole / "metrics.jsonl").read_text())
+    with disk() as allow:
+        allow(100)
+        with pytest.raises(OSError, match=r"metrics\.jsonl'$"):
+            metrics.MetricsLog(tmp_path, first_step=4)
+    assert lines_of(tmp_path) == lines_of(whole)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_errors_of_writing_name_a_file() -> None:
+    """Python's own without a name, with one, and those of the tokenizers library; what is no error of the system passes through."""
+    tokenizer = data.load_tokenizer(ROOT / "data/chars").backend_tokenizer
+    with pytest.raises(OSError, match=r"No space left on device: 'here'$"), writing(Path("here")):
+        tokenizer.save("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: 'here'$"), writing(Path("here")):
+        Path("/dev/full").write_text("x")
+    with pytest.raises(IsADirectoryError, match=r"'/dev'$"), writing(Path("here")):
+        Path("/dev").write_text("x")
+    with pytest.raises(ValueError, match=r"^other$"), writing(Path("here")):
+        raise ValueError("other")
+    with pytest.raises(OSError, match=r"^no number$"), writing(Path("here")):
+        raise OSError("no number")
+
+
+def test_a_read_only_folder_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir(mode=0o555)
+    if os.geteuid() == 0:  # whom a mode does not stop
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=4k", "tmpfs", str(folder)], capture_output=True, check=False)
+        if mounted.returncode:
+            pytest.skip("root without the right to mount")
+    try:
+        for option in ("--out", "--resume"):
+            assert main(["grpo", str(DENSE), option, str(folder)]) == 2
+            assert "out: expected a folder to write to, got a read-only one" in capsys.readouterr().err
+    finally:
+        if os.geteuid() == 0:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_million_steps_are_in_order(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000):
+        (tmp_path / f"checkpoints/step_{step:06d}/trainer").mkdir(parents=True)
+        (tmp_path / f"checkpoints/step_{step:06d}/trainer/state.json").touch()
+    assert checkpoint.find(tmp_path).name == "step_1000000"
+
+
+# -------------------------------------------------------------------------------------------------- how to go on
+def test_what_ends_a_run_says_how_to_go_on(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A Ctrl-C in a reward. The command that is printed goes on from the checkpoint."""
+    (tmp_path / "interrupted_reward_of_test.py").write_text(
+        "import os, signal\nfrom rollmesh.grpo.rewards import char_match\ncalls = 0\n"
+        "def f(prompts, completions, answer, **_):\n"
+        "    global calls\n    calls += 1\n"
+        "    if calls == 6:  # of step 3\n        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return char_match(prompts, completions, answer=answer)\n"
+    )
+    file, out = tmp_path / "a run.toml", tmp_path / "out"
+    text = DENSE.read_text().replace('"../data', f'"{ROOT}/data').replace('"char_match"', '"interrupted_reward_of_test:f"')
+    file.write_text(text)
+    sets = [word for change in SMALL for word in ("--set", change)]
+    assert main(["grpo", str(file), "--out", str(out), *sets]) == 130
+    said = capsys.readouterr().err.splitlines()
+    assert said[:2] == ["rollmesh grpo: interrupted", "reward interrupted_reward_of_test:f ran"]
+    words = re.fullmatch(r"to go on from step_000002: rollmesh (.*)", said[2])
+    assert words is not None
+    assert len(said) == 3
+    assert main(shlex.split(words[1])) == 0
+    assert lines_of(out) == lines_of(whole)
+    assert state_of(out) == state_of(whole)
+
+
+def test_a_run_that_ends_before_its_first_checkpoint_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sets = [word for change in [*SMALL, 'reward.functions=["wrong_reward_of_test:f"]'] for word in ("--set", change)]
+    (tmp_path / "wrong_reward_of_test.py").write_text("def g(x):\n    return x['oops']\ndef f(**columns):\n    return g({})\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert main(["grpo", str(DENSE), "--out", str(tmp_path / "out"), *sets]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "rollmesh grpo: ConfigError: reward wrong_reward_of_test:f raised KeyError: 'oops'"
+    assert [line.strip() for line in said if line.startswith("  File ")] == [
+        f'File "{tmp_path}/wrong_reward_of_test.py", line {line}, in {name}' for line, name in ((4, "f"), (2, "g"))
+    ]
+    assert said[-2:] == ["KeyError: 'oops'", "no checkpoint was written yet: [checkpoint] every says when"]
+
+
+def leveldb_records(log: bytes) -> Iterator[bytes]:
+    """Of W&B's file: a header of 7 bytes, then LevelDB's log format."""
+    at, parts = 7, []
+    while at + 7 <= len(log):
+        if 32768 - at % 32768 < 7:  # no header fits into the rest of a block
+            at += 32768 - at % 32768
+        _, length, kind = struct.unpack_from("<IHB", log, at)
+        parts.append(log[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):  # full, last
+            yield b"".join(parts)
+            parts = []
+
+
+def test_weights_and_biases_gets_the_lines_of_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, by the real library, whose file is read back."""
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    out = tmp_path / "a-run"
+    assert main(["grpo", str(DENSE), "--out", str(out), "--wandb", "a project", *(word for c in SMALL for word in ("--set", c))]) == 0
+    [file] = out.glob("wandb/offline-run-*/*.wandb")
+    logged, names, axes = [], [], []
+    for content in leveldb_records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(content)
+        names += [(record.run.project, record.run.display_name)] if record.HasField("run") else []
+        axes += [record.metric.step_metric] if record.HasField("metric") else []
+        if record.HasField("history"):
+            logged.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
+    assert names[0] == ("a project", "a-run")
+    assert "step" in axes
+    lines = metrics.read(out / "metrics.jsonl")
+    assert [{k: v for k, v in line.items() if not k.startswith("_")} for line in logged] == lines
+
+
+def test_without_the_package_of_weights_and_biases(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
+    assert main(["grpo", str(DENSE), "--wandb", "p"]) == 2
+    assert capsys.readouterr().err == "rollmesh grpo: ConfigError: --wandb: expected the package wandb, got none here: pip install wandb\n"
+
+
+# -------------------------------------------------------------------------------------------------- rewards
+@pytest.mark.parametrize(
+    "returned, message",
+    [
+        ("['good'] * 2", "completion 0 got 'good'; expected a finite number, or None"),
+        ("['1.5'] * 2", "completion 0 got '1.5'; expected a finite number, or None"),
+        ("[1.0, float('nan')]", "completion 1 got nan; expected a finite number, or None"),
+        ("[1.0, float('-inf')]", "completion 1 got -inf; expected a finite number, or None"),
+        ("[[1.0]] * 2", r"completion 0 got \[1.0\]; expected a finite number, or None"),
+        ("[1j] * 2", "completion 0 got 1j; expected a finite number, or None"),
+        ("[10**400] * 2", "completion 0 got 10+.*; expected a finite number, or None"),
+        ("[1e300] * 2", r"completion 0 got 1e\+300; expected a finite number, or None"),
+        ("[1.0]", "expected 2 values, one a completion, got 1"),
+        ("[1.0] * 3", "expected 2 values, one a completion, got 3"),
+        ("'11'", "expected 2 values, one a completion, got a str"),
+        ("{0: 1.0, 1: 1.0}", "expected 2 values, one a completion, got a dict"),
+        ("None", "expected 2 values, one a completion, got a NoneType"),
+        ("1.0", "expected 2 values, one a completion, got a float"),
+        ("[next(iter(()))]", "StopIteration"),
+        ("(i / 0 for i in range(2))", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_is_no_reward_is_named(returned: str, message: str, tmp_path: Path) -> None:
+    module = f"returns_{abs(hash(returned))}_of_test"
+    (tmp_path / f"{module}.py").write_text(f"def f(**columns):\n    return {returned}\n")
+    reward = rewards.Rewards([f"{module}:f"], (), tmp_path)
+    with pytest.raises(rm.ConfigError, match=rf"^reward {module}:f(:| raised) {message}(\n|$)"):
+        reward(["p"] * 2, ["c"] * 2, [[1]] * 2, {})
+
+
+@pytest.mark.parametrize("returned", ["(1.0, 2)", "(float(i + 1) for i in range(2))", "numpy.float32([1, 2])", "torch.tensor([1, 2])"])
+def test_what_holds_numbers_is_a_reward(returned: str, tmp_path: Path) -> None:
+    module = f"returns_{abs(hash(returned))}_of_test"
+    (tmp_path / f"{module}.py").write_text(f"import numpy, torch\ndef f(**columns):\n    return {returned}\n")
+    assert rewards.Rewards([f"{module}:f"], (), tmp_path)(["p"] * 2, ["c"] * 2, [[1]] * 2, {}) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "code, message, line",
+    [
+        ("def f(:\n", "importing .* raised SyntaxError: invalid syntax", 1),
+        ("x = 1\nraise RuntimeError('no GPU')\n", "importing .* raised RuntimeError: no GPU", 2),
+        ("async def f(**columns):\n    return []\n", "expected a function that returns the rewards, got the async function", None),
+    ],
+)
+def test_a_module_that_is_no_reward_is_named(code: str, message: str, line: int | None, tmp_path: Path) -> None:
+    """The traceback ends in the module."""
+    module = f"imports_{abs(hash(code))}_of_test"
+    (tmp_path / f"{module}.py").write_text(code)
+    with pytest.raises(rm.ConfigError, match=rf"^\[reward\] functions: {message}") as caught:
+        rewards.resolve(f"{module}:f", tmp_path)
+    notes = "\n".join(getattr(caught.value, "__notes__", ()))
+    places = re.findall(r'File "(.*)", line (\d+)', notes)
+    assert places[-1:] == ([] if line is None else [(str(tmp_path / f"{module}.py"), str(line))])
+    assert not any("importlib" in file for file, _ in places)
+
+
+# -------------------------------------------------------------------------------------------------- files that are broken
+def half(folder: Path, name: str) -> None:
+    (folder / name).write_bytes((folder / name).read_bytes()[: (folder / name).stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("tokenizer.json", None, "/tok: expected the files of a tokenizer, got ValueError: Couldn't instantiate"),
+        ("tokenizer.json", "half", "/tok: expected the files of a tokenizer, got JSONDecodeError: "),
+        ("tokenizer.json", "{}", "/tok: expected the files of a tokenizer, got KeyError: 'added_tokens'"),
+        ("tokenizer_config.json", "half", "/tok: expected the files of a tokenizer, got JSONDecodeError: "),
+        ("chat_template.jinja", "{% for m in", "chats.jsonl:1: expected a chat .* got TemplateSyntaxError: "),
+        ("chat_template.jinja", "{{ raise_exception('no') }}", "chats.jsonl:1: expected a chat .* got TemplateError: no$"),
+        ("chat_template.jinja", "{{ messages + 1 }}", "chats.jsonl:1: expected a chat .* got TypeError: "),
+    ],
+)
+def test_a_broken_tokenizer_is_named(name: str, content: str | None, message: str, tmp_path: Path) -> None:
+    """Of a file that is missing (None), cut in half, or something else. The chars of data/, saved with the template as a file."""
+    folder, chats = tmp_path / "tok", tmp_path / "chats.jsonl"
+    data.load_tokenizer(ROOT / "data/chars").save_pretrained(str(folder))
+    chats.write_text('{"messages": [{"role": "user", "content": "ab"}]}\n')
+    assert len(data.read_jsonl(chats, data.load_tokenizer(folder))) == 1
+    if content == "half":
+        half(folder, name)
+    elif content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+    with pytest.raises(rm.ConfigError, match=message):
+        data.read_jsonl(chats, data.load_tokenizer(folder))
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    """transformers would make an empty one, from the model_type of a config.json."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(rm.ConfigError, match=r"^\[tokenizer\] path: expected a tokenizer.json or tokenizer_config.json in .* got neither$"):
+        data.load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("model.safetensors", "expected the weights of a checkpoint, got SafetensorError: "),
+        ("config.json", "expected a config.json, got "),
+        ("trainer/state.json", "state.json: expected the state of a run, got JSONDecodeError: "),
+        ("trainer/optimizer.safetensors", "optimizer.safetensors: expected the optimizer's state, got SafetensorError: "),
+    ],
+)
+def test_a_checkpoint_cut_in_half_is_named(name: str, message: str, whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step_000004"
+    shutil.copytree(whole / "checkpoints/step_000004", folder)
+    half(folder, name)
+    with pytest.raises(rm.ConfigError, match=message):
+        loop.prepare(config.load(DENSE, SMALL), folder)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(whole: Path) -> None:
+    folder = whole / "checkpoints/step_000004"
+    tokenizer = data.load_tokenizer(folder)
+    count = len(tokenizer)
+    tokenizer.add_tokens(["<|more|>"])
+    from transformers import AutoConfig
+
+    this = config.load(DENSE, SMALL)
+    with pytest.raises(rm.ConfigError, match=rf"^tokenizer: expected at most vocab_size = {count} tokens, got {count + 1}$"):
+        make_generator(this, AutoConfig.from_pretrained(str(folder)), tokenizer)
