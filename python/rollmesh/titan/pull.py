@@ -10,6 +10,7 @@ import torch
 import torchstore
 from torchstore.transport import TensorSlice
 
+from rollmesh.errors import LayoutError
 from rollmesh.generator import Shard
 from rollmesh.weights.pieces import Piece
 
@@ -41,4 +42,7 @@ async def _piece(name: str, shard: Shard) -> Piece:
     if 0 in shard.sizes:
         return Piece(torch.empty(shard.sizes), shard.shape, shard.offsets)
     box = TensorSlice(offsets=shard.offsets, coordinates=(), global_shape=shard.shape, local_shape=shard.sizes, mesh_shape=())
-    return Piece(await torchstore.get(f"{KEY}/{name}", tensor_slice_spec=box), shard.shape, shard.offsets)
+    tensor = await torchstore.get(f"{KEY}/{name}", tensor_slice_spec=box)
+    if tuple(tensor.shape) != shard.sizes:
+        raise LayoutError(f"{name}: expected {list(shard.sizes)} at {list(shard.offsets)} from torchstore, got {list(tensor.shape)}")
+    return Piece(tensor, shard.shape, shard.offsets)
