@@ -9,6 +9,10 @@ import os
 import sys
 from pathlib import Path
 
+_missing = [name for name in ("torchtitan", "monarch", "torchstore") if importlib.util.find_spec(name) is None]
+if _missing:
+    raise ImportError(f"rollmesh.titan needs {', '.join(_missing)}; docs/titan.md says how to install them")
+
 if importlib.util.find_spec("vllm") is None:
     _folder = str(Path(__file__).parent / "without_vllm")
     sys.path.append(_folder)
