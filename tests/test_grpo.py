@@ -479,6 +479,7 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path, drawn: Any, monkeypatch: 
     run(MOE, tmp_path, ["train.steps=3", "checkpoint.every=1", "checkpoint.keep=2", "train.micro_batch=5"])
     lines = metrics.read(tmp_path / "metrics.jsonl")
     wanted = {"step", "reward_mean", "logprob_diff_max", "logprob_diff_mean", "kl_k1", "kl_k3", "tokens_differ", "tokens_per_s", "sync_s"}
+    wanted |= {"generate_s", "reward_s", "update_s"}
     assert all(wanted <= m.keys() for m in lines)
     assert ["eval_reward" in m for m in lines] == [True, False, True, True]
     assert max(m["logprob_diff_max"] for m in lines) < 1e-4, "float32 on both sides differs by rounding only"
