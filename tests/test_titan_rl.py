@@ -6,6 +6,8 @@ the weights after each step (digests) of one generator in one process. Bound: 1e
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import os
 import re
 import signal
@@ -28,6 +30,7 @@ with warnings.catch_warnings():
     import rollmesh.titan
 import helpers
 from torchtitan.config import OverrideConfig
+from torchtitan.experiments.rl import controller
 from torchtitan.experiments.rl.actors import generator as titan
 from torchtitan.experiments.rl.models.vllm_registry import InferenceParallelismConfig
 from torchtitan.experiments.rl.observability import metrics as m
@@ -205,6 +208,25 @@ def test_a_model_that_is_not_computed_is_refused_before_anything_starts() -> Non
     model.model.layers[0].attention_norm.eps = 0.5
     with pytest.raises(rm.ConfigError, match=r"eps"):
         RollmeshGenerator.Config().spec_of(model)
+
+
+def test_titanrls_own_configs_are_taken() -> None:
+    registry = importlib.import_module("torchtitan.experiments.rl.examples.alphabet_sort.config_registry")
+    configs = [made() for name, made in vars(registry).items() if name.startswith("rl_grpo_qwen3") and inspect.isfunction(made)]
+    assert len(configs) >= 8
+    for config in configs:
+        if config.generator.override.imports:
+            with pytest.raises(rm.ConfigError, match=r"install\(config, override=OverrideConfig\(\)\) drops them"):
+                rollmesh.titan.install(config)
+        taken = rollmesh.titan.install(config, override=OverrideConfig(), kv_cache_gib=2.0)
+        assert isinstance(taken.generator, RollmeshGenerator.Config)
+        assert (taken.generator.sampling, taken.generator.kv_cache_gib) == (config.generator.sampling, 2.0)
+        assert controller.VLLMGenerator is RollmeshGenerator
+    with pytest.raises(TypeError, match="kv_cache"):
+        rollmesh.titan.install(configs[0], kv_cache=1.0)
+    other = registry.rl_grpo_gpt_oss_debug_varlen()
+    with pytest.raises(rm.ConfigError, match="expected torchtitan's Qwen3Model"):
+        rollmesh.titan.install(other)
 
 
 @pytest.mark.skipif("without_vllm" not in sys.modules["vllm"].__file__, reason="a real vLLM is here")

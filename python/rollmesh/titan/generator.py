@@ -30,8 +30,6 @@ from rollmesh.request.text import tokenizer_of_folder
 from rollmesh.runtime.messages import shown
 from rollmesh.titan.pull import names, pull, pull_shards
 
-_log = logging.getLogger("rollmesh")
-
 
 class RollmeshGenerator(Actor, Configurable):
     """Generates for TitanRL's Controller, in the place of VLLMGenerator."""
@@ -66,7 +64,8 @@ class RollmeshGenerator(Actor, Configurable):
         def __post_init__(self) -> None:
             VLLMGenerator.Config.__post_init__(self)
             if self.override.imports:
-                raise ConfigError(f"generator.override: expected none, as rollmesh computes the model, got {shown(self.override.imports)}")
+                remedy = "install(config, override=OverrideConfig()) drops them"
+                raise ConfigError(f"generator.override: expected none, got {shown(self.override.imports)}; {remedy}")
             if not self.reset_prefix_cache_on_weight_sync:
                 raise ConfigError("generator.reset_prefix_cache_on_weight_sync: expected True, as old KV serves no new request, got False")
             default = VLLMGenerator.Config().intra_generator_router

@@ -30,6 +30,7 @@ def install(config: C, *, trainer: type[PolicyTrainer] | None = None, **options:
     kept = {field.name: getattr(config.generator, field.name) for field in fields(VLLMGenerator.Config)}
     generator = RollmeshGenerator.Config(**{**kept, **options})
     generator.spec_of(config.model_spec)
+    made = replace(config, generator=generator)
     controller.VLLMGenerator = RollmeshGenerator
     controller.PolicyTrainer = PolicyTrainer if trainer is None else trainer
-    return replace(config, generator=generator)
+    return made
