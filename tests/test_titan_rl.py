@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import json
 import os
 import re
 import signal
@@ -131,6 +132,39 @@ def test_it_learns(arguments: list[str]) -> None:
     assert rewards[0] < 0.1
     assert rewards[-1] >= 0.9
     assert max(run.differences) <= 1e-5
+
+
+WRONG = {
+    "generate before start": "RuntimeError: generate: call start_engine_loop on all ranks first",
+    "start again": None,
+    "generate before weights": "NotSyncedError",
+    "pull before push": "Mapping is missing from the store",
+    "pull": None,
+    "older version": "VersionError: .*0",
+    "nan": "NonFiniteError: .* norm.weight: element .3. is not finite",
+    "missing": "MissingKeyError: .*model.norm.weight",
+    "empty prompt": "RequestError: ",
+    "token out of range": "RequestError: .*100000",
+    "long prompt": "RequestError: .*65",
+    "temperature": "RequestError: temperature: expected a finite float32 >= 0, got -1.0",
+    "good again": None,
+    "close": None,
+    "close again": None,
+    "generate after close": "StateError: the generator is closed",
+}
+
+
+def test_calls_that_an_actor_refuses(tmp_path: Path) -> None:
+    """Each raises what it should, and after it the old version serves with the same bits."""
+    run = Run("tests/titan_actor.py", str(tmp_path)).check()
+    told: dict[str, Any] = dict(json.loads(line) for line in run.text.splitlines() if line.startswith('["'))
+    for name, words in WRONG.items():
+        assert (words is None) == (told[name] is None), f"{name}: {told[name]}"
+        assert words is None or re.search(words, told[name]), f"{name}: {told[name]}"
+    assert [said for name, said in told.items() if name.startswith("old serves")] == [True] * 4
+    assert told["same id"][0] == ""
+    assert told["same id"][1].endswith("ValueError: request_id 'same' is already in flight")
+    assert all(said is None or "StateError" in said for said in told["in flight at close"])
 
 
 # -------------------------------------------------------------------------------------------------- the actor's parts
