@@ -237,8 +237,9 @@ def test_what_the_generator_does_not_have_is_refused(options: dict[str, Any], me
 
 def test_a_model_that_is_not_computed_is_refused_before_anything_starts() -> None:
     model = titan_cpu.model_registry("debugmodel", attn_backend="flex")
-    with pytest.raises(rm.ConfigError, match=r"max_model_len: expected at most the model's max_seq_len = 4096, got 5000"):
-        RollmeshGenerator.Config(max_model_len=5000).spec_of(model)
+    for wrong in (0, 5000):
+        with pytest.raises(rm.ConfigError, match=rf"generator.max_model_len: .*4096.*, got {wrong}"):
+            RollmeshGenerator.Config(max_model_len=wrong).spec_of(model)
     model.model.layers[0].attention_norm.eps = 0.5
     with pytest.raises(rm.ConfigError, match=r"eps"):
         RollmeshGenerator.Config().spec_of(model)
@@ -256,6 +257,7 @@ def test_titanrls_own_configs_are_taken() -> None:
         assert isinstance(taken.generator, RollmeshGenerator.Config)
         assert (taken.generator.sampling, taken.generator.kv_cache_gib) == (config.generator.sampling, 2.0)
         assert controller.VLLMGenerator is RollmeshGenerator
+        assert rollmesh.titan.install(taken, trainer=rollmesh.titan.RollmeshTrainer).generator == taken.generator
     with pytest.raises(TypeError, match="kv_cache"):
         rollmesh.titan.install(configs[0], kv_cache=1.0)
     other = registry.rl_grpo_gpt_oss_debug_varlen()

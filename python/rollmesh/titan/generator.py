@@ -27,6 +27,7 @@ import rollmesh as rm
 from rollmesh.errors import ConfigError
 from rollmesh.request.outputs import RequestOutput
 from rollmesh.request.text import tokenizer_of_folder
+from rollmesh.runtime.arguments import integer
 from rollmesh.runtime.messages import shown
 from rollmesh.titan.pull import names, pull, pull_shards
 
@@ -82,9 +83,8 @@ class RollmeshGenerator(Actor, Configurable):
         def spec_of(self, model: TitanSpec) -> rm.ModelSpec:
             """ConfigError if the generator does not compute this model, or not with these settings."""
             spec = rm.ModelSpec.from_torchtitan(model)
-            if self.max_model_len is not None and self.max_model_len > model.model.max_seq_len:
-                most = model.model.max_seq_len
-                raise ConfigError(f"generator.max_model_len: expected at most the model's max_seq_len = {most}, got {self.max_model_len}")
+            if self.max_model_len is not None:
+                integer("generator.max_model_len", self.max_model_len, 1, model.model.max_seq_len)
             return spec
 
     def __init__(
@@ -200,7 +200,7 @@ def _made(config: RollmeshGenerator.Config, model: TitanSpec, model_path: str, m
         dtype=config.model_dtype,
         sequence_parallel=degrees.enable_sequence_parallel,
         eos_token_ids=[] if eos is None else eos,
-        max_model_len=config.max_model_len or model.model.max_seq_len,
+        max_model_len=model.model.max_seq_len if config.max_model_len is None else config.max_model_len,
         max_num_seqs=max_num_seqs,
         kv_cache_gib=config.kv_cache_gib,
         memory_fraction=config.gpu_memory_limit,

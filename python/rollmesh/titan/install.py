@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from torchtitan.experiments.rl import controller
-from torchtitan.experiments.rl.actors.generator import VLLMGenerator
 from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
 
 from rollmesh.titan.generator import RollmeshGenerator
@@ -20,14 +19,16 @@ def install(config: C, *, trainer: type[PolicyTrainer] | None = None, **options:
     config   a TitanRL Controller.Config. Its `generator` keeps its fields
     trainer  the class to spawn as trainer: RollmeshTrainer computes the generator's forward pass, so that logprobs are equal bit for bit.
              None: PolicyTrainer
-    options  fields of RollmeshGenerator.Config that VLLMGenerator.Config does not have: mesh, device, kv_cache_gib, max_model_len, threads
+    options  fields of RollmeshGenerator.Config, in the place of the config's: mesh, device, kv_cache_gib, max_model_len, threads, and those
+             of VLLMGenerator.Config
 
     The Controller spawns the classes that its module calls VLLMGenerator and PolicyTrainer: these names are rebound in this process, for
     every config.
 
-    Raises ConfigError: a setting that rollmesh does not have, a model that it does not compute (ModelSpec.from_torchtitan).
+    Raises ConfigError: a setting that rollmesh does not have, a model that it does not compute (ModelSpec.from_torchtitan). TypeError: an
+    option that is no field.
     """
-    kept = {field.name: getattr(config.generator, field.name) for field in fields(VLLMGenerator.Config)}
+    kept = {field.name: getattr(config.generator, field.name) for field in fields(config.generator)}
     generator = RollmeshGenerator.Config(**{**kept, **options})
     generator.spec_of(config.model_spec)
     made = replace(config, generator=generator)
