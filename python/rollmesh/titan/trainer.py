@@ -21,10 +21,10 @@ from torchtitan.models.common.attention import FusedQKVLinear
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec as TitanSpec
 
-from rollmesh import ModelSpec, ops
+from rollmesh import ModelSpec
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.messages import shown
-from rollmesh.torch import functions, packing
+from rollmesh.torch import functions
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.sequences import Sequences
 
@@ -72,13 +72,16 @@ class Forward:
 
     def _block(self, block: Any, is_moe: bool, x: Tensor, attention_masks: Any, positions: Tensor) -> Tensor:
         del attention_masks  # positions say where sequences begin
-        hidden, rows, eps = x.flatten(0, -2), self._sequences(positions), self._spec.rms_norm_eps
-        how = functions.how_for(hidden)
-        made = functions.rms_norm(hidden, block.attention_norm.weight, eps, how=how)
-        made = self._attend(block.attention, made, rows, how)
-        made, hidden = functions.add_rms_norm(hidden, made, block.ffn_norm.weight, eps, how=how)
-        made = self._experts(block.moe, made, how) if is_moe else self._mlp(block.feed_forward, made, how)
-        return functions.add(hidden, made, how=how).view_as(x)
+        hidden, rows, how = x.flatten(0, -2), self._sequences(positions), functions.how_for(x)
+        made = functions.decoder_layer(
+            hidden,
+            (block.attention_norm.weight, block.ffn_norm.weight),
+            lambda x: self._attend(block.attention, x, rows, how),
+            lambda x: self._experts(block.moe, x, how) if is_moe else self._mlp(block.feed_forward, x, how),
+            self._spec.rms_norm_eps,
+            how=how,
+        )
+        return made.view_as(x)
 
     def _attend(self, attention: Any, x: Tensor, rows: Sequences, how: How) -> Tensor:
         made = functions.linear(x, *_qkv_weights(attention.qkv_linear), how=how)
@@ -109,10 +112,7 @@ class Forward:
 
     def _table(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self._rope is None:
-            inv_freq, scale = self._spec.rope(self._max_positions)
-            table = ops.rope_table(inv_freq, self._max_positions, scale=scale, dtype=packing.name_of(x.dtype))
-            with torch.inference_mode(False):
-                self._rope = torch.from_numpy(table[0]).to(x.device), torch.from_numpy(table[1]).to(x.device)
+            self._rope = functions.rope_table(self._spec.rope(self._max_positions), self._max_positions, x.dtype, x.device)
         return self._rope
 
 

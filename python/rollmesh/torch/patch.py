@@ -131,11 +131,8 @@ class Patch:
             raise LimitError(f"input_ids: expected sequences of at most {self.max_model_len} tokens (max_model_len), got one of {longest}")
         known = self._ropes.get(device)
         if known is None or len(known[0]) < longest:
-            inv_freq, scale = self.spec.rope(self.max_model_len)
             positions = min(-(-longest // ROPE_STEP) * ROPE_STEP, self.max_model_len)
-            table = ops.rope_table(inv_freq, positions, scale=scale, dtype=packing.name_of(self.dtype))
-            with torch.inference_mode(False):  # it is for other passes too
-                known = self._ropes[device] = (torch.from_numpy(table[0]).to(device), torch.from_numpy(table[1]).to(device))
+            known = self._ropes[device] = functions.rope_table(self.spec.rope(self.max_model_len), positions, self.dtype, device)
         return known
 
     # ---------------------------------------------------------------------------------------- weights
@@ -178,12 +175,15 @@ class Patch:
         return made.out
 
     def layer(self, layer: Any, index: int, hidden: Tensor, rows: Sequences) -> Tensor:
-        how, eps = self.how(hidden), self.spec.rms_norm_eps
-        x = functions.rms_norm(hidden, norm_weight_of(layer.input_layernorm), eps, how=how)
-        x = self.attend(layer.self_attn, index, x, rows, how)
-        x, hidden = functions.add_rms_norm(hidden, x, norm_weight_of(layer.post_attention_layernorm), eps, how=how)
-        mix = self.mix_experts if self.spec.is_moe_layer[index] else self.mix_dense
-        return functions.add(hidden, mix(layer.mlp, index, x, how), how=how)
+        how, mix = self.how(hidden), self.mix_experts if self.spec.is_moe_layer[index] else self.mix_dense
+        return functions.decoder_layer(
+            hidden,
+            (norm_weight_of(layer.input_layernorm), norm_weight_of(layer.post_attention_layernorm)),
+            lambda x: self.attend(layer.self_attn, index, x, rows, how),
+            lambda x: mix(layer.mlp, index, x, how),
+            self.spec.rms_norm_eps,
+            how=how,
+        )
 
     def logits(self, head: Any, hidden: Tensor) -> Tensor:
         """hidden [1, rows, hidden] of the tokens that `logprobs` wants → [1, rows, 2]; or [B, T, hidden] → logits."""
@@ -331,10 +331,10 @@ def _causal_lm(model: Any) -> Any:
     return inner
 
 
-def _patch_of(model: Any) -> Patch:
+def _patch_of(model: Any, instead: str = "") -> Patch:
     inner = _causal_lm(model)
     if not hasattr(inner.model, "_rollmesh"):
-        raise StateError("model: expected a patched model, got one that is not; call rollmesh.torch.patch first")
+        raise StateError(f"model: expected a patched model, got one that is not; call rollmesh.torch.patch first{instead}")
     return inner.model._rollmesh[0]  # type: ignore[no-any-return]
 
 
@@ -406,11 +406,8 @@ def push(model: Any, generator: Generator, version: int | None = None, **options
     """generator.sync_weights of a patched model's weights (`state_dict`), with the options of that; cast is True. Where the generator has
     the whole model on the CPU, in this process and in the dtype of the patch, the next forward passes read its packed weights, as long
     as it serves this version and the optimizer has not stepped."""
-    inner = _causal_lm(model)
-    if not hasattr(inner.model, "_rollmesh"):
-        instead = "generator.sync_weights(model.state_dict(), cast=True) sends the weights of any other"
-        raise StateError(f"model: expected a patched model, got one that is not; call rollmesh.torch.patch first, or {instead}")
-    made = _patch_of(model)
+    instead = ", or generator.sync_weights(model.state_dict(), cast=True) sends the weights of any other"
+    inner, made = _causal_lm(model), _patch_of(model, instead)
     if not isinstance(generator, Generator):
         raise UnsupportedTensorError(f"generator: expected a rollmesh.Generator, got a {type(generator).__name__}")
     report = generator.sync_weights(state_dict(model), version, **({"cast": True} | options))

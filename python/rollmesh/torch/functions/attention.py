@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from rollmesh import ops
 from rollmesh.errors import NumericsError, ShapeError
+from rollmesh.torch import packing
 from rollmesh.torch.arrays import array_of, host_of, in_turn, tensor_of
 from rollmesh.torch.functions.common import How, backward_pass, how_for, matmul_dtype, norm_gradients, rows_of, vector_of
 from rollmesh.torch.sequences import PAGE, Sequences
@@ -37,6 +39,17 @@ class Heads(NamedTuple):
     def widths(self) -> list[int]:
         """Of q, k and v in a row."""
         return [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+
+
+def rope_table(
+    frequencies: tuple[NDArray[np.float32], float], positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin) [positions, head_dim / 2], as `attention` takes them. frequencies: of ModelSpec.rope. They are no inference tensors, so
+    that they serve later passes of any kind."""
+    inv_freq, scale = frequencies
+    cos, sin = ops.rope_table(inv_freq, positions, scale=scale, dtype=packing.name_of(dtype))
+    with torch.inference_mode(False):
+        return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
 
 
 class _Attention(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -138,6 +139,22 @@ def add(residual: Tensor, x: Tensor, *, how: How | None = None) -> Tensor:
     residual = rows_of("residual", residual)
     made: Tensor = _Add.apply(residual, rows_of("x", x, residual.shape[1]), how or how_for(x))  # type: ignore[no-untyped-call]
     return made
+
+
+def decoder_layer(
+    hidden: Tensor,
+    norms: tuple[Tensor, Tensor],
+    attend: Callable[[Tensor], Tensor],
+    mix: Callable[[Tensor], Tensor],
+    eps: float,
+    *,
+    how: How | None = None,
+) -> Tensor:
+    """A pre-norm layer over rows [rows, n], with a rollout's norms and sums. norms: weights before attention and before the MLP or
+    experts, which `attend` and `mix` compute."""
+    x = rms_norm(hidden, norms[0], eps, how=how)
+    x, hidden = add_rms_norm(hidden, attend(x), norms[1], eps, how=how)
+    return add(hidden, mix(x), how=how)
 
 
 class _Swiglu(torch.autograd.Function):
