@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import TIMES
+from helpers import TIMES, TINY_RUN
 
 import rollmesh as rm
 
@@ -29,11 +29,6 @@ from rollmesh.grpo.mismatch import mismatch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 MOE, DENSE = ROOT / "configs/qwen3_moe_debug.toml", ROOT / "configs/qwen3_debug.toml"
-TINY = [
-    "model.hidden_size=32", "model.intermediate_size=32", "model.num_attention_heads=2", "model.num_key_value_heads=1",
-    "rollout.prompts=4", "rollout.samples=4", "eval.prompts=8", "generator.kv_cache_gib=0.01", "eval.every=2",
-    "train.threads=1", "generator.threads=1",
-]  # fmt: skip
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
 
@@ -437,7 +432,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def run(file: Path, out: Path, changes: list[str], resume: Path | None = None) -> loop.Run:
-    this = loop.prepare(config.load(file, [*TINY, *changes]), resume)
+    this = loop.prepare(config.load(file, [*TINY_RUN, *changes]), resume)
     try:
         loop.train(this, out)
     finally:
@@ -505,22 +500,22 @@ def test_micro_batches_give_the_same_gradient(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     run(MOE, tmp_path, ["train.steps=1", "train.lr=1e-3"])
     with pytest.raises(rm.ConfigError, match=r"belongs to another run: train.lr differ \(train.lr: 0.001 there, 0.002 here\)"):
-        loop.prepare(config.load(MOE, [*TINY, "train.steps=2", "train.lr=2e-3"]), tmp_path)
-    assert checkpoint.read_state(checkpoint.find(tmp_path), config.load(MOE, [*TINY, "train.lr=2e-3"]), ["train.lr"]) == 1
+        loop.prepare(config.load(MOE, [*TINY_RUN, "train.steps=2", "train.lr=2e-3"]), tmp_path)
+    assert checkpoint.read_state(checkpoint.find(tmp_path), config.load(MOE, [*TINY_RUN, "train.lr=2e-3"]), ["train.lr"]) == 1
     with pytest.raises(rm.ConfigError, match="no checkpoint there"):
-        loop.prepare(config.load(MOE, TINY), tmp_path / "none")
+        loop.prepare(config.load(MOE, TINY_RUN), tmp_path / "none")
 
 
 def test_a_run_starts_from_a_checkpoint_folder_that_the_trainer_reads(tmp_path: Path) -> None:
     first = run(MOE, tmp_path / "a", ["train.steps=1"])
     folder = tmp_path / "a/checkpoints/step_000001"
-    this = loop.prepare(config.load(MOE, [*TINY[4:], f'model={{path="{folder}"}}', "tokenizer={}"]))
+    this = loop.prepare(config.load(MOE, [*TINY_RUN[4:], f'model={{path="{folder}"}}', "tokenizer={}"]))
     this.close()
     assert weights_of(this) == weights_of(first)
 
 
 def test_tokens_of_another_version_are_an_error(tmp_path: Path) -> None:
-    this = loop.prepare(config.load(MOE, TINY))
+    this = loop.prepare(config.load(MOE, TINY_RUN))
     try:
         this.generator.sync_weights(this.trainer.state_dict(), version=5)
         with pytest.raises(rm.StateError, match=r"step 4: tokens of weight versions \[5\], expected version 4 only"):
@@ -533,7 +528,7 @@ def test_tokens_of_another_version_are_an_error(tmp_path: Path) -> None:
 def test_trainer_and_generator_must_agree_after_a_sync(kernels: str) -> None:
     """The self-test with the trainer's scorer passes at 1e-3 in float32, with rollmesh's kernels at 0, and fails once the trainer has
     moved on."""
-    this = loop.prepare(config.load(MOE, [*TINY, f'train.kernels="{kernels}"']))
+    this = loop.prepare(config.load(MOE, [*TINY_RUN, f'train.kernels="{kernels}"']))
     try:
         this.generator.sync_weights(this.trainer.state_dict(), version=0)
         assert (this.generator.self_test(this.trainer.score, threshold=1e-3).max_abs_diff > 0) == (kernels == "torch")

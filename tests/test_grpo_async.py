@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import TIMES
+from helpers import TIMES, TINY_RUN
 from marks import full
 
 import rollmesh as rm
@@ -32,11 +32,7 @@ from rollmesh.grpo.async_rollouts import AsyncRollouts, staleness  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 MOE = ROOT / "configs/qwen3_moe_debug.toml"
-TINY = [
-    "model.hidden_size=32", "model.intermediate_size=32", "model.num_attention_heads=2", "model.num_key_value_heads=1",
-    "rollout.prompts=4", "rollout.samples=4", "eval.prompts=8", "generator.kv_cache_gib=0.01", "eval.every=2", "eval.temperature=0.7",
-    "train.threads=1", "generator.threads=1",
-]  # fmt: skip
+TINY = [*TINY_RUN, "eval.temperature=0.7"]
 LEVELS = pytest.mark.parametrize("level", [full(1), 2])
 APART = 1e-3  # a logprob under two versions, at least
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import TIMES
+from helpers import TIMES, TINY_RUN
 
 import rollmesh as rm
 from rollmesh.cli import main
@@ -31,16 +31,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from rollmesh.grpo import checkpoint, config, data, loop, metrics, rewards  # noqa: E402
+from rollmesh.grpo.files import writing  # noqa: E402
 from rollmesh.grpo.generator import make_generator  # noqa: E402
-from rollmesh.grpo.writing import writing  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 DENSE = ROOT / "configs/qwen3_debug.toml"
-SMALL = [
-    "model.hidden_size=32", "model.intermediate_size=32", "model.num_attention_heads=2", "model.num_key_value_heads=1",
-    "rollout.prompts=4", "rollout.samples=4", "eval.prompts=8", "generator.kv_cache_gib=0.01", "eval.every=2",
-    "train.threads=1", "generator.threads=1", "train.steps=4", "checkpoint.every=2",
-]  # fmt: skip
+SMALL = [*TINY_RUN, "train.steps=4", "checkpoint.every=2"]
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
 

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 
 import rollmesh as rm
 from rollmesh.grpo.config import Config, CorrectionTable
-from rollmesh.grpo.data import Dataset, told_as
+from rollmesh.grpo.data import Dataset
+from rollmesh.grpo.files import told_as, writing
 from rollmesh.grpo.rollout import Rollout, decode
 from rollmesh.grpo.trainer import Trainer
-from rollmesh.grpo.writing import writing
 
 FORMAT = 1
 STATE = "trainer/state.json"

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
 from rollmesh.grpo.config import Config
+from rollmesh.grpo.files import told_as
 from rollmesh.grpo.seeds import rng_of
-from rollmesh.runtime.messages import plain
 
 
 @dataclass(frozen=True)
@@ -63,18 +62,6 @@ def load_tokenizer(path: Path) -> Any:
         with told_as(f"{path}: expected a tokenizer.json"):
             return PreTrainedTokenizerFast(tokenizer_file=str(path))  # type: ignore[no-untyped-call]
     raise rm.ConfigError(f"[tokenizer] path: {path} is neither a folder nor a tokenizer.json")
-
-
-@contextmanager
-def told_as(what: str) -> Iterator[None]:
-    """Whatever a library raises of a user's file as a ConfigError: transformers, tokenizers, safetensors and jinja2 each have their own."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        name = type(error).__name__
-        raise rm.ConfigError(f"{what}, got {name}: {plain(error)}") from error
 
 
 def load_dataset(config: Config, tokenizer: Any) -> Dataset:

@@ -1,4 +1,4 @@
-"""Errors of what a run writes, whichever library writes it."""
+"""Errors of the files that a run reads and writes, whichever library does it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from rollmesh.errors import ConfigError
+from rollmesh.runtime.messages import plain
+
+
+@contextmanager
+def told_as(what: str) -> Iterator[None]:
+    """Whatever a library raises of a user's file as a ConfigError: transformers, tokenizers, safetensors and jinja2 each have their own."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        name = type(error).__name__
+        raise ConfigError(f"{what}, got {name}: {plain(error)}") from error
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rollmesh.grpo.writing import writing
+from rollmesh.grpo.files import writing
 
 Metrics = dict[str, Any]
 

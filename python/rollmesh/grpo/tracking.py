@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rollmesh.grpo.config import Config
-from rollmesh.grpo.data import told_as
+from rollmesh.grpo.files import told_as
 from rollmesh.grpo.metrics import Metrics
 
 

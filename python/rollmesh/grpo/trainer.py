@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 import rollmesh as rm
 from rollmesh.grpo.config import Config, ModelTable, TrainTable
-from rollmesh.grpo.data import told_as
+from rollmesh.grpo.files import told_as
 from rollmesh.grpo.forward import forward_of
 from rollmesh.grpo.loss import correction_weights, grpo_loss, token_weights
 from rollmesh.grpo.mismatch import corrections, largest_kl
