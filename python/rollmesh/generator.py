@@ -53,6 +53,7 @@ from rollmesh.runtime.engine_options import EngineOptions
 from rollmesh.runtime.engine_views import Ids, OpTime
 from rollmesh.runtime.messages import shown
 from rollmesh.runtime.turn import Turn
+from rollmesh.weights.resharding import BOX_DIMS
 from rollmesh.weights.self_test import Scorer, run_self_test
 from rollmesh.weights.sync import SyncOptions, made_by
 from rollmesh.weights.transport.tensors import check_source
@@ -253,9 +254,9 @@ class Generator:
         with nullcontext() if self._turn.is_inside else self._turn.take():
             shape, rows = self._engine.sync_wanted(name)
             needed = rows[rows[:, 0] == self._engine.rank, 1:] if self._engine.has_peers else rows[:, 1:]
-        first, sizes = needed[:, : len(shape)], needed[:, needed.shape[1] // 2 :][:, : len(shape)]
         if not len(needed):
             return Shard(shape, (0,) * len(shape), (0,) * len(shape))
+        first, sizes = needed[:, : len(shape)], needed[:, BOX_DIMS : BOX_DIMS + len(shape)]
         offsets = first.min(axis=0)
         return Shard(shape, tuple(offsets.tolist()), tuple(((first + sizes).max(axis=0) - offsets).tolist()))
 

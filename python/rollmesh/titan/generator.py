@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ class RollmeshGenerator(Actor, Configurable):
             return
         loop = asyncio.get_running_loop()
 
-        def pieces(version: int | None) -> dict[str, Any]:
+        def pieces(version: int | None) -> Mapping[str, Any]:
             shards = self._shards(asyncio.run_coroutine_threadsafe(names(), loop).result())
             return asyncio.run_coroutine_threadsafe(pull_shards(shards), loop).result()
 
@@ -163,9 +164,9 @@ class RollmeshGenerator(Actor, Configurable):
         """On rank 0: the weights in the store become `version`, whole or not at all. Requests run on."""
         self._check_rank_0("pull_model_state_dict")
         if self.config.num_processes == 1:
-            source: dict[str, Any] = await pull()
+            source: Mapping[str, Any] = await pull()
         else:
-            source = {**await pull_shards(await asyncio.to_thread(self._shards, await names()))}
+            source = await pull_shards(await asyncio.to_thread(self._shards, await names()))
         keep_kv = not self.config.reset_running_requests_on_weight_sync
         report = await asyncio.to_thread(self.gen.sync_weights, source, version=version, inflight="keep", keep_kv=keep_kv)
         self.policy_version = report.version
