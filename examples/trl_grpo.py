@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer trains a small Qwen3-MoE on the CPU, on rollouts of vLLM in the same process, whose forward pass is rollmesh's.
+"""TRL's GRPOTrainer trains a small Qwen3-MoE, or another family, on the CPU, on rollouts of vLLM in the same process, whose forward
+pass is rollmesh's.
 
     VLLM_PLUGINS=rollmesh python examples/trl_grpo.py
 
@@ -26,7 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads sleep bet
 
 import torch
 from datasets import load_dataset
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
 
 import rollmesh.torch
@@ -37,28 +38,31 @@ SAMPLES = 16  # of each prompt
 PROMPTS = 32  # a step
 
 
-def new_model(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
+def new_model(folder: Path, tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
     """Random weights. vLLM is given the folder, for its config.json; the weights come from the trainer. A reference model is loaded from
     it."""
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
-        max_position_embeddings=64, initializer_range=0.1, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        dtype="float32", experts_implementation="grouped_mm",
+    experts = {
+        "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
+        "experts_implementation": "grouped_mm",
+    } if family.endswith("_moe") else {}  # fmt: skip
+    config = AutoConfig.for_model(
+        family, vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, initializer_range=0.1, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32", **experts,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config)
-    config.architectures = ["Qwen3MoeForCausalLM"]
+    model = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     model.name_or_path = config.name_or_path = str(folder)
     return model
 
 
-def train(out: Path, steps: int, beta: float) -> list[dict[str, Any]]:
+def train(out: Path, steps: int, beta: float, family: str) -> list[dict[str, Any]]:
     """TRL's log: one dict a step."""
     tokenizer = AutoTokenizer.from_pretrained(DATA / "chars")
-    model = rollmesh.torch.patch(new_model(out / "model", tokenizer))
+    model = rollmesh.torch.patch(new_model(out / "model", tokenizer, family))
     args = GRPOConfig(
         output_dir=str(out),
         use_cpu=True,
@@ -97,10 +101,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: a new temporary folder")
     parser.add_argument("--steps", type=int, default=240, help="optimizer steps; each two of them share their completions")
     parser.add_argument("--beta", type=float, default=0.0, help="of the KL term; above 0 TRL has a reference model")
+    parser.add_argument("--model", default="qwen3_moe", help="a model_type of docs/models.md with Qwen3's keys, or fewer")
     given = parser.parse_args()
     out = given.out or Path(tempfile.mkdtemp(prefix="trl-"))
     out.mkdir(parents=True, exist_ok=True)
-    lines = train(out, given.steps, given.beta)
+    lines = train(out, given.steps, given.beta, given.model)
     (out / "trl_metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rewards = [line["reward"] for line in lines]
     apart = max(line["sampling/sampling_logp_difference/max"] for line in lines)

@@ -37,6 +37,7 @@ enum {
   RM_ATTN_SEGMENT = 1024,   // positions per independent softmax state
   RM_VOCAB_BLOCK = 128,     // vocabulary entries per (max, sum) partial
   RM_MAX_TOP_K = 64,        // experts per token
+  RM_MAX_EXPERT_GROUPS = 64,  // groups of experts that the router limits its choice to
 };
 
 // ------------------------------------------------------------------------------------------------ layouts
@@ -124,12 +125,14 @@ typedef struct rm_gather_rows_args {
   size_t row_bytes;         // even
 } rm_gather_rows_args;
 
-// residual ← round(residual + x) when x is not NULL; out ← round(weight · round(residual / rms(residual))).
+// residual ← round(residual + x) when x is not NULL, with x_gate round(residual + round(round(sigmoid(x_gate)) · x));
+// out ← round(weight · round(residual / rms(residual))), without a weight the residual itself.
 typedef struct rm_rms_norm_args {
-  void *out;                // T [rows][n]; may be x
+  void *out;                // T [rows][n]; may be x; NULL: only the residual is wanted
   void *residual;           // T [rows][n], in and out
   const void *x;            // T [rows][n] or NULL
-  const void *weight;       // T [n]
+  const void *x_gate;       // T [rows], or NULL: x is added as it is
+  const void *weight;       // T [n] or NULL
   float eps;
   int64_t rows, n;
   rm_dtype dtype;
@@ -150,19 +153,33 @@ typedef struct rm_gemm_args {
   rm_dtype dtype, y_dtype;  // y_dtype: dtype, or RM_F32
 } rm_gemm_args;
 
-// Per head: q and k are RMS-normed over head_dim, rotated (pairs i, i + head_dim/2); k and v are written to their slot.
-// A k or v row of a head that is not finite is stored as zeros and flags its row.
+// The sum of squares of each head of q and k, as qk_rope_kv computes it for a norm per head: the sums of all ranks' heads are what a norm
+// over all heads of a row takes.
+typedef struct rm_head_squares_args {
+  float *q_out;             // [rows][n_heads]
+  float *k_out;             // [rows][n_kv_heads]
+  const void *qkv;          // T [rows][(n_heads + 2·n_kv_heads)·head_dim], q then k then v
+  int64_t rows, n_heads, n_kv_heads, head_dim;
+  rm_dtype dtype;
+} rm_head_squares_args;
+
+// Per head: q and k are RMS-normed over head_dim, or over all heads of the model by their sums of squares; then their first rotary_dim
+// elements are rotated (pairs i, i + rotary_dim/2); k and v are written to their slot. A k or v row of a head that is not finite is stored
+// as zeros and flags its row.
 typedef struct rm_qk_rope_kv_args {
   void *q_out;              // T [rows][n_heads][head_dim]
   const void *qkv;          // T [rows][(n_heads + 2·n_kv_heads)·head_dim], q then k then v
-  const void *q_weight, *k_weight;   // T [head_dim]
-  const float *cos, *sin;   // [max_positions][head_dim/2], already rounded to T
+  const void *q_weight, *k_weight;   // T [head_dim]; both NULL: not normed. With squares T [n_heads·head_dim], [n_kv_heads·head_dim]
+  const float *q_squares, *k_squares;   // [rows][all_heads], [rows][all_kv_heads] of head_squares; both NULL: each head's own norm
+  const float *cos, *sin;   // [max_positions][rotary_dim/2], already rounded to T
   const int32_t *positions; // [rows]
   const int64_t *slots;     // [rows] page·page_size + offset, or -1: not written
   void *k_cache, *v_cache;  // of this layer
   uint8_t *row_flags;       // [rows], or-ed
   float eps;
   int64_t rows, n_heads, n_kv_heads, head_dim, page_size;
+  int64_t rotary_dim;       // even, 0 … head_dim; 0: nothing is rotated
+  int64_t all_heads, all_kv_heads;   // with squares: heads of the whole model
   rm_dtype dtype;
 } rm_qk_rope_kv_args;
 
@@ -187,8 +204,11 @@ typedef struct rm_attention_args {
 } rm_attention_args;
 RM_INLINE int64_t rm_query_group(int64_t group, int64_t n_heads, int64_t n_kv_heads) { return group > 0 ? group : n_heads / n_kv_heads; }
 
-// Scores are softmax(logits) in float32; the choice is by score + bias, ties to the lowest id, best first; a gate is the
-// score without the bias, divided by the sum of the chosen in ascending id order when `renormalize`.
+// Scores are softmax or sigmoid of the logits in float32; the choice is by score + bias, ties to the lowest id, best first; a gate is the
+// score without the bias, divided by the sum of the chosen in ascending id order when `renormalize`, then multiplied by route_scale.
+// With expert groups, runs of n_experts / n_groups ≥ 2 consecutive ids, the choice is among the top_groups groups whose two best experts
+// have the largest sums; top_groups · n_experts / n_groups ≥ top_k.
+typedef enum rm_score { RM_SCORE_SOFTMAX, RM_SCORE_SIGMOID } rm_score;
 typedef struct rm_router_args {
   int32_t *ids;             // [rows][top_k], distinct and in range whatever the input
   float *gates;             // [rows][top_k]
@@ -198,7 +218,10 @@ typedef struct rm_router_args {
   const void *w;            // packed T [n_experts]×[hidden]
   const float *bias;        // [n_experts] or NULL
   int64_t rows, hidden, n_experts, top_k;
+  int64_t n_groups, top_groups;  // n_groups 0 or 1: any expert may be chosen
+  float route_scale;             // 1: gates stay as they are
   int renormalize;
+  rm_score score;
   rm_dtype dtype;
 } rm_router_args;
 
@@ -350,6 +373,7 @@ typedef struct rm_kernels {
   void (*rms_norm)(const rm_ctx *, const rm_rms_norm_args *);
   void (*gemm)(const rm_ctx *, const rm_gemm_args *);
   void (*gemm_swiglu)(const rm_ctx *, const rm_gemm_args *);
+  void (*head_squares)(const rm_ctx *, const rm_head_squares_args *);
   void (*qk_rope_kv)(const rm_ctx *, const rm_qk_rope_kv_args *);
   void (*attention)(const rm_ctx *, const rm_attention_args *);
   void (*router)(const rm_ctx *, const rm_router_args *);

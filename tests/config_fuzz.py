@@ -35,6 +35,7 @@ import helpers
 import numpy as np
 
 import rollmesh
+from rollmesh.model.families import FAMILIES
 from rollmesh.weights.sync import SyncOptions
 
 Config = dict[Any, Any]
@@ -47,6 +48,14 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 32}
 SLIDING: Config = {"use_sliding_window": True, "sliding_window": 9}
+
+
+def of_family(model_type: str, **changes: Any) -> Config:
+    """What all families have, of helpers.tiny_config, and the keys of one."""
+    common = {key: value for key, value in helpers.tiny_config().items() if key not in ("attention_bias", "use_sliding_window")}
+    return {**common, "model_type": model_type, **changes}
+
+
 BASES: list[Config] = [
     helpers.tiny_config(),
     helpers.tiny_config(True),
@@ -59,7 +68,24 @@ BASES: list[Config] = [
     ),
     helpers.tiny_config(True, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
     helpers.tiny_config(rope_parameters={"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e4}),
-]
+    of_family("llama", attention_bias=True, rope_parameters=LLAMA3),
+    of_family("mistral", sliding_window=9),
+    of_family("qwen2", max_window_layers=1, **SLIDING),
+    of_family("smollm3", attention_bias=False, num_hidden_layers=4, no_rope_layer_interval=2, **SLIDING),
+    of_family("smollm3", no_rope_layers=[1, 0], use_sliding_window=False),
+    of_family("olmo2", attention_bias=True),
+    of_family("mixtral", sliding_window=None, num_local_experts=4, num_experts_per_tok=2),
+    of_family(
+        "qwen2_moe", qkv_bias=True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True,
+        shared_expert_intermediate_size=40, decoder_sparse_step=1, mlp_only_layers=[], max_window_layers=2, **SLIDING,
+    ),
+    of_family("olmoe", attention_bias=False, clip_qkv=None, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True),
+    of_family(
+        "glm4_moe", attention_bias=True, use_qk_norm=True, n_routed_experts=8, n_group=2, topk_group=1, num_experts_per_tok=3,
+        n_shared_experts=1, moe_intermediate_size=24, routed_scaling_factor=2.5, first_k_dense_replace=1, norm_topk_prob=True,
+        partial_rotary_factor=0.5,
+    ),
+]  # fmt: skip
 KNOWN = sorted(
     {key for base in BASES for key in base}
     | {"quantization_config", "auto_map", "pruned_heads", "num_local_experts", "partial_rotary_factor", "original_max_position_embeddings"}
@@ -73,7 +99,7 @@ AKIN: dict[str, list[str]] = {
     "hidden_size": ["head_dim"],
     "num_attention_heads": ["head_dim", "num_key_value_heads"],
     "head_dim": ["num_attention_heads", *ROPE],
-    "num_hidden_layers": ["layer_types", "mlp_only_layers"],
+    "num_hidden_layers": ["layer_types", "mlp_only_layers", "no_rope_layers"],
     "max_position_embeddings": ROPE,
     "vocab_size": ["eos_token_id"],
     "sliding_window": ["layer_types"],
@@ -81,6 +107,8 @@ AKIN: dict[str, list[str]] = {
     "model_type": KNOWN,
     "num_experts": ["num_experts_per_tok", "num_local_experts", "moe_intermediate_size", "intermediate_size"],
     "num_local_experts": ["num_experts"],
+    "n_routed_experts": ["num_experts_per_tok"],
+    "moe_intermediate_size": ["n_shared_experts"],
     "num_experts_per_tok": ["num_experts"],
     "mlp_only_layers": ["intermediate_size", "num_experts_per_tok", "moe_intermediate_size"],
     "decoder_sparse_step": ["intermediate_size", "num_experts_per_tok", "moe_intermediate_size"],
@@ -126,7 +154,8 @@ def number(r: Dice) -> int | float:
 def junk(r: Dice, depth: int = 0) -> Any:
     """Any value that JSON, Python or a transformers object may hold."""
     if depth < 3 and r.random() < 0.3:
-        items = [junk(r, depth + 1) for _ in range(r.choice([0, 1, 2, 3, 8]))] * (1000 if depth == 0 and r.random() < 0.1 else 1)
+        times = 1000 if depth == 0 and r.bombs and r.random() < 0.1 else 1
+        items = [junk(r, depth + 1) for _ in range(r.choice([0, 1, 2, 3, 8]))] * times
         return r.choice(
             [items, tuple(items), {str(i): item for i, item in enumerate(items)}, {r.choice(ROPE_KEYS): item for item in items}]
         )
@@ -209,16 +238,24 @@ def check_spec(spec: rollmesh.ModelSpec, plant: int) -> None:
     rules += [len(s.is_moe_layer) == len(s.sliding_windows) == s.num_hidden_layers, all(0 <= w <= 2**62 for w in s.sliding_windows)]
     rules += [math.isfinite(s.rms_norm_eps), s.rms_norm_eps > 0, all(0 <= token < s.vocab_size for token in s.eos_token_ids)]
     if any(s.is_moe_layer):
+        each = s.num_experts // s.n_group
         rules += [1 <= s.num_experts_per_tok <= s.num_experts <= 16384, 1 <= s.moe_intermediate_size <= 2**22]
+        rules += [1 <= s.topk_group <= s.n_group <= 64, s.num_experts % s.n_group == 0, s.n_group == 1 or each >= 2]
+        rules += [s.num_experts_per_tok <= s.topk_group * each, math.isfinite(s.routed_scaling_factor), s.routed_scaling_factor > 0]
+        rules += [type(s.shared_intermediate_size) is int, 0 <= s.shared_intermediate_size <= 2**22]
+        rules += [s.score_func in ("softmax", "sigmoid"), not s.shared_switch or s.shared_intermediate_size > 0]
     else:
-        rules.append((s.num_experts, s.num_experts_per_tok, s.moe_intermediate_size) == (0, 0, 0))
+        rules.append((s.num_experts, s.num_experts_per_tok, s.moe_intermediate_size, s.shared_intermediate_size) == (0, 0, 0, 0))
+    rules += [len(s.rope_layers) == s.num_hidden_layers, s.qk_norm in ("none", "head", "whole")]
     rules.append(s.intermediate_size == 0 if all(s.is_moe_layer) else 1 <= s.intermediate_size <= 2**22)
     for length in (1, 64, s.max_position_embeddings):
         try:
             inv_freq, scale = s.rope(length)
         except rollmesh.ConfigError:
             continue
-        rules += [inv_freq.dtype == np.float32, inv_freq.shape == (s.head_dim // 2,), bool(np.isfinite(inv_freq).all()), scale > 0]
+        rules += [inv_freq.dtype == np.float32, bool(np.isfinite(inv_freq).all()), scale > 0]
+        whole = FAMILIES[s.model_type].partial_rotary_factor is None
+        rules.append(len(inv_freq) == s.head_dim // 2 if whole else 1 <= len(inv_freq) <= s.head_dim // 2)
     if not all(rules):
         raise Failure(f"rule {rules.index(False)} is broken by {dataclasses.asdict(s)}")
     again = rollmesh.ModelSpec.from_dict(json.loads(json.dumps(s.to_dict())))
@@ -235,7 +272,8 @@ def build(spec: rollmesh.ModelSpec) -> bool:
     """Whether it becomes a generator; everything but an error of rollmesh passes through."""
     try:
         with rollmesh.Generator(spec, max_model_len=48, kv_cache_gib=0.004, threads=1, max_num_seqs=2, max_num_batched_tokens=16) as gen:
-            shapes = {name: info.shape for name, info in gen.manifest().items() if info.required}
+            needed = {name: info.shape for name, info in gen.manifest().items() if info.required}
+            shapes = {name: shape for name, shape in needed.items() if not name.endswith("correction_bias")}
     except rollmesh.Error:
         return False
     if shapes != dict(spec.parameters()):

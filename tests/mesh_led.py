@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -107,6 +109,19 @@ def refused(rank: Rank) -> Any:
         return [own, answers(generator)]
 
 
+def endless(rank: Rank) -> Any:
+    """Rank 0's iterator of weights, or the victim's, does not end; then the next set is taken."""
+    without_end = repeat(("model.norm.weight", np.ones(96, np.float32)))
+    with rank.make() as generator:
+        generator.follow(lambda version: without_end if version == 1 and rank.victim else rank.source())
+        if rank.rank > 0:
+            return None
+        try:
+            generator.sync_weights(without_end if rank.victim else rank.source(), 1, cast=True)
+        except rm.Error as error:
+            return [f"{type(error).__name__}: {error}", generator.sync_weights(weights(rank.job["model"]), 2, cast=True).version]
+
+
 def idle(rank: Rank) -> Any:
     """Rank 0 is silent for several timeouts of the comm."""
     with rank.make() as generator:
@@ -116,6 +131,86 @@ def idle(rank: Rank) -> Any:
         generator.sync_weights(weights(rank.job["model"]), cast=True)
         time.sleep(rank.job["silent"])
         return answers(generator)
+
+
+def handled(rank: Rank) -> Any:
+    """A signal's handler makes calls while its rank waits for the next one of rank 0."""
+    own: list[str] = []
+    with rank.make() as generator:
+
+        def handler(*_: Any) -> None:
+            if generator._turn.is_inside:
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+                return
+            for call in (lambda: generator.submit([[1]]), lambda: generator.sleep("kv"), generator.begin_sync, generator.close):
+                try:
+                    call()
+                except rm.StateError as error:
+                    own.append(str(error))
+
+        def source(version: int | None) -> Any:
+            signal.signal(signal.SIGALRM, handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            return rank.source()
+
+        generator.follow(source)
+        if rank.rank > 0:
+            return own
+        generator.sync_weights(rank.source(), cast=True)
+        time.sleep(1.0)
+        return answers(generator)
+
+
+def ended(rank: Rank) -> Any:
+    """A thread follows, rank 0 is lost, another thread closes."""
+    generator = rank.make()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(generator.follow).exception()
+    if rank.victim:
+        rank.end_itself()
+    generator.close()
+    return generator._turn.closed
+
+
+def words(rank: Rank) -> Any:
+    """Texts of a type of their own, as rows of an array or of a table are."""
+    text = {"str": str, "str_": np.str_}[rank.job["text"]]
+    with rank.make(tokenizer=Letters()) as generator:
+        generator.follow()
+        if rank.rank > 0:
+            return None
+        generator.sync_weights(weights(rank.job["model"]), cast=True, mode=text("staged"), inflight=text("keep"))
+        return [told(output) for output in generator.generate([text("fad")], params(4, 30, stop=[text("dd")]), use_tqdm=False)]
+
+
+class Slow(Letters):
+    def encode(self, text: str) -> list[int]:
+        time.sleep(0.5)
+        return super().encode(text)
+
+
+def busy(rank: Rank) -> Any:
+    """Rank 0 is in one call for several timeouts of the comm before its first step."""
+    with rank.make(tokenizer=Slow()) as generator:
+        generator.follow()
+        if rank.rank > 0:
+            return None
+        generator.sync_weights(weights(rank.job["model"]), cast=True)
+        return [told(output) for output in generator.generate(["fad"] * 6, params(1, 3), use_tqdm=False)]
+
+
+def dropped(rank: Rank) -> Any:
+    """Rank 0 forgets its generator, and lives on. Another rank: what it is told."""
+    generator, rank.generator = rank.make(), None
+    told = None
+    try:
+        generator.follow()
+    except rm.Error as error:
+        told = [type(error).__name__, str(error)]
+    del generator
+    if rank.victim:
+        os.read(rank.job["release"], 1)
+    return told
 
 
 def lost(rank: Rank) -> Any:
@@ -139,6 +234,61 @@ def lost(rank: Rank) -> Any:
     if rank.victim:
         os.read(rank.job["release"], 1)  # the others are told by it, not by its end
     return told
+
+
+def interrupted(rank: Rank) -> Any:
+    """A Ctrl-C on rank 0 between the message of a call and the call. What each rank is told next."""
+    with rank.make() as generator:
+        try:
+            generator.follow()
+            if rank.rank > 0:
+                return None
+            generator.sync_weights(weights(rank.job["model"]), cast=True)
+            leader: Any = generator._engine.role
+            send = leader._send
+
+            def interrupt() -> None:
+                send()
+                leader._send = send
+                raise KeyboardInterrupt
+
+            leader._send = interrupt
+            try:
+                if rank.job["how"] == "sync":
+                    generator.sync_weights(weights(rank.job["model"]), cast=True)
+                else:
+                    generator.submit([7])
+                    generator.pause("wait")
+            except KeyboardInterrupt:
+                generator.generate([7], use_tqdm=False)
+        except rm.Error as error:
+            return type(error).__name__
+
+
+def unready(rank: Rank) -> Any:
+    """What ranks are told that cannot follow or be followed yet; then they can."""
+    told: list[str] = []
+    with rank.make() as generator:
+
+        def refuse(source: Any = None) -> None:
+            try:
+                generator.follow(source)
+            except rm.Error as error:
+                told.append(f"{type(error).__name__}: {error}")
+
+        refuse(3 if rank.victim else None)
+        sync = generator.begin_sync()
+        refuse()
+        sync.abort()
+        if rank.victim:
+            generator.pause("keep")
+        refuse()
+        generator.resume()
+        generator.follow()
+        if rank.rank > 0:
+            return told
+        generator.sync_weights(weights(rank.job["model"]), cast=True)
+        return [told, answers(generator)]
 
 
 def unlike(rank: Rank) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -251,6 +252,17 @@ def test_generate_with_random_weights_is_reproducible() -> None:
     assert rows == [json.loads(line) for line in rollmesh(*args).splitlines()]
     by_ids = rollmesh("generate", MOE, "5,6,7", "--ids", "--random", "--max-tokens", 3, *SMALL)
     assert len(by_ids.splitlines()) == 1
+
+
+def test_generate_converts_where_a_dtype_is_asked_for(tmp_path: Path) -> None:
+    """transformers saves GLM-4-MoE's router in float32 beside bfloat16."""
+    pytest.importorskip("transformers")
+    family_models = importlib.import_module("family_models")
+    model = family_models.draw("glm4_moe", 1, **family_models.cuttable("glm4_moe"))
+    model.net("bfloat16").save_pretrained(tmp_path)
+    args = ("generate", tmp_path, "--ids", "5,17,3", "--max-tokens", 2, "--json", *SMALL)
+    assert "mlp.gate.weight: expected bfloat16, got float32" in rollmesh(*args, status=2)
+    assert len(json.loads(rollmesh(*args, "--dtype", "bfloat16"))["token_ids"]) == 2
 
 
 def test_generate_from_a_folder_equals_transformers(tmp_path: Path) -> None:

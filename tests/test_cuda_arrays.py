@@ -116,6 +116,20 @@ def test_outputs_that_are_the_callers(trainer: Trainer, rng: np.random.Generator
         assert (read(trainer, mine) == cache).all()
 
 
+def test_a_norm_over_all_heads(trainer: Trainer, rng: np.random.Generator) -> None:
+    case = ops_cases.qkv_case(rng, "float32", 7, 4, 2, 62, 16, "normal")
+    weights = {"q_weight": rng.standard_normal(4 * 62, np.float32), "k_weight": rng.standard_normal(2 * 62, np.float32)}
+    arrays = {name: array for name, array in {**case, **weights}.items() if name != "pages"}
+    got = {}
+    for device, ship in (("cpu", lambda array: array), ("cuda:0", lambda array: ops.to_device(array))):
+        given = {name: ship(array) for name, array in arrays.items()}
+        caches = ops.kv_cache(int(case["pages"]), 2, 16, 62, dtype="float32", device=device)
+        squares = ops.head_squares(given["qkv"], 4, 62)
+        q = ops.qk_rope_kv(**given, k_cache=caches[0], v_cache=caches[1], num_heads=4, page_size=16, eps=1e-6, squares=squares)
+        got[device] = [x if device == "cpu" else x.numpy() for x in (*squares, q, *caches)]
+    assert all((ours == theirs).all() for ours, theirs in zip(got["cpu"], got["cuda:0"]))
+
+
 def test_indices_of_the_host_and_of_the_device(trainer: Trainer, rng: np.random.Generator) -> None:
     table, ids = rng.standard_normal((9, 40), np.float32), np.array([3, 8, 0, 3], np.int32)
     for given in (ids, trainer.tensor(ids, dtype=DL_INT32), ops.to_device(ids)):

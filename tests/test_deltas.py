@@ -56,6 +56,68 @@ def pair(rng: np.random.Generator) -> tuple[DeltaEncoder, DeltaDecoder, Weights]
     return encoder, decoder, first
 
 
+# -------------------------------------------------------------------------------------------------- ranks
+RANK = """
+    import sys
+    import numpy as np
+    import torch.distributed as dist
+    import helpers
+    import rollmesh as rm
+    from rollmesh.sources import DeltaDecoder, DeltaEncoder
+
+    rank, place = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=3)
+    config, encoder, decoder = helpers.tiny_config(True), DeltaEncoder(), DeltaDecoder()
+    generator = rm.Generator(rm.ModelSpec.from_hf(config), max_model_len=16, kv_cache_gib=0.001, threads=1)
+    state, rng = helpers.numpy_state_dict(config, 0, "bfloat16"), np.random.default_rng(0)
+
+    def exchange(encode, *arguments):
+        message = [encode(*arguments)] if rank == 0 else [None]
+        dist.broadcast_object_list(message, src=0)
+        return message[0]
+
+    for version in range(1, 7):
+        for array in state.values():
+            array.view(np.uint16)[rng.random(array.shape) < 0.01] ^= 1
+        message = exchange(encoder.encode, state, version)
+        lacks = [None] * 3
+        if rank == 0:
+            decoder = state
+        elif (rank, version) != (2, 4):  # this rank does not hear of one version
+            try:
+                decoder.apply(message)
+            except rm.BaseVersionError as error:
+                lacks[0] = str(error)
+        dist.all_gather_object(lacks, lacks[0])
+        if any(lacks):
+            message = exchange(encoder.whole)
+            if rank and decoder.version != version:
+                decoder.apply(message)
+        if (rank, version) != (2, 4):
+            report = generator.sync_weights(decoder, version=version)
+        sys.stdout.write(f"{version} {report.digest} {report.version} {sum(map(bool, lacks))}\\n")
+"""
+
+
+def test_over_torch_distributed(tmp_path: Path) -> None:
+    """One rank trains and two receive, of which one misses a version: it says so at the next and gets the whole. The digests are those of
+    a generator that is given the state itself."""
+    pytest.importorskip("torch")
+    command = [sys.executable, "-c", textwrap.dedent(RANK)]
+    # fmt: off
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    # fmt: on
+    told = [process.communicate(timeout=120)[0].splitlines() for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0, 0]
+    trainer, first, second = told
+    assert first == trainer
+    assert [line.split()[2:] for line in second] == [["1", "0"], ["2", "0"], ["3", "0"], ["3", "0"], ["5", "1"], ["6", "0"]]
+    assert [line for line in second if not line.startswith("4 ")] == [line for line in trainer if not line.startswith("4 ")]
+
+
 # -------------------------------------------------------------------------------------------------- what arrives
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.12, 0.13, 0.5, 1.0])
 def test_versions_arrive_bit_for_bit(rng: np.random.Generator, share: float) -> None:
@@ -96,6 +158,24 @@ def test_a_whole_set_makes_missed_versions_good(rng: np.random.Generator) -> Non
     assert bits(decoder) == bits(now)
     decoder.apply(encoder.encode(now := stepped(now, rng, 0.02), 10))
     assert bits(decoder) == bits(now)
+
+
+def test_the_last_version_as_a_whole_set(rng: np.random.Generator) -> None:
+    """For one that comes late; those that have the version go on with deltas, and so does it."""
+    encoder, decoder, first = pair(rng)
+    late, second = DeltaDecoder(), stepped(first, rng, 0.01)
+    decoder.apply(encoder.encode(second, 4))
+    assert late.apply(encoder.whole()) == 4
+    assert bits(late) == bits(decoder) == bits(second)
+    with pytest.raises(rm.VersionError, match="version 4 does not exceed 4"):
+        decoder.apply(encoder.whole())
+    third = stepped(second, rng, 0.01)
+    message = encoder.encode(third, 5)
+    for each in (decoder, late):
+        assert each.apply(message) == 5
+        assert bits(each) == bits(third)
+    with pytest.raises(rm.NotSyncedError, match="call encode first"):
+        DeltaEncoder().whole()
 
 
 def test_torch_tensors_and_numpys_are_alike(rng: np.random.Generator) -> None:

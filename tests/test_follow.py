@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from marks import full, some
@@ -79,6 +80,32 @@ def test_rank_0_may_be_silent_for_longer_than_a_timeout(ranks: Ask, transport: s
     assert silent == busy
 
 
+def test_a_signal_handler_of_a_rank_that_follows(ranks: Ask) -> None:
+    told, own = results(ranks("handled", (2, 1, 1)))
+    refused = "rank 1 follows rank 0 (Generator.follow); make this call on rank 0"
+    assert own == [refused, refused, ANY, refused]
+    assert own[2].startswith("begin_sync: expected ranks that make their own calls")
+    assert told == results(ranks("idle", (2, 1, 1), silent=0.0))[0]
+
+
+def test_another_thread_closes_a_rank_that_has_followed(ranks: Ask) -> None:
+    assert ranks("ended", (2, 1, 1), victim=0)[1]["result"] is True
+
+
+def test_texts_that_are_no_exact_str(ranks: Ask) -> None:
+    plain, numpy = (results(ranks("words", (1, 2, 2), text=text)) for text in ("str", "str_"))
+    assert numpy == plain
+
+
+def test_rank_0_may_be_in_a_call_for_longer_than_a_timeout(ranks: Ask) -> None:
+    slow, patient = (results(ranks("busy", (1, 2, 2), timeout=timeout))[0] for timeout in (1.0, 30.0))
+    assert slow == patient
+
+
+def test_rank_0_drops_its_generator_without_close(ranks: Ask) -> None:
+    assert results(ranks("dropped", (1, 2, 2), victim=0, limit=20.0)) == [None, ["RankLostError", ANY]]
+
+
 @pytest.mark.parametrize("how", ["agenerate", full("generate")])
 @pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
 @pytest.mark.parametrize("victim", [0, 1])
@@ -95,11 +122,36 @@ def test_a_rank_that_ends(ranks: Ask, victim: int, ended_by: signal.Signals, how
     assert f"rank {victim}" in told[1 - victim][1]
 
 
+@pytest.mark.parametrize("how", ["sync", "pause"])
+def test_a_ctrl_c_between_the_message_and_the_call(ranks: Ask, how: str) -> None:
+    assert results(ranks("interrupted", (2, 1, 1), how=how)) == ["RankLostError"] * 2
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_makes_calls_of_its_own(ranks: Ask, victim: int) -> None:
     for told in results(ranks("unlike", (2, 1, 1), victim=victim)):
         assert told[0] == "CollectiveMismatchError"
         assert "in follow" in told[1]
+
+
+@pytest.mark.parametrize("source", ["all", 0], ids=str)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_iterator_of_weights_that_does_not_end(ranks: Ask, victim: int, source: Any) -> None:
+    told, version = results(ranks("endless", (2, 1, 1), victim=victim, source=source, timeout=10.0, limit=25.0))[0]
+    assert "DuplicateKeyError: model.norm.weight has come already in this sync" in told
+    assert version == 2
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ranks_that_cannot_follow_yet(ranks: Ask, victim: int) -> None:
+    [told, answers], others = results(ranks("unready", (2, 1, 1), victim=victim))
+    told = [told, others]
+    assert told[victim][0] == "ConfigError: source: expected a function of the version, got 3"
+    assert told[1 - victim][0] == f"SyncAbortedError: rank {victim}: {told[victim][0]}"
+    is_open = "StateError: expected no open sync, got one of begin_sync; commit or abort it"
+    differ = f"CollectiveMismatchError: rank 1 begins follow with paused={victim == 1}, rank 0 with paused={victim == 0}"
+    assert [its[1:] for its in told] == [[is_open, differ]] * 2
+    assert answers == results(ranks("idle", (2, 1, 1), silent=0.0))[0]
 
 
 def test_one_process_follows_nobody() -> None:

@@ -97,7 +97,7 @@ def test_options_and_ignored_keys_pass(tmp_path: Path) -> None:
         ("Qwen/Qwen3-0.6B", rm.ConfigError, r"Qwen/Qwen3-0\.6B: No such file or directory; expected a local folder with config\.json"),
         ("a" * 5000, rm.ConfigError, r"^a{200}…: File name too long; expected a local folder with config\.json, or that file$"),
         (3, rm.ConfigError, "config: expected a config object, a dict or a folder with config.json, got a int"),
-        ({**CONFIG, "model_type": "llama"}, rm.ConfigError, "model_type: expected .*got 'llama'"),
+        ({**CONFIG, "model_type": "gpt2"}, rm.ConfigError, "model_type: expected .*got 'gpt2'"),
         ({**CONFIG, "hidden_size": -1}, rm.ConfigError, "hidden_size: .*got -1"),
         ("empty", rm.ConfigError, r"empty/config\.json: No such file or directory"),
         ("broken", rm.FormatError, r"broken/config\.json: expected JSON"),

@@ -481,6 +481,49 @@ def test_sleep_and_wake_by_part(gen: rm.Generator) -> None:
             gen.sleep(parts)
 
 
+def test_vllms_names_of_sleep_and_wake(gen: rm.Generator) -> None:
+    params = rm.SamplingParams(max_tokens=5, seed=1)
+    full = gen.generate([1, 2], params, use_tqdm=False)[0].outputs[0]
+    gen.sleep(level=1)
+    assert gen.metrics()["asleep"] == ["weights", "kv"]
+    gen.wake_up(tags=["weights", "kv_cache"])
+    assert same(gen.generate([1, 2], params, use_tqdm=False)[0].outputs[0], full)
+    gen.sleep(level=2)
+    gen.wake_up(tags="kv_cache")
+    assert gen.metrics()["asleep"] == ["weights"]
+    gen.wake_up()
+    with pytest.raises(rm.NotSyncedError):
+        gen.generate([1], use_tqdm=False)
+    for wrong in ({"level": 0}, {"level": True}, {"level": "1"}, {"level": 1, "keep_weights": True}, {"level": 2, "parts": "kv"}):
+        with pytest.raises(rm.ConfigError, match="level: expected 1 or 2"):
+            gen.sleep(**wrong)  # type: ignore[arg-type]
+    for tags in (5, ["kv_cache", "weights", "kv"], [None], "scheduling"):
+        with pytest.raises(rm.ConfigError, match="expected 'weights', 'kv' or both"):
+            gen.wake_up(tags)  # type: ignore[arg-type]
+
+
+def test_logprobs_in_vllms_form(gen: rm.Generator) -> None:
+    params = rm.SamplingParams(max_tokens=6, seed=3, temperature=3.0, logprobs=2, prompt_logprobs=2)
+    (output,) = gen.generate([[5, 6, 7]], params, use_tqdm=False)
+    sample, tokens, top = output.outputs[0], output.outputs[0].token_ids.tolist(), output.outputs[0].top_logprobs
+    assert top is not None
+    forms = sample.vllm_logprobs()
+    assert [next(iter(form)) for form in forms] == tokens
+    assert sum(form[token].logprob for form, token in zip(forms, tokens, strict=True)) == sample.cumulative_logprob
+    for form, token, ids, values in zip(forms, tokens, top.ids, top.logprobs, strict=True):
+        assert set(form) == {token, *ids.tolist()}
+        assert [form[i].rank for i in ids.tolist()] == [1, 2]
+        assert [form[i].logprob for i in ids.tolist()] == values.tolist()
+        assert token in ids.tolist() or form[token].rank is None
+    prompt = output.vllm_prompt_logprobs()
+    assert prompt is not None
+    assert prompt[0] is None
+    assert [next(iter(form)) for form in prompt[1:] if form] == [6, 7]
+    (plain,) = gen.generate([[5]], rm.SamplingParams(max_tokens=1), use_tqdm=False)
+    assert plain.vllm_prompt_logprobs() is None
+    assert plain.outputs[0].vllm_logprobs() == [{int(plain.outputs[0].token_ids[0]): rm.Logprob(float(plain.outputs[0].logprobs[0]), None)}]
+
+
 def test_metrics_count(gen: rm.Generator) -> None:
     gen.generate([list(range(40))] * 2, rm.SamplingParams(max_tokens=5, n=2), use_tqdm=False)
     metrics = gen.metrics()

@@ -26,6 +26,7 @@ from rollmesh.grpo import checkpoint, config, data, loop, metrics, rewards, roll
 from rollmesh.grpo.config import LossTable, TrainTable  # noqa: E402
 from rollmesh.grpo.loss import grpo_loss, token_weights  # noqa: E402
 from rollmesh.grpo.mismatch import mismatch  # noqa: E402
+from rollmesh.model.families import FAMILIES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 MOE, DENSE = ROOT / "configs/qwen3_moe_debug.toml", ROOT / "configs/qwen3_debug.toml"
@@ -58,6 +59,13 @@ pytestmark = pytest.mark.usefixtures("torch_as_it_was")
         ('model={path="a", hidden_size=3}', r"\[model\] hidden_size: not allowed beside path"),
         ("model={hidden_size=3}", r"\[model\]: give either path"),
         ("model.layer_types=[]", r'\[model\] layer_types: not a key of architecture "qwen3_moe"'),
+        ("model.n_group=1", r'\[model\] n_group: not a key of architecture "qwen3_moe"'),
+        ("model.architecture=llama", r'\[model\] moe_intermediate_size: not a key of architecture "llama"'),
+        ('model={architecture="qwen3", num_experts=8}', r'\[model\] num_experts: not a key of architecture "qwen3"'),
+        ('model={architecture="glm4_moe", num_experts=8}', r'\[model\] num_experts: not a key of architecture "glm4_moe"'),
+        ('model={architecture="qwen2", attention_bias=true}', r'\[model\] attention_bias: not a key of architecture "qwen2"'),
+        ("model.architecture=gpt2", r'\[model\] architecture: expected one of "llama", .*"glm4_moe", got "gpt2"'),
+        ("model.architecture=3", r"\[model\] architecture: expected a string, got 3"),
         ("data.stage_steps=[5]", r"\[data\] stage_steps: expected 0 steps for 1 files in train, got 1"),
         ("seed=-1", r"seed: expected at least 0, got -1"),
         ("novalue", r"--set novalue: expected KEY=VALUE"),
@@ -84,7 +92,7 @@ def test_unreadable_files_are_config_errors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)
 def test_the_configs_in_the_repository_are_valid(file: Path) -> None:
-    assert config.load(file).as_dict()["model"]["architecture"] in ("qwen3", "qwen3_moe")
+    assert config.load(file).as_dict()["model"]["architecture"] in FAMILIES
 
 
 def test_overrides_are_toml_and_bare_words_are_strings() -> None:

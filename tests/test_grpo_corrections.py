@@ -364,14 +364,30 @@ def test_any_record_is_followed_in_its_own_layer(routed: tuple[Any, Any], rng: n
         assert np.allclose(this.logprobs_of(one), alone, atol=1e-5), "padding and neighbours do not matter"
 
 
-@pytest.mark.parametrize("norm", [True, False])
-def test_gates_and_their_gradient_by_hand(norm: bool, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(
+    "family, norm",
+    [
+        *(("qwen3_moe", norm) for norm in (True, False)),
+        *(("glm4_moe", norm) for norm in (True, False)),
+        ("qwen2_moe", False),
+        ("olmoe", True),
+        ("mixtral", True),
+    ],
+)
+def test_gates_and_their_gradient_by_hand(family: str, norm: bool, rng: np.random.Generator) -> None:
     """One router, with recorded ids, none, and both in a row: gates against the docstring's formula, the gradient of a weighted sum of
     gates against central differences of it. Bounds: 5 roundings of float32, and 1e-5."""
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    router = Qwen3MoeTopKRouter(Qwen3MoeConfig(hidden_size=6, num_experts=8, num_experts_per_tok=3, norm_topk_prob=norm))
+    is_glm = family == "glm4_moe"
+    own = {"n_routed_experts": 8, "first_k_dense_replace": 0, "routed_scaling_factor": 1.5} if is_glm else {"num_experts": 8}
+    hf_config = AutoConfig.for_model(
+        family, vocab_size=9, hidden_size=6, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, intermediate_size=4,
+        moe_intermediate_size=4, num_experts_per_tok=3, norm_topk_prob=norm, pad_token_id=None, **own,
+    )  # fmt: skip
+    (router,) = routers(AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32))
+    if is_glm:
+        router.e_score_correction_bias.data = torch.tensor(rng.standard_normal(8), dtype=torch.float32)
     x, weight, v = rng.standard_normal((4, 6)), rng.standard_normal((8, 6)), rng.standard_normal((4, 3))
     router.weight.data = torch.tensor(weight, dtype=torch.float32)
     record = np.int16([[3, 0, 7], [-1, -1, -1], [6, 5, 4], [1, 2, 0]])
@@ -383,10 +399,10 @@ def test_gates_and_their_gradient_by_hand(norm: bool, rng: np.random.Generator) 
         out = np.zeros((4, 3))
         for row in range(4):
             logits = [sum(x[row, i] * w[e, i] for i in range(6)) for e in range(8)]
-            p = [math.exp(z) / sum(map(math.exp, logits)) for z in logits]
+            p = [1 / (1 + math.exp(-z)) if is_glm else math.exp(z) / sum(map(math.exp, logits)) for z in logits]
             kept = [p[e] for e in ids[row]]
             out[row] = [g / sum(kept) for g in kept] if norm else kept
-        return out
+        return out * (1.5 if is_glm else 1)
 
     with replay(torch.nn.ModuleList([router]), torch.tensor(record)[None, :, None]):
         logits, scores, indices = router(inputs)

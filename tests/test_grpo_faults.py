@@ -14,6 +14,7 @@ import re
 import resource
 import shlex
 import shutil
+import signal
 import struct
 import subprocess
 from collections.abc import Callable, Iterator
@@ -168,6 +169,7 @@ def test_a_million_steps_are_in_order(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- how to go on
 def test_what_ends_a_run_says_how_to_go_on(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A Ctrl-C in a reward. The command that is printed goes on from the checkpoint."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in its background with SIGINT ignored
     (tmp_path / "interrupted_reward_of_test.py").write_text(
         "import os, signal\nfrom rollmesh.grpo.rewards import char_match\ncalls = 0\n"
         "def f(prompts, completions, answer, **_):\n"

@@ -13,16 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import TIMES
-from marks import full
+from marks import full, some
 
 import rollmesh as rm
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from safetensors.torch import load_file  # noqa: E402
+
 from rollmesh.grpo import config, loop  # noqa: E402
 from rollmesh.grpo.rollout import Rollout  # noqa: E402
 from rollmesh.grpo.trainer import Trainer  # noqa: E402
+from rollmesh.model.families import FAMILIES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = {"moe": ROOT / "configs/qwen3_moe_debug.toml", "dense": ROOT / "configs/qwen3_debug.toml"}
@@ -37,9 +40,30 @@ ZERO = ("logprob_diff_max", "logprob_diff_mean", "kl_k1", "kl_k3", "tokens_diffe
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
 
-def ran(name: str, out: Path, *changes: str) -> list[dict[str, Any]]:
-    """The metrics of a run, without its times."""
-    run = loop.prepare(config.load(CONFIGS[name], [*TINY, *changes]))
+SIZES = "hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2"
+EXPERTS = "num_experts_per_tok=2, num_experts=8"
+KEYS = {  # of [model], besides SIZES
+    "mistral": "sliding_window=8",
+    "qwen2": 'use_sliding_window=true, sliding_window=8, layer_types=["full_attention", "sliding_attention"]',
+    "qwen3_moe": f"{EXPERTS}, moe_intermediate_size=16",
+    "smollm3": "no_rope_layer_interval=2",
+    "mixtral": "num_local_experts=8",
+    "qwen2_moe": f"{EXPERTS}, moe_intermediate_size=16, shared_expert_intermediate_size=24, qkv_bias=true",
+    "olmoe": EXPERTS,
+    "glm4_moe": "num_experts_per_tok=2, n_routed_experts=8, n_group=2, topk_group=1, moe_intermediate_size=16, routed_scaling_factor=1.5, "
+    "head_dim=16, use_qk_norm=true, n_shared_experts=2, rope_parameters={rope_type='default', rope_theta=100.0, partial_rotary_factor=0.5}",
+}
+QUICK = ("llama", "qwen2", "glm4_moe")
+
+
+def model_of(family: str) -> str:
+    keys = f", {KEYS[family]}" if family in KEYS else ""
+    return f"model={{architecture='{family}', max_position_embeddings=64, initializer_range=0.1, {SIZES}{keys}}}"
+
+
+def ran(name: str, out: Path, *changes: str, resume: bool = False) -> list[dict[str, Any]]:
+    """The metrics of a run, without its times. resume: the rest of the one in `out`."""
+    run = loop.prepare(config.load(CONFIGS[name], [*TINY, *changes]), *([out, ["train.steps"]] if resume else []))
     try:
         lines = loop.train(run, out)
     finally:
@@ -113,13 +137,45 @@ def test_torchs_kernels_take_the_logprobs_of_kept_tokens(tmp_path: Path) -> None
 def test_a_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     whole = ran("moe", tmp_path / "whole", *BFLOAT16)
     ran("moe", tmp_path / "half", "train.steps=2", *BFLOAT16)
-    resumed = loop.prepare(config.load(CONFIGS["moe"], [*TINY, *BFLOAT16]), tmp_path / "half", ["train.steps"])
-    try:
-        lines = loop.train(resumed, tmp_path / "half")
-    finally:
-        resumed.close()
-    kept = [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
-    assert kept[2:] == whole[2:]
+    assert ran("moe", tmp_path / "half", *BFLOAT16, resume=True)[2:] == whole[2:]
+
+
+# ---------------------------------------------------------------------------------------------- families
+@pytest.mark.parametrize("family", some(FAMILIES, lambda family: family in QUICK))
+def test_every_family_is_one_function(family: str, tmp_path: Path) -> None:
+    lines = ran("dense", tmp_path, model_of(family))
+    assert len(lines) == 5
+    assert {line[key] for line in lines for key in ZERO} == {0.0}
+
+
+@pytest.mark.parametrize("family", some([n for n, f in FAMILIES.items() if f.has_experts], lambda family: family in QUICK))
+def test_every_familys_routing_is_replayed(family: str, tmp_path: Path) -> None:
+    """In float32, so that the gates are the generator's to rounding."""
+    lines = ran("moe", tmp_path, model_of(family), "correction.routing_replay=true")
+    assert max(line["logprob_diff_max"] for line in lines) < 1e-4
+
+
+def test_a_routers_bias_is_synced_saved_and_resumed(tmp_path: Path) -> None:
+    """GLM-4-MoE's is a buffer, which the optimizer does not know. It turns choices, so the run without is another."""
+    run = loop.prepare(config.load(CONFIGS["dense"], [*TINY, model_of("glm4_moe")]))
+    run.close()
+    assert run.trainer is not None
+    model = run.trainer.model
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+    model.save_pretrained(str(tmp_path / "without"))
+    with torch.no_grad():
+        bias.copy_(torch.linspace(-0.2, 0.2, 8))
+    model.save_pretrained(str(tmp_path / "with"))
+    start = f'model={{path="{tmp_path / "with"}"}}'
+
+    whole = ran("dense", tmp_path / "whole", start)
+    assert {line[key] for line in whole for key in ZERO} == {0.0}
+    assert whole != ran("dense", tmp_path / "other", f'model={{path="{tmp_path / "without"}"}}')
+    ran("dense", tmp_path / "half", start, "train.steps=2")
+    assert ran("dense", tmp_path / "half", start, resume=True)[2:] == whole[2:]
+    for folder in (tmp_path / "whole", tmp_path / "half"):
+        state = load_file(folder / "checkpoints/step_000004/model.safetensors")
+        assert torch.equal(state["model.layers.1.mlp.gate.e_score_correction_bias"], bias)
 
 
 # ---------------------------------------------------------------------------------------------- where they differ

@@ -27,6 +27,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parent.parent
+FAMILIES = ("llama_debug", "qwen2_debug", "glm4_moe_debug")
 SECONDS = 180  # on two cores with nothing else to do, imports included
 
 
@@ -59,10 +60,15 @@ def pairs(folder: Path) -> list[str]:
     return options + [word for value in values for word in ("--set", value)]
 
 
-@pytest.mark.parametrize("options", [pairs, full(lambda folder: SHORT)], ids=["pairs", "main"])
-def test_it_learns_from_rewards(options: Callable[[Path], list[str]], tmp_path: Path) -> None:
-    lines = train("qwen3_moe_debug", tmp_path / "run", *options(tmp_path))[0]
+@pytest.mark.parametrize(
+    "config, options",
+    [("qwen3_moe_debug", pairs), full("qwen3_moe_debug", lambda folder: SHORT), full(FAMILIES[0], pairs), full(FAMILIES[2], pairs)],
+    ids=["pairs", "main", FAMILIES[0], FAMILIES[2]],  # Qwen2 is slower in the first steps: the slow test below has it
+)
+def test_it_learns_from_rewards(config: str, options: Callable[[Path], list[str]], tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    lines, seconds = train(config, tmp_path / "run", *options(tmp_path))
     learned = heldout(lines)
+    request.config.stash[SUMMARY].append(f"{config}: held-out {learned[0]:.3f} → {learned[-1]:.3f}, {seconds:.0f} s")
     assert learned[0] <= 0.1
     assert learned[-1] >= 0.5
     assert lines[-1]["stopped_share"] >= 0.5  # it ends its answers, and is not just cut off where the reward stops looking
@@ -76,7 +82,7 @@ def test_it_does_not_learn_from_shuffled_rewards(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("config, diff, k3", [("qwen3_moe_debug", 1e-4, 1e-9), ("qwen3_debug", 2.0, 1e-2)])
+@pytest.mark.parametrize("config, diff, k3", [("qwen3_moe_debug", 1e-4, 1e-9), ("qwen3_debug", 2.0, 1e-2), *((n, 0, 0) for n in FAMILIES)])
 def test_full_runs_reach_090(config: str, diff: float, k3: float, seed: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """From ≤ 0.1 to ≥ 0.9 in under three minutes. diff and k3 bound max |Δ logprob| and kl_k3 of every step: seen were 3e-5 and
     1e-12 in float32, and 0.5 (a rare token) and 3e-4 where the generator serves bfloat16."""
@@ -88,8 +94,8 @@ def test_full_runs_reach_090(config: str, diff: float, k3: float, seed: int, tmp
     assert rewards[0] <= 0.1
     assert rewards[-1] >= 0.9
     assert lines[-1]["stopped_share"] >= 0.9
-    assert apart < diff
-    assert max(m["kl_k3"] for m in lines) < k3
+    assert apart <= diff
+    assert max(m["kl_k3"] for m in lines) <= k3
     assert seconds < SECONDS
 
 

@@ -96,6 +96,44 @@ def test_heads_and_the_kv_heads_that_they_read() -> None:
             attend(heads, kv_heads, group, head0)
 
 
+def test_squares_and_what_goes_with_them() -> None:
+    """Of all heads of a model, at least those that are here; weights of the heads that are here."""
+    f32, angles, place = np.float32, (np.zeros((1, 0), np.float32),) * 2, (ints(0), np.zeros(1, np.int64))
+
+    def rope(squares: object, q: Array | None, k: Array | None) -> Array:
+        return ops.qk_rope_kv(
+            words(1, 4 * 32), q, k, *angles, *place, *ops.kv_cache(1, 1, 16, 32), num_heads=2, page_size=16, eps=1e-6, squares=squares
+        )  # type: ignore[arg-type]
+
+    q, k, of_q, of_k = words(64), words(32), np.ones((1, 2), f32), np.ones((1, 1), f32)
+    for good in ((of_q, of_k), [np.ones((1, 8), f32), np.ones((1, 4), f32)]):
+        assert rope(good, q, k).shape == (1, 2, 32)
+    for wrong in (of_q, (of_q,), (of_q, of_k, of_k), (None, None), (of_q, None), 1):
+        with pytest.raises(errors.ConfigError, match=r"^squares: expected \(q_squares, k_squares\), got"):
+            rope(wrong, q, k)
+    for weights, absent in (((None, None), "q_weight"), ((q, None), "k_weight"), ((None, k), "q_weight")):
+        with pytest.raises(errors.ConfigError, match=f"^squares: expected q_weight and k_weight with them, got {absent} = None"):
+            rope((of_q, of_k), *weights)
+    for name, squares in (("q", (of_k, of_k)), ("k", (of_q, of_k[:, :0]))):
+        with pytest.raises(errors.ShapeError, match=rf"^{name}_squares.shape\[1\]: expected at least"):
+            rope(squares, q, k)
+    for name, squares in (("q", (np.ones((2, 2), f32), of_k)), ("k", (of_q, of_k[0]))):
+        with pytest.raises(errors.ShapeError, match=f"^{name}_squares: expected"):
+            rope(squares, q, k)
+    for name, weights in (("q", (words(32), k)), ("k", (q, words(64)))):
+        with pytest.raises(errors.ShapeError, match=f"^{name}_weight: expected"):
+            rope((of_q, of_k), *weights)
+    with pytest.raises(errors.ShapeError, match=r"^k_weight: expected size 64 in dim 0, got 32"):
+        rope(None, q, k)
+    with pytest.raises(errors.DTypeError, match=r"^q_squares: expected"):
+        rope((of_q.astype(np.float64), of_k), q, k)
+    for columns, heads, head_dim in ((96, 3, 32), (97, 1, 32), (0, 0, 0), (64, 2, 32), (96, 1, 0)):
+        with pytest.raises(errors.ShapeError, match=r"^qkv: expected \(\d+ \+ 2·kv_heads\)·\d+ columns"):
+            ops.head_squares(words(1, columns), heads, head_dim)
+    with pytest.raises(errors.ShapeError, match=r"^num_heads: expected at least 1, got 0"):
+        ops.head_squares(words(1, 64), 0, 32)
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int32", "bool"])
 def test_a_wrong_dtype_is_named(dtype: str) -> None:
     """And the ones that are wanted; what is no array at all is told as that."""
@@ -206,17 +244,20 @@ def test_the_core_bounds_sizes_itself() -> None:
                 lambda: core.embed(z(1, 64), one, z(16, 64), False, size, 64),
                 lambda: core.gemm(z(1, 16), z(1, 32), z(0), None, None, size, False, None),
                 lambda: core.gemm(z(1, 16), z(1, 32), z(0), None, None, size, True, None),
-                lambda: core.router(np.zeros((1, 1), i), np.zeros((1, 1), f), z(1, 32), z(0), None, size, True),
+                lambda: core.router(np.zeros((1, 1), i), np.zeros((1, 1), f), z(1, 32), z(0), None, size, True, False, 1, 1, 1.0),
                 lambda: core.permute(z(1, 32), np.zeros(1, i), np.zeros((1, 1), i), z(1, 32), np.zeros((1, 1), i), size),
                 lambda: core.combine(z(1, 32), z(1, 32), np.zeros((1, 1), i), np.zeros((1, 1), i), np.zeros((1, 1), f), size),
                 lambda: core.lm_head(None, stats, None, None, flags, z(1, 32), z(0), size, None, None),
                 lambda: core.attention(z(1, 1, 32), z(1, 1, 32), z(1, 1, 0), z(1, 1, 0), one, one, one[None], size, 0, 1.0, 0, 0),
                 lambda: core.attention(z(1, 1, 32), z(1, 1, 32), z(1, 1, 512), z(1, 1, 512), one, one, one[None], 16, size, 1.0, 0, 0),
+                lambda: core.head_squares(np.zeros((1, 1), f), np.zeros((1, 1), f), z(1, 96), size),
                 lambda: core.qk_rope_kv(
-                    z(1, 1, 32), z(1, 96), z(32), z(32), *angles, one, np.array([0]), z(1, 1, 0), z(1, 1, 0), flags, 1, size, 1e-6
+                    z(1, 1, 32), z(1, 96), z(32), z(32), *angles, one, np.array([0]), z(1, 1, 0), z(1, 1, 0), flags, 1, size, 1e-6,
+                    None, None
                 ),
                 lambda: core.qk_rope_kv(
-                    z(1, 1, 32), z(1, 96), z(32), z(32), *angles, one, np.array([0]), z(1, 1, 512), z(1, 1, 512), flags, size, 16, 1e-6
+                    z(1, 1, 32), z(1, 96), z(32), z(32), *angles, one, np.array([0]), z(1, 1, 512), z(1, 1, 512), flags, size, 16, 1e-6,
+                    None, None
                 ),
                 lambda: core.pack(z(512), z(1, 32), 1, size, 0),
                 lambda: core.pack(z(1024), z(1, 32), 2, size, 0),
@@ -283,6 +324,28 @@ def test_numbers_are_numbers() -> None:
     w = ops.pack(np.arange(8 * 32, dtype=np.float32).reshape(8, 32) / 256, dtype="float32")
     for flag in (1, np.True_, "yes"):
         assert (ops.router(x, w, 8, 2, renormalize=flag).gates.sum(1) == 1).all()
+
+
+def test_what_the_router_cannot_choose_by() -> None:
+    x, w = np.ones((1, 32), np.float32), ops.pack(np.ones((12, 32), np.float32), dtype="float32")
+    for said, how in (
+        ("score: expected 'softmax' or 'sigmoid', got 'tanh'", {"score": "tanh"}),
+        ("route_scale: expected a finite float32 >= 0, got nan", {"route_scale": float("nan")}),
+        ("route_scale: expected a finite float32 >= 0, got -1", {"route_scale": -1}),
+    ):
+        with pytest.raises(errors.ConfigError, match=f"^{said}"):
+            ops.router(x, w, 12, 5, **how)
+    for said, sizes in (
+        (r"num_groups: expected an integer in \[1, 64\], got 0", (0, 1)),
+        (r"num_groups: expected an integer in \[1, 64\], got 65", (65, 1)),
+        ("num_experts: expected a positive multiple of 5, got 12", (5, 5)),
+        ("num_experts / num_groups: expected at least 2, got 1", (12, 12)),
+        (r"top_groups: expected an integer in \[1, 4\], got 5", (4, 5)),
+        (r"top_groups: expected an integer in \[1, 4\], got 0", (4, 0)),
+        (r"top_k: expected at most top_groups \* num_experts / num_groups = 3, got 5", (4, 1)),
+    ):
+        with pytest.raises(errors.ShapeError, match=f"^{said}"):
+            ops.router(x, w, 12, 5, num_groups=sizes[0], top_groups=sizes[1])
 
 
 def test_an_output_beside_its_input() -> None:
@@ -464,7 +527,7 @@ def test_fork_in_the_midst_of_an_op(threads: int) -> None:
                 signal.alarm(20)
                 got = ops.rms_norm(small, norm, eps=1e-6, isa="ref", threads=threads)
                 try:
-                    core.rms_norm(got.copy(), small, None, norm, 1e-6)
+                    core.rms_norm(got.copy(), small, None, norm, 1e-6, None)
                 except errors.StateError as error:
                     os._exit(7 if (got == want).all() and "child" in str(error) else 1)
                 os._exit(2)

@@ -128,6 +128,52 @@ def test_qk_rope_kv(dtype: str, rng: np.random.Generator) -> None:
             assert (v == qkv[r].reshape(-1, head_dim)[heads + kv_heads + h]).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_over_all_heads(dtype: str, rng: np.random.Generator) -> None:
+    """q and k bit for bit from the squares, which stand in float64's bound. Two ranks with half of the heads each give the bits of one."""
+    heads, kv_heads, head_dim, rows = 6, 4, 24, 5
+    qkv = normal(rng, (rows, heads + 2 * kv_heads, head_dim), dtype)
+    q_weight, k_weight = normal(rng, (heads * head_dim,), dtype), normal(rng, (kv_heads * head_dim,), dtype)
+    angles = (np.zeros((1, 0), np.float32),) * 2
+    args = {"page_size": 16, "eps": 1e-6, "isa": REF}
+
+    def normed(x: Array, weights: tuple[Array, Array], num_heads: int, squares: tuple[Array, Array]) -> tuple[Array, Array]:
+        of_k = (x.shape[1] - num_heads) // 2
+        caches, at = ops.kv_cache(1, of_k, 16, head_dim, dtype=dtype), np.arange(rows)
+        q = ops.qk_rope_kv(
+            x.reshape(rows, -1), *weights, *angles, np.zeros(rows, np.int32), at, *caches, num_heads=num_heads, squares=squares, **args
+        )
+        one = stored(np.eye(head_dim, dtype=np.float32), dtype)
+        return q, np.stack([ops.gemm(one, page, 16, isa=REF)[:, :rows].T for page in caches[0][0]], 1)
+
+    squares = ops.head_squares(qkv.reshape(rows, -1), heads, head_dim, isa=REF)
+    whole = normed(qkv, (q_weight, k_weight), heads, squares)
+    parts = (slice(heads), slice(heads, heads + kv_heads))
+    for part, weight, of_heads, got in zip(parts, (q_weight, k_weight), squares, whole):
+        exact = (f64(qkv)[:, part] ** 2).sum(2)
+        assert (np.abs(of_heads - exact) <= (head_dim / 16 + 5) * EPS * exact).all()
+        total = np.zeros(rows, np.float32)
+        for h in range(of_heads.shape[1]):
+            total += of_heads[:, h]
+        scale = 1 / np.sqrt(total / np.float32(of_heads.shape[1] * head_dim) + np.float32(1e-6))
+        t = stored(values(qkv[:, part]) * scale[:, None, None], dtype)
+        assert (got == stored(values(weight).reshape(-1, head_dim) * values(t), dtype)).all()
+
+    def of_rank(rank: int) -> tuple[Array, slice, slice]:
+        mine, mine_k = (slice(rank * n // 2, (rank + 1) * n // 2) for n in (heads, kv_heads))
+        q, k, v = np.split(qkv, [heads, heads + kv_heads], axis=1)
+        return np.concatenate([q[:, mine], k[:, mine_k], v[:, mine_k]], 1), mine, mine_k
+
+    each = [ops.head_squares(of_rank(rank)[0].reshape(rows, -1), heads // 2, head_dim, isa=REF) for rank in range(2)]
+    gathered = np.concatenate([q for q, _ in each], 1), np.concatenate([k for _, k in each], 1)
+    for rank in range(2):
+        x, mine, mine_k = of_rank(rank)
+        weights = (q_weight.reshape(heads, -1)[mine].reshape(-1), k_weight.reshape(kv_heads, -1)[mine_k].reshape(-1))
+        q, k = normed(x, weights, heads // 2, gathered)
+        assert (q == whole[0][:, mine]).all()
+        assert (k == whole[1][:, mine_k]).all()
+
+
 # ---------------------------------------------------------------------------------------------- attention
 @pytest.mark.parametrize("window", [0, 5, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -204,6 +250,64 @@ def test_router_against_float64(dtype: str, rng: np.random.Generator) -> None:
             chosen = np.take_along_axis(scores, ids.astype(np.int64), 1)
             want = chosen / chosen.sum(1, keepdims=True) if renormalize else chosen
             assert (np.abs(gates - want) <= 3 * tolerance * want).all()
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2), (8, 3), (12, 12)])
+def test_router_against_transformers(groups: int, top_groups: int, renormalize: bool, rng: np.random.Generator) -> None:
+    """Sigmoid scores, a bias, expert groups and a scale: Glm4MoeTopkRouter, in float32. Rows in which the choice of an expert or a group
+    is within rounding of a tie are left out."""
+    torch = pytest.importorskip("torch")
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4MoeTopkRouter
+
+    experts, top_k, hidden, rows = 24, 5, 50, 60
+    x, w = normal(rng, (rows, hidden), "float32"), normal(rng, (experts, hidden), "float32", 0.3)
+    bias = normal(rng, (experts,), "float32", 0.2)
+    config = Glm4MoeConfig(
+        n_routed_experts=experts,
+        num_experts_per_tok=top_k,
+        hidden_size=hidden,
+        n_group=groups,
+        topk_group=top_groups,
+        norm_topk_prob=renormalize,
+        routed_scaling_factor=2.5,
+    )
+    theirs = Glm4MoeTopkRouter(config)
+    theirs.weight.data, theirs.e_score_correction_bias = torch.from_numpy(w.copy()), torch.from_numpy(bias.copy())
+    with torch.no_grad():
+        logits, gates, ids = (t.numpy() for t in theirs(torch.from_numpy(x.copy())))
+
+    keys = 1 / (1 + np.exp(-f64(logits))) + bias
+    order = np.argsort(-np.take_along_axis(keys, ids, 1), 1)  # theirs come in any order
+    gates, ids = np.take_along_axis(gates, order, 1), np.take_along_axis(ids, order, 1)
+    group_keys = np.sort(keys.reshape(rows, groups, -1), 2)[:, :, -2:].sum(2)
+    least = np.sort(group_keys, 1)[:, -top_groups]
+    is_open = np.repeat(group_keys >= least[:, None], experts // groups, 1)
+    ranked = -np.sort(-np.where(is_open, keys, -np.inf), 1)
+    tolerance = 2 * dot_bound(values(x), values(w)).max() + 20 * EPS  # of a score, which is below 1; relative, of a gate
+    clear = (ranked[:, :top_k] - ranked[:, 1 : top_k + 1]).min(1) > 4 * tolerance
+    clear &= (least[:, None] - np.where(group_keys < least[:, None], group_keys, -np.inf)).min(1) > 8 * tolerance
+    assert clear.sum() > rows * 3 // 4
+
+    packed = ops.pack(w, dtype="float32", isa=REF)
+    how = {"bias": bias, "renormalize": renormalize, "score": "sigmoid", "route_scale": 2.5, "isa": REF}
+    ours = ops.router(x, packed, experts, top_k, num_groups=groups, top_groups=top_groups, **how)
+    assert (ours.ids[clear] == ids[clear]).all()
+    assert (np.abs(ours.gates - gates)[clear] <= 3 * tolerance * gates[clear]).all()
+
+
+def test_sigmoid_scores_at_the_ends() -> None:
+    """Scores that are all 0 give gates of 0, and no NaN. A NaN logit spoils its own score; a group with fewer than two numbers is last."""
+    one, low = np.ones((1, 1), np.float32), np.full((8, 1), -100, np.float32)
+    logits = np.array([[3, np.nan, 1, 1, 0, 0.5, np.nan, np.nan]], np.float32).T.copy()
+    for isa in ops.available_isas():
+        assert ops.router(one, ops.pack(low, dtype="float32", isa=isa), 8, 2, score="sigmoid", isa=isa).gates.tolist() == [[0, 0]]
+        packed = ops.pack(logits, dtype="float32", isa=isa)
+        for top_groups, want in ((2, [2, 3, 5, 4]), (3, [0, 2, 3, 5, 4, 1]), (4, [0, 2, 3, 5, 4, 1, 6, 7])):
+            how = {"renormalize": False, "score": "sigmoid", "num_groups": 4, "top_groups": top_groups, "isa": isa}
+            ids, gates = ops.router(one, packed, 8, len(want), **how)
+            assert ids.tolist() == [want]
+            assert (np.isnan(gates) == np.isnan(logits.T[0, want])).all()
 
 
 def test_rows_are_copied(rng: np.random.Generator) -> None:

@@ -124,7 +124,7 @@ ABSURD: list[tuple[dict[str, Any], str]] = [
     ({"eos_token_id": 151}, r"eos_token_id=151 is not in \[0, vocab_size=151\)"),
     ({"eos_token_id": [3, -1]}, "eos_token_id=-1"),
     ({"eos_token_id": "</s>"}, "eos_token_id"),
-    ({"model_type": "llama"}, "model_type: .*got 'llama'"),
+    ({"model_type": "gpt2"}, "model_type: .*got 'gpt2'"),
     ({"model_type": None}, "model_type: .*got None"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),

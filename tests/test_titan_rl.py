@@ -5,6 +5,7 @@ the weights after each step (digests) of one generator in one process. Bound: 1e
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib
 import inspect
@@ -163,7 +164,7 @@ def test_calls_that_an_actor_refuses(tmp_path: Path) -> None:
         assert words is None or re.search(words, told[name]), f"{name}: {told[name]}"
     assert [said for name, said in told.items() if name.startswith("old serves")] == [True] * 4
     assert told["same id"][0] == ""
-    assert told["same id"][1].endswith("ValueError: request_id 'same' is already in flight")
+    assert told["same id"][-1].endswith("ValueError: request_id 'same' is already in flight")
     assert all(said is None or "StateError" in said for said in told["in flight at close"])
 
 
@@ -243,6 +244,62 @@ def test_a_model_that_is_not_computed_is_refused_before_anything_starts() -> Non
     model.model.layers[0].attention_norm.eps = 0.5
     with pytest.raises(rm.ConfigError, match=r"eps"):
         RollmeshGenerator.Config().spec_of(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "gpu"}, "device: expected 'cpu', 'cuda' or 'cuda:N', got 'gpu'"),
+        ({"model_dtype": "auto"}, "generator.model_dtype: expected one of bfloat16, float32, got 'auto'"),
+        ({"threads": 0}, "generator.threads: expected an integer in [1, 256], got 0"),
+        ({"kv_cache_gib": 0}, "generator.kv_cache_gib: expected a number of GiB above 0"),
+        ({"kv_cache_gib": float("nan")}, "got nan"),
+        ({"kv_cache_gib": "1"}, "got '1'"),
+        ({"mesh": "tp=2"}, "generator.mesh: expected a Mesh, got 'tp=2'"),
+        ({"mesh": rm.Mesh(tp=3)}, "tp=3"),
+        ({"parallelism": InferenceParallelismConfig(tensor_parallel_degree=3)}, "tp=3"),
+        ({"parallelism": None}, "generator.parallelism: expected a InferenceParallelismConfig, got None"),
+        ({"reset_prefix_cache_on_weight_sync": "False"}, "generator.reset_prefix_cache_on_weight_sync: expected a bool, got 'False'"),
+        ({"max_num_batched_tokens": 0}, "generator.max_num_batched_tokens: expected an integer in [1, 1048576], got 0"),
+        ({"debug": type(RollmeshGenerator.Config().debug)(seed=-1)}, "generator.debug.seed: expected an integer in [0, "),
+        ({"sampling": titan.SamplingConfig(temperature=-1.0)}, "temperature"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_anything_starts(options: dict[str, Any], message: str) -> None:
+    model = titan_cpu.model_registry("debugmodel", attn_backend="flex")
+    with pytest.raises(rm.Error, match=re.escape(message)):
+        RollmeshGenerator.Config(**options).spec_of(model)
+
+
+@pytest.mark.parametrize("config", [None, {}, RollmeshGenerator.Config()], ids=["None", "dict", "generator"])
+def test_install_takes_a_controllers_config(config: Any) -> None:
+    with pytest.raises(rm.ConfigError, match=r"config: expected a Controller\.Config of TitanRL"):
+        rollmesh.titan.install(config)
+
+
+@pytest.mark.parametrize("trainer", [3, "RollmeshTrainer", dict, RollmeshGenerator], ids=str)
+def test_install_takes_a_trainers_class(trainer: Any) -> None:
+    registry = importlib.import_module("torchtitan.experiments.rl.examples.alphabet_sort.config_registry")
+    with pytest.raises(rm.ConfigError, match="trainer: expected PolicyTrainer, a class that derives from it, or None"):
+        rollmesh.titan.install(registry.rl_grpo_qwen3_0_6b_varlen(), trainer=trainer)
+
+
+def first_rollout(seed: int | None) -> list[int]:
+    """Of a new generator, by the actor's endpoint without its process."""
+    config = RollmeshGenerator.Config(debug=type(RollmeshGenerator.Config().debug)(seed=seed))
+    actor: Any = object.__new__(RollmeshGenerator)
+    spec = helpers.tiny_config(False)
+    with rm.Generator(rm.ModelSpec.from_hf(spec), dtype="bfloat16", max_model_len=64, kv_cache_gib=0.01, threads=1, seed=seed or 0) as gen:
+        gen.sync_weights(helpers.numpy_state_dict(spec, 0, "bfloat16"))
+        vars(actor).update(config=config, gen=gen, policy_version=1, _rank=0, _in_flight=set(), _is_started=True)
+        endpoint = inspect.unwrap(RollmeshGenerator.generate._method)(actor, [1, 2, 3], request_id="r", routing_session_id="s")
+        return list(asyncio.run(endpoint).token_ids)
+
+
+def test_generators_without_a_seed_draw_differently() -> None:
+    """Else the samples of a prompt that two generators share would come in pairs."""
+    assert first_rollout(3) == first_rollout(3)
+    assert first_rollout(None) != first_rollout(None)
 
 
 def test_titanrls_own_configs_are_taken() -> None:

@@ -116,6 +116,32 @@ def one_dense_layer(model: Config) -> None:
     model.layers[0] = config("debugmodel", 1).layers[0]
 
 
+def sigmoid(model: Config) -> None:
+    for layer in model.layers:
+        layer.moe.router.score_func = "sigmoid"
+
+
+def groups(model: Config) -> None:
+    for layer in model.layers:
+        layer.moe.router.num_expert_groups, layer.moe.router.num_limited_groups = 8, 3
+
+
+def scaled(model: Config) -> None:
+    for layer in model.layers:
+        layer.moe.router.route_scale = 2.5
+
+
+def shared_experts(model: Config) -> None:
+    for layer in model.layers:
+        layer.moe.shared_experts = config("debugmodel", 1).layers[0].feed_forward
+
+
+def deepseeks(model: Config) -> None:
+    """All of them."""
+    for change in (sigmoid, groups, scaled, shared_experts):
+        change(model)
+
+
 def wide_eps(model: Config) -> None:
     for layer in model.layers:
         for norm in (layer.attention_norm, layer.ffn_norm, layer.attention.qk_norm):
@@ -128,12 +154,15 @@ def test_logits_are_torchtitans(flavor: str) -> None:
     assert worst(config(flavor)) < BOUND
 
 
-@pytest.mark.parametrize("change", [yarn, without_norm, no_bias, one_dense_layer, wide_eps], ids=lambda change: change.__name__)
+CHANGES = [yarn, without_norm, no_bias, one_dense_layer, wide_eps, sigmoid, groups, scaled, shared_experts, deepseeks]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_logits_of_other_settings_are_torchtitans(change: Callable[[Config], None]) -> None:
     model, plain = config(), config()
     change(model)
     assert worst(model) < BOUND
-    if change not in (no_bias, one_dense_layer):  # which the weights tell
+    if change not in (no_bias, one_dense_layer, shared_experts, deepseeks):  # which the weights tell
         other = built(model)
         assert worst(model, rm.ModelSpec.from_torchtitan(plain), other) > 1e-2, "the setting does not show"
 
@@ -177,6 +206,14 @@ def set_of(path: str, value: Any) -> Callable[[Config], None]:
     return change
 
 
+def in_all_layers(field: str, value: Any) -> Callable[[Config], None]:
+    def change(model: Config) -> None:
+        for layer in model.layers:
+            setattr(layer.moe.router, field, value)
+
+    return change
+
+
 def complex_rope(model: Config) -> None:
     r = model.layers[1].attention.rope
     model.layers[1].attention.rope = rope.ComplexRoPE.Config(dim=r.dim, max_seq_len=r.max_seq_len, theta=r.theta)
@@ -200,13 +237,16 @@ class OwnLinear(linear.Linear):
 
 
 REFUSED: list[tuple[Callable[[Config], None], str]] = [
-    (set_of("moe.router.score_func", "sigmoid"), r"layers\[1\].moe.router.score_func: expected 'softmax', got 'sigmoid'"),
-    (set_of("moe.router.route_scale", 2.5), r"router.route_scale: expected 1.0, got 2.5"),
-    (set_of("moe.router.num_expert_groups", 4), r"router.num_expert_groups: expected None, got 4"),
+    (set_of("moe.router.score_func", "tanh"), r"layers\[1\].moe.router.score_func: expected 'softmax' or 'sigmoid', got 'tanh'"),
+    (set_of("moe.router.score_func", "sigmoid"), r"score_func: expected one value for all layers, got softmax in layer 0 and sigmoid"),
+    (set_of("moe.router.route_scale", 2.5), r"routed_scaling_factor: expected one value for all layers, got 1.0 in layer 0 and 2.5"),
+    (set_of("moe.router.route_scale", 0.0), r"router.route_scale: expected a finite number > 0, got 0.0"),
+    (set_of("moe.router.num_expert_groups", 4), r"n_group: expected one value for all layers, got 1 in layer 0 and 4"),
+    (in_all_layers("num_expert_groups", 7), r"num_expert_groups=7, num_limited_groups=None: expected at most 64 groups of equal size"),
     (set_of("moe.router._debug_force_load_balance", True), r"router._debug_force_load_balance: expected False, got True"),
     (set_of("moe.router.top_k", 2), r"num_experts_per_tok: expected one value for all layers, got 8 in layer 0 and 2 in layer 1"),
     (set_of("moe.router.route_norm", False), r"norm_topk_prob: expected one value for all layers"),
-    (set_of("moe.load_balance_coeff", None), r"needs_bias: expected one value for all layers"),
+    (set_of("moe.load_balance_coeff", None), r"router_bias: expected one value for all layers"),
     (set_of("attention.rope.theta", 1e4), r"rope_theta: expected one value for all layers, got 1000000.0 in layer 0 and"),
     (set_of("attention.rope.scaling", "llama"), r"rope.scaling: expected 'none' or 'yarn', got 'llama'"),
     (set_of("attention.rope.dim", 64), r"rope.dim: expected 128, got 64"),
@@ -228,7 +268,7 @@ REFUSED: list[tuple[Callable[[Config], None], str]] = [
     ),
     (complex_rope, r"attention.rope: expected torchtitan's CosSinRoPE.Config, got torchtitan.models.common.rope.ComplexRoPE.Config"),
     (dropping, r"token_dispatcher.non_blocking_capacity_factor: expected None, got 0.5"),
-    (shared, r"moe.shared_experts: expected None, got "),
+    (shared, r"shared_intermediate_size: expected one value for all layers, got 0 in layer 0 and"),
 ]
 
 
@@ -260,7 +300,7 @@ def test_a_yarn_factor_that_is_no_number(factor: Any) -> None:
 
 def test_all_that_is_refused_is_listed() -> None:
     model = config()
-    for change, _ in REFUSED[:4]:
+    for change, _ in (REFUSED[2], REFUSED[6], REFUSED[8], REFUSED[9]):
         change(model)
     with pytest.raises(rm.ConfigError) as caught:
         rm.ModelSpec.from_torchtitan(model)

@@ -17,7 +17,7 @@ pytest.importorskip("monarch")
 
 import titan_cpu  # noqa: F401 (before rollmesh.titan)
 import torch
-from test_titan_spec import built, config, in_float32, yarn
+from test_titan_spec import built, config, deepseeks, in_float32, yarn
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torchtitan's, that torch was imported before
@@ -54,11 +54,12 @@ def logprobs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits, -1).gather(-1, labels[..., None])[..., 0]
 
 
-@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_non_fused_qkv", "debugmodel_moe", "yarn"])
+@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_non_fused_qkv", "debugmodel_moe", "yarn", "deepseeks"])
 def test_forward_of_the_generator_backward_of_torch(flavor: str) -> None:
-    model = config("debugmodel_moe" if flavor == "yarn" else flavor)
-    if flavor == "yarn":
-        yarn(model)
+    changes = {"yarn": yarn, "deepseeks": deepseeks}  # sigmoid scores, groups, scaled gates, shared experts
+    model = config("debugmodel_moe" if flavor in changes else flavor)
+    if flavor in changes:
+        changes[flavor](model)
     own = built(model).train()
     ours = copy.deepcopy(own)
     spec = rm.ModelSpec.from_torchtitan(model)

@@ -688,7 +688,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "another model": (
         lambda m: rm.torch.patch(torch.nn.Linear(2, 2)),
         rm.ConfigError,
-        "expected a transformers Qwen3ForCausalLM .*got a Linear",
+        "expected a transformers LlamaForCausalLM .*got a Linear",
     ),
     "not patched": (lambda m: rm.torch.unpatch(helpers.hf_model(DENSE)), rm.StateError, "expected a patched model"),
     "a push of one not patched": (

@@ -26,7 +26,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from marks import SUMMARY
+from marks import SUMMARY, full
 from test_torch_patch import Batch, drawn, generator_of, model_of
 
 import rollmesh as rm
@@ -67,6 +67,13 @@ def test_every_rollout_is_of_the_weights_that_trl_pushed_last(tmp_path: Path) ->
     lines = train(tmp_path, 6, 400)
     assert len(lines) == 3
     assert len({line["entropy"] for line in lines}) == 3  # the weights moved
+    assert apart(lines) == 0.0
+
+
+@pytest.mark.parametrize("family", ["llama", full("qwen2"), full("qwen2_moe"), full("mistral")])
+def test_other_families(family: str, tmp_path: Path) -> None:
+    lines = train(tmp_path, 4, 400, "--model", family)
+    assert len({line["entropy"] for line in lines}) == 2
     assert apart(lines) == 0.0
 
 

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -219,6 +220,38 @@ def test_controls_under_preemption(served: Served) -> None:
     prompts = [[40 + i] * 12 for i in range(len(chosen))]
     params = [params_of(words, seed=i, temperature=[0.0, 1.0][i % 2], max_tokens=80) for i, (words, _) in enumerate(chosen)]
     served.hold(prompts, params, [edit for _, edit in chosen])
+
+
+@pytest.mark.parametrize("way", WAYS[:2], ids=["greedy", "seeded"])
+def test_tokens_that_verl_forbids(served: Served, way: dict[str, Any]) -> None:
+    """verl replaces the model's compute_logits by one that sets them to -inf: ids that its tokenizer lacks. They are never drawn, whoever
+    draws and whatever else bans tokens; logprobs stay the model's own."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if served.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+        pytest.skip("the model is reached in a worker of this process")
+    model, forbidden = support.worker_of(served.llm).get_model(), [*range(40, 60), *range(256, EOS)]
+    prompts = [[3 + i] * (1 + 5 * i) for i in range(len(CONTROLS))]
+    params = [params_of(words, seed=i, **way) for i, (words, _) in enumerate(CONTROLS.values())]
+    before = [set(sample.token_ids) & set(forbidden) for sample in served.generate(prompts, params)]
+    compute = model.compute_logits
+
+    def compute_logits(self: Any, *args: Any, **options: Any) -> Any:
+        logits = compute(*args, **options)
+        logits[..., forbidden] = -np.inf
+        return logits
+
+    model.compute_logits = MethodType(compute_logits, model)
+    try:
+        served.hold(prompts, params, [both(edit, banned(forbidden, 99)) for _, edit in CONTROLS.values()])
+        after = [set(sample.token_ids) & set(forbidden) for sample in served.generate(prompts, params)]
+        ends = {"structured_outputs": StructuredOutputsParams(regex="[()]?"), "min_tokens": 3, "ignore_eos": False}
+        (sample,) = served.generate([[1, 2, 3]], [params_of(ends, seed=0, **way)])
+        assert list(sample.token_ids) == [EOS]  # the grammar leaves no other, so min_tokens lets it through
+    finally:
+        model.compute_logits = compute
+    assert sum(map(bool, before)) >= 3
+    assert not any(after)
 
 
 def test_a_control_and_the_end_of_a_sequence(served: Served) -> None:

@@ -164,9 +164,10 @@ def test_as_vllms_sampler(rng: np.random.Generator, round_: int) -> None:
         rows = [running[name] for name in rng.permutation(list(running)) if rng.random() < 0.9]  # some sit a step out
         if not rows:
             continue
-        raw = random_logits(rng, len(rows))
-        before = raw.copy()
-        got, want = host.edit(raw, rows), of_vllm(raw, rows, Counting)
+        raw, never_drawn = random_logits(rng, len(rows)), np.flatnonzero(rng.random(VOCAB) < rng.choice([0, 0.2])).astype(np.int32)
+        before, hidden = raw.copy(), raw.copy()
+        hidden[:, never_drawn] = -np.inf  # as compute_logits gives them to vLLM
+        got, want = host.edit(raw, rows, never_drawn), of_vllm(hidden, rows, Counting)
         assert np.array_equal(raw, before)
         assert np.array_equal(got.view(np.uint32), want.view(np.uint32)), f"step {step}, rows {np.flatnonzero((got != want).any(1))}"
 

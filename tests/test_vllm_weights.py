@@ -294,6 +294,52 @@ def test_load_weights_that_are_bad(served: Served) -> None:
     served.still_works()
 
 
+@pytest.mark.parametrize("how", sorted(SPOILED.keys() - {"none", "float32"}))
+def test_load_weights_under_verl(served: Served, how: str) -> None:
+    """Its trainer waits for the answer to each bucket, and an exception is none: the first error of a set comes when the set is closed,
+    which vLLM's process_weights_after_loading does. No step is needed then."""
+    rpc = served.client.rpc
+    spoil, error = SPOILED[how]
+    rpc("as_under_verl", True)
+    try:
+        for spoiled in (True, False):
+            entries = list((spoil if spoiled else dict)(state(served.version + 1)).items())
+            for first in range(0, len(entries), 7):
+                rpc("load", entries[first : first + 7])
+            if spoiled:
+                with pytest.raises((error, RuntimeError), match=error.__name__):
+                    rpc("finish_load")
+            else:
+                rpc("finish_load")
+                served.version += 1
+            assert set(rpc("weight_version")) == {served.version}
+            served.hold()
+    finally:
+        rpc("as_under_verl", False)
+    served.still_works()
+
+
+@pytest.mark.parametrize("between", ["bits", "sleep"])
+def test_a_trainer_under_verl_that_leaves(served: Served, between: str) -> None:
+    """It has sent a bad tensor and never closes the set: the old version serves on, and the next trainer's set is its own."""
+    rpc = served.client.rpc
+    rpc("as_under_verl", True)
+    try:
+        rpc("load", [(LATE, nan(state(served.version + 1)[LATE]))])
+        if between == "sleep":
+            rpc("sleep", 2)
+            rpc("wake_up", None)
+        else:
+            served.hold()
+        rpc("load", list(state(served.version + 1).items()))
+        rpc("finish_load")
+        served.version += 1
+        served.hold()
+    finally:
+        rpc("as_under_verl", False)
+    served.still_works()
+
+
 def test_a_router_bias_that_comes_last() -> None:
     """The set is complete without it; closing there would lose it."""
     weights = numpy_state_dict(CONFIG, 5, DTYPE, router_bias=True)
@@ -329,12 +375,61 @@ def test_an_iterator_that_fails_on_one_rank(two: Served, rank: int, after: int) 
     two.still_works()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_iterator_that_fails_on_one_rank_under_verl(two: Served, rank: int) -> None:
+    """Both ranks keep the error, and neither reads the next bucket."""
+    rpc, entries = two.client.rpc, list(state(two.version + 1).items())
+    rpc("as_under_verl", True)
+    try:
+        rpc("load_cut", entries, rank, 3)
+        assert rpc("load", entries) == [set(), set()]
+        with pytest.raises(RuntimeError, match=("" if rank else "SyncAbortedError: rank 0: ") + "OSError: the trainer's disk"):
+            rpc("finish_load")
+        assert two.client.left_over() == 0
+    finally:
+        rpc("as_under_verl", False)
+    two.still_works()
+
+
 def test_the_model_holds_nothing(alone: Served) -> None:
     model = alone.client.worker.updates.model
     assert list(model.parameters()) == []
     assert [type(module).__name__ for module in model.modules()] == ["ServedModel"]
     with pytest.raises(rm.StateError, match="the engine runs the forward pass"):
         model(1)
+
+
+def test_what_may_replace_compute_logits(alone: Served) -> None:
+    """A function that forbids certain tokens; of two in a row both hold. Anything else is refused, and what held before holds on."""
+    import torch
+
+    model = alone.client.worker.updates.model
+    for start in (140, 130):
+        compute = model.compute_logits
+        model.compute_logits = lambda logits, compute=compute, start=start: compute(logits).index_fill(
+            1, torch.arange(start, start + 5), -torch.inf
+        )
+    assert model.never_drawn.tolist() == [*range(130, 135), *range(140, 145)]
+    rows = torch.arange(2.0)[:, None].expand(-1, ranks.VOCAB)
+    for edit, words in (
+        (lambda logits: logits + 1, "got one that does more"),
+        (lambda logits: logits[:, :9], "got one that does more"),
+        (lambda logits: logits.masked_fill(rows.bool(), -torch.inf), "got one that does more"),
+        (lambda logits: logits.masked_fill(logits < 3, -torch.inf), "got one that does more"),
+        (lambda logits: torch.full_like(logits, -torch.inf), f"sets all {ranks.VOCAB}"),
+    ):
+        with pytest.raises(rm.ConfigError, match=words):
+            model.compute_logits = edit
+    assert len(model.never_drawn) == 10
+    model.compute_logits = torch.clone
+    assert len(model.never_drawn) == 0
+
+
+def test_a_compute_logits_that_all_ranks_refuse(two: Served) -> None:
+    with pytest.raises(RuntimeError, match="got one that does more"):
+        two.client.rpc("replace_compute_logits", 1.0)
+    assert two.client.left_over() == 0
+    two.still_works()
 
 
 # -------------------------------------------------------------------------------------------------- sleep

@@ -90,8 +90,9 @@ async def main() -> None:
     await told("long prompt", generate([1] * 65))
     await told("temperature", generate([1], sampling=SamplingConfig(temperature=-1.0)))
     await still("old serves after bad requests")
-    twice = await asyncio.gather(*(generate([1, 2], "same") for _ in range(2)), return_exceptions=True)
-    tell("same id", sorted(last_line(one) or "" for one in twice))
+    long = SamplingConfig(temperature=0.0, max_tokens=60)  # so that some of these meet, however late they come
+    same = await asyncio.gather(*(generate([1, 2], "same", long) for _ in range(9)), return_exceptions=True)
+    tell("same id", sorted(last_line(one) or "" for one in same))
     await torchstore.put_state_dict(state, "model_state_dict", direct_rdma=False)
     await told("good again", actor.pull_model_state_dict.call_one(4))
     running = asyncio.gather(*(generate([1, i], f"r{i}", SamplingConfig(max_tokens=60)) for i in range(8)), return_exceptions=True)

@@ -27,13 +27,16 @@ from rollmesh.vllm.weight_updates import WeightUpdates
 from rollmesh.weights.transport.loans import Borrowed
 
 PROMPTS = [[1, 2, 3, 4, 5], [140, 7]]
+VOCAB = 150
 WAIT_S = 240  # a process begins by importing vLLM, on a machine that may be busy
 
 
 def config_of(world: int, executor: str, backend: str | None = "rollmesh") -> Any:
     parallel = {"world_size": world, "data_parallel_index": 0, "data_parallel_size": 1, "distributed_executor_backend": executor}
+    parallel["worker_extension_cls"] = ""
+    model = SimpleNamespace(get_vocab_size=lambda: VOCAB)
     transfer = None if backend is None else SimpleNamespace(backend=backend)
-    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=SimpleNamespace(), weight_transfer_config=transfer)
+    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=model, weight_transfer_config=transfer)
 
 
 class _Worker:
@@ -62,6 +65,12 @@ class _Worker:
 
     def load(self, pairs: Any) -> set[str]:
         return self.updates.model.load_weights(pairs)
+
+    def as_under_verl(self, on: bool) -> None:
+        self.updates._waits_for_each = on
+
+    def replace_compute_logits(self, add: float) -> None:
+        self.updates.model.compute_logits = lambda logits: logits + add
 
     def load_cut(self, pairs: Any, rank: int, after: int) -> set[str]:
         """On one rank the trainer's iterator ends by an exception."""

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 
 import rollmesh as rm
+from rollmesh.model.families import FAMILIES
 
 os.environ.setdefault("VLLM_PLUGINS", "rollmesh")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -38,7 +39,7 @@ CASES = {
     "dense": helpers.Case("dense", helpers.tiny_config(False, **SIZES, intermediate_size=160)),
     "moe": helpers.Case("moe", helpers.tiny_config(True, **SIZES, num_experts=24, num_experts_per_tok=3, intermediate_size=160)),
 }
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+ARCHITECTURES = {name: family.architecture for name, family in FAMILIES.items()}
 MAX_MODEL_LEN = 128
 Settings = Mapping[str, Any]
 Weights = dict[str, Any]

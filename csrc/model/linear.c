@@ -4,10 +4,11 @@
 // y is a whole matrix, of which a rank writes its own columns.
 #include "model/model_internal.h"
 
-static rm_gemm_args linear(const rm_model *model, rm_cut cut, char *y, const void *x, int64_t m, int64_t k) {
+static rm_gemm_args linear(const rm_model *model, rm_cut cut, char *y, const void *x, const char *w, int64_t m, int64_t k) {
   const rm_range mine = model->shard.cuts[cut][model->shard.me];
   return (rm_gemm_args){.y = y + (size_t)mine.first * model->shard.elem,
                         .x = x,
+                        .w = w,
                         .m = m,
                         .n = mine.n,
                         .k = k,
@@ -17,42 +18,55 @@ static rm_gemm_args linear(const rm_model *model, rm_cut cut, char *y, const voi
                         .y_dtype = model->options.dtype};
 }
 
-static const char *optional(const char *weights, size_t offset) { return offset == SIZE_MAX ? NULL : weights + offset; }
-
-rm_gemm_args rm_qkv_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
-  const rm_placement *here = &model->params->placement;
-  const int64_t width = (here->heads.n + 2 * here->kv_heads.n) * model->spec->head_dim, hidden = model->spec->hidden_size;
-  return (rm_gemm_args){.y = model->qkv,
+// n columns of x's rows, side by side in y.
+static rm_gemm_args compact(const rm_model *model, char *y, const char *w, const char *bias, int64_t m, int64_t n) {
+  const int64_t hidden = model->spec->hidden_size;
+  return (rm_gemm_args){.y = y,
                         .x = model->x,
-                        .w = weights + layer->qkv,
-                        .bias = optional(weights, layer->qkv_bias),
+                        .w = w,
+                        .bias = bias,
                         .m = m,
-                        .n = width,
+                        .n = n,
                         .k = hidden,
                         .ldx = hidden,
-                        .ldy = width,
+                        .ldy = n,
                         .dtype = model->options.dtype,
                         .y_dtype = model->options.dtype};
 }
 
+rm_gemm_args rm_qkv_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
+  const rm_placement *here = &model->params->placement;
+  const int64_t width = (here->heads.n + 2 * here->kv_heads.n) * model->spec->head_dim;
+  return compact(model, model->qkv, weights + layer->qkv, rm_param_or_null(weights, layer->qkv_bias), m, width);
+}
+
 rm_gemm_args rm_o_proj_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
   const char *whole = model->shard.comm ? model->attended : model->qkv;
-  rm_gemm_args args = linear(model, RM_CUT_HIDDEN, model->x, whole, m, model->spec->n_heads * model->spec->head_dim);
-  args.w = weights + layer->o;
-  args.bias = optional(weights, layer->o_bias);
+  const int64_t width = model->spec->n_heads * model->spec->head_dim;
+  rm_gemm_args args = linear(model, RM_CUT_HIDDEN, model->x, whole, weights + layer->o, m, width);
+  args.bias = rm_param_or_null(weights, layer->o_bias);
   return args;
 }
 
 rm_gemm_args rm_gate_up_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
-  rm_gemm_args args = linear(model, RM_CUT_INNER, model->inner, model->x, m, model->spec->hidden_size);
-  args.w = weights + layer->gate_up;
-  return args;
+  return linear(model, RM_CUT_INNER, model->inner, model->x, weights + layer->gate_up, m, model->spec->hidden_size);
 }
 
 rm_gemm_args rm_down_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
-  rm_gemm_args args = linear(model, RM_CUT_HIDDEN, model->x, model->inner, m, model->spec->intermediate_size);
-  args.w = weights + layer->down;
-  return args;
+  return linear(model, RM_CUT_HIDDEN, model->x, model->inner, weights + layer->down, m, model->spec->intermediate_size);
+}
+
+rm_gemm_args rm_shared_gate_up_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
+  return linear(model, RM_CUT_SHARED_INNER, model->inner, model->x, weights + layer->shared_gate_up, m, model->spec->hidden_size);
+}
+
+rm_gemm_args rm_shared_down_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
+  const int64_t width = model->spec->shared_intermediate_size;
+  return linear(model, RM_CUT_HIDDEN, model->shared, model->inner, weights + layer->shared_down, m, width);
+}
+
+rm_gemm_args rm_shared_switch_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
+  return compact(model, model->shared_switch, weights + layer->shared_switch, NULL, m, 1);
 }
 
 void rm_multiply(rm_model *model, const rm_gemm_args *args) {

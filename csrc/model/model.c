@@ -20,7 +20,7 @@ static int64_t layer_width(const rm_params *params) {
 static rm_limits limits_of(const rm_params *params, const rm_model_options *options, int n_threads) {
   const rm_spec *spec = params->spec;
   const int64_t heads = spec->n_heads * spec->head_dim;
-  const int64_t inner = rm_max64(spec->intermediate_size, spec->moe_intermediate_size);
+  const int64_t inner = rm_max64(rm_max64(spec->intermediate_size, spec->shared_intermediate_size), spec->moe_intermediate_size);
   return (rm_limits){
       .max_rows = options->max_rows,
       .max_k = rm_max64(spec->hidden_size, rm_max64(inner, heads)),
@@ -42,10 +42,12 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
   const rm_model_options *options = &model->options;
   const rm_spec *spec = model->spec;
   const int parallel = model->shard.comm != NULL;
-  const size_t rows = (size_t)options->max_rows, elem = rm_dtype_bytes(options->dtype), half = (size_t)spec->head_dim / 2;
+  const size_t rows = (size_t)options->max_rows, elem = rm_dtype_bytes(options->dtype), half = (size_t)spec->rotary_dim / 2;
   const size_t table = (size_t)options->max_positions * sizeof(float), wide = (size_t)(spec->n_heads * spec->head_dim) * elem;
   const size_t looked_up = (size_t)rm_max64(options->max_rows, options->static_rows * model->shard.size);
-  enum { FIELDS = 12 };
+  const size_t shared_rows = spec->shared_intermediate_size ? rows : 0;
+  const size_t normed_rows = spec->qk_norm == RM_QK_NORM_WHOLE ? rows : 0;
+  enum { FIELDS = 17 };
   rm_field fields[FIELDS + RM_HEAD_FIELDS + RM_MOE_FIELDS] = {
       {&model->cos, table, half},
       {&model->sin, table, half},
@@ -54,7 +56,13 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
       {&model->out_residual, rows, (size_t)spec->hidden_size * elem},
       {&model->qkv, rows, (size_t)layer_width(model->params) * elem},
       {&model->q, rows, (size_t)(model->params->placement.heads.n * spec->head_dim) * elem},
-      {&model->inner, spec->n_moe_layers < spec->n_layers ? rows : 0, (size_t)spec->intermediate_size * elem},
+      {&model->inner, spec->n_moe_layers < spec->n_layers || shared_rows ? rows : 0,
+       (size_t)rm_max64(spec->intermediate_size, spec->shared_intermediate_size) * elem},
+      {&model->squares, normed_rows, (size_t)(model->params->placement.heads.n + model->params->placement.kv_heads.n) * sizeof(float)},
+      {&model->all_squares, parallel ? normed_rows : 0, (size_t)(spec->n_heads + spec->n_kv_heads) * sizeof(float)},
+      {&model->shared, shared_rows, (size_t)spec->hidden_size * elem},
+      {&model->shared_home, parallel ? shared_rows : 0, (size_t)spec->hidden_size * elem},
+      {&model->shared_switch, spec->shared_switch ? shared_rows : 0, elem},
       {&model->attended, parallel ? rows : 0, wide},
       {&model->home, parallel ? looked_up : 0, (size_t)spec->hidden_size * elem},
       {workspace, workspace_bytes, 1},
@@ -75,14 +83,14 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
 static void make_rope_table(const rm_model *model, float *cos, float *sin) {
   const rm_spec *spec = model->spec;
   const uint32_t saved = rm_fp_enter();
-  rm_rope_table(cos, sin, spec->inv_freq, model->options.max_positions, spec->head_dim / 2, spec->rope_scale, model->options.dtype);
+  rm_rope_table(cos, sin, spec->inv_freq, model->options.max_positions, spec->rotary_dim / 2, spec->rope_scale, model->options.dtype);
   rm_fp_leave(saved);
 }
 
 // The table is always computed on the host, so that all devices have the same bits.
 static rm_code fill_rope_table(rm_model *model, rm_error *err) {
   const rm_device *device = model->device;
-  const size_t n = (size_t)(model->options.max_positions * (model->spec->head_dim / 2));
+  const size_t n = (size_t)(model->options.max_positions * (model->spec->rotary_dim / 2));
   if (device->on_host) {
     make_rope_table(model, model->cos, model->sin);
     return RM_OK;
@@ -263,7 +271,7 @@ static rm_code embed(rm_model *model, const char *weights, const rm_batch *batch
   return code;
 }
 
-// out ← norm(residual += x), without the addition when x is NULL.
+// out ← norm(residual += x), without the addition when x is NULL, without the norm when weight is NULL.
 static void norm_rows(rm_model *model, void *out, void *residual, const void *x, const char *weight, int64_t rows) {
   const rm_rms_norm_args args = {
       .out = out,
@@ -281,11 +289,16 @@ static void norm_rows(rm_model *model, void *out, void *residual, const void *x,
 // The buffer of a block's output: all rows, or with sequence parallelism the home rows.
 static char *output_of(rm_model *model) { return model->sequence_parallel ? model->home : model->x; }
 
-// x ← norm(residual += the last block's output), for the kept rows, at their indices of x.
+// x ← norm(residual += the last block's output), for the kept rows, at their indices of x. weight NULL: x ← residual.
 static void norm(rm_model *model, const char *weight, int64_t n_rows, int first) {
   const rm_range rows = rm_kept_rows(model, n_rows);
   char *out = model->x + (size_t)rows.first * row_bytes(model);
   norm_rows(model, out, model->residual, first ? NULL : output_of(model), weight, rows.n);
+}
+
+// A block's output ← norm(it), where norms come after blocks.
+static void norm_output(rm_model *model, const char *weight, int64_t n_rows) {
+  norm_rows(model, output_of(model), output_of(model), NULL, weight, rm_kept_rows(model, n_rows).n);
 }
 
 // All rows of x on every rank.
@@ -293,22 +306,58 @@ static rm_code complete_rows(rm_model *model, int64_t rows, rm_error *err) {
   return model->sequence_parallel ? rm_shard_gather_rows(&model->shard, model->x, rows, row_bytes(model), err) : RM_OK;
 }
 
-// This rank's columns of x become whole rows: all rows in x, or the home rows in `home`.
-static rm_code complete_output(rm_model *model, int64_t rows, rm_error *err) {
+// This rank's columns of `of` become whole rows: all rows there, or the home rows in `home`.
+static rm_code complete_columns(rm_model *model, char *of, char *home, int64_t rows, rm_error *err) {
   rm_shard *shard = &model->shard;
-  if (!model->sequence_parallel) return rm_shard_gather_columns(shard, RM_CUT_HIDDEN, model->x, rows, err);
-  const char *mine = model->x + (size_t)shard->cuts[RM_CUT_HIDDEN][shard->me].first * shard->elem;
-  return rm_shard_columns_to_rows(shard, RM_CUT_HIDDEN, mine, model->spec->hidden_size, model->home, rows, err);
+  if (!model->sequence_parallel) return rm_shard_gather_columns(shard, RM_CUT_HIDDEN, of, rows, err);
+  const char *mine = of + (size_t)shard->cuts[RM_CUT_HIDDEN][shard->me].first * shard->elem;
+  return rm_shard_columns_to_rows(shard, RM_CUT_HIDDEN, mine, model->spec->hidden_size, home, rows, err);
+}
+
+static rm_code complete_output(rm_model *model, int64_t rows, rm_error *err) {
+  return complete_columns(model, model->x, model->home, rows, err);
 }
 
 // ---------------------------------------------------------------------------------------------- blocks
-static void write_kv(rm_model *model, const rm_layer_params *layer, const char *weights, void *k, void *v, const rm_batch *batch) {
+// The sums of squares of all heads of q and of k, for a norm over all of them; NULL where there is none.
+static rm_code gather_squares(rm_model *model, int64_t rows, const float **q, const float **k, rm_error *err) {
+  const rm_spec *spec = model->spec;
   const rm_placement *here = &model->params->placement;
+  rm_shard *shard = &model->shard;
+  *q = *k = NULL;
+  if (spec->qk_norm != RM_QK_NORM_WHOLE) return RM_OK;
+  float *k_part = model->squares + rows * here->heads.n, *k_all = model->all_squares + rows * spec->n_heads;
+  const rm_head_squares_args args = {.q_out = model->squares,
+                                     .k_out = k_part,
+                                     .qkv = model->qkv,
+                                     .rows = rows,
+                                     .n_heads = here->heads.n,
+                                     .n_kv_heads = here->kv_heads.n,
+                                     .head_dim = spec->head_dim,
+                                     .dtype = model->options.dtype};
+  if (rows) model->kernels->head_squares(&model->ctx, &args);
+  *q = shard->comm ? model->all_squares : model->squares;
+  *k = shard->comm ? k_all : k_part;
+  const int64_t words = (int64_t)(sizeof(float) / shard->elem), shared = here->kv_heads.n - rm_placement_new_kv_heads(spec, here).n;
+  const rm_code code = rm_shard_gather_part(shard, RM_CUT_Q_SQUARES, model->squares, here->heads.n * words, model->all_squares, rows, err);
+  return code ? code : rm_shard_gather_part(shard, RM_CUT_K_SQUARES, k_part + shared, here->kv_heads.n * words, k_all, rows, err);
+}
+
+static rm_code write_kv(rm_model *model, int64_t index, const char *weights, void *k, void *v, const rm_batch *batch, rm_error *err) {
+  const rm_placement *here = &model->params->placement;
+  const float *q_squares, *k_squares;
+  const rm_code code = gather_squares(model, batch->n_rows, &q_squares, &k_squares, err);
+  if (code) return code;
+  const rm_layer_params *layer = &model->params->layers[index];
   const rm_qk_rope_kv_args args = {
       .q_out = model->q,
       .qkv = model->qkv,
-      .q_weight = weights + layer->q_norm,
-      .k_weight = weights + layer->k_norm,
+      .q_weight = rm_param_or_null(weights, layer->q_norm),
+      .k_weight = rm_param_or_null(weights, layer->k_norm),
+      .q_squares = q_squares,
+      .k_squares = k_squares,
+      .all_heads = model->spec->n_heads,
+      .all_kv_heads = model->spec->n_kv_heads,
       .cos = model->cos,
       .sin = model->sin,
       .positions = there(batch, batch->positions),
@@ -322,9 +371,11 @@ static void write_kv(rm_model *model, const rm_layer_params *layer, const char *
       .n_kv_heads = here->kv_heads.n,
       .head_dim = model->spec->head_dim,
       .page_size = model->options.page_size,
+      .rotary_dim = model->spec->layers[index].rotates ? model->spec->rotary_dim : 0,
       .dtype = model->options.dtype,
   };
   if (batch->n_rows) model->kernels->qk_rope_kv(&model->ctx, &args);
+  return RM_OK;
 }
 
 // Writes to qkv, which is not needed any more.
@@ -359,15 +410,15 @@ static void attend(rm_model *model, int64_t index, const void *k, const void *v,
 static rm_code attention_block(rm_model *model, int64_t index, const char *weights, void *kv, int64_t n_pages, const rm_batch *batch,
                                rm_error *err) {
   const rm_layer_params *layer = &model->params->layers[index];
-  const int64_t rows = batch->n_rows;
+  const int64_t rows = batch->n_rows, heads = model->params->placement.heads.n * model->spec->head_dim;
   void *k = k_cache(model, kv, n_pages, index), *v = v_cache(model, kv, n_pages, index);
   rm_code code = complete_rows(model, rows, err);
   if (code) return code;
   const rm_gemm_args qkv = rm_qkv_gemm(model, layer, weights, rows), back = rm_o_proj_gemm(model, layer, weights, rows);
   rm_multiply(model, &qkv);
-  write_kv(model, layer, weights, k, v, batch);
+  if ((code = write_kv(model, index, weights, k, v, batch, err))) return code;
   attend(model, index, k, v, batch);
-  if ((code = rm_shard_gather_part(&model->shard, RM_CUT_HEADS, model->qkv, model->attended, rows, err))) return code;
+  if ((code = rm_shard_gather_part(&model->shard, RM_CUT_HEADS, model->qkv, heads, model->attended, rows, err))) return code;
   rm_multiply(model, &back);
   return complete_output(model, rows, err);
 }
@@ -382,8 +433,39 @@ static rm_code mlp_block(rm_model *model, const rm_layer_params *layer, const ch
   return complete_output(model, rows, err);
 }
 
+// The shared expert of all rows of x: its output to `shared` (kept rows), and each row's logit to shared_switch.
+static rm_code shared_expert(rm_model *model, const rm_layer_params *layer, const char *weights, int64_t rows, rm_error *err) {
+  const rm_gemm_args in = rm_shared_gate_up_gemm(model, layer, weights, rows), down = rm_shared_down_gemm(model, layer, weights, rows);
+  rm_code code = complete_rows(model, rows, err);
+  if (code) return code;
+  if (rows && layer->shared_switch != SIZE_MAX) {
+    const rm_gemm_args logit = rm_shared_switch_gemm(model, layer, weights, rows);
+    model->kernels->gemm(&model->ctx, &logit);
+  }
+  if (rows && in.n) model->kernels->gemm_swiglu(&model->ctx, &in);
+  if ((code = rm_shard_gather_columns(&model->shard, RM_CUT_SHARED_INNER, model->inner, rows, err))) return code;
+  if (rows && down.n) model->kernels->gemm(&model->ctx, &down);
+  return complete_columns(model, model->shared, model->shared_home, rows, err);
+}
+
+// output_of(model) += the shared expert's output.
+static void add_shared_expert(rm_model *model, int64_t n_rows) {
+  const rm_range rows = rm_kept_rows(model, n_rows);
+  const size_t elem = rm_dtype_bytes(model->options.dtype);
+  const rm_rms_norm_args args = {
+      .residual = output_of(model),
+      .x = model->sequence_parallel ? model->shared_home : model->shared,
+      .x_gate = model->spec->shared_switch ? model->shared_switch + (size_t)rows.first * elem : NULL,
+      .rows = rows.n,
+      .n = model->spec->hidden_size,
+      .dtype = model->options.dtype,
+  };
+  if (rows.n) model->kernels->rms_norm(&model->ctx, &args);
+}
+
 // Input in x; output in output_of(model), for either kind of dispatcher.
-static rm_code moe_block(rm_model *model, int64_t index, int64_t moe_layer, const char *weights, const rm_batch *batch, rm_error *err) {
+static rm_code routed_experts(rm_model *model, int64_t index, int64_t moe_layer, const char *weights, const rm_batch *batch,
+                              rm_error *err) {
   const rm_spec *spec = model->spec;
   rm_shard *shard = &model->shard;
   rm_moe *moe = &model->moe;
@@ -398,9 +480,17 @@ static rm_code moe_block(rm_model *model, int64_t index, int64_t moe_layer, cons
     if (code || model->sequence_parallel) return code;
     return rm_shard_gather_rows(shard, model->x, rows, row_bytes(model), err);
   }
-  if ((code = complete_rows(model, rows, err))) return code;
+  if (!spec->shared_intermediate_size && (code = complete_rows(model, rows, err))) return code;
   if ((code = rm_moe_replicated(moe, &model->ctx, shard, layer, weights, model->x, rows, routed, stride, err))) return code;
   return complete_output(model, rows, err);
+}
+
+static rm_code moe_block(rm_model *model, int64_t index, int64_t moe_layer, const char *weights, const rm_batch *batch, rm_error *err) {
+  const int shared = model->spec->shared_intermediate_size > 0;
+  rm_code code = shared ? shared_expert(model, &model->params->layers[index], weights, batch->n_rows, err) : RM_OK;
+  if (!code) code = routed_experts(model, index, moe_layer, weights, batch, err);
+  if (!code && shared) add_shared_expert(model, batch->n_rows);
+  return code;
 }
 
 // ---------------------------------------------------------------------------------------------- a pass
@@ -437,11 +527,13 @@ rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t
   rm_code code = embed(model, base, batch, err);
   for (int64_t i = 0; i < spec->n_layers && !code; i++) {
     const rm_layer_params *layer = &model->params->layers[i];
-    norm(model, base + layer->input_norm, batch->n_rows, i == 0);
+    norm(model, rm_param_or_null(base, layer->input_norm), batch->n_rows, i == 0);
     if ((code = attention_block(model, i, base, kv, n_pages, batch, err))) break;
-    norm(model, base + layer->post_norm, batch->n_rows, 0);
+    if (spec->norm_after) norm_output(model, base + layer->post_norm, batch->n_rows);
+    norm(model, spec->norm_after ? NULL : base + layer->post_norm, batch->n_rows, 0);
     if (spec->layers[i].is_moe) code = moe_block(model, i, moe_layer++, base, batch, err);
     else code = mlp_block(model, layer, base, batch->n_rows, err);
+    if (!code && spec->norm_after) norm_output(model, base + layer->post_mlp_norm, batch->n_rows);
   }
   if (!code && moe_layer && model->moe.dispatches)
     code = rm_shard_gather_rows(&model->shard, there(batch, batch->routed), batch->n_rows,

@@ -17,12 +17,16 @@ struct rm_model {
   rm_shard shard;              // owned
   void *block;                 // owned, device memory: holds the device arrays below
   size_t block_bytes;
-  float *cos, *sin;            // [max_positions][head_dim/2]
+  float *cos, *sin;            // [max_positions][rotary_dim/2]
   char *residual, *x;          // T [max_rows][hidden]
   char *qkv;                   // T [max_rows][(heads + 2·kv_heads)·head_dim] of this rank; then attention's output
+  float *squares;              // [max_rows][heads + kv_heads] of this rank: of q, then of k; where q and k are normed over all heads
+  float *all_squares;          // [max_rows][all heads + all kv heads]; where tp > 1
   char *q;                     // T [max_rows][heads·head_dim] of this rank
   char *out_residual;          // T [max_rows][hidden] residual of the batch's out_rows
-  char *inner;                 // T [max_rows][intermediate], of dense layers
+  char *inner;                 // T [max_rows][intermediate], of dense layers and shared experts
+  char *shared, *shared_home;  // T [max_rows][hidden] a shared expert's output; with sequence parallelism its home rows
+  char *shared_switch;         // T [max_rows]
   rm_moe moe;                  // of MoE layers
   rm_vendor_gemm vendor_gemm;  // owned; open where params are plain
   char *vendor_gemm_workspace;
@@ -66,6 +70,12 @@ rm_gemm_args rm_qkv_gemm(const rm_model *model, const rm_layer_params *layer, co
 rm_gemm_args rm_o_proj_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
 rm_gemm_args rm_gate_up_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
 rm_gemm_args rm_down_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
+// The address of a parameter that a model may lack: then NULL.
+static inline const char *rm_param_or_null(const char *weights, size_t offset) { return offset == SIZE_MAX ? NULL : weights + offset; }
+// Of a shared expert, always in the op table's layout; y of `down` is model->shared.
+rm_gemm_args rm_shared_gate_up_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
+rm_gemm_args rm_shared_down_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
+rm_gemm_args rm_shared_switch_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
 void rm_multiply(rm_model *model, const rm_gemm_args *args);
 void rm_multiply_swiglu(rm_model *model, const rm_gemm_args *args);
 size_t rm_model_gemm_workspace(const rm_model *model);        // of vendor_gemm_workspace, before it is allocated

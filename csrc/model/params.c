@@ -107,17 +107,19 @@ static void lay_attention(layout *l, rm_layer_params *out, int layer) {
   add_matrix(l, RM_P_K, layer, -1, kv, hidden, how, out->qkv, q_here);
   add_matrix(l, RM_P_V, layer, -1, kv, hidden, how, out->qkv, q_here + kv_here);
   out->o = new_dense(l, RM_P_O, layer, hidden, here->hidden.n, q);
-  out->qkv_bias = out->o_bias = SIZE_MAX;
+  out->qkv_bias = out->o_bias = out->q_norm = out->k_norm = SIZE_MAX;
   if (s->attention_bias) {
     const size_t each = rm_dtype_bytes(l->params->dtype);
     out->qkv_bias = take(l, q_here + 2 * kv_here, l->params->dtype);
     add_vector(l, RM_P_Q_BIAS, layer, q, l->params->dtype, out->qkv_bias, 1);
     add_vector(l, RM_P_K_BIAS, layer, kv, l->params->dtype, out->qkv_bias + (size_t)q_here * each, 1);
     add_vector(l, RM_P_V_BIAS, layer, kv, l->params->dtype, out->qkv_bias + (size_t)(q_here + kv_here) * each, 1);
-    out->o_bias = new_vector(l, RM_P_O_BIAS, layer, hidden, here->hidden.n);
   }
-  out->q_norm = new_vector(l, RM_P_Q_NORM, layer, s->head_dim, s->head_dim);
-  out->k_norm = new_vector(l, RM_P_K_NORM, layer, s->head_dim, s->head_dim);
+  if (s->o_bias) out->o_bias = new_vector(l, RM_P_O_BIAS, layer, hidden, here->hidden.n);
+  if (!s->qk_norm) return;
+  const int whole = s->qk_norm == RM_QK_NORM_WHOLE;
+  out->q_norm = new_vector(l, RM_P_Q_NORM, layer, whole ? q : s->head_dim, whole ? q_here : s->head_dim);
+  out->k_norm = new_vector(l, RM_P_K_NORM, layer, whole ? kv : s->head_dim, whole ? kv_here : s->head_dim);
 }
 
 static void lay_dense(layout *l, rm_layer_params *out, int layer) {
@@ -130,6 +132,7 @@ static void lay_dense(layout *l, rm_layer_params *out, int layer) {
   add_matrix(l, RM_P_UP, layer, -1, width, hidden, plain ? RM_PLAIN : RM_PACKED_UP, out->gate_up, plain ? here->inner.n : 0);
   out->down = new_dense(l, RM_P_DOWN, layer, hidden, here->hidden.n, width);
   out->router = out->router_bias = out->expert_gate_up = out->expert_down = SIZE_MAX;
+  out->shared_gate_up = out->shared_down = out->shared_switch = SIZE_MAX;
 }
 
 // A matrix of each expert; this rank's are `stride` bytes apart, the others have no memory.
@@ -141,6 +144,19 @@ static void add_experts(layout *l, rm_param_kind kind, int layer, int64_t rows, 
   }
 }
 
+static void lay_shared_expert(layout *l, rm_layer_params *out, int layer) {
+  const rm_spec *s = l->params->spec;
+  const rm_placement *here = &l->params->placement;
+  const int64_t width = s->shared_intermediate_size, hidden = s->hidden_size;
+  out->shared_gate_up = out->shared_down = out->shared_switch = SIZE_MAX;
+  if (!width) return;
+  out->shared_gate_up = take_packed(l, rm_gate_up_rows(here->shared_inner.n), hidden);
+  add_matrix(l, RM_P_SHARED_GATE, layer, -1, width, hidden, RM_PACKED_GATE, out->shared_gate_up, 0);
+  add_matrix(l, RM_P_SHARED_UP, layer, -1, width, hidden, RM_PACKED_UP, out->shared_gate_up, 0);
+  out->shared_down = new_packed(l, RM_P_SHARED_DOWN, layer, hidden, here->hidden.n, width);
+  if (s->shared_switch) out->shared_switch = new_packed(l, RM_P_SHARED_SWITCH, layer, 1, 1, hidden);
+}
+
 static void lay_experts(layout *l, rm_layer_params *out, int layer) {
   const rm_spec *s = l->params->spec;
   const rm_placement *here = &l->params->placement;
@@ -150,6 +166,7 @@ static void lay_experts(layout *l, rm_layer_params *out, int layer) {
   out->router = new_packed(l, RM_P_ROUTER, layer, s->n_experts, s->n_experts, hidden);
   out->router_bias = take(l, s->n_experts, RM_F32);
   add_vector(l, RM_P_ROUTER_BIAS, layer, s->n_experts, RM_F32, out->router_bias, s->router_bias);
+  lay_shared_expert(l, out, layer);
   out->expert_gate_up_stride = rm_packed_elems(rm_gate_up_rows(here->expert_inner.n), hidden);
   out->expert_down_stride = rm_packed_elems(here->expert_hidden.n, width);
   out->expert_gate_up = take(l, here->experts.n * out->expert_gate_up_stride, l->params->dtype);
@@ -178,8 +195,9 @@ static void lay_all(layout *l) {
   p->final_norm = new_vector(l, RM_P_FINAL_NORM, -1, s->hidden_size, s->hidden_size);
   for (int i = 0; i < (int)s->n_layers; i++) {
     rm_layer_params *out = &p->layers[i];
-    out->input_norm = new_vector(l, RM_P_INPUT_NORM, i, s->hidden_size, s->hidden_size);
+    out->input_norm = s->norm_after ? SIZE_MAX : new_vector(l, RM_P_INPUT_NORM, i, s->hidden_size, s->hidden_size);
     out->post_norm = new_vector(l, RM_P_POST_NORM, i, s->hidden_size, s->hidden_size);
+    out->post_mlp_norm = s->norm_after ? new_vector(l, RM_P_POST_MLP_NORM, i, s->hidden_size, s->hidden_size) : SIZE_MAX;
     lay_attention(l, out, i);
     if (s->layers[i].is_moe) lay_experts(l, out, i);
     else lay_dense(l, out, i);
@@ -244,35 +262,44 @@ int64_t rm_params_find(const rm_params *params, rm_param_kind kind, int32_t laye
   return -1;
 }
 
-static const char *const hf_names[RM_N_PARAM_KIND] = {
-    [RM_P_EMBED] = "model.embed_tokens.weight",
-    [RM_P_LM_HEAD] = "lm_head.weight",
-    [RM_P_FINAL_NORM] = "model.norm.weight",
-    [RM_P_INPUT_NORM] = "input_layernorm.weight",
-    [RM_P_POST_NORM] = "post_attention_layernorm.weight",
-    [RM_P_Q] = "self_attn.q_proj.weight",
-    [RM_P_K] = "self_attn.k_proj.weight",
-    [RM_P_V] = "self_attn.v_proj.weight",
-    [RM_P_O] = "self_attn.o_proj.weight",
-    [RM_P_Q_BIAS] = "self_attn.q_proj.bias",
-    [RM_P_K_BIAS] = "self_attn.k_proj.bias",
-    [RM_P_V_BIAS] = "self_attn.v_proj.bias",
-    [RM_P_O_BIAS] = "self_attn.o_proj.bias",
-    [RM_P_Q_NORM] = "self_attn.q_norm.weight",
-    [RM_P_K_NORM] = "self_attn.k_norm.weight",
-    [RM_P_GATE] = "mlp.gate_proj.weight",
-    [RM_P_UP] = "mlp.up_proj.weight",
-    [RM_P_DOWN] = "mlp.down_proj.weight",
-    [RM_P_ROUTER] = "mlp.gate.weight",
-    [RM_P_ROUTER_BIAS] = "mlp.gate.e_score_correction_bias",
-    [RM_P_EXPERT_GATE] = "gate_proj.weight",
-    [RM_P_EXPERT_UP] = "up_proj.weight",
-    [RM_P_EXPERT_DOWN] = "down_proj.weight",
+static const struct {
+  const char *kind, *name;
+} hf_names[RM_N_PARAM_KIND] = {
+    [RM_P_EMBED] = {"embed", "model.embed_tokens.weight"},
+    [RM_P_LM_HEAD] = {"lm_head", "lm_head.weight"},
+    [RM_P_FINAL_NORM] = {"final_norm", "model.norm.weight"},
+    [RM_P_INPUT_NORM] = {"input_norm", "input_layernorm.weight"},
+    [RM_P_POST_NORM] = {"post_norm", "post_attention_layernorm.weight"},
+    [RM_P_POST_MLP_NORM] = {"post_mlp_norm", "post_feedforward_layernorm.weight"},
+    [RM_P_Q] = {"q", "self_attn.q_proj.weight"},
+    [RM_P_K] = {"k", "self_attn.k_proj.weight"},
+    [RM_P_V] = {"v", "self_attn.v_proj.weight"},
+    [RM_P_O] = {"o", "self_attn.o_proj.weight"},
+    [RM_P_Q_BIAS] = {"q_bias", "self_attn.q_proj.bias"},
+    [RM_P_K_BIAS] = {"k_bias", "self_attn.k_proj.bias"},
+    [RM_P_V_BIAS] = {"v_bias", "self_attn.v_proj.bias"},
+    [RM_P_O_BIAS] = {"o_bias", "self_attn.o_proj.bias"},
+    [RM_P_Q_NORM] = {"q_norm", "self_attn.q_norm.weight"},
+    [RM_P_K_NORM] = {"k_norm", "self_attn.k_norm.weight"},
+    [RM_P_GATE] = {"gate", "mlp.gate_proj.weight"},
+    [RM_P_UP] = {"up", "mlp.up_proj.weight"},
+    [RM_P_DOWN] = {"down", "mlp.down_proj.weight"},
+    [RM_P_ROUTER] = {"router", "mlp.gate.weight"},
+    [RM_P_ROUTER_BIAS] = {"router_bias", "mlp.gate.e_score_correction_bias"},
+    [RM_P_SHARED_GATE] = {"shared_gate", "mlp.shared_experts.gate_proj.weight"},
+    [RM_P_SHARED_UP] = {"shared_up", "mlp.shared_experts.up_proj.weight"},
+    [RM_P_SHARED_DOWN] = {"shared_down", "mlp.shared_experts.down_proj.weight"},
+    [RM_P_SHARED_SWITCH] = {"shared_switch", "mlp.shared_expert_gate.weight"},
+    [RM_P_EXPERT_GATE] = {"expert_gate", "mlp.experts.#.gate_proj.weight"},
+    [RM_P_EXPERT_UP] = {"expert_up", "mlp.experts.#.up_proj.weight"},
+    [RM_P_EXPERT_DOWN] = {"expert_down", "mlp.experts.#.down_proj.weight"},
 };
 
-int rm_param_name(const rm_param *param, char *buffer, size_t capacity) {
-  const char *name = hf_names[param->kind];
-  if (param->layer < 0) return snprintf(buffer, capacity, "%s", name);
-  if (param->expert < 0) return snprintf(buffer, capacity, "model.layers.%d.%s", param->layer, name);
-  return snprintf(buffer, capacity, "model.layers.%d.mlp.experts.%d.%s", param->layer, param->expert, name);
+const char *rm_param_kind_name(int kind) { return kind < RM_N_PARAM_KIND ? hf_names[kind].kind : NULL; }
+
+int rm_param_name(const rm_params *params, const rm_param *param, char *buffer, size_t capacity) {
+  const char *own = params->spec->names[param->kind], *pattern = own ? own : hf_names[param->kind].name, *place = strchr(pattern, '#');
+  if (param->layer < 0) return snprintf(buffer, capacity, "%s", pattern);
+  if (!place) return snprintf(buffer, capacity, "model.layers.%d.%s", param->layer, pattern);
+  return snprintf(buffer, capacity, "model.layers.%d.%.*s%d%s", param->layer, (int)(place - pattern), pattern, param->expert, place + 1);
 }

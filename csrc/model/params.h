@@ -24,10 +24,12 @@ typedef struct rm_param {
 // Offsets of one layer's matrices, for the forward pass. SIZE_MAX where a layer has none. Each has the rows that the rank holds and all
 // columns; the shapes below are those without a mesh.
 typedef struct rm_layer_params {
-  size_t input_norm, post_norm, q_norm, k_norm;
+  size_t input_norm, post_norm, post_mlp_norm;   // post_norm: of the MLP's input, or with norm_after of attention's output
+  size_t q_norm, k_norm;                   // [head_dim], or [heads·head_dim], [kv·head_dim]
   size_t qkv, qkv_bias, o, o_bias;         // qkv: packed [(heads + 2·kv)·head_dim]×[hidden]
   size_t gate_up, down;                    // dense: packed [gate_up_rows(I)]×[H], [H]×[I]; plain: [2I][H], [H][I]
   size_t router, router_bias;              // MoE: packed [E]×[H]; float32 [E]
+  size_t shared_gate_up, shared_down, shared_switch;   // MoE: as a dense layer's, packed; packed [1]×[H]
   size_t expert_gate_up, expert_down;      // MoE: a matrix for each expert of the rank, strides below
   int64_t expert_gate_up_stride, expert_down_stride;   // in elements
 } rm_layer_params;
@@ -51,4 +53,6 @@ void rm_params_destroy(rm_params *params);
 // Index of a parameter, −1 if the model does not have it.
 int64_t rm_params_find(const rm_params *params, rm_param_kind kind, int32_t layer, int32_t expert);
 // Writes the Hugging Face name, always NUL-terminated; returns its length.
-int rm_param_name(const rm_param *param, char *buffer, size_t capacity);
+int rm_param_name(const rm_params *params, const rm_param *param, char *buffer, size_t capacity);
+// The name of its kind for a spec's `names`, "router"; NULL beyond the last kind.
+const char *rm_param_kind_name(int kind);

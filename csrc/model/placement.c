@@ -30,6 +30,7 @@ rm_placement rm_placement_of(const rm_spec *spec, const rm_mesh *mesh, int32_t r
       .kv_heads = kv_heads_of(spec, heads),
       .hidden = rm_share(spec->hidden_size, RM_SHARD_WIDTH, mesh->tp, at.tp),
       .inner = rm_share(spec->intermediate_size, RM_SHARD_WIDTH, mesh->tp, at.tp),
+      .shared_inner = rm_share(spec->shared_intermediate_size, RM_SHARD_WIDTH, mesh->tp, at.tp),
       .vocab = rm_share(spec->vocab_size, RM_SHARD_VOCAB, mesh->tp, at.tp),
       .experts = {0, spec->n_experts},
       .expert_inner = rm_share(spec->moe_intermediate_size, RM_SHARD_WIDTH, mesh->tp, at.tp),
@@ -66,7 +67,12 @@ rm_range rm_placement_rows(const rm_spec *spec, const rm_placement *p, rm_param_
     case RM_P_V_BIAS: return scaled(p->kv_heads, spec->head_dim);
     case RM_P_O:
     case RM_P_O_BIAS:
+    case RM_P_SHARED_DOWN:
     case RM_P_DOWN: return p->hidden;
+    case RM_P_SHARED_GATE:
+    case RM_P_SHARED_UP: return p->shared_inner;
+    case RM_P_Q_NORM: return spec->qk_norm == RM_QK_NORM_WHOLE ? scaled(p->heads, spec->head_dim) : (rm_range){0, n};
+    case RM_P_K_NORM: return spec->qk_norm == RM_QK_NORM_WHOLE ? scaled(p->kv_heads, spec->head_dim) : (rm_range){0, n};
     case RM_P_GATE:
     case RM_P_UP: return p->inner;
     case RM_P_EXPERT_GATE:
@@ -76,8 +82,7 @@ rm_range rm_placement_rows(const rm_spec *spec, const rm_placement *p, rm_param_
   }
 }
 
-// KV heads that no lower rank of the tp group holds. Only the first can be shared with the rank before.
-static rm_range new_kv_heads(const rm_spec *spec, const rm_placement *p) {
+rm_range rm_placement_new_kv_heads(const rm_spec *spec, const rm_placement *p) {
   const int64_t group = spec->n_heads / spec->n_kv_heads, shared = p->heads.first % group != 0;
   return (rm_range){p->kv_heads.first + shared, p->kv_heads.n - shared};
 }
@@ -88,17 +93,22 @@ rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *p, rm_par
     case RM_P_K:
     case RM_P_V:
     case RM_P_K_BIAS:
-    case RM_P_V_BIAS: return p->answers_sharded ? scaled(new_kv_heads(spec, p), spec->head_dim) : none;
+    case RM_P_V_BIAS: return p->answers_sharded ? scaled(rm_placement_new_kv_heads(spec, p), spec->head_dim) : none;
     case RM_P_EXPERT_GATE:
     case RM_P_EXPERT_UP:
     case RM_P_EXPERT_DOWN: return p->answers_experts ? held : none;
     case RM_P_FINAL_NORM:
     case RM_P_INPUT_NORM:
     case RM_P_POST_NORM:
-    case RM_P_Q_NORM:
-    case RM_P_K_NORM:
+    case RM_P_POST_MLP_NORM:
+    case RM_P_SHARED_SWITCH:
     case RM_P_ROUTER:
     case RM_P_ROUTER_BIAS: return p->answers_replicated ? held : none;
+    case RM_P_Q_NORM:
+    case RM_P_K_NORM:
+      if (spec->qk_norm != RM_QK_NORM_WHOLE) return p->answers_replicated ? held : none;
+      if (!p->answers_sharded) return none;
+      return kind == RM_P_Q_NORM ? held : scaled(rm_placement_new_kv_heads(spec, p), spec->head_dim);
     default: return p->answers_sharded ? held : none;
   }
 }

@@ -10,20 +10,6 @@
 #include "mesh/mesh.h"
 #include "model/spec.h"
 
-// clang-format off
-typedef enum rm_param_kind {
-  RM_P_EMBED, RM_P_LM_HEAD, RM_P_FINAL_NORM,
-  RM_P_INPUT_NORM, RM_P_POST_NORM,
-  RM_P_Q, RM_P_K, RM_P_V, RM_P_O,
-  RM_P_Q_BIAS, RM_P_K_BIAS, RM_P_V_BIAS, RM_P_O_BIAS,
-  RM_P_Q_NORM, RM_P_K_NORM,
-  RM_P_GATE, RM_P_UP, RM_P_DOWN,
-  RM_P_ROUTER, RM_P_ROUTER_BIAS,
-  RM_P_EXPERT_GATE, RM_P_EXPERT_UP, RM_P_EXPERT_DOWN,
-  RM_N_PARAM_KIND
-} rm_param_kind;
-// clang-format on
-
 typedef struct rm_range {
   int64_t first, n; // [first, first + n)
 } rm_range;
@@ -32,6 +18,7 @@ typedef struct rm_placement { // of one rank
   rm_range heads, kv_heads;
   rm_range hidden;                                           // rows of o_proj and of a dense layer's down_proj
   rm_range inner;                                            // rows of a dense layer's gate_proj and up_proj
+  rm_range shared_inner;                                     // rows of a shared expert's
   rm_range vocab;                                            // rows of embed_tokens and lm_head
   rm_range experts;                                          // those of which it holds a shard
   rm_range expert_inner, expert_hidden;                      // rows of an expert's gate and up; of its down
@@ -50,6 +37,9 @@ rm_placement rm_placement_whole(const rm_spec *spec);
 rm_range rm_placement_rows(const rm_spec *spec, const rm_placement *placement, rm_param_kind kind, int32_t expert, int64_t n);
 // The rows among them that this rank counts. Over all ranks each row is counted once, so that sums over ranks are sums over the parameter.
 rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *placement, rm_param_kind kind, int32_t expert, int64_t n);
+
+// KV heads that no lower rank of the tp group holds. Only the first can be shared with the rank before.
+rm_range rm_placement_new_kv_heads(const rm_spec *spec, const rm_placement *placement);
 
 // Part `index` of `parts` of [0, n), in units of `unit`; the last unit may be shorter.
 rm_range rm_share(int64_t n, int64_t unit, int64_t parts, int64_t index);

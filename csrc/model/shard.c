@@ -15,6 +15,10 @@ rm_code rm_shard_create(const rm_spec *spec, const rm_rank *rank, rm_dtype dtype
   out->widths[RM_CUT_HEADS] = spec->n_heads * spec->head_dim;
   out->widths[RM_CUT_HIDDEN] = spec->hidden_size;
   out->widths[RM_CUT_INNER] = spec->intermediate_size;
+  out->widths[RM_CUT_SHARED_INNER] = spec->shared_intermediate_size;
+  const int64_t words = (int64_t)(sizeof(float) / out->elem);
+  out->widths[RM_CUT_Q_SQUARES] = spec->n_heads * words;
+  out->widths[RM_CUT_K_SQUARES] = spec->n_kv_heads * words;
   out->widths[RM_CUT_EXPERT_INNER] = spec->moe_intermediate_size;
   out->send = rm_alloc(size, 2 * sizeof *out->send);
   out->vocab = rm_alloc(size, (RM_N_CUT + 1) * sizeof *out->vocab);
@@ -29,6 +33,10 @@ rm_code rm_shard_create(const rm_spec *spec, const rm_rank *rank, rm_dtype dtype
     out->cuts[RM_CUT_HEADS][r] = (rm_range){p.heads.first * spec->head_dim, p.heads.n * spec->head_dim};
     out->cuts[RM_CUT_HIDDEN][r] = p.hidden;
     out->cuts[RM_CUT_INNER][r] = p.inner;
+    out->cuts[RM_CUT_SHARED_INNER][r] = p.shared_inner;
+    const rm_range kv = rm_placement_new_kv_heads(spec, &p);
+    out->cuts[RM_CUT_Q_SQUARES][r] = (rm_range){p.heads.first * words, p.heads.n * words};
+    out->cuts[RM_CUT_K_SQUARES][r] = (rm_range){kv.first * words, kv.n * words};
     out->cuts[RM_CUT_EXPERT_INNER][r] = p.expert_inner;
     out->vocab[r] = p.vocab;
   }
@@ -50,11 +58,11 @@ static rm_block block(const rm_shard *shard, const void *matrix, int64_t ld, rm_
                     .ld = (size_t)ld * shard->elem};
 }
 
-rm_code rm_shard_gather_part(rm_shard *shard, rm_cut cut, const void *part, void *whole, int64_t rows, rm_error *err) {
+rm_code rm_shard_gather_part(rm_shard *shard, rm_cut cut, const void *part, int64_t ld, void *whole, int64_t rows, rm_error *err) {
   const rm_range mine = shard->cuts[cut][shard->me], all = {0, rows};
   if (!shard->comm) return RM_OK;   // the caller reads `part`
   for (int r = 0; r < shard->size; r++) {
-    shard->send[r] = block(shard, part, mine.n, all, (rm_range){0, mine.n});
+    shard->send[r] = block(shard, part, ld, all, (rm_range){0, mine.n});
     shard->recv[r] = block(shard, whole, shard->widths[cut], all, shard->cuts[cut][r]);
   }
   return rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);

@@ -13,13 +13,22 @@
 #include "model/placement.h"
 #include "model/rank.h"
 
-typedef enum rm_cut { RM_CUT_HEADS, RM_CUT_HIDDEN, RM_CUT_INNER, RM_CUT_EXPERT_INNER, RM_N_CUT } rm_cut;
+typedef enum rm_cut {
+  RM_CUT_HEADS,
+  RM_CUT_HIDDEN,
+  RM_CUT_INNER,
+  RM_CUT_SHARED_INNER,
+  RM_CUT_EXPERT_INNER,
+  RM_CUT_Q_SQUARES,
+  RM_CUT_K_SQUARES,
+  RM_N_CUT
+} rm_cut;
 
 typedef struct rm_shard {
   rm_comm *comm;             // view, for device memory; NULL: one rank
   int size, me;
   size_t elem;               // bytes of an element
-  rm_range *cuts[RM_N_CUT];  // [size] columns of each rank; HEADS in elements
+  rm_range *cuts[RM_N_CUT];  // [size] columns of each rank, in elements; SQUARES: float32, a KV head of the first rank that has it
   rm_range *vocab;           // [size]
   rm_block *send, *recv;     // [size] scratch of a call
   int64_t widths[RM_N_CUT];
@@ -35,8 +44,8 @@ static inline rm_range rm_shard_rows(const rm_shard *shard, int64_t n, int r) {
 }
 static inline rm_range rm_shard_home(const rm_shard *shard, int64_t n) { return rm_shard_rows(shard, n, shard->me); }
 
-// part: T [rows][columns of this rank], whole: T [rows][width].
-rm_code rm_shard_gather_part(rm_shard *shard, rm_cut cut, const void *part, void *whole, int64_t rows, rm_error *err);
+// part: this rank's columns, rows of `ld` elements; whole: T [rows][width].
+rm_code rm_shard_gather_part(rm_shard *shard, rm_cut cut, const void *part, int64_t ld, void *whole, int64_t rows, rm_error *err);
 rm_code rm_shard_gather_columns(rm_shard *shard, rm_cut cut, void *whole, int64_t rows, rm_error *err);
 // columns: this rank's first column, T [rows] of `ld` elements; home: T [home rows][width].
 rm_code rm_shard_columns_to_rows(rm_shard *shard, rm_cut cut, const void *columns, int64_t ld, void *home, int64_t rows, rm_error *err);

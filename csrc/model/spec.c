@@ -23,6 +23,8 @@ static rm_code check_attention(const rm_spec *s, rm_error *err) {
                    (long long)s->n_heads);
   if ((code = in_range(err, "head_dim", s->head_dim, 2, MAX_HEAD_DIM))) return code;
   if (s->head_dim % 2) return rm_fail(err, RM_E_CONFIG, "head_dim=%lld is odd; rope rotates pairs", (long long)s->head_dim);
+  if ((code = in_range(err, "rotary_dim", s->rotary_dim, 0, s->head_dim))) return code;
+  if (s->rotary_dim % 2) return rm_fail(err, RM_E_CONFIG, "rotary_dim=%lld is odd; rope rotates pairs", (long long)s->rotary_dim);
   if (s->n_heads * s->head_dim > MAX_WIDTH)
     return rm_fail(err, RM_E_CONFIG, "num_attention_heads·head_dim=%lld is over %d", (long long)(s->n_heads * s->head_dim), MAX_WIDTH);
   return RM_OK;
@@ -31,8 +33,9 @@ static rm_code check_attention(const rm_spec *s, rm_error *err) {
 static rm_code check_rope(const rm_spec *s, rm_error *err) {
   if (!(isfinite(s->rope_scale) && s->rope_scale > 0))
     return rm_fail(err, RM_E_CONFIG, "rope_scale=%g is not finite and > 0", (double)s->rope_scale);
-  if (!s->inv_freq) return rm_fail(err, RM_E_CONFIG, "expected inv_freq of head_dim/2=%lld values, got none", (long long)s->head_dim / 2);
-  for (int64_t i = 0; i < s->head_dim / 2; i++)
+  if (!s->inv_freq)
+    return rm_fail(err, RM_E_CONFIG, "expected inv_freq of rotary_dim/2=%lld values, got none", (long long)s->rotary_dim / 2);
+  for (int64_t i = 0; i < s->rotary_dim / 2; i++)
     if (!(isfinite(s->inv_freq[i]) && s->inv_freq[i] >= 0))
       return rm_fail(err, RM_E_CONFIG, "inv_freq[%lld]=%g is not finite and ≥ 0", (long long)i, (double)s->inv_freq[i]);
   return RM_OK;
@@ -51,6 +54,15 @@ static rm_code check_experts(const rm_spec *s, rm_error *err) {
   if (s->top_k > s->n_experts)
     return rm_fail(err, RM_E_CONFIG, "num_experts_per_tok=%lld exceeds num_experts=%lld", (long long)s->top_k, (long long)s->n_experts);
   if ((code = in_range(err, "num_experts_per_tok", s->top_k, 1, RM_MAX_TOP_K))) return code;
+  if ((code = in_range(err, "n_group", s->n_groups, 1, RM_MAX_EXPERT_GROUPS))) return code;
+  if ((code = in_range(err, "topk_group", s->top_groups, 1, s->n_groups))) return code;
+  const int64_t each = s->n_experts / s->n_groups;
+  if (s->n_groups > 1 && (s->n_experts % s->n_groups || each < 2 || s->top_groups * each < s->top_k))
+    return rm_fail(err, RM_E_CONFIG, "n_group=%lld, topk_group=%lld do not fit num_experts=%lld, num_experts_per_tok=%lld",
+                   (long long)s->n_groups, (long long)s->top_groups, (long long)s->n_experts, (long long)s->top_k);
+  if (!(isfinite(s->route_scale) && s->route_scale > 0))
+    return rm_fail(err, RM_E_CONFIG, "routed_scaling_factor=%g is not finite and > 0", (double)s->route_scale);
+  if ((code = in_range(err, "shared_intermediate_size", s->shared_intermediate_size, 0, MAX_WIDTH))) return code;
   return in_range(err, "moe_intermediate_size", s->moe_intermediate_size, 1, MAX_WIDTH);
 }
 
@@ -84,13 +96,28 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
     return rm_fail(err, RM_E_CONFIG, "rms_norm_eps=%g is not finite and > 0", (double)values->rms_norm_eps);
 
   const size_t layers_bytes = (size_t)values->n_layers * sizeof *values->layers;
-  const size_t freq_bytes = (size_t)(values->head_dim / 2) * sizeof *values->inv_freq;
-  rm_spec *spec = rm_alloc(1, sizeof *spec + layers_bytes + freq_bytes);   // one block: the spec, its layers, its frequencies
+  size_t names_bytes = 0;
+  for (int kind = 0; kind < RM_N_PARAM_KIND; kind++) {
+    const char *name = values->names[kind];
+    if (name && strlen(name) > RM_MAX_PARAM_NAME)
+      return rm_fail(err, RM_E_CONFIG, "%.32s…: expected a parameter's name of at most %d bytes", name, RM_MAX_PARAM_NAME);
+    names_bytes += name ? strlen(name) + 1 : 0;
+  }
+  const size_t freq_bytes = (size_t)(values->rotary_dim / 2) * sizeof *values->inv_freq;
+  rm_spec *spec =
+      rm_alloc(1, sizeof *spec + layers_bytes + freq_bytes + names_bytes);   // one block: the spec, its layers, frequencies, names
   if (!spec) return rm_fail(err, RM_E_MEMORY, "no memory for a spec of %lld layers", (long long)values->n_layers);
   *spec = *values;
   spec->n_moe_layers = n_moe;
   spec->layers = memcpy(spec + 1, values->layers, layers_bytes);
   spec->inv_freq = memcpy((char *)(spec + 1) + layers_bytes, values->inv_freq, freq_bytes);
+  char *name = (char *)(spec + 1) + layers_bytes + freq_bytes;
+  for (int kind = 0; kind < RM_N_PARAM_KIND; kind++) {
+    if (!values->names[kind]) continue;
+    const size_t bytes = strlen(values->names[kind]) + 1;
+    spec->names[kind] = memcpy(name, values->names[kind], bytes);
+    name += bytes;
+  }
   *out = spec;
   return RM_OK;
 }

@@ -4,6 +4,7 @@
 // longer than matching all sixty patterns.
 #include "weights/names.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include "base/memory.h"
@@ -23,7 +24,7 @@ typedef struct spelling {
 } spelling;
 
 static const spelling spellings[] = {
-    // Hugging Face checkpoints, Qwen3 and Qwen3-MoE
+    // Hugging Face checkpoints; what a family calls otherwise is in its spec
     {"embed_tokens.weight", ONE, RM_P_EMBED},
     {"lm_head.weight", ONE, RM_P_LM_HEAD},
     {"norm.weight", ONE, RM_P_FINAL_NORM},
@@ -43,6 +44,11 @@ static const spelling spellings[] = {
     {"layers.#.mlp.up_proj.weight", ONE, RM_P_UP},
     {"layers.#.mlp.down_proj.weight", ONE, RM_P_DOWN},
     {"layers.#.mlp.gate.weight", ONE, RM_P_ROUTER},
+    {"layers.#.post_feedforward_layernorm.weight", ONE, RM_P_POST_MLP_NORM},
+    {"layers.#.mlp.shared_experts.gate_proj.weight", ONE, RM_P_SHARED_GATE},
+    {"layers.#.mlp.shared_experts.up_proj.weight", ONE, RM_P_SHARED_UP},
+    {"layers.#.mlp.shared_experts.down_proj.weight", ONE, RM_P_SHARED_DOWN},
+    {"layers.#.mlp.shared_expert_gate.weight", ONE, RM_P_SHARED_SWITCH},
     {"layers.#.mlp.experts.#.gate_proj.weight", ONE, RM_P_EXPERT_GATE},
     {"layers.#.mlp.experts.#.up_proj.weight", ONE, RM_P_EXPERT_UP},
     {"layers.#.mlp.experts.#.down_proj.weight", ONE, RM_P_EXPERT_DOWN},
@@ -72,6 +78,9 @@ static const spelling spellings[] = {
     {"layers.#.feed_forward.w2.weight", ONE, RM_P_DOWN},
     {"layers.#.feed_forward.w3.weight", ONE, RM_P_UP},
     {"layers.#.moe.router.gate.weight", ONE, RM_P_ROUTER},
+    {"layers.#.moe.shared_experts.w1.weight", ONE, RM_P_SHARED_GATE},
+    {"layers.#.moe.shared_experts.w2.weight", ONE, RM_P_SHARED_DOWN},
+    {"layers.#.moe.shared_experts.w3.weight", ONE, RM_P_SHARED_UP},
     {"layers.#.moe.experts.w1", EXPERTS, RM_P_EXPERT_GATE},
     {"layers.#.moe.experts.w2", EXPERTS, RM_P_EXPERT_DOWN},
     {"layers.#.moe.experts.w3", EXPERTS, RM_P_EXPERT_UP},
@@ -183,6 +192,14 @@ static rm_code add_piece(rm_target *target, int64_t param, int64_t outer, int64_
   return RM_OK;
 }
 
+// A spelling of a parameter by the family's own name for it, if that matches; `pattern` has room for it.
+static int matches_own(const rm_params *params, rm_param_kind kind, const char *bare, char *pattern, size_t capacity, int32_t numbers[2]) {
+  const char *own = params->spec->names[kind];
+  if (!own) return 0;
+  snprintf(pattern, capacity, "%s%s", kind <= RM_P_FINAL_NORM ? "" : "layers.#.", own);
+  return matches(strncmp(pattern, "model.", 6) == 0 ? pattern + 6 : pattern, bare, numbers);
+}
+
 static int64_t extent(const rm_param *p) { return p->n_dims == 1 ? p->cols : p->rows; }
 
 // The parameters of `kinds`, one after another along the rows, for one expert (or none).
@@ -239,7 +256,14 @@ static rm_code no_place(const rm_params *params, const char *name, const spellin
   if (numbers[1] >= 0 && spec->layers[numbers[0]].is_moe && numbers[1] >= spec->n_experts)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: expert %d; the model has %lld", name, numbers[1], (long long)spec->n_experts);
   if (s->kind >= RM_P_Q_BIAS && s->kind <= RM_P_O_BIAS)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model has attention_bias=False", name);
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model has no bias there%s", name, spec->o_bias ? "" : " (attention_bias=False)");
+  if (s->kind == RM_P_Q_NORM || s->kind == RM_P_K_NORM)
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model does not norm q and k", name);
+  if (s->kind == RM_P_POST_MLP_NORM || (s->kind == RM_P_INPUT_NORM && spec->norm_after))
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model norms a block's %s", name, spec->norm_after ? "output" : "input");
+  if (s->kind >= RM_P_SHARED_GATE && s->kind <= RM_P_SHARED_SWITCH && spec->layers[numbers[0]].is_moe)
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model has no %s", name,
+                   spec->shared_intermediate_size ? "gate of its shared expert" : "shared expert");
   if (s->kind >= RM_P_GATE && numbers[0] >= 0)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: layer %d %s", name, numbers[0],
                    spec->layers[numbers[0]].is_moe ? "is a mixture of experts" : "has no experts");
@@ -259,6 +283,14 @@ rm_code rm_names_resolve(const rm_params *params, const char *name, size_t lengt
     if (!matches(spellings[i].pattern, bare, numbers)) continue;
     code = fill(params, &spellings[i], numbers, out, err);
     return code == RM_E_UNEXPECTED_KEY ? no_place(params, shown, &spellings[i], numbers, err) : code;
+  }
+  for (int kind = 0; kind < RM_N_PARAM_KIND; kind++) {
+    char pattern[RM_NAME_MAX + 16];
+    int32_t numbers[2];
+    if (!matches_own(params, (rm_param_kind)kind, bare, pattern, sizeof pattern, numbers)) continue;
+    const spelling own = {pattern, ONE, (rm_param_kind)kind};
+    code = fill(params, &own, numbers, out, err);
+    return code == RM_E_UNEXPECTED_KEY ? no_place(params, shown, &own, numbers, err) : code;
   }
   return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is no parameter of this model", length ? shown : "''");
 }

@@ -86,7 +86,7 @@ static rm_code check_new(const rm_store *store, const char *name, rm_error *err)
     const int64_t index = store->target.pieces[i].param;
     if (!(store->flags[index] & SEEN)) continue;
     char earlier[128];
-    rm_param_name(&store->params->list[index], earlier, sizeof earlier);
+    rm_param_name(store->params, &store->params->list[index], earlier, sizeof earlier);
     if (strcmp(name, earlier) == 0) return rm_fail(err, RM_E_DUPLICATE_KEY, "%s has come already in this sync", name);
     return rm_fail(err, RM_E_DUPLICATE_KEY, "%s: %s has come already in this sync", name, earlier);
   }
@@ -133,9 +133,9 @@ rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm
 
 // ------------------------------------------------------------------------------------------------ push
 // Digest of a parameter's Hugging Face name and values.
-static uint64_t named_digest(const rm_param *param, uint64_t values) {
+static uint64_t named_digest(const rm_params *params, const rm_param *param, uint64_t values) {
   char name[128];
-  const uint64_t hash = rm_hash_bytes(RM_HASH_SEED, name, (size_t)rm_param_name(param, name, sizeof name));
+  const uint64_t hash = rm_hash_bytes(RM_HASH_SEED, name, (size_t)rm_param_name(params, param, name, sizeof name));
   return rm_hash_finish(hash ^ rm_hash_finish(values + RM_HASH_STEP));
 }
 
@@ -239,7 +239,7 @@ static rm_code check_tasks(rm_store *store, rm_error *err) {
     const rm_copy_task *task = &tasks->list[i];
     if (task->args.diff_index < 0) continue;
     char other[128];
-    rm_param_name(&store->params->list[task->twin], other, sizeof other);
+    rm_param_name(store->params, &store->params->list[task->twin], other, sizeof other);
     return rm_fail(err, RM_E_TIED_WEIGHT, "%.*s differs from %s at element %s, and tie_word_embeddings is set", (int)task->entry->length,
                    task->entry->name, other,
                    show_index(store, &task->piece, &task->entry->tensor, task->args.index0 + task->args.diff_index).text);
@@ -354,7 +354,7 @@ static rm_code list_absent(const rm_store *store, rm_error *err) {
   for (int64_t i = 0; i < store->params->n; i++) {
     if (!is_absent(store, i)) continue;
     char name[128];
-    rm_param_name(&store->params->list[i], name, sizeof name);
+    rm_param_name(store->params, &store->params->list[i], name, sizeof name);
     rm_error_append(err, "%s%s", before, name);
     before = ", ";
     only_biases &= store->params->list[i].kind == RM_P_ROUTER_BIAS;
@@ -370,7 +370,7 @@ static rm_code check_biases(const rm_store *store, rm_error *err) {
     const rm_param *param = &store->params->list[i];
     if (param->kind != RM_P_ROUTER_BIAS || (store->flags[i] & SEEN) || keeps_value(store, i) || !store->has_bias[param->layer]) continue;
     char name[128];
-    rm_param_name(param, name, sizeof name);
+    rm_param_name(store->params, param, name, sizeof name);
     return rm_fail(err, RM_E_MISSING_KEY,
                    "%s: version %lld had this router bias and version %lld has none (allow_bias_removal=True makes it zeros)", name,
                    (long long)store->last_version, (long long)store->options.version);
@@ -406,7 +406,7 @@ void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report)
   settle_biases(store);
   store->staged.digest = 0;
   for (int64_t i = 0; i < store->params->n; i++)
-    if (store->staged.counts[i]) store->staged.digest += named_digest(&store->params->list[i], sums[i]);
+    if (store->staged.counts[i]) store->staged.digest += named_digest(store->params, &store->params->list[i], sums[i]);
   rm_store_swap_blocks(store);
   store->version = store->last_version = store->options.version;
   store->open = 0;

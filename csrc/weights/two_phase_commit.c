@@ -75,7 +75,7 @@ static rm_code compare(const ballot *b, const rm_params *params, rm_error *err) 
         if (its.first != mine.first || its.n != mine.n) continue;
         if (b->sums[(2 * q + 1) * n + i] == b->sums[(2 * r + 1) * n + i]) break;
         char name[128];
-        rm_param_name(param, name, sizeof name);
+        rm_param_name(params, param, name, sizeof name);
         return rm_fail(err, RM_E_MESH_MISMATCH, "%s: rank %d was given other values than rank %d", name, r, q);
       }
     }

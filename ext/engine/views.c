@@ -219,9 +219,9 @@ PyObject *rm_engine_py_profile(rm_engine_object *self, PyObject *ignored) {
   return list;
 }
 
-static PyObject *manifest_entry(const rm_param *param) {
+static PyObject *manifest_entry(const rm_params *params, const rm_param *param) {
   char name[256];
-  rm_param_name(param, name, sizeof name);
+  rm_param_name(params, param, name, sizeof name);
   PyObject *shape = param->n_dims == 1 ? Py_BuildValue("(L)", (long long)param->cols)
                                        : Py_BuildValue("(LL)", (long long)param->rows, (long long)param->cols);
   return Py_BuildValue("(sNsO)", name, shape, param->dtype == RM_BF16 ? "bfloat16" : "float32", param->required ? Py_True : Py_False);
@@ -233,7 +233,7 @@ PyObject *rm_engine_py_manifest(rm_engine_object *self, PyObject *ignored) {
   const rm_params *params = rm_engine_params(rm_ranks_engine(self->engine, 0));
   PyObject *list = PyList_New((Py_ssize_t)params->n);
   for (int64_t i = 0; list && i < params->n; i++) {
-    PyObject *entry = manifest_entry(&params->list[i]);
+    PyObject *entry = manifest_entry(params, &params->list[i]);
     if (!entry || PyList_SetItem(list, (Py_ssize_t)i, entry)) Py_CLEAR(list);
   }
   rm_engine_leave(self);

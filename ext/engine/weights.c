@@ -32,9 +32,12 @@ static int put_run(const serving *s, PyObject *dict, const char *name, size_t of
 static int put_attention(const serving *s, PyObject *dict, const rm_layer_params *layer) {
   const rm_spec *spec = s->params->spec;
   const rm_placement *here = &s->params->placement;
-  const int64_t width = (here->heads.n + 2 * here->kv_heads.n) * spec->head_dim, hidden = spec->hidden_size;
+  const int64_t head = spec->head_dim, q = here->heads.n * head, kv = here->kv_heads.n * head, width = q + 2 * kv,
+                hidden = spec->hidden_size;
+  const int whole = spec->qk_norm == RM_QK_NORM_WHOLE;
   return put_run(s, dict, "input_norm", layer->input_norm, hidden) || put_run(s, dict, "post_norm", layer->post_norm, hidden) ||
-         put_run(s, dict, "q_norm", layer->q_norm, spec->head_dim) || put_run(s, dict, "k_norm", layer->k_norm, spec->head_dim) ||
+         put_run(s, dict, "post_mlp_norm", layer->post_mlp_norm, hidden) || put_run(s, dict, "q_norm", layer->q_norm, whole ? q : head) ||
+         put_run(s, dict, "k_norm", layer->k_norm, whole ? kv : head) ||
          put_run(s, dict, "qkv", layer->qkv, rm_packed_elems(width, hidden)) || put_run(s, dict, "qkv_bias", layer->qkv_bias, width) ||
          put_run(s, dict, "o", layer->o, rm_packed_elems(here->hidden.n, spec->n_heads * spec->head_dim)) ||
          put_run(s, dict, "o_bias", layer->o_bias, here->hidden.n);
@@ -48,6 +51,9 @@ static int put_mlp(const serving *s, PyObject *dict, const rm_layer_params *laye
          put_run(s, dict, "down", layer->down, rm_packed_elems(here->hidden.n, spec->intermediate_size)) ||
          put_run(s, dict, "router", layer->router, rm_packed_elems(spec->n_experts, hidden)) ||
          put_view(s, dict, "router_bias", layer->router_bias, NPY_FLOAT32, 1, spec->n_experts, 0) ||
+         put_run(s, dict, "shared_gate_up", layer->shared_gate_up, rm_packed_elems(rm_gate_up_rows(here->shared_inner.n), hidden)) ||
+         put_run(s, dict, "shared_down", layer->shared_down, rm_packed_elems(here->hidden.n, spec->shared_intermediate_size)) ||
+         put_run(s, dict, "shared_switch", layer->shared_switch, rm_packed_elems(1, hidden)) ||
          put_run(s, dict, "expert_gate_up", layer->expert_gate_up, experts * layer->expert_gate_up_stride) ||
          put_run(s, dict, "expert_down", layer->expert_down, experts * layer->expert_down_stride);
 }

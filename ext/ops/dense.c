@@ -43,15 +43,16 @@ RM_KERNELS_METHOD(gather_rows) {
   RUN(gather_rows, ((rm_limits){.max_rows = a.rows}), &a);
 }
 
-// (out, residual, x | None, weight, eps)
+// (out, residual, x | None, weight | None, eps, x_gate | None)
 RM_KERNELS_METHOD(rms_norm) {
-  CALL(5);
+  CALL(6);
   rm_rms_norm_args a = {.rows = -1, .n = -1, .eps = rm_op_real(&c, o[4], "eps", 0)};
   a.dtype = rm_op_dtype_of(&c, o[1], "residual");
   const int type = rm_op_numpy_type(a.dtype);
   a.residual = VIEW(&c, o[1], "residual", type, o[2] == Py_None ? RM_ARRAY_IN : RM_ARRAY_WRITE, &a.rows, &a.n);
   a.x = VIEW(&c, o[2], "x", type, RM_ARRAY_OPTIONAL, &a.rows, &a.n);
-  a.weight = VIEW(&c, o[3], "weight", type, RM_ARRAY_IN, &a.n);
+  a.x_gate = VIEW(&c, o[5], "x_gate", type, RM_ARRAY_OPTIONAL, &a.rows);
+  a.weight = VIEW(&c, o[3], "weight", type, RM_ARRAY_OPTIONAL, &a.n);
   a.out = VIEW(&c, o[0], "out", type, RM_ARRAY_WRITE, &a.rows, &a.n);
   rm_op_at_least(&c, "the width of residual", a.n, 1);
   RUN(rms_norm, ((rm_limits){.max_rows = a.rows, .max_k = a.n}), &a);

@@ -49,12 +49,13 @@ static void kernels_dealloc(PyObject *object) {
 static PyMethodDef kernels_methods[] = {
     METHOD(embed, "(out, ids, table, packed, vocab, hidden)"),
     METHOD(gather_rows, "(out, x, from)"),
-    METHOD(rms_norm, "(out, residual, x | None, weight, eps)"),
+    METHOD(rms_norm, "(out, residual, x | None, weight | None, eps, x_gate | None)"),
     METHOD(gemm, "(y, x, w, bias | None, group_rows | None, n, swiglu, gate_up | None)"),
-    METHOD(qk_rope_kv,
-           "(q_out, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, row_flags, num_heads, page_size, eps)"),
+    METHOD(head_squares, "(q_out, k_out, qkv, head_dim)"),
+    METHOD(qk_rope_kv, "(q_out, qkv, q_weight | None, k_weight | None, cos, sin, positions, slots, k_cache, v_cache, row_flags, num_heads, "
+                       "page_size, eps, q_squares | None, k_squares | None)"),
     METHOD(attention, "(out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, scale, group, head0)"),
-    METHOD(router, "(ids, gates, x, w, bias | None, num_experts, renormalize)"),
+    METHOD(router, "(ids, gates, x, w, bias | None, num_experts, renormalize, sigmoid, num_groups, top_groups, route_scale)"),
     METHOD(permute, "(x_out, group_rows, place, x, ids, num_experts)"),
     METHOD(combine, "(out, y, place, ids, gates, num_experts)"),
     METHOD(lm_head, "(logits | None, stats | None, target_logprobs | None, targets | None, row_flags, x, w, vocab, pairs | None, "

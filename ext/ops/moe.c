@@ -6,10 +6,23 @@ static void check_top_k(rm_op_call *c, int64_t top_k, int64_t n_experts) {
   if (top_k > n_experts || top_k > RM_MAX_TOP_K) rm_op_refuse(c, RM_E_SHAPE, "top_k", top_k, "at most", rm_min64(n_experts, RM_MAX_TOP_K));
 }
 
-// (ids, gates, x, w, bias | None, num_experts, renormalize)
+static void check_groups(rm_op_call *c, const rm_router_args *a) {
+  if (c->failed || a->n_groups == 1) return;
+  rm_op_multiple_of(c, "num_experts", a->n_experts, a->n_groups);
+  const int64_t size = a->n_experts / a->n_groups;
+  rm_op_at_least(c, "num_experts / num_groups", size, 2);
+  if (a->top_k > a->top_groups * size)
+    rm_op_refuse(c, RM_E_SHAPE, "top_k", a->top_k, "at most top_groups * num_experts / num_groups =", a->top_groups * size);
+}
+
+// (ids, gates, x, w, bias | None, num_experts, renormalize, sigmoid, num_groups, top_groups, route_scale)
 RM_KERNELS_METHOD(router) {
-  CALL(7);
-  rm_router_args a = {.rows = -1, .hidden = -1, .top_k = -1, .renormalize = o[6] == Py_True};
+  CALL(11);
+  rm_router_args a = {.rows = -1,
+                      .hidden = -1,
+                      .top_k = -1,
+                      .renormalize = o[6] == Py_True,
+                      .score = o[7] == Py_True ? RM_SCORE_SIGMOID : RM_SCORE_SOFTMAX};
   a.n_experts = rm_op_size_of(&c, o[5], "num_experts", 1);
   a.dtype = rm_op_dtype_of(&c, o[2], "x");
   a.x = VIEW(&c, o[2], "x", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, &a.rows, &a.hidden);
@@ -18,7 +31,11 @@ RM_KERNELS_METHOD(router) {
   a.bias = VIEW(&c, o[4], "bias", NPY_FLOAT32, RM_ARRAY_OPTIONAL, &a.n_experts);
   a.ids = VIEW(&c, o[0], "ids", NPY_INT32, RM_ARRAY_WRITE, &a.rows, &a.top_k);
   a.gates = VIEW(&c, o[1], "gates", NPY_FLOAT32, RM_ARRAY_WRITE, &a.rows, &a.top_k);
+  a.n_groups = rm_op_integer(&c, o[8], "num_groups", 1, RM_MAX_EXPERT_GROUPS);
+  a.top_groups = rm_op_integer(&c, o[9], "top_groups", 1, a.n_groups);
+  a.route_scale = rm_op_real(&c, o[10], "route_scale", 0);
   check_top_k(&c, a.top_k, a.n_experts);
+  check_groups(&c, &a);
   RUN(router, ((rm_limits){.max_rows = a.rows, .max_k = a.hidden, .n_experts = a.n_experts, .top_k = a.top_k}), &a);
 }
 

@@ -99,6 +99,7 @@ RM_KERNELS_METHOD(gather_rows);
 RM_KERNELS_METHOD(rms_norm);
 RM_KERNELS_METHOD(gemm);
 RM_KERNELS_METHOD(pack);
+RM_KERNELS_METHOD(head_squares);
 RM_KERNELS_METHOD(qk_rope_kv);
 RM_KERNELS_METHOD(attention);
 RM_KERNELS_METHOD(router);

@@ -19,17 +19,40 @@ typedef struct choice {
   int32_t id;
 } choice;
 
-// The top_k of `keys`, best first: an insertion into a short sorted list. An equal key that comes later stays behind.
-static void choose(const rm_router_args *a, const float *scores, int32_t *ids) {
-  choice best[RM_MAX_TOP_K];
+static float key_of(const rm_router_args *a, const float *scores, int64_t e) { return a->bias ? scores[e] + a->bias[e] : scores[e]; }
+
+// An insertion into best[0 … n), a short list of at most `most`, best first. An equal key that comes later stays behind. Returns the new n.
+static inline int64_t insert(choice *best, int64_t n, int64_t most, float key, int64_t id) {
+  const choice c = {rm_order_key(key), (int32_t)id};
+  if (n == most && c.key <= best[n - 1].key) return n;
+  int64_t i = n < most ? n++ : n - 1;
+  for (; i > 0 && best[i - 1].key < c.key; i--) best[i] = best[i - 1];
+  best[i] = c;
+  return n;
+}
+
+// open[g]: whether the experts of group g, of `size` each, may be chosen.
+static void open_groups(const rm_router_args *a, const float *scores, int64_t size, uint8_t *open) {
+  choice best[RM_MAX_EXPERT_GROUPS];
   int64_t n = 0;
-  for (int64_t e = 0; e < a->n_experts; e++) {
-    const choice c = {rm_order_key(a->bias ? scores[e] + a->bias[e] : scores[e]), (int32_t)e};
-    if (n == a->top_k && c.key <= best[n - 1].key) continue;
-    int64_t i = n < a->top_k ? n++ : n - 1;
-    for (; i > 0 && best[i - 1].key < c.key; i--) best[i] = best[i - 1];
-    best[i] = c;
+  for (int64_t g = 0; g < a->n_groups; g++) {
+    choice two[2];
+    int64_t n_two = 0;
+    for (int64_t e = g * size; e < (g + 1) * size; e++) n_two = insert(two, n_two, 2, key_of(a, scores, e), e);
+    n = insert(best, n, a->top_groups, key_of(a, scores, two[0].id) + key_of(a, scores, two[1].id), g);
+    open[g] = 0;
   }
+  for (int64_t i = 0; i < n; i++) open[best[i].id] = 1;
+}
+
+static void choose(const rm_router_args *a, const float *scores, int32_t *ids) {
+  const int64_t n_groups = rm_max64(a->n_groups, 1), size = a->n_experts / n_groups;
+  choice best[RM_MAX_TOP_K];
+  uint8_t open[RM_MAX_EXPERT_GROUPS] = {1};
+  int64_t n = 0;
+  if (n_groups > 1) open_groups(a, scores, size, open);
+  for (int64_t g = 0; g < n_groups; g++)
+    for (int64_t e = g * size; open[g] && e < (g + 1) * size; e++) n = insert(best, n, a->top_k, key_of(a, scores, e), e);
   for (int64_t k = 0; k < a->top_k; k++) ids[k] = best[k].id;
 }
 
@@ -42,28 +65,38 @@ static void ascending(const int32_t *ids, int64_t k, int32_t *order) {
   }
 }
 
+static void softmax_scores(float *scores, int64_t n_experts) {
+  vf max = vf_set1(-INFINITY), partial = vf_zero();
+  for (int64_t e = 0; e < n_experts; e += RM_LANES)
+    max = vf_max(vf_pick(vi_first(rm_min64(RM_LANES, n_experts - e)), vf_load(scores + e), max), max);
+  const vf top = vf_set1(vf_max16(max));
+  for (int64_t e = 0; e < n_experts; e += RM_LANES) {
+    const vf p = vf_keep(vf_exp(vf_sub(vf_load(scores + e), top)), vi_first(rm_min64(RM_LANES, n_experts - e)));
+    vf_store(scores + e, p);
+    partial = vf_add(partial, p);
+  }
+  const vf total = vf_set1(vf_tree16(partial));
+  for (int64_t e = 0; e < n_experts; e += RM_LANES) vf_store(scores + e, vf_div(vf_load(scores + e), total));
+}
+
+static void sigmoid_scores(float *scores, int64_t n_experts) {
+  const vf one = vf_set1(1.0f);
+  for (int64_t e = 0; e < n_experts; e += RM_LANES) vf_store(scores + e, vf_div(one, vf_add(one, vf_exp(vf_neg(vf_load(scores + e))))));
+}
+
 static void route_row(const router_job *job, int64_t r) {
   const rm_router_args *a = job->a;
   float *scores = job->logits + r * job->width;
   int32_t *ids = a->ids + (job->row0 + r) * a->top_k, order[RM_MAX_TOP_K];
   float *gates = a->gates + (job->row0 + r) * a->top_k;
-  vf max = vf_set1(-INFINITY), partial = vf_zero();
-  for (int64_t e = 0; e < a->n_experts; e += RM_LANES)
-    max = vf_max(vf_pick(vi_first(rm_min64(RM_LANES, a->n_experts - e)), vf_load(scores + e), max), max);
-  const vf top = vf_set1(vf_max16(max));
-  for (int64_t e = 0; e < a->n_experts; e += RM_LANES) {
-    const vf p = vf_keep(vf_exp(vf_sub(vf_load(scores + e), top)), vi_first(rm_min64(RM_LANES, a->n_experts - e)));
-    vf_store(scores + e, p);
-    partial = vf_add(partial, p);
-  }
-  const vf total = vf_set1(vf_tree16(partial));
-  for (int64_t e = 0; e < a->n_experts; e += RM_LANES) vf_store(scores + e, vf_div(vf_load(scores + e), total));
+  if (a->score == RM_SCORE_SIGMOID) sigmoid_scores(scores, a->n_experts);
+  else softmax_scores(scores, a->n_experts);
   choose(a, scores, ids);
   for (int64_t k = 0; a->routed && k < a->top_k; k++) a->routed[(job->row0 + r) * a->routed_stride + k] = (int16_t)ids[k];
   float sum = 0.0f;
   ascending(ids, a->top_k, order);
   for (int64_t k = 0; a->renormalize && k < a->top_k; k++) sum = sum + scores[ids[order[k]]];
-  for (int64_t k = 0; k < a->top_k; k++) gates[k] = rm_canon(!a->renormalize || sum == 0.0f ? scores[ids[k]] : scores[ids[k]] / sum);
+  for (int64_t k = 0; k < a->top_k; k++) gates[k] = rm_gate(a, scores[ids[k]], sum);
 }
 
 static void route_task(void *arg, int thread, int n_threads) {

@@ -1,17 +1,28 @@
 // norm.c: rms_norm with its residual, embed and gather_rows: ops that go over rows of activations once.
 #include "variant.h"
 
+VEC vf gate_of(rm_dtype T, const rm_rms_norm_args *a, int64_t row) {
+  const vf logit = vf_set1(rm_get(T, a->x_gate, row));
+  return vt_round(T, vf_div(vf_set1(1.0f), vf_add(vf_set1(1.0f), vf_exp(vf_neg(logit)))));
+}
+
 VEC void norm_row(rm_dtype T, const rm_rms_norm_args *a, int64_t row) {
   const int64_t base = row * a->n;
+  const vf gate = a->x_gate ? gate_of(T, a, row) : vf_zero();
   vf squares = vf_zero();
   for (int64_t i = 0; i < a->n; i += RM_LANES) {
     const int64_t n = rm_min64(RM_LANES, a->n - i);
     vf h = vt_load_n(T, a->residual, base + i, n);
     if (a->x) {
-      h = vt_round(T, vf_add(h, vt_load_n(T, a->x, base + i, n)));
+      const vf x = vt_load_n(T, a->x, base + i, n);
+      h = vt_round(T, vf_add(h, a->x_gate ? vt_round(T, vf_mul(gate, x)) : x));
       vt_store_n(T, a->residual, base + i, h, n);
     }
     squares = vf_fma(h, h, squares);
+  }
+  if (!a->weight) {
+    if (a->out) memcpy(at_mut(T, a->out, base), at(T, a->residual, base), (size_t)a->n * rm_dtype_bytes(T));
+    return;
   }
   const vf scale = vf_set1(1.0f / sqrtf(vf_tree16(squares) / (float)a->n + a->eps));
   for (int64_t i = 0; i < a->n; i += RM_LANES) {

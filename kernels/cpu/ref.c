@@ -4,14 +4,16 @@
 
 #include "tables.h"
 
-float rm_ref_rms_scale(rm_dtype dtype, const void *h, int64_t n, float eps) {
+static float sum_of_squares(rm_dtype dtype, const void *h, int64_t n) {
   float partial[RM_LANES] = {0};
   for (int64_t i = 0; i < n; i++) {
     const float v = rm_get(dtype, h, i);
     partial[i % RM_LANES] = fmaf(v, v, partial[i % RM_LANES]);
   }
-  return 1.0f / sqrtf(rm_tree16(partial) / (float)n + eps);
+  return rm_tree16(partial);
 }
+
+static float rms_scale(float squares, int64_t n, float eps) { return 1.0f / sqrtf(squares / (float)n + eps); }
 
 static void embed(const rm_ctx *ctx, const rm_embed_args *a) {
   (void)ctx;
@@ -34,9 +36,16 @@ static void rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a) {
   const rm_dtype dtype = a->dtype;
   for (int64_t r = 0; r < a->rows; r++) {
     void *h = rm_at_mut(dtype, a->residual, r * a->n);
-    if (a->x)
-      for (int64_t i = 0; i < a->n; i++) rm_put(dtype, h, i, rm_get(dtype, h, i) + rm_get(dtype, a->x, r * a->n + i));
-    const float scale = rm_ref_rms_scale(dtype, h, a->n, a->eps);
+    const float gate = a->x_gate ? rm_round_to(dtype, rm_sigmoid(rm_get(dtype, a->x_gate, r))) : 1.0f;
+    for (int64_t i = 0; a->x && i < a->n; i++) {
+      const float x = rm_get(dtype, a->x, r * a->n + i);
+      rm_put(dtype, h, i, rm_get(dtype, h, i) + (a->x_gate ? rm_round_to(dtype, gate * x) : x));
+    }
+    if (!a->weight) {
+      if (a->out) memcpy(rm_at_mut(dtype, a->out, r * a->n), h, (size_t)a->n * rm_dtype_bytes(dtype));
+      continue;
+    }
+    const float scale = rms_scale(sum_of_squares(dtype, h, a->n), a->n, a->eps);
     for (int64_t i = 0; i < a->n; i++) {
       const float t = rm_round_to(dtype, rm_get(dtype, h, i) * scale);
       rm_put(dtype, a->out, r * a->n + i, rm_get(dtype, a->weight, i) * t);
@@ -85,19 +94,46 @@ static void gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a) {
   each_group(a, gemm_swiglu_rows);
 }
 
-// One head: out ← rope(norm(x)). `normed` is scratch of head_dim floats.
-static void norm_and_rotate(const rm_qk_rope_kv_args *a, int64_t row, const void *x, const void *weight, float *normed, void *out) {
+static void head_squares(const rm_ctx *ctx, const rm_head_squares_args *a) {
+  (void)ctx;
+  for (int64_t r = 0; r < a->rows; r++)
+    for (int64_t h = 0; h < a->n_heads + a->n_kv_heads; h++) {
+      const void *x = rm_at(a->dtype, a->qkv, (r * (a->n_heads + 2 * a->n_kv_heads) + h) * a->head_dim);
+      float *out = h < a->n_heads ? a->q_out + r * a->n_heads + h : a->k_out + r * a->n_kv_heads + h - a->n_heads;
+      *out = rm_canon(sum_of_squares(a->dtype, x, a->head_dim));
+    }
+}
+
+// The scale of a norm over all heads of a row.
+static float scale_of_all(const float *squares, int64_t n_heads, int64_t head_dim, float eps) {
+  float total = 0.0f;
+  for (int64_t h = 0; h < n_heads; h++) total = total + squares[h];
+  return rms_scale(total, n_heads * head_dim, eps);
+}
+
+// One head, counted over q's and then k's: out ← rope(norm(x)), without the norm where weights are NULL. `normed` is scratch of head_dim
+// floats.
+static void norm_and_rotate(const rm_qk_rope_kv_args *a, int64_t row, int64_t head, float *normed, void *out) {
   const rm_dtype dtype = a->dtype;
-  const int64_t half = a->head_dim / 2;
-  const float scale = rm_ref_rms_scale(dtype, x, a->head_dim, a->eps);
-  for (int64_t i = 0; i < a->head_dim; i++)
-    normed[i] = rm_round_to(dtype, rm_get(dtype, weight, i) * rm_round_to(dtype, rm_get(dtype, x, i) * scale));
+  const int64_t half = a->rotary_dim / 2, is_k = head >= a->n_heads, own = is_k ? head - a->n_heads : head;
+  const int64_t all = is_k ? a->all_kv_heads : a->all_heads, weight_at = a->q_squares ? own * a->head_dim : 0;
+  const void *x = rm_at(dtype, a->qkv, (row * (a->n_heads + 2 * a->n_kv_heads) + head) * a->head_dim);
+  const void *weight = is_k ? a->k_weight : a->q_weight;
+  const float *squares = is_k ? a->k_squares : a->q_squares;
+  const float scale = squares  ? scale_of_all(squares + row * all, all, a->head_dim, a->eps)
+                      : weight ? rms_scale(sum_of_squares(dtype, x, a->head_dim), a->head_dim, a->eps)
+                               : 1.0f;
+  for (int64_t i = 0; i < a->head_dim; i++) {
+    const float value = rm_get(dtype, x, i);
+    normed[i] = weight ? rm_round_to(dtype, rm_get(dtype, weight, weight_at + i) * rm_round_to(dtype, value * scale)) : value;
+  }
   for (int64_t i = 0; i < half; i++) {
     const float c = a->cos[a->positions[row] * half + i], s = a->sin[a->positions[row] * half + i];
     const float lo = normed[i], hi = normed[i + half];
     rm_put(dtype, out, i, rm_round_to(dtype, lo * c) + rm_round_to(dtype, -hi * s));
     rm_put(dtype, out, i + half, rm_round_to(dtype, hi * c) + rm_round_to(dtype, lo * s));
   }
+  for (int64_t i = a->rotary_dim; i < a->head_dim; i++) rm_put(dtype, out, i, normed[i]);
 }
 
 static int all_finite(rm_dtype dtype, const void *x, int64_t n) {
@@ -125,10 +161,9 @@ static void qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
   const int64_t per_row = (a->n_heads + 2 * a->n_kv_heads) * a->head_dim;
   for (int64_t r = 0; r < a->rows; r++) {
     for (int64_t h = 0; h < a->n_heads; h++)
-      norm_and_rotate(a, r, rm_at(a->dtype, a->qkv, r * per_row + h * a->head_dim), a->q_weight, normed,
-                      rm_at_mut(a->dtype, a->q_out, (r * a->n_heads + h) * a->head_dim));
+      norm_and_rotate(a, r, h, normed, rm_at_mut(a->dtype, a->q_out, (r * a->n_heads + h) * a->head_dim));
     for (int64_t h = 0; h < a->n_kv_heads && a->slots[r] >= 0; h++) {
-      norm_and_rotate(a, r, rm_at(a->dtype, a->qkv, r * per_row + (a->n_heads + h) * a->head_dim), a->k_weight, normed, rotated);
+      norm_and_rotate(a, r, a->n_heads + h, normed, rotated);
       store_kv(a, r, h, rotated, rm_at(a->dtype, a->qkv, r * per_row + (a->n_heads + a->n_kv_heads + h) * a->head_dim));
     }
   }
@@ -215,6 +250,7 @@ const rm_kernels rm_table_ref = {
     .rms_norm = rms_norm,
     .gemm = gemm,
     .gemm_swiglu = gemm_swiglu,
+    .head_squares = head_squares,
     .qk_rope_kv = qk_rope_kv,
     .attention = rm_attention_ref,
     .router = rm_router_ref,

@@ -7,8 +7,6 @@
 float rm_ref_dot(rm_dtype dtype, const void *x, const void *w, int64_t n, int64_t k_total);
 // P·V over one block of RM_ATTN_BLOCK positions: the values of a T, zeros where a position is not live.
 float rm_ref_values_dot(rm_dtype dtype, const float *p, const float *v);
-// 1 / sqrt(mean(h²) + eps) over h[0 … n).
-float rm_ref_rms_scale(rm_dtype dtype, const void *h, int64_t n, float eps);
 
 static inline const void *rm_at(rm_dtype dtype, const void *p, int64_t i) { return (const char *)p + i * (int64_t)rm_dtype_bytes(dtype); }
 static inline void *rm_at_mut(rm_dtype dtype, void *p, int64_t i) { return (char *)p + i * (int64_t)rm_dtype_bytes(dtype); }

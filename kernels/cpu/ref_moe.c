@@ -4,13 +4,44 @@
 // Whether an expert of key x and a higher id comes before one of key y.
 static int comes_before(float x, float y) { return rm_order_key(x) > rm_order_key(y); }
 
+static float key_of(const float *scores, const rm_router_args *a, int64_t e) { return a->bias ? scores[e] + a->bias[e] : scores[e]; }
+
+// The sum of a group's two largest keys; NaN where fewer than two of them are numbers.
+static float group_key(const float *scores, const rm_router_args *a, int64_t group) {
+  const int64_t size = a->n_experts / a->n_groups;
+  float first = NAN, second = NAN;
+  for (int64_t e = group * size; e < (group + 1) * size; e++) {
+    const float key = key_of(scores, a, e);
+    if (comes_before(key, first)) {
+      second = first;
+      first = key;
+    } else if (comes_before(key, second)) {
+      second = key;
+    }
+  }
+  return first + second;
+}
+
+// Whether fewer than top_groups groups come before it.
+static int is_open(const float *keys, const rm_router_args *a, int64_t group) {
+  int64_t before = 0;
+  for (int64_t g = 0; g < a->n_groups; g++)
+    before += comes_before(keys[g], keys[group]) || (g < group && !comes_before(keys[group], keys[g]));
+  return before < a->top_groups;
+}
+
 static void choose(const float *scores, const rm_router_args *a, int32_t *ids) {
+  const int64_t n_groups = rm_max64(a->n_groups, 1), size = a->n_experts / n_groups;
+  float group_keys[RM_MAX_EXPERT_GROUPS];
+  int open[RM_MAX_EXPERT_GROUPS] = {1};
+  for (int64_t g = 0; n_groups > 1 && g < n_groups; g++) group_keys[g] = group_key(scores, a, g);
+  for (int64_t g = 0; n_groups > 1 && g < n_groups; g++) open[g] = is_open(group_keys, a, g);
   for (int64_t k = 0; k < a->top_k; k++) {
     int64_t best = -1;
     float best_key = 0.0f;
     for (int64_t e = 0; e < a->n_experts; e++) {
-      const float key = a->bias ? scores[e] + a->bias[e] : scores[e];
-      int taken = 0;
+      const float key = key_of(scores, a, e);
+      int taken = !open[e / size];
       for (int64_t i = 0; i < k; i++) taken |= ids[i] == e;
       if (taken || (best >= 0 && !comes_before(key, best_key))) continue;
       best = e;
@@ -29,26 +60,32 @@ static float sum_of_chosen(const float *scores, const rm_router_args *a, const i
   return sum;
 }
 
+static void score(float *logits, const rm_router_args *a) {
+  float partial[RM_LANES] = {0}, max = -INFINITY;
+  if (a->score == RM_SCORE_SIGMOID) {
+    for (int64_t e = 0; e < a->n_experts; e++) logits[e] = rm_sigmoid(logits[e]);
+    return;
+  }
+  for (int64_t e = 0; e < a->n_experts; e++) max = rm_max_f32(logits[e], max);
+  for (int64_t e = 0; e < a->n_experts; e++) {
+    logits[e] = rm_exp(logits[e] - max);
+    partial[e % RM_LANES] = partial[e % RM_LANES] + logits[e];
+  }
+  const float total = rm_tree16(partial);
+  for (int64_t e = 0; e < a->n_experts; e++) logits[e] = logits[e] / total;
+}
+
 void rm_router_ref(const rm_ctx *ctx, const rm_router_args *a) {
   float *scores = ctx->workspace;
   for (int64_t r = 0; r < a->rows; r++) {
     int32_t *ids = a->ids + r * a->top_k;
-    float partial[RM_LANES] = {0}, max = -INFINITY;
-    for (int64_t e = 0; e < a->n_experts; e++) {
+    for (int64_t e = 0; e < a->n_experts; e++)
       scores[e] = rm_canon(rm_ref_dot(a->dtype, rm_at(a->dtype, a->x, r * a->hidden), a->w, e, a->hidden));
-      max = rm_max_f32(scores[e], max);
-    }
-    for (int64_t e = 0; e < a->n_experts; e++) {
-      scores[e] = rm_exp(scores[e] - max);
-      partial[e % RM_LANES] = partial[e % RM_LANES] + scores[e];
-    }
-    const float total = rm_tree16(partial);
-    for (int64_t e = 0; e < a->n_experts; e++) scores[e] = scores[e] / total;
+    score(scores, a);
     choose(scores, a, ids);
     const float sum = a->renormalize ? sum_of_chosen(scores, a, ids) : 0.0f;
     for (int64_t k = 0; k < a->top_k; k++) {
-      const float score = scores[ids[k]];
-      a->gates[r * a->top_k + k] = rm_canon(!a->renormalize || sum == 0.0f ? score : score / sum);
+      a->gates[r * a->top_k + k] = rm_gate(a, scores[ids[k]], sum);
       if (a->routed) a->routed[r * a->routed_stride + k] = (int16_t)ids[k];
     }
   }

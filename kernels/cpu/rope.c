@@ -1,6 +1,6 @@
-// rope.c: qk_rope_kv: the norm of each head of q and k, the rotation, and the write of k and v into their page. A row is one
-// thread's; its k is written in the layout of packed weights (a word per pair, 64 bytes apart), so that attention can take a
-// page for a matrix.
+// rope.c: head_squares, and qk_rope_kv: the norm of each head of q and k, the rotation, and the write of k and v into their page.
+// A row is one thread's; its k is written in the layout of packed weights (a word per pair, 64 bytes apart), so that attention can
+// take a page for a matrix.
 #include "variant.h"
 
 typedef struct rope_job {
@@ -9,14 +9,57 @@ typedef struct rope_job {
   int64_t stride;               // floats of one head there
 } rope_job;
 
-// normed[0 … head_dim) = round_T(weight · round_T(x · rsqrt)).
-VEC void norm_head(rm_dtype T, const rm_qk_rope_kv_args *a, const void *x, const void *weight, float *normed) {
+VEC float sum_of_squares(rm_dtype T, const void *x, int64_t n) {
   vf squares = vf_zero();
-  for (int64_t i = 0; i < a->head_dim; i += RM_LANES) {
-    const vf v = vt_load_n(T, x, i, a->head_dim - i);
+  for (int64_t i = 0; i < n; i += RM_LANES) {
+    const vf v = vt_load_n(T, x, i, n - i);
     squares = vf_fma(v, v, squares);
   }
-  const vf scale = vf_set1(1.0f / sqrtf(vf_tree16(squares) / (float)a->head_dim + a->eps));
+  return vf_tree16(squares);
+}
+
+VEC void squares_of_row(rm_dtype T, const rm_head_squares_args *a, int64_t row) {
+  const int64_t base = row * (a->n_heads + 2 * a->n_kv_heads);
+  for (int64_t h = 0; h < a->n_heads + a->n_kv_heads; h++) {
+    float *out = h < a->n_heads ? a->q_out + row * a->n_heads + h : a->k_out + row * a->n_kv_heads + h - a->n_heads;
+    *out = rm_canon(sum_of_squares(T, at(T, a->qkv, (base + h) * a->head_dim), a->head_dim));
+  }
+}
+
+static void squares_task(void *arg, int thread, int n_threads) {
+  const rm_head_squares_args *a = arg;
+  int64_t from, to;
+  rm_split(a->rows, thread, n_threads, &from, &to);
+  for (int64_t r = from; r < to; r++) SPECIALIZE(a->dtype, squares_of_row(T, a, r));
+}
+
+void RM_FN(head_squares)(const rm_ctx *ctx, const rm_head_squares_args *a) {
+  rm_head_squares_args args = *a;
+  rm_parallel(ctx, a->rows * (a->n_heads + a->n_kv_heads) * a->head_dim, squares_task, &args);
+}
+
+// The norm of a row's heads of q or of k.
+typedef struct row_norm {
+  const void *weight;           // NULL: none
+  int64_t step;                 // from a head's weights to the next one's; 0: all heads have the same, and each its own scale
+  float scale;
+} row_norm;
+
+static row_norm norm_of(const rm_qk_rope_kv_args *a, const void *weight, const float *squares, int64_t n_heads) {
+  if (!squares) return (row_norm){.weight = weight};
+  float total = 0.0f;
+  for (int64_t h = 0; h < n_heads; h++) total = total + squares[h];
+  return (row_norm){weight, a->head_dim, 1.0f / sqrtf(total / (float)(n_heads * a->head_dim) + a->eps)};
+}
+
+// normed[0 … head_dim) = round_T(weight · round_T(x · rsqrt)), or x without a weight.
+VEC void norm_head(rm_dtype T, const rm_qk_rope_kv_args *a, const void *x, const row_norm *norm, int64_t head, float *normed) {
+  if (!norm->weight) {
+    for (int64_t i = 0; i < a->head_dim; i += RM_LANES) vf_store(normed + i, vt_load_n(T, x, i, a->head_dim - i));
+    return;
+  }
+  const void *weight = at(T, norm->weight, head * norm->step);
+  const vf scale = vf_set1(norm->step ? norm->scale : 1.0f / sqrtf(sum_of_squares(T, x, a->head_dim) / (float)a->head_dim + a->eps));
   for (int64_t i = 0; i < a->head_dim; i += RM_LANES) {
     const int64_t n = a->head_dim - i;
     const vf t = vt_round(T, vf_mul(vt_load_n(T, x, i, n), scale));
@@ -26,7 +69,7 @@ VEC void norm_head(rm_dtype T, const rm_qk_rope_kv_args *a, const void *x, const
 
 // out[0 … head_dim) = the rotated head, T; `normed` may be read 16 floats past its end.
 VEC void rotate_head(rm_dtype T, const rm_qk_rope_kv_args *a, int64_t row, const float *normed, void *out) {
-  const int64_t half = a->head_dim / 2;
+  const int64_t half = a->rotary_dim / 2;
   const float *cos = a->cos + a->positions[row] * half, *sin = a->sin + a->positions[row] * half;
   for (int64_t i = 0; i < half; i += RM_LANES) {
     const int64_t n = rm_min64(RM_LANES, half - i);
@@ -37,6 +80,8 @@ VEC void rotate_head(rm_dtype T, const rm_qk_rope_kv_args *a, int64_t row, const
     vt_store_n(T, out, i, vt_round(T, first), n);
     vt_store_n(T, out, half + i, vt_round(T, second), n);
   }
+  for (int64_t i = 2 * half; i < a->head_dim; i += RM_LANES)
+    vt_store_n(T, out, i, vt_round(T, vf_load(normed + i)), rm_min64(RM_LANES, a->head_dim - i));
 }
 
 VEC int all_finite(rm_dtype T, const void *x, int64_t n) {
@@ -69,15 +114,17 @@ VEC void store_v(rm_dtype T, void *page, int64_t head_dim, int64_t pos, const vo
 VEC void rope_row(rm_dtype T, const rope_job *job, int64_t row, float *normed, void *rotated) {
   const rm_qk_rope_kv_args *a = job->a;
   const int64_t head_dim = a->head_dim, base = row * (a->n_heads + 2 * a->n_kv_heads) * head_dim;
+  const row_norm q_norm = norm_of(a, a->q_weight, a->q_squares ? a->q_squares + row * a->all_heads : NULL, a->all_heads);
   for (int64_t h = 0; h < a->n_heads; h++) {
-    norm_head(T, a, at(T, a->qkv, base + h * head_dim), a->q_weight, normed);
+    norm_head(T, a, at(T, a->qkv, base + h * head_dim), &q_norm, h, normed);
     rotate_head(T, a, row, normed, at_mut(T, a->q_out, (row * a->n_heads + h) * head_dim));
   }
   if (a->slots[row] < 0) return;
   const int64_t page = a->slots[row] / a->page_size, pos = a->slots[row] % a->page_size;
+  const row_norm k_norm = norm_of(a, a->k_weight, a->k_squares ? a->k_squares + row * a->all_kv_heads : NULL, a->all_kv_heads);
   for (int64_t h = 0; h < a->n_kv_heads; h++) {
     const void *v = at(T, a->qkv, base + (a->n_heads + a->n_kv_heads + h) * head_dim);
-    norm_head(T, a, at(T, a->qkv, base + (a->n_heads + h) * head_dim), a->k_weight, normed);
+    norm_head(T, a, at(T, a->qkv, base + (a->n_heads + h) * head_dim), &k_norm, h, normed);
     rotate_head(T, a, row, normed, rotated);
     const int k_ok = all_finite(T, rotated, head_dim), v_ok = all_finite(T, v, head_dim);
     const int64_t place = page * a->n_kv_heads + h;

@@ -100,6 +100,8 @@ RM_INLINE float rm_exp(float x) {
   return p * lo * hi;
 }
 
+RM_INLINE float rm_sigmoid(float x) { return 1.0f / (1.0f + rm_exp(-x)); }
+
 // log of a positive normal number: x = 2^e·m, √½ ≤ m < √2, f = m − 1, log m = f − f²/2 + f³·p(f).
 RM_INLINE float rm_log(float x) {
   if (!(x > 0.0f)) return rm_is_nan(x) || x < 0.0f ? rm_float(0x7fc00000u) : -INFINITY;
@@ -134,6 +136,13 @@ RM_INLINE float rm_tree16(const float *partial) {
 
 // (logit − max) − log(sum), the one logprob there is.
 RM_INLINE float rm_logprob(float logit, const float *stats) { return rm_canon((logit - stats[0]) - rm_log(stats[1])); }
+
+// The router's gate, from the chosen expert's score and, with renormalize, the sum of all chosen.
+RM_INLINE float rm_gate(const rm_router_args *a, float score, float sum) {
+  if (a->renormalize && a->score == RM_SCORE_SIGMOID) score = score / (sum + 1e-20f);
+  else if (a->renormalize && sum != 0.0f) score = score / sum;
+  return rm_canon(score * a->route_scale);
+}
 
 // Floats as unsigned keys in ascending order; a NaN is lowest, −0 is +0.
 RM_INLINE uint32_t rm_order_key(float x) {

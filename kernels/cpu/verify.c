@@ -118,7 +118,7 @@ static void attention(const rm_kernels *k, rm_dtype dtype, void *out, int64_t gr
 static void attention_whole(const rm_kernels *k, rm_dtype dtype, void *out) { attention(k, dtype, out, 0, 0); }
 static void attention_part(const rm_kernels *k, rm_dtype dtype, void *out) { attention(k, dtype, out, 3, 2); }
 
-static void router(const rm_kernels *k, rm_dtype dtype, void *out) {
+static void router(const rm_kernels *k, rm_dtype dtype, void *out, rm_score score, int64_t n_groups) {
   const rm_ctx ctx = context();
   const rm_router_args a = {.ids = out,
                             .gates = (float *)out + ROWS * TOP_K,
@@ -130,10 +130,16 @@ static void router(const rm_kernels *k, rm_dtype dtype, void *out) {
                             .hidden = 64,
                             .n_experts = EXPERTS,
                             .top_k = TOP_K,
+                            .n_groups = n_groups,
+                            .top_groups = 3,
+                            .route_scale = 2.5f,
                             .renormalize = 1,
+                            .score = score,
                             .dtype = dtype};
   k->router(&ctx, &a);
 }
+static void router_softmax(const rm_kernels *k, rm_dtype dtype, void *out) { router(k, dtype, out, RM_SCORE_SOFTMAX, 0); }
+static void router_sigmoid(const rm_kernels *k, rm_dtype dtype, void *out) { router(k, dtype, out, RM_SCORE_SIGMOID, 7); }
 
 static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out) {
   static uint8_t flags[ROWS];
@@ -210,12 +216,16 @@ static void head_in_pairs(const rm_kernels *k, rm_dtype dtype, void *out) {
   k->merge_pairs(&ctx, &merge);
 }
 
-static void rope(const rm_kernels *k, rm_dtype dtype, void *out) {
+// `whole`: normed over all heads, by the squares of head_squares.
+static void rope(const rm_kernels *k, rm_dtype dtype, void *out, int whole) {
   static int32_t positions[ROWS];
   static int64_t slots[ROWS];
   static uint8_t flags[ROWS];
   const rm_ctx ctx = context();
   const int64_t q_words = ROWS * HEADS * 32 * (int64_t)rm_dtype_bytes(dtype);
+  float *q_squares = (float *)out + OUT - ROWS * (HEADS + KV_HEADS), *k_squares = q_squares + ROWS * HEADS;
+  const rm_head_squares_args squares = {q_squares, k_squares, in.x, ROWS, HEADS, KV_HEADS, 32, dtype};
+  if (whole) k->head_squares(&ctx, &squares);
   memset(k_cache[0], 0, sizeof k_cache[0]);
   memset(v_cache[0], 0, sizeof v_cache[0]);
   for (int r = 0; r < ROWS; r++) {
@@ -225,7 +235,9 @@ static void rope(const rm_kernels *k, rm_dtype dtype, void *out) {
   const rm_qk_rope_kv_args a = {.q_out = out,
                                 .qkv = in.x,
                                 .q_weight = in.w,
-                                .k_weight = in.w + 32,
+                                .k_weight = in.w + 128,
+                                .q_squares = whole ? q_squares : NULL,
+                                .k_squares = whole ? k_squares : NULL,
                                 .cos = (const float *)in.logits,
                                 .sin = (const float *)in.logits + 640,
                                 .positions = positions,
@@ -239,11 +251,16 @@ static void rope(const rm_kernels *k, rm_dtype dtype, void *out) {
                                 .n_kv_heads = KV_HEADS,
                                 .head_dim = 32,
                                 .page_size = PAGE,
+                                .rotary_dim = 32,
+                                .all_heads = HEADS,
+                                .all_kv_heads = KV_HEADS,
                                 .dtype = dtype};
   k->qk_rope_kv(&ctx, &a);
   memcpy((char *)out + q_words, k_cache[0], 8192);
   memcpy((char *)out + q_words + 8192, v_cache[0], 8192);
 }
+static void rope_by_head(const rm_kernels *k, rm_dtype dtype, void *out) { rope(k, dtype, out, 0); }
+static void rope_whole(const rm_kernels *k, rm_dtype dtype, void *out) { rope(k, dtype, out, 1); }
 
 static void combine(const rm_kernels *k, rm_dtype dtype, void *out) {
   static int32_t place[ROWS * TOP_K], ids[ROWS * TOP_K];
@@ -301,10 +318,12 @@ static const struct check {
               {"rms_norm", norm},
               {"attention", attention_whole},
               {"attention", attention_part},
-              {"router", router},
+              {"router", router_softmax},
+              {"router", router_sigmoid},
               {"lm_head, sample or ranks", head_and_sample},
               {"lm_head or merge_pairs", head_in_pairs},
-              {"qk_rope_kv", rope},
+              {"qk_rope_kv", rope_by_head},
+              {"head_squares or qk_rope_kv", rope_whole},
               {"combine", combine},
               {"pack", pack}};
 

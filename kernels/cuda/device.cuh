@@ -37,6 +37,7 @@ void rm_cuda_rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a);
 void rm_cuda_gemm(const rm_ctx *ctx, const rm_gemm_args *a);
 void rm_cuda_gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a);
 void rm_cuda_gemm_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);
+void rm_cuda_head_squares(const rm_ctx *ctx, const rm_head_squares_args *a);
 void rm_cuda_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a);
 void rm_cuda_attention(const rm_ctx *ctx, const rm_attention_args *a);
 void rm_cuda_router(const rm_ctx *ctx, const rm_router_args *a);

@@ -17,8 +17,32 @@ constexpr int THREADS = 256, COMBINE_THREADS = 128;
 constexpr int MAX_TOP_K = RM_MAX_TOP_K;
 
 // ------------------------------------------------------------------------------------------------ router
-__device__ uint64_t rank_of(const rm_router_args &a, const float *scores, int64_t e) {
-  return rm_rank_of(rm_order_key(a.bias ? scores[e] + a.bias[e] : scores[e]), e);
+__device__ float key_of(const rm_router_args &a, const float *scores, int64_t e) { return a.bias ? scores[e] + a.bias[e] : scores[e]; }
+
+// open[g]: whether the experts of group g, of `size` each, may be chosen. A lane has a group.
+__device__ void open_groups(const rm_router_args &a, const float *scores, int64_t size, float *keys, int32_t *open, int lane) {
+  for (int64_t g = lane; g < a.n_groups; g += RM_WARP) {
+    float first = NAN, second = NAN;
+    for (int64_t e = g * size; e < (g + 1) * size; e++) {
+      const float key = key_of(a, scores, e);
+      if (rm_order_key(key) > rm_order_key(first)) second = first, first = key;
+      else if (rm_order_key(key) > rm_order_key(second)) second = key;
+    }
+    keys[g] = first + second;
+  }
+  __syncwarp();
+  for (int64_t g = lane; g < a.n_groups; g += RM_WARP) {
+    int64_t before = 0;
+    for (int64_t i = 0; i < a.n_groups; i++) before += rm_rank_of(rm_order_key(keys[i]), i) > rm_rank_of(rm_order_key(keys[g]), g);
+    open[g] = before < a.top_groups;
+  }
+  __syncwarp();
+}
+
+// 0 for an expert that may not be chosen.
+__device__ uint64_t rank_of(const rm_router_args &a, const float *scores, int64_t e, const int32_t *open, uint32_t size) {
+  if (a.n_groups > 1 && !open[static_cast<uint32_t>(e) / size]) return 0;  // a 64-bit division is a call
+  return rm_rank_of(rm_order_key(key_of(a, scores, e)), e);
 }
 
 // The chosen scores, laid down by ascending id, added one by one.
@@ -34,27 +58,41 @@ __device__ float sum_of_chosen(const rm_router_args &a, const float *scores, con
   return sum;
 }
 
-// A block is one warp; `logits` [rows][n_experts] become the scores.
-__global__ void __launch_bounds__(RM_WARP) choose_kernel(rm_router_args a, float *logits) {
-  RM_SHARED(sorted);  // [top_k]
-  const int64_t row = blockIdx.x;
-  const int lane = static_cast<int>(threadIdx.x);
-  float *scores = logits + row * a.n_experts, max = -INFINITY, partial = 0.0f;
-  int32_t *ids = a.ids + row * a.top_k;
-  for (int64_t e = lane; e < a.n_experts; e += RM_WARP) max = rm_max_f32(scores[e], max);
+// By the warp, of its row's logits.
+__device__ void softmax_scores(float *scores, int64_t n_experts, int lane) {
+  float max = -INFINITY, partial = 0.0f;
+  for (int64_t e = lane; e < n_experts; e += RM_WARP) max = rm_max_f32(scores[e], max);
   max = rm_max_lanes(max);
-  for (int64_t e = lane; e < a.n_experts; e += RM_WARP) scores[e] = rm_exp(scores[e] - max);
+  for (int64_t e = lane; e < n_experts; e += RM_WARP) scores[e] = rm_exp(scores[e] - max);
   __syncwarp();
-  for (int64_t e = lane % RM_LANES; e < a.n_experts; e += RM_LANES) partial = partial + scores[e];
+  for (int64_t e = lane % RM_LANES; e < n_experts; e += RM_LANES) partial = partial + scores[e];
   const float total = rm_tree16_lanes(partial);
   __syncwarp();  // all have read: a shuffle orders no memory
-  for (int64_t e = lane; e < a.n_experts; e += RM_WARP) scores[e] = scores[e] / total;
+  for (int64_t e = lane; e < n_experts; e += RM_WARP) scores[e] = scores[e] / total;
+}
+
+__device__ void sigmoid_scores(float *scores, int64_t n_experts, int lane) {
+  for (int64_t e = lane; e < n_experts; e += RM_WARP) scores[e] = rm_sigmoid(scores[e]);
+}
+
+// A block is one warp; `logits` [rows][n_experts] become the scores.
+__global__ void __launch_bounds__(RM_WARP) choose_kernel(rm_router_args a, float *logits) {
+  RM_SHARED(sorted);  // [top_k], then of the groups: keys, open
+  const int64_t row = blockIdx.x;
+  const int lane = static_cast<int>(threadIdx.x);
+  float *scores = logits + row * a.n_experts, *group_keys = sorted + a.top_k;
+  int32_t *open = reinterpret_cast<int32_t *>(group_keys + a.n_groups);
+  int32_t *ids = a.ids + row * a.top_k;
+  if (a.score == RM_SCORE_SIGMOID) sigmoid_scores(scores, a.n_experts, lane);
+  else softmax_scores(scores, a.n_experts, lane);
   __syncwarp();
+  const int64_t size = a.n_groups > 1 ? a.n_experts / a.n_groups : a.n_experts;
+  if (a.n_groups > 1) open_groups(a, scores, size, group_keys, open, lane);
   uint64_t last = ~0ull;
   for (int64_t k = 0; k < a.top_k; k++) {
     uint64_t best = 0;
     for (int64_t e = lane; e < a.n_experts; e += RM_WARP) {
-      const uint64_t rank = rank_of(a, scores, e);
+      const uint64_t rank = rank_of(a, scores, e, open, static_cast<uint32_t>(size));
       if (rank < last && rank > best) best = rank;
     }
     last = rm_over_lanes(best, rm_most_of());
@@ -63,8 +101,7 @@ __global__ void __launch_bounds__(RM_WARP) choose_kernel(rm_router_args a, float
   __syncwarp();
   const float sum = a.renormalize ? sum_of_chosen(a, scores, ids, sorted, lane) : 0.0f;
   for (int64_t k = lane; k < a.top_k; k += RM_WARP) {
-    const float score = scores[ids[k]];
-    a.gates[row * a.top_k + k] = rm_canon(!a.renormalize || sum == 0.0f ? score : score / sum);
+    a.gates[row * a.top_k + k] = rm_gate(&a, scores[ids[k]], sum);
     if (a.routed) a.routed[row * a.routed_stride + k] = static_cast<int16_t>(ids[k]);
   }
 }
@@ -216,7 +253,7 @@ static void router_by(const rm_ctx *ctx, const rm_router_args *a, void (*gemm_of
   behind.workspace = static_cast<char *>(ctx->workspace) + used;
   behind.workspace_bytes = ctx->workspace_bytes > used ? ctx->workspace_bytes - used : 0;
   gemm_of(&behind, &gemm);
-  const size_t shared = static_cast<size_t>(a->top_k) * sizeof(float);
+  const size_t shared = static_cast<size_t>(a->top_k + 2 * a->n_groups) * sizeof(float);
   RM_LAUNCH(choose_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(RM_WARP), shared, ctx->stream, *a, logits);
 }
 

@@ -1,6 +1,6 @@
-// rope.cu: qk_rope_kv, a warp for one head of one row: norm, rotation, and of a kv head its k and v into their slot. Heads are many
-// even in one row, so warps suffice, and nothing waits for a block. The norm's 16 chains run in the lanes of either half of the
-// warp; a pair (i, i + head_dim/2) is rotated by one lane, from shared memory, since two other lanes may have normed it.
+// rope.cu: head_squares, and qk_rope_kv: norm, rotation, and of a kv head its k and v into their slot. A warp for one head of one
+// row: heads are many even in one row, so warps suffice, and nothing waits for a block. The norm's 16 chains run in the lanes of
+// either half of the warp; a pair (i, i + rotary_dim/2) is rotated by one lane, from shared memory, since two others may have normed it.
 #include "device.cuh"
 #include "packing.cuh"
 
@@ -8,23 +8,55 @@ namespace {
 
 constexpr int WARPS = 4, THREADS = WARPS * RM_WARP;
 
-// round_T(weight · round_T(x · scale)) of a head into shared memory.
+template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS) squares_kernel(rm_head_squares_args a) {
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, warp = static_cast<int>(threadIdx.x) / RM_WARP;
+  const int64_t row = blockIdx.x, head = blockIdx.y * static_cast<int64_t>(WARPS) + warp, kv_head = head - a.n_heads;
+  if (head >= a.n_heads + a.n_kv_heads) return; // whole warps
+  const int64_t from = (row * (a.n_heads + 2 * a.n_kv_heads) + head) * a.head_dim;
+  float partial = 0.0f;
+  for (int64_t i = lane % RM_LANES; i < a.head_dim; i += RM_LANES) {
+    const float x = rm_get(DTYPE, a.qkv, from + i);
+    partial = fmaf(x, x, partial);
+  }
+  const float squares = rm_canon(rm_tree16_lanes(partial));
+  if (lane == 0) (kv_head < 0 ? a.q_out[row * a.n_heads + head] : a.k_out[row * a.n_kv_heads + kv_head]) = squares;
+}
+
+// The scale of a norm over all heads of a row, which every lane computes.
+__device__ inline float scale_of_all(const float *squares, int64_t n_heads, const rm_qk_rope_kv_args &a) {
+  float total = 0.0f;
+  for (int64_t h = 0; h < n_heads; h++) total = total + squares[h];
+  return 1.0f / sqrtf(total / static_cast<float>(n_heads * a.head_dim) + a.eps);
+}
+
+// round_T(weight · round_T(x · scale)) of a head into shared memory, or x without a weight.
 template <rm_dtype DTYPE>
-__device__ void norm_head(float *normed, const rm_qk_rope_kv_args &a, int64_t from, const void *weight, int head_dim, int lane) {
+__device__ void norm_head(float *normed, const rm_qk_rope_kv_args &a, int64_t row, int64_t head, int head_dim, int lane) {
+  const int64_t from = (row * (a.n_heads + 2 * a.n_kv_heads) + head) * head_dim, kv_head = head - a.n_heads;
+  const void *weight = kv_head < 0 ? a.q_weight : a.k_weight;
   for (int i = lane; i < head_dim; i += RM_WARP) normed[i] = rm_get(DTYPE, a.qkv, from + i);
   __syncwarp();
-  float partial = 0.0f;
-  for (int i = lane % RM_LANES; i < head_dim; i += RM_LANES) partial = fmaf(normed[i], normed[i], partial);
-  const float scale = 1.0f / sqrtf(rm_tree16_lanes(partial) / static_cast<float>(head_dim) + a.eps);
-  __syncwarp();  // all chains have read: a shuffle orders no memory
+  if (!weight) return;
+  float scale;
+  int64_t weight_at = 0;
+  if (a.q_squares) {
+    scale = kv_head < 0 ? scale_of_all(a.q_squares + row * a.all_heads, a.all_heads, a)
+                        : scale_of_all(a.k_squares + row * a.all_kv_heads, a.all_kv_heads, a);
+    weight_at = (kv_head < 0 ? head : kv_head) * head_dim;
+  } else {
+    float partial = 0.0f;
+    for (int i = lane % RM_LANES; i < head_dim; i += RM_LANES) partial = fmaf(normed[i], normed[i], partial);
+    scale = 1.0f / sqrtf(rm_tree16_lanes(partial) / static_cast<float>(head_dim) + a.eps);
+    __syncwarp(); // all chains have read: a shuffle orders no memory
+  }
   for (int i = lane; i < head_dim; i += RM_WARP)
-    normed[i] = rm_round_to(DTYPE, rm_get(DTYPE, weight, i) * rm_round_to(DTYPE, normed[i] * scale));
+    normed[i] = rm_round_to(DTYPE, rm_get(DTYPE, weight, weight_at + i) * rm_round_to(DTYPE, normed[i] * scale));
   __syncwarp();
 }
 
 // In place: each lane reads and writes the pairs that are its own. Whether all of the head is finite.
 template <rm_dtype DTYPE> __device__ bool rotate_head(float *normed, const rm_qk_rope_kv_args &a, int64_t row, int head_dim, int lane) {
-  const int half = head_dim / 2;
+  const int half = static_cast<int>(a.rotary_dim) / 2;
   const int64_t at = static_cast<int64_t>(a.positions[row]) * half;
   bool bad = false;
   for (int i = lane; i < half; i += RM_WARP) {
@@ -33,6 +65,7 @@ template <rm_dtype DTYPE> __device__ bool rotate_head(float *normed, const rm_qk
     normed[i + half] = rm_round_to(DTYPE, rm_round_to(DTYPE, hi * c) + rm_round_to(DTYPE, lo * s));
     bad |= !rm_is_finite(normed[i]) || !rm_is_finite(normed[i + half]);
   }
+  for (int i = 2 * half + lane; i < head_dim; i += RM_WARP) bad |= !rm_is_finite(normed[i]);
   __syncwarp();  // nor does a ballot
   return __ballot_sync(RM_ALL_LANES, bad) == 0;
 }
@@ -66,7 +99,7 @@ template <rm_dtype DTYPE, rm_packing PACKING> __global__ void __launch_bounds__(
   if (head >= a.n_heads + a.n_kv_heads || (kv_head >= 0 && a.slots[row] < 0)) return;  // whole warps
   float *normed = shared + warp * head_dim;
   const int64_t of_row = row * (a.n_heads + 2 * a.n_kv_heads);
-  norm_head<DTYPE>(normed, a, (of_row + head) * head_dim, kv_head < 0 ? a.q_weight : a.k_weight, head_dim, lane);
+  norm_head<DTYPE>(normed, a, row, head, head_dim, lane);
   const bool finite = rotate_head<DTYPE>(normed, a, row, head_dim, lane);
   if (kv_head >= 0) {
     store_kv<DTYPE, PACKING>(a, row, kv_head, normed, finite, (of_row + head + a.n_kv_heads) * head_dim, lane);
@@ -82,7 +115,18 @@ template <rm_dtype DTYPE, rm_packing PACKING> void launch(const rm_ctx *ctx, con
   RM_LAUNCH((rope_kernel<DTYPE, PACKING>), grid, dim3(THREADS), shared, ctx->stream, *a);
 }
 
+template <rm_dtype DTYPE> void launch_squares(const rm_ctx *ctx, const rm_head_squares_args *a) {
+  if (a->rows <= 0 || a->n_heads + a->n_kv_heads <= 0) return;
+  const dim3 grid(static_cast<unsigned>(a->rows), rm_blocks(a->n_heads + a->n_kv_heads, WARPS));
+  RM_LAUNCH(squares_kernel<DTYPE>, grid, dim3(THREADS), 0, ctx->stream, *a);
+}
+
 }  // namespace
+
+void rm_cuda_head_squares(const rm_ctx *ctx, const rm_head_squares_args *a) {
+  if (a->dtype == RM_BF16) launch_squares<RM_BF16>(ctx, a);
+  else launch_squares<RM_F32>(ctx, a);
+}
 
 void rm_cuda_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
   if (a->dtype == RM_BF16) launch<RM_BF16, RM_PACKING_X86>(ctx, a);

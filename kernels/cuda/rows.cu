@@ -34,21 +34,29 @@ template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS) norm_kernel
   const int64_t at = blockIdx.x * a.n;
   const int me = static_cast<int>(threadIdx.x);
   float partial = 0.0f;  // the first warp's: of lane j and j + 16 the partial sum j
+  const float gate = a.x_gate ? rm_round_to(DTYPE, rm_sigmoid(rm_get(DTYPE, a.x_gate, blockIdx.x))) : 0.0f;
   for (int64_t from = 0; from < a.n; from += CHUNK) {
     const int n = static_cast<int>(rm_min64(CHUNK, a.n - from));
     for (int i = me; i < n; i += THREADS) {
       float h = rm_get(DTYPE, a.residual, at + from + i);
       if (a.x) {
-        h = rm_round_to(DTYPE, h + rm_get(DTYPE, a.x, at + from + i));
+        const float x = rm_get(DTYPE, a.x, at + from + i);
+        h = rm_round_to(DTYPE, h + (a.x_gate ? rm_round_to(DTYPE, gate * x) : x));
         rm_put(DTYPE, a.residual, at + from + i, h);
+      }
+      if (a.out && !a.weight) {
+        if (a.x) rm_put(DTYPE, a.out, at + from + i, h);
+        else rm_copy_elem(DTYPE, a.out, at + from + i, a.residual, at + from + i);
       }
       shared[i] = h;
     }
+    if (!a.weight) continue;  // all threads
     __syncthreads();
     if (me < RM_WARP)
       for (int i = me % RM_LANES; i < n; i += RM_LANES) partial = fmaf(shared[i], shared[i], partial);
     __syncthreads();  // before the next chunk
   }
+  if (!a.weight) return;
   if (me < RM_WARP) {
     const float sum = rm_tree16_lanes(partial);
     if (me == 0) shared[CHUNK] = 1.0f / sqrtf(sum / static_cast<float>(a.n) + a.eps);

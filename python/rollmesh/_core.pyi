@@ -256,14 +256,15 @@ class Kernels:
     def __new__(cls, isa: str, threads: int, op_device: OpDevice | None = None, stream: int = 0) -> Kernels: ...
     def embed(self, out: _T, ids: _I32, table: _T, packed: bool, vocab: int, hidden: int, /) -> None: ...
     def gather_rows(self, out: _T, x: _T, rows: _I32, /) -> None: ...
-    def rms_norm(self, out: _T, residual: _T, x: _T | None, weight: _T, eps: float, /) -> None: ...
+    def rms_norm(self, out: _T, residual: _T, x: _T | None, weight: _T | None, eps: float, x_gate: _T | None, /) -> None: ...
     def gemm(self, y: _T, x: _T, w: _T, bias: _T | None, group_rows: _I32 | None, n: int, swiglu: bool, gate_up: _T | None, /) -> None: ...
+    def head_squares(self, q_out: _F32, k_out: _F32, qkv: _T, head_dim: int, /) -> None: ...
     def qk_rope_kv(
         self,
         q_out: _T,
         qkv: _T,
-        q_weight: _T,
-        k_weight: _T,
+        q_weight: _T | None,
+        k_weight: _T | None,
         cos: _F32,
         sin: _F32,
         positions: _I32,
@@ -274,6 +275,8 @@ class Kernels:
         num_heads: int,
         page_size: int,
         eps: float,
+        q_squares: _F32 | None,
+        k_squares: _F32 | None,
         /,
     ) -> None: ...
     def attention(
@@ -292,7 +295,21 @@ class Kernels:
         head0: int,
         /,
     ) -> None: ...
-    def router(self, ids: _I32, gates: _F32, x: _T, w: _T, bias: _F32 | None, num_experts: int, renormalize: bool, /) -> None: ...
+    def router(
+        self,
+        ids: _I32,
+        gates: _F32,
+        x: _T,
+        w: _T,
+        bias: _F32 | None,
+        num_experts: int,
+        renormalize: bool,
+        sigmoid: bool,
+        num_groups: int,
+        top_groups: int,
+        route_scale: float,
+        /,
+    ) -> None: ...
     def permute(self, x_out: _T, group_rows: _I32, place: _I32, x: _T, ids: _I32, num_experts: int, /) -> None: ...
     def combine(self, out: _T, y: _T, place: _I32, ids: _I32, gates: _F32, num_experts: int, /) -> None: ...
     def lm_head(

@@ -443,7 +443,7 @@ class Generator:
 
         If ranks are processes, each pushes the whole set; they synchronize at every push. StateError after follow()."""
         if self._engine.role is not None:
-            raise StateError("begin_sync: expected ranks that make their own calls, got rank 0 of ranks that follow it; call sync_weights")
+            raise StateError("begin_sync: expected ranks that make their own calls, got ranks that follow rank 0; call sync_weights there")
         with self._refusing(PUSHES):
             options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
         sync = Sync(self._weights, self._turn.take, options)
@@ -487,45 +487,51 @@ class Generator:
         Rank 0 may then use agenerate and astream, and call from several threads, but not begin_sync. All replicas step together. astream
         has partial outputs of replica 0 only; those of the other replicas come when they are finished.
 
-        Raises CollectiveMismatchError (a rank is in another call), StateError (called twice), RankLostError (a rank has ended, rank 0
-        without close), and what else ends the mesh. Other errors of a call are rank 0's, and this goes on.
+        Raises CollectiveMismatchError (a rank is in another call, or paused alone), StateError (called twice, or a begin_sync is open),
+        SyncAbortedError (another rank's arguments were refused), RankLostError (a rank has ended, rank 0 without close), and what else
+        ends the mesh. Other errors of a call are rank 0's, and this goes on.
         """
-        if source is not None and not callable(source):
-            raise ConfigError(f"source: expected a function of the version, got {shown(source)}")
+        with self._refusing("follow"):
+            if source is not None and not callable(source):
+                raise ConfigError(f"source: expected a function of the version, got {shown(source)}")
         engine = self._engine
-        if engine.role is not None:
-            raise StateError("follow was called before")
         if not isinstance(engine, SpmdEngine):
             self._turn.check_alive()
             return
         try:
             with self._turn.take():
-                follower = engine.follow(self._turn.take)
+                follower = engine.follow(self._weights.fault_if_open())
             if follower is not None:
-                self._follow(follower, source)
+                self._follow(engine, follower, source)
         except BaseException as error:
             self._driver.abort_unless_shared(error)
             raise
 
-    def _follow(self, follower: Follower, source: Callable[[int | None], Any] | None) -> None:
+    def _follow(self, engine: SpmdEngine, follower: Follower, source: Callable[[int | None], Any] | None) -> None:
         def sync(options: dict[str, Any]) -> None:
             self._weights.sync(None if source is None else made_by(source, options["version"]), SyncOptions(**options))
 
-        def add(prompt_ids: Ids, params: dict[str, Any], prompt: str | None = None) -> None:
-            self._requests.add(prompt_ids, SamplingParams(**params), prompt)
+        def add(prompt_ids: Ids, params: dict[str, Any]) -> None:
+            self._requests.add(prompt_ids, SamplingParams(**params))
 
         def add_score(ids: Ids, params: dict[str, Any] | None, vocab_size: int) -> None:
             self._requests.add_score(ids, None if params is None else SamplingParams(**params), vocab_size)
 
         calls = followed_methods(self._requests, self._weights, self._engine)
         calls |= {"sync": sync, "add": add, "add_score": add_score}
-        for name, values in follower.received():
-            with self._turn.take():
-                try:
-                    calls[name](**values)
-                except Exception as error:
-                    if self._engine.abort_unless_shared(error, voting=name == "sync"):
-                        raise
+        try:
+            for name, values in follower.received():
+                with self._turn.take():
+                    try:
+                        calls[name](**values)
+                    except Exception as error:
+                        if self._engine.abort_unless_shared(error, voting=name == "sync"):
+                            raise
+        except BaseException:
+            engine.give_up()
+            raise
+        finally:
+            follower.ended = True
         self.close()
 
     # ---------------------------------------------------------------------------------------- pause, sleep, close
@@ -547,16 +553,22 @@ class Generator:
         with self._turn.take():
             self._engine.pause(False)
 
-    def sleep(self, parts: str | Sequence[str] = ("weights", "kv"), keep_weights: bool = False) -> None:
+    def sleep(self, parts: str | Sequence[str] = ("weights", "kv"), keep_weights: bool = False, *, level: int | None = None) -> None:
         """Frees the memory of "weights", "kv" or both. After wake() weights need a sync, unless they are kept, and running requests
         recompute their KV.
 
         keep_weights: copies the weights to host memory, so that the same version serves after wake() without a sync. On the CPU they
         stay where they are, and nothing is freed. A later sleep("weights") without it frees them. CapacityError or MemoryError if the
         host has too little memory: then no rank sleeps.
+
+        level: vLLM's way to say it: 1 is sleep(keep_weights=True), 2 is sleep().
         """
         with self._refusing(SLEEP):
             mask = part_mask(parts)
+            if level is not None:
+                if type(level) is not int or level not in (1, 2) or mask != part_mask(PARTS) or keep_weights:
+                    raise ConfigError(f"level: expected 1 or 2 in place of parts and keep_weights, got {shown(level)}, {shown(parts)}")
+                keep_weights = level == 1
             keep = boolean("keep_weights", keep_weights)
             if keep and not mask & PARTS["weights"]:
                 raise ConfigError(f"parts: expected 'weights' among them with keep_weights=True, got {shown(parts)}")
@@ -583,6 +595,10 @@ class Generator:
             except BaseException as error:
                 self._driver.abort_unless_shared(error)
                 raise
+
+    def wake_up(self, tags: str | Sequence[str] | None = None) -> None:
+        """wake() by vLLM's name: tags are "weights", "kv_cache" or both; None: both."""
+        self.wake(tuple(PARTS) if tags is None else tags)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""

@@ -140,6 +140,7 @@ static void run_chain(const rank *self) {
   for (size_t i = 0; i < bytes; i++) here[i] = talk_byte(w->seed + (uint64_t)self->rank, i);
   const chain on_host = chain_of(w, here), on_device = chain_of(w, there);
   device->copy_to_device(device->self, there, here, bytes);
+  if (device->wait(device->self)) tiny_die("a copy to the device fails");  // the host's chain writes what it reads
   if (rm_comm_can_be_captured(self->tried) != w->is_nccl) tiny_die("%s: what can be recorded is another", w->where);
   if (w->is_nccl) {
     if (device->begin_capture(device->self)) tiny_die("nothing can be recorded");

@@ -52,8 +52,16 @@ static int make(world *w) {
       .head_dim = 2 * pick(f, 1, 8),
       .n_experts = experts,
       .top_k = experts ? 1 : 0,
+      .n_groups = 1,
+      .top_groups = 1,
+      .route_scale = 1,
+      .shared_intermediate_size = experts && fuzz_one_in(f, 2) ? pick(f, 1, 100) : 0,
+      .shared_switch = fuzz_one_in(f, 2),
+      .norm_after = fuzz_one_in(f, 3),
       .moe_intermediate_size = experts ? pick(f, 1, 100) : 0,
+      .qk_norm = (rm_qk_norm)pick(f, 0, 2),
       .attention_bias = fuzz_one_in(f, 2),
+      .o_bias = fuzz_one_in(f, 2),
       .tie_word_embeddings = fuzz_one_in(f, 2),
       .rms_norm_eps = 1e-6f,
       .rope_scale = 1,
@@ -102,18 +110,22 @@ static int reads_row(const world *w, int32_t rank, int64_t row) {
   return 0;
 }
 
-static int is_kv(rm_param_kind kind) { return kind == RM_P_K || kind == RM_P_V || kind == RM_P_K_BIAS || kind == RM_P_V_BIAS; }
+static int is_kv(const world *w, rm_param_kind kind) {
+  return kind == RM_P_K || kind == RM_P_V || kind == RM_P_K_BIAS || kind == RM_P_V_BIAS ||
+         (kind == RM_P_K_NORM && w->spec->qk_norm == RM_QK_NORM_WHOLE);
+}
 
-static int is_whole(rm_param_kind kind) {
-  return kind == RM_P_FINAL_NORM || kind == RM_P_INPUT_NORM || kind == RM_P_POST_NORM || kind == RM_P_Q_NORM || kind == RM_P_K_NORM ||
-         kind == RM_P_ROUTER || kind == RM_P_ROUTER_BIAS;
+static int is_whole(const world *w, rm_param_kind kind) {
+  return kind == RM_P_FINAL_NORM || kind == RM_P_INPUT_NORM || kind == RM_P_POST_NORM || kind == RM_P_POST_MLP_NORM ||
+         ((kind == RM_P_Q_NORM || kind == RM_P_K_NORM) && w->spec->qk_norm == RM_QK_NORM_HEAD) || kind == RM_P_ROUTER ||
+         kind == RM_P_ROUTER_BIAS || kind == RM_P_SHARED_SWITCH;
 }
 
 static void check_range(world *w, const rm_param *param, rm_range r) {
   const int64_t total = param->n_dims == 1 ? param->cols : param->rows;
   MUST(w, r.n >= 0 && r.first >= 0 && r.first + r.n <= total, "rows %lld + %lld of %lld", (long long)r.first, (long long)r.n,
        (long long)total);
-  MUST(w, !is_whole(param->kind) || r.n == total, "a part of a parameter that is whole everywhere");
+  MUST(w, !is_whole(w, param->kind) || r.n == total, "a part of a parameter that is whole everywhere");
   MUST(w, !(param->expert >= 0 && w->mesh.ep > 1) || r.n == 0 || r.n == total, "a part of an expert with ep=%d", w->mesh.ep);
 }
 
@@ -130,13 +142,13 @@ static void check_copy(world *w, const rm_param *param, rm_peers group) {
     if (w->f.plant && r.n) r.n--;
     check_range(w, param, r);
     for (int64_t row = r.first; row < r.first + r.n; row++) held[row]++;
-    for (int64_t row = 0; is_kv(param->kind) && row < total; row++)
+    for (int64_t row = 0; is_kv(w, param->kind) && row < total; row++)
       MUST(w, reads_row(w, rank, row) == (row >= r.first && row < r.first + r.n), "row %lld of K on rank %d", (long long)row, rank);
     most = rm_max64(most, r.n), least = rm_min64(least, r.n);
     w->rows += r.n;
   }
   const int64_t unit = param->kind == RM_P_EMBED || param->kind == RM_P_LM_HEAD ? RM_SHARD_VOCAB : RM_SHARD_WIDTH;
-  const int cut = !is_kv(param->kind) && !is_whole(param->kind);
+  const int cut = !is_kv(w, param->kind) && !is_whole(w, param->kind);
   for (int64_t row = 0; row < total && cut; row++)
     MUST(w, held[row] == 1, "row %lld of kind %d is held %d times", (long long)row, param->kind, held[row]);
   MUST(w, !cut || param->expert >= 0 || param->kind == RM_P_Q || param->kind == RM_P_Q_BIAS || most - least <= unit,

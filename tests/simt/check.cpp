@@ -244,6 +244,7 @@ int main(int argc, char **argv) {
       {"embed", check_embed},
       {"gather_rows", check_gather_rows},
       {"rms_norm", check_rms_norm},
+      {"head_squares", check_head_squares},
       {"qk_rope_kv", check_qk_rope_kv},
       {"gemm", check_gemm},
       {"gemm_swiglu", check_gemm_swiglu},

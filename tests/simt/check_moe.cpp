@@ -29,6 +29,12 @@ int32_t *random_ids(shape s) {
 
 enum rows_kind { PLAIN, EQUAL, HALF_EQUAL, NANS };
 
+// One of the numbers of groups that the experts can be in; 0: none.
+int64_t random_groups(int64_t n_experts) {
+  const int64_t n = 2 << pick(6);
+  return n_experts % n || n_experts / n < 2 ? 0 : n;
+}
+
 bool router_case(rm_dtype dtype, shape s, rows_kind kind_of, int renormalize) {
   rm_router_args a = {};
   void *x = numbers(dtype, s.rows * s.hidden, kind_of == NANS ? WILD : TAME), *w = numbers(dtype, rm_packed_elems(s.n_experts, s.hidden));
@@ -39,12 +45,19 @@ bool router_case(rm_dtype dtype, shape s, rows_kind kind_of, int renormalize) {
   const packed both = {w, relaid_matrices(w, dtype, 1, s.n_experts, s.hidden, false)};
   a.x = x, a.bias = pick(2) ? static_cast<float *>(numbers(RM_F32, s.n_experts, kind_of == NANS ? WILD : TAME)) : nullptr;
   a.rows = s.rows, a.hidden = s.hidden, a.n_experts = s.n_experts, a.top_k = s.top_k, a.renormalize = renormalize, a.dtype = dtype;
+  a.score = pick(2) ? RM_SCORE_SIGMOID : RM_SCORE_SOFTMAX, a.route_scale = pick(2) ? 2.5f : 1.0f;
+  if ((a.n_groups = random_groups(s.n_experts))) {
+    const int64_t size = s.n_experts / a.n_groups, least = (s.top_k + size - 1) / size;
+    a.top_groups = least + pick(a.n_groups - least + 1);
+  }
   rm_limits limits = {};
   limits.max_rows = s.rows, limits.n_experts = s.n_experts, limits.top_k = s.top_k;
   if (pick(2)) limits.max_k = s.hidden, limits.max_n = s.n_experts;
-  char what[120];
-  snprintf(what, sizeof what, "router dtype=%d rows=%ld hidden=%ld experts=%ld top_k=%ld kind=%d renormalize=%d bias=%d", dtype, s.rows,
-           s.hidden, s.n_experts, s.top_k, kind_of, renormalize, a.bias != nullptr);
+  char what[200];
+  snprintf(what, sizeof what,
+           "router dtype=%d rows=%ld hidden=%ld experts=%ld top_k=%ld kind=%d renormalize=%d bias=%d score=%d groups=%ld/%ld scale=%g",
+           dtype, s.rows, s.hidden, s.n_experts, s.top_k, kind_of, renormalize, a.bias != nullptr, a.score, a.top_groups, a.n_groups,
+           static_cast<double>(a.route_scale));
   const int64_t n = s.rows * s.top_k;
   const bool recorded = pick(2);  // with room between a row's ids and the next
   a.routed_stride = s.top_k + pick(4);

@@ -1,4 +1,4 @@
-// check_rows.cpp: embed, gather_rows, rms_norm and qk_rope_kv.
+// check_rows.cpp: embed, gather_rows, rms_norm, head_squares and qk_rope_kv.
 #include "check.h"
 
 namespace {
@@ -44,10 +44,12 @@ bool norm_case(rm_dtype dtype, int64_t rows, int64_t n, norm_input input, kind w
   void *x = numbers(dtype, rows * n, wild);
   a.x = input == NO_X ? nullptr : x;
   if (input == OUT_IS_X) a.out = x;
-  a.weight = numbers(dtype, n, wild);
+  if (input != NO_X && pick(3) == 0) a.x_gate = numbers(dtype, rows, wild);
+  if (pick(4)) a.weight = numbers(dtype, n, wild);
   a.eps = pick(4) ? 1e-6f : 0.0f, a.rows = rows, a.n = n, a.dtype = dtype;
   char what[100];
-  snprintf(what, sizeof what, "rms_norm dtype=%d rows=%ld n=%ld input=%d wild=%d", dtype, rows, n, input, wild);
+  snprintf(what, sizeof what, "rms_norm dtype=%d rows=%ld n=%ld input=%d gate=%d weight=%d wild=%d", dtype, rows, n, input,
+           a.x_gate != nullptr, a.weight != nullptr, wild);
   return held(what, {{&a.out, bytes, rows * n}, {&a.residual, bytes, rows * n}}, {}, [&](const rm_kernels *table, const rm_ctx *ctx) {
     if (input == OUT_IS_X) a.x = a.out;
     table->rms_norm(ctx, &a);
@@ -57,6 +59,26 @@ bool norm_case(rm_dtype dtype, int64_t rows, int64_t n, norm_input input, kind w
 struct rope_shape {
   int64_t rows, n_heads, n_kv_heads, head_dim, page_size;
 };
+
+bool squares_case(rm_dtype dtype, rope_shape s, kind wild) {
+  rm_head_squares_args a = {};
+  a.qkv = numbers(dtype, s.rows * (s.n_heads + 2 * s.n_kv_heads) * s.head_dim, wild);
+  a.rows = s.rows, a.n_heads = s.n_heads, a.n_kv_heads = s.n_kv_heads, a.head_dim = s.head_dim, a.dtype = dtype;
+  const int64_t q = s.rows * s.n_heads, k = s.rows * s.n_kv_heads;
+  char what[120];
+  snprintf(what, sizeof what, "head_squares dtype=%d rows=%ld heads=%ld/%ld head_dim=%ld wild=%d", dtype, s.rows, s.n_heads, s.n_kv_heads,
+           s.head_dim, wild);
+  return held(what, {{&a.q_out, static_cast<size_t>(q) * sizeof(float), q}, {&a.k_out, static_cast<size_t>(k) * sizeof(float), k}}, {},
+              [&](const rm_kernels *table, const rm_ctx *ctx) { table->head_squares(ctx, &a); });
+}
+
+// Of all heads of the model, of which other ranks may have some.
+const float *squares(int64_t rows, int64_t n_heads, kind wild, int64_t *all) {
+  *all = n_heads + pick(3) * 7;
+  float *x = static_cast<float *>(numbers(RM_F32, rows * *all, wild));
+  for (int64_t i = 0; i < rows * *all; i++) x[i] = fabsf(x[i]);
+  return x;
+}
 
 bool rope_case(rm_dtype dtype, rope_shape s, kind wild) {
   const int64_t n_pages = 5, n_slots = n_pages * s.page_size, positions = 50, per_row = (s.n_heads + 2 * s.n_kv_heads) * s.head_dim;
@@ -73,7 +95,16 @@ bool rope_case(rm_dtype dtype, rope_shape s, kind wild) {
   }
   rm_qk_rope_kv_args a = {};
   a.qkv = numbers(dtype, s.rows * per_row, wild);
-  a.q_weight = numbers(dtype, s.head_dim), a.k_weight = numbers(dtype, s.head_dim);
+  const int64_t norm = pick(4);  // 0: none, 3: over all heads
+  if (norm == 3) {
+    a.q_squares = squares(s.rows, s.n_heads, wild, &a.all_heads);
+    a.k_squares = squares(s.rows, s.n_kv_heads, wild, &a.all_kv_heads);
+  }
+  if (norm) {
+    a.q_weight = numbers(dtype, (norm == 3 ? s.n_heads : 1) * s.head_dim);
+    a.k_weight = numbers(dtype, (norm == 3 ? s.n_kv_heads : 1) * s.head_dim);
+  }
+  a.rotary_dim = pick(3) ? s.head_dim : 2 * pick(s.head_dim / 2);
   a.cos = static_cast<float *>(numbers(RM_F32, positions * (s.head_dim / 2)));
   a.sin = static_cast<float *>(numbers(RM_F32, positions * (s.head_dim / 2)));
   a.positions = at, a.slots = slots, a.row_flags = flags, a.k_cache = numbers(dtype, k_elems), a.v_cache = numbers(dtype, v_elems);
@@ -121,6 +152,16 @@ bool check_rms_norm() {
       for (const int64_t n : {1, 2, 15, 16, 17, 31, 33, 64, 255, 257, 2047, 2048, 2049, 4100})
         for (const norm_input input : {NO_X, OWN_X, OUT_IS_X})
           if (!norm_case(dtype, rows, n, input, pick(3) ? TAME : WILD)) return false;
+  return true;
+}
+
+bool check_head_squares() {
+  for (const rm_dtype dtype : {RM_BF16, RM_F32})
+    for (const int64_t rows : {0, 1, 9})
+      for (const int64_t head_dim : {2, 16, 30, 64, 128, 130})
+        for (const auto &h : {std::pair{1, 1}, {5, 2}, {16, 8}})
+          for (const kind wild : {TAME, WILD})
+            if (!squares_case(dtype, {rows, h.first, h.second, head_dim, 16}, wild)) return false;
   return true;
 }
 

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         if args.random:
             generator.sync_weights(random_weights(generator, args.seed), cast=True)
         else:
-            generator.sync_weights(rm.sources.SafetensorsFolder(args.model), cast=dtype != stored)
+            generator.sync_weights(rm.sources.SafetensorsFolder(args.model), cast=args.dtype is not None or dtype != stored)
         outputs = generator.generate(prompts, params, use_tqdm=sys.stderr.isatty(), on_error="return")
     for output in outputs:
         _print(output, args.json, tokenizer)

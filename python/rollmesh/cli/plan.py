@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"\n{'parameter':<34}{'count':>8}{'shape':>18}{'parameters':>18}{'a rank':>12}")
     kinds = set(ranks)  # replicas are alike
     for m in matrices(spec):
-        shape = str(m.cols) if m.rows == 1 else f"{m.rows} x {m.cols}"
+        shape = str(m.cols) if m.is_vector else f"{m.rows} x {m.cols}"
         most = max(rank_bytes(spec, m, rank, bytes_each) for rank in kinds)
         print(f"{m.name:<34}{m.count:>8,}{shape:>18}{m.elements:>18,}{byte_text(most):>12}")
     weights_of = {rank: sum(rank_bytes(spec, m, rank, bytes_each) for m in matrices(spec)) for rank in kinds}

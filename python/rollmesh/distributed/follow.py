@@ -16,10 +16,11 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, is_dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from weakref import WeakMethod, ref
 
 from rollmesh import _core
 from rollmesh.distributed.wire import decode, encode
@@ -86,15 +87,17 @@ def followed_methods(*parts: object) -> dict[str, Callable[..., Any]]:
 
 
 class Leader:
-    """Rank 0. Callers hold the generator's lock."""
+    """Rank 0. Callers hold the generator's lock; while one is busy (a tokenizer), a thread keeps sending."""
 
-    def __init__(self, control: _core.Comm, timeout: float, turn: Callable[[], AbstractContextManager[None]]):
-        """turn: takes the generator's lock."""
-        self._control, self._turn, self._timeout = control, turn, timeout
+    def __init__(self, control: _core.Comm, timeout: float, give_up: WeakMethod[Callable[[], None]]):
+        """give_up: aborts the mesh."""
+        self._control, self._give_up = control, give_up
+        self._lock = threading.RLock()  # of the control comm and the queue; a collective call holds it to its end
         self._queue: list[Any] = []  # [name, values] of calls that the other ranks have not made yet
         self._is_inside = False  # a followed call
         self._sent_at, self._closed = time.monotonic(), threading.Event()
-        threading.Thread(target=self._keep_speaking, name="rollmesh-leader", daemon=True).start()
+        silence = timeout / IDLE_SHARE
+        threading.Thread(target=_keep_speaking, args=(ref(self), self._closed, silence), name="rollmesh-leader", daemon=True).start()
 
     @contextmanager
     def call(self, name: str, values: Mapping[str, Any], collective: bool) -> Iterator[None]:
@@ -103,44 +106,59 @@ class Leader:
             return
         self._is_inside = True
         try:
-            self._queue.append([name, {key: _plain(value) for key, value in values.items()}])
-            if collective:
-                self._send()
-            yield
+            with self._lock if collective else nullcontext():
+                with self._lock:
+                    self._queue.append([name, {key: _plain(value) for key, value in values.items()}])
+                    if collective:
+                        self._send()
+                yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and (give_up := self._give_up()):
+                give_up()  # a Ctrl-C: the other ranks make the call, and this one perhaps did not
+            raise
         finally:
             self._is_inside = False
 
     def close(self) -> None:
         """The other ranks return from follow."""
         self._closed.set()
-        self._queue.append([CLOSE, {}])
-        with suppress(Error):  # the mesh has ended already
-            self._send()
+        with self._lock:
+            self._queue.append([CLOSE, {}])
+            with suppress(Error):  # the mesh has ended already
+                self._send()
+
+    def speak(self, silence: float) -> None:
+        """Sends what is queued, perhaps nothing, after that many seconds of silence."""
+        with self._lock:
+            if not self._closed.is_set() and time.monotonic() - self._sent_at >= silence:
+                self._send()
 
     def _send(self) -> None:
         queue, self._queue = self._queue, []
         self._control.all_gather(encode(queue))
         self._sent_at = time.monotonic()
 
-    def _keep_speaking(self) -> None:
-        silence = self._timeout / IDLE_SHARE
-        while not self._closed.wait(silence):
-            with suppress(Error), self._turn():  # a lost rank is the next call's error
-                if time.monotonic() - self._sent_at >= silence:
-                    self._send()
+
+def _keep_speaking(leader: ref[Leader], closed: threading.Event, silence: float) -> None:
+    """Until the leader is closed, or was dropped with its generator."""
+    while not closed.wait(silence) and (its := leader()) is not None:
+        with suppress(Error):  # a lost rank is the next call's error
+            its.speak(silence)
+        del its
 
 
 class Follower:
-    """Any other rank. Its calls come from rank 0 only."""
+    """Any other rank. Until it has ended, its calls come from rank 0 only."""
 
     def __init__(self, control: _core.Comm, rank: int):
         self._control, self._rank = control, rank
-        self._thread = threading.get_ident()
+        self._thread: int | None = None  # which makes a call of rank 0 now
+        self.ended = False
 
     @contextmanager
     def call(self, name: str, values: Mapping[str, Any], collective: bool) -> Iterator[None]:
         del name, values, collective
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread and not self.ended:
             raise StateError(f"rank {self._rank} follows rank 0 (Generator.follow); make this call on rank 0")
         yield
 
@@ -154,7 +172,9 @@ class Follower:
             for name, values in decode(self._control.all_gather(b"")[0]):
                 if name == CLOSE:
                     return
+                self._thread = threading.get_ident()
                 yield name, values
+                self._thread = None  # a signal's handler makes calls of its own
 
 
 def _plain(value: Any) -> Any:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, cast
+from weakref import WeakMethod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,7 @@ from rollmesh.errors import (
     CollectiveMismatchError,
     Error,
     RankLostError,
+    StateError,
     SyncAbortedError,
 )
 from rollmesh.runtime.engine_views import CONTRACT_VERSION, Finish, Ids, RequestView, SampleView
@@ -137,11 +139,13 @@ class SpmdEngine(RankEngine):
                 end.abort()
         self._comm.abort()
 
-    def follow(self, turn: Callable[[], AbstractContextManager[None]]) -> Follower | None:
-        """From now on rank 0 makes the calls; None there. turn: takes the generator's lock."""
-        self.all_gather("follow")
+    def follow(self, fault: Exception | None) -> Follower | None:
+        """From now on rank 0 makes the calls; None there. fault: why this rank cannot."""
+        if self.role is not None:
+            raise StateError("follow was called before")
+        self.require_equal("follow", [f"paused={paused}" for paused in self.all_gather_or_raise("follow", self.paused, fault)])
         if self.rank == 0:
-            self.role = Leader(self.control, self._comm.timeout, turn)
+            self.role = Leader(self.control, self._comm.timeout, WeakMethod(self.give_up))
             return None
         self.role = follower = Follower(self.control, self.rank)
         return follower

@@ -71,12 +71,16 @@ class _Step:
         spec, tp = self.spec, self.mesh.tp
         pairs, before = tp * (tp - 1), self.gathered(self.hidden) if self.sp else 0
         attention = before + self.gathered(spec.num_attention_heads * spec.head_dim) + self.output()
+        if spec.qk_norm == "whole":  # sums of squares, float32
+            attention += self.rows * (spec.num_attention_heads + spec.num_key_value_heads) * 4 * (tp - 1)
         dense = before + self.gathered(spec.intermediate_size) + self.output()
         if self.travels:
             moe = 0 if self.sp else self.gathered(self.hidden)
         else:
             inside = self.gathered(spec.moe_intermediate_size, self.rows * spec.num_experts_per_tok) if self.mesh.ep == 1 else 0
             moe = before + inside + self.output()
+        if spec.shared_intermediate_size:
+            moe += self.gathered(spec.shared_intermediate_size) + self.output() + (before if self.travels else 0)
         layers = spec.num_hidden_layers * attention + (spec.num_hidden_layers - self.num_moe) * dense + self.num_moe * moe
         routed = self.rows * self.num_moe * spec.num_experts_per_tok * 2 * (tp - 1) if self.travels else 0
         last = self.gathered(self.hidden) if self.sp else 0

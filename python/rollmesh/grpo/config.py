@@ -4,8 +4,8 @@ A run is described by one TOML file. Every table below is a dataclass and every 
 a key that is not here is an error, as is a value of the wrong type or out of range, and the message gives the path:
 `[train] lr: expected a number, got "x"`. `--set train.lr=1e-3` on the command line replaces a key before the check.
 
-Paths in the file are relative to the file. `[model]` takes the keys of a transformers Qwen3 config (a random model) or `path`, a
-checkpoint folder that the *trainer* reads; the generator never sees it.
+Paths in the file are relative to the file. `[model]` takes the keys of a family's transformers config (a random model) or `path`,
+a checkpoint folder that the *trainer* reads; the generator never sees it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any, Literal
 
 import rollmesh as rm
 from rollmesh import _core
-from rollmesh.grpo.tables import number, override, read_table, read_value
+from rollmesh.grpo.tables import number, override, read_table, read_value, show
+from rollmesh.model.families import FAMILIES
 from rollmesh.runtime.devices import CUDA_FAMILIES, device_name
 from rollmesh.runtime.messages import plain
 
@@ -29,7 +30,7 @@ from rollmesh.runtime.messages import plain
 class ModelTable:
     """A random model of this shape, or the checkpoint folder `path`. Keys left out take transformers' default."""
 
-    architecture: Literal["qwen3", "qwen3_moe"] | None = None
+    architecture: str | None = None  # of FAMILIES (model/families.py); it takes its family's keys alone
     path: str | None = None  # folder with config.json and safetensors; excludes all other keys
     vocab_size: int | None = number(None, at_least=1)  # default: the tokenizer's
     hidden_size: int | None = number(None, at_least=1)
@@ -49,13 +50,25 @@ class ModelTable:
     sliding_window: int | None = number(None, at_least=1)
     max_window_layers: int | None = number(None, at_least=0)
     layer_types: tuple[str, ...] | None = None
-    # qwen3_moe only
+    no_rope_layers: tuple[int, ...] | None = number(None, at_least=0, at_most=1)
+    no_rope_layer_interval: int | None = number(None, at_least=1)
+    qkv_bias: bool | None = None
+    use_qk_norm: bool | None = None
+    # with experts
     moe_intermediate_size: int | None = number(None, at_least=1)
     num_experts: int | None = number(None, at_least=1)
+    num_local_experts: int | None = number(None, at_least=1)
+    n_routed_experts: int | None = number(None, at_least=1)
     num_experts_per_tok: int | None = number(None, at_least=1)
     norm_topk_prob: bool | None = None
     decoder_sparse_step: int | None = number(None, at_least=1)
     mlp_only_layers: tuple[int, ...] | None = None
+    first_k_dense_replace: int | None = number(None, at_least=0)
+    n_group: int | None = number(None, at_least=1)
+    topk_group: int | None = number(None, at_least=1)
+    routed_scaling_factor: float | None = number(None, above=0)
+    n_shared_experts: int | None = number(None, at_least=0)
+    shared_expert_intermediate_size: int | None = number(None, at_least=1)
 
     def hf_fields(self) -> dict[str, Any]:
         """The keys that were given, as keyword arguments of the transformers config class."""
@@ -247,18 +260,7 @@ def from_dict(table: Mapping[str, Any], folder: str = ".") -> Config:
 
 def _check_together(c: Config) -> None:
     """Rules that join several keys."""
-    m = c.model
-    if (m.path is None) == (m.architecture is None):
-        raise rm.ConfigError("[model]: give either path (a checkpoint folder) or architecture (qwen3, qwen3_moe) and its sizes")
-    if m.path is not None and m.hf_fields():
-        raise rm.ConfigError(f"[model] {next(iter(m.hf_fields()))}: not allowed beside path; the folder's config.json has it")
-    moe_keys = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
-    for key in moe_keys:
-        if m.architecture == "qwen3" and getattr(m, key) is not None:
-            raise rm.ConfigError(f'[model] {key}: not a key of architecture "qwen3"')
-    for key in ("max_window_layers", "layer_types"):
-        if m.architecture == "qwen3_moe" and getattr(m, key) is not None:
-            raise rm.ConfigError(f'[model] {key}: not a key of architecture "qwen3_moe"')
+    _check_model(c.model)
     d, stages = c.data, c.data.stage_steps
     if stages and len(stages) != len(d.train) - 1:
         raise rm.ConfigError(f"[data] stage_steps: expected {len(d.train) - 1} steps for {len(d.train)} files in train, got {len(stages)}")
@@ -291,6 +293,21 @@ def _check_together(c: Config) -> None:
         _check_vllm(c.generator)
     else:
         _check_device(c.generator)
+
+
+def _check_model(m: ModelTable) -> None:
+    if (m.path is None) == (m.architecture is None):
+        raise rm.ConfigError(f"[model]: give either path (a checkpoint folder) or architecture ({', '.join(FAMILIES)}) and its sizes")
+    if m.architecture is None:
+        if fields := m.hf_fields():
+            raise rm.ConfigError(f"[model] {next(iter(fields))}: not allowed beside path; the folder's config.json has it")
+        return
+    if m.architecture not in FAMILIES:
+        raise rm.ConfigError(f"[model] architecture: expected one of {', '.join(map(show, FAMILIES))}, got {show(m.architecture)}")
+    of_some = {key for family in FAMILIES.values() for key in family.keys.split()}
+    for key in m.hf_fields():
+        if key in of_some and key not in FAMILIES[m.architecture].keys.split():
+            raise rm.ConfigError(f'[model] {key}: not a key of architecture "{m.architecture}"')
 
 
 def _check_filters(c: Config) -> None:
@@ -340,9 +357,10 @@ def _check_correction(c: Config) -> None:
         if value != default and t.importance_sampling not in modes:
             names = " or ".join(f'"{mode}"' for mode in modes)
             raise rm.ConfigError(f'[correction] {key}: expected importance_sampling = {names} beside it, got "{t.importance_sampling}"')
-    if t.routing_replay and c.model.architecture == "qwen3":
+    architecture = c.model.architecture
+    if t.routing_replay and architecture is not None and not FAMILIES[architecture].has_experts:
         raise rm.ConfigError(
-            '[correction] routing_replay: expected false where [model] architecture is "qwen3", which routes nothing, got true'
+            f'[correction] routing_replay: expected false where [model] architecture is "{architecture}", which routes nothing, got true'
         )
 
 

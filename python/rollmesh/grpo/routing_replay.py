@@ -2,9 +2,9 @@
 
 A router near a tie chooses another expert after the smallest rounding, and then the trainer learns from another function than the one
 that drew the token. With [correction] routing_replay the ids come from the generator's record, and the gates from the trainer's own
-router, so that it learns. Where p = softmax(the router's logits) and S the k recorded ids of a token:
+router, so that it learns. Where p = softmax(the router's logits), GLM-4-MoE: their sigmoid, and S the k recorded ids of a token:
 
-    gate of expert e = p_e / Σ_{s in S} p_s     for e in S; without norm_topk_prob: p_e
+    gate of expert e = p_e / Σ_{s in S} p_s     for e in S; without norm_topk_prob: p_e; GLM-4-MoE: times routed_scaling_factor
 
 The gradient flows through p. A position without a record (padding, the last token of a sequence) keeps its own routing; no logprob
 of a rollout depends on one (rollout.make_batch). The reference model is another model and routes by itself.
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 def routers(model: Any) -> list[Any]:
     """The routers of a transformers model, by layer. ConfigError where it has none."""
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
-
-    found = [module for module in model.modules() if isinstance(module, Qwen3MoeTopKRouter)]
+    found = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
     if not found:
         raise rm.ConfigError(f"[correction] routing_replay: expected false for a {type(model).__name__} without experts, got true")
     return found
@@ -71,9 +69,11 @@ class _Recorded:
         import torch
 
         self.was_used = True
-        logits_RE, _, own_RK = output
+        logits_RE, gates, own_RK = output
         ids_RK = torch.where(self.ids_RK >= 0, self.ids_RK, own_RK)
-        gates_RK = torch.softmax(logits_RE, dim=-1, dtype=torch.float32).gather(1, ids_RK)
-        if router.norm_topk_prob:
+        is_sigmoid = hasattr(router, "e_score_correction_bias")  # which counts for the choice alone
+        scores_RE = logits_RE.float().sigmoid() if is_sigmoid else torch.softmax(logits_RE, dim=-1, dtype=torch.float32)
+        gates_RK = scores_RE.gather(1, ids_RK)
+        if getattr(router, "norm_topk_prob", True):  # Mixtral's has no such key
             gates_RK = gates_RK / gates_RK.sum(-1, keepdim=True)
-        return logits_RE, gates_RK.to(logits_RE.dtype), ids_RK
+        return logits_RE, (gates_RK * getattr(router, "routed_scaling_factor", 1.0)).to(gates.dtype), ids_RK

@@ -29,6 +29,7 @@ from rollmesh.grpo.mismatch import corrections, largest_kl
 from rollmesh.grpo.rollout import Batch, Rollout, make_batch, with_trainer_logprobs
 from rollmesh.grpo.routing_replay import replay, routers
 from rollmesh.grpo.seeds import seed_of
+from rollmesh.model.families import FAMILIES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -235,14 +236,15 @@ def build_reference(config: Config, tokenizer: Any) -> Any:
 
 
 def hf_config_of(table: ModelTable, tokenizer: Any) -> Any:
-    """The transformers config that a random model is built from; the tokenizer gives its vocabulary and eos."""
-    from transformers import Qwen3Config, Qwen3MoeConfig
+    """The transformers config that a random model is built from; the tokenizer gives its vocabulary and eos. Where a family has a
+    pad_token_id by default, that embedding would not learn."""
+    from transformers import AutoConfig
 
-    fields = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, **table.hf_fields()}
+    fields = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, **table.hf_fields()}
     if fields["vocab_size"] < len(tokenizer):
         raise rm.ConfigError(f"[model] vocab_size: {fields['vocab_size']} is below the tokenizer's {len(tokenizer)}")
     try:
-        return {"qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}[str(table.architecture)](**fields)
+        return AutoConfig.for_model(str(table.architecture), **fields)
     except (ValueError, TypeError) as e:
         raise rm.ConfigError(f"[model]: {e}") from e
 
@@ -282,4 +284,5 @@ def load_model(folder: Path, dtype: str) -> Any:
 
 def _experts(hf_config: Any) -> dict[str, str]:
     """`grouped_mm` where there are experts: the other implementations are many times slower to train."""
-    return {"experts_implementation": "grouped_mm"} if hasattr(hf_config, "num_experts") else {}
+    family = FAMILIES.get(hf_config.model_type)
+    return {"experts_implementation": "grouped_mm"} if family is not None and family.has_experts else {}

@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 
 import rollmesh as rm
 from rollmesh.grpo.config import GeneratorTable
+from rollmesh.model.families import FAMILIES
 from rollmesh.vllm import NAME, asked_for
 from rollmesh.vllm.trainer import AsyncWeightSender
 
 T = TypeVar("T")
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 CLOSE_S = 30.0  # that vLLM's processes have to end by themselves; killed, they leave shared memory behind
 INSTALL = "pip install '.[vllm]' in rollmesh's checkout; docs/vllm.md has what to pin"
 
@@ -157,7 +157,7 @@ def ask_for_plugin() -> bool:
 def write_config(hf_config: Any, folder: Path) -> None:
     """config.json, all that vLLM is told of the model."""
     fields = json.loads(hf_config.to_json_string(use_diff=False))
-    fields["architectures"] = [ARCHITECTURES[fields["model_type"]]]
+    fields["architectures"] = [FAMILIES[fields["model_type"]].architecture]
     (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
 
 

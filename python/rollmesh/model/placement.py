@@ -19,6 +19,7 @@ class Placement(NamedTuple):
     kv_heads: range
     hidden: range  # o_proj, a dense layer's down_proj
     inner: range  # a dense layer's gate_proj and up_proj
+    shared_inner: range  # a shared expert's gate_proj and up_proj
     vocab: range  # embed_tokens, lm_head
     experts: range  # those it holds a part of
     expert_inner: range  # of each: gate_proj and up_proj

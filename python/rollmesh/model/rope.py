@@ -287,27 +287,36 @@ def _checked(name: str, key: str, value: Any, head_dim: int) -> Any:
     return _number(f"{name}.{key}", value, 0, strict=not key.startswith(("mscale", "partial")))
 
 
-def from_config(config: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
+def from_config(config: Mapping[str, Any], head_dim: int, max_positions: int, default_theta: float, default_partial: float | None) -> Rope:
     """The settings as transformers standardizes them: `rope_scaling` (4.x) before `rope_parameters` (5.x), values inside before
-    values beside, rope_theta 10000 when there is none. Raises ConfigError for whatever it would not use or could not."""
+    values beside, default_theta when there is none. default_partial: the partial_rotary_factor of a family that turns the first elements
+    of a head when there is none; None: the family turns whole heads. Raises ConfigError for whatever it would not use or could not."""
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(name) or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"{name}: expected a mapping, got {shown(given)}")
     if unknown := [(key,) for key in given if key not in KEYS]:
-        raise ConfigError(f"{name}: expected keys of Qwen3's rope types, got {listed(unknown)}")
+        raise ConfigError(f"{name}: expected keys of the rope types, got {listed(unknown)}")
     p = {key: value for key, value in given.items() if key not in ("type", "rope_type", "rope_theta")}
     rope_type = given.get("rope_type", given.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in TYPES:
         raise ConfigError(f"rope_type: expected one of {', '.join(TYPES)}, got {shown(rope_type)}")
-    theta = _number("rope_theta", given.get("rope_theta", config.get("rope_theta", 10000.0)), 0, strict=True)
+    theta = _number("rope_theta", given.get("rope_theta", config.get("rope_theta", default_theta)), 0, strict=True)
 
     partial = p.setdefault("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial is None:
-        p["partial_rotary_factor"] = partial = 1.0
+        p["partial_rotary_factor"] = partial = 1.0 if default_partial is None else default_partial
     _number("partial_rotary_factor", partial, 0)
+    if default_partial is not None:
+        turned = int(head_dim * partial)
+        if rope_type == "proportional" or not 2 <= turned <= head_dim or turned % 2:
+            raise ConfigError(
+                f"partial_rotary_factor={shown(partial)} with rope_type={rope_type!r}: expected an even number of at least 2 of the "
+                f"head_dim={head_dim} elements, got {turned}"
+            )
+        head_dim, p["partial_rotary_factor"], partial = turned, 1.0, 1.0
     if partial != 1.0 and (rope_type != "proportional" or partial > 1.0):
-        raise ConfigError(f"partial_rotary_factor={partial} with rope_type={rope_type!r}: Qwen3 rotates whole heads")
+        raise ConfigError(f"partial_rotary_factor={partial} with rope_type={rope_type!r}: this family rotates whole heads")
     if rope_type in ("llama3", "yarn", "longrope"):
         if config.get("original_max_position_embeddings") is not None:
             p["original_max_position_embeddings"] = config["original_max_position_embeddings"]

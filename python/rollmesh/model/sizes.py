@@ -13,13 +13,14 @@ TILE_ROWS, TILE_COLS = 16, 32
 
 @dataclass(frozen=True)
 class Matrix:
-    """`count` parameters of this shape; a vector has rows = 1."""
+    """`count` parameters of this shape."""
 
     name: str
     count: int
     rows: int
     cols: int
     shard: str  # the part that a rank keeps: "whole", or the name of a range of Placement
+    is_vector: bool = False  # rows = 1, of which a rank keeps a range of cols; else a range of rows
 
     @property
     def elements(self) -> int:
@@ -46,28 +47,42 @@ class Parameters:
         return self.dense_body + self.lm_head + share * self.experts
 
 
+def _vectors(name: str, count: int, n: int, shard: str) -> Matrix:
+    return Matrix(name, count, 1, n, shard, is_vector=True)
+
+
 def matrices(spec: ModelSpec) -> Iterator[Matrix]:
-    """Every parameter of the model, equal ones together."""
+    """Every parameter of the model, equal ones together; routers' biases are left out, as in ModelSpec.parameters()."""
     hidden, dim, layers = spec.hidden_size, spec.head_dim, spec.num_hidden_layers
     moe = sum(spec.is_moe_layer)
     query, kv = spec.num_attention_heads * dim, spec.num_key_value_heads * dim
     yield Matrix("embed_tokens", 1, spec.vocab_size, hidden, "vocab")
     if not spec.tie_word_embeddings:
         yield Matrix("lm_head", 1, spec.vocab_size, hidden, "vocab")
-    yield Matrix("layernorms", 2 * layers + 1, 1, hidden, "whole")
+    yield _vectors("layernorms", 2 * layers + 1, hidden, "whole")
     yield Matrix("self_attn.q_proj", layers, query, hidden, "heads")
     yield Matrix("self_attn.k_proj, v_proj", 2 * layers, kv, hidden, "kv_heads")
     yield Matrix("self_attn.o_proj", layers, hidden, query, "hidden")
     if spec.attention_bias:
-        yield Matrix("self_attn.q_proj.bias", layers, 1, query, "heads")
-        yield Matrix("self_attn.k_proj.bias, v_proj.bias", 2 * layers, 1, kv, "kv_heads")
-        yield Matrix("self_attn.o_proj.bias", layers, 1, hidden, "hidden")
-    yield Matrix("self_attn.q_norm, k_norm", 2 * layers, 1, dim, "whole")
+        yield _vectors("self_attn.q_proj.bias", layers, query, "heads")
+        yield _vectors("self_attn.k_proj.bias, v_proj.bias", 2 * layers, kv, "kv_heads")
+    if spec.o_bias:
+        yield _vectors("self_attn.o_proj.bias", layers, hidden, "hidden")
+    if spec.qk_norm == "head":
+        yield _vectors("self_attn.q_norm, k_norm", 2 * layers, dim, "whole")
+    if spec.qk_norm == "whole":
+        yield _vectors("self_attn.q_norm", layers, query, "heads")
+        yield _vectors("self_attn.k_norm", layers, kv, "kv_heads")
     if layers > moe:
         yield Matrix("mlp.gate_proj, up_proj", 2 * (layers - moe), spec.intermediate_size, hidden, "inner")
         yield Matrix("mlp.down_proj", layers - moe, hidden, spec.intermediate_size, "hidden")
     if moe:
         yield Matrix("mlp.gate (router)", moe, spec.num_experts, hidden, "whole")
+        if spec.shared_intermediate_size:
+            yield Matrix("shared_experts.gate_proj, up_proj", 2 * moe, spec.shared_intermediate_size, hidden, "shared_inner")
+            yield Matrix("shared_experts.down_proj", moe, hidden, spec.shared_intermediate_size, "hidden")
+        if spec.shared_switch:
+            yield Matrix("shared_expert_gate", moe, 1, hidden, "whole")
         yield Matrix("mlp.experts.gate_proj, up_proj", 2 * moe * spec.num_experts, spec.moe_intermediate_size, hidden, "expert_inner")
         yield Matrix("mlp.experts.down_proj", moe * spec.num_experts, hidden, spec.moe_intermediate_size, "expert_hidden")
 
@@ -87,10 +102,10 @@ def rank_bytes(spec: ModelSpec, m: Matrix, rank: Placement, bytes_each: int) -> 
     if m.shard != "whole":
         held = len(getattr(rank, m.shard))
         held *= spec.head_dim if m.shard in ("heads", "kv_heads") else 1
-        rows, cols = (1, held) if m.rows == 1 else (held, m.cols)
+        rows, cols = (1, held) if m.is_vector else (held, m.cols)
     if m.shard.startswith("expert"):
         count = count // spec.num_experts * len(rank.experts)
-    if m.rows == 1 or (m.name == "embed_tokens" and not spec.tie_word_embeddings):
+    if m.is_vector or (m.name == "embed_tokens" and not spec.tie_word_embeddings):
         return count * rows * cols * bytes_each
     return count * _up(rows, TILE_ROWS) * _up(cols, TILE_COLS) * bytes_each
 

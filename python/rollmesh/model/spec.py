@@ -1,6 +1,6 @@
-"""What a model is, read from a Hugging Face config of Qwen3 or Qwen3-MoE.
+"""What a model is, read from a Hugging Face config of one of the families of families.py.
 
-Every option that the transformers code of these models reads is either taken over or refused by name; an option that it does
+Every option that the transformers code of a family reads is either taken over or refused by name; an option that it does
 not read is on the list below. So a config that means something else than what is computed here does not get through: unknown
 keys are refused unless they are switched off (None or False).
 
@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,33 +25,27 @@ from numpy.typing import NDArray
 from rollmesh.errors import ConfigError, FormatError
 from rollmesh.model import rope as _rope
 from rollmesh.model import torchtitan as _torchtitan
-from rollmesh.model.rope import MAX_FLOAT
+from rollmesh.model.families import FAMILIES, QK_NORMS, USUAL_NAMES, Experts, Family
+from rollmesh.model.reader import MAX_EXPERTS, MAX_GROUPS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITION, MAX_VOCAB, MAX_WIDTH, Reader
 from rollmesh.runtime.messages import listed, plain, shown
-
-MODEL_TYPES = ("qwen3", "qwen3_moe")
-
-# The engine's (csrc/model/spec.c). Here too, because Python's integers have no end and plans are made without an engine.
-MAX_VOCAB, MAX_WIDTH, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_EXPERTS = 1 << 26, 1 << 22, 1024, 1 << 14, 1024, 16384
-MAX_POSITION = 2**62
 
 
 def _keys(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-# Read here. Each is checked below.
+# Read here, for every family.
 _USED = _keys(
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
     "max_position_embeddings rms_norm_eps tie_word_embeddings rope_parameters rope_scaling rope_theta partial_rotary_factor "
-    "original_max_position_embeddings attention_bias use_sliding_window sliding_window max_window_layers layer_types decoder_sparse_step "
-    "moe_intermediate_size num_experts_per_tok num_experts num_local_experts norm_topk_prob mlp_only_layers eos_token_id"
+    "original_max_position_embeddings eos_token_id"
 )
 
 # Without effect on the logits of inference: training, generation, bookkeeping, output formats.
 _IRRELEVANT = _keys(
     "transformers_version architectures dtype torch_dtype _name_or_path name_or_path _commit_hash _attn_implementation "
     "attn_implementation _attn_implementation_internal _experts_implementation experts_implementation attention_dropout "
-    "initializer_range use_cache output_hidden_states output_attentions output_router_logits output_scores "
+    "initializer_range use_cache pretraining_tp output_hidden_states output_attentions output_router_logits output_scores "
     "return_dict return_dict_in_generate router_aux_loss_coef chunk_size_feed_forward id2label label2id num_labels problem_type "
     "pad_token_id bos_token_id sep_token_id decoder_start_token_id tokenizer_class prefix task_specific_params finetuning_task "
     "torchscript use_bfloat16 tf_legacy_loss tie_encoder_decoder cross_attention_hidden_size max_length min_length do_sample "
@@ -65,7 +60,9 @@ _UNSUPPORTED = {
     "pruned_heads": "pruned heads",
     "is_encoder_decoder": "encoder-decoder models",
     "add_cross_attention": "cross attention",
+    "mlp_bias": "biases of the MLP",
 }
+_READ = _USED | _keys(" ".join(f"{family.keys} {family.inert}" for family in FAMILIES.values()))
 _PLAIN = (type(None), bool, int, float, str, list, tuple, Mapping)
 
 
@@ -87,18 +84,30 @@ class EngineValues:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int
     num_experts: int
     top_k: int
     moe_intermediate_size: int
     norm_topk_prob: bool
+    shared_intermediate_size: int
+    shared_switch: bool
+    sigmoid_scores: bool
+    num_groups: int
+    top_groups: int
+    route_scale: float
+    norm_after: bool
+    qk_norm: int
     attention_bias: bool
+    o_bias: bool
     tie_word_embeddings: bool
     router_bias: bool
     rms_norm_eps: float
     rope_scale: float
-    inv_freq: NDArray[np.float32]  # [head_dim / 2]
+    inv_freq: NDArray[np.float32]  # [rotary_dim / 2]
     layer_is_moe: NDArray[np.uint8]  # [num_layers]
+    layer_rotates: NDArray[np.uint8]  # [num_layers]
     layer_windows: NDArray[np.int64]  # [num_layers], 0: full attention
+    names: tuple[tuple[str, str], ...]  # (kind of parameter, the family's own name for it)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +130,25 @@ class ModelSpec:
     num_experts_per_tok: int
     moe_intermediate_size: int
     norm_topk_prob: bool
-    attention_bias: bool
+    qk_norm: str  # "none", "head": each head of q and k is normed, "whole": all heads of q, of k, together
+    norm_after: bool  # norms are of a block's output; else of its input
+    attention_bias: bool  # of q, k and v
+    o_bias: bool
     tie_word_embeddings: bool
     rms_norm_eps: float
     max_position_embeddings: int
     rope_settings: _rope.Rope
     is_moe_layer: tuple[bool, ...]  # of each layer
+    rope_layers: tuple[bool, ...]  # of each layer: rope turns its q and k
     sliding_windows: tuple[int, ...]  # of each layer, positions; 0: full attention
     eos_token_ids: tuple[int, ...]
     router_bias: bool = False
+    score_func: str = "softmax"  # of the router; or "sigmoid"
+    n_group: int = 1  # groups of experts, of which a row may choose from topk_group
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0  # of gates
+    shared_intermediate_size: int = 0  # of the expert that all rows of a MoE layer pass; 0: none
+    shared_switch: bool = False  # it is scaled by a row's sigmoid
 
     @staticmethod
     def from_hf(config: Any, *, ignore: tuple[str, ...] = ()) -> ModelSpec:
@@ -143,26 +162,41 @@ class ModelSpec:
         values = {key: value for key, value in _as_dict(config).items() if key not in ignore}
         _refuse_odd(values)
         model_type = values.get("model_type")
-        if model_type not in MODEL_TYPES:
-            raise ConfigError(f"model_type: expected one of {', '.join(MODEL_TYPES)}, got {shown(model_type)}")
-        _refuse_unknown(values)
-        return _read(_Reader(values), model_type)
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
+            raise ConfigError(f"model_type: expected one of {', '.join(FAMILIES)}, got {shown(model_type)}")
+        family = FAMILIES[model_type]
+        _refuse_unknown(values, _USED | _keys(f"{family.keys} {family.inert}"))
+        return _read(Reader(values), model_type, family)
 
     @staticmethod
     def from_torchtitan(model: Any) -> ModelSpec:
         """From torchtitan's Qwen3Model.Config, dense or with experts, or the ModelSpec that has it (`model_registry(flavor)`).
 
-        ConfigError names every setting that the engine does not compute (score_func="sigmoid", route_scale, expert groups, a window,
-        settings that differ among layers, …), and every class and field that was not in torchtitan 0.3.0. Where load_balance_coeff is
+        ConfigError names every setting that the engine does not compute (a window, settings that differ among layers, forced routing,
+        …), and every class and field that was not in torchtitan 0.3.0. Where load_balance_coeff is
         set, every sync has to bring expert_bias_E: the module's own state_dict() has it, torchtitan's to_hf drops it. End tokens
         are not in the config: give eos_token_ids to Generator.
         """
-        values, router_bias = _torchtitan.hf_config(model)
-        return replace(ModelSpec.from_hf(values), router_bias=router_bias)
+        values, beyond = _torchtitan.hf_config(model)
+        spec = replace(ModelSpec.from_hf(values), **beyond)
+        names = ("num_experts", "num_expert_groups", "num_limited_groups")
+        _check_groups(spec.num_experts, spec.num_experts_per_tok, spec.n_group, spec.topk_group, names)
+        return spec
 
     def rope(self, max_model_len: int) -> tuple[NDArray[np.float32], float]:
-        """(inv_freq [head_dim / 2] with torch's bits, the factor on cos and sin) of a generator for max_model_len positions."""
+        """(inv_freq [rotary_dim / 2] with torch's bits, the factor on cos and sin) of a generator for max_model_len positions."""
         return self.rope_settings.frequencies(max_model_len)
+
+    @property
+    def scoring(self) -> dict[str, Any]:
+        """How routers choose and weigh, as arguments of ops.router and torch.functions.moe."""
+        return {
+            "renormalize": self.norm_topk_prob,
+            "score": self.score_func,
+            "num_groups": self.n_group,
+            "top_groups": self.topk_group,
+            "route_scale": self.routed_scaling_factor,
+        }
 
     def engine_values(self, max_model_len: int) -> EngineValues:
         inv_freq, scale = self.rope(max_model_len)
@@ -174,47 +208,80 @@ class ModelSpec:
             num_heads=self.num_attention_heads,
             num_kv_heads=self.num_key_value_heads,
             head_dim=self.head_dim,
+            rotary_dim=2 * len(inv_freq),
             num_experts=self.num_experts,
             top_k=self.num_experts_per_tok,
             moe_intermediate_size=self.moe_intermediate_size,
             norm_topk_prob=self.norm_topk_prob,
+            shared_intermediate_size=self.shared_intermediate_size,
+            shared_switch=self.shared_switch,
+            sigmoid_scores=self.score_func == "sigmoid",
+            num_groups=self.n_group,
+            top_groups=self.topk_group,
+            route_scale=self.routed_scaling_factor,
+            norm_after=self.norm_after,
+            qk_norm=QK_NORMS.index(self.qk_norm),
             attention_bias=self.attention_bias,
+            o_bias=self.o_bias,
             tie_word_embeddings=self.tie_word_embeddings,
             router_bias=self.router_bias,
             rms_norm_eps=self.rms_norm_eps,
             rope_scale=scale,
             inv_freq=inv_freq,
             layer_is_moe=np.array(self.is_moe_layer, np.uint8),
+            layer_rotates=np.array(self.rope_layers, np.uint8),
             layer_windows=np.array(self.sliding_windows, np.int64),
+            names=FAMILIES[self.model_type].names,
         )
 
     def parameters(self) -> Iterator[Parameter]:
         """The tensors of a checkpoint, by layer; those of experts one by one; a tied lm_head and router biases are left out."""
-        hidden, dim = self.hidden_size, self.head_dim
-        query, kv = self.num_attention_heads * dim, self.num_key_value_heads * dim
+        hidden = self.hidden_size
         yield Parameter("model.embed_tokens.weight", (self.vocab_size, hidden))
         if not self.tie_word_embeddings:
             yield Parameter("lm_head.weight", (self.vocab_size, hidden))
         yield Parameter("model.norm.weight", (hidden,))
         for layer, is_moe in enumerate(self.is_moe_layer):
-            at = f"model.layers.{layer}"
-            yield Parameter(f"{at}.input_layernorm.weight", (hidden,))
-            yield Parameter(f"{at}.post_attention_layernorm.weight", (hidden,))
-            for name, rows in (("q", query), ("k", kv), ("v", kv)):
-                yield Parameter(f"{at}.self_attn.{name}_proj.weight", (rows, hidden))
-            yield Parameter(f"{at}.self_attn.o_proj.weight", (hidden, query))
-            if self.attention_bias:
-                for name, rows in (("q", query), ("k", kv), ("v", kv), ("o", hidden)):
-                    yield Parameter(f"{at}.self_attn.{name}_proj.bias", (rows,))
-            yield Parameter(f"{at}.self_attn.q_norm.weight", (dim,))
-            yield Parameter(f"{at}.self_attn.k_norm.weight", (dim,))
-            if is_moe:
-                yield Parameter(f"{at}.mlp.gate.weight", (self.num_experts, hidden))
-            width = self.moe_intermediate_size if is_moe else self.intermediate_size
-            for mlp in (f"{at}.mlp.experts.{e}" for e in range(self.num_experts)) if is_moe else (f"{at}.mlp",):
-                yield Parameter(f"{mlp}.gate_proj.weight", (width, hidden))
-                yield Parameter(f"{mlp}.up_proj.weight", (width, hidden))
-                yield Parameter(f"{mlp}.down_proj.weight", (hidden, width))
+            yield from self._parameters_of(layer, is_moe)
+
+    def _parameters_of(self, layer: int, is_moe: bool) -> Iterator[Parameter]:
+        hidden, dim = self.hidden_size, self.head_dim
+        query, kv = self.num_attention_heads * dim, self.num_key_value_heads * dim
+        own = dict(FAMILIES[self.model_type].names)
+
+        def named(kind: str, *shape: int, expert: int = 0) -> Parameter:
+            return Parameter(f"model.layers.{layer}." + (own.get(kind) or USUAL_NAMES[kind]).replace("#", str(expert)), shape)
+
+        if not self.norm_after:
+            yield named("input_norm", hidden)
+        yield named("post_norm", hidden)
+        if self.norm_after:
+            yield named("post_mlp_norm", hidden)
+        yield named("q", query, hidden)
+        yield named("k", kv, hidden)
+        yield named("v", kv, hidden)
+        yield named("o", hidden, query)
+        for kind, rows in (("q_bias", query), ("k_bias", kv), ("v_bias", kv)) if self.attention_bias else ():
+            yield named(kind, rows)
+        if self.o_bias:
+            yield named("o_bias", hidden)
+        for kind, rows in (("q_norm", query), ("k_norm", kv)) if self.qk_norm != "none" else ():
+            yield named(kind, rows if self.qk_norm == "whole" else dim)
+        if not is_moe:
+            yield from self._mlp(named, "", self.intermediate_size)
+            return
+        yield named("router", self.num_experts, hidden)
+        if self.shared_intermediate_size:
+            yield from self._mlp(named, "shared_", self.shared_intermediate_size)
+        if self.shared_switch:
+            yield named("shared_switch", 1, hidden)
+        for expert in range(self.num_experts):
+            yield from self._mlp(partial(named, expert=expert), "expert_", self.moe_intermediate_size)
+
+    def _mlp(self, named: Callable[..., Parameter], prefix: str, width: int) -> Iterator[Parameter]:
+        yield named(f"{prefix}gate", width, self.hidden_size)
+        yield named(f"{prefix}up", width, self.hidden_size)
+        yield named(f"{prefix}down", self.hidden_size, width)
 
     @property
     def num_parameters(self) -> int:
@@ -267,11 +334,11 @@ def _as_dict(config: Any) -> dict[str, Any]:
 def _refuse_odd(values: Mapping[str, Any]) -> None:
     """Values that are compared and tested below as what JSON has; an array, say, has no truth value."""
     for key, value in values.items():
-        if key in _USED and not isinstance(value, _PLAIN):
+        if key in _READ and not isinstance(value, _PLAIN):
             raise ConfigError(f"{key}: expected a JSON value, got a {type(value).__name__}: {shown(value)}")
 
 
-def _refuse_unknown(values: Mapping[str, Any]) -> None:
+def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
     """Options that change the numbers and are not supported, then everything that nobody here has heard of."""
     for key, what in _UNSUPPORTED.items():
         value = values.get(key)
@@ -280,58 +347,28 @@ def _refuse_unknown(values: Mapping[str, Any]) -> None:
     unknown = [
         (key, value)
         for key, value in values.items()
-        if key not in _USED and key not in _IRRELEVANT and key not in _UNSUPPORTED and value is not None and value is not False
+        if key not in used and key not in _IRRELEVANT and key not in _UNSUPPORTED and value is not None and value is not False
     ]
     if unknown:
         raise ConfigError(f"unknown config keys: {listed(unknown)} (ignore=(…) passes those that do not matter)")
 
 
-class _Reader:
-    """Typed access to a config; every failure names the key and the value."""
-
-    def __init__(self, values: Mapping[str, Any]):
-        self.values = values
-
-    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        value = self.values.get(key, default)
-        if value is None:
-            raise ConfigError(f"{key}: expected an integer, got {'none' if key not in self.values else 'None'}")
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ConfigError(f"{key}: expected an integer in [{low}, {high}], got {shown(value)}")
-        return value
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.values.get(key, default)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{key}: expected a bool, got {shown(value)}")
-        return value
-
-    def positive(self, key: str, default: float) -> float:
-        value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_FLOAT:
-            raise ConfigError(f"{key}: expected a finite number > 0, got {shown(value)}")
-        return float(value)
-
-    def given(self, key: str) -> bool:
-        return self.values.get(key) is not None
-
-
-def _read(c: _Reader, model_type: str) -> ModelSpec:
-    moe = model_type == "qwen3_moe"
+def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
     if c.values.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ConfigError(f"hidden_act: expected 'silu', got {shown(c.values['hidden_act'])}")
     layers, hidden = c.integer("num_hidden_layers", 1, MAX_LAYERS), c.integer("hidden_size", 1, MAX_WIDTH)
     heads = c.integer("num_attention_heads", 1, MAX_HEADS)
-    kv_heads = c.integer("num_key_value_heads", 1, MAX_HEADS, heads) if c.given("num_key_value_heads") or moe else heads
-    head_dim = c.integer("head_dim", 2, MAX_HEAD_DIM) if c.given("head_dim") else hidden // heads if moe else 128
+    kv_heads = c.integer("num_key_value_heads", 1, MAX_HEADS) if c.given("num_key_value_heads") else heads
+    head_dim = c.integer("head_dim", 2, MAX_HEAD_DIM) if c.given("head_dim") else family.head_dim or hidden // heads
     if heads * head_dim > MAX_WIDTH:
         raise ConfigError(f"num_attention_heads·head_dim: expected at most {MAX_WIDTH}, got {heads * head_dim}")
     if heads % kv_heads:
         raise ConfigError(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
     if not 2 <= head_dim <= MAX_HEAD_DIM or head_dim % 2:
         raise ConfigError(f"head_dim: expected an even number in [2, {MAX_HEAD_DIM}] (rope rotates pairs), got {head_dim}")
-    is_moe_layer = _moe_layers(c, layers) if moe else (False,) * layers
-    vocab, max_positions = c.integer("vocab_size", 1, MAX_VOCAB), c.integer("max_position_embeddings", 1, MAX_POSITION, 32768)
+    is_moe_layer = tuple(map(bool, family.moe_layers(c, layers)))
+    max_positions = c.integer("max_position_embeddings", 1, MAX_POSITION, family.max_position_embeddings)
+    vocab = c.integer("vocab_size", 1, MAX_VOCAB)
     spec = ModelSpec(
         model_type=model_type,
         vocab_size=vocab,
@@ -344,63 +381,63 @@ def _read(c: _Reader, model_type: str) -> ModelSpec:
         num_experts=0,
         num_experts_per_tok=0,
         moe_intermediate_size=0,
-        norm_topk_prob=moe and c.boolean("norm_topk_prob", False),
-        attention_bias=c.boolean("attention_bias", False),
-        tie_word_embeddings=c.boolean("tie_word_embeddings", False),
-        rms_norm_eps=c.positive("rms_norm_eps", 1e-6),
+        norm_topk_prob=False,
+        qk_norm=family.qk_norm if isinstance(family.qk_norm, str) else family.qk_norm(c),
+        norm_after=family.norm_after,
+        attention_bias=c.switch(family.attention_bias),
+        o_bias=c.switch(family.o_bias),
+        tie_word_embeddings=c.boolean("tie_word_embeddings", family.tied),
+        rms_norm_eps=c.positive("rms_norm_eps", family.rms_norm_eps),
         max_position_embeddings=max_positions,
-        rope_settings=_rope.from_config(c.values, head_dim, max_positions),
+        rope_settings=_rope.from_config(c.values, head_dim, max_positions, family.rope_theta, family.partial_rotary_factor),
         is_moe_layer=is_moe_layer,
-        sliding_windows=_windows(c, layers, moe),
+        rope_layers=tuple(map(bool, family.rope_layers(c, layers))),
+        sliding_windows=family.windows(c, layers),
         eos_token_ids=_eos(c, vocab),
     )
-    return _with_experts(c, spec) if any(is_moe_layer) else spec
+    if family.check is not None:
+        family.check(c, head_dim)
+    return _with_experts(c, spec, family.experts) if any(is_moe_layer) else spec
 
 
-def _with_experts(c: _Reader, spec: ModelSpec) -> ModelSpec:
-    experts, top_k = _num_experts(c), c.integer("num_experts_per_tok", 1, MAX_EXPERTS)
-    if top_k > experts:
-        raise ConfigError(f"num_experts_per_tok={top_k} exceeds num_experts={experts}")
-    width = c.integer("moe_intermediate_size", 1, MAX_WIDTH)
-    return replace(spec, num_experts=experts, num_experts_per_tok=top_k, moe_intermediate_size=width)
+def _with_experts(c: Reader, spec: ModelSpec, experts: Experts) -> ModelSpec:
+    n, top_k = experts.number(c), c.integer("num_experts_per_tok", 1, MAX_EXPERTS, experts.top_k)
+    if top_k > n:
+        raise ConfigError(f"num_experts_per_tok={top_k} exceeds {experts.number_key}={n}")
+    n_group, topk_group = (c.integer(key, 1, MAX_GROUPS, 1) for key in ("n_group", "topk_group")) if experts.has_groups else (1, 1)
+    _check_groups(n, top_k, n_group, topk_group, (experts.number_key, "n_group", "topk_group"))
+    return replace(
+        spec,
+        num_experts=n,
+        num_experts_per_tok=top_k,
+        moe_intermediate_size=c.integer(experts.width, 1, MAX_WIDTH),
+        norm_topk_prob=c.boolean(experts.renormalize, experts.renormalize_default)
+        if isinstance(experts.renormalize, str)
+        else experts.renormalize,
+        router_bias=experts.router_bias,
+        score_func=experts.score_func,
+        n_group=n_group,
+        topk_group=topk_group if n_group > 1 else 1,
+        routed_scaling_factor=c.positive("routed_scaling_factor", 1.0) if experts.has_groups else 1.0,
+        shared_intermediate_size=experts.shared_width(c),
+        shared_switch=experts.shared_switch,
+    )
 
 
-def _num_experts(c: _Reader) -> int:
-    both = [c.integer(key, 0, MAX_EXPERTS) for key in ("num_experts", "num_local_experts") if c.given(key)]
-    if len(set(both)) > 1:
-        raise ConfigError(f"num_experts={both[0]} and num_local_experts={both[1]} differ")
-    return both[0] if both else c.integer("num_experts", 0, MAX_EXPERTS)
+def _check_groups(experts: int, top_k: int, groups: Any, chosen: Any, names: tuple[str, str, str]) -> None:
+    """Groups of equal size, at least two experts each, and enough experts in those that are chosen."""
+    whole = all(type(value) is int and 1 <= value <= MAX_GROUPS for value in (groups, chosen))
+    if whole and groups == 1:
+        return
+    if whole and experts % groups == 0 and experts // groups >= 2 and chosen <= groups and chosen * (experts // groups) >= top_k:
+        return
+    raise ConfigError(
+        f"{names[1]}={shown(groups)}, {names[2]}={shown(chosen)}: expected at most {MAX_GROUPS} groups of equal size, at least 2 of "
+        f"{names[0]}={experts} in each, with num_experts_per_tok={top_k} in those that are chosen"
+    )
 
 
-def _moe_layers(c: _Reader, layers: int) -> tuple[bool, ...]:
-    """Every decoder_sparse_step-th layer, but for those in mlp_only_layers."""
-    step, dense = c.integer("decoder_sparse_step", 1, MAX_POSITION, 1), c.values.get("mlp_only_layers") or []
-    if not isinstance(dense, (list, tuple)) or not all(type(i) is int and 0 <= i < layers for i in dense):
-        raise ConfigError(f"mlp_only_layers: expected a list of layers in [0, {layers}), got {shown(dense)}")
-    has_experts, without = _num_experts(c) > 0, frozenset(dense)
-    return tuple(has_experts and i not in without and (i + 1) % step == 0 for i in range(layers))
-
-
-def _windows(c: _Reader, layers: int, moe: bool) -> tuple[int, ...]:
-    """The sliding window of each layer. Qwen3 has it where layer_types says so, Qwen3-MoE in all layers or none."""
-    use = c.boolean("use_sliding_window", False) and c.given("sliding_window" if "sliding_window" in c.values else "use_sliding_window")
-    window = c.integer("sliding_window", 1, MAX_POSITION, 4096) if use else 0
-    types = c.values.get("layer_types")
-    if types is None:
-        first = 0 if moe else c.integer("max_window_layers", 0, MAX_POSITION, 28)
-        return tuple(window if i >= first else 0 for i in range(layers))
-    if not isinstance(types, (list, tuple)) or len(types) != layers:
-        raise ConfigError(f"layer_types: expected one entry for each of num_hidden_layers={layers}, got {shown(types)}")
-    if other := [t for t in types if not isinstance(t, str) or t not in ("full_attention", "sliding_attention")]:
-        raise ConfigError(f"layer_types: expected full_attention and sliding_attention, got {shown(other)}")
-    if moe and set(types) != {"sliding_attention" if window else "full_attention"}:
-        raise ConfigError(f"layer_types: expected one kind for all of Qwen3-MoE's layers, got {shown(types)}")
-    if "sliding_attention" in types and not window:
-        raise ConfigError("layer_types: expected use_sliding_window and sliding_window with sliding_attention, got one that is off")
-    return tuple(window if t == "sliding_attention" else 0 for t in types)
-
-
-def _eos(c: _Reader, vocab: int) -> tuple[int, ...]:
+def _eos(c: Reader, vocab: int) -> tuple[int, ...]:
     value = c.values.get("eos_token_id")
     ids = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
     for token in ids:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollmesh.errors import ConfigError
+from rollmesh.model.rope import MAX_FLOAT
 from rollmesh.runtime.messages import shown
 
 _NOT_OF_INFERENCE = {"param_init", "sharding_config"}  # of every module: its first values, its layout
@@ -70,8 +71,11 @@ class _Node:
                 self.refuse(f"{name}: expected no such field, as in torchtitan 0.3.0, or its default {default!r}, got {shown(value)}")
 
 
-def hf_config(model: Any) -> tuple[dict[str, Any], bool]:
-    """(the config as transformers has it, whether every push has to bring a router bias). model: torchtitan's Qwen3Model.Config, or its
+BEYOND_HF = ("router_bias", "score_func", "n_group", "topk_group", "routed_scaling_factor", "shared_intermediate_size")
+
+
+def hf_config(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the config as transformers has it, fields of ModelSpec that it cannot say). model: torchtitan's Qwen3Model.Config, or its
     ModelSpec."""
     if type(model).__qualname__ == "ModelSpec" and type(model).__module__.split(".")[0] == "torchtitan":
         model = model.model
@@ -100,8 +104,7 @@ def hf_config(model: Any) -> tuple[dict[str, Any], bool]:
     root.done()
     if faults:
         raise ConfigError(f"not a model that rollmesh computes: {'; '.join(faults[:20])}" + _rest(len(faults) - 20))
-    needs_bias = values.pop("needs_bias", False)
-    return values, needs_bias
+    return values, {field: values.pop(field) for field in BEYOND_HF if field in values}
 
 
 def _rest(count: int) -> str:
@@ -220,11 +223,13 @@ def _mlp(mlp: _Node) -> dict[str, Any]:
 
 def _experts(moe: _Node) -> dict[str, Any]:
     router = moe.node("router", ["TokenChoiceTopKRouter"])
-    router.want("score_func", "softmax")
-    router.want("route_scale", 1.0)
-    router.want("num_expert_groups", None)
+    if (score := router.read("score_func")) not in ("softmax", "sigmoid"):
+        router.refuse(f"score_func: expected 'softmax' or 'sigmoid', got {shown(score)}")
+    scale = router.read("route_scale")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale <= MAX_FLOAT:
+        router.refuse(f"route_scale: expected a finite number > 0, got {shown(scale)}")
+    groups, limit = router.read("num_expert_groups"), router.read("num_limited_groups")
     router.want("_debug_force_load_balance", False)
-    router.skip("num_limited_groups")  # of groups
     router.want("num_experts", moe.read("num_experts"))
     top_k, norm = router.read("top_k"), router.read("route_norm")
     _linear(router.node("gate", _LINEAR))
@@ -242,13 +247,19 @@ def _experts(moe: _Node) -> dict[str, Any]:
     dispatcher.skip("num_experts", "pad_multiple", "cudagraphable", "num_max_tokens_per_rank", "hidden_dim", "dtype", "device")
     dispatcher.done()
     experts.done()
-    moe.want("shared_experts", None)
-    needs_bias = moe.read("load_balance_coeff") is not None
+    router_bias = moe.read("load_balance_coeff") is not None
+    shared = moe.read("shared_experts")
+    shared_width = 0 if shared is None else _mlp(moe.node("shared_experts", _MLP))["intermediate_size"]
     moe.done()
     return {
         "num_experts": moe.read("num_experts"),
         "num_experts_per_tok": top_k,
         "norm_topk_prob": norm,
         "moe_intermediate_size": width,
-        "needs_bias": needs_bias,
+        "router_bias": router_bias,
+        "score_func": score,
+        "n_group": 1 if groups is None else groups,
+        "topk_group": 1 if groups is None else limit,
+        "routed_scaling_factor": scale,
+        "shared_intermediate_size": shared_width,
     }

@@ -62,6 +62,7 @@ __all__ = [
     "gather_rows",
     "gemm",
     "gemm_swiglu",
+    "head_squares",
     "isa_states",
     "kv_cache",
     "lm_head",
@@ -140,19 +141,23 @@ def gather_rows(x: Array, rows: NDArray[np.int32], *, out: Array | None = None, 
 # ---------------------------------------------------------------------------------------------- dense ops
 def rms_norm(
     residual: Array,
-    weight: Array,
+    weight: Array | None,
     *,
     eps: float,
     x: Array | None = None,
+    x_gate: Array | None = None,
     out: Array | None = None,
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """weight · residual / rms(residual) over rows [rows, n]. With x, residual += x is stored to `residual` first."""
-    op, residual, weight, x, out = op_over(isa, threads, residual=residual, weight=weight, x=x, out=out)
+    """weight · residual / rms(residual) over rows [rows, n]; without a weight the residual. With x, residual += x is stored to
+    `residual` first; with x_gate [rows] too, residual += sigmoid(x_gate) · x, a factor for each row."""
+    if x_gate is not None and x is None:
+        raise ConfigError("x_gate: expected x beside it, got none")
+    op, residual, weight, x, x_gate, out = op_over(isa, threads, residual=residual, weight=weight, x=x, x_gate=x_gate, out=out)
     residual = array_of("residual", residual)
     out = op.new(residual.shape, residual.dtype) if out is None else out
-    op.core.rms_norm(out, residual, x, weight, eps)
+    op.core.rms_norm(out, residual, x, weight, eps, x_gate)
     return out
 
 
@@ -221,10 +226,25 @@ def rope_table(
     return (cos, sin) if op_device is None else (op_device.to_device(cos), op_device.to_device(sin))
 
 
+def head_squares(qkv: Array, num_heads: int, head_dim: int, *, isa: str | None = None, threads: int = 1) -> tuple[Array, Array]:
+    """(q_squares [rows, num_heads], k_squares [rows, kv_heads]), float32: the sum of squares of each head of q and k of qkv
+    [rows, (num_heads + 2·kv_heads)·head_dim]. For a norm over all heads of a model (qk_rope_kv): concatenate those of all ranks, in the
+    order of the heads."""
+    op, qkv = op_over(isa, threads, qkv=qkv)
+    qkv, num_heads, head_dim = matrix_of("qkv", qkv), size_of("num_heads", num_heads), size_of("head_dim", head_dim)
+    rows, width = qkv.shape
+    kv_heads, left = divmod(width - num_heads * head_dim, 2 * head_dim) if head_dim else (0, 0)
+    if kv_heads < 1 or left:
+        raise ShapeError(f"qkv: expected ({num_heads} + 2·kv_heads)·{head_dim} columns, kv_heads at least 1, got {width}")
+    q_squares, k_squares = (op.new((rows, heads), np.float32) for heads in (num_heads, kv_heads))
+    op.core.head_squares(q_squares, k_squares, qkv, head_dim)
+    return q_squares, k_squares
+
+
 def qk_rope_kv(
     qkv: Array,
-    q_weight: Array,
-    k_weight: Array,
+    q_weight: Array | None,
+    k_weight: Array | None,
     cos: Array,
     sin: Array,
     positions: Array,
@@ -235,6 +255,7 @@ def qk_rope_kv(
     num_heads: int,
     page_size: int,
     eps: float,
+    squares: tuple[Array, Array] | None = None,
     row_flags: NDArray[np.uint8] | None = None,
     out: Array | None = None,
     isa: str | None = None,
@@ -243,17 +264,34 @@ def qk_rope_kv(
     """Norms and rotates q and k of qkv [rows, (num_heads + 2·kv_heads)·head_dim], writes k and v to their slots; returns q
     [rows, num_heads, head_dim].
 
+    q_weight, k_weight [head_dim]; both None: not normed. With squares, (q_squares, k_squares) of head_squares, [rows, all heads of the
+    model] and [rows, all its kv heads], q and k are each normed over all these heads, and q_weight is [num_heads·head_dim], k_weight
+    [kv_heads·head_dim], of the heads in qkv. cos, sin [positions, n]: the first 2·n elements of a head are rotated, in
+    pairs (i, i + n); n is at most head_dim / 2.
     A k or v row that is not finite is stored as zeros and sets bit 0 of its row in row_flags.
     """
-    op, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, row_flags, out = op_over(
+    if squares is not None and not (isinstance(squares, (tuple, list)) and len(squares) == 2 and all(x is not None for x in squares)):
+        raise ConfigError(f"squares: expected (q_squares, k_squares), got {shown(squares)}")
+    if squares is not None and (q_weight is None or k_weight is None):
+        raise ConfigError(f"squares: expected q_weight and k_weight with them, got {'q_weight' if q_weight is None else 'k_weight'} = None")
+    q_squares, k_squares = squares or (None, None)
+    op, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, row_flags, out, q_squares, k_squares = op_over(
         isa, threads, qkv=qkv, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, positions=positions, slots=slots, k_cache=k_cache,
-        v_cache=v_cache, row_flags=row_flags, out=out,
+        v_cache=v_cache, row_flags=row_flags, out=out, q_squares=q_squares, k_squares=k_squares,
     )  # fmt: skip
-    qkv, q_weight, num_heads = matrix_of("qkv", qkv), array_of("q_weight", q_weight, 1), size_of("num_heads", num_heads)
+    qkv, num_heads = matrix_of("qkv", qkv), size_of("num_heads", num_heads)
+    if (q_weight is None) != (k_weight is None):
+        raise ConfigError(f"q_weight, k_weight: expected both or none, got only {'k_weight' if q_weight is None else 'q_weight'}")
     rows = qkv.shape[0]
-    out = op.new((rows, num_heads, q_weight.shape[0]), qkv.dtype) if out is None else out
+    if q_weight is None or squares is not None:
+        head_dim = qkv.shape[1] // max(num_heads + 2 * array_of("k_cache", k_cache, 3).shape[1], 1)
+    else:
+        head_dim = array_of("q_weight", q_weight, 1).shape[0]
+    out = op.new((rows, num_heads, head_dim), qkv.dtype) if out is None else out
     flags = op.new((rows,), np.uint8, zeros=True) if row_flags is None else row_flags
-    op.core.qk_rope_kv(out, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, flags, num_heads, page_size, eps)
+    op.core.qk_rope_kv(
+        out, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, flags, num_heads, page_size, eps, q_squares, k_squares
+    )
     return out
 
 
@@ -297,14 +335,27 @@ def router(
     *,
     bias: Array | None = None,
     renormalize: bool = True,
+    score: str = "softmax",
+    num_groups: int = 1,
+    top_groups: int = 1,
+    route_scale: float = 1.0,
     isa: str | None = None,
     threads: int = 1,
 ) -> Routing:
-    """The top_k experts of each row of x [rows, hidden] by score + bias, and their scores as gates."""
+    """The top_k experts of each row of x [rows, hidden] by score + bias, and their scores as gates, both [rows, top_k].
+
+    `score`: "softmax" or "sigmoid" of the logits. `renormalize` divides the gates by their sum, with "sigmoid" by their sum + 1e-20; then
+    they are multiplied by `route_scale`. num_groups > 1 (at most 64) are groups of consecutive experts, at least two each: only experts of
+    the `top_groups` groups with the largest sums of their two largest score + bias are chosen (DeepSeek-V3, arXiv 2412.19437). ConfigError
+    for another score or a route_scale that is no finite float32 >= 0, ShapeError for groups that do not divide num_experts or have fewer
+    than top_k experts.
+    """
+    if score not in ("softmax", "sigmoid"):
+        raise ConfigError(f"score: expected 'softmax' or 'sigmoid', got {shown(score)}")
     op, x, w, bias = op_over(isa, threads, x=x, w=w, bias=bias)
     x, top_k = matrix_of("x", x), size_of("top_k", top_k)
     routing = Routing(op.new((x.shape[0], top_k), np.int32), op.new((x.shape[0], top_k), np.float32))
-    op.core.router(*routing, x, w, bias, num_experts, bool(renormalize))
+    op.core.router(*routing, x, w, bias, num_experts, bool(renormalize), score == "sigmoid", num_groups, top_groups, route_scale)
     return routing
 
 

@@ -35,6 +35,27 @@ class TopLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """vLLM's form of a logprob, as CompletionOutput.vllm_logprobs gives it."""
+
+    logprob: float
+    rank: int | None  # 1: the likeliest token; None: not among the k that were asked for
+    decoded_token: str | None = None  # always None: there are no texts of single tokens here
+
+
+def _in_vllms_form(tokens: NDArray[np.int32], logprobs: NDArray[np.float32], top: TopLogprobs | None) -> list[dict[int, Logprob]]:
+    """A dict for each token: the token itself, then the likeliest."""
+    forms = []
+    for i, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+        ids = top.ids[i].tolist() if top else []
+        form = {token: Logprob(logprob, ids.index(token) + 1 if token in ids else None)}
+        for rank, other in enumerate(ids, 1):
+            form.setdefault(other, Logprob(float(top.logprobs[i, rank - 1]), rank))  # type: ignore[union-attr]
+        forms.append(form)
+    return forms
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One sample of a request.
 
@@ -57,6 +78,10 @@ class CompletionOutput:
     top_logprobs: TopLogprobs | None = None  # with SamplingParams.logprobs > 0
     routed_experts: NDArray[np.int16] | None = None  # [prompt + n - 1, moe_layers, k]; None in a dense model
     kept_tokens: NDArray[np.int32] | None = None  # [n, top_k], with SamplingParams.kept_tokens: ids by descending logit, then -1
+
+    def vllm_logprobs(self) -> list[dict[int, Logprob]]:
+        """`logprobs` and `top_logprobs` as vLLM's CompletionOutput.logprobs has them: for each token a dict of ids, the drawn one first."""
+        return _in_vllms_form(self.token_ids, self.logprobs, self.top_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +109,12 @@ class RequestOutput:
     prompt_top_logprobs: TopLogprobs | None = None  # [p - 1, k]
     metrics: RequestMetrics | None = None  # None: a request that the engine refused
     error: Exception | None = None  # what ended it, with on_error="return"; from poll also what the tokenizer raised
+
+    def vllm_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """The same of the prompt, as in vLLM: None for its first token. None without SamplingParams.prompt_logprobs."""
+        if self.prompt_logprobs is None:
+            return None
+        return [None, *_in_vllms_form(self.prompt_token_ids[1:], self.prompt_logprobs, self.prompt_top_logprobs)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ class Requests:
             self.forget(set(self._engine.ids()).difference(before))
             raise
 
-    @followed("prompt_ids", "params", "prompt")
+    @followed("prompt_ids", "params")
     def add(self, prompt_ids: Ids, params: SamplingParams, prompt: str | None = None) -> int:
         """Queues a generation. RequestError or CapacityError when the engine refuses it."""
         watchers: list[StopWatcher] = []

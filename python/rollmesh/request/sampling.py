@@ -107,7 +107,7 @@ class SamplingParams:
             strings = items_of(RequestError, "stop", strings, MAX_TOKENS)
         if not isinstance(strings, list) or not all(isinstance(text, str) and text for text in strings):
             raise RequestError(f"stop: expected a non-empty string or a sequence of them, got {shown(self.stop)}")
-        return tuple(strings)
+        return tuple(map(str.__str__, strings))  # a str each, not NumPy's: ranks compare and send them
 
     def _ids(self) -> tuple[int, ...]:
         ids: Any = self.stop_token_ids

@@ -27,7 +27,7 @@ MIN_FLOAT64 = 2.2250738585072014e-308  # the smallest normal one; the engine tak
 def choice(name: str, value: Any, words: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in words:
         raise ConfigError(f"{name}: expected one of {', '.join(words)}, got {shown(value)}")
-    return value
+    return str.__str__(value)
 
 
 def integer(name: str, value: Any, low: int, high: int) -> int:
@@ -87,6 +87,7 @@ def deadline_of(timeout: float | None) -> float | None:
 def part_mask(parts: Any) -> int:
     try:
         names = [parts] if isinstance(parts, str) else list(islice(parts, len(PARTS) + 1))
+        names = ["kv" if isinstance(name, str) and name == "kv_cache" else name for name in names]  # vLLM's word
     except TypeError:  # not iterable; an array without dims has __iter__ too
         names = []
     if not 0 < len(names) <= len(PARTS) or not all(isinstance(name, str) and name in PARTS for name in names):

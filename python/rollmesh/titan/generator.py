@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,15 @@ from torchtitan.protocols.model_spec import ModelSpec as TitanSpec
 
 import rollmesh as rm
 from rollmesh.errors import ConfigError
+from rollmesh.model.placement import placements
 from rollmesh.request.outputs import RequestOutput
 from rollmesh.request.text import tokenizer_of_folder
-from rollmesh.runtime.arguments import integer
+from rollmesh.runtime.arguments import choice, gib_bytes, integer
+from rollmesh.runtime.devices import device_name
 from rollmesh.runtime.messages import shown
 from rollmesh.titan.pull import names, pull, pull_shards
+
+_DEFAULTS = VLLMGenerator.Config()
 
 
 class RollmeshGenerator(Actor, Configurable):
@@ -64,18 +69,25 @@ class RollmeshGenerator(Actor, Configurable):
         """Of each process; None: one for each core it may use."""
 
         def __post_init__(self) -> None:
+            self._check_types()
             VLLMGenerator.Config.__post_init__(self)
             if self.override.imports:
                 remedy = "install(config, override=OverrideConfig()) drops them"
                 raise ConfigError(f"generator.override: expected none, got {shown(self.override.imports)}; {remedy}")
             if not self.reset_prefix_cache_on_weight_sync:
                 raise ConfigError("generator.reset_prefix_cache_on_weight_sync: expected True, as old KV serves no new request, got False")
-            default = VLLMGenerator.Config().intra_generator_router
+            default = _DEFAULTS.intra_generator_router
             if self.intra_generator_router != default:
                 got = shown(self.intra_generator_router)
                 raise ConfigError(f"generator.intra_generator_router: expected the default, as rollmesh chooses the dp rank, got {got}")
             if self.mesh is not None and self.num_processes > 1:
                 raise ConfigError(f"generator.mesh: expected None where parallelism has {self.num_processes} processes, got {self.mesh}")
+
+        def _check_types(self) -> None:
+            for field in fields(VLLMGenerator.Config):
+                default, value = getattr(_DEFAULTS, field.name), getattr(self, field.name)
+                if (is_dataclass(default) or isinstance(default, bool)) and not isinstance(value, type(default)):
+                    raise ConfigError(f"generator.{field.name}: expected a {type(default).__qualname__}, got {shown(value)}")
 
         @property
         def num_processes(self) -> int:
@@ -86,7 +98,30 @@ class RollmeshGenerator(Actor, Configurable):
             spec = rm.ModelSpec.from_torchtitan(model)
             if self.max_model_len is not None:
                 integer("generator.max_model_len", self.max_model_len, 1, model.model.max_seq_len)
+            device_name(self.device)
+            choice("generator.model_dtype", self.model_dtype, ("bfloat16", "float32"))
+            if self.threads is not None:
+                integer("generator.threads", self.threads, 1, 256)
+            if self.kv_cache_gib is not None:
+                gib_bytes("generator.kv_cache_gib", self.kv_cache_gib)
+            if self.max_num_batched_tokens is not None:
+                integer("generator.max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+            if self.debug.seed is not None:
+                integer("generator.debug.seed", self.debug.seed, 0, 2**63 - 1)
+            _params_of(self.sampling)
+            mesh = self.made_mesh
+            placements(spec, mesh.tp, mesh.dp, mesh.ep)
             return spec
+
+        @property
+        def made_mesh(self) -> rm.Mesh:
+            """ConfigError if `mesh` is none, or the degrees break a rule."""
+            if self.mesh is not None:
+                if not isinstance(self.mesh, rm.Mesh):
+                    raise ConfigError(f"generator.mesh: expected a Mesh, got {shown(self.mesh)}")
+                return self.mesh
+            degrees = self.parallelism
+            return rm.Mesh(tp=degrees.tensor_parallel_degree, dp=degrees.data_parallel_degree, ep=degrees.expert_parallel_degree)
 
     def __init__(
         self,
@@ -152,7 +187,10 @@ class RollmeshGenerator(Actor, Configurable):
             raise ValueError(f"request_id {request_id!r} is already in flight")
         self._in_flight.add(request_id)
         try:
-            output = await self.gen.agenerate(prompt_token_ids, _params_of(sampling_config or self.config.sampling))
+            params = _params_of(sampling_config or self.config.sampling)
+            if params.seed is None and self.config.debug.seed is None:  # else all generators would draw alike
+                params = replace(params, seed=secrets.randbits(63))
+            output = await self.gen.agenerate(prompt_token_ids, params)
             in_flight = len(self._in_flight)
         finally:
             self._in_flight.discard(request_id)
@@ -188,14 +226,13 @@ class RollmeshGenerator(Actor, Configurable):
 
 def _made(config: RollmeshGenerator.Config, model: TitanSpec, model_path: str, max_num_seqs: int) -> rm.Generator:
     degrees = config.parallelism
-    mesh = config.mesh or rm.Mesh(tp=degrees.tensor_parallel_degree, dp=degrees.data_parallel_degree, ep=degrees.expert_parallel_degree)
     eos = getattr(tokenizer_of_folder(Path(model_path)), "eos_token_id", None)  # a request brings the renderer's stop tokens besides
     options: dict[str, Any] = {}
     if config.max_num_batched_tokens is not None:
         options["max_num_batched_tokens"] = config.max_num_batched_tokens
     return rm.Generator(
         config.spec_of(model),
-        mesh=mesh,
+        mesh=config.made_mesh,
         comm=_comm(config) if config.num_processes > 1 else None,
         device=config.device,
         dtype=config.model_dtype,

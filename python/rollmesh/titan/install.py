@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 from torchtitan.experiments.rl import controller
 from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
 
+from rollmesh.errors import ConfigError
+from rollmesh.runtime.messages import shown
 from rollmesh.titan.generator import RollmeshGenerator
 
 C = TypeVar("C", bound=controller.Controller.Config)
@@ -28,6 +30,10 @@ def install(config: C, *, trainer: type[PolicyTrainer] | None = None, **options:
     Raises ConfigError: a setting that rollmesh does not have, a model that it does not compute (ModelSpec.from_torchtitan). TypeError: an
     option that is no field.
     """
+    if not isinstance(config, controller.Controller.Config):
+        raise ConfigError(f"config: expected a Controller.Config of TitanRL, got {shown(config)}")
+    if trainer is not None and not (isinstance(trainer, type) and issubclass(trainer, PolicyTrainer)):
+        raise ConfigError(f"trainer: expected PolicyTrainer, a class that derives from it, or None, got {shown(trainer)}")
     kept = {field.name: getattr(config.generator, field.name) for field in fields(config.generator)}
     generator = RollmeshGenerator.Config(**{**kept, **options})
     generator.spec_of(config.model_spec)

@@ -97,12 +97,12 @@ class Forward:
         gate_up = torch.cat([experts.w1_EFD, experts.w3_EFD], 1)
         made = functions.moe(
             x, moe.router.gate.weight, gate_up, experts.w2_EDF,
-            top_k=spec.num_experts_per_tok, renormalize=spec.norm_topk_prob, bias=moe.expert_bias_E, how=how,
+            top_k=spec.num_experts_per_tok, **spec.scoring, bias=moe.expert_bias_E, how=how,
         )  # fmt: skip
         if moe.training:  # its optimizer moves the bias by this count
             with torch.no_grad():
                 moe.tokens_per_expert_E.add_(torch.bincount(made.ids.flatten(), minlength=spec.num_experts))
-        return made.out
+        return made.out if moe.shared_experts is None else functions.add(made.out, self._mlp(moe.shared_experts, x, how), how=how)
 
     def _sequences(self, positions: Tensor) -> Sequences:
         if self._rows is None or self._rows[0] is not positions:

@@ -1,6 +1,6 @@
 """The generator's own operations for a PyTorch trainer, with torch's autograd. Needs torch, which importing this package imports.
 
-patch                  a transformers Qwen3 or Qwen3-MoE computes its forward pass by the generator's kernels
+patch                  a transformers model computes its forward pass by the generator's kernels
 functions              the differentiable ops that it is made of
 token_dispatchers      expert-parallel dispatch and combine
 """

@@ -101,3 +101,8 @@ def expert_weights_of(mlp: Any) -> tuple[Tensor, Tensor, Tensor]:
         if module is not base_of(module):
             raise ConfigError(ELSEWHERE.format("the router or of experts"))
     return mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj
+
+
+def shared_expert_of(mlp: Any) -> Any:
+    """The expert that all rows pass, by either of its names."""
+    return mlp.shared_expert if hasattr(mlp, "shared_expert") else mlp.shared_experts

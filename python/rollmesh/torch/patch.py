@@ -1,4 +1,4 @@
-"""A transformers Qwen3 or Qwen3-MoE whose forward pass is the generator's.
+"""A transformers model, of any family that a generator takes, whose forward pass is the generator's.
 
     rm.torch.patch(model)                                   # forward by the C kernels, backward by torch
     rm.torch.push(model, generator, version=step)           # sync_weights; the model then reads the generator's packed weights
@@ -31,16 +31,16 @@ from torch import Tensor
 
 from rollmesh import Generator, ModelSpec, SyncReport, ops
 from rollmesh.errors import ConfigError, DTypeError, LimitError, RequestError, ShapeError, StateError, UnsupportedTensorError
+from rollmesh.model.families import FAMILIES
 from rollmesh.runtime.arguments import choice, integer
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import functions, packing
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.fused_head import with_contract_logprobs
 from rollmesh.torch.kept import KeptWeights, Key, Source, WeightUse, count_optimizer_steps
-from rollmesh.torch.lora import base_of, check_no_bias, expert_weights_of, in_use, norm_weight_of, state_of, weights_of
+from rollmesh.torch.lora import base_of, check_no_bias, expert_weights_of, in_use, norm_weight_of, shared_expert_of, state_of, weights_of
 from rollmesh.torch.sequences import Sequences
 
-FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 PACKED_KEYS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})  # what position_ids say too
 IGNORED_KEYS = frozenset({"return_dict", "num_items_in_batch"})
 GENERATE = "generate with a rollmesh generator, "
@@ -83,7 +83,7 @@ class Patch:
         self.model = weakref.ref(model)
         self._asked = threading.local()
         self.heads = [
-            Heads(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.rms_norm_eps, window)
+            Heads(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.rms_norm_eps, window, spec.qk_norm == "whole")
             for window in spec.sliding_windows
         ]
         self._ropes: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -148,20 +148,22 @@ class Patch:
         biases = [base_of(module).bias for module in qkv]
         bias = None if biases[0] is None else torch.cat(biases)
         made = functions.linear(x, *weights, bias=bias, packed=packed, how=how)
-        norms = norm_weight_of(attention.q_norm), norm_weight_of(attention.k_norm)
-        attended = functions.attention(made, *norms, self.rope(rows, x.device), rows, self.heads[index], how=how)
+        q_norm, k_norm = (None if self.spec.qk_norm == "none" else norm_weight_of(getattr(attention, n)) for n in ("q_norm", "k_norm"))
+        cos, sin = self.rope(rows, x.device)
+        turn = (cos, sin) if self.spec.rope_layers[index] else (cos[:, :0], sin[:, :0])
+        attended = functions.attention(made, q_norm, k_norm, turn, rows, self.heads[index], how=how)
         weights, packed = self.rows_of((index, "o"), [attention.o_proj], how)
         return functions.linear(attended, *weights, bias=base_of(attention.o_proj).bias, packed=packed, how=how)
 
-    def mix_dense(self, mlp: Any, index: int, x: Tensor, how: How) -> Tensor:
+    def mix_dense(self, mlp: Any, index: int, x: Tensor, how: How, prefix: str = "") -> Tensor:
         (gate, up), sources = weights_of([mlp.gate_proj, mlp.up_proj])
-        packed = self.kept.get((index, "gate_up"), sources, lambda out: packing.pack_gate_up(gate, up, self.dtype, how, out))
+        packed = self.kept.get((index, f"{prefix}gate_up"), sources, lambda out: packing.pack_gate_up(gate, up, self.dtype, how, out))
         inner = functions.swiglu(x, gate, up, packed=packed, how=how)
-        weights, packed = self.rows_of((index, "down"), [mlp.down_proj], how)
+        weights, packed = self.rows_of((index, f"{prefix}down"), [mlp.down_proj], how)
         return functions.linear(inner, *weights, packed=packed, how=how)
 
     def mix_experts(self, mlp: Any, index: int, x: Tensor, how: How) -> Tensor:
-        router, gate_up, down = weights = expert_weights_of(mlp)
+        weights = router, gate_up, down = expert_weights_of(mlp)
         kept, dtype = self.kept, self.dtype
         packed = (
             kept.get((index, "router"), Source([router]), lambda out: packing.pack_rows([router], dtype, how, out)),
@@ -169,19 +171,31 @@ class Patch:
             kept.get((index, "expert_down"), Source([down]), lambda out: packing.pack_experts(down, dtype, how, out)),
         )
         spec = self.spec
-        made = functions.moe(x, *weights, top_k=spec.num_experts_per_tok, renormalize=spec.norm_topk_prob, packed=packed, how=how)
+        made = functions.moe(
+            x, *weights, top_k=spec.num_experts_per_tok, **spec.scoring,
+            bias=getattr(mlp.gate, "e_score_correction_bias", None), packed=packed, how=how,
+        )  # fmt: skip
         if self.wanted is not None and self.wanted.routed:
             self.wanted.experts[index] = made.ids
-        return made.out
+        if not spec.shared_intermediate_size:
+            return made.out
+        shared = self.mix_dense(shared_expert_of(mlp), index, x, how, "shared_")
+        if not spec.shared_switch:
+            return functions.add(made.out, shared, how=how)
+        rows, switch = self.rows_of((index, "shared_switch"), [mlp.shared_expert_gate], how)
+        return functions.add(made.out, shared, functions.linear(x, *rows, packed=switch, how=how), how=how)
 
     def layer(self, layer: Any, index: int, hidden: Tensor, rows: Sequences) -> Tensor:
         how, mix = self.how(hidden), self.mix_experts if self.spec.is_moe_layer[index] else self.mix_dense
+        norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
+        first, second = norms if self.spec.norm_after else ["input_layernorm", norms[0]]
         return functions.decoder_layer(
             hidden,
-            (norm_weight_of(layer.input_layernorm), norm_weight_of(layer.post_attention_layernorm)),
+            (norm_weight_of(getattr(layer, first)), norm_weight_of(getattr(layer, second))),
             lambda x: self.attend(layer.self_attn, index, x, rows, how),
             lambda x: mix(layer.mlp, index, x, how),
             self.spec.rms_norm_eps,
+            norm_after=self.spec.norm_after,
             how=how,
         )
 
@@ -212,14 +226,14 @@ class _Part:
 
 
 class _Model(_Part):
-    """Qwen3ForCausalLM and Qwen3MoeForCausalLM, whose forward pass is transformers', or the one that a trainer of TRL sets."""
+    """A …ForCausalLM, whose forward pass is transformers', or the one that a trainer of TRL sets."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, with_contract_logprobs(self, value, _score_labels) if name == "forward" else value)
 
 
 class _Base(_Part):
-    """The forward pass of Qwen3Model and Qwen3MoeModel."""
+    """The forward pass of a …Model."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
@@ -267,7 +281,7 @@ class _Base(_Part):
             chosen = None if wanted.wanted is None else wanted.wanted.reshape(-1).index_select(0, next_is)
             wanted.chosen = torch.arange(len(hidden), device=hidden.device) if chosen is None else torch.nonzero(chosen)[:, 0]
             hidden = hidden.index_select(0, wanted.chosen)[None]
-        output = MoeModelOutputWithPast if patch.spec.model_type == "qwen3_moe" else BaseModelOutputWithPast
+        output = MoeModelOutputWithPast if FAMILIES[patch.spec.model_type].has_experts else BaseModelOutputWithPast
         return output(last_hidden_state=hidden)
 
 
@@ -326,8 +340,9 @@ def _causal_lm(model: Any) -> Any:
     inner = getattr(inner, "module", inner)  # DDP
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # peft
     names = [cls.__name__ for cls in type(inner).__mro__]
-    if not any(name in names for name in FAMILIES):
-        raise ConfigError(f"model: expected a transformers {' or '.join(FAMILIES)}, or a peft model of one, got a {type(model).__name__}")
+    known = [family.architecture for family in FAMILIES.values()]
+    if not any(name in names for name in known):
+        raise ConfigError(f"model: expected a transformers {' or '.join(known)}, or a peft model of one, got a {type(model).__name__}")
     return inner
 
 
@@ -343,7 +358,7 @@ def patch(
 ) -> Any:
     """Makes `model` compute its forward pass by the generator's kernels; returns it.
 
-    model          Qwen3ForCausalLM or Qwen3MoeForCausalLM of transformers, on the CPU or a CUDA device, or a peft model of one
+    model          a transformers model of a family of docs/models.md, on the CPU or a CUDA device, or a peft model of one
     dtype          of activations and of the weights as they are used: "bfloat16" or "float32"; None: the model's. With float32 weights
                    and "bfloat16" the optimizer has float32 masters
     isa, threads   as in rollmesh.ops; threads None: torch's
@@ -427,6 +442,12 @@ def _matrices(inner: Any, spec: ModelSpec) -> dict[Key, Source]:
         if spec.is_moe_layer[i]:
             for name, weight in zip(("router", "expert_gate_up", "expert_down"), expert_weights_of(mlp), strict=True):
                 found[i, name] = Source([weight])
+            if spec.shared_intermediate_size:
+                shared = shared_expert_of(mlp)
+                found[i, "shared_gate_up"] = weights_of([shared.gate_proj, shared.up_proj])[1]
+                found[i, "shared_down"] = weights_of([shared.down_proj])[1]
+            if spec.shared_switch:
+                found[i, "shared_switch"] = weights_of([mlp.shared_expert_gate])[1]
         else:
             found[i, "gate_up"] = weights_of([mlp.gate_proj, mlp.up_proj])[1]
             found[i, "down"] = weights_of([mlp.down_proj])[1]

@@ -15,12 +15,12 @@ import importlib.metadata
 import os
 
 from rollmesh.errors import PluginError
+from rollmesh.model.families import FAMILIES
 from rollmesh.vllm.releases import RELEASES
 
 TRIED = tuple(RELEASES)
 NAME, MODEL_NAME = "rollmesh", "rollmesh_model"
 CPU_PLATFORM, CUDA_PLATFORM = "rollmesh.vllm.platforms.cpu.RollmeshCpuPlatform", "rollmesh.vllm.platforms.cuda.RollmeshCudaPlatform"
-ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")  # what stock configs name
 DEVICE_SWITCH = "ROLLMESH_VLLM_DEVICE"
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # vLLM's, of engine cores and workers
 
@@ -94,7 +94,7 @@ def register_model() -> None:
         raise PluginError(f"VLLM_PLUGINS: expected one of {NAME} (rollmesh's worker) and {MODEL_NAME} (vLLM's worker), got both")
     from vllm import ModelRegistry
 
-    for name in ARCHITECTURES:  # by name, so that nothing is imported before it is used
+    for name in (family.architecture for family in FAMILIES.values()):  # by name, so that nothing is imported before it is used
         ModelRegistry.register_model(name, f"{__name__}.model.causal_lm:{name}")
 
 

@@ -4,7 +4,7 @@ A set is staged and then committed by one swap on all ranks. Until the swap, and
     init_weight_transfer_engine ─► start_weight_update ─► update_weights … ─► finish_weight_update
                                        ▲                        │ an error ends the update on all ranks
                                        └────────────────────────┘
-    model.load_weights(pairs), any number of times; committed at the next step or at a repeated name
+    model.load_weights(pairs), any number of times; committed at the next step, at a repeated name, or by process_weights_after_loading
 
 The version number is rollmesh's, an integer that increases; the trainer gives it, or it is the next one. The label ("step-1") is vLLM's:
 the engine core keeps it, and finish_weight_update(weight_version) sets it once all workers have committed.
@@ -20,7 +20,9 @@ from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.errors import ConfigError, Error, FormatError, StateError
@@ -33,6 +35,8 @@ from rollmesh.weights.updates import Sync, Weights
 BACKEND = "rollmesh"
 # vLLM's own workers treat levels above 2 as 2. vLLM has paused generation by then, so refusing them would leave it paused.
 KEPT, DROPPED = 1, 2
+# verl answers a bucket once load_weights has returned, and its trainer waits for the answer without a timeout.
+VERL_EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
 TAGS = {"weights": PARTS["weights"], "kv_cache": PARTS["kv"]}
 
 T = TypeVar("T")
@@ -79,7 +83,7 @@ class WeightUpdates:
     """One worker's weight updates. `engine` is this rank's; `rank` counts the workers of one executor."""
 
     def __init__(self, engine: RankEngine, vllm_config: Any, rank: int):
-        self._engine, self._config = engine, vllm_config
+        self._engine, self.vllm_config = engine, vllm_config
         parallel = vllm_config.parallel_config
         self.rank = rank
         self.number = parallel.data_parallel_index * parallel.world_size + rank  # among the workers of all data parallel ranks
@@ -88,6 +92,8 @@ class WeightUpdates:
         self.model = ServedModel(self)
         self._set: Sync | None = None  # of the open update, from its first bucket on
         self._loaded: Sync | None = None  # of load_weights
+        self._waits_for_each = parallel.worker_extension_cls == VERL_EXTENSION
+        self._held: Error | None = None  # what load_weights did not raise
         self._updating = False
         self._transfer: Any = None
         if vllm_config.weight_transfer_config is not None:
@@ -99,7 +105,7 @@ class WeightUpdates:
         if config.backend != BACKEND:
             raise ConfigError(f"weight_transfer_config.backend: expected {BACKEND!r}, got {shown(config.backend)}")
         register_engine()
-        return WeightTransferEngineFactory.create_engine(config, self._config, torch.device("cpu"), self.model)
+        return WeightTransferEngineFactory.create_engine(config, self.vllm_config, torch.device("cpu"), self.model)
 
     # ---------------------------------------------------------------------------------------- what vLLM calls
     @_replies
@@ -166,7 +172,7 @@ class WeightUpdates:
     def compute_weight_checksums(self) -> dict[str, str]:
         """The digest of all weights, from one worker of each data parallel rank; it does not depend on the mesh."""
         version, digest, *_ = self._engine.sync_state()
-        number = self._config.parallel_config.data_parallel_index
+        number = self.vllm_config.parallel_config.data_parallel_index
         return {f"dp{number}": f"{digest:016x}"} if self.rank == 0 and version is not None else {}
 
     @_replies
@@ -197,7 +203,21 @@ class WeightUpdates:
 
     def commit_open_sync(self) -> None:
         """Called before a step: commits the set that load_weights has pushed. IncompleteSyncError drops it; the old version serves."""
+        self._held = None  # of a set that its trainer has left
         self.weights.commit_open_sync()
+
+    @_replies
+    def finish_load(self) -> None:
+        """Called by a trainer that has loaded all: the same, or the error that load_weights has kept."""
+        held, self._held = self._held, None
+        if held is not None:
+            raise held
+        self.weights.commit_open_sync()
+
+    @_replies
+    def forbid(self, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """The model's compute_logits is replaced. ConfigError if the new one does more than to forbid tokens; the old one stays then."""
+        self.model.never_drawn, self.model._edit = _forbidden_by(edit, self.vllm_config.model_config.get_vocab_size()), edit
 
     def shutdown(self) -> None:
         """The worker is being closed."""
@@ -288,6 +308,7 @@ class WeightUpdates:
         if parts & PARTS["weights"]:
             self.drop("the weights were put to sleep")
             self.weights.reset("the weights were put to sleep")
+            self._held = None
         self.on_all_ranks("sleep", self.weights.sleep, parts, keep)
 
     @staticmethod
@@ -296,13 +317,24 @@ class WeightUpdates:
 
     # ---------------------------------------------------------------------------------------- model.load_weights
     def load(self, pairs: Iterable[tuple[str, Any]]) -> set[str]:
-        """Converts other float dtypes, as vLLM's loaders do. Returns the names that were loaded."""
+        """Converts other float dtypes, as vLLM's loaders do. Returns the names that were loaded. Under verl the first error of a set is
+        kept for finish_load, and the rest of the set is not read."""
         taken: set[str] = set()
-        self._load(pairs, taken)
+        if not self._waits_for_each:
+            self._load(pairs, taken)
+        elif self._held is None:
+            try:
+                self._push_all(pairs, taken)
+            except Exception as error:  # noqa: BLE001 (raised by finish_load; on all ranks alike, so that none goes on)
+                self._held = error if isinstance(error, Error) else Error(reason(error))
+                error.__traceback__ = None  # its frames hold the tensors, whose memory verl closes now
         return taken
 
     @_replies
     def _load(self, pairs: Iterable[tuple[str, Any]], taken: set[str]) -> None:
+        self._push_all(pairs, taken)
+
+    def _push_all(self, pairs: Iterable[tuple[str, Any]], taken: set[str]) -> None:
         if self._updating:
             self._refuse("load_weights within an update; call finish_weight_update first")
         for entry in _each(pairs):
@@ -339,20 +371,56 @@ def _mask(tags: Any) -> int:
 
 
 class ServedModel(torch.nn.Module):
-    """What vLLM and trainers get as `worker.model_runner.model`. It has no parameters; the engine has them, each rank its shard."""
+    """What vLLM and trainers get as `worker.model_runner.model`. It has no parameters; the engine has them, each rank its shard.
+
+    `compute_logits` may be replaced, as verl does, by a function that sets the logits of some tokens to -inf: they are never drawn then."""
+
+    never_drawn: NDArray[np.int32]  # ascending token ids
 
     def __init__(self, updates: WeightUpdates):
         super().__init__()
         self._updates = updates
+        self._edit: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+        self.never_drawn = np.zeros(0, np.int32)
 
     @property
     def updates(self) -> WeightUpdates:
         return self._updates
 
+    @property
+    def model(self) -> ServedModel:
+        """vLLM's models have their layers there, and verl looks for it."""
+        return self
+
+    @property
+    def compute_logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Takes logits [rows, vocab] and returns a copy. ConfigError if it is replaced by what does more than to forbid tokens."""
+        return self._edit
+
+    @compute_logits.setter
+    def compute_logits(self, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._updates.forbid(edit)
+
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
-        """Stages tensors by their Hugging Face names, one or many per call. The set is committed at the next step or at a repeated name;
-        if it is incomplete then, IncompleteSyncError is raised and the old version serves."""
+        """Stages tensors by their Hugging Face names, one or many per call. The set is committed at the next step, at a repeated name or by
+        process_weights_after_loading; if it is incomplete then, IncompleteSyncError is raised and the old version serves."""
         return self._updates.load(weights)
+
+    def process_weights_after_loading(self) -> None:
+        """Commits what was loaded. vLLM's function of this name calls it, and verl calls that after each set."""
+        self._updates.finish_load()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise StateError("this module is for load_weights only; the engine runs the forward pass")
+
+
+def _forbidden_by(edit: Callable[[torch.Tensor], torch.Tensor], vocab_size: int) -> NDArray[np.int32]:
+    """The tokens that `edit` sets to -inf, tried on two rows."""
+    given = torch.stack([torch.zeros(vocab_size), torch.arange(float(vocab_size))])
+    edited = edit(given.clone())
+    out = torch.isneginf(edited)
+    if edited.shape != given.shape or not torch.equal(out[0], out[1]) or not torch.equal(edited, given.masked_fill(out, -torch.inf)):
+        raise ConfigError("compute_logits: expected a function that sets the logits of certain tokens to -inf, got one that does more")
+    if out.all():
+        raise ConfigError(f"compute_logits: expected a function that leaves some tokens, got one that sets all {vocab_size} to -inf")
+    return out[0].nonzero()[:, 0].numpy().astype(np.int32)

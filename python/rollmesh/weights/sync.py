@@ -65,8 +65,8 @@ class SyncOptions:
     def __post_init__(self) -> None:
         for name in ("cast", "strict", "keep_kv", "allow_nonfinite", "allow_bias_removal"):
             object.__setattr__(self, name, boolean(name, getattr(self, name)))
-        choice("mode", self.mode, MODES)
-        choice("inflight", self.inflight, INFLIGHT)
+        object.__setattr__(self, "mode", choice("mode", self.mode, MODES))
+        object.__setattr__(self, "inflight", choice("inflight", self.inflight, INFLIGHT))
         if self.mode == "inplace" and self.inflight != "wait":
             raise ConfigError(f"mode='inplace': expected inflight='wait', got {shown(self.inflight)}")
         if self.keep_kv and self.inflight != "keep":
@@ -136,9 +136,13 @@ def raise_faults(faults: dict[type[Error], list[str]]) -> None:
             raise kind(f"{len(faults[kind])} of the weights: {head}{listed(faults[kind], most)}{tail}")
 
 
+def most_entries(manifest: list[ManifestEntry]) -> int:
+    return 8 * len(manifest) + 1024
+
+
 def check_mapping(engine: RankEngine, manifest: list[ManifestEntry], source: Mapping[str, Any], options: SyncOptions) -> None:
     """Checks all entries before a byte is copied. A tensor that has to be gathered first is checked at its push."""
-    limit = 8 * len(manifest) + 1024
+    limit = most_entries(manifest)
     if len(source) > limit:
         raise LimitError(f"source: expected at most {limit} weights for a model of {len(manifest)} parameters, got {len(source)}")
     faults: dict[type[Error], list[str]] = {}
@@ -202,11 +206,15 @@ def batches(source: Mapping[str, Any], deadline: float | None) -> Iterator[list[
 
 
 def push_all(engine: RankEngine, entries: Iterable[tuple[str, Any]], listing: bool, deadline: float | None) -> Exception | None:
-    """Iterates over all entries even after an error, so that all ranks take part in the exchanges behind them. Returns the error.
-    listing: list all non-finite and tied values, as push_mapping does."""
+    """Iterates over all entries even after an error, so that all ranks take part in the exchanges behind them; all stop at the same number
+    of an iterator that does not end. Returns the error. listing: list all non-finite and tied values, as push_mapping does."""
     fault: Exception | None = None
     faults: dict[type[Error], list[str]] = {}
-    for entry in entries:
+    limit = most_entries(engine.manifest())
+    for count, entry in enumerate(entries):
+        if count == limit:
+            fault = fault or LimitError(f"source: expected at most {limit} weights, got more")
+            break
         try:
             if fault is None:
                 push_entries(engine, [entry], deadline)

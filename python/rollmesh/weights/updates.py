@@ -122,6 +122,9 @@ class Weights:
         sync.options.begin(self._engine)
         self.refresh()
 
+    def fault_if_open(self) -> StateError | None:
+        return StateError("expected no open sync, got one of begin_sync; commit or abort it") if self._open is not None else None
+
     def is_open(self, sync: Sync) -> bool:
         return self._open is sync
 

@@ -1,4 +1,5 @@
-// attention.c: trials of the ops that know heads and pages: qk_rope_kv and attention.
+// attention.c: trials of the ops that know heads and pages: head_squares, qk_rope_kv and attention.
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -43,16 +44,53 @@ static void fill_pages(trial *t, char *cache, int64_t from, int64_t to, int is_v
       }
 }
 
+// ------------------------------------------------------------------------------------------------ head_squares
+static void draw_head_squares(trial *t) {
+  draw_heads(t);
+  if (one_in(t, 3)) draw_part(t, 9);
+  t->s.rows = draw_rows(t, t->small ? 11 : 200);
+}
+
+static void build_head_squares(trial *t) {
+  const shape *s = &t->s;
+  const int64_t width = (s->n_heads + 2 * s->n_kv_heads) * s->head_dim;
+  t->args.head_squares = (rm_head_squares_args){.q_out = output(t, "q_out", s->rows * s->n_heads, sizeof(float)),
+                                                .k_out = output(t, "k_out", s->rows * s->n_kv_heads, sizeof(float)),
+                                                .qkv = float_input(t, "qkv", s->dtype, s->rows * width, draw_kind(t, SPOILED)),
+                                                .rows = s->rows,
+                                                .n_heads = s->n_heads,
+                                                .n_kv_heads = s->n_kv_heads,
+                                                .head_dim = s->head_dim,
+                                                .dtype = s->dtype};
+  t->moved_bytes -= s->rows * s->n_kv_heads * s->head_dim * size_of(s->dtype);  // v is not read
+  t->limits = (rm_limits){.max_rows = s->rows, .n_heads = s->n_heads, .n_kv_heads = s->n_kv_heads, .head_dim = s->head_dim};
+  t->flops = 2.0 * (double)(s->rows * (s->n_heads + s->n_kv_heads) * s->head_dim);
+}
+
+static void call_head_squares(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->head_squares(ctx, &t->args.head_squares); }
+
+const op_test op_head_squares = {.name = "head_squares",
+                                 .share = 4,
+                                 .draw = draw_head_squares,
+                                 .build = build_head_squares,
+                                 .call = call_head_squares,
+                                 .bench = {{.rows = 32, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128},
+                                           {.rows = 512, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128}}};
+
 // ------------------------------------------------------------------------------------------------ qk_rope_kv
+enum { UNNORMED = 1, WHOLE = 2 };
+
 static void draw_qk_rope_kv(trial *t) {
   draw_heads(t);
   if (one_in(t, 3)) draw_part(t, 9);
   t->s.rows = draw_rows(t, t->small ? 11 : 200);
   t->s.positions = between(t, 1, 300);
+  t->s.option = (int)PICK(t, 0, UNNORMED, WHOLE);
+  t->s.rotary_dim = one_in(t, 3) ? 2 * between(t, 0, t->s.head_dim / 2) : t->s.head_dim;
 }
 
 static const float *draw_angles(trial *t, const char *name) {
-  const int64_t n = t->s.positions * (t->s.head_dim / 2);
+  const int64_t n = t->s.positions * (t->s.rotary_dim / 2);
   float *x = input(t, name, n, sizeof *x);
   for (int64_t i = 0; i < n; i++) {
     uint32_t u = draw_float(t, PLAIN);
@@ -61,6 +99,14 @@ static const float *draw_angles(trial *t, const char *name) {
     memcpy(x + i, &u, sizeof u);
   }
   return x;
+}
+
+// Of a model whose other heads may be other ranks'.
+static const float *draw_squares(trial *t, const char *name, int64_t n_heads, int64_t *all) {
+  *all = n_heads + (t->timed ? 0 : PICK(t, 0, 0, 1, 5, 17));
+  float *squares = float_input(t, name, RM_F32, t->s.rows * *all, draw_kind(t, SPOILED));
+  for (int64_t i = 0; i < t->s.rows * *all; i++) squares[i] = fabsf(squares[i]);
+  return squares;
 }
 
 static int64_t *draw_slots(trial *t, int64_t n_slots) {
@@ -88,10 +134,17 @@ static void build_qk_rope_kv(trial *t) {
                             .n_kv_heads = s->n_kv_heads,
                             .head_dim = s->head_dim,
                             .page_size = s->page_size,
+                            .rotary_dim = s->rotary_dim,
                             .dtype = s->dtype};
   a->qkv = float_input(t, "qkv", s->dtype, s->rows * width, what);
-  a->q_weight = float_input(t, "q_weight", s->dtype, s->head_dim, draw_kind(t, VAST));
-  a->k_weight = float_input(t, "k_weight", s->dtype, s->head_dim, draw_kind(t, VAST));
+  if (s->option & WHOLE) {
+    a->q_squares = draw_squares(t, "q_squares", s->n_heads, &a->all_heads);
+    a->k_squares = draw_squares(t, "k_squares", s->n_kv_heads, &a->all_kv_heads);
+  }
+  if (!(s->option & UNNORMED)) {
+    a->q_weight = float_input(t, "q_weight", s->dtype, (s->option & WHOLE ? s->n_heads : 1) * s->head_dim, draw_kind(t, VAST));
+    a->k_weight = float_input(t, "k_weight", s->dtype, (s->option & WHOLE ? s->n_kv_heads : 1) * s->head_dim, draw_kind(t, VAST));
+  }
   a->slots = draw_slots(t, n_pages * s->page_size);
   a->q_out = output(t, "q_out", s->rows * s->n_heads * s->head_dim, bytes);
   int64_t written = 0;
@@ -125,8 +178,16 @@ const op_test op_qk_rope_kv = {
     .draw = draw_qk_rope_kv,
     .build = build_qk_rope_kv,
     .call = call_qk_rope_kv,
-    .bench = {{.rows = 32, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128, .page_size = 16, .positions = 2048},
-              {.rows = 512, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128, .page_size = 16, .positions = 2048}}};
+    .bench = {{.rows = 32, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128, .rotary_dim = 128, .page_size = 16, .positions = 2048},
+              {.rows = 512, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128, .rotary_dim = 128, .page_size = 16, .positions = 2048},
+              {.rows = 512,
+               .n_heads = 16,
+               .n_kv_heads = 8,
+               .head_dim = 128,
+               .rotary_dim = 128,
+               .page_size = 16,
+               .positions = 2048,
+               .option = WHOLE}}};
 
 // ------------------------------------------------------------------------------------------------ attention
 enum { ATTEND_PREFILL = 1, ATTEND_MIXED = 2 };

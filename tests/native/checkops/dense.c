@@ -89,12 +89,14 @@ const op_test op_gather_rows = {.name = "gather_rows",
                                 .bench = {{.rows = 512, .n = 2048, .positions = 2048}}};
 
 // ------------------------------------------------------------------------------------------------ rms_norm
-enum { NORM_X = 1, NORM_IN_PLACE = 2 };
+enum { NORM_X = 1, NORM_IN_PLACE = 2, NORM_GATE = 4, NORM_SUM = 8, NORM_NO_OUT = 16 };
 
 static void draw_rms_norm(trial *t) {
   t->s = (shape){.rows = draw_rows(t, t->small ? 17 : 1025), .n = one_in(t, 6) && !t->small ? between(t, 500, 4200) : draw_width(t, 700)};
   if (t->s.rows > 128) t->s.n = rm_min64(t->s.n, 300);
   t->s.option = (int)PICK(t, 0, NORM_X, NORM_X | NORM_IN_PLACE);
+  if (t->s.option & NORM_X && one_in(t, 3)) t->s.option |= NORM_GATE;
+  if (one_in(t, 3)) t->s.option |= t->s.option & NORM_IN_PLACE ? NORM_SUM : (int)PICK(t, NORM_SUM, NORM_SUM | NORM_NO_OUT);
   t->s.dtype = draw_dtype(t);
 }
 
@@ -110,9 +112,10 @@ static void build_rms_norm(trial *t) {
     fill(t, s->dtype, a->out, n, draw_kind(t, SPOILED));
   } else {
     if (s->option & NORM_X) a->x = float_input(t, "x", s->dtype, n, draw_kind(t, SPOILED));
-    a->out = output(t, "out", n, size_of(s->dtype));
+    if (!(s->option & NORM_NO_OUT)) a->out = output(t, "out", n, size_of(s->dtype));
   }
-  a->weight = float_input(t, "weight", s->dtype, s->n, draw_kind(t, SPOILED));
+  if (s->option & NORM_GATE) a->x_gate = float_input(t, "x_gate", s->dtype, s->rows, draw_kind(t, SPOILED));
+  if (!(s->option & NORM_SUM)) a->weight = float_input(t, "weight", s->dtype, s->n, draw_kind(t, SPOILED));
   t->limits = (rm_limits){.max_rows = s->rows, .max_n = s->n, .max_k = s->n};
   t->flops = 6.0 * (double)n;
 }

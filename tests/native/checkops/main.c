@@ -24,10 +24,9 @@
 #include "machine.h"
 #include "trial.h"
 
-static const op_test *const OPS[] = {&op_embed,      &op_gather_rows, &op_rms_norm,    &op_gemm,    &op_gemm_swiglu,
-                                     &op_qk_rope_kv, &op_attention,   &op_router,      &op_permute, &op_static_dispatch,
-                                     &op_combine,    &op_lm_head,     &op_merge_pairs, &op_sample,  &op_top_logprobs,
-                                     &op_ranks,      &op_pack};
+static const op_test *const OPS[] = {&op_embed,      &op_gather_rows, &op_rms_norm, &op_gemm,         &op_gemm_swiglu,     &op_head_squares,
+                                     &op_qk_rope_kv, &op_attention,   &op_router,   &op_permute,      &op_static_dispatch, &op_combine,
+                                     &op_lm_head,    &op_merge_pairs, &op_sample,   &op_top_logprobs, &op_ranks,           &op_pack};
 enum { N_OPS = sizeof OPS / sizeof OPS[0], THREAD_COUNTS = 2, MXCSR_CONTROL = 0xffc0, DEFAULT_TRIALS = 300 };
 
 typedef struct options {
@@ -67,6 +66,7 @@ static int describe_shape(const shape *s, char *text, size_t room) {
                {"heads", s->n_heads},
                {"kv_heads", s->n_kv_heads},
                {"head_dim", s->head_dim},
+               {"rotary_dim", s->rotary_dim},
                {"positions", s->positions},
                {"page_size", s->page_size},
                {"window", s->window},

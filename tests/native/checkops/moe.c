@@ -7,7 +7,7 @@
 
 static int64_t size_of(rm_dtype dtype) { return (int64_t)rm_dtype_bytes(dtype); }
 
-enum { MOE_BIAS = 1, MOE_RENORMALIZE = 2, MOE_EQUAL = 4, MOE_ROUTED = 8, MOE_HOLES = 16 };
+enum { MOE_BIAS = 1, MOE_RENORMALIZE = 2, MOE_EQUAL = 4, MOE_ROUTED = 8, MOE_HOLES = 16, MOE_SIGMOID = 32, MOE_SCALE = 64 };
 
 static void draw_moe(trial *t) {
   shape *s = &t->s;
@@ -20,11 +20,16 @@ static void draw_moe(trial *t) {
 }
 
 // ------------------------------------------------------------------------------------------------ router
+// n_groups: of experts; group: how many of them may be chosen from.
 static void draw_router(trial *t) {
   draw_moe(t);
   if (t->s.rows > 100) t->s.top_k = rm_min64(t->s.top_k, 8);
   t->s.option = (one_in(t, 2) ? MOE_BIAS : 0) | (one_in(t, 2) ? MOE_RENORMALIZE : 0) | (one_in(t, 4) ? MOE_EQUAL : 0) |
-                (one_in(t, 2) ? MOE_ROUTED : 0);
+                (one_in(t, 2) ? MOE_ROUTED : 0) | (one_in(t, 2) ? MOE_SIGMOID : 0) | (one_in(t, 2) ? MOE_SCALE : 0);
+  const int64_t n_groups = PICK(t, 1, 1, 2, 3, 4, 5, 8, 16, 32, RM_MAX_EXPERT_GROUPS), size = t->s.n_experts / n_groups;
+  if (t->s.n_experts % n_groups || size < 2) return;
+  t->s.n_groups = n_groups;
+  t->s.group = between(t, (t->s.top_k + size - 1) / size, n_groups);
 }
 
 static void build_router(trial *t) {
@@ -34,7 +39,11 @@ static void build_router(trial *t) {
                         .hidden = s->n,
                         .n_experts = s->n_experts,
                         .top_k = s->top_k,
+                        .n_groups = s->n_groups,
+                        .top_groups = s->group,
+                        .route_scale = s->option & MOE_SCALE ? 0.5f * (float)PICK(t, 1, 5, INT64_MAX) : 1.0f,
                         .renormalize = !!(s->option & MOE_RENORMALIZE),
+                        .score = s->option & MOE_SIGMOID ? RM_SCORE_SIGMOID : RM_SCORE_SOFTMAX,
                         .dtype = s->dtype};
   a->x = float_input(t, "x", s->dtype, s->rows * s->n, draw_kind(t, SPOILED));
   // Rows that are all the same give logits that are: the choice is by id alone.
@@ -60,13 +69,15 @@ static void build_router(trial *t) {
 
 static void call_router(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->router(ctx, &t->args.router); }
 
-const op_test op_router = {.name = "router",
-                           .share = 5,
-                           .draw = draw_router,
-                           .build = build_router,
-                           .call = call_router,
-                           .bench = {{.rows = 32, .n = 2048, .n_experts = 128, .top_k = 8, .option = MOE_RENORMALIZE},
-                                     {.rows = 512, .n = 2048, .n_experts = 128, .top_k = 8, .option = MOE_RENORMALIZE}}};
+const op_test op_router = {
+    .name = "router",
+    .share = 5,
+    .draw = draw_router,
+    .build = build_router,
+    .call = call_router,
+    .bench = {{.rows = 32, .n = 2048, .n_experts = 128, .top_k = 8, .option = MOE_RENORMALIZE},
+              {.rows = 512, .n = 2048, .n_experts = 128, .top_k = 8, .option = MOE_RENORMALIZE},
+              {.rows = 512, .n = 2048, .n_experts = 128, .top_k = 8, .n_groups = 8, .group = 4, .option = MOE_SIGMOID}}};
 
 // ------------------------------------------------------------------------------------------------ permute, static_dispatch and combine
 // top_k distinct experts for each row, in any order.

@@ -96,12 +96,12 @@ static inline void book_attention(book *b, int l) {
   book_say(b, o, 1, 1, 0, "layers.%d.self_attn.o_proj.weight", l);
   book_say(b, o, 1, 1, 0, "layers.%d.attention.wo.weight", l);
   const int bias = b->n_slots;
-  for (int i = 0; i < 4 && m->attention_bias; i++) {
+  for (int i = m->attention_bias ? 0 : 3; i < (m->o_bias ? 4 : 3); i++) {
     const int s = book_slot(b, 1, 1, i == 0 ? q : i == 3 ? hidden : kv, "model.layers.%d.self_attn.%c_proj.bias", l, "qkvo"[i]);
     book_say(b, s, 1, 1, 0, "layers.%d.self_attn.%c_proj.bias", l, "qkvo"[i]);
   }
   if (m->attention_bias) book_say(b, bias, 1, 3, 0, "layers.%d.self_attn.qkv_proj.bias", l);
-  for (int i = 0; i < 2; i++) {
+  for (int i = 0; i < 2 && m->qk_norm; i++) {
     const int s = book_slot(b, 1, 1, m->head_dim, "model.layers.%d.self_attn.%c_norm.weight", l, "qk"[i]);
     book_say(b, s, 1, 1, 0, "layers.%d.self_attn.%c_norm.weight", l, "qk"[i]);
     book_say(b, s, 1, 1, 0, "layers.%d.attention.%c_norm.weight", l, "qk"[i]);

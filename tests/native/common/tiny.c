@@ -52,7 +52,7 @@ tiny_model *tiny_model_create(tiny_kind kind, rm_dtype dtype) {
   float inv_freq[MAX_HEAD_DIM / 2];
   for (int i = 0; i < size->head_dim / 2; i++) inv_freq[i] = powf(10000.0f, -2.0f * (float)i / (float)size->head_dim);
   const int moe = kind == TINY_MOE || kind == TINY_WIDE;
-  const rm_layer_spec layers[LAYERS] = {{0, 0}, {moe, moe ? 0 : 20}};
+  const rm_layer_spec layers[LAYERS] = {{.rotates = 1}, {.is_moe = moe, .rotates = 1, .window = moe ? 0 : 20}};
   const rm_spec values = {
       .vocab_size = size->vocab,
       .hidden_size = size->hidden,
@@ -61,11 +61,17 @@ tiny_model *tiny_model_create(tiny_kind kind, rm_dtype dtype) {
       .n_heads = 4,
       .n_kv_heads = 2,
       .head_dim = size->head_dim,
+      .rotary_dim = size->head_dim,
       .n_experts = moe ? size->experts : 0,
       .top_k = moe ? size->top_k : 0,
       .moe_intermediate_size = moe ? size->of_expert : 0,
       .norm_topk_prob = moe,
+      .n_groups = 1,
+      .top_groups = 1,
+      .route_scale = 1,
+      .qk_norm = 1,
       .attention_bias = kind == TINY_TIED,
+      .o_bias = kind == TINY_TIED,
       .tie_word_embeddings = kind == TINY_TIED,
       .rms_norm_eps = 1e-6f,
       .rope_scale = 1,
@@ -126,7 +132,7 @@ tiny_weights *tiny_weights_create(const tiny_model *model, uint64_t seed) {
     void *data = weights->block + used;
     used += (size_t)n * sizeof(float);
     for (int64_t e = 0; e < n; e++) store(data, param->dtype, e, value_of(param, seed, i, e));
-    out->length = (size_t)rm_param_name(param, out->name, sizeof out->name);
+    out->length = (size_t)rm_param_name(params, param, out->name, sizeof out->name);
     out->tensor = (rm_tensor){.data = data, .dtype = param->dtype == RM_BF16 ? RM_SRC_BF16 : RM_SRC_F32, .n_dims = param->n_dims};
     out->tensor.shape[0] = param->n_dims == 1 ? param->cols : param->rows;
     out->tensor.strides[0] = param->n_dims == 1 ? 1 : param->cols;

@@ -30,6 +30,7 @@ class Heads(NamedTuple):
     head_dim: int
     eps: float
     window: int = 0  # positions that a token sees, its own included; 0: all
+    norm_whole: bool = False  # q and k are normed over all heads; else each head
 
     @property
     def scale(self) -> float:
@@ -55,16 +56,27 @@ def rope_table(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rope: tuple[Tensor, Tensor], rows: Sequences, heads: Heads, how: How
+        ctx: Any,
+        qkv: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        rope: tuple[Tensor, Tensor],
+        rows: Sequences,
+        heads: Heads,
+        how: How,
     ) -> Tensor:
         with in_turn(qkv):
             flags = torch.zeros(rows.num_rows, dtype=torch.uint8, device=qkv.device)
             k, v = rows.caches(heads.num_kv_heads, heads.head_dim, qkv)
-            q_norm, k_norm = (vector_of(n, w, qkv, heads.head_dim) for n, w in (("q_weight", q_weight), ("k_weight", k_weight)))
+            q_norm, k_norm = (
+                None if w is None else vector_of(n, w, qkv, width if heads.norm_whole else heads.head_dim)
+                for n, w, width in (("q_weight", q_weight, heads.widths[0]), ("k_weight", k_weight, heads.widths[1]))
+            )
+            squares = ops.head_squares(array_of(qkv), heads.num_heads, heads.head_dim, **how) if heads.norm_whole else None
             cos, sin = map(array_of, rope)
             q = ops.qk_rope_kv(
                 array_of(qkv), q_norm, k_norm, cos, sin, rows.positions, rows.slots, k, v,
-                num_heads=heads.num_heads, page_size=PAGE, eps=heads.eps, row_flags=array_of(flags), **how,
+                num_heads=heads.num_heads, page_size=PAGE, eps=heads.eps, squares=squares, row_flags=array_of(flags), **how,
             )  # fmt: skip
             out = ops.attention(
                 q, k, v, rows.positions, rows.seq_of_row, rows.block_tables,
@@ -86,21 +98,35 @@ class _Attention(torch.autograd.Function):
         at = torch.from_numpy(rows.positions).to(qkv.device)
         turn = cos.index_select(0, at)[:, None], sin.index_select(0, at)[:, None]
         q0, k0, v = (part.reshape(rows.num_rows, -1, heads.head_dim) for part in qkv.split(heads.widths, 1))
-        q, k = (
-            _rotated(F.rms_norm(x.float(), (heads.head_dim,), w.float(), heads.eps), *turn) for x, w in ((q0, q_weight), (k0, k_weight))
-        )
+        q, k = (_rotated(_normed(x.float(), w, heads), *turn) for x, w in ((q0, q_weight), (k0, k_weight)))
         by_q, by_k, by_v = _attention_gradients(q.to(dtype), k.to(dtype), v.to(dtype), grad.to(dtype).view(q.shape), rows, heads)
         back = turn[0], -turn[1]
-        by_q0, by_q_weight = norm_gradients(q0, q_weight, _rotated(by_q.float(), *back), heads.eps)
-        by_k0, by_k_weight = norm_gradients(k0, k_weight, _rotated(by_k.float(), *back), heads.eps)
+        (by_q0, by_q_weight), (by_k0, by_k_weight) = (
+            (turned, None) if w is None else _norm_gradients(x, w, turned, heads)
+            for x, w, turned in ((q0, q_weight, _rotated(by_q.float(), *back)), (k0, k_weight, _rotated(by_k.float(), *back)))
+        )
         by_qkv = torch.cat([part.reshape(rows.num_rows, -1).to(qkv.dtype) for part in (by_q0, by_k0, by_v)], 1)
         return by_qkv, by_q_weight, by_k_weight, None, None, None, None
 
 
+def _normed(x: Tensor, weight: Tensor | None, heads: Heads) -> Tensor:
+    if weight is None:
+        return x
+    flat = x.flatten(1) if heads.norm_whole else x
+    return F.rms_norm(flat, (flat.shape[-1],), weight.float(), heads.eps).view_as(x)
+
+
+def _norm_gradients(x: Tensor, weight: Tensor, grad: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+    flat, of_flat = (x.flatten(1), grad.flatten(1)) if heads.norm_whole else (x, grad)
+    by_x, by_weight = norm_gradients(flat, weight, of_flat, heads.eps)
+    return by_x.view_as(x), by_weight
+
+
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[rows, heads, head_dim] by the angles [rows, 1, head_dim / 2]."""
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    """[rows, heads, head_dim] by the angles [rows, 1, n], which turn the first 2·n elements."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
 def _attention_gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rows: Sequences, heads: Heads) -> tuple[Tensor, ...]:
@@ -162,8 +188,8 @@ def _short_gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, live: Tensor
 
 def attention(
     qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
     rope: tuple[Tensor, Tensor],
     rows: Sequences,
     heads: Heads,
@@ -171,8 +197,9 @@ def attention(
     how: How | None = None,
 ) -> Tensor:
     """Causal attention of packed sequences, [rows, num_heads · head_dim]. qkv [rows, (num_heads + 2·num_kv_heads)·head_dim] is the
-    projection's output; q and k of each head are normed by q_weight and k_weight [head_dim] and rotated. rope: (cos, sin), float32
-    [positions, head_dim / 2], rounded to qkv's dtype (ops.rope_table)."""
+    projection's output; q and k of each head are normed by q_weight and k_weight [head_dim] (with norm_whole
+    [heads · head_dim]; None: not) and rotated. rope: (cos, sin),
+    float32 [positions, n], n ≤ head_dim / 2, rounded to qkv's dtype (ops.rope_table), which turn the first 2·n elements of a head."""
     qkv = rows_of("qkv", qkv, sum(heads.widths))
     if len(qkv) != rows.num_rows:
         raise ShapeError(f"qkv: expected {rows.num_rows} rows, those of the sequences, got {len(qkv)}")

@@ -123,21 +123,31 @@ def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, how
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, residual: Tensor, x: Tensor, how: How) -> Tensor:
+    def forward(ctx: Any, residual: Tensor, x: Tensor, gate: Tensor | None, how: How) -> Tensor:
         total = residual.clone()
-        with in_turn(x):  # the op that a rollout adds with; of its norm nothing is used
-            ops.rms_norm(array_of(total), array_of(total.new_ones(total.shape[1])), eps=1.0, x=array_of(x), **how)
+        with in_turn(x):  # the op that a rollout adds with
+            gates = None if gate is None else array_of(gate.reshape(-1))
+            ops.rms_norm(array_of(total), None, eps=1.0, x=array_of(x), x_gate=gates, **how)
+        if gate is not None:
+            ctx.save_for_backward(x, gate)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, grad, None
+    @backward_pass
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.saved_tensors:
+            return grad, grad, None, None
+        x, gate = ctx.saved_tensors
+        share, wide = torch.sigmoid(gate.float()), grad.float()
+        by_gate = (wide * x.float()).sum(1, keepdim=True) * share * (1 - share)
+        return grad, (wide * share).to(x.dtype), by_gate.to(gate.dtype), None
 
 
-def add(residual: Tensor, x: Tensor, *, how: How | None = None) -> Tensor:
-    """residual + x, [rows, n]: the sum of add_rms_norm."""
+def add(residual: Tensor, x: Tensor, gate: Tensor | None = None, *, how: How | None = None) -> Tensor:
+    """residual + x, [rows, n]: the sum of add_rms_norm. gate [rows, 1]: residual + sigmoid(gate) · x."""
     residual = rows_of("residual", residual)
-    made: Tensor = _Add.apply(residual, rows_of("x", x, residual.shape[1]), how or how_for(x))  # type: ignore[no-untyped-call]
+    gate = None if gate is None else rows_of("gate", gate, 1)
+    made: Tensor = _Add.apply(residual, rows_of("x", x, residual.shape[1]), gate, how or how_for(x))  # type: ignore[no-untyped-call]
     return made
 
 
@@ -148,10 +158,14 @@ def decoder_layer(
     mix: Callable[[Tensor], Tensor],
     eps: float,
     *,
+    norm_after: bool = False,
     how: How | None = None,
 ) -> Tensor:
-    """A pre-norm layer over rows [rows, n], with a rollout's norms and sums. norms: weights before attention and before the MLP or
-    experts, which `attend` and `mix` compute."""
+    """A layer over rows [rows, n], with a rollout's norms and sums. norms: weights before attention and before the MLP or experts,
+    which `attend` and `mix` compute; with norm_after of their outputs."""
+    if norm_after:
+        hidden = add(hidden, rms_norm(attend(hidden), norms[0], eps, how=how), how=how)
+        return add(hidden, rms_norm(mix(hidden), norms[1], eps, how=how), how=how)
     x = rms_norm(hidden, norms[0], eps, how=how)
     x, hidden = add_rms_norm(hidden, attend(x), norms[1], eps, how=how)
     return add(hidden, mix(x), how=how)

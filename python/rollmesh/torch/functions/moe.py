@@ -23,15 +23,25 @@ class Routed(NamedTuple):
     ids: Tensor
 
 
+class Scoring(NamedTuple):
+    """How a router chooses and weighs, as the arguments of ops.router."""
+
+    renormalize: bool = True
+    score: str = "softmax"
+    num_groups: int = 1
+    top_groups: int = 1
+    route_scale: float = 1.0
+
+
 class _Moe(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, bias: Any, packed: Any, top_k: int, renormalize: bool, how: How
+        ctx: Any, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, bias: Any, packed: Any, top_k: int, by: Scoring, how: How
     ) -> tuple[Tensor, Tensor]:
         experts, width = len(router), down.shape[2]
         packed_router, packed_gate_up, packed_down = packed
         with in_turn(x):
-            routing = ops.router(array_of(x), packed_router, experts, top_k, bias=bias, renormalize=renormalize, **how)
+            routing = ops.router(array_of(x), packed_router, experts, top_k, bias=bias, **by._asdict(), **how)
             sent, group_rows, place = ops.permute(array_of(x), routing.ids, experts, **how)
             both = empty_array((len(x) * top_k, 2 * width), x) if any(ctx.needs_input_grad) else None
             inner = ops.gemm_swiglu(sent, packed_gate_up, width, group_rows=group_rows, gate_up=both, **how)
@@ -41,7 +51,7 @@ class _Moe(torch.autograd.Function):
             if both is not None:
                 ends = torch.from_numpy(host_of(group_rows))
                 ctx.save_for_backward(x, router, gate_up, down, ids, gates, tensor_of(place, torch.int32), ends, tensor_of(both, x.dtype))
-                ctx.renormalize = renormalize
+                ctx.by = by
         ctx.mark_non_differentiable(ids)
         return out, ids
 
@@ -69,18 +79,22 @@ class _Moe(torch.autograd.Function):
             by_gate_up[e] = by_both[at].t() @ sent[at]
             by_sent[at] = by_both[at] @ gate_up[e].to(dtype)
         by_x = by_sent.index_select(0, place.flatten().long()).view(*ids.shape, -1).float().sum(1)
-        by_logits = _router_gradients(x, router, ids, gates, by_gates, ctx.renormalize)
+        by_logits = _router_gradients(x, router, ids, gates, by_gates, ctx.by)
         by_x = by_x.addmm_(by_logits, router.float()).to(x.dtype)
         return by_x, (by_logits.t() @ x.float()).to(router.dtype), by_gate_up, by_down, None, None, None, None, None
 
 
-def _router_gradients(x: Tensor, router: Tensor, ids: Tensor, gates: Tensor, by_gates: Tensor, renormalize: bool) -> Tensor:
+def _router_gradients(x: Tensor, router: Tensor, ids: Tensor, gates: Tensor, by_gates: Tensor, by: Scoring) -> Tensor:
     """Of the router's logits, float32 [rows, experts]; the choice itself has no gradient."""
-    scores = torch.softmax(x.float() @ router.float().t(), -1)
-    chosen = ids.long()
-    if renormalize:
-        by_gates = (by_gates - (by_gates * gates).sum(1, keepdim=True)) / scores.gather(1, chosen).sum(1, keepdim=True)
+    logits, chosen = x.float() @ router.float().t(), ids.long()
+    scores = torch.softmax(logits, -1) if by.score == "softmax" else torch.sigmoid(logits)
+    if by.renormalize:
+        by_gates = (by_gates * by.route_scale - (by_gates * gates).sum(1, keepdim=True)) / scores.gather(1, chosen).sum(1, keepdim=True)
+    else:
+        by_gates = by_gates * by.route_scale
     by_scores = torch.zeros_like(scores).scatter_(1, chosen, by_gates)
+    if by.score == "sigmoid":
+        return by_scores * scores * (1 - scores)
     return scores * (by_scores - (by_scores * scores).sum(1, keepdim=True))
 
 
@@ -100,13 +114,17 @@ def moe(
     *,
     top_k: int,
     renormalize: bool = True,
+    score: str = "softmax",
+    num_groups: int = 1,
+    top_groups: int = 1,
+    route_scale: float = 1.0,
     bias: Tensor | None = None,
     packed: tuple[Any, Any, Any] | None = None,
     how: How | None = None,
 ) -> Routed:
     """The mixture of experts: router [experts, hidden], gate_up [experts, 2n, hidden] with the rows of gate first, down
     [experts, hidden, n]. Gates are float32; gradients flow through them into the router. bias, float32 [experts], is added to the
-    scores for the choice of experts only, as DeepSeek-V3's; it has no gradient."""
+    scores for the choice of experts only, as DeepSeek-V3's; it has no gradient. renormalize to route_scale: as in ops.router."""
     x = rows_of("x", x)
     how = how or how_for(x)
     experts, hidden = len(router), x.shape[1]
@@ -121,4 +139,5 @@ def moe(
         raise ShapeError(f"bias: expected torch.float32 of shape ({experts},), got {bias.dtype} of shape {tuple(bias.shape)}")
     chosen_by = None if bias is None else array_of(bias.detach().contiguous())
     packed = pack_moe(router, gate_up, down, x.dtype, how) if packed is None else packed
-    return Routed(*_Moe.apply(x, router, gate_up, down, chosen_by, packed, top_k, renormalize, how))  # type: ignore[no-untyped-call]
+    by = Scoring(renormalize, score, num_groups, top_groups, route_scale)
+    return Routed(*_Moe.apply(x, router, gate_up, down, chosen_by, packed, top_k, by, how))  # type: ignore[no-untyped-call]

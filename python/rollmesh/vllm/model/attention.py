@@ -33,7 +33,7 @@ BLOCK_POSITIONS, HEAD_DIMS = 16, 32  # block_size and head_dim are multiples of 
 class Rope:
     """What all layers share. how: threads and isa of the ops."""
 
-    cos: torch.Tensor  # float32 [positions, head_dim / 2]
+    cos: torch.Tensor  # float32 [positions, rotary_dim / 2]; [positions, 0]: rope turns nothing
     sin: torch.Tensor
     eps: float
     how: Mapping[str, Any]
@@ -70,7 +70,8 @@ class RollmeshMetadataBuilder(AttentionMetadataBuilder[PagedRows]):  # type: ign
 
 
 class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
-    """Attention of one layer. weights: returns the layer's serving arrays ("q_norm", "k_norm"). group, head0: as in ops.attention."""
+    """Attention of one layer. weights: returns the layer's serving arrays ("q_norm", "k_norm", if it has them). group, head0: as in
+    ops.attention. all_squares: makes head_squares of this rank's heads those of all; None: q and k are not normed over all heads."""
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
         weights: Callable[[], Mapping[str, Array]],
         group: int,
         head0: int,
+        all_squares: Callable[[Array, Array], tuple[Array, Array]] | None = None,
     ) -> None:
         for name, value in (
             ("alibi_slopes", alibi_slopes),
@@ -104,6 +106,7 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self._rope, self._weights, self._group, self._head0 = rope, weights, group, head0
+        self._all_squares = all_squares
 
     def forward(
         self,
@@ -132,9 +135,12 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
         qkv = array_of(torch.cat([part[:n].flatten(1) for part in (query, key, value)], 1))
         pages = array_of(kv_cache).reshape(2 * blocks, kv_heads, positions * self.head_size)
         caches = (pages[:-1], pages[1:])
+        squares = None
+        if self._all_squares is not None:
+            squares = self._all_squares(*ops.head_squares(qkv, self.num_heads, self.head_size, **rope.how))
         q = ops.qk_rope_kv(
-            qkv, weights["q_norm"], weights["k_norm"], rope.cos.numpy(), rope.sin.numpy(), step.positions, step.slots, *caches,
-            num_heads=self.num_heads, page_size=positions, eps=rope.eps, row_flags=step.flags, **rope.how,
+            qkv, weights.get("q_norm"), weights.get("k_norm"), rope.cos.numpy(), rope.sin.numpy(), step.positions, step.slots, *caches,
+            num_heads=self.num_heads, page_size=positions, eps=rope.eps, squares=squares, row_flags=step.flags, **rope.how,
         )  # fmt: skip
         attended = ops.attention(
             q, *caches, step.positions, step.seq_of_row, step.block_tables,

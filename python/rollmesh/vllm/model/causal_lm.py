@@ -1,5 +1,5 @@
-"""Qwen3 and Qwen3-MoE as out-of-tree classes under vLLM's own model runner (VLLM_PLUGINS=rollmesh_model). vLLM schedules, batches,
-allocates the KV cache and samples; the forward pass is rollmesh's, op by op in the order of csrc/model/model.c, so that the logits
+"""The families of docs/models.md as out-of-tree classes under vLLM's own model runner (VLLM_PLUGINS=rollmesh_model). vLLM schedules,
+batches, allocates the KV cache and samples; the forward pass is rollmesh's, op by op in the order of csrc/model/model.c, so that the logits
 are rm.Generator's, bit for bit. It shows rollmesh's numbers in an otherwise unchanged vLLM; the worker (VLLM_PLUGINS=rollmesh) is
 faster, since it makes one call of the C engine for all of this.
 
@@ -33,6 +33,7 @@ from rollmesh.distributed import comm
 from rollmesh.distributed.mesh import Mesh
 from rollmesh.errors import ConfigError, NotSyncedError, NumericsError, StateError
 from rollmesh.generator import Generator
+from rollmesh.model.families import FAMILIES
 from rollmesh.model.placement import placements
 from rollmesh.model.spec import ModelSpec
 from rollmesh.torch.arrays import array_of, tensor_of
@@ -65,10 +66,11 @@ class Block(torch.nn.Module):
             cache_config=model.vllm_config.cache_config,
             prefix=prefix,
             attn_backend=RollmeshAttentionBackend,
-            rope=model.rope,
+            rope=model.rope if spec.rope_layers[index] else model.no_rope,
             weights=lambda: self.weights,
             group=group,
             head0=here.heads.start % group,
+            all_squares=model.columns.all_squares if spec.qk_norm == "whole" else None,
         )
 
     def attend(self, model: Model, x: Array) -> Array:
@@ -92,7 +94,7 @@ class Block(torch.nn.Module):
     def _mix_experts(self, model: Model, x: Array) -> Array:
         w, spec, here = self.weights, model.spec, model.columns
         experts, top_k = spec.num_experts, spec.num_experts_per_tok
-        routing = ops.router(x, w["router"], experts, top_k, bias=w["router_bias"], renormalize=spec.norm_topk_prob, **model.how)
+        routing = ops.router(x, w["router"], experts, top_k, bias=w["router_bias"], **spec.scoring, **model.how)
         rows, group_rows, place = ops.permute(x, routing.ids, experts, **model.how)
         own = here.here.experts
         first, end = int(group_rows[own.start]), int(group_rows[own.stop])
@@ -104,11 +106,18 @@ class Block(torch.nn.Module):
         if model.expert_parallel:
             y = here.joined(y, [int(group_rows[place.experts.stop] - group_rows[place.experts.start]) for place in here.places])
         out = ops.combine(y, place, routing.ids, routing.gates, experts, **model.how)
-        return out if model.expert_parallel else here.whole(out, "expert_hidden")
+        out = out if model.expert_parallel else here.whole(out, "expert_hidden")
+        if not spec.shared_intermediate_size:
+            return out
+        inner = here.whole(ops.gemm_swiglu(x, w["shared_gate_up"], len(here.here.shared_inner), **model.how), "shared_inner")
+        shared: Array = here.whole(ops.gemm(inner, w["shared_down"], len(here.here.hidden), **model.how), "hidden")
+        gate = ops.gemm(x, w["shared_switch"], 1, **model.how).reshape(-1) if spec.shared_switch else None
+        both: Array = ops.rms_norm(out, None, eps=1.0, x=shared, x_gate=gate, **model.how)
+        return both
 
 
 class Model(torch.nn.Module):
-    """Common to both families. Made by vLLM."""
+    """Common to all families. Made by vLLM."""
 
     model_type = ""
 
@@ -154,6 +163,7 @@ class Model(torch.nn.Module):
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
         self.rope = Rope(cos, sin, self.spec.rms_norm_eps, self.how)
+        self.no_rope = Rope(cos[:, :0], sin[:, :0], self.spec.rms_norm_eps, self.how)
 
     # ---------------------------------------------------------------------------------------- weights
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
@@ -211,10 +221,18 @@ class Model(torch.nn.Module):
     def _run(self, residual: Array) -> Array:
         eps, x = self.spec.rms_norm_eps, None
         layer: Any
-        for layer in self.layers:
+        if self.spec.norm_after:
+            for layer in self.layers:
+                x = self._after(layer, "post_norm", layer.attend(self, ops.rms_norm(residual, None, eps=eps, x=x, **self.how)))
+                x = self._after(layer, "post_mlp_norm", layer.mix(self, ops.rms_norm(residual, None, eps=eps, x=x, **self.how)))
+        for layer in self.layers if not self.spec.norm_after else ():
             x = layer.attend(self, ops.rms_norm(residual, layer.weights["input_norm"], eps=eps, x=x, **self.how))
             x = layer.mix(self, ops.rms_norm(residual, layer.weights["post_norm"], eps=eps, x=x, **self.how))
         normed: Array = ops.rms_norm(residual, self._ends["final_norm"], eps=eps, x=x, **self.how)
+        return normed
+
+    def _after(self, layer: Any, norm: str, x: Array) -> Array:
+        normed: Array = ops.rms_norm(x, layer.weights[norm], eps=self.spec.rms_norm_eps, **self.how)
         return normed
 
     def _embed(self, ids: NDArray[np.int32]) -> Array:
@@ -260,12 +278,9 @@ class Model(torch.nn.Module):
             raise NotSyncedError("there are no weights yet; call load_weights")
 
 
-class Qwen3ForCausalLM(Model):
-    model_type = "qwen3"
-
-
-class Qwen3MoeForCausalLM(Model):
-    model_type = "qwen3_moe"
+# A class for each family, by transformers' name, under which vLLM looks for it here.
+for _name, _family in FAMILIES.items():
+    globals()[_family.architecture] = type(_family.architecture, (Model,), {"model_type": _name, "__module__": __name__})
 
 
 def _step_of(layer_name: str) -> Any:

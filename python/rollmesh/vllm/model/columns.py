@@ -5,6 +5,7 @@ Nothing is summed, so several ranks give the bits of one (docs/numerics.md). It 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,14 @@ class Columns:
         if self.size == 1:
             return part
         return self.joined(part, [unit * len(getattr(place, cut)) for place in self.places], axis)
+
+    def all_squares(self, q: Array, k: Array) -> tuple[Array, Array]:
+        """head_squares of all heads and all KV heads, of which the first of a rank may be its neighbour's last."""
+        if self.size == 1:
+            return q, k
+        ends = [0, *(place.kv_heads.stop for place in self.places)]
+        new = [stop - start for start, stop in pairwise(ends)]
+        return self.whole(q, "heads"), self.joined(k[:, k.shape[1] - new[self.rank] :], new, axis=1)
 
     def joined(self, part: Array, sizes: Sequence[int], axis: int = 0) -> Array:
         """All ranks' parts of given sizes, padded to the largest for the all_gather."""

@@ -31,6 +31,7 @@ from rollmesh.errors import ConfigError
 
 Logits = NDArray[np.float32]
 Ids = NDArray[np.int32]
+NONE = np.zeros(0, np.int32)
 FREED = ""  # in the slot of a request that has ended
 
 
@@ -111,14 +112,16 @@ class HostLogits:
                 )
         self._batch = Batch()
 
-    def edit(self, raw: Logits, rows: Sequence[HostRow]) -> Logits:
-        """raw [n, vocab] with n ≥ 1 rows → the edited logits as a new array; −inf: may not be drawn."""
+    def edit(self, raw: Logits, rows: Sequence[HostRow], never_drawn: Ids = NONE) -> Logits:
+        """raw [n, vocab] with n ≥ 1 rows → the edited logits as a new array; −inf: may not be drawn. never_drawn: tokens that the model's
+        compute_logits sets to −inf, before all else."""
         update = self._batch.update(rows)
         for processor in self._processors:
             processor.update_state(update)
         place = {row.name: index for index, row in enumerate(rows)}
         order = [place[name] for name in self._batch.slots]
         in_slots, edited = raw[order], np.empty_like(raw)
+        in_slots[:, never_drawn] = -np.inf
         self._edit([rows[index] for index in order], in_slots)
         edited[order] = in_slots
         return edited

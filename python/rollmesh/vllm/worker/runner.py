@@ -86,7 +86,7 @@ class Runner:
         self._engine, self._updates, self._host = engine, updates, host
         self._spec, self._vocab_size, self._max_model_len = spec, spec.vocab_size, max_model_len
         self._processed, self._routed = processed, routed
-        self.model = updates.model  # where TRL and verl push weights
+        self.model, self.vllm_config = updates.model, updates.vllm_config  # for TRL and verl, which push weights into the model
         self._requests: dict[str, _Request] = {}
         self._accepted = 0  # requests so far; the seed of a request without one is made from it
         self._scheduled: Any = None
@@ -214,7 +214,7 @@ class Runner:
         """Edits logits on the host, then lets the engine draw from them. Rows are in the order of the parts."""
         masks = bitmask_rows(grammar)
         rows = [HostRow(p.name, p.request.params, p.request.prompt, self._generated(p.request), masks.get(p.name)) for p in parts]
-        edited = self._host.edit(raw, rows)
+        edited = self._host.edit(raw, rows, self.model.never_drawn)
         columns = self._engine.host_draw(np.array([part.request.number for part in parts], np.uint64), raw, stats, edited)
         for column, values in zip(drawn, columns, strict=True):
             column[places] = values
@@ -258,8 +258,9 @@ class Runner:
         sampling.refuse(params)
         sampling.refuse_mode(params, "processed_logprobs" if self._processed else "raw_logprobs")
         most = min(params.max_tokens or self._max_model_len, max(self._max_model_len - len(prompt), 1))
-        asked = sampling.engine_request(params, self._accepted, most, self._vocab_size, bool(self._host.custom))
-        number = self._engine.add(prompt, sampling.banned_ids(params, self._vocab_size), asked, None)
+        never = self.model.never_drawn
+        asked = sampling.engine_request(params, self._accepted, most, self._vocab_size, bool(self._host.custom), never_draws=len(never) > 0)
+        number = self._engine.add(prompt, never if len(never) else sampling.banned_ids(params, self._vocab_size), asked, None)
         self._accepted += 1
         prompt_logprobs = asked.prompt_logprobs if params.prompt_logprobs is not None else None
         request = _Request(

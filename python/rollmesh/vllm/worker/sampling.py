@@ -166,17 +166,21 @@ def needs_host_logits(params: Any, custom_processors: bool = False) -> bool:
     )
 
 
-def engine_request(params: Any, number: int, max_tokens: int, vocab_size: int, custom_processors: bool = False) -> EngineRequest:
+def engine_request(
+    params: Any, number: int, max_tokens: int, vocab_size: int, custom_processors: bool = False, never_draws: bool = False
+) -> EngineRequest:
     """The engine's form of a request with one sample.
 
     number        the request's number, the same on all ranks; without a seed, its seed is made from this and the engine's seed
     max_tokens    how many tokens vLLM can still ask for
+    never_draws   its banned tokens are those that no request may draw, so min_tokens is left to vLLM's processor
     """
-    external, greedy = needs_host_logits(params, custom_processors), params.temperature < GREEDY_BELOW
+    external = needs_host_logits(params, custom_processors) or (never_draws and params.min_tokens > 0)
+    greedy = params.temperature < GREEDY_BELOW
     return EngineRequest(
         n=1,
         max_tokens=max_tokens,
-        min_tokens=0 if external else min(params.min_tokens, max_tokens),  # else vLLM's processor does it
+        min_tokens=max_tokens if never_draws else 0 if external else min(params.min_tokens, max_tokens),  # as long as tokens are banned
         temperature=0.0 if greedy else params.temperature,
         top_p=1.0 if greedy else params.top_p,
         min_p=0.0 if greedy else params.min_p,

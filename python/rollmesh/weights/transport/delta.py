@@ -115,21 +115,31 @@ class DeltaEncoder:
             check_new_name(name, seen)
             new[name] = as_array(name, tensor)
         is_whole = whole or self.version is None or _forms(new) != _forms(self._arrays)
+        base = None if is_whole else self.version
+        message, sums = self._message(new, version, base)
+        self._keep(new, sums, is_whole)
+        self.version, self.base = version, base
+        return message
+
+    def whole(self) -> bytes:
+        """The version encoded last as a whole set, for a receiver that lacks the base of its delta. NotSyncedError if there is none."""
+        if self.version is None:
+            raise NotSyncedError("no version was encoded; call encode first")
+        return self._message(self._arrays, self.version, None)[0]
+
+    def _message(self, arrays: dict[str, Array], version: int, base: int | None) -> tuple[bytes, dict[str, str]]:
+        """And the checksum of each tensor. base None: a whole set."""
         rows, streams, sums = [], list[bytes](), dict[str, str]()
         with ThreadPoolExecutor(self._threads) as pool:
-            made = pool.map(lambda name: self._changes(new[name], None if is_whole else self._arrays[name]), new)
-            for (name, array), (kind, changed, parts, total) in zip(new.items(), made, strict=True):
+            made = pool.map(lambda name: self._changes(arrays[name], None if base is None else self._arrays[name]), arrays)
+            for (name, array), (kind, changed, parts, total) in zip(arrays.items(), made, strict=True):
                 sums[name] = self._sums[name] if total is None else total
                 rows.append([name, dtype_name(array), list(array.shape), kind, changed, [len(part) for part in parts], sums[name]])
                 streams += parts
         payload = b"".join(streams)
-        base = None if is_whole else self.version
         values = {"run": self.run, "base": base, "version": version, "bytes": len(payload)}
         header = json.dumps({**values, "sum": checksum(np.frombuffer(payload, np.uint8)), "tensors": rows}).encode()
-        message = b"".join((MAGIC, len(header).to_bytes(8, "little"), _header_sum(header), header, payload))
-        self._keep(new, sums, is_whole)
-        self.version, self.base = version, base
-        return message
+        return b"".join((MAGIC, len(header).to_bytes(8, "little"), _header_sum(header), header, payload)), sums
 
     def _changes(self, array: Array, before: Array | None) -> tuple[str, int, list[bytes], str | None]:
         """Kind, changed words, streams, checksum (None: as before) of one tensor."""

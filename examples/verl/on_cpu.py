@@ -1,0 +1,105 @@
+"""What verl 0.9.1 needs where there is no GPU: a platform "cpu", by VERL_PLATFORM=cpu and VERL_USE_EXTERNAL_MODULES=on_cpu. verl has those
+of CUDA, ROCm and Ascend, and takes torch.cuda where it finds none of them. Nothing here is about rollmesh.
+
+Ray's resource is "GPU" here too, since verl's resource pools count no other: ray.init(num_gpus=N) says how many workers fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.cpu
+import verl.utils.distributed
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+
+@PlatformRegistry.register(platform="cpu")
+class PlatformCpu(PlatformBase):  # type: ignore[misc]
+    """Chosen by name only. Weights reach the rollout through shared memory, since there are no CUDA handles."""
+
+    device_name = vendor_name = "cpu"
+    device_module = torch.cpu
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        """False: a node without a GPU may serve a cluster that has them."""
+        return False
+
+    def current_device(self) -> torch.device:
+        """verl moves tensors to it; a number would be an accelerator's."""
+        return torch.device("cpu")
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        """There is one."""
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """A call has ended when it returns."""
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def set_allocator_settings(self, settings: str) -> None:
+        """The host's allocator has none."""
+
+    def empty_cache(self) -> None:
+        """The host's allocator keeps nothing."""
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"  # what Ray sets for its "GPU"
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None:
+        """There is no device to profile."""
+
+    profiler_stop = profiler_start
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> None:
+        return None
+
+
+def _no_bytes() -> int:
+    return 0
+
+
+# What verl calls of a device's module and torch.cpu lacks.
+torch.cpu.empty_cache = PlatformCpu().empty_cache
+for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+    setattr(torch.cpu, name, _no_bytes)
+torch.cpu.get_rng_state, torch.cpu.set_rng_state = torch.get_rng_state, torch.set_rng_state
+
+
+def _join(timeout_second: float | None = None, backend: str | None = None) -> None:
+    """verl's own function asks for "cpu:gloo,cpu:gloo", which torch refuses."""
+    _verls_join(timeout_second, backend or "cpu:gloo")
+
+
+_verls_join = verl.utils.distributed.initialize_global_process_group_ray
+verl.utils.distributed.initialize_global_process_group_ray = _join

@@ -1,0 +1,324 @@
+"""The model families: what the config of each means, one entry of FAMILIES for each model_type of transformers.
+
+A key that changes the numbers of some family is read where the family's own code in transformers reads it, with the default of the
+family's config class; elsewhere it is an unknown key. How a family is added: docs/models.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rollmesh.errors import ConfigError
+from rollmesh.model.reader import MAX_EXPERTS, MAX_POSITION, MAX_WIDTH, Reader
+from rollmesh.runtime.messages import shown
+
+PerLayer = Callable[[Reader, int], tuple[int, ...]]  # of a config and its number of layers
+Switch = str | bool | Callable[[Reader], bool]
+HIDDEN_BY_HEADS = 0  # head_dim is hidden_size // num_attention_heads where the config has none
+
+
+# ------------------------------------------------------------------------------------------------ layers
+def none(c: Reader, layers: int) -> tuple[int, ...]:
+    return (0,) * layers
+
+
+def every(c: Reader, layers: int) -> tuple[int, ...]:
+    return (1,) * layers
+
+
+def _switched_window(c: Reader) -> int:
+    """sliding_window where use_sliding_window is on."""
+    use = c.boolean("use_sliding_window", False) and c.given("sliding_window" if "sliding_window" in c.values else "use_sliding_window")
+    return c.integer("sliding_window", 1, MAX_POSITION, 4096) if use else 0
+
+
+def _layer_types(c: Reader, layers: int) -> tuple[str, ...] | None:
+    types = c.values.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, (list, tuple)) or len(types) != layers:
+        raise ConfigError(f"layer_types: expected one entry for each of num_hidden_layers={layers}, got {shown(types)}")
+    if other := [t for t in types if not isinstance(t, str) or t not in ("full_attention", "sliding_attention")]:
+        raise ConfigError(f"layer_types: expected full_attention and sliding_attention, got {shown(other)}")
+    return tuple(types)
+
+
+def _by_type(types: tuple[str, ...], window: int) -> tuple[int, ...]:
+    if "sliding_attention" in types and not window:
+        raise ConfigError("layer_types: expected use_sliding_window and sliding_window with sliding_attention, got one that is off")
+    return tuple(window if t == "sliding_attention" else 0 for t in types)
+
+
+def windows_from_a_layer_on(c: Reader, layers: int) -> tuple[int, ...]:
+    """Qwen2, Qwen3: as layer_types says, else from max_window_layers on."""
+    window, types = _switched_window(c), _layer_types(c, layers)
+    if types is not None:
+        return _by_type(types, window)
+    first = c.integer("max_window_layers", 0, MAX_POSITION, 28)
+    return tuple(window if i >= first else 0 for i in range(layers))
+
+
+def one_switched_window(c: Reader, layers: int) -> tuple[int, ...]:
+    """Qwen3-MoE: all layers or none."""
+    window, types = _switched_window(c), _layer_types(c, layers)
+    if types is not None and set(types) != {"sliding_attention" if window else "full_attention"}:
+        raise ConfigError(f"layer_types: expected one kind for all of Qwen3-MoE's layers, got {shown(c.values['layer_types'])}")
+    return (window,) * layers
+
+
+def one_window(default: int | None) -> PerLayer:
+    """Mistral, Mixtral: sliding_window in all layers; None: full attention."""
+
+    def windows(c: Reader, layers: int) -> tuple[int, ...]:
+        full = not c.given("sliding_window") if "sliding_window" in c.values else default is None
+        return (0 if full else c.integer("sliding_window", 1, MAX_POSITION, default),) * layers
+
+    return windows
+
+
+def layers_with_rope(c: Reader, layers: int) -> tuple[int, ...]:
+    """SmolLM3: no_rope_layers has a 1 where rope turns q and k; else all but every no_rope_layer_interval-th do."""
+    given = c.values.get("no_rope_layers")
+    if given is None:
+        interval = c.integer("no_rope_layer_interval", 1, MAX_POSITION, 4)
+        return tuple(int((i + 1) % interval != 0) for i in range(layers))
+    if not isinstance(given, (list, tuple)) or len(given) < layers or any(type(i) is not int or i not in (0, 1) for i in given):
+        raise ConfigError(f"no_rope_layers: expected a 0 or 1 for each of num_hidden_layers={layers}, got {shown(given)}")
+    return tuple(given[:layers])
+
+
+def windows_without_rope(c: Reader, layers: int) -> tuple[int, ...]:
+    """SmolLM3: as layer_types says, else in the layers without rope."""
+    window, types = _switched_window(c), _layer_types(c, layers)
+    if types is not None:
+        return _by_type(types, window)
+    return tuple(0 if rope else window for rope in layers_with_rope(c, layers))
+
+
+def num_experts(c: Reader) -> int:
+    both = [c.integer(key, 0, MAX_EXPERTS) for key in ("num_experts", "num_local_experts") if c.given(key)]
+    if len(set(both)) > 1:
+        raise ConfigError(f"num_experts={both[0]} and num_local_experts={both[1]} differ")
+    return both[0] if both else c.integer("num_experts", 0, MAX_EXPERTS)
+
+
+def sparse_layers(c: Reader, layers: int) -> tuple[int, ...]:
+    """Qwen's: every decoder_sparse_step-th layer, but for those in mlp_only_layers."""
+    step, dense = c.integer("decoder_sparse_step", 1, MAX_POSITION, 1), c.values.get("mlp_only_layers") or []
+    if not isinstance(dense, (list, tuple)) or not all(type(i) is int and 0 <= i < layers for i in dense):
+        raise ConfigError(f"mlp_only_layers: expected a list of layers in [0, {layers}), got {shown(dense)}")
+    has_experts, without = num_experts(c) > 0, frozenset(dense)
+    return tuple(int(has_experts and i not in without and (i + 1) % step == 0) for i in range(layers))
+
+
+def first_layers_dense(c: Reader, layers: int) -> tuple[int, ...]:
+    """GLM-4-MoE: experts from layer first_k_dense_replace on."""
+    first = c.integer("first_k_dense_replace", 0, MAX_POSITION, 1)
+    return tuple(int(i >= first) for i in range(layers))
+
+
+def early_even_windows(c: Reader, layers: int) -> tuple[int, ...]:
+    """Qwen2-MoE: as layer_types says, else in every second layer below max_window_layers."""
+    window, types = _switched_window(c), _layer_types(c, layers)
+    if types is not None:
+        return _by_type(types, window)
+    end = c.integer("max_window_layers", 0, MAX_POSITION, 28)
+    return tuple(window if i % 2 == 0 and i < end else 0 for i in range(layers))
+
+
+# ------------------------------------------------------------------------------------------------ families
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The mixtures of experts of a family. What is left out is Qwen3-MoE's."""
+
+    number: Callable[[Reader], int] = num_experts
+    number_key: str = "num_experts"  # in messages
+    top_k: int | None = None  # where the config has none; None: it has to
+    width: str = "moe_intermediate_size"  # the key
+    renormalize: str | bool = "norm_topk_prob"  # the chosen scores are divided by their sum: the key that says it, or always, or never
+    renormalize_default: bool = False
+    score_func: str = "softmax"
+    router_bias: bool = False  # every sync has to bring one
+    has_groups: bool = False  # n_group, topk_group and routed_scaling_factor are read
+    shared_width: Callable[[Reader], int] = lambda c: 0
+    shared_switch: bool = False  # a row's sigmoid scales the shared expert
+
+
+def _glm_experts(c: Reader) -> int:
+    return c.integer("n_routed_experts", 1, MAX_EXPERTS, 128)
+
+
+def _glm_shared(c: Reader) -> int:
+    width = (n := c.integer("n_shared_experts", 0, MAX_EXPERTS, 1)) * c.integer("moe_intermediate_size", 1, MAX_WIDTH)
+    if width > MAX_WIDTH:
+        raise ConfigError(f"n_shared_experts={n}: expected a width of at most {MAX_WIDTH} of all together, got {width}")
+    return width
+
+
+def _olmoe(c: Reader, head_dim: int) -> None:
+    """Its norms of q and k are as wide as hidden_size, whatever head_dim."""
+    if c.given("clip_qkv"):
+        raise ConfigError(f"clip_qkv={shown(c.values['clip_qkv'])}: clipped q, k and v are not supported")
+    hidden, heads = c.values["hidden_size"], c.values["num_attention_heads"]
+    if head_dim * heads != hidden:
+        raise ConfigError(f"head_dim: expected hidden_size / num_attention_heads={hidden / heads:g}, got {head_dim}")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family. What is left out is Llama's."""
+
+    architecture: str  # transformers' class
+    keys: str = ""  # that its config has besides those of all (spec.py), separated by blanks
+    inert: str = ""  # likewise, without effect
+    head_dim: int = HIDDEN_BY_HEADS  # where the config has none
+    max_position_embeddings: int = 32768  # likewise, and the next ones
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    partial_rotary_factor: float | None = None  # of a family that turns the first elements of a head; None: it turns whole heads
+    tied: bool = False
+    qk_norm: str | Callable[[Reader], str] = "none"  # of QK_NORMS
+    norm_after: bool = False  # norms are of a block's output; else of its input
+    attention_bias: Switch = "attention_bias"  # of q, k and v: the key that says it, or always, or never
+    o_bias: Switch = "attention_bias"
+    windows: PerLayer = none  # positions of each layer's sliding window; 0: full attention
+    rope_layers: PerLayer = every  # 1 where rope turns q and k
+    moe_layers: PerLayer = none  # 1 where a layer is a mixture of experts
+    experts: Experts = Experts()
+    names: tuple[tuple[str, str], ...] = ()  # (kind of USUAL_NAMES, what a checkpoint calls it instead)
+    check: Callable[[Reader, int], None] | None = None  # a rule of this family alone, of its config and head_dim
+
+    @property
+    def has_experts(self) -> bool:
+        return self.moe_layers is not none
+
+
+QK_NORMS = ("none", "head", "whole")  # each head of q and k; all heads of q, of k, together
+# What a layer's parameters are called in a checkpoint, after "model.layers.N."; # is the expert. csrc/model/params.c has them too.
+USUAL_NAMES = {
+    "input_norm": "input_layernorm.weight",
+    "post_norm": "post_attention_layernorm.weight",
+    "post_mlp_norm": "post_feedforward_layernorm.weight",
+    **{kind: f"self_attn.{kind}_proj.weight" for kind in "qkvo"},
+    **{f"{kind}_bias": f"self_attn.{kind}_proj.bias" for kind in "qkvo"},
+    **{f"{kind}_norm": f"self_attn.{kind}_norm.weight" for kind in "qk"},
+    **{kind: f"mlp.{kind}_proj.weight" for kind in ("gate", "up", "down")},
+    "router": "mlp.gate.weight",
+    **{f"shared_{kind}": f"mlp.shared_experts.{kind}_proj.weight" for kind in ("gate", "up", "down")},
+    "shared_switch": "mlp.shared_expert_gate.weight",
+    **{f"expert_{kind}": f"mlp.experts.#.{kind}_proj.weight" for kind in ("gate", "up", "down")},
+}
+_QWEN = "use_sliding_window sliding_window max_window_layers layer_types"
+_QWEN_MOE = "decoder_sparse_step moe_intermediate_size num_experts_per_tok num_experts num_local_experts norm_topk_prob mlp_only_layers"
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", "attention_bias", max_position_embeddings=2048),
+    "mistral": Family(
+        "MistralForCausalLM",
+        "sliding_window",
+        max_position_embeddings=131072,
+        attention_bias=False,
+        o_bias=False,
+        windows=one_window(4096),
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", _QWEN, attention_bias=True, o_bias=False, windows=windows_from_a_layer_on),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        f"attention_bias {_QWEN}",
+        _QWEN_MOE,
+        head_dim=128,
+        qk_norm="head",
+        windows=windows_from_a_layer_on,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        f"attention_bias use_sliding_window sliding_window {_QWEN_MOE}",
+        "max_window_layers layer_types",
+        qk_norm="head",
+        windows=one_switched_window,
+        moe_layers=sparse_layers,
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        "attention_bias no_rope_layers no_rope_layer_interval use_sliding_window sliding_window layer_types",
+        "max_window_layers",
+        rope_theta=2000000.0,
+        tied=True,
+        windows=windows_without_rope,
+        rope_layers=layers_with_rope,
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        "attention_bias",
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        qk_norm="whole",
+        norm_after=True,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        "sliding_window num_local_experts num_experts num_experts_per_tok",
+        "router_jitter_noise",
+        max_position_embeddings=131072,
+        rope_theta=1000000.0,
+        rms_norm_eps=1e-5,
+        attention_bias=False,
+        o_bias=False,
+        windows=one_window(None),
+        moe_layers=every,
+        experts=Experts(top_k=2, width="intermediate_size", renormalize=True),
+        names=(
+            ("router", "block_sparse_moe.gate.weight"),
+            ("expert_gate", "block_sparse_moe.experts.#.w1.weight"),
+            ("expert_down", "block_sparse_moe.experts.#.w2.weight"),
+            ("expert_up", "block_sparse_moe.experts.#.w3.weight"),
+        ),
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        f"qkv_bias shared_expert_intermediate_size {_QWEN} {_QWEN_MOE}",
+        attention_bias=lambda c: c.boolean("qkv_bias", True),
+        o_bias=False,
+        windows=early_even_windows,
+        moe_layers=sparse_layers,
+        experts=Experts(
+            top_k=4,
+            shared_width=lambda c: c.integer("shared_expert_intermediate_size", 1, MAX_WIDTH, 5632),
+            shared_switch=True,
+        ),
+        names=tuple((f"shared_{kind}", f"mlp.shared_expert.{kind}_proj.weight") for kind in ("gate", "up", "down")),
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        "attention_bias clip_qkv num_experts num_local_experts num_experts_per_tok norm_topk_prob",
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        qk_norm="whole",
+        moe_layers=every,
+        experts=Experts(top_k=8, width="intermediate_size"),
+        check=_olmoe,
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        "attention_bias use_qk_norm moe_intermediate_size num_experts_per_tok n_shared_experts n_routed_experts routed_scaling_factor "
+        "n_group topk_group first_k_dense_replace norm_topk_prob",
+        "num_local_experts num_experts num_mtp_layers num_nextn_predict_layers",
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+        qk_norm=lambda c: "head" if c.boolean("use_qk_norm", False) else "none",
+        o_bias=False,
+        moe_layers=first_layers_dense,
+        experts=Experts(
+            number=_glm_experts,
+            number_key="n_routed_experts",
+            top_k=8,
+            renormalize_default=True,
+            score_func="sigmoid",
+            router_bias=True,
+            has_groups=True,
+            shared_width=_glm_shared,
+        ),
+    ),
+}

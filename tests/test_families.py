@@ -1,0 +1,291 @@
+"""Every model family against transformers, on configs with the family's options drawn at random.
+
+Oracle: transformers' float64 forward of the same weights (family_models.py). Bounds as in test_parity.py: logits within 2e-4 of the
+row's largest magnitude, greedy tokens and experts equal where the margin is over 1e-5. bfloat16: no further from the truth than 1.1
+times transformers' own bfloat16.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import helpers
+import marks
+import numpy as np
+import pytest
+from marks import full
+
+import rollmesh as rm
+from rollmesh.model.families import FAMILIES, Family
+
+pytest.importorskip("torch", reason="the oracle is transformers")
+oracle, family_models = importlib.import_module("oracle"), importlib.import_module("family_models")
+LOGITS_BOUND = 2e-4
+MARGIN = 1e-5
+TRIED = list(family_models.FAMILIES)
+LIMITS = {**helpers.SMALL, "max_model_len": 256}
+
+
+def generator(model: Any, state: Any = None, **options: Any) -> rm.Generator:
+    gen = rm.Generator(rm.ModelSpec.from_hf(model.config), **{**LIMITS, "dtype": "float32", **options})
+    gen.sync_weights(model.state if state is None else state, cast=True)
+    return gen
+
+
+def test_every_family_is_drawn() -> None:
+    assert set(TRIED) | {"qwen3_moe"} == set(FAMILIES)  # of Qwen3-MoE test_parity.py has the configs
+
+
+def compare(gen: rm.Generator, model: Any, number: int, seed: int) -> tuple[int, int]:
+    """(rows, rows that were not compared) of three prompts and of four tokens after each."""
+    net64, rows, skipped = model.net("float64"), 0, 0
+    lengths = np.random.default_rng([seed, number]).integers(1, 130, 3).tolist()
+    prompts = helpers.prompts({"vocab_size": model.config.vocab_size}, lengths, number)
+    outs = gen.generate(prompts, rm.SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True), use_tqdm=False)
+    for ids, ours, out in zip(prompts, gen.logits(prompts), outs, strict=True):
+        sample, n = out.outputs[0], len(ids)
+        truth, routed, gaps = family_models.forward(net64, ids + sample.token_ids.tolist()[:-1], double=True)
+        listed = np.zeros(len(truth), bool)
+        if routed.size:
+            turned = (np.sort(sample.routed_experts, -1) != np.sort(routed, -1)).any((1, 2))
+            assert not (turned & (gaps >= MARGIN)).any() or (turned & (gaps < MARGIN)).argmax() < (turned & (gaps >= MARGIN)).argmax()
+            listed = gaps < MARGIN
+            if turned.any():
+                listed[int(turned.argmax()) :] = True
+        scale = np.abs(truth).max(1)
+        error = np.where(listed[:n], 0.0, np.abs(ours - truth[:n]).max(1) / scale[:n])
+        assert error.max() <= LOGITS_BOUND, f"{error.max():.2e} at row {error.argmax()} of {n}: {model.config}"
+        top = -np.sort(-truth, axis=1)[:, :2]
+        clear = ~listed[n - 1 :] & (top[n - 1 :, 0] - top[n - 1 :, 1] >= MARGIN)
+        assert np.array_equal(sample.token_ids[clear], truth[n - 1 :].argmax(1)[clear])
+        rows, skipped = rows + len(truth), skipped + int(listed.sum())
+    return rows, skipped
+
+
+@pytest.mark.parametrize("part", [0, *(full(part) for part in range(1, 7))])
+@pytest.mark.parametrize("family", TRIED)
+def test_logits_of_random_configs(family: str, part: int, seed: int, request: pytest.FixtureRequest) -> None:
+    rows = skipped = 0
+    for number in range(3 * part, 3 * part + 3):
+        model = family_models.draw(family, number, seed)
+        with generator(model, block_size=16 if number % 2 else 64) as gen:
+            one, listed = compare(gen, model, number, seed)
+        rows, skipped = rows + one, skipped + listed
+    request.config.stash[marks.SUMMARY].append(f"{family}, part {part}: {rows} rows, {skipped} listed")
+    assert skipped <= 0.01 * rows
+
+
+@pytest.mark.parametrize("family", TRIED)
+def test_logits_with_the_familys_own_features(family: str, seed: int) -> None:
+    """Those of `cuttable`, which no seed leaves out."""
+    model = cut(family, seed)
+    with generator(model) as gen:
+        rows, skipped = compare(gen, model, 300, seed)
+    assert skipped <= 0.05 * rows
+
+
+@pytest.mark.parametrize("family", TRIED)
+def test_configs_without_lists_of_layers(family: str, seed: int) -> None:
+    """Which layers have a window and which rope, where only the keys are given that transformers makes these lists from."""
+    for number in range(30):
+        fields = {"model_type": family, **family_models.FAMILIES[family](family_models.Dice([seed, number]))}
+        for key in ("layer_types", "no_rope_layers"):
+            fields.pop(key, None)
+        assert rm.ModelSpec.from_hf(fields) == rm.ModelSpec.from_hf(oracle.config_of(fields).to_dict())
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"n_routed_experts": 9}, "n_group=2, topk_group=1: expected at most 64 groups of equal size, at least 2 of n_routed_experts=9"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds n_routed_experts=8"),
+        ({"n_shared_experts": 2, "moe_intermediate_size": 2**22}, "n_shared_experts=2: expected a width of at most 4194304"),
+        ({"partial_rotary_factor": 0.1}, "partial_rotary_factor=0.1 with rope_type='default': expected an even number of at least 2"),
+    ],
+    ids=str,
+)
+def test_what_glm4_moe_refuses(changes: dict[str, Any], message: str, seed: int) -> None:
+    fields = {**family_models.FAMILIES["glm4_moe"](family_models.Dice([seed])), **family_models.cuttable("glm4_moe")}
+    fields |= {"model_type": "glm4_moe", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    with pytest.raises(rm.ConfigError, match=message):
+        rm.ModelSpec.from_hf(fields | changes)
+
+
+@pytest.mark.parametrize("family", TRIED)
+def test_bfloat16_is_no_further_from_the_truth(family: str, seed: int) -> None:
+    model = family_models.draw(family, 100, seed, vocab_size=200)
+    model.state = {name: x if name.endswith("correction_bias") else x.bfloat16().float() for name, x in model.state.items()}
+    prompts = helpers.prompts({"vocab_size": 200}, [16 if FAMILIES[family].has_experts else 64] * 41, 1)
+    truth = oracle.batch_logits(model.net("float64"), prompts, double=True)
+    theirs = oracle.batch_logits(model.net("bfloat16"), prompts)
+    with generator(model, dtype="bfloat16", max_num_seqs=16, kv_cache_gib=0.01) as gen:
+        ours = gen.logits(prompts)
+    our_error = np.array([oracle.relative_error(a, b) for a, b in zip(ours, truth, strict=True)])
+    their_error = np.array([oracle.relative_error(a, b) for a, b in zip(theirs, truth, strict=True)])
+    assert np.median(our_error) <= 1.1 * np.median(their_error)
+    assert np.median(our_error) > 1e-4  # bfloat16 did compute
+
+
+@pytest.mark.parametrize("family", TRIED)
+def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: int) -> None:
+    """What save_pretrained writes, names and config.json, gives the digest of the module's state dict."""
+    model = family_models.draw(family, 200, seed)
+    model.net().save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["model_type"] == family
+    with generator(model) as gen, rm.Generator.from_hf(tmp_path, dtype="float32", tokenizer=None, **LIMITS) as other:
+        assert gen.spec == other.spec
+        report = other.sync_weights(rm.sources.SafetensorsFolder(tmp_path))
+        assert report.digest == gen.sync_weights(model.state).digest
+        listed = {parameter.name: tuple(parameter.shape) for parameter in gen.spec.parameters()}
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "model.safetensors", "np") as file:
+        names = list(file.keys())
+        held = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    assert {name: shape for name, shape in held.items() if not name.endswith("correction_bias")} == listed
+    assert model.config.num_hidden_layers == gen.spec.num_hidden_layers
+
+
+# ---------------------------------------------------------------------------------------------- bits
+def cut(family: str, seed: int) -> Any:
+    """A model that a mesh can cut, though not into equal parts."""
+    return family_models.draw(family, 300, seed, **family_models.cuttable(family))
+
+
+def told(gen: rm.Generator) -> list[bytes]:
+    """All that the contract fixes, of a few requests."""
+    prompts = [[7], [1, 2], list(range(100, 133)), list(range(40, 57))]
+    outs = gen.generate(prompts, rm.SamplingParams(n=2, max_tokens=5, seed=11, prompt_logprobs=0, ignore_eos=True), use_tqdm=False)
+    words = [x for out in outs for c in out.outputs for x in (c.token_ids, c.logprobs, c.sampling_logprobs, c.routed_experts)]
+    return [x.tobytes() for x in (*words, *(out.prompt_logprobs for out in outs), *gen.logits(prompts)) if x is not None]
+
+
+def meshes(experts: bool) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {
+        "reference": {"isa": "ref"},
+        "chunks": {"max_num_batched_tokens": 5},
+        "tp=2": {"mesh": rm.Mesh(tp=2)},
+        "tp=3, rows": {"mesh": rm.Mesh(tp=3), "sequence_parallel": True},
+        "dp=2": {"mesh": rm.Mesh(tp=2, dp=2)},
+    }
+    for backend in ("alltoall", "allgather_reducescatter", "local_allreduce") if experts else ():
+        found[backend] = {"mesh": rm.Mesh(tp=2, ep=2), "ep_backend": backend}
+    if experts:
+        found["dp=2, ep=4"] = {"mesh": rm.Mesh(tp=2, dp=2, ep=4), "ep_backend": "alltoall", "sequence_parallel": True}
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", full("float32")])
+@pytest.mark.parametrize("family", TRIED)
+def test_bits_are_those_of_one_rank(family: str, dtype: str, seed: int) -> None:
+    """Over instruction sets, chunks and meshes: 0 differ, digest of the weights included."""
+    model = cut(family, seed)
+    with generator(model, dtype=dtype) as gen:
+        want, digest = told(gen), gen.sync_weights(model.state, cast=True).digest
+    for name, options in meshes(FAMILIES[family].has_experts).items():
+        with generator(model, dtype=dtype, **options) as gen:
+            assert told(gen) == want, name
+            assert gen.sync_weights(model.state, cast=True).digest == digest, name
+
+
+# ---------------------------------------------------------------------------------------------- the trainer
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", TRIED)
+def test_a_patched_model_gives_the_rollouts_logprobs(family: str, dtype: str, seed: int) -> None:
+    model = family_models.draw(family, 400, seed)
+    net = rm.torch.patch(model.net(dtype))
+    with rm.Generator(rm.ModelSpec.from_hf(model.config), **{**LIMITS, "dtype": dtype}) as gen:
+        rm.torch.push(net, gen)
+        (out,) = gen.generate([[1, 0, 1]], rm.SamplingParams(max_tokens=40, seed=3, ignore_eos=True), use_tqdm=False)
+    sample = out.outputs[0]
+    ids = oracle.torch.tensor([[*out.prompt_token_ids.tolist(), *sample.token_ids.tolist()]])
+    assert (rm.torch.logprobs(net, ids).logprobs[0, 2:].numpy() == sample.logprobs).all()
+
+
+@pytest.mark.parametrize("family", TRIED)
+def test_gradients_are_transformers(family: str, seed: int) -> None:
+    model = family_models.draw(family, 500, seed)
+    ids = oracle.torch.tensor(helpers.prompts({"vocab_size": model.config.vocab_size}, [50] * 2, seed))
+
+    def gradients(net: Any, logprobs: Any) -> dict[str, Any]:
+        net.requires_grad_(True)
+        values = logprobs(net)
+        (values * oracle.torch.linspace(-1, 1, values.numel()).view_as(values)).sum().backward()
+        return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+    def plain(net: Any) -> Any:
+        return net(ids, use_cache=False).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+    got = gradients(rm.torch.patch(model.net()), lambda net: rm.torch.logprobs(net, ids).logprobs)
+    want = gradients(model.net(), plain)
+    assert got.keys() == want.keys()
+    least = 1e-4 * max(float(x.norm()) for x in want.values())  # a bias of k without rope has none
+    error = {name: float((got[name] - want[name]).norm() / want[name].norm().clamp(min=least)) for name in want}
+    assert max(error.values()) < 1e-3, error
+
+
+# ---------------------------------------------------------------------------------------------- a family of one's own
+PARROT = Family(
+    "ParrotForCausalLM",
+    "silent_layers",
+    norm_after=True,
+    qk_norm="head",
+    o_bias=False,
+    attention_bias=True,
+    rope_layers=lambda c, layers: tuple(int(i not in c.values["silent_layers"]) for i in range(layers)),
+    names=(
+        *((kind, f"attn.{kind}.weight") for kind in "qkvo"),
+        *((f"{kind}_bias", f"attn.{kind}.bias") for kind in "qkv"),
+        ("up", "mlp.wide.weight"),
+    ),
+)
+
+
+def parrot(w: dict[str, Any], ids: list[int], heads: int, kv_heads: int, dim: int, silent: list[int]) -> Any:
+    """Its forward pass in float64: logits [n, vocab]."""
+    torch = oracle.torch
+    functional, n = torch.nn.functional, len(ids)
+
+    def norm(x: Any, name: str) -> Any:
+        return functional.rms_norm(x, x.shape[-1:], w[name], 1e-6)
+
+    def turned(x: Any) -> Any:
+        inverse = 1.0 / 10000.0 ** (torch.arange(0, dim, 2).double() / dim)
+        angle = torch.outer(torch.arange(n).double(), inverse)[:, None]
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    x = w["model.embed_tokens.weight"][ids]
+    for layer in range(2):
+        at = f"model.layers.{layer}."
+        q, k, v = ((x @ w[f"{at}attn.{part}.weight"].T + w[f"{at}attn.{part}.bias"]).view(n, -1, dim) for part in "qkv")
+        q, k = norm(q, f"{at}self_attn.q_norm.weight"), norm(k, f"{at}self_attn.k_norm.weight")
+        q, k = (q, k) if layer in silent else (turned(q), turned(k))
+        out = functional.scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, v)), is_causal=True, enable_gqa=heads > kv_heads)
+        out = out.transpose(0, 1).reshape(n, -1) @ w[f"{at}attn.o.weight"].T
+        x = x + norm(out, f"{at}post_attention_layernorm.weight")
+        inner = functional.silu(x @ w[f"{at}mlp.gate_proj.weight"].T) * (x @ w[f"{at}mlp.wide.weight"].T)
+        x = x + norm(inner @ w[f"{at}mlp.down_proj.weight"].T, f"{at}post_feedforward_layernorm.weight")
+    return (norm(x, "model.norm.weight") @ w["lm_head.weight"].T).numpy()
+
+
+def test_a_made_up_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features in a mixture that nobody has, and names of its own: one entry of FAMILIES, no C."""
+    monkeypatch.setitem(FAMILIES, "parrot", PARROT)
+    config = {key: value for key, value in helpers.tiny_config().items() if key not in ("attention_bias", "use_sliding_window")}
+    spec = rm.ModelSpec.from_hf({**config, "model_type": "parrot", "silent_layers": [1]})
+    state = {name: oracle.torch.from_numpy(helpers.weight(name, shape)) for name, shape in spec.parameters()}
+    ids = helpers.prompts(config, [70])[0]
+    truth = parrot({name: x.double() for name, x in state.items()}, ids, 4, 2, 16, [1])
+    with rm.Generator(spec, **LIMITS, dtype="float32") as gen:
+        with pytest.raises(rm.MissingKeyError, match=r"model.layers.1.mlp.wide.weight"):
+            gen.sync_weights({name: x for name, x in state.items() if name != "model.layers.1.mlp.wide.weight"})
+        with pytest.raises(rm.UnexpectedKeyError, match=r"layers.0.input_layernorm.weight: the model norms a block's output"):
+            gen.sync_weights(state | {"model.layers.0.input_layernorm.weight": oracle.torch.ones(64)})
+        gen.sync_weights(state)
+        (ours,) = gen.logits([ids])
+    assert (np.abs(ours - truth).max(1) <= LOGITS_BOUND * np.abs(truth).max(1)).all()
