@@ -302,16 +302,20 @@ rm_code rm_nccl_check(void *self, rm_error *err) {
 }
 
 // ------------------------------------------------------------------------------------------------ destruction
-// Leaves together with the other ranks: a barrier on the host, then NCCL's finalize. Without the barrier a rank whose queue is not empty
-// would find the others gone. After an error here (another rank is late, or has ended) the caller aborts the communicator instead.
+// Leaves together with the other ranks: a barrier on the host, then NCCL's finalize, then a barrier again. Without the first a rank whose
+// queue is not empty would find the others gone; without the second a rank that is not done yet would take one that has left the host group
+// for lost. After an error here (another rank is late, or has ended) the caller aborts the communicator instead.
 static rm_code finalize(rm_nccl_endpoint *end, rm_error *err) {
-  rm_code code = meet(end, end->timeout < LEAVING_SECONDS ? end->timeout : LEAVING_SECONDS, err);
+  const double patience = end->timeout < LEAVING_SECONDS ? end->timeout : LEAVING_SECONDS;
+  rm_code code = meet(end, patience, err);
   if (code) return code;
   pthread_mutex_lock(&end->lock);
   const int result = end->comm ? end->api.finalize(end->comm) : RM_NCCL_SUCCESS;
   pthread_mutex_unlock(&end->lock);
   code = rm_nccl_result(end, "leaving", result, 0, err);
-  return code ? code : rm_nccl_wait_ready(end, "leaving", end->timeout, 0, err);
+  if (!code) code = rm_nccl_wait_ready(end, "leaving", end->timeout, 0, err);
+  if (!code) meet(end, patience, err);   // this communicator is at its end, whatever became of the others
+  return code;
 }
 
 static void destroy_comm(rm_nccl_endpoint *end) {
