@@ -192,6 +192,29 @@ def test_bits_are_those_of_one_rank(family: str, dtype: str, seed: int) -> None:
             assert gen.sync_weights(model.state, cast=True).digest == digest, name
 
 
+@pytest.mark.parametrize("family", [name for name, one in FAMILIES.items() if one.interleaved_wq])
+def test_names_under_which_rope_turns_neighbours(family: str, seed: int) -> None:
+    """wq and wk, as Meta, Mistral and torchtitan hold them: the digest and the bits of q_proj and k_proj, of a rank's part too."""
+    model = cut(family, seed)
+    spec = rm.ModelSpec.from_hf(model.config)
+    state = dict(model.state)
+    for layer in range(spec.num_hidden_layers):
+        for kind, heads in (("q", spec.num_attention_heads), ("k", spec.num_key_value_heads)):
+            weight = state.pop(f"model.layers.{layer}.self_attn.{kind}_proj.weight")
+            halves = weight.view(heads, 2, spec.head_dim // 2, -1)
+            state[f"layers.{layer}.attention.w{kind}.weight"] = halves.transpose(1, 2).reshape(weight.shape)
+    for options in ({}, {"mesh": rm.Mesh(tp=2)}, {"mesh": rm.Mesh(tp=3), "dtype": "bfloat16"}):
+        with generator(model, **options) as gen:
+            want, digest = gen.logits([[1, 2, 3, 4]])[0], gen.sync_weights(model.state, cast=True).digest
+            assert gen.sync_weights(state, cast=True).digest == digest
+            assert gen.logits([[1, 2, 3, 4]])[0].tobytes() == want.tobytes()
+            wq = "layers.0.attention.wq.weight"
+            broken = state[wq].clone()
+            broken[spec.head_dim + 3, 1] = float("nan")
+            with pytest.raises(rm.NonFiniteError, match=rf"{wq}: element \[{spec.head_dim + 3}, 1\] is not finite"):
+                gen.sync_weights({**state, wq: broken}, cast=True)
+
+
 # ---------------------------------------------------------------------------------------------- the trainer
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", TRIED)

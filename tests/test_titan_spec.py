@@ -21,7 +21,18 @@ pytest.importorskip("torchtitan")
 
 import torch
 import torch.nn.functional as F
-from titan_cpu import attention, feed_forward, linear, model_registry, moe, qwen3_configs, rope, token_dispatcher
+from titan_cpu import (
+    attention,
+    feed_forward,
+    linear,
+    llama3_configs,
+    llama3_registry,
+    model_registry,
+    moe,
+    qwen3_configs,
+    rope,
+    token_dispatcher,
+)
 
 import rollmesh as rm
 
@@ -32,8 +43,9 @@ BOUND = 1e-5
 
 
 def config(flavor: str = "debugmodel_moe", layers: int = 2) -> Config:
-    """Of a flavor, cut to a few layers, with an attention that runs on a CPU."""
-    model = copy.deepcopy(model_registry(flavor, attn_backend="flex").model)
+    """Of a flavor ("llama3": that debug model), cut to a few layers, with an attention that runs on a CPU."""
+    made = llama3_registry("debugmodel", attn_backend="flex") if flavor == "llama3" else model_registry(flavor, attn_backend="flex")
+    model = copy.deepcopy(made.model)
     model.layers = [copy.deepcopy(layer) for layer in model.layers[:layers]]  # the registry shares rope and attention among layers
     for layer in model.layers:
         layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
@@ -84,8 +96,8 @@ def worst(model: Config, spec: rm.ModelSpec | None = None, module: Any = None) -
 
 # -------------------------------------------------------------------------------------------------- computed
 def test_every_flavor_of_the_registry() -> None:
-    for flavor in qwen3_configs:
-        spec = model_registry(flavor, attn_backend="flex")
+    for registry, flavor in [(model_registry, name) for name in qwen3_configs] + [(llama3_registry, name) for name in llama3_configs]:
+        spec = registry(flavor, attn_backend="flex")
         read = rm.ModelSpec.from_torchtitan(spec)
         assert read == rm.ModelSpec.from_torchtitan(spec.model)
         with torch.device("meta"):
@@ -149,9 +161,56 @@ def wide_eps(model: Config) -> None:
     model.norm.eps = 0.1
 
 
-@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_moe"])
+@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_moe", "llama3"])
 def test_logits_are_torchtitans(flavor: str) -> None:
     assert worst(config(flavor)) < BOUND
+
+
+def llama_with(**changes: Any) -> Config:
+    """The debug model of llama3 with two KV heads and short wavelengths, so that each setting of rope shows in 70 positions."""
+    model = config("llama3")
+    for layer in model.layers:
+        layer.attention.n_kv_heads = layer.attention.qkv_linear.n_kv_heads = 2
+        layer.attention.qkv_linear.wqkv.out_features = (16 + 2 * 2) * 16
+        for name, value in ({"theta": 50.0, "original_max_position_embeddings": 64} | changes).items():
+            setattr(layer.attention.rope, name, value)
+    return model
+
+
+LLAMAS = [
+    {},
+    {"scaling": "none"},
+    {"scaling_factor": 3.0},
+    {"low_freq_factor": 2.0, "high_freq_factor": 9.0},
+    {"original_max_position_embeddings": 24},
+    {"scaling": "yarn", "rope_factor": 4.0, "original_seq_len": 16},
+]
+
+
+@pytest.mark.parametrize("changes", LLAMAS, ids=str)
+def test_logits_of_llama3_are_torchtitans(changes: dict[str, Any]) -> None:
+    model, plain = llama_with(**changes), llama_with()
+    assert worst(model) < BOUND
+    if changes:
+        assert worst(model, rm.ModelSpec.from_torchtitan(plain), built(model)) > 1e-3, "the setting does not show"
+
+
+def test_pushes_of_llama3_by_its_own_names_and_by_to_hf_are_one() -> None:
+    """wq and wk hold each pair of rope as neighbours, which to_hf takes apart."""
+    spec = llama3_registry("debugmodel", attn_backend="flex")
+    model = llama_with()
+    own = built(model).state_dict()
+    hf = spec.state_dict_adapter(model, None).to_hf(own)
+    digests = set()
+    for state in (own, hf, {name: t.to(torch.float64) for name, t in own.items()}):
+        with rm.Generator(rm.ModelSpec.from_torchtitan(model), dtype="float32", max_model_len=64, kv_cache_gib=0.05, threads=2) as generator:
+            digests.add(generator.sync_weights(state, cast=True).digest)
+    assert len(digests) == 1
+    broken = own["layers.1.attention.qkv_linear.wk.weight"].clone()
+    broken[16 + 5, 7] = float("nan")  # row 5 of a head is behind row 4: the second half
+    with rm.Generator(rm.ModelSpec.from_torchtitan(model), dtype="float32", max_model_len=64, kv_cache_gib=0.05) as generator:
+        with pytest.raises(rm.NonFiniteError, match=r"layers.1.attention.qkv_linear.wk.weight: element \[21, 7\] is not finite"):
+            generator.sync_weights({**own, "layers.1.attention.qkv_linear.wk.weight": broken})
 
 
 CHANGES = [yarn, without_norm, no_bias, one_dense_layer, wide_eps, sigmoid, groups, scaled, shared_experts, deepseeks]
@@ -280,6 +339,19 @@ def test_what_is_not_computed_is_refused_by_name(change: Callable[[Config], None
         rm.ModelSpec.from_torchtitan(model)
 
 
+def test_what_is_not_computed_of_llama3() -> None:
+    model = config("llama3")
+    model.layers[1].attention.qk_norm, model.layers[0].attention.rope.scaling = config().layers[0].attention.qk_norm, "linear"
+    with pytest.raises(rm.ConfigError) as caught:
+        rm.ModelSpec.from_torchtitan(model)
+    assert "model.layers[0].attention.rope.scaling: expected 'none' or 'yarn' or 'llama', got 'linear'" in str(caught.value)
+    assert "model.layers[1].attention.qk_norm: expected None, got " in str(caught.value)
+    model = config("llama3")
+    model.layers[1].attention.rope = config().layers[0].attention.rope
+    with pytest.raises(rm.ConfigError, match=r"attention.rope: expected torchtitan's ComplexRoPE.Config, got .*CosSinRoPE.Config"):
+        rm.ModelSpec.from_torchtitan(model)
+
+
 @pytest.mark.parametrize("heads", [0, "16", None])
 def test_heads_that_are_no_number(heads: Any) -> None:
     model = config()
@@ -309,7 +381,7 @@ def test_all_that_is_refused_is_listed() -> None:
 
 @pytest.mark.parametrize("model", [None, {}, "Qwen3", feed_forward.FeedForward, model_registry], ids=str)
 def test_what_is_no_config_of_torchtitan(model: Any) -> None:
-    with pytest.raises(rm.ConfigError, match=r"model: expected torchtitan's Qwen3Model.Config, got "):
+    with pytest.raises(rm.ConfigError, match=r"model: expected torchtitan's Qwen3Model.Config or Llama3Model.Config, got "):
         rm.ModelSpec.from_torchtitan(model)
 
 

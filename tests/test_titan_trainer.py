@@ -54,7 +54,7 @@ def logprobs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits, -1).gather(-1, labels[..., None])[..., 0]
 
 
-@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_non_fused_qkv", "debugmodel_moe", "yarn", "deepseeks"])
+@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_non_fused_qkv", "debugmodel_moe", "llama3", "yarn", "deepseeks"])
 def test_forward_of_the_generator_backward_of_torch(flavor: str) -> None:
     changes = {"yarn": yarn, "deepseeks": deepseeks}  # sigmoid scores, groups, scaled gates, shared experts
     model = config("debugmodel_moe" if flavor in changes else flavor)

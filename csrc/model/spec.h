@@ -52,6 +52,7 @@ typedef struct rm_spec {
   int sigmoid_scores;           // of the router; else softmax
   int64_t n_groups, top_groups; // of experts that a row may choose from; 1, 1: all
   float route_scale;            // of gates
+  int interleaved_wq;           // under the names wq and wk rope turns neighbours: Meta's and torchtitan's Llama
   const char *names[RM_N_PARAM_KIND];   // a family's own: as rm_param_name's, with # for the expert; NULL: the usual one
 } rm_spec;
 

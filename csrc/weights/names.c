@@ -11,6 +11,7 @@
 
 typedef enum form {
   ONE,                          // a parameter as it is
+  TURNED,                       // q or k, whose pairs of rope are interleaved where the spec says so
   QKV,                          // q, k and v rows one after another
   GATE_UP,                      // gate rows, then up rows
   EXPERTS,                      // [experts][rows][cols] of one kind
@@ -65,11 +66,11 @@ static const spelling spellings[] = {
     {"output.weight", ONE, RM_P_LM_HEAD},
     {"layers.#.attention_norm.weight", ONE, RM_P_INPUT_NORM},
     {"layers.#.ffn_norm.weight", ONE, RM_P_POST_NORM},
-    {"layers.#.attention.wq.weight", ONE, RM_P_Q},
-    {"layers.#.attention.wk.weight", ONE, RM_P_K},
+    {"layers.#.attention.wq.weight", TURNED, RM_P_Q},
+    {"layers.#.attention.wk.weight", TURNED, RM_P_K},
     {"layers.#.attention.wv.weight", ONE, RM_P_V},
-    {"layers.#.attention.qkv_linear.wq.weight", ONE, RM_P_Q},
-    {"layers.#.attention.qkv_linear.wk.weight", ONE, RM_P_K},
+    {"layers.#.attention.qkv_linear.wq.weight", TURNED, RM_P_Q},
+    {"layers.#.attention.qkv_linear.wk.weight", TURNED, RM_P_K},
     {"layers.#.attention.qkv_linear.wv.weight", ONE, RM_P_V},
     {"layers.#.attention.wo.weight", ONE, RM_P_O},
     {"layers.#.attention.q_norm.weight", ONE, RM_P_Q_NORM},
@@ -188,7 +189,7 @@ static rm_code add_piece(rm_target *target, int64_t param, int64_t outer, int64_
     target->pieces = grown;
     target->capacity = capacity;
   }
-  target->pieces[target->n_pieces++] = (rm_param_rows){param, outer, row0};
+  target->pieces[target->n_pieces++] = (rm_param_rows){.param = param, .outer = outer, .row0 = row0};
   return RM_OK;
 }
 
@@ -240,6 +241,11 @@ static rm_code fill(const rm_params *params, const spelling *s, const int32_t nu
   const rm_param_kind kinds[3] = {s->kind, next, (rm_param_kind)(s->kind + 2)};   // Q K V, gate up: neighbours in the enum
   switch (s->form) {
     case ONE: return stack(params, out, kinds, 1, numbers[0], numbers[1], 0, err);
+    case TURNED: {
+      const rm_code code = stack(params, out, kinds, 1, numbers[0], numbers[1], 0, err);
+      if (!code && params->spec->interleaved_wq) out->pieces[0].interleaved = params->spec->head_dim;
+      return code;
+    }
     case QKV: return stack(params, out, kinds, 3, numbers[0], numbers[1], 0, err);
     case GATE_UP: return stack(params, out, kinds, 2, numbers[0], numbers[1], 0, err);
     case EXPERTS: return stack_experts(params, out, kinds, 1, numbers[0], err);

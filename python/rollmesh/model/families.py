@@ -187,6 +187,7 @@ class Family:
     moe_layers: PerLayer = none  # 1 where a layer is a mixture of experts
     experts: Experts = Experts()
     names: tuple[tuple[str, str], ...] = ()  # (kind of USUAL_NAMES, what a checkpoint calls it instead)
+    interleaved_wq: bool = False  # under the names wq and wk (of Meta, Mistral, torchtitan) rope turns neighbours; else halves of a head
     check: Callable[[Reader, int], None] | None = None  # a rule of this family alone, of its config and head_dim
 
     @property
@@ -213,7 +214,7 @@ _QWEN = "use_sliding_window sliding_window max_window_layers layer_types"
 _QWEN_MOE = "decoder_sparse_step moe_intermediate_size num_experts_per_tok num_experts num_local_experts norm_topk_prob mlp_only_layers"
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "attention_bias", max_position_embeddings=2048),
+    "llama": Family("LlamaForCausalLM", "attention_bias", max_position_embeddings=2048, interleaved_wq=True),
     "mistral": Family(
         "MistralForCausalLM",
         "sliding_window",
@@ -221,6 +222,7 @@ FAMILIES = {
         attention_bias=False,
         o_bias=False,
         windows=one_window(4096),
+        interleaved_wq=True,
     ),
     "qwen2": Family("Qwen2ForCausalLM", _QWEN, attention_bias=True, o_bias=False, windows=windows_from_a_layer_on),
     "qwen3": Family(
@@ -268,6 +270,7 @@ FAMILIES = {
         windows=one_window(None),
         moe_layers=every,
         experts=Experts(top_k=2, width="intermediate_size", renormalize=True),
+        interleaved_wq=True,
         names=(
             ("router", "block_sparse_moe.gate.weight"),
             ("expert_gate", "block_sparse_moe.experts.#.w1.weight"),

@@ -101,6 +101,7 @@ class EngineValues:
     o_bias: bool
     tie_word_embeddings: bool
     router_bias: bool
+    interleaved_wq: bool
     rms_norm_eps: float
     rope_scale: float
     inv_freq: NDArray[np.float32]  # [rotary_dim / 2]
@@ -170,7 +171,8 @@ class ModelSpec:
 
     @staticmethod
     def from_torchtitan(model: Any) -> ModelSpec:
-        """From torchtitan's Qwen3Model.Config, dense or with experts, or the ModelSpec that has it (`model_registry(flavor)`).
+        """From torchtitan's Llama3Model.Config or Qwen3Model.Config, dense or with experts, or the ModelSpec that has it
+        (`model_registry(flavor)`).
 
         ConfigError names every setting that the engine does not compute (a window, settings that differ among layers, forced routing,
         …), and every class and field that was not in torchtitan 0.3.0. Where load_balance_coeff is
@@ -225,6 +227,7 @@ class ModelSpec:
             o_bias=self.o_bias,
             tie_word_embeddings=self.tie_word_embeddings,
             router_bias=self.router_bias,
+            interleaved_wq=FAMILIES[self.model_type].interleaved_wq,
             rms_norm_eps=self.rms_norm_eps,
             rope_scale=scale,
             inv_freq=inv_freq,

@@ -1,4 +1,4 @@
-"""Reads a Qwen3 of torchtitan: its config as a Hugging Face config, for ModelSpec.from_torchtitan.
+"""Reads a Qwen3 or a Llama of torchtitan: its config as a Hugging Face config, for ModelSpec.from_torchtitan.
 
 torchtitan's config is a tree of dataclasses whose classes choose the modules, and has settings that no Hugging Face config has. Its
 state dict is the same whatever they say, so a setting that is passed over here would be wrong numbers in silence. Therefore:
@@ -7,7 +7,7 @@ state dict is the same whatever they say, so a setting that is passed over here 
 * of the classes that are named each field is read, or has to have its default;
 * what the engine does not compute is refused by name, all of it in one message.
 
-torchtitan itself is not imported. Its sources, 0.3.0: models/qwen3, models/common.
+torchtitan itself is not imported. Its sources, 0.3.0: models/qwen3, models/llama3, models/common.
 """
 
 from __future__ import annotations
@@ -75,25 +75,28 @@ BEYOND_HF = ("router_bias", "score_func", "n_group", "topk_group", "routed_scali
 
 
 def hf_config(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the config as transformers has it, fields of ModelSpec that it cannot say). model: torchtitan's Qwen3Model.Config, or its
-    ModelSpec."""
+    """(the config as transformers has it, fields of ModelSpec that it cannot say). model: torchtitan's Qwen3Model.Config or
+    Llama3Model.Config, or its ModelSpec."""
     if type(model).__qualname__ == "ModelSpec" and type(model).__module__.split(".")[0] == "torchtitan":
         model = model.model
     faults: list[str] = []
-    root = _Node(model, "model", faults, ["Qwen3Model"])
+    root = _Node(model, "model", faults, ["Qwen3Model", "Llama3Model"])
+    block = root.name.removesuffix("Model") + "TransformerBlock"
     layers = root.read("layers")
     if not isinstance(layers, (list, tuple)) or not layers:
-        raise ConfigError(f"model.layers: expected a list of Qwen3TransformerBlock.Config, got {shown(layers)}")
-    read = [_layer(_Node(layer, f"model.layers[{i}]", faults, ["Qwen3TransformerBlock"])) for i, layer in enumerate(layers)]
+        raise ConfigError(f"model.layers: expected a list of {block}.Config, got {shown(layers)}")
+    read = [_layer(_Node(layer, f"model.layers[{i}]", faults, [block])) for i, layer in enumerate(layers)]
     values = _alike(read, faults)
     values |= {
-        "model_type": "qwen3_moe" if any("num_experts" in layer for layer in read) else "qwen3",
+        "model_type": "llama" if root.name == "Llama3Model" else "qwen3",
         "vocab_size": root.read("vocab_size"),
         "hidden_size": root.read("dim"),
         "num_hidden_layers": len(layers),
         "tie_word_embeddings": root.read("enable_weight_tying"),
-        "mlp_only_layers": [i for i, layer in enumerate(read) if "num_experts" not in layer],
     }
+    if any("num_experts" in layer for layer in read):
+        values["model_type"] = "qwen3_moe"
+        values["mlp_only_layers"] = [i for i, layer in enumerate(read) if "num_experts" not in layer]
     eps = _norm(root.node("norm", _NORM))
     if eps != values["rms_norm_eps"]:
         root.refuse(f"norm.eps: expected that of the layers, {values['rms_norm_eps']}, got {eps}")
@@ -133,18 +136,25 @@ def _layer(layer: _Node) -> dict[str, Any]:
         "num_key_value_heads": heads if kv_heads is None else kv_heads,
         "head_dim": _divided(attention, dim, heads) if head_dim is None else head_dim,
     }
-    values |= _rope(attention.node("rope", ["CosSinRoPE"]), values["head_dim"])
+    is_llama = layer.name == "Llama3TransformerBlock"
+    values |= _rope(attention.node("rope", ["ComplexRoPE" if is_llama else "CosSinRoPE"]), values["head_dim"])
     _qkv(attention.node("qkv_linear", _QKV))
     _linear(attention.node("wo", _LINEAR))
     _inner_attention(attention.node("inner_attention", _ATTENTION))
     eps = {norm: _norm(layer.node(norm, _NORM)) for norm in ("attention_norm", "ffn_norm")}
-    eps["attention.qk_norm"] = _norm(attention.node("qk_norm", _NORM))  # None is refused: Qwen3 has it
+    if is_llama:
+        attention.want("qk_norm", None)
+    else:
+        eps["attention.qk_norm"] = _norm(attention.node("qk_norm", _NORM))
     attention.done()
     values["rms_norm_eps"] = eps["attention_norm"]
     for norm, value in eps.items():
         if value != values["rms_norm_eps"]:
             layer.refuse(f"{norm}.eps: expected that of attention_norm, {values['rms_norm_eps']}, got {value}")
-    values |= _experts(layer.node("moe", ["MoE"])) if layer.read("moe") is not None else _mlp(layer.node("feed_forward", _MLP))
+    if is_llama:
+        layer.want("moe", None)
+    has_experts = layer.read("moe") is not None and not is_llama
+    values |= _experts(layer.node("moe", ["MoE"])) if has_experts else _mlp(layer.node("feed_forward", _MLP))
     layer.skip("feed_forward")  # of a layer with experts: not built
     layer.done()
     return values
@@ -204,9 +214,13 @@ def _rope(rope: _Node, head_dim: int) -> dict[str, Any]:
         "original_max_position_embeddings": rope.read("original_seq_len"),
         "truncate": rope.read("truncate"),
     }
-    rope.skip("scaling_factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of "llama"
-    if scaling not in ("none", "yarn"):
-        rope.refuse(f"scaling: expected 'none' or 'yarn', got {shown(scaling)}")
+    llama3 = {key: rope.read(key) for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+    llama3["factor"] = rope.read("scaling_factor")
+    known = ("none", "yarn", "llama") if rope.name == "ComplexRoPE" else ("none", "yarn")
+    if scaling not in known:
+        rope.refuse(f"scaling: expected {' or '.join(map(repr, known))}, got {shown(scaling)}")
+    if scaling == "llama":
+        values["rope_scaling"] = {"rope_type": "llama3", **llama3}
     if scaling == "yarn" and not isinstance(factor, (int, float)):
         rope.refuse(f"rope_factor: expected a number, got {shown(factor)}")
     elif scaling == "yarn" and factor > 1:

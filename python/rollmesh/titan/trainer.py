@@ -18,11 +18,13 @@ from torchtitan.components import loss
 from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
 from torchtitan.experiments.rl.losses import dapo
 from torchtitan.models.common.attention import FusedQKVLinear
+from torchtitan.models.llama3.model import Llama3TransformerBlock
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec as TitanSpec
 
 from rollmesh import ModelSpec
 from rollmesh.errors import ConfigError
+from rollmesh.model.families import FAMILIES
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import functions
 from rollmesh.torch.functions import Heads, How
@@ -49,18 +51,19 @@ class RollmeshTrainer(PolicyTrainer):
 
 
 class Forward:
-    """The forward pass of one Qwen3Model of torchtitan."""
+    """The forward pass of one Qwen3Model or Llama3Model of torchtitan."""
 
     def __init__(self, spec: ModelSpec, max_positions: int):
         self._spec, self._max_positions = spec, max_positions
         self._heads = Heads(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.rms_norm_eps)
+        self._is_interleaved = FAMILIES[spec.model_type].interleaved_wq
         self._rows: tuple[Tensor, Sequences] | None = None  # of the batch whose positions these are
         self._rope: tuple[Tensor, Tensor] | None = None
 
     def take_over(self, model: Any) -> None:
         """Replaces the forward methods of model's parts, and compute_logprobs of the losses of this process."""
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")  # nothing here writes in place
-        blocks = [module for module in model.modules() if isinstance(module, Qwen3TransformerBlock)]
+        blocks = [module for module in model.modules() if isinstance(module, (Qwen3TransformerBlock, Llama3TransformerBlock))]
         for index, block in enumerate(blocks):
             block.forward = partial(self._block, block, self._spec.is_moe_layer[index])
         model.norm.forward = partial(self._norm, model.norm)
@@ -84,8 +87,11 @@ class Forward:
         return made.view_as(x)
 
     def _attend(self, attention: Any, x: Tensor, rows: Sequences, how: How) -> Tensor:
-        made = functions.linear(x, *_qkv_weights(attention.qkv_linear), how=how)
-        norms = attention.q_norm.weight, attention.k_norm.weight
+        q, k, v = _qkv_weights(attention.qkv_linear)
+        if self._is_interleaved:
+            q, k = (_pairs_apart(weight, self._spec.head_dim) for weight in (q, k))
+        made = functions.linear(x, q, k, v, how=how)
+        norms = (None, None) if attention.q_norm is None else (attention.q_norm.weight, attention.k_norm.weight)
         attended = functions.attention(made, *norms, self._table(x), rows, self._heads, how=how)
         return functions.linear(attended, attention.wo.weight, how=how)
 
@@ -122,6 +128,11 @@ def _qkv_weights(linear: Any) -> list[Tensor]:
     size, group, weight = linear.head_dim, linear.heads_per_kv, linear.wqkv.weight
     heads = weight.view(-1, group + 2, size, weight.shape[1])  # of each kv head: its q heads, k, v
     return [part.reshape(-1, weight.shape[1]) for part in heads.split([group, 1, 1], 1)]
+
+
+def _pairs_apart(weight: Tensor, head_dim: int) -> Tensor:
+    """Of rows that rope turns as neighbours: those as far apart as half a head, which the kernels turn."""
+    return weight.view(-1, head_dim // 2, 2, weight.shape[1]).transpose(1, 2).reshape_as(weight)
 
 
 def _unchanged(hidden: Tensor) -> Tensor:
