@@ -139,7 +139,9 @@ typedef struct rm_rms_norm_args {
 } rm_rms_norm_args;
 
 // y[i][j] = round(dot(x[i], w[j]) + bias[j]). With groups, rows [group_rows[g], group_rows[g+1]) of x meet matrix g.
-// gemm_swiglu: w holds gate and up interleaved (rm_gate_up_row), y[i][j] = round(round(silu(round gate)) · round up).
+// gemm_swiglu: w holds gate and up interleaved (rm_gate_up_row), y[i][j] = round(round(activation(round gate)) · round up).
+typedef enum rm_activation { RM_SILU, RM_GELU_TANH, RM_GELU } rm_activation;   // GELU: by erf
+
 typedef struct rm_gemm_args {
   void *y;                  // y_dtype [m][n], row stride ldy; may not alias x
   void *gate_up;            // with swiglu: T [m][2n] or NULL, round gate and round up of each row, for a backward pass
@@ -151,6 +153,7 @@ typedef struct rm_gemm_args {
   int64_t m, n, k;          // n: columns of y (with swiglu the intermediate width)
   int64_t ldx, ldy;
   rm_dtype dtype, y_dtype;  // y_dtype: dtype, or RM_F32
+  rm_activation activation; // of the gate, with swiglu
 } rm_gemm_args;
 
 // The sum of squares of each head of q and k, as qk_rope_kv computes it for a norm per head: the sums of all ranks' heads are what a norm

@@ -190,8 +190,12 @@ class Model:
         return net.eval().requires_grad_(False)
 
 
+HIDDEN_ACT = ("gelu", "silu", "gelu_new", "gelu_pytorch_tanh", "gelu", "swish")
+
+
 def draw(family: str, number: int, seed: int = 0, **changes: Any) -> Model:
-    fields = FAMILIES[family](Dice([seed, number, *family.encode()])) | changes
+    fields = FAMILIES[family](Dice([seed, number, *family.encode()]))
+    fields |= {"hidden_act": HIDDEN_ACT[(number + number // 100) % 6]} | changes
     config = oracle.config_of({"model_type": family, **fields})
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()

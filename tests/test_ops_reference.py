@@ -4,6 +4,8 @@ with derived bounds for the rest, published vectors for the random numbers. What
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from ops_cases import DTYPES, EPS, EPS_T, Array, dot_bound, exact_dot, hard, normal, stored, to_bf16, values
@@ -62,18 +64,32 @@ def test_gemm_rounds_once(dtype: str, rng: np.random.Generator) -> None:
     assert (ops.gemm(x, packed, 20, bias=bias, isa=REF) == stored(acc + values(bias), dtype)).all()
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_swiglu_against_float64(dtype: str, rng: np.random.Generator) -> None:
+def test_swiglu_against_float64(dtype: str, activation: str, rng: np.random.Generator) -> None:
     x, gate, up = normal(rng, (6, 80), dtype, 2.0), normal(rng, (35, 80), dtype), normal(rng, (35, 80), dtype)
     both = np.empty((6, 70), x.dtype)
-    got = f64(ops.gemm_swiglu(x, ops.pack_gate_up(gate, up, dtype=dtype, isa=REF), 35, gate_up=both, isa=REF))
+    packed = ops.pack_gate_up(gate, up, dtype=dtype, isa=REF)
+    got = f64(ops.gemm_swiglu(x, packed, 35, activation=activation, gate_up=both, isa=REF))
     each = [ops.gemm(x, ops.pack(w, dtype=dtype, isa=REF), 35, isa=REF) for w in (gate, up)]
     assert (both == np.concatenate(each, 1)).all()
     g, u = map(f64, each)
-    silu = g / (1 + np.exp(-g))
-    # exp to 1 ulp, the sum and the quotient to half a one, then two roundings to T
-    relative = 4 * EPS + 2.01 * EPS_T[dtype]
-    assert (np.abs(got - silu * u) <= relative * np.abs(silu * u) + 2.0**-126).all()
+    inner = g if activation == "silu" else np.sqrt(8 / np.pi) * (g + 0.044715 * g**3)
+    with np.errstate(over="ignore"):
+        opened = g / (1 + np.exp(-inner))
+    if activation == "gelu":
+        opened = g * np.array([0.5 * math.erfc(-z / math.sqrt(2)) for z in g.flat]).reshape(g.shape)
+    # exp to 1 ulp, the sum and the quotient to half a one, then two roundings to T. An error of z in sigmoid(z) is at most 0.28 times
+    # that of z relative to z, which has four roundings; Phi has Abramowitz and Stegun's 1.5e-7 / 2 and about as much by rounding.
+    relative, of_share = 4 * EPS + 2.01 * EPS_T[dtype], {"silu": 0.0, "gelu_tanh": 2 * EPS, "gelu": 1.5e-7}[activation]
+    assert (np.abs(got - opened * u) <= relative * np.abs(opened * u) + of_share * np.abs(g * u) + 2.0**-126).all()
+
+
+def test_an_activation_that_is_none() -> None:
+    x, w = np.zeros((1, 32), np.float32), np.zeros((16, 32), np.float32)
+    packed = ops.pack_gate_up(w, w, dtype="float32")
+    with pytest.raises(errors.ConfigError, match="activation: expected one of silu, gelu_tanh, gelu, got 'relu'"):
+        ops.gemm_swiglu(x, packed, 16, activation="relu")
 
 
 # ---------------------------------------------------------------------------------------------- rows

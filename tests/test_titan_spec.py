@@ -26,6 +26,7 @@ from titan_cpu import (
     feed_forward,
     linear,
     llama3_configs,
+    llama3_layers,
     llama3_registry,
     model_registry,
     moe,
@@ -169,11 +170,13 @@ def test_logits_are_torchtitans(flavor: str) -> None:
 def llama_with(**changes: Any) -> Config:
     """The debug model of llama3 with two KV heads and short wavelengths, so that each setting of rope shows in 70 positions."""
     model = config("llama3")
+    turn = {"theta": 50.0, "scaling": "llama", "original_max_position_embeddings": 64} | changes
+    model.layers = llama3_layers(
+        n_layers=2, dim=model.dim, n_heads=16, n_kv_heads=2, hidden_dim=320, fuse_qkv=False, attn_backend="flex",
+        rope=rope.ComplexRoPE.Config(dim=model.dim // 16, max_seq_len=128, **turn),
+    )  # fmt: skip
     for layer in model.layers:
-        layer.attention.n_kv_heads = layer.attention.qkv_linear.n_kv_heads = 2
-        layer.attention.qkv_linear.wqkv.out_features = (16 + 2 * 2) * 16
-        for name, value in ({"theta": 50.0, "original_max_position_embeddings": 64} | changes).items():
-            setattr(layer.attention.rope, name, value)
+        layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
     return model
 
 
@@ -201,14 +204,11 @@ def test_pushes_of_llama3_by_its_own_names_and_by_to_hf_are_one() -> None:
     model = llama_with()
     own = built(model).state_dict()
     hf = spec.state_dict_adapter(model, None).to_hf(own)
-    digests = set()
-    for state in (own, hf, {name: t.to(torch.float64) for name, t in own.items()}):
-        with rm.Generator(rm.ModelSpec.from_torchtitan(model), dtype="float32", max_model_len=64, kv_cache_gib=0.05, threads=2) as generator:
-            digests.add(generator.sync_weights(state, cast=True).digest)
-    assert len(digests) == 1
-    broken = own["layers.1.attention.qkv_linear.wk.weight"].clone()
-    broken[16 + 5, 7] = float("nan")  # row 5 of a head is behind row 4: the second half
     with rm.Generator(rm.ModelSpec.from_torchtitan(model), dtype="float32", max_model_len=64, kv_cache_gib=0.05) as generator:
+        states = own, hf, {name: tensor.to(torch.float64) for name, tensor in own.items()}
+        assert len({generator.sync_weights(state, cast=True).digest for state in states}) == 1
+        broken = own["layers.1.attention.qkv_linear.wk.weight"].clone()
+        broken[16 + 5, 7] = float("nan")
         with pytest.raises(rm.NonFiniteError, match=r"layers.1.attention.qkv_linear.wk.weight: element \[21, 7\] is not finite"):
             generator.sync_weights({**own, "layers.1.attention.qkv_linear.wk.weight": broken})
 

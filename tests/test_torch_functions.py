@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,9 @@ def plain_attention(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: Head
 BIAS = torch.linspace(0.3, -0.3, EXPERTS)  # large enough to change choices
 
 
-def plain_moe(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, renormalize: bool, bias: Tensor | None = None) -> Tensor:
+def plain_moe(
+    x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, renormalize: bool, bias: Tensor | None = None, act: Any = F.silu
+) -> Tensor:
     scores = torch.softmax(x @ router.t(), -1)
     ids = (scores if bias is None else scores + bias).topk(TOP_K, -1).indices
     gates = scores.gather(1, ids)
@@ -76,7 +79,7 @@ def plain_moe(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, renormal
     for e in range(EXPERTS):
         gate, up = (x @ gate_up[e].t()).chunk(2, -1)
         weight = (gates * (ids == e)).sum(-1, keepdim=True)
-        out = out + weight * ((F.silu(gate) * up) @ down[e].t())
+        out = out + weight * ((act(gate) * up) @ down[e].t())
     return out
 
 
@@ -123,12 +126,21 @@ def logprobs_among(temperature: float) -> Case:
     return Case(ours, plain, (ROWS, HIDDEN), (VOCAB, HIDDEN))
 
 
-def moe_with(renormalize: bool, bias: Tensor | None = None) -> Case:
+ACTS: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
+
+def swiglu_with(activation: str) -> Case:
+    act = ACTS[activation]
+    ours = partial(functions.swiglu, activation=activation)
+    return Case(ours, lambda x, g, u: act(x @ g.t()) * (x @ u.t()), (ROWS, HIDDEN), (INNER, HIDDEN), (INNER, HIDDEN))
+
+
+def moe_with(renormalize: bool, bias: Tensor | None = None, activation: str = "silu") -> Case:
     def ours(*inputs: Tensor) -> Tensor:
-        return functions.moe(*inputs, top_k=TOP_K, renormalize=renormalize, bias=bias).out
+        return functions.moe(*inputs, top_k=TOP_K, renormalize=renormalize, bias=bias, activation=activation).out
 
     shapes = (ROWS, HIDDEN), (EXPERTS, HIDDEN), (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
-    return Case(ours, lambda *inputs: plain_moe(*inputs, renormalize, bias), *shapes)
+    return Case(ours, lambda *inputs: plain_moe(*inputs, renormalize, bias, ACTS[activation]), *shapes)
 
 
 def attention_with(window: int) -> Case:
@@ -159,10 +171,14 @@ CASES = {
     "add": Case(functions.add, torch.add, (ROWS, HIDDEN), (ROWS, HIDDEN)),
     "attention": attention_with(0),
     "attention in a window": attention_with(3),
-    "swiglu": Case(functions.swiglu, lambda x, g, u: F.silu(x @ g.t()) * (x @ u.t()), (ROWS, HIDDEN), (INNER, HIDDEN), (INNER, HIDDEN)),
+    "swiglu": swiglu_with("silu"),
+    "swiglu, gelu": swiglu_with("gelu"),
+    "swiglu, gelu by tanh": swiglu_with("gelu_tanh"),
     "moe": moe_with(True),
     "moe, raw gates": moe_with(False),
     "moe, router bias": moe_with(True, BIAS),
+    "moe, gelu": moe_with(True, None, "gelu"),
+    "moe, gelu by tanh": moe_with(True, None, "gelu_tanh"),
     "lm_head": Case(functions.lm_head, lambda x, w: x @ w.t(), (ROWS, HIDDEN), (VOCAB, HIDDEN)),
     "token_logprobs": logprobs_at(1.0),
     "token_logprobs at 0.6": logprobs_at(0.6),

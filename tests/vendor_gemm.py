@@ -59,6 +59,7 @@ class Gemm(Structure):
         ("ldy", c_int64),
         ("dtype", c_int),
         ("y_dtype", c_int),
+        ("activation", c_int),
     )
 
 

@@ -4,6 +4,11 @@
 // y is a whole matrix, of which a rank writes its own columns.
 #include "model/model_internal.h"
 
+static rm_gemm_args gated(const rm_model *model, rm_gemm_args args) {
+  args.activation = model->spec->activation;
+  return args;
+}
+
 static rm_gemm_args linear(const rm_model *model, rm_cut cut, char *y, const void *x, const char *w, int64_t m, int64_t k) {
   const rm_range mine = model->shard.cuts[cut][model->shard.me];
   return (rm_gemm_args){.y = y + (size_t)mine.first * model->shard.elem,
@@ -49,7 +54,7 @@ rm_gemm_args rm_o_proj_gemm(const rm_model *model, const rm_layer_params *layer,
 }
 
 rm_gemm_args rm_gate_up_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
-  return linear(model, RM_CUT_INNER, model->inner, model->x, weights + layer->gate_up, m, model->spec->hidden_size);
+  return gated(model, linear(model, RM_CUT_INNER, model->inner, model->x, weights + layer->gate_up, m, model->spec->hidden_size));
 }
 
 rm_gemm_args rm_down_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
@@ -57,7 +62,8 @@ rm_gemm_args rm_down_gemm(const rm_model *model, const rm_layer_params *layer, c
 }
 
 rm_gemm_args rm_shared_gate_up_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
-  return linear(model, RM_CUT_SHARED_INNER, model->inner, model->x, weights + layer->shared_gate_up, m, model->spec->hidden_size);
+  const int64_t hidden = model->spec->hidden_size;
+  return gated(model, linear(model, RM_CUT_SHARED_INNER, model->inner, model->x, weights + layer->shared_gate_up, m, hidden));
 }
 
 rm_gemm_args rm_shared_down_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {

@@ -42,6 +42,7 @@ typedef struct rm_spec {
   int norm_after;               // norms are of a block's output, before it is added; else of its input
   int attention_bias, o_bias;   // of q, k and v; of o
   int router_bias;              // every version has one; 0: it may be absent
+  rm_activation activation;     // of MLPs and experts
   float rms_norm_eps;
   float rope_scale;             // attention_scaling of the rope type, 1 by default
   const float *inv_freq;        // [rotary_dim/2]

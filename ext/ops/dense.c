@@ -70,11 +70,12 @@ static void check_groups(rm_op_call *c, const rm_gemm_args *a) {
     if (bounds[g + 1] < bounds[g]) rm_op_refuse(c, RM_E_SHAPE, "group_rows", bounds[g + 1], "ascending, at least", bounds[g]);
 }
 
-// (y, x, w, bias | None, group_rows | None, n, swiglu, gate_up | None)
+// (y, x, w, bias | None, group_rows | None, n, swiglu, gate_up | None, activation)
 RM_KERNELS_METHOD(gemm) {
-  CALL(8);
+  CALL(9);
   const int swiglu = o[6] == Py_True;
   rm_gemm_args a = {.m = -1, .k = -1, .n = rm_op_size_of(&c, o[5], "n", 0), .n_groups = -1};
+  a.activation = (rm_activation)rm_op_size_of(&c, o[8], "activation", 0);
   a.dtype = rm_op_dtype_of(&c, o[1], "x");
   a.y_dtype = rm_op_dtype_of(&c, o[0], "y");
   a.x = VIEW(&c, o[1], "x", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, &a.m, &a.k);

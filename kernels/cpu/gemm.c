@@ -32,6 +32,23 @@ VEC void store_plain(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *a
   }
 }
 
+// rm_activate of 16 numbers.
+VEC vf activate(rm_activation how, vf x) {
+  const vf one = vf_set1(1.0f);
+  if (how == RM_GELU) {
+    const vf a = vf_mul(vf_max(x, vf_neg(x)), vf_set1(RM_SQRT_HALF)), t = vf_div(one, vf_fma(vf_set1(RM_PHI_P), a, one));
+    vf q = vf_fma(vf_set1(RM_PHI_A5), t, vf_set1(RM_PHI_A4));
+    q = vf_fma(q, t, vf_set1(RM_PHI_A3));
+    q = vf_fma(q, t, vf_set1(RM_PHI_A2));
+    q = vf_fma(q, t, vf_set1(RM_PHI_A1));
+    const vf below = vf_mul(vf_mul(q, t), vf_exp(vf_neg(vf_mul(a, a))));
+    return vf_mul(x, vf_pick(vf_gt(vf_zero(), x), below, vf_sub(one, below)));
+  }
+  vf z = x;
+  if (how == RM_GELU_TANH) z = vf_mul(x, vf_fma(vf_set1(RM_GELU_K3), vf_mul(x, x), vf_set1(RM_GELU_K1)));
+  return vf_div(x, vf_add(one, vf_exp(vf_neg(z))));
+}
+
 VEC void store_swiglu(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *acc, int64_t row, int64_t rows, int64_t tile,
                       int64_t n_tiles) {
   const rm_gemm_args *a = job->a;
@@ -40,8 +57,8 @@ VEC void store_swiglu(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *
       const int64_t col = (tile + t) * RM_N_TILE, n = rm_min64(RM_N_TILE, a->n - col), both = 2 * (row + r) * a->n + col;
       const float *sum = acc + (2 * t * rows + r) * RM_N_TILE; // the up tile stands behind the gate's
       const vf gate = vt_round(T, vf_load(sum)), up = vt_round(T, vf_load(sum + rows * RM_N_TILE));
-      const vf silu = vt_round(T, vf_div(gate, vf_add(vf_set1(1.0f), vf_exp(vf_neg(gate)))));
-      vt_store_n(Y, a->y, (row + r) * a->ldy + col, vt_round(Y, vf_mul(silu, up)), n);
+      const vf open = vt_round(T, activate(a->activation, gate));
+      vt_store_n(Y, a->y, (row + r) * a->ldy + col, vt_round(Y, vf_mul(open, up)), n);
       if (!a->gate_up) continue;
       vt_store_n(T, a->gate_up, both, vt_round(T, gate), n); // again, as what is stored always is: an emulator may not flush denormals
       vt_store_n(T, a->gate_up, both + a->n, vt_round(T, up), n);

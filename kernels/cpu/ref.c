@@ -67,12 +67,12 @@ static void gemm_swiglu_rows(const rm_gemm_args *a, const void *w, int64_t row0,
       const void *x = rm_at(a->dtype, a->x, i * a->ldx);
       const float gate = rm_round_to(a->dtype, rm_ref_dot(a->dtype, x, w, rm_gate_up_row(j, 0), a->k));
       const float up = rm_round_to(a->dtype, rm_ref_dot(a->dtype, x, w, rm_gate_up_row(j, 1), a->k));
-      const float silu = rm_round_to(a->dtype, gate / (1.0f + rm_exp(-gate)));
+      const float open = rm_round_to(a->dtype, rm_activate(a->activation, gate));
       if (a->gate_up) {
         rm_put(a->dtype, a->gate_up, 2 * i * a->n + j, gate);
         rm_put(a->dtype, a->gate_up, (2 * i + 1) * a->n + j, up);
       }
-      rm_put(a->y_dtype, a->y, i * a->ldy + j, silu * up);
+      rm_put(a->y_dtype, a->y, i * a->ldy + j, open * up);
     }
 }
 

@@ -102,6 +102,34 @@ RM_INLINE float rm_exp(float x) {
 
 RM_INLINE float rm_sigmoid(float x) { return 1.0f / (1.0f + rm_exp(-x)); }
 
+// GELU by tanh: x·σ(z), z = x·(K3·x² + K1), K1 = √(8/π), K3 = 0.044715·K1. GELU by erf: x·Φ(x), where Φ(−|x|) is half of
+// Abramowitz and Stegun's 7.1.26, of |x|/√2.
+#define RM_GELU_K1 0x1.988454p+0f
+#define RM_GELU_K3 0x1.2444f2p-4f
+#define RM_SQRT_HALF 0x1.6a09e6p-1f
+#define RM_PHI_P 0x1.4f740ap-2f
+#define RM_PHI_A1 0x1.04f20cp-3f
+#define RM_PHI_A2 (-0x1.23531cp-3f)
+#define RM_PHI_A3 0x1.6be1c6p-1f
+#define RM_PHI_A4 (-0x1.7401c6p-1f)
+#define RM_PHI_A5 0x1.0fb844p-1f
+
+RM_INLINE float rm_gelu(float x) {
+  const float a = rm_max_f32(x, -x) * RM_SQRT_HALF, t = 1.0f / fmaf(RM_PHI_P, a, 1.0f);
+  float q = fmaf(RM_PHI_A5, t, RM_PHI_A4);
+  q = fmaf(q, t, RM_PHI_A3);
+  q = fmaf(q, t, RM_PHI_A2);
+  q = fmaf(q, t, RM_PHI_A1);
+  const float below = q * t * rm_exp(-(a * a));
+  return x * (x < 0.0f ? below : 1.0f - below);
+}
+
+RM_INLINE float rm_activate(rm_activation how, float x) {
+  if (how == RM_GELU) return rm_gelu(x);
+  const float z = how == RM_GELU_TANH ? x * fmaf(RM_GELU_K3, x * x, RM_GELU_K1) : x;
+  return x / (1.0f + rm_exp(-z));
+}
+
 // log of a positive normal number: x = 2^e·m, √½ ≤ m < √2, f = m − 1, log m = f − f²/2 + f³·p(f).
 RM_INLINE float rm_log(float x) {
   if (!(x > 0.0f)) return rm_is_nan(x) || x < 0.0f ? rm_float(0x7fc00000u) : -INFINITY;

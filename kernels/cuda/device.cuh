@@ -166,7 +166,7 @@ __device__ inline float rm_output(const rm_gemm_args &a, int64_t row, int64_t co
       rm_put(DTYPE, a.gate_up, 2 * row * a.n + col, g);
       rm_put(DTYPE, a.gate_up, (2 * row + 1) * a.n + col, u);
     }
-    return rm_round_to(DTYPE, g / (1.0f + rm_exp(-g))) * u;
+    return rm_round_to(DTYPE, rm_activate(a.activation, g)) * u;
   } else {
     return a.bias ? acc + rm_get(DTYPE, a.bias, col) : acc;
   }

@@ -257,7 +257,19 @@ class Kernels:
     def embed(self, out: _T, ids: _I32, table: _T, packed: bool, vocab: int, hidden: int, /) -> None: ...
     def gather_rows(self, out: _T, x: _T, rows: _I32, /) -> None: ...
     def rms_norm(self, out: _T, residual: _T, x: _T | None, weight: _T | None, eps: float, x_gate: _T | None, /) -> None: ...
-    def gemm(self, y: _T, x: _T, w: _T, bias: _T | None, group_rows: _I32 | None, n: int, swiglu: bool, gate_up: _T | None, /) -> None: ...
+    def gemm(
+        self,
+        y: _T,
+        x: _T,
+        w: _T,
+        bias: _T | None,
+        group_rows: _I32 | None,
+        n: int,
+        swiglu: bool,
+        gate_up: _T | None,
+        activation: int,
+        /,
+    ) -> None: ...
     def head_squares(self, q_out: _F32, k_out: _F32, qkv: _T, head_dim: int, /) -> None: ...
     def qk_rope_kv(
         self,

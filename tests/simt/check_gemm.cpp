@@ -23,9 +23,10 @@ bool gemm_case(bool swiglu, rm_dtype dtype, rm_dtype y_dtype, int64_t m, int64_t
   a.bias = !swiglu && !groups && pick(2) ? numbers(dtype, n) : nullptr;
   a.group_rows = groups ? group_rows : nullptr;
   a.n_groups = groups, a.group_stride = stride, a.m = m, a.n = n, a.k = k, a.ldx = ldx, a.ldy = ldy, a.dtype = dtype, a.y_dtype = y_dtype;
-  char what[160];
-  snprintf(what, sizeof what, "gemm swiglu=%d dtype=%d y=%d m=%ld n=%ld k=%ld groups=%ld bias=%d wild=%d tile=%d", swiglu, dtype, y_dtype,
-           m, n, k, groups, a.bias != nullptr, wild, tile);
+  if (swiglu) a.activation = static_cast<rm_activation>(pick(3));
+  char what[192];
+  snprintf(what, sizeof what, "gemm swiglu=%d activation=%d dtype=%d y=%d m=%ld n=%ld k=%ld groups=%ld bias=%d wild=%d tile=%d", swiglu,
+           a.activation, dtype, y_dtype, m, n, k, groups, a.bias != nullptr, wild, tile);
   rm_limits limits = {};  // with none, k is not split over blocks
   if (pick(3)) limits.max_rows = m, limits.max_n = swiglu ? rm_gate_up_rows(n) : n, limits.max_k = k, limits.top_k = groups;
   const auto call = [&](const rm_kernels *table, const rm_ctx *ctx) {

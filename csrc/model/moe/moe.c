@@ -119,8 +119,10 @@ static rm_gemm_args grouped(const rm_moe *moe, const char *w, int64_t stride, co
 }
 
 rm_gemm_args rm_moe_up(const rm_moe *moe, const rm_layer_params *layer, const char *weights, const int32_t *group_rows, int64_t m) {
-  return grouped(moe, weights + layer->expert_gate_up, layer->expert_gate_up_stride, group_rows, m, moe->here->expert_inner.n,
-                 moe->spec->hidden_size);
+  rm_gemm_args args = grouped(moe, weights + layer->expert_gate_up, layer->expert_gate_up_stride, group_rows, m, moe->here->expert_inner.n,
+                              moe->spec->hidden_size);
+  args.activation = moe->spec->activation;
+  return args;
 }
 
 rm_gemm_args rm_moe_down(const rm_moe *moe, const rm_layer_params *layer, const char *weights, const int32_t *group_rows, int64_t m) {

@@ -27,6 +27,7 @@ from rollmesh.model import rope as _rope
 from rollmesh.model import torchtitan as _torchtitan
 from rollmesh.model.families import FAMILIES, QK_NORMS, USUAL_NAMES, Experts, Family
 from rollmesh.model.reader import MAX_EXPERTS, MAX_GROUPS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITION, MAX_VOCAB, MAX_WIDTH, Reader
+from rollmesh.runtime.arguments import ACTIVATIONS
 from rollmesh.runtime.messages import listed, plain, shown
 
 
@@ -62,6 +63,8 @@ _UNSUPPORTED = {
     "add_cross_attention": "cross attention",
     "mlp_bias": "biases of the MLP",
 }
+# transformers' names of the activations.
+_HIDDEN_ACT = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _READ = _USED | _keys(" ".join(f"{family.keys} {family.inert}" for family in FAMILIES.values()))
 _PLAIN = (type(None), bool, int, float, str, list, tuple, Mapping)
 
@@ -102,6 +105,7 @@ class EngineValues:
     tie_word_embeddings: bool
     router_bias: bool
     interleaved_wq: bool
+    activation: int
     rms_norm_eps: float
     rope_scale: float
     inv_freq: NDArray[np.float32]  # [rotary_dim / 2]
@@ -150,6 +154,7 @@ class ModelSpec:
     routed_scaling_factor: float = 1.0  # of gates
     shared_intermediate_size: int = 0  # of the expert that all rows of a MoE layer pass; 0: none
     shared_switch: bool = False  # it is scaled by a row's sigmoid
+    activation: str = "silu"  # of MLPs and experts; or "gelu_tanh", or "gelu", which is by erf
 
     @staticmethod
     def from_hf(config: Any, *, ignore: tuple[str, ...] = ()) -> ModelSpec:
@@ -227,6 +232,7 @@ class ModelSpec:
             o_bias=self.o_bias,
             tie_word_embeddings=self.tie_word_embeddings,
             router_bias=self.router_bias,
+            activation=ACTIVATIONS.index(self.activation),
             interleaved_wq=FAMILIES[self.model_type].interleaved_wq,
             rms_norm_eps=self.rms_norm_eps,
             rope_scale=scale,
@@ -357,8 +363,9 @@ def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
 
 
 def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
-    if c.values.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act: expected 'silu', got {shown(c.values['hidden_act'])}")
+    activation = c.values.get("hidden_act", "silu")
+    if not isinstance(activation, str) or activation not in _HIDDEN_ACT:
+        raise ConfigError(f"hidden_act: expected one of {', '.join(_HIDDEN_ACT)}, got {shown(activation)}")
     layers, hidden = c.integer("num_hidden_layers", 1, MAX_LAYERS), c.integer("hidden_size", 1, MAX_WIDTH)
     heads = c.integer("num_attention_heads", 1, MAX_HEADS)
     kv_heads = c.integer("num_key_value_heads", 1, MAX_HEADS) if c.given("num_key_value_heads") else heads
@@ -397,6 +404,7 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         rope_layers=tuple(map(bool, family.rope_layers(c, layers))),
         sliding_windows=family.windows(c, layers),
         eos_token_ids=_eos(c, vocab),
+        activation=_HIDDEN_ACT[activation],
     )
     if family.check is not None:
         family.check(c, head_dim)

@@ -45,6 +45,7 @@ from rollmesh.ops.arguments import (
 )
 from rollmesh.ops.devices import Op, new_in, on_stream, op_device_on, op_over, release_devices, to_device
 from rollmesh.ops.types import LmHead, LmHeadPairs, Routing, Sampled, SampleParams
+from rollmesh.runtime.arguments import ACTIVATIONS, choice
 from rollmesh.runtime.messages import shown
 
 __all__ = [
@@ -178,7 +179,7 @@ def gemm(
     op, x, w, bias, group_rows, out = op_over(isa, threads, x=x, w=w, bias=bias, group_rows=group_rows, out=out)
     x, n = matrix_of("x", x), size_of("n", n)
     out = op.new((x.shape[0], n), np.float32 if float32_out else x.dtype) if out is None else out
-    op.core.gemm(out, x, w, bias, group_rows, n, False, None)
+    op.core.gemm(out, x, w, bias, group_rows, n, False, None, 0)
     return out
 
 
@@ -188,17 +189,20 @@ def gemm_swiglu(
     n: int,
     *,
     group_rows: Array | None = None,
+    activation: str = "silu",
     out: Array | None = None,
     gate_up: Array | None = None,
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """silu(x · gate) · (x · up), [m, n], with w from pack_gate_up; n is the width of gate. gate_up [m, 2n], if given, receives x · gate
-    and x · up of each row as they were rounded, which a backward pass needs."""
+    """activation(x · gate) · (x · up), [m, n], with w from pack_gate_up; n is the width of gate. activation: "silu", "gelu_tanh" or
+    "gelu" (by erf). gate_up [m, 2n], if given, receives x · gate and x · up of each row as they were rounded, which a backward pass
+    needs."""
     op, x, w, group_rows, out, gate_up = op_over(isa, threads, x=x, w=w, group_rows=group_rows, out=out, gate_up=gate_up)
     x, n = matrix_of("x", x), size_of("n", n)
     out = op.new((x.shape[0], n), x.dtype) if out is None else out
-    op.core.gemm(out, x, w, None, group_rows, n, True, gate_up)
+    chosen = ACTIVATIONS.index(choice("activation", activation, ACTIVATIONS))
+    op.core.gemm(out, x, w, None, group_rows, n, True, gate_up, chosen)
     return out
 
 

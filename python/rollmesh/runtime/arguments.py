@@ -19,6 +19,7 @@ MAX_TIMEOUT = 10**9  # 31 years: what every clock and lock can count
 BYTES = (bytes, bytearray, memoryview)  # iterable, and of integers, but no list of ids
 PARTS = {"weights": 1, "kv": 2}  # the bits of csrc/engine/engine.h, as the next
 OFFLOAD = 4
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")  # rm_activation of kernels/kernels.h, in its order
 REAL = (int, float, np.integer, np.floating)
 MAX_GIB = 2**20
 MIN_FLOAT64 = 2.2250738585072014e-308  # the smallest normal one; the engine takes smaller ones for 0

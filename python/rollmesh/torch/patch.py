@@ -158,7 +158,7 @@ class Patch:
     def mix_dense(self, mlp: Any, index: int, x: Tensor, how: How, prefix: str = "") -> Tensor:
         (gate, up), sources = weights_of([mlp.gate_proj, mlp.up_proj])
         packed = self.kept.get((index, f"{prefix}gate_up"), sources, lambda out: packing.pack_gate_up(gate, up, self.dtype, how, out))
-        inner = functions.swiglu(x, gate, up, packed=packed, how=how)
+        inner = functions.swiglu(x, gate, up, activation=self.spec.activation, packed=packed, how=how)
         weights, packed = self.rows_of((index, f"{prefix}down"), [mlp.down_proj], how)
         return functions.linear(inner, *weights, packed=packed, how=how)
 
@@ -173,7 +173,7 @@ class Patch:
         spec = self.spec
         made = functions.moe(
             x, *weights, top_k=spec.num_experts_per_tok, **spec.scoring,
-            bias=getattr(mlp.gate, "e_score_correction_bias", None), packed=packed, how=how,
+            bias=getattr(mlp.gate, "e_score_correction_bias", None), activation=spec.activation, packed=packed, how=how,
         )  # fmt: skip
         if self.wanted is not None and self.wanted.routed:
             self.wanted.experts[index] = made.ids

@@ -183,6 +183,7 @@ static void build_any_gemm(trial *t, int swiglu) {
   if (strides) a->y = partial_output(t, "y", room, size_of(s->out_dtype), s->rows * s->n);
   else a->y = output(t, "y", room, size_of(s->out_dtype));
   if (s->option & GEMM_KEEP) a->gate_up = output(t, "gate_up", 2 * s->rows * s->n, size_of(s->dtype));
+  if (swiglu && !t->timed) a->activation = (rm_activation)between(t, RM_SILU, RM_GELU);
   t->limits = (rm_limits){.max_rows = s->rows, .max_k = s->k, .max_n = s->n};
   t->flops = (swiglu ? 4.0 : 2.0) * (double)(s->rows * s->n) * (double)s->k;
 }

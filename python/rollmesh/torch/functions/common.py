@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from rollmesh import ops
 from rollmesh.errors import ShapeError, UnsupportedTensorError
@@ -75,9 +77,20 @@ def norm_gradients(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple
     return scale * (g - normed * (g * normed).mean(-1, keepdim=True)), by_weight.to(weight.dtype)
 
 
-def silu_gradients(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Of gate and of up, for silu(gate) · up; all float32."""
+ACTIVATED = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
+
+
+def gated_gradients(gate_up: Tensor, grad: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Of gate and of up, for activation(gate) · up; all float32."""
     gate, up = gate_up.chunk(2, 1)
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    return grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu
+    if activation == "gelu":
+        below = torch.special.ndtr(gate)
+        made, slope = gate * below, below + gate * torch.exp(-0.5 * gate * gate) / math.sqrt(2 * math.pi)
+    else:
+        k1 = math.sqrt(8 / math.pi)
+        inner = gate if activation == "silu" else k1 * (gate + 0.044715 * gate**3)
+        sigmoid = torch.sigmoid(inner)
+        made = gate * sigmoid
+        by_inner = made * (1 - sigmoid)
+        slope = sigmoid + (by_inner if activation == "silu" else by_inner * (k1 * (1 + 3 * 0.044715 * gate**2)))
+    return grad * up * slope, grad * made

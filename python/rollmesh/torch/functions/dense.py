@@ -16,11 +16,11 @@ from rollmesh.torch.arrays import array_of, empty_array, in_turn, tensor_of
 from rollmesh.torch.functions.common import (
     How,
     backward_pass,
+    gated_gradients,
     how_for,
     matmul_dtype,
     norm_gradients,
     rows_of,
-    silu_gradients,
     vector_of,
     width_of,
 )
@@ -173,12 +173,13 @@ def decoder_layer(
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, packed: Any, how: How) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, packed: Any, activation: str, how: How) -> Tensor:
         n = len(gate)
         with in_turn(x):
             both = empty_array((len(x), 2 * n), x) if any(ctx.needs_input_grad) else None
-            out = tensor_of(ops.gemm_swiglu(array_of(x), packed, n, gate_up=both, **how), x.dtype)
+            out = tensor_of(ops.gemm_swiglu(array_of(x), packed, n, activation=activation, gate_up=both, **how), x.dtype)
         if both is not None:
+            ctx.activation = activation
             ctx.save_for_backward(x, gate, up, tensor_of(both, x.dtype))
         return out
 
@@ -187,7 +188,7 @@ class _Swiglu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, both = ctx.saved_tensors
         dtype = matmul_dtype(x)
-        by_gate, by_up = (g.to(dtype) for g in silu_gradients(both.float(), grad.float()))
+        by_gate, by_up = (g.to(dtype) for g in gated_gradients(both.float(), grad.float(), ctx.activation))
         by_x, rows = None, x.to(dtype)
         if ctx.needs_input_grad[0]:
             by_x = (by_gate @ gate.to(dtype)).addmm_(by_up, up.to(dtype)).to(x.dtype)
@@ -195,16 +196,18 @@ class _Swiglu(torch.autograd.Function):
             (g.t() @ rows).to(w.dtype) if needed else None
             for g, w, needed in zip((by_gate, by_up), (gate, up), ctx.needs_input_grad[1:3], strict=True)
         ]
-        return by_x, *weights, None, None
+        return by_x, *weights, None, None, None
 
 
-def swiglu(x: Tensor, gate: Tensor, up: Tensor, *, packed: Any = None, how: How | None = None) -> Tensor:
-    """silu(x · gate) · (x · up), [rows, n], with gate and up [n, k]."""
+def swiglu(
+    x: Tensor, gate: Tensor, up: Tensor, *, activation: str = "silu", packed: Any = None, how: How | None = None
+) -> Tensor:
+    """activation(x · gate) · (x · up), [rows, n], with gate and up [n, k]. activation: as in ops.gemm_swiglu."""
     x = rows_of("x", x)
     how = how or how_for(x)
     if len(gate) != len(up):
         raise ShapeError(f"up: expected {len(gate)} rows, as gate has, got {len(up)}")
     width_of("gate or up", (gate, up), x.shape[1])
     packed = packing.pack_gate_up(gate, up, x.dtype, how) if packed is None else packed
-    made: Tensor = _Swiglu.apply(x, gate, up, packed, how)  # type: ignore[no-untyped-call]
+    made: Tensor = _Swiglu.apply(x, gate, up, packed, activation, how)  # type: ignore[no-untyped-call]
     return made

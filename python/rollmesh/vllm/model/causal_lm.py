@@ -88,7 +88,7 @@ class Block(torch.nn.Module):
 
     def _mix_dense(self, model: Model, x: Array) -> Array:
         w, here = self.weights, model.columns
-        inner = here.whole(ops.gemm_swiglu(x, w["gate_up"], len(here.here.inner), **model.how), "inner")
+        inner = here.whole(ops.gemm_swiglu(x, w["gate_up"], len(here.here.inner), **model.gated), "inner")
         return here.whole(ops.gemm(inner, w["down"], len(here.here.hidden), **model.how), "hidden")
 
     def _mix_experts(self, model: Model, x: Array) -> Array:
@@ -99,7 +99,7 @@ class Block(torch.nn.Module):
         own = here.here.experts
         first, end = int(group_rows[own.start]), int(group_rows[own.stop])
         groups = group_rows[own.start : own.stop + 1] - np.int32(first)
-        inner = ops.gemm_swiglu(rows[first:end], w["expert_gate_up"], len(here.here.expert_inner), group_rows=groups, **model.how)
+        inner = ops.gemm_swiglu(rows[first:end], w["expert_gate_up"], len(here.here.expert_inner), group_rows=groups, **model.gated)
         if not model.expert_parallel:
             inner = here.whole(inner, "expert_inner")
         y = ops.gemm(inner, w["expert_down"], len(here.here.expert_hidden), group_rows=groups, **model.how)
@@ -109,7 +109,7 @@ class Block(torch.nn.Module):
         out = out if model.expert_parallel else here.whole(out, "expert_hidden")
         if not spec.shared_intermediate_size:
             return out
-        inner = here.whole(ops.gemm_swiglu(x, w["shared_gate_up"], len(here.here.shared_inner), **model.how), "shared_inner")
+        inner = here.whole(ops.gemm_swiglu(x, w["shared_gate_up"], len(here.here.shared_inner), **model.gated), "shared_inner")
         shared: Array = here.whole(ops.gemm(inner, w["shared_down"], len(here.here.hidden), **model.how), "hidden")
         gate = ops.gemm(x, w["shared_switch"], 1, **model.how).reshape(-1) if spec.shared_switch else None
         both: Array = ops.rms_norm(out, None, eps=1.0, x=shared, x_gate=gate, **model.how)
@@ -134,6 +134,7 @@ class Model(torch.nn.Module):
         rank = group.rank_in_group if group else 0
         self.columns = Columns(group and group.cpu_group, rank, placements(spec, mesh.tp, 1, mesh.ep))
         self.how: dict[str, Any] = {"threads": options.threads or torch.get_num_threads(), "isa": options.isa}
+        self.gated = self.how | {"activation": spec.activation}
         self._add_rope(vllm_config.model_config.max_model_len)
         self.layers = torch.nn.ModuleList(
             Block(self, i, f"{prefix}{'.' if prefix else ''}model.layers.{i}.self_attn.attn") for i in range(spec.num_hidden_layers)
