@@ -38,7 +38,7 @@ def _keys(words: str) -> frozenset[str]:
 _USED = _keys(
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
     "max_position_embeddings rms_norm_eps tie_word_embeddings rope_parameters rope_scaling rope_theta partial_rotary_factor "
-    "original_max_position_embeddings eos_token_id"
+    "original_max_position_embeddings eos_token_id is_causal"
 )
 
 # Without effect on the logits of inference: training, generation, bookkeeping, output formats.
@@ -356,6 +356,8 @@ def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
 def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
     if c.values.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ConfigError(f"hidden_act: expected 'silu', got {shown(c.values['hidden_act'])}")
+    if not c.boolean("is_causal", True):
+        raise ConfigError("is_causal=False: attention to later tokens is not supported")
     layers, hidden = c.integer("num_hidden_layers", 1, MAX_LAYERS), c.integer("hidden_size", 1, MAX_WIDTH)
     heads = c.integer("num_attention_heads", 1, MAX_HEADS)
     kv_heads = c.integer("num_key_value_heads", 1, MAX_HEADS) if c.given("num_key_value_heads") else heads
