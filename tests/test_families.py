@@ -97,6 +97,16 @@ def test_configs_without_lists_of_layers(family: str, seed: int) -> None:
         assert rm.ModelSpec.from_hf(fields) == rm.ModelSpec.from_hf(oracle.config_of(fields).to_dict())
 
 
+def test_a_partial_rotary_factor_of_none_turns_whole_heads(seed: int) -> None:
+    """In GLM-4-MoE, whose default is a half where the key is missing; in a dict and in a config object, which does not keep the None."""
+    fields = {"model_type": "glm4_moe", **family_models.FAMILIES["glm4_moe"](family_models.Dice([seed])), "partial_rotary_factor": None}
+    config = oracle.config_of(fields)
+    wanted = family_models.transformers.AutoModelForCausalLM.from_config(config).model.rotary_emb.inv_freq.numpy()
+    for given in (fields, config):
+        inv_freq, _ = rm.ModelSpec.from_hf(given).rope(256)
+        assert np.array_equal(inv_freq, wanted)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

@@ -314,7 +314,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     if callable(getattr(config, "to_dict", None)):
-        return dict(config.to_dict())
+        return {"partial_rotary_factor": None, **config.to_dict()}  # of an object it is in rope_parameters, or there is none
     try:
         path = Path(config)
     except TypeError:
