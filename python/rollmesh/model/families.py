@@ -96,11 +96,12 @@ def windows_without_rope(c: Reader, layers: int) -> tuple[int, ...]:
     return tuple(0 if rope else window for rope in layers_with_rope(c, layers))
 
 
-def num_experts(c: Reader) -> int:
-    both = [c.integer(key, 0, MAX_EXPERTS) for key in ("num_experts", "num_local_experts") if c.given(key)]
+def num_experts(c: Reader, key: str = "num_experts", low: int = 0, default: int | None = None) -> int:
+    """num_local_experts is transformers' other name for it."""
+    both = [c.integer(name, low, MAX_EXPERTS) for name in (key, "num_local_experts") if c.given(name)]
     if len(set(both)) > 1:
-        raise ConfigError(f"num_experts={both[0]} and num_local_experts={both[1]} differ")
-    return both[0] if both else c.integer("num_experts", 0, MAX_EXPERTS)
+        raise ConfigError(f"{key}={both[0]} and num_local_experts={both[1]} differ")
+    return both[0] if both else c.integer(key, low, MAX_EXPERTS, default)
 
 
 def sparse_layers(c: Reader, layers: int) -> tuple[int, ...]:
@@ -146,7 +147,7 @@ class Experts:
 
 
 def _glm_experts(c: Reader) -> int:
-    return c.integer("n_routed_experts", 1, MAX_EXPERTS, 128)
+    return num_experts(c, "n_routed_experts", 1, 128)
 
 
 def _glm_shared(c: Reader) -> int:
@@ -302,8 +303,8 @@ FAMILIES = {
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
         "attention_bias use_qk_norm moe_intermediate_size num_experts_per_tok n_shared_experts n_routed_experts routed_scaling_factor "
-        "n_group topk_group first_k_dense_replace norm_topk_prob",
-        "num_local_experts num_experts num_mtp_layers num_nextn_predict_layers",
+        "n_group topk_group first_k_dense_replace norm_topk_prob num_local_experts",
+        "num_experts num_mtp_layers num_nextn_predict_layers",
         max_position_embeddings=131072,
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
