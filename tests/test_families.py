@@ -97,6 +97,23 @@ def test_configs_without_lists_of_layers(family: str, seed: int) -> None:
         assert rm.ModelSpec.from_hf(fields) == rm.ModelSpec.from_hf(oracle.config_of(fields).to_dict())
 
 
+@pytest.mark.parametrize("family", TRIED)
+def test_a_missing_key_has_the_default_of_transformers(family: str, seed: int) -> None:
+    """Or the config is refused, since the key has to be there."""
+    fields = {"model_type": family, **family_models.FAMILIES[family](family_models.Dice([seed]))}
+    fields |= {"num_attention_heads": 32, "num_key_value_heads": 16, "hidden_size": 128}
+    if "use_sliding_window" in FAMILIES[family].keys.split():
+        fields |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "layer_types": None}
+    assert rm.ModelSpec.from_hf(fields) == rm.ModelSpec.from_hf(oracle.config_of(fields))
+    for key in fields.keys() - {"eos_token_id"}:
+        left = {name: value for name, value in fields.items() if name != key}
+        try:
+            spec = rm.ModelSpec.from_hf(left)
+        except rm.ConfigError:
+            continue
+        assert spec == rm.ModelSpec.from_hf(oracle.config_of(left)), key
+
+
 def test_a_partial_rotary_factor_of_none_turns_whole_heads(seed: int) -> None:
     """In GLM-4-MoE, whose default is a half where the key is missing; in a dict and in a config object, which does not keep the None."""
     fields = {"model_type": "glm4_moe", **family_models.FAMILIES["glm4_moe"](family_models.Dice([seed])), "partial_rotary_factor": None}

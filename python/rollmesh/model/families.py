@@ -27,10 +27,10 @@ def every(c: Reader, layers: int) -> tuple[int, ...]:
     return (1,) * layers
 
 
-def _switched_window(c: Reader) -> int:
-    """sliding_window where use_sliding_window is on."""
-    use = c.boolean("use_sliding_window", False) and c.given("sliding_window" if "sliding_window" in c.values else "use_sliding_window")
-    return c.integer("sliding_window", 1, MAX_POSITION, 4096) if use else 0
+def _switched_window(c: Reader, default: int | None = 4096) -> int:
+    """sliding_window where use_sliding_window is on; None: full attention."""
+    given = c.given("sliding_window") if "sliding_window" in c.values else default is not None
+    return c.integer("sliding_window", 1, MAX_POSITION, default) if c.boolean("use_sliding_window", False) and given else 0
 
 
 def _layer_types(c: Reader, layers: int) -> tuple[str, ...] | None:
@@ -90,7 +90,7 @@ def layers_with_rope(c: Reader, layers: int) -> tuple[int, ...]:
 
 def windows_without_rope(c: Reader, layers: int) -> tuple[int, ...]:
     """SmolLM3: as layer_types says, else in the layers without rope."""
-    window, types = _switched_window(c), _layer_types(c, layers)
+    window, types = _switched_window(c, None), _layer_types(c, layers)
     if types is not None:
         return _by_type(types, window)
     return tuple(0 if rope else window for rope in layers_with_rope(c, layers))
@@ -174,6 +174,7 @@ class Family:
     keys: str = ""  # that its config has besides those of all (spec.py), separated by blanks
     inert: str = ""  # likewise, without effect
     head_dim: int = HIDDEN_BY_HEADS  # where the config has none
+    num_key_value_heads: int | None = None  # where the key is missing; None: num_attention_heads
     max_position_embeddings: int = 32768  # likewise, and the next ones
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
@@ -218,17 +219,26 @@ FAMILIES = {
     "mistral": Family(
         "MistralForCausalLM",
         "sliding_window",
+        num_key_value_heads=8,
         max_position_embeddings=131072,
         attention_bias=False,
         o_bias=False,
         windows=one_window(4096),
     ),
-    "qwen2": Family("Qwen2ForCausalLM", _QWEN, attention_bias=True, o_bias=False, windows=windows_from_a_layer_on),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        _QWEN,
+        num_key_value_heads=32,
+        attention_bias=True,
+        o_bias=False,
+        windows=windows_from_a_layer_on,
+    ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         f"attention_bias {_QWEN}",
         _QWEN_MOE,
         head_dim=128,
+        num_key_value_heads=32,
         qk_norm="head",
         windows=windows_from_a_layer_on,
     ),
@@ -236,6 +246,7 @@ FAMILIES = {
         "Qwen3MoeForCausalLM",
         f"attention_bias use_sliding_window sliding_window {_QWEN_MOE}",
         "max_window_layers layer_types",
+        num_key_value_heads=4,
         qk_norm="head",
         windows=one_switched_window,
         moe_layers=sparse_layers,
@@ -244,6 +255,7 @@ FAMILIES = {
         "SmolLM3ForCausalLM",
         "attention_bias no_rope_layers no_rope_layer_interval use_sliding_window sliding_window layer_types",
         "max_window_layers",
+        num_key_value_heads=4,
         rope_theta=2000000.0,
         tied=True,
         windows=windows_without_rope,
@@ -261,6 +273,7 @@ FAMILIES = {
         "MixtralForCausalLM",
         "sliding_window num_local_experts num_experts num_experts_per_tok",
         "router_jitter_noise",
+        num_key_value_heads=8,
         max_position_embeddings=131072,
         rope_theta=1000000.0,
         rms_norm_eps=1e-5,
@@ -279,6 +292,7 @@ FAMILIES = {
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
         f"qkv_bias shared_expert_intermediate_size {_QWEN} {_QWEN_MOE}",
+        num_key_value_heads=16,
         attention_bias=lambda c: c.boolean("qkv_bias", True),
         o_bias=False,
         windows=early_even_windows,
@@ -305,6 +319,7 @@ FAMILIES = {
         "attention_bias use_qk_norm moe_intermediate_size num_experts_per_tok n_shared_experts n_routed_experts routed_scaling_factor "
         "n_group topk_group first_k_dense_replace norm_topk_prob num_local_experts",
         "num_experts num_mtp_layers num_nextn_predict_layers",
+        num_key_value_heads=8,
         max_position_embeddings=131072,
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,

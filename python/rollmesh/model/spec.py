@@ -360,7 +360,8 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         raise ConfigError("is_causal=False: attention to later tokens is not supported")
     layers, hidden = c.integer("num_hidden_layers", 1, MAX_LAYERS), c.integer("hidden_size", 1, MAX_WIDTH)
     heads = c.integer("num_attention_heads", 1, MAX_HEADS)
-    kv_heads = c.integer("num_key_value_heads", 1, MAX_HEADS) if c.given("num_key_value_heads") else heads
+    kv_heads = c.values.get("num_key_value_heads", family.num_key_value_heads)
+    kv_heads = heads if kv_heads is None else c.integer("num_key_value_heads", 1, MAX_HEADS, family.num_key_value_heads)
     head_dim = c.integer("head_dim", 2, MAX_HEAD_DIM) if c.given("head_dim") else family.head_dim or hidden // heads
     if heads * head_dim > MAX_WIDTH:
         raise ConfigError(f"num_attention_heads·head_dim: expected at most {MAX_WIDTH}, got {heads * head_dim}")
