@@ -248,6 +248,13 @@ static rm_code fill(const rm_params *params, const spelling *s, const int32_t nu
   return RM_E_UNEXPECTED_KEY;
 }
 
+// Meta's, Mistral's and torchtitan's checkpoints of a Llama share names with torchtitan's Qwen3, which norms each head. Their rows of q
+// and k are for rope on neighbouring elements, not on halves of a head, and nothing else tells them apart.
+static int is_interleaved(const rm_params *params, const spelling *s) {
+  return (s->kind == RM_P_Q || s->kind == RM_P_K) && strncmp(s->pattern, "layers.#.attention.", 19) == 0 &&
+         params->spec->qk_norm != RM_QK_NORM_HEAD;
+}
+
 // The error for a known spelling that this model does not have: names the layer, expert or option.
 static rm_code no_place(const rm_params *params, const char *name, const spelling *s, const int32_t numbers[2], rm_error *err) {
   const rm_spec *spec = params->spec;
@@ -281,6 +288,9 @@ rm_code rm_names_resolve(const rm_params *params, const char *name, size_t lengt
   for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++) {
     int32_t numbers[2];
     if (!matches(spellings[i].pattern, bare, numbers)) continue;
+    if (is_interleaved(params, &spellings[i]))
+      return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: only torchtitan's Qwen3 has its rows in the order of rope; expected self_attn.%c_proj",
+                     shown, spellings[i].kind == RM_P_Q ? 'q' : 'k');
     code = fill(params, &spellings[i], numbers, out, err);
     return code == RM_E_UNEXPECTED_KEY ? no_place(params, shown, &spellings[i], numbers, err) : code;
   }
