@@ -33,7 +33,7 @@ static const rm_attribute fields[] = {
     SPEC("o_bias", RM_ATTR_BOOL, o_bias),
     SPEC("tie_word_embeddings", RM_ATTR_BOOL, tie_word_embeddings),
     SPEC("router_bias", RM_ATTR_BOOL, router_bias),
-    SPEC("interleaved_wq", RM_ATTR_BOOL, interleaved_wq),
+    SPEC("wq_rows", RM_ATTR_INT, wq_rows),
     SPEC("activation", RM_ATTR_INT, activation),
     SPEC("rms_norm_eps", RM_ATTR_F32, rms_norm_eps),
     SPEC("rope_scale", RM_ATTR_F32, rope_scale),

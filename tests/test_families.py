@@ -97,9 +97,37 @@ def test_configs_without_lists_of_layers(family: str, seed: int) -> None:
         assert rm.ModelSpec.from_hf(fields) == rm.ModelSpec.from_hf(oracle.config_of(fields).to_dict())
 
 
+@pytest.mark.parametrize("family", TRIED)
+def test_a_missing_key_has_the_default_of_transformers(family: str, seed: int) -> None:
+    """Or the config is refused, since the key has to be there."""
+    fields = {"model_type": family, **family_models.FAMILIES[family](family_models.Dice([seed]))}
+    fields |= {"num_attention_heads": 32, "num_key_value_heads": 16, "hidden_size": 128}
+    if "use_sliding_window" in FAMILIES[family].keys.split():
+        fields |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "layer_types": None}
+    assert rm.ModelSpec.from_hf(fields) == rm.ModelSpec.from_hf(oracle.config_of(fields))
+    for key in fields.keys() - {"eos_token_id"}:
+        left = {name: value for name, value in fields.items() if name != key}
+        try:
+            spec = rm.ModelSpec.from_hf(left)
+        except rm.ConfigError:
+            continue
+        assert spec == rm.ModelSpec.from_hf(oracle.config_of(left)), key
+
+
+def test_a_partial_rotary_factor_of_none_turns_whole_heads(seed: int) -> None:
+    """In GLM-4-MoE, whose default is a half where the key is missing; in a dict and in a config object, which does not keep the None."""
+    fields = {"model_type": "glm4_moe", **family_models.FAMILIES["glm4_moe"](family_models.Dice([seed])), "partial_rotary_factor": None}
+    config = oracle.config_of(fields)
+    wanted = family_models.transformers.AutoModelForCausalLM.from_config(config).model.rotary_emb.inv_freq.numpy()
+    for given in (fields, config):
+        inv_freq, _ = rm.ModelSpec.from_hf(given).rope(256)
+        assert np.array_equal(inv_freq, wanted)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
+        ({"num_local_experts": 4}, "n_routed_experts=8 and num_local_experts=4 differ"),
         ({"n_routed_experts": 9}, "n_group=2, topk_group=1: expected at most 64 groups of equal size, at least 2 of n_routed_experts=9"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds n_routed_experts=8"),
         ({"n_shared_experts": 2, "moe_intermediate_size": 2**22}, "n_shared_experts=2: expected a width of at most 4194304"),
@@ -192,7 +220,7 @@ def test_bits_are_those_of_one_rank(family: str, dtype: str, seed: int) -> None:
             assert gen.sync_weights(model.state, cast=True).digest == digest, name
 
 
-@pytest.mark.parametrize("family", [name for name, one in FAMILIES.items() if one.interleaved_wq])
+@pytest.mark.parametrize("family", [name for name, one in FAMILIES.items() if one.wq_rows == "neighbours"])
 def test_names_under_which_rope_turns_neighbours(family: str, seed: int) -> None:
     """wq and wk, as Meta, Mistral and torchtitan hold them: the digest and the bits of q_proj and k_proj, of a rank's part too."""
     model = cut(family, seed)

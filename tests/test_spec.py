@@ -131,6 +131,8 @@ ABSURD: list[tuple[dict[str, Any], str]] = [
     ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
     ({"logit_scale": 0.5}, "logit_scale=0.5"),
     ({"mlp_bias": True}, "mlp_bias=True"),
+    ({"is_causal": False}, "is_causal=False: attention to later tokens is not supported"),
+    ({"is_causal": None}, "is_causal: expected a bool, got None"),
     ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
     ({"layer_types": ["full_attention"]}, "layer_types"),
     ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),

@@ -78,6 +78,21 @@ def test_another_bias_is_another_model(tiny_generator: Callable[..., Any]) -> No
     assert before[1] != after[1]
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", "smollm3"])
+@pytest.mark.parametrize("kind", ["attention.wq", "attention.wk", "attention.qkv_linear.wq"])
+def test_rows_of_no_known_order_are_refused(model_type: str, kind: str) -> None:
+    """Meta's, Mistral's and torchtitan's Llamas have other rows under these names than torchtitan's Qwen3."""
+    config = {key: value for key, value in helpers.tiny_config().items() if key not in ("attention_bias", "use_sliding_window")}
+    spec = rollmesh.ModelSpec.from_hf({**config, "model_type": model_type})
+    state = {name: helpers.weight(name, shape) for name, shape in spec.parameters()}
+    name = f"layers.1.{kind}.weight"
+    hf_name = f"model.layers.1.self_attn.{kind[-1]}_proj.weight"
+    with rollmesh.Generator(spec, **helpers.SMALL, dtype="float32") as gen:
+        with pytest.raises(rollmesh.UnexpectedKeyError, match=rf"{name}: the order of its rows is known of .*expected self_attn.{kind[-1]}_proj"):
+            gen.sync_weights({name if key == hf_name else key: x for key, x in state.items()})
+        gen.sync_weights(state)
+
+
 @pytest.mark.parametrize("case", helpers.CASES, ids=lambda case: case.name)
 def test_every_form_of_a_config_is_the_same_spec(case: helpers.Case, tmp_path: Path) -> None:
     """As a dict, as the transformers object, as its to_dict(), as a folder it was saved to, and as JSON of our own."""

@@ -25,6 +25,9 @@ enum { RM_MAX_PARAM_NAME = 80 };
 
 typedef enum rm_qk_norm { RM_QK_NORM_NONE, RM_QK_NORM_HEAD, RM_QK_NORM_WHOLE } rm_qk_norm;
 
+// The rows of tensors with the names wq and wk: there are none, rope turns halves of a head, or neighbours.
+typedef enum rm_wq_rows { RM_WQ_NONE, RM_WQ_HALVES, RM_WQ_NEIGHBOURS } rm_wq_rows;
+
 typedef struct rm_layer_spec {
   int is_moe;
   int rotates;                  // rope turns its q and k
@@ -53,7 +56,7 @@ typedef struct rm_spec {
   int sigmoid_scores;           // of the router; else softmax
   int64_t n_groups, top_groups; // of experts that a row may choose from; 1, 1: all
   float route_scale;            // of gates
-  int interleaved_wq;           // under the names wq and wk rope turns neighbours: Meta's and torchtitan's Llama
+  rm_wq_rows wq_rows;
   const char *names[RM_N_PARAM_KIND];   // a family's own: as rm_param_name's, with # for the expert; NULL: the usual one
 } rm_spec;
 

@@ -11,7 +11,7 @@
 
 typedef enum form {
   ONE,                          // a parameter as it is
-  TURNED,                       // q or k, whose pairs of rope are interleaved where the spec says so
+  TURNED,                       // q or k, whose rows are in the order that the spec says
   QKV,                          // q, k and v rows one after another
   GATE_UP,                      // gate rows, then up rows
   EXPERTS,                      // [experts][rows][cols] of one kind
@@ -243,7 +243,7 @@ static rm_code fill(const rm_params *params, const spelling *s, const int32_t nu
     case ONE: return stack(params, out, kinds, 1, numbers[0], numbers[1], 0, err);
     case TURNED: {
       const rm_code code = stack(params, out, kinds, 1, numbers[0], numbers[1], 0, err);
-      if (!code && params->spec->interleaved_wq) out->pieces[0].interleaved = params->spec->head_dim;
+      if (!code && params->spec->wq_rows == RM_WQ_NEIGHBOURS) out->pieces[0].interleaved = params->spec->head_dim;
       return code;
     }
     case QKV: return stack(params, out, kinds, 3, numbers[0], numbers[1], 0, err);
@@ -287,6 +287,9 @@ rm_code rm_names_resolve(const rm_params *params, const char *name, size_t lengt
   for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++) {
     int32_t numbers[2];
     if (!matches(spellings[i].pattern, bare, numbers)) continue;
+    if (spellings[i].form == TURNED && params->spec->wq_rows == RM_WQ_NONE)
+      return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the order of its rows is known of Llama, Mistral and Qwen3; expected self_attn.%c_proj",
+                     shown, spellings[i].kind == RM_P_Q ? 'q' : 'k');
     code = fill(params, &spellings[i], numbers, out, err);
     return code == RM_E_UNEXPECTED_KEY ? no_place(params, shown, &spellings[i], numbers, err) : code;
   }

@@ -27,10 +27,10 @@ def every(c: Reader, layers: int) -> tuple[int, ...]:
     return (1,) * layers
 
 
-def _switched_window(c: Reader) -> int:
-    """sliding_window where use_sliding_window is on."""
-    use = c.boolean("use_sliding_window", False) and c.given("sliding_window" if "sliding_window" in c.values else "use_sliding_window")
-    return c.integer("sliding_window", 1, MAX_POSITION, 4096) if use else 0
+def _switched_window(c: Reader, default: int | None = 4096) -> int:
+    """sliding_window where use_sliding_window is on; None: full attention."""
+    given = c.given("sliding_window") if "sliding_window" in c.values else default is not None
+    return c.integer("sliding_window", 1, MAX_POSITION, default) if c.boolean("use_sliding_window", False) and given else 0
 
 
 def _layer_types(c: Reader, layers: int) -> tuple[str, ...] | None:
@@ -90,17 +90,18 @@ def layers_with_rope(c: Reader, layers: int) -> tuple[int, ...]:
 
 def windows_without_rope(c: Reader, layers: int) -> tuple[int, ...]:
     """SmolLM3: as layer_types says, else in the layers without rope."""
-    window, types = _switched_window(c), _layer_types(c, layers)
+    window, types = _switched_window(c, None), _layer_types(c, layers)
     if types is not None:
         return _by_type(types, window)
     return tuple(0 if rope else window for rope in layers_with_rope(c, layers))
 
 
-def num_experts(c: Reader) -> int:
-    both = [c.integer(key, 0, MAX_EXPERTS) for key in ("num_experts", "num_local_experts") if c.given(key)]
+def num_experts(c: Reader, key: str = "num_experts", low: int = 0, default: int | None = None) -> int:
+    """num_local_experts is transformers' other name for it."""
+    both = [c.integer(name, low, MAX_EXPERTS) for name in (key, "num_local_experts") if c.given(name)]
     if len(set(both)) > 1:
-        raise ConfigError(f"num_experts={both[0]} and num_local_experts={both[1]} differ")
-    return both[0] if both else c.integer("num_experts", 0, MAX_EXPERTS)
+        raise ConfigError(f"{key}={both[0]} and num_local_experts={both[1]} differ")
+    return both[0] if both else c.integer(key, low, MAX_EXPERTS, default)
 
 
 def sparse_layers(c: Reader, layers: int) -> tuple[int, ...]:
@@ -146,7 +147,7 @@ class Experts:
 
 
 def _glm_experts(c: Reader) -> int:
-    return c.integer("n_routed_experts", 1, MAX_EXPERTS, 128)
+    return num_experts(c, "n_routed_experts", 1, 128)
 
 
 def _glm_shared(c: Reader) -> int:
@@ -173,6 +174,7 @@ class Family:
     keys: str = ""  # that its config has besides those of all (spec.py), separated by blanks
     inert: str = ""  # likewise, without effect
     head_dim: int = HIDDEN_BY_HEADS  # where the config has none
+    num_key_value_heads: int | None = None  # where the key is missing; None: num_attention_heads
     max_position_embeddings: int = 32768  # likewise, and the next ones
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
@@ -187,7 +189,7 @@ class Family:
     moe_layers: PerLayer = none  # 1 where a layer is a mixture of experts
     experts: Experts = Experts()
     names: tuple[tuple[str, str], ...] = ()  # (kind of USUAL_NAMES, what a checkpoint calls it instead)
-    interleaved_wq: bool = False  # under the names wq and wk (of Meta, Mistral, torchtitan) rope turns neighbours; else halves of a head
+    wq_rows: str = "none"  # of WQ_ROWS: what tensors with the names wq and wk hold, which Meta, Mistral and torchtitan use
     check: Callable[[Reader, int], None] | None = None  # a rule of this family alone, of its config and head_dim
 
     @property
@@ -195,6 +197,7 @@ class Family:
         return self.moe_layers is not none
 
 
+WQ_ROWS = ("none", "halves", "neighbours")  # there are none; rope turns halves of a head, or neighbours
 QK_NORMS = ("none", "head", "whole")  # each head of q and k; all heads of q, of k, together
 # What a layer's parameters are called in a checkpoint, after "model.layers.N."; # is the expert. csrc/model/params.c has them too.
 USUAL_NAMES = {
@@ -214,30 +217,42 @@ _QWEN = "use_sliding_window sliding_window max_window_layers layer_types"
 _QWEN_MOE = "decoder_sparse_step moe_intermediate_size num_experts_per_tok num_experts num_local_experts norm_topk_prob mlp_only_layers"
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "attention_bias", max_position_embeddings=2048, interleaved_wq=True),
+    "llama": Family("LlamaForCausalLM", "attention_bias", max_position_embeddings=2048, wq_rows="neighbours"),
     "mistral": Family(
         "MistralForCausalLM",
         "sliding_window",
+        num_key_value_heads=8,
         max_position_embeddings=131072,
         attention_bias=False,
         o_bias=False,
         windows=one_window(4096),
-        interleaved_wq=True,
+        wq_rows="neighbours",
     ),
-    "qwen2": Family("Qwen2ForCausalLM", _QWEN, attention_bias=True, o_bias=False, windows=windows_from_a_layer_on),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        _QWEN,
+        num_key_value_heads=32,
+        attention_bias=True,
+        o_bias=False,
+        windows=windows_from_a_layer_on,
+    ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         f"attention_bias {_QWEN}",
         _QWEN_MOE,
         head_dim=128,
+        num_key_value_heads=32,
         qk_norm="head",
+        wq_rows="halves",
         windows=windows_from_a_layer_on,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         f"attention_bias use_sliding_window sliding_window {_QWEN_MOE}",
         "max_window_layers layer_types",
+        num_key_value_heads=4,
         qk_norm="head",
+        wq_rows="halves",
         windows=one_switched_window,
         moe_layers=sparse_layers,
     ),
@@ -245,6 +260,7 @@ FAMILIES = {
         "SmolLM3ForCausalLM",
         "attention_bias no_rope_layers no_rope_layer_interval use_sliding_window sliding_window layer_types",
         "max_window_layers",
+        num_key_value_heads=4,
         rope_theta=2000000.0,
         tied=True,
         windows=windows_without_rope,
@@ -262,6 +278,7 @@ FAMILIES = {
         "MixtralForCausalLM",
         "sliding_window num_local_experts num_experts num_experts_per_tok",
         "router_jitter_noise",
+        num_key_value_heads=8,
         max_position_embeddings=131072,
         rope_theta=1000000.0,
         rms_norm_eps=1e-5,
@@ -270,7 +287,7 @@ FAMILIES = {
         windows=one_window(None),
         moe_layers=every,
         experts=Experts(top_k=2, width="intermediate_size", renormalize=True),
-        interleaved_wq=True,
+        wq_rows="neighbours",
         names=(
             ("router", "block_sparse_moe.gate.weight"),
             ("expert_gate", "block_sparse_moe.experts.#.w1.weight"),
@@ -281,6 +298,7 @@ FAMILIES = {
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
         f"qkv_bias shared_expert_intermediate_size {_QWEN} {_QWEN_MOE}",
+        num_key_value_heads=16,
         attention_bias=lambda c: c.boolean("qkv_bias", True),
         o_bias=False,
         windows=early_even_windows,
@@ -305,8 +323,9 @@ FAMILIES = {
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
         "attention_bias use_qk_norm moe_intermediate_size num_experts_per_tok n_shared_experts n_routed_experts routed_scaling_factor "
-        "n_group topk_group first_k_dense_replace norm_topk_prob",
-        "num_local_experts num_experts num_mtp_layers num_nextn_predict_layers",
+        "n_group topk_group first_k_dense_replace norm_topk_prob num_local_experts",
+        "num_experts num_mtp_layers num_nextn_predict_layers",
+        num_key_value_heads=8,
         max_position_embeddings=131072,
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,

@@ -290,7 +290,7 @@ def _checked(name: str, key: str, value: Any, head_dim: int) -> Any:
 def from_config(config: Mapping[str, Any], head_dim: int, max_positions: int, default_theta: float, default_partial: float | None) -> Rope:
     """The settings as transformers standardizes them: `rope_scaling` (4.x) before `rope_parameters` (5.x), values inside before
     values beside, default_theta when there is none. default_partial: the partial_rotary_factor of a family that turns the first elements
-    of a head when there is none; None: the family turns whole heads. Raises ConfigError for whatever it would not use or could not."""
+    of a head when the key is missing; None: the family turns whole heads. Raises ConfigError for whatever it would not use or could not."""
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(name) or {}
     if not isinstance(given, Mapping):
@@ -303,9 +303,9 @@ def from_config(config: Mapping[str, Any], head_dim: int, max_positions: int, de
         raise ConfigError(f"rope_type: expected one of {', '.join(TYPES)}, got {shown(rope_type)}")
     theta = _number("rope_theta", given.get("rope_theta", config.get("rope_theta", default_theta)), 0, strict=True)
 
-    partial = p.setdefault("partial_rotary_factor", config.get("partial_rotary_factor"))
+    partial = p.setdefault("partial_rotary_factor", config.get("partial_rotary_factor", default_partial))
     if partial is None:
-        p["partial_rotary_factor"] = partial = 1.0 if default_partial is None else default_partial
+        p["partial_rotary_factor"] = partial = 1.0
     _number("partial_rotary_factor", partial, 0)
     if default_partial is not None:
         turned = int(head_dim * partial)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rollmesh.errors import ConfigError, FormatError
 from rollmesh.model import rope as _rope
 from rollmesh.model import torchtitan as _torchtitan
-from rollmesh.model.families import FAMILIES, QK_NORMS, USUAL_NAMES, Experts, Family
+from rollmesh.model.families import FAMILIES, QK_NORMS, USUAL_NAMES, WQ_ROWS, Experts, Family
 from rollmesh.model.reader import MAX_EXPERTS, MAX_GROUPS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITION, MAX_VOCAB, MAX_WIDTH, Reader
 from rollmesh.runtime.arguments import ACTIVATIONS
 from rollmesh.runtime.messages import listed, plain, shown
@@ -39,7 +39,7 @@ def _keys(words: str) -> frozenset[str]:
 _USED = _keys(
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
     "max_position_embeddings rms_norm_eps tie_word_embeddings rope_parameters rope_scaling rope_theta partial_rotary_factor "
-    "original_max_position_embeddings eos_token_id"
+    "original_max_position_embeddings eos_token_id is_causal"
 )
 
 # Without effect on the logits of inference: training, generation, bookkeeping, output formats.
@@ -104,7 +104,7 @@ class EngineValues:
     o_bias: bool
     tie_word_embeddings: bool
     router_bias: bool
-    interleaved_wq: bool
+    wq_rows: int
     activation: int
     rms_norm_eps: float
     rope_scale: float
@@ -233,7 +233,7 @@ class ModelSpec:
             tie_word_embeddings=self.tie_word_embeddings,
             router_bias=self.router_bias,
             activation=ACTIVATIONS.index(self.activation),
-            interleaved_wq=FAMILIES[self.model_type].interleaved_wq,
+            wq_rows=WQ_ROWS.index(FAMILIES[self.model_type].wq_rows),
             rms_norm_eps=self.rms_norm_eps,
             rope_scale=scale,
             inv_freq=inv_freq,
@@ -323,7 +323,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     if callable(getattr(config, "to_dict", None)):
-        return dict(config.to_dict())
+        return {"partial_rotary_factor": None, **config.to_dict()}  # of an object it is in rope_parameters, or there is none
     try:
         path = Path(config)
     except TypeError:
@@ -366,9 +366,12 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
     activation = c.values.get("hidden_act", "silu")
     if not isinstance(activation, str) or activation not in _HIDDEN_ACT:
         raise ConfigError(f"hidden_act: expected one of {', '.join(_HIDDEN_ACT)}, got {shown(activation)}")
+    if not c.boolean("is_causal", True):
+        raise ConfigError("is_causal=False: attention to later tokens is not supported")
     layers, hidden = c.integer("num_hidden_layers", 1, MAX_LAYERS), c.integer("hidden_size", 1, MAX_WIDTH)
     heads = c.integer("num_attention_heads", 1, MAX_HEADS)
-    kv_heads = c.integer("num_key_value_heads", 1, MAX_HEADS) if c.given("num_key_value_heads") else heads
+    kv_heads = c.values.get("num_key_value_heads", family.num_key_value_heads)
+    kv_heads = heads if kv_heads is None else c.integer("num_key_value_heads", 1, MAX_HEADS, family.num_key_value_heads)
     head_dim = c.integer("head_dim", 2, MAX_HEAD_DIM) if c.given("head_dim") else family.head_dim or hidden // heads
     if heads * head_dim > MAX_WIDTH:
         raise ConfigError(f"num_attention_heads·head_dim: expected at most {MAX_WIDTH}, got {heads * head_dim}")

@@ -56,7 +56,7 @@ class Forward:
     def __init__(self, spec: ModelSpec, max_positions: int):
         self._spec, self._max_positions = spec, max_positions
         self._heads = Heads(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.rms_norm_eps)
-        self._is_interleaved = FAMILIES[spec.model_type].interleaved_wq
+        self._is_interleaved = FAMILIES[spec.model_type].wq_rows == "neighbours"
         self._rows: tuple[Tensor, Sequences] | None = None  # of the batch whose positions these are
         self._rope: tuple[Tensor, Tensor] | None = None
 
