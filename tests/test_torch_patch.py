@@ -677,10 +677,14 @@ def in_training(**changes: Any) -> Any:
     return rm.torch.patch(model.train())
 
 
-def with_bias() -> Any:
-    model = helpers.hf_model(DENSE)
-    model.lm_head = torch.nn.Linear(64, 151)
-    return model
+def patch_with_bias(of: str) -> Callable[[Any], Any]:
+    def patch(_: Any) -> Any:
+        model = helpers.hf_model(DENSE)
+        linear = model.get_submodule(of)
+        model.set_submodule(of, torch.nn.Linear(linear.in_features, linear.out_features))
+        return rm.torch.patch(model)
+
+    return patch
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
@@ -711,7 +715,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         rm.DTypeError,
         "input_ids: expected torch.int64 or torch.int32, got torch.float32",
     ),
-    "a bias": (lambda m: rm.torch.patch(with_bias()), rm.ConfigError, "bias: expected none, got one of a Linear"),
+    **{
+        f"a bias of {of}": (patch_with_bias(of), rm.ConfigError, "bias: expected none, got one of a Linear")
+        for of in ("lm_head", "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.o_proj")
+    },
     "too long": (lambda m: m(torch.ones(1, 1200, dtype=torch.long)), rm.LimitError, "at most 1100 tokens .*got one of 1200"),
     "one token": (lambda m: rm.torch.logprobs(m, IDS[:, :1]), rm.RequestError, "at least 2 tokens"),
     "wanted": (lambda m: rm.torch.logprobs(m, IDS, wanted=IDS[:, 1:]), rm.ShapeError, r"wanted: expected a tensor of shape \(1, 3\)"),

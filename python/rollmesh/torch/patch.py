@@ -379,6 +379,10 @@ def patch(
         raise ConfigError(f"embed_tokens: expected a torch.nn.Embedding, got a {type(embedding).__module__}.{type(embedding).__name__}")
     for module in (inner.lm_head, *(layer.mlp.down_proj for layer in inner.model.layers if hasattr(layer.mlp, "down_proj"))):
         check_no_bias(module)
+    kinds = ("" if spec.attention_bias else "qkv") + ("" if spec.o_bias else "o")
+    for layer in inner.model.layers:
+        for kind in kinds:
+            check_no_bias(getattr(layer.self_attn, f"{kind}_proj"))
     made = Patch(inner, spec, used, isa, threads, most)
     if not weight.is_cuda:
         ops.kernels(isa)  # ConfigError for one that is not here
