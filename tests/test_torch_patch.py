@@ -731,7 +731,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "a layer by itself": (lambda m: m.model.layers[0](torch.ones(1, 3, 64)), rm.StateError, "called by its model"),
     "a generator": (lambda m: rm.torch.push(m, "generator"), rm.UnsupportedTensorError, "expected a rollmesh.Generator, got a str"),
     "dropout": (lambda m: in_training(attention_dropout=0.5)(IDS), rm.ConfigError, "attention_dropout: expected 0 in training, got 0.5"),
-    "an activation": (lambda m: rm.torch.patch(helpers.hf_model(DENSE, hidden_act="gelu")), rm.ConfigError, "hidden_act"),
+    "an activation": (lambda m: rm.torch.patch(helpers.hf_model(DENSE, hidden_act="relu")), rm.ConfigError, "hidden_act: .*got 'relu'"),
 }
 
 
