@@ -687,6 +687,15 @@ def patch_with_bias(of: str) -> Callable[[Any], Any]:
     return patch
 
 
+def patch_with(of: str, name: str, value: Any) -> Callable[[Any], Any]:
+    def patch(_: Any) -> Any:
+        model = helpers.hf_model(DENSE)
+        setattr(model.get_submodule(of) if of else model.config, name, value)
+        return rm.torch.patch(model)
+
+    return patch
+
+
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "twice": (lambda m: rm.torch.patch(m), rm.StateError, "expected one that is not patched"),
     "another model": (
@@ -731,6 +740,18 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "a layer by itself": (lambda m: m.model.layers[0](torch.ones(1, 3, 64)), rm.StateError, "called by its model"),
     "a generator": (lambda m: rm.torch.push(m, "generator"), rm.UnsupportedTensorError, "expected a rollmesh.Generator, got a str"),
     "dropout": (lambda m: in_training(attention_dropout=0.5)(IDS), rm.ConfigError, "attention_dropout: expected 0 in training, got 0.5"),
+    "another scale": (
+        patch_with("model.layers.1.self_attn", "scaling", 0.5),
+        rm.ConfigError,
+        r"layers.1.self_attn.scaling: expected 0.\d+, as the config says, got 0.5",
+    ),
+    "another eps": (patch_with("model.norm", "variance_epsilon", 0.5), rm.ConfigError, "norm.variance_epsilon: .*got 0.5"),
+    "a config changed later": (patch_with("", "rms_norm_eps", 0.5), rm.ConfigError, "variance_epsilon: expected 0.5, as the config says"),
+    "another act_fn": (
+        patch_with("model.layers.0.mlp", "act_fn", torch.nn.ReLU()),
+        rm.ConfigError,
+        r"layers.0.mlp.act_fn: expected that of hidden_act='silu', got ReLU\(\)",
+    ),
     "an activation": (lambda m: rm.torch.patch(helpers.hf_model(DENSE, hidden_act="relu")), rm.ConfigError, "hidden_act: .*got 'relu'"),
 }
 

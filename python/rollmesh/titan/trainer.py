@@ -91,8 +91,8 @@ class Forward:
         if self._is_interleaved:
             q, k = (_pairs_apart(weight, self._spec.head_dim) for weight in (q, k))
         made = functions.linear(x, q, k, v, how=how)
-        norms = (None, None) if attention.q_norm is None else (attention.q_norm.weight, attention.k_norm.weight)
-        attended = functions.attention(made, *norms, self._table(x), rows, self._heads, how=how)
+        q_norm, k_norm = (None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm))
+        attended = functions.attention(made, q_norm, k_norm, self._table(x), rows, self._heads, how=how)
         return functions.linear(attended, attention.wo.weight, how=how)
 
     def _mlp(self, mlp: Any, x: Tensor, how: How) -> Tensor:

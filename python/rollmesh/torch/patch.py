@@ -333,6 +333,21 @@ def _check_training(base: Any) -> None:
         raise ConfigError(f"attention_dropout: expected 0 in training, got {dropout}; a rollout drops nothing")
 
 
+def _check_parts_by_config(inner: Any, spec: ModelSpec) -> None:
+    """ConfigError for a module whose constants are no longer the config's, or a config that was changed after its model was made: the
+    kernels compute what the config says."""
+    from transformers.activations import ACT2FN
+
+    wanted = {"variance_epsilon": spec.rms_norm_eps, "scaling": spec.head_dim**-0.5, "top_k": spec.num_experts_per_tok}
+    for name, module in inner.model.named_modules():
+        for constant, value in wanted.items():
+            seen = getattr(module, constant, None)
+            if isinstance(seen, (int, float)) and seen != value:  # peft's layers have a `scaling` too, a dict
+                raise ConfigError(f"{name}.{constant}: expected {value}, as the config says, got {shown(seen)}")
+        if (act := getattr(module, "act_fn", None)) is not None and type(act) is not type(ACT2FN[inner.config.hidden_act]):
+            raise ConfigError(f"{name}.act_fn: expected that of hidden_act={inner.config.hidden_act!r}, got {shown(act)}")
+
+
 # ---------------------------------------------------------------------------------------------- public
 def _causal_lm(model: Any) -> Any:
     """The transformers model inside a peft model, or the model itself."""
@@ -383,6 +398,7 @@ def patch(
     for layer in inner.model.layers:
         for kind in kinds:
             check_no_bias(getattr(layer.self_attn, f"{kind}_proj"))
+    _check_parts_by_config(inner, spec)
     made = Patch(inner, spec, used, isa, threads, most)
     if not weight.is_cuda:
         ops.kernels(isa)  # ConfigError for one that is not here

@@ -77,7 +77,7 @@ def norm_gradients(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple
     return scale * (g - normed * (g * normed).mean(-1, keepdim=True)), by_weight.to(weight.dtype)
 
 
-ACTIVATED = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
+ACTIVATED: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
 
 
 def gated_gradients(gate_up: Tensor, grad: Tensor, activation: str) -> tuple[Tensor, Tensor]:

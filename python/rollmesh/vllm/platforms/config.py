@@ -191,8 +191,7 @@ def _check_derived(option: str, value: Any, base: str) -> None:
 # ------------------------------------------------------------------------------------------------------------------ read
 def model_spec(vllm_config: Any) -> ModelSpec:
     """The model, from the config that vLLM read (with hf_overrides)."""
-    values = vllm_config.model_config.hf_config.to_dict()
-    return ModelSpec.from_hf(values)
+    return ModelSpec.from_hf(vllm_config.model_config.hf_config)
 
 
 def dtype_name(dtype: Any) -> str:
