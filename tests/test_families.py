@@ -7,6 +7,7 @@ times transformers' own bfloat16.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 from pathlib import Path
@@ -95,6 +96,21 @@ def test_configs_without_lists_of_layers(family: str, seed: int) -> None:
         for key in ("layer_types", "no_rope_layers"):
             fields.pop(key, None)
         assert rm.ModelSpec.from_hf(fields) == rm.ModelSpec.from_hf(oracle.config_of(fields).to_dict())
+
+
+SIZE_KEYS = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "moe_intermediate_size"}
+SIZE_KEYS |= {"num_experts", "num_local_experts", "num_experts_per_tok"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_left_out_has_the_default_of_the_config_class(family: str) -> None:
+    """Or is asked for, if it is a size. Left out, num_key_value_heads is num_attention_heads, and no token is an end."""
+    wide = {"head_dim": 128} if family == "glm4_moe" else {}  # the class's own is odd after partial_rotary_factor
+    values = {key: value for key, value in oracle.config_of({"model_type": family, **wide}).to_dict().items() if value is not None}
+    want = rm.ModelSpec.from_hf(values)
+    for key in values.keys() - {"model_type", "num_key_value_heads", "eos_token_id", *wide}:
+        with contextlib.suppress(*[rm.ConfigError] if key in SIZE_KEYS else []):
+            assert rm.ModelSpec.from_hf({other: value for other, value in values.items() if other != key}) == want, key
 
 
 @pytest.mark.parametrize(
