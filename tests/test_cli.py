@@ -265,6 +265,23 @@ def test_generate_converts_where_a_dtype_is_asked_for(tmp_path: Path) -> None:
     assert len(json.loads(rollmesh(*args, "--dtype", "bfloat16"))["token_ids"]) == 2
 
 
+def test_generate_skips_what_the_model_has_no_place_for(tmp_path: Path) -> None:
+    """A layer behind the last one, as checkpoints of GLM-4-MoE have for multi-token prediction: by --skip-unknown, else it is refused."""
+    pytest.importorskip("transformers")
+    from safetensors.numpy import load_file, save_file
+
+    family_models = importlib.import_module("family_models")
+    family_models.draw("glm4_moe", 300, **family_models.cuttable("glm4_moe")).net().save_pretrained(tmp_path)
+    command = ("generate", tmp_path, "--ids", "1,2,3", "--max-tokens", 4, "--json", *SMALL)
+    want = rollmesh(*command)
+    weights = load_file(tmp_path / "model.safetensors")
+    beyond = {name.replace("layers.1.", "layers.2."): x for name, x in weights.items() if "layers.1." in name}
+    save_file(weights | beyond, tmp_path / "model.safetensors")
+    assert "layer 2; the model has 2" in (said := rollmesh(*command, status=2))
+    assert said.endswith("(--skip-unknown skips them)\n")
+    assert rollmesh(*command, "--skip-unknown") == want
+
+
 def test_generate_from_a_folder_equals_transformers(tmp_path: Path) -> None:
     """A float32 checkpoint saved by transformers: the greedy completion, token by token, is transformers' own."""
     torch = pytest.importorskip("torch")

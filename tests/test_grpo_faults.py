@@ -34,6 +34,7 @@ pytest.importorskip("transformers")
 from rollmesh.grpo import checkpoint, config, data, loop, metrics, rewards  # noqa: E402
 from rollmesh.grpo.files import writing  # noqa: E402
 from rollmesh.grpo.generator import make_generator  # noqa: E402
+from rollmesh.grpo.trainer import load_model  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 DENSE = ROOT / "configs/qwen3_debug.toml"
@@ -362,6 +363,18 @@ def test_a_checkpoint_cut_in_half_is_named(name: str, message: str, whole: Path,
     half(folder, name)
     with pytest.raises(rm.ConfigError, match=message):
         loop.prepare(config.load(DENSE, SMALL), folder)
+
+
+def test_a_checkpoint_without_a_weight_is_named(whole: Path, tmp_path: Path) -> None:
+    """transformers would draw it at random, and its warning is not shown."""
+    from safetensors.torch import load_file, save_file
+
+    folder, name = tmp_path / "folder", "model.layers.1.self_attn.q_proj.weight"
+    shutil.copytree(whole / "checkpoints/step_000004", folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({other: x for other, x in weights.items() if other != name}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(rm.MissingKeyError, match=f"^{folder}: 1 of the weights: missing: {name}$"):
+        load_model(folder, "float32")
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(whole: Path) -> None:

@@ -177,8 +177,9 @@ def test_load_weights(served: Served) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 6], ids=["in the prompt", "in the answer"])
-def test_a_part_of_a_set_while_requests_run(served: Served, steps: int) -> None:
-    """They end with the error, those of a step that was scheduled meanwhile too; the pages that they were given hold nothing."""
+def test_a_part_of_a_set_while_requests_run(served: Served, steps: int, caplog: pytest.LogCaptureFixture) -> None:
+    """They end with the error, those of a step that was scheduled meanwhile too; the pages that they were given hold nothing. The log has
+    it once."""
     if served.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
         pytest.skip("TRL reaches into a worker of this process")
     engine, running, ends = served.llm.llm_engine, long_requests(), {}
@@ -194,6 +195,8 @@ def test_a_part_of_a_set_while_requests_run(served: Served, steps: int) -> None:
     failed = [end for end in ends.values() if end.finish_reason == "error"]
     assert len(failed) >= (1 if steps == 1 else len(running))  # those that have not begun go on, with the version before
     assert all("IncompleteSyncError" in str(end.stop_reason) for end in failed)
+    [line] = [record.getMessage() for record in caplog.records if record.name == "vllm.rollmesh"]
+    assert line.startswith("the weights that load_weights was given are dropped: IncompleteSyncError: ")
     support.agree(support.generate(served.llm, running), served.oracle.answers(running))
     served.hold()
 

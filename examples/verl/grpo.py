@@ -150,6 +150,7 @@ def main() -> None:
         raise SystemExit(code)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     print(json.dumps(lines[-1], indent=1))
+    print(out / "metrics.jsonl")
 
 
 if __name__ == "__main__":

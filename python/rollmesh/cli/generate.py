@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text; with --ids token ids such as 5,17,3")
     parser.add_argument("--random", action="store_true", help="random weights of this shape")
+    parser.add_argument("--skip-unknown", action="store_true", help="skip tensors of the checkpoint that are no parameters, and count them")
     parser.add_argument("--file", type=Path, help="prompts as JSONL: objects with prompt, messages or prompt_token_ids")
     parser.add_argument("--ids", action="store_true", help="prompts are token ids, and so is the output where there is no tokenizer")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt in the tokenizer's chat template (needs transformers)")
@@ -91,7 +92,13 @@ def run(args: argparse.Namespace) -> int:
         if args.random:
             generator.sync_weights(random_weights(generator, args.seed), cast=True)
         else:
-            generator.sync_weights(rm.sources.SafetensorsFolder(args.model), cast=args.dtype is not None or dtype != stored)
+            cast = args.dtype is not None or dtype != stored
+            try:
+                report = generator.sync_weights(rm.sources.SafetensorsFolder(args.model), cast=cast, strict=not args.skip_unknown)
+            except rm.UnexpectedKeyError as e:
+                raise rm.UnexpectedKeyError(f"{e} (--skip-unknown skips them)") from e
+            if report.num_skipped:
+                print(f"rollmesh generate: {report.num_skipped} tensors skipped that are no parameters of this model", file=sys.stderr)
         outputs = generator.generate(prompts, params, use_tqdm=sys.stderr.isatty(), on_error="return")
     for output in outputs:
         _print(output, args.json, tokenizer)

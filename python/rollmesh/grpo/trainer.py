@@ -30,6 +30,7 @@ from rollmesh.grpo.rollout import Batch, Rollout, make_batch, with_trainer_logpr
 from rollmesh.grpo.routing_replay import replay, routers
 from rollmesh.grpo.seeds import seed_of
 from rollmesh.model.families import FAMILIES
+from rollmesh.runtime.messages import listed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -266,13 +267,15 @@ def _folder_config(folder: Path) -> Any:
 
 
 def load_model(folder: Path, dtype: str) -> Any:
+    """Of a checkpoint folder. MissingKeyError: a weight is not there; transformers would draw it, and only warn."""
     import torch
     from transformers import AutoModelForCausalLM
 
     hf_config = _folder_config(folder)
     with told_as(f"{folder}: expected the weights of a checkpoint"):
-        return AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
+            output_loading_info=True,
             config=hf_config,
             dtype=getattr(torch, dtype),
             local_files_only=True,
@@ -280,6 +283,10 @@ def load_model(folder: Path, dtype: str) -> Any:
             use_safetensors=True,
             **_experts(hf_config),
         )
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):
+        raise rm.MissingKeyError(f"{folder}: {len(missing)} of the weights: missing: {listed((name,) for name in missing)}")
+    return model
 
 
 def _experts(hf_config: Any) -> dict[str, str]:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
+from vllm.logger import init_logger
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
 from rollmesh.distributed.rank_engine import ALONE, RankEngine
@@ -32,6 +33,7 @@ from rollmesh.vllm.worker.host_logits import HostLogits, HostRow, bitmask_rows
 
 HAS_FAILED, HOST_DRAWS = -2, -3  # in place of a token: csrc/scheduler/external_scheduler.h
 NO_STEP = (NotSyncedError, StateError)  # no rank can make a step, and nothing has been done
+LOGGER = init_logger("vllm.rollmesh")  # vLLM shows loggers of that name; those of rollmesh are silent
 MOST_FAILED = 4096  # failed requests whose reason is kept for why_failed
 
 
@@ -149,12 +151,14 @@ class Runner:
             raise
 
     def _commit_open_sync(self) -> Error | None:
-        """Commits what load_weights has pushed. Returns the error of a bad set, which all ranks get; it ends this step's requests only."""
+        """Commits what load_weights has pushed. Returns the error of a bad set, which all ranks get; it ends this step's requests only.
+        It is logged too: a trainer that reads tokens alone, as TRL does, does not see why there are none."""
         try:
             self._updates.commit_open_sync()
         except ALONE:
             raise
         except Error as error:
+            LOGGER.error("the weights that load_weights was given are dropped: %s", reason(error))
             return error
         return None
 
