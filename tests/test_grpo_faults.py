@@ -350,8 +350,8 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("model.safetensors", "expected the weights of a checkpoint, got SafetensorError: "),
-        ("config.json", "expected a config.json, got "),
+        ("model.safetensors", "model.safetensors: .*incomplete"),
+        ("config.json", "config.json: "),
         ("trainer/state.json", "state.json: expected the state of a run, got JSONDecodeError: "),
         ("trainer/optimizer.safetensors", "optimizer.safetensors: expected the optimizer's state, got SafetensorError: "),
     ],
@@ -360,7 +360,7 @@ def test_a_checkpoint_cut_in_half_is_named(name: str, message: str, whole: Path,
     folder = tmp_path / "step_000004"
     shutil.copytree(whole / "checkpoints/step_000004", folder)
     half(folder, name)
-    with pytest.raises(rm.ConfigError, match=message):
+    with pytest.raises((rm.ConfigError, rm.FormatError), match=message):
         loop.prepare(config.load(DENSE, SMALL), folder)
 
 

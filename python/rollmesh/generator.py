@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -34,7 +35,7 @@ from rollmesh.request.driver import Driver, Prompt, sequences_of
 from rollmesh.request.outputs import RequestOutput, SelfTestReport, SyncReport
 from rollmesh.request.requests import Requests
 from rollmesh.request.sampling import SamplingParams
-from rollmesh.request.text import TextCodec, tokenizer_of_folder
+from rollmesh.request.text import TextCodec, folder_eos_ids, tokenizer_of_folder
 from rollmesh.runtime import cublas
 from rollmesh.runtime.arguments import (
     PARTS,
@@ -209,8 +210,8 @@ class Generator:
     def from_hf(cls, folder_or_config: Any, *, ignore: tuple[str, ...] = (), **options: Any) -> Generator:
         """A generator for the model of a Hugging Face folder or config. Reads no weights; sync_weights brings them.
 
-        folder_or_config  a local folder with config.json (its tokenizer is used, if it has one), the path of a config.json, a
-                          transformers config object, or its dict
+        folder_or_config  a local folder with config.json (its tokenizer and its generation_config.json's eos_token_id are used too),
+                          the path of a config.json, a transformers config object, or its dict
         ignore            keys of the config that do not matter, as in ModelSpec.from_hf
         options           of Generator; `tokenizer` replaces the folder's, None: no tokenizer
 
@@ -218,8 +219,11 @@ class Generator:
         that is not a JSON object), and what Generator raises.
         """
         spec = ModelSpec.from_hf(folder_or_config, ignore=ignore)
-        if "tokenizer" not in options and isinstance(folder_or_config, (str, os.PathLike)) and os.path.isdir(folder_or_config):
-            options["tokenizer"] = tokenizer_of_folder(Path(folder_or_config))
+        if isinstance(folder_or_config, (str, os.PathLike)) and os.path.isdir(folder_or_config):
+            folder = Path(folder_or_config)
+            spec = replace(spec, eos_token_ids=tuple(sorted({*spec.eos_token_ids, *folder_eos_ids(folder)})))
+            if "tokenizer" not in options:
+                options["tokenizer"] = tokenizer_of_folder(folder)
         return cls(spec, **options)
 
     # ---------------------------------------------------------------------------------------- state

@@ -18,13 +18,12 @@ from rollmesh.cli.options import (
     add_engine,
     checkpoint_of,
     make_generator,
-    read_json,
     read_model_config,
     take_run_settings,
     tokenizer_file,
 )
 from rollmesh.cli.weights import random_weights
-from rollmesh.request.text import load_tokenizer
+from rollmesh.request.text import folder_eos_ids, load_tokenizer
 from rollmesh.runtime.messages import plain, shown
 
 
@@ -163,10 +162,8 @@ def _ids(text: str) -> list[int]:
 
 
 def _eos_ids(model: Path, config: dict[str, Any]) -> list[int]:
-    """Of generation_config.json where there is one: chat models list more ends there than in config.json."""
-    file = model / "generation_config.json"
-    generation = read_json(file) if file.is_file() else {}
-    found = generation.get("eos_token_id", config.get("eos_token_id"))
+    """Of generation_config.json where it has them, else of config.json."""
+    found = folder_eos_ids(model) or config.get("eos_token_id")
     return [] if found is None else list(found) if isinstance(found, list) else [found]
 
 

@@ -40,6 +40,7 @@ from rollmesh.grpo.generator import RolloutGenerator, make_generator
 from rollmesh.grpo.metrics import Metrics, MetricsLog, draw_curves
 from rollmesh.grpo.mismatch import mismatch
 from rollmesh.grpo.overlap import Overlap
+from rollmesh.grpo.pretrained import folder_config
 from rollmesh.grpo.rewards import Rewards
 from rollmesh.grpo.rollout import Rollout, generate, score
 from rollmesh.grpo.seeds import seed_of
@@ -71,6 +72,8 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
     process is rank 0 of the generator's mesh."""
     folder = checkpoint.find(resume) if resume else None
     first_step = checkpoint.read_state(folder, config, overridden or []) if folder else 0
+    if config.model.path is not None:
+        folder_config(config.path(config.model.path))  # before its tokenizer, which reads it too
     tokenizer = _tokenizer(config)
     data = load_dataset(config, tokenizer)
     rewards = Rewards(config.reward.functions, config.reward.weights, Path(config.folder))

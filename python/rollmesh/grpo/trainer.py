@@ -22,14 +22,13 @@ from numpy.typing import NDArray
 
 import rollmesh as rm
 from rollmesh.grpo.config import Config, ModelTable, TrainTable
-from rollmesh.grpo.files import told_as
 from rollmesh.grpo.forward import forward_of
 from rollmesh.grpo.loss import correction_weights, grpo_loss, token_weights
 from rollmesh.grpo.mismatch import corrections, largest_kl
+from rollmesh.grpo.pretrained import experts_option, folder_config, load_model
 from rollmesh.grpo.rollout import Batch, Rollout, make_batch, with_trainer_logprobs
 from rollmesh.grpo.routing_replay import replay, routers
 from rollmesh.grpo.seeds import seed_of
-from rollmesh.model.families import FAMILIES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -222,7 +221,7 @@ def build_model(config: Config, tokenizer: Any) -> Any:
 
     hf_config = hf_config_of(config.model, tokenizer)
     return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        hf_config, dtype=getattr(torch, config.train.dtype), **_experts(hf_config)
+        hf_config, dtype=getattr(torch, config.train.dtype), **experts_option(hf_config)
     )
 
 
@@ -253,36 +252,4 @@ def model_config(config: Config, tokenizer: Any, checkpoint: Path | None = None)
     """The transformers config of the model that Trainer builds, without building it."""
     if checkpoint is None and config.model.path is None:
         return hf_config_of(config.model, tokenizer)
-    return _folder_config(checkpoint or config.path(str(config.model.path)))
-
-
-def _folder_config(folder: Path) -> Any:
-    from transformers import AutoConfig
-
-    if not (folder / "config.json").is_file():
-        raise rm.ConfigError(f"{folder}: expected a checkpoint folder with config.json and safetensors")
-    with told_as(f"{folder}: expected a config.json"):
-        return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-
-
-def load_model(folder: Path, dtype: str) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    hf_config = _folder_config(folder)
-    with told_as(f"{folder}: expected the weights of a checkpoint"):
-        return AutoModelForCausalLM.from_pretrained(
-            str(folder),
-            config=hf_config,
-            dtype=getattr(torch, dtype),
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            **_experts(hf_config),
-        )
-
-
-def _experts(hf_config: Any) -> dict[str, str]:
-    """`grouped_mm` where there are experts: the other implementations are many times slower to train."""
-    family = FAMILIES.get(hf_config.model_type)
-    return {"experts_implementation": "grouped_mm"} if family is not None and family.has_experts else {}
+    return folder_config(checkpoint or config.path(str(config.model.path)))
