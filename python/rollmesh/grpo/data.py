@@ -18,6 +18,7 @@ import rollmesh as rm
 from rollmesh.grpo.config import Config
 from rollmesh.grpo.files import told_as
 from rollmesh.grpo.seeds import rng_of
+from rollmesh.runtime.messages import plain
 
 
 @dataclass(frozen=True)
@@ -95,20 +96,22 @@ def load_dataset(config: Config, tokenizer: Any) -> Dataset:
 
 def read_jsonl(path: Path, tokenizer: Any, chat: bool = False, stage: int = 0) -> list[Prompt]:
     """Raises rm.ConfigError with file and line where an object is malformed."""
+    if path.is_fifo():
+        raise rm.ConfigError(f"{plain(path)}: expected a file, got a pipe, which --resume could not read again")
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): JSON strings may hold U+2028
     except OSError as e:
-        raise rm.ConfigError(f"{path}: {e.strerror}") from e
-    except UnicodeDecodeError as e:
-        raise rm.ConfigError(f"{path}: {e}") from e
+        raise rm.ConfigError(f"{plain(path)}: {e.strerror}") from e
+    except ValueError as e:  # no UTF-8, a NUL in the path
+        raise rm.ConfigError(f"{plain(path)}: {plain(e)}") from e
     prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as e:
-            raise rm.ConfigError(f"{path}:{number}: {e}") from e
+        except (ValueError, RecursionError) as e:  # no JSON, a number of too many digits, nested too deeply
+            raise rm.ConfigError(f"{path}:{number}: {plain(e)}") from e
         prompts.append(make_prompt(row, tokenizer, chat, stage, f"{path}:{number}"))
     return prompts
 
@@ -118,16 +121,19 @@ def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) ->
         raise rm.ConfigError(f"{where}: expected an object with either prompt or messages")
     columns = {k: v for k, v in row.items() if k not in ("prompt", "messages")}
     source: Any = row.get("prompt", row.get("messages"))
+    if isinstance(source, str) and "messages" in row:
+        raise rm.ConfigError(f"{where}: expected messages to be a list of {{role, content}}, got text; its key is prompt")
     if isinstance(source, str) and chat:
         source = [{"role": "user", "content": source}]
     if isinstance(source, str):
-        ids = tokenizer.encode(source)
+        with told_as(f"{where}: expected a prompt that the tokenizer takes"):  # no lone surrogates
+            ids = tokenizer.encode(source)
     elif _is_chat(source):
         if tokenizer.chat_template is None:
             raise rm.ConfigError(f"{where}: a chat, but the tokenizer has no chat template")
         with told_as(f"{where}: expected a chat that the tokenizer's chat template takes"):
             text = tokenizer.apply_chat_template(source, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer.encode(text, add_special_tokens=False)
+            ids = tokenizer.encode(text, add_special_tokens=False)
     else:
         raise rm.ConfigError(f"{where}: expected prompt to be text, or messages a list of {{role, content}}, got {source!r:.80}")
     if not ids:

@@ -181,7 +181,7 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
     behind = staleness(rollout, step, config.rollout.async_level)
     overlap.start("trainer")
     began = time.perf_counter()
-    rewards = score(rollout, run.rewards)
+    rewards, means = score(rollout, run.rewards)
     reward_s = time.perf_counter() - began
     metrics: Metrics = {
         "step": step,
@@ -196,6 +196,8 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
         "generate_s": rollout.seconds,
         "reward_s": reward_s,
     }
+    if len(run.rewards.names) > 1:
+        metrics |= {f"reward/{name}": mean for name, mean in means.items()}
     last = step == config.train.steps
     metrics |= evaluated
     began = time.perf_counter()
@@ -220,7 +222,7 @@ def evaluate(run: Run, step: int) -> Metrics:
     """Mean reward of one completion of each held-out prompt on the serving version."""
     began = time.perf_counter()
     rollout = _held_out(run, step)
-    return {"eval_reward": float(score(rollout, run.rewards).mean()), "eval_s": time.perf_counter() - began}
+    return {"eval_reward": float(score(rollout, run.rewards)[0].mean()), "eval_s": time.perf_counter() - began}
 
 
 def _roll_out(run: Run, step: int, version: int | None = None) -> Rollout:
