@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +34,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from rollmesh.grpo import checkpoint, config, data, loop, metrics, rewards  # noqa: E402
-from rollmesh.grpo.files import writing  # noqa: E402
+from rollmesh.grpo.files import locked, writing  # noqa: E402
 from rollmesh.grpo.generator import make_generator  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,16 +93,32 @@ def disk() -> Iterator[Callable[[int], None]]:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "trainer/optimizer.safetensors"])
 def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(file: str, whole: Path, tmp_path: Path) -> None:
-    """Refused in the first write of this file. A partial folder of a run that was killed is removed too."""
+    """Refused in the first write of this file. A partial folder of a run that was killed is removed too. With the least room the next line
+    of metrics does not fit either; else the run ends in the second try, after the last step."""
     reference = whole / "checkpoints/step_000002"
     assert (reference / "model.safetensors").stat().st_size < (reference / "trainer/optimizer.safetensors").stat().st_size
     limit = (reference / file).stat().st_size - 1
     (tmp_path / "checkpoints/.step_000001.partial/trainer").mkdir(parents=True)
-    with disk() as allow, pytest.raises(OSError, match=r"step_000004'$") as caught:
+    with disk() as allow, pytest.raises(OSError) as caught:
         run(tmp_path, show=lambda line: allow(limit) if line["step"] == 3 else None)  # before the step's checkpoint
-    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "checkpoints/step_000004"))
+    named = tmp_path / ("metrics.jsonl" if file == "config.json" else "checkpoints/step_000004")
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(named))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
     run(tmp_path, resume=tmp_path)
+    assert lines_of(tmp_path) == lines_of(whole)
+    assert state_of(tmp_path) == state_of(whole)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_checkpoint_that_did_not_fit_is_tried_again(whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """After the next step, when there is room again."""
+    limit = (whole / "checkpoints/step_000002/model.safetensors").stat().st_size - 1
+    with disk() as allow:
+        run(tmp_path, show=lambda line: allow({1: limit, 2: -1}[line["step"]]) if line["step"] in (1, 2) else None)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"[Errno 27] File too large: '{tmp_path}/checkpoints/step_000002'; the checkpoint is tried again after the next step"
+    ]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000003", "step_000004"]
     assert lines_of(tmp_path) == lines_of(whole)
     assert state_of(tmp_path) == state_of(whole)
 
@@ -159,6 +177,44 @@ def test_a_read_only_folder_is_refused_at_once(tmp_path: Path, capsys: pytest.Ca
             subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.parametrize("change", ["removed", "replaced", "shortened"])
+def test_metrics_that_another_program_touches_are_written_again(
+    change: str, whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+
+    def touch(line: metrics.Metrics) -> None:
+        if line["step"] == 1:
+            if change == "shortened":
+                os.truncate(file, 20)
+            else:
+                file.unlink()
+            if change == "replaced":
+                file.write_text("another\n")
+
+    run(tmp_path, show=touch)
+    assert lines_of(tmp_path) == lines_of(whole)
+    assert [r.getMessage() for r in caplog.records] == [f"{file} was removed or changed by another program; it is written again"]
+
+
+def test_a_run_keeps_others_out_of_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By --out and by --resume, at once; of a run that was killed nothing but the file stays, which locks nobody out."""
+    (tmp_path / ".lock").write_text("process 1 on nowhere\n")
+    with locked(tmp_path):
+        for option in ("--out", "--resume"):
+            assert main(["grpo", str(DENSE), option, str(tmp_path)]) == 2
+            said = f"StateError: {tmp_path}: expected a folder without another run, got one of process {os.getpid()} on "
+            assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_fewer_steps_than_the_checkpoint_has_made(whole: Path) -> None:
+    before = (whole / "metrics.jsonl").read_bytes()
+    with pytest.raises(rm.ConfigError, match=r"^\[train\] steps: expected at least 4, which .*step_000004 has made, got 3$"):
+        loop.prepare(config.load(DENSE, [*SMALL, "train.steps=3"]), whole)
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_million_steps_are_in_order(tmp_path: Path) -> None:
     for step in (999_999, 1_000_000):
         (tmp_path / f"checkpoints/step_{step:06d}/trainer").mkdir(parents=True)
@@ -184,12 +240,101 @@ def test_what_ends_a_run_says_how_to_go_on(whole: Path, tmp_path: Path, capsys: 
     assert main(["grpo", str(file), "--out", str(out), *sets]) == 130
     said = capsys.readouterr().err.splitlines()
     assert said[:2] == ["rollmesh grpo: interrupted", "reward interrupted_reward_of_test:f ran"]
-    words = re.fullmatch(r"to go on from step_000002: rollmesh (.*)", said[2])
+    words = re.fullmatch(r"to go on from step_000003: rollmesh (.*)", said[2])
     assert words is not None
     assert len(said) == 3
     assert main(shlex.split(words[1])) == 0
     assert lines_of(out) == lines_of(whole)
     assert state_of(out) == state_of(whole)
+
+
+def kill(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def ends_in_a_reward(this: loop.Run, number: signal.Signals) -> None:
+    """Of step 3: the rewards of 2 evaluations and 3 steps come before it."""
+    [function], calls = this.rewards.functions, iter(range(100))
+    this.rewards.functions = [lambda **columns: kill(number) if next(calls) == 5 else function(**columns)]
+
+
+def ends_in_an_update(this: loop.Run, number: signal.Signals) -> None:
+    """Of step 2, where the weights are of no version: the run ends after it."""
+    calls = iter(range(100))
+    this.trainer.optimizer.register_step_pre_hook(lambda *_: kill(number) if next(calls) == 4 else None)
+
+
+def ends_by_an_error(this: loop.Run, number: signal.Signals) -> None:
+    [function], calls = this.rewards.functions, iter(range(100))
+    this.rewards.functions = [lambda **columns: None if next(calls) == 5 else function(**columns)]
+
+
+@pytest.mark.parametrize(
+    "how, number, error",
+    [
+        (ends_in_a_reward, signal.SIGTERM, KeyboardInterrupt),
+        (ends_in_an_update, signal.SIGINT, KeyboardInterrupt),
+        (ends_in_an_update, signal.SIGHUP, KeyboardInterrupt),
+        (ends_by_an_error, signal.SIGINT, rm.ConfigError),
+    ],
+)
+def test_what_ends_a_run_leaves_its_last_finished_step(
+    how: Callable[[loop.Run, signal.Signals], None], number: signal.Signals, error: type[BaseException], whole: Path, tmp_path: Path
+) -> None:
+    """The run that goes on from there has the weights, moments and metrics of one without a break. Every handler is as it was."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    this = loop.prepare(config.load(DENSE, [*SMALL, "checkpoint.every=0"]))
+    how(this, number)
+    try:
+        with pytest.raises(error) as caught:
+            loop.train(this, tmp_path)
+    finally:
+        this.close()
+    assert error is not KeyboardInterrupt or caught.value.args == (number,)
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000003"]
+    run(tmp_path, resume=tmp_path)
+    assert lines_of(tmp_path) == lines_of(whole)
+    assert state_of(tmp_path) == state_of(whole)
+
+
+def test_an_update_that_fails_half_way_leaves_no_checkpoint(tmp_path: Path) -> None:
+    """Two updates a step: after the first the weights are of no step."""
+    this, calls = loop.prepare(config.load(DENSE, SMALL)), iter(range(100))
+    this.trainer.optimizer.register_step_pre_hook(lambda *_: 1 / 0 if next(calls) == 3 else None)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            loop.train(this, tmp_path)
+    finally:
+        this.close()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+# -------------------------------------------------------------------------------------------------- what does not end it
+def test_neither_a_display_nor_a_picture_ends_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Standard output goes to a reader that has gone, as with `| head -1`, and a folder is in the picture's place."""
+    monkeypatch.setattr(loop, "draw_curves", metrics.draw_curves)
+    (tmp_path / "curves.png").mkdir()
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as gone, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", gone)
+        assert main(["grpo", str(DENSE), "--out", str(tmp_path), *(word for c in SMALL for word in ("--set", c))]) == 0
+    assert len(lines_of(tmp_path)) == 5
+    said = capsys.readouterr().err
+    assert "rollmesh grpo: nothing more is displayed: BrokenPipeError: " in said
+    assert "rollmesh grpo: curves.png was not drawn: IsADirectoryError: " in said
+
+
+def test_an_ascii_terminal_ends_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+        assert main(["grpo", str(DENSE), "--out", str(tmp_path), *(word for c in SMALL for word in ("--set", c))]) == 0
+        assert b"max |\\u0394logp| 0.0e+00" in shown.getvalue()
 
 
 def test_a_run_that_ends_before_its_first_checkpoint_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -195,7 +195,7 @@ class EvalTable:
 
 @dataclass(frozen=True)
 class CheckpointTable:
-    every: int = number(0, at_least=0)  # steps; 0: only at the end
+    every: int = number(50, at_least=0)  # steps; 0: only at the end, and where a run ends early
     keep: int = number(2, at_least=1)
 
 

@@ -20,10 +20,11 @@ The generator reads no checkpoint. It is created from the model's configuration,
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from rollmesh.grpo.async_rollouts import AsyncRollouts, staleness
 from rollmesh.grpo.config import Config
 from rollmesh.grpo.data import Dataset, Prompt, load_dataset, load_tokenizer
 from rollmesh.grpo.generator import RolloutGenerator, make_generator
+from rollmesh.grpo.interrupts import Interrupts
 from rollmesh.grpo.metrics import Metrics, MetricsLog, draw_curves
 from rollmesh.grpo.mismatch import mismatch
 from rollmesh.grpo.overlap import Overlap
@@ -45,9 +47,11 @@ from rollmesh.grpo.rewards import Rewards
 from rollmesh.grpo.rollout import Rollout, generate, score
 from rollmesh.grpo.seeds import seed_of
 from rollmesh.grpo.trainer import Trainer, model_config
+from rollmesh.runtime.messages import plain
 from rollmesh.weights.self_test import run_self_test
 
 SELF_TEST_SEED = 0
+_log = logging.getLogger("rollmesh.grpo")
 
 
 @dataclass
@@ -62,6 +66,7 @@ class Run:
     generator: RolloutGenerator
     first_step: int = 0
     ready: Sequence[Rollout] = ()  # of the checkpoint: batches first_step, first_step + 1, …
+    interrupts: Interrupts = field(default_factory=Interrupts)
 
     def close(self) -> None:
         self.generator.close()
@@ -72,6 +77,8 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
     process is rank 0 of the generator's mesh."""
     folder = checkpoint.find(resume) if resume else None
     first_step = checkpoint.read_state(folder, config, overridden or []) if folder else 0
+    if first_step > config.train.steps:
+        raise rm.ConfigError(f"[train] steps: expected at least {first_step}, which {folder} has made, got {config.train.steps}")
     if config.model.path is not None:
         folder_config(config.path(config.model.path))  # before its tokenizer, which reads it too
     tokenizer = _tokenizer(config)
@@ -104,27 +111,60 @@ def _tokenizer(config: Config) -> Any:
 
 
 def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None) -> list[Metrics]:
-    """Runs steps first_step … steps and returns the metrics of all lines of the file."""
+    """Runs steps first_step … steps and returns the metrics of all lines of the file.
+
+    A checkpoint that cannot be written is tried again after the next step; only at the end it is an OSError. What ends the run early leaves
+    a checkpoint of the last finished step, but with async_level, whose rollouts are lost."""
     config, last = run.config, run.config.train.steps
     log = MetricsLog(out, run.first_step)
     overlap = Overlap()
+    saved = run.first_step  # next step of the newest checkpoint
+    finished = run.first_step, run.trainer.num_updates  # next step, and updates of the weights that it starts from
+
+    def save(rollouts: Sequence[Rollout]) -> None:
+        nonlocal saved
+        checkpoint.save(out, run.trainer, run.tokenizer, config, finished[0], rollouts)
+        saved = finished[0]
+
     try:
-        with _async_rollouts(run, overlap) if config.rollout.async_level else nullcontext() as ahead:
-            for step in range(run.first_step, last + 1):
-                metrics = run_step(run, step, ahead, overlap)
-                log.write(metrics)
-                show(metrics)
-                every = config.checkpoint.every
-                if step + 1 == last or (step < last and every and (step + 1) % every == 0):
-                    pending = ahead.pending() if ahead else []
-                    checkpoint.save(out, run.trainer, run.tokenizer, config, step + 1, pending)
-        draw_curves(log.lines, out / "curves.png")
+        with run.interrupts, _async_rollouts(run, overlap) if config.rollout.async_level else nullcontext() as ahead:
+            try:
+                for step in range(run.first_step, last + 1):
+                    metrics = run_step(run, step, ahead, overlap)
+                    log.write(metrics)
+                    finished = min(step + 1, last), run.trainer.num_updates
+                    run.interrupts.release()
+                    show(metrics)
+                    if _is_due(config, finished[0], saved):
+                        try:
+                            save(ahead.pending() if ahead and step < last else ())
+                        except OSError as error:
+                            if step == last:
+                                raise
+                            _log.warning("%s; the checkpoint is tried again after the next step", error)
+            except BaseException as error:
+                if finished[0] > saved and finished[1] == run.trainer.num_updates and ahead is None:
+                    try:
+                        save(())
+                    except Exception as why:  # noqa: BLE001 (the first error is raised)
+                        error.add_note(f"no checkpoint of step {finished[0]}: {type(why).__name__}: {plain(why)}")
+                raise
+        try:
+            draw_curves(log.lines, out / "curves.png")
+        except Exception as error:  # noqa: BLE001 (a picture ends no run)
+            _log.warning("curves.png was not drawn: %s: %s", type(error).__name__, plain(error))
     except BaseException:
         with suppress(OSError):  # of a disk that is full: the first error is raised
             log.close()
         raise
     log.close()
     return log.lines
+
+
+def _is_due(config: Config, next_step: int, saved: int) -> bool:
+    """Whether a checkpoint should have been written since the newest one."""
+    every = config.checkpoint.every
+    return next_step > saved and (next_step == config.train.steps or (every > 0 and next_step // every > saved // every))
 
 
 def _batches(run: Run, version: int) -> range:
@@ -207,6 +247,7 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
         grouped = _shuffled(rewards, config, step).reshape(-1, config.rollout.samples)
         metrics["flat_groups"] = float((np.ptp(grouped, axis=1) == 0).mean())
         advantage = advantages(grouped, config.loss.baseline, config.loss.scale).reshape(-1)
+        run.interrupts.hold()
         learned, logprobs = run.trainer.learn(rollout, advantage, step)
         metrics |= learned
     metrics["update_s"] = time.perf_counter() - began

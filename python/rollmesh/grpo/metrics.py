@@ -7,13 +7,15 @@ so the file reads as one run.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rollmesh.grpo.files import writing
 
 Metrics = dict[str, Any]
+_log = logging.getLogger("rollmesh.grpo")
 
 
 class MetricsLog:
@@ -23,19 +25,37 @@ class MetricsLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         self.lines = [m for m in read(self.path) if m["step"] < first_step] if self.path.exists() else []
-        partial = folder / ".metrics.jsonl.partial"
+        self._file = self._written()
+        self._folder = folder / "events"
+        with writing(self._folder):
+            self._events = SummaryWriter(str(self._folder), purge_step=first_step)
+
+    def _written(self) -> TextIO:
+        """The file, anew with all lines, open for more."""
+        partial = self.path.with_name(".metrics.jsonl.partial")
         try:
             with writing(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 partial.write_text("".join(json.dumps(m) + "\n" for m in self.lines), encoding="utf-8")
                 os.replace(partial, self.path)
         finally:
             partial.unlink(missing_ok=True)
-        self._folder = folder / "events"
-        with writing(self._folder):
-            self._events = SummaryWriter(str(self._folder), purge_step=first_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        return self.path.open("a", encoding="utf-8")
+
+    def _is_whole(self) -> bool:
+        """Whether the path still names the open file, with what was written and nothing else."""
+        own = os.fstat(self._file.fileno())
+        try:
+            there = self.path.stat()
+        except OSError:
+            return False
+        return os.path.samestat(own, there) and there.st_size == self._file.tell()
 
     def write(self, metrics: Metrics) -> None:
+        if not self._is_whole():
+            _log.warning("%s was removed or changed by another program; it is written again", self.path)
+            self._file.close()
+            self._file = self._written()
         self.lines.append(metrics)
         with writing(self.path):
             self._file.write(json.dumps(metrics) + "\n")

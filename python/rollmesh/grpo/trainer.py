@@ -51,6 +51,7 @@ class Trainer:
         torch.manual_seed(seed_of(config.seed, 0, "weights"))
         self.config = config
         self.version: int | None = None  # of the weights, since the last push
+        self.num_updates = 0  # of the weights, begun
         self.device = torch_device(table.device)
         check_devices(self.device, config)
         self.forward = forward_of(config)
@@ -166,6 +167,7 @@ class Trainer:
             raise rm.NumericsError(f"gradient norm is {norm}: the loss of this step is not finite; the weights were not updated{why}")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self.num_updates += 1
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {**sums, "grad_norm": norm, "lr": lr}, torch.cat(before).cpu().numpy()
