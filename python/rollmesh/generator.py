@@ -49,6 +49,7 @@ from rollmesh.runtime.arguments import (
     part_names,
     share_of_memory,
 )
+from rollmesh.runtime.cores import usable_cores
 from rollmesh.runtime.devices import device_of
 from rollmesh.runtime.engine_options import EngineOptions
 from rollmesh.runtime.engine_views import Ids, OpTime
@@ -103,7 +104,7 @@ class Generator:
                             The rest is left for CUDA graphs, NCCL and the trainer's tensors. Ranks on one GPU (on the CPU: on one
                             machine) share it. All ranks of a mesh get the same number of pages, the smallest that fits anywhere
     enable_prefix_caching   reuse the KV of equal prompt prefixes
-    threads                 None: one for each core that this process may use
+    threads                 None: one for each core that this process may use, by its affinity and its control groups' quota
     enforce_eager           on a GPU: launch each op of each step, instead of replaying decode steps as CUDA graphs. For debugging
     seed                    0 <= seed < 2^64. A request without a seed gets one made of this and the number of requests before it
     fast                    with device="cuda" and bfloat16: dense matmuls by NVIDIA's cuBLASLt. Their sums may depend on the
@@ -167,7 +168,7 @@ class Generator:
         options = EngineOptions(
             dtype=dtype,
             isa=None if isa is None or where.cuda_library else choice("isa", isa, _core.available_isas()),
-            threads=integer("threads", len(os.sched_getaffinity(0)) if threads is None else threads, 1, 256),
+            threads=integer("threads", usable_cores() if threads is None else threads, 1, 256),
             max_model_len=self.max_model_len,
             max_num_seqs=integer("max_num_seqs", max_num_seqs, 1, 2**20),
             max_num_batched_tokens=integer("max_num_batched_tokens", max_num_batched_tokens, 1, 2**24),

@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     out = _folder(args)
     if out.is_dir() and not os.access(out, os.W_OK | os.X_OK):
         raise rm.ConfigError(f"{plain(out)}: expected a folder to write to, got a read-only one; --out names another")
-    with nullcontext() if args.out is None and args.resume is not None else _made(out), _said(), locked(out):  # what is resumed is there
+    makes = args.out is not None or args.resume is None  # what is resumed is there, or is not found
+    with _made(out) if makes else nullcontext(), _said(), locked(out) if out.is_dir() else nullcontext():
         _environment()
         from rollmesh.grpo import loop
         from rollmesh.grpo.progress import Display

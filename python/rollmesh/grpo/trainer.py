@@ -29,6 +29,7 @@ from rollmesh.grpo.pretrained import experts_option, folder_config, load_model
 from rollmesh.grpo.rollout import Batch, Rollout, make_batch, with_trainer_logprobs
 from rollmesh.grpo.routing_replay import replay, routers
 from rollmesh.grpo.seeds import seed_of
+from rollmesh.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +45,7 @@ class Trainer:
         import torch
 
         table = config.train
-        torch.set_num_threads(table.threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(table.threads or usable_cores())
         torch.use_deterministic_algorithms(True)
         # Deterministic mode would also fill every torch.empty().
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
