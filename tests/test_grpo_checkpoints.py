@@ -15,6 +15,7 @@ import pytest
 from helpers import TINY_RUN
 
 import rollmesh as rm
+from rollmesh.cli import main
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -143,3 +144,19 @@ def test_every_end_of_a_folder_ends_a_completion(folder: Callable[[str], Path]) 
         this.trainer.model.save_pretrained(str(where))
     with rm.Generator.from_hf(where, max_model_len=16, kv_cache_gib=0.001, threads=1) as gen:
         assert set(gen.eos_token_ids) >= {5, 7, 11}
+
+
+def test_weights_of_another_kind_say_what_to_do(folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """float16, by the tensors and by the config, and the state dict of a model with adapters."""
+    where = folder("dense")
+    edit(where, lambda tensors: tensors.update({name: x.half() for name, x in tensors.items()}))
+    for said in ("--dtype bfloat16 and --dtype float32 convert weights", "got float16; --dtype bfloat16 converts"):
+        assert main(["generate", str(where), "ab", "--max-tokens", "1"]) == 2
+        assert said in capsys.readouterr().err
+        set_key(where, dtype="float16")
+    assert main(["generate", str(where), "ab", "--max-tokens", "1", "--dtype", "bfloat16"]) == 0
+    with rm.Generator.from_hf(where, max_model_len=16, kv_cache_gib=0.001, threads=1) as gen:
+        for name in ("base_model.model.model.norm.weight", "model.layers.0.self_attn.q_proj.base_layer.weight"):
+            with pytest.raises(rm.UnexpectedKeyError) as caught:
+                gen.sync_weights({name: torch.ones(2)})
+            assert caught.value.__notes__[0].startswith("these are adapters of PEFT: merge them first")

@@ -509,6 +509,85 @@ def test_a_checkpoint_cut_in_half_is_named(name: str, message: str, whole: Path,
         loop.prepare(config.load(DENSE, SMALL), folder)
 
 
+def edit_state(folder: Path, **changes: Any) -> None:
+    file = folder / "trainer/state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_optimizer(folder: Path, **changes: Any) -> None:
+    """None removes a tensor."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "trainer/optimizer.safetensors"
+    tensors = load_file(file) | {name: x for name, x in changes.items() if x is not None}
+    save_file({name: x for name, x in tensors.items() if changes.get(name, x) is not None}, file)
+
+
+MOMENT = "exp_avg:model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda f: (f / "trainer/state.json").write_text("[]"), "expected the state of a run, got a list"),
+        (lambda f: edit_state(f, next_step="x"), "expected next_step, an integer from 0, .* got next_step='x'"),
+        (lambda f: edit_state(f, config=[]), "expected next_step, an integer from 0, and config, a table"),
+        (lambda f: edit_optimizer(f, rng=None), "expected the optimizer's state, got KeyError: 'rng'"),
+        (lambda f: edit_optimizer(f, rng=torch.zeros(3)), "expected the optimizer's state, got TypeError: RNG state"),
+        (lambda f: edit_optimizer(f, **{MOMENT: None}), r"model\.norm\.weight: expected step=.* got "),
+        (lambda f: edit_optimizer(f, **{MOMENT: torch.zeros(3)}), r"expected .* got .*exp_avg=torch.Size\(\[3\]\)"),
+        (lambda f: edit_optimizer(f, **{MOMENT: torch.zeros(32, dtype=torch.int8)}), "of floats, got "),
+        (lambda f: edit_optimizer(f, **{"step:model.norm.weight": torch.tensor(-1.0)}), "of floats, got "),
+    ],
+)
+def test_the_state_of_a_run_that_was_changed_is_named(change: Callable[[Path], None], message: str, whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step_000004"
+    shutil.copytree(whole / "checkpoints/step_000004", folder)
+    change(folder)
+    with pytest.raises((rm.ConfigError, rm.FormatError), match=message):
+        loop.prepare(config.load(DENSE, SMALL), folder)
+
+
+@pytest.mark.parametrize("line", [b"garbage", b"[1]", b'{"a": 1}', b'{"step": "x"}', b"\xff", b"[" * 100_000])
+def test_metrics_that_are_none_are_named(line: bytes, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + line + b"\n")
+    with pytest.raises(rm.FormatError, match=r"metrics\.jsonl:2: expected a line of metrics"):
+        metrics.read(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (["train.lr=1e300"], "[train] lr: expected at most 1e+18, got 1e+300"),
+        (["loss.clip_high=1e308"], "[loss] clip_high: expected at most 1e+18, got 1e+308"),
+        ([f"rollout.prompts={2**63 - 1}"], f"[rollout] prompts: expected at most {2**20}, got {2**63 - 1}"),
+        (["train.threads=100000"], "[train] threads: expected at most 1024, got 100000"),
+        ([f"model.hidden_size={10**12}"], f"hidden_size: expected an integer in [1, 4194304], got {10**12}"),
+        (['generator.comm="torch"'], '[generator] comm="torch": expected RANK, WORLD_SIZE, '),
+    ],
+)
+def test_settings_that_nothing_can_hold_are_refused(
+    changes: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["grpo", str(DENSE), "--out", str(tmp_path / "out"), *(word for c in changes for word in ("--set", c))]) == 2
+    assert f"rollmesh grpo: ConfigError: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("world", ["", "x", "-1"])
+def test_a_world_that_is_no_number(world: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    assert main(["grpo", str(DENSE)]) == 2
+    assert f"ConfigError: WORLD_SIZE: expected the number of ranks, as torchrun sets it, got '{world}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--out", "--resume"])
+@pytest.mark.parametrize("path", ["", "a\0b"])
+def test_a_path_that_names_no_folder(option: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["grpo", str(DENSE), option, path])
+    assert f"{option}: expected the path of a folder, got {path!r}" in capsys.readouterr().err
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model(whole: Path) -> None:
     folder = whole / "checkpoints/step_000004"
     tokenizer = data.load_tokenizer(folder)

@@ -27,7 +27,7 @@ from rollmesh.distributed.follow import Follower, followed_methods
 from rollmesh.distributed.mesh import Mesh
 from rollmesh.distributed.rank_engine import PUSHES
 from rollmesh.distributed.spmd import SpmdEngine, join
-from rollmesh.errors import ConfigError, Error, RequestError, StateError
+from rollmesh.errors import ConfigError, Error, RequestError, StateError, UnexpectedKeyError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.request.arguments import check_vocabulary, eos_ids, param_list
 from rollmesh.request.async_driver import AsyncDriver
@@ -61,6 +61,7 @@ from rollmesh.weights.sync import SyncOptions, made_by
 from rollmesh.weights.transport.tensors import check_source
 from rollmesh.weights.updates import BEGINNING, SLEEP, WAKE, Sync, Weights
 
+PEFT = (".lora_", ".base_layer.", "base_model.model.")  # in names of a model with adapters
 _log = logging.getLogger("rollmesh")
 _log.addHandler(logging.NullHandler())  # silent until the program asks for it
 
@@ -419,7 +420,12 @@ class Generator:
                 check_source(source)
             deadline = deadline_of(timeout)
         with self._turn.take(deadline):
-            report = self._weights.sync(source, options, deadline)
+            try:
+                report = self._weights.sync(source, options, deadline)
+            except UnexpectedKeyError as error:
+                if any(part in str(error) for part in PEFT):
+                    error.add_note("these are adapters of PEFT: merge them first (model.merge_and_unload(), then its state dict)")
+                raise
         size, digest = report.bytes / 1e9, report.digest
         _log.info("sync: version %d serves, %.3f GB in %.3f s, digest %s", report.version, size, report.seconds, digest)
         return report

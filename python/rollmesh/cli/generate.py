@@ -77,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     )
     stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     dtype = args.dtype or stored
+    if dtype not in ("bfloat16", "float32"):
+        raise rm.ConfigError(f"dtype of {plain(args.model)}: expected bfloat16 or float32, got {plain(dtype)}; --dtype bfloat16 converts")
     longest = max(len(ids) for ids in prompts)
     with make_generator(
         args,
@@ -90,7 +92,11 @@ def run(args: argparse.Namespace) -> int:
         if args.random:
             generator.sync_weights(random_weights(generator, args.seed), cast=True)
         else:
-            generator.sync_weights(rm.sources.SafetensorsFolder(args.model), cast=args.dtype is not None or dtype != stored)
+            try:
+                generator.sync_weights(rm.sources.SafetensorsFolder(args.model), cast=args.dtype is not None)
+            except rm.errors.DTypeError as error:
+                error.add_note("--dtype bfloat16 and --dtype float32 convert weights of other float types")
+                raise
         outputs = generator.generate(prompts, params, use_tqdm=sys.stderr.isatty(), on_error="return")
     for output in outputs:
         _print(output, args.json, tokenizer)

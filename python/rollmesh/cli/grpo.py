@@ -67,7 +67,11 @@ def run(args: argparse.Namespace) -> int:
         _environment()
         from rollmesh.grpo import loop
 
-        loop.follow(config, args.resume, comm)
+        try:
+            loop.follow(config, args.resume, comm)
+        except rm.errors.RankLostError as error:
+            error.add_note("rank 0 says why it ended, and how to go on")
+            raise
         return 0
     out = _folder(args)
     if out.is_dir() and not os.access(out, os.W_OK | os.X_OK):
@@ -82,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
         words = ["rollmesh", "grpo", str(args.config), "--resume", str(out), *(word for text in overrides for word in ("--set", text))]
         words += ["--wandb", args.wandb] if args.wandb else []
         shows = True
-        this, began = loop.prepare(config, args.resume, overridden, comm), time.monotonic()
+        with _memory_told():
+            this, began = loop.prepare(config, args.resume, overridden, comm), time.monotonic()
         try:
             logs = wandb_log(args.wandb, out, config) if args.wandb else nullcontext(lambda _: None)
             with logs as log, _advised(out, words), Display(args.config.stem, config.train.steps) as display:
@@ -118,7 +123,10 @@ def _ask_for_vllm() -> None:
 
 def _comm(table: GeneratorTable) -> rm.comm.Comm | None:
     """The comm of the ranks that torchrun started; None: all ranks are threads of this process."""
-    started = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    world = os.environ.get("WORLD_SIZE", "1")
+    if not world.isdecimal():
+        raise rm.ConfigError(f"WORLD_SIZE: expected the number of ranks, as torchrun sets it, got {shown(world)}; unset it for one process")
+    started = int(world) > 1
     if started and table.engine == "vllm":
         raise rm.ConfigError(f"WORLD_SIZE: expected no torchrun around vLLM, which starts its ranks itself, got {os.environ['WORLD_SIZE']}")
     if table.comm == "threads" or (table.comm == "auto" and not started):
@@ -127,7 +135,10 @@ def _comm(table: GeneratorTable) -> rm.comm.Comm | None:
         return rm.comm.shm(timeout=table.comm_timeout)
     from torch import distributed
 
-    distributed.init_process_group("gloo")
+    from rollmesh.grpo.files import told_as
+
+    with told_as('[generator] comm="torch": expected RANK, WORLD_SIZE and MASTER_ADDR in the environment, as torchrun sets them'):
+        distributed.init_process_group("gloo")
     return rm.comm.torch(timeout=table.comm_timeout)
 
 
@@ -185,12 +196,25 @@ def _advised(out: Path, words: list[str]) -> Iterator[None]:
     from rollmesh.grpo import checkpoint
 
     try:
-        yield
+        with _memory_told():
+            yield
     except BaseException as error:
         found = checkpoint.newest(out)
         resumed = "no checkpoint was written yet: [checkpoint] every says when"
         error.add_note(resumed if found is None else f"to go on from {found.name}: {shlex.join(words)}")
         raise
+
+
+@contextmanager
+def _memory_told() -> Iterator[None]:
+    """torch's two errors of too little memory as Python's."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in str(error):
+            raise
+        said = plain(str(error).partition("DefaultCPUAllocator: ")[2] or error)
+        raise MemoryError(f"{said}; [train] micro_batch, [rollout] prompts and samples make a step smaller") from error
 
 
 def _environment() -> None:

@@ -12,7 +12,9 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
+from rollmesh.errors import FormatError
 from rollmesh.grpo.files import writing
+from rollmesh.runtime.messages import plain, shown
 
 Metrics = dict[str, Any]
 _log = logging.getLogger("rollmesh.grpo")
@@ -74,8 +76,16 @@ class MetricsLog:
 
 def read(path: Path) -> list[Metrics]:
     """Complete lines only: a killed run may have left half of one at the end."""
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    data = path.read_bytes()
+    lines: list[Metrics] = []
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+        try:
+            lines.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{plain(path)}:{number}: expected a line of metrics: {plain(error)}") from error
+        if not isinstance(lines[-1], dict) or type(lines[-1].get("step")) is not int:
+            raise FormatError(f"{plain(path)}:{number}: expected a line of metrics with a step, got {shown(lines[-1])}")
+    return lines
 
 
 def draw_curves(lines: list[Metrics], path: Path) -> None:

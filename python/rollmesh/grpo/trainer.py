@@ -223,6 +223,7 @@ def build_model(config: Config, tokenizer: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     hf_config = hf_config_of(config.model, tokenizer)
+    rm.ModelSpec.from_hf(hf_config)  # its limits, before so much memory is taken
     return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         hf_config, dtype=getattr(torch, config.train.dtype), **experts_option(hf_config)
     )
