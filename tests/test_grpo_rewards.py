@@ -4,6 +4,7 @@ no JSON reader or tokenizer takes."""
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,62 @@ def test_a_reward_may_import_late_and_spawn(tmp_path: Path) -> None:
         "        return [beside.value + x for x in pool.map_async(one, completions).get(20)]\n"
     )
     assert reward(tmp_path, code, "spawns_of_test")(["p"], ["c"], [[1]], {}) == [0.75]
+
+
+@pytest.mark.parametrize(
+    "returned, message",
+    [
+        ("['good'] * 2", "completion 0 got 'good'; expected a finite number, or None"),
+        ("['1.5'] * 2", "completion 0 got '1.5'; expected a finite number, or None"),
+        ("[1.0, float('nan')]", "completion 1 got nan; expected a finite number, or None"),
+        ("[1.0, float('-inf')]", "completion 1 got -inf; expected a finite number, or None"),
+        ("[[1.0]] * 2", r"completion 0 got \[1.0\]; expected a finite number, or None"),
+        ("[1j] * 2", "completion 0 got 1j; expected a finite number, or None"),
+        ("[10**400] * 2", "completion 0 got 10+.*; expected a finite number, or None"),
+        ("[1e300] * 2", r"completion 0 got 1e\+300; expected a finite number, or None"),
+        ("[1.0]", "expected 2 values, one a completion, got 1"),
+        ("[1.0] * 3", "expected 2 values, one a completion, got 3"),
+        ("'11'", "expected 2 values, one a completion, got a str"),
+        ("{0: 1.0, 1: 1.0}", "expected 2 values, one a completion, got a dict"),
+        ("None", "expected 2 values, one a completion, got a NoneType"),
+        ("1.0", "expected 2 values, one a completion, got a float"),
+        ("[next(iter(()))]", "StopIteration"),
+        ("(i / 0 for i in range(2))", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_is_no_reward_is_named(returned: str, message: str, tmp_path: Path) -> None:
+    module = f"returns_{abs(hash(returned))}_of_test"
+    (tmp_path / f"{module}.py").write_text(f"def f(**columns):\n    return {returned}\n")
+    reward = rewards.Rewards([f"{module}:f"], (), tmp_path)
+    with pytest.raises(rm.ConfigError, match=rf"^reward {module}:f(:| raised) {message}(\n|$)"):
+        reward(["p"] * 2, ["c"] * 2, [[1]] * 2, {})
+
+
+@pytest.mark.parametrize("returned", ["(1.0, 2)", "(float(i + 1) for i in range(2))", "numpy.float32([1, 2])", "torch.tensor([1, 2])"])
+def test_what_holds_numbers_is_a_reward(returned: str, tmp_path: Path) -> None:
+    module = f"returns_{abs(hash(returned))}_of_test"
+    (tmp_path / f"{module}.py").write_text(f"import numpy, torch\ndef f(**columns):\n    return {returned}\n")
+    assert rewards.Rewards([f"{module}:f"], (), tmp_path)(["p"] * 2, ["c"] * 2, [[1]] * 2, {}) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "code, message, line",
+    [
+        ("def f(:\n", "importing .* raised SyntaxError: invalid syntax", 1),
+        ("x = 1\nraise RuntimeError('no GPU')\n", "importing .* raised RuntimeError: no GPU", 2),
+        ("async def f(**columns):\n    return []\n", "expected a function that returns the rewards, got the async function", None),
+    ],
+)
+def test_a_module_that_is_no_reward_is_named(code: str, message: str, line: int | None, tmp_path: Path) -> None:
+    """The traceback ends in the module."""
+    module = f"imports_{abs(hash(code))}_of_test"
+    (tmp_path / f"{module}.py").write_text(code)
+    with pytest.raises(rm.ConfigError, match=rf"^\[reward\] functions: {message}") as caught:
+        rewards.resolve(f"{module}:f", tmp_path)
+    notes = "\n".join(getattr(caught.value, "__notes__", ()))
+    places = re.findall(r'File "(.*)", line (\d+)', notes)
+    assert places[-1:] == ([] if line is None else [(str(tmp_path / f"{module}.py"), str(line))])
+    assert not any("importlib" in file for file, _ in places)
 
 
 # -------------------------------------------------------------------------------------------------- prompts

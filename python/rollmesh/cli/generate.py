@@ -94,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             try:
                 generator.sync_weights(rm.sources.SafetensorsFolder(args.model), cast=args.dtype is not None)
-            except rm.errors.DTypeError as error:
-                error.add_note("--dtype bfloat16 and --dtype float32 convert weights of other float types")
+            except rm.errors.DTypeError as refused:
+                refused.add_note("--dtype bfloat16 and --dtype float32 convert weights of other float types")
                 raise
         outputs = generator.generate(prompts, params, use_tqdm=sys.stderr.isatty(), on_error="return")
     for output in outputs:
