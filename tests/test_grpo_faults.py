@@ -39,7 +39,7 @@ from rollmesh.grpo.generator import make_generator  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 DENSE = ROOT / "configs/qwen3_debug.toml"
-SMALL = [*TINY_RUN, "train.steps=4", "checkpoint.every=2"]
+SMALL = [*TINY_RUN, "train.steps=4", "checkpoint.every=2", "rollout.log_completions=0"]
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
 

@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
         raise rm.ConfigError(f"{plain(out)}: expected a folder to write to, got a read-only one; --out names another")
     makes = args.out is not None or args.resume is None  # what is resumed is there, or is not found
     with _made(out) if makes else nullcontext(), _said(), locked(out) if out.is_dir() else nullcontext():
+        with suppress(OSError):  # a reader that has gone
+            print(f"{args.config} → {out}: reading data and model", flush=True)
         _environment()
         from rollmesh.grpo import loop
         from rollmesh.grpo.progress import Display

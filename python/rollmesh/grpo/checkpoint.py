@@ -38,6 +38,7 @@ STATE = "trainer/state.json"
 ROLLOUTS = "trainer/rollouts.safetensors"
 # Values of keys that older checkpoints lack.
 LATER_KEYS = {
+    "data.overlong": "raise",
     "train.device": "cpu",
     "train.kernels": "torch",
     "train.mismatch": "raise",
@@ -48,7 +49,8 @@ LATER_KEYS = {
     "sync.inflight": "wait",
     **{f"correction.{f.name}": f.default for f in dataclasses.fields(CorrectionTable)},
 }
-MAY_DIFFER = ("train.steps", "eval.", "checkpoint.", "generator.threads", "generator.engine")  # keys that a resumed run may change
+# Keys that a resumed run may change.
+MAY_DIFFER = ("train.steps", "eval.", "checkpoint.", "generator.threads", "generator.engine", "rollout.log_completions")
 
 
 def save(root: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step: int, rollouts: Sequence[Rollout] = ()) -> Path:

@@ -90,6 +90,7 @@ class DataTable:
     heldout_share: float = number(0.05, above=0, at_most=0.5)
     stage_steps: tuple[int, ...] = ()  # step at which train[i+1] joins; empty: all files from the start
     chat: bool = False  # wrap a text prompt as a user message in the tokenizer's chat template
+    overlong: Literal["raise", "drop", "truncate"] = "raise"  # prompts without room for max_tokens; truncate: their last tokens stay
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class RolloutTable:
     top_k: int = number(0, at_least=0)  # 0: off; above 0 with either of the next two, since the tokens kept are recorded
     top_p: float = number(1.0, above=0, at_most=1)
     min_p: float = number(0.0, at_least=0, at_most=1)
+    log_completions: int = number(16, at_least=0)  # of each step, in completions.jsonl: the first so many
     async_level: int = number(0, at_least=0, at_most=64)  # N: generated while the trainer learns, at most N versions behind it; 0: by turns
 
 

@@ -7,8 +7,10 @@ chosen by a hash of their text, so that it does not depend on the seed, the orde
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,8 @@ from rollmesh.grpo.config import Config
 from rollmesh.grpo.files import told_as
 from rollmesh.grpo.seeds import rng_of
 from rollmesh.runtime.messages import plain
+
+_log = logging.getLogger("rollmesh.grpo")
 
 
 @dataclass(frozen=True)
@@ -82,16 +86,30 @@ def load_dataset(config: Config, tokenizer: Any) -> Dataset:
     else:
         heldout = [p for p in train if _in_share(p, table.heldout_share)]
         train = [p for p in train if not _in_share(p, table.heldout_share)]
+    limit = config.generator.max_model_len - config.rollout.max_tokens
+    if table.overlong != "raise":
+        train, heldout = _fitted(train, limit, table.overlong), _fitted(heldout, limit, table.overlong)
     if not train or not heldout:
         raise rm.ConfigError(f"[data]: expected prompts on both sides, got {len(train)} to train on and {len(heldout)} held out")
-    limit = config.generator.max_model_len - config.rollout.max_tokens
+    if table.stage_steps and all(p.stage for p in train):
+        raise rm.ConfigError(f"[data] train: expected prompts in {table.train[0]}, the first stage, got none")
     longest = max(len(p.ids) for p in (*train, *heldout))
     if longest > limit:
         raise rm.ConfigError(
             f"[generator] max_model_len: a prompt of {longest} tokens and max_tokens={config.rollout.max_tokens} "
-            f"do not fit into {config.generator.max_model_len}"
+            f"do not fit into {config.generator.max_model_len}; [data] overlong can drop or truncate such prompts"
         )
     return Dataset(tuple(train), tuple(heldout), table.stage_steps)
+
+
+def _fitted(prompts: list[Prompt], limit: int, overlong: str) -> list[Prompt]:
+    """Prompts of at most `limit` tokens: of longer ones the last tokens, or none."""
+    fit = [p if len(p.ids) <= limit else dataclasses.replace(p, ids=p.ids[-limit:]) for p in prompts]
+    count = sum(a is not b for a, b in zip(fit, prompts, strict=True))
+    if count:
+        done = "dropped" if overlong == "drop" else "truncated to their last tokens"
+        _log.warning("%d of %d prompts have more than %d tokens and were %s ([data] overlong)", count, len(prompts), limit, done)
+    return [a for a, b in zip(fit, prompts, strict=True) if a is b or overlong == "truncate"]
 
 
 def read_jsonl(path: Path, tokenizer: Any, chat: bool = False, stage: int = 0) -> list[Prompt]:

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from rollmesh.grpo.config import Config
 from rollmesh.grpo.data import Dataset, Prompt, load_dataset, load_tokenizer
 from rollmesh.grpo.generator import RolloutGenerator, make_generator
 from rollmesh.grpo.interrupts import Interrupts
-from rollmesh.grpo.metrics import Metrics, MetricsLog, draw_curves
+from rollmesh.grpo.metrics import CompletionsLog, Metrics, MetricsLog, draw_curves
 from rollmesh.grpo.mismatch import mismatch
 from rollmesh.grpo.overlap import Overlap
 from rollmesh.grpo.pretrained import folder_config
@@ -116,7 +117,7 @@ def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None)
     A checkpoint that cannot be written is tried again after the next step; only at the end it is an OSError. What ends the run early leaves
     a checkpoint of the last finished step, but with async_level, whose rollouts are lost."""
     config, last = run.config, run.config.train.steps
-    log = MetricsLog(out, run.first_step)
+    log, texts = MetricsLog(out, run.first_step), CompletionsLog(out, run.first_step)
     overlap = Overlap()
     saved = run.first_step  # next step of the newest checkpoint
     finished = run.first_step, run.trainer.num_updates  # next step, and updates of the weights that it starts from
@@ -130,7 +131,8 @@ def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None)
         with run.interrupts, _async_rollouts(run, overlap) if config.rollout.async_level else nullcontext() as ahead:
             try:
                 for step in range(run.first_step, last + 1):
-                    metrics = run_step(run, step, ahead, overlap)
+                    metrics, completions = run_step(run, step, ahead, overlap)
+                    texts.write(completions)
                     log.write(metrics)
                     finished = min(step + 1, last), run.trainer.num_updates
                     run.interrupts.release()
@@ -154,9 +156,11 @@ def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None)
         except Exception as error:  # noqa: BLE001 (a picture ends no run)
             _log.warning("curves.png was not drawn: %s: %s", type(error).__name__, plain(error))
     except BaseException:
-        with suppress(OSError):  # of a disk that is full: the first error is raised
-            log.close()
+        for file in (texts, log):
+            with suppress(OSError):  # of a disk that is full: the first error is raised
+                file.close()
         raise
+    texts.close()
     log.close()
     return log.lines
 
@@ -199,8 +203,8 @@ def _is_evaluated(run: Run, step: int) -> bool:
     return step % run.config.eval.every == 0 or step == run.config.train.steps
 
 
-def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap) -> Metrics:
-    """One step of the protocol above. `ahead`: with async_level ≥ 1."""
+def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap) -> tuple[Metrics, list[dict[str, Any]]]:
+    """One step of the protocol above: its metrics, and the completions that are written. `ahead`: with async_level ≥ 1."""
     config, start = run.config, time.perf_counter()
     if ahead and config.sync.inflight == "wait":
         ahead.pending()
@@ -256,7 +260,9 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
     if ahead:
         metrics |= behind | overlap.shares()
     metrics["step_s"] = time.perf_counter() - start
-    return metrics
+    rows = zip(rollout.prompts, rollout.texts, rewards.tolist(), rollout.stopped, strict=True)
+    shown = islice(rows, config.rollout.log_completions)
+    return metrics, [{"step": step, "prompt": p.source, "completion": t, "reward": r, "stopped": s} for p, t, r, s in shown]
 
 
 def evaluate(run: Run, step: int) -> Metrics:

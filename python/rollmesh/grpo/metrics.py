@@ -1,4 +1,4 @@
-"""Where a run's numbers go: DIR/metrics.jsonl always, TensorBoard events beside it, curves.png drawn from them.
+"""Where a run's numbers go: DIR/metrics.jsonl always, TensorBoard events beside it, curves.png drawn from them; completions.jsonl.
 
 Line n describes version n of the weights, see loop.py. A resumed run keeps the lines before its first step and drops the rest,
 so the file reads as one run.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any, TextIO
@@ -72,6 +73,41 @@ class MetricsLog:
             self._file.close()
         with writing(self._folder):
             self._events.close()
+
+
+class CompletionsLog:
+    """DIR/completions.jsonl: step, prompt, completion, reward, and whether it ended by itself, of the first completions of each step."""
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        self.path = folder / "completions.jsonl"
+        partial = self.path.with_name(".completions.jsonl.partial")
+        try:
+            with writing(self.path):
+                if self.path.exists():
+                    with self.path.open("rb") as old, partial.open("wb") as new:
+                        new.writelines(line for line in old if _step_of(line) < first_step)
+                    os.replace(partial, self.path)
+        finally:
+            partial.unlink(missing_ok=True)
+        self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        with writing(self.path):
+            self._file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            self._file.flush()
+
+    def close(self) -> None:
+        with writing(self.path):
+            self._file.close()
+
+
+def _step_of(line: bytes) -> float:
+    """Infinity: this is half a line, or none of ours."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return math.inf
+    return row["step"] if isinstance(row, dict) and type(row.get("step")) is int else math.inf
 
 
 def read(path: Path) -> list[Metrics]:
