@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +44,7 @@ from rollmesh.runtime.arguments import (
     deadline_of,
     gib_bytes,
     integer,
+    items_of,
     page_positions,
     part_mask,
     part_names,
@@ -196,7 +197,7 @@ class Generator:
         )
         values = spec.engine_values(self.max_model_len)
         self._engine = join(values, options, None if nccl is not None and nccl.group is None else comm, self.mesh)
-        self._requests = Requests(self._engine, self._codec, self.eos_token_ids, dtype, is_invariant=blas is None)
+        self._requests = Requests(self._engine, self._codec, self.eos_token_ids, dtype, self.max_model_len, is_invariant=blas is None)
         self._weights = Weights(self._engine, self._requests)
         self._turn = Turn()
         self._driver = Driver(self._engine, self._requests, self._codec, self._turn, self._weights.commit_open_sync)
@@ -309,6 +310,25 @@ class Generator:
         Errors of a request: RequestError, CapacityError, NumericsError, DeadlineError. Errors of the call: NotSyncedError, StateError
         (closed, paused, asleep). Ctrl-C and any other exception abort all requests of the call.
         """
+        return self._driver.generate(prompts, params, use_tqdm, on_error, timeout)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        on_error: Literal["raise", "return"] = "raise",
+        timeout: float | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """generate for chats: one list of {role, content}, or several. `template`: arguments of the tokenizer's apply_chat_template, as
+        tools and add_generation_prompt=False. RequestError for a tokenizer without it, and for what the template refuses."""
+        if self._codec is None:
+            raise RequestError("chat: expected a generator with a tokenizer of transformers, got one without a tokenizer")
+        chats = items_of(RequestError, "messages", messages)
+        if chats and isinstance(chats[0], Mapping):
+            chats = [chats]
+        prompts = [self._codec.encode_chat(chat, template) for chat in chats]
         return self._driver.generate(prompts, params, use_tqdm, on_error, timeout)
 
     def submit(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[int]:
