@@ -278,7 +278,7 @@ def test_generate_skips_what_the_model_has_no_place_for(tmp_path: Path) -> None:
     beyond = {name.replace("layers.1.", "layers.2."): x for name, x in weights.items() if "layers.1." in name}
     save_file(weights | beyond, tmp_path / "model.safetensors")
     assert "layer 2; the model has 2" in (said := rollmesh(*command, status=2))
-    assert said.endswith("(--skip-unknown skips them)\n")
+    assert said.endswith("\n--skip-unknown skips them\n")
     assert rollmesh(*command, "--skip-unknown") == want
 
 

@@ -7,7 +7,6 @@ times transformers' own bfloat16.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 from pathlib import Path

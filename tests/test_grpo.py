@@ -222,7 +222,7 @@ def test_rewards_of_chats_get_messages(tokenizer: Any, tmp_path: Path) -> None:
     )
     prompt = data.make_prompt({"prompt": "ab", "answer": "AB"}, tokenizer, True, 0, "here")
     this = rollout.Rollout([prompt, prompt], [[1], [2]], [np.zeros(1, np.float32)] * 2, ["AB", "A"], [True, True])
-    assert rollout.score(this, rewards.Rewards(["chat_rewards_of_test:f"], (), tmp_path)).tolist() == [1.0, 0.0]
+    assert rollout.score(this, rewards.Rewards(["chat_rewards_of_test:f"], (), tmp_path))[0].tolist() == [1.0, 0.0]
 
 
 def test_batches_list_generated_tokens_by_hand(tokenizer: Any) -> None:
@@ -276,7 +276,7 @@ def test_a_reward_of_ones_own_has_trls_signature(tmp_path: Path) -> None:
     (tmp_path / "own_rewards_of_test.py").write_text(MODULE)
     path = list(sys.path)
     r = rewards.Rewards(["own_rewards_of_test:by_length", "own_rewards_of_test:none"], [0.5, 3.0], tmp_path)
-    assert sys.path == path
+    assert sys.path[: len(path)] == path, "no module beside the reward hides a library's"
     assert r(["p", "q"], ["x", "yy"], [[1], [2, 3]], {"bonus": [10, 20]}) == [5.5, 11.0]
     for name, message in (("short", "expected 2 values, one a completion, got 1"), ("nan", "completion 0 got nan")):
         with pytest.raises(rm.ConfigError, match=message):

@@ -129,7 +129,7 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"n": True},
     {"max_tokens": 0},
     {"max_tokens": -3},
-    {"max_tokens": None},
+    {"max_tokens": 1.5},
     {"min_tokens": -1},
     {"min_tokens": 5, "max_tokens": 4},
     {"seed": -1},

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -26,7 +27,7 @@ from rollmesh.distributed.follow import Follower, followed_methods
 from rollmesh.distributed.mesh import Mesh
 from rollmesh.distributed.rank_engine import PUSHES
 from rollmesh.distributed.spmd import SpmdEngine, join
-from rollmesh.errors import ConfigError, Error, RequestError, StateError
+from rollmesh.errors import ConfigError, Error, RequestError, StateError, UnexpectedKeyError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.request.arguments import check_vocabulary, eos_ids, param_list
 from rollmesh.request.async_driver import AsyncDriver
@@ -34,7 +35,7 @@ from rollmesh.request.driver import Driver, Prompt, sequences_of
 from rollmesh.request.outputs import RequestOutput, SelfTestReport, SyncReport
 from rollmesh.request.requests import Requests
 from rollmesh.request.sampling import SamplingParams
-from rollmesh.request.text import TextCodec, tokenizer_of_folder
+from rollmesh.request.text import TextCodec, folder_eos_ids, tokenizer_of_folder
 from rollmesh.runtime import cublas
 from rollmesh.runtime.arguments import (
     PARTS,
@@ -43,11 +44,13 @@ from rollmesh.runtime.arguments import (
     deadline_of,
     gib_bytes,
     integer,
+    items_of,
     page_positions,
     part_mask,
     part_names,
     share_of_memory,
 )
+from rollmesh.runtime.cores import usable_cores
 from rollmesh.runtime.devices import device_of
 from rollmesh.runtime.engine_options import EngineOptions
 from rollmesh.runtime.engine_views import Ids, OpTime
@@ -59,6 +62,7 @@ from rollmesh.weights.sync import SyncOptions, made_by
 from rollmesh.weights.transport.tensors import check_source
 from rollmesh.weights.updates import BEGINNING, SLEEP, WAKE, Sync, Weights
 
+PEFT = (".lora_", ".base_layer.", "base_model.model.")  # in names of a model with adapters
 _log = logging.getLogger("rollmesh")
 _log.addHandler(logging.NullHandler())  # silent until the program asks for it
 
@@ -102,7 +106,7 @@ class Generator:
                             The rest is left for CUDA graphs, NCCL and the trainer's tensors. Ranks on one GPU (on the CPU: on one
                             machine) share it. All ranks of a mesh get the same number of pages, the smallest that fits anywhere
     enable_prefix_caching   reuse the KV of equal prompt prefixes
-    threads                 None: one for each core that this process may use
+    threads                 None: one for each core that this process may use, by its affinity and its control groups' quota
     enforce_eager           on a GPU: launch each op of each step, instead of replaying decode steps as CUDA graphs. For debugging
     seed                    0 <= seed < 2^64. A request without a seed gets one made of this and the number of requests before it
     fast                    with device="cuda" and bfloat16: dense matmuls by NVIDIA's cuBLASLt. Their sums may depend on the
@@ -166,7 +170,7 @@ class Generator:
         options = EngineOptions(
             dtype=dtype,
             isa=None if isa is None or where.cuda_library else choice("isa", isa, _core.available_isas()),
-            threads=integer("threads", len(os.sched_getaffinity(0)) if threads is None else threads, 1, 256),
+            threads=integer("threads", usable_cores() if threads is None else threads, 1, 256),
             max_model_len=self.max_model_len,
             max_num_seqs=integer("max_num_seqs", max_num_seqs, 1, 2**20),
             max_num_batched_tokens=integer("max_num_batched_tokens", max_num_batched_tokens, 1, 2**24),
@@ -193,7 +197,7 @@ class Generator:
         )
         values = spec.engine_values(self.max_model_len)
         self._engine = join(values, options, None if nccl is not None and nccl.group is None else comm, self.mesh)
-        self._requests = Requests(self._engine, self._codec, self.eos_token_ids, dtype, is_invariant=blas is None)
+        self._requests = Requests(self._engine, self._codec, self.eos_token_ids, dtype, self.max_model_len, is_invariant=blas is None)
         self._weights = Weights(self._engine, self._requests)
         self._turn = Turn()
         self._driver = Driver(self._engine, self._requests, self._codec, self._turn, self._weights.commit_open_sync)
@@ -209,8 +213,8 @@ class Generator:
     def from_hf(cls, folder_or_config: Any, *, ignore: tuple[str, ...] = (), **options: Any) -> Generator:
         """A generator for the model of a Hugging Face folder or config. Reads no weights; sync_weights brings them.
 
-        folder_or_config  a local folder with config.json (its tokenizer is used, if it has one), the path of a config.json, a
-                          transformers config object, or its dict
+        folder_or_config  a local folder with config.json (its tokenizer and its generation_config.json's eos_token_id are used too),
+                          the path of a config.json, a transformers config object, or its dict
         ignore            keys of the config that do not matter, as in ModelSpec.from_hf
         options           of Generator; `tokenizer` replaces the folder's, None: no tokenizer
 
@@ -218,8 +222,11 @@ class Generator:
         that is not a JSON object), and what Generator raises.
         """
         spec = ModelSpec.from_hf(folder_or_config, ignore=ignore)
-        if "tokenizer" not in options and isinstance(folder_or_config, (str, os.PathLike)) and os.path.isdir(folder_or_config):
-            options["tokenizer"] = tokenizer_of_folder(Path(folder_or_config))
+        if isinstance(folder_or_config, (str, os.PathLike)) and os.path.isdir(folder_or_config):
+            folder = Path(folder_or_config)
+            spec = replace(spec, eos_token_ids=tuple(sorted({*spec.eos_token_ids, *folder_eos_ids(folder)})))
+            if "tokenizer" not in options:
+                options["tokenizer"] = tokenizer_of_folder(folder)
         return cls(spec, **options)
 
     # ---------------------------------------------------------------------------------------- state
@@ -303,6 +310,25 @@ class Generator:
         Errors of a request: RequestError, CapacityError, NumericsError, DeadlineError. Errors of the call: NotSyncedError, StateError
         (closed, paused, asleep). Ctrl-C and any other exception abort all requests of the call.
         """
+        return self._driver.generate(prompts, params, use_tqdm, on_error, timeout)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        on_error: Literal["raise", "return"] = "raise",
+        timeout: float | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """generate for chats: one list of {role, content}, or several. `template`: arguments of the tokenizer's apply_chat_template, as
+        tools and add_generation_prompt=False. RequestError for a tokenizer without it, and for what the template refuses."""
+        if self._codec is None:
+            raise RequestError("chat: expected a generator with a tokenizer of transformers, got one without a tokenizer")
+        chats = items_of(RequestError, "messages", messages)
+        if chats and isinstance(chats[0], Mapping):
+            chats = [chats]
+        prompts = [self._codec.encode_chat(chat, template) for chat in chats]
         return self._driver.generate(prompts, params, use_tqdm, on_error, timeout)
 
     def submit(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[int]:
@@ -414,7 +440,12 @@ class Generator:
                 check_source(source)
             deadline = deadline_of(timeout)
         with self._turn.take(deadline):
-            report = self._weights.sync(source, options, deadline)
+            try:
+                report = self._weights.sync(source, options, deadline)
+            except UnexpectedKeyError as error:
+                if any(part in str(error) for part in PEFT):
+                    error.add_note("these are adapters of PEFT: merge them first (model.merge_and_unload(), then its state dict)")
+                raise
         size, digest = report.bytes / 1e9, report.digest
         _log.info("sync: version %d serves, %.3f GB in %.3f s, digest %s", report.version, size, report.seconds, digest)
         return report

@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from types import ModuleType
 
 import rollmesh as rm
@@ -27,10 +29,12 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 2 for an error that the message explains, 130 after Ctrl-C, 141 when the reader of the output
-    has gone. An error's notes follow its message, each from a line of its own."""
+    """Returns the exit status: 0, 2 for an error that the message explains, 130 after Ctrl-C (of another signal 128 + its number), 141 when
+    the reader of the output has gone. An error's notes follow its message, each from a line of its own."""
     parser = argparse.ArgumentParser(prog="rollmesh", description="Rollouts for RL training, with weights pushed by their trainer.")
     parser.add_argument("--version", action="version", version=f"rollmesh {rm.__version__}")
+    with suppress(AttributeError):
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # an ASCII terminal ends no command
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     words = sys.argv[1:] if argv is None else argv
     for name, text in COMMANDS.items():
@@ -47,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        _drop_output()
+        drop_output()
         return 141
     except (rm.Error, MemoryError) as error:
         _tell(f"rollmesh {args.command}: {type(error).__name__}: {error}", error)
@@ -55,11 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # of a path that was given, or of a disk that is full
         said = plain(error) if error.filename is None else f"{plain(error.filename)}: {error.strerror}"
         _tell(f"rollmesh {args.command}: {type(error).__name__}: {said}", error)
-        _drop_output()
+        drop_output()
         return 2
     except KeyboardInterrupt as error:
-        _tell(f"rollmesh {args.command}: interrupted", error)
-        return 130
+        number = error.args[0] if error.args else signal.SIGINT
+        _tell(f"rollmesh {args.command}: {'interrupted' if number == signal.SIGINT else signal.strsignal(number)}", error)
+        return 128 + int(number)
 
 
 def _tell(text: str, error: BaseException) -> None:
@@ -70,7 +75,7 @@ def _module_of(command: str) -> ModuleType:
     return importlib.import_module(f"rollmesh.cli.{command}")
 
 
-def _drop_output() -> None:
+def drop_output() -> None:
     """Drops what standard output cannot take: the interpreter would fail to flush it at exit, aloud."""
     try:
         sys.stdout.flush()

@@ -23,6 +23,7 @@ from rollmesh import vllm
 from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
 from rollmesh.ops import isa_states
 from rollmesh.runtime import cublas, nccl
+from rollmesh.runtime.cores import usable_cores
 from rollmesh.runtime.devices import LIBRARY_SWITCH, is_there, library_path, why_absent
 from rollmesh.runtime.messages import byte_text, plain, shown
 
@@ -71,7 +72,7 @@ def _rollmesh() -> list[tuple[str, str]]:
 
 def _processor() -> list[tuple[str, str]]:
     info = _cpuinfo()
-    allowed, present = len(os.sched_getaffinity(0)), os.cpu_count() or 0
+    allowed, present = usable_cores(), os.cpu_count() or 0
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return [
         ("model", info.get("model name", platform.machine())),

@@ -18,13 +18,12 @@ from rollmesh.cli.options import (
     add_engine,
     checkpoint_of,
     make_generator,
-    read_json,
     read_model_config,
     take_run_settings,
     tokenizer_file,
 )
 from rollmesh.cli.weights import random_weights
-from rollmesh.request.text import load_tokenizer
+from rollmesh.request.text import folder_eos_ids, load_tokenizer
 from rollmesh.runtime.messages import plain, shown
 
 
@@ -79,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     )
     stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     dtype = args.dtype or stored
+    if dtype not in ("bfloat16", "float32"):
+        raise rm.ConfigError(f"dtype of {plain(args.model)}: expected bfloat16 or float32, got {plain(dtype)}; --dtype bfloat16 converts")
     longest = max(len(ids) for ids in prompts)
     with make_generator(
         args,
@@ -92,11 +93,18 @@ def run(args: argparse.Namespace) -> int:
         if args.random:
             generator.sync_weights(random_weights(generator, args.seed), cast=True)
         else:
-            cast = args.dtype is not None or dtype != stored
             try:
-                report = generator.sync_weights(rm.sources.SafetensorsFolder(args.model), cast=cast, strict=not args.skip_unknown)
-            except rm.UnexpectedKeyError as e:
-                raise rm.UnexpectedKeyError(f"{e} (--skip-unknown skips them)") from e
+                report = generator.sync_weights(
+                    rm.sources.SafetensorsFolder(args.model),
+                    cast=args.dtype is not None,
+                    strict=not args.skip_unknown,
+                )
+            except rm.errors.DTypeError as refused:
+                refused.add_note("--dtype bfloat16 and --dtype float32 convert weights of other float types")
+                raise
+            except rm.UnexpectedKeyError as refused:
+                refused.add_note("--skip-unknown skips them")
+                raise
             if report.num_skipped:
                 print(f"rollmesh generate: {report.num_skipped} tensors skipped that are no parameters of this model", file=sys.stderr)
         outputs = generator.generate(prompts, params, use_tqdm=sys.stderr.isatty(), on_error="return")
@@ -170,10 +178,8 @@ def _ids(text: str) -> list[int]:
 
 
 def _eos_ids(model: Path, config: dict[str, Any]) -> list[int]:
-    """Of generation_config.json where there is one: chat models list more ends there than in config.json."""
-    file = model / "generation_config.json"
-    generation = read_json(file) if file.is_file() else {}
-    found = generation.get("eos_token_id", config.get("eos_token_id"))
+    """Of generation_config.json where it has them, else of config.json."""
+    found = folder_eos_ids(model) or config.get("eos_token_id")
     return [] if found is None else list(found) if isinstance(found, list) else [found]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
 import shlex
 import sys
@@ -14,25 +15,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rollmesh as rm
+from rollmesh.cli import drop_output
 from rollmesh.cli.options import GENERATOR_KEYS, INSTALL_TRAIN, TRAIN, add_mesh
-from rollmesh.runtime.messages import plain
+from rollmesh.runtime.messages import plain, shown
 
 if TYPE_CHECKING:
     from rollmesh.grpo.config import GeneratorTable
     from rollmesh.grpo.metrics import Metrics
 
+_log = logging.getLogger("rollmesh.grpo")
 HELP_OUT = "run folder: metrics.jsonl, curves.png, TensorBoard events, checkpoints (default: a new folder under runs/)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG.toml")
-    parser.add_argument("--out", type=Path, metavar="DIR", help=HELP_OUT)
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="a run folder or one of its checkpoints; goes on bit for bit")
+    parser.add_argument("--out", type=_named, metavar="DIR", help=HELP_OUT)
+    parser.add_argument("--resume", type=_named, metavar="DIR", help="a run folder or one of its checkpoints; goes on bit for bit")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replaces a key, such as train.lr=1e-3")
     parser.add_argument("--seed", type=int, help="the same as --set seed=N")
     parser.add_argument("--generator", choices=("rollmesh", "vllm"), help="which engine generates; the numbers are the same (docs/vllm.md)")
     parser.add_argument("--wandb", metavar="PROJECT", help="log the metrics to this project of Weights & Biases too")
     add_mesh(parser)
+
+
+def _named(text: str) -> Path:
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"expected the path of a folder, got {shown(text)}")
+    return Path(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         overrides.append(f"generator.engine={args.generator}")
     overrides += [f"generator.{k}={v}" for k in GENERATOR_KEYS if (v := getattr(args, k, None)) is not None]
     from rollmesh.grpo import config as run_config
+    from rollmesh.grpo.files import locked
 
     config = run_config.load(args.config, overrides)
     missing = [name for name in TRAIN if importlib.util.find_spec(name) is None]
@@ -57,12 +67,19 @@ def run(args: argparse.Namespace) -> int:
         _environment()
         from rollmesh.grpo import loop
 
-        loop.follow(config, args.resume, comm)
+        try:
+            loop.follow(config, args.resume, comm)
+        except rm.errors.RankLostError as error:
+            error.add_note("rank 0 says why it ended, and how to go on")
+            raise
         return 0
     out = _folder(args)
     if out.is_dir() and not os.access(out, os.W_OK | os.X_OK):
         raise rm.ConfigError(f"{plain(out)}: expected a folder to write to, got a read-only one; --out names another")
-    with nullcontext() if args.out is None and args.resume is not None else _made(out):  # what is resumed is there
+    makes = args.out is not None or args.resume is None  # what is resumed is there, or is not found
+    with _made(out) if makes else nullcontext(), _said(), locked(out) if out.is_dir() else nullcontext():
+        with suppress(OSError):  # a reader that has gone
+            print(f"{args.config} → {out}: reading data and model", flush=True)
         _environment()
         from rollmesh.grpo import loop
         from rollmesh.grpo.progress import Display
@@ -70,13 +87,22 @@ def run(args: argparse.Namespace) -> int:
 
         words = ["rollmesh", "grpo", str(args.config), "--resume", str(out), *(word for text in overrides for word in ("--set", text))]
         words += ["--wandb", args.wandb] if args.wandb else []
-        this, began = loop.prepare(config, args.resume, overridden, comm), time.monotonic()
+        shows = True
+        with _memory_told():
+            this, began = loop.prepare(config, args.resume, overridden, comm), time.monotonic()
         try:
             logs = wandb_log(args.wandb, out, config) if args.wandb else nullcontext(lambda _: None)
             with logs as log, _advised(out, words), Display(args.config.stem, config.train.steps) as display:
 
                 def show(metrics: Metrics) -> None:
-                    display.show(metrics)
+                    nonlocal shows
+                    try:
+                        if shows:
+                            display.show(metrics)
+                    except (Exception, SystemExit) as error:  # noqa: BLE001 (a reader that has gone; rich would exit)
+                        shows, why = False, error.__context__ or error
+                        drop_output()
+                        _log.warning("nothing more is displayed: %s: %s", type(why).__name__, plain(why))
                     log(metrics)
 
                 lines = loop.train(this, out, show)
@@ -99,7 +125,10 @@ def _ask_for_vllm() -> None:
 
 def _comm(table: GeneratorTable) -> rm.comm.Comm | None:
     """The comm of the ranks that torchrun started; None: all ranks are threads of this process."""
-    started = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    world = os.environ.get("WORLD_SIZE", "1")
+    if not world.isdecimal():
+        raise rm.ConfigError(f"WORLD_SIZE: expected the number of ranks, as torchrun sets it, got {shown(world)}; unset it for one process")
+    started = int(world) > 1
     if started and table.engine == "vllm":
         raise rm.ConfigError(f"WORLD_SIZE: expected no torchrun around vLLM, which starts its ranks itself, got {os.environ['WORLD_SIZE']}")
     if table.comm == "threads" or (table.comm == "auto" and not started):
@@ -108,7 +137,10 @@ def _comm(table: GeneratorTable) -> rm.comm.Comm | None:
         return rm.comm.shm(timeout=table.comm_timeout)
     from torch import distributed
 
-    distributed.init_process_group("gloo")
+    from rollmesh.grpo.files import told_as
+
+    with told_as('[generator] comm="torch": expected RANK, WORLD_SIZE and MASTER_ADDR in the environment, as torchrun sets them'):
+        distributed.init_process_group("gloo")
     return rm.comm.torch(timeout=table.comm_timeout)
 
 
@@ -143,18 +175,48 @@ def _made(out: Path) -> Iterator[None]:
                 out.rmdir()
 
 
+class _Handler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            print(f"rollmesh grpo: {record.getMessage()}", file=sys.stderr)
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """The run's warnings on standard error."""
+    handler = _Handler()
+    _log.addHandler(handler)
+    try:
+        yield
+    finally:
+        _log.removeHandler(handler)
+
+
 @contextmanager
 def _advised(out: Path, words: list[str]) -> Iterator[None]:
     """Adds to what ends a run early, a Ctrl-C included, how to go on with it: the command of these words."""
     from rollmesh.grpo import checkpoint
 
     try:
-        yield
+        with _memory_told():
+            yield
     except BaseException as error:
         found = checkpoint.newest(out)
         resumed = "no checkpoint was written yet: [checkpoint] every says when"
         error.add_note(resumed if found is None else f"to go on from {found.name}: {shlex.join(words)}")
         raise
+
+
+@contextmanager
+def _memory_told() -> Iterator[None]:
+    """torch's two errors of too little memory as Python's."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in str(error):
+            raise
+        said = plain(str(error).partition("DefaultCPUAllocator: ")[2] or error)
+        raise MemoryError(f"{said}; [train] micro_batch, [rollout] prompts and samples make a step smaller") from error
 
 
 def _environment() -> None:

@@ -31,12 +31,14 @@ from rollmesh.grpo.data import Dataset
 from rollmesh.grpo.files import told_as, writing
 from rollmesh.grpo.rollout import Rollout, decode
 from rollmesh.grpo.trainer import Trainer
+from rollmesh.runtime.messages import listed, shown
 
 FORMAT = 1
 STATE = "trainer/state.json"
 ROLLOUTS = "trainer/rollouts.safetensors"
 # Values of keys that older checkpoints lack.
 LATER_KEYS = {
+    "data.overlong": "raise",
     "train.device": "cpu",
     "train.kernels": "torch",
     "train.mismatch": "raise",
@@ -47,7 +49,8 @@ LATER_KEYS = {
     "sync.inflight": "wait",
     **{f"correction.{f.name}": f.default for f in dataclasses.fields(CorrectionTable)},
 }
-MAY_DIFFER = ("train.steps", "eval.", "checkpoint.", "generator.threads", "generator.engine")  # keys that a resumed run may change
+# Keys that a resumed run may change.
+MAY_DIFFER = ("train.steps", "eval.", "checkpoint.", "generator.threads", "generator.engine", "rollout.log_completions")
 
 
 def save(root: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step: int, rollouts: Sequence[Rollout] = ()) -> Path:
@@ -111,10 +114,7 @@ def find(where: Path) -> Path:
 
 def read_state(folder: Path, config: Config, overridden: list[str]) -> int:
     """The next step. Raises rm.ConfigError where the configuration differs in what shapes the run and was not overridden."""
-    with told_as(f"{folder / STATE}: expected the state of a run"):
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    if state.get("format") != FORMAT:
-        raise rm.FormatError(f"{folder}: checkpoint format {state.get('format')}, expected {FORMAT}")
+    state = _read(folder)
     then, now, changed = _changed(state, config)
     refused = [k for k in changed if k not in overridden]
     if refused:
@@ -123,7 +123,21 @@ def read_state(folder: Path, config: Config, overridden: list[str]) -> int:
             f"{folder} belongs to another run: {', '.join(refused)} differ ({first}: {then.get(first)} there, "
             f"{now.get(first)} here); override them with --set to resume anyway"
         )
-    return int(state["next_step"])
+    return state["next_step"]  # type: ignore[no-any-return]
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    file = folder / STATE
+    with told_as(f"{file}: expected the state of a run"):
+        state = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(state, dict):
+        raise rm.FormatError(f"{file}: expected the state of a run, got a {type(state).__name__}")
+    if state.get("format") != FORMAT:
+        raise rm.FormatError(f"{folder}: checkpoint format {state.get('format')}, expected {FORMAT}")
+    step = state.get("next_step")
+    if type(step) is not int or step < 0 or not isinstance(state.get("config"), dict):
+        raise rm.FormatError(f"{file}: expected next_step, an integer from 0, and config, a table, got next_step={shown(step)}")
+    return state
 
 
 def load_optimizer(folder: Path, trainer: Trainer) -> None:
@@ -134,7 +148,7 @@ def load_optimizer(folder: Path, trainer: Trainer) -> None:
     file = folder / "trainer/optimizer.safetensors"
     with told_as(f"{file}: expected the optimizer's state"):
         tensors = load_file(str(file))
-    torch.set_rng_state(tensors.pop("rng"))
+        torch.set_rng_state(tensors.pop("rng"))
     by_name: dict[str, dict[str, Any]] = {}
     for key, tensor in tensors.items():
         kind, _, name = key.partition(":")
@@ -142,6 +156,11 @@ def load_optimizer(folder: Path, trainer: Trainer) -> None:
     expected = {name for name, _ in trainer.model.named_parameters()}
     if by_name.keys() != expected:
         raise rm.FormatError(f"{file}: {sorted(by_name.keys() ^ expected)[:4]} missing or unknown")
+    for name, parameter in trainer.model.named_parameters():
+        shapes = {"step": torch.Size([]), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+        found = {kind: x.shape for kind, x in by_name[name].items()}
+        if found != shapes or not all(x.is_floating_point() for x in by_name[name].values()) or by_name[name]["step"] < 0:
+            raise rm.FormatError(f"{file}: {name}: expected {listed(shapes.items())} of floats, got {listed(found.items())}")
     state = {i: by_name[name] for i, (name, _) in enumerate(trainer.model.named_parameters())}
     trainer.optimizer.load_state_dict({"state": state, "param_groups": trainer.optimizer.state_dict()["param_groups"]})
 
@@ -180,12 +199,12 @@ def read_rollouts(folder: Path, config: Config, data: Dataset, tokenizer: Any) -
     """Of the steps from the checkpoint's next one on; empty where there are none, or where an option that shapes the run was changed."""
     from safetensors.numpy import load_file
 
-    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    state = _read(folder)
     if not (folder / ROLLOUTS).is_file() or _changed(state, config)[2]:
         return []
     with told_as(f"{folder / ROLLOUTS}: expected rollouts"):
         tensors = load_file(str(folder / ROLLOUTS))
-    return [_rollout(tensors, i, state["next_step"] + i, config, data, tokenizer) for i in range(config.rollout.async_level)]
+        return [_rollout(tensors, i, state["next_step"] + i, config, data, tokenizer) for i in range(config.rollout.async_level)]
 
 
 def _rollout(tensors: dict[str, NDArray[Any]], i: int, step: int, config: Config, data: Dataset, tokenizer: Any) -> Rollout:

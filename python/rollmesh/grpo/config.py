@@ -90,18 +90,20 @@ class DataTable:
     heldout_share: float = number(0.05, above=0, at_most=0.5)
     stage_steps: tuple[int, ...] = ()  # step at which train[i+1] joins; empty: all files from the start
     chat: bool = False  # wrap a text prompt as a user message in the tokenizer's chat template
+    overlong: Literal["raise", "drop", "truncate"] = "raise"  # prompts without room for max_tokens; truncate: their last tokens stay
 
 
 @dataclass(frozen=True)
 class RolloutTable:
-    prompts: int = number(32, at_least=1)  # a step
-    samples: int = number(16, at_least=2)  # of each prompt: the group
+    prompts: int = number(32, at_least=1, at_most=2**20)  # a step
+    samples: int = number(16, at_least=2, at_most=2**20)  # of each prompt: the group
     max_tokens: int = number(128, at_least=1)
     temperature: float = number(1.0, above=0)
     # Filters, as SamplingParams has them; all logprobs are then of the distribution over the tokens that they kept (docs/grpo.md).
     top_k: int = number(0, at_least=0)  # 0: off; above 0 with either of the next two, since the tokens kept are recorded
     top_p: float = number(1.0, above=0, at_most=1)
     min_p: float = number(0.0, at_least=0, at_most=1)
+    log_completions: int = number(16, at_least=0)  # of each step, in completions.jsonl: the first so many
     async_level: int = number(0, at_least=0, at_most=64)  # N: generated while the trainer learns, at most N versions behind it; 0: by turns
 
 
@@ -112,7 +114,7 @@ class GeneratorTable:
     engine: Literal["rollmesh", "vllm"] = "rollmesh"  # vllm: its AsyncLLM schedules, rollmesh computes (docs/vllm.md)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     device: str = "cpu"
-    threads: int = number(0, at_least=0)  # 0: one per core this process may use
+    threads: int = number(0, at_least=0, at_most=256)  # 0: one per core this process may use
     max_model_len: int = number(4096, at_least=2)
     max_num_seqs: int = number(256, at_least=1)
     kv_cache_gib: float = number(1.0, above=0)
@@ -145,7 +147,7 @@ class RewardTable:
 @dataclass(frozen=True)
 class LossTable:
     clip_low: float = number(0.2, above=0, at_most=1)
-    clip_high: float = number(0.2, above=0)
+    clip_high: float = number(0.2, above=0, at_most=1e18)
     entropy: float = number(0.0, at_least=0)  # bonus per token
     kl: float = number(0.0, at_least=0)  # penalty per token (k3) to the initial model
     aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
@@ -172,10 +174,10 @@ class TrainTable:
     kernels: Literal["rollmesh", "torch"] | None = None  # of the forward pass (docs/trainer.md); None: kernels_of decides
     mismatch: Literal["raise", "record"] = "raise"  # where trainer and generator must agree bit for bit and do not
     steps: int = number(100, at_least=1)
-    updates: int = number(1, at_least=1)  # optimizer steps a step
+    updates: int = number(1, at_least=1, at_most=2**20)  # optimizer steps a step
     minibatches: bool = False  # updates split the batch by prompts; false: each is a pass over all of it
     micro_batch: int = number(0, at_least=0)  # sequences a forward; 0: all. Gradients add up, the update is the same
-    lr: float = number(1e-6, above=0)
+    lr: float = number(1e-6, above=0, at_most=1e18)
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # to 0 at `steps`
     warmup_steps: int = number(0, at_least=0)
     betas: tuple[float, ...] = (0.9, 0.999)
@@ -183,7 +185,7 @@ class TrainTable:
     grad_clip: float = number(1.0, above=0)  # norm of all gradients together
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"  # torch's: cpu, cuda or cuda:N
-    threads: int = number(0, at_least=0)  # torch's; 0: one per core this process may use
+    threads: int = number(0, at_least=0, at_most=1024)  # torch's; 0: one per core this process may use
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ class EvalTable:
 
 @dataclass(frozen=True)
 class CheckpointTable:
-    every: int = number(0, at_least=0)  # steps; 0: only at the end
+    every: int = number(50, at_least=0)  # steps; 0: only at the end, and where a run ends early
     keep: int = number(2, at_least=1)
 
 

@@ -7,8 +7,10 @@ chosen by a hash of their text, so that it does not depend on the seed, the orde
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,9 @@ import rollmesh as rm
 from rollmesh.grpo.config import Config
 from rollmesh.grpo.files import told_as
 from rollmesh.grpo.seeds import rng_of
+from rollmesh.runtime.messages import plain
+
+_log = logging.getLogger("rollmesh.grpo")
 
 
 @dataclass(frozen=True)
@@ -81,34 +86,50 @@ def load_dataset(config: Config, tokenizer: Any) -> Dataset:
     else:
         heldout = [p for p in train if _in_share(p, table.heldout_share)]
         train = [p for p in train if not _in_share(p, table.heldout_share)]
+    limit = config.generator.max_model_len - config.rollout.max_tokens
+    if table.overlong != "raise":
+        train, heldout = _fitted(train, limit, table.overlong), _fitted(heldout, limit, table.overlong)
     if not train or not heldout:
         raise rm.ConfigError(f"[data]: expected prompts on both sides, got {len(train)} to train on and {len(heldout)} held out")
-    limit = config.generator.max_model_len - config.rollout.max_tokens
+    if table.stage_steps and all(p.stage for p in train):
+        raise rm.ConfigError(f"[data] train: expected prompts in {table.train[0]}, the first stage, got none")
     longest = max(len(p.ids) for p in (*train, *heldout))
     if longest > limit:
         raise rm.ConfigError(
             f"[generator] max_model_len: a prompt of {longest} tokens and max_tokens={config.rollout.max_tokens} "
-            f"do not fit into {config.generator.max_model_len}"
+            f"do not fit into {config.generator.max_model_len}; [data] overlong can drop or truncate such prompts"
         )
     return Dataset(tuple(train), tuple(heldout), table.stage_steps)
 
 
+def _fitted(prompts: list[Prompt], limit: int, overlong: str) -> list[Prompt]:
+    """Prompts of at most `limit` tokens: of longer ones the last tokens, or none."""
+    fit = [p if len(p.ids) <= limit else dataclasses.replace(p, ids=p.ids[-limit:]) for p in prompts]
+    count = sum(a is not b for a, b in zip(fit, prompts, strict=True))
+    if count:
+        done = "dropped" if overlong == "drop" else "truncated to their last tokens"
+        _log.warning("%d of %d prompts have more than %d tokens and were %s ([data] overlong)", count, len(prompts), limit, done)
+    return [a for a, b in zip(fit, prompts, strict=True) if a is b or overlong == "truncate"]
+
+
 def read_jsonl(path: Path, tokenizer: Any, chat: bool = False, stage: int = 0) -> list[Prompt]:
     """Raises rm.ConfigError with file and line where an object is malformed."""
+    if path.is_fifo():
+        raise rm.ConfigError(f"{plain(path)}: expected a file, got a pipe, which --resume could not read again")
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): JSON strings may hold U+2028
     except OSError as e:
-        raise rm.ConfigError(f"{path}: {e.strerror}") from e
-    except UnicodeDecodeError as e:
-        raise rm.ConfigError(f"{path}: {e}") from e
+        raise rm.ConfigError(f"{plain(path)}: {e.strerror}") from e
+    except ValueError as e:  # no UTF-8, a NUL in the path
+        raise rm.ConfigError(f"{plain(path)}: {plain(e)}") from e
     prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as e:
-            raise rm.ConfigError(f"{path}:{number}: {e}") from e
+        except (ValueError, RecursionError) as e:  # no JSON, a number of too many digits, nested too deeply
+            raise rm.ConfigError(f"{path}:{number}: {plain(e)}") from e
         prompts.append(make_prompt(row, tokenizer, chat, stage, f"{path}:{number}"))
     return prompts
 
@@ -118,16 +139,19 @@ def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) ->
         raise rm.ConfigError(f"{where}: expected an object with either prompt or messages")
     columns = {k: v for k, v in row.items() if k not in ("prompt", "messages")}
     source: Any = row.get("prompt", row.get("messages"))
+    if isinstance(source, str) and "messages" in row:
+        raise rm.ConfigError(f"{where}: expected messages to be a list of {{role, content}}, got text; its key is prompt")
     if isinstance(source, str) and chat:
         source = [{"role": "user", "content": source}]
     if isinstance(source, str):
-        ids = tokenizer.encode(source)
+        with told_as(f"{where}: expected a prompt that the tokenizer takes"):  # no lone surrogates
+            ids = tokenizer.encode(source)
     elif _is_chat(source):
         if tokenizer.chat_template is None:
             raise rm.ConfigError(f"{where}: a chat, but the tokenizer has no chat template")
         with told_as(f"{where}: expected a chat that the tokenizer's chat template takes"):
             text = tokenizer.apply_chat_template(source, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer.encode(text, add_special_tokens=False)
+            ids = tokenizer.encode(text, add_special_tokens=False)
     else:
         raise rm.ConfigError(f"{where}: expected prompt to be text, or messages a list of {{role, content}}, got {source!r:.80}")
     if not ids:

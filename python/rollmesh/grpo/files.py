@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollmesh.errors import ConfigError
+from rollmesh.errors import ConfigError, StateError
 from rollmesh.runtime.messages import plain
 
 
@@ -36,6 +38,31 @@ def writing(path: Path) -> Iterator[None]:
         if number is None or has_name:
             raise
         raise OSError(number, os.strerror(number), str(path)) from error
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other runs out of a run folder while this one is in it. StateError: one is there."""
+    path = folder / ".lock"
+    while True:
+        with writing(path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.read(descriptor, 300).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise StateError(f"{plain(folder)}: expected a folder without another run, got one of {plain(owner) or 'a run'}") from error
+        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+            break
+        os.close(descriptor)  # of a run that has ended since, and removed it
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def _number_of(error: Exception) -> int | None:

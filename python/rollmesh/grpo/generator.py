@@ -6,6 +6,7 @@ implements it as it is. For one configuration both give the same tokens and logp
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Protocol
 
 import rollmesh as rm
@@ -13,6 +14,8 @@ from rollmesh.grpo.config import Config
 from rollmesh.grpo.data import eos_ids
 from rollmesh.request.arguments import check_vocabulary
 from rollmesh.weights.self_test import Generates
+
+_log = logging.getLogger("rollmesh.grpo")
 
 
 class Pushed(Protocol):
@@ -40,6 +43,8 @@ def make_generator(config: Config, hf_config: Any, tokenizer: Any, comm: rm.comm
     """`hf_config`: of the model whose weights will be pushed. `comm`: this process is one rank of the generator's mesh."""
     check_vocabulary(tokenizer, hf_config)
     g, eos, top_k = config.generator, eos_ids(tokenizer, hf_config), config.rollout.top_k
+    if not eos:
+        _log.warning("no token ends a completion: neither tokenizer, config.json nor generation_config.json has an eos_token_id")
     if top_k >= hf_config.vocab_size:
         raise rm.ConfigError(f"[rollout] top_k: expected below the {hf_config.vocab_size} tokens of the model's vocabulary, got {top_k}")
     if g.engine == "vllm":

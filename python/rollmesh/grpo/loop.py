@@ -20,10 +20,12 @@ The generator reads no checkpoint. It is created from the model's configuration,
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +39,20 @@ from rollmesh.grpo.async_rollouts import AsyncRollouts, staleness
 from rollmesh.grpo.config import Config
 from rollmesh.grpo.data import Dataset, Prompt, load_dataset, load_tokenizer
 from rollmesh.grpo.generator import RolloutGenerator, make_generator
-from rollmesh.grpo.metrics import Metrics, MetricsLog, draw_curves
+from rollmesh.grpo.interrupts import Interrupts
+from rollmesh.grpo.metrics import CompletionsLog, Metrics, MetricsLog, draw_curves
 from rollmesh.grpo.mismatch import mismatch
 from rollmesh.grpo.overlap import Overlap
+from rollmesh.grpo.pretrained import folder_config
 from rollmesh.grpo.rewards import Rewards
 from rollmesh.grpo.rollout import Rollout, generate, score
 from rollmesh.grpo.seeds import seed_of
 from rollmesh.grpo.trainer import Trainer, model_config
+from rollmesh.runtime.messages import plain
 from rollmesh.weights.self_test import run_self_test
 
 SELF_TEST_SEED = 0
+_log = logging.getLogger("rollmesh.grpo")
 
 
 @dataclass
@@ -61,6 +67,7 @@ class Run:
     generator: RolloutGenerator
     first_step: int = 0
     ready: Sequence[Rollout] = ()  # of the checkpoint: batches first_step, first_step + 1, …
+    interrupts: Interrupts = field(default_factory=Interrupts)
 
     def close(self) -> None:
         self.generator.close()
@@ -71,6 +78,10 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
     process is rank 0 of the generator's mesh."""
     folder = checkpoint.find(resume) if resume else None
     first_step = checkpoint.read_state(folder, config, overridden or []) if folder else 0
+    if first_step > config.train.steps:
+        raise rm.ConfigError(f"[train] steps: expected at least {first_step}, which {folder} has made, got {config.train.steps}")
+    if config.model.path is not None:
+        folder_config(config.path(config.model.path))  # before its tokenizer, which reads it too
     tokenizer = _tokenizer(config)
     data = load_dataset(config, tokenizer)
     rewards = Rewards(config.reward.functions, config.reward.weights, Path(config.folder))
@@ -101,27 +112,63 @@ def _tokenizer(config: Config) -> Any:
 
 
 def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None) -> list[Metrics]:
-    """Runs steps first_step … steps and returns the metrics of all lines of the file."""
+    """Runs steps first_step … steps and returns the metrics of all lines of the file.
+
+    A checkpoint that cannot be written is tried again after the next step; only at the end it is an OSError. What ends the run early leaves
+    a checkpoint of the last finished step, but with async_level, whose rollouts are lost."""
     config, last = run.config, run.config.train.steps
-    log = MetricsLog(out, run.first_step)
+    log, texts = MetricsLog(out, run.first_step), CompletionsLog(out, run.first_step)
     overlap = Overlap()
+    saved = run.first_step  # next step of the newest checkpoint
+    finished = run.first_step, run.trainer.num_updates  # next step, and updates of the weights that it starts from
+
+    def save(rollouts: Sequence[Rollout]) -> None:
+        nonlocal saved
+        checkpoint.save(out, run.trainer, run.tokenizer, config, finished[0], rollouts)
+        saved = finished[0]
+
     try:
-        with _async_rollouts(run, overlap) if config.rollout.async_level else nullcontext() as ahead:
-            for step in range(run.first_step, last + 1):
-                metrics = run_step(run, step, ahead, overlap)
-                log.write(metrics)
-                show(metrics)
-                every = config.checkpoint.every
-                if step + 1 == last or (step < last and every and (step + 1) % every == 0):
-                    pending = ahead.pending() if ahead else []
-                    checkpoint.save(out, run.trainer, run.tokenizer, config, step + 1, pending)
-        draw_curves(log.lines, out / "curves.png")
+        with run.interrupts, _async_rollouts(run, overlap) if config.rollout.async_level else nullcontext() as ahead:
+            try:
+                for step in range(run.first_step, last + 1):
+                    metrics, completions = run_step(run, step, ahead, overlap)
+                    texts.write(completions)
+                    log.write(metrics)
+                    finished = min(step + 1, last), run.trainer.num_updates
+                    run.interrupts.release()
+                    show(metrics)
+                    if _is_due(config, finished[0], saved):
+                        try:
+                            save(ahead.pending() if ahead and step < last else ())
+                        except OSError as error:
+                            if step == last:
+                                raise
+                            _log.warning("%s; the checkpoint is tried again after the next step", error)
+            except BaseException as error:
+                if finished[0] > saved and finished[1] == run.trainer.num_updates and ahead is None:
+                    try:
+                        save(())
+                    except Exception as why:  # noqa: BLE001 (the first error is raised)
+                        error.add_note(f"no checkpoint of step {finished[0]}: {type(why).__name__}: {plain(why)}")
+                raise
+        try:
+            draw_curves(log.lines, out / "curves.png")
+        except Exception as error:  # noqa: BLE001 (a picture ends no run)
+            _log.warning("curves.png was not drawn: %s: %s", type(error).__name__, plain(error))
     except BaseException:
-        with suppress(OSError):  # of a disk that is full: the first error is raised
-            log.close()
+        for file in (texts, log):
+            with suppress(OSError):  # of a disk that is full: the first error is raised
+                file.close()
         raise
+    texts.close()
     log.close()
     return log.lines
+
+
+def _is_due(config: Config, next_step: int, saved: int) -> bool:
+    """Whether a checkpoint should have been written since the newest one."""
+    every = config.checkpoint.every
+    return next_step > saved and (next_step == config.train.steps or (every > 0 and next_step // every > saved // every))
 
 
 def _batches(run: Run, version: int) -> range:
@@ -156,8 +203,8 @@ def _is_evaluated(run: Run, step: int) -> bool:
     return step % run.config.eval.every == 0 or step == run.config.train.steps
 
 
-def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap) -> Metrics:
-    """One step of the protocol above. `ahead`: with async_level ≥ 1."""
+def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap) -> tuple[Metrics, list[dict[str, Any]]]:
+    """One step of the protocol above: its metrics, and the completions that are written. `ahead`: with async_level ≥ 1."""
     config, start = run.config, time.perf_counter()
     if ahead and config.sync.inflight == "wait":
         ahead.pending()
@@ -178,7 +225,7 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
     behind = staleness(rollout, step, config.rollout.async_level)
     overlap.start("trainer")
     began = time.perf_counter()
-    rewards = score(rollout, run.rewards)
+    rewards, means = score(rollout, run.rewards)
     reward_s = time.perf_counter() - began
     metrics: Metrics = {
         "step": step,
@@ -193,6 +240,8 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
         "generate_s": rollout.seconds,
         "reward_s": reward_s,
     }
+    if len(run.rewards.names) > 1:
+        metrics |= {f"reward/{name}": mean for name, mean in means.items()}
     last = step == config.train.steps
     metrics |= evaluated
     began = time.perf_counter()
@@ -202,6 +251,7 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
         grouped = _shuffled(rewards, config, step).reshape(-1, config.rollout.samples)
         metrics["flat_groups"] = float((np.ptp(grouped, axis=1) == 0).mean())
         advantage = advantages(grouped, config.loss.baseline, config.loss.scale).reshape(-1)
+        run.interrupts.hold()
         learned, logprobs = run.trainer.learn(rollout, advantage, step)
         metrics |= learned
     metrics["update_s"] = time.perf_counter() - began
@@ -210,14 +260,16 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
     if ahead:
         metrics |= behind | overlap.shares()
     metrics["step_s"] = time.perf_counter() - start
-    return metrics
+    rows = zip(rollout.prompts, rollout.texts, rewards.tolist(), rollout.stopped, strict=True)
+    shown = islice(rows, config.rollout.log_completions)
+    return metrics, [{"step": step, "prompt": p.source, "completion": t, "reward": r, "stopped": s} for p, t, r, s in shown]
 
 
 def evaluate(run: Run, step: int) -> Metrics:
     """Mean reward of one completion of each held-out prompt on the serving version."""
     began = time.perf_counter()
     rollout = _held_out(run, step)
-    return {"eval_reward": float(score(rollout, run.rewards).mean()), "eval_s": time.perf_counter() - began}
+    return {"eval_reward": float(score(rollout, run.rewards)[0].mean()), "eval_s": time.perf_counter() - began}
 
 
 def _roll_out(run: Run, step: int, version: int | None = None) -> Rollout:

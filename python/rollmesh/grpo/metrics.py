@@ -1,4 +1,4 @@
-"""Where a run's numbers go: DIR/metrics.jsonl always, TensorBoard events beside it, curves.png drawn from them.
+"""Where a run's numbers go: DIR/metrics.jsonl always, TensorBoard events beside it, curves.png drawn from them; completions.jsonl.
 
 Line n describes version n of the weights, see loop.py. A resumed run keeps the lines before its first step and drops the rest,
 so the file reads as one run.
@@ -7,13 +7,18 @@ so the file reads as one run.
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from rollmesh.errors import FormatError
 from rollmesh.grpo.files import writing
+from rollmesh.runtime.messages import plain, shown
 
 Metrics = dict[str, Any]
+_log = logging.getLogger("rollmesh.grpo")
 
 
 class MetricsLog:
@@ -23,19 +28,37 @@ class MetricsLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         self.lines = [m for m in read(self.path) if m["step"] < first_step] if self.path.exists() else []
-        partial = folder / ".metrics.jsonl.partial"
+        self._file = self._written()
+        self._folder = folder / "events"
+        with writing(self._folder):
+            self._events = SummaryWriter(str(self._folder), purge_step=first_step)
+
+    def _written(self) -> TextIO:
+        """The file, anew with all lines, open for more."""
+        partial = self.path.with_name(".metrics.jsonl.partial")
         try:
             with writing(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 partial.write_text("".join(json.dumps(m) + "\n" for m in self.lines), encoding="utf-8")
                 os.replace(partial, self.path)
         finally:
             partial.unlink(missing_ok=True)
-        self._folder = folder / "events"
-        with writing(self._folder):
-            self._events = SummaryWriter(str(self._folder), purge_step=first_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        return self.path.open("a", encoding="utf-8")
+
+    def _is_whole(self) -> bool:
+        """Whether the path still names the open file, with what was written and nothing else."""
+        own = os.fstat(self._file.fileno())
+        try:
+            there = self.path.stat()
+        except OSError:
+            return False
+        return os.path.samestat(own, there) and there.st_size == self._file.tell()
 
     def write(self, metrics: Metrics) -> None:
+        if not self._is_whole():
+            _log.warning("%s was removed or changed by another program; it is written again", self.path)
+            self._file.close()
+            self._file = self._written()
         self.lines.append(metrics)
         with writing(self.path):
             self._file.write(json.dumps(metrics) + "\n")
@@ -52,10 +75,53 @@ class MetricsLog:
             self._events.close()
 
 
+class CompletionsLog:
+    """DIR/completions.jsonl: step, prompt, completion, reward, and whether it ended by itself, of the first completions of each step."""
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        self.path = folder / "completions.jsonl"
+        partial = self.path.with_name(".completions.jsonl.partial")
+        try:
+            with writing(self.path):
+                if self.path.exists():
+                    with self.path.open("rb") as old, partial.open("wb") as new:
+                        new.writelines(line for line in old if _step_of(line) < first_step)
+                    os.replace(partial, self.path)
+        finally:
+            partial.unlink(missing_ok=True)
+        self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        with writing(self.path):
+            self._file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            self._file.flush()
+
+    def close(self) -> None:
+        with writing(self.path):
+            self._file.close()
+
+
+def _step_of(line: bytes) -> float:
+    """Infinity: this is half a line, or none of ours."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return math.inf
+    return row["step"] if isinstance(row, dict) and type(row.get("step")) is int else math.inf
+
+
 def read(path: Path) -> list[Metrics]:
     """Complete lines only: a killed run may have left half of one at the end."""
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    data = path.read_bytes()
+    lines: list[Metrics] = []
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+        try:
+            lines.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{plain(path)}:{number}: expected a line of metrics: {plain(error)}") from error
+        if not isinstance(lines[-1], dict) or type(lines[-1].get("step")) is not int:
+            raise FormatError(f"{plain(path)}:{number}: expected a line of metrics with a step, got {shown(lines[-1])}")
+    return lines
 
 
 def draw_curves(lines: list[Metrics], path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -31,7 +32,8 @@ class Display:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live:
-            self._live.stop()
+            with suppress(OSError):  # a terminal that has gone
+                self._live.stop()
 
     def show(self, metrics: Metrics) -> None:
         if self._printed == float("-inf"):

@@ -2,19 +2,22 @@
 
 A reward is a function with TRL's signature, `reward(prompts, completions, completion_ids=None, **columns) -> list[float]`: lists
 of one length, one item a completion, so a prompt and its columns come once for each of its samples. Of a chat, prompts are
-message lists and completions one-message lists, as in TRL. Built-in names stand below; anything else is `module:function`,
-imported from the config's folder, the working folder or the Python path. That import runs the module: name only your own.
+message lists and completions one-message lists, as in TRL. It gets copies, which it may change. Built-in names stand below; anything
+else is `module:function`, imported from the config's folder, the working folder or the Python path. That import runs the module: name
+only your own.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +60,30 @@ class Rewards:
         """One finite number a completion. A function may return None for a completion that it does not judge (it counts 0).
 
         ConfigError: a function raised (its traceback is a note of the error), or returned something else."""
-        total = [0.0] * len(completions)
+        return self.judge(prompts, completions, completion_ids, columns)[0]
+
+    def judge(
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], columns: dict[str, list[Any]]
+    ) -> tuple[list[float], dict[str, float]]:
+        """As __call__, and the mean of each function over the completions that it judged."""
+        total, means, count = [0.0] * len(completions), {}, len(completions)
         for name, function, weight in zip(self.names, self.functions, self.weights, strict=True):
             with _naming(f"reward {name}"):
-                returned = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
-                values = None if isinstance(returned, (str, Mapping)) or not isinstance(returned, Iterable) else list(returned)
-            if values is None or len(values) != len(completions):
-                got = f"a {type(returned).__name__}" if values is None else len(values)
-                raise rm.ConfigError(f"reward {name}: expected {len(completions)} values, one a completion, got {got}")
-            for i, value in enumerate(values):
-                total[i] += weight * _number(value, name, i)
-        return total
+                texts = copy.deepcopy({"prompts": list(prompts), "completions": list(completions), **columns})
+                returned = function(**texts, completion_ids=[list(ids) for ids in completion_ids])
+                values = None if isinstance(returned, (str, Mapping)) or not isinstance(returned, Iterable) else returned
+                values = None if values is None else list(islice(values, count + 1))
+            if values is None or len(values) != count:
+                got = f"a {type(returned).__name__}" if values is None else len(returned) if isinstance(returned, Sized) else len(values)
+                raise rm.ConfigError(f"reward {name}: expected {count} values, one a completion, got {got}")
+            numbers = [None if value is None else _number(value, name, i) for i, value in enumerate(values)]
+            total = [t + weight * (number or 0.0) for t, number in zip(total, numbers, strict=True)]
+            if judged := [number for number in numbers if number is not None]:
+                means[name] = math.fsum(judged) / len(judged)
+        for i, number in enumerate(total):
+            if not abs(number) <= MAX_REWARD:
+                raise rm.ConfigError(f"[reward] weights: expected sums of at most {MAX_REWARD:g}, got {number:g} for completion {i}")
+        return total, means
 
 
 def resolve(name: str, folder: Path | None = None) -> RewardFunction:
@@ -86,8 +102,10 @@ def resolve(name: str, folder: Path | None = None) -> RewardFunction:
     except ImportError as e:
         raise rm.ConfigError(f'[reward] functions: cannot import "{module_name}": {e}') from e
     finally:
+        # Late imports and spawned processes of the reward look there too; behind all else, so that no module there hides a library's.
         for p in extra:
             sys.path.remove(p)
+        sys.path += [p for p in dict.fromkeys(extra) if p not in sys.path]
     function = getattr(module, attribute, None)
     if not callable(function):
         raise rm.ConfigError(f'[reward] functions: module "{module_name}" has no function "{attribute}"')
@@ -106,7 +124,7 @@ def _naming(what: str, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     except KeyboardInterrupt as error:
         error.add_note(f"{what} ran")
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         named = rm.ConfigError(f"{what} raised {type(error).__name__}: {plain(error)}".rstrip(": "))
         own = error.__traceback__
         while own is not None and _is_ours(own.tb_frame.f_code.co_filename):
@@ -122,8 +140,8 @@ def _is_ours(file: str) -> bool:
 
 def _number(value: Any, name: str, i: int) -> float:
     try:
-        number = 0.0 if value is None else math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, OverflowError):
+        number = math.nan if isinstance(value, str) else float(value)
+    except Exception:  # noqa: BLE001 (of the value's own __float__)
         number = math.nan
     if not abs(number) <= MAX_REWARD:
         raise rm.ConfigError(f"reward {name}: completion {i} got {shown(value)}; expected a finite number, or None")

@@ -126,13 +126,12 @@ def decode(tokenizer: Any, token_ids: Sequence[int] | NDArray[np.int32], ended: 
     return str(tokenizer.decode(token_ids[: len(token_ids) - ended], skip_special_tokens=False))
 
 
-def score(rollout: Rollout, rewards: Rewards) -> NDArray[np.float64]:
-    """float64 [completions]."""
-    if rollout.prompts[0].is_chat:
-        completions: list[Any] = [[{"role": "assistant", "content": t}] for t in rollout.texts]
-    else:
-        completions = list(rollout.texts)
-    return np.array(rewards([p.source for p in rollout.prompts], completions, rollout.token_ids, columns_of(rollout.prompts)))
+def score(rollout: Rollout, rewards: Rewards) -> tuple[NDArray[np.float64], dict[str, float]]:
+    """float64 [completions], and the mean of each function. A completion has the form of its prompt, text or chat."""
+    pairs = zip(rollout.prompts, rollout.texts, strict=True)
+    completions: list[Any] = [[{"role": "assistant", "content": text}] if p.is_chat else text for p, text in pairs]
+    total, means = rewards.judge([p.source for p in rollout.prompts], completions, rollout.token_ids, columns_of(rollout.prompts))
+    return np.array(total), means
 
 
 def make_batch(rollout: Rollout, indices: list[int] | range, device: Any = "cpu") -> Batch:

@@ -22,15 +22,14 @@ from numpy.typing import NDArray
 
 import rollmesh as rm
 from rollmesh.grpo.config import Config, ModelTable, TrainTable
-from rollmesh.grpo.files import told_as
 from rollmesh.grpo.forward import forward_of
 from rollmesh.grpo.loss import correction_weights, grpo_loss, token_weights
 from rollmesh.grpo.mismatch import corrections, largest_kl
+from rollmesh.grpo.pretrained import experts_option, folder_config, load_model
 from rollmesh.grpo.rollout import Batch, Rollout, make_batch, with_trainer_logprobs
 from rollmesh.grpo.routing_replay import replay, routers
 from rollmesh.grpo.seeds import seed_of
-from rollmesh.model.families import FAMILIES
-from rollmesh.runtime.messages import listed
+from rollmesh.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,13 +45,14 @@ class Trainer:
         import torch
 
         table = config.train
-        torch.set_num_threads(table.threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(table.threads or usable_cores())
         torch.use_deterministic_algorithms(True)
         # Deterministic mode would also fill every torch.empty().
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.manual_seed(seed_of(config.seed, 0, "weights"))
         self.config = config
         self.version: int | None = None  # of the weights, since the last push
+        self.num_updates = 0  # of the weights, begun
         self.device = torch_device(table.device)
         check_devices(self.device, config)
         self.forward = forward_of(config)
@@ -168,6 +168,7 @@ class Trainer:
             raise rm.NumericsError(f"gradient norm is {norm}: the loss of this step is not finite; the weights were not updated{why}")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self.num_updates += 1
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {**sums, "grad_norm": norm, "lr": lr}, torch.cat(before).cpu().numpy()
@@ -222,8 +223,9 @@ def build_model(config: Config, tokenizer: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     hf_config = hf_config_of(config.model, tokenizer)
+    rm.ModelSpec.from_hf(hf_config)  # its limits, before so much memory is taken
     return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        hf_config, dtype=getattr(torch, config.train.dtype), **_experts(hf_config)
+        hf_config, dtype=getattr(torch, config.train.dtype), **experts_option(hf_config)
     )
 
 
@@ -254,42 +256,4 @@ def model_config(config: Config, tokenizer: Any, checkpoint: Path | None = None)
     """The transformers config of the model that Trainer builds, without building it."""
     if checkpoint is None and config.model.path is None:
         return hf_config_of(config.model, tokenizer)
-    return _folder_config(checkpoint or config.path(str(config.model.path)))
-
-
-def _folder_config(folder: Path) -> Any:
-    from transformers import AutoConfig
-
-    if not (folder / "config.json").is_file():
-        raise rm.ConfigError(f"{folder}: expected a checkpoint folder with config.json and safetensors")
-    with told_as(f"{folder}: expected a config.json"):
-        return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-
-
-def load_model(folder: Path, dtype: str) -> Any:
-    """Of a checkpoint folder. MissingKeyError: a weight is not there; transformers would draw it, and only warn."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    hf_config = _folder_config(folder)
-    with told_as(f"{folder}: expected the weights of a checkpoint"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder),
-            output_loading_info=True,
-            config=hf_config,
-            dtype=getattr(torch, dtype),
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            **_experts(hf_config),
-        )
-    model, found = loaded
-    if missing := sorted(found["missing_keys"]):
-        raise rm.MissingKeyError(f"{folder}: {len(missing)} of the weights: missing: {listed((name,) for name in missing)}")
-    return model
-
-
-def _experts(hf_config: Any) -> dict[str, str]:
-    """`grouped_mm` where there are experts: the other implementations are many times slower to train."""
-    family = FAMILIES.get(hf_config.model_type)
-    return {"experts_implementation": "grouped_mm"} if family is not None and family.has_experts else {}
+    return folder_config(checkpoint or config.path(str(config.model.path)))

@@ -248,7 +248,7 @@ def vllm_params(params: rm.SamplingParams, eos_token_ids: Sequence[int]) -> Any:
         min_p=params.min_p,
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
-        stop_token_ids=[*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids],
+        stop_token_ids=[*(() if params.ignore_eos else eos_token_ids), *(params.stop_token_ids or ())],
         ignore_eos=True,
         seed=params.seed,
         logprobs=0,

@@ -54,7 +54,7 @@ class EngineRequest:
     def of(cls, params: SamplingParams, number: int, score: bool = False, score_sampling: bool = False) -> EngineRequest:
         return cls(
             n=1 if score else params.n,
-            max_tokens=params.max_tokens,
+            max_tokens=1 if params.max_tokens is None else params.max_tokens,  # Requests.add gives a number
             min_tokens=params.min_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
@@ -68,7 +68,7 @@ class EngineRequest:
             score=score,
             score_sampling=score_sampling,
             kept_tokens=params.kept_tokens and not score,
-            stop=() if score else tuple(params.stop),
+            stop=() if score else tuple(params.stop or ()),
         )
 
 
@@ -86,7 +86,16 @@ class _Request:
 class Requests:
     """All requests of one engine."""
 
-    def __init__(self, engine: RankEngine, codec: TextCodec | None, eos_token_ids: Sequence[int], dtype: str, is_invariant: bool = True):
+    def __init__(
+        self,
+        engine: RankEngine,
+        codec: TextCodec | None,
+        eos_token_ids: Sequence[int],
+        dtype: str,
+        max_model_len: int,
+        is_invariant: bool = True,
+    ):
+        self._max_model_len = max_model_len
         self._engine, self._codec, self._eos, self._dtype = engine, codec, frozenset(eos_token_ids), dtype
         self._family, self._is_invariant = engine.stats()["family"], is_invariant
         self._records: dict[int, _Request] = {}
@@ -115,7 +124,9 @@ class Requests:
         if params.stop:
             if self._codec is None:
                 raise RequestError(f"stop: expected no stop strings, since the generator has no tokenizer, got {shown(params.stop)}")
-            watchers = [StopWatcher(self._codec, params.stop, params.min_tokens) for _ in range(params.n)]
+            watchers = _watchers(self._codec, params)
+        if params.max_tokens is None:
+            params = replace(params, max_tokens=max(1, params.min_tokens, self._max_model_len - len(prompt_ids)))
         stop_ids = np.asarray(params.stop_token_ids, dtype=np.int32)
         number = self._generations + 1
         request = self._engine.add(prompt_ids, stop_ids, EngineRequest.of(params, number), None)
@@ -212,7 +223,7 @@ class Requests:
         for request in set(self.live()) - self._engine.finished():
             record = self._records[request]
             if record.watchers:
-                record.watchers = [StopWatcher(w.codec, w.stops, w.min_tokens) for w in record.watchers]
+                record.watchers = _watchers(record.watchers[0].codec, record.params)
                 record.stopped.clear()
                 self._watched.add(request)
 
@@ -321,14 +332,14 @@ class Requests:
         if index in record.stopped:
             finish, reason = "stop", record.stopped[index]
         elif finish == "stop":
-            num_text -= 1
+            num_text -= not record.params.include_stop_str_in_output
             if sample["stop_token"] not in self._eos or record.params.ignore_eos:
                 reason = sample["stop_token"]
         text = ""
         if index in record.stopped:
             text = record.watchers[index].text
         elif codec is not None and num_text:
-            text = codec.decode(tokens[:num_text].tolist())
+            text = codec.decode(tokens[:num_text].tolist(), record.params.skip_special_tokens)
         contract = None
         if self._is_invariant and len(tokens) and not sample["no_contract"].any():
             first, last = int(versions[0]), int(versions[-1])  # versions only grow
@@ -349,6 +360,11 @@ class Requests:
             routed_experts=_routed(view["prompt_routed"], sample["routed"], len(tokens)),
             kept_tokens=_kept(sample["top_ids"], sample["kept"], record.params.top_k),
         )
+
+
+def _watchers(codec: TextCodec, params: SamplingParams) -> list[StopWatcher]:
+    options = {"skip_special_tokens": params.skip_special_tokens, "keeps_stop": params.include_stop_str_in_output}
+    return [StopWatcher(codec, params.stop or (), params.min_tokens, **options) for _ in range(params.n)]
 
 
 def _top(ids: Ids | None, logprobs: NDArray[np.float32] | None, k: int) -> TopLogprobs | None:

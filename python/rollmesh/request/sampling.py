@@ -30,15 +30,17 @@ class SamplingParams:
     top_p            in (0, 1]: the smallest set of likeliest tokens whose probability reaches it
     top_k            the k likeliest tokens; -1 (or 0): all
     min_p            in [0, 1]: tokens below min_p times the likeliest one's probability are dropped
-    max_tokens       tokens generated at most, per sample
+    max_tokens       tokens generated at most, per sample; None: as many as fit beside the prompt into max_model_len
     min_tokens       before that many neither eos, stop_token_ids nor stop strings end a sample
-    stop             strings that end a sample; the text is cut before them (needs the generator's tokenizer)
+    stop             strings that end a sample; the text is cut before them (needs the generator's tokenizer); None: none
     stop_token_ids   ids that end a sample, besides the generator's eos_token_ids
     ignore_eos       the generator's eos_token_ids do not end a sample
     seed             0 <= seed < 2^64; None: the generator gives one
     logprobs         None or 0: of the sampled token only (always recorded); k > 0: also the k largest, `.top_logprobs`
     prompt_logprobs  None: none; 0: of each prompt token; k > 0: also the k largest
     kept_tokens      record, for each token, which tokens the filters kept for its draw, `.kept_tokens`; needs top_k >= 1 and min_tokens = 0
+    skip_special_tokens         special tokens are left out of the text
+    include_stop_str_in_output  the text ends with the stop string, or the stop token's text, instead of before it
     """
 
     n: int = 1
@@ -46,15 +48,17 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     kept_tokens: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_INT32)
@@ -66,16 +70,17 @@ class SamplingParams:
         self._integer("top_k", -1, MAX_INT32)
         if self.top_k == 0:  # vLLM takes 0 as "all" too
             object.__setattr__(self, "top_k", -1)
-        self._integer("max_tokens", 1, 2**62)
+        if self.max_tokens is not None:
+            self._integer("max_tokens", 1, 2**62)
         self._integer("min_tokens", 0, 2**62)
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens: expected at most max_tokens = {self.max_tokens}, got {self.min_tokens}")
         if self.seed is not None:
             self._integer("seed", 0, MAX_SEED - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._integer(name, 0, MAX_INT32)
-        for name in ("ignore_eos", "kept_tokens"):
+        for name in ("ignore_eos", "kept_tokens", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}: expected a bool, got {shown(getattr(self, name))}")
         if self.kept_tokens and self.top_k < 1:
@@ -102,7 +107,7 @@ class SamplingParams:
         object.__setattr__(self, name, float(value))
 
     def _strings(self) -> tuple[str, ...]:
-        strings: Any = (self.stop,) if isinstance(self.stop, str) else self.stop
+        strings: Any = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         if isinstance(strings, Sequence):
             strings = items_of(RequestError, "stop", strings, MAX_TOKENS)
         if not isinstance(strings, list) or not all(isinstance(text, str) and text for text in strings):
@@ -110,7 +115,7 @@ class SamplingParams:
         return tuple(map(str.__str__, strings))  # a str each, not NumPy's: ranks compare and send them
 
     def _ids(self) -> tuple[int, ...]:
-        ids: Any = self.stop_token_ids
+        ids: Any = () if self.stop_token_ids is None else self.stop_token_ids
         if isinstance(ids, str) or not isinstance(ids, Sequence):
             raise RequestError(f"stop_token_ids: expected a sequence of token ids, got {shown(ids)}")
         ids = items_of(RequestError, "stop_token_ids", ids, MAX_TOKENS)

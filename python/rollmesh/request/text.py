@@ -4,13 +4,14 @@ search for stop strings while tokens come in.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rollmesh.errors import ConfigError, RequestError
-from rollmesh.runtime.messages import plain
+from rollmesh.runtime.messages import plain, shown
 
 REPLACEMENT = "\ufffd"
 MAX_HELD_BACK = 8  # tokens; a character has at most four bytes, so longer runs of undecodable text are final
@@ -34,6 +35,25 @@ def tokenizer_of_folder(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"{plain(folder)}: expected the files of a tokenizer: {plain(error)}") from error
+
+
+def folder_eos_ids(folder: Path) -> list[int]:
+    """What a folder's generation_config.json says ends a sample; empty where it says nothing. Chat models list more ends there than in
+    config.json. ConfigError: the file cannot be read, or these are no token ids."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return []
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{plain(file)}: expected a JSON object: {plain(error)}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{plain(file)}: expected a JSON object, got a {type(found).__name__}")
+    given = found.get("eos_token_id")
+    ids = [] if given is None else given if isinstance(given, list) else [given]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise ConfigError(f"{plain(file)}: eos_token_id: expected token ids >= 0, got {shown(given)}")
+    return ids
 
 
 def load_tokenizer(file: Path) -> Any:
@@ -64,9 +84,18 @@ class TextCodec:
             raise RequestError(f"expected a list of token ids from the tokenizer, got {type(ids).__name__}")
         return list(ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
-        text = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+    def encode_chat(self, messages: Any, options: dict[str, Any]) -> list[int]:
+        """Token ids of a chat, as the tokenizer's template renders it. options: of apply_chat_template."""
+        if not callable(getattr(self.tokenizer, "apply_chat_template", None)):
+            raise RequestError(f"chat: expected a tokenizer of transformers, with a chat template, got {type(self.tokenizer).__name__}")
+        try:
+            text = self.tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True, **options, "tokenize": False})
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        except Exception as error:
+            raise RequestError(f"chat: expected messages that the template takes, got {type(error).__name__}: {plain(error)}") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         if not isinstance(text, str):
             raise RequestError(f"expected str from the tokenizer, got {type(text).__name__}")
         return text
@@ -80,8 +109,12 @@ class StopWatcher:
     Text that ends in U+FFFD is held back, because the character may still be completed.
     """
 
-    def __init__(self, codec: TextCodec, stops: Sequence[str], min_tokens: int):
+    def __init__(
+        self, codec: TextCodec, stops: Sequence[str], min_tokens: int, *, skip_special_tokens: bool = True, keeps_stop: bool = False
+    ):
+        """keeps_stop: the text ends with the stop string."""
         self.codec, self.stops, self.min_tokens = codec, stops, min_tokens
+        self._skips, self._keeps_stop = skip_special_tokens, keeps_stop
         self._tokens: list[int] = []
         self._prefix_offset = self._read_offset = 0
         self.text = ""
@@ -92,9 +125,9 @@ class StopWatcher:
         return len(self._tokens)
 
     def push(self, token: int) -> str | None:
-        """Takes the next token, or on an exception none. Returns the stop string that it completed; `text` then ends before it."""
-        known = self.codec.decode(self._tokens[self._prefix_offset : self._read_offset])
-        text = self.codec.decode([*self._tokens[self._prefix_offset :], token])
+        """Takes the next token, or on an exception none. Returns the stop string that it completed; `text` then ends there."""
+        known = self.codec.decode(self._tokens[self._prefix_offset : self._read_offset], self._skips)
+        text = self.codec.decode([*self._tokens[self._prefix_offset :], token], self._skips)
         count = len(self._tokens) + 1
         if len(text) <= len(known) or (text.endswith(REPLACEMENT) and count - self._read_offset <= MAX_HELD_BACK):
             self._tokens.append(token)
@@ -108,10 +141,12 @@ class StopWatcher:
         return found
 
     def _cut(self, text: str, num_fresh: int) -> tuple[str, str | None]:
-        """Text up to the stop string that begins first among those that end in its last num_fresh characters, and that."""
+        """Text up to the stop string (or with it) that begins first among those that end in its last num_fresh characters, and that."""
         first: tuple[int, str] | None = None
         for stop in self.stops:
             at = text.find(stop, max(0, len(text) - num_fresh - len(stop) + 1))
             if at >= 0 and (first is None or at < first[0]):
                 first = (at, stop)
-        return (text, None) if first is None else (text[: first[0]], first[1])
+        if first is None:
+            return text, None
+        return text[: first[0] + len(first[1]) * self._keeps_stop], first[1]

@@ -29,7 +29,10 @@ def shown(value: Any) -> str:
 
 def plain(text: object) -> str:
     """A path, a key or another error's message, without quotes: unprintable characters are escaped, a long text is cut."""
-    whole = str(text)
+    try:
+        whole = str(text)
+    except Exception:  # noqa: BLE001 (of its own __str__)
+        whole = f"a {type(text).__name__} that cannot be printed"
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in whole[:MOST])
     return line if len(whole) <= MOST else f"{line}…"
 

@@ -40,6 +40,11 @@ class SafetensorsFolder(Mapping[str, Any]):
         except TypeError as error:  # "data type 'bfloat16' not understood"
             raise UnsupportedTensorError(f"{name} in {file}: {error}; install torch or ml_dtypes") from error
 
+    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """safetensors' name of the dtype, and the shape; reads no data."""
+        part = self._open(self._where[name]).get_slice(name)
+        return part.get_dtype(), tuple(part.get_shape())
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
 

@@ -19,6 +19,7 @@ from rollmesh.distributed.mesh import Mesh, check_backend
 from rollmesh.errors import ConfigError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.runtime.arguments import choice, integer, page_positions
+from rollmesh.runtime.cores import usable_cores
 from rollmesh.runtime.devices import CUDA_FAMILIES
 from rollmesh.runtime.messages import listed, shown
 
@@ -254,7 +255,7 @@ def num_threads(vllm_config: Any) -> int:
     asked = options(vllm_config).threads
     if asked is not None:
         return asked
-    shares = [max(1, len(os.sched_getaffinity(0)) // local_workers(vllm_config.parallel_config)), *_share_of_vllm()]
+    shares = [max(1, usable_cores() // local_workers(vllm_config.parallel_config)), *_share_of_vllm()]
     return min(256, *shares)
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +32,7 @@ from numpy.typing import NDArray
 
 from rollmesh.errors import BaseVersionError, ConfigError, FormatError, NotSyncedError, VersionError
 from rollmesh.runtime.arguments import integer
+from rollmesh.runtime.cores import usable_cores
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.manifest import Entry, check_entry, check_new_name
 from rollmesh.weights.transport.tensors import DTYPES, as_array, bytes_of, check_source, checksum, dtype_name, pair_of
@@ -57,7 +57,7 @@ def _zstd() -> Any:
 
 
 def _threads(threads: int | None) -> int:
-    return len(os.sched_getaffinity(0)) if threads is None else integer("threads", threads, 1, 256)
+    return usable_cores() if threads is None else integer("threads", threads, 1, 256)
 
 
 def _words(array: Array) -> Array:

@@ -1,0 +1,95 @@
+"""A checkpoint folder as the trainer's model, refused by the rules of `rollmesh generate`: what is missing would be random, what is unknown
+would be left out, and transformers only logs either.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import rollmesh as rm
+from rollmesh.grpo.files import told_as
+from rollmesh.model.families import FAMILIES
+from rollmesh.request.text import folder_eos_ids
+from rollmesh.runtime.messages import listed
+from rollmesh.weights.safetensors_folder import SafetensorsFolder
+
+STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "F64": "float64"}  # names in safetensors
+ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def folder_config(folder: Path) -> Any:
+    """Its transformers config, checked as the generator's, with the ends of generation_config.json among its eos_token_id: all of them
+    end a completion."""
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise rm.ConfigError(f"{folder}: expected a checkpoint folder with config.json and safetensors")
+    spec = rm.ModelSpec.from_hf(folder)
+    with told_as(f"{folder}: expected a config.json"):
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    if ends := folder_eos_ids(folder):
+        config.eos_token_id = sorted({*spec.eos_token_ids, *ends})
+    return config
+
+
+def load_model(folder: Path, dtype: str) -> Any:
+    """Errors name the folder and, of each kind, the tensors: MissingKeyError, UnexpectedKeyError, ShapeError, DTypeError, TiedWeightError,
+    FormatError; ConfigError for a config that is not supported."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    hf_config = folder_config(folder)
+    _check_files(folder, rm.ModelSpec.from_hf(folder))
+    with told_as(f"{folder}: expected the weights of a checkpoint"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            config=hf_config,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported, as the others are
+            **experts_option(hf_config),
+        )
+    model, report = loaded
+    _refuse(rm.ShapeError, folder, "wrong shape", sorted(name for name, *_ in report["mismatched_keys"]))
+    _refuse(rm.MissingKeyError, folder, "missing", sorted(report["missing_keys"]))
+    _refuse(rm.UnexpectedKeyError, folder, "no parameter of this model", sorted(report["unexpected_keys"]))
+    return model
+
+
+def experts_option(hf_config: Any) -> dict[str, str]:
+    """`grouped_mm` where there are experts: the other implementations are many times slower to train."""
+    family = FAMILIES.get(hf_config.model_type)
+    return {"experts_implementation": "grouped_mm"} if family is not None and family.has_experts else {}
+
+
+def _check_files(folder: Path, spec: rm.ModelSpec) -> None:
+    """What transformers does not report: how tensors are stored, which experts there are (it stacks those that it finds), and an lm_head
+    beside the embedding that it is tied to."""
+    stored = SafetensorsFolder(folder)
+    shapes = {p.name: tuple(p.shape) for p in spec.parameters()}
+    odd, wrong = [], []
+    for name in stored:
+        dtype, shape = stored.header(name)
+        if dtype not in STORED:
+            odd.append(f"{name} ({dtype})")
+        if shape != shapes.get(name, shape):
+            wrong.append(f"{name} (expected {list(shapes[name])}, got {list(shape)})")
+    _refuse(rm.DTypeError, folder, f"expected {', '.join(STORED.values())}", odd)
+    _refuse(rm.ShapeError, folder, "wrong shape", wrong)
+    if any(map(ONE_EXPERT.search, stored)):  # else they are stacked, and reported
+        there, wanted = ({name for name in names if ONE_EXPERT.search(name)} for names in (stored, shapes))
+        _refuse(rm.MissingKeyError, folder, "missing", sorted(wanted - there))
+        _refuse(rm.UnexpectedKeyError, folder, "no parameter of this model", sorted(there - wanted))
+    if spec.tie_word_embeddings and HEAD in stored and EMBEDDING in stored and (stored[HEAD] != stored[EMBEDDING]).any():
+        raise rm.TiedWeightError(f"{folder}: {HEAD}: expected the values of {EMBEDDING}, to which the config ties it, got others")
+
+
+def _refuse(error: type[rm.Error], folder: Path, what: str, names: list[str]) -> None:
+    if names:
+        raise error(f"{folder}: {len(names)} of the weights: {what}: {listed((name,) for name in names)}")

@@ -1,0 +1,162 @@
+"""Checkpoint folders that `rollmesh grpo` starts from: what is missing, unknown or stored otherwise is refused, and every end counts.
+
+Oracle of the refusals: the class of error with which a generator refuses the same folder, which is how `rollmesh generate` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import TINY_RUN
+
+import rollmesh as rm
+from rollmesh.cli import main
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from rollmesh.grpo import config, data, loop, pretrained, trainer  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+DENSE, MOE = ROOT / "configs/qwen3_debug.toml", ROOT / "configs/qwen3_moe_debug.toml"
+NORM, EXPERT = "model.norm.weight", "model.layers.0.mlp.experts.{}.up_proj.weight"
+pytestmark = pytest.mark.usefixtures("torch_as_it_was")
+
+Tensors = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """dense and moe: folders of random models, with the tokenizer of data/chars."""
+    root = tmp_path_factory.mktemp("folders")
+    tokenizer = data.load_tokenizer(ROOT / "data/chars")
+    for name, file in (("dense", DENSE), ("moe", MOE)):
+        trainer.build_model(config.load(file, TINY_RUN), tokenizer).save_pretrained(str(root / name))
+        tokenizer.save_pretrained(str(root / name))
+    return root
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Callable[[str], Path]:
+    return lambda name: Path(shutil.copytree(whole / name, tmp_path / name))
+
+
+def edit(folder: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def set_key(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def refused_by_a_generator(folder: Path) -> type[Exception]:
+    with pytest.raises(rm.Error) as caught, rm.Generator.from_hf(folder, max_model_len=16, kv_cache_gib=0.001, threads=1) as gen:
+        gen.sync_weights(rm.sources.SafetensorsFolder(folder), cast=True)
+    return caught.type
+
+
+EDITS: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
+    "missing": ("dense", lambda t: t.pop(NORM), rf"1 of the weights: missing: {NORM}$"),
+    "unknown": ("dense", lambda t: t.update(extra=torch.ones(2)), r"1 of the weights: no parameter of this model: extra$"),
+    "int8": ("dense", lambda t: t.update({NORM: t[NORM].to(torch.int8)}), rf"expected bfloat16, .*: {NORM} \(I8\)$"),
+    "fp8": ("dense", lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)}), rf"expected bfloat16, .*: {NORM} \(F8_E4M3\)$"),
+    "shape": ("dense", lambda t: t.update({NORM: t[NORM][:-1].clone()}), rf"{NORM} \(expected \[32\], got \[31\]\)$"),
+    "expert missing": ("moe", lambda t: t.pop(EXPERT.format(1)), r"1 of the weights: missing: .*experts\.1\.up_proj\.weight$"),
+    "expert unknown": ("moe", lambda t: t.update({EXPERT.format(99): t[EXPERT.format(1)].clone()}), r"no parameter .*experts\.99\."),
+}
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_weights_that_do_not_fit_are_refused_as_a_generator_does(case: str, folder: Callable[[str], Path]) -> None:
+    name, change, message = EDITS[case]
+    where = folder(name)
+    assert pretrained.load_model(where, "float32") is not None
+    edit(where, change)
+    with pytest.raises(refused_by_a_generator(where), match=message):
+        pretrained.load_model(where, "float32")
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"attention_bias": True}, r"8 of the weights: missing: model\.layers\.0\.self_attn\.k_proj\.bias, "),
+        ({"tie_word_embeddings": True}, r"lm_head\.weight: expected the values of model\.embed_tokens\.weight, .* got others$"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantized weights are not supported"),
+        ({"model_type": "gpt9"}, r"model_type: expected one of llama, .* got 'gpt9'$"),
+        ({"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}}, r"rope_type: expected one of default, .* got 'nope'$"),
+        ({"num_hidden_layers": 0}, r"num_hidden_layers: expected an integer in \[1, 1024\], got 0$"),
+        ({"eos_token_id": "</s>"}, r"eos_token_id='</s>' is not in "),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_config_that_does_not_fit_is_refused_as_a_generator_does(
+    keys: dict[str, Any], message: str, folder: Callable[[str], Path]
+) -> None:
+    where = folder("dense")
+    set_key(where, **keys)
+    with pytest.raises(refused_by_a_generator(where), match=message):
+        pretrained.load_model(where, "float32")
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("model.safetensors", b"", r"model\.safetensors: .*header too small$"),
+        ("model.safetensors", None, r"expected \*\.safetensors files, got none$"),
+        ("model.safetensors.index.json", b"{", r"expected an index of safetensors: JSONDecodeError"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "b"}}', r"/b: expected a safetensors file, got none$"),
+        ("generation_config.json", b"[1]", r"generation_config\.json: expected a JSON object, got a list$"),
+        ("generation_config.json", b'{"eos_token_id": "x"}', r"eos_token_id: expected token ids >= 0, got 'x'$"),
+    ],
+)
+def test_broken_files_of_a_checkpoint_are_named(name: str, content: bytes | None, message: str, folder: Callable[[str], Path]) -> None:
+    where = folder("dense")
+    (where / name).unlink(missing_ok=True)
+    if content is not None:
+        (where / name).write_bytes(content)
+    with pytest.raises(refused_by_a_generator(where), match=message):
+        pretrained.load_model(where, "float32")
+
+
+# -------------------------------------------------------------------------------------------------- ends
+def test_every_end_of_a_folder_ends_a_completion(folder: Callable[[str], Path]) -> None:
+    """Those of config.json, of the tokenizer and of generation_config.json, in a run, in one that goes on with its checkpoint, and in a
+    generator of the folder."""
+    where = folder("dense")
+    eos = data.load_tokenizer(where).eos_token_id
+    set_key(where, eos_token_id=7)
+    (where / "generation_config.json").write_text('{"eos_token_id": [11, 5]}')
+    for _ in range(2):
+        this = loop.prepare(config.load(DENSE, [*TINY_RUN[4:], f'model={{path="{where}"}}', "tokenizer={}"]))
+        this.close()
+        assert isinstance(this.generator, rm.Generator)
+        assert this.generator.eos_token_ids == tuple(sorted({eos, 5, 7, 11}))
+        this.trainer.model.save_pretrained(str(where))
+    with rm.Generator.from_hf(where, max_model_len=16, kv_cache_gib=0.001, threads=1) as gen:
+        assert set(gen.eos_token_ids) >= {5, 7, 11}
+
+
+def test_weights_of_another_kind_say_what_to_do(folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """float16, by the tensors and by the config, and the state dict of a model with adapters."""
+    where = folder("dense")
+    edit(where, lambda tensors: tensors.update({name: x.half() for name, x in tensors.items()}))
+    for said in ("--dtype bfloat16 and --dtype float32 convert weights", "got float16; --dtype bfloat16 converts"):
+        assert main(["generate", str(where), "ab", "--max-tokens", "1"]) == 2
+        assert said in capsys.readouterr().err
+        set_key(where, dtype="float16")
+    assert main(["generate", str(where), "ab", "--max-tokens", "1", "--dtype", "bfloat16"]) == 0
+    with rm.Generator.from_hf(where, max_model_len=16, kv_cache_gib=0.001, threads=1) as gen:
+        for name in ("base_model.model.model.norm.weight", "model.layers.0.self_attn.q_proj.base_layer.weight"):
+            with pytest.raises(rm.UnexpectedKeyError) as caught:
+                gen.sync_weights({name: torch.ones(2)})
+            assert caught.value.__notes__[0].startswith("these are adapters of PEFT: merge them first")

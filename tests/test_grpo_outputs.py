@@ -1,0 +1,77 @@
+"""What a run of `rollmesh grpo` says and writes besides its numbers: a line at once, its completions, prompts that are too long, no eos."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import TINY_RUN
+
+import rollmesh as rm
+from rollmesh.cli import main
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from rollmesh.grpo import config, data, loop, metrics
+from rollmesh.grpo.generator import make_generator
+from rollmesh.grpo.trainer import model_config
+
+ROOT = Path(__file__).resolve().parent.parent
+DENSE = ROOT / "configs/qwen3_debug.toml"
+SETS = [*TINY_RUN, "train.steps=2", "checkpoint.every=1", "rollout.log_completions=5", 'reward.functions=["char_match", "contains"]']
+pytestmark = pytest.mark.usefixtures("torch_as_it_was")
+
+
+def test_a_run_says_and_writes_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run that goes on from step 1 writes the lines from there again, and no more."""
+    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    sets = [word for change in SETS for word in ("--set", change)]
+    assert main(["grpo", str(DENSE), "--out", str(tmp_path), *sets]) == 0
+    assert capsys.readouterr().out.startswith(f"{DENSE} → {tmp_path}: reading data and model\n")
+    file = tmp_path / "completions.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0] * 5 + [1] * 5 + [2] * 5
+    assert all(row.keys() == {"step", "prompt", "completion", "reward", "stopped"} for row in rows)
+    assert len({row["prompt"] for row in rows[:5]}) == 2, "four samples of the first prompt"
+    for line in metrics.read(tmp_path / "metrics.jsonl"):
+        assert line["reward_mean"] == pytest.approx(line["reward/char_match"] + line["reward/contains"])
+    before = file.read_bytes()
+    with file.open("a") as more:
+        more.write('{"step": 1')  # of a run that was killed
+    assert main(["grpo", str(DENSE), "--resume", str(tmp_path / "checkpoints/step_000001"), *sets]) == 0
+    assert file.read_bytes() == before
+
+
+def test_prompts_that_are_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = data.load_tokenizer(ROOT / "data/chars")
+    rows = [{"prompt": "a" * n + "b", "answer": ""} for n in (8, 9, 10, 11)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "heldout.jsonl").write_text('{"prompt": "c"}\n')
+    sets = [f'data.train=["{tmp_path}/train.jsonl"]', f'data.heldout=["{tmp_path}/heldout.jsonl"]', "generator.max_model_len=16"]
+
+    def lengths(overlong: str) -> list[int]:
+        prompts = data.load_dataset(config.load(DENSE, [*SETS, *sets, f'data.overlong="{overlong}"']), tokenizer).train
+        assert {tokenizer.decode(p.ids[-1:]) for p in prompts} == {"b"}
+        return [len(p.ids) for p in prompts]
+
+    with pytest.raises(rm.ConfigError, match=r"a prompt of 12 tokens .* \[data\] overlong can drop or truncate such prompts$"):
+        lengths("raise")
+    assert lengths("drop") == [9, 10]
+    assert lengths("truncate") == [9, 10, 10, 10]
+    told = "2 of 4 prompts have more than 10 tokens and were {} ([data] overlong)"
+    assert [r.getMessage() for r in caplog.records] == list(map(told.format, ("dropped", "truncated to their last tokens")))
+
+
+def test_a_model_without_an_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    this, tokenizer = config.load(DENSE, SETS), data.load_tokenizer(ROOT / "data/chars")
+
+    def told() -> list[Any]:
+        make_generator(this, model_config(this, tokenizer), tokenizer).close()
+        return [r.getMessage() for r in caplog.records]
+
+    assert told() == []
+    tokenizer.eos_token = None
+    assert told() == ["no token ends a completion: neither tokenizer, config.json nor generation_config.json has an eos_token_id"]

@@ -1,0 +1,183 @@
+"""What a reward of `rollmesh grpo` is given and may do, and what prompts may hold: copies, each prompt's own form, late imports, rows that
+no JSON reader or tokenizer takes."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rollmesh as rm
+from rollmesh.grpo import data, rewards, rollout
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return data.load_tokenizer(ROOT / "data/chars")
+
+
+def reward(tmp_path: Path, code: str, name: str, *more: str, weights: tuple[float, ...] = ()) -> rewards.Rewards:
+    (tmp_path / f"{name}.py").write_text(code)
+    return rewards.Rewards([f"{name}:f", *more], weights, tmp_path)
+
+
+def rolled_out(tokenizer: Any, *rows: dict[str, Any]) -> rollout.Rollout:
+    prompts = [data.make_prompt(row, tokenizer, False, 0, "here") for row in rows]
+    logprobs = [np.zeros(1, np.float32) for _ in rows]
+    return rollout.Rollout(prompts, [[1 + i, 2] for i in range(len(rows))], logprobs, ["AB"] * len(rows), [True] * len(rows))
+
+
+def test_a_reward_may_change_what_it_is_given(tokenizer: Any, tmp_path: Path) -> None:
+    """Neither the batch nor the next function sees it."""
+    code = (
+        "def f(prompts, completions, completion_ids, answer, tags):\n"
+        "    assert prompts == ['ab', 'cd'] and completions == ['AB', 'AB'] and completion_ids == [[1, 2], [2, 2]]\n"
+        "    assert answer == ['AB', 'CD'] and tags == [['x'], ['y']]\n"
+        "    for columns in (prompts, completions, completion_ids, answer, tags):\n        columns.reverse()\n"
+        "    for items in (*completion_ids, *tags):\n        items.clear()\n"
+        "    return [1.0, 0.0]\n"
+    )
+    rows = [{"prompt": p, "answer": p.upper(), "tags": [t]} for p, t in (("ab", "x"), ("cd", "y"))]
+    this = rolled_out(tokenizer, *rows)
+    several = reward(tmp_path, code, "changes_of_test", "changes_of_test:f", "char_match", weights=(1.0, 2.0, 1.0))
+    total, means = rollout.score(this, several)
+    assert total.tolist() == [4.0, 0.0]
+    assert means == {"changes_of_test:f": 0.5, "char_match": 0.5}
+    assert this.token_ids == [[1, 2], [2, 2]]
+    assert [p.columns for p in this.prompts] == [{k: v for k, v in row.items() if k != "prompt"} for row in rows]
+
+
+def test_each_completion_has_the_form_of_its_prompt(tokenizer: Any, tmp_path: Path) -> None:
+    code = "def f(completions, **_):\n    return [float(isinstance(c, str)) for c in completions]\n"
+    chat = {"messages": [{"role": "user", "content": "ab"}]}
+    for rows, forms in (([{"prompt": "ab"}, chat], [1.0, 0.0]), ([chat, {"prompt": "ab"}], [0.0, 1.0])):
+        assert rollout.score(rolled_out(tokenizer, *rows), reward(tmp_path, code, "forms_of_test"))[0].tolist() == forms
+
+
+def test_a_mean_is_over_the_completions_that_were_judged(tmp_path: Path) -> None:
+    code = "def f(**_):\n    return [None, 1.0, 2.0]\ndef g(**_):\n    return [None] * 3\n"
+    judged = reward(tmp_path, code, "none_of_test", "none_of_test:g")
+    assert judged.judge(["p"] * 3, ["c"] * 3, [[1]] * 3, {}) == ([0.0, 1.0, 2.0], {"none_of_test:f": 1.5})
+
+
+def test_a_weight_makes_no_reward_infinite(tmp_path: Path) -> None:
+    large = reward(tmp_path, "def f(**_):\n    return [0.0, 1e18]\n", "weighted_of_test", weights=(1e300,))
+    with pytest.raises(rm.ConfigError, match=r"^\[reward\] weights: expected sums of at most 1e\+18, got inf for completion 1$"):
+        large(["p"] * 2, ["c"] * 2, [[1]] * 2, {})
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("import sys\ndef f(**_):\n    sys.exit(0)\n", "raised SystemExit: 0"),
+        ("class E(Exception):\n    def __str__(self): raise OSError\ndef f(**_):\n    raise E\n", "raised E: a E that cannot be printed"),
+        ("class V:\n    def __float__(self): raise OSError\ndef f(**_):\n    return [V()] * 2\n", ": completion 0 got <"),
+        ("def f(**_):\n    while True: yield 1.0\n", ": expected 2 values, one a completion, got 3"),
+    ],
+)
+def test_a_reward_that_misbehaves_is_named(code: str, message: str, tmp_path: Path) -> None:
+    name = f"misbehaves_{abs(hash(code))}_of_test"
+    with pytest.raises(rm.ConfigError, match=rf"^reward {name}:f ?{message}"):
+        reward(tmp_path, code, name)(["p"] * 2, ["c"] * 2, [[1]] * 2, {})
+
+
+def test_a_reward_may_import_late_and_spawn(tmp_path: Path) -> None:
+    """A spawned process that cannot import the reward's module dies and is started again, for ever."""
+    (tmp_path / "beside_a_reward_of_test.py").write_text("value = 0.25\n")
+    code = (
+        "import multiprocessing\ndef one(text):\n    return 0.5\ndef f(completions, **_):\n    import beside_a_reward_of_test as beside\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        return [beside.value + x for x in pool.map_async(one, completions).get(20)]\n"
+    )
+    assert reward(tmp_path, code, "spawns_of_test")(["p"], ["c"], [[1]], {}) == [0.75]
+
+
+@pytest.mark.parametrize(
+    "returned, message",
+    [
+        ("['good'] * 2", "completion 0 got 'good'; expected a finite number, or None"),
+        ("['1.5'] * 2", "completion 0 got '1.5'; expected a finite number, or None"),
+        ("[1.0, float('nan')]", "completion 1 got nan; expected a finite number, or None"),
+        ("[1.0, float('-inf')]", "completion 1 got -inf; expected a finite number, or None"),
+        ("[[1.0]] * 2", r"completion 0 got \[1.0\]; expected a finite number, or None"),
+        ("[1j] * 2", "completion 0 got 1j; expected a finite number, or None"),
+        ("[10**400] * 2", "completion 0 got 10+.*; expected a finite number, or None"),
+        ("[1e300] * 2", r"completion 0 got 1e\+300; expected a finite number, or None"),
+        ("[1.0]", "expected 2 values, one a completion, got 1"),
+        ("[1.0] * 3", "expected 2 values, one a completion, got 3"),
+        ("'11'", "expected 2 values, one a completion, got a str"),
+        ("{0: 1.0, 1: 1.0}", "expected 2 values, one a completion, got a dict"),
+        ("None", "expected 2 values, one a completion, got a NoneType"),
+        ("1.0", "expected 2 values, one a completion, got a float"),
+        ("[next(iter(()))]", "StopIteration"),
+        ("(i / 0 for i in range(2))", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_is_no_reward_is_named(returned: str, message: str, tmp_path: Path) -> None:
+    module = f"returns_{abs(hash(returned))}_of_test"
+    (tmp_path / f"{module}.py").write_text(f"def f(**columns):\n    return {returned}\n")
+    reward = rewards.Rewards([f"{module}:f"], (), tmp_path)
+    with pytest.raises(rm.ConfigError, match=rf"^reward {module}:f(:| raised) {message}(\n|$)"):
+        reward(["p"] * 2, ["c"] * 2, [[1]] * 2, {})
+
+
+@pytest.mark.parametrize("returned", ["(1.0, 2)", "(float(i + 1) for i in range(2))", "numpy.float32([1, 2])", "torch.tensor([1, 2])"])
+def test_what_holds_numbers_is_a_reward(returned: str, tmp_path: Path) -> None:
+    module = f"returns_{abs(hash(returned))}_of_test"
+    (tmp_path / f"{module}.py").write_text(f"import numpy, torch\ndef f(**columns):\n    return {returned}\n")
+    assert rewards.Rewards([f"{module}:f"], (), tmp_path)(["p"] * 2, ["c"] * 2, [[1]] * 2, {}) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "code, message, line",
+    [
+        ("def f(:\n", "importing .* raised SyntaxError: invalid syntax", 1),
+        ("x = 1\nraise RuntimeError('no GPU')\n", "importing .* raised RuntimeError: no GPU", 2),
+        ("async def f(**columns):\n    return []\n", "expected a function that returns the rewards, got the async function", None),
+    ],
+)
+def test_a_module_that_is_no_reward_is_named(code: str, message: str, line: int | None, tmp_path: Path) -> None:
+    """The traceback ends in the module."""
+    module = f"imports_{abs(hash(code))}_of_test"
+    (tmp_path / f"{module}.py").write_text(code)
+    with pytest.raises(rm.ConfigError, match=rf"^\[reward\] functions: {message}") as caught:
+        rewards.resolve(f"{module}:f", tmp_path)
+    notes = "\n".join(getattr(caught.value, "__notes__", ()))
+    places = re.findall(r'File "(.*)", line (\d+)', notes)
+    assert places[-1:] == ([] if line is None else [(str(tmp_path / f"{module}.py"), str(line))])
+    assert not any("importlib" in file for file, _ in places)
+
+
+# -------------------------------------------------------------------------------------------------- prompts
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"messages": "ab"}', r"expected messages to be a list of {role, content}, got text; its key is prompt$"),
+        ('{"prompt": "a\\ud800"}', r"expected a prompt that the tokenizer takes, got "),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', r"expected a chat that .* template takes, got "),
+        ('{"prompt": "a", "x": ' + "9" * 5000 + "}", r"Exceeds the limit \(4300 digits\)"),
+        ('{"prompt": "a", "x": ' + "[" * 100_000 + "}", r"maximum recursion depth exceeded"),
+    ],
+    ids=["text as messages", "surrogate", "surrogate in a chat", "digits", "depth"],
+)
+def test_a_row_that_cannot_be_read_is_named(line: str, message: str, tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a"}\n' + line + "\n")
+    with pytest.raises(rm.ConfigError, match=rf"rows\.jsonl:2: {message}"):
+        data.read_jsonl(file, tokenizer)
+
+
+def test_paths_that_are_no_files_are_named(tokenizer: Any, tmp_path: Path) -> None:
+    """A FIFO that nobody writes would wait for ever."""
+    os.mkfifo(tmp_path / "fifo")
+    for path, message in ((tmp_path / "fifo", "expected a file, got a pipe"), (Path("a\0b"), r"a\\x00b: embedded null byte")):
+        with pytest.raises(rm.ConfigError, match=message):
+            data.read_jsonl(path, tokenizer)
