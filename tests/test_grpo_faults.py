@@ -19,6 +19,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -358,6 +359,8 @@ def leveldb_records(log: bytes) -> Iterator[bytes]:
         if 32768 - at % 32768 < 7:  # no header fits into the rest of a block
             at += 32768 - at % 32768
         _, length, kind = struct.unpack_from("<IHB", log, at)
+        if at + 7 + length > len(log):  # it is being written
+            return
         parts.append(log[at + 7 : at + 7 + length])
         at += 7 + length
         if kind in (1, 4):  # full, last
@@ -375,9 +378,10 @@ def test_weights_and_biases_gets_the_lines_of_the_metrics(tmp_path: Path, monkey
     assert main(["grpo", str(DENSE), "--out", str(out), "--wandb", "a project", *(word for c in SMALL for word in ("--set", c))]) == 0
     [file] = out.glob("wandb/offline-run-*/*.wandb")
     logged, names, axes = [], [], []
-    for content in leveldb_records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(content)
+    deadline, records = time.monotonic() + 30, []
+    while not (records and records[-1].HasField("exit")) and time.monotonic() < deadline:  # its process may write on after finish()
+        records = [wandb_internal_pb2.Record.FromString(content) for content in leveldb_records(file.read_bytes())]
+    for record in records:
         names += [(record.run.project, record.run.display_name)] if record.HasField("run") else []
         axes += [record.metric.step_metric] if record.HasField("metric") else []
         if record.HasField("history"):

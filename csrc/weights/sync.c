@@ -374,7 +374,8 @@ static rm_code list_absent(const rm_store *store, rm_error *err) {
     before = ", ";
     only_biases &= store->params->list[i].kind == RM_P_ROUTER_BIAS;
   }
-  if (only_biases) rm_error_append(err, "; torchtitan's to_hf drops expert_bias_E: push the module's own state_dict()");
+  if (only_biases)
+    rm_error_append(err, "; it is a buffer, which parameters() and torchtitan's to_hf leave out: push the module's own state_dict()");
   return RM_E_INCOMPLETE_SYNC;
 }
 

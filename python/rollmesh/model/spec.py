@@ -52,7 +52,8 @@ _IRRELEVANT = _keys(
     "torchscript use_bfloat16 tf_legacy_loss tie_encoder_decoder cross_attention_hidden_size max_length min_length do_sample "
     "early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
     "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id "
-    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens is_decoder"
+    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens is_decoder "
+    "is_llama_config transformers.js_config"
 )
 
 _UNSUPPORTED = {

@@ -131,7 +131,7 @@ def raise_faults(faults: dict[type[Error], list[str]]) -> None:
             others = ", ".join(f"{len(rest)} {other.__name__}" for other, rest in faults.items() if other is not kind)
             head, tail = "missing: " if kind is MissingKeyError else "", f" (besides: {others})" if others else ""
             if kind is MissingKeyError and all(name.endswith(ROUTER_BIAS) for name in faults[kind]):
-                tail += "; torchtitan's to_hf drops expert_bias_E: push the module's own state_dict()"
+                tail += "; it is a buffer, which parameters() and torchtitan's to_hf leave out: push the module's own state_dict()"
             most = 3 if kind is DTypeError else MAX_LISTED  # a missing cast=True is a fault of every tensor
             raise kind(f"{len(faults[kind])} of the weights: {head}{listed(faults[kind], most)}{tail}")
 
