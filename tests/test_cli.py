@@ -390,7 +390,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
 
     assert main([str(a) for a in args]) == 2
     text = capsys.readouterr().err
-    assert text.startswith(f"rollmesh {args[0]}: ConfigError: ")
+    assert re.match(f"rollmesh {args[0]}: (Config|Format)Error: ", text), text
     assert text.count("\n") == 1
     return text
 

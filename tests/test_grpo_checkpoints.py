@@ -116,7 +116,7 @@ def test_a_config_that_does_not_fit_is_refused_as_a_generator_does(
         ("model.safetensors.index.json", b"{", r"expected an index of safetensors: JSONDecodeError"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "b"}}', r"/b: expected a safetensors file, got none$"),
         ("generation_config.json", b"[1]", r"generation_config\.json: expected a JSON object, got a list$"),
-        ("generation_config.json", b'{"eos_token_id": "x"}', r"eos_token_id: expected token ids >= 0, got 'x'$"),
+        ("generation_config.json", b'{"eos_token_id": "x"}', r"eos_token_id='x' is not in \[0, vocab_size="),
     ],
 )
 def test_broken_files_of_a_checkpoint_are_named(name: str, content: bytes | None, message: str, folder: Callable[[str], Path]) -> None:
@@ -142,6 +142,7 @@ def test_every_end_of_a_folder_ends_a_completion(folder: Callable[[str], Path]) 
         assert isinstance(this.generator, rm.Generator)
         assert this.generator.eos_token_ids == tuple(sorted({eos, 5, 7, 11}))
         this.trainer.model.save_pretrained(str(where))
+    assert {5, 7, 11} <= set(rm.ModelSpec.from_hf(where).eos_token_ids)
     with rm.Generator.from_hf(where, max_model_len=16, kv_cache_gib=0.001, threads=1) as gen:
         assert set(gen.eos_token_ids) >= {5, 7, 11}
 

@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -35,7 +34,7 @@ from rollmesh.request.driver import Driver, Prompt, sequences_of
 from rollmesh.request.outputs import RequestOutput, SelfTestReport, SyncReport
 from rollmesh.request.requests import Requests
 from rollmesh.request.sampling import SamplingParams
-from rollmesh.request.text import TextCodec, folder_eos_ids, tokenizer_of_folder
+from rollmesh.request.text import TextCodec, tokenizer_of_folder
 from rollmesh.runtime import cublas
 from rollmesh.runtime.arguments import (
     PARTS,
@@ -224,7 +223,6 @@ class Generator:
         spec = ModelSpec.from_hf(folder_or_config, ignore=ignore)
         if isinstance(folder_or_config, (str, os.PathLike)) and os.path.isdir(folder_or_config):
             folder = Path(folder_or_config)
-            spec = replace(spec, eos_token_ids=tuple(sorted({*spec.eos_token_ids, *folder_eos_ids(folder)})))
             if "tokenizer" not in options:
                 options["tokenizer"] = tokenizer_of_folder(folder)
         return cls(spec, **options)

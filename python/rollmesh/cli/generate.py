@@ -23,7 +23,7 @@ from rollmesh.cli.options import (
     tokenizer_file,
 )
 from rollmesh.cli.weights import random_weights
-from rollmesh.request.text import folder_eos_ids, load_tokenizer
+from rollmesh.request.text import load_tokenizer
 from rollmesh.runtime.messages import plain, shown
 
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     args.model = checkpoint_of(args.model)
     take_run_settings(args)
     config = read_model_config(args.model)
-    spec = rm.ModelSpec.from_hf(config)
+    spec = rm.ModelSpec.from_hf(args.model if args.model.is_dir() else config)
     file = tokenizer_file(args.tokenizer or args.model)
     if args.tokenizer and file is None:
         raise rm.ConfigError(f"--tokenizer {args.tokenizer}: there is no tokenizer.json")
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         dtype,
         longest + args.max_tokens if args.max_model_len is None else args.max_model_len,
         tokenizer=tokenizer,
-        eos_token_ids=_eos_ids(args.model, config),
+        eos_token_ids=spec.eos_token_ids,
         seed=args.seed,
     ) as generator:
         if args.random:
@@ -175,12 +175,6 @@ def _ids(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError as e:
         raise rm.ConfigError(f"--ids: expected token ids such as 5,17,3, got {shown(text)}") from e
-
-
-def _eos_ids(model: Path, config: dict[str, Any]) -> list[int]:
-    """Of generation_config.json where it has them, else of config.json."""
-    found = folder_eos_ids(model) or config.get("eos_token_id")
-    return [] if found is None else list(found) if isinstance(found, list) else [found]
 
 
 def _print(output: rm.RequestOutput, as_json: bool, tokenizer: Any) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import rollmesh as rm
 from rollmesh.grpo.files import told_as
 from rollmesh.model.families import FAMILIES
-from rollmesh.request.text import folder_eos_ids
 from rollmesh.runtime.messages import listed
 from rollmesh.weights.safetensors_folder import SafetensorsFolder
 
@@ -21,8 +20,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def folder_config(folder: Path) -> Any:
-    """Its transformers config, checked as the generator's, with the ends of generation_config.json among its eos_token_id: all of them
-    end a completion."""
+    """Its transformers config, checked as the generator's, whose ends it gets: those of generation_config.json too."""
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
@@ -30,8 +28,7 @@ def folder_config(folder: Path) -> Any:
     spec = rm.ModelSpec.from_hf(folder)
     with told_as(f"{folder}: expected a config.json"):
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    if ends := folder_eos_ids(folder):
-        config.eos_token_id = sorted({*spec.eos_token_ids, *ends})
+    config.eos_token_id = list(spec.eos_token_ids) or None
     return config
 
 

@@ -159,7 +159,8 @@ class ModelSpec:
 
     @staticmethod
     def from_hf(config: Any, *, ignore: tuple[str, ...] = ()) -> ModelSpec:
-        """From a transformers config object, its dict, a folder with config.json, or that file.
+        """From a transformers config object, its dict, a folder with config.json, or that file. Of a folder the ends that its
+        generation_config.json lists are among eos_token_ids: chat models have more there than in config.json.
 
         `ignore` names keys of the config that are known not to matter. Raises ConfigError naming the rule that is broken
         or the option that is not supported, FormatError for a file that is not a JSON object.
@@ -167,6 +168,8 @@ class ModelSpec:
         if not isinstance(ignore, (tuple, list, set, frozenset)) or not all(isinstance(key, str) for key in ignore):
             raise ConfigError(f"ignore: expected a tuple of keys of the config, got {shown(ignore)}")
         values = {key: value for key, value in _as_dict(config).items() if key not in ignore}
+        if isinstance(config, (str, os.PathLike)) and os.path.isdir(config):
+            values["eos_token_id"] = _with_generation_config(Path(config), values.get("eos_token_id"))
         _refuse_odd(values)
         model_type = values.get("model_type")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -320,6 +323,18 @@ class ModelSpec:
 
 
 # -------------------------------------------------------------------------------------------------- reading a config
+def _ids_of(eos: Any) -> list[Any]:
+    return [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
+
+
+def _with_generation_config(folder: Path, eos: Any) -> list[Any]:
+    """eos_token_id of config.json, then those of generation_config.json that are not among them; both are checked later."""
+    file = folder / "generation_config.json"
+    given = _ids_of(_read_object(file).get("eos_token_id")) if file.is_file() else []
+    known = _ids_of(eos)
+    return known + [token for token in given if token not in known]
+
+
 def _as_dict(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
@@ -329,7 +344,10 @@ def _as_dict(config: Any) -> dict[str, Any]:
         path = Path(config)
     except TypeError:
         raise ConfigError(f"config: expected a config object, a dict or a folder with config.json, got a {type(config).__name__}") from None
-    file = path / "config.json" if os.path.isdir(path) else path  # is_dir raises if the name is too long
+    return _read_object(path / "config.json" if os.path.isdir(path) else path)  # is_dir raises if the name is too long
+
+
+def _read_object(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text("utf-8"))
     except OSError as error:
@@ -453,8 +471,7 @@ def _check_groups(experts: int, top_k: int, groups: Any, chosen: Any, names: tup
 
 
 def _eos(c: Reader, vocab: int) -> tuple[int, ...]:
-    value = c.values.get("eos_token_id")
-    ids = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+    ids = _ids_of(c.values.get("eos_token_id"))
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
             raise ConfigError(

@@ -4,14 +4,13 @@ search for stop strings while tokens come in.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rollmesh.errors import ConfigError, RequestError
-from rollmesh.runtime.messages import plain, shown
+from rollmesh.runtime.messages import plain
 
 REPLACEMENT = "\ufffd"
 MAX_HELD_BACK = 8  # tokens; a character has at most four bytes, so longer runs of undecodable text are final
@@ -35,25 +34,6 @@ def tokenizer_of_folder(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"{plain(folder)}: expected the files of a tokenizer: {plain(error)}") from error
-
-
-def folder_eos_ids(folder: Path) -> list[int]:
-    """What a folder's generation_config.json says ends a sample; empty where it says nothing. Chat models list more ends there than in
-    config.json. ConfigError: the file cannot be read, or these are no token ids."""
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return []
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{plain(file)}: expected a JSON object: {plain(error)}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{plain(file)}: expected a JSON object, got a {type(found).__name__}")
-    given = found.get("eos_token_id")
-    ids = [] if given is None else given if isinstance(given, list) else [given]
-    if not all(type(i) is int and i >= 0 for i in ids):
-        raise ConfigError(f"{plain(file)}: eos_token_id: expected token ids >= 0, got {shown(given)}")
-    return ids
 
 
 def load_tokenizer(file: Path) -> Any:
