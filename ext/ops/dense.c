@@ -75,7 +75,9 @@ RM_KERNELS_METHOD(gemm) {
   CALL(9);
   const int swiglu = o[6] == Py_True;
   rm_gemm_args a = {.m = -1, .k = -1, .n = rm_op_size_of(&c, o[5], "n", 0), .n_groups = -1};
-  a.activation = (rm_activation)rm_op_size_of(&c, o[8], "activation", 0);
+  const int64_t activation = rm_op_size_of(&c, o[8], "activation", 0);
+  if (activation > RM_GELU) rm_op_refuse(&c, RM_E_CONFIG, "activation", activation, "at most", RM_GELU);
+  a.activation = (rm_activation)activation;
   a.dtype = rm_op_dtype_of(&c, o[1], "x");
   a.y_dtype = rm_op_dtype_of(&c, o[0], "y");
   a.x = VIEW(&c, o[1], "x", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, &a.m, &a.k);

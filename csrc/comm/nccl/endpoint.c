@@ -314,7 +314,7 @@ static rm_code finalize(rm_nccl_endpoint *end, rm_error *err) {
   pthread_mutex_unlock(&end->lock);
   code = rm_nccl_result(end, "leaving", result, 0, err);
   if (!code) code = rm_nccl_wait_ready(end, "leaving", end->timeout, 0, err);
-  if (!code) meet(end, patience, err);   // this communicator is at its end, whatever became of the others
+  if (!code) meet(end, patience, err); // this communicator is at its end, whatever became of the others
   return code;
 }
 
