@@ -37,7 +37,7 @@ def test_arrays_of_two_places(trainer: Trainer, second: Trainer, rng: np.random.
     kernels, there = _core.Kernels("cuda_fma", 1, core), [ops.to_device(array) for array in (np.zeros((5, 17), np.float32), x)]
     for other, message in ((w, "of float32 on cuda:0, got .*ndarray"), (ops.to_device(w, "cuda:1"), "on cuda:0, got one on cuda:1")):
         with pytest.raises(errors.UnsupportedTensorError, match=message):
-            kernels.gemm(*there, other, None, None, 17, False, None)
+            kernels.gemm(*there, other, None, None, 17, False, None, 0)
     assert (ops.gemm(second.tensor(x), second.tensor(w), 17).numpy() == ops.gemm(x, w, 17)).all()  # the other device alone
 
 

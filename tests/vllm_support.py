@@ -187,7 +187,7 @@ def folder(at: Path, model: str) -> str:
     config = CASES[model].config
     path = at / model
     path.mkdir(parents=True, exist_ok=True)
-    stock = {**config, "architectures": [ARCHITECTURES[config["model_type"]]], "dtype": "bfloat16", "hidden_act": "silu"}
+    stock = {"hidden_act": "silu", **config, "architectures": [ARCHITECTURES[config["model_type"]]], "dtype": "bfloat16"}
     (path / "config.json").write_text(json.dumps(stock))
     return str(path)
 

@@ -70,6 +70,7 @@ tiny_model *tiny_model_create(tiny_kind kind, rm_dtype dtype) {
       .top_groups = 1,
       .route_scale = 1,
       .qk_norm = 1,
+      .wq_rows = RM_WQ_HALVES,
       .attention_bias = kind == TINY_TIED,
       .o_bias = kind == TINY_TIED,
       .tie_word_embeddings = kind == TINY_TIED,
