@@ -64,7 +64,7 @@ def test_many_coroutines_get_the_bits_of_generate(gen: rm.Generator) -> None:
 
 
 def test_a_stream_gives_every_prefix_in_order_and_then_the_whole(gen: rm.Generator) -> None:
-    params = rm.SamplingParams(n=2, max_tokens=24, ignore_eos=True, seed=5)
+    params = rm.SamplingParams(n=2, max_tokens=90, ignore_eos=True, seed=5)
     [want] = gen.generate([1, 2, 3], params, use_tqdm=False)
 
     async def read() -> list[rm.RequestOutput]:

@@ -224,9 +224,19 @@ def test_a_million_steps_are_in_order(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- how to go on
+@pytest.fixture
+def plain_signals() -> Iterator[None]:
+    """Whoever started this process may have had some ignored: a shell what runs in its background, nohup."""
+    plain = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in plain.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("plain_signals")
 def test_what_ends_a_run_says_how_to_go_on(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A Ctrl-C in a reward. The command that is printed goes on from the checkpoint."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in its background with SIGINT ignored
     (tmp_path / "interrupted_reward_of_test.py").write_text(
         "import os, signal\nfrom rollmesh.grpo.rewards import char_match\ncalls = 0\n"
         "def f(prompts, completions, answer, **_):\n"
@@ -279,11 +289,11 @@ def ends_by_an_error(this: loop.Run, number: signal.Signals) -> None:
         (ends_by_an_error, signal.SIGINT, rm.ConfigError),
     ],
 )
+@pytest.mark.usefixtures("plain_signals")
 def test_what_ends_a_run_leaves_its_last_finished_step(
     how: Callable[[loop.Run, signal.Signals], None], number: signal.Signals, error: type[BaseException], whole: Path, tmp_path: Path
 ) -> None:
     """The run that goes on from there has the weights, moments and metrics of one without a break. Every handler is as it was."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     this = loop.prepare(config.load(DENSE, [*SMALL, "checkpoint.every=0"]))
     how(this, number)

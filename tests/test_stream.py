@@ -12,6 +12,7 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ class Ranks:
     def end(self, codes: tuple[int, ...] = (0,)) -> None:
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             if process.is_alive():
-                pipe.send(None)
+                with suppress(BrokenPipeError):  # it ends just now
+                    pipe.send(None)
         for process in self.processes:
             process.join(60)
             assert process.exitcode in codes
