@@ -503,7 +503,7 @@ def test_vllms_names_of_sleep_and_wake(gen: rm.Generator) -> None:
 
 
 def test_logprobs_in_vllms_form(gen: rm.Generator) -> None:
-    params = rm.SamplingParams(max_tokens=6, seed=3, temperature=3.0, logprobs=2, prompt_logprobs=2)
+    params = rm.SamplingParams(max_tokens=30, seed=3, temperature=3.0, logprobs=50, prompt_logprobs=2, ignore_eos=True)
     (output,) = gen.generate([[5, 6, 7]], params, use_tqdm=False)
     sample, tokens, top = output.outputs[0], output.outputs[0].token_ids.tolist(), output.outputs[0].top_logprobs
     assert top is not None
@@ -512,9 +512,10 @@ def test_logprobs_in_vllms_form(gen: rm.Generator) -> None:
     assert sum(form[token].logprob for form, token in zip(forms, tokens, strict=True)) == sample.cumulative_logprob
     for form, token, ids, values in zip(forms, tokens, top.ids, top.logprobs, strict=True):
         assert set(form) == {token, *ids.tolist()}
-        assert [form[i].rank for i in ids.tolist()] == [1, 2]
+        assert [form[i].rank for i in ids.tolist()] == list(range(1, 51))
         assert [form[i].logprob for i in ids.tolist()] == values.tolist()
         assert token in ids.tolist() or form[token].rank is None
+    assert {form[token].rank is None for form, token in zip(forms, tokens, strict=True)} == {True, False}  # both were drawn
     prompt = output.vllm_prompt_logprobs()
     assert prompt is not None
     assert prompt[0] is None
