@@ -242,6 +242,7 @@ static rm_code fill(const rm_params *params, const spelling *s, const int32_t nu
   switch (s->form) {
     case ONE: return stack(params, out, kinds, 1, numbers[0], numbers[1], 0, err);
     case TURNED: {
+      if (params->spec->wq_rows == RM_WQ_NONE) return RM_E_UNEXPECTED_KEY;
       const rm_code code = stack(params, out, kinds, 1, numbers[0], numbers[1], 0, err);
       if (!code && params->spec->wq_rows == RM_WQ_NEIGHBOURS) out->pieces[0].interleaved = params->spec->head_dim;
       return code;
@@ -257,6 +258,9 @@ static rm_code fill(const rm_params *params, const spelling *s, const int32_t nu
 // The error for a known spelling that this model does not have: names the layer, expert or option.
 static rm_code no_place(const rm_params *params, const char *name, const spelling *s, const int32_t numbers[2], rm_error *err) {
   const rm_spec *spec = params->spec;
+  if (s->form == TURNED && spec->wq_rows == RM_WQ_NONE)
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the order of its rows is known of Llama, Mistral and Qwen3; expected self_attn.%c_proj",
+                   name, s->kind == RM_P_Q ? 'q' : 'k');
   if (numbers[0] >= spec->n_layers)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: layer %d; the model has %lld", name, numbers[0], (long long)spec->n_layers);
   if (numbers[1] >= 0 && spec->layers[numbers[0]].is_moe && numbers[1] >= spec->n_experts)
@@ -287,9 +291,6 @@ rm_code rm_names_resolve(const rm_params *params, const char *name, size_t lengt
   for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++) {
     int32_t numbers[2];
     if (!matches(spellings[i].pattern, bare, numbers)) continue;
-    if (spellings[i].form == TURNED && params->spec->wq_rows == RM_WQ_NONE)
-      return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the order of its rows is known of Llama, Mistral and Qwen3; expected self_attn.%c_proj",
-                     shown, spellings[i].kind == RM_P_Q ? 'q' : 'k');
     code = fill(params, &spellings[i], numbers, out, err);
     return code == RM_E_UNEXPECTED_KEY ? no_place(params, shown, &spellings[i], numbers, err) : code;
   }

@@ -221,10 +221,8 @@ class Generator:
         that is not a JSON object), and what Generator raises.
         """
         spec = ModelSpec.from_hf(folder_or_config, ignore=ignore)
-        if isinstance(folder_or_config, (str, os.PathLike)) and os.path.isdir(folder_or_config):
-            folder = Path(folder_or_config)
-            if "tokenizer" not in options:
-                options["tokenizer"] = tokenizer_of_folder(folder)
+        if "tokenizer" not in options and isinstance(folder_or_config, (str, os.PathLike)) and os.path.isdir(folder_or_config):
+            options["tokenizer"] = tokenizer_of_folder(Path(folder_or_config))
         return cls(spec, **options)
 
     # ---------------------------------------------------------------------------------------- state
