@@ -9,6 +9,7 @@ torch is imported here, at the top, because the server imports this once for all
 
 from __future__ import annotations
 
+import atexit
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ def begin(rank: Rank, trains: bool = True) -> None:
     """The generator's ranks over what the job says; over torch they take the process group of the trainer."""
     if trains:
         distributed.init_process_group("gloo", init_method=f"file://{rank.job['name']}", rank=rank.rank, world_size=rank.world)
+        atexit.register(distributed.destroy_process_group)
 
     def comm() -> rm.comm.Comm:
         if rank.job["transport"] == "torch":

@@ -11,6 +11,7 @@ A rank that hangs is killed at LIMIT, and its status says so. Times are of time.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import hashlib
 import importlib
@@ -82,6 +83,7 @@ class Rank:
 
         if self.n_comms == 1:
             distributed.init_process_group("gloo", init_method=f"file://{self.job['name']}", rank=self.rank, world_size=self.world)
+            atexit.register(distributed.destroy_process_group)
         return rm.comm.torch(timeout=timeout)
 
     def make(self, **options: Any) -> rm.Generator:

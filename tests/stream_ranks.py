@@ -9,6 +9,7 @@ seed, the others receive into generators.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -95,6 +96,7 @@ class Rank:
 
         limit = timedelta(seconds=self.timeout)
         dist.init_process_group("gloo", init_method=f"file://{name}", rank=self.rank, world_size=self.world, timeout=limit)
+        atexit.register(dist.destroy_process_group)
         if self.kind == "torch":
             carriers.gpu_of = lambda group: torch.device("cpu")  # type: ignore[assignment]
 

@@ -58,6 +58,7 @@ def pair(rng: np.random.Generator) -> tuple[DeltaEncoder, DeltaDecoder, Weights]
 
 # -------------------------------------------------------------------------------------------------- ranks
 RANK = """
+    import atexit
     import sys
     import numpy as np
     import torch.distributed as dist
@@ -67,6 +68,7 @@ RANK = """
 
     rank, place = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=3)
+    atexit.register(dist.destroy_process_group)  # else the threads of Gloo may end the process with SIGABRT
     config, encoder, decoder = helpers.tiny_config(True), DeltaEncoder(), DeltaDecoder()
     generator = rm.Generator(rm.ModelSpec.from_hf(config), max_model_len=16, kv_cache_gib=0.001, threads=1)
     state, rng = helpers.numpy_state_dict(config, 0, "bfloat16"), np.random.default_rng(0)

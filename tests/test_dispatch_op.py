@@ -7,6 +7,7 @@ for gradients; gradcheck. Bounds: 0 differing bits, whatever the ranks, the back
 
 from __future__ import annotations
 
+import atexit
 import gc
 import hashlib
 import math
@@ -410,6 +411,7 @@ def comm_of(rank: int, name: str) -> rm.comm.Comm:
     if "/" not in name:
         return rm.comm.shm(name, rank, 2, timeout=300.0)
     torch.distributed.init_process_group("gloo", init_method=f"file://{name}", rank=rank, world_size=2)
+    atexit.register(torch.distributed.destroy_process_group)
     return rm.comm.torch(timeout=300.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib.util
 import logging
 import os
@@ -141,6 +142,7 @@ def _comm(table: GeneratorTable) -> rm.comm.Comm | None:
 
     with told_as('[generator] comm="torch": expected RANK, WORLD_SIZE and MASTER_ADDR in the environment, as torchrun sets them'):
         distributed.init_process_group("gloo")
+    atexit.register(distributed.destroy_process_group)  # else the threads of Gloo may end the process with SIGABRT
     return rm.comm.torch(timeout=table.comm_timeout)
 
 

@@ -9,6 +9,7 @@ Every rank of the actor's mesh is a process with a Generator; where there are se
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import secrets
@@ -257,6 +258,7 @@ def _comm(config: RollmeshGenerator.Config) -> rm.comm.Comm:
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
+        atexit.register(dist.destroy_process_group)  # else the threads of Gloo may end the process with SIGABRT
         between = rm.comm.torch(dist.group.WORLD)
     return rm.comm.nccl(between) if config.device.startswith("cuda") else between
 
