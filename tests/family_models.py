@@ -134,6 +134,12 @@ def olmoe(dice: Dice) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def glm4(dice: Dice) -> dict[str, Any]:
+    changes = {"head_dim": 8 * dice.between(1, 4), "partial_rotary_factor": dice.pick(0.25, 0.5, 1.0), "attention_bias": dice.chance(0.5)}
+    changes |= {"eos_token_id": []}  # of None it makes its own
+    return sizes(dice, head_dim=False) | changes
+
+
 def glm4_moe(dice: Dice) -> dict[str, Any]:
     groups, each = dice.between(1, 4), dice.between(2, 5)
     top_groups = dice.between(1, groups)
@@ -151,7 +157,7 @@ def glm4_moe(dice: Dice) -> dict[str, Any]:
 NO_HEAD_DIM = {"qwen2", "smollm3", "olmo2", "qwen2_moe", "olmoe"}  # draw none
 FAMILIES: dict[str, Draw] = {
     "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "smollm3": smollm3, "olmo2": olmo2, "mixtral": mixtral,
-    "qwen2_moe": qwen2_moe, "olmoe": olmoe, "glm4_moe": glm4_moe,
+    "qwen2_moe": qwen2_moe, "olmoe": olmoe, "glm4": glm4, "glm4_moe": glm4_moe,
 }  # fmt: skip
 
 
@@ -166,6 +172,7 @@ def cuttable(family: str) -> dict[str, Any]:
             "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3, "first_k_dense_replace": 0,
             "num_hidden_layers": 2, "partial_rotary_factor": 0.5, "routed_scaling_factor": 2.5,
         },
+        "glm4": {"partial_rotary_factor": 0.5},
         "smollm3": {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
     }  # fmt: skip
     return heads | changes.get(family, {}) | ({"head_dim": 16} if family not in NO_HEAD_DIM else {})

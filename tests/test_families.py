@@ -174,6 +174,9 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
     with safe_open(tmp_path / "model.safetensors", "np") as file:
         names = list(file.keys())
         held = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    for name in [name for name in held if name.endswith("mlp.gate_up_proj.weight")]:  # GLM-4's, listed by its halves
+        rows, hidden = held.pop(name)
+        held |= {name.replace("gate_up", part): (rows // 2, hidden) for part in ("gate", "up")}
     assert {name: shape for name, shape in held.items() if not name.endswith("correction_bias")} == listed
     assert model.config.num_hidden_layers == gen.spec.num_hidden_layers
 
@@ -243,6 +246,33 @@ def test_names_under_which_rope_turns_neighbours(family: str, seed: int) -> None
                 gen.sync_weights({**state, wq: broken}, cast=True)
 
 
+def test_fused_and_turned_rows(seed: int) -> None:
+    """GLM-4's q and k, whose neighbours rope turns in a part of each head, in qkv_proj as inference engines hold it, strided and not: the
+    digest and the bits of the checkpoint's tensors; an element that is not finite has the index that it has in the sender's tensor."""
+    model = family_models.draw("glm4", 300, seed, **family_models.cuttable("glm4") | {"attention_bias": True})
+    spec, torch = rm.ModelSpec.from_hf(model.config), oracle.torch
+    state = dict(model.state)
+    for layer in range(spec.num_hidden_layers):
+        at = f"model.layers.{layer}.self_attn."
+        for kind in ("weight", "bias"):
+            whole = torch.cat([state.pop(f"{at}{part}_proj.{kind}") for part in "qkv"])
+            state[f"{at}qkv_proj.{kind}"] = torch.stack([whole, whole], -1)[..., layer % 2]
+    for options in ({}, {"mesh": rm.Mesh(tp=2)}, {"mesh": rm.Mesh(tp=3), "dtype": "bfloat16"}):
+        with generator(model, **options) as gen:
+            want, digest = gen.logits([[1, 2, 3, 4]])[0], gen.sync_weights(model.state, cast=True).digest
+            assert gen.sync_weights(state, cast=True).digest == digest
+            assert gen.logits([[1, 2, 3, 4]])[0].tobytes() == want.tobytes()
+            for row in (1, spec.head_dim - 1, 6 * spec.head_dim + 3):
+                for kind, index in (("weight", (row, 1)), ("bias", (row,))):
+                    name = f"model.layers.0.self_attn.qkv_proj.{kind}"
+                    broken = state[name].clone()
+                    broken[index] = float("nan")
+                    with pytest.raises(rm.NonFiniteError, match=rf"{name}: element \[{', '.join(map(str, index))}\] is not finite"):
+                        gen.sync_weights({**state, name: broken}, cast=True)
+    with pytest.raises(rm.UnexpectedKeyError, match="the order of its rows is known of"), generator(model) as gen:
+        gen.sync_weights(state | {"layers.0.attention.wq.weight": torch.ones(96, 96)}, cast=True)
+
+
 # ---------------------------------------------------------------------------------------------- the trainer
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", TRIED)
@@ -283,6 +313,7 @@ def test_gradients_are_transformers(family: str, seed: int) -> None:
 PARROT = Family(
     "ParrotForCausalLM",
     "silent_layers",
+    norm_before=False,
     norm_after=True,
     qk_norm="head",
     o_bias=False,
@@ -292,6 +323,7 @@ PARROT = Family(
         *((kind, f"attn.{kind}.weight") for kind in "qkvo"),
         *((f"{kind}_bias", f"attn.{kind}.bias") for kind in "qkv"),
         ("up", "mlp.wide.weight"),
+        ("post_attn_norm", "post_attention_layernorm.weight"),
     ),
 )
 

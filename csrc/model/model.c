@@ -529,8 +529,8 @@ rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t
     const rm_layer_params *layer = &model->params->layers[i];
     norm(model, rm_param_or_null(base, layer->input_norm), batch->n_rows, i == 0);
     if ((code = attention_block(model, i, base, kv, n_pages, batch, err))) break;
-    if (spec->norm_after) norm_output(model, base + layer->post_norm, batch->n_rows);
-    norm(model, spec->norm_after ? NULL : base + layer->post_norm, batch->n_rows, 0);
+    if (spec->norm_after) norm_output(model, base + layer->post_attn_norm, batch->n_rows);
+    norm(model, rm_param_or_null(base, layer->pre_mlp_norm), batch->n_rows, 0);
     if (spec->layers[i].is_moe) code = moe_block(model, i, moe_layer++, base, batch, err);
     else code = mlp_block(model, layer, base, batch->n_rows, err);
     if (!code && spec->norm_after) norm_output(model, base + layer->post_mlp_norm, batch->n_rows);

@@ -195,8 +195,9 @@ static void lay_all(layout *l) {
   p->final_norm = new_vector(l, RM_P_FINAL_NORM, -1, s->hidden_size, s->hidden_size);
   for (int i = 0; i < (int)s->n_layers; i++) {
     rm_layer_params *out = &p->layers[i];
-    out->input_norm = s->norm_after ? SIZE_MAX : new_vector(l, RM_P_INPUT_NORM, i, s->hidden_size, s->hidden_size);
-    out->post_norm = new_vector(l, RM_P_POST_NORM, i, s->hidden_size, s->hidden_size);
+    out->input_norm = s->norm_before ? new_vector(l, RM_P_INPUT_NORM, i, s->hidden_size, s->hidden_size) : SIZE_MAX;
+    out->post_attn_norm = s->norm_after ? new_vector(l, RM_P_POST_ATTN_NORM, i, s->hidden_size, s->hidden_size) : SIZE_MAX;
+    out->pre_mlp_norm = s->norm_before ? new_vector(l, RM_P_PRE_MLP_NORM, i, s->hidden_size, s->hidden_size) : SIZE_MAX;
     out->post_mlp_norm = s->norm_after ? new_vector(l, RM_P_POST_MLP_NORM, i, s->hidden_size, s->hidden_size) : SIZE_MAX;
     lay_attention(l, out, i);
     if (s->layers[i].is_moe) lay_experts(l, out, i);
@@ -269,7 +270,8 @@ static const struct {
     [RM_P_LM_HEAD] = {"lm_head", "lm_head.weight"},
     [RM_P_FINAL_NORM] = {"final_norm", "model.norm.weight"},
     [RM_P_INPUT_NORM] = {"input_norm", "input_layernorm.weight"},
-    [RM_P_POST_NORM] = {"post_norm", "post_attention_layernorm.weight"},
+    [RM_P_POST_ATTN_NORM] = {"post_attn_norm", "post_self_attn_layernorm.weight"},
+    [RM_P_PRE_MLP_NORM] = {"pre_mlp_norm", "post_attention_layernorm.weight"},
     [RM_P_POST_MLP_NORM] = {"post_mlp_norm", "post_feedforward_layernorm.weight"},
     [RM_P_Q] = {"q", "self_attn.q_proj.weight"},
     [RM_P_K] = {"k", "self_attn.k_proj.weight"},

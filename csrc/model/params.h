@@ -24,7 +24,7 @@ typedef struct rm_param {
 // Offsets of one layer's matrices, for the forward pass. SIZE_MAX where a layer has none. Each has the rows that the rank holds and all
 // columns; the shapes below are those without a mesh.
 typedef struct rm_layer_params {
-  size_t input_norm, post_norm, post_mlp_norm;   // post_norm: of the MLP's input, or with norm_after of attention's output
+  size_t input_norm, post_attn_norm, pre_mlp_norm, post_mlp_norm;   // of attention's input and output, of the MLP's
   size_t q_norm, k_norm;                   // [head_dim], or [heads·head_dim], [kv·head_dim]
   size_t qkv, qkv_bias, o, o_bias;         // qkv: packed [(heads + 2·kv)·head_dim]×[hidden]
   size_t gate_up, down;                    // dense: packed [gate_up_rows(I)]×[H], [H]×[I]; plain: [2I][H], [H][I]

@@ -99,7 +99,8 @@ rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *p, rm_par
     case RM_P_EXPERT_DOWN: return p->answers_experts ? held : none;
     case RM_P_FINAL_NORM:
     case RM_P_INPUT_NORM:
-    case RM_P_POST_NORM:
+    case RM_P_POST_ATTN_NORM:
+    case RM_P_PRE_MLP_NORM:
     case RM_P_POST_MLP_NORM:
     case RM_P_SHARED_SWITCH:
     case RM_P_ROUTER:

@@ -92,6 +92,8 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
   if ((code = check_rope(values, err))) return code;
   if ((code = check_experts(values, err))) return code;
   if ((code = check_layers(values, &n_moe, err))) return code;
+  if (!values->norm_before && !values->norm_after)
+    return rm_fail(err, RM_E_CONFIG, "norm_before=0, norm_after=0: expected norms of a block's input, of its output, or of both");
   if (!(isfinite(values->rms_norm_eps) && values->rms_norm_eps > 0))
     return rm_fail(err, RM_E_CONFIG, "rms_norm_eps=%g is not finite and > 0", (double)values->rms_norm_eps);
 

@@ -9,7 +9,7 @@
 // clang-format off
 typedef enum rm_param_kind {
   RM_P_EMBED, RM_P_LM_HEAD, RM_P_FINAL_NORM,
-  RM_P_INPUT_NORM, RM_P_POST_NORM, RM_P_POST_MLP_NORM,
+  RM_P_INPUT_NORM, RM_P_POST_ATTN_NORM, RM_P_PRE_MLP_NORM, RM_P_POST_MLP_NORM,
   RM_P_Q, RM_P_K, RM_P_V, RM_P_O,
   RM_P_Q_BIAS, RM_P_K_BIAS, RM_P_V_BIAS, RM_P_O_BIAS,
   RM_P_Q_NORM, RM_P_K_NORM,
@@ -42,7 +42,7 @@ typedef struct rm_spec {
   int64_t n_experts, top_k, moe_intermediate_size;   // 0, 0, 0 in a dense model
   int norm_topk_prob, tie_word_embeddings;
   rm_qk_norm qk_norm;           // how q and k are normed: each head, or all heads of q, of k, together
-  int norm_after;               // norms are of a block's output, before it is added; else of its input
+  int norm_before, norm_after;  // norms of a block's input; of its output, before it is added
   int attention_bias, o_bias;   // of q, k and v; of o
   int router_bias;              // every version has one; 0: it may be absent
   rm_activation activation;     // of MLPs and experts
@@ -57,6 +57,7 @@ typedef struct rm_spec {
   int64_t n_groups, top_groups; // of experts that a row may choose from; 1, 1: all
   float route_scale;            // of gates
   rm_wq_rows wq_rows;
+  int rope_neighbours;          // rows of q and k under all other names: rope turns neighbours; else halves of a head
   const char *names[RM_N_PARAM_KIND];   // a family's own: as rm_param_name's, with # for the expert; NULL: the usual one
 } rm_spec;
 

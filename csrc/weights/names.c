@@ -30,7 +30,7 @@ static const spelling spellings[] = {
     {"lm_head.weight", ONE, RM_P_LM_HEAD},
     {"norm.weight", ONE, RM_P_FINAL_NORM},
     {"layers.#.input_layernorm.weight", ONE, RM_P_INPUT_NORM},
-    {"layers.#.post_attention_layernorm.weight", ONE, RM_P_POST_NORM},
+    {"layers.#.post_attention_layernorm.weight", ONE, RM_P_PRE_MLP_NORM},
     {"layers.#.self_attn.q_proj.weight", ONE, RM_P_Q},
     {"layers.#.self_attn.k_proj.weight", ONE, RM_P_K},
     {"layers.#.self_attn.v_proj.weight", ONE, RM_P_V},
@@ -45,6 +45,7 @@ static const spelling spellings[] = {
     {"layers.#.mlp.up_proj.weight", ONE, RM_P_UP},
     {"layers.#.mlp.down_proj.weight", ONE, RM_P_DOWN},
     {"layers.#.mlp.gate.weight", ONE, RM_P_ROUTER},
+    {"layers.#.post_self_attn_layernorm.weight", ONE, RM_P_POST_ATTN_NORM},
     {"layers.#.post_feedforward_layernorm.weight", ONE, RM_P_POST_MLP_NORM},
     {"layers.#.mlp.shared_experts.gate_proj.weight", ONE, RM_P_SHARED_GATE},
     {"layers.#.mlp.shared_experts.up_proj.weight", ONE, RM_P_SHARED_UP},
@@ -65,7 +66,7 @@ static const spelling spellings[] = {
     {"tok_embeddings.weight", ONE, RM_P_EMBED},
     {"output.weight", ONE, RM_P_LM_HEAD},
     {"layers.#.attention_norm.weight", ONE, RM_P_INPUT_NORM},
-    {"layers.#.ffn_norm.weight", ONE, RM_P_POST_NORM},
+    {"layers.#.ffn_norm.weight", ONE, RM_P_PRE_MLP_NORM},
     {"layers.#.attention.wq.weight", TURNED, RM_P_Q},
     {"layers.#.attention.wk.weight", TURNED, RM_P_K},
     {"layers.#.attention.wv.weight", ONE, RM_P_V},
@@ -241,18 +242,28 @@ static rm_code fill(const rm_params *params, const spelling *s, const int32_t nu
   const rm_param_kind kinds[3] = {s->kind, next, (rm_param_kind)(s->kind + 2)};   // Q K V, gate up: neighbours in the enum
   switch (s->form) {
     case ONE: return stack(params, out, kinds, 1, numbers[0], numbers[1], 0, err);
-    case TURNED: {
+    case TURNED:
       if (params->spec->wq_rows == RM_WQ_NONE) return RM_E_UNEXPECTED_KEY;
-      const rm_code code = stack(params, out, kinds, 1, numbers[0], numbers[1], 0, err);
-      if (!code && params->spec->wq_rows == RM_WQ_NEIGHBOURS) out->pieces[0].interleaved = params->spec->head_dim;
-      return code;
-    }
+      return stack(params, out, kinds, 1, numbers[0], numbers[1], 0, err);
     case QKV: return stack(params, out, kinds, 3, numbers[0], numbers[1], 0, err);
     case GATE_UP: return stack(params, out, kinds, 2, numbers[0], numbers[1], 0, err);
     case EXPERTS: return stack_experts(params, out, kinds, 1, numbers[0], err);
     case EXPERTS_GATE_UP: return stack_experts(params, out, kinds, 2, numbers[0], err);
   }
   return RM_E_UNEXPECTED_KEY;
+}
+
+// Where rope turns neighbours in the tensor: of a family whose checkpoints are so, or of a name that is.
+static void set_pairs(const rm_params *params, const spelling *s, rm_target *out) {
+  const rm_spec *spec = params->spec;
+  const int64_t turned = s->form == TURNED ? spec->head_dim : spec->rotary_dim;
+  if (s->form == TURNED ? spec->wq_rows != RM_WQ_NEIGHBOURS : !spec->rope_neighbours) return;
+  for (int64_t i = 0; i < out->n_pieces; i++) {
+    const rm_param_kind kind = params->list[out->pieces[i].param].kind;
+    if (kind != RM_P_Q && kind != RM_P_K && kind != RM_P_Q_BIAS && kind != RM_P_K_BIAS) continue;
+    out->pieces[i].head_dim = spec->head_dim;
+    out->pieces[i].turned = turned;
+  }
 }
 
 // The error for a known spelling that this model does not have: names the layer, expert or option.
@@ -269,7 +280,7 @@ static rm_code no_place(const rm_params *params, const char *name, const spellin
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model has no bias there%s", name, spec->o_bias ? "" : " (attention_bias=False)");
   if (s->kind == RM_P_Q_NORM || s->kind == RM_P_K_NORM)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model does not norm q and k", name);
-  if (s->kind == RM_P_POST_MLP_NORM || (s->kind == RM_P_INPUT_NORM && spec->norm_after))
+  if (s->kind >= RM_P_INPUT_NORM && s->kind <= RM_P_POST_MLP_NORM)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model norms a block's %s", name, spec->norm_after ? "output" : "input");
   if (s->kind >= RM_P_SHARED_GATE && s->kind <= RM_P_SHARED_SWITCH && spec->layers[numbers[0]].is_moe)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model has no %s", name,
@@ -280,6 +291,14 @@ static rm_code no_place(const rm_params *params, const char *name, const spellin
   return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is no parameter of this model", name);
 }
 
+// What a name of this spelling is made of.
+static rm_code resolve(const rm_params *params, const char *name, const spelling *s, const int32_t numbers[2], rm_target *out,
+                       rm_error *err) {
+  const rm_code code = fill(params, s, numbers, out, err);
+  if (!code) set_pairs(params, s, out);
+  return code == RM_E_UNEXPECTED_KEY ? no_place(params, name, s, numbers, err) : code;
+}
+
 rm_code rm_names_resolve(const rm_params *params, const char *name, size_t length, rm_target *out, rm_error *err) {
   rm_code code = check_name(name, length, err);
   if (code) return code;
@@ -288,20 +307,15 @@ rm_code rm_names_resolve(const rm_params *params, const char *name, size_t lengt
   shown[length] = 0;
   const char *bare = bare_name(buffer, name, length);
   out->n_pieces = 0;
-  for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++) {
-    int32_t numbers[2];
-    if (!matches(spellings[i].pattern, bare, numbers)) continue;
-    code = fill(params, &spellings[i], numbers, out, err);
-    return code == RM_E_UNEXPECTED_KEY ? no_place(params, shown, &spellings[i], numbers, err) : code;
-  }
-  for (int kind = 0; kind < RM_N_PARAM_KIND; kind++) {
+  int32_t numbers[2];
+  for (int kind = 0; kind < RM_N_PARAM_KIND; kind++) {   // first, since a family may give a name of the table to another kind
     char pattern[RM_NAME_MAX + 16];
-    int32_t numbers[2];
     if (!matches_own(params, (rm_param_kind)kind, bare, pattern, sizeof pattern, numbers)) continue;
     const spelling own = {pattern, ONE, (rm_param_kind)kind};
-    code = fill(params, &own, numbers, out, err);
-    return code == RM_E_UNEXPECTED_KEY ? no_place(params, shown, &own, numbers, err) : code;
+    return resolve(params, shown, &own, numbers, out, err);
   }
+  for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++)
+    if (matches(spellings[i].pattern, bare, numbers)) return resolve(params, shown, &spellings[i], numbers, out, err);
   return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is no parameter of this model", length ? shown : "''");
 }
 

@@ -6,11 +6,11 @@
 
 // The rows of a tensor that are one parameter: element (r, c) of the parameter is element (outer, row0 + r, c) of the tensor, viewed as
 // [outer][rows][cols]. In a 1-D tensor row0 is the first element. Where rope turns neighbours in the tensor, row h·head_dim + i of the
-// parameter is the tensor's row h·head_dim + 2i, and row h·head_dim + head_dim/2 + i the one behind it.
+// parameter is the tensor's row h·head_dim + 2i, and row h·head_dim + turned/2 + i the one behind it.
 typedef struct rm_param_rows {
   int64_t param;                // index in params->list
   int64_t outer, row0;
-  int64_t interleaved;          // head_dim of such a tensor; 0: rows are in order
+  int64_t head_dim, turned;     // of such a tensor: elements of a head, and of these the first ones, that rope turns; turned 0: in order
 } rm_param_rows;
 
 typedef struct rm_target {

@@ -147,16 +147,24 @@ static int64_t tied_twin(const rm_store *store, int64_t index) {
 
 // The tensor's row that is this row of a piece's parameter.
 static int64_t source_row(const rm_param_rows *piece, int64_t row) {
-  const int64_t dim = piece->interleaved, at = dim ? row % dim : 0;
-  return piece->row0 + (dim ? row - at + 2 * (at % (dim / 2)) + at / (dim / 2) : row);
+  const int64_t half = piece->turned / 2, at = half ? row % piece->head_dim : 0;
+  return piece->row0 + (at < 2 * half ? row - at + 2 * (at % half) + at / half : row);
 }
+
+// How many rows from this one on, at most n, are evenly spaced in the tensor.
+static int64_t even_rows(const rm_param_rows *piece, int64_t row, int64_t n) {
+  const int64_t half = piece->turned / 2, at = half ? row % piece->head_dim : 0;
+  return half ? rm_min64(n, at < 2 * half ? half - at % half : piece->head_dim - at) : n;
+}
+
+static int is_turned(const rm_param_rows *piece, int64_t row) { return piece->turned && row % piece->head_dim < piece->turned; }
 
 // Rows [first, first + n) of a parameter, evenly spaced in the tensor; of a vector the elements.
 static rm_pack_args pack_args(const rm_store *store, const rm_param_rows *piece, const rm_tensor *tensor, rm_range run) {
   const rm_param *param = &store->params->list[piece->param];
   const int n = tensor->n_dims;
   const int64_t row_stride = n == 1 ? 0 : tensor->strides[n - 2], col_stride = tensor->strides[n - 1];
-  const int64_t row = source_row(piece, run.first);
+  const int64_t row = source_row(piece, run.first), step = is_turned(piece, run.first) ? 2 : 1;
   const int64_t start = n == 1 ? row * col_stride : row * row_stride + (n == 3 ? piece->outer * tensor->strides[0] : 0);
   const int64_t skipped = run.first - param->first;
   return (rm_pack_args){
@@ -164,8 +172,8 @@ static rm_pack_args pack_args(const rm_store *store, const rm_param_rows *piece,
       .src_dtype = tensor->dtype,
       .rows = n == 1 ? 1 : run.n,
       .cols = n == 1 ? run.n : param->cols,
-      .row_stride = piece->interleaved ? 2 * row_stride : row_stride,
-      .col_stride = col_stride,
+      .row_stride = step * row_stride,
+      .col_stride = n == 1 ? step * col_stride : col_stride,
       .dst = store->staged.block + param->offset + (n == 1 ? (size_t)skipped * rm_dtype_bytes(param->dtype) : 0),
       .dst_dtype = param->dtype,
       .layout = param->layout,
@@ -178,7 +186,7 @@ static rm_pack_args pack_args(const rm_store *store, const rm_param_rows *piece,
 // The index of a piece's element in the sender's tensor.
 static rm_dims_text show_index(const rm_store *store, const rm_param_rows *piece, const rm_tensor *tensor, int64_t element) {
   const int64_t cols = store->params->list[piece->param].cols, row = element / cols, col = element % cols;
-  const int64_t from = source_row(piece, row), at1[1] = {piece->row0 + col}, at2[2] = {from, col}, at3[3] = {piece->outer, from, col};
+  const int64_t from = source_row(piece, row), at1[1] = {source_row(piece, col)}, at2[2] = {from, col}, at3[3] = {piece->outer, from, col};
   return rm_show_dims(tensor->n_dims == 1 ? at1 : tensor->n_dims == 2 ? at2 : at3, tensor->n_dims);
 }
 
@@ -186,8 +194,8 @@ static rm_code add_run(rm_store *store, const rm_param_rows *piece, const rm_ent
                        rm_error *err) {
   rm_code code = RM_OK;
   for (int64_t done = 0, n; done < run.n && !code; done += n) {
-    const int64_t half = piece->interleaved / 2, row = run.first + done;   // rows of one half of a head are evenly spaced
-    n = half ? rm_min64(run.n - done, half - row % half) : run.n;
+    const int64_t row = run.first + done;
+    n = even_rows(piece, row, run.n - done);
     rm_copy_task task = {.args = pack_args(store, piece, &entry->tensor, (rm_range){row, n}),
                          .entry = entry,
                          .piece = *piece,

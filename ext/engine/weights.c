@@ -35,9 +35,9 @@ static int put_attention(const serving *s, PyObject *dict, const rm_layer_params
   const int64_t head = spec->head_dim, q = here->heads.n * head, kv = here->kv_heads.n * head, width = q + 2 * kv,
                 hidden = spec->hidden_size;
   const int whole = spec->qk_norm == RM_QK_NORM_WHOLE;
-  return put_run(s, dict, "input_norm", layer->input_norm, hidden) || put_run(s, dict, "post_norm", layer->post_norm, hidden) ||
-         put_run(s, dict, "post_mlp_norm", layer->post_mlp_norm, hidden) || put_run(s, dict, "q_norm", layer->q_norm, whole ? q : head) ||
-         put_run(s, dict, "k_norm", layer->k_norm, whole ? kv : head) ||
+  return put_run(s, dict, "input_norm", layer->input_norm, hidden) || put_run(s, dict, "post_attn_norm", layer->post_attn_norm, hidden) ||
+         put_run(s, dict, "pre_mlp_norm", layer->pre_mlp_norm, hidden) || put_run(s, dict, "post_mlp_norm", layer->post_mlp_norm, hidden) ||
+         put_run(s, dict, "q_norm", layer->q_norm, whole ? q : head) || put_run(s, dict, "k_norm", layer->k_norm, whole ? kv : head) ||
          put_run(s, dict, "qkv", layer->qkv, rm_packed_elems(width, hidden)) || put_run(s, dict, "qkv_bias", layer->qkv_bias, width) ||
          put_run(s, dict, "o", layer->o, rm_packed_elems(here->hidden.n, spec->n_heads * spec->head_dim)) ||
          put_run(s, dict, "o_bias", layer->o_bias, here->hidden.n);

@@ -57,6 +57,7 @@ static rm_spec *make_spec(const int64_t *w) {
                           .n_experts = w[EXPERTS],
                           .top_k = w[TOP_K],
                           .moe_intermediate_size = w[MOE_INTERMEDIATE],
+                          .norm_before = 1,
                           .n_groups = 1,
                           .top_groups = 1,
                           .route_scale = 1,

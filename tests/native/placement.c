@@ -42,6 +42,7 @@ static int make(world *w) {
   const int64_t n_layers = pick(f, 1, MAX_LAYERS), kv = pick(f, 1, 6), experts = fuzz_one_in(f, 3) ? 0 : pick(f, 1, 3) * ep;
   for (int i = 0; i < n_layers; i++) layers[i] = (rm_layer_spec){.is_moe = experts && fuzz_one_in(f, 2)};
   if (experts) layers[0].is_moe = 1;
+  const int64_t norms = pick(f, 1, 3);   // before, after, both
   const rm_spec values = {
       .vocab_size = pick(f, 1, 1500),
       .hidden_size = pick(f, 1, 200),
@@ -57,7 +58,8 @@ static int make(world *w) {
       .route_scale = 1,
       .shared_intermediate_size = experts && fuzz_one_in(f, 2) ? pick(f, 1, 100) : 0,
       .shared_switch = fuzz_one_in(f, 2),
-      .norm_after = fuzz_one_in(f, 3),
+      .norm_before = norms != 2,
+      .norm_after = norms > 1,
       .moe_intermediate_size = experts ? pick(f, 1, 100) : 0,
       .qk_norm = (rm_qk_norm)pick(f, 0, 2),
       .attention_bias = fuzz_one_in(f, 2),
@@ -116,9 +118,9 @@ static int is_kv(const world *w, rm_param_kind kind) {
 }
 
 static int is_whole(const world *w, rm_param_kind kind) {
-  return kind == RM_P_FINAL_NORM || kind == RM_P_INPUT_NORM || kind == RM_P_POST_NORM || kind == RM_P_POST_MLP_NORM ||
-         ((kind == RM_P_Q_NORM || kind == RM_P_K_NORM) && w->spec->qk_norm == RM_QK_NORM_HEAD) || kind == RM_P_ROUTER ||
-         kind == RM_P_ROUTER_BIAS || kind == RM_P_SHARED_SWITCH;
+  return kind == RM_P_FINAL_NORM || kind == RM_P_INPUT_NORM || kind == RM_P_POST_ATTN_NORM || kind == RM_P_PRE_MLP_NORM ||
+         kind == RM_P_POST_MLP_NORM || ((kind == RM_P_Q_NORM || kind == RM_P_K_NORM) && w->spec->qk_norm == RM_QK_NORM_HEAD) ||
+         kind == RM_P_ROUTER || kind == RM_P_ROUTER_BIAS || kind == RM_P_SHARED_SWITCH;
 }
 
 static void check_range(world *w, const rm_param *param, rm_range r) {

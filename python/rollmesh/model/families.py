@@ -181,7 +181,8 @@ class Family:
     partial_rotary_factor: float | None = None  # of a family that turns the first elements of a head; None: it turns whole heads
     tied: bool = False
     qk_norm: str | Callable[[Reader], str] = "none"  # of QK_NORMS
-    norm_after: bool = False  # norms are of a block's output; else of its input
+    norm_before: bool = True  # norms of a block's input
+    norm_after: bool = False  # of its output, before it is added
     attention_bias: Switch = "attention_bias"  # of q, k and v: the key that says it, or always, or never
     o_bias: Switch = "attention_bias"
     windows: PerLayer = none  # positions of each layer's sliding window; 0: full attention
@@ -189,6 +190,7 @@ class Family:
     moe_layers: PerLayer = none  # 1 where a layer is a mixture of experts
     experts: Experts = Experts()
     names: tuple[tuple[str, str], ...] = ()  # (kind of USUAL_NAMES, what a checkpoint calls it instead)
+    rope_neighbours: bool = False  # rope turns neighbours of a head; else its halves
     wq_rows: str = "none"  # of WQ_ROWS: what tensors with the names wq and wk hold, which Meta, Mistral and torchtitan use
     check: Callable[[Reader, int], None] | None = None  # a rule of this family alone, of its config and head_dim
 
@@ -202,7 +204,8 @@ QK_NORMS = ("none", "head", "whole")  # each head of q and k; all heads of q, of
 # What a layer's parameters are called in a checkpoint, after "model.layers.N."; # is the expert. csrc/model/params.c has them too.
 USUAL_NAMES = {
     "input_norm": "input_layernorm.weight",
-    "post_norm": "post_attention_layernorm.weight",
+    "post_attn_norm": "post_self_attn_layernorm.weight",
+    "pre_mlp_norm": "post_attention_layernorm.weight",
     "post_mlp_norm": "post_feedforward_layernorm.weight",
     **{kind: f"self_attn.{kind}_proj.weight" for kind in "qkvo"},
     **{f"{kind}_bias": f"self_attn.{kind}_proj.bias" for kind in "qkvo"},
@@ -272,7 +275,9 @@ FAMILIES = {
         max_position_embeddings=2048,
         rms_norm_eps=1e-5,
         qk_norm="whole",
+        norm_before=False,
         norm_after=True,
+        names=(("post_attn_norm", "post_attention_layernorm.weight"),),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -319,6 +324,20 @@ FAMILIES = {
         moe_layers=every,
         experts=Experts(top_k=8, width="intermediate_size"),
         check=_olmoe,
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        "attention_bias",
+        head_dim=128,
+        num_key_value_heads=2,
+        max_position_embeddings=131072,
+        rms_norm_eps=1.5625e-7,
+        partial_rotary_factor=0.5,
+        norm_after=True,
+        attention_bias=lambda c: c.boolean("attention_bias", True),
+        o_bias=False,
+        rope_neighbours=True,
+        names=(("post_mlp_norm", "post_mlp_layernorm.weight"),),
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",

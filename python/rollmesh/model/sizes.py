@@ -59,7 +59,7 @@ def matrices(spec: ModelSpec) -> Iterator[Matrix]:
     yield Matrix("embed_tokens", 1, spec.vocab_size, hidden, "vocab")
     if not spec.tie_word_embeddings:
         yield Matrix("lm_head", 1, spec.vocab_size, hidden, "vocab")
-    yield _vectors("layernorms", 2 * layers + 1, hidden, "whole")
+    yield _vectors("layernorms", 2 * layers * (spec.norm_before + spec.norm_after) + 1, hidden, "whole")
     yield Matrix("self_attn.q_proj", layers, query, hidden, "heads")
     yield Matrix("self_attn.k_proj, v_proj", 2 * layers, kv, hidden, "kv_heads")
     yield Matrix("self_attn.o_proj", layers, hidden, query, "hidden")

@@ -99,6 +99,7 @@ class EngineValues:
     num_groups: int
     top_groups: int
     route_scale: float
+    norm_before: bool
     norm_after: bool
     qk_norm: int
     attention_bias: bool
@@ -106,6 +107,7 @@ class EngineValues:
     tie_word_embeddings: bool
     router_bias: bool
     wq_rows: int
+    rope_neighbours: bool
     activation: int
     rms_norm_eps: float
     rope_scale: float
@@ -137,7 +139,7 @@ class ModelSpec:
     moe_intermediate_size: int
     norm_topk_prob: bool
     qk_norm: str  # "none", "head": each head of q and k is normed, "whole": all heads of q, of k, together
-    norm_after: bool  # norms are of a block's output; else of its input
+    norm_after: bool  # norms are of a block's output, before it is added
     attention_bias: bool  # of q, k and v
     o_bias: bool
     tie_word_embeddings: bool
@@ -156,6 +158,7 @@ class ModelSpec:
     shared_intermediate_size: int = 0  # of the expert that all rows of a MoE layer pass; 0: none
     shared_switch: bool = False  # it is scaled by a row's sigmoid
     activation: str = "silu"  # of MLPs and experts; or "gelu_tanh", or "gelu", which is by erf
+    norm_before: bool = True  # norms are of a block's input; with norm_after of both
 
     @staticmethod
     def from_hf(config: Any, *, ignore: tuple[str, ...] = ()) -> ModelSpec:
@@ -230,6 +233,7 @@ class ModelSpec:
             num_groups=self.n_group,
             top_groups=self.topk_group,
             route_scale=self.routed_scaling_factor,
+            norm_before=self.norm_before,
             norm_after=self.norm_after,
             qk_norm=QK_NORMS.index(self.qk_norm),
             attention_bias=self.attention_bias,
@@ -238,6 +242,7 @@ class ModelSpec:
             router_bias=self.router_bias,
             activation=ACTIVATIONS.index(self.activation),
             wq_rows=WQ_ROWS.index(FAMILIES[self.model_type].wq_rows),
+            rope_neighbours=FAMILIES[self.model_type].rope_neighbours,
             rms_norm_eps=self.rms_norm_eps,
             rope_scale=scale,
             inv_freq=inv_freq,
@@ -248,7 +253,8 @@ class ModelSpec:
         )
 
     def parameters(self) -> Iterator[Parameter]:
-        """The tensors of a checkpoint, by layer; those of experts one by one; a tied lm_head and router biases are left out."""
+        """The tensors of a checkpoint, by layer; those of experts one by one, gate and up apart also where a checkpoint has them in one
+        tensor (GLM-4); a tied lm_head and router biases are left out."""
         hidden = self.hidden_size
         yield Parameter("model.embed_tokens.weight", (self.vocab_size, hidden))
         if not self.tie_word_embeddings:
@@ -265,11 +271,10 @@ class ModelSpec:
         def named(kind: str, *shape: int, expert: int = 0) -> Parameter:
             return Parameter(f"model.layers.{layer}." + (own.get(kind) or USUAL_NAMES[kind]).replace("#", str(expert)), shape)
 
-        if not self.norm_after:
-            yield named("input_norm", hidden)
-        yield named("post_norm", hidden)
-        if self.norm_after:
-            yield named("post_mlp_norm", hidden)
+        for kind in ("input_norm", "pre_mlp_norm") if self.norm_before else ():
+            yield named(kind, hidden)
+        for kind in ("post_attn_norm", "post_mlp_norm") if self.norm_after else ():
+            yield named(kind, hidden)
         yield named("q", query, hidden)
         yield named("k", kv, hidden)
         yield named("v", kv, hidden)
@@ -415,6 +420,7 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         moe_intermediate_size=0,
         norm_topk_prob=False,
         qk_norm=family.qk_norm if isinstance(family.qk_norm, str) else family.qk_norm(c),
+        norm_before=family.norm_before,
         norm_after=family.norm_after,
         attention_bias=c.switch(family.attention_bias),
         o_bias=c.switch(family.o_bias),

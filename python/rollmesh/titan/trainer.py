@@ -28,6 +28,7 @@ from rollmesh.model.families import FAMILIES
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import functions
 from rollmesh.torch.functions import Heads, How
+from rollmesh.torch.functions.attention import pairs_apart
 from rollmesh.torch.sequences import Sequences
 
 
@@ -89,7 +90,7 @@ class Forward:
     def _attend(self, attention: Any, x: Tensor, rows: Sequences, how: How) -> Tensor:
         q, k, v = _qkv_weights(attention.qkv_linear)
         if self._is_interleaved:
-            q, k = (_pairs_apart(weight, self._spec.head_dim) for weight in (q, k))
+            q, k = (pairs_apart(weight, self._spec.head_dim, self._spec.head_dim) for weight in (q, k))
         made = functions.linear(x, q, k, v, how=how)
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm))
         attended = functions.attention(made, q_norm, k_norm, self._table(x), rows, self._heads, how=how)
@@ -128,11 +129,6 @@ def _qkv_weights(linear: Any) -> list[Tensor]:
     size, group, weight = linear.head_dim, linear.heads_per_kv, linear.wqkv.weight
     heads = weight.view(-1, group + 2, size, weight.shape[1])  # of each kv head: its q heads, k, v
     return [part.reshape(-1, weight.shape[1]) for part in heads.split([group, 1, 1], 1)]
-
-
-def _pairs_apart(weight: Tensor, head_dim: int) -> Tensor:
-    """Of rows that rope turns as neighbours: those as far apart as half a head, which the kernels turn."""
-    return weight.view(-1, head_dim // 2, 2, weight.shape[1]).transpose(1, 2).reshape_as(weight)
 
 
 def _unchanged(hidden: Tensor) -> Tensor:

@@ -31,11 +31,12 @@ from torch import Tensor
 
 from rollmesh import Generator, ModelSpec, SyncReport, ops
 from rollmesh.errors import ConfigError, DTypeError, LimitError, RequestError, ShapeError, StateError, UnsupportedTensorError
-from rollmesh.model.families import FAMILIES
+from rollmesh.model.families import FAMILIES, USUAL_NAMES
 from rollmesh.runtime.arguments import choice, integer
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import functions, packing
 from rollmesh.torch.functions import Heads, How
+from rollmesh.torch.functions.attention import pairs_apart
 from rollmesh.torch.fused_head import with_contract_logprobs
 from rollmesh.torch.kept import KeptWeights, Key, Source, WeightUse, count_optimizer_steps
 from rollmesh.torch.lora import base_of, check_no_bias, expert_weights_of, in_use, norm_weight_of, shared_expert_of, state_of, weights_of
@@ -141,12 +142,21 @@ class Patch:
         weights, sources = weights_of(modules)
         return weights, self.kept.get(key, sources, lambda out: packing.pack_rows(weights, self.dtype, how, out))
 
+    def in_halves(self, qkv: list[Tensor]) -> list[Tensor]:
+        """Weights or biases of q, k and v, with rows of q and k in the order that the kernels turn."""
+        spec = self.spec
+        if not FAMILIES[spec.model_type].rope_neighbours:
+            return qkv
+        turned = 2 * len(spec.rope(self.max_model_len)[0])
+        return [*(pairs_apart(each, spec.head_dim, turned) for each in qkv[:2]), qkv[2]]
+
     # ---------------------------------------------------------------------------------------- a pass
     def attend(self, attention: Any, index: int, x: Tensor, rows: Sequences, how: How) -> Tensor:
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
-        weights, packed = self.rows_of((index, "qkv"), qkv, how)
-        biases = [base_of(module).bias for module in qkv]
-        bias = None if biases[0] is None else torch.cat(biases)
+        weights, sources = weights_of(qkv)
+        weights = self.in_halves(weights)
+        packed = self.kept.get((index, "qkv"), sources, lambda out: packing.pack_rows(weights, self.dtype, how, out))
+        bias = None if base_of(qkv[0]).bias is None else torch.cat(self.in_halves([base_of(module).bias for module in qkv]))
         made = functions.linear(x, *weights, bias=bias, packed=packed, how=how)
         q_norm, k_norm = (None if self.spec.qk_norm == "none" else norm_weight_of(getattr(attention, n)) for n in ("q_norm", "k_norm"))
         cos, sin = self.rope(rows, x.device)
@@ -156,7 +166,8 @@ class Patch:
         return functions.linear(attended, *weights, bias=base_of(attention.o_proj).bias, packed=packed, how=how)
 
     def mix_dense(self, mlp: Any, index: int, x: Tensor, how: How, prefix: str = "") -> Tensor:
-        (gate, up), sources = weights_of([mlp.gate_proj, mlp.up_proj])
+        weights, sources = weights_of(_gate_up_modules(mlp))
+        gate, up = weights if len(weights) == 2 else weights[0].chunk(2)
         packed = self.kept.get((index, f"{prefix}gate_up"), sources, lambda out: packing.pack_gate_up(gate, up, self.dtype, how, out))
         inner = functions.swiglu(x, gate, up, activation=self.spec.activation, packed=packed, how=how)
         weights, packed = self.rows_of((index, f"{prefix}down"), [mlp.down_proj], how)
@@ -186,16 +197,23 @@ class Patch:
         return functions.add(made.out, shared, functions.linear(x, *rows, packed=switch, how=how), how=how)
 
     def layer(self, layer: Any, index: int, hidden: Tensor, rows: Sequences) -> Tensor:
-        how, mix = self.how(hidden), self.mix_experts if self.spec.is_moe_layer[index] else self.mix_dense
-        norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
-        first, second = norms if self.spec.norm_after else ["input_layernorm", norms[0]]
+        spec, how = self.spec, self.how(hidden)
+        mix = self.mix_experts if spec.is_moe_layer[index] else self.mix_dense
+        names = USUAL_NAMES | dict(FAMILIES[spec.model_type].names)
+
+        def norms(*kinds: str) -> list[Tensor]:
+            return [norm_weight_of(layer.get_submodule(names[kind].removesuffix(".weight"))) for kind in kinds]
+
+        before = norms("input_norm", "pre_mlp_norm") if spec.norm_before else []
+        after = norms("post_attn_norm", "post_mlp_norm") if spec.norm_after else []
         return functions.decoder_layer(
             hidden,
-            (norm_weight_of(getattr(layer, first)), norm_weight_of(getattr(layer, second))),
+            before or after,
             lambda x: self.attend(layer.self_attn, index, x, rows, how),
             lambda x: mix(layer.mlp, index, x, how),
-            self.spec.rms_norm_eps,
-            norm_after=self.spec.norm_after,
+            spec.rms_norm_eps,
+            norm_after=not before,
+            also_after=after if before and after else None,
             how=how,
         )
 
@@ -316,6 +334,11 @@ def _patched(cls: Any, by: Any) -> type:
 
 def _new_part(cls: Any, by: Any) -> Any:
     return object.__new__(_patched(cls, by))
+
+
+def _gate_up_modules(mlp: Any) -> list[Any]:
+    """One module where the family has gate and up in one."""
+    return [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
 
 
 def _check_ids(ids: Any) -> Tensor:
@@ -469,7 +492,7 @@ def _matrices(inner: Any, spec: ModelSpec) -> dict[Key, Source]:
             if spec.shared_switch:
                 found[i, "shared_switch"] = weights_of([mlp.shared_expert_gate])[1]
         else:
-            found[i, "gate_up"] = weights_of([mlp.gate_proj, mlp.up_proj])[1]
+            found[i, "gate_up"] = weights_of(_gate_up_modules(mlp))[1]
             found[i, "down"] = weights_of([mlp.down_proj])[1]
     return found
 

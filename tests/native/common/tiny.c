@@ -69,6 +69,7 @@ tiny_model *tiny_model_create(tiny_kind kind, rm_dtype dtype) {
       .n_groups = 1,
       .top_groups = 1,
       .route_scale = 1,
+      .norm_before = 1,
       .qk_norm = 1,
       .wq_rows = RM_WQ_HALVES,
       .attention_bias = kind == TINY_TIED,
@@ -97,7 +98,7 @@ void tiny_model_destroy(tiny_model *model) {
 
 // ------------------------------------------------------------------------------------------------ weights
 static int is_norm(rm_param_kind kind) {
-  return kind == RM_P_FINAL_NORM || kind == RM_P_INPUT_NORM || kind == RM_P_POST_NORM || kind == RM_P_Q_NORM || kind == RM_P_K_NORM;
+  return kind == RM_P_FINAL_NORM || kind == RM_P_INPUT_NORM || kind == RM_P_PRE_MLP_NORM || kind == RM_P_Q_NORM || kind == RM_P_K_NORM;
 }
 
 // In ±√3·scale, or around 1 for a norm: activations neither die nor explode.

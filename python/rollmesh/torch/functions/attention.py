@@ -53,6 +53,13 @@ def rope_table(
         return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
 
 
+def pairs_apart(weight: Tensor, head_dim: int, turned: int) -> Tensor:
+    """A weight or bias of q or k, of whose heads rope turns neighbours among the first `turned` elements: with these as far apart as half
+    of them, as `attention` turns them."""
+    heads = weight.view(-1, head_dim, *weight.shape[1:])
+    return torch.cat([heads[:, :turned:2], heads[:, 1:turned:2], heads[:, turned:]], 1).view_as(weight)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -153,22 +153,29 @@ def add(residual: Tensor, x: Tensor, gate: Tensor | None = None, *, how: How | N
 
 def decoder_layer(
     hidden: Tensor,
-    norms: tuple[Tensor, Tensor],
+    norms: Sequence[Tensor],
     attend: Callable[[Tensor], Tensor],
     mix: Callable[[Tensor], Tensor],
     eps: float,
     *,
     norm_after: bool = False,
+    also_after: Sequence[Tensor] | None = None,
     how: How | None = None,
 ) -> Tensor:
     """A layer over rows [rows, n], with a rollout's norms and sums. norms: weights before attention and before the MLP or experts,
-    which `attend` and `mix` compute; with norm_after of their outputs."""
+    which `attend` and `mix` compute; with norm_after of their outputs. also_after: weights of norms of the outputs, beside those before."""
+    after = norms if norm_after else also_after
+
+    def block(compute: Callable[[Tensor], Tensor], x: Tensor, number: int) -> Tensor:
+        out = compute(x)
+        return out if after is None else rms_norm(out, after[number], eps, how=how)
+
     if norm_after:
-        hidden = add(hidden, rms_norm(attend(hidden), norms[0], eps, how=how), how=how)
-        return add(hidden, rms_norm(mix(hidden), norms[1], eps, how=how), how=how)
-    x = rms_norm(hidden, norms[0], eps, how=how)
-    x, hidden = add_rms_norm(hidden, attend(x), norms[1], eps, how=how)
-    return add(hidden, mix(x), how=how)
+        hidden = add(hidden, block(attend, hidden, 0), how=how)
+        return add(hidden, block(mix, hidden, 1), how=how)
+    out = block(attend, rms_norm(hidden, norms[0], eps, how=how), 0)
+    x, hidden = add_rms_norm(hidden, out, norms[1], eps, how=how)
+    return add(hidden, block(mix, x, 1), how=how)
 
 
 class _Swiglu(torch.autograd.Function):

@@ -220,19 +220,21 @@ class Model(torch.nn.Module):
         return tensor_of(hidden)
 
     def _run(self, residual: Array) -> Array:
-        eps, x = self.spec.rms_norm_eps, None
+        x: Array | None = None
         layer: Any
-        if self.spec.norm_after:
-            for layer in self.layers:
-                x = self._after(layer, "post_norm", layer.attend(self, ops.rms_norm(residual, None, eps=eps, x=x, **self.how)))
-                x = self._after(layer, "post_mlp_norm", layer.mix(self, ops.rms_norm(residual, None, eps=eps, x=x, **self.how)))
-        for layer in self.layers if not self.spec.norm_after else ():
-            x = layer.attend(self, ops.rms_norm(residual, layer.weights["input_norm"], eps=eps, x=x, **self.how))
-            x = layer.mix(self, ops.rms_norm(residual, layer.weights["post_norm"], eps=eps, x=x, **self.how))
-        normed: Array = ops.rms_norm(residual, self._ends["final_norm"], eps=eps, x=x, **self.how)
+        for layer in self.layers:
+            x = self._after(layer, "post_attn_norm", layer.attend(self, self._before(layer.weights.get("input_norm"), residual, x)))
+            x = self._after(layer, "post_mlp_norm", layer.mix(self, self._before(layer.weights.get("pre_mlp_norm"), residual, x)))
+        return self._before(self._ends["final_norm"], residual, x)
+
+    def _before(self, weight: Array | None, residual: Array, x: Array | None) -> Array:
+        """residual += x, normed; without a weight as it is."""
+        normed: Array = ops.rms_norm(residual, weight, eps=self.spec.rms_norm_eps, x=x, **self.how)
         return normed
 
     def _after(self, layer: Any, norm: str, x: Array) -> Array:
+        if not self.spec.norm_after:
+            return x
         normed: Array = ops.rms_norm(x, layer.weights[norm], eps=self.spec.rms_norm_eps, **self.how)
         return normed
 
