@@ -34,7 +34,7 @@ from benchmarks.machine import ROOT
 from benchmarks.options import SEEDS, real, whole
 
 OPS = ("gemm", "gemm_swiglu", "attention", "qk_rope_kv", "lm_head", "rms_norm", "router", "permute", "static_dispatch", "combine")
-OPS += ("sample", "embed", "gather_rows", "head_squares", "merge_pairs", "top_logprobs", "ranks", "pack")
+OPS += ("sample", "embed", "gather_rows", "activate", "head_squares", "merge_pairs", "top_logprobs", "ranks", "pack")
 MMA_OPS = ("gemm", "gemm_swiglu", "attention", "lm_head", "qk_rope_kv", "router", "embed", "pack", "mma_tiles", "mma_company")
 RESULTS = Path(__file__).with_name("results")
 TAIL = 6000  # characters of a log in the report

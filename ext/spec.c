@@ -37,6 +37,7 @@ static const rm_attribute fields[] = {
     SPEC("wq_rows", RM_ATTR_INT, wq_rows),
     SPEC("rope_neighbours", RM_ATTR_BOOL, rope_neighbours),
     SPEC("activation", RM_ATTR_INT, activation),
+    SPEC("ungated", RM_ATTR_BOOL, ungated),
     SPEC("rms_norm_eps", RM_ATTR_F32, rms_norm_eps),
     SPEC("rope_scale", RM_ATTR_F32, rope_scale),
 };

@@ -140,7 +140,7 @@ typedef struct rm_rms_norm_args {
 
 // y[i][j] = round(dot(x[i], w[j]) + bias[j]). With groups, rows [group_rows[g], group_rows[g+1]) of x meet matrix g.
 // gemm_swiglu: w holds gate and up interleaved (rm_gate_up_row), y[i][j] = round(round(activation(round gate)) · round up).
-typedef enum rm_activation { RM_SILU, RM_GELU_TANH, RM_GELU } rm_activation;   // GELU: by erf
+typedef enum rm_activation { RM_SILU, RM_GELU_TANH, RM_GELU, RM_RELU2 } rm_activation;   // GELU: by erf; ReLU2: max(x, 0)²
 
 typedef struct rm_gemm_args {
   void *y;                  // y_dtype [m][n], row stride ldy; may not alias x
@@ -155,6 +155,15 @@ typedef struct rm_gemm_args {
   rm_dtype dtype, y_dtype;  // y_dtype: dtype, or RM_F32
   rm_activation activation; // of the gate, with swiglu
 } rm_gemm_args;
+
+// out[i][j] = round(activation(x[i][j])), for an MLP without a gate.
+typedef struct rm_activate_args {
+  void *out;                // T [rows][n], row stride ld; may be x
+  const void *x;            // T [rows][n], row stride ld
+  int64_t rows, n, ld;
+  rm_dtype dtype;
+  rm_activation activation;
+} rm_activate_args;
 
 // The sum of squares of each head of q and k, as qk_rope_kv computes it for a norm per head: the sums of all ranks' heads are what a norm
 // over all heads of a row takes.
@@ -376,6 +385,7 @@ typedef struct rm_kernels {
   void (*rms_norm)(const rm_ctx *, const rm_rms_norm_args *);
   void (*gemm)(const rm_ctx *, const rm_gemm_args *);
   void (*gemm_swiglu)(const rm_ctx *, const rm_gemm_args *);
+  void (*activate)(const rm_ctx *, const rm_activate_args *);
   void (*head_squares)(const rm_ctx *, const rm_head_squares_args *);
   void (*qk_rope_kv)(const rm_ctx *, const rm_qk_rope_kv_args *);
   void (*attention)(const rm_ctx *, const rm_attention_args *);

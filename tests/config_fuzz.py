@@ -80,6 +80,7 @@ BASES: list[Config] = [
         shared_expert_intermediate_size=40, decoder_sparse_step=1, mlp_only_layers=[], max_window_layers=2, **SLIDING,
     ),
     of_family("olmoe", attention_bias=False, clip_qkv=None, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True),
+    of_family("arcee", attention_bias=True),
     of_family("glm4", attention_bias=True, partial_rotary_factor=0.5),
     of_family(
         "glm4_moe", attention_bias=True, use_qk_norm=True, n_routed_experts=8, n_group=2, topk_group=1, num_experts_per_tok=3,

@@ -134,6 +134,10 @@ def olmoe(dice: Dice) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def arcee(dice: Dice) -> dict[str, Any]:
+    return sizes(dice, heads_divide=True) | {"attention_bias": dice.chance(0.4)}
+
+
 def glm4(dice: Dice) -> dict[str, Any]:
     changes = {"head_dim": 8 * dice.between(1, 4), "partial_rotary_factor": dice.pick(0.25, 0.5, 1.0), "attention_bias": dice.chance(0.5)}
     changes |= {"eos_token_id": []}  # of None it makes its own
@@ -157,7 +161,7 @@ def glm4_moe(dice: Dice) -> dict[str, Any]:
 NO_HEAD_DIM = {"qwen2", "smollm3", "olmo2", "qwen2_moe", "olmoe"}  # draw none
 FAMILIES: dict[str, Draw] = {
     "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "smollm3": smollm3, "olmo2": olmo2, "mixtral": mixtral,
-    "qwen2_moe": qwen2_moe, "olmoe": olmoe, "glm4": glm4, "glm4_moe": glm4_moe,
+    "qwen2_moe": qwen2_moe, "olmoe": olmoe, "arcee": arcee, "glm4": glm4, "glm4_moe": glm4_moe,
 }  # fmt: skip
 
 
@@ -197,12 +201,12 @@ class Model:
         return net.eval().requires_grad_(False)
 
 
-HIDDEN_ACT = ("gelu", "silu", "gelu_new", "gelu_pytorch_tanh", "gelu", "swish")
+HIDDEN_ACT = ("gelu", "silu", "gelu_new", "gelu_pytorch_tanh", "relu2", "gelu", "swish")
 
 
 def draw(family: str, number: int, seed: int = 0, **changes: Any) -> Model:
     fields = FAMILIES[family](Dice([seed, number, *family.encode()]))
-    fields |= {"hidden_act": HIDDEN_ACT[(number + number // 100) % 6]} | changes
+    fields |= {"hidden_act": HIDDEN_ACT[(number + number // 100) % 7]} | changes
     config = oracle.config_of({"model_type": family, **fields})
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()

@@ -20,7 +20,7 @@ from marks import SUMMARY, full
 FIXED_SEED = "20261121"
 NO_VARIANT = 3  # exit status: the reference had nothing to be compared with
 OPS = (
-    *("embed", "gather_rows", "rms_norm", "gemm", "gemm_swiglu", "head_squares", "qk_rope_kv", "attention", "router"),
+    *("embed", "gather_rows", "rms_norm", "gemm", "gemm_swiglu", "activate", "head_squares", "qk_rope_kv", "attention", "router"),
     *("permute", "static_dispatch", "combine"),
     *("lm_head", "merge_pairs", "sample", "top_logprobs", "ranks", "pack"),
 )

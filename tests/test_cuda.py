@@ -25,6 +25,7 @@ OPS = {
     "rms_norm": 1000,
     "gemm": 480,
     "gemm_swiglu": 480,
+    "activate": 380,
     "head_squares": 400,
     "qk_rope_kv": 1000,
     "attention": 350,

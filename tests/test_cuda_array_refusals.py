@@ -96,6 +96,7 @@ INDICES: dict[str, tuple[type[errors.Error], str, Callable[[Callable[[Any], Any]
     "embed": (errors.RequestError, "ids: expected .*got 9", lambda i: ops.embed(i([0, 9]), f32(9, 4))),
     "gather_rows": (errors.RequestError, "from: expected .*got -1", lambda i: ops.gather_rows(f32(9, 4), i([-1]))),
     "gemm": (errors.ShapeError, "last of group_rows: .*got 3", lambda i: ops.gemm(f32(4, 32), f32(1024), 16, group_rows=i([0, 1, 3]))),
+    "activate": (errors.ShapeError, "out: .*", lambda i: ops.activate(f32(4, 32), "silu", out=f32(4, 31))),
     "swiglu": (errors.ShapeError, "group_rows: .*got 1", lambda i: ops.gemm_swiglu(f32(4, 32), f32(3072), 16, group_rows=i([0, 2, 1, 4]))),
     "permute": (errors.RequestError, "ids: expected .*got 2", lambda i: ops.permute(f32(1, 4), i([[0, 2]]), 2)),
     "combine": (errors.RequestError, "ids: expected .*got 1", lambda i: ops.combine(f32(2, 4), i([[0, 1]]), i([[1, 1]]), f32(1, 2), 2)),

@@ -246,6 +246,17 @@ def test_names_under_which_rope_turns_neighbours(family: str, seed: int) -> None
                 gen.sync_weights({**state, wq: broken}, cast=True)
 
 
+def test_a_model_without_gates_has_no_place_for_one(seed: int) -> None:
+    model = family_models.draw("arcee", 0, seed)
+    rows, hidden = model.config.intermediate_size, model.config.hidden_size
+    gate = {"model.layers.0.mlp.gate_proj.weight": oracle.torch.ones(rows, hidden)}
+    both = {"model.layers.0.mlp.gate_up_proj.weight": oracle.torch.ones(2 * rows, hidden)}
+    with generator(model) as gen:
+        for more in (gate, both):
+            with pytest.raises(rm.UnexpectedKeyError, match=rf"{next(iter(more))}: the model's MLPs have no gate"):
+                gen.sync_weights({**model.state, **more}, cast=True)
+
+
 def test_fused_and_turned_rows(seed: int) -> None:
     """GLM-4's q and k, whose neighbours rope turns in a part of each head, in qkv_proj as inference engines hold it, strided and not: the
     digest and the bits of the checkpoint's tensors; an element that is not finite has the index that it has in the sender's tensor."""

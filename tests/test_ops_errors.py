@@ -412,6 +412,10 @@ WRONG: dict[str, tuple[type[errors.Error], Callable[[], object]]] = {
     "embed packed of one": (errors.ShapeError, lambda: ops.embed(ints(0), words(512), packed=(1,))),  # type: ignore[arg-type]
     "embed packed 5": (errors.ShapeError, lambda: ops.embed(ints(0), words(512), packed=5)),  # type: ignore[arg-type]
     "embed packed list": (errors.UnsupportedTensorError, lambda: ops.embed(ints(0), [0] * 512, packed=(1, 32))),  # type: ignore[arg-type]
+    "activate over x": (errors.LayoutError, lambda: (x := words(3, 2)) is ops.activate(x[1:], "silu", out=x[:2])),
+    "activate out of other width": (errors.ShapeError, lambda: ops.activate(words(2, 2), "silu", out=words(2, 1))),
+    "activate other dtype": (errors.DTypeError, lambda: ops.activate(words(2, 2), "silu", out=np.zeros((2, 2), np.float32))),
+    "activate nothing known": (errors.ConfigError, lambda: ops.activate(words(2, 2), "tanh")),
     "gather rows 3": (errors.UnsupportedTensorError, lambda: ops.gather_rows(words(1, 1), 3)),  # type: ignore[arg-type]
     "gather x of one dim": (errors.ShapeError, lambda: ops.gather_rows(words(1), ints(0))),
     "gather row -1": (errors.RequestError, lambda: ops.gather_rows(words(2, 1), ints(-1))),

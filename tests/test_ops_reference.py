@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from ops_cases import DTYPES, EPS, EPS_T, Array, dot_bound, exact_dot, hard, normal, stored, to_bf16, values
 
 from rollmesh import errors, ops
@@ -64,7 +65,21 @@ def test_gemm_rounds_once(dtype: str, rng: np.random.Generator) -> None:
     assert (ops.gemm(x, packed, 20, bias=bias, isa=REF) == stored(acc + values(bias), dtype)).all()
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+def activated(g: NDArray[np.float64], activation: str) -> NDArray[np.float64]:
+    if activation == "relu2":
+        return np.maximum(g, 0) ** 2
+    if activation == "gelu":
+        return g * np.array([0.5 * math.erfc(-z / math.sqrt(2)) for z in g.flat]).reshape(g.shape)
+    with np.errstate(over="ignore"):
+        return g / (1 + np.exp(-(g if activation == "silu" else np.sqrt(8 / np.pi) * (g + 0.044715 * g**3))))  # type: ignore[no-any-return]
+
+
+# exp to 1 ulp, the sum and the quotient to half a one, then roundings to T. An error of z in sigmoid(z) is at most 0.28 times
+# that of z relative to z, which has four roundings; Phi has Abramowitz and Stegun's 1.5e-7 / 2 and about as much by rounding.
+OF_SHARE = {"silu": 0.0, "gelu_tanh": 2 * EPS, "gelu": 1.5e-7, "relu2": 0.0}
+
+
+@pytest.mark.parametrize("activation", OF_SHARE)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu_against_float64(dtype: str, activation: str, rng: np.random.Generator) -> None:
     x, gate, up = normal(rng, (6, 80), dtype, 2.0), normal(rng, (35, 80), dtype), normal(rng, (35, 80), dtype)
@@ -74,22 +89,35 @@ def test_swiglu_against_float64(dtype: str, activation: str, rng: np.random.Gene
     each = [ops.gemm(x, ops.pack(w, dtype=dtype, isa=REF), 35, isa=REF) for w in (gate, up)]
     assert (both == np.concatenate(each, 1)).all()
     g, u = map(f64, each)
-    inner = g if activation == "silu" else np.sqrt(8 / np.pi) * (g + 0.044715 * g**3)
-    with np.errstate(over="ignore"):
-        opened = g / (1 + np.exp(-inner))
-    if activation == "gelu":
-        opened = g * np.array([0.5 * math.erfc(-z / math.sqrt(2)) for z in g.flat]).reshape(g.shape)
-    # exp to 1 ulp, the sum and the quotient to half a one, then two roundings to T. An error of z in sigmoid(z) is at most 0.28 times
-    # that of z relative to z, which has four roundings; Phi has Abramowitz and Stegun's 1.5e-7 / 2 and about as much by rounding.
-    relative, of_share = 4 * EPS + 2.01 * EPS_T[dtype], {"silu": 0.0, "gelu_tanh": 2 * EPS, "gelu": 1.5e-7}[activation]
-    assert (np.abs(got - opened * u) <= relative * np.abs(opened * u) + of_share * np.abs(g * u) + 2.0**-126).all()
+    opened = activated(g, activation)
+    relative = 4 * EPS + 2.01 * EPS_T[dtype]  # two roundings to T
+    assert (np.abs(got - opened * u) <= relative * np.abs(opened * u) + OF_SHARE[activation] * np.abs(g * u) + 2.0**-126).all()
+
+
+@pytest.mark.parametrize("activation", OF_SHARE)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activate_against_float64(dtype: str, activation: str, rng: np.random.Generator) -> None:
+    x = normal(rng, (6, 35), dtype, 3.0)
+    x[0, :3] = stored(np.array([0.0, -0.0, np.nan], np.float32), dtype)
+    got = ops.activate(x, activation, isa=REF)
+    wanted, g = activated(f64(x), activation), f64(x)
+    assert np.isnan(f64(got)[0, 2])
+    assert (f64(got)[0, :2] == 0).all()
+    wanted[0, 2] = g[0, 2] = 0
+    error = np.abs(np.nan_to_num(f64(got)) - wanted)
+    assert (error <= (4 * EPS + EPS_T[dtype]) * np.abs(wanted) + OF_SHARE[activation] * np.abs(g) + 2.0**-126).all()
+    same = x.copy()
+    assert ops.activate(same, activation, out=same, isa=REF) is same
+    assert same.tobytes() == got.tobytes()
 
 
 def test_an_activation_that_is_none() -> None:
     x, w = np.zeros((1, 32), np.float32), np.zeros((16, 32), np.float32)
     packed = ops.pack_gate_up(w, w, dtype="float32")
-    with pytest.raises(errors.ConfigError, match="activation: expected one of silu, gelu_tanh, gelu, got 'relu'"):
+    with pytest.raises(errors.ConfigError, match="activation: expected one of silu, gelu_tanh, gelu, relu2, got 'relu'"):
         ops.gemm_swiglu(x, packed, 16, activation="relu")
+    with pytest.raises(errors.ConfigError, match="activation: expected one of silu, gelu_tanh, gelu, relu2, got None"):
+        ops.activate(x, None)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------- rows

@@ -117,7 +117,7 @@ ABSURD: list[tuple[dict[str, Any], str]] = [
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps: .*got nan"),
     ({"rms_norm_eps": float("inf")}, "rms_norm_eps: .*got inf"),
     ({"max_position_embeddings": 0}, "max_position_embeddings: .*got 0"),
-    ({"hidden_act": "gelu_fast"}, "hidden_act: expected one of silu, swish, gelu, gelu_new, gelu_pytorch_tanh, got 'gelu_fast'"),
+    ({"hidden_act": "gelu_fast"}, "hidden_act: expected one of silu, swish, gelu, gelu_new, gelu_pytorch_tanh, relu2, got 'gelu_fast'"),
     ({"hidden_act": ["silu"]}, "hidden_act: .*got \\['silu'\\]"),
     ({"hidden_act": None}, "hidden_act: .*got None"),
     ({"attention_bias": 1}, "attention_bias: .*got 1"),

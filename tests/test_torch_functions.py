@@ -126,7 +126,7 @@ def logprobs_among(temperature: float) -> Case:
     return Case(ours, plain, (ROWS, HIDDEN), (VOCAB, HIDDEN))
 
 
-ACTS: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+ACTS: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu2": lambda x: F.relu(x) ** 2}
 
 
 def swiglu_with(activation: str) -> Case:
@@ -174,6 +174,8 @@ CASES = {
     "swiglu": swiglu_with("silu"),
     "swiglu, gelu": swiglu_with("gelu"),
     "swiglu, gelu by tanh": swiglu_with("gelu_tanh"),
+    "swiglu, relu2": swiglu_with("relu2"),
+    **{f"activate, {name}": Case(partial(functions.activate, activation=name), act, (ROWS, INNER)) for name, act in ACTS.items()},
     "moe": moe_with(True),
     "moe, raw gates": moe_with(False),
     "moe, router bias": moe_with(True, BIAS),

@@ -105,7 +105,7 @@ static int name_all(const rm_model *model, rm_gemm_shape list[RM_MAX_GEMM_SHAPES
   name(list, &n, &back, 0);
   if (!layer) return n;
   const rm_gemm_args in = rm_gate_up_gemm(model, layer, nowhere, 1), down = rm_down_gemm(model, layer, nowhere, 1);
-  name(list, &n, &in, 1);
+  name(list, &n, &in, !model->spec->ungated);
   name(list, &n, &down, 0);
   return n;
 }

@@ -423,11 +423,22 @@ static rm_code attention_block(rm_model *model, int64_t index, const char *weigh
   return complete_output(model, rows, err);
 }
 
+// inner of a dense MLP: activation(gate) · up, or activation(up) alone.
+static void multiply_in(rm_model *model, const rm_gemm_args *in) {
+  if (!model->spec->ungated) {
+    rm_multiply_swiglu(model, in);
+    return;
+  }
+  const rm_activate_args args = {in->y, in->y, in->m, in->n, in->ldy, in->dtype, in->activation};
+  rm_multiply(model, in);
+  if (in->m && in->n) model->kernels->activate(&model->ctx, &args);
+}
+
 static rm_code mlp_block(rm_model *model, const rm_layer_params *layer, const char *weights, int64_t rows, rm_error *err) {
   const rm_gemm_args in = rm_gate_up_gemm(model, layer, weights, rows), down = rm_down_gemm(model, layer, weights, rows);
   rm_code code = complete_rows(model, rows, err);
   if (code) return code;
-  rm_multiply_swiglu(model, &in);
+  multiply_in(model, &in);
   if ((code = rm_shard_gather_columns(&model->shard, RM_CUT_INNER, model->inner, rows, err))) return code;
   rm_multiply(model, &down);
   return complete_output(model, rows, err);

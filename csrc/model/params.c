@@ -127,9 +127,13 @@ static void lay_dense(layout *l, rm_layer_params *out, int layer) {
   const rm_placement *here = &l->params->placement;
   const int64_t width = s->intermediate_size, hidden = s->hidden_size;
   const int plain = l->params->plain;
-  out->gate_up = take_dense(l, plain ? 2 * here->inner.n : rm_gate_up_rows(here->inner.n), hidden);
-  add_matrix(l, RM_P_GATE, layer, -1, width, hidden, plain ? RM_PLAIN : RM_PACKED_GATE, out->gate_up, 0);
-  add_matrix(l, RM_P_UP, layer, -1, width, hidden, plain ? RM_PLAIN : RM_PACKED_UP, out->gate_up, plain ? here->inner.n : 0);
+  if (s->ungated) {
+    out->gate_up = new_dense(l, RM_P_UP, layer, width, here->inner.n, hidden);
+  } else {
+    out->gate_up = take_dense(l, plain ? 2 * here->inner.n : rm_gate_up_rows(here->inner.n), hidden);
+    add_matrix(l, RM_P_GATE, layer, -1, width, hidden, plain ? RM_PLAIN : RM_PACKED_GATE, out->gate_up, 0);
+    add_matrix(l, RM_P_UP, layer, -1, width, hidden, plain ? RM_PLAIN : RM_PACKED_UP, out->gate_up, plain ? here->inner.n : 0);
+  }
   out->down = new_dense(l, RM_P_DOWN, layer, hidden, here->hidden.n, width);
   out->router = out->router_bias = out->expert_gate_up = out->expert_down = SIZE_MAX;
   out->shared_gate_up = out->shared_down = out->shared_switch = SIZE_MAX;

@@ -27,7 +27,7 @@ typedef struct rm_layer_params {
   size_t input_norm, post_attn_norm, pre_mlp_norm, post_mlp_norm;   // of attention's input and output, of the MLP's
   size_t q_norm, k_norm;                   // [head_dim], or [heads·head_dim], [kv·head_dim]
   size_t qkv, qkv_bias, o, o_bias;         // qkv: packed [(heads + 2·kv)·head_dim]×[hidden]
-  size_t gate_up, down;                    // dense: packed [gate_up_rows(I)]×[H], [H]×[I]; plain: [2I][H], [H][I]
+  size_t gate_up, down;                    // dense: packed [gate_up_rows(I)]×[H], [H]×[I]; plain: [2I][H], [H][I]; ungated: up alone
   size_t router, router_bias;              // MoE: packed [E]×[H]; float32 [E]
   size_t shared_gate_up, shared_down, shared_switch;   // MoE: as a dense layer's, packed; packed [1]×[H]
   size_t expert_gate_up, expert_down;      // MoE: a matrix for each expert of the rank, strides below

@@ -46,6 +46,7 @@ typedef struct rm_spec {
   int attention_bias, o_bias;   // of q, k and v; of o
   int router_bias;              // every version has one; 0: it may be absent
   rm_activation activation;     // of MLPs and experts
+  int ungated;                  // dense MLPs have no gate: down(activation(up(x)))
   float rms_norm_eps;
   float rope_scale;             // attention_scaling of the rope type, 1 by default
   const float *inv_freq;        // [rotary_dim/2]

@@ -282,6 +282,8 @@ static rm_code no_place(const rm_params *params, const char *name, const spellin
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model does not norm q and k", name);
   if (s->kind >= RM_P_INPUT_NORM && s->kind <= RM_P_POST_MLP_NORM)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model norms a block's %s", name, spec->norm_after ? "output" : "input");
+  if (s->kind == RM_P_GATE && spec->ungated && !spec->layers[numbers[0]].is_moe)
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model's MLPs have no gate", name);
   if (s->kind >= RM_P_SHARED_GATE && s->kind <= RM_P_SHARED_SWITCH && spec->layers[numbers[0]].is_moe)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model has no %s", name,
                    spec->shared_intermediate_size ? "gate of its shared expert" : "shared expert");

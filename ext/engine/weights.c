@@ -47,7 +47,8 @@ static int put_mlp(const serving *s, PyObject *dict, const rm_layer_params *laye
   const rm_spec *spec = s->params->spec;
   const rm_placement *here = &s->params->placement;
   const int64_t hidden = spec->hidden_size, experts = here->experts.n;
-  return put_run(s, dict, "gate_up", layer->gate_up, rm_packed_elems(rm_gate_up_rows(here->inner.n), hidden)) ||
+  const int64_t inner = spec->ungated ? here->inner.n : rm_gate_up_rows(here->inner.n);
+  return put_run(s, dict, spec->ungated ? "up" : "gate_up", layer->gate_up, rm_packed_elems(inner, hidden)) ||
          put_run(s, dict, "down", layer->down, rm_packed_elems(here->hidden.n, spec->intermediate_size)) ||
          put_run(s, dict, "router", layer->router, rm_packed_elems(spec->n_experts, hidden)) ||
          put_view(s, dict, "router_bias", layer->router_bias, NPY_FLOAT32, 1, spec->n_experts, 0) ||

@@ -70,14 +70,18 @@ static void check_groups(rm_op_call *c, const rm_gemm_args *a) {
     if (bounds[g + 1] < bounds[g]) rm_op_refuse(c, RM_E_SHAPE, "group_rows", bounds[g + 1], "ascending, at least", bounds[g]);
 }
 
+static rm_activation activation_of(rm_op_call *c, PyObject *object) {
+  const int64_t activation = rm_op_size_of(c, object, "activation", 0);
+  if (activation > RM_RELU2) rm_op_refuse(c, RM_E_CONFIG, "activation", activation, "at most", RM_RELU2);
+  return (rm_activation)activation;
+}
+
 // (y, x, w, bias | None, group_rows | None, n, swiglu, gate_up | None, activation)
 RM_KERNELS_METHOD(gemm) {
   CALL(9);
   const int swiglu = o[6] == Py_True;
   rm_gemm_args a = {.m = -1, .k = -1, .n = rm_op_size_of(&c, o[5], "n", 0), .n_groups = -1};
-  const int64_t activation = rm_op_size_of(&c, o[8], "activation", 0);
-  if (activation > RM_GELU) rm_op_refuse(&c, RM_E_CONFIG, "activation", activation, "at most", RM_GELU);
-  a.activation = (rm_activation)activation;
+  a.activation = activation_of(&c, o[8]);
   a.dtype = rm_op_dtype_of(&c, o[1], "x");
   a.y_dtype = rm_op_dtype_of(&c, o[0], "y");
   a.x = VIEW(&c, o[1], "x", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, &a.m, &a.k);
@@ -108,6 +112,19 @@ RM_KERNELS_METHOD(gemm) {
   const rm_limits limits = {.max_rows = a.m, .max_k = a.k, .max_n = a.n};
   if (swiglu) RUN(gemm_swiglu, limits, &a);
   RUN(gemm, limits, &a);
+}
+
+// (out, x, activation)
+RM_KERNELS_METHOD(activate) {
+  CALL(3);
+  rm_activate_args a = {.rows = -1, .n = -1, .activation = activation_of(&c, o[2])};
+  a.dtype = rm_op_dtype_of(&c, o[1], "x");
+  a.x = VIEW(&c, o[1], "x", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, &a.rows, &a.n);
+  a.out = VIEW(&c, o[0], "out", rm_op_numpy_type(a.dtype), RM_ARRAY_WRITE, &a.rows, &a.n);
+  const size_t bytes = c.failed ? 0 : (size_t)(a.rows * a.n) * rm_dtype_bytes(a.dtype);
+  if (a.out != a.x) apart(&c, "out", a.out, bytes, a.x, bytes);
+  a.ld = a.n;
+  RUN(activate, ((rm_limits){.max_rows = a.rows, .max_n = a.n}), &a);
 }
 
 // Waits until the host has the digest and the index.

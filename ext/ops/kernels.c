@@ -51,6 +51,7 @@ static PyMethodDef kernels_methods[] = {
     METHOD(gather_rows, "(out, x, from)"),
     METHOD(rms_norm, "(out, residual, x | None, weight | None, eps, x_gate | None)"),
     METHOD(gemm, "(y, x, w, bias | None, group_rows | None, n, swiglu, gate_up | None, activation)"),
+    METHOD(activate, "(out, x, activation)"),
     METHOD(head_squares, "(q_out, k_out, qkv, head_dim)"),
     METHOD(qk_rope_kv, "(q_out, qkv, q_weight | None, k_weight | None, cos, sin, positions, slots, k_cache, v_cache, row_flags, num_heads, "
                        "page_size, eps, q_squares | None, k_squares | None)"),

@@ -96,6 +96,7 @@ void rm_op_fail(rm_op_call *c, rm_error *err);
 #define RM_KERNELS_METHOD(name) PyObject *rm_kernels_py_##name(rm_kernels_object *self, PyObject *const *o, Py_ssize_t n_given)
 RM_KERNELS_METHOD(embed);
 RM_KERNELS_METHOD(gather_rows);
+RM_KERNELS_METHOD(activate);
 RM_KERNELS_METHOD(rms_norm);
 RM_KERNELS_METHOD(gemm);
 RM_KERNELS_METHOD(pack);

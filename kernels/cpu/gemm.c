@@ -44,6 +44,7 @@ VEC vf activate(rm_activation how, vf x) {
     const vf below = vf_mul(vf_mul(q, t), vf_exp(vf_neg(vf_mul(a, a))));
     return vf_mul(x, vf_pick(vf_gt(vf_zero(), x), below, vf_sub(one, below)));
   }
+  if (how == RM_RELU2) return vf_pick(vf_gt(vf_zero(), x), vf_zero(), vf_mul(x, x));
   vf z = x;
   if (how == RM_GELU_TANH) z = vf_mul(x, vf_fma(vf_set1(RM_GELU_K3), vf_mul(x, x), vf_set1(RM_GELU_K1)));
   return vf_div(x, vf_add(one, vf_exp(vf_neg(z))));
@@ -160,3 +161,22 @@ void RM_FN(gemm)(const rm_ctx *ctx, const rm_gemm_args *a) { run(ctx, a, 0); }
 void RM_FN(gemm_swiglu)(const rm_ctx *ctx, const rm_gemm_args *a) { run(ctx, a, 1); }
 
 size_t RM_FN(gemm_workspace)(const rm_limits *l) { return (size_t)(l->n_threads * dots_floats(l->max_k)) * sizeof(float); }
+
+VEC void activate_row(rm_dtype T, const rm_activate_args *a, int64_t row) {
+  for (int64_t i = 0; i < a->n; i += RM_LANES) {
+    const int64_t n = rm_min64(RM_LANES, a->n - i), at = row * a->ld + i;
+    vt_store_n(T, a->out, at, vt_round(T, activate(a->activation, vt_load_n(T, a->x, at, n))), n);
+  }
+}
+
+static void activate_task(void *arg, int thread, int n_threads) {
+  const rm_activate_args *a = arg;
+  int64_t from, to;
+  rm_split(a->rows, thread, n_threads, &from, &to);
+  for (int64_t r = from; r < to; r++) SPECIALIZE(a->dtype, activate_row(T, a, r));
+}
+
+void RM_FN(activate)(const rm_ctx *ctx, const rm_activate_args *a) {
+  rm_activate_args args = *a;
+  rm_parallel(ctx, a->rows * a->n, activate_task, &args);
+}

@@ -102,6 +102,7 @@ TIMED(gather_rows, const rm_gather_rows_args, ROWS(gather_rows))
 TIMED(rms_norm, const rm_rms_norm_args, ROWS(rms_norm))
 TIMED(gemm, const rm_gemm_args, of_gemm(a->group_rows ? "experts" : "gemm", a, a->n))
 TIMED(gemm_swiglu, const rm_gemm_args, of_gemm(a->group_rows ? "experts_swiglu" : "gemm_swiglu", a, 2 * a->n))
+TIMED(activate, const rm_activate_args, ROWS(activate))
 TIMED(head_squares, const rm_head_squares_args, ROWS(head_squares))
 TIMED(qk_rope_kv, const rm_qk_rope_kv_args, ROWS(qk_rope_kv))
 TIMED(attention, const rm_attention_args, of_attention(a))
@@ -123,6 +124,7 @@ void rm_profile_init(rm_profile *profile, const rm_kernels *of) {
   table->rms_norm = rms_norm;
   table->gemm = gemm;
   table->gemm_swiglu = gemm_swiglu;
+  table->activate = activate;
   table->head_squares = head_squares;
   table->qk_rope_kv = qk_rope_kv;
   table->attention = attention;

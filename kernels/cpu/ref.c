@@ -94,6 +94,13 @@ static void gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a) {
   each_group(a, gemm_swiglu_rows);
 }
 
+static void activate(const rm_ctx *ctx, const rm_activate_args *a) {
+  (void)ctx;
+  for (int64_t r = 0; r < a->rows; r++)
+    for (int64_t i = r * a->ld; i < r * a->ld + a->n; i++)
+      rm_put(a->dtype, a->out, i, rm_activate(a->activation, rm_get(a->dtype, a->x, i)));
+}
+
 static void head_squares(const rm_ctx *ctx, const rm_head_squares_args *a) {
   (void)ctx;
   for (int64_t r = 0; r < a->rows; r++)
@@ -250,6 +257,7 @@ const rm_kernels rm_table_ref = {
     .rms_norm = rms_norm,
     .gemm = gemm,
     .gemm_swiglu = gemm_swiglu,
+    .activate = activate,
     .head_squares = head_squares,
     .qk_rope_kv = qk_rope_kv,
     .attention = rm_attention_ref,

@@ -126,6 +126,7 @@ RM_INLINE float rm_gelu(float x) {
 
 RM_INLINE float rm_activate(rm_activation how, float x) {
   if (how == RM_GELU) return rm_gelu(x);
+  if (how == RM_RELU2) return x < 0.0f ? 0.0f : x * x; // a NaN stays one
   const float z = how == RM_GELU_TANH ? x * fmaf(RM_GELU_K3, x * x, RM_GELU_K1) : x;
   return x / (1.0f + rm_exp(-z));
 }

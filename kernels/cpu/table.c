@@ -19,6 +19,7 @@ const rm_kernels RM_CAT(rm_table, RM_ISA) = {
     .rms_norm = RM_FN(rms_norm),
     .gemm = RM_FN(gemm),
     .gemm_swiglu = RM_FN(gemm_swiglu),
+    .activate = RM_FN(activate),
     .head_squares = RM_FN(head_squares),
     .qk_rope_kv = RM_FN(qk_rope_kv),
     .attention = RM_FN(attention),

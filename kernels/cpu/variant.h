@@ -9,6 +9,7 @@ void RM_FN(gather_rows)(const rm_ctx *, const rm_gather_rows_args *);
 void RM_FN(rms_norm)(const rm_ctx *, const rm_rms_norm_args *);
 void RM_FN(gemm)(const rm_ctx *, const rm_gemm_args *);
 void RM_FN(gemm_swiglu)(const rm_ctx *, const rm_gemm_args *);
+void RM_FN(activate)(const rm_ctx *, const rm_activate_args *);
 void RM_FN(head_squares)(const rm_ctx *, const rm_head_squares_args *);
 void RM_FN(qk_rope_kv)(const rm_ctx *, const rm_qk_rope_kv_args *);
 void RM_FN(attention)(const rm_ctx *, const rm_attention_args *);

@@ -33,6 +33,7 @@ template <auto *KERNEL> inline const rm_listed_kernel rm_list_entry{reinterpret_
 
 void rm_cuda_embed(const rm_ctx *ctx, const rm_embed_args *a);
 void rm_cuda_gather_rows(const rm_ctx *ctx, const rm_gather_rows_args *a);
+void rm_cuda_activate(const rm_ctx *ctx, const rm_activate_args *a);
 void rm_cuda_rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a);
 void rm_cuda_gemm(const rm_ctx *ctx, const rm_gemm_args *a);
 void rm_cuda_gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a);

@@ -1,4 +1,4 @@
-// rows.cu: embed, gather_rows and rms_norm, a block of threads for a row.
+// rows.cu: embed, gather_rows, activate and rms_norm, a block of threads for a row.
 //
 // The norm's 16 partial sums are 16 chains, whatever the row's length, so 16 lanes of one warp run them while the others wait: all
 // threads bring the row to shared memory in chunks, which is what takes time, and a chain's step then costs one fma. A finer split
@@ -27,6 +27,12 @@ __global__ void __launch_bounds__(THREADS) gather_kernel(rm_gather_rows_args a) 
   const int64_t row = blockIdx.x, bytes = static_cast<int64_t>(a.row_bytes);
   if (a.from[row] < 0) return;
   rm_copy_row(static_cast<char *>(a.out) + row * bytes, static_cast<const char *>(a.x) + a.from[row] * bytes, bytes, THREADS);
+}
+
+__global__ void __launch_bounds__(THREADS) activate_kernel(rm_activate_args a) {
+  const int64_t at = blockIdx.x * a.ld;
+  for (int64_t i = threadIdx.x; i < a.n; i += THREADS)
+    rm_put(a.dtype, a.out, at + i, rm_activate(a.activation, rm_get(a.dtype, a.x, at + i)));
 }
 
 template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
@@ -85,6 +91,11 @@ void rm_cuda_mma_embed(const rm_ctx *ctx, const rm_embed_args *a) {
 void rm_cuda_gather_rows(const rm_ctx *ctx, const rm_gather_rows_args *a) {
   if (a->rows <= 0 || a->row_bytes == 0) return;
   RM_LAUNCH(gather_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), 0, ctx->stream, *a);
+}
+
+void rm_cuda_activate(const rm_ctx *ctx, const rm_activate_args *a) {
+  if (a->rows <= 0 || a->n <= 0) return;
+  RM_LAUNCH(activate_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), 0, ctx->stream, *a);
 }
 
 void rm_cuda_rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a) {

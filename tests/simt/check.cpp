@@ -241,26 +241,13 @@ int main(int argc, char **argv) {
     const char *name;
     bool (*run)();
   } ops[] = {
-      {"embed", check_embed},
-      {"gather_rows", check_gather_rows},
-      {"rms_norm", check_rms_norm},
-      {"head_squares", check_head_squares},
-      {"qk_rope_kv", check_qk_rope_kv},
-      {"gemm", check_gemm},
-      {"gemm_swiglu", check_gemm_swiglu},
-      {"attention", check_attention},
-      {"router", check_router},
-      {"permute", check_permute},
-      {"static_dispatch", check_static_dispatch},
-      {"combine", check_combine},
-      {"lm_head", check_lm_head},
-      {"merge_pairs", check_merge_pairs},
-      {"sample", check_sample},
-      {"top_logprobs", check_top_logprobs},
-      {"ranks", check_ranks},
-      {"pack", check_pack},
-      {"mma_places", check_mma_places},
-      {"mma_company", check_mma_company},
+      {"embed", check_embed},         {"gather_rows", check_gather_rows},   {"rms_norm", check_rms_norm},
+      {"activate", check_activate},   {"head_squares", check_head_squares}, {"qk_rope_kv", check_qk_rope_kv},
+      {"gemm", check_gemm},           {"gemm_swiglu", check_gemm_swiglu},   {"attention", check_attention},
+      {"router", check_router},       {"permute", check_permute},           {"static_dispatch", check_static_dispatch},
+      {"combine", check_combine},     {"lm_head", check_lm_head},           {"merge_pairs", check_merge_pairs},
+      {"sample", check_sample},       {"top_logprobs", check_top_logprobs}, {"ranks", check_ranks},
+      {"pack", check_pack},           {"mma_places", check_mma_places},     {"mma_company", check_mma_company},
       {"mma_tiles", check_mma_tiles},
   };
   if (argc < 2) return 2;

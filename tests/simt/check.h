@@ -56,7 +56,7 @@ struct output {
 bool held(const char *what, std::initializer_list<output> outputs, const rm_limits &limits,
           const std::function<void(const rm_kernels *, const rm_ctx *)> &run);
 
-bool check_embed(), check_gather_rows(), check_rms_norm(), check_head_squares(), check_qk_rope_kv();
+bool check_embed(), check_gather_rows(), check_rms_norm(), check_activate(), check_head_squares(), check_qk_rope_kv();
 bool check_gemm(), check_gemm_swiglu();
 bool check_attention();
 bool check_router(), check_permute(), check_static_dispatch(), check_combine();

@@ -23,7 +23,7 @@ bool gemm_case(bool swiglu, rm_dtype dtype, rm_dtype y_dtype, int64_t m, int64_t
   a.bias = !swiglu && !groups && pick(2) ? numbers(dtype, n) : nullptr;
   a.group_rows = groups ? group_rows : nullptr;
   a.n_groups = groups, a.group_stride = stride, a.m = m, a.n = n, a.k = k, a.ldx = ldx, a.ldy = ldy, a.dtype = dtype, a.y_dtype = y_dtype;
-  if (swiglu) a.activation = static_cast<rm_activation>(pick(3));
+  if (swiglu) a.activation = static_cast<rm_activation>(pick(4));
   char what[192];
   snprintf(what, sizeof what, "gemm swiglu=%d activation=%d dtype=%d y=%d m=%ld n=%ld k=%ld groups=%ld bias=%d wild=%d tile=%d", swiglu,
            a.activation, dtype, y_dtype, m, n, k, groups, a.bias != nullptr, wild, tile);

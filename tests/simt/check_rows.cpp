@@ -34,6 +34,20 @@ bool gather_case(int64_t rows, int64_t n_rows, int64_t row_bytes, int64_t skew) 
               [&](const rm_kernels *table, const rm_ctx *ctx) { table->gather_rows(ctx, &a); });
 }
 
+bool activate_case(rm_dtype dtype, int64_t rows, int64_t n, int64_t ld, bool in_place, kind wild) {
+  rm_activate_args a = {};
+  const size_t bytes = static_cast<size_t>(rows ? (rows - 1) * ld + n : 0) * rm_dtype_bytes(dtype);
+  void *x = numbers(dtype, rows * ld, wild);
+  a.x = x, a.rows = rows, a.n = n, a.ld = ld, a.dtype = dtype, a.activation = static_cast<rm_activation>(pick(4));
+  if (in_place) a.out = x;
+  char what[100];
+  snprintf(what, sizeof what, "activate %d dtype=%d rows=%ld n=%ld ld=%ld wild=%d", a.activation, dtype, rows, n, ld, wild);
+  return held(what, {{&a.out, bytes, rows * n}}, {}, [&](const rm_kernels *table, const rm_ctx *ctx) {
+    if (in_place) a.x = a.out;
+    table->activate(ctx, &a);
+  });
+}
+
 enum norm_input { NO_X, OWN_X, OUT_IS_X };
 
 bool norm_case(rm_dtype dtype, int64_t rows, int64_t n, norm_input input, kind wild) {
@@ -143,6 +157,16 @@ bool check_gather_rows() {
       for (const int64_t n_rows : {1, 5, 40})
         for (const int64_t skew : {0, 2, 4})
           if (!gather_case(rows, n_rows, row_bytes, skew)) return false;
+  return true;
+}
+
+bool check_activate() {
+  for (const rm_dtype dtype : {RM_BF16, RM_F32})
+    for (const int64_t rows : {0, 1, 4})
+      for (const int64_t n : {1, 2, 15, 33, 255, 256, 257, 2049})
+        for (const int64_t gap : {0, 3})
+          for (const bool in_place : {false, true})
+            if (!activate_case(dtype, rows, n, n + gap, in_place, pick(3) ? TAME : WILD)) return false;
   return true;
 }
 

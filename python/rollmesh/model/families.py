@@ -181,6 +181,8 @@ class Family:
     partial_rotary_factor: float | None = None  # of a family that turns the first elements of a head; None: it turns whole heads
     tied: bool = False
     qk_norm: str | Callable[[Reader], str] = "none"  # of QK_NORMS
+    hidden_act: str = "silu"  # where the key is missing
+    ungated: bool = False  # dense MLPs have no gate
     norm_before: bool = True  # norms of a block's input
     norm_after: bool = False  # of its output, before it is added
     attention_bias: Switch = "attention_bias"  # of q, k and v: the key that says it, or always, or never
@@ -324,6 +326,14 @@ FAMILIES = {
         moe_layers=every,
         experts=Experts(top_k=8, width="intermediate_size"),
         check=_olmoe,
+    ),
+    "arcee": Family(
+        "ArceeForCausalLM",
+        "attention_bias",
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        hidden_act="relu2",
+        ungated=True,
     ),
     "glm4": Family(
         "Glm4ForCausalLM",

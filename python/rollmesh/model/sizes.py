@@ -74,7 +74,8 @@ def matrices(spec: ModelSpec) -> Iterator[Matrix]:
         yield _vectors("self_attn.q_norm", layers, query, "heads")
         yield _vectors("self_attn.k_norm", layers, kv, "kv_heads")
     if layers > moe:
-        yield Matrix("mlp.gate_proj, up_proj", 2 * (layers - moe), spec.intermediate_size, hidden, "inner")
+        each = "mlp.up_proj" if spec.ungated else "mlp.gate_proj, up_proj"
+        yield Matrix(each, (2 - spec.ungated) * (layers - moe), spec.intermediate_size, hidden, "inner")
         yield Matrix("mlp.down_proj", layers - moe, hidden, spec.intermediate_size, "hidden")
     if moe:
         yield Matrix("mlp.gate (router)", moe, spec.num_experts, hidden, "whole")

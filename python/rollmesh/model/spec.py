@@ -66,6 +66,7 @@ _UNSUPPORTED = {
 }
 # transformers' names of the activations.
 _HIDDEN_ACT = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_HIDDEN_ACT["relu2"] = "relu2"
 _READ = _USED | _keys(" ".join(f"{family.keys} {family.inert}" for family in FAMILIES.values()))
 _PLAIN = (type(None), bool, int, float, str, list, tuple, Mapping)
 
@@ -109,6 +110,7 @@ class EngineValues:
     wq_rows: int
     rope_neighbours: bool
     activation: int
+    ungated: bool
     rms_norm_eps: float
     rope_scale: float
     inv_freq: NDArray[np.float32]  # [rotary_dim / 2]
@@ -157,7 +159,8 @@ class ModelSpec:
     routed_scaling_factor: float = 1.0  # of gates
     shared_intermediate_size: int = 0  # of the expert that all rows of a MoE layer pass; 0: none
     shared_switch: bool = False  # it is scaled by a row's sigmoid
-    activation: str = "silu"  # of MLPs and experts; or "gelu_tanh", or "gelu", which is by erf
+    activation: str = "silu"  # of MLPs and experts; or "gelu_tanh", "gelu" (by erf), "relu2" (the square of ReLU)
+    ungated: bool = False  # dense MLPs have no gate: down(activation(up(x)))
     norm_before: bool = True  # norms are of a block's input; with norm_after of both
 
     @staticmethod
@@ -241,6 +244,7 @@ class ModelSpec:
             tie_word_embeddings=self.tie_word_embeddings,
             router_bias=self.router_bias,
             activation=ACTIVATIONS.index(self.activation),
+            ungated=self.ungated,
             wq_rows=WQ_ROWS.index(FAMILIES[self.model_type].wq_rows),
             rope_neighbours=FAMILIES[self.model_type].rope_neighbours,
             rms_norm_eps=self.rms_norm_eps,
@@ -286,7 +290,7 @@ class ModelSpec:
         for kind, rows in (("q_norm", query), ("k_norm", kv)) if self.qk_norm != "none" else ():
             yield named(kind, rows if self.qk_norm == "whole" else dim)
         if not is_moe:
-            yield from self._mlp(named, "", self.intermediate_size)
+            yield from self._mlp(named, "", self.intermediate_size, self.ungated)
             return
         yield named("router", self.num_experts, hidden)
         if self.shared_intermediate_size:
@@ -296,8 +300,9 @@ class ModelSpec:
         for expert in range(self.num_experts):
             yield from self._mlp(partial(named, expert=expert), "expert_", self.moe_intermediate_size)
 
-    def _mlp(self, named: Callable[..., Parameter], prefix: str, width: int) -> Iterator[Parameter]:
-        yield named(f"{prefix}gate", width, self.hidden_size)
+    def _mlp(self, named: Callable[..., Parameter], prefix: str, width: int, ungated: bool = False) -> Iterator[Parameter]:
+        if not ungated:
+            yield named(f"{prefix}gate", width, self.hidden_size)
         yield named(f"{prefix}up", width, self.hidden_size)
         yield named(f"{prefix}down", self.hidden_size, width)
 
@@ -387,7 +392,7 @@ def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
 
 
 def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
-    activation = c.values.get("hidden_act", "silu")
+    activation = c.values.get("hidden_act", family.hidden_act)
     if not isinstance(activation, str) or activation not in _HIDDEN_ACT:
         raise ConfigError(f"hidden_act: expected one of {', '.join(_HIDDEN_ACT)}, got {shown(activation)}")
     if not c.boolean("is_causal", True):
@@ -433,6 +438,7 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         sliding_windows=family.windows(c, layers),
         eos_token_ids=_eos(c, vocab),
         activation=_HIDDEN_ACT[activation],
+        ungated=family.ungated,
     )
     if family.check is not None:
         family.check(c, head_dim)

@@ -55,6 +55,7 @@ __all__ = [
     "Routing",
     "SampleParams",
     "Sampled",
+    "activate",
     "attention",
     "available_isas",
     "best_isa",
@@ -195,14 +196,23 @@ def gemm_swiglu(
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """activation(x · gate) · (x · up), [m, n], with w from pack_gate_up; n is the width of gate. activation: "silu", "gelu_tanh" or
-    "gelu" (by erf). gate_up [m, 2n], if given, receives x · gate and x · up of each row as they were rounded, which a backward pass
-    needs."""
+    """activation(x · gate) · (x · up), [m, n], with w from pack_gate_up; n is the width of gate. activation: "silu", "gelu_tanh", "gelu"
+    (by erf) or "relu2" (the square of ReLU). gate_up [m, 2n], if given, receives x · gate and x · up of each row as they were rounded,
+    which a backward pass needs."""
     op, x, w, group_rows, out, gate_up = op_over(isa, threads, x=x, w=w, group_rows=group_rows, out=out, gate_up=gate_up)
     x, n = matrix_of("x", x), size_of("n", n)
     out = op.new((x.shape[0], n), x.dtype) if out is None else out
     chosen = ACTIVATIONS.index(choice("activation", activation, ACTIVATIONS))
     op.core.gemm(out, x, w, None, group_rows, n, True, gate_up, chosen)
+    return out
+
+
+def activate(x: Array, activation: str, *, out: Array | None = None, isa: str | None = None, threads: int = 1) -> Array:
+    """activation(x) of x [rows, n]: that of an MLP without a gate. activation: as in gemm_swiglu. out may be x."""
+    op, x, out = op_over(isa, threads, x=x, out=out)
+    x = matrix_of("x", x)
+    out = op.new(x.shape, x.dtype) if out is None else out
+    op.core.activate(out, x, ACTIVATIONS.index(choice("activation", activation, ACTIVATIONS)))
     return out
 
 

@@ -166,10 +166,14 @@ class Patch:
         return functions.linear(attended, *weights, bias=base_of(attention.o_proj).bias, packed=packed, how=how)
 
     def mix_dense(self, mlp: Any, index: int, x: Tensor, how: How, prefix: str = "") -> Tensor:
-        weights, sources = weights_of(_gate_up_modules(mlp))
-        gate, up = weights if len(weights) == 2 else weights[0].chunk(2)
-        packed = self.kept.get((index, f"{prefix}gate_up"), sources, lambda out: packing.pack_gate_up(gate, up, self.dtype, how, out))
-        inner = functions.swiglu(x, gate, up, activation=self.spec.activation, packed=packed, how=how)
+        if self.spec.ungated:
+            weights, packed = self.rows_of((index, "up"), [mlp.up_proj], how)
+            inner = functions.activate(functions.linear(x, *weights, packed=packed, how=how), self.spec.activation, how=how)
+        else:
+            weights, sources = weights_of(_gate_up_modules(mlp))
+            gate, up = weights if len(weights) == 2 else weights[0].chunk(2)
+            packed = self.kept.get((index, f"{prefix}gate_up"), sources, lambda out: packing.pack_gate_up(gate, up, self.dtype, how, out))
+            inner = functions.swiglu(x, gate, up, activation=self.spec.activation, packed=packed, how=how)
         weights, packed = self.rows_of((index, f"{prefix}down"), [mlp.down_proj], how)
         return functions.linear(inner, *weights, packed=packed, how=how)
 
@@ -492,7 +496,8 @@ def _matrices(inner: Any, spec: ModelSpec) -> dict[Key, Source]:
             if spec.shared_switch:
                 found[i, "shared_switch"] = weights_of([mlp.shared_expert_gate])[1]
         else:
-            found[i, "gate_up"] = weights_of(_gate_up_modules(mlp))[1]
+            inner_name, modules = ("up", [mlp.up_proj]) if spec.ungated else ("gate_up", _gate_up_modules(mlp))
+            found[i, inner_name] = weights_of(modules)[1]
             found[i, "down"] = weights_of([mlp.down_proj])[1]
     return found
 

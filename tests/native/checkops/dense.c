@@ -183,7 +183,7 @@ static void build_any_gemm(trial *t, int swiglu) {
   if (strides) a->y = partial_output(t, "y", room, size_of(s->out_dtype), s->rows * s->n);
   else a->y = output(t, "y", room, size_of(s->out_dtype));
   if (s->option & GEMM_KEEP) a->gate_up = output(t, "gate_up", 2 * s->rows * s->n, size_of(s->dtype));
-  if (swiglu && !t->timed) a->activation = (rm_activation)between(t, RM_SILU, RM_GELU);
+  if (swiglu && !t->timed) a->activation = (rm_activation)between(t, RM_SILU, RM_RELU2);
   t->limits = (rm_limits){.max_rows = s->rows, .max_k = s->k, .max_n = s->n};
   t->flops = (swiglu ? 4.0 : 2.0) * (double)(s->rows * s->n) * (double)s->k;
 }
@@ -192,6 +192,42 @@ static void build_gemm_swiglu(trial *t) { build_any_gemm(t, 1); }
 
 static void call_gemm(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->gemm(ctx, &t->args.gemm); }
 static void call_gemm_swiglu(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->gemm_swiglu(ctx, &t->args.gemm); }
+
+// ------------------------------------------------------------------------------------------------ activate
+enum { ACTIVATE_IN_PLACE = 1, ACTIVATE_STRIDES = 2 };
+
+static void draw_activate(trial *t) {
+  t->s = (shape){.rows = draw_rows(t, t->small ? 17 : 300), .n = draw_width(t, t->small ? 131 : 700)};
+  t->s.option = (one_in(t, 2) ? ACTIVATE_IN_PLACE : 0) | (one_in(t, 3) ? ACTIVATE_STRIDES : 0);
+  t->s.dtype = draw_dtype(t);
+}
+
+static void build_activate(trial *t) {
+  const shape *s = &t->s;
+  rm_activate_args *a = &t->args.activate;
+  *a = (rm_activate_args){.rows = s->rows, .n = s->n, .ld = s->n + (s->option & ACTIVATE_STRIDES ? between(t, 0, 40) : 0)};
+  a->dtype = s->dtype;
+  a->activation = t->timed ? RM_SILU : (rm_activation)between(t, RM_SILU, RM_RELU2);
+  const int64_t room = s->rows ? (s->rows - 1) * a->ld + s->n : 0;
+  a->out = partial_output(t, "out", room, size_of(s->dtype), s->rows * s->n);
+  if (s->option & ACTIVATE_IN_PLACE) {
+    fill(t, s->dtype, a->out, room, draw_kind(t, SPOILED));
+    a->x = a->out;
+  } else {
+    a->x = strided_input(t, "x", s->dtype, s->rows, s->n, a->ld, draw_kind(t, SPOILED));
+  }
+  t->limits = (rm_limits){.max_rows = s->rows, .max_n = s->n};
+  t->flops = 20.0 * (double)(s->rows * s->n);
+}
+
+static void call_activate(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->activate(ctx, &t->args.activate); }
+
+const op_test op_activate = {.name = "activate",
+                             .share = 60,
+                             .draw = draw_activate,
+                             .build = build_activate,
+                             .call = call_activate,
+                             .bench = {{.rows = 32, .n = 8192}}};
 
 // A decode step, a batch of decodes, a prefill, and experts that meet two rows each.
 const op_test op_gemm = {.name = "gemm",

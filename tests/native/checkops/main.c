@@ -24,9 +24,10 @@
 #include "machine.h"
 #include "trial.h"
 
-static const op_test *const OPS[] = {&op_embed,      &op_gather_rows, &op_rms_norm, &op_gemm,         &op_gemm_swiglu,     &op_head_squares,
-                                     &op_qk_rope_kv, &op_attention,   &op_router,   &op_permute,      &op_static_dispatch, &op_combine,
-                                     &op_lm_head,    &op_merge_pairs, &op_sample,   &op_top_logprobs, &op_ranks,           &op_pack};
+static const op_test *const OPS[] = {&op_embed,    &op_gather_rows,     &op_rms_norm,   &op_gemm,      &op_gemm_swiglu,
+                                     &op_activate, &op_head_squares,    &op_qk_rope_kv, &op_attention, &op_router,
+                                     &op_permute,  &op_static_dispatch, &op_combine,    &op_lm_head,   &op_merge_pairs,
+                                     &op_sample,   &op_top_logprobs,    &op_ranks,      &op_pack};
 enum { N_OPS = sizeof OPS / sizeof OPS[0], THREAD_COUNTS = 2, MXCSR_CONTROL = 0xffc0, DEFAULT_TRIALS = 300 };
 
 typedef struct options {

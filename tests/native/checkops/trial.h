@@ -50,6 +50,7 @@ typedef struct trial {
     rm_gather_rows_args gather;
     rm_rms_norm_args rms_norm;
     rm_gemm_args gemm;
+    rm_activate_args activate;
     rm_head_squares_args head_squares;
     rm_qk_rope_kv_args rope;
     rm_attention_args attention;
@@ -76,7 +77,8 @@ typedef struct op_test {
   shape bench[MAX_BENCH];       // rows = 0 ends them
 } op_test;
 
-extern const op_test op_embed, op_gather_rows, op_rms_norm, op_gemm, op_gemm_swiglu, op_head_squares, op_qk_rope_kv, op_attention;
+extern const op_test op_embed, op_gather_rows, op_rms_norm, op_gemm, op_gemm_swiglu, op_activate, op_head_squares, op_qk_rope_kv,
+    op_attention;
 extern const op_test op_router, op_permute;
 extern const op_test op_static_dispatch, op_combine, op_lm_head, op_merge_pairs, op_sample, op_top_logprobs, op_ranks, op_pack;
 

@@ -1,6 +1,7 @@
 """The generator's ops as differentiable functions of torch tensors: the bits of the forward pass are those of a rollout.
 
-    embedding · linear · rms_norm · add_rms_norm · attention · rope_table · swiglu · moe · decoder_layer · lm_head · token_logprobs
+    embedding · linear · rms_norm · add_rms_norm · attention · rope_table · swiglu · activate · moe · decoder_layer · lm_head ·
+    token_logprobs
 
 Activations are [rows, width] tensors of bfloat16 or float32. Rows of several sequences follow each other; only attention has to know
 which (`Sequences`). Weights are the trainer's own, in any float dtype: an op converts them to the activations' dtype as a weight sync
@@ -15,7 +16,7 @@ NumericsError: keys, values or logits that are not finite, which a generator wou
 
 from rollmesh.torch.functions.attention import Heads, attention, rope_table
 from rollmesh.torch.functions.common import How, how_for
-from rollmesh.torch.functions.dense import add, add_rms_norm, decoder_layer, embedding, linear, rms_norm, swiglu
+from rollmesh.torch.functions.dense import activate, add, add_rms_norm, decoder_layer, embedding, linear, rms_norm, swiglu
 from rollmesh.torch.functions.logits import TokenLogprobs, lm_head, token_logprobs
 from rollmesh.torch.functions.moe import Routed, moe
 
@@ -24,6 +25,7 @@ __all__ = [
     "How",
     "Routed",
     "TokenLogprobs",
+    "activate",
     "add",
     "add_rms_norm",
     "attention",

@@ -80,17 +80,23 @@ def norm_gradients(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple
 ACTIVATED: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
 
 
+def activated(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """activation(x) and its slope, float32."""
+    if activation == "relu2":
+        half = x.relu()
+        return half * half, 2 * half
+    if activation == "gelu":
+        below = torch.special.ndtr(x)
+        return x * below, below + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    k1 = math.sqrt(8 / math.pi)
+    sigmoid = torch.sigmoid(x if activation == "silu" else k1 * (x + 0.044715 * x**3))
+    made = x * sigmoid
+    by_inner = made * (1 - sigmoid)
+    return made, sigmoid + (by_inner if activation == "silu" else by_inner * (k1 * (1 + 3 * 0.044715 * x**2)))
+
+
 def gated_gradients(gate_up: Tensor, grad: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Of gate and of up, for activation(gate) · up; all float32."""
     gate, up = gate_up.chunk(2, 1)
-    if activation == "gelu":
-        below = torch.special.ndtr(gate)
-        made, slope = gate * below, below + gate * torch.exp(-0.5 * gate * gate) / math.sqrt(2 * math.pi)
-    else:
-        k1 = math.sqrt(8 / math.pi)
-        inner = gate if activation == "silu" else k1 * (gate + 0.044715 * gate**3)
-        sigmoid = torch.sigmoid(inner)
-        made = gate * sigmoid
-        by_inner = made * (1 - sigmoid)
-        slope = sigmoid + (by_inner if activation == "silu" else by_inner * (k1 * (1 + 3 * 0.044715 * gate**2)))
+    made, slope = activated(gate, activation)
     return grad * up * slope, grad * made

@@ -15,6 +15,7 @@ from rollmesh.torch import packing
 from rollmesh.torch.arrays import array_of, empty_array, in_turn, tensor_of
 from rollmesh.torch.functions.common import (
     How,
+    activated,
     backward_pass,
     gated_gradients,
     how_for,
@@ -217,4 +218,26 @@ def swiglu(
     width_of("gate or up", (gate, up), x.shape[1])
     packed = packing.pack_gate_up(gate, up, x.dtype, how) if packed is None else packed
     made: Tensor = _Swiglu.apply(x, gate, up, packed, activation, how)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: str, how: How) -> Tensor:
+        ctx.activation = activation
+        ctx.save_for_backward(x)
+        with in_turn(x):
+            return tensor_of(ops.activate(array_of(x), activation, **how), x.dtype)
+
+    @staticmethod
+    @backward_pass
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        return (grad.float() * activated(x.float(), ctx.activation)[1]).to(x.dtype), None, None
+
+
+def activate(x: Tensor, activation: str, *, how: How | None = None) -> Tensor:
+    """activation(x), [rows, n]: that of an MLP without a gate. activation: as in ops.gemm_swiglu."""
+    x = rows_of("x", x)
+    made: Tensor = _Activate.apply(x, activation, how or how_for(x))  # type: ignore[no-untyped-call]
     return made

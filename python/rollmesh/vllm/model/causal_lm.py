@@ -88,7 +88,11 @@ class Block(torch.nn.Module):
 
     def _mix_dense(self, model: Model, x: Array) -> Array:
         w, here = self.weights, model.columns
-        inner = here.whole(ops.gemm_swiglu(x, w["gate_up"], len(here.here.inner), **model.gated), "inner")
+        if model.spec.ungated:
+            up = ops.gemm(x, w["up"], len(here.here.inner), **model.how)
+            inner = here.whole(ops.activate(up, out=up, **model.gated), "inner")
+        else:
+            inner = here.whole(ops.gemm_swiglu(x, w["gate_up"], len(here.here.inner), **model.gated), "inner")
         return here.whole(ops.gemm(inner, w["down"], len(here.here.hidden), **model.how), "hidden")
 
     def _mix_experts(self, model: Model, x: Array) -> Array:
