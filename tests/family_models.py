@@ -176,7 +176,7 @@ def cuttable(family: str) -> dict[str, Any]:
             "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3, "first_k_dense_replace": 0,
             "num_hidden_layers": 2, "partial_rotary_factor": 0.5, "routed_scaling_factor": 2.5,
         },
-        "glm4": {"partial_rotary_factor": 0.5},
+        "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True},
         "smollm3": {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
     }  # fmt: skip
     return heads | changes.get(family, {}) | ({"head_dim": 16} if family not in NO_HEAD_DIM else {})

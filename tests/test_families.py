@@ -260,7 +260,7 @@ def test_a_model_without_gates_has_no_place_for_one(seed: int) -> None:
 def test_fused_and_turned_rows(seed: int) -> None:
     """GLM-4's q and k, whose neighbours rope turns in a part of each head, in qkv_proj as inference engines hold it, strided and not: the
     digest and the bits of the checkpoint's tensors; an element that is not finite has the index that it has in the sender's tensor."""
-    model = family_models.draw("glm4", 300, seed, **family_models.cuttable("glm4") | {"attention_bias": True})
+    model = family_models.draw("glm4", 300, seed, **family_models.cuttable("glm4"))
     spec, torch = rm.ModelSpec.from_hf(model.config), oracle.torch
     state = dict(model.state)
     for layer in range(spec.num_hidden_layers):
