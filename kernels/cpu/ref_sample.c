@@ -21,9 +21,8 @@ static int is_banned(const rm_sample_params *params, int64_t v) {
 
 // The logit that is drawn from: x of the contract.
 static float edited(const rm_sample_params *params, const float *logits, int64_t v) {
-  for (int32_t i = 0; i < params->n_edits; i++)
-    if (params->edits[i].token == v) return rm_edited_logit(logits[v], params, params->edits + i);
-  return logits[v] + 0.0f;
+  const rm_logit_edit *edit = rm_find_edit(params, v);
+  return edit ? rm_edited_logit(logits[v], params, edit) : logits[v] + 0.0f;
 }
 
 static float scaled(const filter *f, int64_t v) { return (edited(f->params, f->logits, v) - f->max) / f->params->temperature; }

@@ -46,15 +46,8 @@ struct cut {  // tokens of a higher key stay, and `ties` of this key, lowest ids
 __device__ bool has_bit(const uint32_t *bits, int64_t id) { return bits[id / 32] >> (id % 32) & 1; }
 
 __device__ float changed_logit(const row_view &v, int64_t id) {
-  const rm_logit_edit *edits = v.params->edits;
   if (has_bit(v.banned, id)) return rm_float(0x7fc00000u);
-  int32_t low = 0, high = v.params->n_edits - 1;
-  while (low < high) {
-    const int32_t middle = low + (high - low) / 2;
-    if (edits[middle].token < id) low = middle + 1;
-    else high = middle;
-  }
-  return rm_edited_logit(v.logits[id], v.params, edits + low);
+  return rm_edited_logit(v.logits[id], v.params, rm_find_edit(v.params, id));
 }
 
 __device__ float logit_of(const row_view &v, int64_t id) {
