@@ -301,6 +301,13 @@ typedef struct rm_merge_pairs_args {
   int64_t rows, n_blocks;      // n_blocks ≥ 1
 } rm_merge_pairs_args;
 
+// A token whose logit changes before the draw: rm_edited_logit (cpu/philox.h).
+typedef struct rm_logit_edit {
+  int32_t token;
+  int32_t count;  // how often it was generated; 0: it stands in the prompt only; −1: nowhere, so that no penalty applies
+  float bias;     // added to the logit
+} rm_logit_edit;
+
 typedef struct rm_sample_params {
   float temperature;       // ≥ 0; 0: greedy
   float top_p;             // (0, 1]
@@ -310,9 +317,12 @@ typedef struct rm_sample_params {
   const int32_t *banned;   // [n_banned] token ids that may not be drawn (min_tokens)
   int32_t n_banned;
   int32_t forced;          // ≥ 0: nothing is drawn, the logprobs are this token's
+  int32_t n_edits;
+  float repetition_penalty, frequency_penalty, presence_penalty;  // of edited tokens; repetition_penalty > 0
+  const rm_logit_edit *edits;  // [n_edits] ascending tokens of the vocabulary, each once
 } rm_sample_params;
 
-// Order: banned, temperature, min_p, top_k, top_p. Ties by ascending id. Sums are of 40-bit fixed point, hence exact.
+// Order: edits, banned, temperature, min_p, top_k, top_p. Ties by ascending id. Sums are of 40-bit fixed point, hence exact.
 typedef struct rm_sample_args {
   int32_t *tokens;                 // [rows]; −1 for a flagged row
   float *logprobs;                 // [rows] under the model: temperature 1, no filter

@@ -45,6 +45,10 @@ CASES = {
 PROMPTS = [[7], [1, 2], [3, 1, 4, 1, 5], list(range(100, 117)), list(range(250, 281)), [7] * 19]
 FILTERED = rm.SamplingParams(n=2, max_tokens=5, seed=11, top_k=9, top_p=0.8, ignore_eos=True, kept_tokens=True)
 SAMPLED = rm.SamplingParams(n=2, max_tokens=5, seed=11, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+EDITED = rm.SamplingParams(
+    n=2, max_tokens=9, seed=12, ignore_eos=True, logit_bias={7: 2.0, 40: 1e-3}, allowed_token_ids=range(0, 300, 3), repetition_penalty=1.2,
+    frequency_penalty=0.3,
+)  # fmt: skip
 N_ENDLESS = 4000  # steps at least
 ENDLESS = rm.SamplingParams(max_tokens=N_ENDLESS, seed=3, ignore_eos=True)
 _weights: dict[str, dict[str, Any]] = {}
@@ -129,12 +133,14 @@ def answers(generator: rm.Generator) -> dict[str, str]:
     """All that the contract fixes, a digest for each kind, so that a failure says what differs."""
     outputs = generator.generate(PROMPTS, SAMPLED, use_tqdm=False)
     samples = [sample for output in outputs for sample in output.outputs]
+    edited = [sample for output in generator.generate(PROMPTS, EDITED, use_tqdm=False) for sample in output.outputs]
     return {
         "tokens": digest(*(s.token_ids for s in samples)),
         "logprobs": digest(*(s.logprobs for s in samples)),
         "sampling_logprobs": digest(*(s.sampling_logprobs for s in samples)),
         "top": digest(*(part for s in samples for part in (s.top_logprobs.ids, s.top_logprobs.logprobs))),
         "kept": digest(*(s.kept_tokens for s in generator.generate(PROMPTS, FILTERED, use_tqdm=False)[0].outputs)),
+        "edited": digest(*(s.token_ids for s in edited), *(s.sampling_logprobs for s in edited)),
         "routed": digest(*(s.routed_experts for s in samples)),
         "prompt": digest(*(o.prompt_logprobs for o in outputs), *(o.prompt_top_logprobs.ids for o in outputs)),
         "about": repr([(o.finished, o.error, [(s.finish_reason, s.contract) for s in o.outputs]) for o in outputs]),
@@ -257,6 +263,8 @@ def apart(rank: Rank) -> Any:
             generator.generate([prompt, prompt], SAMPLED, use_tqdm=False)
         elif how == "params":
             generator.generate([prompt], rm.SamplingParams(n=2, max_tokens=5, seed=12), use_tqdm=False)
+        elif rank.job["how"] == "bias":
+            generator.generate([prompt], rm.SamplingParams(logit_bias={3: 1.0 + rank.victim * 1e-3}), use_tqdm=False)
         elif how == "timeout":
             generator.generate([prompt], SAMPLED, use_tqdm=False, timeout=50.0)
         elif how == "version":

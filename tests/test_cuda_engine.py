@@ -25,11 +25,24 @@ from rollmesh import _core
 from rollmesh.runtime.devices import LIBRARY_SWITCH, library_path
 from rollmesh.runtime.messages import byte_text
 
-PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9] * 6, [5]]
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9] * 6, [5], [7, 8, 3] * 4]
 PARAMS = [
     rm.SamplingParams(n=3, max_tokens=6, seed=3, logprobs=3, top_p=0.9, min_tokens=2, prompt_logprobs=2),
     rm.SamplingParams(temperature=0.7, max_tokens=5, seed=5, top_k=5, min_p=0.01, n=2, kept_tokens=True),
     rm.SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0),
+    rm.SamplingParams(
+        n=2,
+        max_tokens=7,
+        seed=9,
+        logit_bias={7: 3.5, 8: -2},
+        repetition_penalty=1.4,
+        frequency_penalty=0.8,
+        top_p=0.9,
+        presence_penalty=-0.3,
+        allowed_token_ids=range(3, 150),
+        min_tokens=3,
+        stop_token_ids=range(3, 90),
+    ),
 ]
 DENSE, MOE = helpers.tiny_config(), helpers.tiny_config(moe=True)
 
@@ -82,7 +95,10 @@ def everything(generator: rm.Generator) -> Any:
     again = generator.generate(PROMPTS, PARAMS, use_tqdm=False)  # by prefix hits
     logits = generator.logits([[3, 1, 2, 9], [4] * 40])
     plain = generator.score([[3, 1, 2, 9, 8, 7], [6] * 40])
-    sampled = generator.score([[3, 1, 2, 9, 8, 7]], rm.SamplingParams(temperature=0.8, top_k=7))
+    ways = [
+        rm.SamplingParams(temperature=0.8, top_k=7, **changes) for changes in ({}, {"logit_bias": {9: 2.5}, "allowed_token_ids": range(9)})
+    ]
+    sampled = generator.score([[3, 1, 2, 9, 8, 7]] * 2, ways)
     return told(outputs), told(again), bits(logits), bits(plain), bits(sampled)
 
 

@@ -62,7 +62,7 @@ def test_replays_among_chunks_preemptions_and_others(make: Make, changes: dict[s
         stats = make(MOE, "cpu", **WIDE).metrics()
         changes["kv_cache_gib"] = (pages + 0.5) * stats["kv_bytes"] / stats["kv_pages"] / 2**30
     params = [rm.SamplingParams(max_tokens=20, seed=i, ignore_eos=True, n=1 + i % 4, logprobs=2 * (i == 4) or None) for i in range(6)]
-    params.append(rm.SamplingParams(max_tokens=20, seed=6, min_tokens=12, stop_token_ids=range(40)))
+    params.append(rm.SamplingParams(max_tokens=20, seed=6, min_tokens=12, stop_token_ids=range(40), repetition_penalty=1.2))
     found = []
     for device in ("cpu", "cuda"):
         generator = make(MOE, device, **changes)
@@ -75,9 +75,19 @@ def test_replays_among_chunks_preemptions_and_others(make: Make, changes: dict[s
     assert (generator.metrics()["preemptions"] > 0) == bool(pages)
 
 
-@pytest.mark.parametrize("changes, replays", [({}, 18), ({"min_tokens": 12, "stop_token_ids": [5]}, 7), ({"logprobs": 2}, 0)], ids=str)
+@pytest.mark.parametrize(
+    "changes, replays",
+    [
+        ({}, 18),
+        ({"min_tokens": 12, "stop_token_ids": [5]}, 7),
+        ({"logprobs": 2}, 0),
+        ({"logit_bias": {5: 1.0}}, 0),
+        ({"frequency_penalty": 0.5}, 0),
+    ],
+    ids=str,
+)
 def test_which_steps_are_replayed(make: Make, changes: dict[str, Any], replays: int) -> None:
-    """Of 20 tokens the first is the prefill's, and the first step of a size is enqueued. Bans and top logprobs are not recorded."""
+    """Of 20 tokens the first is the prefill's, and the first step of a size is enqueued. Lists of tokens are not recorded."""
     gpu = make(DENSE)
     gpu.sync_weights(helpers.numpy_state_dict(DENSE, seed=1), cast=True)
     params = rm.SamplingParams(max_tokens=20, temperature=0, **changes)

@@ -30,7 +30,7 @@ def asked(**changes: Any) -> Any:
     plain = {
         "n": 1, "max_tokens": 24, "min_tokens": 0, "temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": -1, "has_seed": True, "seed": 7,
         "ignore_eos": False, "logprobs": 0, "prompt_logprobs": -1, "score": False, "score_sampling": False, "ranks": False,
-        "external_draws": False, "kept_tokens": False,
+        "external_draws": False, "kept_tokens": False, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
     }  # fmt: skip
     return types.SimpleNamespace(**{**plain, **changes})
 
@@ -443,6 +443,14 @@ def test_other_refusals(engine: Any, tiny_generator: Callable[..., Any]) -> None
         add(own, [5], external_draws=True)
     with pytest.raises(rm.RequestError, match="expected draws of the engine, got external_draws=True"):
         add(engine, [5], external_draws=True, kept_tokens=True, top_k=3)
+    with pytest.raises(rm.RequestError, match="external scheduler: expected no penalties, logit_bias, bad_words or banned tokens"):
+        add(engine, [5], presence_penalty=0.5)
+    with pytest.raises(rm.RequestError, match="penalties and bad_words: expected none in a score"):
+        add(own, [5, 6], score=True, repetition_penalty=2.0)
+    with pytest.raises(rm.RequestError, match=r"frequency_penalty=3 is not in \[-2, 2\]"):
+        add(own, [5, 6], frequency_penalty=3.0)
+    with pytest.raises(rm.RequestError, match="kept_tokens=True: expected no penalties"):
+        add(own, [5, 6], presence_penalty=0.5, kept_tokens=True, top_k=3)
     with pytest.raises(rm.RequestError, match="expected a generation, got a score"):
         add(own, [5, 6], score=True, kept_tokens=True, top_k=3)
     with pytest.raises(rm.RequestError, match="expected min_tokens=0, got 1"):

@@ -135,6 +135,8 @@ def test_records_are_read_as_vllm_gives_them() -> None:
     at_two = vllm_engine.output_of(output, 3, rm.SamplingParams(seed=0, temperature=2.0), frozenset()).outputs[0]
     assert at_two.stop_reason == 2
     assert np.isnan(at_two.logprobs).all()
+    biased = vllm_engine.output_of(output, 3, rm.SamplingParams(seed=0, logit_bias={7: 1.0}), frozenset()).outputs[0]
+    assert np.isnan(biased.logprobs).all()
     assert c.routed_experts is None
     every = np.arange(5 * 3 * 2, dtype=np.uint8).reshape(5, 3, 2)
     output.outputs = [sample(routed_experts=every)]
@@ -165,6 +167,7 @@ def test_what_vllm_does_not_do_is_refused() -> None:
     for option, message in (
         ({"kept_tokens": True, "top_k": 3}, "kept_tokens: expected False with vLLM, .*, got True"),
         ({"stop": "x"}, r"stop: expected none, got \['x'\]"),
+        ({"bad_words": "x"}, r"bad_words: expected none, got \['x'\]"),
         ({"seed": None}, "seed: expected a number, got None"),
     ):
         with pytest.raises(rm.RequestError, match=f"^{message}"):

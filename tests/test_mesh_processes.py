@@ -337,7 +337,7 @@ def test_bad_set_the_source_raises(shm: Run, alone: Callable[..., Any], victim: 
 
 
 # -------------------------------------------------------------------------------------------------- ranks that call different things
-@pytest.mark.parametrize("how", ["logits", "score", "sync", "prompts", "longer", "more", "params", "timeout"])
+@pytest.mark.parametrize("how", ["logits", "score", "sync", "prompts", "longer", "more", "params", "bias", "timeout"])
 @pytest.mark.parametrize("mesh", some([(2, 1, 1), (1, 2, 1), (2, 2, 4)], [2]), ids=str)
 def test_ranks_that_call_different_things(shm: Run, mesh: tuple[int, int, int], how: str) -> None:
     for rank in shm("apart", mesh, model="moe", how=how, victim=1, timeout=30.0):

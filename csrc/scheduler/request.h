@@ -29,6 +29,16 @@ typedef struct rm_request {     // all pointers are views during add, except log
   int ranks;                    // also the rank of each sampled token, and of each of the prompt if that has logprobs
   int external_draws;               // its tokens are drawn by rm_engine_external_draw; with an external scheduler only
   int kept_tokens;              // RM_GENERATE: also the tokens that the filters kept of each draw; top_k in [1, vocab), min_tokens = 0
+  // What changes logits before a draw (logit_edits.h); none of it with kept_tokens or an external scheduler. A score takes biases and
+  // banned only, since it does not know where the prompt ends.
+  float repetition_penalty;     // > 0, or 0 for 1: none
+  float frequency_penalty, presence_penalty;   // [−2, 2]
+  const int32_t *bias_ids;      // [n_biases] distinct
+  const float *biases;          // [n_biases] finite
+  const int32_t *banned;        // [n_banned] never drawn
+  const int32_t *bad_words;     // token ids, one word after the other: the last one is not drawn after the others were generated
+  const int32_t *bad_word_ends; // [n_bad_words] ascending: where each ends in bad_words
+  int64_t n_biases, n_banned, n_bad_words;
 } rm_request;
 
 typedef enum rm_finish { RM_RUNNING, RM_FINISH_STOP, RM_FINISH_LENGTH, RM_FINISH_ABORT, RM_FINISH_ERROR } rm_finish;

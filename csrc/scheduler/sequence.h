@@ -10,6 +10,7 @@
 // Fields are listed under the file that writes them. sequence_group.c writes all of them once, at add.
 #pragma once
 
+#include "kernels.h"
 #include "scheduler/list.h"
 #include "scheduler/request.h"
 
@@ -44,6 +45,10 @@ typedef struct rm_sequence {
   int external_last;                // the step ends with the last known token, so that one is drawn
   int32_t external_row;             // of its logits on their way to the host, −1: none
   int external_begun;               // its first row is known
+  // logit_edits.c
+  rm_logit_edit *edits;         // [n_edits] of the next draw; the group's without penalties
+  int64_t n_edits, n_counted;   // n_counted: generated tokens that are in edits
+  int32_t *banned;              // with bad words: room for the tokens that may not be drawn next
   // sampler.c
   int32_t *top_ids;             // [capacity][top_logprobs]
   float *top_logprobs;
@@ -71,8 +76,12 @@ struct rm_sequence_group {
   float *logits_out;
   int wants_logits;             // they are computed, whether or not this rank returns them
   int32_t *stops;               // [n_stops] ascending: tokens that end a sequence
-  int32_t *banned;              // [n_banned] ascending: tokens that may not come before min_tokens
-  int64_t n_stops, n_banned;
+  int32_t *banned;              // [n_early] tokens that may not come before min_tokens, then [n_never] those that may never come
+  int64_t n_stops, n_early, n_never;
+  float repetition_penalty, frequency_penalty, presence_penalty;
+  rm_logit_edit *edits;         // [n_edits] ascending tokens: of the first draw
+  int32_t *bad_words, *bad_word_ends;   // as rm_request's
+  int64_t n_edits, n_bad_words;
   rm_sequence *sequences;       // [n]
   // scheduler.c
   rm_sequence *leader;          // ACTIVE and computing the prompt for all, or NULL
@@ -111,6 +120,7 @@ typedef struct rm_request_limits {
 rm_code rm_sequence_group_create(const rm_request *request, const rm_request_limits *limits, uint64_t id, uint64_t first_order,
                                  rm_sequence_group **out, rm_error *err);
 rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limits *limits, rm_error *err);   // create's checks
+rm_code rm_check_token_ids(const char *what, const int32_t *ids, int64_t n, int64_t vocab, rm_error *err);   // each is in [0, vocab)
 // Back to the state after create: nothing generated, nothing recorded.
 void rm_sequence_group_rewind(rm_sequence_group *group);
 int rm_sequence_group_stops_at(const rm_sequence_group *group, int32_t token);

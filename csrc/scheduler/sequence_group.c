@@ -7,15 +7,15 @@
 #include "base/hash.h"
 #include "clock.h"
 #include "kernels.h"
-#include "scheduler/sequence.h"
+#include "scheduler/logit_edits.h"
 
 enum { MAX_SAMPLES = 16384 };
 
 #define REFUSE_UNLESS(condition, ...) \
   if (!(condition)) return rm_fail(err, RM_E_REQUEST, __VA_ARGS__)
 
-static rm_code check_ids(const char *what, const int32_t *ids, int64_t n, int64_t vocab, rm_error *err) {
-  REFUSE_UNLESS(n == 0 || ids, "%s: expected an array of %lld, got none", what, (long long)n);
+rm_code rm_check_token_ids(const char *what, const int32_t *ids, int64_t n, int64_t vocab, rm_error *err) {
+  REFUSE_UNLESS(n == 0 || (n > 0 && ids), "%s: expected an array of %lld, got none", what, (long long)n);
   for (int64_t i = 0; i < n; i++)
     REFUSE_UNLESS(ids[i] >= 0 && ids[i] < vocab, "%s[%lld] = %d is not in [0, %lld)", what, (long long)i, ids[i], (long long)vocab);
   return RM_OK;
@@ -85,13 +85,14 @@ rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limi
   rm_code code;
   REFUSE_UNLESS(request->kind == RM_GENERATE || request->kind == RM_SCORE, "kind=%d is neither generate nor score", (int)request->kind);
   if ((code = check_lengths(request, limits, err))) return code;
-  if ((code = check_ids("token id", request->prompt, request->n_prompt, limits->vocab, err))) return code;
+  if ((code = rm_check_token_ids("token id", request->prompt, request->n_prompt, limits->vocab, err))) return code;
   const int draws = request->kind == RM_GENERATE || request->score_sampling;
   if (draws && (code = check_sampling(request, err))) return code;
   if ((code = check_logprobs(request, limits->vocab, err))) return code;
   if ((code = check_kept(request, limits->vocab, err))) return code;
+  if ((code = rm_logit_edits_check(request, limits, err))) return code;
   REFUSE_UNLESS(request->n_stop_ids >= 0, "n_stop_ids=%lld", (long long)request->n_stop_ids);
-  if ((code = check_ids("stop_token_ids", request->stop_ids, request->n_stop_ids, limits->vocab, err))) return code;
+  if ((code = rm_check_token_ids("stop_token_ids", request->stop_ids, request->n_stop_ids, limits->vocab, err))) return code;
   REFUSE_UNLESS(limits->external || !request->external_draws,
                 "external_draws=True: expected an engine with an external scheduler (external_pages > 0)");
   REFUSE_UNLESS(!limits->external || (request->kind == RM_GENERATE && request->n == 1),
@@ -125,16 +126,20 @@ int rm_sequence_group_stops_at(const rm_sequence_group *group, int32_t token) {
 }
 
 // ---------------------------------------------------------------------------------------------- the allocation
-enum { GROUP_FIELDS = 9, SEQUENCE_FIELDS = 10 };
+enum { GROUP_FIELDS = 12, SEQUENCE_FIELDS = 12 };
 
 static void group_fields(rm_sequence_group *group, const rm_request *request, const rm_request_limits *limits,
                          rm_field fields[GROUP_FIELDS]) {
   const size_t targets = group->want_prompt_logprobs ? (size_t)group->n_prompt : 0;   // one too many, so that none is not NULL
+  const int64_t n_bad = request->n_bad_words;
   const size_t top = group->prompt_top ? targets : 0, set = (size_t)request->n_stop_ids + (size_t)limits->n_eos;
   const rm_field all[GROUP_FIELDS] = {
       {&group->sequences, (size_t)group->n, sizeof *group->sequences},
       {&group->stops, set, sizeof *group->stops},
-      {&group->banned, set, sizeof *group->banned},
+      {&group->banned, set + (size_t)request->n_banned, sizeof *group->banned},
+      {&group->edits, (size_t)rm_logit_edits_most(request), sizeof *group->edits},
+      {&group->bad_words, n_bad ? (size_t)request->bad_word_ends[n_bad - 1] : 0, sizeof *group->bad_words},
+      {&group->bad_word_ends, (size_t)n_bad, sizeof *group->bad_word_ends},
       {&group->prompt_logprobs, targets, sizeof *group->prompt_logprobs},
       {&group->prompt_sampling, group->score_sampling ? targets : 0, sizeof *group->prompt_sampling},
       {&group->prompt_ranks, group->want_token_ranks ? targets : 0, sizeof *group->prompt_ranks},
@@ -145,9 +150,10 @@ static void group_fields(rm_sequence_group *group, const rm_request *request, co
   memcpy(fields, all, sizeof all);
 }
 
-static void sequence_fields(rm_sequence *seq, const rm_sequence_group *group, const rm_request_limits *limits,
+static void sequence_fields(rm_sequence *seq, const rm_sequence_group *group, const rm_request *request, const rm_request_limits *limits,
                             rm_field fields[SEQUENCE_FIELDS]) {
   const size_t capacity = (size_t)group->capacity, top = group->top_logprobs ? capacity : 0;
+  const size_t banned = (size_t)(request->n_stop_ids + limits->n_eos + request->n_banned);
   const rm_field all[SEQUENCE_FIELDS] = {
       {&seq->ids, (size_t)group->n_prompt + capacity, sizeof *seq->ids},
       {&seq->logprobs, capacity, sizeof *seq->logprobs},
@@ -159,6 +165,8 @@ static void sequence_fields(rm_sequence *seq, const rm_sequence_group *group, co
       {&seq->top_ids, top, (size_t)group->top_logprobs * sizeof *seq->top_ids},
       {&seq->top_logprobs, top, (size_t)group->top_logprobs * sizeof *seq->top_logprobs},
       {&seq->kept, group->want_kept ? capacity : 0, sizeof *seq->kept},
+      {&seq->edits, rm_has_penalties(group) ? (size_t)rm_logit_edits_most(request) + capacity : 0, sizeof *seq->edits},
+      {&seq->banned, request->n_bad_words ? banned + (size_t)request->n_bad_words : 0, sizeof *seq->banned},
   };
   memcpy(fields, all, sizeof all);
 }
@@ -170,7 +178,7 @@ static rm_sequence_group *allocate(const rm_sequence_group *values, const rm_req
   rm_field fields[GROUP_FIELDS + SEQUENCE_FIELDS];
   size_t total, parts;
   group_fields(&model, request, limits, fields);
-  sequence_fields(&sample, &model, limits, fields + GROUP_FIELDS);
+  sequence_fields(&sample, &model, request, limits, fields + GROUP_FIELDS);
   const size_t own = rm_fields_bytes(fields, GROUP_FIELDS), part = rm_fields_bytes(fields + GROUP_FIELDS, SEQUENCE_FIELDS);
   if (!own || !part || !rm_mul_size(part, (size_t)model.n, &parts) || !rm_add_size(own, parts, &total) ||
       !rm_add_size(total, sizeof model, &total))
@@ -183,7 +191,7 @@ static rm_sequence_group *allocate(const rm_sequence_group *values, const rm_req
   rm_fields_place(fields, GROUP_FIELDS, at, own);
   at += own;
   for (int32_t i = 0; i < group->n; i++, at += part) {
-    sequence_fields(&group->sequences[i], group, limits, fields);
+    sequence_fields(&group->sequences[i], group, request, limits, fields);
     rm_fields_place(fields, SEQUENCE_FIELDS, at, part);
   }
   return group;
@@ -203,6 +211,9 @@ static rm_sequence_group values_of(const rm_request *request, int64_t capacity) 
       .top_p = request->top_p,
       .min_p = request->min_p,
       .top_k = request->top_k == 0 ? -1 : request->top_k,
+      .repetition_penalty = request->repetition_penalty == 0 ? 1 : request->repetition_penalty,
+      .frequency_penalty = request->frequency_penalty,
+      .presence_penalty = request->presence_penalty,
       .top_logprobs = request->kept_tokens ? (int32_t)rm_max64(request->logprobs, request->top_k) : request->logprobs,
       .prompt_top = rm_max64(request->prompt_logprobs, 0),
       .want_prompt_logprobs = score || request->prompt_logprobs >= 0,
@@ -229,11 +240,14 @@ rm_code rm_sequence_group_create(const rm_request *request, const rm_request_lim
     return rm_fail(err, RM_E_MEMORY, "no memory for the records of %d samples of %lld + %lld tokens", values.n, (long long)values.n_prompt,
                    (long long)capacity);
   group->n_stops = fill_set(group->stops, request, limits, !request->ignore_eos);
-  group->n_banned = fill_set(group->banned, request, limits, 1);
-  if (group->min_tokens && group->n_banned >= limits->vocab) {
+  group->n_early = fill_set(group->banned, request, limits, 1);
+  if (group->min_tokens && group->n_early >= limits->vocab) {
     rm_free(group);
     return rm_fail(err, RM_E_REQUEST, "min_tokens=%lld, but every token of the vocabulary is a stop token", (long long)request->min_tokens);
   }
+  if (request->n_banned) memcpy(group->banned + group->n_early, request->banned, (size_t)request->n_banned * sizeof *group->banned);
+  group->n_never = sort_unique(group->banned + group->n_early, request->n_banned);
+  rm_logit_edits_init(group, request);
   group->id = id;
   group->times.queued = rm_now();
   rm_list_init(&group->link);
@@ -263,5 +277,6 @@ void rm_sequence_group_rewind(rm_sequence_group *group) {
     seq->finish = RM_RUNNING;
     seq->stop_token = seq->table_row = seq->external_row = -1;
     seq->n_tokens = seq->n_routed = 0;
+    rm_logit_edits_rewind(seq);
   }
 }

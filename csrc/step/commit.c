@@ -96,7 +96,8 @@ void rm_commit(rm_scheduler *scheduler) {
     if (plan->scheduled[i]->status != RM_DONE) fail_flagged(scheduler, plan->scheduled[i]);
   for (int64_t d = 0; d < plan->n_draws; d++)
     if (plan->draws[d].seq->status != RM_DONE && plan->tokens[d] < 0)
-      rm_fail_sequence_group(scheduler, plan->draws[d].seq, rm_sequence_length(plan->draws[d].seq) - 1, "logits are");
+      rm_fail_sequence_group(scheduler, plan->draws[d].seq, rm_sequence_length(plan->draws[d].seq) - 1,
+                             "all tokens are banned, or logits with a bias or penalty are");
   for (int64_t i = 0; i < plan->n_scheduled; i++)
     if (plan->scheduled[i]->status != RM_DONE) advance(scheduler, plan->scheduled[i]);
   for (int64_t d = 0; d < plan->n_draws; d++) {

@@ -3,6 +3,7 @@
 // results go into the records.
 #include "base/fields.h"
 #include "base/hash.h"
+#include "scheduler/logit_edits.h"
 #include "step/runner.h"
 
 // ---------------------------------------------------------------------------------------------- the other ranks of the tp group
@@ -87,7 +88,10 @@ static void fill(rm_runner *runner) {
   memcpy(b->seq_of_row, plan->seq_of_row, rows * sizeof *b->seq_of_row);
   memcpy(b->out_rows, plan->out_rows, outs * sizeof *b->out_rows);
   memcpy(b->targets, plan->targets, outs * sizeof *b->targets);
-  for (size_t d = 0; d < draws; d++) b->params[d] = rm_params_of(plan->draws[d].seq);
+  for (size_t d = 0; d < draws; d++) {
+    rm_logit_edits_advance(plan->draws[d].seq);
+    b->params[d] = rm_params_of(plan->draws[d].seq);
+  }
   memset(b->row_flags, 0, rows);
   memset(b->out_flags, 0, outs);
   plan->row_flags = b->row_flags;
@@ -116,7 +120,7 @@ static void put_tables(const rm_runner *runner) {
 // Appends padding rows: token 0 at position 0, with the block table of the first row's sequence (or row 0 of the tables, whose entries are
 // valid pages). They write no KV, and their results are ignored.
 static void pad(rm_plan *plan, int64_t rows) {
-  static rm_sequence_group nobody_group = {.n = 1, .top_p = 1, .top_k = -1};
+  static rm_sequence_group nobody_group = {.n = 1, .top_p = 1, .top_k = -1, .repetition_penalty = 1};
   static rm_sequence nobody = {.group = &nobody_group};
   const int32_t first = plan->n_rows ? plan->seq_of_row[0] : 0;
   for (int64_t i = plan->n_rows; i < rows; i++) {

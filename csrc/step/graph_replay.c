@@ -4,6 +4,7 @@
 #include <assert.h>
 #include <string.h>
 
+#include "scheduler/logit_edits.h"
 #include "step/runner.h"
 
 // ---------------------------------------------------------------------------------------------- which steps
@@ -29,7 +30,8 @@ static int only_draws(const rm_plan *plan, int64_t i) {
   const rm_sequence_group *group = seq->group;
   if (!out->draws || out->target >= 0 || plan->draws[i].out != i || group->top_logprobs || group->wants_logits || group->external_draws)
     return 0;
-  return !group->score_sampling && !(seq->n_tokens < group->min_tokens && group->n_banned);
+  if (rm_has_penalties(group) || group->n_edits || group->n_never || group->n_bad_words) return 0;   // lists of changing sizes
+  return !group->score_sampling && !(seq->n_tokens < group->min_tokens && group->n_early);
 }
 
 int rm_graphs_serve(const rm_runner *runner, int *with_token_ranks) {

@@ -9,7 +9,7 @@ enum {
   STATIC_ROWS = 512,               // max rows of a step with exchanges of fixed sizes; with more rows counting costs less
   LOGITS_BYTES = 64 << 20,         // of logits at a time, but …
   MIN_OUT_ROWS = 32,               // … at least that many rows, so that lm_head reads its weights seldom
-  RESULTS_BYTES = 1 << 20,         // of results before a step has to wait, besides room for one row's top logprobs or banned tokens
+  RESULTS_BYTES = 1 << 20,         // of results before a step has to wait, besides room for one row's top logprobs or lists of tokens
 };
 
 void rm_runner_init(rm_runner *runner, const rm_runner_options *options) {
@@ -34,7 +34,8 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, rm
   const rm_runner_options *options = &runner->options;
   const size_t rows = (size_t)options->model.max_rows, seqs = (size_t)options->max_num_seqs;
   const size_t outs = (size_t)runner->max_out_rows, draws = (size_t)runner->max_draws, tp = (size_t)runner->rank.mesh.tp;
-  const size_t results = RESULTS_BYTES + 2 * sizeof(float) * (size_t)options->spec->vocab_size;
+  const size_t lists = 2 * sizeof(int32_t) + sizeof(rm_logit_edit);   // for each token: early, never, an edit
+  const size_t results = RESULTS_BYTES + lists * (size_t)options->spec->vocab_size;
   char what[96];
   runner->model = model;
   runner->store = store;

@@ -3,6 +3,7 @@
 //
 // One call of the sample op takes a run of draws: from consecutive rows (decoding), or from one row (the first tokens of a prompt's
 // samples), which is the same call with a row stride of 0.
+#include "scheduler/logit_edits.h"
 #include "step/runner.h"
 
 // The rows of one call of lm_head: [first, first + n) of outs. Row indices below are relative to first.
@@ -112,6 +113,20 @@ static rm_code top_logprobs(rm_runner *runner, int64_t row, int64_t n, int64_t k
   return RM_OK;
 }
 
+// ---------------------------------------------------------------------------------------------- parameters of draws
+// Bytes that a draw's lists take in the results' buffer: banned tokens and edits.
+static size_t list_bytes(const rm_sample_params *params) {
+  const size_t banned = (size_t)params->n_banned * sizeof *params->banned, edits = (size_t)params->n_edits * sizeof *params->edits;
+  return (banned ? banned + RM_RESULT_ALIGN : 0) + (edits ? edits + RM_RESULT_ALIGN : 0);
+}
+
+// Puts the lists where the op reads them. Their room is reserved.
+static void put_lists(rm_results *results, rm_sample_params *params) {
+  const size_t banned = (size_t)params->n_banned * sizeof *params->banned, edits = (size_t)params->n_edits * sizeof *params->edits;
+  if (banned) params->banned = rm_results_input(results, params->banned, banned);
+  if (edits) params->edits = rm_results_input(results, params->edits, edits);
+}
+
 // ---------------------------------------------------------------------------------------------- records of prompts
 // Rows [i, end) that belong to one prompt, positions ascending by one.
 static int64_t prompt_run(const rm_plan *plan, int64_t i, int64_t end) {
@@ -137,10 +152,14 @@ rm_sample_params rm_params_of(const rm_sequence *seq) {
   rm_sample_params params = plain_params(group);
   params.seed = seq->seed;
   params.counter = (uint64_t)rm_sequence_length(seq);
-  if (seq->n_tokens < group->min_tokens) {
-    params.banned = group->banned;
-    params.n_banned = (int32_t)group->n_banned;
-  }
+  rm_logit_edits_set(seq, &params);
+  return params;
+}
+
+// Parameters of a scored prompt's rows; its edits do not depend on the position.
+static rm_sample_params score_params(const rm_sequence *seq) {
+  rm_sample_params params = plain_params(seq->group);
+  rm_logit_edits_set(seq, &params);
   return params;
 }
 
@@ -150,12 +169,14 @@ static rm_code score_sampling(rm_runner *runner, const rm_logits_pass *pass, int
   rm_results *results = &runner->results;
   const rm_out_row *out = out_row(plan, pass, row);
   const size_t given = (size_t)n * sizeof *runner->params, taken = (size_t)n * sizeof(float);
+  rm_sample_params each = score_params(out->seq);
+  const rm_code code = rm_results_reserve(results, 2, given + taken + list_bytes(&each), err);
+  if (code) return code;
+  put_lists(results, &each);
   for (int64_t i = 0; i < n; i++) {
-    runner->params[i] = plain_params(out->seq->group);
+    runner->params[i] = each;
     runner->params[i].forced = out[i].target;
   }
-  const rm_code code = rm_results_reserve(results, 2, given + taken, err);
-  if (code) return code;
   const rm_sample_params *params = rm_results_input(results, runner->params, given);
   run_sample(runner, pass, row, n, runner->ld_logits, params, runner->unused_tokens, runner->unused_logprobs,
              rm_results_output(results, out->seq->group->prompt_sampling + out->position, taken), NULL);
@@ -177,7 +198,9 @@ static rm_code run_prompt(rm_runner *runner, const rm_logits_pass *pass, int64_t
   const rm_out_row *out = out_row(runner->plan, pass, row);
   rm_sequence_group *group = out->seq->group;
   const int64_t k = group->prompt_top, at = out->position;
-  const int64_t room = (int64_t)(rm_results_room(&runner->results) / (sizeof(rm_sample_params) + sizeof(float) + RM_RESULT_ALIGN));
+  const rm_sample_params params = score_params(out->seq);
+  const int64_t room =
+      (int64_t)((rm_results_room(&runner->results) - list_bytes(&params)) / (sizeof(rm_sample_params) + sizeof(float) + RM_RESULT_ALIGN));
   const int64_t most = rm_min64(runner->max_draws, rm_max64(room / 2, 1));
   rm_code code = RM_OK;
   if (k) code = top_logprobs(runner, row, n, k, group->prompt_top_ids + at * k, group->prompt_top_logprobs + at * k, err);
@@ -210,10 +233,6 @@ static void record_prompts(const rm_plan *plan) {
 }
 
 // ---------------------------------------------------------------------------------------------- draws
-// Bytes that a draw's banned tokens take in the results' buffer.
-static size_t banned_bytes(const rm_sample_params *params) {
-  return params->n_banned ? (size_t)params->n_banned * sizeof *params->banned + RM_RESULT_ALIGN : 0;
-}
 
 // The end of the longest run of draws from d on: from consecutive rows (*step 1) or from one row (*step 0), whose parameters fit.
 static int64_t draw_run(const rm_runner *runner, int64_t d, int64_t end, int *step, size_t *given) {
@@ -222,9 +241,9 @@ static int64_t draw_run(const rm_runner *runner, int64_t d, int64_t end, int *st
   const size_t room = rm_results_room(&runner->results) - 2 * RM_RESULT_ALIGN;
   int64_t at = d + 1;
   *step = at < end && draws[at].out == draws[d].out ? 0 : 1;
-  *given = sizeof *params + banned_bytes(&params[d]);
+  *given = sizeof *params + list_bytes(&params[d]);
   while (at < end && at - d < runner->max_draws && draws[at].out == draws[at - 1].out + *step) {
-    const size_t more = sizeof *params + banned_bytes(&params[at]);
+    const size_t more = sizeof *params + list_bytes(&params[at]);
     if (more > room - *given) break;
     *given += more;
     at++;
@@ -232,20 +251,18 @@ static int64_t draw_run(const rm_runner *runner, int64_t d, int64_t end, int *st
   return at;
 }
 
-// Parameters of draws [d, end) for the op: those in the step buffer, unless tokens are banned, whose lists go through the results.
+// Parameters of draws [d, end) for the op: those in the step buffer, unless they have lists, which go through the results.
 static rm_code params_of(rm_runner *runner, int64_t d, int64_t end, size_t given, const rm_sample_params **out, rm_error *err) {
   const rm_sample_params *params = runner->step.params + d;
   const int64_t n = end - d;
-  int64_t n_banned = 0;
-  for (int64_t i = 0; i < n; i++) n_banned += params[i].n_banned;
+  int any = 0;
+  for (int64_t i = 0; i < n; i++) any |= list_bytes(&params[i]) != 0;
   *out = rm_on_device(runner, params);
-  if (!n_banned) return RM_OK;
+  if (!any) return RM_OK;
   const rm_code code = rm_results_reserve(&runner->results, 1, given, err);
   if (code) return code;
   memcpy(runner->params, params, (size_t)n * sizeof *params);
-  for (int64_t i = 0; i < n; i++)
-    if (params[i].n_banned)
-      runner->params[i].banned = rm_results_input(&runner->results, params[i].banned, (size_t)params[i].n_banned * sizeof *params->banned);
+  for (int64_t i = 0; i < n; i++) put_lists(&runner->results, &runner->params[i]);
   *out = rm_results_input(&runner->results, runner->params, (size_t)n * sizeof *params);
   return RM_OK;
 }

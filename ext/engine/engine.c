@@ -156,6 +156,9 @@ static const rm_attribute request_fields[] = {
     REQUEST("ranks", RM_ATTR_BOOL, ranks),
     REQUEST("external_draws", RM_ATTR_BOOL, external_draws),
     REQUEST("kept_tokens", RM_ATTR_BOOL, kept_tokens),
+    REQUEST("repetition_penalty", RM_ATTR_F32, repetition_penalty),
+    REQUEST("frequency_penalty", RM_ATTR_F32, frequency_penalty),
+    REQUEST("presence_penalty", RM_ATTR_F32, presence_penalty),
 };
 _Static_assert(RM_GENERATE == 0 && RM_SCORE == 1 && sizeof(rm_request_kind) == sizeof(int), "`score` is read as the kind");
 
@@ -171,14 +174,35 @@ static PyObject *remember(rm_engine_object *self, uint64_t id, const rm_request 
   return NULL;
 }
 
+// (bias_ids, biases, banned, bad_words, bad_word_ends), or None: no edits. Views of the arrays.
+static int read_edits(PyObject *module, PyObject *edits, rm_request *request) {
+  PyObject *bias_ids, *biases, *banned, *words, *ends;
+  int64_t n_words;
+  void *data;
+  if (edits == Py_None) return 0;
+  if (!PyArg_ParseTuple(edits, "OOOOO:edits", &bias_ids, &biases, &banned, &words, &ends)) return -1;
+  if (rm_array_ids(module, bias_ids, "logit_bias", &request->bias_ids, &request->n_biases)) return -1;
+  rm_array_want want = {"logit_bias", NPY_FLOAT32, 0, 1, {request->n_biases}};
+  if (rm_array_data(module, biases, &want, &data)) return -1;
+  request->biases = data;
+  if (rm_array_ids(module, banned, "banned", &request->banned, &request->n_banned)) return -1;
+  if (rm_array_ids(module, words, "bad_words", &request->bad_words, &n_words)) return -1;
+  if (rm_array_ids(module, ends, "bad_words", &request->bad_word_ends, &request->n_bad_words)) return -1;
+  if (request->n_bad_words == 0 || request->bad_word_ends[request->n_bad_words - 1] == n_words) return 0;
+  rm_raise_code(module, RM_E_REQUEST, "bad_words: expected the last to end at %lld, got %d", (long long)n_words,
+                request->bad_word_ends[request->n_bad_words - 1]);
+  return -1;
+}
+
 static PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
-  PyObject *prompt, *stop_ids, *object, *logits, *result = NULL;
-  if (!PyArg_ParseTuple(args, "OOOO:add", &prompt, &stop_ids, &object, &logits)) return NULL;
+  PyObject *prompt, *stop_ids, *object, *logits, *edits = Py_None, *result = NULL;
+  if (!PyArg_ParseTuple(args, "OOOO|O:add", &prompt, &stop_ids, &object, &logits, &edits)) return NULL;
   PyObject *module = rm_engine_module(self);
   rm_request request = {0};
   if (rm_attributes_read(module, object, request_fields, RM_LENGTH(request_fields), &request, NULL)) return NULL;
   if (rm_array_ids(module, prompt, "prompt", &request.prompt, &request.n_prompt)) return NULL;
   if (rm_array_ids(module, stop_ids, "stop_token_ids", &request.stop_ids, &request.n_stop_ids)) return NULL;
+  if (read_edits(module, edits, &request)) return NULL;
   if (rm_engine_enter(self)) return NULL;
   const int64_t vocab = self->spec->vocab_size;
   rm_array_want want = {"logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 2, {request.n_prompt, vocab}};
@@ -344,7 +368,7 @@ static PyObject *rm_engine_py_host_room(rm_engine_object *self, PyObject *ignore
 #define METHOD(name, flags, doc) RM_METHOD(#name, rm_engine_py_##name, flags, doc)
 static PyMethodDef methods[] = {
     METHOD(close, METH_NOARGS, "Frees everything. Idempotent."),
-    METHOD(add, METH_VARARGS, "(prompt, stop_token_ids, request, logits): adds a request, returns its id."),
+    METHOD(add, METH_VARARGS, "(prompt, stop_token_ids, request, logits, edits=None): adds a request, returns its id."),
     METHOD(abort, METH_O, "(id): ends a request; what it has generated can still be read."),
     METHOD(release, METH_O, "(id): forgets a finished request."),
     METHOD(stop_sample, METH_VARARGS, "(id, sample, n_tokens): ends a sample after its first n_tokens, where a stop string matched."),

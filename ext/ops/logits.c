@@ -80,7 +80,16 @@ static rm_sample_params *sample_params(rm_op_call *c, PyObject *const *o, int64_
   if (!on_host && of_banned) banned = rm_op_there(c, memcpy((char *)params + of_params, banned, of_banned));
   for (int64_t r = 0; r < rows; r++)
     params[r] = (rm_sample_params){
-        temperature[r], top_p[r], min_p[r], top_k[r], seed[r], counter[r], banned + starts[r], starts[r + 1] - starts[r], forced[r]};
+        .temperature = temperature[r],
+        .top_p = top_p[r],
+        .min_p = min_p[r],
+        .top_k = top_k[r],
+        .seed = seed[r],
+        .counter = counter[r],
+        .banned = banned + starts[r],
+        .n_banned = starts[r + 1] - starts[r],
+        .forced = forced[r],
+    };
   return params;
 }
 

@@ -42,7 +42,30 @@ RM_INLINE uint64_t rm_philox_u64(uint64_t seed, uint64_t counter) {
   return (uint64_t)x1 << 32 | x0;
 }
 
+// The edit of a token, or NULL.
+RM_INLINE const rm_logit_edit *rm_find_edit(const rm_sample_params *p, int64_t token) {
+  int32_t low = 0, high = p->n_edits;
+  while (low < high) {
+    const int32_t middle = low + (high - low) / 2;
+    if (p->edits[middle].token < token) low = middle + 1;
+    else high = middle;
+  }
+  return low < p->n_edits && p->edits[low].token == token ? p->edits + low : 0;
+}
+
+// The logit that an edited token is drawn with.
+RM_INLINE float rm_edited_logit(float logit, const rm_sample_params *p, const rm_logit_edit *edit) {
+  float x = logit + edit->bias;
+  if (edit->count >= 0) x = x > 0.0f ? x / p->repetition_penalty : x * p->repetition_penalty;
+  if (edit->count > 0) {
+    x = x - p->frequency_penalty * (float)edit->count;
+    x = x - p->presence_penalty;
+  }
+  return x + 0.0f;
+}
+
 // Whether what is drawn from is the model's own distribution, so that both logprobs are one number.
 RM_INLINE int rm_samples_the_model(const rm_sample_params *p, int64_t vocab) {
-  return p->temperature == 1.0f && p->n_banned == 0 && !(p->min_p > 0.0f) && (p->top_k <= 0 || p->top_k >= vocab) && p->top_p >= 1.0f;
+  return p->temperature == 1.0f && p->n_banned == 0 && p->n_edits == 0 && !(p->min_p > 0.0f) && (p->top_k <= 0 || p->top_k >= vocab) &&
+         p->top_p >= 1.0f;
 }

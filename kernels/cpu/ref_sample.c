@@ -8,7 +8,7 @@ typedef struct filter {         // which tokens are left, and their weights
   const float *logits;
   int64_t vocab;
   const rm_sample_params *params;
-  float max;                    // of the logits that are not banned
+  float max;                    // of the logits that are not banned, edited
   uint32_t key;                 // tokens of a lower key are out …
   int64_t ties;                 // … and of those of this key all but so many of the lowest ids
 } filter;
@@ -19,7 +19,13 @@ static int is_banned(const rm_sample_params *params, int64_t v) {
   return 0;
 }
 
-static float scaled(const filter *f, int64_t v) { return (f->logits[v] + 0.0f - f->max) / f->params->temperature; }
+// The logit that is drawn from: x of the contract.
+static float edited(const rm_sample_params *params, const float *logits, int64_t v) {
+  const rm_logit_edit *edit = rm_find_edit(params, v);
+  return edit ? rm_edited_logit(logits[v], params, edit) : logits[v] + 0.0f;
+}
+
+static float scaled(const filter *f, int64_t v) { return (edited(f->params, f->logits, v) - f->max) / f->params->temperature; }
 
 // Steps 1 and 2: the weight of a token that is not banned and passes min_p.
 static int enters(const filter *f, int64_t v, uint64_t *weight) {
@@ -30,7 +36,7 @@ static int enters(const filter *f, int64_t v, uint64_t *weight) {
 
 // Visits what is left in ascending id: f->key and f->ties applied.
 static int is_left(const filter *f, int64_t v, int64_t *ties_seen, uint64_t *weight) {
-  const uint32_t key = rm_order_key(f->logits[v]);
+  const uint32_t key = rm_order_key(edited(f->params, f->logits, v));
   if (!enters(f, v, weight) || key < f->key) return 0;
   return key > f->key || (*ties_seen)++ < f->ties;
 }
@@ -74,9 +80,13 @@ static void keep_prefix(filter *f, uint64_t need, int by_weight) {
 
 static int32_t greedy(const float *logits, int64_t vocab, const rm_sample_params *params) {
   int32_t best = -1;
-  for (int64_t v = 0; v < vocab; v++)
-    if (!is_banned(params, v) && !rm_is_nan(logits[v]) && (best < 0 || rm_order_key(logits[v]) > rm_order_key(logits[best])))
-      best = (int32_t)v;
+  uint32_t highest = 0;
+  for (int64_t v = 0; v < vocab; v++) {
+    const float x = edited(params, logits, v);
+    if (is_banned(params, v) || rm_is_nan(x) || (best >= 0 && rm_order_key(x) <= highest)) continue;
+    best = (int32_t)v;
+    highest = rm_order_key(x);
+  }
   return best;
 }
 
@@ -110,7 +120,8 @@ static void sample_row(const rm_sample_args *a, int64_t r) {
   float under = token == likeliest ? 0.0f : -INFINITY;
   int32_t kept = 1;
   if (params->temperature != 0.0f) {
-    filter f = {.logits = logits, .vocab = a->vocab, .params = params, .max = logits[likeliest] + 0.0f, .key = 0, .ties = INT64_MAX};
+    filter f = {.logits = logits, .vocab = a->vocab, .params = params, .key = 0, .ties = INT64_MAX};
+    f.max = edited(params, logits, likeliest);
     const int cuts_k = params->top_k > 0 && params->top_k < a->vocab;
     if (cuts_k && measure(&f, 0) > (uint64_t)params->top_k) keep_prefix(&f, (uint64_t)params->top_k, 0);
     if (params->top_p < 1.0f) keep_prefix(&f, rm_top_p_need(params->top_p, measure(&f, 1)), 1);

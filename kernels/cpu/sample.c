@@ -7,7 +7,7 @@
 // lower bound of the true threshold, since more tokens can only raise it. Tokens above the bound are collected and selected exactly. If the
 // maxima do not reach the bound (a flat distribution), all tokens are collected, with the same result.
 //
-// A banned token is a NaN in a copy of the logits: a NaN is never the largest, has weight 0 and the lowest key.
+// Edited logits are in a copy of the row. A banned token is a NaN there: never the largest, of weight 0 and of the lowest key.
 #include "philox.h"
 #include "variant.h"
 
@@ -30,7 +30,7 @@ typedef struct token_list { // ascending ids
 
 typedef struct row_view { // one row's work; arrays are carved from the thread's workspace
   const rm_sample_params *params;
-  const float *logits; // [vocab], banned ones NaN
+  const float *logits; // [vocab], edited, banned ones NaN
   int64_t vocab;
   float max;
   int32_t *kept; // tokens left, or NULL; 0 at first
@@ -264,9 +264,13 @@ static int32_t draw_filtered(row_view *v, float *under) {
 }
 
 // ------------------------------------------------------------------------------------------------ rows
-static void ban(row_view *v) {
-  if (v->params->n_banned <= 0) return;
+static void edit(row_view *v) {
+  if (v->params->n_banned <= 0 && v->params->n_edits <= 0) return;
   memcpy(v->copy, v->logits, (size_t)v->vocab * sizeof *v->copy);
+  for (int32_t i = 0; i < v->params->n_edits; i++) {
+    float *logit = v->copy + v->params->edits[i].token;
+    *logit = rm_edited_logit(*logit, v->params, v->params->edits + i);
+  }
   for (int32_t i = 0; i < v->params->n_banned; i++)
     if (v->params->banned[i] >= 0 && v->params->banned[i] < v->vocab) v->copy[v->params->banned[i]] = NAN;
   v->logits = v->copy;
@@ -292,7 +296,7 @@ static void sample_row(const rm_sample_args *a, int64_t r, char *memory) {
   a->logprobs[r] = a->sampling_logprobs[r] = rm_float(0x7fc00000u);
   if (a->kept) *(v.kept = a->kept + r) = 0;
   if (a->row_flags[from]) return;
-  ban(&v);
+  edit(&v);
   v.max = largest(&v);
 
   const int same = rm_samples_the_model(params, a->vocab);

@@ -7,8 +7,8 @@
 //
 // The draw narrows to the sixteenth of its range in which the running sum exceeds the target, until one warp can walk it.
 //
-// A banned token is a NaN: never the largest, of weight 0 and of the lowest key. Bans are bits in the workspace, a row's lists may
-// be as long as the vocabulary.
+// A banned token is a NaN: never the largest, of weight 0 and of the lowest key. Bits in the workspace mark what is banned or edited, a
+// row's lists may be as long as the vocabulary. An edit is found by bisection, and made anew at each look.
 #include "device.cuh"
 
 #include "cpu/philox.h"
@@ -32,7 +32,8 @@ __device__ scratch scratch_in(float *shared) {
 
 struct row_view {
   const float *logits;
-  const uint32_t *banned;  // bits, or NULL: none
+  const uint32_t *changed, *banned;  // bits: edited or banned; banned. NULL: none
+  const rm_sample_params *params;
   int64_t vocab;
   float max, temperature, min_p;
 };
@@ -42,9 +43,15 @@ struct cut {  // tokens of a higher key stay, and `ties` of this key, lowest ids
   uint64_t ties;
 };
 
+__device__ bool has_bit(const uint32_t *bits, int64_t id) { return bits[id / 32] >> (id % 32) & 1; }
+
+__device__ float changed_logit(const row_view &v, int64_t id) {
+  if (has_bit(v.banned, id)) return rm_float(0x7fc00000u);
+  return rm_edited_logit(v.logits[id], v.params, rm_find_edit(v.params, id));
+}
+
 __device__ float logit_of(const row_view &v, int64_t id) {
-  if (v.banned && (v.banned[id / 32] >> (id % 32) & 1)) return rm_float(0x7fc00000u);
-  return v.logits[id] + 0.0f;
+  return v.changed && has_bit(v.changed, id) ? changed_logit(v, id) : v.logits[id] + 0.0f;
 }
 
 __device__ float scaled(const row_view &v, float x) { return (x - v.max) / v.temperature; }
@@ -251,13 +258,20 @@ __device__ drawn draw_row(const row_view &v, const rm_sample_params *p, bool cou
   return {token, possible ? rm_canon(scaled(v, x) - rm_log(static_cast<float>(total) * 0x1p-40f)) : -INFINITY, kept};
 }
 
-// Bits of the row's banned tokens, for the whole block.
-__device__ void mark_banned(uint32_t *bits, const rm_sample_params *p, int64_t vocab) {
-  for (int64_t i = threadIdx.x; i < (vocab + 31) / 32; i += THREADS) bits[i] = 0;
+RM_INLINE int64_t words_of_row(int64_t vocab) { return (vocab + 31) / 32; }
+
+__device__ void mark(uint32_t *bits, int32_t id, int64_t vocab) {
+  if (id >= 0 && id < vocab) atomicOr(bits + id / 32, 1u << (id % 32));
+}
+
+// Bits of the row's changed tokens, then of its banned ones, by the whole block.
+__device__ void mark_changed(uint32_t *changed, uint32_t *banned, const rm_sample_params *p, int64_t vocab) {
+  for (int64_t i = threadIdx.x; i < words_of_row(vocab); i += THREADS) changed[i] = banned[i] = 0;
   __syncthreads();
+  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < p->n_edits; i += THREADS) mark(changed, p->edits[i].token, vocab);
   for (int32_t i = static_cast<int32_t>(threadIdx.x); i < p->n_banned; i += THREADS) {
-    const int32_t id = p->banned[i];
-    if (id >= 0 && id < vocab) atomicOr(bits + id / 32, 1u << (id % 32));
+    mark(changed, p->banned[i], vocab);
+    mark(banned, p->banned[i], vocab);
   }
   __syncthreads();
 }
@@ -272,22 +286,24 @@ __device__ int32_t likeliest(const row_view &v, const scratch &s) {
   return best ? rm_ranked_id(best) : -1;
 }
 
-__global__ void __launch_bounds__(THREADS) sample_kernel(rm_sample_args a, uint32_t *banned, int64_t row0) {
+__global__ void __launch_bounds__(THREADS) sample_kernel(rm_sample_args a, uint32_t *marks, int64_t row0) {
   RM_SHARED(shared);
   const scratch s = scratch_in(shared);
   const int64_t row = row0 + blockIdx.x;
   const int64_t from = rm_sampled_row(&a, row);
   const rm_sample_params *p = a.params + row;
-  row_view v = {a.logits + row * a.ld_logits, nullptr, a.vocab, 0.0f, p->temperature, p->min_p};
+  row_view v = {a.logits + row * a.ld_logits, nullptr, nullptr, p, a.vocab, 0.0f, p->temperature, p->min_p};
   drawn d = {-1, 0.0f, 0};
   if (!a.row_flags[from]) {
-    if (p->n_banned > 0) {
-      uint32_t *bits = banned + blockIdx.x * ((a.vocab + 31) / 32);
-      mark_banned(bits, p, a.vocab);
-      v.banned = bits;
+    if (p->n_banned > 0 || p->n_edits > 0) {
+      const int64_t words = words_of_row(a.vocab);
+      uint32_t *changed = marks + blockIdx.x * 2 * words, *banned = changed + words;
+      mark_changed(changed, banned, p, a.vocab);
+      v.changed = changed;
+      v.banned = banned;
     }
     const int32_t best = likeliest(v, s);
-    if (best >= 0) v.max = v.logits[best] + 0.0f;
+    if (best >= 0) v.max = logit_of(v, best);
     if (best >= 0 && p->temperature != 0.0f) d = draw_row(v, p, a.kept != nullptr, s);
     else if (best >= 0) d = {p->forced >= 0 ? p->forced : best, p->forced >= 0 && p->forced != best ? -INFINITY : 0.0f, 1};
   }
@@ -338,18 +354,16 @@ __global__ void __launch_bounds__(THREADS) ranks_kernel(rm_ranks_args a) {
   if (threadIdx.x == 0) a.ranks[row] = static_cast<int32_t>(rank);
 }
 
-int64_t words_of_row(int64_t vocab) { return (vocab + 31) / 32; }
-
 }  // namespace
 
 size_t rm_cuda_sample_workspace(const rm_limits *l) {
-  return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * words_of_row(l->vocab)) * sizeof(uint32_t);
+  return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * 2 * words_of_row(l->vocab)) * sizeof(uint32_t);
 }
 
 // Rows beyond what the workspace holds are done in later passes on the stream.
 void rm_cuda_sample(const rm_ctx *ctx, const rm_sample_args *a) {
   if (a->vocab <= 0) return;
-  const size_t per_row = static_cast<size_t>(words_of_row(a->vocab)) * sizeof(uint32_t);
+  const size_t per_row = static_cast<size_t>(2 * words_of_row(a->vocab)) * sizeof(uint32_t);
   const int64_t at_once = rm_max64(1, static_cast<int64_t>(ctx->workspace_bytes / per_row));
   for (int64_t row0 = 0; row0 < a->rows; row0 += at_once) {
     const dim3 grid(static_cast<unsigned>(rm_min64(at_once, a->rows - row0)));

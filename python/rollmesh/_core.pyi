@@ -172,6 +172,7 @@ class Engine:
         stop_token_ids: NDArray[np.int32],
         request: _Request,
         logits: NDArray[np.float32] | None,
+        edits: tuple[NDArray[Any], ...] | None = None,
         /,
     ) -> int: ...
     def abort(self, id: int, /) -> None: ...

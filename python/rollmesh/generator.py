@@ -33,7 +33,7 @@ from rollmesh.request.async_driver import AsyncDriver
 from rollmesh.request.driver import Driver, Prompt, sequences_of
 from rollmesh.request.outputs import RequestOutput, SelfTestReport, SyncReport
 from rollmesh.request.requests import Requests
-from rollmesh.request.sampling import SamplingParams
+from rollmesh.request.sampling import SamplingParams, logit_edit_names
 from rollmesh.request.text import TextCodec, tokenizer_of_folder
 from rollmesh.runtime import cublas
 from rollmesh.runtime.arguments import (
@@ -196,7 +196,7 @@ class Generator:
         )
         values = spec.engine_values(self.max_model_len)
         self._engine = join(values, options, None if nccl is not None and nccl.group is None else comm, self.mesh)
-        self._requests = Requests(self._engine, self._codec, self.eos_token_ids, dtype, self.max_model_len, is_invariant=blas is None)
+        self._requests = Requests(self._engine, self._codec, self.eos_token_ids, spec.vocab_size, dtype, self.max_model_len, blas is None)
         self._weights = Weights(self._engine, self._requests)
         self._turn = Turn()
         self._driver = Driver(self._engine, self._requests, self._codec, self._turn, self._weights.commit_open_sync)
@@ -380,7 +380,8 @@ class Generator:
         """float32 [len − 1] for each sequence: the logprob of token i+1, given tokens 0..i. Bit for bit what generate gives as `.logprobs`.
 
         params  one, or one for each sequence: then it is `.sampling_logprobs`, under temperature and filters, -inf for a token that
-                they exclude. min_tokens has to be 0, since the length of the prompt is not known here
+                they exclude. min_tokens has to be 0, and there are no penalties and bad_words, since the length of the prompt is not
+                known here; logit_bias and allowed_token_ids apply
         """
         sequences = sequences_of(ids_list)
         chosen: list[SamplingParams | None] = [None] * len(sequences)
@@ -389,6 +390,9 @@ class Generator:
             for param in chosen:
                 if param is not None and param.min_tokens > 0:
                     raise RequestError(f"min_tokens: expected 0 in score, got {param.min_tokens}")
+                for name in () if param is None else logit_edit_names(param):
+                    if name not in ("logit_bias", "allowed_token_ids"):
+                        raise RequestError(f"{name}: expected none in score, got {shown(getattr(param, name))}")
         return self._driver.score(sequences, chosen)
 
     # ---------------------------------------------------------------------------------------- weights

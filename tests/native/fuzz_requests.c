@@ -27,7 +27,8 @@ enum { VOCAB = 131, LONGEST = 64, PAGE = 16, MAX_SAMPLES = 16384, RUN_ONE_IN = 1
 // clang-format off
 typedef enum rule {
   KIND, PROMPT_EMPTY, PROMPT_NULL, PROMPT_LONG, PROMPT_ID, SAMPLES, MAX_TOKENS, MIN_TOKENS, TEMPERATURE, TOP_P, MIN_P, TOP_K, LOGPROBS,
-  PROMPT_LOGPROBS, KEPT_TOKENS, STOP_COUNT, STOP_NULL, STOP_ID, ALL_BANNED, CAPACITY, N_RULES,
+  PROMPT_LOGPROBS, KEPT_TOKENS, STOP_COUNT, STOP_NULL, STOP_ID, ALL_BANNED, CAPACITY,
+  PENALTIES, BIASES, BANNED, BAD_WORDS, EDITS_KEPT, EDITS_SCORED, N_RULES,
 } rule;
 
 static const struct {
@@ -38,6 +39,8 @@ static const struct {
   {"temperature", "temperature="}, {"top_p", "top_p="}, {"min_p", "min_p="}, {"top_k", "top_k="}, {"logprobs", "logprobs="},
   {"prompt_logprobs", "prompt_logprobs="}, {"kept_tokens", "kept_tokens=True"}, {"stop count", "n_stop_ids="}, {"no stop ids", "stop_token_ids"},
   {"stop id", "stop_token_ids["}, {"all banned", "every token"}, {"capacity", "pages"},
+  {"penalties", "_penalty="}, {"logit_bias", "logit_bias"}, {"banned", "banned"}, {"bad_words", "bad_words"},
+  {"edits with kept_tokens", "kept_tokens=True"}, {"edits of a score", "in a score"},
 };
 // clang-format on
 
@@ -55,6 +58,8 @@ typedef struct scene {
   fuzz f;
   place places[PLACES];
   int32_t *prompt, *stops;      // [LONGEST], [VOCAB]; used from the end
+  int32_t *bias_ids, *banned, *words, *ends;   // [VOCAB], as the next; used from the end
+  float *biases;
   float *logits, *lone_logits;  // [LONGEST][VOCAB]
   size_t blocks;
   long broken[N_RULES], codes[RM_N_CODE], runs, stopped, full, scored;
@@ -75,6 +80,35 @@ static int everything_stops(const place *at, const rm_request *r) {
   for (int64_t i = 0; i < at->options.n_eos; i++) stops[at->options.eos_ids[i]] = 1;
   for (int i = 0; i < VOCAB; i++) n += stops[i];
   return n == VOCAB;
+}
+
+static int is_list(const int32_t *ids, int64_t n) { return n == 0 || (n > 0 && ids); }
+
+static int are_finite(const float *values, int64_t n) {
+  for (int64_t i = 0; i < n; i++)
+    if (!isfinite(values[i])) return 0;
+  return 1;
+}
+
+static int words_are_good(const rm_request *r) {
+  for (int64_t i = 0; i < r->n_bad_words; i++)
+    if (r->bad_word_ends[i] <= (i ? r->bad_word_ends[i - 1] : 0)) return 0;
+  return r->bad_words && in_vocab(r->bad_words, r->bad_word_ends[r->n_bad_words - 1]);
+}
+
+// Whether it runs to its end for certain: some token can always be drawn, and no logit overflows.
+static int is_tame(const place *at, const rm_request *r) {
+  uint8_t out[VOCAB] = {0};
+  int n = 0;
+  for (int64_t i = 0; i < r->n_stop_ids; i++) out[r->stop_ids[i]] = 1;
+  for (int64_t i = 0; i < at->options.n_eos; i++) out[at->options.eos_ids[i]] = 1;
+  for (int64_t i = 0; i < r->n_banned; i++) out[r->banned[i]] = 1;
+  for (int64_t i = 0; i < r->n_bad_words; i++) out[r->bad_words[r->bad_word_ends[i] - 1]] = 1;
+  for (int i = 0; i < VOCAB; i++) n += out[i];
+  for (int64_t i = 0; i < r->n_biases; i++)
+    if (fabsf(r->biases[i]) > 1000) return 0;
+  const float repetition = r->repetition_penalty;
+  return (repetition == 0 || (repetition >= 0.01f && repetition <= 100)) && (n < VOCAB || !(r->n_banned || r->n_bad_words));
 }
 
 // Tokens a sample may have in the end.
@@ -103,6 +137,17 @@ static uint32_t oracle(const place *at, const rm_request *r, long plant) {
   RULE(LOGPROBS, r->logprobs >= 0 && r->logprobs <= VOCAB);
   RULE(PROMPT_LOGPROBS, r->prompt_logprobs >= -1 && r->prompt_logprobs <= VOCAB);
   RULE(KEPT_TOKENS, !r->kept_tokens || (generates && r->top_k >= 1 && r->top_k < VOCAB && r->min_tokens == 0));
+  RULE(PENALTIES, r->repetition_penalty >= 0 && r->repetition_penalty <= FLT_MAX && fabsf(r->frequency_penalty) <= 2 &&
+                      fabsf(r->presence_penalty) <= 2);
+  RULE(BIASES, is_list(r->bias_ids, r->n_biases) && (r->n_biases == 0 || r->biases) && r->n_biases <= VOCAB);
+  if (r->n_biases > 0 && !(broken >> BIASES & 1)) RULE(BIASES, are_finite(r->biases, r->n_biases) && in_vocab(r->bias_ids, r->n_biases));
+  RULE(BANNED, is_list(r->banned, r->n_banned) && in_vocab(r->banned, r->n_banned));
+  RULE(BAD_WORDS, is_list(r->bad_word_ends, r->n_bad_words) && r->n_bad_words <= 16384);
+  if (r->n_bad_words > 0 && !(broken >> BAD_WORDS & 1)) RULE(BAD_WORDS, words_are_good(r));
+  const int penalties =
+      !(r->repetition_penalty == 0 || r->repetition_penalty == 1) || r->frequency_penalty != 0 || r->presence_penalty != 0;
+  RULE(EDITS_KEPT, !r->kept_tokens || !(penalties || r->n_biases || r->n_banned || r->n_bad_words));
+  RULE(EDITS_SCORED, generates || !(penalties || r->n_bad_words));
   RULE(STOP_COUNT, r->n_stop_ids >= 0);
   RULE(STOP_NULL, r->stop_ids || r->n_stop_ids <= 0);
   if (r->stop_ids && r->n_stop_ids > 0) RULE(STOP_ID, in_vocab(r->stop_ids, r->n_stop_ids));
@@ -130,6 +175,44 @@ static void put_stops(scene *s, rm_request *r, int64_t n, int all) {
   for (int64_t i = 0; i < n; i++) s->stops[VOCAB - 1 - i] = (int32_t)(all ? i : fuzz_below(&s->f, VOCAB));
 }
 
+static void put_banned(scene *s, rm_request *r, int64_t n) {
+  r->n_banned = n;
+  r->banned = s->banned + VOCAB - n;
+  for (int64_t i = 0; i < n; i++) s->banned[VOCAB - 1 - i] = (int32_t)fuzz_below(&s->f, VOCAB);
+}
+
+static void put_biases(scene *s, rm_request *r, int64_t n) {
+  const int64_t first = fuzz_below(&s->f, VOCAB);
+  r->n_biases = n;
+  r->bias_ids = s->bias_ids + VOCAB - n;
+  r->biases = s->biases + VOCAB - n;
+  for (int64_t i = 0; i < n; i++) {
+    s->bias_ids[VOCAB - 1 - i] = (int32_t)((first + i) % VOCAB);
+    s->biases[VOCAB - 1 - i] = (float)(fuzz_below(&s->f, 80) - 40) / 8;
+  }
+}
+
+static void put_words(scene *s, rm_request *r, int64_t n) {
+  int32_t length = 0;
+  r->n_bad_words = n;
+  r->bad_word_ends = s->ends + VOCAB - n;
+  for (int64_t i = 0; i < n; i++) s->ends[VOCAB - n + i] = length += 1 + (int32_t)fuzz_below(&s->f, 3);
+  r->bad_words = s->words + VOCAB - length;
+  for (int32_t i = 0; i < length; i++) s->words[VOCAB - 1 - i] = (int32_t)fuzz_below(&s->f, fuzz_one_in(&s->f, 2) ? 9 : VOCAB);
+}
+
+// Logit edits that the kind of the request may have.
+static void put_edits(scene *s, rm_request *r) {
+  fuzz *f = &s->f;
+  if (fuzz_one_in(f, 3)) put_banned(s, r, fuzz_below(f, 20));
+  if (fuzz_one_in(f, 3)) put_biases(s, r, fuzz_below(f, fuzz_one_in(f, 3) ? VOCAB + 1 : 6));
+  if (r->kind != RM_GENERATE) return;
+  if (fuzz_one_in(f, 3)) put_words(s, r, fuzz_below(f, 30));
+  if (fuzz_one_in(f, 2)) r->repetition_penalty = (float)(1 + fuzz_below(f, 30)) / 10;
+  if (fuzz_one_in(f, 2)) r->frequency_penalty = (float)(fuzz_below(f, 41) - 20) / 10;
+  if (fuzz_one_in(f, 2)) r->presence_penalty = (float)(fuzz_below(f, 41) - 20) / 10;
+}
+
 static rm_request valid(scene *s) {
   fuzz *f = &s->f;
   rm_request r = {.kind = fuzz_one_in(f, 4) ? RM_SCORE : RM_GENERATE};
@@ -149,6 +232,7 @@ static rm_request valid(scene *s) {
   r.prompt_logprobs = fuzz_one_in(f, 4) ? (int32_t)fuzz_below(f, 6) : -1;
   r.score_sampling = fuzz_one_in(f, 2);
   r.kept_tokens = r.kind == RM_GENERATE && r.top_k > 0 && r.top_k < VOCAB && !r.min_tokens && fuzz_one_in(f, 2);
+  if (!r.kept_tokens && fuzz_one_in(f, 3)) put_edits(s, &r);
   return r;
 }
 
@@ -193,9 +277,29 @@ static void hostile_stops(scene *s, rm_request *r) {
   }
 }
 
+static void hostile_edits(scene *s, rm_request *r) {
+  fuzz *f = &s->f;
+  switch (fuzz_below(f, 14)) {
+    case 0: r->repetition_penalty = hostile_float(f); break;
+    case 1: r->frequency_penalty = hostile_float(f); break;
+    case 2: r->presence_penalty = hostile_float(f); break;
+    case 3: put_banned(s, r, fuzz_below(f, VOCAB + 1)); break;
+    case 4: r->banned = NULL, r->n_banned = fuzz_integer(f); break;
+    case 5: put_banned(s, r, 1), s->banned[VOCAB - 1] = hostile_small(f, VOCAB); break;
+    case 6: r->biases = NULL, r->n_biases = fuzz_integer(f); break;
+    case 7: put_biases(s, r, 3), r->bias_ids = NULL; break;
+    case 8: put_biases(s, r, 1), s->bias_ids[VOCAB - 1] = hostile_small(f, VOCAB); break;
+    case 9: put_biases(s, r, 2), s->biases[VOCAB - 2] = hostile_float(f); break;
+    case 10: r->bad_word_ends = NULL, r->n_bad_words = fuzz_integer(f); break;
+    case 11: put_words(s, r, 2), s->words[VOCAB - 1] = hostile_small(f, VOCAB); break;
+    case 12: put_words(s, r, 3), s->ends[VOCAB - 3 + fuzz_below(f, 2)] = -(int32_t)fuzz_below(f, 2); break;
+    default: put_words(s, r, 2), r->bad_words = NULL;
+  }
+}
+
 static void mutate(scene *s, rm_request *r) {
   fuzz *f = &s->f;
-  switch (fuzz_below(f, 19)) {
+  switch (fuzz_below(f, 22)) {
     case 0: r->kind = (rm_request_kind)fuzz_integer(f); break;
     case 1: put_prompt(s, r, hostile_length(f, r->kind == RM_SCORE ? LONGEST : LONGEST - 1)); break;
     case 2: r->prompt = fuzz_one_in(f, 2) ? NULL : r->prompt; break;
@@ -216,6 +320,9 @@ static void mutate(scene *s, rm_request *r) {
     case 15: r->score_sampling = (int)fuzz_integer(f); break;
     case 16: r->ignore_eos = (int)fuzz_integer(f), r->has_seed = (int)fuzz_integer(f), r->seed = (uint64_t)fuzz_integer(f); break;
     case 17: r->kept_tokens = fuzz_one_in(f, 2) ? 1 : (int)fuzz_integer(f); break;
+    case 18: put_edits(s, r); break;
+    case 19:
+    case 20: hostile_edits(s, r); break;
     default: r->logits_out = r->kind == RM_SCORE && r->n_prompt <= LONGEST ? s->logits : (float *)(uintptr_t)64;   // unused in the others
   }
 }
@@ -267,6 +374,8 @@ static void check_sample(scene *s, const place *at, const rm_request *r, const r
     const int last = i == w->n_tokens - 1, stops = stops_at(at, r, w->tokens[i], !r->ignore_eos);
     if (stops != (last && w->finish == RM_FINISH_STOP)) wrong(s, "a stop token did not end the sample, or another did");
     if (i < r->min_tokens && stops_at(at, r, w->tokens[i], 1)) wrong(s, "a stop token before min_tokens");
+    for (int64_t b = 0; b < r->n_banned; b++)
+      if (r->banned[b] == w->tokens[i]) wrong(s, "a banned token was drawn");
     if (w->versions[i] != 0 || w->no_contract[i]) wrong(s, "a token of another version");
   }
   const int32_t last = w->n_tokens ? w->tokens[w->n_tokens - 1] : -1;
@@ -409,7 +518,7 @@ static void one_case(scene *s) {
     if (id || memcmp(&before, &after, sizeof after)) wrong(s, "a refused request changed the statistics or gave an id");
     rm_error_clear(&err);
   } else {
-    const int runs = fuzz_one_in(f, RUN_ONE_IN) && at->lone && (r.kind == RM_SCORE || r.n <= RUN_SAMPLES);
+    const int runs = fuzz_one_in(f, RUN_ONE_IN) && at->lone && is_tame(at, &r) && (r.kind == RM_SCORE || r.n <= RUN_SAMPLES);
     check_entry(s, at, &r, id, &before);
     if (runs) run(s, at, &r, id);
     leave(s, at, id, runs, &before);
@@ -484,7 +593,9 @@ int main(int argc, char **argv) {
   static scene s;
   s.f = fuzz_begin(argc, argv, 100000, 4);
   s.prompt = block_of(LONGEST, sizeof *s.prompt);
-  s.stops = block_of(VOCAB, sizeof *s.stops);
+  int32_t **const lists[] = {&s.stops, &s.bias_ids, &s.banned, &s.words, &s.ends};
+  for (int i = 0; i < 5; i++) *lists[i] = block_of(VOCAB, sizeof **lists[i]);
+  s.biases = block_of(VOCAB, sizeof *s.biases);
   s.logits = block_of((size_t)LONGEST * VOCAB, sizeof *s.logits);
   s.lone_logits = block_of((size_t)LONGEST * VOCAB, sizeof *s.lone_logits);
   const size_t outside = rm_memory_blocks();
@@ -500,7 +611,8 @@ int main(int argc, char **argv) {
     tiny_model_destroy(s.places[i].model);
   }
   if (rm_memory_blocks() != outside) tiny_die("%zu blocks were not given back", rm_memory_blocks() - outside);
-  free(s.prompt), free(s.stops), free(s.logits), free(s.lone_logits);
+  for (int i = 0; i < 5; i++) free(*lists[i]);
+  free(s.prompt), free(s.biases), free(s.logits), free(s.lone_logits);
   if (cases >= 100000) check_counts(&s);
   return 0;
 }

@@ -37,6 +37,19 @@ const int32_t *random_bans(int64_t vocab, int32_t *n) {
   return banned;
 }
 
+// Ascending tokens, each with some chance: none, a few or most of them.
+const rm_logit_edit *random_edits(int64_t vocab, int32_t *n) {
+  rm_logit_edit *edits = array<rm_logit_edit>(vocab);
+  const int64_t one_of = pick(2) ? vocab + 1 : 1 + pick(3) * vocab / 3;
+  *n = 0;
+  for (int64_t v = 0; v < vocab; v++) {
+    if (pick(one_of)) continue;
+    const float bias = pick(2) ? 0.0f : pick(30) ? 9.0f * number() : 3e38f;
+    edits[(*n)++] = {static_cast<int32_t>(v), static_cast<int32_t>(pick(5) - 1), bias};
+  }
+  return edits;
+}
+
 rm_sample_params random_params(int64_t vocab) {
   const float temperatures[] = {0.0f, 1.0f, 0.7f, 1e-40f, 5.0f, 1e-3f, 1.0f, 0.9f}, top_ps[] = {1.0f, 1.0f, 0.95f, 0.5f, 0.1f, 1e-6f};
   const float min_ps[] = {0.0f, 0.0f, 0.0f, 0.05f, 1.0f};
@@ -46,6 +59,9 @@ rm_sample_params random_params(int64_t vocab) {
   p.top_k = static_cast<int32_t>(top_ks[pick(8)]);
   p.seed = static_cast<uint64_t>(random_bits()) << 32 | random_bits(), p.counter = static_cast<uint64_t>(random_bits()) << pick(20);
   p.banned = random_bans(vocab, &p.n_banned);
+  p.edits = random_edits(vocab, &p.n_edits);
+  p.repetition_penalty = pick(2) ? 1.0f : 0.5f + static_cast<float>(pick(20)) / 10.0f;
+  p.frequency_penalty = number(), p.presence_penalty = number();
   p.forced = static_cast<int32_t>(pick(4) ? -1 : pick(vocab));
   return p;
 }

@@ -22,6 +22,7 @@ from rollmesh.runtime.engine_views import Finish, Ids, OpTime, RequestView, Samp
 # Errors that one rank may raise while the others do not.
 ALONE = (CollectiveMismatchError, CollectiveTimeoutError, RankLostError, DeadlineError, DeviceError)
 PUSHES = "begin_sync"
+Array = NDArray[Any]
 
 
 class RankEngine:
@@ -66,8 +67,11 @@ class RankEngine:
         return False
 
     # ---------------------------------------------------------------------------------------- requests
-    def add(self, prompt: Ids, stop_token_ids: Ids, request: Any, logits: NDArray[np.float32] | None) -> int:
-        return self._engine.add(prompt, stop_token_ids, request, logits)
+    def add(
+        self, prompt: Ids, stop_token_ids: Ids, request: Any, logits: NDArray[np.float32] | None, edits: tuple[Array, ...] | None = None
+    ) -> int:
+        """edits: the arrays of rollmesh.request.logit_edits."""
+        return self._engine.add(prompt, stop_token_ids, request, logits, edits)
 
     def step(self) -> tuple[int, bool]:
         """One step towards the end of all requests: (rows, whether there is more to do)."""

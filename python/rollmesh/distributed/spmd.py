@@ -34,7 +34,7 @@ from rollmesh import _core
 from rollmesh.distributed.comm import Comm, Ends, check_alike
 from rollmesh.distributed.follow import Follower, Leader, followed
 from rollmesh.distributed.mesh import Mesh
-from rollmesh.distributed.rank_engine import ALONE, PUSHES, RankEngine
+from rollmesh.distributed.rank_engine import ALONE, PUSHES, Array, RankEngine
 from rollmesh.distributed.wire import decode, encode
 from rollmesh.errors import (
     CollectiveMismatchError,
@@ -151,10 +151,13 @@ class SpmdEngine(RankEngine):
         return follower
 
     # ---------------------------------------------------------------------------------------- requests
-    def add(self, prompt: Ids, stop_token_ids: Ids, request: Any, logits: NDArray[np.float32] | None) -> int:
-        number = self._engine.add(prompt, stop_token_ids, request, logits)
+    def add(
+        self, prompt: Ids, stop_token_ids: Ids, request: Any, logits: NDArray[np.float32] | None, edits: tuple[Array, ...] | None = None
+    ) -> int:
+        number = self._engine.add(prompt, stop_token_ids, request, logits, edits)
         self._ids.append(number)
-        self._hash_request(repr(asdict(request)).encode(), prompt.tobytes(), stop_token_ids.tobytes(), b"" if logits is None else b"logits")
+        arrays = [array.tobytes() for array in (prompt, stop_token_ids, *(edits or ()))]
+        self._hash_request(repr(asdict(request)).encode(), *arrays, b"" if logits is None else b"logits")
         self._announced = False
         if logits is not None:
             self._logits[number] = logits

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 import rollmesh as rm
 from rollmesh.grpo.config import GeneratorTable
 from rollmesh.model.families import FAMILIES
+from rollmesh.request.sampling import logit_edit_names
 from rollmesh.vllm import NAME, asked_for
 from rollmesh.vllm.trainer import AsyncWeightSender
 
@@ -238,14 +239,21 @@ def vllm_params(params: rm.SamplingParams, eos_token_ids: Sequence[int]) -> Any:
         raise rm.RequestError("seed: expected a number, got None; without one samples would depend on the engine")
     if params.kept_tokens:
         raise rm.RequestError("kept_tokens: expected False with vLLM, which does not return the tokens kept, got True")
-    if params.stop:
-        raise rm.RequestError(f"stop: expected none, got {list(params.stop)}; the engine has no tokenizer")
+    for name in ("stop", "bad_words"):
+        if texts := getattr(params, name):
+            raise rm.RequestError(f"{name}: expected none, got {list(texts)}; the engine has no tokenizer")
+    bias: Any = params.logit_bias  # pairs
     return SamplingParams(
         n=params.n,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
         min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=None if bias is None else dict(bias),
+        allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
         stop_token_ids=[*(() if params.ignore_eos else eos_token_ids), *(params.stop_token_ids or ())],
@@ -271,7 +279,8 @@ def output_of(
         drawn = np.array(sample.logprobs.logprobs, np.float32)
         if drawn.shape != tokens.shape:
             raise rm.Error(f"request {number}, sample {sample.index}: {drawn.size} logprobs for {tokens.size} tokens")
-        is_plain = params.temperature == 1.0 and params.top_p == 1.0 and params.top_k == -1 and params.min_p == 0.0
+        is_filtered = params.top_p != 1.0 or params.top_k != -1 or params.min_p != 0.0
+        is_plain = params.temperature == 1.0 and not is_filtered and not logit_edit_names(params)
         logprobs = drawn.copy() if is_plain else np.full_like(drawn, np.nan)
         completions.append(
             rm.CompletionOutput(

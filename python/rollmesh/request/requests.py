@@ -18,6 +18,7 @@ from rollmesh.distributed.follow import Role, followed
 from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.errors import NumericsError, RequestError, StateError
 from rollmesh.request.arguments import check_ids
+from rollmesh.request.logit_edits import LogitEdits, logit_edits
 from rollmesh.request.outputs import CompletionOutput, Contract, RequestMetrics, RequestOutput, TopLogprobs
 from rollmesh.request.sampling import SamplingParams
 from rollmesh.request.text import StopWatcher, TextCodec
@@ -48,6 +49,9 @@ class EngineRequest:
     ranks: bool = False
     external_draws: bool = False
     kept_tokens: bool = False
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     stop: tuple[str, ...] = ()  # found by this layer; here so that ranks compare them
 
     @classmethod
@@ -68,6 +72,9 @@ class EngineRequest:
             score=score,
             score_sampling=score_sampling,
             kept_tokens=params.kept_tokens and not score,
+            repetition_penalty=params.repetition_penalty,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
             stop=() if score else tuple(params.stop or ()),
         )
 
@@ -91,11 +98,12 @@ class Requests:
         engine: RankEngine,
         codec: TextCodec | None,
         eos_token_ids: Sequence[int],
+        vocab_size: int,
         dtype: str,
         max_model_len: int,
         is_invariant: bool = True,
     ):
-        self._max_model_len = max_model_len
+        self._max_model_len, self._vocab_size = max_model_len, vocab_size
         self._engine, self._codec, self._eos, self._dtype = engine, codec, frozenset(eos_token_ids), dtype
         self._family, self._is_invariant = engine.stats()["family"], is_invariant
         self._records: dict[int, _Request] = {}
@@ -128,8 +136,9 @@ class Requests:
         if params.max_tokens is None:
             params = replace(params, max_tokens=max(1, params.min_tokens, self._max_model_len - len(prompt_ids)))
         stop_ids = np.asarray(params.stop_token_ids, dtype=np.int32)
+        edits = self._edits(params)
         number = self._generations + 1
-        request = self._engine.add(prompt_ids, stop_ids, EngineRequest.of(params, number), None)
+        request = self._engine.add(prompt_ids, stop_ids, EngineRequest.of(params, number), None, edits)
         self._records[request] = _Request(prompt_ids, prompt, params, number, watchers)
         self._generations = number
         if watchers:
@@ -141,9 +150,13 @@ class Requests:
         """Queues a scoring pass over `ids`. vocab_size > 0: its logits are kept too."""
         chosen = params or GREEDY
         logits = np.zeros((len(ids), vocab_size), np.float32) if vocab_size else None
-        request = self._engine.add(ids, np.zeros(0, np.int32), EngineRequest.of(chosen, 0, True, params is not None), logits)
+        asked = EngineRequest.of(chosen, 0, True, params is not None)
+        request = self._engine.add(ids, np.zeros(0, np.int32), asked, logits, self._edits(chosen))
         self._records[request] = _Request(ids, None, chosen, 0, logits=logits)
         return request
+
+    def _edits(self, params: SamplingParams) -> LogitEdits | None:
+        return logit_edits(params, self._codec, self._vocab_size, self._eos.union(params.stop_token_ids or ()))
 
     # ---------------------------------------------------------------------------------------- work
     def step(self) -> int:

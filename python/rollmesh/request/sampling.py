@@ -1,18 +1,16 @@
 """How tokens are chosen and when a sample ends. Names and meanings are vLLM's; the order of the filters is the contract's
-(docs/numerics.md): temperature, min_p, top_k, top_p.
+(docs/numerics.md): bias, penalties, bans, temperature, min_p, top_k, top_p.
 """
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from rollmesh.errors import RequestError
-from rollmesh.runtime.arguments import MAX_TOKENS, items_of
+from rollmesh.runtime.arguments import MAX_TOKENS, REAL, items_of
 from rollmesh.runtime.messages import shown
 
 MAX_SEED = 2**64
@@ -39,6 +37,12 @@ class SamplingParams:
     logprobs         None or 0: of the sampled token only (always recorded); k > 0: also the k largest, `.top_logprobs`
     prompt_logprobs  None: none; 0: of each prompt token; k > 0: also the k largest
     kept_tokens      record, for each token, which tokens the filters kept for its draw, `.kept_tokens`; needs top_k >= 1 and min_tokens = 0
+    presence_penalty    in [-2, 2]: subtracted from the logit of every token that was generated
+    frequency_penalty   in [-2, 2]: subtracted as often as the token was generated
+    repetition_penalty  > 0: logits of tokens of the prompt and the output are divided by it if they are positive, else multiplied
+    logit_bias          {token id: number} added to its logit, before the penalties; kept as a tuple of pairs
+    bad_words           texts whose last token is not drawn after the others were generated (needs the generator's tokenizer)
+    allowed_token_ids   only these are drawn; None: all
     skip_special_tokens         special tokens are left out of the text
     include_stop_str_in_output  the text ends with the stop string, or the stop token's text, instead of before it
     """
@@ -59,6 +63,12 @@ class SamplingParams:
     kept_tokens: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None
+    bad_words: str | Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_INT32)
@@ -83,12 +93,24 @@ class SamplingParams:
         for name in ("ignore_eos", "kept_tokens", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}: expected a bool, got {shown(getattr(self, name))}")
+        self._real("presence_penalty", -2.0, 2.0, "a number in [-2, 2]")
+        self._real("frequency_penalty", -2.0, 2.0, "a number in [-2, 2]")
+        self._real("repetition_penalty", 0.0, MAX_FLOAT32, "a finite float32 > 0")
+        if not self.repetition_penalty > 0.0:
+            raise RequestError(f"repetition_penalty: expected a finite float32 > 0, got {shown(self.repetition_penalty)}")
+        object.__setattr__(self, "logit_bias", self._bias())
+        object.__setattr__(self, "bad_words", self._strings("bad_words"))
+        object.__setattr__(self, "allowed_token_ids", None if self.allowed_token_ids is None else self._ids("allowed_token_ids"))
+        if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
+            raise RequestError("allowed_token_ids: expected at least one token id, or None, got none")
         if self.kept_tokens and self.top_k < 1:
             raise RequestError(f"kept_tokens=True: expected top_k >= 1, got {self.top_k}; set top_k, which bounds the tokens kept")
         if self.kept_tokens and self.min_tokens:
             raise RequestError(f"kept_tokens=True: expected min_tokens=0, got {self.min_tokens}; leave one of the two out")
-        object.__setattr__(self, "stop", self._strings())
-        object.__setattr__(self, "stop_token_ids", self._ids())
+        if self.kept_tokens and (edits := logit_edit_names(self)):
+            raise RequestError(f"kept_tokens=True: expected no {edits[0]}, got {shown(getattr(self, edits[0]))}; leave one of the two out")
+        object.__setattr__(self, "stop", self._strings("stop"))
+        object.__setattr__(self, "stop_token_ids", self._ids("stop_token_ids"))
 
     def _integer(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
@@ -100,26 +122,63 @@ class SamplingParams:
 
     def _real(self, name: str, low: float, high: float, expected: str) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)) or not low <= value <= high:
+        if isinstance(value, bool) or not isinstance(value, REAL) or not low <= value <= high:
             raise RequestError(f"{name}: expected {expected}, got {shown(value)}")
-        if 0.0 < value < MIN_FLOAT32:
+        if value != 0.0 and -MIN_FLOAT32 < value < MIN_FLOAT32:
             raise RequestError(f"{name}: expected 0 or at least {MIN_FLOAT32}, the smallest normal float32, got {shown(value)}")
         object.__setattr__(self, name, float(value))
 
-    def _strings(self) -> tuple[str, ...]:
-        strings: Any = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
+    def _strings(self, name: str) -> tuple[str, ...]:
+        given = getattr(self, name)
+        strings: Any = (given,) if isinstance(given, str) else () if given is None else given
         if isinstance(strings, Sequence):
-            strings = items_of(RequestError, "stop", strings, MAX_TOKENS)
+            strings = items_of(RequestError, name, strings, MAX_TOKENS)
         if not isinstance(strings, list) or not all(isinstance(text, str) and text for text in strings):
-            raise RequestError(f"stop: expected a non-empty string or a sequence of them, got {shown(self.stop)}")
+            raise RequestError(f"{name}: expected a non-empty string or a sequence of them, got {shown(given)}")
         return tuple(map(str.__str__, strings))  # a str each, not NumPy's: ranks compare and send them
 
-    def _ids(self) -> tuple[int, ...]:
-        ids: Any = () if self.stop_token_ids is None else self.stop_token_ids
+    def _ids(self, name: str) -> tuple[int, ...]:
+        ids: Any = () if getattr(self, name) is None else getattr(self, name)
         if isinstance(ids, str) or not isinstance(ids, Sequence):
-            raise RequestError(f"stop_token_ids: expected a sequence of token ids, got {shown(ids)}")
-        ids = items_of(RequestError, "stop_token_ids", ids, MAX_TOKENS)
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, numbers.Integral) or not 0 <= int(token) <= MAX_INT32:
-                raise RequestError(f"stop_token_ids: expected token ids >= 0, got {shown(token)}")
-        return tuple(int(token) for token in ids)
+            raise RequestError(f"{name}: expected a sequence of token ids, got {shown(ids)}")
+        return tuple(_token_id(name, token) for token in items_of(RequestError, name, ids, MAX_TOKENS))
+
+    def _bias(self) -> tuple[tuple[int, float], ...] | None:
+        given: Any = self.logit_bias
+        if given is None:
+            return None
+        if isinstance(given, str) or not isinstance(given, (Mapping, Sequence)):
+            raise RequestError(f"logit_bias: expected a dict of token ids and numbers, got {shown(given)}")
+        pairs = items_of(RequestError, "logit_bias", given.items() if isinstance(given, Mapping) else given, MAX_TOKENS)
+        biases: dict[int, float] = {}
+        for pair in pairs:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise RequestError(f"logit_bias: expected a dict of token ids and numbers, got {shown(pair)} in it")
+            token, value = _token_id("logit_bias", pair[0]), pair[1]
+            if isinstance(value, bool) or not isinstance(value, REAL) or not -MAX_FLOAT32 <= value <= MAX_FLOAT32:
+                raise RequestError(f"logit_bias: expected a finite float32 for token {token}, got {shown(value)}")
+            if token in biases:
+                raise RequestError(f"logit_bias: expected each token id once, got {token} twice")
+            biases[token] = float(value)
+        return tuple(sorted(biases.items())) or None
+
+
+_NO_EDITS = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "bad_words": (),
+    "allowed_token_ids": None,
+}
+
+
+def logit_edit_names(params: SamplingParams) -> list[str]:
+    """The fields by which logits change before a draw."""
+    return [name for name, value in _NO_EDITS.items() if getattr(params, name) != value]
+
+
+def _token_id(name: str, token: Any) -> int:
+    if isinstance(token, bool) or not isinstance(token, numbers.Integral) or not 0 <= int(token) <= MAX_INT32:
+        raise RequestError(f"{name}: expected token ids >= 0, got {shown(token)}")
+    return int(token)

@@ -56,9 +56,9 @@ class TextCodec:
             raise ConfigError(f"tokenizer: expected one of transformers or a tokenizers.Tokenizer, got {type(tokenizer).__name__}")
         self.tokenizer = tokenizer
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, special tokens added as the tokenizer does by default."""
-        encoded = self.tokenizer.encode(text)
+        encoded = self.tokenizer.encode(text) if special_tokens else self.tokenizer.encode(text, add_special_tokens=False)
         ids = getattr(encoded, "ids", encoded)
         if not isinstance(ids, Sequence):
             raise RequestError(f"expected a list of token ids from the tokenizer, got {type(ids).__name__}")

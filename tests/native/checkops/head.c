@@ -164,6 +164,27 @@ static const float *stats_input(trial *t) {
 }
 
 // ------------------------------------------------------------------------------------------------ sample
+// Ascending tokens; sometimes all, sometimes numbers that overflow.
+static const rm_logit_edit *draw_edits(trial *t, int32_t *n) {
+  const int64_t vocab = t->s.vocab, step = one_in(t, 3) ? 1 : between(t, 1, vocab), first = between(t, 0, step - 1);
+  *n = (int32_t)((vocab - first + step - 1) / step);
+  rm_logit_edit *edits = input(t, "edits", *n, sizeof *edits);
+  for (int32_t i = 0; i < *n; i++)
+    edits[i] =
+        (rm_logit_edit){(int32_t)(first + i * step), (int32_t)between(t, -1, 4), one_in(t, 2) ? 0 : (float)between(t, -40, 40) * 0.37f};
+  if (*n && one_in(t, 20)) edits[between(t, 0, *n - 1)].bias = one_in(t, 2) ? 3e38f : -3e38f;
+  return edits;
+}
+
+static void edit_params(trial *t, rm_sample_params *p, const rm_logit_edit *edits, int32_t n_edits) {
+  static const float repetitions[] = {1.0f, 1.3f, 0.7f, 2.0f, 1e-30f, 1e30f};
+  p->edits = edits;
+  p->n_edits = one_in(t, 4) ? (int32_t)between(t, 0, n_edits) : n_edits;
+  p->repetition_penalty = repetitions[between(t, 0, one_in(t, 5) ? 5 : 3)];
+  p->frequency_penalty = (float)between(t, -20, 20) * 0.1f;
+  p->presence_penalty = (float)between(t, -20, 20) * 0.1f;
+}
+
 static void draw_params(trial *t, rm_sample_params *p, const int32_t *banned, int64_t n_banned) {
   static const float temperatures[] = {0.0f, 1.0f, 1.0f, 1.0f, 0.7f, 0.01f, 1.9f, 100.0f, 0x1p-130f, 0x1p-100f, 1e30f};
   static const float top_ps[] = {1.0f, 1.0f, 0.9f, 0.5f, 0.999f, 0x1p-30f, 0x1.fffffep-1f, 0x1p-126f};
@@ -200,6 +221,10 @@ static void build_sample(trial *t) {
   rm_sample_params *params = input(t, "params", s->rows, sizeof *params);
   uint8_t *flags = input(t, "row_flags", logits_rows(t), 1);
   for (int64_t r = 0; r < s->rows; r++) draw_params(t, params + r, banned, n_banned);
+  int32_t n_edits = 0;
+  const rm_logit_edit *edits = t->timed || one_in(t, 2) ? NULL : draw_edits(t, &n_edits);
+  for (int64_t r = 0; r < s->rows && edits; r++)
+    if (one_in(t, 2)) edit_params(t, params + r, edits, n_edits);
   for (int64_t r = 0; r < logits_rows(t); r++) flags[r] = !t->timed && one_in(t, 12) ? RM_ROW_LOGITS_NONFINITE : 0;
   a->params = params;
   a->row_flags = flags;

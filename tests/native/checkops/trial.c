@@ -126,7 +126,8 @@ static buffer *place(trial *t, const char *name, int64_t elements, int64_t elem_
     b->room_bytes = bytes;
     return b;
   }
-  const int64_t off = t->timed ? 0 : between(t, 0, 64 / elem_bytes - 1) * elem_bytes, back = t->timed || one_in(t, 2) ? GUARD_BYTES : 0;
+  const int64_t off = t->timed ? 0 : between(t, 0, rm_max64(64 / elem_bytes, 1) - 1) * elem_bytes,
+                back = t->timed || one_in(t, 2) ? GUARD_BYTES : 0;
   reserve(b, bytes + 2 * GUARD_BYTES + 192);
   b->room_bytes = GUARD_BYTES + bytes + back;
   if (back) b->room = b->map + off;

@@ -1,0 +1,79 @@
+"""What changes logits before a draw, as the engine takes it: logit_bias, allowed_token_ids and bad_words of a SamplingParams. Penalties
+are numbers of EngineRequest; the engine counts tokens for them (csrc/scheduler/logit_edits.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.errors import RequestError
+from rollmesh.request.sampling import SamplingParams
+from rollmesh.request.text import TextCodec
+from rollmesh.runtime.engine_views import Ids
+from rollmesh.runtime.messages import shown
+
+
+class LogitEdits(NamedTuple):
+    """int32 [n] each, but biases: float32, of bias_ids. banned: never drawn. bad_words: the ids of words of several tokens, one after the
+    other, each up to its entry of bad_word_ends."""
+
+    bias_ids: Ids
+    biases: NDArray[np.float32]
+    banned: Ids
+    bad_words: Ids
+    bad_word_ends: Ids
+
+
+def logit_edits(params: SamplingParams, codec: TextCodec | None, vocab_size: int, ends: Iterable[int]) -> LogitEdits | None:
+    """None where nothing is asked for. ends: tokens that end a sample, and so may not be drawn before min_tokens.
+
+    RequestError: an id outside the vocabulary, bad_words without a tokenizer, or no token is left to draw.
+    """
+    if not (params.logit_bias or params.bad_words or params.allowed_token_ids is not None):
+        return None
+    words = _word_ids(params, codec, vocab_size)
+    allowed = np.ones(vocab_size, np.bool_)
+    if params.allowed_token_ids is not None:
+        if wrong := [token for token in params.allowed_token_ids if token >= vocab_size]:
+            raise RequestError(f"allowed_token_ids: expected token ids in [0, {vocab_size}), got {wrong[0]}")
+        allowed[:] = False
+        allowed[list(params.allowed_token_ids)] = True
+    allowed[[word[0] for word in words if len(word) == 1]] = False
+    free = allowed.copy()
+    if params.min_tokens:
+        free[list(ends)] = False
+    if not free.any():
+        before = f" before min_tokens={params.min_tokens}" if params.min_tokens else ""
+        raise RequestError(f"expected a token that may be drawn{before}, got none: allowed_token_ids, bad_words and stop tokens leave none")
+    longer = [word for word in words if len(word) > 1]
+    bias: Any = params.logit_bias or ()  # pairs, once it was checked
+    return LogitEdits(
+        np.array([token for token, _ in bias], np.int32),
+        np.array([value for _, value in bias], np.float32),
+        np.flatnonzero(~allowed).astype(np.int32),
+        np.array([token for word in longer for token in word], np.int32),
+        np.cumsum([len(word) for word in longer], dtype=np.int32),
+    )
+
+
+def _word_ids(params: SamplingParams, codec: TextCodec | None, vocab_size: int) -> list[list[int]]:
+    """The token ids of bad_words, each with and without a space before it, by vLLM's rule (SamplingParams.update_from_tokenizer)."""
+    words: list[list[int]] = []
+    if not params.bad_words:
+        return words
+    if codec is None:
+        raise RequestError(f"bad_words: expected none, since the generator has no tokenizer, got {shown(params.bad_words)}")
+    for word in params.bad_words:
+        plain, spaced = (codec.encode(prefix + word.lstrip(), special_tokens=False) for prefix in ("", " "))
+        if not plain:
+            raise RequestError(f"bad_words: expected words of at least one token, got {shown(word)}")
+        words.append(plain)
+        if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+            words.append(spaced)
+    if wrong := [token for ids in words for token in ids if not 0 <= token < vocab_size]:
+        raise RequestError(f"bad_words: expected token ids in [0, {vocab_size}) from the tokenizer, got {wrong[0]}")
+    return words
