@@ -291,8 +291,9 @@ def test_values_are_close_and_the_rest_is_the_cpus(make: Make, name: str) -> Non
     assert fast.sync_weights(state, cast=True).digest == cpu.sync_weights(state, cast=True).digest
     assert fast.manifest() == cpu.manifest()
     close(make, config, fast.score(SEQUENCES))
-    outputs = fast.generate(PROMPTS, [dataclasses.replace(p, kept_tokens=False) for p in PARAMS], use_tqdm=False)  # others are not captured
-    assert [len(o.outputs) for o in outputs] == [p.n for p in PARAMS]
+    captured = [dataclasses.replace(p, kept_tokens=False) for p in PARAMS[:3]]
+    outputs = fast.generate(PROMPTS[:3], captured, use_tqdm=False)
+    assert [len(o.outputs) for o in outputs] == [p.n for p in captured]
     assert fast.metrics()["graph_replays"] > 0
 
 

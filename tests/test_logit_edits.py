@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 import rollmesh as rm
 from rollmesh import ops
+from rollmesh.request.logit_edits import logit_edits
+from rollmesh.request.text import TextCodec
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -32,9 +34,10 @@ def letter(token: int) -> str:
 
 
 def make_tokenizer() -> Any:
-    """A token for each of 120 characters and for the space, and for a space with one of the first 30 characters behind it."""
-    vocab = {letter(i): i for i in range(SPACE + 1)} | {" " + letter(i): SPACE + 1 + i for i in range(30)}
-    return tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [(" ", letter(i)) for i in range(30)]))
+    """A token for each of 120 characters and for the space, for a space and one of 29 characters, and for a space and two of them."""
+    vocab = {letter(i): i for i in range(SPACE + 1)} | {" " + letter(i): SPACE + 1 + i for i in range(29)}
+    merges = [(" ", letter(i)) for i in range(29)] + [(" " + letter(0), letter(1))]
+    return tokenizers.Tokenizer(tokenizers.models.BPE(vocab | {" " + letter(0) + letter(1): VOCAB - 1}, merges))
 
 
 TOKENIZER = make_tokenizer()
@@ -145,6 +148,15 @@ def test_draws_are_from_logits_by_vllms_formulas(model: str) -> None:
             changed = sum(check(gen, prompt, params, sample) for sample in output.outputs)
             assert (changed > 0) == (name != "none"), name
             assert all(len(sample.token_ids) == params.max_tokens or params.min_tokens for sample in output.outputs)
+
+
+def test_which_token_ids_a_bad_word_has() -> None:
+    """By hand: with a space before it too, but only where that gives as many tokens and another first one."""
+    words = [letter(3), letter(40), " " + letter(5) + letter(6), letter(0) + letter(1)]
+    made = logit_edits(Params(bad_words=words), TextCodec(TOKENIZER), VOCAB, ())
+    assert made is not None
+    assert made.banned.tolist() == [3, 40, SPACE + 1 + 3]
+    assert (made.bad_words.tolist(), made.bad_word_ends.tolist()) == ([5, 6, SPACE + 1 + 5, 6, 0, 1], [2, 4, 6])
 
 
 def test_a_bad_word_of_several_tokens_is_broken_off() -> None:
