@@ -33,6 +33,7 @@ V1 = (
     "34 31 0:31 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n",
 )
 IN_DOCKER = V1[0], V1[1].replace("0:29 /", "0:29 /docker/abc").replace("0:30 /", "0:30 /docker/abc")
+BELOW_DOCKER = V1[0].replace("/docker/abc", "/docker/abc/step"), IN_DOCKER[1]
 IN_NAMESPACE = "0::/\n", V2[1]
 MOVED_OUT = "0::/../other\n", V2[1]  # of the namespace, by someone outside
 OLD_MOUNT = "0::/\n", V2[1].replace(" / ", " /../.. ", 1)  # made before the namespace
@@ -73,6 +74,7 @@ def tree(root: Path, places: tuple[str, str], files: Files) -> str:
         (V1, {f"{CPU}docker/abc/cpu.cfs_quota_us": "200000\n"}, math.inf),
         (V1, {f"{MEMORY}docker/abc/cpu.cfs_quota_us": "1\n", f"{MEMORY}docker/abc/cpu.cfs_period_us": "1\n"}, math.inf),
         (V1, {"sys/fs/cgroup/unified/cpu.max": "200000 100000\n"}, 2),
+        (BELOW_DOCKER, {f"{CPU}step/cpu.cfs_quota_us": "300000\n", f"{CPU}step/cpu.cfs_period_us": "100000\n"}, 3),
         (IN_DOCKER, {f"{CPU}cpu.cfs_quota_us": "300000\n", f"{CPU}cpu.cfs_period_us": "100000\n"}, 3),
         (IN_NAMESPACE, {"sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
         (MOVED_OUT, {"sys/fs/cgroup/cpu.max": "150000 100000\n", "sys/fs/other/cpu.max": "1 1\n"}, math.inf),
