@@ -359,7 +359,7 @@ def ends_before_a_push(this: loop.Run) -> None:
 @pytest.mark.parametrize(
     "how, level",
     [
-        (ends_in_a_reward, 1),
+        full(ends_in_a_reward, 1),
         (ends_in_a_reward, 2),
         full(ends_in_an_update, 1),
         (ends_in_an_update, 2),
