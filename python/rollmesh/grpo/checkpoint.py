@@ -9,7 +9,7 @@
 A folder is written under another name and renamed when complete; then the oldest are removed. So a killed run or a full disk leaves no
 half of one, and the newest complete one stays; the disk needs room for keep + 1. Resuming continues the same run bit for bit: weights,
 moments and random state are stored as they are, all else is a function of (run seed, step). Rollouts of versions that no longer exist
-are stored too; a run with other options generates them anew.
+are stored too; a run with other options generates them anew. A run that goes back moves the later checkpoints to DIR/abandoned.
 """
 
 from __future__ import annotations
