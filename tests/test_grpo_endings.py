@@ -173,6 +173,10 @@ def test_what_a_library_makes_of_a_signal_is_its_end() -> None:
         error.add_note("a note")
         raise error
     assert (caught.value.args, caught.value.__cause__, caught.value.__notes__) == ((signal.SIGHUP,), error, ["a note"])
+    with pytest.raises(KeyboardInterrupt) as caught, Interrupts():  # noqa: PT012
+        swallow()
+        raise KeyboardInterrupt
+    assert caught.value.args == (signal.SIGHUP,)
     with pytest.raises(ImportError), Interrupts():
         raise ImportError("numpy")
 

@@ -52,7 +52,11 @@ class Interrupts:
             signal.signal(*self._before.popitem())
         if sys.unraisablehook == self._unraisable:
             sys.unraisablehook = self._hook
-        if self._raised and error is not None and not isinstance(error, KeyboardInterrupt):
+        if not self._raised or error is None:
+            return
+        if isinstance(error, KeyboardInterrupt):
+            error.args = error.args or (self._raised,)  # the exchange of a comm raises one without
+        else:
             interrupt = Signalled(self._raised)
             for note in getattr(error, "__notes__", ()):
                 interrupt.add_note(note)
