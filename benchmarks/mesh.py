@@ -9,13 +9,13 @@ rows × hidden each, from every rank), which is what a mesh that adds partial su
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterator
 
 import rollmesh as rm
 from benchmarks.options import THREADS, whole
 from rollmesh.cli.weights import random_weights
+from rollmesh.runtime.cores import usable_cores
 
 CONFIG = {
     "model_type": "qwen3_moe", "vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 384,
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=whole(1, 256), default=8)
     parser.add_argument("--tokens", type=whole(2, 500), default=24)
     parser.add_argument("--rounds", type=whole(1), default=5)
-    parser.add_argument("--threads", type=whole(1, THREADS), default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=whole(1, THREADS), default=usable_cores())
     args = parser.parse_args()
     timed = [Timed(*setting, args.threads, args.sequences) for setting in MESHES]
     for _ in range(args.rounds):

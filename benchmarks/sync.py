@@ -21,7 +21,6 @@ import ctypes
 import gc
 import mmap
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +35,7 @@ import rollmesh as rm
 from benchmarks.generate import make_trainer
 from benchmarks.options import THREADS, real, whole
 from benchmarks.shapes import SHAPES, Shape
+from rollmesh.runtime.cores import usable_cores
 from rollmesh.weights.transport.store import SharedReader, SharedWriter
 
 Part = tuple[int, int]  # address, bytes
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="dense-0.6b")
     parser.add_argument("--repeats", type=whole(1), default=5, help="syncs after the first two")
     parser.add_argument("--shared", type=whole(0), default=3, help="syncs from a trainer in another process")
-    parser.add_argument("--threads", type=whole(1, THREADS), default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=whole(1, THREADS), default=usable_cores())
     parser.add_argument("--gib", type=real(1 / 64, 1024), default=0.5, help="size of the blocks that memcpy copies")
     for axis in ("tp", "dp", "ep"):
         parser.add_argument(f"--{axis}", type=whole(1, 64), default=1, help="ranks, as threads that share --threads out")

@@ -37,6 +37,7 @@ import rollmesh.torch
 from benchmarks.machine import describe
 from benchmarks.options import THREADS, whole
 from benchmarks.shapes import Shape
+from rollmesh.runtime.cores import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {
@@ -269,7 +270,7 @@ def cost(rounds: int, threads: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=whole(1, THREADS), default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=whole(1, THREADS), default=usable_cores())
     parts = parser.add_subparsers(dest="part", required=True)
     parts.add_parser("same").add_argument("--logprobs", type=whole(1), default=10**7)
     parts.add_parser("loop").add_argument("--steps", type=whole(1), default=200)

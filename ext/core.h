@@ -83,3 +83,4 @@ PyObject *rm_raise_code(PyObject *module, rm_code code, const char *format, ...)
 // ------------------------------------------------------------------------------------------------ tuples of integers
 PyObject *rm_tuple_of(const int64_t *numbers, int n);
 int rm_numbers_of(PyObject *tuple, int64_t *out, int n); // of at least n; −1 with an exception
+PyObject *rm_memory_pool_list(const char *root);    // [(name, available bytes)] of rm_memory_pools (base/memory.h)

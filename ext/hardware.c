@@ -1,6 +1,8 @@
 // hardware.c: this machine's instruction sets, CUDA devices and NCCL.
 #include "core.h"
 
+#include "base/control_groups.h"
+#include "base/memory.h"
 #include "comm/nccl/library.h"
 #include "device/cuda.h"
 #include "kernels.h"
@@ -88,6 +90,35 @@ static PyObject *nccl_version(PyObject *module, PyObject *args) {
   return PyLong_FromLong(api.version);
 }
 
+static PyObject *usable_cores(PyObject *module, PyObject *args) {
+  (void)module;
+  const char *root = "";
+  return PyArg_ParseTuple(args, "|s:usable_cores", &root) ? PyLong_FromLong(rm_usable_cores(root)) : NULL;
+}
+
+static PyObject *cpu_quota(PyObject *module, PyObject *args) {
+  (void)module;
+  const char *root = "";
+  return PyArg_ParseTuple(args, "|s:cpu_quota", &root) ? PyFloat_FromDouble(rm_cpu_quota(root)) : NULL;
+}
+
+PyObject *rm_memory_pool_list(const char *root) {
+  rm_memory_pool pools[RM_MEMORY_POOLS];
+  const int n = rm_memory_pools(root, pools);
+  PyObject *list = PyList_New(n);
+  for (int i = 0; list && i < n; i++) {
+    PyObject *pool = Py_BuildValue("(KK)", (unsigned long long)pools[i].name, (unsigned long long)pools[i].available);
+    if (!pool || PyList_SetItem(list, i, pool)) Py_CLEAR(list);
+  }
+  return list;
+}
+
+static PyObject *memory_pools(PyObject *module, PyObject *args) {
+  (void)module;
+  const char *root = "";
+  return PyArg_ParseTuple(args, "|s:memory_pools", &root) ? rm_memory_pool_list(root) : NULL;
+}
+
 PyMethodDef rm_hardware_functions[] = {
     {"available_isas", available_isas, METH_NOARGS, "Names of the variants that this build and processor have, slowest first."},
     {"isa_states", isa_states, METH_NOARGS, "{name: (why refused or None, emulated, GFLOP/s of one row, of many rows)} of every variant."},
@@ -95,6 +126,9 @@ PyMethodDef rm_hardware_functions[] = {
     {"cuda_count", cuda_count, METH_O, "(library): number of devices, -1 without a driver."},
     {"cuda_bus", cuda_bus, METH_VARARGS, "(library, ordinal): the PCI bus id of a device, its name in every process of the machine."},
     {"cuda_available", cuda_available, METH_VARARGS, "(library, ordinal): free bytes of a device's memory."},
+    {"usable_cores", usable_cores, METH_VARARGS, "(root=''): cores of the affinity mask, at most the CPU quota rounded down; at least 1."},
+    {"cpu_quota", cpu_quota, METH_VARARGS, "(root=''): the smallest CPU quota of this process's control groups, in cores, or inf."},
+    {"memory_pools", memory_pools, METH_VARARGS, "(root=''): [(name, available bytes)] of the machine and of control groups with a limit."},
     {"nccl_version", nccl_version, METH_VARARGS, "(path): loads that libnccl.so.2, for good; 23203 is 2.32.3."},
     {0},
 };

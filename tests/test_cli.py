@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 import rollmesh as rm
+from rollmesh import _core
 from rollmesh.cli import bench, doctor
 from rollmesh.runtime import cublas
 from rollmesh.runtime.devices import device_of
@@ -79,6 +80,14 @@ def test_doctor_says_what_was_chosen_and_what_is_missing() -> None:
 def test_doctor_knows_how_many_ranks_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, words: str) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free >> 12, f_frsize=1 << 12, f_blocks=1 << 30))
     assert doctor._shared_memory(tmp_path).startswith(words)
+
+
+def test_doctor_says_what_is_left_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 3)
+    monkeypatch.setattr(_core, "memory_pools", lambda: [(1, 5 << 30), (2, 3 << 29), (3, 7 << 30)])
+    rows = dict(doctor._processor())
+    assert rows["threads"].startswith("3 by default: ")
+    assert rows["memory"].endswith("GiB, of which 1.50 GiB are free and within this process's limits")
 
 
 def test_doctor_where_processes_cannot_be_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

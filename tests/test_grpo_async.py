@@ -98,7 +98,7 @@ class ByTurns(AsyncRollouts):
 
     def order(self, batches: Any, version: int) -> None:
         for batch in batches:
-            self._finished.append(self._generate(batch, version))
+            self._finished[batch] = self._generate(batch, version)
 
 
 @LEVELS
@@ -227,7 +227,7 @@ def test_a_sync_in_flight_reaches_the_running_requests(inflight: str) -> None:
         with loop._async_rollouts(this, overlap.Overlap()) as ahead:
             this.trainer.push(this.generator, 0)
             ahead.order([0], 0)
-            first = ahead.take()
+            [first] = ahead.take(range(1))
             Brake(this.generator, before)
             ahead.order([1], 0)
             assert waiting.wait(30)
@@ -235,7 +235,7 @@ def test_a_sync_in_flight_reaches_the_running_requests(inflight: str) -> None:
             this.trainer.learn(first, np.linspace(-1, 1, 16), 0)
             this.trainer.push(this.generator, 1)
             synced.set()
-            drawn = ahead.take()
+            [drawn] = ahead.take(range(1, 2))
         versions, recorded = np.concatenate(drawn.versions), np.concatenate(drawn.logprobs)
         long = [drawn.versions[sample].tolist() for sample in long_ones(drawn)]
         assert long
@@ -284,7 +284,8 @@ def test_an_error_of_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("what", ["error", "interrupt", "interrupted wait"])
 def test_an_error_of_the_trainer_ends_the_rollouts(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batch 2 would take 30 s. Its requests are aborted, and the generator serves on."""
+    """Batch 2 would take 30 s. Its requests are aborted, and the generator serves on. The checkpoint of step 2 would wait for it, but for
+    the second Ctrl-C; that of step 1 needs batch 1 only."""
     this = prepared("rollout.async_level=1", "rollout.max_tokens=40", "train.steps=8")
     slow, running = threading.Event(), threading.Event()
 
@@ -308,12 +309,19 @@ def test_an_error_of_the_trainer_ends_the_rollouts(what: str, tmp_path: Path, mo
     Brake(this.generator, before)
     assert this.trainer is not None
     monkeypatch.setattr(this.trainer, "learn", learn)
-    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    interrupts = iter([0.5, 0])
+
+    def interrupt(number: int, frame: Any) -> None:
+        signal.setitimer(signal.ITIMER_REAL, next(interrupts))
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt if what == "interrupted wait" else signal.default_int_handler)
     began = time.monotonic()
     try:
         with pytest.raises(rm.NumericsError if what == "error" else KeyboardInterrupt):
             loop.train(this, tmp_path)
         assert time.monotonic() - began < 20
+        assert [path.name for path in tmp_path.glob("checkpoints/*")] == (["step_000001"] if what != "interrupted wait" else [])
         assert rollout_threads() == []
         assert isinstance(this.generator, rm.Generator)
         assert this.generator._engine.ids() == []
@@ -324,6 +332,90 @@ def test_an_error_of_the_trainer_ends_the_rollouts(what: str, tmp_path: Path, mo
         this.close()
 
 
+def ends_in_a_reward(this: loop.Run) -> None:
+    """Of step 2: the rewards of 2 evaluations and 2 steps come before it."""
+    [function], calls = this.rewards.functions, iter(range(100))
+    this.rewards.functions = [lambda **columns: signal.raise_signal(signal.SIGTERM) if next(calls) == 4 else function(**columns)]
+
+
+def ends_in_an_update(this: loop.Run) -> None:
+    """Of step 1: the run ends behind it."""
+    calls = iter(range(100))
+    this.trainer.optimizer.register_step_pre_hook(lambda *_: signal.raise_signal(signal.SIGTERM) if next(calls) == 2 else None)
+
+
+def ends_by_an_error(this: loop.Run) -> None:
+    """Of the reward of step 2."""
+    [function], calls = this.rewards.functions, iter(range(100))
+    this.rewards.functions = [lambda **columns: None if next(calls) == 4 else function(**columns)]
+
+
+def ends_before_a_push(this: loop.Run) -> None:
+    """Of version 2: nothing of step 2 has begun, and its batch may be in the generator."""
+    push = this.trainer.push
+    this.trainer.push = lambda generator, step: signal.raise_signal(signal.SIGTERM) if step == 2 else push(generator, step)  # type: ignore[assignment, func-returns-value]
+
+
+@pytest.mark.parametrize(
+    "how, level",
+    [
+        full(ends_in_a_reward, 1),
+        (ends_in_a_reward, 2),
+        full(ends_in_an_update, 1),
+        (ends_in_an_update, 2),
+        full(ends_by_an_error, 2),
+        (ends_before_a_push, 2),
+    ],
+)
+def test_what_ends_a_run_leaves_its_last_finished_step(how: Callable[[loop.Run], None], level: int, tmp_path: Path) -> None:
+    """With the rollouts that it was going to learn from: the run that goes on has the bits of one without a break."""
+    changes = [f"rollout.async_level={level}", "train.steps=4", "checkpoint.every=0"]
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    this = prepared(*changes)
+    how(this)
+    try:
+        with pytest.raises(rm.ConfigError if how is ends_by_an_error else KeyboardInterrupt):
+            loop.train(this, tmp_path / "parts")
+    finally:
+        this.close()
+        signal.signal(signal.SIGTERM, before)
+    assert [path.name for path in (tmp_path / "parts/checkpoints").iterdir()] == ["step_000002"]
+    whole = run(tmp_path / "whole", *changes)
+    assert run(tmp_path / "parts", *changes, resume=tmp_path / "parts") == whole
+    assert whole[0][-1]["staleness_mean"] == level
+
+
+@pytest.mark.parametrize("inflight", ["keep", full("restart")])
+def test_an_early_end_with_syncs_in_flight_leaves_a_checkpoint(inflight: str, tmp_path: Path) -> None:
+    """What such a run generates depends on timing, so no bits are compared; the run that goes on has the stored rollouts."""
+    changes = ["rollout.async_level=2", f"sync.inflight={inflight}", "train.steps=4", "checkpoint.every=0"]
+    this = prepared(*changes)
+    ends_by_an_error(this)
+    try:
+        with pytest.raises(rm.ConfigError):
+            loop.train(this, tmp_path)
+    finally:
+        this.close()
+    assert len(prepared(*changes, resume=tmp_path).ready) == 2
+    lines, _ = run(tmp_path, *changes, resume=tmp_path)
+    assert [line["step"] for line in lines] == list(range(5))
+
+
+def test_the_last_checkpoint_has_its_rollouts_in_the_second_try_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, calls, write = ["rollout.async_level=2"], iter(range(9)), checkpoint.save
+
+    def save(*args: Any) -> Any:
+        if next(calls) == 0:
+            raise OSError(28, "No space left on device")
+        return write(*args)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    run(tmp_path / "parts", *changes, "train.steps=2")
+    assert next(calls) == 2
+    second = run(tmp_path / "parts", *changes, "train.steps=4", resume=tmp_path / "parts")
+    assert second == run(tmp_path / "whole", *changes, "train.steps=4")
+
+
 def test_an_interrupt_anywhere_leaves_no_thread() -> None:
     """From the first call to the end of the context; CPython's Thread.start itself is not safe."""
 
@@ -331,8 +423,11 @@ def test_an_interrupt_anywhere_leaves_no_thread() -> None:
         try:
             ahead.order(range(2), 0)
             ahead.order(range(2, 3), 1)
-            assert [ahead.take().seconds for _ in range(2)] == [0, 1]
-            assert [r.seconds for r in ahead.pending()] == [2]
+            assert [r.seconds for r in ahead.take(range(2))] == [0, 1]
+            ahead.wait()
+            assert [r.seconds for r in ahead.take(range(1, 3))] == [1, 2]
+            ahead.drop(1)
+            assert not ahead.has(range(1, 3))
         finally:
             ahead.__exit__(None, None, None)
 

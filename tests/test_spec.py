@@ -5,6 +5,7 @@ Oracles: transformers' own config classes and rotary embeddings (inv_freq bit fo
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from helpers import tiny_config
 
 import rollmesh as rm
+from rollmesh.model.families import FAMILIES
 
 DENSE, MOE = tiny_config(), tiny_config(True)
 QWEN3_06B = {
@@ -277,6 +279,123 @@ def test_what_no_file_holds(changes: dict[Any, Any], words: str) -> None:
     with pytest.raises(rm.ConfigError, match=words) as refused:
         rm.ModelSpec.from_hf({**DENSE, **changes})
     assert len(str(refused.value).encode()) < 8192
+
+
+# ------------------------------------------------------------------------------------------------ from_dict
+def without(key: str) -> dict[str, Any]:
+    return {k: v for k, v in spec(MOE).to_dict().items() if k != key}
+
+
+def rope_of(**changes: Any) -> dict[str, Any]:
+    return {"rope_settings": {**spec(MOE).to_dict()["rope_settings"], **changes}}
+
+
+EXPERTS_OFF = {"num_experts": 0, "num_experts_per_tok": 0, "moe_intermediate_size": 0, "is_moe_layer": [False, False]}
+BAD_VALUES: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({key: value}, rf"^{key}: expected an integer in \[\d, \d+\], got ")
+        for key, value in {
+            "vocab_size": 0, "hidden_size": 64.0, "intermediate_size": -1, "num_hidden_layers": True, "num_attention_heads": "4",
+            "num_key_value_heads": 0, "head_dim": 2**70, "num_experts": -1, "num_experts_per_tok": [4], "moe_intermediate_size": 1.5,
+            "max_position_embeddings": {}, "n_group": 0, "topk_group": 65, "shared_intermediate_size": np.int64(3),
+        }.items()
+    ),
+    ({"vocab_size": None}, "^vocab_size: expected an integer, got None"),
+    *(
+        ({key: value}, f"^{key}: expected a bool, got ")
+        for key, value in {
+            "norm_topk_prob": 1, "norm_after": None, "attention_bias": "no", "o_bias": [], "tie_word_embeddings": 0,
+            "router_bias": np.True_, "shared_switch": {},
+        }.items()
+    ),
+    *(({key: "other"}, f"^{key}: expected one of .*, got 'other'") for key in ("model_type", "qk_norm", "score_func", "activation")),
+    ({"qk_norm": None}, "^qk_norm: expected one of none, head, whole, got None"),
+    *(({"rms_norm_eps": value}, "^rms_norm_eps: expected a finite number > 0") for value in (0, -1e-6, float("nan"), float("inf"), "1e-6")),
+    ({"routed_scaling_factor": None}, "^routed_scaling_factor: expected a finite number"),
+    ({"is_moe_layer": [True]}, r"^is_moe_layer: expected a bool for each of num_hidden_layers=2, got \[True\]"),
+    ({"is_moe_layer": [True, 1]}, "^is_moe_layer: expected a bool"),
+    ({"rope_layers": None}, "^rope_layers: expected a bool"),
+    ({"sliding_windows": [0, -1]}, r"^sliding_windows: expected an integer in .* for each of num_hidden_layers=2, got \[0, -1\]"),
+    ({"sliding_windows": [0, False]}, "^sliding_windows: expected an integer"),
+    ({"sliding_windows": "00"}, "^sliding_windows: expected an integer"),
+    ({"num_hidden_layers": 3}, "^is_moe_layer: expected a bool for each of num_hidden_layers=3"),
+    ({"eos_token_ids": 3}, "^eos_token_ids: expected a list of token ids, got 3"),
+    ({"eos_token_ids": [151]}, r"^eos_token_id=151 is not in \[0, vocab_size=151\)"),
+    ({"eos_token_ids": [[1]]}, r"^eos_token_id=\[1\] is not in"),
+    ({"num_key_value_heads": 3}, "^num_key_value_heads=3 does not divide num_attention_heads=4"),
+    ({"num_attention_heads": 2**14, "head_dim": 1024}, "^num_attention_heads·head_dim: expected at most"),
+    ({"head_dim": 17, **rope_of(head_dim=16)}, "^head_dim: expected an even number"),
+    ({"num_experts": 0}, r"^num_experts: expected at least 1 with is_moe_layer=\(True, True\), got 0"),
+    ({"intermediate_size": 8}, "^intermediate_size: expected 0 with is_moe_layer="),
+    ({**EXPERTS_OFF, "intermediate_size": 0}, "^intermediate_size: expected at least 1 with is_moe_layer="),
+    ({**EXPERTS_OFF, "intermediate_size": 8, "num_experts": 4}, "^num_experts: expected 0 with is_moe_layer="),
+    ({"num_experts_per_tok": 13}, "^num_experts_per_tok=13 exceeds num_experts=8"),
+    ({"n_group": 5}, "^n_group=5, topk_group=1: expected at most 64 groups of equal size"),
+    ({"rope_settings": None}, r"^rope_settings\.: expected the values of ModelSpec\.to_dict, got None"),
+    ({"rope_settings": {}}, r"got none for rope_settings\.type, rope_settings\.theta, "),
+    (rope_of(other=1), "got others too: other"),
+    (rope_of(type="x"), "^rope_type: expected one of"),
+    (rope_of(type="yarn"), "^rope_type='yarn' needs factor"),
+    (rope_of(theta=0), "^rope_theta: expected a finite number > 0, got 0"),
+    (rope_of(theta="x"), "^rope_theta: expected a finite number"),
+    (rope_of(head_dim=18), r"^rope_settings\.head_dim: expected an integer in \[2, 16\], got 18"),
+    (rope_of(head_dim=15), "^rope_settings: expected max_positions=2048 and an even head_dim, got 2048 and 15"),
+    (rope_of(max_positions=7), "^rope_settings: expected max_positions=2048"),
+    (rope_of(parameters=3), r"^rope_settings\.parameters: expected pairs of a name and a value, got 3"),
+    (rope_of(parameters=[["factor"]]), r"^rope_settings\.parameters: expected pairs"),
+    (rope_of(parameters=[[["factor"], 2]]), r"^rope_settings\.parameters: expected pairs"),
+    (rope_of(parameters=[]), r"^rope_settings\.parameters: expected partial_rotary_factor=1\.0, got $"),
+    (rope_of(parameters=[["rope_theta", 7.0]]), r"^rope_settings\.parameters: expected "),
+    (rope_of(parameters=[["factors", 7.0]]), "^rope_parameters: expected keys of the rope types, got factors"),
+    (rope_of(type="linear", parameters=[["factor", 0]]), "^rope_parameters.factor: expected a finite number"),
+    ({"extra": 1}, "^spec: expected the values of ModelSpec.to_dict, got others too: extra"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "words"), BAD_VALUES, ids=[f"{i}-{next(iter(c[0]))}" for i, c in enumerate(BAD_VALUES)])
+def test_bad_values_of_a_dict_are_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(rm.ConfigError, match=words):
+        rm.ModelSpec.from_dict({**spec(MOE).to_dict(), **changes})
+
+
+def test_what_is_no_dict_of_a_spec() -> None:
+    """Fields that a later version has added have defaults; the others are needed."""
+    for bad in (None, 3, [1], "x"):
+        with pytest.raises(rm.ConfigError, match=r"^spec: expected the values of ModelSpec\.to_dict, got"):
+            rm.ModelSpec.from_dict(bad)  # type: ignore[arg-type]
+    for key in spec(MOE).to_dict():
+        if key in (
+            "router_bias",
+            "score_func",
+            "n_group",
+            "topk_group",
+            "routed_scaling_factor",
+            "shared_intermediate_size",
+            "shared_switch",
+            "activation",
+        ):
+            assert rm.ModelSpec.from_dict(without(key)) == spec(MOE)
+        else:
+            with pytest.raises(rm.ConfigError, match=f"got none for {key}$"):
+                rm.ModelSpec.from_dict(without(key))
+
+
+# ------------------------------------------------------------------------------------------------ end tokens
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_an_end_token_a_config_has_its_familys(family: str, tmp_path: Path) -> None:
+    """That of transformers' class, where the vocabulary has it. None, and what generation_config.json lists, are an answer."""
+    mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    default = mapping[family]().eos_token_id
+    own = {"head_dim": 128} if family == "glm4_moe" else {}  # its default is odd
+    config = {k: v for k, v in mapping[family](vocab_size=200_000, **own).to_dict().items() if k != "eos_token_id"}
+    assert rm.ModelSpec.from_hf(config).eos_token_ids == (() if default is None else (default,))
+    assert rm.ModelSpec.from_hf({**config, "eos_token_id": None}).eos_token_ids == ()
+    assert rm.ModelSpec.from_hf({**config, "eos_token_id": 7}, ignore=("eos_token_id",)).eos_token_ids == ()
+    assert rm.ModelSpec.from_hf({**config, "vocab_size": 2}).eos_token_ids == ()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert rm.ModelSpec.from_hf(tmp_path) == rm.ModelSpec.from_hf(config)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [11, 5]}')
+    assert rm.ModelSpec.from_hf(tmp_path).eos_token_ids == (11, 5)
 
 
 def test_what_is_no_config(tmp_path: Path) -> None:

@@ -6,15 +6,16 @@
 #define _GNU_SOURCE
 #include "base/memory.h"
 
+#include <limits.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "base/checked.h"
+#include "base/control_groups.h"
 #include "base/hash.h"
 
 enum { CACHE_LINE = 64, HUGE_PAGE = 2 << 20 };
@@ -106,46 +107,52 @@ void rm_unmap(void *block, size_t bytes) {
   atomic_fetch_sub(&mapped_bytes, length);
 }
 
-// The number that follows `key` in a small text file of the system (the first number when key is ""), SIZE_MAX without one.
-static size_t number_in(const char *path, const char *key) {
+// MemAvailable of the machine in bytes; SIZE_MAX: unknown.
+static size_t machine_available(const char *root) {
+  char path[PATH_MAX], line[128];
+  if (snprintf(path, sizeof path, "%s/proc/meminfo", root) >= (int)sizeof path) return SIZE_MAX;
   FILE *file = fopen(path, "re");
   if (!file) return SIZE_MAX;
-  char line[128];
-  size_t value = SIZE_MAX;
-  while (value == SIZE_MAX && fgets(line, sizeof line, file)) {
-    unsigned long long number;
-    if (strncmp(line, key, strlen(key)) == 0 && sscanf(line + strlen(key), "%llu", &number) == 1) value = number;
-  }
+  unsigned long long kib = 0;
+  int found = 0;
+  while (!found && fgets(line, sizeof line, file)) found = sscanf(line, "MemAvailable: %llu", &kib) == 1;
   fclose(file);
-  return value;
+  size_t bytes;
+  return found && kib && rm_mul_size((size_t)kib, 1024, &bytes) ? bytes : SIZE_MAX;
 }
 
-// The pool of this process's control group, identified by the inode of its file.
-static rm_memory_pool control_group(void) {
-  static const char LIMIT[] = "/sys/fs/cgroup/memory.max";
-  struct stat status;
-  const size_t limit = number_in(LIMIT, ""), used = number_in("/sys/fs/cgroup/memory.current", "");
-  if (limit == SIZE_MAX || used == SIZE_MAX || stat(LIMIT, &status)) return (rm_memory_pool){0, SIZE_MAX};
-  const size_t cached = number_in("/sys/fs/cgroup/memory.stat", "inactive_file ");
-  const size_t held = cached != SIZE_MAX && cached < used ? used - cached : used;
-  char number[32];
-  snprintf(number, sizeof number, "control group %llu", (unsigned long long)status.st_ino);
-  return (rm_memory_pool){rm_memory_name(number), limit > held ? limit - held : 0};
+typedef struct pool_list {
+  rm_memory_pool *pools;
+  int n;
+} pool_list;
+
+// Adds a control group; in a full list it takes the place of the one with the most left, so that the least is always there.
+static void add_group(void *opaque, rm_group_memory group) {
+  pool_list *list = opaque;
+  char name[48];
+  snprintf(name, sizeof name, "control group %llu", (unsigned long long)group.inode);
+  const rm_memory_pool pool = {rm_memory_name(name), group.available};
+  int most = 0;
+  for (int i = 0; i < list->n; i++) {
+    if (list->pools[i].name == pool.name) return;
+    if (list->pools[i].available > list->pools[most].available) most = i;
+  }
+  if (list->n < RM_MEMORY_POOLS) list->pools[list->n++] = pool;
+  else if (pool.available < list->pools[most].available) list->pools[most] = pool;
 }
 
-int rm_memory_pools(rm_memory_pool pools[2]) {
-  size_t available = number_in("/proc/meminfo", "MemAvailable:");
-  if (available != SIZE_MAX && !rm_mul_size(available, 1024, &available)) available = SIZE_MAX;
-  pools[0] = (rm_memory_pool){rm_memory_name(""), available};
-  pools[1] = control_group();
-  return pools[1].available == SIZE_MAX ? 1 : 2;
+int rm_memory_pools(const char *root, rm_memory_pool pools[RM_MEMORY_POOLS]) {
+  pool_list list = {pools, 1};
+  pools[0] = (rm_memory_pool){rm_memory_name(""), machine_available(root)};
+  rm_each_memory_limit(root, add_group, &list);
+  return list.n;
 }
 
 // mmap overcommits, and the out-of-memory killer ends the process later; so the available memory is checked before weights are allocated.
 size_t rm_memory_available(void) {
-  rm_memory_pool pools[2];
+  rm_memory_pool pools[RM_MEMORY_POOLS];
   size_t least = SIZE_MAX;
-  for (int i = rm_memory_pools(pools); i-- > 0;) least = pools[i].available < least ? pools[i].available : least;
+  for (int i = rm_memory_pools("", pools); i-- > 0;) least = pools[i].available < least ? pools[i].available : least;
   return least;
 }
 

@@ -17,13 +17,14 @@ void rm_unmap(void *block, size_t bytes);
 size_t rm_memory_mapped(void);                       // bytes mapped now by this process through rm_map
 size_t rm_memory_blocks(void);                       // allocations, small and mapped, not freed yet
 size_t rm_memory_available(void);                    // bytes still available: the least of the pools; SIZE_MAX: unknown
-// The memory pools of this process: the machine's, and its control group's (a container's), if that has a limit. Processes whose pools
-// have the same name share them. Returns the number of pools.
+// The memory pools of this process: the machine's, and those of the control groups that it is in and that have a limit: a container's, a
+// job's and its task's. Processes whose pools have the same name share them. Returns the number of pools. root: control_groups.h.
+enum { RM_MEMORY_POOLS = 16 };
 typedef struct rm_memory_pool {
   uint64_t name;
   size_t available;
 } rm_memory_pool;
-int rm_memory_pools(rm_memory_pool pools[2]);
+int rm_memory_pools(const char *root, rm_memory_pool pools[RM_MEMORY_POOLS]);
 // A name of this machine's memory, or of the GPU's with PCI bus id `card`; the same in all processes and containers of the machine.
 uint64_t rm_memory_name(const char *card);
 

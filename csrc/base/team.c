@@ -8,16 +8,16 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "base/control_groups.h"
 #include "base/memory.h"
 
-enum { MAX_THREADS = 256, SPIN_PAUSES = 1000 }; // some 20 µs; an op on small rows takes less
+enum { SPIN_PAUSES = 1000 }; // some 20 µs; an op on small rows takes less
 
 typedef struct rm_worker {
   rm_team *team; // view
@@ -42,7 +42,7 @@ struct rm_team {
 
 static void futex_wait(_Atomic uint32_t *word, uint32_t seen) { syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0); }
 
-static void futex_wake_all(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, MAX_THREADS, NULL, NULL, 0); }
+static void futex_wake_all(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, RM_MAX_THREADS, NULL, NULL, 0); }
 
 static void cpu_relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -110,13 +110,6 @@ void rm_team_run(void *opaque, rm_task_fn fn, void *arg) {
   rm_fp_leave(saved);
 }
 
-static int cores_available(void) {
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-  const long online = sysconf(_SC_NPROCESSORS_ONLN);
-  return online > 0 ? (int)online : 1;
-}
-
 // Workers block all signals, so that Ctrl-C goes to the interpreter's thread, except those of their own faults, which faulthandler and the
 // tests' guard pages handle.
 static int start_worker(rm_worker *worker) {
@@ -132,12 +125,13 @@ static int start_worker(rm_worker *worker) {
 
 rm_code rm_team_create(int n_threads, rm_team **out, rm_error *err) {
   *out = NULL;
-  if (n_threads < 1 || n_threads > MAX_THREADS) return rm_fail(err, RM_E_CONFIG, "threads=%d is not in [1, %d]", n_threads, MAX_THREADS);
+  if (n_threads < 1 || n_threads > RM_MAX_THREADS)
+    return rm_fail(err, RM_E_CONFIG, "threads=%d is not in [1, %d]", n_threads, RM_MAX_THREADS);
   rm_team *team = rm_alloc(1, sizeof *team + (size_t)(n_threads - 1) * sizeof team->workers[0]);
   if (!team) return rm_fail(err, RM_E_MEMORY, "no memory for a team of %d threads", n_threads);
   team->n_threads = n_threads;
   team->owner = getpid();
-  team->spins = n_threads <= cores_available() ? SPIN_PAUSES : 0;
+  team->spins = n_threads <= rm_usable_cores("") ? SPIN_PAUSES : 0;
   for (int i = 0; i < n_threads - 1; i++) {
     team->workers[i] = (rm_worker){.team = team, .index = i + 1};
     const int failed = start_worker(&team->workers[i]);

@@ -6,9 +6,10 @@
 #include "base/status.h"
 #include "kernels.h"
 
+enum { RM_MAX_THREADS = 256 };
 typedef struct rm_team rm_team;
 
-rm_code rm_team_create(int n_threads, rm_team **out, rm_error *err);  // 1 ≤ n_threads ≤ 256
+rm_code rm_team_create(int n_threads, rm_team **out, rm_error *err);  // 1 ≤ n_threads ≤ RM_MAX_THREADS
 void rm_team_destroy(rm_team *team);                                  // safe on NULL
 int rm_team_threads(const rm_team *team);
 void rm_team_run(void *team, rm_task_fn fn, void *arg);               // fits rm_ctx.run

@@ -1,9 +1,8 @@
 // engine.c: creation and destruction of an engine, and its steps. The rest of engine.h is in sync_policy.c and sleep.c.
-#define _GNU_SOURCE
-#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/control_groups.h"
 #include "engine/state.h"
 
 enum {
@@ -12,12 +11,6 @@ enum {
   MAX_BATCHED = 1 << 20,
   MAX_PAGE = 1 << 12,
 };
-
-static int threads_allowed(void) {
-  cpu_set_t set;
-  const int n = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-  return n < 1 ? 1 : n > 256 ? 256 : n;
-}
 
 static rm_code check_range(const char *name, int64_t value, int64_t lo, int64_t hi, rm_error *err) {
   if (value >= lo && value <= hi) return RM_OK;
@@ -31,7 +24,7 @@ static rm_code check_options(const rm_spec *spec, const rm_engine_options *optio
   if ((code = check_range("max_num_batched_tokens", options->max_num_batched_tokens, 1, MAX_BATCHED, err))) return code;
   if ((code = check_range("page_size", options->page_size, 16, MAX_PAGE, err))) return code;
   if ((code = check_range("external_pages", options->external_pages, 0, INT32_MAX / 2, err))) return code;
-  if ((code = check_range("n_threads", options->n_threads, 0, 256, err))) return code;
+  if ((code = check_range("n_threads", options->n_threads, 0, RM_MAX_THREADS, err))) return code;
   if ((code = check_range("num_experts", spec->n_experts, 0, INT16_MAX, err))) return code;
   if (options->page_size % 16) return rm_fail(err, RM_E_CONFIG, "page_size=%lld is not a multiple of 16", (long long)options->page_size);
   if (options->dtype != RM_BF16 && options->dtype != RM_F32)
@@ -109,7 +102,8 @@ static rm_code create_parts(rm_engine *engine, rm_error *err) {
   const rm_placement placement = rm_placement_of(engine->spec, &runner->rank.mesh, runner->rank.index);
   const int plain = options->cublas_library != NULL;
   rm_code code;
-  if ((code = rm_team_create(options->n_threads ? options->n_threads : threads_allowed(), &engine->team, err))) return code;
+  const int usable = rm_usable_cores(""), by_default = usable < RM_MAX_THREADS ? usable : RM_MAX_THREADS;
+  if ((code = rm_team_create(options->n_threads ? options->n_threads : by_default, &engine->team, err))) return code;
   if ((code = rm_comms_join(runner, err))) return code;
   if ((code = rm_params_create(engine->spec, &placement, options->dtype, plain, &engine->params, err))) return code;
   if ((code = rm_model_create(engine->params, engine->device, engine->team, &runner->options.model, &engine->model, err))) return code;

@@ -23,7 +23,7 @@ typedef struct rm_engine_options {
   rm_dtype dtype;
   const rm_kernels *kernels;    // of the CPU; NULL: rm_kernels_best()
   const rm_device *device;      // NULL: the CPU; else a view, this engine's alone, and `kernels` is ignored
-  int n_threads;                // 0: one per core this process may run on
+  int n_threads;                // 0: rm_usable_cores, at most RM_MAX_THREADS
   int64_t max_model_len, max_num_seqs;
   int64_t max_num_batched_tokens;  // rows of one step: the chunk of a prefill
   int64_t page_size;            // a multiple of 16

@@ -354,13 +354,7 @@ static PyObject *rm_engine_py_host_room(rm_engine_object *self, PyObject *ignore
   if (rm_engine_enter(self)) return NULL;
   const unsigned long long bytes = rm_ranks_offload_bytes(self->engine);
   rm_engine_leave(self);
-  rm_memory_pool pools[2];
-  const int n = rm_memory_pools(pools);
-  PyObject *list = PyList_New(n);
-  for (int i = 0; list && i < n; i++) {
-    PyObject *pool = Py_BuildValue("(KK)", (unsigned long long)pools[i].name, (unsigned long long)pools[i].available);
-    if (!pool || PyList_SetItem(list, i, pool)) Py_CLEAR(list);
-  }
+  PyObject *list = rm_memory_pool_list("");
   return list ? Py_BuildValue("(KN)", bytes, list) : NULL;
 }
 

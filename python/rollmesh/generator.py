@@ -169,7 +169,7 @@ class Generator:
         options = EngineOptions(
             dtype=dtype,
             isa=None if isa is None or where.cuda_library else choice("isa", isa, _core.available_isas()),
-            threads=integer("threads", usable_cores() if threads is None else threads, 1, 256),
+            threads=integer("threads", min(usable_cores(), 256) if threads is None else threads, 1, 256),
             max_model_len=self.max_model_len,
             max_num_seqs=integer("max_num_seqs", max_num_seqs, 1, 2**20),
             max_num_batched_tokens=integer("max_num_batched_tokens", max_num_batched_tokens, 1, 2**24),

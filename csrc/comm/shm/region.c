@@ -3,23 +3,16 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
-#include <sched.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "base/checked.h"
+#include "base/control_groups.h"
 #include "base/hash.h"
 #include "base/memory.h"
 #include "comm/shm/layout.h"
 
 enum { PAGE = 4096, MAX_GROUPS = 64, SPIN_PAUSES = 1000 };   // some 25 µs: as long as small exchanges take
-
-static int cores_available(void) {
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-  const long online = sysconf(_SC_NPROCESSORS_ONLN);
-  return online > 0 ? (int)online : 1;
-}
 
 // *at += count · bytes, up to the next page; 0 when that does not fit.
 static int extend(size_t *at, size_t count, size_t bytes) {
@@ -60,7 +53,7 @@ rm_code rm_region_new(const rm_region_options *options, rm_region **out, rm_erro
   }
   region->file = -1;
   for (int r = 0; r < RM_REGION_RANKS; r++) region->pidfd[r] = -1;
-  region->most_spins = options->world <= cores_available() ? SPIN_PAUSES : 0;
+  region->most_spins = options->world <= rm_usable_cores("") ? SPIN_PAUSES : 0;
   atomic_store(&region->references, 1);
   *out = region;
   return RM_OK;

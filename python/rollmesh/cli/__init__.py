@@ -30,7 +30,21 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 2 for an error that the message explains, 130 after Ctrl-C (of another signal 128 + its number), 141 when
-    the reader of the output has gone. An error's notes follow its message, each from a line of its own."""
+    the reader of the output has gone. An error's notes follow its message, each from a line of its own. Without argv this is the program:
+    what comes after it, the interpreter's end, is ended by a Ctrl-C without a traceback."""
+    try:
+        return _main(argv)
+    finally:
+        if argv is None:
+            _leave_interrupts()
+
+
+def _leave_interrupts() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="rollmesh", description="Rollouts for RL training, with weights pushed by their trainer.")
     parser.add_argument("--version", action="version", version=f"rollmesh {rm.__version__}")
     with suppress(AttributeError):

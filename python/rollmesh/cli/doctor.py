@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 import rollmesh as rm
-from rollmesh import vllm
+from rollmesh import _core, vllm
 from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
 from rollmesh.ops import isa_states
 from rollmesh.runtime import cublas, nccl
@@ -73,11 +73,11 @@ def _rollmesh() -> list[tuple[str, str]]:
 def _processor() -> list[tuple[str, str]]:
     info = _cpuinfo()
     allowed, present = usable_cores(), os.cpu_count() or 0
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    memory, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), min(available for _, available in _core.memory_pools())
     return [
         ("model", info.get("model name", platform.machine())),
-        ("threads", f"{allowed} by default: the cores this process may use, of {present}"),
-        ("memory", f"{memory:.1f} GiB"),
+        ("threads", f"{allowed} by default: the cores that affinity and CPU quotas leave this process, of {present}"),
+        ("memory", f"{byte_text(memory)}, of which {byte_text(free)} are free and within this process's limits"),
     ]
 
 

@@ -10,8 +10,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,8 @@ from rollmesh.runtime.messages import plain, shown
 
 if TYPE_CHECKING:
     from rollmesh.grpo.config import GeneratorTable
+    from rollmesh.grpo.interrupts import Interrupts
+    from rollmesh.grpo.loop import Run
     from rollmesh.grpo.metrics import Metrics
 
 _log = logging.getLogger("rollmesh.grpo")
@@ -46,6 +48,14 @@ def _named(text: str) -> Path:
 
 
 def run(args: argparse.Namespace) -> int:
+    """From here to the end a SIGINT, SIGTERM or SIGHUP is a KeyboardInterrupt with a note of what there is and how to go on."""
+    from rollmesh.grpo.interrupts import Interrupts
+
+    with Interrupts() as interrupts:
+        return _run(args, interrupts)
+
+
+def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     overrides = list(args.set)
     if args.seed is not None:
         overrides.append(f"seed={args.seed}")
@@ -78,43 +88,72 @@ def run(args: argparse.Namespace) -> int:
     if out.is_dir() and not os.access(out, os.W_OK | os.X_OK):
         raise rm.ConfigError(f"{plain(out)}: expected a folder to write to, got a read-only one; --out names another")
     makes = args.out is not None or args.resume is None  # what is resumed is there, or is not found
-    with _made(out) if makes else nullcontext(), _said(), locked(out) if out.is_dir() else nullcontext():
+    words = ["rollmesh", "grpo", str(args.config), "--resume", str(out), *(word for text in overrides for word in ("--set", text))]
+    words += ["--wandb", args.wandb] if args.wandb else []
+    with ExitStack() as stack:
+        interrupts.hold("the run folder is made")
+        if makes:
+            stack.enter_context(_made(out))
+        stack.enter_context(_said())
+        if out.is_dir():
+            stack.enter_context(locked(out))
+        stack.callback(interrupts.hold, "the run folder is left")
         with suppress(OSError):  # a reader that has gone
             print(f"{args.config} → {out}: reading data and model", flush=True)
-        _environment()
-        from rollmesh.grpo import loop
-        from rollmesh.grpo.progress import Display
-        from rollmesh.grpo.tracking import wandb_log
+        with _noted(KeyboardInterrupt, lambda: "no step was made; the same command begins again"), _memory_told():
+            interrupts.release()
+            _environment()
+            from rollmesh.grpo import loop
 
-        words = ["rollmesh", "grpo", str(args.config), "--resume", str(out), *(word for text in overrides for word in ("--set", text))]
-        words += ["--wandb", args.wandb] if args.wandb else []
-        shows = True
-        with _memory_told():
-            this, began = loop.prepare(config, args.resume, overridden, comm), time.monotonic()
+            this = loop.prepare(config, args.resume, overridden, comm)
+        began = time.monotonic()
         try:
-            logs = wandb_log(args.wandb, out, config) if args.wandb else nullcontext(lambda _: None)
-            with logs as log, _advised(out, words), Display(args.config.stem, config.train.steps) as display:
-
-                def show(metrics: Metrics) -> None:
-                    nonlocal shows
-                    try:
-                        if shows:
-                            display.show(metrics)
-                    except (Exception, SystemExit) as error:  # noqa: BLE001 (a reader that has gone; rich would exit)
-                        shows, why = False, error.__context__ or error
-                        drop_output()
-                        _log.warning("nothing more is displayed: %s: %s", type(why).__name__, plain(why))
-                    log(metrics)
-
-                lines = loop.train(this, out, show)
+            lines = _train(args, this, out, interrupts, words)
         finally:
+            interrupts.hold("the generator is closed")
             this.close()
-    evaluated = [m for m in lines if "eval_reward" in m]
-    print(
-        f"held-out reward {evaluated[0]['eval_reward']:.3f} → {evaluated[-1]['eval_reward']:.3f} in {lines[-1]['step']} steps and "
-        f"{time.monotonic() - began:.0f} s; {out}/metrics.jsonl, {out}/curves.png"
-    )
+    with _noted(KeyboardInterrupt, lambda: f"all {config.train.steps} steps are made: {out}"):
+        interrupts.release()
+        evaluated = [m for m in lines if "eval_reward" in m]
+        print(
+            f"held-out reward {evaluated[0]['eval_reward']:.3f} → {evaluated[-1]['eval_reward']:.3f} in {lines[-1]['step']} steps and "
+            f"{time.monotonic() - began:.0f} s; {out}/metrics.jsonl, {out}/curves.png"
+        )
     return 0
+
+
+def _train(args: argparse.Namespace, this: Run, out: Path, interrupts: Interrupts, words: list[str]) -> list[Metrics]:
+    """Trains; the lines of metrics.jsonl. words: the command that goes on with the run."""
+    from rollmesh.grpo import checkpoint, loop
+    from rollmesh.grpo.progress import Display
+    from rollmesh.grpo.tracking import wandb_log
+
+    this.interrupts = interrupts
+    shows = True
+
+    def how_to_go_on() -> str:
+        found = checkpoint.newest(out)
+        if found is None:
+            return "no checkpoint was written yet: [checkpoint] every says when"
+        return f"to go on from {found.name}: {shlex.join(words)}"
+
+    logs = wandb_log(args.wandb, out, this.config) if args.wandb else nullcontext(lambda _: None)
+    with _noted(BaseException, how_to_go_on), _memory_told():
+        interrupts.release()
+        with logs as log, Display(args.config.stem, this.config.train.steps) as display:
+
+            def show(metrics: Metrics) -> None:
+                nonlocal shows
+                try:
+                    if shows:
+                        display.show(metrics)
+                except (Exception, SystemExit) as error:  # noqa: BLE001 (a reader that has gone; rich would exit)
+                    shows, why = False, error.__context__ or error
+                    drop_output()
+                    _log.warning("nothing more is displayed: %s: %s", type(why).__name__, plain(why))
+                log(metrics)
+
+            return loop.train(this, out, show)
 
 
 def _ask_for_vllm() -> None:
@@ -195,17 +234,12 @@ def _said() -> Iterator[None]:
 
 
 @contextmanager
-def _advised(out: Path, words: list[str]) -> Iterator[None]:
-    """Adds to what ends a run early, a Ctrl-C included, how to go on with it: the command of these words."""
-    from rollmesh.grpo import checkpoint
-
+def _noted(kind: type[BaseException], note: Callable[[], str]) -> Iterator[None]:
+    """Adds a note to what ends the block early."""
     try:
-        with _memory_told():
-            yield
-    except BaseException as error:
-        found = checkpoint.newest(out)
-        resumed = "no checkpoint was written yet: [checkpoint] every says when"
-        error.add_note(resumed if found is None else f"to go on from {found.name}: {shlex.join(words)}")
+        yield
+    except kind as error:
+        error.add_note(note())
         raise
 
 

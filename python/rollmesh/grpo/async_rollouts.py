@@ -19,8 +19,7 @@ the thread.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from queue import SimpleQueue
 from types import TracebackType
@@ -35,37 +34,48 @@ JOIN_S = 0.05  # between two aborts: the thread may have added its requests afte
 
 class AsyncRollouts:
     """A context in which a thread runs `generate(batch, version)` for the batches that are ordered. `abort()` makes it return early.
-    `ready`: the first batches, which are not generated. One other thread makes the calls.
+    `ready`: batches that are not generated. One other thread makes the calls.
 
-    The queues are C functions, which a Ctrl-C leaves whole; threading.Condition is not one.
+    A batch stays until `drop`, so that what ends a step early loses none. The queues are C functions, which a Ctrl-C leaves whole;
+    threading.Condition is not one. The thread adds each batch before it says so: a Ctrl-C behind `get` loses a message, and no batch.
     """
 
-    def __init__(self, generate: Callable[[int, int], Rollout], abort: Callable[[], None], ready: Iterable[Rollout] = ()) -> None:
+    def __init__(
+        self, generate: Callable[[int, int], Rollout], abort: Callable[[], None], ready: Mapping[int, Rollout] | None = None
+    ) -> None:
         self._generate, self._abort = generate, abort
         self._orders: SimpleQueue[tuple[int, int] | None] = SimpleQueue()  # (batch, version); None: the end
-        self._results: SimpleQueue[Rollout | BaseException] = SimpleQueue()  # after an exception nothing comes
-        self._finished = deque(ready)
-        self._running = 0  # batches that were ordered and not received
+        self._said: SimpleQueue[None] = SimpleQueue()  # for each batch that is finished, and at the thread's end
+        self._finished = dict(ready or {})  # by batch
+        self._num_ordered = self._num_generated = 0
+        self._error: BaseException | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="rollouts")
 
     def order(self, batches: Iterable[int], version: int) -> None:
         """Asks for batches that `version`, which serves now, may generate."""
         for batch in batches:
-            self._running += 1
+            self._num_ordered += 1
             self._orders.put((batch, version))
 
-    def take(self) -> Rollout:
-        """The next batch, when it is finished."""
-        while not self._finished:
-            self._receive()
-        return self._finished.popleft()
+    def take(self, batches: range) -> list[Rollout]:
+        """These batches, which were ordered, when they are finished."""
+        while not self.has(batches):
+            self._wait()
+        return [self._finished[batch] for batch in batches]
 
-    def pending(self) -> list[Rollout]:
-        """The batches that were ordered and not taken, when all are finished: nothing runs in the generator then."""
-        while self._running:
-            self._receive()
-        return list(self._finished)
+    def has(self, batches: range) -> bool:
+        """Whether they are finished."""
+        return self._finished.keys() >= set(batches)
+
+    def drop(self, batch: int) -> None:
+        """It is not needed any more."""
+        self._finished.pop(batch, None)
+
+    def wait(self) -> None:
+        """Until all that was ordered is finished: nothing runs in the generator then."""
+        while self._num_generated < self._num_ordered:
+            self._wait()
 
     def __enter__(self) -> AsyncRollouts:
         try:
@@ -89,20 +99,21 @@ class AsyncRollouts:
                 self._abort()
             self._thread.join(JOIN_S)
 
-    def _receive(self) -> None:
-        result = self._results.get()
-        if isinstance(result, BaseException):
-            self._results.put(result)
-            raise result
-        self._finished.append(result)
-        self._running -= 1
+    def _wait(self) -> None:
+        """For the next batch."""
+        if self._error is not None:
+            raise self._error
+        self._said.get()
 
     def _run(self) -> None:
         try:
             while (order := self._orders.get()) is not None and not self._stopped:
-                self._results.put(self._generate(*order))
+                self._finished[order[0]] = self._generate(*order)
+                self._num_generated += 1
+                self._said.put(None)
         except BaseException as error:  # noqa: BLE001 (raised in the other thread)
-            self._results.put(error)
+            self._error = error
+            self._said.put(None)
 
 
 def staleness(rollout: Rollout, version: int, level: int) -> dict[str, float]:

@@ -9,13 +9,14 @@
 A folder is written under another name and renamed when complete; then the oldest are removed. So a killed run or a full disk leaves no
 half of one, and the newest complete one stays; the disk needs room for keep + 1. Resuming continues the same run bit for bit: weights,
 moments and random state are stored as they are, all else is a function of (run seed, step). Rollouts of versions that no longer exist
-are stored too; a run with other options generates them anew.
+are stored too; a run with other options generates them anew. A run that goes back moves the later checkpoints to DIR/abandoned.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from rollmesh.grpo.rollout import Rollout, decode
 from rollmesh.grpo.trainer import Trainer
 from rollmesh.runtime.messages import listed, shown
 
+_log = logging.getLogger("rollmesh.grpo")
 FORMAT = 1
 STATE = "trainer/state.json"
 ROLLOUTS = "trainer/rollouts.safetensors"
@@ -102,6 +104,22 @@ def _order(folder: Path) -> tuple[int, str]:
 def newest(root: Path) -> Path | None:
     """The checkpoint of the last step in the run folder `root`; None: there is none."""
     return max((file.parent.parent for file in (root / "checkpoints").glob(f"step_*/{STATE}")), key=_order, default=None)
+
+
+def set_aside(root: Path, next_step: int, resumed: Path | None) -> None:
+    """Moves checkpoints of `next_step` and of later steps, but for the one that is resumed, from root/checkpoints to root/abandoned: they
+    are of a run that this one leaves, and `newest` would take them."""
+    folder, first = root / "checkpoints", f"step_{next_step:06d}"
+    own = [resumed] if resumed is not None else []
+    left = [p for p in folder.glob("step_*") if _order(p) >= _order(folder / first) and not any(p.samefile(r) for r in own)]
+    for old in sorted(left, key=_order):
+        aside = root / "abandoned"
+        names = (aside / f"{old.name}{suffix}" for suffix in ("", *(f"-{i}" for i in range(2, 10_000))))
+        new = next(name for name in names if not name.exists())
+        with writing(new):
+            aside.mkdir(exist_ok=True)
+            old.rename(new)
+        _log.warning("%s is of the run that was left: it is %s now", old, new)
 
 
 def find(where: Path) -> Path:

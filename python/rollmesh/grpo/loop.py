@@ -67,6 +67,7 @@ class Run:
     generator: RolloutGenerator
     first_step: int = 0
     ready: Sequence[Rollout] = ()  # of the checkpoint: batches first_step, first_step + 1, …
+    resumed: Path | None = None  # the checkpoint
     interrupts: Interrupts = field(default_factory=Interrupts)
 
     def close(self) -> None:
@@ -92,7 +93,7 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
     generator = make_generator(config, trainer.model.config, tokenizer, comm)
     if isinstance(generator, rm.Generator):
         generator.follow()
-    return Run(config, tokenizer, data, rewards, trainer, generator, first_step, ready)
+    return Run(config, tokenizer, data, rewards, trainer, generator, first_step, ready, folder)
 
 
 def follow(config: Config, resume: Path | None, comm: rm.comm.Comm) -> None:
@@ -115,42 +116,63 @@ def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None)
     """Runs steps first_step … steps and returns the metrics of all lines of the file.
 
     A checkpoint that cannot be written is tried again after the next step; only at the end it is an OSError. What ends the run early leaves
-    a checkpoint of the last finished step, but with async_level, whose rollouts are lost."""
-    config, last = run.config, run.config.train.steps
+    a checkpoint of the last finished step. With async_level it waits for the rollouts that this checkpoint has, unless a signal comes."""
+    with run.interrupts:
+        run.interrupts.hold("the run has begun")
+        checkpoint.set_aside(out, run.first_step, run.resumed)
+        return _train(run, out, show)
+
+
+def _train(run: Run, out: Path, show: Callable[[Metrics], None]) -> list[Metrics]:
+    config, last, level = run.config, run.config.train.steps, run.config.rollout.async_level
     log, texts = MetricsLog(out, run.first_step), CompletionsLog(out, run.first_step)
     overlap = Overlap()
     saved = run.first_step  # next step of the newest checkpoint
     finished = run.first_step, run.trainer.num_updates  # next step, and updates of the weights that it starts from
 
-    def save(rollouts: Sequence[Rollout]) -> None:
+    def save(ahead: AsyncRollouts | None) -> None:
         nonlocal saved
-        checkpoint.save(out, run.trainer, run.tokenizer, config, finished[0], rollouts)
-        saved = finished[0]
+        rollouts = ahead.take(range(finished[0], finished[0] + level)) if ahead else ()
+        run.interrupts.hold("the checkpoint is written")
+        before, saved = saved, finished[0]
+        try:
+            checkpoint.save(out, run.trainer, run.tokenizer, config, finished[0], rollouts)
+        except OSError:
+            saved = before
+            raise
 
     try:
-        with run.interrupts, _async_rollouts(run, overlap) if config.rollout.async_level else nullcontext() as ahead:
+        run.interrupts.release()
+        with _async_rollouts(run, overlap) if level else nullcontext() as ahead:
             try:
                 for step in range(run.first_step, last + 1):
                     metrics, completions = run_step(run, step, ahead, overlap)
                     texts.write(completions)
                     log.write(metrics)
                     finished = min(step + 1, last), run.trainer.num_updates
+                    if ahead and step < last:
+                        ahead.drop(step)
                     run.interrupts.release()
                     show(metrics)
                     if _is_due(config, finished[0], saved):
                         try:
-                            save(ahead.pending() if ahead and step < last else ())
+                            save(ahead)
                         except OSError as error:
                             if step == last:
                                 raise
                             _log.warning("%s; the checkpoint is tried again after the next step", error)
+                        run.interrupts.release()
             except BaseException as error:
-                if finished[0] > saved and finished[1] == run.trainer.num_updates and ahead is None:
+                if finished[0] > saved and finished[1] == run.trainer.num_updates:
+                    run.interrupts.drop()
+                    if ahead and not ahead.has(range(finished[0], finished[0] + level)):
+                        _log.warning("the checkpoint of step %d waits for rollouts; a signal ends the run without it", finished[0])
                     try:
-                        save(())
+                        save(ahead)
                     except Exception as why:  # noqa: BLE001 (the first error is raised)
                         error.add_note(f"no checkpoint of step {finished[0]}: {type(why).__name__}: {plain(why)}")
                 raise
+        run.interrupts.hold("its last files are written")
         try:
             draw_curves(log.lines, out / "curves.png")
         except Exception as error:  # noqa: BLE001 (a picture ends no run)
@@ -162,6 +184,7 @@ def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None)
         raise
     texts.close()
     log.close()
+    run.interrupts.release()
     return log.lines
 
 
@@ -188,7 +211,7 @@ def _async_rollouts(run: Run, overlap: Overlap) -> AsyncRollouts:
         finally:
             overlap.stop("generator")
 
-    return AsyncRollouts(generate, run.generator.abort, run.ready)
+    return AsyncRollouts(generate, run.generator.abort, dict(enumerate(run.ready, run.first_step)))
 
 
 def _is_tested(run: Run, step: int) -> bool:
@@ -207,7 +230,7 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
     """One step of the protocol above: its metrics, and the completions that are written. `ahead`: with async_level ≥ 1."""
     config, start = run.config, time.perf_counter()
     if ahead and config.sync.inflight == "wait":
-        ahead.pending()
+        ahead.wait()
     overlap.start("generator")
     began = time.perf_counter()
     report = run.trainer.push(run.generator, step)
@@ -219,7 +242,7 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
     overlap.stop("generator")
     if ahead:
         ahead.order(_batches(run, step), step)
-        rollout = ahead.take()
+        [rollout] = ahead.take(range(step, step + 1))
     else:
         rollout = _roll_out(run, step)
     behind = staleness(rollout, step, config.rollout.async_level)
@@ -245,13 +268,13 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
     last = step == config.train.steps
     metrics |= evaluated
     began = time.perf_counter()
+    run.interrupts.hold("this step's update")
     if last:
         logprobs = run.trainer.logprobs_of(rollout)
     else:
         grouped = _shuffled(rewards, config, step).reshape(-1, config.rollout.samples)
         metrics["flat_groups"] = float((np.ptp(grouped, axis=1) == 0).mean())
         advantage = advantages(grouped, config.loss.baseline, config.loss.scale).reshape(-1)
-        run.interrupts.hold()
         learned, logprobs = run.trainer.learn(rollout, advantage, step)
         metrics |= learned
     metrics["update_s"] = time.perf_counter() - began

@@ -148,5 +148,10 @@ def draw_curves(lines: list[Metrics], path: Path) -> None:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
-    with writing(path):
-        figure.savefig(path, dpi=110)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with writing(path):
+            figure.savefig(partial, dpi=110, format="png")
+            os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

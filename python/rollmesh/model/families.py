@@ -178,6 +178,7 @@ class Family:
     max_position_embeddings: int = 32768  # likewise, and the next ones
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
+    eos_token_id: int | None = 2  # likewise, where the vocabulary has it
     partial_rotary_factor: float | None = None  # of a family that turns the first elements of a head; None: it turns whole heads
     tied: bool = False
     qk_norm: str | Callable[[Reader], str] = "none"  # of QK_NORMS
@@ -236,6 +237,7 @@ FAMILIES = {
     "qwen2": Family(
         "Qwen2ForCausalLM",
         _QWEN,
+        eos_token_id=None,
         num_key_value_heads=32,
         attention_bias=True,
         o_bias=False,
@@ -245,6 +247,7 @@ FAMILIES = {
         "Qwen3ForCausalLM",
         f"attention_bias {_QWEN}",
         _QWEN_MOE,
+        eos_token_id=None,
         head_dim=128,
         num_key_value_heads=32,
         qk_norm="head",
@@ -255,6 +258,7 @@ FAMILIES = {
         "Qwen3MoeForCausalLM",
         f"attention_bias use_sliding_window sliding_window {_QWEN_MOE}",
         "max_window_layers layer_types",
+        eos_token_id=None,
         num_key_value_heads=4,
         qk_norm="head",
         wq_rows="halves",
@@ -265,6 +269,7 @@ FAMILIES = {
         "SmolLM3ForCausalLM",
         "attention_bias no_rope_layers no_rope_layer_interval use_sliding_window sliding_window layer_types",
         "max_window_layers",
+        eos_token_id=128001,
         num_key_value_heads=4,
         rope_theta=2000000.0,
         tied=True,
@@ -274,6 +279,7 @@ FAMILIES = {
     "olmo2": Family(
         "Olmo2ForCausalLM",
         "attention_bias",
+        eos_token_id=50279,
         max_position_embeddings=2048,
         rms_norm_eps=1e-5,
         qk_norm="whole",
@@ -305,6 +311,7 @@ FAMILIES = {
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
         f"qkv_bias shared_expert_intermediate_size {_QWEN} {_QWEN_MOE}",
+        eos_token_id=None,
         num_key_value_heads=16,
         attention_bias=lambda c: c.boolean("qkv_bias", True),
         o_bias=False,
@@ -320,6 +327,7 @@ FAMILIES = {
     "olmoe": Family(
         "OlmoeForCausalLM",
         "attention_bias clip_qkv num_experts num_local_experts num_experts_per_tok norm_topk_prob",
+        eos_token_id=50279,
         max_position_embeddings=4096,
         rms_norm_eps=1e-5,
         qk_norm="whole",
@@ -354,6 +362,7 @@ FAMILIES = {
         "attention_bias use_qk_norm moe_intermediate_size num_experts_per_tok n_shared_experts n_routed_experts routed_scaling_factor "
         "n_group topk_group first_k_dense_replace norm_topk_prob num_local_experts",
         "num_experts num_mtp_layers num_nextn_predict_layers",
+        eos_token_id=None,
         num_key_value_heads=8,
         max_position_embeddings=131072,
         rms_norm_eps=1e-5,

@@ -14,7 +14,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from rollmesh.model import rope as _rope
 from rollmesh.model import torchtitan as _torchtitan
 from rollmesh.model.families import FAMILIES, QK_NORMS, USUAL_NAMES, WQ_ROWS, Experts, Family
 from rollmesh.model.reader import MAX_EXPERTS, MAX_GROUPS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITION, MAX_VOCAB, MAX_WIDTH, Reader
-from rollmesh.runtime.arguments import ACTIVATIONS
+from rollmesh.runtime.arguments import ACTIVATIONS, choice
 from rollmesh.runtime.messages import listed, plain, shown
 
 
@@ -174,8 +174,12 @@ class ModelSpec:
         if not isinstance(ignore, (tuple, list, set, frozenset)) or not all(isinstance(key, str) for key in ignore):
             raise ConfigError(f"ignore: expected a tuple of keys of the config, got {shown(ignore)}")
         values = {key: value for key, value in _as_dict(config).items() if key not in ignore}
-        if isinstance(config, (str, os.PathLike)) and os.path.isdir(config):
-            values["eos_token_id"] = _with_generation_config(Path(config), values.get("eos_token_id"))
+        if "eos_token_id" in ignore:
+            values["eos_token_id"] = None
+        is_folder = isinstance(config, (str, os.PathLike)) and os.path.isdir(config)
+        if is_folder and (given := _generation_eos(Path(config))):
+            known = _ids_of(values.get("eos_token_id"))
+            values["eos_token_id"] = known + [token for token in given if token not in known]
         _refuse_odd(values)
         model_type = values.get("model_type")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -320,16 +324,103 @@ class ModelSpec:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ModelSpec:
-        """Of to_dict's values."""
+        """Of to_dict's values; what a later version has added may be missing. Raises ConfigError naming the field."""
+        return _from_dict(values)
 
-        def frozen(value: Any) -> Any:
-            return tuple(frozen(v) for v in value) if isinstance(value, list) else value
 
-        fields = {key: frozen(value) for key, value in values.items()}
-        try:
-            return ModelSpec(**{**fields, "rope_settings": _rope.Rope(**{k: frozen(v) for k, v in values["rope_settings"].items()})})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"expected the values of ModelSpec.to_dict, got others: {error}") from error
+# -------------------------------------------------------------------------------------------------- reading a dict of a spec
+_INTEGERS = {
+    "vocab_size": (1, MAX_VOCAB),
+    "hidden_size": (1, MAX_WIDTH),
+    "intermediate_size": (0, MAX_WIDTH),
+    "num_hidden_layers": (1, MAX_LAYERS),
+    "num_attention_heads": (1, MAX_HEADS),
+    "num_key_value_heads": (1, MAX_HEADS),
+    "head_dim": (2, MAX_HEAD_DIM),
+    "num_experts": (0, MAX_EXPERTS),
+    "num_experts_per_tok": (0, MAX_EXPERTS),
+    "moe_intermediate_size": (0, MAX_WIDTH),
+    "max_position_embeddings": (1, MAX_POSITION),
+    "n_group": (1, MAX_GROUPS),
+    "topk_group": (1, MAX_GROUPS),
+    "shared_intermediate_size": (0, MAX_WIDTH),
+}
+_CHOICES = {"model_type": tuple(FAMILIES), "qk_norm": QK_NORMS, "score_func": ("softmax", "sigmoid"), "activation": ACTIVATIONS}
+
+
+def _from_dict(values: Any) -> ModelSpec:
+    known = _fields_of(ModelSpec, values, "")
+    c = Reader({**{f.name: f.default for f in fields(ModelSpec) if f.default is not MISSING}, **known})
+    read: dict[str, Any] = {key: c.integer(key, low, high) for key, (low, high) in _INTEGERS.items()}
+    read |= {key: choice(key, c.values[key], words) for key, words in _CHOICES.items()}
+    read |= {f.name: c.boolean(f.name, False) for f in fields(ModelSpec) if f.type == "bool"}
+    read |= {f.name: c.positive(f.name, 1.0) for f in fields(ModelSpec) if f.type == "float"}
+    layers = read["num_hidden_layers"]
+    for key in ("is_moe_layer", "rope_layers"):
+        read[key] = _tuple_of(key, c.values[key], layers, "a bool", lambda value: isinstance(value, bool))
+    whole = f"an integer in [0, {MAX_POSITION}]"
+    read["sliding_windows"] = _tuple_of(
+        "sliding_windows", c.values["sliding_windows"], layers, whole, lambda value: type(value) is int and 0 <= value <= MAX_POSITION
+    )
+    eos = c.values["eos_token_ids"]
+    if not isinstance(eos, (list, tuple)):
+        raise ConfigError(f"eos_token_ids: expected a list of token ids, got {shown(eos)}")
+    read["eos_token_ids"] = _eos(eos, read["vocab_size"])
+    spec = ModelSpec(**read, rope_settings=_rope_from_dict(c.values["rope_settings"], read["head_dim"], read["max_position_embeddings"]))
+    _check_heads(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim)
+    _check_layers(spec)
+    return spec
+
+
+def _fields_of(kind: Any, values: Any, where: str) -> dict[str, Any]:
+    """The values, when they are those of the dataclass `kind`."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where or 'spec'}: expected the values of ModelSpec.to_dict, got {shown(values)}")
+    names = {f.name: f.default is not MISSING for f in fields(kind)}
+    if missing := [(f"{where}{name}",) for name, is_optional in names.items() if not is_optional and name not in values]:
+        raise ConfigError(f"expected the values of ModelSpec.to_dict, got none for {listed(missing)}")
+    if unknown := [(key,) for key in values if key not in names]:
+        raise ConfigError(f"{where or 'spec'}: expected the values of ModelSpec.to_dict, got others too: {listed(unknown)}")
+    return dict(values)
+
+
+def _tuple_of(key: str, value: Any, count: int, what: str, fits: Callable[[Any], bool]) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)) or len(value) != count or not all(map(fits, value)):
+        raise ConfigError(f"{key}: expected {what} for each of num_hidden_layers={count}, got {shown(value)}")
+    return tuple(value)
+
+
+def _rope_from_dict(values: Any, head_dim: int, max_positions: int) -> _rope.Rope:
+    """By from_config, which has to find nothing to change."""
+    given = _fields_of(_rope.Rope, values, "rope_settings.")
+    turned = Reader({"rope_settings.head_dim": given["head_dim"]}).integer("rope_settings.head_dim", 2, head_dim)
+    if given["max_positions"] != max_positions or turned % 2:
+        raise ConfigError(
+            f"rope_settings: expected max_positions={max_positions} and an even head_dim, got {shown(given['max_positions'])} and {turned}"
+        )
+    pairs = given["parameters"]
+    are_pairs = isinstance(pairs, (list, tuple)) and all(isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs)
+    if not are_pairs or not all(isinstance(name, str) for name, _ in pairs):
+        raise ConfigError(f"rope_settings.parameters: expected pairs of a name and a value, got {shown(pairs)}")
+    parameters = {name: tuple(value) if isinstance(value, list) else value for name, value in pairs}
+    config = {"rope_parameters": {**parameters, "rope_type": given["type"], "rope_theta": given["theta"]}}
+    rope = _rope.from_config(config, turned, max_positions, 1.0, None)
+    if dict(rope.parameters) != parameters:
+        raise ConfigError(f"rope_settings.parameters: expected {listed(rope.parameters)}, got {listed(parameters.items())}")
+    return rope
+
+
+def _check_layers(spec: ModelSpec) -> None:
+    """Sizes that the kinds of layers need, and none that they do not have."""
+    has_dense, has_experts = not all(spec.is_moe_layer), any(spec.is_moe_layer)
+    of_experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    for key, is_needed in {"intermediate_size": has_dense, **dict.fromkeys(of_experts, has_experts)}.items():
+        if (getattr(spec, key) > 0) != is_needed:
+            wanted = "at least 1" if is_needed else "0"
+            raise ConfigError(f"{key}: expected {wanted} with is_moe_layer={shown(spec.is_moe_layer)}, got {getattr(spec, key)}")
+    if spec.num_experts_per_tok > spec.num_experts:
+        raise ConfigError(f"num_experts_per_tok={spec.num_experts_per_tok} exceeds num_experts={spec.num_experts}")
+    _check_groups(spec.num_experts, spec.num_experts_per_tok, spec.n_group, spec.topk_group, ("num_experts", "n_group", "topk_group"))
 
 
 # -------------------------------------------------------------------------------------------------- reading a config
@@ -337,12 +428,10 @@ def _ids_of(eos: Any) -> list[Any]:
     return [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
 
 
-def _with_generation_config(folder: Path, eos: Any) -> list[Any]:
-    """eos_token_id of config.json, then those of generation_config.json that are not among them; both are checked later."""
+def _generation_eos(folder: Path) -> list[Any]:
+    """Those of generation_config.json, which are checked later."""
     file = folder / "generation_config.json"
-    given = _ids_of(_read_object(file).get("eos_token_id")) if file.is_file() else []
-    known = _ids_of(eos)
-    return known + [token for token in given if token not in known]
+    return _ids_of(_read_object(file).get("eos_token_id")) if file.is_file() else []
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
@@ -402,12 +491,7 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
     kv_heads = c.values.get("num_key_value_heads", family.num_key_value_heads)
     kv_heads = heads if kv_heads is None else c.integer("num_key_value_heads", 1, MAX_HEADS, family.num_key_value_heads)
     head_dim = c.integer("head_dim", 2, MAX_HEAD_DIM) if c.given("head_dim") else family.head_dim or hidden // heads
-    if heads * head_dim > MAX_WIDTH:
-        raise ConfigError(f"num_attention_heads·head_dim: expected at most {MAX_WIDTH}, got {heads * head_dim}")
-    if heads % kv_heads:
-        raise ConfigError(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
-    if not 2 <= head_dim <= MAX_HEAD_DIM or head_dim % 2:
-        raise ConfigError(f"head_dim: expected an even number in [2, {MAX_HEAD_DIM}] (rope rotates pairs), got {head_dim}")
+    _check_heads(heads, kv_heads, head_dim)
     is_moe_layer = tuple(map(bool, family.moe_layers(c, layers)))
     max_positions = c.integer("max_position_embeddings", 1, MAX_POSITION, family.max_position_embeddings)
     vocab = c.integer("vocab_size", 1, MAX_VOCAB)
@@ -436,13 +520,22 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         is_moe_layer=is_moe_layer,
         rope_layers=tuple(map(bool, family.rope_layers(c, layers))),
         sliding_windows=family.windows(c, layers),
-        eos_token_ids=_eos(c, vocab),
+        eos_token_ids=_eos(c.values.get("eos_token_id", family.eos_token_id if (family.eos_token_id or 0) < vocab else None), vocab),
         activation=_HIDDEN_ACT[activation],
         ungated=family.ungated,
     )
     if family.check is not None:
         family.check(c, head_dim)
     return _with_experts(c, spec, family.experts) if any(is_moe_layer) else spec
+
+
+def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    if heads * head_dim > MAX_WIDTH:
+        raise ConfigError(f"num_attention_heads·head_dim: expected at most {MAX_WIDTH}, got {heads * head_dim}")
+    if heads % kv_heads:
+        raise ConfigError(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
+    if not 2 <= head_dim <= MAX_HEAD_DIM or head_dim % 2:
+        raise ConfigError(f"head_dim: expected an even number in [2, {MAX_HEAD_DIM}] (rope rotates pairs), got {head_dim}")
 
 
 def _with_experts(c: Reader, spec: ModelSpec, experts: Experts) -> ModelSpec:
@@ -482,8 +575,8 @@ def _check_groups(experts: int, top_k: int, groups: Any, chosen: Any, names: tup
     )
 
 
-def _eos(c: Reader, vocab: int) -> tuple[int, ...]:
-    ids = _ids_of(c.values.get("eos_token_id"))
+def _eos(eos: Any, vocab: int) -> tuple[int, ...]:
+    ids = _ids_of(eos)
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
             raise ConfigError(

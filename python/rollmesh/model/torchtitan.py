@@ -93,6 +93,7 @@ def hf_config(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "hidden_size": root.read("dim"),
         "num_hidden_layers": len(layers),
         "tie_word_embeddings": root.read("enable_weight_tying"),
+        "eos_token_id": None,
     }
     if any("num_experts" in layer for layer in read):
         values["model_type"] = "qwen3_moe"

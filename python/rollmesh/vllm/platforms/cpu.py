@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
+from rollmesh.runtime.cores import usable_cores
 from rollmesh.runtime.devices import device_of
 from rollmesh.vllm.platforms import config
 
@@ -128,7 +129,7 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
-        return len(os.sched_getaffinity(0))
+        return usable_cores()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -57,7 +57,7 @@ def _zstd() -> Any:
 
 
 def _threads(threads: int | None) -> int:
-    return usable_cores() if threads is None else integer("threads", threads, 1, 256)
+    return min(usable_cores(), 256) if threads is None else integer("threads", threads, 1, 256)
 
 
 def _words(array: Array) -> Array:

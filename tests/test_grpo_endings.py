@@ -1,0 +1,280 @@
+"""Ends of `rollmesh grpo`: a signal at any moment from its first line to its last, and a run that goes on from an older checkpoint.
+
+A signal's exit status is 128 + its number, with the signal's name and one line of what there is and how to go on; no traceback, no half
+of a file. The run that goes on has the bits of a run without a break.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from marks import full
+
+from rollmesh.cli import main
+from rollmesh.grpo.interrupts import SIGNALS, Interrupts
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from test_grpo_faults import DENSE, ROOT, SMALL, lines_of, state_of
+from test_grpo_faults import run as run_whole
+
+from rollmesh.grpo import config, loop, metrics, progress
+
+SETS = [word for change in SMALL for word in ("--set", change)]
+pytestmark = pytest.mark.usefixtures("torch_as_it_was", "plain_signals")
+
+
+@pytest.fixture
+def plain_signals() -> Iterator[None]:
+    """Whoever started this process may have had some ignored: a shell what runs in its background, nohup."""
+    before = [(number, signal.signal(number, signal.SIG_DFL)) for number in SIGNALS]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing ended early: the oracle."""
+    out = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+        run_whole(out)
+    return out
+
+
+def partial_files(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob(".*")]
+
+
+# -------------------------------------------------------------------------------------------------- signals
+BEGIN, MADE = "no step was made; the same command begins again", "all 4 steps are made: {out}"
+LATER = "rollmesh grpo: {name}: the run ends after {what}; a second one ends it at once"
+# (place of the function whose call the signal comes before, number, what waits for it, the line that says how to go on)
+MOMENTS: dict[str, tuple[Any, str, signal.Signals, str, str]] = {
+    "data": (loop, "load_dataset", signal.SIGTERM, "", BEGIN),
+    "trainer": (loop, "Trainer", signal.SIGINT, "", BEGIN),
+    "generator": (loop, "make_generator", signal.SIGHUP, "", BEGIN),
+    "logs": (loop, "MetricsLog", signal.SIGTERM, "the run has begun", "no checkpoint was written yet: [checkpoint] every says when"),
+    "curves": (loop, "draw_curves", signal.SIGTERM, "its last files are written", "to go on from step_000004: {command}"),
+    "display": (progress.Display, "__exit__", signal.SIGINT, "", "to go on from step_000004: {command}"),
+    "close": (loop.Run, "close", signal.SIGTERM, "the generator is closed", MADE),
+}
+
+
+@pytest.mark.parametrize("moment", [name if name in ("data", "generator", "curves", "close") else full(name) for name in MOMENTS])
+def test_a_signal_ends_the_command(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where, name, number, waits, told = MOMENTS[moment]
+    call, calls = getattr(where, name), iter(range(100))
+    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    if moment == "curves":
+        call = loop.draw_curves
+
+    def after_a_signal(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 0:
+            signal.raise_signal(number)
+        return call(*args, **kwargs)
+
+    monkeypatch.setattr(where, name, after_a_signal)
+    out, before = tmp_path / "out", [signal.getsignal(s) for s in SIGNALS]
+    assert main(["grpo", str(DENSE), "--out", str(out), *SETS]) == 128 + number
+    assert [signal.getsignal(s) for s in SIGNALS] == before
+    command = shlex.join(["rollmesh", "grpo", str(DENSE), "--resume", str(out), *SETS])
+    said = [LATER.format(name=number.name, what=waits)] if waits else []
+    said += [f"rollmesh grpo: {'interrupted' if number == signal.SIGINT else signal.strsignal(number)}"]
+    assert capsys.readouterr().err.splitlines() == [*said, told.format(out=out, command=command)]
+    assert out.exists() == (told != BEGIN)
+    assert partial_files(tmp_path) == []
+    if told != BEGIN and moment != "logs":
+        assert len(metrics.read(out / "metrics.jsonl")) == 5
+        assert (out / "curves.png").exists() == (moment in ("curves", "display", "close"))
+
+
+def test_a_signal_before_a_checkpoint_is_renamed_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one does not: nothing of the checkpoint stays, the one before does."""
+    replace, calls = os.replace, iter(range(100))
+    hits = {1: 1, 2: 2}  # of the checkpoints of steps 2 and 3: so many signals
+
+    def signalled(source: Any, target: Any) -> None:
+        if "step_" in str(target):
+            for _ in range(hits.get(next(calls), 0)):
+                signal.raise_signal(signal.SIGTERM)
+        replace(source, target)
+
+    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    monkeypatch.setattr(os, "replace", signalled)
+    changes = [*SMALL, "checkpoint.every=1"]
+    for resume, first, left in ((None, 1, ["step_000001", "step_000002"]), (tmp_path, 3, ["step_000001", "step_000002"])):
+        this = loop.prepare(config.load(DENSE, changes), resume)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                loop.train(this, tmp_path)
+        finally:
+            this.close()
+        assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == left, first
+
+
+class Bearer:
+    """Something that can be referred to weakly."""
+
+
+def test_no_signal_is_lost_where_nothing_can_be_raised() -> None:
+    """In a callback of a weak reference Python prints what is raised, and goes on."""
+    with Interrupts():
+        bearer, seen = Bearer(), []
+        hook = sys.unraisablehook
+        callback = weakref.ref(bearer, lambda _: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(KeyboardInterrupt) as caught:  # noqa: PT012
+            del bearer
+            seen.append(callback())
+            time.sleep(30)
+        assert caught.value.args == (signal.SIGTERM,)
+        assert seen == [None]
+    assert sys.unraisablehook != hook
+
+
+def swallow() -> None:
+    with suppress(BaseException):
+        signal.raise_signal(signal.SIGHUP)
+
+
+def test_what_a_library_swallows_is_raised_again() -> None:
+    raised: tuple[Any, ...] = ()
+    with Interrupts() as interrupts:
+        swallow()
+        try:
+            interrupts.release()
+        except KeyboardInterrupt as error:
+            raised = error.args
+    assert raised == (signal.SIGHUP,)
+    with Interrupts() as interrupts:
+        interrupts.release()
+
+
+def test_what_a_library_makes_of_a_signal_is_its_end() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught, Interrupts():  # noqa: PT012
+        swallow()
+        error = ImportError("numpy")
+        error.add_note("a note")
+        raise error
+    assert (caught.value.args, caught.value.__cause__, caught.value.__notes__) == ((signal.SIGHUP,), error, ["a note"])
+    with pytest.raises(KeyboardInterrupt) as caught, Interrupts():  # noqa: PT012
+        swallow()
+        raise KeyboardInterrupt
+    assert caught.value.args == (signal.SIGHUP,)
+    with pytest.raises(ImportError), Interrupts():
+        raise ImportError("numpy")
+
+
+def test_one_context_inside_another() -> None:
+    with Interrupts() as interrupts:
+        with interrupts:
+            interrupts.hold("a test")
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.release()
+        interrupts.hold("a test")
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        interrupts.hold("a test")
+        signal.raise_signal(signal.SIGINT)
+        interrupts.drop()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_any_moment_of_a_process(number: signal.Signals, whole: Path, tmp_path: Path) -> None:
+    """So many seconds after the first line. The last ones come in the interpreter's end, or too late."""
+    statuses = []
+    for moment in range(7):
+        out = tmp_path / f"out-{moment}"
+        command = [sys.executable, "-m", "rollmesh", "grpo", str(DENSE), "--out", str(out), *SETS]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+            assert process.stdout is not None
+            assert "reading data and model" in process.stdout.readline()
+            time.sleep(moment * 0.9)
+            process.send_signal(number)
+            said = process.communicate(timeout=60)[1]
+        statuses.append(process.returncode)
+        assert process.returncode in (128 + number, -number, 0), said
+        assert "Traceback" not in said
+        assert "Exception ignored" not in said
+        if process.returncode == 128 + number:
+            assert any(line.startswith(("to go on from", "no step was made", "no checkpoint", "all 4")) for line in said.splitlines()), said
+        assert partial_files(tmp_path) == []
+        if (out / "checkpoints").exists():
+            run_whole(out, resume=out)
+            assert lines_of(out) == lines_of(whole)
+            assert state_of(out) == state_of(whole)
+    assert statuses[0] == 128 + number
+
+
+# -------------------------------------------------------------------------------------------------- an older checkpoint
+def checkpoints(out: Path) -> list[str]:
+    return sorted(str(file.parent.parent.relative_to(out)) for file in out.glob("*/*/trainer/state.json"))
+
+
+def trained(out: Path, *changes: str, resume: Path | None = None) -> None:
+    this = loop.prepare(config.load(DENSE, [*SMALL, "checkpoint.every=1", "checkpoint.keep=9", *changes]), resume, ["train.lr"])
+    try:
+        loop.train(this, out)
+    finally:
+        this.close()
+
+
+def test_a_run_that_goes_back_leaves_the_later_checkpoints_aside(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So that what goes on next is the new run, even if it ended before its first checkpoint. A second time they get other names, and one
+    that is set aside can be resumed."""
+    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+
+    trained(tmp_path, "train.lr=0.01")
+    older = [f"checkpoints/step_00000{step}" for step in (1, 2, 3, 4)]
+    assert checkpoints(tmp_path) == older
+    with monkeypatch.context() as patch:  # it ends before its first step
+        patch.setattr(loop, "run_step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trained(tmp_path, "train.lr=0.02", resume=tmp_path / older[1])
+    aside = ["abandoned/step_000003", "abandoned/step_000004"]
+    assert checkpoints(tmp_path) == [*aside, *older[:2]]
+    moved = [f"{tmp_path / old} is of the run that was left: it is {tmp_path / new} now" for old, new in zip(older[2:], aside, strict=True)]
+    assert [r.getMessage() for r in caplog.records] == moved
+    trained(tmp_path, "train.lr=0.02", resume=tmp_path)
+    assert checkpoints(tmp_path) == [*aside, *older]
+    trained(tmp_path, "train.lr=0.02", resume=tmp_path)  # nothing is left to do, and nothing to move
+    assert checkpoints(tmp_path) == [*aside, *older]
+    trained(tmp_path, "train.lr=0.01", resume=tmp_path / aside[0])
+    twice = ["abandoned/step_000003", "abandoned/step_000003-2", "abandoned/step_000004", "abandoned/step_000004-2"]
+    assert checkpoints(tmp_path) == [*twice, *(name for name in older if not name.endswith("3"))]
+
+
+def test_a_new_run_leaves_checkpoints_without_metrics_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    trained(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    trained(tmp_path, "train.steps=2")
+    assert checkpoints(tmp_path) == [
+        *(f"abandoned/step_00000{i}" for i in (1, 2, 3, 4)),
+        "checkpoints/step_000001",
+        "checkpoints/step_000002",
+    ]
