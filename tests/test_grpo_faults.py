@@ -53,7 +53,7 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(out: Path, resume: Path | None = None, show: Callable[[Any], None] = lambda _: None) -> None:
     this = loop.prepare(config.load(DENSE, SMALL), resume)
     try:
-        loop.train(this, out, show)
+        loop.train(this, out, lambda line, _: show(line))
     finally:
         this.close()
 

@@ -29,6 +29,10 @@ def reward(tmp_path: Path, code: str, name: str, *more: str, weights: tuple[floa
     return rewards.Rewards([f"{name}:f", *more], weights, tmp_path)
 
 
+def means_of(of_each: dict[str, float]) -> dict[str, float]:
+    return {name.removeprefix("reward/"): value for name, value in of_each.items() if name.startswith("reward/")}
+
+
 def rolled_out(tokenizer: Any, *rows: dict[str, Any]) -> rollout.Rollout:
     prompts = [data.make_prompt(row, tokenizer, False, 0, "here") for row in rows]
     logprobs = [np.zeros(1, np.float32) for _ in rows]
@@ -48,9 +52,9 @@ def test_a_reward_may_change_what_it_is_given(tokenizer: Any, tmp_path: Path) ->
     rows = [{"prompt": p, "answer": p.upper(), "tags": [t]} for p, t in (("ab", "x"), ("cd", "y"))]
     this = rolled_out(tokenizer, *rows)
     several = reward(tmp_path, code, "changes_of_test", "changes_of_test:f", "char_match", weights=(1.0, 2.0, 1.0))
-    total, means = rollout.score(this, several)
+    total, of_each = rollout.score(this, several)
     assert total.tolist() == [4.0, 0.0]
-    assert means == {"changes_of_test:f": 0.5, "char_match": 0.5}
+    assert means_of(of_each) == {"changes_of_test:f": 0.5, "char_match": 0.5}
     assert this.token_ids == [[1, 2], [2, 2]]
     assert [p.columns for p in this.prompts] == [{k: v for k, v in row.items() if k != "prompt"} for row in rows]
 
@@ -65,7 +69,17 @@ def test_each_completion_has_the_form_of_its_prompt(tokenizer: Any, tmp_path: Pa
 def test_a_mean_is_over_the_completions_that_were_judged(tmp_path: Path) -> None:
     code = "def f(**_):\n    return [None, 1.0, 2.0]\ndef g(**_):\n    return [None] * 3\n"
     judged = reward(tmp_path, code, "none_of_test", "none_of_test:g")
-    assert judged.judge(["p"] * 3, ["c"] * 3, [[1]] * 3, {}) == ([0.0, 1.0, 2.0], {"none_of_test:f": 1.5})
+    total, of_each = judged.judge(["p"] * 3, ["c"] * 3, [[1]] * 3, {})
+    assert (total, means_of(of_each)) == ([0.0, 1.0, 2.0], {"none_of_test:f": 1.5})
+
+
+def test_each_reward_has_its_time(tmp_path: Path) -> None:
+    code = "import time\ndef f(**_):\n    time.sleep(0.05)\n    return [0.0]\ndef g(**_):\n    yield from [1.0] * (time.sleep(0.02) or 1)\n"
+    _, of_each = reward(tmp_path, code, "timed_of_test", "timed_of_test:g", "exact_match").judge(["p"], ["c"], [[1]], {"answer": ["c"]})
+    seconds = [of_each[f"reward_s/{name}"] for name in ("timed_of_test:f", "timed_of_test:g", "exact_match")]
+    assert 0.05 <= seconds[0] < 0.5
+    assert 0.02 <= seconds[1] < 0.5, "a generator takes its time while it is read"
+    assert 0 <= seconds[2] < 0.02
 
 
 def test_a_weight_makes_no_reward_infinite(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from rollmesh.runtime.messages import plain, shown
 
 if TYPE_CHECKING:
     from rollmesh.grpo.config import GeneratorTable
-    from rollmesh.grpo.metrics import Metrics
+    from rollmesh.grpo.metrics import Completions, Metrics
 
 _log = logging.getLogger("rollmesh.grpo")
 HELP_OUT = "run folder: metrics.jsonl, curves.png, TensorBoard events, checkpoints (default: a new folder under runs/)"
@@ -95,11 +95,11 @@ def run(args: argparse.Namespace) -> int:
             logs = wandb_log(args.wandb, out, config) if args.wandb else nullcontext(lambda _: None)
             with logs as log, _advised(out, words), Display(args.config.stem, config.train.steps) as display:
 
-                def show(metrics: Metrics) -> None:
+                def show(metrics: Metrics, completions: Completions) -> None:
                     nonlocal shows
                     try:
                         if shows:
-                            display.show(metrics)
+                            display.show(metrics, completions)
                     except (Exception, SystemExit) as error:  # noqa: BLE001 (a reader that has gone; rich would exit)
                         shows, why = False, error.__context__ or error
                         drop_output()

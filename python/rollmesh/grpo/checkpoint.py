@@ -50,7 +50,10 @@ LATER_KEYS = {
     **{f"correction.{f.name}": f.default for f in dataclasses.fields(CorrectionTable)},
 }
 # Keys that a resumed run may change.
-MAY_DIFFER = ("train.steps", "eval.", "checkpoint.", "generator.threads", "generator.engine", "rollout.log_completions")
+MAY_DIFFER = (
+    *("train.steps", "eval.", "checkpoint.", "generator.threads", "generator.engine"),
+    *("rollout.log_completions", "rollout.num_completions_to_print"),
+)
 
 
 def save(root: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step: int, rollouts: Sequence[Rollout] = ()) -> Path:

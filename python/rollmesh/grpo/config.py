@@ -104,6 +104,7 @@ class RolloutTable:
     top_p: float = number(1.0, above=0, at_most=1)
     min_p: float = number(0.0, at_least=0, at_most=1)
     log_completions: int = number(16, at_least=0)  # of each step, in completions.jsonl: the first so many
+    num_completions_to_print: int = number(0, at_least=0)  # of each displayed step: the first so many
     async_level: int = number(0, at_least=0, at_most=64)  # N: generated while the trainer learns, at most N versions behind it; 0: by turns
 
 

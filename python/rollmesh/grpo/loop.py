@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from rollmesh.grpo.config import Config
 from rollmesh.grpo.data import Dataset, Prompt, load_dataset, load_tokenizer
 from rollmesh.grpo.generator import RolloutGenerator, make_generator
 from rollmesh.grpo.interrupts import Interrupts
-from rollmesh.grpo.metrics import CompletionsLog, Metrics, MetricsLog, draw_curves
+from rollmesh.grpo.metrics import Completions, CompletionsLog, Metrics, MetricsLog, draw_curves
 from rollmesh.grpo.mismatch import mismatch
 from rollmesh.grpo.overlap import Overlap
 from rollmesh.grpo.pretrained import folder_config
@@ -111,8 +110,9 @@ def _tokenizer(config: Config) -> Any:
     return load_tokenizer(config.path(source))
 
 
-def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None) -> list[Metrics]:
-    """Runs steps first_step … steps and returns the metrics of all lines of the file.
+def train(run: Run, out: Path, show: Callable[[Metrics, Completions], None] = lambda *_: None) -> list[Metrics]:
+    """Runs steps first_step … steps and returns the metrics of all lines of the file. `show` gets those of each step, and the completions
+    to print.
 
     A checkpoint that cannot be written is tried again after the next step; only at the end it is an OSError. What ends the run early leaves
     a checkpoint of the last finished step, but with async_level, whose rollouts are lost."""
@@ -132,11 +132,11 @@ def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None)
             try:
                 for step in range(run.first_step, last + 1):
                     metrics, completions = run_step(run, step, ahead, overlap)
-                    texts.write(completions)
+                    texts.write(completions[: config.rollout.log_completions])
                     log.write(metrics)
                     finished = min(step + 1, last), run.trainer.num_updates
                     run.interrupts.release()
-                    show(metrics)
+                    show(metrics, completions[: config.rollout.num_completions_to_print])
                     if _is_due(config, finished[0], saved):
                         try:
                             save(ahead.pending() if ahead and step < last else ())
@@ -203,8 +203,8 @@ def _is_evaluated(run: Run, step: int) -> bool:
     return step % run.config.eval.every == 0 or step == run.config.train.steps
 
 
-def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap) -> tuple[Metrics, list[dict[str, Any]]]:
-    """One step of the protocol above: its metrics, and the completions that are written. `ahead`: with async_level ≥ 1."""
+def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap) -> tuple[Metrics, Completions]:
+    """One step of the protocol above: its metrics, and the completions that are written or printed. `ahead`: with async_level ≥ 1."""
     config, start = run.config, time.perf_counter()
     if ahead and config.sync.inflight == "wait":
         ahead.pending()
@@ -225,7 +225,7 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
     behind = staleness(rollout, step, config.rollout.async_level)
     overlap.start("trainer")
     began = time.perf_counter()
-    rewards, means = score(rollout, run.rewards)
+    rewards, of_each = score(rollout, run.rewards)
     reward_s = time.perf_counter() - began
     metrics: Metrics = {
         "step": step,
@@ -241,7 +241,7 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
         "reward_s": reward_s,
     }
     if len(run.rewards.names) > 1:
-        metrics |= {f"reward/{name}": mean for name, mean in means.items()}
+        metrics |= of_each
     last = step == config.train.steps
     metrics |= evaluated
     began = time.perf_counter()
@@ -260,9 +260,9 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
     if ahead:
         metrics |= behind | overlap.shares()
     metrics["step_s"] = time.perf_counter() - start
-    rows = zip(rollout.prompts, rollout.texts, rewards.tolist(), rollout.stopped, strict=True)
-    shown = islice(rows, config.rollout.log_completions)
-    return metrics, [{"step": step, "prompt": p.source, "completion": t, "reward": r, "stopped": s} for p, t, r, s in shown]
+    count = max(config.rollout.log_completions, config.rollout.num_completions_to_print)
+    rows = zip(rollout.prompts[:count], rollout.texts, rewards.tolist(), rollout.stopped, strict=False)
+    return metrics, [{"step": step, "prompt": p.source, "completion": t, "reward": r, "stopped": s} for p, t, r, s in rows]
 
 
 def evaluate(run: Run, step: int) -> Metrics:

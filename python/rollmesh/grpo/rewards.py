@@ -14,6 +14,7 @@ import importlib
 import inspect
 import math
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -65,9 +66,11 @@ class Rewards:
     def judge(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], columns: dict[str, list[Any]]
     ) -> tuple[list[float], dict[str, float]]:
-        """As __call__, and the mean of each function over the completions that it judged."""
-        total, means, count = [0.0] * len(completions), {}, len(completions)
+        """As __call__, and the metrics of each function: reward/NAME, its mean over the completions that it judged, and reward_s/NAME, the
+        seconds it took."""
+        total, metrics, count = [0.0] * len(completions), {}, len(completions)
         for name, function, weight in zip(self.names, self.functions, self.weights, strict=True):
+            began = time.perf_counter()
             with _naming(f"reward {name}"):
                 texts = copy.deepcopy({"prompts": list(prompts), "completions": list(completions), **columns})
                 returned = function(**texts, completion_ids=[list(ids) for ids in completion_ids])
@@ -76,14 +79,15 @@ class Rewards:
             if values is None or len(values) != count:
                 got = f"a {type(returned).__name__}" if values is None else len(returned) if isinstance(returned, Sized) else len(values)
                 raise rm.ConfigError(f"reward {name}: expected {count} values, one a completion, got {got}")
+            metrics[f"reward_s/{name}"] = time.perf_counter() - began
             numbers = [None if value is None else _number(value, name, i) for i, value in enumerate(values)]
             total = [t + weight * (number or 0.0) for t, number in zip(total, numbers, strict=True)]
             if judged := [number for number in numbers if number is not None]:
-                means[name] = math.fsum(judged) / len(judged)
+                metrics[f"reward/{name}"] = math.fsum(judged) / len(judged)
         for i, number in enumerate(total):
             if not abs(number) <= MAX_REWARD:
                 raise rm.ConfigError(f"[reward] weights: expected sums of at most {MAX_REWARD:g}, got {number:g} for completion {i}")
-        return total, means
+        return total, metrics
 
 
 def resolve(name: str, folder: Path | None = None) -> RewardFunction:

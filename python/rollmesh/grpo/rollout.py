@@ -84,9 +84,7 @@ def generate(
     version: `version`, or from there to `newest`. `routing`: routed experts are needed; else they are kept where the generator records
     them."""
     began = time.perf_counter()
-    params = [
-        dataclasses.replace(sampling, seed=seed_of(run_seed, step, f"{purpose}\0{i}\0{p.ids}")) for i, p in enumerate(prompts)
-    ]
+    params = [dataclasses.replace(sampling, seed=seed_of(run_seed, step, f"{purpose}\0{i}\0{p.ids}")) for i, p in enumerate(prompts)]
     outputs = generator.generate([list(p.ids) for p in prompts], params, use_tqdm=False)
     completions = [c for o in outputs for c in o.outputs]
     expected = range(version, (version if newest is None else newest) + 1)
@@ -127,11 +125,11 @@ def decode(tokenizer: Any, token_ids: Sequence[int] | NDArray[np.int32], ended: 
 
 
 def score(rollout: Rollout, rewards: Rewards) -> tuple[NDArray[np.float64], dict[str, float]]:
-    """float64 [completions], and the mean of each function. A completion has the form of its prompt, text or chat."""
+    """float64 [completions], and the metrics of each function. A completion has the form of its prompt, text or chat."""
     pairs = zip(rollout.prompts, rollout.texts, strict=True)
     completions: list[Any] = [[{"role": "assistant", "content": text}] if p.is_chat else text for p, text in pairs]
-    total, means = rewards.judge([p.source for p in rollout.prompts], completions, rollout.token_ids, columns_of(rollout.prompts))
-    return np.array(total), means
+    total, metrics = rewards.judge([p.source for p in rollout.prompts], completions, rollout.token_ids, columns_of(rollout.prompts))
+    return np.array(total), metrics
 
 
 def make_batch(rollout: Rollout, indices: list[int] | range, device: Any = "cpu") -> Batch:
