@@ -333,7 +333,8 @@ def test_neither_a_display_nor_a_picture_ends_a_run(
     os.close(reader)
     with open(writer, "w", buffering=1) as gone, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", gone)
-        assert main(["grpo", str(DENSE), "--out", str(tmp_path), *(word for c in SMALL for word in ("--set", c))]) == 0
+        sets = [*SMALL, "rollout.num_completions_to_print=2"]
+        assert main(["grpo", str(DENSE), "--out", str(tmp_path), *(word for c in sets for word in ("--set", c))]) == 0
     assert len(lines_of(tmp_path)) == 5
     said = capsys.readouterr().err
     assert "rollmesh grpo: nothing more is displayed: BrokenPipeError: " in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,19 @@ def test_a_run_says_and_writes_what_it_does(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_completions_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first ones of each displayed step, also where none is written to the file. Off by default."""
+    """The first ones of each displayed step, also where none is written to the file. Off by default. The reward is async, and the run
+    closes its event loop."""
+    (tmp_path / "async_run_of_test.py").write_text("async def f(completions, **_):\n    return [float(len(c)) for c in completions]\n")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
     monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
     for count in (0, 3):
-        sets = [*SETS, "rollout.log_completions=0", *([f"rollout.num_completions_to_print={count}"] if count else [])]
+        sets = [*SETS, "rollout.log_completions=0", 'reward.functions=["async_run_of_test:f"]']
+        sets += [f"rollout.num_completions_to_print={count}"] if count else []
         assert main(["grpo", str(DENSE), "--out", str(tmp_path / str(count)), *(w for s in sets for w in ("--set", s))]) == 0
         said = capsys.readouterr().out
         assert [line.rstrip() for line in said.splitlines()].count("step 1") == (count > 0)
-        assert said.count("\n│ 0.") + said.count("\n│ 1.") == 3 * count
+        assert len(re.findall(r"\n│ \d+\.000 ", said)) == 3 * count
         assert (tmp_path / str(count) / "completions.jsonl").read_bytes() == b""
 
 

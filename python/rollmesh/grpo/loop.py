@@ -69,7 +69,10 @@ class Run:
     interrupts: Interrupts = field(default_factory=Interrupts)
 
     def close(self) -> None:
-        self.generator.close()
+        try:
+            self.generator.close()
+        finally:
+            self.rewards.close()
 
 
 def prepare(config: Config, resume: Path | None = None, overridden: list[str] | None = None, comm: rm.comm.Comm | None = None) -> Run:

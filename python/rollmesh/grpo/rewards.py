@@ -2,13 +2,14 @@
 
 A reward is a function with TRL's signature, `reward(prompts, completions, completion_ids=None, **columns) -> list[float]`: lists
 of one length, one item a completion, so a prompt and its columns come once for each of its samples. Of a chat, prompts are
-message lists and completions one-message lists, as in TRL. It gets copies, which it may change. Built-in names stand below; anything
-else is `module:function`, imported from the config's folder, the working folder or the Python path. That import runs the module: name
-only your own.
+message lists and completions one-message lists, as in TRL. It gets copies, which it may change. `async def` functions are awaited
+together, after the others. Built-in names stand below; anything else is `module:function`, imported from the config's folder, the
+working folder or the Python path. That import runs the module: name only your own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import importlib
 import inspect
@@ -16,7 +17,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -25,7 +26,8 @@ from typing import Any
 import rollmesh as rm
 from rollmesh.runtime.messages import plain, shown
 
-RewardFunction = Callable[..., Sequence[float | None]]
+RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
+Answer = tuple[list[Any], float]  # what a function returned, and the seconds it took
 MAX_REWARD = 1e18  # its square fits into a float32
 
 
@@ -48,12 +50,17 @@ BUILT_IN: dict[str, RewardFunction] = {"char_match": char_match, "exact_match": 
 
 
 class Rewards:
-    """The weighted sum of a run's reward functions."""
+    """The weighted sum of a run's reward functions. Async ones run in an event loop that lasts until `close`, so that what they keep open
+    between two steps, such as an HTTP client, stays usable."""
 
     def __init__(self, names: Sequence[str], weights: Sequence[float] = (), folder: Path | None = None) -> None:
         self.names = tuple(names)
         self.functions = [resolve(name, folder) for name in names]
         self.weights = tuple(weights) or (1.0,) * len(self.functions)
+        self._runner = asyncio.Runner()
+
+    def close(self) -> None:
+        self._runner.close()
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], columns: dict[str, list[Any]]
@@ -68,18 +75,18 @@ class Rewards:
     ) -> tuple[list[float], dict[str, float]]:
         """As __call__, and the metrics of each function: reward/NAME, its mean over the completions that it judged, and reward_s/NAME, the
         seconds it took."""
-        total, metrics, count = [0.0] * len(completions), {}, len(completions)
-        for name, function, weight in zip(self.names, self.functions, self.weights, strict=True):
-            began = time.perf_counter()
-            with _naming(f"reward {name}"):
-                texts = copy.deepcopy({"prompts": list(prompts), "completions": list(completions), **columns})
-                returned = function(**texts, completion_ids=[list(ids) for ids in completion_ids])
-                values = None if isinstance(returned, (str, Mapping)) or not isinstance(returned, Iterable) else returned
-                values = None if values is None else list(islice(values, count + 1))
-            if values is None or len(values) != count:
-                got = f"a {type(returned).__name__}" if values is None else len(returned) if isinstance(returned, Sized) else len(values)
-                raise rm.ConfigError(f"reward {name}: expected {count} values, one a completion, got {got}")
-            metrics[f"reward_s/{name}"] = time.perf_counter() - began
+        count, total, metrics = len(completions), [0.0] * len(completions), {}
+
+        def given() -> dict[str, Any]:
+            texts = copy.deepcopy({"prompts": list(prompts), "completions": list(completions), **columns})
+            return {**texts, "completion_ids": [list(ids) for ids in completion_ids]}
+
+        answers = {name: _call(name, f, given, count) for name, f in zip(self.names, self.functions, strict=True) if not _is_async(f)}
+        if waits := {name: f for name, f in zip(self.names, self.functions, strict=True) if _is_async(f)}:
+            with _naming(f"reward {', '.join(waits)}", but=rm.ConfigError):
+                answers |= self._runner.run(_await_all(waits, given, count))
+        for name, weight in zip(self.names, self.weights, strict=True):
+            values, metrics[f"reward_s/{name}"] = answers[name]
             numbers = [None if value is None else _number(value, name, i) for i, value in enumerate(values)]
             total = [t + weight * (number or 0.0) for t, number in zip(total, numbers, strict=True)]
             if judged := [number for number in numbers if number is not None]:
@@ -113,9 +120,56 @@ def resolve(name: str, folder: Path | None = None) -> RewardFunction:
     function = getattr(module, attribute, None)
     if not callable(function):
         raise rm.ConfigError(f'[reward] functions: module "{module_name}" has no function "{attribute}"')
-    if inspect.iscoroutinefunction(function):
-        raise rm.ConfigError(f'[reward] functions: expected a function that returns the rewards, got the async function "{name}"')
     return function  # type: ignore[no-any-return]
+
+
+def _is_async(function: RewardFunction) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _call(name: str, function: RewardFunction, given: Callable[[], dict[str, Any]], count: int) -> Answer:
+    began = time.perf_counter()
+    with _naming(f"reward {name}"):
+        returned = function(**given())
+        values = _listed(returned, count)
+    return _counted(name, returned, values, count), time.perf_counter() - began
+
+
+async def _await(name: str, function: RewardFunction, given: Callable[[], dict[str, Any]], count: int) -> Answer:
+    began = time.perf_counter()
+    with _naming(f"reward {name}"):
+        try:
+            returned = await function(**given())  # type: ignore[misc]
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            raise RuntimeError("what it awaited was cancelled").with_traceback(error.__traceback__) from None
+        values = _listed(returned, count)
+    return _counted(name, returned, values, count), time.perf_counter() - began
+
+
+async def _await_all(functions: Mapping[str, RewardFunction], given: Callable[[], dict[str, Any]], count: int) -> dict[str, Answer]:
+    """The first that fails cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = {name: group.create_task(_await(name, function, given, count)) for name, function in functions.items()}
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return {name: task.result() for name, task in tasks.items()}
+
+
+def _listed(returned: Any, count: int) -> list[Any] | None:
+    """At most count + 1 values; a generator may have no end."""
+    if isinstance(returned, (str, Mapping)) or not isinstance(returned, Iterable):
+        return None
+    return list(islice(returned, count + 1))
+
+
+def _counted(name: str, returned: Any, values: list[Any] | None, count: int) -> list[Any]:
+    if values is None or len(values) != count:
+        got = f"a {type(returned).__name__}" if values is None else len(returned) if isinstance(returned, Sized) else len(values)
+        raise rm.ConfigError(f"reward {name}: expected {count} values, one a completion, got {got}")
+    return values
 
 
 @contextmanager
@@ -126,7 +180,8 @@ def _naming(what: str, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     except but:
         raise
     except KeyboardInterrupt as error:
-        error.add_note(f"{what} ran")
+        if not hasattr(error, "__notes__"):
+            error.add_note(f"{what} ran")
         raise
     except (Exception, SystemExit) as error:
         named = rm.ConfigError(f"{what} raised {type(error).__name__}: {plain(error)}".rstrip(": "))
