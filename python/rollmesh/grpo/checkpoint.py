@@ -39,6 +39,8 @@ ROLLOUTS = "trainer/rollouts.safetensors"
 # Values of keys that older checkpoints lack.
 LATER_KEYS = {
     "data.overlong": "raise",
+    "data.dataset_train_split": "train",
+    "data.dataset_test_split": "test",
     "train.device": "cpu",
     "train.kernels": "torch",
     "train.mismatch": "raise",

@@ -83,11 +83,15 @@ class TokenizerTable:
 
 @dataclass(frozen=True)
 class DataTable:
-    """JSONL, one object a line: `prompt` (text) or `messages` (chat), and any columns the reward wants, such as `answer`."""
+    """Rows with `prompt` (text) or `messages` (chat), and any columns the reward wants, such as `answer`. JSONL, one object a line; by the
+    library `datasets` a folder of its save_to_disk, a .parquet or .arrow file, or hf://datasets/ORG/NAME[@REVISION] of the Hub."""
 
     train: tuple[str, ...] = ()  # files; with stage_steps they are stages, easiest first
     heldout: tuple[str, ...] = ()  # files; none: heldout_share of the training prompts, by a hash of their text
     heldout_share: float = number(0.05, above=0, at_most=0.5)
+    dataset_config: str | None = None  # of a dataset of the Hub that has several
+    dataset_train_split: str = "train"  # of datasets in `train` that have several
+    dataset_test_split: str = "test"  # of those in `heldout`
     stage_steps: tuple[int, ...] = ()  # step at which train[i+1] joins; empty: all files from the start
     chat: bool = False  # wrap a text prompt as a user message in the tokenizer's chat template
     overlong: Literal["raise", "drop", "truncate"] = "raise"  # prompts without room for max_tokens; truncate: their last tokens stay
