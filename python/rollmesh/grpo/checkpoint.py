@@ -54,6 +54,7 @@ LATER_KEYS = {
 # Keys that a resumed run may change.
 MAY_DIFFER = (
     *("train.steps", "eval.", "checkpoint.", "generator.threads", "generator.engine"),
+    "train.gradient_checkpointing",
     *("rollout.log_completions", "rollout.num_completions_to_print"),
 )
 

@@ -182,6 +182,7 @@ class TrainTable:
     updates: int = number(1, at_least=1, at_most=2**20)  # optimizer steps a step
     minibatches: bool = False  # updates split the batch by prompts; false: each is a pass over all of it
     micro_batch: int = number(0, at_least=0)  # sequences a forward; 0: all. Gradients add up, the update is the same
+    gradient_checkpointing: bool = False  # keep each layer's input alone, and compute the layer again in the backward pass: the same bits
     lr: float = number(1e-6, above=0, at_most=1e18)
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # to 0 at `steps`
     warmup_steps: int = number(0, at_least=0)
