@@ -32,8 +32,8 @@ def reward(tmp_path: Path, code: str, name: str, *more: str, weights: tuple[floa
     return rewards.Rewards([f"{name}:f", *more], weights, tmp_path)
 
 
-def means_of(of_each: dict[str, float]) -> dict[str, float]:
-    return {name.removeprefix("reward/"): value for name, value in of_each.items() if name.startswith("reward/")}
+def means_of(scores: rewards.Scores) -> dict[str, float]:
+    return {name.removeprefix("reward/"): value for name, value in scores.metrics().items() if name.startswith("reward/")}
 
 
 def rolled_out(tokenizer: Any, *rows: dict[str, Any]) -> rollout.Rollout:
@@ -55,9 +55,9 @@ def test_a_reward_may_change_what_it_is_given(tokenizer: Any, tmp_path: Path) ->
     rows = [{"prompt": p, "answer": p.upper(), "tags": [t]} for p, t in (("ab", "x"), ("cd", "y"))]
     this = rolled_out(tokenizer, *rows)
     several = reward(tmp_path, code, "changes_of_test", "changes_of_test:f", "char_match", weights=(1.0, 2.0, 1.0))
-    total, of_each = rollout.score(this, several)
-    assert total.tolist() == [4.0, 0.0]
-    assert means_of(of_each) == {"changes_of_test:f": 0.5, "char_match": 0.5}
+    scores = rollout.score(this, several)
+    assert scores.total == [4.0, 0.0]
+    assert means_of(scores) == {"changes_of_test:f": 0.5, "char_match": 0.5}
     assert this.token_ids == [[1, 2], [2, 2]]
     assert [p.columns for p in this.prompts] == [{k: v for k, v in row.items() if k != "prompt"} for row in rows]
 
@@ -66,23 +66,24 @@ def test_each_completion_has_the_form_of_its_prompt(tokenizer: Any, tmp_path: Pa
     code = "def f(completions, **_):\n    return [float(isinstance(c, str)) for c in completions]\n"
     chat = {"messages": [{"role": "user", "content": "ab"}]}
     for rows, forms in (([{"prompt": "ab"}, chat], [1.0, 0.0]), ([chat, {"prompt": "ab"}], [0.0, 1.0])):
-        assert rollout.score(rolled_out(tokenizer, *rows), reward(tmp_path, code, "forms_of_test"))[0].tolist() == forms
+        assert rollout.score(rolled_out(tokenizer, *rows), reward(tmp_path, code, "forms_of_test")).total == forms
 
 
 def test_a_mean_is_over_the_completions_that_were_judged(tmp_path: Path) -> None:
     code = "def f(**_):\n    return [None, 1.0, 2.0]\ndef g(**_):\n    return [None] * 3\n"
     judged = reward(tmp_path, code, "none_of_test", "none_of_test:g")
-    total, of_each = judged.judge(["p"] * 3, ["c"] * 3, [[1]] * 3, {})
-    assert (total, means_of(of_each)) == ([0.0, 1.0, 2.0], {"none_of_test:f": 1.5})
+    scores = judged.judge(["p"] * 3, ["c"] * 3, [[1]] * 3, {})
+    assert (scores.total, means_of(scores)) == ([0.0, 1.0, 2.0], {"none_of_test:f": 1.5})
 
 
 def test_each_reward_has_its_time(tmp_path: Path) -> None:
     code = "import time\ndef f(**_):\n    time.sleep(0.05)\n    return [0.0]\ndef g(**_):\n    yield from [1.0] * (time.sleep(0.02) or 1)\n"
-    _, of_each = reward(tmp_path, code, "timed_of_test", "timed_of_test:g", "exact_match").judge(["p"], ["c"], [[1]], {"answer": ["c"]})
-    seconds = [of_each[f"reward_s/{name}"] for name in ("timed_of_test:f", "timed_of_test:g", "exact_match")]
+    scores = reward(tmp_path, code, "timed_of_test", "timed_of_test:g", "exact_match").judge(["p"], ["c"], [[1]], {"answer": ["c"]})
+    seconds = [scores.metrics()[f"reward_s/{name}"] for name in ("timed_of_test:f", "timed_of_test:g", "exact_match")]
     assert 0.05 <= seconds[0] < 0.5
     assert 0.02 <= seconds[1] < 0.5, "a generator takes its time while it is read"
     assert 0 <= seconds[2] < 0.02
+    assert scores.seconds >= sum(seconds)
 
 
 def test_a_weight_makes_no_reward_infinite(tmp_path: Path) -> None:
@@ -173,9 +174,9 @@ def test_a_module_that_is_no_reward_is_named(code: str, message: str, line: int 
 
 
 # -------------------------------------------------------------------------------------------------- async rewards
-def judged(rewards: rewards.Rewards, count: int = 2) -> tuple[list[float], dict[str, float]]:
-    with closing(rewards):
-        return rewards.judge(["p"] * count, ["c"] * count, [[1]] * count, {})
+def judged(functions: rewards.Rewards, count: int = 2) -> rewards.Scores:
+    with closing(functions):
+        return functions.judge(["p"] * count, ["c"] * count, [[1]] * count, {})
 
 
 def test_async_rewards_are_awaited_together(tmp_path: Path) -> None:
@@ -190,10 +191,10 @@ def test_async_rewards_are_awaited_together(tmp_path: Path) -> None:
         "def last(completions, **_):\n    return plain.extend(completions) or asyncio.run(asyncio.sleep(0.01, [8.0, 8.0]))\n"
     )
     name = "together_of_test"
-    total, of_each = judged(reward(tmp_path, code, name, f"{name}:g", f"{name}:h", f"{name}:last", weights=(1.0, 1.0, 1.0, 0.5)))
-    assert total == [11.0, 4.0]
-    assert means_of(of_each) == {f"{name}:{key}": value for key, value in (("f", 1.0), ("g", 2.0), ("h", 4.0), ("last", 8.0))}
-    assert of_each[f"reward_s/{name}:last"] >= 0.01
+    scores = judged(reward(tmp_path, code, name, f"{name}:g", f"{name}:h", f"{name}:last", weights=(1.0, 1.0, 1.0, 0.5)))
+    assert scores.total == [11.0, 4.0]
+    assert means_of(scores) == {f"{name}:{key}": value for key, value in (("f", 1.0), ("g", 2.0), ("h", 4.0), ("last", 8.0))}
+    assert scores.metrics()[f"reward_s/{name}:last"] >= 0.01
 
 
 def test_the_event_loop_lasts(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ LATER_KEYS = {
     "train.kernels": "torch",
     "train.mismatch": "raise",
     "rollout.async_level": 0,
+    "rollout.filter_groups": False,
+    "rollout.max_num_gen_batches": 10,
     "rollout.top_k": 0,
     "rollout.top_p": 1.0,
     "rollout.min_p": 0.0,

@@ -109,6 +109,8 @@ class RolloutTable:
     min_p: float = number(0.0, at_least=0, at_most=1)
     log_completions: int = number(16, at_least=0)  # of each step, in completions.jsonl: the first so many
     num_completions_to_print: int = number(0, at_least=0)  # of each displayed step: the first so many
+    filter_groups: bool = False  # leave out groups of equal rewards and draw others (DAPO's dynamic sampling, dynamic_sampling.py)
+    max_num_gen_batches: int = number(10, at_least=1)  # of a step with filter_groups: batches that are generated at most
     async_level: int = number(0, at_least=0, at_most=64)  # N: generated while the trainer learns, at most N versions behind it; 0: by turns
 
 
@@ -295,6 +297,7 @@ def _check_together(c: Config) -> None:
     _check_correction(c)
     _check_kernels(c)
     _check_async(c)
+    _check_filter_groups(c)
     for table, device in (("generator", c.generator.device), ("train", c.train.device)):
         _check_name(table, device)
     if c.generator.engine == "vllm":
@@ -380,6 +383,19 @@ def _check_async(c: Config) -> None:
         )
     if inflight != "wait" and c.generator.engine == "vllm":
         raise rm.ConfigError(f'[sync] inflight: expected "wait" where [generator] engine is "vllm", got "{inflight}"')
+
+
+def _check_filter_groups(c: Config) -> None:
+    r = c.rollout
+    if not r.filter_groups:
+        if r.max_num_gen_batches != RolloutTable.max_num_gen_batches:
+            raise rm.ConfigError(f"[rollout] filter_groups: expected true with max_num_gen_batches = {r.max_num_gen_batches}, got false")
+        return
+    if r.async_level:
+        why = "whose rollouts are drawn before others have their rewards"
+        raise rm.ConfigError(f"[rollout] filter_groups: expected false with async_level = {r.async_level}, {why}, got true")
+    if c.reward.shuffle:
+        raise rm.ConfigError("[rollout] filter_groups: expected false with [reward] shuffle, which makes other groups of rewards, got true")
 
 
 def _check_name(table: str, device: str) -> None:

@@ -44,10 +44,15 @@ class Dataset:
     heldout: tuple[Prompt, ...]
     stage_steps: tuple[int, ...]
 
-    def draw(self, run_seed: int, step: int, count: int) -> list[Prompt]:
-        """The training prompts of a step: `count` without repetition (with, where there are fewer), open stages only."""
+    def draw(self, run_seed: int, step: int, count: int, drawn: Sequence[Prompt] = ()) -> list[Prompt]:
+        """The training prompts of a step: `count` without repetition (with, where there are fewer), open stages only. `drawn`: of the step
+        so far; then others, fewer where no more are left."""
         stage = sum(step >= s for s in self.stage_steps)
         pool = [p for p in self.train if p.stage <= stage] if self.stage_steps else self.train
+        if drawn:
+            known = set(map(id, drawn))
+            left = [p for p in pool if id(p) not in known]
+            return rng_of(run_seed, step, f"prompts\0{len(drawn)}").sample(left, min(count, len(left)))
         rng = rng_of(run_seed, step, "prompts")
         if count <= len(pool):
             return rng.sample(pool, count)

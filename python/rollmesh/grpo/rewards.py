@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,35 @@ def contains(prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequ
 BUILT_IN: dict[str, RewardFunction] = {"char_match": char_match, "exact_match": exact_match, "contains": contains}
 
 
+@dataclass(frozen=True)
+class Scores:
+    total: list[float]  # [completions]: the weighted sums
+    values: dict[str, list[float | None]]  # of each function, by completion; None: not judged
+    seconds_of: dict[str, float]  # that each function took
+    seconds: float  # that all took
+
+    def metrics(self) -> dict[str, float]:
+        """Of each function: reward/NAME, its mean over the completions that it judged, and reward_s/NAME, its seconds."""
+        judged = {name: [value for value in values if value is not None] for name, values in self.values.items()}
+        means = {f"reward/{name}": math.fsum(values) / len(values) for name, values in judged.items() if values}
+        return means | {f"reward_s/{name}": seconds for name, seconds in self.seconds_of.items()}
+
+    def take(self, indices: Sequence[int]) -> Scores:
+        """Those of these completions; the seconds stay."""
+        values = {name: [numbers[i] for i in indices] for name, numbers in self.values.items()}
+        return replace(self, total=[self.total[i] for i in indices], values=values)
+
+    @staticmethod
+    def joined(parts: Sequence[Scores]) -> Scores:
+        names = parts[0].values
+        return Scores(
+            [number for part in parts for number in part.total],
+            {name: [value for part in parts for value in part.values[name]] for name in names},
+            {name: sum(part.seconds_of[name] for part in parts) for name in names},
+            sum(part.seconds for part in parts),
+        )
+
+
 class Rewards:
     """The weighted sum of a run's reward functions. Async ones run in an event loop that lasts until `close`, so that what they keep open
     between two steps, such as an HTTP client, stays usable."""
@@ -68,14 +98,13 @@ class Rewards:
         """One finite number a completion. A function may return None for a completion that it does not judge (it counts 0).
 
         ConfigError: a function raised (its traceback is a note of the error), or returned something else."""
-        return self.judge(prompts, completions, completion_ids, columns)[0]
+        return self.judge(prompts, completions, completion_ids, columns).total
 
     def judge(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], columns: dict[str, list[Any]]
-    ) -> tuple[list[float], dict[str, float]]:
-        """As __call__, and the metrics of each function: reward/NAME, its mean over the completions that it judged, and reward_s/NAME, the
-        seconds it took."""
-        count, total, metrics = len(completions), [0.0] * len(completions), {}
+    ) -> Scores:
+        """As __call__, with what each function said."""
+        began, count, total = time.perf_counter(), len(completions), [0.0] * len(completions)
 
         def given() -> dict[str, Any]:
             texts = copy.deepcopy({"prompts": list(prompts), "completions": list(completions), **columns})
@@ -85,16 +114,13 @@ class Rewards:
         if waits := {name: f for name, f in zip(self.names, self.functions, strict=True) if _is_async(f)}:
             with _naming(f"reward {', '.join(waits)}", but=rm.ConfigError):
                 answers |= self._runner.run(_await_all(waits, given, count))
+        numbers = {n: [None if v is None else _number(v, n, i) for i, v in enumerate(answers[n][0])] for n in self.names}
         for name, weight in zip(self.names, self.weights, strict=True):
-            values, metrics[f"reward_s/{name}"] = answers[name]
-            numbers = [None if value is None else _number(value, name, i) for i, value in enumerate(values)]
-            total = [t + weight * (number or 0.0) for t, number in zip(total, numbers, strict=True)]
-            if judged := [number for number in numbers if number is not None]:
-                metrics[f"reward/{name}"] = math.fsum(judged) / len(judged)
+            total = [t + weight * (number or 0.0) for t, number in zip(total, numbers[name], strict=True)]
         for i, number in enumerate(total):
             if not abs(number) <= MAX_REWARD:
                 raise rm.ConfigError(f"[reward] weights: expected sums of at most {MAX_REWARD:g}, got {number:g} for completion {i}")
-        return total, metrics
+        return Scores(total, numbers, {name: answers[name][1] for name in numbers}, time.perf_counter() - began)
 
 
 def resolve(name: str, folder: Path | None = None) -> RewardFunction:
