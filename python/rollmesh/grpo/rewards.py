@@ -4,28 +4,23 @@ A reward is a function with TRL's signature, `reward(prompts, completions, compl
 of one length, one item a completion, so a prompt and its columns come once for each of its samples. Of a chat, prompts are
 message lists and completions one-message lists, as in TRL. It gets copies, which it may change. `async def` functions are awaited
 together, after the others. Built-in names stand below; anything else is `module:function`, imported from the config's folder, the
-working folder or the Python path. That import runs the module: name only your own.
+working folder or the Python path.
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import importlib
-import inspect
 import math
-import sys
 import time
-import traceback
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
-from rollmesh.runtime.messages import plain, shown
+from rollmesh.grpo.user_code import EventLoop, finished, imported, is_async, naming
+from rollmesh.runtime.messages import shown
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 Answer = tuple[list[Any], float]  # what a function returned, and the seconds it took
@@ -80,17 +75,16 @@ class Scores:
 
 
 class Rewards:
-    """The weighted sum of a run's reward functions. Async ones run in an event loop that lasts until `close`, so that what they keep open
-    between two steps, such as an HTTP client, stays usable."""
+    """The weighted sum of a run's reward functions."""
 
     def __init__(self, names: Sequence[str], weights: Sequence[float] = (), folder: Path | None = None) -> None:
         self.names = tuple(names)
         self.functions = [resolve(name, folder) for name in names]
         self.weights = tuple(weights) or (1.0,) * len(self.functions)
-        self._runner = asyncio.Runner()
+        self.event_loop = EventLoop()
 
     def close(self) -> None:
-        self._runner.close()
+        self.event_loop.close()
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], columns: dict[str, list[Any]]
@@ -110,10 +104,11 @@ class Rewards:
             texts = copy.deepcopy({"prompts": list(prompts), "completions": list(completions), **columns})
             return {**texts, "completion_ids": [list(ids) for ids in completion_ids]}
 
-        answers = {name: _call(name, f, given, count) for name, f in zip(self.names, self.functions, strict=True) if not _is_async(f)}
-        if waits := {name: f for name, f in zip(self.names, self.functions, strict=True) if _is_async(f)}:
-            with _naming(f"reward {', '.join(waits)}", but=rm.ConfigError):
-                answers |= self._runner.run(_await_all(waits, given, count))
+        functions = dict(zip(self.names, self.functions, strict=True))
+        answers = {name: _call(name, f, given, count) for name, f in functions.items() if not is_async(f)}
+        if waits := {name: f for name, f in functions.items() if is_async(f)}:
+            found = self.event_loop.run(f"reward {', '.join(waits)}", [_await(name, f, given, count) for name, f in waits.items()])
+            answers |= zip(waits, found, strict=True)
         numbers = {n: [None if v is None else _number(v, n, i) for i, v in enumerate(answers[n][0])] for n in self.names}
         for name, weight in zip(self.names, self.weights, strict=True):
             total = [t + weight * (number or 0.0) for t, number in zip(total, numbers[name], strict=True)]
@@ -127,35 +122,12 @@ def resolve(name: str, folder: Path | None = None) -> RewardFunction:
     """A built-in by its name, or `module:function`. Raises rm.ConfigError."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    module_name, colon, attribute = name.partition(":")
-    if not colon or not module_name or not attribute:
-        raise rm.ConfigError(f'[reward] functions: expected {", ".join(BUILT_IN)} or module:function, got "{name}"')
-    what = f'[reward] functions: importing "{module_name}"'
-    extra = [str(p.resolve()) for p in (folder, Path.cwd()) if p is not None]
-    sys.path[:0] = extra
-    try:
-        with _naming(what, but=ImportError):
-            module = importlib.import_module(module_name)
-    except ImportError as e:
-        raise rm.ConfigError(f'[reward] functions: cannot import "{module_name}": {e}') from e
-    finally:
-        # Late imports and spawned processes of the reward look there too; behind all else, so that no module there hides a library's.
-        for p in extra:
-            sys.path.remove(p)
-        sys.path += [p for p in dict.fromkeys(extra) if p not in sys.path]
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise rm.ConfigError(f'[reward] functions: module "{module_name}" has no function "{attribute}"')
-    return function  # type: ignore[no-any-return]
-
-
-def _is_async(function: RewardFunction) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return imported(name, folder, "[reward] functions", list(BUILT_IN))
 
 
 def _call(name: str, function: RewardFunction, given: Callable[[], dict[str, Any]], count: int) -> Answer:
     began = time.perf_counter()
-    with _naming(f"reward {name}"):
+    with naming(f"reward {name}"):
         returned = function(**given())
         values = _listed(returned, count)
     return _counted(name, returned, values, count), time.perf_counter() - began
@@ -163,25 +135,10 @@ def _call(name: str, function: RewardFunction, given: Callable[[], dict[str, Any
 
 async def _await(name: str, function: RewardFunction, given: Callable[[], dict[str, Any]], count: int) -> Answer:
     began = time.perf_counter()
-    with _naming(f"reward {name}"):
-        try:
-            returned = await function(**given())  # type: ignore[misc]
-        except asyncio.CancelledError as error:
-            if (task := asyncio.current_task()) is None or task.cancelling():
-                raise
-            raise RuntimeError("what it awaited was cancelled").with_traceback(error.__traceback__) from None
+    with naming(f"reward {name}"):
+        returned = await finished(function(**given()))  # type: ignore[arg-type]
         values = _listed(returned, count)
     return _counted(name, returned, values, count), time.perf_counter() - began
-
-
-async def _await_all(functions: Mapping[str, RewardFunction], given: Callable[[], dict[str, Any]], count: int) -> dict[str, Answer]:
-    """The first that fails cancels the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = {name: group.create_task(_await(name, function, given, count)) for name, function in functions.items()}
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return {name: task.result() for name, task in tasks.items()}
 
 
 def _listed(returned: Any, count: int) -> list[Any] | None:
@@ -196,31 +153,6 @@ def _counted(name: str, returned: Any, values: list[Any] | None, count: int) -> 
         got = f"a {type(returned).__name__}" if values is None else len(returned) if isinstance(returned, Sized) else len(values)
         raise rm.ConfigError(f"reward {name}: expected {count} values, one a completion, got {got}")
     return values
-
-
-@contextmanager
-def _naming(what: str, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-    """An exception of a reward's code becomes a ConfigError, with the traceback of that code as a note. A Ctrl-C is told where it came."""
-    try:
-        yield
-    except but:
-        raise
-    except KeyboardInterrupt as error:
-        if not hasattr(error, "__notes__"):
-            error.add_note(f"{what} ran")
-        raise
-    except (Exception, SystemExit) as error:
-        named = rm.ConfigError(f"{what} raised {type(error).__name__}: {plain(error)}".rstrip(": "))
-        own = error.__traceback__
-        while own is not None and _is_ours(own.tb_frame.f_code.co_filename):
-            own = own.tb_next
-        if own is not None or isinstance(error, SyntaxError):
-            named.add_note("".join(traceback.format_exception(type(error), error, own)).rstrip())
-        raise named from error
-
-
-def _is_ours(file: str) -> bool:
-    return file == __file__ or "importlib" in file
 
 
 def _number(value: Any, name: str, i: int) -> float:
