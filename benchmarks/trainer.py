@@ -3,6 +3,7 @@
     python -m benchmarks.trainer same [--logprobs 10000000]    how many logprobs of both sides differ: 0, or exit status 1
     python -m benchmarks.trainer loop [--steps 200]            the same in training, generator on a mesh and on one rank
     python -m benchmarks.trainer cost                          time and memory of a trainer's step beside transformers
+    python -m benchmarks.trainer checkpointing                 the same with gradient checkpointing over without
     python -m benchmarks.trainer ahead                         tokens/s of a run whose rollouts are ahead of its trainer
     python -m benchmarks.trainer curves FILE.json              rewards with transformers' forward, corrected or not, and with rollmesh's
 
@@ -10,8 +11,9 @@
 sequences; the trainer computes all of them in padded batches. `loop` runs `rollmesh grpo` on the debug configs in float32 and bfloat16
 with tp=2, dp=2, ep=4 (dense: tp=2, dp=2) and with one rank; the curves must be equal to the last bit. `cost` alternates a step (forward
 and backward, weights packed anew) of a patched model and of transformers in one process, best of each; the resident set's peak is measured
-in a process of its own for each. `ahead` alternates between the levels of [rollout] async_level, best of each. `curves` trains the MoE
-debug config on a bfloat16 generator with each of ARMS and several seeds, and writes what `python docs/draw.py FILE.json` draws.
+in a process of its own for each. `checkpointing` has a process for each, whose second step is timed. `ahead` alternates between the
+levels of [rollout] async_level, best of each. `curves` trains the MoE debug config on a bfloat16 generator with each of ARMS and several
+seeds, and writes what `python docs/draw.py FILE.json` draws.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ import rollmesh.torch
 from benchmarks.machine import describe
 from benchmarks.options import THREADS, whole
 from benchmarks.shapes import Shape
+from rollmesh.grpo.trainer import checkpoint_layers
 from rollmesh.runtime.cores import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +51,8 @@ COST = {  # (model, sequences, tokens of each)
     "debug MoE": (Shape("debug", 64, 2, 4, 2, 16, 128, 64, n_experts=8, top_k=2), 512, 12),
     "0.6B-shaped, 4 layers": (Shape("stack", 1024, 4, 16, 8, 128, 16384, 3072), 8, 128),
 }
+LONG = "16 layers, 2 sequences of 1,024 tokens"
+PEAK = COST | {LONG: (Shape("deep", 256, 16, 4, 2, 64, 2048, 768), 2, 1024)}
 DTYPES = ("float32", "bfloat16")
 ARMS = {  # the forward pass of the trainer, and what the loss does where it differs from the generator's
     "transformers": ['train.kernels="torch"'],
@@ -222,23 +227,38 @@ def step_of(model: Any, ids: torch.Tensor, patched: bool) -> None:
     logprobs.mean().backward()  # type: ignore[no-untyped-call]
 
 
-def peak_of(name: str, dtype: str, patched: bool) -> float:
-    """MiB of the resident set at most, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.trainer", "peak", name, dtype, str(int(patched))]
+def peak_of(name: str, dtype: str, patched: bool, checkpointed: bool = False) -> tuple[float, float]:
+    """MiB of the resident set at most, and seconds of the second of two steps, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.trainer", "peak", name, dtype, str(int(patched)), str(int(checkpointed))]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ)
-    return float(done.stdout.split()[-1])
+    memory, seconds = map(float, done.stdout.split()[-2:])
+    return memory, seconds
 
 
-def peak(name: str, dtype: str, patched: bool) -> None:
-    shape, sequences, tokens = COST[name]
+def peak(name: str, dtype: str, patched: bool, checkpointed: bool) -> None:
+    shape, sequences, tokens = PEAK[name]
     model = model_of(shape, dtype)
     if patched:
         rollmesh.torch.patch(model)
+    if checkpointed:
+        checkpoint_layers(model)
     ids = torch.randint(0, shape.vocab, (sequences, tokens))
     for _ in range(2):
+        start = time.perf_counter()
         step_of(model, ids, patched)
     status = Path("/proc/self/status").read_text()  # ru_maxrss would count what this process was forked from
-    print(next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM")))
+    print(next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM")), time.perf_counter() - start)
+
+
+def checkpointing() -> None:
+    for dtype in DTYPES:
+        for who, patched in (("rollmesh", True), ("transformers", False)):
+            (plain, plain_s), (again, again_s) = (peak_of(LONG, dtype, patched, checkpointed) for checkpointed in (False, True))
+            print(
+                f"{LONG} {dtype:8}  {who:12} peak memory {plain:.0f} MiB, with checkpointing {again:.0f}: {again / plain:.2f} ×; "
+                f"time {plain_s:.2f} and {again_s:.2f} s: {again_s / plain_s:.2f} ×",
+                flush=True,
+            )
 
 
 def cost(rounds: int, threads: int) -> None:
@@ -259,7 +279,7 @@ def cost(rounds: int, threads: int) -> None:
         fastest = min(best[f"transformers {dtype}"] for dtype in DTYPES)
         for dtype in DTYPES:
             ours, theirs = best[f"rollmesh {dtype}"], best[f"transformers {dtype}"]
-            memory = [peak_of(name, dtype, patched) for patched in (True, False)]
+            memory = [peak_of(name, dtype, patched)[0] for patched in (True, False)]
             print(
                 f"{name:22} {dtype:8}  rollmesh {1e3 * ours:7.1f} ms, transformers {1e3 * theirs:7.1f} ms: {ours / theirs:.2f} × "
                 f"({ours / fastest:.2f} × the faster of its two); "
@@ -275,6 +295,7 @@ def main() -> int:
     parts.add_parser("same").add_argument("--logprobs", type=whole(1), default=10**7)
     parts.add_parser("loop").add_argument("--steps", type=whole(1), default=200)
     parts.add_parser("cost").add_argument("--rounds", type=whole(1), default=8)
+    parts.add_parser("checkpointing")
     levels = parts.add_parser("ahead")
     levels.add_argument("--rounds", type=whole(1), default=3)
     levels.add_argument("--steps", type=whole(4), default=40)
@@ -283,7 +304,7 @@ def main() -> int:
     rewards.add_argument("--steps", type=whole(1), default=220)
     rewards.add_argument("--seeds", type=whole(1), default=5)
     alone = parts.add_parser("peak")
-    for name in ("name", "dtype", "patched"):
+    for name in ("name", "dtype", "patched", "checkpointed"):
         alone.add_argument(name)
     given = parser.parse_args()
     calls: dict[str, Callable[[], int | None]] = {
@@ -292,7 +313,8 @@ def main() -> int:
         "cost": lambda: cost(given.rounds, given.threads),
         "ahead": lambda: ahead(given.rounds, given.steps),
         "curves": lambda: curves(given.file, given.steps, given.seeds, given.threads),
-        "peak": lambda: peak(given.name, given.dtype, given.patched == "1"),
+        "checkpointing": checkpointing,
+        "peak": lambda: peak(given.name, given.dtype, given.patched == "1", given.checkpointed == "1"),
     }
     return calls[given.part]() or 0
 

@@ -222,7 +222,7 @@ def test_rewards_of_chats_get_messages(tokenizer: Any, tmp_path: Path) -> None:
     )
     prompt = data.make_prompt({"prompt": "ab", "answer": "AB"}, tokenizer, True, 0, "here")
     this = rollout.Rollout([prompt, prompt], [[1], [2]], [np.zeros(1, np.float32)] * 2, ["AB", "A"], [True, True])
-    assert rollout.score(this, rewards.Rewards(["chat_rewards_of_test:f"], (), tmp_path))[0].tolist() == [1.0, 0.0]
+    assert rollout.score(this, rewards.Rewards(["chat_rewards_of_test:f"], (), tmp_path)).total == [1.0, 0.0]
 
 
 def test_batches_list_generated_tokens_by_hand(tokenizer: Any) -> None:

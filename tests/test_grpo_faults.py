@@ -53,7 +53,7 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(out: Path, resume: Path | None = None, show: Callable[[Any], None] = lambda _: None) -> None:
     this = loop.prepare(config.load(DENSE, SMALL), resume)
     try:
-        loop.train(this, out, show)
+        loop.train(this, out, lambda line, _: show(line))
     finally:
         this.close()
 
@@ -333,7 +333,8 @@ def test_neither_a_display_nor_a_picture_ends_a_run(
     os.close(reader)
     with open(writer, "w", buffering=1) as gone, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", gone)
-        assert main(["grpo", str(DENSE), "--out", str(tmp_path), *(word for c in SMALL for word in ("--set", c))]) == 0
+        sets = [*SMALL, "rollout.num_completions_to_print=2"]
+        assert main(["grpo", str(DENSE), "--out", str(tmp_path), *(word for c in sets for word in ("--set", c))]) == 0
     assert len(lines_of(tmp_path)) == 5
     said = capsys.readouterr().err
     assert "rollmesh grpo: nothing more is displayed: BrokenPipeError: " in said

@@ -23,7 +23,8 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 from rollmesh.grpo import config, loop  # noqa: E402
-from rollmesh.grpo.rollout import Rollout  # noqa: E402
+from rollmesh.grpo.data import Prompt, load_tokenizer  # noqa: E402
+from rollmesh.grpo.rollout import Rollout, make_batch  # noqa: E402
 from rollmesh.grpo.trainer import Trainer  # noqa: E402
 from rollmesh.model.families import FAMILIES  # noqa: E402
 
@@ -176,6 +177,65 @@ def test_a_routers_bias_is_synced_saved_and_resumed(tmp_path: Path) -> None:
     for folder in (tmp_path / "whole", tmp_path / "half"):
         state = load_file(folder / "checkpoints/step_000004/model.safetensors")
         assert torch.equal(state["model.layers.1.mlp.gate.e_score_correction_bias"], bias)
+
+
+# ---------------------------------------------------------------------------------------------- gradient checkpointing
+def trained(name: str, out: Path, *changes: str) -> tuple[list[dict[str, Any]], bytes]:
+    """The metrics of a run, and its last weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+        return ran(name, out, *changes, "train.steps=2"), (out / "checkpoints/step_000002/model.safetensors").read_bytes()
+
+
+OTHER = [*BFLOAT16, "sync.self_test=0.0", 'train.kernels="torch"']
+ALL = [*BFLOAT16, "train.micro_batch=3", "train.minibatches=true", "train.updates=2", "loss.kl=0.1"]
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        pytest.param("dense", [], id="dense"),
+        full("moe", []),
+        full("dense", OTHER),
+        pytest.param("moe", [*OTHER, *FILTERS, 'train.dtype="bfloat16"'], id="torch, filters"),
+        # The layer that the backward pass computes again takes the recorded experts too, some of which are not its own.
+        pytest.param("moe", [*OTHER, "correction.routing_replay=true", "train.micro_batch=5"], id="routing replay"),
+        full("dense", ALL),
+        pytest.param("moe", ALL, id="all"),
+    ],
+)
+def test_gradient_checkpointing_has_the_same_bits(name: str, changes: list[str], tmp_path: Path) -> None:
+    plain = trained(name, tmp_path / "plain", *changes)
+    assert plain == trained(name, tmp_path / "again", *changes, "train.gradient_checkpointing=true")
+    assert plain[0][0]["grad_norm"] > 0.0
+
+
+@pytest.mark.parametrize("kernels", ["rollmesh", "torch"])
+@pytest.mark.parametrize("family", [family if family in QUICK else full(family) for family in FAMILIES])
+def test_gradient_checkpointing_keeps_the_input_of_each_layer(family: str, kernels: str) -> None:
+    """And saves nothing else of it for the backward pass. No part of the model is in training mode but the layers themselves."""
+    saved: dict[bool, list[int]] = {}
+    prompts, tokens = [Prompt("", (5, 6, 7), {})] * 4, [[8, 9], [8], [3, 4, 5], [9, 9]]
+    this = Rollout(prompts, tokens, [np.zeros(len(ids), np.float32) for ids in tokens], [""] * 4, [True] * 4)
+    for checkpoints in (False, True):
+        sets = [*TINY, model_of(family), f'train.kernels="{kernels}"', f"train.gradient_checkpointing={str(checkpoints).lower()}"]
+        made = Trainer(config.load(CONFIGS["moe"], sets), load_tokenizer(ROOT / "data/chars"))
+        assert {m for m in made.model.modules() if m.training} == set(made.model.model.layers if checkpoints else [])
+        sizes: list[int] = []
+        saved[checkpoints] = kept = []
+        layer = made.model.model.layers[1]
+        layer.register_forward_pre_hook(lambda *_, sizes=sizes: sizes.clear())
+        layer.register_forward_hook(lambda *_, sizes=sizes, kept=kept: kept.extend(sizes))
+
+        def seen(x: Any, sizes: list[int] = sizes) -> Any:
+            sizes.append(x.nbytes)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(seen, lambda x: x):
+            made.logprobs(make_batch(this, range(4)))
+    rows = 4 * 5 if kernels == "torch" else sum(len(prompts[0].ids) + len(ids) - 1 for ids in tokens)
+    assert sum(saved[False]) > 5 * rows * 32 * 4
+    assert sum(saved[True]) == rows * 32 * 4
 
 
 # ---------------------------------------------------------------------------------------------- where they differ

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from rollmesh.cli import main
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rollmesh.grpo import config, data, loop, metrics
+from rollmesh.grpo import config, data, loop, metrics, progress
 from rollmesh.grpo.generator import make_generator
 from rollmesh.grpo.trainer import model_config
 
@@ -37,12 +39,47 @@ def test_a_run_says_and_writes_what_it_does(tmp_path: Path, monkeypatch: pytest.
     assert all(row.keys() == {"step", "prompt", "completion", "reward", "stopped"} for row in rows)
     assert len({row["prompt"] for row in rows[:5]}) == 2, "four samples of the first prompt"
     for line in metrics.read(tmp_path / "metrics.jsonl"):
+        assert line["reward_s/char_match"] + line["reward_s/contains"] <= line["reward_s"]
         assert line["reward_mean"] == pytest.approx(line["reward/char_match"] + line["reward/contains"])
     before = file.read_bytes()
     with file.open("a") as more:
         more.write('{"step": 1')  # of a run that was killed
     assert main(["grpo", str(DENSE), "--resume", str(tmp_path / "checkpoints/step_000001"), *sets]) == 0
     assert file.read_bytes() == before
+
+
+def test_completions_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first ones of each displayed step, also where none is written to the file. Off by default. The reward is async, and the run
+    closes its event loop."""
+    (tmp_path / "async_run_of_test.py").write_text("async def f(completions, **_):\n    return [float(len(c)) for c in completions]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
+    for count in (0, 3):
+        sets = [*SETS, "rollout.log_completions=0", 'reward.functions=["async_run_of_test:f"]']
+        sets += [f"rollout.num_completions_to_print={count}"] if count else []
+        assert main(["grpo", str(DENSE), "--out", str(tmp_path / str(count)), *(w for s in sets for w in ("--set", s))]) == 0
+        said = capsys.readouterr().out
+        assert [line.rstrip() for line in said.splitlines()].count("step 1") == (count > 0)
+        assert len(re.findall(r"\n│ \d+\.000 ", said)) == 3 * count
+        assert (tmp_path / str(count) / "completions.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_completion_moves_no_cursor(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it markup; a long one is cut in its middle; an ASCII terminal shows it."""
+    said = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(said, encoding=encoding, errors="backslashreplace"))
+    monkeypatch.setenv("COLUMNS", "120")
+    row = {"step": 7, "reward": 0.5, "stopped": True}
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "[red]x[/nothing]"}]
+    with progress.Display("run", 9) as display:
+        metrics = dict.fromkeys(("reward_mean", "kl_k3", "logprob_diff_max", "tokens_per_s", "sync_s"), 0.0) | {"step": 7}
+        display.show(metrics, [{**row, "prompt": chat, "completion": "\x1b[2J\ud800\r"}, {**row, "prompt": "a", "completion": "qz" * 5000}])
+    text = said.getvalue().decode(encoding)
+    assert all(word in text for word in ("system: be brief", "user: [red]x[/nothing]", r"\x1b[2J\ud800\r"))
+    assert "\x1b" not in text
+    assert text.count("q") == progress.MOST_PRINTED // 2
 
 
 def test_prompts_that_are_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 import rollmesh as rm
 from rollmesh.grpo import data, rewards, rollout
+from rollmesh.grpo.interrupts import Interrupts
 
 pytest.importorskip("transformers")
 
@@ -27,6 +30,10 @@ def tokenizer() -> Any:
 def reward(tmp_path: Path, code: str, name: str, *more: str, weights: tuple[float, ...] = ()) -> rewards.Rewards:
     (tmp_path / f"{name}.py").write_text(code)
     return rewards.Rewards([f"{name}:f", *more], weights, tmp_path)
+
+
+def means_of(scores: rewards.Scores) -> dict[str, float]:
+    return {name.removeprefix("reward/"): value for name, value in scores.metrics().items() if name.startswith("reward/")}
 
 
 def rolled_out(tokenizer: Any, *rows: dict[str, Any]) -> rollout.Rollout:
@@ -48,9 +55,9 @@ def test_a_reward_may_change_what_it_is_given(tokenizer: Any, tmp_path: Path) ->
     rows = [{"prompt": p, "answer": p.upper(), "tags": [t]} for p, t in (("ab", "x"), ("cd", "y"))]
     this = rolled_out(tokenizer, *rows)
     several = reward(tmp_path, code, "changes_of_test", "changes_of_test:f", "char_match", weights=(1.0, 2.0, 1.0))
-    total, means = rollout.score(this, several)
-    assert total.tolist() == [4.0, 0.0]
-    assert means == {"changes_of_test:f": 0.5, "char_match": 0.5}
+    scores = rollout.score(this, several)
+    assert scores.total == [4.0, 0.0]
+    assert means_of(scores) == {"changes_of_test:f": 0.5, "char_match": 0.5}
     assert this.token_ids == [[1, 2], [2, 2]]
     assert [p.columns for p in this.prompts] == [{k: v for k, v in row.items() if k != "prompt"} for row in rows]
 
@@ -59,13 +66,24 @@ def test_each_completion_has_the_form_of_its_prompt(tokenizer: Any, tmp_path: Pa
     code = "def f(completions, **_):\n    return [float(isinstance(c, str)) for c in completions]\n"
     chat = {"messages": [{"role": "user", "content": "ab"}]}
     for rows, forms in (([{"prompt": "ab"}, chat], [1.0, 0.0]), ([chat, {"prompt": "ab"}], [0.0, 1.0])):
-        assert rollout.score(rolled_out(tokenizer, *rows), reward(tmp_path, code, "forms_of_test"))[0].tolist() == forms
+        assert rollout.score(rolled_out(tokenizer, *rows), reward(tmp_path, code, "forms_of_test")).total == forms
 
 
 def test_a_mean_is_over_the_completions_that_were_judged(tmp_path: Path) -> None:
     code = "def f(**_):\n    return [None, 1.0, 2.0]\ndef g(**_):\n    return [None] * 3\n"
     judged = reward(tmp_path, code, "none_of_test", "none_of_test:g")
-    assert judged.judge(["p"] * 3, ["c"] * 3, [[1]] * 3, {}) == ([0.0, 1.0, 2.0], {"none_of_test:f": 1.5})
+    scores = judged.judge(["p"] * 3, ["c"] * 3, [[1]] * 3, {})
+    assert (scores.total, means_of(scores)) == ([0.0, 1.0, 2.0], {"none_of_test:f": 1.5})
+
+
+def test_each_reward_has_its_time(tmp_path: Path) -> None:
+    code = "import time\ndef f(**_):\n    time.sleep(0.05)\n    return [0.0]\ndef g(**_):\n    yield from [1.0] * (time.sleep(0.02) or 1)\n"
+    scores = reward(tmp_path, code, "timed_of_test", "timed_of_test:g", "exact_match").judge(["p"], ["c"], [[1]], {"answer": ["c"]})
+    seconds = [scores.metrics()[f"reward_s/{name}"] for name in ("timed_of_test:f", "timed_of_test:g", "exact_match")]
+    assert 0.05 <= seconds[0] < 0.5
+    assert 0.02 <= seconds[1] < 0.5, "a generator takes its time while it is read"
+    assert 0 <= seconds[2] < 0.02
+    assert scores.seconds >= sum(seconds)
 
 
 def test_a_weight_makes_no_reward_infinite(tmp_path: Path) -> None:
@@ -141,7 +159,6 @@ def test_what_holds_numbers_is_a_reward(returned: str, tmp_path: Path) -> None:
     [
         ("def f(:\n", "importing .* raised SyntaxError: invalid syntax", 1),
         ("x = 1\nraise RuntimeError('no GPU')\n", "importing .* raised RuntimeError: no GPU", 2),
-        ("async def f(**columns):\n    return []\n", "expected a function that returns the rewards, got the async function", None),
     ],
 )
 def test_a_module_that_is_no_reward_is_named(code: str, message: str, line: int | None, tmp_path: Path) -> None:
@@ -154,6 +171,90 @@ def test_a_module_that_is_no_reward_is_named(code: str, message: str, line: int 
     places = re.findall(r'File "(.*)", line (\d+)', notes)
     assert places[-1:] == ([] if line is None else [(str(tmp_path / f"{module}.py"), str(line))])
     assert not any("importlib" in file for file, _ in places)
+
+
+# -------------------------------------------------------------------------------------------------- async rewards
+def judged(functions: rewards.Rewards, count: int = 2) -> rewards.Scores:
+    with closing(functions):
+        return functions.judge(["p"] * count, ["c"] * count, [[1]] * count, {})
+
+
+def test_async_rewards_are_awaited_together(tmp_path: Path) -> None:
+    """Each waits for the other; a function that is not async ran before, where no event loop is in its way; each gets copies."""
+    code = (
+        "import asyncio, functools\nplain = []\nmet = asyncio.Barrier(3)\n"
+        "async def f(completions, by=1.0, **_):\n"
+        "    assert plain and completions == ['c', 'c']\n    completions.clear()\n"
+        "    async with asyncio.timeout(1.0):\n        await met.wait()\n    return [by, None]\n"
+        "class Judge:\n    async def __call__(self, **given):\n        return await f(**given, by=2.0)\n"
+        "g, h = Judge(), functools.partial(f, by=4.0)\n"
+        "def last(completions, **_):\n    return plain.extend(completions) or asyncio.run(asyncio.sleep(0.01, [8.0, 8.0]))\n"
+    )
+    name = "together_of_test"
+    scores = judged(reward(tmp_path, code, name, f"{name}:g", f"{name}:h", f"{name}:last", weights=(1.0, 1.0, 1.0, 0.5)))
+    assert scores.total == [11.0, 4.0]
+    assert means_of(scores) == {f"{name}:{key}": value for key, value in (("f", 1.0), ("g", 2.0), ("h", 4.0), ("last", 8.0))}
+    assert scores.metrics()[f"reward_s/{name}:last"] >= 0.01
+
+
+def test_the_event_loop_lasts(tmp_path: Path) -> None:
+    """What an async reward keeps between two steps, such as a client or a task of its own, is of one loop, which `close` ends."""
+    code = (
+        "import asyncio\nkept = []\nended = []\n"
+        "async def one():\n    try:\n        await asyncio.sleep(99)\n    finally:\n        ended.append(1)\n"
+        "async def f(completions, **_):\n"
+        "    if not kept:\n        kept.append(asyncio.create_task(one()))\n        await asyncio.sleep(0)\n"
+        "    assert kept[0].get_loop() is asyncio.get_running_loop() and not kept[0].done()\n    return [1.0] * len(completions)\n"
+    )
+    several = reward(tmp_path, code, "lasts_of_test")
+    assert several(["p"], ["c"], [[1]], {}) == several(["p"], ["c"], [[1]], {}) == [1.0]
+    module = sys.modules["lasts_of_test"]
+    assert module.ended == []
+    several.close()
+    assert module.ended == [1]
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("raise KeyError('oops')", " raised KeyError: 'oops'"),
+        ("sys.exit(0)", " raised SystemExit: 0"),
+        ("async with asyncio.timeout(0.01):\n        await asyncio.sleep(9)", " raised TimeoutError"),
+        ("x = asyncio.create_task(met.wait())\n    x.cancel()\n    await x", " raised RuntimeError: what it awaited was cancelled"),
+        ("return [1.0]", ": expected 2 values, one a completion, got 1"),
+        ("return 1.0", ": expected 2 values, one a completion, got a float"),
+        ("return [1.0, 'x']", ": completion 1 got 'x'; expected a finite number, or None"),
+        ("yield [1.0]", ": expected 2 values, one a completion, got a async_generator"),
+    ],
+)
+def test_an_async_reward_that_misbehaves_is_named(body: str, message: str, tmp_path: Path) -> None:
+    """The others are cancelled. The traceback is of the reward's own code."""
+    name = f"misbehaves_{abs(hash(body))}_of_test"
+    code = f"import asyncio, sys\nended, met = [], asyncio.Event()\nasync def f(**_):\n    {body}\n"
+    code += "async def g(**_):\n    try:\n        return await asyncio.sleep(0.2, [0.0, 0.0])\n    finally:\n        ended.append(1)\n"
+    several = reward(tmp_path, code, name, f"{name}:g")
+    with pytest.raises(rm.ConfigError, match=rf"^reward {name}:f{re.escape(message)}") as caught:
+        judged(several)
+    if " raised " in message:
+        assert f'File "{tmp_path}/{name}.py", line ' in caught.value.__notes__[0]
+        assert "rewards.py" not in caught.value.__notes__[0]
+        assert sys.modules[name].ended == [1]
+
+
+@pytest.mark.parametrize("loop_handles_it", [False, True])
+def test_an_interrupt_ends_async_rewards(loop_handles_it: bool, tmp_path: Path) -> None:
+    """They are cancelled, at the latest when the run is closed."""
+    code = (
+        "import asyncio, os, signal\nended = []\nasync def f(**_):\n"
+        "    asyncio.get_running_loop().call_later(0.02, os.kill, os.getpid(), signal.SIGINT)\n"
+        "    try:\n        await asyncio.sleep(9)\n    finally:\n        ended.append(1)\n"
+    )
+    name = f"interrupted_{loop_handles_it}_of_test"
+    several = reward(tmp_path, code, name)
+    with pytest.raises(KeyboardInterrupt) as caught, Interrupts() if loop_handles_it else nullcontext():
+        judged(several)
+    assert caught.value.__notes__ == [f"reward {name}:f ran"]
+    assert sys.modules[name].ended == [1]
 
 
 # -------------------------------------------------------------------------------------------------- prompts

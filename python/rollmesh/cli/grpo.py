@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rollmesh.grpo.config import GeneratorTable
     from rollmesh.grpo.interrupts import Interrupts
     from rollmesh.grpo.loop import Run
-    from rollmesh.grpo.metrics import Metrics
+    from rollmesh.grpo.metrics import Completions, Metrics
 
 _log = logging.getLogger("rollmesh.grpo")
 HELP_OUT = "run folder: metrics.jsonl, curves.png, TensorBoard events, checkpoints (default: a new folder under runs/)"
@@ -142,11 +142,11 @@ def _train(args: argparse.Namespace, this: Run, out: Path, interrupts: Interrupt
         interrupts.release()
         with logs as log, Display(args.config.stem, this.config.train.steps) as display:
 
-            def show(metrics: Metrics) -> None:
+            def show(metrics: Metrics, completions: Completions) -> None:
                 nonlocal shows
                 try:
                     if shows:
-                        display.show(metrics)
+                        display.show(metrics, completions)
                 except (Exception, SystemExit) as error:  # noqa: BLE001 (a reader that has gone; rich would exit)
                     shows, why = False, error.__context__ or error
                     drop_output()

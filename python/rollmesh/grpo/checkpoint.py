@@ -41,10 +41,14 @@ ROLLOUTS = "trainer/rollouts.safetensors"
 # Values of keys that older checkpoints lack.
 LATER_KEYS = {
     "data.overlong": "raise",
+    "data.dataset_train_split": "train",
+    "data.dataset_test_split": "test",
     "train.device": "cpu",
     "train.kernels": "torch",
     "train.mismatch": "raise",
     "rollout.async_level": 0,
+    "rollout.filter_groups": False,
+    "rollout.max_num_gen_batches": 10,
     "rollout.top_k": 0,
     "rollout.top_p": 1.0,
     "rollout.min_p": 0.0,
@@ -52,7 +56,11 @@ LATER_KEYS = {
     **{f"correction.{f.name}": f.default for f in dataclasses.fields(CorrectionTable)},
 }
 # Keys that a resumed run may change.
-MAY_DIFFER = ("train.steps", "eval.", "checkpoint.", "generator.threads", "generator.engine", "rollout.log_completions")
+MAY_DIFFER = (
+    *("train.steps", "eval.", "checkpoint.", "generator.threads", "generator.engine"),
+    "train.gradient_checkpointing",
+    *("rollout.log_completions", "rollout.num_completions_to_print"),
+)
 
 
 def save(root: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step: int, rollouts: Sequence[Rollout] = ()) -> Path:

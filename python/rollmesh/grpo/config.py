@@ -83,11 +83,15 @@ class TokenizerTable:
 
 @dataclass(frozen=True)
 class DataTable:
-    """JSONL, one object a line: `prompt` (text) or `messages` (chat), and any columns the reward wants, such as `answer`."""
+    """Rows with `prompt` (text) or `messages` (chat), and any columns the reward wants, such as `answer`. JSONL, one object a line; by the
+    library `datasets` a folder of its save_to_disk, a .parquet or .arrow file, or hf://datasets/ORG/NAME[@REVISION] of the Hub."""
 
     train: tuple[str, ...] = ()  # files; with stage_steps they are stages, easiest first
     heldout: tuple[str, ...] = ()  # files; none: heldout_share of the training prompts, by a hash of their text
     heldout_share: float = number(0.05, above=0, at_most=0.5)
+    dataset_config: str | None = None  # of a dataset of the Hub that has several
+    dataset_train_split: str = "train"  # of datasets in `train` that have several
+    dataset_test_split: str = "test"  # of those in `heldout`
     stage_steps: tuple[int, ...] = ()  # step at which train[i+1] joins; empty: all files from the start
     chat: bool = False  # wrap a text prompt as a user message in the tokenizer's chat template
     overlong: Literal["raise", "drop", "truncate"] = "raise"  # prompts without room for max_tokens; truncate: their last tokens stay
@@ -104,6 +108,9 @@ class RolloutTable:
     top_p: float = number(1.0, above=0, at_most=1)
     min_p: float = number(0.0, at_least=0, at_most=1)
     log_completions: int = number(16, at_least=0)  # of each step, in completions.jsonl: the first so many
+    num_completions_to_print: int = number(0, at_least=0)  # of each displayed step: the first so many
+    filter_groups: bool = False  # leave out groups of equal rewards and draw others (DAPO's dynamic sampling, dynamic_sampling.py)
+    max_num_gen_batches: int = number(10, at_least=1)  # of a step with filter_groups: batches that are generated at most
     async_level: int = number(0, at_least=0, at_most=64)  # N: generated while the trainer learns, at most N versions behind it; 0: by turns
 
 
@@ -177,6 +184,7 @@ class TrainTable:
     updates: int = number(1, at_least=1, at_most=2**20)  # optimizer steps a step
     minibatches: bool = False  # updates split the batch by prompts; false: each is a pass over all of it
     micro_batch: int = number(0, at_least=0)  # sequences a forward; 0: all. Gradients add up, the update is the same
+    gradient_checkpointing: bool = False  # keep each layer's input alone, and compute the layer again in the backward pass: the same bits
     lr: float = number(1e-6, above=0, at_most=1e18)
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # to 0 at `steps`
     warmup_steps: int = number(0, at_least=0)
@@ -289,6 +297,7 @@ def _check_together(c: Config) -> None:
     _check_correction(c)
     _check_kernels(c)
     _check_async(c)
+    _check_filter_groups(c)
     for table, device in (("generator", c.generator.device), ("train", c.train.device)):
         _check_name(table, device)
     if c.generator.engine == "vllm":
@@ -374,6 +383,19 @@ def _check_async(c: Config) -> None:
         )
     if inflight != "wait" and c.generator.engine == "vllm":
         raise rm.ConfigError(f'[sync] inflight: expected "wait" where [generator] engine is "vllm", got "{inflight}"')
+
+
+def _check_filter_groups(c: Config) -> None:
+    r = c.rollout
+    if not r.filter_groups:
+        if r.max_num_gen_batches != RolloutTable.max_num_gen_batches:
+            raise rm.ConfigError(f"[rollout] filter_groups: expected true with max_num_gen_batches = {r.max_num_gen_batches}, got false")
+        return
+    if r.async_level:
+        why = "whose rollouts are drawn before others have their rewards"
+        raise rm.ConfigError(f"[rollout] filter_groups: expected false with async_level = {r.async_level}, {why}, got true")
+    if c.reward.shuffle:
+        raise rm.ConfigError("[rollout] filter_groups: expected false with [reward] shuffle, which makes other groups of rewards, got true")
 
 
 def _check_name(table: str, device: str) -> None:

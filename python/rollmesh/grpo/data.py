@@ -1,6 +1,6 @@
-"""Prompts: JSONL in, token ids out; the held-out split; which prompts a step takes.
+"""Prompts: JSONL or a dataset of Hugging Face in, token ids out; the held-out split; which prompts a step takes.
 
-A line is an object with `prompt` (text) or `messages` (a chat, rendered by the tokenizer's template), and any further columns:
+A row is an object with `prompt` (text) or `messages` (a chat, rendered by the tokenizer's template), and any further columns:
 they reach the reward function as keyword arguments. The held-out set is files of its own, or a share of the training prompts
 chosen by a hash of their text, so that it does not depend on the seed, the order or the number of lines. No prompt is in both.
 """
@@ -19,6 +19,7 @@ from typing import Any
 import rollmesh as rm
 from rollmesh.grpo.config import Config
 from rollmesh.grpo.files import told_as
+from rollmesh.grpo.hf_datasets import is_dataset, rows_of
 from rollmesh.grpo.seeds import rng_of
 from rollmesh.runtime.messages import plain
 
@@ -43,10 +44,15 @@ class Dataset:
     heldout: tuple[Prompt, ...]
     stage_steps: tuple[int, ...]
 
-    def draw(self, run_seed: int, step: int, count: int) -> list[Prompt]:
-        """The training prompts of a step: `count` without repetition (with, where there are fewer), open stages only."""
+    def draw(self, run_seed: int, step: int, count: int, drawn: Sequence[Prompt] = ()) -> list[Prompt]:
+        """The training prompts of a step: `count` without repetition (with, where there are fewer), open stages only. `drawn`: of the step
+        so far; then others, fewer where no more are left."""
         stage = sum(step >= s for s in self.stage_steps)
         pool = [p for p in self.train if p.stage <= stage] if self.stage_steps else self.train
+        if drawn:
+            known = set(map(id, drawn))
+            left = [p for p in pool if id(p) not in known]
+            return rng_of(run_seed, step, f"prompts\0{len(drawn)}").sample(left, min(count, len(left)))
         rng = rng_of(run_seed, step, "prompts")
         if count <= len(pool):
             return rng.sample(pool, count)
@@ -72,13 +78,13 @@ def load_tokenizer(path: Path) -> Any:
 def load_dataset(config: Config, tokenizer: Any) -> Dataset:
     table = config.data
     if not table.train:
-        raise rm.ConfigError("[data] train: expected at least one JSONL file")
+        raise rm.ConfigError("[data] train: expected at least one file of prompts")
     stages = range(len(table.train)) if table.stage_steps else [0] * len(table.train)
     train = [
-        p for name, stage in zip(table.train, stages, strict=True) for p in read_jsonl(config.path(name), tokenizer, table.chat, stage)
+        p for name, stage in zip(table.train, stages, strict=True) for p in _read(config, name, tokenizer, table.dataset_train_split, stage)
     ]
     if table.heldout:
-        heldout = [p for name in table.heldout for p in read_jsonl(config.path(name), tokenizer, table.chat)]
+        heldout = [p for name in table.heldout for p in _read(config, name, tokenizer, table.dataset_test_split)]
         held_ids = {p.ids for p in heldout}
         both = sum(p.ids in held_ids for p in train)
         if both:
@@ -110,6 +116,15 @@ def _fitted(prompts: list[Prompt], limit: int, overlong: str) -> list[Prompt]:
         done = "dropped" if overlong == "drop" else "truncated to their last tokens"
         _log.warning("%d of %d prompts have more than %d tokens and were %s ([data] overlong)", count, len(prompts), limit, done)
     return [a for a, b in zip(fit, prompts, strict=True) if a is b or overlong == "truncate"]
+
+
+def _read(config: Config, name: str, tokenizer: Any, split: str, stage: int = 0) -> list[Prompt]:
+    """An entry of [data] train or heldout."""
+    table, path = config.data, config.path(name)
+    if not is_dataset(name, path):
+        return read_jsonl(path, tokenizer, table.chat, stage)
+    rows = enumerate(rows_of(name, path, table.dataset_config, split))
+    return [make_prompt(row, tokenizer, table.chat, stage, f"{name}: row {i}") for i, row in rows]
 
 
 def read_jsonl(path: Path, tokenizer: Any, chat: bool = False, stage: int = 0) -> list[Prompt]:

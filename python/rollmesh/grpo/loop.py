@@ -7,6 +7,7 @@ Weights have a version: the number of the step that uses them. Version 0 is the 
     generate  prompts drawn by (run seed, n), a group of samples each, seeds from (run seed, n, prompt); every token records the version
               it was drawn with, and any but n is an error
     score     the text of each completion → reward → advantage within its group
+              with [rollout] filter_groups, groups of equal rewards are replaced (dynamic_sampling.py)
     update    clipped GRPO against the logprobs that the generator recorded; AdamW: the weights are now version n + 1
 
 With [rollout] async_level = N ≥ 1 a thread generates batch n + N while step n learns from batch n (async_rollouts.py).
@@ -25,7 +26,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,14 @@ from rollmesh.grpo.advantages import advantages
 from rollmesh.grpo.async_rollouts import AsyncRollouts, staleness
 from rollmesh.grpo.config import Config
 from rollmesh.grpo.data import Dataset, Prompt, load_dataset, load_tokenizer
+from rollmesh.grpo.dynamic_sampling import sample_groups
 from rollmesh.grpo.generator import RolloutGenerator, make_generator
 from rollmesh.grpo.interrupts import Interrupts
-from rollmesh.grpo.metrics import CompletionsLog, Metrics, MetricsLog, draw_curves
+from rollmesh.grpo.metrics import Completions, CompletionsLog, Metrics, MetricsLog, draw_curves
 from rollmesh.grpo.mismatch import mismatch
 from rollmesh.grpo.overlap import Overlap
 from rollmesh.grpo.pretrained import folder_config
-from rollmesh.grpo.rewards import Rewards
+from rollmesh.grpo.rewards import Rewards, Scores
 from rollmesh.grpo.rollout import Rollout, generate, score
 from rollmesh.grpo.seeds import seed_of
 from rollmesh.grpo.trainer import Trainer, model_config
@@ -71,7 +72,10 @@ class Run:
     interrupts: Interrupts = field(default_factory=Interrupts)
 
     def close(self) -> None:
-        self.generator.close()
+        try:
+            self.generator.close()
+        finally:
+            self.rewards.close()
 
 
 def prepare(config: Config, resume: Path | None = None, overridden: list[str] | None = None, comm: rm.comm.Comm | None = None) -> Run:
@@ -112,8 +116,9 @@ def _tokenizer(config: Config) -> Any:
     return load_tokenizer(config.path(source))
 
 
-def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None) -> list[Metrics]:
-    """Runs steps first_step … steps and returns the metrics of all lines of the file.
+def train(run: Run, out: Path, show: Callable[[Metrics, Completions], None] = lambda *_: None) -> list[Metrics]:
+    """Runs steps first_step … steps and returns the metrics of all lines of the file. `show` gets those of each step, and the completions
+    to print.
 
     A checkpoint that cannot be written is tried again after the next step; only at the end it is an OSError. What ends the run early leaves
     a checkpoint of the last finished step. With async_level it waits for the rollouts that this checkpoint has, unless a signal comes."""
@@ -123,7 +128,7 @@ def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None)
         return _train(run, out, show)
 
 
-def _train(run: Run, out: Path, show: Callable[[Metrics], None]) -> list[Metrics]:
+def _train(run: Run, out: Path, show: Callable[[Metrics, Completions], None]) -> list[Metrics]:
     config, last, level = run.config, run.config.train.steps, run.config.rollout.async_level
     log, texts = MetricsLog(out, run.first_step), CompletionsLog(out, run.first_step)
     overlap = Overlap()
@@ -147,13 +152,13 @@ def _train(run: Run, out: Path, show: Callable[[Metrics], None]) -> list[Metrics
             try:
                 for step in range(run.first_step, last + 1):
                     metrics, completions = run_step(run, step, ahead, overlap)
-                    texts.write(completions)
+                    texts.write(completions[: config.rollout.log_completions])
                     log.write(metrics)
                     finished = min(step + 1, last), run.trainer.num_updates
                     if ahead and step < last:
                         ahead.drop(step)
                     run.interrupts.release()
-                    show(metrics)
+                    show(metrics, completions[: config.rollout.num_completions_to_print])
                     if _is_due(config, finished[0], saved):
                         try:
                             save(ahead)
@@ -226,8 +231,8 @@ def _is_evaluated(run: Run, step: int) -> bool:
     return step % run.config.eval.every == 0 or step == run.config.train.steps
 
 
-def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap) -> tuple[Metrics, list[dict[str, Any]]]:
-    """One step of the protocol above: its metrics, and the completions that are written. `ahead`: with async_level ≥ 1."""
+def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap) -> tuple[Metrics, Completions]:
+    """One step of the protocol above: its metrics, and the completions that are written or printed. `ahead`: with async_level ≥ 1."""
     config, start = run.config, time.perf_counter()
     if ahead and config.sync.inflight == "wait":
         ahead.wait()
@@ -240,16 +245,19 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
         run_self_test(run.generator, run.trainer.score, _test_prompts(run), threshold, max_tokens, SELF_TEST_SEED)
     evaluated = evaluate(run, step) if _is_evaluated(run, step) else {}
     overlap.stop("generator")
+    scores: Scores | None = None
+    sampled: Metrics = {}
     if ahead:
         ahead.order(_batches(run, step), step)
         [rollout] = ahead.take(range(step, step + 1))
+    elif config.rollout.filter_groups:
+        rollout, scores, sampled = _sample_groups(run, step)
     else:
         rollout = _roll_out(run, step)
     behind = staleness(rollout, step, config.rollout.async_level)
     overlap.start("trainer")
-    began = time.perf_counter()
-    rewards, means = score(rollout, run.rewards)
-    reward_s = time.perf_counter() - began
+    scores = scores or score(rollout, run.rewards)
+    rewards = np.array(scores.total)
     metrics: Metrics = {
         "step": step,
         "reward_mean": float(rewards.mean()),
@@ -261,10 +269,10 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
         "sync_s": sync_s,
         "sync_gb_per_s": report.gb_per_s,
         "generate_s": rollout.seconds,
-        "reward_s": reward_s,
-    }
+        "reward_s": scores.seconds,
+    } | sampled
     if len(run.rewards.names) > 1:
-        metrics |= {f"reward/{name}": mean for name, mean in means.items()}
+        metrics |= scores.metrics()
     last = step == config.train.steps
     metrics |= evaluated
     began = time.perf_counter()
@@ -283,29 +291,42 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
     if ahead:
         metrics |= behind | overlap.shares()
     metrics["step_s"] = time.perf_counter() - start
-    rows = zip(rollout.prompts, rollout.texts, rewards.tolist(), rollout.stopped, strict=True)
-    shown = islice(rows, config.rollout.log_completions)
-    return metrics, [{"step": step, "prompt": p.source, "completion": t, "reward": r, "stopped": s} for p, t, r, s in shown]
+    count = max(config.rollout.log_completions, config.rollout.num_completions_to_print)
+    rows = zip(rollout.prompts[:count], rollout.texts, rewards.tolist(), rollout.stopped, strict=False)
+    return metrics, [{"step": step, "prompt": p.source, "completion": t, "reward": r, "stopped": s} for p, t, r, s in rows]
 
 
 def evaluate(run: Run, step: int) -> Metrics:
     """Mean reward of one completion of each held-out prompt on the serving version."""
     began = time.perf_counter()
     rollout = _held_out(run, step)
-    return {"eval_reward": float(score(rollout, run.rewards)[0].mean()), "eval_s": time.perf_counter() - began}
+    return {"eval_reward": float(np.mean(score(rollout, run.rewards).total)), "eval_s": time.perf_counter() - began}
+
+
+def _sample_groups(run: Run, step: int) -> tuple[Rollout, Scores, Metrics]:
+    return sample_groups(
+        lambda count, drawn: run.data.draw(run.config.seed, step, count, drawn),
+        lambda prompts, batch: _samples(run, prompts, step, f"rollout {batch}" if batch else "rollout", step, step),
+        lambda rollout: score(rollout, run.rewards),
+        run.config.rollout,
+    )
 
 
 def _roll_out(run: Run, step: int, version: int | None = None) -> Rollout:
     """The batch of a step, by `version`, or by that and later ones if a sync does not wait for it. None: the step's own version."""
-    table, keep = run.config.rollout, run.config.correction.routing_replay
     version = step if version is None else version
     newest = version if run.config.sync.inflight == "wait" else step
-    prompts = run.data.draw(run.config.seed, step, table.prompts)
+    return _samples(run, run.data.draw(run.config.seed, step, run.config.rollout.prompts), step, "rollout", version, newest)
+
+
+def _samples(run: Run, prompts: list[Prompt], step: int, purpose: str, version: int, newest: int) -> Rollout:
+    """A group of each prompt."""
+    table, keep = run.config.rollout, run.config.correction.routing_replay
     filters: dict[str, Any] = {}
     if table.top_k:
         filters = {"top_k": table.top_k, "top_p": table.top_p, "min_p": table.min_p, "kept_tokens": True}
     sampling = rm.SamplingParams(n=table.samples, max_tokens=table.max_tokens, temperature=table.temperature, **filters)
-    return _generate(run, prompts, step, "rollout", sampling, version, newest, keep)
+    return _generate(run, prompts, step, purpose, sampling, version, newest, keep)
 
 
 def _held_out(run: Run, step: int) -> Rollout:

@@ -18,6 +18,7 @@ from rollmesh.grpo.files import writing
 from rollmesh.runtime.messages import plain, shown
 
 Metrics = dict[str, Any]
+Completions = list[dict[str, Any]]  # lines of completions.jsonl
 _log = logging.getLogger("rollmesh.grpo")
 
 
@@ -91,7 +92,7 @@ class CompletionsLog:
             partial.unlink(missing_ok=True)
         self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
 
-    def write(self, rows: list[dict[str, Any]]) -> None:
+    def write(self, rows: Completions) -> None:
         with writing(self.path):
             self._file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             self._file.flush()

@@ -7,9 +7,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from rollmesh.grpo.metrics import Metrics
+from rollmesh.grpo.metrics import Completions, Metrics
 
 PLAIN_SECONDS = 5.0  # between plain lines; lines with a held-out reward are always printed
+MOST_PRINTED = 600  # characters of a prompt or a completion: its first and last
 
 
 class Display:
@@ -35,17 +36,32 @@ class Display:
             with suppress(OSError):  # a terminal that has gone
                 self._live.stop()
 
-    def show(self, metrics: Metrics) -> None:
+    def show(self, metrics: Metrics, completions: Completions) -> None:
+        """`completions` are printed with the lines that are."""
         if self._printed == float("-inf"):
             self._first_step = metrics["step"]
         self._heldout = metrics.get("eval_reward", self._heldout)
         now = time.monotonic()
         if self._live:
             self._printed = now
+            self._print(completions)
             self._live.update(self._table(metrics, now), refresh=True)
         elif "eval_reward" in metrics or now - self._printed >= PLAIN_SECONDS:
             self._printed = now
             self._console.print("  ".join(f"{name} {value}" for name, value in self._items(metrics)))
+            self._print(completions)
+
+    def _print(self, completions: Completions) -> None:
+        from rich.table import Table
+        from rich.text import Text
+
+        if not completions:
+            return
+        table = Table("reward", "prompt", "completion", title=f"step {completions[0]['step']}", title_justify="left", show_lines=True)
+        for c in completions:
+            texts = (Text(_printable(c[name]), overflow="fold") for name in ("prompt", "completion"))  # Text: no markup
+            table.add_row(f"{c['reward']:.3f}", *texts)
+        self._console.print(table, soft_wrap=False)
 
     def _items(self, m: Metrics) -> list[tuple[str, str]]:
         kl = [("KL ref", f"{m['kl_ref']:.4f}")] if m.get("kl_ref") else []
@@ -74,3 +90,11 @@ class Display:
         table.add_row(*(value for _, value in items))
         table.add_row(ProgressBar(total=self._steps, completed=metrics["step"], width=12))
         return table
+
+
+def _printable(source: str | list[dict[str, str]]) -> str:
+    """A text, or a chat with its roles; what would move a terminal's cursor is escaped."""
+    text = source if isinstance(source, str) else "\n".join(f"{m['role']}: {m['content']}" for m in source)
+    if len(text) > MOST_PRINTED:
+        text = f"{text[: MOST_PRINTED // 2]} … {text[-MOST_PRINTED // 2 :]}"
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

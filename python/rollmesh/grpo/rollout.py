@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import rollmesh as rm
 from rollmesh.grpo.data import Prompt, columns_of
-from rollmesh.grpo.rewards import Rewards
+from rollmesh.grpo.rewards import Rewards, Scores
 from rollmesh.grpo.seeds import seed_of
 
 if TYPE_CHECKING:
@@ -42,6 +42,18 @@ class Rollout:
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.token_ids))
+
+    def take(self, indices: Sequence[int]) -> Rollout:
+        """These completions; the seconds stay."""
+        lists = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "seconds"}
+        return Rollout(**{k: v and [v[i] for i in indices] for k, v in lists.items()}, seconds=self.seconds)
+
+    @staticmethod
+    def joined(parts: Sequence[Rollout]) -> Rollout:
+        """Of one kind: each with the records that the first has."""
+        lists = {f.name: getattr(parts[0], f.name) for f in dataclasses.fields(Rollout) if f.name != "seconds"}
+        every = {k: v and [item for part in parts for item in getattr(part, k)] for k, v in lists.items()}
+        return Rollout(**every, seconds=sum(part.seconds for part in parts))
 
 
 @dataclass(frozen=True)
@@ -84,9 +96,7 @@ def generate(
     version: `version`, or from there to `newest`. `routing`: routed experts are needed; else they are kept where the generator records
     them."""
     began = time.perf_counter()
-    params = [
-        dataclasses.replace(sampling, seed=seed_of(run_seed, step, f"{purpose}\0{i}\0{p.ids}")) for i, p in enumerate(prompts)
-    ]
+    params = [dataclasses.replace(sampling, seed=seed_of(run_seed, step, f"{purpose}\0{i}\0{p.ids}")) for i, p in enumerate(prompts)]
     outputs = generator.generate([list(p.ids) for p in prompts], params, use_tqdm=False)
     completions = [c for o in outputs for c in o.outputs]
     expected = range(version, (version if newest is None else newest) + 1)
@@ -126,12 +136,11 @@ def decode(tokenizer: Any, token_ids: Sequence[int] | NDArray[np.int32], ended: 
     return str(tokenizer.decode(token_ids[: len(token_ids) - ended], skip_special_tokens=False))
 
 
-def score(rollout: Rollout, rewards: Rewards) -> tuple[NDArray[np.float64], dict[str, float]]:
-    """float64 [completions], and the mean of each function. A completion has the form of its prompt, text or chat."""
+def score(rollout: Rollout, rewards: Rewards) -> Scores:
+    """What the rewards say. A completion has the form of its prompt, text or chat."""
     pairs = zip(rollout.prompts, rollout.texts, strict=True)
     completions: list[Any] = [[{"role": "assistant", "content": text}] if p.is_chat else text for p, text in pairs]
-    total, means = rewards.judge([p.source for p in rollout.prompts], completions, rollout.token_ids, columns_of(rollout.prompts))
-    return np.array(total), means
+    return rewards.judge([p.source for p in rollout.prompts], completions, rollout.token_ids, columns_of(rollout.prompts))
 
 
 def make_batch(rollout: Rollout, indices: list[int] | range, device: Any = "cpu") -> Batch:

@@ -61,6 +61,8 @@ class Trainer:
         if config.correction.routing_replay:
             routers(self.model)
         self.model.eval()  # no dropout: the policy that is trained is the one that generates
+        if table.gradient_checkpointing:
+            checkpoint_layers(self.model)
         self.reference = self.forward.prepared(build_reference(config, tokenizer).to(self.device)) if config.loss.kl > 0 else None
         torch.manual_seed(seed_of(config.seed, 0, "run"))
         self.optimizer = torch.optim.AdamW(
@@ -143,21 +145,21 @@ class Trainer:
         for chunk in self._micro(indices):
             batch = make_batch(rollout, chunk, self.device)
             count = len(batch.targets_N)
-            with self._replay(batch):
+            with self._replay(batch):  # the backward too, which computes the forward again under gradient checkpointing
                 logprobs_N, entropy_N = self.logprobs(batch, entropy=True, on_policy=on_policy)
-            old_N, correction_N = batch.old_logprobs_N, None
-            if c.correction.importance_sampling != "none":
-                # The first update of a whole batch computes the logprobs before it.
-                old_N = logprobs_N.detach() if batch.trainer_logprobs_N is None else batch.trainer_logprobs_N
-                correction_N, _ = correction_weights(old_N, batch.old_logprobs_N, batch.lengths_B, c.correction)
-            ref_N = None
-            if self.reference is not None:
-                with torch.no_grad():
-                    ref_N = self.logprobs(batch, model=self.reference)[0]
-                kl = max(kl, largest_kl(ref_N, logprobs_N, batch))
-            advantages_N = torch.from_numpy(advantages[chunk]).to(self.device).float().repeat_interleave(batch.lengths_B)
-            terms = grpo_loss(logprobs_N, entropy_N, old_N, advantages_N, weights[taken : taken + count], c.loss, ref_N, correction_N)
-            terms.loss.backward()  # type: ignore[no-untyped-call]
+                old_N, correction_N = batch.old_logprobs_N, None
+                if c.correction.importance_sampling != "none":
+                    # The first update of a whole batch computes the logprobs before it.
+                    old_N = logprobs_N.detach() if batch.trainer_logprobs_N is None else batch.trainer_logprobs_N
+                    correction_N, _ = correction_weights(old_N, batch.old_logprobs_N, batch.lengths_B, c.correction)
+                ref_N = None
+                if self.reference is not None:
+                    with torch.no_grad():
+                        ref_N = self.logprobs(batch, model=self.reference)[0]
+                    kl = max(kl, largest_kl(ref_N, logprobs_N, batch))
+                advantages_N = torch.from_numpy(advantages[chunk]).to(self.device).float().repeat_interleave(batch.lengths_B)
+                terms = grpo_loss(logprobs_N, entropy_N, old_N, advantages_N, weights[taken : taken + count], c.loss, ref_N, correction_N)
+                terms.loss.backward()  # type: ignore[no-untyped-call]
             taken += count
             before.append(logprobs_N.detach())
             for name, value in zip(sums, (terms.loss.detach(), terms.policy, terms.entropy, terms.clipped, terms.kl_ref), strict=True):
@@ -204,6 +206,15 @@ def check_devices(device: Any, config: Config) -> None:
     g, name = config.generator, config.train.device
     if device.type == "cuda" and g.engine == "rollmesh" and g.device == "cpu":
         raise rm.ConfigError(f"[train] device: expected cpu with [generator] device = 'cpu', got {name!r}; use cuda for both, or cpu")
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Gradient checkpointing of transformers. A decoder layer does it in training mode alone: it is put there, and none of its parts."""
+    # gradient_checkpointing_enable is deprecated where there is the other.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    for layer in model.model.layers:
+        layer.training = True
 
 
 def learning_rate(table: TrainTable, step: int) -> float:
