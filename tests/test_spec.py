@@ -348,6 +348,8 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     (rope_of(parameters=[["rope_theta", 7.0]]), r"^rope_settings\.parameters: expected "),
     (rope_of(parameters=[["factors", 7.0]]), "^rope_parameters: expected keys of the rope types, got factors"),
     (rope_of(type="linear", parameters=[["factor", 0]]), "^rope_parameters.factor: expected a finite number"),
+    ({"norm_before": False}, "^norm_before=False, norm_after=False: expected norms"),
+    ({"ungated": 1}, "^ungated: expected"),
     ({"extra": 1}, "^spec: expected the values of ModelSpec.to_dict, got others too: extra"),
 ]  # fmt: skip
 
@@ -373,6 +375,8 @@ def test_what_is_no_dict_of_a_spec() -> None:
             "shared_intermediate_size",
             "shared_switch",
             "activation",
+            "norm_before",
+            "ungated",
         ):
             assert rm.ModelSpec.from_dict(without(key)) == spec(MOE)
         else:
@@ -388,7 +392,8 @@ def test_without_an_end_token_a_config_has_its_familys(family: str, tmp_path: Pa
     default = mapping[family]().eos_token_id
     own = {"head_dim": 128} if family == "glm4_moe" else {}  # its default is odd
     config = {k: v for k, v in mapping[family](vocab_size=200_000, **own).to_dict().items() if k != "eos_token_id"}
-    assert rm.ModelSpec.from_hf(config).eos_token_ids == (() if default is None else (default,))
+    listed = default if isinstance(default, list) else [] if default is None else [default]
+    assert rm.ModelSpec.from_hf(config).eos_token_ids == tuple(listed)
     assert rm.ModelSpec.from_hf({**config, "eos_token_id": None}).eos_token_ids == ()
     assert rm.ModelSpec.from_hf({**config, "eos_token_id": 7}, ignore=("eos_token_id",)).eos_token_ids == ()
     assert rm.ModelSpec.from_hf({**config, "vocab_size": 2}).eos_token_ids == ()

@@ -178,7 +178,7 @@ class Family:
     max_position_embeddings: int = 32768  # likewise, and the next ones
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
-    eos_token_id: int | None = 2  # likewise, where the vocabulary has it
+    eos_token_id: int | tuple[int, ...] | None = 2  # likewise, where the vocabulary has it
     partial_rotary_factor: float | None = None  # of a family that turns the first elements of a head; None: it turns whole heads
     tied: bool = False
     qk_norm: str | Callable[[Reader], str] = "none"  # of QK_NORMS
@@ -340,6 +340,7 @@ FAMILIES = {
         "attention_bias",
         max_position_embeddings=4096,
         rms_norm_eps=1e-5,
+        eos_token_id=128001,
         hidden_act="relu2",
         ungated=True,
     ),
@@ -350,6 +351,7 @@ FAMILIES = {
         num_key_value_heads=2,
         max_position_embeddings=131072,
         rms_norm_eps=1.5625e-7,
+        eos_token_id=(151329, 151336, 151338),
         partial_rotary_factor=0.5,
         norm_after=True,
         attention_bias=lambda c: c.boolean("attention_bias", True),

@@ -412,6 +412,8 @@ def _rope_from_dict(values: Any, head_dim: int, max_positions: int) -> _rope.Rop
 
 def _check_layers(spec: ModelSpec) -> None:
     """Sizes that the kinds of layers need, and none that they do not have."""
+    if not spec.norm_before and not spec.norm_after:
+        raise ConfigError("norm_before=False, norm_after=False: expected norms of a block's input, of its output, or of both")
     has_dense, has_experts = not all(spec.is_moe_layer), any(spec.is_moe_layer)
     of_experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
     for key, is_needed in {"intermediate_size": has_dense, **dict.fromkeys(of_experts, has_experts)}.items():
@@ -520,7 +522,7 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         is_moe_layer=is_moe_layer,
         rope_layers=tuple(map(bool, family.rope_layers(c, layers))),
         sliding_windows=family.windows(c, layers),
-        eos_token_ids=_eos(c.values.get("eos_token_id", family.eos_token_id if (family.eos_token_id or 0) < vocab else None), vocab),
+        eos_token_ids=_eos(c.values.get("eos_token_id", [token for token in _ids_of(family.eos_token_id) if token < vocab]), vocab),
         activation=_HIDDEN_ACT[activation],
         ungated=family.ungated,
     )
