@@ -19,7 +19,7 @@ import numpy as np
 
 Config = dict[str, Any]
 TIMES = ("tokens_per_s", "sync_s", "sync_gb_per_s", "generate_s", "update_s", "step_s", "eval_s")  # of a run's metrics: no two runs agree
-TIMES += ("reward_s", "both_share", "trainer_only_share", "generator_only_share")
+TIMES += ("reward_s", "environment_s", "both_share", "trainer_only_share", "generator_only_share")
 TINY_RUN = [  # settings of `rollmesh grpo` under which a step takes a moment
     "model.hidden_size=32", "model.intermediate_size=32", "model.num_attention_heads=2", "model.num_key_value_heads=1",
     "rollout.prompts=4", "rollout.samples=4", "eval.prompts=8", "generator.kv_cache_gib=0.01", "eval.every=2",

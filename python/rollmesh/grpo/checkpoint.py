@@ -47,6 +47,7 @@ LATER_KEYS = {
     "train.kernels": "torch",
     "train.mismatch": "raise",
     "rollout.async_level": 0,
+    "rollout.max_assistant_turns": 8,
     "rollout.filter_groups": False,
     "rollout.max_num_gen_batches": 10,
     "rollout.top_k": 0,

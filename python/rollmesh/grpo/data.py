@@ -161,7 +161,7 @@ def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) ->
     if isinstance(source, str):
         with told_as(f"{where}: expected a prompt that the tokenizer takes"):  # no lone surrogates
             ids = tokenizer.encode(source)
-    elif _is_chat(source):
+    elif is_chat(source):
         if tokenizer.chat_template is None:
             raise rm.ConfigError(f"{where}: a chat, but the tokenizer has no chat template")
         with told_as(f"{where}: expected a chat that the tokenizer's chat template takes"):
@@ -186,7 +186,8 @@ def eos_ids(tokenizer: Any, model_config: Any) -> list[int]:
     return sorted({i for item in found for i in (item if isinstance(item, list) else [item]) if i is not None})
 
 
-def _is_chat(source: Any) -> bool:
+def is_chat(source: Any) -> bool:
+    """Whether these are messages, at least one."""
     return (
         isinstance(source, list)
         and bool(source)

@@ -21,6 +21,7 @@ The generator reads no checkpoint. It is created from the model's configuration,
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -37,12 +38,13 @@ from rollmesh.grpo import checkpoint
 from rollmesh.grpo.advantages import advantages
 from rollmesh.grpo.async_rollouts import AsyncRollouts, staleness
 from rollmesh.grpo.config import Config
-from rollmesh.grpo.data import Dataset, Prompt, load_dataset, load_tokenizer
+from rollmesh.grpo.data import Dataset, Prompt, eos_ids, load_dataset, load_tokenizer
 from rollmesh.grpo.dynamic_sampling import sample_groups
 from rollmesh.grpo.generator import RolloutGenerator, make_generator
 from rollmesh.grpo.interrupts import Interrupts
 from rollmesh.grpo.metrics import Completions, CompletionsLog, Metrics, MetricsLog, draw_curves
 from rollmesh.grpo.mismatch import mismatch
+from rollmesh.grpo.multi_turn import Environment, converse
 from rollmesh.grpo.overlap import Overlap
 from rollmesh.grpo.pretrained import folder_config
 from rollmesh.grpo.rewards import Rewards, Scores
@@ -66,6 +68,7 @@ class Run:
     rewards: Rewards
     trainer: Trainer
     generator: RolloutGenerator
+    environment: Environment | None = None
     first_step: int = 0
     ready: Sequence[Rollout] = ()  # of the checkpoint: batches first_step, first_step + 1, …
     resumed: Path | None = None  # the checkpoint
@@ -90,6 +93,9 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
     tokenizer = _tokenizer(config)
     data = load_dataset(config, tokenizer)
     rewards = Rewards(config.reward.functions, config.reward.weights, Path(config.folder))
+    environment = None
+    if config.rollout.environment is not None:
+        environment = Environment(config.rollout.environment, Path(config.folder), rewards.event_loop)
     ready = checkpoint.read_rollouts(folder, config, data, tokenizer) if folder else []
     trainer = Trainer(config, tokenizer, folder)
     if folder:
@@ -97,7 +103,7 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
     generator = make_generator(config, trainer.model.config, tokenizer, comm)
     if isinstance(generator, rm.Generator):
         generator.follow()
-    return Run(config, tokenizer, data, rewards, trainer, generator, first_step, ready, folder)
+    return Run(config, tokenizer, data, rewards, trainer, generator, environment, first_step, ready, folder)
 
 
 def follow(config: Config, resume: Path | None, comm: rm.comm.Comm) -> None:
@@ -271,6 +277,8 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
         "generate_s": rollout.seconds,
         "reward_s": scores.seconds,
     } | sampled
+    if rollout.turns is not None:
+        metrics |= {"turns_mean": float(np.mean(rollout.turns)), "environment_s": rollout.environment_s}
     if len(run.rewards.names) > 1:
         metrics |= scores.metrics()
     last = step == config.train.steps
@@ -338,17 +346,32 @@ def _held_out(run: Run, step: int) -> Rollout:
 def _generate(
     run: Run, prompts: list[Prompt], step: int, purpose: str, sampling: rm.SamplingParams, version: int, newest: int, routing: bool = False
 ) -> Rollout:
-    return generate(
-        run.generator,
+    def draw(of: list[Prompt], purpose: str, sampling: rm.SamplingParams, **each: Any) -> Rollout:
+        return generate(
+            run.generator,
+            run.tokenizer,
+            of,
+            sampling=sampling,
+            run_seed=run.config.seed,
+            step=step,
+            purpose=purpose,
+            version=version,
+            newest=newest,
+            routing=routing,
+            **each,
+        )
+
+    first = draw(prompts, purpose, sampling)
+    if run.environment is None:
+        return first
+    one, ends = dataclasses.replace(sampling, n=1), eos_ids(run.tokenizer, run.trainer.model.config)
+    return converse(
+        first,
+        lambda turn, places, of, left: draw(of, f"{purpose}, turn {turn}", one, places=places, max_tokens=left),
+        run.environment,
         run.tokenizer,
-        prompts,
-        sampling=sampling,
-        run_seed=run.config.seed,
-        step=step,
-        purpose=purpose,
-        version=version,
-        newest=newest,
-        routing=routing,
+        ends,
+        run.config.rollout,
     )
 
 

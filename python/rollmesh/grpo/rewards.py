@@ -2,9 +2,9 @@
 
 A reward is a function with TRL's signature, `reward(prompts, completions, completion_ids=None, **columns) -> list[float]`: lists
 of one length, one item a completion, so a prompt and its columns come once for each of its samples. Of a chat, prompts are
-message lists and completions one-message lists, as in TRL. It gets copies, which it may change. `async def` functions are awaited
-together, after the others. Built-in names stand below; anything else is `module:function`, imported from the config's folder, the
-working folder or the Python path.
+message lists and completions lists of the messages that follow, as in TRL. It gets copies, which it may change. `async def`
+functions are awaited together, after the others. Built-in names stand below; anything else is `module:function`, imported from the
+config's folder, the working folder or the Python path.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def _number(value: Any, name: str, i: int) -> float:
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion, of a chat or not."""
-    return completion if isinstance(completion, str) else "".join(m["content"] for m in completion)
+    """The text of a completion; of a chat that of the policy, without an environment's replies."""
+    return completion if isinstance(completion, str) else "".join(m["content"] for m in completion if m["role"] == "assistant")
 
 
 def _char_match(text: str, answer: str) -> float:

@@ -29,31 +29,39 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Rollout:
     prompts: list[Prompt]  # [completions]: each prompt repeated for its samples
-    token_ids: list[list[int]]  # generated, the eos that ended it included
+    token_ids: list[list[int]]  # of a completion, the eos that ended it included
     logprobs: list[NDArray[np.float32]]  # recorded by the generator, under the distribution drawn from
-    texts: list[str]
+    texts: list[Any]  # without that eos; of a chat with an environment the messages after the prompt
     stopped: list[bool]  # ended by eos, not by max_tokens
+    drawn: list[NDArray[np.bool_]] | None = None  # which of token_ids the policy drew and has records of, not the environment; None: all
+    turns: list[int] | None = None  # of the policy; None: there is no environment
     kept_tokens: list[NDArray[np.int32]] | None = None  # [tokens, top_k] each, what the filters kept, −1 after the last; None: no filters
     routed_experts: list[NDArray[np.int16]] | None = None  # [prompt + n − 1, moe_layers, k] each; None: not asked for
     trainer_logprobs: list[NDArray[np.float32]] | None = None  # before the step's first update; None: not needed
     versions: list[NDArray[np.int64]] = dataclasses.field(default_factory=list)  # of the weights that drew each token
     seconds: float = 0.0  # that the generation took
+    environment_s: float = 0.0  # and the environment
 
     @property
     def num_tokens(self) -> int:
-        return sum(map(len, self.token_ids))
+        """That were drawn."""
+        return sum(map(len, self.logprobs))
 
     def take(self, indices: Sequence[int]) -> Rollout:
         """These completions; the seconds stay."""
-        lists = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "seconds"}
-        return Rollout(**{k: v and [v[i] for i in indices] for k, v in lists.items()}, seconds=self.seconds)
+        lists = ((name, getattr(self, name)) for name in _LISTS)
+        taken: dict[str, Any] = {name: items and [items[i] for i in indices] for name, items in lists}
+        return dataclasses.replace(self, **taken)
 
     @staticmethod
     def joined(parts: Sequence[Rollout]) -> Rollout:
         """Of one kind: each with the records that the first has."""
-        lists = {f.name: getattr(parts[0], f.name) for f in dataclasses.fields(Rollout) if f.name != "seconds"}
-        every = {k: v and [item for part in parts for item in getattr(part, k)] for k, v in lists.items()}
-        return Rollout(**every, seconds=sum(part.seconds for part in parts))
+        lists = ((name, getattr(parts[0], name)) for name in _LISTS)
+        every: dict[str, Any] = {name: items and [item for part in parts for item in getattr(part, name)] for name, items in lists}
+        return Rollout(**every, seconds=sum(p.seconds for p in parts), environment_s=sum(p.environment_s for p in parts))
+
+
+_LISTS = tuple(f.name for f in dataclasses.fields(Rollout) if f.name not in ("seconds", "environment_s"))  # [completions]
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class Batch:
 
     tokens_BT: Tensor  # prompts and completions, T the longest; 0 where a shorter one has ended
     mask_BT: Tensor  # which of tokens_BT belong to a sequence
-    generated_BT: Tensor  # which of them were generated
+    generated_BT: Tensor  # which of them the policy drew
     rows_N: Tensor  # sequence of each generated token
     columns_N: Tensor  # position whose logits predict it
     targets_N: Tensor  # the token
@@ -91,12 +99,16 @@ def generate(
     version: int,
     newest: int | None = None,
     routing: bool = False,
+    places: Sequence[int] | None = None,
+    max_tokens: Sequence[int] | None = None,
 ) -> Rollout:
-    """Samples every prompt as `sampling` says; the seed of each is a hash of (run seed, step, purpose and prompt). Checks each token's
-    version: `version`, or from there to `newest`. `routing`: routed experts are needed; else they are kept where the generator records
-    them."""
+    """Samples every prompt as `sampling` says; the seed of each is a hash of (run seed, step, purpose, prompt, and its place among them or
+    that of `places`). Checks each token's version: `version`, or from there to `newest`. `routing`: routed experts are needed; else they
+    are kept where the generator records them. `max_tokens`: of each prompt."""
     began = time.perf_counter()
-    params = [dataclasses.replace(sampling, seed=seed_of(run_seed, step, f"{purpose}\0{i}\0{p.ids}")) for i, p in enumerate(prompts)]
+    seeds = [seed_of(run_seed, step, f"{purpose}\0{i}\0{p.ids}") for i, p in zip(places or range(len(prompts)), prompts, strict=True)]
+    lengths: Sequence[int | None] = max_tokens or [sampling.max_tokens] * len(prompts)
+    params = [dataclasses.replace(sampling, seed=seed, max_tokens=length) for seed, length in zip(seeds, lengths, strict=True)]
     outputs = generator.generate([list(p.ids) for p in prompts], params, use_tqdm=False)
     completions = [c for o in outputs for c in o.outputs]
     expected = range(version, (version if newest is None else newest) + 1)
@@ -139,7 +151,7 @@ def decode(tokenizer: Any, token_ids: Sequence[int] | NDArray[np.int32], ended: 
 def score(rollout: Rollout, rewards: Rewards) -> Scores:
     """What the rewards say. A completion has the form of its prompt, text or chat."""
     pairs = zip(rollout.prompts, rollout.texts, strict=True)
-    completions: list[Any] = [[{"role": "assistant", "content": text}] if p.is_chat else text for p, text in pairs]
+    completions = [[{"role": "assistant", "content": text}] if p.is_chat and isinstance(text, str) else text for p, text in pairs]
     return rewards.judge([p.source for p in rollout.prompts], completions, rollout.token_ids, columns_of(rollout.prompts))
 
 
@@ -160,8 +172,11 @@ def make_batch(rollout: Rollout, indices: list[int] | range, device: Any = "cpu"
     lengths, starts = np.array([len(a) for a in answers]), np.array([len(p) for p in prompts])
     at = np.arange(ids.shape[1])
     mask = at < (starts + lengths)[:, None]
-    columns = np.concatenate([np.arange(len(p) - 1, len(p) - 1 + len(a)) for p, a in zip(prompts, answers, strict=True)])
-    rows = np.repeat(np.arange(len(prompts)), lengths)
+    generated = mask & (at >= starts[:, None])
+    if rollout.drawn is not None:
+        for row, start, length, i in zip(generated, starts, lengths, indices, strict=True):
+            row[start : start + length] = rollout.drawn[i]
+    rows, places = np.nonzero(generated)
     routed = trainer = kept = None
     if rollout.kept_tokens is not None:
         kept = torch.from_numpy(np.concatenate([rollout.kept_tokens[i] for i in indices])).to(device)
@@ -176,12 +191,12 @@ def make_batch(rollout: Rollout, indices: list[int] | range, device: Any = "cpu"
     return Batch(
         tokens_BT=torch.from_numpy(ids).to(device),
         mask_BT=torch.from_numpy(mask).to(device),
-        generated_BT=torch.from_numpy(mask & (at >= starts[:, None])).to(device),
+        generated_BT=torch.from_numpy(generated).to(device),
         rows_N=torch.from_numpy(rows).to(device),
-        columns_N=torch.from_numpy(columns).to(device),
-        targets_N=torch.from_numpy(ids[rows, columns + 1]).to(device),
+        columns_N=torch.from_numpy(places - 1).to(device),
+        targets_N=torch.from_numpy(ids[rows, places]).to(device),
         old_logprobs_N=torch.from_numpy(np.concatenate([rollout.logprobs[i] for i in indices])).to(device),
-        lengths_B=torch.from_numpy(lengths).to(device),
+        lengths_B=torch.from_numpy(generated.sum(1)).to(device),
         kept_NK=kept,
         routed_BTLK=routed,
         trainer_logprobs_N=trainer,
@@ -191,5 +206,5 @@ def make_batch(rollout: Rollout, indices: list[int] | range, device: Any = "cpu"
 
 def with_trainer_logprobs(rollout: Rollout, logprobs: NDArray[np.float32]) -> Rollout:
     """`logprobs`: the trainer's, of all tokens in the order of the completions."""
-    ends = np.cumsum([len(ids) for ids in rollout.token_ids])
+    ends = np.cumsum([len(recorded) for recorded in rollout.logprobs])
     return dataclasses.replace(rollout, trainer_logprobs=np.split(logprobs, ends[:-1]))

@@ -124,7 +124,7 @@ class Trainer:
                 totals[name] = totals.get(name, 0.0) + value / updates
         assert before is not None
         if corrects:
-            totals |= corrections(before, np.concatenate(rollout.logprobs), [len(ids) for ids in rollout.token_ids], correction)
+            totals |= corrections(before, np.concatenate(rollout.logprobs), [len(recorded) for recorded in rollout.logprobs], correction)
         return totals, before
 
     def _update(
@@ -138,7 +138,7 @@ class Trainer:
         import torch
 
         c = self.config
-        lengths_B = torch.tensor([len(rollout.token_ids[i]) for i in indices], device=self.device)
+        lengths_B = torch.tensor([len(rollout.logprobs[i]) for i in indices], device=self.device)
         weights = token_weights(lengths_B, c.loss.aggregation, c.rollout.max_tokens)
         sums = dict.fromkeys(("loss", "policy_loss", "entropy", "clip_share", "kl_ref"), 0.0)
         before, taken, kl = [], 0, (0.0, "")
