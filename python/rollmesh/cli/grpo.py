@@ -74,19 +74,20 @@ def run(args: argparse.Namespace) -> int:
             error.add_note("rank 0 says why it ended, and how to go on")
             raise
         return 0
-    out = _folder(args)
+    named = _folder(args)
+    out = named.absolute()  # a reward may change the working folder
     if out.is_dir() and not os.access(out, os.W_OK | os.X_OK):
         raise rm.ConfigError(f"{plain(out)}: expected a folder to write to, got a read-only one; --out names another")
     makes = args.out is not None or args.resume is None  # what is resumed is there, or is not found
     with _made(out) if makes else nullcontext(), _said(), locked(out) if out.is_dir() else nullcontext():
         with suppress(OSError):  # a reader that has gone
-            print(f"{args.config} → {out}: reading data and model", flush=True)
+            print(f"{args.config} → {named}: reading data and model", flush=True)
         _environment()
         from rollmesh.grpo import loop
         from rollmesh.grpo.progress import Display
         from rollmesh.grpo.tracking import wandb_log
 
-        words = ["rollmesh", "grpo", str(args.config), "--resume", str(out), *(word for text in overrides for word in ("--set", text))]
+        words = ["rollmesh", "grpo", str(args.config), "--resume", str(named), *(word for text in overrides for word in ("--set", text))]
         words += ["--wandb", args.wandb] if args.wandb else []
         shows = True
         with _memory_told():
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     evaluated = [m for m in lines if "eval_reward" in m]
     print(
         f"held-out reward {evaluated[0]['eval_reward']:.3f} → {evaluated[-1]['eval_reward']:.3f} in {lines[-1]['step']} steps and "
-        f"{time.monotonic() - began:.0f} s; {out}/metrics.jsonl, {out}/curves.png"
+        f"{time.monotonic() - began:.0f} s; {named}/metrics.jsonl, {named}/curves.png"
     )
     return 0
 

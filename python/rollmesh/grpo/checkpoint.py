@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ def save(root: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step
             os.replace(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    older = sorted((p for p in final.parent.glob("step_*") if _order(p) <= _order(final)), key=_order)
+    older = sorted((p for p in filter(_step, final.parent.glob("step_*")) if _order(p) <= _order(final)), key=_order)
     for old in older[: -config.checkpoint.keep]:
         shutil.rmtree(old)
     return final
@@ -90,7 +91,7 @@ def _write(folder: Path, trainer: Trainer, tokenizer: Any, config: Config, next_
     save_file({**tensors, "rng": torch.get_rng_state()}, str(folder / "trainer/optimizer.safetensors"))
     if rollouts:
         save_rollouts(rollouts, folder / ROLLOUTS)
-    state = {"format": FORMAT, "next_step": next_step, "config": config.as_dict()}
+    state = {"format": FORMAT, "next_step": next_step, "rollouts": len(rollouts), "config": config.as_dict()}
     (folder / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
 
@@ -101,7 +102,13 @@ def _order(folder: Path) -> tuple[int, str]:
 
 def newest(root: Path) -> Path | None:
     """The checkpoint of the last step in the run folder `root`; None: there is none."""
-    return max((file.parent.parent for file in (root / "checkpoints").glob(f"step_*/{STATE}")), key=_order, default=None)
+    found = (file.parent.parent for file in (root / "checkpoints").glob(f"step_*/{STATE}"))
+    return max(filter(_step, found), key=_order, default=None)
+
+
+def _step(folder: Path) -> re.Match[str] | None:
+    """A name that `save` gives; None for a copy of the user's, as step_000120.bak."""
+    return re.fullmatch(r"step_(\d{6,})", folder.name)
 
 
 def find(where: Path) -> Path:
@@ -137,6 +144,8 @@ def _read(folder: Path) -> dict[str, Any]:
     step = state.get("next_step")
     if type(step) is not int or step < 0 or not isinstance(state.get("config"), dict):
         raise rm.FormatError(f"{file}: expected next_step, an integer from 0, and config, a table, got next_step={shown(step)}")
+    if (name := _step(folder)) and int(name[1]) != step:
+        raise rm.FormatError(f"{file}: expected next_step={int(name[1])}, as the folder is named, got {step}")
     return state
 
 
@@ -200,7 +209,7 @@ def read_rollouts(folder: Path, config: Config, data: Dataset, tokenizer: Any) -
     from safetensors.numpy import load_file
 
     state = _read(folder)
-    if not (folder / ROLLOUTS).is_file() or _changed(state, config)[2]:
+    if _changed(state, config)[2] or not state.get("rollouts", (folder / ROLLOUTS).is_file()):  # older ones do not say how many
         return []
     with told_as(f"{folder / ROLLOUTS}: expected rollouts"):
         tensors = load_file(str(folder / ROLLOUTS))

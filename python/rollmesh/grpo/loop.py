@@ -41,6 +41,7 @@ from rollmesh.grpo.data import Dataset, Prompt, load_dataset, load_tokenizer
 from rollmesh.grpo.generator import RolloutGenerator, make_generator
 from rollmesh.grpo.interrupts import Interrupts
 from rollmesh.grpo.metrics import CompletionsLog, Metrics, MetricsLog, draw_curves
+from rollmesh.grpo.metrics import read as read_metrics
 from rollmesh.grpo.mismatch import mismatch
 from rollmesh.grpo.overlap import Overlap
 from rollmesh.grpo.pretrained import folder_config
@@ -117,7 +118,10 @@ def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None)
     A checkpoint that cannot be written is tried again after the next step; only at the end it is an OSError. What ends the run early leaves
     a checkpoint of the last finished step, but with async_level, whose rollouts are lost."""
     config, last = run.config, run.config.train.steps
-    log, texts = MetricsLog(out, run.first_step), CompletionsLog(out, run.first_step)
+    out.mkdir(parents=True, exist_ok=True)
+    if (old := out / "metrics.jsonl").exists():
+        read_metrics(old)  # what is broken is refused before completions.jsonl is rewritten
+    texts, log = CompletionsLog(out, run.first_step), MetricsLog(out, run.first_step)
     overlap = Overlap()
     saved = run.first_step  # next step of the newest checkpoint
     finished = run.first_step, run.trainer.num_updates  # next step, and updates of the weights that it starts from

@@ -15,7 +15,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -26,6 +26,8 @@ from rollmesh.runtime.messages import plain, shown
 
 RewardFunction = Callable[..., Sequence[float | None]]
 MAX_REWARD = 1e18  # its square fits into a float32
+TEXT = (str, bytes, bytearray)  # which float() or list() would take
+UNORDERED_OR_TEXT = (*TEXT, Mapping, Set)
 
 
 def char_match(prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any) -> list[float]:
@@ -71,7 +73,7 @@ class Rewards:
             with _naming(f"reward {name}"):
                 texts = copy.deepcopy({"prompts": list(prompts), "completions": list(completions), **columns})
                 returned = function(**texts, completion_ids=[list(ids) for ids in completion_ids])
-                values = None if isinstance(returned, (str, Mapping)) or not isinstance(returned, Iterable) else returned
+                values = None if isinstance(returned, UNORDERED_OR_TEXT) or not isinstance(returned, Iterable) else returned
                 values = None if values is None else list(islice(values, count + 1))
             if values is None or len(values) != count:
                 got = f"a {type(returned).__name__}" if values is None else len(returned) if isinstance(returned, Sized) else len(values)
@@ -124,7 +126,7 @@ def _naming(what: str, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     except KeyboardInterrupt as error:
         error.add_note(f"{what} ran")
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # SystemExit, asyncio.CancelledError and a class of its own too
         named = rm.ConfigError(f"{what} raised {type(error).__name__}: {plain(error)}".rstrip(": "))
         own = error.__traceback__
         while own is not None and _is_ours(own.tb_frame.f_code.co_filename):
@@ -140,8 +142,10 @@ def _is_ours(file: str) -> bool:
 
 def _number(value: Any, name: str, i: int) -> float:
     try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except Exception:  # noqa: BLE001 (of the value's own __float__)
+        number = math.nan if isinstance(value, TEXT) else float(value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 (of the value's own __float__)
         number = math.nan
     if not abs(number) <= MAX_REWARD:
         raise rm.ConfigError(f"reward {name}: completion {i} got {shown(value)}; expected a finite number, or None")
