@@ -45,18 +45,14 @@ class Failure(AssertionError):
     """A resumed run that is another, or one that did not end."""
 
 
-def compare(out: Path, whole: dict[str, Any], there: set[str]) -> None:
+def compare(out: Path, whole: dict[str, Any]) -> None:
     found = forked.result(out)
     if differ := sorted(name for name in found.keys() | whole.keys() if found.get(name) != whole.get(name)):
         raise Failure(f"another run: {', '.join(differ)} differ")
     left = sorted(str(path.relative_to(out)) for path in out.rglob(".*"))
-    left += sorted(set(shared_memory()) - there)
+    left += forked.left_in_shm()
     if left:
         raise Failure(f"left behind: {', '.join(left)}")
-
-
-def shared_memory() -> list[str]:
-    return [path.name for path in Path("/dev/shm").iterdir()]
 
 
 def steps_kept(out: Path) -> int:
@@ -88,7 +84,7 @@ def undisturbed(folder: Path, options: list[str]) -> Whole:
 
 def one(r: random.Random, is_command: bool, options: list[str], folder: Path, whole: Whole, most: int, plant: int) -> Counter[str]:
     """A run until its end, killed up to eight times, and at most so many. Returns what was sent, and how often it began anew."""
-    out, there = folder / "out", set(shared_memory())
+    out = folder / "out"
     counts: Counter[str] = Counter()
     most = min(most, r.randint(1, 8))
     while True:
@@ -113,7 +109,7 @@ def one(r: random.Random, is_command: bool, options: list[str], folder: Path, wh
         finally:
             child.end()
         if status == 0:
-            compare(out, whole.result, there)
+            compare(out, whole.result)
             return counts
         begun = not is_command or "reading data and model" in child.text()  # an import may make any error of a Ctrl-C
         if begun and status not in {-s for s in SIGNALS} | {128 + s for s in SIGNALS}:

@@ -26,6 +26,7 @@ from rollmesh.runtime.messages import plain, shown
 
 RewardFunction = Callable[..., Sequence[float | None]]
 MAX_REWARD = 1e18  # its square fits into a float32
+MAX_NOTE = 8000  # characters of a traceback, whose exception may hold a megabyte
 TEXT = (str, bytes, bytearray)  # which float() or list() would take
 UNORDERED_OR_TEXT = (*TEXT, Mapping, Set)
 
@@ -132,7 +133,8 @@ def _naming(what: str, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
         while own is not None and _is_ours(own.tb_frame.f_code.co_filename):
             own = own.tb_next
         if own is not None or isinstance(error, SyntaxError):
-            named.add_note("".join(traceback.format_exception(type(error), error, own)).rstrip())
+            note = "".join(traceback.format_exception(type(error), error, own)).rstrip()
+            named.add_note(note if len(note) <= MAX_NOTE else f"{note[: MAX_NOTE // 2]}\n…\n{note[-MAX_NOTE // 2 :]}")
         raise named from error
 
 
