@@ -88,6 +88,60 @@ def weights(r: random.Random, trial: Path) -> Case:
     return case
 
 
+def shards(r: random.Random, trial: Path) -> Case:
+    """The same weights in two files with an index, in which something is wrong, or nothing."""
+    folder = trial / "model"
+    tensors = tensors_of((folder / "model.safetensors").read_bytes())
+    assert tensors is not None
+    (folder / "model.safetensors").unlink()
+    names, files = list(tensors), ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    half = r.randrange(1, len(names))
+    for file, part in zip(files, (names[:half], names[half:]), strict=True):
+        write_tensors(folder / file, {name: tensors[name] for name in part})
+    places: dict[str, Any] = {name: files[i >= half] for i, name in enumerate(names)}
+    table: Table = {"metadata": {"total_size": sum(len(x) for _, _, x in tensors.values())}, "weight_map": places}
+    how = r.choice(
+        ["right", "right", "metadata", "left out", "unknown", "other file", "no file", "one file more", "junk", "no map", "path", "bytes"]
+    )
+    verdict, name = "either", r.choice(names)
+    if how == "metadata":
+        table["metadata"] = r.choice([{}, {"total_size": r.choice([0, 2**40])}])
+    elif how == "left out":
+        del places[name]
+    elif how == "unknown":
+        places["unheard_of"], verdict = r.choice(files), "refused"
+    elif how == "other file":
+        places[name] = files[places[name] == files[0]]
+    elif how == "no file":
+        (folder / r.choice(files)).unlink()
+        verdict = "refused"
+    elif how == "one file more":
+        write_tensors(folder / "model-00003-of-00002.safetensors", {name: tensors[name]})
+    elif how == "junk":
+        places[name], verdict = r.choice([None, 1, [], {}, "", "nowhere.safetensors", "x" * 1000, "\x00"]), "refused"
+    elif how == "no map":
+        table, verdict = r.choice([{}, {"weight_map": r.choice([None, [], 1, "x", {}])}]), "refused"
+    elif how == "path":
+        places[name] = r.choice(["../model/" + places[name], str(folder / places[name]), "./" + places[name]])
+    text = bytearray(json.dumps(table).encode())
+    if how == "bytes":
+        damaged(r, text, [b"", b"\xff", b"\x00", b"{", b"}", b"[" * 100_000, b"9" * 5000, b'"'])
+    elif how == "right":
+        verdict = "accepted"
+    (folder / "model.safetensors.index.json").write_bytes(bytes(text))
+    return Case(f"index: {how}", verdict, ("model",), ["folder.toml"], check=lambda where: same_weights(where, tensors))
+
+
+def write_tensors(file: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
+    header, end = {}, 0
+    for name, (dtype, shape, content) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + len(content)]}
+        end += len(content)
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + b"".join(content for *_, content in tensors.values()))
+
+
 def same_weights(where: Path, wanted: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
     import numpy as np
 

@@ -105,6 +105,8 @@ def start(argv: list[str], said: Path, before: Callable[[], object] = lambda: No
             status = main(argv)
         except SystemExit as error:  # of argparse
             status = error.code if isinstance(error.code, int) else UNTYPED
+        except KeyboardInterrupt:  # before main heeds it
+            status = 128 + signal.SIGINT
         except BaseException:  # noqa: BLE001 (shown, and the status says so)
             traceback.print_exc()
         finally:

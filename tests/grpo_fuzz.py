@@ -30,7 +30,7 @@ from collections import Counter
 from pathlib import Path
 
 import grpo_forked as forked
-from grpo_folder_mistakes import json_file, run_folder, tokenizer, weights
+from grpo_folder_mistakes import json_file, run_folder, shards, tokenizer, weights
 from grpo_mistakes import REWARD, TOML, Case, Failure, command, is_number, prompts, rewards, toml_bytes, toml_key, toml_value, write_toml
 
 SECONDS = 60.0  # a run takes a second; a machine may be loaded
@@ -47,7 +47,7 @@ KINDS = {
     "rewards": rewards,
     "weights": weights,
 }
-KINDS |= {"json_file": json_file, "tokenizer": tokenizer, "run_folder": run_folder, "command": command}
+KINDS |= {"json_file": json_file, "tokenizer": tokenizer, "run_folder": run_folder, "shards": shards, "command": command}
 SHARES = {"run_folder": 3, "rewards": 2}
 
 
