@@ -127,8 +127,8 @@ def read_state(folder: Path, config: Config, overridden: list[str]) -> int:
     if refused:
         first = refused[0]
         raise rm.ConfigError(
-            f"{folder} belongs to another run: {', '.join(refused)} differ ({first}: {then.get(first)} there, "
-            f"{now.get(first)} here); override them with --set to resume anyway"
+            f"{folder} belongs to another run: {listed((key,) for key in refused)} differ ({first}: {shown(then.get(first))} there, "
+            f"{shown(now.get(first))} here); override them with --set to resume anyway"
         )
     return state["next_step"]  # type: ignore[no-any-return]
 
@@ -140,7 +140,7 @@ def _read(folder: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise rm.FormatError(f"{file}: expected the state of a run, got a {type(state).__name__}")
     if state.get("format") != FORMAT:
-        raise rm.FormatError(f"{folder}: checkpoint format {state.get('format')}, expected {FORMAT}")
+        raise rm.FormatError(f"{folder}: checkpoint format {shown(state.get('format'))}, expected {FORMAT}")
     step = state.get("next_step")
     if type(step) is not int or step < 0 or not isinstance(state.get("config"), dict):
         raise rm.FormatError(f"{file}: expected next_step, an integer from 0, and config, a table, got next_step={shown(step)}")

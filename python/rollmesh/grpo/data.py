@@ -67,7 +67,7 @@ def load_tokenizer(path: Path) -> Any:
     if path.is_file():
         with told_as(f"{path}: expected a tokenizer.json"):
             return PreTrainedTokenizerFast(tokenizer_file=str(path))  # type: ignore[no-untyped-call]
-    raise rm.ConfigError(f"[tokenizer] path: {path} is neither a folder nor a tokenizer.json")
+    raise rm.ConfigError(f"[tokenizer] path: {plain(path)} is neither a folder nor a tokenizer.json")
 
 
 def load_dataset(config: Config, tokenizer: Any) -> Dataset:

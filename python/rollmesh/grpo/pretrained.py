@@ -12,7 +12,7 @@ from typing import Any
 import rollmesh as rm
 from rollmesh.grpo.files import told_as
 from rollmesh.model.families import FAMILIES
-from rollmesh.runtime.messages import listed
+from rollmesh.runtime.messages import listed, plain
 from rollmesh.weights.safetensors_folder import SafetensorsFolder
 
 STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "F64": "float64"}  # names in safetensors
@@ -25,7 +25,7 @@ def folder_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
-        raise rm.ConfigError(f"{folder}: expected a checkpoint folder with config.json and safetensors")
+        raise rm.ConfigError(f"{plain(folder)}: expected a checkpoint folder with config.json and safetensors")
     spec = rm.ModelSpec.from_hf(folder)
     with told_as(f"{folder}: expected a config.json"):
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

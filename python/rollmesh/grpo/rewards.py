@@ -95,15 +95,15 @@ def resolve(name: str, folder: Path | None = None) -> RewardFunction:
         return BUILT_IN[name]
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
-        raise rm.ConfigError(f'[reward] functions: expected {", ".join(BUILT_IN)} or module:function, got "{name}"')
-    what = f'[reward] functions: importing "{module_name}"'
+        raise rm.ConfigError(f'[reward] functions: expected {", ".join(BUILT_IN)} or module:function, got "{plain(name)}"')
+    what = f'[reward] functions: importing "{plain(module_name)}"'
     extra = [str(p.resolve()) for p in (folder, Path.cwd()) if p is not None]
     sys.path[:0] = extra
     try:
         with _naming(what, but=ImportError):
             module = importlib.import_module(module_name)
     except ImportError as e:
-        raise rm.ConfigError(f'[reward] functions: cannot import "{module_name}": {e}') from e
+        raise rm.ConfigError(f'[reward] functions: cannot import "{plain(module_name)}": {plain(e)}') from e
     finally:
         # Late imports and spawned processes of the reward look there too; behind all else, so that no module there hides a library's.
         for p in extra:
