@@ -1,6 +1,6 @@
 """What somebody may get wrong of the inputs of `rollmesh grpo`: the TOML or an option, the prompts, the reward. For tests/grpo_fuzz.py.
 
-Each function makes a mistake, or a change that is none, in a trial's folder, and says by an independent reading of what stands there
+Each function makes mistakes, or changes that are none, in a trial's folder, and says by an independent reading of what stands there
 whether the run must be refused, and what it must have done if it was not.
 """
 
@@ -45,8 +45,9 @@ TOML: Table = {
         "engine": "rollmesh",
     },
     "sync": {"cast": False, "self_test": 0.0, "inflight": "wait"},
-    "loss": {"clip_low": 0.2, "clip_high": 0.2, "entropy": 0.01, "kl": 0.0, "aggregation": "token-mean", "baseline": "mean",
-    "scale": "group"},
+    "loss": {
+        "clip_low": 0.2, "clip_high": 0.2, "entropy": 0.01, "kl": 0.0, "aggregation": "token-mean", "baseline": "mean", "scale": "group",
+    },
     "correction": {"importance_sampling": "none", "cap": 2.0, "routing_replay": False},
     "train": {
         "steps": 2, "updates": 1, "minibatches": False, "micro_batch": 0, "lr": 1e-3, "schedule": "constant", "warmup_steps": 0,
@@ -166,9 +167,7 @@ def toml_value(r: random.Random, trial: Path) -> Case:
     table: Table = json.loads(json.dumps(TOML))
     wanted: Table = json.loads(json.dumps(TOML))
     options, names, wrong = [], [], False
-    for _ in range(r.choice([1, 1, 1, 2])):
-        name = r.choice([n for n in TOML if n != "seed"])
-        key = r.choice(list(TOML[name]))
+    for name, key in r.sample([(n, key) for n in TOML if n != "seed" for key in TOML[n]], r.choice([1, 1, 1, 2])):
         there = TOML[name][key]
         value = junk(r)
         if r.random() < 0.5 and isinstance(there, str):
