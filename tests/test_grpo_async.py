@@ -148,6 +148,9 @@ def test_a_checkpoint_holds_what_was_generated(tmp_path: Path) -> None:
     for change in ("rollout.samples=8", "rollout.async_level=0", "rollout.async_level=1"):
         other = config.load(MOE, [*TINY, *level, change])
         assert checkpoint.read_rollouts(folder, other, this.data, this.tokenizer) == []
+    (folder / checkpoint.ROLLOUTS).unlink()  # others than those of the run would be generated
+    with pytest.raises(rm.ConfigError, match=r"rollouts\.safetensors: expected rollouts, got FileNotFoundError"):
+        checkpoint.read_rollouts(folder, c, this.data, this.tokenizer)
 
 
 def test_a_resume_at_another_level_starts_from_the_checkpoint(tmp_path: Path) -> None:

@@ -108,12 +108,34 @@ def test_a_config_that_does_not_fit_is_refused_as_a_generator_does(
         pretrained.load_model(where, "float32")
 
 
+def test_weights_that_are_not_aligned_are_copied(folder: Callable[[str], Path]) -> None:
+    """A safetensors header need not be padded; the kernels take no unaligned array."""
+    where = folder("dense")
+    before = {name: x.clone() for name, x in load_file(where / "model.safetensors").items()}
+    content = (where / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little") + 1
+    (where / "model.safetensors").write_bytes(length.to_bytes(8, "little") + content[8 : 7 + length] + b" " + content[7 + length :])
+    found = pretrained.load_model(where, "float32").state_dict()
+    assert all(x.data_ptr() % 4 == 0 and torch.equal(x, before[name]) for name, x in found.items())
+
+
+def test_a_config_that_could_not_be_saved_is_refused_at_once(folder: Callable[[str], Path]) -> None:
+    """transformers reads it, and refuses to write it: without this check after the first step."""
+    where = folder("dense")
+    set_key(where, output_attentions=True)
+    with pytest.raises(rm.ConfigError, match=r"dense: expected a config.json that can be saved again, got \w+Error: .*`output_attentions`"):
+        pretrained.load_model(where, "float32")
+
+
 @pytest.mark.parametrize(
     "name, content, message",
     [
         ("model.safetensors", b"", r"model\.safetensors: .*header too small$"),
         ("model.safetensors", None, r"expected \*\.safetensors files, got none$"),
         ("model.safetensors.index.json", b"{", r"expected an index of safetensors: JSONDecodeError"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "\\u0000"}}', r"/\\x00: expected a safetensors file, got none$"),
+        ("model.safetensors.index.json", b"[" * 10**5, r"expected an index of safetensors: RecursionError: .{1,200}$"),
+        ("model.safetensors.index.json", b'{"weight_map": ' + b"9" * 5000, r"expected an index of safetensors: ValueError: .{1,200}$"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "b"}}', r"/b: expected a safetensors file, got none$"),
         ("generation_config.json", b"[1]", r"generation_config\.json: expected a JSON object, got a list$"),
         ("generation_config.json", b'{"eos_token_id": "x"}', r"eos_token_id='x' is not in \[0, vocab_size="),

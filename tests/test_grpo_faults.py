@@ -63,9 +63,9 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
 
 
 def state_of(out: Path) -> dict[str, bytes]:
-    """What the last checkpoint has of weights, moments and random state."""
+    """What the last checkpoint has of weights, moments and random state, and its config."""
     folder = out / "checkpoints/step_000004"
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.safetensors")}
+    return {str(file.relative_to(folder)): file.read_bytes() for file in (*folder.rglob("*.safetensors"), folder / "config.json")}
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +178,35 @@ def test_a_read_only_folder_is_refused_at_once(tmp_path: Path, capsys: pytest.Ca
             subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl"])
+def test_logs_that_cannot_be_read_stay_as_they_are(name: str, whole: Path, tmp_path: Path) -> None:
+    """Both, although a resumed run rewrites either."""
+    shutil.copytree(whole, tmp_path / "out")
+    (tmp_path / "out/completions.jsonl").write_text('{"step": 2}\n')
+    (tmp_path / "out" / name).unlink()
+    (tmp_path / "out" / name).mkdir()
+    before = {file: file.read_bytes() for file in (tmp_path / "out").glob("*.jsonl") if file.is_file()}
+    with pytest.raises(IsADirectoryError, match=name):
+        run(tmp_path / "out", resume=whole / "checkpoints/step_000002")
+    assert {file: file.read_bytes() for file in before} == before
+
+
+def test_a_reward_may_change_its_process(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder, which the run folder is relative to, and whether torch records gradients."""
+    (tmp_path / "careless_reward_of_test.py").write_text(
+        "import os, torch\nfrom rollmesh.grpo.rewards import char_match\n"
+        "def f(**columns):\n    os.chdir('/')\n    torch.set_grad_enabled(False)\n    return char_match(**columns)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    sets = [word for change in [*SMALL, 'reward.functions=["careless_reward_of_test:f"]'] for word in ("--set", change)]
+    try:
+        assert main(["grpo", str(DENSE), "--out", "out", *sets]) == 0
+    finally:
+        torch.set_grad_enabled(True)
+    assert lines_of(tmp_path / "out") == lines_of(whole)
+    assert state_of(tmp_path / "out") == state_of(whole)
+
+
 @pytest.mark.parametrize("change", ["removed", "replaced", "shortened"])
 def test_metrics_that_another_program_touches_are_written_again(
     change: str, whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -217,9 +246,10 @@ def test_fewer_steps_than_the_checkpoint_has_made(whole: Path) -> None:
 
 
 def test_a_million_steps_are_in_order(tmp_path: Path) -> None:
-    for step in (999_999, 1_000_000):
-        (tmp_path / f"checkpoints/step_{step:06d}/trainer").mkdir(parents=True)
-        (tmp_path / f"checkpoints/step_{step:06d}/trainer/state.json").touch()
+    """A copy of the user's is none of the run's checkpoints."""
+    for name in ("step_999999", "step_1000000", "step_000002 (copy)", "step_000002.bak.bak"):
+        (tmp_path / f"checkpoints/{name}/trainer").mkdir(parents=True)
+        (tmp_path / f"checkpoints/{name}/trainer/state.json").touch()
     assert checkpoint.find(tmp_path).name == "step_1000000"
 
 
@@ -489,6 +519,7 @@ MOMENT = "exp_avg:model.norm.weight"
     [
         (lambda f: (f / "trainer/state.json").write_text("[]"), "expected the state of a run, got a list"),
         (lambda f: edit_state(f, next_step="x"), "expected next_step, an integer from 0, .* got next_step='x'"),
+        (lambda f: edit_state(f, next_step=2), "expected next_step=4, as the folder is named, got 2$"),
         (lambda f: edit_state(f, config=[]), "expected next_step, an integer from 0, and config, a table"),
         (lambda f: edit_optimizer(f, rng=None), "expected the optimizer's state, got KeyError: 'rng'"),
         (lambda f: edit_optimizer(f, rng=torch.zeros(3)), "expected the optimizer's state, got TypeError: RNG state"),

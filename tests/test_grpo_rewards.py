@@ -99,12 +99,28 @@ def test_a_weight_makes_no_reward_infinite(tmp_path: Path) -> None:
         ("class E(Exception):\n    def __str__(self): raise OSError\ndef f(**_):\n    raise E\n", "raised E: a E that cannot be printed"),
         ("class V:\n    def __float__(self): raise OSError\ndef f(**_):\n    return [V()] * 2\n", ": completion 0 got <"),
         ("def f(**_):\n    while True: yield 1.0\n", ": expected 2 values, one a completion, got 3"),
+        ("import asyncio\ndef f(**_):\n    raise asyncio.CancelledError('x')\n", "raised CancelledError: x"),
+        ("class E(BaseException): pass\ndef f(**_):\n    yield 1\n    raise E\n", "raised E\n"),
+        (
+            "class E(Exception):\n    def __str__(self): raise SystemExit(0)\ndef f(**_):\n    raise E\n",
+            "raised E: a E that cannot be printed",
+        ),
+        ("class V:\n    def __float__(self): raise SystemExit(0)\ndef f(**_):\n    return [V()] * 2\n", ": completion 0 got <"),
     ],
 )
 def test_a_reward_that_misbehaves_is_named(code: str, message: str, tmp_path: Path) -> None:
     name = f"misbehaves_{abs(hash(code))}_of_test"
     with pytest.raises(rm.ConfigError, match=rf"^reward {name}:f ?{message}"):
         reward(tmp_path, code, name)(["p"] * 2, ["c"] * 2, [[1]] * 2, {})
+
+
+def test_a_traceback_of_a_megabyte_is_cut(tmp_path: Path) -> None:
+    """Its beginning, which has the places, and its end."""
+    with pytest.raises(rm.ConfigError) as caught:
+        reward(tmp_path, "def f(**_):\n    raise ValueError('x' * 10**6 + 'end')\n", "megabyte_of_test")(["p"], ["c"], [[1]], {})
+    [note] = caught.value.__notes__
+    assert len(note) < 10_000
+    assert re.search(r"line 2, in f\n.*\nValueError: x+\n…\nx+end$", note)
 
 
 def test_a_reward_may_import_late_and_spawn(tmp_path: Path) -> None:
@@ -132,6 +148,9 @@ def test_a_reward_may_import_late_and_spawn(tmp_path: Path) -> None:
         ("[1.0]", "expected 2 values, one a completion, got 1"),
         ("[1.0] * 3", "expected 2 values, one a completion, got 3"),
         ("'11'", "expected 2 values, one a completion, got a str"),
+        ("b'11'", "expected 2 values, one a completion, got a bytes"),
+        ("{1, 2}", "expected 2 values, one a completion, got a set"),
+        ("[b'1'] * 2", "completion 0 got b'1'; expected a finite number, or None"),
         ("{0: 1.0, 1: 1.0}", "expected 2 values, one a completion, got a dict"),
         ("None", "expected 2 values, one a completion, got a NoneType"),
         ("1.0", "expected 2 values, one a completion, got a float"),
@@ -159,6 +178,7 @@ def test_what_holds_numbers_is_a_reward(returned: str, tmp_path: Path) -> None:
     [
         ("def f(:\n", "importing .* raised SyntaxError: invalid syntax", 1),
         ("x = 1\nraise RuntimeError('no GPU')\n", "importing .* raised RuntimeError: no GPU", 2),
+        ("raise GeneratorExit\n", "importing .* raised GeneratorExit\n", 1),
     ],
 )
 def test_a_module_that_is_no_reward_is_named(code: str, message: str, line: int | None, tmp_path: Path) -> None:
@@ -261,13 +281,17 @@ def test_an_interrupt_ends_async_rewards(loop_handles_it: bool, tmp_path: Path) 
 @pytest.mark.parametrize(
     "line, message",
     [
+        (
+            '{"prompt": "a", "completions": null}',
+            r"expected no column completions: a reward gets an argument of this name; rename the column$",
+        ),
         ('{"messages": "ab"}', r"expected messages to be a list of {role, content}, got text; its key is prompt$"),
         ('{"prompt": "a\\ud800"}', r"expected a prompt that the tokenizer takes, got "),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', r"expected a chat that .* template takes, got "),
         ('{"prompt": "a", "x": ' + "9" * 5000 + "}", r"Exceeds the limit \(4300 digits\)"),
         ('{"prompt": "a", "x": ' + "[" * 100_000 + "}", r"maximum recursion depth exceeded"),
     ],
-    ids=["text as messages", "surrogate", "surrogate in a chat", "digits", "depth"],
+    ids=["an argument's name", "text as messages", "surrogate", "surrogate in a chat", "digits", "depth"],
 )
 def test_a_row_that_cannot_be_read_is_named(line: str, message: str, tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
@@ -277,8 +301,12 @@ def test_a_row_that_cannot_be_read_is_named(line: str, message: str, tokenizer: 
 
 
 def test_paths_that_are_no_files_are_named(tokenizer: Any, tmp_path: Path) -> None:
-    """A FIFO that nobody writes would wait for ever."""
+    """A FIFO that nobody writes would wait for ever, and /dev/zero has no end."""
     os.mkfifo(tmp_path / "fifo")
-    for path, message in ((tmp_path / "fifo", "expected a file, got a pipe"), (Path("a\0b"), r"a\\x00b: embedded null byte")):
+    for path, message in (
+        (tmp_path / "fifo", "expected a file, got a pipe"),
+        (Path("/dev/zero"), "got a pipe or a device"),
+        (Path("a\0b"), r"a\\x00b: embedded null byte"),
+    ):
         with pytest.raises(rm.ConfigError, match=message):
             data.read_jsonl(path, tokenizer)

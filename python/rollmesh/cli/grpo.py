@@ -84,11 +84,12 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
             error.add_note("rank 0 says why it ended, and how to go on")
             raise
         return 0
-    out = _folder(args)
+    named = _folder(args)
+    out = named.absolute()  # a reward may change the working folder
     if out.is_dir() and not os.access(out, os.W_OK | os.X_OK):
         raise rm.ConfigError(f"{plain(out)}: expected a folder to write to, got a read-only one; --out names another")
     makes = args.out is not None or args.resume is None  # what is resumed is there, or is not found
-    words = ["rollmesh", "grpo", str(args.config), "--resume", str(out), *(word for text in overrides for word in ("--set", text))]
+    words = ["rollmesh", "grpo", str(args.config), "--resume", str(named), *(word for text in overrides for word in ("--set", text))]
     words += ["--wandb", args.wandb] if args.wandb else []
     with ExitStack() as stack:
         interrupts.hold("the run folder is made")
@@ -99,7 +100,7 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
             stack.enter_context(locked(out))
         stack.callback(interrupts.hold, "the run folder is left")
         with suppress(OSError):  # a reader that has gone
-            print(f"{args.config} → {out}: reading data and model", flush=True)
+            print(f"{args.config} → {named}: reading data and model", flush=True)
         with _noted(KeyboardInterrupt, lambda: "no step was made; the same command begins again"), _memory_told():
             interrupts.release()
             _environment()
@@ -112,12 +113,12 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         finally:
             interrupts.hold("the generator is closed")
             this.close()
-    with _noted(KeyboardInterrupt, lambda: f"all {config.train.steps} steps are made: {out}"):
+    with _noted(KeyboardInterrupt, lambda: f"all {config.train.steps} steps are made: {named}"):
         interrupts.release()
         evaluated = [m for m in lines if "eval_reward" in m]
         print(
             f"held-out reward {evaluated[0]['eval_reward']:.3f} → {evaluated[-1]['eval_reward']:.3f} in {lines[-1]['step']} steps and "
-            f"{time.monotonic() - began:.0f} s; {out}/metrics.jsonl, {out}/curves.png"
+            f"{time.monotonic() - began:.0f} s; {named}/metrics.jsonl, {named}/curves.png"
         )
     return 0
 

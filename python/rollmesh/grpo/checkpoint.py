@@ -18,6 +18,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,7 +81,7 @@ def save(root: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step
             os.replace(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    older = sorted((p for p in final.parent.glob("step_*") if _order(p) <= _order(final)), key=_order)
+    older = sorted((p for p in filter(_step, final.parent.glob("step_*")) if _order(p) <= _order(final)), key=_order)
     for old in older[: -config.checkpoint.keep]:
         shutil.rmtree(old)
     return final
@@ -101,7 +102,7 @@ def _write(folder: Path, trainer: Trainer, tokenizer: Any, config: Config, next_
     save_file({**tensors, "rng": torch.get_rng_state()}, str(folder / "trainer/optimizer.safetensors"))
     if rollouts:
         save_rollouts(rollouts, folder / ROLLOUTS)
-    state = {"format": FORMAT, "next_step": next_step, "config": config.as_dict()}
+    state = {"format": FORMAT, "next_step": next_step, "rollouts": len(rollouts), "config": config.as_dict()}
     (folder / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
 
@@ -112,7 +113,13 @@ def _order(folder: Path) -> tuple[int, str]:
 
 def newest(root: Path) -> Path | None:
     """The checkpoint of the last step in the run folder `root`; None: there is none."""
-    return max((file.parent.parent for file in (root / "checkpoints").glob(f"step_*/{STATE}")), key=_order, default=None)
+    found = (file.parent.parent for file in (root / "checkpoints").glob(f"step_*/{STATE}"))
+    return max(filter(_step, found), key=_order, default=None)
+
+
+def _step(folder: Path) -> re.Match[str] | None:
+    """A name that `save` gives; None for a copy of the user's, as step_000120.bak."""
+    return re.fullmatch(r"step_(\d{6,})", folder.name)
 
 
 def set_aside(root: Path, next_step: int, resumed: Path | None) -> None:
@@ -147,8 +154,8 @@ def read_state(folder: Path, config: Config, overridden: list[str]) -> int:
     if refused:
         first = refused[0]
         raise rm.ConfigError(
-            f"{folder} belongs to another run: {', '.join(refused)} differ ({first}: {then.get(first)} there, "
-            f"{now.get(first)} here); override them with --set to resume anyway"
+            f"{folder} belongs to another run: {listed((key,) for key in refused)} differ ({first}: {shown(then.get(first))} there, "
+            f"{shown(now.get(first))} here); override them with --set to resume anyway"
         )
     return state["next_step"]  # type: ignore[no-any-return]
 
@@ -160,10 +167,12 @@ def _read(folder: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise rm.FormatError(f"{file}: expected the state of a run, got a {type(state).__name__}")
     if state.get("format") != FORMAT:
-        raise rm.FormatError(f"{folder}: checkpoint format {state.get('format')}, expected {FORMAT}")
+        raise rm.FormatError(f"{folder}: checkpoint format {shown(state.get('format'))}, expected {FORMAT}")
     step = state.get("next_step")
     if type(step) is not int or step < 0 or not isinstance(state.get("config"), dict):
         raise rm.FormatError(f"{file}: expected next_step, an integer from 0, and config, a table, got next_step={shown(step)}")
+    if (name := _step(folder)) and int(name[1]) != step:
+        raise rm.FormatError(f"{file}: expected next_step={int(name[1])}, as the folder is named, got {step}")
     return state
 
 
@@ -227,7 +236,7 @@ def read_rollouts(folder: Path, config: Config, data: Dataset, tokenizer: Any) -
     from safetensors.numpy import load_file
 
     state = _read(folder)
-    if not (folder / ROLLOUTS).is_file() or _changed(state, config)[2]:
+    if _changed(state, config)[2] or not state.get("rollouts", (folder / ROLLOUTS).is_file()):  # older ones do not say how many
         return []
     with told_as(f"{folder / ROLLOUTS}: expected rollouts"):
         tensors = load_file(str(folder / ROLLOUTS))

@@ -242,7 +242,7 @@ def load(file: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a TOML file, applies `key=value` overrides, checks everything. Raises rm.ConfigError."""
     file = Path(file)
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        table = tomllib.loads(file.read_bytes().decode())  # not read_text, which makes a line's end of a lone CR
     except OSError as e:
         raise rm.ConfigError(f"{plain(file)}: {e.strerror}") from e
     except (ValueError, RecursionError) as e:  # no TOML, no UTF-8, a number of too many digits, nested too deeply

@@ -23,6 +23,7 @@ from rollmesh.grpo.hf_datasets import is_dataset, rows_of
 from rollmesh.grpo.seeds import rng_of
 from rollmesh.runtime.messages import plain
 
+REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids"}
 _log = logging.getLogger("rollmesh.grpo")
 
 
@@ -72,7 +73,7 @@ def load_tokenizer(path: Path) -> Any:
     if path.is_file():
         with told_as(f"{path}: expected a tokenizer.json"):
             return PreTrainedTokenizerFast(tokenizer_file=str(path))  # type: ignore[no-untyped-call]
-    raise rm.ConfigError(f"[tokenizer] path: {path} is neither a folder nor a tokenizer.json")
+    raise rm.ConfigError(f"[tokenizer] path: {plain(path)} is neither a folder nor a tokenizer.json")
 
 
 def load_dataset(config: Config, tokenizer: Any) -> Dataset:
@@ -129,10 +130,10 @@ def _read(config: Config, name: str, tokenizer: Any, split: str, stage: int = 0)
 
 def read_jsonl(path: Path, tokenizer: Any, chat: bool = False, stage: int = 0) -> list[Prompt]:
     """Raises rm.ConfigError with file and line where an object is malformed."""
-    if path.is_fifo():
-        raise rm.ConfigError(f"{plain(path)}: expected a file, got a pipe, which --resume could not read again")
+    if path.is_fifo() or path.is_char_device():
+        raise rm.ConfigError(f"{plain(path)}: expected a file, got a pipe or a device, which --resume could not read again")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): JSON strings may hold U+2028
+        lines = path.read_bytes().decode().split("\n")  # not splitlines(): JSON strings may hold U+2028
     except OSError as e:
         raise rm.ConfigError(f"{plain(path)}: {e.strerror}") from e
     except ValueError as e:  # no UTF-8, a NUL in the path
@@ -153,6 +154,8 @@ def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) ->
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
         raise rm.ConfigError(f"{where}: expected an object with either prompt or messages")
     columns = {k: v for k, v in row.items() if k not in ("prompt", "messages")}
+    if taken := sorted(columns.keys() & REWARD_ARGUMENTS):
+        raise rm.ConfigError(f"{where}: expected no column {taken[0]}: a reward gets an argument of this name; rename the column")
     source: Any = row.get("prompt", row.get("messages"))
     if isinstance(source, str) and "messages" in row:
         raise rm.ConfigError(f"{where}: expected messages to be a list of {{role, content}}, got text; its key is prompt")

@@ -43,6 +43,7 @@ from rollmesh.grpo.dynamic_sampling import sample_groups
 from rollmesh.grpo.generator import RolloutGenerator, make_generator
 from rollmesh.grpo.interrupts import Interrupts
 from rollmesh.grpo.metrics import Completions, CompletionsLog, Metrics, MetricsLog, draw_curves
+from rollmesh.grpo.metrics import read as read_metrics
 from rollmesh.grpo.mismatch import mismatch
 from rollmesh.grpo.multi_turn import Environment, converse
 from rollmesh.grpo.overlap import Overlap
@@ -136,7 +137,10 @@ def train(run: Run, out: Path, show: Callable[[Metrics, Completions], None] = la
 
 def _train(run: Run, out: Path, show: Callable[[Metrics, Completions], None]) -> list[Metrics]:
     config, last, level = run.config, run.config.train.steps, run.config.rollout.async_level
-    log, texts = MetricsLog(out, run.first_step), CompletionsLog(out, run.first_step)
+    out.mkdir(parents=True, exist_ok=True)
+    if (old := out / "metrics.jsonl").exists():
+        read_metrics(old)  # what is broken is refused before completions.jsonl is rewritten
+    texts, log = CompletionsLog(out, run.first_step), MetricsLog(out, run.first_step)
     overlap = Overlap()
     saved = run.first_step  # next step of the newest checkpoint
     finished = run.first_step, run.trainer.num_updates  # next step, and updates of the weights that it starts from

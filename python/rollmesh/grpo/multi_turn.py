@@ -15,6 +15,7 @@ otherwise once it is there.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
 import time
@@ -60,7 +61,7 @@ class Environment:
             return self._function(**_given(prompt, completion))
 
     async def _await(self, prompt: Prompt, completion: Any) -> Any:
-        with naming(f"environment {self.name}"):
+        with naming(f"environment {self.name}", but=asyncio.CancelledError):
             return await finished(self._function(**_given(prompt, completion)))
 
     def _checked(self, reply: Any, prompt: Prompt) -> Any:

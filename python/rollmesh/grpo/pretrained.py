@@ -5,13 +5,14 @@ would be left out, and transformers only logs either.
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
 from rollmesh.grpo.files import told_as
 from rollmesh.model.families import FAMILIES
-from rollmesh.runtime.messages import listed
+from rollmesh.runtime.messages import listed, plain
 from rollmesh.weights.safetensors_folder import SafetensorsFolder
 
 STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "F64": "float64"}  # names in safetensors
@@ -24,11 +25,12 @@ def folder_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
-        raise rm.ConfigError(f"{folder}: expected a checkpoint folder with config.json and safetensors")
+        raise rm.ConfigError(f"{plain(folder)}: expected a checkpoint folder with config.json and safetensors")
     spec = rm.ModelSpec.from_hf(folder)
     with told_as(f"{folder}: expected a config.json"):
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    config.eos_token_id = list(spec.eos_token_ids) or None
+    ends = list(spec.eos_token_ids)
+    config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)  # a checkpoint of it has the file of a random model
     return config
 
 
@@ -53,9 +55,14 @@ def load_model(folder: Path, dtype: str) -> Any:
             **experts_option(hf_config),
         )
     model, report = loaded
+    with told_as(f"{folder}: expected a config.json that can be saved again"), tempfile.TemporaryDirectory() as scratch:
+        model.config.save_pretrained(scratch)  # which checks more than the reading does
     _refuse(rm.ShapeError, folder, "wrong shape", sorted(name for name, *_ in report["mismatched_keys"]))
     _refuse(rm.MissingKeyError, folder, "missing", sorted(report["missing_keys"]))
     _refuse(rm.UnexpectedKeyError, folder, "no parameter of this model", sorted(report["unexpected_keys"]))
+    for parameter in model.parameters():
+        if parameter.data_ptr() % parameter.element_size():  # of a file whose header is not padded
+            parameter.data = parameter.data.clone()
     return model
 
 

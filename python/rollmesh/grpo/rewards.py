@@ -9,10 +9,11 @@ config's folder, the working folder or the Python path.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,9 @@ from rollmesh.runtime.messages import shown
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 Answer = tuple[list[Any], float]  # what a function returned, and the seconds it took
 MAX_REWARD = 1e18  # its square fits into a float32
+MAX_NOTE = 8000  # characters of a traceback, whose exception may hold a megabyte
+TEXT = (str, bytes, bytearray)  # which float() or list() would take
+UNORDERED_OR_TEXT = (*TEXT, Mapping, Set)
 
 
 def char_match(prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any) -> list[float]:
@@ -135,7 +139,7 @@ def _call(name: str, function: RewardFunction, given: Callable[[], dict[str, Any
 
 async def _await(name: str, function: RewardFunction, given: Callable[[], dict[str, Any]], count: int) -> Answer:
     began = time.perf_counter()
-    with naming(f"reward {name}"):
+    with naming(f"reward {name}", but=asyncio.CancelledError):
         returned = await finished(function(**given()))  # type: ignore[arg-type]
         values = _listed(returned, count)
     return _counted(name, returned, values, count), time.perf_counter() - began
@@ -143,7 +147,7 @@ async def _await(name: str, function: RewardFunction, given: Callable[[], dict[s
 
 def _listed(returned: Any, count: int) -> list[Any] | None:
     """At most count + 1 values; a generator may have no end."""
-    if isinstance(returned, (str, Mapping)) or not isinstance(returned, Iterable):
+    if isinstance(returned, UNORDERED_OR_TEXT) or not isinstance(returned, Iterable):
         return None
     return list(islice(returned, count + 1))
 
@@ -157,8 +161,10 @@ def _counted(name: str, returned: Any, values: list[Any] | None, count: int) -> 
 
 def _number(value: Any, name: str, i: int) -> float:
     try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except Exception:  # noqa: BLE001 (of the value's own __float__)
+        number = math.nan if isinstance(value, TEXT) else float(value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 (of the value's own __float__)
         number = math.nan
     if not abs(number) <= MAX_REWARD:
         raise rm.ConfigError(f"reward {name}: completion {i} got {shown(value)}; expected a finite number, or None")

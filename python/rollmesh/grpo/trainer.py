@@ -108,6 +108,8 @@ class Trainer:
 
     def learn(self, rollout: Rollout, advantages: NDArray[np.float64], step: int) -> tuple[dict[str, float], NDArray[np.float32]]:
         """The step's optimizer updates. Returns their metrics and the logprobs of the rollout's tokens before the first of them."""
+        import torch
+
         table, updates, correction = self.config.train, self.config.train.updates, self.config.correction
         corrects = correction.importance_sampling != "none"
         before = self.logprobs_of(rollout) if table.minibatches and updates > 1 else None
@@ -118,7 +120,8 @@ class Trainer:
                 rollout = with_trainer_logprobs(rollout, before)
             first = update * per_update if table.minibatches else 0
             indices = list(range(first, first + per_update))
-            metrics, logprobs = self._update(rollout, advantages, indices, learning_rate(table, step), on_policy=update == 0)
+            with torch.enable_grad():  # whatever a reward has set
+                metrics, logprobs = self._update(rollout, advantages, indices, learning_rate(table, step), on_policy=update == 0)
             before = logprobs if before is None else before
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0.0) + value / updates

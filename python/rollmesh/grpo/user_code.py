@@ -20,6 +20,7 @@ import rollmesh as rm
 from rollmesh.runtime.messages import plain
 
 T = TypeVar("T")
+MAX_NOTE = 8000  # characters of a traceback, whose exception may hold a megabyte
 
 
 def imported(name: str, folder: Path | None, key: str, built_in: Sequence[str] = ()) -> Callable[..., Any]:
@@ -27,15 +28,15 @@ def imported(name: str, folder: Path | None, key: str, built_in: Sequence[str] =
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         known = f"{', '.join(built_in)} or " if built_in else ""
-        raise rm.ConfigError(f'{key}: expected {known}module:function, got "{name}"')
-    what = f'{key}: importing "{module_name}"'
+        raise rm.ConfigError(f'{key}: expected {known}module:function, got "{plain(name)}"')
+    what = f'{key}: importing "{plain(module_name)}"'
     extra = [str(p.resolve()) for p in (folder, Path.cwd()) if p is not None]
     sys.path[:0] = extra
     try:
         with naming(what, but=ImportError):
             module = importlib.import_module(module_name)
     except ImportError as e:
-        raise rm.ConfigError(f'{key}: cannot import "{module_name}": {e}') from e
+        raise rm.ConfigError(f'{key}: cannot import "{plain(module_name)}": {plain(e)}') from e
     finally:
         # Late imports and spawned processes of the module look there too; behind all else, so that no module there hides a library's.
         for p in extra:
@@ -87,7 +88,7 @@ async def finished(work: Awaitable[T]) -> T:
 
 
 @contextmanager
-def naming(what: str, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+def naming(what: str, but: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
     """An exception of the user's code becomes a ConfigError, with the traceback of that code as a note. A Ctrl-C is told where it came."""
     try:
         yield
@@ -97,13 +98,14 @@ def naming(what: str, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
         if not hasattr(error, "__notes__"):
             error.add_note(f"{what} ran")
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # SystemExit, asyncio.CancelledError and a class of its own too
         named = rm.ConfigError(f"{what} raised {type(error).__name__}: {plain(error)}".rstrip(": "))
         own = error.__traceback__
         while own is not None and _is_ours(own.tb_frame.f_code.co_filename):
             own = own.tb_next
         if own is not None or isinstance(error, SyntaxError):
-            named.add_note("".join(traceback.format_exception(type(error), error, own)).rstrip())
+            note = "".join(traceback.format_exception(type(error), error, own)).rstrip()
+            named.add_note(note if len(note) <= MAX_NOTE else f"{note[: MAX_NOTE // 2]}\n…\n{note[-MAX_NOTE // 2 :]}")
         raise named from error
 
 

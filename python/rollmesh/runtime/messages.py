@@ -31,7 +31,7 @@ def plain(text: object) -> str:
     """A path, a key or another error's message, without quotes: unprintable characters are escaped, a long text is cut."""
     try:
         whole = str(text)
-    except Exception:  # noqa: BLE001 (of its own __str__)
+    except (Exception, SystemExit):  # noqa: BLE001 (of its own __str__)
         whole = f"a {type(text).__name__} that cannot be printed"
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in whole[:MOST])
     return line if len(whole) <= MOST else f"{line}…"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.errors import FormatError, UnsupportedTensorError
-from rollmesh.runtime.messages import plain
+from rollmesh.runtime.messages import plain, shown
 
 INDEX = "model.safetensors.index.json"
 
@@ -70,16 +70,16 @@ class SafetensorsFolder(Mapping[str, Any]):
         try:
             weight_map = dict(json.loads(index.read_text("utf-8"))["weight_map"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise FormatError(f"{index}: expected an index of safetensors: {error!r}") from error
+            raise FormatError(f"{index}: expected an index of safetensors: {type(error).__name__}: {plain(error)}") from error
         where = {}
         for name, file in weight_map.items():
             if not isinstance(file, str) or Path(file).name != file:
-                raise FormatError(f"{index}: {name}: expected a file of this folder, got {file!r}")
+                raise FormatError(f"{index}: {plain(name)}: expected a file of this folder, got {shown(file)}")
             where[name] = self.path / file
         for file in set(where.values()):
             held = set(self._open(file).keys())
             if absent := [name for name, at in where.items() if at == file and name not in held]:
-                raise FormatError(f"{index}: {absent[0]}: expected it in {file.name}, which does not have it")
+                raise FormatError(f"{index}: {plain(absent[0])}: expected it in {plain(file.name)}, which does not have it")
         return where
 
     def _open(self, file: Path) -> Any:
@@ -89,9 +89,9 @@ class SafetensorsFolder(Mapping[str, Any]):
             try:
                 self._files[file] = safe_open(file, framework=self._framework())
             except FileNotFoundError as error:
-                raise FormatError(f"{file}: expected a safetensors file, got none") from error
+                raise FormatError(f"{plain(file)}: expected a safetensors file, got none") from error
             except (SafetensorError, OSError) as error:
-                raise FormatError(f"{file}: {error}") from error
+                raise FormatError(f"{plain(file)}: {plain(error)}") from error
         return self._files[file]
 
     @staticmethod
