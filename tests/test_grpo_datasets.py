@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,20 @@ def test_a_dataset_that_cannot_be_read_is_named(tokenizer: Any, tmp_path: Path, 
             loaded(name, tokenizer)
     with pytest.raises(rm.ConfigError, match=r"got ValueError: no split dev; there are test, train$"):
         loaded(tmp_path / "splits", tokenizer, "data.dataset_train_split=dev")
+
+
+@pytest.mark.full
+def test_a_name_of_the_hub(tmp_path: Path) -> None:
+    """With the Hub's own client and a server in the Hub's place: the newest revision, one that is named, and what is not there."""
+    pytest.importorskip("datasets")
+    names = [f"hf://datasets/org/{name}" for name in ("name", "name@v1", "other")]
+    command = [sys.executable, str(ROOT / "tests/hf_hub.py"), str(tmp_path), *names]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300, env=env)
+    *rows, missing, asked = map(json.loads, done.stdout.splitlines())
+    assert rows == [[{"prompt": "ab", "answer": "AB"}, {"prompt": "cd", "answer": "CD"}]] * 2
+    assert missing.startswith(f"[data] {names[2]}: expected a dataset of Hugging Face, got ")
+    assert {"/api/datasets/org/name", "/api/datasets/org/name/revision/v1"} <= set(asked)
 
 
 def test_without_the_package_of_datasets(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,6 +315,6 @@ def test_settings_that_are_refused(changes: list[str], message: str) -> None:
 
 
 def test_an_environment_that_is_not_there_is_named(tmp_path: Path) -> None:
-    for name, message in (("f", 'expected module:function, got "f"'), ("none_of_test:f", 'cannot import "none_of_test"')):
+    for name, message in (("f", 'expected module:function, got "f"'), ("absent_of_test:f", 'cannot import "absent_of_test"')):
         with pytest.raises(rm.ConfigError, match=rf"^\[rollout\] environment: {message}"):
             Environment(name, tmp_path, EventLoop())

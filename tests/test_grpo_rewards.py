@@ -77,12 +77,12 @@ def test_a_mean_is_over_the_completions_that_were_judged(tmp_path: Path) -> None
 
 
 def test_each_reward_has_its_time(tmp_path: Path) -> None:
-    code = "import time\ndef f(**_):\n    time.sleep(0.05)\n    return [0.0]\ndef g(**_):\n    yield from [1.0] * (time.sleep(0.02) or 1)\n"
+    code = "import time\ndef f(**_):\n    time.sleep(0.2)\n    return [0.0]\ndef g(**_):\n    yield from [1.0] * (time.sleep(0.1) or 1)\n"
     scores = reward(tmp_path, code, "timed_of_test", "timed_of_test:g", "exact_match").judge(["p"], ["c"], [[1]], {"answer": ["c"]})
     seconds = [scores.metrics()[f"reward_s/{name}"] for name in ("timed_of_test:f", "timed_of_test:g", "exact_match")]
-    assert 0.05 <= seconds[0] < 0.5
-    assert 0.02 <= seconds[1] < 0.5, "a generator takes its time while it is read"
-    assert 0 <= seconds[2] < 0.02
+    assert seconds[0] >= 0.2
+    assert seconds[1] >= 0.1, "a generator takes its time while it is read"
+    assert 0 <= seconds[2] < 0.2, "none has the time of those before it"
     assert scores.seconds >= sum(seconds)
 
 

@@ -5,9 +5,9 @@ Weights have a version: the number of the step that uses them. Version 0 is the 
     push      the trainer's state dict goes to the generator as version n, whole or not at all, directly after the optimizer step that
               made it; nothing is generated in between
     generate  prompts drawn by (run seed, n), a group of samples each, seeds from (run seed, n, prompt); every token records the version
-              it was drawn with, and any but n is an error
-    score     the text of each completion → reward → advantage within its group
-              with [rollout] filter_groups, groups of equal rewards are replaced (dynamic_sampling.py)
+              it was drawn with, and any but n is an error. With [rollout] environment a completion has several turns (multi_turn.py)
+    score     the text of each completion → reward → advantage within its group. With [rollout] filter_groups other prompts replace groups
+              of equal rewards (dynamic_sampling.py)
     update    clipped GRPO against the logprobs that the generator recorded; AdamW: the weights are now version n + 1
 
 With [rollout] async_level = N ≥ 1 a thread generates batch n + N while step n learns from batch n (async_rollouts.py).
