@@ -65,8 +65,8 @@ AKIN = {
     "hidden_size": "head_dim num_attention_heads", "num_attention_heads": "num_key_value_heads",
     "num_key_value_heads": "num_attention_heads",
     "max_tokens": "max_model_len", "max_model_len": "max_position_embeddings max_tokens", "max_position_embeddings": "max_model_len",
-    "dtype": "cast", "kv_cache_gib": "KV", "tp": "mesh", "dp": "mesh", "ep": "mesh", "prompts": "updates", "train": "heldout",
-    "heldout": "train", "path": "tokenizer", "initializer_range": "gradient non-finite NaN inf", "comm": "WORLD_SIZE RANK",
+    "dtype": "cast", "kv_cache_gib": "KV", "tp": "mesh", "dp": "mesh", "ep": "mesh", "prompts": "updates",
+    "train": "heldout directory File", "heldout": "train directory File", "path": "tokenizer", "initializer_range": "gradient non-finite NaN inf", "comm": "WORLD_SIZE RANK",
     "rms_norm_eps": "gradient non-finite", "entropy": "gradient", "lr": "gradient", "temperature": "gradient", "engine": "vllm",
     "weights": "reward", "self_test": "self-test",
 }  # fmt: skip
