@@ -191,7 +191,7 @@ def one(seed: int, number: int, kind: str | None, folder: Path, plant: int) -> s
     text = said.read_text(encoding="utf-8", errors="replace")
     try:
         fate = judge(case, trial, base, status, text, before)
-    except Exception as error:  # whatever it is, it is not what was promised
+    except Exception as error:
         about = f"{kind}, {case.what:.300} ({case.verdict}): {type(error).__name__}: {error}"
         raise Failure(f"{about}; exit status {status}:\n{text[-3000:]}") from error
     finally:
@@ -219,7 +219,8 @@ def run(
             break
         try:
             counts[one(seed, number, kind, folder, plant)] += 1
-        except Failure as error:
+        except Exception as error:  # whatever it is, it is not what was promised
+            shutil.rmtree(folder / "trial", ignore_errors=True)
             told = f"grpo_fuzz.py --seed {seed} --first {number} --cases 1{f' --kind {kind}' if kind else ''}: {error}"
             if not go_on:
                 raise Failure(told) from error

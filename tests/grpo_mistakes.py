@@ -65,8 +65,9 @@ AKIN = {
     "hidden_size": "head_dim num_attention_heads", "num_attention_heads": "num_key_value_heads",
     "num_key_value_heads": "num_attention_heads",
     "max_tokens": "max_model_len", "max_model_len": "max_position_embeddings max_tokens", "max_position_embeddings": "max_model_len",
-    "dtype": "cast", "kv_cache_gib": "KV", "tp": "mesh", "dp": "mesh", "ep": "mesh", "prompts": "updates", "train": "heldout",
-    "heldout": "train", "path": "tokenizer", "initializer_range": "gradient non-finite NaN inf", "comm": "WORLD_SIZE RANK",
+    "dtype": "cast", "kv_cache_gib": "KV", "tp": "mesh", "dp": "mesh", "ep": "mesh", "prompts": "updates",
+    "train": "heldout directory File", "heldout": "train directory File",
+    "path": "tokenizer", "initializer_range": "gradient non-finite NaN inf", "comm": "WORLD_SIZE RANK",
     "rms_norm_eps": "gradient non-finite", "entropy": "gradient", "lr": "gradient", "temperature": "gradient", "engine": "vllm",
     "weights": "reward", "self_test": "self-test",
 }  # fmt: skip
@@ -159,7 +160,7 @@ def is_mistake(there: Any, value: Any) -> bool:
 
 def takes_long(key: str, value: Any) -> bool:
     """Whether the run that this asks for would be right, and too much."""
-    return key in LONG and is_number(value) and math.isfinite(value) and 4 < value < (2**63 if key == "steps" else 2**40)
+    return key in LONG and is_number(value) and 4 < value < (2**63 if key == "steps" else 2**40)
 
 
 def toml_value(r: random.Random, trial: Path) -> Case:

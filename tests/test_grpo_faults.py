@@ -502,6 +502,11 @@ def edit_state(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+def edit_config(folder: Path, table: str, **changes: Any) -> None:
+    config = json.loads((folder / "trainer/state.json").read_text())["config"]
+    edit_state(folder, config=config | {table: config[table] | changes})
+
+
 def edit_optimizer(folder: Path, **changes: Any) -> None:
     """None removes a tensor."""
     from safetensors.torch import load_file, save_file
@@ -519,6 +524,7 @@ MOMENT = "exp_avg:model.norm.weight"
     [
         (lambda f: (f / "trainer/state.json").write_text("[]"), "expected the state of a run, got a list"),
         (lambda f: edit_state(f, next_step="x"), "expected next_step, an integer from 0, .* got next_step='x'"),
+        (lambda f: edit_config(f, "rollout", min_p={}), r"rollout\.min_p differ \(rollout\.min_p: {} there, 0\.0 here\)"),
         (lambda f: edit_state(f, next_step=2), "expected next_step=4, as the folder is named, got 2$"),
         (lambda f: edit_state(f, config=[]), "expected next_step, an integer from 0, and config, a table"),
         (lambda f: edit_optimizer(f, rng=None), "expected the optimizer's state, got KeyError: 'rng'"),

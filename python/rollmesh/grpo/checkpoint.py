@@ -265,7 +265,7 @@ def _rollout(tensors: dict[str, NDArray[Any]], i: int, step: int, config: Config
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in table.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:  # an empty one is a value too
             out.update(_flat(value, f"{prefix}{key}."))
         else:
             out[prefix + key] = value
