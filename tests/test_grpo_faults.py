@@ -524,6 +524,7 @@ MOMENT = "exp_avg:model.norm.weight"
     [
         (lambda f: (f / "trainer/state.json").write_text("[]"), "expected the state of a run, got a list"),
         (lambda f: edit_state(f, next_step="x"), "expected next_step, an integer from 0, .* got next_step='x'"),
+        (lambda f: edit_config(f, "rollout", **{"x" * 9999: 1}), r"run: .{200,300} differ \(rollout\.x{192}…: 1 there, None here\)"),
         (lambda f: edit_config(f, "rollout", min_p={}), r"rollout\.min_p differ \(rollout\.min_p: {} there, 0\.0 here\)"),
         (lambda f: edit_state(f, next_step=2), "expected next_step=4, as the folder is named, got 2$"),
         (lambda f: edit_state(f, config=[]), "expected next_step, an integer from 0, and config, a table"),

@@ -33,7 +33,7 @@ from rollmesh.grpo.data import Dataset
 from rollmesh.grpo.files import told_as, writing
 from rollmesh.grpo.rollout import Rollout, decode
 from rollmesh.grpo.trainer import Trainer
-from rollmesh.runtime.messages import listed, shown
+from rollmesh.runtime.messages import listed, plain, shown
 
 _log = logging.getLogger("rollmesh.grpo")
 FORMAT = 1
@@ -154,7 +154,7 @@ def read_state(folder: Path, config: Config, overridden: list[str]) -> int:
     if refused:
         first = refused[0]
         raise rm.ConfigError(
-            f"{folder} belongs to another run: {listed((key,) for key in refused)} differ ({first}: {shown(then.get(first))} there, "
+            f"{folder} belongs to another run: {listed((key,) for key in refused)} differ ({plain(first)}: {shown(then.get(first))} there, "
             f"{shown(now.get(first))} here); override them with --set to resume anyway"
         )
     return state["next_step"]  # type: ignore[no-any-return]
