@@ -235,6 +235,14 @@ def test_bad_arguments_have_typed_errors_and_change_nothing(gen: rm.Generator, n
     assert fingerprint(gen) == before
 
 
+@pytest.mark.parametrize("prompt", [{"prompt_token_ids": [1, 2]}, {"prompt": "a"}])
+def test_a_prompt_in_vllms_form_says_what_to_give(gen: rm.Generator, prompt: dict[str, Any]) -> None:
+    with pytest.raises(
+        rm.RequestError, match=r"^prompt 1: expected text or token ids, got a dict; give its prompt or prompt_token_ids alone$"
+    ):
+        gen.generate([[1], prompt], PARAMS, use_tqdm=False)
+
+
 class Long(Sequence[Any]):
     """Of one item over and over; whoever asks for more than any list may have asks for all."""
 

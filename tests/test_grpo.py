@@ -353,6 +353,12 @@ def test_malformed_rows_name_file_and_line(row: Any, tokenizer: Any, tmp_path: P
         data.read_jsonl(tmp_path / "x.jsonl", tokenizer)
 
 
+def test_a_line_without_json_is_named(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\nb\n', encoding="utf-8")
+    with pytest.raises(rm.ConfigError, match=r"x.jsonl:2: expected a JSON object, got none: Expecting value"):
+        data.read_jsonl(tmp_path / "x.jsonl", tokenizer)
+
+
 def test_a_line_separator_inside_a_string_ends_no_line(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"prompt": "a\u2028b"}\n\n{"prompt": "c"}\n', encoding="utf-8")
     assert [p.source for p in data.read_jsonl(tmp_path / "x.jsonl", tokenizer)] == ["a\u2028b", "c"]

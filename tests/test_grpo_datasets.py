@@ -142,6 +142,8 @@ def test_a_dataset_that_cannot_be_read_is_named(tokenizer: Any, tmp_path: Path, 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     (tmp_path / "half.parquet").write_bytes(b"PAR1")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/train.jsonl").write_text('{"prompt": "a"', encoding="utf-8")
     os.mkfifo(tmp_path / "pipe.arrow")
     rows = datasets.Dataset.from_list([{"prompt": "ab"}, {"prompt": None}, {"prompt": ""}])
     splits_on_disk(tmp_path / "splits", rows)
@@ -153,6 +155,7 @@ def test_a_dataset_that_cannot_be_read_is_named(tokenizer: Any, tmp_path: Path, 
         (f"{tmp_path}/gone.parquet", rf"^\[data\] .*gone\.parquet: {read}FileNotFoundError: "),
         (f"{tmp_path}/gone", "gone: No such file or directory"),
         (f"{tmp_path}/empty", rf"^\[data\] .*empty: {read}EmptyDatasetError: "),
+        (f"{tmp_path}/bad", rf"^\[data\] .*bad: {read}ArrowInvalid: JSON parse error"),
         (f"{tmp_path}/pipe.arrow", r"pipe\.arrow: expected a file, got a pipe"),
         (f"{tmp_path}/none.parquet", r"none\.parquet: row 1: expected an object with either prompt or messages"),
         (f"{tmp_path}/no_tokens.parquet", r"no_tokens\.parquet: row 1: the prompt has no tokens"),

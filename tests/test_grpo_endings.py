@@ -68,7 +68,7 @@ MOMENTS: dict[str, tuple[Any, str, signal.Signals, str, str]] = {
     "data": (loop, "load_dataset", signal.SIGTERM, "", BEGIN),
     "trainer": (loop, "Trainer", signal.SIGINT, "", BEGIN),
     "generator": (loop, "make_generator", signal.SIGHUP, "", BEGIN),
-    "logs": (loop, "MetricsLog", signal.SIGTERM, "the run has begun", "no checkpoint was written yet: [checkpoint] every says when"),
+    "logs": (loop, "MetricsLog", signal.SIGTERM, "the run has begun", "no step was finished; the same command begins again"),
     "curves": (loop, "draw_curves", signal.SIGTERM, "its last files are written", "to go on from step_000004: {command}"),
     "display": (progress.Display, "__exit__", signal.SIGINT, "", "to go on from step_000004: {command}"),
     "close": (loop.Run, "close", signal.SIGTERM, "the generator is closed", MADE),

@@ -390,7 +390,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_says_so(tmp_path: Path, cap
     assert [line.strip() for line in said if line.startswith("  File ")] == [
         f'File "{tmp_path}/wrong_reward_of_test.py", line {line}, in {name}' for line, name in ((4, "f"), (2, "g"))
     ]
-    assert said[-2:] == ["KeyError: 'oops'", "no checkpoint was written yet: [checkpoint] every says when"]
+    assert said[-2:] == ["KeyError: 'oops'", "no step was finished; the same command begins again"]
 
 
 def leveldb_records(log: bytes) -> Iterator[bytes]:

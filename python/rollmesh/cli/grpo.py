@@ -135,7 +135,9 @@ def _train(args: argparse.Namespace, this: Run, out: Path, interrupts: Interrupt
     def how_to_go_on() -> str:
         found = checkpoint.newest(out)
         if found is None:
-            return "no checkpoint was written yet: [checkpoint] every says when"
+            lines = out / "metrics.jsonl"
+            made = lines.is_file() and lines.stat().st_size
+            return "no checkpoint was written" if made else "no step was finished; the same command begins again"
         return f"to go on from {found.name}: {shlex.join(words)}"
 
     logs = wandb_log(args.wandb, out, this.config) if args.wandb else nullcontext(lambda _: None)

@@ -145,7 +145,7 @@ def read_jsonl(path: Path, tokenizer: Any, chat: bool = False, stage: int = 0) -
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as e:  # no JSON, a number of too many digits, nested too deeply
-            raise rm.ConfigError(f"{path}:{number}: {plain(e)}") from e
+            raise rm.ConfigError(f"{path}:{number}: expected a JSON object, got none: {plain(e)}") from e
         prompts.append(make_prompt(row, tokenizer, chat, stage, f"{path}:{number}"))
     return prompts
 

@@ -53,7 +53,10 @@ def _load(name: str, path: Path, config: str | None, split: str) -> Any:
         return datasets.Dataset.from_file(str(path))
     if any((path / of_save_to_disk).is_file() for of_save_to_disk in ("state.json", "dataset_dict.json")):
         return datasets.load_from_disk(str(path))
-    return datasets.load_dataset(str(path), config, split=split)  # a clone of one of the Hub
+    try:
+        return datasets.load_dataset(str(path), config, split=split)  # a clone of one of the Hub
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise error.__cause__ or error from None  # it does not say what is wrong
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,8 @@ def check_ids(prompt: Any) -> None:
     """Refuses what NumPy would misread (bytes, masked arrays) or read for too long."""
     if isinstance(prompt, BYTES):
         raise RequestError(f"expected text or token ids, got {type(prompt).__name__}")
+    if isinstance(prompt, Mapping):
+        raise RequestError(f"expected text or token ids, got a {type(prompt).__name__}; give its prompt or prompt_token_ids alone")
     if is_masked(prompt):
         raise RequestError("expected a plain array, got a masked one; .filled(value) makes one")
     if says_more_than(prompt, MAX_ITEMS):
