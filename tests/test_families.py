@@ -299,6 +299,14 @@ def test_a_patched_model_gives_the_rollouts_logprobs(family: str, dtype: str, se
 
 
 @pytest.mark.parametrize("family", TRIED)
+def test_a_patch_refuses_an_activation_that_is_not_the_configs(family: str, seed: int) -> None:
+    net = family_models.draw(family, 400, seed, hidden_act="silu").net()
+    net.config.hidden_act = "gelu"
+    with pytest.raises(rm.ConfigError, match=r"act(ivation)?_fn: expected that of hidden_act='gelu', got SiLU"):
+        rm.torch.patch(net)
+
+
+@pytest.mark.parametrize("family", TRIED)
 def test_gradients_are_transformers(family: str, seed: int) -> None:
     model = family_models.draw(family, 500, seed)
     ids = oracle.torch.tensor(helpers.prompts({"vocab_size": model.config.vocab_size}, [50] * 2, seed))
