@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,15 @@ def test_a_model_without_gates_has_no_place_for_one(seed: int) -> None:
         for more in (gate, both):
             with pytest.raises(rm.UnexpectedKeyError, match=rf"{next(iter(more))}: the model's MLPs have no gate"):
                 gen.sync_weights({**model.state, **more}, cast=True)
+
+
+@pytest.mark.parametrize("family, has_others", [("glm4", True), ("glm4", False), ("qwen2", True)])
+def test_a_bias_of_o_is_refused_by_the_option_only_where_that_is_off(family: str, has_others: bool, seed: int) -> None:
+    model = family_models.draw(family, 0, seed, **({"attention_bias": has_others} if family == "glm4" else {}))
+    name = "model.layers.0.self_attn.o_proj.bias"
+    said = f"{name}: the model has no bias there" + ("" if has_others else " (attention_bias=False)")
+    with generator(model) as gen, pytest.raises(rm.UnexpectedKeyError, match=f"{re.escape(said)}$"):
+        gen.sync_weights({**model.state, name: oracle.torch.ones(model.config.hidden_size)}, cast=True)
 
 
 def test_fused_and_turned_rows(seed: int) -> None:
