@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,15 @@ def test_a_model_without_gates_has_no_place_for_one(seed: int) -> None:
                 gen.sync_weights({**model.state, **more}, cast=True)
 
 
+@pytest.mark.parametrize("family, has_others", [("glm4", True), ("glm4", False), ("qwen2", True)])
+def test_a_bias_of_o_is_refused_by_the_option_only_where_that_is_off(family: str, has_others: bool, seed: int) -> None:
+    model = family_models.draw(family, 0, seed, **({"attention_bias": has_others} if family == "glm4" else {}))
+    name = "model.layers.0.self_attn.o_proj.bias"
+    said = f"{name}: the model has no bias there" + ("" if has_others else " (attention_bias=False)")
+    with generator(model) as gen, pytest.raises(rm.UnexpectedKeyError, match=f"{re.escape(said)}$"):
+        gen.sync_weights({**model.state, name: oracle.torch.ones(model.config.hidden_size)}, cast=True)
+
+
 def test_fused_and_turned_rows(seed: int) -> None:
     """GLM-4's q and k, whose neighbours rope turns in a part of each head, in qkv_proj as inference engines hold it, strided and not: the
     digest and the bits of the checkpoint's tensors; an element that is not finite has the index that it has in the sender's tensor."""
@@ -296,6 +306,14 @@ def test_a_patched_model_gives_the_rollouts_logprobs(family: str, dtype: str, se
     sample = out.outputs[0]
     ids = oracle.torch.tensor([[*out.prompt_token_ids.tolist(), *sample.token_ids.tolist()]])
     assert (rm.torch.logprobs(net, ids).logprobs[0, 2:].numpy() == sample.logprobs).all()
+
+
+@pytest.mark.parametrize("family", TRIED)
+def test_a_patch_refuses_an_activation_that_is_not_the_configs(family: str, seed: int) -> None:
+    net = family_models.draw(family, 400, seed, hidden_act="silu").net()
+    net.config.hidden_act = "gelu"
+    with pytest.raises(rm.ConfigError, match=r"act(ivation)?_fn: expected that of hidden_act='gelu', got SiLU"):
+        rm.torch.patch(net)
 
 
 @pytest.mark.parametrize("family", TRIED)

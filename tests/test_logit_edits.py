@@ -277,6 +277,12 @@ def test_score_takes_what_does_not_depend_on_the_output() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- refusals
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_numpy_are_taken_without_a_warning() -> None:
+    given = {"temperature": np.float16(0.5), "repetition_penalty": np.float16(2), "logit_bias": {np.uint8(3): np.float16(-4)}}
+    assert Params(**given) == Params(temperature=0.5, repetition_penalty=2.0, logit_bias={3: -4.0})
+
+
 @pytest.mark.parametrize(
     "changes, said",
     [
@@ -286,6 +292,9 @@ def test_score_takes_what_does_not_depend_on_the_output() -> None:
         ({"frequency_penalty": True}, r"frequency_penalty: expected a number in \[-2, 2\], got True"),
         ({"repetition_penalty": 0.0}, "repetition_penalty: expected a finite float32 > 0, got 0.0"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty: expected a finite float32 > 0, got inf"),
+        ({"repetition_penalty": 1e-38}, "repetition_penalty: expected at least 1.1754943508222875e-38, the smallest normal float"),
+        ({"repetition_penalty": np.float16("inf")}, "repetition_penalty: expected a finite float32 > 0, got .*inf"),
+        ({"logit_bias": {3: np.float16("-inf")}}, "logit_bias: expected a finite float32 for token 3, got .*-inf"),
         ({"repetition_penalty": "1"}, "repetition_penalty: expected a finite float32 > 0, got '1'"),
         ({"logit_bias": 3}, "logit_bias: expected a dict of token ids and numbers, got 3"),
         ({"logit_bias": [3]}, r"logit_bias: expected a dict of token ids and numbers, got 3 in it"),
@@ -317,6 +326,7 @@ def test_what_only_the_generator_can_refuse() -> None:
             (bare, {"logit_bias": {151: 1.0}}, r"logit_bias\[0\] = 151 is not in \[0, 151\)"),
             (bare, {"allowed_token_ids": [0, 151]}, r"allowed_token_ids: expected token ids in \[0, 151\), got 151"),
             (bare, {"allowed_token_ids": [2, 3], "stop_token_ids": [3], "min_tokens": 1}, "may be drawn before min_tokens=1, got none"),
+            (bare, {"logit_bias": {3: 1.0}, "stop_token_ids": [151], "min_tokens": 1}, r"stop_token_ids\[0\] = 151 is not in \[0, 151\)"),
             (gen, {"allowed_token_ids": [3], "bad_words": letter(3)}, "expected a token that may be drawn, got none"),
             (gen, {"bad_words": ["\u0100"]}, "bad_words: expected words of at least one token, got 'Ā'"),
         ):

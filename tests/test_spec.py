@@ -165,7 +165,10 @@ ABSURD: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": -1.0}}, "attention_factor"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}}, "rope_theta=1"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "head_dim": 2}, "head_dim=2"),
-    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}}, "short_factor"),
+    (
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}},
+        "short_factor: expected 8 entries, half of the elements of a head that rope turns, got 7",
+    ),
     ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7 + [0.0]}}, r"long_factor\[7\]"),
     ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8}}, "long_factor"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}}, "high_freq_factor=4"),

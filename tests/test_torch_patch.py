@@ -13,6 +13,7 @@ import gc
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -654,6 +655,33 @@ def fsdp_rank(rank: int, store: str) -> None:
     sys.stdout.write("OK\n")
     sys.stdout.flush()
     os._exit(0)  # torch's threads of Gloo may call std::terminate while the interpreter ends
+
+
+SHARDED = """
+    import os
+    import sys
+    import helpers
+    import torch
+    import rollmesh as rm
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    for around in (False, True):
+        model = rm.torch.patch(helpers.hf_model(helpers.CASES_BY_NAME["dense"]))
+        whole = fully_shard(torch.nn.Sequential(model) if around else model)
+        used = [(whole(torch.tensor([[1, 2, 3]])), rm.torch.weight_use(model))[1][:2] for _ in range(2)]
+        assert used == [(0, 0), (0, 0)], (around, used)
+    sys.stdout.write("OK\\n")
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+def test_a_model_sharded_as_a_whole_keeps_no_packed_weights() -> None:
+    """Its layers are not sharded by themselves. FSDP2 gathers weights into memory that may be where an earlier pass had it, uncounted."""
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(SHARDED)], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert ran.stdout == "OK\n", ran.stderr
 
 
 @pytest.mark.full

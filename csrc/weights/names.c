@@ -277,7 +277,8 @@ static rm_code no_place(const rm_params *params, const char *name, const spellin
   if (numbers[1] >= 0 && spec->layers[numbers[0]].is_moe && numbers[1] >= spec->n_experts)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: expert %d; the model has %lld", name, numbers[1], (long long)spec->n_experts);
   if (s->kind >= RM_P_Q_BIAS && s->kind <= RM_P_O_BIAS)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model has no bias there%s", name, spec->o_bias ? "" : " (attention_bias=False)");
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model has no bias there%s", name,
+                   spec->attention_bias ? "" : " (attention_bias=False)");   // some families have none of o whatever it says
   if (s->kind == RM_P_Q_NORM || s->kind == RM_P_K_NORM)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model does not norm q and k", name);
   if (s->kind >= RM_P_INPUT_NORM && s->kind <= RM_P_POST_MLP_NORM)

@@ -268,7 +268,7 @@ def _number(name: str, value: Any, low: float, *, strict: bool = False) -> float
 def _factors(name: str, value: Any, count: int) -> tuple[float, ...]:
     if not isinstance(value, (list, tuple)) or len(value) != count:
         seen = len(value) if isinstance(value, (list, tuple)) else shown(value)
-        raise ConfigError(f"{name}: expected head_dim/2={count} entries, got {seen}")
+        raise ConfigError(f"{name}: expected {count} entries, half of the elements of a head that rope turns, got {seen}")
     return tuple(_number(f"{name}[{i}]", v, 0, strict=True) for i, v in enumerate(value))
 
 

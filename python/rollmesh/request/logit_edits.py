@@ -45,7 +45,7 @@ def logit_edits(params: SamplingParams, codec: TextCodec | None, vocab_size: int
     allowed[[word[0] for word in words if len(word) == 1]] = False
     free = allowed.copy()
     if params.min_tokens:
-        free[list(ends)] = False
+        free[[token for token in ends if token < vocab_size]] = False  # the engine names one that is not
     if not free.any():
         before = f" before min_tokens={params.min_tokens}" if params.min_tokens else ""
         raise RequestError(f"expected a token that may be drawn{before}, got none: allowed_token_ids, bad_words and stop tokens leave none")

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rollmesh.errors import RequestError
 from rollmesh.runtime.arguments import MAX_TOKENS, REAL, items_of
 from rollmesh.runtime.messages import shown
@@ -73,9 +75,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_INT32)
         self._real("temperature", 0.0, MAX_FLOAT32, "a finite float32 >= 0")
-        self._real("top_p", 0.0, 1.0, "a number in (0, 1]")
-        if not self.top_p > 0.0:
-            raise RequestError(f"top_p: expected a number in (0, 1], got {shown(self.top_p)}")
+        self._real("top_p", 0.0, 1.0, "a number in (0, 1]", is_positive=True)
         self._real("min_p", 0.0, 1.0, "a number in [0, 1]")
         self._integer("top_k", -1, MAX_INT32)
         if self.top_k == 0:  # vLLM takes 0 as "all" too
@@ -95,9 +95,7 @@ class SamplingParams:
                 raise RequestError(f"{name}: expected a bool, got {shown(getattr(self, name))}")
         self._real("presence_penalty", -2.0, 2.0, "a number in [-2, 2]")
         self._real("frequency_penalty", -2.0, 2.0, "a number in [-2, 2]")
-        self._real("repetition_penalty", 0.0, MAX_FLOAT32, "a finite float32 > 0")
-        if not self.repetition_penalty > 0.0:
-            raise RequestError(f"repetition_penalty: expected a finite float32 > 0, got {shown(self.repetition_penalty)}")
+        self._real("repetition_penalty", 0.0, MAX_FLOAT32, "a finite float32 > 0", is_positive=True)
         object.__setattr__(self, "logit_bias", self._bias())
         object.__setattr__(self, "bad_words", self._strings("bad_words"))
         object.__setattr__(self, "allowed_token_ids", None if self.allowed_token_ids is None else self._ids("allowed_token_ids"))
@@ -120,12 +118,13 @@ class SamplingParams:
             raise RequestError(f"{name}: expected an integer in [{low}, {high}], got {shown(value)}")
         object.__setattr__(self, name, int(value))
 
-    def _real(self, name: str, low: float, high: float, expected: str) -> None:
+    def _real(self, name: str, low: float, high: float, expected: str, *, is_positive: bool = False) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, REAL) or not low <= value <= high:
+        if not _is_within(value, low, high) or (is_positive and value == 0.0):
             raise RequestError(f"{name}: expected {expected}, got {shown(value)}")
         if value != 0.0 and -MIN_FLOAT32 < value < MIN_FLOAT32:
-            raise RequestError(f"{name}: expected 0 or at least {MIN_FLOAT32}, the smallest normal float32, got {shown(value)}")
+            least = f"{'' if is_positive else '0 or '}at least {MIN_FLOAT32}"
+            raise RequestError(f"{name}: expected {least}, the smallest normal float32, got {shown(value)}")
         object.__setattr__(self, name, float(value))
 
     def _strings(self, name: str) -> tuple[str, ...]:
@@ -155,7 +154,7 @@ class SamplingParams:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise RequestError(f"logit_bias: expected a dict of token ids and numbers, got {shown(pair)} in it")
             token, value = _token_id("logit_bias", pair[0]), pair[1]
-            if isinstance(value, bool) or not isinstance(value, REAL) or not -MAX_FLOAT32 <= value <= MAX_FLOAT32:
+            if not _is_within(value, -MAX_FLOAT32, MAX_FLOAT32):
                 raise RequestError(f"logit_bias: expected a finite float32 for token {token}, got {shown(value)}")
             if token in biases:
                 raise RequestError(f"logit_bias: expected each token id once, got {token} twice")
@@ -176,6 +175,14 @@ _NO_EDITS = {
 def logit_edit_names(params: SamplingParams) -> list[str]:
     """The fields by which logits change before a draw."""
     return [name for name, value in _NO_EDITS.items() if getattr(params, name) != value]
+
+
+def _is_within(value: Any, low: float, high: float) -> bool:
+    if isinstance(value, bool) or not isinstance(value, REAL):
+        return False
+    if isinstance(value, np.floating):  # beside a float16 the bounds would become float16 too, and infinite
+        value = float(value)
+    return bool(low <= value <= high)
 
 
 def _token_id(name: str, token: Any) -> int:

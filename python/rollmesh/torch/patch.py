@@ -286,7 +286,7 @@ class _Base(_Part):
             rows = patch.wanted.rows = rows.without_last()
             if not rows.num_rows:
                 raise RequestError("input_ids: expected a sequence of at least 2 tokens, got 1 token in each")
-        patch.kept.begin(any(hasattr(module, "unshard") for module in me.modules()))
+        patch.kept.begin(any(map(_is_sharded, me.modules())))
         ids = rows.pick(input_ids)
         if not 0 <= int(ids.min()) <= int(ids.max()) < patch.spec.vocab_size:
             raise RequestError(f"input_ids: expected tokens in [0, {patch.spec.vocab_size}), got {int(ids.min())} to {int(ids.max())}")
@@ -336,6 +336,11 @@ def _patched(cls: Any, by: Any) -> type:
     return type(cls.__name__, (by, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_rollmesh_base": cls})
 
 
+def _is_sharded(module: Any) -> bool:
+    """Whether fully_shard was called with the module, or with one around it, which marks all that it manages."""
+    return hasattr(module, "unshard") or getattr(module, "_is_fsdp_managed_module", False)
+
+
 def _new_part(cls: Any, by: Any) -> Any:
     return object.__new__(_patched(cls, by))
 
@@ -371,8 +376,10 @@ def _check_parts_by_config(inner: Any, spec: ModelSpec) -> None:
             seen = getattr(module, constant, None)
             if isinstance(seen, (int, float)) and seen != value:  # peft's layers have a `scaling` too, a dict
                 raise ConfigError(f"{name}.{constant}: expected {value}, as the config says, got {shown(seen)}")
-        if (act := getattr(module, "act_fn", None)) is not None and type(act) is not type(ACT2FN[inner.config.hidden_act]):
-            raise ConfigError(f"{name}.act_fn: expected that of hidden_act={inner.config.hidden_act!r}, got {shown(act)}")
+        for act_name in ("act_fn", "activation_fn"):  # the latter is GLM-4's
+            act = getattr(module, act_name, None)
+            if act is not None and type(act) is not type(ACT2FN[inner.config.hidden_act]):
+                raise ConfigError(f"{name}.{act_name}: expected that of hidden_act={inner.config.hidden_act!r}, got {shown(act)}")
 
 
 # ---------------------------------------------------------------------------------------------- public
