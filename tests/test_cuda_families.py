@@ -22,6 +22,7 @@ pytest.importorskip("torch", reason="the models are transformers'")
 family_models = importlib.import_module("family_models")
 test_families = importlib.import_module("test_families")
 QUICK = {"olmoe", "glm4_moe", "qwen2_moe", "arcee"}  # norms over all heads; groups, a shared expert, half heads; its switch; no gate
+WITH_EXPERTS = QUICK - {"arcee"}
 
 
 def generator(model: Any, **options: Any) -> rm.Generator:
@@ -72,6 +73,8 @@ def test_a_mesh_of_devices_gives_one_ranks_bits(family: str, seed: int) -> None:
     with generator(model, dtype="bfloat16") as gen:
         want = told(gen)
     for mesh, options in MESHES:
+        if mesh.ep > 1 and family not in WITH_EXPERTS:
+            continue
         with generator(model, dtype="bfloat16", device="cuda", mesh=mesh, **options) as gen:
             assert told(gen) == want, (mesh, options)
 
@@ -87,7 +90,7 @@ def test_a_mesh_of_devices_gives_one_ranks_bits(family: str, seed: int) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("family", sorted(QUICK))
+@pytest.mark.parametrize("family", sorted(WITH_EXPERTS))
 def test_ranks_replay_captured_graphs(make: Make, family: str, mesh: rm.Mesh, options: dict[str, Any], seed: int) -> None:  # noqa: F811
     """Over NCCL or its stand-in. A replayed step of four rows a replica moves the bytes of rollmesh.distributed.traffic."""
     model, found = test_families.cut(family, seed), []

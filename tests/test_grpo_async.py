@@ -478,8 +478,7 @@ def test_each_line_has_the_shares(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- long ones
-@pytest.mark.full
-@pytest.mark.parametrize("level, steps", [(1, 80), (2, 100)])
+@pytest.mark.parametrize("level, steps", [full(1, 80), pytest.param(2, 100, marks=pytest.mark.slow)])
 def test_it_learns_from_rollouts_that_are_behind(level: int, steps: int, tmp_path: Path) -> None:
     """As tests/test_grpo_learning.py has it at level 0, where 0.5 is asked for after 80 steps; level 2 needs some more."""
     changes = [f"rollout.async_level={level}", f"train.steps={steps}", f"eval.every={steps}"]

@@ -97,7 +97,7 @@ class Kernels(Structure):
         ("before", c_void_p * 3),
         ("gemm", CFUNCTYPE(None, POINTER(cuda_device.Context), POINTER(Gemm))),
         ("gemm_swiglu", CFUNCTYPE(None, POINTER(cuda_device.Context), POINTER(Gemm))),
-        ("between", c_void_p * 12),
+        ("between", c_void_p * 13),
         ("pack", CFUNCTYPE(None, POINTER(cuda_device.Context), POINTER(Pack))),
     )
 
