@@ -17,7 +17,7 @@ import helpers
 import marks
 import numpy as np
 import pytest
-from marks import full
+from marks import full, some
 
 import rollmesh as rm
 from rollmesh.model.families import FAMILIES, Family
@@ -27,6 +27,8 @@ oracle, family_models = importlib.import_module("oracle"), importlib.import_modu
 LOGITS_BOUND = 2e-4
 MARGIN = 1e-5
 TRIED = list(family_models.FAMILIES)
+LIKE_OTHERS = {"mistral", "qwen2", "qwen3", "olmoe"}  # others have their features
+SOME = some(TRIED, lambda family: family not in LIKE_OTHERS)
 LIMITS = {**helpers.SMALL, "max_model_len": 256}
 
 
@@ -67,7 +69,7 @@ def compare(gen: rm.Generator, model: Any, number: int, seed: int) -> tuple[int,
 
 
 @pytest.mark.parametrize("part", [0, *(full(part) for part in range(1, 7))])
-@pytest.mark.parametrize("family", TRIED)
+@pytest.mark.parametrize("family", SOME)
 def test_logits_of_random_configs(family: str, part: int, seed: int, request: pytest.FixtureRequest) -> None:
     rows = skipped = 0
     for number in range(3 * part, 3 * part + 3):
@@ -79,7 +81,7 @@ def test_logits_of_random_configs(family: str, part: int, seed: int, request: py
     assert skipped <= 0.01 * rows
 
 
-@pytest.mark.parametrize("family", TRIED)
+@pytest.mark.parametrize("family", SOME)
 def test_logits_with_the_familys_own_features(family: str, seed: int) -> None:
     """Those of `cuttable`, which no seed leaves out."""
     model = cut(family, seed)
@@ -143,7 +145,7 @@ def test_what_glm4_moe_refuses(changes: dict[str, Any], message: str, seed: int)
         rm.ModelSpec.from_hf(fields | changes)
 
 
-@pytest.mark.parametrize("family", TRIED)
+@pytest.mark.parametrize("family", SOME)
 def test_bfloat16_is_no_further_from_the_truth(family: str, seed: int) -> None:
     model = family_models.draw(family, 100, seed, vocab_size=200)
     model.state = {name: x if name.endswith("correction_bias") else x.bfloat16().float() for name, x in model.state.items()}
@@ -158,7 +160,7 @@ def test_bfloat16_is_no_further_from_the_truth(family: str, seed: int) -> None:
     assert np.median(our_error) > 1e-4  # bfloat16 did compute
 
 
-@pytest.mark.parametrize("family", TRIED)
+@pytest.mark.parametrize("family", SOME)
 def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: int) -> None:
     """What save_pretrained writes, names and config.json, gives the digest of the module's state dict."""
     model = family_models.draw(family, 200, seed)
@@ -212,7 +214,7 @@ def meshes(experts: bool) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", full("float32")])
-@pytest.mark.parametrize("family", TRIED)
+@pytest.mark.parametrize("family", SOME)
 def test_bits_are_those_of_one_rank(family: str, dtype: str, seed: int) -> None:
     """Over instruction sets, chunks and meshes: 0 differ, digest of the weights included."""
     model = cut(family, seed)
@@ -296,7 +298,7 @@ def test_fused_and_turned_rows(seed: int) -> None:
 
 # ---------------------------------------------------------------------------------------------- the trainer
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", TRIED)
+@pytest.mark.parametrize("family", SOME)
 def test_a_patched_model_gives_the_rollouts_logprobs(family: str, dtype: str, seed: int) -> None:
     model = family_models.draw(family, 400, seed)
     net = rm.torch.patch(model.net(dtype))
@@ -316,7 +318,7 @@ def test_a_patch_refuses_an_activation_that_is_not_the_configs(family: str, seed
         rm.torch.patch(net)
 
 
-@pytest.mark.parametrize("family", TRIED)
+@pytest.mark.parametrize("family", SOME)
 def test_gradients_are_transformers(family: str, seed: int) -> None:
     model = family_models.draw(family, 500, seed)
     ids = oracle.torch.tensor(helpers.prompts({"vocab_size": model.config.vocab_size}, [50] * 2, seed))

@@ -62,7 +62,7 @@ def pairs(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "config, options",
-    [("qwen3_moe_debug", pairs), full("qwen3_moe_debug", lambda folder: SHORT), full(FAMILIES[0], pairs), full(FAMILIES[2], pairs)],
+    [full("qwen3_moe_debug", pairs), full("qwen3_moe_debug", lambda folder: SHORT), full(FAMILIES[0], pairs), full(FAMILIES[2], pairs)],
     ids=["pairs", "main", FAMILIES[0], FAMILIES[2]],  # Qwen2 is slower in the first steps: the slow test below has it
 )
 def test_it_learns_from_rewards(config: str, options: Callable[[Path], list[str]], tmp_path: Path, request: pytest.FixtureRequest) -> None:
