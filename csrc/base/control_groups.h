@@ -10,12 +10,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
-double rm_cpu_quota(const char *root);    // the smallest quota, in cores; INFINITY: none
-int rm_usable_cores(const char *root);    // cores of the affinity mask, at most the quota rounded down; at least 1
+double rm_cpu_quota(const char *root); // the smallest quota, in cores; INFINITY: none
+int rm_usable_cores(const char *root); // cores of the affinity mask, at most the quota rounded down; at least 1
 
 typedef struct rm_group_memory {
-  uint64_t inode;      // of the group's limit; identifies it on this machine
-  size_t available;    // bytes up to its limit; cached pages of files that were not used lately count as available
+  uint64_t inode; // of the group's limit; identifies it on this machine
+  size_t available; // bytes up to its limit; cached pages of files that were not used lately count as available
 } rm_group_memory;
 typedef void (*rm_group_memory_fn)(void *arg, rm_group_memory group);
-void rm_each_memory_limit(const char *root, rm_group_memory_fn visit, void *arg);    // of each group that has one; a group may come twice
+void rm_each_memory_limit(const char *root, rm_group_memory_fn visit, void *arg); // of each group that has one; a group may come twice
