@@ -147,6 +147,8 @@ def result(out: Path) -> dict[str, Any]:
     if (rollouts := "trainer/rollouts.safetensors") in files:
         tensors = load_file(folder / rollouts)
         files[rollouts] = {name: (x.dtype.str, x.shape, x.tobytes()) for name, x in tensors.items() if not name.endswith(":seconds")}
+        state = json.loads(files["trainer/state.json"])
+        files["trainer/state.json"] = state | {"sha256": {**state["sha256"], rollouts: "of seconds too"}}
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     metrics = [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
     return {**files, "step": folder.name, "metrics.jsonl": metrics, "completions.jsonl": (out / "completions.jsonl").read_bytes()}

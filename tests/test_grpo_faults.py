@@ -497,6 +497,26 @@ def test_a_checkpoint_cut_in_half_is_named(name: str, message: str, whole: Path,
         loop.prepare(config.load(DENSE, SMALL), folder)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer/optimizer.safetensors"])
+def test_a_flipped_bit_of_a_checkpoint_is_named(name: str, whole: Path, tmp_path: Path) -> None:
+    """The lowest bit of a number is another number that looks as good. A checkpoint without digests is an older one."""
+    folder = tmp_path / "step_000004"
+    shutil.copytree(whole / "checkpoints/step_000004", folder)
+    content = bytearray((folder / name).read_bytes())
+    content[-4] ^= 1
+    (folder / name).write_bytes(content)
+    with pytest.raises(rm.FormatError, match=rf"{name}: expected the file that was written, of SHA-256 '\w+' in .*; it was changed"):
+        loop.prepare(config.load(DENSE, SMALL), folder)
+    state = json.loads((folder / "trainer/state.json").read_text())
+    for wrong, message in (([], "expected sha256, a table, got"), ({**state["sha256"], "a": 1}, "a: expected the file that was written")):
+        edit_state(folder, sha256=wrong)
+        with pytest.raises(rm.FormatError, match=message):
+            checkpoint.verify(folder)
+    del state["sha256"]
+    (folder / "trainer/state.json").write_text(json.dumps(state))
+    checkpoint.verify(folder)
+
+
 def edit_state(folder: Path, **changes: Any) -> None:
     file = folder / "trainer/state.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))

@@ -3,7 +3,7 @@
     DIR/checkpoints/step_000120/
       config.json, model.safetensors, tokenizer files   a Hugging Face folder: `rollmesh generate` and transformers read it
       trainer/optimizer.safetensors                     AdamW's moments and step by parameter, torch's random state
-      trainer/state.json                                next step, the run's configuration
+      trainer/state.json                                next step, the run's configuration, SHA-256 of each safetensors file
       trainer/rollouts.safetensors                      with [rollout] async_level = N: the N batches that are generated already
 
 A folder is written under another name and renamed when complete; then the oldest are removed. So a killed run or a full disk leaves no
@@ -15,6 +15,7 @@ are stored too; a run with other options generates them anew. A run that goes ba
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -102,8 +103,33 @@ def _write(folder: Path, trainer: Trainer, tokenizer: Any, config: Config, next_
     save_file({**tensors, "rng": torch.get_rng_state()}, str(folder / "trainer/optimizer.safetensors"))
     if rollouts:
         save_rollouts(rollouts, folder / ROLLOUTS)
-    state = {"format": FORMAT, "next_step": next_step, "rollouts": len(rollouts), "config": config.as_dict()}
+    state = {"format": FORMAT, "next_step": next_step, "rollouts": len(rollouts), "sha256": _digests(folder), "config": config.as_dict()}
     (folder / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    found = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        with path.open("rb") as file:
+            found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def verify(folder: Path) -> None:
+    """FormatError: a safetensors file is not the one that was written. A bit that is another would make another run, and nothing would
+    say so. Checkpoints of older versions do not tell."""
+    wanted = _read(folder).get("sha256")
+    if wanted is None:
+        return
+    if not isinstance(wanted, dict):
+        raise rm.FormatError(f"{folder / STATE}: expected sha256, a table, got {shown(wanted)}")
+    found = _digests(folder)
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise rm.FormatError(
+                f"{folder / name}: expected the file that was written, of SHA-256 {shown(wanted.get(name))} in {STATE}, "
+                f"got {shown(found.get(name))}; it was changed or damaged since"
+            )
 
 
 def _order(folder: Path) -> tuple[int, str]:

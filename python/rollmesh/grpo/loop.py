@@ -101,6 +101,7 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
     trainer = Trainer(config, tokenizer, folder)
     if folder:
         checkpoint.load_optimizer(folder, trainer)
+        checkpoint.verify(folder)  # what cannot be read is named by its reader
     generator = make_generator(config, trainer.model.config, tokenizer, comm)
     if isinstance(generator, rm.Generator):
         generator.follow()
