@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -49,6 +50,18 @@ def torch_as_it_was() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture
+def plain_signals() -> Iterator[None]:
+    """Whoever started this process may have had some ignored: a shell what runs in its background, nohup."""
+    from rollmesh.grpo.interrupts import SIGNALS
+
+    before = [(number, signal.signal(number, signal.SIG_DFL)) for number in SIGNALS]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
 
 
 # The files that take longest, the longest first: where two workers of pytest-xdist share the files, none is left with a long one.

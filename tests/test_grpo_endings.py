@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,16 +33,6 @@ from rollmesh.grpo import config, loop, metrics, progress
 
 SETS = [word for change in SMALL for word in ("--set", change)]
 pytestmark = pytest.mark.usefixtures("torch_as_it_was", "plain_signals")
-
-
-@pytest.fixture
-def plain_signals() -> Iterator[None]:
-    """Whoever started this process may have had some ignored: a shell what runs in its background, nohup."""
-    before = [(number, signal.signal(number, signal.SIG_DFL)) for number in SIGNALS]
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    for number, handler in before:
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -262,6 +261,7 @@ def test_an_async_reward_that_misbehaves_is_named(body: str, message: str, tmp_p
         assert sys.modules[name].ended == [1]
 
 
+@pytest.mark.usefixtures("plain_signals")
 @pytest.mark.parametrize("loop_handles_it", [False, True])
 def test_an_interrupt_ends_async_rewards(loop_handles_it: bool, tmp_path: Path) -> None:
     """They are cancelled, at the latest when the run is closed."""
@@ -272,12 +272,8 @@ def test_an_interrupt_ends_async_rewards(loop_handles_it: bool, tmp_path: Path) 
     )
     name = f"interrupted_{loop_handles_it}_of_test"
     several = reward(tmp_path, code, name)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell has put into the background ignores it
-    try:
-        with pytest.raises(KeyboardInterrupt) as caught, Interrupts() if loop_handles_it else nullcontext():
-            judged(several)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt) as caught, Interrupts() if loop_handles_it else nullcontext():
+        judged(several)
     assert caught.value.__notes__ == [f"reward {name}:f ran"]
     assert sys.modules[name].ended == [1]
 

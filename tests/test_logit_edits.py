@@ -13,6 +13,7 @@ from typing import Any
 import helpers
 import numpy as np
 import pytest
+import test_kept_tokens
 from marks import full
 from numpy.typing import NDArray
 
@@ -198,16 +199,7 @@ def test_a_neutral_setting_is_none() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- ways that an output comes
-OTHERS: dict[str, dict[str, Any]] = {
-    "chunks": {"max_num_batched_tokens": 7, "threads": 2},
-    "small batches": {"max_num_seqs": 2, "block_size": 32},
-    "preempted": {"kv_cache_gib": 13.5 * 2 * 2 * 16 * 48 * 4 / 2**30},
-    "prefix cache": {"enable_prefix_caching": True},
-    "tp 2": {"mesh": rm.Mesh(tp=2)},
-    "dp 2": {"mesh": rm.Mesh(dp=2)},
-    "tp 2, dp 2": {"mesh": rm.Mesh(tp=2, dp=2)},
-    **{isa: {"isa": isa} for isa in ops.available_isas() if isa != ops.best_isa()},
-}
+OTHERS = test_kept_tokens.OTHERS | {isa: {"isa": isa} for isa in ops.available_isas() if isa != ops.best_isa()}
 
 
 @pytest.mark.parametrize("way", OTHERS)

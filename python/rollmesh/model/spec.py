@@ -65,8 +65,9 @@ _UNSUPPORTED = {
     "mlp_bias": "biases of the MLP",
 }
 # transformers' names of the activations.
-_HIDDEN_ACT = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-_HIDDEN_ACT["relu2"] = "relu2"
+_HIDDEN_ACT = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
+}  # fmt: skip
 _READ = _USED | _keys(" ".join(f"{family.keys} {family.inert}" for family in FAMILIES.values()))
 _PLAIN = (type(None), bool, int, float, str, list, tuple, Mapping)
 

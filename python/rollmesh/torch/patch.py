@@ -142,24 +142,24 @@ class Patch:
         weights, sources = weights_of(modules)
         return weights, self.kept.get(key, sources, lambda out: packing.pack_rows(weights, self.dtype, how, out))
 
-    def in_halves(self, qkv: list[Tensor]) -> list[Tensor]:
-        """Weights or biases of q, k and v, with rows of q and k in the order that the kernels turn."""
+    def in_halves(self, qkv: list[Tensor], turned: int) -> list[Tensor]:
+        """Weights or biases of q, k and v, with rows of q and k in the order that the kernels turn: the first `turned` of each head."""
         spec = self.spec
         if not FAMILIES[spec.model_type].rope_neighbours:
             return qkv
-        turned = 2 * len(spec.rope(self.max_model_len)[0])
         return [*(pairs_apart(each, spec.head_dim, turned) for each in qkv[:2]), qkv[2]]
 
     # ---------------------------------------------------------------------------------------- a pass
     def attend(self, attention: Any, index: int, x: Tensor, rows: Sequences, how: How) -> Tensor:
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+        cos, sin = self.rope(rows, x.device)
+        turned = 2 * cos.shape[1]
         weights, sources = weights_of(qkv)
-        weights = self.in_halves(weights)
+        weights = self.in_halves(weights, turned)
         packed = self.kept.get((index, "qkv"), sources, lambda out: packing.pack_rows(weights, self.dtype, how, out))
-        bias = None if base_of(qkv[0]).bias is None else torch.cat(self.in_halves([base_of(module).bias for module in qkv]))
+        bias = None if base_of(qkv[0]).bias is None else torch.cat(self.in_halves([base_of(m).bias for m in qkv], turned))
         made = functions.linear(x, *weights, bias=bias, packed=packed, how=how)
         q_norm, k_norm = (None if self.spec.qk_norm == "none" else norm_weight_of(getattr(attention, n)) for n in ("q_norm", "k_norm"))
-        cos, sin = self.rope(rows, x.device)
         turn = (cos, sin) if self.spec.rope_layers[index] else (cos[:, :0], sin[:, :0])
         attended = functions.attention(made, q_norm, k_norm, turn, rows, self.heads[index], how=how)
         weights, packed = self.rows_of((index, "o"), [attention.o_proj], how)
