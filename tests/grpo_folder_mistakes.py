@@ -282,6 +282,10 @@ def run_folder(r: random.Random, trial: Path) -> Case:
     return case
 
 
+MAY_CHANGE = {"train.steps", "train.gradient_checkpointing", "generator.threads", "generator.engine"}
+MAY_CHANGE |= {"rollout.log_completions", "rollout.num_completions_to_print"}
+
+
 def state(r: random.Random, out: Path, folder: Path) -> Case:
     file = folder / "trainer/state.json"
     table = json.loads(file.read_text())
@@ -301,14 +305,7 @@ def state(r: random.Random, out: Path, folder: Path) -> Case:
         return Case("state.json: bytes", "same" if same else "refused" if b"{" not in text[:1] else "either", (*names, "[train] steps"))
     if how == "config":
         section = r.choice([n for n in TOML if n not in ("seed", "eval", "checkpoint")])
-        key = r.choice(
-            [
-                k
-                for k in table["config"][section]
-                if (section, k)
-                not in {("train", "steps"), ("rollout", "log_completions"), ("generator", "threads"), ("generator", "engine")}
-            ]
-        )
+        key = r.choice([k for k in table["config"][section] if f"{section}.{k}" not in MAY_CHANGE])
         if table["config"][section][key] == (value := junk(r)):
             value = "another"
         table["config"][section][key] = 0.5 if is_number(value) and abs(value) >= 10**400 else value

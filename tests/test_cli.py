@@ -1,15 +1,18 @@
-"""The command line, in processes of its own, on tiny shapes: what it prints, its exit status, and what it refuses in words."""
+"""The command line on tiny shapes: what it prints, its exit status, and what it refuses in words. Each command is a program of its own
+once; what else is asked of it, the function behind it, without the seconds of an import of torch."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,13 +30,26 @@ SMALL = ["--kv-cache-gib", "0.01", "--threads", "1"]
 NO_GPU = "none found (nvidia-smi is absent or sees none)"
 
 
-def rollmesh(*args: object, status: int = 0, cwd: Path | None = None) -> str:
-    """Standard output of `python -m rollmesh args`; standard error where a failure is expected."""
-    done = subprocess.run(
-        [sys.executable, "-m", "rollmesh", *map(str, args)], capture_output=True, text=True, timeout=240, check=False, cwd=cwd
-    )
-    assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stderr if status else done.stdout
+def program(*args: object, cwd: Path | None = None) -> str:
+    """Standard output of `python -m rollmesh args`."""
+    command = [sys.executable, "-m", "rollmesh", *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=cwd)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def rollmesh(*args: object, status: int = 0) -> str:
+    """Standard output of `rollmesh args`, run in this process; standard error where a failure is expected."""
+    from rollmesh.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            got: object = main([str(arg) for arg in args])
+        except SystemExit as ended:  # of argparse
+            got = ended.code
+    assert got == status, f"exit status {got}\n{out.getvalue()}\n{err.getvalue()}"
+    return err.getvalue() if status else out.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +80,7 @@ def test_the_packages_names_are_there() -> None:
 def test_doctor_says_what_was_chosen_and_what_is_missing() -> None:
     from helpers import tiny_spec
 
-    text = rollmesh("doctor")
+    text = program("doctor")
     with rm.Generator(tiny_spec(), kv_cache_gib=0.001, max_model_len=16) as generator:
         isa = generator.metrics()["isa"]
     assert f"chosen         {isa}: " in text
@@ -228,7 +244,7 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
 
 def test_plan_of_the_full_size_config() -> None:
     """Qwen3-30B-A3B has 30,532,122,624 parameters (its safetensors index says 61,064,245,248 bytes of bfloat16)."""
-    text = rollmesh("plan", ROOT / "configs/qwen3_30b_a3b.toml")
+    text = program("plan", ROOT / "configs/qwen3_30b_a3b.toml")
     assert "30,532,122,624 parameters" in text
     assert "KV of a token                        96.00 KiB" in text
     sharded = rollmesh("plan", ROOT / "configs/qwen3_30b_a3b.toml", "--tp", 8, "--ep", 8)
@@ -255,7 +271,7 @@ def test_plan_counts_what_the_engine_stores() -> None:
 
 def test_generate_with_random_weights_is_reproducible() -> None:
     args = ("generate", MOE, "ab=", "xyz=", "--random", "--json", "-n", 2, "--max-tokens", 5, *SMALL)
-    rows = [json.loads(line) for line in rollmesh(*args).splitlines()]
+    rows = [json.loads(line) for line in program(*args).splitlines()]
     assert [(len(r["token_ids"]), len(r["logprobs"]), r["index"]) for r in rows] == [(5, 5, 0), (5, 5, 1)] * 2
     assert all(len(r["text"]) <= 5 for r in rows)
     assert rows == [json.loads(line) for line in rollmesh(*args).splitlines()]
@@ -318,14 +334,15 @@ def test_generate_from_a_folder_equals_transformers(tmp_path: Path) -> None:
 
 
 def test_bench_prints_figures() -> None:
-    lines = rollmesh("bench", MOE, "--batch", 1, 4, "--prefill", 32, *SMALL).splitlines()
+    lines = program("bench", MOE, "--batch", 1, 4, "--prefill", 32, *SMALL).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["sync", "prefill", "decode", "decode"]
     assert all(float(line.split()[1].replace(",", "")) > 0 for line in lines[1:])
 
 
+@pytest.mark.usefixtures("torch_as_it_was")
 def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
     small = ["--set", "rollout.prompts=4", "--set", "rollout.samples=4", "--set", "eval.prompts=8", "--set", "generator.kv_cache_gib=0.01"]
-    out = rollmesh("grpo", MOE, "--seed", 3, "--set", "train.steps=1", *small, cwd=tmp_path)
+    out = program("grpo", MOE, "--seed", 3, "--set", "train.steps=1", *small, cwd=tmp_path)
     assert "step 0/1  reward" in out
     assert "held-out reward" in out
     folder = tmp_path / "runs/qwen3_moe_debug-1"

@@ -67,6 +67,7 @@ def kill(native: Build, config: pytest.Config, *arguments: str) -> None:
     note(config, " ".join(["shm", *arguments]), printed)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", [1, 2])
 def test_planted_survivors_are_seen(native: Build, fault: int) -> None:
     """1: the rank is stopped and not killed; 2: a file stays behind."""
@@ -79,6 +80,7 @@ def test_a_killed_rank_is_named(native: Build, pytestconfig: pytest.Config, seed
     kill(native, pytestconfig, "--kills", str(kills), "--seed", str(seed))
 
 
+@pytest.mark.full
 def test_a_killed_rank_is_named_without_pidfds(native: Build, pytestconfig: pytest.Config) -> None:
     kill(native, pytestconfig, "--kills", "4", "--without-pidfd", "1")
 

@@ -82,10 +82,10 @@ def test_a_mesh_of_devices_gives_one_ranks_bits(family: str, seed: int) -> None:
 @pytest.mark.parametrize(
     "mesh, options",
     [
-        (rm.Mesh(tp=2), {}),
-        (rm.Mesh(tp=3), {"sequence_parallel": True}),
+        full(rm.Mesh(tp=2), {}),
+        full(rm.Mesh(tp=3), {"sequence_parallel": True}),
         (rm.Mesh(tp=2, ep=2), {"ep_backend": "alltoall", "sequence_parallel": True}),
-        (rm.Mesh(tp=2, ep=2), {"ep_backend": "local_allreduce"}),
+        full(rm.Mesh(tp=2, ep=2), {"ep_backend": "local_allreduce"}),
         full(rm.Mesh(dp=2, tp=2, ep=4), {"ep_backend": "allgather_reducescatter"}),
     ],
     ids=str,

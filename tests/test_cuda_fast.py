@@ -26,6 +26,7 @@ import helpers
 import numpy as np
 import pytest
 import vendor_gemm
+from marks import full
 from native_build import ROOT, cublas_standin
 from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, told
 
@@ -372,7 +373,7 @@ def bits_of(generator: rm.Generator) -> Any:
     return told(generator.generate(PROMPTS, PARAMS, use_tqdm=False)), [score.tobytes() for score in generator.score(SEQUENCES)]
 
 
-@pytest.mark.parametrize("mode", ["staged", "inplace"])
+@pytest.mark.parametrize("mode", [full("staged"), "inplace"])
 def test_syncs_that_fail_leave_the_old_weights_and_others_serve(make: Make, mode: Any) -> None:
     fast, fresh = make(seed=1), make(seed=2)
     old = bits_of(fast)

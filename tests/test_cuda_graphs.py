@@ -11,6 +11,7 @@ from typing import Any
 
 import helpers
 import pytest
+from marks import some
 from test_cuda_engine import DENSE, MOE, library, simt, told  # noqa: F401  (fixtures)
 
 import rollmesh as rm
@@ -52,7 +53,7 @@ def test_a_replayed_step_gives_the_bits_of_one_enqueued(make: Make, config: help
 
 @pytest.mark.parametrize(
     "changes",
-    [{"max_num_batched_tokens": 5}, {"max_num_batched_tokens": 2}, {"max_num_seqs": 3}, {"pages": 6}, {"block_size": 32}],
+    some([{"max_num_batched_tokens": 5}, {"max_num_batched_tokens": 2}, {"max_num_seqs": 3}, {"pages": 6}, {"block_size": 32}], [2, 3]),
     ids=str,
 )
 def test_replays_among_chunks_preemptions_and_others(make: Make, changes: dict[str, Any]) -> None:

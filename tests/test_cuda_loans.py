@@ -26,6 +26,7 @@ import gpu_trainer
 import helpers
 import numpy as np
 import pytest
+from marks import full
 from test_cuda_sources import DENSE, MOE, from_the_host, library, logits, spread
 
 import rollmesh as rm
@@ -115,7 +116,7 @@ def state_of(config: helpers.Config, seed: int) -> dict[str, np.ndarray]:
 
 
 # ------------------------------------------------------------------------------------------------ weights
-@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("config", [full(DENSE), MOE], ids=["dense", "moe"])
 @pytest.mark.parametrize("ordinal, packed", [(0, True), (2, False)])
 def test_weights_of_another_process(
     make: Callable[..., rm.Generator],
@@ -186,7 +187,7 @@ def test_several_readers_and_ranks(make: Callable[..., rm.Generator], trainer: C
     assert remote.alive() == 0
 
 
-@pytest.mark.parametrize("readers", [2, 1], ids=["each has a reader", "one has"])
+@pytest.mark.parametrize("readers", [2, full(1)], ids=["each has a reader", "one has"])
 def test_ranks_that_are_processes(
     make: Callable[..., rm.Generator], trainer: Callable[..., Remote], ranks: Callable[..., Callable[..., list[Any]]], readers: int
 ) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import helpers
 import pytest
+from marks import full
 from test_cuda_engine import DENSE, MOE, everything, free, library, simt, slack, told  # noqa: F401  (fixtures)
 from test_mesh_processes import Server, results
 
@@ -251,7 +252,7 @@ def test_what_cannot_be_kept_is_refused(make: Make, parts: str, keep: Any, words
 
 
 # ------------------------------------------------------------------------------------------------ no room
-@pytest.mark.parametrize("changes", [{}, TWO], ids=str)
+@pytest.mark.parametrize("changes", [full({}), TWO], ids=str)
 def test_no_room_in_the_host(make: Make, library: Path, changes: dict[str, Any]) -> None:  # noqa: F811
     """Whichever allocation fails, and of whichever rank: nothing sleeps and nothing is lost."""
     generator, before = served(make, **changes)
@@ -276,7 +277,7 @@ def test_no_room_in_the_host(make: Make, library: Path, changes: dict[str, Any])
     assert of_version(generator) == before
 
 
-@pytest.mark.parametrize("changes", [{}, TWO], ids=str)
+@pytest.mark.parametrize("changes", [{}, full(TWO)], ids=str)
 @pytest.mark.parametrize("left", ["nothing", "less than the weights", "the weights"])
 def test_no_room_on_the_device(
     make: Make,
@@ -333,7 +334,7 @@ def shm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.end()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [full(0), 1])
 def test_a_process_without_room_ends_it_on_all(shm: Server, library: Path, simt: None, victim: int) -> None:  # noqa: F811
     """The victim's own error there, and who it was elsewhere; afterwards all of them sleep, wake and answer alike."""
     environment = {name: value for name, value in os.environ.items() if name.startswith("ROLLMESH_")}

@@ -74,6 +74,7 @@ def test_what_is_refused(ranks: Ask) -> None:
     assert {**answers, "about": None} == {**expected, "about": None}  # which has the version
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transport", ["shm", full("torch")])
 def test_rank_0_may_be_silent_for_longer_than_a_timeout(ranks: Ask, transport: str) -> None:
     busy, silent = (results(ranks("idle", (1, 2, 2), transport, timeout=2.0, silent=seconds)) for seconds in (0.0, 5.0))

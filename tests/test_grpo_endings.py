@@ -26,23 +26,13 @@ from rollmesh.grpo.interrupts import SIGNALS, Interrupts
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from test_grpo_faults import DENSE, ROOT, SMALL, lines_of, state_of
+from test_grpo_faults import DENSE, ROOT, SMALL, lines_of, state_of, whole  # noqa: F401 (a fixture)
 from test_grpo_faults import run as run_whole
 
 from rollmesh.grpo import config, loop, metrics, progress
 
 SETS = [word for change in SMALL for word in ("--set", change)]
 pytestmark = pytest.mark.usefixtures("torch_as_it_was", "plain_signals")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing ended early: the oracle."""
-    out = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
-        run_whole(out)
-    return out
 
 
 def partial_files(folder: Path) -> list[str]:
@@ -191,7 +181,7 @@ def test_one_context_inside_another() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_at_any_moment_of_a_process(number: signal.Signals, whole: Path, tmp_path: Path) -> None:
+def test_a_signal_at_any_moment_of_a_process(number: signal.Signals, whole: Path, tmp_path: Path) -> None:  # noqa: F811
     """So many seconds after the first line. The last ones come in the interpreter's end, or too late."""
     statuses = []
     for moment in range(7):
@@ -231,7 +221,10 @@ def trained(out: Path, *changes: str, resume: Path | None = None) -> None:
 
 
 def test_a_run_that_goes_back_leaves_the_later_checkpoints_aside(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    whole: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """So that what goes on next is the new run, even if it ended before its first checkpoint. A second time they get other names, and one
     that is set aside can be resumed."""

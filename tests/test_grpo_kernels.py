@@ -76,13 +76,13 @@ def ran(name: str, out: Path, *changes: str, resume: bool = False) -> list[dict[
     "changes",
     [
         pytest.param([], id="float32"),
-        pytest.param(BFLOAT16, id="bfloat16"),
+        full(BFLOAT16),
         pytest.param([*BFLOAT16, "rollout.temperature=0.7", "train.minibatches=true", "train.micro_batch=3"], id="all"),
         pytest.param([*BFLOAT16, *FILTERS, "train.minibatches=true", "loss.kl=0.1"], id="filters"),
         full([*BFLOAT16, 'train.dtype="bfloat16"']),
         full([*FILTERS, "rollout.temperature=0.7"]),
         full(["loss.kl=0.1", "rollout.temperature=1.3"]),
-        pytest.param(["loss.kl=0.1", "rollout.temperature=0.1", "train.lr=0.03"], id="cold"),
+        full(["loss.kl=0.1", "rollout.temperature=0.1", "train.lr=0.03"]),
     ],
 )
 @pytest.mark.parametrize("name", CONFIGS)
@@ -110,7 +110,7 @@ def test_a_kl_that_no_float_holds_is_named(tmp_path: Path) -> None:
     [
         pytest.param(["generator.tp=2", "generator.dp=2", "generator.ep=4"], id="mesh"),
         pytest.param(['generator.isa="ref"', "generator.max_num_seqs=3"], id="ref"),
-        pytest.param(["train.micro_batch=16"], id="micro batches of all"),
+        full(["train.micro_batch=16"]),
     ],
 )
 def test_the_run_is_that_of_one_rank(changes: list[str], tmp_path: Path) -> None:
@@ -135,6 +135,7 @@ def test_torchs_kernels_take_the_logprobs_of_kept_tokens(tmp_path: Path) -> None
     assert 0 < max(line["logprob_diff_max"] for line in lines) < 1e-4
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     whole = ran("moe", tmp_path / "whole", *BFLOAT16)
     ran("moe", tmp_path / "half", "train.steps=2", *BFLOAT16)
@@ -194,10 +195,10 @@ ALL = [*BFLOAT16, "train.micro_batch=3", "train.minibatches=true", "train.update
 @pytest.mark.parametrize(
     "name, changes",
     [
-        pytest.param("dense", [], id="dense"),
+        full("dense", []),
         full("moe", []),
         full("dense", OTHER),
-        pytest.param("moe", [*OTHER, *FILTERS, 'train.dtype="bfloat16"'], id="torch, filters"),
+        full("moe", [*OTHER, *FILTERS, 'train.dtype="bfloat16"']),
         # The layer that the backward pass computes again takes the recorded experts too, some of which are not its own.
         pytest.param("moe", [*OTHER, "correction.routing_replay=true", "train.micro_batch=5"], id="routing replay"),
         full("dense", ALL),

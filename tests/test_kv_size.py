@@ -79,12 +79,12 @@ def pages_that_fit(share: float, free_of: dict[int, int], card_of: list[int], si
 @pytest.mark.parametrize(
     "config, mesh, device, cards, fuller",
     [
-        (DENSE, rm.Mesh(tp=2), "cuda", 8, 1),
+        full(DENSE, rm.Mesh(tp=2), "cuda", 8, 1),
         (DENSE, rm.Mesh(dp=2), "cuda", 8, 0),
         (DENSE, rm.Mesh(tp=2), "cuda:3", 8, None),
-        (UNEVEN, rm.Mesh(tp=3), "cuda:0", 8, None),
+        full(UNEVEN, rm.Mesh(tp=3), "cuda:0", 8, None),
         (UNEVEN, rm.Mesh(tp=3), "cuda", 2, 1),
-        (MOE, rm.Mesh(tp=2, dp=2, ep=4), "cuda", 2, 1),
+        full(MOE, rm.Mesh(tp=2, dp=2, ep=4), "cuda", 2, 1),
         (MOE, rm.Mesh(dp=3), "cuda", 2, None),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else str(value),

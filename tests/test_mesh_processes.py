@@ -475,7 +475,7 @@ def test_stopped_over_torch(servers: dict[str, Server]) -> None:
     assert ranks[1]["result"]["told"][0] in ("CollectiveTimeoutError", "RankLostError")
 
 
-@pytest.mark.parametrize("where, calls", [("generate", 5), ("sync", 3), ("commit", 0)])
+@pytest.mark.parametrize("where, calls", [("generate", 5), full("sync", 3), full("commit", 0)])
 def test_a_rank_that_stops_is_fenced_off(shm: Run, where: str, calls: int) -> None:
     job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "timeout": 2.0}
     ranks = shm("lost", (2, 2, 4), where=where, calls=calls, victim=3, signal=STOP, **job)

@@ -16,6 +16,7 @@ from typing import Any
 import helpers
 import numpy as np
 import pytest
+from marks import some
 from test_cuda_engine import bits, library  # noqa: F401  (a fixture)
 
 import rollmesh as rm
@@ -117,7 +118,7 @@ HARD: dict[str, tuple[rm.Mesh, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", some(["bfloat16", "float32"], [0]))
 @pytest.mark.parametrize("backend", TRAVELLING)
 @pytest.mark.parametrize("case", HARD)
 def test_both_forms_give_one_ranks_bits(case: str, backend: str, dtype: str) -> None:

@@ -102,6 +102,7 @@ def sites(printed: str) -> list[tuple[int, int]]:
     return [(int(a), int(t)) for a, t in re.findall(r"(\d+) allocations and (\d+) threads failed once and for ever", printed)]
 
 
+@pytest.mark.full
 def test_every_allocation_may_fail(native: Build, pytestconfig: pytest.Config) -> None:
     """The driver compares state, bits and held blocks after each failure; here, that it met the sites there
     are: some 20 of create, two or three of each sync, one of each of 91 requests."""

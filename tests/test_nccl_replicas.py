@@ -44,6 +44,7 @@ def counts(generator: rm.Generator) -> tuple[int, int]:
     return stats["steps"], stats["graph_replays"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mesh, changes",
     [
@@ -75,7 +76,7 @@ def test_unequal_batches_are_replayed_together(make: Make, mesh: rm.Mesh, change
     assert [counts(generator)[1] for generator in (generators[0], generators[2])] == [0, 0]
 
 
-@pytest.mark.parametrize("mesh", [TWO, FOUR], ids=str)
+@pytest.mark.parametrize("mesh", [TWO, full(FOUR)], ids=str)
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_all_replicas_have_the_size_of_the_fullest(make: Make, mesh: rm.Mesh, n: int) -> None:  # noqa: F811
     """One replica decodes 40 tokens of one sequence, the other 8 of n − 1, or nothing: of all 40 steps the first is of prompts, and the
@@ -231,7 +232,7 @@ def test_a_replay_counts_what_it_moves(make: Make, mesh: rm.Mesh, changes: dict[
     [
         (TWO, 515, {"ep_backend": "alltoall"}),
         full(FOUR, 1027, {"ep_backend": "allgather_reducescatter", "sequence_parallel": True}),
-        (rm.Mesh(tp=2, ep=2), 1027, {"ep_backend": "local_allreduce"}),
+        full(rm.Mesh(tp=2, ep=2), 1027, {"ep_backend": "local_allreduce"}),
     ],
     ids=str,
 )

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import vllm_standin
 from helpers import numpy_state_dict, tiny_config
+from marks import full
 from test_cuda_sources import library
 from vllm_lender import Asked, Remote, read
 
@@ -139,7 +140,7 @@ def workers(request: pytest.FixtureRequest, standin: None, library: Path) -> Ite
 
 
 # -------------------------------------------------------------------------------------------------- sets
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, full(2)])
 def test_sets_of_any_blocks(workers: Callable[..., Workers], world: int) -> None:
     """In one block and in many, from the worker's GPU and from another, in one allocation and in one for each tensor, some on the host.
     On the way the old version serves."""
@@ -200,7 +201,7 @@ def test_what_is_lent_is_not_copied(workers: Callable[..., Workers], monkeypatch
     served.hold()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, full(2)])
 def test_sets_that_are_refused(workers: Callable[..., Workers], world: int) -> None:
     """By what is wrong with one tensor of them, whether it is lent or not; the next set is taken."""
     served = workers(world)
@@ -352,6 +353,7 @@ def test_a_worker_that_keeps_what_was_lent(workers: Callable[..., Workers], monk
     served.push(remote)
 
 
+@pytest.mark.full
 def test_a_worker_that_dies_while_it_reads(workers: Callable[..., Workers]) -> None:
     """Its lock goes with it: the trainer waits for nothing."""
     served = workers(2, to_the_end=True)
