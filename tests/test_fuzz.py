@@ -2,9 +2,9 @@
 tests/native/fuzz_*.c and tests/config_fuzz.py; each says at its head what it changes and what its oracle is. Every oracle is shown
 its planted faults first.
 
-Of each kind RM_FUZZ_SECONDS seconds are run (.ci/run: 60; else 2), shared by the plain and the sanitized build, from a seed fixed by
-the test's id: what decides whether a change is accepted must not be a throw of dice. RM_TEST_SEED=n replaces it, and
-`python -m benchmarks.fuzz --seed n` runs them by count."""
+Of configs RM_FUZZ_SECONDS seconds are run (.ci/run: 60; else 2), of each other kind half as many, shared by the plain and the sanitized
+build, from a seed fixed by the test's id: what decides whether a change is accepted must not be a throw of dice. RM_TEST_SEED=n replaces
+it, and `python -m benchmarks.fuzz --seed n` runs them by count."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_everything_is_tried(native: Build, driver: str, pytestconfig: pytest.Co
 @pytest.mark.parametrize("sanitize", ["", pytest.param(MEMORY, marks=pytest.mark.full)], ids=["plain", "sanitized"])
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_nothing_breaks_it(native: Build, driver: str, sanitize: str, seed: int, pytestconfig: pytest.Config) -> None:
-    seconds = max(1, SECONDS // 2)
+    seconds = max(1, SECONDS // 4)
     printed = passes([native(driver, sanitize), "--seconds", str(seconds), "--seed", str(seed)])
     note(pytestconfig, f"fuzz{', ASan and UBSan' if sanitize else ''}, {seconds} s", printed)
 
