@@ -119,6 +119,14 @@ def test_weights_that_are_not_aligned_are_copied(folder: Callable[[str], Path]) 
     assert all(x.data_ptr() % 4 == 0 and torch.equal(x, before[name]) for name, x in found.items())
 
 
+def test_more_labels_than_there_is_memory_for_are_refused(folder: Callable[[str], Path]) -> None:
+    """transformers makes a name for each, whatever the model; the generator does not read the key."""
+    where = folder("dense")
+    set_key(where, num_labels=2**64)
+    with pytest.raises(rm.ConfigError, match=r"dense: num_labels: expected at most 65536, got 18446744073709551616$"):
+        pretrained.load_model(where, "float32")
+
+
 def test_a_config_that_could_not_be_saved_is_refused_at_once(folder: Callable[[str], Path]) -> None:
     """transformers reads it, and refuses to write it: without this check after the first step."""
     where = folder("dense")

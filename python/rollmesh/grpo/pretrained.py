@@ -4,6 +4,7 @@ would be left out, and transformers only logs either.
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 import rollmesh as rm
 from rollmesh.grpo.files import told_as
 from rollmesh.model.families import FAMILIES
-from rollmesh.runtime.messages import listed, plain
+from rollmesh.runtime.messages import listed, plain, shown
 from rollmesh.weights.safetensors_folder import SafetensorsFolder
 
 STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "F64": "float64"}  # names in safetensors
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+MOST_LABELS = 65536
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -27,6 +29,9 @@ def folder_config(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise rm.ConfigError(f"{plain(folder)}: expected a checkpoint folder with config.json and safetensors")
     spec = rm.ModelSpec.from_hf(folder)
+    labels = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("num_labels")
+    if isinstance(labels, int) and labels > MOST_LABELS:  # transformers makes the name of each
+        raise rm.ConfigError(f"{plain(folder)}: num_labels: expected at most {MOST_LABELS}, got {shown(labels)}")
     with told_as(f"{folder}: expected a config.json"):
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     ends = list(spec.eos_token_ids)
