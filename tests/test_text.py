@@ -5,6 +5,7 @@ Oracle: the token ids, which do not depend on these settings, decoded by the tok
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,20 @@ def test_special_tokens_stay_where_that_is_asked_for(gen: rm.Generator) -> None:
     assert one(gen, stop=["never"], skip_special_tokens=False).text == whole.text
 
 
+@pytest.mark.parametrize(
+    "message, words",
+    [
+        ({"content": "x"}, "expected messages of {role, content}, got {'content': 'x'}"),
+        ("x", "expected messages of {role, content}, got 'x'"),
+        ({"role": "user", "content": None}, "expected the content of a message of role user to be text, got None"),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "to be text, got [{"),
+    ],
+)
+def test_a_message_of_other_fields_is_refused(gen: rm.Generator, message: Any, words: str) -> None:
+    with pytest.raises(rm.RequestError, match=re.escape(words)):
+        gen.chat([[{"role": "user", "content": "ab"}, message]], use_tqdm=False)
+
+
 def test_a_chat_is_its_template(gen: rm.Generator) -> None:
     """One chat or several, with arguments of the template."""
     chats = [[{"role": "user", "content": text}] for text in ("ab", "cd")]
@@ -86,7 +101,11 @@ def test_a_chat_is_its_template(gen: rm.Generator) -> None:
         assert [o.outputs[0].token_ids.tolist() for o in gen.chat(given, params, use_tqdm=False)] == expected
     own = gen.chat(chats[0], params, use_tqdm=False, chat_template="{{ messages[0]['content'] }}=")
     assert own[0].prompt_token_ids.tolist() == gen.tokenizer.encode("ab=", add_special_tokens=False)
+    own = gen.chat(chats[0], params, use_tqdm=False, chat_template="{{ word }}=", chat_template_kwargs={"word": "ef"})
+    assert own[0].prompt_token_ids.tolist() == gen.tokenizer.encode("ef=", add_special_tokens=False)
     with pytest.raises(rm.RequestError, match=r"^chat: expected messages that the template takes, got "):
         gen.chat(chats[0], params, chat_template="{{ raise_exception('no') }}")
+    with pytest.raises(TypeError, match="sampling_params"):
+        gen.chat(chats[0], sampling_params=params)  # type: ignore[call-arg]
     with rm.Generator(gen.spec, dtype="float32", **SMALL) as plain, pytest.raises(rm.RequestError, match="without a tokenizer"):
         plain.chat(chats[0])

@@ -315,16 +315,24 @@ class Generator:
         use_tqdm: bool = True,
         on_error: Literal["raise", "return"] = "raise",
         timeout: float | None = None,
-        **template: Any,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """generate for chats: one list of {role, content}, or several. `template`: arguments of the tokenizer's apply_chat_template, as
-        tools and add_generation_prompt=False. RequestError for a tokenizer without it, and for what the template refuses."""
+        """generate for chats: one list of {role, content}, or several. What follows `timeout` is of the tokenizer's apply_chat_template;
+        chat_template_kwargs: variables of the template, such as enable_thinking. RequestError: a tokenizer without it, messages of other
+        fields than text, and what the template refuses."""
         if self._codec is None:
             raise RequestError("chat: expected a generator with a tokenizer of transformers, got one without a tokenizer")
         chats = items_of(RequestError, "messages", messages)
         if chats and isinstance(chats[0], Mapping):
             chats = [chats]
-        prompts = [self._codec.encode_chat(chat, template) for chat in chats]
+        options: dict[str, Any] = {"tools": tools, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
+        options |= {"continue_final_message": continue_final_message, **(chat_template_kwargs or {})}
+        prompts = [self._codec.encode_chat(chat, options) for chat in chats]
         return self._driver.generate(prompts, params, use_tqdm, on_error, timeout)
 
     def submit(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[int]:

@@ -64,7 +64,8 @@ def param_list(params: Any, count: int) -> list[SamplingParams]:
         return [params] * count
     chosen = list(islice(params, count + 1)) if isinstance(params, Sequence) else []
     if len(chosen) != count or not all(isinstance(param, SamplingParams) for param in chosen):
-        raise RequestError(f"params: expected a SamplingParams or a sequence of {count}, got a {type(params).__name__}")
+        of = f" of {len(chosen)}{' or more' * (len(chosen) > count)}" if isinstance(params, Sequence) else ""
+        raise RequestError(f"params: expected a SamplingParams or a sequence of {count} of them, got a {type(params).__name__}{of}")
     return chosen
 
 

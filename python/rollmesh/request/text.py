@@ -4,13 +4,13 @@ search for stop strings while tokens come in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rollmesh.errors import ConfigError, RequestError
-from rollmesh.runtime.messages import plain
+from rollmesh.runtime.messages import plain, shown
 
 REPLACEMENT = "\ufffd"
 MAX_HELD_BACK = 8  # tokens; a character has at most four bytes, so longer runs of undecodable text are final
@@ -68,8 +68,10 @@ class TextCodec:
         """Token ids of a chat, as the tokenizer's template renders it. options: of apply_chat_template."""
         if not callable(getattr(self.tokenizer, "apply_chat_template", None)):
             raise RequestError(f"chat: expected a tokenizer of transformers, with a chat template, got {type(self.tokenizer).__name__}")
+        for message in messages:
+            _check_message(message)
         try:
-            text = self.tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True, **options, "tokenize": False})
+            text = self.tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
             return list(self.tokenizer.encode(text, add_special_tokens=False))
         except Exception as error:
             raise RequestError(f"chat: expected messages that the template takes, got {type(error).__name__}: {plain(error)}") from error
@@ -79,6 +81,15 @@ class TextCodec:
         if not isinstance(text, str):
             raise RequestError(f"expected str from the tokenizer, got {type(text).__name__}")
         return text
+
+
+def _check_message(message: Any) -> None:
+    """A template would print what is no text as Python shows it, or nothing."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"chat: expected messages of {{role, content}}, got {shown(message)}")
+    content = message.get("content")
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise RequestError(f"chat: expected the content of a message of role {message['role']} to be text, got {shown(content)}")
 
 
 class StopWatcher:
