@@ -258,13 +258,13 @@ def tokenizer(r: random.Random, trial: Path) -> Case:
         return Case(
             f"{file.name}: {key} {place.get(key)!r:.80}",
             "either",
-            ("model", "token", "vocab", "train.jsonl", "heldout.jsonl"),
+            ("model", "token", "vocab", "train.jsonl", "heldout"),
             ["folder.toml"],
         )
     text = bytearray(file.read_bytes())
     damaged(r, text, [b"", b"\xff", b"\x00", b"{", b"}", b"[" * 5000, b"9" * 5000, b'"', b"null", b"{{", b"{%"])
     file.write_bytes(bytes(text))
-    return Case(f"{file.name}: bytes", "either", ("model", "token", "vocab", "train.jsonl", "heldout.jsonl"), ["folder.toml"])
+    return Case(f"{file.name}: bytes", "either", ("model", "token", "vocab", "train.jsonl", "heldout"), ["folder.toml"])
 
 
 # ------------------------------------------------------------------------------------------------ run folders

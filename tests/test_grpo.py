@@ -516,8 +516,30 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(rm.ConfigError, match=r"belongs to another run: train.lr differ \(train.lr: 0.001 there, 0.002 here\)"):
         loop.prepare(config.load(MOE, [*TINY_RUN, "train.steps=2", "train.lr=2e-3"]), tmp_path)
     assert checkpoint.read_state(checkpoint.find(tmp_path), config.load(MOE, [*TINY_RUN, "train.lr=2e-3"]), ["train.lr"]) == 1
+    bigger = config.load(MOE, [*TINY_RUN, "train.lr=1e-3", "model.hidden_size=96"])
+    with pytest.raises(rm.ConfigError, match=r"belongs to another run: model\.hidden_size differ .* 96 here\); a run keeps its model$"):
+        checkpoint.read_state(checkpoint.find(tmp_path), bigger, ["model.hidden_size"])
     with pytest.raises(rm.ConfigError, match="no checkpoint there"):
         loop.prepare(config.load(MOE, TINY_RUN), tmp_path / "none")
+    for where in ("checkpoints", "checkpoints/step_000009"):
+        with pytest.raises(rm.ConfigError, match=r"no checkpoint there .*; .*checkpoints has step_000001$"):
+            checkpoint.find(tmp_path / where)
+
+
+def test_other_prompts_than_those_of_the_run_are_refused(tmp_path: Path) -> None:
+    """A file that was edited since; unless an option says that the data are others."""
+    rows = [json.dumps({"prompt": f"{c}=", "answer": c}) + "\n" for c in "abcdefgh"]
+    sets = [f'data.train=["{tmp_path}/rows"]', "data.heldout=[]", "data.heldout_share=0.3", "data.stage_steps=[]"]
+    (tmp_path / "rows").write_text("".join(rows))
+    run(MOE, tmp_path / "run", [*sets, "train.steps=1"])
+    (tmp_path / "rows").write_text("".join([*rows[:-1], rows[-1].replace('"h"', '"H"')]))
+    changed = config.load(MOE, [*TINY_RUN, *sets, "train.steps=1"])
+    with pytest.raises(rm.ConfigError, match=r"belongs to a run with other prompts: expected those of SHA-256 '\w+', got \w+; the "):
+        loop.prepare(changed, tmp_path / "run")
+    loop.prepare(changed, tmp_path / "run", ["data.train"]).close()
+    state = tmp_path / "run/checkpoints/step_000001/trainer/state.json"
+    state.write_text(json.dumps({k: v for k, v in json.loads(state.read_text()).items() if k != "data"}))
+    loop.prepare(changed, tmp_path / "run").close()  # a checkpoint of an older version
 
 
 def test_a_run_starts_from_a_checkpoint_folder_that_the_trainer_reads(tmp_path: Path) -> None:

@@ -163,8 +163,11 @@ def test_a_dataset_that_cannot_be_read_is_named(tokenizer: Any, tmp_path: Path, 
     ):
         with pytest.raises(rm.ConfigError, match=message):
             loaded(name, tokenizer)
-    with pytest.raises(rm.ConfigError, match=r"got ValueError: no split dev; there are test, train$"):
+    with pytest.raises(rm.ConfigError, match=r"expected a split dev, got test, train; \[data\] dataset_train_split and "):
         loaded(tmp_path / "splits", tokenizer, "data.dataset_train_split=dev")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(rm.ConfigError, match=r"^\[data\] dataset_config: expected a dataset in train or heldout, got 'main' and JSONL"):
+        loaded(tmp_path / "rows.jsonl", tokenizer, "data.dataset_config=main")
 
 
 @pytest.mark.full

@@ -512,6 +512,9 @@ def test_a_flipped_bit_of_a_checkpoint_is_named(name: str, whole: Path, tmp_path
         edit_state(folder, sha256=wrong)
         with pytest.raises(rm.FormatError, match=message):
             checkpoint.verify(folder)
+    shutil.copytree(folder, older := tmp_path / "step_000002")
+    with pytest.raises(rm.FormatError, match=rf"it was changed or damaged since. The checkpoint before: --resume {older}$"):
+        checkpoint.verify(folder)
     del state["sha256"]
     (folder / "trainer/state.json").write_text(json.dumps(state))
     checkpoint.verify(folder)

@@ -278,6 +278,13 @@ def test_an_interrupt_ends_async_rewards(loop_handles_it: bool, tmp_path: Path) 
     assert sys.modules[name].ended == [1]
 
 
+@pytest.mark.parametrize("name", ["char_match", "exact_match", "contains"])
+@pytest.mark.parametrize("rows", [[{"prompt": "a"}], [{"prompt": "a", "answer": "A"}, {"prompt": "b"}]], ids=["no column", "one row"])
+def test_a_built_in_reward_names_the_column_that_it_reads(name: str, rows: list[dict[str, Any]], tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(rm.ConfigError, match=f"^reward {name} raised TypeError: expected text in the column answer of each prompt, got N"):
+        rollout.score(rolled_out(tokenizer, *rows), rewards.Rewards([name], (), tmp_path))
+
+
 # -------------------------------------------------------------------------------------------------- prompts
 @pytest.mark.parametrize(
     "line, message",
@@ -287,12 +294,14 @@ def test_an_interrupt_ends_async_rewards(loop_handles_it: bool, tmp_path: Path) 
             r"expected no column completions: a reward gets an argument of this name; rename the column$",
         ),
         ('{"messages": "ab"}', r"expected messages to be a list of {role, content}, got text; its key is prompt$"),
+        ('{"messages": [{"role": "user", "content": []}]}', r"expected .* messages a list of {role, content}, both text, got \[{"),
+        ('{"question": "a", "answer": "b"}', r"expected an object with either prompt or messages, got the keys question, answer$"),
         ('{"prompt": "a\\ud800"}', r"expected a prompt that the tokenizer takes, got "),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', r"expected a chat that .* template takes, got "),
         ('{"prompt": "a", "x": ' + "9" * 5000 + "}", r"expected a JSON object, got none: Exceeds the limit \(4300 digits\)"),
         ('{"prompt": "a", "x": ' + "[" * 100_000 + "}", r"expected a JSON object, got none: maximum recursion depth exceeded"),
     ],
-    ids=["an argument's name", "text as messages", "surrogate", "surrogate in a chat", "digits", "depth"],
+    ids=["an argument's name", "text as messages", "parts", "other names", "surrogate", "surrogate in a chat", "digits", "depth"],
 )
 def test_a_row_that_cannot_be_read_is_named(line: str, message: str, tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"

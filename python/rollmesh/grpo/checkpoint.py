@@ -58,6 +58,8 @@ LATER_KEYS = {
     "sync.inflight": "wait",
     **{f"correction.{f.name}": f.default for f in dataclasses.fields(CorrectionTable)},
 }
+# Keys that decide what the prompts are.
+MAKE_DATA = ("data.", "tokenizer.", "model.path", "generator.max_model_len", "rollout.max_tokens")
 # Keys that a resumed run may change.
 MAY_DIFFER = (
     *("train.steps", "eval.", "checkpoint.", "generator.threads", "generator.engine"),
@@ -66,8 +68,11 @@ MAY_DIFFER = (
 )
 
 
-def save(root: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step: int, rollouts: Sequence[Rollout] = ()) -> Path:
-    """Writes root/checkpoints/step_N, then drops the oldest beyond [checkpoint] keep. rollouts: of next_step and the steps after it.
+def save(
+    root: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step: int, rollouts: Sequence[Rollout] = (), data: str | None = None
+) -> Path:
+    """Writes root/checkpoints/step_N, then drops the oldest beyond [checkpoint] keep. rollouts: of next_step and the steps after it. data:
+    Dataset.digest, which `check_data` compares.
 
     OSError (a full disk): the other checkpoints stay, and nothing of this one."""
     final = root / "checkpoints" / f"step_{next_step:06d}"
@@ -76,7 +81,7 @@ def save(root: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step
     partial = final.with_name(f".{final.name}.partial")
     try:
         with writing(final):
-            _write(partial, trainer, tokenizer, config, next_step, rollouts)
+            _write(partial, trainer, tokenizer, config, next_step, rollouts, data)
             if final.exists():
                 shutil.rmtree(final)
             os.replace(partial, final)
@@ -88,7 +93,9 @@ def save(root: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step
     return final
 
 
-def _write(folder: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step: int, rollouts: Sequence[Rollout]) -> None:
+def _write(
+    folder: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step: int, rollouts: Sequence[Rollout], data: str | None
+) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -103,7 +110,8 @@ def _write(folder: Path, trainer: Trainer, tokenizer: Any, config: Config, next_
     save_file({**tensors, "rng": torch.get_rng_state()}, str(folder / "trainer/optimizer.safetensors"))
     if rollouts:
         save_rollouts(rollouts, folder / ROLLOUTS)
-    state = {"format": FORMAT, "next_step": next_step, "rollouts": len(rollouts), "sha256": _digests(folder), "config": config.as_dict()}
+    state = {"format": FORMAT, "next_step": next_step, "rollouts": len(rollouts), "data": data, "sha256": _digests(folder)}
+    state["config"] = config.as_dict()
     (folder / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
 
@@ -128,13 +136,18 @@ def verify(folder: Path) -> None:
         if wanted.get(name) != found.get(name):
             raise rm.FormatError(
                 f"{folder / name}: expected the file that was written, of SHA-256 {shown(wanted.get(name))} in {STATE}, "
-                f"got {shown(found.get(name))}; it was changed or damaged since"
+                f"got {shown(found.get(name))}; it was changed or damaged since{_before(folder)}"
             )
 
 
 def _order(folder: Path) -> tuple[int, str]:
     """By step: from step 1,000,000 on names are longer."""
     return len(folder.name), folder.name
+
+
+def _before(folder: Path) -> str:
+    older = [p for p in folder.parent.glob("step_*") if _step(p) and _step(folder) and _order(p) < _order(folder) and (p / STATE).is_file()]
+    return f". The checkpoint before: --resume {max(older, key=_order)}" if older else ""
 
 
 def newest(root: Path) -> Path | None:
@@ -168,22 +181,38 @@ def find(where: Path) -> Path:
     """`where` is a checkpoint, or a run folder: then its newest one."""
     found = where if (where / STATE).is_file() else newest(where)
     if found is None:
-        raise rm.ConfigError(f"--resume {where}: no checkpoint there (looked for {STATE} and checkpoints/step_*/{STATE})")
+        there = where if where.name == "checkpoints" else where.parent  # of one that is gone
+        others = listed((path.parent.parent.name,) for path in sorted(there.glob(f"step_*/{STATE}")))
+        had = f"; {there} has {others}" if others else ""
+        raise rm.ConfigError(f"--resume {where}: no checkpoint there (looked for {STATE} and checkpoints/step_*/{STATE}){had}")
     return found
 
 
 def read_state(folder: Path, config: Config, overridden: list[str]) -> int:
-    """The next step. Raises rm.ConfigError where the configuration differs in what shapes the run and was not overridden."""
+    """The next step. Raises rm.ConfigError where the configuration differs in what shapes the run and was not overridden, or in the
+    model's shape, which the checkpoint has."""
     state = _read(folder)
     then, now, changed = _changed(state, config)
-    refused = [k for k in changed if k not in overridden]
+    of_model = [k for k in changed if k.startswith("model.") and k != "model.path"]
+    refused = of_model or [k for k in changed if k not in overridden]
     if refused:
         first = refused[0]
+        advice = "a run keeps its model" if of_model else "override with --set to resume anyway"
         raise rm.ConfigError(
             f"{folder} belongs to another run: {listed((key,) for key in refused)} differ ({plain(first)}: {shown(then.get(first))} there, "
-            f"{shown(now.get(first))} here); override them with --set to resume anyway"
+            f"{shown(now.get(first))} here); {advice}"
         )
     return state["next_step"]  # type: ignore[no-any-return]
+
+
+def check_data(folder: Path, data: Dataset, overridden: Sequence[str]) -> None:
+    """ConfigError: the prompts are others than those of the run, and no option says so. Checkpoints of older versions do not tell."""
+    wanted = _read(folder).get("data")
+    if wanted is not None and not any(key.startswith(MAKE_DATA) for key in overridden) and wanted != data.digest:
+        raise rm.ConfigError(
+            f"{folder} belongs to a run with other prompts: expected those of SHA-256 {shown(wanted)}, got {data.digest}; the files "
+            "of [data] or the tokenizer changed since; --set data.train=… resumes with those that are there"
+        )
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ chosen by a hash of their text, so that it does not depend on the seed, the orde
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -21,7 +22,7 @@ from rollmesh.grpo.config import Config
 from rollmesh.grpo.files import told_as
 from rollmesh.grpo.hf_datasets import is_dataset, rows_of
 from rollmesh.grpo.seeds import rng_of
-from rollmesh.runtime.messages import plain
+from rollmesh.runtime.messages import listed, plain, shown
 
 REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids"}
 _log = logging.getLogger("rollmesh.grpo")
@@ -44,6 +45,15 @@ class Dataset:
     train: tuple[Prompt, ...]
     heldout: tuple[Prompt, ...]
     stage_steps: tuple[int, ...]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of all prompts, their tokens and columns, in their order."""
+        found = hashlib.sha256()
+        for p in (*self.train, None, *self.heldout):
+            row = p and [p.source, p.ids, p.columns, p.stage]
+            found.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode() + b"\n")
+        return found.hexdigest()
 
     def draw(self, run_seed: int, step: int, count: int, drawn: Sequence[Prompt] = ()) -> list[Prompt]:
         """The training prompts of a step: `count` without repetition (with, where there are fewer), open stages only. `drawn`: of the step
@@ -80,6 +90,10 @@ def load_dataset(config: Config, tokenizer: Any) -> Dataset:
     table = config.data
     if not table.train:
         raise rm.ConfigError("[data] train: expected at least one file of prompts")
+    if not any(is_dataset(name, config.path(name)) for name in (*table.train, *table.heldout)):
+        for key in (field for field in dataclasses.fields(table) if field.name.startswith("dataset_")):
+            if (value := getattr(table, key.name)) != key.default:
+                raise rm.ConfigError(f"[data] {key.name}: expected a dataset in train or heldout, got {shown(value)} and JSONL alone")
     stages = range(len(table.train)) if table.stage_steps else [0] * len(table.train)
     train = [
         p for name, stage in zip(table.train, stages, strict=True) for p in _read(config, name, tokenizer, table.dataset_train_split, stage)
@@ -152,7 +166,8 @@ def read_jsonl(path: Path, tokenizer: Any, chat: bool = False, stage: int = 0) -
 
 def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) -> Prompt:
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
-        raise rm.ConfigError(f"{where}: expected an object with either prompt or messages")
+        keys = f"the keys {listed((key,) for key in row)}" if isinstance(row, dict) else shown(row)
+        raise rm.ConfigError(f"{where}: expected an object with either prompt or messages, got {keys}")
     columns = {k: v for k, v in row.items() if k not in ("prompt", "messages")}
     if taken := sorted(columns.keys() & REWARD_ARGUMENTS):
         raise rm.ConfigError(f"{where}: expected no column {taken[0]}: a reward gets an argument of this name; rename the column")
@@ -171,7 +186,7 @@ def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) ->
             text = tokenizer.apply_chat_template(source, add_generation_prompt=True, tokenize=False)
             ids = tokenizer.encode(text, add_special_tokens=False)
     else:
-        raise rm.ConfigError(f"{where}: expected prompt to be text, or messages a list of {{role, content}}, got {source!r:.80}")
+        raise rm.ConfigError(f"{where}: expected prompt to be text, or messages a list of {{role, content}}, both text, got {source!r:.80}")
     if not ids:
         raise rm.ConfigError(f"{where}: the prompt has no tokens")
     return Prompt(source, tuple(ids), columns, stage)

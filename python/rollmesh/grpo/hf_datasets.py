@@ -32,11 +32,13 @@ def rows_of(name: str, path: Path, config: str | None, split: str) -> list[dict[
         raise rm.ConfigError(f"[data] {plain(name)}: expected a file, got a pipe, which --resume could not read again")
     with told_as(f"[data] {plain(name)}: expected a dataset of Hugging Face"):
         found = _load(name, path, config, split)
-        if isinstance(found, dict):  # a DatasetDict
-            if split not in found:
-                raise ValueError(f"no split {split}; there are {listed((key,) for key in found)}")
-            found = found[split]
-        return [_row(row) for row in found.with_format(None)]
+        splits = found if isinstance(found, dict) else {split: found}  # a DatasetDict, or one without splits
+        rows = [_row(row) for row in splits[split].with_format(None)] if split in splits else None
+    if rows is None:
+        there = listed((key,) for key in splits)
+        advice = "[data] dataset_train_split and dataset_test_split name those of train and heldout"
+        raise rm.ConfigError(f"[data] {plain(name)}: expected a split {plain(split)}, got {there}; {advice}")
+    return rows
 
 
 def _load(name: str, path: Path, config: str | None, split: str) -> Any:

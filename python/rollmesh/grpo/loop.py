@@ -93,6 +93,8 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
         folder_config(config.path(config.model.path))  # before its tokenizer, which reads it too
     tokenizer = _tokenizer(config)
     data = load_dataset(config, tokenizer)
+    if folder:
+        checkpoint.check_data(folder, data, overridden or [])
     rewards = Rewards(config.reward.functions, config.reward.weights, Path(config.folder))
     environment = None
     if config.rollout.environment is not None:
@@ -152,7 +154,7 @@ def _train(run: Run, out: Path, show: Callable[[Metrics, Completions], None]) ->
         run.interrupts.hold("the checkpoint is written")
         before, saved = saved, finished[0]
         try:
-            checkpoint.save(out, run.trainer, run.tokenizer, config, finished[0], rollouts)
+            checkpoint.save(out, run.trainer, run.tokenizer, config, finished[0], rollouts, run.data.digest)
         except OSError:
             saved = before
             raise

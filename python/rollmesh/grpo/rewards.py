@@ -31,19 +31,26 @@ TEXT = (str, bytes, bytearray)  # which float() or list() would take
 UNORDERED_OR_TEXT = (*TEXT, Mapping, Set)
 
 
-def char_match(prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any) -> list[float]:
+def char_match(prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any] = (), **_: Any) -> list[float]:
     """Share of positions with the answer's character, over the longer of the two lengths. 1 only for the answer itself."""
-    return [_char_match(text_of(c), a) for c, a in zip(completions, answer, strict=True)]
+    return [_char_match(text_of(c), a) for c, a in zip(completions, _texts(answer), strict=True)]
 
 
-def exact_match(prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any) -> list[float]:
+def exact_match(prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any] = (), **_: Any) -> list[float]:
     """1 where the completion is the answer, white space at both ends apart."""
-    return [float(text_of(c).strip() == a.strip()) for c, a in zip(completions, answer, strict=True)]
+    return [float(text_of(c).strip() == a.strip()) for c, a in zip(completions, _texts(answer), strict=True)]
 
 
-def contains(prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any) -> list[float]:
+def contains(prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any] = (), **_: Any) -> list[float]:
     """1 where the answer stands somewhere in the completion."""
-    return [float(a in text_of(c)) for c, a in zip(completions, answer, strict=True)]
+    return [float(a in text_of(c)) for c, a in zip(completions, _texts(answer), strict=True)]
+
+
+def _texts(answer: Sequence[Any]) -> Sequence[str]:
+    for a in answer or [None]:  # none of the rows has the column
+        if not isinstance(a, str):
+            raise TypeError(f"expected text in the column answer of each prompt, got {shown(a)}")
+    return answer
 
 
 BUILT_IN: dict[str, RewardFunction] = {"char_match": char_match, "exact_match": exact_match, "contains": contains}
