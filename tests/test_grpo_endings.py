@@ -6,6 +6,7 @@ of a file. The run that goes on has the bits of a run without a break.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shlex
 import signal
@@ -180,6 +181,22 @@ def test_one_context_inside_another() -> None:
 
 
 @pytest.mark.full
+def one(text: str) -> int:
+    return len(text)
+
+
+def test_a_pool_of_forked_processes_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    """Which a pool ends by SIGTERM, at any moment after their fork. With handlers of Python some would never see it, and others tell it by
+    a traceback."""
+    with Interrupts():
+        for _ in range(30):
+            with multiprocessing.get_context("fork").Pool(2) as pool:
+                assert pool.map(one, ["a", "bc"]) == [1, 2]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_at_any_moment_of_a_process(number: signal.Signals, whole: Path, tmp_path: Path) -> None:  # noqa: F811
     """So many seconds after the first line. The last ones come in the interpreter's end, or too late."""
