@@ -259,6 +259,7 @@ CHAT = [{"role": "user", "content": "ab"}]
         (CHAT, "return []", r": expected a message .* got \[\]$"),
         (CHAT, "return {'role': 'user'}", r": expected a message .* got \{'role': 'user'\}$"),
         (CHAT, "return [{'role': 'user', 'content': 3}]", r": expected a message .* got \[\{"),
+        (CHAT, "return {'role': 'tool', 'content': 'x', 'data': b'x'}", r": expected a reply of what JSON has, got TypeError: .* bytes "),
         ("ab", "raise KeyError('oops')", r" raised KeyError: 'oops'(\n|$)"),
         (CHAT, "sys.exit(3)", r" raised SystemExit: 3(\n|$)"),
     ],

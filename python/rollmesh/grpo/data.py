@@ -167,6 +167,8 @@ def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) ->
     elif is_chat(source):
         if tokenizer.chat_template is None:
             raise rm.ConfigError(f"{where}: a chat, but the tokenizer has no chat template")
+        with told_as(f"{where}: expected messages of what JSON has"):  # of a dataset also dates and bytes; completions.jsonl has none
+            json.dumps(source)
         with told_as(f"{where}: expected a chat that the tokenizer's chat template takes"):
             text = tokenizer.apply_chat_template(source, add_generation_prompt=True, tokenize=False)
             ids = tokenizer.encode(text, add_special_tokens=False)
