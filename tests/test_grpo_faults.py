@@ -37,6 +37,7 @@ pytest.importorskip("transformers")
 from rollmesh.grpo import checkpoint, config, data, loop, metrics  # noqa: E402
 from rollmesh.grpo.files import locked, writing  # noqa: E402
 from rollmesh.grpo.generator import make_generator  # noqa: E402
+from rollmesh.grpo.pretrained import load_model  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 DENSE = ROOT / "configs/qwen3_debug.toml"
@@ -189,6 +190,38 @@ def test_logs_that_cannot_be_read_stay_as_they_are(name: str, whole: Path, tmp_p
     with pytest.raises(IsADirectoryError, match=name):
         run(tmp_path / "out", resume=whole / "checkpoints/step_000002")
     assert {file: file.read_bytes() for file in before} == before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl", "trainer/optimizer.safetensors", "model.safetensors"])
+def test_a_pipe_is_no_file(name: str, whole: Path, tmp_path: Path) -> None:
+    """Which would be read for ever: of a run, and of a checkpoint that is resumed or begun from."""
+    is_log = name.endswith(".jsonl")
+    shutil.copytree(whole, tmp_path / "out")
+    folder = tmp_path / "out/checkpoints/step_000004"
+    pipe = (tmp_path / "out" if is_log else folder) / name
+    pipe.unlink()
+    os.mkfifo(pipe)
+    with pytest.raises(rm.ConfigError, match=rf"{name}: expected a file, got a pipe, a socket or a device$"):
+        run(tmp_path / "out", resume=whole / "checkpoints/step_000002" if is_log else folder)
+    if name == "model.safetensors":
+        with pytest.raises(rm.ConfigError, match=rf"{name}: expected a file, got a pipe, a socket or a device$"):
+            load_model(folder, "float32")
+
+
+def test_an_older_checkpoint_that_cannot_be_removed_ends_no_run(whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a link to another disk."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/step_000001").symlink_to(whole / "checkpoints/step_000002")
+    shutil.copytree(whole / "checkpoints/step_000002", tmp_path / "checkpoints/step_000002")
+    this = loop.prepare(config.load(DENSE, [*SMALL, "checkpoint.keep=1"]), tmp_path)
+    try:
+        loop.train(this, tmp_path)
+    finally:
+        this.close()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000001", "step_000004"]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{tmp_path}/checkpoints/step_000001, an older checkpoint, was not removed: Cannot call rmtree on a symbolic link"
+    ]
 
 
 def test_a_reward_may_change_its_process(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

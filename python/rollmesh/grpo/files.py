@@ -26,6 +26,12 @@ def told_as(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}, got {name}: {plain(error)}") from error
 
 
+def expect_file(path: Path) -> None:
+    """ConfigError: a pipe or a device, whose reading may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ConfigError(f"{plain(path)}: expected a file, got a pipe, a socket or a device")
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Raises what the system refuses (a full disk, a missing permission) as an OSError that names a file: its own, or else `path`.

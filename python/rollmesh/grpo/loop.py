@@ -40,6 +40,7 @@ from rollmesh.grpo.async_rollouts import AsyncRollouts, staleness
 from rollmesh.grpo.config import Config
 from rollmesh.grpo.data import Dataset, Prompt, eos_ids, load_dataset, load_tokenizer
 from rollmesh.grpo.dynamic_sampling import sample_groups
+from rollmesh.grpo.files import expect_file
 from rollmesh.grpo.generator import RolloutGenerator, make_generator
 from rollmesh.grpo.interrupts import Interrupts
 from rollmesh.grpo.metrics import Completions, CompletionsLog, Metrics, MetricsLog, draw_curves
@@ -139,6 +140,8 @@ def train(run: Run, out: Path, show: Callable[[Metrics, Completions], None] = la
 def _train(run: Run, out: Path, show: Callable[[Metrics, Completions], None]) -> list[Metrics]:
     config, last, level = run.config, run.config.train.steps, run.config.rollout.async_level
     out.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        expect_file(out / name)
     if (old := out / "metrics.jsonl").exists():
         read_metrics(old)  # what is broken is refused before completions.jsonl is rewritten
     texts, log = CompletionsLog(out, run.first_step), MetricsLog(out, run.first_step)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
-from rollmesh.grpo.files import told_as
+from rollmesh.grpo.files import expect_file, told_as
 from rollmesh.model.families import FAMILIES
 from rollmesh.runtime.messages import listed, plain
 from rollmesh.weights.safetensors_folder import SafetensorsFolder
@@ -26,6 +26,8 @@ def folder_config(folder: Path) -> Any:
 
     if not (folder / "config.json").is_file():
         raise rm.ConfigError(f"{plain(folder)}: expected a checkpoint folder with config.json and safetensors")
+    for path in folder.iterdir():
+        expect_file(path)
     spec = rm.ModelSpec.from_hf(folder)
     with told_as(f"{folder}: expected a config.json"):
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
