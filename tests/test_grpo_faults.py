@@ -260,14 +260,44 @@ def test_metrics_that_another_program_touches_are_written_again(
     assert [r.getMessage() for r in caplog.records] == [f"{file} was removed or changed by another program; it is written again"]
 
 
-def test_a_run_keeps_others_out_of_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By --out and by --resume, at once; of a run that was killed nothing but the file stays, which locks nobody out."""
-    (tmp_path / ".lock").write_text("process 1 on nowhere\n")
-    with locked(tmp_path):
-        for option in ("--out", "--resume"):
-            assert main(["grpo", str(DENSE), option, str(tmp_path)]) == 2
-            said = f"StateError: {tmp_path}: expected a folder without another run, got one of process {os.getpid()} on "
-            assert said in capsys.readouterr().err
+# TensorBoard writes in a thread, which may tell it before.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_run_folder_that_is_moved_away_is_made_again(whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its completions are those since; TensorBoard gets no more, which ends no run."""
+    out = tmp_path / "out"
+
+    def move(line: metrics.Metrics) -> None:
+        if line["step"] == 0:
+            out.rename(tmp_path / "moved")
+
+    this = loop.prepare(config.load(DENSE, [*SMALL, "rollout.log_completions=1"]))
+    try:
+        loop.train(this, out, lambda line, _: move(line))
+    finally:
+        this.close()
+    assert lines_of(out) == lines_of(whole)
+    assert state_of(out) == state_of(whole)
+    texts = [(tmp_path / f"{name}/completions.jsonl").read_text() for name in ("moved", "out")]
+    steps = [[json.loads(row)["step"] for row in text.splitlines()] for text in texts]
+    assert steps == [[0], [1, 2, 3, 4]]
+    said = [r.getMessage() for r in caplog.records]
+    assert f"{out}/completions.jsonl was removed or changed by another program; it goes on with what is there" in said
+    assert all(line.startswith((f"{out}/completions", f"{out}/metrics", f"{out}/events: nothing more is written for T")) for line in said)
+
+
+def test_a_lock_that_cannot_be_removed_hides_no_error(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+
+    def first() -> None:
+        shutil.rmtree(folder)
+        folder.touch()
+        raise ValueError("first")
+
+    with pytest.raises(ValueError, match="first"), locked(folder):
+        first()
+
+
     assert not list(tmp_path.iterdir())
 
 
@@ -276,6 +306,14 @@ def test_fewer_steps_than_the_checkpoint_has_made(whole: Path) -> None:
     with pytest.raises(rm.ConfigError, match=r"^\[train\] steps: expected at least 4, which .*step_000004 has made, got 3$"):
         loop.prepare(config.load(DENSE, [*SMALL, "train.steps=3"]), whole)
     assert (whole / "metrics.jsonl").read_bytes() == before
+def test_a_run_keeps_others_out_of_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By --out and by --resume, at once; of a run that was killed nothing but the file stays, which locks nobody out."""
+    (tmp_path / ".lock").write_text("process 1 on nowhere\n")
+    with locked(tmp_path):
+        for option in ("--out", "--resume"):
+            assert main(["grpo", str(DENSE), option, str(tmp_path)]) == 2
+            said = f"StateError: {tmp_path}: expected a folder without another run, got one of process {os.getpid()} on "
+            assert said in capsys.readouterr().err
 
 
 def test_a_million_steps_are_in_order(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rollmesh.errors import ConfigError, StateError
@@ -63,12 +63,15 @@ def locked(folder: Path) -> Iterator[None]:
             break
         os.close(descriptor)  # of a run that has ended since, and removed it
     try:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
+        with writing(path):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
         yield
     finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
+        with suppress(OSError):  # of a disk that is read-only since; nobody is locked out by the file
+            path.unlink()
+        with suppress(OSError):  # a reward may have closed it
+            os.close(descriptor)
 
 
 def _number_of(error: Exception) -> int | None:
