@@ -450,6 +450,41 @@ def test_an_ascii_terminal_ends_no_command(tmp_path: Path, monkeypatch: pytest.M
         assert b"max |\\u0394logp| 0.0e+00" in shown.getvalue()
 
 
+class Gone(io.StringIO):
+    """A file whose reader has gone, or that was closed."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+def test_output_that_is_closed_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a shell's >&-. What cannot be told on standard error has its exit status."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert main(["plan", str(DENSE)]) == 0
+        sys.stdout.close()
+    for error in (BrokenPipeError, ValueError):
+        monkeypatch.setattr(sys, "stderr", Gone(error))
+        assert main(["grpo", "nowhere.toml"]) == 2
+
+
+@pytest.mark.parametrize("said", ["stop", 99999, []])
+def test_an_interrupt_of_the_user_s_own(
+    said: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt(said)
+
+    monkeypatch.setattr(loop, "prepare", interrupted)
+    monkeypatch.chdir(tmp_path)
+    assert main(["grpo", str(DENSE)]) == 130
+    assert capsys.readouterr().err.splitlines() == ["rollmesh grpo: interrupted", "no step was made; the same command begins again"]
+
+
 def test_a_run_that_ends_before_its_first_checkpoint_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sets = [word for change in [*SMALL, 'reward.functions=["wrong_reward_of_test:f"]'] for word in ("--set", change)]
     (tmp_path / "wrong_reward_of_test.py").write_text("def g(x):\n    return x['oops']\ndef f(**columns):\n    return g({})\n")

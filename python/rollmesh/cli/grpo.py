@@ -117,6 +117,7 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     with _noted(KeyboardInterrupt, lambda: f"all {config.train.steps} steps are made: {named}"):
         interrupts.release()
         evaluated = [m for m in lines if "eval_reward" in m]
+        drop_output()
         print(
             f"held-out reward {evaluated[0]['eval_reward']:.3f} → {evaluated[-1]['eval_reward']:.3f} in {lines[-1]['step']} steps and "
             f"{time.monotonic() - began:.0f} s; {named}/metrics.jsonl, {named}/curves.png"
@@ -210,7 +211,6 @@ def _folder(args: argparse.Namespace) -> Path:
     return Path(args.out)
 
 
-@contextmanager
 def _run_of(resume: Path) -> Path | None:
     """The run folder of --resume: itself, or that of a checkpoint; None: of a checkpoint that is elsewhere."""
     if not (resume / "trainer").is_dir():
@@ -219,6 +219,7 @@ def _run_of(resume: Path) -> Path | None:
     return path.parent.parent if path.parent.name in CHECKPOINTS else None
 
 
+@contextmanager
 def _made(out: Path) -> Iterator[None]:
     """Makes the run folder before anything slow, so that one without write access fails at once. Removes it if it stays empty."""
     is_new = not out.exists()
@@ -236,7 +237,7 @@ def _made(out: Path) -> Iterator[None]:
 
 class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             print(f"rollmesh grpo: {record.getMessage()}", file=sys.stderr)
 
 
