@@ -225,19 +225,27 @@ def test_an_older_checkpoint_that_cannot_be_removed_ends_no_run(whole: Path, tmp
 
 
 def test_a_reward_may_change_its_process(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working folder, which the run folder is relative to, and whether torch records gradients."""
+    """The working folder, which the run folder is relative to, in its import too; sys.path; what torch has by default; standard output."""
     (tmp_path / "careless_reward_of_test.py").write_text(
-        "import os, torch\nfrom rollmesh.grpo.rewards import char_match\n"
-        "def f(**columns):\n    os.chdir('/')\n    torch.set_grad_enabled(False)\n    return char_match(**columns)\n"
+        "import os, sys, torch\nfrom rollmesh.grpo.rewards import char_match\nos.chdir('/')\nsys.path.pop(0)\n"
+        "def f(**columns):\n    torch.set_grad_enabled(False)\n    torch.set_default_dtype(torch.bfloat16)\n    sys.stdout.close()\n"
+        "    return char_match(**columns)\n"
     )
-    monkeypatch.chdir(tmp_path)
     sets = [word for change in [*SMALL, 'reward.functions=["careless_reward_of_test:f"]'] for word in ("--set", change)]
-    try:
-        assert main(["grpo", str(DENSE), "--out", "out", *sets]) == 0
-    finally:
-        torch.set_grad_enabled(True)
-    assert lines_of(tmp_path / "out") == lines_of(whole)
-    assert state_of(tmp_path / "out") == state_of(whole)
+    for folder in ("--out", "--resume"):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delitem(sys.modules, "careless_reward_of_test", raising=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", io.StringIO())
+            try:
+                assert main(["grpo", str(DENSE), folder, "out", *sets]) == 0
+            finally:
+                torch.set_grad_enabled(True)
+                torch.set_default_dtype(torch.float32)
+                sys.stdout.close()
+        assert lines_of(tmp_path / "out") == lines_of(whole)
+        assert state_of(tmp_path / "out") == state_of(whole)
+        shutil.rmtree(tmp_path / "out/checkpoints/step_000004")
 
 
 @pytest.mark.parametrize("change", ["removed", "replaced", "shortened"])
@@ -298,14 +306,6 @@ def test_a_lock_that_cannot_be_removed_hides_no_error(tmp_path: Path) -> None:
         first()
 
 
-    assert not list(tmp_path.iterdir())
-
-
-def test_fewer_steps_than_the_checkpoint_has_made(whole: Path) -> None:
-    before = (whole / "metrics.jsonl").read_bytes()
-    with pytest.raises(rm.ConfigError, match=r"^\[train\] steps: expected at least 4, which .*step_000004 has made, got 3$"):
-        loop.prepare(config.load(DENSE, [*SMALL, "train.steps=3"]), whole)
-    assert (whole / "metrics.jsonl").read_bytes() == before
 def test_a_run_keeps_others_out_of_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By --out and by --resume, at once; of a run that was killed nothing but the file stays, which locks nobody out."""
     (tmp_path / ".lock").write_text("process 1 on nowhere\n")
@@ -314,6 +314,14 @@ def test_a_run_keeps_others_out_of_its_folder(tmp_path: Path, capsys: pytest.Cap
             assert main(["grpo", str(DENSE), option, str(tmp_path)]) == 2
             said = f"StateError: {tmp_path}: expected a folder without another run, got one of process {os.getpid()} on "
             assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_fewer_steps_than_the_checkpoint_has_made(whole: Path) -> None:
+    before = (whole / "metrics.jsonl").read_bytes()
+    with pytest.raises(rm.ConfigError, match=r"^\[train\] steps: expected at least 4, which .*step_000004 has made, got 3$"):
+        loop.prepare(config.load(DENSE, [*SMALL, "train.steps=3"]), whole)
+    assert (whole / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_million_steps_are_in_order(tmp_path: Path) -> None:
@@ -442,14 +450,6 @@ def test_neither_a_display_nor_a_picture_ends_a_run(
     assert "rollmesh grpo: curves.png was not drawn: IsADirectoryError: " in said
 
 
-def test_an_ascii_terminal_ends_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = io.BytesIO()
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
-        assert main(["grpo", str(DENSE), "--out", str(tmp_path), *(word for c in SMALL for word in ("--set", c))]) == 0
-        assert b"max |\\u0394logp| 0.0e+00" in shown.getvalue()
-
-
 class Gone(io.StringIO):
     """A file whose reader has gone, or that was closed."""
 
@@ -483,6 +483,14 @@ def test_an_interrupt_of_the_user_s_own(
     monkeypatch.chdir(tmp_path)
     assert main(["grpo", str(DENSE)]) == 130
     assert capsys.readouterr().err.splitlines() == ["rollmesh grpo: interrupted", "no step was made; the same command begins again"]
+
+
+def test_an_ascii_terminal_ends_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+        assert main(["grpo", str(DENSE), "--out", str(tmp_path), *(word for c in SMALL for word in ("--set", c))]) == 0
+        assert b"max |\\u0394logp| 0.0e+00" in shown.getvalue()
 
 
 def test_a_run_that_ends_before_its_first_checkpoint_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

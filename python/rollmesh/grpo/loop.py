@@ -86,7 +86,7 @@ class Run:
 def prepare(config: Config, resume: Path | None = None, overridden: list[str] | None = None, comm: rm.comm.Comm | None = None) -> Run:
     """Reads data and tokenizer, builds trainer and an empty generator. `resume`: a run folder or one of its checkpoints. `comm`: this
     process is rank 0 of the generator's mesh."""
-    folder = checkpoint.find(resume) if resume else None
+    folder = checkpoint.find(resume).absolute() if resume else None  # the import of a reward may change the working folder
     first_step = checkpoint.read_state(folder, config, overridden or []) if folder else 0
     if first_step > config.train.steps:
         raise rm.ConfigError(f"[train] steps: expected at least {first_step}, which {folder} has made, got {config.train.steps}")
