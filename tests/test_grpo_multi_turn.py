@@ -315,6 +315,16 @@ def test_settings_that_are_refused(changes: list[str], message: str) -> None:
         config.load(CONFIGS["dense"], changes)
 
 
+def test_a_column_of_an_argument_s_name_is_refused(model: Any, tmp_path: Path) -> None:
+    """Datasets with prompt and completion have one."""
+    rows = [{"prompt": text, "answer": text, "completion": text} for text in "abcd"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = [f'data.train=["{tmp_path}/rows.jsonl"]', "data.heldout=[]", "data.heldout_share=0.5"]
+    changes += ['rollout.environment="turns_of_test:text"']
+    with pytest.raises(rm.ConfigError, match=r"^\[data\]: expected no column completion: an environment gets an argument of this name"):
+        loop.prepare(config.load(CONFIGS["dense"], changes))
+
+
 def test_an_environment_that_is_not_there_is_named(tmp_path: Path) -> None:
     for name, message in (("f", 'expected module:function, got "f"'), ("absent_of_test:f", 'cannot import "absent_of_test"')):
         with pytest.raises(rm.ConfigError, match=rf"^\[rollout\] environment: {message}"):

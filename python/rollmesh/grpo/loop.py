@@ -98,6 +98,8 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
     environment = None
     if config.rollout.environment is not None:
         environment = Environment(config.rollout.environment, Path(config.folder), rewards.event_loop)
+        if any("completion" in p.columns for p in (*data.train, *data.heldout)):
+            raise rm.ConfigError("[data]: expected no column completion: an environment gets an argument of this name; rename the column")
     ready = checkpoint.read_rollouts(folder, config, data, tokenizer) if folder else []
     trainer = Trainer(config, tokenizer, folder)
     if folder:
