@@ -306,6 +306,41 @@ def test_a_lock_that_cannot_be_removed_hides_no_error(tmp_path: Path) -> None:
         first()
 
 
+def forked(call: Callable[[], object]) -> int:
+    """The id of a process that makes the call."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            call()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def test_a_forked_process_keeps_nobody_out(tmp_path: Path) -> None:
+    """As one of a reward's pool, which outlives a run that was killed. One that comes to the run's end lets nobody in."""
+    reader, writer = os.pipe()
+
+    def killed() -> None:
+        with locked(tmp_path):
+            os.write(writer, str(forked(lambda: time.sleep(60))).encode())
+            time.sleep(60)
+
+    run = forked(killed)
+    worker = int(os.read(reader, 20))
+    os.kill(run, signal.SIGKILL)
+    os.waitpid(run, 0)
+    try:
+        lock = locked(tmp_path)
+        with lock:
+            os.waitpid(forked(lambda: lock.__exit__(None, None, None)), 0)
+            assert (tmp_path / ".lock").exists()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.close(reader)
+        os.close(writer)
+
+
 def test_a_run_keeps_others_out_of_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By --out and by --resume, at once; of a run that was killed nothing but the file stays, which locks nobody out."""
     (tmp_path / ".lock").write_text("process 1 on nowhere\n")

@@ -13,6 +13,8 @@ from pathlib import Path
 from rollmesh.errors import ConfigError, StateError
 from rollmesh.runtime.messages import plain
 
+_locks: set[int] = set()  # descriptors
+
 
 @contextmanager
 def told_as(what: str) -> Iterator[None]:
@@ -48,7 +50,8 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps other runs out of a run folder while this one is in it. StateError: one is there."""
+    """Keeps other runs out of a run folder while this one is in it. StateError: one is there. A forked process does not: those of a
+    reward's pool may outlive a run that is killed."""
     path = folder / ".lock"
     while True:
         with writing(path):
@@ -62,16 +65,28 @@ def locked(folder: Path) -> Iterator[None]:
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             break
         os.close(descriptor)  # of a run that has ended since, and removed it
+    _locks.add(descriptor)
     try:
         with writing(path):
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
         yield
     finally:
-        with suppress(OSError):  # of a disk that is read-only since; nobody is locked out by the file
-            path.unlink()
-        with suppress(OSError):  # a reward may have closed it
-            os.close(descriptor)
+        if descriptor in _locks:  # else this is a fork
+            _locks.remove(descriptor)
+            with suppress(OSError):  # of a disk that is read-only since; nobody is locked out by the file
+                path.unlink()
+            with suppress(OSError):  # a reward may have closed it
+                os.close(descriptor)
+
+
+def _leave_locks() -> None:
+    while _locks:
+        with suppress(OSError):
+            os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_leave_locks)
 
 
 def _number_of(error: Exception) -> int | None:
