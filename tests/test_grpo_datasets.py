@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,8 @@ def test_a_dataset_that_cannot_be_read_is_named(tokenizer: Any, tmp_path: Path, 
     splits_on_disk(tmp_path / "splits", rows)
     rows.to_parquet(tmp_path / "none.parquet")
     rows.select([0, 2]).to_parquet(tmp_path / "no_tokens.parquet")
+    message = {"role": "user", "content": "ab", "date": datetime(2026, 11, 26, tzinfo=UTC)}
+    datasets.Dataset.from_list([{"messages": [message]}]).to_parquet(tmp_path / "dates.parquet")
     read = r"expected a dataset of Hugging Face, got "
     for name, message in (
         (f"{tmp_path}/half.parquet", rf"^\[data\] .*half\.parquet: {read}ArrowInvalid: "),
@@ -158,6 +161,7 @@ def test_a_dataset_that_cannot_be_read_is_named(tokenizer: Any, tmp_path: Path, 
         (f"{tmp_path}/bad", rf"^\[data\] .*bad: {read}ArrowInvalid: JSON parse error"),
         (f"{tmp_path}/pipe.arrow", r"pipe\.arrow: expected a file, got a pipe"),
         (f"{tmp_path}/none.parquet", r"none\.parquet: row 1: expected an object with either prompt or messages"),
+        (f"{tmp_path}/dates.parquet", r"dates\.parquet: row 0: expected messages of what JSON has, got TypeError: .* datetime "),
         (f"{tmp_path}/no_tokens.parquet", r"no_tokens\.parquet: row 1: the prompt has no tokens"),
         ("hf://datasets/nobody/nothing@v1", rf"^\[data\] hf://datasets/nobody/nothing@v1: {read}.*(O|o)ffline"),
     ):

@@ -6,8 +6,10 @@ of a file. The run that goes on has the bits of a run without a break.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,6 +181,22 @@ def test_one_context_inside_another() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def one(text: str) -> int:
+    return len(text)
+
+
+def test_a_pool_of_forked_processes_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    """Which a pool ends by SIGTERM, at any moment after their fork. With handlers of Python some would never see it, and others tell it by
+    a traceback."""
+    with Interrupts():
+        for _ in range(30):
+            with multiprocessing.get_context("fork").Pool(2) as pool:
+                assert pool.map(one, ["a", "bc"]) == [1, 2]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_at_any_moment_of_a_process(number: signal.Signals, whole: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -260,3 +278,49 @@ def test_a_new_run_leaves_checkpoints_without_metrics_aside(tmp_path: Path, monk
         "checkpoints/step_000001",
         "checkpoints/step_000002",
     ]
+
+
+def resumed(*options: str) -> int:
+    return main(["grpo", str(DENSE), "--resume", *options, *SETS])
+
+
+def test_a_checkpoint_names_its_run(
+    whole: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By whatever path: from its own folder, and by a link. One that is elsewhere has no run."""
+    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    (tmp_path / "link").symlink_to("out/checkpoints/step_000002")
+    places = ("out", "checkpoints/step_000002"), ("out/checkpoints", "step_000002"), ("out/checkpoints/step_000002", "."), (".", "link")
+    for where, path in places:
+        shutil.copytree(whole, tmp_path / "out")
+        shutil.rmtree(tmp_path / "out/checkpoints/step_000004")
+        before = {entry.name for entry in tmp_path.iterdir()}
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path / where)
+            assert resumed(path) == 0
+        assert {entry.name for entry in tmp_path.iterdir()} == before
+        assert checkpoints(tmp_path / "out") == ["checkpoints/step_000002", "checkpoints/step_000004"]
+        assert state_of(tmp_path / "out") == state_of(whole)
+        shutil.rmtree(tmp_path / "out")
+    shutil.copytree(whole / "checkpoints/step_000002", tmp_path / "elsewhere/step_000002")
+    capsys.readouterr()
+    assert resumed(str(tmp_path / "elsewhere/step_000002")) == 2
+    said = capsys.readouterr().err
+    assert f"step_000002: expected a checkpoint of a run folder, got one in {tmp_path}/elsewhere; --out names one" in said
+    assert resumed(str(tmp_path / "elsewhere/step_000002"), "--out", str(tmp_path / "new")) == 0
+
+
+def test_no_run_goes_on_in_the_folder_of_another(
+    whole: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its lines of metrics would be those of both."""
+    shutil.copytree(whole, tmp_path / "other")
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    assert resumed(str(whole / "checkpoints/step_000002"), "--out", str(tmp_path / "other")) == 2
+    assert f"--out {tmp_path}/other: a run is there already; --resume {tmp_path}/other goes on with it" in capsys.readouterr().err
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before

@@ -37,6 +37,7 @@ pytest.importorskip("transformers")
 from rollmesh.grpo import checkpoint, config, data, loop, metrics  # noqa: E402
 from rollmesh.grpo.files import locked, writing  # noqa: E402
 from rollmesh.grpo.generator import make_generator  # noqa: E402
+from rollmesh.grpo.pretrained import load_model  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 DENSE = ROOT / "configs/qwen3_debug.toml"
@@ -191,20 +192,60 @@ def test_logs_that_cannot_be_read_stay_as_they_are(name: str, whole: Path, tmp_p
     assert {file: file.read_bytes() for file in before} == before
 
 
-def test_a_reward_may_change_its_process(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working folder, which the run folder is relative to, and whether torch records gradients."""
-    (tmp_path / "careless_reward_of_test.py").write_text(
-        "import os, torch\nfrom rollmesh.grpo.rewards import char_match\n"
-        "def f(**columns):\n    os.chdir('/')\n    torch.set_grad_enabled(False)\n    return char_match(**columns)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    sets = [word for change in [*SMALL, 'reward.functions=["careless_reward_of_test:f"]'] for word in ("--set", change)]
+@pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl", "trainer/optimizer.safetensors", "model.safetensors"])
+def test_a_pipe_is_no_file(name: str, whole: Path, tmp_path: Path) -> None:
+    """Which would be read for ever: of a run, and of a checkpoint that is resumed or begun from."""
+    is_log = name.endswith(".jsonl")
+    shutil.copytree(whole, tmp_path / "out")
+    folder = tmp_path / "out/checkpoints/step_000004"
+    pipe = (tmp_path / "out" if is_log else folder) / name
+    pipe.unlink()
+    os.mkfifo(pipe)
+    with pytest.raises(rm.ConfigError, match=rf"{name}: expected a file, got a pipe, a socket or a device$"):
+        run(tmp_path / "out", resume=whole / "checkpoints/step_000002" if is_log else folder)
+    if name == "model.safetensors":
+        with pytest.raises(rm.ConfigError, match=rf"{name}: expected a file, got a pipe, a socket or a device$"):
+            load_model(folder, "float32")
+
+
+def test_an_older_checkpoint_that_cannot_be_removed_ends_no_run(whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a link to another disk."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/step_000001").symlink_to(whole / "checkpoints/step_000002")
+    shutil.copytree(whole / "checkpoints/step_000002", tmp_path / "checkpoints/step_000002")
+    this = loop.prepare(config.load(DENSE, [*SMALL, "checkpoint.keep=1"]), tmp_path)
     try:
-        assert main(["grpo", str(DENSE), "--out", "out", *sets]) == 0
+        loop.train(this, tmp_path)
     finally:
-        torch.set_grad_enabled(True)
-    assert lines_of(tmp_path / "out") == lines_of(whole)
-    assert state_of(tmp_path / "out") == state_of(whole)
+        this.close()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000001", "step_000004"]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{tmp_path}/checkpoints/step_000001, an older checkpoint, was not removed: Cannot call rmtree on a symbolic link"
+    ]
+
+
+def test_a_reward_may_change_its_process(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder, which the run folder is relative to, in its import too; sys.path; what torch has by default; standard output."""
+    (tmp_path / "careless_reward_of_test.py").write_text(
+        "import os, sys, torch\nfrom rollmesh.grpo.rewards import char_match\nos.chdir('/')\nsys.path.pop(0)\n"
+        "def f(**columns):\n    torch.set_grad_enabled(False)\n    torch.set_default_dtype(torch.bfloat16)\n    sys.stdout.close()\n"
+        "    return char_match(**columns)\n"
+    )
+    sets = [word for change in [*SMALL, 'reward.functions=["careless_reward_of_test:f"]'] for word in ("--set", change)]
+    for folder in ("--out", "--resume"):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delitem(sys.modules, "careless_reward_of_test", raising=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", io.StringIO())
+            try:
+                assert main(["grpo", str(DENSE), folder, "out", *sets]) == 0
+            finally:
+                torch.set_grad_enabled(True)
+                torch.set_default_dtype(torch.float32)
+                sys.stdout.close()
+        assert lines_of(tmp_path / "out") == lines_of(whole)
+        assert state_of(tmp_path / "out") == state_of(whole)
+        shutil.rmtree(tmp_path / "out/checkpoints/step_000004")
 
 
 @pytest.mark.parametrize("change", ["removed", "replaced", "shortened"])
@@ -225,6 +266,79 @@ def test_metrics_that_another_program_touches_are_written_again(
     run(tmp_path, show=touch)
     assert lines_of(tmp_path) == lines_of(whole)
     assert [r.getMessage() for r in caplog.records] == [f"{file} was removed or changed by another program; it is written again"]
+
+
+# TensorBoard writes in a thread, which may tell it before.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_run_folder_that_is_moved_away_is_made_again(whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its completions are those since; TensorBoard gets no more, which ends no run."""
+    out = tmp_path / "out"
+
+    def move(line: metrics.Metrics) -> None:
+        if line["step"] == 0:
+            out.rename(tmp_path / "moved")
+
+    this = loop.prepare(config.load(DENSE, [*SMALL, "rollout.log_completions=1"]))
+    try:
+        loop.train(this, out, lambda line, _: move(line))
+    finally:
+        this.close()
+    assert lines_of(out) == lines_of(whole)
+    assert state_of(out) == state_of(whole)
+    texts = [(tmp_path / f"{name}/completions.jsonl").read_text() for name in ("moved", "out")]
+    steps = [[json.loads(row)["step"] for row in text.splitlines()] for text in texts]
+    assert steps == [[0], [1, 2, 3, 4]]
+    said = [r.getMessage() for r in caplog.records]
+    assert f"{out}/completions.jsonl was removed or changed by another program; it goes on with what is there" in said
+    assert all(line.startswith((f"{out}/completions", f"{out}/metrics", f"{out}/events: nothing more is written for T")) for line in said)
+
+
+def test_a_lock_that_cannot_be_removed_hides_no_error(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+
+    def first() -> None:
+        shutil.rmtree(folder)
+        folder.touch()
+        raise ValueError("first")
+
+    with pytest.raises(ValueError, match="first"), locked(folder):
+        first()
+
+
+def forked(call: Callable[[], object]) -> int:
+    """The id of a process that makes the call."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            call()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def test_a_forked_process_keeps_nobody_out(tmp_path: Path) -> None:
+    """As one of a reward's pool, which outlives a run that was killed. One that comes to the run's end lets nobody in."""
+    reader, writer = os.pipe()
+
+    def killed() -> None:
+        with locked(tmp_path):
+            os.write(writer, str(forked(lambda: time.sleep(60))).encode())
+            time.sleep(60)
+
+    run = forked(killed)
+    worker = int(os.read(reader, 20))
+    os.kill(run, signal.SIGKILL)
+    os.waitpid(run, 0)
+    try:
+        lock = locked(tmp_path)
+        with lock:
+            os.waitpid(forked(lambda: lock.__exit__(None, None, None)), 0)
+            assert (tmp_path / ".lock").exists()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.close(reader)
+        os.close(writer)
 
 
 def test_a_run_keeps_others_out_of_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,6 +483,41 @@ def test_neither_a_display_nor_a_picture_ends_a_run(
     said = capsys.readouterr().err
     assert "rollmesh grpo: nothing more is displayed: BrokenPipeError: " in said
     assert "rollmesh grpo: curves.png was not drawn: IsADirectoryError: " in said
+
+
+class Gone(io.StringIO):
+    """A file whose reader has gone, or that was closed."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+def test_output_that_is_closed_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a shell's >&-. What cannot be told on standard error has its exit status."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert main(["plan", str(DENSE)]) == 0
+        sys.stdout.close()
+    for error in (BrokenPipeError, ValueError):
+        monkeypatch.setattr(sys, "stderr", Gone(error))
+        assert main(["grpo", "nowhere.toml"]) == 2
+
+
+@pytest.mark.parametrize("said", ["stop", 99999, []])
+def test_an_interrupt_of_the_user_s_own(
+    said: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt(said)
+
+    monkeypatch.setattr(loop, "prepare", interrupted)
+    monkeypatch.chdir(tmp_path)
+    assert main(["grpo", str(DENSE)]) == 130
+    assert capsys.readouterr().err.splitlines() == ["rollmesh grpo: interrupted", "no step was made; the same command begins again"]
 
 
 def test_an_ascii_terminal_ends_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

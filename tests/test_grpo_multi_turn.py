@@ -259,6 +259,7 @@ CHAT = [{"role": "user", "content": "ab"}]
         (CHAT, "return []", r": expected a message .* got \[\]$"),
         (CHAT, "return {'role': 'user'}", r": expected a message .* got \{'role': 'user'\}$"),
         (CHAT, "return [{'role': 'user', 'content': 3}]", r": expected a message .* got \[\{"),
+        (CHAT, "return {'role': 'tool', 'content': 'x', 'data': b'x'}", r": expected a reply of what JSON has, got TypeError: .* bytes "),
         ("ab", "raise KeyError('oops')", r" raised KeyError: 'oops'(\n|$)"),
         (CHAT, "sys.exit(3)", r" raised SystemExit: 3(\n|$)"),
     ],
@@ -312,6 +313,16 @@ def test_the_tool_of_the_documentation(environment_of: Callable[[str, str], Envi
 def test_settings_that_are_refused(changes: list[str], message: str) -> None:
     with pytest.raises(rm.ConfigError, match=rf"^\[rollout\] {message}"):
         config.load(CONFIGS["dense"], changes)
+
+
+def test_a_column_of_an_argument_s_name_is_refused(model: Any, tmp_path: Path) -> None:
+    """Datasets with prompt and completion have one."""
+    rows = [{"prompt": text, "answer": text, "completion": text} for text in "abcd"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = [f'data.train=["{tmp_path}/rows.jsonl"]', "data.heldout=[]", "data.heldout_share=0.5"]
+    changes += ['rollout.environment="turns_of_test:text"']
+    with pytest.raises(rm.ConfigError, match=r"^\[data\]: expected no column completion: an environment gets an argument of this name"):
+        loop.prepare(config.load(CONFIGS["dense"], changes))
 
 
 def test_an_environment_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -100,6 +100,9 @@ def test_prompts_that_are_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert lengths("truncate") == [9, 10, 10, 10]
     told = "2 of 4 prompts have more than 10 tokens and were {} ([data] overlong)"
     assert [r.getMessage() for r in caplog.records] == list(map(told.format, ("dropped", "truncated to their last tokens")))
+    (tmp_path / "heldout.jsonl").write_text(json.dumps({"prompt": "c" + "a" * 9 + "b"}) + "\n")
+    with pytest.raises(rm.ConfigError, match=r"^\[data\] heldout: 3 of its prompts are training prompts too$"):
+        lengths("truncate")  # then they are the same
 
 
 def test_a_model_without_an_end_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -47,6 +47,8 @@ def _leave_interrupts() -> None:
 def _main(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="rollmesh", description="Rollouts for RL training, with weights pushed by their trainer.")
     parser.add_argument("--version", action="version", version=f"rollmesh {rm.__version__}")
+    if sys.stdout is None:  # a shell's >&-: no file that is opened should get its number
+        drop_output()
     with suppress(AttributeError):
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # an ASCII terminal ends no command
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -76,13 +78,14 @@ def _main(argv: Sequence[str] | None) -> int:
         drop_output()
         return 2
     except KeyboardInterrupt as error:
-        number = error.args[0] if error.args else signal.SIGINT
+        number = next((n for n in signal.valid_signals() if error.args == (n,)), signal.SIGINT)  # a reward may raise one with a text
         _tell(f"rollmesh {args.command}: {'interrupted' if number == signal.SIGINT else signal.strsignal(number)}", error)
         return 128 + int(number)
 
 
 def _tell(text: str, error: BaseException) -> None:
-    print(text, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+    with suppress(OSError, ValueError):  # a reader that has gone: the exit status stays
+        print(text, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
 
 
 def _module_of(command: str) -> ModuleType:
@@ -90,7 +93,9 @@ def _module_of(command: str) -> ModuleType:
 
 
 def drop_output() -> None:
-    """Drops what standard output cannot take: the interpreter would fail to flush it at exit, aloud."""
+    """Drops what standard output cannot take: the interpreter would fail to flush it at exit, aloud. A reward may have closed it."""
+    if sys.stdout is None or sys.stdout.closed:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (as long as the program)
     try:
         sys.stdout.flush()
     except OSError:

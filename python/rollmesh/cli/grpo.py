@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rollmesh.grpo.metrics import Completions, Metrics
 
 _log = logging.getLogger("rollmesh.grpo")
+CHECKPOINTS = "checkpoints", "abandoned"  # folders of a run
 HELP_OUT = "run folder: metrics.jsonl, curves.png, TensorBoard events, checkpoints (default: a new folder under runs/)"
 
 
@@ -116,6 +117,7 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     with _noted(KeyboardInterrupt, lambda: f"all {config.train.steps} steps are made: {named}"):
         interrupts.release()
         evaluated = [m for m in lines if "eval_reward" in m]
+        drop_output()
         print(
             f"held-out reward {evaluated[0]['eval_reward']:.3f} → {evaluated[-1]['eval_reward']:.3f} in {lines[-1]['step']} steps and "
             f"{time.monotonic() - began:.0f} s; {named}/metrics.jsonl, {named}/curves.png"
@@ -191,16 +193,30 @@ def _comm(table: GeneratorTable) -> rm.comm.Comm | None:
 def _folder(args: argparse.Namespace) -> Path:
     """Where the run writes. A folder that already holds a run is refused unless it is the one being resumed."""
     if args.out is None and args.resume is not None:
-        return Path(*args.resume.parts[:-2]) if (args.resume / "trainer").is_dir() else Path(args.resume)
+        if (run_folder := _run_of(args.resume)) is None:
+            where = plain(args.resume.resolve().parent)
+            seen = f"expected a checkpoint of a run folder, got one in {where}; --out names one"
+            raise rm.ConfigError(f"--resume {plain(args.resume)}: {seen}")
+        return run_folder
     if args.out is None:
         numbered = (Path("runs") / f"{args.config.stem}-{i}" for i in range(1, 10_000))
         return next(folder for folder in numbered if not folder.exists())
     metrics = args.out / "metrics.jsonl"
-    if args.resume is None and metrics.is_file() and metrics.stat().st_size:  # empty: a run that ended before its first step
+    resumed = args.resume and _run_of(args.resume)
+    goes_on = resumed and resumed.exists() and metrics.exists() and resumed.samefile(args.out)
+    if not goes_on and metrics.is_file() and metrics.stat().st_size:  # empty: a run that ended before its first step
         resumable = any(args.out.glob("checkpoints/step_*"))
         advice = f"--resume {plain(args.out)} goes on with it" if resumable else "it has no checkpoint to go on from; choose another folder"
         raise rm.ConfigError(f"--out {plain(args.out)}: a run is there already; {advice}")
     return Path(args.out)
+
+
+def _run_of(resume: Path) -> Path | None:
+    """The run folder of --resume: itself, or that of a checkpoint; None: of a checkpoint that is elsewhere."""
+    if not (resume / "trainer").is_dir():
+        return resume
+    path = resume if resume.parent.name in CHECKPOINTS else resume.resolve()  # as it was given, unless that says nothing
+    return path.parent.parent if path.parent.name in CHECKPOINTS else None
 
 
 @contextmanager
@@ -221,7 +237,7 @@ def _made(out: Path) -> Iterator[None]:
 
 class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             print(f"rollmesh grpo: {record.getMessage()}", file=sys.stderr)
 
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 import rollmesh as rm
 from rollmesh.grpo.config import Config, CorrectionTable
 from rollmesh.grpo.data import Dataset
-from rollmesh.grpo.files import told_as, writing
+from rollmesh.grpo.files import expect_file, told_as, writing
 from rollmesh.grpo.rollout import Rollout, decode
 from rollmesh.grpo.trainer import Trainer
 from rollmesh.runtime.messages import listed, plain, shown
@@ -89,7 +89,10 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
     older = sorted((p for p in filter(_step, final.parent.glob("step_*")) if _order(p) <= _order(final)), key=_order)
     for old in older[: -config.checkpoint.keep]:
-        shutil.rmtree(old)
+        try:
+            shutil.rmtree(old)
+        except OSError as error:  # a link, a file, no permission: the new one is there
+            _log.warning("%s, an older checkpoint, was not removed: %s", old, plain(error))
     return final
 
 
@@ -178,13 +181,15 @@ def set_aside(root: Path, next_step: int, resumed: Path | None) -> None:
 
 
 def find(where: Path) -> Path:
-    """`where` is a checkpoint, or a run folder: then its newest one."""
+    """`where` is a checkpoint, or a run folder: then its newest one. ConfigError: there is none, or one with a pipe among its files."""
     found = where if (where / STATE).is_file() else newest(where)
     if found is None:
         there = where if where.name == "checkpoints" else where.parent  # of one that is gone
         others = listed((path.parent.parent.name,) for path in sorted(there.glob(f"step_*/{STATE}")))
         had = f"; {there} has {others}" if others else ""
         raise rm.ConfigError(f"--resume {where}: no checkpoint there (looked for {STATE} and checkpoints/step_*/{STATE}){had}")
+    for path in found.rglob("*"):
+        expect_file(path)
     return found
 
 

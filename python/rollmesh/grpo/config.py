@@ -249,7 +249,7 @@ def load(file: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise rm.ConfigError(f"{plain(file)}: {plain(e)}") from e
     for text in overrides:
         override(table, text)
-    return from_dict(table, folder=str(file.parent))
+    return from_dict(table, folder=str(file.parent.absolute()))
 
 
 def from_dict(table: Mapping[str, Any], folder: str = ".") -> Config:

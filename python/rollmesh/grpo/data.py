@@ -100,16 +100,15 @@ def load_dataset(config: Config, tokenizer: Any) -> Dataset:
     ]
     if table.heldout:
         heldout = [p for name in table.heldout for p in _read(config, name, tokenizer, table.dataset_test_split)]
-        held_ids = {p.ids for p in heldout}
-        both = sum(p.ids in held_ids for p in train)
-        if both:
-            raise rm.ConfigError(f"[data] heldout: {both} of its prompts are training prompts too")
     else:
         heldout = [p for p in train if _in_share(p, table.heldout_share)]
         train = [p for p in train if not _in_share(p, table.heldout_share)]
     limit = config.generator.max_model_len - config.rollout.max_tokens
     if table.overlong != "raise":
         train, heldout = _fitted(train, limit, table.overlong), _fitted(heldout, limit, table.overlong)
+    held_ids = {p.ids for p in heldout}
+    if (table.heldout or table.overlong == "truncate") and (both := sum(p.ids in held_ids for p in train)):
+        raise rm.ConfigError(f"[data] heldout: {both} of its prompts are training prompts too")
     if not train or not heldout:
         raise rm.ConfigError(f"[data]: expected prompts on both sides, got {len(train)} to train on and {len(heldout)} held out")
     if table.stage_steps and all(p.stage for p in train):
@@ -182,6 +181,8 @@ def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) ->
     elif is_chat(source):
         if tokenizer.chat_template is None:
             raise rm.ConfigError(f"{where}: a chat, but the tokenizer has no chat template")
+        with told_as(f"{where}: expected messages of what JSON has"):  # of a dataset also dates and bytes; completions.jsonl has none
+            json.dumps(source)
         with told_as(f"{where}: expected a chat that the tokenizer's chat template takes"):
             text = tokenizer.apply_chat_template(source, add_generation_prompt=True, tokenize=False)
             ids = tokenizer.encode(text, add_special_tokens=False)

@@ -7,11 +7,13 @@ import os
 import platform
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rollmesh.errors import ConfigError, StateError
 from rollmesh.runtime.messages import plain
+
+_locks: set[int] = set()  # descriptors
 
 
 @contextmanager
@@ -24,6 +26,12 @@ def told_as(what: str) -> Iterator[None]:
     except Exception as error:
         name = type(error).__name__
         raise ConfigError(f"{what}, got {name}: {plain(error)}") from error
+
+
+def expect_file(path: Path) -> None:
+    """ConfigError: a pipe or a device, whose reading may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ConfigError(f"{plain(path)}: expected a file, got a pipe, a socket or a device")
 
 
 @contextmanager
@@ -42,7 +50,8 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps other runs out of a run folder while this one is in it. StateError: one is there."""
+    """Keeps other runs out of a run folder while this one is in it. StateError: one is there. A forked process does not: those of a
+    reward's pool may outlive a run that is killed."""
     path = folder / ".lock"
     while True:
         with writing(path):
@@ -56,13 +65,28 @@ def locked(folder: Path) -> Iterator[None]:
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             break
         os.close(descriptor)  # of a run that has ended since, and removed it
+    _locks.add(descriptor)
     try:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
+        with writing(path):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
         yield
     finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
+        if descriptor in _locks:  # else this is a fork
+            _locks.remove(descriptor)
+            with suppress(OSError):  # of a disk that is read-only since; nobody is locked out by the file
+                path.unlink()
+            with suppress(OSError):  # a reward may have closed it
+                os.close(descriptor)
+
+
+def _leave_locks() -> None:
+    while _locks:
+        with suppress(OSError):
+            os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_leave_locks)
 
 
 def _number_of(error: Exception) -> int | None:

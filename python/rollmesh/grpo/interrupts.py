@@ -13,6 +13,8 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AGAIN_S = 0.02
 _log = logging.getLogger("rollmesh.grpo")
+_entered: list[Interrupts] = []
+_forking = threading.local()
 
 
 class Signalled(KeyboardInterrupt):
@@ -25,7 +27,8 @@ class Interrupts:
     `hold` and `release` it raises in `release`, and a second one at once. Signals that the program ignores or handles itself stay so.
 
     Where Python cannot raise it, as in a callback of the garbage collector or of a weak reference, the signal comes again a moment later.
-    What a library has swallowed is raised by the next `release`, and what a library has turned into another error at the context's end."""
+    What a library has swallowed is raised by the next `release`, and what a library has turned into another error at the context's end.
+    A forked process, as of a reward's pool, has none of this: a pool ends its processes by SIGTERM, and waits for them."""
 
     def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}
@@ -42,16 +45,14 @@ class Interrupts:
                 for number in SIGNALS:
                     if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                         self._before[number] = signal.signal(number, self._handle)
+                _entered.append(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._depth -= 1
         if self._depth:
             return
-        while self._before:
-            signal.signal(*self._before.popitem())
-        if sys.unraisablehook == self._unraisable:
-            sys.unraisablehook = self._hook
+        self._leave()
         if not self._raised or error is None:
             return
         if isinstance(error, KeyboardInterrupt):
@@ -61,6 +62,14 @@ class Interrupts:
             for note in getattr(error, "__notes__", ()):
                 interrupt.add_note(note)
             raise interrupt from error
+
+    def _leave(self) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+        if sys.unraisablehook == self._unraisable:
+            sys.unraisablehook = self._hook
+        if self in _entered:
+            _entered.remove(self)
 
     def hold(self, until: str) -> None:
         """`until`: what the end of the run waits for, in the message."""
@@ -89,3 +98,22 @@ class Interrupts:
             threading.Timer(AGAIN_S, os.kill, (os.getpid(), self._raised)).start()
         else:
             self._hook(what)
+
+
+def _before_fork() -> None:
+    """A signal to the child waits there until it has the handlers of before: ours would raise in the hooks of the fork, which drop it."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if _entered else ())
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _after_fork_in_child() -> None:
+    for interrupts in list(_entered):
+        interrupts._leave()
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

@@ -40,6 +40,7 @@ from rollmesh.grpo.async_rollouts import AsyncRollouts, staleness
 from rollmesh.grpo.config import Config
 from rollmesh.grpo.data import Dataset, Prompt, eos_ids, load_dataset, load_tokenizer
 from rollmesh.grpo.dynamic_sampling import sample_groups
+from rollmesh.grpo.files import expect_file
 from rollmesh.grpo.generator import RolloutGenerator, make_generator
 from rollmesh.grpo.interrupts import Interrupts
 from rollmesh.grpo.metrics import Completions, CompletionsLog, Metrics, MetricsLog, draw_curves
@@ -85,7 +86,7 @@ class Run:
 def prepare(config: Config, resume: Path | None = None, overridden: list[str] | None = None, comm: rm.comm.Comm | None = None) -> Run:
     """Reads data and tokenizer, builds trainer and an empty generator. `resume`: a run folder or one of its checkpoints. `comm`: this
     process is rank 0 of the generator's mesh."""
-    folder = checkpoint.find(resume) if resume else None
+    folder = checkpoint.find(resume).absolute() if resume else None  # the import of a reward may change the working folder
     first_step = checkpoint.read_state(folder, config, overridden or []) if folder else 0
     if first_step > config.train.steps:
         raise rm.ConfigError(f"[train] steps: expected at least {first_step}, which {folder} has made, got {config.train.steps}")
@@ -99,6 +100,8 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
     environment = None
     if config.rollout.environment is not None:
         environment = Environment(config.rollout.environment, Path(config.folder), rewards.event_loop)
+        if any("completion" in p.columns for p in (*data.train, *data.heldout)):
+            raise rm.ConfigError("[data]: expected no column completion: an environment gets an argument of this name; rename the column")
     ready = checkpoint.read_rollouts(folder, config, data, tokenizer) if folder else []
     trainer = Trainer(config, tokenizer, folder)
     if folder:
@@ -141,6 +144,8 @@ def train(run: Run, out: Path, show: Callable[[Metrics, Completions], None] = la
 def _train(run: Run, out: Path, show: Callable[[Metrics, Completions], None]) -> list[Metrics]:
     config, last, level = run.config, run.config.train.steps, run.config.rollout.async_level
     out.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        expect_file(out / name)
     if (old := out / "metrics.jsonl").exists():
         read_metrics(old)  # what is broken is refused before completions.jsonl is rewritten
     texts, log = CompletionsLog(out, run.first_step), MetricsLog(out, run.first_step)

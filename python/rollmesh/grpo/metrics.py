@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,7 +33,7 @@ class MetricsLog:
         self._file = self._written()
         self._folder = folder / "events"
         with writing(self._folder):
-            self._events = SummaryWriter(str(self._folder), purge_step=first_step)
+            self._events: Any = SummaryWriter(str(self._folder), purge_step=first_step)
 
     def _written(self) -> TextIO:
         """The file, anew with all lines, open for more."""
@@ -46,17 +47,8 @@ class MetricsLog:
             partial.unlink(missing_ok=True)
         return self.path.open("a", encoding="utf-8")
 
-    def _is_whole(self) -> bool:
-        """Whether the path still names the open file, with what was written and nothing else."""
-        own = os.fstat(self._file.fileno())
-        try:
-            there = self.path.stat()
-        except OSError:
-            return False
-        return os.path.samestat(own, there) and there.st_size == self._file.tell()
-
     def write(self, metrics: Metrics) -> None:
-        if not self._is_whole():
+        if not _is_whole(self.path, self._file):
             _log.warning("%s was removed or changed by another program; it is written again", self.path)
             self._file.close()
             self._file = self._written()
@@ -64,16 +56,21 @@ class MetricsLog:
         with writing(self.path):
             self._file.write(json.dumps(metrics) + "\n")
             self._file.flush()
-        with writing(self._folder):
-            for name, value in metrics.items():
-                if isinstance(value, (int, float)) and name != "step":
-                    self._events.add_scalar(name, value, metrics["step"])
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float)) and name != "step"}
+        self._draw(lambda events: [events.add_scalar(name, value, metrics["step"]) for name, value in numbers.items()])
+
+    def _draw(self, call: Callable[[Any], object]) -> None:
+        try:
+            if self._events is not None:
+                call(self._events)
+        except Exception as error:  # noqa: BLE001 (a picture ends no run)
+            self._events = None
+            _log.warning("%s: nothing more is written for TensorBoard: %s: %s", self._folder, type(error).__name__, plain(error))
 
     def close(self) -> None:
         with writing(self.path):
             self._file.close()
-        with writing(self._folder):
-            self._events.close()
+        self._draw(lambda events: events.close())
 
 
 class CompletionsLog:
@@ -90,9 +87,18 @@ class CompletionsLog:
                     os.replace(partial, self.path)
         finally:
             partial.unlink(missing_ok=True)
-        self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+        self._file = self._opened()
+
+    def _opened(self) -> TextIO:
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            return self.path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def write(self, rows: Completions) -> None:
+        if not _is_whole(self.path, self._file):
+            _log.warning("%s was removed or changed by another program; it goes on with what is there", self.path)
+            self._file.close()
+            self._file = self._opened()
         with writing(self.path):
             self._file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             self._file.flush()
@@ -100,6 +106,16 @@ class CompletionsLog:
     def close(self) -> None:
         with writing(self.path):
             self._file.close()
+
+
+def _is_whole(path: Path, file: TextIO) -> bool:
+    """Whether the path still names the open file, with what was written and nothing else."""
+    own = os.fstat(file.fileno())
+    try:
+        there = path.stat()
+    except OSError:
+        return False
+    return os.path.samestat(own, there) and there.st_size == file.tell()
 
 
 def _step_of(line: bytes) -> float:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ class Environment:
         if reply is None or (isinstance(reply, str) and reply and not prompt.is_chat):
             return reply
         if prompt.is_chat and is_chat(messages):
+            with told_as(f"environment {self.name}: expected a reply of what JSON has"):  # completions.jsonl
+                json.dumps(messages)
             return copy.deepcopy(messages)
         wanted = "a message {role, content}, a list of them" if prompt.is_chat else "a text"
         raise rm.ConfigError(f"environment {self.name}: expected {wanted}, or None, got {shown(reply)}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
-from rollmesh.grpo.files import told_as
+from rollmesh.grpo.files import expect_file, told_as
 from rollmesh.model.families import FAMILIES
 from rollmesh.runtime.messages import listed, plain, shown
 from rollmesh.weights.safetensors_folder import SafetensorsFolder
@@ -28,6 +28,8 @@ def folder_config(folder: Path) -> Any:
 
     if not (folder / "config.json").is_file():
         raise rm.ConfigError(f"{plain(folder)}: expected a checkpoint folder with config.json and safetensors")
+    for path in folder.iterdir():
+        expect_file(path)
     spec = rm.ModelSpec.from_hf(folder)
     labels = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("num_labels")
     if isinstance(labels, int) and labels > MOST_LABELS:  # transformers makes the name of each

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +40,8 @@ def imported(name: str, folder: Path | None, key: str, built_in: Sequence[str] =
     finally:
         # Late imports and spawned processes of the module look there too; behind all else, so that no module there hides a library's.
         for p in extra:
-            sys.path.remove(p)
+            with suppress(ValueError):  # the module has removed it itself
+                sys.path.remove(p)
         sys.path += [p for p in dict.fromkeys(extra) if p not in sys.path]
     function = getattr(module, attribute, None)
     if not callable(function):

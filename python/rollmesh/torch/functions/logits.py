@@ -73,7 +73,8 @@ class _TokenLogprobs(torch.autograd.Function):
         filtered = kept_tokens is not None
         columns = vocab if kept_tokens is None else kept_tokens.shape[1] + 1
         keep = needs_grad and len(x) * columns <= LOGITS_KEPT
-        logprobs, entropy = torch.empty(len(x), device=x.device), torch.zeros(len(x), device=x.device)
+        logprobs = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        entropy = torch.zeros_like(logprobs)
         kept: list[Tensor] = []
         for at in _chunks(len(x), vocab):
             wants_logits = keep or wants_entropy or temperature != 1 or filtered
