@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import numpy_state_dict, tiny_config
-from marks import SUMMARY
+from marks import SUMMARY, full
 
 import rollmesh as rm
 from rollmesh import _core
@@ -80,7 +80,7 @@ class Life:
         return results
 
 
-@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("config", [full(DENSE), MOE], ids=["dense", "moe"])
 def test_every_allocation_of_the_engine(config: dict[str, Any], pytestconfig: pytest.Config) -> None:
     """Calls: create, sync, generate, logits, sleep, wake, sync in place, close. Each error is a MemoryError or CapacityError, the
     same call then goes through, all bits are those of an undisturbed life, and close leaves nothing mapped."""

@@ -46,6 +46,7 @@ def test_exchanges_touch_only_their_memory(native: Build) -> None:
     passes([native("mesh_comm", MEMORY), "--cases", "60", "--seed", "3"])
 
 
+@pytest.mark.full
 def test_processes_come_together_or_say_why_not(native: Build) -> None:
     done = run([native("mesh_attach"), "--plant", "1"])
     assert done.returncode == 1, done.stdout

@@ -334,7 +334,8 @@ def shm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.end()
 
 
-@pytest.mark.parametrize("victim", [full(0), 1])
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_without_room_ends_it_on_all(shm: Server, library: Path, simt: None, victim: int) -> None:  # noqa: F811
     """The victim's own error there, and who it was elsewhere; afterwards all of them sleep, wake and answer alike."""
     environment = {name: value for name, value in os.environ.items() if name.startswith("ROLLMESH_")}

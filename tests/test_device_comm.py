@@ -61,10 +61,10 @@ def test_a_fault_that_is_left_out_is_missed(native: Build, fault: int) -> None:
     assert done.returncode == 1, done.stdout
 
 
-@pytest.mark.parametrize("cases", [1, full(3)])
-def test_every_fault_of_nccl_is_an_error(native: Build, seed: int, cases: int, pytestconfig: pytest.Config) -> None:
+@pytest.mark.full
+def test_every_fault_of_nccl_is_an_error(native: Build, seed: int, pytestconfig: pytest.Config) -> None:
     program = native("mesh_device_faults")
-    printed = passes([program, "--cases", str(cases), "--seed", str(seed)], **beside(program))
+    printed = passes([program, "--cases", "3", "--seed", str(seed)], **beside(program))
     found = re.search(r"of (\d+) faults; a killed rank was named by all within (\d+) ms", printed)
     assert found, printed
     assert int(found[1]) == FAULTS

@@ -104,6 +104,7 @@ def test_texts_that_are_no_exact_str(ranks: Ask) -> None:
     assert numpy == plain
 
 
+@pytest.mark.full
 def test_rank_0_may_be_in_a_call_for_longer_than_a_timeout(ranks: Ask) -> None:
     slow, patient = (results(ranks("busy", (1, 2, 2), timeout=timeout))[0] for timeout in (1.0, 30.0))
     assert slow == patient

@@ -27,6 +27,7 @@ REFUSALS = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_planted_faults_are_seen(native: Build, driver: str) -> None:
     faults, cases = DRIVERS[driver]

@@ -285,7 +285,7 @@ def test_an_error_of_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest
     assert len(metrics.read(tmp_path / "metrics.jsonl")) == 2
 
 
-@pytest.mark.parametrize("what", ["error", "interrupt", "interrupted wait"])
+@pytest.mark.parametrize("what", [full("error"), full("interrupt"), "interrupted wait"])
 def test_an_error_of_the_trainer_ends_the_rollouts(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batch 2 would take 30 s. Its requests are aborted, and the generator serves on. The checkpoint of step 2 would wait for it, but for
     the second Ctrl-C; that of step 1 needs batch 1 only."""

@@ -558,6 +558,7 @@ def leveldb_records(log: bytes) -> Iterator[bytes]:
             parts = []
 
 
+@pytest.mark.full
 def test_weights_and_biases_gets_the_lines_of_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline, by the real library, whose file is read back."""
     pytest.importorskip("wandb")

@@ -157,6 +157,7 @@ def test_every_familys_routing_is_replayed(family: str, tmp_path: Path) -> None:
     assert max(line["logprob_diff_max"] for line in lines) < 1e-4
 
 
+@pytest.mark.full
 def test_a_routers_bias_is_synced_saved_and_resumed(tmp_path: Path) -> None:
     """GLM-4-MoE's is a buffer, which the optimizer does not know. It turns choices, so the run without is another."""
     run = loop.prepare(config.load(CONFIGS["dense"], [*TINY, model_of("glm4_moe")]))

@@ -320,7 +320,7 @@ def test_what_only_the_generator_can_refuse() -> None:
             (bare, {"allowed_token_ids": [2, 3], "stop_token_ids": [3], "min_tokens": 1}, "may be drawn before min_tokens=1, got none"),
             (bare, {"logit_bias": {3: 1.0}, "stop_token_ids": [151], "min_tokens": 1}, r"stop_token_ids\[0\] = 151 is not in \[0, 151\)"),
             (gen, {"allowed_token_ids": [3], "bad_words": letter(3)}, "expected a token that may be drawn, got none"),
-            (gen, {"bad_words": ["\ud800"]}, "expected a text that the tokenizer takes, .* got TypeError: "),
+            (gen, {"bad_words": ["\ud800"]}, "expected text without half of a surrogate pair, got "),
             (gen, {"bad_words": ["\u0100"]}, "bad_words: expected words of at least one token, got 'Ā'"),
         ):
             with pytest.raises(rm.RequestError, match=said):

@@ -141,7 +141,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("how, kind, words", WAYS)
+@pytest.mark.parametrize("how, kind, words", some(WAYS, [0, 3], names=3))
 @pytest.mark.parametrize("mesh, victim, at", [full((2, 1, 1), 1, 0), full((1, 2, 1), 0, 5), ((2, 2, 4), 2, -1)])
 def test_a_push_that_fails_on_one_rank(
     ranks: Ask, serves_next: Any, mesh: tuple[int, int, int], victim: int, at: int, how: str, kind: str, words: str

@@ -372,6 +372,7 @@ def test_a_device_that_fails_is_heard_of_where_replicas_meet(ranks: Run, simt: P
     assert all(rank["seconds"] < SOON for rank in got)
 
 
+@pytest.mark.full
 def test_a_rank_that_stops_is_timed_out(ranks: Run, simt: Path) -> None:
     job = {"where": "generate", "calls": 3, "delay": 0.5, "victims": {"STANDIN_HANG": "1:60"}, "options": LONG, "timeout": 2.0}
     got = ranks("lost", (2, 1, 1), model="dense", victim=1, signal=int(signal.SIGSTOP), **job)
@@ -444,6 +445,7 @@ def test_ranks_that_are_asked_for_different_things(ranks: Run) -> None:
         assert rank["error"][0] == "CollectiveMismatchError", rank["error"]
 
 
+@pytest.mark.full
 def test_close_of_a_process_gives_everything_back(ranks: Run, simt: Path) -> None:
     for first, _, third in results(ranks("closed", (2, 1, 2), model="moe")):
         assert all(after <= before for after, before in zip(third, first, strict=True)), (first, third)

@@ -458,7 +458,7 @@ def test_a_gpu_that_a_worker_does_not_see(workers: Callable[..., Workers], monke
     served.push(remote)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [full(0), 1])
 def test_a_gpu_that_one_worker_does_not_see(workers: Callable[..., Workers], rank: int) -> None:
     """The other has read its part by then: the set ends on both."""
     served = workers(2)

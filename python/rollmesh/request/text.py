@@ -59,10 +59,10 @@ class TextCodec:
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, special tokens added as the tokenizer does by default."""
         try:
-            encoded = self.tokenizer.encode(text) if special_tokens else self.tokenizer.encode(text, add_special_tokens=False)
-        except Exception as error:
-            said = f"{type(error).__name__}: {plain(error)}"
-            raise RequestError(f"expected a text that the tokenizer takes, without half of a surrogate pair, got {said}") from error
+            text.encode()
+        except UnicodeEncodeError as error:  # for which tokenizers have a bare TypeError
+            raise RequestError(f"expected text without half of a surrogate pair, got {shown(text)}") from error
+        encoded = self.tokenizer.encode(text) if special_tokens else self.tokenizer.encode(text, add_special_tokens=False)
         ids = getattr(encoded, "ids", encoded)
         if not isinstance(ids, Sequence):
             raise RequestError(f"expected a list of token ids from the tokenizer, got {type(ids).__name__}")
