@@ -278,6 +278,13 @@ def test_an_interrupt_ends_async_rewards(loop_handles_it: bool, tmp_path: Path) 
     assert sys.modules[name].ended == [1]
 
 
+def test_completions_that_no_function_judges_are_said_once(tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    judge = reward(tmp_path, "def f(prompts, completions, **_):\n    return [None] * (len(completions) - 1) + [1.0]\n", "silent_of_test")
+    this = rolled_out(tokenizer, *({"prompt": p} for p in "abc"))
+    assert [rollout.score(this, judge).total for _ in range(2)] == [[0.0, 0.0, 1.0]] * 2
+    assert [r.getMessage() for r in caplog.records] == ["2 of 3 completions got None from every reward function; they count 0"]
+
+
 @pytest.mark.parametrize("name", ["char_match", "exact_match", "contains"])
 @pytest.mark.parametrize("rows", [[{"prompt": "a"}], [{"prompt": "a", "answer": "A"}, {"prompt": "b"}]], ids=["no column", "one row"])
 def test_a_built_in_reward_names_the_column_that_it_reads(name: str, rows: list[dict[str, Any]], tokenizer: Any, tmp_path: Path) -> None:

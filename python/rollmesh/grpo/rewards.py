@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set, Sized
@@ -23,6 +24,7 @@ import rollmesh as rm
 from rollmesh.grpo.user_code import EventLoop, finished, imported, is_async, naming
 from rollmesh.runtime.messages import shown
 
+_log = logging.getLogger("rollmesh.grpo")
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 Answer = tuple[list[Any], float]  # what a function returned, and the seconds it took
 MAX_REWARD = 1e18  # its square fits into a float32
@@ -93,6 +95,7 @@ class Rewards:
         self.functions = [resolve(name, folder) for name in names]
         self.weights = tuple(weights) or (1.0,) * len(self.functions)
         self.event_loop = EventLoop()
+        self._says_unjudged = True
 
     def close(self) -> None:
         self.event_loop.close()
@@ -121,6 +124,10 @@ class Rewards:
             found = self.event_loop.run(f"reward {', '.join(waits)}", [_await(name, f, given, count) for name, f in waits.items()])
             answers |= zip(waits, found, strict=True)
         numbers = {n: [None if v is None else _number(v, n, i) for i, v in enumerate(answers[n][0])] for n in self.names}
+        unjudged = sum(all(v is None for v in of_one) for of_one in zip(*numbers.values(), strict=True))
+        if unjudged and self._says_unjudged:
+            self._says_unjudged = False  # once a run
+            _log.warning("%d of %d completions got None from every reward function; they count 0", unjudged, count)
         for name, weight in zip(self.names, self.weights, strict=True):
             total = [t + weight * (number or 0.0) for t, number in zip(total, numbers[name], strict=True)]
         for i, number in enumerate(total):
