@@ -21,9 +21,8 @@ def tensors_of(content: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]] 
         (length,) = struct.unpack_from("<Q", content)
         header = json.loads(content[8 : 8 + length].decode(), object_pairs_hook=once)
         body, found, end = content[8 + length :], {}, 0
-        for name, at_ in sorted(header.items(), key=lambda item: item[1].get("data_offsets", [0])):
-            if name == "__metadata__":
-                continue
+        tensors = ((name, at_) for name, at_ in header.items() if name != "__metadata__")
+        for name, at_ in sorted(tensors, key=lambda item: item[1].get("data_offsets", [0])):
             first, last = at_["data_offsets"]
             sizes = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "U8": 1, "I8": 1, "BOOL": 1, "I16": 2, "I32": 4, "I64": 8}
             if first != end or last - first != math.prod(at_["shape"]) * sizes.get(at_["dtype"], last - first) or last > len(body):
