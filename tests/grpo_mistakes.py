@@ -149,7 +149,7 @@ def is_mistake(there: Any, value: Any) -> bool:
         return type(there) is not type(value)
     if is_number(there) and is_number(value):
         return (
-            not math.isfinite(float(value) if abs(value) < 10**300 else math.inf)
+            not (math.isfinite(value) if isinstance(value, float) else abs(value) < 10**300)
             or (isinstance(there, int) and isinstance(value, float))
             or (isinstance(value, int) and not -(2**63) <= value < 2**63)
         )
