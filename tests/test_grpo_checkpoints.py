@@ -122,8 +122,8 @@ def test_weights_that_are_not_aligned_are_copied(folder: Callable[[str], Path]) 
 def test_more_labels_than_there_is_memory_for_are_refused(folder: Callable[[str], Path]) -> None:
     """transformers makes a name for each, whatever the model; the generator does not read the key."""
     where = folder("dense")
-    set_key(where, num_labels=2**64)
-    with pytest.raises(rm.ConfigError, match=r"dense: num_labels: expected at most 65536, got 18446744073709551616$"):
+    set_key(where, num_labels=2**17)
+    with pytest.raises(rm.ConfigError, match=r"dense: num_labels: expected at most 65536, got 131072$"):
         pretrained.load_model(where, "float32")
 
 
