@@ -399,32 +399,26 @@ def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
         (("grpo", MOE, "--resume", "/no/such"), "ConfigError: --resume /no/such: no checkpoint there"),
     ],
 )
-def test_errors_are_one_line_and_status_2(args: tuple[object, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from rollmesh.cli import main
-
-    assert main([str(a) for a in args]) == 2
-    text = capsys.readouterr().err
+def test_errors_are_one_line_and_status_2(args: tuple[object, ...], message: str) -> None:
+    text = rollmesh(*args, status=2)
     assert re.search(".*".join(map(re.escape, message.split(" … "))), text), text
     assert "Traceback" not in text
     assert text.count("\n") == 1
     assert len(text) < 800
 
 
-def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
-    """The one line of `rollmesh args`, in this process: many of them are quick here."""
-    from rollmesh.cli import main
-
-    assert main([str(a) for a in args]) == 2
-    text = capsys.readouterr().err
+def refused(*args: object) -> str:
+    """The one line of `rollmesh args`."""
+    text = rollmesh(*args, status=2)
     assert re.match(f"rollmesh {args[0]}: (Config|Format)Error: ", text), text
     assert text.count("\n") == 1
     return text
 
 
 @pytest.mark.parametrize("row", ["5", "null", "[1]", '{"prompt_token_ids": 5}', '["a"]', '{"prompt_token_ids": [1.9]}', "[" * 200_000])
-def test_rows_of_a_file_that_are_no_prompts(row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_a_file_that_are_no_prompts(row: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "ab="}}\n{row}\n')
-    refused(capsys, "generate", MOE, "--random", "--file", tmp_path / "rows.jsonl", *SMALL)
+    refused("generate", MOE, "--random", "--file", tmp_path / "rows.jsonl", *SMALL)
 
 
 @pytest.mark.parametrize(
@@ -439,20 +433,20 @@ def test_rows_of_a_file_that_are_no_prompts(row: str, tmp_path: Path, capsys: py
         ("config.json", "[" * 200_000),
     ],
 )
-def test_broken_files_of_a_checkpoint(name: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_files_of_a_checkpoint(name: str, text: str, tmp_path: Path) -> None:
     from helpers import tiny_config
 
     (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
     (tmp_path / name).write_text(text)
-    refused(capsys, "generate", tmp_path, "1,2", "--ids", "--random", *SMALL)
+    refused("generate", tmp_path, "1,2", "--ids", "--random", *SMALL)
 
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 10**30}, {"vocab_size": 2**70}, {"moe_intermediate_size": 2**70}], ids=str)
-def test_plan_of_what_no_machine_holds(change: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_what_no_machine_holds(change: dict[str, int], tmp_path: Path) -> None:
     from helpers import tiny_config
 
     (tmp_path / "config.json").write_text(json.dumps({**tiny_config(True), **change}))
-    assert f"{next(iter(change))}: expected" in refused(capsys, "plan", tmp_path)
+    assert f"{next(iter(change))}: expected" in refused("plan", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -460,9 +454,9 @@ def test_plan_of_what_no_machine_holds(change: dict[str, int], tmp_path: Path, c
     ["x=" + "[" * 5000, "seed=" + "9" * 5000, "x = \xff", "seed=", "x" * 100_000 + "=1", '"\\u001b\\n"=1'],
     ids=["deep", "digits", "latin-1", "cut", "long key", "escape"],
 )
-def test_runs_that_cannot_be_read(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_cannot_be_read(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes(text.encode("latin-1"))
-    said = refused(capsys, "plan", tmp_path / "run.toml")
+    said = refused("plan", tmp_path / "run.toml")
     assert len(said) < 1000
     assert said[:-1].isprintable()
 

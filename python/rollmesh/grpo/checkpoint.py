@@ -148,15 +148,20 @@ def _order(folder: Path) -> tuple[int, str]:
     return len(folder.name), folder.name
 
 
+def _written(checkpoints: Path) -> list[Path]:
+    """Those in a folder of checkpoints, in the order of their steps."""
+    return sorted(filter(_step, (file.parent.parent for file in checkpoints.glob(f"step_*/{STATE}"))), key=_order)
+
+
 def _before(folder: Path) -> str:
-    older = [p for p in folder.parent.glob("step_*") if _step(p) and _step(folder) and _order(p) < _order(folder) and (p / STATE).is_file()]
-    return f". The checkpoint before: --resume {max(older, key=_order)}" if older else ""
+    older = [p for p in _written(folder.parent) if _order(p) < _order(folder)] if _step(folder) else []
+    return f". The checkpoint before: --resume {older[-1]}" if older else ""
 
 
 def newest(root: Path) -> Path | None:
     """The checkpoint of the last step in the run folder `root`; None: there is none."""
-    found = (file.parent.parent for file in (root / "checkpoints").glob(f"step_*/{STATE}"))
-    return max(filter(_step, found), key=_order, default=None)
+    found = _written(root / "checkpoints")
+    return found[-1] if found else None
 
 
 def _step(folder: Path) -> re.Match[str] | None:
@@ -185,7 +190,7 @@ def find(where: Path) -> Path:
     found = where if (where / STATE).is_file() else newest(where)
     if found is None:
         there = where if where.name == "checkpoints" else where.parent  # of one that is gone
-        others = listed((path.parent.parent.name,) for path in sorted(there.glob(f"step_*/{STATE}")))
+        others = listed((path.name,) for path in _written(there))
         had = f"; {there} has {others}" if others else ""
         raise rm.ConfigError(f"--resume {where}: no checkpoint there (looked for {STATE} and checkpoints/step_*/{STATE}){had}")
     for path in found.rglob("*"):

@@ -91,9 +91,9 @@ def load_dataset(config: Config, tokenizer: Any) -> Dataset:
     if not table.train:
         raise rm.ConfigError("[data] train: expected at least one file of prompts")
     if not any(is_dataset(name, config.path(name)) for name in (*table.train, *table.heldout)):
-        for key in (field for field in dataclasses.fields(table) if field.name.startswith("dataset_")):
-            if (value := getattr(table, key.name)) != key.default:
-                raise rm.ConfigError(f"[data] {key.name}: expected a dataset in train or heldout, got {shown(value)} and JSONL alone")
+        for field in dataclasses.fields(table):
+            if field.name.startswith("dataset_") and (value := getattr(table, field.name)) != field.default:
+                raise rm.ConfigError(f"[data] {field.name}: expected a dataset in train or heldout, got {shown(value)} and JSONL alone")
     stages = range(len(table.train)) if table.stage_steps else [0] * len(table.train)
     train = [
         p for name, stage in zip(table.train, stages, strict=True) for p in _read(config, name, tokenizer, table.dataset_train_split, stage)
