@@ -103,6 +103,10 @@ def test_prompts_that_are_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixt
     (tmp_path / "heldout.jsonl").write_text(json.dumps({"prompt": "c" + "a" * 9 + "b"}) + "\n")
     with pytest.raises(rm.ConfigError, match=r"^\[data\] heldout: 3 of its prompts are training prompts too$"):
         lengths("truncate")  # then they are the same
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": c + "a" * 9 + "b"}) + "\n" for c in "cdefghij"))
+    sets += ["data.heldout=[]", "data.heldout_share=0.5"]
+    with pytest.raises(rm.ConfigError, match=r"^\[data\] heldout: [1-7] of its prompts are training prompts too$"):
+        lengths("truncate")
 
 
 def test_a_model_without_an_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
