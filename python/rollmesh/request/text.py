@@ -5,7 +5,6 @@ one is read from a folder, and the text of a sample while its tokens come in.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -95,14 +94,20 @@ class TextCodec:
 
 
 def _decode_of(tokenizer: Any) -> Callable[..., Any]:
-    """The tokenizer's decode. One of transformers may also remove spaces before punctuation
-    (clean_up_tokenization_spaces), which the model has generated; that is left out, as in vLLM."""
+    """Returns the tokenizer's decode. For tokenizers of transformers it keeps the spaces before
+    punctuation that clean_up_tokenization_spaces removes, and skips ids beyond the vocabulary, with
+    which models pad theirs. vLLM does the same."""
     if all(kind.__name__ != "PreTrainedTokenizerBase" for kind in type(tokenizer).__mro__):
         return tokenizer.decode  # type: ignore[no-any-return]
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    return backend.decode  # type: ignore[no-any-return]
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+        return tokenizer.backend_tokenizer.decode  # type: ignore[no-any-return]
+
+    def decode(ids: list[int], skip_special_tokens: bool) -> Any:
+        known = [token for token in ids if token < len(tokenizer)]
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return tokenizer.decode(known, **options)
+
+    return decode
 
 
 def _check_message(message: Any) -> None:
