@@ -1,8 +1,8 @@
 """The text of a sample, token by token, without a model.
 
-Input: random prompts and completions of four kinds of tokenizers, with characters of several tokens,
-bytes that are no characters, special tokens and ids beyond the vocabulary. Oracle: the text of prompt
-and completion decoded at once, and DecodeStream of tokenizers, which vLLM uses.
+Input: random prompts and completions of four kinds of tokenizers, with characters of several
+tokens, invalid bytes, special tokens and ids beyond the vocabulary. Oracle: the text of prompt and
+completion decoded at once, and DecodeStream of tokenizers, which vLLM uses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def byte_level() -> Any:
 
 
 def llama() -> Any:
-    """As Llama 2's: a space begins a word, bytes for other characters, one leading space stripped."""
+    """Like Llama 2's: words begin with a space, bytes spell other characters, and the decoder
+    strips one leading space."""
     names = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁redisThx", "▁r", "▁▁"]
     merges = [("▁", "r"), ("▁", "▁")]
     vocab = {name: i for i, name in enumerate(names)}
@@ -50,7 +51,7 @@ def llama() -> Any:
 
 
 def unigram() -> Any:
-    """As sentencepiece's: Metaspace, whose decoder drops the space of the first token."""
+    """Like sentencepiece's: the decoder of Metaspace drops the space of the first token."""
     pieces = ["<unk>", "</s>", "▁", "▁red", "▁is", "▁The", "s", "x", "é", "漢", "字", "😀", ":"]
     made = tokenizers.Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
     made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
@@ -86,7 +87,7 @@ def counted(tokenizer: Any) -> tuple[TextCodec, list[int]]:
 
 
 def streamed(tokenizer: Any, prompt: list[int], tokens: list[int], skips: bool) -> list[str] | None:
-    """The text after each token by DecodeStream. None: it lost text, at bytes that are no characters."""
+    """The text after each token by DecodeStream. None: it lost text at invalid bytes."""
     stream, texts = decoders.DecodeStream(ids=prompt, skip_special_tokens=skips), [""]
     for token in tokens:
         try:
@@ -109,7 +110,8 @@ def pushed(codec: TextCodec, prompt: list[int], tokens: list[int], **options: An
 
 def some_ids(rng: np.random.Generator, tokenizer: Any, most: int) -> list[int]:
     """Text, the beginning of its ids, any ids, or one id again and again."""
-    ids = tokenizer.encode("".join(rng.choice(WORDS, rng.integers(1, 9))), add_special_tokens=False).ids
+    text = "".join(rng.choice(WORDS, rng.integers(1, 9)))
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
     size, count = tokenizer.get_vocab_size() + 3, int(rng.integers(1, most))
     kind = rng.integers(4) if ids else 2
     if kind == 0:
@@ -141,7 +143,7 @@ def test_texts_are_those_of_decode_stream(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompt_and_text_are_what_is_decoded_at_once(kind: str) -> None:
-    """However the tokens are split into prompt and completion, also after several special tokens."""
+    """For each split into prompt and completion, also after several special tokens."""
     rng, tokenizer = np.random.default_rng(1), KINDS[kind]()
     special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
     for _ in range(300):
@@ -172,8 +174,8 @@ def test_a_prompt_that_ends_inside_a_character(make: Callable[[], Any], cut: int
 
 
 def test_bytes_that_spoil_a_character_before_them() -> None:
-    """Byte fallback decodes a run of bytes as a whole: a wrong one also spoils the characters before
-    it. The text that was given stays, and neither the wrong byte nor the space after it is lost."""
+    """Byte fallback decodes a run of bytes as a whole: a wrong one also spoils the characters
+    before it. The earlier text stays, and so do the wrong byte and the space after it."""
     tokenizer = llama()
     byte = {value: tokenizer.token_to_id(f"<0x{value:02X}>") for value in range(256)}
     tokens = [byte[value] for value in (*"é".encode(), 0xFF)] + [tokenizer.token_to_id("▁r")]
@@ -222,15 +224,14 @@ def test_the_stop_string_that_ends_first_counts() -> None:
 
 
 def test_no_partial_text_has_the_beginning_of_a_stop_string() -> None:
-    """So that the text is never taken back; with keeps_stop nothing is held back."""
+    """Later texts keep all of an earlier one. With keeps_stop all of the text is shown."""
     tokenizer = byte_level()
     codec, ids = TextCodec(tokenizer), tokenizer.encode("one two").ids
-    held, kept = (Detokenizer(codec, [], stops=["two!", "w"], keeps_stop=k) for k in (False, True))
-    assert [(held.push(t), held.text_so_far()) for t in ids[:5]] == [
-        *((None, text) for text in ("", "", "", "o", "on")),
-    ]
-    assert [(held.push(t), held.text_so_far()) for t in ids[5:6]] == [("w", "one t")]
-    assert [(kept.push(t), kept.text_so_far()) for t in ids[:6]][-2:] == [(None, "one t"), ("w", "one tw")]
+    shown = {False: ["", "", "", "o", "on"], True: ["o", "on", "one", "one ", "one t"]}
+    for keeps, wanted in shown.items():
+        detokenizer = Detokenizer(codec, [], stops=["two!", "w"], keeps_stop=keeps)
+        texts = [(detokenizer.push(token), detokenizer.text_so_far()) for token in ids[:6]]
+        assert texts == [*((None, text) for text in wanted), ("w", "one t" + "w" * keeps)]
 
 
 def test_min_tokens_counts_tokens_without_text() -> None:

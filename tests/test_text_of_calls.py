@@ -1,7 +1,7 @@
 """A sample has one text, whichever call returns it and whatever else runs.
 
-Input: rollouts of a tiny random model whose tokens are bytes, some words and a special token, so that
-many texts have bytes that are no characters. Oracle: Detokenizer over prompt and tokens.
+Input: rollouts of a tiny random model whose tokens are bytes, some words and a special token, so
+that many texts have invalid bytes. Oracle: Detokenizer over prompt and tokens.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from test_detokenizer import byte_level, llama
 KINDS = {"byte_level": byte_level(), "llama": llama()}
 PROMPTS: list[Any] = ["is red", "x\u20ac", [5, 6, 7, 8, 9], [3]]
 FREE: dict[str, Any] = {"n": 3, "max_tokens": 24, "ignore_eos": True}
+ENDS = [*range(20, 40)]
 PARAMS = [
     rm.SamplingParams(**FREE, seed=1),
     rm.SamplingParams(**FREE, seed=2, skip_special_tokens=False),
     rm.SamplingParams(**FREE, seed=3, stop=["never"]),
     rm.SamplingParams(**FREE, seed=4, stop=["\x10", "red", "Z"], min_tokens=2),
     rm.SamplingParams(**FREE, seed=4, stop=["B", "red", "Z"], include_stop_str_in_output=True),
-    rm.SamplingParams(**FREE, seed=5, stop_token_ids=[*range(20, 40)], include_stop_str_in_output=True),
-    rm.SamplingParams(**FREE, seed=6, stop_token_ids=[*range(20, 40)]),
+    rm.SamplingParams(**FREE, seed=5, stop_token_ids=ENDS, include_stop_str_in_output=True),
+    rm.SamplingParams(**FREE, seed=6, stop_token_ids=ENDS),
 ]
 ASKED = [(prompt, params) for prompt in PROMPTS for params in PARAMS]
 WAYS: dict[str, dict[str, Any]] = {
@@ -61,9 +62,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def texts(outputs: list[rm.RequestOutput]) -> list[tuple[Any, ...]]:
-    return [
-        (s.text, s.token_ids.tolist(), s.finish_reason, s.stop_reason) for o in outputs for s in o.outputs
-    ]  # fmt: skip
+    samples = [sample for output in outputs for sample in output.outputs]
+    return [(s.text, s.token_ids.tolist(), s.finish_reason, s.stop_reason) for s in samples]
 
 
 def check(codec: TextCodec, params: rm.SamplingParams, output: rm.RequestOutput) -> None:
@@ -146,9 +146,9 @@ def test_a_reward_judges_the_text_of_the_generator(kind: str) -> None:
                 assert text_of(KINDS[kind], output.prompt_token_ids.tolist(), sample) == sample.text
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="becomes a user without processes")
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes a user without processes")
 def test_agenerate_where_the_system_gives_no_thread() -> None:
-    """CapacityError; generate still works, and a coroutine that is cancelled raises CancelledError."""
+    """CapacityError; generate still works."""
     code = """
         import asyncio, os, resource
         import rollmesh as rm
@@ -169,8 +169,9 @@ def test_agenerate_where_the_system_gives_no_thread() -> None:
     """
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     run = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    env = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(run, capture_output=True, text=True, env=env)
     lines = done.stdout.splitlines()
     assert lines[-1:] == ["3"], done.stderr
     assert len(lines) == 3
-    assert all(line.startswith("rollmesh-async: expected to start a thread, got") for line in lines[:2])
+    assert all("expected to start a thread, got" in line for line in lines[:2])
