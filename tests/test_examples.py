@@ -97,9 +97,9 @@ def test_other_process_ends_when_either_side_dies(victim: str) -> None:
     try:
         said, _ = example.communicate(timeout=30)  # it ends when both processes have ended
     finally:
-        for pid in (example.pid, trainer):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        example.kill()
+        with suppress(ProcessLookupError):
+            os.kill(trainer, signal.SIGKILL)
     assert example.returncode == (1 if victim == "trainer" else -signal.SIGKILL)
     assert "EOFError" in said or "BrokenPipeError" in said or "ConnectionResetError" in said
 

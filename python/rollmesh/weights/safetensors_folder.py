@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.errors import FormatError, UnsupportedTensorError
+from rollmesh.model.adapters import refuse_adapter
 from rollmesh.runtime.messages import plain, shown
 
 INDEX = "model.safetensors.index.json"
@@ -21,8 +22,9 @@ INDEX = "model.safetensors.index.json"
 class SafetensorsFolder(Mapping[str, Any]):
     """The tensors of a folder (with its index, or all its *.safetensors) or of one file, by name.
 
-    Values are torch tensors where torch is installed, else NumPy arrays (bfloat16 then needs ml_dtypes). Raises FormatError
-    for a file that is missing, truncated or malformed.
+    Values are torch tensors where torch is installed, else NumPy arrays (bfloat16 then needs
+    ml_dtypes). Raises FormatError for a file that is missing, truncated or malformed, and
+    ConfigError for a folder with a PEFT adapter; `path` may then be the model's own file.
     """
 
     def __init__(self, path: str | Path):
@@ -52,6 +54,7 @@ class SafetensorsFolder(Mapping[str, Any]):
         return len(self._where)
 
     def _names(self) -> dict[str, Path]:
+        refuse_adapter(self.path)
         if self.path.is_file():
             return dict.fromkeys(self._open(self.path).keys(), self.path)
         if (index := self.path / INDEX).is_file():
