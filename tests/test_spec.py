@@ -435,7 +435,8 @@ def test_ignore_is_keys_and_never_a_part_of_one(ignore: Any) -> None:
 # What transformers 4.30 to 5.24 wrote into configs. The installed version's own are read from its classes below.
 BOOKKEEPING = {
     "_attn_implementation_autoset": True, "_attn_implementation": "sdpa", "_flash_attn_2_enabled": True, "_auto_class": "AutoConfig",
-    "_commit_hash": "0f", "_name_or_path": "org/model", "_pre_quantization_dtype": "bfloat16", "base_model_tp_plan": {"layers.*": "rowwise"},
+    "_commit_hash": "0f", "_name_or_path": "org/model", "_pre_quantization_dtype": "bfloat16",
+    "base_model_tp_plan": {"layers.*": "rowwise"},
     "gradient_checkpointing": True, "loss_type": "ForCausalLM", "max_new_tokens": 64, "output_attentions": True, "pruned_heads": {},
     "task_specific_params": {"summarization": {"max_length": 5}}, "tf_legacy_loss": True, "torch_dtype": "float16", "unsloth_fixed": True,
     "unsloth_version": "2025.3", "use_bfloat16": True, "xla_device": True,

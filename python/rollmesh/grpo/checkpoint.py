@@ -42,6 +42,7 @@ STATE = "trainer/state.json"
 ROLLOUTS = "trainer/rollouts.safetensors"
 # Values of keys that older checkpoints lack.
 LATER_KEYS = {
+    "model.ignore": [],
     "data.overlong": "raise",
     "data.dataset_train_split": "train",
     "data.dataset_test_split": "test",

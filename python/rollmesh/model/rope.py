@@ -8,7 +8,8 @@ the formulas' sources are named there. Two places need care:
   exp(y · log x) in pairs of floats and is off by one bit for some percent of the arguments, one of Qwen3's own frequencies
   (θ = 10⁶, head_dim 128) among them; what does not fill 16 goes to the C library. `_power` computes both.
 
-Types whose frequencies depend on the longest sequence of a batch (dynamic, longrope) get those for the generator's max_model_len.
+Types whose frequencies depend on the longest sequence of a batch in transformers (dynamic, longrope) get those of the generator's
+max_model_len.
 """
 
 from __future__ import annotations
@@ -54,6 +55,20 @@ class Rope:
     head_dim: int
     max_positions: int  # max_position_embeddings of the config
     parameters: tuple[tuple[str, Any], ...]  # what the type needs besides theta; lists as tuples
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether frequencies depend on max_model_len."""
+        return self.type in ("dynamic", "longrope")
+
+    @property
+    def longest(self) -> int:
+        """The positions that the settings are made for, as vLLM derives them: `factor` times more for the types that stretch."""
+        p = dict(self.parameters)
+        factor = p.get("factor") or 1
+        if self.type == "yarn":
+            return max(self.max_positions, int(p["original_max_position_embeddings"] * factor))
+        return int(self.max_positions * factor) if self.type in ("linear", "dynamic") else self.max_positions
 
     def frequencies(self, max_model_len: int) -> tuple[F32, float]:
         """(inv_freq float32 [head_dim / 2], the factor on cos and sin) for contexts up to max_model_len."""
