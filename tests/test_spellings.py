@@ -43,6 +43,9 @@ def spellings(case: helpers.Case, dtype: str) -> Iterator[tuple[str, dict[str, A
         embed = state["model.embed_tokens.weight"]
         yield "tied, lm_head sent too", {**state, "lm_head.weight": embed.clone()}
         yield "tied, lm_head the same memory, first", {"lm_head.weight": embed, **state}
+        rest = {key: x for key, x in state.items() if x is not embed}
+        yield "tied, lm_head alone", {**rest, "lm_head.weight": embed}
+        yield "tied, lm_head alone, of torchtitan", {"output.weight": embed, **rest}
     if not config["attention_bias"]:  # torchtitan has no such option
         for style in ("plain", "shapes", "nested"):
             yield f"titan {style}", helpers.titan_state_dict(state, config, style)

@@ -179,9 +179,31 @@ def test_tied_lm_head(served: dict[str, rm.Generator], head_first: bool) -> None
         other[row, col] = np.nextafter(other[row, col], np.float32(9))  # one bit
         refused(served["tied"], with_head(other), rm.TiedWeightError, f"[{row}, {col}]", "tie_word_embeddings")
     assert digest_of(TIED, with_head(embed.copy())) == digest_of(TIED, with_head(embed)) == digest_of(TIED, state)
-    refused(
-        served["tied"], {"lm_head.weight": embed, **{k: v for k, v in state.items() if v is not embed}}, rm.MissingKeyError, "embed_tokens"
-    )
+
+
+@pytest.mark.parametrize("mesh", [rm.Mesh(), rm.Mesh(tp=2)], ids=["one rank", "tp=2"])
+def test_a_tied_matrix_that_comes_as_lm_head_alone(mesh: rm.Mesh) -> None:
+    """As a mapping, a stream and tensor by tensor, after another version under the other name. Oracle: the digest of the usual name."""
+    state, other = new_state(TIED), OLD["tied"]
+    embed = state.pop("model.embed_tokens.weight")
+    want = digest_of(TIED, new_state(TIED))
+    with rm.Generator(rm.ModelSpec.from_hf(TIED), mesh=mesh, dtype="float32", max_model_len=16, kv_cache_gib=0.002, threads=1) as generator:
+        with pytest.raises(rm.MissingKeyError, match="embed_tokens"):
+            generator.sync_weights(state)
+        sent = {**state, "lm_head.weight": embed}
+        for source in (sent, iter(sent.items()), dict(reversed(sent.items()))):
+            assert generator.sync_weights(source).digest == want
+            assert generator.sync_weights(other).digest == digest_of(TIED, other) != want
+        with pytest.raises(rm.IncompleteSyncError, match="embed_tokens"):
+            generator.sync_weights(iter(state.items()))
+        with generator.begin_sync() as sync:
+            for name, tensor in sent.items():
+                sync.push(name, tensor)
+        assert sync.report is not None
+        assert sync.report.digest == want
+        generator.sync_weights(other)
+        partly = generator.sync_weights({"lm_head.weight": embed}, strict=False).digest  # the embedding's new values, and no old ones
+        assert partly == digest_of(TIED, {**other, "model.embed_tokens.weight": embed})
 
 
 @pytest.mark.parametrize("head_first", [False, True])

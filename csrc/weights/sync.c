@@ -353,9 +353,15 @@ void rm_sync_undo_push(rm_store *store, const char *name, size_t length) {
 // Whether a parameter that was not pushed keeps its value: the sync began with one, and it was not overwritten.
 static int keeps_value(const rm_store *store, int64_t index) { return store->has_base && !(store->flags[index] & DIRTY); }
 
+// Whether this is a tied embedding that was pushed under the name of lm_head alone: the two are one matrix.
+static int came_as_head(const rm_store *store, int64_t index) {
+  return index == store->tied_embed && !(store->flags[index] & SEEN) && (store->flags[store->tied_head] & SEEN);
+}
+
 // Whether a parameter is missing: required, or optional with a push that failed half way.
 static int is_absent(const rm_store *store, int64_t index) {
   const int wanted = store->params->list[index].required || (store->flags[index] & DIRTY);
+  if (came_as_head(store, index)) return 0;
   return wanted && !(store->flags[index] & SEEN) && !keeps_value(store, index);
 }
 
@@ -418,7 +424,12 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
   if (!store->open) return rm_fail(err, RM_E_STATE, "commit: no sync is open");
   const rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
   if (code) rm_sync_abort(store);
-  const int64_t n = store->params->n;
+  const int64_t n = store->params->n, embed = store->tied_embed;
+  if (!code && embed >= 0 && came_as_head(store, embed)) {
+    for (int half = 0; half < 2; half++) store->staged.sums[half * n + embed] = store->staged.sums[half * n + store->tied_head];
+    store->staged.counts[embed] = 1;
+    store->flags[embed] |= SEEN;
+  }
   for (int64_t i = 0; i < n && !code; i++) // clear what an earlier sync has left
     if (!(store->flags[i] & SEEN) && !keeps_value(store, i)) store->staged.sums[i] = store->staged.sums[n + i] = 0;
   return code;

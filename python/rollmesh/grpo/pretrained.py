@@ -17,11 +17,11 @@ from rollmesh.model.families import FAMILIES
 from rollmesh.model.reader import without
 from rollmesh.runtime.messages import listed, plain, shown
 from rollmesh.weights.safetensors_folder import SafetensorsFolder, is_ignored
+from rollmesh.weights.sync import EMBEDDING, HEAD
 
 STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "F64": "float64"}  # names in safetensors
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 MOST_LABELS = 65536
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def folder_config(folder: Path, ignore: tuple[str, ...] = ()) -> Any:

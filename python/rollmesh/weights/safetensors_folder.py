@@ -32,7 +32,7 @@ class SafetensorsFolder(Mapping[str, Any]):
     """
 
     def __init__(self, path: str | Path, ignore: Collection[str] = ()):
-        if isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore):
+        if not isinstance(ignore, (tuple, list, set, frozenset)) or not all(isinstance(name, str) for name in ignore):
             raise ConfigError(f"ignore: expected a tuple of names of tensors, * for any characters, got {shown(ignore)}")
         self.path = Path(path)
         self._files: dict[Path, Any] = {}
