@@ -85,12 +85,12 @@ def test_a_folder_is_a_source(folder: Path, want: str) -> None:
 
 
 def test_ignore_leaves_out_tensors_of_a_folder(folder: Path, want: str) -> None:
-    """Buffers that old checkpoints have, by a pattern and by name; what a model needs is missed if it is left out."""
+    """Buffers of nobody's model, by a pattern and by name; what a model needs is missed if it is left out."""
     torch = pytest.importorskip("torch")
-    names = [f"model.layers.{i}.self_attn.rotary_emb.{name}" for i in range(2) for name in ("inv_freq", "cos_cached")]
+    names = [f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in ("rope.sin", "rope.cos")]
     pytest.importorskip("safetensors.torch").save_file({name: torch.ones(4) for name in names}, folder / "model-2.safetensors")
     (folder / safetensors_folder.INDEX).unlink()
-    patterns = ("*.rotary_emb.inv_freq", names[1], names[3], "absent")
+    patterns = ("*.rope.sin", names[1], names[3], "absent")
     with generator() as gen:
         with pytest.raises(rm.UnexpectedKeyError, match="4 of the weights: "):
             gen.sync_weights(sources.SafetensorsFolder(folder))

@@ -106,7 +106,7 @@ def test_missing_keys(served: dict[str, rm.Generator]) -> None:
 
 
 UNEXPECTED = [
-    "model.layers.0.self_attn.rotary_emb.inv_freq",
+    "model.layers.0.self_attn.rotary_emb.freqs",
     "model.layers.3.mlp.gate_proj.weight",  # layer 3 of 3
     "model.layers.00.input_layernorm.weight",
     "model.layers.-1.input_layernorm.weight",
@@ -179,6 +179,31 @@ def test_tied_lm_head(served: dict[str, rm.Generator], head_first: bool) -> None
         other[row, col] = np.nextafter(other[row, col], np.float32(9))  # one bit
         refused(served["tied"], with_head(other), rm.TiedWeightError, f"[{row}, {col}]", "tie_word_embeddings")
     assert digest_of(TIED, with_head(embed.copy())) == digest_of(TIED, with_head(embed)) == digest_of(TIED, state)
+
+
+@pytest.mark.parametrize("mesh", [rm.Mesh(), rm.Mesh(tp=2)], ids=["one rank", "tp=2"])
+def test_buffers_of_rope_are_passed_over(mesh: rm.Mesh) -> None:
+    """Of any float dtype, without a cast: vLLM passes over them too. Other names beside them are refused as ever."""
+    state, half = new_state(DENSE), np.ones(3, np.float16)
+    buffers = {"model.rotary_emb.inv_freq": half}
+    buffers |= {f"model.layers.{i}.self_attn.rotary_emb.{name}": half for i in (0, 1) for name in ("inv_freq", "cos_cached", "sin_cached")}
+    want = digest_of(DENSE, state)
+    with rm.Generator(rm.ModelSpec.from_hf(DENSE), mesh=mesh, dtype="float32", max_model_len=16, kv_cache_gib=0.002, threads=1) as generator:
+        for source in ({**buffers, **state}, iter({**state, **buffers}.items())):
+            report = generator.sync_weights(source)
+            assert (report.digest, report.num_skipped, report.num_tensors) == (want, len(buffers), len(state))
+        with generator.begin_sync() as sync:
+            for name, tensor in {**buffers, **state}.items():
+                sync.push(name, tensor)
+        assert sync.report is not None
+        assert (sync.report.digest, sync.report.num_skipped) == (want, len(buffers))
+        for name in ("model.layers.0.self_attn.rotary_emb.freqs", "model.layers.0.rotary_emb.inv_freq", "inv_freq"):
+            with pytest.raises(rm.UnexpectedKeyError, match=name):
+                generator.sync_weights({**state, name: half})
+        bad = {**state, Q: np.full_like(state[Q], np.nan)}  # the report of a later sync does not count what was taken back
+        with pytest.raises(rm.NonFiniteError):
+            generator.sync_weights({**buffers, **bad})
+        assert generator.sync_weights({**buffers, **state}).num_skipped == len(buffers)
 
 
 @pytest.mark.parametrize("mesh", [rm.Mesh(), rm.Mesh(tp=2)], ids=["one rank", "tp=2"])

@@ -108,7 +108,7 @@ static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const
   return RM_OK;
 }
 
-// All checks that need no values. *skip: an unexpected name, which allow_partial ignores.
+// All checks that need no values. *skip: a name of no parameter that is passed over: of a buffer, or an unexpected one with allow_partial.
 static rm_code check_all(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, char *shown, int *skip, rm_error *err) {
   *skip = 0;
   if (!store->open) return rm_fail(err, RM_E_STATE, "a tensor was pushed and no sync is open");
@@ -119,6 +119,8 @@ static rm_code check_all(rm_store *store, const char *name, size_t length, const
     return RM_OK;
   }
   if (code) return code;
+  *skip = store->target.n_pieces == 0;
+  if (*skip) return RM_OK;
   memcpy(shown, name, length);
   shown[length] = 0;
   if ((code = check_new(store, shown, err)) || (code = check_place(store, tensor, shown, err))) return code;
@@ -335,8 +337,8 @@ void rm_sync_undo_push(rm_store *store, const char *name, size_t length) {
   rm_error err = RM_ERROR_INIT;
   if (!store->open) return;
   const rm_code code = rm_names_resolve(store->params, name, length, &store->target, &err);
-  if (code) {
-    store->report.n_skipped -= code == RM_E_UNEXPECTED_KEY && store->options.allow_partial;
+  if (code || !store->target.n_pieces) {
+    store->report.n_skipped -= !code || (code == RM_E_UNEXPECTED_KEY && store->options.allow_partial);
     rm_error_clear(&err);
     return;
   }
