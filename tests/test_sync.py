@@ -181,56 +181,6 @@ def test_tied_lm_head(served: dict[str, rm.Generator], head_first: bool) -> None
     assert digest_of(TIED, with_head(embed.copy())) == digest_of(TIED, with_head(embed)) == digest_of(TIED, state)
 
 
-@pytest.mark.parametrize("mesh", [rm.Mesh(), rm.Mesh(tp=2)], ids=["one rank", "tp=2"])
-def test_buffers_of_rope_are_passed_over(mesh: rm.Mesh) -> None:
-    """Of any float dtype, without a cast: vLLM passes over them too. Other names beside them are refused as ever."""
-    state, half = new_state(DENSE), np.ones(3, np.float16)
-    buffers = {"model.rotary_emb.inv_freq": half}
-    buffers |= {f"model.layers.{i}.self_attn.rotary_emb.{name}": half for i in (0, 1) for name in ("inv_freq", "cos_cached", "sin_cached")}
-    want = digest_of(DENSE, state)
-    with rm.Generator(rm.ModelSpec.from_hf(DENSE), mesh=mesh, dtype="float32", max_model_len=16, kv_cache_gib=0.002, threads=1) as generator:
-        for source in ({**buffers, **state}, iter({**state, **buffers}.items())):
-            report = generator.sync_weights(source)
-            assert (report.digest, report.num_skipped, report.num_tensors) == (want, len(buffers), len(state))
-        with generator.begin_sync() as sync:
-            for name, tensor in {**buffers, **state}.items():
-                sync.push(name, tensor)
-        assert sync.report is not None
-        assert (sync.report.digest, sync.report.num_skipped) == (want, len(buffers))
-        for name in ("model.layers.0.self_attn.rotary_emb.freqs", "model.layers.0.rotary_emb.inv_freq", "inv_freq"):
-            with pytest.raises(rm.UnexpectedKeyError, match=name):
-                generator.sync_weights({**state, name: half})
-        bad = {**state, Q: np.full_like(state[Q], np.nan)}  # the report of a later sync does not count what was taken back
-        with pytest.raises(rm.NonFiniteError):
-            generator.sync_weights({**buffers, **bad})
-        assert generator.sync_weights({**buffers, **state}).num_skipped == len(buffers)
-
-
-@pytest.mark.parametrize("mesh", [rm.Mesh(), rm.Mesh(tp=2)], ids=["one rank", "tp=2"])
-def test_a_tied_matrix_that_comes_as_lm_head_alone(mesh: rm.Mesh) -> None:
-    """As a mapping, a stream and tensor by tensor, after another version under the other name. Oracle: the digest of the usual name."""
-    state, other = new_state(TIED), OLD["tied"]
-    embed = state.pop("model.embed_tokens.weight")
-    want = digest_of(TIED, new_state(TIED))
-    with rm.Generator(rm.ModelSpec.from_hf(TIED), mesh=mesh, dtype="float32", max_model_len=16, kv_cache_gib=0.002, threads=1) as generator:
-        with pytest.raises(rm.MissingKeyError, match="embed_tokens"):
-            generator.sync_weights(state)
-        sent = {**state, "lm_head.weight": embed}
-        for source in (sent, iter(sent.items()), dict(reversed(sent.items()))):
-            assert generator.sync_weights(source).digest == want
-            assert generator.sync_weights(other).digest == digest_of(TIED, other) != want
-        with pytest.raises(rm.IncompleteSyncError, match="embed_tokens"):
-            generator.sync_weights(iter(state.items()))
-        with generator.begin_sync() as sync:
-            for name, tensor in sent.items():
-                sync.push(name, tensor)
-        assert sync.report is not None
-        assert sync.report.digest == want
-        generator.sync_weights(other)
-        partly = generator.sync_weights({"lm_head.weight": embed}, strict=False).digest  # the embedding's new values, and no old ones
-        assert partly == digest_of(TIED, {**other, "model.embed_tokens.weight": embed})
-
-
 @pytest.mark.parametrize("head_first", [False, True])
 def test_a_tied_lm_head_in_the_same_memory_is_read_once(head_first: bool) -> None:
     state, sent = new_state(TIED), sum(x.nbytes for x in new_state(TIED).values())
