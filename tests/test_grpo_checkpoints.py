@@ -137,6 +137,21 @@ def test_ignore_passes_over_keys_and_tensors_of_the_folder(folder: Callable[[str
     assert config.from_dict({"model": {"path": "x", "ignore": ["team"]}, "sync": {"cast": True}}).model.ignore == ("team",)
 
 
+def test_a_tied_matrix_stored_as_lm_head_alone(folder: Callable[[str], Path]) -> None:
+    """The trainer reads it as the generator does. Oracle: the same values under the other name."""
+    where = folder("dense")
+    set_key(where, tie_word_embeddings=True)
+    edit(where, lambda t: t.pop("lm_head.weight"))
+    want = pretrained.load_model(where, "float32").state_dict()
+    with rm.Generator.from_hf(where, dtype="float32", max_model_len=16, kv_cache_gib=0.001, threads=1) as gen:
+        digest = gen.sync_weights(rm.sources.SafetensorsFolder(where)).digest
+        edit(where, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+        assert gen.sync_weights(rm.sources.SafetensorsFolder(where)).digest == digest
+    found = pretrained.load_model(where, "float32").state_dict()
+    assert found.keys() == want.keys()
+    assert all(torch.equal(x, want[name]) for name, x in found.items())
+
+
 def test_weights_that_are_not_aligned_are_copied(folder: Callable[[str], Path]) -> None:
     """A safetensors header need not be padded; the kernels take no unaligned array."""
     where = folder("dense")
