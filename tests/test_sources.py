@@ -84,6 +84,27 @@ def test_a_folder_is_a_source(folder: Path, want: str) -> None:
     assert set(one) == set(list(STATE)[::2])
 
 
+def test_ignore_leaves_out_tensors_of_a_folder(folder: Path, want: str) -> None:
+    """Buffers of nobody's model, by a pattern and by name; what a model needs is missed if it is left out."""
+    torch = pytest.importorskip("torch")
+    names = [f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in ("rope.sin", "rope.cos")]
+    pytest.importorskip("safetensors.torch").save_file({name: torch.ones(4) for name in names}, folder / "model-2.safetensors")
+    (folder / safetensors_folder.INDEX).unlink()
+    patterns = ("*.rope.sin", names[1], names[3], "absent")
+    with generator() as gen:
+        with pytest.raises(rm.UnexpectedKeyError, match="4 of the weights: "):
+            gen.sync_weights(sources.SafetensorsFolder(folder))
+        with pytest.raises(rm.UnexpectedKeyError, match=rf"2 of the weights: {names[1]} "):
+            gen.sync_weights(sources.SafetensorsFolder(folder, patterns[:1]))
+        report = gen.sync_weights(sources.SafetensorsFolder(folder, ignore=patterns))
+        assert (report.digest, report.num_skipped) == (want, 0)
+        with pytest.raises(rm.MissingKeyError, match=r"1 of the weights: missing: model\.norm\.weight"):
+            gen.sync_weights(sources.SafetensorsFolder(folder, (*patterns, "model.norm.*")))
+    for bad in ("*", 3, (3,), None):
+        with pytest.raises(rm.ConfigError, match="ignore: expected a tuple of names of tensors"):
+            sources.SafetensorsFolder(folder, bad)  # type: ignore[arg-type]
+
+
 def test_a_folder_read_without_torch(folder: Path, want: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ml_dtypes")
     real = safetensors_folder.importlib.util.find_spec
