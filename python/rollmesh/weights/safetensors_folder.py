@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.errors import ConfigError, FormatError, UnsupportedTensorError
+from rollmesh.model.adapters import refuse_adapter
 from rollmesh.runtime.messages import plain, shown
 
 INDEX = "model.safetensors.index.json"
@@ -27,8 +28,9 @@ class SafetensorsFolder(Mapping[str, Any]):
     """The tensors of a folder (with its index, or all its *.safetensors) or of one file, by name, without those that `ignore` names:
     ("*.rotary_emb.inv_freq",) leaves out that buffer of every layer. A name that matches no tensor is not an error.
 
-    Values are torch tensors where torch is installed, else NumPy arrays (bfloat16 then needs ml_dtypes). Raises FormatError
-    for a file that is missing, truncated or malformed.
+    Values are torch tensors where torch is installed, else NumPy arrays (bfloat16 then needs
+    ml_dtypes). Raises FormatError for a file that is missing, truncated or malformed, and
+    ConfigError for a folder with a PEFT adapter; `path` may then be the model's own file.
     """
 
     def __init__(self, path: str | Path, ignore: Collection[str] = ()):
@@ -60,6 +62,7 @@ class SafetensorsFolder(Mapping[str, Any]):
         return len(self._where)
 
     def _names(self) -> dict[str, Path]:
+        refuse_adapter(self.path)
         if self.path.is_file():
             return dict.fromkeys(self._open(self.path).keys(), self.path)
         if (index := self.path / INDEX).is_file():
