@@ -37,7 +37,7 @@ from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.manifest import Entry, check_entry, check_new_name
 from rollmesh.weights.transport.tensors import DTYPES, as_array, bytes_of, check_source, checksum, dtype_name, pair_of
 
-MAGIC = b"rmdelta1"
+MAGIC = b"rmdelta2"
 MAX_HEADER = 1 << 28
 MAX_VERSION = 2**63 - 1
 LEVEL = 1  # of zstd

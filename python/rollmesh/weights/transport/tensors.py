@@ -6,7 +6,6 @@ bfloat16 (ext/tensor.c).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,8 +25,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float64": np.dtype(np.float64),
 }
 
-_SUM_COLUMNS = 512
-_SUM_WORDS = _SUM_COLUMNS << 12  # 16 MiB at a time
+_MASK = 2**64 - 1
+_STEP = 0x9E3779B97F4A7C15  # RM_HASH_STEP of csrc/base/hash.h
+_SLICE = 16 << 20  # bytes that torch sums at a time
 
 
 def as_array(name: str, tensor: Any) -> NDArray[Any]:
@@ -98,28 +98,44 @@ def bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def checksum(data: NDArray[np.uint8]) -> str:
-    """A 64-bit checksum: 512 column sums of 64-bit words for each 16 MiB, and a hash of these. It detects any change of one word, and other
-    changes with probability 1 − 2⁻⁶⁴."""
-    hasher = hashlib.blake2b(str(data.size).encode(), digest_size=8)
-    whole = data.size // (8 * _SUM_COLUMNS) * (8 * _SUM_COLUMNS)
-    words = data[:whole].view(np.uint64)
-    for at in range(0, words.size, _SUM_WORDS):
-        hasher.update(np.add.reduce(words[at : at + _SUM_WORDS].reshape(-1, _SUM_COLUMNS), axis=0, dtype=np.uint64).tobytes())
-    hasher.update(data[whole:].tobytes())
-    return hasher.hexdigest()
+    """A 64-bit checksum of bytes and their places; csrc/base/checksum.h says what it detects."""
+    return f"{_core.checksum(data):016x}"
 
 
 def checksum_of_torch(data: Any) -> str:
-    """The same for a torch tensor of bytes on any device; 4 KiB of each 16 MiB are copied to the host."""
+    """The same for a contiguous torch tensor of bytes on any device, computed there."""
+    if data.device.type == "cpu":
+        return checksum(data.numpy())
+    return f"{_sum_of_torch(data):016x}"
+
+
+def _sum_of_torch(data: Any) -> int:
+    """rm_checksum of csrc/base/checksum.c in torch's int64, whose sums and products wrap."""
     import torch
 
-    hasher = hashlib.blake2b(str(data.numel()).encode(), digest_size=8)
-    whole = data.numel() // (8 * _SUM_COLUMNS) * (8 * _SUM_COLUMNS)
-    for at in range(0, whole, 8 * _SUM_WORDS):
-        words = data[at : min(at + 8 * _SUM_WORDS, whole)].view(torch.int64)  # sums wrap as those of uint64
-        hasher.update(words.view(-1, _SUM_COLUMNS).sum(0).cpu().numpy().tobytes())
-    hasher.update(data[whole:].cpu().numpy().tobytes())
-    return hasher.hexdigest()
+    total, size = 0, data.numel()
+    step = torch.arange(1, min(size + 7, _SLICE) // 8 + 1, device=data.device) * _int64(_STEP)
+    for at in range(0, size, _SLICE):
+        part = data[at : at + _SLICE]
+        words = torch.zeros(-(-part.numel() // 8), dtype=torch.int64, device=data.device)
+        words.view(torch.uint8)[: part.numel()] = part
+        words += step[: words.numel()] + _int64(at // 8 * _STEP)
+        total += int(_finish_of_torch(words).sum())
+    last = torch.tensor([_int64(total + size)], device=data.device)
+    return int(_finish_of_torch(last)) & _MASK
+
+
+def _finish_of_torch(x: Any) -> Any:
+    """rm_hash_finish of csrc/base/hash.h, in place. `>>` copies the sign; the mask clears it."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        x ^= (x >> shift) & (_MASK >> shift)
+        x *= _int64(factor)
+    return x
+
+
+def _int64(value: int) -> int:
+    """The signed number with the same low 64 bits."""
+    return (value + (1 << 63) & _MASK) - (1 << 63)
 
 
 def check_source(source: Any) -> None:
