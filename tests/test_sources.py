@@ -383,14 +383,14 @@ def test_a_sweep_keeps_a_version_that_replaced_the_one_it_opened(tmp_path: Path,
     with sources.SharedWriter(tmp_path) as writer, sources.SharedReader(writer.address) as reader:
         writer.publish({"x": np.ones(3)})
         os.utime(writer.address.rpartition(":")[0], (0, 0))
-        lock = segment._lock
+        lock = segment.lock
 
         def publish_and_lock(*arguments: Any) -> bool:
-            monkeypatch.setattr(segment, "_lock", lock)
+            monkeypatch.setattr(segment, "lock", lock)
             writer.publish({"x": np.zeros(3)})
             return lock(*arguments)
 
-        monkeypatch.setattr(segment, "_lock", publish_and_lock)
+        monkeypatch.setattr(segment, "lock", publish_and_lock)
         segment._sweep(tmp_path)
         assert reader.refresh() == 1
 

@@ -65,7 +65,7 @@ def aligned(size: int) -> int:
     return (size + ALIGN - 1) // ALIGN * ALIGN
 
 
-def _lock(descriptor: int, kind: int, at: int, length: int = 1) -> bool:
+def lock(descriptor: int, kind: int, at: int, length: int = 1) -> bool:
     """kind: F_WRLCK or F_UNLCK; length 0: to the end of the file. False: another description holds the lock."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, FLOCK.pack(kind, os.SEEK_SET, at, length, 0))
@@ -74,7 +74,7 @@ def _lock(descriptor: int, kind: int, at: int, length: int = 1) -> bool:
     return True
 
 
-def _is_locked(descriptor: int, at: int, length: int = 1) -> bool:
+def is_locked(descriptor: int, at: int, length: int = 1) -> bool:
     """Whether another description has a lock on any of these bytes."""
     found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, length, 0))
     return bool(FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
@@ -89,7 +89,7 @@ def _map(descriptor: int, size: int, *, writes: bool) -> mmap.mmap:
         os.close(again)
 
 
-class _LockedFile:
+class LockedFile:
     """A file descriptor that holds locks. Forked children close their copies, so that locks end with the parent."""
 
     def __init__(self, path: Path):
@@ -105,7 +105,7 @@ class _LockedFile:
         if descriptor >= 0:
             try:
                 with suppress(OSError):
-                    _lock(descriptor, fcntl.F_UNLCK, 0, 0)
+                    lock(descriptor, fcntl.F_UNLCK, 0, 0)
             finally:
                 os.close(descriptor)
         _open.discard(self)
@@ -117,7 +117,7 @@ class _LockedFile:
             os.close(descriptor)
 
 
-_open: set[_LockedFile] = set()
+_open: set[LockedFile] = set()
 
 
 def _close_in_child() -> None:
@@ -134,7 +134,7 @@ def _sweep(folder: Path) -> None:
         with suppress(OSError):  # another user's, in use, or removed meanwhile
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                if not _lock(descriptor, fcntl.F_WRLCK, OWNER):
+                if not lock(descriptor, fcntl.F_WRLCK, OWNER):
                     continue
                 status = os.fstat(descriptor)  # no link: its owner has renamed another version over it since
                 if status.st_nlink > 0 and time.time() - status.st_mtime > STALE_S:
@@ -144,7 +144,7 @@ def _sweep(folder: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- the owner
-class _OwnedFile(_LockedFile):
+class _OwnedFile(LockedFile):
     """Also unlinks the file, in the owner's process only."""
 
     def __init__(self, path: Path):
@@ -193,7 +193,7 @@ class Segment:
 
     def _lock_as_owner(self) -> None:
         deadline = time.monotonic() + LOCK_S
-        while not _lock(self._file.descriptor, fcntl.F_WRLCK, OWNER):
+        while not lock(self._file.descriptor, fcntl.F_WRLCK, OWNER):
             if time.monotonic() >= deadline:
                 raise DeadlineError(f"another process has locked the new file {self.path} for {LOCK_S:g} seconds")
             time.sleep(POLL_S)
@@ -245,19 +245,19 @@ class Segment:
         return True
 
     def is_being_read(self) -> bool:
-        return _is_locked(self._file.descriptor, READERS, MAX_READERS)
+        return is_locked(self._file.descriptor, READERS, MAX_READERS)
 
     def num_read(self) -> int:
         """Number of readers that have finished reading the open loan."""
         return self._states().count(HAS_READ)
 
     def num_reading(self) -> int:
-        return sum(_is_locked(self._file.descriptor, READERS + i) for i, state in enumerate(self._states()) if state == READS)
+        return sum(is_locked(self._file.descriptor, READERS + i) for i, state in enumerate(self._states()) if state == READS)
 
     def lost_reader(self) -> bool:
         """Whether a reader's process ended while it read the open loan. Reports each such reader once."""
         for i, state in enumerate(self._states()):
-            if state != READS or _is_locked(self._file.descriptor, READERS + i) or self._states()[i] != READS:
+            if state != READS or is_locked(self._file.descriptor, READERS + i) or self._states()[i] != READS:
                 continue
             os.pwrite(self._file.descriptor, bytes([FREE]), READERS + i)
             return True
@@ -273,8 +273,8 @@ class MappedSegment:
     reader's byte. FileNotFoundError if there is no file."""
 
     def __init__(self, path: Path, nonce: str):
-        self.path, self._file = path, _LockedFile(path)
-        self._marks = _LockedFile(path)  # opened by the first `reading`
+        self.path, self._file = path, LockedFile(path)
+        self._marks = LockedFile(path)  # opened by the first `reading`
         self._reader = -1  # the byte that is locked
         self._marked = (0, -1)  # number of the loan read last, and the byte that records it
         try:
@@ -332,7 +332,7 @@ class MappedSegment:
 
     def is_owned(self) -> bool:
         """Whether the owner is alive and has not closed its end."""
-        return _is_locked(self._descriptor, OWNER)
+        return is_locked(self._descriptor, OWNER)
 
     @contextmanager
     def reading(self, number: int, what: str) -> Iterator[Callable[[], None]]:
@@ -361,11 +361,11 @@ class MappedSegment:
             self._open_marks(what)
         marks, (loan, mine) = self._marks.descriptor, self._marked
         for i in (mine,) if loan == number else range(MAX_READERS):
-            if _lock(marks, fcntl.F_WRLCK, READERS + i):
+            if lock(marks, fcntl.F_WRLCK, READERS + i):
                 if loan == number or os.pread(marks, 1, READERS + i) == bytes([FREE]):
                     os.pwrite(marks, bytes([READS]), READERS + i)
                     return i
-                _lock(marks, fcntl.F_UNLCK, READERS + i)
+                lock(marks, fcntl.F_UNLCK, READERS + i)
         raise LimitError(f"{what} has {MAX_READERS} readers, which is the limit")
 
     def _open_marks(self, what: str) -> None:
@@ -384,7 +384,7 @@ class MappedSegment:
         reader, self._reader = self._reader, -1
         if reader >= 0 and self._marks.descriptor >= 0:  # -1 in a forked child
             os.pwrite(self._marks.descriptor, bytes([state]), READERS + reader)
-            _lock(self._marks.descriptor, fcntl.F_UNLCK, READERS + reader)
+            lock(self._marks.descriptor, fcntl.F_UNLCK, READERS + reader)
 
     def _loan(self) -> int:
         return int.from_bytes(os.pread(self._descriptor, 8, LOAN), "little")
@@ -403,7 +403,7 @@ class MappedSegment:
             self._end.detach()
 
 
-def _close_both(marks: _LockedFile, file: _LockedFile) -> None:
+def _close_both(marks: LockedFile, file: LockedFile) -> None:
     marks.close()
     file.close()
 

@@ -1,12 +1,18 @@
-"""Tensors as bytes, for the transports: views as NumPy arrays, 64-bit checksums, buckets of bounded size.
+"""Tensors as bytes, for the transports: views as NumPy arrays, checksums, buckets of bounded size.
 
-NumPy has no bfloat16. Here it is uint16 with metadata in the dtype, which views and slices keep and which Generator.sync_weights reads as
-bfloat16 (ext/tensor.c).
+When a source is read: a dict, a list, a tuple or a dict's items() holds all its tensors at once, and
+views of them are kept until the call ends. Every other source, an iterator or a mapping of another
+class, may use the memory of an entry again for the next one. Such a source is read entry by entry,
+and each tensor is consumed (written, sent or copied) before the next one is asked for.
+
+NumPy has no bfloat16. Here it is uint16 with metadata in the dtype, which views and slices keep and
+which Generator.sync_weights reads as bfloat16 (ext/tensor.c).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +31,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float64": np.dtype(np.float64),
 }
 
+_HOLDING = (dict, OrderedDict, list, tuple, type({}.items()), type(OrderedDict().items()))
 _MASK = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15  # RM_HASH_STEP of csrc/base/hash.h
 _SLICE = 16 << 20  # bytes that torch sums at a time
@@ -153,15 +160,55 @@ def pair_of(entry: Any) -> tuple[Any, Any]:
     return entry[0], entry[1]
 
 
-def bucketed(entries: Iterable[tuple[str, Any]], bucket_bytes: int) -> Iterator[list[tuple[str, Any]]]:
-    """Consecutive entries in buckets of at most bucket_bytes; a larger entry is a bucket by itself."""
+def entries_of(source: Mapping[str, Any] | Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """The pairs of a source, each read once."""
+    return map(pair_of, source.items() if isinstance(source, Mapping) else source)
+
+
+def holds_tensors(source: Any) -> bool:
+    """Whether a source holds all its tensors at once, so that views of them may be kept."""
+    return type(source) in _HOLDING
+
+
+def own(tensor: Any) -> Any:
+    """A copy of a NumPy array or torch tensor, on its device; anything else as it is."""
+    if isinstance(tensor, np.ndarray):
+        return tensor.copy()
+    return tensor.clone() if is_torch(tensor) else tensor
+
+
+def own_array(name: str, tensor: Any) -> NDArray[Any]:
+    """As as_array, in memory of its own."""
+    array = as_array(name, tensor)
+    is_made = is_torch(tensor) and tensor.device.type != "cpu"
+    return array if is_made or isinstance(tensor, _core.DeviceArray) else array.copy()
+
+
+def bucketed(
+    entries: Iterable[tuple[str, Any]], bucket_bytes: int
+) -> Iterator[list[tuple[str, Any]]]:
+    """Consecutive entries in buckets of at most bucket_bytes; a larger entry is a bucket by itself.
+
+    Tensors of entries that are not a dict's items(), a list or a tuple are copied, since an iterator
+    may use the memory of an entry again for the next one.
+    """
+    pairs = entries_of(entries)
+    if not holds_tensors(entries):
+        pairs = ((name, own(tensor)) for name, tensor in pairs)
+    return grouped(pairs, bucket_bytes)
+
+
+def grouped(
+    entries: Iterable[tuple[str, Any]], bucket_bytes: int
+) -> Iterator[list[tuple[str, Any]]]:
+    """As bucketed, of entries that hold their tensors."""
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, np.integer)):
         raise ConfigError(f"bucket_bytes: expected a number of bytes, got {shown(bucket_bytes)}")
     if bucket_bytes <= 0:
         raise LimitError(f"bucket_bytes: expected a number above 0, got {bucket_bytes}")
     bucket: list[tuple[str, Any]] = []
     size = 0
-    for name, tensor in map(pair_of, entries):
+    for name, tensor in entries:
         nbytes = getattr(tensor, "nbytes", None)
         if not isinstance(nbytes, (int, np.integer)):
             raise UnsupportedTensorError(f"{plain(name)}: expected a tensor with nbytes, got a {type(tensor).__name__}")
