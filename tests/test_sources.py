@@ -481,7 +481,7 @@ def test_copies_are_read_from_a_read_only_file_system(tmp_path: Path, monkeypatc
 def test_a_new_segment_does_not_wait_for_its_lock_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment, "LOCK_S", 0.01)
     with monkeypatch.context() as patched:
-        patched.setattr(segment, "_lock", lambda *_: False)
+        patched.setattr(segment, "lock", lambda *_: False)
         with pytest.raises(rm.DeadlineError, match="has locked the new file"):
             segment.Segment(8, tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,8 @@
     48     uint64, number of the open loan, 0: none (loans.py)
     56     uint64, bytes of the manifest in the file, 0: it is sent another way
     64     one byte for each reader of the loan: FREE, READS or HAS_READ
-    4160   the manifest; at the next multiple of 64 the tensors
+    4160   uint64, checksum of the manifest
+    4168   the manifest; at the next multiple of 64 the tensors
 
 The name is random and the mode 0600; another owner, mode or nonce is an AuthError. Locks belong to open file descriptions: they end with
 their process, and closing the same file elsewhere in the process does not release them. The owner holds a lock on byte 0 while it lives,
@@ -30,6 +31,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh import _core
 from rollmesh.errors import (
     AuthError,
     CapacityError,
@@ -46,13 +48,15 @@ Bytes = NDArray[np.uint8]
 
 FOLDER = Path("/dev/shm")
 PREFIX = "rollmesh-weights-"
-MAGIC = b"rollmesh weights"
+FORMAT = b"rollmesh weights"  # of the first release
+MAGIC = b"rollmesh-weight2"
 ALIGN = 64  # bytes; where a tensor begins
 MAX_MANIFEST = 256 << 20
 MAX_READERS = 4096
 OWNER, LOAN, READERS = 0, 48, 64  # offsets
 HEADER = struct.Struct("<16s32sQQ")
-HEAD = READERS + MAX_READERS
+SUM = READERS + MAX_READERS
+HEAD = SUM + 8
 FREE, READS, HAS_READ = 0, 1, 2
 FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux on x86-64: type, whence, start, length, pid
 POLL_S = 0.0005
@@ -170,7 +174,8 @@ class Segment:
         if len(manifest) > MAX_MANIFEST:
             raise LimitError(f"the manifest of the weights has {len(manifest)} bytes; the limit is {MAX_MANIFEST}")
         self.name, self.nonce, self.size = PREFIX + secrets.token_hex(16), nonce or secrets.token_hex(16), size
-        self.data: Bytes | None = None
+        self.data: Bytes | None = None  # of the tensors
+        self._memory: Bytes | None = None  # of the whole file
         self._loans = 0
         self._file = file = _OwnedFile(folder / self.name)
         self._end = weakref.finalize(self, file.close)
@@ -183,8 +188,9 @@ class Segment:
             os.posix_fallocate(file.descriptor, 0, start + size)  # otherwise a write could end in a SIGBUS
             memory = _map(file.descriptor, start + size, writes=True)
             HEADER.pack_into(memory, 0, MAGIC, self.nonce.encode(), 0, len(manifest))
-            memory[HEAD : HEAD + len(manifest)] = manifest
-            self.data = np.frombuffer(memory, np.uint8)[start:]
+            self._memory = np.frombuffer(memory, np.uint8)
+            self.data = self._memory[start:]
+            self.describe(manifest)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError) and not isinstance(error, Error):
@@ -198,6 +204,13 @@ class Segment:
                 raise DeadlineError(f"another process has locked the new file {self.path} for {LOCK_S:g} seconds")
             time.sleep(POLL_S)
 
+    def describe(self, manifest: bytes) -> None:
+        """Writes the manifest, or another one of the same size, while the tensors are mapped."""
+        assert self._memory is not None
+        words = np.frombuffer(manifest, np.uint8)
+        self._memory[HEAD : HEAD + words.size] = words
+        self._memory[SUM:HEAD] = np.frombuffer(_sum(words), np.uint8)
+
     @property
     def path(self) -> Path:
         return self._file.path
@@ -209,13 +222,13 @@ class Segment:
 
     def unmap(self) -> None:
         """All bytes are written: drops the mapping."""
-        self.data = None
+        self.data = self._memory = None
 
     def unlink(self) -> None:
         self._file.unlink()
 
     def close(self) -> None:
-        self.data = None
+        self.unmap()
         self._file.close()
         self._end.detach()  # not called by it: a Ctrl-C within a finalizer would be lost
 
@@ -306,22 +319,38 @@ class MappedSegment:
             raise FormatError(f"{self.path}: expected {HEAD} bytes at least, got {status.st_size}")
         memory = _map(self._descriptor, status.st_size, writes=False)
         magic, told, _, described = HEADER.unpack_from(memory)
+        if magic == FORMAT:
+            raise FormatError(
+                f"{self.path}: expected format {MAGIC.decode()}, got {FORMAT.decode()}; "
+                "use the same release of rollmesh in trainer and generators"
+            )
         if not secrets.compare_digest(magic + told, MAGIC + nonce.encode(errors="replace")):
             raise AuthError(f"{self.path} was not written by the sender of these weights")
         if described > MAX_MANIFEST or aligned(HEAD + described) > status.st_size:
             raise FormatError(f"{self.path}: {status.st_size} bytes do not hold a manifest of {described}")
-        return np.frombuffer(memory, np.uint8), described
+        words = np.frombuffer(memory, np.uint8)
+        if _sum(words[HEAD : HEAD + described]) != words[SUM:HEAD].tobytes():
+            raise FormatError(f"{self.path}: the manifest's checksum differs")
+        return words, described
 
     @property
     def _descriptor(self) -> int:
         return self._file.descriptor
 
     def tensors(self, size: int) -> Bytes:
-        """A view of the first `size` bytes of tensors. FormatError if the file has fewer; it may have been truncated since."""
-        held = os.fstat(self._descriptor).st_size - self._start
-        if size > min(held, self.size):
-            raise FormatError(f"{self.path}: expected {size} bytes of weights, got {max(held, 0)}")
+        """A view of the first `size` bytes of tensors. FormatError if the file has fewer."""
+        self.require_whole()
+        if size > self.size:
+            raise FormatError(f"{self.path}: expected {size} bytes of weights, got {self.size}")
         return self._memory[self._start : self._start + size]
+
+    def require_whole(self) -> None:
+        """FormatError if the file has been truncated: an access to its lost pages would end the process
+        with SIGBUS."""
+        if self._descriptor >= 0:  # -1: closed, while views are still read
+            held = os.fstat(self._descriptor).st_size - self._start
+            if held < self.size:
+                raise FormatError(f"{self.path}: expected {self.size} bytes of weights, got {max(held, 0)}")
 
     def is_current(self) -> bool:
         """Whether the path still names the file that was mapped."""
@@ -406,6 +435,10 @@ class MappedSegment:
 def _close_both(marks: LockedFile, file: LockedFile) -> None:
     marks.close()
     file.close()
+
+
+def _sum(manifest: Bytes) -> bytes:
+    return _core.checksum(manifest).to_bytes(8, "little")
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:

@@ -174,7 +174,7 @@ def own(tensor: Any) -> Any:
     """A copy of a NumPy array or torch tensor, on its device; anything else as it is."""
     if isinstance(tensor, np.ndarray):
         return tensor.copy()
-    return tensor.clone() if is_torch(tensor) else tensor
+    return tensor.detach().clone() if is_torch(tensor) else tensor
 
 
 def own_array(name: str, tensor: Any) -> NDArray[Any]:
