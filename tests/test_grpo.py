@@ -352,11 +352,11 @@ def test_a_reward_sees_special_tokens_but_not_the_end(tokenizer: Any) -> None:
     def completion(ids: list[int], finish: str, stop: int | str | None = None) -> Any:
         return SimpleNamespace(token_ids=np.array(ids, np.int32), finish_reason=finish, stop_reason=stop)
 
-    assert rollout.text_of(tokenizer, completion([a, a, eos], "stop")) == "AA"
-    assert rollout.text_of(tokenizer, completion([a, unk], "length")) == "A<|unk|>"
-    assert rollout.text_of(tokenizer, completion([a, unk, eos], "stop")) == "A<|unk|>"
-    assert rollout.text_of(tokenizer, completion([a, a], "stop", "A")) == "AA"
-    assert rollout.text_of(tokenizer, completion([eos], "stop")) == ""
+    assert rollout.text_of(tokenizer, [], completion([a, a, eos], "stop")) == "AA"
+    assert rollout.text_of(tokenizer, [], completion([a, unk], "length")) == "A<|unk|>"
+    assert rollout.text_of(tokenizer, [], completion([a, unk, eos], "stop")) == "A<|unk|>"
+    assert rollout.text_of(tokenizer, [], completion([a, a], "stop", "A")) == "AA"
+    assert rollout.text_of(tokenizer, [], completion([eos], "stop")) == ""
 
 
 def test_chats_go_through_the_template(tokenizer: Any) -> None:

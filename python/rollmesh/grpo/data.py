@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,22 +146,25 @@ def read_jsonl(path: Path, tokenizer: Any, chat: bool = False, stage: int = 0) -
     """Raises rm.ConfigError with file and line where an object is malformed."""
     if path.is_fifo() or path.is_char_device():
         raise rm.ConfigError(f"{plain(path)}: expected a file, got a pipe or a device, which --resume could not read again")
+    return [make_prompt(row, tokenizer, chat, stage, where) for where, row in json_lines(path)]
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """The values of a JSONL file, each after its place, "file:line". Blank lines are skipped. Raises rm.ConfigError."""
     try:
         lines = path.read_bytes().decode().split("\n")  # not splitlines(): JSON strings may hold U+2028
     except OSError as e:
         raise rm.ConfigError(f"{plain(path)}: {e.strerror}") from e
     except ValueError as e:  # no UTF-8, a NUL in the path
         raise rm.ConfigError(f"{plain(path)}: {plain(e)}") from e
-    prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        where = f"{plain(path)}:{number}"
         try:
-            row = json.loads(line)
+            yield where, json.loads(line)
         except (ValueError, RecursionError) as e:  # no JSON, a number of too many digits, nested too deeply
-            raise rm.ConfigError(f"{path}:{number}: expected a JSON object, got none: {plain(e)}") from e
-        prompts.append(make_prompt(row, tokenizer, chat, stage, f"{path}:{number}"))
-    return prompts
+            raise rm.ConfigError(f"{where}: expected a JSON object, got none: {plain(e)}") from e
 
 
 def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) -> Prompt:

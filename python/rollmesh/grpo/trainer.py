@@ -56,7 +56,7 @@ class Trainer:
         self.device = torch_device(table.device)
         check_devices(self.device, config)
         self.forward = forward_of(config)
-        model = load_model(checkpoint, table.dtype) if checkpoint else build_model(config, tokenizer)
+        model = load_model(checkpoint, table.dtype, config.model.ignore) if checkpoint else build_model(config, tokenizer)
         self.model = self.forward.prepared(model.to(self.device))
         if config.correction.routing_replay:
             routers(self.model)
@@ -232,7 +232,7 @@ def learning_rate(table: TrainTable, step: int) -> float:
 def build_model(config: Config, tokenizer: Any) -> Any:
     """The model the run starts from: the folder's, or a random one from torch's current seed."""
     if config.model.path is not None:
-        return load_model(config.path(config.model.path), config.train.dtype)
+        return load_model(config.path(config.model.path), config.train.dtype, config.model.ignore)
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -270,4 +270,4 @@ def model_config(config: Config, tokenizer: Any, checkpoint: Path | None = None)
     """The transformers config of the model that Trainer builds, without building it."""
     if checkpoint is None and config.model.path is None:
         return hf_config_of(config.model, tokenizer)
-    return folder_config(checkpoint or config.path(str(config.model.path)))
+    return folder_config(checkpoint or config.path(str(config.model.path)), config.model.ignore)
