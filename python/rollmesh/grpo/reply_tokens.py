@@ -48,13 +48,12 @@ def reply_tokens(
     for message in marked:
         if message["content"] not in header:
             raise ValueError(f"a template that leaves out a message of role {message['role']}")
-    ids, opening, closing = (
-        _after(end, text, tokenizer)
-        for text in (whole, header.partition(REPLY)[0], _tail(before, [], tokenizer))
-    )
+    ids = _after(end, whole, tokenizer)
+    opening = _after(end, header.partition(REPLY)[0], tokenizer)
     if end in opening:
         count = opening.index(end) + 1
     else:
+        closing = _after(end, _tail(before, [], tokenizer), tokenizer)
         pairs = zip(closing, opening, strict=False)
         common = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         count = next((i + 1 for i, token in enumerate(common) if token in ends), 0)
