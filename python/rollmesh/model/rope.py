@@ -54,6 +54,11 @@ class Rope:
     max_positions: int  # max_position_embeddings of the config
     parameters: tuple[tuple[str, Any], ...]  # what the type needs besides theta; lists as tuples
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies differ among values of max_model_len."""
+        return self.type in ("dynamic", "longrope")
+
     def frequencies(self, max_model_len: int) -> tuple[F32, float]:
         """(inv_freq float32 [head_dim / 2], the factor on cos and sin) for contexts up to max_model_len."""
         settings = f"rope_type={self.type!r} with {shown(dict(self.parameters))}, rope_theta={self.theta}"
