@@ -13,7 +13,9 @@ changed since, a forward pass only compares classes, attributes and shapes with 
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -154,6 +156,7 @@ def _compared(model: Any, spec: ModelSpec, seen: _Seen | None) -> _Seen:
     for name in ("model", "lm_head"):  # other children of the outermost module have no part in it
         compare.part(name, getattr(model, name, None), getattr(template, name))
     _check_rope(model, spec)
+    _check_functions(model.config)
     rope = [buffer.clone() for buffer in _rope_buffers(model)]
     return _Seen(template, spec, copy.deepcopy(vars(model.config)), compare.seen, compare.lora, rope)
 
@@ -170,6 +173,20 @@ def _check_rope(model: Any, spec: ModelSpec) -> None:
             raise ConfigError(
                 f"model.rotary_emb.{name}: expected the frequencies of the config, {shown(wanted[0].tolist())}, "
                 f"got {shown(found.tolist())}{UNDO}"
+            )
+
+
+def _check_functions(config: Any) -> None:
+    """Attention and experts may be computed by functions that the config names."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name, known in (("_attn_implementation", ALL_ATTENTION_FUNCTIONS), ("_experts_implementation", ALL_EXPERTS_FUNCTIONS)):
+        function = known.get(getattr(config, name, None))
+        if function is not None and not _function(function).__module__.startswith("transformers."):
+            raise ConfigError(
+                f"config.{name}: expected one of transformers' own functions, got {getattr(config, name)!r} of "
+                f"{_function(function).__module__}{UNDO}"
             )
 
 
@@ -250,6 +267,8 @@ class _Comparison:
                 a, b = nn.Linear(width, rank, bias=False), nn.Linear(rank, out, bias=False)
             self.part(f"{path}.lora_A.{adapter}", module.lora_A[adapter], a)
             self.part(f"{path}.lora_B.{adapter}", module.lora_B[adapter], b)
+            if len(dtypes := {module.lora_A[adapter].weight.dtype, module.lora_B[adapter].weight.dtype}) > 1:
+                raise ConfigError(f"{path}: expected lora_A and lora_B of one dtype, got {sorted(map(str, dtypes))}")
             dropout = module.lora_dropout[adapter]
             if type(dropout) not in (nn.Identity, nn.Dropout):
                 raise ConfigError(f"{path}.lora_dropout.{adapter}: expected a Dropout or Identity, got a {type(dropout).__name__}")
@@ -296,11 +315,16 @@ class _Comparison:
                 del hooks[key]
 
     def method(self, path: str, cls: Any) -> None:
-        """The forward method of a class is the one that the class was written with."""
+        """The forward method of a class, and the functions that it calls, are those that it was written with."""
         home = next(each for each in cls.__mro__ if "forward" in vars(each))
-        written = getattr(vars(home)["forward"], "__module__", None)
-        if written != home.__module__:
-            raise ConfigError(f"{path}: expected the forward method of {cls.__module__}.{cls.__name__}, got one of {written}{UNDO}")
+        forward = inspect.unwrap(vars(home)["forward"])
+        used = [forward.__globals__.get(name) for name in forward.__code__.co_names]
+        strange = [f for f in used if isinstance(f, FunctionType) and not f.__module__.startswith(("transformers.", "torch."))]
+        if forward.__module__ != home.__module__ or strange:
+            function = (strange or [forward])[0]
+            raise ConfigError(
+                f"{path}: expected {cls.__name__} as transformers has it, got one with {function.__module__}.{function.__qualname__}{UNDO}"
+            )
 
     def class_message(self, path: str, cls: type, wanted: type) -> str:
         if cls.__module__.startswith("peft."):
@@ -332,6 +356,7 @@ def _same(found: Any, wanted: Any) -> bool:
 
 
 def mark(values: Any) -> list[Any]:
-    """Of each tensor of numbers: where it is, and how often it was written to."""
-    floats = [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
+    """Of each tensor of numbers in a list, an output of a model, or alone: where it is, and how often it was written to."""
+    each = [values] if isinstance(values, Tensor) else values.values() if isinstance(values, dict) else values or ()
+    floats = [v for v in each if isinstance(v, Tensor) and v.is_floating_point()]
     return [(t.data_ptr(), t.dtype, t.shape, float(t.sum()) if t.is_inference() else t._version) for t in floats]

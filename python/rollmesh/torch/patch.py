@@ -53,6 +53,7 @@ INSTEAD = {
     "use_cache": GENERATE,
     "output_router_logits": "train without a router loss (TRL: router_aux_loss_coef=0.0), ",
 }
+MODEL, BASE, HEAD = -3, -2, -1  # of patched modules that are no layers, in the order of _modules
 ROPE_STEP = 1024  # the rope table grows by so many positions
 
 
@@ -282,7 +283,7 @@ class Patch:
             how=how,
         )  # fmt: skip
         wanted.made = torch.stack([made.logprobs, made.logprobs if made.entropy is None else made.entropy], -1)
-        wanted.written = parts.mark([wanted.made])
+        wanted.written = parts.mark(wanted.made)
         return wanted.made[None]
 
 
@@ -308,12 +309,13 @@ class _Called(_Part):
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         me: Any = self
-        before = parts.mark([*args, *options.values()])
+        patch, index = me._rollmesh
+        patch.passed, before = None, parts.mark([*args, *options.values()])
         made = super().__call__(*args, **options)  # type: ignore[misc]
-        after = parts.mark([made] if isinstance(made, Tensor) else made.values())
-        if me._rollmesh[0].passed != (before, after):
+        if patch.passed != (before, parts.mark(made)):
+            name = {BASE: "model", HEAD: "lm_head"}.get(index, f"model.layers.{index}")
             raise ConfigError(
-                f"{type(self).__name__}: expected hooks that change no tensor, got one that does; remove it, or train unpatched"
+                f"{name}: expected its own forward method, and hooks that change no tensor, got others; remove them, or unpatch"
             )
         return made
 
@@ -325,7 +327,7 @@ def _watched(forward: Any) -> Any:
     def watched(self: Any, *args: Any, **options: Any) -> Any:
         before = parts.mark([*args, *options.values()])
         made = forward(self, *args, **options)
-        self._rollmesh[0].passed = before, parts.mark([made] if isinstance(made, Tensor) else made.values())
+        self._rollmesh[0].passed = before, parts.mark(made)
         return made
 
     return watched
@@ -485,9 +487,9 @@ def patch(
     made = Patch(inner, spec, used, isa, threads, most)
     if not weight.is_cuda:
         ops.kernels(isa)  # ConfigError for one that is not here
-    for index, (module, by) in enumerate(_modules(inner)):
+    for index, (module, by) in enumerate(_modules(inner), MODEL):
         own: Any = type(module)
-        module._rollmesh = (made, index - 3)
+        module._rollmesh = (made, index)
         module.__class__ = _patched(own, by)
     if "forward" in vars(inner):
         inner.forward = inner.forward
@@ -616,7 +618,7 @@ def _score(made: Patch, forward: Any, asked: _Wanted, given: dict[str, Any]) -> 
     with _asking(made, asked):
         found = forward(**(given | {"use_cache": False, "return_dict": True})).logits[0]
         same = found.shape == asked.made.shape and torch.allclose(found, asked.made, rtol=0, atol=0, equal_nan=True)
-        if not same or parts.mark([asked.made]) != asked.written:
+        if not same or parts.mark(asked.made) != asked.written:
             raise ConfigError("logits: expected those of the patched lm_head, got others; remove the hook or wrapper that changes them")
     assert asked.rows is not None
     at = asked.rows.rows.to(found.device).index_select(0, asked.chosen)
