@@ -374,9 +374,11 @@ class Generator:
         return await self._async_driver.generate(prompt, params)
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[RequestOutput, None]:
-        """The same, with outputs while it runs: `async for output in gen.astream(prompt)`. Each has all tokens so far, more than the one
-        before; the last has finished=True. A slow reader gets fewer of them. The text of a running sample may still lose the beginning of
-        a stop string, and a sync with inflight="restart" begins the tokens anew.
+        """The same, with outputs while it runs: `async for output in gen.astream(prompt)`. Each has
+        all tokens and the text so far, more than the one before; the last has finished=True. A slow
+        reader gets fewer of them. Each text begins with the one before, as it leaves out incomplete
+        characters and the beginning of a stop string. A sync with inflight="restart" starts tokens
+        and text again. The arrays of each output are copies; routed_experts comes with the last.
 
         Leaving the loop early aborts the request when the iterator is closed: by contextlib.aclosing, or by the event loop later."""
         return self._async_driver.stream(prompt, params)
