@@ -481,8 +481,11 @@ def test_a_row_of_a_file_does_not_depend_on_the_others(tmp_path: Path) -> None:
         save_file(numpy_state_dict(config), folder / "model.safetensors")
         rows = [{"prompt": "abc"}, {"messages": [{"role": "user", "content": "ab"}]}, {"prompt": "x" * 200}]
         (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (folder / "short.jsonl").write_text("\n".join(map(json.dumps, rows[:2])))
         command = ("generate", folder, "--json", "--max-tokens", 40, "--temperature", 0, *SMALL)
-        got = [json.loads(line) for line in rollmesh(*command, "--file", folder / "rows.jsonl").splitlines()]
+        printed = rollmesh(*command, "--file", folder / "rows.jsonl").splitlines()
+        assert rollmesh(*command, "--file", folder / "short.jsonl").splitlines() == printed[:2]
+        got = [json.loads(line) for line in printed]
         with rm.Generator.from_hf(folder, dtype="float32", kv_cache_gib=0.01, threads=1) as gen:
             assert gen.max_model_len == 256, "the config's, as that of the command: frequencies depend on it"
             gen.sync_weights(rm.sources.SafetensorsFolder(folder))
