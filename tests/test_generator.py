@@ -296,10 +296,10 @@ def test_a_stop_string_in_the_last_token_counts(tokenizer: Any) -> None:
 
 
 def test_incremental_text_of_a_byte_level_tokenizer() -> None:
-    """Characters of up to four bytes, each byte a token: the watcher's text is the text decoded at once."""
+    """Characters of up to four bytes, each byte a token. Oracle: all tokens decoded at once."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    from rollmesh.request.text import StopWatcher, TextCodec
+    from rollmesh.request.text import Detokenizer, TextCodec
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({word: i for i, word in enumerate(alphabet)}, []))
@@ -307,39 +307,39 @@ def test_incremental_text_of_a_byte_level_tokenizer() -> None:
     codec = TextCodec(made)
     for text in ("plain", "é€𝄞 mixed 漢字 end", "𝄞" * 30, "a\ufffdb"):
         ids = codec.encode(text)
-        watcher = StopWatcher(codec, ["never"], 0)
-        assert [watcher.push(token) for token in ids] == [None] * len(ids)
-        assert watcher.text == text
+        detokenizer = Detokenizer(codec, [], stops=["never"])
+        assert [detokenizer.push(token) for token in ids] == [None] * len(ids)
+        assert detokenizer.text == text
         for at in range(1, len(text)):
-            watcher = StopWatcher(codec, [text[at]], 0)
-            found = [stop for stop in map(watcher.push, ids) if stop]
+            detokenizer = Detokenizer(codec, [], stops=[text[at]])
+            found = [stop for stop in map(detokenizer.push, ids) if stop]
             assert found[0] == text[at]
             break
-    watcher = StopWatcher(codec, ["never"], 0)
-    broken = codec.encode("𝄞")[:2] * 20  # never valid: must not be held back for ever
-    for token in broken:
-        watcher.push(token)
-    assert len(watcher.text) > 10
+    detokenizer = Detokenizer(codec, [], stops=["never"])
+    for token in codec.encode("𝄞")[:2] * 20:  # no token completes a character
+        assert (detokenizer.push(token), detokenizer.text) == (None, "")
+    detokenizer.push(codec.encode("a")[0])
+    assert detokenizer.text == "\ufffd" * 20 + "a"
 
 
 def test_incremental_text_of_a_decoder_that_looks_left() -> None:
     """Metaspace drops the space of the first token only: a token's text depends on the one before it."""
     from tokenizers import Tokenizer, decoders, models
 
-    from rollmesh.request.text import StopWatcher, TextCodec
+    from rollmesh.request.text import Detokenizer, TextCodec
 
     words = ["▁one", "▁two", "▁three", "s", "▁"]
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="s"))
     made.decoder = decoders.Metaspace()
     codec = TextCodec(made)
     ids = [0, 1, 3, 2, 4, 4, 1, 3, 3]
-    watcher = StopWatcher(codec, ["never"], 0)
+    detokenizer = Detokenizer(codec, [], stops=["never"])
     for n, token in enumerate(ids, 1):
-        assert watcher.push(token) is None
-        assert watcher.text == codec.decode(ids[:n])
-    watcher = StopWatcher(codec, ["s t"], 0)
-    assert [watcher.push(token) for token in ids[:4]] == [None, None, None, "s t"]
-    assert watcher.text == "one two"
+        assert detokenizer.push(token) is None
+        assert detokenizer.text == codec.decode(ids[:n])
+    detokenizer = Detokenizer(codec, [], stops=["s t"])
+    assert [detokenizer.push(token) for token in ids[:4]] == [None, None, None, "s t"]
+    assert detokenizer.text == "one two"
 
 
 def test_a_real_text_prompt_and_the_hugging_face_tokenizer(tokenizer: Any) -> None:

@@ -256,6 +256,115 @@ def test_broken_files_of_a_checkpoint_are_named(name: str, content: bytes | None
         pretrained.load_model(where, "float32")
 
 
+def test_a_folder_of_which_there_are_two_readings_is_refused(folder: Callable[[str], Path]) -> None:
+    """transformers prefers model.safetensors, SafetensorsFolder the index."""
+    where = folder("dense")
+    shutil.copy(where / "model.safetensors", where / "shard.safetensors")
+    names = dict.fromkeys(load_file(where / "model.safetensors"), "shard.safetensors")
+    (where / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": names})
+    )
+    with pytest.raises(
+        rm.FormatError, match=r"dense: expected model\.safetensors or .*index\.json, got both: "
+    ):
+        pretrained.load_model(where, "float32")
+    (where / "model.safetensors").unlink()
+    assert pretrained.load_model(where, "float32") is not None
+
+
+# ---------------------------------------------------------------------------------------- adapters
+def read_by_api(where: Path) -> None:
+    rm.Generator.from_hf(where, max_model_len=16, kv_cache_gib=0.001, threads=1)
+
+
+def read_as_config(where: Path) -> None:
+    rm.ModelSpec.from_hf(str(where))
+
+
+def read_as_source(where: Path) -> None:
+    rm.sources.SafetensorsFolder(str(where))
+
+
+def read_by_trainer(where: Path) -> None:
+    pretrained.load_model(where, "float32")
+
+
+def read_by_run(where: Path) -> None:
+    loop.prepare(config.load(DENSE, [*TINY_RUN[4:], f'model={{path="{where}"}}', "tokenizer={}"]))
+
+
+READERS = [read_by_api, read_as_config, read_as_source, read_by_trainer, read_by_run]
+
+
+@pytest.mark.parametrize("whole_model", [True, False], ids=["beside a model", "alone"])
+@pytest.mark.parametrize("read", READERS)
+def test_an_adapter_in_the_folder_is_refused(
+    read: Callable[[Path], None],
+    whole_model: bool,
+    folder: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each file of an adapter is refused, however the folder is read, with and without PEFT."""
+    where = folder("dense")
+    if not whole_model:
+        for name in ("config.json", "model.safetensors"):
+            (where / name).unlink()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (where / name).write_text("{}")
+        with pytest.raises(
+            rm.ConfigError,
+            match=rf"dense: expected .* of a whole model, got {name} of a PEFT adapter; save the ",
+        ):
+            read(where)
+        for words in (["generate", str(where), "ab"], ["plan", str(where)]):
+            assert main(words) == 2
+            assert f"got {name} of a PEFT adapter" in capsys.readouterr().err
+        (where / name).unlink()
+
+
+def test_the_model_s_own_files_beside_an_adapter_can_be_read(folder: Callable[[str], Path]) -> None:
+    where = folder("dense")
+    (where / "adapter_config.json").write_text("{}")
+    with rm.Generator.from_hf(
+        where / "config.json", max_model_len=16, kv_cache_gib=0.001, threads=1
+    ) as gen:
+        assert (
+            gen.sync_weights(
+                rm.sources.SafetensorsFolder(where / "model.safetensors"), cast=True
+            ).version
+            == 0
+        )
+
+
+def test_loading_that_adds_or_freezes_parameters_is_refused(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers does for an adapter; here by a from_pretrained that does it for no reason."""
+    from transformers import AutoModelForCausalLM
+
+    where, load = folder("dense"), AutoModelForCausalLM.from_pretrained
+
+    def freeze(model: Any) -> None:
+        model.get_parameter(NORM).requires_grad_(False)
+
+    def add(model: Any) -> None:
+        model.model.register_parameter("more", torch.nn.Parameter(torch.ones(2)))
+
+    for change, name in ((freeze, "model.norm.weight"), (add, "model.more")):
+
+        def changed(*args: Any, **options: Any) -> Any:
+            model, report = load(*args, **options)
+            change(model)  # noqa: B023 (called in this turn of the loop)
+            return model, report
+
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", changed)
+        with pytest.raises(
+            rm.ConfigError,
+            match=rf"dense: expected the trainable parameters .*, got others or frozen ones: {name}$",
+        ):
+            pretrained.load_model(where, "float32")
+
+
 # -------------------------------------------------------------------------------------------------- ends
 def test_every_end_of_a_folder_ends_a_completion(folder: Callable[[str], Path]) -> None:
     """Those of config.json, of the tokenizer and of generation_config.json, in a run, in one that goes on with its checkpoint, and in a

@@ -152,12 +152,13 @@ def test_draws_are_from_logits_by_vllms_formulas(model: str) -> None:
 
 
 def test_which_token_ids_a_bad_word_has() -> None:
-    """By hand: with a space before it too, but only where that gives as many tokens and another first one."""
+    """By hand: with a space before it too, also where that is one token and the word alone is two."""
     words = [letter(3), letter(40), " " + letter(5) + letter(6), letter(0) + letter(1)]
     made = logit_edits(Params(bad_words=words), TextCodec(TOKENIZER), VOCAB, ())
     assert made is not None
-    assert made.banned.tolist() == [3, 40, SPACE + 1 + 3]
-    assert (made.bad_words.tolist(), made.bad_word_ends.tolist()) == ([5, 6, SPACE + 1 + 5, 6, 0, 1], [2, 4, 6])
+    assert made.banned.tolist() == [3, 40, SPACE + 1 + 3, VOCAB - 1]
+    assert made.bad_words.tolist() == [SPACE, 40, 5, 6, SPACE + 1 + 5, 6, 0, 1]
+    assert made.bad_word_ends.tolist() == [2, 4, 6, 8]
 
 
 def test_a_bad_word_of_several_tokens_is_broken_off() -> None:

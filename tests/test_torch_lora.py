@@ -121,19 +121,26 @@ def test_adapters_of_other_parts_and_kinds() -> None:
     peft = pytest.importorskip("peft")
     experts = peft.LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
     for case, config, words in (
-        (DENSE, peft.LNTuningConfig(target_modules=["input_layernorm"]), "got one of a norm, a LNTuningLayer"),
-        (DENSE, peft.LNTuningConfig(target_modules=["q_norm"]), "got one of a norm, a LNTuningLayer"),
-        (DENSE, peft.LNTuningConfig(target_modules=["post_attention_layernorm"]), "got one of a norm, a LNTuningLayer"),
-        (DENSE, peft.LNTuningConfig(target_modules=["model.norm"]), "got one of a norm, a LNTuningLayer"),
-        (DENSE, peft.LoHaConfig(r=2, target_modules=["q_proj"]), "expected LoRA layers of peft, got a Linear"),
-        (DENSE, peft.HRAConfig(r=2, target_modules=["q_proj"]), "expected LoRA layers of peft, got a HRALinear"),
-        (helpers.CASES_BY_NAME["moe"], experts, "got one of the router or of experts"),
+        (DENSE, peft.LNTuningConfig(target_modules=["input_layernorm"]), "input_layernorm: .* got a peft LNTuningLayer of a Qwen3RMSNorm"),
+        (DENSE, peft.LNTuningConfig(target_modules=["q_norm"]), "q_norm: .* got a peft LNTuningLayer"),
+        (DENSE, peft.LNTuningConfig(target_modules=["post_attention_layernorm"]), "post_attention_layernorm: .* got a peft LNTuningLayer"),
+        (DENSE, peft.LNTuningConfig(target_modules=["model.norm"]), "model.norm: .* got a peft LNTuningLayer"),
+        (DENSE, peft.LoHaConfig(r=2, target_modules=["q_proj"]), "q_proj: .* got a peft Linear of a Linear"),
+        (DENSE, peft.HRAConfig(r=2, target_modules=["q_proj"]), "q_proj: .* got a peft HRALinear"),
+        (DENSE, peft.AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=["q_proj"]), "q_proj: .* got a peft SVDLinear"),
+        (DENSE, peft.LoraConfig(r=2, target_modules=["embed_tokens"]), "embed_tokens: .* got a peft Embedding of a Embedding"),
+        (helpers.CASES_BY_NAME["moe"], experts, "mlp.experts: .* got a peft ParamWrapper of a Qwen3MoeExperts"),
     ):
-        model = rm.torch.patch(peft.get_peft_model(helpers.hf_model(case), config))
-        with pytest.raises(rm.ConfigError, match=words):
-            rm.torch.logprobs(model, torch.tensor([[1, 2]]))
-        with pytest.raises(rm.ConfigError, match=r"expected (adapters of attention and dense MLPs|LoRA layers of peft)"):
-            rm.torch.state_dict(model)
+        first = rm.torch.patch(helpers.hf_model(case))
+        patched, plain = peft.get_peft_model(first, config), peft.get_peft_model(helpers.hf_model(case), config)
+        for call in (
+            lambda patched=patched: rm.torch.logprobs(patched, torch.tensor([[1, 2]])),
+            lambda patched=patched: rm.torch.state_dict(patched),
+            lambda plain=plain: rm.torch.state_dict(plain),
+            lambda plain=plain: rm.torch.patch(plain),
+        ):
+            with pytest.raises(rm.ConfigError, match=f"{words}.*merge it into the model"):
+                call()
 
 
 @pefts

@@ -116,10 +116,13 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
             this.close()
     with _noted(KeyboardInterrupt, lambda: f"all {config.train.steps} steps are made: {named}"):
         interrupts.release()
-        evaluated = [m for m in lines if "eval_reward" in m]
+        from rollmesh.grpo.progress import rounded
+
+        evaluated = [rounded(m["eval_reward"]) for m in lines if "eval_reward" in m]
+        first, last = evaluated[0], evaluated[-1]
         drop_output()
         print(
-            f"held-out reward {evaluated[0]['eval_reward']:.3f} → {evaluated[-1]['eval_reward']:.3f} in {lines[-1]['step']} steps and "
+            f"held-out reward {first} → {last} in {lines[-1]['step']} steps and "
             f"{time.monotonic() - began:.0f} s; {named}/metrics.jsonl, {named}/curves.png"
         )
     return 0

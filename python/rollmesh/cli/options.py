@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
+from rollmesh.model.adapters import refuse_adapter
 from rollmesh.request.text import load_tokenizer, tokenizer_of_folder
 from rollmesh.runtime.messages import plain
 
@@ -110,6 +111,7 @@ def read_model_config(where: Path) -> dict[str, Any]:
     """A Hugging Face config as a dict, from a folder with config.json, a JSON file, or the [model] table of a run's TOML."""
     try:
         if where.is_dir():
+            refuse_adapter(where)
             return read_json(where / "config.json")
         if where.suffix == ".toml":
             return _from_toml(where)

@@ -25,6 +25,7 @@ from weakref import WeakMethod, ref
 from rollmesh import _core
 from rollmesh.distributed.wire import decode, encode
 from rollmesh.errors import Error, StateError
+from rollmesh.runtime.threads import starting
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,7 +98,9 @@ class Leader:
         self._is_inside = False  # a followed call
         self._sent_at, self._closed = time.monotonic(), threading.Event()
         silence = timeout / IDLE_SHARE
-        threading.Thread(target=_keep_speaking, args=(ref(self), self._closed, silence), name="rollmesh-leader", daemon=True).start()
+        speaking = (ref(self), self._closed, silence)
+        with starting("rank 0 of follow()"):
+            threading.Thread(target=_keep_speaking, args=speaking, name="rollmesh-leader", daemon=True).start()
 
     @contextmanager
     def call(self, name: str, values: Mapping[str, Any], collective: bool) -> Iterator[None]:

@@ -28,6 +28,7 @@ import numpy as np
 
 import rollmesh as rm
 from rollmesh.grpo.rollout import Rollout
+from rollmesh.runtime.threads import starting
 
 JOIN_S = 0.05  # between two aborts: the thread may have added its requests after the first
 
@@ -79,7 +80,8 @@ class AsyncRollouts:
 
     def __enter__(self) -> AsyncRollouts:
         try:
-            self._thread.start()
+            with starting("the rollouts"):
+                self._thread.start()
         except BaseException:
             self._end()
             raise

@@ -313,13 +313,16 @@ def _rollout(tensors: dict[str, NDArray[Any]], i: int, step: int, config: Config
     def split(name: str, lengths: str) -> list[NDArray[Any]]:
         return np.split(tensors[f"{i}:{name}"], np.cumsum(tensors[f"{i}:{lengths}"])[:-1])
 
+    drawn = data.draw(config.seed, step, config.rollout.prompts)
+    prompts = [p for p in drawn for _ in range(config.rollout.samples)]
     token_ids = [ids.tolist() for ids in split("token_ids", "lengths")]
     stopped = tensors[f"{i}:stopped"].tolist()
+    completions = zip(prompts, token_ids, stopped, strict=True)
     return Rollout(
-        prompts=[p for p in data.draw(config.seed, step, config.rollout.prompts) for _ in range(config.rollout.samples)],
+        prompts=prompts,
         token_ids=token_ids,
         logprobs=split("logprobs", "lengths"),
-        texts=[decode(tokenizer, ids, ended) for ids, ended in zip(token_ids, stopped, strict=True)],
+        texts=[decode(tokenizer, p.ids, *of) for p, *of in completions],
         stopped=stopped,
         kept_tokens=split("kept_tokens", "lengths") if f"{i}:kept_tokens" in tensors else None,
         routed_experts=split("routed_experts", "positions") if f"{i}:routed_experts" in tensors else None,

@@ -13,10 +13,11 @@ from typing import Any
 
 import rollmesh as rm
 from rollmesh.grpo.files import expect_file, told_as
+from rollmesh.model.adapters import refuse_adapter
 from rollmesh.model.families import FAMILIES
 from rollmesh.model.reader import without
 from rollmesh.runtime.messages import listed, plain, shown
-from rollmesh.weights.safetensors_folder import SafetensorsFolder, is_ignored
+from rollmesh.weights.safetensors_folder import INDEX, SafetensorsFolder, is_ignored
 from rollmesh.weights.sync import EMBEDDING, HEAD
 
 STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "F64": "float64"}  # names in safetensors
@@ -30,6 +31,7 @@ def folder_config(folder: Path, ignore: tuple[str, ...] = ()) -> Any:
     checkpoints of this model have none either."""
     from transformers import CONFIG_MAPPING
 
+    refuse_adapter(folder)
     if not (folder / "config.json").is_file():
         raise rm.ConfigError(f"{plain(folder)}: expected a checkpoint folder with config.json and safetensors")
     for path in folder.iterdir():
@@ -83,10 +85,29 @@ def load_model(folder: Path, dtype: str, ignore: tuple[str, ...] = ()) -> Any:
     _refuse(rm.MissingKeyError, folder, "missing", sorted(report["missing_keys"]))
     unknown = [name for name in report["unexpected_keys"] if not is_ignored(name, ignore)]
     _refuse(rm.UnexpectedKeyError, folder, "no parameter of this model", sorted(unknown))
+    _check_loaded(folder, model, hf_config)
     for parameter in model.parameters():
         if parameter.data_ptr() % parameter.element_size():  # of a file whose header is not padded
             parameter.data = parameter.data.clone()
     return model
+
+
+def _check_loaded(folder: Path, model: Any, hf_config: Any) -> None:
+    """ConfigError: loading did more than fill the parameters of the config's model. Adapters and
+    quantization add or replace modules, and freeze parameters."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        fresh = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            hf_config, **experts_option(hf_config)
+        )
+    wanted, loaded = ({n: p.requires_grad for n, p in m.named_parameters()} for m in (fresh, model))
+    if differ := sorted(n for n in wanted.keys() | loaded.keys() if wanted.get(n) != loaded.get(n)):
+        raise rm.ConfigError(
+            f"{plain(folder)}: expected the trainable parameters of its config.json alone, "
+            f"got others or frozen ones: {listed((name,) for name in differ)}"
+        )
 
 
 def experts_option(hf_config: Any) -> dict[str, str]:
@@ -99,6 +120,11 @@ def _check_files(folder: Path, spec: rm.ModelSpec, ignore: tuple[str, ...]) -> N
     """What transformers does not report: how tensors are stored, which experts there are (it stacks those that it finds), and an lm_head
     beside the embedding that it is tied to."""
     stored = SafetensorsFolder(folder)
+    if (folder / INDEX).is_file() and (folder / "model.safetensors").is_file():
+        raise rm.FormatError(
+            f"{folder}: expected model.safetensors or {INDEX}, got both: transformers reads the "
+            "first, rollmesh the second; remove the older one"
+        )
     shapes = {p.name: tuple(p.shape) for p in spec.parameters()}
     odd, wrong = [], []
     names = [name for name in stored if not is_ignored(name, ignore)]

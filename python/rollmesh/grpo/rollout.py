@@ -19,6 +19,7 @@ import rollmesh as rm
 from rollmesh.grpo.data import Prompt, columns_of
 from rollmesh.grpo.rewards import Rewards, Scores
 from rollmesh.grpo.seeds import seed_of
+from rollmesh.request.text import Detokenizer, TextCodec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,6 +112,7 @@ def generate(
     params = [dataclasses.replace(sampling, seed=seed, max_tokens=length) for seed, length in zip(seeds, lengths, strict=True)]
     outputs = generator.generate([list(p.ids) for p in prompts], params, use_tqdm=False)
     completions = [c for o in outputs for c in o.outputs]
+    answered = [p for p in prompts for _ in range(sampling.n)]
     expected = range(version, (version if newest is None else newest) + 1)
     wrong = {int(v) for c in completions for v in c.versions}.difference(expected)
     if wrong:
@@ -118,10 +120,10 @@ def generate(
         raise rm.StateError(f"step {step}: tokens of weight versions {sorted(wrong)}, expected {wanted}")
     token_ids = [[int(t) for t in c.token_ids] for c in completions]
     return Rollout(
-        prompts=[p for p in prompts for _ in range(sampling.n)],
+        prompts=answered,
         token_ids=token_ids,
         logprobs=[np.asarray(c.sampling_logprobs, np.float32) for c in completions],
-        texts=[text_of(tokenizer, c) for c in completions],
+        texts=[text_of(tokenizer, p.ids, c) for p, c in zip(answered, completions, strict=True)],
         stopped=[c.finish_reason == "stop" for c in completions],
         kept_tokens=[c.kept_tokens for c in completions if c.kept_tokens is not None] or None,
         routed_experts=[_routed(c, generator) for c in completions] if routing or completions[0].routed_experts is not None else None,
@@ -137,15 +139,19 @@ def _routed(completion: rm.CompletionOutput, generator: RolloutGenerator) -> NDA
     return completion.routed_experts
 
 
-def text_of(tokenizer: Any, completion: rm.CompletionOutput) -> str:
+def text_of(tokenizer: Any, prompt_ids: Sequence[int], completion: rm.CompletionOutput) -> str:
     """What a reward judges: the completion without the token that ended it. Other special tokens stay in the text: one that is
     skipped costs nothing, and a policy that pads its answer with them would never learn to stop."""
-    return decode(tokenizer, completion.token_ids, completion.finish_reason == "stop" and completion.stop_reason is None)
+    ended = completion.finish_reason == "stop" and completion.stop_reason is None
+    return decode(tokenizer, prompt_ids, completion.token_ids.tolist(), ended)
 
 
-def decode(tokenizer: Any, token_ids: Sequence[int] | NDArray[np.int32], ended: bool) -> str:
-    """`ended`: the last token is the one that ended it."""
-    return str(tokenizer.decode(token_ids[: len(token_ids) - ended], skip_special_tokens=False))
+def decode(tokenizer: Any, prompt_ids: Sequence[int], token_ids: Sequence[int], ended: bool) -> str:
+    """The text of a completion. `ended`: its last token is the one that ended it."""
+    detokenizer = Detokenizer(TextCodec(tokenizer), prompt_ids, skip_special_tokens=False)
+    for token in token_ids[: len(token_ids) - ended]:
+        detokenizer.push(token)
+    return detokenizer.text
 
 
 def score(rollout: Rollout, rewards: Rewards) -> Scores:

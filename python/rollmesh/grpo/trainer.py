@@ -147,7 +147,7 @@ class Trainer:
         c = self.config
         lengths_B = torch.tensor([len(rollout.logprobs[i]) for i in indices], device=self.device)
         weights = token_weights(lengths_B, c.loss.aggregation, c.rollout.max_tokens)
-        sums = dict.fromkeys(("loss", "policy_loss", "entropy", "clip_share", "kl_ref"), 0.0)
+        sums: dict[str, float] = {}
         before, taken, kl = [], 0, (0.0, "")
         for chunk in self._micro(indices):
             batch = make_batch(rollout, chunk, self.device)
@@ -169,8 +169,8 @@ class Trainer:
                 terms.loss.backward()  # type: ignore[no-untyped-call]
             taken += count
             before.append(logprobs_N.detach())
-            for name, value in zip(sums, (terms.loss.detach(), terms.policy, terms.entropy, terms.clipped, terms.kl_ref), strict=True):
-                sums[name] += float(value)
+            for name, value in terms.metrics().items():
+                sums[name] = sums.get(name, 0.0) + float(value)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.train.grad_clip))
         if not math.isfinite(norm):
             why = f"; {kl[1]}" if kl[0] > MAX_KL_EXPONENT else ""

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from rollmesh.errors import ConfigError, FormatError
 from rollmesh.model import rope as _rope
 from rollmesh.model import torchtitan as _torchtitan
+from rollmesh.model.adapters import refuse_adapter
 from rollmesh.model.families import FAMILIES, QK_NORMS, USUAL_NAMES, WQ_ROWS, Experts, Family
 from rollmesh.model.reader import (
     MAX_EXPERTS,
@@ -476,7 +477,10 @@ def _as_dict(config: Any) -> dict[str, Any]:
         path = Path(config)
     except TypeError:
         raise ConfigError(f"config: expected a config object, a dict or a folder with config.json, got a {type(config).__name__}") from None
-    return _read_object(path / "config.json" if os.path.isdir(path) else path)  # is_dir raises if the name is too long
+    if not os.path.isdir(path):  # Path.is_dir raises if the name is too long
+        return _read_object(path)
+    refuse_adapter(path)
+    return _read_object(path / "config.json")
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from rollmesh.request.driver import PAUSE_POLL_S, Driver, Prompt
 from rollmesh.request.outputs import RequestOutput
 from rollmesh.request.requests import Requests, token_ids
 from rollmesh.request.sampling import SamplingParams
+from rollmesh.runtime.threads import starting
 from rollmesh.runtime.turn import Turn
 
 
@@ -77,7 +78,7 @@ class AsyncDriver:
         self._turn.check_outside()
         [chosen] = param_list(params, 1)
         stream = _Stream(_one_prompt(prompt), chosen, partial, asyncio.get_running_loop())
-        self._put(self._added, stream)
+        self._add(stream)
         finished, before = False, None
         try:
             while not finished:
@@ -92,19 +93,22 @@ class AsyncDriver:
                 before = output
         finally:
             if not finished and not self._turn.is_gone():
-                self._put(self._cancelled, stream)
+                self._cancel(stream)
 
-    def _put(self, box: list[_Stream], stream: _Stream) -> None:
+    def _add(self, stream: _Stream) -> None:
+        """CapacityError if the system gives no thread."""
         with self._lock:
-            box.append(stream)
-            if self._thread is not None and self._thread.is_alive():
-                return
-            self._thread = threading.Thread(target=self._run, name="rollmesh-async")
-            try:
-                self._thread.start()
-            except RuntimeError:
-                box.remove(stream)
-                raise
+            if self._thread is None or not self._thread.is_alive():
+                thread = threading.Thread(target=self._run, name="rollmesh-async")
+                with starting("agenerate and astream"):
+                    thread.start()
+                self._thread = thread
+            self._added.append(stream)
+
+    def _cancel(self, stream: _Stream) -> None:
+        with self._lock:
+            if self._thread is not None:  # without a thread, all requests have ended
+                self._cancelled.append(stream)
 
     # ---------------------------------------------------------------------------------------- in the thread
     def _run(self) -> None:

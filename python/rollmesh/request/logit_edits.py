@@ -4,7 +4,7 @@ are numbers of EngineRequest; the engine counts tokens for them (csrc/scheduler/
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,8 @@ from rollmesh.request.sampling import SamplingParams
 from rollmesh.request.text import TextCodec
 from rollmesh.runtime.engine_views import Ids
 from rollmesh.runtime.messages import shown
+
+LINE = "\n"  # ends a line; no tokenizer merges it with a word
 
 
 class LogitEdits(NamedTuple):
@@ -60,20 +62,28 @@ def logit_edits(params: SamplingParams, codec: TextCodec | None, vocab_size: int
     )
 
 
-def _word_ids(params: SamplingParams, codec: TextCodec | None, vocab_size: int) -> list[list[int]]:
-    """The token ids of bad_words, each with and without a space before it, by vLLM's rule (SamplingParams.update_from_tokenizer)."""
-    words: list[list[int]] = []
+def _word_ids(
+    params: SamplingParams,
+    codec: TextCodec | None,
+    vocab_size: int,
+) -> Collection[tuple[int, ...]]:
+    """Returns the token ids of bad_words in every spelling: with and without a space before the word,
+    at the beginning of a text and inside one, where a tokenizer may add or merge a space."""
     if not params.bad_words:
-        return words
+        return ()
     if codec is None:
         raise RequestError(f"bad_words: expected none, since the generator has no tokenizer, got {shown(params.bad_words)}")
+    before = codec.encode(LINE, special_tokens=False)
+    words: dict[tuple[int, ...], None] = {}  # in order, each once
     for word in params.bad_words:
-        plain, spaced = (codec.encode(prefix + word.lstrip(), special_tokens=False) for prefix in ("", " "))
-        if not plain:
+        plain = word.lstrip(" ")
+        if not codec.encode(plain, special_tokens=False):
             raise RequestError(f"bad_words: expected words of at least one token, got {shown(word)}")
-        words.append(plain)
-        if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
-            words.append(spaced)
+        for text in (plain, " " + plain):
+            words[tuple(codec.encode(text, special_tokens=False))] = None
+            inside = codec.encode(LINE + text, special_tokens=False)
+            if inside[: len(before)] == before and len(inside) > len(before):
+                words[tuple(inside[len(before) :])] = None
     if wrong := [token for ids in words for token in ids if not 0 <= token < vocab_size]:
         raise RequestError(f"bad_words: expected token ids in [0, {vocab_size}) from the tokenizer, got {wrong[0]}")
     return words

@@ -8,7 +8,7 @@ the generator's lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,8 @@ from rollmesh.request.arguments import check_ids
 from rollmesh.request.logit_edits import LogitEdits, logit_edits
 from rollmesh.request.outputs import CompletionOutput, Contract, RequestMetrics, RequestOutput, TopLogprobs
 from rollmesh.request.sampling import SamplingParams
-from rollmesh.request.text import StopWatcher, TextCodec
-from rollmesh.runtime.engine_views import CONTRACT_VERSION, Ids, RequestView
+from rollmesh.request.text import Detokenizer, TextCodec
+from rollmesh.runtime.engine_views import CONTRACT_VERSION, Finish, Ids, RequestView
 from rollmesh.runtime.messages import shown
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -85,8 +85,7 @@ class _Request:
     prompt: str | None
     params: SamplingParams
     number: int  # of the generation, see Requests._generations; 0: a score
-    watchers: list[StopWatcher] = field(default_factory=list)  # one a sample, when there are stop strings
-    stopped: dict[int, str] = field(default_factory=dict)  # sample → the stop string that ended it
+    texts: list[Detokenizer]  # of each sample; empty without a tokenizer and for a score
     logits: NDArray[np.float32] | None = None  # [len, vocab] of a score that keeps them
 
 
@@ -128,20 +127,19 @@ class Requests:
     @followed("prompt_ids", "params")
     def add(self, prompt_ids: Ids, params: SamplingParams, prompt: str | None = None) -> int:
         """Queues a generation. RequestError or CapacityError when the engine refuses it."""
-        watchers: list[StopWatcher] = []
-        if params.stop:
-            if self._codec is None:
-                raise RequestError(f"stop: expected no stop strings, since the generator has no tokenizer, got {shown(params.stop)}")
-            watchers = _watchers(self._codec, params)
+        if params.stop and self._codec is None:
+            why = "since the generator has no tokenizer"
+            raise RequestError(f"stop: expected no stop strings, {why}, got {shown(params.stop)}")
         if params.max_tokens is None:
             params = replace(params, max_tokens=max(1, params.min_tokens, self._max_model_len - len(prompt_ids)))
         stop_ids = np.asarray(params.stop_token_ids, dtype=np.int32)
         edits = self._edits(params)
         number = self._generations + 1
         request = self._engine.add(prompt_ids, stop_ids, EngineRequest.of(params, number), None, edits)
-        self._records[request] = _Request(prompt_ids, prompt, params, number, watchers)
+        texts = self._texts(prompt_ids, params)
+        self._records[request] = _Request(prompt_ids, prompt, params, number, texts)
         self._generations = number
-        if watchers:
+        if params.stop:
             self._watched.add(request)
         return request
 
@@ -152,11 +150,26 @@ class Requests:
         logits = np.zeros((len(ids), vocab_size), np.float32) if vocab_size else None
         asked = EngineRequest.of(chosen, 0, True, params is not None)
         request = self._engine.add(ids, np.zeros(0, np.int32), asked, logits, self._edits(chosen))
-        self._records[request] = _Request(ids, None, chosen, 0, logits=logits)
+        self._records[request] = _Request(ids, None, chosen, 0, [], logits)
         return request
 
     def _edits(self, params: SamplingParams) -> LogitEdits | None:
         return logit_edits(params, self._codec, self._vocab_size, self._eos.union(params.stop_token_ids or ()))
+
+    def _texts(self, prompt_ids: Ids, params: SamplingParams) -> list[Detokenizer]:
+        if self._codec is None:
+            return []
+        return [
+            Detokenizer(
+                self._codec,
+                prompt_ids,
+                stops=params.stop or (),
+                min_tokens=params.min_tokens,
+                skip_special_tokens=params.skip_special_tokens,
+                keeps_stop=params.include_stop_str_in_output,
+            )
+            for _ in range(params.n)
+        ]
 
     # ---------------------------------------------------------------------------------------- work
     def step(self) -> int:
@@ -207,21 +220,25 @@ class Requests:
     def _watch(self, request: int) -> None:
         record = self._records[request]
         running = False
-        for sample, watcher in enumerate(record.watchers):
-            if sample in record.stopped:
-                continue
-            finish, fresh = self._engine.tokens(request, sample, watcher.num_tokens)
+        for sample, text in enumerate(record.texts):
+            finish = self._read(request, record, sample)
+            if finish is None and text.found is not None:
+                self._engine.stop_sample(request, sample, text.num_tokens)
             running |= finish is None
-            if watcher.found is None and finish in (None, "length"):  # else eos and stop tokens come first, as in vLLM
-                for token in fresh.tolist():
-                    if watcher.push(token) is not None:
-                        break
-            if watcher.found is not None:
-                if finish is None:
-                    self._engine.stop_sample(request, sample, watcher.num_tokens)
-                record.stopped[sample] = watcher.found
         if not running:
             self._watched.discard(request)
+
+    def _read(self, request: int, record: _Request, sample: int) -> Finish:
+        """Decodes the tokens of a sample that have come since it was last read."""
+        text = record.texts[sample]
+        finish, fresh = self._engine.tokens(request, sample, text.num_tokens)
+        tokens = fresh.tolist() if text.found is None else []
+        if finish == "stop" and not record.params.include_stop_str_in_output:
+            tokens = tokens[:-1]  # eos or a stop token
+        for token in tokens:
+            if text.push(token) is not None:
+                break
+        return finish
 
     @followed("requests")
     def abort(self, requests: Iterable[int]) -> None:
@@ -235,9 +252,9 @@ class Requests:
         """After a sync with inflight="restart": requests that ran begin again, and so does the search for stop strings."""
         for request in set(self.live()) - self._engine.finished():
             record = self._records[request]
-            if record.watchers:
-                record.watchers = _watchers(record.watchers[0].codec, record.params)
-                record.stopped.clear()
+            if record.texts:
+                record.texts = self._texts(record.prompt_ids, record.params)
+            if record.params.stop:
                 self._watched.add(request)
 
     # ---------------------------------------------------------------------------------------- out
@@ -284,7 +301,7 @@ class Requests:
     def output(self, request: int) -> RequestOutput:
         """The output of a request: what it has so far, or all once it is done. It stays until release: user code (a tokenizer) may raise
         in here."""
-        return self._output(request, self._codec)
+        return self._output(request)
 
     def finished_of(self, requests: Iterable[int]) -> set[int]:
         """Those that the engine has finished, after step_apart."""
@@ -295,20 +312,21 @@ class Requests:
         try:
             return self.output(request)
         except Exception as error:  # noqa: BLE001 (whatever user code raises)
-            return replace(self._output(request, None), error=error)
+            return replace(self._output(request, has_text=False), error=error)
 
-    def _output(self, request: int, codec: TextCodec | None) -> RequestOutput:
+    def _output(self, request: int, has_text: bool = True) -> RequestOutput:
         record, view = self._records[request], self._engine.request(request)
         top, scored = _top(view["prompt_top_ids"], view["prompt_top_logprobs"], record.params.prompt_logprobs or 0), view["num_scored"]
         if view["prompt_logprobs"] is not None:
             view["prompt_logprobs"][scored:] = np.nan
         if top is not None:
             top.ids[scored:], top.logprobs[scored:] = -1, np.nan
+        completions = [self._completion(request, i, view, has_text) for i in range(view["n"])]
         return RequestOutput(
             request_id=request,
             prompt=record.prompt,
             prompt_token_ids=record.prompt_ids,
-            outputs=[self._completion(request, record, index, view, codec) for index in range(view["n"])],
+            outputs=completions,
             finished=view["finished"],
             num_cached_tokens=view["num_cached_tokens"],
             prompt_logprobs=view["prompt_logprobs"],
@@ -336,23 +354,27 @@ class Requests:
             return np.zeros(0, np.float32)
         return scores
 
-    def _completion(self, request: int, record: _Request, index: int, view: RequestView, codec: TextCodec | None) -> CompletionOutput:
-        sample = self._engine.sample(request, index)
+    def _completion(
+        self,
+        request: int,
+        index: int,
+        view: RequestView,
+        has_text: bool,
+    ) -> CompletionOutput:
+        record, sample = self._records[request], self._engine.sample(request, index)
         tokens, logprobs, versions = sample["token_ids"], sample["logprobs"], sample["versions"]
         finish = sample["finish"]
         reason: int | str | None = None
-        num_text = len(tokens)
-        if index in record.stopped:
-            finish, reason = "stop", record.stopped[index]
-        elif finish == "stop":
-            num_text -= not record.params.include_stop_str_in_output
-            if sample["stop_token"] not in self._eos or record.params.ignore_eos:
-                reason = sample["stop_token"]
         text = ""
-        if index in record.stopped:
-            text = record.watchers[index].text
-        elif codec is not None and num_text:
-            text = codec.decode(tokens[:num_text].tolist(), record.params.skip_special_tokens)
+        if record.texts and has_text:
+            self._read(request, record, index)
+            decoded = record.texts[index]
+            text = decoded.text_so_far() if finish is None else decoded.text
+        if record.texts and record.texts[index].found is not None:
+            finish, reason = "stop", record.texts[index].found
+        elif finish == "stop":
+            is_eos = sample["stop_token"] in self._eos and not record.params.ignore_eos
+            reason = None if is_eos else sample["stop_token"]
         contract = None
         if self._is_invariant and len(tokens) and not sample["no_contract"].any():
             first, last = int(versions[0]), int(versions[-1])  # versions only grow
@@ -373,11 +395,6 @@ class Requests:
             routed_experts=_routed(view["prompt_routed"], sample["routed"], len(tokens)),
             kept_tokens=_kept(sample["top_ids"], sample["kept"], record.params.top_k),
         )
-
-
-def _watchers(codec: TextCodec, params: SamplingParams) -> list[StopWatcher]:
-    options = {"skip_special_tokens": params.skip_special_tokens, "keeps_stop": params.include_stop_str_in_output}
-    return [StopWatcher(codec, params.stop or (), params.min_tokens, **options) for _ in range(params.n)]
 
 
 def _top(ids: Ids | None, logprobs: NDArray[np.float32] | None, k: int) -> TopLogprobs | None:

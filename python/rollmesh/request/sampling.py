@@ -43,7 +43,8 @@ class SamplingParams:
     frequency_penalty   in [-2, 2]: subtracted as often as the token was generated
     repetition_penalty  > 0: logits of tokens of the prompt and the output are divided by it if they are positive, else multiplied
     logit_bias          {token id: number} added to its logit, before the penalties; kept as a tuple of pairs
-    bad_words           texts whose last token is not drawn after the others were generated (needs the generator's tokenizer)
+    bad_words           words that are not generated, neither with a space before them nor without
+                        (needs the generator's tokenizer)
     allowed_token_ids   only these are drawn; None: all
     skip_special_tokens         special tokens are left out of the text
     include_stop_str_in_output  the text ends with the stop string, or the stop token's text, instead of before it

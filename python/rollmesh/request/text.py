@@ -1,19 +1,24 @@
-"""Text in and out; the engine knows only token ids. One interface for both kinds of tokenizer, how one is read from a folder, and the
-search for stop strings while tokens come in.
+"""Text in and out; the engine knows only token ids. One interface for all kinds of tokenizers, how
+one is read from a folder, and the text of a sample while its tokens come in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rollmesh.errors import ConfigError, RequestError
 from rollmesh.runtime.messages import plain, shown
 
 REPLACEMENT = "\ufffd"
-MAX_HELD_BACK = 8  # tokens; a character has at most four bytes, so longer runs of undecodable text are final
+PROMPT_SIZES = (4, 8, 16, 32, 64)  # tokens at the end of a prompt that may be decoded as context
+MAX_CONTEXT = 16  # tokens of output that are decoded again as context
+HEAD, TAIL = 8, 4  # tokens; a character has at most four bytes, so this many tokens hold all of it
 
 
 def tokenizer_of_folder(folder: Path) -> Any:
@@ -54,7 +59,7 @@ class TextCodec:
     def __init__(self, tokenizer: Any):
         if not (callable(getattr(tokenizer, "encode", None)) and callable(getattr(tokenizer, "decode", None))):
             raise ConfigError(f"tokenizer: expected one of transformers or a tokenizers.Tokenizer, got {type(tokenizer).__name__}")
-        self.tokenizer = tokenizer
+        self.tokenizer, self._decode = tokenizer, _decode_of(tokenizer)
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, special tokens added as the tokenizer does by default."""
@@ -81,10 +86,28 @@ class TextCodec:
             raise RequestError(f"chat: expected messages that the template takes, got {type(error).__name__}: {plain(error)}") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        text = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """Without what precedes `ids`: Detokenizer gives the text of a sample."""
+        text = self._decode(list(ids), skip_special_tokens=skip_special_tokens) if len(ids) else ""
         if not isinstance(text, str):
             raise RequestError(f"expected str from the tokenizer, got {type(text).__name__}")
         return text
+
+
+def _decode_of(tokenizer: Any) -> Callable[..., Any]:
+    """Returns the tokenizer's decode. For tokenizers of transformers it keeps the spaces before
+    punctuation that clean_up_tokenization_spaces removes, and skips ids beyond the vocabulary, with
+    which models pad theirs. vLLM does the same."""
+    if all(kind.__name__ != "PreTrainedTokenizerBase" for kind in type(tokenizer).__mro__):
+        return tokenizer.decode  # type: ignore[no-any-return]
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+        return tokenizer.backend_tokenizer.decode  # type: ignore[no-any-return]
+
+    def decode(ids: list[int], skip_special_tokens: bool) -> Any:
+        known = [token for token in ids if token < len(tokenizer)]
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return tokenizer.decode(known, **options)
+
+    return decode
 
 
 def _check_message(message: Any) -> None:
@@ -96,51 +119,115 @@ def _check_message(message: Any) -> None:
         raise RequestError(f"chat: expected the content of a message of role {message['role']} to be text, got {shown(content)}")
 
 
-class StopWatcher:
-    """Finds the first of `stops` in the text of one sample, token by token.
+class Detokenizer:
+    """The text of one sample, token by token, and the first stop string in it.
 
-    Incremental detokenization: new text is decode(tokens[prefix_offset:]) without its beginning, decode(tokens[prefix_offset:
-    read_offset]).
-    Text that ends in U+FFFD is held back, because the character may still be completed.
+        detokenizer = Detokenizer(codec, prompt_ids, stops=["\n\n"])
+        for token in tokens:
+            if detokenizer.push(token) is not None:
+                break
+            detokenizer.text_so_far()  # the beginning of every later text
+        detokenizer.text
+
+    Each token is decoded together with tokens before it; for the first token these are the last
+    ones of the prompt. Text that ends in U+FFFD is held back until a token completes the character.
+    If none does, the text ends before it. The number of tokens decoded for each token is bounded.
     """
 
     def __init__(
-        self, codec: TextCodec, stops: Sequence[str], min_tokens: int, *, skip_special_tokens: bool = True, keeps_stop: bool = False
+        self,
+        codec: TextCodec,
+        prompt_ids: Sequence[int] | NDArray[np.integer[Any]],
+        *,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+        keeps_stop: bool = False,
     ):
-        """keeps_stop: the text ends with the stop string."""
-        self.codec, self.stops, self.min_tokens = codec, stops, min_tokens
-        self._skips, self._keeps_stop = skip_special_tokens, keeps_stop
-        self._tokens: list[int] = []
-        self._prefix_offset = self._read_offset = 0
+        """min_tokens: stop strings are searched for in the text of later tokens only.
+        keeps_stop: the text ends with the stop string."""
+        self._codec, self._prompt_ids, self._skips = codec, prompt_ids, skip_special_tokens
+        self._stops, self._min_tokens, self._keeps_stop = stops, min_tokens, keeps_stop
+        self._context: list[int] | None = None  # tokens with known text; None before the first push
+        self._known: tuple[str, ...] = ()  # texts of the context; the first that fits counts
+        self._held: list[int] = []  # tokens after the context, without text so far
+        self._num_done = 0  # tokens before those in _held
         self.text = ""
         self.found: str | None = None  # the stop string; nothing is pushed after it
 
     @property
     def num_tokens(self) -> int:
-        return len(self._tokens)
+        return self._num_done + len(self._held)
 
     def push(self, token: int) -> str | None:
-        """Takes the next token, or on an exception none. Returns the stop string that it completed; `text` then ends there."""
-        known = self.codec.decode(self._tokens[self._prefix_offset : self._read_offset], self._skips)
-        text = self.codec.decode([*self._tokens[self._prefix_offset :], token], self._skips)
-        count = len(self._tokens) + 1
-        if len(text) <= len(known) or (text.endswith(REPLACEMENT) and count - self._read_offset <= MAX_HELD_BACK):
-            self._tokens.append(token)
+        """Takes the next token, or nothing if the tokenizer raises. Returns the stop string that
+        the token completes, if any; `text` then ends there."""
+        if self._context is None:
+            self._context, self._known = self._prime()
+        fresh = self._fresh(token)
+        if fresh is None or (not fresh and len(self._held) < HEAD + TAIL):
+            self._held.append(token)
             return None
-        fresh = text[len(known) :]
+        count = self.num_tokens + 1
+        if not fresh:
+            self._num_done += 1  # dropped, so that the number of tokens in _held is bounded
+            return None
         text, found = self.text + fresh, None
-        if count > self.min_tokens:
+        if count > self._min_tokens:
             text, found = self._cut(text, len(fresh))
-        self.text, self.found, self._prefix_offset, self._read_offset = text, found, self._read_offset, count
-        self._tokens.append(token)  # a Ctrl-C comes before both lines or after both
+        context = [*self._held, token][-MAX_CONTEXT:]
+        known, held = (self._decode(context),), list[int]()
+        # Python handles signals in calls, so a Ctrl-C comes before or after all these assignments.
+        self.text, self.found, self._num_done = text, found, count
+        self._context, self._known, self._held = context, known, held
         return found
 
+    def text_so_far(self) -> str:
+        """Returns the text while more tokens may come: without the last characters, with which a
+        stop string may begin."""
+        if self.found is not None or self._keeps_stop or not self._stops:
+            return self.text
+        return self.text[: max(0, len(self.text) + 1 - max(map(len, self._stops)))]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._codec.decode(ids, self._skips)
+
+    def _prime(self) -> tuple[list[int], tuple[str, ...]]:
+        """Returns the last tokens of the prompt, enough of them to have text, and that text. A
+        prompt that ends inside a character has two texts: with the fragment, and without it for the
+        case that a token completes the character."""
+        prompt = [int(token) for token in self._prompt_ids[-PROMPT_SIZES[-1] :]]
+        for size in PROMPT_SIZES:
+            context = prompt[-size:]
+            whole = text = self._decode(context)
+            for end in range(len(context) - 1, max(-1, len(context) - TAIL), -1):
+                if text.endswith(REPLACEMENT):
+                    text = self._decode(context[:end])
+            if text and REPLACEMENT not in text:
+                return context, (whole, text)
+        return context, (whole, whole.rstrip(REPLACEMENT))
+
+    def _fresh(self, token: int) -> str | None:
+        """Returns the text that is final with this token. None: it ends inside a character."""
+        context, held = self._context or [], [*self._held, token]
+        # After many tokens without text, the first and the last of them decide how the text ends.
+        is_long = len(held) > HEAD + TAIL
+        if is_long and self._decode([*held[:HEAD], *held[-TAIL:]]).endswith(REPLACEMENT):
+            return None
+        text = self._decode([*context, *held])
+        known = next(filter(text.startswith, self._known), None)
+        if known is None and not text.endswith(REPLACEMENT):
+            # With byte fallback a wrong byte makes the characters before it undecodable too.
+            known, text = "", self._decode(held)
+        return None if text.endswith(REPLACEMENT) else text[len(known or "") :]
+
     def _cut(self, text: str, num_fresh: int) -> tuple[str, str | None]:
-        """Text up to the stop string (or with it) that begins first among those that end in its last num_fresh characters, and that."""
+        """Returns the text up to the stop string (or with it) that ends first in the last num_fresh
+        characters, and that stop string."""
         first: tuple[int, str] | None = None
-        for stop in self.stops:
+        for stop in self._stops:
             at = text.find(stop, max(0, len(text) - num_fresh - len(stop) + 1))
-            if at >= 0 and (first is None or at < first[0]):
+            if at >= 0 and (first is None or at + len(stop) < first[0] + len(first[1])):
                 first = (at, stop)
         if first is None:
             return text, None

@@ -23,9 +23,10 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,22 +35,25 @@ from rollmesh.errors import ConfigError, DTypeError, LimitError, RequestError, S
 from rollmesh.model.families import FAMILIES, USUAL_NAMES
 from rollmesh.runtime.arguments import choice, integer
 from rollmesh.runtime.messages import shown
-from rollmesh.torch import functions, packing
+from rollmesh.torch import functions, packing, parts
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.functions.attention import pairs_apart
 from rollmesh.torch.fused_head import with_contract_logprobs
 from rollmesh.torch.kept import KeptWeights, Key, Source, WeightUse, count_optimizer_steps
-from rollmesh.torch.lora import base_of, check_no_bias, expert_weights_of, in_use, norm_weight_of, shared_expert_of, state_of, weights_of
+from rollmesh.torch.lora import base_of, expert_weights_of, shared_expert_of, state_of, weights_of
 from rollmesh.torch.sequences import Sequences
 
 PACKED_KEYS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})  # what position_ids say too
 IGNORED_KEYS = frozenset({"return_dict", "num_items_in_batch"})
+SWITCHES = frozenset({"use_cache", "output_attentions", "output_hidden_states", "output_router_logits"})  # that may be off
+NOISE = {"attention_dropout": "self_attn", "router_jitter_noise": "mlp"}  # options of training, and the part of a layer that has them
 GENERATE = "generate with a rollmesh generator, "
 INSTEAD = {
     "past_key_values": GENERATE,
     "use_cache": GENERATE,
     "output_router_logits": "train without a router loss (TRL: router_aux_loss_coef=0.0), ",
 }
+MODEL, BASE, HEAD = -3, -2, -1  # of patched modules that are no layers, in the order of _modules
 ROPE_STEP = 1024  # the rope table grows by so many positions
 
 
@@ -72,13 +76,15 @@ class _Wanted:
         self.kept_tokens = kept_tokens
         self.rows: Sequences | None = None  # that are computed: all but the last token of each sequence
         self.chosen: Tensor = ids  # of rows, those whose next token is wanted
+        self.made: Tensor = ids  # what lm_head gives
+        self.written: list[Any] = []
         self.experts: dict[int, Tensor] = {}  # of each MoE layer, [rows, top_k]
 
 
 class Patch:
     """What the patched modules of one model share."""
 
-    def __init__(self, model: Any, spec: ModelSpec, dtype: torch.dtype, isa: str | None, threads: int | None, max_model_len: int):
+    def __init__(self, model: Any, spec: ModelSpec, dtype: torch.dtype, isa: str | None, threads: int | None, max_model_len: int | None):
         self.spec, self.dtype, self.isa, self.threads, self.max_model_len = spec, dtype, isa, threads, max_model_len
         self.kept = KeptWeights()
         self.model = weakref.ref(model)
@@ -113,28 +119,70 @@ class Patch:
     def wanted(self, wanted: _Wanted | None) -> None:
         self._asked.wanted = wanted
 
-    def check_parts(self) -> None:
-        """StateError if a part has been replaced by one that computes otherwise."""
-        inner = self.model()
+    @property
+    def passed(self) -> Any:
+        """What this thread's last forward method of a part was given and gave."""
+        return getattr(self._asked, "passed", None)
+
+    @passed.setter
+    def passed(self, passed: Any) -> None:
+        self._asked.passed = passed
+
+    def check(self) -> None:
+        """StateError or ConfigError if the model no longer computes what the kernels do."""
+        inner: Any = self.model()
         for module, by in _modules(inner):
             if not isinstance(module, by) or module._rollmesh[0] is not self:
                 raise StateError(
                     f"model: expected its parts as patch left them, got a {type(module).__name__} that is not patched; "
                     "unpatch, change the model, and patch it again"
                 )
+        parts.check(inner, self.spec)
+        for layer in inner.model.layers:
+            for name, part in NOISE.items():
+                if getattr(layer, part).training and (drop := getattr(inner.config, name, 0)):
+                    raise ConfigError(f"{name}: expected 0 in training, got {drop}; a rollout drops nothing")
 
     def how(self, x: Tensor) -> How:
         return functions.how_for(x, self.isa, self.threads)
 
     def rope(self, rows: Sequences, device: torch.device) -> tuple[Tensor, Tensor]:
-        longest = int(rows.lengths.max())
-        if longest > self.max_model_len:
-            raise LimitError(f"input_ids: expected sequences of at most {self.max_model_len} tokens (max_model_len), got one of {longest}")
+        longest, most = int(rows.lengths.max()), self.max_model_len
+        if most is None:
+            most = self.spec.max_position_embeddings
+            if self.spec.rope_settings.depends_on_length:
+                raise ConfigError(
+                    f"max_model_len: expected the generator's, since the frequencies of rope_type={self.spec.rope_settings.type!r} "
+                    "depend on it, got none; push to the generator first, or give patch max_model_len"
+                )
+        if longest > most:
+            raise LimitError(f"input_ids: expected sequences of at most {most} tokens (max_model_len), got one of {longest}")
         known = self._ropes.get(device)
         if known is None or len(known[0]) < longest:
-            positions = min(-(-longest // ROPE_STEP) * ROPE_STEP, self.max_model_len)
-            known = self._ropes[device] = functions.rope_table(self.spec.rope(self.max_model_len), positions, self.dtype, device)
+            positions = min(-(-longest // ROPE_STEP) * ROPE_STEP, most)
+            known = self._ropes[device] = functions.rope_table(self.spec.rope(most), positions, self.dtype, device)
         return known
+
+    def check_generator(self, generator: Generator) -> None:
+        """ConfigError if the generator computes another function of the same weights."""
+        length, state = generator.max_model_len, generator.metrics()
+        differ = parts.differences(self.spec, generator.spec)
+        (mine, scale), (theirs, other) = self.spec.rope(self.max_model_len or length), generator.spec.rope(length)
+        if not np.array_equal(mine, theirs) or scale != other:
+            if self.spec.rope_settings == generator.spec.rope_settings:
+                differ.append(("max_model_len", self.max_model_len, length))  # which the frequencies depend on
+            else:
+                differ.append(("rope_settings", self.spec.rope_settings, generator.spec.rope_settings))
+        differ.append(("dtype", packing.name_of(self.dtype), generator.dtype))
+        if generator.dtype == "bfloat16":
+            mma = [str(used).startswith("cuda_mma") for used in (self.isa, state["family"])]  # which has bits of its own
+            differ.append(("cuda_mma", *mma))
+        differ.append(("fast", False, not state["invariant"]))
+        if said := [f"{name}={shown(a)} and {shown(b)}" for name, a, b in differ if a != b]:
+            raise ConfigError(
+                f"generator: expected one that computes what the patched model does, got other settings (patch and generator): "
+                f"{', '.join(said)}; make both with the same"
+            )
 
     # ---------------------------------------------------------------------------------------- weights
     def rows_of(self, key: Key, modules: list[Any], how: How) -> tuple[list[Tensor], Any]:
@@ -159,7 +207,7 @@ class Patch:
         packed = self.kept.get((index, "qkv"), sources, lambda out: packing.pack_rows(weights, self.dtype, how, out))
         bias = None if base_of(qkv[0]).bias is None else torch.cat(self.in_halves([base_of(m).bias for m in qkv], turned))
         made = functions.linear(x, *weights, bias=bias, packed=packed, how=how)
-        q_norm, k_norm = (None if self.spec.qk_norm == "none" else norm_weight_of(getattr(attention, n)) for n in ("q_norm", "k_norm"))
+        q_norm, k_norm = (None if self.spec.qk_norm == "none" else getattr(attention, n).weight for n in ("q_norm", "k_norm"))
         turn = (cos, sin) if self.spec.rope_layers[index] else (cos[:, :0], sin[:, :0])
         attended = functions.attention(made, q_norm, k_norm, turn, rows, self.heads[index], how=how)
         weights, packed = self.rows_of((index, "o"), [attention.o_proj], how)
@@ -206,7 +254,7 @@ class Patch:
         names = USUAL_NAMES | dict(FAMILIES[spec.model_type].names)
 
         def norms(*kinds: str) -> list[Tensor]:
-            return [norm_weight_of(layer.get_submodule(names[kind].removesuffix(".weight"))) for kind in kinds]
+            return [layer.get_submodule(names[kind].removesuffix(".weight")).weight for kind in kinds]
 
         before = norms("input_norm", "pre_mlp_norm") if spec.norm_before else []
         after = norms("post_attn_norm", "post_mlp_norm") if spec.norm_after else []
@@ -234,7 +282,9 @@ class Patch:
             x, weight, targets, kept_tokens=wanted.kept_tokens, temperature=wanted.temperature, entropy=wanted.entropy, packed=packed,
             how=how,
         )  # fmt: skip
-        return torch.stack([made.logprobs, made.logprobs if made.entropy is None else made.entropy], -1)[None]
+        wanted.made = torch.stack([made.logprobs, made.logprobs if made.entropy is None else made.entropy], -1)
+        wanted.written = parts.mark(wanted.made)
+        return wanted.made[None]
 
 
 # ---------------------------------------------------------------------------------------------- patched modules
@@ -254,10 +304,40 @@ class _Model(_Part):
         super().__setattr__(name, with_contract_logprobs(self, value, _score_labels) if name == "forward" else value)
 
 
-class _Base(_Part):
+class _Called(_Part):
+    """A part whose hooks fire. They may look at tensors; ConfigError if they change what goes in or comes out."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        me: Any = self
+        patch, index = me._rollmesh
+        patch.passed, before = None, parts.mark([*args, *options.values()])
+        made = super().__call__(*args, **options)  # type: ignore[misc]
+        if patch.passed != (before, parts.mark(made)):
+            name = {BASE: "model", HEAD: "lm_head"}.get(index, f"model.layers.{index}")
+            raise ConfigError(
+                f"{name}: expected its own forward method, and hooks that change no tensor, got others; remove them, or unpatch"
+            )
+        return made
+
+
+def _watched(forward: Any) -> Any:
+    """`forward` of a _Called, which leaves there what it was given and gave."""
+
+    @wraps(forward)
+    def watched(self: Any, *args: Any, **options: Any) -> Any:
+        before = parts.mark([*args, *options.values()])
+        made = forward(self, *args, **options)
+        self._rollmesh[0].passed = before, parts.mark(made)
+        return made
+
+    return watched
+
+
+class _Base(_Called):
     """The forward pass of a …Model."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_watched
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -275,11 +355,10 @@ class _Base(_Part):
         known = IGNORED_KEYS | (PACKED_KEYS if position_ids is not None else frozenset())
         refused = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache} | others
         for name, value in refused.items():
-            if name not in known and value is not None and value is not False:
+            if name not in known and value is not None and not (value is False and name in SWITCHES):
                 what = INSTEAD.get(name, "")
                 raise ConfigError(f"{name}: expected none with a patched model, got {shown(value)}; {what}or unpatch")
-        _check_training(me)
-        patch.check_parts()
+        patch.check()
         input_ids = _check_ids(input_ids)
         rows = Sequences.of_batch((input_ids.shape[0], input_ids.shape[1]), attention_mask, position_ids)
         if patch.wanted is not None:
@@ -293,7 +372,7 @@ class _Base(_Part):
         hidden = me.embed_tokens(ids).to(patch.dtype)  # moves of bits, which are torch's as well
         for layer in me.layers:
             hidden = layer(hidden, rows=rows)
-        hidden = functions.rms_norm(hidden, norm_weight_of(me.norm), patch.spec.rms_norm_eps, how=patch.how(hidden))
+        hidden = functions.rms_norm(hidden, me.norm.weight, patch.spec.rms_norm_eps, how=patch.how(hidden))
         rows.forget_caches()
         wanted = patch.wanted
         if wanted is None:
@@ -307,9 +386,10 @@ class _Base(_Part):
         return output(last_hidden_state=hidden)
 
 
-class _Layer(_Part):
+class _Layer(_Called):
     """The forward pass of a decoder layer over packed rows."""
 
+    @_watched
     def forward(self, hidden_states: Tensor, rows: Sequences | None = None) -> Tensor:
         me: Any = self
         patch, index = me._rollmesh
@@ -318,10 +398,11 @@ class _Layer(_Part):
         return patch.layer(me, index, hidden_states, rows)  # type: ignore[no-any-return]
 
 
-class _Head(_Part):
+class _Head(_Called):
     """lm_head."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_watched
     def forward(self, input: Tensor) -> Tensor:
         me: Any = self
         patch: Patch = me._rollmesh[0]
@@ -359,29 +440,6 @@ def _check_ids(ids: Any) -> Tensor:
     return ids
 
 
-def _check_training(base: Any) -> None:
-    dropout = getattr(base.config, "attention_dropout", 0.0)
-    if base.training and dropout:
-        raise ConfigError(f"attention_dropout: expected 0 in training, got {dropout}; a rollout drops nothing")
-
-
-def _check_parts_by_config(inner: Any, spec: ModelSpec) -> None:
-    """ConfigError for a module whose constants are no longer the config's, or a config that was changed after its model was made: the
-    kernels compute what the config says."""
-    from transformers.activations import ACT2FN
-
-    wanted = {"variance_epsilon": spec.rms_norm_eps, "scaling": spec.head_dim**-0.5, "top_k": spec.num_experts_per_tok}
-    for name, module in inner.model.named_modules():
-        for constant, value in wanted.items():
-            seen = getattr(module, constant, None)
-            if isinstance(seen, (int, float)) and seen != value:  # peft's layers have a `scaling` too, a dict
-                raise ConfigError(f"{name}.{constant}: expected {value}, as the config says, got {shown(seen)}")
-        for act_name in ("act_fn", "activation_fn"):  # the latter is GLM-4's
-            act = getattr(module, act_name, None)
-            if act is not None and type(act) is not type(ACT2FN[inner.config.hidden_act]):
-                raise ConfigError(f"{name}.{act_name}: expected that of hidden_act={inner.config.hidden_act!r}, got {shown(act)}")
-
-
 # ---------------------------------------------------------------------------------------------- public
 def _causal_lm(model: Any) -> Any:
     """The transformers model inside a peft model, or the model itself."""
@@ -411,34 +469,27 @@ def patch(
     dtype          of activations and of the weights as they are used: "bfloat16" or "float32"; None: the model's. With float32 weights
                    and "bfloat16" the optimizer has float32 masters
     isa, threads   as in rollmesh.ops; threads None: torch's
-    max_model_len  most tokens of a sequence; None: max_position_embeddings. Where the rope type depends on it, the generator's
+    max_model_len  most tokens of a sequence; None: max_position_embeddings. The frequencies of the rope types dynamic and longrope
+                   depend on it: None is the value of the first generator that weights are pushed to
 
     ConfigError: a model or a config option that a generator refuses. StateError: the model is patched already."""
     inner = _causal_lm(model)
     if hasattr(inner.model, "_rollmesh"):
         raise StateError("model: expected one that is not patched, got a patched one; unpatch it first")
     spec = ModelSpec.from_hf(inner.config)
+    parts.check(inner, spec)
     weight = inner.model.embed_tokens.weight
     known = "bfloat16" if weight.dtype == torch.bfloat16 else "float32"
     used = getattr(torch, choice("dtype", known if dtype is None else dtype, ("bfloat16", "float32")))
-    most = spec.max_position_embeddings if max_model_len is None else integer("max_model_len", max_model_len, 1, 2**31 - 1)
+    most = None if max_model_len is None else integer("max_model_len", max_model_len, 1, 2**31 - 1)
     if threads is not None:
         integer("threads", threads, 1, 256)
-    if type(embedding := in_use(inner.model.embed_tokens)) is not torch.nn.Embedding:
-        raise ConfigError(f"embed_tokens: expected a torch.nn.Embedding, got a {type(embedding).__module__}.{type(embedding).__name__}")
-    for module in (inner.lm_head, *(layer.mlp.down_proj for layer in inner.model.layers if hasattr(layer.mlp, "down_proj"))):
-        check_no_bias(module)
-    kinds = ("" if spec.attention_bias else "qkv") + ("" if spec.o_bias else "o")
-    for layer in inner.model.layers:
-        for kind in kinds:
-            check_no_bias(getattr(layer.self_attn, f"{kind}_proj"))
-    _check_parts_by_config(inner, spec)
     made = Patch(inner, spec, used, isa, threads, most)
     if not weight.is_cuda:
         ops.kernels(isa)  # ConfigError for one that is not here
-    for index, (module, by) in enumerate(_modules(inner)):
+    for index, (module, by) in enumerate(_modules(inner), MODEL):
         own: Any = type(module)
-        module._rollmesh = (made, index - 3)
+        module._rollmesh = (made, index)
         module.__class__ = _patched(own, by)
     if "forward" in vars(inner):
         inner.forward = inner.forward
@@ -467,8 +518,10 @@ def unpatch(model: Any) -> Any:
 
 def state_dict(model: Any) -> dict[str, Tensor]:
     """The model's weights by their Hugging Face names, for a weight sync: with LoRA the merged ones, without a graph."""
+    inner = _causal_lm(model)
+    parts.check(inner, inner.model._rollmesh[0].spec if hasattr(inner.model, "_rollmesh") else ModelSpec.from_hf(inner.config))
     with torch.no_grad():
-        return state_of(_causal_lm(model))
+        return state_of(inner)
 
 
 def push(model: Any, generator: Generator, version: int | None = None, **options: Any) -> SyncReport:
@@ -479,9 +532,13 @@ def push(model: Any, generator: Generator, version: int | None = None, **options
     inner, made = _causal_lm(model), _patch_of(model, instead)
     if not isinstance(generator, Generator):
         raise UnsupportedTensorError(f"generator: expected a rollmesh.Generator, got a {type(generator).__name__}")
+    made.check()
+    made.check_generator(generator)
     report = generator.sync_weights(state_dict(model), version, **({"cast": True} | options))
+    if made.max_model_len is None and made.spec.rope_settings.depends_on_length:
+        made.max_model_len = generator.max_model_len
     made.kept.forget_shared()
-    if generator.dtype == packing.name_of(made.dtype) and generator.spec == made.spec and generator._holds_weights:
+    if generator._holds_weights:
         made.kept.share(generator, report.version, _matrices(inner, made.spec))
     return report
 
@@ -560,6 +617,9 @@ def _score_labels(inner: Any, temperature: float, entropy: bool, labels: Tensor,
 def _score(made: Patch, forward: Any, asked: _Wanted, given: dict[str, Any]) -> Scored:
     with _asking(made, asked):
         found = forward(**(given | {"use_cache": False, "return_dict": True})).logits[0]
+        same = found.shape == asked.made.shape and torch.allclose(found, asked.made, rtol=0, atol=0, equal_nan=True)
+        if not same or parts.mark(asked.made) != asked.written:
+            raise ConfigError("logits: expected those of the patched lm_head, got others; remove the hook or wrapper that changes them")
     assert asked.rows is not None
     at = asked.rows.rows.to(found.device).index_select(0, asked.chosen)
     size, (batch, steps) = asked.ids.numel(), asked.ids.shape

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.errors import ConfigError, FormatError, UnsupportedTensorError
+from rollmesh.model.adapters import refuse_adapter
 from rollmesh.runtime.messages import plain, shown
 
 INDEX = "model.safetensors.index.json"
@@ -30,22 +31,19 @@ class SafetensorsFolder(Mapping[str, Any]):
     tensor are allowed.
 
     Values are torch tensors where torch is installed, else NumPy arrays (bfloat16 then needs
-    ml_dtypes). Raises FormatError for a file that is missing, truncated or malformed.
+    ml_dtypes). Raises FormatError for a file that is missing, truncated or malformed, and
+    ConfigError for a folder with a PEFT adapter; `path` may then be the model's own file.
     """
 
     def __init__(self, path: str | Path, ignore: Collection[str] = ()):
-        if not isinstance(ignore, (tuple, list, set, frozenset)) or not all(
-            isinstance(name, str) for name in ignore
-        ):
-            raise ConfigError(
-                f"ignore: expected a tuple of names of tensors, got {shown(ignore)}"
-            )
+        is_list = isinstance(ignore, (tuple, list, set, frozenset))
+        if not is_list or not all(isinstance(name, str) for name in ignore):
+            raise ConfigError(f"ignore: expected a tuple of names of tensors, got {shown(ignore)}")
         self.path = Path(path)
         self._files: dict[Path, Any] = {}
         try:
-            self._where = {
-                name: file for name, file in self._names().items() if not is_ignored(name, ignore)
-            }
+            every = self._names().items()
+            self._where = {name: file for name, file in every if not is_ignored(name, ignore)}
         except OSError as error:
             raise FormatError(f"{plain(self.path)}: {error.strerror}; expected a checkpoint folder or file") from error
 
@@ -68,6 +66,7 @@ class SafetensorsFolder(Mapping[str, Any]):
         return len(self._where)
 
     def _names(self) -> dict[str, Path]:
+        refuse_adapter(self.path)
         if self.path.is_file():
             return dict.fromkeys(self._open(self.path).keys(), self.path)
         if (index := self.path / INDEX).is_file():

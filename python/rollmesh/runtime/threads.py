@@ -1,0 +1,83 @@
+"""Threads for the library's own work, where the system may refuse to start one (RLIMIT_NPROC, a pids
+cgroup)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+from rollmesh.errors import CapacityError
+
+T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
+REFUSED = "can't start new thread"  # CPython's message
+
+
+@contextmanager
+def starting(what: str) -> Iterator[None]:
+    """Raises CapacityError where CPython raises its RuntimeError for a thread that the system refuses."""
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error) != REFUSED:
+            raise
+        raise CapacityError(
+            f"{what}: expected another thread, got none from the system; "
+            "raise the limit on processes (ulimit -u, pids.max) or end others"
+        ) from error
+
+
+async def to_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """asyncio.to_thread. CapacityError if the system refuses the thread."""
+    with starting("a call in a thread"):
+        return await asyncio.to_thread(function, *args, **kwargs)
+
+
+def in_threads(function: Callable[[T], R], items: Iterable[T], num_threads: int) -> list[R]:
+    """The results of a function for each item, in order, computed by at most `num_threads` threads.
+
+    The caller's thread is one of them, so one thread starts none, and threads that the system refuses
+    are done without. After an error no further item begins; the first error is raised when all
+    threads have ended.
+    """
+    todo = list(enumerate(items))[::-1]
+    results: dict[int, R] = {}
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while todo and not errors:
+            try:
+                index, item = todo.pop()
+            except IndexError:  # another thread took the last one
+                return
+            results[index] = function(item)
+
+    def helper() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
+            errors.append(error)
+
+    helpers: list[threading.Thread] = []
+    try:
+        for _ in range(min(num_threads, len(todo)) - 1):
+            helpers.append(threading.Thread(target=helper, name="rollmesh-transport"))
+            try:
+                helpers[-1].start()
+            except RuntimeError:
+                break
+        work()
+    except BaseException as error:
+        errors.append(error)
+        raise
+    finally:
+        for thread in helpers:
+            if thread.ident is not None:  # it has started
+                thread.join()
+    if errors:
+        raise errors[0]
+    return [results[index] for index in range(len(results))]
