@@ -22,6 +22,7 @@ from rollmesh.grpo.config import Config
 from rollmesh.grpo.files import told_as
 from rollmesh.grpo.hf_datasets import is_dataset, rows_of
 from rollmesh.grpo.seeds import rng_of
+from rollmesh.request.text import rendered_chat
 from rollmesh.runtime.messages import listed, plain, shown
 
 REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids"}
@@ -188,7 +189,7 @@ def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) ->
         with told_as(f"{where}: expected messages of what JSON has"):  # of a dataset also dates and bytes; completions.jsonl has none
             json.dumps(source)
         with told_as(f"{where}: expected a chat that the tokenizer's chat template takes"):
-            text = tokenizer.apply_chat_template(source, add_generation_prompt=True, tokenize=False)
+            text = rendered_chat(tokenizer, source, add_generation_prompt=True)
             ids = tokenizer.encode(text, add_special_tokens=False)
     else:
         raise rm.ConfigError(f"{where}: expected prompt to be text, or messages a list of {{role, content}}, both text, got {source!r:.80}")

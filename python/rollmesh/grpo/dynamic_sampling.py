@@ -5,8 +5,8 @@ group without a judged reward. With [rollout] filter_groups such groups are left
 other prompts are drawn and generated, until the step has all its groups, max_num_gen_batches
 batches were generated, or no prompt is left. What is still missing then is filled up with groups
 of equal rewards, so that every step has the same shape: a run on data that is too hard or too easy
-goes on and shows it in `flat_groups`. Rejected: to end such a run, as verl does, because the data
-may only be too hard yet.
+goes on and shows it in `flat_groups`. Rejected: ending such a run, as verl does, because the data
+may only be too hard so far.
 
 Prompts and seeds are functions of (run seed, step, prompts drawn before), so a resumed run is the same run where its rewards are functions
 too. A step draws no prompt twice.

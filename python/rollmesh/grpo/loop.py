@@ -46,7 +46,7 @@ from rollmesh.grpo.interrupts import Interrupts
 from rollmesh.grpo.metrics import Completions, CompletionsLog, Metrics, MetricsLog, draw_curves
 from rollmesh.grpo.metrics import read as read_metrics
 from rollmesh.grpo.mismatch import mismatch
-from rollmesh.grpo.multi_turn import Environment, converse
+from rollmesh.grpo.multi_turn import Environment, check_template, converse
 from rollmesh.grpo.overlap import Overlap
 from rollmesh.grpo.pretrained import folder_config
 from rollmesh.grpo.rewards import Rewards, Scores
@@ -104,6 +104,8 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
         environment = Environment(config.rollout.environment, Path(config.folder), rewards.event_loop)
         if any("completion" in p.columns for p in (*data.train, *data.heldout)):
             raise rm.ConfigError("[data]: expected no column completion: an environment gets an argument of this name; rename the column")
+        ends = eos_ids(tokenizer, model_config(config, tokenizer, folder))
+        check_template(data.train, tokenizer, ends)
     ready = checkpoint.read_rollouts(folder, config, data, tokenizer) if folder else []
     trainer = Trainer(config, tokenizer, folder)
     if folder:

@@ -16,7 +16,7 @@ def refuse_adapter(folder: Path) -> None:
     for name in FILES:
         if (folder / name).is_file():
             raise ConfigError(
-                f"{plain(folder)}: expected a folder with the weights of a whole model, got {name} of "
-                "a PEFT adapter; save the merged model in another folder (merge_and_unload(), then "
-                "save_pretrained), or remove the adapter's files to use the weights without it"
+                f"{plain(folder)}: expected a folder with the weights of a whole model, got {name} "
+                "of a PEFT adapter; save the merged model in another folder (merge_and_unload(), "
+                "then save_pretrained), or remove the adapter's files to use the weights without it"
             )
