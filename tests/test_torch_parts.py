@@ -222,19 +222,17 @@ def test_a_part_that_is_not_the_configs(name: str, is_patched: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, value, part",
-    [("top_k", 1, "gate"), ("norm_topk_prob", False, "gate"), ("_is_expert_parallel", True, "")],
+    "part, name, value",
+    [
+        ("gate", "top_k", 1),
+        ("gate", "norm_topk_prob", False),
+        ("experts", "_is_expert_parallel", True),
+    ],
 )
-def test_a_part_of_a_mixture(name: str, value: Any, part: str) -> None:
-    """Attributes with an underscore are transformers' own bookkeeping and not compared."""
+def test_a_part_of_a_mixture(part: str, name: str, value: Any) -> None:
     model = helpers.hf_model(MOE)
-    setattr(model.get_submodule(f"{MLP}.gate" if part else f"{MLP}.experts"), name, value)
-    if not part:
-        rm.torch.patch(model)
-        return
-    with pytest.raises(
-        rm.ConfigError, match=rf"{MLP}.gate.{name}: expected .*, as the config says, got {value}"
-    ):
+    setattr(model.get_submodule(f"{MLP}.{part}"), name, value)
+    with pytest.raises(rm.ConfigError, match=rf"{MLP}.{part}.{name}: expected .*, got {value}"):
         rm.torch.patch(model)
 
 
@@ -294,6 +292,20 @@ def test_changes_that_change_nothing() -> None:
     assert len(seen) == 8
     with torch.inference_mode():
         assert (model(IDS).logits == want).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu2"]
+)
+def test_activations(name: str) -> None:
+    """Each is taken where the config names it, and refused with another function inside."""
+    model = helpers.hf_model(DENSE, hidden_act=name)
+    rm.torch.unpatch(rm.torch.patch(model))
+    activation = model.model.layers[0].mlp.act_fn
+    if hasattr(activation, "act"):
+        activation.act = torch.tanh
+        with pytest.raises(rm.ConfigError, match=r"act_fn.act: expected .*gelu.*, got .*tanh"):
+            rm.torch.patch(model)
 
 
 def test_inference_mode_and_wrappers() -> None:
