@@ -498,7 +498,7 @@ def test_a_push_to_a_generator_of_another_function(name: str) -> None:
     ) as generator:
         with pytest.raises(
             rm.ConfigError,
-            match=f"generator: expected one that computes what the patched model does.*{words}",
+            match=f"generator: expected the settings of the patched model.*{words}",
         ):
             rm.torch.push(model, generator)
         assert generator.version is None

@@ -306,9 +306,7 @@ class _Comparison:
     def attributes(self, path: str, module: Any, template: Any) -> tuple[str, ...]:
         """Compares the attributes of a module and returns their names."""
         own, wanted = vars(module), vars(template)
-        is_model = isinstance(
-            template, transformers.PreTrainedModel
-        )  # which keeps notes of its own
+        is_model = hasattr(template, "post_init")  # transformers keeps notes in a whole model
         names = tuple(
             name
             for name in wanted.keys() - INTERNAL - FREE
