@@ -1,7 +1,7 @@
 """What rollmesh.torch.patch takes: a model whose parts are exactly those that its config makes.
 
-Input: the models of helpers.py with one change, made before patch or after a first pass. Oracle: the
-same model unpatched. Each change is a ConfigError that names the part, or has no effect on logits
+Input: the models of helpers.py with one change, made before patch or after a first pass. Oracle:
+the same model unpatched. Each change is a ConfigError that names the part, or has no effect on logits
 (1e-3 of the largest, where a change rounds weights). Bound of what must not differ: 0 bits.
 """
 
@@ -237,7 +237,7 @@ def test_a_part_of_a_mixture(part: str, name: str, value: Any) -> None:
 
 
 def test_a_class_or_function_that_is_not_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replaced method of a class, a function that it calls, and attention that is registered by name."""
+    """A replaced method of a class, a function that it calls, and attention under another name."""
     import transformers
     from transformers.models.qwen3 import modeling_qwen3
 
@@ -266,7 +266,7 @@ def test_a_class_or_function_that_is_not_transformers(monkeypatch: pytest.Monkey
 
 
 def test_changes_that_change_nothing() -> None:
-    """Hooks that only look, rounded frequencies, options of generation, a subclass with a new method."""
+    """Hooks that only look, rounded frequencies, options of generation, a subclass with a method."""
     model = helpers.hf_model(DENSE).eval()
     model(IDS, output_hidden_states=True)  # leaves hooks behind
     model.__class__ = type("Mine", (type(model),), {"more": lambda self: 1})
@@ -347,7 +347,7 @@ def test_inference_mode_and_wrappers() -> None:
     "ignore:Model has `tie_word_embeddings=True`:UserWarning", "ignore:.*tied:UserWarning"
 )
 def test_tied_weights() -> None:
-    """lm_head is the embedding for the generator. Weights that are apart, or an adapter of one of them, are refused."""
+    """The generator takes the embedding for lm_head. Two weights, and an adapter of one, are refused."""
     peft = pytest.importorskip("peft")
     case = helpers.CASES_BY_NAME["tied"]
 
@@ -428,7 +428,7 @@ def test_arguments_that_reach_attention(argument: dict[str, Any]) -> None:
 
 
 def test_a_model_is_freed_and_a_check_costs_little() -> None:
-    """No reference is left behind, and 30 layers are compared in less than 20 ms, of which a quiet machine needs one."""
+    """No reference is left behind. A quiet machine compares 30 layers in one millisecond."""
     model = model_of(DENSE)
     model(IDS)
     parts = [weakref.ref(model), weakref.ref(model.model.layers[0].mlp)]
@@ -534,7 +534,7 @@ ROPES = {
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_rope_types_that_depend_on_the_length(kind: str) -> None:
-    """The first push brings the generator's length, for copies too; another length is refused, and so is a guess."""
+    """The first push sets the length, for copies too. Another length is refused later."""
     changes = {"rope_parameters": ROPES[kind], "max_position_embeddings": 64}
     spec = rm.ModelSpec.from_hf({**DENSE.config, **changes})
     made = [

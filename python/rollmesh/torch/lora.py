@@ -11,7 +11,7 @@ from torch import Tensor
 from rollmesh.errors import ConfigError
 from rollmesh.torch.kept import Source
 
-# The classes of peft that are taken: an adapter of a linear layer, and a part that is trained whole.
+# The classes of peft that are taken: adapters of a linear layer, and a part that is trained whole.
 LORA, WHOLE = "peft.tuners.lora.layer.Linear", "peft.utils.other.ModulesToSaveWrapper"
 
 
@@ -77,7 +77,8 @@ def active_lora(path: str, module: Any) -> list[str]:
             )
         if module.lora_bias[adapter]:
             raise ConfigError(
-                f"{path}: lora_bias: expected False, got True for adapter {adapter!r}; a bias is not merged"
+                f"{path}: lora_bias: expected False, got True for adapter {adapter!r}; "
+                "a bias is not merged"
             )
         if module.fan_in_fan_out:
             raise ConfigError(f"{path}: fan_in_fan_out: expected False, got True for {adapter!r}")

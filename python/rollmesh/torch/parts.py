@@ -1,9 +1,10 @@
 """Checks that a model consists of exactly the parts that transformers makes from its config.
 
-A patched model computes what the config says and never calls its attention, MLPs and norms. So each
-module is compared with the same module of a new model, which is made on the meta device and needs no
-memory: its class, attributes, parameters, buffers and children must be equal, and it may have neither
-hooks nor methods set on the instance. peft's LoRA layers and modules_to_save are looked through.
+A patched model computes what the config says and never calls its attention, MLPs and norms. So
+each module is compared with the same module of a new model, which is made on the meta device and
+needs no memory. Its class, attributes, parameters, buffers and children must be equal, and it may
+have neither hooks nor methods set on the instance. The comparison looks through peft's LoRA layers
+and modules_to_save.
 `check` raises a ConfigError that names the first module that differs.
 
 A full comparison takes milliseconds. `check` therefore remembers what it compared, and a later call
@@ -127,8 +128,9 @@ _seen: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()
 
 
 def check(model: Any, spec: ModelSpec) -> None:
-    """Raises a ConfigError unless the …ForCausalLM `model` computes what spec says. Unmerges adapters
-    that are merged and disabled, as peft does when it calls such a layer."""
+    """Raises a ConfigError unless the …ForCausalLM `model` computes what spec says.
+
+    Unmerges adapters that are merged and disabled, as peft does when it calls such a layer."""
     seen = _seen.get(model)
     if seen is None or seen.spec != spec or not _is_unchanged(model, seen):
         seen = _seen[model] = _compared(model, spec, seen)
@@ -138,8 +140,8 @@ def check(model: Any, spec: ModelSpec) -> None:
     is_tied = base_of(head).weight is embedding.weight and not active_lora("lm_head", head)
     if spec.tie_word_embeddings and not is_tied:
         raise ConfigError(
-            "lm_head: expected the weight of embed_tokens, since tie_word_embeddings=True, got another "
-            "one; train both as one, or set tie_word_embeddings=False for model and generator"
+            "lm_head: expected the weight of embed_tokens, since tie_word_embeddings=True, got "
+            "another one; train both as one, or set tie_word_embeddings=False for model and generator"
         )
 
 
@@ -370,8 +372,8 @@ class _Comparison:
                 raise ConfigError(f"{path}.{name}: expected a tensor, got none{UNDO}")
             if tensor.shape != wanted[name].shape:
                 raise ConfigError(
-                    f"{path}.{name}: expected shape {tuple(wanted[name].shape)}, as the config says, "
-                    f"got {tuple(tensor.shape)}{UNDO}"
+                    f"{path}.{name}: expected shape {tuple(wanted[name].shape)}, as the config "
+                    f"says, got {tuple(tensor.shape)}{UNDO}"
                 )
             is_plain = type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, DTensor)
             if (
@@ -441,8 +443,8 @@ class _Comparison:
         if cls.__module__.startswith("peft."):
             return (
                 f"{path}: expected LoRA adapters of linear layers, or modules_to_save, got a peft "
-                f"{cls.__name__} of a {wanted.__name__}; merge it into the model, or train this model "
-                "without rollmesh.torch.patch"
+                f"{cls.__name__} of a {wanted.__name__}; merge it into the model, or train this "
+                "model without rollmesh.torch.patch"
             )
         return (
             f"{path}: expected a {wanted.__module__}.{wanted.__name__}, as the config says, "
@@ -451,8 +453,10 @@ class _Comparison:
 
 
 def _is_fine(hook: Any, path: str) -> bool:
-    """Whether a hook fires as it should, or has no effect. Hooks of the model, its layers and lm_head
-    may only look at tensors, which is checked when those are called."""
+    """Whether a hook fires as it should, or has no effect.
+
+    Hooks of the model, its layers and lm_head may only look at tensors, which is checked when those
+    are called."""
     place, home = path.split("."), _function(hook).__module__
     if (
         len(place) == 1
@@ -484,8 +488,8 @@ def _same(found: Any, wanted: Any) -> bool:
 
 
 def mark(values: Any) -> list[Any]:
-    """Identifies the floating-point tensors of a list, a model's output or a tensor by their address
-    and by the number of writes to them."""
+    """Identifies the floating-point tensors of a list, a model's output or a tensor by address and
+    by the number of writes to them."""
     each = (
         [values]
         if isinstance(values, Tensor)

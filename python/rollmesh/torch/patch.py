@@ -167,8 +167,8 @@ class Patch:
             if self.spec.rope_settings.depends_on_length:
                 raise ConfigError(
                     "max_model_len: expected the generator's, since the frequencies of rope_type="
-                    f"{self.spec.rope_settings.type!r} depend on it, got none; push to the generator "
-                    "first, or give patch max_model_len"
+                    f"{self.spec.rope_settings.type!r} depend on it, got none; push to the "
+                    "generator first, or give patch max_model_len"
                 )
         if longest > most:
             raise LimitError(
