@@ -669,7 +669,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         "input_ids: expected torch.int64 or torch.int32, got torch.float32",
     ),
     **{
-        f"a bias of {of}": (patch_with_bias(of), rm.ConfigError, rf"{of}.bias: expected none, as the config says, got a .* tensor")
+        f"a bias of {of}": (patch_with_bias(of), rm.ConfigError, rf"{of}.bias: expected none, as the config says")
         for of in ("lm_head", "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.o_proj")
     },
     "too long": (lambda m: m(torch.ones(1, 1200, dtype=torch.long)), rm.LimitError, "at most 1100 tokens .*got one of 1200"),
@@ -694,7 +694,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "another act_fn": (
         patch_with("model.layers.0.mlp", "act_fn", torch.nn.ReLU()),
         rm.ConfigError,
-        "layers.0.mlp.act_fn: expected a transformers.activations.SiLUActivation, as the config says, got a .*ReLU",
+        "layers.0.mlp.act_fn: expected a .*SiLUActivation, as the config says, got a .*ReLU",
     ),
     "an activation": (lambda m: rm.torch.patch(helpers.hf_model(DENSE, hidden_act="relu")), rm.ConfigError, "hidden_act: .*got 'relu'"),
 }

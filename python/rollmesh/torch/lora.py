@@ -11,7 +11,8 @@ from torch import Tensor
 from rollmesh.errors import ConfigError
 from rollmesh.torch.kept import Source
 
-LORA, WHOLE = "peft.tuners.lora.layer.Linear", "peft.utils.other.ModulesToSaveWrapper"  # the classes of peft that are taken
+# The classes of peft that are taken: adapters of a linear layer, and a part that is trained whole.
+LORA, WHOLE = "peft.tuners.lora.layer.Linear", "peft.utils.other.ModulesToSaveWrapper"
 
 
 def base_of(module: Any) -> Any:
@@ -31,7 +32,8 @@ def state_of(model: Any) -> dict[str, Tensor]:
     """Weights by their Hugging Face names: adapters merged, of parts that are trained whole the copy in use."""
     modules = list(model.named_modules())
     state = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
-    state |= {f"{name}.weight": with_lora(module, base_of(module).weight) for name, module in modules if module is not base_of(module)}
+    layers = [(name, module) for name, module in modules if module is not base_of(module)]
+    state |= {f"{name}.weight": with_lora(layer, base_of(layer).weight) for name, layer in layers}
     for name, module in reversed(modules):  # inner parts first
         used = in_use(module)
         if used is not module:
@@ -53,13 +55,15 @@ def weights_of(modules: list[Any]) -> tuple[list[Tensor], Source]:
         tensors.append(base)
         if module is not base_of(module):
             tensors += [p for name, p in module.named_parameters() if name.startswith("lora_")]
-            active = tuple(module.active_adapters)
-            states.append((tuple(module.merged_adapters), module.disable_adapters, active, tuple(sorted(module.scaling.items()))))
+            merged, active = tuple(module.merged_adapters), tuple(module.active_adapters)
+            scaling = tuple(sorted(module.scaling.items()))
+            states.append((merged, module.disable_adapters, active, scaling))
     return weights, Source(tensors, states)
 
 
 def active_lora(path: str, module: Any) -> list[str]:
-    """The adapters of a LoRA layer that are to be added to its weight. ConfigError for one that is more than W + scaling · B · A."""
+    """Lists the adapters to add to a LoRA layer's weight. Raises a ConfigError for one that is more
+    than W + scaling · B · A."""
     if module is base_of(module) or module.merged or module.disable_adapters:
         return []
     active = [adapter for adapter in module.active_adapters if adapter in module.lora_A]
@@ -67,26 +71,34 @@ def active_lora(path: str, module: Any) -> list[str]:
         if adapter in module.lora_variant:
             variant = module.lora_variant[adapter]
             name = variant.__name__ if isinstance(variant, type) else type(variant).__name__
-            raise ConfigError(f"{path}: expected plain LoRA adapters, whose weights can be merged, got adapter {adapter!r} with {name}")
+            raise ConfigError(
+                f"{path}: expected plain LoRA adapters, whose weights can be merged, "
+                f"got adapter {adapter!r} with {name}"
+            )
         if module.lora_bias[adapter]:
-            raise ConfigError(f"{path}: lora_bias: expected False, got True for adapter {adapter!r}; a bias is not merged")
+            raise ConfigError(
+                f"{path}: lora_bias: expected False, got True for adapter {adapter!r}; "
+                "a bias is not merged"
+            )
         if module.fan_in_fan_out:
-            raise ConfigError(f"{path}: fan_in_fan_out: expected False, got True for adapter {adapter!r}")
+            raise ConfigError(f"{path}: fan_in_fan_out: expected False, got True for {adapter!r}")
     return active
 
 
 def unmerge_if_disabled(module: Any) -> None:
-    """As a LoRA layer does when it is called while adapters are disabled."""
+    """Does what a LoRA layer of peft does when it is called while adapters are disabled."""
     if module.disable_adapters and module.merged:
         module.unmerge()
 
 
 def with_lora(module: Any, weight: Tensor) -> Tensor:
-    """W + Σ scaling · B · A of the active adapters of a peft layer: what is pushed and what the forward pass uses."""
+    """Returns W + Σ scaling · B · A over the active adapters, for the forward pass and for push."""
     for adapter in active_lora("adapter", module):
         dropout = module.lora_dropout[adapter]
         if dropout.training and getattr(dropout, "p", 0.0) > 0:
-            raise ConfigError(f"lora_dropout: expected 0 in training, got {dropout.p}; a rollout drops nothing")
+            raise ConfigError(
+                f"lora_dropout: expected 0 in training, got {dropout.p}; a rollout drops nothing"
+            )
         with torch.autocast(weight.device.type, enabled=False):  # what is pushed does not depend on it
             weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
     return weight

@@ -45,15 +45,19 @@ from rollmesh.torch.sequences import Sequences
 
 PACKED_KEYS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})  # what position_ids say too
 IGNORED_KEYS = frozenset({"return_dict", "num_items_in_batch"})
-SWITCHES = frozenset({"use_cache", "output_attentions", "output_hidden_states", "output_router_logits"})  # that may be off
-NOISE = {"attention_dropout": "self_attn", "router_jitter_noise": "mlp"}  # options of training, and the part of a layer that has them
+# Arguments that may be False.
+SWITCHES = frozenset(
+    {"use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
+)
+# Options that add noise in training, and the module of a layer that reads them.
+NOISE = {"attention_dropout": "self_attn", "router_jitter_noise": "mlp"}
 GENERATE = "generate with a rollmesh generator, "
 INSTEAD = {
     "past_key_values": GENERATE,
     "use_cache": GENERATE,
     "output_router_logits": "train without a router loss (TRL: router_aux_loss_coef=0.0), ",
 }
-MODEL, BASE, HEAD = -3, -2, -1  # of patched modules that are no layers, in the order of _modules
+MODEL, BASE, HEAD = -3, -2, -1  # indices of the patched modules before the layers, as in _modules
 ROPE_STEP = 1024  # the rope table grows by so many positions
 
 
@@ -84,7 +88,15 @@ class _Wanted:
 class Patch:
     """What the patched modules of one model share."""
 
-    def __init__(self, model: Any, spec: ModelSpec, dtype: torch.dtype, isa: str | None, threads: int | None, max_model_len: int | None):
+    def __init__(
+        self,
+        model: Any,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        isa: str | None,
+        threads: int | None,
+        max_model_len: int | None,
+    ):
         self.spec, self.dtype, self.isa, self.threads, self.max_model_len = spec, dtype, isa, threads, max_model_len
         self.kept = KeptWeights()
         self.model = weakref.ref(model)
@@ -121,7 +133,7 @@ class Patch:
 
     @property
     def passed(self) -> Any:
-        """What this thread's last forward method of a part was given and gave."""
+        """Input and output of the last forward method of a part in this thread."""
         return getattr(self._asked, "passed", None)
 
     @passed.setter
@@ -129,7 +141,7 @@ class Patch:
         self._asked.passed = passed
 
     def check(self) -> None:
-        """StateError or ConfigError if the model no longer computes what the kernels do."""
+        """Raises a StateError or ConfigError if the model does not compute what the kernels do."""
         inner: Any = self.model()
         for module, by in _modules(inner):
             if not isinstance(module, by) or module._rollmesh[0] is not self:
@@ -140,8 +152,10 @@ class Patch:
         parts.check(inner, self.spec)
         for layer in inner.model.layers:
             for name, part in NOISE.items():
-                if getattr(layer, part).training and (drop := getattr(inner.config, name, 0)):
-                    raise ConfigError(f"{name}: expected 0 in training, got {drop}; a rollout drops nothing")
+                if getattr(layer, part).training and (noise := getattr(inner.config, name, 0)):
+                    raise ConfigError(
+                        f"{name}: expected 0 in training, got {noise}; a rollout drops nothing"
+                    )
 
     def how(self, x: Tensor) -> How:
         return functions.how_for(x, self.isa, self.threads)
@@ -152,36 +166,39 @@ class Patch:
             most = self.spec.max_position_embeddings
             if self.spec.rope_settings.depends_on_length:
                 raise ConfigError(
-                    f"max_model_len: expected the generator's, since the frequencies of rope_type={self.spec.rope_settings.type!r} "
-                    "depend on it, got none; push to the generator first, or give patch max_model_len"
+                    "max_model_len: expected the generator's, since the frequencies of rope_type="
+                    f"{self.spec.rope_settings.type!r} depend on it, got none; push to the "
+                    "generator first, or give patch max_model_len"
                 )
         if longest > most:
-            raise LimitError(f"input_ids: expected sequences of at most {most} tokens (max_model_len), got one of {longest}")
+            raise LimitError(
+                f"input_ids: expected sequences of at most {most} tokens (max_model_len), "
+                f"got one of {longest}"
+            )
         known = self._ropes.get(device)
         if known is None or len(known[0]) < longest:
             positions = min(-(-longest // ROPE_STEP) * ROPE_STEP, most)
-            known = self._ropes[device] = functions.rope_table(self.spec.rope(most), positions, self.dtype, device)
+            table = functions.rope_table(self.spec.rope(most), positions, self.dtype, device)
+            known = self._ropes[device] = table
         return known
 
     def check_generator(self, generator: Generator) -> None:
-        """ConfigError if the generator computes another function of the same weights."""
-        length, state = generator.max_model_len, generator.metrics()
-        differ = parts.differences(self.spec, generator.spec)
-        (mine, scale), (theirs, other) = self.spec.rope(self.max_model_len or length), generator.spec.rope(length)
-        if not np.array_equal(mine, theirs) or scale != other:
-            if self.spec.rope_settings == generator.spec.rope_settings:
-                differ.append(("max_model_len", self.max_model_len, length))  # which the frequencies depend on
-            else:
-                differ.append(("rope_settings", self.spec.rope_settings, generator.spec.rope_settings))
+        """Raises a ConfigError if the generator computes another function of the same weights."""
+        spec, length, state = generator.spec, generator.max_model_len, generator.metrics()
+        differ = parts.differences(self.spec, spec)
+        mine, theirs = self.spec.rope(self.max_model_len or length), spec.rope(length)
+        if not np.array_equal(mine[0], theirs[0]) or mine[1] != theirs[1]:
+            differ.append(("rope_settings", self.spec.rope_settings, spec.rope_settings))
+            differ.append(("max_model_len", self.max_model_len, length))
         differ.append(("dtype", packing.name_of(self.dtype), generator.dtype))
-        if generator.dtype == "bfloat16":
-            mma = [str(used).startswith("cuda_mma") for used in (self.isa, state["family"])]  # which has bits of its own
-            differ.append(("cuda_mma", *mma))
+        if generator.dtype == "bfloat16":  # in which cuda_mma computes other bits
+            uses_mma = [str(isa).startswith("cuda_mma") for isa in (self.isa, state["family"])]
+            differ.append(("cuda_mma", *uses_mma))
         differ.append(("fast", False, not state["invariant"]))
         if said := [f"{name}={shown(a)} and {shown(b)}" for name, a, b in differ if a != b]:
             raise ConfigError(
-                f"generator: expected one that computes what the patched model does, got other settings (patch and generator): "
-                f"{', '.join(said)}; make both with the same"
+                "generator: expected the settings of the patched model, got others (patch and "
+                f"generator): {', '.join(said)}; make both with the same"
             )
 
     # ---------------------------------------------------------------------------------------- weights
@@ -207,7 +224,8 @@ class Patch:
         packed = self.kept.get((index, "qkv"), sources, lambda out: packing.pack_rows(weights, self.dtype, how, out))
         bias = None if base_of(qkv[0]).bias is None else torch.cat(self.in_halves([base_of(m).bias for m in qkv], turned))
         made = functions.linear(x, *weights, bias=bias, packed=packed, how=how)
-        q_norm, k_norm = (None if self.spec.qk_norm == "none" else getattr(attention, n).weight for n in ("q_norm", "k_norm"))
+        norms = () if self.spec.qk_norm == "none" else (attention.q_norm, attention.k_norm)
+        q_norm, k_norm = [norm.weight for norm in norms] or (None, None)
         turn = (cos, sin) if self.spec.rope_layers[index] else (cos[:, :0], sin[:, :0])
         attended = functions.attention(made, q_norm, k_norm, turn, rows, self.heads[index], how=how)
         weights, packed = self.rows_of((index, "o"), [attention.o_proj], how)
@@ -254,7 +272,8 @@ class Patch:
         names = USUAL_NAMES | dict(FAMILIES[spec.model_type].names)
 
         def norms(*kinds: str) -> list[Tensor]:
-            return [layer.get_submodule(names[kind].removesuffix(".weight")).weight for kind in kinds]
+            paths = [names[kind].removesuffix(".weight") for kind in kinds]
+            return [layer.get_submodule(path).weight for path in paths]
 
         before = norms("input_norm", "pre_mlp_norm") if spec.norm_before else []
         after = norms("post_attn_norm", "post_mlp_norm") if spec.norm_after else []
@@ -282,7 +301,8 @@ class Patch:
             x, weight, targets, kept_tokens=wanted.kept_tokens, temperature=wanted.temperature, entropy=wanted.entropy, packed=packed,
             how=how,
         )  # fmt: skip
-        wanted.made = torch.stack([made.logprobs, made.logprobs if made.entropy is None else made.entropy], -1)
+        entropy = made.logprobs if made.entropy is None else made.entropy
+        wanted.made = torch.stack([made.logprobs, entropy], -1)
         wanted.written = parts.mark(wanted.made)
         return wanted.made[None]
 
@@ -305,7 +325,7 @@ class _Model(_Part):
 
 
 class _Called(_Part):
-    """A part whose hooks fire. They may look at tensors; ConfigError if they change what goes in or comes out."""
+    """A part whose hooks fire. A hook that changes the input or output raises a ConfigError."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         me: Any = self
@@ -315,13 +335,14 @@ class _Called(_Part):
         if patch.passed != (before, parts.mark(made)):
             name = {BASE: "model", HEAD: "lm_head"}.get(index, f"model.layers.{index}")
             raise ConfigError(
-                f"{name}: expected its own forward method, and hooks that change no tensor, got others; remove them, or unpatch"
+                f"{name}: expected its own forward method, and hooks that change no tensor, "
+                "got others; remove them, or unpatch"
             )
         return made
 
 
 def _watched(forward: Any) -> Any:
-    """`forward` of a _Called, which leaves there what it was given and gave."""
+    """Makes the `forward` of a _Called record its input and output."""
 
     @wraps(forward)
     def watched(self: Any, *args: Any, **options: Any) -> Any:
@@ -355,7 +376,8 @@ class _Base(_Called):
         known = IGNORED_KEYS | (PACKED_KEYS if position_ids is not None else frozenset())
         refused = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache} | others
         for name, value in refused.items():
-            if name not in known and value is not None and not (value is False and name in SWITCHES):
+            is_off = value is None or (value is False and name in SWITCHES)
+            if name not in known and not is_off:
                 what = INSTEAD.get(name, "")
                 raise ConfigError(f"{name}: expected none with a patched model, got {shown(value)}; {what}or unpatch")
         patch.check()
@@ -372,7 +394,8 @@ class _Base(_Called):
         hidden = me.embed_tokens(ids).to(patch.dtype)  # moves of bits, which are torch's as well
         for layer in me.layers:
             hidden = layer(hidden, rows=rows)
-        hidden = functions.rms_norm(hidden, me.norm.weight, patch.spec.rms_norm_eps, how=patch.how(hidden))
+        how = patch.how(hidden)
+        hidden = functions.rms_norm(hidden, me.norm.weight, patch.spec.rms_norm_eps, how=how)
         rows.forget_caches()
         wanted = patch.wanted
         if wanted is None:
@@ -469,8 +492,9 @@ def patch(
     dtype          of activations and of the weights as they are used: "bfloat16" or "float32"; None: the model's. With float32 weights
                    and "bfloat16" the optimizer has float32 masters
     isa, threads   as in rollmesh.ops; threads None: torch's
-    max_model_len  most tokens of a sequence; None: max_position_embeddings. The frequencies of the rope types dynamic and longrope
-                   depend on it: None is the value of the first generator that weights are pushed to
+    max_model_len  most tokens of a sequence; None: max_position_embeddings. The frequencies of the
+                   rope types dynamic and longrope depend on it. For these, None takes the value of
+                   the first generator that weights are pushed to
 
     ConfigError: a model or a config option that a generator refuses. StateError: the model is patched already."""
     inner = _causal_lm(model)
@@ -519,7 +543,8 @@ def unpatch(model: Any) -> Any:
 def state_dict(model: Any) -> dict[str, Tensor]:
     """The model's weights by their Hugging Face names, for a weight sync: with LoRA the merged ones, without a graph."""
     inner = _causal_lm(model)
-    parts.check(inner, inner.model._rollmesh[0].spec if hasattr(inner.model, "_rollmesh") else ModelSpec.from_hf(inner.config))
+    patched = getattr(inner.model, "_rollmesh", None)
+    parts.check(inner, patched[0].spec if patched else ModelSpec.from_hf(inner.config))
     with torch.no_grad():
         return state_of(inner)
 
@@ -617,9 +642,15 @@ def _score_labels(inner: Any, temperature: float, entropy: bool, labels: Tensor,
 def _score(made: Patch, forward: Any, asked: _Wanted, given: dict[str, Any]) -> Scored:
     with _asking(made, asked):
         found = forward(**(given | {"use_cache": False, "return_dict": True})).logits[0]
-        same = found.shape == asked.made.shape and torch.allclose(found, asked.made, rtol=0, atol=0, equal_nan=True)
-        if not same or parts.mark(asked.made) != asked.written:
-            raise ConfigError("logits: expected those of the patched lm_head, got others; remove the hook or wrapper that changes them")
+        by_head = asked.made
+        same = found.shape == by_head.shape and torch.allclose(
+            found, by_head, rtol=0, atol=0, equal_nan=True
+        )
+        if not same or parts.mark(by_head) != asked.written:
+            raise ConfigError(
+                "logits: expected those of the patched lm_head, got others; "
+                "remove the hook or wrapper that changes them"
+            )
     assert asked.rows is not None
     at = asked.rows.rows.to(found.device).index_select(0, asked.chosen)
     size, (batch, steps) = asked.ids.numel(), asked.ids.shape
