@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from rollmesh.errors import ConfigError
-from rollmesh.torch.kept import Source
 
 ELSEWHERE = "expected adapters of attention and dense MLPs only, got one of {}"
 
@@ -61,17 +60,9 @@ def check_no_bias(module: Any) -> None:
         raise ConfigError(f"bias: expected none, got one of a {type(module).__name__} that has none in the model's config")
 
 
-def weights_of(modules: list[Any]) -> tuple[list[Tensor], Source]:
-    """(the effective weight of each linear layer, what these are made of)."""
-    weights, tensors, states = [], [], []
-    for module in modules:
-        base = base_of(module).weight
-        weights.append(with_lora(module, base))
-        tensors.append(base)
-        if module is not base_of(module):
-            tensors += [p for name, p in module.named_parameters() if name.startswith("lora_")]
-            states.append((module.merged, module.disable_adapters, tuple(module.active_adapters), tuple(sorted(module.scaling.items()))))
-    return weights, Source(tensors, states)
+def weights_of(modules: list[Any]) -> list[Tensor]:
+    """The effective weight of each linear layer."""
+    return [with_lora(module, base_of(module).weight) for module in modules]
 
 
 def with_lora(module: Any, weight: Tensor) -> Tensor:
