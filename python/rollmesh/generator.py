@@ -248,20 +248,6 @@ class Generator:
         """Version of the serving weights; None before the first sync and while the weights are asleep."""
         return self._weights.version
 
-    @property
-    def _holds_weights(self) -> bool:
-        """Whether a rank of this process has the weights whole, on the CPU."""
-        return self.mesh.world == 1 and not self._on_gpu
-
-    def _packed_weights(self) -> dict[str, Any] | None:
-        """Views of the serving weights in the kernels' layout, for a trainer of this process: valid until the next sync, sleep or close.
-        None if there are none, or if this process does not hold them."""
-        if not self._holds_weights:
-            return None
-        with self._turn.take():
-            views: dict[str, Any] | None = self._engine.weights()
-        return views
-
     def manifest(self) -> dict[str, ParameterInfo]:
         """Hugging Face name → shape and dtype of each parameter that a sync has to bring. Packed and torchtitan names are accepted too."""
         self._turn.check_alive()

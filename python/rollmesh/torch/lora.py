@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from rollmesh.errors import ConfigError
-from rollmesh.torch.kept import Source
 
 # The classes of peft that are taken: adapters of a linear layer, and a part that is trained whole.
 LORA, WHOLE = "peft.tuners.lora.layer.Linear", "peft.utils.other.ModulesToSaveWrapper"
@@ -46,19 +45,9 @@ def state_of(model: Any) -> dict[str, Tensor]:
     return state
 
 
-def weights_of(modules: list[Any]) -> tuple[list[Tensor], Source]:
-    """(the effective weight of each linear layer, what these are made of)."""
-    weights, tensors, states = [], [], []
-    for module in modules:
-        base = base_of(module).weight
-        weights.append(with_lora(module, base))
-        tensors.append(base)
-        if module is not base_of(module):
-            tensors += [p for name, p in module.named_parameters() if name.startswith("lora_")]
-            merged, active = tuple(module.merged_adapters), tuple(module.active_adapters)
-            scaling = tuple(sorted(module.scaling.items()))
-            states.append((merged, module.disable_adapters, active, scaling))
-    return weights, Source(tensors, states)
+def weights_of(modules: list[Any]) -> list[Tensor]:
+    """The effective weight of each linear layer."""
+    return [with_lora(module, base_of(module).weight) for module in modules]
 
 
 def active_lora(path: str, module: Any) -> list[str]:

@@ -1,7 +1,7 @@
 """A transformers model, of any family that a generator takes, whose forward pass is the generator's.
 
     rm.torch.patch(model)                                   # forward by the C kernels, backward by torch
-    rm.torch.push(model, generator, version=step)           # sync_weights; the model then reads the generator's packed weights
+    rm.torch.push(model, generator, version=step)           # sync_weights of the model's weights, cast as the forward pass casts them
     scored = rm.torch.logprobs(model, input_ids, attention_mask)
     rm.torch.unpatch(model)
 
@@ -12,9 +12,11 @@ A patched model is used as before: model(input_ids, attention_mask) gives logits
 - No KV cache: generate with the generator. Options that are not supported are refused (ConfigError), among them dropout in training.
 - Rows of padding are not computed; their hidden states are zeros.
 
-It works under gradient checkpointing and accumulation, no_grad, inference_mode, and FSDP2 if decoder layers or the whole model are sharded
-(fully_shard), whose forward passes pack all weights anew. torch.compile leaves the patched parts uncompiled. LoRA (peft) is applied as
-merged weights, in the forward pass as in `push`.
+Every forward pass packs the weights that the model has at that time, and keeps none of them.
+
+It works under gradient checkpointing and accumulation, no_grad, inference_mode, and FSDP2 if decoder layers or the whole model are
+sharded (fully_shard). torch.compile leaves the patched parts uncompiled. LoRA (peft) is applied as merged weights, in the forward pass
+as in `push`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,6 @@ from rollmesh.torch import functions, packing, parts
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.functions.attention import pairs_apart
 from rollmesh.torch.fused_head import with_contract_logprobs
-from rollmesh.torch.kept import KeptWeights, Key, Source, WeightUse, count_optimizer_steps
 from rollmesh.torch.lora import base_of, expert_weights_of, shared_expert_of, state_of, weights_of
 from rollmesh.torch.sequences import Sequences
 
@@ -98,7 +99,6 @@ class Patch:
         max_model_len: int | None,
     ):
         self.spec, self.dtype, self.isa, self.threads, self.max_model_len = spec, dtype, isa, threads, max_model_len
-        self.kept = KeptWeights()
         self.model = weakref.ref(model)
         self._asked = threading.local()
         self.heads = [
@@ -106,10 +106,9 @@ class Patch:
             for window in spec.sliding_windows
         ]
         self._ropes: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        count_optimizer_steps()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The arguments of __init__: what is kept is made again where the model is loaded."""
+        """The arguments of __init__: rope tables are made again where the model is loaded."""
         return {name: getattr(self, name) for name in ("spec", "dtype", "isa", "threads", "max_model_len")} | {"model": self.model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -202,11 +201,6 @@ class Patch:
             )
 
     # ---------------------------------------------------------------------------------------- weights
-    def rows_of(self, key: Key, modules: list[Any], how: How) -> tuple[list[Tensor], Any]:
-        """(the weights of linear layers, packed as one matrix)."""
-        weights, sources = weights_of(modules)
-        return weights, self.kept.get(key, sources, lambda out: packing.pack_rows(weights, self.dtype, how, out))
-
     def in_halves(self, qkv: list[Tensor], turned: int) -> list[Tensor]:
         """Weights or biases of q, k and v, with rows of q and k in the order that the kernels turn: the first `turned` of each head."""
         spec = self.spec
@@ -219,56 +213,41 @@ class Patch:
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         cos, sin = self.rope(rows, x.device)
         turned = 2 * cos.shape[1]
-        weights, sources = weights_of(qkv)
-        weights = self.in_halves(weights, turned)
-        packed = self.kept.get((index, "qkv"), sources, lambda out: packing.pack_rows(weights, self.dtype, how, out))
+        weights = self.in_halves(weights_of(qkv), turned)
         bias = None if base_of(qkv[0]).bias is None else torch.cat(self.in_halves([base_of(m).bias for m in qkv], turned))
-        made = functions.linear(x, *weights, bias=bias, packed=packed, how=how)
+        made = functions.linear(x, *weights, bias=bias, how=how)
         norms = () if self.spec.qk_norm == "none" else (attention.q_norm, attention.k_norm)
         q_norm, k_norm = [norm.weight for norm in norms] or (None, None)
         turn = (cos, sin) if self.spec.rope_layers[index] else (cos[:, :0], sin[:, :0])
         attended = functions.attention(made, q_norm, k_norm, turn, rows, self.heads[index], how=how)
-        weights, packed = self.rows_of((index, "o"), [attention.o_proj], how)
-        return functions.linear(attended, *weights, bias=base_of(attention.o_proj).bias, packed=packed, how=how)
+        return functions.linear(attended, *weights_of([attention.o_proj]), bias=base_of(attention.o_proj).bias, how=how)
 
-    def mix_dense(self, mlp: Any, index: int, x: Tensor, how: How, prefix: str = "") -> Tensor:
+    def mix_dense(self, mlp: Any, x: Tensor, how: How) -> Tensor:
         if self.spec.ungated:
-            weights, packed = self.rows_of((index, "up"), [mlp.up_proj], how)
-            inner = functions.activate(functions.linear(x, *weights, packed=packed, how=how), self.spec.activation, how=how)
+            inner = functions.activate(functions.linear(x, *weights_of([mlp.up_proj]), how=how), self.spec.activation, how=how)
         else:
-            weights, sources = weights_of(_gate_up_modules(mlp))
+            weights = weights_of(_gate_up_modules(mlp))
             gate, up = weights if len(weights) == 2 else weights[0].chunk(2)
-            packed = self.kept.get((index, f"{prefix}gate_up"), sources, lambda out: packing.pack_gate_up(gate, up, self.dtype, how, out))
-            inner = functions.swiglu(x, gate, up, activation=self.spec.activation, packed=packed, how=how)
-        weights, packed = self.rows_of((index, f"{prefix}down"), [mlp.down_proj], how)
-        return functions.linear(inner, *weights, packed=packed, how=how)
+            inner = functions.swiglu(x, gate, up, activation=self.spec.activation, how=how)
+        return functions.linear(inner, *weights_of([mlp.down_proj]), how=how)
 
     def mix_experts(self, mlp: Any, index: int, x: Tensor, how: How) -> Tensor:
-        weights = router, gate_up, down = expert_weights_of(mlp)
-        kept, dtype = self.kept, self.dtype
-        packed = (
-            kept.get((index, "router"), Source([router]), lambda out: packing.pack_rows([router], dtype, how, out)),
-            kept.get((index, "expert_gate_up"), Source([gate_up]), lambda out: packing.pack_experts_gate_up(gate_up, dtype, how, out)),
-            kept.get((index, "expert_down"), Source([down]), lambda out: packing.pack_experts(down, dtype, how, out)),
-        )
         spec = self.spec
         made = functions.moe(
-            x, *weights, top_k=spec.num_experts_per_tok, **spec.scoring,
-            bias=getattr(mlp.gate, "e_score_correction_bias", None), activation=spec.activation, packed=packed, how=how,
+            x, *expert_weights_of(mlp), top_k=spec.num_experts_per_tok, **spec.scoring,
+            bias=getattr(mlp.gate, "e_score_correction_bias", None), activation=spec.activation, how=how,
         )  # fmt: skip
         if self.wanted is not None and self.wanted.routed:
             self.wanted.experts[index] = made.ids
         if not spec.shared_intermediate_size:
             return made.out
-        shared = self.mix_dense(shared_expert_of(mlp), index, x, how, "shared_")
+        shared = self.mix_dense(shared_expert_of(mlp), x, how)
         if not spec.shared_switch:
             return functions.add(made.out, shared, how=how)
-        rows, switch = self.rows_of((index, "shared_switch"), [mlp.shared_expert_gate], how)
-        return functions.add(made.out, shared, functions.linear(x, *rows, packed=switch, how=how), how=how)
+        return functions.add(made.out, shared, functions.linear(x, *weights_of([mlp.shared_expert_gate]), how=how), how=how)
 
     def layer(self, layer: Any, index: int, hidden: Tensor, rows: Sequences) -> Tensor:
         spec, how = self.spec, self.how(hidden)
-        mix = self.mix_experts if spec.is_moe_layer[index] else self.mix_dense
         names = USUAL_NAMES | dict(FAMILIES[spec.model_type].names)
 
         def norms(*kinds: str) -> list[Tensor]:
@@ -281,7 +260,7 @@ class Patch:
             hidden,
             before or after,
             lambda x: self.attend(layer.self_attn, index, x, rows, how),
-            lambda x: mix(layer.mlp, index, x, how),
+            lambda x: self.mix_experts(layer.mlp, index, x, how) if spec.is_moe_layer[index] else self.mix_dense(layer.mlp, x, how),
             spec.rms_norm_eps,
             norm_after=not before,
             also_after=after if before and after else None,
@@ -292,15 +271,14 @@ class Patch:
         """hidden [1, rows, hidden] of the tokens that `logprobs` wants → [1, rows, 2]; or [B, T, hidden] → logits."""
         x, wanted = hidden.flatten(0, -2).to(self.dtype), self.wanted
         how = self.how(x)
-        (weight,), packed = self.rows_of((-1, "lm_head"), [head], how)
+        (weight,) = weights_of([head])
         if wanted is None:
-            return functions.lm_head(x, weight, packed=packed, how=how).view(*hidden.shape[:-1], -1)
+            return functions.lm_head(x, weight, how=how).view(*hidden.shape[:-1], -1)
         assert wanted.rows is not None
         targets = wanted.ids.reshape(-1).index_select(0, wanted.rows.rows.to(x.device).index_select(0, wanted.chosen) + 1)
         made = functions.token_logprobs(
-            x, weight, targets, kept_tokens=wanted.kept_tokens, temperature=wanted.temperature, entropy=wanted.entropy, packed=packed,
-            how=how,
-        )  # fmt: skip
+            x, weight, targets, kept_tokens=wanted.kept_tokens, temperature=wanted.temperature, entropy=wanted.entropy, how=how
+        )
         entropy = made.logprobs if made.entropy is None else made.entropy
         wanted.made = torch.stack([made.logprobs, entropy], -1)
         wanted.written = parts.mark(wanted.made)
@@ -387,7 +365,6 @@ class _Base(_Called):
             rows = patch.wanted.rows = rows.without_last()
             if not rows.num_rows:
                 raise RequestError("input_ids: expected a sequence of at least 2 tokens, got 1 token in each")
-        patch.kept.begin(any(map(_is_sharded, me.modules())))
         ids = rows.pick(input_ids)
         if not 0 <= int(ids.min()) <= int(ids.max()) < patch.spec.vocab_size:
             raise RequestError(f"input_ids: expected tokens in [0, {patch.spec.vocab_size}), got {int(ids.min())} to {int(ids.max())}")
@@ -429,20 +406,13 @@ class _Head(_Called):
     def forward(self, input: Tensor) -> Tensor:
         me: Any = self
         patch: Patch = me._rollmesh[0]
-        made = patch.logits(me, input)
-        patch.kept.end()
-        return made
+        return patch.logits(me, input)
 
 
 @cache
 def _patched(cls: Any, by: Any) -> type:
     """A subclass with the same name: FSDP's and transformers' rules go by it."""
     return type(cls.__name__, (by, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_rollmesh_base": cls})
-
-
-def _is_sharded(module: Any) -> bool:
-    """Whether fully_shard was called with the module, or with one around it, which marks all that it manages."""
-    return hasattr(module, "unshard") or getattr(module, "_is_fsdp_managed_module", False)
 
 
 def _new_part(cls: Any, by: Any) -> Any:
@@ -550,11 +520,10 @@ def state_dict(model: Any) -> dict[str, Tensor]:
 
 
 def push(model: Any, generator: Generator, version: int | None = None, **options: Any) -> SyncReport:
-    """generator.sync_weights of a patched model's weights (`state_dict`), with the options of that; cast is True. Where the generator has
-    the whole model on the CPU, in this process and in the dtype of the patch, the next forward passes read its packed weights, as long
-    as it serves this version and the optimizer has not stepped."""
+    """generator.sync_weights of a patched model's weights (`state_dict`), with the options of that; cast is True. Model and generator
+    share no memory, so a forward pass may run while another thread syncs, sleeps or closes the generator."""
     instead = ", or generator.sync_weights(model.state_dict(), cast=True) sends the weights of any other"
-    inner, made = _causal_lm(model), _patch_of(model, instead)
+    _patch_of(model, instead)
     if not isinstance(generator, Generator):
         raise UnsupportedTensorError(f"generator: expected a rollmesh.Generator, got a {type(generator).__name__}")
     made.check()
@@ -562,43 +531,28 @@ def push(model: Any, generator: Generator, version: int | None = None, **options
     report = generator.sync_weights(state_dict(model), version, **({"cast": True} | options))
     if made.max_model_len is None and made.spec.rope_settings.depends_on_length:
         made.max_model_len = generator.max_model_len
-    made.kept.forget_shared()
-    if generator._holds_weights:
-        made.kept.share(generator, report.version, _matrices(inner, made.spec))
     return report
 
 
-def _matrices(inner: Any, spec: ModelSpec) -> dict[Key, Source]:
-    """What each packed matrix is made of."""
-    found: dict[Key, Source] = {(-1, "lm_head"): weights_of([inner.lm_head])[1]}
-    for i, layer in enumerate(inner.model.layers):
-        attention, mlp = layer.self_attn, layer.mlp
-        found[i, "qkv"] = weights_of([attention.q_proj, attention.k_proj, attention.v_proj])[1]
-        found[i, "o"] = weights_of([attention.o_proj])[1]
-        if spec.is_moe_layer[i]:
-            for name, weight in zip(("router", "expert_gate_up", "expert_down"), expert_weights_of(mlp), strict=True):
-                found[i, name] = Source([weight])
-            if spec.shared_intermediate_size:
-                shared = shared_expert_of(mlp)
-                found[i, "shared_gate_up"] = weights_of([shared.gate_proj, shared.up_proj])[1]
-                found[i, "shared_down"] = weights_of([shared.down_proj])[1]
-            if spec.shared_switch:
-                found[i, "shared_switch"] = weights_of([mlp.shared_expert_gate])[1]
-        else:
-            inner_name, modules = ("up", [mlp.up_proj]) if spec.ungated else ("gate_up", _gate_up_modules(mlp))
-            found[i, inner_name] = weights_of(modules)[1]
-            found[i, "down"] = weights_of([mlp.down_proj])[1]
-    return found
+class WeightUse(NamedTuple):
+    """What `weight_use` returns."""
 
-
-def forget(model: Any) -> None:
-    """Weights are packed anew by the next forward pass: after writes that torch does not count, which are those through `.data`."""
-    _patch_of(model).kept.forget()
+    shared: int  # 0
+    kept: int  # 0
+    packed: int  # matrices that a forward pass packs
+    version: int | None  # None
 
 
 def weight_use(model: Any) -> WeightUse:
-    """How the last forward pass came by its packed matrices: read from the generator, kept, or packed."""
-    return _patch_of(model).kept.use
+    """Deprecated: every forward pass packs all matrices; none is shared with a generator or kept."""
+    spec = _patch_of(model).spec
+    experts = 5 + 2 * bool(spec.shared_intermediate_size) + spec.shared_switch
+    return WeightUse(0, 0, 1 + sum(experts if is_moe else 4 for is_moe in spec.is_moe_layer), None)
+
+
+def forget(model: Any) -> None:
+    """Deprecated: does nothing, since a forward pass keeps no packed weights."""
+    _patch_of(model)
 
 
 def logprobs(
