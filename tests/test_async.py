@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import numpy_state_dict, prompts, tiny_config
+from helpers import SMALL, numpy_state_dict, prompts, tiny_config
 from test_generator import make, same, word_tokenizer
 
 import rollmesh as rm
@@ -83,6 +83,27 @@ def test_a_stream_gives_every_prefix_in_order_and_then_the_whole(gen: rm.Generat
             assert sample.logprobs.tobytes() == whole.logprobs[:n].tobytes()
         before = lengths
     assert all(same(a, b) for a, b in zip(outputs[-1].outputs, want.outputs, strict=True))
+
+
+def test_a_stream_ends_with_the_routing() -> None:
+    """It is the largest record, so only the last output of a request copies it."""
+    config = tiny_config(moe=True)
+    params = rm.SamplingParams(n=2, max_tokens=9, ignore_eos=True, seed=5)
+    with rm.Generator(rm.ModelSpec.from_hf(config), dtype="float32", **SMALL) as moe:
+        moe.sync_weights(numpy_state_dict(config, 0, "float32", False))
+        [want] = moe.generate([1, 2, 3], params, use_tqdm=False)
+
+        async def read() -> list[rm.RequestOutput]:
+            return [output async for output in moe.astream([1, 2, 3], params)]
+
+        *running, last = asyncio.run(read())
+    assert running
+    assert all(sample.routed_experts is None for output in running for sample in output.outputs)
+    assert all(same(a, b) for a, b in zip(last.outputs, want.outputs, strict=True))
+    for a, b in zip(last.outputs, want.outputs, strict=True):
+        assert a.routed_experts is not None
+        assert b.routed_experts is not None
+        assert a.routed_experts.tobytes() == b.routed_experts.tobytes()
 
 
 @pytest.mark.parametrize("how", ["cancel", "aclose", "timeout"])

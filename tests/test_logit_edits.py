@@ -13,6 +13,7 @@ from typing import Any
 import helpers
 import numpy as np
 import pytest
+import test_detokenizer
 import test_kept_tokens
 from marks import full
 from numpy.typing import NDArray
@@ -159,6 +160,25 @@ def test_which_token_ids_a_bad_word_has() -> None:
     assert made.banned.tolist() == [3, 40, SPACE + 1 + 3, VOCAB - 1]
     assert made.bad_words.tolist() == [SPACE, 40, 5, 6, SPACE + 1 + 5, 6, 0, 1]
     assert made.bad_word_ends.tolist() == [2, 4, 6, 8]
+
+
+def test_a_bad_word_has_every_spelling() -> None:
+    """A tokenizer of Llama 2's kind encodes a word with a space before it. Inside a text, the model
+    also generates it without, and with a space that is a part of its first token."""
+    tokenizer = test_detokenizer.llama()
+    size = tokenizer.get_vocab_size()
+    for word in ("red", " red", "  red"):
+        made = logit_edits(Params(bad_words=[word]), TextCodec(tokenizer), size, ())
+        assert made is not None
+        ids = np.split(made.bad_words, made.bad_word_ends[:-1])
+        spellings = {tuple(map(tokenizer.id_to_token, each.tolist())) for each in ids}
+        assert spellings == {("▁r", "e", "d"), ("r", "e", "d"), ("▁", "▁r", "e", "d")}
+    made = logit_edits(Params(bad_words=["x"]), TextCodec(tokenizer), size, ())
+    assert made is not None
+    assert made.banned.tolist() == [tokenizer.token_to_id("x")]
+    made = logit_edits(Params(bad_words=["\n"]), TextCodec(tokenizer), size, ())
+    assert made is not None
+    assert made.banned.tolist() == [tokenizer.token_to_id("<0x0A>")]
 
 
 def test_a_bad_word_of_several_tokens_is_broken_off() -> None:

@@ -85,10 +85,14 @@ def test_a_folder_is_a_source(folder: Path, want: str) -> None:
 
 
 def test_ignore_leaves_out_tensors_of_a_folder(folder: Path, want: str) -> None:
-    """Buffers of nobody's model, by a pattern and by name; what a model needs is missed if it is left out."""
+    """By a pattern and by name; a parameter that is left out is missing."""
     torch = pytest.importorskip("torch")
-    names = [f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in ("rope.sin", "rope.cos")]
-    pytest.importorskip("safetensors.torch").save_file({name: torch.ones(4) for name in names}, folder / "model-2.safetensors")
+    names = [
+        f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in ("rope.sin", "rope.cos")
+    ]
+    pytest.importorskip("safetensors.torch").save_file(
+        {name: torch.ones(4) for name in names}, folder / "model-2.safetensors"
+    )
     (folder / safetensors_folder.INDEX).unlink()
     patterns = ("*.rope.sin", names[1], names[3], "absent")
     with generator() as gen:
@@ -98,7 +102,9 @@ def test_ignore_leaves_out_tensors_of_a_folder(folder: Path, want: str) -> None:
             gen.sync_weights(sources.SafetensorsFolder(folder, patterns[:1]))
         report = gen.sync_weights(sources.SafetensorsFolder(folder, ignore=patterns))
         assert (report.digest, report.num_skipped) == (want, 0)
-        with pytest.raises(rm.MissingKeyError, match=r"1 of the weights: missing: model\.norm\.weight"):
+        with pytest.raises(
+            rm.MissingKeyError, match=r"1 of the weights: missing: model\.norm\.weight"
+        ):
             gen.sync_weights(sources.SafetensorsFolder(folder, (*patterns, "model.norm.*")))
     for bad in ("*", 3, (3,), None):
         with pytest.raises(rm.ConfigError, match="ignore: expected a tuple of names of tensors"):

@@ -432,7 +432,7 @@ def test_ignore_is_keys_and_never_a_part_of_one(ignore: Any) -> None:
         rm.ModelSpec.from_hf({**DENSE, "rms_norm_eps": 0.5}, ignore=ignore)
 
 
-# What transformers 4.30 to 5.24 wrote into configs. The installed version's own are read from its classes below.
+# Keys that transformers 4.30 to 5.24 wrote. Those of the installed version are read below.
 BOOKKEEPING = {
     "_attn_implementation_autoset": True, "_attn_implementation": "sdpa", "_flash_attn_2_enabled": True, "_auto_class": "AutoConfig",
     "_commit_hash": "0f", "_name_or_path": "org/model", "_pre_quantization_dtype": "bfloat16",
@@ -448,7 +448,11 @@ def test_bookkeeping_keys_of_transformers_change_nothing() -> None:
     configs = pytest.importorskip("transformers.configuration_utils")
     generation = configs.GenerationConfig._get_default_generation_params()
     ours = ("model_type", "is_encoder_decoder")
-    known = {**dict.fromkeys(configs.PreTrainedConfig().to_dict(), "x"), **dict.fromkeys(generation, 7), **BOOKKEEPING}
+    known = {
+        **dict.fromkeys(configs.PreTrainedConfig().to_dict(), "x"),
+        **dict.fromkeys(generation, 7),
+        **BOOKKEEPING,
+    }
     for key in known.keys() - set(ours):
         assert rm.ModelSpec.from_hf({**DENSE, key: known[key]}) == spec(), key
 
@@ -459,7 +463,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize("ignored", ["rope_scaling.attn_factor", "rope_parameters.attn_factor"])
 @pytest.mark.parametrize("table", ["rope_scaling", "rope_parameters"])
 def test_ignore_reaches_a_key_of_a_table(table: str, ignored: str, tmp_path: Path) -> None:
-    """By either name of the rope table; the rest of the table is read. In dicts, config objects, folders and files."""
+    """By either name of the rope table; the rest of the table is read. In dicts, config objects,
+    folders and files."""
     from transformers import Qwen3Config
 
     base = {k: v for k, v in DENSE.items() if not k.startswith("rope")}
@@ -468,18 +473,29 @@ def test_ignore_reaches_a_key_of_a_table(table: str, ignored: str, tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(config))
     for source in (config, Qwen3Config(**config), tmp_path, tmp_path / "config.json"):
         assert rm.ModelSpec.from_hf(source, ignore=("absent", ignored, "absent.key")) == want
-        with pytest.raises(rm.ConfigError, match=r"attn_factor=0\.878; ignore=\('(rope_\w+\.attn_factor)',\)") as refused:
+        with pytest.raises(
+            rm.ConfigError, match=r"attn_factor=0\.878; ignore=\('(rope_\w+\.attn_factor)',\)"
+        ) as refused:
             rm.ModelSpec.from_hf(source, ignore=("attn_factor", "factor", "rope_scaling.attn"))
         assert rm.ModelSpec.from_hf(source, ignore=refused.value.names) == want  # type: ignore[attr-defined]
     assert config[table]["attn_factor"] == 0.878, "the caller's config stays"
 
 
 def test_all_unknown_keys_are_named_at_once_as_ignore_takes_them() -> None:
-    config = {**DENSE, "team": "b", "a.b": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "x": 1, "off": None}}
-    with pytest.raises(rm.ConfigError, match=r"team='b', a\.b=1, rope_parameters\.x=1; ignore=") as refused:
+    config = {
+        **DENSE,
+        "team": "b",
+        "a.b": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "x": 1, "off": None},
+    }
+    with pytest.raises(
+        rm.ConfigError, match=r"team='b', a\.b=1, rope_parameters\.x=1; ignore="
+    ) as refused:
         rm.ModelSpec.from_hf(config)
     assert refused.value.names == ("team", "a.b", "rope_parameters.x")  # type: ignore[attr-defined]
-    want = rm.ModelSpec.from_hf({**DENSE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
+    want = rm.ModelSpec.from_hf(
+        {**DENSE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    )
     assert rm.ModelSpec.from_hf(config, ignore=refused.value.names) == want  # type: ignore[attr-defined]
 
 

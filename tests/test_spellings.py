@@ -111,14 +111,16 @@ def test_every_form_of_a_config_is_the_same_spec(case: helpers.Case, tmp_path: P
     assert {p.name: p.shape for p in spec.parameters()} == helpers.parameter_shapes(case.config)
 
 
-# ------------------------------------------------------------------------------------------------ of numbers, on one rank and two
+# ------------------------------------------------------------------- tied heads, buffers
 DENSE, TIED = helpers.tiny_config(), helpers.tiny_config(tie_word_embeddings=True)
 MESHES = [rollmesh.Mesh(), rollmesh.Mesh(tp=2)]
 
 
 def generator_of(config: dict[str, Any], mesh: rollmesh.Mesh) -> rollmesh.Generator:
     spec = rollmesh.ModelSpec.from_hf(config)
-    return rollmesh.Generator(spec, mesh=mesh, dtype="float32", max_model_len=16, kv_cache_gib=0.002, threads=1)
+    return rollmesh.Generator(
+        spec, mesh=mesh, dtype="float32", max_model_len=16, kv_cache_gib=0.002, threads=1
+    )
 
 
 def digest_of(config: dict[str, Any], state: dict[str, np.ndarray]) -> str:
@@ -128,25 +130,40 @@ def digest_of(config: dict[str, Any], state: dict[str, np.ndarray]) -> str:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["one rank", "tp=2"])
 def test_buffers_of_rope_are_passed_over(mesh: rollmesh.Mesh) -> None:
-    """Of any float dtype, without a cast: vLLM passes over them too. Other names beside them are refused as ever."""
+    """Of any float dtype, without a cast. Other names beside them are refused."""
     q = "model.layers.0.self_attn.q_proj.weight"
     state, half = helpers.numpy_state_dict(DENSE), np.ones(3, np.float16)
     buffers = {"model.rotary_emb.inv_freq": half}
-    buffers |= {f"model.layers.{i}.self_attn.rotary_emb.{name}": half for i in (0, 1) for name in ("inv_freq", "cos_cached", "sin_cached")}
+    buffers |= {
+        f"model.layers.{i}.self_attn.rotary_emb.{name}": half
+        for i in (0, 1)
+        for name in ("inv_freq", "cos_cached", "sin_cached")
+    }
     want = digest_of(DENSE, state)
     with generator_of(DENSE, mesh) as generator:
         for source in ({**buffers, **state}, iter({**state, **buffers}.items())):
             report = generator.sync_weights(source)
-            assert (report.digest, report.num_skipped, report.num_tensors) == (want, len(buffers), len(state))
+            assert (report.digest, report.num_skipped, report.num_tensors) == (
+                want,
+                len(buffers),
+                len(state),
+            )
         with generator.begin_sync() as sync:
             for name, tensor in {**buffers, **state}.items():
                 sync.push(name, tensor)
         assert sync.report is not None
         assert (sync.report.digest, sync.report.num_skipped) == (want, len(buffers))
-        for name in ("model.layers.0.self_attn.rotary_emb.freqs", "model.layers.0.rotary_emb.inv_freq", "inv_freq"):
+        for name in (
+            "model.layers.0.self_attn.rotary_emb.freqs",
+            "model.layers.0.rotary_emb.inv_freq",
+            "inv_freq",
+        ):
             with pytest.raises(rollmesh.UnexpectedKeyError, match=name):
                 generator.sync_weights({**state, name: half})
-        bad = {**state, q: np.full_like(state[q], np.nan)}  # the report of a later sync does not count what was taken back
+        bad = {
+            **state,
+            q: np.full_like(state[q], np.nan),
+        }  # the report of a later sync does not count what was taken back
         with pytest.raises(rollmesh.NonFiniteError):
             generator.sync_weights({**buffers, **bad})
         assert generator.sync_weights({**buffers, **state}).num_skipped == len(buffers)
@@ -154,7 +171,8 @@ def test_buffers_of_rope_are_passed_over(mesh: rollmesh.Mesh) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["one rank", "tp=2"])
 def test_a_tied_matrix_that_comes_as_lm_head_alone(mesh: rollmesh.Mesh) -> None:
-    """As a mapping, a stream and tensor by tensor, after another version under the other name. Oracle: the digest of the usual name."""
+    """As a mapping, a stream and tensor by tensor, after another version under the other name.
+    Oracle: the digest of the usual name."""
     state, other = helpers.numpy_state_dict(TIED), helpers.numpy_state_dict(TIED, seed=1)
     embed = state.pop("model.embed_tokens.weight")
     want = digest_of(TIED, helpers.numpy_state_dict(TIED))
@@ -173,5 +191,7 @@ def test_a_tied_matrix_that_comes_as_lm_head_alone(mesh: rollmesh.Mesh) -> None:
         assert sync.report is not None
         assert sync.report.digest == want
         generator.sync_weights(other)
-        partly = generator.sync_weights({"lm_head.weight": embed}, strict=False).digest  # the embedding's new values, and no old ones
+        partly = generator.sync_weights(
+            {"lm_head.weight": embed}, strict=False
+        ).digest  # the embedding's new values, and no old ones
         assert partly == digest_of(TIED, {**other, "model.embed_tokens.weight": embed})

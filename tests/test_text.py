@@ -18,6 +18,7 @@ import rollmesh as rm
 pytest.importorskip("transformers")
 
 from rollmesh.grpo.data import load_tokenizer, make_prompt
+from rollmesh.request.text import Detokenizer, TextCodec
 
 CHARS = Path(__file__).resolve().parent.parent / "data/chars"
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 12}
@@ -75,6 +76,54 @@ def test_special_tokens_stay_where_that_is_asked_for(gen: rm.Generator) -> None:
     assert whole.text == gen.tokenizer.decode(plain.token_ids, skip_special_tokens=False)
     assert len(whole.text) > len(without.text)
     assert one(gen, stop=["never"], skip_special_tokens=False).text == whole.text
+
+
+def test_spaces_before_punctuation_stay() -> None:
+    """transformers may remove them from what the model has generated."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {word: i for i, word in enumerate(["x", " .", " do", " n't"])}
+    made = Tokenizer(models.WordLevel(vocab, unk_token="x"))
+    made.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=True)
+    assert tokenizer.decode([0, 1, 2, 3]) == "x. don't"
+    detokenizer = Detokenizer(TextCodec(tokenizer), [0])
+    texts = [(detokenizer.push(token), detokenizer.text)[1] for token in (1, 2, 3)]
+    assert texts == [" .", " . do", " . do n't"]
+
+
+def test_a_tokenizer_in_python() -> None:
+    """Ids beyond its vocabulary, with which models pad theirs, have no text."""
+    from transformers import PreTrainedTokenizer
+
+    class Letters(PreTrainedTokenizer):
+        def __init__(self) -> None:
+            self._letters = [*"abc ."]
+            super().__init__(clean_up_tokenization_spaces=True)
+
+        @property
+        def vocab_size(self) -> int:
+            return len(self._letters)
+
+        def get_vocab(self) -> dict[str, int]:
+            return {letter: i for i, letter in enumerate(self._letters)}
+
+        def _tokenize(self, text: str) -> list[str]:
+            return [*text]
+
+        def _convert_token_to_id(self, token: str) -> int:
+            return self._letters.index(token)
+
+        def _convert_id_to_token(self, index: int) -> str:
+            return self._letters[index]
+
+        def convert_tokens_to_string(self, tokens: list[str]) -> str:
+            return "".join(tokens)
+
+    detokenizer = Detokenizer(TextCodec(Letters()), [0])
+    assert [detokenizer.push(token) for token in (1, 99, 3, 4)] == [None] * 4
+    assert detokenizer.text == "b ."
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,8 @@ static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const
   return RM_OK;
 }
 
-// All checks that need no values. *skip: a name of no parameter that is passed over: of a buffer, or an unexpected one with allow_partial.
+// All checks that need no values. *skip: the entry is a buffer, or it is unexpected and
+// allow_partial is set.
 static rm_code check_all(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, char *shown, int *skip, rm_error *err) {
   *skip = 0;
   if (!store->open) return rm_fail(err, RM_E_STATE, "a tensor was pushed and no sync is open");
@@ -355,7 +356,7 @@ void rm_sync_undo_push(rm_store *store, const char *name, size_t length) {
 // Whether a parameter that was not pushed keeps its value: the sync began with one, and it was not overwritten.
 static int keeps_value(const rm_store *store, int64_t index) { return store->has_base && !(store->flags[index] & DIRTY); }
 
-// Whether this is a tied embedding that was pushed under the name of lm_head alone: the two are one matrix.
+// Whether this is a tied embedding that was pushed under the name of lm_head alone.
 static int came_as_head(const rm_store *store, int64_t index) {
   return index == store->tied_embed && !(store->flags[index] & SEEN) && (store->flags[store->tied_head] & SEEN);
 }

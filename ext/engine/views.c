@@ -57,7 +57,9 @@ static int put_prompt(rm_engine_object *self, PyObject *dict, const rm_request_v
   if (put(dict, "prompt_ranks", array_or_none(view->prompt_ranks, NPY_INT32, 1, one))) return -1;
   if (put(dict, "prompt_top_ids", array_or_none(top > 0 ? view->prompt_top_ids : NULL, NPY_INT32, 2, ranked))) return -1;
   if (put(dict, "prompt_top_logprobs", array_or_none(top > 0 ? view->prompt_top_logprobs : NULL, NPY_FLOAT32, 2, ranked))) return -1;
-  return put(dict, "prompt_routed", array_or_none(view->prompt_routed, NPY_INT16, 3, routed));
+  // Routing is the largest record, which a stream would copy after each step.
+  const int16_t *ids = view->finished ? view->prompt_routed : NULL;
+  return put(dict, "prompt_routed", array_or_none(ids, NPY_INT16, 3, routed));
 }
 
 static PyObject *times_object(const rm_request_times *times) {
@@ -103,7 +105,8 @@ static int put_sample(rm_engine_object *self, PyObject *dict, const rm_sample_vi
   if (put(dict, "top_ids", array_or_none(top > 0 ? view->top_ids : NULL, NPY_INT32, 2, ranked))) return -1;
   if (put(dict, "top_logprobs", array_or_none(top > 0 ? view->top_logprobs : NULL, NPY_FLOAT32, 2, ranked))) return -1;
   if (put(dict, "kept", array_or_none(view->kept, NPY_INT32, 1, one))) return -1;
-  if (!spec->n_moe_layers) return put(dict, "routed", Py_NewRef(Py_None));
+  const int has_routing = spec->n_moe_layers && view->finish != RM_RUNNING;
+  if (!has_routing) return put(dict, "routed", Py_NewRef(Py_None));
   return put(dict, "routed", rm_array_new(NPY_INT16, 3, routed, fed ? view->routed : NULL));
 }
 

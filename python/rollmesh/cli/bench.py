@@ -20,7 +20,15 @@ from pathlib import Path
 import numpy as np
 
 import rollmesh as rm
-from rollmesh.cli.options import add_engine, add_ignore, checkpoint_of, make_generator, read_model_config, read_spec, take_run_settings
+from rollmesh.cli.options import (
+    add_engine,
+    add_ignore,
+    checkpoint_of,
+    make_generator,
+    read_model_config,
+    read_spec,
+    take_run_settings,
+)
 from rollmesh.cli.weights import random_weights
 from rollmesh.model.sizes import Parameters, count_parameters
 

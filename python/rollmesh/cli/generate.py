@@ -58,7 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", action="append", default=[], help="stop string; may be given several times")
     group.add_argument("--ignore-eos", action="store_true")
     group.add_argument("--seed", type=int, default=0)
-    add_engine(parser, "positions of prompt and completion together; default: the model's max_position_embeddings")
+    add_engine(
+        parser,
+        "positions of prompt and completion together; default: the model's max_position_embeddings",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +72,10 @@ def run(args: argparse.Namespace) -> int:
     is_unreadable = args.ids and importlib.util.find_spec("tokenizers") is None
     tokenizer = None if is_unreadable else read_tokenizer(args.tokenizer or args.model)
     if args.tokenizer and tokenizer is None:
-        raise rm.ConfigError(f"--tokenizer {plain(args.tokenizer)}: expected a folder with a tokenizer or a tokenizer.json, got none")
+        raise rm.ConfigError(
+            f"--tokenizer {plain(args.tokenizer)}: expected a folder with a tokenizer or a "
+            "tokenizer.json, got none"
+        )
     rows = _rows(args)
     prompts = [_prompt(where, row, args.chat, tokenizer) for where, row in rows]
     params = rm.SamplingParams(
@@ -86,13 +92,15 @@ def run(args: argparse.Namespace) -> int:
     dtype = args.dtype or stored
     if dtype not in ("bfloat16", "float32"):
         raise rm.ConfigError(f"dtype of {plain(args.model)}: expected bfloat16 or float32, got {plain(dtype)}; --dtype bfloat16 converts")
+    # Rope's frequencies may depend on the length, so the length must not depend on the prompts.
+    length = spec.max_position_embeddings if args.max_model_len is None else args.max_model_len
     with (
         warnings_shown("generate"),
         make_generator(
             args,
             spec,
             dtype,
-            spec.max_position_embeddings if args.max_model_len is None else args.max_model_len,  # never what the prompts of a call need
+            length,
             tokenizer=tokenizer,
             seed=args.seed,
         ) as generator,
@@ -110,14 +118,20 @@ def run(args: argparse.Namespace) -> int:
                 refused.add_note("--dtype bfloat16 and --dtype float32 convert weights of other float types")
                 raise
             except rm.UnexpectedKeyError as refused:
-                refused.add_note("--ignore NAME skips one, with * for any characters; --skip-unknown skips all of them")
+                refused.add_note(
+                    "--ignore NAME skips one, with * for any characters; --skip-unknown skips all"
+                )
                 raise
             if report.num_skipped:
                 print(f"rollmesh generate: {report.num_skipped} tensors skipped that are no parameters of this model", file=sys.stderr)
         outputs = generator.generate(prompts, params, use_tqdm=sys.stderr.isatty(), on_error="return")
     for output in outputs:
         _print(output, args.json, tokenizer)
-    failed = [(where, output.error) for (where, _), output in zip(rows, outputs, strict=True) if output.error is not None]
+    failed = [
+        (where, output.error)
+        for (where, _), output in zip(rows, outputs, strict=True)
+        if output.error is not None
+    ]
     for where, error in failed:
         print(f"rollmesh generate: {type(error).__name__}: {where}{error}", file=sys.stderr)
     return 2 if failed else 0
@@ -125,7 +139,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _rows(args: argparse.Namespace) -> list[tuple[str, Any]]:
     """The prompts of the command line, then those of --file, each after its place in the file."""
-    rows: list[tuple[str, Any]] = [("", {"prompt_token_ids": _ids(text)} if args.ids else {"prompt": text}) for text in args.prompts]
+    rows: list[tuple[str, Any]] = [
+        ("", {"prompt_token_ids": _ids(text)} if args.ids else {"prompt": text})
+        for text in args.prompts
+    ]
     if args.file is not None:
         from rollmesh.grpo.data import json_lines
 
@@ -136,23 +153,31 @@ def _rows(args: argparse.Namespace) -> list[tuple[str, Any]]:
 
 
 def _prompt(where: str, row: Any, chat: bool, tokenizer: Any) -> str | list[int]:
-    """A prompt for Generator.generate, which encodes the text. A row does not depend on the others."""
+    """A prompt for Generator.generate, which encodes the text. It depends on its own row only."""
     if not isinstance(row, dict) or len(row.keys() & set(KEYS)) != 1:
-        raise rm.ConfigError(f"{where}expected an object with one of {', '.join(KEYS)}, got {shown(row)}")
+        raise rm.ConfigError(
+            f"{where}expected an object with one of {', '.join(KEYS)}, got {shown(row)}"
+        )
     if "prompt_token_ids" in row:
         ids = row["prompt_token_ids"]
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise rm.ConfigError(f"{where}prompt_token_ids: expected a list of integers, got {shown(ids)}")
+            raise rm.ConfigError(
+                f"{where}prompt_token_ids: expected a list of integers, got {shown(ids)}"
+            )
         return ids
     if "prompt" in row and not isinstance(row["prompt"], str):
         raise rm.ConfigError(f"{where}prompt: expected text, got {shown(row['prompt'])}")
     if tokenizer is None:
-        raise rm.ConfigError("text prompts need a tokenizer in MODEL or --tokenizer; or give token ids with --ids")
+        raise rm.ConfigError(
+            "text prompts need a tokenizer in MODEL or --tokenizer; or give token ids with --ids"
+        )
     if "prompt" in row and not chat:
         return str(row["prompt"])
     messages = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
     if not isinstance(messages, list) or not messages:
-        raise rm.ConfigError(f"{where}messages: expected a list of {{role, content}}, got {shown(messages)}")
+        raise rm.ConfigError(
+            f"{where}messages: expected a list of {{role, content}}, got {shown(messages)}"
+        )
     try:
         return TextCodec(tokenizer).encode_chat(messages, {"add_generation_prompt": True})
     except rm.RequestError as error:

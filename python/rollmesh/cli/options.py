@@ -31,7 +31,12 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 def add_ignore(parser: argparse.ArgumentParser, *, tensors: bool = False) -> None:
     text = "a key of the config that does not matter, such as rope_scaling.attn_factor"
     more = "; or tensors of the checkpoint, such as *.rotary_emb.inv_freq" if tensors else ""
-    parser.add_argument("--ignore", action="append", metavar="NAME", help=f"{text}{more}; may be given several times")
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        metavar="NAME",
+        help=f"{text}{more}; may be given several times",
+    )
 
 
 def read_spec(args: argparse.Namespace, config: Path | Mapping[str, Any]) -> rm.ModelSpec:
@@ -40,7 +45,10 @@ def read_spec(args: argparse.Namespace, config: Path | Mapping[str, Any]) -> rm.
         return rm.ModelSpec.from_hf(config, ignore=tuple(args.ignore or ()))
     except rm.ConfigError as error:
         if names := getattr(error, "names", ()):
-            error.add_note("if they do not change the numbers: " + " ".join(f"--ignore {shlex.quote(name)}" for name in names))
+            error.add_note(
+                "if they do not change the numbers: "
+                + " ".join(f"--ignore {shlex.quote(name)}" for name in names)
+            )
         raise
 
 
@@ -137,7 +145,8 @@ def _from_toml(file: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(where: Path) -> Any:
-    """As Generator.from_hf does: of a folder, a tokenizer.json, or a run's TOML by its [tokenizer] path. None: there is none."""
+    """The tokenizer of a folder, as Generator.from_hf reads it, of a tokenizer.json, or of the
+    [tokenizer] path of a run's TOML. None: there is none."""
     if where.suffix == ".toml":
         from rollmesh.grpo import config as run_config
 
@@ -145,7 +154,9 @@ def read_tokenizer(where: Path) -> Any:
         where = config.path(config.tokenizer.path or config.model.path or "")
     if where.is_dir():
         return tokenizer_of_folder(where)
-    return load_tokenizer(where) if where.name.endswith("tokenizer.json") and where.is_file() else None
+    return (
+        load_tokenizer(where) if where.name.endswith("tokenizer.json") and where.is_file() else None
+    )
 
 
 def tokenizer_size(where: Path) -> int:

@@ -13,7 +13,14 @@ import argparse
 from pathlib import Path
 
 import rollmesh as rm
-from rollmesh.cli.options import add_ignore, add_mesh, checkpoint_of, read_model_config, read_spec, take_run_settings
+from rollmesh.cli.options import (
+    add_ignore,
+    add_mesh,
+    checkpoint_of,
+    read_model_config,
+    read_spec,
+    take_run_settings,
+)
 from rollmesh.distributed.mesh import EP_BACKENDS
 from rollmesh.distributed.traffic import step_traffic
 from rollmesh.model.placement import Placement, placements

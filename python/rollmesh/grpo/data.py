@@ -150,7 +150,8 @@ def read_jsonl(path: Path, tokenizer: Any, chat: bool = False, stage: int = 0) -
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """The values of a JSONL file, each after its place, "file:line". Blank lines are skipped. Raises rm.ConfigError."""
+    """The values of a JSONL file, each after its place, "file:line". Skips blank lines. Raises
+    rm.ConfigError."""
     try:
         lines = path.read_bytes().decode().split("\n")  # not splitlines(): JSON strings may hold U+2028
     except OSError as e:

@@ -91,7 +91,9 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
     if first_step > config.train.steps:
         raise rm.ConfigError(f"[train] steps: expected at least {first_step}, which {folder} has made, got {config.train.steps}")
     if config.model.path is not None:
-        folder_config(config.path(config.model.path), config.model.ignore)  # before its tokenizer, which reads it too
+        folder_config(
+            config.path(config.model.path), config.model.ignore
+        )  # before its tokenizer, which reads it too
     tokenizer = _tokenizer(config)
     data = load_dataset(config, tokenizer)
     if folder:

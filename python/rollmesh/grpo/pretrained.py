@@ -26,8 +26,9 @@ MOST_LABELS = 65536
 
 
 def folder_config(folder: Path, ignore: tuple[str, ...] = ()) -> Any:
-    """Its transformers config, checked as the generator's, whose ends it gets: those of generation_config.json too. Without the keys
-    in `ignore`, so that neither the trainer nor the generator nor a checkpoint has them."""
+    """Its transformers config, checked as the generator's, whose ends it gets: those of
+    generation_config.json too. It has none of the keys in `ignore`, so the generator and the
+    checkpoints of this model have none either."""
     from transformers import CONFIG_MAPPING
 
     refuse_adapter(folder)
@@ -39,7 +40,10 @@ def folder_config(folder: Path, ignore: tuple[str, ...] = ()) -> Any:
         spec = rm.ModelSpec.from_hf(folder, ignore=ignore)
     except rm.ConfigError as error:
         if names := getattr(error, "names", ()):
-            error.add_note(f"if they do not change the numbers: --set {shlex.quote(f'model.ignore={json.dumps([*ignore, *names])}')}")
+            option = f"model.ignore={json.dumps([*ignore, *names])}"
+            error.add_note(
+                f"if they do not change the numbers: --set {shlex.quote(option)}"
+            )
         raise
     values = without(json.loads((folder / "config.json").read_text(encoding="utf-8")), ignore)
     labels = values.get("num_labels")
@@ -55,8 +59,8 @@ def folder_config(folder: Path, ignore: tuple[str, ...] = ()) -> Any:
 def load_model(folder: Path, dtype: str, ignore: tuple[str, ...] = ()) -> Any:
     """ignore: keys of the config, and names of tensors as SafetensorsFolder takes them.
 
-    Errors name the folder and, of each kind, the tensors: MissingKeyError, UnexpectedKeyError, ShapeError, DTypeError,
-    TiedWeightError, FormatError; ConfigError for a config that is not supported."""
+    Errors name the folder and, of each kind, the tensors: MissingKeyError, UnexpectedKeyError,
+    ShapeError, DTypeError, TiedWeightError, FormatError; ConfigError for a config that is not supported."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -133,7 +137,9 @@ def _check_files(folder: Path, spec: rm.ModelSpec, ignore: tuple[str, ...]) -> N
     _refuse(rm.DTypeError, folder, f"expected {', '.join(STORED.values())}", odd)
     _refuse(rm.ShapeError, folder, "wrong shape", wrong)
     if any(map(ONE_EXPERT.search, names)):  # else they are stacked, and reported
-        there, wanted = ({name for name in some if ONE_EXPERT.search(name)} for some in (names, shapes))
+        there, wanted = (
+            {name for name in some if ONE_EXPERT.search(name)} for some in (names, shapes)
+        )
         _refuse(rm.MissingKeyError, folder, "missing", sorted(wanted - there))
         _refuse(rm.UnexpectedKeyError, folder, "no parameter of this model", sorted(there - wanted))
     if spec.tie_word_embeddings and HEAD in stored and EMBEDDING in stored and (stored[HEAD] != stored[EMBEDDING]).any():
@@ -143,7 +149,11 @@ def _check_files(folder: Path, spec: rm.ModelSpec, ignore: tuple[str, ...]) -> N
 def _refuse(error: type[rm.Error], folder: Path, what: str, names: list[str]) -> None:
     if not names:
         return
-    refused = error(f"{folder}: {len(names)} of the weights: {what}: {listed((name,) for name in names)}")
+    refused = error(
+        f"{folder}: {len(names)} of the weights: {what}: {listed((name,) for name in names)}"
+    )
     if error is rm.UnexpectedKeyError:
-        refused.add_note("if they do not matter: [model] ignore takes their names, with * for any characters")
+        refused.add_note(
+            "if they do not matter: [model] ignore takes their names, with * for any characters"
+        )
     raise refused

@@ -56,7 +56,11 @@ class Trainer:
         self.device = torch_device(table.device)
         check_devices(self.device, config)
         self.forward = forward_of(config)
-        model = load_model(checkpoint, table.dtype, config.model.ignore) if checkpoint else build_model(config, tokenizer)
+        model = (
+            load_model(checkpoint, table.dtype, config.model.ignore)
+            if checkpoint
+            else build_model(config, tokenizer)
+        )
         self.model = self.forward.prepared(model.to(self.device))
         if config.correction.routing_replay:
             routers(self.model)

@@ -16,8 +16,8 @@ MAX_POSITION = 2**62
 
 
 def without(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
-    """The config without the keys in `ignore`. "rope_scaling.attn_factor" is a key of the table rope_scaling; rope_parameters, the
-    name that transformers 5 gives this table, stands for the same one."""
+    """The config without the keys in `ignore`. "rope_scaling.attn_factor" is a key of the table
+    rope_scaling, for which rope_parameters, its name in transformers 5, stands too."""
     names = set(ignore)
     for name in ignore:
         table, _, key = name.partition(".")
@@ -32,7 +32,11 @@ def _without(table: Mapping[str, Any], names: set[str], path: str) -> dict[str, 
         name = f"{path}{key}" if isinstance(key, str) else ""
         if name in names:
             continue
-        has_named = isinstance(value, Mapping) and name and any(other.startswith(f"{name}.") for other in names)
+        has_named = (
+            isinstance(value, Mapping)
+            and name
+            and any(other.startswith(f"{name}.") for other in names)
+        )
         kept[key] = _without(value, names, f"{name}.") if has_named else value
     return kept
 

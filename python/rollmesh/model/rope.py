@@ -8,8 +8,8 @@ the formulas' sources are named there. Two places need care:
   exp(y · log x) in pairs of floats and is off by one bit for some percent of the arguments, one of Qwen3's own frequencies
   (θ = 10⁶, head_dim 128) among them; what does not fill 16 goes to the C library. `_power` computes both.
 
-Types whose frequencies depend on the longest sequence of a batch in transformers (dynamic, longrope) get those of the generator's
-max_model_len.
+In transformers the frequencies of some types (dynamic, longrope) depend on the longest sequence of
+a batch; here they depend on the generator's max_model_len.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ Pair = tuple[F32, F32]  # an unevaluated sum: a float and what rounding it lost
 
 VECTOR = 16  # elements that torch's vector loop takes at a time
 MAX_FLOAT = sys.float_info.max
-ROPE_TABLES = "rope_scaling", "rope_parameters"  # of configs of transformers 4 and 5; the first one that is not empty counts
+ROPE_TABLES = (
+    "rope_scaling",
+    "rope_parameters",
+)  # of configs of transformers 4 and 5; the first one that is not empty counts
 KEYS = frozenset(
     {
         *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "attention_factor"),
@@ -63,12 +66,17 @@ class Rope:
 
     @property
     def longest(self) -> int:
-        """The positions that the settings are made for, as vLLM derives them: `factor` times more for the types that stretch."""
+        """Number of positions that the settings are made for, as vLLM derives it: `factor` times
+        max_positions for types that stretch."""
         p = dict(self.parameters)
         factor = p.get("factor") or 1
         if self.type == "yarn":
             return max(self.max_positions, int(p["original_max_position_embeddings"] * factor))
-        return int(self.max_positions * factor) if self.type in ("linear", "dynamic") else self.max_positions
+        return (
+            int(self.max_positions * factor)
+            if self.type in ("linear", "dynamic")
+            else self.max_positions
+        )
 
     def frequencies(self, max_model_len: int) -> tuple[F32, float]:
         """(inv_freq float32 [head_dim / 2], the factor on cos and sin) for contexts up to max_model_len."""
@@ -312,9 +320,14 @@ def _table(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 def unknown_keys(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The keys of the rope table that no rope type reads, as (table.key, value). None and False switch a key off."""
+    """Keys of the rope table that no rope type reads, as (table.key, value). None and False switch
+    a key off."""
     name, table = _table(config)
-    odd = [(key, value) for key, value in table.items() if key not in KEYS and value is not None and value is not False]
+    odd = [
+        (key, value)
+        for key, value in table.items()
+        if key not in KEYS and value is not None and value is not False
+    ]
     return [(f"{name}.{key if isinstance(key, str) else plain(key)}", value) for key, value in odd]
 
 
@@ -325,7 +338,11 @@ def from_config(config: Mapping[str, Any], head_dim: int, max_positions: int, de
     name, given = _table(config)
     if unknown := unknown_keys(config):
         raise ConfigError(f"{name}: expected keys of the rope types, got {listed(unknown)}")
-    p = {key: value for key, value in given.items() if key in KEYS and key not in ("type", "rope_type", "rope_theta")}
+    p = {
+        key: value
+        for key, value in given.items()
+        if key in KEYS and key not in ("type", "rope_type", "rope_theta")
+    }
     rope_type = given.get("rope_type", given.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in TYPES:
         raise ConfigError(f"rope_type: expected one of {', '.join(TYPES)}, got {shown(rope_type)}")

@@ -59,6 +59,9 @@ def _in_vllms_form(tokens: NDArray[np.int32], logprobs: NDArray[np.float32], top
 class CompletionOutput:
     """One sample of a request.
 
+    text            what the tokens add to the text of the prompt, without the stop string or stop
+                    token; an incomplete character at the end is left out. While the sample runs,
+                    each text begins with the one before
     finish_reason   "stop", "length", "abort" or "error"; None while it runs
     stop_reason     the stop string or stop token id that ended it; None for eos
     contract        None when any of its tokens was computed from stale KV (sync_weights(keep_kv=True)), or there is none, or the
@@ -66,7 +69,7 @@ class CompletionOutput:
     """
 
     index: int
-    text: str  # "" without a tokenizer; without the stop string or stop token
+    text: str  # see docs/from_vllm.md; "" without a tokenizer
     token_ids: NDArray[np.int32]  # [n] up to and with the token that ended it
     finish_reason: str | None
     stop_reason: int | str | None
@@ -76,7 +79,8 @@ class CompletionOutput:
     versions: NDArray[np.int64]  # [n] weight version of each token
     contract: Contract | None
     top_logprobs: TopLogprobs | None = None  # with SamplingParams.logprobs > 0
-    routed_experts: NDArray[np.int16] | None = None  # [prompt + n - 1, moe_layers, k]; None in a dense model
+    # [prompt + n - 1, moe_layers, k]; None in a dense model and until the request is finished
+    routed_experts: NDArray[np.int16] | None = None
     kept_tokens: NDArray[np.int32] | None = None  # [n, top_k], with SamplingParams.kept_tokens: ids by descending logit, then -1
 
     def vllm_logprobs(self) -> list[dict[int, Logprob]]:

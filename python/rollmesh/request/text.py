@@ -246,11 +246,12 @@ class Detokenizer:
     def _fresh(self, token: int) -> str | None:
         """Returns the text that is final with this token. None: it ends inside a character."""
         context, held = self._context or [], [*self._held, token]
-        # After many tokens without text, the first and the last of them decide how the text ends.
         is_long = len(held) > HEAD + TAIL
-        if is_long and self._decode([*held[:HEAD], *held[-TAIL:]]).endswith(REPLACEMENT):
-            return None
-        text = self._decode([*context, *held])
+        # The first and the last tokens decide how the text ends, so the others are not needed yet.
+        ends = [*held[:HEAD], *held[-TAIL:]] if is_long else held
+        text = self._decode([*context, *ends])
+        if is_long and not text.endswith(REPLACEMENT):
+            text = self._decode([*context, *held])
         known = next(filter(text.startswith, self._known), None)
         if known is None and not text.endswith(REPLACEMENT):
             # With byte fallback a wrong byte makes the characters before it undecodable too.

@@ -26,7 +26,7 @@ class RequestView(TypedDict):
     prompt_ranks: NDArray[np.int32] | None  # [p - 1]
     prompt_top_ids: NDArray[np.int32] | None  # [p - 1, k]
     prompt_top_logprobs: NDArray[np.float32] | None  # [p - 1, k]
-    prompt_routed: NDArray[np.int16] | None  # [p, moe_layers, k]
+    prompt_routed: NDArray[np.int16] | None  # [p, moe_layers, k]; None while the request runs
 
 
 class SampleView(TypedDict):
@@ -41,7 +41,7 @@ class SampleView(TypedDict):
     top_ids: NDArray[np.int32] | None  # [n, k], k: logprobs, with kept_tokens at least top_k
     top_logprobs: NDArray[np.float32] | None  # [n, k]
     kept: NDArray[np.int32] | None  # [n] the filters kept the first so many of top_ids
-    routed: NDArray[np.int16] | None  # [n - 1, moe_layers, k]
+    routed: NDArray[np.int16] | None  # [n - 1, moe_layers, k]; None while the sample runs
 
 
 class OpTime(TypedDict):

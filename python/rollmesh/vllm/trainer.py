@@ -175,12 +175,12 @@ class _Sending:
 
     def _buckets(self, source: Mapping[str, Any] | Iterable[Any], version: int) -> Calls:
         """One call per bucket. If the source fails, the workers are told to drop the update."""
-        as_host = as_array if holds_tensors(source) else own_array
+        copy = not holds_tensors(source)
 
         def taken(name: str, tensor: Any) -> NDArray[Any] | Held:
             if self._lender is None:
-                return as_host(name, tensor)
-            return self._lender.take(name, tensor, as_host)
+                return (own_array if copy else as_array)(name, tensor)
+            return self._lender.take(name, tensor, copy)
 
         pairs = ((name, taken(name, tensor)) for name, tensor in entries_of(source))
         buckets = grouped(pairs, self._block_bytes)

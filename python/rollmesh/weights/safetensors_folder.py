@@ -25,8 +25,10 @@ def is_ignored(name: str, ignore: Collection[str]) -> bool:
 
 
 class SafetensorsFolder(Mapping[str, Any]):
-    """The tensors of a folder (with its index, or all its *.safetensors) or of one file, by name, without those that `ignore` names:
-    ("*.rotary_emb.inv_freq",) leaves out that buffer of every layer. A name that matches no tensor is not an error.
+    """The tensors of a folder (with its index, or all its *.safetensors) or of one file, by name.
+
+    ignore: names of tensors that are left out, with * for any characters. Names that match no
+    tensor are allowed.
 
     Values are torch tensors where torch is installed, else NumPy arrays (bfloat16 then needs
     ml_dtypes). Raises FormatError for a file that is missing, truncated or malformed, and
@@ -34,12 +36,14 @@ class SafetensorsFolder(Mapping[str, Any]):
     """
 
     def __init__(self, path: str | Path, ignore: Collection[str] = ()):
-        if not isinstance(ignore, (tuple, list, set, frozenset)) or not all(isinstance(name, str) for name in ignore):
-            raise ConfigError(f"ignore: expected a tuple of names of tensors, * for any characters, got {shown(ignore)}")
+        is_list = isinstance(ignore, (tuple, list, set, frozenset))
+        if not is_list or not all(isinstance(name, str) for name in ignore):
+            raise ConfigError(f"ignore: expected a tuple of names of tensors, got {shown(ignore)}")
         self.path = Path(path)
         self._files: dict[Path, Any] = {}
         try:
-            self._where = {name: file for name, file in self._names().items() if not is_ignored(name, ignore)}
+            every = self._names().items()
+            self._where = {name: file for name, file in every if not is_ignored(name, ignore)}
         except OSError as error:
             raise FormatError(f"{plain(self.path)}: {error.strerror}; expected a checkpoint folder or file") from error
 

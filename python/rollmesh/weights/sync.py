@@ -164,7 +164,9 @@ def check_mapping(engine: RankEngine, manifest: list[ManifestEntry], source: Map
     if options.strict:
         missing = [name for index, (name, _, _, required) in enumerate(manifest) if required and index not in spelled]
         if any(manifest[index][0] == HEAD and not manifest[index][3] for index in spelled):
-            missing = [name for name in missing if name != EMBEDDING]  # tied: one matrix, which has come as lm_head
+            missing = [
+                name for name in missing if name != EMBEDDING
+            ]  # tied: one matrix, which has come as lm_head
         if missing:
             faults[MissingKeyError] = missing
     raise_faults(faults)

@@ -184,7 +184,7 @@ class DeltaWriter:
 
     @staticmethod
     def _write(path: Path, message: bytes) -> None:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             os.fchmod(file.fileno(), 0o600)  # regardless of the umask
             file.write(message)
             file.flush()

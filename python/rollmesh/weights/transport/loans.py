@@ -25,7 +25,7 @@ from rollmesh.errors import ConfigError, Error, FormatError, StateError, Unsuppo
 from rollmesh.runtime.devices import library_path
 from rollmesh.weights.transport.manifest import Loan, Manifest, check_name, view
 from rollmesh.weights.transport.segment import Bytes, MappedSegment
-from rollmesh.weights.transport.tensors import DTYPES
+from rollmesh.weights.transport.tensors import DTYPES, as_array, own_array
 
 CUDA = (2, 13)  # DLPack's device types kDLCUDA and kDLCUDAManaged
 REMEDY = (
@@ -149,13 +149,12 @@ class Lender:
     def __init__(self) -> None:
         self._gpus: _core.Gpus | None = None  # from the first tensor on a GPU
 
-    def take(
-        self, name: str, tensor: Any, as_host: Callable[[str, Any], NDArray[Any]]
-    ) -> NDArray[Any] | Held:
-        """A tensor on a GPU as Held, to be lent; any other by `as_host`. A DTensor is gathered."""
+    def take(self, name: str, tensor: Any, copy: bool = False) -> NDArray[Any] | Held:
+        """A tensor on a GPU as Held, to be lent; any other as an array, copied if asked for. A DTensor
+        is gathered."""
         whole = tensor.full_tensor() if callable(getattr(tensor, "full_tensor", None)) else tensor
         if not is_on_gpu(whole):
-            return as_host(name, whole)
+            return (own_array if copy else as_array)(name, whole)
         if self._gpus is None:
             self._gpus = gpus()
         return hold(self._gpus, name, whole)

@@ -87,12 +87,13 @@ class SharedWriter:
         lend_to = integer("lend_to", lend_to, 0, MAX_READERS)
         check_source(source)
         version = self._next(version)
-        as_host = as_array if holds_tensors(source) else own_array
+        copy = not holds_tensors(source)
+        as_host = own_array if copy else as_array
         seen: set[str] = set()
         arrays, held = [], []
         for name, tensor in entries_of(source):
             check_new_name(name, seen)
-            taken = self._lender.take(name, tensor, as_host) if lend_to else as_host(name, tensor)
+            taken = self._lender.take(name, tensor, copy) if lend_to else as_host(name, tensor)
             if isinstance(taken, Held):
                 held.append(taken)
             else:
