@@ -523,7 +523,7 @@ def push(model: Any, generator: Generator, version: int | None = None, **options
     """generator.sync_weights of a patched model's weights (`state_dict`), with the options of that; cast is True. Model and generator
     share no memory, so a forward pass may run while another thread syncs, sleeps or closes the generator."""
     instead = ", or generator.sync_weights(model.state_dict(), cast=True) sends the weights of any other"
-    _patch_of(model, instead)
+    made = _patch_of(model, instead)
     if not isinstance(generator, Generator):
         raise UnsupportedTensorError(f"generator: expected a rollmesh.Generator, got a {type(generator).__name__}")
     made.check()
