@@ -78,16 +78,16 @@ def test_prompt_logprobs_of_an_aborted_prefill_are_nan_where_not_computed() -> N
 
 
 class FailingTokenizer:
-    """Decodes to "x"es; fails on a text of `bad` tokens with `error`."""
+    """Decodes to "x"es; fails on a text with the token `bad` with `error`."""
 
-    bad = 0
+    bad = -1
     error: BaseException = ZeroDivisionError("user code")
 
     def encode(self, text: str) -> list[int]:
         return [ord(c) % VOCAB for c in text]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        if len(ids) == self.bad:
+        if self.bad in ids:
             raise self.error
         return "x" * len(ids)
 
@@ -96,17 +96,19 @@ def test_poll_loses_nothing_when_a_text_cannot_be_decoded() -> None:
     tokenizer = FailingTokenizer()
     with make(tokenizer=tokenizer) as gen:
         gen.sync_weights(STATE, version=3)
-        ids = gen.submit([PROMPT] * 3, [rm.SamplingParams(max_tokens=count, ignore_eos=True) for count in (3, 4, 3)])
-        tokenizer.bad = 4
+        prompts, counts = [PROMPT, [*PROMPT, VOCAB - 1], PROMPT], (3, 4, 3)
+        params = [rm.SamplingParams(max_tokens=count, ignore_eos=True) for count in counts]
+        ids = gen.submit(prompts, params)
+        tokenizer.bad = VOCAB - 1
         outputs = gen.poll(min_outputs=3)
         assert [output.request_id for output in outputs] == ids
         assert [type(output.error) for output in outputs] == [type(None), ZeroDivisionError, type(None)]
         assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 4, 3]
         tokenizer.error = KeyboardInterrupt()
-        ids = gen.submit([PROMPT] * 3, [rm.SamplingParams(max_tokens=count, ignore_eos=True) for count in (3, 4, 3)])
+        ids = gen.submit(prompts, params)
         with pytest.raises(KeyboardInterrupt):
             gen.poll(min_outputs=3)
-        tokenizer.bad = 0
+        tokenizer.bad = -1
         assert [output.request_id for output in gen.poll(min_outputs=3)] == ids
         assert gen._engine.ids() == gen.poll() == []
 

@@ -108,7 +108,6 @@ class Requests:
         self._records: dict[int, _Request] = {}
         self._generations = 0  # that were accepted: what default seeds are made of, so neither scores nor refusals move them
         self._watched: set[int] = set()  # those with stop strings that still run
-        self._is_behind = False  # a step was made since they were looked at: a Ctrl-C came between
 
     @property
     def role(self) -> Role | None:
@@ -176,7 +175,6 @@ class Requests:
         """One engine step. Returns its rows; 0: there is nothing to do."""
         if self._engine.role is not None:
             return self.step_with_all()[0]
-        self._is_behind = True
         rows, _ = self._engine.step()
         self._watch_all()
         return rows
@@ -193,7 +191,6 @@ class Requests:
                 except BaseException as error:  # noqa: BLE001 (whatever user code raises)
                     on_error(request, error)
 
-        self._is_behind = not self._engine.has_peers
         rows, _ = self._engine.step_with_all(watch, None)
         watch()
         return rows
@@ -207,7 +204,6 @@ class Requests:
     @followed(collective=True)
     def step_with_all(self, deadline: float | None = None) -> tuple[int, bool]:
         """One engine step, after which all ranks see the same requests finished. Returns its rows, and whether the deadline has passed."""
-        self._is_behind = not self._engine.has_peers  # with peers an error of watching was raised on all ranks, and is not met again
         together = self._engine.step_with_all(self._watch_all, deadline)
         self._watch_all()  # what other ranks have finished
         return together
@@ -215,21 +211,18 @@ class Requests:
     def _watch_all(self) -> None:
         for request in list(self._watched):
             self._watch(request)
-        self._is_behind = False
 
     def _watch(self, request: int) -> None:
         record = self._records[request]
         running = False
-        for sample, text in enumerate(record.texts):
-            finish = self._read(request, record, sample)
-            if finish is None and text.found is not None:
-                self._engine.stop_sample(request, sample, text.num_tokens)
-            running |= finish is None
+        for sample in range(len(record.texts)):
+            running |= self._read(request, record, sample) is None
         if not running:
             self._watched.discard(request)
 
     def _read(self, request: int, record: _Request, sample: int) -> Finish:
-        """Decodes the tokens of a sample that have come since it was last read."""
+        """Decodes the tokens of a sample that have come since it was last read, and ends it at a stop
+        string. Where a Ctrl-C came between, the engine drops the tokens after the string."""
         text = record.texts[sample]
         finish, fresh = self._engine.tokens(request, sample, text.num_tokens)
         tokens = fresh.tolist() if text.found is None else []
@@ -238,6 +231,8 @@ class Requests:
         for token in tokens:
             if text.push(token) is not None:
                 break
+        if text.found is not None and finish in (None, "length", "stop"):
+            self._engine.stop_sample(request, sample, text.num_tokens)
         return finish
 
     @followed("requests")
@@ -267,8 +262,6 @@ class Requests:
 
     def done_of(self, requests: set[int]) -> set[int]:
         """Those that are finished and can be taken."""
-        if self._is_behind:
-            self._watch_all()
         return self._engine.finished() & requests
 
     def num_tokens(self, request: int, before: list[int]) -> list[int]:
@@ -361,13 +354,15 @@ class Requests:
         view: RequestView,
         has_text: bool,
     ) -> CompletionOutput:
-        record, sample = self._records[request], self._engine.sample(request, index)
+        record = self._records[request]
+        if record.texts and has_text:
+            self._read(request, record, index)
+        sample = self._engine.sample(request, index)
         tokens, logprobs, versions = sample["token_ids"], sample["logprobs"], sample["versions"]
         finish = sample["finish"]
         reason: int | str | None = None
         text = ""
         if record.texts and has_text:
-            self._read(request, record, index)
             decoded = record.texts[index]
             text = decoded.text_so_far() if finish is None else decoded.text
         if record.texts and record.texts[index].found is not None:

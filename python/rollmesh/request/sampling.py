@@ -30,8 +30,8 @@ class SamplingParams:
     top_p            in (0, 1]: the smallest set of likeliest tokens whose probability reaches it
     top_k            the k likeliest tokens; -1 (or 0): all
     min_p            in [0, 1]: tokens below min_p times the likeliest one's probability are dropped
-    max_tokens       tokens generated at most, per sample; None: as many as fit beside the prompt
-                     into max_model_len. The text leaves out a character that they cut
+    max_tokens       tokens generated at most, per sample; None: as many as fit beside the
+                     prompt into max_model_len. The text leaves out a character that they cut
     min_tokens       before that many neither eos, stop_token_ids nor stop strings end a sample
     stop             strings that end a sample; the text is cut before them (needs the generator's tokenizer); None: none
     stop_token_ids   ids that end a sample, besides the generator's eos_token_ids

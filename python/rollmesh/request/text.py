@@ -17,7 +17,7 @@ from rollmesh.errors import ConfigError, RequestError
 from rollmesh.runtime.messages import plain, shown
 
 REPLACEMENT = "\ufffd"
-PROMPT_SIZES = (4, 8, 16, 32, 64)  # tokens at the end of a prompt that may be decoded as context
+FEW, MANY = 4, 128  # tokens at the end of a prompt that are decoded as context
 MAX_CONTEXT = 16  # tokens of output that are decoded again as context
 HEAD, TAIL = 8, 4  # tokens; a character has at most four bytes, so this many tokens hold all of it
 
@@ -232,16 +232,21 @@ class Detokenizer:
         """Returns the last tokens of the prompt, enough of them to have text, and that text. A
         prompt that ends inside a character has two texts: with the fragment, and without it for the
         case that a token completes the character."""
-        prompt = [int(token) for token in self._prompt_ids[-PROMPT_SIZES[-1] :]]
-        for size in PROMPT_SIZES:
-            context = prompt[-size:]
+        end, size = len(self._prompt_ids), FEW
+        while True:
+            context = [int(token) for token in self._prompt_ids[max(0, end - size) : end]]
             whole = text = self._decode(context)
-            for end in range(len(context) - 1, max(-1, len(context) - TAIL), -1):
+            for cut in range(len(context) - 1, max(-1, len(context) - TAIL), -1):
                 if text.endswith(REPLACEMENT):
-                    text = self._decode(context[:end])
+                    text = self._decode(context[:cut])
             if text and REPLACEMENT not in text:
                 return context, (whole, text)
-        return context, (whole, whole.rstrip(REPLACEMENT))
+            if size >= min(MANY, end):
+                return context, (whole, whole.rstrip(REPLACEMENT))
+            if whole or size < MANY // 2:
+                size *= 2
+            else:
+                end -= size  # tokens without text, such as padding
 
     def _fresh(self, token: int) -> str | None:
         """Returns the text that is final with this token. None: it ends inside a character."""
