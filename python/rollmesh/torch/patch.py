@@ -412,6 +412,7 @@ class _Base(_Called):
 class _Layer(_Called):
     """The forward pass of a decoder layer over packed rows."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @_watched
     def forward(self, hidden_states: Tensor, rows: Sequences | None = None) -> Tensor:
         me: Any = self
