@@ -191,8 +191,8 @@ class Patch:
             differ.append(("max_model_len", self.max_model_len, length))
         differ.append(("dtype", packing.name_of(self.dtype), generator.dtype))
         if generator.dtype == "bfloat16":  # in which cuda_mma computes other bits
-            uses_mma = [str(isa).startswith("cuda_mma") for isa in (self.isa, state["family"])]
-            differ.append(("cuda_mma", *uses_mma))
+            own, other = (str(isa).startswith("cuda_mma") for isa in (self.isa, state["family"]))
+            differ.append(("cuda_mma", own, other))
         differ.append(("fast", False, not state["invariant"]))
         if said := [f"{name}={shown(a)} and {shown(b)}" for name, a, b in differ if a != b]:
             raise ConfigError(
@@ -389,6 +389,7 @@ class _Base(_Called):
 class _Layer(_Called):
     """The forward pass of a decoder layer over packed rows."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @_watched
     def forward(self, hidden_states: Tensor, rows: Sequences | None = None) -> Tensor:
         me: Any = self
