@@ -669,11 +669,9 @@ class Generator:
 
 
 def _default_length(spec: ModelSpec) -> int:
-    return (
-        min(spec.max_position_embeddings, 2**31 - 1)
-        if spec.rope_settings.depends_on_length
-        else 4096
-    )
+    if spec.rope_settings.depends_on_length:
+        return min(spec.max_position_embeddings, 2**31 - 1)
+    return 4096
 
 
 def _profile(wanted: bool, on_gpu: bool) -> bool:
