@@ -85,7 +85,8 @@ def test_a_system_without_threads() -> None:
         def start():
             with starting("a thread"):
                 threading.Thread(target=print).start()
-        for refused in (start, lambda: asyncio.run(to_thread(print))):
+        loop = asyncio.new_event_loop()  # asyncio.run starts a thread itself at its end
+        for refused in (start, lambda: loop.run_until_complete(to_thread(print))):
             try:
                 refused()
             except rm.CapacityError as error:
