@@ -25,7 +25,9 @@ def test_results_are_in_order(count: int, num_threads: int) -> None:
         return number * number
 
     before = threading.active_count()
-    assert in_threads(square, range(count), num_threads) == [number * number for number in range(count)]
+    assert in_threads(square, range(count), num_threads) == [
+        number * number for number in range(count)
+    ]
     assert len(seen) <= num_threads
     if num_threads == 1 and count:
         assert seen == {threading.get_ident()}
@@ -92,7 +94,9 @@ def test_a_system_without_threads() -> None:
             except rm.CapacityError as error:
                 print(error)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     words = "expected another thread, got none from the system; raise the limit on processes (ulimit -u, pids.max) or end others"
     assert done.stdout.splitlines() == [f"a thread: {words}", f"a call in a thread: {words}"]
