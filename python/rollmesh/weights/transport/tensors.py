@@ -31,7 +31,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float64": np.dtype(np.float64),
 }
 
-_VIEWS = (type({}.items()), type(OrderedDict().items()))
+_VIEWS: tuple[type, ...] = (type({}.items()), type(OrderedDict().items()))
 _HOLDING: tuple[type, ...] = (dict, OrderedDict, list, tuple, *_VIEWS)
 _MASK = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15  # RM_HASH_STEP of csrc/base/hash.h
