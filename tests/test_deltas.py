@@ -321,6 +321,36 @@ def test_headers_that_lie(rng: np.random.Generator, change: Callable[[dict[str, 
     assert decoder.apply(good) == 4
 
 
+def test_parts_of_two_messages(rng: np.random.Generator) -> None:
+    """The header of one and the payload of another, of one run or of two, of equal sizes too."""
+    encoder, decoder, now = pair(rng)
+    one = encoder.encode(stepped(now, rng, 0.02), 4)
+    other = DeltaEncoder()
+    other.encode(now, 3)
+    others = [encoder.encode(stepped(now, rng, 0.02), 5), encoder.whole(), other.encode(stepped(now, rng, 0.02), 4)]
+    flipped = bytearray(one)
+    flipped[-16:-8], flipped[-8:] = flipped[-8:], flipped[-16:-8]
+    size = 24 + int.from_bytes(one[8:16], "little")
+    mixed = [one[:size] + m[24 + int.from_bytes(m[8:16], "little") :] for m in others]
+    for message in (*mixed, bytes(flipped)):
+        with pytest.raises(rm.FormatError):
+            decoder.apply(message)
+    assert (bits(decoder), decoder.version) == (bits(now), 3)
+    assert decoder.apply(one) == 4
+
+
+def test_permuted_rows_are_a_change(rng: np.random.Generator) -> None:
+    """Experts that change places: the base is renewed, so that an unchanged version stays as it is."""
+    first = {"experts": rng.standard_normal((8, 64, 32)).astype(np.float32), "other": np.zeros(3)}
+    second = {**first, "experts": first["experts"][[1, 0, *range(2, 8)]].copy()}
+    encoder, decoder, late = DeltaEncoder(), DeltaDecoder(), DeltaDecoder()
+    for version, state in enumerate([first, second, second, first, first]):
+        decoder.apply(encoder.encode(state, version))
+        assert bits(decoder) == bits(state), version
+    late.apply(encoder.whole())
+    assert bits(late) == bits(first)
+
+
 def test_a_stream_that_unpacks_to_more_than_it_says(rng: np.random.Generator) -> None:
     """16 GiB of zeros in some bytes: refused by its frame's size."""
     zstandard = pytest.importorskip("zstandard")

@@ -36,7 +36,12 @@ from rollmesh.weights.transport.manifest import place
 from rollmesh.weights.transport.stream import _buckets
 
 STATE = numpy_state_dict(tiny_config(), dtype="float32")
-OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_cache_gib": 0.001, "max_model_len": 32}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "threads": 1,
+    "kv_cache_gib": 0.001,
+    "max_model_len": 32,
+}
 
 
 class Reused(Mapping[str, Any]):
@@ -71,7 +76,9 @@ class ReusedDict(dict[str, Any]):
 
 
 def right(got: Any) -> bool:
-    return set(got) == set(STATE) and all(np.array_equal(np.asarray(got[name]), STATE[name]) for name in STATE)
+    return set(got) == set(STATE) and all(
+        np.array_equal(np.asarray(got[name]), STATE[name]) for name in STATE
+    )
 
 
 SOURCES: dict[str, Callable[[], Any]] = {
@@ -101,7 +108,9 @@ def gen() -> Iterator[rm.Generator]:
 
 
 # -------------------------------------------------------------------------------------------------- each way
-@pytest.mark.parametrize("options", [{}, {"timeout": 60.0}, {"mode": "inplace"}, {"strict": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"timeout": 60.0}, {"mode": "inplace"}, {"strict": False}], ids=str
+)
 def test_sync_weights(gen: rm.Generator, source: Any, options: dict[str, Any]) -> None:
     digest = gen.sync_weights(STATE).digest
     assert gen.sync_weights(source, **options).digest == digest
@@ -148,7 +157,9 @@ def test_streams(source: Any) -> None:
     """The pieces of send_weights, put into their bucket when it is complete."""
     got = {}
     for pieces in _buckets(Kept(), source, 5000):
-        entries, size = place((piece.name, piece.dtype, piece.shape, piece.nbytes) for piece in pieces)
+        entries, size = place(
+            (piece.name, piece.dtype, piece.shape, piece.nbytes) for piece in pieces
+        )
         bucket = HostBucket(size)
         for entry, piece in zip(entries, pieces, strict=True):
             assert isinstance(piece, HostPiece)
@@ -174,7 +185,9 @@ class Workers:
             self._mapped[name] = segment.MappedSegment(segment.FOLDER / name, info["nonce"])
         data = self._mapped[name].tensors(info["size"])
         entries = manifest.parse(info["description"].encode(), data.size).entries
-        self.got |= {name: manifest.view(entry, data, verify=True).copy() for name, entry in entries.items()}
+        self.got |= {
+            name: manifest.view(entry, data, verify=True).copy() for name, entry in entries.items()
+        }
 
     def finish_weight_update(self, version: Any = None) -> None: ...
 
@@ -226,7 +239,11 @@ class Shrinking(dict[str, Any]):
 def test_sources_that_fail(tmp_path: Path, gen: rm.Generator, after: int) -> None:
     pytest.importorskip("zstandard")
     digest = gen.sync_weights(STATE).digest
-    with SharedWriter(tmp_path) as writer, SharedReader(writer.address) as shared, DeltaWriter(tmp_path) as folder:
+    with (
+        SharedWriter(tmp_path) as writer,
+        SharedReader(writer.address) as shared,
+        DeltaWriter(tmp_path) as folder,
+    ):
         reader = DeltaReader(tmp_path)
         writer.publish(STATE)
         folder.publish(STATE)
@@ -273,7 +290,9 @@ def test_tensors_that_another_thread_writes(tmp_path: Path) -> None:
             for version in range(15):
                 writer.publish(state)
                 reader.refresh()
-                assert set(reader) == {name for name in state if reader[name].shape == state[name].shape}
+                assert set(reader) == {
+                    name for name in state if reader[name].shape == state[name].shape
+                }
                 decoder.apply(encoder.encode(state, version))
     finally:
         ends.set()
@@ -283,7 +302,9 @@ def test_tensors_that_another_thread_writes(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- segments
-def test_any_byte_of_a_segment_that_changed_is_seen(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_any_byte_of_a_segment_that_changed_is_seen(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
     """The magic, the nonce, the manifest and the tensors; names that swap places in the manifest."""
     state = {"one": np.ones((8, 8)), "two": np.full((8, 8), 2.0)}
 
@@ -302,7 +323,9 @@ def test_any_byte_of_a_segment_that_changed_is_seen(tmp_path: Path, rng: np.rand
         places = [*range(48), *range(56, 64), *manifest, *rng.choice(tensors, 100)]
         bad = {at: bytes([good[at] ^ 1 << int(rng.integers(8))]) for at in map(int, places)}
         texts = [good[:at] + byte + good[at + 1 :] for at, byte in bad.items()]
-        texts.append(good.replace(b'"one"', b'"1"e"').replace(b'"two"', b'"one"').replace(b'"1"e"', b'"two"'))
+        texts.append(
+            good.replace(b'"one"', b'"1"e"').replace(b'"two"', b'"one"').replace(b'"1"e"', b'"two"')
+        )
         for text in texts:
             with path.open("r+b") as file:
                 file.write(text)
@@ -333,7 +356,9 @@ with SharedWriter(sys.argv[1]) as writer, SharedReader(writer.address) as reader
         except rm.FormatError as error:
             print("FormatError" if "bytes of weights, got" in str(error) else error)
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "FormatError\nFormatError\n"), done.stderr
 
 
@@ -344,7 +369,9 @@ def test_a_refresh_while_a_sync_reads_a_segment(tmp_path: Path, gen: rm.Generato
         with reader.lent(), reader.lent():
             writer.publish({"a": np.zeros(3)})
             for change in (reader.refresh, reader.close):
-                with pytest.raises(rm.StateError, match="version 0: expected no sync that reads it, got 2"):
+                with pytest.raises(
+                    rm.StateError, match="version 0: expected no sync that reads it, got 2"
+                ):
                     change()
             assert right(reader)
         assert reader.refresh() == 1

@@ -25,7 +25,9 @@ def test_results_are_in_order(count: int, num_threads: int) -> None:
         return number * number
 
     before = threading.active_count()
-    assert in_threads(square, range(count), num_threads) == [number * number for number in range(count)]
+    assert in_threads(square, range(count), num_threads) == [
+        number * number for number in range(count)
+    ]
     assert len(seen) <= num_threads
     if num_threads == 1 and count:
         assert seen == {threading.get_ident()}
@@ -85,13 +87,16 @@ def test_a_system_without_threads() -> None:
         def start():
             with starting("a thread"):
                 threading.Thread(target=print).start()
-        for refused in (start, lambda: asyncio.run(to_thread(print))):
+        loop = asyncio.new_event_loop()  # asyncio.run starts a thread itself at its end
+        for refused in (start, lambda: loop.run_until_complete(to_thread(print))):
             try:
                 refused()
             except rm.CapacityError as error:
                 print(error)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     words = "expected another thread, got none from the system; raise the limit on processes (ulimit -u, pids.max) or end others"
     assert done.stdout.splitlines() == [f"a thread: {words}", f"a call in a thread: {words}"]

@@ -98,9 +98,9 @@ class Leader:
         self._is_inside = False  # a followed call
         self._sent_at, self._closed = time.monotonic(), threading.Event()
         silence = timeout / IDLE_SHARE
-        speaking = (ref(self), self._closed, silence)
+        speaking, name = (ref(self), self._closed, silence), "rollmesh-leader"
         with starting("rank 0 of follow()"):
-            threading.Thread(target=_keep_speaking, args=speaking, name="rollmesh-leader", daemon=True).start()
+            threading.Thread(target=_keep_speaking, args=speaking, name=name, daemon=True).start()
 
     @contextmanager
     def call(self, name: str, values: Mapping[str, Any], collective: bool) -> Iterator[None]:

@@ -86,8 +86,8 @@ class _Sending:
         allow_bias_removal  a router bias that the serving version has may be absent (then zero)
         verify              the workers compare a checksum of each tensor that is copied; lent tensors have none
         lend                shm: tensors on GPUs (of any library, by DLPack) are lent to workers on GPUs of this machine, which read them
-                            without a copy; others are copied. They must not change while `send` runs, so an iterator must not use
-                            the memory of one for another. UnsupportedTensorError for GPU
+                            without a copy; others are copied. They must not change while `send`
+                            runs: an iterator must not use the memory of one for another. UnsupportedTensorError for GPU
                             memory that no other process can open; ConfigError if a worker is on the CPU or does not see the tensors'
                             GPU, or if a build has no CUDA library: lend=False copies through the host
         pause               pause generation during a send, unless it is paused already; running requests are kept. None: where that is
@@ -363,7 +363,11 @@ class AsyncWeightSender(_Sending):
         made = asyncio.ensure_future(getattr(self._client, call.method)(*call.args))
         try:
             if call.meanwhile is not None:
-                await to_thread(call.meanwhile, lambda: made.done() and (made.cancelled() or made.exception() is not None))
+
+                def given_up() -> bool:
+                    return made.done() and (made.cancelled() or made.exception() is not None)
+
+                await to_thread(call.meanwhile, given_up)
         except SyncAbortedError:
             await made  # the call's own error says more
             raise

@@ -27,7 +27,7 @@ from rollmesh.weights.transport.tensors import DTYPES, bytes_of, holds_tensors, 
 
 Array = NDArray[Any]
 Told = list[Any]  # name, dtype, shape, offsets, sizes; or the reason why the source failed
-AHEAD = 16  # entries of a dict per exchange; 1 for other sources, which may use the memory of an entry for the next
+AHEAD = 16  # entries per exchange of a source that holds its tensors; 1 for others
 MAX_PLANS = 256
 BOX_DIMS = 4
 ALIKE = "all ranks with a source give the same names in the same order"
@@ -99,7 +99,8 @@ def spread(ranks: RankEngine, source: Any, options: Any) -> Iterator[tuple[str, 
     rank receives its shards: from all ranks with pieces, or, if no source is sharded, from the first rank with a source. An exception
     of a source ends the sync on all ranks."""
     own = None if source is None else Source(source)
-    told = ranks.all_gather(f"the beginning of a sync with {options}", None if own is None else [own.holds, own.is_sharded])
+    kind = None if own is None else [own.holds, own.is_sharded]
+    told = ranks.all_gather(f"the beginning of a sync with {options}", kind)
     givers = [rank for rank, its in enumerate(told) if its is not None]
     if not givers:
         raise SyncAbortedError("expected a source on one rank at least, got none on any")

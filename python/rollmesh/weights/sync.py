@@ -1,6 +1,7 @@
 """The sources and options of a sync. The engine checks and copies the tensors (csrc/weights/sync.h).
 
-mapping      is read twice: all names, shapes and dtypes are checked, then every entry is copied, then one swap
+mapping      is read twice: all names, shapes and dtypes are checked, then every entry is copied;
+             then one swap
 iterator     checked and copied entry by entry; missing parameters show at the commit
 begin_sync   the same, tensor by tensor (weights/updates.py)
 """
@@ -46,7 +47,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAX_LISTED = 50  # faults listed in one message
 MAX_NAME = 120  # characters of a name in a message
 BATCH_BYTES = 2 << 30  # of tensors in one call of the engine; a signal is seen between two calls
-MADE_BYTES = 256 << 20  # of those that are gathered for the call; of all with a deadline, which is checked between two calls
+MADE_BYTES = 256 << 20  # of gathered ones; with a deadline, which is checked between calls, of all
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -190,7 +191,7 @@ def push_mapping(engine: RankEngine, source: Mapping[str, Any], deadline: float 
 
 
 def batches(source: Mapping[str, Any], deadline: float | None) -> Iterator[list[tuple[str, Any]]]:
-    """The entries in batches; of a mapping that is no dict, one by one (weights/transport/tensors.py)."""
+    """The entries in batches, or one by one unless the source holds its tensors."""
     batch: list[tuple[str, Any]] = []
     holds = holds_tensors(source)
     held = made = 0

@@ -136,8 +136,8 @@ class DeltaEncoder:
 
     def encode(self, source: Mapping[str, Any] | Iterable[tuple[str, Any]], version: int, *, whole: bool = False) -> bytes:
         """The message of a version: its changes against the version encoded last, or all of it at first, with whole=True, and where names,
-        shapes or dtypes have changed. Tensors of torch (on any device) or NumPy, in the dtype in which they are sent. Each tensor is
-        copied before the next one is asked for.
+        shapes or dtypes have changed. Tensors of torch (on any device) or NumPy, in the dtype in which
+        they are sent. Each tensor is copied before the next one is asked for.
 
         VersionError unless the number exceeds the last one; DuplicateKeyError, UnsupportedTensorError, DTypeError, LimitError for an entry.
         After an error, an exception of the source among them, the last version is the one before.
@@ -169,22 +169,30 @@ class DeltaEncoder:
             raise NotSyncedError("no version was encoded; call encode first")
         return self._message(self.last.arrays, self.version, None)[0]
 
-    def _message(self, new: dict[str, Array], version: int, base: int | None) -> tuple[bytes, Encoded]:
+    def _message(
+        self, new: dict[str, Array], version: int, base: int | None
+    ) -> tuple[bytes, Encoded]:
         """base None: a whole set. Unchanged tensors are dropped for those of the base."""
         old = {} if base is None else self.last.arrays
-        changes = in_threads(lambda name: self._changes(name, new[name], old.get(name)), new, self._threads)
+
+        def changed(name: str) -> tuple[str, int, list[bytes], str]:
+            return self._changes(name, new[name], old.get(name))
+
+        changes = in_threads(changed, new, self._threads)
         rows, arrays, sums = [], dict[str, Array](), dict[str, str]()
-        for (name, array), (kind, changed, parts, total) in zip(new.items(), changes, strict=True):
+        for (name, array), (kind, count, parts, total) in zip(new.items(), changes, strict=True):
             arrays[name], sums[name] = old[name] if kind == "same" else array, total
             sizes = [len(part) for part in parts]
-            rows.append([name, dtype_name(array), list(array.shape), kind, changed, sizes, total])
+            rows.append([name, dtype_name(array), list(array.shape), kind, count, sizes, total])
         payload = b"".join(part for _, _, parts, _ in changes for part in parts)
         values = {"run": self.run, "base": base, "version": version, "bytes": len(payload)}
         header = json.dumps({**values, "sum": checksum(np.frombuffer(payload, np.uint8)), "tensors": rows}).encode()
         start = MAGIC + len(header).to_bytes(8, "little") + _header_sum(header)
         return b"".join((start, header, payload)), Encoded(arrays, sums, version, base)
 
-    def _changes(self, name: str, array: Array, before: Array | None) -> tuple[str, int, list[bytes], str]:
+    def _changes(
+        self, name: str, array: Array, before: Array | None
+    ) -> tuple[str, int, list[bytes], str]:
         """Kind, changed words, streams and checksum of one tensor."""
         compress, words = self._compressor(level=LEVEL).compress, _words(array)  # a compressor is of one thread
         total = checksum(bytes_of(array))
@@ -287,8 +295,9 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         """Makes the message's version the current one and returns its number. message: bytes, or anything with a buffer.
 
         FormatError (cut, changed, or made for other values than the base has), VersionError (a version that is not newer), BaseVersionError
-        (a delta against a version, or of a run, that is not the current one: apply a whole set, or the deltas between), StateError while a
-        sync reads the current version. After an error the current version is the one before, bit for bit.
+        (a delta against a version, or of a run, that is not the current one: apply a whole set, or the
+        deltas between), CapacityError (no memory for a whole set), StateError while a sync reads the
+        current version. After an error the current version is the one before, bit for bit.
         """
         with self._changing(f"version {self.version}"):
             return self._apply(read_header(message))
@@ -407,8 +416,8 @@ def _require_room(header: Header) -> None:
     needed = header.bytes + sum(row.entry.bytes for row in header.rows)
     if needed > (available := min(room for _, room in _core.memory_pools())):
         raise CapacityError(
-            f"version {header.version}: expected {byte_text(needed)} of free host memory for a whole "
-            f"set, got {byte_text(available)}"
+            f"version {header.version}: expected {byte_text(needed)} of free host memory for a "
+            f"whole set, got {byte_text(available)}"
         )
 
 

@@ -8,13 +8,13 @@
     0000000000000000041.after.40.delta    the changes from version 40 to 41
 
 A file is written under another name and renamed, so that a reader never sees half of one. A reader
-that starts late, or has missed versions, takes the newest whole set and the deltas behind it, unless
-the deltas behind its own version lead as far. Files older than the whole set before the newest are
+that starts late, or has missed versions, takes the newest whole set and the deltas behind it,
+unless the deltas behind its own version lead as far. Files older than the whole set before the newest are
 removed: a reader that has begun a chain can still finish it.
 
 The folder belongs to one writer at a time, which holds a lock on its file `.lock` while it lives.
 Each file carries the id of its writer, the run. Files have the mode 0600, and a reader takes only
-regular files of its own user or root that nobody else may write.
+regular files of its user or root without write permission for others.
 """
 
 from __future__ import annotations
@@ -95,11 +95,13 @@ def _is_own(path: Path) -> bool:
 
 
 class DeltaWriter:
-    """The trainer's side; one writer a folder at a time, until `close`, the end of a `with` block, of the object or of the process. A new
-    one goes on with a whole set, whose version has to exceed those there."""
+    """The trainer's side. A folder has one writer at a time, until `close` or the end of a `with` block,
+    of the object or of the process. The next writer begins with a whole set, whose version has to
+    exceed those in the folder."""
 
     def __init__(self, folder: str | Path, *, whole_every: int = 50):
-        """StateError: the folder has another writer. AuthError: its lock is another user's."""
+        """StateError: the folder has another writer. AuthError: its lock is another user's.
+        ConfigError: its file system has no locks."""
         self._folder, self._whole_every = _checked(folder), integer("whole_every", whole_every, 1, 2**31 - 1)
         self._encoder = DeltaEncoder()
         self._since_whole = 0  # versions published since, the whole one included
@@ -121,27 +123,34 @@ class DeltaWriter:
         return self._found if self._encoder.version is None else self._encoder.version
 
     def publish(self, source: Mapping[str, Any] | Iterable[tuple[str, Any]], version: int | None = None) -> int:
-        """Writes a version and returns its number; None: the next one. Each tensor is copied before the next one is asked for.
+        """Writes a version and returns its number; None: the next one. Each tensor is copied before the
+        next one is asked for.
 
-        Errors: of DeltaEncoder.encode; OSError (a full disk); StateError (the writer is closed). The folder and the writer are as before
-        then, and the call may be repeated. After an interrupt, the property `version` tells whether the version was published. Old files
-        that cannot be removed are a warning of the logger `rollmesh`, and are tried again at the next call.
+        Errors: of DeltaEncoder.encode; OSError (a full disk); StateError (the writer is closed). The
+        folder and the writer are as before then, and the call may be repeated. After an interrupt, the
+        property `version` shows whether the version was published. Old files that cannot be removed
+        are a warning of the logger `rollmesh`; the next call tries again.
         """
         if self._lock.descriptor < 0:
-            raise StateError(f"{plain(self._folder)}: the writer is closed, or belongs to another process")
+            raise StateError(
+                f"{plain(self._folder)}: the writer is closed, or belongs to another process"
+            )
         if not os.path.samestat(os.fstat(self._lock.descriptor), os.lstat(self._lock.path)):
             raise StateError(
-                f"{plain(self._lock.path)}: expected the file that this writer has locked, got another; "
-                "the folder was begun again: make a new DeltaWriter"
+                f"{plain(self._lock.path)}: expected the file that this writer has locked, "
+                "got another; the folder was begun again: make a new DeltaWriter"
             )
         version = check_version((-1 if self.version is None else self.version) + 1 if version is None else version, self.version)
         encoder, since = self._encoder, self._since_whole
         message, new = encoder.made(source, version, whole=since >= self._whole_every)
-        name = f"{version:019d}.whole" if new.base is None else f"{version:019d}.after.{new.base}.delta"
+        kind = "whole" if new.base is None else f"after.{new.base}.delta"
+        name = f"{version:019d}.{kind}"
         path, before = self._folder / name, encoder.last
         temporary = self._folder / f"{name}.{secrets.token_hex(4)}{TEMPORARY}"
         if os.path.lexists(path):
-            raise VersionError(f"{plain(path)}: expected no file of this version, got one; publish a higher version")
+            raise VersionError(
+                f"{plain(path)}: expected no file of this version, got one; publish a higher version"
+            )
         try:
             self._write(temporary, message)
             encoder.last, self._since_whole = new, 1 if new.base is None else since + 1
@@ -172,14 +181,23 @@ class DeltaWriter:
             self._lock.open(os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP):
-                raise AuthError(f"{plain(path)}: expected our own file: {error.strerror}; use another folder") from error
+                raise AuthError(
+                    f"{plain(path)}: expected our own file: {error.strerror}; use another folder"
+                ) from error
             raise
         if not _is_own(path):
             raise AuthError(f"{plain(path)}: expected our own regular file; use another folder")
-        if not lock(self._lock.descriptor, fcntl.F_WRLCK, OWNER):
+        try:
+            is_free = lock(self._lock.descriptor, fcntl.F_WRLCK, OWNER)
+        except OSError as error:  # ENOLCK, ENOSYS
+            raise ConfigError(
+                f"{plain(self._folder)}: expected a file system with locks, got: {error.strerror}; "
+                "use another folder"
+            ) from error
+        if not is_free:
             raise StateError(
-                f"{plain(self._folder)}: expected a folder without a DeltaWriter, got one that is open; "
-                "close that one, or use another folder"
+                f"{plain(self._folder)}: expected a folder without a DeltaWriter, "
+                "got one that is open; close that one, or use another folder"
             )
 
     @staticmethod
@@ -222,7 +240,7 @@ def _opened(file: _File) -> BinaryIO:
             raise FormatError(f"expected a regular file, got mode {mode}")
         if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
             raise AuthError(
-                f"{path}: expected a file of our own user or root that nobody else may write, "
+                f"{path}: expected a file of this user or root without write permission for others, "
                 f"got owner {status.st_uid} and mode {mode}"
             )
         return open(descriptor, "rb")
@@ -255,10 +273,11 @@ class DeltaReader(DeltaDecoder):
     def refresh(self) -> int:
         """Reaches the newest version of the folder, by the deltas behind its own or from a whole set, and returns its number.
 
-        NotSyncedError: the folder has no whole set yet, or is gone. FormatError: a file is damaged or is no regular file, and no newer
-        whole set is there; the version reached so far stays, and the next whole set leads on. AuthError: a file belongs to another user,
-        or others may write it. VersionError: the file of this reader's version is now another run's. CapacityError: no memory for a
-        whole set. StateError: a sync reads this version. OSError: the folder cannot be read."""
+        NotSyncedError: the folder has no whole set yet, or is gone. FormatError: a file is damaged or
+        not a regular file, and there is no newer whole set. The version reached so far stays, and the
+        next whole set is read. AuthError: a file belongs to another user, or others may write it.
+        VersionError: the file of this reader's version is now another run's. CapacityError: no memory
+        for a whole set. StateError: a sync reads this version. OSError: the folder cannot be read."""
         with self._changing(f"version {self.version}"):
             for _ in range(TRIES):
                 with suppress(FileNotFoundError):  # removed meanwhile: there is a newer whole set
@@ -297,8 +316,9 @@ class DeltaReader(DeltaDecoder):
                     header = _header(file, stream)
                 if header.run != self.run:
                     raise VersionError(
-                        f"{plain(file.path)}: expected run {str(self.run)[:8]} of the version that is served, "
-                        f"got run {header.run[:8]}; the folder was begun again: make a new DeltaReader"
+                        f"{plain(file.path)}: expected run {str(self.run)[:8]} of the version that is "
+                        f"served, got run {header.run[:8]}; the folder was begun again: "
+                        "make a new DeltaReader"
                     )
 
     def _take(self, file: _File) -> None:

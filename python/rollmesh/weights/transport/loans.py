@@ -42,7 +42,7 @@ def this_process() -> str:
 
 
 class LentSource:
-    """A source that a sync holds while it reads: `lent()` keeps its tensors as they are, and yields a
+    """A source that a sync holds while it reads. `lent()` keeps its tensors unchanged and yields a
     function for the sync to call before its commit, which raises if a loan has ended."""
 
     def __init__(self) -> None:
@@ -70,7 +70,10 @@ class LentSource:
         """Keeps readers out. StateError if there is one."""
         with self._guard:
             if self._readers:
-                raise StateError(f"{what}: expected no sync that reads it, got {len(self._readers)}; wait for its end")
+                raise StateError(
+                    f"{what}: expected no sync that reads it, got {len(self._readers)}; "
+                    "call again after the sync"
+                )
             yield
 
 
@@ -150,8 +153,8 @@ class Lender:
         self._gpus: _core.Gpus | None = None  # from the first tensor on a GPU
 
     def take(self, name: str, tensor: Any, copy: bool = False) -> NDArray[Any] | Held:
-        """A tensor on a GPU as Held, to be lent; any other as an array, copied if asked for. A DTensor
-        is gathered."""
+        """A tensor on a GPU as Held, to be lent; any other as an array, copied if asked for. Gathers a
+        DTensor."""
         whole = tensor.full_tensor() if callable(getattr(tensor, "full_tensor", None)) else tensor
         if not is_on_gpu(whole):
             return (own_array if copy else as_array)(name, whole)

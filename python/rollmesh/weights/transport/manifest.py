@@ -81,7 +81,8 @@ class Manifest:
 
 # -------------------------------------------------------------------------------------------------- the sender
 def lay_out(arrays: Sequence[tuple[str, NDArray[Any]]]) -> tuple[list[Entry], int]:
-    """Entries without checksums of arrays one after another, and their bytes in all. LimitError for what `parse` refuses."""
+    """Entries without checksums of arrays one after another, and their bytes in all. LimitError for
+    what `parse` refuses."""
     _check_count(len(arrays))
     return place((name, dtype_name(array), array.shape, array.nbytes) for name, array in arrays)
 

@@ -345,12 +345,14 @@ class MappedSegment:
         return self._memory[self._start : self._start + size]
 
     def require_whole(self) -> None:
-        """FormatError if the file has been truncated: an access to its lost pages would end the process
+        """FormatError if the file has been truncated: an access to a lost page would end the process
         with SIGBUS."""
         if self._descriptor >= 0:  # -1: closed, while views are still read
             held = os.fstat(self._descriptor).st_size - self._start
             if held < self.size:
-                raise FormatError(f"{self.path}: expected {self.size} bytes of weights, got {max(held, 0)}")
+                raise FormatError(
+                    f"{self.path}: expected {self.size} bytes of weights, got {max(held, 0)}"
+                )
 
     def is_current(self) -> bool:
         """Whether the path still names the file that was mapped."""

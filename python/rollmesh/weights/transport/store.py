@@ -207,8 +207,8 @@ class SharedReader(ReceivedTensors):
         self.receive(None, None, None, str(path))
 
     def refresh(self) -> int:
-        """Maps the current version, unless it is mapped already, and returns its number. NotSyncedError if nothing is published; StateError
-        while a sync reads this version."""
+        """Maps the current version, unless it is mapped already, and returns its number. NotSyncedError
+        if nothing is published; StateError while a sync reads this version."""
         with self._changing(f"version {self.version}"):
             return self._refresh()
 

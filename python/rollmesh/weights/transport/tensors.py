@@ -1,7 +1,7 @@
 """Tensors as bytes, for the transports: views as NumPy arrays, checksums, buckets of bounded size.
 
-When a source is read: a dict, a list, a tuple or a dict's items() holds all its tensors at once, and
-views of them are kept until the call ends. Every other source, an iterator or a mapping of another
+When a source is read: a dict, a list, a tuple or a dict's items() holds all its tensors at once,
+and views of them are kept until the call ends. Every other source, an iterator or a mapping of another
 class, may use the memory of an entry again for the next one. Such a source is read entry by entry,
 and each tensor is consumed (written, sent or copied) before the next one is asked for.
 
@@ -31,7 +31,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float64": np.dtype(np.float64),
 }
 
-_HOLDING: tuple[type, ...] = (dict, OrderedDict, list, tuple, type({}.items()), type(OrderedDict().items()))
+_VIEWS: tuple[type, ...] = (type({}.items()), type(OrderedDict().items()))
+_HOLDING: tuple[type, ...] = (dict, OrderedDict, list, tuple, *_VIEWS)
 _MASK = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15  # RM_HASH_STEP of csrc/base/hash.h
 _SLICE = 16 << 20  # bytes that torch sums at a time
@@ -178,7 +179,7 @@ def own(tensor: Any) -> Any:
 
 
 def own_array(name: str, tensor: Any) -> NDArray[Any]:
-    """As as_array, in memory of its own."""
+    """As as_array, but always a copy."""
     array = as_array(name, tensor)
     is_made = is_torch(tensor) and tensor.device.type != "cpu"
     return array if is_made or isinstance(tensor, _core.DeviceArray) else array.copy()
@@ -189,8 +190,8 @@ def bucketed(
 ) -> Iterator[list[tuple[str, Any]]]:
     """Consecutive entries in buckets of at most bucket_bytes; a larger entry is a bucket by itself.
 
-    Tensors of entries that are not a dict's items(), a list or a tuple are copied, since an iterator
-    may use the memory of an entry again for the next one.
+    Copies the tensors unless `entries` is a dict's items(), a list or a tuple: an iterator may use the
+    memory of an entry again for the next one.
     """
     pairs = entries_of(entries)
     if not holds_tensors(entries):
@@ -201,7 +202,7 @@ def bucketed(
 def grouped(
     entries: Iterable[tuple[str, Any]], bucket_bytes: int
 ) -> Iterator[list[tuple[str, Any]]]:
-    """As bucketed, of entries that hold their tensors."""
+    """Groups as bucketed does, without copies."""
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, np.integer)):
         raise ConfigError(f"bucket_bytes: expected a number of bytes, got {shown(bucket_bytes)}")
     if bucket_bytes <= 0:
