@@ -144,7 +144,8 @@ def test_adapters_of_other_parts_and_kinds() -> None:
 
 @pefts
 def test_adapters_that_are_switched() -> None:
-    """Off (the usual reference model), to another one, and to another scale: the next pass computes with what is active then."""
+    """Off (the usual reference model), to another one, and to another scale: a pass computes with
+    what is active then."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
     model = rm.torch.patch(peft.get_peft_model(helpers.hf_model(DENSE), config))

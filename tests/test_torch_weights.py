@@ -1,8 +1,8 @@
-"""The weights of a patched model: every forward pass computes with those that the model has at that time, and with no others.
+"""The weights of a patched model: every forward pass computes with those that the model has then.
 
-Input: the models of test_torch_patch.py; writes of every kind, with and without torch's version counter; syncs, sleep and close of the
-generator in the middle of a pass. Oracle: a copy of the model that is patched after the write, or the same pass without what disturbs
-it. Bound: 0 differing bits.
+Input: the models of test_torch_patch.py; writes of every kind, with and without torch's version
+counter; syncs, sleep and close of the generator in the middle of a pass. Oracle: a copy of the model
+that is patched after the write, or the same pass when nothing disturbs it. Bound: 0 differing bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,19 @@ from typing import Any
 import helpers
 import pytest
 import torch
-from test_torch_patch import DENSE, FAMILIES, IDS, MOE, drawn, generator_of, model_of, pair, scored, step, weighted
+from test_torch_patch import (
+    DENSE,
+    FAMILIES,
+    IDS,
+    MOE,
+    drawn,
+    generator_of,
+    model_of,
+    pair,
+    scored,
+    step,
+    weighted,
+)
 from torch import Tensor
 
 import rollmesh as rm
@@ -78,7 +90,9 @@ def loaded(model: Any) -> None:
 def vector(model: Any) -> None:
     """New values in new memory behind the same parameters."""
     parameters = list(model.parameters())
-    torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(parameters).detach() * 0.5, parameters)
+    torch.nn.utils.vector_to_parameters(
+        torch.nn.utils.parameters_to_vector(parameters).detach() * 0.5, parameters
+    )
 
 
 def swapped(model: Any) -> None:
@@ -104,8 +118,24 @@ def stepped(**options: bool) -> Callable[[Any], None]:
 
 
 WRITES: dict[str, Callable[[Any], None]] = {
-    **{write.__name__: write for write in (in_place, by_data, by_numpy, of_two_rows, another, of_data, loaded, vector, swapped)},
-    **{f"a step, {options}": stepped(**options) for options in ({"fused": True}, {"foreach": True}, {"foreach": False})},
+    **{
+        write.__name__: write
+        for write in (
+            in_place,
+            by_data,
+            by_numpy,
+            of_two_rows,
+            another,
+            of_data,
+            loaded,
+            vector,
+            swapped,
+        )
+    },
+    **{
+        f"a step, {options}": stepped(**options)
+        for options in ({"fused": True}, {"foreach": True}, {"foreach": False})
+    },
 }
 
 
@@ -145,15 +175,22 @@ dist.all_reduce(weight)
 
 
 def test_writes_of_collectives_are_seen(pair: Pair, tmp_path: Path) -> None:
-    """broadcast and all_reduce of torch.distributed into a parameter's memory raise no version counter."""
+    """broadcast and all_reduce into a parameter's memory raise no version counter."""
     from torch import distributed
 
     model, _ = pair(DENSE)
     weight = down(model).weight
-    with subprocess.Popen([sys.executable, "-c", SENDER, str(tmp_path / "group"), *map(str, weight.shape)]) as sender:
-        distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=2)
+    with subprocess.Popen(
+        [sys.executable, "-c", SENDER, str(tmp_path / "group"), *map(str, weight.shape)]
+    ) as sender:
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=2
+        )
         try:
-            for write in (lambda: distributed.broadcast(weight.data, 1), lambda: distributed.all_reduce(weight.data)):
+            for write in (
+                lambda: distributed.broadcast(weight.data, 1),
+                lambda: distributed.all_reduce(weight.data),
+            ):
                 before, count = computed(model), weight._version
                 write()
                 assert weight._version == count
@@ -175,7 +212,9 @@ def test_writes_of_another_process_are_seen(pair: Pair, tmp_path: Path) -> None:
     model, _ = pair(DENSE)
     weight = down(model).weight
     weight.detach().numpy().tofile(tmp_path / "weight")
-    weight.data = torch.from_file(str(tmp_path / "weight"), shared=True, size=weight.numel()).view_as(weight)
+    weight.data = torch.from_file(
+        str(tmp_path / "weight"), shared=True, size=weight.numel()
+    ).view_as(weight)
     before = computed(model)
     subprocess.run([sys.executable, "-c", WRITER, str(tmp_path / "weight")], check=True, timeout=60)
     after = computed(model)
@@ -185,7 +224,7 @@ def test_writes_of_another_process_are_seen(pair: Pair, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", FAMILIES)
 def test_a_push_after_each_step(pair: Pair, case: helpers.Case) -> None:
-    """What the generator draws with new weights has the trainer's logprobs, before the push it has not, and a sync of others changes
+    """After a push both sides agree, and before it they differ. A sync of other weights changes
     nothing on the trainer's side."""
     model, generator = pair(case)
     for version in range(1, 3):
@@ -201,7 +240,7 @@ def test_a_push_after_each_step(pair: Pair, case: helpers.Case) -> None:
 
 # ---------------------------------------------------------------------------------------------- in the middle of a pass
 def synced_and_pushed(model: Any, generator: rm.Generator) -> None:
-    """In the end the generator serves the model's weights again, in the memory that the pass began with."""
+    """The generator ends up serving the model's weights again, in the memory of before."""
     for _ in range(2):
         generator.sync_weights(OTHER, cast=True)
     rm.torch.push(model, generator)
@@ -225,7 +264,10 @@ def closed(model: Any, generator: rm.Generator) -> None:
     generator.close()
 
 
-DISTURBED = {call.__name__: call for call in (synced_and_pushed, synced_in_place, half_synced, asleep, closed)}
+DISTURBED = {
+    call.__name__: call
+    for call in (synced_and_pushed, synced_in_place, half_synced, asleep, closed)
+}
 
 
 @pytest.fixture(params=["this thread", "another thread"])
@@ -246,17 +288,23 @@ def disturb(request: pytest.FixtureRequest) -> Callable[..., None]:
 def test_nothing_disturbs_a_pass(pair: Pair, disturb: Callable[..., None], name: str) -> None:
     model, generator = pair(DENSE)
     want = model(IDS).logits
-    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: disturb(name, model, generator))
+    hook = model.model.layers[1].register_forward_pre_hook(
+        lambda *_: disturb(name, model, generator)
+    )
     assert (model(IDS).logits == want).all()
     hook.remove()
     assert (model(IDS).logits == want).all()
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning"
+)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", DISTURBED)
-def test_nothing_disturbs_the_second_computation(pair: Pair, disturb: Callable[..., None], name: str, reentrant: bool) -> None:
-    """That of gradient checkpointing, which runs in the backward pass."""
+def test_nothing_disturbs_the_second_computation(
+    pair: Pair, disturb: Callable[..., None], name: str, reentrant: bool
+) -> None:
+    """Gradient checkpointing runs it in the backward pass."""
     model, generator = pair(DENSE)
     batch = drawn(generator, DENSE)
     model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -303,7 +351,10 @@ def test_passes_beside_syncs_and_rollouts(pair: Pair) -> None:
             yield 0
 
     with ThreadPoolExecutor(3) as others:
-        running = [others.submit(lambda work=work: list(work())) for work in (computes, computes, generates)]
+        running = [
+            others.submit(lambda work=work: list(work()))
+            for work in (computes, computes, generates)
+        ]
         try:
             for _ in range(30):
                 generator.sync_weights(OTHER, cast=True)

@@ -49,8 +49,8 @@ def check_weight(name: str, weight: Any, dims: int = 2) -> Tensor:
 
 
 def pack(groups: Sequence[Sequence[Piece]], dtype: torch.dtype, how: Any) -> Any:
-    """Packed matrices of one shape, one a group, each made of pieces; an array of one dim. NonFiniteError for a NaN or an infinity, also
-    one that the conversion makes."""
+    """Packed matrices of one shape, one a group, each made of pieces; an array of one dim.
+    NonFiniteError for a NaN or an infinity, also one that the conversion makes."""
     first = groups[0]
     k = first[0].weight.shape[1]
     rows = max(piece.row + (2 * round_up(len(piece.weight), 16) if piece.layout != PACKED else len(piece.weight)) for piece in first)
@@ -79,7 +79,8 @@ def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype, how: Any) -> Any:
 
 def pack_gate_up(gate: Tensor, up: Tensor, dtype: torch.dtype, how: Any) -> Any:
     """gate and up [n, k], as gemm_swiglu takes them."""
-    return pack([[Piece(check_weight("gate", gate), GATE), Piece(check_weight("up", up), UP)]], dtype, how)
+    both = [Piece(check_weight("gate", gate), GATE), Piece(check_weight("up", up), UP)]
+    return pack([both], dtype, how)
 
 
 def pack_experts(weight: Tensor, dtype: torch.dtype, how: Any) -> Any:

@@ -1,7 +1,7 @@
 """A transformers model, of any family that a generator takes, whose forward pass is the generator's.
 
     rm.torch.patch(model)                                   # forward by the C kernels, backward by torch
-    rm.torch.push(model, generator, version=step)           # sync_weights of the model's weights, cast as the forward pass casts them
+    rm.torch.push(model, generator, version=step)           # sync_weights of the model's weights
     scored = rm.torch.logprobs(model, input_ids, attention_mask)
     rm.torch.unpatch(model)
 
@@ -12,11 +12,11 @@ A patched model is used as before: model(input_ids, attention_mask) gives logits
 - No KV cache: generate with the generator. Options that are not supported are refused (ConfigError), among them dropout in training.
 - Rows of padding are not computed; their hidden states are zeros.
 
-Every forward pass packs the weights that the model has at that time, and keeps none of them.
+Every forward pass packs the weights that the model has at that time, and drops the packed copies.
 
-It works under gradient checkpointing and accumulation, no_grad, inference_mode, and FSDP2 if decoder layers or the whole model are
-sharded (fully_shard). torch.compile leaves the patched parts uncompiled. LoRA (peft) is applied as merged weights, in the forward pass
-as in `push`.
+It works under gradient checkpointing and accumulation, no_grad, inference_mode, and FSDP2 if decoder
+layers or the whole model are sharded (fully_shard). torch.compile leaves the patched parts
+uncompiled. LoRA (peft) is applied as merged weights, in the forward pass as in `push`.
 """
 
 from __future__ import annotations
@@ -220,11 +220,13 @@ class Patch:
         q_norm, k_norm = [norm.weight for norm in norms] or (None, None)
         turn = (cos, sin) if self.spec.rope_layers[index] else (cos[:, :0], sin[:, :0])
         attended = functions.attention(made, q_norm, k_norm, turn, rows, self.heads[index], how=how)
-        return functions.linear(attended, *weights_of([attention.o_proj]), bias=base_of(attention.o_proj).bias, how=how)
+        o = attention.o_proj
+        return functions.linear(attended, *weights_of([o]), bias=base_of(o).bias, how=how)
 
     def mix_dense(self, mlp: Any, x: Tensor, how: How) -> Tensor:
         if self.spec.ungated:
-            inner = functions.activate(functions.linear(x, *weights_of([mlp.up_proj]), how=how), self.spec.activation, how=how)
+            up = functions.linear(x, *weights_of([mlp.up_proj]), how=how)
+            inner = functions.activate(up, self.spec.activation, how=how)
         else:
             weights = weights_of(_gate_up_modules(mlp))
             gate, up = weights if len(weights) == 2 else weights[0].chunk(2)
@@ -235,7 +237,8 @@ class Patch:
         spec = self.spec
         made = functions.moe(
             x, *expert_weights_of(mlp), top_k=spec.num_experts_per_tok, **spec.scoring,
-            bias=getattr(mlp.gate, "e_score_correction_bias", None), activation=spec.activation, how=how,
+            bias=getattr(mlp.gate, "e_score_correction_bias", None), activation=spec.activation,
+            how=how,
         )  # fmt: skip
         if self.wanted is not None and self.wanted.routed:
             self.wanted.experts[index] = made.ids
@@ -244,11 +247,17 @@ class Patch:
         shared = self.mix_dense(shared_expert_of(mlp), x, how)
         if not spec.shared_switch:
             return functions.add(made.out, shared, how=how)
-        return functions.add(made.out, shared, functions.linear(x, *weights_of([mlp.shared_expert_gate]), how=how), how=how)
+        switch = functions.linear(x, *weights_of([mlp.shared_expert_gate]), how=how)
+        return functions.add(made.out, shared, switch, how=how)
 
     def layer(self, layer: Any, index: int, hidden: Tensor, rows: Sequences) -> Tensor:
         spec, how = self.spec, self.how(hidden)
         names = USUAL_NAMES | dict(FAMILIES[spec.model_type].names)
+
+        def mix(x: Tensor) -> Tensor:
+            if spec.is_moe_layer[index]:
+                return self.mix_experts(layer.mlp, index, x, how)
+            return self.mix_dense(layer.mlp, x, how)
 
         def norms(*kinds: str) -> list[Tensor]:
             paths = [names[kind].removesuffix(".weight") for kind in kinds]
@@ -260,7 +269,7 @@ class Patch:
             hidden,
             before or after,
             lambda x: self.attend(layer.self_attn, index, x, rows, how),
-            lambda x: self.mix_experts(layer.mlp, index, x, how) if spec.is_moe_layer[index] else self.mix_dense(layer.mlp, x, how),
+            mix,
             spec.rms_norm_eps,
             norm_after=not before,
             also_after=after if before and after else None,
@@ -277,8 +286,9 @@ class Patch:
         assert wanted.rows is not None
         targets = wanted.ids.reshape(-1).index_select(0, wanted.rows.rows.to(x.device).index_select(0, wanted.chosen) + 1)
         made = functions.token_logprobs(
-            x, weight, targets, kept_tokens=wanted.kept_tokens, temperature=wanted.temperature, entropy=wanted.entropy, how=how
-        )
+            x, weight, targets, kept_tokens=wanted.kept_tokens, temperature=wanted.temperature,
+            entropy=wanted.entropy, how=how,
+        )  # fmt: skip
         entropy = made.logprobs if made.entropy is None else made.entropy
         wanted.made = torch.stack([made.logprobs, entropy], -1)
         wanted.written = parts.mark(wanted.made)
@@ -521,8 +531,9 @@ def state_dict(model: Any) -> dict[str, Tensor]:
 
 
 def push(model: Any, generator: Generator, version: int | None = None, **options: Any) -> SyncReport:
-    """generator.sync_weights of a patched model's weights (`state_dict`), with the options of that; cast is True. Model and generator
-    share no memory, so a forward pass may run while another thread syncs, sleeps or closes the generator."""
+    """Calls generator.sync_weights with a patched model's weights (`state_dict`) and these options;
+    cast is True. Model and generator share no memory, so a forward pass may run while another thread
+    syncs, sleeps or closes the generator."""
     instead = ", or generator.sync_weights(model.state_dict(), cast=True) sends the weights of any other"
     made = _patch_of(model, instead)
     if not isinstance(generator, Generator):
@@ -536,7 +547,7 @@ def push(model: Any, generator: Generator, version: int | None = None, **options
 
 
 class WeightUse(NamedTuple):
-    """What `weight_use` returns."""
+    """Result of `weight_use`."""
 
     shared: int  # 0
     kept: int  # 0
@@ -545,7 +556,7 @@ class WeightUse(NamedTuple):
 
 
 def weight_use(model: Any) -> WeightUse:
-    """Deprecated: every forward pass packs all matrices; none is shared with a generator or kept."""
+    """Deprecated: every forward pass packs all matrices. Sharing and keeping them does not exist."""
     spec = _patch_of(model).spec
     experts = 5 + 2 * bool(spec.shared_intermediate_size) + spec.shared_switch
     return WeightUse(0, 0, 1 + sum(experts if is_moe else 4 for is_moe in spec.is_moe_layer), None)
