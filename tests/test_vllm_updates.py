@@ -67,6 +67,19 @@ def test_ten_versions_in_a_row(served: Served) -> None:
         assert served.llm.get_weight_version() == str(served.version)
 
 
+def test_cached_tokens_are_those_of_the_new_weights(served: Served) -> None:
+    """num_cached_tokens is 0 where the cached pages are of older weights, which are recomputed."""
+    prompt, params = {"prompt_token_ids": list(range(2, 42))}, support.request([2], max_tokens=2)
+    seen = []
+    for _ in range(2):
+        served.push()
+        served.hold()
+        for _ in range(2):
+            [output] = served.llm.generate([prompt], [params.theirs], use_tqdm=False)
+            seen.append(output.num_cached_tokens)
+    assert seen == [0, 32, 0, 32]  # whole pages of 16 tokens
+
+
 def test_a_trainer_that_ends_midway(served: Served) -> None:
     """start_weight_update and no more; then a whole push."""
     served.llm.start_weight_update()

@@ -6,6 +6,13 @@ An exception in execute_model would end the whole engine. So a ModelRunnerOutput
 
 These requests end with finish_reason "error" and the message as stop_reason. Their KV pages are evicted from the prefix cache, to which
 vLLM adds a page when it allocates it, before it is computed. Requests with streaming input are failed here, at their first step.
+
+vLLM counts the cached tokens of a prompt when it schedules them. The worker recomputes pages of older
+weights, so it returns the number of tokens that the cache served:
+
+    rollmesh_cached: dict[request id, int]
+
+This number becomes RequestOutput.num_cached_tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 FAILED = "rollmesh_failed"
+CACHED = "rollmesh_cached"
 STREAMS = "RequestError: expected a whole prompt, got streaming input"
 MAX_STREAMS = 4096
 
@@ -45,6 +53,10 @@ class EndsFailed:
         streams = self._streams.keys() & scheduler_output.num_scheduled_tokens.keys()
         failed = dict.fromkeys(streams, STREAMS) | getattr(model_runner_output, FAILED, {})
         ended = self._end(failed) if failed else []
+        for name, cached in getattr(model_runner_output, CACHED, {}).items():
+            request = self.requests.get(name)
+            if request is not None and request.prefill_stats is not None:  # until its first token
+                request.prefill_stats.set(request.num_prompt_tokens, cached, 0)
         outputs: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for request in ended:
             end = EngineCoreOutput(

@@ -26,7 +26,7 @@ from rollmesh.distributed.rank_engine import ALONE, RankEngine
 from rollmesh.errors import CapacityError, Error, NotSyncedError, RequestError, StateError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.runtime.messages import reason
-from rollmesh.vllm.scheduler import FAILED
+from rollmesh.vllm.scheduler import CACHED, FAILED
 from rollmesh.vllm.weight_updates import WeightUpdates
 from rollmesh.vllm.worker import sampling
 from rollmesh.vllm.worker.host_logits import HostLogits, HostRow, bitmask_rows
@@ -132,6 +132,9 @@ class Runner:
         failed |= {part.name: self._why(part.request) for part in parts if tokens[part.name] == HAS_FAILED}
         output = _output(names, tokens, failed)
         output.logprobs = self._logprobs(output.req_id_to_index, parts, drawn)
+        begun = {part.name: part.request.number for part in parts if part.computed and part.replace}
+        views = {name: self._engine.request(number) for name, number in begun.items()}
+        setattr(output, CACHED, {name: view["num_cached_tokens"] for name, view in views.items()})
         for part in parts:
             if part.request.prompt_logprobs is not None and not part.request.prompt_given and tokens[part.name] >= 0:
                 output.prompt_logprobs_dict[part.name] = self._prompt_logprobs(part.request)
