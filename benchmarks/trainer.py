@@ -219,7 +219,6 @@ def step_of(model: Any, ids: torch.Tensor, patched: bool) -> None:
     for parameter in model.parameters():
         parameter.grad = None
     if patched:
-        rollmesh.torch.forget(model)  # as after an optimizer's step
         logprobs = rollmesh.torch.logprobs(model, ids).logprobs
     else:
         logits = model(ids, use_cache=False).logits[:, :-1].float()

@@ -123,7 +123,9 @@ def learning(metrics: list[dict[str, Any]]) -> str:
     """Reward of each step and of held-out prompts."""
     plot = Plot(max(line["step"] for line in metrics))
     for name, colour, label, y in (("reward_mean", "#2563eb", "reward of the rollouts", 150), ("eval_reward", "#ea580c", "held out", 170)):
-        plot.line(((line["step"], line[name]) for line in metrics if name in line), colour)
+        plot.line(
+            ((line["step"], line[name]) for line in metrics if line.get(name) is not None), colour
+        )
         plot.label(colour, label, y)
     return plot.page()
 

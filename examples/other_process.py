@@ -2,8 +2,8 @@
 
     python examples/other_process.py
 
-The trainer writes each version to a file under /dev/shm; the generator maps the file and reads it in place. The address carries a
-nonce: a file of another writer is refused (AuthError).
+The trainer writes each version to a file under /dev/shm; the generator maps the file and reads it
+in place. The address carries a nonce: a file of another writer is refused (AuthError).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def train(pipe: Connection) -> None:
 
 
 def main() -> None:
-    context = mp.get_context("spawn")
-    here, there = context.Pipe()
-    trainer = context.Process(target=train, args=(there,))
-    trainer.start()
+    here, there = mp.Pipe()
+    (trainer := mp.get_context("spawn").Process(target=train, args=(there,))).start()
+    there.close()  # an open copy would keep recv() waiting after the trainer has died
     with (
+        here,  # an error here closes the pipe and so ends the trainer
         rm.Generator.from_hf(CONFIG, max_model_len=256, kv_cache_gib=0.1) as generator,
         SharedReader(here.recv()) as reader,
     ):
@@ -52,7 +52,7 @@ def main() -> None:
             output = generator.generate([[1, 2, 3]], rm.SamplingParams(max_tokens=8, seed=7), use_tqdm=False)[0]
             print(f"generator: version {report.version}, {report.bytes:,} bytes, digest {report.digest}", flush=True)
             here.send(output.outputs[0].token_ids.tolist())
-    here.send("done")
+        here.send("done")
     trainer.join()
 
 

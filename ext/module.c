@@ -5,6 +5,7 @@
 #include <stdarg.h>
 #include <string.h>
 
+#include "base/checksum.h"
 #include "base/memory.h"
 
 rm_module_state *rm_state(PyObject *module) { return PyModule_GetState(module); }
@@ -173,7 +174,20 @@ static PyObject *memory_fail_at(PyObject *module, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+static PyObject *checksum(PyObject *module, PyObject *object) {
+  (void)module;
+  Py_buffer bytes;
+  uint64_t sum;
+  if (PyObject_GetBuffer(object, &bytes, PyBUF_SIMPLE)) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+    sum = rm_checksum(bytes.buf, (size_t)bytes.len);
+  Py_END_ALLOW_THREADS
+  PyBuffer_Release(&bytes);
+  return PyLong_FromUnsignedLongLong(sum);
+}
+
 static PyMethodDef methods[] = {
+    {"checksum", checksum, METH_O, "(buffer): a 64-bit checksum, of csrc/base/checksum.h."},
     {"memory_mapped", memory_mapped, METH_NOARGS, "Bytes of weights, KV and workspaces mapped now by this process."},
     {"memory_blocks", memory_blocks, METH_NOARGS, "Blocks, small and mapped, that were not given back yet."},
     {"memory_fail_at", memory_fail_at, METH_VARARGS, "(n, for_ever=False): a test hook; the n-th allocation from now fails."},

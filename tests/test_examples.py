@@ -8,8 +8,10 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,48 @@ def test_other_process() -> None:
     lines = run("examples/other_process.py").splitlines()
     assert [line.split(",")[0] for line in lines if line.startswith("generator")] == [f"generator: version {n}" for n in range(3)]
     assert len({line.split("digest ")[1] for line in lines if "digest" in line}) == 3
+
+
+@pytest.mark.parametrize("victim", ["trainer", "generator"])
+def test_other_process_ends_when_either_side_dies(victim: str) -> None:
+    """SIGKILL to one process after the first version: the other one ends with an error."""
+    command = [sys.executable, "examples/other_process.py"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    example = subprocess.Popen(
+        command,
+        cwd=EXAMPLES.parent,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert example.stdout is not None
+    while not (line := example.stdout.readline()).startswith("generator: version 0"):
+        assert line, "the example ended before version 0"
+    [trainer] = [
+        pid
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+        if _is_spawned(pid, example.pid)
+    ]
+    os.kill(trainer if victim == "trainer" else example.pid, signal.SIGKILL)
+    try:
+        said, _ = example.communicate(timeout=30)  # it ends when both processes have ended
+    finally:
+        example.kill()
+        with suppress(ProcessLookupError):
+            os.kill(trainer, signal.SIGKILL)
+    assert example.returncode == (1 if victim == "trainer" else -signal.SIGKILL)
+    assert "EOFError" in said or "BrokenPipeError" in said or "ConnectionResetError" in said
+
+
+def _is_spawned(pid: int, parent: int) -> bool:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (
+            int(fields[1]) == parent and b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+    except OSError:  # a process that has just ended
+        return False
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")

@@ -91,6 +91,44 @@ def test_options_and_ignored_keys_pass(tmp_path: Path) -> None:
         rm.Generator.from_hf(folder, ignore=("new_key",), no_option=1)
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "rope, default, most",
+    [
+        ({}, 4096, 128),
+        ({"rope_type": "linear", "factor": 2.0}, 4096, 256),
+        ({"rope_type": "dynamic", "factor": 2.0}, 128, 256),
+        (YARN, 4096, 256),
+        (YARN | {"factor": 1.5}, 4096, 128),
+        (LONGROPE, 128, 128),
+    ],
+)
+def test_the_length_of_a_generator(
+    rope: dict[str, Any], default: int, most: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without max_model_len it is a constant, or the config's where frequencies depend on it. One
+    beyond the positions that the rope settings are made for is told once, in the log."""
+    config = {k: v for k, v in CONFIG.items() if k != "rope_parameters"}
+    config |= {"head_dim": 16, "max_position_embeddings": 128, "rope_theta": 1e4}
+    config |= {"rope_scaling": rope} if rope else {}
+    sizes = {"kv_cache_gib": 0.01, "threads": 1}
+    for length, warned in ((None, False), (most, False), (most + 1, True)):
+        caplog.clear()
+        with rm.Generator.from_hf(config, max_model_len=length, **sizes) as gen:
+            assert gen.max_model_len == (default if length is None else length)
+        said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        wanted = f"max_model_len: expected at most {most}, the positions that the model's config is"
+        assert [text.startswith(wanted) for text in said] == [True] * warned
+
+
 @pytest.mark.parametrize(
     "source, error, said",
     [

@@ -137,6 +137,30 @@ def test_a_group_of_equal_rewards_gets_exact_zeros(baseline: str, scale: str) ->
     assert not adv.advantages(np.full((2, 3), 0.1), baseline, scale).any()
 
 
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("baseline", ["mean", "leave-one-out"])
+def test_unjudged_completions_count_in_no_advantage(
+    baseline: str, scale: str, rng: np.random.Generator
+) -> None:
+    """Oracle: the formulas of advantages.py in Python, over the judged rewards of each group alone.
+    Bound: 1e-12 of a value."""
+    for _ in range(50):
+        r = np.where(rng.random((4, 5)) < 0.4, np.nan, rng.integers(0, 3, (4, 5)).astype(float))
+        r[0, 1:], r[1] = np.nan, np.nan  # one judged completion at most, and none
+        expected = np.zeros(r.shape)
+        for i, row in enumerate(r):
+            judged = [j for j in range(5) if not np.isnan(row[j])]
+            for j in judged if len({*row[judged]}) > 1 else ():
+                others = [k for k in judged if k != j or baseline == "mean"]
+                expected[i, j] = row[j] - row[others].mean()
+                if scale == "group":
+                    expected[i, j] /= row[judged].std() + adv.EPSILON
+        if scale == "batch" and not np.isnan(r).all():
+            expected /= expected[~np.isnan(r)].std() + adv.EPSILON
+        assert np.allclose(adv.advantages(r, baseline, scale), expected, rtol=1e-12, atol=1e-12)
+        assert adv.rewards_differ(r).tolist() == [len({*row[~np.isnan(row)]}) > 1 for row in r]
+
+
 def test_leave_one_out_is_the_mean_of_the_others(rng: np.random.Generator) -> None:
     r = rng.random((3, 5))
     expected = [[row[i] - np.delete(row, i).mean() for i in range(5)] for row in r]

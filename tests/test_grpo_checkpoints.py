@@ -67,12 +67,36 @@ def refused_by_a_generator(folder: Path) -> type[Exception]:
 
 EDITS: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
     "missing": ("dense", lambda t: t.pop(NORM), rf"1 of the weights: missing: {NORM}$"),
-    "unknown": ("dense", lambda t: t.update(extra=torch.ones(2)), r"1 of the weights: no parameter of this model: extra$"),
-    "int8": ("dense", lambda t: t.update({NORM: t[NORM].to(torch.int8)}), rf"expected bfloat16, .*: {NORM} \(I8\)$"),
-    "fp8": ("dense", lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)}), rf"expected bfloat16, .*: {NORM} \(F8_E4M3\)$"),
-    "shape": ("dense", lambda t: t.update({NORM: t[NORM][:-1].clone()}), rf"{NORM} \(expected \[32\], got \[31\]\)$"),
-    "expert missing": ("moe", lambda t: t.pop(EXPERT.format(1)), r"1 of the weights: missing: .*experts\.1\.up_proj\.weight$"),
-    "expert unknown": ("moe", lambda t: t.update({EXPERT.format(99): t[EXPERT.format(1)].clone()}), r"no parameter .*experts\.99\."),
+    "unknown": (
+        "dense",
+        lambda t: t.update(extra=torch.ones(2)),
+        r"1 of the weights: no parameter of this model: extra\nif they do not matter: ",
+    ),
+    "int8": (
+        "dense",
+        lambda t: t.update({NORM: t[NORM].to(torch.int8)}),
+        rf"expected bfloat16, .*: {NORM} \(I8\)$",
+    ),
+    "fp8": (
+        "dense",
+        lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)}),
+        rf"expected bfloat16, .*: {NORM} \(F8_E4M3\)$",
+    ),
+    "shape": (
+        "dense",
+        lambda t: t.update({NORM: t[NORM][:-1].clone()}),
+        rf"{NORM} \(expected \[32\], got \[31\]\)$",
+    ),
+    "expert missing": (
+        "moe",
+        lambda t: t.pop(EXPERT.format(1)),
+        r"1 of the weights: missing: .*experts\.1\.up_proj\.weight$",
+    ),
+    "expert unknown": (
+        "moe",
+        lambda t: t.update({EXPERT.format(99): t[EXPERT.format(1)].clone()}),
+        r"no parameter .*experts\.99\.",
+    ),
 }
 
 
@@ -106,6 +130,80 @@ def test_a_config_that_does_not_fit_is_refused_as_a_generator_does(
     set_key(where, **keys)
     with pytest.raises(refused_by_a_generator(where), match=message):
         pretrained.load_model(where, "float32")
+
+
+def test_ignore_passes_over_keys_and_tensors_of_the_folder(
+    folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Keys in the rope table and beside it, and buffers. The trainer's model and what is saved of
+    it have none of them, so that the generator, patch and later readers need no `ignore`. Oracle:
+    the folder without them."""
+    where, rope = (
+        folder("dense"),
+        {
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 32,
+            "rope_theta": 1e6,
+        },
+    )
+    set_key(where, rope_parameters=rope)
+    want = pretrained.load_model(where, "float32")
+    set_key(where, rope_parameters=rope | {"attn_factor": 0.5}, team="b")
+    edit(
+        where,
+        lambda t: t.update(
+            {"model.layers.0.self_attn.rope.sin": torch.ones(2), "extra": torch.ones(2)}
+        ),
+    )
+    ignore = ("rope_scaling.attn_factor", "team", "*.rope.sin", "extra")
+    with pytest.raises(
+        rm.ConfigError,
+        match=r"""--set 'model\.ignore=\["team", "rope_parameters\.attn_factor"\]'""",
+    ):
+        pretrained.load_model(where, "float32")
+    with pytest.raises(rm.UnexpectedKeyError, match="no parameter of this model: extra"):
+        pretrained.load_model(where, "float32", ignore[:3])
+    for some, refused in (
+        (("team",), "attn_factor=0.5"),
+        (("rope_scaling.attn_factor",), "team='b'"),
+    ):
+        with pytest.raises(rm.ConfigError, match=refused):
+            pretrained.folder_config(where, some)
+    found = pretrained.load_model(where, "float32", ignore)
+    assert found.state_dict().keys() == want.state_dict().keys()
+    assert all(torch.equal(x, want.state_dict()[name]) for name, x in found.state_dict().items())
+    ids = torch.arange(20)[None]
+    assert torch.equal(found(ids).logits, want(ids).logits)
+    assert (
+        rm.ModelSpec.from_hf(found.config)
+        == rm.ModelSpec.from_hf(want.config)
+        == rm.ModelSpec.from_hf(where, ignore=ignore)
+    )
+    found.save_pretrained(tmp_path / "saved")
+    assert rm.ModelSpec.from_hf(tmp_path / "saved") == rm.ModelSpec.from_hf(want.config)
+    with pytest.raises(rm.ConfigError, match=r"\[model\] ignore: expected path beside it"):
+        config.load(DENSE, ['model.ignore=["team"]'])
+    assert config.from_dict(
+        {"model": {"path": "x", "ignore": ["team"]}, "sync": {"cast": True}}
+    ).model.ignore == ("team",)
+
+
+def test_a_tied_matrix_stored_as_lm_head_alone(folder: Callable[[str], Path]) -> None:
+    """The trainer reads it as the generator does. Oracle: the same values under the other name."""
+    where = folder("dense")
+    set_key(where, tie_word_embeddings=True)
+    edit(where, lambda t: t.pop("lm_head.weight"))
+    want = pretrained.load_model(where, "float32").state_dict()
+    with rm.Generator.from_hf(
+        where, dtype="float32", max_model_len=16, kv_cache_gib=0.001, threads=1
+    ) as gen:
+        digest = gen.sync_weights(rm.sources.SafetensorsFolder(where)).digest
+        edit(where, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+        assert gen.sync_weights(rm.sources.SafetensorsFolder(where)).digest == digest
+    found = pretrained.load_model(where, "float32").state_dict()
+    assert found.keys() == want.keys()
+    assert all(torch.equal(x, want[name]) for name, x in found.items())
 
 
 def test_weights_that_are_not_aligned_are_copied(folder: Callable[[str], Path]) -> None:
@@ -156,6 +254,115 @@ def test_broken_files_of_a_checkpoint_are_named(name: str, content: bytes | None
         (where / name).write_bytes(content)
     with pytest.raises(refused_by_a_generator(where), match=message):
         pretrained.load_model(where, "float32")
+
+
+def test_a_folder_of_which_there_are_two_readings_is_refused(folder: Callable[[str], Path]) -> None:
+    """transformers prefers model.safetensors, SafetensorsFolder the index."""
+    where = folder("dense")
+    shutil.copy(where / "model.safetensors", where / "shard.safetensors")
+    names = dict.fromkeys(load_file(where / "model.safetensors"), "shard.safetensors")
+    (where / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": names})
+    )
+    with pytest.raises(
+        rm.FormatError, match=r"dense: expected model\.safetensors or .*index\.json, got both: "
+    ):
+        pretrained.load_model(where, "float32")
+    (where / "model.safetensors").unlink()
+    assert pretrained.load_model(where, "float32") is not None
+
+
+# ---------------------------------------------------------------------------------------- adapters
+def read_by_api(where: Path) -> None:
+    rm.Generator.from_hf(where, max_model_len=16, kv_cache_gib=0.001, threads=1)
+
+
+def read_as_config(where: Path) -> None:
+    rm.ModelSpec.from_hf(str(where))
+
+
+def read_as_source(where: Path) -> None:
+    rm.sources.SafetensorsFolder(str(where))
+
+
+def read_by_trainer(where: Path) -> None:
+    pretrained.load_model(where, "float32")
+
+
+def read_by_run(where: Path) -> None:
+    loop.prepare(config.load(DENSE, [*TINY_RUN[4:], f'model={{path="{where}"}}', "tokenizer={}"]))
+
+
+READERS = [read_by_api, read_as_config, read_as_source, read_by_trainer, read_by_run]
+
+
+@pytest.mark.parametrize("whole_model", [True, False], ids=["beside a model", "alone"])
+@pytest.mark.parametrize("read", READERS)
+def test_an_adapter_in_the_folder_is_refused(
+    read: Callable[[Path], None],
+    whole_model: bool,
+    folder: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each file of an adapter is refused, however the folder is read, with and without PEFT."""
+    where = folder("dense")
+    if not whole_model:
+        for name in ("config.json", "model.safetensors"):
+            (where / name).unlink()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (where / name).write_text("{}")
+        with pytest.raises(
+            rm.ConfigError,
+            match=rf"dense: expected .* of a whole model, got {name} of a PEFT adapter; save the ",
+        ):
+            read(where)
+        for words in (["generate", str(where), "ab"], ["plan", str(where)]):
+            assert main(words) == 2
+            assert f"got {name} of a PEFT adapter" in capsys.readouterr().err
+        (where / name).unlink()
+
+
+def test_the_model_s_own_files_beside_an_adapter_can_be_read(folder: Callable[[str], Path]) -> None:
+    where = folder("dense")
+    (where / "adapter_config.json").write_text("{}")
+    with rm.Generator.from_hf(
+        where / "config.json", max_model_len=16, kv_cache_gib=0.001, threads=1
+    ) as gen:
+        assert (
+            gen.sync_weights(
+                rm.sources.SafetensorsFolder(where / "model.safetensors"), cast=True
+            ).version
+            == 0
+        )
+
+
+def test_loading_that_adds_or_freezes_parameters_is_refused(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers does this for an adapter; here a replaced from_pretrained does it."""
+    from transformers import AutoModelForCausalLM
+
+    where, load = folder("dense"), AutoModelForCausalLM.from_pretrained
+
+    def freeze(model: Any) -> None:
+        model.get_parameter(NORM).requires_grad_(False)
+
+    def add(model: Any) -> None:
+        model.model.register_parameter("more", torch.nn.Parameter(torch.ones(2)))
+
+    for change, name in ((freeze, "model.norm.weight"), (add, "model.more")):
+
+        def changed(*args: Any, **options: Any) -> Any:
+            model, report = load(*args, **options)
+            change(model)  # noqa: B023 (called in this turn of the loop)
+            return model, report
+
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", changed)
+        with pytest.raises(
+            rm.ConfigError,
+            match=rf"dense: expected the trainable parameters .*others or frozen ones: {name}$",
+        ):
+            pretrained.load_model(where, "float32")
 
 
 # -------------------------------------------------------------------------------------------------- ends

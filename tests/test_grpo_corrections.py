@@ -466,7 +466,7 @@ def test_a_generator_without_a_record_is_refused(routed: tuple[Any, Any]) -> Non
             return [SimpleNamespace(outputs=[one]) for _ in prompts]
 
     options = {"sampling": rm.SamplingParams(max_tokens=1), "run_seed": 0, "step": 0, "purpose": "rollout", "version": 0}
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
+    tokenizer = SimpleNamespace(encode=list, decode=lambda ids, skip_special_tokens: "")
     message = r"^\[correction\] routing_replay: expected false where Foreign records no routed experts, got true"
     with pytest.raises(rm.ConfigError, match=message):
         rollout.generate(Foreign(), tokenizer, drawn.prompts[:1], routing=True, **options)  # type: ignore[arg-type]

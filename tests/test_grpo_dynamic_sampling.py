@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,38 @@ def test_the_groups_of_a_step(flat: str, limit: int, batches: list[list[int]], t
         "drawn_reward_mean": pytest.approx(np.mean(shares)),
         "tokens_per_s": 2 * generated / len(batches),
     }
+
+
+def test_groups_without_two_judged_rewards_that_differ_are_flat() -> None:
+    """Five groups of three. The step needs one group and takes the first with judged rewards that
+    differ."""
+    nan, every = math.nan, prompts(5)
+    groups = [[nan, nan, nan], [1.0, nan, nan], [1.0, nan, 1.0], [0.0, nan, 1.0], [0.0, 1.0, 2.0]]
+
+    def roll_out(of: list[Prompt], _: int) -> Rollout:
+        three = [p for p in of for _ in range(3)]
+        logprobs = [np.zeros(1, np.float32) for _ in three]
+        return Rollout(
+            three,
+            [[p.ids[0]] for p in three],
+            logprobs,
+            ["t"] * len(three),
+            [True] * len(three),
+            seconds=1.0,
+        )
+
+    def score(rollout: Rollout) -> Scores:
+        total = [number for p in rollout.prompts[::3] for number in groups[p.ids[0]]]
+        return Scores(total, {"f": total}, {"f": 1.0}, 1.0)
+
+    table = RolloutTable(prompts=1, samples=3, max_num_gen_batches=9)
+    rollout, scores, told = sample_groups(
+        lambda count, drawn: every[len(drawn) :][:count], roll_out, score, table
+    )
+    assert rollout.token_ids == [[3]] * 3
+    assert np.array_equal(scores.total, groups[3], equal_nan=True)
+    assert (told["num_gen_batches"], told["groups_left_out"]) == (4, 3)
+    assert told["drawn_reward_mean"] == 0.8, "of 1, 1, 1, 0 and 1"
 
 
 def test_a_step_draws_no_prompt_twice() -> None:

@@ -6,6 +6,7 @@ computes the whole sequence at once and must find each logprob and expert that w
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ CHARS = ROOT / "data/chars"
 CONFIGS = {"moe": ROOT / "configs/qwen3_moe_debug.toml", "dense": ROOT / "configs/qwen3_debug.toml"}
 TEMPLATE = "{% for m in messages %}{{ '<|' + m.role + '|>' if m.role != 'tool' else '<|user|>#' }}{{ m.content }}<|eos|>!{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CHAT = [{"role": "user", "content": "ab"}]
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
 ENVIRONMENT = """
@@ -216,26 +218,75 @@ def test_the_limit_of_turns(tokenizer: Any, environment_of: Callable[[str, str],
         assert (got.turns, got.stopped, len(got.token_ids[0])) == ([most], [True], 3 * most - 1)
 
 
-def test_the_tokens_of_a_chat_are_the_template_s(tokenizer: Any, environment_of: Callable[[str, str], Environment]) -> None:
-    """Those of the whole conversation rendered at once, where nothing that was drawn is rendered otherwise."""
-    environment = environment_of("def f(**_):\n    return None\n", "template_of_test")
-    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
-    replies = [[{"role": "user", "content": "de"}], [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2", "id": "x"}]]
-    ids = list(data.make_prompt({"messages": chat[:1]}, tokenizer, False, 0, "here").ids)
-    for reply in replies:
-        ids += [*tokenizer.encode("c"), 1, *environment.reply_ids(reply, tokenizer, [1, 40])]
-        chat += reply
-        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        chat.append({"role": "assistant", "content": "c"})
-    # One like Qwen3's: an answer is rendered otherwise once a user has replied to it.
+def test_the_tokens_of_a_chat_are_the_template_s(
+    tokenizer: Any, environment_of: Callable[[str, str], Environment]
+) -> None:
+    """Three turns that the policy ends by <|user|>, with a template that ends no message (GLM-4's):
+    the tokens are those of the whole conversation rendered at once."""
     other = data.load_tokenizer(CHARS)
-    thinks = "{% if m.role == 'assistant' and loop.last %}<think>{% endif %}"
-    other.chat_template = "{% for m in messages %}{{ m.role }}" + thinks + "{{ m.content }}<|eos|>{% endfor %}"
-    assert other.decode(environment.reply_ids(replies[0], other, [1])) == "userde<|eos|>"
-    for template, message in (("{{ messages[0].content }}", "leaves out the text of an answer"), ("{{ 1 // 0 }}", "ZeroDivisionError: ")):
-        other.chat_template = template
-        with pytest.raises(rm.ConfigError, match=rf"^environment template_of_test:f: expected a reply .*template take, got .*{message}"):
-            environment.reply_ids(replies[0], other, [1])
+    other.chat_template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    )
+    other.chat_template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    code = "def f(prompt, completion):\n"
+    code += "    return {'role': 'user', 'content': 'x' * len(completion)}\n"
+    environment = environment_of(code, "template_of_test")
+    b, user = other.encode("b")[0], other.convert_tokens_to_ids("<|user|>")
+    prompt = data.make_prompt({"messages": CHAT}, other, False, 0, "here")
+    turns = [[b] * (n + 1) + [user] for n in range(3)]
+
+    def draw(turn: int, places: list[int], given: list[Prompt], left: list[int]) -> Rollout:
+        drawn = first_turns(given, [turns[turn]], other)
+        return dataclasses.replace(drawn, texts=["b" * (turn + 1)], stopped=[True])
+
+    first = draw(0, [0], [prompt], [])
+    got = converse(
+        first, draw, environment, other, {user}, RolloutTable(max_tokens=99, max_assistant_turns=3)
+    )
+    chat = [*CHAT, *got.texts[0]]
+    assert [m["content"] for m in chat] == ["ab", "b", "x", "bb", "xxx", "bbb"]
+    whole = other.apply_chat_template(chat, tokenize=False)
+    assert other.decode([*prompt.ids, *got.token_ids[0]]) == f"{whole}<|user|>"
+
+
+def test_a_reply_that_the_template_refuses_is_named(
+    environment_of: Callable[[str, str], Environment],
+) -> None:
+    other = data.load_tokenizer(CHARS)
+    other.chat_template = (
+        "{% for m in messages %}{{ 1 // (m.role != 'tool') }}{{ m.content }}{% endfor %}"
+    )
+    environment = environment_of(
+        "def f(**_):\n    return {'role': 'tool', 'content': 'x'}\n", "refused_of_test"
+    )
+    first = first_turns([Prompt(CHAT, (1,), {})], [[9, 1]], other)
+    with pytest.raises(
+        rm.ConfigError,
+        match=r"^environment refused_of_test:f: expected a reply .* take, got ZeroDivisionError: ",
+    ):
+        converse(first, lambda *_: first, environment, other, {1}, RolloutTable(max_tokens=99))
+
+
+def test_a_template_that_hides_turns_is_refused_before_the_run(model: Any) -> None:
+    """At the start, before anything is generated. Text prompts need no template."""
+    folder = model("dense")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    sets = [
+        f'model={{path="{folder}"}}',
+        f'tokenizer.path="{folder}"',
+        "generator.kv_cache_gib=0.01",
+    ]
+    chat = config.load(
+        CONFIGS["dense"], [*sets, 'rollout.environment="turns_of_test:chat"', "data.chat=true"]
+    )
+    with pytest.raises(
+        rm.ConfigError,
+        match=rf"^\[rollout\] environment: expected the chat template of {folder} to render ",
+    ):
+        loop.prepare(chat)
+    loop.prepare(
+        config.load(CONFIGS["dense"], [*sets, 'rollout.environment="turns_of_test:text"'])
+    ).close()
 
 
 def test_a_built_in_reward_judges_the_policy_alone() -> None:
@@ -245,8 +296,6 @@ def test_a_built_in_reward_judges_the_policy_alone() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- the function
-CHAT = [{"role": "user", "content": "ab"}]
-
 
 @pytest.mark.parametrize("prefix", ["", "async "], ids=["plain", "async"])
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,65 @@ def test_completions_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert [line.rstrip() for line in said.splitlines()].count("step 1") == (count > 0)
         assert len(re.findall(r"\n│ \d+\.000 ", said)) == 3 * count
         assert (tmp_path / str(count) / "completions.jsonl").read_bytes() == b""
+
+
+def test_what_nothing_judged_has_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 0 is all unjudged: its means are missing in every file and on the terminal. Half of
+    step 1 is judged: its means are those of this half."""
+    (tmp_path / "unjudged_run_of_test.py").write_text(
+        "calls = []\n"
+        "def f(completions, **_):\n"
+        "    calls.append(1)\n"  # held-out, rollouts, held-out, rollouts
+        "    numbers = [None, None] if len(calls) < 3 else [1.0, None, 3.0, None]\n"
+        "    return (numbers * 8)[: len(completions)]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
+    sets = [
+        *SETS,
+        "train.steps=1",
+        "eval.every=1",
+        "loss.entropy=0.0",
+        "rollout.log_completions=4",
+        "rollout.num_completions_to_print=4",
+    ]
+    sets += ['reward.functions=["unjudged_run_of_test:f"]']
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # NumPy's of a mean of nothing
+        assert (
+            main(
+                [
+                    "grpo",
+                    str(DENSE),
+                    "--out",
+                    str(tmp_path / "out"),
+                    *(w for s in sets for w in ("--set", s)),
+                ]
+            )
+            == 0
+        )
+    none, half = metrics.read(tmp_path / "out/metrics.jsonl")
+    names = ("reward_mean", "reward_std", "eval_reward", "unjudged_share")
+    assert [none[name] for name in names] == [None, None, None, 1.0]
+    assert [half[name] for name in names] == [2.0, 1.0, 2.0, 0.5]
+    assert (none["flat_groups"], none["policy_loss"], none["grad_norm"]) == (1.0, 0.0, 0.0)
+    assert "kl_ref" not in none, "there is no reference model"
+    assert "NaN" not in (tmp_path / "out/metrics.jsonl").read_text()
+    rows = [
+        json.loads(row) for row in (tmp_path / "out/completions.jsonl").read_text().splitlines()
+    ]
+    assert [row["reward"] for row in rows] == [None] * 4 + [1.0, None, 3.0, None]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "out/events")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward_mean")] == [(1, 2.0)]
+    said = capsys.readouterr().out
+    assert re.search(r"step 0/1  reward -  held-out -  ", said)
+    assert re.search(r"step 1/1  reward 2\.000  held-out 2\.000  ", said)
+    assert len(re.findall(r"\n│ -  ", said)) == 6
+    assert "held-out reward - → 2.000 in 1 steps" in said
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])

@@ -3,6 +3,7 @@ no JSON reader or tokenizer takes."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -73,7 +74,32 @@ def test_a_mean_is_over_the_completions_that_were_judged(tmp_path: Path) -> None
     code = "def f(**_):\n    return [None, 1.0, 2.0]\ndef g(**_):\n    return [None] * 3\n"
     judged = reward(tmp_path, code, "none_of_test", "none_of_test:g")
     scores = judged.judge(["p"] * 3, ["c"] * 3, [[1]] * 3, {})
-    assert (scores.total, means_of(scores)) == ([0.0, 1.0, 2.0], {"none_of_test:f": 1.5})
+    assert np.array_equal(scores.total, [math.nan, 1.0, 2.0], equal_nan=True)
+    assert (scores.mean(), scores.std(), means_of(scores)) == (1.5, 0.5, {"none_of_test:f": 1.5})
+    nothing = scores.take([0])
+    assert (nothing.mean(), nothing.std(), means_of(nothing)) == (None, None, {})
+
+
+def test_a_sum_is_over_the_functions_that_judged(tmp_path: Path) -> None:
+    """None adds nothing where another function judges, even one of weight 0: TRL's nansum."""
+    code = "def f(**_):\n    return [None, None, 1.0, 2.0]\n"
+    code += "def g(**_):\n    return [None, -1.0, 1.0, None]\n"
+    for weights, total in (
+        ((0.5, 3.0), [math.nan, -3.0, 3.5, 1.0]),
+        ((0.0, 1.0), [math.nan, -1.0, 1.0, 0.0]),
+    ):
+        both = reward(tmp_path, code, "sums_of_test", "sums_of_test:g", weights=weights)
+        assert np.array_equal(both(["p"] * 4, ["c"] * 4, [[1]] * 4, {}), total, equal_nan=True)
+
+
+def test_infinite_sums_that_cancel_are_not_taken_for_unjudged(tmp_path: Path) -> None:
+    code = "def f(**_):\n    return [1e18]\ndef g(**_):\n    return [-1e18]\n"
+    both = reward(tmp_path, code, "cancel_of_test", "cancel_of_test:g", weights=(1e300, 1e300))
+    with pytest.raises(
+        rm.ConfigError,
+        match=r"^\[reward\] weights: expected sums of at most 1e\+18, got nan for completion 0$",
+    ):
+        both(["p"], ["c"], [[1]], {})
 
 
 def test_each_reward_has_its_time(tmp_path: Path) -> None:
@@ -281,8 +307,13 @@ def test_an_interrupt_ends_async_rewards(loop_handles_it: bool, tmp_path: Path) 
 def test_completions_that_no_function_judges_are_said_once(tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     judge = reward(tmp_path, "def f(prompts, completions, **_):\n    return [None] * (len(completions) - 1) + [1.0]\n", "silent_of_test")
     this = rolled_out(tokenizer, *({"prompt": p} for p in "abc"))
-    assert [rollout.score(this, judge).total for _ in range(2)] == [[0.0, 0.0, 1.0]] * 2
-    assert [r.getMessage() for r in caplog.records] == ["2 of 3 completions got None from every reward function; they count 0"]
+    for _ in range(2):
+        assert np.array_equal(
+            rollout.score(this, judge).total, [math.nan, math.nan, 1.0], equal_nan=True
+        )
+    told = "2 of 3 completions got None from every reward function; their advantage is 0, "
+    told += "and they do not count in the means"
+    assert [r.getMessage() for r in caplog.records] == [told]
 
 
 @pytest.mark.parametrize("name", ["char_match", "exact_match", "contains"])

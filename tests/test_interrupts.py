@@ -23,7 +23,14 @@ from helpers import numpy_state_dict, tiny_config, tiny_spec
 
 import rollmesh as rm
 from rollmesh import _core
-from rollmesh.sources import SharedReader, SharedWriter
+from rollmesh.sources import (
+    DeltaDecoder,
+    DeltaEncoder,
+    DeltaReader,
+    DeltaWriter,
+    SharedReader,
+    SharedWriter,
+)
 from rollmesh.vllm.trainer import WeightSender
 from rollmesh.weights.transport import segment
 
@@ -294,6 +301,57 @@ def test_an_interrupted_publish_is_one_or_none(tmp_path: Path) -> None:
         other.close()
         assert not any(tmp_path.iterdir()), place
         place += 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # hits inside finalizers
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_interrupted_publish_of_a_folder_is_one_or_none(tmp_path: Path, threads: int) -> None:
+    """The writer has the version that readers find. The call can be repeated, and the next one is a
+    delta again, against a base that readers have."""
+    pytest.importorskip("zstandard")
+    states = [{"x": np.full(3, value, np.float32), "y": np.full((2, 2), float(value))} for value in range(2)]
+    with DeltaWriter(tmp_path, whole_every=3) as writer:
+        writer._encoder._threads = threads
+        reader = DeltaReader(tmp_path)
+        place, hit, cut_short = 0, True, 0
+        while hit:
+            version = writer.publish(states[place % 2])
+            hit = interrupted_at(place, lambda: writer.publish(states[(place + 1) % 2]))  # noqa: B023
+            assert writer.version in (version, version + 1)
+            expected = states[(place + (writer.version != version)) % 2]
+            for each in (reader, DeltaReader(tmp_path)):
+                assert each.refresh() == writer.version, place
+                assert all(np.array_equal(each[name], expected[name]) for name in expected), place
+            cut_short += hit and writer.version == version
+            place += 1
+        assert 0 < cut_short < place - 1  # some came when it was published already
+    assert not list(tmp_path.glob("*.being-written"))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # hits inside finalizers
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_interrupted_delta_is_applied_or_not(threads: int) -> None:
+    """Each tensor is of one version, and the next delta fits."""
+    pytest.importorskip("zstandard")
+    encoder, decoder = DeltaEncoder(threads), DeltaDecoder(threads)
+    states = [
+        {"dense": np.full(64, value, np.float32), "sparse": np.arange(64.0) + 64 * value * (np.arange(64) == 7)}
+        for value in range(2)
+    ]
+    decoder.apply(encoder.encode(states[0], 0))
+    place, hit, cut_short = 0, True, 0
+    while hit:
+        before = decoder.version
+        assert before is not None
+        message = encoder.encode(states[(before + 1) % 2], before + 1)
+        hit = interrupted_at(place, lambda: decoder.apply(message))  # noqa: B023
+        cut_short += decoder.version == before
+        for name, array in states[int(decoder.version or 0) % 2].items():
+            assert np.array_equal(decoder[name], array), place
+        if decoder.version == before:
+            decoder.apply(message)
+        place += 1
+    assert cut_short > 3
 
 
 @pytest.mark.parametrize("has_check", [False, True])

@@ -21,7 +21,7 @@ from helpers import numpy_state_dict, tiny_config
 import rollmesh as rm
 from rollmesh import sources
 from rollmesh.weights import safetensors_folder
-from rollmesh.weights.transport import manifest, segment, tensors
+from rollmesh.weights.transport import manifest, segment
 
 CONFIG = tiny_config(True)
 STATE = numpy_state_dict(CONFIG, dtype="float32")
@@ -82,6 +82,33 @@ def test_a_folder_is_a_source(folder: Path, want: str) -> None:
     one = sources.SafetensorsFolder(folder / "model-0.safetensors")
     assert len(one) == (len(STATE) + 1) // 2
     assert set(one) == set(list(STATE)[::2])
+
+
+def test_ignore_leaves_out_tensors_of_a_folder(folder: Path, want: str) -> None:
+    """By a pattern and by name; a parameter that is left out is missing."""
+    torch = pytest.importorskip("torch")
+    names = [
+        f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in ("rope.sin", "rope.cos")
+    ]
+    pytest.importorskip("safetensors.torch").save_file(
+        {name: torch.ones(4) for name in names}, folder / "model-2.safetensors"
+    )
+    (folder / safetensors_folder.INDEX).unlink()
+    patterns = ("*.rope.sin", names[1], names[3], "absent")
+    with generator() as gen:
+        with pytest.raises(rm.UnexpectedKeyError, match="4 of the weights: "):
+            gen.sync_weights(sources.SafetensorsFolder(folder))
+        with pytest.raises(rm.UnexpectedKeyError, match=rf"2 of the weights: {names[1]} "):
+            gen.sync_weights(sources.SafetensorsFolder(folder, patterns[:1]))
+        report = gen.sync_weights(sources.SafetensorsFolder(folder, ignore=patterns))
+        assert (report.digest, report.num_skipped) == (want, 0)
+        with pytest.raises(
+            rm.MissingKeyError, match=r"1 of the weights: missing: model\.norm\.weight"
+        ):
+            gen.sync_weights(sources.SafetensorsFolder(folder, (*patterns, "model.norm.*")))
+    for bad in ("*", 3, (3,), None):
+        with pytest.raises(rm.ConfigError, match="ignore: expected a tuple of names of tensors"):
+            sources.SafetensorsFolder(folder, bad)  # type: ignore[arg-type]
 
 
 def test_a_folder_read_without_torch(folder: Path, want: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,14 +410,14 @@ def test_a_sweep_keeps_a_version_that_replaced_the_one_it_opened(tmp_path: Path,
     with sources.SharedWriter(tmp_path) as writer, sources.SharedReader(writer.address) as reader:
         writer.publish({"x": np.ones(3)})
         os.utime(writer.address.rpartition(":")[0], (0, 0))
-        lock = segment._lock
+        lock = segment.lock
 
         def publish_and_lock(*arguments: Any) -> bool:
-            monkeypatch.setattr(segment, "_lock", lock)
+            monkeypatch.setattr(segment, "lock", lock)
             writer.publish({"x": np.zeros(3)})
             return lock(*arguments)
 
-        monkeypatch.setattr(segment, "_lock", publish_and_lock)
+        monkeypatch.setattr(segment, "lock", publish_and_lock)
         segment._sweep(tmp_path)
         assert reader.refresh() == 1
 
@@ -481,27 +508,13 @@ def test_copies_are_read_from_a_read_only_file_system(tmp_path: Path, monkeypatc
 def test_a_new_segment_does_not_wait_for_its_lock_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment, "LOCK_S", 0.01)
     with monkeypatch.context() as patched:
-        patched.setattr(segment, "_lock", lambda *_: False)
+        patched.setattr(segment, "lock", lambda *_: False)
         with pytest.raises(rm.DeadlineError, match="has locked the new file"):
             segment.Segment(8, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------------------------------------ sums, buckets, stream
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 4095, 4096, 4097, 8192, 123457])
-def test_every_byte_counts_in_a_sum(size: int, rng: np.random.Generator) -> None:
-    data = rng.integers(0, 256, size, dtype=np.uint8)
-    sums = {tensors.checksum(data)}
-    assert tensors.checksum(data.copy()) in sums
-    places = range(size) if size < 100 else rng.integers(0, size, 50)
-    for at in dict.fromkeys(int(p) for p in places):
-        changed = data.copy()
-        changed[at] ^= np.uint8(1 << int(rng.integers(8)))
-        assert tensors.checksum(changed) not in sums
-        sums.add(tensors.checksum(changed))
-    assert tensors.checksum(np.append(data, np.uint8(0))) not in sums
-
-
+# ------------------------------------------------------------------------------------------------ buckets, stream
 def test_buckets() -> None:
     entries = [(str(i), np.zeros(i, np.uint8)) for i in (3, 3, 4, 11, 0, 10, 1)]
     got = [[int(name) for name, _ in bucket] for bucket in sources.bucketed(entries, 10)]

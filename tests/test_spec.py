@@ -270,7 +270,7 @@ NO_JSON: list[tuple[dict[str, Any], str]] = [
     ({"x" * 10**6: 1}, "unknown config keys: 'xxx"),
     ({"\ud800": 1}, r"unknown config keys: '\\ud800'=1"),
     ({7: 1, ("a", "b"): 2}, r"unknown config keys: 7=1, \('a', 'b'\)=2"),
-    ({"rope_parameters": MANY}, "rope_parameters: expected keys .*got key0, .* and 4980 more"),
+    ({"rope_parameters": MANY}, r"unknown config keys: rope_parameters\.key0=0, .* and 4980 more"),
     ({"quantization_config": LAUGHS}, "quantization_config="),
     ({"num_hidden_layers": LAUGHS}, "num_hidden_layers: .*got "),
 ]
@@ -349,7 +349,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     (rope_of(parameters=[[["factor"], 2]]), r"^rope_settings\.parameters: expected pairs"),
     (rope_of(parameters=[]), r"^rope_settings\.parameters: expected partial_rotary_factor=1\.0, got $"),
     (rope_of(parameters=[["rope_theta", 7.0]]), r"^rope_settings\.parameters: expected "),
-    (rope_of(parameters=[["factors", 7.0]]), "^rope_parameters: expected keys of the rope types, got factors"),
+    (rope_of(parameters=[["factors", 7.0]]), r"^rope_parameters: expected keys of the rope types, got rope_parameters\.factors=7\.0"),
     (rope_of(type="linear", parameters=[["factor", 0]]), "^rope_parameters.factor: expected a finite number"),
     ({"norm_before": False}, "^norm_before=False, norm_after=False: expected norms"),
     ({"ungated": 1}, "^ungated: expected"),
@@ -430,6 +430,73 @@ def test_ignore_is_keys_and_never_a_part_of_one(ignore: Any) -> None:
     """As a str, "my_rms_norm_eps" once hid rms_norm_eps, and the model computed with the default."""
     with pytest.raises(rm.ConfigError, match="ignore: expected a tuple of keys"):
         rm.ModelSpec.from_hf({**DENSE, "rms_norm_eps": 0.5}, ignore=ignore)
+
+
+# Keys that transformers 4.30 to 5.24 wrote. Those of the installed version are read below.
+BOOKKEEPING = {
+    "_attn_implementation_autoset": True, "_attn_implementation": "sdpa", "_flash_attn_2_enabled": True, "_auto_class": "AutoConfig",
+    "_commit_hash": "0f", "_name_or_path": "org/model", "_pre_quantization_dtype": "bfloat16",
+    "base_model_tp_plan": {"layers.*": "rowwise"},
+    "gradient_checkpointing": True, "loss_type": "ForCausalLM", "max_new_tokens": 64, "output_attentions": True, "pruned_heads": {},
+    "task_specific_params": {"summarization": {"max_length": 5}}, "tf_legacy_loss": True, "torch_dtype": "float16", "unsloth_fixed": True,
+    "unsloth_version": "2025.3", "use_bfloat16": True, "xla_device": True,
+}  # fmt: skip
+
+
+def test_bookkeeping_keys_of_transformers_change_nothing() -> None:
+    """With values that would count if they were read: any but None and False."""
+    configs = pytest.importorskip("transformers.configuration_utils")
+    generation = configs.GenerationConfig._get_default_generation_params()
+    ours = ("model_type", "is_encoder_decoder")
+    known = {
+        **dict.fromkeys(configs.PreTrainedConfig().to_dict(), "x"),
+        **dict.fromkeys(generation, 7),
+        **BOOKKEEPING,
+    }
+    for key in known.keys() - set(ours):
+        assert rm.ModelSpec.from_hf({**DENSE, key: known[key]}) == spec(), key
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("ignored", ["rope_scaling.attn_factor", "rope_parameters.attn_factor"])
+@pytest.mark.parametrize("table", ["rope_scaling", "rope_parameters"])
+def test_ignore_reaches_a_key_of_a_table(table: str, ignored: str, tmp_path: Path) -> None:
+    """By either name of the rope table; the rest of the table is read. In dicts, config objects,
+    folders and files."""
+    from transformers import Qwen3Config
+
+    base = {k: v for k, v in DENSE.items() if not k.startswith("rope")}
+    want = rm.ModelSpec.from_hf({**base, "rope_theta": 1e6, table: YARN})
+    config = {**base, "rope_theta": 1e6, table: {**YARN, "attn_factor": 0.878}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for source in (config, Qwen3Config(**config), tmp_path, tmp_path / "config.json"):
+        assert rm.ModelSpec.from_hf(source, ignore=("absent", ignored, "absent.key")) == want
+        with pytest.raises(
+            rm.ConfigError, match=r"attn_factor=0\.878; ignore=\('(rope_\w+\.attn_factor)',\)"
+        ) as refused:
+            rm.ModelSpec.from_hf(source, ignore=("attn_factor", "factor", "rope_scaling.attn"))
+        assert rm.ModelSpec.from_hf(source, ignore=refused.value.names) == want  # type: ignore[attr-defined]
+    assert config[table]["attn_factor"] == 0.878, "the caller's config stays"
+
+
+def test_all_unknown_keys_are_named_at_once_as_ignore_takes_them() -> None:
+    config = {
+        **DENSE,
+        "team": "b",
+        "a.b": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "x": 1, "off": None},
+    }
+    with pytest.raises(
+        rm.ConfigError, match=r"team='b', a\.b=1, rope_parameters\.x=1; ignore="
+    ) as refused:
+        rm.ModelSpec.from_hf(config)
+    assert refused.value.names == ("team", "a.b", "rope_parameters.x")  # type: ignore[attr-defined]
+    want = rm.ModelSpec.from_hf(
+        {**DENSE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    )
+    assert rm.ModelSpec.from_hf(config, ignore=refused.value.names) == want  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------------ rope

@@ -43,6 +43,9 @@ def spellings(case: helpers.Case, dtype: str) -> Iterator[tuple[str, dict[str, A
         embed = state["model.embed_tokens.weight"]
         yield "tied, lm_head sent too", {**state, "lm_head.weight": embed.clone()}
         yield "tied, lm_head the same memory, first", {"lm_head.weight": embed, **state}
+        rest = {key: x for key, x in state.items() if x is not embed}
+        yield "tied, lm_head alone", {**rest, "lm_head.weight": embed}
+        yield "tied, lm_head alone, of torchtitan", {"output.weight": embed, **rest}
     if not config["attention_bias"]:  # torchtitan has no such option
         for style in ("plain", "shapes", "nested"):
             yield f"titan {style}", helpers.titan_state_dict(state, config, style)
@@ -106,3 +109,89 @@ def test_every_form_of_a_config_is_the_same_spec(case: helpers.Case, tmp_path: P
     assert rollmesh.ModelSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
     assert hash(rollmesh.ModelSpec.from_dict(spec.to_dict())) == hash(spec)
     assert {p.name: p.shape for p in spec.parameters()} == helpers.parameter_shapes(case.config)
+
+
+# ------------------------------------------------------------------- tied heads, buffers
+DENSE, TIED = helpers.tiny_config(), helpers.tiny_config(tie_word_embeddings=True)
+MESHES = [rollmesh.Mesh(), rollmesh.Mesh(tp=2)]
+
+
+def generator_of(config: dict[str, Any], mesh: rollmesh.Mesh) -> rollmesh.Generator:
+    spec = rollmesh.ModelSpec.from_hf(config)
+    return rollmesh.Generator(
+        spec, mesh=mesh, dtype="float32", max_model_len=16, kv_cache_gib=0.002, threads=1
+    )
+
+
+def digest_of(config: dict[str, Any], state: dict[str, np.ndarray]) -> str:
+    with generator_of(config, MESHES[0]) as generator:
+        return generator.sync_weights(state).digest
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=["one rank", "tp=2"])
+def test_buffers_of_rope_are_passed_over(mesh: rollmesh.Mesh) -> None:
+    """Of any float dtype, without a cast. Other names beside them are refused."""
+    q = "model.layers.0.self_attn.q_proj.weight"
+    state, half = helpers.numpy_state_dict(DENSE), np.ones(3, np.float16)
+    buffers = {"model.rotary_emb.inv_freq": half}
+    buffers |= {
+        f"model.layers.{i}.self_attn.rotary_emb.{name}": half
+        for i in (0, 1)
+        for name in ("inv_freq", "cos_cached", "sin_cached")
+    }
+    want = digest_of(DENSE, state)
+    with generator_of(DENSE, mesh) as generator:
+        for source in ({**buffers, **state}, iter({**state, **buffers}.items())):
+            report = generator.sync_weights(source)
+            assert (report.digest, report.num_skipped, report.num_tensors) == (
+                want,
+                len(buffers),
+                len(state),
+            )
+        with generator.begin_sync() as sync:
+            for name, tensor in {**buffers, **state}.items():
+                sync.push(name, tensor)
+        assert sync.report is not None
+        assert (sync.report.digest, sync.report.num_skipped) == (want, len(buffers))
+        for name in (
+            "model.layers.0.self_attn.rotary_emb.freqs",
+            "model.layers.0.rotary_emb.inv_freq",
+            "inv_freq",
+        ):
+            with pytest.raises(rollmesh.UnexpectedKeyError, match=name):
+                generator.sync_weights({**state, name: half})
+        bad = {
+            **state,
+            q: np.full_like(state[q], np.nan),
+        }  # the report of a later sync does not count what was taken back
+        with pytest.raises(rollmesh.NonFiniteError):
+            generator.sync_weights({**buffers, **bad})
+        assert generator.sync_weights({**buffers, **state}).num_skipped == len(buffers)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=["one rank", "tp=2"])
+def test_a_tied_matrix_that_comes_as_lm_head_alone(mesh: rollmesh.Mesh) -> None:
+    """As a mapping, a stream and tensor by tensor, after another version under the other name.
+    Oracle: the digest of the usual name."""
+    state, other = helpers.numpy_state_dict(TIED), helpers.numpy_state_dict(TIED, seed=1)
+    embed = state.pop("model.embed_tokens.weight")
+    want = digest_of(TIED, helpers.numpy_state_dict(TIED))
+    with generator_of(TIED, mesh) as generator:
+        with pytest.raises(rollmesh.MissingKeyError, match="embed_tokens"):
+            generator.sync_weights(state)
+        sent = {**state, "lm_head.weight": embed}
+        for source in (sent, iter(sent.items()), dict(reversed(sent.items()))):
+            assert generator.sync_weights(source).digest == want
+            assert generator.sync_weights(other).digest == digest_of(TIED, other) != want
+        with pytest.raises(rollmesh.IncompleteSyncError, match="embed_tokens"):
+            generator.sync_weights(iter(state.items()))
+        with generator.begin_sync() as sync:
+            for name, tensor in sent.items():
+                sync.push(name, tensor)
+        assert sync.report is not None
+        assert sync.report.digest == want
+        generator.sync_weights(other)
+        partly = generator.sync_weights(
+            {"lm_head.weight": embed}, strict=False
+        ).digest  # the embedding's new values, and no old ones
+        assert partly == digest_of(TIED, {**other, "model.embed_tokens.weight": embed})

@@ -27,7 +27,6 @@ from stream_ranks import State, seen
 import rollmesh as rm
 from rollmesh import sources
 from rollmesh.runtime.devices import LIBRARY_SWITCH
-from rollmesh.weights.transport import tensors
 
 KINDS = ("nccl", "shm", "gloo", "torch")
 LOSING = KINDS[:3]  # torch's groups alike
@@ -532,10 +531,3 @@ def test_a_comm_that_is_closed_has_no_stream(settings: dict[str, str], monkeypat
     two.close()
     with pytest.raises(rm.StateError, match="this comm is closed"):
         sources.send_weights({}, two)
-
-
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 4095, 4096, 4097, (16 << 20) + 8192 + 3])
-def test_torch_sums_as_numpy_does(size: int, rng: np.random.Generator) -> None:
-    torch = pytest.importorskip("torch")
-    data = rng.integers(0, 256, size, dtype=np.uint8)
-    assert tensors.checksum_of_torch(torch.from_numpy(data)) == tensors.checksum(data)

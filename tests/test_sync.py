@@ -106,7 +106,7 @@ def test_missing_keys(served: dict[str, rm.Generator]) -> None:
 
 
 UNEXPECTED = [
-    "model.layers.0.self_attn.rotary_emb.inv_freq",
+    "model.layers.0.self_attn.rotary_emb.freqs",
     "model.layers.3.mlp.gate_proj.weight",  # layer 3 of 3
     "model.layers.00.input_layernorm.weight",
     "model.layers.-1.input_layernorm.weight",
@@ -179,9 +179,6 @@ def test_tied_lm_head(served: dict[str, rm.Generator], head_first: bool) -> None
         other[row, col] = np.nextafter(other[row, col], np.float32(9))  # one bit
         refused(served["tied"], with_head(other), rm.TiedWeightError, f"[{row}, {col}]", "tie_word_embeddings")
     assert digest_of(TIED, with_head(embed.copy())) == digest_of(TIED, with_head(embed)) == digest_of(TIED, state)
-    refused(
-        served["tied"], {"lm_head.weight": embed, **{k: v for k, v in state.items() if v is not embed}}, rm.MissingKeyError, "embed_tokens"
-    )
 
 
 @pytest.mark.parametrize("head_first", [False, True])

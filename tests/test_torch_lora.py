@@ -7,6 +7,7 @@ gradient's norm, and 1e-2 inside autocast.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import helpers
 import pytest
@@ -53,7 +54,6 @@ def test_lora(case: helpers.Case, dtype: str, whole: bool) -> None:
             rm.torch.push(model, generator, version)
             batch = drawn(generator, case)
             assert (batch.of(scored(model, batch)) == batch.recorded).all()
-            assert rm.torch.weight_use(model).packed == 0
             step(model, batch, [p for p in model.parameters() if p.requires_grad])
             assert (batch.of(scored(model, batch)) != batch.recorded).any()
         with model.disable_adapter():
@@ -95,7 +95,6 @@ def test_lora_inside_autocast() -> None:
             want = want or got
             assert worst(got, want) < 1e-2
             model.zero_grad()
-            rm.torch.forget(model)
 
 
 @pefts
@@ -121,24 +120,32 @@ def test_adapters_of_other_parts_and_kinds() -> None:
     peft = pytest.importorskip("peft")
     experts = peft.LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
     for case, config, words in (
-        (DENSE, peft.LNTuningConfig(target_modules=["input_layernorm"]), "got one of a norm, a LNTuningLayer"),
-        (DENSE, peft.LNTuningConfig(target_modules=["q_norm"]), "got one of a norm, a LNTuningLayer"),
-        (DENSE, peft.LNTuningConfig(target_modules=["post_attention_layernorm"]), "got one of a norm, a LNTuningLayer"),
-        (DENSE, peft.LNTuningConfig(target_modules=["model.norm"]), "got one of a norm, a LNTuningLayer"),
-        (DENSE, peft.LoHaConfig(r=2, target_modules=["q_proj"]), "expected LoRA layers of peft, got a Linear"),
-        (DENSE, peft.HRAConfig(r=2, target_modules=["q_proj"]), "expected LoRA layers of peft, got a HRALinear"),
-        (helpers.CASES_BY_NAME["moe"], experts, "got one of the router or of experts"),
+        (DENSE, peft.LNTuningConfig(target_modules=["input_layernorm"]), "input_layernorm: .* got a peft LNTuningLayer of a Qwen3RMSNorm"),
+        (DENSE, peft.LNTuningConfig(target_modules=["q_norm"]), "q_norm: .* got a peft LNTuningLayer"),
+        (DENSE, peft.LNTuningConfig(target_modules=["post_attention_layernorm"]), "post_attention_layernorm: .* got a peft LNTuningLayer"),
+        (DENSE, peft.LNTuningConfig(target_modules=["model.norm"]), "model.norm: .* got a peft LNTuningLayer"),
+        (DENSE, peft.LoHaConfig(r=2, target_modules=["q_proj"]), "q_proj: .* got a peft Linear of a Linear"),
+        (DENSE, peft.HRAConfig(r=2, target_modules=["q_proj"]), "q_proj: .* got a peft HRALinear"),
+        (DENSE, peft.AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=["q_proj"]), "q_proj: .* got a peft SVDLinear"),
+        (DENSE, peft.LoraConfig(r=2, target_modules=["embed_tokens"]), "embed_tokens: .* got a peft Embedding of a Embedding"),
+        (helpers.CASES_BY_NAME["moe"], experts, "mlp.experts: .* got a peft ParamWrapper of a Qwen3MoeExperts"),
     ):
-        model = rm.torch.patch(peft.get_peft_model(helpers.hf_model(case), config))
-        with pytest.raises(rm.ConfigError, match=words):
-            rm.torch.logprobs(model, torch.tensor([[1, 2]]))
-        with pytest.raises(rm.ConfigError, match=r"expected (adapters of attention and dense MLPs|LoRA layers of peft)"):
-            rm.torch.state_dict(model)
+        first = rm.torch.patch(helpers.hf_model(case))
+        patched, plain = peft.get_peft_model(first, config), peft.get_peft_model(helpers.hf_model(case), config)
+        for call in (
+            lambda patched=patched: rm.torch.logprobs(patched, torch.tensor([[1, 2]])),
+            lambda patched=patched: rm.torch.state_dict(patched),
+            lambda plain=plain: rm.torch.state_dict(plain),
+            lambda plain=plain: rm.torch.patch(plain),
+        ):
+            with pytest.raises(rm.ConfigError, match=f"{words}.*merge it into the model"):
+                call()
 
 
 @pefts
 def test_adapters_that_are_switched() -> None:
-    """Off (the usual reference model), to another one, and to another scale: what was packed or pushed before is not used."""
+    """Off (the usual reference model), to another one, and to another scale: a pass computes with
+    what is active then."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
     model = rm.torch.patch(peft.get_peft_model(helpers.hf_model(DENSE), config))
@@ -160,3 +167,89 @@ def test_adapters_that_are_switched() -> None:
             if hasattr(module, "set_scale"):
                 module.set_scale("default", 3.0)
         assert (rm.torch.logprobs(model, IDS).logprobs != one).any()
+
+
+PATTERNS = {"use_rslora": True, "rank_pattern": {"o_proj": 2}, "alpha_pattern": {"q_proj": 32}}
+ORDERS = (
+    "merge disable",
+    "merge disable pass enable",
+    "merge disable enable",
+    "merge_both disable",
+    "merge set_two",
+    "merge pass unmerge merge_two",
+    "merge_two scale",
+    "both scale",
+    "merge pass scale disable",
+)
+
+
+@pefts
+@pytest.mark.filterwarnings("ignore:Adapter cannot be set when the model is merged:UserWarning")
+@pytest.mark.parametrize("options", [{}, PATTERNS], ids=["plain", "patterns"])
+def test_merged_and_switched_adapters_are_pefts(options: dict[str, Any]) -> None:
+    """The forward pass and push follow peft through merging, switching and disabling. A layer of peft
+    unmerges when it is called while adapters are disabled."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False, **options)
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        model = peft.get_peft_model(helpers.hf_model(DENSE), config, adapter_name="one")
+        model.add_adapter("two", config)
+        return model.eval()
+
+    steps = {
+        "merge": lambda m: m.merge_adapter(),
+        "merge_two": lambda m: m.merge_adapter(["two"]),
+        "merge_both": lambda m: m.merge_adapter(["one", "two"]),
+        "unmerge": lambda m: m.unmerge_adapter(),
+        "disable": lambda m: m.base_model.disable_adapter_layers(),
+        "enable": lambda m: m.base_model.enable_adapter_layers(),
+        "set_two": lambda m: m.set_adapter("two"),
+        "both": lambda m: m.base_model.set_adapter(["one", "two"]),
+        "scale": lambda m: [x.set_scale("one", 3.0) for x in m.modules() if hasattr(x, "set_scale")],
+        "pass": lambda m: m(IDS, use_cache=False),
+    }
+    with generator_of(DENSE) as generator:
+        for order in ORDERS:
+            plain, patched = made(), rm.torch.patch(made())
+            for step in order.split():
+                steps[step](plain)
+                steps[step](patched)
+            rm.torch.push(patched, generator)
+            want = plain(IDS, use_cache=False).logits
+            got = patched(IDS).logits
+            assert (got - want).abs().max() < 1e-4 * want.abs().max(), order
+            assert (got[0].detach().numpy() == generator.logits([IDS[0].tolist()])[0]).all(), order
+
+
+@pefts
+def test_an_adapter_for_each_row() -> None:
+    """peft brings the names to the layers by hooks, which it leaves behind when the call raises."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(helpers.hf_model(DENSE), config, adapter_name="one").eval()
+    want = rm.torch.patch(model)(IDS).logits
+    with pytest.raises(rm.ConfigError, match=r"q_proj: expected the active adapters for all rows, got"):
+        model(IDS, adapter_names=["one"])
+    assert (model(IDS).logits == want).all()
+
+
+@pefts
+def test_adapters_that_are_changed_by_hand() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    for change, words in (
+        (lambda x: x.lora_A["default"].register_forward_hook(lambda *_: None), r"lora_A.default: expected no hook"),
+        (lambda x: x.lora_B.__setitem__("default", torch.nn.Linear(4, 64)), r"lora_B.default.bias: expected none"),
+        (lambda x: x.lora_A.to(torch.bfloat16), r"lora_A and lora_B of one dtype"),
+        (lambda x: x.lora_dropout.__setitem__("default", torch.nn.AlphaDropout()), r"lora_dropout.default: .*AlphaDropout"),
+        (lambda x: setattr(x, "get_delta_weight", x.get_delta_weight), r"get_delta_weight: expected the method of Linear"),
+        (lambda x: x.register_forward_hook(lambda *_: None), r"q_proj: expected no hook"),
+        (lambda x: x.base_layer.register_parameter("bias", torch.nn.Parameter(torch.ones(64))), r"q_proj.bias: expected none"),
+    ):
+        model = rm.torch.patch(peft.get_peft_model(helpers.hf_model(DENSE), config))
+        model(IDS)
+        change(model.get_base_model().model.layers[0].self_attn.q_proj)
+        with pytest.raises(rm.ConfigError, match=words):
+            model(IDS)

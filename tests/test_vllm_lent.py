@@ -514,7 +514,7 @@ def test_a_loan_is_opened_after_its_tensors_were_written_and_described() -> None
         return int.from_bytes(sender._shared.path.read_bytes()[LOAN : LOAN + 8], "little")
 
     class Lender(loans.Lender):
-        def take(self, name: str, tensor: Any) -> Any:
+        def take(self, name: str, tensor: Any, copy: bool = False) -> Any:
             return loans.Held(name, 0, 64, "float32", (1,), (1,), None)
 
         def describe(self, tensors: Any, number: int) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def _is_owned(path: Path) -> bool:
     except FileNotFoundError:
         return True
     try:
-        return segment._is_locked(descriptor, segment.OWNER)
+        return segment.is_locked(descriptor, segment.OWNER)
     finally:
         os.close(descriptor)
 

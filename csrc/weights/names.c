@@ -16,6 +16,7 @@ typedef enum form {
   GATE_UP,                      // gate rows, then up rows
   EXPERTS,                      // [experts][rows][cols] of one kind
   EXPERTS_GATE_UP,              // [experts][gate rows, then up rows][cols]
+  NOTHING,                      // a buffer that follows from the config
 } form;
 
 typedef struct spelling {
@@ -100,6 +101,11 @@ static const spelling spellings[] = {
     {"layers.#.mlp.expert_bias", ONE, RM_P_ROUTER_BIAS},
     {"layers.#.moe.expert_bias", ONE, RM_P_ROUTER_BIAS},
     {"layers.#.moe.expert_bias_E", ONE, RM_P_ROUTER_BIAS},
+    // buffers of rope in older checkpoints
+    {"rotary_emb.inv_freq", NOTHING, 0},
+    {"layers.#.self_attn.rotary_emb.inv_freq", NOTHING, 0},
+    {"layers.#.self_attn.rotary_emb.cos_cached", NOTHING, 0},
+    {"layers.#.self_attn.rotary_emb.sin_cached", NOTHING, 0},
 };
 
 static const char *const wrappers[] = {"_orig_mod.", "module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."};
@@ -249,6 +255,7 @@ static rm_code fill(const rm_params *params, const spelling *s, const int32_t nu
     case GATE_UP: return stack(params, out, kinds, 2, numbers[0], numbers[1], 0, err);
     case EXPERTS: return stack_experts(params, out, kinds, 1, numbers[0], err);
     case EXPERTS_GATE_UP: return stack_experts(params, out, kinds, 2, numbers[0], err);
+    case NOTHING: return RM_OK;
   }
   return RM_E_UNEXPECTED_KEY;
 }
@@ -310,6 +317,7 @@ rm_code rm_names_resolve(const rm_params *params, const char *name, size_t lengt
   shown[length] = 0;
   const char *bare = bare_name(buffer, name, length);
   out->n_pieces = 0;
+  out->n_dims = 0;
   int32_t numbers[2];
   for (int kind = 0; kind < RM_N_PARAM_KIND; kind++) {   // first, since a family may give a name of the table to another kind
     char pattern[RM_NAME_MAX + 16];

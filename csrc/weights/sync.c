@@ -108,7 +108,8 @@ static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const
   return RM_OK;
 }
 
-// All checks that need no values. *skip: an unexpected name, which allow_partial ignores.
+// All checks that need no values. *skip: the entry is a buffer, or it is unexpected and
+// allow_partial is set.
 static rm_code check_all(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, char *shown, int *skip, rm_error *err) {
   *skip = 0;
   if (!store->open) return rm_fail(err, RM_E_STATE, "a tensor was pushed and no sync is open");
@@ -119,6 +120,8 @@ static rm_code check_all(rm_store *store, const char *name, size_t length, const
     return RM_OK;
   }
   if (code) return code;
+  *skip = store->target.n_pieces == 0;
+  if (*skip) return RM_OK;
   memcpy(shown, name, length);
   shown[length] = 0;
   if ((code = check_new(store, shown, err)) || (code = check_place(store, tensor, shown, err))) return code;
@@ -335,8 +338,8 @@ void rm_sync_undo_push(rm_store *store, const char *name, size_t length) {
   rm_error err = RM_ERROR_INIT;
   if (!store->open) return;
   const rm_code code = rm_names_resolve(store->params, name, length, &store->target, &err);
-  if (code) {
-    store->report.n_skipped -= code == RM_E_UNEXPECTED_KEY && store->options.allow_partial;
+  if (code || !store->target.n_pieces) {
+    store->report.n_skipped -= !code || (code == RM_E_UNEXPECTED_KEY && store->options.allow_partial);
     rm_error_clear(&err);
     return;
   }
@@ -353,9 +356,15 @@ void rm_sync_undo_push(rm_store *store, const char *name, size_t length) {
 // Whether a parameter that was not pushed keeps its value: the sync began with one, and it was not overwritten.
 static int keeps_value(const rm_store *store, int64_t index) { return store->has_base && !(store->flags[index] & DIRTY); }
 
+// Whether this is a tied embedding that was pushed under the name of lm_head alone.
+static int came_as_head(const rm_store *store, int64_t index) {
+  return index == store->tied_embed && !(store->flags[index] & SEEN) && (store->flags[store->tied_head] & SEEN);
+}
+
 // Whether a parameter is missing: required, or optional with a push that failed half way.
 static int is_absent(const rm_store *store, int64_t index) {
   const int wanted = store->params->list[index].required || (store->flags[index] & DIRTY);
+  if (came_as_head(store, index)) return 0;
   return wanted && !(store->flags[index] & SEEN) && !keeps_value(store, index);
 }
 
@@ -418,7 +427,12 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
   if (!store->open) return rm_fail(err, RM_E_STATE, "commit: no sync is open");
   const rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
   if (code) rm_sync_abort(store);
-  const int64_t n = store->params->n;
+  const int64_t n = store->params->n, embed = store->tied_embed;
+  if (!code && embed >= 0 && came_as_head(store, embed)) {
+    for (int half = 0; half < 2; half++) store->staged.sums[half * n + embed] = store->staged.sums[half * n + store->tied_head];
+    store->staged.counts[embed] = 1;
+    store->flags[embed] |= SEEN;
+  }
   for (int64_t i = 0; i < n && !code; i++) // clear what an earlier sync has left
     if (!(store->flags[i] & SEEN) && !keeps_value(store, i)) store->staged.sums[i] = store->staged.sums[n + i] = 0;
   return code;

@@ -359,6 +359,15 @@ static void write_run(const rm_pack_args *args, const packed_run *run, rows16 *r
   }
 }
 
+// Fetches a row of the next run, whose pieces are too short for the processor's own prefetching: into the
+// second cache, since rows that are CROWD apart would replace one another in the first.
+static void fetch_ahead(const rm_pack_args *args, const char *ahead, int row, int64_t n) {
+  const int64_t size = src_bytes(args->src_dtype);
+  if (args->col_stride != 1) return;
+  const char *from = ahead + row * args->row_stride * size;
+  for (int64_t at = 0; at < n * size; at += LINE) _mm_prefetch(from + at, _MM_HINT_T1);
+}
+
 // The rows of a run as stored, in a buffer of RUN bytes for each lane; lanes that are not the run's are zero.
 static void copy_run(const rm_pack_args *args, const packed_run *run, char *buffer, int64_t bytes) {
   for (int lane = 0; lane < SQUARE; lane++)
@@ -366,7 +375,10 @@ static void copy_run(const rm_pack_args *args, const packed_run *run, char *buff
   char *to = buffer + run->lane0 * RUN;
   if (is_transposed(args)) copy_columns(args, run->row, run->lanes, run->col, run->n, to, bytes);
   else
-    for (int in = 0; in < run->lanes; in++) copy_row(args, run->row + in, run->col, run->n, to + in * RUN, bytes);
+    for (int in = 0; in < run->lanes; in++) {
+      fetch_ahead(args, run->ahead, in, run->n);
+      copy_row(args, run->row + in, run->col, run->n, to + in * RUN, bytes);
+    }
 }
 
 static void pack_run(const rm_pack_args *args, part *found, const packed_run *run) {

@@ -96,7 +96,11 @@ class Generator:
     sequence_parallel       norms and residuals on token shards; no effect if mesh.tp = 1
     tokenizer               of transformers, or a tokenizers.Tokenizer: for text prompts, output texts and stop strings
     eos_token_ids           ids that end a sample; None: the tokenizer's and the model config's
-    max_model_len           most positions of a sequence, prompt and completion together; the rope table has this length
+    max_model_len           most positions of a sequence, prompt and completion together; the rope
+                            table has this length. None: 4096, or the config's
+                            max_position_embeddings for the rope types dynamic and longrope, whose
+                            frequencies depend on it. Beyond the positions that the config is made
+                            for, a warning is logged
     max_num_seqs            most samples that run at the same time
     max_num_batched_tokens  most rows of an engine step; longer prompts are prefilled in chunks
     block_size              positions of a KV page, a multiple of 16
@@ -134,7 +138,7 @@ class Generator:
         sequence_parallel: bool = False,
         tokenizer: Any = None,
         eos_token_ids: int | Sequence[int] | None = None,
-        max_model_len: int = 4096,
+        max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         block_size: int = 16,
@@ -164,7 +168,12 @@ class Generator:
         self._codec = None if tokenizer is None else TextCodec(tokenizer)
         check_vocabulary(tokenizer, spec)
         self.dtype = choice("dtype", dtype, ("bfloat16", "float32"))
-        self.max_model_len = integer("max_model_len", max_model_len, 1, 2**31 - 1)
+        self.max_model_len = integer(
+            "max_model_len",
+            _default_length(spec) if max_model_len is None else max_model_len,
+            1,
+            2**31 - 1,
+        )
         self.eos_token_ids = eos_ids(eos_token_ids, tokenizer, spec)
         options = EngineOptions(
             dtype=dtype,
@@ -201,6 +210,13 @@ class Generator:
         self._turn = Turn()
         self._driver = Driver(self._engine, self._requests, self._codec, self._turn, self._weights.commit_open_sync)
         self._async_driver = AsyncDriver(self._driver, self._engine, self._requests, self._turn)
+        if max_model_len is not None and self.max_model_len > (most := spec.rope_settings.longest):
+            _log.warning(
+                "max_model_len: expected at most %d, the positions that the model's config is made "
+                "for, got %d; a sequence beyond them may be of low quality",
+                most,
+                self.max_model_len,
+            )
         stats = self._engine.stats()
         _log.info(
             "generator: %s, %.2f B parameters, %s, tp=%d dp=%d ep=%d, %s (%s), %d KV pages of %d positions",
@@ -214,7 +230,8 @@ class Generator:
 
         folder_or_config  a local folder with config.json (its tokenizer and its generation_config.json's eos_token_id are used too),
                           the path of a config.json, a transformers config object, or its dict
-        ignore            keys of the config that do not matter, as in ModelSpec.from_hf
+        ignore            keys of the config that do not matter, as in ModelSpec.from_hf:
+                          ("rope_scaling.attn_factor",)
         options           of Generator; `tokenizer` replaces the folder's, None: no tokenizer
 
         Raises ConfigError (names the path, or the key and value, that cannot be read or is not supported), FormatError (a config.json
@@ -230,20 +247,6 @@ class Generator:
     def version(self) -> int | None:
         """Version of the serving weights; None before the first sync and while the weights are asleep."""
         return self._weights.version
-
-    @property
-    def _holds_weights(self) -> bool:
-        """Whether a rank of this process has the weights whole, on the CPU."""
-        return self.mesh.world == 1 and not self._on_gpu
-
-    def _packed_weights(self) -> dict[str, Any] | None:
-        """Views of the serving weights in the kernels' layout, for a trainer of this process: valid until the next sync, sleep or close.
-        None if there are none, or if this process does not hold them."""
-        if not self._holds_weights:
-            return None
-        with self._turn.take():
-            views: dict[str, Any] | None = self._engine.weights()
-        return views
 
     def manifest(self) -> dict[str, ParameterInfo]:
         """Hugging Face name → shape and dtype of each parameter that a sync has to bring. Packed and torchtitan names are accepted too."""
@@ -663,6 +666,12 @@ class Generator:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _default_length(spec: ModelSpec) -> int:
+    if spec.rope_settings.depends_on_length:
+        return min(spec.max_position_embeddings, 2**31 - 1)
+    return 4096
 
 
 def _profile(wanted: bool, on_gpu: bool) -> bool:

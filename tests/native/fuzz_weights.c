@@ -296,7 +296,14 @@ static void begin(scene *s, rm_sync_options options) {
   w->sync.options.version = options.version < 0 ? w->version + 1 : options.version;
 }
 
+// A tied embedding that has come as lm_head alone.
+static int came_as_head(const world *w, uint64_t seen) {
+  const book *b = w->book;
+  return w->model->kind == TINY_TIED && !(seen >> b->embed & 1) && (seen >> b->lm_head & 1);
+}
+
 static int is_absent(const world *w, int slot_index, int has_base) {
+  if (slot_index == w->book->embed && came_as_head(w, w->sync.seen)) return 0;
   const uint64_t bit = UINT64_C(1) << slot_index;
   const int wanted = !w->book->slots[slot_index].optional || (w->sync.dirty & bit);
   return wanted && !(w->sync.seen & bit) && !(has_base && !(w->sync.dirty & bit));
@@ -358,6 +365,9 @@ static void close_sync(scene *s, int abort, int has_base, uint64_t digest) {
   w->biases = bias_slots(w->book) & (was.seen | (has_base ? w->biases & ~was.dirty : 0));
   for (int i = 0; i < w->book->n_slots; i++)
     if (was.seen >> i & 1) memcpy(w->values[i], w->next[i], (size_t)slot_elements(&w->book->slots[i]) * sizeof(uint32_t));
+  const int embed = w->book->embed;
+  if (came_as_head(w, was.seen))
+    memcpy(w->values[embed], w->next[w->book->lm_head], (size_t)slot_elements(&w->book->slots[embed]) * sizeof(uint32_t));
   expect_values(s);
 }
 

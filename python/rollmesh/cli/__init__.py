@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import ModuleType
 
 import rollmesh as rm
@@ -81,6 +82,28 @@ def _main(argv: Sequence[str] | None) -> int:
         number = next((n for n in signal.valid_signals() if error.args == (n,)), signal.SIGINT)  # a reward may raise one with a text
         _tell(f"rollmesh {args.command}: {'interrupted' if number == signal.SIGINT else signal.strsignal(number)}", error)
         return 128 + int(number)
+
+
+class _Handler(logging.Handler):
+    def __init__(self, command: str):
+        super().__init__(logging.WARNING)
+        self._command = command
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError, ValueError):
+            print(f"rollmesh {self._command}: {record.getMessage()}", file=sys.stderr)
+
+
+@contextmanager
+def warnings_shown(command: str) -> Iterator[None]:
+    """Prints the library's warnings on standard error."""
+    handler = _Handler(command)
+    log = logging.getLogger("rollmesh")
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 def _tell(text: str, error: BaseException) -> None:

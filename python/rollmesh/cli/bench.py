@@ -20,7 +20,15 @@ from pathlib import Path
 import numpy as np
 
 import rollmesh as rm
-from rollmesh.cli.options import add_engine, checkpoint_of, make_generator, read_model_config, take_run_settings
+from rollmesh.cli.options import (
+    add_engine,
+    add_ignore,
+    checkpoint_of,
+    make_generator,
+    read_model_config,
+    read_spec,
+    take_run_settings,
+)
 from rollmesh.cli.weights import random_weights
 from rollmesh.model.sizes import Parameters, count_parameters
 
@@ -36,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=512, help="tokens of the prompt (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: %(default)s)")
     parser.add_argument("--profile", action="store_true", help="where the time of each point goes, by op (CPU only); takes a third longer")
-    add_engine(parser)
+    add_engine(parser, "positions of a sequence; default: what is needed")
+    add_ignore(parser)
     suite = parser.add_argument_group("suite", "instead of MODEL; of the options above only --threads goes with it")
     suite.add_argument("--suite", choices=SUITES, help="the whole table, an hour with peers")
     suite.add_argument("--peers", action="store_true", help="beside transformers and the peers that are named")
@@ -63,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.suite:
         return _suite(args, [name for name in given if name != "suite"])
     take_run_settings(args)
-    spec = rm.ModelSpec.from_hf(read_model_config(checkpoint_of(args.model)))
+    spec = read_spec(args, read_model_config(checkpoint_of(args.model)))
     if args.prefill < 1 or min(args.batch) < 1:
         raise rm.ConfigError(f"--prefill {args.prefill} --batch {args.batch}: expected positive numbers")
     dtype = args.dtype or "bfloat16"

@@ -14,17 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
+from rollmesh.cli import warnings_shown
 from rollmesh.cli.options import (
     add_engine,
+    add_ignore,
     checkpoint_of,
     make_generator,
     read_model_config,
+    read_spec,
+    read_tokenizer,
     take_run_settings,
-    tokenizer_file,
 )
 from rollmesh.cli.weights import random_weights
-from rollmesh.request.text import load_tokenizer
+from rollmesh.request.text import TextCodec
 from rollmesh.runtime.messages import plain, shown
+
+KEYS = ("prompt", "messages", "prompt_token_ids")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text; with --ids token ids such as 5,17,3")
     parser.add_argument("--random", action="store_true", help="random weights of this shape")
     parser.add_argument("--skip-unknown", action="store_true", help="skip tensors of the checkpoint that are no parameters, and count them")
+    add_ignore(parser, tensors=True)
     parser.add_argument("--file", type=Path, help="prompts as JSONL: objects with prompt, messages or prompt_token_ids")
     parser.add_argument("--ids", action="store_true", help="prompts are token ids, and so is the output where there is no tokenizer")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt in the tokenizer's chat template (needs transformers)")
@@ -52,20 +58,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", action="append", default=[], help="stop string; may be given several times")
     group.add_argument("--ignore-eos", action="store_true")
     group.add_argument("--seed", type=int, default=0)
-    add_engine(parser)
+    add_engine(
+        parser,
+        "positions of prompt and completion together; default: the model's max_position_embeddings",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     args.model = checkpoint_of(args.model)
     take_run_settings(args)
     config = read_model_config(args.model)
-    spec = rm.ModelSpec.from_hf(args.model if args.model.is_dir() else config)
-    file = tokenizer_file(args.tokenizer or args.model)
-    if args.tokenizer and file is None:
-        raise rm.ConfigError(f"--tokenizer {args.tokenizer}: there is no tokenizer.json")
-    unreadable = args.ids and importlib.util.find_spec("tokenizers") is None
-    tokenizer = None if file is None or unreadable else load_tokenizer(file)
-    prompts = _prompts(args, tokenizer, file)
+    spec = read_spec(args, args.model if args.model.is_dir() else config)
+    is_unreadable = args.ids and importlib.util.find_spec("tokenizers") is None
+    tokenizer = None if is_unreadable else read_tokenizer(args.tokenizer or args.model)
+    if args.tokenizer and tokenizer is None:
+        raise rm.ConfigError(
+            f"--tokenizer {plain(args.tokenizer)}: expected a folder with a tokenizer or a "
+            "tokenizer.json, got none"
+        )
+    rows = _rows(args)
+    prompts = [_prompt(where, row, args.chat, tokenizer) for where, row in rows]
     params = rm.SamplingParams(
         n=args.n,
         temperature=args.temperature,
@@ -80,22 +92,25 @@ def run(args: argparse.Namespace) -> int:
     dtype = args.dtype or stored
     if dtype not in ("bfloat16", "float32"):
         raise rm.ConfigError(f"dtype of {plain(args.model)}: expected bfloat16 or float32, got {plain(dtype)}; --dtype bfloat16 converts")
-    longest = max(len(ids) for ids in prompts)
-    with make_generator(
-        args,
-        spec,
-        dtype,
-        longest + args.max_tokens if args.max_model_len is None else args.max_model_len,
-        tokenizer=tokenizer,
-        eos_token_ids=spec.eos_token_ids,
-        seed=args.seed,
-    ) as generator:
+    # Rope's frequencies may depend on the length, so the length must not depend on the prompts.
+    length = spec.max_position_embeddings if args.max_model_len is None else args.max_model_len
+    with (
+        warnings_shown("generate"),
+        make_generator(
+            args,
+            spec,
+            dtype,
+            length,
+            tokenizer=tokenizer,
+            seed=args.seed,
+        ) as generator,
+    ):
         if args.random:
             generator.sync_weights(random_weights(generator, args.seed), cast=True)
         else:
             try:
                 report = generator.sync_weights(
-                    rm.sources.SafetensorsFolder(args.model),
+                    rm.sources.SafetensorsFolder(args.model, args.ignore or ()),
                     cast=args.dtype is not None,
                     strict=not args.skip_unknown,
                 )
@@ -103,71 +118,70 @@ def run(args: argparse.Namespace) -> int:
                 refused.add_note("--dtype bfloat16 and --dtype float32 convert weights of other float types")
                 raise
             except rm.UnexpectedKeyError as refused:
-                refused.add_note("--skip-unknown skips them")
+                refused.add_note(
+                    "--ignore NAME skips one, with * for any characters; --skip-unknown skips all"
+                )
                 raise
             if report.num_skipped:
                 print(f"rollmesh generate: {report.num_skipped} tensors skipped that are no parameters of this model", file=sys.stderr)
         outputs = generator.generate(prompts, params, use_tqdm=sys.stderr.isatty(), on_error="return")
     for output in outputs:
         _print(output, args.json, tokenizer)
-    failed = [output.error for output in outputs if output.error is not None]
-    for error in failed:
-        print(f"rollmesh generate: {type(error).__name__}: {error}", file=sys.stderr)
+    failed = [
+        (where, output.error)
+        for (where, _), output in zip(rows, outputs, strict=True)
+        if output.error is not None
+    ]
+    for where, error in failed:
+        print(f"rollmesh generate: {type(error).__name__}: {where}{error}", file=sys.stderr)
     return 2 if failed else 0
 
 
-def _prompts(args: argparse.Namespace, tokenizer: Any, file: Path | None) -> list[list[int]]:
-    rows: list[Any] = [{"prompt_token_ids": _ids(text)} if args.ids else {"prompt": text} for text in args.prompts]
+def _rows(args: argparse.Namespace) -> list[tuple[str, Any]]:
+    """The prompts of the command line, then those of --file, each after its place in the file."""
+    rows: list[tuple[str, Any]] = [
+        ("", {"prompt_token_ids": _ids(text)} if args.ids else {"prompt": text})
+        for text in args.prompts
+    ]
     if args.file is not None:
-        rows += _read_rows(args.file)
+        from rollmesh.grpo.data import json_lines
+
+        rows += [(f"{where}: ", row) for where, row in json_lines(args.file)]
     if not rows:
         raise rm.ConfigError("no prompts: expected PROMPT arguments or --file")
-    if any("messages" in row or (args.chat and "prompt" in row) for row in rows):
-        return _chat_prompts(rows, file)
-    return [_encode(row, tokenizer) for row in rows]
-
-
-def _read_rows(file: Path) -> list[dict[str, Any]]:
-    rows = []
-    try:
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
-            if not line.strip():
-                continue
-            row = json.loads(line)
-            if not isinstance(row, dict) or not row.keys() & {"prompt", "messages", "prompt_token_ids"}:
-                raise rm.ConfigError(f"line {number}: expected an object with prompt, messages or prompt_token_ids, got {line:.80}")
-            rows.append(row)
-    except OSError as e:
-        raise rm.ConfigError(f"--file {plain(file)}: {e.strerror}") from e
-    except (ValueError, RecursionError) as e:
-        raise rm.ConfigError(f"--file {plain(file)}: {e}") from e
     return rows
 
 
-def _encode(row: dict[str, Any], tokenizer: Any) -> list[int]:
+def _prompt(where: str, row: Any, chat: bool, tokenizer: Any) -> str | list[int]:
+    """A prompt for Generator.generate, which encodes the text. It depends on its own row only."""
+    if not isinstance(row, dict) or len(row.keys() & set(KEYS)) != 1:
+        raise rm.ConfigError(
+            f"{where}expected an object with one of {', '.join(KEYS)}, got {shown(row)}"
+        )
     if "prompt_token_ids" in row:
         ids = row["prompt_token_ids"]
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise rm.ConfigError(f"prompt_token_ids: expected a list of integers, got {ids!r:.80}")
+            raise rm.ConfigError(
+                f"{where}prompt_token_ids: expected a list of integers, got {shown(ids)}"
+            )
         return ids
-    if not isinstance(row.get("prompt"), str):
-        raise rm.ConfigError(f"prompt: expected text, got {row.get('prompt')!r:.80}")
+    if "prompt" in row and not isinstance(row["prompt"], str):
+        raise rm.ConfigError(f"{where}prompt: expected text, got {shown(row['prompt'])}")
     if tokenizer is None:
-        raise rm.ConfigError("text prompts need a tokenizer.json in MODEL or --tokenizer; or give token ids with --ids")
-    return list(tokenizer.encode(row["prompt"]).ids)
-
-
-def _chat_prompts(rows: list[Any], file: Path | None) -> list[list[int]]:
-    from rollmesh.grpo.data import load_tokenizer as load_chat_tokenizer
-    from rollmesh.grpo.data import make_prompt
-
-    if file is None:
-        raise rm.ConfigError("a chat needs a tokenizer with a chat template in MODEL or --tokenizer")
+        raise rm.ConfigError(
+            "text prompts need a tokenizer in MODEL or --tokenizer; or give token ids with --ids"
+        )
+    if "prompt" in row and not chat:
+        return str(row["prompt"])
+    messages = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
+    if not isinstance(messages, list) or not messages:
+        raise rm.ConfigError(
+            f"{where}messages: expected a list of {{role, content}}, got {shown(messages)}"
+        )
     try:
-        tokenizer = load_chat_tokenizer(file.parent)
-    except (ImportError, OSError, TypeError, ValueError, KeyError, AttributeError) as e:
-        raise rm.ConfigError(f"--chat: {file.parent} has no tokenizer that transformers reads: {e}") from e
-    return [_encode(row, None) if "prompt_token_ids" in row else list(make_prompt(row, tokenizer, True, 0, "prompt").ids) for row in rows]
+        return TextCodec(tokenizer).encode_chat(messages, {"add_generation_prompt": True})
+    except rm.RequestError as error:
+        raise rm.RequestError(f"{where}{error}") from error
 
 
 def _ids(text: str) -> list[int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rollmesh as rm
-from rollmesh.cli import drop_output
+from rollmesh.cli import drop_output, warnings_shown
 from rollmesh.cli.options import GENERATOR_KEYS, INSTALL_TRAIN, TRAIN, add_mesh
 from rollmesh.runtime.messages import plain, shown
 
@@ -96,7 +96,7 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         interrupts.hold("the run folder is made")
         if makes:
             stack.enter_context(_made(out))
-        stack.enter_context(_said())
+        stack.enter_context(warnings_shown("grpo"))
         if out.is_dir():
             stack.enter_context(locked(out))
         stack.callback(interrupts.hold, "the run folder is left")
@@ -116,10 +116,13 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
             this.close()
     with _noted(KeyboardInterrupt, lambda: f"all {config.train.steps} steps are made: {named}"):
         interrupts.release()
-        evaluated = [m for m in lines if "eval_reward" in m]
+        from rollmesh.grpo.progress import rounded
+
+        evaluated = [rounded(m["eval_reward"]) for m in lines if "eval_reward" in m]
+        first, last = evaluated[0], evaluated[-1]
         drop_output()
         print(
-            f"held-out reward {evaluated[0]['eval_reward']:.3f} → {evaluated[-1]['eval_reward']:.3f} in {lines[-1]['step']} steps and "
+            f"held-out reward {first} → {last} in {lines[-1]['step']} steps and "
             f"{time.monotonic() - began:.0f} s; {named}/metrics.jsonl, {named}/curves.png"
         )
     return 0
@@ -233,23 +236,6 @@ def _made(out: Path) -> Iterator[None]:
         if is_new:
             with suppress(OSError):  # not empty
                 out.rmdir()
-
-
-class _Handler(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError, ValueError):
-            print(f"rollmesh grpo: {record.getMessage()}", file=sys.stderr)
-
-
-@contextmanager
-def _said() -> Iterator[None]:
-    """The run's warnings on standard error."""
-    handler = _Handler()
-    _log.addHandler(handler)
-    try:
-        yield
-    finally:
-        _log.removeHandler(handler)
 
 
 @contextmanager

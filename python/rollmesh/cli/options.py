@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
+from rollmesh.model.adapters import refuse_adapter
+from rollmesh.request.text import load_tokenizer, tokenizer_of_folder
 from rollmesh.runtime.messages import plain
 
 TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "jinja2", "rich", "matplotlib", "tensorboard")  # of the extra `train`
@@ -24,13 +28,37 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ep-backend", help="token dispatcher: alltoall (default), allgather_reducescatter, …")
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
+def add_ignore(parser: argparse.ArgumentParser, *, tensors: bool = False) -> None:
+    text = "a key of the config that does not matter, such as rope_scaling.attn_factor"
+    more = "; or tensors of the checkpoint, such as *.rotary_emb.inv_freq" if tensors else ""
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        metavar="NAME",
+        help=f"{text}{more}; may be given several times",
+    )
+
+
+def read_spec(args: argparse.Namespace, config: Path | Mapping[str, Any]) -> rm.ModelSpec:
+    """The model of a config or folder, without the keys of --ignore."""
+    try:
+        return rm.ModelSpec.from_hf(config, ignore=tuple(args.ignore or ()))
+    except rm.ConfigError as error:
+        if names := getattr(error, "names", ()):
+            error.add_note(
+                "if they do not change the numbers: "
+                + " ".join(f"--ignore {shlex.quote(name)}" for name in names)
+            )
+        raise
+
+
+def add_engine(parser: argparse.ArgumentParser, max_model_len: str) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", choices=("bfloat16", "float32"), help="of weights, activations and KV; default: the run's or the model's")
     group.add_argument("--isa", help="ref, avx2, …: exactly this one (default: the fastest); of a GPU cuda_fma (default) or cuda_mma")
     group.add_argument("--threads", type=int, help="default: of a run's TOML its own, else one per core this process may use")
     group.add_argument("--kv-cache-gib", type=float, help="default: of a run's TOML its own, else 1")
-    group.add_argument("--max-model-len", type=int, help="positions of prompt and completion together; default: what is needed")
+    group.add_argument("--max-model-len", type=int, help=max_model_len)
     add_mesh(parser)
 
 
@@ -55,9 +83,11 @@ def take_run_settings(args: argparse.Namespace) -> None:
     if args.model.suffix == ".toml" and args.model.is_file():
         from rollmesh.grpo import config as run_config
 
-        table = run_config.load(args.model).generator
+        config = run_config.load(args.model)
+        table = config.generator
         args.device = table.device if args.device is None else args.device
         args.dtype = table.dtype if args.dtype is None else args.dtype
+        args.ignore = args.ignore or list(config.model.ignore)
         args.kv_cache_gib = table.kv_cache_gib if args.kv_cache_gib is None else args.kv_cache_gib
         if (args.tp, args.dp, args.ep) == (None, None, None):
             args.tp, args.dp, args.ep = table.tp, table.dp, table.ep
@@ -81,6 +111,7 @@ def read_model_config(where: Path) -> dict[str, Any]:
     """A Hugging Face config as a dict, from a folder with config.json, a JSON file, or the [model] table of a run's TOML."""
     try:
         if where.is_dir():
+            refuse_adapter(where)
             return read_json(where / "config.json")
         if where.suffix == ".toml":
             return _from_toml(where)
@@ -113,20 +144,24 @@ def _from_toml(file: Path) -> dict[str, Any]:
     return {**fields, "dtype": config.generator.dtype}
 
 
-def tokenizer_file(where: Path) -> Path | None:
-    """tokenizer.json of a folder, or the file itself; for a run's TOML its [tokenizer] path."""
+def read_tokenizer(where: Path) -> Any:
+    """The tokenizer of a folder, as Generator.from_hf reads it, of a tokenizer.json, or of the
+    [tokenizer] path of a run's TOML. None: there is none."""
     if where.suffix == ".toml":
         from rollmesh.grpo import config as run_config
 
         config = run_config.load(where)
         where = config.path(config.tokenizer.path or config.model.path or "")
-    file = where / "tokenizer.json" if where.is_dir() else where
-    return file if file.name.endswith("tokenizer.json") and file.is_file() else None
+    if where.is_dir():
+        return tokenizer_of_folder(where)
+    return (
+        load_tokenizer(where) if where.name.endswith("tokenizer.json") and where.is_file() else None
+    )
 
 
 def tokenizer_size(where: Path) -> int:
-    file = tokenizer_file(where)
-    if file is None:
+    file = where / "tokenizer.json" if where.is_dir() else where
+    if not file.is_file():
         raise rm.ConfigError(f"[model] vocab_size: not given, and there is no tokenizer at {plain(where)}")
     content = read_json(file)  # not through the package tokenizers: a shape needs no tokenizer
     try:

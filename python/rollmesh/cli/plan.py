@@ -13,7 +13,14 @@ import argparse
 from pathlib import Path
 
 import rollmesh as rm
-from rollmesh.cli.options import add_mesh, checkpoint_of, read_model_config, take_run_settings
+from rollmesh.cli.options import (
+    add_ignore,
+    add_mesh,
+    checkpoint_of,
+    read_model_config,
+    read_spec,
+    take_run_settings,
+)
 from rollmesh.distributed.mesh import EP_BACKENDS
 from rollmesh.distributed.traffic import step_traffic
 from rollmesh.model.placement import Placement, placements
@@ -32,12 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", action="store_true", help="also list what each rank holds")
     parser.add_argument("--rows", type=int, default=32, help="sequences of each replica that decode together, for the traffic of a step")
     parser.add_argument("--sequence-parallel", action="store_true", help="norms and residuals on token shards")
+    add_ignore(parser)
     add_mesh(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     take_run_settings(args)
-    spec = rm.ModelSpec.from_hf(read_model_config(checkpoint_of(args.model)))
+    spec = read_spec(args, read_model_config(checkpoint_of(args.model)))
     tp, dp, ep = (1 if given is None else given for given in (args.tp, args.dp, args.ep))
     device = device_name("cpu" if args.device is None else args.device)
     ranks = placements(spec, tp, dp, ep)

@@ -25,7 +25,7 @@ from weakref import WeakMethod, ref
 from rollmesh import _core
 from rollmesh.distributed.wire import decode, encode
 from rollmesh.errors import Error, StateError
-from rollmesh.runtime.threads import start
+from rollmesh.runtime.threads import starting
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -98,8 +98,9 @@ class Leader:
         self._is_inside = False  # a followed call
         self._sent_at, self._closed = time.monotonic(), threading.Event()
         silence = timeout / IDLE_SHARE
-        said = (ref(self), self._closed, silence)
-        start(threading.Thread(target=_keep_speaking, args=said, name="rollmesh-leader", daemon=True))
+        speaking, name = (ref(self), self._closed, silence), "rollmesh-leader"
+        with starting("rank 0 of follow()"):
+            threading.Thread(target=_keep_speaking, args=speaking, name=name, daemon=True).start()
 
     @contextmanager
     def call(self, name: str, values: Mapping[str, Any], collective: bool) -> Iterator[None]:

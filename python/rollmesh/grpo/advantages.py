@@ -6,8 +6,11 @@
             batch          A / (std of all A of the step + ε)              one scale a step
             none           A                                               Dr. GRPO
 
-A group whose rewards are all equal says nothing, and gets exact zeros: its mean can miss the rewards by a rounding, and the
-division by a tiny spread would make noise of it.
+A completion whose reward is NaN was not judged. It is left out of all means and spreads, and its
+advantage is 0, as in TRL.
+
+A group whose judged rewards are all equal teaches nothing and gets exact zeros: its mean can miss
+the rewards by a rounding, and the division by a tiny spread would make noise of it.
 """
 
 from __future__ import annotations
@@ -18,16 +21,26 @@ from numpy.typing import NDArray
 EPSILON = 1e-4
 
 
-def advantages(rewards: NDArray[np.float64], baseline: str = "mean", scale: str = "group") -> NDArray[np.float64]:
-    """float64 [prompts, samples] → the same shape."""
-    mean = rewards.mean(axis=1, keepdims=True)
-    out: NDArray[np.float64] = rewards - mean
-    if baseline == "leave-one-out":
-        out *= rewards.shape[1] / (rewards.shape[1] - 1)
-    flat = np.ptp(rewards, axis=1) == 0
-    out[flat] = 0.0
+def advantages(
+    rewards: NDArray[np.float64], baseline: str = "mean", scale: str = "group"
+) -> NDArray[np.float64]:
+    """float64 [prompts, samples] → the same shape. NaN: not judged."""
+    judged = ~np.isnan(rewards)
+    counts = np.maximum(judged.sum(axis=1, keepdims=True), 1)
+    mean = np.where(judged, rewards, 0.0).sum(axis=1, keepdims=True) / counts
+    differ = rewards_differ(rewards)[:, None]
+    centered: NDArray[np.float64] = np.where(judged & differ, rewards - mean, 0.0)
+    out = centered * counts / np.maximum(counts - 1, 1) if baseline == "leave-one-out" else centered
     if scale == "group":
-        out /= rewards.std(axis=1, keepdims=True) + EPSILON
-    elif scale == "batch":
-        out /= out.std() + EPSILON
+        out = out / (np.sqrt((centered**2).sum(axis=1, keepdims=True) / counts) + EPSILON)
+    elif scale == "batch" and judged.any():
+        out = out / (out[judged].std() + EPSILON)
     return out
+
+
+def rewards_differ(rewards: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Whether the judged rewards of each group differ, [prompts, samples] → [prompts]."""
+    # fmax and fmin pass over NaN; of a group without a judged reward both are NaN.
+    most, least = np.fmax.reduce(rewards, axis=1), np.fmin.reduce(rewards, axis=1)
+    differ: NDArray[np.bool_] = most > least
+    return differ

@@ -28,7 +28,7 @@ import numpy as np
 
 import rollmesh as rm
 from rollmesh.grpo.rollout import Rollout
-from rollmesh.runtime.threads import start
+from rollmesh.runtime.threads import starting
 
 JOIN_S = 0.05  # between two aborts: the thread may have added its requests after the first
 
@@ -80,7 +80,8 @@ class AsyncRollouts:
 
     def __enter__(self) -> AsyncRollouts:
         try:
-            start(self._thread)
+            with starting("the rollouts"):
+                self._thread.start()
         except BaseException:
             self._end()
             raise

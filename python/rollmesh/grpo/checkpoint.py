@@ -41,7 +41,8 @@ FORMAT = 1
 STATE = "trainer/state.json"
 ROLLOUTS = "trainer/rollouts.safetensors"
 # Values of keys that older checkpoints lack.
-LATER_KEYS = {
+LATER_KEYS: dict[str, Any] = {
+    "model.ignore": [],
     "data.overlong": "raise",
     "data.dataset_train_split": "train",
     "data.dataset_test_split": "test",

@@ -31,7 +31,8 @@ class ModelTable:
     """A random model of this shape, or the checkpoint folder `path`. Keys left out take transformers' default."""
 
     architecture: str | None = None  # of FAMILIES (model/families.py); it takes its family's keys alone
-    path: str | None = None  # folder with config.json and safetensors; excludes all other keys
+    path: str | None = None  # folder with config.json and safetensors; excludes all keys but ignore
+    ignore: tuple[str, ...] = ()  # keys and tensors of it that do not matter (docs/models.md)
     vocab_size: int | None = number(None, at_least=1)  # default: the tokenizer's
     hidden_size: int | None = number(None, at_least=1)
     intermediate_size: int | None = number(None, at_least=1)
@@ -72,7 +73,9 @@ class ModelTable:
 
     def hf_fields(self) -> dict[str, Any]:
         """The keys that were given, as keyword arguments of the transformers config class."""
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("architecture", "path")}
+        of_table = ("architecture", "path", "ignore")
+        names = [f.name for f in dataclasses.fields(self) if f.name not in of_table]
+        given = {name: getattr(self, name) for name in names}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in given.items() if v is not None}
 
 
@@ -316,6 +319,9 @@ def _check_model(m: ModelTable) -> None:
         if fields := m.hf_fields():
             raise rm.ConfigError(f"[model] {next(iter(fields))}: not allowed beside path; the folder's config.json has it")
         return
+    if m.ignore:
+        seen = show(list(m.ignore))
+        raise rm.ConfigError(f"[model] ignore: expected path beside it, got {seen} alone")
     if m.architecture not in FAMILIES:
         raise rm.ConfigError(f"[model] architecture: expected one of {', '.join(map(show, FAMILIES))}, got {show(m.architecture)}")
     of_some = {key for family in FAMILIES.values() for key in family.keys.split()}

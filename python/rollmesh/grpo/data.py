@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rollmesh.grpo.config import Config
 from rollmesh.grpo.files import told_as
 from rollmesh.grpo.hf_datasets import is_dataset, rows_of
 from rollmesh.grpo.seeds import rng_of
+from rollmesh.request.text import rendered_chat
 from rollmesh.runtime.messages import listed, plain, shown
 
 REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids"}
@@ -145,22 +146,26 @@ def read_jsonl(path: Path, tokenizer: Any, chat: bool = False, stage: int = 0) -
     """Raises rm.ConfigError with file and line where an object is malformed."""
     if path.is_fifo() or path.is_char_device():
         raise rm.ConfigError(f"{plain(path)}: expected a file, got a pipe or a device, which --resume could not read again")
+    return [make_prompt(row, tokenizer, chat, stage, where) for where, row in json_lines(path)]
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """The values of a JSONL file, each after its place, "file:line". Skips blank lines. Raises
+    rm.ConfigError."""
     try:
         lines = path.read_bytes().decode().split("\n")  # not splitlines(): JSON strings may hold U+2028
     except OSError as e:
         raise rm.ConfigError(f"{plain(path)}: {e.strerror}") from e
     except ValueError as e:  # no UTF-8, a NUL in the path
         raise rm.ConfigError(f"{plain(path)}: {plain(e)}") from e
-    prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        where = f"{plain(path)}:{number}"
         try:
-            row = json.loads(line)
+            yield where, json.loads(line)
         except (ValueError, RecursionError) as e:  # no JSON, a number of too many digits, nested too deeply
-            raise rm.ConfigError(f"{path}:{number}: expected a JSON object, got none: {plain(e)}") from e
-        prompts.append(make_prompt(row, tokenizer, chat, stage, f"{path}:{number}"))
-    return prompts
+            raise rm.ConfigError(f"{where}: expected a JSON object, got none: {plain(e)}") from e
 
 
 def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) -> Prompt:
@@ -184,7 +189,7 @@ def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) ->
         with told_as(f"{where}: expected messages of what JSON has"):  # of a dataset also dates and bytes; completions.jsonl has none
             json.dumps(source)
         with told_as(f"{where}: expected a chat that the tokenizer's chat template takes"):
-            text = tokenizer.apply_chat_template(source, add_generation_prompt=True, tokenize=False)
+            text = rendered_chat(tokenizer, source, add_generation_prompt=True)
             ids = tokenizer.encode(text, add_special_tokens=False)
     else:
         raise rm.ConfigError(f"{where}: expected prompt to be text, or messages a list of {{role, content}}, both text, got {source!r:.80}")

@@ -1,10 +1,12 @@
 """Dynamic sampling: a step learns from groups whose rewards differ.
 
-A group of equal rewards has no advantage, and what it took to generate it was for nothing. With [rollout] filter_groups such groups are
-left out, and as many other prompts are drawn and generated, until the step has all its groups, max_num_gen_batches batches were generated,
-or no prompt is left. What is still missing then is filled up with groups of equal rewards, so that every step has the same shape: a run on
-data that is too hard or too easy goes on and shows it in `flat_groups`. To end such a run, as verl does, lost: the data may only be too
-hard yet.
+A group of equal rewards has no advantage, and generating it was for nothing; the same is true of a
+group without a judged reward. With [rollout] filter_groups such groups are left out, and as many
+other prompts are drawn and generated, until the step has all its groups, max_num_gen_batches
+batches were generated, or no prompt is left. What is still missing then is filled up with groups
+of equal rewards, so that every step has the same shape: a run on data that is too hard or too easy
+goes on and shows it in `flat_groups`. Rejected: ending such a run, as verl does, because the data
+may only be too hard so far.
 
 Prompts and seeds are functions of (run seed, step, prompts drawn before), so a resumed run is the same run where its rewards are functions
 too. A step draws no prompt twice.
@@ -18,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from rollmesh.grpo.advantages import rewards_differ
 from rollmesh.grpo.config import RolloutTable
 from rollmesh.grpo.data import Prompt
 from rollmesh.grpo.metrics import Metrics
@@ -43,7 +46,7 @@ def sample_groups(
         rollouts.append(roll_out(prompts, len(rollouts)))
         scores.append(score(rollouts[-1]))
         drawn += prompts
-        differ += (np.ptp(np.reshape(scores[-1].total, (-1, table.samples)), axis=1) > 0).tolist()
+        differ += rewards_differ(np.reshape(scores[-1].total, (-1, table.samples))).tolist()
     wanted = [i for i, yes in enumerate(differ) if yes]
     chosen = sorted([*wanted, *[i for i, yes in enumerate(differ) if not yes][:missing]])
     of_all = [c for i in chosen for c in range(i * table.samples, (i + 1) * table.samples)]
@@ -51,7 +54,7 @@ def sample_groups(
     told = {
         "num_gen_batches": len(rollouts),
         "groups_left_out": len(drawn) - len(chosen),
-        "drawn_reward_mean": float(np.mean(scored.total)),
+        "drawn_reward_mean": scored.mean(),
         "tokens_per_s": rollout.num_tokens / rollout.seconds,
     }
     return rollout.take(of_all), scored.take(of_all), told

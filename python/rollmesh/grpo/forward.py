@@ -69,7 +69,6 @@ class RollmeshForward(TorchForward):
         return rollmesh.torch.patch(model, dtype=g.dtype, max_model_len=g.max_model_len)
 
     def push(self, model: Any, generator: RolloutGenerator, version: int, **options: Any) -> Pushed:
-        """A generator of this process shares its packed weights."""
         if not isinstance(generator, rm.Generator):
             return super().push(model, generator, version, **options)
         import rollmesh.torch

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 import rollmesh as rm
 from rollmesh.grpo import checkpoint
-from rollmesh.grpo.advantages import advantages
+from rollmesh.grpo.advantages import advantages, rewards_differ
 from rollmesh.grpo.async_rollouts import AsyncRollouts, staleness
 from rollmesh.grpo.config import Config
 from rollmesh.grpo.data import Dataset, Prompt, eos_ids, load_dataset, load_tokenizer
@@ -46,7 +46,7 @@ from rollmesh.grpo.interrupts import Interrupts
 from rollmesh.grpo.metrics import Completions, CompletionsLog, Metrics, MetricsLog, draw_curves
 from rollmesh.grpo.metrics import read as read_metrics
 from rollmesh.grpo.mismatch import mismatch
-from rollmesh.grpo.multi_turn import Environment, converse
+from rollmesh.grpo.multi_turn import Environment, check_template, converse
 from rollmesh.grpo.overlap import Overlap
 from rollmesh.grpo.pretrained import folder_config
 from rollmesh.grpo.rewards import Rewards, Scores
@@ -91,7 +91,9 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
     if first_step > config.train.steps:
         raise rm.ConfigError(f"[train] steps: expected at least {first_step}, which {folder} has made, got {config.train.steps}")
     if config.model.path is not None:
-        folder_config(config.path(config.model.path))  # before its tokenizer, which reads it too
+        folder_config(
+            config.path(config.model.path), config.model.ignore
+        )  # before its tokenizer, which reads it too
     tokenizer = _tokenizer(config)
     data = load_dataset(config, tokenizer)
     if folder:
@@ -102,6 +104,8 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
         environment = Environment(config.rollout.environment, Path(config.folder), rewards.event_loop)
         if any("completion" in p.columns for p in (*data.train, *data.heldout)):
             raise rm.ConfigError("[data]: expected no column completion: an environment gets an argument of this name; rename the column")
+        ends = eos_ids(tokenizer, model_config(config, tokenizer, folder))
+        check_template(data.train, tokenizer, ends)
     ready = checkpoint.read_rollouts(folder, config, data, tokenizer) if folder else []
     trainer = Trainer(config, tokenizer, folder)
     if folder:
@@ -278,8 +282,9 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
     rewards = np.array(scores.total)
     metrics: Metrics = {
         "step": step,
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
+        "reward_mean": scores.mean(),
+        "reward_std": scores.std(),
+        "unjudged_share": float(np.isnan(rewards).mean()),
         "tokens": rollout.num_tokens,
         "tokens_per_s": rollout.num_tokens / rollout.seconds,
         "completion_tokens": rollout.num_tokens / len(rollout.texts),
@@ -301,7 +306,7 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
         logprobs = run.trainer.logprobs_of(rollout)
     else:
         grouped = _shuffled(rewards, config, step).reshape(-1, config.rollout.samples)
-        metrics["flat_groups"] = float((np.ptp(grouped, axis=1) == 0).mean())
+        metrics["flat_groups"] = float((~rewards_differ(grouped)).mean())
         advantage = advantages(grouped, config.loss.baseline, config.loss.scale).reshape(-1)
         learned, logprobs = run.trainer.learn(rollout, advantage, step)
         metrics |= learned
@@ -312,15 +317,20 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
         metrics |= behind | overlap.shares()
     metrics["step_s"] = time.perf_counter() - start
     count = max(config.rollout.log_completions, config.rollout.num_completions_to_print)
-    rows = zip(rollout.prompts[:count], rollout.texts, rewards.tolist(), rollout.stopped, strict=False)
+    judged = [None if np.isnan(reward) else reward for reward in scores.total[:count]]
+    rows = zip(rollout.prompts[:count], rollout.texts, judged, rollout.stopped, strict=False)
     return metrics, [{"step": step, "prompt": p.source, "completion": t, "reward": r, "stopped": s} for p, t, r, s in rows]
 
 
 def evaluate(run: Run, step: int) -> Metrics:
-    """Mean reward of one completion of each held-out prompt on the serving version."""
+    """Mean reward of one completion of each held-out prompt on the serving version. None: no
+    completion was judged."""
     began = time.perf_counter()
     rollout = _held_out(run, step)
-    return {"eval_reward": float(np.mean(score(rollout, run.rewards).total)), "eval_s": time.perf_counter() - began}
+    return {
+        "eval_reward": score(rollout, run.rewards).mean(),
+        "eval_s": time.perf_counter() - began,
+    }
 
 
 def _sample_groups(run: Run, step: int) -> tuple[Rollout, Scores, Metrics]:

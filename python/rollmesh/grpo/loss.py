@@ -51,7 +51,16 @@ class LossTerms:
     policy: Tensor
     entropy: Tensor
     clipped: Tensor  # share of tokens whose clipped branch was taken
-    kl_ref: Tensor  # 0 without a reference
+    kl_ref: Tensor | None  # None without a reference
+
+    def metrics(self) -> dict[str, Tensor]:
+        found = {
+            "loss": self.loss.detach(),
+            "policy_loss": self.policy,
+            "entropy": self.entropy,
+            "clip_share": self.clipped,
+        }
+        return found if self.kl_ref is None else {**found, "kl_ref": self.kl_ref}
 
 
 def token_weights(lengths_B: Tensor, aggregation: str, max_tokens: int) -> Tensor:
@@ -104,7 +113,7 @@ def grpo_loss(
     if correction_N is not None:
         policy_N = policy_N * correction_N.to(policy_N.dtype)
     loss_N = policy_N - table.entropy * entropy_N
-    kl_ref = torch.zeros(())
+    kl_ref: Tensor | None = None
     if ref_logprobs_N is not None:
         difference_N = ref_logprobs_N - logprobs_N
         k3_N = torch.expm1(difference_N) - difference_N

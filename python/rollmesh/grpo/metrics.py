@@ -1,7 +1,8 @@
 """Where a run's numbers go: DIR/metrics.jsonl always, TensorBoard events beside it, curves.png drawn from them; completions.jsonl.
 
-Line n describes version n of the weights, see loop.py. A resumed run keeps the lines before its first step and drops the rest,
-so the file reads as one run.
+Line n describes version n of the weights, see loop.py. A mean of no values is null.
+A resumed run keeps the lines before its first step and drops the rest, so the file reads as one
+run.
 """
 
 from __future__ import annotations
@@ -156,7 +157,11 @@ def draw_curves(lines: list[Metrics], path: Path) -> None:
     ]
     for axes, (title, names, scale) in zip(figure.subplots(2, 2).flat, panels, strict=True):
         for name in names:
-            points = [(m["step"], m[name]) for m in lines if name in m and (scale == "linear" or m[name] > 0)]
+            points = [
+                (m["step"], m[name])
+                for m in lines
+                if m.get(name) is not None and (scale == "linear" or m[name] > 0)
+            ]
             if points:
                 axes.plot(
                     *zip(*points, strict=True), label=name, linewidth=1.2, marker="o" if name == "eval_reward" else None, markersize=3

@@ -8,9 +8,7 @@ Nothing that was drawn is ever tokenized again, so the trainer computes the logp
 sequence and not of the loss (Rollout.drawn). Together with them a completion has at most max_tokens tokens. One whose turn ends without an
 end token is over, and so is one whose reply leaves no room for a token, which is then left out.
 
-The tokens of a reply to a chat are what the chat template puts between the content of an assistant's message and the next one, after the
-end token that was drawn. They are rendered after messages of our own: templates such as Qwen3's render the messages before a reply
-otherwise once it is there.
+reply_tokens.py gives the tokens of a reply.
 """
 
 from __future__ import annotations
@@ -32,12 +30,10 @@ import rollmesh as rm
 from rollmesh.grpo.config import RolloutTable
 from rollmesh.grpo.data import Prompt, is_chat
 from rollmesh.grpo.files import told_as
+from rollmesh.grpo.reply_tokens import reply_tokens
 from rollmesh.grpo.rollout import Rollout
 from rollmesh.grpo.user_code import EventLoop, finished, imported, is_async, naming
 from rollmesh.runtime.messages import shown
-
-ANSWER = "rollmesh.answer"  # no template changes it
-BEFORE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
 
 
 class Environment:
@@ -76,29 +72,28 @@ class Environment:
         wanted = "a message {role, content}, a list of them" if prompt.is_chat else "a text"
         raise rm.ConfigError(f"environment {self.name}: expected {wanted}, or None, got {shown(reply)}")
 
-    def reply_ids(self, reply: Any, tokenizer: Any, ends: Collection[int]) -> list[int]:
-        """The tokens of a reply, after an end token."""
-        with told_as(f"environment {self.name}: expected a reply that the tokenizer and its chat template take"):
-            if isinstance(reply, str):
-                return list(tokenizer.encode(reply, add_special_tokens=False))
-            before, after = _tail(BEFORE, False, tokenizer), _tail([*BEFORE, *reply], True, tokenizer)
-            end = next((i for i, token in enumerate(before) if token in ends), -1) + 1
-            if after[:end] != before[:end]:
-                raise ValueError("a template that ends a message otherwise where another one follows")
-            return after[end:]
+    def reply_ids(
+        self, c: _Conversation, reply: Any, tokenizer: Any, ends: Collection[int]
+    ) -> list[int]:
+        """Returns the tokens of a reply to a conversation."""
+        before = [*c.prompt.source, *c.completion()[:-1]] if c.prompt.is_chat else []
+        what = "expected a reply that the tokenizer and its chat template take"
+        with told_as(f"environment {self.name}: {what}"):
+            return reply_tokens(before, reply, c.token_ids[-1], tokenizer, ends)
+
+
+def check_template(prompts: Sequence[Prompt], tokenizer: Any, ends: Collection[int]) -> None:
+    """ConfigError: it is not clear what the chat template puts between a turn and a reply to it."""
+    reply = [{"role": "user", "content": "a"}]
+    of = f"the chat template of {tokenizer.name_or_path}"
+    for prompt in [p for p in prompts if p.is_chat][:1]:
+        with told_as(f"[rollout] environment: expected {of} to render an answer and a reply to it"):
+            for end in ends:
+                reply_tokens(list(prompt.source), reply, end, tokenizer, ends)
 
 
 def _given(prompt: Prompt, completion: Any) -> dict[str, Any]:
     return copy.deepcopy({**prompt.columns, "prompt": prompt.source, "completion": completion})
-
-
-def _tail(messages: list[Any], goes_on: bool, tokenizer: Any) -> list[int]:
-    """What the chat template puts behind ANSWER."""
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=goes_on, tokenize=False)
-    _, found, tail = text.partition(ANSWER)
-    if not found:
-        raise ValueError("a template that leaves out the text of an answer")
-    return list(tokenizer.encode(tail, add_special_tokens=False))
 
 
 @dataclass
@@ -158,7 +153,10 @@ def converse(
         began = time.perf_counter()
         replies = environment.replies([every[i].prompt for i in asked], [every[i].completion() for i in asked])
         environment_s += time.perf_counter() - began
-        told = {i: (r, environment.reply_ids(r, tokenizer, ends)) for i, r in zip(asked, replies, strict=True) if r is not None}
+        told = {}
+        for i, reply in zip(asked, replies, strict=True):
+            if reply is not None:
+                told[i] = reply, environment.reply_ids(every[i], reply, tokenizer, ends)
         left = {i: table.max_tokens - len(every[i].token_ids) - len(ids) for i, (_, ids) in told.items()}
         for i in told:
             every[i].rollout.stopped[0] = left[i] > 0

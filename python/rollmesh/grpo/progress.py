@@ -60,15 +60,15 @@ class Display:
         table = Table("reward", "prompt", "completion", title=f"step {completions[0]['step']}", title_justify="left", show_lines=True)
         for c in completions:
             texts = (Text(_printable(c[name]), overflow="fold") for name in ("prompt", "completion"))  # Text: no markup
-            table.add_row(f"{c['reward']:.3f}", *texts)
+            table.add_row(rounded(c["reward"]), *texts)
         self._console.print(table, soft_wrap=False)
 
     def _items(self, m: Metrics) -> list[tuple[str, str]]:
         kl = [("KL ref", f"{m['kl_ref']:.4f}")] if m.get("kl_ref") else []
         return [
             ("step", f"{m['step']}/{self._steps}"),
-            ("reward", f"{m['reward_mean']:.3f}"),
-            ("held-out", "-" if self._heldout is None else f"{self._heldout:.3f}"),
+            ("reward", rounded(m["reward_mean"])),
+            ("held-out", rounded(self._heldout)),
             ("KL", f"{m['kl_k3']:.1e}"),
             *kl,
             ("max |Δlogp|", f"{m['logprob_diff_max']:.1e}"),
@@ -90,6 +90,10 @@ class Display:
         table.add_row(*(value for _, value in items))
         table.add_row(ProgressBar(total=self._steps, completed=metrics["step"], width=12))
         return table
+
+
+def rounded(reward: float | None) -> str:
+    return "-" if reward is None else f"{reward:.3f}"
 
 
 def _printable(source: str | list[dict[str, str]]) -> str:

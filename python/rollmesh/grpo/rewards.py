@@ -20,6 +20,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import rollmesh as rm
 from rollmesh.grpo.user_code import EventLoop, finished, imported, is_async, naming
 from rollmesh.runtime.messages import shown
@@ -60,7 +62,7 @@ BUILT_IN: dict[str, RewardFunction] = {"char_match": char_match, "exact_match": 
 
 @dataclass(frozen=True)
 class Scores:
-    total: list[float]  # [completions]: the weighted sums
+    total: list[float]  # [completions]: the weighted sums; NaN: no function judged it
     values: dict[str, list[float | None]]  # of each function, by completion; None: not judged
     seconds_of: dict[str, float]  # that each function took
     seconds: float  # that all took
@@ -70,6 +72,17 @@ class Scores:
         judged = {name: [value for value in values if value is not None] for name, values in self.values.items()}
         means = {f"reward/{name}": math.fsum(values) / len(values) for name, values in judged.items() if values}
         return means | {f"reward_s/{name}": seconds for name, seconds in self.seconds_of.items()}
+
+    def mean(self) -> float | None:
+        """Mean reward of the judged completions. None: there are none."""
+        return float(np.mean(judged)) if (judged := self._judged()) else None
+
+    def std(self) -> float | None:
+        """Their standard deviation."""
+        return float(np.std(judged)) if (judged := self._judged()) else None
+
+    def _judged(self) -> list[float]:
+        return [number for number in self.total if not math.isnan(number)]
 
     def take(self, indices: Sequence[int]) -> Scores:
         """Those of these completions; the seconds stay."""
@@ -103,7 +116,8 @@ class Rewards:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], columns: dict[str, list[Any]]
     ) -> list[float]:
-        """One finite number a completion. A function may return None for a completion that it does not judge (it counts 0).
+        """Returns one number per completion: the weighted sum over the functions that judge it, or
+        NaN if all return None. A function returns None for a completion that it does not judge.
 
         ConfigError: a function raised (its traceback is a note of the error), or returned something else."""
         return self.judge(prompts, completions, completion_ids, columns).total
@@ -124,15 +138,23 @@ class Rewards:
             found = self.event_loop.run(f"reward {', '.join(waits)}", [_await(name, f, given, count) for name, f in waits.items()])
             answers |= zip(waits, found, strict=True)
         numbers = {n: [None if v is None else _number(v, n, i) for i, v in enumerate(answers[n][0])] for n in self.names}
-        unjudged = sum(all(v is None for v in of_one) for of_one in zip(*numbers.values(), strict=True))
+        of_each = zip(*numbers.values(), strict=True)
+        unjudged = [i for i, values in enumerate(of_each) if all(v is None for v in values)]
         if unjudged and self._says_unjudged:
             self._says_unjudged = False  # once a run
-            _log.warning("%d of %d completions got None from every reward function; they count 0", unjudged, count)
+            _log.warning(
+                "%d of %d completions got None from every reward function; their advantage is 0, "
+                "and they do not count in the means",
+                len(unjudged),
+                count,
+            )
         for name, weight in zip(self.names, self.weights, strict=True):
             total = [t + weight * (number or 0.0) for t, number in zip(total, numbers[name], strict=True)]
         for i, number in enumerate(total):
             if not abs(number) <= MAX_REWARD:
                 raise rm.ConfigError(f"[reward] weights: expected sums of at most {MAX_REWARD:g}, got {number:g} for completion {i}")
+        for i in unjudged:
+            total[i] = math.nan
         return Scores(total, numbers, {name: answers[name][1] for name in numbers}, time.perf_counter() - began)
 
 

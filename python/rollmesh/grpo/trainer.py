@@ -56,7 +56,11 @@ class Trainer:
         self.device = torch_device(table.device)
         check_devices(self.device, config)
         self.forward = forward_of(config)
-        model = load_model(checkpoint, table.dtype) if checkpoint else build_model(config, tokenizer)
+        model = (
+            load_model(checkpoint, table.dtype, config.model.ignore)
+            if checkpoint
+            else build_model(config, tokenizer)
+        )
         self.model = self.forward.prepared(model.to(self.device))
         if config.correction.routing_replay:
             routers(self.model)
@@ -143,7 +147,7 @@ class Trainer:
         c = self.config
         lengths_B = torch.tensor([len(rollout.logprobs[i]) for i in indices], device=self.device)
         weights = token_weights(lengths_B, c.loss.aggregation, c.rollout.max_tokens)
-        sums = dict.fromkeys(("loss", "policy_loss", "entropy", "clip_share", "kl_ref"), 0.0)
+        sums: dict[str, float] = {}
         before, taken, kl = [], 0, (0.0, "")
         for chunk in self._micro(indices):
             batch = make_batch(rollout, chunk, self.device)
@@ -165,8 +169,8 @@ class Trainer:
                 terms.loss.backward()  # type: ignore[no-untyped-call]
             taken += count
             before.append(logprobs_N.detach())
-            for name, value in zip(sums, (terms.loss.detach(), terms.policy, terms.entropy, terms.clipped, terms.kl_ref), strict=True):
-                sums[name] += float(value)
+            for name, value in terms.metrics().items():
+                sums[name] = sums.get(name, 0.0) + float(value)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.train.grad_clip))
         if not math.isfinite(norm):
             why = f"; {kl[1]}" if kl[0] > MAX_KL_EXPONENT else ""
@@ -232,7 +236,7 @@ def learning_rate(table: TrainTable, step: int) -> float:
 def build_model(config: Config, tokenizer: Any) -> Any:
     """The model the run starts from: the folder's, or a random one from torch's current seed."""
     if config.model.path is not None:
-        return load_model(config.path(config.model.path), config.train.dtype)
+        return load_model(config.path(config.model.path), config.train.dtype, config.model.ignore)
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -270,4 +274,4 @@ def model_config(config: Config, tokenizer: Any, checkpoint: Path | None = None)
     """The transformers config of the model that Trainer builds, without building it."""
     if checkpoint is None and config.model.path is None:
         return hf_config_of(config.model, tokenizer)
-    return folder_config(checkpoint or config.path(str(config.model.path)))
+    return folder_config(checkpoint or config.path(str(config.model.path)), config.model.ignore)

@@ -31,7 +31,7 @@ import rollmesh as rm
 from rollmesh.grpo.config import GeneratorTable
 from rollmesh.model.families import FAMILIES
 from rollmesh.request.sampling import logit_edit_names
-from rollmesh.runtime.threads import start as start_thread
+from rollmesh.runtime.threads import starting
 from rollmesh.vllm import NAME, asked_for
 from rollmesh.vllm.trainer import AsyncWeightSender
 
@@ -205,8 +205,9 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
-        self._thread = start_thread(thread)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        with starting("vLLM's event loop"):
+            self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Waits for the result. A Ctrl-C cancels the coroutine, which aborts its requests."""

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rollmesh.errors import ConfigError
-from rollmesh.model.rope import MAX_FLOAT
+from rollmesh.model.rope import MAX_FLOAT, ROPE_TABLES
 from rollmesh.runtime.messages import shown
 
 # The engine's (csrc/model/spec.c). Here too, because Python's integers have no end and plans are made without an engine.
 MAX_VOCAB, MAX_WIDTH, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_EXPERTS = 1 << 26, 1 << 22, 1024, 1 << 14, 1024, 16384
 MAX_GROUPS = 64  # of experts
 MAX_POSITION = 2**62
+
+
+def without(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
+    """The config without the keys in `ignore`. "rope_scaling.attn_factor" is a key of the table
+    rope_scaling, for which rope_parameters, its name in transformers 5, stands too."""
+    names = set(ignore)
+    for name in ignore:
+        table, _, key = name.partition(".")
+        if key and table in ROPE_TABLES:
+            names |= {f"{other}.{key}" for other in ROPE_TABLES}
+    return _without(config, names, "")
+
+
+def _without(table: Mapping[str, Any], names: set[str], path: str) -> dict[str, Any]:
+    kept = {}
+    for key, value in table.items():
+        name = f"{path}{key}" if isinstance(key, str) else ""
+        if name in names:
+            continue
+        has_named = (
+            isinstance(value, Mapping)
+            and name
+            and any(other.startswith(f"{name}.") for other in names)
+        )
+        kept[key] = _without(value, names, f"{name}.") if has_named else value
+    return kept
 
 
 class Reader:

@@ -8,7 +8,8 @@ the formulas' sources are named there. Two places need care:
   exp(y · log x) in pairs of floats and is off by one bit for some percent of the arguments, one of Qwen3's own frequencies
   (θ = 10⁶, head_dim 128) among them; what does not fill 16 goes to the C library. `_power` computes both.
 
-Types whose frequencies depend on the longest sequence of a batch (dynamic, longrope) get those for the generator's max_model_len.
+In transformers the frequencies of some types (dynamic, longrope) depend on the longest sequence of
+a batch; here they depend on the generator's max_model_len.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.errors import ConfigError
-from rollmesh.runtime.messages import listed, shown
+from rollmesh.runtime.messages import listed, plain, shown
 
 F32 = NDArray[np.float32]
 Pair = tuple[F32, F32]  # an unevaluated sum: a float and what rounding it lost
 
 VECTOR = 16  # elements that torch's vector loop takes at a time
 MAX_FLOAT = sys.float_info.max
+ROPE_TABLES = (
+    "rope_scaling",
+    "rope_parameters",
+)  # of configs of transformers 4 and 5; the first one that is not empty counts
 KEYS = frozenset(
     {
         *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "attention_factor"),
@@ -53,6 +58,25 @@ class Rope:
     head_dim: int
     max_positions: int  # max_position_embeddings of the config
     parameters: tuple[tuple[str, Any], ...]  # what the type needs besides theta; lists as tuples
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether frequencies depend on max_model_len."""
+        return self.type in ("dynamic", "longrope")
+
+    @property
+    def longest(self) -> int:
+        """Number of positions that the settings are made for, as vLLM derives it: `factor` times
+        max_positions for types that stretch."""
+        p = dict(self.parameters)
+        factor = p.get("factor") or 1
+        if self.type == "yarn":
+            return max(self.max_positions, int(p["original_max_position_embeddings"] * factor))
+        return (
+            int(self.max_positions * factor)
+            if self.type in ("linear", "dynamic")
+            else self.max_positions
+        )
 
     def frequencies(self, max_model_len: int) -> tuple[F32, float]:
         """(inv_freq float32 [head_dim / 2], the factor on cos and sin) for contexts up to max_model_len."""
@@ -287,17 +311,38 @@ def _checked(name: str, key: str, value: Any, head_dim: int) -> Any:
     return _number(f"{name}.{key}", value, 0, strict=not key.startswith(("mscale", "partial")))
 
 
+def _table(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    name = next((name for name in ROPE_TABLES if config.get(name)), ROPE_TABLES[-1])
+    table = config.get(name) or {}
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{name}: expected a mapping, got {shown(table)}")
+    return name, table
+
+
+def unknown_keys(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Keys of the rope table that no rope type reads, as (table.key, value). None and False switch
+    a key off."""
+    name, table = _table(config)
+    odd = [
+        (key, value)
+        for key, value in table.items()
+        if key not in KEYS and value is not None and value is not False
+    ]
+    return [(f"{name}.{key if isinstance(key, str) else plain(key)}", value) for key, value in odd]
+
+
 def from_config(config: Mapping[str, Any], head_dim: int, max_positions: int, default_theta: float, default_partial: float | None) -> Rope:
     """The settings as transformers standardizes them: `rope_scaling` (4.x) before `rope_parameters` (5.x), values inside before
     values beside, default_theta when there is none. default_partial: the partial_rotary_factor of a family that turns the first elements
     of a head when the key is missing; None: the family turns whole heads. Raises ConfigError for whatever it would not use or could not."""
-    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    given = config.get(name) or {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{name}: expected a mapping, got {shown(given)}")
-    if unknown := [(key,) for key in given if key not in KEYS]:
+    name, given = _table(config)
+    if unknown := unknown_keys(config):
         raise ConfigError(f"{name}: expected keys of the rope types, got {listed(unknown)}")
-    p = {key: value for key, value in given.items() if key not in ("type", "rope_type", "rope_theta")}
+    p = {
+        key: value
+        for key, value in given.items()
+        if key in KEYS and key not in ("type", "rope_type", "rope_theta")
+    }
     rope_type = given.get("rope_type", given.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in TYPES:
         raise ConfigError(f"rope_type: expected one of {', '.join(TYPES)}, got {shown(rope_type)}")

@@ -25,8 +25,20 @@ from numpy.typing import NDArray
 from rollmesh.errors import ConfigError, FormatError
 from rollmesh.model import rope as _rope
 from rollmesh.model import torchtitan as _torchtitan
+from rollmesh.model.adapters import refuse_adapter
 from rollmesh.model.families import FAMILIES, QK_NORMS, USUAL_NAMES, WQ_ROWS, Experts, Family
-from rollmesh.model.reader import MAX_EXPERTS, MAX_GROUPS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITION, MAX_VOCAB, MAX_WIDTH, Reader
+from rollmesh.model.reader import (
+    MAX_EXPERTS,
+    MAX_GROUPS,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITION,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    Reader,
+    without,
+)
 from rollmesh.runtime.arguments import ACTIVATIONS, choice
 from rollmesh.runtime.messages import listed, plain, shown
 
@@ -42,18 +54,34 @@ _USED = _keys(
     "original_max_position_embeddings eos_token_id is_causal"
 )
 
-# Without effect on the logits of inference: training, generation, bookkeeping, output formats.
+# Keys of transformers 4.30 to 5.24 without effect on the logits of inference: bookkeeping, output
+# formats, training, how parts are computed and placed, generation.
 _IRRELEVANT = _keys(
-    "transformers_version architectures dtype torch_dtype _name_or_path name_or_path _commit_hash _attn_implementation "
-    "attn_implementation _attn_implementation_internal _experts_implementation experts_implementation attention_dropout "
-    "initializer_range use_cache pretraining_tp output_hidden_states output_attentions output_router_logits output_scores "
-    "return_dict return_dict_in_generate router_aux_loss_coef chunk_size_feed_forward id2label label2id num_labels problem_type "
-    "pad_token_id bos_token_id sep_token_id decoder_start_token_id tokenizer_class prefix task_specific_params finetuning_task "
-    "torchscript use_bfloat16 tf_legacy_loss tie_encoder_decoder cross_attention_hidden_size max_length min_length do_sample "
-    "early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
-    "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id "
-    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens is_decoder "
-    "is_llama_config transformers.js_config"
+    "transformers_version architectures dtype torch_dtype _name_or_path name_or_path "
+    "_commit_hash _auto_class _post_init_done output_hidden_states output_attentions "
+    "_output_attentions output_router_logits return_dict use_return_dict tie_last_hidden_states "
+    "id2label label2id num_labels problem_type pad_token_id bos_token_id sep_token_id "
+    "decoder_start_token_id tokenizer_class prefix task_specific_params finetuning_task "
+    "custom_pipelines cross_attention_hidden_size is_decoder is_llama_config "
+    "keys_to_ignore_at_inference ignore_keys_at_rope_validation max_sequence_length output_past "
+    "transformers.js_config unsloth_version unsloth_fixed attention_dropout initializer_range "
+    "router_aux_loss_coef gradient_checkpointing loss_type tie_encoder_decoder "
+    "_attn_implementation attn_implementation _attn_implementation_internal "
+    "_attn_implementation_autoset _flash_attn_2_enabled _experts_implementation "
+    "experts_implementation _experts_implementation_internal chunk_size_feed_forward "
+    "pretraining_tp base_model_tp_plan base_model_pp_plan base_model_ep_plan "
+    "base_model_fsdp_plan distributed_config _pre_quantization_dtype torchscript use_bfloat16 "
+    "tf_legacy_loss xla_device use_cache cache_implementation output_scores output_logits "
+    "return_dict_in_generate do_sample temperature top_k top_p min_p typical_p epsilon_cutoff "
+    "eta_cutoff max_length max_new_tokens min_length min_new_tokens max_time stop_strings "
+    "early_stopping num_beams num_beam_groups diversity_penalty length_penalty "
+    "repetition_penalty encoder_repetition_penalty no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size bad_words_ids force_words_ids renormalize_logits constraints "
+    "num_return_sequences penalty_alpha forced_bos_token_id forced_eos_token_id "
+    "forced_decoder_ids remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens sequence_bias guidance_scale low_memory num_assistant_tokens "
+    "num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind "
+    "target_lookbehind prompt_lookup_num_tokens"
 )
 
 _UNSUPPORTED = {
@@ -169,12 +197,15 @@ class ModelSpec:
         """From a transformers config object, its dict, a folder with config.json, or that file. Of a folder the ends that its
         generation_config.json lists are among eos_token_ids: chat models have more there than in config.json.
 
-        `ignore` names keys of the config that are known not to matter. Raises ConfigError naming the rule that is broken
-        or the option that is not supported, FormatError for a file that is not a JSON object.
+        `ignore` names keys of the config that do not matter; the model is read without them.
+        "rope_scaling.attn_factor" is a key of the table rope_scaling. Names that the config does
+        not have are allowed. Raises ConfigError naming the rule that is broken or the option that
+        is not supported, FormatError for a file that is not a JSON object. An error about unknown
+        keys has them in its attribute `names`, as `ignore` takes them.
         """
         if not isinstance(ignore, (tuple, list, set, frozenset)) or not all(isinstance(key, str) for key in ignore):
             raise ConfigError(f"ignore: expected a tuple of keys of the config, got {shown(ignore)}")
-        values = {key: value for key, value in _as_dict(config).items() if key not in ignore}
+        values = without(_as_dict(config), ignore)
         if "eos_token_id" in ignore:
             values["eos_token_id"] = None
         is_folder = isinstance(config, (str, os.PathLike)) and os.path.isdir(config)
@@ -446,7 +477,10 @@ def _as_dict(config: Any) -> dict[str, Any]:
         path = Path(config)
     except TypeError:
         raise ConfigError(f"config: expected a config object, a dict or a folder with config.json, got a {type(config).__name__}") from None
-    return _read_object(path / "config.json" if os.path.isdir(path) else path)  # is_dir raises if the name is too long
+    if not os.path.isdir(path):  # Path.is_dir raises if the name is too long
+        return _read_object(path)
+    refuse_adapter(path)
+    return _read_object(path / "config.json")
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -479,8 +513,14 @@ def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
         for key, value in values.items()
         if key not in used and key not in _IRRELEVANT and key not in _UNSUPPORTED and value is not None and value is not False
     ]
-    if unknown:
-        raise ConfigError(f"unknown config keys: {listed(unknown)} (ignore=(…) passes those that do not matter)")
+    if unknown := unknown + _rope.unknown_keys(values):
+        names = tuple(key for key, _ in unknown if isinstance(key, str))
+        error = ConfigError(
+            f"unknown config keys: {listed(unknown)}; ignore={shown(names)} reads the config "
+            "without them"
+        )
+        error.names = names  # type: ignore[attr-defined]
+        raise error
 
 
 def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:

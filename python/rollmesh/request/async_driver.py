@@ -26,7 +26,7 @@ from rollmesh.request.driver import PAUSE_POLL_S, Driver, Prompt
 from rollmesh.request.outputs import RequestOutput
 from rollmesh.request.requests import Requests, token_ids
 from rollmesh.request.sampling import SamplingParams
-from rollmesh.runtime.threads import start
+from rollmesh.runtime.threads import starting
 from rollmesh.runtime.turn import Turn
 
 
@@ -99,7 +99,10 @@ class AsyncDriver:
         """CapacityError if the system gives no thread."""
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
-                self._thread = start(threading.Thread(target=self._run, name="rollmesh-async"))
+                thread = threading.Thread(target=self._run, name="rollmesh-async")
+                with starting("agenerate and astream"):
+                    thread.start()
+                self._thread = thread
             self._added.append(stream)
 
     def _cancel(self, stream: _Stream) -> None:

@@ -128,7 +128,7 @@ class SyncReport:
     version: int
     num_tensors: int  # tensors that came
     num_parameters: int  # of the model, that they filled
-    num_skipped: int  # unexpected names, with strict=False
+    num_skipped: int  # buffers of rope; with strict=False also unexpected names
     bytes: int  # of tensor data read
     seconds: float  # begin to commit
     copy_seconds: float  # of these, inside the copies

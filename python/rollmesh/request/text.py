@@ -4,7 +4,8 @@ one is read from a folder, and the text of a sample while its tokens come in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,7 @@ class TextCodec:
         """Token ids of a chat, as the tokenizer's template renders it. options: of apply_chat_template."""
         if not callable(getattr(self.tokenizer, "apply_chat_template", None)):
             raise RequestError(f"chat: expected a tokenizer of transformers, with a chat template, got {type(self.tokenizer).__name__}")
-        for message in messages:
-            _check_message(message)
+        messages = _messages(messages)
         try:
             text = self.tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
             return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -110,13 +110,49 @@ def _decode_of(tokenizer: Any) -> Callable[..., Any]:
     return decode
 
 
-def _check_message(message: Any) -> None:
+def rendered_chat(tokenizer: Any, messages: Any, **options: Any) -> str:
+    """Returns the text of a chat by the tokenizer's template. options: of apply_chat_template."""
+    return str(tokenizer.apply_chat_template(_messages(messages), **{**options, "tokenize": False}))
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    """Returns messages as vLLM gives them to a template: content None beside tool calls is "", and
+    the arguments of a tool call are an object where they are JSON."""
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
+        raise RequestError(f"chat: expected messages of {{role, content}}, got {shown(messages)}")
+    return [_message(message) for message in messages]
+
+
+def _message(message: Any) -> dict[str, Any]:
     """A template would print what is no text as Python shows it, or nothing."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"chat: expected messages of {{role, content}}, got {shown(message)}")
-    content = message.get("content")
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+    content, calls = message.get("content"), message.get("tool_calls")
+    if not isinstance(content, str) and not (content is None and calls):
         raise RequestError(f"chat: expected the content of a message of role {message['role']} to be text, got {shown(content)}")
+    plain = {**message, "content": content or ""}
+    plain.pop("tool_calls", None)
+    if calls and not isinstance(calls, (list, tuple)):
+        raise RequestError(f"chat: expected a list of tool calls, got {shown(calls)}")
+    return {**plain, "tool_calls": [_tool_call(call) for call in calls]} if calls else plain
+
+
+def _tool_call(call: Any) -> Any:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise RequestError(
+            f"chat: expected tool calls of {{function: {{name, arguments}}}}, got {shown(call)}"
+        )
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str) and arguments is not None:
+        return call
+    try:
+        parsed = {**function, "arguments": json.loads(arguments or "{}")}
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            f"chat: expected JSON as the arguments of a tool call, got {shown(arguments)}"
+        ) from error
+    return {**call, "function": parsed} if "function" in call else parsed
 
 
 class Detokenizer:

@@ -3,26 +3,38 @@ cgroup)."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 from rollmesh.errors import CapacityError
 
 T = TypeVar("T")
 R = TypeVar("R")
+P = ParamSpec("P")
+REFUSED = "can't start new thread"  # CPython's message
 
 
-def start(thread: threading.Thread) -> threading.Thread:
-    """Starts a thread and returns it. CapacityError if the system refuses."""
+@contextmanager
+def starting(what: str) -> Iterator[None]:
+    """Raises CapacityError where CPython raises its RuntimeError for a thread that the system refuses."""
     try:
-        thread.start()
+        yield
     except RuntimeError as error:
+        if str(error) != REFUSED:
+            raise
         raise CapacityError(
-            f"{thread.name}: expected to start a thread, got: {error}; "
+            f"{what}: expected another thread, got none from the system; "
             "raise the limit on processes (ulimit -u, pids.max) or end others"
         ) from error
-    return thread
+
+
+async def to_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """asyncio.to_thread. CapacityError if the system refuses the thread."""
+    with starting("a call in a thread"):
+        return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T], num_threads: int) -> list[R]:

@@ -34,6 +34,7 @@ from rollmesh.request.text import tokenizer_of_folder
 from rollmesh.runtime.arguments import choice, gib_bytes, integer
 from rollmesh.runtime.devices import device_name
 from rollmesh.runtime.messages import shown
+from rollmesh.runtime.threads import to_thread
 from rollmesh.titan.pull import names, pull, pull_shards
 
 _DEFAULTS = VLLMGenerator.Config()
@@ -156,7 +157,7 @@ class RollmeshGenerator(Actor, Configurable):
             return
         self._is_started = True
         if self._rank == 0:
-            await asyncio.to_thread(self.gen.follow)
+            await to_thread(self.gen.follow)
             return
         loop = asyncio.get_running_loop()
 
@@ -164,7 +165,7 @@ class RollmeshGenerator(Actor, Configurable):
             shards = self._shards(asyncio.run_coroutine_threadsafe(names(), loop).result())
             return asyncio.run_coroutine_threadsafe(pull_shards(shards), loop).result()
 
-        self._follower = asyncio.create_task(asyncio.to_thread(self.gen.follow, pieces))
+        self._follower = asyncio.create_task(to_thread(self.gen.follow, pieces))
 
     def _shards(self, names: list[str]) -> dict[str, rm.Shard]:
         return {name: self.gen.shard(name) for name in names}
@@ -205,16 +206,16 @@ class RollmeshGenerator(Actor, Configurable):
         if self.config.num_processes == 1:
             source: Mapping[str, Any] = await pull()
         else:
-            source = await pull_shards(await asyncio.to_thread(self._shards, await names()))
+            source = await pull_shards(await to_thread(self._shards, await names()))
         keep_kv = not self.config.reset_running_requests_on_weight_sync
-        report = await asyncio.to_thread(self.gen.sync_weights, source, version=version, inflight="keep", keep_kv=keep_kv)
+        report = await to_thread(self.gen.sync_weights, source, version=version, inflight="keep", keep_kv=keep_kv)
         self.policy_version = report.version
 
     @concurrent_endpoint
     async def close(self) -> None:
         """On all ranks. Requests in flight end with StateError."""
         if self._rank == 0 or self._follower is None:
-            await asyncio.to_thread(self.gen.close)
+            await to_thread(self.gen.close)
         else:
             await self._follower
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rollmesh.errors import ConfigError
-from rollmesh.torch.kept import Source
 
-ELSEWHERE = "expected adapters of attention and dense MLPs only, got one of {}"
+# The classes of peft that are taken: adapters of a linear layer, and a part that is trained whole.
+LORA, WHOLE = "peft.tuners.lora.layer.Linear", "peft.utils.other.ModulesToSaveWrapper"
 
 
 def base_of(module: Any) -> Any:
@@ -23,14 +23,16 @@ def in_use(module: Any) -> Any:
     copies = module._modules.get("modules_to_save")
     if copies is None:
         return module
-    return module.original_module if module.disable_adapters or not module.active_adapters else copies[module.active_adapters[0]]
+    active = [] if module.disable_adapters else module.active_adapters
+    return copies[active[0]] if active and active[0] in copies else module.original_module
 
 
 def state_of(model: Any) -> dict[str, Tensor]:
     """Weights by their Hugging Face names: adapters merged, of parts that are trained whole the copy in use."""
     modules = list(model.named_modules())
     state = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
-    state |= {f"{name}.weight": with_lora(module, _base_weight(module)) for name, module in modules if module is not base_of(module)}
+    layers = [(name, module) for name, module in modules if module is not base_of(module)]
+    state |= {f"{name}.weight": with_lora(layer, base_of(layer).weight) for name, layer in layers}
     for name, module in reversed(modules):  # inner parts first
         used = in_use(module)
         if used is not module:
@@ -43,63 +45,55 @@ def state_of(model: Any) -> dict[str, Tensor]:
     return state
 
 
-def _base_weight(module: Any) -> Tensor:
-    weight = getattr(base_of(module), "weight", None)
-    if weight is None:  # experts have other names
-        raise ConfigError(ELSEWHERE.format("the router or of experts"))
-    return weight  # type: ignore[no-any-return]
+def weights_of(modules: list[Any]) -> list[Tensor]:
+    """The effective weight of each linear layer."""
+    return [with_lora(module, base_of(module).weight) for module in modules]
 
 
-def norm_weight_of(module: Any) -> Tensor:
-    if module is not base_of(module):
-        raise ConfigError(ELSEWHERE.format(f"a norm, a {type(module).__name__}"))
-    return module.weight  # type: ignore[no-any-return]
-
-
-def check_no_bias(module: Any) -> None:
-    if getattr(base_of(module), "bias", None) is not None:
-        raise ConfigError(f"bias: expected none, got one of a {type(module).__name__} that has none in the model's config")
-
-
-def weights_of(modules: list[Any]) -> tuple[list[Tensor], Source]:
-    """(the effective weight of each linear layer, what these are made of)."""
-    weights, tensors, states = [], [], []
-    for module in modules:
-        base = base_of(module).weight
-        weights.append(with_lora(module, base))
-        tensors.append(base)
-        if module is not base_of(module):
-            tensors += [p for name, p in module.named_parameters() if name.startswith("lora_")]
-            states.append((module.merged, module.disable_adapters, tuple(module.active_adapters), tuple(sorted(module.scaling.items()))))
-    return weights, Source(tensors, states)
-
-
-def with_lora(module: Any, weight: Tensor) -> Tensor:
-    """W + Σ scaling · B · A of the active adapters of a peft layer: what is pushed and what the forward pass uses."""
+def active_lora(path: str, module: Any) -> list[str]:
+    """Lists the adapters to add to a LoRA layer's weight. Raises a ConfigError for one that is more
+    than W + scaling · B · A."""
     if module is base_of(module) or module.merged or module.disable_adapters:
-        return weight
-    if not hasattr(module, "lora_A") or not hasattr(module, "get_delta_weight"):
-        raise ConfigError(f"expected LoRA layers of peft, got a {type(module).__name__}")
-    for adapter in module.active_adapters:
-        if adapter not in module.lora_A:
-            continue
+        return []
+    active = [adapter for adapter in module.active_adapters if adapter in module.lora_A]
+    for adapter in active:
         if adapter in module.lora_variant:
             variant = module.lora_variant[adapter]
             name = variant.__name__ if isinstance(variant, type) else type(variant).__name__
-            raise ConfigError(f"expected plain LoRA adapters, whose weights can be merged, got adapter {adapter!r} with {name}")
+            raise ConfigError(
+                f"{path}: expected plain LoRA adapters, whose weights can be merged, "
+                f"got adapter {adapter!r} with {name}"
+            )
         if module.lora_bias[adapter]:
-            raise ConfigError(f"lora_bias: expected False, got True for adapter {adapter!r}; a bias is not merged")
-        if module.training and getattr(module.lora_dropout[adapter], "p", 0.0) > 0:
-            raise ConfigError(f"lora_dropout: expected 0 in training, got {module.lora_dropout[adapter].p}; a rollout drops nothing")
+            raise ConfigError(
+                f"{path}: lora_bias: expected False, got True for adapter {adapter!r}; "
+                "a bias is not merged"
+            )
+        if module.fan_in_fan_out:
+            raise ConfigError(f"{path}: fan_in_fan_out: expected False, got True for {adapter!r}")
+    return active
+
+
+def unmerge_if_disabled(module: Any) -> None:
+    """Does what a LoRA layer of peft does when it is called while adapters are disabled."""
+    if module.disable_adapters and module.merged:
+        module.unmerge()
+
+
+def with_lora(module: Any, weight: Tensor) -> Tensor:
+    """Returns W + Σ scaling · B · A over the active adapters, for the forward pass and for push."""
+    for adapter in active_lora("adapter", module):
+        dropout = module.lora_dropout[adapter]
+        if dropout.training and getattr(dropout, "p", 0.0) > 0:
+            raise ConfigError(
+                f"lora_dropout: expected 0 in training, got {dropout.p}; a rollout drops nothing"
+            )
         with torch.autocast(weight.device.type, enabled=False):  # what is pushed does not depend on it
             weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
     return weight
 
 
 def expert_weights_of(mlp: Any) -> tuple[Tensor, Tensor, Tensor]:
-    for module in (mlp.gate, mlp.experts):
-        if module is not base_of(module):
-            raise ConfigError(ELSEWHERE.format("the router or of experts"))
     return mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj
 
 

@@ -48,17 +48,16 @@ def check_weight(name: str, weight: Any, dims: int = 2) -> Tensor:
     return weight.detach()
 
 
-def pack(groups: Sequence[Sequence[Piece]], dtype: torch.dtype, how: Any, out: Any = None) -> Any:
-    """Packed matrices of one shape, one a group, each made of pieces; an array of one dim. `out`: one that this made before of the same
-    shapes, to write to. NonFiniteError for a NaN or an infinity, also one that the conversion makes."""
+def pack(groups: Sequence[Sequence[Piece]], dtype: torch.dtype, how: Any) -> Any:
+    """Packed matrices of one shape, one a group, each made of pieces; an array of one dim.
+    NonFiniteError for a NaN or an infinity, also one that the conversion makes."""
     first = groups[0]
     k = first[0].weight.shape[1]
     rows = max(piece.row + (2 * round_up(len(piece.weight), 16) if piece.layout != PACKED else len(piece.weight)) for piece in first)
     size = packed_size(rows, k)
     with in_turn(first[0].weight):
         op, _ = op_over(how["isa"], how["threads"], weight=weight_array(first[0].weight))
-        if out is None:
-            out = op.new((len(groups) * size,), numpy_dtype(name_of(dtype)), zeros=True)
+        out = op.new((len(groups) * size,), numpy_dtype(name_of(dtype)), zeros=True)
         for g, pieces in enumerate(groups):
             for weight, layout, row in pieces:
                 given = op_over(how["isa"], how["threads"], weight=weight_array(weight))[1]
@@ -69,26 +68,27 @@ def pack(groups: Sequence[Sequence[Piece]], dtype: torch.dtype, how: Any, out: A
     return out
 
 
-def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype, how: Any, out: Any = None) -> Any:
+def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype, how: Any) -> Any:
     """Matrices [n, k] stacked in one, such as q, k and v."""
     pieces, row = [], 0
     for weight in weights:
         pieces.append(Piece(check_weight("weight", weight), PACKED, row))
         row += len(weight)
-    return pack([pieces], dtype, how, out)
+    return pack([pieces], dtype, how)
 
 
-def pack_gate_up(gate: Tensor, up: Tensor, dtype: torch.dtype, how: Any, out: Any = None) -> Any:
+def pack_gate_up(gate: Tensor, up: Tensor, dtype: torch.dtype, how: Any) -> Any:
     """gate and up [n, k], as gemm_swiglu takes them."""
-    return pack([[Piece(check_weight("gate", gate), GATE), Piece(check_weight("up", up), UP)]], dtype, how, out)
+    both = [Piece(check_weight("gate", gate), GATE), Piece(check_weight("up", up), UP)]
+    return pack([both], dtype, how)
 
 
-def pack_experts(weight: Tensor, dtype: torch.dtype, how: Any, out: Any = None) -> Any:
+def pack_experts(weight: Tensor, dtype: torch.dtype, how: Any) -> Any:
     """[experts, n, k], for a grouped gemm."""
-    return pack([[Piece(matrix)] for matrix in check_weight("weight", weight, 3)], dtype, how, out)
+    return pack([[Piece(matrix)] for matrix in check_weight("weight", weight, 3)], dtype, how)
 
 
-def pack_experts_gate_up(weight: Tensor, dtype: torch.dtype, how: Any, out: Any = None) -> Any:
+def pack_experts_gate_up(weight: Tensor, dtype: torch.dtype, how: Any) -> Any:
     """[experts, 2n, k], the rows of gate before those of up, for a grouped gemm_swiglu."""
     halves = [matrix.chunk(2) for matrix in check_weight("weight", weight, 3)]
-    return pack([[Piece(gate, GATE), Piece(up, UP)] for gate, up in halves], dtype, how, out)
+    return pack([[Piece(gate, GATE), Piece(up, UP)] for gate, up in halves], dtype, how)

@@ -1,7 +1,7 @@
 """A transformers model, of any family that a generator takes, whose forward pass is the generator's.
 
     rm.torch.patch(model)                                   # forward by the C kernels, backward by torch
-    rm.torch.push(model, generator, version=step)           # sync_weights; the model then reads the generator's packed weights
+    rm.torch.push(model, generator, version=step)           # sync_weights of the model's weights
     scored = rm.torch.logprobs(model, input_ids, attention_mask)
     rm.torch.unpatch(model)
 
@@ -12,9 +12,11 @@ A patched model is used as before: model(input_ids, attention_mask) gives logits
 - No KV cache: generate with the generator. Options that are not supported are refused (ConfigError), among them dropout in training.
 - Rows of padding are not computed; their hidden states are zeros.
 
-It works under gradient checkpointing and accumulation, no_grad, inference_mode, and FSDP2 if decoder layers or the whole model are sharded
-(fully_shard), whose forward passes pack all weights anew. torch.compile leaves the patched parts uncompiled. LoRA (peft) is applied as
-merged weights, in the forward pass as in `push`.
+Every forward pass packs the weights that the model has at that time, and drops the packed copies.
+
+It works under gradient checkpointing and accumulation, no_grad, inference_mode, and FSDP2 if decoder
+layers or the whole model are sharded (fully_shard). torch.compile leaves the patched parts
+uncompiled. LoRA (peft) is applied as merged weights, in the forward pass as in `push`.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,22 +37,28 @@ from rollmesh.errors import ConfigError, DTypeError, LimitError, RequestError, S
 from rollmesh.model.families import FAMILIES, USUAL_NAMES
 from rollmesh.runtime.arguments import choice, integer
 from rollmesh.runtime.messages import shown
-from rollmesh.torch import functions, packing
+from rollmesh.torch import functions, packing, parts
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.functions.attention import pairs_apart
 from rollmesh.torch.fused_head import with_contract_logprobs
-from rollmesh.torch.kept import KeptWeights, Key, Source, WeightUse, count_optimizer_steps
-from rollmesh.torch.lora import base_of, check_no_bias, expert_weights_of, in_use, norm_weight_of, shared_expert_of, state_of, weights_of
+from rollmesh.torch.lora import base_of, expert_weights_of, shared_expert_of, state_of, weights_of
 from rollmesh.torch.sequences import Sequences
 
 PACKED_KEYS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})  # what position_ids say too
 IGNORED_KEYS = frozenset({"return_dict", "num_items_in_batch"})
+# Arguments that may be False.
+SWITCHES = frozenset(
+    {"use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
+)
+# Options that add noise in training, and the module of a layer that reads them.
+NOISE = {"attention_dropout": "self_attn", "router_jitter_noise": "mlp"}
 GENERATE = "generate with a rollmesh generator, "
 INSTEAD = {
     "past_key_values": GENERATE,
     "use_cache": GENERATE,
     "output_router_logits": "train without a router loss (TRL: router_aux_loss_coef=0.0), ",
 }
+MODEL, BASE, HEAD = -3, -2, -1  # indices of the patched modules before the layers, as in _modules
 ROPE_STEP = 1024  # the rope table grows by so many positions
 
 
@@ -72,15 +81,24 @@ class _Wanted:
         self.kept_tokens = kept_tokens
         self.rows: Sequences | None = None  # that are computed: all but the last token of each sequence
         self.chosen: Tensor = ids  # of rows, those whose next token is wanted
+        self.made: Tensor = ids  # what lm_head gives
+        self.written: list[Any] = []
         self.experts: dict[int, Tensor] = {}  # of each MoE layer, [rows, top_k]
 
 
 class Patch:
     """What the patched modules of one model share."""
 
-    def __init__(self, model: Any, spec: ModelSpec, dtype: torch.dtype, isa: str | None, threads: int | None, max_model_len: int):
+    def __init__(
+        self,
+        model: Any,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        isa: str | None,
+        threads: int | None,
+        max_model_len: int | None,
+    ):
         self.spec, self.dtype, self.isa, self.threads, self.max_model_len = spec, dtype, isa, threads, max_model_len
-        self.kept = KeptWeights()
         self.model = weakref.ref(model)
         self._asked = threading.local()
         self.heads = [
@@ -88,10 +106,9 @@ class Patch:
             for window in spec.sliding_windows
         ]
         self._ropes: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        count_optimizer_steps()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The arguments of __init__: what is kept is made again where the model is loaded."""
+        """The arguments of __init__: rope tables are made again where the model is loaded."""
         return {name: getattr(self, name) for name in ("spec", "dtype", "isa", "threads", "max_model_len")} | {"model": self.model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -113,35 +130,77 @@ class Patch:
     def wanted(self, wanted: _Wanted | None) -> None:
         self._asked.wanted = wanted
 
-    def check_parts(self) -> None:
-        """StateError if a part has been replaced by one that computes otherwise."""
-        inner = self.model()
+    @property
+    def passed(self) -> Any:
+        """Input and output of the last forward method of a part in this thread."""
+        return getattr(self._asked, "passed", None)
+
+    @passed.setter
+    def passed(self, passed: Any) -> None:
+        self._asked.passed = passed
+
+    def check(self) -> None:
+        """Raises a StateError or ConfigError if the model does not compute what the kernels do."""
+        inner: Any = self.model()
         for module, by in _modules(inner):
             if not isinstance(module, by) or module._rollmesh[0] is not self:
                 raise StateError(
                     f"model: expected its parts as patch left them, got a {type(module).__name__} that is not patched; "
                     "unpatch, change the model, and patch it again"
                 )
+        parts.check(inner, self.spec)
+        for layer in inner.model.layers:
+            for name, part in NOISE.items():
+                if getattr(layer, part).training and (noise := getattr(inner.config, name, 0)):
+                    raise ConfigError(
+                        f"{name}: expected 0 in training, got {noise}; a rollout drops nothing"
+                    )
 
     def how(self, x: Tensor) -> How:
         return functions.how_for(x, self.isa, self.threads)
 
     def rope(self, rows: Sequences, device: torch.device) -> tuple[Tensor, Tensor]:
-        longest = int(rows.lengths.max())
-        if longest > self.max_model_len:
-            raise LimitError(f"input_ids: expected sequences of at most {self.max_model_len} tokens (max_model_len), got one of {longest}")
+        longest, most = int(rows.lengths.max()), self.max_model_len
+        if most is None:
+            most = self.spec.max_position_embeddings
+            if self.spec.rope_settings.depends_on_length:
+                raise ConfigError(
+                    "max_model_len: expected the generator's, since the frequencies of rope_type="
+                    f"{self.spec.rope_settings.type!r} depend on it, got none; push to the "
+                    "generator first, or give patch max_model_len"
+                )
+        if longest > most:
+            raise LimitError(
+                f"input_ids: expected sequences of at most {most} tokens (max_model_len), "
+                f"got one of {longest}"
+            )
         known = self._ropes.get(device)
         if known is None or len(known[0]) < longest:
-            positions = min(-(-longest // ROPE_STEP) * ROPE_STEP, self.max_model_len)
-            known = self._ropes[device] = functions.rope_table(self.spec.rope(self.max_model_len), positions, self.dtype, device)
+            positions = min(-(-longest // ROPE_STEP) * ROPE_STEP, most)
+            table = functions.rope_table(self.spec.rope(most), positions, self.dtype, device)
+            known = self._ropes[device] = table
         return known
 
-    # ---------------------------------------------------------------------------------------- weights
-    def rows_of(self, key: Key, modules: list[Any], how: How) -> tuple[list[Tensor], Any]:
-        """(the weights of linear layers, packed as one matrix)."""
-        weights, sources = weights_of(modules)
-        return weights, self.kept.get(key, sources, lambda out: packing.pack_rows(weights, self.dtype, how, out))
+    def check_generator(self, generator: Generator) -> None:
+        """Raises a ConfigError if the generator computes another function of the same weights."""
+        spec, length, state = generator.spec, generator.max_model_len, generator.metrics()
+        differ = parts.differences(self.spec, spec)
+        mine, theirs = self.spec.rope(self.max_model_len or length), spec.rope(length)
+        if not np.array_equal(mine[0], theirs[0]) or mine[1] != theirs[1]:
+            differ.append(("rope_settings", self.spec.rope_settings, spec.rope_settings))
+            differ.append(("max_model_len", self.max_model_len, length))
+        differ.append(("dtype", packing.name_of(self.dtype), generator.dtype))
+        if generator.dtype == "bfloat16":  # in which cuda_mma computes other bits
+            own, other = (str(isa).startswith("cuda_mma") for isa in (self.isa, state["family"]))
+            differ.append(("cuda_mma", own, other))
+        differ.append(("fast", False, not state["invariant"]))
+        if said := [f"{name}={shown(a)} and {shown(b)}" for name, a, b in differ if a != b]:
+            raise ConfigError(
+                "generator: expected the settings of the patched model, got others (patch and "
+                f"generator): {', '.join(said)}; make both with the same"
+            )
 
+    # ---------------------------------------------------------------------------------------- weights
     def in_halves(self, qkv: list[Tensor], turned: int) -> list[Tensor]:
         """Weights or biases of q, k and v, with rows of q and k in the order that the kernels turn: the first `turned` of each head."""
         spec = self.spec
@@ -154,59 +213,55 @@ class Patch:
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         cos, sin = self.rope(rows, x.device)
         turned = 2 * cos.shape[1]
-        weights, sources = weights_of(qkv)
-        weights = self.in_halves(weights, turned)
-        packed = self.kept.get((index, "qkv"), sources, lambda out: packing.pack_rows(weights, self.dtype, how, out))
+        weights = self.in_halves(weights_of(qkv), turned)
         bias = None if base_of(qkv[0]).bias is None else torch.cat(self.in_halves([base_of(m).bias for m in qkv], turned))
-        made = functions.linear(x, *weights, bias=bias, packed=packed, how=how)
-        q_norm, k_norm = (None if self.spec.qk_norm == "none" else norm_weight_of(getattr(attention, n)) for n in ("q_norm", "k_norm"))
+        made = functions.linear(x, *weights, bias=bias, how=how)
+        norms = () if self.spec.qk_norm == "none" else (attention.q_norm, attention.k_norm)
+        q_norm, k_norm = [norm.weight for norm in norms] or (None, None)
         turn = (cos, sin) if self.spec.rope_layers[index] else (cos[:, :0], sin[:, :0])
         attended = functions.attention(made, q_norm, k_norm, turn, rows, self.heads[index], how=how)
-        weights, packed = self.rows_of((index, "o"), [attention.o_proj], how)
-        return functions.linear(attended, *weights, bias=base_of(attention.o_proj).bias, packed=packed, how=how)
+        o = attention.o_proj
+        return functions.linear(attended, *weights_of([o]), bias=base_of(o).bias, how=how)
 
-    def mix_dense(self, mlp: Any, index: int, x: Tensor, how: How, prefix: str = "") -> Tensor:
+    def mix_dense(self, mlp: Any, x: Tensor, how: How) -> Tensor:
         if self.spec.ungated:
-            weights, packed = self.rows_of((index, "up"), [mlp.up_proj], how)
-            inner = functions.activate(functions.linear(x, *weights, packed=packed, how=how), self.spec.activation, how=how)
+            up = functions.linear(x, *weights_of([mlp.up_proj]), how=how)
+            inner = functions.activate(up, self.spec.activation, how=how)
         else:
-            weights, sources = weights_of(_gate_up_modules(mlp))
+            weights = weights_of(_gate_up_modules(mlp))
             gate, up = weights if len(weights) == 2 else weights[0].chunk(2)
-            packed = self.kept.get((index, f"{prefix}gate_up"), sources, lambda out: packing.pack_gate_up(gate, up, self.dtype, how, out))
-            inner = functions.swiglu(x, gate, up, activation=self.spec.activation, packed=packed, how=how)
-        weights, packed = self.rows_of((index, f"{prefix}down"), [mlp.down_proj], how)
-        return functions.linear(inner, *weights, packed=packed, how=how)
+            inner = functions.swiglu(x, gate, up, activation=self.spec.activation, how=how)
+        return functions.linear(inner, *weights_of([mlp.down_proj]), how=how)
 
     def mix_experts(self, mlp: Any, index: int, x: Tensor, how: How) -> Tensor:
-        weights = router, gate_up, down = expert_weights_of(mlp)
-        kept, dtype = self.kept, self.dtype
-        packed = (
-            kept.get((index, "router"), Source([router]), lambda out: packing.pack_rows([router], dtype, how, out)),
-            kept.get((index, "expert_gate_up"), Source([gate_up]), lambda out: packing.pack_experts_gate_up(gate_up, dtype, how, out)),
-            kept.get((index, "expert_down"), Source([down]), lambda out: packing.pack_experts(down, dtype, how, out)),
-        )
         spec = self.spec
         made = functions.moe(
-            x, *weights, top_k=spec.num_experts_per_tok, **spec.scoring,
-            bias=getattr(mlp.gate, "e_score_correction_bias", None), activation=spec.activation, packed=packed, how=how,
+            x, *expert_weights_of(mlp), top_k=spec.num_experts_per_tok, **spec.scoring,
+            bias=getattr(mlp.gate, "e_score_correction_bias", None), activation=spec.activation,
+            how=how,
         )  # fmt: skip
         if self.wanted is not None and self.wanted.routed:
             self.wanted.experts[index] = made.ids
         if not spec.shared_intermediate_size:
             return made.out
-        shared = self.mix_dense(shared_expert_of(mlp), index, x, how, "shared_")
+        shared = self.mix_dense(shared_expert_of(mlp), x, how)
         if not spec.shared_switch:
             return functions.add(made.out, shared, how=how)
-        rows, switch = self.rows_of((index, "shared_switch"), [mlp.shared_expert_gate], how)
-        return functions.add(made.out, shared, functions.linear(x, *rows, packed=switch, how=how), how=how)
+        switch = functions.linear(x, *weights_of([mlp.shared_expert_gate]), how=how)
+        return functions.add(made.out, shared, switch, how=how)
 
     def layer(self, layer: Any, index: int, hidden: Tensor, rows: Sequences) -> Tensor:
         spec, how = self.spec, self.how(hidden)
-        mix = self.mix_experts if spec.is_moe_layer[index] else self.mix_dense
         names = USUAL_NAMES | dict(FAMILIES[spec.model_type].names)
 
+        def mix(x: Tensor) -> Tensor:
+            if spec.is_moe_layer[index]:
+                return self.mix_experts(layer.mlp, index, x, how)
+            return self.mix_dense(layer.mlp, x, how)
+
         def norms(*kinds: str) -> list[Tensor]:
-            return [norm_weight_of(layer.get_submodule(names[kind].removesuffix(".weight"))) for kind in kinds]
+            paths = [names[kind].removesuffix(".weight") for kind in kinds]
+            return [layer.get_submodule(path).weight for path in paths]
 
         before = norms("input_norm", "pre_mlp_norm") if spec.norm_before else []
         after = norms("post_attn_norm", "post_mlp_norm") if spec.norm_after else []
@@ -214,7 +269,7 @@ class Patch:
             hidden,
             before or after,
             lambda x: self.attend(layer.self_attn, index, x, rows, how),
-            lambda x: mix(layer.mlp, index, x, how),
+            mix,
             spec.rms_norm_eps,
             norm_after=not before,
             also_after=after if before and after else None,
@@ -225,16 +280,19 @@ class Patch:
         """hidden [1, rows, hidden] of the tokens that `logprobs` wants → [1, rows, 2]; or [B, T, hidden] → logits."""
         x, wanted = hidden.flatten(0, -2).to(self.dtype), self.wanted
         how = self.how(x)
-        (weight,), packed = self.rows_of((-1, "lm_head"), [head], how)
+        (weight,) = weights_of([head])
         if wanted is None:
-            return functions.lm_head(x, weight, packed=packed, how=how).view(*hidden.shape[:-1], -1)
+            return functions.lm_head(x, weight, how=how).view(*hidden.shape[:-1], -1)
         assert wanted.rows is not None
         targets = wanted.ids.reshape(-1).index_select(0, wanted.rows.rows.to(x.device).index_select(0, wanted.chosen) + 1)
         made = functions.token_logprobs(
-            x, weight, targets, kept_tokens=wanted.kept_tokens, temperature=wanted.temperature, entropy=wanted.entropy, packed=packed,
-            how=how,
+            x, weight, targets, kept_tokens=wanted.kept_tokens, temperature=wanted.temperature,
+            entropy=wanted.entropy, how=how,
         )  # fmt: skip
-        return torch.stack([made.logprobs, made.logprobs if made.entropy is None else made.entropy], -1)[None]
+        entropy = made.logprobs if made.entropy is None else made.entropy
+        wanted.made = torch.stack([made.logprobs, entropy], -1)
+        wanted.written = parts.mark(wanted.made)
+        return wanted.made[None]
 
 
 # ---------------------------------------------------------------------------------------------- patched modules
@@ -254,10 +312,41 @@ class _Model(_Part):
         super().__setattr__(name, with_contract_logprobs(self, value, _score_labels) if name == "forward" else value)
 
 
-class _Base(_Part):
+class _Called(_Part):
+    """A part whose hooks fire. A hook that changes the input or output raises a ConfigError."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        me: Any = self
+        patch, index = me._rollmesh
+        patch.passed, before = None, parts.mark([*args, *options.values()])
+        made = super().__call__(*args, **options)  # type: ignore[misc]
+        if patch.passed != (before, parts.mark(made)):
+            name = {BASE: "model", HEAD: "lm_head"}.get(index, f"model.layers.{index}")
+            raise ConfigError(
+                f"{name}: expected its own forward method, and hooks that change no tensor, "
+                "got others; remove them, or unpatch"
+            )
+        return made
+
+
+def _watched(forward: Any) -> Any:
+    """Makes the `forward` of a _Called record its input and output."""
+
+    @wraps(forward)
+    def watched(self: Any, *args: Any, **options: Any) -> Any:
+        before = parts.mark([*args, *options.values()])
+        made = forward(self, *args, **options)
+        self._rollmesh[0].passed = before, parts.mark(made)
+        return made
+
+    return watched
+
+
+class _Base(_Called):
     """The forward pass of a …Model."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_watched
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -275,25 +364,25 @@ class _Base(_Part):
         known = IGNORED_KEYS | (PACKED_KEYS if position_ids is not None else frozenset())
         refused = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache} | others
         for name, value in refused.items():
-            if name not in known and value is not None and value is not False:
+            is_off = value is None or (value is False and name in SWITCHES)
+            if name not in known and not is_off:
                 what = INSTEAD.get(name, "")
                 raise ConfigError(f"{name}: expected none with a patched model, got {shown(value)}; {what}or unpatch")
-        _check_training(me)
-        patch.check_parts()
+        patch.check()
         input_ids = _check_ids(input_ids)
         rows = Sequences.of_batch((input_ids.shape[0], input_ids.shape[1]), attention_mask, position_ids)
         if patch.wanted is not None:
             rows = patch.wanted.rows = rows.without_last()
             if not rows.num_rows:
                 raise RequestError("input_ids: expected a sequence of at least 2 tokens, got 1 token in each")
-        patch.kept.begin(any(map(_is_sharded, me.modules())))
         ids = rows.pick(input_ids)
         if not 0 <= int(ids.min()) <= int(ids.max()) < patch.spec.vocab_size:
             raise RequestError(f"input_ids: expected tokens in [0, {patch.spec.vocab_size}), got {int(ids.min())} to {int(ids.max())}")
         hidden = me.embed_tokens(ids).to(patch.dtype)  # moves of bits, which are torch's as well
         for layer in me.layers:
             hidden = layer(hidden, rows=rows)
-        hidden = functions.rms_norm(hidden, norm_weight_of(me.norm), patch.spec.rms_norm_eps, how=patch.how(hidden))
+        how = patch.how(hidden)
+        hidden = functions.rms_norm(hidden, me.norm.weight, patch.spec.rms_norm_eps, how=how)
         rows.forget_caches()
         wanted = patch.wanted
         if wanted is None:
@@ -307,9 +396,11 @@ class _Base(_Part):
         return output(last_hidden_state=hidden)
 
 
-class _Layer(_Part):
+class _Layer(_Called):
     """The forward pass of a decoder layer over packed rows."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_watched
     def forward(self, hidden_states: Tensor, rows: Sequences | None = None) -> Tensor:
         me: Any = self
         patch, index = me._rollmesh
@@ -318,27 +409,21 @@ class _Layer(_Part):
         return patch.layer(me, index, hidden_states, rows)  # type: ignore[no-any-return]
 
 
-class _Head(_Part):
+class _Head(_Called):
     """lm_head."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_watched
     def forward(self, input: Tensor) -> Tensor:
         me: Any = self
         patch: Patch = me._rollmesh[0]
-        made = patch.logits(me, input)
-        patch.kept.end()
-        return made
+        return patch.logits(me, input)
 
 
 @cache
 def _patched(cls: Any, by: Any) -> type:
     """A subclass with the same name: FSDP's and transformers' rules go by it."""
     return type(cls.__name__, (by, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_rollmesh_base": cls})
-
-
-def _is_sharded(module: Any) -> bool:
-    """Whether fully_shard was called with the module, or with one around it, which marks all that it manages."""
-    return hasattr(module, "unshard") or getattr(module, "_is_fsdp_managed_module", False)
 
 
 def _new_part(cls: Any, by: Any) -> Any:
@@ -357,29 +442,6 @@ def _check_ids(ids: Any) -> Tensor:
     if ids.dtype not in (torch.int64, torch.int32):
         raise DTypeError(f"input_ids: expected torch.int64 or torch.int32, got {ids.dtype}")
     return ids
-
-
-def _check_training(base: Any) -> None:
-    dropout = getattr(base.config, "attention_dropout", 0.0)
-    if base.training and dropout:
-        raise ConfigError(f"attention_dropout: expected 0 in training, got {dropout}; a rollout drops nothing")
-
-
-def _check_parts_by_config(inner: Any, spec: ModelSpec) -> None:
-    """ConfigError for a module whose constants are no longer the config's, or a config that was changed after its model was made: the
-    kernels compute what the config says."""
-    from transformers.activations import ACT2FN
-
-    wanted = {"variance_epsilon": spec.rms_norm_eps, "scaling": spec.head_dim**-0.5, "top_k": spec.num_experts_per_tok}
-    for name, module in inner.model.named_modules():
-        for constant, value in wanted.items():
-            seen = getattr(module, constant, None)
-            if isinstance(seen, (int, float)) and seen != value:  # peft's layers have a `scaling` too, a dict
-                raise ConfigError(f"{name}.{constant}: expected {value}, as the config says, got {shown(seen)}")
-        for act_name in ("act_fn", "activation_fn"):  # the latter is GLM-4's
-            act = getattr(module, act_name, None)
-            if act is not None and type(act) is not type(ACT2FN[inner.config.hidden_act]):
-                raise ConfigError(f"{name}.{act_name}: expected that of hidden_act={inner.config.hidden_act!r}, got {shown(act)}")
 
 
 # ---------------------------------------------------------------------------------------------- public
@@ -411,34 +473,28 @@ def patch(
     dtype          of activations and of the weights as they are used: "bfloat16" or "float32"; None: the model's. With float32 weights
                    and "bfloat16" the optimizer has float32 masters
     isa, threads   as in rollmesh.ops; threads None: torch's
-    max_model_len  most tokens of a sequence; None: max_position_embeddings. Where the rope type depends on it, the generator's
+    max_model_len  most tokens of a sequence; None: max_position_embeddings. The frequencies of the
+                   rope types dynamic and longrope depend on it. For these, None takes the value of
+                   the first generator that weights are pushed to
 
     ConfigError: a model or a config option that a generator refuses. StateError: the model is patched already."""
     inner = _causal_lm(model)
     if hasattr(inner.model, "_rollmesh"):
         raise StateError("model: expected one that is not patched, got a patched one; unpatch it first")
     spec = ModelSpec.from_hf(inner.config)
+    parts.check(inner, spec)
     weight = inner.model.embed_tokens.weight
     known = "bfloat16" if weight.dtype == torch.bfloat16 else "float32"
     used = getattr(torch, choice("dtype", known if dtype is None else dtype, ("bfloat16", "float32")))
-    most = spec.max_position_embeddings if max_model_len is None else integer("max_model_len", max_model_len, 1, 2**31 - 1)
+    most = None if max_model_len is None else integer("max_model_len", max_model_len, 1, 2**31 - 1)
     if threads is not None:
         integer("threads", threads, 1, 256)
-    if type(embedding := in_use(inner.model.embed_tokens)) is not torch.nn.Embedding:
-        raise ConfigError(f"embed_tokens: expected a torch.nn.Embedding, got a {type(embedding).__module__}.{type(embedding).__name__}")
-    for module in (inner.lm_head, *(layer.mlp.down_proj for layer in inner.model.layers if hasattr(layer.mlp, "down_proj"))):
-        check_no_bias(module)
-    kinds = ("" if spec.attention_bias else "qkv") + ("" if spec.o_bias else "o")
-    for layer in inner.model.layers:
-        for kind in kinds:
-            check_no_bias(getattr(layer.self_attn, f"{kind}_proj"))
-    _check_parts_by_config(inner, spec)
     made = Patch(inner, spec, used, isa, threads, most)
     if not weight.is_cuda:
         ops.kernels(isa)  # ConfigError for one that is not here
-    for index, (module, by) in enumerate(_modules(inner)):
+    for index, (module, by) in enumerate(_modules(inner), MODEL):
         own: Any = type(module)
-        module._rollmesh = (made, index - 3)
+        module._rollmesh = (made, index)
         module.__class__ = _patched(own, by)
     if "forward" in vars(inner):
         inner.forward = inner.forward
@@ -467,56 +523,48 @@ def unpatch(model: Any) -> Any:
 
 def state_dict(model: Any) -> dict[str, Tensor]:
     """The model's weights by their Hugging Face names, for a weight sync: with LoRA the merged ones, without a graph."""
+    inner = _causal_lm(model)
+    patched = getattr(inner.model, "_rollmesh", None)
+    parts.check(inner, patched[0].spec if patched else ModelSpec.from_hf(inner.config))
     with torch.no_grad():
-        return state_of(_causal_lm(model))
+        return state_of(inner)
 
 
 def push(model: Any, generator: Generator, version: int | None = None, **options: Any) -> SyncReport:
-    """generator.sync_weights of a patched model's weights (`state_dict`), with the options of that; cast is True. Where the generator has
-    the whole model on the CPU, in this process and in the dtype of the patch, the next forward passes read its packed weights, as long
-    as it serves this version and the optimizer has not stepped."""
+    """Calls generator.sync_weights with a patched model's weights (`state_dict`) and these options;
+    cast is True. Model and generator share no memory, so a forward pass may run while another thread
+    syncs, sleeps or closes the generator."""
     instead = ", or generator.sync_weights(model.state_dict(), cast=True) sends the weights of any other"
-    inner, made = _causal_lm(model), _patch_of(model, instead)
+    made = _patch_of(model, instead)
     if not isinstance(generator, Generator):
         raise UnsupportedTensorError(f"generator: expected a rollmesh.Generator, got a {type(generator).__name__}")
+    made.check()
+    made.check_generator(generator)
     report = generator.sync_weights(state_dict(model), version, **({"cast": True} | options))
-    made.kept.forget_shared()
-    if generator.dtype == packing.name_of(made.dtype) and generator.spec == made.spec and generator._holds_weights:
-        made.kept.share(generator, report.version, _matrices(inner, made.spec))
+    if made.max_model_len is None and made.spec.rope_settings.depends_on_length:
+        made.max_model_len = generator.max_model_len
     return report
 
 
-def _matrices(inner: Any, spec: ModelSpec) -> dict[Key, Source]:
-    """What each packed matrix is made of."""
-    found: dict[Key, Source] = {(-1, "lm_head"): weights_of([inner.lm_head])[1]}
-    for i, layer in enumerate(inner.model.layers):
-        attention, mlp = layer.self_attn, layer.mlp
-        found[i, "qkv"] = weights_of([attention.q_proj, attention.k_proj, attention.v_proj])[1]
-        found[i, "o"] = weights_of([attention.o_proj])[1]
-        if spec.is_moe_layer[i]:
-            for name, weight in zip(("router", "expert_gate_up", "expert_down"), expert_weights_of(mlp), strict=True):
-                found[i, name] = Source([weight])
-            if spec.shared_intermediate_size:
-                shared = shared_expert_of(mlp)
-                found[i, "shared_gate_up"] = weights_of([shared.gate_proj, shared.up_proj])[1]
-                found[i, "shared_down"] = weights_of([shared.down_proj])[1]
-            if spec.shared_switch:
-                found[i, "shared_switch"] = weights_of([mlp.shared_expert_gate])[1]
-        else:
-            inner_name, modules = ("up", [mlp.up_proj]) if spec.ungated else ("gate_up", _gate_up_modules(mlp))
-            found[i, inner_name] = weights_of(modules)[1]
-            found[i, "down"] = weights_of([mlp.down_proj])[1]
-    return found
+class WeightUse(NamedTuple):
+    """Result of `weight_use`."""
 
-
-def forget(model: Any) -> None:
-    """Weights are packed anew by the next forward pass: after writes that torch does not count, which are those through `.data`."""
-    _patch_of(model).kept.forget()
+    shared: int  # 0
+    kept: int  # 0
+    packed: int  # matrices that a forward pass packs
+    version: int | None  # None
 
 
 def weight_use(model: Any) -> WeightUse:
-    """How the last forward pass came by its packed matrices: read from the generator, kept, or packed."""
-    return _patch_of(model).kept.use
+    """Deprecated: every forward pass packs all matrices. Sharing and keeping them does not exist."""
+    spec = _patch_of(model).spec
+    experts = 5 + 2 * bool(spec.shared_intermediate_size) + spec.shared_switch
+    return WeightUse(0, 0, 1 + sum(experts if is_moe else 4 for is_moe in spec.is_moe_layer), None)
+
+
+def forget(model: Any) -> None:
+    """Deprecated: does nothing, since a forward pass keeps no packed weights."""
+    _patch_of(model)
 
 
 def logprobs(
@@ -560,6 +608,15 @@ def _score_labels(inner: Any, temperature: float, entropy: bool, labels: Tensor,
 def _score(made: Patch, forward: Any, asked: _Wanted, given: dict[str, Any]) -> Scored:
     with _asking(made, asked):
         found = forward(**(given | {"use_cache": False, "return_dict": True})).logits[0]
+        by_head = asked.made
+        same = found.shape == by_head.shape and torch.allclose(
+            found, by_head, rtol=0, atol=0, equal_nan=True
+        )
+        if not same or parts.mark(by_head) != asked.written:
+            raise ConfigError(
+                "logits: expected those of the patched lm_head, got others; "
+                "remove the hook or wrapper that changes them"
+            )
     assert asked.rows is not None
     at = asked.rows.rows.to(found.device).index_select(0, asked.chosen)
     size, (batch, steps) = asked.ids.numel(), asked.ids.shape

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from rollmesh.errors import ConfigError, DeadlineError, StateError, SyncAbortedError, UnsupportedTensorError
 from rollmesh.runtime.arguments import boolean, choice, integer
 from rollmesh.runtime.messages import reason, shown
+from rollmesh.runtime.threads import starting, to_thread
 from rollmesh.vllm.clients import client_of, is_awaited, typed
 from rollmesh.vllm.update_info import TRANSPORTS, InitInfo, UpdateInfo, check_timeout
 from rollmesh.weights.pieces import is_sharded
@@ -34,7 +35,13 @@ from rollmesh.weights.transport.gloo_group import Group
 from rollmesh.weights.transport.loans import Held, Lender
 from rollmesh.weights.transport.manifest import describe, fill, lay_out
 from rollmesh.weights.transport.segment import Bytes, Segment
-from rollmesh.weights.transport.tensors import as_array, bucketed, pair_of
+from rollmesh.weights.transport.tensors import (
+    as_array,
+    entries_of,
+    grouped,
+    holds_tensors,
+    own_array,
+)
 
 BLOCK_BYTES = 128 << 20
 LENT_S = 10.0  # how long a failed send waits for workers that still read lent tensors
@@ -79,7 +86,8 @@ class _Sending:
         allow_bias_removal  a router bias that the serving version has may be absent (then zero)
         verify              the workers compare a checksum of each tensor that is copied; lent tensors have none
         lend                shm: tensors on GPUs (of any library, by DLPack) are lent to workers on GPUs of this machine, which read them
-                            without a copy; others are copied. They must not change while `send` runs. UnsupportedTensorError for GPU
+                            without a copy; others are copied. They must not change while `send`
+                            runs: an iterator must not use the memory of one for another. UnsupportedTensorError for GPU
                             memory that no other process can open; ConfigError if a worker is on the CPU or does not see the tensors'
                             GPU, or if a build has no CUDA library: lend=False copies through the host
         pause               pause generation during a send, unless it is paused already; running requests are kept. None: where that is
@@ -125,7 +133,7 @@ class _Sending:
     def _send(self, source: Any, version: int, label: str | None) -> Calls:
         version = integer("version", version, 0, 2**63 - 1)
         label = str(version) if label is None else _checked_label(label)
-        entries = _entries(source)
+        source = _source(source)
         if self._closed or self._sends:
             raise StateError(f"the sender {'is closed' if self._closed else 'is sending already; send one set after another'}")
         self._sends = True
@@ -133,7 +141,7 @@ class _Sending:
             self._close_segment()  # left by a send whose end a Ctrl-C cut short
             yield from self._begin()
             yield Call("start_weight_update")
-            yield from self._buckets(entries, version)
+            yield from self._buckets(source, version)
             yield Call("finish_weight_update", (label,))
             if hasattr(self._client, "serving"):
                 try:
@@ -165,10 +173,17 @@ class _Sending:
         return InitInfo("distributed", **options, master_address=self._address, master_port=group.port, world_size=group.world,
                         timeout=self._timeout)  # fmt: skip
 
-    def _buckets(self, entries: Iterator[tuple[str, Any]], version: int) -> Calls:
+    def _buckets(self, source: Mapping[str, Any] | Iterable[Any], version: int) -> Calls:
         """One call per bucket. If the source fails, the workers are told to drop the update."""
-        take = as_array if self._lender is None else self._lender.take
-        buckets = bucketed(((name, take(name, tensor)) for name, tensor in entries), self._block_bytes)
+        copy = not holds_tensors(source)
+
+        def taken(name: str, tensor: Any) -> NDArray[Any] | Held:
+            if self._lender is None:
+                return (own_array if copy else as_array)(name, tensor)
+            return self._lender.take(name, tensor, copy)
+
+        pairs = ((name, taken(name, tensor)) for name, tensor in entries_of(source))
+        buckets = grouped(pairs, self._block_bytes)
         while True:
             bucket: Bucket | None = None  # no reference to tensors that were lent before
             try:
@@ -198,18 +213,18 @@ class _Sending:
     def _call(self, bucket: Bucket, version: int) -> Call:
         held = [tensor for _, tensor in bucket if isinstance(tensor, Held)]
         arrays = [(name, tensor) for name, tensor in bucket if not isinstance(tensor, Held)]
-        entries, size = lay_out(arrays, sums=self._verify)
+        entries, size = lay_out(arrays)
         if (group := self._group) is None:
             shared = self._segment_of(size)
             assert shared.data is not None
-            fill(shared.data, entries, arrays)
+            entries = fill(shared.data, entries, arrays, sums=self._verify)
             lent = self._lender.describe(held, shared.next_loan) if self._lender is not None and held else None
             info = UpdateInfo(describe(entries, lent).decode(), size, shared.name, shared.nonce, self._name, version)
             if held:
                 shared.lend()
             return Call("update_weights", (asdict(info),))
         data: Bytes = np.empty(size, np.uint8)
-        fill(data, entries, arrays)
+        entries = fill(data, entries, arrays, sums=self._verify)
         info = UpdateInfo(describe(entries).decode(), size, sender=self._name, version=version)
         return Call("update_weights", (asdict(info),), lambda given_up: group.broadcast(data, given_up))
 
@@ -294,7 +309,8 @@ class WeightSender(_Sending):
         method = getattr(self._client, call.method)
         if call.meanwhile is None:
             return method(*call.args)
-        made = pool.submit(method, *call.args)
+        with starting(f"{call.method} over a group"):
+            made = pool.submit(method, *call.args)
         try:
             call.meanwhile(lambda: made.done() and made.exception() is not None)
         except SyncAbortedError:
@@ -347,7 +363,11 @@ class AsyncWeightSender(_Sending):
         made = asyncio.ensure_future(getattr(self._client, call.method)(*call.args))
         try:
             if call.meanwhile is not None:
-                await asyncio.to_thread(call.meanwhile, lambda: made.done() and (made.cancelled() or made.exception() is not None))
+
+                def given_up() -> bool:
+                    return made.done() and (made.cancelled() or made.exception() is not None)
+
+                await to_thread(call.meanwhile, given_up)
         except SyncAbortedError:
             await made  # the call's own error says more
             raise
@@ -381,18 +401,17 @@ def _checked_label(label: Any) -> str:
 
 
 # -------------------------------------------------------------------------------------------------- sources
-def _entries(source: Any) -> Iterator[tuple[str, Any]]:
+def _source(source: Any) -> Mapping[str, Any] | Iterable[Any]:
+    """A module's state dict, a mapping or pairs."""
     if callable(getattr(source, "state_dict", None)):
         source = source.state_dict()
-    if isinstance(source, Mapping):
-        source = source.items()
     if not isinstance(source, Iterable) or isinstance(source, (str, bytes)):
         raise UnsupportedTensorError(f"source: expected a module, a mapping or pairs (name, tensor), got a {type(source).__name__}")
-    return map(pair_of, source)
+    return source
 
 
 def _gather(source: Any) -> None:
     """What a rank without a client does: full_tensor() is a collective of the trainer."""
-    for _, tensor in _entries(source):
+    for _, tensor in entries_of(_source(source)):
         if is_sharded(tensor):
             tensor.full_tensor()

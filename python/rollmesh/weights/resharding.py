@@ -23,11 +23,11 @@ from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.errors import Error, MeshMismatchError, SyncAbortedError
 from rollmesh.runtime.messages import reason
 from rollmesh.weights.pieces import Dims, Part, is_sharded, part_of
-from rollmesh.weights.transport.tensors import DTYPES, bytes_of, pair_of
+from rollmesh.weights.transport.tensors import DTYPES, bytes_of, holds_tensors, pair_of
 
 Array = NDArray[Any]
 Told = list[Any]  # name, dtype, shape, offsets, sizes; or the reason why the source failed
-AHEAD = 16  # entries of a mapping per exchange; 1 for an iterator, whose tensors may be freed at its next step
+AHEAD = 16  # entries per exchange of a source that holds its tensors; 1 for others
 MAX_PLANS = 256
 BOX_DIMS = 4
 ALIKE = "all ranks with a source give the same names in the same order"
@@ -38,12 +38,13 @@ class Source:
     first entries are whole tensors, a later DTensor is gathered and a later Piece refused."""
 
     def __init__(self, source: Any):
-        self.is_mapping, self.is_sharded = isinstance(source, Mapping), False
+        self.holds, self.is_sharded = holds_tensors(source), False
         self._fault: Exception | None = None
         self._entries: Iterator[Any] = iter(())
         try:
-            self._entries = iter(source.items() if self.is_mapping else source)
-            if self.is_mapping:
+            is_mapping = isinstance(source, Mapping)
+            self._entries = iter(source.items() if is_mapping else source)
+            if is_mapping:
                 self.is_sharded = any(map(is_sharded, source.values()))
             else:
                 first = list(islice(self._entries, 1))
@@ -98,7 +99,8 @@ def spread(ranks: RankEngine, source: Any, options: Any) -> Iterator[tuple[str, 
     rank receives its shards: from all ranks with pieces, or, if no source is sharded, from the first rank with a source. An exception
     of a source ends the sync on all ranks."""
     own = None if source is None else Source(source)
-    told = ranks.all_gather(f"the beginning of a sync with {options}", None if own is None else [own.is_mapping, own.is_sharded])
+    kind = None if own is None else [own.holds, own.is_sharded]
+    told = ranks.all_gather(f"the beginning of a sync with {options}", kind)
     givers = [rank for rank, its in enumerate(told) if its is not None]
     if not givers:
         raise SyncAbortedError("expected a source on one rank at least, got none on any")

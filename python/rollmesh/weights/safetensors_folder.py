@@ -8,28 +8,42 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from rollmesh.errors import FormatError, UnsupportedTensorError
+from rollmesh.errors import ConfigError, FormatError, UnsupportedTensorError
+from rollmesh.model.adapters import refuse_adapter
 from rollmesh.runtime.messages import plain, shown
 
 INDEX = "model.safetensors.index.json"
 
 
+def is_ignored(name: str, ignore: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in ignore)
+
+
 class SafetensorsFolder(Mapping[str, Any]):
     """The tensors of a folder (with its index, or all its *.safetensors) or of one file, by name.
 
-    Values are torch tensors where torch is installed, else NumPy arrays (bfloat16 then needs ml_dtypes). Raises FormatError
-    for a file that is missing, truncated or malformed.
+    ignore: names of tensors that are left out, with * for any characters. Names that match no
+    tensor are allowed.
+
+    Values are torch tensors where torch is installed, else NumPy arrays (bfloat16 then needs
+    ml_dtypes). Raises FormatError for a file that is missing, truncated or malformed, and
+    ConfigError for a folder with a PEFT adapter; `path` may then be the model's own file.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, ignore: Collection[str] = ()):
+        is_list = isinstance(ignore, (tuple, list, set, frozenset))
+        if not is_list or not all(isinstance(name, str) for name in ignore):
+            raise ConfigError(f"ignore: expected a tuple of names of tensors, got {shown(ignore)}")
         self.path = Path(path)
         self._files: dict[Path, Any] = {}
         try:
-            self._where = self._names()
+            every = self._names().items()
+            self._where = {name: file for name, file in every if not is_ignored(name, ignore)}
         except OSError as error:
             raise FormatError(f"{plain(self.path)}: {error.strerror}; expected a checkpoint folder or file") from error
 
@@ -52,6 +66,7 @@ class SafetensorsFolder(Mapping[str, Any]):
         return len(self._where)
 
     def _names(self) -> dict[str, Path]:
+        refuse_adapter(self.path)
         if self.path.is_file():
             return dict.fromkeys(self._open(self.path).keys(), self.path)
         if (index := self.path / INDEX).is_file():

@@ -1,6 +1,7 @@
 """The sources and options of a sync. The engine checks and copies the tensors (csrc/weights/sync.h).
 
-mapping      all names, shapes and dtypes are checked, then every entry is copied, then one swap
+mapping      is read twice: all names, shapes and dtypes are checked, then every entry is copied;
+             then one swap
 iterator     checked and copied entry by entry; missing parameters show at the commit
 begin_sync   the same, tensor by tensor (weights/updates.py)
 """
@@ -8,7 +9,6 @@ begin_sync   the same, tensor by tensor (weights/updates.py)
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -35,7 +35,7 @@ from rollmesh.runtime.engine_views import ManifestEntry, SyncValues
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.pieces import is_sharded, local_tensor
 from rollmesh.weights.transport.loans import LentSource
-from rollmesh.weights.transport.tensors import check_source, pair_of
+from rollmesh.weights.transport.tensors import check_source, entries_of, holds_tensors
 
 if TYPE_CHECKING:
     from rollmesh.distributed.rank_engine import RankEngine
@@ -43,10 +43,11 @@ if TYPE_CHECKING:
 MODES = ("staged", "inplace")
 INFLIGHT = ("wait", "restart", "abort", "keep")
 ROUTER_BIAS = ".mlp.gate.e_score_correction_bias"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAX_LISTED = 50  # faults listed in one message
 MAX_NAME = 120  # characters of a name in a message
 BATCH_BYTES = 2 << 30  # of tensors in one call of the engine; a signal is seen between two calls
-MADE_BYTES = 256 << 20  # of those that are made or gathered for the call; of all with a deadline, which is looked at between two calls
+MADE_BYTES = 256 << 20  # of gathered ones; with a deadline, which is checked between calls, of all
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -147,7 +148,7 @@ def check_mapping(engine: RankEngine, manifest: list[ManifestEntry], source: Map
         raise LimitError(f"source: expected at most {limit} weights for a model of {len(manifest)} parameters, got {len(source)}")
     faults: dict[type[Error], list[str]] = {}
     spelled: dict[int, str] = {}  # parameter → its name in the source
-    for name, tensor in map(pair_of, source.items()):
+    for name, tensor in entries_of(source):
         try:
             for index in engine.sync_resolve(name):
                 if index in spelled:
@@ -163,6 +164,10 @@ def check_mapping(engine: RankEngine, manifest: list[ManifestEntry], source: Map
             faults.setdefault(type(error), []).append(str(error))
     if options.strict:
         missing = [name for index, (name, _, _, required) in enumerate(manifest) if required and index not in spelled]
+        if any(manifest[index][0] == HEAD and not manifest[index][3] for index in spelled):
+            missing = [
+                name for name in missing if name != EMBEDDING
+            ]  # tied: one matrix, which has come as lm_head
         if missing:
             faults[MissingKeyError] = missing
     raise_faults(faults)
@@ -186,19 +191,19 @@ def push_mapping(engine: RankEngine, source: Mapping[str, Any], deadline: float 
 
 
 def batches(source: Mapping[str, Any], deadline: float | None) -> Iterator[list[tuple[str, Any]]]:
-    """The entries in batches. All of those that a mapping makes on access, or that have to be gathered, need not fit into memory."""
+    """The entries in batches, or one by one unless the source holds its tensors."""
     batch: list[tuple[str, Any]] = []
-    there = deadline is None and type(source) in (dict, OrderedDict)
+    holds = holds_tensors(source)
     held = made = 0
-    for name, tensor in map(pair_of, source.items()):
+    for name, tensor in entries_of(source):
         check_deadline(deadline, name)
         local = local_tensor(tensor)
         size = getattr(local, "nbytes", None)
         size = size if isinstance(size, int) else MADE_BYTES
         batch.append((name, local))
         held += size
-        made += 0 if there and not is_sharded(tensor) else size
-        if held >= BATCH_BYTES or made >= MADE_BYTES:
+        made += size if deadline is not None or is_sharded(tensor) else 0
+        if not holds or held >= BATCH_BYTES or made >= MADE_BYTES:
             yield batch
             batch, held, made = [], 0, 0
     if batch:
@@ -259,6 +264,6 @@ def check_deadline(deadline: float | None, name: object) -> None:
 
 def push_entries(engine: RankEngine, entries: Iterable[tuple[str, Any]], deadline: float | None) -> None:
     """Copies the entries of an iterator one by one."""
-    for name, tensor in map(pair_of, entries):
+    for name, tensor in entries_of(entries):
         check_deadline(deadline, name)
         engine.sync_push(name, local_tensor(tensor))

@@ -27,7 +27,18 @@ from rollmesh.runtime.devices import device_of
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.loans import Held, gpus, hold, is_on_gpu
 from rollmesh.weights.transport.manifest import Entry, view
-from rollmesh.weights.transport.tensors import DTYPES, as_array, bytes_of, checksum, checksum_of_torch, dense, dtype_name, is_torch
+from rollmesh.weights.transport.tensors import (
+    DTYPES,
+    as_array,
+    bytes_of,
+    checksum,
+    checksum_of_torch,
+    dense,
+    dtype_name,
+    is_torch,
+    own,
+    own_array,
+)
 
 MAX_TOLD = 2048  # bytes of one rank's message to all others
 GPU_DIMS = 4  # what a generator reads
@@ -36,8 +47,8 @@ GPU_DIMS = 4  # what a generator reads
 class HostPiece:
     """A tensor to send, in host memory."""
 
-    def __init__(self, name: str, tensor: Any):
-        self.name, self.array = name, as_array(name, tensor)
+    def __init__(self, name: str, tensor: Any, copy: bool):
+        self.name, self.array = name, (own_array if copy else as_array)(name, tensor)
         self.dtype, self.shape, self.nbytes = dtype_name(self.array), self.array.shape, self.array.nbytes
 
 
@@ -82,7 +93,8 @@ class Carrier(Protocol):
     def open(self) -> None:
         """Called once all ranks have passed `check`: makes what needs all ranks, for the first stream."""
 
-    def piece(self, name: str, tensor: Any) -> Piece: ...
+    def piece(self, name: str, tensor: Any, copy: bool) -> Piece:
+        """copy: the tensor's memory is used again for the next one."""
 
     def is_for_gpu(self, pieces: list[Any]) -> bool:
         """Whether a bucket of these is stored on GPUs."""
@@ -169,8 +181,8 @@ class CommCarrier:
     def open(self) -> None:
         """Nothing to make."""
 
-    def piece(self, name: str, tensor: Any) -> Piece:
-        return HostPiece(name, tensor)
+    def piece(self, name: str, tensor: Any, copy: bool) -> Piece:
+        return HostPiece(name, tensor, copy)
 
     def is_for_gpu(self, pieces: list[Any]) -> bool:
         return False
@@ -225,10 +237,13 @@ class NcclCarrier(CommCarrier):
         comm.accept_handshake(self.all_gather(comm.handshake_values()))
         self.group = self._sender.group(self.world, self.ordinal, comm.library.path, str(comm.gpu), comm.timeout)
 
-    def piece(self, name: str, tensor: Any) -> Piece:
+    def piece(self, name: str, tensor: Any, copy: bool) -> Piece:
         if not is_on_gpu(tensor):
-            return HostPiece(name, tensor)
-        return hold(self._sender, name, dense(name, tensor) if is_torch(tensor) else tensor)
+            return HostPiece(name, tensor, copy)
+        if is_torch(tensor):
+            tensor = dense(name, tensor)
+            return hold(self._sender, name, own(tensor) if copy else tensor)
+        return hold(self._sender, name, tensor)
 
     def is_for_gpu(self, pieces: list[Any]) -> bool:
         return True
@@ -317,10 +332,11 @@ class TorchCarrier:
     def open(self) -> None:
         """Nothing to make: the group is the caller's."""
 
-    def piece(self, name: str, tensor: Any) -> Piece:
+    def piece(self, name: str, tensor: Any, copy: bool) -> Piece:
         if self.gpu is not None and is_torch(tensor) and tensor.device.type == self.gpu.type:
-            return TorchPiece(name, dense(name, tensor))
-        return HostPiece(name, tensor)
+            tensor = dense(name, tensor)
+            return TorchPiece(name, own(tensor) if copy else tensor)
+        return HostPiece(name, tensor, copy)
 
     def is_for_gpu(self, pieces: list[Any]) -> bool:
         return self._host_at == self.gpu or any(isinstance(piece, TorchPiece) for piece in pieces)

@@ -14,6 +14,7 @@ from typing import Any
 
 from rollmesh.errors import ConfigError, StateError, SyncAbortedError
 from rollmesh.runtime.messages import shown
+from rollmesh.runtime.threads import starting
 from rollmesh.weights.transport.segment import POLL_S, Bytes
 
 TRAINER = "trainer"  # key in the store; present while rank 0 is in the group
@@ -68,7 +69,8 @@ class Group:
 
         if self._store is not None:
             asking = threading.Thread(target=ask, args=(self._store,), daemon=True)
-            asking.start()
+            with starting("asking for the trainer"):
+                asking.start()
             asking.join(HELD_S)
         return found == [True]
 
@@ -110,7 +112,8 @@ class Group:
             self.close()
             raise SyncAbortedError(f"rank {self.rank} lost the group of trainer and workers: {_line(error)}") from error
         self.close()
-        threading.Thread(target=_outlive, args=(work, group), daemon=True).start()
+        with starting("the end of a broadcast"):
+            threading.Thread(target=_outlive, args=(work, group), daemon=True).start()
         raise SyncAbortedError("the workers gave up a bucket of weights")
 
     def close(self) -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from rollmesh.errors import ConfigError, Error, FormatError, StateError, Unsuppo
 from rollmesh.runtime.devices import library_path
 from rollmesh.weights.transport.manifest import Loan, Manifest, check_name, view
 from rollmesh.weights.transport.segment import Bytes, MappedSegment
-from rollmesh.weights.transport.tensors import DTYPES, as_array
+from rollmesh.weights.transport.tensors import DTYPES, as_array, own_array
 
 CUDA = (2, 13)  # DLPack's device types kDLCUDA and kDLCUDAManaged
 REMEDY = (
@@ -41,11 +42,39 @@ def this_process() -> str:
 
 
 class LentSource:
-    """A source whose tensors are valid for a limited time: a sync reads them within `lent()`, and before its commit calls the function that
-    `lent()` yields, which raises if the loan has ended."""
+    """A source that a sync holds while it reads. `lent()` keeps its tensors unchanged and yields a
+    function for the sync to call before its commit, which raises if a loan has ended."""
 
-    def lent(self) -> AbstractContextManager[Callable[[], None]]:
-        raise NotImplementedError
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._readers: list[object] = []
+
+    @contextmanager
+    def lent(self) -> Iterator[Callable[[], None]]:
+        with self._reading():
+            yield lambda: None
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        reader = object()
+        try:
+            with self._guard:
+                self._readers.append(reader)
+            yield
+        finally:
+            if reader in self._readers:
+                self._readers.remove(reader)
+
+    @contextmanager
+    def _changing(self, what: str) -> Iterator[None]:
+        """Keeps readers out. StateError if there is one."""
+        with self._guard:
+            if self._readers:
+                raise StateError(
+                    f"{what}: expected no sync that reads it, got {len(self._readers)}; "
+                    "call again after the sync"
+                )
+            yield
 
 
 def gpus() -> _core.Gpus:
@@ -123,11 +152,12 @@ class Lender:
     def __init__(self) -> None:
         self._gpus: _core.Gpus | None = None  # from the first tensor on a GPU
 
-    def take(self, name: str, tensor: Any) -> NDArray[Any] | Held:
-        """A tensor on a GPU as Held, to be lent; any other as an array, to be copied. A DTensor is gathered."""
+    def take(self, name: str, tensor: Any, copy: bool = False) -> NDArray[Any] | Held:
+        """A tensor on a GPU as Held, to be lent; any other as an array, copied if asked for. Gathers a
+        DTensor."""
         whole = tensor.full_tensor() if callable(getattr(tensor, "full_tensor", None)) else tensor
         if not is_on_gpu(whole):
-            return as_array(name, whole)
+            return (own_array if copy else as_array)(name, whole)
         if self._gpus is None:
             self._gpus = gpus()
         return hold(self._gpus, name, whole)
@@ -185,6 +215,7 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
     """
 
     def __init__(self, *, verify: bool = True, remedy: str = ""):
+        super().__init__()
         self._verify, self._remedy = verify, remedy
 
     def receive(self, manifest: Manifest | None, data: Bytes | None, segment: MappedSegment | None, what: str) -> None:
@@ -202,6 +233,11 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
         RankLostError if the trainer has ended; StateError if it took the loan back, if this reader has given it back, or if this process
         is the trainer; ConfigError if a GPU is not visible here; DeviceError with CUDA's message.
         """
+        with self._reading(), self._loan_opened() as is_lent_still:
+            yield is_lent_still
+
+    @contextmanager
+    def _loan_opened(self) -> Iterator[Callable[[], None]]:
         loan, segment = self._known().loan, self._segment
         if loan is None:
             yield lambda: None
@@ -241,6 +277,8 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
             return self._borrowed.array(name)
         entry = manifest.entries[name]
         assert self._data is not None
+        if self._segment is not None:
+            self._segment.require_whole()
         array = view(entry, self._data, verify=self._verify and entry.sum != "" and name not in self._verified)
         self._verified.add(name)
         return array

@@ -25,6 +25,7 @@ from rollmesh.weights.transport.tensors import DTYPES, bytes_of, checksum, dtype
 
 MAX_ENTRIES = 1_000_000
 MAX_NAME = 1024
+NO_SUM = "0" * 16  # in the place of a checksum that is not known yet
 MAX_DIMS = 32  # NumPy's
 MAX_LENT_DIMS = 4  # what a generator reads
 
@@ -79,13 +80,11 @@ class Manifest:
 
 
 # -------------------------------------------------------------------------------------------------- the sender
-def lay_out(arrays: Sequence[tuple[str, NDArray[Any]]], *, sums: bool = True) -> tuple[list[Entry], int]:
-    """Entries (with checksums, if asked for) of arrays one after another, and their bytes in all. LimitError for what `parse` refuses."""
+def lay_out(arrays: Sequence[tuple[str, NDArray[Any]]]) -> tuple[list[Entry], int]:
+    """Entries without checksums of arrays one after another, and their bytes in all. LimitError for
+    what `parse` refuses."""
     _check_count(len(arrays))
-    entries, size = place((name, dtype_name(array), array.shape, array.nbytes) for name, array in arrays)
-    if sums:
-        entries = [replace(entry, sum=checksum(bytes_of(array))) for entry, (_, array) in zip(entries, arrays, strict=True)]
-    return entries, size
+    return place((name, dtype_name(array), array.shape, array.nbytes) for name, array in arrays)
 
 
 def place(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[list[Entry], int]:
@@ -98,9 +97,21 @@ def place(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[lis
     return entries, at
 
 
-def fill(buffer: Bytes, entries: Iterable[Entry], arrays: Iterable[tuple[str, NDArray[Any]]]) -> None:
+def fill(
+    buffer: Bytes,
+    entries: Iterable[Entry],
+    arrays: Iterable[tuple[str, NDArray[Any]]],
+    *,
+    sums: bool,
+) -> list[Entry]:
+    """Copies the arrays and returns their entries, with checksums of the copies if asked for: the
+    arrays may be written to meanwhile."""
+    filled = []
     for entry, (_, array) in zip(entries, arrays, strict=True):
-        buffer[entry.offset : entry.offset + entry.bytes] = bytes_of(array)
+        copy = buffer[entry.offset : entry.offset + entry.bytes]
+        copy[...] = bytes_of(array)
+        filled.append(replace(entry, sum=checksum(copy)) if sums else entry)
+    return filled
 
 
 def describe(entries: Iterable[Entry], lent: dict[str, Any] | None = None, **more: Any) -> bytes:

@@ -5,7 +5,8 @@
     48     uint64, number of the open loan, 0: none (loans.py)
     56     uint64, bytes of the manifest in the file, 0: it is sent another way
     64     one byte for each reader of the loan: FREE, READS or HAS_READ
-    4160   the manifest; at the next multiple of 64 the tensors
+    4160   uint64, checksum of the manifest
+    4168   the manifest; at the next multiple of 64 the tensors
 
 The name is random and the mode 0600; another owner, mode or nonce is an AuthError. Locks belong to open file descriptions: they end with
 their process, and closing the same file elsewhere in the process does not release them. The owner holds a lock on byte 0 while it lives,
@@ -30,6 +31,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh import _core
 from rollmesh.errors import (
     AuthError,
     CapacityError,
@@ -46,13 +48,15 @@ Bytes = NDArray[np.uint8]
 
 FOLDER = Path("/dev/shm")
 PREFIX = "rollmesh-weights-"
-MAGIC = b"rollmesh weights"
+FORMAT = b"rollmesh weights"  # of the first release
+MAGIC = b"rollmesh-weight2"
 ALIGN = 64  # bytes; where a tensor begins
 MAX_MANIFEST = 256 << 20
 MAX_READERS = 4096
 OWNER, LOAN, READERS = 0, 48, 64  # offsets
 HEADER = struct.Struct("<16s32sQQ")
-HEAD = READERS + MAX_READERS
+SUM = READERS + MAX_READERS
+HEAD = SUM + 8
 FREE, READS, HAS_READ = 0, 1, 2
 FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux on x86-64: type, whence, start, length, pid
 POLL_S = 0.0005
@@ -65,7 +69,7 @@ def aligned(size: int) -> int:
     return (size + ALIGN - 1) // ALIGN * ALIGN
 
 
-def _lock(descriptor: int, kind: int, at: int, length: int = 1) -> bool:
+def lock(descriptor: int, kind: int, at: int, length: int = 1) -> bool:
     """kind: F_WRLCK or F_UNLCK; length 0: to the end of the file. False: another description holds the lock."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, FLOCK.pack(kind, os.SEEK_SET, at, length, 0))
@@ -74,7 +78,7 @@ def _lock(descriptor: int, kind: int, at: int, length: int = 1) -> bool:
     return True
 
 
-def _is_locked(descriptor: int, at: int, length: int = 1) -> bool:
+def is_locked(descriptor: int, at: int, length: int = 1) -> bool:
     """Whether another description has a lock on any of these bytes."""
     found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, length, 0))
     return bool(FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
@@ -89,7 +93,7 @@ def _map(descriptor: int, size: int, *, writes: bool) -> mmap.mmap:
         os.close(again)
 
 
-class _LockedFile:
+class LockedFile:
     """A file descriptor that holds locks. Forked children close their copies, so that locks end with the parent."""
 
     def __init__(self, path: Path):
@@ -105,7 +109,7 @@ class _LockedFile:
         if descriptor >= 0:
             try:
                 with suppress(OSError):
-                    _lock(descriptor, fcntl.F_UNLCK, 0, 0)
+                    lock(descriptor, fcntl.F_UNLCK, 0, 0)
             finally:
                 os.close(descriptor)
         _open.discard(self)
@@ -117,7 +121,7 @@ class _LockedFile:
             os.close(descriptor)
 
 
-_open: set[_LockedFile] = set()
+_open: set[LockedFile] = set()
 
 
 def _close_in_child() -> None:
@@ -134,7 +138,7 @@ def _sweep(folder: Path) -> None:
         with suppress(OSError):  # another user's, in use, or removed meanwhile
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                if not _lock(descriptor, fcntl.F_WRLCK, OWNER):
+                if not lock(descriptor, fcntl.F_WRLCK, OWNER):
                     continue
                 status = os.fstat(descriptor)  # no link: its owner has renamed another version over it since
                 if status.st_nlink > 0 and time.time() - status.st_mtime > STALE_S:
@@ -144,7 +148,7 @@ def _sweep(folder: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- the owner
-class _OwnedFile(_LockedFile):
+class _OwnedFile(LockedFile):
     """Also unlinks the file, in the owner's process only."""
 
     def __init__(self, path: Path):
@@ -170,7 +174,8 @@ class Segment:
         if len(manifest) > MAX_MANIFEST:
             raise LimitError(f"the manifest of the weights has {len(manifest)} bytes; the limit is {MAX_MANIFEST}")
         self.name, self.nonce, self.size = PREFIX + secrets.token_hex(16), nonce or secrets.token_hex(16), size
-        self.data: Bytes | None = None
+        self.data: Bytes | None = None  # of the tensors
+        self._memory: Bytes | None = None  # of the whole file
         self._loans = 0
         self._file = file = _OwnedFile(folder / self.name)
         self._end = weakref.finalize(self, file.close)
@@ -183,8 +188,9 @@ class Segment:
             os.posix_fallocate(file.descriptor, 0, start + size)  # otherwise a write could end in a SIGBUS
             memory = _map(file.descriptor, start + size, writes=True)
             HEADER.pack_into(memory, 0, MAGIC, self.nonce.encode(), 0, len(manifest))
-            memory[HEAD : HEAD + len(manifest)] = manifest
-            self.data = np.frombuffer(memory, np.uint8)[start:]
+            self._memory = np.frombuffer(memory, np.uint8)
+            self.data = self._memory[start:]
+            self.describe(manifest)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError) and not isinstance(error, Error):
@@ -193,10 +199,17 @@ class Segment:
 
     def _lock_as_owner(self) -> None:
         deadline = time.monotonic() + LOCK_S
-        while not _lock(self._file.descriptor, fcntl.F_WRLCK, OWNER):
+        while not lock(self._file.descriptor, fcntl.F_WRLCK, OWNER):
             if time.monotonic() >= deadline:
                 raise DeadlineError(f"another process has locked the new file {self.path} for {LOCK_S:g} seconds")
             time.sleep(POLL_S)
+
+    def describe(self, manifest: bytes) -> None:
+        """Writes the manifest, or another one of the same size, while the tensors are mapped."""
+        assert self._memory is not None
+        words = np.frombuffer(manifest, np.uint8)
+        self._memory[HEAD : HEAD + words.size] = words
+        self._memory[SUM:HEAD] = np.frombuffer(_sum(words), np.uint8)
 
     @property
     def path(self) -> Path:
@@ -209,13 +222,13 @@ class Segment:
 
     def unmap(self) -> None:
         """All bytes are written: drops the mapping."""
-        self.data = None
+        self.data = self._memory = None
 
     def unlink(self) -> None:
         self._file.unlink()
 
     def close(self) -> None:
-        self.data = None
+        self.unmap()
         self._file.close()
         self._end.detach()  # not called by it: a Ctrl-C within a finalizer would be lost
 
@@ -245,19 +258,19 @@ class Segment:
         return True
 
     def is_being_read(self) -> bool:
-        return _is_locked(self._file.descriptor, READERS, MAX_READERS)
+        return is_locked(self._file.descriptor, READERS, MAX_READERS)
 
     def num_read(self) -> int:
         """Number of readers that have finished reading the open loan."""
         return self._states().count(HAS_READ)
 
     def num_reading(self) -> int:
-        return sum(_is_locked(self._file.descriptor, READERS + i) for i, state in enumerate(self._states()) if state == READS)
+        return sum(is_locked(self._file.descriptor, READERS + i) for i, state in enumerate(self._states()) if state == READS)
 
     def lost_reader(self) -> bool:
         """Whether a reader's process ended while it read the open loan. Reports each such reader once."""
         for i, state in enumerate(self._states()):
-            if state != READS or _is_locked(self._file.descriptor, READERS + i) or self._states()[i] != READS:
+            if state != READS or is_locked(self._file.descriptor, READERS + i) or self._states()[i] != READS:
                 continue
             os.pwrite(self._file.descriptor, bytes([FREE]), READERS + i)
             return True
@@ -273,8 +286,8 @@ class MappedSegment:
     reader's byte. FileNotFoundError if there is no file."""
 
     def __init__(self, path: Path, nonce: str):
-        self.path, self._file = path, _LockedFile(path)
-        self._marks = _LockedFile(path)  # opened by the first `reading`
+        self.path, self._file = path, LockedFile(path)
+        self._marks = LockedFile(path)  # opened by the first `reading`
         self._reader = -1  # the byte that is locked
         self._marked = (0, -1)  # number of the loan read last, and the byte that records it
         try:
@@ -306,22 +319,40 @@ class MappedSegment:
             raise FormatError(f"{self.path}: expected {HEAD} bytes at least, got {status.st_size}")
         memory = _map(self._descriptor, status.st_size, writes=False)
         magic, told, _, described = HEADER.unpack_from(memory)
+        if magic == FORMAT:
+            raise FormatError(
+                f"{self.path}: expected format {MAGIC.decode()}, got {FORMAT.decode()}; "
+                "use the same release of rollmesh in trainer and generators"
+            )
         if not secrets.compare_digest(magic + told, MAGIC + nonce.encode(errors="replace")):
             raise AuthError(f"{self.path} was not written by the sender of these weights")
         if described > MAX_MANIFEST or aligned(HEAD + described) > status.st_size:
             raise FormatError(f"{self.path}: {status.st_size} bytes do not hold a manifest of {described}")
-        return np.frombuffer(memory, np.uint8), described
+        words = np.frombuffer(memory, np.uint8)
+        if _sum(words[HEAD : HEAD + described]) != words[SUM:HEAD].tobytes():
+            raise FormatError(f"{self.path}: the manifest's checksum differs")
+        return words, described
 
     @property
     def _descriptor(self) -> int:
         return self._file.descriptor
 
     def tensors(self, size: int) -> Bytes:
-        """A view of the first `size` bytes of tensors. FormatError if the file has fewer; it may have been truncated since."""
-        held = os.fstat(self._descriptor).st_size - self._start
-        if size > min(held, self.size):
-            raise FormatError(f"{self.path}: expected {size} bytes of weights, got {max(held, 0)}")
+        """A view of the first `size` bytes of tensors. FormatError if the file has fewer."""
+        self.require_whole()
+        if size > self.size:
+            raise FormatError(f"{self.path}: expected {size} bytes of weights, got {self.size}")
         return self._memory[self._start : self._start + size]
+
+    def require_whole(self) -> None:
+        """FormatError if the file has been truncated: an access to a lost page would end the process
+        with SIGBUS."""
+        if self._descriptor >= 0:  # -1: closed, while views are still read
+            held = os.fstat(self._descriptor).st_size - self._start
+            if held < self.size:
+                raise FormatError(
+                    f"{self.path}: expected {self.size} bytes of weights, got {max(held, 0)}"
+                )
 
     def is_current(self) -> bool:
         """Whether the path still names the file that was mapped."""
@@ -332,7 +363,7 @@ class MappedSegment:
 
     def is_owned(self) -> bool:
         """Whether the owner is alive and has not closed its end."""
-        return _is_locked(self._descriptor, OWNER)
+        return is_locked(self._descriptor, OWNER)
 
     @contextmanager
     def reading(self, number: int, what: str) -> Iterator[Callable[[], None]]:
@@ -361,11 +392,11 @@ class MappedSegment:
             self._open_marks(what)
         marks, (loan, mine) = self._marks.descriptor, self._marked
         for i in (mine,) if loan == number else range(MAX_READERS):
-            if _lock(marks, fcntl.F_WRLCK, READERS + i):
+            if lock(marks, fcntl.F_WRLCK, READERS + i):
                 if loan == number or os.pread(marks, 1, READERS + i) == bytes([FREE]):
                     os.pwrite(marks, bytes([READS]), READERS + i)
                     return i
-                _lock(marks, fcntl.F_UNLCK, READERS + i)
+                lock(marks, fcntl.F_UNLCK, READERS + i)
         raise LimitError(f"{what} has {MAX_READERS} readers, which is the limit")
 
     def _open_marks(self, what: str) -> None:
@@ -384,7 +415,7 @@ class MappedSegment:
         reader, self._reader = self._reader, -1
         if reader >= 0 and self._marks.descriptor >= 0:  # -1 in a forked child
             os.pwrite(self._marks.descriptor, bytes([state]), READERS + reader)
-            _lock(self._marks.descriptor, fcntl.F_UNLCK, READERS + reader)
+            lock(self._marks.descriptor, fcntl.F_UNLCK, READERS + reader)
 
     def _loan(self) -> int:
         return int.from_bytes(os.pread(self._descriptor, 8, LOAN), "little")
@@ -403,9 +434,13 @@ class MappedSegment:
             self._end.detach()
 
 
-def _close_both(marks: _LockedFile, file: _LockedFile) -> None:
+def _close_both(marks: LockedFile, file: LockedFile) -> None:
     marks.close()
     file.close()
+
+
+def _sum(manifest: Bytes) -> bytes:
+    return _core.checksum(manifest).to_bytes(8, "little")
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,9 +29,15 @@ from rollmesh.errors import AuthError, ConfigError, DeadlineError, FormatError, 
 from rollmesh.runtime.arguments import deadline_of, integer
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.loans import Held, Lender, ReceivedTensors
-from rollmesh.weights.transport.manifest import check_new_name, describe, fill, lay_out, parse
+from rollmesh.weights.transport.manifest import NO_SUM, check_new_name, describe, fill, lay_out, parse
 from rollmesh.weights.transport.segment import FOLDER, MAX_READERS, PREFIX, MappedSegment, Segment
-from rollmesh.weights.transport.tensors import as_array, check_source, pair_of
+from rollmesh.weights.transport.tensors import (
+    as_array,
+    check_source,
+    entries_of,
+    holds_tensors,
+    own_array,
+)
 
 MAX_VERSION = 2**63 - 1
 POLL_SECONDS = 0.002
@@ -62,9 +69,11 @@ class SharedWriter:
     def publish(self, source: Mapping[str, Any] | Iterable[tuple[str, Any]], version: int | None = None, *, lend_to: int = 0) -> int:
         """Copies the tensors into a new version and makes it the current one. Returns its number.
 
-        Takes NumPy arrays and torch tensors on any device. VersionError if the number does not increase or is not an integer
-        below 2^63; DuplicateKeyError for a repeated name; LimitError for a name that is not a str, empty or too long; CapacityError
-        without memory. On any error the current version stays.
+        Takes NumPy arrays and torch tensors on any device. Each tensor of an iterator, or of a mapping
+        that is not a dict, is copied before the next one is asked for, which takes host memory for a
+        second copy of the set. VersionError if the number does not increase or is not an integer below
+        2^63; DuplicateKeyError for a repeated name; LimitError for a name that is not a str, empty or
+        too long; CapacityError without memory. On any error the current version stays.
 
         lend_to: the number of readers that will read tensors on GPUs (of any library, by DLPack) where they are. This call waits for
         kernels that still write them; afterwards they must not change, and are kept alive, until `wait_until_read` or `take_back`, before
@@ -78,22 +87,25 @@ class SharedWriter:
         lend_to = integer("lend_to", lend_to, 0, MAX_READERS)
         check_source(source)
         version = self._next(version)
-        take = self._lender.take if lend_to else as_array
+        copy = not holds_tensors(source)
+        as_host = own_array if copy else as_array
         seen: set[str] = set()
         arrays, held = [], []
-        for name, tensor in map(pair_of, source.items() if isinstance(source, Mapping) else source):
+        for name, tensor in entries_of(source):
             check_new_name(name, seen)
-            taken = take(name, tensor)
+            taken = self._lender.take(name, tensor, copy) if lend_to else as_host(name, tensor)
             if isinstance(taken, Held):
                 held.append(taken)
             else:
                 arrays.append((name, taken))
         entries, size = lay_out(arrays)
         lent = self._lender.describe(held, FIRST_LOAN) if held else None
-        segment = Segment(size, self._path.parent, nonce=self._nonce, manifest=describe(entries, lent, version=version))
+        unknown = describe([replace(entry, sum=NO_SUM) for entry in entries], lent, version=version)
+        segment = Segment(size, self._path.parent, nonce=self._nonce, manifest=unknown)
         try:
             assert segment.data is not None
-            fill(segment.data, entries, arrays)
+            entries = fill(segment.data, entries, arrays, sums=True)
+            segment.describe(describe(entries, lent, version=version))
             segment.unmap()
             if held:
                 segment.lend()
@@ -195,8 +207,12 @@ class SharedReader(ReceivedTensors):
         self.receive(None, None, None, str(path))
 
     def refresh(self) -> int:
-        """Maps the current version, unless it is mapped already, and returns its number. NotSyncedError if nothing is published."""
-        self._require_unread()
+        """Maps the current version, unless it is mapped already, and returns its number. NotSyncedError
+        if nothing is published; StateError while a sync reads this version."""
+        with self._changing(f"version {self.version}"):
+            return self._refresh()
+
+    def _refresh(self) -> int:
         before = self._segment
         segment = before if before is not None and before.is_current() else self._map()
         try:
@@ -223,15 +239,11 @@ class SharedReader(ReceivedTensors):
 
     def close(self) -> None:
         """Ends this reader. StateError within `lent()`."""
-        self._require_unread()
-        if self._segment is not None:
-            self._segment.close()
-        self.receive(None, None, None, str(self._path))
-        self.version = None
-
-    def _require_unread(self) -> None:
-        if self._borrowed is not None:
-            raise StateError(f"version {self.version} is being read")
+        with self._changing(f"version {self.version}"):
+            if self._segment is not None:
+                self._segment.close()
+            self.receive(None, None, None, str(self._path))
+            self.version = None
 
     def __enter__(self) -> SharedReader:
         return self

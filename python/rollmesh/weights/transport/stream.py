@@ -36,7 +36,7 @@ from rollmesh.runtime.messages import reason, shown
 from rollmesh.weights.transport.carriers import Bucket, Carrier, Piece, carrier_of
 from rollmesh.weights.transport.manifest import check_name, check_new_name, describe, parse, place
 from rollmesh.weights.transport.segment import MAX_MANIFEST
-from rollmesh.weights.transport.tensors import as_array, bucketed, pair_of
+from rollmesh.weights.transport.tensors import as_array, entries_of, grouped, holds_tensors
 
 BUCKET, END, ABORT = 1, 2, 3
 MAX_BUCKET = 1 << 40
@@ -133,19 +133,21 @@ def _check_source(source: Any) -> None:
         raise ConfigError(f"source: expected a mapping of names to tensors, or pairs of both, got a {type(source).__name__}")
 
 
-def _buckets(carrier: Carrier, source: Mapping[str, Any] | Iterable[tuple[str, Any]], bucket_bytes: int) -> Iterator[list[Piece]]:
-    items = _named(source.items() if isinstance(source, Mapping) else source)
+def _buckets(
+    carrier: Carrier, source: Mapping[str, Any] | Iterable[tuple[str, Any]], bucket_bytes: int
+) -> Iterator[list[Piece]]:
     if isinstance(source, Mapping):
         for name in source:
             check_name(name)
-    pieces = (carrier.piece(name, tensor) for name, tensor in items)
-    for bucket in bucketed(((piece.name, piece) for piece in pieces), bucket_bytes):
+    copy = not holds_tensors(source)
+    pieces = (carrier.piece(name, tensor, copy) for name, tensor in _named(source))
+    for bucket in grouped(((piece.name, piece) for piece in pieces), bucket_bytes):
         yield [piece for _, piece in bucket]
 
 
-def _named(entries: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _named(source: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     seen: set[str] = set()
-    for name, tensor in map(pair_of, entries):
+    for name, tensor in entries_of(source):
         check_new_name(name, seen)
         yield name, tensor
 

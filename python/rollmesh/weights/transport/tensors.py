@@ -1,13 +1,18 @@
-"""Tensors as bytes, for the transports: views as NumPy arrays, 64-bit checksums, buckets of bounded size.
+"""Tensors as bytes, for the transports: views as NumPy arrays, checksums, buckets of bounded size.
 
-NumPy has no bfloat16. Here it is uint16 with metadata in the dtype, which views and slices keep and which Generator.sync_weights reads as
-bfloat16 (ext/tensor.c).
+When a source is read: a dict, a list, a tuple or a dict's items() holds all its tensors at once,
+and views of them are kept until the call ends. Every other source, an iterator or a mapping of another
+class, may use the memory of an entry again for the next one. Such a source is read entry by entry,
+and each tensor is consumed (written, sent or copied) before the next one is asked for.
+
+NumPy has no bfloat16. Here it is uint16 with metadata in the dtype, which views and slices keep and
+which Generator.sync_weights reads as bfloat16 (ext/tensor.c).
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,8 +31,11 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float64": np.dtype(np.float64),
 }
 
-_SUM_COLUMNS = 512
-_SUM_WORDS = _SUM_COLUMNS << 12  # 16 MiB at a time
+_VIEWS: tuple[type, ...] = (type({}.items()), type(OrderedDict().items()))
+_HOLDING: tuple[type, ...] = (dict, OrderedDict, list, tuple, *_VIEWS)
+_MASK = 2**64 - 1
+_STEP = 0x9E3779B97F4A7C15  # RM_HASH_STEP of csrc/base/hash.h
+_SLICE = 16 << 20  # bytes that torch sums at a time
 
 
 def as_array(name: str, tensor: Any) -> NDArray[Any]:
@@ -98,28 +106,44 @@ def bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def checksum(data: NDArray[np.uint8]) -> str:
-    """A 64-bit checksum: 512 column sums of 64-bit words for each 16 MiB, and a hash of these. It detects any change of one word, and other
-    changes with probability 1 − 2⁻⁶⁴."""
-    hasher = hashlib.blake2b(str(data.size).encode(), digest_size=8)
-    whole = data.size // (8 * _SUM_COLUMNS) * (8 * _SUM_COLUMNS)
-    words = data[:whole].view(np.uint64)
-    for at in range(0, words.size, _SUM_WORDS):
-        hasher.update(np.add.reduce(words[at : at + _SUM_WORDS].reshape(-1, _SUM_COLUMNS), axis=0, dtype=np.uint64).tobytes())
-    hasher.update(data[whole:].tobytes())
-    return hasher.hexdigest()
+    """A 64-bit checksum of bytes and their places; csrc/base/checksum.h says what it detects."""
+    return f"{_core.checksum(data):016x}"
 
 
 def checksum_of_torch(data: Any) -> str:
-    """The same for a torch tensor of bytes on any device; 4 KiB of each 16 MiB are copied to the host."""
+    """The same for a contiguous torch tensor of bytes on any device, computed there."""
+    if data.device.type == "cpu":
+        return checksum(data.numpy())
+    return f"{_sum_of_torch(data):016x}"
+
+
+def _sum_of_torch(data: Any) -> int:
+    """rm_checksum of csrc/base/checksum.c in torch's int64, whose sums and products wrap."""
     import torch
 
-    hasher = hashlib.blake2b(str(data.numel()).encode(), digest_size=8)
-    whole = data.numel() // (8 * _SUM_COLUMNS) * (8 * _SUM_COLUMNS)
-    for at in range(0, whole, 8 * _SUM_WORDS):
-        words = data[at : min(at + 8 * _SUM_WORDS, whole)].view(torch.int64)  # sums wrap as those of uint64
-        hasher.update(words.view(-1, _SUM_COLUMNS).sum(0).cpu().numpy().tobytes())
-    hasher.update(data[whole:].cpu().numpy().tobytes())
-    return hasher.hexdigest()
+    total, size = 0, data.numel()
+    step = torch.arange(1, min(size + 7, _SLICE) // 8 + 1, device=data.device) * _int64(_STEP)
+    for at in range(0, size, _SLICE):
+        part = data[at : at + _SLICE]
+        words = torch.zeros(-(-part.numel() // 8), dtype=torch.int64, device=data.device)
+        words.view(torch.uint8)[: part.numel()] = part
+        words += step[: words.numel()] + _int64(at // 8 * _STEP)
+        total += int(_finish_of_torch(words).sum())
+    last = torch.tensor([_int64(total + size)], device=data.device)
+    return int(_finish_of_torch(last)) & _MASK
+
+
+def _finish_of_torch(x: Any) -> Any:
+    """rm_hash_finish of csrc/base/hash.h, in place. `>>` copies the sign; the mask clears it."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        x ^= (x >> shift) & (_MASK >> shift)
+        x *= _int64(factor)
+    return x
+
+
+def _int64(value: int) -> int:
+    """The signed number with the same low 64 bits."""
+    return (value + (1 << 63) & _MASK) - (1 << 63)
 
 
 def check_source(source: Any) -> None:
@@ -137,15 +161,55 @@ def pair_of(entry: Any) -> tuple[Any, Any]:
     return entry[0], entry[1]
 
 
-def bucketed(entries: Iterable[tuple[str, Any]], bucket_bytes: int) -> Iterator[list[tuple[str, Any]]]:
-    """Consecutive entries in buckets of at most bucket_bytes; a larger entry is a bucket by itself."""
+def entries_of(source: Mapping[str, Any] | Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """The pairs of a source, each read once."""
+    return map(pair_of, source.items() if isinstance(source, Mapping) else source)
+
+
+def holds_tensors(source: Any) -> bool:
+    """Whether a source holds all its tensors at once, so that views of them may be kept."""
+    return type(source) in _HOLDING
+
+
+def own(tensor: Any) -> Any:
+    """A copy of a NumPy array or torch tensor, on its device; anything else as it is."""
+    if isinstance(tensor, np.ndarray):
+        return tensor.copy()
+    return tensor.detach().clone() if is_torch(tensor) else tensor
+
+
+def own_array(name: str, tensor: Any) -> NDArray[Any]:
+    """As as_array, but always a copy."""
+    array = as_array(name, tensor)
+    is_made = is_torch(tensor) and tensor.device.type != "cpu"
+    return array if is_made or isinstance(tensor, _core.DeviceArray) else array.copy()
+
+
+def bucketed(
+    entries: Iterable[tuple[str, Any]], bucket_bytes: int
+) -> Iterator[list[tuple[str, Any]]]:
+    """Consecutive entries in buckets of at most bucket_bytes; a larger entry is a bucket by itself.
+
+    Copies the tensors unless `entries` is a dict's items(), a list or a tuple: an iterator may use the
+    memory of an entry again for the next one.
+    """
+    pairs = entries_of(entries)
+    if not holds_tensors(entries):
+        pairs = ((name, own(tensor)) for name, tensor in pairs)
+    return grouped(pairs, bucket_bytes)
+
+
+def grouped(
+    entries: Iterable[tuple[str, Any]], bucket_bytes: int
+) -> Iterator[list[tuple[str, Any]]]:
+    """Groups as bucketed does, without copies."""
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, np.integer)):
         raise ConfigError(f"bucket_bytes: expected a number of bytes, got {shown(bucket_bytes)}")
     if bucket_bytes <= 0:
         raise LimitError(f"bucket_bytes: expected a number above 0, got {bucket_bytes}")
     bucket: list[tuple[str, Any]] = []
     size = 0
-    for name, tensor in map(pair_of, entries):
+    for name, tensor in entries:
         nbytes = getattr(tensor, "nbytes", None)
         if not isinstance(nbytes, (int, np.integer)):
             raise UnsupportedTensorError(f"{plain(name)}: expected a tensor with nbytes, got a {type(tensor).__name__}")

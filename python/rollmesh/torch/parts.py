@@ -1,0 +1,504 @@
+"""Checks that a model consists of exactly the parts that transformers makes from its config.
+
+A patched model computes what the config says and never calls its attention, MLPs and norms. So
+each module is compared with the same module of a new model, which is made on the meta device and
+needs no memory. Its class, attributes, parameters, buffers and children must be equal, and it may
+have neither hooks nor methods set on the instance. The comparison looks through peft's LoRA layers
+and modules_to_save.
+`check` raises a ConfigError that names the first module that differs.
+
+A full comparison takes milliseconds. `check` therefore remembers what it compared, and a later call
+only looks for changes since then.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from functools import partial
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from rollmesh import ModelSpec
+from rollmesh.errors import ConfigError
+from rollmesh.model.families import FAMILIES
+from rollmesh.model.reader import MAX_POSITION
+from rollmesh.runtime.messages import shown
+from rollmesh.torch.lora import LORA, WHOLE, active_lora, base_of, in_use, unmerge_if_disabled
+
+UNDO = "; undo the change, or train this model without rollmesh.torch.patch"
+# Attributes without an effect on the forward pass. The lengths belong to rope, whose frequencies
+# are compared by value.
+FREE = frozenset(
+    {
+        *("training", "config", "gradient_checkpointing", "padding_idx", "sparse"),
+        *("scale_grad_by_freq", "name_or_path", "loss_type", "kernel_config", "vocab_size"),
+        *("_is_hf_initialized", "max_seq_len_cached", "original_max_seq_len"),
+    }
+)
+INTERNAL = frozenset(vars(nn.Module()))
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+PEFT_HOOKS = ("_adapter_names_pre_forward_hook", "_alora_offsets_pre_forward_hook")
+ROUNDINGS = (torch.float32, torch.bfloat16, torch.float16)  # that Module.to applies to frequencies
+
+
+class _Module(NamedTuple):
+    """A module as it was compared. It holds weak references only, so that models are freed."""
+
+    ref: Any
+    cls: type
+    num_attributes: int
+    hooks: int
+    compared: list[tuple[str, Any]]  # attributes and their values
+    tensors: list[tuple[str, str, Any, Any, Any]]  # kind, name, class, shape, dtype
+    children: list[tuple[str, Any]]
+
+    @staticmethod
+    def of(module: Any, names: tuple[str, ...]) -> _Module:
+        own = vars(module)
+        return _Module(
+            weakref.ref(module),
+            type(module),
+            len(own),
+            sum(len(own[kind]) for kind in HOOKS),
+            [(name, own[name]) for name in names],
+            [
+                (
+                    kind,
+                    name,
+                    type(tensor),
+                    getattr(tensor, "shape", None),
+                    getattr(tensor, "dtype", None),
+                )
+                for kind in ("_parameters", "_buffers")
+                for name, tensor in own[kind].items()
+            ],
+            [
+                (name, None if child is None else weakref.ref(child))
+                for name, child in own["_modules"].items()
+            ],
+        )
+
+    def is_unchanged(self) -> bool:
+        module = self.ref()
+        if type(module) is not self.cls or len(own := module.__dict__) != self.num_attributes:
+            return False
+        parameters, buffers, children = own["_parameters"], own["_buffers"], own["_modules"]
+        if len(parameters) + len(buffers) != len(self.tensors) or len(children) != len(
+            self.children
+        ):
+            return False
+        for kind, name, cls, shape, dtype in self.tensors:
+            tensor = own[kind].get(name)
+            if type(tensor) is not cls or (
+                tensor is not None and (tensor.shape != shape or tensor.dtype is not dtype)
+            ):
+                return False
+        for name, ref in self.children:
+            if children.get(name) is not (None if ref is None else ref()):
+                return False
+        for name, value in self.compared:
+            if own.get(name) is not value:
+                return False
+        hooks = (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+        )
+        return not hooks if not self.hooks else sum(len(own[kind]) for kind in HOOKS) == self.hooks
+
+
+class _Seen(NamedTuple):
+    template: Any
+    spec: ModelSpec
+    config: dict[str, Any]
+    modules: list[_Module]
+    lora: list[Any]
+    rope: list[Tensor]
+
+
+_seen: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()
+
+
+def check(model: Any, spec: ModelSpec) -> None:
+    """Raises a ConfigError unless the …ForCausalLM `model` computes what spec says.
+
+    Unmerges adapters that are merged and disabled, as peft does when it calls such a layer."""
+    seen = _seen.get(model)
+    if seen is None or seen.spec != spec or not _is_unchanged(model, seen):
+        seen = _seen[model] = _compared(model, spec, seen)
+    for ref in seen.lora:
+        unmerge_if_disabled(ref())
+    head, embedding = in_use(model.lm_head), in_use(model.model.embed_tokens)
+    is_tied = base_of(head).weight is embedding.weight and not active_lora("lm_head", head)
+    if spec.tie_word_embeddings and not is_tied:
+        raise ConfigError(
+            "lm_head: expected the weight of embed_tokens, since tie_word_embeddings=True, got "
+            "another one; train both as one, or set tie_word_embeddings=False for model and generator"
+        )
+
+
+def plain_class(module: Any) -> type:
+    """The module's class without what patch and fully_shard put around it."""
+    cls = type(module)
+    while True:
+        if "_rollmesh_base" in vars(cls):
+            cls = vars(cls)["_rollmesh_base"]
+        elif FSDPModule in cls.__bases__:
+            cls = cls.__bases__[1]
+        else:
+            return cls
+
+
+def _is_unchanged(model: Any, seen: _Seen) -> bool:
+    if not all(module.is_unchanged() for module in seen.modules):
+        return False
+    rope = _rope_buffers(model)
+    same = all(
+        a.device == b.device and torch.equal(a, b) for a, b in zip(rope, seen.rope, strict=True)
+    )
+    return same and vars(model.config) == seen.config
+
+
+def _rope_buffers(model: Any) -> list[Tensor]:
+    rope = model.model.rotary_emb
+    return [rope.inv_freq, rope.original_inv_freq]
+
+
+# -------------------------------------------------------------------------------- a comparison
+def _compared(model: Any, spec: ModelSpec, seen: _Seen | None) -> _Seen:
+    if seen is not None and seen.spec == spec:
+        template = seen.template
+        _check_config(model.config, spec, seen.config)
+    else:
+        template = _template(model, spec)
+    compare = _Comparison(model)
+    for name in ("model", "lm_head"):  # other children of the outermost module have no part in it
+        compare.part(name, getattr(model, name, None), getattr(template, name))
+    _check_rope(model, spec)
+    _check_functions(model.config)
+    rope = [buffer.clone() for buffer in _rope_buffers(model)]
+    return _Seen(
+        template, spec, copy.deepcopy(vars(model.config)), compare.seen, compare.lora, rope
+    )
+
+
+def _check_rope(model: Any, spec: ModelSpec) -> None:
+    """transformers' frequencies may be rounded, as Module.to does, and of rope types that depend on
+    a length they may be those of an earlier batch."""
+    rope, settings = model.model.rotary_emb, spec.rope_settings
+    lengths = [1, MAX_POSITION, int(rope.max_seq_len_cached)] if settings.depends_on_length else [1]
+    for name, buffer, some in zip(
+        ("original_inv_freq", "inv_freq"),
+        reversed(_rope_buffers(model)),
+        (lengths[:1], lengths),
+        strict=True,
+    ):
+        found = buffer.detach().float().cpu()
+        wanted = [
+            torch.from_numpy(spec.rope(length)[0]).to(d).float()
+            for length in some
+            for d in ROUNDINGS
+        ]
+        if not any(torch.allclose(found, w, rtol=1e-5, atol=0) for w in wanted):
+            raise ConfigError(
+                f"model.rotary_emb.{name}: expected the frequencies of the config, "
+                f"{shown(wanted[0].tolist())}, got {shown(found.tolist())}{UNDO}"
+            )
+
+
+def _check_functions(config: Any) -> None:
+    """Attention and experts may be computed by functions that the config names."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name, known in (
+        ("_attn_implementation", ALL_ATTENTION_FUNCTIONS),
+        ("_experts_implementation", ALL_EXPERTS_FUNCTIONS),
+    ):
+        function = known.get(getattr(config, name, None))
+        if function is not None and not _function(function).__module__.startswith("transformers."):
+            raise ConfigError(
+                f"config.{name}: expected one of transformers' own functions, got "
+                f"{getattr(config, name)!r} of {_function(function).__module__}{UNDO}"
+            )
+
+
+def _template(model: Any, spec: ModelSpec) -> Any:
+    """Makes a model of the same config that needs no memory."""
+    import transformers
+
+    family: Any = getattr(transformers, FAMILIES[spec.model_type].architecture)
+    cls = plain_class(model)
+    if cls is not family and getattr(cls, "forward", None) is not family.forward:
+        raise ConfigError(
+            f"model: expected a {family.__name__}, got a {cls.__module__}.{cls.__qualname__} "
+            "with another forward method"
+        )
+    with torch.device("meta"):
+        return family(copy.deepcopy(model.config))
+
+
+def _check_config(config: Any, spec: ModelSpec, before: dict[str, Any]) -> None:
+    """A config may be edited after patch where that changes nothing."""
+    now = ModelSpec.from_hf(config, ignore=tuple(vars(config).keys() - before.keys()))
+    for name, old, new in [
+        *differences(spec, now),
+        ("rope_parameters", spec.rope_settings, now.rope_settings),
+    ]:
+        if old != new:
+            raise ConfigError(
+                f"config: expected {name}={shown(old)}, as at patch, got {shown(new)}{UNDO}"
+            )
+
+
+def differences(one: ModelSpec, other: ModelSpec) -> list[tuple[str, Any, Any]]:
+    """Lists (field, its two values) of fields that change numbers and differ. Rope is left out."""
+    names = ModelSpec.__dataclass_fields__.keys() - {
+        "eos_token_ids",
+        "max_position_embeddings",
+        "rope_settings",
+    }
+    both = [(name, getattr(one, name), getattr(other, name)) for name in sorted(names)]
+    return [(name, a, b) for name, a, b in both if a != b]
+
+
+class _Comparison:
+    def __init__(self, model: Any):
+        self.model, self.config = model, model.config
+        self.seen: list[_Module] = []
+        self.lora: list[Any] = []  # weak references to LoRA layers
+
+    def part(self, path: str, module: Any, template: Any) -> None:
+        """One module and all below it."""
+        cls = plain_class(module)
+        wrapper = f"{cls.__module__}.{cls.__qualname__}"
+        if wrapper == WHOLE:
+            self.plain(path, module, ("_disable_adapters", "_active_adapter"))
+            self.part(path, in_use(module), template)
+            return
+        if wrapper == LORA and type(template) is nn.Linear:
+            self.plain(path, module, ("_disable_adapters", "_active_adapter"))
+            self.part(path, module.base_layer, template)
+            self.adapters(path, module)
+            return
+        if cls is not type(template) or not cls.__module__.startswith(("transformers.", "torch.")):
+            raise ConfigError(self.class_message(path, cls, type(template)))
+        self.method(path, cls)
+        names = self.attributes(path, module, template)
+        self.plain(path, module, names)
+        own = vars(module)
+        for kind in ("_parameters", "_buffers"):
+            self.tensors(path, own[kind], vars(template)[kind])
+        children, wanted = own["_modules"], vars(template)["_modules"]
+        if children.keys() != wanted.keys():
+            raise ConfigError(
+                f"{path}: expected the modules {list(wanted)}, got {list(children)}{UNDO}"
+            )
+        for name, child in children.items():
+            self.part(f"{path}.{name}", child, wanted[name])
+
+    def attributes(self, path: str, module: Any, template: Any) -> tuple[str, ...]:
+        """Compares the attributes of a module and returns their names."""
+        own, wanted = vars(module), vars(template)
+        is_model = hasattr(template, "post_init")  # transformers keeps notes in a whole model
+        names = tuple(
+            name
+            for name in wanted.keys() - INTERNAL - FREE
+            if not (is_model and name.startswith("_"))
+        )
+        for name in names:
+            if name not in own or not _same(own[name], wanted[name]):
+                raise ConfigError(
+                    f"{path}.{name}: expected {shown(wanted[name])}, as the config says, "
+                    f"got {shown(own.get(name))}{UNDO}"
+                )
+        config = own.get("config", self.config)
+        if config is not self.config and config.to_dict() != self.config.to_dict():
+            raise ConfigError(f"{path}.config: expected the model's, got another one{UNDO}")
+        return names
+
+    def adapters(self, path: str, module: Any) -> None:
+        """The adapters of a LoRA layer that take part."""
+        self.lora.append(weakref.ref(module))
+        for container in (module.lora_A, module.lora_B, module.lora_dropout):
+            self.plain(path, container, ())
+        out, width = base_of(module).weight.shape
+        for adapter in active_lora(path, module):
+            rank = module.r[adapter]
+            with torch.device("meta"):
+                a, b = nn.Linear(width, rank, bias=False), nn.Linear(rank, out, bias=False)
+            self.part(f"{path}.lora_A.{adapter}", module.lora_A[adapter], a)
+            self.part(f"{path}.lora_B.{adapter}", module.lora_B[adapter], b)
+            if (
+                len(
+                    dtypes := {
+                        module.lora_A[adapter].weight.dtype,
+                        module.lora_B[adapter].weight.dtype,
+                    }
+                )
+                > 1
+            ):
+                raise ConfigError(
+                    f"{path}: expected lora_A and lora_B of one dtype, "
+                    f"got {', '.join(sorted(map(str, dtypes)))}"
+                )
+            dropout = module.lora_dropout[adapter]
+            if type(dropout) not in (nn.Identity, nn.Dropout):
+                raise ConfigError(
+                    f"{path}.lora_dropout.{adapter}: expected a Dropout or Identity, "
+                    f"got a {type(dropout).__name__}"
+                )
+
+    def tensors(self, path: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+        """Parameters or buffers: names, shapes, and that they are ordinary tensors with values."""
+        present = {name for name, tensor in found.items() if tensor is not None}
+        expected = {name for name, tensor in wanted.items() if tensor is not None}
+        if more := sorted(present - expected):
+            raise ConfigError(
+                f"{path}.{more[0]}: expected none, as the config says, "
+                f"got one of shape {tuple(found[more[0]].shape)}{UNDO}"
+            )
+        for name in sorted(expected):
+            tensor = found.get(name)
+            if tensor is None:
+                raise ConfigError(f"{path}.{name}: expected a tensor, got none{UNDO}")
+            if tensor.shape != wanted[name].shape:
+                raise ConfigError(
+                    f"{path}.{name}: expected shape {tuple(wanted[name].shape)}, as the config "
+                    f"says, got {tuple(tensor.shape)}{UNDO}"
+                )
+            is_plain = type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, DTensor)
+            if (
+                not is_plain
+                or not tensor.is_floating_point()
+                or tensor.dtype.itemsize < 2
+                or tensor.is_meta
+            ):
+                place = " on the meta device" if tensor.is_meta else ""
+                raise ConfigError(
+                    f"{path}.{name}: expected a tensor of float32, bfloat16, float16 or float64 "
+                    f"numbers, got a {tensor.dtype} {type(tensor).__name__}{place}"
+                )
+
+    def plain(self, path: str, module: Any, names: tuple[str, ...]) -> None:
+        """No method of the module's own and no hooks that would not fire. Remembers the module."""
+        cls, own = type(module), vars(module)
+        for name in own:
+            if callable(getattr(cls, name, None)):
+                raise ConfigError(
+                    f"{path}.{name}: expected the method of {cls.__name__}, "
+                    f"got one that is set on this module{UNDO}"
+                )
+        for kind in HOOKS:
+            for hook in [hook for hook in own[kind].values() if not _is_fine(hook, path)]:
+                name = _function(hook).__qualname__
+                if name in PEFT_HOOKS:
+                    self.remove_peft_hooks()
+                    raise ConfigError(
+                        f"{path}: expected the active adapters for all rows, "
+                        "got adapter_names or alora_offsets; call set_adapter instead"
+                    )
+                raise ConfigError(
+                    f"{path}: expected no hook of a module whose forward pass the kernels compute, "
+                    f"got {name}; remove it"
+                )
+        self.seen.append(_Module.of(module, names))
+
+    def remove_peft_hooks(self) -> None:
+        """peft leaves them behind when a call of its model raises."""
+        for module in self.model.modules():
+            hooks = module._forward_pre_hooks
+            for key in [
+                key for key, hook in hooks.items() if _function(hook).__qualname__ in PEFT_HOOKS
+            ]:
+                del hooks[key]
+
+    def method(self, path: str, cls: Any) -> None:
+        """Checks that nobody replaced a class's forward method or the functions that it calls."""
+        home = next(each for each in cls.__mro__ if "forward" in vars(each))
+        forward = inspect.unwrap(vars(home)["forward"])
+        used = [forward.__globals__.get(name) for name in forward.__code__.co_names]
+        strange = [
+            f
+            for f in used
+            if isinstance(f, FunctionType)
+            and not f.__module__.startswith(("transformers.", "torch."))
+        ]
+        if forward.__module__ != home.__module__ or strange:
+            function = (strange or [forward])[0]
+            raise ConfigError(
+                f"{path}: expected {cls.__name__} as transformers has it, "
+                f"got one with {function.__module__}.{function.__qualname__}{UNDO}"
+            )
+
+    def class_message(self, path: str, cls: type, wanted: type) -> str:
+        if cls.__module__.startswith("peft."):
+            return (
+                f"{path}: expected LoRA adapters of linear layers, or modules_to_save, got a peft "
+                f"{cls.__name__} of a {wanted.__name__}; merge it into the model, or train this "
+                "model without rollmesh.torch.patch"
+            )
+        return (
+            f"{path}: expected a {wanted.__module__}.{wanted.__name__}, as the config says, "
+            f"got a {cls.__module__}.{cls.__name__}{UNDO}"
+        )
+
+
+def _is_fine(hook: Any, path: str) -> bool:
+    """Whether a hook fires as it should, or has no effect.
+
+    Hooks of the model, its layers and lm_head may only look at tensors, which is checked when those
+    are called."""
+    place, home = path.split("."), _function(hook).__module__
+    if (
+        len(place) == 1
+        or (len(place) == 3 and place[1] == "layers")
+        or home == "transformers.utils.output_capturing"
+    ):
+        return True
+    is_known = home.startswith("torch.distributed.fsdp.") or _function(hook).__name__.startswith(
+        "make_inputs_require_grad"
+    )
+    return is_known and path == "model.embed_tokens"
+
+
+def _function(hook: Any) -> Any:
+    """The function of a partial or of an object with __call__."""
+    function = getattr(hook, "func", hook)
+    return function if hasattr(function, "__qualname__") else type(function)
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    """Whether two attributes are equal. Activations keep functions, partial ones and methods."""
+    if type(found) is not type(wanted):
+        return False
+    if isinstance(wanted, partial):
+        return bool(
+            (found.func, found.args, found.keywords) == (wanted.func, wanted.args, wanted.keywords)
+        )
+    return bool(getattr(found, "__func__", found) == getattr(wanted, "__func__", wanted))
+
+
+def mark(values: Any) -> list[Any]:
+    """Identifies the floating-point tensors of a list, a model's output or a tensor by address and
+    by the number of writes to them."""
+    each = (
+        [values]
+        if isinstance(values, Tensor)
+        else values.values()
+        if isinstance(values, dict)
+        else values or ()
+    )
+    floats = [v for v in each if isinstance(v, Tensor) and v.is_floating_point()]
+    return [
+        (t.data_ptr(), t.dtype, t.shape, float(t.sum()) if t.is_inference() else t._version)
+        for t in floats
+    ]

@@ -1,0 +1,102 @@
+"""The library's own threads (runtime/threads.py). Where the system refuses threads, work is done in the
+caller's thread or raises CapacityError."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from rollmesh.runtime.threads import in_threads, starting, to_thread
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 8, 97])
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
+def test_results_are_in_order(count: int, num_threads: int) -> None:
+    seen: set[int] = set()
+
+    def square(number: int) -> int:
+        seen.add(threading.get_ident())
+        return number * number
+
+    before = threading.active_count()
+    assert in_threads(square, range(count), num_threads) == [
+        number * number for number in range(count)
+    ]
+    assert len(seen) <= num_threads
+    if num_threads == 1 and count:
+        assert seen == {threading.get_ident()}
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_error_ends_all(num_threads: int, error: type[BaseException]) -> None:
+    """It is raised when no thread works any more, and no further item begins."""
+    begun: list[int] = []
+
+    def fail(number: int) -> None:
+        begun.append(number)
+        if number == 3:
+            raise error
+        threading.Event().wait(0.001)
+
+    with pytest.raises(error):
+        in_threads(fail, range(1000), num_threads)
+    assert 4 <= len(begun) < 1000
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollmesh-transport"]
+
+
+def test_threads_work_at_the_same_time() -> None:
+    together = threading.Barrier(3, timeout=20)
+    assert sorted(in_threads(lambda _: together.wait(), range(3), 3)) == [0, 1, 2]
+
+
+def test_other_errors_are_left_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match=r"^another$"), starting("x"):
+        raise RuntimeError("another")
+    assert asyncio.run(to_thread(lambda: 3)) == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes a user without processes")
+def test_a_system_without_threads() -> None:
+    """RLIMIT_NPROC: deltas are computed in the caller's thread; what needs a thread is a CapacityError."""
+    pytest.importorskip("zstandard")
+    script = """
+        import asyncio, concurrent.futures.thread, os, resource, threading
+        import numpy as np
+        import zstandard
+        import rollmesh as rm
+        from rollmesh.runtime.threads import in_threads, starting, to_thread
+        from rollmesh.sources import DeltaDecoder, DeltaEncoder
+
+        state = {name: np.ones(1000) for name in "abcdef"}
+        os.setgid(65534)
+        os.setuid(65534)
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+        encoder, decoder = DeltaEncoder(4), DeltaDecoder(4)
+        for version in range(3):
+            decoder.apply(encoder.encode(state, version))
+            assert all((decoder[name] == state[name]).all() for name in state)
+            state["c"] += 1
+        def start():
+            with starting("a thread"):
+                threading.Thread(target=print).start()
+        loop = asyncio.new_event_loop()  # asyncio.run starts a thread itself at its end
+        for refused in (start, lambda: loop.run_until_complete(to_thread(print))):
+            try:
+                refused()
+            except rm.CapacityError as error:
+                print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    words = "expected another thread, got none from the system; raise the limit on processes (ulimit -u, pids.max) or end others"
+    assert done.stdout.splitlines() == [f"a thread: {words}", f"a call in a thread: {words}"]
