@@ -345,13 +345,11 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
 
     def _change_all(self, header: Header, then: _Version) -> None:
         """XORs the changes into the arrays. An error undoes those that were made."""
-        begun: list[tuple[_Row, Any, Array]] = []
-        done: set[str] = set()
+        flipped: list[tuple[_Row, Any, Array]] = []
 
         def flip(change: tuple[_Row, Any, Array]) -> None:
-            begun.append(change)
-            self._flip(*change)
-            done.add(change[0].entry.name)
+            self._flip(*change)  # ends in the XOR: no Ctrl-C can come between these two lines
+            flipped.append(change)
             _require_sum(change[0].entry, self._arrays[change[0].entry.name])
 
         try:
@@ -360,14 +358,9 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
             in_threads(flip, [change for change in changes if change is not None], self._threads)
             self._now = then
         except BaseException:
-            for change in begun if self._now is not then else ():
-                if change[0].entry.name in done or self._is_flipped(change[0].entry.name):
-                    self._flip(*change)
+            for change in flipped if self._now is not then else ():
+                self._flip(*change)
             raise
-
-    def _is_flipped(self, name: str) -> bool:
-        """Asked of a tensor whose change a signal may have cut short."""
-        return checksum(bytes_of(self._arrays[name])) != self._now.sums[name]
 
     def _change(self, row: _Row, parts: list[memoryview]) -> tuple[_Row, Any, Array] | None:
         """Places (None: all) and XOR of a tensor; None if nothing has changed."""
