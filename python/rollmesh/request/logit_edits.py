@@ -68,8 +68,8 @@ def _word_ids(
     codec: TextCodec | None,
     vocab_size: int,
 ) -> Collection[tuple[int, ...]]:
-    """Returns the token ids of bad_words in every spelling: with and without a space before the word,
-    at the beginning of a text and inside one, where a tokenizer may add or merge a space."""
+    """Returns the token ids of bad_words in every spelling: with and without a space before the
+    word, at the beginning of a text and inside one, where a tokenizer may add or merge a space."""
     if not params.bad_words:
         return ()
     if codec is None:

@@ -221,8 +221,8 @@ class Requests:
             self._watched.discard(request)
 
     def _read(self, request: int, record: _Request, sample: int) -> Finish:
-        """Decodes the tokens of a sample that have come since it was last read, and ends it at a stop
-        string. Where a Ctrl-C came between, the engine drops the tokens after the string."""
+        """Decodes the new tokens of a sample and ends the sample at a stop string. If a Ctrl-C
+        delayed this, the engine drops the tokens after the string."""
         text = record.texts[sample]
         finish, fresh = self._engine.tokens(request, sample, text.num_tokens)
         tokens = fresh.tolist() if text.found is None else []

@@ -1,5 +1,5 @@
-"""Text in and out; the engine knows only token ids. One interface for all kinds of tokenizers, how
-one is read from a folder, and the text of a sample while its tokens come in.
+"""Text in and out, since the engine has only token ids: one interface for all kinds of tokenizers,
+reading one from a folder, and the text of a sample while its tokens come in.
 """
 
 from __future__ import annotations
@@ -115,8 +115,9 @@ def _decode_of(tokenizer: Any) -> Callable[..., Any]:
 
     def decode(ids: list[int], skip_special_tokens: bool) -> Any:
         known = [token for token in ids if token < len(tokenizer)]
-        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-        return tokenizer.decode(known, **options)
+        return tokenizer.decode(
+            known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
 
     return decode
 
@@ -127,8 +128,8 @@ def rendered_chat(tokenizer: Any, messages: Any, **options: Any) -> str:
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
-    """Returns messages as vLLM gives them to a template: content None beside tool calls is "", and
-    the arguments of a tool call are an object where they are JSON."""
+    """Returns messages as vLLM gives them to a template: content None beside tool calls becomes "",
+    and JSON in the arguments of a tool call becomes an object."""
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
         raise RequestError(f"chat: expected messages of {{role, content}}, got {shown(messages)}")
     return [_message(message) for message in messages]

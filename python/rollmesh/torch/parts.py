@@ -141,7 +141,8 @@ def check(model: Any, spec: ModelSpec) -> None:
     if spec.tie_word_embeddings and not is_tied:
         raise ConfigError(
             "lm_head: expected the weight of embed_tokens, since tie_word_embeddings=True, got "
-            "another one; train both as one, or set tie_word_embeddings=False for model and generator"
+            "another one; train both as one, or set tie_word_embeddings=False for model and "
+            "generator"
         )
 
 

@@ -14,8 +14,8 @@ A patched model is used as before: model(input_ids, attention_mask) gives logits
 
 Every forward pass packs the weights that the model has at that time, and drops the packed copies.
 
-It works under gradient checkpointing and accumulation, no_grad, inference_mode, and FSDP2 if decoder
-layers or the whole model are sharded (fully_shard). torch.compile leaves the patched parts
+It works under gradient checkpointing and accumulation, no_grad, inference_mode, and FSDP2 if
+decoder layers or the whole model are sharded (fully_shard). torch.compile leaves the patched parts
 uncompiled. LoRA (peft) is applied as merged weights, in the forward pass as in `push`.
 """
 
@@ -200,7 +200,7 @@ class Patch:
                 f"generator): {', '.join(said)}; make both with the same"
             )
 
-    # ---------------------------------------------------------------------------------------- weights
+    # -------------------------------------------------------------------------------------- weights
     def in_halves(self, qkv: list[Tensor], turned: int) -> list[Tensor]:
         """Weights or biases of q, k and v, with rows of q and k in the order that the kernels turn: the first `turned` of each head."""
         spec = self.spec
@@ -532,8 +532,8 @@ def state_dict(model: Any) -> dict[str, Tensor]:
 
 def push(model: Any, generator: Generator, version: int | None = None, **options: Any) -> SyncReport:
     """Calls generator.sync_weights with a patched model's weights (`state_dict`) and these options;
-    cast is True. Model and generator share no memory, so a forward pass may run while another thread
-    syncs, sleeps or closes the generator."""
+    cast is True. Model and generator share no memory, so a forward pass may run while another
+    thread syncs, sleeps or closes the generator."""
     instead = ", or generator.sync_weights(model.state_dict(), cast=True) sends the weights of any other"
     made = _patch_of(model, instead)
     if not isinstance(generator, Generator):
@@ -556,7 +556,7 @@ class WeightUse(NamedTuple):
 
 
 def weight_use(model: Any) -> WeightUse:
-    """Deprecated: every forward pass packs all matrices. Sharing and keeping them does not exist."""
+    """Deprecated: every forward pass packs all matrices; none is shared or kept."""
     spec = _patch_of(model).spec
     experts = 5 + 2 * bool(spec.shared_intermediate_size) + spec.shared_switch
     return WeightUse(0, 0, 1 + sum(experts if is_moe else 4 for is_moe in spec.is_moe_layer), None)
