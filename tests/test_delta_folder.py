@@ -133,6 +133,31 @@ def test_a_folder_that_is_begun_again_under_its_writer(tmp_path: Path) -> None:
         assert (late.refresh(), holds(late, 4)) == (2, True)
 
 
+def test_a_folder_that_is_begun_again_with_lower_versions(tmp_path: Path) -> None:
+    with DeltaWriter(tmp_path) as first:
+        first.publish(state(1), 5)
+    reader = DeltaReader(tmp_path)
+    reader.refresh()
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert reader.refresh() == 5  # nothing else is there yet
+    with DeltaWriter(tmp_path) as second:
+        second.publish(state(2), 1)
+        with pytest.raises(rm.VersionError, match=r"got version 1 as the newest; .* begun again"):
+            reader.refresh()
+        assert (reader.version, holds(reader, 1)) == (5, True)
+
+
+def test_a_folder_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("it").mkdir()
+    with DeltaWriter("it") as writer:
+        reader = DeltaReader("it")
+        monkeypatch.chdir("/")
+        writer.publish(state(1), 1)
+        assert (reader.refresh(), holds(reader, 1)) == (1, True)
+
+
 def test_a_trainer_that_goes_on_has_higher_versions(tmp_path: Path) -> None:
     reader = DeltaReader(tmp_path)
     with DeltaWriter(tmp_path) as first:

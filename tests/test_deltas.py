@@ -292,6 +292,8 @@ HEADERS: list[Callable[[dict[str, Any]], None]] = [
     of_row(2, [2**40, 2**40]),
     of_row(2, [-1]),
     of_row(2, [1, 2, 3]),
+    of_row(2, [10**400, 1.5]),
+    of_row(2, [10**1000] * 1000),
     of_row(3, "same"),
     of_row(3, "words"),
     of_row(3, "zeros"),
@@ -308,6 +310,13 @@ HEADERS: list[Callable[[dict[str, Any]], None]] = [
     of_row(6, "0000000000000000"),
     of_row(6, None),
 ]
+
+
+def test_a_header_that_no_decoder_takes_is_not_made() -> None:
+    names = (f"{i:07d}" + "\U0001f600" * 1000 for i in range(23_000))  # 12 bytes of JSON a character
+    empty = np.empty(0, np.float32)
+    with pytest.raises(rm.LimitError, match="a delta's header: expected at most 268435456 bytes"):
+        DeltaEncoder(threads=1).encode(((name, empty) for name in names), 1)
 
 
 @pytest.mark.parametrize("change", HEADERS, ids=lambda change: "")
@@ -527,7 +536,7 @@ def test_a_folder_that_goes_away(tmp_path: Path, rng: np.random.Generator) -> No
     (tmp_path / "it").rename(tmp_path / "other")
     with pytest.raises(rm.NotSyncedError, match="is gone"):
         reader.refresh()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(rm.StateError, match="another or none"):
         writer.publish(now)
     assert bits(reader) == bits(now)
 

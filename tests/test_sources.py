@@ -6,12 +6,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -121,6 +123,41 @@ def test_a_folder_read_without_torch(folder: Path, want: str, monkeypatch: pytes
         assert gen.sync_weights(source).digest == want
 
 
+def test_a_pipe_in_a_folder(folder: Path) -> None:
+    """To open one would wait for its writer."""
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+        os.mkfifo(path)
+    with pytest.raises(rm.FormatError, match="expected a regular file, got mode prw"):
+        sources.SafetensorsFolder(folder)
+
+
+@pytest.mark.parametrize("change", ["cut", "written", "replaced", "removed"])
+def test_a_file_that_changes_while_it_is_mapped(folder: Path, change: str) -> None:
+    """A lost part of the last page reads as zeros, without SIGBUS."""
+    source = sources.SafetensorsFolder(folder)
+    name = next(iter(source))
+    before = source[name].float().numpy().copy()
+    file = source._where[name]
+    if change == "cut":
+        os.truncate(file, 10)
+    elif change == "written":
+        with open(file, "r+b") as stream:
+            stream.seek(-1, os.SEEK_END)
+            stream.write(b"1")
+        os.utime(file, ns=(1, 1))
+    elif change == "replaced":
+        (folder / "new").write_bytes(b"")
+        (folder / "new").rename(file)
+    else:
+        file.unlink()
+    if change in ("replaced", "removed"):
+        assert np.array_equal(source[name].float().numpy(), before)
+    else:
+        with pytest.raises(rm.FormatError, match="expected the file as it was opened"):
+            source[name]
+
+
 def test_malformed_folders(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     empty = tmp_path_factory.mktemp("empty")
     index, file = folder / safetensors_folder.INDEX, folder / "model-0.safetensors"
@@ -207,6 +244,48 @@ def test_a_reader_of_shared_memory_holds_one_version(writer: sources.SharedWrite
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_a_forked_child_cannot_publish_or_remove(writer: sources.SharedWriter) -> None:
+    writer.publish({"a": np.ones(3)}, 1)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            try:
+                writer.publish({"a": np.zeros(3)}, 2)
+            except rm.StateError:
+                writer.close()
+                status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    with sources.SharedReader(writer.address) as reader:
+        assert (reader.refresh(), reader["a"].tolist()) == (1, [1, 1, 1])
+
+
+def test_an_interrupted_refresh(writer: sources.SharedWriter) -> None:
+    """The number is that of the tensors, and the reader can be used again though the traceback is kept."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before, kept = signal.signal(signal.SIGALRM, interrupt), []
+    try:
+        with sources.SharedReader(writer.address) as reader:
+            for version in range(300):
+                writer.publish({"a": np.full(3, float(version))}, version)
+                signal.setitimer(signal.ITIMER_REAL, 2e-5 + 1e-6 * version)
+                try:
+                    while True:
+                        reader.refresh()
+                except KeyboardInterrupt as error:
+                    kept.append(error)
+                assert not reader._guard.locked()
+                assert reader.version is None or reader["a"][0] == reader.version
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_shared_memory_takes_torch_tensors(writer: sources.SharedWriter, want: str) -> None:
     torch = pytest.importorskip("torch")
     mixed = {name: torch.nn.Parameter(torch.from_numpy(x).bfloat16()) for name, x in STATE.items()}

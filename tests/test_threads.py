@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
+from types import FrameType
 
 import pytest
 
@@ -50,6 +53,29 @@ def test_an_error_ends_all(num_threads: int, error: type[BaseException]) -> None
         in_threads(fail, range(1000), num_threads)
     assert 4 <= len(begun) < 1000
     assert not [thread for thread in threading.enumerate() if thread.name == "rollmesh-transport"]
+
+
+def test_an_interrupt_while_the_caller_waits() -> None:
+    """The caller has no work left when the signal comes: it is raised once the helper has ended."""
+    ended: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    def work(number: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.4)
+            ended.append(number)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        together = threading.Barrier(2, timeout=20)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            in_threads(lambda number: (together.wait(), work(number)), range(2), 2)
+        assert len(ended) == 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_threads_work_at_the_same_time() -> None:

@@ -47,6 +47,7 @@ def in_threads(function: Callable[[T], R], items: Iterable[T], num_threads: int)
     todo = list(enumerate(items))[::-1]
     results: dict[int, R] = {}
     errors: list[BaseException] = []
+    at_work: list[threading.Lock] = []  # each held by a helper until it ends
 
     def work() -> None:
         while todo and not errors:
@@ -57,10 +58,13 @@ def in_threads(function: Callable[[T], R], items: Iterable[T], num_threads: int)
             results[index] = function(item)
 
     def helper() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
-            errors.append(error)
+        lock = threading.Lock()
+        with lock:
+            at_work.append(lock)
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
+                errors.append(error)
 
     helpers: list[threading.Thread] = []
     try:
@@ -71,13 +75,24 @@ def in_threads(function: Callable[[T], R], items: Iterable[T], num_threads: int)
             except RuntimeError:
                 break
         work()
+        _join(helpers)
     except BaseException as error:
-        errors.append(error)
+        errors.append(error)  # before the wait: a helper that starts late begins nothing
+        ended = 0
+        while ended < len(at_work):  # a join that a Ctrl-C has interrupted cannot be repeated
+            try:
+                with at_work[ended]:
+                    ended += 1
+            except BaseException as another:  # noqa: BLE001 (a second Ctrl-C; the first is raised)
+                errors.append(another)
+        _join(helpers)
         raise
-    finally:
-        for thread in helpers:
-            if thread.ident is not None:  # it has started
-                thread.join()
     if errors:
         raise errors[0]
     return [results[index] for index in range(len(results))]
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        if thread.is_alive():
+            thread.join()

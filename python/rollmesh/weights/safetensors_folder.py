@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import stat
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,6 +24,10 @@ INDEX = "model.safetensors.index.json"
 
 def is_ignored(name: str, ignore: Collection[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in ignore)
+
+
+def _state(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class SafetensorsFolder(Mapping[str, Any]):
@@ -41,6 +47,7 @@ class SafetensorsFolder(Mapping[str, Any]):
             raise ConfigError(f"ignore: expected a tuple of names of tensors, got {shown(ignore)}")
         self.path = Path(path)
         self._files: dict[Path, Any] = {}
+        self._states: dict[Path, tuple[int, ...]] = {}  # when they were opened
         try:
             every = self._names().items()
             self._where = {name: file for name, file in every if not is_ignored(name, ignore)}
@@ -49,6 +56,7 @@ class SafetensorsFolder(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         file = self._where[name]
+        self._require_unchanged(file)
         try:
             return self._open(file).get_tensor(name)
         except TypeError as error:  # "data type 'bfloat16' not understood"
@@ -102,12 +110,33 @@ class SafetensorsFolder(Mapping[str, Any]):
             from safetensors import SafetensorError, safe_open
 
             try:
+                status = os.stat(file)
+                if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for its writer
+                    raise FormatError(
+                        f"{plain(file)}: expected a regular file, "
+                        f"got mode {stat.filemode(status.st_mode)}"
+                    )
+                self._states[file] = _state(status)
                 self._files[file] = safe_open(file, framework=self._framework())
             except FileNotFoundError as error:
                 raise FormatError(f"{plain(file)}: expected a safetensors file, got none") from error
             except (SafetensorError, OSError) as error:
                 raise FormatError(f"{plain(file)}: {plain(error)}") from error
         return self._files[file]
+
+    def _require_unchanged(self, file: Path) -> None:
+        """FormatError if a mapped file was written to or cut, which shows in the mapping: a lost page
+        is zeros up to the file's last page, and SIGBUS behind it. A removed file stays mapped."""
+        try:
+            now = _state(os.stat(file))
+        except OSError:
+            return
+        before = self._states[file]
+        if now[:2] == before[:2] and now != before:
+            raise FormatError(
+                f"{plain(file)}: expected the file as it was opened, got one that was written to "
+                "since; make a new SafetensorsFolder"
+            )
 
     @staticmethod
     def _framework() -> str:

@@ -35,6 +35,7 @@ from rollmesh.errors import (
     CapacityError,
     ConfigError,
     FormatError,
+    LimitError,
     NotSyncedError,
     VersionError,
 )
@@ -43,7 +44,7 @@ from rollmesh.runtime.cores import usable_cores
 from rollmesh.runtime.messages import byte_text, shown
 from rollmesh.runtime.threads import in_threads
 from rollmesh.weights.transport.loans import LentSource
-from rollmesh.weights.transport.manifest import Entry, check_entry, check_new_name
+from rollmesh.weights.transport.manifest import MAX_DIMS, Entry, check_entry, check_new_name
 from rollmesh.weights.transport.tensors import (
     DTYPES,
     bytes_of,
@@ -187,6 +188,11 @@ class DeltaEncoder:
         payload = b"".join(part for _, _, parts, _ in changes for part in parts)
         values = {"run": self.run, "base": base, "version": version, "bytes": len(payload)}
         header = json.dumps({**values, "sum": checksum(np.frombuffer(payload, np.uint8)), "tensors": rows}).encode()
+        if len(header) > MAX_HEADER:
+            raise LimitError(
+                f"a delta's header: expected at most {MAX_HEADER} bytes for {len(rows)} tensors, "
+                f"got {len(header)}; send fewer tensors, or shorter names"
+            )
         start = MAGIC + len(header).to_bytes(8, "little") + _header_sum(header)
         return b"".join((start, header, payload)), Encoded(arrays, sums, version, base)
 
@@ -257,6 +263,9 @@ class _Version(NamedTuple):
     version: int | None
 
 
+_NOTHING = _Version({}, {}, None, None)
+
+
 class DeltaDecoder(Mapping[str, Any], LentSource):
     """The generator's side: a mapping of the version applied last, for Generator.sync_weights. Its arrays change with the next apply."""
 
@@ -264,7 +273,7 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         """threads: that unpack and check; None: one for each core that this process may use. ConfigError without zstandard."""
         super().__init__()
         self._zstd, self._threads = _zstd(), _threads(threads)
-        self._now = _Version({}, {}, None, None)  # replaced in one assignment, so that a Ctrl-C leaves one or the other
+        self._now = _NOTHING  # replaced in one assignment, so that a Ctrl-C leaves one or the other
 
     @property
     def version(self) -> int | None:
@@ -295,12 +304,13 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         """Makes the message's version the current one and returns its number. message: bytes, or anything with a buffer.
 
         FormatError (cut, changed, or made for other values than the base has), VersionError (a version that is not newer), BaseVersionError
-        (a delta against a version, or of a run, that is not the current one: apply a whole set, or
-        the deltas between), CapacityError (no memory for a whole set), StateError while a sync
-        reads the current version. After an error the current version is the one before, bit for
-        bit.
+        (a delta against a version, or of a run, that is not the current one: apply a whole set, or the
+        deltas between), CapacityError (no memory for a whole set), StateError while a sync reads the
+        current version. After an error the current version is the one before, bit for bit. If a
+        second interrupt comes while that one is restored, there is no version until a whole set.
         """
-        with self._changing(f"version {self.version}"):
+        with self._guard:
+            self._require_unread(f"version {self.version}")
             return self._apply(read_header(message))
 
     def _check(self, header: Header) -> None:
@@ -349,9 +359,12 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         flipped: list[tuple[_Row, Any, Array]] = []
 
         def flip(change: tuple[_Row, Any, Array]) -> None:
-            self._flip(*change)  # ends in the XOR: no Ctrl-C can come between these two lines
-            flipped.append(change)
-            _require_sum(change[0].entry, self._arrays[change[0].entry.name])
+            row, *changes = change
+            array = then.arrays[row.entry.name]
+            begun.append(change)
+            _flip(array, *changes)
+            done.add(row.entry.name)
+            _require_sum(row.entry, array)
 
         try:
             items = zip(header.rows, _parts(header), strict=True)
@@ -359,8 +372,15 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
             in_threads(flip, [change for change in changes if change is not None], self._threads)
             self._now = then
         except BaseException:
-            for change in flipped if self._now is not then else ():
-                self._flip(*change)
+            if (before := self._now) is not then:
+                # Until all is undone there is no version: another Ctrl-C must not leave wrong bits.
+                self._now = _NOTHING
+                for change in begun:
+                    name = change[0].entry.name  # below: a signal may have cut its change short
+                    array = before.arrays[name]
+                    if name in done or checksum(bytes_of(array)) != before.sums[name]:
+                        _flip(array, *change[1:])
+                self._now = before
             raise
 
     def _change(self, row: _Row, parts: list[memoryview]) -> tuple[_Row, Any, Array] | None:
@@ -377,13 +397,6 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
             raise FormatError(f"{row.entry.name}: expected growing places below {row.count}, got others")
         return row, places, self._stream(row, parts[1], row.words, row.changed)
 
-    def _flip(self, row: _Row, places: Any, values: Array) -> None:
-        words = _words(self._arrays[row.entry.name])
-        if places is None:
-            words ^= values
-        else:
-            words[places] ^= values
-
     def _stream(self, row: _Row, data: memoryview, dtype: np.dtype[Any], count: int) -> Array:
         """Its size is compared before a byte of it is unpacked."""
         try:
@@ -393,6 +406,14 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
             return _from_planes(self._zstd.ZstdDecompressor().decompress(data, max_output_size=size), dtype, count)
         except self._zstd.ZstdError as error:
             raise FormatError(f"{row.entry.name}: {error}") from error
+
+
+def _flip(array: Array, places: Any, values: Array) -> None:
+    words = _words(array)
+    if places is None:
+        words ^= values
+    else:
+        words[places] ^= values
 
 
 def _parts(header: Header) -> Iterator[list[memoryview]]:
@@ -425,7 +446,7 @@ def read_header(message: Any) -> Header:
     """Checks all of a message but its streams. FormatError."""
     try:
         data = memoryview(message).cast("B")
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # NumPy's for its dates
         raise FormatError(f"expected the bytes of a delta, got a {type(message).__name__}") from error
     end = START + header_size(bytes(data[:START]), len(data))
     header = parse_header(bytes(data[:START]), bytes(data[START:end]), len(data) - end)
@@ -484,6 +505,8 @@ def with_payload(header: Header, payload: memoryview) -> Header:
 def _row(num_bytes: int, name: Any, dtype: Any, shape: Any, kind: Any, changed: Any, sizes: Any, total: Any) -> _Row:
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r:.80}")
+    if len(shape) > MAX_DIMS or not all(type(n) is int for n in shape):  # before any arithmetic
+        raise ValueError(f"shape {shape[:4]!r:.80} of {shown(name)}")
     entry = Entry(name, dtype, tuple(shape), 0, math.prod(shape) * DTYPES[dtype].itemsize, str(total))
     check_entry(entry, entry.bytes)
     row = _Row(entry, kind, changed, tuple(sizes))

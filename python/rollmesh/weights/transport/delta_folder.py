@@ -81,7 +81,7 @@ def _files(folder: Path) -> list[_File]:
 def _checked(folder: str | Path) -> Path:
     if not isinstance(folder, (str, os.PathLike)) or not os.path.isdir(folder):
         raise ConfigError(f"folder: expected a folder that exists, got {shown(str(folder))}")
-    return Path(folder)
+    return Path(folder).absolute()
 
 
 def _is_own(path: Path) -> bool:
@@ -134,10 +134,10 @@ class DeltaWriter:
             raise StateError(
                 f"{plain(self._folder)}: the writer is closed, or belongs to another process"
             )
-        if not os.path.samestat(os.fstat(self._lock.descriptor), os.lstat(self._lock.path)):
+        if not self._holds_lock():
             raise StateError(
                 f"{plain(self._lock.path)}: expected the file that this writer has locked, "
-                "got another; the folder was begun again: make a new DeltaWriter"
+                "got another or none; the folder was begun again: make a new DeltaWriter"
             )
         version = check_version((-1 if self.version is None else self.version) + 1 if version is None else version, self.version)
         encoder, since = self._encoder, self._since_whole
@@ -199,6 +199,14 @@ class DeltaWriter:
                 f"{plain(self._folder)}: expected a folder without a DeltaWriter, "
                 "got one that is open; close that one, or use another folder"
             )
+
+    def _holds_lock(self) -> bool:
+        """Whether the folder still has the file that this writer has locked."""
+        try:
+            there = os.lstat(self._lock.path)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(os.fstat(self._lock.descriptor), there)
 
     @staticmethod
     def _write(path: Path, message: bytes) -> None:
@@ -276,10 +284,10 @@ class DeltaReader(DeltaDecoder):
         NotSyncedError: the folder lacks a whole set, or is gone. FormatError: a file is damaged or
         not a regular file, and no whole set is newer. The version reached so far stays, and the
         next whole set is read. AuthError: a file belongs to another user, or others may write it.
-        VersionError: the file of this reader's version is now another run's. CapacityError: too
-        little memory for a whole set. StateError: a sync reads this version. OSError: the folder
-        cannot be read."""
-        with self._changing(f"version {self.version}"):
+        VersionError: the folder was begun again by another run. CapacityError: no memory
+        for a whole set. StateError: a sync reads this version. OSError: the folder cannot be read."""
+        with self._guard:
+            self._require_unread(f"version {self.version}")
             for _ in range(TRIES):
                 with suppress(FileNotFoundError):  # removed meanwhile: there is a newer whole set
                     return self._reach()
@@ -308,7 +316,13 @@ class DeltaReader(DeltaDecoder):
         return self.version
 
     def _require_own_run(self, files: list[_File]) -> None:
-        """VersionError if the folder has this reader's version of another run."""
+        """VersionError if the folder has this reader's version of another run, or only others."""
+        if files and self.version is not None and self.version not in {f.version for f in files}:
+            raise VersionError(
+                f"{plain(self._folder)}: expected version {self.version}, which is served, or a newer "
+                f"whole set, got version {files[-1].version} as the newest; "
+                "the folder was begun again: make a new DeltaReader"
+            )
         for file in files:
             if file.version != self.version:
                 continue

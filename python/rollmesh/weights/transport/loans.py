@@ -65,16 +65,14 @@ class LentSource:
             if reader in self._readers:
                 self._readers.remove(reader)
 
-    @contextmanager
-    def _changing(self, what: str) -> Iterator[None]:
-        """Keeps readers out. StateError if there is one."""
-        with self._guard:
-            if self._readers:
-                raise StateError(
-                    f"{what}: expected no sync that reads it, got {len(self._readers)}; "
-                    "call again after the sync"
-                )
-            yield
+    def _require_unread(self, what: str) -> None:
+        """StateError if there is a reader. A change calls it within `with self._guard`, which keeps
+        readers out. A lock's own `with` is always left, also when a Ctrl-C comes at its beginning."""
+        if self._readers:
+            raise StateError(
+                f"{what}: expected no sync that reads it, got {len(self._readers)}; "
+                "call again after the sync"
+            )
 
 
 def gpus() -> _core.Gpus:
@@ -220,10 +218,12 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
 
     def receive(self, manifest: Manifest | None, data: Bytes | None, segment: MappedSegment | None, what: str) -> None:
         """what: for messages, such as "version 3". manifest None: no tensors."""
-        self._manifest, self._data, self._segment, self._what = manifest, data, segment, what
-        self._verified: set[str] = set()
+        verified: set[str] = set()
         self._borrowed: Borrowed | None = None
-        self._has_read = False
+        # One assignment, so that a Ctrl-C leaves all of one version.
+        self._manifest, self._data, self._segment, self._what, self._verified, self._has_read = (
+            manifest, data, segment, what, verified, False
+        )  # fmt: skip
 
     @contextmanager
     def lent(self) -> Iterator[Callable[[], None]]:

@@ -66,7 +66,7 @@ class SharedWriter:
         self._kept: list[Held] = []
         self._lent_to = 0  # number of readers that the current version is lent to; 0: it is not lent
         self.version: int | None = None
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
 
     @property
     def address(self) -> str:
@@ -90,6 +90,8 @@ class SharedWriter:
         """
         if self._closed:
             raise StateError("the writer is closed")
+        if os.getpid() != self._process:
+            raise StateError("the writer belongs to another process; a forked child has to make its own")
         if self._lent_to:
             raise StateError(f"version {self.version} is lent to {self._lent_to} readers; call wait_until_read() or take_back() first")
         lend_to = integer("lend_to", lend_to, 0, MAX_READERS)
@@ -173,13 +175,13 @@ class SharedWriter:
         freed before that reader has closed it. Does nothing if nothing is lent."""
         if self._lent_to:
             assert self._segment is not None
-            self._path.unlink(missing_ok=True)
+            _remove(self._path, self._process)
             self._segment.take_back(0)
             self._kept, self._lent_to = [], 0
 
     def close(self) -> None:
         if not self._closed:
-            self._path.unlink(missing_ok=True)
+            _remove(self._path, self._process)
             if self._segment is not None:
                 self._segment.close()
             self._kept, self._lent_to, self._closed = [], 0, True
@@ -210,14 +212,19 @@ class SharedReader(ReceivedTensors):
         if not separator or not self._nonce:
             raise AuthError(f"address: expected a SharedWriter's, got {shown(address)}")
         self._path = Path(path)
-        self.version: int | None = None
         super().__init__(verify=verify)
         self.receive(None, None, None, str(path))
 
+    @property
+    def version(self) -> int | None:
+        """The number of the version that is mapped; None before the first `refresh` and after `close`."""
+        return None if self._manifest is None else self._manifest.values["version"]
+
     def refresh(self) -> int:
-        """Maps the current version, unless it is mapped already, and returns its number.
-        NotSyncedError before the first version; StateError while a sync reads this version."""
-        with self._changing(f"version {self.version}"):
+        """Maps the current version, unless it is mapped already, and returns its number. NotSyncedError
+        if nothing is published; StateError while a sync reads this version."""
+        with self._guard:
+            self._require_unread(f"version {self.version}")
             return self._refresh()
 
     def _refresh(self) -> int:
@@ -234,7 +241,6 @@ class SharedReader(ReceivedTensors):
                 segment.close()
             raise
         self.receive(manifest, data, segment, f"version {version}")
-        self.version = version
         if before is not None and before is not segment:
             before.close()
         return version
@@ -247,11 +253,12 @@ class SharedReader(ReceivedTensors):
 
     def close(self) -> None:
         """Ends this reader. StateError within `lent()`."""
-        with self._changing(f"version {self.version}"):
-            if self._segment is not None:
-                self._segment.close()
+        with self._guard:
+            self._require_unread(f"version {self.version}")
+            segment = self._segment
             self.receive(None, None, None, str(self._path))
-            self.version = None
+            if segment is not None:
+                segment.close()
 
     def __enter__(self) -> SharedReader:
         return self
