@@ -171,8 +171,7 @@ def _rope_buffers(model: Any) -> list[Tensor]:
 # -------------------------------------------------------------------------------- a comparison
 def _compared(model: Any, spec: ModelSpec, seen: _Seen | None) -> _Seen:
     _check_config(model.config, spec)
-    is_known = seen is not None and seen.spec == spec
-    template = seen.template if is_known else _template(model, spec)
+    template = seen.template if seen is not None and seen.spec == spec else _template(model, spec)
     compare = _Comparison(model)
     for name in ("model", "lm_head"):  # other children of the outermost module have no part in it
         compare.part(name, getattr(model, name, None), getattr(template, name))
