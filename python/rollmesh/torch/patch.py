@@ -83,6 +83,7 @@ class _Wanted:
         self.chosen: Tensor = ids  # of rows, those whose next token is wanted
         self.made: Tensor = ids  # what lm_head gives
         self.written: list[Any] = []
+        self.read: list[Any] = []  # marks of the tensors that the model got
         self.experts: dict[int, Tensor] = {}  # of each MoE layer, [rows, top_k]
 
 
@@ -372,6 +373,7 @@ class _Base(_Called):
         input_ids = _check_ids(input_ids)
         rows = Sequences.of_batch((input_ids.shape[0], input_ids.shape[1]), attention_mask, position_ids)
         if patch.wanted is not None:
+            patch.wanted.read = parts.mark([input_ids, attention_mask, position_ids])
             rows = patch.wanted.rows = rows.without_last()
             if not rows.num_rows:
                 raise RequestError("input_ids: expected a sequence of at least 2 tokens, got 1 token in each")
@@ -608,6 +610,12 @@ def _score_labels(inner: Any, temperature: float, entropy: bool, labels: Tensor,
 def _score(made: Patch, forward: Any, asked: _Wanted, given: dict[str, Any]) -> Scored:
     with _asking(made, asked):
         found = forward(**(given | {"use_cache": False, "return_dict": True})).logits[0]
+        names = ("input_ids", "attention_mask", "position_ids")
+        if asked.read != parts.mark([given.get(name) for name in names]):
+            raise ConfigError(
+                f"{', '.join(names)}: expected those of this call, got others; "
+                "remove the hook or wrapper that changes them"
+            )
         by_head = asked.made
         same = found.shape == by_head.shape and torch.allclose(
             found, by_head, rtol=0, atol=0, equal_nan=True
