@@ -322,7 +322,7 @@ def test_numbers_of_numpy_are_taken_without_a_warning() -> None:
         ({"logit_bias": [(3, 1.0), (3, 2.0)]}, "logit_bias: expected each token id once, got 3 twice"),
         ({"bad_words": [""]}, r"bad_words: expected a non-empty string or a sequence of them, got \[''\]"),
         ({"bad_words": [3]}, r"bad_words: expected a non-empty string or a sequence of them, got \[3\]"),
-        ({"bad_words": ["a", "\ud800"]}, r"bad_words: expected text without half of a surrogate pair"),
+        ({"bad_words": ["a", "\ud800"]}, "bad_words: expected text without half of a surrogate"),
         ({"stop": ["a", "b\udcff"]}, r"stop: expected text without half of a surrogate pair, got 'b"),
         ({"allowed_token_ids": []}, "allowed_token_ids: expected at least one token id, or None, got none"),
         ({"allowed_token_ids": [1.5]}, "allowed_token_ids: expected token ids >= 0, got 1.5"),
