@@ -80,7 +80,7 @@ def test_a_prompt_that_is_refused_is_named_and_the_others_are_completed(tmp_path
 
 
 def test_a_chat_that_is_refused_is_named_and_the_others_are_completed(tmp_path: Path) -> None:
-    """Half of a surrogate pair, content that is no text. Oracle: the command without them."""
+    """Half of a surrogate pair, content of another type than str. Oracle: without them."""
     pytest.importorskip("transformers")
     chat = '{"messages": [{"role": "user", "content": %s}]}'
     rows = [chat % content for content in ('"ab"', '"ab\\ud83d"', "5", '"cd"')]
@@ -89,7 +89,8 @@ def test_a_chat_that_is_refused_is_named_and_the_others_are_completed(tmp_path: 
     for name, some in (("good", rows[::3]), ("all", rows)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(some))
     want = rollmesh(*command, "--file", tmp_path / "good.jsonl")
-    run = [*map(str, (sys.executable, "-m", "rollmesh", *command, "--file", tmp_path / "all.jsonl"))]
+    words = (sys.executable, "-m", "rollmesh", *command, "--file", tmp_path / "all.jsonl")
+    run = list(map(str, words))
     done = subprocess.run(run, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 2
     assert done.stdout == want

@@ -498,7 +498,8 @@ def test_all_unknown_keys_are_named_at_once_as_ignore_takes_them() -> None:
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "x": 1, 7: 2, "off": None},
     }
     with pytest.raises(
-        rm.ConfigError, match=r"team='b', a\.b=1, 5=1, rope_parameters\.x=1, rope_parameters\.7=2; ignore="
+        rm.ConfigError,
+        match=r"team='b', a\.b=1, 5=1, rope_parameters\.x=1, rope_parameters\.7=2; ignore=",
     ) as refused:
         rm.ModelSpec.from_hf(config)
     names = ("team", "a.b", "5", "rope_parameters.x", "rope_parameters.7")

@@ -43,7 +43,7 @@ def _without(table: Mapping[str, Any], names: set[str], path: str) -> dict[str, 
 
 
 def key_name(key: Any) -> str:
-    """The name by which `ignore` takes a key; a dict may have keys that are no text."""
+    """The name by which `ignore` takes a key; a dict may have keys of other types than str."""
     return key if isinstance(key, str) else plain(key)
 
 

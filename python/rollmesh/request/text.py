@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.errors import ConfigError, RequestError
+from rollmesh.runtime.arguments import is_unicode
 from rollmesh.runtime.messages import plain, shown
 
 REPLACEMENT = "\ufffd"
@@ -73,10 +74,8 @@ class TextCodec:
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, special tokens added as the tokenizer does by default."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # for which tokenizers have a bare TypeError
-            raise RequestError(f"expected text without half of a surrogate pair, got {shown(text)}") from error
+        if not is_unicode(text):  # for which tokenizers have a bare TypeError
+            raise RequestError(f"expected text without half of a surrogate pair, got {shown(text)}")
         encoded = self.tokenizer.encode(text) if special_tokens else self.tokenizer.encode(text, add_special_tokens=False)
         ids = getattr(encoded, "ids", encoded)
         if not isinstance(ids, Sequence):
