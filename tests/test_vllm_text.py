@@ -207,7 +207,7 @@ def ours(sample: rm.CompletionOutput) -> Sample:
 def some_requests(
     rng: np.random.Generator, made: rm.Generator, tokenizer: Any, front: FrontEnd, count: int
 ) -> tuple[list[Any], list[Settings], list[rm.RequestOutput]]:
-    """Prompts, settings, and what the model says where no stop string ends it."""
+    """Returns prompts, settings, and the outputs without stop strings."""
     prompts = [some_prompt(rng, tokenizer) for _ in range(count)]
     settings = [some_settings(rng, made.spec.vocab_size) for _ in range(count)]
     for each, output in zip(settings, generated(made, prompts, settings), strict=True):
@@ -273,7 +273,7 @@ def test_texts_are_vllms(kind: str, is_raw: bool, tmp_path: Path) -> None:
 
 
 def test_an_aborted_sample_has_vllms_text(tmp_path: Path) -> None:
-    """That is, all text so far, without the beginning of a character."""
+    """The expected text is all text so far, without the beginning of a character."""
     tokenizer, rng = text_models.metaspace(tmp_path), np.random.default_rng([SEED, 1])
     front, wrong, num_aborted = FrontEnd(tokenizer), list[str](), 0
     with text_models.speaker(tokenizer, tokenizer) as made:
