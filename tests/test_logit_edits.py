@@ -179,6 +179,10 @@ def test_a_bad_word_has_every_spelling() -> None:
     made = logit_edits(Params(bad_words=["\n"]), TextCodec(tokenizer), size, ())
     assert made is not None
     assert made.banned.tolist() == [tokenizer.token_to_id("<0x0A>")]
+    merged = test_detokenizer.llama(["(", "\n", "\n\n"], [("\n", "\n")])
+    made = logit_edits(Params(bad_words=["\n"]), TextCodec(merged), merged.get_vocab_size(), ())
+    assert made is not None
+    assert made.banned.tolist() == [merged.token_to_id("\n")]
 
 
 def test_a_bad_word_of_several_tokens_is_broken_off() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,14 @@ def load_tokenizer(file: Path) -> Any:
         raise ConfigError(f"{plain(file)}: expected a tokenizer.json: {plain(error)}") from error
 
 
+@dataclass(frozen=True)
+class Chat:
+    """A prompt that a chat template renders. options: of apply_chat_template."""
+
+    messages: Any
+    options: Mapping[str, Any]
+
+
 class TextCodec:
     """`tokenizer` is a transformers tokenizer or a tokenizers.Tokenizer."""
 
@@ -74,14 +83,16 @@ class TextCodec:
             raise RequestError(f"expected a list of token ids from the tokenizer, got {type(ids).__name__}")
         return list(ids)
 
-    def encode_chat(self, messages: Any, options: dict[str, Any]) -> list[int]:
+    def encode_chat(self, messages: Any, options: Mapping[str, Any]) -> list[int]:
         """Token ids of a chat, as the tokenizer's template renders it. options: of apply_chat_template."""
         if not callable(getattr(self.tokenizer, "apply_chat_template", None)):
             raise RequestError(f"chat: expected a tokenizer of transformers, with a chat template, got {type(self.tokenizer).__name__}")
         messages = _messages(messages)
         try:
             text = self.tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
-            return list(self.tokenizer.encode(text, add_special_tokens=False))
+            return self.encode(text, special_tokens=False)
+        except RequestError as error:
+            raise RequestError(f"chat: {error}") from error
         except Exception as error:
             raise RequestError(f"chat: expected messages that the template takes, got {type(error).__name__}: {plain(error)}") from error
 
