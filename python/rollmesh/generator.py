@@ -326,8 +326,9 @@ class Generator:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """generate for chats: one list of {role, content}, or several. What follows `timeout` is of the tokenizer's apply_chat_template;
-        chat_template_kwargs: variables of the template, such as enable_thinking. A chat without a tokenizer that renders it, with messages
-        of other fields than text, or that the template refuses, is a RequestError of its request."""
+        chat_template_kwargs: variables of the template, such as enable_thinking. A chat without a
+        tokenizer that renders it, with messages of other fields than text, or that the template
+        refuses, is a RequestError of its request."""
         if self._codec is None:
             raise RequestError("chat: expected a generator with a tokenizer of transformers, got one without a tokenizer")
         chats = items_of(RequestError, "messages", messages)

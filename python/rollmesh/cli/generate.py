@@ -153,7 +153,7 @@ def _rows(args: argparse.Namespace) -> list[tuple[str, Any]]:
 
 
 def _prompt(where: str, row: Any, chat: bool, tokenizer: Any) -> str | Chat | list[int]:
-    """A prompt for Generator.generate, which encodes the text or the chat. It depends on its own row only."""
+    """A prompt for Generator.generate, which encodes text and chats. It depends on its row only."""
     if not isinstance(row, dict) or len(row.keys() & set(KEYS)) != 1:
         raise rm.ConfigError(
             f"{where}expected an object with one of {', '.join(KEYS)}, got {shown(row)}"
