@@ -153,7 +153,7 @@ def test_draws_are_from_logits_by_vllms_formulas(model: str) -> None:
 
 
 def test_which_token_ids_a_bad_word_has() -> None:
-    """By hand: with a space before it too, also where that is one token and the word alone is two."""
+    """By hand: with a space before it too, also if that is one token and the word alone is two."""
     words = [letter(3), letter(40), " " + letter(5) + letter(6), letter(0) + letter(1)]
     made = logit_edits(Params(bad_words=words), TextCodec(TOKENIZER), VOCAB, ())
     assert made is not None

@@ -593,7 +593,7 @@ def test_a_new_segment_does_not_wait_for_its_lock_without_end(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------------------------------------ buckets, stream
+# ---------------------------------------------------------------------------------- buckets, stream
 def test_buckets() -> None:
     entries = [(str(i), np.zeros(i, np.uint8)) for i in (3, 3, 4, 11, 0, 10, 1)]
     got = [[int(name) for name, _ in bucket] for bucket in sources.bucketed(entries, 10)]

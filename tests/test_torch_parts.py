@@ -1,4 +1,4 @@
-"""What rollmesh.torch.patch takes: a model whose parts are exactly those that its config makes.
+"""rollmesh.torch.patch takes a model whose parts are exactly those that its config makes.
 
 Input: the models of helpers.py with one change, made before patch or after a first pass. Oracle:
 the same model unpatched. Each change is a ConfigError that names the part, or has no effect on logits
@@ -318,7 +318,7 @@ def test_a_class_or_function_that_is_not_transformers(monkeypatch: pytest.Monkey
 
 
 def test_changes_that_change_nothing() -> None:
-    """Hooks that only look, rounded frequencies, options of generation, a subclass with a method."""
+    """Hooks that only look, rounded frequencies, generation options, a subclass with a method."""
     model = helpers.hf_model(DENSE).eval()
     model(IDS, output_hidden_states=True)  # leaves hooks behind
     model.__class__ = type("Mine", (type(model),), {"more": lambda self: 1})
@@ -399,7 +399,7 @@ def test_inference_mode_and_wrappers() -> None:
     "ignore:Model has `tie_word_embeddings=True`:UserWarning", "ignore:.*tied:UserWarning"
 )
 def test_tied_weights() -> None:
-    """The generator takes the embedding for lm_head. Two weights, and an adapter of one, are refused."""
+    """The generator takes the embedding for lm_head. Refuses two weights, and an adapter of one."""
     peft = pytest.importorskip("peft")
     case = helpers.CASES_BY_NAME["tied"]
 
@@ -522,7 +522,7 @@ def test_more_threads_than_an_op_takes() -> None:
 
 
 def test_a_model_is_freed_and_a_check_costs_little() -> None:
-    """No reference is left behind. A quiet machine compares 30 layers in one millisecond."""
+    """The check leaves no reference. An idle machine compares 30 layers in one millisecond."""
     model = model_of(DENSE)
     model(IDS)
     parts = [weakref.ref(model), weakref.ref(model.model.layers[0].mlp)]
@@ -557,7 +557,7 @@ SMALL = {
 }
 
 
-# ---------------------------------------------------------------------------------------------- push
+# --------------------------------------------------------------------------------------------- push
 OTHER_GENERATORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "eps": ({"rms_norm_eps": 1e-3}, {}, "rms_norm_eps=1e-06 and 0.001"),
     "theta": (

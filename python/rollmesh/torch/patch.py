@@ -558,7 +558,7 @@ class WeightUse(NamedTuple):
 
 
 def weight_use(model: Any) -> WeightUse:
-    """Deprecated: every forward pass packs all matrices; none is shared or kept."""
+    """Deprecated: every forward pass packs all matrices, and drops the packed copies."""
     spec = _patch_of(model).spec
     experts = 5 + 2 * bool(spec.shared_intermediate_size) + spec.shared_switch
     return WeightUse(0, 0, 1 + sum(experts if is_moe else 4 for is_moe in spec.is_moe_layer), None)

@@ -282,7 +282,7 @@ class DeltaReader(DeltaDecoder):
         """Reaches the newest version of the folder, by the deltas behind its own or from a whole set, and returns its number.
 
         NotSyncedError: the folder lacks a whole set, or is gone. FormatError: a file is damaged or
-        not a regular file, and no whole set is newer. The version reached so far stays, and the
+        not a regular file, without a newer whole set. The version reached so far stays, and the
         next whole set is read. AuthError: a file belongs to another user, or others may write it.
         VersionError: the folder was begun again by another run. CapacityError: no memory
         for a whole set. StateError: a sync reads this version. OSError: the folder cannot be read."""
