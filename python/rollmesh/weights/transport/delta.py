@@ -356,7 +356,8 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
 
     def _change_all(self, header: Header, then: _Version) -> None:
         """XORs the changes into the arrays. An error undoes those that were made."""
-        flipped: list[tuple[_Row, Any, Array]] = []
+        begun: list[tuple[_Row, Any, Array]] = []
+        done: set[str] = set()
 
         def flip(change: tuple[_Row, Any, Array]) -> None:
             row, *changes = change
