@@ -279,6 +279,9 @@ def test_checkpointing_and_accumulation(pair: Callable[..., tuple[Any, rm.Genera
     assert worst({name: p.grad for name, p in model.named_parameters()}, want) < 1e-5
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning"
+)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_of_a_shared_expert_that_is_scaled(reentrant: bool) -> None:
     """Checkpoints allow one read of a saved tensor."""
