@@ -263,7 +263,7 @@ def test_a_forked_child_cannot_publish_or_remove(writer: sources.SharedWriter) -
 
 
 def test_an_interrupted_refresh(writer: sources.SharedWriter) -> None:
-    """The number is that of the tensors, and the reader can be used again though the traceback is kept."""
+    """The number is that of the tensors. A kept traceback does not keep the reader locked."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
