@@ -1,4 +1,4 @@
-"""The checksum of bytes at rest and in transit. Oracle: checksum.h in Python's integers; bound: 0."""
+"""Checksums of bytes at rest and in transit. Oracle: checksum.h in Python's integers; bound: 0."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_value(size: int, offset: int, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("size", [*SIZES, (16 << 20) - 1, 16 << 20, (16 << 20) + 8209])
 @pytest.mark.parametrize("offset", [0, 3])
 def test_torch_has_the_same_value(size: int, offset: int, rng: np.random.Generator) -> None:
-    """Checks the host's way and the arithmetic for GPUs, here on the CPU. Neither changes the data."""
+    """Checks the host's way and the arithmetic for GPUs, on the CPU. Both leave the data as it is."""
     torch = pytest.importorskip("torch")
     data = rng.integers(0, 256, size + offset, dtype=np.uint8)[offset:]
     tensor = torch.from_numpy(data.copy() if offset == 0 else np.pad(data, (offset, 0)))[offset:]

@@ -79,6 +79,28 @@ def test_a_prompt_that_is_refused_is_named_and_the_others_are_completed(tmp_path
     assert len(said) == 4
 
 
+def test_a_chat_that_is_refused_is_named_and_the_others_are_completed(tmp_path: Path) -> None:
+    """Half of a surrogate pair, content of another type than str. Oracle: without them."""
+    pytest.importorskip("transformers")
+    chat = '{"messages": [{"role": "user", "content": %s}]}'
+    rows = [chat % content for content in ('"ab"', '"ab\\ud83d"', "5", '"cd"')]
+    command = ("generate", MOE, "--random", "--json", "--max-tokens", 3, *SMALL)
+    command += ("--tokenizer", ROOT / "data/chars")
+    for name, some in (("good", rows[::3]), ("all", rows)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(some))
+    want = rollmesh(*command, "--file", tmp_path / "good.jsonl")
+    words = (sys.executable, "-m", "rollmesh", *command, "--file", tmp_path / "all.jsonl")
+    run = list(map(str, words))
+    done = subprocess.run(run, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 2
+    assert done.stdout == want
+    at = f"rollmesh generate: RequestError: {tmp_path}/all.jsonl"
+    said = done.stderr.splitlines()
+    assert said[0].startswith(f"{at}:2: prompt 1: chat: expected text without half of a surrogate")
+    assert said[1].startswith(f"{at}:3: prompt 2: chat: expected the content of a message")
+    assert len(said) == 2
+
+
 def test_a_row_of_a_file_does_not_depend_on_the_others(tmp_path: Path) -> None:
     """Neither its tokens, beside a chat, nor its logprobs, beside a long prompt, where rope's
     frequencies depend on a length. Oracle: the prompts by the API, one by one."""

@@ -375,7 +375,7 @@ def test_a_reader_is_closed_by_its_block(library: Path, trainer: Callable[..., R
     with sources.SharedReader(remote.address()) as reader:
         reader.refresh()
         with reader.lent():
-            with pytest.raises(rm.StateError, match="version 0 is being read"):
+            with pytest.raises(rm.StateError, match="version 0: expected no sync that reads it"):
                 reader.close()
             assert reader[NAME].nbytes > 0
             with pytest.raises(RuntimeError, match="within the timeout; 1 others have begun"):

@@ -349,7 +349,7 @@ def test_parts_of_two_messages(rng: np.random.Generator) -> None:
 
 
 def test_permuted_rows_are_a_change(rng: np.random.Generator) -> None:
-    """Experts that change places: the base is renewed, so that an unchanged version stays as it is."""
+    """Experts that change places renew the base, so that an unchanged version stays as it is."""
     first = {"experts": rng.standard_normal((8, 64, 32)).astype(np.float32), "other": np.zeros(3)}
     second = {**first, "experts": first["experts"][[1, 0, *range(2, 8)]].copy()}
     encoder, decoder, late = DeltaEncoder(), DeltaDecoder(), DeltaDecoder()

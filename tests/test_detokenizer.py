@@ -7,7 +7,7 @@ completion decoded at once, and DecodeStream of tokenizers, which vLLM uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -34,11 +34,12 @@ def byte_level() -> Any:
     return made
 
 
-def llama() -> Any:
+def llama(tokens: Sequence[str] = (), merges: Sequence[tuple[str, str]] = ()) -> Any:
     """Like Llama 2's: words begin with a space, bytes spell other characters, and the decoder
-    strips one leading space."""
+    strips one leading space. With more tokens and merges, if given."""
     names = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁redisThx", "▁r", "▁▁"]
-    merges = [("▁", "r"), ("▁", "▁")]
+    names += tokens
+    merges = [("▁", "r"), ("▁", "▁"), *merges]
     vocab = {name: i for i, name in enumerate(names)}
     model = models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     made = tokenizers.Tokenizer(model)

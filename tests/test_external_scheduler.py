@@ -252,7 +252,7 @@ def test_records_of_a_prompt_are_of_one_version(engine: Any, oracles: list[Any])
     assert tokens.tolist() == list(wanted.outputs[0].token_ids)
     assert view["prompt_logprobs"].tobytes() == wanted.prompt_logprobs.tobytes()
     assert view["prompt_top_ids"].tolist() == wanted.prompt_top_logprobs.ids.tolist()
-    assert view["prompt_routed"].tolist() == wanted.outputs[0].routed_experts[:70].tolist()
+    assert engine.host_routed(number, 0).tolist() == wanted.outputs[0].routed_experts[:70].tolist()
     counts = [int((row >= row[token]).sum()) for row, token in zip(logits, [*prompt[1:], *tokens.tolist()])]
     assert view["prompt_ranks"].tolist() == counts[: len(prompt) - 1]
     assert ranks.tolist() == counts[len(prompt) - 1 : len(prompt)]
@@ -286,7 +286,7 @@ def test_routing_of_a_shared_prompt_is_that_of_who_computed_it(engine: Any, orac
     step(engine, (first, 20, 20, [3], False), (second, 24, 16, [5], False), (third, 32, 8, [1, 2, 6], True))
     wanted = oracles[0].generate([prompt], rm.SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].routed_experts
     for number, cached in ((first, 0), (second, 16), (third, 32)):
-        assert engine.request(number)["prompt_routed"].tolist() == wanted.tolist()
+        assert engine.host_routed(number, 0).tolist() == wanted.tolist()
         assert engine.host_routed(number, 7).tolist() == wanted[7:].tolist()
         assert engine.request(number)["num_cached_tokens"] == cached
 
@@ -380,7 +380,7 @@ def test_all_generated_tokens_dropped(engine: Any, oracles: list[Any]) -> None:
     wanted = oracles[1].generate([prompt], rm.SamplingParams(max_tokens=1, seed=7, prompt_logprobs=0), use_tqdm=False)[0]
     view = engine.request(number)
     assert view["prompt_logprobs"].tobytes() == wanted.prompt_logprobs.tobytes()
-    assert view["prompt_routed"].tolist() == wanted.outputs[0].routed_experts.tolist()
+    assert engine.host_routed(number, 0).tolist() == wanted.outputs[0].routed_experts.tolist()
     assert engine.sample(number, 0)["token_ids"].tolist() == list(wanted.outputs[0].token_ids)
 
 

@@ -179,3 +179,15 @@ def test_a_model_without_an_end_is_told(caplog: pytest.LogCaptureFixture) -> Non
     assert told() == []
     tokenizer.eos_token = None
     assert told() == ["no token ends a completion: neither tokenizer, config.json nor generation_config.json has an eos_token_id"]
+
+
+def test_the_curves_show_differences_of_zero(tmp_path: Path) -> None:
+    """The panel "trainer against generator", at the top right, is not empty where the two agree."""
+    from matplotlib.image import imread
+
+    for values in ((0.0, 0.0), (0.0, 1e-3), (1e-3, 1e-2)):
+        lines = [{"step": i, "logprob_diff_max": v, "kl_k3": v} for i, v in enumerate(values)]
+        metrics.draw_curves(lines, tmp_path / "curves.png")
+        height, width, _ = (image := imread(tmp_path / "curves.png")).shape
+        panel = image[: height // 2, width // 2 :, :3]
+        assert (panel.max(-1) - panel.min(-1) > 0.2).any()  # colors

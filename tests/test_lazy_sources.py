@@ -1,5 +1,5 @@
-"""When a source is read (weights/transport/tensors.py): sources that use the memory of one tensor for the
-next, through each way from a trainer to a generator; sources that change or fail while they are read.
+"""When a source is read (weights/transport/tensors.py): sources that use the memory of one tensor
+for the next, through each way from a trainer to a generator; sources that change or fail while read.
 
 Oracle: the arrays that the source was made of. Bound: 0 differing bits.
 """
@@ -107,7 +107,7 @@ def gen() -> Iterator[rm.Generator]:
         yield made
 
 
-# -------------------------------------------------------------------------------------------------- each way
+# ----------------------------------------------------------------------------------------- each way
 @pytest.mark.parametrize(
     "options", [{}, {"timeout": 60.0}, {"mode": "inplace"}, {"strict": False}], ids=str
 )
@@ -202,7 +202,7 @@ def test_weight_sender(source: Any, block_bytes: int) -> None:
 
 @pytest.mark.parametrize("source", ["mapping", "iterator", "dict"], indirect=True)
 def test_exchanges_between_processes(source: Any) -> None:
-    """Of sources that do not hold their tensors one entry is taken for an exchange."""
+    """Takes one entry for an exchange from sources that do not hold their tensors."""
     taken = Source(source)
     count = AHEAD if taken.holds else 1
     got = {}
@@ -213,7 +213,7 @@ def test_exchanges_between_processes(source: Any) -> None:
     assert right(got)
 
 
-# -------------------------------------------------------------------------------------------------- sources that change
+# ------------------------------------------------------------------------------ sources that change
 def test_a_mapping_is_read_once_by_a_transport() -> None:
     pytest.importorskip("zstandard")
     source = Reused()
@@ -271,8 +271,8 @@ def broken_mapping() -> Any:
 
 
 def test_tensors_that_another_thread_writes(tmp_path: Path) -> None:
-    """What is stored has the checksum of what is stored: a reader sees torn values, and no error, and
-    the encoder's base is what receivers have."""
+    """A checksum is that of the stored bytes: a reader gets torn values without an error, and the
+    encoder's base is what receivers have."""
     pytest.importorskip("zstandard")
     state = {"a": np.zeros(1 << 20, np.float32), "b": np.zeros((64, 1 << 12))}
     ends = threading.Event()
@@ -301,11 +301,11 @@ def test_tensors_that_another_thread_writes(tmp_path: Path) -> None:
     assert all(np.array_equal(decoder[name], state[name]) for name in state)
 
 
-# -------------------------------------------------------------------------------------------------- segments
+# ----------------------------------------------------------------------------------------- segments
 def test_any_byte_of_a_segment_that_changed_is_seen(
     tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """The magic, the nonce, the manifest and the tensors; names that swap places in the manifest."""
+    """Magic, nonce, manifest and tensors; names that swap places in the manifest."""
     state = {"one": np.ones((8, 8)), "two": np.full((8, 8), 2.0)}
 
     def read(address: str) -> dict[str, Any]:

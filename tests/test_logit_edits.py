@@ -153,7 +153,7 @@ def test_draws_are_from_logits_by_vllms_formulas(model: str) -> None:
 
 
 def test_which_token_ids_a_bad_word_has() -> None:
-    """By hand: with a space before it too, also where that is one token and the word alone is two."""
+    """By hand: with a space before it too, also if that is one token and the word alone is two."""
     words = [letter(3), letter(40), " " + letter(5) + letter(6), letter(0) + letter(1)]
     made = logit_edits(Params(bad_words=words), TextCodec(TOKENIZER), VOCAB, ())
     assert made is not None
@@ -179,6 +179,10 @@ def test_a_bad_word_has_every_spelling() -> None:
     made = logit_edits(Params(bad_words=["\n"]), TextCodec(tokenizer), size, ())
     assert made is not None
     assert made.banned.tolist() == [tokenizer.token_to_id("<0x0A>")]
+    merged = test_detokenizer.llama(["(", "\n", "\n\n"], [("\n", "\n")])
+    made = logit_edits(Params(bad_words=["\n"]), TextCodec(merged), merged.get_vocab_size(), ())
+    assert made is not None
+    assert made.banned.tolist() == [merged.token_to_id("\n")]
 
 
 def test_a_bad_word_of_several_tokens_is_broken_off() -> None:
@@ -318,6 +322,8 @@ def test_numbers_of_numpy_are_taken_without_a_warning() -> None:
         ({"logit_bias": [(3, 1.0), (3, 2.0)]}, "logit_bias: expected each token id once, got 3 twice"),
         ({"bad_words": [""]}, r"bad_words: expected a non-empty string or a sequence of them, got \[''\]"),
         ({"bad_words": [3]}, r"bad_words: expected a non-empty string or a sequence of them, got \[3\]"),
+        ({"bad_words": ["a", "\ud800"]}, "bad_words: expected text without half of a surrogate"),
+        ({"stop": ["a", "b\udcff"]}, r"stop: expected text without half of a surrogate pair, got 'b"),
         ({"allowed_token_ids": []}, "allowed_token_ids: expected at least one token id, or None, got none"),
         ({"allowed_token_ids": [1.5]}, "allowed_token_ids: expected token ids >= 0, got 1.5"),
         ({"kept_tokens": True, "top_k": 3, "presence_penalty": 0.5}, "kept_tokens=True: expected no presence_penalty, got 0.5; leave one"),
@@ -341,7 +347,6 @@ def test_what_only_the_generator_can_refuse() -> None:
             (bare, {"allowed_token_ids": [2, 3], "stop_token_ids": [3], "min_tokens": 1}, "may be drawn before min_tokens=1, got none"),
             (bare, {"logit_bias": {3: 1.0}, "stop_token_ids": [151], "min_tokens": 1}, r"stop_token_ids\[0\] = 151 is not in \[0, 151\)"),
             (gen, {"allowed_token_ids": [3], "bad_words": letter(3)}, "expected a token that may be drawn, got none"),
-            (gen, {"bad_words": ["\ud800"]}, "expected text without half of a surrogate pair, got "),
             (gen, {"bad_words": ["\u0100"]}, "bad_words: expected words of at least one token, got 'Ā'"),
         ):
             with pytest.raises(rm.RequestError, match=said):

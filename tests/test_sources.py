@@ -243,7 +243,6 @@ def test_a_reader_of_shared_memory_holds_one_version(writer: sources.SharedWrite
     assert held() == before
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 def test_a_forked_child_cannot_publish_or_remove(writer: sources.SharedWriter) -> None:
     writer.publish({"a": np.ones(3)}, 1)
     child = os.fork()
@@ -286,6 +285,7 @@ def test_an_interrupted_refresh(writer: sources.SharedWriter) -> None:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 def test_shared_memory_takes_torch_tensors(writer: sources.SharedWriter, want: str) -> None:
     torch = pytest.importorskip("torch")
     mixed = {name: torch.nn.Parameter(torch.from_numpy(x).bfloat16()) for name, x in STATE.items()}
@@ -593,7 +593,7 @@ def test_a_new_segment_does_not_wait_for_its_lock_without_end(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------------------------------------ buckets, stream
+# ---------------------------------------------------------------------------------- buckets, stream
 def test_buckets() -> None:
     entries = [(str(i), np.zeros(i, np.uint8)) for i in (3, 3, 4, 11, 0, 10, 1)]
     got = [[int(name) for name, _ in bucket] for bucket in sources.bucketed(entries, 10)]

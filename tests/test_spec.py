@@ -481,18 +481,29 @@ def test_ignore_reaches_a_key_of_a_table(table: str, ignored: str, tmp_path: Pat
     assert config[table]["attn_factor"] == 0.878, "the caller's config stays"
 
 
+def test_a_table_of_ignored_keys_alone_is_left_out() -> None:
+    config = {**DENSE, "team": {"a": 1, "b": {"c": 2}}, "rope_scaling": {"x": {"y": 1}}}
+    names = ("team.a", "team.b.c", "rope_scaling.x.y")
+    assert rm.ModelSpec.from_hf(config, ignore=names) == spec()
+    with pytest.raises(rm.ConfigError, match=r"unknown config keys: team=\{'b': \{'c': 2\}\}; "):
+        rm.ModelSpec.from_hf(config, ignore=names[::2])
+
+
 def test_all_unknown_keys_are_named_at_once_as_ignore_takes_them() -> None:
     config = {
         **DENSE,
         "team": "b",
         "a.b": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "x": 1, "off": None},
+        5: 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "x": 1, 7: 2, "off": None},
     }
     with pytest.raises(
-        rm.ConfigError, match=r"team='b', a\.b=1, rope_parameters\.x=1; ignore="
+        rm.ConfigError,
+        match=r"team='b', a\.b=1, 5=1, rope_parameters\.x=1, rope_parameters\.7=2; ignore=",
     ) as refused:
         rm.ModelSpec.from_hf(config)
-    assert refused.value.names == ("team", "a.b", "rope_parameters.x")  # type: ignore[attr-defined]
+    names = ("team", "a.b", "5", "rope_parameters.x", "rope_parameters.7")
+    assert refused.value.names == names  # type: ignore[attr-defined]
     want = rm.ModelSpec.from_hf(
         {**DENSE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     )

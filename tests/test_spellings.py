@@ -130,7 +130,7 @@ def digest_of(config: dict[str, Any], state: dict[str, np.ndarray]) -> str:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["one rank", "tp=2"])
 def test_buffers_of_rope_are_passed_over(mesh: rollmesh.Mesh) -> None:
-    """Of any float dtype, without a cast. Other names beside them are refused."""
+    """Buffers of any float dtype, without a cast. Other names beside them are refused."""
     q = "model.layers.0.self_attn.q_proj.weight"
     state, half = helpers.numpy_state_dict(DENSE), np.ones(3, np.float16)
     buffers = {"model.rotary_emb.inv_freq": half}
@@ -171,7 +171,7 @@ def test_buffers_of_rope_are_passed_over(mesh: rollmesh.Mesh) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["one rank", "tp=2"])
 def test_a_tied_matrix_that_comes_as_lm_head_alone(mesh: rollmesh.Mesh) -> None:
-    """As a mapping, a stream and tensor by tensor, after another version under the other name.
+    """A mapping, a stream and single tensors, after another version under the other name.
     Oracle: the digest of the usual name."""
     state, other = helpers.numpy_state_dict(TIED), helpers.numpy_state_dict(TIED, seed=1)
     embed = state.pop("model.embed_tokens.weight")

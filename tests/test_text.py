@@ -152,8 +152,16 @@ def test_a_chat_is_its_template(gen: rm.Generator) -> None:
     assert own[0].prompt_token_ids.tolist() == gen.tokenizer.encode("ab=", add_special_tokens=False)
     own = gen.chat(chats[0], params, use_tqdm=False, chat_template="{{ word }}=", chat_template_kwargs={"word": "ef"})
     assert own[0].prompt_token_ids.tolist() == gen.tokenizer.encode("ef=", add_special_tokens=False)
-    with pytest.raises(rm.RequestError, match=r"^chat: expected messages that the template takes, got "):
+    with pytest.raises(rm.RequestError, match=r"^prompt 0: chat: expected messages that the "):
         gen.chat(chats[0], params, chat_template="{{ raise_exception('no') }}")
+    some = [chats[0], "x", [{"role": "user", "content": "a\ud800"}], chats[1]]
+    outputs = gen.chat(some, params, use_tqdm=False, on_error="return")
+    assert [o.outputs[0].token_ids.tolist() for o in outputs if o.error is None] == wanted
+    assert [str(o.error) for o in outputs if o.error is not None] == [
+        "prompt 1: chat: expected messages of {role, content}, got 'x'",
+        "prompt 2: chat: expected text without half of a surrogate pair, "
+        "got '<|user|>a\\ud800<|assistant|>'",
+    ]
     with pytest.raises(TypeError, match="sampling_params"):
         gen.chat(chats[0], sampling_params=params)  # type: ignore[call-arg]
     with rm.Generator(gen.spec, dtype="float32", **SMALL) as plain, pytest.raises(rm.RequestError, match="without a tokenizer"):

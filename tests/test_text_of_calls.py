@@ -174,4 +174,4 @@ def test_agenerate_where_the_system_gives_no_thread() -> None:
     lines = done.stdout.splitlines()
     assert lines[-1:] == ["3"], done.stderr
     assert len(lines) == 3
-    assert all("expected to start a thread, got" in line for line in lines[:2])
+    assert all("expected another thread, got none" in line for line in lines[:2])

@@ -91,7 +91,7 @@ def test_other_errors_are_left_as_they_are() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes a user without processes")
 def test_a_system_without_threads() -> None:
-    """RLIMIT_NPROC: deltas are computed in the caller's thread; what needs a thread is a CapacityError."""
+    """RLIMIT_NPROC: deltas use the caller's thread; calls that need a thread raise CapacityError."""
     pytest.importorskip("zstandard")
     script = """
         import asyncio, concurrent.futures.thread, os, resource, threading

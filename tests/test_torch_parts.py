@@ -1,4 +1,4 @@
-"""What rollmesh.torch.patch takes: a model whose parts are exactly those that its config makes.
+"""rollmesh.torch.patch takes a model whose parts are exactly those that its config makes.
 
 Input: the models of helpers.py with one change, made before patch or after a first pass. Oracle:
 the same model unpatched. Each change is a ConfigError that names the part, or has no effect on logits
@@ -12,6 +12,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import helpers
@@ -162,6 +163,34 @@ CHANGES: dict[str, tuple[Change, str]] = {
         ),
         "up_proj.weight: expected a tensor of float32, .* got a torch.uint8 Parameter",
     ),
+    "a weight moved to the meta device": (
+        at(f"{MLP}.up_proj", lambda x: x.to("meta")),
+        "up_proj.weight: .* on the meta device",
+    ),
+    "a weight whose memory is freed": (
+        at(f"{MLP}.up_proj", lambda x: x.weight.untyped_storage().resize_(0)),
+        "up_proj.weight: .* whose memory is freed",
+    ),
+    "a norm whose memory is freed": (
+        at("model.norm", lambda x: x.weight.untyped_storage().resize_(0)),
+        "model.norm.weight: .* whose memory is freed",
+    ),
+    "a sparse weight": (
+        setting(
+            f"{MLP}.up_proj",
+            "weight",
+            lambda m: nn.Parameter(m.model.layers[0].mlp.up_proj.weight.detach().to_sparse()),
+        ),
+        "up_proj.weight: .* of layout torch.sparse_coo",
+    ),
+    "a weight that is lazily negated": (
+        setting(
+            f"{MLP}.up_proj",
+            "weight",
+            lambda m: nn.Parameter(torch._neg_view(m.model.layers[0].mlp.up_proj.weight.detach())),
+        ),
+        "up_proj.weight: .* that is lazily negated",
+    ),
     "embeddings that are cut": (
         setting("model.embed_tokens", "max_norm", 0.1),
         "embed_tokens.max_norm: expected None",
@@ -197,6 +226,16 @@ CHANGES: dict[str, tuple[Change, str]] = {
         "layers.1: expected its own",
     ),
     "a hook of lm_head": (at("lm_head", doubled), "lm_head: expected its own forward method"),
+    "a hook that changes the tokens": (
+        at(
+            "model",
+            lambda x: x.register_forward_pre_hook(
+                lambda _, args, options: (args, options | {"input_ids": options["input_ids"] + 1}),
+                with_kwargs=True,
+            ),
+        ),
+        "model: expected its own forward method, and hooks that change no tensor",
+    ),
     "a config edited": (
         lambda m: setattr(m.config, "rms_norm_eps", 0.5),
         "variance_epsilon: expected 0.5|rms_norm_eps=1e-06, as at",
@@ -237,24 +276,37 @@ def test_a_part_of_a_mixture(part: str, name: str, value: Any) -> None:
 
 
 def test_a_class_or_function_that_is_not_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replaced method of a class, a function that it calls, and attention under another name."""
+    """A replaced method of a class, a function that it calls, and attention under another name,
+    before and after patch, also behind functools.wraps."""
     import transformers
     from transformers.models.qwen3 import modeling_qwen3
 
+    mlp = modeling_qwen3.Qwen3MLP
     replaced = (
-        (modeling_qwen3.Qwen3MLP, "forward"),
+        (mlp, "forward"),
+        (mlp, "__call__"),
         (modeling_qwen3, "apply_rotary_pos_emb"),
         (modeling_qwen3, "eager_attention_forward"),
     )
+    refused = pytest.raises(
+        rm.ConfigError,
+        match=r"expected Qwen3\w+ as transformers has it, got one with test_torch_parts",
+    )
     for place, name in replaced:
-        model = helpers.hf_model(DENSE)
-        with monkeypatch.context() as patched:
-            patched.setattr(place, name, lambda *args, **options: args)
-            with pytest.raises(
-                rm.ConfigError,
-                match=r"expected Qwen3\w+ as transformers has it, got one with test_torch_parts",
-            ):
-                rm.torch.patch(model)
+        model, patched = helpers.hf_model(DENSE), rm.torch.patch(helpers.hf_model(DENSE))
+        patched(IDS)
+        function = getattr(place, name)
+        for new in (
+            lambda *args, **options: args,
+            wraps(function)(lambda *args, **options: args),
+        ):
+            with monkeypatch.context() as changed:
+                changed.setattr(place, name, new)
+                with refused:
+                    rm.torch.patch(model)
+                with refused:
+                    patched(IDS)
+            patched(IDS)
         rm.torch.patch(model)
     transformers.AttentionInterface.register("of_this_test", lambda *args, **options: args)
     model.config._attn_implementation = "of_this_test"
@@ -266,7 +318,7 @@ def test_a_class_or_function_that_is_not_transformers(monkeypatch: pytest.Monkey
 
 
 def test_changes_that_change_nothing() -> None:
-    """Hooks that only look, rounded frequencies, options of generation, a subclass with a method."""
+    """Hooks that only look, rounded frequencies, generation options, a subclass with a method."""
     model = helpers.hf_model(DENSE).eval()
     model(IDS, output_hidden_states=True)  # leaves hooks behind
     model.__class__ = type("Mine", (type(model),), {"more": lambda self: 1})
@@ -347,7 +399,7 @@ def test_inference_mode_and_wrappers() -> None:
     "ignore:Model has `tie_word_embeddings=True`:UserWarning", "ignore:.*tied:UserWarning"
 )
 def test_tied_weights() -> None:
-    """The generator takes the embedding for lm_head. Two weights, and an adapter of one, are refused."""
+    """The generator takes the embedding for lm_head. Refuses two weights, and an adapter of one."""
     peft = pytest.importorskip("peft")
     case = helpers.CASES_BY_NAME["tied"]
 
@@ -427,8 +479,50 @@ def test_arguments_that_reach_attention(argument: dict[str, Any]) -> None:
     model_of(DENSE)(IDS, output_attentions=False, output_hidden_states=False, use_cache=False)
 
 
+def test_configs_of_a_copy_and_of_a_part() -> None:
+    """A copy is compared with the config at patch, and every module's config is watched."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        "mistral", sliding_window=5, num_hidden_layers=1, **SMALL
+    )
+    model = rm.torch.patch(transformers.AutoModelForCausalLM.from_config(config))
+    want = model(IDS).logits
+    model.config.of_mine = 1
+    copied = copy.deepcopy(model)
+    assert (copied(IDS).logits == want).all()
+    copied = copy.deepcopy(model)
+    copied.config.sliding_window = 2
+    with pytest.raises(rm.ConfigError, match=r"sliding_windows=\(5,\), as at patch, got \(2,\)"):
+        copied(IDS)
+    model.config = copy.deepcopy(model.config)
+    assert (model(IDS).logits == want).all()
+    model.model.config.sliding_window = 2
+    with pytest.raises(rm.ConfigError, match=r"model.config: expected the model's, got another"):
+        model(IDS)
+
+
+def test_a_hook_around_the_model_that_changes_the_tokens() -> None:
+    model = model_of(DENSE)
+    model.register_forward_pre_hook(
+        lambda _, args, options: (args, options | {"input_ids": options["input_ids"] + 1}),
+        with_kwargs=True,
+    )
+    with pytest.raises(rm.ConfigError, match=r"input_ids, .*: expected those of this call, got"):
+        rm.torch.logprobs(model, IDS)
+
+
+def test_more_threads_than_an_op_takes() -> None:
+    model, before = model_of(DENSE), torch.get_num_threads()
+    want = model(IDS).logits
+    torch.set_num_threads(300)
+    try:
+        assert (model(IDS).logits == want).all()
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_model_is_freed_and_a_check_costs_little() -> None:
-    """No reference is left behind. A quiet machine compares 30 layers in one millisecond."""
+    """The check leaves no reference. An idle machine compares 30 layers in one millisecond."""
     model = model_of(DENSE)
     model(IDS)
     parts = [weakref.ref(model), weakref.ref(model.model.layers[0].mlp)]
@@ -463,7 +557,7 @@ SMALL = {
 }
 
 
-# ---------------------------------------------------------------------------------------------- push
+# --------------------------------------------------------------------------------------------- push
 OTHER_GENERATORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "eps": ({"rms_norm_eps": 1e-3}, {}, "rms_norm_eps=1e-06 and 0.001"),
     "theta": (

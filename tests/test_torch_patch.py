@@ -279,6 +279,29 @@ def test_checkpointing_and_accumulation(pair: Callable[..., tuple[Any, rm.Genera
     assert worst({name: p.grad for name, p in model.named_parameters()}, want) < 1e-5
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_of_a_shared_expert_that_is_scaled(reentrant: bool) -> None:
+    """Checkpoints allow one read of a saved tensor."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+    )  # fmt: skip
+    model = rm.torch.patch(transformers.AutoModelForCausalLM.from_config(config)).train()
+
+    def computed() -> dict[str, Tensor]:
+        model.zero_grad()
+        rm.torch.logprobs(model, torch.arange(12).view(2, 6)).logprobs.sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    want = computed()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    assert worst(computed(), want) < 1e-6
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_autocast(case: helpers.Case, dtype: str) -> None:

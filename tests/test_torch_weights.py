@@ -51,7 +51,7 @@ def fresh(model: Any) -> Tensor:
     return computed(rm.torch.patch(rm.torch.unpatch(copy.deepcopy(model))))
 
 
-# ---------------------------------------------------------------------------------------------- writes
+# ------------------------------------------------------------------------------------------- writes
 def down(model: Any) -> Any:
     return model.model.layers[0].mlp.down_proj
 
@@ -238,7 +238,7 @@ def test_a_push_after_each_step(pair: Pair, case: helpers.Case) -> None:
     assert (batch.of(scored(model, batch)) == batch.recorded).all()
 
 
-# ---------------------------------------------------------------------------------------------- in the middle of a pass
+# -------------------------------------------------------------------------- in the middle of a pass
 def synced_and_pushed(model: Any, generator: rm.Generator) -> None:
     """The generator ends up serving the model's weights again, in the memory of before."""
     for _ in range(2):

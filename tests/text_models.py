@@ -47,7 +47,7 @@ def _fast(tokenizer: Any, **special: Any) -> Any:
 
 
 def byte_level(at: Path) -> Any:
-    """As GPT-2's, Llama 3's and Qwen's: every byte is a token."""
+    """Like GPT-2's, Llama 3's and Qwen's: every byte is a token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
@@ -65,7 +65,7 @@ def byte_level(at: Path) -> Any:
 
 
 def metaspace(at: Path) -> Any:
-    """As Llama 2's tokenizer.json: a text gets a space before it, which the decoder removes."""
+    """Like Llama 2's tokenizer.json: a text gets a space before it, which the decoder removes."""
     from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 
     made = Tokenizer(models.BPE(unk_token=UNKNOWN, fuse_unk=True, byte_fallback=True))
@@ -128,7 +128,7 @@ def sentencepiece(at: Path) -> Any:
 
 
 def unigram(at: Path) -> Any:
-    """As T5's and XLM-R's: pieces with scores, and Metaspace as the decoder."""
+    """Like T5's and XLM-R's: pieces with scores, and Metaspace as the decoder."""
     from sentencepiece import SentencePieceProcessor
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -339,7 +339,8 @@ void rm_sync_undo_push(rm_store *store, const char *name, size_t length) {
   if (!store->open) return;
   const rm_code code = rm_names_resolve(store->params, name, length, &store->target, &err);
   if (code || !store->target.n_pieces) {
-    store->report.n_skipped -= !code || (code == RM_E_UNEXPECTED_KEY && store->options.allow_partial);
+    const int was_allowed = code == RM_E_UNEXPECTED_KEY && store->options.allow_partial;
+    store->report.n_skipped -= !code || was_allowed;
     rm_error_clear(&err);
     return;
   }
@@ -358,7 +359,8 @@ static int keeps_value(const rm_store *store, int64_t index) { return store->has
 
 // Whether this is a tied embedding that was pushed under the name of lm_head alone.
 static int came_as_head(const rm_store *store, int64_t index) {
-  return index == store->tied_embed && !(store->flags[index] & SEEN) && (store->flags[store->tied_head] & SEEN);
+  if (index != store->tied_embed || (store->flags[index] & SEEN)) return 0;
+  return (store->flags[store->tied_head] & SEEN) != 0;
 }
 
 // Whether a parameter is missing: required, or optional with a push that failed half way.
@@ -429,7 +431,8 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
   if (code) rm_sync_abort(store);
   const int64_t n = store->params->n, embed = store->tied_embed;
   if (!code && embed >= 0 && came_as_head(store, embed)) {
-    for (int half = 0; half < 2; half++) store->staged.sums[half * n + embed] = store->staged.sums[half * n + store->tied_head];
+    uint64_t *sums = store->staged.sums;
+    for (int half = 0; half < 2; half++) sums[half * n + embed] = sums[half * n + store->tied_head];
     store->staged.counts[embed] = 1;
     store->flags[embed] |= SEEN;
   }

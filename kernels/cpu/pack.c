@@ -359,8 +359,8 @@ static void write_run(const rm_pack_args *args, const packed_run *run, rows16 *r
   }
 }
 
-// Fetches a row of the next run, whose pieces are too short for the processor's own prefetching: into the
-// second cache, since rows that are CROWD apart would replace one another in the first.
+// Fetches a row of the next run, whose pieces are too short for the processor's own prefetching.
+// The second cache is the target, since rows that are CROWD apart replace one another in the first.
 static void fetch_ahead(const rm_pack_args *args, const char *ahead, int row, int64_t n) {
   const int64_t size = src_bytes(args->src_dtype);
   if (args->col_stride != 1) return;

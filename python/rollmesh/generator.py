@@ -34,7 +34,7 @@ from rollmesh.request.driver import Driver, Prompt, sequences_of
 from rollmesh.request.outputs import RequestOutput, SelfTestReport, SyncReport
 from rollmesh.request.requests import Requests
 from rollmesh.request.sampling import SamplingParams, logit_edit_names
-from rollmesh.request.text import TextCodec, tokenizer_of_folder
+from rollmesh.request.text import Chat, TextCodec, tokenizer_of_folder
 from rollmesh.runtime import cublas
 from rollmesh.runtime.arguments import (
     PARTS,
@@ -326,8 +326,10 @@ class Generator:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """generate for chats: one list of {role, content}, or several. What follows `timeout` is of the tokenizer's apply_chat_template;
-        chat_template_kwargs: variables of the template, such as enable_thinking. RequestError: a tokenizer without it, messages of other
-        fields than text, and what the template refuses."""
+        chat_template_kwargs: variables of the template, such as enable_thinking.
+
+        A chat is a RequestError of its request if the tokenizer has no template, if a message has
+        other content than text, or if the template refuses it."""
         if self._codec is None:
             raise RequestError("chat: expected a generator with a tokenizer of transformers, got one without a tokenizer")
         chats = items_of(RequestError, "messages", messages)
@@ -335,7 +337,7 @@ class Generator:
             chats = [chats]
         options: dict[str, Any] = {"tools": tools, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
         options |= {"continue_final_message": continue_final_message, **(chat_template_kwargs or {})}
-        prompts = [self._codec.encode_chat(chat, options) for chat in chats]
+        prompts = [Chat(chat, options) for chat in chats]
         return self._driver.generate(prompts, params, use_tqdm, on_error, timeout)
 
     def submit(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[int]:

@@ -26,7 +26,7 @@ from rollmesh.cli.options import (
     take_run_settings,
 )
 from rollmesh.cli.weights import random_weights
-from rollmesh.request.text import TextCodec
+from rollmesh.request.text import Chat
 from rollmesh.runtime.messages import plain, shown
 
 KEYS = ("prompt", "messages", "prompt_token_ids")
@@ -152,8 +152,8 @@ def _rows(args: argparse.Namespace) -> list[tuple[str, Any]]:
     return rows
 
 
-def _prompt(where: str, row: Any, chat: bool, tokenizer: Any) -> str | list[int]:
-    """A prompt for Generator.generate, which encodes the text. It depends on its own row only."""
+def _prompt(where: str, row: Any, chat: bool, tokenizer: Any) -> str | Chat | list[int]:
+    """A prompt for Generator.generate, which encodes it. It depends on its own row only."""
     if not isinstance(row, dict) or len(row.keys() & set(KEYS)) != 1:
         raise rm.ConfigError(
             f"{where}expected an object with one of {', '.join(KEYS)}, got {shown(row)}"
@@ -178,10 +178,7 @@ def _prompt(where: str, row: Any, chat: bool, tokenizer: Any) -> str | list[int]
         raise rm.ConfigError(
             f"{where}messages: expected a list of {{role, content}}, got {shown(messages)}"
         )
-    try:
-        return TextCodec(tokenizer).encode_chat(messages, {"add_generation_prompt": True})
-    except rm.RequestError as error:
-        raise rm.RequestError(f"{where}{error}") from error
+    return Chat(messages, {"add_generation_prompt": True})
 
 
 def _ids(text: str) -> list[int]:

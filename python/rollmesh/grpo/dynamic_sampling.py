@@ -3,10 +3,9 @@
 A group of equal rewards has no advantage, and generating it was for nothing; the same is true of a
 group without a judged reward. With [rollout] filter_groups such groups are left out, and as many
 other prompts are drawn and generated, until the step has all its groups, max_num_gen_batches
-batches were generated, or no prompt is left. What is still missing then is filled up with groups
-of equal rewards, so that every step has the same shape: a run on data that is too hard or too easy
-goes on and shows it in `flat_groups`. Rejected: ending such a run, as verl does, because the data
-may only be too hard so far.
+batches were generated, or the prompts are used up. The step is then filled up with groups of equal
+rewards, so that every step has the same shape. `flat_groups` shows it on data that is too hard or
+too easy. Rejected: ending such a run, as verl does, because the data may only be too hard so far.
 
 Prompts and seeds are functions of (run seed, step, prompts drawn before), so a resumed run is the same run where its rewards are functions
 too. A step draws no prompt twice.

@@ -1,8 +1,7 @@
 """Where a run's numbers go: DIR/metrics.jsonl always, TensorBoard events beside it, curves.png drawn from them; completions.jsonl.
 
-Line n describes version n of the weights, see loop.py. A mean of no values is null.
-A resumed run keeps the lines before its first step and drops the rest, so the file reads as one
-run.
+Line n describes version n of the weights, see loop.py. Means without values are null. A resumed run
+keeps the lines before its first step and drops the rest, so the file reads as one run.
 """
 
 from __future__ import annotations
@@ -156,6 +155,8 @@ def draw_curves(lines: list[Metrics], path: Path) -> None:
         ("seconds a step", ("generate_s", "update_s", "sync_s"), "log"),
     ]
     for axes, (title, names, scale) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        if not any((m.get(name) or 0) > 0 for m in lines for name in names):
+            scale = "linear"  # a log scale leaves out zeros
         for name in names:
             points = [
                 (m["step"], m[name])

@@ -60,7 +60,8 @@ def load_model(folder: Path, dtype: str, ignore: tuple[str, ...] = ()) -> Any:
     """ignore: keys of the config, and names of tensors as SafetensorsFolder takes them.
 
     Errors name the folder and, of each kind, the tensors: MissingKeyError, UnexpectedKeyError,
-    ShapeError, DTypeError, TiedWeightError, FormatError; ConfigError for a config that is not supported."""
+    ShapeError, DTypeError, TiedWeightError, FormatError; ConfigError for a config that is not
+    supported."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollmesh.errors import ConfigError
 from rollmesh.model.rope import MAX_FLOAT, ROPE_TABLES
-from rollmesh.runtime.messages import shown
+from rollmesh.runtime.messages import plain, shown
 
 # The engine's (csrc/model/spec.c). Here too, because Python's integers have no end and plans are made without an engine.
 MAX_VOCAB, MAX_WIDTH, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_EXPERTS = 1 << 26, 1 << 22, 1024, 1 << 14, 1024, 16384
@@ -17,7 +17,8 @@ MAX_POSITION = 2**62
 
 def without(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
     """The config without the keys in `ignore`. "rope_scaling.attn_factor" is a key of the table
-    rope_scaling, for which rope_parameters, its name in transformers 5, stands too."""
+    rope_scaling, for which rope_parameters, its name in transformers 5, stands too. A table of
+    ignored keys alone is left out."""
     names = set(ignore)
     for name in ignore:
         table, _, key = name.partition(".")
@@ -29,16 +30,21 @@ def without(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any
 def _without(table: Mapping[str, Any], names: set[str], path: str) -> dict[str, Any]:
     kept = {}
     for key, value in table.items():
-        name = f"{path}{key}" if isinstance(key, str) else ""
+        name = path + key_name(key)
         if name in names:
             continue
-        has_named = (
-            isinstance(value, Mapping)
-            and name
-            and any(other.startswith(f"{name}.") for other in names)
-        )
-        kept[key] = _without(value, names, f"{name}.") if has_named else value
+        if isinstance(value, Mapping) and any(other.startswith(f"{name}.") for other in names):
+            rest = _without(value, names, f"{name}.")
+            if rest or not value:
+                kept[key] = rest
+        else:
+            kept[key] = value
     return kept
+
+
+def key_name(key: Any) -> str:
+    """The name by which `ignore` takes a key; a dict may have keys of other types than str."""
+    return key if isinstance(key, str) else plain(key)
 
 
 class Reader:

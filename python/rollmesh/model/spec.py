@@ -37,6 +37,7 @@ from rollmesh.model.reader import (
     MAX_VOCAB,
     MAX_WIDTH,
     Reader,
+    key_name,
     without,
 )
 from rollmesh.runtime.arguments import ACTIVATIONS, choice
@@ -514,7 +515,7 @@ def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
         if key not in used and key not in _IRRELEVANT and key not in _UNSUPPORTED and value is not None and value is not False
     ]
     if unknown := unknown + _rope.unknown_keys(values):
-        names = tuple(key for key, _ in unknown if isinstance(key, str))
+        names = tuple(key_name(key) for key, _ in unknown)
         error = ConfigError(
             f"unknown config keys: {listed(unknown)}; ignore={shown(names)} reads the config "
             "without them"

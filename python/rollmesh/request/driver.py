@@ -18,14 +18,14 @@ from rollmesh.request.arguments import naming_prompt, param_list, prompt_list, r
 from rollmesh.request.outputs import RequestOutput
 from rollmesh.request.requests import Requests, token_ids
 from rollmesh.request.sampling import SamplingParams
-from rollmesh.request.text import TextCodec
+from rollmesh.request.text import Chat, TextCodec
 from rollmesh.runtime.arguments import choice, deadline_of, integer, part_names
 from rollmesh.runtime.engine_views import Ids
 from rollmesh.runtime.progress import Progress
 from rollmesh.runtime.turn import Turn
 
 PAUSE_POLL_S = 0.02
-Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+Prompt = str | Chat | Sequence[int] | NDArray[np.integer[Any]]
 
 
 class Driver:
@@ -186,10 +186,13 @@ class Driver:
 
     def _add(self, prompt: Prompt, params: SamplingParams, index: int) -> int:
         with naming_prompt(index):
-            if not isinstance(prompt, str):
+            if not isinstance(prompt, (str, Chat)):
                 return self._requests.add(token_ids(prompt), params)
             if self._codec is None:
                 raise RequestError("expected token ids, since the generator has no tokenizer, got text")
+            if isinstance(prompt, Chat):
+                ids = self._codec.encode_chat(prompt.messages, prompt.options)
+                return self._requests.add(token_ids(ids), params)
             return self._requests.add(token_ids(self._codec.encode(prompt)), params, prompt)
 
     def _before_step(self) -> None:

@@ -16,7 +16,8 @@ from rollmesh.request.text import TextCodec
 from rollmesh.runtime.engine_views import Ids
 from rollmesh.runtime.messages import shown
 
-LINE = "\n"  # ends a line; no tokenizer merges it with a word
+# Texts before a word. Few tokenizers merge a newline with a word, or "(" with a newline.
+BEFORE = ("\n", "(")
 
 
 class LogitEdits(NamedTuple):
@@ -67,13 +68,13 @@ def _word_ids(
     codec: TextCodec | None,
     vocab_size: int,
 ) -> Collection[tuple[int, ...]]:
-    """Returns the token ids of bad_words in every spelling: with and without a space before the word,
-    at the beginning of a text and inside one, where a tokenizer may add or merge a space."""
+    """Returns the token ids of bad_words in every spelling: with and without a space before the
+    word, at the beginning of a text and inside one, where a tokenizer may add or merge a space."""
     if not params.bad_words:
         return ()
     if codec is None:
         raise RequestError(f"bad_words: expected none, since the generator has no tokenizer, got {shown(params.bad_words)}")
-    before = codec.encode(LINE, special_tokens=False)
+    contexts = [(text, codec.encode(text, special_tokens=False)) for text in BEFORE]
     words: dict[tuple[int, ...], None] = {}  # in order, each once
     for word in params.bad_words:
         plain = word.lstrip(" ")
@@ -81,9 +82,10 @@ def _word_ids(
             raise RequestError(f"bad_words: expected words of at least one token, got {shown(word)}")
         for text in (plain, " " + plain):
             words[tuple(codec.encode(text, special_tokens=False))] = None
-            inside = codec.encode(LINE + text, special_tokens=False)
-            if inside[: len(before)] == before and len(inside) > len(before):
-                words[tuple(inside[len(before) :])] = None
+            for before, ids in contexts:
+                inside = codec.encode(before + text, special_tokens=False)
+                if inside[: len(ids)] == ids and len(inside) > len(ids):
+                    words[tuple(inside[len(ids) :])] = None
     if wrong := [token for ids in words for token in ids if not 0 <= token < vocab_size]:
         raise RequestError(f"bad_words: expected token ids in [0, {vocab_size}) from the tokenizer, got {wrong[0]}")
     return words

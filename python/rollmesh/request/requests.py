@@ -22,7 +22,7 @@ from rollmesh.request.logit_edits import LogitEdits, logit_edits
 from rollmesh.request.outputs import CompletionOutput, Contract, RequestMetrics, RequestOutput, TopLogprobs
 from rollmesh.request.sampling import SamplingParams
 from rollmesh.request.text import Detokenizer, TextCodec
-from rollmesh.runtime.engine_views import CONTRACT_VERSION, Finish, Ids, RequestView
+from rollmesh.runtime.engine_views import CONTRACT_VERSION, Ids, RequestView
 from rollmesh.runtime.messages import shown
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -215,14 +215,17 @@ class Requests:
     def _watch(self, request: int) -> None:
         record = self._records[request]
         running = False
-        for sample in range(len(record.texts)):
-            running |= self._read(request, record, sample) is None
+        for sample, text in enumerate(record.texts):
+            finish = self._engine.tokens(request, sample, text.num_tokens)[0]
+            running |= finish is None
+            if finish not in ("abort", "error"):  # their text is read when the output is taken
+                self._read(request, record, sample)
         if not running:
             self._watched.discard(request)
 
-    def _read(self, request: int, record: _Request, sample: int) -> Finish:
-        """Decodes the tokens of a sample that have come since it was last read, and ends it at a stop
-        string. Where a Ctrl-C came between, the engine drops the tokens after the string."""
+    def _read(self, request: int, record: _Request, sample: int) -> None:
+        """Decodes the new tokens of a sample and ends the sample at a stop string. If a Ctrl-C
+        delayed this, the engine drops the tokens after the string."""
         text = record.texts[sample]
         finish, fresh = self._engine.tokens(request, sample, text.num_tokens)
         tokens = fresh.tolist() if text.found is None else []
@@ -233,7 +236,6 @@ class Requests:
                 break
         if text.found is not None and finish in (None, "length", "stop"):
             self._engine.stop_sample(request, sample, text.num_tokens)
-        return finish
 
     @followed("requests")
     def abort(self, requests: Iterable[int]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rollmesh.errors import RequestError
-from rollmesh.runtime.arguments import MAX_TOKENS, REAL, items_of
+from rollmesh.runtime.arguments import MAX_TOKENS, REAL, is_unicode, items_of
 from rollmesh.runtime.messages import shown
 
 MAX_SEED = 2**64
@@ -136,6 +136,10 @@ class SamplingParams:
             strings = items_of(RequestError, name, strings, MAX_TOKENS)
         if not isinstance(strings, list) or not all(isinstance(text, str) and text for text in strings):
             raise RequestError(f"{name}: expected a non-empty string or a sequence of them, got {shown(given)}")
+        if wrong := [text for text in strings if not is_unicode(text)]:
+            raise RequestError(
+                f"{name}: expected text without half of a surrogate pair, got {shown(wrong[0])}"
+            )
         return tuple(map(str.__str__, strings))  # a str each, not NumPy's: ranks compare and send them
 
     def _ids(self, name: str) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
-"""Text in and out; the engine knows only token ids. One interface for all kinds of tokenizers, how
-one is read from a folder, and the text of a sample while its tokens come in.
+"""Text in and out, since the engine has only token ids: one interface for all kinds of tokenizers,
+reading one from a folder, and the text of a sample while its tokens come in.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.errors import ConfigError, RequestError
+from rollmesh.runtime.arguments import is_unicode
 from rollmesh.runtime.messages import plain, shown
 
 REPLACEMENT = "\ufffd"
@@ -54,6 +56,14 @@ def load_tokenizer(file: Path) -> Any:
         raise ConfigError(f"{plain(file)}: expected a tokenizer.json: {plain(error)}") from error
 
 
+@dataclass(frozen=True)
+class Chat:
+    """A prompt that a chat template renders. options: of apply_chat_template."""
+
+    messages: Any
+    options: Mapping[str, Any]
+
+
 class TextCodec:
     """`tokenizer` is a transformers tokenizer or a tokenizers.Tokenizer."""
 
@@ -64,24 +74,24 @@ class TextCodec:
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, special tokens added as the tokenizer does by default."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # for which tokenizers have a bare TypeError
-            raise RequestError(f"expected text without half of a surrogate pair, got {shown(text)}") from error
+        if not is_unicode(text):  # for which tokenizers have a bare TypeError
+            raise RequestError(f"expected text without half of a surrogate pair, got {shown(text)}")
         encoded = self.tokenizer.encode(text) if special_tokens else self.tokenizer.encode(text, add_special_tokens=False)
         ids = getattr(encoded, "ids", encoded)
         if not isinstance(ids, Sequence):
             raise RequestError(f"expected a list of token ids from the tokenizer, got {type(ids).__name__}")
         return list(ids)
 
-    def encode_chat(self, messages: Any, options: dict[str, Any]) -> list[int]:
+    def encode_chat(self, messages: Any, options: Mapping[str, Any]) -> list[int]:
         """Token ids of a chat, as the tokenizer's template renders it. options: of apply_chat_template."""
         if not callable(getattr(self.tokenizer, "apply_chat_template", None)):
             raise RequestError(f"chat: expected a tokenizer of transformers, with a chat template, got {type(self.tokenizer).__name__}")
         messages = _messages(messages)
         try:
             text = self.tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
-            return list(self.tokenizer.encode(text, add_special_tokens=False))
+            return self.encode(text, special_tokens=False)
+        except RequestError as error:
+            raise RequestError(f"chat: {error}") from error
         except Exception as error:
             raise RequestError(f"chat: expected messages that the template takes, got {type(error).__name__}: {plain(error)}") from error
 
@@ -104,8 +114,9 @@ def _decode_of(tokenizer: Any) -> Callable[..., Any]:
 
     def decode(ids: list[int], skip_special_tokens: bool) -> Any:
         known = [token for token in ids if token < len(tokenizer)]
-        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-        return tokenizer.decode(known, **options)
+        return tokenizer.decode(
+            known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
 
     return decode
 
@@ -116,8 +127,8 @@ def rendered_chat(tokenizer: Any, messages: Any, **options: Any) -> str:
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
-    """Returns messages as vLLM gives them to a template: content None beside tool calls is "", and
-    the arguments of a tool call are an object where they are JSON."""
+    """Returns messages as vLLM gives them to a template: content None beside tool calls becomes "",
+    and JSON in the arguments of a tool call becomes an object."""
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
         raise RequestError(f"chat: expected messages of {{role, content}}, got {shown(messages)}")
     return [_message(message) for message in messages]

@@ -25,6 +25,15 @@ MAX_GIB = 2**20
 MIN_FLOAT64 = 2.2250738585072014e-308  # the smallest normal one; the engine takes smaller ones for 0
 
 
+def is_unicode(text: str) -> bool:
+    """False for half of a surrogate pair: no tokenizer encodes or decodes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def choice(name: str, value: Any, words: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in words:
         raise ConfigError(f"{name}: expected one of {', '.join(words)}, got {shown(value)}")

@@ -1,4 +1,4 @@
-"""Threads for the library's own work, where the system may refuse to start one (RLIMIT_NPROC, a pids
+"""Threads for the library's own work. The system may refuse to start one (RLIMIT_NPROC, a pids
 cgroup)."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REFUSED = "can't start new thread"  # CPython's message
 
 @contextmanager
 def starting(what: str) -> Iterator[None]:
-    """Raises CapacityError where CPython raises its RuntimeError for a thread that the system refuses."""
+    """Raises CapacityError if the system refuses a thread; CPython raises a RuntimeError."""
     try:
         yield
     except RuntimeError as error:
@@ -38,11 +38,11 @@ async def to_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs)
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T], num_threads: int) -> list[R]:
-    """The results of a function for each item, in order, computed by at most `num_threads` threads.
+    """Returns the results of a function for each item, in order, computed by at most `num_threads`
+    threads.
 
-    The caller's thread is one of them, so one thread starts none, and threads that the system refuses
-    are done without. After an error no further item begins; the first error is raised when all
-    threads have ended.
+    The caller's thread is one of them. It also does the work of threads that the system refuses.
+    After an error no further item begins; the first error is raised when all threads have ended.
     """
     todo = list(enumerate(items))[::-1]
     results: dict[int, R] = {}

@@ -208,7 +208,9 @@ class RollmeshGenerator(Actor, Configurable):
         else:
             source = await pull_shards(await to_thread(self._shards, await names()))
         keep_kv = not self.config.reset_running_requests_on_weight_sync
-        report = await to_thread(self.gen.sync_weights, source, version=version, inflight="keep", keep_kv=keep_kv)
+        report = await to_thread(
+            self.gen.sync_weights, source, version=version, inflight="keep", keep_kv=keep_kv
+        )
         self.policy_version = report.version
 
     @concurrent_endpoint

@@ -7,7 +7,17 @@ token_dispatchers      expert-parallel dispatch and combine
 
 from rollmesh.torch import functions
 from rollmesh.torch.dispatch import Dispatched, TokenDispatcher, token_dispatcher, token_dispatchers
-from rollmesh.torch.patch import Scored, WeightUse, forget, logprobs, patch, push, state_dict, unpatch, weight_use
+from rollmesh.torch.patch import (
+    Scored,
+    WeightUse,
+    forget,
+    logprobs,
+    patch,
+    push,
+    state_dict,
+    unpatch,
+    weight_use,
+)
 from rollmesh.torch.sequences import Sequences
 
 __all__ = [

@@ -14,7 +14,6 @@ only looks for changes since then.
 from __future__ import annotations
 
 import copy
-import inspect
 import weakref
 from functools import partial
 from types import FunctionType
@@ -56,7 +55,7 @@ class _Module(NamedTuple):
     num_attributes: int
     hooks: int
     compared: list[tuple[str, Any]]  # attributes and their values
-    tensors: list[tuple[str, str, Any, Any, Any]]  # kind, name, class, shape, dtype
+    tensors: list[tuple[str, str, Any]]  # kind, name, what _form says
     children: list[tuple[str, Any]]
 
     @staticmethod
@@ -69,13 +68,7 @@ class _Module(NamedTuple):
             sum(len(own[kind]) for kind in HOOKS),
             [(name, own[name]) for name in names],
             [
-                (
-                    kind,
-                    name,
-                    type(tensor),
-                    getattr(tensor, "shape", None),
-                    getattr(tensor, "dtype", None),
-                )
+                (kind, name, _form(tensor))
                 for kind in ("_parameters", "_buffers")
                 for name, tensor in own[kind].items()
             ],
@@ -94,11 +87,8 @@ class _Module(NamedTuple):
             self.children
         ):
             return False
-        for kind, name, cls, shape, dtype in self.tensors:
-            tensor = own[kind].get(name)
-            if type(tensor) is not cls or (
-                tensor is not None and (tensor.shape != shape or tensor.dtype is not dtype)
-            ):
+        for kind, name, form in self.tensors:
+            if _form(own[kind].get(name)) != form:
                 return False
         for name, ref in self.children:
             if children.get(name) is not (None if ref is None else ref()):
@@ -118,7 +108,8 @@ class _Module(NamedTuple):
 class _Seen(NamedTuple):
     template: Any
     spec: ModelSpec
-    config: dict[str, Any]
+    configs: list[tuple[Any, dict[str, Any]]]  # the model's and other ones, each with a copy
+    code: list[tuple[Any, str, Any]]  # a class or the globals of a function, a name and its value
     modules: list[_Module]
     lora: list[Any]
     rope: list[Tensor]
@@ -141,7 +132,8 @@ def check(model: Any, spec: ModelSpec) -> None:
     if spec.tie_word_embeddings and not is_tied:
         raise ConfigError(
             "lm_head: expected the weight of embed_tokens, since tie_word_embeddings=True, got "
-            "another one; train both as one, or set tie_word_embeddings=False for model and generator"
+            "another one; train both as one, or set tie_word_embeddings=False for model and "
+            "generator"
         )
 
 
@@ -164,7 +156,12 @@ def _is_unchanged(model: Any, seen: _Seen) -> bool:
     same = all(
         a.device == b.device and torch.equal(a, b) for a, b in zip(rope, seen.rope, strict=True)
     )
-    return same and vars(model.config) == seen.config
+    return (
+        same
+        and model.config is seen.configs[0][0]
+        and all(vars(config) == before for config, before in seen.configs)
+        and all(_value(place, name) is value for place, name, value in seen.code)
+    )
 
 
 def _rope_buffers(model: Any) -> list[Tensor]:
@@ -174,20 +171,16 @@ def _rope_buffers(model: Any) -> list[Tensor]:
 
 # -------------------------------------------------------------------------------- a comparison
 def _compared(model: Any, spec: ModelSpec, seen: _Seen | None) -> _Seen:
-    if seen is not None and seen.spec == spec:
-        template = seen.template
-        _check_config(model.config, spec, seen.config)
-    else:
-        template = _template(model, spec)
+    _check_config(model.config, spec)
+    template = seen.template if seen is not None and seen.spec == spec else _template(model, spec)
     compare = _Comparison(model)
     for name in ("model", "lm_head"):  # other children of the outermost module have no part in it
         compare.part(name, getattr(model, name, None), getattr(template, name))
     _check_rope(model, spec)
     _check_functions(model.config)
     rope = [buffer.clone() for buffer in _rope_buffers(model)]
-    return _Seen(
-        template, spec, copy.deepcopy(vars(model.config)), compare.seen, compare.lora, rope
-    )
+    configs = [(config, copy.deepcopy(vars(config))) for config in compare.configs]
+    return _Seen(template, spec, configs, compare.code, compare.seen, compare.lora, rope)
 
 
 def _check_rope(model: Any, spec: ModelSpec) -> None:
@@ -246,9 +239,15 @@ def _template(model: Any, spec: ModelSpec) -> Any:
         return family(copy.deepcopy(model.config))
 
 
-def _check_config(config: Any, spec: ModelSpec, before: dict[str, Any]) -> None:
-    """A config may be edited after patch where that changes nothing."""
-    now = ModelSpec.from_hf(config, ignore=tuple(vars(config).keys() - before.keys()))
+def _check_config(config: Any, spec: ModelSpec) -> None:
+    """A config may be edited after patch where that changes nothing. `patch` refused unknown keys,
+    so those that are there now are added ones."""
+    try:
+        now = ModelSpec.from_hf(config)
+    except ConfigError as error:
+        if not hasattr(error, "names"):
+            raise
+        now = ModelSpec.from_hf(config, ignore=error.names)
     for name, old, new in [
         *differences(spec, now),
         ("rope_parameters", spec.rope_settings, now.rope_settings),
@@ -273,6 +272,9 @@ def differences(one: ModelSpec, other: ModelSpec) -> list[tuple[str, Any, Any]]:
 class _Comparison:
     def __init__(self, model: Any):
         self.model, self.config = model, model.config
+        self.configs = [model.config]
+        self.code: list[tuple[Any, str, Any]] = []
+        self.classes: set[type] = set()  # whose code was compared
         self.seen: list[_Module] = []
         self.lora: list[Any] = []  # weak references to LoRA layers
 
@@ -321,9 +323,11 @@ class _Comparison:
                     f"got {shown(own.get(name))}{UNDO}"
                 )
         config = own.get("config", self.config)
-        if config is not self.config and config.to_dict() != self.config.to_dict():
-            raise ConfigError(f"{path}.config: expected the model's, got another one{UNDO}")
-        return names
+        if not any(config is each for each in self.configs):
+            if config.to_dict() != self.config.to_dict():
+                raise ConfigError(f"{path}.config: expected the model's, got another one{UNDO}")
+            self.configs.append(config)
+        return (*names, "config") if "config" in own else names
 
     def adapters(self, path: str, module: Any) -> None:
         """The adapters of a LoRA layer that take part."""
@@ -376,13 +380,13 @@ class _Comparison:
                     f"says, got {tuple(tensor.shape)}{UNDO}"
                 )
             is_plain = type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, DTensor)
+            place = _without_values(tensor)
             if (
                 not is_plain
                 or not tensor.is_floating_point()
                 or tensor.dtype.itemsize < 2
-                or tensor.is_meta
+                or place
             ):
-                place = " on the meta device" if tensor.is_meta else ""
                 raise ConfigError(
                     f"{path}.{name}: expected a tensor of float32, bfloat16, float16 or float64 "
                     f"numbers, got a {tensor.dtype} {type(tensor).__name__}{place}"
@@ -422,21 +426,31 @@ class _Comparison:
                 del hooks[key]
 
     def method(self, path: str, cls: Any) -> None:
-        """Checks that nobody replaced a class's forward method or the functions that it calls."""
+        """Checks that nobody replaced a class's forward method, what wraps it, or the functions that
+        it calls."""
+        if cls in self.classes:
+            return
+        self.classes.add(cls)
         home = next(each for each in cls.__mro__ if "forward" in vars(each))
-        forward = inspect.unwrap(vars(home)["forward"])
-        used = [forward.__globals__.get(name) for name in forward.__code__.co_names]
+        functions = [cls.forward]
+        while hasattr(functions[-1], "__wrapped__"):
+            functions.append(functions[-1].__wrapped__)
+        forward = functions[-1]
+        names = [(cls, "forward"), (cls, "__call__")]
+        names += [(forward.__globals__, name) for name in forward.__code__.co_names]
+        self.code += [(place, name, _value(place, name)) for place, name in names]
+        called = [value for _, _, value in self.code[-len(names) :]]
+        functions += [f for f in called if isinstance(f, FunctionType)]
         strange = [
             f
-            for f in used
-            if isinstance(f, FunctionType)
-            and not f.__module__.startswith(("transformers.", "torch."))
+            for f in functions
+            if f is not nn.Module.__call__ and not _home(f).startswith(("transformers.", "torch."))
         ]
-        if forward.__module__ != home.__module__ or strange:
+        if _home(forward) != home.__module__ or strange:
             function = (strange or [forward])[0]
             raise ConfigError(
                 f"{path}: expected {cls.__name__} as transformers has it, "
-                f"got one with {function.__module__}.{function.__qualname__}{UNDO}"
+                f"got one with {_home(function)}.{function.__qualname__}{UNDO}"
             )
 
     def class_message(self, path: str, cls: type, wanted: type) -> str:
@@ -476,6 +490,37 @@ def _function(hook: Any) -> Any:
     return function if hasattr(function, "__qualname__") else type(function)
 
 
+def _home(function: Any) -> str:
+    """The module whose code a function is. functools.wraps copies __module__ from another one."""
+    return str(getattr(function, "__globals__", {}).get("__name__", function.__module__))
+
+
+def _value(place: Any, name: str) -> Any:
+    return place.get(name) if isinstance(place, dict) else getattr(place, name)
+
+
+def _form(tensor: Any) -> Any:
+    """Returns what `tensors` compares of a parameter or buffer."""
+    if tensor is None:
+        return None
+    return type(tensor), tensor.shape, tensor.dtype, _without_values(tensor)
+
+
+def _without_values(tensor: Tensor) -> str:
+    """Says why the kernels cannot read a tensor's memory; "" if they can."""
+    if isinstance(tensor, DTensor):  # a forward pass gathers it
+        return ""
+    if tensor.is_meta:
+        return " on the meta device"
+    if tensor.layout is not torch.strided:
+        return f" of layout {tensor.layout}"
+    if tensor.is_neg():
+        return " that is lazily negated, which resolve_neg() computes"
+    if not tensor.untyped_storage().nbytes():
+        return " whose memory is freed"
+    return ""
+
+
 def _same(found: Any, wanted: Any) -> bool:
     """Whether two attributes are equal. Activations keep functions, partial ones and methods."""
     if type(found) is not type(wanted):
@@ -488,8 +533,8 @@ def _same(found: Any, wanted: Any) -> bool:
 
 
 def mark(values: Any) -> list[Any]:
-    """Identifies the floating-point tensors of a list, a model's output or a tensor by address and
-    by the number of writes to them."""
+    """Identifies the tensors of a list, a model's output or a tensor: floating-point ones by address
+    and by the number of writes to them, integers by their values."""
     each = (
         [values]
         if isinstance(values, Tensor)
@@ -497,8 +542,10 @@ def mark(values: Any) -> list[Any]:
         if isinstance(values, dict)
         else values or ()
     )
-    floats = [v for v in each if isinstance(v, Tensor) and v.is_floating_point()]
     return [
         (t.data_ptr(), t.dtype, t.shape, float(t.sum()) if t.is_inference() else t._version)
-        for t in floats
+        if t.is_floating_point()
+        else (t.dtype, t.shape, t.detach().cpu().numpy().tobytes())
+        for t in each
+        if isinstance(t, Tensor)
     ]

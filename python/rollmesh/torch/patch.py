@@ -14,8 +14,8 @@ A patched model is used as before: model(input_ids, attention_mask) gives logits
 
 Every forward pass packs the weights that the model has at that time, and drops the packed copies.
 
-It works under gradient checkpointing and accumulation, no_grad, inference_mode, and FSDP2 if decoder
-layers or the whole model are sharded (fully_shard). torch.compile leaves the patched parts
+It works under gradient checkpointing and accumulation, no_grad, inference_mode, and FSDP2 if
+decoder layers or the whole model are sharded (fully_shard). torch.compile leaves the patched parts
 uncompiled. LoRA (peft) is applied as merged weights, in the forward pass as in `push`.
 """
 
@@ -83,6 +83,7 @@ class _Wanted:
         self.chosen: Tensor = ids  # of rows, those whose next token is wanted
         self.made: Tensor = ids  # what lm_head gives
         self.written: list[Any] = []
+        self.read: list[Any] = []  # marks of the tensors that the model got
         self.experts: dict[int, Tensor] = {}  # of each MoE layer, [rows, top_k]
 
 
@@ -200,7 +201,7 @@ class Patch:
                 f"generator): {', '.join(said)}; make both with the same"
             )
 
-    # ---------------------------------------------------------------------------------------- weights
+    # -------------------------------------------------------------------------------------- weights
     def in_halves(self, qkv: list[Tensor], turned: int) -> list[Tensor]:
         """Weights or biases of q, k and v, with rows of q and k in the order that the kernels turn: the first `turned` of each head."""
         spec = self.spec
@@ -372,6 +373,7 @@ class _Base(_Called):
         input_ids = _check_ids(input_ids)
         rows = Sequences.of_batch((input_ids.shape[0], input_ids.shape[1]), attention_mask, position_ids)
         if patch.wanted is not None:
+            patch.wanted.read = parts.mark([input_ids, attention_mask, position_ids])
             rows = patch.wanted.rows = rows.without_last()
             if not rows.num_rows:
                 raise RequestError("input_ids: expected a sequence of at least 2 tokens, got 1 token in each")
@@ -532,8 +534,8 @@ def state_dict(model: Any) -> dict[str, Tensor]:
 
 def push(model: Any, generator: Generator, version: int | None = None, **options: Any) -> SyncReport:
     """Calls generator.sync_weights with a patched model's weights (`state_dict`) and these options;
-    cast is True. Model and generator share no memory, so a forward pass may run while another thread
-    syncs, sleeps or closes the generator."""
+    cast is True. Model and generator share no memory, so a forward pass may run while another
+    thread syncs, sleeps or closes the generator."""
     instead = ", or generator.sync_weights(model.state_dict(), cast=True) sends the weights of any other"
     made = _patch_of(model, instead)
     if not isinstance(generator, Generator):
@@ -556,7 +558,7 @@ class WeightUse(NamedTuple):
 
 
 def weight_use(model: Any) -> WeightUse:
-    """Deprecated: every forward pass packs all matrices. Sharing and keeping them does not exist."""
+    """Deprecated: every forward pass packs all matrices, and drops the packed copies."""
     spec = _patch_of(model).spec
     experts = 5 + 2 * bool(spec.shared_intermediate_size) + spec.shared_switch
     return WeightUse(0, 0, 1 + sum(experts if is_moe else 4 for is_moe in spec.is_moe_layer), None)
@@ -608,6 +610,12 @@ def _score_labels(inner: Any, temperature: float, entropy: bool, labels: Tensor,
 def _score(made: Patch, forward: Any, asked: _Wanted, given: dict[str, Any]) -> Scored:
     with _asking(made, asked):
         found = forward(**(given | {"use_cache": False, "return_dict": True})).logits[0]
+        names = ("input_ids", "attention_mask", "position_ids")
+        if asked.read != parts.mark([given.get(name) for name in names]):
+            raise ConfigError(
+                f"{', '.join(names)}: expected those of this call, got others; "
+                "remove the hook or wrapper that changes them"
+            )
         by_head = asked.made
         same = found.shape == by_head.shape and torch.allclose(
             found, by_head, rtol=0, atol=0, equal_nan=True

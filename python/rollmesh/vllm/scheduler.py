@@ -7,8 +7,8 @@ An exception in execute_model would end the whole engine. So a ModelRunnerOutput
 These requests end with finish_reason "error" and the message as stop_reason. Their KV pages are evicted from the prefix cache, to which
 vLLM adds a page when it allocates it, before it is computed. Requests with streaming input are failed here, at their first step.
 
-vLLM counts the cached tokens of a prompt when it schedules them. The worker recomputes pages of older
-weights, so it returns the number of tokens that the cache served:
+vLLM counts the cached tokens of a prompt when it schedules them. The worker recomputes pages of
+older weights, so it returns the number of tokens that the cache served:
 
     rollmesh_cached: dict[request id, int]
 

@@ -87,9 +87,11 @@ class _Sending:
         verify              the workers compare a checksum of each tensor that is copied; lent tensors have none
         lend                shm: tensors on GPUs (of any library, by DLPack) are lent to workers on GPUs of this machine, which read them
                             without a copy; others are copied. They must not change while `send`
-                            runs: an iterator must not use the memory of one for another. UnsupportedTensorError for GPU
-                            memory that no other process can open; ConfigError if a worker is on the CPU or does not see the tensors'
-                            GPU, or if a build has no CUDA library: lend=False copies through the host
+                            runs: an iterator must not use the memory of one for another.
+                            UnsupportedTensorError for GPU memory that no other process can
+                            open; ConfigError if a worker is on the CPU or does not see the tensors'
+                            GPU, or if a build has no CUDA library: lend=False copies through the
+                            host
         pause               pause generation during a send, unless it is paused already; running requests are kept. None: where that is
                             necessary (vLLM's LLM or AsyncLLM with several data parallel ranks) or may be (a server)
         master_address, master_port, num_workers

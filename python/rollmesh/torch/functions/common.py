@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from rollmesh import ops
 from rollmesh.errors import ShapeError, UnsupportedTensorError
+from rollmesh.ops.arguments import MAX_THREADS
 from rollmesh.torch import packing
 from rollmesh.torch.arrays import weight_array
 
@@ -23,7 +24,9 @@ BFLOAT16_ISAS = frozenset({"avx512bf16", "amx"})
 
 def how_for(x: Tensor, isa: str | None = None, threads: int | None = None) -> How:
     """Options of the ops on x's device; on the CPU as many threads as torch has."""
-    return {"isa": isa, "threads": 1 if x.is_cuda else torch.get_num_threads() if threads is None else threads}
+    if threads is None:
+        threads = 1 if x.is_cuda else min(torch.get_num_threads(), MAX_THREADS)
+    return {"isa": isa, "threads": 1 if x.is_cuda else threads}
 
 
 def rows_of(name: str, x: Any, width: int | None = None) -> Tensor:

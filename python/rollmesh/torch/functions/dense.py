@@ -136,9 +136,10 @@ class _Add(torch.autograd.Function):
     @staticmethod
     @backward_pass
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.saved_tensors:
+        saved = ctx.saved_tensors  # gradient checkpointing allows a single read
+        if not saved:
             return grad, grad, None, None
-        x, gate = ctx.saved_tensors
+        x, gate = saved
         share, wide = torch.sigmoid(gate.float()), grad.float()
         by_gate = (wide * x.float()).sum(1, keepdim=True) * share * (1 - share)
         return grad, (wide * share).to(x.dtype), by_gate.to(gate.dtype), None

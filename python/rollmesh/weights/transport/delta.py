@@ -137,8 +137,8 @@ class DeltaEncoder:
 
     def encode(self, source: Mapping[str, Any] | Iterable[tuple[str, Any]], version: int, *, whole: bool = False) -> bytes:
         """The message of a version: its changes against the version encoded last, or all of it at first, with whole=True, and where names,
-        shapes or dtypes have changed. Tensors of torch (on any device) or NumPy, in the dtype in which
-        they are sent. Each tensor is copied before the next one is asked for.
+        shapes or dtypes have changed. Tensors of torch (on any device) or NumPy, in the dtype in
+        which they are sent. Each tensor is copied before the next one is asked for.
 
         VersionError unless the number exceeds the last one; DuplicateKeyError, UnsupportedTensorError, DTypeError, LimitError for an entry.
         After an error, an exception of the source among them, the last version is the one before.
@@ -464,7 +464,10 @@ def header_size(start: bytes, num_bytes: int) -> int:
             "use the same release of rollmesh in trainer and generators"
         )
     if start[:8] != MAGIC or size > MAX_HEADER or num_bytes < START + size:
-        raise FormatError(f"expected a message of DeltaEncoder, got {num_bytes} bytes that begin with {start[:8]!r}")
+        raise FormatError(
+            f"expected a message of DeltaEncoder, got {num_bytes} bytes that begin with "
+            f"{start[:8]!r}"
+        )
     return size
 
 
@@ -480,7 +483,9 @@ def parse_header(start: bytes, text: bytes, num_bytes: int) -> Header:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"expected the header of a delta: {error!r:.200}") from error
     if length != num_bytes or sum(sum(row.sizes) for row in rows) != length:
-        raise FormatError(f"expected a delta with {length} bytes behind its header, got {num_bytes}")
+        raise FormatError(
+            f"expected a delta with {length} bytes behind its header, got {num_bytes}"
+        )
     for number in (version,) if base is None else (base, version):
         if type(number) is not int or not 0 <= number <= MAX_VERSION:
             raise FormatError(f"a delta's versions: expected integers in [0, {MAX_VERSION}], got {number!r:.80}")

@@ -9,8 +9,8 @@
 
 A file is written under another name and renamed, so that a reader never sees half of one. A reader
 that starts late, or has missed versions, takes the newest whole set and the deltas behind it,
-unless the deltas behind its own version lead as far. Files older than the whole set before the newest are
-removed: a reader that has begun a chain can still finish it.
+unless the deltas behind its own version lead as far. Files older than the whole set before the
+newest are removed: a reader that has begun a chain can still finish it.
 
 The folder belongs to one writer at a time, which holds a lock on its file `.lock` while it lives.
 Each file carries the id of its writer, the run. Files have the mode 0600, and a reader takes only
@@ -30,7 +30,6 @@ import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
 from rollmesh.errors import (
@@ -95,9 +94,9 @@ def _is_own(path: Path) -> bool:
 
 
 class DeltaWriter:
-    """The trainer's side. A folder has one writer at a time, until `close` or the end of a `with` block,
-    of the object or of the process. The next writer begins with a whole set, whose version has to
-    exceed those in the folder."""
+    """The trainer's side. A folder has one writer at a time, until `close` or the end of a `with`
+    block, of the object or of the process. The next writer begins with a whole set, whose version
+    has to exceed those in the folder."""
 
     def __init__(self, folder: str | Path, *, whole_every: int = 50):
         """StateError: the folder has another writer. AuthError: its lock is another user's.
@@ -123,13 +122,13 @@ class DeltaWriter:
         return self._found if self._encoder.version is None else self._encoder.version
 
     def publish(self, source: Mapping[str, Any] | Iterable[tuple[str, Any]], version: int | None = None) -> int:
-        """Writes a version and returns its number; None: the next one. Each tensor is copied before the
-        next one is asked for.
+        """Writes a version and returns its number; None: the next one. Each tensor is copied before
+        the next one is asked for.
 
-        Errors: of DeltaEncoder.encode; OSError (a full disk); StateError (the writer is closed). The
-        folder and the writer are as before then, and the call may be repeated. After an interrupt, the
-        property `version` shows whether the version was published. Old files that cannot be removed
-        are a warning of the logger `rollmesh`; the next call tries again.
+        Errors: of DeltaEncoder.encode; OSError (a full disk); StateError (the writer is closed).
+        They leave the folder and the writer as before, and the call may be repeated. After an
+        interrupt, the property `version` shows whether the version was published. If old files
+        cannot be removed, the logger `rollmesh` has a warning, and the next call tries again.
         """
         if self._lock.descriptor < 0:
             raise StateError(
@@ -149,7 +148,8 @@ class DeltaWriter:
         temporary = self._folder / f"{name}.{secrets.token_hex(4)}{TEMPORARY}"
         if os.path.lexists(path):
             raise VersionError(
-                f"{plain(path)}: expected no file of this version, got one; publish a higher version"
+                f"{plain(path)}: expected no file of this version, got one; "
+                "publish a higher version"
             )
         try:
             self._write(temporary, message)
@@ -172,7 +172,7 @@ class DeltaWriter:
     def __enter__(self) -> DeltaWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _take_folder(self) -> None:
@@ -248,8 +248,8 @@ def _opened(file: _File) -> BinaryIO:
             raise FormatError(f"expected a regular file, got mode {mode}")
         if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
             raise AuthError(
-                f"{path}: expected a file of this user or root without write permission for others, "
-                f"got owner {status.st_uid} and mode {mode}"
+                f"{path}: expected a file of this user or root without write permission for "
+                f"others, got owner {status.st_uid} and mode {mode}"
             )
         return open(descriptor, "rb")
     except BaseException:
@@ -281,8 +281,8 @@ class DeltaReader(DeltaDecoder):
     def refresh(self) -> int:
         """Reaches the newest version of the folder, by the deltas behind its own or from a whole set, and returns its number.
 
-        NotSyncedError: the folder has no whole set yet, or is gone. FormatError: a file is damaged or
-        not a regular file, and there is no newer whole set. The version reached so far stays, and the
+        NotSyncedError: the folder lacks a whole set, or is gone. FormatError: a file is damaged or
+        not a regular file, without a newer whole set. The version reached so far stays, and the
         next whole set is read. AuthError: a file belongs to another user, or others may write it.
         VersionError: the folder was begun again by another run. CapacityError: no memory
         for a whole set. StateError: a sync reads this version. OSError: the folder cannot be read."""
@@ -331,8 +331,8 @@ class DeltaReader(DeltaDecoder):
                     header = _header(file, stream)
                 if header.run != self.run:
                     raise VersionError(
-                        f"{plain(file.path)}: expected run {str(self.run)[:8]} of the version that is "
-                        f"served, got run {header.run[:8]}; the folder was begun again: "
+                        f"{plain(file.path)}: expected run {str(self.run)[:8]} of the version that "
+                        f"is served, got run {header.run[:8]}; the folder was begun again: "
                         "make a new DeltaReader"
                     )
 

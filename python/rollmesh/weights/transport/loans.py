@@ -151,8 +151,8 @@ class Lender:
         self._gpus: _core.Gpus | None = None  # from the first tensor on a GPU
 
     def take(self, name: str, tensor: Any, copy: bool = False) -> NDArray[Any] | Held:
-        """A tensor on a GPU as Held, to be lent; any other as an array, copied if asked for. Gathers a
-        DTensor."""
+        """A tensor on a GPU as Held, to be lent; any other as an array, copied if asked for.
+        Gathers a DTensor."""
         whole = tensor.full_tensor() if callable(getattr(tensor, "full_tensor", None)) else tensor
         if not is_on_gpu(whole):
             return (own_array if copy else as_array)(name, whole)

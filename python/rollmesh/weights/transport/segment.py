@@ -265,16 +265,19 @@ class Segment:
         return self._states().count(HAS_READ)
 
     def num_reading(self) -> int:
-        return sum(is_locked(self._file.descriptor, READERS + i) for i, state in enumerate(self._states()) if state == READS)
+        return sum(state == READS and self._is_held(i) for i, state in enumerate(self._states()))
 
     def lost_reader(self) -> bool:
         """Whether a reader's process ended while it read the open loan. Reports each such reader once."""
         for i, state in enumerate(self._states()):
-            if state != READS or is_locked(self._file.descriptor, READERS + i) or self._states()[i] != READS:
+            if state != READS or self._is_held(i) or self._states()[i] != READS:
                 continue
             os.pwrite(self._file.descriptor, bytes([FREE]), READERS + i)
             return True
         return False
+
+    def _is_held(self, reader: int) -> bool:
+        return is_locked(self._file.descriptor, READERS + reader)
 
     def _states(self) -> bytes:
         return os.pread(self._file.descriptor, MAX_READERS, READERS)
@@ -345,8 +348,8 @@ class MappedSegment:
         return self._memory[self._start : self._start + size]
 
     def require_whole(self) -> None:
-        """FormatError if the file has been truncated: an access to a lost page would end the process
-        with SIGBUS."""
+        """FormatError if the file has been truncated: an access to a lost page would end the
+        process with SIGBUS."""
         if self._descriptor >= 0:  # -1: closed, while views are still read
             held = os.fstat(self._descriptor).st_size - self._start
             if held < self.size:

@@ -29,7 +29,14 @@ from rollmesh.errors import AuthError, ConfigError, DeadlineError, FormatError, 
 from rollmesh.runtime.arguments import deadline_of, integer
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.loans import Held, Lender, ReceivedTensors
-from rollmesh.weights.transport.manifest import NO_SUM, check_new_name, describe, fill, lay_out, parse
+from rollmesh.weights.transport.manifest import (
+    NO_SUM,
+    check_new_name,
+    describe,
+    fill,
+    lay_out,
+    parse,
+)
 from rollmesh.weights.transport.segment import FOLDER, MAX_READERS, PREFIX, MappedSegment, Segment
 from rollmesh.weights.transport.tensors import (
     as_array,
@@ -69,11 +76,12 @@ class SharedWriter:
     def publish(self, source: Mapping[str, Any] | Iterable[tuple[str, Any]], version: int | None = None, *, lend_to: int = 0) -> int:
         """Copies the tensors into a new version and makes it the current one. Returns its number.
 
-        Takes NumPy arrays and torch tensors on any device. Each tensor of an iterator, or of a mapping
-        that is not a dict, is copied before the next one is asked for, which takes host memory for a
-        second copy of the set. VersionError if the number does not increase or is not an integer below
-        2^63; DuplicateKeyError for a repeated name; LimitError for a name that is not a str, empty or
-        too long; CapacityError without memory. On any error the current version stays.
+        Takes NumPy arrays and torch tensors on any device. Each tensor of an iterator, or of a
+        mapping that is not a dict, is copied before the next one is asked for, which takes host
+        memory for a second copy of the set. VersionError if the number does not increase or is not
+        an integer below 2^63; DuplicateKeyError for a repeated name; LimitError for a name that is
+        not a str, empty or too long; CapacityError without memory. On any error the current version
+        stays.
 
         lend_to: the number of readers that will read tensors on GPUs (of any library, by DLPack) where they are. This call waits for
         kernels that still write them; afterwards they must not change, and are kept alive, until `wait_until_read` or `take_back`, before

@@ -1,9 +1,9 @@
 """Tensors as bytes, for the transports: views as NumPy arrays, checksums, buckets of bounded size.
 
 When a source is read: a dict, a list, a tuple or a dict's items() holds all its tensors at once,
-and views of them are kept until the call ends. Every other source, an iterator or a mapping of another
-class, may use the memory of an entry again for the next one. Such a source is read entry by entry,
-and each tensor is consumed (written, sent or copied) before the next one is asked for.
+and views of them are kept until the call ends. Every other source, an iterator or a mapping of
+another class, may use the memory of an entry again for the next one. Such a source is read entry by
+entry, and each tensor is consumed (written, sent or copied) before the next one is asked for.
 
 NumPy has no bfloat16. Here it is uint16 with metadata in the dtype, which views and slices keep and
 which Generator.sync_weights reads as bfloat16 (ext/tensor.c).
@@ -179,7 +179,7 @@ def own(tensor: Any) -> Any:
 
 
 def own_array(name: str, tensor: Any) -> NDArray[Any]:
-    """As as_array, but always a copy."""
+    """Returns a copy, in the form of as_array."""
     array = as_array(name, tensor)
     is_made = is_torch(tensor) and tensor.device.type != "cpu"
     return array if is_made or isinstance(tensor, _core.DeviceArray) else array.copy()
@@ -188,10 +188,10 @@ def own_array(name: str, tensor: Any) -> NDArray[Any]:
 def bucketed(
     entries: Iterable[tuple[str, Any]], bucket_bytes: int
 ) -> Iterator[list[tuple[str, Any]]]:
-    """Consecutive entries in buckets of at most bucket_bytes; a larger entry is a bucket by itself.
+    """Consecutive entries in buckets of at most bucket_bytes. A larger entry has its own bucket.
 
-    Copies the tensors unless `entries` is a dict's items(), a list or a tuple: an iterator may use the
-    memory of an entry again for the next one.
+    Copies the tensors unless `entries` is a dict's items(), a list or a tuple: an iterator may use
+    the memory of an entry again for the next one.
     """
     pairs = entries_of(entries)
     if not holds_tensors(entries):
