@@ -243,7 +243,6 @@ def test_a_reader_of_shared_memory_holds_one_version(writer: sources.SharedWrite
     assert held() == before
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 def test_a_forked_child_cannot_publish_or_remove(writer: sources.SharedWriter) -> None:
     writer.publish({"a": np.ones(3)}, 1)
     child = os.fork()
@@ -263,7 +262,7 @@ def test_a_forked_child_cannot_publish_or_remove(writer: sources.SharedWriter) -
 
 
 def test_an_interrupted_refresh(writer: sources.SharedWriter) -> None:
-    """The number is that of the tensors, and the reader can be used again though the traceback is kept."""
+    """The number is that of the tensors. A kept traceback does not keep the reader locked."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -286,6 +285,7 @@ def test_an_interrupted_refresh(writer: sources.SharedWriter) -> None:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 def test_shared_memory_takes_torch_tensors(writer: sources.SharedWriter, want: str) -> None:
     torch = pytest.importorskip("torch")
     mixed = {name: torch.nn.Parameter(torch.from_numpy(x).bfloat16()) for name, x in STATE.items()}

@@ -38,7 +38,8 @@ class SafetensorsFolder(Mapping[str, Any]):
 
     Values are torch tensors where torch is installed, else NumPy arrays (bfloat16 then needs
     ml_dtypes). Raises FormatError for a file that is missing, truncated or malformed, and
-    ConfigError for a folder with a PEFT adapter; `path` may then be the model's own file.
+    ConfigError for a folder with a PEFT adapter; `path` may then be the model's own file. A file
+    that is written to or truncated later is a FormatError at the next access.
     """
 
     def __init__(self, path: str | Path, ignore: Collection[str] = ()):
@@ -125,8 +126,8 @@ class SafetensorsFolder(Mapping[str, Any]):
         return self._files[file]
 
     def _require_unchanged(self, file: Path) -> None:
-        """FormatError if a mapped file was written to or cut, which shows in the mapping: a lost page
-        is zeros up to the file's last page, and SIGBUS behind it. A removed file stays mapped."""
+        """FormatError if a mapped file was written to or cut, which changes the mapped tensors. A file
+        that was removed, or replaced by a rename, stays mapped as it was."""
         try:
             now = _state(os.stat(file))
         except OSError:

@@ -374,7 +374,7 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
             self._now = then
         except BaseException:
             if (before := self._now) is not then:
-                # Until all is undone there is no version: another Ctrl-C must not leave wrong bits.
+                # No version until all is undone, so that another Ctrl-C cannot leave wrong bits.
                 self._now = _NOTHING
                 for change in begun:
                     name = change[0].entry.name  # below: a signal may have cut its change short

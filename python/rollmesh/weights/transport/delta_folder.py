@@ -319,8 +319,8 @@ class DeltaReader(DeltaDecoder):
         """VersionError if the folder has this reader's version of another run, or only others."""
         if files and self.version is not None and self.version not in {f.version for f in files}:
             raise VersionError(
-                f"{plain(self._folder)}: expected version {self.version}, which is served, or a newer "
-                f"whole set, got version {files[-1].version} as the newest; "
+                f"{plain(self._folder)}: expected version {self.version}, which is served, or a "
+                f"newer whole set, got version {files[-1].version} as the newest; "
                 "the folder was begun again: make a new DeltaReader"
             )
         for file in files:

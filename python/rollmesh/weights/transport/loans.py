@@ -66,8 +66,8 @@ class LentSource:
                 self._readers.remove(reader)
 
     def _require_unread(self, what: str) -> None:
-        """StateError if there is a reader. A change calls it within `with self._guard`, which keeps
-        readers out. A lock's own `with` is always left, also when a Ctrl-C comes at its beginning."""
+        """StateError if there is a reader. Callers hold `self._guard`, which keeps readers out, by its
+        own `with`: a generator between them could leave it locked after a Ctrl-C."""
         if self._readers:
             raise StateError(
                 f"{what}: expected no sync that reads it, got {len(self._readers)}; "

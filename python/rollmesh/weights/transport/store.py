@@ -91,7 +91,10 @@ class SharedWriter:
         if self._closed:
             raise StateError("the writer is closed")
         if os.getpid() != self._process:
-            raise StateError("the writer belongs to another process; a forked child has to make its own")
+            raise StateError(
+                f"expected a writer of this process, got that of process {self._process}; "
+                "a forked child has to make its own"
+            )
         if self._lent_to:
             raise StateError(f"version {self.version} is lent to {self._lent_to} readers; call wait_until_read() or take_back() first")
         lend_to = integer("lend_to", lend_to, 0, MAX_READERS)
@@ -217,8 +220,8 @@ class SharedReader(ReceivedTensors):
 
     @property
     def version(self) -> int | None:
-        """The number of the version that is mapped; None before the first `refresh` and after `close`."""
-        return None if self._manifest is None else self._manifest.values["version"]
+        """The number of the mapped version; None before the first `refresh` and after `close`."""
+        return None if self._manifest is None else int(self._manifest.values["version"])
 
     def refresh(self) -> int:
         """Maps the current version, unless it is mapped already, and returns its number. NotSyncedError
