@@ -272,8 +272,8 @@ def test_an_interrupted_refresh(writer: sources.SharedWriter) -> None:
         with sources.SharedReader(writer.address) as reader:
             for version in range(300):
                 writer.publish({"a": np.full(3, float(version))}, version)
-                signal.setitimer(signal.ITIMER_REAL, 2e-5 + 1e-6 * version)
                 try:
+                    signal.setitimer(signal.ITIMER_REAL, 2e-5 + 1e-6 * version)
                     while True:
                         reader.refresh()
                 except KeyboardInterrupt as error:

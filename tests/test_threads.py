@@ -70,8 +70,8 @@ def test_an_interrupt_while_the_caller_waits() -> None:
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         together = threading.Barrier(2, timeout=20)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
             in_threads(lambda number: (together.wait(), work(number)), range(2), 2)
         assert len(ended) == 1
     finally:

@@ -69,7 +69,10 @@ def in_threads(function: Callable[[T], R], items: Iterable[T], num_threads: int)
     helpers: list[threading.Thread] = []
     try:
         for _ in range(min(num_threads, len(todo)) - 1):
-            helpers.append(threading.Thread(target=helper, name="rollmesh-transport"))
+            # A Ctrl-C inside start() can leave a thread that never ends; exit must not wait for it.
+            helpers.append(
+                threading.Thread(target=helper, name="rollmesh-transport", daemon=True)
+            )
             try:
                 helpers[-1].start()
             except RuntimeError:
