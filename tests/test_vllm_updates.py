@@ -160,6 +160,7 @@ def test_versions_in_a_folder(served: Served, tmp_path: Path) -> None:
         update()
     served.hold()
     served.version += 2
+    writer.close()
     DeltaWriter(tmp_path).publish(served.weights(served.version), served.version)
     update()
     served.hold()

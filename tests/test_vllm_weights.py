@@ -75,7 +75,7 @@ class Block:
         self.shared = segment.Segment(1 << 20)
         assert self.shared.data is not None
         entries, size = manifest.lay_out(arrays)
-        manifest.fill(self.shared.data, entries, arrays)
+        entries = manifest.fill(self.shared.data, entries, arrays, sums=True)
         self.path = SHM / self.shared.name
         self.info: dict[str, Any] = {"description": manifest.describe(entries).decode(), "size": size, "version": version}
         self.info |= {"segment": self.shared.name, "nonce": self.shared.nonce}

@@ -12,7 +12,7 @@ from typing import Any
 import rollmesh as rm
 from rollmesh.model.adapters import refuse_adapter
 from rollmesh.request.text import load_tokenizer, tokenizer_of_folder
-from rollmesh.runtime.messages import plain
+from rollmesh.runtime.messages import MOST_SUGGESTED, plain
 
 TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "jinja2", "rich", "matplotlib", "tensorboard")  # of the extra `train`
 INSTALL_TRAIN = "pip install '.[train]' in rollmesh's checkout"
@@ -44,7 +44,8 @@ def read_spec(args: argparse.Namespace, config: Path | Mapping[str, Any]) -> rm.
     try:
         return rm.ModelSpec.from_hf(config, ignore=tuple(args.ignore or ()))
     except rm.ConfigError as error:
-        if names := getattr(error, "names", ()):
+        names = getattr(error, "names", ())
+        if 0 < sum(map(len, names)) <= MOST_SUGGESTED:
             error.add_note(
                 "if they do not change the numbers: "
                 + " ".join(f"--ignore {shlex.quote(name)}" for name in names)

@@ -16,7 +16,7 @@ from rollmesh.grpo.files import expect_file, told_as
 from rollmesh.model.adapters import refuse_adapter
 from rollmesh.model.families import FAMILIES
 from rollmesh.model.reader import without
-from rollmesh.runtime.messages import listed, plain, shown
+from rollmesh.runtime.messages import MOST_SUGGESTED, listed, plain, shown
 from rollmesh.weights.safetensors_folder import INDEX, SafetensorsFolder, is_ignored
 from rollmesh.weights.sync import EMBEDDING, HEAD
 
@@ -39,7 +39,8 @@ def folder_config(folder: Path, ignore: tuple[str, ...] = ()) -> Any:
     try:
         spec = rm.ModelSpec.from_hf(folder, ignore=ignore)
     except rm.ConfigError as error:
-        if names := getattr(error, "names", ()):
+        names = getattr(error, "names", ())
+        if 0 < sum(map(len, names)) <= MOST_SUGGESTED:
             option = f"model.ignore={json.dumps([*ignore, *names])}"
             error.add_note(
                 f"if they do not change the numbers: --set {shlex.quote(option)}"

@@ -11,6 +11,7 @@ from typing import Any
 MAX_TOLD = 8000  # characters of one rank's error that the others get: a list of offenders fits
 MOST = 200  # characters of a value
 MOST_LISTED = 20  # keys that a message names
+MOST_SUGGESTED = 2000  # characters of keys that a message repeats as options of a command
 
 # Looks at a few elements of a container only: one that holds itself a thousand times over has more of them than can be printed.
 _SHORT = reprlib.Repr()

@@ -112,15 +112,18 @@ class SafetensorsFolder(Mapping[str, Any]):
 
             try:
                 status = os.stat(file)
-                if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for its writer
-                    raise FormatError(
-                        f"{plain(file)}: expected a regular file, "
-                        f"got mode {stat.filemode(status.st_mode)}"
-                    )
-                self._states[file] = _state(status)
-                self._files[file] = safe_open(file, framework=self._framework())
-            except FileNotFoundError as error:
+            except (FileNotFoundError, ValueError) as error:  # ValueError: a NUL in the name
                 raise FormatError(f"{plain(file)}: expected a safetensors file, got none") from error
+            except OSError as error:
+                raise FormatError(f"{plain(file)}: {plain(error)}") from error
+            if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for its writer
+                raise FormatError(
+                    f"{plain(file)}: expected a regular file, "
+                    f"got mode {stat.filemode(status.st_mode)}"
+                )
+            self._states[file] = _state(status)
+            try:
+                self._files[file] = safe_open(file, framework=self._framework())
             except (SafetensorError, OSError) as error:
                 raise FormatError(f"{plain(file)}: {plain(error)}") from error
         return self._files[file]
