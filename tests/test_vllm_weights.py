@@ -92,7 +92,7 @@ def _changed_byte(block: Block) -> None:
 
 
 BLOCKS: dict[str, tuple[Callable[[Block], Any], str]] = {
-    "cut off": (lambda b: os.truncate(b.path, segment.HEAD + 2936), "FormatError: .* bytes of weights, got 2936"),
+    "cut off": (lambda b: os.truncate(b.path, segment.aligned(segment.HEAD) + 2936), "FormatError: .* bytes of weights, got 2936"),
     "cut to nothing": (lambda b: os.truncate(b.path, 0), "FormatError: .* bytes at least, got 0"),
     "mode": (lambda b: b.path.chmod(0o644), "AuthError: .* with mode 0600, got owner .* mode -rw-r--r--"),
     "nonce": (lambda b: b.info.update(nonce="0" * 32), "AuthError: .* was not written by the sender"),
@@ -157,7 +157,7 @@ def test_a_block_that_is_cut_while_it_is_open(served: Served) -> None:
     served.client.init_weight_transfer_engine({})
     served.client.start_weight_update()
     served.client.update_weights({**block.info, "description": '{"tensors": []}'})
-    os.truncate(block.path, segment.HEAD + 4936)
+    os.truncate(block.path, segment.aligned(segment.HEAD) + 4936)
     with pytest.raises((rm.FormatError, RuntimeError), match=r"FormatError: .* bytes of weights, got 4936"):
         served.client.update_weights(block.info)
     block.shared.close()
