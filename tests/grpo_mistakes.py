@@ -459,8 +459,9 @@ def prompts_file(r: random.Random, file: Path) -> Case:
 
 
 # ------------------------------------------------------------------------------------------------ rewards
+NOTHING = math.nan  # not judged: null in completions.jsonl
 VALUES: list[tuple[str, float | None]] = [  # what a completion gets, and what counts; None: refused
-    ("1", 1.0), ("0.5", 0.5), ("True", 1.0), ("None", 0.0), ("-1e18", -1e18), ("1e18", 1e18), ("__import__('numpy').float32(0.5)", 0.5),
+    ("1", 1.0), ("0.5", 0.5), ("True", 1.0), ("None", NOTHING), ("-1e18", -1e18), ("1e18", 1e18), ("__import__('numpy').float32(0.5)", 0.5),
     ("__import__('torch').tensor(0.25)", 0.25), ("__import__('numpy').int8(3)", 3.0), ("__import__('fractions').Fraction(1, 2)", 0.5),
     ("__import__('decimal').Decimal('0.5')", 0.5), ("float('nan')", None), ("float('inf')", None), ("10**400", None), ("10**5000", None),
     ("-1.1e18", None), ("'1'", None), ("b'1'", None), ("bytearray(b'1')", None), ("[1]", None), ("1j", None), ("object()", None), ("{}",
@@ -541,7 +542,7 @@ def rewards(r: random.Random, trial: Path) -> Case:
 
         def check(where: Path) -> None:
             found = {row["reward"] for row in completions(where)}
-            if found != {worth}:
+            if found != {None if worth is NOTHING else worth}:
                 raise Failure(f"{expression} counts {found}")
 
         return Case(expression, "refused" if worth is None else "accepted", names, check=check)
