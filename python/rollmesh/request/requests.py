@@ -22,7 +22,7 @@ from rollmesh.request.logit_edits import LogitEdits, logit_edits
 from rollmesh.request.outputs import CompletionOutput, Contract, RequestMetrics, RequestOutput, TopLogprobs
 from rollmesh.request.sampling import SamplingParams
 from rollmesh.request.text import Detokenizer, TextCodec
-from rollmesh.runtime.engine_views import CONTRACT_VERSION, Ids, RequestView
+from rollmesh.runtime.engine_views import CONTRACT_VERSION, Finish, Ids, RequestView
 from rollmesh.runtime.messages import shown
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -216,18 +216,18 @@ class Requests:
         record = self._records[request]
         running = False
         for sample, text in enumerate(record.texts):
-            finish = self._engine.tokens(request, sample, text.num_tokens)[0]
+            finish, fresh = self._engine.tokens(request, sample, text.num_tokens)
             running |= finish is None
             if finish not in ("abort", "error"):  # their text is read when the output is taken
-                self._read(request, record, sample)
+                self._read(request, sample, finish, fresh)
         if not running:
             self._watched.discard(request)
 
-    def _read(self, request: int, record: _Request, sample: int) -> None:
+    def _read(self, request: int, sample: int, finish: Finish, fresh: Ids) -> None:
         """Decodes the new tokens of a sample and ends the sample at a stop string. If a Ctrl-C
         delayed this, the engine drops the tokens after the string."""
+        record = self._records[request]
         text = record.texts[sample]
-        finish, fresh = self._engine.tokens(request, sample, text.num_tokens)
         tokens = fresh.tolist() if text.found is None else []
         if finish == "stop" and not record.params.include_stop_str_in_output:
             tokens = tokens[:-1]  # eos or a stop token
@@ -358,7 +358,8 @@ class Requests:
     ) -> CompletionOutput:
         record = self._records[request]
         if record.texts and has_text:
-            self._read(request, record, index)
+            read = self._engine.tokens(request, index, record.texts[index].num_tokens)
+            self._read(request, index, *read)
         sample = self._engine.sample(request, index)
         tokens, logprobs, versions = sample["token_ids"], sample["logprobs"], sample["versions"]
         finish = sample["finish"]

@@ -306,8 +306,8 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         FormatError (cut, changed, or made for other values than the base has), VersionError (a version that is not newer), BaseVersionError
         (a delta against a version, or of a run, that is not the current one: apply a whole set, or the
         deltas between), CapacityError (no memory for a whole set), StateError while a sync reads the
-        current version. After an error the current version is the one before, bit for bit. If a
-        second interrupt comes while that one is restored, there is no version until a whole set.
+        current version. After an error the current version is the one before, bit for bit. A
+        second interrupt during the undo discards the version; apply a whole set then.
         """
         with self._guard:
             self._require_unread(f"version {self.version}")
