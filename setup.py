@@ -1,23 +1,26 @@
 """Builds rollmesh._core: every C source with its own flags, in parallel, and one link.
 
-setuptools' own compiler driver gives all sources of an extension the same flags and starts from Python's CFLAGS (which
-define NDEBUG, and -O2 -Wall of another day). The kernels need the opposite: one file compiled once per instruction set
-with exactly the flags of the numeric contract. So build_ext keeps setuptools' idea of *where* things go (build_lib, build_temp,
-in place for an editable install) and replaces *how* they are made.
+setuptools' own compiler driver gives all sources of an extension the same flags and starts from
+Python's CFLAGS (which define NDEBUG, and -O2 -Wall of another day). The kernels need the opposite:
+one file compiled once per instruction set with exactly the flags of the numeric contract. So
+build_ext keeps setuptools' idea of *where* things go (build_lib, build_temp, in place for an
+editable install) and replaces *how* they are made.
 
-`python setup.py archive --to DIR` compiles the same objects without the extension's into DIR/librollmesh.a, for the C drivers of
-tests/native.
+`python setup.py archive --to DIR` compiles the same objects without the extension's into
+DIR/librollmesh.a, for the C drivers of tests/native.
 
-kernels/cuda becomes a library of its own beside the extension, librollmesh_cuda.so, with the CUDA runtime inside: the extension
-needs nothing of CUDA, and one build serves machines with and without a GPU. `python setup.py cuda --to DIR` makes it alone, with
-ptxas' report on each kernel in DIR/kernels/cuda/*.ptxas.
+kernels/cuda becomes a library of its own beside the extension, librollmesh_cuda.so, with the CUDA
+runtime inside: the extension needs nothing of CUDA, and one build serves machines with and without
+a GPU. `python setup.py cuda --to DIR` makes it alone, with ptxas' report on each kernel in
+DIR/kernels/cuda/*.ptxas.
 
 What a build reads from the environment:
   CC, CFLAGS, LDFLAGS    the compiler (gcc) and flags added at the end
   ROLLMESH_ASSERT=1      assertions on
   ROLLMESH_WERROR=1      a warning is an error
   ROLLMESH_SANITIZE=…    address,undefined (the interpreter then needs LD_PRELOAD of libasan)
-  ROLLMESH_CUDA=0|1      without, or not without, the CUDA library; by default it is made when nvcc is there and able to
+  ROLLMESH_CUDA=0|1      without, or not without, the CUDA library; by default it is made when nvcc
+                         is there and able to
   ROLLMESH_CUDA_ARCHS    its architectures, separated by commas (sm_90a)
   ROLLMESH_JOBS=N        compilers at once; one per core by default
   ROLLMESH_EMULATE=1     the variants that this processor may lack, in emulation: for tests
@@ -48,12 +51,22 @@ ROOT = Path(__file__).resolve().parent
 LIMITED_API = None if sysconfig.get_config_var("Py_GIL_DISABLED") else 0x030B0000
 
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes"]
-COMMON = ["-std=gnu11", "-O3", "-g1", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-fPIC", "-pthread"]
+COMMON = [
+    "-std=gnu11",
+    "-O3",
+    "-g1",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-fPIC",
+    "-pthread",
+]
 INCLUDE = ["-Ikernels", "-Icsrc", "-Iext"]
 
 
 class Isa(NamedTuple):
-    """What makes a variant of the sources in kernels/cpu: its lanes, its way to multiply a panel, its compiler flags."""
+    """What makes a variant of the sources in kernels/cpu: its lanes, its way to multiply a panel,
+    its compiler flags."""
 
     lanes: str
     panel: str
@@ -62,7 +75,10 @@ class Isa(NamedTuple):
 
 # kernels/cpu: these are compiled once, with these flags …
 ONCE = {
-    "ref*.c": ["-O2", "-mfma"],  # the oracle: plain loops, but with the FMA instruction and not a library call for each
+    "ref*.c": [
+        "-O2",
+        "-mfma",
+    ],  # the oracle: plain loops, but with the FMA instruction and not a library call for each
     "rope_table.c": ["-O2", "-mfma"],
     "pack.c": ["-mavx2"],  # shared by the variants
     "fp.c": [],
@@ -74,23 +90,41 @@ ONCE = {
 ISAS = {
     "avx2": Isa("vec_avx2.h", "panel_float.h", ("-mavx2", "-mfma")),
     "avx512f": Isa("vec_avx512f.h", "panel_float.h", ("-mavx512f", "-mfma")),
-    "avx512bf16": Isa("vec_avx512bf16.h", "panel_bf16.h", ("-mavx512f", "-mavx512bw", "-mavx512bf16", "-mfma")),
-    "amx": Isa("vec_amx.h", "panel_amx.h", ("-mavx512f", "-mavx512bw", "-mavx512bf16", "-mfma", "-mamx-tile", "-mamx-bf16")),
+    "avx512bf16": Isa(
+        "vec_avx512bf16.h", "panel_bf16.h", ("-mavx512f", "-mavx512bw", "-mavx512bf16", "-mfma")
+    ),
+    "amx": Isa(
+        "vec_amx.h",
+        "panel_amx.h",
+        ("-mavx512f", "-mavx512bw", "-mavx512bf16", "-mfma", "-mamx-tile", "-mamx-bf16"),
+    ),
 }
 
-# ROLLMESH_EMULATE=1: those beyond AVX2 are compiled over functions that compute what their instructions do (tests/emulated).
+# ROLLMESH_EMULATE=1: those beyond AVX2 are compiled over functions that compute what their
+# instructions do (tests/emulated).
 EMULATED = ("-O1", "-mavx2", "-mfma", "-Itests/emulated", "-DRM_EMULATED", "-Wno-psabi")
 
 # The flags of kernels/cuda that bits depend on: kernels/cuda/device.cuh. A spill is a warning.
-CUDA_FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-ftz=true", "-prec-div=true", "-prec-sqrt=true", "-Xptxas=-v,-warn-spills"]
+CUDA_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-fmad=false",
+    "-ftz=true",
+    "-prec-div=true",
+    "-prec-sqrt=true",
+    "-Xptxas=-v,-warn-spills",
+]
 CUDA_HOST_FLAGS = "-fPIC,-fvisibility=hidden,-ffp-contract=off,-fno-exceptions,-Wall,-Wextra"
 CUDA_LIBRARY = "librollmesh_cuda.so"
-CUDA_ABSENT = "librollmesh_cuda.absent"  # in its place: why there is none, which `rollmesh doctor` tells
+CUDA_ABSENT = (
+    "librollmesh_cuda.absent"  # in its place: why there is none, which `rollmesh doctor` tells
+)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One compilation: a source (relative to the root), its object (relative to build_temp) and the flags of its own."""
+    """One compilation: a source (relative to the root), its object (relative to build_temp) and the
+    flags of its own."""
 
     source: Path
     object: Path
@@ -98,19 +132,33 @@ class Unit:
 
 
 def core_units() -> list[Unit]:
-    """All compilations but the extension's, in a stable order. Sources are found by glob: adding a file is enough."""
+    """All compilations but the extension's, in a stable order. Sources are found by glob: adding a
+    file is enough."""
     found: list[Unit] = []
     emulate = os.environ.get("ROLLMESH_EMULATE") == "1"
     for source in files("kernels/cpu", "*.c"):
         once = next((flags for pattern, flags in ONCE.items() if source.match(pattern)), None)
         if once is not None:
-            found.append(Unit(source, source.with_suffix(".o"), (*once, *(["-DRM_EMULATED"] if emulate else []))))
+            found.append(
+                Unit(
+                    source,
+                    source.with_suffix(".o"),
+                    (*once, *(["-DRM_EMULATED"] if emulate else [])),
+                )
+            )
             continue
         for name, isa in ISAS.items():
             flags = EMULATED if emulate and name != "avx2" else isa.flags
-            own = (*flags, f"-DRM_ISA={name}", f'-DRM_VEC_HEADER="{isa.lanes}"', f'-DRM_PANEL_HEADER="{isa.panel}"')
+            own = (
+                *flags,
+                f"-DRM_ISA={name}",
+                f'-DRM_VEC_HEADER="{isa.lanes}"',
+                f'-DRM_PANEL_HEADER="{isa.panel}"',
+            )
             found.append(Unit(source, source.with_suffix(f".{name}.o"), own))
-    return found + [Unit(source, source.with_suffix(".o"), ()) for source in files("csrc", "**/*.c")]
+    return found + [
+        Unit(source, source.with_suffix(".o"), ()) for source in files("csrc", "**/*.c")
+    ]
 
 
 def extension_units() -> list[Unit]:
@@ -134,23 +182,37 @@ def python_flags() -> tuple[str, ...]:
 def shared_flags() -> list[str]:
     """Flags of compilation and link that the environment chooses."""
     sanitizers = os.environ.get("ROLLMESH_SANITIZE", "")
-    return [f"-fsanitize={sanitizers}", "-O1", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"] if sanitizers else []
+    return (
+        [f"-fsanitize={sanitizers}", "-O1", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+        if sanitizers
+        else []
+    )
 
 
 def is_fresh(path: Path, command: list[str]) -> bool:
-    """True when the object was made by this very command, wherever it was put, from files that have not changed since."""
+    """True when the object was made by this very command, wherever it was put, from files that have
+    not changed since."""
     record, depends = path.with_suffix(".cmd"), path.with_suffix(".d")
-    if not (path.exists() and record.exists() and depends.exists() and record.read_text() == shlex.join(command[:-1])):
+    if not (
+        path.exists()
+        and record.exists()
+        and depends.exists()
+        and record.read_text() == shlex.join(command[:-1])
+    ):
         return False
     inputs = depends.read_text().replace("\\\n", " ").partition(":")[2].split()
     made = path.stat().st_mtime_ns
-    return all((ROOT / name).exists() and (ROOT / name).stat().st_mtime_ns < made for name in inputs)
+    return all(
+        (ROOT / name).exists() and (ROOT / name).stat().st_mtime_ns < made for name in inputs
+    )
 
 
 def run(path: Path, command: list[str]) -> str | None:
     """Runs a compiler; returns what it said when it failed, prints its warnings when it did not."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     if done.returncode:
         return f"{shlex.join(command)}\n{done.stdout}"
     if done.stdout:
@@ -162,7 +224,9 @@ def run(path: Path, command: list[str]) -> str | None:
 
 def at_once(compile_one: Callable[[Any], str | None], todo: list[Any]) -> list[str]:
     """What the compilers said that failed, several running at once."""
-    with ThreadPoolExecutor(int(os.environ.get("ROLLMESH_JOBS", "0")) or os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(
+        int(os.environ.get("ROLLMESH_JOBS", "0")) or os.cpu_count() or 1
+    ) as pool:
         return [message for message in pool.map(compile_one, todo) if message]
 
 
@@ -176,8 +240,20 @@ def compile_all(todo: list[Unit], temp: Path, force: bool) -> list[str]:
 
     def compile_one(unit: Unit) -> str | None:
         path = temp / unit.object
-        own = unit.flags if unit.source.parts[0] == "kernels" else (assertions, *unit.flags)  # kernels have none
-        command = [*compiler(), *flags, *own, *flags_end, "-MMD", "-c", str(unit.source), "-o", str(path)]
+        own = (
+            unit.flags if unit.source.parts[0] == "kernels" else (assertions, *unit.flags)
+        )  # kernels have none
+        command = [
+            *compiler(),
+            *flags,
+            *own,
+            *flags_end,
+            "-MMD",
+            "-c",
+            str(unit.source),
+            "-o",
+            str(path),
+        ]
         return None if is_fresh(path, command) and not force else run(path, command)
 
     if failed := at_once(compile_one, todo):
@@ -190,23 +266,50 @@ def compiler() -> list[str]:
 
 
 def build_cuda(target: Path, temp: Path) -> None:
-    """Compiles kernels/cuda into the library `target`; ptxas' reports stay beside the objects in `temp`."""
+    """Compiles kernels/cuda into the library `target`; ptxas' reports stay beside the objects in
+    `temp`."""
     nvcc = shutil.which("nvcc")
     if not nvcc:
-        raise CompileError("nvcc is not on PATH: install the CUDA toolkit, or build with ROLLMESH_CUDA=0")
+        raise CompileError(
+            "nvcc is not on PATH: install the CUDA toolkit, or build with ROLLMESH_CUDA=0"
+        )
     archs = os.environ.get("ROLLMESH_CUDA_ARCHS", "sm_90a").split(",")
     targets = [f"-gencode=arch=compute_{arch.removeprefix('sm_')},code={arch}" for arch in archs]
-    flags = [*CUDA_FLAGS, *targets, f"-Xcompiler={CUDA_HOST_FLAGS}", f'-DRM_CUDA_ARCHS="{",".join(archs)}"', "-Ikernels", "-Ikernels/cpu"]
+    flags = [
+        *CUDA_FLAGS,
+        *targets,
+        f"-Xcompiler={CUDA_HOST_FLAGS}",
+        f'-DRM_CUDA_ARCHS="{",".join(archs)}"',
+        "-Ikernels",
+        "-Ikernels/cpu",
+    ]
     if os.environ.get("ROLLMESH_WERROR") == "1":
         flags.append("-Werror=all-warnings")
 
     def compile_one(source: Path) -> str | None:
         path = (temp / source).with_suffix(".o")
-        command = [nvcc, *flags, "-MMD", "-MF", str(path.with_suffix(".d")), "-c", str(source), "-o", str(path)]
+        command = [
+            nvcc,
+            *flags,
+            "-MMD",
+            "-MF",
+            str(path.with_suffix(".d")),
+            "-c",
+            str(source),
+            "-o",
+            str(path),
+        ]
         if is_fresh(path, command):
             return None
         path.parent.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             return f"{shlex.join(command)}\n{done.stdout}"
         path.with_suffix(".ptxas").write_text(done.stdout)
@@ -218,7 +321,15 @@ def build_cuda(target: Path, temp: Path) -> None:
         raise CompileError("\n".join(failed))
     objects = [str((temp / source).with_suffix(".o")) for source in sources]
     target.parent.mkdir(parents=True, exist_ok=True)
-    link = [nvcc, "-shared", "-cudart=static", "-Xlinker=--as-needed,--exclude-libs=ALL,-z,noexecstack", *objects, "-o", str(target)]
+    link = [
+        nvcc,
+        "-shared",
+        "-cudart=static",
+        "-Xlinker=--as-needed,--exclude-libs=ALL,-z,noexecstack",
+        *objects,
+        "-o",
+        str(target),
+    ]
     if message := run(target, link):
         raise LinkError(message)
 
@@ -226,11 +337,22 @@ def build_cuda(target: Path, temp: Path) -> None:
 class BuildExt(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        objects = compile_all(core_units() + extension_units(), Path(self.build_temp).resolve(), bool(self.force))
+        objects = compile_all(
+            core_units() + extension_units(), Path(self.build_temp).resolve(), bool(self.force)
+        )
         target.parent.mkdir(parents=True, exist_ok=True)
         for stale in target.parent.glob(target.name.split(".")[0] + ".*.so"):
             stale.unlink()  # one with another tag would be imported before the new one
-        link = [*compiler(), "-shared", "-pthread", *shared_flags(), *objects, "-ldl", "-o", str(target)]
+        link = [
+            *compiler(),
+            "-shared",
+            "-pthread",
+            *shared_flags(),
+            *objects,
+            "-ldl",
+            "-o",
+            str(target),
+        ]
         if message := run(target, [*link, *shlex.split(os.environ.get("LDFLAGS", ""))]):
             raise LinkError(message)
         self.build_cuda_beside(target)
@@ -252,13 +374,17 @@ class BuildExt(build_ext):
             except (CompileError, LinkError) as error:
                 if wanted == "1":
                     raise
-                print(f"no CUDA library in this build (ROLLMESH_CUDA=1 makes it an error): {error}", file=sys.stderr)
+                print(
+                    f"no CUDA library in this build (ROLLMESH_CUDA=1 makes it an error): {error}",
+                    file=sys.stderr,
+                )
                 why = "made with an nvcc that failed"
         (folder / CUDA_ABSENT).write_text(f"{why}\n", encoding="utf-8")
 
 
 class BuildPy(build_py):
-    """build_lib is kept between builds: modules that the tree no longer has would go into the next wheel."""
+    """build_lib is kept between builds: modules that the tree no longer has would go into the next
+    wheel."""
 
     def run(self) -> None:
         super().run()
@@ -291,7 +417,9 @@ class Archive(Command):
 
 
 class Cuda(Archive):
-    description = "compile kernels/cuda into DIR/librollmesh_cuda.so, objects and ptxas' reports beside it"
+    description = (
+        "compile kernels/cuda into DIR/librollmesh_cuda.so, objects and ptxas' reports beside it"
+    )
 
     def run(self) -> None:
         folder = Path(str(self.to)).resolve()

@@ -1,7 +1,8 @@
-"""A CUDA device under a benchmark: what it is, what its memory can do, and weights that are made on it.
+"""A CUDA device under a benchmark: what it is, what its memory can do, and weights that are made on
+it.
 
-All goes through the doors of librollmesh_cuda.so (tests/cuda_device.py), so the simulated device of the tests serves too, and torch
-is needed for one figure only, the rate of cuBLAS.
+All goes through the doors of librollmesh_cuda.so (tests/cuda_device.py), so the simulated device of
+the tests serves too, and torch is needed for one figure only, the rate of cuBLAS.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ BUILT = ROOT / "build" / "cuda"  # of tests/cuda_build.py
 
 @dataclass
 class Limits:
-    """Rates in 1e9 per second: bytes read; bytes copied (counted once) on the device, from and to pinned host memory; operations of a
-    bf16 matmul of 8192³ by torch, which is cuBLAS. None: not measured, and `missing` says why."""
+    """Rates in 1e9 per second: bytes read; bytes copied (counted once) on the device, from and to
+    pinned host memory; operations of a bf16 matmul of 8192³ by torch, which is cuBLAS. None: not
+    measured, and `missing` says why."""
 
     read_gb_s: float | None
     copy_gb_s: float
@@ -52,7 +54,8 @@ class Limits:
 
 
 class Card:
-    """The device of ordinal 0 between enter and leave. A simulated one has no rates worth keeping."""
+    """The device of ordinal 0 between enter and leave. A simulated one has no rates worth
+    keeping."""
 
     def __init__(self, library: cuda_device.Library, device: cuda_device.Device):
         self.device, self.is_simulated = device, library.is_simt
@@ -72,7 +75,10 @@ class Card:
     def copy_rate(self, size: int, times: int = 5) -> float:
         """GB/s of copies of `size` bytes on the device, counted once: the best of `times`."""
         source, to = self.device.alloc(size), self.device.alloc(size)
-        best = min(self.seconds(lambda: self.device.copy_2d(to, size, source, size, size, 1)) for _ in range(times))
+        best = min(
+            self.seconds(lambda: self.device.copy_2d(to, size, source, size, size, 1))
+            for _ in range(times)
+        )
         self.device.drop(to)
         self.device.drop(source)
         return size / best * 1e-9
@@ -80,8 +86,13 @@ class Card:
     def host_rates(self, size: int, times: int = 5) -> tuple[float, float]:
         """GB/s to the device and back, of pinned memory: the best of `times`."""
         here, there = self.device.alloc_pinned(size), self.device.alloc(size)
-        put = min(self.seconds(lambda: self.device.copy_to_device(there, here, size)) for _ in range(times))
-        get = min(self.seconds(lambda: self.device.copy_to_host(here, there, size)) for _ in range(times))
+        put = min(
+            self.seconds(lambda: self.device.copy_to_device(there, here, size))
+            for _ in range(times)
+        )
+        get = min(
+            self.seconds(lambda: self.device.copy_to_host(here, there, size)) for _ in range(times)
+        )
         self.device.drop(there)
         self.device.drop(here)
         return size / put * 1e-9, size / get * 1e-9
@@ -95,7 +106,10 @@ class Card:
         if (built / "bench_mma").exists():
             found.read_gb_s = float(said([str(built / "bench_mma"), "read"]))
         else:
-            found.missing.append(f"reading: no {built / 'bench_mma'} (python tests/cuda_build.py gpu); twice the copy stands for it")
+            found.missing.append(
+                f"reading: no {built / 'bench_mma'} (python tests/cuda_build.py gpu); twice the "
+                "copy stands for it"
+            )
         gemm = torch_gemm(8192, 8192, 8192)
         if gemm is None:
             found.missing.append("cuBLAS: no torch with CUDA here")
@@ -108,8 +122,18 @@ class Card:
         found = describe()
         if self.is_simulated:
             return found | {"card": "simulated", "driver": "none"}
-        asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader", "-i", "0"]
-        words = said(asked).split(", ") if shutil.which("nvidia-smi") else ["unknown", "unknown", "unknown"]
+        asked = [
+            "nvidia-smi",
+            "--query-gpu=name,driver_version,memory.total",
+            "--format=csv,noheader",
+            "-i",
+            "0",
+        ]
+        words = (
+            said(asked).split(", ")
+            if shutil.which("nvidia-smi")
+            else ["unknown", "unknown", "unknown"]
+        )
         return found | {"card": words[0], "driver": words[1], "card memory": words[2].strip()}
 
 
@@ -127,15 +151,20 @@ def open_card() -> Iterator[Card]:
 
 
 def said(command: list[str]) -> str:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     if done.returncode:
-        raise SystemExit(f"benchmarks: {Path(command[0]).name}: {done.stdout.strip()[-400:] or f'status {done.returncode}'}")
+        raise SystemExit(
+            f"benchmarks: {Path(command[0]).name}: "
+            f"{done.stdout.strip()[-400:] or f'status {done.returncode}'}"
+        )
     return done.stdout
 
 
 def torch_gemm(m: int, n: int, k: int, times: int = 20) -> float | None:
-    """Seconds of x[m, k]·Wᵀ, W [n, k], in bf16 by torch: the best of `times` by the device's own clock, numbers that are no zeros, and
-    as many W in turn as no cache holds."""
+    """Seconds of x[m, k]·Wᵀ, W [n, k], in bf16 by torch: the best of `times` by the device's own
+    clock, numbers that are no zeros, and as many W in turn as no cache holds."""
     if not importlib.util.find_spec("torch"):
         return None
     import torch
@@ -143,7 +172,10 @@ def torch_gemm(m: int, n: int, k: int, times: int = 20) -> float | None:
     if not torch.cuda.is_available():
         return None
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    w = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(max(1, (256 << 20) // (2 * n * k)))]
+    w = [
+        torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+        for _ in range(max(1, (256 << 20) // (2 * n * k)))
+    ]
     best = float("inf")
     for i in range(times + 3):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -159,7 +191,8 @@ def torch_gemm(m: int, n: int, k: int, times: int = 20) -> float | None:
 
 
 class DeviceWeights:
-    """A state dict of bf16 in one block of the device's memory: numbers of σ = 0.02, norms 1. `tensors` are views."""
+    """A state dict of bf16 in one block of the device's memory: numbers of σ = 0.02, norms 1.
+    `tensors` are views."""
 
     def __init__(self, card: Card, manifest: dict[str, Any], seed: int = 1):
         self._device = card.device
@@ -170,7 +203,10 @@ class DeviceWeights:
                 size += -(-2 * int(np.prod(info.shape)) // ALIGNED) * ALIGNED
         self.bytes = size
         self.block = card.device.alloc(size)
-        noise = bfloat16(np.random.default_rng(seed).standard_normal(min(NOISE, size) // 2, np.float32) * np.float32(0.02))
+        noise = bfloat16(
+            np.random.default_rng(seed).standard_normal(min(NOISE, size) // 2, np.float32)
+            * np.float32(0.02)
+        )
         card.device.write(self.block, noise.tobytes())
         done = noise.nbytes
         while done < size:  # what is there, once more
@@ -179,9 +215,13 @@ class DeviceWeights:
             done += more
         for name, at in places.items():
             if is_norm(name):
-                card.device.write(self.block + at, np.full(manifest[name].shape, 0x3F80, np.uint16).tobytes())
+                card.device.write(
+                    self.block + at, np.full(manifest[name].shape, 0x3F80, np.uint16).tobytes()
+                )
         card.wait()
-        self.tensors = {name: on_device(self.block + at, manifest[name].shape) for name, at in places.items()}
+        self.tensors = {
+            name: on_device(self.block + at, manifest[name].shape) for name, at in places.items()
+        }
 
     def drop(self) -> None:
         self._device.drop(self.block)
@@ -189,12 +229,18 @@ class DeviceWeights:
 
 def host_weights(manifest: dict[str, Any], seed: int = 1) -> dict[str, Any]:
     """The same in ordinary host memory, each tensor a block of its own."""
-    noise = bfloat16(np.random.default_rng(seed).standard_normal(NOISE // 2, np.float32) * np.float32(0.02))
+    noise = bfloat16(
+        np.random.default_rng(seed).standard_normal(NOISE // 2, np.float32) * np.float32(0.02)
+    )
     made = {}
     for name, info in manifest.items():
         if info.required:
             count = int(np.prod(info.shape))
-            flat = np.full(count, 0x3F80, np.uint16) if is_norm(name) else np.tile(noise[:count], -(-count // noise.size))[:count]
+            flat = (
+                np.full(count, 0x3F80, np.uint16)
+                if is_norm(name)
+                else np.tile(noise[:count], -(-count // noise.size))[:count]
+            )
             made[name] = dlpack.Producer(flat.reshape(info.shape), dtype=(dlpack.BFLOAT, 16, 1))
     return made
 
@@ -210,5 +256,11 @@ def bfloat16(values: np.ndarray) -> np.ndarray:
 
 def on_device(address: int, shape: tuple[int, ...]) -> dlpack.Producer:
     return dlpack.Producer(
-        np.empty(0, np.uint16), shape=shape, strides=None, dtype=(dlpack.BFLOAT, 16, 1), data=address, device=2, version=(1, 0)
+        np.empty(0, np.uint16),
+        shape=shape,
+        strides=None,
+        dtype=(dlpack.BFLOAT, 16, 1),
+        data=address,
+        device=2,
+        version=(1, 0),
     )

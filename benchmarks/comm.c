@@ -1,10 +1,12 @@
-// comm.c: what a collective costs between ranks that share memory, beside a copy of the same bytes by the same ranks at the same time.
+// comm.c: what a collective costs between ranks that share memory, beside a copy of the same bytes
+// by the same ranks at the same time.
 //
 //   comm threads|shm RANKS BUFFER_BYTES SECONDS  →  one line of JSON for each operation and size
 //
-// `bytes` is the block of one rank for one other. A call's time is rank 0's, over a run of calls that begins at a barrier and is long
-// enough for the clock. copy: each rank copies RANKS blocks, as many bytes as it ends up with, with memcpy, all ranks at the same time.
-// Compiled by benchmarks/comm.py.
+// `bytes` is the block of one rank for one other. A call's time is rank 0's, over a run of calls
+// that begins at a barrier and is long enough for the clock. copy: each rank copies RANKS blocks,
+// as many bytes as it ends up with, with memcpy, all ranks at the same time. Compiled by
+// benchmarks/comm.py.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdio.h>
@@ -20,15 +22,16 @@ enum { MAX_RANKS = 64, RUNS = 7, COLUMN_ROWS = 16 };
 static const size_t sizes[] = {64, 1024, 16 << 10, 256 << 10, 4 << 20};
 
 typedef enum work { BARRIER, ALL_GATHER, ALL_TO_ALL, GATHER_COLUMNS, COPY, N_WORK } work;
-static const char *const names[N_WORK] = {"barrier", "all_gather", "all_to_all", "gather_columns", "copy"};
+static const char *const names[N_WORK] = {"barrier", "all_gather", "all_to_all", "gather_columns",
+                                          "copy"};
 
 typedef struct bench {
   const char *transport;
   int ranks;
   size_t buffer_bytes;
-  double seconds;               // of each run
-  rm_region *region;            // threads
-  char name[64];                // shm
+  double seconds; // of each run
+  rm_region *region; // threads
+  char name[64]; // shm
 } bench;
 
 typedef struct rank {
@@ -36,7 +39,7 @@ typedef struct rank {
   const bench *b;
   int rank;
   rm_comm *comm;
-  char *send, *recv;            // owned: [ranks][largest block]
+  char *send, *recv; // owned: [ranks][largest block]
 } rank;
 
 static double now(void) {
@@ -65,9 +68,17 @@ static void call(rank *r, work what, size_t bytes) {
   }
   switch (what) {
     case BARRIER: must(rm_comm_barrier(r->comm, &err), &err); break;
-    case ALL_GATHER: must(rm_comm_all_gather(r->comm, r->send, r->recv, lengths, &err), &err); break;
-    case ALL_TO_ALL: must(rm_comm_exchange(r->comm, RM_COMM_ALL_TO_ALL, send, recv, &err), &err); break;
-    case GATHER_COLUMNS: must(rm_comm_gather_columns(r->comm, r->recv, rows, (size_t)n * lengths[0], first, lengths, &err), &err); break;
+    case ALL_GATHER:
+      must(rm_comm_all_gather(r->comm, r->send, r->recv, lengths, &err), &err);
+      break;
+    case ALL_TO_ALL:
+      must(rm_comm_exchange(r->comm, RM_COMM_ALL_TO_ALL, send, recv, &err), &err);
+      break;
+    case GATHER_COLUMNS:
+      must(rm_comm_gather_columns(r->comm, r->recv, rows, (size_t)n * lengths[0], first, lengths,
+                                  &err),
+           &err);
+      break;
     default: memcpy(r->recv, r->send, (size_t)n * bytes);
   }
 }
@@ -81,8 +92,8 @@ static double run(rank *r, work what, size_t bytes, int64_t calls) {
   return (end - start) / (double)calls;
 }
 
-// Seconds of one call, the best of several runs: other work on the machine can only slow one down. How many
-// calls a run has is rank 0's decision.
+// Seconds of one call, the best of several runs: other work on the machine can only slow one down.
+// How many calls a run has is rank 0's decision.
 static double measure(rank *r, work what, size_t bytes) {
   double best = 1e9;
   int64_t calls = 1;
@@ -103,8 +114,10 @@ static double measure(rank *r, work what, size_t bytes) {
 
 static void report(const rank *r, work what, size_t bytes, double seconds, double copy) {
   if (r->rank != 0) return;
-  printf("{\"transport\": \"%s\", \"ranks\": %d, \"op\": \"%s\", \"bytes\": %zu, \"seconds\": %.9f, \"copy_seconds\": %.9f}\n",
-         r->b->transport, r->b->ranks, names[what], bytes, seconds, copy);
+  printf(
+      "{\"transport\": \"%s\", \"ranks\": %d, \"op\": \"%s\", \"bytes\": %zu, \"seconds\": %.9f, "
+      "\"copy_seconds\": %.9f}\n",
+      r->b->transport, r->b->ranks, names[what], bytes, seconds, copy);
   fflush(stdout);
 }
 
@@ -122,7 +135,8 @@ static void measure_all(rank *r) {
   report(r, BARRIER, 0, measure(r, BARRIER, 0), 0);
   for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
     const double copy = measure(r, COPY, sizes[i]);
-    for (work what = ALL_GATHER; what <= GATHER_COLUMNS; what++) report(r, what, sizes[i], measure(r, what, sizes[i]), copy);
+    for (work what = ALL_GATHER; what <= GATHER_COLUMNS; what++)
+      report(r, what, sizes[i], measure(r, what, sizes[i]), copy);
   }
   rm_comm_destroy(r->comm);
   free(r->send);
@@ -170,7 +184,8 @@ int main(int argc, char **argv) {
     fprintf(stderr, "usage: comm threads|shm RANKS BUFFER_BYTES SECONDS\n");
     return 2;
   }
-  const rm_region_options options = {.world = b.ranks, .n_groups = 1, .buffer_bytes = b.buffer_bytes, .timeout = 60};
+  const rm_region_options options = {
+      .world = b.ranks, .n_groups = 1, .buffer_bytes = b.buffer_bytes, .timeout = 60};
   if (processes) return run_processes(&b, &options) ? 1 : 0;
   run_threads(&b, &options);
   return 0;

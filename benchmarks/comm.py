@@ -1,9 +1,12 @@
-"""What a collective costs, by transport, ranks and size, beside torch.distributed's Gloo.  python -m benchmarks.comm
+"""What a collective costs, by transport, ranks and size, beside torch.distributed's Gloo.  python
+                                                                                         -m
+                                                                                         benchmarks.comm
 
-The program in comm.c is compiled with the transports into a temporary folder and run for `threads` and `shm`; the same exchanges are
-then made by as many processes over Gloo. A size is the block of one rank for one other, a rate the bytes that a rank takes from the
-others, `memcpy` the part of the time in which each rank would have copied what it ends up with, in the same run, `Gloo` how many times
-as long Gloo takes. Each figure is the best of several runs."""
+The program in comm.c is compiled with the transports into a temporary folder and run for `threads`
+and `shm`; the same exchanges are then made by as many processes over Gloo. A size is the block of
+one rank for one other, a rate the bytes that a rank takes from the others, `memcpy` the part of the
+time in which each rank would have copied what it ends up with, in the same run, `Gloo` how many
+times as long Gloo takes. Each figure is the best of several runs."""
 
 from __future__ import annotations
 
@@ -31,14 +34,28 @@ RUNS = 7
 Row = dict[str, Any]
 
 
-def measure(transport: str, ranks: int, buffer_bytes: int, seconds: float, folder: Path) -> list[Row]:
+def measure(
+    transport: str, ranks: int, buffer_bytes: int, seconds: float, folder: Path
+) -> list[Row]:
     """`threads` or `shm`, by comm.c, which is compiled into `folder` on the first call."""
     program = folder / "comm"
     if not program.exists():
-        core = [*ROOT.glob("csrc/mesh/*.c"), ROOT / "csrc/base/status.c", ROOT / "csrc/base/memory.c"]
+        core = [
+            *ROOT.glob("csrc/mesh/*.c"),
+            ROOT / "csrc/base/status.c",
+            ROOT / "csrc/base/memory.c",
+        ]
         flags = ["-std=gnu11", "-O3", "-pthread", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'kernels'}"]
         subprocess.run(
-            [*shlex.split(os.environ.get("CC", "gcc")), *flags, str(HERE / "comm.c"), *map(str, core), "-lm", "-o", str(program)],
+            [
+                *shlex.split(os.environ.get("CC", "gcc")),
+                *flags,
+                str(HERE / "comm.c"),
+                *map(str, core),
+                "-lm",
+                "-o",
+                str(program),
+            ],
             check=True,
         )
     command = [str(program), transport, str(ranks), str(buffer_bytes), str(seconds)]
@@ -46,14 +63,30 @@ def measure(transport: str, ranks: int, buffer_bytes: int, seconds: float, folde
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-# ---------------------------------------------------------------------------------------------------------- Gloo
+# ------------------------------------------------------------------------------------------- Gloo
 def measure_gloo(ranks: int, seconds: float, folder: Path) -> list[Row]:
     """The same exchanges between processes of torch.distributed."""
     meeting = folder / f"gloo-{ranks}"
-    command = [sys.executable, "-m", "benchmarks.comm", "--gloo-at", str(meeting), "--ranks", str(ranks), "--seconds", str(seconds)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.comm",
+        "--gloo-at",
+        str(meeting),
+        "--ranks",
+        str(ranks),
+        "--seconds",
+        str(seconds),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
-        subprocess.Popen([*command, "--rank", str(rank)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, "--rank", str(rank)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(ranks)
     ]
     printed = [process.communicate()[0] for process in processes]
@@ -68,18 +101,34 @@ def gloo_rank(rank: int, ranks: int, meeting: str, seconds: float) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
-    for op, size in [("barrier", 0), *((op, size) for size in SIZES for op in ("all_gather", "all_to_all"))]:
+    for op, size in [
+        ("barrier", 0),
+        *((op, size) for size in SIZES for op in ("all_gather", "all_to_all")),
+    ]:
         send = torch.ones(ranks * size, dtype=torch.uint8)
         recv = torch.zeros(ranks * size, dtype=torch.uint8)
         pieces = list(recv.split(size)) if size else []
         calls: dict[str, Callable[[], Any]] = {
             "barrier": dist.barrier,
-            "all_gather": lambda pieces=pieces, send=send, size=size: dist.all_gather(pieces, send[:size]),  # type: ignore[misc]
+            "all_gather": lambda pieces=pieces, send=send, size=size: dist.all_gather(
+                pieces, send[:size]
+            ),  # type: ignore[misc]
             "all_to_all": lambda recv=recv, send=send: dist.all_to_all_single(recv, send),  # type: ignore[misc]
         }
         best = gloo_best(calls[op], seconds)
         if rank == 0:
-            print(json.dumps({"transport": "gloo", "ranks": ranks, "op": op, "bytes": size, "seconds": best, "copy_seconds": 0.0}))
+            print(
+                json.dumps(
+                    {
+                        "transport": "gloo",
+                        "ranks": ranks,
+                        "op": op,
+                        "bytes": size,
+                        "seconds": best,
+                        "copy_seconds": 0.0,
+                    }
+                )
+            )
     dist.destroy_process_group()
 
 
@@ -100,19 +149,33 @@ def gloo_best(call: Callable[[], Any], seconds: float) -> float:
     return min(run(int(count)) for _ in range(RUNS))
 
 
-# ---------------------------------------------------------------------------------------------------------- the table
+# -------------------------------------------------------------------------------------- the table
 def table(rows: list[Row]) -> str:
-    lines = ["| ranks | operation | bytes | transport | µs | GB/s a rank | memcpy | Gloo |", "|--:|---|--:|---|--:|--:|--:|--:|"]
-    gloo = {(row["ranks"], row["op"], row["bytes"]): row["seconds"] for row in rows if row["transport"] == "gloo"}
-    order = {name: i for i, name in enumerate(("barrier", "all_gather", "all_to_all", "gather_columns"))}
-    for row in sorted(rows, key=lambda row: (row["ranks"], order[row["op"]], row["bytes"], row["transport"])):
+    lines = [
+        "| ranks | operation | bytes | transport | µs | GB/s a rank | memcpy | Gloo |",
+        "|--:|---|--:|---|--:|--:|--:|--:|",
+    ]
+    gloo = {
+        (row["ranks"], row["op"], row["bytes"]): row["seconds"]
+        for row in rows
+        if row["transport"] == "gloo"
+    }
+    order = {
+        name: i for i, name in enumerate(("barrier", "all_gather", "all_to_all", "gather_columns"))
+    }
+    for row in sorted(
+        rows, key=lambda row: (row["ranks"], order[row["op"]], row["bytes"], row["transport"])
+    ):
         seconds, received = row["seconds"], (row["ranks"] - 1) * row["bytes"]
         rate = f"{received / seconds / 1e9:.2f}" if received else ""
         copy = f"{row['copy_seconds'] / seconds:.2f}" if row["copy_seconds"] else ""
         peer = gloo.get((row["ranks"], row["op"], row["bytes"]))
         ratio = f"{peer / seconds:.1f}×" if peer and row["transport"] != "gloo" else ""
         size = row["bytes"] or ""
-        lines.append(f"| {row['ranks']} | {row['op']} | {size} | {row['transport']} | {1e6 * seconds:.1f} | {rate} | {copy} | {ratio} |")
+        lines.append(
+            f"| {row['ranks']} | {row['op']} | {size} | {row['transport']} | {1e6 * seconds:.1f} "
+            f"| {rate} | {copy} | {ratio} |"
+        )
     return "\n".join(lines)
 
 
@@ -129,8 +192,15 @@ def known_transport(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.comm", description=__doc__)
-    parser.add_argument("--ranks", type=several(whole(1, MAX_RANKS)), default=[2, 4, 8], help="separated by commas")
-    parser.add_argument("--transports", type=several(known_transport), default=list(TRANSPORTS), help=f"of {', '.join(TRANSPORTS)}")
+    parser.add_argument(
+        "--ranks", type=several(whole(1, MAX_RANKS)), default=[2, 4, 8], help="separated by commas"
+    )
+    parser.add_argument(
+        "--transports",
+        type=several(known_transport),
+        default=list(TRANSPORTS),
+        help=f"of {', '.join(TRANSPORTS)}",
+    )
     parser.add_argument("--buffer-bytes", type=whole(1), default=1 << 20, help="of a region")
     parser.add_argument("--seconds", type=real(1e-3, 60), default=0.05, help="of each run, about")
     parser.add_argument("--json", action="store_true", help="print JSON")

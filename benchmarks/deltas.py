@@ -1,13 +1,18 @@
-"""What an optimizer step changes, sent as a delta, beside the whole set.  python -m benchmarks.deltas
+"""What an optimizer step changes, sent as a delta, beside the whole set.  python -m
+                                                                        benchmarks.deltas
 
-AdamW updates float32 weights (σ = 0.02) from normal random gradients, so that its steps have the size that they have in training; their
-bfloat16 rounding is what a generator gets. For each learning rate some steps warm its moments up, then each step is published in a folder
-(DeltaWriter), read (DeltaReader) and committed, and the same weights are pushed whole from this process and whole through the folder.
+AdamW updates float32 weights (σ = 0.02) from normal random gradients, so that its steps have the
+size that they have in training; their bfloat16 rounding is what a generator gets. For each learning
+rate some steps warm its moments up, then each step is published in a folder (DeltaWriter), read
+(DeltaReader) and committed, and the same weights are pushed whole from this process and whole
+through the folder.
 
     changed       share of bfloat16 weights that a step has changed
     bytes         of the message, as a share of the whole set in bfloat16
-    encode        GB of whole set a second: compare, compress. `apply`: check, unpack, XOR, compare checksums
-    to serving    seconds from the optimizer's weights (as bfloat16) to the commit: encode, write, read, apply, sync. The best of the steps
+    encode        GB of whole set a second: compare, compress. `apply`: check, unpack, XOR, compare
+                  checksums
+    to serving    seconds from the optimizer's weights (as bfloat16) to the commit: encode, write,
+                  read, apply, sync. The best of the steps
 """
 
 from __future__ import annotations
@@ -45,7 +50,11 @@ class Trainer:
         chosen = SHAPES[shape]
         model = make_trainer(chosen, torch.float32)
         self.names = [name for name in dict(model.named_parameters()) if _layer_of(name) < layers]
-        self.weights = [parameter.detach() for name, parameter in model.named_parameters() if name in set(self.names)]
+        self.weights = [
+            parameter.detach()
+            for name, parameter in model.named_parameters()
+            if name in set(self.names)
+        ]
         self.optimizer = torch.optim.AdamW(self.weights, lr=rate)
         for weight in self.weights:
             weight.grad = torch.empty_like(weight)
@@ -56,7 +65,9 @@ class Trainer:
             assert weight.grad is not None
             weight.grad.normal_()
         self.optimizer.step()
-        return {name: weight.bfloat16() for name, weight in zip(self.names, self.weights, strict=True)}
+        return {
+            name: weight.bfloat16() for name, weight in zip(self.names, self.weights, strict=True)
+        }
 
 
 def _layer_of(name: str) -> int:
@@ -68,7 +79,9 @@ def measure(rate: float, args: argparse.Namespace, folder: Path) -> tuple[Row, i
     trainer, row = Trainer(args.shape, args.layers, rate), Row()
     config = {**SHAPES[args.shape].config(), "num_hidden_layers": args.layers}
     writer, reader, version = DeltaWriter(folder, whole_every=2**30), DeltaReader(folder), 0
-    with rm.Generator(rm.ModelSpec.from_hf(config), max_model_len=64, kv_cache_gib=0.05, threads=args.threads) as generator:
+    with rm.Generator(
+        rm.ModelSpec.from_hf(config), max_model_len=64, kv_cache_gib=0.05, threads=args.threads
+    ) as generator:
         now = trainer.step()
         for step in range(1, args.warm + args.steps):
             before, now = now, trainer.step()
@@ -87,11 +100,16 @@ def measure(rate: float, args: argparse.Namespace, folder: Path) -> tuple[Row, i
                 row.took("delta to serving", begin)
                 path = max(folder.glob("*.delta"))
                 row.share = path.stat().st_size / sum(tensor.nbytes for tensor in now.values())
-                same = [(now[n].view(torch.int16) != before[n].view(torch.int16)).sum().item() for n in now]
+                same = [
+                    (now[n].view(torch.int16) != before[n].view(torch.int16)).sum().item()
+                    for n in now
+                ]
                 row.changed = sum(same) / sum(tensor.numel() for tensor in now.values())
             version += 2
             begin = time.perf_counter()
-            assert generator.sync_weights(now, version - 1).digest == digest, "the delta's weights are not the trainer's"
+            assert generator.sync_weights(now, version - 1).digest == digest, (
+                "the delta's weights are not the trainer's"
+            )
             if step >= args.warm:
                 row.took("whole, in process", begin)
         total = sum(tensor.nbytes for tensor in now.values())
@@ -107,24 +125,40 @@ def measure(rate: float, args: argparse.Namespace, folder: Path) -> tuple[Row, i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(SHAPES), default="dense-0.6b")
     parser.add_argument("--layers", type=whole(1, 28), default=28)
     parser.add_argument("--rates", type=real(0, 1), nargs="+", default=[1e-6, 1e-5, 1e-3])
-    parser.add_argument("--warm", type=whole(2, 100), default=3, help="steps before the first that is measured (3)")
+    parser.add_argument(
+        "--warm", type=whole(2, 100), default=3, help="steps before the first that is measured (3)"
+    )
     parser.add_argument("--steps", type=whole(1, 100), default=3, help="steps measured (3)")
     parser.add_argument("--threads", type=whole(1, THREADS), default=2)
-    parser.add_argument("--folder", type=Path, help="where files are written (a new folder in /dev/shm)")
+    parser.add_argument(
+        "--folder", type=Path, help="where files are written (a new folder in /dev/shm)"
+    )
     args = parser.parse_args()
-    print("| lr | changed | bytes | encode GB/s | apply GB/s | delta to serving | whole, by a file | its bytes | whole, in process |")
+    print(
+        "| lr | changed | bytes | encode GB/s | apply GB/s | delta to serving | whole, by a file "
+        "| its bytes | whole, in process |"
+    )
     print("|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for rate in args.rates:
         with tempfile.TemporaryDirectory(dir=args.folder or "/dev/shm") as folder:
             row, total = measure(rate, args, Path(folder))
         s, gb = row.seconds, total / 1e9
         speeds = f"{gb / s['encode and write']:.2f} | {gb / s['read and apply']:.2f}"
-        wholes = f"{s['whole, by a file']:.2f} s | {s['whole bytes']:.1%} | {s['whole, in process']:.2f} s"
-        print(f"| {rate:g} | {row.changed:.2%} | {row.share:.2%} | {speeds} | {s['delta to serving']:.2f} s | {wholes} |", flush=True)
+        wholes = (
+            f"{s['whole, by a file']:.2f} s | {s['whole bytes']:.1%} | "
+            f"{s['whole, in process']:.2f} s"
+        )
+        print(
+            f"| {rate:g} | {row.changed:.2%} | {row.share:.2%} | {speeds} | "
+            f"{s['delta to serving']:.2f} s | {wholes} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

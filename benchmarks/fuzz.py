@@ -1,12 +1,15 @@
 """The mutators of tests/test_fuzz.py by count, on all cores.  python -m benchmarks.fuzz [--full]
 
     python -m benchmarks.fuzz            a hundredth: a minute
-    python -m benchmarks.fuzz --full     10^8 descriptors of state dicts, 10^7 requests, 10^6 sequences of calls, 10^5 configs
-    python -m benchmarks.fuzz --full --only fuzz_weights --sanitize      of one kind, under ASan and UBSan
+    python -m benchmarks.fuzz --full     10^8 descriptors of state dicts, 10^7 requests, 10^6
+                                         sequences of calls, 10^5 configs
+    python -m benchmarks.fuzz --full --only fuzz_weights --sanitize      of one kind, under ASan and
+                                                                         UBSan
 
-A kind's cases are dealt to processes by ranges of their numbers; what a case does depends on the seed and its number alone, so a
-failure, which prints both, can be run again by itself. Prints what each process counted, then cases and cases a second. The exit
-status is 0 when no oracle was contradicted.
+A kind's cases are dealt to processes by ranges of their numbers; what a case does depends on the
+seed and its number alone, so a failure, which prints both, can be run again by itself. Prints what
+each process counted, then cases and cases a second. The exit status is 0 when no oracle was
+contradicted.
 """
 
 from __future__ import annotations
@@ -40,29 +43,49 @@ def deal(kind: str, cases: int, seed: int, processes: int, sanitize: bool) -> bo
     """Runs `cases` cases of a kind; whether all went well."""
     line, each, begin = command(kind, sanitize), -(-cases // processes), time.monotonic()
     running = [
-        subprocess.Popen([*line, "--seed", str(seed), "--first", str(first), "--cases", str(min(each, cases - first))])
+        subprocess.Popen(
+            [
+                *line,
+                "--seed",
+                str(seed),
+                "--first",
+                str(first),
+                "--cases",
+                str(min(each, cases - first)),
+            ]
+        )
         for first in range(0, cases, each)
     ]
     good = True
     for process in running:
         good &= process.wait() == 0
     seconds = time.monotonic() - begin
-    sys.stdout.write(f"{kind}: {cases if good else f'fewer than {cases}'} cases in {seconds:.0f} s, {processes} processes, ")
+    sys.stdout.write(
+        f"{kind}: {cases if good else f'fewer than {cases}'} cases in {seconds:.0f} s, "
+        f"{processes} processes, "
+    )
     sys.stdout.write(f"{cases / seconds:.0f} a second; {'no fault' if good else 'A FAULT'}\n")
     sys.stdout.flush()
     return good
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fuzz", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument("--full", action="store_true", help="all of it; else a hundredth")
     parser.add_argument("--only", choices=FULL, nargs="+", default=list(FULL), help="these kinds")
-    parser.add_argument("--sanitize", action="store_true", help="build the drivers with ASan and UBSan")
+    parser.add_argument(
+        "--sanitize", action="store_true", help="build the drivers with ASan and UBSan"
+    )
     parser.add_argument("--seed", type=whole(0, SEEDS), default=1)
     parser.add_argument("--processes", type=whole(1, 1024), default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     parts = 1 if options.full else SHORT
-    results = [deal(kind, FULL[kind] // parts, options.seed, options.processes, options.sanitize) for kind in options.only]
+    results = [
+        deal(kind, FULL[kind] // parts, options.seed, options.processes, options.sanitize)
+        for kind in options.only
+    ]
     return 0 if all(results) else 1
 
 

@@ -1,13 +1,16 @@
 """Decode and prefill speed beside transformers in the same run.  python -m benchmarks.generate
 
-Decode: every sequence has a 17-token prompt of its own whose first page of KV is cached, so that all steps of a run are decode steps
-of one token per sequence, sampled at temperature 1 with its logprob. Its measure is bytes of weights that a step must read, over
-its time, as a fraction of the measured memory bandwidth; of a MoE only the experts that were really chosen count. Prefill: one
-prompt of 512 tokens that no cache knows, to its first token; FLOP/s as a fraction of the measured float32 FMA rate.
+Decode: every sequence has a 17-token prompt of its own whose first page of KV is cached, so that
+all steps of a run are decode steps of one token per sequence, sampled at temperature 1 with its
+logprob. Its measure is bytes of weights that a step must read, over its time, as a fraction of the
+measured memory bandwidth; of a MoE only the experts that were really chosen count. Prefill: one
+prompt of 512 tokens that no cache knows, to its first token; FLOP/s as a fraction of the measured
+float32 FMA rate.
 
-The peers are transformers' own models with the same weights and as many threads: forward with a KV cache and an argmax per step,
-no sampling and no logprobs. Rounds alternate between all engines, and the best of a point's rounds counts: other work on the machine
-can only slow one down. A point that has used up its --budget is not repeated, so a slow peer costs one round.
+The peers are transformers' own models with the same weights and as many threads: forward with a KV
+cache and an argmax per step, no sampling and no logprobs. Rounds alternate between all engines, and
+the best of a point's rounds counts: other work on the machine can only slow one down. A point that
+has used up its --budget is not repeated, so a slow peer costs one round.
 """
 
 from __future__ import annotations
@@ -79,7 +82,9 @@ class Rollmesh:
             kv_cache_gib=1.0,
         )
         self.generator.sync_weights(trainer.state_dict())
-        self.experts_touched: dict[int, float] = {}  # by sequences: different experts of a step, summed over layers
+        self.experts_touched: dict[
+            int, float
+        ] = {}  # by sequences: different experts of a step, summed over layers
 
     def measure(self, point: Point, steps: int) -> float:
         phase, size = point
@@ -87,7 +92,9 @@ class Rollmesh:
 
     def _decode(self, size: int, steps: int) -> float:
         generator = self.generator
-        prompts = [self.rng.integers(0, self.shape.vocab, PAGE + 1, dtype=np.int32) for _ in range(size)]
+        prompts = [
+            self.rng.integers(0, self.shape.vocab, PAGE + 1, dtype=np.int32) for _ in range(size)
+        ]
         params = rm.SamplingParams(max_tokens=steps, ignore_eos=True, seed=7)
         generator.generate(prompts, rm.SamplingParams(max_tokens=1), use_tqdm=False)
         before = generator.metrics()["steps"]
@@ -96,17 +103,28 @@ class Rollmesh:
         seconds = time.perf_counter() - begin
         n_steps = generator.metrics()["steps"] - before
         if n_steps != steps or any(output.num_cached_tokens != PAGE for output in outputs):
-            raise RuntimeError(f"not {steps} steps of pure decode but {n_steps}: the prompts were not cached, or the batch was split")
+            raise RuntimeError(
+                f"not {steps} steps of pure decode but {n_steps}: the prompts were not cached, or "
+                "the batch was split"
+            )
         if self.shape.n_experts:
-            chosen = np.stack([output.outputs[0].routed_experts[PAGE:] for output in outputs])  # [sequences, steps, layers, k]
-            sets = [np.unique(chosen[:, step, layer]).size for step in range(chosen.shape[1]) for layer in range(chosen.shape[2])]
+            chosen = np.stack(
+                [output.outputs[0].routed_experts[PAGE:] for output in outputs]
+            )  # [sequences, steps, layers, k]
+            sets = [
+                np.unique(chosen[:, step, layer]).size
+                for step in range(chosen.shape[1])
+                for layer in range(chosen.shape[2])
+            ]
             self.experts_touched[size] = sum(sets) / chosen.shape[1]
         return seconds / n_steps
 
     def _prefill(self, tokens: int) -> float:
         prompt = self.rng.integers(0, self.shape.vocab, tokens, dtype=np.int32)
         begin = time.perf_counter()
-        self.generator.generate([prompt], rm.SamplingParams(max_tokens=1, ignore_eos=True, seed=7), use_tqdm=False)
+        self.generator.generate(
+            [prompt], rm.SamplingParams(max_tokens=1, ignore_eos=True, seed=7), use_tqdm=False
+        )
         return time.perf_counter() - begin
 
 
@@ -126,18 +144,29 @@ class Transformers:
             begin = time.perf_counter()
             self.model(prompt, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
             return time.perf_counter() - begin
-        cache = self.model(torch.randint(self.shape.vocab, (1, PAGE)), use_cache=True, logits_to_keep=1).past_key_values
+        cache = self.model(
+            torch.randint(self.shape.vocab, (1, PAGE)), use_cache=True, logits_to_keep=1
+        ).past_key_values
         cache.batch_repeat_interleave(size)
-        tokens = torch.randint(self.shape.vocab, (size, 1))  # different ones, so that a MoE routes them apart
+        tokens = torch.randint(
+            self.shape.vocab, (size, 1)
+        )  # different ones, so that a MoE routes them apart
         begin = time.perf_counter()
         for _ in range(steps):
-            tokens = self.model(tokens, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
+            tokens = (
+                self.model(tokens, past_key_values=cache, use_cache=True)
+                .logits[:, -1]
+                .argmax(-1, keepdim=True)
+            )
         return (time.perf_counter() - begin) / steps
 
 
 def make_trainer(shape: Shape, dtype: torch.dtype) -> torch.nn.Module:
-    """transformers' model of the shape with random weights (σ = 0.02), without the minutes that its own initialisation takes."""
-    config = (Qwen3MoeConfig if shape.n_experts else Qwen3Config)(**{k: v for k, v in shape.config().items() if k != "model_type"})
+    """transformers' model of the shape with random weights (σ = 0.02), without the minutes that its
+    own initialisation takes."""
+    config = (Qwen3MoeConfig if shape.n_experts else Qwen3Config)(
+        **{k: v for k, v in shape.config().items() if k != "model_type"}
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     rope = type(model.model.rotary_emb)(config)  # its buffers are computed, not loaded
@@ -157,7 +186,9 @@ def make_trainer(shape: Shape, dtype: torch.dtype) -> torch.nn.Module:
     return model.eval()
 
 
-def measure_shape(shape: Shape, points: list[Point], args: argparse.Namespace, limits: machine.Limits) -> list[Row]:
+def measure_shape(
+    shape: Shape, points: list[Point], args: argparse.Namespace, limits: machine.Limits
+) -> list[Row]:
     trainer = make_trainer(shape, torch.bfloat16)
     decode_sizes = [size for phase, size in points if phase == "decode"]
     ours = Rollmesh(shape, trainer, args.threads, decode_sizes)
@@ -174,12 +205,22 @@ def measure_shape(shape: Shape, points: list[Point], args: argparse.Namespace, l
 
     best = measure_points(engines, points, args)
     for (name, (phase, size)), seconds in best.items():
-        print(f"  {shape.name:11s} {phase:8s} {size:4d}  {name:22s} {1e3 * seconds:10.1f} ms", flush=True)
-    return [row(shape, engine, point, best[engine.name, point], ours, limits) for point in points for engine in engines]
+        print(
+            f"  {shape.name:11s} {phase:8s} {size:4d}  {name:22s} {1e3 * seconds:10.1f} ms",
+            flush=True,
+        )
+    return [
+        row(shape, engine, point, best[engine.name, point], ours, limits)
+        for point in points
+        for engine in engines
+    ]
 
 
-def measure_points(engines: list[Engine], points: list[Point], args: argparse.Namespace) -> dict[tuple[str, Point], float]:
-    """Seconds of each engine at each point: the best of rounds that alternate between the engines."""
+def measure_points(
+    engines: list[Engine], points: list[Point], args: argparse.Namespace
+) -> dict[tuple[str, Point], float]:
+    """Seconds of each engine at each point: the best of rounds that alternate between the
+    engines."""
     best: dict[tuple[str, Point], float] = {}
     spent: dict[tuple[str, Point], float] = {}
     for point in points:
@@ -188,9 +229,13 @@ def measure_points(engines: list[Engine], points: list[Point], args: argparse.Na
                 key = (engine.name, point)
                 if spent.get(key, 0.0) > args.budget:
                     continue
-                steps = args.steps  # two where it is not known yet what one takes, then as many as half the budget holds
+                # two where it is not known yet what one takes, then as many as half the budget
+                # holds
+                steps = args.steps
                 if not isinstance(engine, Rollmesh):
-                    steps = max(2, min(steps, int(args.budget / best[key] / 2))) if key in best else 2
+                    steps = (
+                        max(2, min(steps, int(args.budget / best[key] / 2))) if key in best else 2
+                    )
                 begin = time.perf_counter()
                 seconds = engine.measure(point, steps)
                 spent[key] = spent.get(key, 0.0) + time.perf_counter() - begin
@@ -198,10 +243,22 @@ def measure_points(engines: list[Engine], points: list[Point], args: argparse.Na
     return best
 
 
-def row(shape: Shape, engine: Engine, point: Point, seconds: float, ours: Rollmesh, limits: machine.Limits) -> Row:
+def row(
+    shape: Shape,
+    engine: Engine,
+    point: Point,
+    seconds: float,
+    ours: Rollmesh,
+    limits: machine.Limits,
+) -> Row:
     phase, size = point
     if phase == "decode":
-        rate = shape.decode_elements(ours.experts_touched.get(size, 0.0)) * engine.weight_bytes / seconds * 1e-9
+        rate = (
+            shape.decode_elements(ours.experts_touched.get(size, 0.0))
+            * engine.weight_bytes
+            / seconds
+            * 1e-9
+        )
         fraction = rate / limits.read_gb_s
     else:
         rate = shape.prefill_flops(size) / seconds * 1e-9
@@ -220,7 +277,8 @@ def table(rows: list[Row]) -> str:
         unit = "GB/s" if r.phase == "decode" else "GFLOP/s"
         ratio = r.seconds / ours[r.shape, r.phase, r.size]
         lines.append(
-            f"| {r.shape} | {r.phase} | {r.size} | {r.engine} | {1e3 * r.seconds:.1f} | {r.tokens_per_s:.1f} "
+            f"| {r.shape} | {r.phase} | {r.size} | {r.engine} | {1e3 * r.seconds:.1f} | "
+            f"{r.tokens_per_s:.1f} "
             f"| {r.rate:.1f} {unit} | {r.fraction:.0%} | {ratio:.2f} |"
         )
     return "\n".join(lines)
@@ -228,12 +286,21 @@ def table(rows: list[Row]) -> str:
 
 def save(rows: list[Row], limits: machine.Limits, about: dict[str, str]) -> Path:
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"generate-{about['date']}-{'-'.join(about['processor'].lower().split()[:3])}.md"
+    path = (
+        RESULTS / f"generate-{about['date']}-{'-'.join(about['processor'].lower().split()[:3])}.md"
+    )
     path.with_suffix(".json").write_text(
-        json.dumps({"machine": about, "limits": asdict(limits), "rows": [asdict(r) for r in rows]}, indent=1) + "\n"
+        json.dumps(
+            {"machine": about, "limits": asdict(limits), "rows": [asdict(r) for r in rows]},
+            indent=1,
+        )
+        + "\n"
     )
     head = ", ".join(f"{key} {value}" for key, value in about.items())
-    limit_line = f"Limits measured in this run: read {limits.read_gb_s:.1f} GB/s, float32 FMA {limits.fma_gflop_s:.0f} GFLOP/s."
+    limit_line = (
+        f"Limits measured in this run: read {limits.read_gb_s:.1f} GB/s, float32 FMA "
+        f"{limits.fma_gflop_s:.0f} GFLOP/s."
+    )
     path.write_text(f"# python -m benchmarks.generate\n\n{head}\n\n{limit_line}\n\n{table(rows)}\n")
     return path
 
@@ -244,23 +311,55 @@ def numbers(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.generate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--shapes", type=numbers(str), default=list(SHAPES), help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--decode", type=numbers(whole(1)), default=[1, 8, 32, 64], help="sequences of the decode points")
-    parser.add_argument("--prefill", type=numbers(whole(1)), default=[PREFILL_TOKENS], help="tokens of the prefill points")
-    parser.add_argument("--peers", type=numbers(str), default=["bfloat16", "float32"], help="dtypes of transformers, or nothing")
+    parser.add_argument(
+        "--shapes", type=numbers(str), default=list(SHAPES), help=f"of {', '.join(SHAPES)}"
+    )
+    parser.add_argument(
+        "--decode",
+        type=numbers(whole(1)),
+        default=[1, 8, 32, 64],
+        help="sequences of the decode points",
+    )
+    parser.add_argument(
+        "--prefill",
+        type=numbers(whole(1)),
+        default=[PREFILL_TOKENS],
+        help="tokens of the prefill points",
+    )
+    parser.add_argument(
+        "--peers",
+        type=numbers(str),
+        default=["bfloat16", "float32"],
+        help="dtypes of transformers, or nothing",
+    )
     parser.add_argument("--threads", type=whole(1, THREADS), default=usable_cores())
-    parser.add_argument("--steps", type=whole(1), default=16, help="decode steps of one measurement")
+    parser.add_argument(
+        "--steps", type=whole(1), default=16, help="decode steps of one measurement"
+    )
     parser.add_argument("--rounds", type=whole(1), default=3)
-    parser.add_argument("--budget", type=real(0, 1e9), default=12.0, help="seconds after which a point of one engine is not repeated")
+    parser.add_argument(
+        "--budget",
+        type=real(0, 1e9),
+        default=12.0,
+        help="seconds after which a point of one engine is not repeated",
+    )
     parser.add_argument("--no-save", action="store_true", help="print the table only")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     limits = machine.measure(args.threads)
     about = machine.describe() | {"torch": torch.__version__, "threads": str(args.threads)}
-    print(f"limits: read {limits.read_gb_s:.1f} GB/s, float32 FMA {limits.fma_gflop_s:.0f} GFLOP/s, {args.threads} threads")
-    points: list[Point] = [*(("decode", n) for n in args.decode), *(("prefill", n) for n in args.prefill)]
+    print(
+        f"limits: read {limits.read_gb_s:.1f} GB/s, float32 FMA {limits.fma_gflop_s:.0f} GFLOP/s, "
+        f"{args.threads} threads"
+    )
+    points: list[Point] = [
+        *(("decode", n) for n in args.decode),
+        *(("prefill", n) for n in args.prefill),
+    ]
     rows: list[Row] = []
     for name in args.shapes:
         rows += measure_shape(SHAPES[name], points, args, limits)

@@ -1,22 +1,30 @@
 """A GPU beside its own limits.  python -m benchmarks.gpu [PART …]
 
     limits     memory read, copied, put and got; cuBLAS' bf16 rate through torch, where that is here
-    decode     a step of 1 … sequences, each at a context of its own that is cached: bytes of weights and KV that a step must read over its
-               time, as a share of what a kernel that only reads reaches. Of a MoE only the experts that were chosen count
-    bits       what a sequence draws alone and among up to --company others, of other lengths: tokens and logprobs that differ
-    prefill    one prompt that no cache knows, to its first token: operations over time, as a share of cuBLAS' rate
-    sync       a state dict of the device, beside a copy on the device; one of the host, beside a copy of pinned memory
+    decode     a step of 1 … sequences, each at a context of its own that is cached: bytes of
+               weights and KV that a step must read over its time, as a share of what a kernel that
+               only reads reaches. Of a MoE only the experts that were chosen count
+    bits       what a sequence draws alone and among up to --company others, of other lengths:
+               tokens and logprobs that differ
+    prefill    one prompt that no cache knows, to its first token: operations over time, as a share
+               of cuBLAS' rate
+    sync       a state dict of the device, beside a copy on the device; one of the host, beside a
+               copy of pinned memory
     start      a process from its start to its first token, stage by stage
-    gemm       the dense gemms of a layer by cuBLASLt, where it is here: whether a pinned algorithm gives a row the same bits in calls of
-               1 … 1024 rows, and its time beside the family cuda_mma's (gpu_gemm.py)
-    ops        every op of an 8B and a 30B-A3B model one by one (tests/simt/bench_mma.cu), and torch's matmul beside the large gemms
+    gemm       the dense gemms of a layer by cuBLASLt, where it is here: whether a pinned algorithm
+               gives a row the same bits in calls of 1 … 1024 rows, and its time beside the family
+               cuda_mma's (gpu_gemm.py)
+    ops        every op of an 8B and a 30B-A3B model one by one (tests/simt/bench_mma.cu), and
+               torch's matmul beside the large gemms
 
-Without names all of them, in that order. Limits are measured in the same run; a copy on the device is measured again beside every round
-of decode and sync, and the best of a point's rounds counts: other work can only slow one down. A point that has used up its
---budget is not repeated. The results are written after each part, so whatever ends the run loses no more than the part it ends.
+Without names all of them, in that order. Limits are measured in the same run; a copy on the device
+is measured again beside every round of decode and sync, and the best of a point's rounds counts:
+other work can only slow one down. A point that has used up its --budget is not repeated. The
+results are written after each part, so whatever ends the run loses no more than the part it ends.
 
-Needs the library for GPUs beside the extension, and a GPU; with --smoke the simulated device of the tests will do, at sizes that say
-nothing. `python tests/cuda_build.py gpu` first, for what `ops` and the limit of reading are measured with.
+Needs the library for GPUs beside the extension, and a GPU; with --smoke the simulated device of the
+tests will do, at sizes that say nothing. `python tests/cuda_build.py gpu` first, for what `ops` and
+the limit of reading are measured with.
 """
 
 from __future__ import annotations
@@ -39,7 +47,16 @@ import numpy as np
 
 import rollmesh as rm
 from benchmarks import gpu_gemm
-from benchmarks.card import BUILT, Card, DeviceWeights, Limits, host_weights, open_card, said, torch_gemm
+from benchmarks.card import (
+    BUILT,
+    Card,
+    DeviceWeights,
+    Limits,
+    host_weights,
+    open_card,
+    said,
+    torch_gemm,
+)
 from benchmarks.machine import ROOT
 from benchmarks.options import real, whole
 from benchmarks.shapes import BF16_BYTES, CARD_SHAPES, SMOKE_SHAPES, Shape
@@ -48,13 +65,23 @@ from rollmesh.runtime import cublas
 PAGE = 16
 FAMILIES = ("cuda_fma", "cuda_mma")
 PARTS = ("limits", "decode", "bits", "prefill", "sync", "start", "gemm", "ops")
-OWN = ("spec", "device", "isa", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_gib")  # a part's own
+OWN = (
+    "spec",
+    "device",
+    "isa",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "kv_cache_gib",
+)  # a part's own
 RESULTS = Path(__file__).with_name("results")
 
 
 @dataclass
 class Row:
-    """One figure. `share` is of `limit`, both in `unit`; None where there is none to hold it against."""
+    """One figure. `share` is of `limit`, both in `unit`; None where there is none to hold it
+    against."""
 
     part: str
     what: str
@@ -71,11 +98,15 @@ class Row:
     def line(self) -> str:
         rate = "" if self.rate is None else f"{self.rate:10.1f} {self.unit}"
         share = "" if self.share is None else f"{self.share:6.1%} of {self.limit:.0f}"
-        return f"  {self.part:8s} {self.what:44s} {self.family:9s} {1e3 * self.seconds:11.3f} ms {rate:18s} {share}"
+        return (
+            f"  {self.part:8s} {self.what:44s} {self.family:9s} {1e3 * self.seconds:11.3f} ms "
+            f"{rate:18s} {share}"
+        )
 
 
 class Run:
-    """What all parts share: the card, its limits, the options, and the rows so far, which are in the file after each part."""
+    """What all parts share: the card, its limits, the options, and the rows so far, which are in
+    the file after each part."""
 
     def __init__(self, card: Card, limits: Limits, options: argparse.Namespace):
         self.card, self.limits, self.options = card, limits, options
@@ -89,7 +120,9 @@ class Run:
     def best(self, measure: Callable[[], float]) -> float:
         """The least of --rounds, or of as many as begin within --budget seconds."""
         begin, found = time.perf_counter(), [measure()]
-        while len(found) < self.options.rounds and time.perf_counter() - begin < self.options.budget:
+        while (
+            len(found) < self.options.rounds and time.perf_counter() - begin < self.options.budget
+        ):
             found.append(measure())
         return min(found)
 
@@ -97,10 +130,13 @@ class Run:
         about = self.card.about() | {"options": " ".join(sys.argv[1:])}
         rows = [asdict(row) | {"share": row.share} for row in self.rows]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": about, "limits": asdict(self.limits), "rows": rows}, indent=1) + "\n")
+        path.write_text(
+            json.dumps({"machine": about, "limits": asdict(self.limits), "rows": rows}, indent=1)
+            + "\n"
+        )
 
 
-# ---------------------------------------------------------------------------------------------- a model on the card
+# ---------------------------------------------------------------------------- a model on the card
 class Served:
     """A generator of `shape` with weights that were made on the card; closed by `with`."""
 
@@ -130,22 +166,35 @@ class Served:
         gc.collect()
 
 
-def decode_step(served: Served, rng: np.random.Generator, sequences: int, context: int, steps: int) -> tuple[float, float]:
+def decode_step(
+    served: Served, rng: np.random.Generator, sequences: int, context: int, steps: int
+) -> tuple[float, float]:
     """Seconds of a step, and the different experts that it chose, summed over the layers."""
     generator, shape = served.generator, served.shape
     prompts = [rng.integers(0, shape.vocab, context + 1, dtype=np.int32) for _ in range(sequences)]
     generator.generate(prompts, rm.SamplingParams(max_tokens=1), use_tqdm=False)
     before = generator.metrics()["steps"]
     begin = time.perf_counter()
-    outputs = generator.generate(prompts, rm.SamplingParams(max_tokens=steps, ignore_eos=True, seed=7), use_tqdm=False)
+    outputs = generator.generate(
+        prompts, rm.SamplingParams(max_tokens=steps, ignore_eos=True, seed=7), use_tqdm=False
+    )
     seconds = time.perf_counter() - begin
     n_steps = generator.metrics()["steps"] - before
     if n_steps != steps or any(output.num_cached_tokens != context for output in outputs):
-        raise SystemExit(f"benchmarks.gpu: {n_steps} steps, not {steps} of pure decode: prompts were not cached, or the batch was split")
+        raise SystemExit(
+            f"benchmarks.gpu: {n_steps} steps, not {steps} of pure decode: prompts were not "
+            "cached, or the batch was split"
+        )
     touched = 0.0
     if shape.n_experts:
-        chosen = np.stack([output.outputs[0].routed_experts[context:] for output in outputs])  # [sequences, steps, layers, k]
-        sets = [np.unique(chosen[:, step, layer]).size for step in range(chosen.shape[1]) for layer in range(chosen.shape[2])]
+        chosen = np.stack(
+            [output.outputs[0].routed_experts[context:] for output in outputs]
+        )  # [sequences, steps, layers, k]
+        sets = [
+            np.unique(chosen[:, step, layer]).size
+            for step in range(chosen.shape[1])
+            for layer in range(chosen.shape[2])
+        ]
         touched = sum(sets) / chosen.shape[1]
     return seconds / steps, touched
 
@@ -159,43 +208,83 @@ def decode(run: Run) -> None:
             for n in sizes:
                 rng, touched, copies = np.random.default_rng(n), [0.0], [run.limits.copy_gb_s]
 
-                def measure(n: int = n, served: Served = served, rng: Any = rng, touched: Any = touched, copies: Any = copies) -> float:
+                def measure(
+                    n: int = n,
+                    served: Served = served,
+                    rng: Any = rng,
+                    touched: Any = touched,
+                    copies: Any = copies,
+                ) -> float:
                     copies.append(run.card.copy_rate(options.bytes, 2))
-                    seconds, touched[0] = decode_step(served, rng, n, options.context, options.steps)
+                    seconds, touched[0] = decode_step(
+                        served, rng, n, options.context, options.steps
+                    )
                     return seconds
 
                 seconds = run.best(measure)
                 positions = n * (options.context + 1 + options.steps / 2)
-                elements = served.shape.decode_elements(touched[0]) + positions * served.shape.kv_elements
-                limit = max(run.limits.memory_gb_s, 2 * max(copies) if run.limits.read_gb_s is None else 0.0)
+                elements = (
+                    served.shape.decode_elements(touched[0]) + positions * served.shape.kv_elements
+                )
+                limit = max(
+                    run.limits.memory_gb_s, 2 * max(copies) if run.limits.read_gb_s is None else 0.0
+                )
                 what = f"{shape.name} layers={shape.layers} sequences={n} context={options.context}"
-                run.add(Row("decode", what, family, seconds, elements * BF16_BYTES / seconds * 1e-9, "GB/s", limit))
+                run.add(
+                    Row(
+                        "decode",
+                        what,
+                        family,
+                        seconds,
+                        elements * BF16_BYTES / seconds * 1e-9,
+                        "GB/s",
+                        limit,
+                    )
+                )
 
 
 def bits(run: Run) -> None:
-    """Bound: none may differ. Company is of every length up to four pages, so that it also changes what stands in a step's chunks."""
+    """Bound: none may differ. Company is of every length up to four pages, so that it also changes
+    what stands in a step's chunks."""
     if run.options.set.get("fast"):
-        raise SystemExit("benchmarks.gpu: bits with fast=True, which promises none: `gemm` says what cuBLASLt keeps")
+        raise SystemExit(
+            "benchmarks.gpu: bits with fast=True, which promises none: `gemm` says what cuBLASLt "
+            "keeps"
+        )
     for shape, family in pairs(run.options):
         rng, most, length = np.random.default_rng(5), max(run.options.company), 6 * PAGE
-        prompts = [rng.integers(0, shape.vocab, int(rng.integers(1, 4 * PAGE)), dtype=np.int32) for _ in range(most)]
+        prompts = [
+            rng.integers(0, shape.vocab, int(rng.integers(1, 4 * PAGE)), dtype=np.int32)
+            for _ in range(most)
+        ]
         params = [rm.SamplingParams(max_tokens=PAGE, ignore_eos=True, seed=i) for i in range(most)]
         with Served(run, shape, family, most, length) as served:
             alone = [drawn(served, [prompts[i]], [params[i]])[0] for i in range(min(most, 4))]
             for n in run.options.company:
                 begin = time.perf_counter()
                 among = drawn(served, prompts[:n], params[:n])
-                differing = sum(int(np.count_nonzero(a != b)) for one, other in zip(alone, among) for a, b in zip(one, other))
+                differing = sum(
+                    int(np.count_nonzero(a != b))
+                    for one, other in zip(alone, among)
+                    for a, b in zip(one, other)
+                )
                 what = f"{shape.name} layers={shape.layers} sequences={n}: {differing} differ"
                 run.add(Row("bits", what, family, time.perf_counter() - begin, None, "", None))
                 run.differing += differing
 
 
-def drawn(served: Served, prompts: list[Any], params: list[rm.SamplingParams]) -> list[tuple[np.ndarray, np.ndarray]]:
+def drawn(
+    served: Served, prompts: list[Any], params: list[rm.SamplingParams]
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Of each prompt its tokens, and its logprobs as words; no prompt is cached."""
     served.generator.reset_prefix_cache()
-    outputs = [output.outputs[0] for output in served.generator.generate(prompts, params, use_tqdm=False)]
-    return [(np.asarray(o.token_ids), np.asarray(o.logprobs, np.float32).view(np.uint32)) for o in outputs]
+    outputs = [
+        output.outputs[0] for output in served.generator.generate(prompts, params, use_tqdm=False)
+    ]
+    return [
+        (np.asarray(o.token_ids), np.asarray(o.logprobs, np.float32).view(np.uint32))
+        for o in outputs
+    ]
 
 
 def prefill(run: Run) -> None:
@@ -207,36 +296,73 @@ def prefill(run: Run) -> None:
                 def measure(tokens: int = tokens, served: Served = served) -> float:
                     prompt = rng.integers(0, served.shape.vocab, tokens, dtype=np.int32)
                     begin = time.perf_counter()
-                    served.generator.generate([prompt], rm.SamplingParams(max_tokens=1, ignore_eos=True, seed=7), use_tqdm=False)
+                    served.generator.generate(
+                        [prompt],
+                        rm.SamplingParams(max_tokens=1, ignore_eos=True, seed=7),
+                        use_tqdm=False,
+                    )
                     return time.perf_counter() - begin
 
                 measure()  # the first one loads the kernels
                 seconds = run.best(measure)
-                what = f"{shape.name} layers={shape.layers} tokens={tokens}: {tokens / seconds:.0f} tokens/s"
+                what = (
+                    f"{shape.name} layers={shape.layers} tokens={tokens}: "
+                    f"{tokens / seconds:.0f} tokens/s"
+                )
                 rate = shape.prefill_flops(tokens) / seconds * 1e-9
-                run.add(Row("prefill", what, family, seconds, rate, "GFLOP/s", run.limits.gemm_gflop_s))
+                run.add(
+                    Row("prefill", what, family, seconds, rate, "GFLOP/s", run.limits.gemm_gflop_s)
+                )
 
 
-# ---------------------------------------------------------------------------------------------- weights
+# ---------------------------------------------------------------------------------------- weights
 def sync(run: Run) -> None:
-    """From the third sync on the block that serves and the staging one are both there, and the best of those counts."""
+    """From the third sync on the block that serves and the staging one are both there, and the best
+    of those counts."""
     for shape, family in pairs(run.options):
         spec = rm.ModelSpec.from_hf(shape.config())
-        with rm.Generator(spec, device="cuda", isa=family, max_model_len=64, kv_cache_gib=0.1, **run.options.set) as generator:
+        with rm.Generator(
+            spec, device="cuda", isa=family, max_model_len=64, kv_cache_gib=0.1, **run.options.set
+        ) as generator:
             manifest = generator.manifest()
             weights = DeviceWeights(run.card, manifest)
             seconds, copies = sync_times(run, generator, weights.tensors)
             weights.drop()
             what = f"{shape.name} layers={shape.layers} {weights.bytes / 1e9:.2f} GB of the device"
-            run.add(Row("sync", what, family, seconds, weights.bytes / seconds * 1e-9, "GB/s", max(copies)))
+            run.add(
+                Row(
+                    "sync",
+                    what,
+                    family,
+                    seconds,
+                    weights.bytes / seconds * 1e-9,
+                    "GB/s",
+                    max(copies),
+                )
+            )
             if weights.bytes > run.options.host_bytes:
                 continue
             seconds, _ = sync_times(run, generator, host_weights(manifest))
-            what = f"{shape.name} layers={shape.layers} {weights.bytes / 1e9:.2f} GB of the host, not pinned"
-            run.add(Row("sync", what, family, seconds, weights.bytes / seconds * 1e-9, "GB/s", run.limits.put_gb_s))
+            what = (
+                f"{shape.name} layers={shape.layers} {weights.bytes / 1e9:.2f} GB of the host, "
+                "not pinned"
+            )
+            run.add(
+                Row(
+                    "sync",
+                    what,
+                    family,
+                    seconds,
+                    weights.bytes / seconds * 1e-9,
+                    "GB/s",
+                    run.limits.put_gb_s,
+                )
+            )
 
 
-def sync_times(run: Run, generator: rm.Generator, tensors: dict[str, Any]) -> tuple[float, list[float]]:
+def sync_times(
+    run: Run, generator: rm.Generator, tensors: dict[str, Any]
+) -> tuple[float, list[float]]:
     copies = [run.limits.copy_gb_s]
 
     def measure() -> float:
@@ -252,8 +378,21 @@ def sync_times(run: Run, generator: rm.Generator, tensors: dict[str, Any]) -> tu
 
 def start(run: Run) -> None:
     for shape, family in pairs(run.options):
-        command = [sys.executable, "-m", "benchmarks.gpu", "first", "--shapes", shape.name, "--families", family]
-        command += ["--layers", f"{shape.name}={shape.layers}", *(["--smoke"] if run.options.smoke else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu",
+            "first",
+            "--shapes",
+            shape.name,
+            "--families",
+            family,
+        ]
+        command += [
+            "--layers",
+            f"{shape.name}={shape.layers}",
+            *(["--smoke"] if run.options.smoke else []),
+        ]
         for name, value in run.options.set.items():
             command += ["--set", f"{name}={value!r}"]
         began = time.time()
@@ -274,7 +413,9 @@ def first(card: Card, options: argparse.Namespace) -> None:
     shape, family = pairs(options)[0]
     stages = {"imported": time.time()}
     spec = rm.ModelSpec.from_hf(shape.config())
-    generator = rm.Generator(spec, device="cuda", isa=family, max_model_len=256, kv_cache_gib=0.1, **options.set)
+    generator = rm.Generator(
+        spec, device="cuda", isa=family, max_model_len=256, kv_cache_gib=0.1, **options.set
+    )
     stages["created"] = time.time()
     weights = DeviceWeights(card, generator.manifest())
     made = time.time() - stages["created"]
@@ -287,7 +428,7 @@ def first(card: Card, options: argparse.Namespace) -> None:
     print(json.dumps(stages | {"made": made}))
 
 
-# ---------------------------------------------------------------------------------------------- gemm
+# ------------------------------------------------------------------------------------------- gemm
 def gemm(run: Run) -> None:
     """Families do not matter: theirs is the peer."""
     try:
@@ -304,22 +445,48 @@ def gemm(run: Run) -> None:
             what = f"{shape.name} {one.name} n={wide * one.shape.n} k={one.shape.k}"
             if one.tried:
                 verdict = f"{one.differing} of {one.tried} numbers of rows differ"
-                run.add(Row("gemm", f"{what}: {verdict}", one.choice, time.perf_counter() - begin, None, "", None))
+                run.add(
+                    Row(
+                        "gemm",
+                        f"{what}: {verdict}",
+                        one.choice,
+                        time.perf_counter() - begin,
+                        None,
+                        "",
+                        None,
+                    )
+                )
             for rows, seconds in one.seconds.items():
                 flops = 2e-9 * rows * wide * one.shape.n * one.shape.k
                 limit = flops / peers[one.name][rows] if one.tried else None
-                run.add(Row("gemm", f"{what} rows={rows}", one.choice, seconds, flops / seconds, "GFLOP/s", limit))
+                run.add(
+                    Row(
+                        "gemm",
+                        f"{what} rows={rows}",
+                        one.choice,
+                        seconds,
+                        flops / seconds,
+                        "GFLOP/s",
+                        limit,
+                    )
+                )
 
 
-# ---------------------------------------------------------------------------------------------- ops
-OP = re.compile(r"(?P<what>.+?)\s+(?P<us>[\d.]+) us\s+(?P<gb>\d+) GB/s\s+[\d.]+ % of reading\s+(?P<tflop>[\d.]+) TFLOP/s")
+# -------------------------------------------------------------------------------------------- ops
+OP = re.compile(
+    r"(?P<what>.+?)\s+(?P<us>[\d.]+) us\s+(?P<gb>\d+) GB/s\s+[\d.]+ % of "
+    r"reading\s+(?P<tflop>[\d.]+) TFLOP/s"
+)
 GEMM = re.compile(r"8B (?P<name>\w+) rows=(?P<m>\d+) n=(?P<n>\d+) k=(?P<k>\d+) ")
 
 
 def ops(run: Run) -> None:
     program = run.options.built / "bench_mma"
     if run.card.is_simulated or not program.exists():
-        print(f"  ops      not measured: needs a GPU and {program}, which python tests/cuda_build.py gpu makes")
+        print(
+            f"  ops      not measured: needs a GPU and {program}, which python "
+            "tests/cuda_build.py gpu makes"
+        )
         return
     for family in run.options.families:
         for line in said([str(program), family.removeprefix("cuda_")]).splitlines():
@@ -330,7 +497,17 @@ def ops(run: Run) -> None:
             what, seconds, tflop = found["what"], float(found["us"]) * 1e-6, float(found["tflop"])
             gemm_op = GEMM.match(what + " ")
             if gemm_op is None or int(gemm_op["m"]) < 64:
-                run.add(Row("ops", what, family, seconds, float(found["gb"]), "GB/s", run.limits.memory_gb_s))
+                run.add(
+                    Row(
+                        "ops",
+                        what,
+                        family,
+                        seconds,
+                        float(found["gb"]),
+                        "GB/s",
+                        run.limits.memory_gb_s,
+                    )
+                )
                 continue
             wide = 2 if gemm_op["name"] == "gate_up" else 1
             peer = torch_gemm(int(gemm_op["m"]), wide * int(gemm_op["n"]), int(gemm_op["k"]))
@@ -338,10 +515,13 @@ def ops(run: Run) -> None:
             run.add(Row("ops", what, family, seconds, 1e3 * tflop, "GFLOP/s", theirs))
 
 
-# ---------------------------------------------------------------------------------------------- the command
+# ------------------------------------------------------------------------------------ the command
 def pairs(options: argparse.Namespace) -> list[tuple[Shape, str]]:
     shapes = SMOKE_SHAPES if options.smoke else CARD_SHAPES
-    chosen = [replace(shapes[name], layers=options.layers.get(name, shapes[name].layers)) for name in options.shapes or shapes]
+    chosen = [
+        replace(shapes[name], layers=options.layers.get(name, shapes[name].layers))
+        for name in options.shapes or shapes
+    ]
     return [(shape, family) for shape in chosen for family in options.families]
 
 
@@ -366,7 +546,9 @@ def counts(text: str) -> dict[str, int]:
     for word in text.split(","):
         name, _, count = word.partition("=")
         if name not in CARD_SHAPES | SMOKE_SHAPES:
-            raise argparse.ArgumentTypeError(f"{name[:40]!r} is none of {', '.join(CARD_SHAPES | SMOKE_SHAPES)}")
+            raise argparse.ArgumentTypeError(
+                f"{name[:40]!r} is none of {', '.join(CARD_SHAPES | SMOKE_SHAPES)}"
+            )
         found[name] = whole(1)(count)
     return found
 
@@ -379,39 +561,115 @@ def setting(text: str) -> tuple[str, Any]:
             raise ValueError
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not NAME=VALUE with a value of Python") from None
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is not NAME=VALUE with a value of Python"
+        ) from None
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes and few steps, also on the simulated device")
-    parser.add_argument("--shapes", type=words((*CARD_SHAPES, *SMOKE_SHAPES)), help=f"of {', '.join(CARD_SHAPES)}")
-    parser.add_argument("--layers", type=counts, default={}, help="SHAPE=N,…: not as many as the shape has")
-    parser.add_argument("--families", type=words(FAMILIES), default=list(FAMILIES), help=f"of {', '.join(FAMILIES)}")
-    parser.add_argument("--sequences", type=numbers(1), default=[1, 2, 4, 8, 16, 64], help="of the points of decode")
-    parser.add_argument("--most", type=counts, default={"dense-8b": 16}, help="SHAPE=N,…: no more sequences than these")
-    parser.add_argument("--context", type=whole(PAGE), default=512, help="positions before a step, cached; whole pages of 16")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="tiny shapes and few steps, also on the simulated device",
+    )
+    parser.add_argument(
+        "--shapes", type=words((*CARD_SHAPES, *SMOKE_SHAPES)), help=f"of {', '.join(CARD_SHAPES)}"
+    )
+    parser.add_argument(
+        "--layers", type=counts, default={}, help="SHAPE=N,…: not as many as the shape has"
+    )
+    parser.add_argument(
+        "--families", type=words(FAMILIES), default=list(FAMILIES), help=f"of {', '.join(FAMILIES)}"
+    )
+    parser.add_argument(
+        "--sequences", type=numbers(1), default=[1, 2, 4, 8, 16, 64], help="of the points of decode"
+    )
+    parser.add_argument(
+        "--most",
+        type=counts,
+        default={"dense-8b": 16},
+        help="SHAPE=N,…: no more sequences than these",
+    )
+    parser.add_argument(
+        "--context",
+        type=whole(PAGE),
+        default=512,
+        help="positions before a step, cached; whole pages of 16",
+    )
     parser.add_argument("--steps", type=whole(1), default=64, help="of one measurement of decode")
-    parser.add_argument("--company", type=numbers(1), default=[1, 2, 7, 64, 1024], help="sequences of the points of bits")
-    parser.add_argument("--prefill", type=numbers(1), default=[512, 4096], help="tokens of the points of prefill")
-    parser.add_argument("--gemm-rows", type=numbers(1), default=list(range(1, 1025)), help="of the calls of gemms that are compared")
-    parser.add_argument("--gemm-timed", type=numbers(1), default=[1, 16, 64, 256, 1024], help="of those that are timed")
+    parser.add_argument(
+        "--company",
+        type=numbers(1),
+        default=[1, 2, 7, 64, 1024],
+        help="sequences of the points of bits",
+    )
+    parser.add_argument(
+        "--prefill", type=numbers(1), default=[512, 4096], help="tokens of the points of prefill"
+    )
+    parser.add_argument(
+        "--gemm-rows",
+        type=numbers(1),
+        default=list(range(1, 1025)),
+        help="of the calls of gemms that are compared",
+    )
+    parser.add_argument(
+        "--gemm-timed",
+        type=numbers(1),
+        default=[1, 16, 64, 256, 1024],
+        help="of those that are timed",
+    )
     parser.add_argument("--rounds", type=whole(1), default=5)
-    parser.add_argument("--budget", type=real(0, 1e6), default=4.0, help="seconds after which a point is not repeated")
-    parser.add_argument("--bytes", type=whole(1 << 10), default=1 << 30, help="of one copy that bandwidth is measured with")
-    parser.add_argument("--host-bytes", type=whole(0, 1 << 40), default=4 << 30, help="larger state dicts are not synced from the host")
-    parser.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE", help="an option of rm.Generator")
-    parser.add_argument("--built", type=Path, default=BUILT, help="what tests/cuda_build.py gpu has built")
-    parser.add_argument("--out", type=Path, help="of the results, JSON (benchmarks/results/gpu-DATE-CARD.json; with --smoke none)")
+    parser.add_argument(
+        "--budget",
+        type=real(0, 1e6),
+        default=4.0,
+        help="seconds after which a point is not repeated",
+    )
+    parser.add_argument(
+        "--bytes",
+        type=whole(1 << 10),
+        default=1 << 30,
+        help="of one copy that bandwidth is measured with",
+    )
+    parser.add_argument(
+        "--host-bytes",
+        type=whole(0, 1 << 40),
+        default=4 << 30,
+        help="larger state dicts are not synced from the host",
+    )
+    parser.add_argument(
+        "--set",
+        type=setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of rm.Generator",
+    )
+    parser.add_argument(
+        "--built", type=Path, default=BUILT, help="what tests/cuda_build.py gpu has built"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="of the results, JSON (benchmarks/results/gpu-DATE-CARD.json; with --smoke none)",
+    )
     options = parser.parse_args()
     options.set = dict(options.set)
     settable = inspect.signature(rm.Generator).parameters.keys() - set(OWN)
     if unknown := sorted(options.set.keys() - settable):
-        parser.error(f"--set {unknown[0][:40]}: wanted an option of rm.Generator that no part sets itself: {', '.join(sorted(settable))}")
-    if wrong := [part for part in options.parts if part not in PARTS and options.parts != ["first"]]:
+        parser.error(
+            f"--set {unknown[0][:40]}: wanted an option of rm.Generator that no part sets itself: "
+            f"{', '.join(sorted(settable))}"
+        )
+    if wrong := [
+        part for part in options.parts if part not in PARTS and options.parts != ["first"]
+    ]:
         parser.error(f"{wrong[0][:40]!r} is none of {', '.join(PARTS)}")
     if options.context % PAGE:
         parser.error(f"--context {options.context} is no number of whole pages of {PAGE}")
@@ -429,13 +687,24 @@ def main() -> None:
             first(card, options)
             return
         if card.is_simulated and not options.smoke:
-            raise SystemExit("benchmarks.gpu: the simulated device has no speed; --smoke runs everything on it once")
+            raise SystemExit(
+                "benchmarks.gpu: the simulated device has no speed; --smoke runs everything on it "
+                "once"
+            )
         about, limits = card.about(), card.limits(options.bytes, options.built)
         print("\n".join(f"{key:12s} {value}" for key, value in about.items()))
-        print("\n".join(f"{key:12s} {value:.1f}" for key, value in asdict(limits).items() if isinstance(value, float)))
+        print(
+            "\n".join(
+                f"{key:12s} {value:.1f}"
+                for key, value in asdict(limits).items()
+                if isinstance(value, float)
+            )
+        )
         print("\n".join(f"not measured: {line}" for line in limits.missing), flush=True)
         slug = "-".join(about["card"].lower().split())
-        path = options.out or (None if options.smoke else RESULTS / f"gpu-{about['date']}-{slug}.json")
+        path = options.out or (
+            None if options.smoke else RESULTS / f"gpu-{about['date']}-{slug}.json"
+        )
         run = Run(card, limits, options)
         for part in options.parts or PARTS:
             if part != "limits":
@@ -446,7 +715,10 @@ def main() -> None:
     if path:
         print(f"written: {path}")
     if run.differing:
-        raise SystemExit(f"benchmarks.gpu: {run.differing} tokens and logprobs depend on the company of their sequence")
+        raise SystemExit(
+            f"benchmarks.gpu: {run.differing} tokens and logprobs depend on the company of their "
+            "sequence"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Whether cuBLASLt would do for the contract: the part `gemm` of benchmarks.gpu.
 
-For each dense gemm of a layer an algorithm is pinned, the library's best for the most rows that serves fewer as well, and, where the
-library knows of batch invariance, one that it promises it of. Each multiplies the same rows as calls of every number of rows, at the
-beginning and at the end of the largest call: a row's bits must be those that it has there. That is what the contract needs
-of it (docs/numerics.md), as far as it can be seen; where they all are, what counts is the time beside the family cuda_mma's.
+For each dense gemm of a layer an algorithm is pinned, the library's best for the most rows that
+serves fewer as well, and, where the library knows of batch invariance, one that it promises it of.
+Each multiplies the same rows as calls of every number of rows, at the beginning and at the end of
+the largest call: a row's bits must be those that it has there. That is what the contract needs of
+it (docs/numerics.md), as far as it can be seen; where they all are, what counts is the time beside
+the family cuda_mma's.
 """
 
 from __future__ import annotations
@@ -21,14 +23,19 @@ from rollmesh.runtime.devices import library_path
 
 import vendor_gemm  # isort: skip  # of tests, which benchmarks.card has put on the path
 
-CHOICES = {"pinned": vendor_gemm.PINNED, "promised": vendor_gemm.INVARIANT, "free": vendor_gemm.FREE}
+CHOICES = {
+    "pinned": vendor_gemm.PINNED,
+    "promised": vendor_gemm.INVARIANT,
+    "free": vendor_gemm.FREE,
+}
 TIMES = 20
 OWN_WORKSPACE = 64 << 20  # the most that an op of cuda_mma asks for
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one gemm and one choice. differing: of the numbers of rows that were tried, those with a row of other bits."""
+    """Of one gemm and one choice. differing: of the numbers of rows that were tried, those with a
+    row of other bits."""
 
     name: str
     shape: vendor_gemm.Shape
@@ -41,7 +48,10 @@ class Finding:
 def shapes_of(shape: Shape) -> dict[str, vendor_gemm.Shape]:
     """Of one rank; with experts those of attention only."""
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    found = {"qkv": vendor_gemm.Shape(heads + 2 * kv, shape.hidden), "o": vendor_gemm.Shape(shape.hidden, heads)}
+    found = {
+        "qkv": vendor_gemm.Shape(heads + 2 * kv, shape.hidden),
+        "o": vendor_gemm.Shape(shape.hidden, heads),
+    }
     if not shape.n_experts:
         found["gate_up"] = vendor_gemm.Shape(shape.intermediate, shape.hidden, swiglu=True)
         found["down"] = vendor_gemm.Shape(shape.hidden, shape.intermediate)
@@ -55,39 +65,58 @@ class Bench:
         self.card, self.device, self.shape, self.most = card, card.device, shape, most
         rng = np.random.default_rng(shape.n + shape.k)
         self.w_rows = 2 * shape.n if shape.swiglu else shape.n
-        padded = -(-shape.n // 16) * 16 * (2 if shape.swiglu else 1) * -(-shape.k // 32) * 32  # in tiles
+        padded = (
+            -(-shape.n // 16) * 16 * (2 if shape.swiglu else 1) * -(-shape.k // 32) * 32
+        )  # in tiles
         self.w = self._filled(rng, padded, shape.k**-0.5)
         self.x = self._filled(rng, most * shape.k, 1.0)
         self.y, self.whole = (card.device.alloc(most * shape.n * BF16_BYTES) for _ in range(2))
-        self.found, self.workspace = card.device.alloc(vendor_gemm.FOUND_BYTES), card.device.alloc(OWN_WORKSPACE)
+        self.found, self.workspace = (
+            card.device.alloc(vendor_gemm.FOUND_BYTES),
+            card.device.alloc(OWN_WORKSPACE),
+        )
 
     def _filled(self, rng: np.random.Generator, elements: int, scale: float) -> int:
         block = self.device.alloc(elements * BF16_BYTES)
         run = min(elements, 1 << 24)
         noise = bfloat16(rng.standard_normal(run, np.float32) * np.float32(scale)).tobytes()
         for first in range(0, elements, run):
-            self.device.write(block + first * BF16_BYTES, noise[: min(run, elements - first) * BF16_BYTES])
+            self.device.write(
+                block + first * BF16_BYTES, noise[: min(run, elements - first) * BF16_BYTES]
+            )
         return block
 
     def drop(self) -> None:
         for block in (self.w, self.x, self.y, self.whole, self.found, self.workspace):
             self.device.drop(block)
 
-    def differing(self, opened: vendor_gemm.VendorGemm, kernels: vendor_gemm.Kernels, sizes: list[int]) -> int:
+    def differing(
+        self, opened: vendor_gemm.VendorGemm, kernels: vendor_gemm.Kernels, sizes: list[int]
+    ) -> int:
         """How many of the sizes have a row with other bits than in a call of all rows."""
         opened.multiply(self.shape, self.whole, self.x, self.w, self.most)
         return sum(not self._agrees(opened, kernels, rows) for rows in sizes)
 
-    def _agrees(self, opened: vendor_gemm.VendorGemm, kernels: vendor_gemm.Kernels, rows: int) -> bool:
+    def _agrees(
+        self, opened: vendor_gemm.VendorGemm, kernels: vendor_gemm.Kernels, rows: int
+    ) -> bool:
         for first in {0, self.most - rows}:
-            opened.multiply(self.shape, self.y, self.x + first * self.shape.k * BF16_BYTES, self.w, rows)
+            opened.multiply(
+                self.shape, self.y, self.x + first * self.shape.k * BF16_BYTES, self.w, rows
+            )
             whole = self.whole + first * self.shape.n * BF16_BYTES
-            if vendor_gemm.differs(self.device, kernels, self.y, whole, rows, self.shape.n, self.found) >= 0:
+            if (
+                vendor_gemm.differs(
+                    self.device, kernels, self.y, whole, rows, self.shape.n, self.found
+                )
+                >= 0
+            ):
                 return False
         return True
 
     def seconds(self, multiply: Callable[[int], None], sizes: list[int]) -> dict[int, float]:
-        """Of a gemm of each number of rows, TIMES in a row; twice, as the first one loads kernels."""
+        """Of a gemm of each number of rows, TIMES in a row; twice, as the first one loads
+        kernels."""
 
         def several(rows: int) -> None:
             for _ in range(TIMES):
@@ -100,7 +129,8 @@ class Bench:
 
 
 def findings(card: Card, shape: Shape, sizes: list[int], timed: list[int]) -> list[Finding]:
-    """sizes: numbers of rows to be held against the largest of them; timed: those to be timed too."""
+    """sizes: numbers of rows to be held against the largest of them; timed: those to be timed
+    too."""
     library, found = cuda_device.Library(library_path()), []
     path, most = cublas.find().path, max(*sizes, *timed)
     mma = vendor_gemm.table(library, "cuda_mma")
@@ -110,11 +140,22 @@ def findings(card: Card, shape: Shape, sizes: list[int], timed: list[int]) -> li
             try:
                 with vendor_gemm.opened(card.device, path, [gemm], most, number) as opened:
 
-                    def multiply(rows: int, opened: vendor_gemm.VendorGemm = opened, bench: Bench = bench) -> None:
+                    def multiply(
+                        rows: int, opened: vendor_gemm.VendorGemm = opened, bench: Bench = bench
+                    ) -> None:
                         opened.multiply(bench.shape, bench.y, bench.x, bench.w, rows)
 
                     differing = bench.differing(opened, mma, sizes)
-                    found.append(Finding(name, gemm, choice, len(sizes), differing, bench.seconds(multiply, timed)))
+                    found.append(
+                        Finding(
+                            name,
+                            gemm,
+                            choice,
+                            len(sizes),
+                            differing,
+                            bench.seconds(multiply, timed),
+                        )
+                    )
             except vendor_gemm.Refused as why:
                 print(f"  gemm {name} {choice}: {why}", flush=True)
         found.append(Finding(name, gemm, "cuda_mma", 0, 0, bench.seconds(own(bench, mma), timed)))
@@ -125,7 +166,9 @@ def findings(card: Card, shape: Shape, sizes: list[int], timed: list[int]) -> li
 def own(bench: Bench, kernels: vendor_gemm.Kernels) -> Callable[[int], None]:
     """The same gemm by the op of a family; what W holds is as good in tiles."""
     stream = bench.device.table.stream
-    context = cuda_device.Context(stream=stream, workspace=bench.workspace, workspace_bytes=OWN_WORKSPACE, n_threads=1)
+    context = cuda_device.Context(
+        stream=stream, workspace=bench.workspace, workspace_bytes=OWN_WORKSPACE, n_threads=1
+    )
 
     def multiply(rows: int) -> None:
         args = vendor_gemm.arguments(bench.shape, bench.y, bench.x, bench.w, rows)

@@ -1,13 +1,16 @@
-// machine.c: what this machine can do at best, so that a benchmark can say what fraction of it was reached.
+// machine.c: what this machine can do at best, so that a benchmark can say what fraction of it was
+// reached.
 //
 //   machine THREADS GIB SECONDS  →  one line of JSON on stdout, rates in 1e9 per second
 //
-// read: all threads sweep one buffer far larger than the last cache, by several access patterns (one stream, one with software
-// prefetch, four), because which one is fastest differs between memory controllers; the best is the limit. copy: memcpy from
-// one half to the other, bytes counted once. fma: independent chains of 256-bit and, where there are any, 512-bit FMAs that
-// never leave the registers: the roof of every float32 matmul. bf16 and amx: the same of vdpbf16ps and tdpbf16ps, the roofs of
-// bfloat16 matmuls, 0 where there are none. Each rate is the best of several runs, since other work on the machine can only
-// slow one down. Compiled by benchmarks/machine.py with plain gcc: the wider parts carry their target.
+// read: all threads sweep one buffer far larger than the last cache, by several access patterns
+// (one stream, one with software prefetch, four), because which one is fastest differs between
+// memory controllers; the best is the limit. copy: memcpy from one half to the other, bytes counted
+// once. fma: independent chains of 256-bit and, where there are any, 512-bit FMAs that never leave
+// the registers: the roof of every float32 matmul. bf16 and amx: the same of vdpbf16ps and
+// tdpbf16ps, the roofs of bfloat16 matmuls, 0 where there are none. Each rate is the best of
+// several runs, since other work on the machine can only slow one down. Compiled by
+// benchmarks/machine.py with plain gcc: the wider parts carry their target.
 #define _GNU_SOURCE
 #include <cpuid.h>
 #include <immintrin.h>
@@ -21,18 +24,34 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_THREADS = 256, FMA_CHAINS = 12, FMA_ROUNDS = 10 * 1000 * 1000, AMX_CHAINS = 4, AMX_ROUNDS = 1000 * 1000 };
+enum {
+  MAX_THREADS = 256,
+  FMA_CHAINS = 12,
+  FMA_ROUNDS = 10 * 1000 * 1000,
+  AMX_CHAINS = 4,
+  AMX_ROUNDS = 1000 * 1000
+};
 
-typedef enum work { READ_PLAIN, READ_PREFETCH, READ_FOUR, COPY, FMA256, FMA512, BF16, AMX, N_WORK } work;
+typedef enum work {
+  READ_PLAIN,
+  READ_PREFETCH,
+  READ_FOUR,
+  COPY,
+  FMA256,
+  FMA512,
+  BF16,
+  AMX,
+  N_WORK
+} work;
 
 static int n_threads;
 static char *buffer;
-static size_t bytes_per_thread;  // a multiple of 16 KiB
+static size_t bytes_per_thread; // a multiple of 16 KiB
 static double seconds_per_work;
 static pthread_barrier_t barrier;
 static double started[MAX_THREADS], ended[MAX_THREADS];
-static double best[N_WORK];  // written by thread 0
-static int again;            // thread 0's verdict, read after a barrier
+static double best[N_WORK]; // written by thread 0
+static int again; // thread 0's verdict, read after a barrier
 static volatile int sink;
 
 static double now(void) {
@@ -100,7 +119,8 @@ __attribute__((target("avx512f"))) static void fma512(void) {
 __attribute__((target("avx512f,avx512bf16"))) static void bf16(void) {
   __m512 r[FMA_CHAINS];
   for (int i = 0; i < FMA_CHAINS; i++) r[i] = _mm512_set1_ps((float)i);
-  const __m512bh x = (__m512bh)_mm512_set1_epi32(0x3f803f80), y = (__m512bh)_mm512_set1_epi32(0x30003000);  // pairs of 1 and of 2⁻³¹
+  const __m512bh x = (__m512bh)_mm512_set1_epi32(0x3f803f80),
+                 y = (__m512bh)_mm512_set1_epi32(0x30003000); // pairs of 1 and of 2⁻³¹
   for (int k = 0; k < FMA_ROUNDS; k++) {
 #pragma GCC unroll 12
     for (int i = 0; i < FMA_CHAINS; i++) r[i] = _mm512_dpbf16_ps(r[i], x, y);
@@ -136,12 +156,15 @@ __attribute__((target("amx-tile,amx-bf16"))) static void amx(void) {
   _tile_release();
 }
 
-// What keeps this process from AMX; "" when nothing does. Linux maps a thread's tiles only for a process that has asked.
+// What keeps this process from AMX; "" when nothing does. Linux maps a thread's tiles only for a
+// process that has asked.
 static const char *no_amx(void) {
   enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
   unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & 1u << 22) || !(d & 1u << 24)) return "the processor has no AMX with bfloat16";
-  if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA)) return "the system refuses arch_prctl(ARCH_REQ_XCOMP_PERM)";
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & 1u << 22) || !(d & 1u << 24))
+    return "the processor has no AMX with bfloat16";
+  if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA))
+    return "the system refuses arch_prctl(ARCH_REQ_XCOMP_PERM)";
   return "";
 }
 
@@ -156,13 +179,16 @@ static int has(work which) {
   }
 }
 
-// Runs one piece of work on this thread's share; returns how much it was (bytes, or floating-point operations).
+// Runs one piece of work on this thread's share; returns how much it was (bytes, or floating-point
+// operations).
 static double run(work which, char *mine) {
   switch (which) {
     case READ_PLAIN: read_plain(mine, bytes_per_thread, 0); return (double)bytes_per_thread;
     case READ_PREFETCH: read_plain(mine, bytes_per_thread, 1024); return (double)bytes_per_thread;
     case READ_FOUR: read_four(mine, bytes_per_thread); return (double)bytes_per_thread;
-    case COPY: memcpy(mine, mine + bytes_per_thread / 2, bytes_per_thread / 2); return (double)bytes_per_thread / 2;
+    case COPY:
+      memcpy(mine, mine + bytes_per_thread / 2, bytes_per_thread / 2);
+      return (double)bytes_per_thread / 2;
     case FMA256: fma256(); return (double)FMA_ROUNDS * FMA_CHAINS * 8 * 2;
     case FMA512: fma512(); return (double)FMA_ROUNDS * FMA_CHAINS * 16 * 2;
     case BF16: bf16(); return (double)FMA_ROUNDS * FMA_CHAINS * 16 * 4;
@@ -214,7 +240,8 @@ int main(int argc, char **argv) {
   }
   amx_missing = no_amx();
   bytes_per_thread = (size_t)(gib * 1024 * 1024 * 1024) / (size_t)n_threads / 16384 * 16384;
-  const size_t total = bytes_per_thread * (size_t)n_threads + 65536;  // a prefetch may point past the end, but not far
+  const size_t total = bytes_per_thread * (size_t)n_threads +
+                       65536; // a prefetch may point past the end, but not far
   buffer = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (buffer == MAP_FAILED) {
     perror("mmap");
@@ -227,9 +254,11 @@ int main(int argc, char **argv) {
     if (pthread_create(&threads[i], NULL, thread, (void *)i)) return 5;
   }
   for (int i = 0; i < n_threads; i++) pthread_join(threads[i], NULL);
-  printf("{\"threads\": %d, \"read_plain_gb_s\": %.2f, \"read_prefetch_gb_s\": %.2f, \"read_four_gb_s\": %.2f, \"copy_gb_s\": %.2f, "
-         "\"fma256_gflop_s\": %.1f, \"fma512_gflop_s\": %.1f, \"bf16_gflop_s\": %.1f, \"amx_gflop_s\": %.1f, \"no_amx\": \"%s\"}\n",
-         n_threads, best[READ_PLAIN], best[READ_PREFETCH], best[READ_FOUR], best[COPY], best[FMA256], best[FMA512], best[BF16], best[AMX],
-         amx_missing);
+  printf("{\"threads\": %d, \"read_plain_gb_s\": %.2f, \"read_prefetch_gb_s\": %.2f, "
+         "\"read_four_gb_s\": %.2f, \"copy_gb_s\": %.2f, "
+         "\"fma256_gflop_s\": %.1f, \"fma512_gflop_s\": %.1f, \"bf16_gflop_s\": %.1f, "
+         "\"amx_gflop_s\": %.1f, \"no_amx\": \"%s\"}\n",
+         n_threads, best[READ_PLAIN], best[READ_PREFETCH], best[READ_FOUR], best[COPY],
+         best[FMA256], best[FMA512], best[BF16], best[AMX], amx_missing);
   return 0;
 }

@@ -1,11 +1,15 @@
-"""Every op of every variant: its speed, or its bits over a long run.  python -m benchmarks.ops [options of checkops]
+"""Every op of every variant: its speed, or its bits over a long run.  python -m benchmarks.ops
+                                                                    [options of checkops]
 
-    python -m benchmarks.ops                      time per op and variant, GB/s, GFLOP/s, what share of the machine's rate that is
-                                                  (measured in the same run), how many times the reference's speed
-    python -m benchmarks.ops --elements 1e9       compares that many elements with the reference instead; some minutes
+    python -m benchmarks.ops                      time per op and variant, GB/s, GFLOP/s, what share
+                                                  of the machine's rate that is (measured in the
+                                                  same run), how many times the reference's speed
+    python -m benchmarks.ops --elements 1e9       compares that many elements with the reference
+                                                  instead; some minutes
 
-Both are tests/native/checkops: what is timed is what the tests hold to the reference. Shapes are those of models of 0.6B and
-30B-A3B parameters. RM_EMULATE=1 compares variants that this processor lacks in emulation; their times mean nothing.
+Both are tests/native/checkops: what is timed is what the tests hold to the reference. Shapes are
+those of models of 0.6B and 30B-A3B parameters. RM_EMULATE=1 compares variants that this processor
+lacks in emulation; their times mean nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ import native_build  # noqa: E402 - a module of the tests
 
 
 def main() -> int:
-    program = native_build.build("checkops", ROOT / "build" / "native", emulate=bool(os.environ.get("RM_EMULATE")))
+    program = native_build.build(
+        "checkops", ROOT / "build" / "native", emulate=bool(os.environ.get("RM_EMULATE"))
+    )
     return subprocess.run([str(program), *(sys.argv[1:] or ["--bench"])], check=False).returncode
 
 

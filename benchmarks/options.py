@@ -1,4 +1,5 @@
-"""Types for argparse: numbers in a range. What would run nothing, or without end, is an error of use and no result."""
+"""Types for argparse: numbers in a range. What would run nothing, or without end, is an error of
+use and no result."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
         except ValueError:  # no number, or one of more digits than Python reads
             value = least - 1
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number in [{least}, {most}]")
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r} is not a whole number in [{least}, {most}]"
+            )
         return value
 
     return read
@@ -34,7 +37,9 @@ def real(least: float, most: float) -> Callable[[str], float]:
         except ValueError:
             value = least - 1
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number in [{least:g}, {most:g}]")
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r} is not a number in [{least:g}, {most:g}]"
+            )
         return value
 
     return read

@@ -60,12 +60,19 @@ class Shape:
     @property
     def parameters(self) -> int:
         """Elements of all matrices; norms left out."""
-        mlp = self.n_experts * (self.mlp_weights + self.hidden) if self.n_experts else self.mlp_weights
+        mlp = (
+            self.n_experts * (self.mlp_weights + self.hidden)
+            if self.n_experts
+            else self.mlp_weights
+        )
         return self.vocab * self.hidden + self.layers * (self.attention_weights + mlp)
 
     def decode_elements(self, experts_touched: float) -> float:
-        """Weights that one decode step has to read. experts_touched: different experts, summed over the layers."""
-        mlp = experts_touched * self.mlp_weights if self.n_experts else self.layers * self.mlp_weights
+        """Weights that one decode step has to read. experts_touched: different experts, summed over
+        the layers."""
+        mlp = (
+            experts_touched * self.mlp_weights if self.n_experts else self.layers * self.mlp_weights
+        )
         router = self.layers * self.n_experts * self.hidden
         return self.vocab * self.hidden + self.layers * self.attention_weights + router + mlp
 
@@ -75,10 +82,19 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def prefill_flops(self, tokens: int) -> float:
-        """Multiplications and additions of a prompt of which only the last row's logits are wanted."""
-        mlp = self.top_k * self.mlp_weights + self.n_experts * self.hidden if self.n_experts else self.mlp_weights
-        matrices = 2 * tokens * self.layers * (self.attention_weights + mlp) + 2 * self.vocab * self.hidden
-        scores_and_values = 4 * self.layers * self.heads * self.head_dim * tokens * (tokens + 1) // 2
+        """Multiplications and additions of a prompt of which only the last row's logits are
+        wanted."""
+        mlp = (
+            self.top_k * self.mlp_weights + self.n_experts * self.hidden
+            if self.n_experts
+            else self.mlp_weights
+        )
+        matrices = (
+            2 * tokens * self.layers * (self.attention_weights + mlp) + 2 * self.vocab * self.hidden
+        )
+        scores_and_values = (
+            4 * self.layers * self.heads * self.head_dim * tokens * (tokens + 1) // 2
+        )
         return matrices + scores_and_values
 
 
@@ -86,8 +102,18 @@ SHAPES = {
     shape.name: shape
     for shape in (
         # Qwen/Qwen3-0.6B
-        Shape("dense-0.6b", hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, vocab=151936, intermediate=3072),
-        # Qwen3-MoE's proportions at one billion: 64 experts of width 256, 8 a token, about 0.36 B active
+        Shape(
+            "dense-0.6b",
+            hidden=1024,
+            layers=28,
+            heads=16,
+            kv_heads=8,
+            head_dim=128,
+            vocab=151936,
+            intermediate=3072,
+        ),
+        # Qwen3-MoE's proportions at one billion: 64 experts of width 256, 8 a token, about 0.36 B
+        # active
         Shape("moe-1b", 1024, 16, 16, 8, 128, 151936, intermediate=256, n_experts=64, top_k=8),
     )
 }
@@ -98,16 +124,36 @@ CARD_SHAPES = {
     for shape in (
         SHAPES["dense-0.6b"],
         # Qwen/Qwen3-8B, but for its head, which is the embedding here: as many bytes in a step
-        Shape("dense-8b", hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, vocab=151936, intermediate=12288),
+        Shape(
+            "dense-8b",
+            hidden=4096,
+            layers=36,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            vocab=151936,
+            intermediate=12288,
+        ),
         # Qwen/Qwen3-30B-A3B: 128 experts of width 768, 8 a token; 12 of its 48 layers
-        Shape("moe-30b-a3b", 2048, 12, 32, 4, 128, 151936, intermediate=768, n_experts=128, top_k=8),
+        Shape(
+            "moe-30b-a3b", 2048, 12, 32, 4, 128, 151936, intermediate=768, n_experts=128, top_k=8
+        ),
     )
 }
 # The same kinds, of a size that the simulated device of the tests gets through.
 SMOKE_SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("dense-tiny", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=151, intermediate=96),
+        Shape(
+            "dense-tiny",
+            hidden=64,
+            layers=2,
+            heads=4,
+            kv_heads=2,
+            head_dim=16,
+            vocab=151,
+            intermediate=96,
+        ),
         Shape("moe-tiny", 64, 2, 4, 2, 16, 151, intermediate=32, n_experts=8, top_k=2),
     )
 }

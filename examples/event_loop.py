@@ -1,7 +1,9 @@
-"""An event loop with many rollouts at once, as agents need them: each coroutine awaits its own completions.
+"""An event loop with many rollouts at once, as agents need them: each coroutine awaits its own
+completions.
 
-Every episode asks twice, the second time with the first answer in its prompt. A version is pushed while they run. What arrives token by
-token comes from astream; a coroutine that is cancelled takes its request out of the engine."""
+Every episode asks twice, the second time with the first answer in its prompt. A version is pushed
+while they run. What arrives token by token comes from astream; a coroutine that is cancelled takes
+its request out of the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import rollmesh as rm
 
 CONFIG = Qwen3Config(
-    vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16,
 )  # fmt: skip
 
 
@@ -38,10 +41,14 @@ async def main() -> None:
         with torch.no_grad():
             model.lm_head.weight.mul_(1.1)
         # A call that may wait, in a thread: the loop goes on.
-        await asyncio.to_thread(generator.sync_weights, model.state_dict(), cast=True, inflight="keep")
+        await asyncio.to_thread(
+            generator.sync_weights, model.state_dict(), cast=True, inflight="keep"
+        )
         for number, told in enumerate(await asyncio.gather(*running)):
             print(f"episode {number}: {told['tokens']} tokens of versions {told['versions']}")
-        async for output in generator.astream([3, 1, 4], rm.SamplingParams(max_tokens=8, seed=1, ignore_eos=True)):
+        async for output in generator.astream(
+            [3, 1, 4], rm.SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
+        ):
             print("so far:", output.outputs[0].token_ids.tolist())
 
 

@@ -15,14 +15,16 @@ import rollmesh as rm
 from rollmesh.sources import SharedReader, SharedWriter
 
 CONFIG = {
-    "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
 }  # fmt: skip
 VERSIONS = 3
 
 
 def train(pipe: Connection) -> None:
-    """The trainer's process. A real one sends tensors of its GPU without a copy: publish(…, lend_to=1), see docs/gpu.md."""
+    """The trainer's process. A real one sends tensors of its GPU without a copy: publish(…,
+    lend_to=1), see docs/gpu.md."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     model = Qwen3ForCausalLM(Qwen3Config(**CONFIG))
@@ -49,8 +51,14 @@ def main() -> None:
         for _ in range(VERSIONS):
             here.recv()
             report = generator.sync_weights(reader, version=reader.refresh(), cast=True)
-            output = generator.generate([[1, 2, 3]], rm.SamplingParams(max_tokens=8, seed=7), use_tqdm=False)[0]
-            print(f"generator: version {report.version}, {report.bytes:,} bytes, digest {report.digest}", flush=True)
+            output = generator.generate(
+                [[1, 2, 3]], rm.SamplingParams(max_tokens=8, seed=7), use_tqdm=False
+            )[0]
+            print(
+                f"generator: version {report.version}, {report.bytes:,} bytes, digest "
+                f"{report.digest}",
+                flush=True,
+            )
             here.send(output.outputs[0].token_ids.tolist())
         here.send("done")
     trainer.join()

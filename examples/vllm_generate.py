@@ -2,8 +2,8 @@
 
     VLLM_PLUGINS=rollmesh python examples/vllm_generate.py
 
-vLLM schedules requests; every forward pass and every draw is rollmesh's, with the bits of rm.Generator. docs/vllm.md says how to
-install vLLM with a GPU and without.
+vLLM schedules requests; every forward pass and every draw is rollmesh's, with the bits of
+rm.Generator. docs/vllm.md says how to install vLLM with a GPU and without.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from vllm.config import WeightTransferConfig
 from rollmesh.vllm.trainer import WeightSender
 
 CONFIG = Qwen3MoeConfig(
-    vocab_size=1000, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2,
-    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, architectures=["Qwen3MoeForCausalLM"],
+    vocab_size=1000, hidden_size=128, intermediate_size=256, moe_intermediate_size=64,
+    num_experts=8, num_experts_per_tok=2,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    architectures=["Qwen3MoeForCausalLM"],
 )  # fmt: skip
 
 
@@ -30,7 +32,9 @@ def main() -> None:
     torch.manual_seed(0)
     trained = Qwen3MoeForCausalLM(CONFIG)
     with tempfile.TemporaryDirectory() as folder:
-        CONFIG.save_pretrained(folder)  # a config.json is a model; generating before the first weights is an error
+        CONFIG.save_pretrained(
+            folder
+        )  # a config.json is a model; generating before the first weights is an error
         llm = LLM(
             folder,
             skip_tokenizer_init=True,
@@ -42,7 +46,9 @@ def main() -> None:
         params = SamplingParams(n=4, seed=7, max_tokens=16, logprobs=0, detokenize=False)
         sender = WeightSender(llm, cast=True)
         for version in range(2):
-            sender.send(trained, version=version)  # no reset_prefix_cache is needed: KV of old weights is never read
+            sender.send(
+                trained, version=version
+            )  # no reset_prefix_cache is needed: KV of old weights is never read
             output = llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)[0]
             print(f"version {llm.get_weight_version()}: {list(output.outputs[0].token_ids)}")
             trained.lm_head.weight.data.mul_(1.1)

@@ -1,4 +1,5 @@
-// arrays.c: see arrays.h. Each check has its own error class, so that a caller can tell a wrong dtype from a wrong layout.
+// arrays.c: see arrays.h. Each check has its own error class, so that a caller can tell a wrong
+// dtype from a wrong layout.
 #include "arrays.h"
 
 #include <string.h>
@@ -21,13 +22,15 @@ static const char *type_name(int type) {
 
 static int check_shape(PyObject *module, PyArrayObject *array, rm_array_want *want) {
   if (PyArray_NDIM(array) != want->n_dims) {
-    rm_raise_code(module, RM_E_SHAPE, "%s: expected %d dims, got %d", want->name, want->n_dims, PyArray_NDIM(array));
+    rm_raise_code(module, RM_E_SHAPE, "%s: expected %d dims, got %d", want->name, want->n_dims,
+                  PyArray_NDIM(array));
     return -1;
   }
   for (int i = 0; i < want->n_dims; i++) {
     const long long size = (long long)PyArray_DIM(array, i);
     if (want->shape[i] >= 0 && size != want->shape[i]) {
-      rm_raise_code(module, RM_E_SHAPE, "%s: expected size %lld in dim %d, got %lld", want->name, (long long)want->shape[i], i, size);
+      rm_raise_code(module, RM_E_SHAPE, "%s: expected size %lld in dim %d, got %lld", want->name,
+                    (long long)want->shape[i], i, size);
       return -1;
     }
     want->shape[i] = size;
@@ -40,9 +43,11 @@ static int check_layout(PyObject *module, PyArrayObject *array, const rm_array_w
   if (!PyArray_IS_C_CONTIGUOUS(array)) expected = "a C-contiguous", seen = "a strided";
   else if (!PyArray_ISALIGNED(array)) expected = "an aligned", seen = "an unaligned";
   else if (!PyArray_ISNOTSWAPPED(array)) expected = "a native-endian", seen = "a byte-swapped";
-  else if ((want->flags & RM_ARRAY_WRITE) && !PyArray_ISWRITEABLE(array)) expected = "a writable", seen = "a read-only";
+  else if ((want->flags & RM_ARRAY_WRITE) && !PyArray_ISWRITEABLE(array))
+    expected = "a writable", seen = "a read-only";
   if (!expected) return 0;
-  rm_raise_code(module, RM_E_LAYOUT, "%s: expected %s array, got %s one; copy it first", want->name, expected, seen);
+  rm_raise_code(module, RM_E_LAYOUT, "%s: expected %s array, got %s one; copy it first", want->name,
+                expected, seen);
   return -1;
 }
 
@@ -55,17 +60,20 @@ int rm_array_data(PyObject *module, PyObject *object, rm_array_want *want, void 
   *data = NULL;
   if (object == Py_None && (want->flags & RM_ARRAY_OPTIONAL)) return 0;
   if (!PyArray_Check(object)) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected a NumPy array of %s, got %R", want->name, type_name(want->type),
-                  (PyObject *)Py_TYPE(object));
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected a NumPy array of %s, got %R",
+                  want->name, type_name(want->type), (PyObject *)Py_TYPE(object));
     return -1;
   }
   if (rm_array_is_masked(object)) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected a plain array, got a masked one; .filled(value) makes one", want->name);
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
+                  "%s: expected a plain array, got a masked one; .filled(value) makes one",
+                  want->name);
     return -1;
   }
   PyArrayObject *array = (PyArrayObject *)object;
   if (!PyArray_EquivTypenums(PyArray_TYPE(array), want->type)) {
-    rm_raise_code(module, RM_E_DTYPE, "%s: expected dtype %s, got %S", want->name, type_name(want->type), (PyObject *)PyArray_DESCR(array));
+    rm_raise_code(module, RM_E_DTYPE, "%s: expected dtype %s, got %S", want->name,
+                  type_name(want->type), (PyObject *)PyArray_DESCR(array));
     return -1;
   }
   if (want->n_dims >= 0 && check_shape(module, array, want)) return -1;
@@ -74,11 +82,13 @@ int rm_array_data(PyObject *module, PyObject *object, rm_array_want *want, void 
   return 0;
 }
 
-int rm_array_ids(PyObject *module, PyObject *object, const char *name, const int32_t **ids, int64_t *n_out) {
+int rm_array_ids(PyObject *module, PyObject *object, const char *name, const int32_t **ids,
+                 int64_t *n_out) {
   PyArrayObject *array = (PyArrayObject *)object;
-  if (!PyArray_Check(object) || !PyArray_EquivTypenums(PyArray_TYPE(array), NPY_INT32) || PyArray_NDIM(array) != 1 ||
-      !PyArray_ISCARRAY_RO(array)) {
-    rm_raise_code(module, RM_E_REQUEST, "%s: expected a C-contiguous int32 array of one dim, got %R", name, object);
+  if (!PyArray_Check(object) || !PyArray_EquivTypenums(PyArray_TYPE(array), NPY_INT32) ||
+      PyArray_NDIM(array) != 1 || !PyArray_ISCARRAY_RO(array)) {
+    rm_raise_code(module, RM_E_REQUEST,
+                  "%s: expected a C-contiguous int32 array of one dim, got %R", name, object);
     return -1;
   }
   *ids = PyArray_DATA(array);

@@ -27,14 +27,16 @@ static int store_integer(const rm_attribute *attribute, PyObject *value, void *m
   const long long wide = PyLong_AsLongLong(value);
   if (wide == -1 && PyErr_Occurred()) return -1;
   if (attribute->type == RM_ATTR_I64) return *(int64_t *)member = wide, 0;
-  if (attribute->type == RM_ATTR_INT && (wide < INT_MIN || wide > INT_MAX)) return out_of_range(attribute, value, "an int");
+  if (attribute->type == RM_ATTR_INT && (wide < INT_MIN || wide > INT_MAX))
+    return out_of_range(attribute, value, "an int");
   if (wide < INT32_MIN || wide > INT32_MAX) return out_of_range(attribute, value, "32 bits");
   *(int32_t *)member = (int32_t)wide;
   return 0;
 }
 _Static_assert(sizeof(int) == sizeof(int32_t), "an int is stored as an int32_t");
 
-static int store_text(PyObject *module, const rm_attribute *attribute, PyObject *value, const char **member) {
+static int store_text(PyObject *module, const rm_attribute *attribute, PyObject *value,
+                      const char **member) {
   Py_ssize_t length = 0;
   *member = PyUnicode_Check(value) ? PyUnicode_AsUTF8AndSize(value, &length) : NULL;
   if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_UnicodeError)) return -1;
@@ -45,11 +47,15 @@ static int store_text(PyObject *module, const rm_attribute *attribute, PyObject 
   return -1;
 }
 
-static int store(PyObject *module, const rm_attribute *attribute, PyObject *value, void *member, PyObject *held) {
+static int store(PyObject *module, const rm_attribute *attribute, PyObject *value, void *member,
+                 PyObject *held) {
   switch (attribute->type) {
     case RM_ATTR_BOOL: return (*(int *)member = PyObject_IsTrue(value)) < 0 ? -1 : 0;
-    case RM_ATTR_TEXT: return store_text(module, attribute, value, member) ? -1 : PyList_Append(held, value);
-    case RM_ATTR_F32: *(float *)member = to_float(PyFloat_AsDouble(value)); return PyErr_Occurred() ? -1 : 0;
+    case RM_ATTR_TEXT:
+      return store_text(module, attribute, value, member) ? -1 : PyList_Append(held, value);
+    case RM_ATTR_F32:
+      *(float *)member = to_float(PyFloat_AsDouble(value));
+      return PyErr_Occurred() ? -1 : 0;
     case RM_ATTR_F64: *(double *)member = PyFloat_AsDouble(value); return PyErr_Occurred() ? -1 : 0;
     default: break;
   }
@@ -59,10 +65,12 @@ static int store(PyObject *module, const rm_attribute *attribute, PyObject *valu
   return failed ? -1 : 0;
 }
 
-int rm_attributes_read(PyObject *module, PyObject *object, const rm_attribute *attributes, size_t n, void *out, PyObject *held) {
+int rm_attributes_read(PyObject *module, PyObject *object, const rm_attribute *attributes, size_t n,
+                       void *out, PyObject *held) {
   for (size_t i = 0; i < n; i++) {
     PyObject *value = PyObject_GetAttrString(object, attributes[i].name);
-    const int failed = !value || store(module, &attributes[i], value, (char *)out + attributes[i].offset, held);
+    const int failed =
+        !value || store(module, &attributes[i], value, (char *)out + attributes[i].offset, held);
     Py_XDECREF(value);
     if (failed) return -1;
   }

@@ -30,7 +30,8 @@ enum { DL_READ_ONLY = 1 };   // of flags
 enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_CUDA_MANAGED = 13 };
 enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5, DL_BOOL = 6 };
 
-// The element types of arrays on a device (tensor.c). Weights have one of the first four, which are in the order of rm_src_dtype.
+// The element types of arrays on a device (tensor.c). Weights have one of the first four, which are
+// in the order of rm_src_dtype.
 typedef struct rm_element {
   const char *name;
   uint8_t code, bits;

@@ -1,17 +1,20 @@
-// fair_lock.c: _core.Turn, a fair lock (threads get it in the order of arrival), and _core.Holding, its context manager.
+// fair_lock.c: _core.Turn, a fair lock (threads get it in the order of arrival), and _core.Holding,
+// its context manager.
 //
-// In C, since CPython handles signals when a Python function begins: a Ctrl-C at the first instruction of a Python __exit__ would leave the
-// lock held. No signal is handled between the block and a C __exit__, nor between a C __enter__ and the block, except from CPython 3.14
-// on, where the Holding's dealloc releases the lock. threading.Lock is not fair: a thread that steps the engine in a loop would take it
-// again before a waiting thread wakes up.
+// In C, since CPython handles signals when a Python function begins: a Ctrl-C at the first
+// instruction of a Python __exit__ would leave the lock held. No signal is handled between the
+// block and a C __exit__, nor between a C __enter__ and the block, except from CPython 3.14 on,
+// where the Holding's dealloc releases the lock. threading.Lock is not fair: a thread that steps
+// the engine in a loop would take it again before a waiting thread wakes up.
 //
-// All of it holds the GIL except the wait itself. (A free-threaded CPython enables the GIL when this module is imported, since the module
-// does not declare that it can do without.)
+// All of it holds the GIL except the wait itself. (A free-threaded CPython enables the GIL when
+// this module is imported, since the module does not declare that it can do without.)
 #include "core.h"
 
 #include "clock.h"
 
-// A caller in the queue; owned by its thread. On the heap, since a daemon thread may be ended by the interpreter while it waits.
+// A caller in the queue; owned by its thread. On the heap, since a daemon thread may be ended by
+// the interpreter while it waits.
 typedef struct waiter {
   struct waiter *next; // view: who came later
   unsigned long thread;
@@ -55,14 +58,18 @@ static void pass_on(turn_object *turn) {
 
 static double seconds_until(double deadline) { return deadline - rm_now(); }
 
-// Waits at the gate until the turn is this thread's, the deadline or an exception of a signal handler. 1: it is; 0: too late; −1.
+// Waits at the gate until the turn is this thread's, the deadline or an exception of a signal
+// handler. 1: it is; 0: too late; −1.
 static int wait_at(turn_object *turn, const waiter *mine, double deadline) {
-  static const double LONGEST_SECONDS = 3600; // of one wait: PyThread's longest depends on the platform
+  static const double LONGEST_SECONDS =
+      3600; // of one wait: PyThread's longest depends on the platform
   while (turn->owner != mine->thread) {
-    const double left = seconds_until(deadline), wait = left < LONGEST_SECONDS ? left : LONGEST_SECONDS;
+    const double left = seconds_until(deadline),
+                 wait = left < LONGEST_SECONDS ? left : LONGEST_SECONDS;
     PyLockStatus status;
     Py_BEGIN_ALLOW_THREADS
-      status = PyThread_acquire_lock_timed(mine->gate, wait > 0 ? (PY_TIMEOUT_T)(wait * 1e6) : 0, 1);
+      status =
+          PyThread_acquire_lock_timed(mine->gate, wait > 0 ? (PY_TIMEOUT_T)(wait * 1e6) : 0, 1);
     Py_END_ALLOW_THREADS
     if (turn->owner == mine->thread) break;
     if (status == PY_LOCK_INTR && PyErr_CheckSignals()) return -1;
@@ -71,7 +78,8 @@ static int wait_at(turn_object *turn, const waiter *mine, double deadline) {
   return 1;
 }
 
-static int wait_in_queue(PyObject *module, turn_object *turn, unsigned long thread, double deadline) {
+static int wait_in_queue(PyObject *module, turn_object *turn, unsigned long thread,
+                         double deadline) {
   waiter *mine = PyMem_Calloc(1, sizeof *mine);
   if (!mine || !(mine->gate = PyThread_allocate_lock())) {
     PyMem_Free(mine);
@@ -90,7 +98,9 @@ static int wait_in_queue(PyObject *module, turn_object *turn, unsigned long thre
   }
   PyThread_free_lock(mine->gate);
   PyMem_Free(mine);
-  if (!came) PyErr_SetString(rm_state(module)->deadline_error, "the generator was busy in another thread until the deadline");
+  if (!came)
+    PyErr_SetString(rm_state(module)->deadline_error,
+                    "the generator was busy in another thread until the deadline");
   return came > 0 ? 0 : -1;
 }
 
@@ -101,8 +111,10 @@ static PyObject *holding_enter(PyObject *object, PyObject *ignored) {
   PyObject *module = rm_module_of(object);
   const unsigned long thread = PyThread_get_thread_ident();
   if (has_taken(turn, thread))
-    return rm_raise_code(module, RM_E_STATE,
-                         "the generator was called from inside one of its own calls (a callback, weights iterator or signal handler)");
+    return rm_raise_code(
+        module, RM_E_STATE,
+        "the generator was called from inside one of its own calls (a callback, weights iterator "
+        "or signal handler)");
   if (!turn->owner) turn->owner = thread;
   else if (wait_in_queue(module, turn, thread, self->deadline)) return NULL;
   PyObject *checked = self->check ? PyObject_CallNoArgs(self->check) : Py_NewRef(Py_None);
@@ -116,7 +128,8 @@ static PyObject *holding_exit(PyObject *object, PyObject *error) {
   (void)error;
   holding_object *self = (holding_object *)object;
   if (self->turn->owner != PyThread_get_thread_ident())
-    return rm_raise_code(rm_module_of(object), RM_E_STATE, "a turn was given back that this thread does not have");
+    return rm_raise_code(rm_module_of(object), RM_E_STATE,
+                         "a turn was given back that this thread does not have");
   self->has_turn = 0;
   pass_on(self->turn);
   Py_RETURN_NONE;
@@ -172,29 +185,39 @@ static PyMethodDef holding_methods[] = {
 
 static PyMethodDef turn_methods[] = {
     {"take", (PyCFunction)(void (*)(void))turn_take, METH_VARARGS | METH_KEYWORDS,
-     PyDoc_STR("(deadline=None, check=None): a context manager that holds the turn for a block.\n\n"
-               "deadline: on time.monotonic()'s clock. check() is called when the turn has come; where it raises, the block is not\n"
-               "entered. StateError in a thread that has the turn or waits for it, DeadlineError when it has not come in time.")},
+     PyDoc_STR(
+         "(deadline=None, check=None): a context manager that holds the turn for a block.\n\n"
+         "deadline: on time.monotonic()'s clock. check() is called when the turn has come; where "
+         "it raises, the block is not\n"
+         "entered. StateError in a thread that has the turn or waits for it, DeadlineError when "
+         "it has not come in time.")},
     {0},
 };
 
 static PyGetSetDef turn_members[] = {
     {"waiting", turn_waiting, NULL, PyDoc_STR("Threads in the queue."), NULL},
-    {"is_inside", turn_is_inside, NULL, PyDoc_STR("Whether this thread has the turn or waits for it."), NULL},
+    {"is_inside", turn_is_inside, NULL,
+     PyDoc_STR("Whether this thread has the turn or waits for it."), NULL},
     {0},
 };
 
 static PyType_Slot holding_slots[] = {
-    {Py_tp_dealloc, holding_dealloc}, {Py_tp_traverse, holding_traverse},           {Py_tp_clear, holding_clear},
-    {Py_tp_methods, holding_methods}, {Py_tp_doc, "Of Turn.take, for one `with`."}, {0, NULL},
+    {Py_tp_dealloc, holding_dealloc},
+    {Py_tp_traverse, holding_traverse},
+    {Py_tp_clear, holding_clear},
+    {Py_tp_methods, holding_methods},
+    {Py_tp_doc, "Of Turn.take, for one `with`."},
+    {0, NULL},
 };
-PyType_Spec rm_holding_spec = RM_TYPE("Holding", holding_object, RM_GC | RM_MADE_HERE, holding_slots);
+PyType_Spec rm_holding_spec =
+    RM_TYPE("Holding", holding_object, RM_GC | RM_MADE_HERE, holding_slots);
 
 static PyType_Slot turn_slots[] = {
     {Py_tp_dealloc, rm_object_free},
     {Py_tp_methods, turn_methods},
     {Py_tp_getset, turn_members},
-    {Py_tp_doc, "A fair lock: one caller at a time, in the order of arrival; no Ctrl-C can leave it taken."},
+    {Py_tp_doc,
+     "A fair lock: one caller at a time, in the order of arrival; no Ctrl-C can leave it taken."},
     {0, NULL},
 };
 PyType_Spec rm_turn_spec = RM_TYPE("Turn", turn_object, 0, turn_slots);

@@ -25,8 +25,10 @@ static PyObject *best_isa(PyObject *module, PyObject *unused) {
   (void)unused;
   const rm_kernels *best = rm_kernels_best();
   if (best) return PyUnicode_FromString(best->isa);
-  return rm_raise_code(module, RM_E_CONFIG,
-                       "no instruction set fits: RM_ISA is not ref, avx2, avx512f, avx512bf16 or amx, or the processor lacks FMA");
+  return rm_raise_code(
+      module, RM_E_CONFIG,
+      "no instruction set fits: RM_ISA is not ref, avx2, avx512f, avx512bf16 or amx, or the "
+      "processor lacks FMA");
 }
 
 static PyObject *isa_states(PyObject *module, PyObject *unused) {
@@ -34,7 +36,8 @@ static PyObject *isa_states(PyObject *module, PyObject *unused) {
   PyObject *states = PyDict_New();
   for (int isa = 0; states && isa < RM_N_ISA; isa++) {
     const rm_isa_state s = rm_isa_ask((rm_isa)isa);
-    PyObject *state = Py_BuildValue("zOdd", s.refused, s.emulated ? Py_True : Py_False, s.gflops_one_row, s.gflops_many_rows);
+    PyObject *state = Py_BuildValue("zOdd", s.refused, s.emulated ? Py_True : Py_False,
+                                    s.gflops_one_row, s.gflops_many_rows);
     if (!state || PyDict_SetItemString(states, rm_isa_name((rm_isa)isa), state)) Py_CLEAR(states);
     Py_XDECREF(state);
   }
@@ -93,13 +96,15 @@ static PyObject *nccl_version(PyObject *module, PyObject *args) {
 static PyObject *usable_cores(PyObject *module, PyObject *args) {
   (void)module;
   const char *root = "";
-  return PyArg_ParseTuple(args, "|s:usable_cores", &root) ? PyLong_FromLong(rm_usable_cores(root)) : NULL;
+  return PyArg_ParseTuple(args, "|s:usable_cores", &root) ? PyLong_FromLong(rm_usable_cores(root))
+                                                          : NULL;
 }
 
 static PyObject *cpu_quota(PyObject *module, PyObject *args) {
   (void)module;
   const char *root = "";
-  return PyArg_ParseTuple(args, "|s:cpu_quota", &root) ? PyFloat_FromDouble(rm_cpu_quota(root)) : NULL;
+  return PyArg_ParseTuple(args, "|s:cpu_quota", &root) ? PyFloat_FromDouble(rm_cpu_quota(root))
+                                                       : NULL;
 }
 
 PyObject *rm_memory_pool_list(const char *root) {
@@ -107,7 +112,8 @@ PyObject *rm_memory_pool_list(const char *root) {
   const int n = rm_memory_pools(root, pools);
   PyObject *list = PyList_New(n);
   for (int i = 0; list && i < n; i++) {
-    PyObject *pool = Py_BuildValue("(KK)", (unsigned long long)pools[i].name, (unsigned long long)pools[i].available);
+    PyObject *pool = Py_BuildValue("(KK)", (unsigned long long)pools[i].name,
+                                   (unsigned long long)pools[i].available);
     if (!pool || PyList_SetItem(list, i, pool)) Py_CLEAR(list);
   }
   return list;
@@ -120,15 +126,24 @@ static PyObject *memory_pools(PyObject *module, PyObject *args) {
 }
 
 PyMethodDef rm_hardware_functions[] = {
-    {"available_isas", available_isas, METH_NOARGS, "Names of the variants that this build and processor have, slowest first."},
-    {"isa_states", isa_states, METH_NOARGS, "{name: (why refused or None, emulated, GFLOP/s of one row, of many rows)} of every variant."},
-    {"best_isa", best_isa, METH_NOARGS, "The variant that an engine takes by default; RM_ISA in the environment caps it."},
+    {"available_isas", available_isas, METH_NOARGS,
+     "Names of the variants that this build and processor have, slowest first."},
+    {"isa_states", isa_states, METH_NOARGS,
+     "{name: (why refused or None, emulated, GFLOP/s of one row, of many rows)} of every variant."},
+    {"best_isa", best_isa, METH_NOARGS,
+     "The variant that an engine takes by default; RM_ISA in the environment caps it."},
     {"cuda_count", cuda_count, METH_O, "(library): number of devices, -1 without a driver."},
-    {"cuda_bus", cuda_bus, METH_VARARGS, "(library, ordinal): the PCI bus id of a device, its name in every process of the machine."},
-    {"cuda_available", cuda_available, METH_VARARGS, "(library, ordinal): free bytes of a device's memory."},
-    {"usable_cores", usable_cores, METH_VARARGS, "(root=''): cores of the affinity mask, at most the CPU quota rounded down; at least 1."},
-    {"cpu_quota", cpu_quota, METH_VARARGS, "(root=''): the smallest CPU quota of this process's control groups, in cores, or inf."},
-    {"memory_pools", memory_pools, METH_VARARGS, "(root=''): [(name, available bytes)] of the machine and of control groups with a limit."},
-    {"nccl_version", nccl_version, METH_VARARGS, "(path): loads that libnccl.so.2, for good; 23203 is 2.32.3."},
+    {"cuda_bus", cuda_bus, METH_VARARGS,
+     "(library, ordinal): the PCI bus id of a device, its name in every process of the machine."},
+    {"cuda_available", cuda_available, METH_VARARGS,
+     "(library, ordinal): free bytes of a device's memory."},
+    {"usable_cores", usable_cores, METH_VARARGS,
+     "(root=''): cores of the affinity mask, at most the CPU quota rounded down; at least 1."},
+    {"cpu_quota", cpu_quota, METH_VARARGS,
+     "(root=''): the smallest CPU quota of this process's control groups, in cores, or inf."},
+    {"memory_pools", memory_pools, METH_VARARGS,
+     "(root=''): [(name, available bytes)] of the machine and of control groups with a limit."},
+    {"nccl_version", nccl_version, METH_VARARGS,
+     "(path): loads that libnccl.so.2, for good; 23203 is 2.32.3."},
     {0},
 };

@@ -1,4 +1,5 @@
-// module.c: rollmesh._core: its state, types and functions, and how errors become exceptions. Multi-phase initialisation.
+// module.c: rollmesh._core: its state, types and functions, and how errors become exceptions.
+// Multi-phase initialisation.
 #define RM_IMPORT_NUMPY
 #include "arrays.h"
 
@@ -17,9 +18,13 @@ void *rm_object_new(PyObject *type) {
   return alloc((PyTypeObject *)type, 0);
 }
 
-void *rm_object_make(PyObject *module, rm_type type) { return rm_object_new(rm_state(module)->types[type]); }
+void *rm_object_make(PyObject *module, rm_type type) {
+  return rm_object_new(rm_state(module)->types[type]);
+}
 
-int rm_is(PyObject *module, PyObject *object, rm_type type) { return Py_IS_TYPE(object, (PyTypeObject *)rm_state(module)->types[type]); }
+int rm_is(PyObject *module, PyObject *object, rm_type type) {
+  return Py_IS_TYPE(object, (PyTypeObject *)rm_state(module)->types[type]);
+}
 
 void rm_object_free(PyObject *object) {
   PyTypeObject *type = Py_TYPE(object);
@@ -67,7 +72,9 @@ PyObject *rm_raise(PyObject *module, rm_error *err) {
   return NULL;
 }
 
-PyObject *rm_none(PyObject *module, rm_code code, rm_error *err) { return code ? rm_raise(module, err) : Py_NewRef(Py_None); }
+PyObject *rm_none(PyObject *module, rm_code code, rm_error *err) {
+  return code ? rm_raise(module, err) : Py_NewRef(Py_None);
+}
 
 PyObject *rm_raise_code(PyObject *module, rm_code code, const char *format, ...) {
   va_list args;
@@ -91,31 +98,39 @@ static int load_errors(rm_module_state *state) {
 }
 
 // The types and functions of the module, each defined in the file that its comment names.
-extern PyType_Spec rm_engine_spec, rm_kernels_spec, rm_comm_spec, rm_dispatcher_spec, rm_dispatch_plan_spec;
-extern PyType_Spec rm_op_device_spec, rm_device_array_spec, rm_gpus_spec, rm_gpu_block_spec, rm_gpu_group_spec;
+extern PyType_Spec rm_engine_spec, rm_kernels_spec, rm_comm_spec, rm_dispatcher_spec,
+    rm_dispatch_plan_spec;
+extern PyType_Spec rm_op_device_spec, rm_device_array_spec, rm_gpus_spec, rm_gpu_block_spec,
+    rm_gpu_group_spec;
 extern PyType_Spec rm_turn_spec, rm_holding_spec;
 static PyType_Spec *const types[RM_N_TYPES] = {
-    [RM_TYPE_ENGINE] = &rm_engine_spec,                  // engine/engine.c
-    [RM_TYPE_KERNELS] = &rm_kernels_spec,                // ops/kernels.c
-    [RM_TYPE_COMM] = &rm_comm_spec,                      // comm/comm.c
-    [RM_TYPE_DISPATCHER] = &rm_dispatcher_spec,          // comm/token_dispatcher.c
-    [RM_TYPE_DISPATCH_PLAN] = &rm_dispatch_plan_spec,    // comm/token_dispatcher.c
-    [RM_TYPE_OP_DEVICE] = &rm_op_device_spec,                    // gpu/op_device.c
-    [RM_TYPE_DEVICE_ARRAY] = &rm_device_array_spec,      // gpu/gpu_array.c
-    [RM_TYPE_GPUS] = &rm_gpus_spec,                      // gpu/loans.c
-    [RM_TYPE_GPU_BLOCK] = &rm_gpu_block_spec,            // gpu/gpu_group.c
-    [RM_TYPE_GPU_GROUP] = &rm_gpu_group_spec,            // gpu/gpu_group.c
-    [RM_TYPE_TURN] = &rm_turn_spec,                      // fair_lock.c
-    [RM_TYPE_HOLDING] = &rm_holding_spec,                // fair_lock.c
+    [RM_TYPE_ENGINE] = &rm_engine_spec, // engine/engine.c
+    [RM_TYPE_KERNELS] = &rm_kernels_spec, // ops/kernels.c
+    [RM_TYPE_COMM] = &rm_comm_spec, // comm/comm.c
+    [RM_TYPE_DISPATCHER] = &rm_dispatcher_spec, // comm/token_dispatcher.c
+    [RM_TYPE_DISPATCH_PLAN] = &rm_dispatch_plan_spec, // comm/token_dispatcher.c
+    [RM_TYPE_OP_DEVICE] = &rm_op_device_spec, // gpu/op_device.c
+    [RM_TYPE_DEVICE_ARRAY] = &rm_device_array_spec, // gpu/gpu_array.c
+    [RM_TYPE_GPUS] = &rm_gpus_spec, // gpu/loans.c
+    [RM_TYPE_GPU_BLOCK] = &rm_gpu_block_spec, // gpu/gpu_group.c
+    [RM_TYPE_GPU_GROUP] = &rm_gpu_group_spec, // gpu/gpu_group.c
+    [RM_TYPE_TURN] = &rm_turn_spec, // fair_lock.c
+    [RM_TYPE_HOLDING] = &rm_holding_spec, // fair_lock.c
 };
-extern PyMethodDef rm_hardware_functions[], rm_placement_functions[], rm_comm_functions[], rm_dispatcher_functions[], rm_ops_functions[];
-static PyMethodDef *const functions[] = {rm_hardware_functions, rm_placement_functions, rm_comm_functions, rm_dispatcher_functions,
+extern PyMethodDef rm_hardware_functions[], rm_placement_functions[], rm_comm_functions[],
+    rm_dispatcher_functions[], rm_ops_functions[];
+static PyMethodDef *const functions[] = {rm_hardware_functions, rm_placement_functions,
+                                         rm_comm_functions, rm_dispatcher_functions,
                                          rm_ops_functions};
 
-// The engine's memory hooks, thread teams and CUDA contexts are the process's, so the module lives in its first interpreter alone.
+// The engine's memory hooks, thread teams and CUDA contexts are the process's, so the module lives
+// in its first interpreter alone.
 static int refuse_subinterpreter(void) {
   if (PyInterpreterState_GetID(PyInterpreterState_Get()) == 0) return 0;
-  PyErr_SetString(PyExc_ImportError, "expected the main interpreter, got a subinterpreter: rollmesh supports one interpreter in a process");
+  PyErr_SetString(
+      PyExc_ImportError,
+      "expected the main interpreter, got a subinterpreter: rollmesh supports one interpreter in "
+      "a process");
   return -1;
 }
 
@@ -188,15 +203,19 @@ static PyObject *checksum(PyObject *module, PyObject *object) {
 
 static PyMethodDef methods[] = {
     {"checksum", checksum, METH_O, "(buffer): a 64-bit checksum, of csrc/base/checksum.h."},
-    {"memory_mapped", memory_mapped, METH_NOARGS, "Bytes of weights, KV and workspaces mapped now by this process."},
-    {"memory_blocks", memory_blocks, METH_NOARGS, "Blocks, small and mapped, that were not given back yet."},
-    {"memory_fail_at", memory_fail_at, METH_VARARGS, "(n, for_ever=False): a test hook; the n-th allocation from now fails."},
+    {"memory_mapped", memory_mapped, METH_NOARGS,
+     "Bytes of weights, KV and workspaces mapped now by this process."},
+    {"memory_blocks", memory_blocks, METH_NOARGS,
+     "Blocks, small and mapped, that were not given back yet."},
+    {"memory_fail_at", memory_fail_at, METH_VARARGS,
+     "(n, for_ever=False): a test hook; the n-th allocation from now fails."},
     {0},
 };
 
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, module_exec},
-#ifdef Py_mod_multiple_interpreters   // CPython ≥ 3.12; with the limited API of 3.11 module_exec refuses alone
+// CPython ≥ 3.12; with the limited API of 3.11 module_exec refuses alone
+#ifdef Py_mod_multiple_interpreters
     {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
 #endif
     {0, NULL},
@@ -205,7 +224,8 @@ static PyModuleDef_Slot slots[] = {
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "rollmesh._core",
-    .m_doc = "The C engine and its operations; rollmesh.Generator and rollmesh.ops are the public faces.",
+    .m_doc = "The C engine and its operations; rollmesh.Generator and rollmesh.ops are the public "
+             "faces.",
     .m_size = sizeof(rm_module_state),
     .m_methods = methods,
     .m_slots = slots,

@@ -1,5 +1,5 @@
-// placement.c: which shard of each tensor a rank has, as numbers that rollmesh.model.placement names, and which copies move a trainer's
-// pieces there (rollmesh.weights.resharding).
+// placement.c: which shard of each tensor a rank has, as numbers that rollmesh.model.placement
+// names, and which copies move a trainer's pieces there (rollmesh.weights.resharding).
 #include "arrays.h"
 
 #include <string.h>
@@ -21,7 +21,9 @@ static PyObject *placement(PyObject *module, PyObject *args) {
     rm_raise(module, &err);
     goto out;
   }
-  enum { RANGES = offsetof(rm_placement, answers_replicated) / sizeof(rm_range) }; // they come first
+  enum {
+    RANGES = offsetof(rm_placement, answers_replicated) / sizeof(rm_range)
+  }; // they come first
   const int64_t shape[3] = {rm_mesh_world(&mesh), RANGES, 2};
   if (!(out = rm_array_new(NPY_INT64, 3, shape, NULL))) goto out;
   rm_range *ranges = PyArray_DATA((PyArrayObject *)out);
@@ -35,8 +37,12 @@ out:
 }
 
 // int64 [n][9], as rm_part lies in memory.
-static int parts_of(PyObject *module, PyObject *object, const char *name, const rm_part **parts, int64_t *n) {
-  rm_array_want want = {.name = name, .type = NPY_INT64, .n_dims = 2, .shape = {-1, sizeof(rm_part) / sizeof(int64_t)}};
+static int parts_of(PyObject *module, PyObject *object, const char *name, const rm_part **parts,
+                    int64_t *n) {
+  rm_array_want want = {.name = name,
+                        .type = NPY_INT64,
+                        .n_dims = 2,
+                        .shape = {-1, sizeof(rm_part) / sizeof(int64_t)}};
   void *data;
   if (rm_array_data(module, object, &want, &data)) return -1;
   *parts = data;
@@ -48,7 +54,8 @@ static int shape_of(PyObject *module, PyObject *shape, rm_pieces *pieces) {
   const Py_ssize_t n = PySequence_Size(shape);
   if (n < 0) return -1;
   if (n > RM_BOX_DIMS) {
-    rm_raise_code(module, RM_E_LAYOUT, "%s: expected at most %d dims, got %zd", pieces->name, RM_BOX_DIMS, n);
+    rm_raise_code(module, RM_E_LAYOUT, "%s: expected at most %d dims, got %zd", pieces->name,
+                  RM_BOX_DIMS, n);
     return -1;
   }
   pieces->n_dims = (int)n;
@@ -67,9 +74,11 @@ static PyObject *plan_copies(PyObject *module, PyObject *args) {
   rm_pieces pieces = {0};
   rm_copies copies = {0};
   rm_error err = RM_ERROR_INIT;
-  if (!PyArg_ParseTuple(args, "sOOOL:plan_copies", &pieces.name, &shape, &held, &wanted, &n_ranks)) return NULL;
+  if (!PyArg_ParseTuple(args, "sOOOL:plan_copies", &pieces.name, &shape, &held, &wanted, &n_ranks))
+    return NULL;
   pieces.n_ranks = n_ranks;
-  if (shape_of(module, shape, &pieces) || parts_of(module, held, "held", &pieces.held, &pieces.n_held) ||
+  if (shape_of(module, shape, &pieces) ||
+      parts_of(module, held, "held", &pieces.held, &pieces.n_held) ||
       parts_of(module, wanted, "wanted", &pieces.wanted, &pieces.n_wanted))
     return NULL;
   _Static_assert(sizeof(rm_copy) == 10 * sizeof(int64_t), "a copy is a row of the array");
@@ -80,8 +89,10 @@ static PyObject *plan_copies(PyObject *module, PyObject *args) {
 }
 
 PyMethodDef rm_placement_functions[] = {
-    {"placement", placement, METH_VARARGS, "(spec, tp, dp, ep): int64 [world][8 ranges][first, n], in the order of placement.h."},
+    {"placement", placement, METH_VARARGS,
+     "(spec, tp, dp, ep): int64 [world][8 ranges][first, n], in the order of placement.h."},
     {"plan_copies", plan_copies, METH_VARARGS,
-     "(name, shape, held, wanted, num_ranks), parts int64 [n][rank, 4 firsts, 4 sizes]: int64 [n][from, to, 4 firsts, 4 sizes]."},
+     "(name, shape, held, wanted, num_ranks), parts int64 [n][rank, 4 firsts, 4 sizes]: int64 "
+     "[n][from, to, 4 firsts, 4 sizes]."},
     {0},
 };

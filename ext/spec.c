@@ -68,7 +68,8 @@ rm_spec *rm_spec_from_python(PyObject *module, PyObject *object) {
   if (!(inv_freq = PyObject_GetAttrString(object, "inv_freq"))) goto out;
   if (!(is_moe = PyObject_GetAttrString(object, "layer_is_moe"))) goto out;
   if (!(rotates = PyObject_GetAttrString(object, "layer_rotates"))) goto out;
-  if (!(names = PyObject_GetAttrString(object, "names")) || read_names(module, names, &values)) goto out;
+  if (!(names = PyObject_GetAttrString(object, "names")) || read_names(module, names, &values))
+    goto out;
   if (!(windows = PyObject_GetAttrString(object, "layer_windows"))) goto out;
   rm_array_want want = {"inv_freq", NPY_FLOAT32, RM_ARRAY_IN, 1, {values.rotary_dim / 2}};
   if (rm_array_data(module, inv_freq, &want, &data)) goto out;
@@ -88,7 +89,8 @@ rm_spec *rm_spec_from_python(PyObject *module, PyObject *object) {
     goto out;
   }
   for (int64_t i = 0; i < values.n_layers; i++)
-    layers[i] = (rm_layer_spec){.is_moe = moe[i] != 0, .rotates = turns[i] != 0, .window = window[i]};
+    layers[i] =
+        (rm_layer_spec){.is_moe = moe[i] != 0, .rotates = turns[i] != 0, .window = window[i]};
   values.layers = layers;
   if (rm_spec_create(&values, &spec, &err)) rm_raise(module, &err);
 out:

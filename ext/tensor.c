@@ -1,4 +1,5 @@
-// tensor.c: see tensor.h. The capsule of a DLPack producer is not consumed but held: its own destructor gives the data back.
+// tensor.c: see tensor.h. The capsule of a DLPack producer is not consumed but held: its own
+// destructor gives the data back.
 #include "tensor.h"
 
 #include <string.h>
@@ -8,16 +9,19 @@
 #include "dlpack.h"
 
 const rm_element rm_elements[RM_N_ELEMENTS] = {
-    {"bfloat16", DL_BFLOAT, 16, NPY_UINT16}, {"float32", DL_FLOAT, 32, NPY_FLOAT32}, {"float16", DL_FLOAT, 16, NPY_FLOAT16},
-    {"float64", DL_FLOAT, 64, NPY_FLOAT64},  {"int32", DL_INT, 32, NPY_INT32},       {"int64", DL_INT, 64, NPY_INT64},
+    {"bfloat16", DL_BFLOAT, 16, NPY_UINT16}, {"float32", DL_FLOAT, 32, NPY_FLOAT32},
+    {"float16", DL_FLOAT, 16, NPY_FLOAT16},  {"float64", DL_FLOAT, 64, NPY_FLOAT64},
+    {"int32", DL_INT, 32, NPY_INT32},        {"int64", DL_INT, 64, NPY_INT64},
     {"uint8", DL_UINT, 8, NPY_UINT8},
 };
-_Static_assert(RM_SRC_BF16 == 0 && RM_SRC_F32 == 1 && RM_SRC_F16 == 2 && RM_SRC_F64 == 3, "the order of rm_elements");
+_Static_assert(RM_SRC_BF16 == 0 && RM_SRC_F32 == 1 && RM_SRC_F16 == 2 && RM_SRC_F64 == 3,
+               "the order of rm_elements");
 
 static int64_t element_bytes(rm_src_dtype dtype) { return rm_elements[dtype].bits / 8; }
 
 // Dims and shape as given; every size ≥ 0 and their product addressable.
-static int take_shape(PyObject *module, PyObject *name, int n_dims, const int64_t *shape, rm_tensor *out) {
+static int take_shape(PyObject *module, PyObject *name, int n_dims, const int64_t *shape,
+                      rm_tensor *out) {
   if (n_dims < 0 || n_dims > 4) {
     rm_raise_code(module, RM_E_SHAPE, "%.200U: expected at most 4 dims, got %d", name, n_dims);
     return -1;
@@ -26,13 +30,16 @@ static int take_shape(PyObject *module, PyObject *name, int n_dims, const int64_
   int64_t bytes = element_bytes(out->dtype);
   for (int i = 0; i < n_dims; i++) {
     if (shape[i] < 0) {
-      rm_raise_code(module, RM_E_SHAPE, "%.200U: expected sizes >= 0, got %lld in dim %d", name, (long long)shape[i], i);
+      rm_raise_code(module, RM_E_SHAPE, "%.200U: expected sizes >= 0, got %lld in dim %d", name,
+                    (long long)shape[i], i);
       return -1;
     }
     out->shape[i] = shape[i];
     if (!rm_mul_i64(bytes, rm_max64(shape[i], 1), &bytes)) {
-      rm_raise_code(module, RM_E_SHAPE, "%.200U: expected fewer than 2^63 bytes, got size %lld in dim %d after those before it", name,
-                    (long long)shape[i], i);
+      rm_raise_code(
+          module, RM_E_SHAPE,
+          "%.200U: expected fewer than 2^63 bytes, got size %lld in dim %d after those before it",
+          name, (long long)shape[i], i);
       return -1;
     }
   }
@@ -41,12 +48,12 @@ static int take_shape(PyObject *module, PyObject *name, int n_dims, const int64_
 
 static void take_span(rm_tensor *out, uintptr_t start, uintptr_t end) {
   const uintptr_t data = (uintptr_t)out->data;
-  if (start > data || end < data) return;        // not the buffer behind this tensor
+  if (start > data || end < data) return; // not the buffer behind this tensor
   out->span_lo = (int64_t)(data - start);
   out->span_hi = (int64_t)(end - data);
 }
 
-// ------------------------------------------------------------------------------------------------ NumPy
+// ------------------------------------------------------------------------------------------ NumPy
 static int text_is(PyObject *text, const char *want) {
   return text && PyUnicode_Check(text) && PyUnicode_CompareWithASCIIString(text, want) == 0;
 }
@@ -83,12 +90,14 @@ static int numpy_dtype(PyObject *module, PyObject *name, PyArrayObject *array, r
     Py_DECREF(word);
     if (is) return 0;
   }
-  rm_raise_code(module, RM_E_DTYPE, "%.200U: expected " RM_WEIGHT_ELEMENTS " in native byte order, got %R", name, dtype);
+  rm_raise_code(module, RM_E_DTYPE,
+                "%.200U: expected " RM_WEIGHT_ELEMENTS " in native byte order, got %R", name,
+                dtype);
   return -1;
 }
 
-// The memory that an array is a view of: that of the last base that owns some. as_strided puts a plain object with a `base` in between.
-// Without a known owner the span stays unknown.
+// The memory that an array is a view of: that of the last base that owns some. as_strided puts a
+// plain object with a `base` in between. Without a known owner the span stays unknown.
 static int numpy_span(PyArrayObject *array, rm_tensor *out) {
   PyObject *at = Py_NewRef((PyObject *)array);
   for (int depth = 0; depth < 64; depth++) {
@@ -110,7 +119,8 @@ static int numpy_span(PyArrayObject *array, rm_tensor *out) {
       }
       break;
     }
-    PyObject *base = PyArray_Check(at) ? Py_XNewRef(PyArray_BASE((PyArrayObject *)at)) : PyObject_GetAttrString(at, "base");
+    PyObject *base = PyArray_Check(at) ? Py_XNewRef(PyArray_BASE((PyArrayObject *)at))
+                                       : PyObject_GetAttrString(at, "base");
     if (!base && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
       Py_DECREF(at);
       return -1;
@@ -134,8 +144,11 @@ static int from_numpy(PyObject *module, PyArrayObject *array, PyObject *name, rm
   for (int i = 0; i < n_dims; i++) {
     const int64_t stride = PyArray_STRIDE(array, i);
     if (stride % each && shape[i] > 1) {
-      rm_raise_code(module, RM_E_LAYOUT, "%.200U: expected strides that are multiples of %lld bytes (an element), got %lld bytes in dim %d",
-                    name, (long long)each, (long long)stride, i);
+      rm_raise_code(
+          module, RM_E_LAYOUT,
+          "%.200U: expected strides that are multiples of %lld bytes (an element), got %lld bytes "
+          "in dim %d",
+          name, (long long)each, (long long)stride, i);
       return -1;
     }
     out->strides[i] = stride / each;
@@ -144,8 +157,9 @@ static int from_numpy(PyObject *module, PyArrayObject *array, PyObject *name, rm
   return numpy_span(array, out);
 }
 
-// ------------------------------------------------------------------------------------------------ torch
-// An attribute that need not exist: new reference, or NULL without an exception; *failed on any other exception.
+// ------------------------------------------------------------------------------------------ torch
+// An attribute that need not exist: new reference, or NULL without an exception; *failed on any
+// other exception.
 static PyObject *optional_attr(PyObject *object, const char *attr, int *failed) {
   PyObject *value = PyObject_GetAttrString(object, attr);
   if (value) return value;
@@ -184,11 +198,13 @@ static int attr_reads(PyObject *object, const char *attr, const char *want, int 
   return is;
 }
 
-// Why a torch tensor of this kind cannot be read from memory; NULL: it can, or *failed and an exception is set.
+// Why a torch tensor of this kind cannot be read from memory; NULL: it can, or *failed and an
+// exception is set.
 static const char *torch_objection(PyObject *object, int *failed) {
   PyObject *type = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
   if (!type) *failed = 1;
-  const int fake = text_is(type, "FakeTensor") || text_is(type, "FunctionalTensor"), distributed = text_is(type, "DTensor");
+  const int fake = text_is(type, "FakeTensor") || text_is(type, "FunctionalTensor"),
+            distributed = text_is(type, "DTensor");
   const int masked = text_is(type, "MaskedTensor");
   Py_XDECREF(type);
   if (fake) return "a fake tensor, which has no data";
@@ -202,12 +218,15 @@ static const char *torch_objection(PyObject *object, int *failed) {
   };
   for (size_t i = 0; i < sizeof attributes / sizeof *attributes && !*failed; i++)
     if (attr_is_true(object, attributes[i][0], failed)) return attributes[i][1];
-  if (!*failed && !attr_reads(object, "layout", "torch.strided", failed)) return "a tensor whose layout is not strided";
-  if (!*failed && method_is_true(object, "is_neg", failed)) return "a lazily negated view; send .resolve_neg()";
+  if (!*failed && !attr_reads(object, "layout", "torch.strided", failed))
+    return "a tensor whose layout is not strided";
+  if (!*failed && method_is_true(object, "is_neg", failed))
+    return "a lazily negated view; send .resolve_neg()";
   return NULL;
 }
 
-// The storage behind a torch tensor. One that was resized to 0 bytes (as FSDP does) must not be read.
+// The storage behind a torch tensor. One that was resized to 0 bytes (as FSDP does) must not be
+// read.
 static int torch_span(PyObject *module, PyObject *object, PyObject *name, rm_tensor *out) {
   int failed = 0;
   PyObject *method = optional_attr(object, "untyped_storage", &failed);
@@ -216,11 +235,16 @@ static int torch_span(PyObject *module, PyObject *object, PyObject *name, rm_ten
   Py_DECREF(method);
   int result = -1;
   if (!storage) goto out;
-  if (!(start = PyObject_CallMethod(storage, "data_ptr", NULL)) || !(bytes = PyObject_CallMethod(storage, "nbytes", NULL))) goto out;
-  const unsigned long long at = PyLong_AsUnsignedLongLong(start), length = PyLong_AsUnsignedLongLong(bytes);
+  if (!(start = PyObject_CallMethod(storage, "data_ptr", NULL)) ||
+      !(bytes = PyObject_CallMethod(storage, "nbytes", NULL)))
+    goto out;
+  const unsigned long long at = PyLong_AsUnsignedLongLong(start),
+                           length = PyLong_AsUnsignedLongLong(bytes);
   if (PyErr_Occurred()) goto out;
   if (length == 0) {
-    rm_raise_code(module, RM_E_LAYOUT, "%.200U: expected a tensor with memory, got one whose storage is empty (0 bytes)", name);
+    rm_raise_code(module, RM_E_LAYOUT,
+                  "%.200U: expected a tensor with memory, got one whose storage is empty (0 bytes)",
+                  name);
     goto out;
   }
   take_span(out, (uintptr_t)at, (uintptr_t)(at + length));
@@ -232,12 +256,13 @@ out:
   return result;
 }
 
-// ------------------------------------------------------------------------------------------------ DLPack
+// ----------------------------------------------------------------------------------------- DLPack
 static int is_host(long type) { return type == DL_CPU || type == DL_CUDA_HOST; }
 static int is_cuda(long type) { return type == DL_CUDA || type == DL_CUDA_MANAGED; }
 
 static int refuse(PyObject *module, PyObject *name, const char *what) {
-  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a dense tensor, got %s", name, what);
+  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a dense tensor, got %s", name,
+                what);
   return -1;
 }
 
@@ -245,40 +270,53 @@ static int refuse(PyObject *module, PyObject *name, const char *what) {
 enum { HOST = -1 };
 
 // −1 with an exception: a device that nothing here can read.
-static int check_device(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, int *ordinal) {
+static int check_device(PyObject *module, PyObject *object, PyObject *name,
+                        const rm_tensor_reader *reader, int *ordinal) {
   PyObject *device = PyObject_CallMethod(object, "__dlpack_device__", NULL);
   if (!device) return -1;
   int is_pair = PyTuple_Check(device) && PyTuple_Size(device) == 2;
   const long type = is_pair ? PyLong_AsLong(PyTuple_GetItem(device, 0)) : 0;
   const long number = is_pair && !PyErr_Occurred() ? PyLong_AsLong(PyTuple_GetItem(device, 1)) : 0;
-  if (PyErr_Occurred() && (PyErr_ExceptionMatches(PyExc_OverflowError) || PyErr_ExceptionMatches(PyExc_TypeError))) {
+  if (PyErr_Occurred() &&
+      (PyErr_ExceptionMatches(PyExc_OverflowError) || PyErr_ExceptionMatches(PyExc_TypeError))) {
     PyErr_Clear();
     is_pair = 0;
   }
   if (!is_pair)
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a __dlpack_device__ that returns two integers of 64 bits, got %.80R",
-                  name, device);
+    rm_raise_code(
+        module, RM_E_UNSUPPORTED_TENSOR,
+        "%.200U: expected a __dlpack_device__ that returns two integers of 64 bits, got %.80R",
+        name, device);
   Py_DECREF(device);
   if (PyErr_Occurred()) return -1;
   *ordinal = is_cuda(type) ? (int)number : HOST;
-  if (is_cuda(type) && (number < 0 || number > INT32_MAX)) return refuse(module, name, "a __dlpack_device__ that names no CUDA device");
+  if (is_cuda(type) && (number < 0 || number > INT32_MAX))
+    return refuse(module, name, "a __dlpack_device__ that names no CUDA device");
   if (is_host(type) || (is_cuda(type) && reader)) return 0;
-  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
-                "%.200U: expected a tensor on the CPU%s, got one on DLPack device type %ld (2: CUDA, 8: Metal, 10: ROCm)", name,
-                reader ? " or a CUDA device" : "", type);
+  rm_raise_code(
+      module, RM_E_UNSUPPORTED_TENSOR,
+      "%.200U: expected a tensor on the CPU%s, got one on DLPack device type %ld (2: CUDA, 8: "
+      "Metal, 10: ROCm)",
+      name, reader ? " or a CUDA device" : "", type);
   return -1;
 }
 
-// Asks for a versioned capsule; an old producer gives the unversioned kind. With a stream, work enqueued on it from now on sees the data.
-static PyObject *ask_capsule(PyObject *module, PyObject *object, PyObject *name, const void *stream) {
-  PyObject *method = PyObject_GetAttrString(object, "__dlpack__"), *none = NULL, *version = NULL, *capsule = NULL;
+// Asks for a versioned capsule; an old producer gives the unversioned kind. With a stream, work
+// enqueued on it from now on sees the data.
+static PyObject *ask_capsule(PyObject *module, PyObject *object, PyObject *name,
+                             const void *stream) {
+  PyObject *method = PyObject_GetAttrString(object, "__dlpack__"), *none = NULL, *version = NULL,
+           *capsule = NULL;
   const unsigned long long handle = (uintptr_t)stream;
-  if (method && (none = PyTuple_New(0)) && (version = Py_BuildValue("{s:(ii)}", "max_version", 1, 1))) {
+  if (method && (none = PyTuple_New(0)) &&
+      (version = Py_BuildValue("{s:(ii)}", "max_version", 1, 1))) {
     PyObject *number = stream ? PyLong_FromUnsignedLongLong(handle) : NULL;
-    if (!stream || (number && !PyDict_SetItemString(version, "stream", number))) capsule = PyObject_Call(method, none, version);
+    if (!stream || (number && !PyDict_SetItemString(version, "stream", number)))
+      capsule = PyObject_Call(method, none, version);
     if (!capsule && PyErr_ExceptionMatches(PyExc_TypeError)) {
       PyErr_Clear();
-      if (!PyDict_DelItemString(version, "max_version")) capsule = PyObject_Call(method, none, version);
+      if (!PyDict_DelItemString(version, "max_version"))
+        capsule = PyObject_Call(method, none, version);
     }
     Py_XDECREF(number);
   }
@@ -288,8 +326,10 @@ static PyObject *ask_capsule(PyObject *module, PyObject *object, PyObject *name,
   if (!capsule && PyErr_ExceptionMatches(PyExc_BufferError)) {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a tensor that its library exports by DLPack, got BufferError: %S",
-                  name, value ? value : Py_None);
+    rm_raise_code(
+        module, RM_E_UNSUPPORTED_TENSOR,
+        "%.200U: expected a tensor that its library exports by DLPack, got BufferError: %S", name,
+        value ? value : Py_None);
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(trace);
@@ -297,13 +337,16 @@ static PyObject *ask_capsule(PyObject *module, PyObject *object, PyObject *name,
   return capsule;
 }
 
-int rm_element_of(PyObject *module, PyObject *name, dl_dtype dtype, int n_expected, const char *expected) {
-  static const char *const kinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};   // by DLPack's code
+int rm_element_of(PyObject *module, PyObject *name, dl_dtype dtype, int n_expected,
+                  const char *expected) {
+  static const char *const kinds[] = {"int",    "uint",    "float", "opaque",
+                                      "bfloat", "complex", "bool"}; // by DLPack's code
   for (int i = 0; i < n_expected && dtype.lanes == 1; i++)
     if (rm_elements[i].code == dtype.code && rm_elements[i].bits == dtype.bits) return i;
-  const char *kind = dtype.code < sizeof kinds / sizeof *kinds ? kinds[dtype.code] : "DLPack type of bits ";
-  rm_raise_code(module, RM_E_DTYPE, "%.200U: expected %s, got %s%d%s", name, expected, kind, (int)dtype.bits,
-                dtype.lanes == 1 ? "" : " in vectors");
+  const char *kind =
+      dtype.code < sizeof kinds / sizeof *kinds ? kinds[dtype.code] : "DLPack type of bits ";
+  rm_raise_code(module, RM_E_DTYPE, "%.200U: expected %s, got %s%d%s", name, expected, kind,
+                (int)dtype.bits, dtype.lanes == 1 ? "" : " in vectors");
   return -1;
 }
 
@@ -311,11 +354,12 @@ static int take_strides(PyObject *module, PyObject *name, const dl_tensor *t, rm
   int64_t next = 1;
   for (int i = out->n_dims - 1; i >= 0; i--) {
     out->strides[i] = t->strides ? t->strides[i] : next;
-    next *= rm_max64(out->shape[i], 1);                 // checked in take_shape
+    next *= rm_max64(out->shape[i], 1); // checked in take_shape
   }
   uintptr_t data = (uintptr_t)t->data;
   if (data && __builtin_add_overflow(data, t->byte_offset, &data)) {
-    rm_raise_code(module, RM_E_LAYOUT, "%.200U: expected a byte offset inside the address space, got %llu", name,
+    rm_raise_code(module, RM_E_LAYOUT,
+                  "%.200U: expected a byte offset inside the address space, got %llu", name,
                   (unsigned long long)t->byte_offset);
     return -1;
   }
@@ -323,24 +367,28 @@ static int take_strides(PyObject *module, PyObject *name, const dl_tensor *t, rm
   return 0;
 }
 
-static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, int ordinal, rm_dlpack *out) {
+static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, int ordinal,
+                        rm_dlpack *out) {
   const dl_tensor *t;
   if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
     const dl_versioned *managed = PyCapsule_GetPointer(capsule, "dltensor_versioned");
     if (managed->major != 1) {
-      rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected DLPack 1.x, got %u.%u", name, managed->major, managed->minor);
+      rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected DLPack 1.x, got %u.%u", name,
+                    managed->major, managed->minor);
       return -1;
     }
     t = &managed->tensor;
     out->read_only = (managed->flags & DL_READ_ONLY) != 0;
   } else if (PyCapsule_IsValid(capsule, "dltensor")) {
-    t = PyCapsule_GetPointer(capsule, "dltensor");      // DLManagedTensor begins with its DLTensor
+    t = PyCapsule_GetPointer(capsule, "dltensor"); // DLManagedTensor begins with its DLTensor
   } else {
     return refuse(module, name, "a __dlpack__ that returns no fresh DLPack capsule");
   }
-  if (ordinal == HOST ? !is_host(t->device.type) : !is_cuda(t->device.type) || t->device.id != ordinal)
+  if (ordinal == HOST ? !is_host(t->device.type)
+                      : !is_cuda(t->device.type) || t->device.id != ordinal)
     return refuse(module, name, "a capsule whose tensor is not where __dlpack_device__ says");
-  if (t->n_dims > 0 && !t->shape) return refuse(module, name, "a capsule whose tensor has dims but no shape");
+  if (t->n_dims > 0 && !t->shape)
+    return refuse(module, name, "a capsule whose tensor has dims but no shape");
   out->tensor = t;
   out->on_device = ordinal != HOST;
   out->ordinal = ordinal;
@@ -375,7 +423,8 @@ void rm_tensor_release(PyObject *owner) {
 }
 
 // The capsule. For a tensor on a GPU the reader's device is current meanwhile.
-static PyObject *ask_reader(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, int ordinal) {
+static PyObject *ask_reader(PyObject *module, PyObject *object, PyObject *name,
+                            const rm_tensor_reader *reader, int ordinal) {
   if (ordinal == HOST) return ask_capsule(module, object, name, NULL);
   const rm_device *device = reader->take(reader->self, name, ordinal);
   if (!device) return NULL;
@@ -387,8 +436,8 @@ static PyObject *ask_reader(PyObject *module, PyObject *object, PyObject *name, 
 }
 
 // *plain: owned by the caller; the tensor that gave the capsule.
-static int take_capsule(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, rm_dlpack *out,
-                        PyObject **plain) {
+static int take_capsule(PyObject *module, PyObject *object, PyObject *name,
+                        const rm_tensor_reader *reader, rm_dlpack *out, PyObject **plain) {
   int failed = 0, ordinal = HOST;
   const char *objection = torch_objection(object, &failed);
   if (failed) return -1;
@@ -396,12 +445,14 @@ static int take_capsule(PyObject *module, PyObject *object, PyObject *name, cons
   if (check_device(module, object, name, reader, &ordinal)) return -1;
   *plain = detached(object);
   PyObject *capsule = *plain ? ask_reader(module, *plain, name, reader, ordinal) : NULL;
-  if (capsule && !from_capsule(module, capsule, name, ordinal, out)) out->owner = PyTuple_Pack(2, capsule, *plain);
+  if (capsule && !from_capsule(module, capsule, name, ordinal, out))
+    out->owner = PyTuple_Pack(2, capsule, *plain);
   rm_tensor_release(capsule);
   return out->owner ? 0 : -1;
 }
 
-int rm_dlpack_take(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, rm_dlpack *out) {
+int rm_dlpack_take(PyObject *module, PyObject *object, PyObject *name,
+                   const rm_tensor_reader *reader, rm_dlpack *out) {
   PyObject *plain = NULL;
   memset(out, 0, sizeof *out);
   const int failed = take_capsule(module, object, name, reader, out, &plain);
@@ -409,8 +460,8 @@ int rm_dlpack_take(PyObject *module, PyObject *object, PyObject *name, const rm_
   return failed;
 }
 
-static int from_dlpack(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, rm_tensor *out,
-                       PyObject **owner) {
+static int from_dlpack(PyObject *module, PyObject *object, PyObject *name,
+                       const rm_tensor_reader *reader, rm_tensor *out, PyObject **owner) {
   rm_dlpack taken = {0};
   PyObject *plain = NULL;
   int failed = take_capsule(module, object, name, reader, &taken, &plain);
@@ -421,12 +472,13 @@ static int from_dlpack(PyObject *module, PyObject *object, PyObject *name, const
   return failed ? -1 : 0;
 }
 
-int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, rm_tensor *out,
-                          PyObject **owner) {
+int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name,
+                          const rm_tensor_reader *reader, rm_tensor *out, PyObject **owner) {
   memset(out, 0, sizeof *out);
   *owner = NULL;
   if (PyArray_Check(object)) {
-    if (rm_array_is_masked(object)) return refuse(module, name, "a masked array; send .filled(value)");
+    if (rm_array_is_masked(object))
+      return refuse(module, name, "a masked array; send .filled(value)");
     if (from_numpy(module, (PyArrayObject *)object, name, out)) return -1;
     *owner = Py_NewRef(object);
     return 0;
@@ -435,7 +487,8 @@ int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, co
   PyObject *method = optional_attr(object, "__dlpack_device__", &failed);
   if (failed) return -1;
   if (!method) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a NumPy array or a DLPack tensor, got %R", name,
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
+                  "%.200U: expected a NumPy array or a DLPack tensor, got %R", name,
                   (PyObject *)Py_TYPE(object));
     return -1;
   }

@@ -1,5 +1,5 @@
-"""What all tests share: seeds that a failure names, generators that are always closed, two torch threads, and the one line
-that parity tests leave in the summary."""
+"""What all tests share: seeds that a failure names, generators that are always closed, two torch
+threads, and the one line that parity tests leave in the summary."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from marks import SUMMARY
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[SUMMARY] = []
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads of torch that spin would starve the engine's
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # threads of torch that spin would starve the engine's
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
-    # vLLM speaks its second resume protocol where triton has a driver, or where it may get one: with no device, not with all of none.
+    # vLLM speaks its second resume protocol where triton has a driver, or where it may get one:
+    # with no device, not with all of none.
     if importlib.util.find_spec("vllm") and not os.path.exists("/dev/nvidiactl"):
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-    # torch's float32 pow takes 16 elements at a time with AVX2 and 32 with AVX-512, the rest by powf: inv_freq would differ by machine.
+    # torch's float32 pow takes 16 elements at a time with AVX2 and 32 with AVX-512, the rest by
+    # powf: inv_freq would differ by machine.
     os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
 
 
@@ -43,7 +47,8 @@ def _two_torch_threads() -> None:
 
 @pytest.fixture(scope="module")
 def torch_as_it_was() -> Iterator[None]:
-    """A trainer sets torch's thread count and deterministic algorithms for its process; other test files get back theirs."""
+    """A trainer sets torch's thread count and deterministic algorithms for its process; other test
+    files get back theirs."""
     import torch
 
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
@@ -54,7 +59,8 @@ def torch_as_it_was() -> Iterator[None]:
 
 @pytest.fixture
 def plain_signals() -> Iterator[None]:
-    """Whoever started this process may have had some ignored: a shell what runs in its background, nohup."""
+    """Whoever started this process may have had some ignored: a shell what runs in its background,
+    nohup."""
     from rollmesh.grpo.interrupts import SIGNALS
 
     before = [(number, signal.signal(number, signal.SIG_DFL)) for number in SIGNALS]
@@ -64,9 +70,32 @@ def plain_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-# The files that take longest, the longest first: where two workers of pytest-xdist share the files, none is left with a long one.
-FIRST = ("nccl_engine", "cuda", "device_comm", "cli", "nccl_replicas", "comm", "mesh_processes", "vllm_lent", "mesh_bits", "stream")
-FIRST += ("cuda_graphs", "grpo_learning", "fuzz", "examples", "native", "cuda_engine", "promises", "sources", "resharding", "cuda_grpo")
+# The files that take longest, the longest first: where two workers of pytest-xdist share the files,
+# none is left with a long one.
+FIRST = (
+    "nccl_engine",
+    "cuda",
+    "device_comm",
+    "cli",
+    "nccl_replicas",
+    "comm",
+    "mesh_processes",
+    "vllm_lent",
+    "mesh_bits",
+    "stream",
+)
+FIRST += (
+    "cuda_graphs",
+    "grpo_learning",
+    "fuzz",
+    "examples",
+    "native",
+    "cuda_engine",
+    "promises",
+    "sources",
+    "resharding",
+    "cuda_grpo",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -79,7 +108,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What the imports of a hundred files left is no garbage: with it each gc.collect() of a test took 0.2 s."""
+    """What the imports of a hundred files left is no garbage: with it each gc.collect() of a test
+    took 0.2 s."""
     gc.collect()
     gc.freeze()
 
@@ -103,14 +133,16 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A seed fixed by the test's id; RM_TEST_SEED=n replaces it. A failing test's report shows it."""
+    """A seed fixed by the test's id; RM_TEST_SEED=n replaces it. A failing test's report shows
+    it."""
     value = int(os.environ.get("RM_TEST_SEED", zlib.crc32(request.node.nodeid.encode())))
     request.node.user_properties.append(("seed", value))
     return value
 
 
 def build_folder(kind: str, factory: pytest.TempPathFactory) -> Path:
-    """Of what tests compile, for all workers of pytest-xdist; $RM_CUDA_BUILD and $RM_NATIVE_BUILD keep it."""
+    """Of what tests compile, for all workers of pytest-xdist; $RM_CUDA_BUILD and $RM_NATIVE_BUILD
+    keep it."""
     base = factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder = Path(os.environ.get(f"RM_{kind}_BUILD") or shared / kind.lower())
@@ -120,7 +152,8 @@ def build_folder(kind: str, factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cuda_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tests/cuda_build.py builds: what two test files need is compiled once. RM_CUDA_BUILD=DIR keeps it."""
+    """Where tests/cuda_build.py builds: what two test files need is compiled once.
+    RM_CUDA_BUILD=DIR keeps it."""
     if shutil.which(compiler := os.environ.get("CXX", "g++")) is None:
         pytest.skip(f"needs a C++ compiler; {compiler} is not installed")
     return build_folder("CUDA", tmp_path_factory)
@@ -156,11 +189,25 @@ def _factory() -> Iterator[Callable[..., Any]]:
 
     made: list[Any] = []
 
-    def make(model: Any = None, *, weights: Any = "random", dtype: str = "float32", seed: int = 0, **options: Any) -> Any:
-        """A generator of `model` (a helpers.Case, a config dict, or None for the tiny dense one), synced to version 0 with
-        its random weights, with `weights` (any source), or, at None, not at all."""
-        case = model if isinstance(model, helpers.Case) else helpers.Case("", model or helpers.tiny_config())
-        options.setdefault("max_model_len", case.max_model_len if isinstance(model, helpers.Case) else 256)
+    def make(
+        model: Any = None,
+        *,
+        weights: Any = "random",
+        dtype: str = "float32",
+        seed: int = 0,
+        **options: Any,
+    ) -> Any:
+        """A generator of `model` (a helpers.Case, a config dict, or None for the tiny dense one),
+        synced to version 0 with its random weights, with `weights` (any source), or, at None, not
+        at all."""
+        case = (
+            model
+            if isinstance(model, helpers.Case)
+            else helpers.Case("", model or helpers.tiny_config())
+        )
+        options.setdefault(
+            "max_model_len", case.max_model_len if isinstance(model, helpers.Case) else 256
+        )
         options.setdefault("kv_cache_gib", 0.02)
         options.setdefault("threads", 2)
         if device := os.environ.get("RM_TEST_DEVICE"):  # cuda: parity with transformers, on a GPU
@@ -169,7 +216,9 @@ def _factory() -> Iterator[Callable[..., Any]]:
         gen = rollmesh.Generator(rollmesh.ModelSpec.from_hf(case.config), dtype=dtype, **options)
         made.append(gen)
         if isinstance(weights, str):
-            weights = helpers.numpy_state_dict(case.config, seed or case.seed, dtype, case.router_bias)
+            weights = helpers.numpy_state_dict(
+                case.config, seed or case.seed, dtype, case.router_bias
+            )
         if weights is not None:
             gen.sync_weights(weights)
         return gen
@@ -185,7 +234,8 @@ module_generator = pytest.fixture(_factory, name="module_generator", scope="modu
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Any]]:
-    """Generators with helpers.SMALL, by default of the tiny dense model on a CUDA device; a module that wants others wraps it."""
+    """Generators with helpers.SMALL, by default of the tiny dense model on a CUDA device; a module
+    that wants others wraps it."""
     import helpers
 
     import rollmesh
@@ -207,11 +257,14 @@ sys.path.insert(0, os.path.dirname(__file__))
 
 @pytest.fixture(scope="session")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """native(name, sanitize="", emulate=False) builds a driver of tests/native and returns the program. RM_NATIVE_BUILD=DIR
-    keeps its objects. Where there is no compiler, what needs one is skipped."""
+    """native(name, sanitize="", emulate=False) builds a driver of tests/native and returns the
+    program. RM_NATIVE_BUILD=DIR keeps its objects. Where there is no compiler, what needs one is
+    skipped."""
     import native_build
 
     if shutil.which(native_build.compiler()[0]) is None:
         pytest.skip(f"needs a C compiler; {native_build.compiler()[0]} is not installed")
     into = build_folder("NATIVE", tmp_path_factory)
-    return lambda name, sanitize="", emulate=False: native_build.build(name, into, sanitize, emulate)
+    return lambda name, sanitize="", emulate=False: native_build.build(
+        name, into, sanitize, emulate
+    )

@@ -1,4 +1,5 @@
-"""kernels/device.h for ctypes: a device of librollmesh_cuda.so, or of its stand-in on the fibres of tests/simt."""
+"""kernels/device.h for ctypes: a device of librollmesh_cuda.so, or of its stand-in on the fibres of
+tests/simt."""
 
 from __future__ import annotations
 
@@ -70,8 +71,16 @@ class Table(Structure):
         ("ordinal_of", CFUNCTYPE(c_int, c_void_p, c_void_p)),
         ("copy_to_device", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t)),
         ("copy_to_host", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t)),
-        ("copy_2d_from_peer", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_void_p, c_int, c_size_t, c_size_t, c_size_t)),
-        ("copy_2d", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, c_size_t)),
+        (
+            "copy_2d_from_peer",
+            CFUNCTYPE(
+                None, c_void_p, c_void_p, c_size_t, c_void_p, c_int, c_size_t, c_size_t, c_size_t
+            ),
+        ),
+        (
+            "copy_2d",
+            CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, c_size_t),
+        ),
         ("zero_2d", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_size_t, c_size_t)),
         ("record_event", CFUNCTYPE(None, c_void_p, c_int)),
         ("wait_event", CFUNCTYPE(c_int, c_void_p, c_int)),
@@ -94,14 +103,16 @@ class Table(Structure):
 
 
 def no_gpu(reason: str) -> NoReturn:
-    """Ends a test that needs a GPU: skipped, or with RM_NEEDS_GPU failed, where somebody has one and wants no test left out."""
+    """Ends a test that needs a GPU: skipped, or with RM_NEEDS_GPU failed, where somebody has one
+    and wants no test left out."""
     import pytest  # not at the top: benchmarks have this file too
 
     (pytest.fail if os.environ.get("RM_NEEDS_GPU") else pytest.skip)(reason)
 
 
 class Refused(Exception):
-    """What rm_cuda_open says: RM_DEVICE_NOT_SUCH 1, RM_DEVICE_FULL 2, RM_DEVICE_FAILED 3, and why."""
+    """What rm_cuda_open says: RM_DEVICE_NOT_SUCH 1, RM_DEVICE_FULL 2, RM_DEVICE_FAILED 3, and
+    why."""
 
 
 class Library:
@@ -195,4 +206,6 @@ class Device:
         context = Context(stream=self.table.stream, n_threads=1)
         arguments = Embed(out=out, ids=ids, table=table, rows=rows, hidden=hidden, dtype=1)
         self.table.kernels.contents.embed(byref(context), byref(arguments))
-        ctypes.memset(byref(arguments), 0, ctypes.sizeof(arguments))  # they are not the op's behind its call
+        ctypes.memset(
+            byref(arguments), 0, ctypes.sizeof(arguments)
+        )  # they are not the op's behind its call

@@ -1,5 +1,6 @@
-"""DLPack producers that say whatever a test wants: a capsule is built by hand, so that shape, strides, type, device and data
-can disagree with each other and with the truth. `alive` counts the capsules whose deleter has not run.
+"""DLPack producers that say whatever a test wants: a capsule is built by hand, so that shape,
+strides, type, device and data can disagree with each other and with the truth. `alive` counts the
+capsules whose deleter has not run.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ class Producer:
             C.cast(self._strides, C.POINTER(C.c_int64)),
             byte_offset,
         )
-        self._managed = _Versioned(*version, None, None, 0, tensor) if version else _Managed(tensor, None, None)
+        self._managed = (
+            _Versioned(*version, None, None, 0, tensor) if version else _Managed(tensor, None, None)
+        )
         self._name = b"dltensor_versioned" if version else b"dltensor"
         self._said = (device, 0) if said_device is None else said_device
         self._raises, self._gives, self._takes_version = raises, gives, version is not None
@@ -108,7 +111,9 @@ class Producer:
         if arguments and not self._takes_version:
             raise TypeError(f"__dlpack__ got {arguments}")  # a producer from before versions
         if self._raises is not None:
-            raise type(self._raises)(*self._raises.args)  # a fresh one: an exception keeps the frames it went through
+            raise type(self._raises)(
+                *self._raises.args
+            )  # a fresh one: an exception keeps the frames it went through
         if self._gives is not None:
             return self._gives
         alive += 1

@@ -1,7 +1,8 @@
-"""Random models of every family, as transformers makes them: configs with the family's options drawn at random, weights by name.
+"""Random models of every family, as transformers makes them: configs with the family's options
+drawn at random, weights by name.
 
-Unlike helpers.py, which writes the Qwen3 formats down, names and shapes are transformers' own here, so that a new family needs no more
-than a function that draws its config.
+Unlike helpers.py, which writes the Qwen3 formats down, names and shapes are transformers' own here,
+so that a new family needs no more than a function that draws its config.
 """
 
 from __future__ import annotations
@@ -40,16 +41,19 @@ def rope(dice: Dice) -> dict[str, Any]:
         {"rope_type": "default", "rope_theta": theta},
         {"rope_type": "default", "rope_theta": theta},
         {"rope_type": "linear", "rope_theta": theta, "factor": 2.5},
-        {"rope_type": "yarn", "rope_theta": theta, "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "rope_theta": theta, "factor": 4.0,
+        "original_max_position_embeddings": 64},
         {
-            "rope_type": "llama3", "rope_theta": theta, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3", "rope_theta": theta, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         },
     )  # fmt: skip
 
 
 def sizes(dice: Dice, *, head_dim: bool = True, heads_divide: bool = False) -> dict[str, Any]:
-    """What all families have. head_dim: the family reads that key; heads_divide: hidden_size is a multiple of the heads."""
+    """What all families have. head_dim: the family reads that key; heads_divide: hidden_size is a
+    multiple of the heads."""
     kv_heads = dice.between(1, 4)
     heads = kv_heads * dice.between(1, 4)
     dim = 2 * dice.between(2, 16)
@@ -82,7 +86,11 @@ def mistral(dice: Dice) -> dict[str, Any]:
 def _qwen_windows(dice: Dice, layers: int) -> dict[str, Any]:
     if dice.chance(0.5):
         return {"use_sliding_window": False}
-    fields = {"use_sliding_window": True, "sliding_window": dice.between(1, 60), "max_window_layers": dice.between(0, layers)}
+    fields = {
+        "use_sliding_window": True,
+        "sliding_window": dice.between(1, 60),
+        "max_window_layers": dice.between(0, layers),
+    }
     types = [dice.pick("sliding_attention", "full_attention") for _ in range(layers)]
     return fields | ({"layer_types": types} if dice.chance(0.5) else {})
 
@@ -100,8 +108,15 @@ def qwen3(dice: Dice) -> dict[str, Any]:
 def smollm3(dice: Dice) -> dict[str, Any]:
     fields = sizes(dice, head_dim=False) | {"attention_bias": dice.chance(0.4)}
     layers = fields["num_hidden_layers"]
-    fields |= dice.pick({"no_rope_layers": [dice.between(0, 1) for _ in range(layers)]}, {"no_rope_layer_interval": dice.between(1, 3)})
-    return fields | ({"use_sliding_window": True, "sliding_window": dice.between(1, 60)} if dice.chance(0.5) else {})
+    fields |= dice.pick(
+        {"no_rope_layers": [dice.between(0, 1) for _ in range(layers)]},
+        {"no_rope_layer_interval": dice.between(1, 3)},
+    )
+    return fields | (
+        {"use_sliding_window": True, "sliding_window": dice.between(1, 60)}
+        if dice.chance(0.5)
+        else {}
+    )
 
 
 def olmo2(dice: Dice) -> dict[str, Any]:
@@ -111,7 +126,8 @@ def olmo2(dice: Dice) -> dict[str, Any]:
 def mixtral(dice: Dice) -> dict[str, Any]:
     experts = dice.between(1, 12)
     return sizes(dice) | {
-        "sliding_window": dice.pick(None, 1, 8, 40), "num_local_experts": experts, "num_experts_per_tok": dice.between(1, experts),
+        "sliding_window": dice.pick(None, 1, 8, 40), "num_local_experts": experts,
+        "num_experts_per_tok": dice.between(1, experts),
     }  # fmt: skip
 
 
@@ -119,8 +135,10 @@ def qwen2_moe(dice: Dice) -> dict[str, Any]:
     fields, experts = sizes(dice, head_dim=False), dice.between(1, 12)
     layers = fields["num_hidden_layers"]
     return fields | _qwen_windows(dice, layers) | {
-        "qkv_bias": dice.chance(0.7), "num_experts": experts, "num_experts_per_tok": dice.between(1, experts),
-        "moe_intermediate_size": dice.between(1, 50), "shared_expert_intermediate_size": dice.between(1, 70),
+        "qkv_bias": dice.chance(0.7), "num_experts": experts,
+        "num_experts_per_tok": dice.between(1, experts),
+        "moe_intermediate_size": dice.between(1, 50),
+        "shared_expert_intermediate_size": dice.between(1, 70),
         "norm_topk_prob": dice.chance(0.5), "decoder_sparse_step": dice.between(1, 2),
         "mlp_only_layers": [i for i in range(layers) if dice.chance(0.2)],
     }  # fmt: skip
@@ -129,7 +147,8 @@ def qwen2_moe(dice: Dice) -> dict[str, Any]:
 def olmoe(dice: Dice) -> dict[str, Any]:
     experts = dice.between(1, 12)
     return sizes(dice, head_dim=False) | {
-        "attention_bias": dice.chance(0.4), "num_experts": experts, "num_experts_per_tok": dice.between(1, experts),
+        "attention_bias": dice.chance(0.4), "num_experts": experts,
+        "num_experts_per_tok": dice.between(1, experts),
         "norm_topk_prob": dice.chance(0.5),
     }  # fmt: skip
 
@@ -139,7 +158,11 @@ def arcee(dice: Dice) -> dict[str, Any]:
 
 
 def glm4(dice: Dice) -> dict[str, Any]:
-    changes = {"head_dim": 8 * dice.between(1, 4), "partial_rotary_factor": dice.pick(0.25, 0.5, 1.0), "attention_bias": dice.chance(0.5)}
+    changes = {
+        "head_dim": 8 * dice.between(1, 4),
+        "partial_rotary_factor": dice.pick(0.25, 0.5, 1.0),
+        "attention_bias": dice.chance(0.5),
+    }
     changes |= {"eos_token_id": []}  # of None it makes its own
     return sizes(dice, head_dim=False) | changes
 
@@ -150,30 +173,44 @@ def glm4_moe(dice: Dice) -> dict[str, Any]:
     fields = sizes(dice, head_dim=False)
     dim = 8 * dice.between(1, 4)
     return fields | {
-        "head_dim": dim, "partial_rotary_factor": dice.pick(0.25, 0.5, 1.0), "attention_bias": dice.chance(0.5),
-        "use_qk_norm": dice.chance(0.5), "n_routed_experts": groups * each, "n_group": groups, "topk_group": top_groups,
-        "num_experts_per_tok": dice.between(1, top_groups * each), "n_shared_experts": dice.between(1, 2),
+        "head_dim": dim, "partial_rotary_factor": dice.pick(0.25, 0.5, 1.0),
+        "attention_bias": dice.chance(0.5),
+        "use_qk_norm": dice.chance(0.5), "n_routed_experts": groups * each, "n_group": groups,
+        "topk_group": top_groups,
+        "num_experts_per_tok": dice.between(1, top_groups * each),
+        "n_shared_experts": dice.between(1, 2),
         "moe_intermediate_size": dice.between(1, 50), "norm_topk_prob": dice.chance(0.7),
-        "routed_scaling_factor": dice.pick(1.0, 2.5), "first_k_dense_replace": dice.between(0, fields["num_hidden_layers"]),
+        "routed_scaling_factor": dice.pick(1.0, 2.5),
+        "first_k_dense_replace": dice.between(0, fields["num_hidden_layers"]),
     }  # fmt: skip
 
 
 NO_HEAD_DIM = {"qwen2", "smollm3", "olmo2", "qwen2_moe", "olmoe"}  # draw none
 FAMILIES: dict[str, Draw] = {
-    "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "smollm3": smollm3, "olmo2": olmo2, "mixtral": mixtral,
+    "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "smollm3": smollm3,
+    "olmo2": olmo2, "mixtral": mixtral,
     "qwen2_moe": qwen2_moe, "olmoe": olmoe, "arcee": arcee, "glm4": glm4, "glm4_moe": glm4_moe,
 }  # fmt: skip
 
 
 def cuttable(family: str) -> dict[str, Any]:
-    """Changes that make a model one for tp = 2 and 3 and ep = 2 and 4, with a last vocabulary block that is not full."""
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96, "intermediate_size": 80, "vocab_size": 300}
+    """Changes that make a model one for tp = 2 and 3 and ep = 2 and 4, with a last vocabulary block
+    that is not full."""
+    heads = {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "hidden_size": 96,
+        "intermediate_size": 80,
+        "vocab_size": 300,
+    }
     changes = {
         "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 3},
-        "qwen2_moe": {"num_experts": 8, "num_experts_per_tok": 3, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        "qwen2_moe": {"num_experts": 8, "num_experts_per_tok": 3, "decoder_sparse_step": 1,
+        "mlp_only_layers": []},
         "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
         "glm4_moe": {
-            "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3, "first_k_dense_replace": 0,
+            "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3,
+            "first_k_dense_replace": 0,
             "num_hidden_layers": 2, "partial_rotary_factor": 0.5, "routed_scaling_factor": 2.5,
         },
         "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True},
@@ -196,7 +233,9 @@ class Model:
             attn_implementation="eager",
             experts_implementation="eager",
         )
-        net.load_state_dict({name: x.to(net.state_dict()[name].dtype) for name, x in self.state.items()})
+        net.load_state_dict(
+            {name: x.to(net.state_dict()[name].dtype) for name, x in self.state.items()}
+        )
         net.tie_weights()
         return net.eval().requires_grad_(False)
 
@@ -209,8 +248,12 @@ def draw(family: str, number: int, seed: int = 0, **changes: Any) -> Model:
     fields |= {"hidden_act": HIDDEN_ACT[(number + number // 100) % 7]} | changes
     config = oracle.config_of({"model_type": family, **fields})
     with torch.device("meta"):
-        made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()
-    state = {name: torch.from_numpy(helpers.weight(name, x.shape, seed)) for name, x in made.items()}
+        made = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32
+        ).state_dict()
+    state = {
+        name: torch.from_numpy(helpers.weight(name, x.shape, seed)) for name, x in made.items()
+    }
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     return Model(config, state)
@@ -218,7 +261,8 @@ def draw(family: str, number: int, seed: int = 0, **changes: Any) -> Model:
 
 @dataclasses.dataclass
 class Routing:
-    """What a router of one layer chose for each row, best first, and by how much: the least gap in what it compared."""
+    """What a router of one layer chose for each row, best first, and by how much: the least gap in
+    what it compared."""
 
     ids: list[np.ndarray] = dataclasses.field(default_factory=list)
     gaps: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -227,7 +271,11 @@ class Routing:
 def _gap(keys: torch.Tensor, chosen: int) -> torch.Tensor:
     """[rows]: between the last of `chosen` and the next, of keys [rows][n]."""
     ranked = keys.sort(-1, descending=True).values
-    return ranked[:, chosen - 1] - ranked[:, chosen] if chosen < keys.shape[1] else torch.full((len(keys),), torch.inf)
+    return (
+        ranked[:, chosen - 1] - ranked[:, chosen]
+        if chosen < keys.shape[1]
+        else torch.full((len(keys),), torch.inf)
+    )
 
 
 def _gaps(router: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -237,7 +285,9 @@ def _gaps(router: Any, logits: torch.Tensor) -> torch.Tensor:
         return _gap(torch.log_softmax(logits, -1), router.top_k)
     keys, groups = logits.sigmoid() + router.e_score_correction_bias.double(), router.num_group
     by_group = keys.view(len(keys), groups, -1).topk(2, -1).values.sum(-1)
-    best = torch.zeros_like(by_group, dtype=torch.bool).scatter_(1, by_group.topk(router.topk_group, -1).indices, True)
+    best = torch.zeros_like(by_group, dtype=torch.bool).scatter_(
+        1, by_group.topk(router.topk_group, -1).indices, True
+    )
     kept = keys.masked_fill(~best.repeat_interleave(keys.shape[1] // groups, 1), -torch.inf)
     return torch.minimum(_gap(kept, router.top_k), _gap(by_group, router.topk_group))
 
@@ -252,7 +302,11 @@ def routings(net: Any) -> Iterator[Routing]:
         made.ids.append(ids.numpy())
         made.gaps.append(_gaps(router, logits).numpy())
 
-    hooks = [module.register_forward_hook(record) for module in net.modules() if type(module).__name__.lower().endswith("topkrouter")]
+    hooks = [
+        module.register_forward_hook(record)
+        for module in net.modules()
+        if type(module).__name__.lower().endswith("topkrouter")
+    ]
     try:
         yield made
     finally:
@@ -260,8 +314,11 @@ def routings(net: Any) -> Iterator[Routing]:
             hook.remove()
 
 
-def forward(net: Any, ids: list[int], double: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(logits float64 [n][vocab], chosen experts [n][moe layers][k], the least gap of each row [n])."""
+def forward(
+    net: Any, ids: list[int], double: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(logits float64 [n][vocab], chosen experts [n][moe layers][k], the least gap of each row
+    [n])."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
         if double:

@@ -1,5 +1,6 @@
-"""A trainer's tensors on a simulated GPU (tests/simt): DLPack producers that behave as torch's CUDA tensors do, with work on a stream of
-their own that nobody has waited for, in this process or in one that a test drives.
+"""A trainer's tensors on a simulated GPU (tests/simt): DLPack producers that behave as torch's CUDA
+tensors do, with work on a stream of their own that nobody has waited for, in this process or in one
+that a test drives.
 """
 
 from __future__ import annotations
@@ -66,9 +67,12 @@ class Trainer:
 
 
 class OnGpu(dlpack.Producer):
-    """As torch gives a CUDA tensor: while its device is the current one, after the reader's stream was made to wait for its own."""
+    """As torch gives a CUDA tensor: while its device is the current one, after the reader's stream
+    was made to wait for its own."""
 
-    def __init__(self, trainer: Trainer, array: np.ndarray, *, block: int | None = None, **fields: Any) -> None:
+    def __init__(
+        self, trainer: Trainer, array: np.ndarray, *, block: int | None = None, **fields: Any
+    ) -> None:
         base = array if array.base is None else array.base
         assert isinstance(base, np.ndarray)
         with trainer.current():
@@ -77,22 +81,27 @@ class OnGpu(dlpack.Producer):
             ctypes.memmove(pinned, base.ctypes.data, base.nbytes)
             trainer.device.copy_to_device(block, pinned, base.nbytes)
         data = block + array.ctypes.data - base.ctypes.data
-        super().__init__(array, data=data, device=2, version=(1, 0), said_device=(2, trainer.ordinal), **fields)
+        super().__init__(
+            array, data=data, device=2, version=(1, 0), said_device=(2, trainer.ordinal), **fields
+        )
         self._managed.tensor.device_id = trainer.ordinal
         self.trainer = trainer
 
     def __dlpack__(self, **arguments: Any) -> Any:
         loaded, stream = self.trainer.loaded, arguments["stream"]
         if (current := loaded.simt_current_device()) != self.trainer.ordinal:
-            raise BufferError(f"Can't export tensors on a different CUDA device index. Current device: {current}.")
+            raise BufferError(
+                f"Can't export tensors on a different CUDA device index. Current device: {current}."
+            )
         assert loaded.simt_stream_device(stream) == self.trainer.ordinal
         loaded.simt_stream_await(stream, self.trainer.device.table.stream)
         return super().__dlpack__(**arguments)
 
 
-# ------------------------------------------------------------------------------------------------ in a process of its own
+# ------------------------------------------------------------------------ in a process of its own
 class Lender:
-    """What a test makes its trainer's process do: each method is a command, and returns its answer. `held` is what it lends."""
+    """What a test makes its trainer's process do: each method is a command, and returns its answer.
+    `held` is what it lends."""
 
     def __init__(self, library: str, ordinal: int) -> None:
         self.trainer = Trainer(Path(library), ordinal)
@@ -125,7 +134,16 @@ class Lending(Lender):
     def address(self) -> str:
         return self.writer.address
 
-    def publish(self, config: Any, seed: int, version: int, lend_to: int, *, packed: bool = True, on_host: tuple[str, ...] = ()) -> int:
+    def publish(
+        self,
+        config: Any,
+        seed: int,
+        version: int,
+        lend_to: int,
+        *,
+        packed: bool = True,
+        on_host: tuple[str, ...] = (),
+    ) -> int:
         state = helpers.numpy_state_dict(config, seed=seed, dtype="float32")
         gpu = {name: array for name, array in state.items() if name not in on_host}
         self.held = self.trainer.packed(gpu) if packed else self.trainer.state(gpu)
@@ -144,8 +162,11 @@ class Lending(Lender):
         os._exit(0)
 
 
-def lend(pipe: Connection, library: str, ordinal: int, folder: str, settings: dict[str, str]) -> None:
-    """The process: answers (answer, None) or (None, error). What it publishes lies in folder, which a killed process leaves behind."""
+def lend(
+    pipe: Connection, library: str, ordinal: int, folder: str, settings: dict[str, str]
+) -> None:
+    """The process: answers (answer, None) or (None, error). What it publishes lies in folder, which
+    a killed process leaves behind."""
     os.environ.update(settings)
     lending = Lending(library, ordinal, folder)
     with lending.writer:
@@ -174,9 +195,10 @@ def borrow_and_end(address: str) -> None:
         pass
 
 
-# ------------------------------------------------------------------------------------------------ readers
+# ---------------------------------------------------------------------------------------- readers
 class Interrupted(SharedReader):
-    """Something happens when tensors have been asked for so many times; or they cannot be given back."""
+    """Something happens when tensors have been asked for so many times; or they cannot be given
+    back."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -210,10 +232,18 @@ def end(address: str, victim: int) -> None:
     segment.close()
 
 
-def rank_of_two(pipe: Connection, name: str, rank: int, config: Any, options: dict[str, Any], address: str | None) -> None:
-    """A process of a mesh of two, on the GPU of its number, until it is told None: syncs from a reader of `address` (None: it has no
-    weights) and answers [digest, logits], or [error]. Told a trainer's process, rank 0 ends that in the middle; told -1, it
-    cannot give back what it has read."""
+def rank_of_two(
+    pipe: Connection,
+    name: str,
+    rank: int,
+    config: Any,
+    options: dict[str, Any],
+    address: str | None,
+) -> None:
+    """A process of a mesh of two, on the GPU of its number, until it is told None: syncs from a
+    reader of `address` (None: it has no weights) and answers [digest, logits], or [error]. Told a
+    trainer's process, rank 0 ends that in the middle; told -1, it cannot give back what it has
+    read."""
     mesh = {"mesh": rm.Mesh(tp=2), "comm": rm.comm.shm(name, rank, 2, 60)}
     generator = rm.Generator(rm.ModelSpec.from_hf(config), device="cuda", **mesh, **options)
     reader = None if address is None else Interrupted(address)
@@ -223,9 +253,13 @@ def rank_of_two(pipe: Connection, name: str, rank: int, config: Any, options: di
                 reader.refresh()
                 reader.keeps = victim < 0 and rank == 0
                 if victim > 0 and rank == 0:
-                    reader.interrupt(2 * len(reader) + 3, lambda: end(address, victim))  # each is looked at twice before
+                    reader.interrupt(
+                        2 * len(reader) + 3, lambda: end(address, victim)
+                    )  # each is looked at twice before
             digest = generator.sync_weights(reader, cast=True).digest
-            pipe.send([digest, [array.tobytes() for array in generator.logits([[3, 1, 2, 9], [4] * 40])]])
+            pipe.send(
+                [digest, [array.tobytes() for array in generator.logits([[3, 1, 2, 9], [4] * 40])]]
+            )
         except rm.errors.Error as error:
             pipe.send([f"{type(error).__name__}: {error}"])
     generator.close()

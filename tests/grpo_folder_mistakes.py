@@ -1,4 +1,5 @@
-"""What may be wrong with the folders that `rollmesh grpo` reads: a model's checkpoint, a run that is resumed. For tests/grpo_fuzz.py."""
+"""What may be wrong with the folders that `rollmesh grpo` reads: a model's checkpoint, a run that
+is resumed. For tests/grpo_fuzz.py."""
 
 from __future__ import annotations
 
@@ -24,8 +25,23 @@ def tensors_of(content: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]] 
         tensors = ((name, at_) for name, at_ in header.items() if name != "__metadata__")
         for name, at_ in sorted(tensors, key=lambda item: item[1].get("data_offsets", [0])):
             first, last = at_["data_offsets"]
-            sizes = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "U8": 1, "I8": 1, "BOOL": 1, "I16": 2, "I32": 4, "I64": 8}
-            if first != end or last - first != math.prod(at_["shape"]) * sizes.get(at_["dtype"], last - first) or last > len(body):
+            sizes = {
+                "F32": 4,
+                "BF16": 2,
+                "F16": 2,
+                "F64": 8,
+                "U8": 1,
+                "I8": 1,
+                "BOOL": 1,
+                "I16": 2,
+                "I32": 4,
+                "I64": 8,
+            }
+            if (
+                first != end
+                or last - first != math.prod(at_["shape"]) * sizes.get(at_["dtype"], last - first)
+                or last > len(body)
+            ):
                 return None
             found[name], end = (at_["dtype"], tuple(at_["shape"]), body[first:last]), last
         return found if end == len(body) else None
@@ -59,12 +75,23 @@ def damaged_tensors(r: random.Random, file: Path) -> str:
                 header[r.choice(["x", name + "x", "", "\ud800", "model.norm.weight2"])] = value
         elif isinstance(header[name], dict):
             header[name][key] = r.choice(
-                [junk(r) if r.random() < 0.9 else 0, "I32", "BF16", [0, 4], [4, 0], [2**63, 2**63], [-1, 3], [2**32, 2**32]]
+                [
+                    junk(r) if r.random() < 0.9 else 0,
+                    "I32",
+                    "BF16",
+                    [0, 4],
+                    [4, 0],
+                    [2**63, 2**63],
+                    [-1, 3],
+                    [2**32, 2**32],
+                ]
             )
         encoded = json.dumps(header).replace("Infinity", "1e999").encode()
         content[: 8 + length] = struct.pack("<Q", len(encoded)) + encoded
     elif how == "length":
-        content[:8] = struct.pack("<Q", r.choice([0, 1, length - 1, length + 1, 2**32, 2**63, 2**64 - 1]))
+        content[:8] = struct.pack(
+            "<Q", r.choice([0, 1, length - 1, length + 1, 2**32, 2**63, 2**64 - 1])
+        )
     elif how == "tail":
         content += bytes(r.choice([1, 8, 4096]))
     else:
@@ -80,7 +107,12 @@ def weights(r: random.Random, trial: Path) -> Case:
     how = damaged_tensors(r, file)
     now = tensors_of(file.read_bytes())
     assert before is not None
-    case = Case(f"model.safetensors: {how}", "either", ("model", "gradient", "non-finite", "finite"), ["folder.toml"])
+    case = Case(
+        f"model.safetensors: {how}",
+        "either",
+        ("model", "gradient", "non-finite", "finite"),
+        ["folder.toml"],
+    )
     if now is None or {k: v[:2] for k, v in now.items()} != {k: v[:2] for k, v in before.items()}:
         case.verdict = "refused"
     case.check = lambda where: same_weights(where, now or {})
@@ -93,14 +125,33 @@ def shards(r: random.Random, trial: Path) -> Case:
     tensors = tensors_of((folder / "model.safetensors").read_bytes())
     assert tensors is not None
     (folder / "model.safetensors").unlink()
-    names, files = list(tensors), ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    names, files = (
+        list(tensors),
+        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+    )
     half = r.randrange(1, len(names))
     for file, part in zip(files, (names[:half], names[half:]), strict=True):
         write_tensors(folder / file, {name: tensors[name] for name in part})
     places: dict[str, Any] = {name: files[i >= half] for i, name in enumerate(names)}
-    table: Table = {"metadata": {"total_size": sum(len(x) for _, _, x in tensors.values())}, "weight_map": places}
+    table: Table = {
+        "metadata": {"total_size": sum(len(x) for _, _, x in tensors.values())},
+        "weight_map": places,
+    }
     how = r.choice(
-        ["right", "right", "metadata", "left out", "unknown", "other file", "no file", "one file more", "junk", "no map", "path", "bytes"]
+        [
+            "right",
+            "right",
+            "metadata",
+            "left out",
+            "unknown",
+            "other file",
+            "no file",
+            "one file more",
+            "junk",
+            "no map",
+            "path",
+            "bytes",
+        ]
     )
     verdict, name = "either", r.choice(names)
     if how == "metadata":
@@ -117,28 +168,47 @@ def shards(r: random.Random, trial: Path) -> Case:
     elif how == "one file more":
         write_tensors(folder / "model-00003-of-00002.safetensors", {name: tensors[name]})
     elif how == "junk":
-        places[name], verdict = r.choice([None, 1, [], {}, "", "nowhere.safetensors", "x" * 1000, "\x00"]), "refused"
+        places[name], verdict = (
+            r.choice([None, 1, [], {}, "", "nowhere.safetensors", "x" * 1000, "\x00"]),
+            "refused",
+        )
     elif how == "no map":
         table, verdict = r.choice([{}, {"weight_map": r.choice([None, [], 1, "x", {}])}]), "refused"
     elif how == "path":
-        places[name] = r.choice(["../model/" + places[name], str(folder / places[name]), "./" + places[name]])
+        places[name] = r.choice(
+            ["../model/" + places[name], str(folder / places[name]), "./" + places[name]]
+        )
     text = bytearray(json.dumps(table).encode())
     if how == "bytes":
         damaged(r, text, [b"", b"\xff", b"\x00", b"{", b"}", b"[" * 100_000, b"9" * 5000, b'"'])
     elif how == "right":
         verdict = "accepted"
     (folder / "model.safetensors.index.json").write_bytes(bytes(text))
-    return Case(f"index: {how}", verdict, ("model",), ["folder.toml"], check=lambda where: same_weights(where, tensors))
+    return Case(
+        f"index: {how}",
+        verdict,
+        ("model",),
+        ["folder.toml"],
+        check=lambda where: same_weights(where, tensors),
+    )
 
 
 def write_tensors(file: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
     header, end = {}, 0
     for name, (dtype, shape, content) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + len(content)]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [end, end + len(content)],
+        }
         end += len(content)
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + b"".join(content for *_, content in tensors.values()))
+    file.write_bytes(
+        struct.pack("<Q", len(encoded))
+        + encoded
+        + b"".join(content for *_, content in tensors.values())
+    )
 
 
 def same_weights(where: Path, wanted: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
@@ -211,14 +281,33 @@ def json_file(r: random.Random, trial: Path) -> Case:
         if r.random() < 0.15:
             table.pop(key, None)
         elif is_number(table.get(key)) and r.random() < 0.4:
-            table[key] = r.choice([table[key] + 1, table[key] * 2, -table[key], str(table[key]), [table[key]]])
+            table[key] = r.choice(
+                [table[key] + 1, table[key] * 2, -table[key], str(table[key]), [table[key]]]
+            )
         elif not (is_number(value) and abs(value) >= 10**400):
             table[key] = value
         file.write_text(json.dumps(table))
         what, names = f"{key}: {table.get(key)!r:.80}", (key, *AKIN.get(key, "").split())
     else:
         text = bytearray(file.read_bytes())
-        damaged(r, text, [b"", b"\xff", b"\x00", b"{", b"}", b"[" * 100_000, b"9" * 5000, b'"', b"null", b"NaN", b"\xef\xbb\xbf", b"-"])
+        damaged(
+            r,
+            text,
+            [
+                b"",
+                b"\xff",
+                b"\x00",
+                b"{",
+                b"}",
+                b"[" * 100_000,
+                b"9" * 5000,
+                b'"',
+                b"null",
+                b"NaN",
+                b"\xef\xbb\xbf",
+                b"-",
+            ],
+        )
         file.write_bytes(bytes(text))
         what, names = "bytes", ("",)
     names = ("model", name, "layer_types", *names)
@@ -261,27 +350,51 @@ def tokenizer(r: random.Random, trial: Path) -> Case:
             ["folder.toml"],
         )
     text = bytearray(file.read_bytes())
-    damaged(r, text, [b"", b"\xff", b"\x00", b"{", b"}", b"[" * 5000, b"9" * 5000, b'"', b"null", b"{{", b"{%"])
+    damaged(
+        r,
+        text,
+        [b"", b"\xff", b"\x00", b"{", b"}", b"[" * 5000, b"9" * 5000, b'"', b"null", b"{{", b"{%"],
+    )
     file.write_bytes(bytes(text))
-    return Case(f"{file.name}: bytes", "either", ("model", "token", "vocab", "train.jsonl", "heldout"), ["folder.toml"])
+    return Case(
+        f"{file.name}: bytes",
+        "either",
+        ("model", "token", "vocab", "train.jsonl", "heldout"),
+        ["folder.toml"],
+    )
 
 
-# ------------------------------------------------------------------------------------------------ run folders
+# ------------------------------------------------------------------------------------ run folders
 def run_folder(r: random.Random, trial: Path) -> Case:
-    """Of a run with a step to go: a file of its last checkpoint, its logs, or other folders beside it."""
+    """Of a run with a step to go: a file of its last checkpoint, its logs, or other folders beside
+    it."""
     name = r.choice(["run", "ahead"])
     out = trial / "out"
     shutil.copytree(trial / f"{name}-left", out)
     folder = out / "checkpoints/step_000001"
-    case = r.choice([state, optimizer, optimizer, checkpoint_weights, logs, logs, beside, *([ready] if name == "ahead" else [])])(
-        r, out, folder
-    )
+    case = r.choice(
+        [
+            state,
+            optimizer,
+            optimizer,
+            checkpoint_weights,
+            logs,
+            logs,
+            beside,
+            *([ready] if name == "ahead" else []),
+        ]
+    )(r, out, folder)
     case.options, case.resumes = [f"{name}.toml", *case.options], True
     case.what = f"{name}: {case.what}"
     return case
 
 
-MAY_CHANGE = {"train.steps", "train.gradient_checkpointing", "generator.threads", "generator.engine"}
+MAY_CHANGE = {
+    "train.steps",
+    "train.gradient_checkpointing",
+    "generator.threads",
+    "generator.engine",
+}
 MAY_CHANGE |= {"rollout.log_completions", "rollout.num_completions_to_print"}
 
 
@@ -301,7 +414,11 @@ def state(r: random.Random, out: Path, folder: Path) -> Case:
             same = json.loads(text.decode()) == table
         except (ValueError, RecursionError):
             same = False
-        return Case("state.json: bytes", "same" if same else "refused" if b"{" not in text[:1] else "either", (*names, "[train] steps"))
+        return Case(
+            "state.json: bytes",
+            "same" if same else "refused" if b"{" not in text[:1] else "either",
+            (*names, "[train] steps"),
+        )
     if how == "config":
         section = r.choice([n for n in TOML if n not in ("seed", "eval", "checkpoint")])
         key = r.choice([k for k in table["config"][section] if f"{section}.{k}" not in MAY_CHANGE])
@@ -325,7 +442,9 @@ def of_tensors(r: random.Random, file: Path, *names: str) -> Case:
     before = file.read_bytes()
     how = damaged_tensors(r, file)
     same = file.read_bytes() == before
-    return Case(f"{file.name}: {how}", "same" if same else "refused", (*names, file.name), keeps=not same)
+    return Case(
+        f"{file.name}: {how}", "same" if same else "refused", (*names, file.name), keeps=not same
+    )
 
 
 def optimizer(r: random.Random, out: Path, folder: Path) -> Case:
@@ -345,17 +464,31 @@ def ready(r: random.Random, out: Path, folder: Path) -> Case:
 
 
 def checkpoint_weights(r: random.Random, out: Path, folder: Path) -> Case:
-    file = folder / r.choice(["model.safetensors", "model.safetensors", "config.json", "tokenizer.json", "generation_config.json"])
+    file = folder / r.choice(
+        [
+            "model.safetensors",
+            "model.safetensors",
+            "config.json",
+            "tokenizer.json",
+            "generation_config.json",
+        ]
+    )
     if file.suffix != ".json":
         return of_tensors(r, file, "step_000001")
     file.unlink()
     if file.name == "tokenizer.json":  # the run's own tokenizer is read
         return Case("no tokenizer.json", "same")
-    return Case(f"no {file.name}", "same" if file.name.startswith("gen") else "refused", ("step_000001",), apart_from=file.name)
+    return Case(
+        f"no {file.name}",
+        "same" if file.name.startswith("gen") else "refused",
+        ("step_000001",),
+        apart_from=file.name,
+    )
 
 
 def logs(r: random.Random, out: Path, folder: Path) -> Case:
-    """What stands before the resumed step is kept, line by line; what is no line of metrics is refused."""
+    """What stands before the resumed step is kept, line by line; what is no line of metrics is
+    refused."""
     name = r.choice(["metrics.jsonl", "completions.jsonl"])
     file = out / name
     lines = file.read_bytes().splitlines(keepends=True)
@@ -368,13 +501,20 @@ def logs(r: random.Random, out: Path, folder: Path) -> Case:
         file.write_bytes(b"".join(lines[:-1]) + lines[-1][:half])
         return Case(f"{name}: half a line", "same")
     if how == "later":
-        file.write_bytes(b"".join(lines[:-1]) + json.dumps({"step": r.choice([1, 2, 7, 10**30])}).encode() + b"\n" + lines[-1])
+        file.write_bytes(
+            b"".join(lines[:-1])
+            + json.dumps({"step": r.choice([1, 2, 7, 10**30])}).encode()
+            + b"\n"
+            + lines[-1]
+        )
         return Case(f"{name}: a later step", "same")
     if how == "events":
         shutil.rmtree(out / "events")
         if r.random() < 0.5:
             (out / "events").touch()
-            return Case("events is a file", "refused", ("events",), keeps=False)  # lines of later steps are dropped before
+            return Case(
+                "events is a file", "refused", ("events",), keeps=False
+            )  # lines of later steps are dropped before
         return Case("no events", "same")
     if how == "folder":
         file.unlink()
@@ -388,7 +528,18 @@ def logs(r: random.Random, out: Path, folder: Path) -> Case:
     bad = (
         b"[" * 100_000
         if how == "deep"
-        else r.choice([b"garbage", b"[1]", b"{}", b'{"step": "0"}', b"\xff", b'{"step": true}', b'{"step": NaN}', b'{"step": 1.0}'])
+        else r.choice(
+            [
+                b"garbage",
+                b"[1]",
+                b"{}",
+                b'{"step": "0"}',
+                b"\xff",
+                b'{"step": true}',
+                b'{"step": NaN}',
+                b'{"step": 1.0}',
+            ]
+        )
     )
     file.write_bytes(lines[0] + bad + b"\n" + b"".join(lines[1:]))
     if name == "completions.jsonl":
@@ -398,7 +549,21 @@ def logs(r: random.Random, out: Path, folder: Path) -> Case:
 
 def beside(r: random.Random, out: Path, folder: Path) -> Case:
     how = r.choice(
-        ["partial", "empty", "copy", "backup", "file", "renamed", "lock", "lock folder", "gone", "picture", "none", "inside", "part files"]
+        [
+            "partial",
+            "empty",
+            "copy",
+            "backup",
+            "file",
+            "renamed",
+            "lock",
+            "lock folder",
+            "gone",
+            "picture",
+            "none",
+            "inside",
+            "part files",
+        ]
     )
     if how == "partial":
         shutil.copytree(folder, folder.with_name(".step_000002.partial"))
@@ -410,7 +575,12 @@ def beside(r: random.Random, out: Path, folder: Path) -> Case:
     elif how == "copy":
         shutil.copytree(folder, folder.with_name("best"))
     elif how == "backup":  # of a step that is older than the last
-        shutil.copytree(folder, folder.with_name(r.choice(["step_000000.bak", "step_000000_before", "step_000000 (copy)"])))
+        shutil.copytree(
+            folder,
+            folder.with_name(
+                r.choice(["step_000000.bak", "step_000000_before", "step_000000 (copy)"])
+            ),
+        )
         state_file = next(folder.parent.glob("step_000000*")) / "trainer/state.json"
         state_file.write_text(json.dumps(json.loads(state_file.read_text()) | {"next_step": 0}))
     elif how == "file":
@@ -431,5 +601,7 @@ def beside(r: random.Random, out: Path, folder: Path) -> Case:
         (out / "curves.png").mkdir()
         return Case("curves.png is a folder", "same")
     elif how == "inside":
-        return Case("a checkpoint's own path", "same", (), ["--resume", "out/checkpoints/step_000001"])
+        return Case(
+            "a checkpoint's own path", "same", (), ["--resume", "out/checkpoints/step_000001"]
+        )
     return Case(f"beside: {how}", "same")

@@ -1,15 +1,19 @@
-"""Runs of `rollmesh grpo` that are killed at random moments, resumed, killed again, until they reach their end.
+"""Runs of `rollmesh grpo` that are killed at random moments, resumed, killed again, until they
+reach their end.
 
-Oracle: a run that nobody disturbed. Every file of the last checkpoint, completions.jsonl, and metrics.jsonl but for times are the same,
-byte for byte; nothing of a killed run stays in its folder, and nothing in /dev/shm.
+Oracle: a run that nobody disturbed. Every file of the last checkpoint, completions.jsonl, and
+metrics.jsonl but for times are the same, byte for byte; nothing of a killed run stays in its
+folder, and nothing in /dev/shm.
 
-Most signals are SIGKILL, the others SIGTERM and SIGINT. A moment is drawn from the time that an undisturbed run takes, with the forks of
-tests/grpo_forked.py. Every tenth run begins as the command by a fresh interpreter, and may be killed in its imports. What was killed
-before its first checkpoint begins anew.
+Most signals are SIGKILL, the others SIGTERM and SIGINT. A moment is drawn from the time that an
+undisturbed run takes, with the forks of tests/grpo_forked.py. Every tenth run begins as the command
+by a fresh interpreter, and may be killed in its imports. What was killed before its first
+checkpoint begins anew.
 
     PYTHONPATH=python python tests/grpo_kills.py [--kills 200] [--seed 1] [--first 0] [--plant 0]
 
-A run depends on the seed and its number, and on the machine's speed. --plant 1: AdamW's moments of a checkpoint are not read.
+A run depends on the seed and its number, and on the machine's speed. --plant 1: AdamW's moments of
+a checkpoint are not read.
 """
 
 from __future__ import annotations
@@ -33,7 +37,10 @@ from helpers import TINY_RUN
 STEPS = 40
 SMALL = [*TINY_RUN, f"train.steps={STEPS}", "rollout.log_completions=2", "eval.prompts=4"]
 SETTINGS = [  # each with the steps between two checkpoints
-    (f"async_level {level}, a checkpoint every {every}", [f"rollout.async_level={level}", f"checkpoint.every={every}"])
+    (
+        f"async_level {level}, a checkpoint every {every}",
+        [f"rollout.async_level={level}", f"checkpoint.every={every}"],
+    )
     for level in (0, 1)
     for every in (1, 3, 10)
 ]
@@ -47,7 +54,9 @@ class Failure(AssertionError):
 
 def compare(out: Path, whole: dict[str, Any]) -> None:
     found = forked.result(out)
-    if differ := sorted(name for name in found.keys() | whole.keys() if found.get(name) != whole.get(name)):
+    if differ := sorted(
+        name for name in found.keys() | whole.keys() if found.get(name) != whole.get(name)
+    ):
         raise Failure(f"another run: {', '.join(differ)} differ")
     left = sorted(str(path.relative_to(out)) for path in out.rglob(".*"))
     left += forked.left_in_shm()
@@ -57,7 +66,10 @@ def compare(out: Path, whole: dict[str, Any]) -> None:
 
 def steps_kept(out: Path) -> int:
     """Of the newest checkpoint; 0: there is none."""
-    return max((int(file.parts[-3][5:]) for file in out.glob("checkpoints/step_*/trainer/state.json")), default=0)
+    return max(
+        (int(file.parts[-3][5:]) for file in out.glob("checkpoints/step_*/trainer/state.json")),
+        default=0,
+    )
 
 
 def without_moments() -> None:
@@ -82,8 +94,17 @@ def undisturbed(folder: Path, options: list[str]) -> Whole:
     return whole
 
 
-def one(r: random.Random, is_command: bool, options: list[str], folder: Path, whole: Whole, most: int, plant: int) -> Counter[str]:
-    """A run until its end, killed up to eight times, and at most so many. Returns what was sent, and how often it began anew."""
+def one(
+    r: random.Random,
+    is_command: bool,
+    options: list[str],
+    folder: Path,
+    whole: Whole,
+    most: int,
+    plant: int,
+) -> Counter[str]:
+    """A run until its end, killed up to eight times, and at most so many. Returns what was sent,
+    and how often it began anew."""
     out = folder / "out"
     counts: Counter[str] = Counter()
     most = min(most, r.randint(1, 8))
@@ -101,8 +122,12 @@ def one(r: random.Random, is_command: bool, options: list[str], folder: Path, wh
         try:
             if counts.total() - counts["anew"] < most:
                 sent = r.choice(SIGNALS)
-                left = whole.seconds * (0.3 + 0.7 * (STEPS - done) / STEPS) + (3.0 if is_command else 0.0)
-                if child.wait(left * min(r.random(), r.random())) is None:  # the earlier half has more
+                left = whole.seconds * (0.3 + 0.7 * (STEPS - done) / STEPS) + (
+                    3.0 if is_command else 0.0
+                )
+                if (
+                    child.wait(left * min(r.random(), r.random())) is None
+                ):  # the earlier half has more
                     counts[sent.name] += 1
                     child.end(sent)
             status = child.wait(LIMIT)
@@ -111,14 +136,17 @@ def one(r: random.Random, is_command: bool, options: list[str], folder: Path, wh
         if status == 0:
             compare(out, whole.result)
             return counts
-        begun = not is_command or "reading data and model" in child.text()  # an import may make any error of a Ctrl-C
+        begun = (
+            not is_command or "reading data and model" in child.text()
+        )  # an import may make any error of a Ctrl-C
         if begun and status not in {-s for s in SIGNALS} | {128 + s for s in SIGNALS}:
             raise Failure(f"expected the end by a signal, got {status}:\n{child.text()[-4000:]}")
         is_command = False
 
 
 def run(*, kills: int, seed: int = 1, first: int = 0, plant: int = 0) -> tuple[int, Counter[str]]:
-    """(runs, signals sent): runs until there were so many kills. Raises Failure, which says how to run the case alone."""
+    """(runs, signals sent): runs until there were so many kills. Raises Failure, which says how to
+    run the case alone."""
     forked.prepare()
     counts: Counter[str] = Counter()
     wholes: dict[str, Whole] = {}
@@ -132,9 +160,19 @@ def run(*, kills: int, seed: int = 1, first: int = 0, plant: int = 0) -> tuple[i
             try:
                 if setting not in wholes:
                     wholes[setting] = undisturbed(folder, options)
-                counts += one(random.Random(f"{seed}/{number}"), number % 10 == 9, options, folder, wholes[setting], left, plant)
+                counts += one(
+                    random.Random(f"{seed}/{number}"),
+                    number % 10 == 9,
+                    options,
+                    folder,
+                    wholes[setting],
+                    left,
+                    plant,
+                )
             except Failure as error:
-                raise Failure(f"grpo_kills.py --seed {seed} --first {number}: {setting}: {error}") from error
+                raise Failure(
+                    f"grpo_kills.py --seed {seed} --first {number}: {setting}: {error}"
+                ) from error
             counts["runs"] += 1
             shutil.rmtree(folder / "out")
     return counts.pop("runs"), counts
@@ -143,8 +181,10 @@ def run(*, kills: int, seed: int = 1, first: int = 0, plant: int = 0) -> tuple[i
 def line(runs: int, counts: Counter[str], seed: int) -> str:
     sent = {s.name: counts[s.name] for s in dict.fromkeys(SIGNALS)}
     return (
-        f"grpo_kills: {sum(sent.values())} kills ({', '.join(f'{n} {name}' for name, n in sent.items())}) of {runs} runs, "
-        f"{counts['anew']} of them before the first checkpoint; 0 of {runs} results differ, seed {seed}"
+        f"grpo_kills: {sum(sent.values())} kills "
+        f"({', '.join(f'{n} {name}' for name, n in sent.items())}) of {runs} runs, "
+        f"{counts['anew']} of them before the first checkpoint; 0 of {runs} results differ, seed "
+        f"{seed}"
     )
 
 

@@ -1,7 +1,9 @@
-"""What somebody may get wrong of the inputs of `rollmesh grpo`: the TOML or an option, the prompts, the reward. For tests/grpo_fuzz.py.
+"""What somebody may get wrong of the inputs of `rollmesh grpo`: the TOML or an option, the prompts,
+the reward. For tests/grpo_fuzz.py.
 
-Each function makes mistakes, or changes that are none, in a trial's folder, and says by an independent reading of what stands there
-whether the run must be refused, and what it must have done if it was not.
+Each function makes mistakes, or changes that are none, in a trial's folder, and says by an
+independent reading of what stands there whether the run must be refused, and what it must have done
+if it was not.
 """
 
 from __future__ import annotations
@@ -31,44 +33,78 @@ def judge(prompts, completions, completion_ids, **columns):
 TOML: Table = {
     "seed": 3,
     "model": {
-        "architecture": "qwen3", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32, "initializer_range": 0.1, "rms_norm_eps": 1e-6,
+        "architecture": "qwen3", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32,
+        "initializer_range": 0.1, "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False, "attention_bias": False,
     },
     "tokenizer": {"path": "tok"},
-    "data": {"train": ["train.jsonl"], "heldout": ["heldout.jsonl"], "heldout_share": 0.05, "chat": False, "overlong": "raise"},
+    "data": {"train": ["train.jsonl"], "heldout": ["heldout.jsonl"], "heldout_share": 0.05,
+    "chat": False, "overlong": "raise"},
     "reward": {"functions": ["reward_of_fuzz:judge"], "weights": [1.0], "shuffle": False},
-    "rollout": {"prompts": 2, "samples": 2, "max_tokens": 3, "temperature": 1.0, "log_completions": 99, "async_level": 0, "top_p": 1.0},
+    "rollout": {"prompts": 2, "samples": 2, "max_tokens": 3, "temperature": 1.0,
+    "log_completions": 99, "async_level": 0, "top_p": 1.0},
     "generator": {
-        "dtype": "float32", "device": "cpu", "threads": 1, "max_model_len": 32, "max_num_seqs": 8, "kv_cache_gib": 0.001, "tp": 1, "dp": 1,
-        "ep": 1, "ep_backend": "alltoall", "sequence_parallel": False, "exchange": "host", "comm": "auto", "comm_timeout": 60.0,
+        "dtype": "float32", "device": "cpu", "threads": 1, "max_model_len": 32, "max_num_seqs": 8,
+        "kv_cache_gib": 0.001, "tp": 1, "dp": 1,
+        "ep": 1, "ep_backend": "alltoall", "sequence_parallel": False, "exchange": "host",
+        "comm": "auto", "comm_timeout": 60.0,
         "engine": "rollmesh",
     },
     "sync": {"cast": False, "self_test": 0.0, "inflight": "wait"},
     "loss": {
-        "clip_low": 0.2, "clip_high": 0.2, "entropy": 0.01, "kl": 0.0, "aggregation": "token-mean", "baseline": "mean", "scale": "group",
+        "clip_low": 0.2, "clip_high": 0.2, "entropy": 0.01, "kl": 0.0, "aggregation": "token-mean",
+        "baseline": "mean", "scale": "group",
     },
     "correction": {"importance_sampling": "none", "cap": 2.0, "routing_replay": False},
     "train": {
-        "steps": 2, "updates": 1, "minibatches": False, "micro_batch": 0, "lr": 1e-3, "schedule": "constant", "warmup_steps": 0,
-        "betas": [0.9, 0.999], "weight_decay": 0.0, "grad_clip": 1.0, "dtype": "float32", "device": "cpu", "threads": 1,
+        "steps": 2, "updates": 1, "minibatches": False, "micro_batch": 0, "lr": 1e-3,
+        "schedule": "constant", "warmup_steps": 0,
+        "betas": [0.9, 0.999], "weight_decay": 0.0, "grad_clip": 1.0, "dtype": "float32",
+        "device": "cpu", "threads": 1,
         "mismatch": "raise",
     },
     "eval": {"every": 1, "prompts": 2, "temperature": 0.0},
     "checkpoint": {"every": 1, "keep": 2},
 }  # fmt: skip
 # Keys of which a large number is no mistake, but takes its time or its memory.
-LONG = {"steps", "prompts", "samples", "updates", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim", "threads"}
-LONG |= {"num_attention_heads", "max_position_embeddings", "max_model_len", "max_num_seqs", "kv_cache_gib", "tp", "dp", "ep"}
+LONG = {
+    "steps",
+    "prompts",
+    "samples",
+    "updates",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "head_dim",
+    "threads",
+}
+LONG |= {
+    "num_attention_heads",
+    "max_position_embeddings",
+    "max_model_len",
+    "max_num_seqs",
+    "kv_cache_gib",
+    "tp",
+    "dp",
+    "ep",
+}
 # Keys that a refusal may name instead of the one that was touched.
 AKIN = {
     "hidden_size": "head_dim num_attention_heads", "num_attention_heads": "num_key_value_heads",
     "num_key_value_heads": "num_attention_heads",
-    "max_tokens": "max_model_len", "max_model_len": "max_position_embeddings max_tokens", "max_position_embeddings": "max_model_len",
-    "dtype": "cast", "kv_cache_gib": "KV", "tp": "mesh", "dp": "mesh", "ep": "mesh", "prompts": "updates",
+    "max_tokens": "max_model_len", "max_model_len": "max_position_embeddings "
+                                                    "max_tokens",
+                                                    "max_position_embeddings": "max_model_len",
+    "dtype": "cast", "kv_cache_gib": "KV", "tp": "mesh", "dp": "mesh", "ep": "mesh",
+    "prompts": "updates",
     "train": "heldout directory File", "heldout": "train directory File",
-    "path": "tokenizer", "initializer_range": "gradient non-finite NaN inf", "comm": "WORLD_SIZE RANK",
-    "rms_norm_eps": "gradient non-finite", "entropy": "gradient", "lr": "gradient", "temperature": "gradient", "engine": "vllm",
+    "path": "tokenizer", "initializer_range": "gradient non-finite NaN inf", "comm": "WORLD_SIZE "
+                                                                                     "RANK",
+    "rms_norm_eps": "gradient "
+                    "non-finite", "entropy": "gradient", "lr": "gradient",
+                    "temperature": "gradient", "engine": "vllm",
     "weights": "reward", "self_test": "self-test",
 }  # fmt: skip
 
@@ -91,12 +127,13 @@ class Case:
     options: list[str] = field(default_factory=list)
     whole: bool = False  # the options are the whole command
     resumes: bool = False
-    keeps: bool = True  # a refusal leaves the run folder's logs as they were: the resumed steps have not begun
+    # a refusal leaves the run folder's logs as they were: the resumed steps have not begun
+    keeps: bool = True
     apart_from: str = ""  # a file in which a run that is the same may differ
     check: Callable[[Path], None] = lambda trial: None  # of a run that succeeded
 
 
-# ------------------------------------------------------------------------------------------------ TOML
+# ------------------------------------------------------------------------------------------- TOML
 def as_toml(value: Any) -> str:
     if isinstance(value, Raw):
         return str(value)
@@ -108,7 +145,11 @@ def as_toml(value: Any) -> str:
         return repr(value)
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**4000:
         return "1" + "0" * 5000
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if isinstance(value, str) else json.dumps(value)
+    return (
+        json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        if isinstance(value, str)
+        else json.dumps(value)
+    )
 
 
 def write_toml(table: Table, file: Path) -> None:
@@ -116,18 +157,57 @@ def write_toml(table: Table, file: Path) -> None:
     lines = [f"{json.dumps(k)} = {as_toml(v)}" for k, v in table.items() if not isinstance(v, dict)]
     for name, values in table.items():
         if isinstance(values, dict):
-            lines += ["", f"[{json.dumps(name)}]", *(f"{json.dumps(k)} = {as_toml(v)}" for k, v in values.items())]
+            lines += [
+                "",
+                f"[{json.dumps(name)}]",
+                *(f"{json.dumps(k)} = {as_toml(v)}" for k, v in values.items()),
+            ]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogatepass")
 
 
-# ------------------------------------------------------------------------------------------------ mistakes
-TEXTS = ["", "x", "x" * 100_000, "é", "a\nb", "../..", "cuda:99999999999999999999", "auto", "1", "true", "\u202e"]
+# --------------------------------------------------------------------------------------- mistakes
+TEXTS = [
+    "",
+    "x",
+    "x" * 100_000,
+    "é",
+    "a\nb",
+    "../..",
+    "cuda:99999999999999999999",
+    "auto",
+    "1",
+    "true",
+    "\u202e",
+]
 WORDS = [  # right of some key
-    "linear", "cosine", "leave-one-out", "batch", "none", "sequence-mean", "constant", "token_truncate", "sequence_truncate", "token_mask",
-    "record", "truncate", "drop", "bfloat16", "float32", "keep", "restart", "wait", "threads", "shm", "torch", "nccl", "vllm", "cpu",
+    "linear", "cosine", "leave-one-out", "batch", "none", "sequence-mean", "constant",
+    "token_truncate", "sequence_truncate", "token_mask",
+    "record", "truncate", "drop", "bfloat16", "float32", "keep", "restart", "wait", "threads",
+    "shm", "torch", "nccl", "vllm", "cpu",
     "cuda", "allgather_reducescatter", "llama", "gpt9", "model", "tok", "mean",
 ]  # fmt: skip
-NUMBERS = [0, 1, 2, 3, -1, 7, 0.5, 1.0, 1.5, -0.0, 1e308, 1e-320, -1e9, math.nan, math.inf, -math.inf, 2**31, 2**63 - 1, 2**63, -(2**63)]
+NUMBERS = [
+    0,
+    1,
+    2,
+    3,
+    -1,
+    7,
+    0.5,
+    1.0,
+    1.5,
+    -0.0,
+    1e308,
+    1e-320,
+    -1e9,
+    math.nan,
+    math.inf,
+    -math.inf,
+    2**31,
+    2**63 - 1,
+    2**63,
+    -(2**63),
+]
 NUMBERS += [2**64, 10**30, 10**400]
 OTHERS: list[Any] = [True, False, [], [1], ["x"], [[1]], [True, "a"], {}, {"a": 1}]
 
@@ -168,7 +248,9 @@ def toml_value(r: random.Random, trial: Path) -> Case:
     table: Table = json.loads(json.dumps(TOML))
     wanted: Table = json.loads(json.dumps(TOML))
     options, names, wrong = [], [], False
-    for name, key in r.sample([(n, key) for n in TOML if n != "seed" for key in TOML[n]], r.choice([1, 1, 1, 2])):
+    for name, key in r.sample(
+        [(n, key) for n in TOML if n != "seed" for key in TOML[n]], r.choice([1, 1, 1, 2])
+    ):
         there = TOML[name][key]
         value = junk(r)
         if r.random() < 0.5 and isinstance(there, str):
@@ -177,10 +259,14 @@ def toml_value(r: random.Random, trial: Path) -> Case:
             value = r.choice([there + 1, there * 2, there / 2, -there, 0, 1, 2, 0.25])
         elif isinstance(there, list) and r.random() < 0.6:
             value = r.choice([[], there * 2, [*there, junk(r)], [junk(r)], there[:1]])
-        if takes_long(key, value) or (key == "functions" and isinstance(value, list) and len(value) > 1):
+        if takes_long(key, value) or (
+            key == "functions" and isinstance(value, list) and len(value) > 1
+        ):
             value = 1
         if isinstance(value, float) and not math.isfinite(value) and r.random() < 0.5:
-            value = Raw(r.choice(["1979-05-27", "07:32:00", "1979-05-27T07:32:00Z", "{a = {b = {}}}"]))
+            value = Raw(
+                r.choice(["1979-05-27", "07:32:00", "1979-05-27T07:32:00Z", "{a = {b = {}}}"])
+            )
         wrong |= is_mistake(there, value)
         names += [key, *AKIN.get(key, "").split()]
         if r.random() < 0.3 and not isinstance(value, Raw):
@@ -194,23 +280,45 @@ def toml_value(r: random.Random, trial: Path) -> Case:
         for name, keys in kept_config(where).items():
             for key, value in keys.items() if isinstance(keys, dict) else [(name, keys)]:
                 given = wanted[name].get(key, value) if isinstance(keys, dict) else wanted[name]
-                if value != (float(given) if isinstance(value, float) and is_number(given) else given):  # an integer is rounded to a number
-                    raise Failure(f"[{name}] {key}: {given!r:.200} was given, {value!r:.200} is kept")
+                if value != (
+                    float(given) if isinstance(value, float) and is_number(given) else given
+                ):  # an integer is rounded to a number
+                    raise Failure(
+                        f"[{name}] {key}: {given!r:.200} was given, {value!r:.200} is kept"
+                    )
 
-    return Case(f"{options} {names}", "refused" if wrong else "either", tuple(names), options, check=check)
+    return Case(
+        f"{options} {names}", "refused" if wrong else "either", tuple(names), options, check=check
+    )
 
 
 def toml_key(r: random.Random, trial: Path) -> Case:
     """A key or a table that is not there."""
     table: Table = json.loads(json.dumps(TOML))
-    key = r.choice(["unheard_of", "", "Steps", "step", "lr ", "x" * 1000, "é", "a.b", "\u202e", "\x07", "steps\n"])
+    key = r.choice(
+        [
+            "unheard_of",
+            "",
+            "Steps",
+            "step",
+            "lr ",
+            "x" * 1000,
+            "é",
+            "a.b",
+            "\u202e",
+            "\x07",
+            "steps\n",
+        ]
+    )
     where = r.choice([None, *(n for n in TOML if n != "seed")])
     options = []
     how = r.random()
     if how < 0.2:
         options = [
             "--set",
-            f"{where}.{r.choice(['nope', 'a.b.c', '', 'steps '])}=1" if where else f"{r.choice(['=', '', 'x', '.', '..=1'])}",
+            f"{where}.{r.choice(['nope', 'a.b.c', '', 'steps '])}=1"
+            if where
+            else f"{r.choice(['=', '', 'x', '.', '..=1'])}",
         ]
         key = "--set" if where is None else where
     elif where is None:
@@ -226,7 +334,12 @@ def toml_key(r: random.Random, trial: Path) -> Case:
     write_toml(table, trial / "run.toml")
     if any(o.endswith("steps =1") for o in options):  # a blank around a key is none of it
         return Case(str(options), "either", ("steps",), options)
-    return Case(f"{where}: {key!r:.50} {options}", "refused", (key[:50], json.dumps(key)[1:30], repr(key)[1:30], "no such"), options)
+    return Case(
+        f"{where}: {key!r:.50} {options}",
+        "refused",
+        (key[:50], json.dumps(key)[1:30], repr(key)[1:30], "no such"),
+        options,
+    )
 
 
 def damaged(r: random.Random, text: bytearray, some: list[bytes]) -> None:
@@ -240,7 +353,22 @@ def toml_bytes(r: random.Random, trial: Path) -> Case:
     damaged(
         r,
         text,
-        [b"", b"\xff", b"\x00", b"=", b"[", b"]" * 9, b"[" * 5000, b'"', b'"\\ud800"', b"\n", b"#", b"9" * 5000, b"\xef\xbb\xbf", b"\r"],
+        [
+            b"",
+            b"\xff",
+            b"\x00",
+            b"=",
+            b"[",
+            b"]" * 9,
+            b"[" * 5000,
+            b'"',
+            b'"\\ud800"',
+            b"\n",
+            b"#",
+            b"9" * 5000,
+            b"\xef\xbb\xbf",
+            b"\r",
+        ],
     )
     (trial / "run.toml").write_bytes(bytes(text))
     try:
@@ -253,22 +381,40 @@ def toml_bytes(r: random.Random, trial: Path) -> Case:
     touched = {
         k
         for n in changed
-        for k in [n, *(table[n] if isinstance(table.get(n), dict) else ()), *(TOML[n] if isinstance(TOML.get(n), dict) else ())]
+        for k in [
+            n,
+            *(table[n] if isinstance(table.get(n), dict) else ()),
+            *(TOML[n] if isinstance(TOML.get(n), dict) else ()),
+        ]
     }
     for name in changed & TOML.keys():  # a number with a digit more may be hours of work
         of = table.get(name)
-        if isinstance(of, dict) and any(takes_long(k, v) for k, v in of.items() if v != TOML[name].get(k) if isinstance(TOML[name], dict)):
+        if isinstance(of, dict) and any(
+            takes_long(k, v)
+            for k, v in of.items()
+            if v != TOML[name].get(k)
+            if isinstance(TOML[name], dict)
+        ):
             write_toml(TOML, trial / "run.toml")
             return Case("the same TOML", "same")
 
     def check(where: Path) -> None:
         for name in table:
-            for key, value in table[name].items() if isinstance(table[name], dict) else [(name, table[name])]:
+            for key, value in (
+                table[name].items() if isinstance(table[name], dict) else [(name, table[name])]
+            ):
                 kept = kept_config(where)[name]
                 if (kept[key] if isinstance(table[name], dict) else kept) != value:
-                    raise Failure(f"[{name}] {key}: {value!r:.200} was given, {kept!r:.200} is kept")
+                    raise Failure(
+                        f"[{name}] {key}: {value!r:.200} was given, {kept!r:.200} is kept"
+                    )
 
-    return Case(f"other TOML: {changed}", "either", tuple(n for k in touched for n in [k, *AKIN.get(k, "").split()]), check=check)
+    return Case(
+        f"other TOML: {changed}",
+        "either",
+        tuple(n for k in touched for n in [k, *AKIN.get(k, "").split()]),
+        check=check,
+    )
 
 
 def kept_config(trial: Path) -> Table:
@@ -281,32 +427,46 @@ def newest(out: Path) -> Path:
 
 
 COMMANDS: list[tuple[list[str], str, str]] = [  # options, verdict, what a refusal names
-    (["nowhere.toml"], "refused", "nowhere.toml"), (["folder-is-no.toml"], "refused", "folder-is-no.toml"),
+    (["nowhere.toml"], "refused", "nowhere.toml"),
+    (["folder-is-no.toml"], "refused", "folder-is-no.toml"),
     (["train.jsonl"], "refused", "train.jsonl"),
-    (["run.toml", "--out", "train.jsonl"], "refused", "train.jsonl"), (["run.toml", "--out", "train.jsonl/x"], "refused", "train.jsonl"),
-    (["run.toml", "--out", "run-left"], "refused", "run-left"), (["run.toml", "--out", "x" * 300], "refused", "xxx"),
-    (["run.toml", "--resume", "nowhere"], "refused", "nowhere"), (["run.toml", "--resume", "train.jsonl"], "refused", "train.jsonl"),
-    (["run.toml", "--resume", "tok"], "refused", "tok"), (["run.toml", "--resume", "ahead-left"], "refused", "async_level"),
-    (["ahead.toml", "--resume", "run-left", "--out", "out"], "refused", "async_level"), (["run.toml", "--out", ""], "refused", "--out"),
+    (["run.toml", "--out", "train.jsonl"], "refused", "train.jsonl"),
+    (["run.toml", "--out", "train.jsonl/x"], "refused", "train.jsonl"),
+    (["run.toml", "--out", "run-left"], "refused", "run-left"),
+    (["run.toml", "--out", "x" * 300], "refused", "xxx"),
+    (["run.toml", "--resume", "nowhere"], "refused", "nowhere"),
+    (["run.toml", "--resume", "train.jsonl"], "refused", "train.jsonl"),
+    (["run.toml", "--resume", "tok"], "refused", "tok"),
+    (["run.toml", "--resume", "ahead-left"], "refused", "async_level"),
+    (["ahead.toml", "--resume", "run-left", "--out", "out"], "refused", "async_level"),
+    (["run.toml", "--out", ""], "refused", "--out"),
     (["run.toml", "--resume", "run-left", "--set", "train.steps=0"], "refused", "steps"),
     (["run.toml", "--seed", "x"], "refused", "--seed"),
     (["run.toml", "--seed", "-1", "--out", "out"], "refused", "seed"),
     (["run.toml", "--seed", str(2**63), "--out", "out"], "refused", "seed"),
-    (["run.toml", "--tp", "0", "--out", "out"], "refused", "tp"), (["run.toml", "--tp", "3", "--out", "out"], "refused", "tp"),
-    (["run.toml", "--dp", "1.5"], "refused", "--dp"), (["run.toml", "--device", "gpu", "--out", "out"], "refused", "device"),
-    (["run.toml", "--device", "cuda", "--out", "out"], "refused", "device"), (["run.toml", "--generator", "x"], "refused", "--generator"),
-    (["run.toml", "--unheard"], "refused", "--unheard"), (["run.toml", "more.toml"], "refused", "more.toml"),
+    (["run.toml", "--tp", "0", "--out", "out"], "refused", "tp"),
+    (["run.toml", "--tp", "3", "--out", "out"], "refused", "tp"),
+    (["run.toml", "--dp", "1.5"], "refused", "--dp"),
+    (["run.toml", "--device", "gpu", "--out", "out"], "refused", "device"),
+    (["run.toml", "--device", "cuda", "--out", "out"], "refused", "device"),
+    (["run.toml", "--generator", "x"], "refused", "--generator"),
+    (["run.toml", "--unheard"], "refused", "--unheard"),
+    (["run.toml", "more.toml"], "refused", "more.toml"),
     (["run.toml", "--set"], "refused", "--set"),
-    (["run.toml", "--ep-backend", "\udcff", "--out", "out"], "refused", "ep_backend"), (["\udcff.toml"], "refused", "toml"),
+    (["run.toml", "--ep-backend", "\udcff", "--out", "out"], "refused", "ep_backend"),
+    (["\udcff.toml"], "refused", "toml"),
     (["run.toml", "--out", "out"], "same", ""),
-    (["run.toml", "--set", "\udcff=1", "--out", "out"], "refused", "udcff"), (["run.toml", "--resume", "out-left"], "refused", "out-left"),
+    (["run.toml", "--set", "\udcff=1", "--out", "out"], "refused", "udcff"),
+    (["run.toml", "--resume", "out-left"], "refused", "out-left"),
     (["run.toml", "--set", "train.dtype=\udcff", "--out", "out"], "refused", "dtype"),
     (["run.toml", "--resume", "\udcff"], "refused", "udcff"),
     (["run.toml", "--resume", "run-left", "--out", "out"], "either", ""),
     (["run.toml", "--resume", "run-left/checkpoints/step_000001", "--out", "out"], "either", ""),
-    (["run.toml", "--seed", "3", "--tp", "1", "--dtype-of-nothing", "x"], "refused", "--dtype-of-nothing"),
+    (["run.toml", "--seed", "3", "--tp", "1", "--dtype-of-nothing", "x"], "refused",
+    "--dtype-of-nothing"),
     (["run.toml", "--out", "out", "--wandb", ""], "either", ""),
-    (["run.toml", "--tp", "1", "--dp", "1", "--ep", "1", "--device", "cpu", "--seed", "3", "--out", "out"], "same", ""),
+    (["run.toml", "--tp", "1", "--dp", "1", "--ep", "1", "--device", "cpu", "--seed", "3", "--out",
+    "out"], "same", ""),
 ]  # fmt: skip
 
 
@@ -317,7 +477,7 @@ def command(r: random.Random, trial: Path) -> Case:
     return Case(str(options), verdict, (name,), options, whole=True)
 
 
-# ------------------------------------------------------------------------------------------------ prompts
+# ---------------------------------------------------------------------------------------- prompts
 LIMIT = TOML["generator"]["max_model_len"] - TOML["rollout"]["max_tokens"]  # tokens of a prompt
 RESERVED = ("prompts", "completions", "completion_ids")
 CELLS: list[Any] = [
@@ -339,11 +499,14 @@ CELLS: list[Any] = [
     math.nan,
 ]
 CHATS: list[Any] = [
-    [{"role": "user", "content": "ab"}], [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}, {"role": "user",
+    [{"role": "user", "content": "ab"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}, {"role": "user",
     "content": "b"}],
-    [], [{}], [{"role": "user"}], [{"role": 1, "content": "a"}], [{"role": "user", "content": None}], [[]], "text", {"role": "user",
+    [], [{}], [{"role": "user"}], [{"role": 1, "content": "a"}],
+    [{"role": "user", "content": None}], [[]], "text", {"role": "user",
     "content": "a"},
-    [{"role": "user", "content": [{"type": "text", "text": "a"}]}], [{"role": "user", "content": "a", "name": "n"}], [{"role": "user",
+    [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+    [{"role": "user", "content": "a", "name": "n"}], [{"role": "user",
     "content": "\ud800"}],
 ]  # fmt: skip
 
@@ -354,7 +517,11 @@ def verdict_of_row(line: bytes) -> tuple[str, Any]:
         row = json.loads(line.decode())
     except (ValueError, RecursionError):
         return "refused", None
-    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row) or set(row) & set(RESERVED):
+    if (
+        not isinstance(row, dict)
+        or ("prompt" in row) == ("messages" in row)
+        or set(row) & set(RESERVED)
+    ):
         return "refused", None
     source = row.get("prompt", row.get("messages"))
     columns = {k: v for k, v in row.items() if k not in ("prompt", "messages") and v is not None}
@@ -367,11 +534,17 @@ def verdict_of_row(line: bytes) -> tuple[str, Any]:
         return ("refused", None) if len(source) > LIMIT else ("accepted", told)
     if not isinstance(source, list) or not source or not all(isinstance(m, dict) for m in source):
         return "refused", None
-    if not all(isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in source):
+    if not all(
+        isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in source
+    ):
         return "refused", None
     if has_surrogate(json.dumps(source, ensure_ascii=False)):
         return "either", told
-    return ("accepted" if sum(len(m["content"]) + len(m["role"]) + 20 for m in source) < LIMIT else "either"), told
+    return (
+        "accepted"
+        if sum(len(m["content"]) + len(m["role"]) + 20 for m in source) < LIMIT
+        else "either"
+    ), told
 
 
 def has_surrogate(text: str) -> bool:
@@ -379,7 +552,8 @@ def has_surrogate(text: str) -> bool:
 
 
 def prompts(r: random.Random, trial: Path) -> Case:
-    """Of the training or the held-out prompts: a row with another value, bytes of the file, or the file itself."""
+    """Of the training or the held-out prompts: a row with another value, bytes of the file, or the
+    file itself."""
     name = r.choice(["train.jsonl", "heldout.jsonl"])
     file = trial / name
     how = r.random()
@@ -390,8 +564,26 @@ def prompts(r: random.Random, trial: Path) -> Case:
         i = r.randrange(len(lines))
         row = json.loads(lines[i])
         for _ in range(r.choice([1, 1, 2])):
-            key = r.choice(["prompt", "prompt", "messages", "messages", "answer", "new", *RESERVED, "", "self", "x" * 1000, "é"])
-            row[key] = r.choice(CHATS) if key == "messages" else r.choice([*CELLS, "ab=", "a" * LIMIT, "a" * (LIMIT + 1)])
+            key = r.choice(
+                [
+                    "prompt",
+                    "prompt",
+                    "messages",
+                    "messages",
+                    "answer",
+                    "new",
+                    *RESERVED,
+                    "",
+                    "self",
+                    "x" * 1000,
+                    "é",
+                ]
+            )
+            row[key] = (
+                r.choice(CHATS)
+                if key == "messages"
+                else r.choice([*CELLS, "ab=", "a" * LIMIT, "a" * (LIMIT + 1)])
+            )
             if (key == "messages" and r.random() < 0.8) or (key == "new" and r.random() < 0.2):
                 row.pop("prompt", None)
         lines[i] = json.dumps(row).encode()
@@ -437,7 +629,9 @@ def prompts(r: random.Random, trial: Path) -> Case:
     verdict = next((v for v in ("refused", "either") if v in verdicts), "accepted")
 
     def check(where: Path) -> None:
-        seen = set((where / "seen.jsonl").read_text(encoding="utf-8", errors="surrogatepass").splitlines())
+        seen = set(
+            (where / "seen.jsonl").read_text(encoding="utf-8", errors="surrogatepass").splitlines()
+        )
         if other := seen - set(told):
             raise Failure(f"the reward got {other.pop()[:500]}")
 
@@ -455,51 +649,78 @@ def prompts_file(r: random.Random, file: Path) -> Case:
         file.symlink_to(file)
     elif how != "missing":
         file.symlink_to({"zero": "/dev/zero", "null": "/dev/null", "link": aside}[how])
-    return Case(f"{file.name}: {how}", "same" if how == "link" else "refused", (file.name, "[data]"))
+    return Case(
+        f"{file.name}: {how}", "same" if how == "link" else "refused", (file.name, "[data]")
+    )
 
 
-# ------------------------------------------------------------------------------------------------ rewards
+# ---------------------------------------------------------------------------------------- rewards
 NOTHING = math.nan  # not judged: null in completions.jsonl
 VALUES: list[tuple[str, float | None]] = [  # what a completion gets, and what counts; None: refused
-    ("1", 1.0), ("0.5", 0.5), ("True", 1.0), ("None", NOTHING), ("-1e18", -1e18), ("1e18", 1e18), ("__import__('numpy').float32(0.5)", 0.5),
-    ("__import__('torch').tensor(0.25)", 0.25), ("__import__('numpy').int8(3)", 3.0), ("__import__('fractions').Fraction(1, 2)", 0.5),
-    ("__import__('decimal').Decimal('0.5')", 0.5), ("float('nan')", None), ("float('inf')", None), ("10**400", None), ("10**5000", None),
-    ("-1.1e18", None), ("'1'", None), ("b'1'", None), ("bytearray(b'1')", None), ("[1]", None), ("1j", None), ("object()", None), ("{}",
+    ("1", 1.0), ("0.5", 0.5), ("True", 1.0), ("None", NOTHING), ("-1e18", -1e18), ("1e18", 1e18),
+    ("__import__('numpy').float32(0.5)", 0.5),
+    ("__import__('torch').tensor(0.25)", 0.25), ("__import__('numpy').int8(3)", 3.0),
+    ("__import__('fractions').Fraction(1, 2)", 0.5),
+    ("__import__('decimal').Decimal('0.5')", 0.5), ("float('nan')", None), ("float('inf')", None),
+    ("10**400", None), ("10**5000", None),
+    ("-1.1e18", None), ("'1'", None), ("b'1'", None), ("bytearray(b'1')", None), ("[1]", None),
+    ("1j", None), ("object()", None), ("{}",
     None),
-    ("__import__('numpy').ones(2)", None), ("__import__('torch').ones(2)", None), ("Odd()", None), ("OddExit()", None), ("OddStop()",
+    ("__import__('numpy').ones(2)", None), ("__import__('torch').ones(2)", None), ("Odd()", None),
+    ("OddExit()", None), ("OddStop()",
     None), ("judge", None),
 ]  # fmt: skip
 SHAPES: list[tuple[str, bool]] = [  # of the values v, one a completion; whether they are taken
-    ("v", True), ("tuple(v)", True), ("iter(v)", True), ("(x for x in v)", True), ("dict(enumerate(v)).values()", True),
-    ("__import__('numpy').array(v)", True), ("__import__('torch').tensor(v)", True), ("__import__('collections').deque(v)", True),
-    ("__import__('torch').tensor(v, requires_grad=True)", True), ("v[:-1]", False), ("v + v[:1]", False), ("[]", False), ("v[0]", False),
+    ("v", True), ("tuple(v)", True), ("iter(v)", True), ("(x for x "
+                                                         "in v)", True),
+                                                         ("dict(enumerate(v)).values()", True),
+    ("__import__('numpy').array(v)", True), ("__import__('torch').tensor(v)", True),
+    ("__import__('collections').deque(v)", True),
+    ("__import__('torch').tensor(v, "
+     "requires_grad=True)", True), ("v[:-1]", False), ("v + v[:1]", False), ("[]", False),
+     ("v[0]", False),
     ("None", False),
-    ("[v]", False), ("__import__('numpy').array([v])", False), ("__import__('torch').tensor([v]).T", True), ("dict(enumerate(v))", False),
-    ("'1' * len(v)", False), ("b'1' * len(v)", False), ("bytearray(len(v))", False), ("set(range(len(v)))", False),
+    ("[v]", False), ("__import__('numpy').array([v])", False),
+    ("__import__('torch').tensor([v]).T", True), ("dict(enumerate(v))", False),
+    ("'1' * len(v)", False), ("b'1' * len(v)", False), ("bytearray(len(v))", False),
+    ("set(range(len(v)))", False),
     ("frozenset(range(len(v)))", False),
-    ("__import__('itertools').repeat(1.0)", False), ("(1 / 0 for x in v)", False), ("object()", False), ("judge", False), ("stops(v)",
+    ("__import__('itertools').repeat(1.0)", False), ("(1 / 0 for x "
+                                                     "in v)", False), ("object()", False),
+                                                     ("judge", False), ("stops(v)",
     False), ("exits(v)", False),
 ]  # fmt: skip
 RAISED = [
-    "ValueError('no')", "KeyError('k')", "SystemExit", "SystemExit(0)", "SystemExit(3)", "GeneratorExit", "StopIteration",
+    "ValueError('no')", "KeyError('k')", "SystemExit", "SystemExit(0)", "SystemExit(3)",
+    "GeneratorExit", "StopIteration",
     "RecursionError", "MemoryError",
-    "OSError(28, 'No space')", "BrokenPipeError", "TimeoutError", "Unprintable()", "UnicodeDecodeError('utf-8', b'x', 0, 1, 'y')",
+    "OSError(28, 'No space')", "BrokenPipeError", "TimeoutError", "Unprintable()",
+    "UnicodeDecodeError('utf-8', b'x', 0, 1, 'y')",
     "Own('x')", "AssertionError",
-    "__import__('asyncio').CancelledError()", "ExceptionGroup('g', [ValueError('a'), ExceptionGroup('h', [KeyError('b')])])",
+    "__import__('asyncio').CancelledError()", "ExceptionGroup('g', [ValueError('a'), "
+                                              "ExceptionGroup('h', [KeyError('b')])])",
     "ValueError('x' * 10**6)",
-    "ValueError('\\ud800\\x1b[31m\\x00')", "ImportError('x')", "SyntaxError('x')", "Warning('x')", "deep(10**6)", "rm.ConfigError('x')",
+    "ValueError('\\ud800\\x1b[31m\\x00')", "ImportError('x')", "SyntaxError('x')", "Warning('x')",
+    "deep(10**6)", "rm.ConfigError('x')",
     "rm.StateError",
-    "__import__('subprocess').CalledProcessError(1, 'x')", "BaseExceptionGroup('g', [GeneratorExit()])", "NameError", "Chained()",
+    "__import__('subprocess').CalledProcessError(1, 'x')", "BaseExceptionGroup('g', "
+                                                           "[GeneratorExit()])", "NameError",
+                                                           "Chained()",
 ]  # fmt: skip
 HARMLESS = [
-    "prompts.clear(); completions.clear(); completion_ids.clear()", "[i.clear() for i in completion_ids]",
+    "prompts.clear(); completions.clear(); completion_ids.clear()", "[i.clear() for i in "
+                                                                    "completion_ids]",
     "[x.clear() for x in columns.values()]",
-    "print('x' * 1000, flush=True)", "__import__('random').seed(0); __import__('numpy').random.seed(0)",
-    "__import__('os').environ.pop('HOME', None)", "__import__('gc').disable()", "__import__('sys').setrecursionlimit(10000)",
+    "print('x' * 1000, flush=True)", "__import__('random').seed(0); "
+                                     "__import__('numpy').random.seed(0)",
+    "__import__('os').environ.pop('HOME', "
+    "None)", "__import__('gc').disable()", "__import__('sys').setrecursionlimit(10000)",
     "__import__('os').chdir('/')",
-    "__import__('sys').path.clear()", "__import__('warnings').warn('x')", "__import__('logging').getLogger().setLevel(0)",
+    "__import__('sys').path.clear()", "__import__('warnings').warn('x')",
+    "__import__('logging').getLogger().setLevel(0)",
     "__import__('os').umask(0)",
-    "__import__('threading').Thread(target=print).start()", "__import__('torch').set_grad_enabled(False)",
+    "__import__('threading').Thread(target=print).start()",
+    "__import__('torch').set_grad_enabled(False)",
     "__import__('numpy').seterr(all='raise')", "__import__('decimal').getcontext().prec = 1",
 ]  # fmt: skip
 ODD = """
@@ -530,10 +751,15 @@ def exits(v):
 
 
 def rewards(r: random.Random, trial: Path) -> Case:
-    """What a reward returns or raises, does to its arguments and to the process; or a module that cannot be imported."""
+    """What a reward returns or raises, does to its arguments and to the process; or a module that
+    cannot be imported."""
     how, file = r.random(), trial / "reward_of_fuzz.py"
     good = file.read_text()
-    head = ODD + good.replace("def judge(", "def plain(") + "def judge(prompts, completions, completion_ids, **columns):\n"
+    head = (
+        ODD
+        + good.replace("def judge(", "def plain(")
+        + "def judge(prompts, completions, completion_ids, **columns):\n"
+    )
     own = "    v = plain(prompts, completions, completion_ids, **columns)\n"
     names = ("reward", "[reward]")
     if how < 0.3:
@@ -579,4 +805,7 @@ def rewards(r: random.Random, trial: Path) -> Case:
 
 
 def completions(trial: Path) -> list[Table]:
-    return [json.loads(line) for line in (trial / "out/completions.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (trial / "out/completions.jsonl").read_text(encoding="utf-8").splitlines()
+    ]

@@ -1,11 +1,14 @@
-"""Tiny random models for the tests: their configs as data, their weights as a pure function of (name, shape, seed).
+"""Tiny random models for the tests: their configs as data, their weights as a pure function of
+(name, shape, seed).
 
-A `Case` is a transformers config as a plain dict plus what the config cannot say (a router bias, the longest context). Its
-weights are made by NumPy from the parameter's checkpoint name alone, so the same numbers reach rollmesh (with or without
-torch in the process), a transformers module and a torchtitan-style state dict. Scales are chosen so that nothing is dull:
-logits spread over several units, routers disagree between rows, norm weights are not ones, biases are not zero.
+A `Case` is a transformers config as a plain dict plus what the config cannot say (a router bias,
+the longest context). Its weights are made by NumPy from the parameter's checkpoint name alone, so
+the same numbers reach rollmesh (with or without torch in the process), a transformers module and a
+torchtitan-style state dict. Scales are chosen so that nothing is dull: logits spread over several
+units, routers disagree between rows, norm weights are not ones, biases are not zero.
 
-torch and transformers are imported inside functions only: sanitizer runs use this file without them.
+torch and transformers are imported inside functions only: sanitizer runs use this file without
+them.
 """
 
 from __future__ import annotations
@@ -18,11 +21,21 @@ from typing import Any
 import numpy as np
 
 Config = dict[str, Any]
-TIMES = ("tokens_per_s", "sync_s", "sync_gb_per_s", "generate_s", "update_s", "step_s", "eval_s")  # of a run's metrics: no two runs agree
+TIMES = (
+    "tokens_per_s",
+    "sync_s",
+    "sync_gb_per_s",
+    "generate_s",
+    "update_s",
+    "step_s",
+    "eval_s",
+)  # of a run's metrics: no two runs agree
 TIMES += ("reward_s", "environment_s", "both_share", "trainer_only_share", "generator_only_share")
 TINY_RUN = [  # settings of `rollmesh grpo` under which a step takes a moment
-    "model.hidden_size=32", "model.intermediate_size=32", "model.num_attention_heads=2", "model.num_key_value_heads=1",
-    "rollout.prompts=4", "rollout.samples=4", "eval.prompts=8", "generator.kv_cache_gib=0.01", "eval.every=2",
+    "model.hidden_size=32", "model.intermediate_size=32", "model.num_attention_heads=2",
+    "model.num_key_value_heads=1",
+    "rollout.prompts=4", "rollout.samples=4", "eval.prompts=8", "generator.kv_cache_gib=0.01",
+    "eval.every=2",
     "train.threads=1", "generator.threads=1",
 ]  # fmt: skip
 
@@ -58,7 +71,13 @@ _MOE: Config = {
 
 
 # Limits of a generator that takes little of a machine.
-SMALL = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_gib": 0.002, "threads": 1}
+SMALL = {
+    "max_model_len": 96,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "kv_cache_gib": 0.002,
+    "threads": 1,
+}
 
 
 def tiny_config(moe: bool = False, **changes: Any) -> Config:
@@ -81,9 +100,18 @@ class Case:
     config: Config
     router_bias: bool = False
     max_model_len: int = 1100
-    prompt_lens: tuple[int, ...] = (1, 2, 15, 33, 64, 97)  # around a K block, an attention block and a page
+    prompt_lens: tuple[int, ...] = (
+        1,
+        2,
+        15,
+        33,
+        64,
+        97,
+    )  # around a K block, an attention block and a page
     long_len: int = 1045  # crosses the attention segment of 1024; 0: no long prompt
-    without: Config | None = None  # config changes that switch the case's option off: the numbers must differ
+    without: Config | None = (
+        None  # config changes that switch the case's option off: the numbers must differ
+    )
     seed: int = 0
 
     @property
@@ -116,12 +144,36 @@ SHAPE_CASES = (
     _dense("mha_odd", num_attention_heads=5, num_key_value_heads=5, hidden_size=40),
     _dense("head_dim_2", head_dim=2, num_attention_heads=7, num_key_value_heads=1),
     _dense("head_dim_8", head_dim=8),
-    _dense("head_dim_20", head_dim=20, num_attention_heads=3, num_key_value_heads=3, hidden_size=52),
-    _dense("head_dim_24", head_dim=24, num_attention_heads=6, num_key_value_heads=3, hidden_size=48),
-    _dense("head_dim_64", head_dim=64, num_attention_heads=2, num_key_value_heads=1, hidden_size=40),
-    _dense("head_dim_128", head_dim=128, num_attention_heads=2, num_key_value_heads=2, hidden_size=96),
-    _dense("all_odd", hidden_size=37, intermediate_size=51, vocab_size=113, head_dim=6, num_attention_heads=3, num_key_value_heads=1),
-    _dense("narrow", hidden_size=8, intermediate_size=5, vocab_size=129, head_dim=4, num_attention_heads=2, num_key_value_heads=1),
+    _dense(
+        "head_dim_20", head_dim=20, num_attention_heads=3, num_key_value_heads=3, hidden_size=52
+    ),
+    _dense(
+        "head_dim_24", head_dim=24, num_attention_heads=6, num_key_value_heads=3, hidden_size=48
+    ),
+    _dense(
+        "head_dim_64", head_dim=64, num_attention_heads=2, num_key_value_heads=1, hidden_size=40
+    ),
+    _dense(
+        "head_dim_128", head_dim=128, num_attention_heads=2, num_key_value_heads=2, hidden_size=96
+    ),
+    _dense(
+        "all_odd",
+        hidden_size=37,
+        intermediate_size=51,
+        vocab_size=113,
+        head_dim=6,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+    ),
+    _dense(
+        "narrow",
+        hidden_size=8,
+        intermediate_size=5,
+        vocab_size=129,
+        head_dim=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    ),
     _dense("wide_mlp", intermediate_size=208, vocab_size=256, hidden_size=32),
     _dense("one_layer", num_hidden_layers=1, vocab_size=257),
     _dense("attention_bias", attention_bias=True, case={"without": {"attention_bias": False}}),
@@ -132,9 +184,18 @@ SHAPE_CASES = (
 
 ROPE_CASES = (
     _dense("theta_1e6", rope_parameters=_rope("default", 1e6), case={"without": _DEFAULT_ROPE}),
-    _dense("theta_500", rope_parameters=_rope("default", 500.0), head_dim=24, case={"without": _DEFAULT_ROPE}),
+    _dense(
+        "theta_500",
+        rope_parameters=_rope("default", 500.0),
+        head_dim=24,
+        case={"without": _DEFAULT_ROPE},
+    ),
     _dense("linear", rope_parameters=_rope("linear", factor=4.0), case={"without": _DEFAULT_ROPE}),
-    _dense("yarn", rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=512), case={"without": _DEFAULT_ROPE}),
+    _dense(
+        "yarn",
+        rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=512),
+        case={"without": _DEFAULT_ROPE},
+    ),
     _dense(
         "yarn_options",
         rope_parameters=_rope(
@@ -147,21 +208,49 @@ ROPE_CASES = (
             truncate=False,
             attention_factor=1.25,
         ),
-        case={"without": {"rope_parameters": _rope("yarn", 1e5, factor=8.0, original_max_position_embeddings=256)}},
+        case={
+            "without": {
+                "rope_parameters": _rope(
+                    "yarn", 1e5, factor=8.0, original_max_position_embeddings=256
+                )
+            }
+        },
     ),
     _dense(
         "yarn_mscale",
-        rope_parameters=_rope("yarn", factor=8.0, original_max_position_embeddings=256, mscale=0.707, mscale_all_dim=1.2),
-        case={"without": {"rope_parameters": _rope("yarn", factor=8.0, original_max_position_embeddings=256)}},
+        rope_parameters=_rope(
+            "yarn",
+            factor=8.0,
+            original_max_position_embeddings=256,
+            mscale=0.707,
+            mscale_all_dim=1.2,
+        ),
+        case={
+            "without": {
+                "rope_parameters": _rope("yarn", factor=8.0, original_max_position_embeddings=256)
+            }
+        },
     ),
     _dense(
         "llama3",
-        rope_parameters=_rope("llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256),
+        rope_parameters=_rope(
+            "llama3",
+            5e5,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=256,
+        ),
         head_dim=32,
         case={"without": {"rope_parameters": _rope("default", 5e5)}},
     ),
-    _dense("proportional", rope_parameters=_rope("proportional", partial_rotary_factor=0.5), case={"without": _DEFAULT_ROPE}),
-    # dynamic and longrope: transformers chooses the table by the batch, rollmesh by max_model_len; the lengths make them agree.
+    _dense(
+        "proportional",
+        rope_parameters=_rope("proportional", partial_rotary_factor=0.5),
+        case={"without": _DEFAULT_ROPE},
+    ),
+    # dynamic and longrope: transformers chooses the table by the batch, rollmesh by max_model_len;
+    # the lengths make them agree.
     _dense("dynamic_short", rope_parameters=_rope("dynamic", factor=2.0)),
     _dense(
         "dynamic_long",
@@ -172,16 +261,30 @@ ROPE_CASES = (
     _dense(
         "longrope_short",
         rope_parameters=_rope(
-            "longrope", factor=4.0, original_max_position_embeddings=128, short_factor=_SHORT_FACTOR, long_factor=_LONG_FACTOR
+            "longrope",
+            factor=4.0,
+            original_max_position_embeddings=128,
+            short_factor=_SHORT_FACTOR,
+            long_factor=_LONG_FACTOR,
         ),
         max_position_embeddings=512,
         case={"max_model_len": 128, "long_len": 0, "without": _DEFAULT_ROPE},
     ),
     _dense(
         "longrope_long",
-        rope_parameters=_rope("longrope", original_max_position_embeddings=64, short_factor=_SHORT_FACTOR, long_factor=_LONG_FACTOR),
+        rope_parameters=_rope(
+            "longrope",
+            original_max_position_embeddings=64,
+            short_factor=_SHORT_FACTOR,
+            long_factor=_LONG_FACTOR,
+        ),
         max_position_embeddings=512,
-        case={"max_model_len": 512, "prompt_lens": (65, 97, 200, 301), "long_len": 0, "without": _DEFAULT_ROPE},
+        case={
+            "max_model_len": 512,
+            "prompt_lens": (65, 97, 200, 301),
+            "long_len": 0,
+            "without": _DEFAULT_ROPE,
+        },
     ),
 )
 
@@ -194,9 +297,27 @@ WINDOW_CASES = (
         max_window_layers=1,
         case={"without": _FULL_ATTENTION},
     ),
-    _dense("window_1", use_sliding_window=True, sliding_window=1, max_window_layers=1, case={"without": _FULL_ATTENTION}),
-    _dense("window_40", use_sliding_window=True, sliding_window=40, max_window_layers=0, case={"without": _FULL_ATTENTION}),
-    _dense("window_1030", use_sliding_window=True, sliding_window=1030, max_window_layers=0, case={"without": _FULL_ATTENTION}),
+    _dense(
+        "window_1",
+        use_sliding_window=True,
+        sliding_window=1,
+        max_window_layers=1,
+        case={"without": _FULL_ATTENTION},
+    ),
+    _dense(
+        "window_40",
+        use_sliding_window=True,
+        sliding_window=40,
+        max_window_layers=0,
+        case={"without": _FULL_ATTENTION},
+    ),
+    _dense(
+        "window_1030",
+        use_sliding_window=True,
+        sliding_window=1030,
+        max_window_layers=0,
+        case={"without": _FULL_ATTENTION},
+    ),
     _dense(
         "window_layer_types",
         num_hidden_layers=3,
@@ -206,24 +327,45 @@ WINDOW_CASES = (
         case={"without": _FULL_ATTENTION},
     ),
     _dense("window_unused", use_sliding_window=False, sliding_window=8, max_window_layers=0),
-    _moe("moe_window", use_sliding_window=True, sliding_window=16, case={"without": _FULL_ATTENTION}),
+    _moe(
+        "moe_window", use_sliding_window=True, sliding_window=16, case={"without": _FULL_ATTENTION}
+    ),
 )
 
 MOE_CASES = (
     _moe("moe"),
     _moe("moe_raw_gates", norm_topk_prob=False, case={"without": {"norm_topk_prob": True}}),
-    # Seed 1: at 0 a near-tie early in the long prompt could turn on another machine and take a thousand rows with it.
+    # Seed 1: at 0 a near-tie early in the long prompt could turn on another machine and take a
+    # thousand rows with it.
     _moe("moe_top_1", num_experts_per_tok=1, case={"seed": 1}),
-    _moe("moe_top_1_raw", num_experts_per_tok=1, norm_topk_prob=False, case={"seed": 1, "without": {"norm_topk_prob": True}}),
+    _moe(
+        "moe_top_1_raw",
+        num_experts_per_tok=1,
+        norm_topk_prob=False,
+        case={"seed": 1, "without": {"norm_topk_prob": True}},
+    ),
     _moe("moe_all", num_experts=5, num_experts_per_tok=5, moe_intermediate_size=24),
     _moe("moe_all_raw", num_experts=6, num_experts_per_tok=6, norm_topk_prob=False),
     _moe("moe_7_of_33", num_experts=33, num_experts_per_tok=7, moe_intermediate_size=20),
-    _moe("moe_3_of_12_odd", num_experts=12, num_experts_per_tok=3, moe_intermediate_size=19, hidden_size=44, norm_topk_prob=False),
+    _moe(
+        "moe_3_of_12_odd",
+        num_experts=12,
+        num_experts_per_tok=3,
+        moe_intermediate_size=19,
+        hidden_size=44,
+        norm_topk_prob=False,
+    ),
     _moe("moe_one_expert", num_experts=1, num_experts_per_tok=1),
     _moe("moe_sparse_step", num_hidden_layers=3, decoder_sparse_step=2),
     _moe("moe_mlp_only", num_hidden_layers=3, mlp_only_layers=[0, 2], intermediate_size=72),
     _moe("moe_no_sparse_layer", mlp_only_layers=[0, 1]),
-    _moe("moe_tied_bias", tie_word_embeddings=True, attention_bias=True, num_key_value_heads=1, head_dim=24),
+    _moe(
+        "moe_tied_bias",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        num_key_value_heads=1,
+        head_dim=24,
+    ),
     _moe(
         "moe_yarn",
         rope_parameters=_rope("yarn", 1e6, factor=4.0, original_max_position_embeddings=256),
@@ -231,7 +373,13 @@ MOE_CASES = (
         case={"without": {"rope_parameters": _rope("default", 1e6)}},
     ),
     _moe("moe_router_bias", case={"router_bias": True}),
-    _moe("moe_router_bias_raw", num_experts=12, num_experts_per_tok=4, norm_topk_prob=False, case={"router_bias": True}),
+    _moe(
+        "moe_router_bias_raw",
+        num_experts=12,
+        num_experts_per_tok=4,
+        norm_topk_prob=False,
+        case={"router_bias": True},
+    ),
 )
 
 CASES = SHAPE_CASES + ROPE_CASES + WINDOW_CASES + MOE_CASES
@@ -244,7 +392,11 @@ def random_config(rng: np.random.Generator) -> Config:
     def pick(*choices: Any) -> Any:
         return choices[rng.integers(len(choices))]
 
-    moe, layers, kv_heads = bool(rng.random() < 0.6), int(rng.integers(1, 4)), int(rng.integers(1, 5))
+    moe, layers, kv_heads = (
+        bool(rng.random() < 0.6),
+        int(rng.integers(1, 4)),
+        int(rng.integers(1, 5)),
+    )
     experts = int(rng.integers(1, 20))
     config = tiny_config(
         moe,
@@ -262,14 +414,22 @@ def random_config(rng: np.random.Generator) -> Config:
             _rope("default", float(rng.uniform(10, 1e6))),
             _rope("linear", factor=2.5),
             _rope("yarn", factor=4.0, original_max_position_embeddings=128),
-            _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128),
+            _rope(
+                "llama3",
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=128,
+            ),
             _rope("proportional", partial_rotary_factor=0.5),
         ),
     )
     if rng.random() < 0.4:
         config |= {"use_sliding_window": True, "sliding_window": int(rng.integers(1, 120))}
         if not moe:
-            config |= {"layer_types": [pick("sliding_attention", "full_attention") for _ in range(layers)]}
+            config |= {
+                "layer_types": [pick("sliding_attention", "full_attention") for _ in range(layers)]
+            }
     if moe:
         config |= {
             "num_experts": experts,
@@ -282,15 +442,20 @@ def random_config(rng: np.random.Generator) -> Config:
     return config
 
 
-# ------------------------------------------------------------------------------------------------ weights
+# ---------------------------------------------------------------------------------------- weights
 def weight(name: str, shape: Iterable[int], seed: int = 0) -> np.ndarray:
-    """The float32 values of the parameter with this checkpoint name. A function of name, shape and seed alone."""
+    """The float32 values of the parameter with this checkpoint name. A function of name, shape and
+    seed alone."""
     shape = tuple(shape)
-    normal = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape, dtype=np.float32)
+    normal = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(
+        shape, dtype=np.float32
+    )
     if name.endswith("norm.weight"):
         return 1.0 + np.float32(0.3) * normal
     if name.endswith(("expert_bias", "e_score_correction_bias")):
-        return np.float32(0.5 / shape[0]) * normal  # scores are about 1/experts: enough to turn many choices
+        return (
+            np.float32(0.5 / shape[0]) * normal
+        )  # scores are about 1/experts: enough to turn many choices
     if name.endswith(".bias"):
         return np.float32(0.3) * normal
     if name.endswith("embed_tokens.weight"):
@@ -305,11 +470,16 @@ def is_moe_layer(config: Mapping[str, Any], layer: int) -> bool:
     return (layer + 1) % config["decoder_sparse_step"] == 0
 
 
-def parameter_shapes(config: Mapping[str, Any], router_bias: bool = False) -> dict[str, tuple[int, ...]]:
-    """Checkpoint names and shapes of a config, in checkpoint order: written from the format, not asked of rollmesh."""
+def parameter_shapes(
+    config: Mapping[str, Any], router_bias: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Checkpoint names and shapes of a config, in checkpoint order: written from the format, not
+    asked of rollmesh."""
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden)
+    }
 
     def mlp(prefix: str, width: int) -> None:
         for part in ("gate_proj", "up_proj"):
@@ -318,12 +488,21 @@ def parameter_shapes(config: Mapping[str, Any], router_bias: bool = False) -> di
 
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
-        for part, rows, cols in (("q", q, hidden), ("k", kv, hidden), ("v", kv, hidden), ("o", hidden, q)):
+        for part, rows, cols in (
+            ("q", q, hidden),
+            ("k", kv, hidden),
+            ("v", kv, hidden),
+            ("o", hidden, q),
+        ):
             shapes[f"{at}.self_attn.{part}_proj.weight"] = (rows, cols)
             if config["attention_bias"]:
                 shapes[f"{at}.self_attn.{part}_proj.bias"] = (rows,)
-        shapes[f"{at}.self_attn.q_norm.weight"] = shapes[f"{at}.self_attn.k_norm.weight"] = (head_dim,)
-        shapes[f"{at}.input_layernorm.weight"] = shapes[f"{at}.post_attention_layernorm.weight"] = (hidden,)
+        shapes[f"{at}.self_attn.q_norm.weight"] = shapes[f"{at}.self_attn.k_norm.weight"] = (
+            head_dim,
+        )
+        shapes[f"{at}.input_layernorm.weight"] = shapes[f"{at}.post_attention_layernorm.weight"] = (
+            hidden,
+        )
         if is_moe_layer(config, layer):
             shapes[f"{at}.mlp.gate.weight"] = (config["num_experts"], hidden)
             if router_bias:
@@ -338,27 +517,44 @@ def parameter_shapes(config: Mapping[str, Any], router_bias: bool = False) -> di
     return shapes
 
 
-def numpy_state_dict(config: Mapping[str, Any], seed: int = 0, dtype: str = "float32", router_bias: bool = False) -> dict[str, np.ndarray]:
+def numpy_state_dict(
+    config: Mapping[str, Any], seed: int = 0, dtype: str = "float32", router_bias: bool = False
+) -> dict[str, np.ndarray]:
     """Checkpoint names → arrays; bfloat16 as ml_dtypes'. The router bias is float32 in both."""
-    state = {name: weight(name, shape, seed) for name, shape in parameter_shapes(config, router_bias).items()}
+    state = {
+        name: weight(name, shape, seed)
+        for name, shape in parameter_shapes(config, router_bias).items()
+    }
     if dtype == "bfloat16":
         import ml_dtypes
 
-        state = {name: x if name.endswith("e_score_correction_bias") else x.astype(ml_dtypes.bfloat16) for name, x in state.items()}
+        state = {
+            name: x if name.endswith("e_score_correction_bias") else x.astype(ml_dtypes.bfloat16)
+            for name, x in state.items()
+        }
     return state
 
 
 def state_dict(case: Case, dtype: str = "float32", seed: int | None = None) -> dict[str, Any]:
-    """Checkpoint names → torch tensors. bfloat16 values are the float32 ones rounded to nearest even, as by .to()."""
+    """Checkpoint names → torch tensors. bfloat16 values are the float32 ones rounded to nearest
+    even, as by .to()."""
     import torch
 
-    arrays = numpy_state_dict(case.config, case.seed if seed is None else seed, router_bias=case.router_bias)
+    arrays = numpy_state_dict(
+        case.config, case.seed if seed is None else seed, router_bias=case.router_bias
+    )
     to = getattr(torch, dtype)
-    return {name: torch.from_numpy(x).to(torch.float32 if name.endswith("e_score_correction_bias") else to) for name, x in arrays.items()}
+    return {
+        name: torch.from_numpy(x).to(
+            torch.float32 if name.endswith("e_score_correction_bias") else to
+        )
+        for name, x in arrays.items()
+    }
 
 
 def module_state_dict(state: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same weights as a transformers 5 module holds them: experts stacked, gate and up in one tensor."""
+    """The same weights as a transformers 5 module holds them: experts stacked, gate and up in one
+    tensor."""
     import torch
 
     packed = {name: x for name, x in state.items() if ".experts." not in name}
@@ -367,7 +563,9 @@ def module_state_dict(state: Mapping[str, Any], config: Mapping[str, Any]) -> di
             continue
         at = f"model.layers.{layer}.mlp.experts"
         parts = {
-            part: torch.stack([state[f"{at}.{e}.{part}.weight"] for e in range(config["num_experts"])])
+            part: torch.stack(
+                [state[f"{at}.{e}.{part}.weight"] for e in range(config["num_experts"])]
+            )
             for part in ("gate_proj", "up_proj", "down_proj")
         }
         packed[f"{at}.gate_up_proj"] = torch.cat([parts["gate_proj"], parts["up_proj"]], dim=1)
@@ -375,7 +573,10 @@ def module_state_dict(state: Mapping[str, Any], config: Mapping[str, Any]) -> di
     return packed
 
 
-_TITAN_TOP = {"model.embed_tokens.weight": "tok_embeddings.weight", "model.norm.weight": "norm.weight"}
+_TITAN_TOP = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "model.norm.weight": "norm.weight",
+}
 _TITAN_LAYER = {
     "self_attn.o_proj.weight": "attention.wo.weight",
     "self_attn.q_norm.weight": "attention.q_norm.weight",
@@ -389,7 +590,9 @@ _TITAN_LAYER = {
 }
 
 
-def titan_state_dict(state: Mapping[str, Any], config: Mapping[str, Any], style: str = "plain") -> dict[str, Any]:
+def titan_state_dict(
+    state: Mapping[str, Any], config: Mapping[str, Any], style: str = "plain"
+) -> dict[str, Any]:
     """The same weights under torchtitan's Qwen3 names, as it spelled them over time:
     "plain"    attention.wq, moe.experts.w1 [E, F, D], moe.expert_bias, output
     "shapes"   attention.qkv_linear.wq, moe.experts.w1_EFD, moe.expert_bias_E, lm_head
@@ -403,13 +606,23 @@ def titan_state_dict(state: Mapping[str, Any], config: Mapping[str, Any], style:
         out["output.weight" if plain else "lm_head.weight"] = state["lm_head.weight"]
     for layer in range(config["num_hidden_layers"]):
         at, to = f"model.layers.{layer}", f"layers.{layer}"
-        out.update({f"{to}.{titan}": state[f"{at}.{name}"] for name, titan in _TITAN_LAYER.items() if f"{at}.{name}" in state})
+        out.update(
+            {
+                f"{to}.{titan}": state[f"{at}.{name}"]
+                for name, titan in _TITAN_LAYER.items()
+                if f"{at}.{name}" in state
+            }
+        )
         for part in "qkv":
-            out[f"{to}.attention.{'' if plain else 'qkv_linear.'}w{part}.weight"] = state[f"{at}.self_attn.{part}_proj.weight"]
+            out[f"{to}.attention.{'' if plain else 'qkv_linear.'}w{part}.weight"] = state[
+                f"{at}.self_attn.{part}_proj.weight"
+            ]
         if not is_moe_layer(config, layer):
             continue
         for part, (titan, dims) in experts.items():
-            stacked = torch.stack([state[f"{at}.mlp.experts.{e}.{part}.weight"] for e in range(config["num_experts"])])
+            stacked = torch.stack(
+                [state[f"{at}.mlp.experts.{e}.{part}.weight"] for e in range(config["num_experts"])]
+            )
             inner = "routed_experts.inner_experts" if style == "nested" else "experts"
             out[f"{to}.moe.{inner}.{titan}{'' if plain else dims}"] = stacked
         bias = state.get(f"{at}.mlp.gate.e_score_correction_bias")
@@ -419,7 +632,8 @@ def titan_state_dict(state: Mapping[str, Any], config: Mapping[str, Any], style:
 
 
 def fused_state_dict(state: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same weights as inference engines fuse them: qkv_proj and gate_up_proj, rows one after another."""
+    """The same weights as inference engines fuse them: qkv_proj and gate_up_proj, rows one after
+    another."""
     import torch
 
     out = dict(state)
@@ -433,12 +647,15 @@ def fused_state_dict(state: Mapping[str, Any], config: Mapping[str, Any]) -> dic
         at = f"model.layers.{layer}"
         for kind in ("weight", "bias"):
             fuse(f"{at}.self_attn", ("q_proj", "k_proj", "v_proj"), "qkv_proj", kind)
-        for prefix in [f"{at}.mlp", *(f"{at}.mlp.experts.{e}" for e in range(config.get("num_experts", 0)))]:
+        for prefix in [
+            f"{at}.mlp",
+            *(f"{at}.mlp.experts.{e}" for e in range(config.get("num_experts", 0))),
+        ]:
             fuse(prefix, ("gate_proj", "up_proj"), "gate_up_proj", "weight")
     return out
 
 
-# ------------------------------------------------------------------------------------------------ prompts
+# ---------------------------------------------------------------------------------------- prompts
 def prompts(config: Mapping[str, Any], lengths: Iterable[int], seed: int = 0) -> list[list[int]]:
     """Uniform random token ids, one list a length."""
     rng = np.random.default_rng([seed, 0x70726F6D])
@@ -446,7 +663,8 @@ def prompts(config: Mapping[str, Any], lengths: Iterable[int], seed: int = 0) ->
 
 
 def hf_model(case: Case, dtype: str = "float32", seed: int | None = None, **changes: Any) -> Any:
-    """The transformers model of a case (its config with `changes`), holding the weights of state_dict(case, dtype, seed)."""
+    """The transformers model of a case (its config with `changes`), holding the weights of
+    state_dict(case, dtype, seed)."""
     import oracle
 
     return oracle.model(case, state_dict(case, dtype, seed), dtype, changes)

@@ -1,6 +1,7 @@
-"""Reads datasets with a server of one dataset, org/name, in the place of the Hub: `python tests/hf_hub.py FOLDER NAME …`. Writes a line of
-JSON for each: its rows or its error, and the last one of the paths that were asked for. A process of its own, since the address of the Hub
-is read when its client is imported."""
+"""Reads datasets with a server of one dataset, org/name, in the place of the Hub:
+`python tests/hf_hub.py FOLDER NAME …`. Writes a line of JSON for each: its rows or its error, and
+the last one of the paths that were asked for. A process of its own, since the address of the Hub is
+read when its client is imported."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ ROWS = [{"prompt": "ab", "answer": "AB"}, {"prompt": "cd", "answer": "CD"}]
 DATA = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 COMMIT, BLOB = "a" * 40, "b" * 40
 FILE = {"type": "file", "path": "train.jsonl", "size": len(DATA), "oid": BLOB}
-ABOUT = {"id": "org/name", "_id": "1", "sha": COMMIT, "private": False, "siblings": [{"rfilename": "train.jsonl"}]}
+ABOUT = {
+    "id": "org/name",
+    "_id": "1",
+    "sha": COMMIT,
+    "private": False,
+    "siblings": [{"rfilename": "train.jsonl"}],
+}
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -36,7 +43,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.asked.append(path)
         body, headers = None, {"X-Error-Code": "EntryNotFound"}
         if path.startswith("/api/datasets/org/name"):
-            body, headers = json.dumps([FILE] if "/tree/" in path else ABOUT).encode(), {"Content-Type": "application/json"}
+            body, headers = (
+                json.dumps([FILE] if "/tree/" in path else ABOUT).encode(),
+                {"Content-Type": "application/json"},
+            )
         elif path.startswith("/datasets/org/name/resolve/") and path.endswith("/train.jsonl"):
             body, headers = DATA, {"ETag": f'"{BLOB}"', "X-Repo-Commit": COMMIT}
         self.send_response(404 if body is None else 200)
@@ -51,7 +61,12 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def main(folder: str, *names: str) -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    os.environ |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": folder, "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
+    os.environ |= {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": folder,
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "*",
+    }
     import rollmesh as rm
     from rollmesh.grpo.hf_datasets import rows_of
 

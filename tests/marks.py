@@ -1,5 +1,5 @@
-"""Which cases are quick, and the lines that tests leave in pytest's summary. Not in conftest.py: tests/vllm_cpu has one too, and a process
-that a test starts would import either."""
+"""Which cases are quick, and the lines that tests leave in pytest's summary. Not in conftest.py:
+tests/vllm_cpu has one too, and a process that a test starts would import either."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ def full(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.full)
 
 
-def some(cases: Iterable[Any], keep: Callable[[Any], bool] | Collection[int], names: int = 1) -> list[Any]:
-    """The cases of a parametrisation by so many names; only those that `keep` tells, by place or by value, are quick."""
+def some(
+    cases: Iterable[Any], keep: Callable[[Any], bool] | Collection[int], names: int = 1
+) -> list[Any]:
+    """The cases of a parametrisation by so many names; only those that `keep` tells, by place or by
+    value, are quick."""
     marked = []
     for place, case in enumerate(cases):
         stays = keep(case) if callable(keep) else place in keep

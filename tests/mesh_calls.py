@@ -1,5 +1,6 @@
-"""Scenarios for the server of mesh_ranks.py: how training scripts call a generator (submit and poll in turns, stop strings, generate in
-between, a sync while requests run), and sets of weights that go wrong on one rank. test_mesh_calls.py says what has to come out.
+"""Scenarios for the server of mesh_ranks.py: how training scripts call a generator (submit and poll
+in turns, stop strings, generate in between, a sync while requests run), and sets of weights that go
+wrong on one rank. test_mesh_calls.py says what has to come out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,17 @@ def told(output: rm.RequestOutput) -> list[Any]:
         [type(output.error).__name__, str(output.error or "")],
         [
             [s.finish_reason, s.stop_reason, s.text, repr(s.contract)]
-            + [digest(a) for a in (s.token_ids, s.logprobs, s.sampling_logprobs, s.versions, s.routed_experts, s.kept_tokens)]
+            + [
+                digest(a)
+                for a in (
+                    s.token_ids,
+                    s.logprobs,
+                    s.sampling_logprobs,
+                    s.versions,
+                    s.routed_experts,
+                    s.kept_tokens,
+                )
+            ]
             for s in output.outputs
         ],
         digest(output.prompt_logprobs),
@@ -41,7 +52,9 @@ def told(output: rm.RequestOutput) -> list[Any]:
 
 
 def params(number: int, tokens: int, **more: Any) -> rm.SamplingParams:
-    return rm.SamplingParams(n=1 + number % 2, max_tokens=tokens, seed=number, ignore_eos=True, **more)
+    return rm.SamplingParams(
+        n=1 + number % 2, max_tokens=tokens, seed=number, ignore_eos=True, **more
+    )
 
 
 def rolling(rank: Rank) -> Any:
@@ -55,16 +68,26 @@ def rolling(rank: Rank) -> Any:
             return len(polls[-1])
 
         generator.sync_weights(rank.source(), cast=True)
-        ids = generator.submit([PROMPTS[i % len(PROMPTS)] for i in range(8)], [params(i, n) for i, n in enumerate(lengths)])
+        ids = generator.submit(
+            [PROMPTS[i % len(PROMPTS)] for i in range(8)],
+            [params(i, n) for i, n in enumerate(lengths)],
+        )
         poll(min_outputs=2)
-        filtered = params(21, 25, stop=["dd"], prompt_logprobs=1, top_k=6, top_p=0.7, kept_tokens=True)
+        filtered = params(
+            21, 25, stop=["dd"], prompt_logprobs=1, top_k=6, top_p=0.7, kept_tokens=True
+        )
         generator.submit([[9, 8, 7], "abc"], [params(20, 11, stop=["ab", "gc"]), filtered])
         for _ in range(3):
             poll()
         generator.submit([[5] * 20], params(22, 40))
         generator.abort([ids[3], 10**6])
         poll()
-        polls.append([told(output) for output in generator.generate([[1, 2, 3], [4]], SAMPLED, use_tqdm=False)])
+        polls.append(
+            [
+                told(output)
+                for output in generator.generate([[1, 2, 3], [4]], SAMPLED, use_tqdm=False)
+            ]
+        )
         poll(min_outputs=1)
         polls.append([[digest(row)] for row in generator.score([[1, 2, 3, 4]])])
         generator.sync_weights(rank.source(0.75), cast=True, inflight=rank.job["inflight"])
@@ -77,7 +100,9 @@ def rolling(rank: Rank) -> Any:
         generator.resume()
         while poll(min_outputs=1):
             pass
-        polls.append([told(output) for output in generator.generate(PROMPTS, SAMPLED, use_tqdm=False)])
+        polls.append(
+            [told(output) for output in generator.generate(PROMPTS, SAMPLED, use_tqdm=False)]
+        )
     return polls
 
 
@@ -93,8 +118,8 @@ def late(rank: Rank) -> Any:
 
 
 def kept_weights(rank: Rank) -> Any:
-    """On devices, of which the victim's host has no room for a copy, and then the device none for the weights. What all answer before
-    and after, and each refusal with what sleeps then."""
+    """On devices, of which the victim's host has no room for a copy, and then the device none for
+    the weights. What all answer before and after, and each refusal with what sleeps then."""
     errors = {}
     with rank.make() as generator:
 
@@ -112,7 +137,10 @@ def kept_weights(rank: Rank) -> Any:
         _core.memory_fail_at(0)
         generator.reset_prefix_cache()
         assert answers(generator) == first
-        for call, parts, keep in (("wake", ["weights", "kv"], True), ("wake the cache", ["kv"], False)):
+        for call, parts, keep in (
+            ("wake", ["weights", "kv"], True),
+            ("wake the cache", ["kv"], False),
+        ):
             generator.sleep(parts, keep)
             if rank.victim:
                 os.environ["ROLLMESH_SIMT_MEMORY"] = "4096"
@@ -123,20 +151,29 @@ def kept_weights(rank: Rank) -> Any:
 
 
 def asleep(rank: Rank) -> Any:
-    """A poll that is refused while one replica has requests and the other none; afterwards it goes on."""
+    """A poll that is refused while one replica has requests and the other none; afterwards it goes
+    on."""
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
         generator.submit([[1, 2, 3]], params(1, 9))
         generator.poll()
         generator.sleep("kv")
         errors = []
-        for call in (generator.poll, lambda: generator.sync_weights(rank.source(), cast=True), lambda: generator.pause("wait")):
+        for call in (
+            generator.poll,
+            lambda: generator.sync_weights(rank.source(), cast=True),
+            lambda: generator.pause("wait"),
+        ):
             try:
                 call()
             except rm.Error as error:
                 errors.append([type(error).__name__, str(error)])
         generator.wake("kv")
-        return [errors, [told(output) for output in generator.poll(min_outputs=1)], answers(generator)]
+        return [
+            errors,
+            [told(output) for output in generator.poll(min_outputs=1)],
+            answers(generator),
+        ]
 
 
 class Broken(Letters):
@@ -157,10 +194,14 @@ def broken_tokenizer(rank: Rank) -> Any:
         except (rm.Error, KeyError) as raised:
             error = [type(raised).__name__, str(raised)]
         generator.abort(ids)
-        return [error, [o.request_id for o in generator.poll()], [len(row) for row in generator.score([[1, 2, 3, 4]])]]
+        return [
+            error,
+            [o.request_id for o in generator.poll()],
+            [len(row) for row in generator.score([[1, 2, 3, 4]])],
+        ]
 
 
-# -------------------------------------------------------------------------------------------------- sets that go wrong
+# ----------------------------------------------------------------------------- sets that go wrong
 def raised(call: Callable[[], Any]) -> list[Any]:
     """What it raises, and when."""
     try:
@@ -171,7 +212,8 @@ def raised(call: Callable[[], Any]) -> list[Any]:
 
 
 def outcome(rank: Rank, call: Callable[[rm.Generator], Any]) -> Any:
-    """Of a call that is to fail: what it raises, whether the old version serves unchanged, and whether the next sync works."""
+    """Of a call that is to fail: what it raises, whether the old version serves unchanged, and
+    whether the next sync works."""
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True, version=3)
         before = answers(generator)
@@ -180,7 +222,9 @@ def outcome(rank: Rank, call: Callable[[rm.Generator], Any]) -> Any:
             return {"told": told}
         same, version = answers(generator) == before, generator.version
         report = generator.sync_weights(weights(rank.job["model"], 0.75), cast=True)
-        bits = {key: value for key, value in answers(generator).items() if key != "about"}  # which has the version in it
+        bits = {
+            key: value for key, value in answers(generator).items() if key != "about"
+        }  # which has the version in it
         return {"told": told, "same": same, "version": version, "after": [report.digest, bits]}
 
 
@@ -263,7 +307,8 @@ def refused_by_all(rank: Rank) -> Any:
 
 
 def mapping_faults(rank: Rank) -> Any:
-    """A state dict with several offenders of a kind, on the ranks of `bad`; others have a good one, or none."""
+    """A state dict with several offenders of a kind, on the ranks of `bad`; others have a good one,
+    or none."""
     model, how = rank.job["model"], rank.job["how"]
     bad: dict[str, Any] = {name: np.array(value) for name, value in weights(model, 0.5).items()}
     if how in ("names", "missing"):
@@ -285,7 +330,8 @@ def mapping_faults(rank: Rank) -> Any:
 
 
 def differs(rank: Rank) -> Any:
-    """A set that is not the same on all ranks: the values of one tensor, the options, or just who has a timeout."""
+    """A set that is not the same on all ranks: the values of one tensor, the options, or just who
+    has a timeout."""
     how, model = rank.job["how"], rank.job["model"]
     state = {name: np.array(value) for name, value in weights(model, 0.5).items()}
     if how == "values" and rank.victim:
@@ -314,7 +360,8 @@ def stops(rank: Rank) -> Any:
 
 
 def rests(rank: Rank) -> Any:
-    """Sleeps and wakes for which the victim has other arguments: what is raised and what sleeps then, and whether the same serves on."""
+    """Sleeps and wakes for which the victim has other arguments: what is raised and what sleeps
+    then, and whether the same serves on."""
     told = []
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True, version=3)
@@ -336,7 +383,8 @@ def rests(rank: Rank) -> Any:
 
 
 def aborted_asleep(rank: Rank) -> Any:
-    """What was aborted comes out of poll though no step can be made; what is not finished is still refused."""
+    """What was aborted comes out of poll though no step can be made; what is not finished is still
+    refused."""
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
         polls = []
@@ -345,7 +393,11 @@ def aborted_asleep(rank: Rank) -> Any:
             generator.poll()
             generator.abort(ids[left:])
             generator.sleep("kv")
-            polls.append([told(output)[0] for output in generator.poll()] if not left else raised(generator.poll)[:2])
+            polls.append(
+                [told(output)[0] for output in generator.poll()]
+                if not left
+                else raised(generator.poll)[:2]
+            )
             generator.wake()
             polls.append([told(output)[0] for output in generator.poll(min_outputs=3)])
         generator.submit([[1, 2, 3], [4, 5]], params(0, 40))

@@ -1,4 +1,5 @@
-"""Scenarios for the server of mesh_ranks.py: rank 0 makes the calls and the others follow. test_follow.py says what has to come out."""
+"""Scenarios for the server of mesh_ranks.py: rank 0 makes the calls and the others follow.
+test_follow.py says what has to come out."""
 
 from __future__ import annotations
 
@@ -19,14 +20,22 @@ import rollmesh as rm
 
 
 async def of_an_event_loop(generator: rm.Generator) -> list[Any]:
-    """Some requests at once, one that is cancelled, one with a stop string, one that is read as it comes."""
-    waiting = [asyncio.ensure_future(generator.agenerate(PROMPTS[i % 6], params(i, 3 + 5 * i))) for i in range(5)]
+    """Some requests at once, one that is cancelled, one with a stop string, one that is read as it
+    comes."""
+    waiting = [
+        asyncio.ensure_future(generator.agenerate(PROMPTS[i % 6], params(i, 3 + 5 * i)))
+        for i in range(5)
+    ]
     endless = asyncio.ensure_future(generator.agenerate([7], ENDLESS))
-    stopped = await generator.agenerate("fad", rm.SamplingParams(max_tokens=30, seed=4, stop=["dd"], ignore_eos=True))
+    stopped = await generator.agenerate(
+        "fad", rm.SamplingParams(max_tokens=30, seed=4, stop=["dd"], ignore_eos=True)
+    )
     endless.cancel()
     outputs = [stopped, *await asyncio.gather(*waiting)]
     *_, last = [output async for output in generator.astream(PROMPTS[3], params(9, 7))]
-    return [told(output)[1:] for output in [*outputs, last]]  # without the ids, whose order is the threads'
+    return [
+        told(output)[1:] for output in [*outputs, last]
+    ]  # without the ids, whose order is the threads'
 
 
 def every_call(rank: Rank) -> Any:
@@ -35,12 +44,21 @@ def every_call(rank: Rank) -> Any:
         generator.follow(lambda version: rank.source(0.75 if version == 2 else 1.0))
         if rank.rank > 0:
             return generator._turn.closed
-        out: list[Any] = [generator.sync_weights(rank.source(), cast=True).digest, answers(generator)]
+        out: list[Any] = [
+            generator.sync_weights(rank.source(), cast=True).digest,
+            answers(generator),
+        ]
         out.append(asyncio.run(of_an_event_loop(generator)))
         ids = generator.submit(PROMPTS, [params(i, 9 + i) for i in range(6)])
         first = generator.poll(min_outputs=2)
-        out.append(generator.sync_weights(rank.source(0.75), 2, cast=True, inflight=rank.job["inflight"]).digest)
-        out.append(sorted(told(output) for output in [*first, *generator.poll(min_outputs=len(ids))]))
+        out.append(
+            generator.sync_weights(
+                rank.source(0.75), 2, cast=True, inflight=rank.job["inflight"]
+            ).digest
+        )
+        out.append(
+            sorted(told(output) for output in [*first, *generator.poll(min_outputs=len(ids))])
+        )
         try:
             generator.generate([[1], [999]], SAMPLED, use_tqdm=False)
         except rm.RequestError as error:
@@ -64,7 +82,8 @@ def every_call(rank: Rank) -> Any:
 
 
 def refused(rank: Rank) -> Any:
-    """Rank 0: what is refused, and that the next call succeeds. Another rank: what a call of its own raises while it follows."""
+    """Rank 0: what is refused, and that the next call succeeds. Another rank: what a call of its
+    own raises while it follows."""
     own: list[str] = []
     with rank.make() as generator:
         try:
@@ -73,7 +92,12 @@ def refused(rank: Rank) -> Any:
             own.append(str(error))
 
         def meddle() -> None:
-            for call in (lambda: generator.submit([[1]]), lambda: generator.sync_weights(rank.source()), generator.close, generator.follow):
+            for call in (
+                lambda: generator.submit([[1]]),
+                lambda: generator.sync_weights(rank.source()),
+                generator.close,
+                generator.follow,
+            ):
                 try:
                     call()
                 except rm.StateError as error:
@@ -97,7 +121,9 @@ def refused(rank: Rank) -> Any:
             own.append(str(error))
         for call in (
             lambda: generator.sync_weights(rank.source(), 5, cast=True),
-            lambda: generator.sync_weights({"model.norm.weight": np.ones(96, np.float32)}, cast=True),
+            lambda: generator.sync_weights(
+                {"model.norm.weight": np.ones(96, np.float32)}, cast=True
+            ),
             lambda: generator.begin_sync(),
             lambda: generator.sleep("all"),
         ):
@@ -113,13 +139,18 @@ def endless(rank: Rank) -> Any:
     """Rank 0's iterator of weights, or the victim's, does not end; then the next set is taken."""
     without_end = repeat(("model.norm.weight", np.ones(96, np.float32)))
     with rank.make() as generator:
-        generator.follow(lambda version: without_end if version == 1 and rank.victim else rank.source())
+        generator.follow(
+            lambda version: without_end if version == 1 and rank.victim else rank.source()
+        )
         if rank.rank > 0:
             return None
         try:
             generator.sync_weights(without_end if rank.victim else rank.source(), 1, cast=True)
         except rm.Error as error:
-            return [f"{type(error).__name__}: {error}", generator.sync_weights(weights(rank.job["model"]), 2, cast=True).version]
+            return [
+                f"{type(error).__name__}: {error}",
+                generator.sync_weights(weights(rank.job["model"]), 2, cast=True).version,
+            ]
 
 
 def idle(rank: Rank) -> Any:
@@ -142,7 +173,12 @@ def handled(rank: Rank) -> Any:
             if generator._turn.is_inside:
                 signal.setitimer(signal.ITIMER_REAL, 0.05)
                 return
-            for call in (lambda: generator.submit([[1]]), lambda: generator.sleep("kv"), generator.begin_sync, generator.close):
+            for call in (
+                lambda: generator.submit([[1]]),
+                lambda: generator.sleep("kv"),
+                generator.begin_sync,
+                generator.close,
+            ):
                 try:
                     call()
                 except rm.StateError as error:
@@ -179,8 +215,15 @@ def words(rank: Rank) -> Any:
         generator.follow()
         if rank.rank > 0:
             return None
-        generator.sync_weights(weights(rank.job["model"]), cast=True, mode=text("staged"), inflight=text("keep"))
-        return [told(output) for output in generator.generate([text("fad")], params(4, 30, stop=[text("dd")]), use_tqdm=False)]
+        generator.sync_weights(
+            weights(rank.job["model"]), cast=True, mode=text("staged"), inflight=text("keep")
+        )
+        return [
+            told(output)
+            for output in generator.generate(
+                [text("fad")], params(4, 30, stop=[text("dd")]), use_tqdm=False
+            )
+        ]
 
 
 class Slow(Letters):
@@ -196,7 +239,9 @@ def busy(rank: Rank) -> Any:
         if rank.rank > 0:
             return None
         generator.sync_weights(weights(rank.job["model"]), cast=True)
-        return [told(output) for output in generator.generate(["fad"] * 6, params(1, 3), use_tqdm=False)]
+        return [
+            told(output) for output in generator.generate(["fad"] * 6, params(1, 3), use_tqdm=False)
+        ]
 
 
 def dropped(rank: Rank) -> Any:
@@ -237,7 +282,8 @@ def lost(rank: Rank) -> Any:
 
 
 def interrupted(rank: Rank) -> Any:
-    """A Ctrl-C on rank 0 between the message of a call and the call. What each rank is told next."""
+    """A Ctrl-C on rank 0 between the message of a call and the call. What each rank is told
+    next."""
     with rank.make() as generator:
         try:
             generator.follow()

@@ -1,10 +1,13 @@
-"""Scenarios for the server of mesh_ranks.py: weights that come in pieces. test_resharding.py says what has to come out.
+"""Scenarios for the server of mesh_ranks.py: weights that come in pieces. test_resharding.py says
+what has to come out.
 
-The trainer is in the same processes, which talk over Gloo whatever the generator's ranks use. Job: "trainer" how its ranks hold the
-weights, "axes" of its mesh, "dims" that each axis shards (-1: replicated), "first" rank of it, "packed" experts in one tensor,
-"dtype", "stream" an iterator and no mapping.
+The trainer is in the same processes, which talk over Gloo whatever the generator's ranks use. Job:
+"trainer" how its ranks hold the weights, "axes" of its mesh, "dims" that each axis shards (-1:
+replicated), "first" rank of it, "packed" experts in one tensor, "dtype", "stream" an iterator and
+no mapping.
 
-torch is imported here, at the top, because the server imports this once for all ranks that it forks.
+torch is imported here, at the top, because the server imports this once for all ranks that it
+forks.
 """
 
 from __future__ import annotations
@@ -35,9 +38,12 @@ for name in CASES:
 
 
 def begin(rank: Rank, trains: bool = True) -> None:
-    """The generator's ranks over what the job says; over torch they take the process group of the trainer."""
+    """The generator's ranks over what the job says; over torch they take the process group of the
+    trainer."""
     if trains:
-        distributed.init_process_group("gloo", init_method=f"file://{rank.job['name']}", rank=rank.rank, world_size=rank.world)
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{rank.job['name']}", rank=rank.rank, world_size=rank.world
+        )
         atexit.register(distributed.destroy_process_group)
 
     def comm() -> rm.comm.Comm:
@@ -51,18 +57,25 @@ def begin(rank: Rank, trains: bool = True) -> None:
 def full(rank: Rank, scale: float) -> Named:
     """All weights as torch tensors."""
     name = rank.job["model"]
-    state: Named = {key: torch.from_numpy(np.array(value)) for key, value in weights(name, scale).items()}
+    state: Named = {
+        key: torch.from_numpy(np.array(value)) for key, value in weights(name, scale).items()
+    }
     if rank.job.get("packed"):
         state = helpers.module_state_dict(state, CASES[name].config)
     keep = torch.float32 if rank.job.get("dtype", "float32") == "float32" else torch.bfloat16
-    return {key: value if key.endswith("e_score_correction_bias") else value.to(keep) for key, value in state.items()}
+    return {
+        key: value if key.endswith("e_score_correction_bias") else value.to(keep)
+        for key, value in state.items()
+    }
 
 
-# -------------------------------------------------------------------------------------------------- trainers
+# --------------------------------------------------------------------------------------- trainers
 def on_mesh(rank: Rank, state: Named) -> Named | None:
     """DTensors over "axes" of ranks from "first" on; other ranks have no source."""
     axes, first = rank.job["axes"], rank.job.get("first", 0)
-    mesh = DeviceMesh("cpu", torch.arange(first, first + math.prod(axes)).reshape(axes))  # all ranks make it
+    mesh = DeviceMesh(
+        "cpu", torch.arange(first, first + math.prod(axes)).reshape(axes)
+    )  # all ranks make it
     if not first <= rank.rank < first + math.prod(axes):
         return None
 
@@ -88,11 +101,15 @@ def module_of(state: Named) -> Any:
 
 
 def fully_sharded(rank: Rank, state: Named) -> Named:
-    """torch's own FSDP2 over all ranks; with two axes the first is FSDP's, and the second shards rows as tensor parallelism does."""
+    """torch's own FSDP2 over all ranks; with two axes the first is FSDP's, and the second shards
+    rows as tensor parallelism does."""
     axes = rank.job["axes"]
     mesh = init_device_mesh("cpu", tuple(axes), mesh_dim_names=("fsdp", "tp")[: len(axes)])
     if len(axes) == 2:
-        state = {name: distribute_tensor(tensor, mesh["tp"], [Shard(0)], src_data_rank=None) for name, tensor in state.items()}
+        state = {
+            name: distribute_tensor(tensor, mesh["tp"], [Shard(0)], src_data_rank=None)
+            for name, tensor in state.items()
+        }
     module = module_of(state)
     layers = module.model.layers if hasattr(module, "model") else []
     for _, layer in layers.named_children() if layers else []:
@@ -102,7 +119,8 @@ def fully_sharded(rank: Rank, state: Named) -> Named:
 
 
 def cut_anyhow(rank: Rank, state: Named) -> Named:
-    """Pieces of rm.Piece, cut at random along a random dim, the same on all ranks: ranks with nothing, and some tensors whole."""
+    """Pieces of rm.Piece, cut at random along a random dim, the same on all ranks: ranks with
+    nothing, and some tensors whole."""
     pieces: Named = {}
     for index, (name, tensor) in enumerate(state.items()):
         rng = np.random.default_rng([7, index])
@@ -110,13 +128,19 @@ def cut_anyhow(rank: Rank, state: Named) -> Named:
         if dim < 0:
             pieces[name] = tensor
             continue
-        cuts = [0, *sorted(rng.integers(0, tensor.shape[dim] + 1, rank.world - 1).tolist()), tensor.shape[dim]]
+        cuts = [
+            0,
+            *sorted(rng.integers(0, tensor.shape[dim] + 1, rank.world - 1).tolist()),
+            tensor.shape[dim],
+        ]
         at = int(rng.permutation(rank.world)[rank.rank])
         offsets = [0] * tensor.ndim
         offsets[dim] = cuts[at]
         mine = tensor.narrow(dim, cuts[at], cuts[at + 1] - cuts[at])
         numpy = rank.job.get("dtype", "float32") == "float32" and index % 2
-        pieces[name] = rm.Piece(mine.numpy() if numpy else mine, tuple(tensor.shape), tuple(offsets))
+        pieces[name] = rm.Piece(
+            mine.numpy() if numpy else mine, tuple(tensor.shape), tuple(offsets)
+        )
     return pieces
 
 
@@ -147,7 +171,7 @@ class Watch:
         Resharding._exchange = watched  # type: ignore[method-assign]
 
 
-# -------------------------------------------------------------------------------------------------- scenarios
+# -------------------------------------------------------------------------------------- scenarios
 def resharded(rank: Rank) -> Any:
     """As mesh_ranks.bits: two versions and what each answers. And what it took."""
     begin(rank)
@@ -157,7 +181,13 @@ def resharded(rank: Rank) -> Any:
         moved = {"received": watch.received, "bytes": first.bytes, "gathered": watch.gathered}
         out = {"digest": first.digest, **answers(generator)}
         second = generator.sync_weights(source(rank, 0.75), cast=True)
-        return {"bits": [out, {"digest": second.digest, "version": second.version, **answers(generator)}], **moved}
+        return {
+            "bits": [
+                out,
+                {"digest": second.digest, "version": second.version, **answers(generator)},
+            ],
+            **moved,
+        }
 
 
 def by_shards(rank: Rank) -> Any:
@@ -169,14 +199,22 @@ def by_shards(rank: Rank) -> Any:
         def pieces() -> Iterator[tuple[str, Any]]:
             for name, tensor in state.items():
                 shard = generator.shard(name)  # inside the sync
-                box = tuple(slice(at, at + size) for at, size in zip(shard.offsets, shard.sizes, strict=True))
+                box = tuple(
+                    slice(at, at + size)
+                    for at, size in zip(shard.offsets, shard.sizes, strict=True)
+                )
                 yield name, rm.Piece(tensor[box].numpy(), shard.shape, shard.offsets)
 
         report = generator.sync_weights(pieces(), cast=True)
         with pytest.raises(rm.UnexpectedKeyError, match="nothing"):
             generator.shard("nothing")
         held = sum(math.prod(generator.shard(name).sizes) for name in state)
-        got = {"received": watch.received, "bytes": report.bytes, "held": held, "all": sum(tensor.numel() for tensor in state.values())}
+        got = {
+            "received": watch.received,
+            "bytes": report.bytes,
+            "held": held,
+            "all": sum(tensor.numel() for tensor in state.values()),
+        }
         return {"bits": {"digest": report.digest, **answers(generator)}, **got}
 
 
@@ -187,12 +225,22 @@ def spoiled(rank: Rank, state: Named) -> Any:
     if how == "hole":  # the last row of one tensor is in nobody's piece
         old = state[name]
         keep = min(old.sizes[0], max(0, old.shape[0] - 1 - old.offsets[0]))
-        state[name] = rm.Piece(old.array[:keep], old.shape, old.offsets if keep else (0,) * len(old.shape))
+        state[name] = rm.Piece(
+            old.array[:keep], old.shape, old.offsets if keep else (0,) * len(old.shape)
+        )
     if how == "alike":  # every rank says that the whole tensor has one row more
-        state[name] = rm.Piece(state[name].array, (state[name].shape[0] + 1, *state[name].shape[1:]), state[name].offsets)
+        state[name] = rm.Piece(
+            state[name].array,
+            (state[name].shape[0] + 1, *state[name].shape[1:]),
+            state[name].offsets,
+        )
     if how == "huge":  # every rank says that the whole tensor is larger than can be
         old = state[name]
-        state[name] = rm.Piece(np.zeros((0,) * len(old.shape), np.float32), (2**62, *[2**70] * (len(old.shape) - 1)), (0,) * len(old.shape))
+        state[name] = rm.Piece(
+            np.zeros((0,) * len(old.shape), np.float32),
+            (2**62, *[2**70] * (len(old.shape) - 1)),
+            (0,) * len(old.shape),
+        )
     if how == "unknown":
         state = {(f"{key}.no" if key == name else key): value for key, value in state.items()}
     if not rank.victim:
@@ -200,11 +248,19 @@ def spoiled(rank: Rank, state: Named) -> Any:
     if how == "order":
         state = {key: state[key] for key in [*names[:5], names[6], names[5], *names[7:]]}
     elif how == "fewer":
-        return iter([(key, state[key]) for key in names[:5]])  # of a mapping it would be seen at once that names are missing
+        return iter(
+            [(key, state[key]) for key in names[:5]]
+        )  # of a mapping it would be seen at once that names are missing
     elif how == "dtype":
-        state[name] = rm.Piece(state[name].array.astype(np.float64), state[name].shape, state[name].offsets)
+        state[name] = rm.Piece(
+            state[name].array.astype(np.float64), state[name].shape, state[name].offsets
+        )
     elif how == "shape":
-        state[name] = rm.Piece(state[name].array, (state[name].shape[0] + 1, *state[name].shape[1:]), state[name].offsets)
+        state[name] = rm.Piece(
+            state[name].array,
+            (state[name].shape[0] + 1, *state[name].shape[1:]),
+            state[name].offsets,
+        )
     elif how == "nan":
         array = np.array(state[name].array)
         array[(0,) * array.ndim] = np.nan
@@ -215,7 +271,9 @@ def spoiled(rank: Rank, state: Named) -> Any:
         array = torch.from_numpy(np.array(state[name].array)).clone()
         if how == "emptied":
             array.untyped_storage().resize_(0)
-        array = array.to("meta") if how == "meta" else array.to_sparse() if how == "sparse" else array
+        array = (
+            array.to("meta") if how == "meta" else array.to_sparse() if how == "sparse" else array
+        )
         state[name] = rm.Piece(array, state[name].shape, state[name].offsets)
     elif how == "raises":
 
@@ -233,12 +291,15 @@ def rows(rank: Rank, state: Named) -> Named:
     for name, array in state.items():
         cuts = [len(array) * r // rank.world for r in range(rank.world + 1)]
         first, last = cuts[rank.rank], cuts[rank.rank + 1]
-        out[name] = rm.Piece(np.asarray(array)[first:last], array.shape, (first, *[0] * (array.ndim - 1)))
+        out[name] = rm.Piece(
+            np.asarray(array)[first:last], array.shape, (first, *[0] * (array.ndim - 1))
+        )
     return out
 
 
 def spoiled_pieces(rank: Rank) -> Any:
-    """A sync in pieces that is wrong somewhere: what it raises, what serves then, and the next one."""
+    """A sync in pieces that is wrong somewhere: what it raises, what serves then, and the next
+    one."""
     begin(rank, trains=False)
     with rank.make() as generator:
         generator.sync_weights(rows(rank, weights("moe")), cast=True)

@@ -1,5 +1,6 @@
-"""Inputs and exact arithmetic for the tests of the op table: arrays that are hard on kernels, pages of K and V, outputs between
-guard bytes, bf16 and float32 with denormals flushed as docs/numerics.md says, and fma in exact fractions."""
+"""Inputs and exact arithmetic for the tests of the op table: arrays that are hard on kernels, pages
+of K and V, outputs between guard bytes, bf16 and float32 with denormals flushed as docs/numerics.md
+says, and fma in exact fractions."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def stored(x: Array, dtype: str) -> Array:
 
 
 def misaligned(x: Array) -> Array:
-    """The same array one element past a 64-byte boundary, where vector loads would like it least."""
+    """The same array one element past a 64-byte boundary, where vector loads would like it
+    least."""
     room = np.zeros(x.size + 64 // x.itemsize + 2, x.dtype)
     start = (-room.ctypes.data // x.itemsize) % (64 // x.itemsize) + 1
     out = room[start : start + x.size].reshape(x.shape)
@@ -45,12 +47,15 @@ def misaligned(x: Array) -> Array:
     return out
 
 
-def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Array:
+def normal(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 1.0
+) -> Array:
     return misaligned(stored(rng.standard_normal(shape, np.float32) * np.float32(scale), dtype))
 
 
 def hard(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
-    """Numbers that show an order: 2^±60, terms that cancel, denormals, both zeros. Finite, and so are sums of their products."""
+    """Numbers that show an order: 2^±60, terms that cancel, denormals, both zeros. Finite, and so
+    are sums of their products."""
     x = rng.standard_normal(shape).astype(np.float32)
     kind = rng.integers(0, 6, shape)
     x = np.where(kind == 0, np.ldexp(x, rng.integers(-60, 61, shape)), x)
@@ -80,8 +85,9 @@ def attention_case(
     page_size: int,
     window: int = 0,
 ) -> dict[str, Array]:
-    """Sequences whose last min(chunk, length) positions are asked for, in shuffled pages. Slots that no row may see hold finite
-    garbage where they share a page with live ones; pages without a live one hold NaN, and tables do not point to them."""
+    """Sequences whose last min(chunk, length) positions are asked for, in shuffled pages. Slots
+    that no row may see hold finite garbage where they share a page with live ones; pages without a
+    live one hold NaN, and tables do not point to them."""
     needed = [-(-n // page_size) for n in lengths]
     order = rng.permutation(sum(needed) + 3).astype(np.int32)
     tables = np.full((len(lengths), max(needed) + 1), -1, np.int32)
@@ -107,12 +113,23 @@ def attention_case(
 
 
 def qkv_case(
-    rng: np.random.Generator, dtype: str, rows: int, heads: int, kv_heads: int, head_dim: int, page_size: int, kind: str
+    rng: np.random.Generator,
+    dtype: str,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    kind: str,
 ) -> dict[str, Array]:
     pages = rows // page_size + 2
     slots = rng.permutation(pages * page_size)[:rows].astype(np.int64)
     slots[rows // 2 : rows // 2 + 1] = -1
-    cos, sin = ops.rope_table(np.float32(10000.0) ** -(np.arange(head_dim // 2, dtype=np.float32) / (head_dim // 2)), 500, dtype=dtype)
+    cos, sin = ops.rope_table(
+        np.float32(10000.0) ** -(np.arange(head_dim // 2, dtype=np.float32) / (head_dim // 2)),
+        500,
+        dtype=dtype,
+    )
     return {
         "qkv": inputs(rng, (rows, (heads + 2 * kv_heads) * head_dim), dtype, kind),
         "q_weight": normal(rng, (head_dim,), dtype),
@@ -130,23 +147,28 @@ def bits(x: Array) -> Array:
 
 
 def assert_same_bits(run: Callable[[str, int], tuple[Array, ...]]) -> tuple[Array, ...]:
-    """run(isa, threads) in every variant and with one and two threads gives ref's bits. Returns ref's."""
+    """run(isa, threads) in every variant and with one and two threads gives ref's bits. Returns
+    ref's."""
     want = run("ref", 1)
     for isa, threads in FAST:
         for i, (a, b) in enumerate(zip(want, run(isa, threads))):
             assert a.shape == b.shape
             wrong = np.argwhere(bits(a) != bits(b))
-            assert not len(wrong), f"{isa} threads={threads}: output {i} differs at {wrong[:4].tolist()} of {a.shape}, {len(wrong)} places"
+            assert not len(wrong), (
+                f"{isa} threads={threads}: output {i} differs at {wrong[:4].tolist()} of "
+                f"{a.shape}, {len(wrong)} places"
+            )
     return want
 
 
-# ---------------------------------------------------------------------------------------------- exact float32
+# ---------------------------------------------------------------------------------- exact float32
 def flush(x: float) -> float:
     return 0.0 * x if abs(x) < 2.0**-126 else x
 
 
 def round_f32(q: Fraction) -> float:
-    """Nearest even in 24 bits, then denormals to zero (tininess after rounding). A Python float that is a float32."""
+    """Nearest even in 24 bits, then denormals to zero (tininess after rounding). A Python float
+    that is a float32."""
     if q == 0:
         return 0.0
     exponent = abs(q).numerator.bit_length() - abs(q).denominator.bit_length()
@@ -161,7 +183,8 @@ def fma(a: float, b: float, c: float) -> float:
 
 
 def exact_dot(x: Array, w: Array) -> float:
-    """docs/numerics.md §2, step by step in fractions. Zeros lose their sign here; compare after + 0.0."""
+    """docs/numerics.md §2, step by step in fractions. Zeros lose their sign here; compare after +
+    0.0."""
     k = _padded(len(x))
     xs, ws = np.zeros(k), np.zeros(k)
     xs[: len(x)], ws[: len(w)] = x, w
@@ -170,7 +193,9 @@ def exact_dot(x: Array, w: Array) -> float:
         chains = [0.0, 0.0]
         for kk in range(32):
             chains[kk % 2] = fma(float(xs[block + kk]), float(ws[block + kk]), chains[kk % 2])
-        acc = round_f32(Fraction(acc) + Fraction(round_f32(Fraction(chains[0]) + Fraction(chains[1]))))
+        acc = round_f32(
+            Fraction(acc) + Fraction(round_f32(Fraction(chains[0]) + Fraction(chains[1])))
+        )
     return acc
 
 
@@ -179,6 +204,7 @@ def _padded(k: int) -> int:
 
 
 def dot_bound(x: Array, w: Array) -> Array:
-    """|computed − exact| of x·wᵀ: each term passes at most 16 fma, one E + O and one add a block; k·ε·Σ|x·y|."""
+    """|computed − exact| of x·wᵀ: each term passes at most 16 fma, one E + O and one add a block;
+    k·ε·Σ|x·y|."""
     steps = 17 + _padded(x.shape[-1]) // 32
     return 1.01 * steps * EPS * (np.abs(x.astype(np.float64)) @ np.abs(w.astype(np.float64)).T)

@@ -1,11 +1,13 @@
-"""transformers as the independent reference: float32, bfloat16, and a forward that is float64 throughout.
+"""transformers as the independent reference: float32, bfloat16, and a forward that is float64
+throughout.
 
-transformers casts to float32 inside norms, softmaxes and the router whatever the model's dtype. `Double` rewrites those
-casts while it is active, so that rounding is far below every margin this suite asks about. The rotary embedding is left in
-float32: round32(position · inv_freq) is part of what both sides compute, not an error of either.
+transformers casts to float32 inside norms, softmaxes and the router whatever the model's dtype.
+`Double` rewrites those casts while it is active, so that rounding is far below every margin this
+suite asks about. The rotary embedding is left in float32: round32(position · inv_freq) is part of
+what both sides compute, not an error of either.
 
-The reference for a router bias, which transformers' Qwen3-MoE does not have, is `BiasedRouter`: their router with the
-choice made on scores plus bias and the gates taken from the scores.
+The reference for a router bias, which transformers' Qwen3-MoE does not have, is `BiasedRouter`:
+their router with the choice made on scores plus bias and the gates taken from the scores.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class BiasedRouter(Qwen3MoeTopKRouter):
         self.weight = torch.nn.Parameter(weight)
         self.bias = bias
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = torch.nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
         scores = torch.nn.functional.softmax(logits, dtype=torch.float32, dim=-1)
         ids = torch.topk(scores + self.bias, self.top_k, dim=-1).indices
@@ -47,20 +51,36 @@ def config_of(fields: Mapping[str, Any]) -> Any:
     return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
-def model(case: helpers.Case, state: Mapping[str, torch.Tensor], dtype: str, changes: Mapping[str, Any], experts: str = "eager") -> Any:
-    """Attention and experts as the modeling file spells them ("eager"): the other implementations refuse float64 or odd widths."""
+def model(
+    case: helpers.Case,
+    state: Mapping[str, torch.Tensor],
+    dtype: str,
+    changes: Mapping[str, Any],
+    experts: str = "eager",
+) -> Any:
+    """Attention and experts as the modeling file spells them ("eager"): the other implementations
+    refuse float64 or odd widths."""
     fields = {**case.config, **changes}
     config = config_of(fields)
     # Built in its dtype, not cast to it: .to(bfloat16) would round inv_freq too.
     net = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=getattr(torch, dtype), attn_implementation="eager", experts_implementation=experts
+        config,
+        dtype=getattr(torch, dtype),
+        attn_implementation="eager",
+        experts_implementation=experts,
     )
     biases = {name: x for name, x in state.items() if name.endswith("e_score_correction_bias")}
-    module = helpers.module_state_dict({name: x for name, x in state.items() if name not in biases}, fields)
-    wanted = set(net.state_dict()) - ({"lm_head.weight"} if fields["tie_word_embeddings"] else set())
+    module = helpers.module_state_dict(
+        {name: x for name, x in state.items() if name not in biases}, fields
+    )
+    wanted = set(net.state_dict()) - (
+        {"lm_head.weight"} if fields["tie_word_embeddings"] else set()
+    )
     module = {name: x for name, x in module.items() if name in wanted}  # a change may drop biases
     missing = set(module) ^ wanted
-    assert not missing, f"the oracle's weights and transformers' parameters differ: {sorted(missing)}"
+    assert not missing, (
+        f"the oracle's weights and transformers' parameters differ: {sorted(missing)}"
+    )
     net.load_state_dict(module, strict=not fields["tie_word_embeddings"])
     net.tie_weights()
     for name, bias in biases.items():
@@ -70,7 +90,8 @@ def model(case: helpers.Case, state: Mapping[str, torch.Tensor], dtype: str, cha
 
 
 class Double(TorchFunctionMode):
-    """While active, what asks for float32 gets float64, except inside the modules given to `exempt`."""
+    """While active, what asks for float32 gets float64, except inside the modules given to
+    `exempt`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,11 +129,13 @@ class Forward:
     """One sequence through the reference."""
 
     logits: np.ndarray  # float64 [n][vocab]
-    scores: np.ndarray  # float64 [n][moe_layers][experts]: log of what the choice is made on; empty without MoE layers
+    # float64 [n][moe_layers][experts]: log of what the choice is made on; empty without MoE layers
+    scores: np.ndarray
     routed: np.ndarray  # int64 [n][moe_layers][k], best first
 
     def router_margin(self) -> np.ndarray:
-        """float64 [n]: over the layers, the least gap between the last chosen and the first not chosen."""
+        """float64 [n]: over the layers, the least gap between the last chosen and the first not
+        chosen."""
         n, layers, experts = self.scores.shape
         k = self.routed.shape[2]
         if layers == 0 or k == experts:
@@ -121,7 +144,8 @@ class Forward:
         return (ranked[..., k - 1] - ranked[..., k]).min(axis=-1)
 
     def order_margin(self) -> np.ndarray:
-        """float64 [n]: as router_margin, but over every neighbouring pair down to the first not chosen."""
+        """float64 [n]: as router_margin, but over every neighbouring pair down to the first not
+        chosen."""
         n, layers, _ = self.scores.shape
         ranked = -np.sort(-self.scores, axis=-1)[..., : self.routed.shape[2] + 1]
         if layers == 0 or ranked.shape[2] < 2:
@@ -134,7 +158,8 @@ class Forward:
 
 
 def forward(net: Any, ids: list[int], double: bool = False) -> Forward:
-    """Runs the whole sequence at once. double: net was made with dtype "float64", and nothing in it rounds to float32."""
+    """Runs the whole sequence at once. double: net was made with dtype "float64", and nothing in it
+    rounds to float32."""
     records: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def record(router: Any, inputs: Any, outputs: Any) -> None:
@@ -144,7 +169,11 @@ def forward(net: Any, ids: list[int], double: bool = False) -> Forward:
             choice = (choice + router.bias.double()).clamp_min(1e-300)
         records.append((choice.log(), chosen))
 
-    hooks = [module.register_forward_hook(record) for module in net.modules() if isinstance(module, Qwen3MoeTopKRouter)]
+    hooks = [
+        module.register_forward_hook(record)
+        for module in net.modules()
+        if isinstance(module, Qwen3MoeTopKRouter)
+    ]
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
@@ -163,14 +192,18 @@ def forward(net: Any, ids: list[int], double: bool = False) -> Forward:
 
 
 def relative_error(logits: np.ndarray, truth: np.ndarray) -> float:
-    """Frobenius norm of the difference over that of the truth: one number for a prompt's logits [n][vocab]."""
+    """Frobenius norm of the difference over that of the truth: one number for a prompt's logits
+    [n][vocab]."""
     return float(np.linalg.norm(logits - truth) / np.linalg.norm(truth))
 
 
 def default_model(case: helpers.Case, state: Mapping[str, torch.Tensor], dtype: str) -> Any:
-    """As `model`, but with the implementations that transformers picks by itself where they accept the shapes."""
+    """As `model`, but with the implementations that transformers picks by itself where they accept
+    the shapes."""
     widths = (case.config["hidden_size"], case.config.get("moe_intermediate_size", 0))
-    grouped = case.is_moe and all(width % 8 == 0 for width in widths)  # grouped_mm wants rows of 16 bytes
+    grouped = case.is_moe and all(
+        width % 8 == 0 for width in widths
+    )  # grouped_mm wants rows of 16 bytes
     net = model(case, state, dtype, {}, experts="grouped_mm" if grouped else "eager")
     net.set_attn_implementation("sdpa")
     return net

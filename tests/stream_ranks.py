@@ -1,10 +1,12 @@
-"""Ranks of a stream of weights (weights/transport/stream.py), each a process that test_stream.py drives: one sends what it makes from a
-seed, the others receive into generators.
+"""Ranks of a stream of weights (weights/transport/stream.py), each a process that test_stream.py
+drives: one sends what it makes from a seed, the others receive into generators.
 
-    nccl    rm.comm.nccl over shared memory: tensors on simulated GPUs, or on one GPU with torch where there is one
+    nccl    rm.comm.nccl over shared memory: tensors on simulated GPUs, or on one GPU with torch
+            where there is one
     shm     rm.comm.shm: the host, without torch
     gloo    torch.distributed on the host
-    torch   as gloo, and each rank takes the CPU for its GPU: what a group of NCCL does on CUDA tensors, over a group that can be had here
+    torch   as gloo, and each rank takes the CPU for its GPU: what a group of NCCL does on CUDA
+            tensors, over a group that can be had here
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def seen(generator: rm.Generator) -> list[Any]:
 
 
 def spread(array: np.ndarray) -> np.ndarray:
-    """The values of `array` as a view whose elements do not lie together, transposed where it has two dims."""
+    """The values of `array` as a view whose elements do not lie together, transposed where it has
+    two dims."""
     if array.ndim < 2:
         base = np.full((*array.shape, 3), np.nan, array.dtype)
         base[..., 1] = array
@@ -50,7 +53,8 @@ def spread(array: np.ndarray) -> np.ndarray:
 
 
 class Passing(np.ndarray):
-    """A trainer's tensor that is gone as soon as nobody holds it: whoever looks then sees no number."""
+    """A trainer's tensor that is gone as soon as nobody holds it: whoever looks then sees no
+    number."""
 
     def __del__(self) -> None:
         if self.base is None:
@@ -58,7 +62,8 @@ class Passing(np.ndarray):
 
 
 def passing(array: np.ndarray, trainer: Any) -> Any:
-    """On the host, or on the GPU of a trainer whose allocator gives memory to the next at once, as torch's does."""
+    """On the host, or on the GPU of a trainer whose allocator gives memory to the next at once, as
+    torch's does."""
     if trainer is None:
         made = Passing(array.shape, array.dtype)
         made[...] = array
@@ -68,7 +73,9 @@ def passing(array: np.ndarray, trainer: Any) -> Any:
     class PassingOnGpu(OnGpu):
         def __del__(self) -> None:
             with self.trainer.current():
-                self.trainer.device.zero_2d(self._managed.tensor.data, array.nbytes, array.nbytes, 1)
+                self.trainer.device.zero_2d(
+                    self._managed.tensor.data, array.nbytes, array.nbytes, 1
+                )
                 assert self.trainer.device.wait() == 0
 
     return PassingOnGpu(trainer, array)
@@ -77,7 +84,9 @@ def passing(array: np.ndarray, trainer: Any) -> Any:
 class Rank:
     """A rank's side of each scenario; what a method returns, or raises, is told to the test."""
 
-    def __init__(self, kind: str, rank: int, world: int, name: str, timeout: float, device: str | None):
+    def __init__(
+        self, kind: str, rank: int, world: int, name: str, timeout: float, device: str | None
+    ):
         self.kind, self.rank, self.world, self.timeout = kind, rank, world, timeout
         self.device = device if kind == "nccl" else None
         self.group = getattr(self, f"_{'torch' if kind in ('torch', 'gloo') else 'comm'}")(name)
@@ -95,7 +104,13 @@ class Rank:
         import torch.distributed as dist
 
         limit = timedelta(seconds=self.timeout)
-        dist.init_process_group("gloo", init_method=f"file://{name}", rank=self.rank, world_size=self.world, timeout=limit)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{name}",
+            rank=self.rank,
+            world_size=self.world,
+            timeout=limit,
+        )
         atexit.register(dist.destroy_process_group)
         if self.kind == "torch":
             carriers.gpu_of = lambda group: torch.device("cpu")  # type: ignore[assignment]
@@ -103,22 +118,33 @@ class Rank:
     def ready(self) -> None:
         """The process has come this far: what it loads is loaded."""
 
-    # ---------------------------------------------------------------------------------------- the sender
+    # ---------------------------------------------------------------------------------- the sender
     def _given(self, state: State, where: str) -> dict[str, Any]:
-        """host; gpu: on this rank's GPU; other: on another one; mixed: all three in turn; strided: on the GPU, not in C order; passing:
-        on the GPU where there is one, and each gone when nobody holds it."""
+        """host; gpu: on this rank's GPU; other: on another one; mixed: all three in turn; strided:
+        on the GPU, not in C order; passing: on the GPU where there is one, and each gone when
+        nobody holds it."""
         if where == "strided":
             state = {name: spread(array) for name, array in state.items()}
-        if (self.kind == "torch" and where != "passing") or (self.kind == "gloo" and where not in ("host", "passing")):
+        if (self.kind == "torch" and where != "passing") or (
+            self.kind == "gloo" and where not in ("host", "passing")
+        ):
             import torch
 
-            tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in state.items()}
-            return {n: state[n] if where == "mixed" and i % 2 else t for i, (n, t) in enumerate(tensors.items())}
+            tensors: dict[str, Any] = {
+                name: torch.from_numpy(array) for name, array in state.items()
+            }
+            return {
+                n: state[n] if where == "mixed" and i % 2 else t
+                for i, (n, t) in enumerate(tensors.items())
+            }
         if self.kind != "nccl" or where in ("host", "passing"):
             return state
         places = {"mixed": (None, 0, 3), "other": (3,)}.get(where, (0,))
         turns = [None if ordinal is None else self._trainer(ordinal) for ordinal in places]
-        return {n: a if (t := turns[i % len(turns)]) is None else t.tensor(a) for i, (n, a) in enumerate(state.items())}
+        return {
+            n: a if (t := turns[i % len(turns)]) is None else t.tensor(a)
+            for i, (n, a) in enumerate(state.items())
+        }
 
     def send(
         self,
@@ -146,14 +172,18 @@ class Rank:
                 if i == renamed[0]:
                     yield renamed[1], entry[1]
                     continue
-                yield (entry[0], passing(entry[1], self._trainer())) if where == "passing" else entry
+                yield (
+                    (entry[0], passing(entry[1], self._trainer())) if where == "passing" else entry
+                )
 
         honest = stream.describe
         if lie:
             stream.describe = lambda entries: LIES[lie](honest(entries))  # type: ignore[assignment]
         try:
             streams = max(fails_at, dies_at, renamed[0]) >= 0 or where == "passing"
-            return sources.send_weights(entries() if streams else source, self.group, **self._options(options))
+            return sources.send_weights(
+                entries() if streams else source, self.group, **self._options(options)
+            )
         finally:
             stream.describe = honest
 
@@ -169,19 +199,25 @@ class Rank:
     def _options(self, options: dict[str, Any]) -> dict[str, Any]:
         return {"device": self.device, **options}
 
-    # ---------------------------------------------------------------------------------------- a receiver
+    # ---------------------------------------------------------------------------------- a receiver
     def make(self, config: helpers.Config, device: str, **options: Any) -> None:
         if self.generator is not None:
             self.generator.close()
-        self.generator = rm.Generator(rm.ModelSpec.from_hf(config), device=device, **{**helpers.SMALL, **options})
+        self.generator = rm.Generator(
+            rm.ModelSpec.from_hf(config), device=device, **{**helpers.SMALL, **options}
+        )
 
-    def receive(self, *, cast: bool = True, src: int = 0, kinds: bool = False, **options: Any) -> list[Any]:
+    def receive(
+        self, *, cast: bool = True, src: int = 0, kinds: bool = False, **options: Any
+    ) -> list[Any]:
         """[digest, version, logits]; with kinds the types of what came before these."""
         assert self.generator is not None
         found = set()
 
         def entries() -> Iterator[tuple[str, Any]]:
-            for name, tensor in sources.receive_weights(self.group, src=src, **self._options(options)):
+            for name, tensor in sources.receive_weights(
+                self.group, src=src, **self._options(options)
+            ):
                 found.add(type(tensor).__name__)
                 yield name, tensor
 
@@ -218,7 +254,8 @@ class Rank:
         return {name: tensors.as_array(name, tensor).tobytes() for name, tensor in received.items()}
 
     def lags(self) -> dict[str, bytes]:
-        """Each array is copied by another library's stream, which has not come to that when the array and its bucket are let go."""
+        """Each array is copied by another library's stream, which has not come to that when the
+        array and its bucket are let go."""
         import ctypes
 
         import dlpack
@@ -228,7 +265,9 @@ class Rank:
         pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
         for name, tensor in sources.receive_weights(self.group, src=0, **self._options({})):
             capsule = tensor.__dlpack__(max_version=(1, 0))
-            data = dlpack._Versioned.from_address(pointer(capsule, b"dltensor_versioned")).tensor.data
+            data = dlpack._Versioned.from_address(
+                pointer(capsule, b"dltensor_versioned")
+            ).tensor.data
             with trainer.current():
                 copies[name] = trainer.device.alloc(tensor.nbytes), tensor.nbytes
                 trainer.device.copy_2d(copies[name][0], 0, data, 0, tensor.nbytes, 1)
@@ -237,7 +276,8 @@ class Rank:
             return {name: trainer.device.read(*copy) for name, copy in copies.items()}
 
     def silent(self) -> None:
-        """Hears of the first bucket, lives, and does not come to its broadcast before the others have given up."""
+        """Hears of the first bucket, lives, and does not come to its broadcast before the others
+        have given up."""
         carriers.NcclBucket.begin = lambda *_: time.sleep(2 * self.timeout)  # type: ignore[method-assign]
         self.take(1)
 
@@ -287,7 +327,9 @@ def longer(text: bytes) -> bytes:
 
 def twice(text: bytes) -> bytes:
     tensors = json.loads(text)["tensors"]
-    return json.dumps({"tensors": [{**its, "name": tensors[0]["name"]} for its in tensors]}).encode()
+    return json.dumps(
+        {"tensors": [{**its, "name": tensors[0]["name"]} for its in tensors]}
+    ).encode()
 
 
 LIES: dict[str, Callable[[bytes], bytes]] = {
@@ -303,7 +345,8 @@ LIES: dict[str, Callable[[bytes], bytes]] = {
 
 
 def serve(pipe: Connection, settings: dict[str, str], *arguments: Any) -> None:
-    """The process: [method, arguments, keywords] in, [answer, error, seconds] out, until None comes."""
+    """The process: [method, arguments, keywords] in, [answer, error, seconds] out, until None
+    comes."""
     os.environ.update(settings)
     rank = Rank(*arguments)
     while (command := pipe.recv()) is not None:

@@ -1,5 +1,6 @@
-"""Through the extension: what the engine, the interpreter and the system are asked for is refused, at every
-site. (tests/native/alloc_fail.c does it to the C core alone, with the leak detector on.)"""
+"""Through the extension: what the engine, the interpreter and the system are asked for is refused,
+at every site. (tests/native/alloc_fail.c does it to the C core alone, with the leak detector
+on.)"""
 
 from __future__ import annotations
 
@@ -20,23 +21,32 @@ from rollmesh import _core
 
 DENSE, MOE = tiny_config(), tiny_config(moe=True)
 PROMPTS = [[5, 6, 7, 8, 9], list(range(1, 40)), [3]]
-PARAMS = rm.SamplingParams(n=2, max_tokens=6, temperature=0.7, seed=4, logprobs=2, prompt_logprobs=1)
+PARAMS = rm.SamplingParams(
+    n=2, max_tokens=6, temperature=0.7, seed=4, logprobs=2, prompt_logprobs=1
+)
 
 
 def rollout(gen: rm.Generator) -> list[bytes]:
     outputs = gen.generate(PROMPTS, PARAMS, use_tqdm=False)
-    return [np.asarray(record).tobytes() for output in outputs for s in output.outputs for record in (s.token_ids, s.logprobs)]
+    return [
+        np.asarray(record).tobytes()
+        for output in outputs
+        for s in output.outputs
+        for record in (s.token_ids, s.logprobs)
+    ]
 
 
 class Life:
-    """One generator's life, a list of calls. Site n, counted over all of them, is refused; the call that meets it raises, leaves
-    the generator as it was, and is made again."""
+    """One generator's life, a list of calls. Site n, counted over all of them, is refused; the call
+    that meets it raises, leaves the generator as it was, and is made again."""
 
     def __init__(self, config: dict[str, Any]):
         self.spec = rm.ModelSpec.from_hf(config)
         self.states = [numpy_state_dict(config, seed) for seed in (1, 2)]
         self.gen: rm.Generator | None = None
-        self.serving: list[bytes] | None = None  # the rollout of the version that serves, where it is known
+        self.serving: list[bytes] | None = (
+            None  # the rollout of the version that serves, where it is known
+        )
         self.failed_in = ""
 
     def call(self, name: str, function: Callable[[], Any]) -> Any:
@@ -70,7 +80,9 @@ class Life:
             for state, mode in zip(self.states * 2, ("staged", "staged", "inplace"), strict=False):
                 self.sync(gen, state, mode)
                 results.append(self.serving)
-                results.append([rows.tobytes() for rows in self.call("logits", lambda: gen.logits(PROMPTS))])
+                results.append(
+                    [rows.tobytes() for rows in self.call("logits", lambda: gen.logits(PROMPTS))]
+                )
                 self.call("sleep", lambda: gen.sleep("kv"))
                 self.call("wake", lambda: gen.wake("kv"))
         finally:
@@ -81,9 +93,12 @@ class Life:
 
 
 @pytest.mark.parametrize("config", [full(DENSE), MOE], ids=["dense", "moe"])
-def test_every_allocation_of_the_engine(config: dict[str, Any], pytestconfig: pytest.Config) -> None:
-    """Calls: create, sync, generate, logits, sleep, wake, sync in place, close. Each error is a MemoryError or CapacityError, the
-    same call then goes through, all bits are those of an undisturbed life, and close leaves nothing mapped."""
+def test_every_allocation_of_the_engine(
+    config: dict[str, Any], pytestconfig: pytest.Config
+) -> None:
+    """Calls: create, sync, generate, logits, sleep, wake, sync in place, close. Each error is a
+    MemoryError or CapacityError, the same call then goes through, all bits are those of an
+    undisturbed life, and close leaves nothing mapped."""
     mapped = _core.memory_mapped()
     want = Life(config).run(0, False)
     met: dict[str, int] = {}
@@ -98,7 +113,9 @@ def test_every_allocation_of_the_engine(config: dict[str, Any], pytestconfig: py
         assert not life.failed_in
     assert {"create", "sync staged", "generate", "logits", "wake"} <= set(met)
     assert met["create"] >= 2 * 20
-    pytestconfig.stash[SUMMARY].append(f"allocations through the extension, failed once and for ever: {met}")
+    pytestconfig.stash[SUMMARY].append(
+        f"allocations through the extension, failed once and for ever: {met}"
+    )
 
 
 INTERPRETER = """
@@ -129,7 +146,8 @@ def refuse_each(name, call, state):
     raise AssertionError(name)
 
 config = tiny_config(moe=True)
-gen = rm.Generator(rm.ModelSpec.from_hf(config), dtype="float32", threads=2, kv_cache_gib=0.002, max_model_len=128)
+gen = rm.Generator(rm.ModelSpec.from_hf(config), dtype="float32", threads=2, kv_cache_gib=0.002,
+    max_model_len=128)
 engine = gen._engine
 
 def state():
@@ -144,18 +162,23 @@ for name, tensor in numpy_state_dict(config).items():
     refuse_each("sync_resolve", lambda: engine.sync_resolve(name), state)
     refuse_each("sync_push", lambda: engine.sync_push(name, tensor), state)
 engine.sync_commit("refuse")
-request = EngineRequest(n=2, max_tokens=4, min_tokens=0, temperature=1.0, top_p=1.0, min_p=0.0, top_k=-1, has_seed=True, seed=1,
-                         ignore_eos=True, logprobs=2, prompt_logprobs=2, score=False, score_sampling=False)
+request = EngineRequest(n=2, max_tokens=4, min_tokens=0, temperature=1.0, top_p=1.0, min_p=0.0,
+    top_k=-1, has_seed=True, seed=1,
+                         ignore_eos=True, logprobs=2, prompt_logprobs=2, score=False,
+                             score_sampling=False)
 prompt, none = np.arange(1, 9, dtype=np.int32), np.empty(0, np.int32)
 id = refuse_each("add", lambda: engine.add(prompt, none, request, None), state)
 assert engine.ids() == [id]
 everyone = {id} | {engine.add(prompt, none, request, None) for _ in range(300)}
 while engine.unfinished():
     engine.step()
-refuse_each("finished", engine.finished, lambda: (engine.ids(), engine.unfinished(), engine.sync_state()))
+refuse_each("finished", engine.finished, lambda: (engine.ids(), engine.unfinished(),
+    engine.sync_state()))
 assert engine.finished() == everyone, "a finished request was lost"
-for name, call in (("request", lambda: engine.request(id)), ("sample", lambda: engine.sample(id, 1)),
-                   ("tokens", lambda: engine.tokens(id, 0, 1)), ("ids", engine.ids), ("sync_state", engine.sync_state)):
+for name, call in (("request", lambda: engine.request(id)), ("sample", lambda: engine.sample(id,
+    1)),
+                   ("tokens", lambda: engine.tokens(id, 0, 1)), ("ids", engine.ids), ("sync_state",
+                       engine.sync_state)):
     refuse_each(name, call, lambda: (engine.ids(), engine.unfinished(), engine.sync_state()))
 assert engine.finished() == everyone
 for other in everyone - {id}:
@@ -184,9 +207,11 @@ def script(text: str, *arguments: str) -> str:
 
 
 def test_every_allocation_of_the_interpreter() -> None:
-    """The n-th object that a method of the extension asks CPython for is refused, for every n: MemoryError, nothing changed, and
-    the call goes through when it is made again."""
-    pytest.importorskip("_testcapi", reason="this Python has no _testcapi, whose set_nomemory refuses allocations")
+    """The n-th object that a method of the extension asks CPython for is refused, for every n:
+    MemoryError, nothing changed, and the call goes through when it is made again."""
+    pytest.importorskip(
+        "_testcapi", reason="this Python has no _testcapi, whose set_nomemory refuses allocations"
+    )
     printed = script(INTERPRETER).splitlines()
     sites = dict(line.split() for line in printed[:-1])
     assert printed[-1] == "end"
@@ -209,12 +234,14 @@ try:
     rm.Generator(spec, threads=256, **options)
 except rm.CapacityError as error:
     print(error)
-assert _core.memory_mapped() == 0 and int(open("/proc/self/stat").read().rsplit(")", 1)[1].split()[17]) == threads_before
+assert _core.memory_mapped() == 0 and int(open("/proc/self/stat").read().rsplit(")",
+    1)[1].split()[17]) == threads_before
 """
 
 
 def test_the_system_refuses_a_thread() -> None:
-    """Stacks of 256 threads do not fit in what the process may map. Those that came are gone again, and fewer work."""
+    """Stacks of 256 threads do not fit in what the process may map. Those that came are gone again,
+    and fewer work."""
     count = "open('/proc/self/stat').read().rsplit(')', 1)[1].split()[17]"
     text = NO_THREADS.replace("used =", f"threads_before = int({count})\nused =") + (
         "with rm.Generator(spec, threads=2, **options) as gen:\n"

@@ -1,4 +1,5 @@
-"""agenerate and astream: the bits are those of generate; cancellation, errors, pauses, syncs and a close reach the coroutines."""
+"""agenerate and astream: the bits are those of generate; cancellation, errors, pauses, syncs and a
+close reach the coroutines."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ async def begun(gen: rm.Generator, at_least: int = 1) -> None:
 
 def thread_ends() -> bool:
     deadline = time.monotonic() + 20
-    while any(thread.name == "rollmesh-async" for thread in threading.enumerate()) and time.monotonic() < deadline:
+    while (
+        any(thread.name == "rollmesh-async" for thread in threading.enumerate())
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.005)
     return time.monotonic() < deadline
 
@@ -50,7 +54,9 @@ def idle(gen: rm.Generator) -> bool:
 
 def test_many_coroutines_get_the_bits_of_generate(gen: rm.Generator) -> None:
     ids = prompts(tiny_config(), range(1, 13))
-    params = [rm.SamplingParams(n=1 + i % 3, max_tokens=5 + i, seed=i, logprobs=2) for i in range(12)]
+    params = [
+        rm.SamplingParams(n=1 + i % 3, max_tokens=5 + i, seed=i, logprobs=2) for i in range(12)
+    ]
 
     async def all_at_once() -> list[rm.RequestOutput]:
         return await asyncio.gather(*map(gen.agenerate, ids, params))
@@ -96,8 +102,9 @@ def test_a_stream_ends_with_the_routing() -> None:
         async def read() -> list[rm.RequestOutput]:
             return [output async for output in moe.astream([1, 2, 3], params)]
 
-        *running, last = asyncio.run(read())
-    assert running
+        running: list[rm.RequestOutput] = []
+        while not running:  # a slow reader sees the last output alone
+            *running, last = asyncio.run(read())
     assert all(sample.routed_experts is None for output in running for sample in output.outputs)
     assert all(same(a, b) for a, b in zip(last.outputs, want.outputs, strict=True))
     for a, b in zip(last.outputs, want.outputs, strict=True):
@@ -128,7 +135,9 @@ def test_who_no_longer_waits_aborts_the_request(gen: rm.Generator, how: str) -> 
         assert len((await other).outputs[0].token_ids) <= 4
         await quiet()
 
-    async def quiet() -> None:  # while the loop still runs: one that is closed drops its requests too
+    async def quiet() -> (
+        None
+    ):  # while the loop still runs: one that is closed drops its requests too
         while (now := gen.metrics())["running"] + now["waiting"] > 0:
             await asyncio.sleep(0.001)
         assert now["generated_tokens"] < 10000
@@ -140,7 +149,10 @@ def test_who_no_longer_waits_aborts_the_request(gen: rm.Generator, how: str) -> 
 def test_a_loop_that_is_gone_keeps_nothing_running(gen: rm.Generator) -> None:
     """Its tasks were never cancelled: the loop was closed under them."""
     loop = asyncio.new_event_loop()
-    tasks = [loop.create_task(gen.agenerate([1], LONG)), loop.create_task(anext(gen.astream([2], LONG)))]
+    tasks = [
+        loop.create_task(gen.agenerate([1], LONG)),
+        loop.create_task(anext(gen.astream([2], LONG))),
+    ]
     loop.run_until_complete(asyncio.sleep(0.02))
     loop.close()
     assert idle(gen)
@@ -165,10 +177,14 @@ def test_a_loop_that_is_gone_keeps_nothing_running(gen: rm.Generator) -> None:
         (list(range(60)) * 300, None, rm.Error),  # longer than max_model_len
     ],
 )
-def test_what_is_refused_raises_and_others_go_on(gen: rm.Generator, prompt: Any, params: Any, error: type[Exception]) -> None:
+def test_what_is_refused_raises_and_others_go_on(
+    gen: rm.Generator, prompt: Any, params: Any, error: type[Exception]
+) -> None:
     async def both() -> list[Any]:
         return await asyncio.gather(
-            gen.agenerate([1, 2], rm.SamplingParams(max_tokens=8)), gen.agenerate(prompt, params), return_exceptions=True
+            gen.agenerate([1, 2], rm.SamplingParams(max_tokens=8)),
+            gen.agenerate(prompt, params),
+            return_exceptions=True,
         )
 
     good, bad = asyncio.run(both())
@@ -202,15 +218,25 @@ def test_a_tokenizer_that_raises(gen: rm.Generator) -> None:
         generator.sync_weights(STATES[0])
         broken.fails = True
         with pytest.raises(KeyError, match="no such piece"):
-            asyncio.run(generator.agenerate([1, 2], rm.SamplingParams(max_tokens=3, ignore_eos=True)))
+            asyncio.run(
+                generator.agenerate([1, 2], rm.SamplingParams(max_tokens=3, ignore_eos=True))
+            )
         broken.fails = False
-        assert asyncio.run(generator.agenerate([1, 2], rm.SamplingParams(max_tokens=3, ignore_eos=True))).outputs[0].text
+        assert (
+            asyncio.run(
+                generator.agenerate([1, 2], rm.SamplingParams(max_tokens=3, ignore_eos=True))
+            )
+            .outputs[0]
+            .text
+        )
         assert idle(generator)
 
 
 @pytest.mark.parametrize("kind", [KeyError, SystemExit, StopIteration, StopAsyncIteration])
 @pytest.mark.parametrize("where", ["encode", "decode", "stop"])
-def test_a_tokenizer_that_raises_ends_its_own_request_only(where: str, kind: type[BaseException]) -> None:
+def test_a_tokenizer_that_raises_ends_its_own_request_only(
+    where: str, kind: type[BaseException]
+) -> None:
     """What would end a coroutine as its result does is a RuntimeError there, by PEP 479."""
 
     class Broken:
@@ -240,7 +266,10 @@ def test_a_tokenizer_that_raises_ends_its_own_request_only(where: str, kind: typ
 
         wanted = drawn([1], 0)
         spoilt, broken.bad = next(
-            (seed, token) for seed in range(1, 100) for token in drawn([2], seed).token_ids[:4].tolist() if token not in wanted.token_ids
+            (seed, token)
+            for seed in range(1, 100)
+            for token in drawn([2], seed).token_ids[:4].tolist()
+            if token not in wanted.token_ids
         )
         plain = rm.SamplingParams(max_tokens=8, ignore_eos=True, seed=0)
         stop = ("no such text",) if where == "stop" else ()
@@ -248,7 +277,10 @@ def test_a_tokenizer_that_raises_ends_its_own_request_only(where: str, kind: typ
         broken.fails = where != "encode"
 
         async def both() -> list[Any]:
-            tasks = [generator.agenerate([1], plain), generator.agenerate("a" if where == "encode" else [2], spoiled)]
+            tasks = [
+                generator.agenerate([1], plain),
+                generator.agenerate("a" if where == "encode" else [2], spoiled),
+            ]
             return await asyncio.wait_for(asyncio.gather(*map(caught, tasks)), 30)
 
         good, bad = asyncio.run(both())
@@ -282,21 +314,29 @@ def test_requests_of_two_event_loops_and_a_thread_share_the_steps(gen: rm.Genera
     threads = [threading.Thread(target=loop, args=(f"{seed}", seed)) for seed in (7, 8)]
     for thread in threads:
         thread.start()
-    ours = gen.generate([[9, 1]], rm.SamplingParams(max_tokens=30, ignore_eos=True, seed=9), use_tqdm=False)
+    ours = gen.generate(
+        [[9, 1]], rm.SamplingParams(max_tokens=30, ignore_eos=True, seed=9), use_tqdm=False
+    )
     for thread in threads:
         thread.join()
     for seed in (7, 8):
         params = rm.SamplingParams(max_tokens=30, ignore_eos=True, seed=seed)
         want = gen.generate([[seed, i] for i in range(1, 5)], params, use_tqdm=False)
-        assert all(same(a.outputs[0], b.outputs[0]) for a, b in zip(got[f"{seed}"], want, strict=True))
+        assert all(
+            same(a.outputs[0], b.outputs[0]) for a, b in zip(got[f"{seed}"], want, strict=True)
+        )
     assert len(ours[0].outputs[0].token_ids) == 30
 
 
 def test_a_sync_in_mid_flight(gen: rm.Generator) -> None:
-    """What was drawn stays; each token says its version. A coroutine pushes without holding up the loop."""
+    """What was drawn stays; each token says its version. A coroutine pushes without holding up the
+    loop."""
 
     async def run() -> rm.RequestOutput:
-        stream, output = gen.astream([1, 2, 3], rm.SamplingParams(max_tokens=400, ignore_eos=True, seed=3)), None
+        stream, output = (
+            gen.astream([1, 2, 3], rm.SamplingParams(max_tokens=400, ignore_eos=True, seed=3)),
+            None,
+        )
         async for output in stream:
             if len(output.outputs[0].token_ids) >= 5 and gen.version == 1:
                 await asyncio.to_thread(gen.sync_weights, STATES[1], version=2, inflight="keep")
@@ -336,7 +376,12 @@ def test_sleep_and_wake(gen: rm.Generator) -> None:
         return await task
 
     got = asyncio.run(run())
-    assert same(got.outputs[0], gen.generate([[4, 5]], rm.SamplingParams(max_tokens=6, seed=2), use_tqdm=False)[0].outputs[0])
+    assert same(
+        got.outputs[0],
+        gen.generate([[4, 5]], rm.SamplingParams(max_tokens=6, seed=2), use_tqdm=False)[0].outputs[
+            0
+        ],
+    )
 
 
 def test_a_close_ends_all_with_a_state_error() -> None:
@@ -358,7 +403,9 @@ def test_a_close_ends_all_with_a_state_error() -> None:
 
 def test_a_sync_that_is_pushed_in_pieces_while_paused_is_left_alone(gen: rm.Generator) -> None:
     async def run() -> rm.RequestOutput:
-        task = asyncio.create_task(gen.agenerate([1], rm.SamplingParams(max_tokens=3000, ignore_eos=True, seed=4)))
+        task = asyncio.create_task(
+            gen.agenerate([1], rm.SamplingParams(max_tokens=3000, ignore_eos=True, seed=4))
+        )
         await begun(gen)
         gen.pause("keep")
         sync = gen.begin_sync(version=2, inflight="keep")
@@ -394,7 +441,9 @@ def test_a_prompt_is_read_when_it_is_given(gen: rm.Generator) -> None:
         buffer, tasks = np.zeros(3, np.int32), []
         for token in (1, 2, 3):
             buffer[:] = token
-            tasks.append(asyncio.create_task(gen.agenerate(buffer, rm.SamplingParams(max_tokens=1))))
+            tasks.append(
+                asyncio.create_task(gen.agenerate(buffer, rm.SamplingParams(max_tokens=1)))
+            )
             await asyncio.sleep(0)
         return [(await task).prompt_token_ids.tolist() for task in tasks]
 
@@ -414,4 +463,10 @@ loop.run_until_complete(asyncio.sleep(0.05))
 
 
 def test_an_interpreter_exits_with_requests_that_nobody_reads() -> None:
-    subprocess.run([sys.executable, "-c", EXIT], check=True, timeout=60, cwd=Path(__file__).parent, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", EXIT],
+        check=True,
+        timeout=60,
+        cwd=Path(__file__).parent,
+        capture_output=True,
+    )

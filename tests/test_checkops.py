@@ -1,9 +1,11 @@
-"""Every op of every variant against the reference, from C: tests/native/checkops, whose head lists what it does.
+"""Every op of every variant against the reference, from C: tests/native/checkops, whose head lists
+what it does.
 
-Input: random shapes around lane and tile widths, hard numbers, buffers off any alignment between guards and beside pages that
-may not be touched. Oracle: the reference table (for pack, plain loops). Bound: zero bits. A fixed seed makes the shapes of one
-run the same for ever; another run's seed is random and stands in the output. What could not run here is named in the summary
-of the test session. The long command is `checkops --elements 1e9`.
+Input: random shapes around lane and tile widths, hard numbers, buffers off any alignment between
+guards and beside pages that may not be touched. Oracle: the reference table (for pack, plain
+loops). Bound: zero bits. A fixed seed makes the shapes of one run the same for ever; another run's
+seed is random and stands in the output. What could not run here is named in the summary of the test
+session. The long command is `checkops --elements 1e9`.
 """
 
 from __future__ import annotations
@@ -20,14 +22,27 @@ from marks import SUMMARY, full
 FIXED_SEED = "20261121"
 NO_VARIANT = 3  # exit status: the reference had nothing to be compared with
 OPS = (
-    *("embed", "gather_rows", "rms_norm", "gemm", "gemm_swiglu", "activate", "head_squares", "qk_rope_kv", "attention", "router"),
+    *(
+        "embed",
+        "gather_rows",
+        "rms_norm",
+        "gemm",
+        "gemm_swiglu",
+        "activate",
+        "head_squares",
+        "qk_rope_kv",
+        "attention",
+        "router",
+    ),
     *("permute", "static_dispatch", "combine"),
     *("lm_head", "merge_pairs", "sample", "top_logprobs", "ranks", "pack"),
 )
 
 
 def run(program: Path, *options: str, under: tuple[str, ...] = ()) -> tuple[int, str]:
-    done = subprocess.run([*under, str(program), *options], capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        [*under, str(program), *options], capture_output=True, text=True, timeout=600, check=False
+    )
     sys.stdout.write(done.stdout + done.stderr)
     return done.returncode, done.stdout
 
@@ -54,14 +69,19 @@ def test_all_ops_are_listed(native: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("seed", [FIXED_SEED, full(None)])
-def test_variants_give_the_bits_of_the_reference(native: Callable[..., Path], pytestconfig: pytest.Config, seed: str | None) -> None:
+def test_variants_give_the_bits_of_the_reference(
+    native: Callable[..., Path], pytestconfig: pytest.Config, seed: str | None
+) -> None:
     output = check(native("checkops"), "--quick", *(["--seed", seed] if seed else []))
     summarize(pytestconfig, "fixed" if seed else "random", output)
 
 
 @pytest.mark.full
-def test_emulated_variants_give_the_bits_of_the_reference(native: Callable[..., Path], pytestconfig: pytest.Config) -> None:
-    """The sources of every variant, their instructions replaced by what these compute: none is left out on any machine."""
+def test_emulated_variants_give_the_bits_of_the_reference(
+    native: Callable[..., Path], pytestconfig: pytest.Config
+) -> None:
+    """The sources of every variant, their instructions replaced by what these compute: none is left
+    out on any machine."""
     output = check(native("checkops", emulate=True), "--trials", "60")
     summarize(pytestconfig, "emulated", output)
     assert "did not run" not in output
@@ -78,9 +98,13 @@ def test_one_wrong_bit_is_seen(native: Callable[..., Path], op: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not shutil.which("valgrind"), reason="valgrind is not installed: reads of uninitialised memory are not looked for")
+@pytest.mark.skipif(
+    not shutil.which("valgrind"),
+    reason="valgrind is not installed: reads of uninitialised memory are not looked for",
+)
 def test_valgrind_sees_no_read_of_what_was_not_written(native: Callable[..., Path]) -> None:
-    """Reference and AVX2 on exact allocations: outputs, workspace and what stands behind an input have no value there. What an
-    op stored must have one, since comparing it with the reference's is a jump that depends on it."""
+    """Reference and AVX2 on exact allocations: outputs, workspace and what stands behind an input
+    have no value there. What an op stored must have one, since comparing it with the reference's is
+    a jump that depends on it."""
     under = ("valgrind", "-q", "--error-exitcode=9")
     check(native("checkops"), "--trials", "40", "--small", "--heap", "--isa", "avx2", under=under)

@@ -36,7 +36,8 @@ def test_value(size: int, offset: int, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("size", [*SIZES, (16 << 20) - 1, 16 << 20, (16 << 20) + 8209])
 @pytest.mark.parametrize("offset", [0, 3])
 def test_torch_has_the_same_value(size: int, offset: int, rng: np.random.Generator) -> None:
-    """Checks the host's way and the arithmetic for GPUs, on the CPU. Both leave the data as it is."""
+    """Checks the host's way and the arithmetic for GPUs, on the CPU. Both leave the data as it
+    is."""
     torch = pytest.importorskip("torch")
     data = rng.integers(0, 256, size + offset, dtype=np.uint8)[offset:]
     tensor = torch.from_numpy(data.copy() if offset == 0 else np.pad(data, (offset, 0)))[offset:]

@@ -16,7 +16,16 @@ from test_cli import MOE, ROOT, SMALL, refused, rollmesh
 import rollmesh as rm
 
 ROWS = [
-    *("5", "null", "[1]", '{"prompt_token_ids": 5}', '["a"]', '{"prompt_token_ids": [1.9]}', "[" * 200_000, "{'prompt': 1}"),
+    *(
+        "5",
+        "null",
+        "[1]",
+        '{"prompt_token_ids": 5}',
+        '["a"]',
+        '{"prompt_token_ids": [1.9]}',
+        "[" * 200_000,
+        "{'prompt': 1}",
+    ),
     *(
         "\ufeff{}",
         "\0",
@@ -70,7 +79,8 @@ def test_a_prompt_that_is_refused_is_named_and_the_others_are_completed(tmp_path
         r"RequestError: prompt 1: expected text without half of a surrogate pair, got 'cd\udcff'"
     )
     assert said[1].startswith(
-        rf"RequestError: {at}:3: prompt 3: expected text without half of a surrogate pair, got 'ab\ud83d'"
+        rf"RequestError: {at}:3: prompt 3: expected text without half of a surrogate pair, got "
+        r"'ab\ud83d'"
     )
     assert said[2].startswith(f"RequestError: {at}:4: prompt 4: ")
     assert said[3].startswith(f"RequestError: {at}:6: prompt 6: ") or said[3].startswith(
@@ -114,7 +124,8 @@ def test_a_row_of_a_file_does_not_depend_on_the_others(tmp_path: Path) -> None:
     ):
         config = tiny_config(
             vocab_size=128, head_dim=8, max_position_embeddings=256, dtype="float32",
-            rope_scaling={**kind, "original_max_position_embeddings": 64} if kind["rope_type"] == "longrope" else kind,
+            rope_scaling={**kind,
+            "original_max_position_embeddings": 64} if kind["rope_type"] == "longrope" else kind,
         )  # fmt: skip
         folder = tmp_path / str(kind["rope_type"])
         folder.mkdir()
@@ -218,6 +229,7 @@ def test_a_max_model_len_beyond_the_models_positions_is_told(tmp_path: Path) -> 
         )
         assert len(done.stderr.splitlines()) == lines
     assert done.stderr.startswith(
-        "rollmesh generate: max_model_len: expected at most 64, the positions that the model's config is made"
+        "rollmesh generate: max_model_len: expected at most 64, the positions that the model's "
+        "config is made"
     )
     assert "got 65" in done.stderr

@@ -1,8 +1,9 @@
 """The transports that share memory: ranks that are threads, and ranks that are processes.
 
-The drivers are tests/native/mesh_*.c; each says at its head what it does and what its oracle is. Bounds: bytes are equal, errors are
-of the one code and name the one rank. Time from the end of a process to the last survivor's error is asserted far above the goal of
-0.1 s, since machines that run tests stand still now and then; the figure is printed."""
+The drivers are tests/native/mesh_*.c; each says at its head what it does and what its oracle is.
+Bounds: bytes are equal, errors are of the one code and name the one rank. Time from the end of a
+process to the last survivor's error is asserted far above the goal of 0.1 s, since machines that
+run tests stand still now and then; the figure is printed."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def test_planted_faults_are_seen(native: Build, fault: int) -> None:
 
 
 @pytest.mark.parametrize("cases", [100, full(300)])
-def test_every_exchange_brings_what_was_sent(native: Build, cases: int, seed: int, pytestconfig: pytest.Config) -> None:
+def test_every_exchange_brings_what_was_sent(
+    native: Build, cases: int, seed: int, pytestconfig: pytest.Config
+) -> None:
     printed = passes([native("mesh_comm"), "--cases", str(cases), "--seed", str(seed)])
     note(pytestconfig, "threads", printed)
 
@@ -77,7 +80,9 @@ def test_planted_survivors_are_seen(native: Build, fault: int) -> None:
 
 
 @pytest.mark.parametrize("kills", [5, full(30)])
-def test_a_killed_rank_is_named(native: Build, pytestconfig: pytest.Config, seed: int, kills: int) -> None:
+def test_a_killed_rank_is_named(
+    native: Build, pytestconfig: pytest.Config, seed: int, kills: int
+) -> None:
     kill(native, pytestconfig, "--kills", str(kills), "--seed", str(seed))
 
 
@@ -103,7 +108,11 @@ class Exchange:
         self.aborts += 1
 
 
-@pytest.mark.parametrize("buffer, root", [(b"read-only", 1), (None, 1), ("none", 0)], ids=["read-only", "None", "of the root"])
+@pytest.mark.parametrize(
+    "buffer, root",
+    [(b"read-only", 1), (None, 1), ("none", 0)],
+    ids=["read-only", "None", "of the root"],
+)
 def test_a_rank_without_a_buffer_tells_the_others(buffer: Any, root: int) -> None:
     """Who would wait for it in the broadcast until their deadline."""
     exchange = Exchange()

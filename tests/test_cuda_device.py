@@ -1,7 +1,9 @@
-"""What kernels/device.h promises of a device, held on the fibres of tests/simt and, where there is one, on a GPU.
+"""What kernels/device.h promises of a device, held on the fibres of tests/simt and, where there is
+one, on a GPU.
 
-The stand-in is lazy: what is enqueued is done when something waits for it. So a promise to wait shows (the bytes are there), and so
-does a host that reads too early or writes again too early: those bytes are not what an eager machine would give.
+The stand-in is lazy: what is enqueued is done when something waits for it. So a promise to wait
+shows (the bytes are there), and so does a host that reads too early or writes again too early:
+those bytes are not what an eager machine would give.
 """
 
 from __future__ import annotations
@@ -18,7 +20,19 @@ from threading import Thread
 import cuda_build
 import numpy as np
 import pytest
-from cuda_device import BUSY, EVENTS, FAULT, NO_MEMORY, OK, Device, Embed, Library, Refused, Table, no_gpu
+from cuda_device import (
+    BUSY,
+    EVENTS,
+    FAULT,
+    NO_MEMORY,
+    OK,
+    Device,
+    Embed,
+    Library,
+    Refused,
+    Table,
+    no_gpu,
+)
 
 
 @pytest.fixture(scope="module", params=["simt", "gpu"])
@@ -51,12 +65,23 @@ def seen(at: int, size: int) -> bytes:
     return ctypes.string_at(at, size)
 
 
-@pytest.mark.parametrize("header, name, structure", [("device", "rm_device", Table), ("kernels", "rm_embed_args", Embed)])
-def test_the_structures_of_these_tests_are_the_headers(header: str, name: str, structure: type[ctypes.Structure]) -> None:
+@pytest.mark.parametrize(
+    "header, name, structure", [("device", "rm_device", Table), ("kernels", "rm_embed_args", Embed)]
+)
+def test_the_structures_of_these_tests_are_the_headers(
+    header: str, name: str, structure: type[ctypes.Structure]
+) -> None:
     text = (cuda_build.ROOT / "kernels" / f"{header}.h").read_text()
-    body = re.sub(r"//[^\n]*", "", re.search(rf"typedef struct {name} {{(.*?)\n}} {name};", text, re.DOTALL)[1])
+    body = re.sub(
+        r"//[^\n]*",
+        "",
+        re.search(rf"typedef struct {name} {{(.*?)\n}} {name};", text, re.DOTALL)[1],
+    )
     declared = [
-        re.findall(r"\(\*(\w+)\)|(\w+)$", part.strip())[0] for line in body.split(";") for part in split_names(line) if part.strip()
+        re.findall(r"\(\*(\w+)\)|(\w+)$", part.strip())[0]
+        for line in body.split(";")
+        for part in split_names(line)
+        if part.strip()
     ]
     assert [a or b for a, b in declared] == [field for field, _ in structure._fields_]
 
@@ -66,14 +91,16 @@ def split_names(line: str) -> list[str]:
     return [line] if "(" in line else line.split(",")
 
 
-# ------------------------------------------------------------------------------------------------ memory
+# ----------------------------------------------------------------------------------------- memory
 @pytest.mark.parametrize("size", [1, 2, 255, 256, 4095, 4096, 4097, 100_000])
 def test_blocks_are_zeroed_and_aligned(device: Device, size: int) -> None:
     for call in ("alloc", "alloc_pinned"):
         for _ in range(2):  # the second block may lie where the first one was
             block = device.take(call, size)
             assert call == "alloc_pinned" or block % 256 == 0
-            assert (device.read(block, size) if call == "alloc" else seen(block, size)) == bytes(size)
+            assert (device.read(block, size) if call == "alloc" else seen(block, size)) == bytes(
+                size
+            )
             if call == "alloc":
                 device.write(block, b"\xaa" * size)
             else:
@@ -91,13 +118,19 @@ def test_available_follows_what_is_mapped(library: Library, device: Device) -> N
     block = device.alloc(32 << 20)
     assert device.available() <= before - (32 << 20)
     device.drop(block)
-    assert before - (4 << 20 if library.is_simt else 64 << 20) <= device.available()  # a GPU's driver keeps what it was given back
+    assert (
+        before - (4 << 20 if library.is_simt else 64 << 20) <= device.available()
+    )  # a GPU's driver keeps what it was given back
 
 
 def test_out_of_memory_lives_on(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", "1000000")
     with library.open() as device:
-        block, too_much, out = device.alloc(4), 1_000_001 if library.is_simt else 1 << 50, ctypes.c_void_p()
+        block, too_much, out = (
+            device.alloc(4),
+            1_000_001 if library.is_simt else 1 << 50,
+            ctypes.c_void_p(),
+        )
         device.write(block, b"here")
         assert device.table.alloc(device.table.self, too_much, ctypes.byref(out)) == NO_MEMORY
         assert out.value is None
@@ -107,13 +140,17 @@ def test_out_of_memory_lives_on(library: Library, monkeypatch: pytest.MonkeyPatc
         device.drop(device.alloc(1000))
 
 
-# ------------------------------------------------------------------------------------------------ the queue
+# -------------------------------------------------------------------------------------- the queue
 @pytest.mark.parametrize("pinned", [False, True])
 def test_put_and_get(device: Device, rng: np.random.Generator, pinned: bool) -> None:
     for size in (0, 1, 3, 4096, 70_001):
         data = rng.bytes(size)
         block = device.alloc(size + 2)
-        host = device.alloc_pinned(size + 1) if pinned else ctypes.addressof(keep := ctypes.create_string_buffer(size + 1))
+        host = (
+            device.alloc_pinned(size + 1)
+            if pinned
+            else ctypes.addressof(keep := ctypes.create_string_buffer(size + 1))
+        )
         ctypes.memmove(host, data, size)
         device.copy_to_device(block + 1, host, size)
         assert device.wait() == OK
@@ -150,7 +187,10 @@ def test_the_queue_keeps_its_order(device: Device) -> None:
 
 def runs(rng: np.random.Generator) -> tuple[int, int, int]:
     """Width, rows, and a pitch that keeps the runs apart."""
-    width, rows = int(rng.choice([1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 48, 100, 257, 1024, 3000])), int(rng.choice([1, 2, 3, 7, 33, 130]))
+    width, rows = (
+        int(rng.choice([1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 48, 100, 257, 1024, 3000])),
+        int(rng.choice([1, 2, 3, 7, 33, 130])),
+    )
     return width, rows, width + int(rng.choice([0, 0, 1, 2, 4, 5, 8, 16, 64, 4096]))
 
 
@@ -168,12 +208,21 @@ def test_copies_of_any_pitch(device: Device, rng: np.random.Generator) -> None:
         device.copy_2d(b + to, to_pitch, a + start, from_pitch, width, rows)
         for row in range(rows):
             want[to + row * to_pitch :][:width] = source[start + row * from_pitch :][:width]
-        assert device.read(b, size) == want.tobytes(), (width, rows, to_pitch, from_pitch, to, start)
+        assert device.read(b, size) == want.tobytes(), (
+            width,
+            rows,
+            to_pitch,
+            from_pitch,
+            to,
+            start,
+        )
         assert device.read(a, size) == source.tobytes()
 
 
 @pytest.mark.parametrize("width, rows", [(65, 66_000), (300_001, 2)])
-def test_copies_of_more_runs_or_words_than_a_grid_has(device: Device, rng: np.random.Generator, width: int, rows: int) -> None:
+def test_copies_of_more_runs_or_words_than_a_grid_has(
+    device: Device, rng: np.random.Generator, width: int, rows: int
+) -> None:
     source = rng.integers(1, 256, (rows, width + 2), np.uint8)
     a, b = device.alloc(source.size), device.alloc(source.size)
     device.write(a, source.tobytes())
@@ -216,7 +265,7 @@ def test_an_op_is_enqueued_with_its_arguments(device: Device) -> None:
     assert np.frombuffer(device.read(out, 32), np.float32).tolist() == [12, 13, 14, 15, 4, 5, 6, 7]
 
 
-# ------------------------------------------------------------------------------------------------ events and waiting
+# ----------------------------------------------------------------------------- events and waiting
 def test_marks_are_reached_in_any_order(device: Device) -> None:
     for number in range(EVENTS):
         assert device.wait_event(number) == OK  # never set
@@ -284,9 +333,10 @@ def test_unmap_and_unpin_wait(device: Device) -> None:
     assert device.read(block, 5000) == b"q" * 5000
 
 
-# ------------------------------------------------------------------------------------------------ graph capture
+# ---------------------------------------------------------------------------------- graph capture
 def test_a_recording_is_kept_and_replayed(device: Device) -> None:
-    """Ops, copies of any pitch, puts and gets; each replay reads what is there at its turn, at the addresses of then."""
+    """Ops, copies of any pitch, puts and gets; each replay reads what is there at its turn, at the
+    addresses of then."""
     ids, table, out, wide = device.alloc(8), device.alloc(64), device.alloc(32), device.alloc(64)
     host_ids, host_out = device.alloc_pinned(8), device.alloc_pinned(64)
     device.write(table, np.arange(16, dtype=np.float32).tobytes())
@@ -306,7 +356,9 @@ def test_a_recording_is_kept_and_replayed(device: Device) -> None:
         device.replay(recording)
         assert device.wait() == OK
         got = np.frombuffer(seen(host_out, 64), np.float32)
-        assert got[[0, 1, 2, 3, 8, 9, 10, 11]].tolist() == [4.0 * row + i for row in pair for i in range(4)]
+        assert got[[0, 1, 2, 3, 8, 9, 10, 11]].tolist() == [
+            4.0 * row + i for row in pair for i in range(4)
+        ]
         assert got[[4, 12]].tolist() == [0, 0]
     device.replay(recording)
     device.destroy_graph(recording)  # waits for it
@@ -315,7 +367,8 @@ def test_a_recording_is_kept_and_replayed(device: Device) -> None:
 
 
 def test_replays_stand_in_the_queue(device: Device) -> None:
-    """Replays and what is enqueued between them: done in that order, one recording several times before anything waits."""
+    """Replays and what is enqueued between them: done in that order, one recording several times
+    before anything waits."""
     block, host = device.alloc(16), device.alloc_pinned(64)
     assert device.begin_capture() == OK
     device.copy_2d(block + 4, 4, block, 4, 4, 1)
@@ -333,7 +386,8 @@ def test_replays_stand_in_the_queue(device: Device) -> None:
 
 
 def alone(library: Library, body: str) -> str:
-    """What `body` prints, with a device in a process of its own: one in which nothing was launched before."""
+    """What `body` prints, with a device in a process of its own: one in which nothing was launched
+    before."""
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -342,13 +396,16 @@ from cuda_device import FAULT, OK, Library
 with Library(Path({library.path!r})).open() as device:
     {body.replace(chr(10), chr(10) + "    ")}
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
 
 def test_an_op_that_was_never_launched_is_captured(library: Library) -> None:
-    """CUDA loads a kernel at its first launch, here inside a recording: that may neither fail nor break it."""
+    """CUDA loads a kernel at its first launch, here inside a recording: that may neither fail nor
+    break it."""
     body = """ids, table, out = device.alloc(4), device.alloc(8), device.alloc(8)
 device.write(table, b"the bits")
 assert device.begin_capture() == OK, device.message()
@@ -394,9 +451,10 @@ def test_a_recording_that_waits_is_a_fault(library: Library, call: str) -> None:
         assert device.end_capture() == (FAULT, None)
 
 
-# ------------------------------------------------------------------------------------------------ faults
+# ----------------------------------------------------------------------------------------- faults
 def test_a_fault_is_named_and_final(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second launch fails some time after its call; what was done before it stands, what comes after it is dropped."""
+    """The second launch fails some time after its call; what was done before it stands, what comes
+    after it is dropped."""
     monkeypatch.setenv("ROLLMESH_SIMT_FAULT", "2")
     with simt.open() as device:
         block, host = device.alloc(64), device.alloc_pinned(64)
@@ -419,7 +477,13 @@ def test_a_fault_is_named_and_final(simt: Library, monkeypatch: pytest.MonkeyPat
         assert device.table.alloc(device.table.self, 4, ctypes.byref(out)) == FAULT
         assert device.table.alloc_pinned(device.table.self, 4, ctypes.byref(out)) == FAULT
         marks = (device.wait_event(0), device.query_event(0), device.wait_event(3))
-        for status in (device.wait(), device.poll(), *marks, device.begin_capture(), device.end_capture()[0]):
+        for status in (
+            device.wait(),
+            device.poll(),
+            *marks,
+            device.begin_capture(),
+            device.end_capture()[0],
+        ):
             assert status == FAULT
         assert device.available() == 0
         assert device.message() == first
@@ -430,7 +494,8 @@ def test_a_fault_is_named_and_final(simt: Library, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_kernels_fault_is_named_and_final_on_a_gpu(library: Library) -> None:
-    """CUDA gives up the context: the process may end, and nothing of it hangs. The stand-in ends the program, as another test says."""
+    """CUDA gives up the context: the process may end, and nothing of it hangs. The stand-in ends
+    the program, as another test says."""
     if library.is_simt:
         pytest.skip("on a GPU only")
     body = """block = device.alloc(64)
@@ -440,12 +505,15 @@ print(device.wait() == FAULT, device.message())
 device.zero_2d(block, 64, 64, 1)
 print(device.wait() == FAULT, device.poll() == FAULT, device.available())"""
     first, second = alone(library, body).splitlines()
-    assert re.fullmatch(r"True cudaStreamSynchronize: .*(illegal memory access|illegal address).*", first), first
+    assert re.fullmatch(
+        r"True cudaStreamSynchronize: .*(illegal memory access|illegal address).*", first
+    ), first
     assert second == "True True 0"
 
 
 def test_a_refused_launch_is_seen_by_the_next_status(device: Device) -> None:
-    """A grid of more than 2^31 − 1 rows: refused by the call itself, which has no status to say so."""
+    """A grid of more than 2^31 − 1 rows: refused by the call itself, which has no status to say
+    so."""
     assert device.wait() == OK
     device.embed(device.alloc(4), device.alloc(4), device.alloc(4), (1 << 32) - 1, 1)
     assert device.poll() == FAULT
@@ -475,7 +543,9 @@ def test_host_memory_is_no_place_on_the_device(simt: Library) -> None:
                 "get": lambda d=device, b=block: d.copy_to_host(b, at, 8),
                 "copy": lambda d=device, b=block: d.copy_2d(b, 8, at, 8, 8, 1),
                 "fetch": lambda d=device, b=block: d.copy_2d_from_peer(b, 8, at, 1, 8, 8, 1),
-                "fetch of its own": lambda d=device, b=block: d.copy_2d_from_peer(b, 8, b + 8, 1, 8, 8, 1),
+                "fetch of its own": lambda d=device, b=block: d.copy_2d_from_peer(
+                    b, 8, b + 8, 1, 8, 8, 1
+                ),
                 "zero": lambda d=device, b=block: d.zero_2d(at, 8, 8, 1),
                 "beyond": lambda d=device, b=block: d.copy_to_device(b + 60, at, 8),
             }
@@ -484,7 +554,7 @@ def test_host_memory_is_no_place_on_the_device(simt: Library) -> None:
             assert device.message().endswith(": invalid argument"), wrong
 
 
-# ------------------------------------------------------------------------------------------------ another device's memory
+# ------------------------------------------------------------------------ another device's memory
 def test_fetch_brings_what_another_device_has(library: Library, rng: np.random.Generator) -> None:
     if library.devices() < 2:
         pytest.skip("one GPU here")
@@ -509,33 +579,57 @@ def test_fetch_brings_runs_with_any_pitch(library: Library, rng: np.random.Gener
     with library.open(1) as other:
         there = other.alloc(data.size)
         other.write(there, data.tobytes())
-        shapes = [(13, 100, 13, 64), (20, 100, 13, 64), (40, 40, 40, 7), (50, 200, 50, 32), (16, 16, 1, 9)]
-        for to_pitch, from_pitch, width, rows in [*shapes, (13, -100, 13, 60), (8, 0, 8, 5), (9, 4, 9, 5)]:
+        shapes = [
+            (13, 100, 13, 64),
+            (20, 100, 13, 64),
+            (40, 40, 40, 7),
+            (50, 200, 50, 32),
+            (16, 16, 1, 9),
+        ]
+        for to_pitch, from_pitch, width, rows in [
+            *shapes,
+            (13, -100, 13, 60),
+            (8, 0, 8, 5),
+            (9, 4, 9, 5),
+        ]:
             first = 3 - min((rows - 1) * from_pitch, 0)
             with library.open(0) as device:  # each asks for leave to read the other anew
                 here, host = device.alloc(to_pitch * rows), device.alloc_pinned(to_pitch * rows)
-                device.copy_2d_from_peer(here, to_pitch, there + first, 1, from_pitch % 2**64, width, rows)
+                device.copy_2d_from_peer(
+                    here, to_pitch, there + first, 1, from_pitch % 2**64, width, rows
+                )
                 device.copy_to_host(host, here, to_pitch * rows)
                 assert device.wait() == OK, device.message()
                 found = np.frombuffer(seen(host, to_pitch * rows), np.uint8).reshape(rows, to_pitch)
-                wanted = np.lib.stride_tricks.as_strided(data.reshape(-1)[first:], (rows, width), (from_pitch, 1))
+                wanted = np.lib.stride_tricks.as_strided(
+                    data.reshape(-1)[first:], (rows, width), (from_pitch, 1)
+                )
                 assert np.array_equal(found[:, :width], wanted)
                 assert not found[:, width:].any(), "what lies between runs stays"
 
 
 def test_place_is_the_device_that_has_the_memory(library: Library) -> None:
     with library.open(0) as device:
-        block, host, plain = device.alloc(100), device.alloc_pinned(100), ctypes.create_string_buffer(8)
+        block, host, plain = (
+            device.alloc(100),
+            device.alloc_pinned(100),
+            ctypes.create_string_buffer(8),
+        )
         assert [device.ordinal_of(block), device.ordinal_of(block + 99)] == [0, 0]
-        assert [device.ordinal_of(host), device.ordinal_of(ctypes.addressof(plain)), device.ordinal_of(8192)] == [-1, -1, -1]
+        assert [
+            device.ordinal_of(host),
+            device.ordinal_of(ctypes.addressof(plain)),
+            device.ordinal_of(8192),
+        ] == [-1, -1, -1]
         if library.devices() > 1:
             with library.open(1) as other:
                 assert [device.ordinal_of(other.alloc(100)), other.ordinal_of(block)] == [1, 0]
 
 
-# ------------------------------------------------------------------------------------------------ the shim's strictness
+# -------------------------------------------------------------------------- the shim's strictness
 def test_nothing_is_done_before_something_waits(simt: Library) -> None:
-    """Reads before the wait see the old bytes, and a buffer that is written again too early sends the new ones."""
+    """Reads before the wait see the old bytes, and a buffer that is written again too early sends
+    the new ones."""
     with simt.open() as device:
         block, host, back = device.alloc(16), device.alloc_pinned(16), device.alloc_pinned(16)
         ctypes.memmove(host, b"first", 5)
@@ -576,34 +670,70 @@ else: body()
 @pytest.mark.parametrize(
     "body, message",
     [
-        ("ctypes.memset(block, 0, 1)", "the host touched memory of a device, byte 0 of a block of 100"),
-        ("ctypes.string_at(block + 99, 1)", "the host touched memory of a device, byte 99 of a block of 100"),
-        ("ctypes.string_at(host + 300, 1)", "the host touched pinned memory, byte 300 of a block of 100"),
+        (
+            "ctypes.memset(block, 0, 1)",
+            "the host touched memory of a device, byte 0 of a block of 100",
+        ),
+        (
+            "ctypes.string_at(block + 99, 1)",
+            "the host touched memory of a device, byte 99 of a block of 100",
+        ),
+        (
+            "ctypes.string_at(host + 300, 1)",
+            "the host touched pinned memory, byte 300 of a block of 100",
+        ),
         ("device.embed(block + 256, block, block, 1, 1)", "access outside"),
         ("device.embed(block, block, elsewhere, 1, 1)", "access outside"),
-        ("device.copy_2d_from_peer(block, 8, elsewhere, 1, 8, 8, 1); device.embed(block, block, elsewhere, 1, 1)", "access outside"),
+        (
+            "device.copy_2d_from_peer(block, 8, elsewhere, 1, 8, 8, 1); device.embed(block, "
+            "block, elsewhere, 1, 1)",
+            "access outside",
+        ),
         ("device.copy_2d_from_peer(block, 100, elsewhere, 1, 100, 100, 1)", "unseen"),
         ("device.embed(block, 8, block, 1, 1)", "access outside"),
-        ("device.embed(block + 100, block, block, 1, 1)", "bytes beside a block of 100 bytes were written"),
-        ("device.embed(block - 4, block, block, 1, 1)", "bytes beside a block of 100 bytes were written"),
-        ("device.embed(host + 100, block, block, 1, 1)", "bytes beside a block of 100 bytes were written"),
+        (
+            "device.embed(block + 100, block, block, 1, 1)",
+            "bytes beside a block of 100 bytes were written",
+        ),
+        (
+            "device.embed(block - 4, block, block, 1, 1)",
+            "bytes beside a block of 100 bytes were written",
+        ),
+        (
+            "device.embed(host + 100, block, block, 1, 1)",
+            "bytes beside a block of 100 bytes were written",
+        ),
         ("device.copy_to_host(host, block, 100)", "unseen"),
     ],
 )
-def test_the_shim_ends_a_program_that_touches_what_it_must_not(simt_library: Path, body: str, message: str, threaded: bool) -> None:
-    """Inside Python, whose own handlers of signals are in place, on its main thread and on another."""
-    script = SCRIPT.format(tests=str(Path(__file__).parent), path=str(simt_library), body=body, threaded=threaded)
+def test_the_shim_ends_a_program_that_touches_what_it_must_not(
+    simt_library: Path, body: str, message: str, threaded: bool
+) -> None:
+    """Inside Python, whose own handlers of signals are in place, on its main thread and on
+    another."""
+    script = SCRIPT.format(
+        tests=str(Path(__file__).parent), path=str(simt_library), body=body, threaded=threaded
+    )
     command = [sys.executable, "-X", "faulthandler", "-c", script]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert message in done.stdout, done.stdout
     assert done.returncode == (0 if message == "unseen" else 3), done.stdout
     assert ("simt: " in done.stdout) == (message != "unseen")
 
 
-# ------------------------------------------------------------------------------------------------ opening
+# ---------------------------------------------------------------------------------------- opening
 def test_a_device_that_is_not_there_is_refused(library: Library) -> None:
     for ordinal in (-1, library.devices()):
-        with pytest.raises(Refused, match=rf"cuda:{ordinal}: the driver shows {library.devices()} devices"):
+        with pytest.raises(
+            Refused, match=rf"cuda:{ordinal}: the driver shows {library.devices()} devices"
+        ):
             Device(library, ordinal)
 
 
@@ -615,13 +745,21 @@ def test_no_driver_is_said(simt: Library, monkeypatch: pytest.MonkeyPatch) -> No
     for driver, count in (("0", -1), ("12080", -2)):
         monkeypatch.setenv("ROLLMESH_SIMT_DRIVER", driver)
         assert simt.devices() == count
-        with pytest.raises(Refused, match="no CUDA device: CUDA driver version is insufficient for CUDA runtime version"):
+        with pytest.raises(
+            Refused,
+            match="no CUDA device: CUDA driver version is insufficient for CUDA runtime version",
+        ):
             Device(simt, 0)
 
 
-def test_an_architecture_without_code_is_refused(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_architecture_without_code_is_refused(
+    simt: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ROLLMESH_SIMT_SM", "86")
-    with pytest.raises(Refused, match=r"1, .cuda:2 is an sm_86, for which this library has no code, but for simt \("):
+    with pytest.raises(
+        Refused,
+        match=r"1, .cuda:2 is an sm_86, for which this library has no code, but for simt \(",
+    ):
         Device(simt, 2)
     assert simt.loaded.rm_cuda_error() is None
 
@@ -642,8 +780,9 @@ def test_what_a_device_is(library: Library) -> None:
 
 
 def test_a_thread_gets_back_what_it_had(simt_library: Path) -> None:
-    """The context of a device, or none: else another runtime of the process would take ours for the thread's choice, and a context of its
-    device 0 would be some hundred MiB of a device that nobody uses."""
+    """The context of a device, or none: else another runtime of the process would take ours for the
+    thread's choice, and a context of its device 0 would be some hundred MiB of a device that nobody
+    uses."""
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -676,13 +815,19 @@ assert library.loaded.simt_contexts() == 10, library.loaded.simt_contexts()
 
 
 def test_devices_of_several_threads(library: Library, rng: np.random.Generator) -> None:
-    """Each thread its own device, at the same time: copies there and back, ops, recordings, waits."""
+    """Each thread its own device, at the same time: copies there and back, ops, recordings,
+    waits."""
     ordinals = [i % library.devices() for i in range(6)]
     failures: list[str] = []
 
     def work(ordinal: int, data: bytes) -> None:
         with library.open(ordinal) as device:
-            ids, table, out, host = device.alloc(4), device.alloc(len(data)), device.alloc(len(data)), device.alloc_pinned(len(data))
+            ids, table, out, host = (
+                device.alloc(4),
+                device.alloc(len(data)),
+                device.alloc(len(data)),
+                device.alloc_pinned(len(data)),
+            )
             for turn in range(8):
                 device.copy_to_device(table, data, len(data))
                 if turn % 2:
@@ -698,7 +843,10 @@ def test_devices_of_several_threads(library: Library, rng: np.random.Generator) 
                 device.zero_2d(out, 16, 8, len(data) // 16)
                 ctypes.memset(host, 0, len(data))
 
-    threads = [Thread(target=work, args=(ordinal, rng.bytes(4000 + 400 * i))) for i, ordinal in enumerate(ordinals)]
+    threads = [
+        Thread(target=work, args=(ordinal, rng.bytes(4000 + 400 * i)))
+        for i, ordinal in enumerate(ordinals)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,7 +1,8 @@
 """Every model family on a CUDA device: the fibres of tests/simt, or a GPU where there is one.
 
-Oracle: one rank of the CPU. The kernels compute with the contract's FMA chains, so tokens, logprobs, logits, routed experts and digests
-are the CPU's. Bound: equality. Steps of one device are replayed as captured graphs but for the first of a size.
+Oracle: one rank of the CPU. The kernels compute with the contract's FMA chains, so tokens,
+logprobs, logits, routed experts and digests are the CPU's. Bound: equality. Steps of one device are
+replayed as captured graphs but for the first of a size.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from rollmesh.distributed.traffic import step_traffic
 pytest.importorskip("torch", reason="the models are transformers'")
 family_models = importlib.import_module("family_models")
 test_families = importlib.import_module("test_families")
-QUICK = {"olmoe", "glm4_moe", "qwen2_moe", "arcee"}  # norms over all heads; groups, a shared expert, half heads; its switch; no gate
+QUICK = {
+    "olmoe",
+    "glm4_moe",
+    "qwen2_moe",
+    "arcee",
+}  # norms over all heads; groups, a shared expert, half heads; its switch; no gate
 WITH_EXPERTS = QUICK - {"arcee"}
 
 
@@ -47,7 +53,9 @@ def test_a_device_gives_the_bits_of_the_cpu(family: str, dtype: str, seed: int) 
 
 
 @pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("family", some(family_models.FAMILIES, lambda family: family == "glm4_moe"))
+@pytest.mark.parametrize(
+    "family", some(family_models.FAMILIES, lambda family: family == "glm4_moe")
+)
 def test_random_configs_on_a_device(family: str, number: int, seed: int) -> None:
     model = family_models.draw(family, 600 + number, seed)
     prompts = helpers.prompts({"vocab_size": model.config.vocab_size}, (1, 7, 35), seed=2)
@@ -91,10 +99,16 @@ def test_a_mesh_of_devices_gives_one_ranks_bits(family: str, seed: int) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("family", sorted(WITH_EXPERTS))
-def test_ranks_replay_captured_graphs(make: Make, family: str, mesh: rm.Mesh, options: dict[str, Any], seed: int) -> None:  # noqa: F811
-    """Over NCCL or its stand-in. A replayed step of four rows a replica moves the bytes of rollmesh.distributed.traffic."""
+def test_ranks_replay_captured_graphs(
+    make: Make, family: str, mesh: rm.Mesh, options: dict[str, Any], seed: int
+) -> None:
+    """Over NCCL or its stand-in. A replayed step of four rows a replica moves the bytes of
+    rollmesh.distributed.traffic."""
     model, found = test_families.cut(family, seed), []
-    prompts, params = [[i + 1] for i in range(4 * mesh.dp)], rm.SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
+    prompts, params = (
+        [[i + 1] for i in range(4 * mesh.dp)],
+        rm.SamplingParams(max_tokens=4, seed=3, ignore_eos=True),
+    )
     for on in ({}, {"mesh": mesh, **options}):
         gen = make(model.config, dtype="bfloat16", kv_cache_gib=0.004, **on)
         gen.sync_weights(model.state, cast=True)

@@ -1,11 +1,13 @@
-"""Weights that lie on a GPU of another process (CUDA IPC), by way of the simulated devices: SharedWriter.publish(lend_to=…) there,
-Generator.sync_weights(SharedReader) here. The stand-in opens a handle once a process, never its own, gives other numbers to the devices
-where a test wants it, and ends a process that frees memory which another has open.
+"""Weights that lie on a GPU of another process (CUDA IPC), by way of the simulated devices:
+SharedWriter.publish(lend_to=…) there, Generator.sync_weights(SharedReader) here. The stand-in opens
+a handle once a process, never its own, gives other numbers to the devices where a test wants it,
+and ends a process that frees memory which another has open.
 
-Oracle: the same weights from the host, by digest and by logits. Bound: equality. What fails leaves the old version serving.
+Oracle: the same weights from the host, by digest and by logits. Bound: equality. What fails leaves
+the old version serving.
 """
 
-# ruff: noqa: F401, F811 (fixtures of another file)
+# ruff: noqa: F401 (fixtures of another file)
 from __future__ import annotations
 
 import copy
@@ -44,7 +46,11 @@ class Remote:
     def __init__(self, path: Path, ordinal: int, folder: Path, settings: dict[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, end = context.Pipe()
-        self.process = context.Process(target=gpu_trainer.lend, args=(end, str(path), ordinal, str(folder), settings), daemon=True)
+        self.process = context.Process(
+            target=gpu_trainer.lend,
+            args=(end, str(path), ordinal, str(folder), settings),
+            daemon=True,
+        )
         self.process.start()
         end.close()
 
@@ -87,7 +93,8 @@ def trainer(library: Path, tmp_path: Path) -> Iterator[Callable[..., Remote]]:
 
 @pytest.fixture
 def ranks(library: Path, tmp_path: Path) -> Iterator[Callable[..., Callable[..., list[Any]]]]:
-    """Two processes, gpu_trainer.rank_of_two: what is called with what both are told gives their answers, within 30 seconds."""
+    """Two processes, gpu_trainer.rank_of_two: what is called with what both are told gives their
+    answers, within 30 seconds."""
     context, pipes, processes = multiprocessing.get_context("spawn"), [], []
 
     def answers(victim: int = 0) -> list[Any]:
@@ -98,8 +105,17 @@ def ranks(library: Path, tmp_path: Path) -> Iterator[Callable[..., Callable[...,
     def start(config: helpers.Config, addresses: list[str | None]) -> Callable[..., list[Any]]:
         for rank, address in enumerate(addresses):
             pipe, end = context.Pipe()
-            arguments = (end, tmp_path.name + str(os.getpid()), rank, config, {**helpers.SMALL, "dtype": "float32"}, address)
-            processes.append(context.Process(target=gpu_trainer.rank_of_two, args=arguments, daemon=True))
+            arguments = (
+                end,
+                tmp_path.name + str(os.getpid()),
+                rank,
+                config,
+                {**helpers.SMALL, "dtype": "float32"},
+                address,
+            )
+            processes.append(
+                context.Process(target=gpu_trainer.rank_of_two, args=arguments, daemon=True)
+            )
             processes[-1].start()
             pipes.append(pipe)
         return answers
@@ -115,7 +131,7 @@ def state_of(config: helpers.Config, seed: int) -> dict[str, np.ndarray]:
     return helpers.numpy_state_dict(config, seed=seed, dtype="float32")
 
 
-# ------------------------------------------------------------------------------------------------ weights
+# ---------------------------------------------------------------------------------------- weights
 @pytest.mark.parametrize("config", [full(DENSE), MOE], ids=["dense", "moe"])
 @pytest.mark.parametrize("ordinal, packed", [(0, True), (2, False)])
 def test_weights_of_another_process(
@@ -140,7 +156,9 @@ def test_weights_of_another_process(
         reader.refresh()
 
 
-def test_devices_have_other_numbers_there(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
+def test_devices_have_other_numbers_there(
+    make: Callable[..., rm.Generator], trainer: Callable[..., Remote]
+) -> None:
     remote, gpu = trainer(0, ROLLMESH_SIMT_FIRST="3"), make(DENSE)
     remote.publish(DENSE, 1, 0, 1)
     reader = sources.SharedReader(remote.address())
@@ -150,11 +168,16 @@ def test_devices_have_other_numbers_there(make: Callable[..., rm.Generator], tra
     remote.wait(60)
     remote.publish(DENSE, 1, 1, 1)
     reader.refresh()
-    assert gpu.sync_weights(reader, cast=True).digest == from_the_host(make, DENSE, state_of(DENSE, 1))[0]
+    assert (
+        gpu.sync_weights(reader, cast=True).digest
+        == from_the_host(make, DENSE, state_of(DENSE, 1))[0]
+    )
     remote.wait(60)
 
 
-def test_some_on_the_host(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
+def test_some_on_the_host(
+    make: Callable[..., rm.Generator], trainer: Callable[..., Remote]
+) -> None:
     remote, gpu = trainer(), make(DENSE)
     names = tuple(sorted(state_of(DENSE, 1)))[::2]
     remote.publish(DENSE, 1, 0, 1, on_host=names)
@@ -168,20 +191,28 @@ def test_some_on_the_host(make: Callable[..., rm.Generator], trainer: Callable[.
     remote.wait(60)
 
 
-def test_several_readers_and_ranks(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
-    """A reader for each generator; one whose ranks are threads on two GPUs opens the memory once."""
+def test_several_readers_and_ranks(
+    make: Callable[..., rm.Generator], trainer: Callable[..., Remote]
+) -> None:
+    """A reader for each generator; one whose ranks are threads on two GPUs opens the memory
+    once."""
     remote = trainer(1)
     remote.publish(MOE, 1, 0, 2)
     want = from_the_host(make, MOE, state_of(MOE, 1))
     for number, generator in enumerate((make(MOE, "cuda", mesh=rm.Mesh(tp=2)), make(MOE))):
-        with pytest.raises(RuntimeError, match=f"DeadlineError: version 0 was read by {number} of 2 readers within the timeout"):
+        with pytest.raises(
+            RuntimeError,
+            match=f"DeadlineError: version 0 was read by {number} of 2 readers within the timeout",
+        ):
             remote.wait(0)
         assert remote.alive() > 0
         reader = sources.SharedReader(remote.address())
         reader.refresh()
         digest = generator.sync_weights(reader, cast=True).digest
         assert (digest, logits(generator)) == want
-        with pytest.raises(rm.StateError, match=r"version 0 was given back; refresh\(\) maps the next one"):
+        with pytest.raises(
+            rm.StateError, match=r"version 0 was given back; refresh\(\) maps the next one"
+        ):
             generator.sync_weights(reader, cast=True)
     remote.wait(60)
     assert remote.alive() == 0
@@ -189,7 +220,10 @@ def test_several_readers_and_ranks(make: Callable[..., rm.Generator], trainer: C
 
 @pytest.mark.parametrize("readers", [2, full(1)], ids=["each has a reader", "one has"])
 def test_ranks_that_are_processes(
-    make: Callable[..., rm.Generator], trainer: Callable[..., Remote], ranks: Callable[..., Callable[..., list[Any]]], readers: int
+    make: Callable[..., rm.Generator],
+    trainer: Callable[..., Remote],
+    ranks: Callable[..., Callable[..., list[Any]]],
+    readers: int,
 ) -> None:
     """Two versions; a third, whose trainer ends while it is read, is refused on both ranks."""
     remote = trainer(1)
@@ -203,12 +237,17 @@ def test_ranks_that_are_processes(
         remote.free()
     remote.publish(MOE, 5, 2, readers)
     told = answers(remote.process.pid)
-    assert any("RankLostError: the trainer that lends version 2 has ended" in answer[0] for answer in told)
+    assert any(
+        "RankLostError: the trainer that lends version 2 has ended" in answer[0] for answer in told
+    )
     assert all("RankLostError" in answer[0] or "SyncAbortedError" in answer[0] for answer in told)
 
 
-def test_a_rank_that_cannot_give_back(trainer: Callable[..., Remote], ranks: Callable[..., Callable[..., list[Any]]]) -> None:
-    """Both have committed, and one leaves by an error: the other learns it, and does not wait for it."""
+def test_a_rank_that_cannot_give_back(
+    trainer: Callable[..., Remote], ranks: Callable[..., Callable[..., list[Any]]]
+) -> None:
+    """Both have committed, and one leaves by an error: the other learns it, and does not wait for
+    it."""
     remote = trainer(1)
     answers = ranks(MOE, [remote.address()] * 2)
     remote.publish(MOE, 1, 0, 2)
@@ -218,7 +257,9 @@ def test_a_rank_that_cannot_give_back(trainer: Callable[..., Remote], ranks: Cal
     remote.take_back()
 
 
-def test_tensor_by_tensor(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
+def test_tensor_by_tensor(
+    make: Callable[..., rm.Generator], trainer: Callable[..., Remote]
+) -> None:
     remote, gpu = trainer(), make(DENSE)
     remote.publish(DENSE, 1, 4, 1)
     reader = sources.SharedReader(remote.address())
@@ -235,7 +276,9 @@ def test_tensor_by_tensor(make: Callable[..., rm.Generator], trainer: Callable[.
     remote.wait(60)
 
 
-def test_a_sync_that_fails_may_be_tried_again(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
+def test_a_sync_that_fails_may_be_tried_again(
+    make: Callable[..., rm.Generator], trainer: Callable[..., Remote]
+) -> None:
     remote, gpu = trainer(), make(DENSE)
     remote.publish(DENSE, 1, 0, 1)
     reader = sources.SharedReader(remote.address())
@@ -244,12 +287,18 @@ def test_a_sync_that_fails_may_be_tried_again(make: Callable[..., rm.Generator],
         gpu.sync_weights(reader)
     with pytest.raises(RuntimeError, match="version 0 was read by 0 of 1 readers"):
         remote.wait(0)
-    assert gpu.sync_weights(reader, cast=True).digest == from_the_host(make, DENSE, state_of(DENSE, 1))[0]
+    assert (
+        gpu.sync_weights(reader, cast=True).digest
+        == from_the_host(make, DENSE, state_of(DENSE, 1))[0]
+    )
     remote.wait(60)
 
 
-def test_a_commit_that_fails_may_be_tried_again(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
-    """All is staged, and what runs cannot finish: nothing was given back, since nothing of it serves."""
+def test_a_commit_that_fails_may_be_tried_again(
+    make: Callable[..., rm.Generator], trainer: Callable[..., Remote]
+) -> None:
+    """All is staged, and what runs cannot finish: nothing was given back, since nothing of it
+    serves."""
     remote, gpu = trainer(), make(DENSE)
     gpu.sync_weights(state_of(DENSE, 2), version=0, cast=True)
     remote.publish(DENSE, 1, 1, 1)
@@ -268,7 +317,7 @@ def test_a_commit_that_fails_may_be_tried_again(make: Callable[..., rm.Generator
     remote.wait(60)
 
 
-# ------------------------------------------------------------------------------------------------ who ends, who takes back
+# ----------------------------------------------------------------------- who ends, who takes back
 @pytest.mark.parametrize(
     "what, kind, message",
     [
@@ -308,14 +357,22 @@ def test_a_trainer_that_goes(
     assert logits(gpu) == before
 
 
-def test_a_reader_that_ends(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
+def test_a_reader_that_ends(
+    make: Callable[..., rm.Generator], trainer: Callable[..., Remote]
+) -> None:
     remote, gpu = trainer(), make(DENSE)
     remote.publish(DENSE, 1, 0, 1)
-    process = multiprocessing.get_context("spawn").Process(target=gpu_trainer.borrow_and_die, args=(remote.address(),))
+    process = multiprocessing.get_context("spawn").Process(
+        target=gpu_trainer.borrow_and_die, args=(remote.address(),)
+    )
     process.start()
     process.join(60)
     assert process.exitcode == 0
-    with pytest.raises(RuntimeError, match=r"RankLostError: version 0 was read by 0 of 1 readers, and one of the others has ended"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"RankLostError: version 0 was read by 0 of 1 readers, and one of the others has "
+        r"ended",
+    ):
         remote.wait(60)
     with pytest.raises(RuntimeError, match="StateError: version 0 is lent to 1 readers"):
         remote.publish(DENSE, 1, 1, 1)
@@ -325,7 +382,9 @@ def test_a_reader_that_ends(make: Callable[..., rm.Generator], trainer: Callable
     remote.wait(60)
     reader.close()
     remote.publish(DENSE, 2, 1, 1)
-    with pytest.raises(RuntimeError, match="DeadlineError"):  # a reader that was closed is not one that has ended
+    with pytest.raises(
+        RuntimeError, match="DeadlineError"
+    ):  # a reader that was closed is not one that has ended
         remote.wait(0.05)
     remote.take_back()
     remote.free()
@@ -335,11 +394,16 @@ def test_a_reader_that_has_read_and_ends(trainer: Callable[..., Remote]) -> None
     """Without close: the next version is not lent to it, and does not miss it."""
     remote = trainer()
     remote.publish(DENSE, 1, 0, 2)
-    process = multiprocessing.get_context("spawn").Process(target=gpu_trainer.borrow_and_end, args=(remote.address(),))
+    process = multiprocessing.get_context("spawn").Process(
+        target=gpu_trainer.borrow_and_end, args=(remote.address(),)
+    )
     process.start()
     process.join(60)
     assert process.exitcode == 0
-    with pytest.raises(RuntimeError, match="version 0 was read by 1 of 2 readers within the timeout; 0 others have begun"):
+    with pytest.raises(
+        RuntimeError,
+        match="version 0 was read by 1 of 2 readers within the timeout; 0 others have begun",
+    ):
         remote.wait(0.05)
     with sources.SharedReader(remote.address()) as reader:
         reader.refresh()
@@ -347,7 +411,10 @@ def test_a_reader_that_has_read_and_ends(trainer: Callable[..., Remote]) -> None
             pass
     remote.wait(60)
     remote.publish(DENSE, 2, 1, 1)
-    with pytest.raises(RuntimeError, match="version 1 was read by 0 of 1 readers within the timeout; 0 others have begun"):
+    with pytest.raises(
+        RuntimeError,
+        match="version 1 was read by 0 of 1 readers within the timeout; 0 others have begun",
+    ):
         remote.wait(0.05)
     remote.take_back()
 
@@ -360,7 +427,9 @@ def test_a_reader_that_is_dropped(library: Path, trainer: Callable[..., Remote])
     reader.refresh()
     with suppress(KeyError), reader.lent():
         reader["none"]
-    with pytest.raises(RuntimeError, match=r"DeadlineError: .* within the timeout; 1 others have begun"):
+    with pytest.raises(
+        RuntimeError, match=r"DeadlineError: .* within the timeout; 1 others have begun"
+    ):
         remote.wait(0.05)
     del reader
     gc.collect()
@@ -388,7 +457,8 @@ def open_files() -> list[str]:
 
 
 def test_locks_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's reason, and no file stays open. A lock that cannot be asked for is not one that somebody holds."""
+    """The system's reason, and no file stays open. A lock that cannot be asked for is not one that
+    somebody holds."""
     writer = sources.SharedWriter(tmp_path)
     writer.publish({"x": np.ones(3, np.float32)})
     path, _, nonce = writer.address.rpartition(":")
@@ -400,7 +470,8 @@ def test_locks_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patched:
         patched.setattr(segment.fcntl, "fcntl", fails)
-        for call, error in ((mapped.is_owned, OSError), (lambda: segment.Segment(8, tmp_path), rm.CapacityError),
+        for call, error in ((mapped.is_owned, OSError),
+        (lambda: segment.Segment(8, tmp_path), rm.CapacityError),
                             (lambda: writer.publish({}), rm.CapacityError)):  # fmt: skip
             with pytest.raises(error, match="no locks available"):
                 call()
@@ -440,15 +511,27 @@ def test_sizes_of_allocations(monkeypatch: pytest.MonkeyPatch, size: int, fits: 
     """They may be mapped more coarsely than they were made."""
     gpus = Gpus()
     monkeypatch.setattr(loans, "gpus", lambda: gpus)
-    with nullcontext() if fits else pytest.raises(rm.FormatError, match=r"expected an allocation of 101 bytes .*, got 100"):
-        loans.Borrowed(manifest.Loan(1, "1-a", (manifest.Allocation("", b"", size),) * 3, {})).close()
+    with (
+        nullcontext()
+        if fits
+        else pytest.raises(rm.FormatError, match=r"expected an allocation of 101 bytes .*, got 100")
+    ):
+        loans.Borrowed(
+            manifest.Loan(1, "1-a", (manifest.Allocation("", b"", size),) * 3, {})
+        ).close()
     assert gpus.open == ([] if fits else [1, 2])
 
 
-# ------------------------------------------------------------------------------------------------ refusals
-def test_memory_that_cannot_be_opened_elsewhere(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
+# --------------------------------------------------------------------------------------- refusals
+def test_memory_that_cannot_be_opened_elsewhere(
+    make: Callable[..., rm.Generator], trainer: Callable[..., Remote]
+) -> None:
     remote = trainer(ROLLMESH_SIMT_SEGMENTS="1")
-    with pytest.raises(RuntimeError, match=r"UnsupportedTensorError: .*cudaIpcGetMemHandle: invalid argument; .*expandable_segments:False"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"UnsupportedTensorError: .*cudaIpcGetMemHandle: invalid argument; "
+        r".*expandable_segments:False",
+    ):
         remote.publish(DENSE, 1, 0, 1)
     remote.environment(ROLLMESH_SIMT_SEGMENTS="0")
     assert remote.publish(DENSE, 1, 0, 1) == 0
@@ -465,19 +548,26 @@ def test_a_gpu_that_is_not_visible_here(
     reader = sources.SharedReader(remote.address())
     reader.refresh()
     monkeypatch.setenv("ROLLMESH_SIMT_FIRST", "2")
-    with pytest.raises(rm.ConfigError, match=r"GPU 0000:01:00\.0 is not among the devices of this process"):
+    with pytest.raises(
+        rm.ConfigError, match=r"GPU 0000:01:00\.0 is not among the devices of this process"
+    ):
         gpu.sync_weights(reader, cast=True)
     monkeypatch.delenv("ROLLMESH_SIMT_FIRST")
     gpu.sync_weights(reader, cast=True)
     remote.wait(60)
 
 
-def test_a_generator_on_the_cpu_takes_none(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
+def test_a_generator_on_the_cpu_takes_none(
+    make: Callable[..., rm.Generator], trainer: Callable[..., Remote]
+) -> None:
     remote = trainer()
     remote.publish(DENSE, 1, 0, 1)
     reader = sources.SharedReader(remote.address())
     reader.refresh()
-    with pytest.raises(rm.UnsupportedTensorError, match=r"expected a tensor on the CPU, got one on DLPack device type 2 "):
+    with pytest.raises(
+        rm.UnsupportedTensorError,
+        match=r"expected a tensor on the CPU, got one on DLPack device type 2 ",
+    ):
         make(DENSE, "cpu").sync_weights(reader, cast=True)
 
 
@@ -487,22 +577,34 @@ def test_lent_by_this_process(make: Callable[..., rm.Generator], library: Path) 
         writer.publish(trainer.packed(state_of(DENSE, 1)), lend_to=1)
         reader = sources.SharedReader(writer.address)
         reader.refresh()
-        with pytest.raises(rm.StateError, match="lent by this process itself: pass the tensors themselves"):
+        with pytest.raises(
+            rm.StateError, match="lent by this process itself: pass the tensors themselves"
+        ):
             make(DENSE).sync_weights(reader, cast=True)
-        with pytest.raises(rm.StateError, match=r"version 0 is lent to 1 readers; call wait_until_read\(\) or take_back\(\) first"):
+        with pytest.raises(
+            rm.StateError,
+            match=r"version 0 is lent to 1 readers; call wait_until_read\(\) or take_back\(\) "
+            r"first",
+        ):
             writer.publish({}, lend_to=1)
     trainer.close()
 
 
 @pytest.mark.parametrize("lend_to", [-1, True, 1.0, "1", 5000])
 def test_numbers_of_readers(library: Path, lend_to: Any) -> None:
-    with sources.SharedWriter() as writer, pytest.raises(rm.ConfigError, match=r"lend_to: expected an integer in .*"):
+    with (
+        sources.SharedWriter() as writer,
+        pytest.raises(rm.ConfigError, match=r"lend_to: expected an integer in .*"),
+    ):
         writer.publish({"a": np.zeros(3, np.float32)}, lend_to=lend_to)
 
 
 def test_nothing_to_lend(library: Path) -> None:
     with sources.SharedWriter() as writer:
-        assert [writer.publish({"a": np.zeros(3, np.float32)}, lend_to=1) for _ in range(2)] == [0, 1]
+        assert [writer.publish({"a": np.zeros(3, np.float32)}, lend_to=1) for _ in range(2)] == [
+            0,
+            1,
+        ]
         writer.wait_until_read(0)
         reader = sources.SharedReader(writer.address)
         assert reader.refresh() == 1
@@ -514,7 +616,10 @@ def test_nothing_to_lend(library: Path) -> None:
 def test_no_cuda_library(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     trainer = gpu_trainer.Trainer(library, 0)
     monkeypatch.setenv(LIBRARY_SWITCH, str(tmp_path / "none.so"))
-    with sources.SharedWriter() as writer, pytest.raises(rm.ConfigError, match=r"needs none\.so, which this build lacks"):
+    with (
+        sources.SharedWriter() as writer,
+        pytest.raises(rm.ConfigError, match=r"needs none\.so, which this build lacks"),
+    ):
         writer.publish(trainer.packed(state_of(DENSE, 1)), lend_to=1)
     trainer.close()
 
@@ -532,16 +637,27 @@ def flags_of(capsule: Any) -> int:
 
 @pytest.mark.parametrize("how", ["plain", "transposed", "backwards", "every other"])
 def test_strides_by_way_of_the_host(library: Path, how: str) -> None:
-    """The tensor again, from its place, shape and strides; and nothing of it once it was given back."""
+    """The tensor again, from its place, shape and strides; and nothing of it once it was given
+    back."""
     wanted = np.arange(48, dtype=np.float16).reshape(6, 8)
     trainer, gpus = gpu_trainer.Trainer(library, 1), _core.Gpus(str(library))
-    ordinal, address, dtype, shape, strides, owner = gpus.lend("a", trainer.tensor(wanted if how == "plain" else spread(wanted, how)))
+    ordinal, address, dtype, shape, strides, owner = gpus.lend(
+        "a", trainer.tensor(wanted if how == "plain" else spread(wanted, how))
+    )
     gpus.wait(1)
     array = gpus.array(ordinal, address, dtype, shape, strides)
-    assert (array.shape, array.strides, array.dtype, array.nbytes) == ((6, 8), strides, "float16", 96)
+    assert (array.shape, array.strides, array.dtype, array.nbytes) == (
+        (6, 8),
+        strides,
+        "float16",
+        96,
+    )
     assert flags_of(array.__dlpack__(max_version=(1, 0))) == 1  # read-only: it is another's
     assert as_array("a", array).tobytes() == wanted.tobytes()
-    with pytest.raises(rm.UnsupportedTensorError, match="__array__: expected an array of the host, got float16 on cuda:1"):
+    with pytest.raises(
+        rm.UnsupportedTensorError,
+        match="__array__: expected an array of the host, got float16 on cuda:1",
+    ):
         np.asarray(array)
     words = as_array("a", gpus.array(ordinal, address, "bfloat16", shape, strides))
     assert (words.dtype.metadata, words.tobytes()) == ({"rollmesh": "bfloat16"}, wanted.tobytes())
@@ -564,7 +680,10 @@ def test_strides_by_way_of_the_host(library: Path, how: str) -> None:
 def test_a_handle_of_another_length(library: Path) -> None:
     with pytest.raises(rm.ConfigError, match="expected a handle of 64 bytes, got 3"):
         _core.Gpus(str(library)).borrow("0000:01:00.0", b"abc")
-    with pytest.raises(rm.DeviceError, match="cuda:0: memory of another process: cudaIpcOpenMemHandle: invalid argument"):
+    with pytest.raises(
+        rm.DeviceError,
+        match="cuda:0: memory of another process: cudaIpcOpenMemHandle: invalid argument",
+    ):
         _core.Gpus(str(library)).borrow("0000:01:00.0", bytes(64))
 
 
@@ -572,7 +691,11 @@ GOOD: dict[str, Any] = {
     "number": 1,
     "process": "1-a",
     "allocations": [["0000:01:00.0", "00" * 64, 100]],
-    "tensors": [["a", "float32", [2, 3], [3, 1], 0, 76], ["b", "bfloat16", [], [], 0, 98], ["c", "float32", [3], [-2], 0, 16]],
+    "tensors": [
+        ["a", "float32", [2, 3], [3, 1], 0, 76],
+        ["b", "bfloat16", [], [], 0, 98],
+        ["c", "float32", [3], [-2], 0, 16],
+    ],
 }
 
 
@@ -597,7 +720,10 @@ def test_a_good_description() -> None:
         ({}, "expected a manifest of lent weights"),
         (changed("allocations", 0, 1, "xyz"), "expected a manifest of lent weights"),
         (changed("tensors", 0, []), "expected a manifest of lent weights"),
-        (changed("tensors", 0, 5, 77), r"a: expected bytes inside an allocation of 100, got \[77, 101\)"),
+        (
+            changed("tensors", 0, 5, 77),
+            r"a: expected bytes inside an allocation of 100, got \[77, 101\)",
+        ),
         (changed("tensors", 0, 5, -4), r"a: expected bytes inside .*, got \[-4, 20\)"),
         (changed("tensors", 2, 5, 15), r"c: expected bytes inside .*, got \[-1, 19\)"),
         (changed("tensors", 0, 3, [2**59, 1]), r"a: expected bytes inside .*, got \["),

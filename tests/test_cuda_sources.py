@@ -1,8 +1,10 @@
-"""Weights that lie on GPUs: of another GPU than the engine's, of one GPU into ranks on several. On the simulated devices of tests/simt,
-where no device can touch another's memory but by the copy that is made for it, and where nothing is done before something waits: a
-tensor is written by a copy that its producer has enqueued on a stream of its own and never waited for.
+"""Weights that lie on GPUs: of another GPU than the engine's, of one GPU into ranks on several. On
+the simulated devices of tests/simt, where no device can touch another's memory but by the copy that
+is made for it, and where nothing is done before something waits: a tensor is written by a copy that
+its producer has enqueued on a stream of its own and never waited for.
 
-Oracle: the same weights from the host, by digest (of every stored value) and by logits. Bound: equality.
+Oracle: the same weights from the host, by digest (of every stored value) and by logits. Bound:
+equality.
 """
 
 from __future__ import annotations
@@ -49,16 +51,21 @@ def logits(generator: rm.Generator) -> list[bytes]:
     return [array.tobytes() for array in generator.logits(PROMPTS)]
 
 
-def from_the_host(make: Callable[..., rm.Generator], config: helpers.Config, state: dict[str, np.ndarray]) -> tuple[str, list[bytes]]:
+def from_the_host(
+    make: Callable[..., rm.Generator], config: helpers.Config, state: dict[str, np.ndarray]
+) -> tuple[str, list[bytes]]:
     generator = make(config, "cpu")
     return generator.sync_weights(state, cast=True).digest, logits(generator)
 
 
-# ------------------------------------------------------------------------------------------------ another GPU
+# ------------------------------------------------------------------------------------ another GPU
 @pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
 @pytest.mark.parametrize("where", [0, 1, 3])
 def test_tensors_of_any_gpu(
-    make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer], config: helpers.Config, where: int
+    make: Callable[..., rm.Generator],
+    on_gpu: Callable[[int], Trainer],
+    config: helpers.Config,
+    where: int,
 ) -> None:
     state = helpers.numpy_state_dict(config, seed=1, dtype="float32")
     gpu = make(config)
@@ -66,10 +73,15 @@ def test_tensors_of_any_gpu(
     assert (digest, logits(gpu)) == from_the_host(make, config, state)
 
 
-def test_tensors_of_several_gpus_and_of_the_host(make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer]) -> None:
+def test_tensors_of_several_gpus_and_of_the_host(
+    make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer]
+) -> None:
     state = helpers.numpy_state_dict(MOE, seed=1, dtype="float32")
     trainers = [on_gpu(ordinal) for ordinal in range(3)]
-    mixed = {n: trainers[i % 4].tensor(array) if i % 4 < 3 else array for i, (n, array) in enumerate(state.items())}
+    mixed = {
+        n: trainers[i % 4].tensor(array) if i % 4 < 3 else array
+        for i, (n, array) in enumerate(state.items())
+    }
     gpu = make(MOE, "cuda:1")
     digest = gpu.sync_weights(mixed, cast=True).digest
     assert (digest, logits(gpu)) == from_the_host(make, MOE, state)
@@ -107,8 +119,12 @@ def spread(array: np.ndarray, how: str) -> np.ndarray:
     return view
 
 
-@pytest.mark.parametrize("how", ["transposed", "backwards", "columns of a wide one", "rows of a tall one", "every other"])
-def test_strides_of_another_gpu(make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer], how: str) -> None:
+@pytest.mark.parametrize(
+    "how", ["transposed", "backwards", "columns of a wide one", "rows of a tall one", "every other"]
+)
+def test_strides_of_another_gpu(
+    make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer], how: str
+) -> None:
     """The wide and the tall one spread a matrix over more bytes than are brought at once."""
     state: dict[str, Any] = helpers.numpy_state_dict(DENSE, seed=1, dtype="float32")
     trainer, gpu = on_gpu(1), make()
@@ -118,23 +134,32 @@ def test_strides_of_another_gpu(make: Callable[..., rm.Generator], on_gpu: Calla
     assert (digest, logits(gpu)) == from_the_host(make, DENSE, state)
 
 
-def test_more_than_the_staging_buffer_holds(make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer]) -> None:
+def test_more_than_the_staging_buffer_holds(
+    make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer]
+) -> None:
     """A vocabulary's matrix of float64 goes by way of both halves in turn; so do those after it."""
     config = helpers.tiny_config(vocab_size=40_000)
-    state = {name: value.astype(np.float64) for name, value in helpers.numpy_state_dict(config, seed=1, dtype="float32").items()}
+    state = {
+        name: value.astype(np.float64)
+        for name, value in helpers.numpy_state_dict(config, seed=1, dtype="float32").items()
+    }
     gpu = make(config)
     digest = gpu.sync_weights(on_gpu(2).state(state), cast=True).digest
     assert (digest, logits(gpu)) == from_the_host(make, config, state)
 
 
-def test_values_of_another_gpu_that_are_refused(make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer]) -> None:
+def test_values_of_another_gpu_that_are_refused(
+    make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer]
+) -> None:
     state = helpers.numpy_state_dict(DENSE, seed=1, dtype="float32")
     gpu, name = make(), "model.layers.0.mlp.down_proj.weight"
     gpu.sync_weights(state, cast=True)
     before = logits(gpu)
     bad = state[name].copy()
     bad[5, 7] = np.nan
-    with pytest.raises(rm.NonFiniteError, match=r"down_proj\.weight: element \[5, 7\] is not finite"):
+    with pytest.raises(
+        rm.NonFiniteError, match=r"down_proj\.weight: element \[5, 7\] is not finite"
+    ):
         gpu.sync_weights({**state, name: on_gpu(1).tensor(bad)}, cast=True)
     assert logits(gpu) == before
 
@@ -142,16 +167,45 @@ def test_values_of_another_gpu_that_are_refused(make: Callable[..., rm.Generator
 @pytest.mark.parametrize(
     "how, kind, message",
     [
-        ("a GPU that is not there", rm.UnsupportedTensorError, r"norm\.weight: .*got one on cuda:63: .* the driver shows 8 devices"),
-        ("no GPU's number", rm.UnsupportedTensorError, r"norm\.weight: .*got one on cuda:64: expected one of the first 64 GPUs"),
-        ("a number below 0", rm.UnsupportedTensorError, r"norm\.weight: .*got a __dlpack_device__ that names no CUDA device"),
-        ("memory of another", rm.UnsupportedTensorError, r"norm\.weight: the tensor's address 0x[0-9a-f]+ is no memory of cuda:2"),
-        ("an odd address", rm.LayoutError, r"norm\.weight: the tensor's address 0x[0-9a-f]+ is no multiple of the 4 bytes"),
-        ("spread too far", rm.LayoutError, r"strides \[\d+, 2\] spread \d+ elements on cuda:1 over \d+ bytes; send \.contiguous\(\)"),
+        (
+            "a GPU that is not there",
+            rm.UnsupportedTensorError,
+            r"norm\.weight: .*got one on cuda:63: .* the driver shows 8 devices",
+        ),
+        (
+            "no GPU's number",
+            rm.UnsupportedTensorError,
+            r"norm\.weight: .*got one on cuda:64: expected one of the first 64 GPUs",
+        ),
+        (
+            "a number below 0",
+            rm.UnsupportedTensorError,
+            r"norm\.weight: .*got a __dlpack_device__ that names no CUDA device",
+        ),
+        (
+            "memory of another",
+            rm.UnsupportedTensorError,
+            r"norm\.weight: the tensor's address 0x[0-9a-f]+ is no memory of cuda:2",
+        ),
+        (
+            "an odd address",
+            rm.LayoutError,
+            r"norm\.weight: the tensor's address 0x[0-9a-f]+ is no multiple of the 4 bytes",
+        ),
+        (
+            "spread too far",
+            rm.LayoutError,
+            r"strides \[\d+, 2\] spread \d+ elements on cuda:1 over \d+ bytes; send "
+            r"\.contiguous\(\)",
+        ),
     ],
 )
 def test_tensors_of_another_gpu_that_are_refused(
-    make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer], how: str, kind: type[Exception], message: str
+    make: Callable[..., rm.Generator],
+    on_gpu: Callable[[int], Trainer],
+    how: str,
+    kind: type[Exception],
+    message: str,
 ) -> None:
     gpu, trainer = make(), on_gpu(1)
     state: dict[str, Any] = dict(helpers.numpy_state_dict(DENSE, seed=1, dtype="float32"))
@@ -179,7 +233,9 @@ def test_tensors_of_another_gpu_that_are_refused(
 
 
 def test_a_gpu_that_fails_while_its_tensors_are_read(
-    make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., rm.Generator],
+    on_gpu: Callable[[int], Trainer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It takes its tensors with it, and not the engine, which runs on another."""
     state = helpers.numpy_state_dict(DENSE, seed=1, dtype="float32")
@@ -203,7 +259,9 @@ def test_a_gpu_that_fails_while_its_tensors_are_read(
         failing.close()
 
 
-def test_close_gives_other_gpus_back(make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer], library: Path) -> None:
+def test_close_gives_other_gpus_back(
+    make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer], library: Path
+) -> None:
     trainer, blocks = on_gpu(1), _core.memory_blocks()
     before = [_core.cuda_available(str(library), ordinal) for ordinal in range(2)]
     tensors = trainer.state(helpers.numpy_state_dict(DENSE, seed=1))
@@ -211,5 +269,8 @@ def test_close_gives_other_gpus_back(make: Callable[..., rm.Generator], on_gpu: 
     gpu = make()
     gpu.sync_weights(tensors, cast=True)
     gpu.close()
-    assert [_core.cuda_available(str(library), ordinal) for ordinal in range(2)] == [before[0], before[1] - held]
+    assert [_core.cuda_available(str(library), ordinal) for ordinal in range(2)] == [
+        before[0],
+        before[1] - held,
+    ]
     assert _core.memory_blocks() == blocks

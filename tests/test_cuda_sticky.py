@@ -1,7 +1,8 @@
-"""A fault of a kernel takes the device's context with it, for as long as the process lives: in a process of its
-own, on the fibres of tests/simt with ROLLMESH_SIMT_STICKY=1, where it does so too.
+"""A fault of a kernel takes the device's context with it, for as long as the process lives: in a
+process of its own, on the fibres of tests/simt with ROLLMESH_SIMT_STICKY=1, where it does so too.
 
-Oracle: the CPU, for what other devices give meanwhile. Bound: equality; and the error's type and words.
+Oracle: the CPU, for what other devices give meanwhile. Bound: equality; and the error's type and
+words.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def synced(device: str, **changes: Any) -> rm.Generator:
 
 def tokens(generator: rm.Generator) -> list[tuple[list[int], bytes]]:
     outputs = generator.generate(PROMPTS, GREEDY, use_tqdm=False)
-    return [(o.outputs[0].token_ids.tolist(), np.asarray(o.outputs[0].logprobs).tobytes()) for o in outputs]
+    return [
+        (o.outputs[0].token_ids.tolist(), np.asarray(o.outputs[0].logprobs).tobytes())
+        for o in outputs
+    ]
 
 
 def is_refused(call: Callable[[], object]) -> None:
@@ -59,7 +63,11 @@ def nothing_is_served(dead: rm.Generator) -> None:
 
 
 def main(launch: int) -> None:
-    cpu, bystander, beside = synced("cpu"), synced("cuda:1"), synced("cuda:0")  # beside shares the context that will be lost
+    cpu, bystander, beside = (
+        synced("cpu"),
+        synced("cuda:1"),
+        synced("cuda:0"),
+    )  # beside shares the context that will be lost
     expected = tokens(cpu)
     assert tokens(bystander) == tokens(beside) == expected
     os.environ["ROLLMESH_SIMT_FAULT"] = str(launch)
@@ -70,7 +78,12 @@ def main(launch: int) -> None:
     nothing_is_served(dead)
     nothing_is_served(beside)
     for closed in (dead, beside, None):  # the last stream goes, and it is no other
-        for name, mesh in (("cuda:0", None), ("cuda", None), ("cuda", rm.Mesh(tp=2)), ("cuda:0", rm.Mesh(dp=2))):
+        for name, mesh in (
+            ("cuda:0", None),
+            ("cuda", None),
+            ("cuda", rm.Mesh(tp=2)),
+            ("cuda:0", rm.Mesh(dp=2)),
+        ):
             is_refused(lambda name=name, mesh=mesh: made(name, mesh=mesh))
         assert tokens(bystander) == expected
         other = synced("cuda:2")
@@ -78,7 +91,9 @@ def main(launch: int) -> None:
         other.close()
         if closed is not None:
             closed.close()
-            assert C.CDLL(os.environ[LIBRARY_SWITCH]).simt_left_error() == 0  # or a trainer would find it behind its next launch
+            assert (
+                C.CDLL(os.environ[LIBRARY_SWITCH]).simt_left_error() == 0
+            )  # or a trainer would find it behind its next launch
             closed.close()
     with pytest.raises(rm.StateError, match="closed"):
         tokens(dead)

@@ -1,7 +1,9 @@
-"""torch's own tensors into a generator on a GPU: of this process, of another one (CUDA IPC), and while their writer is at work. Without
-a GPU torch's tensors are the CPU's and the generator's device is simulated: what is shown then is that these tests work.
+"""torch's own tensors into a generator on a GPU: of this process, of another one (CUDA IPC), and
+while their writer is at work. Without a GPU torch's tensors are the CPU's and the generator's
+device is simulated: what is shown then is that these tests work.
 
-Input: small models. Oracle: a CPU generator that was given the same numbers by NumPy. Bound: 0 differing bits.
+Input: small models. Oracle: a CPU generator that was given the same numbers by NumPy. Bound: 0
+differing bits.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ torch = pytest.importorskip("torch")
 
 
 def on(where: str, config: helpers.Config, seed: int, dtype: str = "float32") -> dict[str, Any]:
-    return {name: tensor.to(where) for name, tensor in helpers.state_dict(helpers.Case("", config), dtype, seed).items()}
+    return {
+        name: tensor.to(where)
+        for name, tensor in helpers.state_dict(helpers.Case("", config), dtype, seed).items()
+    }
 
 
 @pytest.fixture
@@ -33,32 +38,46 @@ def where() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-# ------------------------------------------------------------------------------------------------ of this process
+# -------------------------------------------------------------------------------- of this process
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
-def test_a_state_dict(make: Callable[..., rm.Generator], where: str, config: helpers.Config, dtype: str) -> None:
+def test_a_state_dict(
+    make: Callable[..., rm.Generator], where: str, config: helpers.Config, dtype: str
+) -> None:
     gpu = make(config)
     report = gpu.sync_weights(on(where, config, 1, dtype), cast=True)
-    assert (report.digest, logits(gpu)) == from_the_host(make, config, helpers.numpy_state_dict(config, 1, dtype))
+    assert (report.digest, logits(gpu)) == from_the_host(
+        make, config, helpers.numpy_state_dict(config, 1, dtype)
+    )
 
 
 def test_views(make: Callable[..., rm.Generator], where: str) -> None:
-    """Transposed, one of a stack, a part of a wider one, and a parameter that a gradient is wanted of."""
+    """Transposed, one of a stack, a part of a wider one, and a parameter that a gradient is wanted
+    of."""
 
     def view(tensor: Any, i: int) -> Any:
         if tensor.ndim < 2:
             return torch.nn.Parameter(tensor)
         wide = torch.cat([tensor, -tensor], dim=1)
-        return [tensor.T.contiguous().T, torch.stack([-tensor, tensor])[1], wide[:, : tensor.shape[1]]][i % 3]
+        return [
+            tensor.T.contiguous().T,
+            torch.stack([-tensor, tensor])[1],
+            wide[:, : tensor.shape[1]],
+        ][i % 3]
 
     gpu = make(DENSE)
-    report = gpu.sync_weights({n: view(tensor, i) for i, (n, tensor) in enumerate(on(where, DENSE, 1).items())}, cast=True)
-    assert (report.digest, logits(gpu)) == from_the_host(make, DENSE, helpers.numpy_state_dict(DENSE, 1))
+    report = gpu.sync_weights(
+        {n: view(tensor, i) for i, (n, tensor) in enumerate(on(where, DENSE, 1).items())}, cast=True
+    )
+    assert (report.digest, logits(gpu)) == from_the_host(
+        make, DENSE, helpers.numpy_state_dict(DENSE, 1)
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a stream of torch's: torch sees no GPU")
 def test_an_optimizer_is_still_writing(make: Callable[..., rm.Generator]) -> None:
-    """On a stream of its own, behind work that takes a while: the sync reads what is written in the end."""
+    """On a stream of its own, behind work that takes a while: the sync reads what is written in the
+    end."""
     gpu, state, stream = make(DENSE), on("cuda", DENSE, 1), torch.cuda.Stream()
     final = {name: tensor.clone() for name, tensor in state.items()}
     busy = torch.randn(4096, 4096, device="cuda")
@@ -69,12 +88,15 @@ def test_an_optimizer_is_still_writing(make: Callable[..., rm.Generator]) -> Non
         for name in state:
             state[name].copy_(final[name] + 0 * busy[0, 0].nan_to_num(0.0, 0.0, 0.0))
         report = gpu.sync_weights(state, cast=True)
-    assert (report.digest, logits(gpu)) == from_the_host(make, DENSE, helpers.numpy_state_dict(DENSE, 1))
+    assert (report.digest, logits(gpu)) == from_the_host(
+        make, DENSE, helpers.numpy_state_dict(DENSE, 1)
+    )
 
 
-# ------------------------------------------------------------------------------------------------ of another process
+# ----------------------------------------------------------------------------- of another process
 def trainer(pipe: Connection, folder: Path, where: str) -> None:
-    """Publishes a version for each seed that it is told, and changes the tensors in place when their reader has them."""
+    """Publishes a version for each seed that it is told, and changes the tensors in place when
+    their reader has them."""
     with sources.SharedWriter(folder) as writer:
         pipe.send(writer.address)
         state = on(where, MOE, 0)
@@ -110,5 +132,7 @@ def test_versions_of_another_process(make: Callable[..., rm.Generator], remote: 
             version = remote.recv()
             assert reader.refresh() == version
             report = gpu.sync_weights(reader, version=version, cast=True)
-            assert (report.digest, logits(gpu)) == from_the_host(make, MOE, helpers.numpy_state_dict(MOE, seed))
+            assert (report.digest, logits(gpu)) == from_the_host(
+                make, MOE, helpers.numpy_state_dict(MOE, seed)
+            )
     assert np.isfinite(np.frombuffer(logits(gpu)[0], np.float32)).all()

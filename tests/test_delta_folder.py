@@ -1,6 +1,6 @@
 """The rules of a DeltaWriter's folder: one writer, its runs, its own regular files, bounded sizes
-(weights/transport/delta_folder.py). What breaks a rule is a typed error, and the version that a reader
-has reached stays, bit for bit.
+(weights/transport/delta_folder.py). What breaks a rule is a typed error, and the version that a
+reader has reached stays, bit for bit.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def in_child(code: Callable[[], None], *, user: int | None = None) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-# --------------------------------------------------------------------------------------- one writer
+# ------------------------------------------------------------------------------------- one writer
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     with DeltaWriter(tmp_path) as writer:
         writer.publish(state(1), 1)
@@ -186,7 +186,7 @@ def test_a_version_is_never_replaced(tmp_path: Path) -> None:
     assert whole(tmp_path, 1).read_bytes() == content
 
 
-# -------------------------------------------------------------------------------------------- files
+# ------------------------------------------------------------------------------------------ files
 def make_fifo(path: Path) -> None:
     os.mkfifo(path)
 
@@ -367,7 +367,7 @@ def test_a_folder_with_another_users_lock(tmp_path: Path) -> None:
         DeltaWriter(tmp_path)
 
 
-# -------------------------------------------------------------------------------------- cleaning up
+# ------------------------------------------------------------------------------------ cleaning up
 def test_an_old_file_that_cannot_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -408,7 +408,7 @@ def test_what_a_killed_writer_leaves(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.glob("*.being-written")] == ["y.being-written"]
 
 
-# -------------------------------------------------------------------------------------- a generator
+# ------------------------------------------------------------------------------------ a generator
 def test_a_refresh_while_a_sync_reads(tmp_path: Path) -> None:
     """A sync that has begun sees one version to its end; a refresh meanwhile is a StateError."""
     from helpers import numpy_state_dict, tiny_config, tiny_spec

@@ -1,7 +1,8 @@
 """Weights as differences (weights/transport/delta.py, delta_folder.py).
 
-Oracle: the arrays that were published, and a generator that is given them whole. Bound: 0 differing bits. Whatever is wrong with a message
-is a typed error, after which the version before is there bit for bit, and the next good message arrives."""
+Oracle: the arrays that were published, and a generator that is given them whole. Bound: 0 differing
+bits. Whatever is wrong with a message is a typed error, after which the version before is there bit
+for bit, and the next good message arrives."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def weights(rng: np.random.Generator) -> Weights:
     made = {}
     for dtype in map(np.dtype, DTYPES):
         for shape in SHAPES:
-            words = rng.integers(0, 2**16, size=int(np.prod(shape)) * dtype.itemsize // 2, dtype=np.uint16)
+            words = rng.integers(
+                0, 2**16, size=int(np.prod(shape)) * dtype.itemsize // 2, dtype=np.uint16
+            )
             made[f"{dtype}{dtype.metadata or ''}-{shape}"] = words.view(dtype).reshape(shape)
     return made
 
@@ -47,7 +50,9 @@ def stepped(old: Weights, rng: np.random.Generator, share: float) -> Weights:
 
 
 def bits(source: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in source.items()}
+    return {
+        name: (str(array.dtype), array.shape, array.tobytes()) for name, array in source.items()
+    }
 
 
 def pair(rng: np.random.Generator) -> tuple[DeltaEncoder, DeltaDecoder, Weights]:
@@ -56,7 +61,7 @@ def pair(rng: np.random.Generator) -> tuple[DeltaEncoder, DeltaDecoder, Weights]
     return encoder, decoder, first
 
 
-# -------------------------------------------------------------------------------------------------- ranks
+# ------------------------------------------------------------------------------------------ ranks
 RANK = """
     import atexit
     import sys
@@ -68,9 +73,11 @@ RANK = """
 
     rank, place = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=3)
-    atexit.register(dist.destroy_process_group)  # else the threads of Gloo may end the process with SIGABRT
+    # else the threads of Gloo may end the process with SIGABRT
+    atexit.register(dist.destroy_process_group)
     config, encoder, decoder = helpers.tiny_config(True), DeltaEncoder(), DeltaDecoder()
-    generator = rm.Generator(rm.ModelSpec.from_hf(config), max_model_len=16, kv_cache_gib=0.001, threads=1)
+    generator = rm.Generator(rm.ModelSpec.from_hf(config), max_model_len=16, kv_cache_gib=0.001,
+        threads=1)
     state, rng = helpers.numpy_state_dict(config, 0, "bfloat16"), np.random.default_rng(0)
 
     def exchange(encode, *arguments):
@@ -102,13 +109,14 @@ RANK = """
 
 
 def test_over_torch_distributed(tmp_path: Path) -> None:
-    """One rank trains and two receive, of which one misses a version: it says so at the next and gets the whole. The digests are those of
-    a generator that is given the state itself."""
+    """One rank trains and two receive, of which one misses a version: it says so at the next and
+    gets the whole. The digests are those of a generator that is given the state itself."""
     pytest.importorskip("torch")
     command = [sys.executable, "-c", textwrap.dedent(RANK)]
     # fmt: off
     ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], cwd=Path(__file__).parent,
+        stdout=subprocess.PIPE, text=True)
         for rank in range(3)
     ]
     # fmt: on
@@ -116,11 +124,20 @@ def test_over_torch_distributed(tmp_path: Path) -> None:
     assert [process.returncode for process in ranks] == [0, 0, 0]
     trainer, first, second = told
     assert first == trainer
-    assert [line.split()[2:] for line in second] == [["1", "0"], ["2", "0"], ["3", "0"], ["3", "0"], ["5", "1"], ["6", "0"]]
-    assert [line for line in second if not line.startswith("4 ")] == [line for line in trainer if not line.startswith("4 ")]
+    assert [line.split()[2:] for line in second] == [
+        ["1", "0"],
+        ["2", "0"],
+        ["3", "0"],
+        ["3", "0"],
+        ["5", "1"],
+        ["6", "0"],
+    ]
+    assert [line for line in second if not line.startswith("4 ")] == [
+        line for line in trainer if not line.startswith("4 ")
+    ]
 
 
-# -------------------------------------------------------------------------------------------------- what arrives
+# ----------------------------------------------------------------------------------- what arrives
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.12, 0.13, 0.5, 1.0])
 def test_versions_arrive_bit_for_bit(rng: np.random.Generator, share: float) -> None:
     encoder, decoder, now = pair(rng)
@@ -144,7 +161,14 @@ def test_what_the_trainer_keeps_is_a_copy(rng: np.random.Generator) -> None:
 
 def test_other_names_or_forms_are_a_whole_set(rng: np.random.Generator) -> None:
     encoder, decoder, now = pair(rng)
-    for version, change in enumerate(({"new": np.ones(3, np.float32)}, {"new": np.ones((3, 1), np.float32)}, {"new": np.ones((3, 1))}), 4):
+    for version, change in enumerate(
+        (
+            {"new": np.ones(3, np.float32)},
+            {"new": np.ones((3, 1), np.float32)},
+            {"new": np.ones((3, 1))},
+        ),
+        4,
+    ):
         now = now | change
         message = encoder.encode(now, version)
         assert encoder.base is None
@@ -182,7 +206,11 @@ def test_the_last_version_as_a_whole_set(rng: np.random.Generator) -> None:
 
 def test_torch_tensors_and_numpys_are_alike(rng: np.random.Generator) -> None:
     torch = pytest.importorskip("torch")
-    tensors = {"a": torch.randn(40, 30).bfloat16(), "b": torch.randn(7).t(), "c": torch.randn(4, 6).t()}
+    tensors = {
+        "a": torch.randn(40, 30).bfloat16(),
+        "b": torch.randn(7).t(),
+        "c": torch.randn(4, 6).t(),
+    }
     decoder = DeltaDecoder()
     decoder.apply(DeltaEncoder().encode(tensors, 0))
     assert np.array_equal(decoder["a"], tensors["a"].view(torch.uint16).numpy())
@@ -190,7 +218,7 @@ def test_torch_tensors_and_numpys_are_alike(rng: np.random.Generator) -> None:
     assert np.array_equal(decoder["c"], tensors["c"].numpy())
 
 
-# -------------------------------------------------------------------------------------------------- what goes wrong
+# -------------------------------------------------------------------------------- what goes wrong
 def test_messages_that_do_not_fit(rng: np.random.Generator) -> None:
     """Lost, doubled, out of order, of another base, of another run."""
     encoder, decoder, now = pair(rng)
@@ -203,7 +231,11 @@ def test_messages_that_do_not_fit(rng: np.random.Generator) -> None:
     strange = other.encode(stepped(now, rng, 0.1), 4)
     before = bits(decoder)
     for message, kind, words in (
-        (held[5][0], rm.BaseVersionError, "expected a delta against version 3 .* got one against version 4"),
+        (
+            held[5][0],
+            rm.BaseVersionError,
+            "expected a delta against version 3 .* got one against version 4",
+        ),
         (strange, rm.BaseVersionError, "of run"),
         (DeltaEncoder().encode(now, 3), rm.VersionError, "version 3 does not exceed 3"),
     ):
@@ -261,7 +293,13 @@ def with_header(message: bytes, change: Callable[[dict[str, Any]], None]) -> byt
     values = json.loads(message[24 : 24 + size])
     change(values)
     header = json.dumps(values).encode()
-    return message[:8] + len(header).to_bytes(8, "little") + hashlib.blake2b(header, digest_size=8).digest() + header + message[24 + size :]
+    return (
+        message[:8]
+        + len(header).to_bytes(8, "little")
+        + hashlib.blake2b(header, digest_size=8).digest()
+        + header
+        + message[24 + size :]
+    )
 
 
 def of_row(column: int, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -313,14 +351,18 @@ HEADERS: list[Callable[[dict[str, Any]], None]] = [
 
 
 def test_a_header_that_no_decoder_takes_is_not_made() -> None:
-    names = (f"{i:07d}" + "\U0001f600" * 1000 for i in range(23_000))  # 12 bytes of JSON a character
+    names = (
+        f"{i:07d}" + "\U0001f600" * 1000 for i in range(23_000)
+    )  # 12 bytes of JSON a character
     empty = np.empty(0, np.float32)
     with pytest.raises(rm.LimitError, match="a delta's header: expected at most 268435456 bytes"):
         DeltaEncoder(threads=1).encode(((name, empty) for name in names), 1)
 
 
 @pytest.mark.parametrize("change", HEADERS, ids=lambda change: "")
-def test_headers_that_lie(rng: np.random.Generator, change: Callable[[dict[str, Any]], None]) -> None:
+def test_headers_that_lie(
+    rng: np.random.Generator, change: Callable[[dict[str, Any]], None]
+) -> None:
     encoder, decoder, now = pair(rng)
     good = encoder.encode(stepped(now, rng, 0.02), 4)
     before = bits(decoder)
@@ -336,7 +378,11 @@ def test_parts_of_two_messages(rng: np.random.Generator) -> None:
     one = encoder.encode(stepped(now, rng, 0.02), 4)
     other = DeltaEncoder()
     other.encode(now, 3)
-    others = [encoder.encode(stepped(now, rng, 0.02), 5), encoder.whole(), other.encode(stepped(now, rng, 0.02), 4)]
+    others = [
+        encoder.encode(stepped(now, rng, 0.02), 5),
+        encoder.whole(),
+        other.encode(stepped(now, rng, 0.02), 4),
+    ]
     flipped = bytearray(one)
     flipped[-16:-8], flipped[-8:] = flipped[-8:], flipped[-16:-8]
     size = 24 + int.from_bytes(one[8:16], "little")
@@ -404,8 +450,10 @@ def test_a_trainer_whose_source_fails(rng: np.random.Generator) -> None:
     assert bits(decoder) == bits(now)
 
 
-# -------------------------------------------------------------------------------------------------- a folder
-def test_readers_of_a_folder_that_come_when_they_like(tmp_path: Path, rng: np.random.Generator) -> None:
+# --------------------------------------------------------------------------------------- a folder
+def test_readers_of_a_folder_that_come_when_they_like(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
     writer, now = DeltaWriter(tmp_path, whole_every=4), weights(rng)
     always, seldom = DeltaReader(tmp_path), DeltaReader(tmp_path)
     with pytest.raises(rm.NotSyncedError):
@@ -420,7 +468,9 @@ def test_readers_of_a_folder_that_come_when_they_like(tmp_path: Path, rng: np.ra
         assert always.refresh() == version
         wholes = sorted(path.name for path in tmp_path.glob("*.whole"))
         assert len(wholes) == min(2, 1 + version // 4)
-        assert min(path.name for path in tmp_path.glob("[0-9]*")) == wholes[0], "files older than the whole set before the newest are left"
+        assert min(path.name for path in tmp_path.glob("[0-9]*")) == wholes[0], (
+            "files older than the whole set before the newest are left"
+        )
 
 
 def test_a_file_that_is_damaged(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -461,7 +511,8 @@ def test_a_trainer_that_is_started_again(tmp_path: Path, rng: np.random.Generato
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """The limit of a file's size stands for it: the write fails half way, the folder is as before, the call may be repeated."""
+    """The limit of a file's size stands for it: the write fails half way, the folder is as before,
+    the call may be repeated."""
     script = """
         import resource, signal, sys
         import numpy as np
@@ -488,12 +539,18 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert writer.publish(weights, 1) == reader.refresh() == 1
         assert (reader["w"] == weights["w"]).all()
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
-    """Processes, and files that take a while to write: whatever the reader meets is a whole version, and it reaches the last one."""
+    """Processes, and files that take a while to write: whatever the reader meets is a whole
+    version, and it reaches the last one."""
     script = """
         import sys
         import numpy as np
@@ -501,9 +558,12 @@ def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
 
         writer = DeltaWriter(sys.argv[1], whole_every=3)
         for version in range(40):
-            writer.publish({"w": np.random.default_rng(version).integers(0, 2**32, 2_000_000, np.uint32).view(np.float32)}, version)
+            writer.publish({"w": np.random.default_rng(version).integers(0, 2**32, 2_000_000,
+                np.uint32).view(np.float32)}, version)
     """
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    ) as process:
         reader, seen = DeltaReader(tmp_path), set()
         while process.poll() is None or reader.refresh() < 39:
             try:
@@ -541,17 +601,26 @@ def test_a_folder_that_goes_away(tmp_path: Path, rng: np.random.Generator) -> No
     assert bits(reader) == bits(now)
 
 
-# -------------------------------------------------------------------------------------------------- a generator
+# ------------------------------------------------------------------------------------ a generator
 @pytest.mark.full
-def test_two_hundred_steps_by_deltas_are_those_of_whole_pushes(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """An optimizer's steps in bfloat16. One generator is given every version whole, one, a mesh, follows the folder, one comes for every
-    tenth version: equal digests, and at the end equal logits."""
+def test_two_hundred_steps_by_deltas_are_those_of_whole_pushes(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """An optimizer's steps in bfloat16. One generator is given every version whole, one, a mesh,
+    follows the folder, one comes for every tenth version: equal digests, and at the end equal
+    logits."""
     torch = pytest.importorskip("torch")
     case = helpers.Case("moe", helpers.tiny_config(True), router_bias=False)
-    state = {k: torch.from_numpy(v).requires_grad_() for k, v in helpers.numpy_state_dict(case.config, 0, "float32", False).items()}
+    state = {
+        k: torch.from_numpy(v).requires_grad_()
+        for k, v in helpers.numpy_state_dict(case.config, 0, "float32", False).items()
+    }
     optimizer = torch.optim.AdamW(state.values(), lr=1e-5)
     generator = torch.Generator().manual_seed(0)
-    spec, options = rm.ModelSpec.from_hf(case.config), {"max_model_len": 64, "kv_cache_gib": 0.01, "threads": 1}
+    spec, options = (
+        rm.ModelSpec.from_hf(case.config),
+        {"max_model_len": 64, "kv_cache_gib": 0.01, "threads": 1},
+    )
     writer, reader, rare = DeltaWriter(tmp_path), DeltaReader(tmp_path), DeltaReader(tmp_path)
     sent = 0
 
@@ -581,7 +650,9 @@ def test_a_delta_that_is_refused_leaves_the_old_version_serving(rng: np.random.G
     encoder, decoder = DeltaEncoder(), DeltaDecoder()
     decoder.apply(encoder.encode(first, 0))
     spec = rm.ModelSpec.from_hf(case.config)
-    with rm.Generator(spec, dtype="float32", max_model_len=64, kv_cache_gib=0.01, threads=1) as generator:
+    with rm.Generator(
+        spec, dtype="float32", max_model_len=64, kv_cache_gib=0.01, threads=1
+    ) as generator:
         generator.sync_weights(decoder, decoder.version)
         before = generator.logits([[1, 2, 3]])[0].tobytes()
         second = {name: value * np.float32(1.01) for name, value in first.items()}

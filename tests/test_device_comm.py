@@ -1,8 +1,9 @@
-"""The transports for blocks in a device's memory, on devices that are threads: staged over a group of the host, and nccl over a
-stand-in for NCCL that the tests build.
+"""The transports for blocks in a device's memory, on devices that are threads: staged over a group
+of the host, and nccl over a stand-in for NCCL that the tests build.
 
-The drivers are tests/native/mesh_device*.c; each says at its head what it does and what its oracle is. Bounds: bytes are those of the
-transport for threads; errors are of the codes that are meant, say what happened, and come in time."""
+The drivers are tests/native/mesh_device*.c; each says at its head what it does and what its oracle
+is. Bounds: bytes are those of the transport for threads; errors are of the codes that are meant,
+say what happened, and come in time."""
 
 from __future__ import annotations
 
@@ -35,9 +36,15 @@ def test_planted_faults_are_seen(native: Build, fault: int) -> None:
 
 
 @pytest.mark.parametrize("cases", [12, full(40)])
-def test_devices_get_what_threads_get(native: Build, cases: int, seed: int, pytestconfig: pytest.Config) -> None:
+def test_devices_get_what_threads_get(
+    native: Build, cases: int, seed: int, pytestconfig: pytest.Config
+) -> None:
     program = native("mesh_device")
-    note(pytestconfig, "staged and nccl", passes([program, "--cases", str(cases), "--seed", str(seed)], **beside(program)))
+    note(
+        pytestconfig,
+        "staged and nccl",
+        passes([program, "--cases", str(cases), "--seed", str(seed)], **beside(program)),
+    )
 
 
 @pytest.mark.full
@@ -45,7 +52,11 @@ def test_a_device_group_does_not_race(native: Build, pytestconfig: pytest.Config
     program = native("mesh_device", "thread")
     planted = run([program, "--cases", "3", "--plant", "3"], **beside(program, "thread"))
     assert "WARNING: ThreadSanitizer: data race" in planted.stderr
-    note(pytestconfig, "TSan, 0 reports", passes([program, "--cases", "6"], **beside(program, "thread")))
+    note(
+        pytestconfig,
+        "TSan, 0 reports",
+        passes([program, "--cases", "6"], **beside(program, "thread")),
+    )
 
 
 @pytest.mark.full
@@ -62,7 +73,9 @@ def test_a_fault_that_is_left_out_is_missed(native: Build, fault: int) -> None:
 
 
 @pytest.mark.full
-def test_every_fault_of_nccl_is_an_error(native: Build, seed: int, pytestconfig: pytest.Config) -> None:
+def test_every_fault_of_nccl_is_an_error(
+    native: Build, seed: int, pytestconfig: pytest.Config
+) -> None:
     program = native("mesh_device_faults")
     printed = passes([program, "--cases", "3", "--seed", str(seed)], **beside(program))
     found = re.search(r"of (\d+) faults; a killed rank was named by all within (\d+) ms", printed)
@@ -80,9 +93,12 @@ def test_every_fault_under_the_sanitizers(native: Build, sanitize: str) -> None:
 
 
 def test_nothing_stays_in_shared_memory() -> None:
-    """After the tests above: what the stand-in's ranks shared is gone, of planted faults too. A name has the process in it that made it,
-    since others may be at work beside this one."""
+    """After the tests above: what the stand-in's ranks shared is gone, of planted faults too. A
+    name has the process in it that made it, since others may be at work beside this one."""
     if not os.path.isdir("/dev/shm"):
         pytest.skip("no /dev/shm")
-    made = ((name, re.match(r"(?:standin-nccl|rollmesh\.rollmesh-faults)-(\d+)-", name)) for name in os.listdir("/dev/shm"))
+    made = (
+        (name, re.match(r"(?:standin-nccl|rollmesh\.rollmesh-faults)-(\d+)-", name))
+        for name in os.listdir("/dev/shm")
+    )
     assert [name for name, found in made if found and not os.path.exists(f"/proc/{found[1]}")] == []

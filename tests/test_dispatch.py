@@ -1,5 +1,6 @@
-"""Which variant runs and why: every instruction set has an answer here, works or a reason; RM_ISA caps; objects that every
-processor executes hold no instruction that only some have; and a variant whose arithmetic is wrong is refused.
+"""Which variant runs and why: every instruction set has an answer here, works or a reason; RM_ISA
+caps; objects that every processor executes hold no instruction that only some have; and a variant
+whose arithmetic is wrong is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ import pytest
 from rollmesh import ops
 
 ISAS = ("ref", "avx2", "avx512f", "avx512bf16", "amx")
-CPU_FLAGS = {"avx2": {"avx2", "fma"}, "avx512f": {"avx512f"}, "avx512bf16": {"avx512_bf16", "avx512bw"}, "amx": {"amx_tile", "amx_bf16"}}
+CPU_FLAGS = {
+    "avx2": {"avx2", "fma"},
+    "avx512f": {"avx512f"},
+    "avx512bf16": {"avx512_bf16", "avx512bw"},
+    "amx": {"amx_tile", "amx_bf16"},
+}
 
 
 def processor_flags() -> set[str]:
@@ -28,7 +34,13 @@ def processor_flags() -> set[str]:
 
 
 def child(code: str, **environment: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return (done.stdout + done.stderr).strip()
 
 
@@ -41,7 +53,8 @@ def test_every_instruction_set_has_an_answer() -> None:
 
 @pytest.mark.parametrize("isa", ISAS[1:])
 def test_what_the_processor_has_is_used(isa: str) -> None:
-    """A variant that this machine could run and that is refused here is a defect; one that it cannot run names the reason."""
+    """A variant that this machine could run and that is refused here is a defect; one that it
+    cannot run names the reason."""
     refused, emulated, one_row, many_rows = ops.isa_states()[isa]
     refused_by_machine = refused in {
         "the operating system refuses tile registers to this process",  # a container may
@@ -65,7 +78,9 @@ def test_rm_isa_caps(isa: str) -> None:
 
 
 def test_an_unknown_rm_isa_is_an_error() -> None:
-    assert "RM_ISA is not ref, avx2" in child("from rollmesh import ops; print(ops.best_isa())", RM_ISA="avx1024")
+    assert "RM_ISA is not ref, avx2" in child(
+        "from rollmesh import ops; print(ops.best_isa())", RM_ISA="avx1024"
+    )
 
 
 def test_a_handler_of_sigill_is_left_as_it_was() -> None:
@@ -93,7 +108,12 @@ def test_common_objects_run_on_every_processor(native: Callable[..., Path]) -> N
     found: dict[str, bool] = {}
     folder = native("checkops").parent
     for path in sorted(folder.rglob("*.o")):
-        text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", str(path)], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            ["objdump", "-d", "--no-show-raw-insn", str(path)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         found[str(path.relative_to(folder))] = bool(ONLY_SOME_HAVE.search(text))
     wide = re.compile(r"\.(avx512f|avx512bf16|amx)\.o$|^csrc/base/checksum\.o$")
     assert [name for name, has in found.items() if has and not wide.search(name)] == []
@@ -125,13 +145,26 @@ def output_of(source: str, folder: Path, native: Callable[..., Path]) -> str:
     """What a program over the library prints."""
     library = native("checkops").parent / "librollmesh.a"
     (folder / "main.c").write_text(source)
-    flags = ["-std=gnu11", "-Ikernels", "-Ikernels/cpu", str(folder / "main.c"), str(library), "-lm", "-lpthread"]
-    native_build.run([*native_build.compiler(), *flags, "-o", str(folder / "main")], dict(os.environ))
+    flags = [
+        "-std=gnu11",
+        "-Ikernels",
+        "-Ikernels/cpu",
+        str(folder / "main.c"),
+        str(library),
+        "-lm",
+        "-lpthread",
+    ]
+    native_build.run(
+        [*native_build.compiler(), *flags, "-o", str(folder / "main")], dict(os.environ)
+    )
     return subprocess.run([str(folder / "main")], capture_output=True, text=True, check=True).stdout
 
 
-def test_a_variant_with_wrong_arithmetic_is_refused(tmp_path: Path, native: Callable[..., Path]) -> None:
-    """Input: ref's table, and the same with one gemm output changed in its last bits. rm_verify passes one and names the op."""
+def test_a_variant_with_wrong_arithmetic_is_refused(
+    tmp_path: Path, native: Callable[..., Path]
+) -> None:
+    """Input: ref's table, and the same with one gemm output changed in its last bits. rm_verify
+    passes one and names the op."""
     assert output_of(WRONG, tmp_path, native) == "- gemm\n"
 
 
@@ -150,14 +183,18 @@ int main(void) {
   pthread_sigmask(SIG_SETMASK, &blocked, NULL);
   const rm_isa_state ref = rm_isa_ask(RM_ISA_REF), avx2 = rm_isa_ask(RM_ISA_AVX2);
   pthread_sigmask(SIG_SETMASK, NULL, &after);
-  printf("%s, %s, %d\\n", ref.refused ? ref.refused : "-", avx2.refused ? avx2.refused : "-", sigismember(&after, SIGILL));
+  printf("%s, %s, %d\\n", ref.refused ? ref.refused : "-", avx2.refused ? avx2.refused : "-",
+      sigismember(&after, SIGILL));
 }
 """
 
 
-def test_a_trap_is_caught_where_sigill_is_blocked(tmp_path: Path, native: Callable[..., Path]) -> None:
-    """The kernel ends a process that traps while it blocks SIGILL, handler or not. Input: select_isa.c with a check that traps for
-    avx2, in a thread that blocks it, as threads of a server may. The mask is found as it was."""
+def test_a_trap_is_caught_where_sigill_is_blocked(
+    tmp_path: Path, native: Callable[..., Path]
+) -> None:
+    """The kernel ends a process that traps while it blocks SIGILL, handler or not. Input:
+    select_isa.c with a check that traps for avx2, in a thread that blocks it, as threads of a
+    server may. The mask is found as it was."""
     said = output_of(TRAPPING, tmp_path, native)
     if "lacks" in said:
         pytest.skip(f"not run here: {said}")

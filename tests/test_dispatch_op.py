@@ -1,8 +1,11 @@
-"""The token dispatcher as an operation of a trainer: rows to their experts and back, with gradients, over ranks that are threads.
+"""The token dispatcher as an operation of a trainer: rows to their experts and back, with
+gradients, over ranks that are threads.
 
-Input: random rows and router weights; 8 experts, 3 of them for a row; 0 to 31 tokens in runs of ⌈n / ranks⌉, so that some ranks have
-few or none. Oracles: the same block on one rank by the functions of rollmesh.ops, in bits; a dense block in plain torch, in float64,
-for gradients; gradcheck. Bounds: 0 differing bits, whatever the ranks, the backend and the padding; 1e-12 of float64 gradients.
+Input: random rows and router weights; 8 experts, 3 of them for a row; 0 to 31 tokens in runs of ⌈n
+/ ranks⌉, so that some ranks have few or none. Oracles: the same block on one rank by the functions
+of rollmesh.ops, in bits; a dense block in plain torch, in float64, for gradients; gradcheck.
+Bounds: 0 differing bits, whatever the ranks, the backend and the padding; 1e-12 of float64
+gradients.
 """
 
 from __future__ import annotations
@@ -68,7 +71,9 @@ from rollmesh.torch.dispatch import _tree
 def group() -> Iterator[Callable[..., list[TokenDispatcher]]]:
     made: list[TokenDispatcher] = []
 
-    def make(ranks: int, backend: str = "alltoall", timeout: float = SECONDS, **changes: Any) -> list[TokenDispatcher]:
+    def make(
+        ranks: int, backend: str = "alltoall", timeout: float = SECONDS, **changes: Any
+    ) -> list[TokenDispatcher]:
         made.extend(token_dispatchers(ranks, backend=backend, timeout=timeout, **(SIZES | changes)))
         return made[-ranks:]
 
@@ -77,10 +82,12 @@ def group() -> Iterator[Callable[..., list[TokenDispatcher]]]:
         dispatcher.close()
 
 
-# ---------------------------------------------------------------------------------------------- values
+# ----------------------------------------------------------------------------------------- values
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks, backend", MESHES)
-def test_the_values_are_those_of_one_rank(group: Any, rng: np.random.Generator, ranks: int, backend: str, dtype: str) -> None:
+def test_the_values_are_those_of_one_rank(
+    group: Any, rng: np.random.Generator, ranks: int, backend: str, dtype: str
+) -> None:
     block, ends = Block.random(rng, dtype), group(ranks, backend)
 
     def check(n: int) -> None:
@@ -88,7 +95,9 @@ def test_the_values_are_those_of_one_rank(group: Any, rng: np.random.Generator, 
         expected = tensor(block.whole(words(x)))
         ids, gates = map(torch.from_numpy, block.route(words(x)))
         cut = runs(n, ranks, backend)
-        got = together(ends, lambda r, end: block.on_rank(end, x[cut[r]], ids[cut[r]], gates[cut[r]]))
+        got = together(
+            ends, lambda r, end: block.on_rank(end, x[cut[r]], ids[cut[r]], gates[cut[r]])
+        )
         for r in range(ranks):
             assert same(got[r], expected[cut[r]]), (n, r)
 
@@ -97,8 +106,11 @@ def test_the_values_are_those_of_one_rank(group: Any, rng: np.random.Generator, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int16])
-def test_rows_arrive_sorted_by_expert(group: Any, rng: np.random.Generator, dtype: torch.dtype) -> None:
-    """Oracle: the definition, spelled out in Python. A row's order among its expert's is by rank, then row."""
+def test_rows_arrive_sorted_by_expert(
+    group: Any, rng: np.random.Generator, dtype: torch.dtype
+) -> None:
+    """Oracle: the definition, spelled out in Python. A row's order among its expert's is by rank,
+    then row."""
     ends = group(2)
     x, (ids, _) = (100 * random_rows(rng, 17)).to(dtype), random_routing(rng, 17)
     cut = runs(17, 2, "alltoall")
@@ -110,82 +122,130 @@ def test_rows_arrive_sorted_by_expert(group: Any, rng: np.random.Generator, dtyp
 
 @pytest.mark.parametrize("experts", [1, 2, 3, 5, 8, 33])
 def test_the_tree_in_torch_is_the_contracts(rng: np.random.Generator, experts: int) -> None:
-    """The sum that float64 takes, in float32 beside the kernel's; zeros of both signs among the values."""
+    """The sum that float64 takes, in float32 beside the kernel's; zeros of both signs among the
+    values."""
     for k in {1, min(3, experts), experts}:
         ids = np.array([rng.permutation(experts)[:k] for _ in range(9)], np.int32)
-        y, gates = rng.standard_normal((9 * k, 7), dtype=np.float32), rng.standard_normal((9, k), dtype=np.float32)
+        y, gates = (
+            rng.standard_normal((9 * k, 7), dtype=np.float32),
+            rng.standard_normal((9, k), dtype=np.float32),
+        )
         y[rng.random(y.shape) < 0.3] = -0.0
         place = rng.permutation(9 * k).astype(np.int32).reshape(9, k)
         expected = torch.from_numpy(ops.combine(y, place, ids, gates, experts))
-        assert same(_tree(torch.from_numpy(y[place]), torch.from_numpy(gates), torch.from_numpy(ids), experts), expected), k
+        assert same(
+            _tree(
+                torch.from_numpy(y[place]), torch.from_numpy(gates), torch.from_numpy(ids), experts
+            ),
+            expected,
+        ), k
 
 
 def test_values_do_not_know_of_grad(group: Any, rng: np.random.Generator) -> None:
     block, ends, n = Block.random(rng, "bfloat16"), group(2), 17
-    x, (ids, gates), cut = random_rows(rng, n, torch.bfloat16), random_routing(rng, n), runs(n, 2, "alltoall")
+    x, (ids, gates), cut = (
+        random_rows(rng, n, torch.bfloat16),
+        random_routing(rng, n),
+        runs(n, 2, "alltoall"),
+    )
 
     def work(mode: Callable[[], Any], grad: bool) -> Callable[[int, TokenDispatcher], Tensor]:
         def run(r: int, end: TokenDispatcher) -> Tensor:
             with mode():
-                own = x[cut[r]].clone().requires_grad_(grad and not torch.is_inference_mode_enabled())
-                g = gates[cut[r]].clone().requires_grad_(grad and not torch.is_inference_mode_enabled())
+                own = (
+                    x[cut[r]].clone().requires_grad_(grad and not torch.is_inference_mode_enabled())
+                )
+                g = (
+                    gates[cut[r]]
+                    .clone()
+                    .requires_grad_(grad and not torch.is_inference_mode_enabled())
+                )
                 sent = end.dispatch(own, ids[cut[r]])
                 assert sent.rows.requires_grad == (grad and torch.is_grad_enabled())
-                y = tensor(block.experts(words(sent.rows.detach()), sent.group_rows.numpy(), slice(end.experts.start, end.experts.stop)))
+                y = tensor(
+                    block.experts(
+                        words(sent.rows.detach()),
+                        sent.group_rows.numpy(),
+                        slice(end.experts.start, end.experts.stop),
+                    )
+                )
                 return end.combine(y.requires_grad_(sent.rows.requires_grad), g, sent.plan).detach()
 
         return run
 
     first, *others = (
         together(ends, work(*way))
-        for way in ((nullcontext, False), (nullcontext, True), (torch.no_grad, True), (torch.inference_mode, False))
+        for way in (
+            (nullcontext, False),
+            (nullcontext, True),
+            (torch.no_grad, True),
+            (torch.inference_mode, False),
+        )
     )
     assert all(same(a, b) for other in others for a, b in zip(first, other))
 
 
-# ---------------------------------------------------------------------------------------------- gradients
+# -------------------------------------------------------------------------------------- gradients
 @pytest.mark.parametrize("ranks, backend", MESHES)
-def test_gradients_are_those_of_a_dense_block(group: Any, rng: np.random.Generator, ranks: int, backend: str) -> None:
+def test_gradients_are_those_of_a_dense_block(
+    group: Any, rng: np.random.Generator, ranks: int, backend: str
+) -> None:
     """Two layers over one dispatcher, so that plans of several layers live at a time."""
     batch, weights = Batch.random(rng, 17, torch.float64), random_rows(rng, EXPERTS, torch.float64)
     leaves = [t.clone().requires_grad_() for t in (batch.x, batch.gates, weights)]
     out = leaves[0]
     for _ in range(2):
-        out = (leaves[1][:, :, None] * torch.tanh(out[:, None, :] * leaves[2][batch.ids.long()])).sum(1)
+        out = (
+            leaves[1][:, :, None] * torch.tanh(out[:, None, :] * leaves[2][batch.ids.long()])
+        ).sum(1)
     wanted = [out.detach(), *torch.autograd.grad(out, leaves, batch.pull)]
     cut = runs(17, ranks, backend)
     got = train_all(group(ranks, backend), [batch.on(rows) for rows in cut], weights, layers=2)
     for rows, part in zip(cut, got):
         for value, whole in zip(part[:3], wanted[:3]):
             torch.testing.assert_close(value, whole[rows], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(torch.cat([part.weights for part in got]), wanted[3], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.cat([part.weights for part in got]), wanted[3], rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks, backend", MESHES[1:])
-def test_gradients_have_the_bits_of_one_rank(group: Any, rng: np.random.Generator, ranks: int, backend: str, dtype: torch.dtype) -> None:
+def test_gradients_have_the_bits_of_one_rank(
+    group: Any, rng: np.random.Generator, ranks: int, backend: str, dtype: torch.dtype
+) -> None:
     weights, alone, ends = random_rows(rng, EXPERTS, dtype), group(1), group(ranks, backend)
     for n in TOKENS:
         batch, cut = Batch.random(rng, n, dtype), runs(n, ranks, backend)
         [whole] = train_all(alone, [batch], weights)
         got = train_all(ends, [batch.on(rows) for rows in cut], weights)
         for rows, part in zip(cut, got):
-            assert all(same(value, all_rows[rows]) for value, all_rows in zip(part[:3], whole[:3])), n
+            assert all(
+                same(value, all_rows[rows]) for value, all_rows in zip(part[:3], whole[:3])
+            ), n
         assert same(torch.cat([part.weights for part in got]), whole.weights), n
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("ranks, backend", MESHES)
-def test_padding_does_not_show(group: Any, rng: np.random.Generator, ranks: int, backend: str, dtype: torch.dtype) -> None:
-    """Padding anywhere, another number of rows of it on each rank, full of NaN: the generator and the trainer pad differently."""
+def test_padding_does_not_show(
+    group: Any, rng: np.random.Generator, ranks: int, backend: str, dtype: torch.dtype
+) -> None:
+    """Padding anywhere, another number of rows of it on each rank, full of NaN: the generator and
+    the trainer pad differently."""
     weights, ends = random_rows(rng, EXPERTS, dtype), group(ranks, backend)
     for n in TOKENS:
         batch = Batch.random(rng, n, dtype)
         parts = [batch.on(rows) for rows in runs(n, ranks, backend)]
         sizes = [len(part.x) + int(pads) for part, pads in zip(parts, rng.integers(0, 9, ranks))]
-        at = [torch.from_numpy(np.sort(rng.permutation(size)[: len(part.x)])) for size, part in zip(sizes, parts)]
+        at = [
+            torch.from_numpy(np.sort(rng.permutation(size)[: len(part.x)]))
+            for size, part in zip(sizes, parts)
+        ]
         plain = train_all(ends, parts, weights)
-        padded = train_all(ends, [part.padded(rows, size) for part, rows, size in zip(parts, at, sizes)], weights)
+        padded = train_all(
+            ends, [part.padded(rows, size) for part, rows, size in zip(parts, at, sizes)], weights
+        )
         for rows, size, a, b in zip(at, sizes, padded, plain):
             pads = torch.ones(size, dtype=torch.bool).index_fill(0, rows, False)
             assert all(same(value[rows], real) for value, real in zip(a[:3], b[:3])), n
@@ -195,8 +255,9 @@ def test_padding_does_not_show(group: Any, rng: np.random.Generator, ranks: int,
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradcheck(group: Any, rng: np.random.Generator, backend: str) -> None:
-    """At ep = 2: each rank checks the derivatives of its own output by its own rows and gates; what one changes reaches no output of
-    the other's. With local_allreduce both make the same changes. One of the rows is padding."""
+    """At ep = 2: each rank checks the derivatives of its own output by its own rows and gates; what
+    one changes reaches no output of the other's. With local_allreduce both make the same changes.
+    One of the rows is padding."""
     ends, hidden = group(2, backend, hidden=3), 3
     data = []
     for _ in range(2):
@@ -211,10 +272,14 @@ def test_gradcheck(group: Any, rng: np.random.Generator, backend: str) -> None:
 
         def block(x: Tensor, gates: Tensor) -> Tensor:
             sent = end.dispatch(x, ids)
-            of_row = torch.arange(end.experts.start, end.experts.stop).repeat_interleave(sent.group_rows.diff())
+            of_row = torch.arange(end.experts.start, end.experts.stop).repeat_interleave(
+                sent.group_rows.diff()
+            )
             return end.combine(torch.sin(sent.rows * (1.0 + of_row)[:, None]), gates, sent.plan)
 
-        return torch.autograd.gradcheck(block, (x.clone().requires_grad_(), gates.clone().requires_grad_()))
+        return torch.autograd.gradcheck(
+            block, (x.clone().requires_grad_(), gates.clone().requires_grad_())
+        )
 
     assert together(ends, work) == [True, True]
 
@@ -222,17 +287,26 @@ def test_gradcheck(group: Any, rng: np.random.Generator, backend: str) -> None:
 def test_gradcheck_of_each_half(group: Any, rng: np.random.Generator) -> None:
     """On one rank: dispatch alone, combine alone, by all their inputs."""
     [end] = group(1)
-    x, (ids, gates) = random_rows(rng, 3, torch.float64)[:, :3].contiguous().requires_grad_(), random_routing(rng, 3, torch.float64)
+    x, (ids, gates) = (
+        random_rows(rng, 3, torch.float64)[:, :3].contiguous().requires_grad_(),
+        random_routing(rng, 3, torch.float64),
+    )
     assert torch.autograd.gradcheck(lambda x: end.dispatch(x, ids).rows, x)
     sent = end.dispatch(x.detach(), ids)
     y = torch.randn_like(sent.rows).requires_grad_()
-    assert torch.autograd.gradcheck(lambda y, gates: end.combine(y, gates, sent.plan), (y, gates.requires_grad_()))
+    assert torch.autograd.gradcheck(
+        lambda y, gates: end.combine(y, gates, sent.plan), (y, gates.requires_grad_())
+    )
 
 
-# ---------------------------------------------------------------------------------------------- what goes wrong
-def call(end: TokenDispatcher, n: int = 4, hidden: int = HIDDEN, k: int = TOP_K, first: int = 2) -> Any:
+# -------------------------------------------------------------------------------- what goes wrong
+def call(
+    end: TokenDispatcher, n: int = 4, hidden: int = HIDDEN, k: int = TOP_K, first: int = 2
+) -> Any:
     """By default to experts 2, 3, 4, of which at ep = 2 both ranks have some."""
-    return end.dispatch(torch.ones(n, hidden), (first + torch.arange(k, dtype=torch.int32)).repeat(n, 1))
+    return end.dispatch(
+        torch.ones(n, hidden), (first + torch.arange(k, dtype=torch.int32)).repeat(n, 1)
+    )
 
 
 def other_call(r: int, end: TokenDispatcher) -> Any:
@@ -247,33 +321,55 @@ def other_call(r: int, end: TokenDispatcher) -> Any:
         *((lambda r, end: call(end, hidden=HIDDEN - r), backend) for backend in BACKENDS[:2]),
         (lambda r, end: call(end, n=4 + r), "local_allreduce"),
         (
-            lambda r, end: end.dispatch(torch.ones(2, HIDDEN), torch.tensor([[0, 1, 2], [3, 4, 5]][:: 1 - 2 * r], dtype=torch.int32)),
+            lambda r, end: end.dispatch(
+                torch.ones(2, HIDDEN),
+                torch.tensor([[0, 1, 2], [3, 4, 5]][:: 1 - 2 * r], dtype=torch.int32),
+            ),
             "local_allreduce",
         ),
     ],
 )
-def test_a_mismatch_is_an_error(group: Any, work: Callable[[int, TokenDispatcher], Any], backend: str) -> None:
+def test_a_mismatch_is_an_error(
+    group: Any, work: Callable[[int, TokenDispatcher], Any], backend: str
+) -> None:
     errors = outcomes(group(2, backend), work)
-    assert {type(error) for error in errors} <= {rm.CollectiveMismatchError, rm.RankLostError}, errors
+    assert {type(error) for error in errors} <= {rm.CollectiveMismatchError, rm.RankLostError}, (
+        errors
+    )
     assert rm.CollectiveMismatchError in {type(error) for error in errors}, errors
 
 
 @pytest.mark.parametrize(
     "work, said",
     [
-        (other_rows, r"plan 1: dispatch of rows of (24 bfloat16|12 float32); rank \d in plan 1: dispatch of rows of (24 b|12 f)"),
+        (
+            other_rows,
+            r"plan 1: dispatch of rows of (24 bfloat16|12 float32); rank \d in plan 1: dispatch "
+            r"of rows of (24 b|12 f)",
+        ),
         (no_rows, "plan 1: dispatch of rows of|local_allreduce: expected the same"),
         (other_outputs, r"plan 1: combine of rows of (24 bfloat16|12 float32); rank \d"),
         (other_plan, r"plan (1|2): combine of rows of 24 float32; rank \d in plan (1|2): combine"),
-        (other_gradient, r"plan (1|2): the gradient of dispatch of rows of 24 float32; rank \d in plan (1|2)"),
+        (
+            other_gradient,
+            r"plan (1|2): the gradient of dispatch of rows of 24 float32; rank \d in plan (1|2)",
+        ),
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_bytes_do_not_tell_apart_is_an_error(group: Any, work: Callable[..., Any], said: str, backend: str) -> None:
-    """Both are told: each has what the other says. One may hear of the other's leaving before it has read that."""
+def test_what_bytes_do_not_tell_apart_is_an_error(
+    group: Any, work: Callable[..., Any], said: str, backend: str
+) -> None:
+    """Both are told: each has what the other says. One may hear of the other's leaving before it
+    has read that."""
     errors = outcomes(group(2, backend), work)
-    assert {type(error) for error in errors} <= {rm.CollectiveMismatchError, rm.RankLostError}, errors
-    assert any(isinstance(error, rm.CollectiveMismatchError) and re.search(said, str(error)) for error in errors), errors
+    assert {type(error) for error in errors} <= {rm.CollectiveMismatchError, rm.RankLostError}, (
+        errors
+    )
+    assert any(
+        isinstance(error, rm.CollectiveMismatchError) and re.search(said, str(error))
+        for error in errors
+    ), errors
 
 
 @pytest.mark.parametrize(
@@ -286,7 +382,9 @@ def test_what_bytes_do_not_tell_apart_is_an_error(group: Any, work: Callable[...
         ({"hidden": 3 * HIDDEN}, rm.LayoutError),
     ],
 )
-def test_what_one_rank_may_not_ask_ends_the_group(group: Any, wrong: dict[str, int], error: type[Exception]) -> None:
+def test_what_one_rank_may_not_ask_ends_the_group(
+    group: Any, wrong: dict[str, int], error: type[Exception]
+) -> None:
     ends = group(2)
     mine, theirs = outcomes(ends, lambda r, end: call(end, **({} if r else wrong)))
     assert type(mine) is error, mine
@@ -299,7 +397,9 @@ def test_the_core_ends_the_group_itself() -> None:
     ends = _core.dispatchers(2, EXPERTS, TOP_K, 4, 8, "alltoall", SECONDS)
     with ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(ends[1].plan, np.empty((0, TOP_K), np.int32))
-        with pytest.raises(rm.RequestError, match="row 0 of ids: expected distinct experts, got expert 5 twice"):
+        with pytest.raises(
+            rm.RequestError, match="row 0 of ids: expected distinct experts, got expert 5 twice"
+        ):
             ends[0].plan(np.full((1, TOP_K), 5, np.int32))
         assert type(theirs.exception()) is rm.RankLostError
 
@@ -308,20 +408,61 @@ def test_the_core_ends_the_group_itself() -> None:
     "wrong, error",
     [
         (lambda end: end.dispatch(np.ones((2, 3)), torch.ones(2, 3)), rm.UnsupportedTensorError),
-        (lambda end: end.dispatch(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.int64)), rm.DTypeError),
-        (lambda end: end.dispatch(torch.ones(2), torch.ones(2, 3, dtype=torch.int32)), rm.ShapeError),
-        (lambda end: end.dispatch(torch.ones(3, 3), torch.ones(2, 3, dtype=torch.int32)), rm.ShapeError),
-        (lambda end: end.dispatch(torch.ones(1, 3, dtype=torch.half, requires_grad=True), torch.arange(3).int()[None]), rm.DTypeError),
-        (lambda end: end.dispatch(torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.int32)), rm.RequestError),
-        (lambda end: end.combine(torch.ones(12, HIDDEN).half(), torch.ones(4, TOP_K), call(end).plan), rm.DTypeError),
-        (lambda end: end.combine(torch.ones(12, HIDDEN), torch.ones(4, TOP_K).double(), call(end).plan), rm.DTypeError),
-        (lambda end: end.combine(torch.ones(12, HIDDEN), torch.ones(5, TOP_K), call(end).plan), rm.ShapeError),
-        (lambda end: end.combine(torch.ones(11, HIDDEN), torch.ones(4, TOP_K), call(end).plan), rm.ShapeError),
-        (lambda end: end.combine(torch.ones(12, HIDDEN), torch.ones(4, TOP_K), None), rm.StateError),
-        (lambda end: end.combine(torch.ones(12, HIDDEN), torch.ones(4, TOP_K), call(end)), rm.StateError),
+        (
+            lambda end: end.dispatch(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.int64)),
+            rm.DTypeError,
+        ),
+        (
+            lambda end: end.dispatch(torch.ones(2), torch.ones(2, 3, dtype=torch.int32)),
+            rm.ShapeError,
+        ),
+        (
+            lambda end: end.dispatch(torch.ones(3, 3), torch.ones(2, 3, dtype=torch.int32)),
+            rm.ShapeError,
+        ),
+        (
+            lambda end: end.dispatch(
+                torch.ones(1, 3, dtype=torch.half, requires_grad=True), torch.arange(3).int()[None]
+            ),
+            rm.DTypeError,
+        ),
+        (
+            lambda end: end.dispatch(torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.int32)),
+            rm.RequestError,
+        ),
+        (
+            lambda end: end.combine(
+                torch.ones(12, HIDDEN).half(), torch.ones(4, TOP_K), call(end).plan
+            ),
+            rm.DTypeError,
+        ),
+        (
+            lambda end: end.combine(
+                torch.ones(12, HIDDEN), torch.ones(4, TOP_K).double(), call(end).plan
+            ),
+            rm.DTypeError,
+        ),
+        (
+            lambda end: end.combine(torch.ones(12, HIDDEN), torch.ones(5, TOP_K), call(end).plan),
+            rm.ShapeError,
+        ),
+        (
+            lambda end: end.combine(torch.ones(11, HIDDEN), torch.ones(4, TOP_K), call(end).plan),
+            rm.ShapeError,
+        ),
+        (
+            lambda end: end.combine(torch.ones(12, HIDDEN), torch.ones(4, TOP_K), None),
+            rm.StateError,
+        ),
+        (
+            lambda end: end.combine(torch.ones(12, HIDDEN), torch.ones(4, TOP_K), call(end)),
+            rm.StateError,
+        ),
     ],
 )
-def test_wrong_tensors_are_refused(group: Any, wrong: Callable[[TokenDispatcher], Any], error: type[Exception]) -> None:
+def test_wrong_tensors_are_refused(
+    group: Any, wrong: Callable[[TokenDispatcher], Any], error: type[Exception]
+) -> None:
     [end] = group(1)
     with pytest.raises(error):
         wrong(end)
@@ -355,7 +496,10 @@ def test_a_plan_is_of_its_dispatcher(group: Any) -> None:
         (0, {}, r"num_ranks: expected an integer in \[1, 64\].*got 0"),
         (65, {}, "num_ranks: expected .*got 65"),
         (2**31, {}, "num_ranks: expected .*got 2147483648"),
-        *((2, {"timeout": timeout}, f"timeout: expected seconds .*got {timeout}") for timeout in (0, -1.0, math.nan, math.inf, True)),
+        *(
+            (2, {"timeout": timeout}, f"timeout: expected seconds .*got {timeout}")
+            for timeout in (0, -1.0, math.nan, math.inf, True)
+        ),
         (2, {"timeout": "1"}, "timeout: expected seconds.*got '1'"),
     ],
 )
@@ -369,7 +513,7 @@ def test_more_rows_than_can_be_counted() -> None:
         token_dispatchers(2, **(SIZES | {"max_rows": 2_000_000_000}))
 
 
-# ---------------------------------------------------------------------------------------------- the rest
+# --------------------------------------------------------------------------------------- the rest
 class Mailbox:
     """An exchange in Python for two ranks that are threads: what a process group does."""
 
@@ -378,7 +522,9 @@ class Mailbox:
         self.barrier = threading.Barrier(2, timeout=SECONDS)
 
     def of(self, rank: int) -> Callable[..., list[bytes]]:
-        def exchange(op: int, sequence: int, epoch: int, timeout: float, send: list[bytes], sizes: list[int]) -> list[bytes]:
+        def exchange(
+            op: int, sequence: int, epoch: int, timeout: float, send: list[bytes], sizes: list[int]
+        ) -> list[bytes]:
             self.parts[rank] = send
             self.barrier.wait()
             got = [part[rank] for part in self.parts]
@@ -410,24 +556,35 @@ def comm_of(rank: int, name: str) -> rm.comm.Comm:
     """Over shared memory, or over Gloo where the name is a path."""
     if "/" not in name:
         return rm.comm.shm(name, rank, 2, timeout=300.0)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{name}", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{name}", rank=rank, world_size=2
+    )
     atexit.register(torch.distributed.destroy_process_group)
     return rm.comm.torch(timeout=300.0)
 
 
 def of_a_process(rank: int, name: str) -> list[str]:
-    """Digests of what this rank gets, the block's output and then output and gradients of two layers; of one rank's where there is no
-    name."""
+    """Digests of what this rank gets, the block's output and then output and gradients of two
+    layers; of one rank's where there is no name."""
     rng, own = np.random.default_rng(5), runs(17, 2, "alltoall")[rank]
     block, x = Block.random(rng, "bfloat16"), random_rows(rng, 17, torch.bfloat16)
     batch, weights = Batch.random(rng, 17, torch.float32), random_rows(rng, EXPERTS)
     if not name:
         [end] = token_dispatchers(1, **SIZES)
-        whole, here = train(end, batch, weights, 2), slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
-        return [digest(tensor(block.whole(words(x)))[own]), digest(*(t[own] for t in whole[:3]), whole.weights[here])]
+        whole, here = (
+            train(end, batch, weights, 2),
+            slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2),
+        )
+        return [
+            digest(tensor(block.whole(words(x)))[own]),
+            digest(*(t[own] for t in whole[:3]), whole.weights[here]),
+        ]
     end = token_dispatcher(comm_of(rank, name).connect(rm.Mesh(tp=2, ep=2)).ep, **SIZES)
     ids, gates = map(torch.from_numpy, block.route(words(x)))
-    return [digest(block.on_rank(end, x[own], ids[own], gates[own])), digest(*train(end, batch.on(own), weights, 2))]
+    return [
+        digest(block.on_rank(end, x[own], ids[own], gates[own])),
+        digest(*train(end, batch.on(own), weights, 2)),
+    ]
 
 
 def refused_on_rank_1(rank: int, name: str) -> list[Any]:
@@ -437,14 +594,29 @@ def refused_on_rank_1(rank: int, name: str) -> list[Any]:
     return [type(error).__name__, time.monotonic(), error]
 
 
-def of_processes(function: Callable[[int, str], list[Any]], folder: Path, transport: str) -> list[list[str]]:
+def of_processes(
+    function: Callable[[int, str], list[Any]], folder: Path, transport: str
+) -> list[list[str]]:
     """What two ranks that are processes say, in words."""
-    name = str(folder / "rendezvous") if transport == "torch" else f"test-dispatch-{secrets.token_hex(8)}"
-    code = f"import sys, test_dispatch_op as t; print(*t.{function.__name__}(int(sys.argv[1]), sys.argv[2]), flush=True); sys.stdin.read()"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])}
+    name = (
+        str(folder / "rendezvous")
+        if transport == "torch"
+        else f"test-dispatch-{secrets.token_hex(8)}"
+    )
+    code = (
+        f"import sys, test_dispatch_op as t; print(*t.{function.__name__}(int(sys.argv[1]), "
+        "sys.argv[2]), flush=True); sys.stdin.read()"
+    )
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
+    }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(r), name], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", code, str(r), name],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for r in range(2)
     ]
@@ -460,12 +632,16 @@ def of_processes(function: Callable[[int, str], list[Any]], folder: Path, transp
 
 @pytest.mark.parametrize("transport", [full("shm"), full("torch")])
 def test_over_processes(tmp_path: Path, transport: str) -> None:
-    assert of_processes(of_a_process, tmp_path, transport) == [of_a_process(r, "") for r in range(2)]
+    assert of_processes(of_a_process, tmp_path, transport) == [
+        of_a_process(r, "") for r in range(2)
+    ]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("transport", ["shm", full("torch")])
-def test_a_process_that_gives_up_is_heard_of(tmp_path: Path, transport: str, pytestconfig: pytest.Config) -> None:
+def test_a_process_that_gives_up_is_heard_of(
+    tmp_path: Path, transport: str, pytestconfig: pytest.Config
+) -> None:
     """At once, and not at the deadline of 300 s; it does not end."""
     theirs, mine = of_processes(refused_on_rank_1, tmp_path, transport)
     assert mine[0] == "RequestError"
@@ -473,11 +649,15 @@ def test_a_process_that_gives_up_is_heard_of(tmp_path: Path, transport: str, pyt
     assert "rank 1" in " ".join(theirs)
     seconds = float(theirs[1]) - float(mine[1])
     assert seconds < 30
-    pytestconfig.stash[SUMMARY].append(f"{transport}: a dispatcher that gave up was known to the other after {1000 * seconds:.1f} ms")
+    pytestconfig.stash[SUMMARY].append(
+        f"{transport}: a dispatcher that gave up was known to the other after "
+        f"{1000 * seconds:.1f} ms"
+    )
 
 
 def test_one_thread_at_a_time(group: Any) -> None:
-    """Two threads on one end, whose peer never comes: one is refused, and that ends the wait of the other."""
+    """Two threads on one end, whose peer never comes: one is refused, and that ends the wait of the
+    other."""
     end = group(2, timeout=600.0)[0]
     errors = outcomes([end, end], lambda r, end: call(end))
     assert {type(error) for error in errors} == {rm.StateError, rm.RankLostError}, errors

@@ -1,7 +1,8 @@
-"""The documents: what they name exists, they fit a screen, the pictures are what the script draws, and the README's Python runs.
+"""The documents: what they name exists, they fit a screen, the pictures are what the script draws,
+and the README's Python runs.
 
-Rule for Markdown: no line over 130 characters, but for rows of tables and links that cannot be broken. The README has at most 150
-lines."""
+Rule for Markdown: no line over 130 characters, but for rows of tables and links that cannot be
+broken. The README has at most 150 lines."""
 
 from __future__ import annotations
 
@@ -23,7 +24,19 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 MAX_LINE, MAX_README = 130, 150
 # A path in backticks begins with one of these.
-FOLDERS = ("kernels/", "csrc/", "ext/", "python/", "tests/", "benchmarks/", "configs/", "data/", "docs/", "examples/", ".ci/")
+FOLDERS = (
+    "kernels/",
+    "csrc/",
+    "ext/",
+    "python/",
+    "tests/",
+    "benchmarks/",
+    "configs/",
+    "data/",
+    "docs/",
+    "examples/",
+    ".ci/",
+)
 
 
 def prose(text: str) -> str:
@@ -37,7 +50,12 @@ def anchor(heading: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    return {anchor(heading) for heading in re.findall(r"^#+ (.*)$", prose(page.read_text(encoding="utf-8")), re.MULTILINE)}
+    return {
+        anchor(heading)
+        for heading in re.findall(
+            r"^#+ (.*)$", prose(page.read_text(encoding="utf-8")), re.MULTILINE
+        )
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -60,17 +78,30 @@ def test_what_a_page_names_exists(page: Path) -> None:
     if page.name == "CHANGELOG.md":
         return
     named = {
-        name.rstrip("/.,:") for name in re.findall(r"(?<![\w/.-])(?:" + "|".join(map(re.escape, FOLDERS)) + r")[\w./*-]*", prose(text))
+        name.rstrip("/.,:")
+        for name in re.findall(
+            r"(?<![\w/.-])(?:" + "|".join(map(re.escape, FOLDERS)) + r")[\w./*-]*", prose(text)
+        )
     }
     commands = "\n".join(re.findall(r"^```\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
-    named |= set(re.findall(r"(?<![\w/.-])(?:tests|configs|examples|docs|\.ci)/[\w./*-]*\w", commands))
-    assert [name for name in sorted(named) if not (any(ROOT.glob(name)) if "*" in name else (ROOT / name).exists())] == []
+    named |= set(
+        re.findall(r"(?<![\w/.-])(?:tests|configs|examples|docs|\.ci)/[\w./*-]*\w", commands)
+    )
+    assert [
+        name
+        for name in sorted(named)
+        if not (any(ROOT.glob(name)) if "*" in name else (ROOT / name).exists())
+    ] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_lines_fit_a_screen(page: Path) -> None:
     lines = page.read_text(encoding="utf-8").splitlines()
-    long = [number for number, line in enumerate(lines, 1) if len(line) > MAX_LINE and not line.startswith(("|", "!["))]
+    long = [
+        number
+        for number, line in enumerate(lines, 1)
+        if len(line) > MAX_LINE and not line.startswith(("|", "!["))
+    ]
     assert long == []
     assert page.name != "README.md" or len(lines) <= MAX_README
 
@@ -86,15 +117,28 @@ def draw() -> ModuleType:
 
 def test_the_picture_is_what_the_script_draws() -> None:
     description = (ROOT / "docs/architecture.txt").read_text(encoding="utf-8")
-    assert (ROOT / "docs/architecture.svg").read_text(encoding="utf-8") == draw().architecture(description)
-    folders = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir() and any(path.rglob("*.[ch]"))}
-    drawn = set(re.findall(r"[a-z_]+", description.partition(" csrc / ")[2].partition("kernels /")[0]))
+    assert (ROOT / "docs/architecture.svg").read_text(encoding="utf-8") == draw().architecture(
+        description
+    )
+    folders = {
+        path.name
+        for path in (ROOT / "csrc").iterdir()
+        if path.is_dir() and any(path.rglob("*.[ch]"))
+    }
+    drawn = set(
+        re.findall(r"[a-z_]+", description.partition(" csrc / ")[2].partition("kernels /")[0])
+    )
     assert folders <= drawn
 
 
 def test_the_curve_is_a_whole_run() -> None:
-    points = re.findall(r"polyline points='([^']*)'", (ROOT / "docs/learning.svg").read_text(encoding="utf-8"))
-    assert [len(line.split()) for line in points] == [221, 23]  # every step of qwen3_moe_debug.toml, and every tenth
+    points = re.findall(
+        r"polyline points='([^']*)'", (ROOT / "docs/learning.svg").read_text(encoding="utf-8")
+    )
+    assert [len(line.split()) for line in points] == [
+        221,
+        23,
+    ]  # every step of qwen3_moe_debug.toml, and every tenth
 
 
 def tiny_checkpoint(folder: Path) -> Any:
@@ -105,8 +149,14 @@ def tiny_checkpoint(folder: Path) -> Any:
 
     shutil.copytree(ROOT / "data/chars", folder)
     torch.manual_seed(0)
-    sizes = {key: value for key, value in tiny_config(False).items() if key not in ("model_type", "vocab_size")}
-    vocabulary = len(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"])
+    sizes = {
+        key: value
+        for key, value in tiny_config(False).items()
+        if key not in ("model_type", "vocab_size")
+    }
+    vocabulary = len(
+        json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    )
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, vocab_size=vocabulary + 16))
     model.save_pretrained(folder)
     return model
@@ -116,11 +166,26 @@ def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     """Its blocks, one after the other, with what it calls yours."""
     torch = pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    model = tiny_checkpoint(tmp_path / re.search(r'folder = "(.*)"', blocks[0])[1])  # type: ignore[index]
+    blocks = re.findall(
+        r"^```python\n(.*?)^```",
+        (ROOT / "README.md").read_text(encoding="utf-8"),
+        flags=re.DOTALL | re.MULTILINE,
+    )
+    model = tiny_checkpoint(
+        tmp_path
+        / re.search(
+            r"folder = "
+            r'"(.*)"',
+            blocks[0],
+        )[1]
+    )  # type: ignore[index]
 
     def loss_of(model: Any, outputs: Any) -> Any:
-        samples = [torch.tensor([*out.prompt_token_ids, *sample.token_ids])[None].long() for out in outputs for sample in out.outputs]
+        samples = [
+            torch.tensor([*out.prompt_token_ids, *sample.token_ids])[None].long()
+            for out in outputs
+            for sample in out.outputs
+        ]
         return sum(model(tokens, labels=tokens).loss for tokens in samples)
 
     yours = {
@@ -139,12 +204,21 @@ def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_picture_has_the_layers_of_the_code() -> None:
     """A folder of csrc includes only folders that are drawn below it, and kernels/."""
-    description = (ROOT / "docs/architecture.txt").read_text(encoding="utf-8").partition(" csrc / ")[2]
-    rows = {name: int(top) for top, name in re.findall(r"^box +\d+ +(\d+) +\d+ +\d+ +leaf +([a-z_]+)", description, re.MULTILINE)}
+    description = (
+        (ROOT / "docs/architecture.txt").read_text(encoding="utf-8").partition(" csrc / ")[2]
+    )
+    rows = {
+        name: int(top)
+        for top, name in re.findall(
+            r"^box +\d+ +(\d+) +\d+ +\d+ +leaf +([a-z_]+)", description, re.MULTILINE
+        )
+    }
     wrong = []
     for path in (ROOT / "csrc").rglob("*.[ch]"):
         folder = path.relative_to(ROOT / "csrc").parts[0]
-        for included in re.findall(r'^#include "([a-z_]+)/', path.read_text(encoding="utf-8"), re.MULTILINE):
+        for included in re.findall(
+            r'^#include "([a-z_]+)/', path.read_text(encoding="utf-8"), re.MULTILINE
+        ):
             if included != folder and rows[included] <= rows[folder]:
                 wrong.append(f"{path.relative_to(ROOT)} includes {included}/")
     assert wrong == []
@@ -152,7 +226,13 @@ def test_the_picture_has_the_layers_of_the_code() -> None:
 
 def test_the_tests_that_documents_name_exist() -> None:
     """As `test_file.py::test_name`."""
-    named = {match for page in PAGES for match in re.findall(r"`(test_\w+\.py)::(test_\w+)`", page.read_text("utf-8"))}
+    named = {
+        match
+        for page in PAGES
+        for match in re.findall(r"`(test_\w+\.py)::(test_\w+)`", page.read_text("utf-8"))
+    }
     assert named, "no document names a test"
     for file, test in sorted(named):
-        assert re.search(rf"^ *(async )?def {test}\(", (ROOT / "tests" / file).read_text("utf-8"), re.MULTILINE), f"{file}::{test}"
+        assert re.search(
+            rf"^ *(async )?def {test}\(", (ROOT / "tests" / file).read_text("utf-8"), re.MULTILINE
+        ), f"{file}::{test}"

@@ -1,9 +1,10 @@
-"""The engine's behaviour: who shares pages, who is preempted, what a cache hit returns, what a new version does to requests in
-flight, who fails and who does not notice.
+"""The engine's behaviour: who shares pages, who is preempted, what a cache hit returns, what a new
+version does to requests in flight, who fails and who does not notice.
 
-Input: tiny random models. Oracle: the same request alone in a plain engine (`solo`), or `score` under the version that a token
-names; bounds are 0 unless stated. How many rows were computed and pages held comes from metrics(), and the expected figures
-are counted in the tests from prompt, page and sample counts.
+Input: tiny random models. Oracle: the same request alone in a plain engine (`solo`), or `score`
+under the version that a token names; bounds are 0 unless stated. How many rows were computed and
+pages held comes from metrics(), and the expected figures are counted in the tests from prompt, page
+and sample counts.
 """
 
 from __future__ import annotations
@@ -22,15 +23,28 @@ import rollmesh as rm
 Params = rm.SamplingParams
 DENSE, MOE = helpers.tiny_config(num_hidden_layers=1), helpers.tiny_config(moe=True)
 BOTH = pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
-WEIGHTS = {(id(config), seed): helpers.numpy_state_dict(config, seed) for config in (DENSE, MOE) for seed in (1, 2)}
+WEIGHTS = {
+    (id(config), seed): helpers.numpy_state_dict(config, seed)
+    for config in (DENSE, MOE)
+    for seed in (1, 2)
+}
 PAGE = 16
 
 
 @contextlib.contextmanager
-def engine(config: helpers.Config = DENSE, pages: int = 400, version: int | None = 1, **options: Any) -> Iterator[rm.Generator]:
-    """Version v serves the weights of seed v. page bytes: K and V rows of head_dim 16, K padded to 32 (kernels.h)."""
+def engine(
+    config: helpers.Config = DENSE, pages: int = 400, version: int | None = 1, **options: Any
+) -> Iterator[rm.Generator]:
+    """Version v serves the weights of seed v. page bytes: K and V rows of head_dim 16, K padded to
+    32 (kernels.h)."""
     page_bytes = config["num_hidden_layers"] * config["num_key_value_heads"] * PAGE * (32 + 16) * 4
-    settings = {"dtype": "float32", "threads": 1, "max_model_len": 256, "kv_cache_gib": (pages + 0.5) * page_bytes / 2**30, **options}
+    settings = {
+        "dtype": "float32",
+        "threads": 1,
+        "max_model_len": 256,
+        "kv_cache_gib": (pages + 0.5) * page_bytes / 2**30,
+        **options,
+    }
     with rm.Generator(rm.ModelSpec.from_hf(config), **settings) as gen:
         assert gen.metrics()["kv_pages"] == pages
         for v in range(1, (version or 0) + 1):
@@ -46,7 +60,9 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return helpers.prompts(DENSE, [length], seed)[0]
 
 
-def solo(config: helpers.Config, ids: list[int], params: Params, version: int = 1) -> rm.RequestOutput:
+def solo(
+    config: helpers.Config, ids: list[int], params: Params, version: int = 1
+) -> rm.RequestOutput:
     with engine(config, version=version, enable_prefix_caching=False) as gen:
         return gen.generate(ids, params, use_tqdm=False)[0]
 
@@ -68,19 +84,24 @@ def held(gen: rm.Generator) -> int:
 
 def at_rest(gen: rm.Generator) -> bool:
     stats = gen.metrics()
-    return bool(stats["kv_pages_free"] == stats["kv_pages"] and stats["running"] == stats["waiting"] == 0)
+    return bool(
+        stats["kv_pages_free"] == stats["kv_pages"] and stats["running"] == stats["waiting"] == 0
+    )
 
 
-# -------------------------------------------------------------------------------------------------- one prompt, n samples
+# -------------------------------------------------------------------------- one prompt, n samples
 @BOTH
 def test_a_prompt_is_computed_once_and_its_pages_are_shared(config: helpers.Config) -> None:
-    """40 positions are 2 full pages and one of 8. Four samples share 3 pages; at their first own write three copy the last."""
+    """40 positions are 2 full pages and one of 8. Four samples share 3 pages; at their first own
+    write three copy the last."""
     params = Params(n=4, max_tokens=12, seed=3)
     with engine(config) as gen:
         gen.submit([prompt(40)], params)
         gen.poll()
         assert gen.metrics()["rows"] == 40
-        assert gen.metrics()["generated_tokens"] == 4  # all four first tokens come from one row of logits
+        assert (
+            gen.metrics()["generated_tokens"] == 4
+        )  # all four first tokens come from one row of logits
         assert held(gen) == 3
         gen.poll()
         assert gen.metrics()["rows"] == 44
@@ -111,8 +132,12 @@ def test_more_samples_than_places(config: helpers.Config, caching: bool) -> None
     """Seven samples on three places: started in pieces, the same answer."""
     params = Params(n=7, max_tokens=10, seed=5, temperature=0.9, prompt_logprobs=0, logprobs=2)
     want = solo(config, prompt(37), params)
-    with engine(config, max_num_seqs=3, enable_prefix_caching=caching, max_num_batched_tokens=20) as gen:
-        got = gen.generate([prompt(37), prompt(9, 1)], [params, Params(max_tokens=30)], use_tqdm=False)[0]
+    with engine(
+        config, max_num_seqs=3, enable_prefix_caching=caching, max_num_batched_tokens=20
+    ) as gen:
+        got = gen.generate(
+            [prompt(37), prompt(9, 1)], [params, Params(max_tokens=30)], use_tqdm=False
+        )[0]
         assert arrays(got) == arrays(want)
         assert at_rest(gen)
 
@@ -126,7 +151,10 @@ def test_siblings_go_on_when_one_ends_at_its_first_token() -> None:
         output = gen.generate(prompt(20), params, use_tqdm=False)[0]
         assert at_rest(gen)
     assert output.outputs[0].token_ids.tolist() == [leader_stops_at]
-    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", leader_stops_at)
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == (
+        "stop",
+        leader_stops_at,
+    )
     for c, w in zip(output.outputs, whole.outputs):
         cut = w.token_ids.tolist()
         cut = cut[: cut.index(leader_stops_at) + 1] if leader_stops_at in cut else cut
@@ -139,15 +167,23 @@ def test_a_draw_depends_on_seed_and_position_only(config: helpers.Config) -> Non
     whole = solo(config, prompt(20), Params(max_tokens=12, seed=2**64 - 1, n=2))
     for c, seed in zip(whole.outputs, (2**64 - 1, 0)):  # sample i has seed + i mod 2^64
         for cut in (1, 5, 11):
-            rest = solo(config, [*prompt(20), *c.token_ids[:cut].tolist()], Params(max_tokens=12 - cut, seed=seed)).outputs[0]
+            rest = solo(
+                config,
+                [*prompt(20), *c.token_ids[:cut].tolist()],
+                Params(max_tokens=12 - cut, seed=seed),
+            ).outputs[0]
             assert rest.token_ids.tobytes() == c.token_ids[cut:].tobytes()
             assert rest.logprobs.tobytes() == c.logprobs[cut:].tobytes()
 
 
-# -------------------------------------------------------------------------------------------------- prefix cache
+# ----------------------------------------------------------------------------------- prefix cache
 def test_what_a_hit_serves() -> None:
-    """num_cached_tokens counts prompt positions that were not computed: whole pages, but the last position always is."""
-    plain, with_records = Params(max_tokens=2, seed=0), Params(max_tokens=2, seed=0, prompt_logprobs=0)
+    """num_cached_tokens counts prompt positions that were not computed: whole pages, but the last
+    position always is."""
+    plain, with_records = (
+        Params(max_tokens=2, seed=0),
+        Params(max_tokens=2, seed=0, prompt_logprobs=0),
+    )
     with engine() as gen:
 
         def cached(length: int, params: Params = plain) -> int:
@@ -159,8 +195,12 @@ def test_what_a_hit_serves() -> None:
         assert cached(64) == 63  # its last row is fed again for the logits, and written nowhere
         assert cached(64, with_records) == 0  # nobody recorded these logprobs
         assert cached(64, with_records) == 63
-        assert cached(60, with_records) == 47  # row 47 gives the logprob of token 48, which is on no whole page
-        assert cached(64, dataclasses.replace(with_records, prompt_logprobs=2)) == 0  # pages do not keep the top-k
+        assert (
+            cached(60, with_records) == 47
+        )  # row 47 gives the logprob of token 48, which is on no whole page
+        assert (
+            cached(64, dataclasses.replace(with_records, prompt_logprobs=2)) == 0
+        )  # pages do not keep the top-k
         gen.reset_prefix_cache()
         assert cached(70) == 0
         assert cached(70) == 64
@@ -172,7 +212,8 @@ def test_what_a_hit_serves() -> None:
 
 @BOTH
 def test_a_hit_returns_the_records_that_a_recomputation_would(config: helpers.Config) -> None:
-    """Prompt logprobs and routed experts of cached prompt tokens, also of ones that were generated the first time."""
+    """Prompt logprobs and routed experts of cached prompt tokens, also of ones that were generated
+    the first time."""
     params = Params(n=2, max_tokens=40, seed=1, prompt_logprobs=0)
     with engine(config) as gen:
         first = gen.generate(prompt(53), params, use_tqdm=False)[0]
@@ -180,7 +221,9 @@ def test_a_hit_returns_the_records_that_a_recomputation_would(config: helpers.Co
             turn = [*prompt(53), *c.token_ids.tolist(), *prompt(10, 4)]
             for _ in range(2):
                 second = gen.generate(turn, params, use_tqdm=False)[0]
-                assert second.num_cached_tokens >= 79  # 92 positions have KV, 5 pages are whole; with records the last row is fed again
+                assert (
+                    second.num_cached_tokens >= 79
+                )  # 92 positions have KV, 5 pages are whole; with records the last row is fed again
                 assert arrays(second) == arrays(solo(config, turn, params))
             scored = gen.score([turn])[0]
             assert second.prompt_logprobs is not None
@@ -200,7 +243,8 @@ def test_logits_and_scores_do_not_care_for_the_cache(config: helpers.Config) -> 
 
 
 def test_a_page_is_found_behind_its_own_prefix_only() -> None:
-    """Pages a, c and b are cached; b + c begins with b, and the page of c behind a is of another content."""
+    """Pages a, c and b are cached; b + c begins with b, and the page of c behind a is of another
+    content."""
     a, b, c = (prompt(PAGE, seed) for seed in range(3))
     params = Params(max_tokens=3, seed=0)
     with engine() as gen:
@@ -211,16 +255,23 @@ def test_a_page_is_found_behind_its_own_prefix_only() -> None:
 
 
 def test_the_cache_gives_way_oldest_first() -> None:
-    """20 pages; six prompts of 5 whole pages: the last ones are still there, the first one is not; nothing held is evicted."""
+    """20 pages; six prompts of 5 whole pages: the last ones are still there, the first one is not;
+    nothing held is evicted."""
     with engine(pages=20) as gen:
         for seed in range(6):
             gen.generate(prompt(80, seed), Params(max_tokens=2), use_tqdm=False)
         assert gen.metrics()["evictions"] > 0
-        assert gen.generate(prompt(80, 5), Params(max_tokens=2), use_tqdm=False)[0].num_cached_tokens == 79
-        assert gen.generate(prompt(80, 0), Params(max_tokens=2), use_tqdm=False)[0].num_cached_tokens == 0
+        assert (
+            gen.generate(prompt(80, 5), Params(max_tokens=2), use_tqdm=False)[0].num_cached_tokens
+            == 79
+        )
+        assert (
+            gen.generate(prompt(80, 0), Params(max_tokens=2), use_tqdm=False)[0].num_cached_tokens
+            == 0
+        )
 
 
-# -------------------------------------------------------------------------------------------------- exhaustion
+# ------------------------------------------------------------------------------------- exhaustion
 
 
 def test_exhaustion_the_oldest_is_not_disturbed() -> None:
@@ -238,16 +289,34 @@ def test_exhaustion_the_oldest_is_not_disturbed() -> None:
 def test_exhaustion_what_can_never_fit_is_refused_and_the_rest_served() -> None:
     """4 pages hold 64 positions; the last token is never fed, so 30 + 35 fit and 30 + 36 do not."""
     with engine(pages=4) as gen:
-        assert len(gen.generate(prompt(30), Params(max_tokens=35), use_tqdm=False)[0].outputs[0].token_ids) == 35
+        assert (
+            len(
+                gen.generate(prompt(30), Params(max_tokens=35), use_tqdm=False)[0]
+                .outputs[0]
+                .token_ids
+            )
+            == 35
+        )
         with pytest.raises(rm.CapacityError, match="5 pages"):
             gen.generate(prompt(30), Params(max_tokens=36), use_tqdm=False)
         assert len(gen.score([prompt(64)])[0]) == 63
         with pytest.raises(rm.CapacityError):
             gen.score([prompt(65)])
         wide = Params(n=5, max_tokens=35, seed=2)  # one at a time if need be
-        assert arrays(gen.generate(prompt(30), wide, use_tqdm=False)[0]) == arrays(solo(DENSE, prompt(30), wide))
-        outputs = gen.generate([prompt(30), prompt(63), prompt(5)], Params(max_tokens=20), use_tqdm=False, on_error="return")
-        assert [type(output.error) for output in outputs] == [type(None), rm.CapacityError, type(None)]
+        assert arrays(gen.generate(prompt(30), wide, use_tqdm=False)[0]) == arrays(
+            solo(DENSE, prompt(30), wide)
+        )
+        outputs = gen.generate(
+            [prompt(30), prompt(63), prompt(5)],
+            Params(max_tokens=20),
+            use_tqdm=False,
+            on_error="return",
+        )
+        assert [type(output.error) for output in outputs] == [
+            type(None),
+            rm.CapacityError,
+            type(None),
+        ]
         assert at_rest(gen)
 
 
@@ -260,20 +329,37 @@ def test_the_longest_context_ends_a_sample() -> None:
         assert len(gen.score([prompt(64)])[0]) == 63
 
 
-# -------------------------------------------------------------------------------------------------- stops
+# ------------------------------------------------------------------------------------------ stops
 def test_min_tokens_bans_what_would_stop() -> None:
-    """Stops are the greedy tokens of the first six places: under min_tokens=4 none comes before, and the fifth on may."""
-    free = solo(DENSE, prompt(12), Params(max_tokens=6, temperature=0.0)).outputs[0].token_ids.tolist()
+    """Stops are the greedy tokens of the first six places: under min_tokens=4 none comes before,
+    and the fifth on may."""
+    free = (
+        solo(DENSE, prompt(12), Params(max_tokens=6, temperature=0.0)).outputs[0].token_ids.tolist()
+    )
     with engine(eos_token_ids=free[:1]) as gen:
-        params = Params(max_tokens=30, min_tokens=4, temperature=0.0, stop_token_ids=tuple(free[1:]))
+        params = Params(
+            max_tokens=30, min_tokens=4, temperature=0.0, stop_token_ids=tuple(free[1:])
+        )
         output = gen.generate(prompt(12), params, use_tqdm=False)[0].outputs[0]
         assert not set(output.token_ids[:4].tolist()) & set(free)
-        first = gen.generate(prompt(12), Params(max_tokens=30, temperature=0.0), use_tqdm=False)[0].outputs[0]
-        assert (first.token_ids.tolist(), first.finish_reason, first.stop_reason) == (free[:1], "stop", None)
-        ignoring = gen.generate(prompt(12), Params(max_tokens=6, temperature=0.0, ignore_eos=True), use_tqdm=False)[0].outputs[0]
+        first = gen.generate(prompt(12), Params(max_tokens=30, temperature=0.0), use_tqdm=False)[
+            0
+        ].outputs[0]
+        assert (first.token_ids.tolist(), first.finish_reason, first.stop_reason) == (
+            free[:1],
+            "stop",
+            None,
+        )
+        ignoring = gen.generate(
+            prompt(12), Params(max_tokens=6, temperature=0.0, ignore_eos=True), use_tqdm=False
+        )[0].outputs[0]
         assert ignoring.token_ids.tolist() == free
-        half = Params(n=8, max_tokens=60, min_tokens=10, seed=1, stop_token_ids=tuple(range(0, 151, 2)))
-        for c in gen.generate(prompt(12), half, use_tqdm=False)[0].outputs:  # banned before the eleventh, and then likely
+        half = Params(
+            n=8, max_tokens=60, min_tokens=10, seed=1, stop_token_ids=tuple(range(0, 151, 2))
+        )
+        for c in gen.generate(prompt(12), half, use_tqdm=False)[
+            0
+        ].outputs:  # banned before the eleventh, and then likely
             assert 10 < len(c.token_ids) < 40
             assert (c.token_ids % 2 == 0).tolist() == [False] * (len(c.token_ids) - 1) + [True]
             assert c.stop_reason == c.token_ids[-1]
@@ -282,7 +368,7 @@ def test_min_tokens_bans_what_would_stop() -> None:
             gen.generate(prompt(12), everything, use_tqdm=False)
 
 
-# -------------------------------------------------------------------------------------------------- abort, pause, sleep
+# ---------------------------------------------------------------------------- abort, pause, sleep
 @BOTH
 def test_abort_disturbs_nobody(config: helpers.Config) -> None:
     params = [Params(n=2, max_tokens=25, seed=i) for i in range(4)]
@@ -327,11 +413,16 @@ def test_kv_sleep_costs_recomputation_and_no_bit(config: helpers.Config, steps: 
     assert arrays(outputs[ids[1]]) == arrays(solo(config, prompt(9, 1), params))
 
 
-# -------------------------------------------------------------------------------------------------- in flight
-def in_flight(gen: rm.Generator, config: helpers.Config, how: dict[str, Any]) -> list[tuple[list[int], rm.RequestOutput]]:
-    """Six requests of one to three samples; a new version after 9 steps, when some have ended, some run and some wait."""
+# -------------------------------------------------------------------------------------- in flight
+def in_flight(
+    gen: rm.Generator, config: helpers.Config, how: dict[str, Any]
+) -> list[tuple[list[int], rm.RequestOutput]]:
+    """Six requests of one to three samples; a new version after 9 steps, when some have ended, some
+    run and some wait."""
     prompts = [prompt(11 + 17 * i, i) for i in range(6)]
-    params = [Params(n=1 + i % 3, max_tokens=5 + 6 * i, seed=i, prompt_logprobs=0) for i in range(6)]
+    params = [
+        Params(n=1 + i % 3, max_tokens=5 + 6 * i, seed=i, prompt_logprobs=0) for i in range(6)
+    ]
     ids = gen.submit(prompts, params)
     done = {}
     for _ in range(9):
@@ -355,8 +446,11 @@ POLICIES: dict[str, dict[str, Any]] = {
 @BOTH
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("pages", [400, 14])
-def test_in_flight_every_token_is_scores_at_its_version(config: helpers.Config, policy: str, pages: int) -> None:
-    """But for tokens computed from stale KV, which carry no contract. 14 pages: preempted requests are in flight, too."""
+def test_in_flight_every_token_is_scores_at_its_version(
+    config: helpers.Config, policy: str, pages: int
+) -> None:
+    """But for tokens computed from stale KV, which carry no contract. 14 pages: preempted requests
+    are in flight, too."""
     with engine(config, pages=pages, max_num_seqs=6, max_num_batched_tokens=64) as gen:
         results = in_flight(gen, config, POLICIES[policy])
     seen: dict[int, int] = {1: 0, 2: 0}
@@ -374,11 +468,21 @@ def test_in_flight_every_token_is_scores_at_its_version(config: helpers.Config, 
                 ids = [*x, *c.token_ids.tolist()]
                 for version, gen in ((1, old), (2, new)):
                     at = c.versions == version
-                    assert gen.score([ids])[0][len(x) - 1 :][at].tobytes() == c.logprobs[at].tobytes()
+                    assert (
+                        gen.score([ids])[0][len(x) - 1 :][at].tobytes() == c.logprobs[at].tobytes()
+                    )
                     seen[version] += int(at.sum())
-                    if c.routed_experts is not None and at.any():  # a token is fed for the next one; the prompt for the first
-                        routed = gen.generate(ids, Params(max_tokens=1), use_tqdm=False)[0].outputs[0].routed_experts
-                        fed = np.repeat(c.versions, [len(x)] + [1] * (len(c.versions) - 1)) == version
+                    if (
+                        c.routed_experts is not None and at.any()
+                    ):  # a token is fed for the next one; the prompt for the first
+                        routed = (
+                            gen.generate(ids, Params(max_tokens=1), use_tqdm=False)[0]
+                            .outputs[0]
+                            .routed_experts
+                        )
+                        fed = (
+                            np.repeat(c.versions, [len(x)] + [1] * (len(c.versions) - 1)) == version
+                        )
                         assert routed[:-1][fed].tobytes() == c.routed_experts[fed].tobytes()
     finishes = {c.finish_reason for _, output in results for c in output.outputs}
     assert seen[1] > 0
@@ -390,7 +494,16 @@ def test_in_flight_every_token_is_scores_at_its_version(config: helpers.Config, 
 
 @BOTH
 def test_in_flight_restart_is_the_new_version_from_the_beginning(config: helpers.Config) -> None:
-    params = Params(n=3, max_tokens=20, seed=4, prompt_logprobs=1, logprobs=2, top_k=9, top_p=0.8, kept_tokens=True)
+    params = Params(
+        n=3,
+        max_tokens=20,
+        seed=4,
+        prompt_logprobs=1,
+        logprobs=2,
+        top_k=9,
+        top_p=0.8,
+        kept_tokens=True,
+    )
     with engine(config) as gen:
         gen.submit([prompt(30)], params)
         for _ in range(6):
@@ -404,7 +517,8 @@ def test_in_flight_restart_is_the_new_version_from_the_beginning(config: helpers
 
 @BOTH
 def test_in_flight_a_prompt_in_the_making_is_of_one_version(config: helpers.Config) -> None:
-    """70 positions in chunks of 32: a sync comes after the second. Records of the prompt, and of a score, are all new."""
+    """70 positions in chunks of 32: a sync comes after the second. Records of the prompt, and of a
+    score, are all new."""
     for policy in ("keep", "keep_kv"):
         with engine(config, max_num_batched_tokens=32) as gen:
             gen.submit([prompt(70)], Params(max_tokens=6, seed=4, prompt_logprobs=0))
@@ -413,11 +527,14 @@ def test_in_flight_a_prompt_in_the_making_is_of_one_version(config: helpers.Conf
             sync(gen, config, 2, **POLICIES[policy])
             output = gen.poll(1)[0]
         assert output.outputs[0].contract is not None
-        assert arrays(output) == arrays(solo(config, prompt(70), Params(max_tokens=6, seed=4, prompt_logprobs=0), version=2))
+        assert arrays(output) == arrays(
+            solo(config, prompt(70), Params(max_tokens=6, seed=4, prompt_logprobs=0), version=2)
+        )
 
 
 def test_in_flight_keep_never_mixes_records_into_the_cache() -> None:
-    """A kept request has the old version's prompt logprobs on the new version's pages; a later score must not find them."""
+    """A kept request has the old version's prompt logprobs on the new version's pages; a later
+    score must not find them."""
     with engine() as gen:
         gen.submit([prompt(64)], Params(max_tokens=30, seed=4, prompt_logprobs=0))
         gen.poll()
@@ -474,19 +591,22 @@ def test_in_flight_in_place_needs_an_idle_engine() -> None:
         assert set(output.outputs[0].versions.tolist()) == {1}
 
 
-# -------------------------------------------------------------------------------------------------- not finite
+# ------------------------------------------------------------------------------------- not finite
 BAD = 77  # a token whose embedding is not finite: every K row made from it is NaN
 
 
 @BOTH
 @pytest.mark.parametrize("value", [np.inf, np.nan], ids=str)
 def test_nonfinite_a_bad_row_ends_its_request_alone(config: helpers.Config, value: float) -> None:
-    """In prompts (at a page's start, inside, last) and generated; the others' bits are those of an engine without bad requests."""
+    """In prompts (at a page's start, inside, last) and generated; the others' bits are those of an
+    engine without bad requests."""
     weights = dict(WEIGHTS[id(config), 1])
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].copy()
     weights["model.embed_tokens.weight"][BAD] = value
     good = [[t if t != BAD else 1 for t in prompt(20 + 3 * i, i)] for i in range(5)]
-    params = [Params(n=2, max_tokens=20, seed=i, prompt_logprobs=0, temperature=0.5) for i in range(5)]
+    params = [
+        Params(n=2, max_tokens=20, seed=i, prompt_logprobs=0, temperature=0.5) for i in range(5)
+    ]
 
     def poisoned(length: int, at: int) -> list[int]:
         ids = [t if t != BAD else 1 for t in prompt(length, 9)]
@@ -498,9 +618,15 @@ def test_nonfinite_a_bad_row_ends_its_request_alone(config: helpers.Config, valu
         if any(BAD in c.token_ids for output in want for c in output.outputs):
             pytest.fail("the seeds of this test draw the bad token; choose others")
         bad = [poisoned(40, 0), poisoned(40, 16), poisoned(40, 21), poisoned(33, 32)]
-        for attempt in range(2):  # again: had a poisoned page been cached, its zeros would now be served as if they were right
+        for attempt in range(
+            2
+            # again: had a poisoned page been cached, its zeros would now be served as if they were
+            # right
+        ):
             mixed = [x for pair in zip(good, [*bad, bad[1]]) for x in pair]
-            outputs = gen.generate(mixed, [p for p in params for _ in range(2)], use_tqdm=False, on_error="return")
+            outputs = gen.generate(
+                mixed, [p for p in params for _ in range(2)], use_tqdm=False, on_error="return"
+            )
             for i, output in enumerate(outputs):
                 if i % 2 == 0:
                     assert arrays(output) == arrays(want[i // 2]), (attempt, i)
@@ -508,12 +634,15 @@ def test_nonfinite_a_bad_row_ends_its_request_alone(config: helpers.Config, valu
                 assert isinstance(output.error, rm.NumericsError)
                 at = mixed[i].index(BAD)
                 assert f"position {at}:" in str(output.error)
-                assert all(c.finish_reason == "error" and len(c.token_ids) == 0 for c in output.outputs)
+                assert all(
+                    c.finish_reason == "error" and len(c.token_ids) == 0 for c in output.outputs
+                )
         assert at_rest(gen)
 
 
 def test_nonfinite_a_generated_bad_token_keeps_what_came_before() -> None:
-    """Drawn by chance in some of 60 samples: feeding it back fails, and it and what came before stay readable."""
+    """Drawn by chance in some of 60 samples: feeding it back fails, and it and what came before
+    stay readable."""
     weights = dict(WEIGHTS[id(DENSE), 1])
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].copy()
     weights["model.embed_tokens.weight"][BAD] = np.nan
@@ -521,7 +650,9 @@ def test_nonfinite_a_generated_bad_token_keeps_what_came_before() -> None:
         gen.sync_weights(weights, version=1, allow_nonfinite=True)
         found = 0
         for seed in range(60):
-            output = gen.generate(prompt(5, 3), Params(max_tokens=40, seed=seed), use_tqdm=False, on_error="return")[0]
+            output = gen.generate(
+                prompt(5, 3), Params(max_tokens=40, seed=seed), use_tqdm=False, on_error="return"
+            )[0]
             c = output.outputs[0]
             if output.error is None:
                 assert BAD not in c.token_ids[:-1]
@@ -537,13 +668,16 @@ def test_nonfinite_a_generated_bad_token_keeps_what_came_before() -> None:
 
 @pytest.mark.parametrize("rows", [[5], list(range(151))], ids=["one", "all"])
 def test_nonfinite_logits_that_are_not_finite(rows: list[int]) -> None:
-    """Every request fails at its first token (all -inf included); after a sound sync all is well."""
+    """Every request fails at its first token (all -inf included); after a sound sync all is
+    well."""
     weights = dict(WEIGHTS[id(DENSE), 1])
     weights["lm_head.weight"] = weights["lm_head.weight"].copy()
     weights["lm_head.weight"][rows] = -np.inf
     with engine(version=None) as gen:
         gen.sync_weights(weights, version=1, allow_nonfinite=True)
-        outputs = gen.generate([prompt(5), prompt(40)], Params(n=2, max_tokens=4), use_tqdm=False, on_error="return")
+        outputs = gen.generate(
+            [prompt(5), prompt(40)], Params(n=2, max_tokens=4), use_tqdm=False, on_error="return"
+        )
         for output in outputs:
             assert isinstance(output.error, rm.NumericsError)
             assert "logits" in str(output.error)
@@ -555,12 +689,13 @@ def test_nonfinite_logits_that_are_not_finite(rows: list[int]) -> None:
         assert at_rest(gen)
 
 
-# -------------------------------------------------------------------------------------------------- anything, in any order
+# ------------------------------------------------------------------------- anything, in any order
 @BOTH
 @pytest.mark.parametrize("trial", range(4))
 def test_any_order_of_calls(config: helpers.Config, trial: int, rng: np.random.Generator) -> None:
-    """300 random calls (add, step, abort, pause, KV sleep, cache reset) on few pages. Whatever finished is what `solo` gives,
-    whatever was aborted is its beginning, and at the end no page and no request is left."""
+    """300 random calls (add, step, abort, pause, KV sleep, cache reset) on few pages. Whatever
+    finished is what `solo` gives, whatever was aborted is its beginning, and at the end no page and
+    no request is left."""
     stem = prompt(60, 50)
     asked: dict[int, tuple[list[int], Params]] = {}
     done: dict[int, rm.RequestOutput] = {}
@@ -574,9 +709,15 @@ def test_any_order_of_calls(config: helpers.Config, trial: int, rng: np.random.G
         for _ in range(300):
             choice = rng.random()
             if choice < 0.1 and len(asked) < 25:
-                ids = [*stem[: rng.integers(0, 60)], *prompt(int(rng.integers(1, 40)), int(rng.integers(99)))]
+                ids = [
+                    *stem[: rng.integers(0, 60)],
+                    *prompt(int(rng.integers(1, 40)), int(rng.integers(99))),
+                ]
                 n, seed = int(rng.integers(1, 5)), int(rng.integers(2**40))
-                records = {"prompt_logprobs": [None, 0, 2][rng.integers(3)], "logprobs": [None, 2][rng.integers(2)]}
+                records = {
+                    "prompt_logprobs": [None, 0, 2][rng.integers(3)],
+                    "logprobs": [None, 2][rng.integers(2)],
+                }
                 if rng.integers(2):
                     records |= {"top_k": 9, "top_p": 0.9, "kept_tokens": True}
                 params = Params(n=n, seed=seed, max_tokens=int(rng.integers(1, 40)), **records)

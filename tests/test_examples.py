@@ -1,4 +1,5 @@
-"""examples/: each script runs as it stands, in a process of its own, and prints what it promises. At most 60 lines each.
+"""examples/: each script runs as it stands, in a process of its own, and prints what it promises.
+At most 60 lines each.
 
 examples/trl_grpo.py is longer, and test_trl.py runs it."""
 
@@ -21,14 +22,22 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 def run(*command: str, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command], cwd=EXAMPLES.parent, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+        [sys.executable, *command],
+        cwd=EXAMPLES.parent,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
 
 def test_they_are_short() -> None:
-    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in EXAMPLES.glob("*.py")}
+    lengths = {
+        path.name: len(path.read_text(encoding="utf-8").splitlines())
+        for path in EXAMPLES.glob("*.py")
+    }
     assert {name for name, lines in lengths.items() if lines > 60} == {"trl_grpo.py"}
 
 
@@ -45,12 +54,16 @@ def test_async_loop() -> None:
     assert [line.split()[-1] for line in lines] == [str(version) for version in range(1, 11)]
     seen = [json.loads(re.search(r"\[.*\]", line)[0]) for line in lines]  # type: ignore[index]
     assert max(seen[-1]) > 0  # tokens of a version that came while their request ran, or before it
-    assert all(max(versions) < int(line.split()[1]) for line, versions in zip(lines, seen, strict=True))
+    assert all(
+        max(versions) < int(line.split()[1]) for line, versions in zip(lines, seen, strict=True)
+    )
 
 
 def test_event_loop() -> None:
     *episodes, last = run("examples/event_loop.py").splitlines()
-    told = [re.fullmatch(r"episode \d+: 51 tokens of versions (\[.*\])", line) for line in episodes[:16]]
+    told = [
+        re.fullmatch(r"episode \d+: 51 tokens of versions (\[.*\])", line) for line in episodes[:16]
+    ]
     assert [0, 1] in [json.loads(line[1]) for line in told if line]
     assert all(told)
     assert len(json.loads(last.removeprefix("so far: "))) == 8
@@ -60,7 +73,9 @@ def test_event_loop() -> None:
 def test_mesh_has_the_tokens_of_one_rank() -> None:
     threads = run("examples/mesh.py").splitlines()
     assert len(threads) == 1
-    processes = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "examples/mesh.py").splitlines()
+    processes = run(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "examples/mesh.py"
+    ).splitlines()
     assert {line.split(": ")[1] for line in processes if line} == {threads[0].split(": ")[1]}
     assert len([line for line in processes if line]) == 4
 
@@ -68,7 +83,9 @@ def test_mesh_has_the_tokens_of_one_rank() -> None:
 @pytest.mark.full
 def test_other_process() -> None:
     lines = run("examples/other_process.py").splitlines()
-    assert [line.split(",")[0] for line in lines if line.startswith("generator")] == [f"generator: version {n}" for n in range(3)]
+    assert [line.split(",")[0] for line in lines if line.startswith("generator")] == [
+        f"generator: version {n}" for n in range(3)
+    ]
     assert len({line.split("digest ")[1] for line in lines if "digest" in line}) == 3
 
 
@@ -116,6 +133,11 @@ def _is_spawned(pid: int, parent: int) -> bool:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 def test_vllm_generate() -> None:
-    lines = run("examples/vllm_generate.py", VLLM_PLUGINS="rollmesh", VLLM_LOGGING_LEVEL="ERROR", VLLM_HOST_IP="127.0.0.1").splitlines()
+    lines = run(
+        "examples/vllm_generate.py",
+        VLLM_PLUGINS="rollmesh",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_HOST_IP="127.0.0.1",
+    ).splitlines()
     versions = [line for line in lines if line.startswith("version ")]
     assert [line.split(":")[0] for line in versions] == ["version 0", "version 1"]

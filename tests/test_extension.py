@@ -1,7 +1,9 @@
-"""rollmesh._core as an extension module: its objects are garbage collected, and it refuses a subinterpreter.
+"""rollmesh._core as an extension module: its objects are garbage collected, and it refuses a
+subinterpreter.
 
-Input: a cycle through each type that keeps an object of its caller's; a subinterpreter, in a process of its own. Oracle: a weak
-reference to the caller's object is dead after gc.collect(); the exception in the subinterpreter. Bound: none.
+Input: a cycle through each type that keeps an object of its caller's; a subinterpreter, in a
+process of its own. Oracle: a weak reference to the caller's object is dead after gc.collect(); the
+exception in the subinterpreter. Bound: none.
 """
 
 from __future__ import annotations
@@ -36,10 +38,13 @@ def comm(exchange: Exchange) -> _core.Comm:
 
 def engine(exchange: Exchange, dtype: str = "float32") -> _core.Engine:
     options = EngineOptions(
-        dtype, None, 1, 64, 2, 64, 16, 1 << 20, 0, False, np.zeros(0, np.int32), tp=1, dp=2, ep=1, ep_backend="alltoall",
+        dtype, None, 1, 64, 2, 64, 16, 1 << 20, 0, False, np.zeros(0, np.int32), tp=1, dp=2, ep=1,
+        ep_backend="alltoall",
         sequence_parallel=False,
     )  # fmt: skip
-    return _core.Engine(helpers.tiny_spec().engine_values(64), options, (0, None, None, comm(exchange)))
+    return _core.Engine(
+        helpers.tiny_spec().engine_values(64), options, (0, None, None, comm(exchange))
+    )
 
 
 KEEPERS: dict[str, Callable[[Exchange], object]] = {
@@ -99,6 +104,8 @@ except ImportError as error:
 interpreters.destroy(one)
 import rollmesh._core
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "subinterpreter" in done.stdout

@@ -1,8 +1,10 @@
-"""An engine that a host schedules (csrc/scheduler/external_scheduler.h), without vLLM: the host here decides by dice.
+"""An engine that a host schedules (csrc/scheduler/external_scheduler.h), without vLLM: the host
+here decides by dice.
 
-Oracle: rm.Generator with the same weights, one for each version. A token is what it draws after the same tokens, and its logprob
-what its score gives, bit for bit: whatever the chunks, the pages (shared, replaced, taken again), the preemptions, the tokens that
-the host drops, and the versions that come meanwhile without a word about the prefix cache. Bound: equality of bits.
+Oracle: rm.Generator with the same weights, one for each version. A token is what it draws after the
+same tokens, and its logprob what its score gives, bit for bit: whatever the chunks, the pages
+(shared, replaced, taken again), the preemptions, the tokens that the host drops, and the versions
+that come meanwhile without a word about the prefix cache. Bound: equality of bits.
 """
 
 from __future__ import annotations
@@ -28,20 +30,28 @@ NOTHING = (None, None)
 def asked(**changes: Any) -> Any:
     """A request as ext/engine/engine.c reads it."""
     plain = {
-        "n": 1, "max_tokens": 24, "min_tokens": 0, "temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": -1, "has_seed": True, "seed": 7,
-        "ignore_eos": False, "logprobs": 0, "prompt_logprobs": -1, "score": False, "score_sampling": False, "ranks": False,
-        "external_draws": False, "kept_tokens": False, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+        "n": 1, "max_tokens": 24, "min_tokens": 0, "temperature": 1.0, "top_p": 1.0, "min_p": 0.0,
+        "top_k": -1, "has_seed": True, "seed": 7,
+        "ignore_eos": False, "logprobs": 0, "prompt_logprobs": -1, "score": False,
+        "score_sampling": False, "ranks": False,
+        "external_draws": False, "kept_tokens": False, "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0, "presence_penalty": 0.0,
     }  # fmt: skip
     return types.SimpleNamespace(**{**plain, **changes})
 
 
 def make_engine(**changes: Any) -> Any:
     options = {
-        "dtype": "bfloat16", "isa": None, "threads": 2, "max_model_len": MAX_LEN, "max_num_seqs": 6, "max_num_batched_tokens": 32,
-        "block_size": PAGE, "kv_bytes": 0, "seed": 0, "enable_prefix_caching": False, "eos_token_ids": np.zeros(0, np.int32), "tp": 1,
-        "dp": 1, "ep": 1, "ep_backend": "alltoall", "sequence_parallel": False, "external_pages": PAGES,
+        "dtype": "bfloat16", "isa": None, "threads": 2, "max_model_len": MAX_LEN, "max_num_seqs": 6,
+        "max_num_batched_tokens": 32,
+        "block_size": PAGE, "kv_bytes": 0, "seed": 0, "enable_prefix_caching": False,
+        "eos_token_ids": np.zeros(0, np.int32), "tp": 1,
+        "dp": 1, "ep": 1, "ep_backend": "alltoall", "sequence_parallel": False,
+        "external_pages": PAGES,
     }  # fmt: skip
-    return _core.Engine(helpers.tiny_spec(moe=True).engine_values(MAX_LEN), EngineOptions(**{**options, **changes}))
+    return _core.Engine(
+        helpers.tiny_spec(moe=True).engine_values(MAX_LEN), EngineOptions(**{**options, **changes})
+    )
 
 
 def weights(version: int) -> dict[str, np.ndarray]:
@@ -56,7 +66,9 @@ def push(engine: Any, version: int) -> None:
 
 
 def add(engine: Any, prompt: Any, **changes: Any) -> int:
-    return int(engine.add(np.asarray(prompt, np.int32), np.zeros(0, np.int32), asked(**changes), None))
+    return int(
+        engine.add(np.asarray(prompt, np.int32), np.zeros(0, np.int32), asked(**changes), None)
+    )
 
 
 def step(engine: Any, *parts: tuple[int, int, int, list[int], bool], logits: Any = NOTHING) -> Any:
@@ -84,7 +96,10 @@ def engine() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def oracles(module_generator: Callable[..., Any]) -> list[Any]:
     """A generator of each version."""
-    return [module_generator(CONFIG, weights=weights(version), dtype="bfloat16", max_model_len=MAX_LEN) for version in range(VERSIONS)]
+    return [
+        module_generator(CONFIG, weights=weights(version), dtype="bfloat16", max_model_len=MAX_LEN)
+        for version in range(VERSIONS)
+    ]
 
 
 class Host:
@@ -94,15 +109,27 @@ class Host:
         self.engine, self.rng = engine, rng
         self.free, self.held = list(range(PAGES)), dict[int, list[int]]()  # request → pages
         self.users = dict.fromkeys(range(PAGES), 0)
-        self.cached: dict[tuple[int, ...], int] = {}  # all tokens up to a full page's end → the page
-        self.tokens, self.computed, self.prompts = dict[int, list[int]](), dict[int, int](), dict[int, int]()
-        self.drawn: dict[int, list[tuple[int, float, int]]] = {}  # request → (token, logprob, version) of each
+        self.cached: dict[
+            tuple[int, ...], int
+        ] = {}  # all tokens up to a full page's end → the page
+        self.tokens, self.computed, self.prompts = (
+            dict[int, list[int]](),
+            dict[int, int](),
+            dict[int, int](),
+        )
+        self.drawn: dict[
+            int, list[tuple[int, float, int]]
+        ] = {}  # request → (token, logprob, version) of each
         self.resumed: set[int] = set()
         self.version = 0
 
     def add(self, prompt: list[int], **changes: Any) -> None:
         number = add(self.engine, prompt, **changes)
-        self.tokens[number], self.prompts[number], self.drawn[number] = list(prompt), len(prompt), []
+        self.tokens[number], self.prompts[number], self.drawn[number] = (
+            list(prompt),
+            len(prompt),
+            [],
+        )
 
     def release(self, number: int) -> None:
         """Its pages; those in the cache stay there until they are needed."""
@@ -121,7 +148,9 @@ class Host:
     def start(self, number: int) -> list[int]:
         """The cached pages that its tokens begin with; the last token is always fed."""
         tokens, pages = self.tokens[number], list[int]()
-        while (len(pages) + 1) * PAGE < len(tokens) and tuple(tokens[: (len(pages) + 1) * PAGE]) in self.cached:
+        while (len(pages) + 1) * PAGE < len(tokens) and tuple(
+            tokens[: (len(pages) + 1) * PAGE]
+        ) in self.cached:
             pages.append(self.cached[tuple(tokens[: (len(pages) + 1) * PAGE])])
         for page in pages:
             if not self.users[page]:
@@ -134,10 +163,14 @@ class Host:
         self.release(number)
         self.engine.host_preempt(number)
         self.resumed.add(number)
-        if self.rng.random() < 0.3 and self.drawn[number]:  # a token that the host drops is drawn again
+        if (
+            self.rng.random() < 0.3 and self.drawn[number]
+        ):  # a token that the host drops is drawn again
             self.drawn[number].pop()
             self.tokens[number].pop()
-            self.engine.host_tokens(number, np.array(self.tokens[number][self.prompts[number] :], np.int32))
+            self.engine.host_tokens(
+                number, np.array(self.tokens[number][self.prompts[number] :], np.int32)
+            )
 
     def part(self, number: int) -> tuple[int, int, int, list[int], bool] | None:
         replace = number not in self.held
@@ -154,25 +187,37 @@ class Host:
         part = number, self.computed[number], rows, pages, replace or number in self.resumed
         self.resumed.discard(number)
         self.computed[number] += rows
-        for end in range(PAGE, self.computed[number] + 1, PAGE):  # at once, as vLLM does: a later part of this step may hit it
-            self.cached.setdefault(tuple(self.tokens[number][:end]), self.held[number][end // PAGE - 1])
+        for end in range(
+            PAGE, self.computed[number] + 1, PAGE
+        ):  # at once, as vLLM does: a later part of this step may hit it
+            self.cached.setdefault(
+                tuple(self.tokens[number][:end]), self.held[number][end // PAGE - 1]
+            )
         return part
 
     def step(self) -> None:
         order = [number for number in self.tokens if self.rng.random() < 0.8][:6]
-        for number in [number for number in self.held if number not in order and self.rng.random() < 0.2]:
+        for number in [
+            number for number in self.held if number not in order and self.rng.random() < 0.2
+        ]:
             self.preempt(number)
         for number in [number for number in self.held if number not in order]:
             if len(set(self.held) | set(order)) > 6:
                 self.preempt(number)
         parts = [part for number in order if (part := self.part(number)) is not None]
         tokens, logprobs, *_ = step(self.engine, *parts)
-        for (number, *_), token, logprob in zip(parts, tokens.tolist(), logprobs.tolist(), strict=True):
+        for (number, *_), token, logprob in zip(
+            parts, tokens.tolist(), logprobs.tolist(), strict=True
+        ):
             assert (token >= 0) == (self.computed[number] == len(self.tokens[number]))
             if token >= 0:
                 self.tokens[number].append(token)
                 self.drawn[number].append((token, logprob, self.version))
-        for number in [number for number, drawn in self.drawn.items() if len(drawn) == 24 and number in self.tokens]:
+        for number in [
+            number
+            for number, drawn in self.drawn.items()
+            if len(drawn) == 24 and number in self.tokens
+        ]:
             self.release(number)
             self.engine.abort(number)
             self.engine.release(number)
@@ -182,11 +227,18 @@ class Host:
 def prompts_of(rng: np.random.Generator) -> list[list[int]]:
     """Some with the same beginnings."""
     stem = rng.integers(2, 150, size=40).tolist()
-    return [stem[: int(rng.integers(0, 41))] + rng.integers(2, 150, size=int(rng.integers(1, 40))).tolist() for _ in range(10)]
+    return [
+        stem[: int(rng.integers(0, 41))]
+        + rng.integers(2, 150, size=int(rng.integers(1, 40))).tolist()
+        for _ in range(10)
+    ]
 
 
-def served(engine: Any, rng: np.random.Generator, prompts: list[list[int]], pushes: tuple[int, ...] = ()) -> Host:
-    """A host that has served them all, each with its number as its seed. pushes: the steps after which the next version comes."""
+def served(
+    engine: Any, rng: np.random.Generator, prompts: list[list[int]], pushes: tuple[int, ...] = ()
+) -> Host:
+    """A host that has served them all, each with its number as its seed. pushes: the steps after
+    which the next version comes."""
     host, steps = Host(engine, rng), 0
     for seed, prompt in enumerate(prompts):
         host.add(prompt, seed=seed)
@@ -201,17 +253,28 @@ def served(engine: Any, rng: np.random.Generator, prompts: list[list[int]], push
 
 
 @pytest.mark.parametrize("case", range(8))
-def test_a_host_by_dice_gets_the_tokens_of_a_generator(case: int, engine: Any, oracles: list[Any], rng: np.random.Generator) -> None:
+def test_a_host_by_dice_gets_the_tokens_of_a_generator(
+    case: int, engine: Any, oracles: list[Any], rng: np.random.Generator
+) -> None:
     prompts = prompts_of(rng)
     host = served(engine, rng, prompts)
     for seed, (prompt, drawn) in enumerate(zip(prompts, host.drawn.values(), strict=True)):
-        wanted = oracles[0].generate([prompt], rm.SamplingParams(max_tokens=24, seed=seed), use_tqdm=False)[0].outputs[0]
+        wanted = (
+            oracles[0]
+            .generate([prompt], rm.SamplingParams(max_tokens=24, seed=seed), use_tqdm=False)[0]
+            .outputs[0]
+        )
         assert [token for token, _, _ in drawn] == list(wanted.token_ids)
-        assert np.array([logprob for _, logprob, _ in drawn], np.float32).tobytes() == wanted.logprobs.tobytes()
+        assert (
+            np.array([logprob for _, logprob, _ in drawn], np.float32).tobytes()
+            == wanted.logprobs.tobytes()
+        )
 
 
 @pytest.mark.parametrize("case", range(8))
-def test_new_versions_need_no_word_about_the_prefix_cache(case: int, engine: Any, oracles: list[Any], rng: np.random.Generator) -> None:
+def test_new_versions_need_no_word_about_the_prefix_cache(
+    case: int, engine: Any, oracles: list[Any], rng: np.random.Generator
+) -> None:
     prompts = prompts_of(rng)
     host = served(engine, rng, prompts, pushes=(15, 40))
     seen = set()
@@ -219,7 +282,9 @@ def test_new_versions_need_no_word_about_the_prefix_cache(case: int, engine: Any
         tokens = prompt + [token for token, _, _ in drawn]
         scores = [oracle.score([tokens])[0][len(prompt) - 1 :] for oracle in oracles]
         for at, (_, logprob, version) in enumerate(drawn):
-            assert np.float32(logprob).tobytes() == scores[version][at].tobytes(), f"token {at} of version {version}"
+            assert np.float32(logprob).tobytes() == scores[version][at].tobytes(), (
+                f"token {at} of version {version}"
+            )
         seen |= {version for _, _, version in drawn}
     assert seen == {0, 1, 2}
 
@@ -234,12 +299,17 @@ def test_kv_that_slept_is_made_again(engine: Any, oracles: list[Any]) -> None:
     engine.wake(2)
     tokens += step(engine, (number, 40, 1, [], False))[0].tolist()
     assert step(engine, (number, 41, 1, [], False))[4] == 1, "what was made again counts"
-    wanted = oracles[0].generate([prompt], rm.SamplingParams(max_tokens=2, seed=3), use_tqdm=False)[0].outputs[0]
+    wanted = (
+        oracles[0]
+        .generate([prompt], rm.SamplingParams(max_tokens=2, seed=3), use_tqdm=False)[0]
+        .outputs[0]
+    )
     assert tokens == list(wanted.token_ids)
 
 
 def test_records_of_a_prompt_are_of_one_version(engine: Any, oracles: list[Any]) -> None:
-    """A version comes in the middle of a prompt whose logprobs, their likeliest tokens and ranks are wanted."""
+    """A version comes in the middle of a prompt whose logprobs, their likeliest tokens and ranks
+    are wanted."""
     prompt = np.random.default_rng(0).integers(2, 150, size=70).tolist()
     number = add(engine, prompt, prompt_logprobs=2, logprobs=2, ranks=True)
     step(engine, (number, 0, 40, [4, 9, 2], True))
@@ -253,14 +323,21 @@ def test_records_of_a_prompt_are_of_one_version(engine: Any, oracles: list[Any])
     assert view["prompt_logprobs"].tobytes() == wanted.prompt_logprobs.tobytes()
     assert view["prompt_top_ids"].tolist() == wanted.prompt_top_logprobs.ids.tolist()
     assert engine.host_routed(number, 0).tolist() == wanted.outputs[0].routed_experts[:70].tolist()
-    counts = [int((row >= row[token]).sum()) for row, token in zip(logits, [*prompt[1:], *tokens.tolist()])]
+    counts = [
+        int((row >= row[token]).sum())
+        for row, token in zip(logits, [*prompt[1:], *tokens.tolist()])
+    ]
     assert view["prompt_ranks"].tolist() == counts[: len(prompt) - 1]
     assert ranks.tolist() == counts[len(prompt) - 1 : len(prompt)]
-    assert engine.host_top(np.array([number], np.uint64), 2)[0].tolist() == wanted.outputs[0].top_logprobs.ids[:1].tolist()
+    assert (
+        engine.host_top(np.array([number], np.uint64), 2)[0].tolist()
+        == wanted.outputs[0].top_logprobs.ids[:1].tolist()
+    )
 
 
 def test_ranks_of_samples_that_share_a_row(oracles: list[Any]) -> None:
-    """Without a host: the first tokens of a prompt's samples are drawn from one row of logits, beside rows that want no ranks."""
+    """Without a host: the first tokens of a prompt's samples are drawn from one row of logits,
+    beside rows that want no ranks."""
     made = make_engine(external_pages=0, kv_bytes=1 << 22, seed=3)
     push(made, 0)
     prompt = list(range(9, 40))
@@ -273,34 +350,53 @@ def test_ranks_of_samples_that_share_a_row(oracles: list[Any]) -> None:
         sample = made.sample(number, index)
         tokens = sample["token_ids"].tolist()
         logits = oracles[0].logits([prompt + tokens])[0][len(prompt) - 1 :]
-        assert sample["ranks"].tolist() == [int((row >= row[token]).sum()) for row, token in zip(logits, tokens)]
+        assert sample["ranks"].tolist() == [
+            int((row >= row[token]).sum()) for row, token in zip(logits, tokens)
+        ]
         seen.add(tokens[0])
     assert len(seen) > 1
     made.close()
 
 
-def test_routing_of_a_shared_prompt_is_that_of_who_computed_it(engine: Any, oracles: list[Any]) -> None:
+def test_routing_of_a_shared_prompt_is_that_of_who_computed_it(
+    engine: Any, oracles: list[Any]
+) -> None:
     prompt = np.random.default_rng(1).integers(2, 150, size=40).tolist()
     first, second, third = (add(engine, prompt) for _ in range(3))
-    step(engine, (first, 0, 20, [1, 2], True), (second, 16, 8, [1, 4], True))  # a hit within the batch
-    step(engine, (first, 20, 20, [3], False), (second, 24, 16, [5], False), (third, 32, 8, [1, 2, 6], True))
-    wanted = oracles[0].generate([prompt], rm.SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].routed_experts
+    step(
+        engine, (first, 0, 20, [1, 2], True), (second, 16, 8, [1, 4], True)
+    )  # a hit within the batch
+    step(
+        engine,
+        (first, 20, 20, [3], False),
+        (second, 24, 16, [5], False),
+        (third, 32, 8, [1, 2, 6], True),
+    )
+    wanted = (
+        oracles[0]
+        .generate([prompt], rm.SamplingParams(max_tokens=1), use_tqdm=False)[0]
+        .outputs[0]
+        .routed_experts
+    )
     for number, cached in ((first, 0), (second, 16), (third, 32)):
         assert engine.host_routed(number, 0).tolist() == wanted.tolist()
         assert engine.host_routed(number, 7).tolist() == wanted[7:].tolist()
         assert engine.request(number)["num_cached_tokens"] == cached
 
 
-# ---------------------------------------------------------------------------------------------------------------- rows that the host edits
+# ----------------------------------------------------------------------- rows that the host edits
 def test_the_host_edits_and_the_engine_draws(engine: Any, oracles: list[Any]) -> None:
-    """Left as they are, the logits give the engine's own draw; with tokens forbidden, the draw of the rest; the logprob is the model's."""
+    """Left as they are, the logits give the engine's own draw; with tokens forbidden, the draw of
+    the rest; the logprob is the model's."""
     prompt = list(range(5, 25))
     plain, edited = (
         add(engine, prompt, seed=11, temperature=0.8),
         add(engine, prompt, seed=11, temperature=0.8, external_draws=True, ranks=True),
     )
     logits, stats = np.empty((1, 151), np.float32), np.empty((1, 2), np.float32)
-    drawn = step(engine, (plain, 0, 20, [1, 2], True), (edited, 0, 20, [3, 4], True), logits=(logits, stats))
+    drawn = step(
+        engine, (plain, 0, 20, [1, 2], True), (edited, 0, 20, [3, 4], True), logits=(logits, stats)
+    )
     assert drawn[0].tolist()[1] == -3
     assert logits.tobytes() == oracles[0].logits([prompt])[0][-1:].tobytes()
     same = engine.host_draw(np.array([edited], np.uint64), logits, stats, logits.copy())
@@ -310,30 +406,46 @@ def test_the_host_edits_and_the_engine_draws(engine: Any, oracles: list[Any]) ->
     step(engine, (edited, 20, 1, [], False), logits=(logits, stats))
     only = np.full_like(logits, -np.inf)
     only[0, [17, 90]] = 1.5
-    token, logprob, sampling, rank = (column[0] for column in engine.host_draw(np.array([edited], np.uint64), logits, stats, only))
+    token, logprob, sampling, rank = (
+        column[0] for column in engine.host_draw(np.array([edited], np.uint64), logits, stats, only)
+    )
     assert token in (17, 90)
     assert np.isclose(sampling, np.log(0.5), atol=1e-6)
     tokens = engine.sample(edited, 0)["token_ids"].tolist()
     assert np.float32(logprob).tobytes() == oracles[0].score([prompt + tokens])[0][-1:].tobytes()
     assert rank == (logits[0] >= logits[0, token]).sum()
-    hot = add(engine, prompt, seed=11, external_draws=True)  # at temperature 1 the two logprobs are still of two rows
+    hot = add(
+        engine, prompt, seed=11, external_draws=True
+    )  # at temperature 1 the two logprobs are still of two rows
     step(engine, (hot, 0, 20, [5, 6], True), logits=(logits, stats))
-    assert np.isclose(engine.host_draw(np.array([hot], np.uint64), logits, stats, only)[2][0], np.log(0.5), atol=1e-6)
+    assert np.isclose(
+        engine.host_draw(np.array([hot], np.uint64), logits, stats, only)[2][0],
+        np.log(0.5),
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("spoiled", [slice(None), 0, 77, 150])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_edited_row_that_is_not_finite_ends_its_request(engine: Any, spoiled: Any, temperature: float) -> None:
-    number, other = (add(engine, [5, 6, 7], external_draws=True, temperature=temperature) for _ in range(2))
+def test_an_edited_row_that_is_not_finite_ends_its_request(
+    engine: Any, spoiled: Any, temperature: float
+) -> None:
+    number, other = (
+        add(engine, [5, 6, 7], external_draws=True, temperature=temperature) for _ in range(2)
+    )
     logits, stats = np.empty((2, 151), np.float32), np.empty((2, 2), np.float32)
     step(engine, (number, 0, 3, [1], True), (other, 0, 3, [2], True), logits=(logits, stats))
     edited = logits.copy()
     edited[0, spoiled] = np.nan
-    tokens = engine.host_draw(np.array([number, other], np.uint64), logits, stats, edited)[0].tolist()
+    tokens = engine.host_draw(np.array([number, other], np.uint64), logits, stats, edited)[
+        0
+    ].tolist()
     assert tokens[0] == -2
     assert tokens[1] >= 0
     assert isinstance(engine.request(number)["error"], rm.NumericsError)
-    assert step(engine, (number, 3, 1, [], False), (other, 3, 1, [], False), logits=(logits, stats))[0].tolist() == [-2, -3]
+    assert step(
+        engine, (number, 3, 1, [], False), (other, 3, 1, [], False), logits=(logits, stats)
+    )[0].tolist() == [-2, -3]
 
 
 def test_a_row_of_nothing_is_not_drawn(engine: Any) -> None:
@@ -341,16 +453,23 @@ def test_a_row_of_nothing_is_not_drawn(engine: Any) -> None:
         number = add(engine, [5, 6, 7], external_draws=True, temperature=temperature)
         logits, stats = np.empty((1, 151), np.float32), np.empty((1, 2), np.float32)
         step(engine, (number, 0, 3, [1], True), logits=(logits, stats))
-        drawn = engine.host_draw(np.array([number], np.uint64), logits, stats, np.full_like(logits, -np.inf))
+        drawn = engine.host_draw(
+            np.array([number], np.uint64), logits, stats, np.full_like(logits, -np.inf)
+        )
         assert drawn[0].tolist() == [-2]
 
 
-# ---------------------------------------------------------------------------------------------------------------- pages that were not fed
+# ------------------------------------------------------------------------ pages that were not fed
 def test_pages_of_who_was_not_fed_hold_nothing(engine: Any, oracles: list[Any]) -> None:
-    """They are another prompt's, of the serving version; the host believes that the one who got them was fed. It says so (forget), or hands
-    them to a request that has ended."""
+    """They are another prompt's, of the serving version; the host believes that the one who got
+    them was fed. It says so (forget), or hands them to a request that has ended."""
     old, prompt = list(range(2, 42)), list(range(60, 100))
-    wanted = oracles[0].generate([prompt], rm.SamplingParams(max_tokens=1, seed=7), use_tqdm=False)[0].outputs[0].logprobs.tolist()
+    wanted = (
+        oracles[0]
+        .generate([prompt], rm.SamplingParams(max_tokens=1, seed=7), use_tqdm=False)[0]
+        .outputs[0]
+        .logprobs.tolist()
+    )
     first = add(engine, old)
     step(engine, (first, 0, 40, [1, 2, 3], True))
     engine.host_forget(np.array([1, 2, 999, -5], np.int32))
@@ -363,9 +482,17 @@ def test_pages_of_who_was_not_fed_hold_nothing(engine: Any, oracles: list[Any]) 
     assert drawn[0].tolist()[0] == -2
     assert drawn[1].tolist()[1:] == wanted
     fifth = add(engine, old[:16] + prompt[:2])
-    again = oracles[0].generate([old[:16] + prompt[:2]], rm.SamplingParams(max_tokens=1, seed=7), use_tqdm=False)[0].outputs[0]
+    again = (
+        oracles[0]
+        .generate([old[:16] + prompt[:2]], rm.SamplingParams(max_tokens=1, seed=7), use_tqdm=False)[
+            0
+        ]
+        .outputs[0]
+    )
     *_, rows = result = step(engine, (fifth, 16, 2, [5, 7], True))
-    assert (result[0][0], rows) == (again.token_ids[0], 18), "what a request that failed has left is fed again"
+    assert (result[0][0], rows) == (again.token_ids[0], 18), (
+        "what a request that failed has left is fed again"
+    )
 
 
 def test_all_generated_tokens_dropped(engine: Any, oracles: list[Any]) -> None:
@@ -377,14 +504,16 @@ def test_all_generated_tokens_dropped(engine: Any, oracles: list[Any]) -> None:
     engine.host_preempt(number)
     engine.host_tokens(number, np.zeros(0, np.int32))
     step(engine, (number, 16, 4, [1, 3], True))
-    wanted = oracles[1].generate([prompt], rm.SamplingParams(max_tokens=1, seed=7, prompt_logprobs=0), use_tqdm=False)[0]
+    wanted = oracles[1].generate(
+        [prompt], rm.SamplingParams(max_tokens=1, seed=7, prompt_logprobs=0), use_tqdm=False
+    )[0]
     view = engine.request(number)
     assert view["prompt_logprobs"].tobytes() == wanted.prompt_logprobs.tobytes()
     assert engine.host_routed(number, 0).tolist() == wanted.outputs[0].routed_experts.tolist()
     assert engine.sample(number, 0)["token_ids"].tolist() == list(wanted.outputs[0].token_ids)
 
 
-# ---------------------------------------------------------------------------------------------------------------- refused
+# ---------------------------------------------------------------------------------------- refused
 @pytest.mark.parametrize(
     ("part", "words"),
     [
@@ -426,7 +555,13 @@ def test_other_refusals(engine: Any, tiny_generator: Callable[..., Any]) -> None
         add(engine, [5], score=True)
     with pytest.raises(rm.RequestError, match="expected at most its 0 generated tokens"):
         engine.host_tokens(number, np.array([3], np.int32))
-    columns = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.uint8), np.array([2]), np.zeros(1, np.int32)
+    columns = (
+        np.zeros(1, np.int64),
+        np.zeros(1, np.int64),
+        np.zeros(1, np.uint8),
+        np.array([2]),
+        np.zeros(1, np.int32),
+    )
     with pytest.raises(rm.ShapeError, match="page_counts"):
         engine.external_step(np.array([number], np.uint64), *columns, *NOTHING)
     first = step(engine, (number, 0, 3, [1], True))[0]
@@ -441,9 +576,14 @@ def test_other_refusals(engine: Any, tiny_generator: Callable[..., Any]) -> None
         step(own)
     with pytest.raises(rm.RequestError, match="expected an engine with an external scheduler"):
         add(own, [5], external_draws=True)
-    with pytest.raises(rm.RequestError, match="expected draws of the engine, got external_draws=True"):
+    with pytest.raises(
+        rm.RequestError, match="expected draws of the engine, got external_draws=True"
+    ):
         add(engine, [5], external_draws=True, kept_tokens=True, top_k=3)
-    with pytest.raises(rm.RequestError, match="external scheduler: expected no penalties, logit_bias, bad_words or banned tokens"):
+    with pytest.raises(
+        rm.RequestError,
+        match="external scheduler: expected no penalties, logit_bias, bad_words or banned tokens",
+    ):
         add(engine, [5], presence_penalty=0.5)
     with pytest.raises(rm.RequestError, match="penalties and bad_words: expected none in a score"):
         add(own, [5, 6], score=True, repetition_penalty=2.0)
@@ -469,7 +609,8 @@ def test_without_weights_nothing_is_taken() -> None:
 
 
 def test_a_failed_request_leaves_no_page_to_others(engine: Any, oracles: list[Any]) -> None:
-    """Its weights make NaN of one token's row; who shares its pages and does not have that token is not touched."""
+    """Its weights make NaN of one token's row; who shares its pages and does not have that token is
+    not touched."""
     poisoned = weights(1)
     embed = poisoned["model.embed_tokens.weight"].copy()
     embed[77] = np.nan
@@ -482,7 +623,11 @@ def test_a_failed_request_leaves_no_page_to_others(engine: Any, oracles: list[An
     tokens = step(engine, (bad, 0, 34, [1, 2, 3], True), (good, 32, 2, [1, 2, 4], True))[0].tolist()
     assert tokens[0] == -2
     assert isinstance(engine.request(bad)["error"], rm.NumericsError)
-    wanted = oracles[1].generate([[*stem, 6, 5]], rm.SamplingParams(max_tokens=2, seed=7), use_tqdm=False)[0].outputs[0]
+    wanted = (
+        oracles[1]
+        .generate([[*stem, 6, 5]], rm.SamplingParams(max_tokens=2, seed=7), use_tqdm=False)[0]
+        .outputs[0]
+    )
     tokens = tokens[1:] + step(engine, (good, 34, 1, [], False))[0].tolist()
     assert tokens == list(wanted.token_ids)
     third = add(engine, [*stem, 6, 5])
@@ -490,4 +635,6 @@ def test_a_failed_request_leaves_no_page_to_others(engine: Any, oracles: list[An
     full = [*stem, 77, *range(5, 20)]  # the bad row is in a page that the host may share
     first, second = add(engine, [*full, 9]), add(engine, [*full, 10])
     assert step(engine, (first, 0, 49, [8, 9, 10, 11], True))[0].tolist() == [-2]
-    assert step(engine, (second, 48, 1, [8, 9, 10, 12], True))[0].tolist() == [-2], "its zeros are nobody's KV"
+    assert step(engine, (second, 48, 1, [8, 9, 10, 12], True))[0].tolist() == [-2], (
+        "its zeros are nobody's KV"
+    )

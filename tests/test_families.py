@@ -1,8 +1,9 @@
 """Every model family against transformers, on configs with the family's options drawn at random.
 
-Oracle: transformers' float64 forward of the same weights (family_models.py). Bounds as in test_parity.py: logits within 2e-4 of the
-row's largest magnitude, greedy tokens and experts equal where the margin is over 1e-5. bfloat16: no further from the truth than 1.1
-times transformers' own bfloat16.
+Oracle: transformers' float64 forward of the same weights (family_models.py). Bounds as in
+test_parity.py: logits within 2e-4 of the row's largest magnitude, greedy tokens and experts equal
+where the margin is over 1e-5. bfloat16: no further from the truth than 1.1 times transformers' own
+bfloat16.
 """
 
 from __future__ import annotations
@@ -33,13 +34,17 @@ LIMITS = {**helpers.SMALL, "max_model_len": 256}
 
 
 def generator(model: Any, state: Any = None, **options: Any) -> rm.Generator:
-    gen = rm.Generator(rm.ModelSpec.from_hf(model.config), **{**LIMITS, "dtype": "float32", **options})
+    gen = rm.Generator(
+        rm.ModelSpec.from_hf(model.config), **{**LIMITS, "dtype": "float32", **options}
+    )
     gen.sync_weights(model.state if state is None else state, cast=True)
     return gen
 
 
 def test_every_family_is_drawn() -> None:
-    assert set(TRIED) | {"qwen3_moe"} == set(FAMILIES)  # of Qwen3-MoE test_parity.py has the configs
+    assert set(TRIED) | {"qwen3_moe"} == set(
+        FAMILIES
+    )  # of Qwen3-MoE test_parity.py has the configs
 
 
 def compare(gen: rm.Generator, model: Any, number: int, seed: int) -> tuple[int, int]:
@@ -47,20 +52,29 @@ def compare(gen: rm.Generator, model: Any, number: int, seed: int) -> tuple[int,
     net64, rows, skipped = model.net("float64"), 0, 0
     lengths = np.random.default_rng([seed, number]).integers(1, 130, 3).tolist()
     prompts = helpers.prompts({"vocab_size": model.config.vocab_size}, lengths, number)
-    outs = gen.generate(prompts, rm.SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True), use_tqdm=False)
+    outs = gen.generate(
+        prompts, rm.SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True), use_tqdm=False
+    )
     for ids, ours, out in zip(prompts, gen.logits(prompts), outs, strict=True):
         sample, n = out.outputs[0], len(ids)
-        truth, routed, gaps = family_models.forward(net64, ids + sample.token_ids.tolist()[:-1], double=True)
+        truth, routed, gaps = family_models.forward(
+            net64, ids + sample.token_ids.tolist()[:-1], double=True
+        )
         listed = np.zeros(len(truth), bool)
         if routed.size:
             turned = (np.sort(sample.routed_experts, -1) != np.sort(routed, -1)).any((1, 2))
-            assert not (turned & (gaps >= MARGIN)).any() or (turned & (gaps < MARGIN)).argmax() < (turned & (gaps >= MARGIN)).argmax()
+            assert (
+                not (turned & (gaps >= MARGIN)).any()
+                or (turned & (gaps < MARGIN)).argmax() < (turned & (gaps >= MARGIN)).argmax()
+            )
             listed = gaps < MARGIN
             if turned.any():
                 listed[int(turned.argmax()) :] = True
         scale = np.abs(truth).max(1)
         error = np.where(listed[:n], 0.0, np.abs(ours - truth[:n]).max(1) / scale[:n])
-        assert error.max() <= LOGITS_BOUND, f"{error.max():.2e} at row {error.argmax()} of {n}: {model.config}"
+        assert error.max() <= LOGITS_BOUND, (
+            f"{error.max():.2e} at row {error.argmax()} of {n}: {model.config}"
+        )
         top = -np.sort(-truth, axis=1)[:, :2]
         clear = ~listed[n - 1 :] & (top[n - 1 :, 0] - top[n - 1 :, 1] >= MARGIN)
         assert np.array_equal(sample.token_ids[clear], truth[n - 1 :].argmax(1)[clear])
@@ -70,14 +84,18 @@ def compare(gen: rm.Generator, model: Any, number: int, seed: int) -> tuple[int,
 
 @pytest.mark.parametrize("part", [0, *(full(part) for part in range(1, 7))])
 @pytest.mark.parametrize("family", SOME)
-def test_logits_of_random_configs(family: str, part: int, seed: int, request: pytest.FixtureRequest) -> None:
+def test_logits_of_random_configs(
+    family: str, part: int, seed: int, request: pytest.FixtureRequest
+) -> None:
     rows = skipped = 0
     for number in range(3 * part, 3 * part + 3):
         model = family_models.draw(family, number, seed)
         with generator(model, block_size=16 if number % 2 else 64) as gen:
             one, listed = compare(gen, model, number, seed)
         rows, skipped = rows + one, skipped + listed
-    request.config.stash[marks.SUMMARY].append(f"{family}, part {part}: {rows} rows, {skipped} listed")
+    request.config.stash[marks.SUMMARY].append(
+        f"{family}, part {part}: {rows} rows, {skipped} listed"
+    )
     assert skipped <= 0.01 * rows
 
 
@@ -92,12 +110,18 @@ def test_logits_with_the_familys_own_features(family: str, seed: int) -> None:
 
 @pytest.mark.parametrize("family", TRIED)
 def test_configs_without_lists_of_layers(family: str, seed: int) -> None:
-    """Which layers have a window and which rope, where only the keys are given that transformers makes these lists from."""
+    """Which layers have a window and which rope, where only the keys are given that transformers
+    makes these lists from."""
     for number in range(30):
-        fields = {"model_type": family, **family_models.FAMILIES[family](family_models.Dice([seed, number]))}
+        fields = {
+            "model_type": family,
+            **family_models.FAMILIES[family](family_models.Dice([seed, number])),
+        }
         for key in ("layer_types", "no_rope_layers"):
             fields.pop(key, None)
-        assert rm.ModelSpec.from_hf(fields) == rm.ModelSpec.from_hf(oracle.config_of(fields).to_dict())
+        assert rm.ModelSpec.from_hf(fields) == rm.ModelSpec.from_hf(
+            oracle.config_of(fields).to_dict()
+        )
 
 
 @pytest.mark.parametrize("family", TRIED)
@@ -106,7 +130,12 @@ def test_a_missing_key_has_the_default_of_transformers(family: str, seed: int) -
     fields = {"model_type": family, **family_models.FAMILIES[family](family_models.Dice([seed]))}
     fields |= {"num_attention_heads": 32, "num_key_value_heads": 16, "hidden_size": 128}
     if "use_sliding_window" in FAMILIES[family].keys.split():
-        fields |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "layer_types": None}
+        fields |= {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+            "layer_types": None,
+        }
     assert rm.ModelSpec.from_hf(fields) == rm.ModelSpec.from_hf(oracle.config_of(fields))
     for key in fields.keys() - {"eos_token_id"}:
         left = {name: value for name, value in fields.items() if name != key}
@@ -118,10 +147,17 @@ def test_a_missing_key_has_the_default_of_transformers(family: str, seed: int) -
 
 
 def test_a_partial_rotary_factor_of_none_turns_whole_heads(seed: int) -> None:
-    """In GLM-4-MoE, whose default is a half where the key is missing; in a dict and in a config object, which does not keep the None."""
-    fields = {"model_type": "glm4_moe", **family_models.FAMILIES["glm4_moe"](family_models.Dice([seed])), "partial_rotary_factor": None}
+    """In GLM-4-MoE, whose default is a half where the key is missing; in a dict and in a config
+    object, which does not keep the None."""
+    fields = {
+        "model_type": "glm4_moe",
+        **family_models.FAMILIES["glm4_moe"](family_models.Dice([seed])),
+        "partial_rotary_factor": None,
+    }
     config = oracle.config_of(fields)
-    wanted = family_models.transformers.AutoModelForCausalLM.from_config(config).model.rotary_emb.inv_freq.numpy()
+    wanted = family_models.transformers.AutoModelForCausalLM.from_config(
+        config
+    ).model.rotary_emb.inv_freq.numpy()
     for given in (fields, config):
         inv_freq, _ = rm.ModelSpec.from_hf(given).rope(256)
         assert np.array_equal(inv_freq, wanted)
@@ -131,16 +167,33 @@ def test_a_partial_rotary_factor_of_none_turns_whole_heads(seed: int) -> None:
     "changes, message",
     [
         ({"num_local_experts": 4}, "n_routed_experts=8 and num_local_experts=4 differ"),
-        ({"n_routed_experts": 9}, "n_group=2, topk_group=1: expected at most 64 groups of equal size, at least 2 of n_routed_experts=9"),
+        (
+            {"n_routed_experts": 9},
+            "n_group=2, topk_group=1: expected at most 64 groups of equal size, at least 2 of "
+            "n_routed_experts=9",
+        ),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds n_routed_experts=8"),
-        ({"n_shared_experts": 2, "moe_intermediate_size": 2**22}, "n_shared_experts=2: expected a width of at most 4194304"),
-        ({"partial_rotary_factor": 0.1}, "partial_rotary_factor=0.1 with rope_type='default': expected an even number of at least 2"),
+        (
+            {"n_shared_experts": 2, "moe_intermediate_size": 2**22},
+            "n_shared_experts=2: expected a width of at most 4194304",
+        ),
+        (
+            {"partial_rotary_factor": 0.1},
+            "partial_rotary_factor=0.1 with rope_type='default': expected an even number of at "
+            "least 2",
+        ),
     ],
     ids=str,
 )
 def test_what_glm4_moe_refuses(changes: dict[str, Any], message: str, seed: int) -> None:
-    fields = {**family_models.FAMILIES["glm4_moe"](family_models.Dice([seed])), **family_models.cuttable("glm4_moe")}
-    fields |= {"model_type": "glm4_moe", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    fields = {
+        **family_models.FAMILIES["glm4_moe"](family_models.Dice([seed])),
+        **family_models.cuttable("glm4_moe"),
+    }
+    fields |= {
+        "model_type": "glm4_moe",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
     with pytest.raises(rm.ConfigError, match=message):
         rm.ModelSpec.from_hf(fields | changes)
 
@@ -148,26 +201,37 @@ def test_what_glm4_moe_refuses(changes: dict[str, Any], message: str, seed: int)
 @pytest.mark.parametrize("family", SOME)
 def test_bfloat16_is_no_further_from_the_truth(family: str, seed: int) -> None:
     model = family_models.draw(family, 100, seed, vocab_size=200)
-    model.state = {name: x if name.endswith("correction_bias") else x.bfloat16().float() for name, x in model.state.items()}
-    prompts = helpers.prompts({"vocab_size": 200}, [16 if FAMILIES[family].has_experts else 64] * 41, 1)
+    model.state = {
+        name: x if name.endswith("correction_bias") else x.bfloat16().float()
+        for name, x in model.state.items()
+    }
+    prompts = helpers.prompts(
+        {"vocab_size": 200}, [16 if FAMILIES[family].has_experts else 64] * 41, 1
+    )
     truth = oracle.batch_logits(model.net("float64"), prompts, double=True)
     theirs = oracle.batch_logits(model.net("bfloat16"), prompts)
     with generator(model, dtype="bfloat16", max_num_seqs=16, kv_cache_gib=0.01) as gen:
         ours = gen.logits(prompts)
     our_error = np.array([oracle.relative_error(a, b) for a, b in zip(ours, truth, strict=True)])
-    their_error = np.array([oracle.relative_error(a, b) for a, b in zip(theirs, truth, strict=True)])
+    their_error = np.array(
+        [oracle.relative_error(a, b) for a, b in zip(theirs, truth, strict=True)]
+    )
     assert np.median(our_error) <= 1.1 * np.median(their_error)
     assert np.median(our_error) > 1e-4  # bfloat16 did compute
 
 
 @pytest.mark.parametrize("family", SOME)
 def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: int) -> None:
-    """What save_pretrained writes, names and config.json, gives the digest of the module's state dict."""
+    """What save_pretrained writes, names and config.json, gives the digest of the module's state
+    dict."""
     model = family_models.draw(family, 200, seed)
     model.net().save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     assert values["model_type"] == family
-    with generator(model) as gen, rm.Generator.from_hf(tmp_path, dtype="float32", tokenizer=None, **LIMITS) as other:
+    with (
+        generator(model) as gen,
+        rm.Generator.from_hf(tmp_path, dtype="float32", tokenizer=None, **LIMITS) as other,
+    ):
         assert gen.spec == other.spec
         report = other.sync_weights(rm.sources.SafetensorsFolder(tmp_path))
         assert report.digest == gen.sync_weights(model.state).digest
@@ -177,14 +241,18 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
     with safe_open(tmp_path / "model.safetensors", "np") as file:
         names = list(file.keys())
         held = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    for name in [name for name in held if name.endswith("mlp.gate_up_proj.weight")]:  # GLM-4's, listed by its halves
+    for name in [
+        name for name in held if name.endswith("mlp.gate_up_proj.weight")
+    ]:  # GLM-4's, listed by its halves
         rows, hidden = held.pop(name)
         held |= {name.replace("gate_up", part): (rows // 2, hidden) for part in ("gate", "up")}
-    assert {name: shape for name, shape in held.items() if not name.endswith("correction_bias")} == listed
+    assert {
+        name: shape for name, shape in held.items() if not name.endswith("correction_bias")
+    } == listed
     assert model.config.num_hidden_layers == gen.spec.num_hidden_layers
 
 
-# ---------------------------------------------------------------------------------------------- bits
+# ------------------------------------------------------------------------------------------- bits
 def cut(family: str, seed: int) -> Any:
     """A model that a mesh can cut, though not into equal parts."""
     return family_models.draw(family, 300, seed, **family_models.cuttable(family))
@@ -193,9 +261,22 @@ def cut(family: str, seed: int) -> Any:
 def told(gen: rm.Generator) -> list[bytes]:
     """All that the contract fixes, of a few requests."""
     prompts = [[7], [1, 2], list(range(100, 133)), list(range(40, 57))]
-    outs = gen.generate(prompts, rm.SamplingParams(n=2, max_tokens=5, seed=11, prompt_logprobs=0, ignore_eos=True), use_tqdm=False)
-    words = [x for out in outs for c in out.outputs for x in (c.token_ids, c.logprobs, c.sampling_logprobs, c.routed_experts)]
-    return [x.tobytes() for x in (*words, *(out.prompt_logprobs for out in outs), *gen.logits(prompts)) if x is not None]
+    outs = gen.generate(
+        prompts,
+        rm.SamplingParams(n=2, max_tokens=5, seed=11, prompt_logprobs=0, ignore_eos=True),
+        use_tqdm=False,
+    )
+    words = [
+        x
+        for out in outs
+        for c in out.outputs
+        for x in (c.token_ids, c.logprobs, c.sampling_logprobs, c.routed_experts)
+    ]
+    return [
+        x.tobytes()
+        for x in (*words, *(out.prompt_logprobs for out in outs), *gen.logits(prompts))
+        if x is not None
+    ]
 
 
 def meshes(experts: bool) -> dict[str, dict[str, Any]]:
@@ -209,7 +290,11 @@ def meshes(experts: bool) -> dict[str, dict[str, Any]]:
     for backend in ("alltoall", "allgather_reducescatter", "local_allreduce") if experts else ():
         found[backend] = {"mesh": rm.Mesh(tp=2, ep=2), "ep_backend": backend}
     if experts:
-        found["dp=2, ep=4"] = {"mesh": rm.Mesh(tp=2, dp=2, ep=4), "ep_backend": "alltoall", "sequence_parallel": True}
+        found["dp=2, ep=4"] = {
+            "mesh": rm.Mesh(tp=2, dp=2, ep=4),
+            "ep_backend": "alltoall",
+            "sequence_parallel": True,
+        }
     return found
 
 
@@ -226,9 +311,12 @@ def test_bits_are_those_of_one_rank(family: str, dtype: str, seed: int) -> None:
             assert gen.sync_weights(model.state, cast=True).digest == digest, name
 
 
-@pytest.mark.parametrize("family", [name for name, one in FAMILIES.items() if one.wq_rows == "neighbours"])
+@pytest.mark.parametrize(
+    "family", [name for name, one in FAMILIES.items() if one.wq_rows == "neighbours"]
+)
 def test_names_under_which_rope_turns_neighbours(family: str, seed: int) -> None:
-    """wq and wk, as Meta, Mistral and torchtitan hold them: the digest and the bits of q_proj and k_proj, of a rank's part too."""
+    """wq and wk, as Meta, Mistral and torchtitan hold them: the digest and the bits of q_proj and
+    k_proj, of a rank's part too."""
     model = cut(family, seed)
     spec = rm.ModelSpec.from_hf(model.config)
     state = dict(model.state)
@@ -236,16 +324,23 @@ def test_names_under_which_rope_turns_neighbours(family: str, seed: int) -> None
         for kind, heads in (("q", spec.num_attention_heads), ("k", spec.num_key_value_heads)):
             weight = state.pop(f"model.layers.{layer}.self_attn.{kind}_proj.weight")
             halves = weight.view(heads, 2, spec.head_dim // 2, -1)
-            state[f"layers.{layer}.attention.w{kind}.weight"] = halves.transpose(1, 2).reshape(weight.shape)
+            state[f"layers.{layer}.attention.w{kind}.weight"] = halves.transpose(1, 2).reshape(
+                weight.shape
+            )
     for options in ({}, {"mesh": rm.Mesh(tp=2)}, {"mesh": rm.Mesh(tp=3), "dtype": "bfloat16"}):
         with generator(model, **options) as gen:
-            want, digest = gen.logits([[1, 2, 3, 4]])[0], gen.sync_weights(model.state, cast=True).digest
+            want, digest = (
+                gen.logits([[1, 2, 3, 4]])[0],
+                gen.sync_weights(model.state, cast=True).digest,
+            )
             assert gen.sync_weights(state, cast=True).digest == digest
             assert gen.logits([[1, 2, 3, 4]])[0].tobytes() == want.tobytes()
             wq = "layers.0.attention.wq.weight"
             broken = state[wq].clone()
             broken[spec.head_dim + 3, 1] = float("nan")
-            with pytest.raises(rm.NonFiniteError, match=rf"{wq}: element \[{spec.head_dim + 3}, 1\] is not finite"):
+            with pytest.raises(
+                rm.NonFiniteError, match=rf"{wq}: element \[{spec.head_dim + 3}, 1\] is not finite"
+            ):
                 gen.sync_weights({**state, wq: broken}, cast=True)
 
 
@@ -256,22 +351,33 @@ def test_a_model_without_gates_has_no_place_for_one(seed: int) -> None:
     both = {"model.layers.0.mlp.gate_up_proj.weight": oracle.torch.ones(2 * rows, hidden)}
     with generator(model) as gen:
         for more in (gate, both):
-            with pytest.raises(rm.UnexpectedKeyError, match=rf"{next(iter(more))}: the model's MLPs have no gate"):
+            with pytest.raises(
+                rm.UnexpectedKeyError, match=rf"{next(iter(more))}: the model's MLPs have no gate"
+            ):
                 gen.sync_weights({**model.state, **more}, cast=True)
 
 
 @pytest.mark.parametrize("family, has_others", [("glm4", True), ("glm4", False), ("qwen2", True)])
-def test_a_bias_of_o_is_refused_by_the_option_only_where_that_is_off(family: str, has_others: bool, seed: int) -> None:
-    model = family_models.draw(family, 0, seed, **({"attention_bias": has_others} if family == "glm4" else {}))
+def test_a_bias_of_o_is_refused_by_the_option_only_where_that_is_off(
+    family: str, has_others: bool, seed: int
+) -> None:
+    model = family_models.draw(
+        family, 0, seed, **({"attention_bias": has_others} if family == "glm4" else {})
+    )
     name = "model.layers.0.self_attn.o_proj.bias"
-    said = f"{name}: the model has no bias there" + ("" if has_others else " (attention_bias=False)")
+    said = f"{name}: the model has no bias there" + (
+        "" if has_others else " (attention_bias=False)"
+    )
     with generator(model) as gen, pytest.raises(rm.UnexpectedKeyError, match=f"{re.escape(said)}$"):
-        gen.sync_weights({**model.state, name: oracle.torch.ones(model.config.hidden_size)}, cast=True)
+        gen.sync_weights(
+            {**model.state, name: oracle.torch.ones(model.config.hidden_size)}, cast=True
+        )
 
 
 def test_fused_and_turned_rows(seed: int) -> None:
-    """GLM-4's q and k, whose neighbours rope turns in a part of each head, in qkv_proj as inference engines hold it, strided and not: the
-    digest and the bits of the checkpoint's tensors; an element that is not finite has the index that it has in the sender's tensor."""
+    """GLM-4's q and k, whose neighbours rope turns in a part of each head, in qkv_proj as inference
+    engines hold it, strided and not: the digest and the bits of the checkpoint's tensors; an
+    element that is not finite has the index that it has in the sender's tensor."""
     model = family_models.draw("glm4", 300, seed, **family_models.cuttable("glm4"))
     spec, torch = rm.ModelSpec.from_hf(model.config), oracle.torch
     state = dict(model.state)
@@ -282,7 +388,10 @@ def test_fused_and_turned_rows(seed: int) -> None:
             state[f"{at}qkv_proj.{kind}"] = torch.stack([whole, whole], -1)[..., layer % 2]
     for options in ({}, {"mesh": rm.Mesh(tp=2)}, {"mesh": rm.Mesh(tp=3), "dtype": "bfloat16"}):
         with generator(model, **options) as gen:
-            want, digest = gen.logits([[1, 2, 3, 4]])[0], gen.sync_weights(model.state, cast=True).digest
+            want, digest = (
+                gen.logits([[1, 2, 3, 4]])[0],
+                gen.sync_weights(model.state, cast=True).digest,
+            )
             assert gen.sync_weights(state, cast=True).digest == digest
             assert gen.logits([[1, 2, 3, 4]])[0].tobytes() == want.tobytes()
             for row in (1, spec.head_dim - 1, 6 * spec.head_dim + 3):
@@ -290,13 +399,19 @@ def test_fused_and_turned_rows(seed: int) -> None:
                     name = f"model.layers.0.self_attn.qkv_proj.{kind}"
                     broken = state[name].clone()
                     broken[index] = float("nan")
-                    with pytest.raises(rm.NonFiniteError, match=rf"{name}: element \[{', '.join(map(str, index))}\] is not finite"):
+                    with pytest.raises(
+                        rm.NonFiniteError,
+                        match=rf"{name}: element \[{', '.join(map(str, index))}\] is not finite",
+                    ):
                         gen.sync_weights({**state, name: broken}, cast=True)
-    with pytest.raises(rm.UnexpectedKeyError, match="the order of its rows is known of"), generator(model) as gen:
+    with (
+        pytest.raises(rm.UnexpectedKeyError, match="the order of its rows is known of"),
+        generator(model) as gen,
+    ):
         gen.sync_weights(state | {"layers.0.attention.wq.weight": torch.ones(96, 96)}, cast=True)
 
 
-# ---------------------------------------------------------------------------------------------- the trainer
+# ------------------------------------------------------------------------------------ the trainer
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", SOME)
 def test_a_patched_model_gives_the_rollouts_logprobs(family: str, dtype: str, seed: int) -> None:
@@ -304,7 +419,9 @@ def test_a_patched_model_gives_the_rollouts_logprobs(family: str, dtype: str, se
     net = rm.torch.patch(model.net(dtype))
     with rm.Generator(rm.ModelSpec.from_hf(model.config), **{**LIMITS, "dtype": dtype}) as gen:
         rm.torch.push(net, gen)
-        (out,) = gen.generate([[1, 0, 1]], rm.SamplingParams(max_tokens=40, seed=3, ignore_eos=True), use_tqdm=False)
+        (out,) = gen.generate(
+            [[1, 0, 1]], rm.SamplingParams(max_tokens=40, seed=3, ignore_eos=True), use_tqdm=False
+        )
     sample = out.outputs[0]
     ids = oracle.torch.tensor([[*out.prompt_token_ids.tolist(), *sample.token_ids.tolist()]])
     assert (rm.torch.logprobs(net, ids).logprobs[0, 2:].numpy() == sample.logprobs).all()
@@ -314,14 +431,19 @@ def test_a_patched_model_gives_the_rollouts_logprobs(family: str, dtype: str, se
 def test_a_patch_refuses_an_activation_that_is_not_the_configs(family: str, seed: int) -> None:
     net = family_models.draw(family, 400, seed, hidden_act="silu").net()
     net.config.hidden_act = "gelu"
-    with pytest.raises(rm.ConfigError, match=r"act(ivation)?_fn: expected a .*GELUActivation, as the config says, got a .*SiLU"):
+    with pytest.raises(
+        rm.ConfigError,
+        match=r"act(ivation)?_fn: expected a .*GELUActivation, as the config says, got a .*SiLU",
+    ):
         rm.torch.patch(net)
 
 
 @pytest.mark.parametrize("family", SOME)
 def test_gradients_are_transformers(family: str, seed: int) -> None:
     model = family_models.draw(family, 500, seed)
-    ids = oracle.torch.tensor(helpers.prompts({"vocab_size": model.config.vocab_size}, [50] * 2, seed))
+    ids = oracle.torch.tensor(
+        helpers.prompts({"vocab_size": model.config.vocab_size}, [50] * 2, seed)
+    )
 
     def gradients(net: Any, logprobs: Any) -> dict[str, Any]:
         net.requires_grad_(True)
@@ -330,17 +452,25 @@ def test_gradients_are_transformers(family: str, seed: int) -> None:
         return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
     def plain(net: Any) -> Any:
-        return net(ids, use_cache=False).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        return (
+            net(ids, use_cache=False)
+            .logits[:, :-1]
+            .log_softmax(-1)
+            .gather(-1, ids[:, 1:, None])[..., 0]
+        )
 
     got = gradients(rm.torch.patch(model.net()), lambda net: rm.torch.logprobs(net, ids).logprobs)
     want = gradients(model.net(), plain)
     assert got.keys() == want.keys()
     least = 1e-4 * max(float(x.norm()) for x in want.values())  # a bias of k without rope has none
-    error = {name: float((got[name] - want[name]).norm() / want[name].norm().clamp(min=least)) for name in want}
+    error = {
+        name: float((got[name] - want[name]).norm() / want[name].norm().clamp(min=least))
+        for name in want
+    }
     assert max(error.values()) < 1e-3, error
 
 
-# ---------------------------------------------------------------------------------------------- a family of one's own
+# -------------------------------------------------------------------------- a family of one's own
 PARROT = Family(
     "ParrotForCausalLM",
     "silent_layers",
@@ -349,7 +479,9 @@ PARROT = Family(
     qk_norm="head",
     o_bias=False,
     attention_bias=True,
-    rope_layers=lambda c, layers: tuple(int(i not in c.values["silent_layers"]) for i in range(layers)),
+    rope_layers=lambda c, layers: tuple(
+        int(i not in c.values["silent_layers"]) for i in range(layers)
+    ),
     names=(
         *((kind, f"attn.{kind}.weight") for kind in "qkvo"),
         *((f"{kind}_bias", f"attn.{kind}.bias") for kind in "qkv"),
@@ -359,7 +491,9 @@ PARROT = Family(
 )
 
 
-def parrot(w: dict[str, Any], ids: list[int], heads: int, kv_heads: int, dim: int, silent: list[int]) -> Any:
+def parrot(
+    w: dict[str, Any], ids: list[int], heads: int, kv_heads: int, dim: int, silent: list[int]
+) -> Any:
     """Its forward pass in float64: logits [n, vocab]."""
     torch = oracle.torch
     functional, n = torch.nn.functional, len(ids)
@@ -376,30 +510,53 @@ def parrot(w: dict[str, Any], ids: list[int], heads: int, kv_heads: int, dim: in
     x = w["model.embed_tokens.weight"][ids]
     for layer in range(2):
         at = f"model.layers.{layer}."
-        q, k, v = ((x @ w[f"{at}attn.{part}.weight"].T + w[f"{at}attn.{part}.bias"]).view(n, -1, dim) for part in "qkv")
+        q, k, v = (
+            (x @ w[f"{at}attn.{part}.weight"].T + w[f"{at}attn.{part}.bias"]).view(n, -1, dim)
+            for part in "qkv"
+        )
         q, k = norm(q, f"{at}self_attn.q_norm.weight"), norm(k, f"{at}self_attn.k_norm.weight")
         q, k = (q, k) if layer in silent else (turned(q), turned(k))
-        out = functional.scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, v)), is_causal=True, enable_gqa=heads > kv_heads)
+        out = functional.scaled_dot_product_attention(
+            *(t.transpose(0, 1) for t in (q, k, v)), is_causal=True, enable_gqa=heads > kv_heads
+        )
         out = out.transpose(0, 1).reshape(n, -1) @ w[f"{at}attn.o.weight"].T
         x = x + norm(out, f"{at}post_attention_layernorm.weight")
-        inner = functional.silu(x @ w[f"{at}mlp.gate_proj.weight"].T) * (x @ w[f"{at}mlp.wide.weight"].T)
-        x = x + norm(inner @ w[f"{at}mlp.down_proj.weight"].T, f"{at}post_feedforward_layernorm.weight")
+        inner = functional.silu(x @ w[f"{at}mlp.gate_proj.weight"].T) * (
+            x @ w[f"{at}mlp.wide.weight"].T
+        )
+        x = x + norm(
+            inner @ w[f"{at}mlp.down_proj.weight"].T, f"{at}post_feedforward_layernorm.weight"
+        )
     return (norm(x, "model.norm.weight") @ w["lm_head.weight"].T).numpy()
 
 
 def test_a_made_up_family(monkeypatch: pytest.MonkeyPatch) -> None:
     """Features in a mixture that nobody has, and names of its own: one entry of FAMILIES, no C."""
     monkeypatch.setitem(FAMILIES, "parrot", PARROT)
-    config = {key: value for key, value in helpers.tiny_config().items() if key not in ("attention_bias", "use_sliding_window")}
+    config = {
+        key: value
+        for key, value in helpers.tiny_config().items()
+        if key not in ("attention_bias", "use_sliding_window")
+    }
     spec = rm.ModelSpec.from_hf({**config, "model_type": "parrot", "silent_layers": [1]})
-    state = {name: oracle.torch.from_numpy(helpers.weight(name, shape)) for name, shape in spec.parameters()}
+    state = {
+        name: oracle.torch.from_numpy(helpers.weight(name, shape))
+        for name, shape in spec.parameters()
+    }
     ids = helpers.prompts(config, [70])[0]
     truth = parrot({name: x.double() for name, x in state.items()}, ids, 4, 2, 16, [1])
     with rm.Generator(spec, **LIMITS, dtype="float32") as gen:
         with pytest.raises(rm.MissingKeyError, match=r"model.layers.1.mlp.wide.weight"):
-            gen.sync_weights({name: x for name, x in state.items() if name != "model.layers.1.mlp.wide.weight"})
-        with pytest.raises(rm.UnexpectedKeyError, match=r"layers.0.input_layernorm.weight: the model norms a block's output"):
-            gen.sync_weights(state | {"model.layers.0.input_layernorm.weight": oracle.torch.ones(64)})
+            gen.sync_weights(
+                {name: x for name, x in state.items() if name != "model.layers.1.mlp.wide.weight"}
+            )
+        with pytest.raises(
+            rm.UnexpectedKeyError,
+            match=r"layers.0.input_layernorm.weight: the model norms a block's output",
+        ):
+            gen.sync_weights(
+                state | {"model.layers.0.input_layernorm.weight": oracle.torch.ones(64)}
+            )
         gen.sync_weights(state)
         (ours,) = gen.logits([ids])
     assert (np.abs(ours - truth).max(1) <= LOGITS_BOUND * np.abs(truth).max(1)).all()

@@ -1,6 +1,8 @@
-"""What rollmesh.distributed.traffic and rollmesh.model.sizes compute of each family's config, against what the engine counts.
+"""What rollmesh.distributed.traffic and rollmesh.model.sizes compute of each family's config,
+against what the engine counts.
 
-Oracle: metrics()["comm_bytes"] and ["weight_bytes"], the manifest. Bound: equality, for weights up to the 64 bytes that each begins on.
+Oracle: metrics()["comm_bytes"] and ["weight_bytes"], the manifest. Bound: equality, for weights up
+to the 64 bytes that each begins on.
 """
 
 from __future__ import annotations
@@ -28,48 +30,94 @@ ALL = {
     "mixtral": {"num_experts_per_tok": 8},
     "qwen2_moe": {"num_experts_per_tok": 8},
     "olmoe": {"num_experts_per_tok": 8},
-    "glm4_moe": {"num_experts_per_tok": 8, "topk_group": 2, "first_k_dense_replace": 1, "num_hidden_layers": 3},
+    "glm4_moe": {
+        "num_experts_per_tok": 8,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 3,
+    },
 }
 
 
 def meshes(family: str) -> list[tuple[rm.Mesh, dict[str, Any]]]:
-    found: list[tuple[rm.Mesh, dict[str, Any]]] = [(rm.Mesh(tp=2), {}), (rm.Mesh(tp=3), {}), (rm.Mesh(tp=2, dp=2), {})]
+    found: list[tuple[rm.Mesh, dict[str, Any]]] = [
+        (rm.Mesh(tp=2), {}),
+        (rm.Mesh(tp=3), {}),
+        (rm.Mesh(tp=2, dp=2), {}),
+    ]
     if FAMILIES[family].has_experts:
         found += [(rm.Mesh(tp=2, ep=2), {"ep_backend": backend}) for backend in BACKENDS]
-        found += [(rm.Mesh(tp=2, dp=2, ep=4), {"ep_backend": backend}) for backend in BACKENDS if backend != "local_allreduce"]
-    return [(mesh, {**options, "sequence_parallel": rows}) for mesh, options in found for rows in (False, True)]
+        found += [
+            (rm.Mesh(tp=2, dp=2, ep=4), {"ep_backend": backend})
+            for backend in BACKENDS
+            if backend != "local_allreduce"
+        ]
+    return [
+        (mesh, {**options, "sequence_parallel": rows})
+        for mesh, options in found
+        for rows in (False, True)
+    ]
 
 
-@pytest.mark.parametrize("family", some(family_models.FAMILIES, {"olmo2", "olmoe", "qwen2_moe", "glm4_moe"}.__contains__))
+@pytest.mark.parametrize(
+    "family", some(family_models.FAMILIES, {"olmo2", "olmoe", "qwen2_moe", "glm4_moe"}.__contains__)
+)
 def test_a_step_moves_the_bytes_of_the_formula(family: str, seed: int) -> None:
-    model = family_models.draw(family, 300, seed, **{**family_models.cuttable(family), **ALL.get(family, {})})
+    model = family_models.draw(
+        family, 300, seed, **{**family_models.cuttable(family), **ALL.get(family, {})}
+    )
     for mesh, options in meshes(family):
-        with test_families.generator(model, dtype="bfloat16", mesh=mesh, max_num_seqs=5, **options) as gen:
+        with test_families.generator(
+            model, dtype="bfloat16", mesh=mesh, max_num_seqs=5, **options
+        ) as gen:
             before = gen.metrics()
             prompts = [[i + 1] for i in range(5 * mesh.dp)]
-            gen.generate(prompts, rm.SamplingParams(max_tokens=4, ignore_eos=True, seed=1), use_tqdm=False)
+            gen.generate(
+                prompts, rm.SamplingParams(max_tokens=4, ignore_eos=True, seed=1), use_tqdm=False
+            )
             after = gen.metrics()
         steps, moved = (after[name] - before[name] for name in ("steps", "comm_bytes"))
         assert steps == 4
-        assert moved / steps == pytest.approx(sum(step_traffic(gen.spec, mesh, 5, **options)), rel=1e-12, abs=0), (mesh, options)
+        assert moved / steps == pytest.approx(
+            sum(step_traffic(gen.spec, mesh, 5, **options)), rel=1e-12, abs=0
+        ), (mesh, options)
 
 
 @pytest.mark.parametrize("dtype, each", [("bfloat16", 2), ("float32", 4)])
 @pytest.mark.parametrize("family", family_models.FAMILIES)
 def test_weights_are_counted(family: str, dtype: str, each: int, seed: int) -> None:
-    """On one rank and on two and three. q, k and v are packed as one matrix, of which rank_bytes takes each for itself: two tiles more."""
-    models = [family_models.draw(family, 700 + number, seed) for number in range(3)] + [test_families.cut(family, seed)]
-    own_width = {"moe_intermediate_size": 1} if FAMILIES[family].experts.width in FAMILIES[family].keys else {}
-    models.append(family_models.draw(family, 703, seed, intermediate_size=1, vocab_size=2, **own_width))
+    """On one rank and on two and three. q, k and v are packed as one matrix, of which rank_bytes
+    takes each for itself: two tiles more."""
+    models = [family_models.draw(family, 700 + number, seed) for number in range(3)] + [
+        test_families.cut(family, seed)
+    ]
+    own_width = (
+        {"moe_intermediate_size": 1}
+        if FAMILIES[family].experts.width in FAMILIES[family].keys
+        else {}
+    )
+    models.append(
+        family_models.draw(family, 703, seed, intermediate_size=1, vocab_size=2, **own_width)
+    )
     for model in models:
         spec = rm.ModelSpec.from_hf(model.config)
         kinds, layers = list(sizes.matrices(spec)), spec.num_hidden_layers
-        bias = sum(spec.is_moe_layer) * (4 * spec.num_experts + LINE)  # float32, whether the family has one or not
+        bias = sum(spec.is_moe_layer) * (
+            4 * spec.num_experts + LINE
+        )  # float32, whether the family has one or not
         tiles = 2 * layers * sizes.TILE_ROWS * (spec.hidden_size + sizes.TILE_COLS) * each
         for tp in (1, 2, 3) if model is models[3] else (1,):
-            held = sum(sizes.rank_bytes(spec, m, rank, each) for rank in placements(spec, tp) for m in kinds)
+            held = sum(
+                sizes.rank_bytes(spec, m, rank, each)
+                for rank in placements(spec, tp)
+                for m in kinds
+            )
             with test_families.generator(model, dtype=dtype, mesh=rm.Mesh(tp=tp)) as gen:
-                required = {name: math.prod(info.shape) for name, info in gen.manifest().items() if info.required}
+                required = {
+                    name: math.prod(info.shape)
+                    for name, info in gen.manifest().items()
+                    if info.required
+                }
                 stored = gen.metrics()["weight_bytes"]
             most = held + tp * (bias + LINE * sum(m.count for m in kinds))
             assert held - tp * tiles < stored <= most, (tp, held, stored, model.config)

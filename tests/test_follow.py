@@ -1,7 +1,7 @@
 """Generator.follow: rank 0 makes the calls, the other processes follow.
 
-Ranks are forked by mesh_ranks.py; the scenarios are in mesh_led.py. Oracle: one process, which makes the same calls with the same mesh
-and follows nobody. Bound: 0 differing bits."""
+Ranks are forked by mesh_ranks.py; the scenarios are in mesh_led.py. Oracle: one process, which
+makes the same calls with the same mesh and follows nobody. Bound: 0 differing bits."""
 
 from __future__ import annotations
 
@@ -23,21 +23,29 @@ Ask = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def ranks(servers: dict[str, Server]) -> Ask:  # noqa: F811
+def ranks(servers: dict[str, Server]) -> Ask:
     def ask(do: str, mesh: Mesh, transport: str = "shm", **job: Any) -> list[dict[str, Any]]:
-        return servers[transport](do, mesh, of="mesh_led", **{"model": "moe", "timeout": 30.0, **job})
+        return servers[transport](
+            do, mesh, of="mesh_led", **{"model": "moe", "timeout": 30.0, **job}
+        )
 
     return ask
 
 
 @pytest.fixture(scope="module")
-def alone(servers: dict[str, Server]) -> Callable[..., Any]:  # noqa: F811
+def alone(servers: dict[str, Server]) -> Callable[..., Any]:
     """What one process gets, whose threads are the ranks."""
     known: dict[Any, Any] = {}
 
     def ask(mesh: Mesh, inflight: str) -> Any:
         if (mesh, inflight) not in known:
-            job = {"of": "mesh_led", "model": "moe", "inflight": inflight, "transport": "none", "order": [0]}
+            job = {
+                "of": "mesh_led",
+                "model": "moe",
+                "inflight": inflight,
+                "transport": "none",
+                "order": [0],
+            }
             known[mesh, inflight] = results(servers["shm"]("every_call", mesh, **job))[0]
         return known[mesh, inflight]
 
@@ -45,7 +53,10 @@ def alone(servers: dict[str, Server]) -> Callable[..., Any]:  # noqa: F811
 
 
 OVER_SHM = [(mesh, source, "shm") for mesh in MESHES for source in ("all", 0, 1)]
-OVER_TORCH = [full(mesh, source, "torch") for mesh, source in (((2, 1, 1), 0), ((2, 2, 4), 1), ((1, 2, 2), "all"))]
+OVER_TORCH = [
+    full(mesh, source, "torch")
+    for mesh, source in (((2, 1, 1), 0), ((2, 2, 4), 1), ((1, 2, 2), "all"))
+]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +64,9 @@ OVER_TORCH = [full(mesh, source, "torch") for mesh, source in (((2, 1, 1), 0), (
     [*some(OVER_SHM, lambda case: case[0] in MESHES[:2] and case[1] != 1, names=3), *OVER_TORCH],
     ids=str,
 )
-def test_rank_0_gets_what_one_process_gets(ranks: Ask, alone: Callable[..., Any], mesh: Mesh, source: Any, transport: str) -> None:
+def test_rank_0_gets_what_one_process_gets(
+    ranks: Ask, alone: Callable[..., Any], mesh: Mesh, source: Any, transport: str
+) -> None:
     first, *others = results(ranks("every_call", mesh, transport, inflight="wait", source=source))
     assert first == alone(mesh, "wait")
     assert others == [True] * len(others), "the generator of a rank that has followed is open"
@@ -61,11 +74,14 @@ def test_rank_0_gets_what_one_process_gets(ranks: Ask, alone: Callable[..., Any]
 
 @pytest.mark.parametrize("inflight", ["keep", full("restart"), full("abort")])
 def test_a_version_while_requests_run(ranks: Ask, alone: Callable[..., Any], inflight: str) -> None:
-    assert results(ranks("every_call", (1, 2, 2), inflight=inflight))[0] == alone((1, 2, 2), inflight)
+    assert results(ranks("every_call", (1, 2, 2), inflight=inflight))[0] == alone(
+        (1, 2, 2), inflight
+    )
 
 
 def test_what_is_refused(ranks: Ask) -> None:
-    """Arguments that rank 0 refuses, a source of another rank that fails, calls of a rank that follows; rank 0 goes on after each."""
+    """Arguments that rank 0 refuses, a source of another rank that fails, calls of a rank that
+    follows; rank 0 goes on after each."""
     [own, answers], others = results(ranks("refused", (2, 1, 1)))
     advice = "call follow() on all"
     assert [advice in own[0], advice in others[0]] == [True, True]
@@ -75,7 +91,10 @@ def test_what_is_refused(ranks: Ask) -> None:
     assert own[4].startswith("StateError: begin_sync: expected ranks that make their own calls")
     assert own[5].startswith("ConfigError: ")
     assert others[1:3] == ["rank 1 follows rank 0 (Generator.follow); make this call on rank 0"] * 2
-    assert others[3:] == ["rank 1 follows rank 0 (Generator.follow); make this call on rank 0", "follow was called before"]
+    assert others[3:] == [
+        "rank 1 follows rank 0 (Generator.follow); make this call on rank 0",
+        "follow was called before",
+    ]
     expected = results(ranks("idle", (2, 1, 1), silent=0.0))[0]
     assert {**answers, "about": None} == {**expected, "about": None}  # which has the version
 
@@ -83,7 +102,10 @@ def test_what_is_refused(ranks: Ask) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("transport", ["shm", full("torch")])
 def test_rank_0_may_be_silent_for_longer_than_a_timeout(ranks: Ask, transport: str) -> None:
-    busy, silent = (results(ranks("idle", (1, 2, 2), transport, timeout=2.0, silent=seconds)) for seconds in (0.0, 5.0))
+    busy, silent = (
+        results(ranks("idle", (1, 2, 2), transport, timeout=2.0, silent=seconds))
+        for seconds in (0.0, 5.0)
+    )
     assert silent == busy
 
 
@@ -106,20 +128,25 @@ def test_texts_that_are_no_exact_str(ranks: Ask) -> None:
 
 @pytest.mark.full
 def test_rank_0_may_be_in_a_call_for_longer_than_a_timeout(ranks: Ask) -> None:
-    slow, patient = (results(ranks("busy", (1, 2, 2), timeout=timeout))[0] for timeout in (1.0, 30.0))
+    slow, patient = (
+        results(ranks("busy", (1, 2, 2), timeout=timeout))[0] for timeout in (1.0, 30.0)
+    )
     assert slow == patient
 
 
 def test_rank_0_drops_its_generator_without_close(ranks: Ask) -> None:
-    assert results(ranks("dropped", (1, 2, 2), victim=0, limit=20.0)) == [None, ["RankLostError", ANY]]
+    assert results(ranks("dropped", (1, 2, 2), victim=0, limit=20.0)) == [
+        None,
+        ["RankLostError", ANY],
+    ]
 
 
 @pytest.mark.parametrize("how", ["agenerate", full("generate")])
 @pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_ends(ranks: Ask, victim: int, ended_by: signal.Signals, how: str) -> None:
-    """The other rank raises RankLostError at once; rank 0 in the call that runs. A Ctrl-C in rank 0's event loop cancels the request and
-    closes the generator, as anywhere."""
+    """The other rank raises RankLostError at once; rank 0 in the call that runs. A Ctrl-C in rank
+    0's event loop cancels the request and closes the generator, as anywhere."""
     answers = ranks("lost", (1, 2, 2), victim=victim, signal=int(ended_by), how=how, limit=30.0)
     told = [answer["result"] for answer in answers]
     assert told[victim] == (None if ended_by is signal.SIGKILL else ["KeyboardInterrupt", ""])
@@ -145,7 +172,9 @@ def test_a_rank_that_makes_calls_of_its_own(ranks: Ask, victim: int) -> None:
 @pytest.mark.parametrize("source", ["all", 0], ids=str)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_an_iterator_of_weights_that_does_not_end(ranks: Ask, victim: int, source: Any) -> None:
-    told, version = results(ranks("endless", (2, 1, 1), victim=victim, source=source, timeout=10.0, limit=25.0))[0]
+    told, version = results(
+        ranks("endless", (2, 1, 1), victim=victim, source=source, timeout=10.0, limit=25.0)
+    )[0]
     assert "DuplicateKeyError: model.norm.weight has come already in this sync" in told
     assert version == 2
 
@@ -157,14 +186,19 @@ def test_ranks_that_cannot_follow_yet(ranks: Ask, victim: int) -> None:
     assert told[victim][0] == "ConfigError: source: expected a function of the version, got 3"
     assert told[1 - victim][0] == f"SyncAbortedError: rank {victim}: {told[victim][0]}"
     is_open = "StateError: expected no open sync, got one of begin_sync; commit or abort it"
-    differ = f"CollectiveMismatchError: rank 1 begins follow with paused={victim == 1}, rank 0 with paused={victim == 0}"
+    differ = (
+        f"CollectiveMismatchError: rank 1 begins follow with paused={victim == 1}, rank 0 "
+        f"with paused={victim == 0}"
+    )
     assert [its[1:] for its in told] == [[is_open, differ]] * 2
     assert answers == results(ranks("idle", (2, 1, 1), silent=0.0))[0]
 
 
 def test_one_process_follows_nobody() -> None:
     case = CASES["dense"]
-    with rm.Generator(rm.ModelSpec.from_hf(case.config), mesh=rm.Mesh(tp=2), max_model_len=64, kv_cache_gib=0.01) as generator:
+    with rm.Generator(
+        rm.ModelSpec.from_hf(case.config), mesh=rm.Mesh(tp=2), max_model_len=64, kv_cache_gib=0.01
+    ) as generator:
         assert generator.follow() is None
         assert generator.follow(lambda version: None) is None
         with pytest.raises(rm.ConfigError, match="expected a function of the version, got 3"):

@@ -1,7 +1,9 @@
-"""Generator.from_hf: a folder or a config object gives the generator that ModelSpec and Generator give by hand, and never reads weights.
+"""Generator.from_hf: a folder or a config object gives the generator that ModelSpec and Generator
+give by hand, and never reads weights.
 
-Input: folders as transformers writes them (tiny random configs, the tokenizer of data/chars), and broken ones. Oracle: a generator made
-by hand, with the same weights, bit for bit; the path or value that an error must name.
+Input: folders as transformers writes them (tiny random configs, the tokenizer of data/chars), and
+broken ones. Oracle: a generator made by hand, with the same weights, bit for bit; the path or value
+that an error must name.
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ def test_a_folder_a_config_and_a_spec_give_the_same_bits(tmp_path: Path) -> None
     folder = folder_of(tmp_path / "model")
     made = [
         rm.Generator(rm.ModelSpec.from_hf(CONFIG), **SMALL),
-        *(rm.Generator.from_hf(source, **SMALL) for source in (folder, str(folder), folder / "config.json", CONFIG)),
+        *(
+            rm.Generator.from_hf(source, **SMALL)
+            for source in (folder, str(folder), folder / "config.json", CONFIG)
+        ),
         rm.Generator.from_hf(Qwen3Config(**CONFIG), **SMALL),
     ]
     outcomes = []
@@ -57,10 +62,15 @@ def test_a_folder_a_config_and_a_spec_give_the_same_bits(tmp_path: Path) -> None
     assert outcomes == [outcomes[0]] * len(made)
 
 
-@pytest.mark.parametrize("files", [("tokenizer.json",), ("tokenizer.json", "tokenizer_config.json")])
+@pytest.mark.parametrize(
+    "files", [("tokenizer.json",), ("tokenizer.json", "tokenizer_config.json")]
+)
 def test_the_folders_tokenizer_is_taken(tmp_path: Path, files: tuple[str, ...]) -> None:
     folder = folder_of(tmp_path / "model", *files)
-    with rm.Generator.from_hf(folder, **SMALL) as gen, rm.Generator.from_hf(folder, tokenizer=None, **SMALL) as plain:
+    with (
+        rm.Generator.from_hf(folder, **SMALL) as gen,
+        rm.Generator.from_hf(folder, tokenizer=None, **SMALL) as plain,
+    ):
         assert plain.tokenizer is None
         encoded = gen.tokenizer.encode("abc")
         ids = getattr(encoded, "ids", encoded)
@@ -69,14 +79,19 @@ def test_the_folders_tokenizer_is_taken(tmp_path: Path, files: tuple[str, ...]) 
         assert gen.eos_token_ids == plain.eos_token_ids + (() if own is None else (own,))
 
 
-def test_without_transformers_tokenizer_json_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_tokenizer_json_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rollmesh.request.text.find_spec", lambda name: None)
     folder = folder_of(tmp_path / "model", "tokenizer.json", "tokenizer_config.json")
     with rm.Generator.from_hf(folder, **SMALL) as gen:
         assert type(gen.tokenizer).__module__.startswith("tokenizers")
     (folder / "tokenizer.json").unlink()
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(rm.ConfigError, match=r"model: reading its tokenizer needs transformers, .*; tokenizer=None "):
+    with pytest.raises(
+        rm.ConfigError,
+        match=r"model: reading its tokenizer needs transformers, .*; tokenizer=None ",
+    ):
         rm.Generator.from_hf(folder, **SMALL)
 
 
@@ -132,9 +147,23 @@ def test_the_length_of_a_generator(
 @pytest.mark.parametrize(
     "source, error, said",
     [
-        ("Qwen/Qwen3-0.6B", rm.ConfigError, r"Qwen/Qwen3-0\.6B: No such file or directory; expected a local folder with config\.json"),
-        ("a" * 5000, rm.ConfigError, r"^a{200}…: File name too long; expected a local folder with config\.json, or that file$"),
-        (3, rm.ConfigError, "config: expected a config object, a dict or a folder with config.json, got a int"),
+        (
+            "Qwen/Qwen3-0.6B",
+            rm.ConfigError,
+            r"Qwen/Qwen3-0\.6B: No such file or directory; expected a local folder with "
+            r"config\.json",
+        ),
+        (
+            "a" * 5000,
+            rm.ConfigError,
+            r"^a{200}…: File name too long; expected a local folder with config\.json, or that "
+            r"file$",
+        ),
+        (
+            3,
+            rm.ConfigError,
+            "config: expected a config object, a dict or a folder with config.json, got a int",
+        ),
         ({**CONFIG, "model_type": "gpt2"}, rm.ConfigError, "model_type: expected .*got 'gpt2'"),
         ({**CONFIG, "hidden_size": -1}, rm.ConfigError, "hidden_size: .*got -1"),
         ("empty", rm.ConfigError, r"empty/config\.json: No such file or directory"),
@@ -144,7 +173,9 @@ def test_the_length_of_a_generator(
         ("settings", rm.ConfigError, "settings: expected the files of a tokenizer"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Any, error: type[Exception], said: str) -> None:
+def test_what_is_wrong_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Any, error: type[Exception], said: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     folder_of(Path("broken"), config="{")

@@ -1,10 +1,11 @@
-"""Mutators of everything that comes in from outside: state dicts, requests, sequences of calls and configs. The drivers are
-tests/native/fuzz_*.c and tests/config_fuzz.py; each says at its head what it changes and what its oracle is. Every oracle is shown
-its planted faults first.
+"""Mutators of everything that comes in from outside: state dicts, requests, sequences of calls and
+configs. The drivers are tests/native/fuzz_*.c and tests/config_fuzz.py; each says at its head what
+it changes and what its oracle is. Every oracle is shown its planted faults first.
 
-Of configs RM_FUZZ_SECONDS seconds are run (.ci/run: 60; else 2), of each other kind half as many, shared by the plain and the sanitized
-build, from a seed fixed by the test's id: what decides whether a change is accepted must not be a throw of dice. RM_TEST_SEED=n replaces
-it, and `python -m benchmarks.fuzz --seed n` runs them by count."""
+Of configs RM_FUZZ_SECONDS seconds are run (.ci/run: 60; else 2), of each other kind half as many,
+shared by the plain and the sanitized build, from a seed fixed by the test's id: what decides
+whether a change is accepted must not be a throw of dice. RM_TEST_SEED=n replaces it, and
+`python -m benchmarks.fuzz --seed n` runs them by count."""
 
 from __future__ import annotations
 
@@ -19,10 +20,19 @@ from test_native import MEMORY, note, passes, run
 
 Build = Callable[..., Path]
 SECONDS = int(os.environ.get("RM_FUZZ_SECONDS", "2"))
-# Of each driver: how many faults it can plant, and cases in which each of them shows and everything is tried that it tries.
+# Of each driver: how many faults it can plant, and cases in which each of them shows and everything
+# is tried that it tries.
 DRIVERS = {"fuzz_weights": (6, 400_000), "fuzz_requests": (4, 40_000), "fuzz_calls": (5, 300)}
 REFUSALS = (
-    *("StateError", "UnexpectedKeyError", "DuplicateKeyError", "ShapeError", "DTypeError", "LayoutError", "UnsupportedTensorError"),
+    *(
+        "StateError",
+        "UnexpectedKeyError",
+        "DuplicateKeyError",
+        "ShapeError",
+        "DTypeError",
+        "LayoutError",
+        "UnsupportedTensorError",
+    ),
     *("LimitError", "NonFiniteError", "TiedWeightError", "IncompleteSyncError", "MissingKeyError"),
 )
 
@@ -38,11 +48,14 @@ def test_planted_faults_are_seen(native: Build, driver: str) -> None:
 
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_everything_is_tried(native: Build, driver: str, pytestconfig: pytest.Config) -> None:
-    """By count and not by the clock: each refusal, each broken rule, each call with and without success."""
+    """By count and not by the clock: each refusal, each broken rule, each call with and without
+    success."""
     printed = passes([native(driver), "--cases", str(DRIVERS[driver][1])])
     met = {word: int(n) for word, n in re.findall(r"(\w+Error) (\d+)", printed)}
     assert driver != "fuzz_weights" or set(REFUSALS) <= {word for word, n in met.items() if n}
-    rules = re.findall(r"([a-z_ ]+) (\d+)(?=,|\n)", printed.partition("rules broken:")[2].partition("\n")[0] + "\n")
+    rules = re.findall(
+        r"([a-z_ ]+) (\d+)(?=,|\n)", printed.partition("rules broken:")[2].partition("\n")[0] + "\n"
+    )
     assert all(int(n) for _, n in rules), rules
     assert driver != "fuzz_requests" or len(rules) > 15
     calls = re.findall(r"(\w+) (\d+) \+ (\d+) refused", printed)
@@ -51,9 +64,13 @@ def test_everything_is_tried(native: Build, driver: str, pytestconfig: pytest.Co
     note(pytestconfig, "fuzz", printed)
 
 
-@pytest.mark.parametrize("sanitize", ["", pytest.param(MEMORY, marks=pytest.mark.full)], ids=["plain", "sanitized"])
+@pytest.mark.parametrize(
+    "sanitize", ["", pytest.param(MEMORY, marks=pytest.mark.full)], ids=["plain", "sanitized"]
+)
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_nothing_breaks_it(native: Build, driver: str, sanitize: str, seed: int, pytestconfig: pytest.Config) -> None:
+def test_nothing_breaks_it(
+    native: Build, driver: str, sanitize: str, seed: int, pytestconfig: pytest.Config
+) -> None:
     seconds = max(1, SECONDS // 4)
     printed = passes([native(driver, sanitize), "--seconds", str(seconds), "--seed", str(seed)])
     note(pytestconfig, f"fuzz{', ASan and UBSan' if sanitize else ''}, {seconds} s", printed)
@@ -64,6 +81,13 @@ def test_configs_that_are_wrong(seed: int, pytestconfig: pytest.Config) -> None:
         with pytest.raises(config_fuzz.Failure):
             config_fuzz.run(seed=1, cases=2000, plant=fault)
     _, counts = config_fuzz.run(seed=1, cases=200)
-    assert {"ConfigError", "FormatError", "accepted", "generators", "arguments refused", "arguments taken"} <= set(counts)
+    assert {
+        "ConfigError",
+        "FormatError",
+        "accepted",
+        "generators",
+        "arguments refused",
+        "arguments taken",
+    } <= set(counts)
     done, counts = config_fuzz.run(seed=seed, seconds=SECONDS)
     note(pytestconfig, "fuzz", config_fuzz.line(done, counts, seed))

@@ -1,5 +1,6 @@
-"""The generator's API on tiny models: what comes back, in which order, and what each call does to the others. Numbers are held
-against the engine itself (score, other batches, other generators); whether they are right is test_parity.py's question.
+"""The generator's API on tiny models: what comes back, in which order, and what each call does to
+the others. Numbers are held against the engine itself (score, other batches, other generators);
+whether they are right is test_parity.py's question.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ VOCAB = tiny_config()["vocab_size"]
 
 
 def make(moe: bool = False, **options: Any) -> rm.Generator:
-    settings = {"dtype": "float32", "threads": 1, "kv_cache_gib": 0.004, "max_model_len": 256, **options}
+    settings = {
+        "dtype": "float32",
+        "threads": 1,
+        "kv_cache_gib": 0.004,
+        "max_model_len": 256,
+        **options,
+    }
     return rm.Generator(tiny_spec(moe), **settings)
 
 
@@ -32,7 +39,8 @@ def gen() -> Iterator[rm.Generator]:
 
 
 def word_tokenizer() -> Any:
-    """A real tokenizer with one token per letter and digit pair: every id of the vocabulary decodes to text."""
+    """A real tokenizer with one token per letter and digit pair: every id of the vocabulary decodes
+    to text."""
     from tokenizers import Tokenizer, decoders, models
 
     words = [chr(ord("a") + i) for i in range(26)] + [f"{i:02d}." for i in range(VOCAB - 26)]
@@ -47,7 +55,10 @@ def tokenizer() -> Any:
 
 
 def same(a: rm.CompletionOutput, b: rm.CompletionOutput) -> bool:
-    return all(getattr(a, name).tobytes() == getattr(b, name).tobytes() for name in ("token_ids", "logprobs", "sampling_logprobs")) and (
+    return all(
+        getattr(a, name).tobytes() == getattr(b, name).tobytes()
+        for name in ("token_ids", "logprobs", "sampling_logprobs")
+    ) and (
         a.finish_reason,
         a.stop_reason,
     ) == (b.finish_reason, b.stop_reason)
@@ -57,11 +68,15 @@ def sequence(output: rm.RequestOutput, index: int = 0) -> np.ndarray:
     return np.concatenate([output.prompt_token_ids, output.outputs[index].token_ids])
 
 
-# -------------------------------------------------------------------------------------------------- before the first sync
+# -------------------------------------------------------------------------- before the first sync
 def test_nothing_serves_before_the_first_sync() -> None:
     with make() as generator:
         assert generator.version is None
-        for call in (lambda: generator.generate([1]), lambda: generator.score([[1, 2]]), lambda: generator.logits([[1]])):
+        for call in (
+            lambda: generator.generate([1]),
+            lambda: generator.score([[1, 2]]),
+            lambda: generator.logits([[1]]),
+        ):
             with pytest.raises(rm.NotSyncedError):
                 call()
         with pytest.raises(rm.NotSyncedError):
@@ -117,20 +132,26 @@ def test_bad_settings_are_config_errors(settings: dict[str, Any]) -> None:
     assert next(iter(settings)) in str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ["disabled", "local_allreduce", "allgather_reducescatter", "alltoall"])
+@pytest.mark.parametrize(
+    "backend", ["disabled", "local_allreduce", "allgather_reducescatter", "alltoall"]
+)
 def test_backends_that_have_no_effect_on_one_rank(backend: str) -> None:
-    with make(ep_backend=backend, sequence_parallel=True, mesh=rm.Mesh(tp=1, dp=1, ep=1)) as generator:
+    with make(
+        ep_backend=backend, sequence_parallel=True, mesh=rm.Mesh(tp=1, dp=1, ep=1)
+    ) as generator:
         assert generator.mesh.world == 1
 
 
-# -------------------------------------------------------------------------------------------------- outputs
+# ---------------------------------------------------------------------------------------- outputs
 @pytest.mark.parametrize("moe", [False, True])
 def test_every_field_of_an_output(moe: bool) -> None:
     config = tiny_config(moe)
     with make(moe) as generator:
         generator.sync_weights(numpy_state_dict(config), version=4)
         prompt = prompts(config, [21])[0]
-        params = rm.SamplingParams(n=3, max_tokens=9, temperature=0.8, top_p=0.9, seed=11, logprobs=4, prompt_logprobs=2)
+        params = rm.SamplingParams(
+            n=3, max_tokens=9, temperature=0.8, top_p=0.9, seed=11, logprobs=4, prompt_logprobs=2
+        )
         output = generator.generate(prompt, params, use_tqdm=False)[0]
         assert output.finished
         assert output.error is None
@@ -140,17 +161,38 @@ def test_every_field_of_an_output(moe: bool) -> None:
         assert output.prompt_logprobs is not None
         assert output.prompt_logprobs.tobytes() == generator.score([prompt])[0].tobytes()
         assert output.prompt_top_logprobs is not None
-        assert output.prompt_top_logprobs.ids.shape == output.prompt_top_logprobs.logprobs.shape == (20, 2)
+        assert (
+            output.prompt_top_logprobs.ids.shape
+            == output.prompt_top_logprobs.logprobs.shape
+            == (20, 2)
+        )
         times = output.metrics
         assert times is not None
-        assert 0 < times.queued_ts <= times.scheduled_ts < times.first_token_ts < times.last_token_ts <= time.monotonic()
+        assert (
+            0
+            < times.queued_ts
+            <= times.scheduled_ts
+            < times.first_token_ts
+            < times.last_token_ts
+            <= time.monotonic()
+        )
         assert [sample.index for sample in output.outputs] == [0, 1, 2]
         for sample in output.outputs:
             n = len(sample.token_ids)
             assert n == 9
-            for array in (sample.token_ids, sample.logprobs, sample.sampling_logprobs, sample.versions):
+            for array in (
+                sample.token_ids,
+                sample.logprobs,
+                sample.sampling_logprobs,
+                sample.versions,
+            ):
                 assert array.shape == (n,)
-            dtypes = sample.token_ids.dtype, sample.logprobs.dtype, sample.sampling_logprobs.dtype, sample.versions.dtype
+            dtypes = (
+                sample.token_ids.dtype,
+                sample.logprobs.dtype,
+                sample.sampling_logprobs.dtype,
+                sample.versions.dtype,
+            )
             assert dtypes == (np.int32, np.float32, np.float32, np.int64)
             assert sample.text == ""
             assert (sample.finish_reason, sample.stop_reason) == ("length", None)
@@ -181,18 +223,33 @@ def test_times_of_requests_that_wait_restart_and_end_early() -> None:
     config = tiny_config(False)
     with make(False, max_num_seqs=1) as generator:
         generator.sync_weights(numpy_state_dict(config))
-        ids = generator.submit(prompts(config, [5, 5, 5]), rm.SamplingParams(max_tokens=6, ignore_eos=True))
+        ids = generator.submit(
+            prompts(config, [5, 5, 5]), rm.SamplingParams(max_tokens=6, ignore_eos=True)
+        )
         for _ in range(3):
             assert generator.poll() == []
         before = time.monotonic()
         generator.sync_weights(numpy_state_dict(config), inflight="restart")
         generator.abort(ids[2])
-        first, second, aborted = (output.metrics for output in sorted(generator.poll(3), key=lambda output: output.request_id))
+        first, second, aborted = (
+            output.metrics
+            for output in sorted(generator.poll(3), key=lambda output: output.request_id)
+        )
         assert first is not None and second is not None and aborted is not None  # noqa: PT018
-        assert first.queued_ts < before < first.scheduled_ts < first.first_token_ts < first.last_token_ts
+        assert (
+            first.queued_ts
+            < before
+            < first.scheduled_ts
+            < first.first_token_ts
+            < first.last_token_ts
+        )
         assert first.last_token_ts <= second.scheduled_ts < second.first_token_ts
         assert second.queued_ts < before
-        assert (aborted.scheduled_ts, aborted.first_token_ts, aborted.last_token_ts) == (0.0, 0.0, 0.0)
+        assert (aborted.scheduled_ts, aborted.first_token_ts, aborted.last_token_ts) == (
+            0.0,
+            0.0,
+            0.0,
+        )
 
 
 def test_score_of_short_sequences_and_its_refusals(gen: rm.Generator) -> None:
@@ -209,7 +266,10 @@ def test_score_of_short_sequences_and_its_refusals(gen: rm.Generator) -> None:
 
 def test_outputs_come_in_the_order_of_the_prompts(gen: rm.Generator) -> None:
     lengths = [30, 1, 12, 3, 25, 7]
-    params = [rm.SamplingParams(max_tokens=max_tokens, temperature=0.0) for max_tokens in (1, 20, 3, 14, 2, 9)]
+    params = [
+        rm.SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        for max_tokens in (1, 20, 3, 14, 2, 9)
+    ]
     many = prompts(tiny_config(), lengths)
     outputs = gen.generate(many, params, use_tqdm=False)
     assert [output.prompt_token_ids.tolist() for output in outputs] == many
@@ -228,14 +288,16 @@ def test_all_spellings_of_a_prompt(gen: rm.Generator) -> None:
     assert gen.generate([], params, use_tqdm=False) == []
 
 
-# -------------------------------------------------------------------------------------------------- seeds
+# ------------------------------------------------------------------------------------------ seeds
 
 
 def test_requests_without_a_seed_follow_the_engines() -> None:
     def run(seed: int) -> list[bytes]:
         with make(seed=seed) as generator:
             generator.sync_weights(STATES[0])
-            first = generator.generate([[1, 2, 3]] * 3, use_tqdm=False) + generator.generate([[1, 2, 3]], use_tqdm=False)
+            first = generator.generate([[1, 2, 3]] * 3, use_tqdm=False) + generator.generate(
+                [[1, 2, 3]], use_tqdm=False
+            )
             return [output.outputs[0].token_ids.tobytes() for output in first]
 
     assert run(5) == run(5)
@@ -243,14 +305,20 @@ def test_requests_without_a_seed_follow_the_engines() -> None:
     assert len(set(run(5))) == 4
 
 
-# -------------------------------------------------------------------------------------------------- ends
+# ------------------------------------------------------------------------------------------- ends
 
 
 def cut(texts: Sequence[str], stops: Sequence[str], min_tokens: int) -> tuple[int, str, str] | None:
-    """Oracle: after which token, with which text before it, does which stop string first stand in the joined texts?"""
+    """Oracle: after which token, with which text before it, does which stop string first stand in
+    the joined texts?"""
     for n in range(min_tokens + 1, len(texts) + 1):
         text, before = "".join(texts[:n]), "".join(texts[: n - 1])
-        found = [(at, stop) for stop in stops for at in [text.find(stop, max(0, len(before) - len(stop) + 1))] if at >= 0]
+        found = [
+            (at, stop)
+            for stop in stops
+            for at in [text.find(stop, max(0, len(before) - len(stop) + 1))]
+            if at >= 0
+        ]
         if found:
             at, stop = min(found, key=lambda pair: pair[0])
             return n, text[:at], stop
@@ -259,10 +327,13 @@ def cut(texts: Sequence[str], stops: Sequence[str], min_tokens: int) -> tuple[in
 
 @pytest.mark.parametrize("min_tokens", [0, 12])
 def test_stop_strings(tokenizer: Any, min_tokens: int) -> None:
-    """Tokens up to the one that completed the string, text up to where the string begins; across token borders too."""
+    """Tokens up to the one that completed the string, text up to where the string begins; across
+    token borders too."""
     with make(tokenizer=tokenizer) as generator:
         generator.sync_weights(STATES[0])
-        free = generator.generate(["abc"], rm.SamplingParams(max_tokens=60, seed=5, n=6), use_tqdm=False)[0]
+        free = generator.generate(
+            ["abc"], rm.SamplingParams(max_tokens=60, seed=5, n=6), use_tqdm=False
+        )[0]
         assert free.prompt == "abc"
         stops = ["1.3", "4.8", ".9", "77.", "2.0", "e", "nowhere"]
         params = rm.SamplingParams(max_tokens=60, seed=5, n=6, stop=stops, min_tokens=min_tokens)
@@ -279,17 +350,25 @@ def test_stop_strings(tokenizer: Any, min_tokens: int) -> None:
             seen.add(stop)
             assert stopped.token_ids.tolist() == plain.token_ids[:n].tolist()
             assert stopped.logprobs.tobytes() == plain.logprobs[:n].tobytes()
-            assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == (text, "stop", stop)
+            assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == (
+                text,
+                "stop",
+                stop,
+            )
         assert len(seen) >= 2
 
 
 def test_a_stop_string_in_the_last_token_counts(tokenizer: Any) -> None:
     with make(tokenizer=tokenizer) as generator:
         generator.sync_weights(STATES[0])
-        free = generator.generate(["abc"], rm.SamplingParams(max_tokens=6, seed=5), use_tqdm=False)[0].outputs[0]
+        free = generator.generate(["abc"], rm.SamplingParams(max_tokens=6, seed=5), use_tqdm=False)[
+            0
+        ].outputs[0]
         last = tokenizer.decode(free.token_ids[-1:].tolist())
         assert last not in tokenizer.decode(free.token_ids[:-1].tolist())
-        stopped = generator.generate(["abc"], rm.SamplingParams(max_tokens=6, seed=5, stop=last), use_tqdm=False)[0].outputs[0]
+        stopped = generator.generate(
+            ["abc"], rm.SamplingParams(max_tokens=6, seed=5, stop=last), use_tqdm=False
+        )[0].outputs[0]
         assert (stopped.finish_reason, stopped.stop_reason) == ("stop", last)
         assert stopped.token_ids.tolist() == free.token_ids.tolist()
         assert stopped.text == free.text[: -len(last)]
@@ -303,7 +382,10 @@ def test_incremental_text_of_a_byte_level_tokenizer() -> None:
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({word: i for i, word in enumerate(alphabet)}, []))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        decoders.ByteLevel(),
+    )
     codec = TextCodec(made)
     for text in ("plain", "é€𝄞 mixed 漢字 end", "𝄞" * 30, "a\ufffdb"):
         ids = codec.encode(text)
@@ -323,7 +405,8 @@ def test_incremental_text_of_a_byte_level_tokenizer() -> None:
 
 
 def test_incremental_text_of_a_decoder_that_looks_left() -> None:
-    """Metaspace drops the space of the first token only: a token's text depends on the one before it."""
+    """Metaspace drops the space of the first token only: a token's text depends on the one before
+    it."""
     from tokenizers import Tokenizer, decoders, models
 
     from rollmesh.request.text import Detokenizer, TextCodec
@@ -350,13 +433,16 @@ def test_a_real_text_prompt_and_the_hugging_face_tokenizer(tokenizer: Any) -> No
         for each in (generator, plain):
             each.sync_weights(STATES[0])
         params = rm.SamplingParams(max_tokens=30, seed=5)
-        a, b = generator.generate("q", params, use_tqdm=False)[0], plain.generate("q", params, use_tqdm=False)[0]
+        a, b = (
+            generator.generate("q", params, use_tqdm=False)[0],
+            plain.generate("q", params, use_tqdm=False)[0],
+        )
         assert same(a.outputs[0], b.outputs[0])
         assert a.prompt == "q"
         assert a.prompt_token_ids.tolist() == [16]
 
 
-# -------------------------------------------------------------------------------------------------- submit, poll, abort
+# ---------------------------------------------------------------------------- submit, poll, abort
 def drain(generator: rm.Generator) -> list[rm.RequestOutput]:
     outputs = []
     while generator.metrics()["waiting"] + generator.metrics()["running"]:
@@ -370,7 +456,9 @@ def test_submit_and_poll_give_what_generate_gives(gen: rm.Generator) -> None:
     want = gen.generate(many, params, use_tqdm=False)
     ids = gen.submit(many, params)
     assert len(set(ids)) == 3
-    inside = gen.generate([[1]], rm.SamplingParams(max_tokens=3), use_tqdm=False)  # steps the others too
+    inside = gen.generate(
+        [[1]], rm.SamplingParams(max_tokens=3), use_tqdm=False
+    )  # steps the others too
     assert len(inside) == 1
     got = {output.request_id: output for output in drain(gen)}
     assert sorted(got) == sorted(ids)
@@ -383,7 +471,9 @@ def test_submit_and_poll_give_what_generate_gives(gen: rm.Generator) -> None:
 
 
 def test_abort_keeps_what_was_generated(gen: rm.Generator) -> None:
-    full = gen.generate([1, 2], rm.SamplingParams(max_tokens=50, seed=1), use_tqdm=False)[0].outputs[0]
+    full = gen.generate([1, 2], rm.SamplingParams(max_tokens=50, seed=1), use_tqdm=False)[
+        0
+    ].outputs[0]
     first, second = gen.submit([[1, 2], [1, 2]], rm.SamplingParams(max_tokens=50, seed=1))
     for _ in range(8):
         gen.poll()
@@ -396,7 +486,7 @@ def test_abort_keeps_what_was_generated(gen: rm.Generator) -> None:
     assert same(done[second], full)
 
 
-# -------------------------------------------------------------------------------------------------- pause, sleep
+# ----------------------------------------------------------------------------------- pause, sleep
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 def test_pause_modes(gen: rm.Generator, mode: Any) -> None:
     params = rm.SamplingParams(max_tokens=30, seed=1)
@@ -431,7 +521,9 @@ def test_pause_from_another_thread(gen: rm.Generator, mode: Any) -> None:
     params = rm.SamplingParams(max_tokens=200, seed=1)
     full = gen.generate([[1, 2]] * 8, params, use_tqdm=False)
     results: list[rm.RequestOutput] = []
-    thread = threading.Thread(target=lambda: results.extend(gen.generate([[1, 2]] * 8, params, use_tqdm=False)))
+    thread = threading.Thread(
+        target=lambda: results.extend(gen.generate([[1, 2]] * 8, params, use_tqdm=False))
+    )
     steps = gen.metrics()["steps"]
     thread.start()
     while gen.metrics()["steps"] < steps + 5:
@@ -494,7 +586,13 @@ def test_vllms_names_of_sleep_and_wake(gen: rm.Generator) -> None:
     gen.wake_up()
     with pytest.raises(rm.NotSyncedError):
         gen.generate([1], use_tqdm=False)
-    for wrong in ({"level": 0}, {"level": True}, {"level": "1"}, {"level": 1, "keep_weights": True}, {"level": 2, "parts": "kv"}):
+    for wrong in (
+        {"level": 0},
+        {"level": True},
+        {"level": "1"},
+        {"level": 1, "keep_weights": True},
+        {"level": 2, "parts": "kv"},
+    ):
         with pytest.raises(rm.ConfigError, match="level: expected 1 or 2"):
             gen.sleep(**wrong)  # type: ignore[arg-type]
     for tags in (5, ["kv_cache", "weights", "kv"], [None], "scheduling"):
@@ -503,26 +601,40 @@ def test_vllms_names_of_sleep_and_wake(gen: rm.Generator) -> None:
 
 
 def test_logprobs_in_vllms_form(gen: rm.Generator) -> None:
-    params = rm.SamplingParams(max_tokens=30, seed=3, temperature=3.0, logprobs=50, prompt_logprobs=2, ignore_eos=True)
+    params = rm.SamplingParams(
+        max_tokens=30, seed=3, temperature=3.0, logprobs=50, prompt_logprobs=2, ignore_eos=True
+    )
     (output,) = gen.generate([[5, 6, 7]], params, use_tqdm=False)
-    sample, tokens, top = output.outputs[0], output.outputs[0].token_ids.tolist(), output.outputs[0].top_logprobs
+    sample, tokens, top = (
+        output.outputs[0],
+        output.outputs[0].token_ids.tolist(),
+        output.outputs[0].top_logprobs,
+    )
     assert top is not None
     forms = sample.vllm_logprobs()
     assert [next(iter(form)) for form in forms] == tokens
-    assert sum(form[token].logprob for form, token in zip(forms, tokens, strict=True)) == sample.cumulative_logprob
+    assert (
+        sum(form[token].logprob for form, token in zip(forms, tokens, strict=True))
+        == sample.cumulative_logprob
+    )
     for form, token, ids, values in zip(forms, tokens, top.ids, top.logprobs, strict=True):
         assert set(form) == {token, *ids.tolist()}
         assert [form[i].rank for i in ids.tolist()] == list(range(1, 51))
         assert [form[i].logprob for i in ids.tolist()] == values.tolist()
         assert token in ids.tolist() or form[token].rank is None
-    assert {form[token].rank is None for form, token in zip(forms, tokens, strict=True)} == {True, False}  # both were drawn
+    assert {form[token].rank is None for form, token in zip(forms, tokens, strict=True)} == {
+        True,
+        False,
+    }  # both were drawn
     prompt = output.vllm_prompt_logprobs()
     assert prompt is not None
     assert prompt[0] is None
     assert [next(iter(form)) for form in prompt[1:] if form] == [6, 7]
     (plain,) = gen.generate([[5]], rm.SamplingParams(max_tokens=1), use_tqdm=False)
     assert plain.vllm_prompt_logprobs() is None
-    assert plain.outputs[0].vllm_logprobs() == [{int(plain.outputs[0].token_ids[0]): rm.Logprob(float(plain.outputs[0].logprobs[0]), None)}]
+    assert plain.outputs[0].vllm_logprobs() == [
+        {int(plain.outputs[0].token_ids[0]): rm.Logprob(float(plain.outputs[0].logprobs[0]), None)}
+    ]
 
 
 def test_metrics_count(gen: rm.Generator) -> None:
@@ -532,12 +644,17 @@ def test_metrics_count(gen: rm.Generator) -> None:
     assert metrics["prompt_tokens"] == 80
     assert metrics["running"] == metrics["waiting"] == 0
     assert metrics["version"] == 1
-    assert (metrics["family"], metrics["threads"], metrics["paused"], metrics["asleep"]) == ("x86", 1, False, [])
+    assert (metrics["family"], metrics["threads"], metrics["paused"], metrics["asleep"]) == (
+        "x86",
+        1,
+        False,
+        [],
+    )
     assert metrics["kv_usage"] == 0.0
     assert metrics["forward_seconds"] > 0
 
 
-# -------------------------------------------------------------------------------------------------- close
+# ------------------------------------------------------------------------------------------ close
 def test_close_is_final_and_idempotent() -> None:
     generator = make()
     with generator as same_one:

@@ -1,5 +1,6 @@
-"""Calls that end early or are refused: aborted scores, a poll that fails half way, seeds after a refusal, wrong arguments. The
-oracle is the same as in test_requests.py: nothing that can be observed has changed, and no number comes out that was not computed.
+"""Calls that end early or are refused: aborted scores, a poll that fails half way, seeds after a
+refusal, wrong arguments. The oracle is the same as in test_requests.py: nothing that can be
+observed has changed, and no number comes out that was not computed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def gen() -> Iterator[rm.Generator]:
         yield generator
 
 
-# -------------------------------------------------------------------------------------------------- what ends early, what is refused
+# --------------------------------------------------------------- what ends early, what is refused
 def after_steps(gen: rm.Generator, steps: int, act: Callable[[], Any]) -> threading.Thread:
     """A thread that acts once the generator has made so many more steps."""
     start = gen.metrics()["steps"]
@@ -50,7 +51,9 @@ def test_an_aborted_score_is_an_error_not_zeros(how: str, call: str) -> None:
         "pause": lambda gen: gen.pause("abort"),
         "sync": lambda gen: gen.sync_weights(OTHER_STATE, inflight="abort"),
     }
-    with make(max_num_batched_tokens=2, enable_prefix_caching=False) as gen:  # some 2000 steps: the other thread comes in between
+    with make(
+        max_num_batched_tokens=2, enable_prefix_caching=False
+    ) as gen:  # some 2000 steps: the other thread comes in between
         gen.sync_weights(STATE, version=3)
         thread = after_steps(gen, 5, lambda: acts[how](gen))
         with pytest.raises(rm.StateError, match="aborted"):
@@ -102,7 +105,11 @@ def test_poll_loses_nothing_when_a_text_cannot_be_decoded() -> None:
         tokenizer.bad = VOCAB - 1
         outputs = gen.poll(min_outputs=3)
         assert [output.request_id for output in outputs] == ids
-        assert [type(output.error) for output in outputs] == [type(None), ZeroDivisionError, type(None)]
+        assert [type(output.error) for output in outputs] == [
+            type(None),
+            ZeroDivisionError,
+            type(None),
+        ]
         assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 4, 3]
         tokenizer.error = KeyboardInterrupt()
         ids = gen.submit(prompts, params)
@@ -125,7 +132,8 @@ def long_gen() -> Iterator[rm.Generator]:
 
 
 def test_poll_loses_nothing_when_a_part_falls_asleep(long_gen: rm.Generator) -> None:
-    """The KV cache goes to sleep, from another thread, while a poll holds one finished request and waits for a second."""
+    """The KV cache goes to sleep, from another thread, while a poll holds one finished request and
+    waits for a second."""
     gen = long_gen
     ids = gen.submit([PROMPT] * 2, SHORT_AND_LONG)
     thread = after_steps(gen, 5, lambda: gen.sleep("kv"))
@@ -168,7 +176,11 @@ def test_what_is_refused_or_scored_does_not_move_the_seeds_of_later_requests() -
         try:
             signal.setitimer(signal.ITIMER_REAL, 0.05)
             with pytest.raises(KeyboardInterrupt):
-                gen.generate([PROMPT] * 500, rm.SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
+                gen.generate(
+                    [PROMPT] * 500,
+                    rm.SamplingParams(max_tokens=100, ignore_eos=True),
+                    use_tqdm=False,
+                )
         finally:
             signal.signal(signal.SIGALRM, previous)
 
@@ -187,7 +199,12 @@ def test_what_is_refused_or_scored_does_not_move_the_seeds_of_later_requests() -
             gen.sync_weights(STATE, version=3)
             call(gen)
             outputs = gen.generate([PROMPT, PROMPT], use_tqdm=False)
-            seen.append([output.outputs[0].token_ids.tobytes() + output.outputs[0].logprobs.tobytes() for output in outputs])
+            seen.append(
+                [
+                    output.outputs[0].token_ids.tobytes() + output.outputs[0].logprobs.tobytes()
+                    for output in outputs
+                ]
+            )
     assert seen == seen[:1] * len(calls)
     assert seen[0][0] != seen[0][1]
 
@@ -201,11 +218,23 @@ BAD_CALLS: dict[str, tuple[type[rm.Error], Callable[[rm.Generator], Any]]] = {
     "version nan": (rm.VersionError, lambda gen: gen.begin_sync(version=math.nan)),  # type: ignore[arg-type]
     "cast 1": (rm.ConfigError, lambda gen: gen.sync_weights(STATE, cast=1)),  # type: ignore[arg-type]
     "strict None": (rm.ConfigError, lambda gen: gen.sync_weights(STATE, strict=None)),  # type: ignore[arg-type]
-    "in place with restart": (rm.ConfigError, lambda gen: gen.sync_weights(STATE, mode="inplace", inflight="restart")),
-    "in place with keep": (rm.ConfigError, lambda gen: gen.begin_sync(mode="inplace", inflight="keep")),
-    "keep_kv text": (rm.ConfigError, lambda gen: gen.sync_weights(STATE, keep_kv="no", inflight="keep")),  # type: ignore[arg-type]
+    "in place with restart": (
+        rm.ConfigError,
+        lambda gen: gen.sync_weights(STATE, mode="inplace", inflight="restart"),
+    ),
+    "in place with keep": (
+        rm.ConfigError,
+        lambda gen: gen.begin_sync(mode="inplace", inflight="keep"),
+    ),
+    "keep_kv text": (
+        rm.ConfigError,
+        lambda gen: gen.sync_weights(STATE, keep_kv="no", inflight="keep"),
+    ),  # type: ignore[arg-type]
     "prefix caching text": (rm.ConfigError, lambda gen: make(enable_prefix_caching="no")),
-    "prompts without dims": (rm.RequestError, lambda gen: gen.generate(np.array(5), use_tqdm=False)),
+    "prompts without dims": (
+        rm.RequestError,
+        lambda gen: gen.generate(np.array(5), use_tqdm=False),
+    ),
     "ids without dims": (rm.RequestError, lambda gen: gen.abort(np.array(5))),  # type: ignore[arg-type]
     "stop tokens without dims": (rm.ConfigError, lambda gen: make(eos_token_ids=np.array(5))),
     "abort bytes": (rm.RequestError, lambda gen: gen.abort(b"x")),
@@ -219,9 +248,15 @@ BAD_CALLS: dict[str, tuple[type[rm.Error], Callable[[rm.Generator], Any]]] = {
     "sleep nested": (rm.ConfigError, lambda gen: gen.sleep([["kv"]])),  # type: ignore[list-item]
     "poll text": (rm.ConfigError, lambda gen: gen.poll("x")),  # type: ignore[arg-type]
     "bytes": (rm.RequestError, lambda gen: gen.generate(b"abc", PARAMS, use_tqdm=False)),
-    "masked": (rm.RequestError, lambda gen: gen.generate(np.ma.masked_array([1, 2], [0, 1]), PARAMS, use_tqdm=False)),
+    "masked": (
+        rm.RequestError,
+        lambda gen: gen.generate(np.ma.masked_array([1, 2], [0, 1]), PARAMS, use_tqdm=False),
+    ),
     "masked rows": (rm.RequestError, lambda gen: gen.score([np.ma.masked_array([1, 2])])),
-    "bytearray": (rm.RequestError, lambda gen: gen.generate([bytearray(b"abc")], PARAMS, use_tqdm=False)),  # type: ignore[list-item]
+    "bytearray": (
+        rm.RequestError,
+        lambda gen: gen.generate([bytearray(b"abc")], PARAMS, use_tqdm=False),
+    ),  # type: ignore[list-item]
     "top_p underflow": (rm.RequestError, lambda gen: rm.SamplingParams(top_p=1e-50)),
     "min_p underflow": (rm.RequestError, lambda gen: rm.SamplingParams(min_p=1e-50)),
     "temperature underflow": (rm.RequestError, lambda gen: rm.SamplingParams(temperature=1e-50)),
@@ -238,9 +273,13 @@ def test_bad_arguments_have_typed_errors_and_change_nothing(gen: rm.Generator, n
 
 
 @pytest.mark.parametrize("prompt", [{"prompt_token_ids": [1, 2]}, {"prompt": "a"}])
-def test_a_prompt_in_vllms_form_says_what_to_give(gen: rm.Generator, prompt: dict[str, Any]) -> None:
+def test_a_prompt_in_vllms_form_says_what_to_give(
+    gen: rm.Generator, prompt: dict[str, Any]
+) -> None:
     with pytest.raises(
-        rm.RequestError, match=r"^prompt 1: expected text or token ids, got a dict; give its prompt or prompt_token_ids alone$"
+        rm.RequestError,
+        match=r"^prompt 1: expected text or token ids, got a dict; give its prompt or "
+        r"prompt_token_ids alone$",
     ):
         gen.generate([[1], prompt], PARAMS, use_tqdm=False)
 
@@ -265,22 +304,41 @@ def endless(item: Any, most: int) -> Iterator[Any]:
     raise AssertionError("walked on")
 
 
-LISTS: dict[str, tuple[type[Exception], Any, int, Callable[[rm.Generator, Any], object]]] = {  # an item, how many there may be
+LISTS: dict[
+    str, tuple[type[Exception], Any, int, Callable[[rm.Generator, Any], object]]
+] = {  # an item, how many there may be
     "parts": (rm.ConfigError, "kv", 2, lambda gen, value: gen.sleep(value)),
     "parts to wake": (rm.ConfigError, "kv", 2, lambda gen, value: gen.wake(value)),
     "eos_token_ids": (rm.ConfigError, 7, VOCAB, lambda gen, value: make(eos_token_ids=value)),
-    "prompts": (rm.RequestError, [1, 2], 2**24, lambda gen, value: gen.generate(value, use_tqdm=False)),
+    "prompts": (
+        rm.RequestError,
+        [1, 2],
+        2**24,
+        lambda gen, value: gen.generate(value, use_tqdm=False),
+    ),
     "one of the prompts": (rm.RequestError, 5, 0, lambda gen, value: gen.submit([[1], value])),
-    "params": (rm.RequestError, PARAMS, 2, lambda gen, value: gen.generate([[1], [2]], value, use_tqdm=False)),
+    "params": (
+        rm.RequestError,
+        PARAMS,
+        2,
+        lambda gen, value: gen.generate([[1], [2]], value, use_tqdm=False),
+    ),
     "ids": (rm.RequestError, 3, 2**24, lambda gen, value: gen.abort(value)),
     "stop": (rm.RequestError, "a", 2**20, lambda gen, value: rm.SamplingParams(stop=value)),
-    "stop_token_ids": (rm.RequestError, 9, 2**20, lambda gen, value: rm.SamplingParams(stop_token_ids=value)),
+    "stop_token_ids": (
+        rm.RequestError,
+        9,
+        2**20,
+        lambda gen, value: rm.SamplingParams(stop_token_ids=value),
+    ),
     "banned": (rm.RequestError, 9, 2**20, lambda gen, value: ops.SampleParams(banned=value)),
     "params of rows": (
         rm.ConfigError,
         ops.SampleParams(),
         2,
-        lambda gen, value: ops.sample(np.zeros((2, 8), np.float32), np.zeros((2, 2), np.float32), value),
+        lambda gen, value: ops.sample(
+            np.zeros((2, 8), np.float32), np.zeros((2, 2), np.float32), value
+        ),
     ),
 }
 
@@ -297,7 +355,10 @@ def test_a_list_without_end_is_refused_before_it_is_walked(gen: rm.Generator, na
 
 @pytest.mark.parametrize("share", [5e-324, 1e-310, np.float64(2e-308)])
 def test_a_share_that_the_engine_would_take_for_none(share: float) -> None:
-    with pytest.raises(rm.ConfigError, match=rf"memory_fraction: expected at least 2\.225.*got {re.escape(repr(share))}"):
+    with pytest.raises(
+        rm.ConfigError,
+        match=rf"memory_fraction: expected at least 2\.225.*got {re.escape(repr(share))}",
+    ):
         make(kv_cache_gib=None, memory_fraction=share)
 
 
@@ -310,7 +371,14 @@ def test_unusual_arguments_that_are_fine(gen: rm.Generator) -> None:
     assert gen.version == 9
 
 
-HUGE = ("x" * 10**6, 10**5000, ["x" * 10**6] * 1000, "\x1b[31m\n", np.full(10**6, 7.5), np.arange(3))
+HUGE = (
+    "x" * 10**6,
+    10**5000,
+    ["x" * 10**6] * 1000,
+    "\x1b[31m\n",
+    np.full(10**6, 7.5),
+    np.arange(3),
+)
 CALLS_WITH_ANYTHING: dict[str, Callable[[rm.Generator, Any], Any]] = {
     "timeout": lambda gen, value: gen.poll(timeout=value),
     "on_error": lambda gen, value: gen.generate(PROMPT, PARAMS, on_error=value),
@@ -322,7 +390,9 @@ CALLS_WITH_ANYTHING: dict[str, Callable[[rm.Generator, Any], Any]] = {
     "cast": lambda gen, value: gen.sync_weights(STATE, cast=value),
     "mode": lambda gen, value: gen.sync_weights(STATE, mode=value),
     "inflight": lambda gen, value: gen.begin_sync(inflight=value),
-    "threshold": lambda gen, value: gen.self_test(lambda ids: [], threshold=value if isinstance(value, str) else [value]),
+    "threshold": lambda gen, value: gen.self_test(
+        lambda ids: [], threshold=value if isinstance(value, str) else [value]
+    ),
     "n": lambda gen, value: rm.SamplingParams(n=value),
     "temperature": lambda gen, value: rm.SamplingParams(temperature=value),
     "ignore_eos": lambda gen, value: rm.SamplingParams(ignore_eos=value),
@@ -331,7 +401,18 @@ CALLS_WITH_ANYTHING: dict[str, Callable[[rm.Generator, Any], Any]] = {
     "tp": lambda gen, value: rm.Mesh(tp=value),
     **{
         name: lambda gen, value, name=name: make(**{name: value})  # type: ignore[misc]
-        for name in ("threads", "max_model_len", "kv_cache_gib", "dtype", "isa", "device", "ep_backend", "comm", "seed", "block_size")
+        for name in (
+            "threads",
+            "max_model_len",
+            "kv_cache_gib",
+            "dtype",
+            "isa",
+            "device",
+            "ep_backend",
+            "comm",
+            "seed",
+            "block_size",
+        )
     },
 }
 
@@ -347,7 +428,9 @@ def test_messages_are_short_whatever_was_given(gen: rm.Generator, name: str) -> 
         assert said.isprintable()
 
 
-@pytest.mark.parametrize("given", [1.5, None, True, "x", [1.5], [[1]], 10**5000], ids=lambda given: type(given).__name__)
+@pytest.mark.parametrize(
+    "given", [1.5, None, True, "x", [1.5], [[1]], 10**5000], ids=lambda given: type(given).__name__
+)
 def test_end_tokens_that_are_none(given: object) -> None:
     if given is None:
         make(eos_token_ids=given).close()
@@ -357,11 +440,26 @@ def test_end_tokens_that_are_none(given: object) -> None:
 
 
 SAID: dict[str, tuple[type[rm.Error], Callable[[rm.Generator], Any]]] = {
-    "mode='inplace': expected inflight='wait', got 'abort'": (rm.ConfigError, lambda gen: gen.begin_sync(mode="inplace", inflight="abort")),
-    "parts: expected 'weights', 'kv' or both, got array(3)": (rm.ConfigError, lambda gen: gen.sleep(np.array(3))),  # type: ignore[arg-type]
-    "stop_token_ids: expected a list of items, got b'x'": (rm.RequestError, lambda gen: rm.SamplingParams(stop_token_ids=b"x")),
-    "prompt 0: expected text or token ids, got bytes": (rm.RequestError, lambda gen: gen.submit([b"x"])),
-    "prompt 1: expected ids in [0, vocab_size), got -1": (rm.RequestError, lambda gen: gen.submit([PROMPT, [-1]])),
+    "mode='inplace': expected inflight='wait', got 'abort'": (
+        rm.ConfigError,
+        lambda gen: gen.begin_sync(mode="inplace", inflight="abort"),
+    ),
+    "parts: expected 'weights', 'kv' or both, got array(3)": (
+        rm.ConfigError,
+        lambda gen: gen.sleep(np.array(3)),
+    ),  # type: ignore[arg-type]
+    "stop_token_ids: expected a list of items, got b'x'": (
+        rm.RequestError,
+        lambda gen: rm.SamplingParams(stop_token_ids=b"x"),
+    ),
+    "prompt 0: expected text or token ids, got bytes": (
+        rm.RequestError,
+        lambda gen: gen.submit([b"x"]),
+    ),
+    "prompt 1: expected ids in [0, vocab_size), got -1": (
+        rm.RequestError,
+        lambda gen: gen.submit([PROMPT, [-1]]),
+    ),
 }
 
 
@@ -377,7 +475,9 @@ def test_messages_name_the_bound() -> None:
         rm.SamplingParams(max_tokens=10**20)
     with pytest.raises(rm.ConfigError, match="below 1048576"):
         make(kv_cache_gib=1e9)
-    with pytest.raises(rm.CapacityError, match=r"kv_cache_gib: expected at least a page of .* got 0 bytes"):
+    with pytest.raises(
+        rm.CapacityError, match=r"kv_cache_gib: expected at least a page of .* got 0 bytes"
+    ):
         make(kv_cache_gib=1e-12)
 
 
@@ -385,7 +485,10 @@ def test_a_refused_version_leaves_an_open_set_alone(gen: rm.Generator) -> None:
     with gen.begin_sync() as sync:
         for name, tensor in OTHER_STATE.items():
             sync.push(name, tensor)
-        for refused in (lambda: gen.begin_sync(version=3), lambda: gen.sync_weights(STATE, version=2)):
+        for refused in (
+            lambda: gen.begin_sync(version=3),
+            lambda: gen.sync_weights(STATE, version=2),
+        ):
             with pytest.raises(rm.VersionError):
                 refused()
     assert sync.report is not None

@@ -1,5 +1,6 @@
-"""Weights into a generator, from the caller's side: mapping, iterator, block and pieces; what an error says and leaves behind; requests
-in flight; the self-test. What the engine accepts as a tensor or a name is test_sync.py's question.
+"""Weights into a generator, from the caller's side: mapping, iterator, block and pieces; what an
+error says and leaves behind; requests in flight; the self-test. What the engine accepts as a tensor
+or a name is test_sync.py's question.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def gen() -> Iterator[rm.Generator]:
         yield generator
 
 
-# -------------------------------------------------------------------------------------------------- sync
+# ------------------------------------------------------------------------------------------- sync
 def test_a_mapping_an_iterator_and_pieces_are_the_same_sync() -> None:
     digests, numbers = set(), set()
     with make() as generator:
@@ -32,7 +33,9 @@ def test_a_mapping_an_iterator_and_pieces_are_the_same_sync() -> None:
                 report = generator.sync_weights(STATES[0], version=version)
             elif how in ("iterator", "reversed"):
                 items = list(STATES[0].items())
-                report = generator.sync_weights(iter(items if how == "iterator" else items[::-1]), version=version)
+                report = generator.sync_weights(
+                    iter(items if how == "iterator" else items[::-1]), version=version
+                )
             else:
                 sync = generator.begin_sync(version=version)
                 if how == "block":
@@ -52,7 +55,11 @@ def test_a_mapping_an_iterator_and_pieces_are_the_same_sync() -> None:
             assert report.seconds >= report.copy_seconds > 0
             assert report.gb_per_s == report.bytes / report.copy_seconds / 1e9
             digests.add(report.digest)
-            numbers.add(generator.generate([1, 2, 3], rm.SamplingParams(seed=1), use_tqdm=False)[0].outputs[0].logprobs.tobytes())
+            numbers.add(
+                generator.generate([1, 2, 3], rm.SamplingParams(seed=1), use_tqdm=False)[0]
+                .outputs[0]
+                .logprobs.tobytes()
+            )
         assert len(digests) == len(numbers) == 1
         assert len(digests.pop()) == 16
         assert generator.sync_weights(STATES[1]).digest not in digests
@@ -62,7 +69,9 @@ def test_one_error_lists_all_offenders(gen: rm.Generator) -> None:
     names = list(STATES[0])
     before = gen.score([[1, 2, 3, 4]])[0].tobytes()
 
-    def check(kind: type[rm.Error], state: dict[str, Any], words: Sequence[str], **options: Any) -> None:
+    def check(
+        kind: type[rm.Error], state: dict[str, Any], words: Sequence[str], **options: Any
+    ) -> None:
         with pytest.raises(kind) as caught:
             gen.sync_weights(state, **options)
         for word in words:
@@ -72,8 +81,14 @@ def test_one_error_lists_all_offenders(gen: rm.Generator) -> None:
 
     state = dict(STATES[1])
     check(rm.MissingKeyError, {name: state[name] for name in names[5:]}, names[:5])
-    check(rm.UnexpectedKeyError, {**state, "alpha": state[names[0]], "beta.weight": state[names[0]]}, ["alpha", "beta.weight"])
-    check(rm.ShapeError, {**state, names[1]: state[names[0]], names[2]: state[names[0]]}, names[1:3])
+    check(
+        rm.UnexpectedKeyError,
+        {**state, "alpha": state[names[0]], "beta.weight": state[names[0]]},
+        ["alpha", "beta.weight"],
+    )
+    check(
+        rm.ShapeError, {**state, names[1]: state[names[0]], names[2]: state[names[0]]}, names[1:3]
+    )
     wide = {name: state[name].astype(np.float64) for name in (names[1], names[3])}
     check(rm.DTypeError, {**state, **wide}, list(wide))
     poisoned = {name: tensor.copy() for name, tensor in state.items()}
@@ -81,7 +96,11 @@ def test_one_error_lists_all_offenders(gen: rm.Generator) -> None:
     poisoned[names[7]].flat[0] = np.inf
     check(rm.NonFiniteError, poisoned, [names[4], names[7]])
     check(rm.LimitError, {f"weight{i}": state[names[0]] for i in range(100_000)}, ["100000"])
-    check(rm.UnexpectedKeyError, {**{name: state[name] for name in names[1:]}, "gamma": state[names[0]]}, ["gamma", "1 MissingKeyError"])
+    check(
+        rm.UnexpectedKeyError,
+        {**{name: state[name] for name in names[1:]}, "gamma": state[names[0]]},
+        ["gamma", "1 MissingKeyError"],
+    )
     check(rm.IncompleteSyncError, iter([(name, state[name]) for name in names[3:]]), names[:3])  # type: ignore[arg-type]
     for bad in ({"mode": "fast"}, {"inflight": "now"}, {"keep_kv": True}, {"timeout": -1}):
         check(rm.ConfigError, state, [str(next(iter(bad.values())))], **bad)
@@ -91,7 +110,10 @@ def test_one_error_lists_all_offenders(gen: rm.Generator) -> None:
 
 def test_torch_tensors_with_autograd(gen: rm.Generator) -> None:
     torch = pytest.importorskip("torch")
-    state = {name: torch.nn.Parameter(torch.from_numpy(tensor.copy())) for name, tensor in STATES[1].items()}
+    state = {
+        name: torch.nn.Parameter(torch.from_numpy(tensor.copy()))
+        for name, tensor in STATES[1].items()
+    }
     with make() as other:
         want = other.sync_weights(STATES[1], version=2).digest
     assert gen.sync_weights(state, version=2).digest == want
@@ -120,7 +142,12 @@ def test_a_set_in_pieces_closes_at_the_first_step(gen: rm.Generator) -> None:
     with pytest.raises(rm.StateError, match="committed as version 2"):
         sync.push("lm_head.weight", STATES[1]["lm_head.weight"])
     before = gen.score([[1, 2, 3]])[0].tobytes()
-    for close in (lambda: gen.generate([1], use_tqdm=False), lambda: gen.score([[1, 2]]), lambda: gen.submit([1]), gen.poll):
+    for close in (
+        lambda: gen.generate([1], use_tqdm=False),
+        lambda: gen.score([[1, 2]]),
+        lambda: gen.submit([1]),
+        gen.poll,
+    ):
         sync = gen.begin_sync()
         sync.push("model.norm.weight", STATES[0]["model.norm.weight"])
         with pytest.raises(rm.IncompleteSyncError, match=r"lm_head\.weight"):
@@ -158,7 +185,9 @@ def test_restart_starts_stop_strings_again() -> None:
         generator.sync_weights(STATES[0], version=1)
         fresh.sync_weights(STATES[1], version=2)
         free = rm.SamplingParams(max_tokens=60, seed=5, n=3)
-        early = generator.generate("abc", free, use_tqdm=False)[0].outputs[0].token_ids[3:4].tolist()  # stops sample 0 of version 1
+        early = (
+            generator.generate("abc", free, use_tqdm=False)[0].outputs[0].token_ids[3:4].tolist()
+        )  # stops sample 0 of version 1
         late = fresh.generate("abc", free, use_tqdm=False)[0].outputs[1].token_ids[20:21].tolist()
         params = dataclasses.replace(free, stop=[tokenizer.decode(early), tokenizer.decode(late)])
         generator.submit("abc", params)
@@ -168,7 +197,10 @@ def test_restart_starts_stop_strings_again() -> None:
         (output,) = generator.poll(min_outputs=1)
         want = fresh.generate("abc", params, use_tqdm=False)[0]
         assert any(sample.finish_reason == "stop" for sample in want.outputs)
-        assert all(same(a, b) and a.text == b.text for a, b in zip(output.outputs, want.outputs, strict=True))
+        assert all(
+            same(a, b) and a.text == b.text
+            for a, b in zip(output.outputs, want.outputs, strict=True)
+        )
 
 
 def test_wait_cannot_finish_what_is_paused(gen: rm.Generator) -> None:
@@ -183,7 +215,7 @@ def test_wait_cannot_finish_what_is_paused(gen: rm.Generator) -> None:
     assert set(gen.poll(min_outputs=1)[0].outputs[0].versions.tolist()) == {1, 2}
 
 
-# -------------------------------------------------------------------------------------------------- self-test, close
+# ------------------------------------------------------------------------------- self-test, close
 def test_self_test(gen: rm.Generator) -> None:
     report = gen.self_test(gen.score)
     assert report.max_abs_diff == report.mean_abs_diff == 0.0
@@ -205,8 +237,14 @@ def test_self_test(gen: rm.Generator) -> None:
         gen.self_test(off_by(float("nan")))
     for wrong, said in (
         (lambda sequences: None, "^scorer: expected an iterable, got a NoneType"),
-        (lambda sequences: gen.score(sequences)[1:], "^scorer: expected logprobs of 8 sequences, got those of 7$"),
-        (lambda sequences: [*gen.score(sequences), None], "^scorer: expected at most 8 items, got more$"),
+        (
+            lambda sequences: gen.score(sequences)[1:],
+            "^scorer: expected logprobs of 8 sequences, got those of 7$",
+        ),
+        (
+            lambda sequences: [*gen.score(sequences), None],
+            "^scorer: expected at most 8 items, got more$",
+        ),
         (lambda sequences: [None] * 8, "^scorer: expected 39 logprobs for sequence 0, got 0$"),
     ):
         with pytest.raises(rm.ConfigError, match=said):

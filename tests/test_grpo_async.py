@@ -1,7 +1,8 @@
 """`[rollout] async_level`: rollouts that a thread generates while the trainer learns.
 
-Oracles: the same schedule without a thread, the same run without a break, the trainer's logprobs under each version. Bound:
-no bit of weights, metrics (times apart) or logprobs differs. An engine that is held between its steps makes "during a batch" certain.
+Oracles: the same schedule without a thread, the same run without a break, the trainer's logprobs
+under each version. Bound: no bit of weights, metrics (times apart) or logprobs differs. An engine
+that is held between its steps makes "during a batch" certain.
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ def _no_thread_is_left() -> Iterator[None]:
 
 def rollout_threads() -> list[threading.Thread]:
     """Those that run; one whose start was interrupted may never have begun, and stays listed."""
-    return [thread for thread in threading.enumerate() if thread.name == "rollouts" and thread.is_alive()]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "rollouts" and thread.is_alive()
+    ]
 
 
 FILTERS = ["rollout.top_k=9", "rollout.top_p=0.9"]
@@ -61,26 +66,38 @@ def prepared(*changes: str, resume: Path | None = None) -> loop.Run:
     return loop.prepare(config.load(MOE, [*TINY, *changes]), resume)
 
 
-def run(out: Path, *changes: str, resume: Path | None = None) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+def run(
+    out: Path, *changes: str, resume: Path | None = None
+) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     """The lines without times, the weights at the end."""
     this = prepared(*changes, resume=resume)
     try:
         loop.train(this, out)
         assert this.trainer is not None
         assert rollout_threads() == []
-        weights = {name: t.detach().numpy().tobytes() for name, t in this.trainer.state_dict().items()}
+        weights = {
+            name: t.detach().numpy().tobytes() for name, t in this.trainer.state_dict().items()
+        }
     finally:
         this.close()
-    return [{k: v for k, v in m.items() if k not in TIMES} for m in metrics.read(out / "metrics.jsonl")], weights
+    return [
+        {k: v for k, v in m.items() if k not in TIMES} for m in metrics.read(out / "metrics.jsonl")
+    ], weights
 
 
-# -------------------------------------------------------------------------------------------------- configuration
+# ---------------------------------------------------------------------------------- configuration
 @pytest.mark.parametrize(
     "changes, message",
     [
         (["rollout.async_level=-1"], r"\[rollout\] async_level: expected at least 0, got -1"),
-        (["sync.inflight=keep"], r'\[sync\] inflight: expected "wait" with \[rollout\] async_level = 0, .*, got "keep"'),
-        (["rollout.async_level=1", "sync.inflight=abort"], r'\[sync\] inflight: expected one of "wait", "keep", "restart", got "abort"'),
+        (
+            ["sync.inflight=keep"],
+            r'\[sync\] inflight: expected "wait" with \[rollout\] async_level = 0, .*, got "keep"',
+        ),
+        (
+            ["rollout.async_level=1", "sync.inflight=abort"],
+            r'\[sync\] inflight: expected one of "wait", "keep", "restart", got "abort"',
+        ),
         (
             ["rollout.async_level=1", "sync.inflight=keep", "generator.engine=vllm"],
             r'\[sync\] inflight: expected "wait" where .* engine is "vllm", got "keep"',
@@ -92,7 +109,7 @@ def test_what_cannot_be_is_refused(changes: list[str], message: str) -> None:
         config.load(MOE, changes)
 
 
-# -------------------------------------------------------------------------------------------------- the schedule
+# ----------------------------------------------------------------------------------- the schedule
 class ByTurns(AsyncRollouts):
     """The same schedule without a thread: a batch is generated when it is ordered."""
 
@@ -102,20 +119,32 @@ class ByTurns(AsyncRollouts):
 
 
 @LEVELS
-def test_a_run_that_waits_is_the_schedule_by_turns_bit_for_bit(level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_waits_is_the_schedule_by_turns_bit_for_bit(
+    level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes = [f"rollout.async_level={level}", "train.steps=4", "train.updates=2"]
     lines, weights = run(tmp_path / "thread", *changes)
     monkeypatch.setattr(loop, "AsyncRollouts", ByTurns)
     assert (lines, weights) == run(tmp_path / "turns", *changes)
-    assert [m["staleness_mean"] for m in lines] == [m["staleness_max"] for m in lines] == [min(n, level) for n in range(5)]
+    assert (
+        [m["staleness_mean"] for m in lines]
+        == [m["staleness_max"] for m in lines]
+        == [min(n, level) for n in range(5)]
+    )
     assert ["eval_reward" in m for m in lines] == [True, False, True, False, True]
     assert lines[0]["logprob_diff_max"] == 0 < APART < lines[-1]["logprob_diff_max"]
 
 
 @LEVELS
 def test_a_resumed_run_is_the_same_run_bit_for_bit(level: int, tmp_path: Path) -> None:
-    """The checkpoint holds the batches of versions that are gone, with their routing and the tokens that filters kept."""
-    changes = [f"rollout.async_level={level}", "correction.routing_replay=true", "correction.importance_sampling=token_truncate", *FILTERS]
+    """The checkpoint holds the batches of versions that are gone, with their routing and the tokens
+    that filters kept."""
+    changes = [
+        f"rollout.async_level={level}",
+        "correction.routing_replay=true",
+        "correction.importance_sampling=token_truncate",
+        *FILTERS,
+    ]
     whole = run(tmp_path / "whole", *changes, "train.steps=4")
     first = run(tmp_path / "parts", *changes, "train.steps=2")
     assert first[1] != whole[1]
@@ -125,7 +154,8 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(level: int, tmp_path: Path) -
 
 
 def test_a_checkpoint_holds_what_was_generated(tmp_path: Path) -> None:
-    """Every field of the rollouts comes back; a run with another option generates anew, and so does one at level 0."""
+    """Every field of the rollouts comes back; a run with another option generates anew, and so does
+    one at level 0."""
     level = ["rollout.async_level=2", "correction.routing_replay=true", *FILTERS]
     this = prepared(*level)
     c = this.config
@@ -137,7 +167,9 @@ def test_a_checkpoint_holds_what_was_generated(tmp_path: Path) -> None:
         folder = checkpoint.save(tmp_path, this.trainer, this.tokenizer, c, 3, drawn)
     finally:
         this.close()
-    for before, after in zip(drawn, checkpoint.read_rollouts(folder, c, this.data, this.tokenizer), strict=True):
+    for before, after in zip(
+        drawn, checkpoint.read_rollouts(folder, c, this.data, this.tokenizer), strict=True
+    ):
         assert (before.prompts, before.token_ids, before.texts, before.stopped) == (
             after.prompts, after.token_ids, after.texts, after.stopped,
         )  # fmt: skip
@@ -149,13 +181,17 @@ def test_a_checkpoint_holds_what_was_generated(tmp_path: Path) -> None:
         other = config.load(MOE, [*TINY, *level, change])
         assert checkpoint.read_rollouts(folder, other, this.data, this.tokenizer) == []
     (folder / checkpoint.ROLLOUTS).unlink()  # others than those of the run would be generated
-    with pytest.raises(rm.ConfigError, match=r"rollouts\.safetensors: expected rollouts, got FileNotFoundError"):
+    with pytest.raises(
+        rm.ConfigError, match=r"rollouts\.safetensors: expected rollouts, got FileNotFoundError"
+    ):
         checkpoint.read_rollouts(folder, c, this.data, this.tokenizer)
 
 
 def test_a_resume_at_another_level_starts_from_the_checkpoint(tmp_path: Path) -> None:
     run(tmp_path, "rollout.async_level=2", "train.steps=2")
-    with pytest.raises(rm.ConfigError, match=r"rollout.async_level differ \(rollout.async_level: 2 there, 1 here\)"):
+    with pytest.raises(
+        rm.ConfigError, match=r"rollout.async_level differ \(rollout.async_level: 2 there, 1 here\)"
+    ):
         prepared("rollout.async_level=1", "train.steps=4", resume=tmp_path)
     changed = config.load(MOE, [*TINY, "rollout.async_level=1", "train.steps=4"])
     this = loop.prepare(changed, tmp_path, ["rollout.async_level"])
@@ -166,10 +202,14 @@ def test_a_resume_at_another_level_starts_from_the_checkpoint(tmp_path: Path) ->
     assert [m["staleness_max"] for m in lines] == [0, 1, 0, 1, 1]
 
 
-def test_a_push_waits_for_the_batch_that_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_waits_for_the_batch_that_has_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The thread comes to each batch long after the trainer has learned from the one before."""
 
-    def late(run: Any, step: int, version: int | None = None, generate: Any = loop._roll_out) -> Any:
+    def late(
+        run: Any, step: int, version: int | None = None, generate: Any = loop._roll_out
+    ) -> Any:
         time.sleep(0.2)
         return generate(run, step, version)
 
@@ -180,24 +220,43 @@ def test_a_push_waits_for_the_batch_that_has_not_begun(tmp_path: Path, monkeypat
 
 def test_tokens_that_are_too_old_or_too_new_are_an_error() -> None:
     def of(*versions: int) -> rollout.Rollout:
-        return rollout.Rollout([], [], [], [], [], versions=[np.int64(versions[:1]), np.int64(versions[1:])])
+        return rollout.Rollout(
+            [], [], [], [], [], versions=[np.int64(versions[:1]), np.int64(versions[1:])]
+        )
 
     assert staleness(of(7, 6, 5, 6), 7, 2) == {"staleness_mean": 1.0, "staleness_max": 2}
-    with pytest.raises(rm.StateError, match=r"step 7: a token of weight version 4, expected 5 to 7 \(\[rollout\] async_level = 2\)"):
+    with pytest.raises(
+        rm.StateError,
+        match=r"step 7: a token of weight version 4, expected 5 to 7 \(\[rollout\] async_level "
+        r"= 2\)",
+    ):
         staleness(of(7, 6, 4, 7), 7, 2)
-    with pytest.raises(rm.StateError, match=r"step 7: a token of weight version 8, expected 6 to 7 \(\[rollout\] async_level = 1\)"):
+    with pytest.raises(
+        rm.StateError,
+        match=r"step 7: a token of weight version 8, expected 6 to 7 \(\[rollout\] async_level "
+        r"= 1\)",
+    ):
         staleness(of(7, 8), 7, 1)
 
 
-def test_a_run_refuses_batches_that_are_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_batches", lambda run, version: range(5) if version == 0 else range(0))
-    with pytest.raises(rm.StateError, match=r"step 2: a token of weight version 0, expected 1 to 2 \(\[rollout\] async_level = 1\)"):
+def test_a_run_refuses_batches_that_are_too_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        loop, "_batches", lambda run, version: range(5) if version == 0 else range(0)
+    )
+    with pytest.raises(
+        rm.StateError,
+        match=r"step 2: a token of weight version 0, expected 1 to 2 \(\[rollout\] async_level "
+        r"= 1\)",
+    ):
         run(tmp_path, "rollout.async_level=1", "train.steps=4")
 
 
-# -------------------------------------------------------------------------------------------------- syncs in flight
+# -------------------------------------------------------------------------------- syncs in flight
 class Brake:
-    """Slows the engine of a generator down: before each step that a rollout thread asks for, `before(number of the step)`."""
+    """Slows the engine of a generator down: before each step that a rollout thread asks for,
+    `before(number of the step)`."""
 
     def __init__(self, generator: Any, before: Callable[[int], None]) -> None:
         self.steps, self._step, self._before = 0, generator._driver._drive_step, before
@@ -216,8 +275,14 @@ def long_ones(drawn: rollout.Rollout) -> list[int]:
 
 @pytest.mark.parametrize("inflight", ["keep", "restart"])
 def test_a_sync_in_flight_reaches_the_running_requests(inflight: str) -> None:
-    """Version 1 comes after 5 tokens of batch 1. The recorded logprob of each token is the trainer's under the token's own version."""
-    this = prepared("rollout.async_level=1", f"sync.inflight={inflight}", "rollout.max_tokens=12", "train.lr=0.05")
+    """Version 1 comes after 5 tokens of batch 1. The recorded logprob of each token is the
+    trainer's under the token's own version."""
+    this = prepared(
+        "rollout.async_level=1",
+        f"sync.inflight={inflight}",
+        "rollout.max_tokens=12",
+        "train.lr=0.05",
+    )
     waiting, synced = threading.Event(), threading.Event()
 
     def before(step: int) -> None:
@@ -242,8 +307,13 @@ def test_a_sync_in_flight_reaches_the_running_requests(inflight: str) -> None:
         versions, recorded = np.concatenate(drawn.versions), np.concatenate(drawn.logprobs)
         long = [drawn.versions[sample].tolist() for sample in long_ones(drawn)]
         assert long
-        assert all(v == ([0] * 5 + [1] * (len(v) - 5) if inflight == "keep" else [1] * len(v)) for v in long)
-        of_new = this.trainer.logprobs_of(drawn)  # [train] mismatch = "raise" compares the tokens of version 1 only
+        assert all(
+            v == ([0] * 5 + [1] * (len(v) - 5) if inflight == "keep" else [1] * len(v))
+            for v in long
+        )
+        of_new = this.trainer.logprobs_of(
+            drawn
+        )  # [train] mismatch = "raise" compares the tokens of version 1 only
         for sample in long_ones(drawn)[:1]:
             drawn.logprobs[sample][-1] += 1
             with pytest.raises(rm.NumericsError, match=f"; 1 of {(versions == 1).sum()} differ"):
@@ -263,17 +333,27 @@ def test_a_sync_in_flight_reaches_the_running_requests(inflight: str) -> None:
 
 @pytest.mark.parametrize("inflight", ["keep", full("restart")])
 def test_runs_with_syncs_in_flight_stay_within_their_bound(inflight: str, tmp_path: Path) -> None:
-    lines, _ = run(tmp_path, "rollout.async_level=2", f"sync.inflight={inflight}", "rollout.max_tokens=24", "train.steps=8")
+    lines, _ = run(
+        tmp_path,
+        "rollout.async_level=2",
+        f"sync.inflight={inflight}",
+        "rollout.max_tokens=24",
+        "train.steps=8",
+    )
     assert [m["step"] for m in lines] == list(range(9))
     assert all(0 <= m["staleness_mean"] <= m["staleness_max"] <= 2 for m in lines)
     assert ["eval_reward" in m for m in lines] == [step % 2 == 0 for step in range(9)]
 
 
-# -------------------------------------------------------------------------------------------------- errors and the end
-def test_an_error_of_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# ----------------------------------------------------------------------------- errors and the end
+def test_an_error_of_the_thread_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     error = rm.NumericsError("batch 2 is cursed")
 
-    def cursed(run: Any, step: int, version: int | None = None, generate: Any = loop._roll_out) -> Any:
+    def cursed(
+        run: Any, step: int, version: int | None = None, generate: Any = loop._roll_out
+    ) -> Any:
         if step == 2:
             raise error
         return generate(run, step, version)
@@ -286,9 +366,12 @@ def test_an_error_of_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("what", [full("error"), full("interrupt"), "interrupted wait"])
-def test_an_error_of_the_trainer_ends_the_rollouts(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batch 2 would take 30 s. Its requests are aborted, and the generator serves on. The checkpoint of step 2 would wait for it, but for
-    the second Ctrl-C; that of step 1 needs batch 1 only."""
+def test_an_error_of_the_trainer_ends_the_rollouts(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch 2 would take 30 s. Its requests are aborted, and the generator serves on. The
+    checkpoint of step 2 would wait for it, but for the second Ctrl-C; that of step 1 needs batch 1
+    only."""
     this = prepared("rollout.async_level=1", "rollout.max_tokens=40", "train.steps=8")
     slow, running = threading.Event(), threading.Event()
 
@@ -318,17 +401,26 @@ def test_an_error_of_the_trainer_ends_the_rollouts(what: str, tmp_path: Path, mo
         signal.setitimer(signal.ITIMER_REAL, next(interrupts))
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGALRM, interrupt if what == "interrupted wait" else signal.default_int_handler)
+    previous = signal.signal(
+        signal.SIGALRM, interrupt if what == "interrupted wait" else signal.default_int_handler
+    )
     began = time.monotonic()
     try:
         with pytest.raises(rm.NumericsError if what == "error" else KeyboardInterrupt):
             loop.train(this, tmp_path)
         assert time.monotonic() - began < 20
-        assert [path.name for path in tmp_path.glob("checkpoints/*")] == (["step_000001"] if what != "interrupted wait" else [])
+        assert [path.name for path in tmp_path.glob("checkpoints/*")] == (
+            ["step_000001"] if what != "interrupted wait" else []
+        )
         assert rollout_threads() == []
         assert isinstance(this.generator, rm.Generator)
         assert this.generator._engine.ids() == []
-        assert this.generator.generate([[5, 6]], rm.SamplingParams(max_tokens=2), use_tqdm=False)[0].error is None
+        assert (
+            this.generator.generate([[5, 6]], rm.SamplingParams(max_tokens=2), use_tqdm=False)[
+                0
+            ].error
+            is None
+        )
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
@@ -338,13 +430,19 @@ def test_an_error_of_the_trainer_ends_the_rollouts(what: str, tmp_path: Path, mo
 def ends_in_a_reward(this: loop.Run) -> None:
     """Of step 2: the rewards of 2 evaluations and 2 steps come before it."""
     [function], calls = this.rewards.functions, iter(range(100))
-    this.rewards.functions = [lambda **columns: signal.raise_signal(signal.SIGTERM) if next(calls) == 4 else function(**columns)]
+    this.rewards.functions = [
+        lambda **columns: (
+            signal.raise_signal(signal.SIGTERM) if next(calls) == 4 else function(**columns)
+        )
+    ]
 
 
 def ends_in_an_update(this: loop.Run) -> None:
     """Of step 1: the run ends behind it."""
     calls = iter(range(100))
-    this.trainer.optimizer.register_step_pre_hook(lambda *_: signal.raise_signal(signal.SIGTERM) if next(calls) == 2 else None)
+    this.trainer.optimizer.register_step_pre_hook(
+        lambda *_: signal.raise_signal(signal.SIGTERM) if next(calls) == 2 else None
+    )
 
 
 def ends_by_an_error(this: loop.Run) -> None:
@@ -356,7 +454,9 @@ def ends_by_an_error(this: loop.Run) -> None:
 def ends_before_a_push(this: loop.Run) -> None:
     """Of version 2: nothing of step 2 has begun, and its batch may be in the generator."""
     push = this.trainer.push
-    this.trainer.push = lambda generator, step: signal.raise_signal(signal.SIGTERM) if step == 2 else push(generator, step)  # type: ignore[assignment, func-returns-value]
+    this.trainer.push = lambda generator, step: (
+        signal.raise_signal(signal.SIGTERM) if step == 2 else push(generator, step)
+    )  # type: ignore[assignment, func-returns-value]
 
 
 @pytest.mark.parametrize(
@@ -370,8 +470,11 @@ def ends_before_a_push(this: loop.Run) -> None:
         (ends_before_a_push, 2),
     ],
 )
-def test_what_ends_a_run_leaves_its_last_finished_step(how: Callable[[loop.Run], None], level: int, tmp_path: Path) -> None:
-    """With the rollouts that it was going to learn from: the run that goes on has the bits of one without a break."""
+def test_what_ends_a_run_leaves_its_last_finished_step(
+    how: Callable[[loop.Run], None], level: int, tmp_path: Path
+) -> None:
+    """With the rollouts that it was going to learn from: the run that goes on has the bits of one
+    without a break."""
     changes = [f"rollout.async_level={level}", "train.steps=4", "checkpoint.every=0"]
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     this = prepared(*changes)
@@ -389,9 +492,17 @@ def test_what_ends_a_run_leaves_its_last_finished_step(how: Callable[[loop.Run],
 
 
 @pytest.mark.parametrize("inflight", ["keep", full("restart")])
-def test_an_early_end_with_syncs_in_flight_leaves_a_checkpoint(inflight: str, tmp_path: Path) -> None:
-    """What such a run generates depends on timing, so no bits are compared; the run that goes on has the stored rollouts."""
-    changes = ["rollout.async_level=2", f"sync.inflight={inflight}", "train.steps=4", "checkpoint.every=0"]
+def test_an_early_end_with_syncs_in_flight_leaves_a_checkpoint(
+    inflight: str, tmp_path: Path
+) -> None:
+    """What such a run generates depends on timing, so no bits are compared; the run that goes on
+    has the stored rollouts."""
+    changes = [
+        "rollout.async_level=2",
+        f"sync.inflight={inflight}",
+        "train.steps=4",
+        "checkpoint.every=0",
+    ]
     this = prepared(*changes)
     ends_by_an_error(this)
     try:
@@ -404,7 +515,9 @@ def test_an_early_end_with_syncs_in_flight_leaves_a_checkpoint(inflight: str, tm
     assert [line["step"] for line in lines] == list(range(5))
 
 
-def test_the_last_checkpoint_has_its_rollouts_in_the_second_try_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_checkpoint_has_its_rollouts_in_the_second_try_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes, calls, write = ["rollout.async_level=2"], iter(range(9)), checkpoint.save
 
     def save(*args: Any) -> Any:
@@ -436,7 +549,9 @@ def test_an_interrupt_anywhere_leaves_no_thread() -> None:
 
     place, hit = 0, True
     while hit:
-        ahead = AsyncRollouts(lambda batch, version: rollout.Rollout([], [], [], [], [], seconds=batch), lambda: None)
+        ahead = AsyncRollouts(
+            lambda batch, version: rollout.Rollout([], [], [], [], [], seconds=batch), lambda: None
+        )
         ahead.__enter__()
         hit = interrupted_at(place, lambda: use(ahead))  # noqa: B023
         if rollout_threads():  # before `use` had a block, or in Thread.join
@@ -446,7 +561,7 @@ def test_an_interrupt_anywhere_leaves_no_thread() -> None:
     assert place > 20
 
 
-# -------------------------------------------------------------------------------------------------- metrics
+# ---------------------------------------------------------------------------------------- metrics
 def test_shares_of_time_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(overlap.time, "perf_counter", lambda: now)
@@ -462,7 +577,11 @@ def test_shares_of_time_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         now += seconds
         call(side)  # type: ignore[arg-type]
-    assert this.shares() == {"both_share": 5 / 16, "trainer_only_share": 3 / 16, "generator_only_share": 3 / 16}
+    assert this.shares() == {
+        "both_share": 5 / 16,
+        "trainer_only_share": 3 / 16,
+        "generator_only_share": 3 / 16,
+    }
     now += 2
     assert this.shares() == {"both_share": 0, "trainer_only_share": 1, "generator_only_share": 0}
 
@@ -474,15 +593,25 @@ def test_each_line_has_the_shares(tmp_path: Path) -> None:
         assert all(0 <= share <= 1 for share in shares)
         assert 0 < sum(shares) <= 1 + 1e-9
     run(tmp_path / "none", "train.steps=1")
-    assert not {"staleness_max", *overlap.SHARES.values()} & metrics.read(tmp_path / "none/metrics.jsonl")[0].keys()
+    assert (
+        not {"staleness_max", *overlap.SHARES.values()}
+        & metrics.read(tmp_path / "none/metrics.jsonl")[0].keys()
+    )
 
 
-# -------------------------------------------------------------------------------------------------- long ones
-@pytest.mark.parametrize("level, steps", [full(1, 80), pytest.param(2, 100, marks=pytest.mark.slow)])
+# -------------------------------------------------------------------------------------- long ones
+@pytest.mark.parametrize(
+    "level, steps", [full(1, 80), pytest.param(2, 100, marks=pytest.mark.slow)]
+)
 def test_it_learns_from_rollouts_that_are_behind(level: int, steps: int, tmp_path: Path) -> None:
-    """As tests/test_grpo_learning.py has it at level 0, where 0.5 is asked for after 80 steps; level 2 needs some more."""
+    """As tests/test_grpo_learning.py has it at level 0, where 0.5 is asked for after 80 steps;
+    level 2 needs some more."""
     changes = [f"rollout.async_level={level}", f"train.steps={steps}", f"eval.every={steps}"]
-    lines = train("qwen3_moe_debug", tmp_path / "run", *(word for change in changes for word in ("--set", change)))[0]
+    lines = train(
+        "qwen3_moe_debug",
+        tmp_path / "run",
+        *(word for change in changes for word in ("--set", change)),
+    )[0]
     learned = heldout(lines)
     assert learned[0] <= 0.1
     assert learned[-1] >= 0.5
@@ -492,5 +621,12 @@ def test_it_learns_from_rollouts_that_are_behind(level: int, steps: int, tmp_pat
 
 @pytest.mark.full
 def test_four_processes_learn_as_one_does(tmp_path: Path) -> None:
-    changes = ["train.steps=3", "rollout.prompts=8", "rollout.samples=8", "eval.prompts=8", "eval.every=1", "rollout.async_level=2"]
+    changes = [
+        "train.steps=3",
+        "rollout.prompts=8",
+        "rollout.samples=8",
+        "eval.prompts=8",
+        "eval.every=1",
+        "rollout.async_level=2",
+    ]
     assert [line["staleness_max"] for line in compare(tmp_path, changes, 300)] == [0, 1, 2, 2]

@@ -1,6 +1,8 @@
-"""Checkpoint folders that `rollmesh grpo` starts from: what is missing, unknown or stored otherwise is refused, and every end counts.
+"""Checkpoint folders that `rollmesh grpo` starts from: what is missing, unknown or stored otherwise
+is refused, and every end counts.
 
-Oracle of the refusals: the class of error with which a generator refuses the same folder, which is how `rollmesh generate` reads it.
+Oracle of the refusals: the class of error with which a generator refuses the same folder, which is
+how `rollmesh generate` reads it.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("folders")
     tokenizer = data.load_tokenizer(ROOT / "data/chars")
     for name, file in (("dense", DENSE), ("moe", MOE)):
-        trainer.build_model(config.load(file, TINY_RUN), tokenizer).save_pretrained(str(root / name))
+        trainer.build_model(config.load(file, TINY_RUN), tokenizer).save_pretrained(
+            str(root / name)
+        )
         tokenizer.save_pretrained(str(root / name))
     return root
 
@@ -60,7 +64,10 @@ def set_key(folder: Path, **values: Any) -> None:
 
 
 def refused_by_a_generator(folder: Path) -> type[Exception]:
-    with pytest.raises(rm.Error) as caught, rm.Generator.from_hf(folder, max_model_len=16, kv_cache_gib=0.001, threads=1) as gen:
+    with (
+        pytest.raises(rm.Error) as caught,
+        rm.Generator.from_hf(folder, max_model_len=16, kv_cache_gib=0.001, threads=1) as gen,
+    ):
         gen.sync_weights(rm.sources.SafetensorsFolder(folder), cast=True)
     return caught.type
 
@@ -101,7 +108,9 @@ EDITS: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
 
 
 @pytest.mark.parametrize("case", EDITS)
-def test_weights_that_do_not_fit_are_refused_as_a_generator_does(case: str, folder: Callable[[str], Path]) -> None:
+def test_weights_that_do_not_fit_are_refused_as_a_generator_does(
+    case: str, folder: Callable[[str], Path]
+) -> None:
     name, change, message = EDITS[case]
     where = folder(name)
     assert pretrained.load_model(where, "float32") is not None
@@ -113,12 +122,24 @@ def test_weights_that_do_not_fit_are_refused_as_a_generator_does(case: str, fold
 @pytest.mark.parametrize(
     "keys, message",
     [
-        ({"attention_bias": True}, r"8 of the weights: missing: model\.layers\.0\.self_attn\.k_proj\.bias, "),
-        ({"tie_word_embeddings": True}, r"lm_head\.weight: expected the values of model\.embed_tokens\.weight, .* got others$"),
+        (
+            {"attention_bias": True},
+            r"8 of the weights: missing: model\.layers\.0\.self_attn\.k_proj\.bias, ",
+        ),
+        (
+            {"tie_word_embeddings": True},
+            r"lm_head\.weight: expected the values of model\.embed_tokens\.weight, .* got others$",
+        ),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantized weights are not supported"),
         ({"model_type": "gpt9"}, r"model_type: expected one of llama, .* got 'gpt9'$"),
-        ({"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}}, r"rope_type: expected one of default, .* got 'nope'$"),
-        ({"num_hidden_layers": 0}, r"num_hidden_layers: expected an integer in \[1, 1024\], got 0$"),
+        (
+            {"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}},
+            r"rope_type: expected one of default, .* got 'nope'$",
+        ),
+        (
+            {"num_hidden_layers": 0},
+            r"num_hidden_layers: expected an integer in \[1, 1024\], got 0$",
+        ),
         ({"eos_token_id": "</s>"}, r"eos_token_id='</s>' is not in "),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -212,16 +233,21 @@ def test_weights_that_are_not_aligned_are_copied(folder: Callable[[str], Path]) 
     before = {name: x.clone() for name, x in load_file(where / "model.safetensors").items()}
     content = (where / "model.safetensors").read_bytes()
     length = int.from_bytes(content[:8], "little") + 1
-    (where / "model.safetensors").write_bytes(length.to_bytes(8, "little") + content[8 : 7 + length] + b" " + content[7 + length :])
+    (where / "model.safetensors").write_bytes(
+        length.to_bytes(8, "little") + content[8 : 7 + length] + b" " + content[7 + length :]
+    )
     found = pretrained.load_model(where, "float32").state_dict()
     assert all(x.data_ptr() % 4 == 0 and torch.equal(x, before[name]) for name, x in found.items())
 
 
 def test_more_labels_than_there_is_memory_for_are_refused(folder: Callable[[str], Path]) -> None:
-    """transformers makes a name for each, whatever the model; the generator does not read the key."""
+    """transformers makes a name for each, whatever the model; the generator does not read the
+    key."""
     where = folder("dense")
     set_key(where, num_labels=2**17)
-    with pytest.raises(rm.ConfigError, match=r"dense: num_labels: expected at most 65536, got 131072$"):
+    with pytest.raises(
+        rm.ConfigError, match=r"dense: num_labels: expected at most 65536, got 131072$"
+    ):
         pretrained.load_model(where, "float32")
 
 
@@ -229,7 +255,11 @@ def test_a_config_that_could_not_be_saved_is_refused_at_once(folder: Callable[[s
     """transformers reads it, and refuses to write it: without this check after the first step."""
     where = folder("dense")
     set_key(where, output_attentions=True)
-    with pytest.raises(rm.ConfigError, match=r"dense: expected a config.json that can be saved again, got \w+Error: .*`output_attentions`"):
+    with pytest.raises(
+        rm.ConfigError,
+        match=r"dense: expected a config.json that can be saved again, got \w+Error: "
+        r".*`output_attentions`",
+    ):
         pretrained.load_model(where, "float32")
 
 
@@ -238,16 +268,46 @@ def test_a_config_that_could_not_be_saved_is_refused_at_once(folder: Callable[[s
     [
         ("model.safetensors", b"", r"model\.safetensors: .*header too small$"),
         ("model.safetensors", None, r"expected \*\.safetensors files, got none$"),
-        ("model.safetensors.index.json", b"{", r"expected an index of safetensors: JSONDecodeError"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": "\\u0000"}}', r"/\\x00: expected a safetensors file, got none$"),
-        ("model.safetensors.index.json", b"[" * 10**5, r"expected an index of safetensors: RecursionError: .{1,200}$"),
-        ("model.safetensors.index.json", b'{"weight_map": ' + b"9" * 5000, r"expected an index of safetensors: ValueError: .{1,200}$"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": "b"}}', r"/b: expected a safetensors file, got none$"),
-        ("generation_config.json", b"[1]", r"generation_config\.json: expected a JSON object, got a list$"),
-        ("generation_config.json", b'{"eos_token_id": "x"}', r"eos_token_id='x' is not in \[0, vocab_size="),
+        (
+            "model.safetensors.index.json",
+            b"{",
+            r"expected an index of safetensors: JSONDecodeError",
+        ),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "\\u0000"}}',
+            r"/\\x00: expected a safetensors file, got none$",
+        ),
+        (
+            "model.safetensors.index.json",
+            b"[" * 10**5,
+            r"expected an index of safetensors: RecursionError: .{1,200}$",
+        ),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": ' + b"9" * 5000,
+            r"expected an index of safetensors: ValueError: .{1,200}$",
+        ),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "b"}}',
+            r"/b: expected a safetensors file, got none$",
+        ),
+        (
+            "generation_config.json",
+            b"[1]",
+            r"generation_config\.json: expected a JSON object, got a list$",
+        ),
+        (
+            "generation_config.json",
+            b'{"eos_token_id": "x"}',
+            r"eos_token_id='x' is not in \[0, vocab_size=",
+        ),
     ],
 )
-def test_broken_files_of_a_checkpoint_are_named(name: str, content: bytes | None, message: str, folder: Callable[[str], Path]) -> None:
+def test_broken_files_of_a_checkpoint_are_named(
+    name: str, content: bytes | None, message: str, folder: Callable[[str], Path]
+) -> None:
     where = folder("dense")
     (where / name).unlink(missing_ok=True)
     if content is not None:
@@ -272,7 +332,7 @@ def test_a_folder_of_which_there_are_two_readings_is_refused(folder: Callable[[s
     assert pretrained.load_model(where, "float32") is not None
 
 
-# ---------------------------------------------------------------------------------------- adapters
+# --------------------------------------------------------------------------------------- adapters
 def read_by_api(where: Path) -> None:
     rm.Generator.from_hf(where, max_model_len=16, kv_cache_gib=0.001, threads=1)
 
@@ -365,16 +425,18 @@ def test_loading_that_adds_or_freezes_parameters_is_refused(
             pretrained.load_model(where, "float32")
 
 
-# -------------------------------------------------------------------------------------------------- ends
+# ------------------------------------------------------------------------------------------- ends
 def test_every_end_of_a_folder_ends_a_completion(folder: Callable[[str], Path]) -> None:
-    """Those of config.json, of the tokenizer and of generation_config.json, in a run, in one that goes on with its checkpoint, and in a
-    generator of the folder."""
+    """Those of config.json, of the tokenizer and of generation_config.json, in a run, in one that
+    goes on with its checkpoint, and in a generator of the folder."""
     where = folder("dense")
     eos = data.load_tokenizer(where).eos_token_id
     set_key(where, eos_token_id=7)
     (where / "generation_config.json").write_text('{"eos_token_id": [11, 5]}')
     for _ in range(2):
-        this = loop.prepare(config.load(DENSE, [*TINY_RUN[4:], f'model={{path="{where}"}}', "tokenizer={}"]))
+        this = loop.prepare(
+            config.load(DENSE, [*TINY_RUN[4:], f'model={{path="{where}"}}', "tokenizer={}"])
+        )
         this.close()
         assert isinstance(this.generator, rm.Generator)
         assert this.generator.eos_token_ids == tuple(sorted({eos, 5, 7, 11}))
@@ -384,17 +446,27 @@ def test_every_end_of_a_folder_ends_a_completion(folder: Callable[[str], Path]) 
         assert set(gen.eos_token_ids) >= {5, 7, 11}
 
 
-def test_weights_of_another_kind_say_what_to_do(folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_of_another_kind_say_what_to_do(
+    folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     """float16, by the tensors and by the config, and the state dict of a model with adapters."""
     where = folder("dense")
     edit(where, lambda tensors: tensors.update({name: x.half() for name, x in tensors.items()}))
-    for said in ("--dtype bfloat16 and --dtype float32 convert weights", "got float16; --dtype bfloat16 converts"):
+    for said in (
+        "--dtype bfloat16 and --dtype float32 convert weights",
+        "got float16; --dtype bfloat16 converts",
+    ):
         assert main(["generate", str(where), "ab", "--max-tokens", "1"]) == 2
         assert said in capsys.readouterr().err
         set_key(where, dtype="float16")
     assert main(["generate", str(where), "ab", "--max-tokens", "1", "--dtype", "bfloat16"]) == 0
     with rm.Generator.from_hf(where, max_model_len=16, kv_cache_gib=0.001, threads=1) as gen:
-        for name in ("base_model.model.model.norm.weight", "model.layers.0.self_attn.q_proj.base_layer.weight"):
+        for name in (
+            "base_model.model.model.norm.weight",
+            "model.layers.0.self_attn.q_proj.base_layer.weight",
+        ):
             with pytest.raises(rm.UnexpectedKeyError) as caught:
                 gen.sync_weights({name: torch.ones(2)})
-            assert caught.value.__notes__[0].startswith("these are adapters of PEFT: merge them first")
+            assert caught.value.__notes__[0].startswith(
+                "these are adapters of PEFT: merge them first"
+            )

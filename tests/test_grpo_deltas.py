@@ -1,6 +1,8 @@
-"""A GRPO run whose generator gets deltas alone is the run with whole pushes: 200 steps, bit for bit.
+"""A GRPO run whose generator gets deltas alone is the run with whole pushes: 200 steps, bit for
+bit.
 
-Oracle: the same configuration, pushed whole. Bound: every metric of every step but the times, and every weight at the end, equal.
+Oracle: the same configuration, pushed whole. Bound: every metric of every step but the times, and
+every weight at the end, equal.
 
     pytest -m slow tests/test_grpo_deltas.py
 """
@@ -30,12 +32,18 @@ class ByDeltas:
     """A generator behind a wire on which only the first version travels whole."""
 
     def __init__(self, generator: Any):
-        self._generator, self._encoder, self._decoder = generator, DeltaEncoder(threads=1), DeltaDecoder(threads=1)
+        self._generator, self._encoder, self._decoder = (
+            generator,
+            DeltaEncoder(threads=1),
+            DeltaDecoder(threads=1),
+        )
         self.whole = self.deltas = self.sent = 0
 
     def sync_weights(self, source: Any, version: int, cast: bool = False) -> Any:
         del cast  # done here, as a trainer elsewhere does it
-        message = self._encoder.encode({name: tensor.detach().bfloat16() for name, tensor in source.items()}, version)
+        message = self._encoder.encode(
+            {name: tensor.detach().bfloat16() for name, tensor in source.items()}, version
+        )
         self.whole += self._encoder.base is None
         self.deltas += self._encoder.base is not None
         self.sent += len(message) if self._encoder.base is not None else 0
@@ -46,17 +54,31 @@ class ByDeltas:
 
 
 def run(out: Path, by_deltas: bool) -> tuple[list[dict[str, Any]], dict[str, bytes], Any]:
-    changes = [*TINY, f"train.steps={STEPS}", "eval.every=50", "generator.dtype=bfloat16", "sync.cast=true"]
+    changes = [
+        *TINY,
+        f"train.steps={STEPS}",
+        "eval.every=50",
+        "generator.dtype=bfloat16",
+        "sync.cast=true",
+    ]
     this = loop.prepare(config.load(MOE, changes))
     if by_deltas:
         this.generator = ByDeltas(this.generator)
     try:
         loop.train(this, out)
-        weights = {name: tensor.detach().numpy().tobytes() for name, tensor in this.trainer.state_dict().items()}
-        bytes_of_a_version = sum(tensor.numel() * 2 for tensor in this.trainer.state_dict().values())
+        weights = {
+            name: tensor.detach().numpy().tobytes()
+            for name, tensor in this.trainer.state_dict().items()
+        }
+        bytes_of_a_version = sum(
+            tensor.numel() * 2 for tensor in this.trainer.state_dict().values()
+        )
     finally:
         this.close()
-    lines = [{name: value for name, value in line.items() if name not in TIMES} for line in metrics.read(out / "metrics.jsonl")]
+    lines = [
+        {name: value for name, value in line.items() if name not in TIMES}
+        for line in metrics.read(out / "metrics.jsonl")
+    ]
     return lines, weights, (this.generator, bytes_of_a_version)
 
 
@@ -73,4 +95,6 @@ def test_a_run_by_deltas_is_the_run_with_whole_pushes(
         assert mine == theirs, f"step {mine['step']}"
     assert weights == its
     share = generator.sent / STEPS / size
-    pytestconfig.stash[SUMMARY].append(f"grpo by deltas: {STEPS} steps, the bits of whole pushes, {share:.1%} of their bytes")
+    pytestconfig.stash[SUMMARY].append(
+        f"grpo by deltas: {STEPS} steps, the bits of whole pushes, {share:.1%} of their bytes"
+    )

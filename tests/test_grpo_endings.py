@@ -1,7 +1,9 @@
-"""Ends of `rollmesh grpo`: a signal at any moment from its first line to its last, and a run that goes on from an older checkpoint.
+"""Ends of `rollmesh grpo`: a signal at any moment from its first line to its last, and a run that
+goes on from an older checkpoint.
 
-A signal's exit status is 128 + its number, with the signal's name and one line of what there is and how to go on; no traceback, no half
-of a file. The run that goes on has the bits of a run without a break.
+A signal's exit status is 128 + its number, with the signal's name and one line of what there is and
+how to go on; no traceback, no half of a file. The run that goes on has the bits of a run without a
+break.
 """
 
 from __future__ import annotations
@@ -41,22 +43,44 @@ def partial_files(folder: Path) -> list[str]:
     return [str(path.relative_to(folder)) for path in folder.rglob(".*")]
 
 
-# -------------------------------------------------------------------------------------------------- signals
+# ---------------------------------------------------------------------------------------- signals
 BEGIN, MADE = "no step was made; the same command begins again", "all 4 steps are made: {out}"
 LATER = "rollmesh grpo: {name}: the run ends after {what}; a second one ends it at once"
-# (place of the function whose call the signal comes before, number, what waits for it, the line that says how to go on)
+# (place of the function whose call the signal comes before, number, what waits for it, the line
+# that says how to go on)
 MOMENTS: dict[str, tuple[Any, str, signal.Signals, str, str]] = {
     "data": (loop, "load_dataset", signal.SIGTERM, "", BEGIN),
     "trainer": (loop, "Trainer", signal.SIGINT, "", BEGIN),
     "generator": (loop, "make_generator", signal.SIGHUP, "", BEGIN),
-    "logs": (loop, "MetricsLog", signal.SIGTERM, "the run has begun", "no step was finished; the same command begins again"),
-    "curves": (loop, "draw_curves", signal.SIGTERM, "its last files are written", "to go on from step_000004: {command}"),
-    "display": (progress.Display, "__exit__", signal.SIGINT, "", "to go on from step_000004: {command}"),
+    "logs": (
+        loop,
+        "MetricsLog",
+        signal.SIGTERM,
+        "the run has begun",
+        "no step was finished; the same command begins again",
+    ),
+    "curves": (
+        loop,
+        "draw_curves",
+        signal.SIGTERM,
+        "its last files are written",
+        "to go on from step_000004: {command}",
+    ),
+    "display": (
+        progress.Display,
+        "__exit__",
+        signal.SIGINT,
+        "",
+        "to go on from step_000004: {command}",
+    ),
     "close": (loop.Run, "close", signal.SIGTERM, "the generator is closed", MADE),
 }
 
 
-@pytest.mark.parametrize("moment", [name if name in ("data", "generator", "curves", "close") else full(name) for name in MOMENTS])
+@pytest.mark.parametrize(
+    "moment",
+    [name if name in ("data", "generator", "curves", "close") else full(name) for name in MOMENTS],
+)
 def test_a_signal_ends_the_command(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,7 +101,9 @@ def test_a_signal_ends_the_command(
     assert [signal.getsignal(s) for s in SIGNALS] == before
     command = shlex.join(["rollmesh", "grpo", str(DENSE), "--resume", str(out), *SETS])
     said = [LATER.format(name=number.name, what=waits)] if waits else []
-    said += [f"rollmesh grpo: {'interrupted' if number == signal.SIGINT else signal.strsignal(number)}"]
+    said += [
+        f"rollmesh grpo: {'interrupted' if number == signal.SIGINT else signal.strsignal(number)}"
+    ]
     assert capsys.readouterr().err.splitlines() == [*said, told.format(out=out, command=command)]
     assert out.exists() == (told != BEGIN)
     assert partial_files(tmp_path) == []
@@ -86,7 +112,9 @@ def test_a_signal_ends_the_command(
         assert (out / "curves.png").exists() == (moment in ("curves", "display", "close"))
 
 
-def test_a_signal_before_a_checkpoint_is_renamed_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_before_a_checkpoint_is_renamed_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second one does not: nothing of the checkpoint stays, the one before does."""
     replace, calls = os.replace, iter(range(100))
     hits = {1: 1, 2: 2}  # of the checkpoints of steps 2 and 3: so many signals
@@ -100,7 +128,10 @@ def test_a_signal_before_a_checkpoint_is_renamed_waits_for_it(tmp_path: Path, mo
     monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
     monkeypatch.setattr(os, "replace", signalled)
     changes = [*SMALL, "checkpoint.every=1"]
-    for resume, first, left in ((None, 1, ["step_000001", "step_000002"]), (tmp_path, 3, ["step_000001", "step_000002"])):
+    for resume, first, left in (
+        (None, 1, ["step_000001", "step_000002"]),
+        (tmp_path, 3, ["step_000001", "step_000002"]),
+    ):
         this = loop.prepare(config.load(DENSE, changes), resume)
         try:
             with pytest.raises(KeyboardInterrupt):
@@ -153,7 +184,11 @@ def test_what_a_library_makes_of_a_signal_is_its_end() -> None:
         error = ImportError("numpy")
         error.add_note("a note")
         raise error
-    assert (caught.value.args, caught.value.__cause__, caught.value.__notes__) == ((signal.SIGHUP,), error, ["a note"])
+    assert (caught.value.args, caught.value.__cause__, caught.value.__notes__) == (
+        (signal.SIGHUP,),
+        error,
+        ["a note"],
+    )
     with pytest.raises(KeyboardInterrupt) as caught, Interrupts():  # noqa: PT012
         swallow()
         raise KeyboardInterrupt
@@ -186,8 +221,8 @@ def one(text: str) -> int:
 
 
 def test_a_pool_of_forked_processes_ends(capfd: pytest.CaptureFixture[str]) -> None:
-    """Which a pool ends by SIGTERM, at any moment after their fork. With handlers of Python some would never see it, and others tell it by
-    a traceback."""
+    """Which a pool ends by SIGTERM, at any moment after their fork. With handlers of Python some
+    would never see it, and others tell it by a traceback."""
     with Interrupts():
         for _ in range(30):
             with multiprocessing.get_context("fork").Pool(2) as pool:
@@ -199,13 +234,18 @@ def test_a_pool_of_forked_processes_ends(capfd: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_at_any_moment_of_a_process(number: signal.Signals, whole: Path, tmp_path: Path) -> None:  # noqa: F811
-    """So many seconds after the first line. The last ones come in the interpreter's end, or too late."""
+def test_a_signal_at_any_moment_of_a_process(
+    number: signal.Signals, whole: Path, tmp_path: Path
+) -> None:
+    """So many seconds after the first line. The last ones come in the interpreter's end, or too
+    late."""
     statuses = []
     for moment in range(7):
         out = tmp_path / f"out-{moment}"
         command = [sys.executable, "-m", "rollmesh", "grpo", str(DENSE), "--out", str(out), *SETS]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        ) as process:
             assert process.stdout is not None
             assert "reading data and model" in process.stdout.readline()
             time.sleep(moment * 0.9)
@@ -216,7 +256,10 @@ def test_a_signal_at_any_moment_of_a_process(number: signal.Signals, whole: Path
         assert "Traceback" not in said
         assert "Exception ignored" not in said
         if process.returncode == 128 + number:
-            assert any(line.startswith(("to go on from", "no step was", "no checkpoint", "all 4")) for line in said.splitlines()), said
+            assert any(
+                line.startswith(("to go on from", "no step was", "no checkpoint", "all 4"))
+                for line in said.splitlines()
+            ), said
         assert partial_files(tmp_path) == []
         if (out / "checkpoints").exists():
             run_whole(out, resume=out)
@@ -225,13 +268,19 @@ def test_a_signal_at_any_moment_of_a_process(number: signal.Signals, whole: Path
     assert statuses[0] == 128 + number
 
 
-# -------------------------------------------------------------------------------------------------- an older checkpoint
+# ---------------------------------------------------------------------------- an older checkpoint
 def checkpoints(out: Path) -> list[str]:
-    return sorted(str(file.parent.parent.relative_to(out)) for file in out.glob("*/*/trainer/state.json"))
+    return sorted(
+        str(file.parent.parent.relative_to(out)) for file in out.glob("*/*/trainer/state.json")
+    )
 
 
 def trained(out: Path, *changes: str, resume: Path | None = None) -> None:
-    this = loop.prepare(config.load(DENSE, [*SMALL, "checkpoint.every=1", "checkpoint.keep=9", *changes]), resume, ["train.lr"])
+    this = loop.prepare(
+        config.load(DENSE, [*SMALL, "checkpoint.every=1", "checkpoint.keep=9", *changes]),
+        resume,
+        ["train.lr"],
+    )
     try:
         loop.train(this, out)
     finally:
@@ -239,13 +288,13 @@ def trained(out: Path, *changes: str, resume: Path | None = None) -> None:
 
 
 def test_a_run_that_goes_back_leaves_the_later_checkpoints_aside(
-    whole: Path,  # noqa: F811
+    whole: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """So that what goes on next is the new run, even if it ended before its first checkpoint. A second time they get other names, and one
-    that is set aside can be resumed."""
+    """So that what goes on next is the new run, even if it ended before its first checkpoint. A
+    second time they get other names, and one that is set aside can be resumed."""
     monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
 
     trained(tmp_path, "train.lr=0.01")
@@ -257,18 +306,30 @@ def test_a_run_that_goes_back_leaves_the_later_checkpoints_aside(
             trained(tmp_path, "train.lr=0.02", resume=tmp_path / older[1])
     aside = ["abandoned/step_000003", "abandoned/step_000004"]
     assert checkpoints(tmp_path) == [*aside, *older[:2]]
-    moved = [f"{tmp_path / old} is of the run that was left: it is {tmp_path / new} now" for old, new in zip(older[2:], aside, strict=True)]
+    moved = [
+        f"{tmp_path / old} is of the run that was left: it is {tmp_path / new} now"
+        for old, new in zip(older[2:], aside, strict=True)
+    ]
     assert [r.getMessage() for r in caplog.records] == moved
     trained(tmp_path, "train.lr=0.02", resume=tmp_path)
     assert checkpoints(tmp_path) == [*aside, *older]
-    trained(tmp_path, "train.lr=0.02", resume=tmp_path)  # nothing is left to do, and nothing to move
+    trained(
+        tmp_path, "train.lr=0.02", resume=tmp_path
+    )  # nothing is left to do, and nothing to move
     assert checkpoints(tmp_path) == [*aside, *older]
     trained(tmp_path, "train.lr=0.01", resume=tmp_path / aside[0])
-    twice = ["abandoned/step_000003", "abandoned/step_000003-2", "abandoned/step_000004", "abandoned/step_000004-2"]
+    twice = [
+        "abandoned/step_000003",
+        "abandoned/step_000003-2",
+        "abandoned/step_000004",
+        "abandoned/step_000004-2",
+    ]
     assert checkpoints(tmp_path) == [*twice, *(name for name in older if not name.endswith("3"))]
 
 
-def test_a_new_run_leaves_checkpoints_without_metrics_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_run_leaves_checkpoints_without_metrics_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
     trained(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
@@ -285,7 +346,7 @@ def resumed(*options: str) -> int:
 
 
 def test_a_checkpoint_names_its_run(
-    whole: Path,  # noqa: F811
+    whole: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -293,7 +354,12 @@ def test_a_checkpoint_names_its_run(
     """By whatever path: from its own folder, and by a link. One that is elsewhere has no run."""
     monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
     (tmp_path / "link").symlink_to("out/checkpoints/step_000002")
-    places = ("out", "checkpoints/step_000002"), ("out/checkpoints", "step_000002"), ("out/checkpoints/step_000002", "."), (".", "link")
+    places = (
+        ("out", "checkpoints/step_000002"),
+        ("out/checkpoints", "step_000002"),
+        ("out/checkpoints/step_000002", "."),
+        (".", "link"),
+    )
     for where, path in places:
         shutil.copytree(whole, tmp_path / "out")
         shutil.rmtree(tmp_path / "out/checkpoints/step_000004")
@@ -302,19 +368,25 @@ def test_a_checkpoint_names_its_run(
             patch.chdir(tmp_path / where)
             assert resumed(path) == 0
         assert {entry.name for entry in tmp_path.iterdir()} == before
-        assert checkpoints(tmp_path / "out") == ["checkpoints/step_000002", "checkpoints/step_000004"]
+        assert checkpoints(tmp_path / "out") == [
+            "checkpoints/step_000002",
+            "checkpoints/step_000004",
+        ]
         assert state_of(tmp_path / "out") == state_of(whole)
         shutil.rmtree(tmp_path / "out")
     shutil.copytree(whole / "checkpoints/step_000002", tmp_path / "elsewhere/step_000002")
     capsys.readouterr()
     assert resumed(str(tmp_path / "elsewhere/step_000002")) == 2
     said = capsys.readouterr().err
-    assert f"step_000002: expected a checkpoint of a run folder, got one in {tmp_path}/elsewhere; --out names one" in said
+    assert (
+        f"step_000002: expected a checkpoint of a run folder, got one in {tmp_path}/elsewhere; "
+        "--out names one" in said
+    )
     assert resumed(str(tmp_path / "elsewhere/step_000002"), "--out", str(tmp_path / "new")) == 0
 
 
 def test_no_run_goes_on_in_the_folder_of_another(
-    whole: Path,  # noqa: F811
+    whole: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -322,5 +394,8 @@ def test_no_run_goes_on_in_the_folder_of_another(
     shutil.copytree(whole, tmp_path / "other")
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
     assert resumed(str(whole / "checkpoints/step_000002"), "--out", str(tmp_path / "other")) == 2
-    assert f"--out {tmp_path}/other: a run is there already; --resume {tmp_path}/other goes on with it" in capsys.readouterr().err
+    assert (
+        f"--out {tmp_path}/other: a run is there already; --resume {tmp_path}/other goes on with it"
+        in capsys.readouterr().err
+    )
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before

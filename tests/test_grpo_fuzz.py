@@ -1,7 +1,9 @@
-"""The mutator of what `rollmesh grpo` reads: the driver is tests/grpo_fuzz.py, which says at its head what it changes and its oracle.
+"""The mutator of what `rollmesh grpo` reads: the driver is tests/grpo_fuzz.py, which says at its
+head what it changes and its oracle.
 
-RM_FUZZ_SECONDS seconds are run (.ci/run: 60; else 2), from a seed fixed by the test's id, which RM_TEST_SEED=n replaces; the planted
-faults are seen first. An hour: RM_FUZZ_SECONDS=3600 pytest -m full tests/test_grpo_fuzz.py
+RM_FUZZ_SECONDS seconds are run (.ci/run: 60; else 2), from a seed fixed by the test's id, which
+RM_TEST_SEED=n replaces; the planted faults are seen first. An hour: RM_FUZZ_SECONDS=3600 pytest -m
+full tests/test_grpo_fuzz.py
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ pytest.importorskip("transformers")
 
 @pytest.mark.full
 def test_nothing_that_is_wrong_breaks_a_run(seed: int, pytestconfig: pytest.Config) -> None:
-    done = run([sys.executable, DRIVER, "--planted", "--seconds", str(SECONDS), "--seed", str(seed)], timeout=SECONDS + 600)
+    done = run(
+        [sys.executable, DRIVER, "--planted", "--seconds", str(SECONDS), "--seed", str(seed)],
+        timeout=SECONDS + 600,
+    )
     assert done.returncode == 0, done.stderr[-8000:]
     note(pytestconfig, "fuzz", done.stdout)

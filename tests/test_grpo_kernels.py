@@ -1,7 +1,9 @@
-"""[train] kernels and mismatch of rollmesh grpo: with rollmesh's kernels trainer and generator are one function.
+"""[train] kernels and mismatch of rollmesh grpo: with rollmesh's kernels trainer and generator are
+one function.
 
-Input: a few steps of the debug configs, made smaller. Oracle: what the generator recorded. Bound: 0 differing logprobs and routed experts;
-with the generator on a mesh or another instruction set, the same metrics to the last bit.
+Input: a few steps of the debug configs, made smaller. Oracle: what the generator recorded. Bound: 0
+differing logprobs and routed experts; with the generator on a mesh or another instruction set, the
+same metrics to the last bit.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ from rollmesh.model.families import FAMILIES  # noqa: E402
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = {"moe": ROOT / "configs/qwen3_moe_debug.toml", "dense": ROOT / "configs/qwen3_debug.toml"}
 TINY = [
-    "model.hidden_size=32", "model.intermediate_size=32", "model.num_attention_heads=4", "model.num_key_value_heads=2",
-    "rollout.prompts=4", "rollout.samples=4", "eval.prompts=8", "generator.kv_cache_gib=0.01", "eval.every=2", "train.steps=4",
+    "model.hidden_size=32", "model.intermediate_size=32", "model.num_attention_heads=4",
+    "model.num_key_value_heads=2",
+    "rollout.prompts=4", "rollout.samples=4", "eval.prompts=8", "generator.kv_cache_gib=0.01",
+    "eval.every=2", "train.steps=4",
     "train.threads=1", "generator.threads=1",
 ]  # fmt: skip
 BFLOAT16 = ['generator.dtype="bfloat16"', "sync.cast=true"]
@@ -41,30 +45,42 @@ ZERO = ("logprob_diff_max", "logprob_diff_mean", "kl_k1", "kl_k3", "tokens_diffe
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
 
-SIZES = "hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2"
+SIZES = (
+    "hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, "
+    "num_key_value_heads=2"
+)
 EXPERTS = "num_experts_per_tok=2, num_experts=8"
 KEYS = {  # of [model], besides SIZES
     "mistral": "sliding_window=8",
-    "qwen2": 'use_sliding_window=true, sliding_window=8, layer_types=["full_attention", "sliding_attention"]',
+    "qwen2": 'use_sliding_window=true, sliding_window=8, layer_types=["full_attention", '
+    '"sliding_attention"]',
     "qwen3_moe": f"{EXPERTS}, moe_intermediate_size=16",
     "smollm3": "no_rope_layer_interval=2",
     "mixtral": "num_local_experts=8",
-    "qwen2_moe": f"{EXPERTS}, moe_intermediate_size=16, shared_expert_intermediate_size=24, qkv_bias=true",
+    "qwen2_moe": f"{EXPERTS}, moe_intermediate_size=16, shared_expert_intermediate_size=24, "
+    "qkv_bias=true",
     "olmoe": EXPERTS,
-    "glm4_moe": "num_experts_per_tok=2, n_routed_experts=8, n_group=2, topk_group=1, moe_intermediate_size=16, routed_scaling_factor=1.5, "
-    "head_dim=16, use_qk_norm=true, n_shared_experts=2, rope_parameters={rope_type='default', rope_theta=100.0, partial_rotary_factor=0.5}",
+    "glm4_moe": "num_experts_per_tok=2, n_routed_experts=8, n_group=2, topk_group=1, "
+    "moe_intermediate_size=16, routed_scaling_factor=1.5, "
+    "head_dim=16, use_qk_norm=true, n_shared_experts=2, rope_parameters={rope_type='default', "
+    "rope_theta=100.0, partial_rotary_factor=0.5}",
 }
 QUICK = ("llama", "qwen2", "glm4_moe")
 
 
 def model_of(family: str) -> str:
     keys = f", {KEYS[family]}" if family in KEYS else ""
-    return f"model={{architecture='{family}', max_position_embeddings=64, initializer_range=0.1, {SIZES}{keys}}}"
+    return (
+        f"model={{architecture='{family}', max_position_embeddings=64, initializer_range=0.1, "
+        f"{SIZES}{keys}}}"
+    )
 
 
 def ran(name: str, out: Path, *changes: str, resume: bool = False) -> list[dict[str, Any]]:
     """The metrics of a run, without its times. resume: the rest of the one in `out`."""
-    run = loop.prepare(config.load(CONFIGS[name], [*TINY, *changes]), *([out, ["train.steps"]] if resume else []))
+    run = loop.prepare(
+        config.load(CONFIGS[name], [*TINY, *changes]), *([out, ["train.steps"]] if resume else [])
+    )
     try:
         lines = loop.train(run, out)
     finally:
@@ -77,7 +93,10 @@ def ran(name: str, out: Path, *changes: str, resume: bool = False) -> list[dict[
     [
         pytest.param([], id="float32"),
         full(BFLOAT16),
-        pytest.param([*BFLOAT16, "rollout.temperature=0.7", "train.minibatches=true", "train.micro_batch=3"], id="all"),
+        pytest.param(
+            [*BFLOAT16, "rollout.temperature=0.7", "train.minibatches=true", "train.micro_batch=3"],
+            id="all",
+        ),
         pytest.param([*BFLOAT16, *FILTERS, "train.minibatches=true", "loss.kl=0.1"], id="filters"),
         full([*BFLOAT16, 'train.dtype="bfloat16"']),
         full([*FILTERS, "rollout.temperature=0.7"]),
@@ -86,7 +105,9 @@ def ran(name: str, out: Path, *changes: str, resume: bool = False) -> list[dict[
     ],
 )
 @pytest.mark.parametrize("name", CONFIGS)
-def test_trainer_and_generator_are_one_function(name: str, changes: list[str], tmp_path: Path) -> None:
+def test_trainer_and_generator_are_one_function(
+    name: str, changes: list[str], tmp_path: Path
+) -> None:
     lines = ran(name, tmp_path, *changes)
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert {line[key] for line in lines for key in ZERO} == {0.0}
@@ -100,7 +121,10 @@ def test_a_reference_model_is_the_same_function(tmp_path: Path) -> None:
 
 
 def test_a_kl_that_no_float_holds_is_named(tmp_path: Path) -> None:
-    words = r"gradient norm is nan.*weights were not updated; \[loss\] kl is exp\(-.* − -.*\), reference − trainer, at sequence .* token \d"
+    words = (
+        r"gradient norm is nan.*weights were not updated; \[loss\] kl is exp\(-.* − -.*\), "
+        r"reference − trainer, at sequence .* token \d"
+    )
     with pytest.raises(rm.NumericsError, match=words):
         ran("dense", tmp_path, "loss.kl=0.1", "rollout.temperature=0.1", "train.lr=1")
 
@@ -114,13 +138,20 @@ def test_a_kl_that_no_float_holds_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_the_run_is_that_of_one_rank(changes: list[str], tmp_path: Path) -> None:
-    """Rewards, losses and gradients are equal to the last bit, so the trainers did the same on the same tokens."""
-    assert ran("moe", tmp_path / "mesh", *BFLOAT16, *changes) == ran("moe", tmp_path / "one", *BFLOAT16)
+    """Rewards, losses and gradients are equal to the last bit, so the trainers did the same on the
+    same tokens."""
+    assert ran("moe", tmp_path / "mesh", *BFLOAT16, *changes) == ran(
+        "moe", tmp_path / "one", *BFLOAT16
+    )
 
 
 def test_filters_that_a_vocabulary_is_too_small_for(tmp_path: Path) -> None:
     """Before anything is generated."""
-    with pytest.raises(rm.ConfigError, match=r"^\[rollout\] top_k: expected below the 101 tokens of the model's vocabulary, got 101$"):
+    with pytest.raises(
+        rm.ConfigError,
+        match=r"^\[rollout\] top_k: expected below the 101 tokens of the model's vocabulary, got "
+        r"101$",
+    ):
         ran("dense", tmp_path, "rollout.top_k=101")
 
 
@@ -130,7 +161,8 @@ def test_torchs_kernels_are_apart_and_say_so(tmp_path: Path) -> None:
 
 
 def test_torchs_kernels_take_the_logprobs_of_kept_tokens(tmp_path: Path) -> None:
-    """In float32 they are the recorded ones to rounding; without the record they would be apart by about -log(0.9)."""
+    """In float32 they are the recorded ones to rounding; without the record they would be apart by
+    about -log(0.9)."""
     lines = ran("moe", tmp_path, 'train.kernels="torch"', *FILTERS)
     assert 0 < max(line["logprob_diff_max"] for line in lines) < 1e-4
 
@@ -142,7 +174,7 @@ def test_a_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     assert ran("moe", tmp_path / "half", *BFLOAT16, resume=True)[2:] == whole[2:]
 
 
-# ---------------------------------------------------------------------------------------------- families
+# --------------------------------------------------------------------------------------- families
 @pytest.mark.parametrize("family", some(FAMILIES, lambda family: family in QUICK))
 def test_every_family_is_one_function(family: str, tmp_path: Path) -> None:
     lines = ran("dense", tmp_path, model_of(family))
@@ -150,7 +182,10 @@ def test_every_family_is_one_function(family: str, tmp_path: Path) -> None:
     assert {line[key] for line in lines for key in ZERO} == {0.0}
 
 
-@pytest.mark.parametrize("family", some([n for n, f in FAMILIES.items() if f.has_experts], lambda family: family in QUICK))
+@pytest.mark.parametrize(
+    "family",
+    some([n for n, f in FAMILIES.items() if f.has_experts], lambda family: family in QUICK),
+)
 def test_every_familys_routing_is_replayed(family: str, tmp_path: Path) -> None:
     """In float32, so that the gates are the generator's to rounding."""
     lines = ran("moe", tmp_path, model_of(family), "correction.routing_replay=true")
@@ -159,7 +194,8 @@ def test_every_familys_routing_is_replayed(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_routers_bias_is_synced_saved_and_resumed(tmp_path: Path) -> None:
-    """GLM-4-MoE's is a buffer, which the optimizer does not know. It turns choices, so the run without is another."""
+    """GLM-4-MoE's is a buffer, which the optimizer does not know. It turns choices, so the run
+    without is another."""
     run = loop.prepare(config.load(CONFIGS["dense"], [*TINY, model_of("glm4_moe")]))
     run.close()
     assert run.trainer is not None
@@ -181,12 +217,14 @@ def test_a_routers_bias_is_synced_saved_and_resumed(tmp_path: Path) -> None:
         assert torch.equal(state["model.layers.1.mlp.gate.e_score_correction_bias"], bias)
 
 
-# ---------------------------------------------------------------------------------------------- gradient checkpointing
+# ------------------------------------------------------------------------- gradient checkpointing
 def trained(name: str, out: Path, *changes: str) -> tuple[list[dict[str, Any]], bytes]:
     """The metrics of a run, and its last weights."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
-        return ran(name, out, *changes, "train.steps=2"), (out / "checkpoints/step_000002/model.safetensors").read_bytes()
+        return ran(name, out, *changes, "train.steps=2"), (
+            out / "checkpoints/step_000002/model.safetensors"
+        ).read_bytes()
 
 
 OTHER = [*BFLOAT16, "sync.self_test=0.0", 'train.kernels="torch"']
@@ -200,29 +238,48 @@ ALL = [*BFLOAT16, "train.micro_batch=3", "train.minibatches=true", "train.update
         full("moe", []),
         full("dense", OTHER),
         full("moe", [*OTHER, *FILTERS, 'train.dtype="bfloat16"']),
-        # The layer that the backward pass computes again takes the recorded experts too, some of which are not its own.
-        pytest.param("moe", [*OTHER, "correction.routing_replay=true", "train.micro_batch=5"], id="routing replay"),
+        # The layer that the backward pass computes again takes the recorded experts too, some of
+        # which are not its own.
+        pytest.param(
+            "moe",
+            [*OTHER, "correction.routing_replay=true", "train.micro_batch=5"],
+            id="routing replay",
+        ),
         full("dense", ALL),
         pytest.param("moe", ALL, id="all"),
     ],
 )
-def test_gradient_checkpointing_has_the_same_bits(name: str, changes: list[str], tmp_path: Path) -> None:
+def test_gradient_checkpointing_has_the_same_bits(
+    name: str, changes: list[str], tmp_path: Path
+) -> None:
     plain = trained(name, tmp_path / "plain", *changes)
     assert plain == trained(name, tmp_path / "again", *changes, "train.gradient_checkpointing=true")
     assert plain[0][0]["grad_norm"] > 0.0
 
 
 @pytest.mark.parametrize("kernels", ["rollmesh", "torch"])
-@pytest.mark.parametrize("family", [family if family in QUICK else full(family) for family in FAMILIES])
+@pytest.mark.parametrize(
+    "family", [family if family in QUICK else full(family) for family in FAMILIES]
+)
 def test_gradient_checkpointing_keeps_the_input_of_each_layer(family: str, kernels: str) -> None:
-    """And saves nothing else of it for the backward pass. No part of the model is in training mode but the layers themselves."""
+    """And saves nothing else of it for the backward pass. No part of the model is in training mode
+    but the layers themselves."""
     saved: dict[bool, list[int]] = {}
     prompts, tokens = [Prompt("", (5, 6, 7), {})] * 4, [[8, 9], [8], [3, 4, 5], [9, 9]]
-    this = Rollout(prompts, tokens, [np.zeros(len(ids), np.float32) for ids in tokens], [""] * 4, [True] * 4)
+    this = Rollout(
+        prompts, tokens, [np.zeros(len(ids), np.float32) for ids in tokens], [""] * 4, [True] * 4
+    )
     for checkpoints in (False, True):
-        sets = [*TINY, model_of(family), f'train.kernels="{kernels}"', f"train.gradient_checkpointing={str(checkpoints).lower()}"]
+        sets = [
+            *TINY,
+            model_of(family),
+            f'train.kernels="{kernels}"',
+            f"train.gradient_checkpointing={str(checkpoints).lower()}",
+        ]
         made = Trainer(config.load(CONFIGS["moe"], sets), load_tokenizer(ROOT / "data/chars"))
-        assert {m for m in made.model.modules() if m.training} == set(made.model.model.layers if checkpoints else [])
+        assert {m for m in made.model.modules() if m.training} == set(
+            made.model.model.layers if checkpoints else []
+        )
         sizes: list[int] = []
         saved[checkpoints] = kept = []
         layer = made.model.model.layers[1]
@@ -235,12 +292,14 @@ def test_gradient_checkpointing_keeps_the_input_of_each_layer(family: str, kerne
 
         with torch.autograd.graph.saved_tensors_hooks(seen, lambda x: x):
             made.logprobs(make_batch(this, range(4)))
-    rows = 4 * 5 if kernels == "torch" else sum(len(prompts[0].ids) + len(ids) - 1 for ids in tokens)
+    rows = (
+        4 * 5 if kernels == "torch" else sum(len(prompts[0].ids) + len(ids) - 1 for ids in tokens)
+    )
     assert sum(saved[False]) > 5 * rows * 32 * 4
     assert sum(saved[True]) == rows * 32 * 4
 
 
-# ---------------------------------------------------------------------------------------------- where they differ
+# ------------------------------------------------------------------------------ where they differ
 def spoilt(change: str, rollout: Rollout) -> Rollout:
     """A record with one wrong number."""
     if change == "logprobs":
@@ -258,16 +317,21 @@ def spoilt(change: str, rollout: Rollout) -> Rollout:
     [
         (
             "logprobs",
-            r"logprobs: expected -\S+ for sequence 3 of the batch, position \d+, token \d+, .*got -\S+ from the trainer; 1 of \d+ differ",
+            r"logprobs: expected -\S+ for sequence 3 of the batch, position \d+, token \d+, .*got "
+            r"-\S+ from the trainer; 1 of \d+ differ",
         ),
         (
             "routing",
-            r"routed experts: expected expert \d as choice 0 of MoE layer 1 for sequence 1 of the batch, position 4, .*; 1 of \d+ differ",
+            r"routed experts: expected expert \d as choice 0 of MoE layer 1 for sequence 1 of the "
+            r"batch, position 4, .*; 1 of \d+ differ",
         ),
     ],
 )
-def test_the_first_difference_is_named(change: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the optimizer's step, so the weights are those that drew the tokens; "record" goes on."""
+def test_the_first_difference_is_named(
+    change: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the optimizer's step, so the weights are those that drew the tokens; "record" goes
+    on."""
     learn, seen = Trainer.learn, []
 
     def wrong(self: Trainer, rollout: Rollout, advantages: Any, step: int) -> Any:
@@ -275,7 +339,9 @@ def test_the_first_difference_is_named(change: str, words: str, tmp_path: Path, 
         try:
             return learn(self, spoilt(change, rollout), advantages, step)
         except rm.NumericsError:
-            assert all((p == q).all() for p, q in zip(self.model.parameters(), seen[-1], strict=True))
+            assert all(
+                (p == q).all() for p, q in zip(self.model.parameters(), seen[-1], strict=True)
+            )
             raise
 
     monkeypatch.setattr(Trainer, "learn", wrong)
@@ -288,14 +354,25 @@ def test_the_first_difference_is_named(change: str, words: str, tmp_path: Path, 
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (['train.kernels="triton"'], r'\[train\] kernels: expected one of "rollmesh", "torch", got "triton"'),
-        (['train.mismatch="ignore"'], r'\[train\] mismatch: expected one of "raise", "record", got "ignore"'),
+        (
+            ['train.kernels="triton"'],
+            r'\[train\] kernels: expected one of "rollmesh", "torch", got "triton"',
+        ),
+        (
+            ['train.mismatch="ignore"'],
+            r'\[train\] mismatch: expected one of "raise", "record", got "ignore"',
+        ),
         (
             ['train.kernels="rollmesh"', "correction.routing_replay=true"],
             r"\[correction\] routing_replay: expected false where \[train\] kernels",
         ),
         (
-            ['train.kernels="rollmesh"', 'generator.device="cuda"', 'generator.isa="cuda_mma"', *BFLOAT16],
+            [
+                'train.kernels="rollmesh"',
+                'generator.device="cuda"',
+                'generator.isa="cuda_mma"',
+                *BFLOAT16,
+            ],
             r'\[train\] kernels: expected "torch" where \[generator\] isa is "cuda_mma"',
         ),
     ],
@@ -313,7 +390,10 @@ def test_settings_that_are_refused(changes: list[str], words: str) -> None:
         (['generator.device="cuda"'], "rollmesh"),
         (['generator.device="cuda"', 'generator.isa="cuda_mma"', *BFLOAT16], "torch"),
         (['generator.device="cuda"', 'train.device="cuda"'], "torch"),
-        (['generator.device="cuda"', 'train.device="cuda"', 'train.kernels="rollmesh"'], "rollmesh"),
+        (
+            ['generator.device="cuda"', 'train.device="cuda"', 'train.kernels="rollmesh"'],
+            "rollmesh",
+        ),
         (['train.kernels="torch"'], "torch"),
     ],
 )

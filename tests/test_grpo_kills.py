@@ -1,4 +1,5 @@
-"""Runs of `rollmesh grpo` that are killed at random moments and resumed: the driver is tests/grpo_kills.py."""
+"""Runs of `rollmesh grpo` that are killed at random moments and resumed: the driver is
+tests/grpo_kills.py."""
 
 from __future__ import annotations
 
@@ -13,8 +14,12 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("kills", [pytest.param(6, marks=pytest.mark.full), pytest.param(200, marks=pytest.mark.slow)])
-def test_a_killed_run_that_is_resumed_ends_as_an_undisturbed_one(kills: int, seed: int, pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize(
+    "kills", [pytest.param(6, marks=pytest.mark.full), pytest.param(200, marks=pytest.mark.slow)]
+)
+def test_a_killed_run_that_is_resumed_ends_as_an_undisturbed_one(
+    kills: int, seed: int, pytestconfig: pytest.Config
+) -> None:
     done = run([sys.executable, DRIVER, "--kills", str(kills), "--seed", str(seed)], timeout=3600)
     assert done.returncode == 0, done.stdout + done.stderr
     note(pytestconfig, "kills", done.stdout)

@@ -1,9 +1,11 @@
 """`rollmesh grpo --generator vllm` is the run of the default engine: bit for bit.
 
-Input: configs/qwen3_moe_debug.toml cut to two steps of 64 completions, float32 on one worker and bfloat16 on two. Oracle: the same
-configuration with rollmesh's own engine. Bound: every metric but the times, and every weight of the last checkpoint, equal; and a run
-that one engine began and the other resumed is the run of one of them. Each run with vLLM is a process of its own, as a user starts it.
-What needs no vLLM (the configuration, what is said where vLLM is missing) is tested everywhere.
+Input: configs/qwen3_moe_debug.toml cut to two steps of 64 completions, float32 on one worker and
+bfloat16 on two. Oracle: the same configuration with rollmesh's own engine. Bound: every metric but
+the times, and every weight of the last checkpoint, equal; and a run that one engine began and the
+other resumed is the run of one of them. Each run with vLLM is a process of its own, as a user
+starts it. What needs no vLLM (the configuration, what is said where vLLM is missing) is tested
+everywhere.
 """
 
 from __future__ import annotations
@@ -33,20 +35,35 @@ from rollmesh.grpo import checkpoint, config, loop, metrics  # noqa: E402
 from rollmesh.grpo import vllm as vllm_engine  # noqa: E402
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs/qwen3_moe_debug.toml"
-SHORT = ["train.steps=2", "rollout.prompts=8", "rollout.samples=8", "eval.prompts=8", "eval.every=1", "eval.temperature=0.7"]
+SHORT = [
+    "train.steps=2",
+    "rollout.prompts=8",
+    "rollout.samples=8",
+    "eval.prompts=8",
+    "eval.every=1",
+    "eval.temperature=0.7",
+]
 BFLOAT16 = ["generator.dtype=bfloat16", "sync.cast=true", "sync.self_test=0.5"]
 REPLAY = "correction.routing_replay=true"
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
-WORKS = all(importlib.util.find_spec(name) for name in ("vllm", "rich", "matplotlib", "tensorboard"))
+WORKS = all(
+    importlib.util.find_spec(name) for name in ("vllm", "rich", "matplotlib", "tensorboard")
+)
 needs_vllm = pytest.mark.skipif(not WORKS, reason="needs vllm and rollmesh's extra train")
 
 
-# -------------------------------------------------------------------------------------------------- without vLLM
+# ----------------------------------------------------------------------------------- without vLLM
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (["generator.engine=vllm", "rollout.top_k=5"], r'\[rollout\] top_k: expected 0 where \[generator\] engine is "vllm", .*, got 5'),
-        (["generator.engine=sglang"], r'\[generator\] engine: expected one of "rollmesh", "vllm", got "sglang"'),
+        (
+            ["generator.engine=vllm", "rollout.top_k=5"],
+            r'\[rollout\] top_k: expected 0 where \[generator\] engine is "vllm", .*, got 5',
+        ),
+        (
+            ["generator.engine=sglang"],
+            r'\[generator\] engine: expected one of "rollmesh", "vllm", got "sglang"',
+        ),
         (
             ["generator.engine=vllm", "generator.comm=shm"],
             r'\[generator\] comm: expected "auto" or "threads" where engine is "vllm", got "shm"',
@@ -63,12 +80,15 @@ def test_what_vllm_cannot_be_told_is_refused(changes: list[str], message: str) -
 
 
 def test_a_run_may_change_its_engine(tmp_path: Path) -> None:
-    """It is among the keys that a resumed run may change, as the number of threads is; a checkpoint from before there was a choice too."""
+    """It is among the keys that a resumed run may change, as the number of threads is; a checkpoint
+    from before there was a choice too."""
     assert "generator.engine" in checkpoint.MAY_DIFFER
     (tmp_path / "trainer").mkdir()
     then = config.load(CONFIG).as_dict()
     del then["generator"]["engine"]
-    (tmp_path / checkpoint.STATE).write_text(json.dumps({"format": checkpoint.FORMAT, "next_step": 5, "config": then}))
+    (tmp_path / checkpoint.STATE).write_text(
+        json.dumps({"format": checkpoint.FORMAT, "next_step": 5, "config": then})
+    )
     assert checkpoint.read_state(tmp_path, config.load(CONFIG, ["generator.engine=vllm"]), []) == 5
 
 
@@ -77,9 +97,14 @@ def test_without_vllm_the_command_says_what_to_install(
 ) -> None:
     """Before anything is written."""
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find("json"))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "vllm" else find("json")
+    )
     assert main(["grpo", str(CONFIG), "--generator", "vllm", "--out", str(tmp_path / "run")]) == 2
-    assert "ConfigError: generating with vLLM needs the package vllm: pip install" in capsys.readouterr().err
+    assert (
+        "ConfigError: generating with vLLM needs the package vllm: pip install"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -89,28 +114,44 @@ def test_the_plugin_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL"):
         monkeypatch.setenv(name, os.environ.get(name, "1"))
-    for before, after in (("", "rollmesh"), ("other", "other,rollmesh"), ("rollmesh_model", "rollmesh_model,rollmesh")):
+    for before, after in (
+        ("", "rollmesh"),
+        ("other", "other,rollmesh"),
+        ("rollmesh_model", "rollmesh_model,rollmesh"),
+    ):
         monkeypatch.setenv("VLLM_PLUGINS", before)
         assert vllm_engine.ask_for_plugin()
         assert os.environ["VLLM_PLUGINS"] == after
         assert not vllm_engine.ask_for_plugin()
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
-    with pytest.raises(rm.ConfigError, match=r'^VLLM_PLUGINS: expected rollmesh in it before vllm is imported, got "other"'):
+    with pytest.raises(
+        rm.ConfigError,
+        match=r'^VLLM_PLUGINS: expected rollmesh in it before vllm is imported, got "other"',
+    ):
         vllm_engine.ask_for_plugin()
 
 
-def test_torchrun_round_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torchrun_round_vllm_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(vllm_engine, "ask_for_plugin", lambda: False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["grpo", str(CONFIG), "--generator", "vllm"]) == 2
-    assert re.search("ConfigError: WORLD_SIZE: expected no torchrun around vLLM.*, got 2$", capsys.readouterr().err, re.MULTILINE)
+    assert re.search(
+        "ConfigError: WORLD_SIZE: expected no torchrun around vLLM.*, got 2$",
+        capsys.readouterr().err,
+        re.MULTILINE,
+    )
 
 
 def sample(**changes: Any) -> SimpleNamespace:
     """One of vLLM's completions: three tokens, of versions 4, 4 and 5, that a stop token ended."""
-    spans = [SimpleNamespace(version="4", start=0, end=2), SimpleNamespace(version="5", start=2, end=3)]
+    spans = [
+        SimpleNamespace(version="4", start=0, end=2),
+        SimpleNamespace(version="5", start=2, end=3),
+    ]
     fields = {
         "index": 0,
         "token_ids": [7, 8, 2],
@@ -119,45 +160,77 @@ def sample(**changes: Any) -> SimpleNamespace:
         "weight_versions": spans,
         "routed_experts": None,
     }
-    return SimpleNamespace(**fields | {"logprobs": SimpleNamespace(logprobs=[-1.5, -0.25, -2.0])} | changes)
+    return SimpleNamespace(
+        **fields | {"logprobs": SimpleNamespace(logprobs=[-1.5, -0.25, -2.0])} | changes
+    )
 
 
 def test_records_are_read_as_vllm_gives_them() -> None:
-    """By hand. The eos, which vLLM knows as a stop token only, is an end without a reason; a logprob keeps its bits."""
-    prompt = SimpleNamespace(logprobs=[-3.0, -0.5, -4.0], start_indices=[0, 0, 2])  # the second position has two entries
-    output = SimpleNamespace(outputs=[sample()], prompt_token_ids=[1, 5, 6], num_cached_tokens=None, prompt_logprobs=prompt)
+    """By hand. The eos, which vLLM knows as a stop token only, is an end without a reason; a
+    logprob keeps its bits."""
+    prompt = SimpleNamespace(
+        logprobs=[-3.0, -0.5, -4.0], start_indices=[0, 0, 2]
+    )  # the second position has two entries
+    output = SimpleNamespace(
+        outputs=[sample()],
+        prompt_token_ids=[1, 5, 6],
+        num_cached_tokens=None,
+        prompt_logprobs=prompt,
+    )
     read = vllm_engine.output_of(output, 3, rm.SamplingParams(seed=0), frozenset({2}))
     c = read.outputs[0]
-    assert (c.token_ids.tolist(), c.finish_reason, c.stop_reason, c.versions.tolist()) == ([7, 8, 2], "stop", None, [4, 4, 5])
+    assert (c.token_ids.tolist(), c.finish_reason, c.stop_reason, c.versions.tolist()) == (
+        [7, 8, 2],
+        "stop",
+        None,
+        [4, 4, 5],
+    )
     assert c.sampling_logprobs.tolist() == c.logprobs.tolist() == [-1.5, -0.25, -2.0]
     assert read.prompt_logprobs is not None
     assert read.prompt_logprobs.tolist() == [-3.0, -4.0]
-    at_two = vllm_engine.output_of(output, 3, rm.SamplingParams(seed=0, temperature=2.0), frozenset()).outputs[0]
+    at_two = vllm_engine.output_of(
+        output, 3, rm.SamplingParams(seed=0, temperature=2.0), frozenset()
+    ).outputs[0]
     assert at_two.stop_reason == 2
     assert np.isnan(at_two.logprobs).all()
-    biased = vllm_engine.output_of(output, 3, rm.SamplingParams(seed=0, logit_bias={7: 1.0}), frozenset()).outputs[0]
+    biased = vllm_engine.output_of(
+        output, 3, rm.SamplingParams(seed=0, logit_bias={7: 1.0}), frozenset()
+    ).outputs[0]
     assert np.isnan(biased.logprobs).all()
     assert c.routed_experts is None
     every = np.arange(5 * 3 * 2, dtype=np.uint8).reshape(5, 3, 2)
     output.outputs = [sample(routed_experts=every)]
-    routed = vllm_engine.output_of(output, 3, rm.SamplingParams(seed=0), frozenset(), (True, False, True)).outputs[0].routed_experts
+    routed = (
+        vllm_engine.output_of(
+            output, 3, rm.SamplingParams(seed=0), frozenset(), (True, False, True)
+        )
+        .outputs[0]
+        .routed_experts
+    )
     assert routed is not None
     assert routed.dtype == np.int16
     assert routed.tolist() == [[row[0].tolist(), row[2].tolist()] for row in every]
     output.outputs = [sample(weight_versions=None)]
-    assert vllm_engine.output_of(output, 3, rm.SamplingParams(), frozenset()).outputs[0].versions.tolist() == [-1, -1, -1]
+    assert vllm_engine.output_of(output, 3, rm.SamplingParams(), frozenset()).outputs[
+        0
+    ].versions.tolist() == [-1, -1, -1]
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"finish_reason": "error", "stop_reason": "NumericsError: row 3"}, "request 9, sample 0: ended with error: NumericsError: row 3"),
+        (
+            {"finish_reason": "error", "stop_reason": "NumericsError: row 3"},
+            "request 9, sample 0: ended with error: NumericsError: row 3",
+        ),
         ({"finish_reason": "abort", "stop_reason": None}, "request 9, sample 0: ended with abort"),
         ({"token_ids": [7, 8]}, "request 9, sample 0: 3 logprobs for 2 tokens"),
     ],
 )
 def test_a_completion_that_is_none_is_an_error(changes: dict[str, Any], message: str) -> None:
-    output = SimpleNamespace(outputs=[sample(**changes)], prompt_token_ids=[1], num_cached_tokens=0, prompt_logprobs=None)
+    output = SimpleNamespace(
+        outputs=[sample(**changes)], prompt_token_ids=[1], num_cached_tokens=0, prompt_logprobs=None
+    )
     with pytest.raises(rm.Error, match=f"^{message}"):
         vllm_engine.output_of(output, 9, rm.SamplingParams(), frozenset())
 
@@ -174,15 +247,26 @@ def test_what_vllm_does_not_do_is_refused() -> None:
             vllm_engine.vllm_params(rm.SamplingParams(**{"seed": 0, **option}), [])
 
 
-# -------------------------------------------------------------------------------------------------- with vLLM
-def started(out: Path, changes: list[str], *arguments: str, path: Path | None = None) -> subprocess.Popen[str]:
+# -------------------------------------------------------------------------------------- with vLLM
+def started(
+    out: Path, changes: list[str], *arguments: str, path: Path | None = None
+) -> subprocess.Popen[str]:
     """`path`: of modules that the config names."""
     command = [sys.executable, "-m", "rollmesh", "grpo", str(CONFIG), "--out", str(out), *arguments]
     command += [word for change in [*SHORT, *changes] for word in ("--set", change)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
     if path:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), environment.get("PYTHONPATH")]))
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(path), environment.get("PYTHONPATH")])
+        )
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
 
 
 def own(out: Path, changes: list[str], resume: Path | None = None) -> None:
@@ -195,7 +279,8 @@ def own(out: Path, changes: list[str], resume: Path | None = None) -> None:
 
 
 def on_vllm(out: Path, changes: list[str], *arguments: str) -> str:
-    """What it says on stderr, after it has ended well. A run that takes too long loses its workers too."""
+    """What it says on stderr, after it has ended well. A run that takes too long loses its workers
+    too."""
     process = started(out, changes, *arguments)
     try:
         said, complaints = process.communicate(timeout=300)
@@ -207,7 +292,10 @@ def on_vllm(out: Path, changes: list[str], *arguments: str) -> str:
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in metrics.read(out / "metrics.jsonl")]
+    return [
+        {name: value for name, value in line.items() if name not in TIMES}
+        for line in metrics.read(out / "metrics.jsonl")
+    ]
 
 
 def weights(out: Path, step: int) -> bytes:
@@ -217,7 +305,9 @@ def weights(out: Path, step: int) -> bytes:
 def same(out: Path, oracle: Path, steps: int) -> None:
     mine, theirs = lines(out), lines(oracle)
     assert [line["step"] for line in mine] == list(range(steps + 1))
-    assert max(line["reward_mean"] for line in mine) > 0, "rewards of zero teach nothing, and nothing would be compared"
+    assert max(line["reward_mean"] for line in mine) > 0, (
+        "rewards of zero teach nothing, and nothing would be compared"
+    )
     for a, b in zip(mine, theirs, strict=True):
         assert a == b, f"step {a['step']}"
     assert weights(out, steps) == weights(oracle, steps)
@@ -236,10 +326,12 @@ def test_a_run_on_vllm_is_the_run_without_it_and_goes_on_without_it(tmp_path: Pa
 
 @needs_vllm
 def test_two_workers_in_bfloat16_give_the_same_run(tmp_path: Path) -> None:
-    """Experts over two ranks. The self-test goes through vLLM too: prompt logprobs, and those of what was drawn. The trainer replays the
-    routing that vLLM returns."""
+    """Experts over two ranks. The self-test goes through vLLM too: prompt logprobs, and those of
+    what was drawn. The trainer replays the routing that vLLM returns."""
     own(tmp_path / "own", [*BFLOAT16, REPLAY])
-    on_vllm(tmp_path / "vllm", [*BFLOAT16, REPLAY, "generator.engine=vllm"], "--tp", "2", "--ep", "2")
+    on_vllm(
+        tmp_path / "vllm", [*BFLOAT16, REPLAY, "generator.engine=vllm"], "--tp", "2", "--ep", "2"
+    )
     same(tmp_path / "vllm", tmp_path / "own", 2)
 
 
@@ -259,7 +351,8 @@ def test_an_error_while_vllm_generates_ends_the_run(tmp_path: Path) -> None:
         "calls = []\n"
         "def late(prompts, completions, **columns):\n"
         "    calls.append(0)\n"
-        "    return [float(len(calls) / (4 - len(calls))) for _ in completions]\n"  # the fourth call divides by zero
+        # the fourth call divides by zero
+        "    return [float(len(calls) / (4 - len(calls))) for _ in completions]\n"
     )
     changes = ["reward.functions=['late:late']", "rollout.async_level=1", "train.steps=9"]
     process = started(tmp_path / "run", changes, "--generator", "vllm", path=tmp_path)
@@ -270,8 +363,11 @@ def test_an_error_while_vllm_generates_ends_the_run(tmp_path: Path) -> None:
 
 @needs_vllm
 def test_a_failed_self_test_ends_the_run_and_its_processes(tmp_path: Path) -> None:
-    """No difference is allowed at all, so it fails by rounding. Nothing of the session is left a few seconds later."""
-    process = started(tmp_path / "run", ["sync.self_test=1e-12", "train.kernels=torch"], "--generator", "vllm")
+    """No difference is allowed at all, so it fails by rounding. Nothing of the session is left a
+    few seconds later."""
+    process = started(
+        tmp_path / "run", ["sync.self_test=1e-12", "train.kernels=torch"], "--generator", "vllm"
+    )
     complaints = process.communicate(timeout=300)[1]
     assert process.returncode == 2, complaints
     assert "NumericsError: self-test of version 0: expected |Δ logprob| of at most" in complaints
@@ -288,7 +384,12 @@ def members(session: int) -> list[str]:
         try:
             fields = stat.read_text().rpartition(")")[2].split()
             if int(fields[3]) == session and fields[0] != "Z":
-                found.append((stat.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                found.append(
+                    (stat.parent / "cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                )
         except (OSError, ProcessLookupError):
             continue
     return found

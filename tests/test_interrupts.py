@@ -1,8 +1,10 @@
 """A Ctrl-C at any moment of a call.
 
-CPython looks for signals where a Python function begins, after a call of a C function and at the end of a loop's body. A profile function
-is called at the first two of these, and what it raises comes out there: so each call is run again and again, interrupted at its first
-such place, its second and so on, until it ends. What real signals hit by chance (test_requests.py) is hit here for certain.
+CPython looks for signals where a Python function begins, after a call of a C function and at the
+end of a loop's body. A profile function is called at the first two of these, and what it raises
+comes out there: so each call is run again and again, interrupted at its first such place, its
+second and so on, until it ends. What real signals hit by chance (test_requests.py) is hit here for
+certain.
 """
 
 from __future__ import annotations
@@ -63,7 +65,13 @@ class Workers:
 @pytest.fixture
 def gen() -> Iterator[rm.Generator]:
     with rm.Generator(
-        tiny_spec(), tokenizer=Letters(), eos_token_ids=[], dtype="float32", threads=1, kv_cache_gib=0.004, max_model_len=128
+        tiny_spec(),
+        tokenizer=Letters(),
+        eos_token_ids=[],
+        dtype="float32",
+        threads=1,
+        kv_cache_gib=0.004,
+        max_model_len=128,
     ) as generator:
         generator.sync_weights(STATE, version=3)
         yield generator
@@ -93,7 +101,9 @@ def interrupted_at(
                 sys.setprofile(None)
                 raise error
 
-    gc.disable()  # a collection calls gc.callbacks (hypothesis' one), which would count as places of some calls and not of others
+    # a collection calls gc.callbacks (hypothesis' one), which would count as places of some calls
+    # and not of others
+    gc.disable()
     try:
         sys.setprofile(count)
         call()
@@ -146,7 +156,9 @@ def rest(gen: rm.Generator) -> None:
 
 
 CALLS: dict[str, Callable[[rm.Generator], Any]] = {
-    "generate": lambda gen: gen.generate([PROMPT, "text", [1, -1]], PARAMS, use_tqdm=False, on_error="return"),
+    "generate": lambda gen: gen.generate(
+        [PROMPT, "text", [1, -1]], PARAMS, use_tqdm=False, on_error="return"
+    ),
     "submit": lambda gen: gen.submit([PROMPT, PROMPT[:2]], PARAMS),
     "submit and poll": submit_and_poll,
     "score": lambda gen: gen.score([PROMPT, PROMPT[:3]]),
@@ -162,7 +174,8 @@ CALLS: dict[str, Callable[[rm.Generator], Any]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_anywhere_leaves_nothing_behind(gen: rm.Generator, name: str) -> None:
-    """No call is refused as re-entry, nothing stays in the engine, and it serves as before. What a poll had taken, the next one brings."""
+    """No call is refused as re-entry, nothing stays in the engine, and it serves as before. What a
+    poll had taken, the next one brings."""
     call = CALLS[name]
     call(gen)
     gen.abort()
@@ -200,7 +213,11 @@ def test_a_handler_that_raises_undoes_a_submit(gen: rm.Generator) -> None:
     place, hit = 0, True
     while hit:
         ids: list[int] = []
-        hit = interrupted_at(place, lambda: ids.extend(gen.submit([PROMPT, PROMPT[:2]], PARAMS)), Alarm)  # noqa: B023
+        hit = interrupted_at(
+            place,
+            lambda: ids.extend(gen.submit([PROMPT, PROMPT[:2]], PARAMS)),  # noqa: B023
+            Alarm,
+        )
         assert gen._engine.ids() == ids, place
         gen.abort()
         gen.poll()
@@ -209,13 +226,22 @@ def test_a_handler_that_raises_undoes_a_submit(gen: rm.Generator) -> None:
 
 
 def test_an_interrupted_poll_loses_nothing(gen: rm.Generator) -> None:
-    """What it had taken the next one brings, once, with the tokens of a poll that nothing cuts short, up to their stop strings."""
+    """What it had taken the next one brings, once, with the tokens of a poll that nothing cuts
+    short, up to their stop strings."""
     prompts = [PROMPT, PROMPT[:2], PROMPT[:3]]
-    free = [output.outputs[0].text for output in gen.generate(prompts, rm.SamplingParams(max_tokens=9, seed=7), use_tqdm=False)]
-    params = rm.SamplingParams(max_tokens=9, seed=7, stop=[free[0][-3:], free[1][2:5]])  # one with the last token that is allowed
+    free = [
+        output.outputs[0].text
+        for output in gen.generate(prompts, rm.SamplingParams(max_tokens=9, seed=7), use_tqdm=False)
+    ]
+    params = rm.SamplingParams(
+        max_tokens=9, seed=7, stop=[free[0][-3:], free[1][2:5]]
+    )  # one with the last token that is allowed
 
     def told(outputs: list[rm.RequestOutput]) -> list[Any]:
-        return [(o.outputs[0].token_ids.tolist(), o.outputs[0].text, o.outputs[0].stop_reason) for o in outputs]
+        return [
+            (o.outputs[0].token_ids.tolist(), o.outputs[0].text, o.outputs[0].stop_reason)
+            for o in outputs
+        ]
 
     wanted = told(gen.generate(prompts, params, use_tqdm=False))
     assert [reason for _, _, reason in wanted] == [*params.stop, None]
@@ -234,14 +260,17 @@ def test_an_interrupted_poll_loses_nothing(gen: rm.Generator) -> None:
 
 
 def test_an_interrupted_restart_is_one_or_none(gen: rm.Generator) -> None:
-    """Whichever version serves then, a request that ran gives what it gives alone, its stop string found where it is."""
+    """Whichever version serves then, a request that ran gives what it gives alone, its stop string
+    found where it is."""
     states = [OTHER_STATE, STATE]  # by the version's lowest bit
     free = rm.SamplingParams(max_tokens=12, seed=7)
     texts = []
     for version in (4, 5):
         gen.sync_weights(states[version % 2], version)
         texts.append(gen.generate(PROMPT, free, use_tqdm=False)[0].outputs[0].text)
-    letters = set("".join(texts)) - {letter for text in texts for letter in text[:5]}  # none ends the request before the sync
+    letters = set("".join(texts)) - {
+        letter for text in texts for letter in text[:5]
+    }  # none ends the request before the sync
     params = rm.SamplingParams(max_tokens=12, seed=7, stop=sorted(letters))
     wanted = []
     for version in (6, 7):
@@ -256,16 +285,25 @@ def test_an_interrupted_restart_is_one_or_none(gen: rm.Generator) -> None:
             gen.poll()
         assert gen.version is not None
         version = gen.version + 1
-        hit = interrupted_at(place, lambda: gen.sync_weights(states[version % 2], version, inflight="restart"))  # noqa: B023
+        hit = interrupted_at(
+            place,
+            lambda: gen.sync_weights(states[version % 2], version, inflight="restart"),  # noqa: B023
+        )
         output, alone = gen.poll(min_outputs=1)[0].outputs[0], wanted[gen.version % 2]
-        assert (output.token_ids.tolist(), output.text) == (alone.token_ids.tolist(), alone.text), place
+        assert (output.token_ids.tolist(), output.text) == (alone.token_ids.tolist(), alone.text), (
+            place
+        )
         place += 1
     assert place > 100
 
 
 # A folder that is being listed is closed as the listing goes, with a ResourceWarning.
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <posix.ScandirIterator:pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupted_send_leaves_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <posix.ScandirIterator:pytest.PytestUnraisableExceptionWarning"
+)
+def test_an_interrupted_send_leaves_no_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To vLLM's workers, in blocks that grow. The sender sends on."""
     monkeypatch.setattr(segment, "FOLDER", tmp_path)
     source = {f"t{i}": np.zeros((4, 5), np.float32) for i in range(3)}
@@ -273,7 +311,9 @@ def test_an_interrupted_send_leaves_no_block(tmp_path: Path, monkeypatch: pytest
     cut_short = 0
     while hit:
         hit = interrupted_at(place, lambda: sender.send(source, 1))
-        cut_short += any(tmp_path.iterdir())  # in the midst of its own clean-up; the next send takes it away
+        cut_short += any(
+            tmp_path.iterdir()
+        )  # in the midst of its own clean-up; the next send takes it away
         sender.send(source, 2)
         assert not any(path for path in tmp_path.iterdir()), place
         place += 1
@@ -281,10 +321,16 @@ def test_an_interrupted_send_leaves_no_block(tmp_path: Path, monkeypatch: pytest
 
 
 # A folder that is being listed is closed as the listing goes, with a ResourceWarning.
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <posix.ScandirIterator:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <posix.ScandirIterator:pytest.PytestUnraisableExceptionWarning"
+)
 def test_an_interrupted_publish_is_one_or_none(tmp_path: Path) -> None:
-    """The writer knows which version readers find, it is whole, and nothing else is left in the store, nor a store that was closed."""
-    states = [{"x": np.full(3, value, np.float32), "y": np.full((2, 2), value, np.float64)} for value in range(2)]
+    """The writer knows which version readers find, it is whole, and nothing else is left in the
+    store, nor a store that was closed."""
+    states = [
+        {"x": np.full(3, value, np.float32), "y": np.full((2, 2), value, np.float64)}
+        for value in range(2)
+    ]
     with SharedWriter(tmp_path) as writer, SharedReader(writer.address) as reader:
         writer.publish(states[0], version=0)
         path = Path(writer.address.rpartition(":")[0])
@@ -311,13 +357,18 @@ def test_an_interrupted_publish_is_one_or_none(tmp_path: Path) -> None:
         place += 1
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # hits inside finalizers
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # hits inside finalizers
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_interrupted_publish_of_a_folder_is_one_or_none(tmp_path: Path, threads: int) -> None:
     """The writer has the version that readers find. The call can be repeated, and the next one is a
     delta again, against a base that readers have."""
     pytest.importorskip("zstandard")
-    states = [{"x": np.full(3, value, np.float32), "y": np.full((2, 2), float(value))} for value in range(2)]
+    states = [
+        {"x": np.full(3, value, np.float32), "y": np.full((2, 2), float(value))}
+        for value in range(2)
+    ]
     with DeltaWriter(tmp_path, whole_every=3) as writer:
         writer._encoder._threads = threads
         reader = DeltaReader(tmp_path)
@@ -336,14 +387,19 @@ def test_an_interrupted_publish_of_a_folder_is_one_or_none(tmp_path: Path, threa
     assert not list(tmp_path.glob("*.being-written"))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # hits inside finalizers
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # hits inside finalizers
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_interrupted_delta_is_applied_or_not(threads: int) -> None:
     """Each tensor is of one version, and the next delta fits."""
     pytest.importorskip("zstandard")
     encoder, decoder = DeltaEncoder(threads), DeltaDecoder(threads)
     states = [
-        {"dense": np.full(64, value, np.float32), "sparse": np.arange(64.0) + 64 * value * (np.arange(64) == 7)}
+        {
+            "dense": np.full(64, value, np.float32),
+            "sparse": np.arange(64.0) + 64 * value * (np.arange(64) == 7),
+        }
         for value in range(2)
     ]
     decoder.apply(encoder.encode(states[0], 0))
@@ -393,14 +449,19 @@ def test_a_check_that_raises_passes_the_turn_on() -> None:
 
     with pytest.raises(rm.StateError, match="closed"), turn.take(check=refuse):
         pytest.fail("the block was entered")
-    with turn.take(), pytest.raises(rm.StateError, match="inside one of its own calls"), turn.take():
+    with (
+        turn.take(),
+        pytest.raises(rm.StateError, match="inside one of its own calls"),
+        turn.take(),
+    ):
         pytest.fail("the turn was taken twice")
     with pytest.raises(TypeError):
         turn.take("soon")  # type: ignore[arg-type]
 
 
 def test_a_signal_handler_that_raises_ends_the_wait() -> None:
-    """In the queue: the caller leaves it, and who came later gets the turn. A handler that returns does not end it."""
+    """In the queue: the caller leaves it, and who came later gets the turn. A handler that returns
+    does not end it."""
     turn, has_it, done = _core.Turn(), threading.Event(), threading.Event()
 
     def hold() -> None:

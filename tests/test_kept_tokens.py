@@ -1,7 +1,8 @@
 """SamplingParams(kept_tokens=True): which tokens the filters kept for each draw.
 
-Input: rollouts of tiny random models. Oracle: docs/numerics.md §7 in plain numpy over the rows of `logits`, whose exp is float64's; the
-same request by itself, without a mesh and without kept_tokens. Bounds are 0, but for probabilities: 1e-6.
+Input: rollouts of tiny random models. Oracle: docs/numerics.md §7 in plain numpy over the rows of
+`logits`, whose exp is float64's; the same request by itself, without a mesh and without
+kept_tokens. Bounds are 0, but for probabilities: 1e-6.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ import rollmesh as rm
 
 Params = rm.SamplingParams
 CONFIGS = {"dense": helpers.tiny_config(), "moe": helpers.tiny_config(moe=True)}
-WEIGHTS = {(name, seed): helpers.numpy_state_dict(config, seed) for name, config in CONFIGS.items() for seed in (1, 2)}
+WEIGHTS = {
+    (name, seed): helpers.numpy_state_dict(config, seed)
+    for name, config in CONFIGS.items()
+    for seed in (1, 2)
+}
 WAYS: list[dict[str, Any]] = [
     {"top_k": 5, "temperature": 1.4},
     {"top_k": 50, "top_p": 0.9, "n": 3},
@@ -28,12 +33,22 @@ WAYS: list[dict[str, Any]] = [
     {"top_k": 8, "temperature": 0.0},
     {"top_k": 1},
 ]
-PARAMS = [Params(max_tokens=6 + 3 * i, seed=10 * i, ignore_eos=True, kept_tokens=True, **way) for i, way in enumerate(WAYS)]
+PARAMS = [
+    Params(max_tokens=6 + 3 * i, seed=10 * i, ignore_eos=True, kept_tokens=True, **way)
+    for i, way in enumerate(WAYS)
+]
 PROMPTS = helpers.prompts(CONFIGS["dense"], [1, 20, 17, 33, 50, 4, 16], seed=8)
 
 
 def generator(model: str, **options: Any) -> rm.Generator:
-    options = {"dtype": "float32", "threads": 1, "max_model_len": 128, "kv_cache_gib": 0.02, "enable_prefix_caching": False, **options}
+    options = {
+        "dtype": "float32",
+        "threads": 1,
+        "max_model_len": 128,
+        "kv_cache_gib": 0.02,
+        "enable_prefix_caching": False,
+        **options,
+    }
     gen = rm.Generator(rm.ModelSpec.from_hf(CONFIGS[model]), **options)
     gen.sync_weights(WEIGHTS[model, 1], cast=True, version=1)
     return gen
@@ -57,8 +72,15 @@ def kept_of(logits: NDArray[np.float32], params: Params) -> tuple[list[int], NDA
     return order[:count].tolist(), e[:count] / e[:count].sum()
 
 
-def check(gen: rm.Generator, prompt: list[int], params: Params, sample: rm.CompletionOutput, only: Any = slice(None)) -> list[int]:
-    """Holds a sample's kept tokens, of those draws that are of gen's weights, to the oracle. Returns how many each draw kept."""
+def check(
+    gen: rm.Generator,
+    prompt: list[int],
+    params: Params,
+    sample: rm.CompletionOutput,
+    only: Any = slice(None),
+) -> list[int]:
+    """Holds a sample's kept tokens, of those draws that are of gen's weights, to the oracle.
+    Returns how many each draw kept."""
     tokens, kept = sample.token_ids, sample.kept_tokens
     assert kept is not None
     assert (kept.dtype, kept.shape) == (np.int32, (len(tokens), params.top_k))
@@ -80,16 +102,24 @@ def all_of(outputs: list[rm.RequestOutput], with_kept: bool = True) -> list[byte
     arrays: list[Any] = []
     for sample in (sample for output in outputs for sample in output.outputs):
         top = sample.top_logprobs
-        arrays += [sample.token_ids, sample.logprobs, sample.sampling_logprobs, sample.routed_experts, top and top.ids]
+        arrays += [
+            sample.token_ids,
+            sample.logprobs,
+            sample.sampling_logprobs,
+            sample.routed_experts,
+            top and top.ids,
+        ]
         arrays += [top and top.logprobs, sample.kept_tokens if with_kept else None]
-    return [None if array is None else f"{array.shape}".encode() + array.tobytes() for array in arrays]
+    return [
+        None if array is None else f"{array.shape}".encode() + array.tobytes() for array in arrays
+    ]
 
 
 def run(gen: rm.Generator) -> list[rm.RequestOutput]:
     return gen.generate(PROMPTS, PARAMS, use_tqdm=False)
 
 
-# -------------------------------------------------------------------------------------------------- what they are
+# ---------------------------------------------------------------------------------- what they are
 @pytest.mark.parametrize("model", CONFIGS)
 def test_kept_tokens_are_what_the_filters_leave_of_the_logits(model: str) -> None:
     seen = set()
@@ -104,19 +134,30 @@ def test_kept_tokens_are_what_the_filters_leave_of_the_logits(model: str) -> Non
 
 def test_kept_tokens_change_nothing_else() -> None:
     """Also not the top logprobs, of which more are recorded than were asked for."""
-    plain = [Params(max_tokens=6 + 3 * i, seed=10 * i, ignore_eos=True, **way) for i, way in enumerate(WAYS)]
+    plain = [
+        Params(max_tokens=6 + 3 * i, seed=10 * i, ignore_eos=True, **way)
+        for i, way in enumerate(WAYS)
+    ]
     with generator("moe") as gen:
         outputs = gen.generate(PROMPTS, plain, use_tqdm=False)
         assert all(sample.kept_tokens is None for output in outputs for sample in output.outputs)
         assert all_of(run(gen), with_kept=False) == all_of(outputs)
-        mixed = gen.generate(PROMPTS, [p if i % 2 else q for i, (p, q) in enumerate(zip(PARAMS, plain))], use_tqdm=False)
-        assert [sample.kept_tokens is None for output in mixed for sample in output.outputs[:1]] == [True, False] * 3 + [True]
+        mixed = gen.generate(
+            PROMPTS,
+            [p if i % 2 else q for i, (p, q) in enumerate(zip(PARAMS, plain))],
+            use_tqdm=False,
+        )
+        assert [
+            sample.kept_tokens is None for output in mixed for sample in output.outputs[:1]
+        ] == [True, False] * 3 + [True]
         assert all_of(mixed[1::2]) == all_of(run(gen)[1::2])
-        scored = gen.score([[*PROMPTS[0], *mixed[0].outputs[0].token_ids.tolist()]], PARAMS[0])[0]  # the rollout's own params
+        scored = gen.score([[*PROMPTS[0], *mixed[0].outputs[0].token_ids.tolist()]], PARAMS[0])[
+            0
+        ]  # the rollout's own params
         assert scored.tobytes() == mixed[0].outputs[0].sampling_logprobs.tobytes()
 
 
-# -------------------------------------------------------------------------------------------------- ways that an output comes
+# ---------------------------------------------------------------------- ways that an output comes
 OTHERS: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 7, "threads": 2},
     "small batches": {"max_num_seqs": 2, "block_size": 32},
@@ -140,8 +181,11 @@ def test_kept_tokens_are_the_same_in_any_batch_and_on_any_mesh(way: str) -> None
 
 @pytest.mark.parametrize("inflight", ["keep", full("restart"), full("abort")])
 def test_kept_tokens_across_a_sync(inflight: Any) -> None:
-    """Each draw's tokens are those of the version that drew it, and those of an aborted sample are as many as its tokens."""
-    params = Params(n=2, max_tokens=12, seed=3, top_k=30, top_p=0.8, ignore_eos=True, kept_tokens=True)
+    """Each draw's tokens are those of the version that drew it, and those of an aborted sample are
+    as many as its tokens."""
+    params = Params(
+        n=2, max_tokens=12, seed=3, top_k=30, top_p=0.8, ignore_eos=True, kept_tokens=True
+    )
     with generator("dense") as old, generator("dense") as gen, generator("dense") as new:
         new.sync_weights(WEIGHTS["dense", 2], cast=True, version=2)
         gen.submit([PROMPTS[1]], params)
@@ -152,7 +196,10 @@ def test_kept_tokens_across_a_sync(inflight: Any) -> None:
         for sample in gen.poll(1)[0].outputs:
             for which, version in ((old, 1), (new, 2)):
                 counted += len(check(which, PROMPTS[1], params, sample, sample.versions == version))
-            assert set(sample.versions.tolist()) == {"keep": {1, 2}, "restart": {2}, "abort": {1}}[inflight]
+            assert (
+                set(sample.versions.tolist())
+                == {"keep": {1, 2}, "restart": {2}, "abort": {1}}[inflight]
+            )
         assert counted == (24 if inflight != "abort" else 10)
 
 
@@ -163,13 +210,20 @@ def test_a_sample_ended_by_a_stop_has_kept_tokens_up_to_it() -> None:
         assert whole.kept_tokens is not None
         stop = int(whole.token_ids[5])
         first = whole.token_ids.tolist().index(stop) + 1
-        cut = Params(max_tokens=12, seed=3, top_k=30, ignore_eos=True, kept_tokens=True, stop_token_ids=[stop])
+        cut = Params(
+            max_tokens=12,
+            seed=3,
+            top_k=30,
+            ignore_eos=True,
+            kept_tokens=True,
+            stop_token_ids=[stop],
+        )
         ended = gen.generate([PROMPTS[1]], cut, use_tqdm=False)[0].outputs[0]
         assert ended.kept_tokens is not None
         assert ended.kept_tokens.tolist() == whole.kept_tokens[:first].tolist()
 
 
-# -------------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------- refusals
 def test_kept_tokens_need_a_bound_and_no_bans() -> None:
     for wrong, said in (
         ({}, "expected top_k >= 1, got -1; set top_k"),
@@ -178,5 +232,10 @@ def test_kept_tokens_need_a_bound_and_no_bans() -> None:
     ):
         with pytest.raises(rm.RequestError, match=f"kept_tokens=True: {said}"):
             Params(kept_tokens=True, **wrong)
-    with generator("dense") as gen, pytest.raises(rm.RequestError, match=r"kept_tokens=True: expected top_k in \[1, 151\), got 151; set"):
+    with (
+        generator("dense") as gen,
+        pytest.raises(
+            rm.RequestError, match=r"kept_tokens=True: expected top_k in \[1, 151\), got 151; set"
+        ),
+    ):
         gen.generate([PROMPTS[0]], Params(kept_tokens=True, top_k=151), use_tqdm=False)

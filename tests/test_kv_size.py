@@ -1,9 +1,12 @@
-"""Generator(kv_cache_gib=None) on meshes: how many pages each rank gets where ranks share a card, where one card is fuller than another,
-and where weights do not fit; ranks as threads and as processes.
+"""Generator(kv_cache_gib=None) on meshes: how many pages each rank gets where ranks share a card,
+where one card is fuller than another, and where weights do not fit; ranks as threads and as
+processes.
 
-Oracle: of each card what is free without the KV caches (asked of the device from outside), less what `rollmesh plan` counts for its ranks'
-weights and what a sync sends them through (parallel_copy.c); of the mesh the least. Bound: what rounds each parameter up to 64 bytes,
-which plan leaves out; else equality, in pages. Bits: those of a mesh that was told the number, and of one rank.
+Oracle: of each card what is free without the KV caches (asked of the device from outside), less
+what `rollmesh plan` counts for its ranks' weights and what a sync sends them through
+(parallel_copy.c); of the mesh the least. Bound: what rounds each parameter up to 64 bytes, which
+plan leaves out; else equality, in pages. Bits: those of a mesh that was told the number, and of one
+rank.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from rollmesh.runtime.devices import LIBRARY_SWITCH
 MIB = 1 << 20
 MEMORY = 24 * MIB  # of each card
 SOON = 15.0  # seconds in which what is wrong with one rank has to be known
-UNEVEN = helpers.tiny_config(num_attention_heads=6, num_key_value_heads=2, vocab_size=300)  # with tp=3 no two ranks hold as much
+UNEVEN = helpers.tiny_config(
+    num_attention_heads=6, num_key_value_heads=2, vocab_size=300
+)  # with tp=3 no two ranks hold as much
 Make = Callable[..., rm.Generator]
 Run = Callable[..., list[dict[str, Any]]]
 
@@ -47,7 +52,16 @@ def free(library: Path, card: int) -> int:
 
 
 def machine_has() -> int:
-    return int(re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024  # type: ignore[index]
+    return (
+        int(
+            re.search(
+                r"MemAvailable: "
+                r"*(\d+) kB",
+                Path("/proc/meminfo").read_text(),
+            )[1]
+        )
+        * 1024
+    )  # type: ignore[index]
 
 
 def with_staging(weights: int) -> int:
@@ -65,7 +79,9 @@ def taken(config: helpers.Config, mesh: rm.Mesh, rounding: int = 0) -> list[int]
     ]
 
 
-def pages_that_fit(share: float, free_of: dict[int, int], card_of: list[int], sizes: list[int], page: int) -> int:
+def pages_that_fit(
+    share: float, free_of: dict[int, int], card_of: list[int], sizes: list[int], page: int
+) -> int:
     """The most of which every card holds those of all its ranks."""
     rooms = []
     for card, bytes_free in free_of.items():
@@ -74,7 +90,7 @@ def pages_that_fit(share: float, free_of: dict[int, int], card_of: list[int], si
     return min(rooms)
 
 
-# ------------------------------------------------------------------------------------------------ threads
+# ---------------------------------------------------------------------------------------- threads
 @pytest.mark.parametrize("share", [full(0.9), 1.0])
 @pytest.mark.parametrize(
     "config, mesh, device, cards, fuller",
@@ -90,10 +106,12 @@ def pages_that_fit(share: float, free_of: dict[int, int], card_of: list[int], si
     ids=lambda value: value["model_type"] if isinstance(value, dict) else str(value),
 )
 def test_all_ranks_get_the_pages_that_fit_where_there_is_least_room(
-    make: Make, library: Path, monkeypatch: pytest.MonkeyPatch, config: helpers.Config, mesh: rm.Mesh, device: str, cards: int,
+    make: Make, library: Path, monkeypatch: pytest.MonkeyPatch, config: helpers.Config,
+    mesh: rm.Mesh, device: str, cards: int,
     fuller: int | None, share: float,
 ) -> None:  # fmt: skip
-    """With memory_fraction=1 nothing is left over, and two versions of the weights still go in: nothing was forgotten."""
+    """With memory_fraction=1 nothing is left over, and two versions of the weights still go in:
+    nothing was forgotten."""
     monkeypatch.setenv("ROLLMESH_SIMT_DEVICES", str(cards))
     if fuller is not None:
         make(DENSE, f"cuda:{fuller}", kv_cache_gib=0.004)  # a stranger
@@ -103,8 +121,13 @@ def test_all_ranks_get_the_pages_that_fit_where_there_is_least_room(
     pages = stats["kv_pages"] // mesh.dp
     page = stats["kv_bytes"] // (pages * mesh.world)
     assert stats["kv_bytes"] == pages * page * mesh.world
-    before = {card: free(library, card) + card_of.count(card) * pages * page for card in set(card_of)}
-    most, least = (pages_that_fit(share, before, card_of, taken(config, mesh, rounding), page) for rounding in (0, 64))
+    before = {
+        card: free(library, card) + card_of.count(card) * pages * page for card in set(card_of)
+    }
+    most, least = (
+        pages_that_fit(share, before, card_of, taken(config, mesh, rounding), page)
+        for rounding in (0, 64)
+    )
     assert 10 < least <= pages <= most < 1.05 * least
     states = [helpers.numpy_state_dict(config, seed=seed) for seed in (2, 1)]
     for state in states:
@@ -125,21 +148,39 @@ def test_all_ranks_get_the_pages_that_fit_where_there_is_least_room(
 @pytest.mark.parametrize(
     "mesh, device, words",
     [
-        (rm.Mesh(dp=2), "cuda", r"rank 1: memory_fraction=0\.9 of the .* MiB that cuda:1 has free is .* expected more than two .* bytes$"),
-        (rm.Mesh(dp=4), "cuda:0", r"rank \d: memory_fraction=.* that cuda:0 has free is .* expected more .* for the 4 ranks .*$"),
+        (
+            rm.Mesh(dp=2),
+            "cuda",
+            r"rank 1: memory_fraction=0\.9 of the .* MiB that cuda:1 has free is .* expected more "
+            r"than two .* bytes$",
+        ),
+        (
+            rm.Mesh(dp=4),
+            "cuda:0",
+            r"rank \d: memory_fraction=.* that cuda:0 has free is .* expected more .* for the 4 "
+            r"ranks .*$",
+        ),
     ],
     ids=str,
 )
 def test_where_the_weights_of_a_rank_do_not_fit(
-    make: Make, library: Path, monkeypatch: pytest.MonkeyPatch, mesh: rm.Mesh, device: str, words: str
+    make: Make,
+    library: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mesh: rm.Mesh,
+    device: str,
+    words: str,
 ) -> None:
-    """The ranks that could be made are given back too, and what serves on the card serves on. Each of the ranks alone would fit."""
+    """The ranks that could be made are given back too, and what serves on the card serves on. Each
+    of the ranks alone would fit."""
     big = helpers.tiny_config(vocab_size=2048, hidden_size=128)
     stranger = make(DENSE, "cuda:1", kv_cache_gib=0.004)
     stranger.sync_weights(helpers.numpy_state_dict(DENSE, seed=1), cast=True)
     served, blocks = everything(stranger), _core.memory_blocks()
     if device == "cuda":
-        monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(MEMORY - free(library, 1) + taken(big, rm.Mesh())[0]))
+        monkeypatch.setenv(
+            "ROLLMESH_SIMT_MEMORY", str(MEMORY - free(library, 1) + taken(big, rm.Mesh())[0])
+        )
     before = [free(library, card) for card in (0, 1)]
     with pytest.raises(rm.CapacityError, match=words):
         make(big, device, mesh=mesh, kv_cache_gib=None)
@@ -151,13 +192,22 @@ def test_where_the_weights_of_a_rank_do_not_fit(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_a_rank_that_cannot_be_made_ends_the_making_of_all(make: Make, library: Path, device: str) -> None:
-    """Each allocation of three ranks fails once, wherever the others are then: they wait for nobody, and all is given back."""
+def test_a_rank_that_cannot_be_made_ends_the_making_of_all(
+    make: Make, library: Path, device: str
+) -> None:
+    """Each allocation of three ranks fails once, wherever the others are then: they wait for
+    nobody, and all is given back."""
     blocks, before = _core.memory_blocks(), free(library, 0)
     for site in range(1, 1000):
         _core.memory_fail_at(site, False)
         try:
-            gpu = make(DENSE, device, mesh=rm.Mesh(dp=3), kv_cache_gib=None, memory_fraction=0.001 if device == "cpu" else 0.9)
+            gpu = make(
+                DENSE,
+                device,
+                mesh=rm.Mesh(dp=3),
+                kv_cache_gib=None,
+                memory_fraction=0.001 if device == "cpu" else 0.9,
+            )
         except (MemoryError, rm.CapacityError):
             assert (_core.memory_blocks(), free(library, 0)) == (blocks, before), site
         else:
@@ -183,16 +233,24 @@ def test_ranks_on_the_cpu_share_the_machines_memory(make: Make) -> None:
 
 
 def test_what_the_cpu_has_only_promised_counts(make: Make) -> None:
-    """A workspace that nobody has written to yet, and the records of pages, 8 bytes a position here: a tenth of a page of one small layer.
-    What is free changes by itself; it is asked in between, and may by a thirtieth."""
-    small = helpers.tiny_config(num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8)
+    """A workspace that nobody has written to yet, and the records of pages, 8 bytes a position
+    here: a tenth of a page of one small layer. What is free changes by itself; it is asked in
+    between, and may by a thirtieth."""
+    small = helpers.tiny_config(
+        num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8
+    )
     rows = {"max_num_batched_tokens": 1 << 17}
     wide = make(small, "cpu", **rows)
     workspace = wide.metrics()["workspace_bytes"]
     wide.close()
     assert workspace > 100 * MIB
-    with pytest.raises(rm.CapacityError, match=r"that cpu has free is .* two copies of the weights and their buffers"):
-        make(small, "cpu", kv_cache_gib=None, memory_fraction=0.5 * workspace / machine_has(), **rows)
+    with pytest.raises(
+        rm.CapacityError,
+        match=r"that cpu has free is .* two copies of the weights and their buffers",
+    ):
+        make(
+            small, "cpu", kv_cache_gib=None, memory_fraction=0.5 * workspace / machine_has(), **rows
+        )
     before = machine_has()
     cpu = make(small, "cpu", kv_cache_gib=None, memory_fraction=0.01)
     stats, share = cpu.metrics(), 0.01 * before - taken(small, rm.Mesh())[0]
@@ -201,15 +259,28 @@ def test_what_the_cpu_has_only_promised_counts(make: Make) -> None:
     assert stats["kv_pages"] * (page + 16 * 8) < share * 30 / 29
 
 
-# ------------------------------------------------------------------------------------------------ processes
+# -------------------------------------------------------------------------------------- processes
 @pytest.fixture
-def ranks(servers: dict[str, Server], library: Path) -> Run:  # noqa: F811
-    """Processes on simulated devices, each with a memory of its own for every card: who shares one is told by its name alone."""
+def ranks(servers: dict[str, Server], library: Path) -> Run:
+    """Processes on simulated devices, each with a memory of its own for every card: who shares one
+    is told by its name alone."""
 
-    def run(do: str, mesh: tuple[int, int, int], host: str = "shm", **job: Any) -> list[dict[str, Any]]:
-        environment = {LIBRARY_SWITCH: str(library), "ROLLMESH_SIMT_MEMORY": str(MEMORY), **job.pop("environment", {})}
+    def run(
+        do: str, mesh: tuple[int, int, int], host: str = "shm", **job: Any
+    ) -> list[dict[str, Any]]:
+        environment = {
+            LIBRARY_SWITCH: str(library),
+            "ROLLMESH_SIMT_MEMORY": str(MEMORY),
+            **job.pop("environment", {}),
+        }
         options = {"device": "cuda", "kv_cache_gib": None, **job.pop("options", {})}
-        job = {"of": "kv_ranks", "each": [{}] * (mesh[0] * mesh[1]), "limit": 40.0, "answers": host == "shm", **job}
+        job = {
+            "of": "kv_ranks",
+            "each": [{}] * (mesh[0] * mesh[1]),
+            "limit": 40.0,
+            "answers": host == "shm",
+            **job,
+        }
         return servers[host](do, mesh, environment=environment, options=options, **job)
 
     return run
@@ -218,24 +289,37 @@ def ranks(servers: dict[str, Server], library: Path) -> Run:  # noqa: F811
 @pytest.mark.parametrize("host", ["shm", full("torch")])
 @pytest.mark.parametrize(
     "mesh, device, less",
-    [full((2, 1, 1), "cuda", 0), ((2, 1, 1), "cuda", 9 * MIB), full((2, 1, 1), "cuda:1", 0), full((1, 2, 2), "cuda:0", 4 * MIB)],
+    [
+        full((2, 1, 1), "cuda", 0),
+        ((2, 1, 1), "cuda", 9 * MIB),
+        full((2, 1, 1), "cuda:1", 0),
+        full((1, 2, 2), "cuda:0", 4 * MIB),
+    ],
     ids=str,
 )
-def test_processes_agree(ranks: Run, host: str, mesh: tuple[int, int, int], device: str, less: int) -> None:
+def test_processes_agree(
+    ranks: Run, host: str, mesh: tuple[int, int, int], device: str, less: int
+) -> None:
     """less: bytes that rank 1 sees fewer of than rank 0."""
     options, victims = {"device": device}, {"ROLLMESH_SIMT_MEMORY": str(MEMORY - less)}
-    got = results(ranks("sized", mesh, host, model="moe", options=options, victim=1, victims=victims))
+    got = results(
+        ranks("sized", mesh, host, model="moe", options=options, victim=1, victims=victims)
+    )
     assert len({rank["pages"] for rank in got}) == 1
     assert [got[0]["bits"]] * 2 == [rank["bits"] for rank in got]
     pages, page = got[0]["pages"], got[0]["kv"] // got[0]["pages"]
     sizes = [with_staging(rank["weights"]) for rank in got]
     if device == "cuda":
-        want = min((int(0.9 * rank["free"]) - size) // page for rank, size in zip(got, sizes, strict=True))
+        want = min(
+            (int(0.9 * rank["free"]) - size) // page for rank, size in zip(got, sizes, strict=True)
+        )
     else:
         want = (int(0.9 * min(rank["free"] for rank in got)) - sum(sizes)) // (2 * page)
     assert pages == want > 10
     said = {"device": device, "kv_cache_gib": (pages + 0.5) * page / 2**30}
-    assert [rank["bits"] for rank in results(ranks("sized", mesh, host, model="moe", options=said))] == [got[0]["bits"]] * 2
+    assert [
+        rank["bits"] for rank in results(ranks("sized", mesh, host, model="moe", options=said))
+    ] == [got[0]["bits"]] * 2
 
 
 def test_processes_on_the_cpu_share_the_machines_memory(ranks: Run) -> None:
@@ -250,9 +334,19 @@ def test_processes_on_the_cpu_share_the_machines_memory(ranks: Run) -> None:
 @pytest.mark.parametrize("host", ["shm", full("torch")])
 def test_weights_that_do_not_fit_one_process_are_an_error_on_all(ranks: Run, host: str) -> None:
     """Said to all by the same words, although each gives up its groups as soon as it knows."""
-    for rank in ranks("sized", (1, 3, 1), host, model="moe", victim=1, victims={"ROLLMESH_SIMT_MEMORY": str(4 * MIB)}):
+    for rank in ranks(
+        "sized",
+        (1, 3, 1),
+        host,
+        model="moe",
+        victim=1,
+        victims={"ROLLMESH_SIMT_MEMORY": str(4 * MIB)},
+    ):
         assert rank["error"][0] == "CapacityError"
-        figures = r"rank 1: memory_fraction=0\.9 of the [1-9]\S+ [KM]iB that cuda:1 has free is [1-9]\S+ [KM]iB: expected more than"
+        figures = (
+            r"rank 1: memory_fraction=0\.9 of the [1-9]\S+ [KM]iB that cuda:1 has free is "
+            r"[1-9]\S+ [KM]iB: expected more than"
+        )
         assert re.match(figures, rank["error"][1])
 
 
@@ -261,7 +355,8 @@ def test_a_size_that_one_rank_says_and_another_does_not(ranks: Run, host: str) -
     start = time.monotonic()
     for rank in ranks("sized", (1, 2, 1), host, each=[{}, {"kv_cache_gib": 0.01}]):
         assert rank["error"] == [
-            "MeshMismatchError", "the ranks of this mesh were not made alike: rank 1 has kv_cache_gib = a number, rank 0 None"
+            "MeshMismatchError", "the ranks of this mesh were not made alike: rank 1 has "
+                                 "kv_cache_gib = a number, rank 0 None"
         ]  # fmt: skip
     assert time.monotonic() - start < SOON
 

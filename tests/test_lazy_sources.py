@@ -1,5 +1,6 @@
 """When a source is read (weights/transport/tensors.py): sources that use the memory of one tensor
-for the next, through each way from a trainer to a generator; sources that change or fail while read.
+for the next, through each way from a trainer to a generator; sources that change or fail while
+read.
 
 Oracle: the arrays that the source was made of. Bound: 0 differing bits.
 """
@@ -107,7 +108,7 @@ def gen() -> Iterator[rm.Generator]:
         yield made
 
 
-# ----------------------------------------------------------------------------------------- each way
+# --------------------------------------------------------------------------------------- each way
 @pytest.mark.parametrize(
     "options", [{}, {"timeout": 60.0}, {"mode": "inplace"}, {"strict": False}], ids=str
 )
@@ -213,7 +214,7 @@ def test_exchanges_between_processes(source: Any) -> None:
     assert right(got)
 
 
-# ------------------------------------------------------------------------------ sources that change
+# ---------------------------------------------------------------------------- sources that change
 def test_a_mapping_is_read_once_by_a_transport() -> None:
     pytest.importorskip("zstandard")
     source = Reused()
@@ -301,7 +302,7 @@ def test_tensors_that_another_thread_writes(tmp_path: Path) -> None:
     assert all(np.array_equal(decoder[name], state[name]) for name in state)
 
 
-# ----------------------------------------------------------------------------------------- segments
+# --------------------------------------------------------------------------------------- segments
 def test_any_byte_of_a_segment_that_changed_is_seen(
     tmp_path: Path, rng: np.random.Generator
 ) -> None:

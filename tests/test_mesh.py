@@ -1,4 +1,5 @@
-"""Who holds what on a mesh of ranks: csrc/mesh, csrc/model/placement, and what rollmesh plan prints of them."""
+"""Who holds what on a mesh of ranks: csrc/mesh, csrc/model/placement, and what rollmesh plan prints
+of them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def spec_of(**changes: Any) -> rm.ModelSpec:
 
 
 @pytest.mark.parametrize("sanitize", ["", full("address,undefined")])
-def test_properties_of_placements(native: Callable[..., Path], sanitize: str, pytestconfig: pytest.Config) -> None:
+def test_properties_of_placements(
+    native: Callable[..., Path], sanitize: str, pytestconfig: pytest.Config
+) -> None:
     """tests/native/placement.c: random models on random meshes, after a planted fault was seen."""
     program = native("placement", sanitize=sanitize)
     planted = subprocess.run([program, "--plant", "1"], capture_output=True, text=True, check=False)
@@ -36,7 +39,12 @@ def test_properties_of_placements(native: Callable[..., Path], sanitize: str, py
     ("heads", "kv_heads", "tp", "held"),
     [
         (32, 4, 1, ["0-3"]),
-        (32, 4, 8, ["0-0", "0-0", "1-1", "1-1", "2-2", "2-2", "3-3", "3-3"]),  # fewer KV heads than ranks: copies
+        (
+            32,
+            4,
+            8,
+            ["0-0", "0-0", "1-1", "1-1", "2-2", "2-2", "3-3", "3-3"],
+        ),  # fewer KV heads than ranks: copies
         (12, 4, 6, ["0-0", "0-1", "1-1", "2-2", "2-3", "3-3"]),  # groups that straddle ranks
         (6, 2, 3, ["0-0", "0-1", "1-1"]),
         (12, 3, 2, ["0-1", "1-2"]),
@@ -49,12 +57,22 @@ def test_kv_heads_of_a_rank(heads: int, kv_heads: int, tp: int, held: list[str])
 
 
 def test_experts_of_a_rank() -> None:
-    """ep = 1: slices of all; tp: whole ones, again in each replica; dp*tp: whole ones, once in the world."""
-    spec = spec_of(moe=True, num_experts=8, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=64)
+    """ep = 1: slices of all; tp: whole ones, again in each replica; dp*tp: whole ones, once in the
+    world."""
+    spec = spec_of(
+        moe=True,
+        num_experts=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_intermediate_size=64,
+    )
     slices = placements(spec, tp=2, dp=2, ep=1)
     assert [rank.experts for rank in slices] == [range(8)] * 4
     assert [rank.expert_inner for rank in slices] == [range(32), range(32, 64)] * 2
-    assert [rank.experts for rank in placements(spec, tp=2, dp=2, ep=2)] == [range(4), range(4, 8)] * 2
+    assert [rank.experts for rank in placements(spec, tp=2, dp=2, ep=2)] == [
+        range(4),
+        range(4, 8),
+    ] * 2
     spread = placements(spec, tp=2, dp=2, ep=4)
     assert [rank.experts for rank in spread] == [range(2), range(2, 4), range(4, 6), range(6, 8)]
     assert {rank.expert_inner for rank in spread} == {range(64)}
@@ -85,17 +103,37 @@ def test_a_dense_model_has_no_expert_axis() -> None:
 @pytest.mark.parametrize("moe", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_ranks_hold_the_model_once(moe: bool, tied: bool) -> None:
-    """The bytes of all ranks of one replica against those of a single rank: nothing is lost, and what is more is the KV heads and
-    vectors held twice and tiles that are cut."""
-    shape = {"vocab_size": 1280, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128}
-    spec = spec_of(moe=moe, tie_word_embeddings=tied, num_attention_heads=8, num_key_value_heads=2, head_dim=32, **shape)
+    """The bytes of all ranks of one replica against those of a single rank: nothing is lost, and
+    what is more is the KV heads and vectors held twice and tiles that are cut."""
+    shape = {
+        "vocab_size": 1280,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+    }
+    spec = spec_of(
+        moe=moe,
+        tie_word_embeddings=tied,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        **shape,
+    )
 
     def total(**degrees: int) -> int:
-        return sum(sizes.rank_bytes(spec, m, rank, 2) for m in sizes.matrices(spec) for rank in placements(spec, **degrees))
+        return sum(
+            sizes.rank_bytes(spec, m, rank, 2)
+            for m in sizes.matrices(spec)
+            for rank in placements(spec, **degrees)
+        )
 
     one = total()
     kv = sum(m.elements * 2 for m in sizes.matrices(spec) if m.shard == "kv_heads")
-    whole = sum(sizes.rank_bytes(spec, m, placements(spec)[0], 2) for m in sizes.matrices(spec) if m.shard == "whole")
+    whole = sum(
+        sizes.rank_bytes(spec, m, placements(spec)[0], 2)
+        for m in sizes.matrices(spec)
+        if m.shard == "whole"
+    )
     assert total(tp=4) == one + kv + 3 * whole  # 2 KV heads on 4 ranks
     assert total(tp=2, dp=3) == 3 * (one + whole)
     if moe:

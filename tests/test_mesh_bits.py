@@ -1,8 +1,10 @@
-"""A mesh gives the bits of one rank: every degree, token dispatcher and way to cut a step, over threads.
+"""A mesh gives the bits of one rank: every degree, token dispatcher and way to cut a step, over
+threads.
 
-Input: two-layer models whose sizes no degree divides evenly (a vocabulary of three blocks, hidden and intermediate sizes of three
-and five tiles, KV heads fewer than ranks or straddling them); prompts and steps of 1, 2, 5, 17 and 31 rows. Oracle: one rank.
-Bound: 0 differing bits in logits, rollouts, both logprobs, routed experts and the digest of the weights.
+Input: two-layer models whose sizes no degree divides evenly (a vocabulary of three blocks, hidden
+and intermediate sizes of three and five tiles, KV heads fewer than ranks or straddling them);
+prompts and steps of 1, 2, 5, 17 and 31 rows. Oracle: one rank. Bound: 0 differing bits in logits,
+rollouts, both logprobs, routed experts and the digest of the weights.
 """
 
 from __future__ import annotations
@@ -20,11 +22,28 @@ import rollmesh as rm
 from rollmesh.distributed.traffic import step_traffic
 from rollmesh.model.placement import Placement, placements
 
-SIZES: dict[str, Any] = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 160, "head_dim": 8}
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "head_dim": 8,
+}
 SHAPES = {
     "few_kv_heads": {"num_attention_heads": 24, "num_key_value_heads": 2, **SIZES},
-    "straddling": {"num_attention_heads": 24, "num_key_value_heads": 8, "attention_bias": True, "tie_word_embeddings": True, **SIZES},
-    "moe": {"num_attention_heads": 24, "num_key_value_heads": 4, "num_experts": 144, "num_experts_per_tok": 5, **SIZES},
+    "straddling": {
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        **SIZES,
+    },
+    "moe": {
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "num_experts": 144,
+        "num_experts_per_tok": 5,
+        **SIZES,
+    },
 }
 TP, DP = (1, 2, 3, 4, 6, 8), (1, 2, 3)
 BACKENDS = ("alltoall", "allgather_reducescatter", "local_allreduce")
@@ -40,30 +59,50 @@ def words(array: Any) -> np.ndarray[Any, Any]:
 class Model:
     def __init__(self, name: str, dtype: str, **more: Any):
         changes = SHAPES[name] | more
-        self.case = helpers.Case(name, helpers.tiny_config("num_experts" in changes, **changes), router_bias=True)
+        self.case = helpers.Case(
+            name, helpers.tiny_config("num_experts" in changes, **changes), router_bias=True
+        )
         self.spec, self.dtype = rm.ModelSpec.from_hf(self.case.config), dtype
         self.weights = helpers.state_dict(self.case)
-        self.source = helpers.module_state_dict(self.weights, self.case.config) if self.case.is_moe else self.weights
+        self.source = (
+            helpers.module_state_dict(self.weights, self.case.config)
+            if self.case.is_moe
+            else self.weights
+        )
         self.expected: dict[tuple[int, bool], Words] = {}
 
     def generator(self, mesh: rm.Mesh | None, rows: int, **options: Any) -> rm.Generator:
         generator = rm.Generator(
-            self.spec, mesh=mesh, dtype=self.dtype, kv_cache_gib=0.02, max_model_len=64, max_num_seqs=5, threads=1,
+            self.spec, mesh=mesh, dtype=self.dtype, kv_cache_gib=0.02, max_model_len=64,
+            max_num_seqs=5, threads=1,
             max_num_batched_tokens=rows, **options,
         )  # fmt: skip
         self.digest = generator.sync_weights(self.source, cast=True).digest
         return generator
 
-    def run(self, mesh: rm.Mesh | None, rows: int, n_prompts: int, top: bool, **options: Any) -> Words:
+    def run(
+        self, mesh: rm.Mesh | None, rows: int, n_prompts: int, top: bool, **options: Any
+    ) -> Words:
         """Everything that the contract fixes, of prompts in steps of at most `rows` rows."""
         with self.generator(mesh, rows, **options) as generator:
-            params = rm.SamplingParams(n=2, max_tokens=5, seed=11, logprobs=3 if top else None, prompt_logprobs=0, ignore_eos=True)
+            params = rm.SamplingParams(
+                n=2,
+                max_tokens=5,
+                seed=11,
+                logprobs=3 if top else None,
+                prompt_logprobs=0,
+                ignore_eos=True,
+            )
             out = [words(np.frombuffer(self.digest.encode(), np.uint8))]
             for output in generator.generate(PROMPTS[:n_prompts], params, use_tqdm=False):
                 out.append(words(output.prompt_logprobs))
                 for c in output.outputs:
                     out += [words(c.token_ids), words(c.logprobs), words(c.sampling_logprobs)]
-                    out += [] if c.top_logprobs is None else [words(c.top_logprobs.ids), words(c.top_logprobs.logprobs)]
+                    out += (
+                        []
+                        if c.top_logprobs is None
+                        else [words(c.top_logprobs.ids), words(c.top_logprobs.logprobs)]
+                    )
                     out += [] if c.routed_experts is None else [words(c.routed_experts)]
             out += [words(logits) for logits in generator.logits(PROMPTS[:n_prompts])]
             return out
@@ -81,7 +120,10 @@ class Model:
 
 @pytest.fixture(
     scope="module",
-    params=[*[(name, "bfloat16") for name in SHAPES], *[full((name, "float32")) for name in SHAPES]],
+    params=[
+        *[(name, "bfloat16") for name in SHAPES],
+        *[full((name, "float32")) for name in SHAPES],
+    ],
     ids=lambda p: f"{p[0]}-{p[1]}",
 )
 def model(request: pytest.FixtureRequest) -> Model:
@@ -96,33 +138,58 @@ def settings(moe: bool) -> Iterator[tuple[rm.Mesh, dict[str, Any]]]:
                     if backend == "local_allreduce" and ep != tp:
                         continue
                     for sequence_parallel in (False, True) if tp > 1 else (False,):
-                        yield rm.Mesh(tp=tp, dp=dp, ep=ep), {"ep_backend": backend, "sequence_parallel": sequence_parallel}
+                        yield (
+                            rm.Mesh(tp=tp, dp=dp, ep=ep),
+                            {"ep_backend": backend, "sequence_parallel": sequence_parallel},
+                        )
 
 
 @pytest.mark.parametrize("every", [3, full(1)])  # the quick set takes a third of the meshes
-def test_every_mesh_gives_the_bits_of_one_rank(model: Model, every: int, pytestconfig: pytest.Config) -> None:
-    """The whole product of degrees, dispatchers and sequence parallelism; rows of a step, prompts and top logprobs go round with it, so
-    that replicas are idle, steps are smaller than tp and rows do not divide."""
+def test_every_mesh_gives_the_bits_of_one_rank(
+    model: Model, every: int, pytestconfig: pytest.Config
+) -> None:
+    """The whole product of degrees, dispatchers and sequence parallelism; rows of a step, prompts
+    and top logprobs go round with it, so that replicas are idle, steps are smaller than tp and rows
+    do not divide."""
     compared = different = meshes = 0
-    for i, (mesh, options) in enumerate(itertools.islice(settings(model.case.is_moe), 0, None, every)):
-        rows, n_prompts, top = (1, 2, 5, 17, 31)[i % 5], 1 + i % len(PROMPTS), i % 4 == 0  # with top logprobs every rank draws
+    for i, (mesh, options) in enumerate(
+        itertools.islice(settings(model.case.is_moe), 0, None, every)
+    ):
+        rows, n_prompts, top = (
+            (1, 2, 5, 17, 31)[i % 5],
+            1 + i % len(PROMPTS),
+            i % 4 == 0,
+        )  # with top logprobs every rank draws
         want, got = model.one_rank(n_prompts, top), model.run(mesh, rows, n_prompts, top, **options)
         assert len(want) == len(got)
-        wrong = sum(int((a != b).sum()) if a.shape == b.shape else a.size for a, b in zip(want, got, strict=True))
-        assert wrong == 0, f"{mesh} {options}, {rows} rows a step, {n_prompts} prompts: {wrong} bytes differ"
+        wrong = sum(
+            int((a != b).sum()) if a.shape == b.shape else a.size
+            for a, b in zip(want, got, strict=True)
+        )
+        assert wrong == 0, (
+            f"{mesh} {options}, {rows} rows a step, {n_prompts} prompts: {wrong} bytes differ"
+        )
         compared += sum(a.size for a in want)
         different += wrong
         meshes += 1
     pytestconfig.stash[SUMMARY].append(
-        f"mesh, {model.case.name} {model.dtype}: {meshes} meshes up to {max(TP) * max(DP)} ranks, {different} of {compared:,} bytes differ"
+        f"mesh, {model.case.name} {model.dtype}: {meshes} meshes up to {max(TP) * max(DP)} ranks, "
+        f"{different} of {compared:,} bytes differ"
     )
 
 
 def test_parts_are_parts(model: Model) -> None:
-    """Each rank holds its share and no more: weights and KV of a mesh together are about those of one rank."""
-    with model.generator(None, 8) as alone, model.generator(rm.Mesh(tp=4), 8) as four, model.generator(rm.Mesh(dp=2), 8) as two:
+    """Each rank holds its share and no more: weights and KV of a mesh together are about those of
+    one rank."""
+    with (
+        model.generator(None, 8) as alone,
+        model.generator(rm.Mesh(tp=4), 8) as four,
+        model.generator(rm.Mesh(dp=2), 8) as two,
+    ):
         whole = alone.metrics()["weight_bytes"]
-        assert four.metrics()["weight_bytes"] < 1.6 * whole  # vectors and routers are whole everywhere; tiles are padded
+        assert (
+            four.metrics()["weight_bytes"] < 1.6 * whole
+        )  # vectors and routers are whole everywhere; tiles are padded
         assert two.metrics()["weight_bytes"] == 2 * whole
 
 
@@ -135,13 +202,19 @@ def held_elements(spec: rm.ModelSpec, name: str, shape: tuple[int, ...], rank: P
     rows = {
         "embed_tokens": rank.vocab, "lm_head": rank.vocab, "o_proj": rank.hidden,
         "down_proj": rank.expert_hidden if expert else rank.hidden,
-        "gate_proj": rank.expert_inner if expert else rank.inner, "up_proj": rank.expert_inner if expert else rank.inner,
-        "q_proj": range(len(rank.heads) * dim), "k_proj": range(len(rank.kv_heads) * dim), "v_proj": range(len(rank.kv_heads) * dim),
+        "gate_proj": rank.expert_inner if expert else rank.inner,
+        "up_proj": rank.expert_inner if expert else rank.inner,
+        "q_proj": range(len(rank.heads) * dim), "k_proj": range(len(rank.kv_heads) * dim),
+        "v_proj": range(len(rank.kv_heads) * dim),
     }.get(module, range(shape[0]))  # fmt: skip
     return len(rows) * int(np.prod(shape[1:], dtype=np.int64))
 
 
-@pytest.mark.parametrize("mesh", [rm.Mesh(tp=4), rm.Mesh(tp=3, dp=2, ep=6), rm.Mesh(tp=2, dp=2, ep=2), rm.Mesh(tp=6, dp=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [rm.Mesh(tp=4), rm.Mesh(tp=3, dp=2, ep=6), rm.Mesh(tp=2, dp=2, ep=2), rm.Mesh(tp=6, dp=2)],
+    ids=str,
+)
 def test_each_rank_reads_what_it_holds_and_no_more(mesh: rm.Mesh) -> None:
     """The bytes that a sync reads, over all ranks, are those of the parts that they hold."""
     model = Model("moe", "bfloat16")
@@ -161,8 +234,8 @@ def test_each_rank_reads_what_it_holds_and_no_more(mesh: rm.Mesh) -> None:
 
 @pytest.fixture(scope="module")
 def even() -> Model:
-    """Every token chooses every twelfth expert, by a bias that no score reaches: of its choices each of up to four ranks has as many,
-    as rollmesh.distributed.traffic takes it."""
+    """Every token chooses every twelfth expert, by a bias that no score reaches: of its choices
+    each of up to four ranks has as many, as rollmesh.distributed.traffic takes it."""
     model = Model("moe", "bfloat16", num_experts_per_tok=12)
     for name, bias in model.weights.items():
         if name.endswith("e_score_correction_bias"):
@@ -175,34 +248,56 @@ def even() -> Model:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "mesh",
-    [rm.Mesh(tp=4), rm.Mesh(tp=3, dp=2, ep=3), rm.Mesh(tp=2, dp=2, ep=4), rm.Mesh(dp=2), rm.Mesh(dp=2, ep=2), rm.Mesh(tp=2, dp=3)],
+    [
+        rm.Mesh(tp=4),
+        rm.Mesh(tp=3, dp=2, ep=3),
+        rm.Mesh(tp=2, dp=2, ep=4),
+        rm.Mesh(dp=2),
+        rm.Mesh(dp=2, ep=2),
+        rm.Mesh(tp=2, dp=3),
+    ],
     ids=str,
 )
-def test_traffic_is_what_plan_says(even: Model, mesh: rm.Mesh, backend: str, sequence_parallel: bool) -> None:
-    """Bytes that the engine counted over decode steps of five rows a replica, against distributed/traffic.py: exact. An axis of size 1
-    moves nothing, so that the other one's bytes are the sum."""
+def test_traffic_is_what_plan_says(
+    even: Model, mesh: rm.Mesh, backend: str, sequence_parallel: bool
+) -> None:
+    """Bytes that the engine counted over decode steps of five rows a replica, against
+    distributed/traffic.py: exact. An axis of size 1 moves nothing, so that the other one's bytes
+    are the sum."""
     if backend == "local_allreduce" and mesh.ep not in (1, mesh.tp):
         pytest.skip("local_allreduce works where ep = tp")
-    with even.generator(mesh, 31, ep_backend=backend, sequence_parallel=sequence_parallel) as generator:
+    with even.generator(
+        mesh, 31, ep_backend=backend, sequence_parallel=sequence_parallel
+    ) as generator:
         before = generator.metrics()
         prompts = [[i + 1] for i in range(5 * mesh.dp)]
-        generator.generate(prompts, rm.SamplingParams(max_tokens=8, ignore_eos=True, seed=1), use_tqdm=False)
+        generator.generate(
+            prompts, rm.SamplingParams(max_tokens=8, ignore_eos=True, seed=1), use_tqdm=False
+        )
         after = generator.metrics()
     steps = after["steps"] - before["steps"]
     assert steps == 8
     want = step_traffic(even.spec, mesh, 5, ep_backend=backend, sequence_parallel=sequence_parallel)
     assert (want.tp == 0, want.ep == 0) == (mesh.tp == 1, mesh.ep == 1)
-    assert (after["comm_bytes"] - before["comm_bytes"]) / steps == pytest.approx(sum(want), rel=1e-12, abs=0)
+    assert (after["comm_bytes"] - before["comm_bytes"]) / steps == pytest.approx(
+        sum(want), rel=1e-12, abs=0
+    )
 
 
-@pytest.mark.parametrize("mesh", [rm.Mesh(tp=2, dp=2, ep=4), rm.Mesh(tp=3, ep=3), rm.Mesh(dp=3), rm.Mesh(tp=4)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [rm.Mesh(tp=2, dp=2, ep=4), rm.Mesh(tp=3, ep=3), rm.Mesh(dp=3), rm.Mesh(tp=4)], ids=str
+)
 def test_a_mesh_under_pressure(mesh: rm.Mesh) -> None:
-    """Few pages, few places, prompts that begin alike, a second version: preemption, prefix hits and a sync change no bit either."""
+    """Few pages, few places, prompts that begin alike, a second version: preemption, prefix hits
+    and a sync change no bit either."""
     model = Model("moe", "bfloat16")
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, 300, int(rng.integers(1, 30))).tolist() for _ in range(20)]
     prompts += [[*prompts[i], *prompts[i], 3][:35] for i in range(6)]
-    params = [rm.SamplingParams(n=int(rng.integers(1, 4)), max_tokens=int(rng.integers(1, 24)), seed=i) for i in range(len(prompts))]
+    params = [
+        rm.SamplingParams(n=int(rng.integers(1, 4)), max_tokens=int(rng.integers(1, 24)), seed=i)
+        for i in range(len(prompts))
+    ]
     second = {name: value * np.float32(0.75) for name, value in model.weights.items()}
 
     def rollouts(generator: rm.Generator) -> list[tuple[bytes, bytes, bytes]]:
@@ -214,9 +309,17 @@ def test_a_mesh_under_pressure(mesh: rm.Mesh) -> None:
 
     def both_versions(mesh: rm.Mesh | None, pages: int) -> tuple[list[Any], int]:
         kv_heads = 4 if mesh is None else {1: 4, 2: 2, 3: 2, 4: 1}[mesh.tp]  # of a rank
-        page = 2 * kv_heads * (16 * 32 + 16 * 16) * 2  # layers, KV heads, K padded to 32 and V to 16, bytes
+        page = (
+            2 * kv_heads * (16 * 32 + 16 * 16) * 2
+        )  # layers, KV heads, K padded to 32 and V to 16, bytes
         with rm.Generator(
-            model.spec, mesh=mesh, kv_cache_gib=pages * page / 2**30, max_model_len=64, max_num_seqs=4, threads=2, max_num_batched_tokens=13
+            model.spec,
+            mesh=mesh,
+            kv_cache_gib=pages * page / 2**30,
+            max_model_len=64,
+            max_num_seqs=4,
+            threads=2,
+            max_num_batched_tokens=13,
         ) as generator:
             generator.sync_weights(model.weights, cast=True)
             first = rollouts(generator)

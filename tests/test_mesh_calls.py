@@ -1,7 +1,9 @@
-"""Processes as ranks, called as training scripts call: submit and poll in turns, and what goes wrong on one rank only.
+"""Processes as ranks, called as training scripts call: submit and poll in turns, and what goes
+wrong on one rank only.
 
-Ranks are forked by mesh_ranks.py; the scenarios are in mesh_calls.py. Oracle: one process with the same mesh, whose polls give out the
-same requests in the same call, and one rank, whose outputs are the same. Bound: 0 differing bits."""
+Ranks are forked by mesh_ranks.py; the scenarios are in mesh_calls.py. Oracle: one process with the
+same mesh, whose polls give out the same requests in the same call, and one rank, whose outputs are
+the same. Bound: 0 differing bits."""
 
 from __future__ import annotations
 
@@ -18,36 +20,56 @@ Ask = Callable[..., Any]
 
 
 @pytest.fixture
-def ranks(servers: dict[str, Server]) -> Callable[..., list[dict[str, Any]]]:  # noqa: F811
-    def ask(do: str, mesh: tuple[int, int, int], transport: str = "shm", **job: Any) -> list[dict[str, Any]]:
-        return servers[transport](do, mesh, of="mesh_calls", **{"model": "moe", "timeout": 30.0, **job})
+def ranks(servers: dict[str, Server]) -> Callable[..., list[dict[str, Any]]]:
+    def ask(
+        do: str, mesh: tuple[int, int, int], transport: str = "shm", **job: Any
+    ) -> list[dict[str, Any]]:
+        return servers[transport](
+            do, mesh, of="mesh_calls", **{"model": "moe", "timeout": 30.0, **job}
+        )
 
     return ask
 
 
 @pytest.fixture
-def threads(servers: dict[str, Server]) -> Ask:  # noqa: F811
+def threads(servers: dict[str, Server]) -> Ask:
     """One process, whose threads are the ranks."""
 
     def ask(do: str, mesh: tuple[int, int, int], **job: Any) -> Any:
-        return results(servers["shm"](do, mesh, of="mesh_calls", **{"model": "moe", "transport": "none", "order": [0], **job}))[0]
+        return results(
+            servers["shm"](
+                do,
+                mesh,
+                of="mesh_calls",
+                **{"model": "moe", "transport": "none", "order": [0], **job},
+            )
+        )[0]
 
     return ask
 
 
-# -------------------------------------------------------------------------------------------------- submit and poll
+# -------------------------------------------------------------------------------- submit and poll
 def by_request(polls: list[list[Any]]) -> dict[str, Any]:
-    """Outputs that were not cut short: how far an aborted request has come depends on what runs beside it."""
+    """Outputs that were not cut short: how far an aborted request has come depends on what runs
+    beside it."""
     outputs = [output for outputs in polls for output in outputs if len(output) == 4]
-    return {str(output[0]): output for output in outputs if "abort" not in [sample[0] for sample in output[2]]}
+    return {
+        str(output[0]): output
+        for output in outputs
+        if "abort" not in [sample[0] for sample in output[2]]
+    }
 
 
 @pytest.mark.parametrize("inflight", ["wait", "keep", "restart", "abort"])
 @pytest.mark.parametrize("mesh", some(MESHES, [len(MESHES) - 1]), ids=str)
-def test_submitting_while_others_run(ranks: Ask, threads: Ask, mesh: tuple[int, int, int], inflight: str) -> None:
+def test_submitting_while_others_run(
+    ranks: Ask, threads: Ask, mesh: tuple[int, int, int], inflight: str
+) -> None:
     expected = threads("rolling", mesh, inflight=inflight)
     for number, got in enumerate(results(ranks("rolling", mesh, inflight=inflight))):
-        assert [[o[0] for o in outputs] for outputs in got] == [[o[0] for o in outputs] for outputs in expected], f"rank {number}"
+        assert [[o[0] for o in outputs] for outputs in got] == [
+            [o[0] for o in outputs] for outputs in expected
+        ], f"rank {number}"
         assert got == expected, f"rank {number}"
     if inflight in ("wait", "restart"):  # else it matters how far a request was when the sync came
         one_rank = by_request(threads("rolling", (1, 1, 1), inflight="wait"))
@@ -62,7 +84,9 @@ def test_submitting_while_others_run_over_torch(ranks: Ask, threads: Ask) -> Non
 
 
 @pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 4)], ids=str)
-def test_one_rank_sees_the_timeout_first(ranks: Ask, threads: Ask, mesh: tuple[int, int, int]) -> None:
+def test_one_rank_sees_the_timeout_first(
+    ranks: Ask, threads: Ask, mesh: tuple[int, int, int]
+) -> None:
     """Then all stop there: as if every rank had that timeout."""
     expected = threads("late", mesh, victim=0)
     assert expected[0] == [0] * 10
@@ -71,7 +95,9 @@ def test_one_rank_sees_the_timeout_first(ranks: Ask, threads: Ask, mesh: tuple[i
 
 
 @pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 1), (2, 2, 4)], ids=str)
-def test_a_refusal_where_one_replica_is_idle(ranks: Ask, threads: Ask, mesh: tuple[int, int, int]) -> None:
+def test_a_refusal_where_one_replica_is_idle(
+    ranks: Ask, threads: Ask, mesh: tuple[int, int, int]
+) -> None:
     expected = threads("asleep", mesh)
     assert [kind for kind, _ in expected[0]] == ["StateError"] * 3
     assert results(ranks("asleep", mesh)) == [expected] * (mesh[0] * mesh[1])
@@ -79,7 +105,8 @@ def test_a_refusal_where_one_replica_is_idle(ranks: Ask, threads: Ask, mesh: tup
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)], ids=str)
 def test_a_tokenizer_that_raises_between_steps(ranks: Ask, mesh: tuple[int, int, int]) -> None:
-    """It raises on the ranks of the first replica, which has the request; the other is told in an Error, and the mesh goes on."""
+    """It raises on the ranks of the first replica, which has the request; the other is told in an
+    Error, and the mesh goes on."""
     for number, (error, polled, scored) in enumerate(results(ranks("broken_tokenizer", mesh))):
         assert error[0] == ("Error" if number >= mesh[0] else "KeyError")
         assert "no such letter" in error[1]
@@ -87,7 +114,9 @@ def test_a_tokenizer_that_raises_between_steps(ranks: Ask, mesh: tuple[int, int,
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_what_was_aborted_comes_though_no_step_can_be_made(ranks: Ask, threads: Ask, mesh: tuple[int, int, int]) -> None:
+def test_what_was_aborted_comes_though_no_step_can_be_made(
+    ranks: Ask, threads: Ask, mesh: tuple[int, int, int]
+) -> None:
     expected = threads("aborted_asleep", mesh)
     assert [bool(expected[0][0]), expected[0][2][0], len(expected[2])] == [True, "StateError", 2]
     assert results(ranks("aborted_asleep", mesh)) == [expected] * (mesh[0] * mesh[1])
@@ -96,19 +125,33 @@ def test_what_was_aborted_comes_though_no_step_can_be_made(ranks: Ask, threads: 
 @pytest.mark.parametrize("mesh, victim", [((1, 2, 1), 0), ((2, 1, 1), 1)])
 def test_a_stop_string_of_one_rank(ranks: Ask, mesh: tuple[int, int, int], victim: int) -> None:
     for kind, words in results(ranks("stops", mesh, victim=victim)):
-        assert (kind, "in the requests that they were given" in words) == ("CollectiveMismatchError", True), words
+        assert (kind, "in the requests that they were given" in words) == (
+            "CollectiveMismatchError",
+            True,
+        ), words
 
 
-# -------------------------------------------------------------------------------------------------- sets that go wrong
+# ----------------------------------------------------------------------------- sets that go wrong
 @pytest.fixture(scope="module")
-def serves_next(servers: dict[str, Server]) -> Any:  # noqa: F811
+def serves_next(servers: dict[str, Server]) -> Any:
     """What one rank answers with the weights that the scenarios sync last."""
-    job: dict[str, Any] = {"transport": "none", "order": [0], "model": "moe", "of": "mesh_calls", "bad": [], "rest": True, "how": ""}
+    job: dict[str, Any] = {
+        "transport": "none",
+        "order": [0],
+        "model": "moe",
+        "of": "mesh_calls",
+        "bad": [],
+        "rest": True,
+        "how": "",
+    }
     return results(servers["shm"]("mapping_faults", (1, 1, 1), **job))[0]["after"]
 
 
-def check_ended(ranks: list[dict[str, Any]], serves_next: Any, victims: Sequence[int], kind: str, words: str) -> None:
-    """The victims' own error there, SyncAbortedError with it elsewhere, at once; the old version serves on, and a sync works."""
+def check_ended(
+    ranks: list[dict[str, Any]], serves_next: Any, victims: Sequence[int], kind: str, words: str
+) -> None:
+    """The victims' own error there, SyncAbortedError with it elsewhere, at once; the old version
+    serves on, and a sync works."""
     moments = []
     for number, got in enumerate(results(ranks)):
         name, text, moment = got["told"]
@@ -120,17 +163,34 @@ def check_ended(ranks: list[dict[str, Any]], serves_next: Any, victims: Sequence
     assert max(moments) - min(moments) < 10, "known at the deadline of 30 s only"
 
 
-ARGUMENTS = [("version", "VersionError", "version 3"), ("no version", "VersionError", "seven"), ("source", "UnsupportedTensorError", "int")]
+ARGUMENTS = [
+    ("version", "VersionError", "version 3"),
+    ("no version", "VersionError", "seven"),
+    ("source", "UnsupportedTensorError", "int"),
+]
 
 
 @pytest.mark.parametrize("how, kind, words", ARGUMENTS)
 @pytest.mark.parametrize("way", ["sync", "pieces"])
 @pytest.mark.parametrize("mesh, victim", [full((1, 2, 1), 0), ((2, 2, 4), 3)])
 def test_arguments_that_one_rank_refuses(
-    ranks: Ask, serves_next: Any, mesh: tuple[int, int, int], victim: int, way: str, how: str, kind: str, words: str
+    ranks: Ask,
+    serves_next: Any,
+    mesh: tuple[int, int, int],
+    victim: int,
+    way: str,
+    how: str,
+    kind: str,
+    words: str,
 ) -> None:
     if (way, how) != ("pieces", "source"):
-        check_ended(ranks("arguments", mesh, way=way, how=how, victim=victim), serves_next, [victim], kind, words)
+        check_ended(
+            ranks("arguments", mesh, way=way, how=how, victim=victim),
+            serves_next,
+            [victim],
+            kind,
+            words,
+        )
 
 
 WAYS = [
@@ -142,47 +202,89 @@ WAYS = [
 
 
 @pytest.mark.parametrize("how, kind, words", some(WAYS, [0, 3], names=3))
-@pytest.mark.parametrize("mesh, victim, at", [full((2, 1, 1), 1, 0), full((1, 2, 1), 0, 5), ((2, 2, 4), 2, -1)])
+@pytest.mark.parametrize(
+    "mesh, victim, at", [full((2, 1, 1), 1, 0), full((1, 2, 1), 0, 5), ((2, 2, 4), 2, -1)]
+)
 def test_a_push_that_fails_on_one_rank(
-    ranks: Ask, serves_next: Any, mesh: tuple[int, int, int], victim: int, at: int, how: str, kind: str, words: str
+    ranks: Ask,
+    serves_next: Any,
+    mesh: tuple[int, int, int],
+    victim: int,
+    at: int,
+    how: str,
+    kind: str,
+    words: str,
 ) -> None:
-    """At the first, the sixth and the last tensor; there also when the others have one less, and are at their commit."""
-    check_ended(ranks("pieces", mesh, how=how, victim=victim, at=at), serves_next, [victim], kind, words)
+    """At the first, the sixth and the last tensor; there also when the others have one less, and
+    are at their commit."""
+    check_ended(
+        ranks("pieces", mesh, how=how, victim=victim, at=at), serves_next, [victim], kind, words
+    )
     if at == -1:
-        check_ended(ranks("pieces", mesh, how=how, victim=victim, at=at, others_stop=True), serves_next, [victim], kind, words)
+        check_ended(
+            ranks("pieces", mesh, how=how, victim=victim, at=at, others_stop=True),
+            serves_next,
+            [victim],
+            kind,
+            words,
+        )
 
 
 @pytest.mark.full
 def test_a_push_that_fails_on_one_rank_over_torch(ranks: Ask, serves_next: Any) -> None:
-    check_ended(ranks("pieces", (1, 2, 1), "torch", how="shape", victim=1, at=3), serves_next, [1], "ShapeError", "3")
+    check_ended(
+        ranks("pieces", (1, 2, 1), "torch", how="shape", victim=1, at=3),
+        serves_next,
+        [1],
+        "ShapeError",
+        "3",
+    )
 
 
 @pytest.mark.parametrize("mesh, victim", [((2, 1, 1), 1), ((1, 3, 1), 0)])
 def test_one_rank_drops_its_set(ranks: Ask, mesh: tuple[int, int, int], victim: int) -> None:
     for number, got in enumerate(results(ranks("pieces", mesh, how="abort", victim=victim, at=2))):
         assert got["told"][:2] == (
-            ["KeyError", "'aborted'"] if number == victim else ["SyncAbortedError", f"rank {victim}: the sync was aborted"]
+            ["KeyError", "'aborted'"]
+            if number == victim
+            else ["SyncAbortedError", f"rank {victim}: the sync was aborted"]
         )
         assert got["same"]
 
 
 def test_ctrl_c_between_two_pushes(ranks: Ask) -> None:
-    told = [got["told"] for got in results(ranks("pieces", (2, 2, 4), how="Ctrl-C", victim=1, at=3))]
-    assert [name for name, _, _ in told] == ["RankLostError", "KeyboardInterrupt", "RankLostError", "RankLostError"]
+    told = [
+        got["told"] for got in results(ranks("pieces", (2, 2, 4), how="Ctrl-C", victim=1, at=3))
+    ]
+    assert [name for name, _, _ in told] == [
+        "RankLostError",
+        "KeyboardInterrupt",
+        "RankLostError",
+        "RankLostError",
+    ]
     assert all("rank 1" in text for name, text, _ in told if name == "RankLostError")
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 4)], ids=str)
-def test_a_tensor_that_all_ranks_refuse_leaves_the_set_open(ranks: Ask, threads: Ask, mesh: tuple[int, int, int]) -> None:
+def test_a_tensor_that_all_ranks_refuse_leaves_the_set_open(
+    ranks: Ask, threads: Ask, mesh: tuple[int, int, int]
+) -> None:
     expected = threads("refused_by_all", (1, 1, 1))
     assert {name for name, _ in expected[0]} == {"ShapeError"}
     assert results(ranks("refused_by_all", mesh)) == [expected] * (mesh[0] * mesh[1])
 
 
 @pytest.mark.parametrize("how", ["names", "missing", "unexpected", "shapes", "values"])
-@pytest.mark.parametrize("bad, rest", [full([0, 1, 2, 3], True), full([0], False), ([0], True)], ids=["all", "one source", "one bad"])
-def test_one_error_lists_all_offenders(ranks: Ask, threads: Ask, serves_next: Any, bad: list[int], rest: bool, how: str) -> None:
-    """As in one process, to the letter. The values are of rows that ranks 0 and 1 hold, both or one, each of its own part."""
+@pytest.mark.parametrize(
+    "bad, rest",
+    [full([0, 1, 2, 3], True), full([0], False), ([0], True)],
+    ids=["all", "one source", "one bad"],
+)
+def test_one_error_lists_all_offenders(
+    ranks: Ask, threads: Ask, serves_next: Any, bad: list[int], rest: bool, how: str
+) -> None:
+    """As in one process, to the letter. The values are of rows that ranks 0 and 1 hold, both or
+    one, each of its own part."""
     kind, text, _ = threads("mapping_faults", (1, 1, 1), bad=[0], rest=True, how=how)["told"]
     assert text.count("; ") >= 1
     got = ranks("mapping_faults", (2, 2, 4), bad=bad, rest=rest, how=how)
@@ -196,8 +298,10 @@ def test_one_error_lists_all_offenders(ranks: Ask, threads: Ask, serves_next: An
     assert all(rank["same"] and rank["after"] == serves_next for rank in results(got))
 
 
-# -------------------------------------------------------------------------------------------------- ranks that say different things
-HELD_BY_MANY = {  # of what several ranks hold the same part of, whatever else is cut: a mesh, the rank that is given other values
+# ---------------------------------------------------------------- ranks that say different things
+# of what several ranks hold the same part of, whatever else is cut: a mesh, the rank that is given
+# other values
+HELD_BY_MANY = {
     "model.norm.weight": [((2, 1, 1), 1), ((2, 2, 4), 2)],
     "model.embed_tokens.weight": [((1, 2, 1), 1), ((2, 2, 4), 2)],
     "model.layers.0.mlp.experts.0.gate_proj.weight": [((1, 2, 1), 0), ((2, 2, 2), 2)],
@@ -205,11 +309,14 @@ HELD_BY_MANY = {  # of what several ranks hold the same part of, whatever else i
 
 
 @pytest.mark.parametrize("way", ["sync", full("pieces")])
-@pytest.mark.parametrize("name, mesh, victim", [(name, *where) for name, its in HELD_BY_MANY.items() for where in its])
+@pytest.mark.parametrize(
+    "name, mesh, victim", [(name, *where) for name, its in HELD_BY_MANY.items() for where in its]
+)
 def test_bad_set_ranks_that_are_given_different_values(
     ranks: Ask, serves_next: Any, way: str, name: str, mesh: tuple[int, int, int], victim: int
 ) -> None:
-    """Replicas of a trainer that have drifted apart: all refuse, whoever is the one that differs."""
+    """Replicas of a trainer that have drifted apart: all refuse, whoever is the one that
+    differs."""
     for got in results(ranks("differs", mesh, how="values", way=way, name=name, victim=victim)):
         kind, text, _ = got["told"]
         assert (kind, text.split(":")[0]) == ("MeshMismatchError", name)
@@ -217,29 +324,48 @@ def test_bad_set_ranks_that_are_given_different_values(
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)], ids=str)
-def test_a_set_with_other_options_on_one_rank(ranks: Ask, serves_next: Any, mesh: tuple[int, int, int]) -> None:
+def test_a_set_with_other_options_on_one_rank(
+    ranks: Ask, serves_next: Any, mesh: tuple[int, int, int]
+) -> None:
     for got in results(ranks("differs", mesh, how="options", way="pieces", victim=1)):
         kind, text, _ = got["told"]
-        assert (kind, "inflight='keep'" in text, "inflight='wait'" in text) == ("CollectiveMismatchError", True, True)
+        assert (kind, "inflight='keep'" in text, "inflight='wait'" in text) == (
+            "CollectiveMismatchError",
+            True,
+            True,
+        )
         assert (got["same"], got["version"], got["after"]) == (True, 3, serves_next)
 
 
 @pytest.mark.parametrize("way", ["sync", "pieces"])
 @pytest.mark.parametrize("mesh, victim", [((2, 1, 1), 0), ((1, 2, 1), 1)])
-def test_a_timeout_that_one_rank_has(ranks: Ask, serves_next: Any, mesh: tuple[int, int, int], victim: int, way: str) -> None:
+def test_a_timeout_that_one_rank_has(
+    ranks: Ask, serves_next: Any, mesh: tuple[int, int, int], victim: int, way: str
+) -> None:
     for got in results(ranks("differs", mesh, how="timeout", way=way, victim=victim)):
         assert (got["told"][0], got["after"]) == (None, serves_next), got["told"]
 
 
-# -------------------------------------------------------------------------------------------------- ranks that sleep unlike
+# ------------------------------------------------------------------------ ranks that sleep unlike
 BOTH = ["weights", "kv"]
 
 
-@pytest.mark.parametrize("mesh, victim", some([((2, 1, 1), 1), ((1, 2, 1), 0), ((2, 2, 4), 3)], [2], names=2))
+@pytest.mark.parametrize(
+    "mesh, victim", some([((2, 1, 1), 1), ((1, 2, 1), 0), ((2, 2, 4), 3)], [2], names=2)
+)
 @pytest.mark.parametrize(
     "sleep, wake, words",
     [
-        ([["kv"], [BOTH]], [["kv"], [BOTH]], ["kv, keep_weights=False", "weights and kv, keep_weights=False", "kv", "weights and kv"]),
+        (
+            [["kv"], [BOTH]],
+            [["kv"], [BOTH]],
+            [
+                "kv, keep_weights=False",
+                "weights and kv, keep_weights=False",
+                "kv",
+                "weights and kv",
+            ],
+        ),
         (
             [["weights", True], ["weights"]],
             [["weights"], ["kv"]],
@@ -250,11 +376,19 @@ BOTH = ["weights", "kv"]
 def test_ranks_that_sleep_or_wake_with_other_arguments(
     ranks: Ask, mesh: tuple[int, int, int], victim: int, sleep: Any, wake: Any, words: list[str]
 ) -> None:
-    """All refuse at once, and nothing sleeps or wakes: neither on the rank that had less of it to do, nor on the others."""
-    for (slept, woken), *served in results(ranks("rests", mesh, victim=victim, sleep=sleep, wake=wake)):
-        for what, (kind, text, _, asleep), (its, others), parts in (("sleep", slept, words[:2], []), ("wake", woken, words[2:], BOTH)):
+    """All refuse at once, and nothing sleeps or wakes: neither on the rank that had less of it to
+    do, nor on the others."""
+    for (slept, woken), *served in results(
+        ranks("rests", mesh, victim=victim, sleep=sleep, wake=wake)
+    ):
+        for what, (kind, text, _, asleep), (its, others), parts in (
+            ("sleep", slept, words[:2], []),
+            ("wake", woken, words[2:], BOTH),
+        ):
             first, second = (others, its) if victim else (its, others)
-            said = rf"rank \d begins a {what} with {re.escape(second)}, rank 0 with {re.escape(first)}"
+            said = (
+                rf"rank \d begins a {what} with {re.escape(second)}, rank 0 with {re.escape(first)}"
+            )
             assert (kind, asleep) == ("CollectiveMismatchError", parts), text
             assert re.fullmatch(said, text), text
         assert served == [True, True]
@@ -263,7 +397,9 @@ def test_ranks_that_sleep_or_wake_with_other_arguments(
 def test_arguments_of_a_sleep_that_one_rank_refuses(ranks: Ask) -> None:
     """Its own error there; the others do not wait for it."""
     moments = []
-    for rank, (told, *served) in enumerate(results(ranks("rests", (2, 1, 1), victim=1, sleep=[["cache"], []], wake=[[[]], []]))):
+    for rank, (told, *served) in enumerate(
+        results(ranks("rests", (2, 1, 1), victim=1, sleep=[["cache"], []], wake=[[[]], []]))
+    ):
         for (kind, text, moment, asleep), parts in zip(told, ([], BOTH), strict=True):
             assert (kind, asleep) == ("ConfigError" if rank else "SyncAbortedError", parts), text
             assert re.search(r"expected 'weights', 'kv' or both, got \S+$", text), text

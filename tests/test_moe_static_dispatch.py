@@ -1,9 +1,10 @@
-"""Dispatch with fixed sizes (csrc/model/moe/static_dispatch.c) on the simulated device: steps of few rows use it, whatever their
-dispatcher, longer ones do not, and both give the bits of one rank of the CPU.
+"""Dispatch with fixed sizes (csrc/model/moe/static_dispatch.c) on the simulated device: steps of
+few rows use it, whatever their dispatcher, longer ones do not, and both give the bits of one rank
+of the CPU.
 
-Input: steps of one row and more a replica, ranks without rows and with none of the experts that are chosen, rows that no word of four
-bytes divides. Oracle: bits of one rank of the CPU; bytes of distributed/traffic.py, and of the CPU's mesh where the form is the old one.
-Bound: equality.
+Input: steps of one row and more a replica, ranks without rows and with none of the experts that are
+chosen, rows that no word of four bytes divides. Oracle: bits of one rank of the CPU; bytes of
+distributed/traffic.py, and of the CPU's mesh where the form is the old one. Bound: equality.
 """
 
 from __future__ import annotations
@@ -25,14 +26,20 @@ from rollmesh.distributed.traffic import step_traffic
 TRAVELLING = ("alltoall", "allgather_reducescatter")
 BACKENDS = (*TRAVELLING, "local_allreduce")
 FEW = 5  # rows of a step in the static form, at most: max_num_seqs
-SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 3, "vocab_size": 300}
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "vocab_size": 300,
+}
 LAYERS = 2
 LIMIT = 240  # seconds of a test
 
 
 @pytest.fixture(autouse=True)
 def limit() -> Iterator[None]:
-    """Ranks of one process that are in different exchanges wait for each other for ever: that ends the process."""
+    """Ranks of one process that are in different exchanges wait for each other for ever: that ends
+    the process."""
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
@@ -40,15 +47,27 @@ def limit() -> Iterator[None]:
 
 @contextmanager
 def generator(config: helpers.Config, state: Any, **options: Any) -> Iterator[rm.Generator]:
-    how = {"max_model_len": 96, "max_num_seqs": FEW, "max_num_batched_tokens": 32, "kv_cache_gib": 0.004, "threads": 1, **options}
+    how = {
+        "max_model_len": 96,
+        "max_num_seqs": FEW,
+        "max_num_batched_tokens": 32,
+        "kv_cache_gib": 0.004,
+        "threads": 1,
+        **options,
+    }
     with rm.Generator(rm.ModelSpec.from_hf(config), **how) as made:
         made.sync_weights(state, cast=True)
         yield made
 
 
 def told(made: rm.Generator, prompts: list[list[int]], **params: Any) -> Any:
-    outputs = made.generate(prompts, rm.SamplingParams(seed=3, ignore_eos=True, **params), use_tqdm=False)
-    return [[bits([c.token_ids, c.logprobs, c.routed_experts, c.top_logprobs]) for c in output.outputs] for output in outputs]
+    outputs = made.generate(
+        prompts, rm.SamplingParams(seed=3, ignore_eos=True, **params), use_tqdm=False
+    )
+    return [
+        [bits([c.token_ids, c.logprobs, c.routed_experts, c.top_logprobs]) for c in output.outputs]
+        for output in outputs
+    ]
 
 
 def moved(made: rm.Generator, prompts: list[list[int]], **params: Any) -> tuple[int, int, int]:
@@ -56,11 +75,13 @@ def moved(made: rm.Generator, prompts: list[list[int]], **params: Any) -> tuple[
     before = made.metrics()
     told(made, prompts, **params)
     after = made.metrics()
-    steps, sent, calls = (after[name] - before[name] for name in ("steps", "comm_bytes", "comm_calls"))
+    steps, sent, calls = (
+        after[name] - before[name] for name in ("steps", "comm_bytes", "comm_calls")
+    )
     return steps, sent, calls
 
 
-# ------------------------------------------------------------------------------------------------ which form
+# ------------------------------------------------------------------------------------- which form
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
@@ -73,28 +94,50 @@ def moved(made: rm.Generator, prompts: list[list[int]], **params: Any) -> tuple[
     ],
     ids=str,
 )
-def test_a_step_of_few_rows_moves_what_its_rows_say(mesh: rm.Mesh, changes: dict[str, Any], backend: str, sequence_parallel: bool) -> None:
+def test_a_step_of_few_rows_moves_what_its_rows_say(
+    mesh: rm.Mesh, changes: dict[str, Any], backend: str, sequence_parallel: bool
+) -> None:
     if backend == "local_allreduce" and mesh.ep != mesh.tp:
         pytest.skip("local_allreduce works where ep = tp")
     config = helpers.tiny_config(moe=True, **{**SIZES, **changes})
-    how: dict[str, Any] = {"device": "cuda", "mesh": mesh, "ep_backend": backend, "sequence_parallel": sequence_parallel}
+    how: dict[str, Any] = {
+        "device": "cuda",
+        "mesh": mesh,
+        "ep_backend": backend,
+        "sequence_parallel": sequence_parallel,
+    }
     with generator(config, helpers.numpy_state_dict(config, seed=1), **how) as made:
         steps, sent, _ = moved(made, [[i + 1] for i in range(FEW * mesh.dp)], max_tokens=4)
-    want = step_traffic(rm.ModelSpec.from_hf(config), mesh, FEW, ep_backend=backend, sequence_parallel=sequence_parallel, static=True)
+    want = step_traffic(
+        rm.ModelSpec.from_hf(config),
+        mesh,
+        FEW,
+        ep_backend=backend,
+        sequence_parallel=sequence_parallel,
+        static=True,
+    )
     assert steps == 4
     assert sent / steps == sum(want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_long_step_moves_what_is_chosen(backend: str) -> None:
-    """A prompt of more rows than sequences at once: the device's mesh sends what the CPU's does, to the byte, in as many calls. A step of
-    one row then sends what depends on no choice, in fewer calls where rows travel."""
+    """A prompt of more rows than sequences at once: the device's mesh sends what the CPU's does, to
+    the byte, in as many calls. A step of one row then sends what depends on no choice, in fewer
+    calls where rows travel."""
     config = helpers.tiny_config(moe=True, **SIZES)
     state = helpers.numpy_state_dict(config, seed=1)
     prompt = [[(7 * i) % 97 for i in range(FEW + 1)]]
     found = {}
     for device in ("cpu", "cuda"):
-        with generator(config, state, device=device, mesh=rm.Mesh(tp=2, ep=2), ep_backend=backend, enable_prefix_caching=False) as made:
+        with generator(
+            config,
+            state,
+            device=device,
+            mesh=rm.Mesh(tp=2, ep=2),
+            ep_backend=backend,
+            enable_prefix_caching=False,
+        ) as made:
             long = moved(made, prompt, max_tokens=1)
             found[device] = long, {moved(made, [[i]], max_tokens=1)[1:] for i in range(12)}
     assert found["cpu"][0] == found["cuda"][0]
@@ -105,13 +148,17 @@ def test_a_long_step_moves_what_is_chosen(backend: str) -> None:
     assert {each for _, each in found["cpu"][1]} == {calls + fewer * LAYERS}
 
 
-# ------------------------------------------------------------------------------------------------ bits
+# ------------------------------------------------------------------------------------------- bits
 HARD: dict[str, tuple[rm.Mesh, dict[str, Any], dict[str, Any]]] = {
     "a rank without rows": (rm.Mesh(dp=4, ep=4), {}, {}),
     "tensor parallel replicas": (rm.Mesh(tp=2, dp=2, ep=4), {}, {}),
     "home rows": (rm.Mesh(tp=2, dp=2, ep=4), {}, {"sequence_parallel": True}),
     "experts of a rank fewer than top_k": (rm.Mesh(dp=4, ep=4), {"num_experts": 4}, {}),
-    "one expert of a rank": (rm.Mesh(tp=4, ep=4), {"num_experts": 4, "num_experts_per_tok": 4}, {"sequence_parallel": True}),
+    "one expert of a rank": (
+        rm.Mesh(tp=4, ep=4),
+        {"num_experts": 4, "num_experts_per_tok": 4},
+        {"sequence_parallel": True},
+    ),
     "odd rows": (rm.Mesh(dp=2, ep=2), {"hidden_size": 37}, {}),
     "odd rows in pieces": (rm.Mesh(tp=2, ep=2), {"hidden_size": 37}, {}),
     "vocabulary of one block": (rm.Mesh(tp=2, ep=2), {"vocab_size": 100}, {}),
@@ -122,10 +169,18 @@ HARD: dict[str, tuple[rm.Mesh, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("backend", TRAVELLING)
 @pytest.mark.parametrize("case", HARD)
 def test_both_forms_give_one_ranks_bits(case: str, backend: str, dtype: str) -> None:
-    """Replicas are in steps of very different rows: prompts of 70 in chunks of 32 beside samples that get token after token."""
+    """Replicas are in steps of very different rows: prompts of 70 in chunks of 32 beside samples
+    that get token after token."""
     mesh, changes, options = HARD[case]
     config = helpers.tiny_config(moe=True, **{**SIZES, **changes})
-    check(config, helpers.numpy_state_dict(config, seed=1), mesh, dtype=dtype, ep_backend=backend, **options)
+    check(
+        config,
+        helpers.numpy_state_dict(config, seed=1),
+        mesh,
+        dtype=dtype,
+        ep_backend=backend,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -141,8 +196,14 @@ def test_all_rows_to_the_experts_of_one_rank(backend: str) -> None:
 def check(config: helpers.Config, state: Any, mesh: rm.Mesh, **options: Any) -> None:
     prompts = [[1, 2, 3], [(5 * i) % 97 for i in range(70)], [9]]
     found = []
-    for how in ({"device": "cpu", "dtype": options.get("dtype", "bfloat16")}, {"device": "cuda", "mesh": mesh, **options}):
+    for how in (
+        {"device": "cpu", "dtype": options.get("dtype", "bfloat16")},
+        {"device": "cuda", "mesh": mesh, **options},
+    ):
         with generator(config, state, **how) as made:
-            samples = told(made, prompts, max_tokens=6, n=2, logprobs=2), told(made, prompts[:1], max_tokens=9)
+            samples = (
+                told(made, prompts, max_tokens=6, n=2, logprobs=2),
+                told(made, prompts[:1], max_tokens=9),
+            )
             found.append((samples, bits(made.logits([[4] * 3]))))
     assert found[0] == found[1]

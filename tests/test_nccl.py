@@ -1,7 +1,9 @@
-"""NCCL from Python: which one is found, what is said where something is missing, and NCCL itself as far as it goes without a GPU.
+"""NCCL from Python: which one is found, what is said where something is missing, and NCCL itself as
+far as it goes without a GPU.
 
-Input: the library of the wheel nvidia-nccl-cu13 where it is installed (its tests skip elsewhere), the stand-in of tests/native/standin,
-and files that are none. Oracle: the wheel's own version and header, and the rules of the docstrings. Bound: equality."""
+Input: the library of the wheel nvidia-nccl-cu13 where it is installed (its tests skip elsewhere),
+the stand-in of tests/native/standin, and files that are none. Oracle: the wheel's own version and
+header, and the rules of the docstrings. Bound: equality."""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def has_driver() -> bool:
     return True
 
 
-# ---------------------------------------------------------------------------------------------- NCCL itself
+# ------------------------------------------------------------------------------------ NCCL itself
 def test_the_wheel_is_found() -> None:
     path, version = of_wheel()
     found = nccl.find()
@@ -72,7 +74,11 @@ def test_a_group_without_a_driver_is_an_error(native: Build) -> None:
     assert lines[1] == "a name: no error"
     assert len(lines) == 4
     for line in lines[2:]:
-        assert re.match(r'rank \d: (DeviceError: making a group: NCCL says "unhandled cuda error|RankLostError: rank \d has aborted)', line)
+        assert re.match(
+            r'rank \d: (DeviceError: making a group: NCCL says "unhandled cuda '
+            r"error|RankLostError: rank \d has aborted)",
+            line,
+        )
     assert any("DeviceError" in line for line in lines[2:])
 
 
@@ -83,14 +89,19 @@ def test_declarations_are_the_headers(tmp_path: Path, plant: str) -> None:
         pytest.skip("needs nvcc, which knows where CUDA's headers are, and the wheel's nccl.h")
     source = tmp_path / "nccl_header.c"
     source.write_text((ROOT / "tests" / "native" / "standin" / "nccl_header.c").read_text() + plant)
-    flags = ["-Xcompiler=-std=gnu11", f"-I{header.parent}", f"-I{ROOT / 'kernels'}", f"-I{ROOT / 'csrc'}"]
+    flags = [
+        "-Xcompiler=-std=gnu11",
+        f"-I{header.parent}",
+        f"-I{ROOT / 'kernels'}",
+        f"-I{ROOT / 'csrc'}",
+    ]
     command = ["nvcc", "-c", *flags, "-o", str(tmp_path / "header.o"), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode == 0) == (not plant), done.stderr
     assert ("static assertion failed" in done.stderr) == bool(plant)
 
 
-# ---------------------------------------------------------------------------------------------- which one
+# -------------------------------------------------------------------------------------- which one
 @pytest.fixture
 def stand_in(tmp_path: Path) -> str:
     if shutil.which("gcc") is None:
@@ -106,7 +117,14 @@ kept = ctypes.CDLL({stand_in!r})
 print(nccl.find())
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     assert done.stdout == f"2.32.3, which this process has loaded already ({stand_in})\n"
 
 
@@ -115,7 +133,9 @@ def test_a_version_is_read(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert nccl.find(Path(stand_in)).path == stand_in
     # The stand-in reads what C sees, which os.environ sets too.
     monkeypatch.setenv("STANDIN_VERSION", "21602")
-    with pytest.raises(rm.ConfigError, match=r"expected NCCL 2.17.1 or later, got 2.16.2 in .*libnccl.so.2"):
+    with pytest.raises(
+        rm.ConfigError, match=r"expected NCCL 2.17.1 or later, got 2.16.2 in .*libnccl.so.2"
+    ):
         nccl.find(stand_in)
     monkeypatch.setenv("STANDIN_VERSION", "2708")
     with pytest.raises(rm.ConfigError, match=r"expected NCCL 2.17.1 or later, got 2.7.8"):
@@ -129,26 +149,36 @@ def test_what_is_no_nccl_is_refused(tmp_path: Path) -> None:
     text.write_text("no library\n")
     with pytest.raises(rm.ConfigError, match="no NCCL can be loaded"):
         nccl.find(text)
-    with pytest.raises(rm.ConfigError, match=r"expected NCCL 2.17.1 or later, got .*libm.so.6 without ncclGetVersion"):
+    with pytest.raises(
+        rm.ConfigError,
+        match=r"expected NCCL 2.17.1 or later, got .*libm.so.6 without ncclGetVersion",
+    ):
         nccl.find("libm.so.6")
 
 
 def test_nothing_to_find_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "candidates", lambda *_: iter(()))
-    with pytest.raises(rm.ConfigError, match=r"expected libnccl.so.2, .*got none \(pip install 'nvidia-nccl-cu13>=2\.30\.3'\)"):
+    with pytest.raises(
+        rm.ConfigError,
+        match=r"expected libnccl.so.2, .*got none \(pip install 'nvidia-nccl-cu13>=2\.30\.3'\)",
+    ):
         nccl.find()
 
 
 def test_one_version_is_asked_for_everywhere() -> None:
     """The extra's, the sentence's and the one from which ranks may share a GPU."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
     (asked,) = [requirement for requirement in extras["cuda"] if "nccl" in requirement]
     assert f"pip install '{asked}'" == nccl.INSTALL
     assert asked == f"{WHEELS[0]}>={'.'.join(map(str, nccl.SHARES_GPU))}"
 
 
 @pytest.mark.parametrize("version", [(2, 30, 3), (2, 30, 2), (2, 29, 7), (2, 32, 3)], ids=str)
-def test_doctor_says_what_shares_a_gpu(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int]) -> None:
+def test_doctor_says_what_shares_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int]
+) -> None:
     monkeypatch.setattr(nccl, "find", lambda: nccl.Library("libnccl.so.2", version, "the system's"))
     shares = "several ranks may have one GPU"
     alone = f"each rank needs a GPU of its own, before 2.30.3 ({nccl.INSTALL})"
@@ -160,14 +190,17 @@ def test_doctor_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"({nccl.INSTALL}); only needed for several GPUs" in doctor._nccl()
 
 
-# ---------------------------------------------------------------------------------------------- rm.comm.nccl
+# ----------------------------------------------------------------------------------- rm.comm.nccl
 def host() -> comms.Shm:
     return rm.comm.shm("rollmesh-test-nccl", 0, 2)
 
 
 @pytest.mark.parametrize("group", ["shm", 3])
 def test_a_group_of_the_host_is_wanted(group: object) -> None:
-    with pytest.raises(rm.ConfigError, match=r"expected a host comm \(rm.comm.shm\(…\), rm.comm.torch\(…\)\), or None"):
+    with pytest.raises(
+        rm.ConfigError,
+        match=r"expected a host comm \(rm.comm.shm\(…\), rm.comm.torch\(…\)\), or None",
+    ):
         rm.comm.nccl(group)  # type: ignore[arg-type]
 
 
@@ -186,13 +219,20 @@ def test_no_nccl_is_said_before_there_is_a_generator(tmp_path: Path) -> None:
 @pytest.mark.parametrize("group", [None, host()])
 def test_it_is_of_gpus(stand_in: str, group: comms.Shm | None) -> None:
     made = rm.comm.nccl(group, stand_in)
-    with pytest.raises(rm.ConfigError, match=r"device: expected 'cuda' with rm.comm.nccl\(…\), got 'cpu'"):
+    with pytest.raises(
+        rm.ConfigError, match=r"device: expected 'cuda' with rm.comm.nccl\(…\), got 'cpu'"
+    ):
         rm.Generator(rm.ModelSpec.from_hf(helpers.tiny_config()), mesh=rm.Mesh(tp=2), comm=made)
 
 
 def test_a_device_is_refused_in_the_generators_words(stand_in: str) -> None:
     with pytest.raises(rm.ConfigError, match="expected 'cpu', 'cuda' or 'cuda:N'"):
-        rm.Generator(rm.ModelSpec.from_hf(helpers.tiny_config()), device="cuda:", mesh=rm.Mesh(tp=2), comm=rm.comm.nccl(None, stand_in))
+        rm.Generator(
+            rm.ModelSpec.from_hf(helpers.tiny_config()),
+            device="cuda:",
+            mesh=rm.Mesh(tp=2),
+            comm=rm.comm.nccl(None, stand_in),
+        )
 
 
 @pytest.fixture
@@ -204,7 +244,9 @@ def not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def heard(stand_in: str, everyone: list[tuple[str, str]]) -> str:
     """What the environment says when all have told (NCCL, GPU)."""
-    rm.comm.nccl(host(), stand_in).accept_handshake([{"NCCL": version, "GPU": gpu} for version, gpu in everyone])
+    rm.comm.nccl(host(), stand_in).accept_handshake(
+        [{"NCCL": version, "GPU": gpu} for version, gpu in everyone]
+    )
     return os.environ.get(nccl.SHARES_GPU_VARIABLE, "unset")
 
 
@@ -222,20 +264,33 @@ def test_ranks_on_one_gpu(stand_in: str, not_shared: None, monkeypatch: pytest.M
     assert os.environ[BLOCKS] == "7"
     monkeypatch.delenv(nccl.SHARES_GPU_VARIABLE)
     monkeypatch.setenv("STANDIN_VERSION", "22907")
-    assert heard(stand_in, [("2.29.7", "here 0")] * 2) == "unset"  # which the engine refuses (tests/test_nccl_engine.py)
+    assert (
+        heard(stand_in, [("2.29.7", "here 0")] * 2) == "unset"
+    )  # which the engine refuses (tests/test_nccl_engine.py)
 
 
 @pytest.mark.parametrize(
-    "ordinal, world, found", [(-1, 2, "unset"), (-1, 8, "unset"), (-1, 9, "1"), (3, 1, "unset"), (3, 2, "1")], ids=lambda value: str(value)
+    "ordinal, world, found",
+    [(-1, 2, "unset"), (-1, 8, "unset"), (-1, 9, "1"), (3, 1, "unset"), (3, 2, "1")],
+    ids=lambda value: str(value),
 )
-def test_threads_on_one_gpu(stand_in: str, not_shared: None, monkeypatch: pytest.MonkeyPatch, ordinal: int, world: int, found: str) -> None:
+def test_threads_on_one_gpu(
+    stand_in: str,
+    not_shared: None,
+    monkeypatch: pytest.MonkeyPatch,
+    ordinal: int,
+    world: int,
+    found: str,
+) -> None:
     monkeypatch.setattr(rm._core, "cuda_count", lambda library: 8)
     where = Device("library", ordinal)
     assert rm.comm.nccl(None, stand_in).place(where, rm.Mesh(tp=world)) == where
     assert os.environ.get(nccl.SHARES_GPU_VARIABLE, "unset") == found
 
 
-def test_a_process_has_the_gpu_of_its_number(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_has_the_gpu_of_its_number(
+    stand_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rm._core, "cuda_count", lambda library: 2)
     monkeypatch.setattr(rm._core, "cuda_bus", lambda library, ordinal: f"bus {ordinal}")
     for rank, wanted in ((0, 0), (1, 1), (2, 0)):
@@ -245,7 +300,9 @@ def test_a_process_has_the_gpu_of_its_number(stand_in: str, monkeypatch: pytest.
         assert made.place(Device("library", 1), rm.Mesh(tp=3)).cuda_ordinal == 1
 
 
-def test_a_gpu_has_one_name_on_a_machine(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_has_one_name_on_a_machine(
+    simt_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever its number in a process."""
     names = [rm._core.cuda_bus(str(simt_library), ordinal) for ordinal in range(3)]
     assert len(set(names)) == 3
@@ -255,7 +312,7 @@ def test_a_gpu_has_one_name_on_a_machine(simt_library: Path, monkeypatch: pytest
         rm._core.cuda_bus(str(simt_library), 99)
 
 
-# ---------------------------------------------------------------------------------------------- looking for the others, over torch
+# ------------------------------------------------------------- looking for the others, over torch
 class Exchange:
     """What a torch group is to the C side."""
 
@@ -294,9 +351,15 @@ class Peers:
 
 @pytest.mark.parametrize(
     "ended, gave_up, said",
-    [([], None, None), ([2], None, "lost rank 2: the process has ended"), ([], 1, "lost rank 1: it has aborted")],
+    [
+        ([], None, None),
+        ([2], None, "lost rank 2: the process has ended"),
+        ([], 1, "lost rank 1: it has aborted"),
+    ],
 )
-def test_a_torch_group_says_who_is_lost(ended: list[int], gave_up: int | None, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_group_says_who_is_lost(
+    ended: list[int], gave_up: int | None, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(comms, "ASK_S", -1.0)
     peers = Peers(ended, gave_up)
     exchange = comms._Exchange(peers, object(), 0, 3)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """What a generator tells of itself: the logger "rollmesh", and Prometheus.
 
-Input: a tiny model that is synced, generates and sleeps. Oracle: Generator.metrics(), and the text format as prometheus_client parses it.
-By default nothing is printed and nothing is registered."""
+Input: a tiny model that is synced, generates and sleeps. Oracle: Generator.metrics(), and the text
+format as prometheus_client parses it. By default nothing is printed and nothing is registered."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ import rollmesh as rm
 @pytest.fixture
 def generator() -> Iterator[rm.Generator]:
     case = helpers.Case("dense", helpers.tiny_config(False))
-    with rm.Generator(rm.ModelSpec.from_hf(case.config), max_model_len=64, kv_cache_gib=0.01, threads=1) as made:
+    with rm.Generator(
+        rm.ModelSpec.from_hf(case.config), max_model_len=64, kv_cache_gib=0.01, threads=1
+    ) as made:
         made.sync_weights(helpers.numpy_state_dict(case.config, 0, "float32"), 4, cast=True)
         yield made
 
@@ -27,7 +29,9 @@ def generator() -> Iterator[rm.Generator]:
 def test_the_logger(caplog: pytest.LogCaptureFixture) -> None:
     case = helpers.Case("dense", helpers.tiny_config(False))
     with caplog.at_level(logging.INFO, "rollmesh"):
-        made = rm.Generator(rm.ModelSpec.from_hf(case.config), max_model_len=64, kv_cache_gib=0.01, threads=1)
+        made = rm.Generator(
+            rm.ModelSpec.from_hf(case.config), max_model_len=64, kv_cache_gib=0.01, threads=1
+        )
         with made:
             made.sync_weights(helpers.numpy_state_dict(case.config, 0, "float32"), 4, cast=True)
             made.sleep("kv")
@@ -36,7 +40,9 @@ def test_the_logger(caplog: pytest.LogCaptureFixture) -> None:
                 made.sync_weights({})
     told = [record.getMessage() for record in caplog.records if record.name == "rollmesh"]
     assert [line.partition(":")[0] for line in told] == ["generator", "sync", "sleep", "wake"]
-    assert told[0].startswith("generator: qwen3, 0.00 B parameters, bfloat16, tp=1 dp=1 ep=1, cpu (")
+    assert told[0].startswith(
+        "generator: qwen3, 0.00 B parameters, bfloat16, tp=1 dp=1 ep=1, cpu ("
+    )
     assert told[1].startswith("sync: version 4 serves, ")
     assert {record.levelno for record in caplog.records} == {logging.INFO}
 
@@ -47,7 +53,9 @@ def test_nothing_is_printed_by_default() -> None:
         import rollmesh.generator
         logging.getLogger("rollmesh").warning("a line")
         assert "prometheus_client" not in sys.modules"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout + done.stderr == ""
 
 
@@ -65,7 +73,9 @@ def test_prometheus(generator: rm.Generator) -> None:
         return {sample.name: sample.value for sample in samples}
 
     first = scraped()
-    generator.generate([[1, 2, 3]] * 4, rm.SamplingParams(max_tokens=5, seed=1, ignore_eos=True), use_tqdm=False)
+    generator.generate(
+        [[1, 2, 3]] * 4, rm.SamplingParams(max_tokens=5, seed=1, ignore_eos=True), use_tqdm=False
+    )
     generator.submit([[1, 2, 3]] * 2, rm.SamplingParams(max_tokens=5, seed=1, ignore_eos=True))
     second, metrics = scraped(), generator.metrics()
     assert first["vllm:generation_tokens_total"] == 0
@@ -73,7 +83,9 @@ def test_prometheus(generator: rm.Generator) -> None:
     assert second["vllm:prompt_tokens_total"] == metrics["prompt_tokens"] == 12
     assert second["vllm:num_requests_waiting"] == metrics["waiting"] == 2
     assert second["rollmesh:weight_version"] == 4
-    assert set(second) == {name for name, _ in rm.prometheus.GAUGES.values()} | {f"{n}_total" for n, _ in rm.prometheus.COUNTERS.values()}
+    assert set(second) == {name for name, _ in rm.prometheus.GAUGES.values()} | {
+        f"{n}_total" for n, _ in rm.prometheus.COUNTERS.values()
+    }
     generator.close()
     assert scraped() == {}
 

@@ -1,7 +1,9 @@
-"""What the ops refuse, and how. Input: calls that a caller can get wrong, sizes beyond any memory, and a fork in the midst of an
-op. Oracle: the class of the error (each derives from ValueError) and the outputs, which a refused call leaves as they were.
+"""What the ops refuse, and how. Input: calls that a caller can get wrong, sizes beyond any memory,
+and a fork in the midst of an op. Oracle: the class of the error (each derives from ValueError) and
+the outputs, which a refused call leaves as they were.
 
-Sizes that would wrap a product, and the fork, run in a process of their own: what fails there is a crash or a hang.
+Sizes that would wrap a product, and the fork, run in a process of their own: what fails there is a
+crash or a hang.
 """
 
 from __future__ import annotations
@@ -37,16 +39,25 @@ def run_script(body: str) -> None:
         z, i, f = (lambda *s: np.zeros(s, np.uint16)), np.int32, np.float32
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(head) + textwrap.dedent(body)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    command = [
+        sys.executable,
+        "-X",
+        "faulthandler",
+        "-c",
+        textwrap.dedent(head) + textwrap.dedent(body),
+    ]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# ---------------------------------------------------------------------------------------------- rows that no group has
+# ------------------------------------------------------------------------- rows that no group has
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_groups_share_out_every_row(dtype: str, swiglu: bool, rng: np.random.Generator) -> None:
-    """group_rows begins with 0 and ends with m; else rows of the output would keep what was there."""
+    """group_rows begins with 0 and ends with m; else rows of the output would keep what was
+    there."""
     x, gate = normal(rng, (4, 32), dtype), normal(rng, (2, 16, 32), dtype)
     w = ops.pack_gate_up(gate, gate, dtype=dtype) if swiglu else ops.pack(gate, dtype=dtype)
     op: Callable[..., Array] = ops.gemm_swiglu if swiglu else ops.gemm
@@ -59,12 +70,20 @@ def test_groups_share_out_every_row(dtype: str, swiglu: bool, rng: np.random.Gen
     with pytest.raises(errors.ShapeError, match=r"last of group_rows: expected .*got 0"):
         op(x, w[:0], 16, group_rows=ints(0))
     assert op(x[:0], w[:0], 16, group_rows=ints(0)).shape == (0, 16)
-    first, second = (op(part, half, 16) for part, half in ((x[:1], w[: w.size // 2]), (x[1:], w[w.size // 2 :])))
+    first, second = (
+        op(part, half, 16) for part, half in ((x[:1], w[: w.size // 2]), (x[1:], w[w.size // 2 :]))
+    )
     assert (op(x, w, 16, group_rows=ints(0, 1, 4)) == np.concatenate([first, second])).all()
 
 
 def test_gate_and_up_have_one_shape() -> None:
-    for gate, up in (((32, 64), (32, 33)), ((3, 32), (5, 32)), ((2, 32, 32), (3, 32, 32)), ((2, 8, 8), (8, 8)), ((8,), (8,))):
+    for gate, up in (
+        ((32, 64), (32, 33)),
+        ((3, 32), (5, 32)),
+        ((2, 32, 32), (3, 32, 32)),
+        ((2, 8, 8), (8, 8)),
+        ((8,), (8,)),
+    ):
         with pytest.raises(errors.ShapeError):
             ops.pack_gate_up(words(*gate), words(*up))
     for shape in ((), (3,), (1, 2, 3, 4)):
@@ -72,14 +91,20 @@ def test_gate_and_up_have_one_shape() -> None:
             ops.pack(words(*shape))
 
 
-# ---------------------------------------------------------------------------------------------- a rank's part
+# ---------------------------------------------------------------------------------- a rank's part
 def test_heads_and_the_kv_heads_that_they_read() -> None:
     """(group, head0) must make the query heads read exactly the kv heads of the caches."""
 
     def attend(heads: int, kv_heads: int, group: int, head0: int) -> Array:
         rows = (ints(0), ints(0), np.zeros((1, 1), np.int32))
         return ops.attention(
-            words(1, heads, 32), *ops.kv_cache(1, kv_heads, 16, 32), *rows, page_size=16, scale=1.0, group=group, head0=head0
+            words(1, heads, 32),
+            *ops.kv_cache(1, kv_heads, 16, 32),
+            *rows,
+            page_size=16,
+            scale=1.0,
+            group=group,
+            head0=head0,
         )
 
     for heads, kv_heads, group, head0 in (
@@ -91,31 +116,63 @@ def test_heads_and_the_kv_heads_that_they_read() -> None:
         (1, 1, 2**31 - 1, 2**31 - 2),
     ):
         assert attend(heads, kv_heads, group, head0).shape == (1, heads, 32)
-    for heads, kv_heads, group, head0 in ((3, 2, 0, 0), (4, 2, 0, 1), (4, 2, 2, 1), (4, 2, 4, 0), (4, 2, 1, 0), (3, 1, 8, 8), (3, 1, 8, 6)):
+    for heads, kv_heads, group, head0 in (
+        (3, 2, 0, 0),
+        (4, 2, 0, 1),
+        (4, 2, 2, 1),
+        (4, 2, 4, 0),
+        (4, 2, 1, 0),
+        (3, 1, 8, 8),
+        (3, 1, 8, 6),
+    ):
         with pytest.raises(errors.ShapeError, match="head"):
             attend(heads, kv_heads, group, head0)
 
 
 def test_squares_and_what_goes_with_them() -> None:
     """Of all heads of a model, at least those that are here; weights of the heads that are here."""
-    f32, angles, place = np.float32, (np.zeros((1, 0), np.float32),) * 2, (ints(0), np.zeros(1, np.int64))
+    f32, angles, place = (
+        np.float32,
+        (np.zeros((1, 0), np.float32),) * 2,
+        (ints(0), np.zeros(1, np.int64)),
+    )
 
     def rope(squares: object, q: Array | None, k: Array | None) -> Array:
         return ops.qk_rope_kv(
-            words(1, 4 * 32), q, k, *angles, *place, *ops.kv_cache(1, 1, 16, 32), num_heads=2, page_size=16, eps=1e-6, squares=squares
+            words(1, 4 * 32),
+            q,
+            k,
+            *angles,
+            *place,
+            *ops.kv_cache(1, 1, 16, 32),
+            num_heads=2,
+            page_size=16,
+            eps=1e-6,
+            squares=squares,
         )  # type: ignore[arg-type]
 
     q, k, of_q, of_k = words(64), words(32), np.ones((1, 2), f32), np.ones((1, 1), f32)
     for good in ((of_q, of_k), [np.ones((1, 8), f32), np.ones((1, 4), f32)]):
         assert rope(good, q, k).shape == (1, 2, 32)
     for wrong in (of_q, (of_q,), (of_q, of_k, of_k), (None, None), (of_q, None), 1):
-        with pytest.raises(errors.ConfigError, match=r"^squares: expected \(q_squares, k_squares\), got"):
+        with pytest.raises(
+            errors.ConfigError, match=r"^squares: expected \(q_squares, k_squares\), got"
+        ):
             rope(wrong, q, k)
-    for weights, absent in (((None, None), "q_weight"), ((q, None), "k_weight"), ((None, k), "q_weight")):
-        with pytest.raises(errors.ConfigError, match=f"^squares: expected q_weight and k_weight with them, got {absent} = None"):
+    for weights, absent in (
+        ((None, None), "q_weight"),
+        ((q, None), "k_weight"),
+        ((None, k), "q_weight"),
+    ):
+        with pytest.raises(
+            errors.ConfigError,
+            match=f"^squares: expected q_weight and k_weight with them, got {absent} = None",
+        ):
             rope((of_q, of_k), *weights)
     for name, squares in (("q", (of_k, of_k)), ("k", (of_q, of_k[:, :0]))):
-        with pytest.raises(errors.ShapeError, match=rf"^{name}_squares.shape\[1\]: expected at least"):
+        with pytest.raises(
+            errors.ShapeError, match=rf"^{name}_squares.shape\[1\]: expected at least"
+        ):
             rope(squares, q, k)
     for name, squares in (("q", (np.ones((2, 2), f32), of_k)), ("k", (of_q, of_k[0]))):
         with pytest.raises(errors.ShapeError, match=f"^{name}_squares: expected"):
@@ -128,7 +185,9 @@ def test_squares_and_what_goes_with_them() -> None:
     with pytest.raises(errors.DTypeError, match=r"^q_squares: expected"):
         rope((of_q.astype(np.float64), of_k), q, k)
     for columns, heads, head_dim in ((96, 3, 32), (97, 1, 32), (0, 0, 0), (64, 2, 32), (96, 1, 0)):
-        with pytest.raises(errors.ShapeError, match=r"^qkv: expected \(\d+ \+ 2·kv_heads\)·\d+ columns"):
+        with pytest.raises(
+            errors.ShapeError, match=r"^qkv: expected \(\d+ \+ 2·kv_heads\)·\d+ columns"
+        ):
             ops.head_squares(words(1, columns), heads, head_dim)
     with pytest.raises(errors.ShapeError, match=r"^num_heads: expected at least 1, got 0"):
         ops.head_squares(words(1, 64), 0, 32)
@@ -151,9 +210,15 @@ def test_a_wrong_dtype_is_named(dtype: str) -> None:
     with pytest.raises(errors.DTypeError, match=rf"^weight: expected dtype uint16, got {dtype}$"):
         ops.rms_norm(words(2, 32), wrong[0], eps=1e-6)
     if dtype in ("int32", "bool"):
-        with pytest.raises(errors.DTypeError, match=rf"^the weight: expected bfloat16 .* float16 or float64, got {dtype}$"):
+        with pytest.raises(
+            errors.DTypeError,
+            match=rf"^the weight: expected bfloat16 .* float16 or float64, got {dtype}$",
+        ):
             ops.pack(wrong)
-    with pytest.raises(errors.UnsupportedTensorError, match=r"^x: expected an array of bfloat16 .*got <class 'list'>"):
+    with pytest.raises(
+        errors.UnsupportedTensorError,
+        match=r"^x: expected an array of bfloat16 .*got <class 'list'>",
+    ):
         core.gather_rows(words(1, 32), [1.0], ints(0))  # type: ignore[arg-type]
 
 
@@ -163,25 +228,38 @@ def test_pairs_and_what_goes_with_them() -> None:
     for wrong in (pairs[:0], pairs[0], np.ones((2, 1, 3), f32)):
         with pytest.raises(errors.ShapeError):
             ops.merge_pairs(wrong)
-    with pytest.raises(errors.UnsupportedTensorError, match="pairs: expected a NumPy array, got a list"):
+    with pytest.raises(
+        errors.UnsupportedTensorError, match="pairs: expected a NumPy array, got a list"
+    ):
         ops.merge_pairs([1.0])  # type: ignore[arg-type]
     with pytest.raises(errors.DTypeError):
         ops.merge_pairs(pairs.astype(np.float64))
     with pytest.raises(errors.LayoutError):
         ops.merge_pairs(np.ones((2, 2, 2), f32).transpose(1, 0, 2))
-    with pytest.raises(errors.UnsupportedTensorError, match="both of targets and target_logits, or neither, got target_logits = None"):
+    with pytest.raises(
+        errors.UnsupportedTensorError,
+        match="both of targets and target_logits, or neither, got target_logits = None",
+    ):
         ops.merge_pairs(pairs, targets=one)
-    with pytest.raises(errors.UnsupportedTensorError, match="both of targets and target_logits, or neither, got targets = None"):
+    with pytest.raises(
+        errors.UnsupportedTensorError,
+        match="both of targets and target_logits, or neither, got targets = None",
+    ):
         ops.merge_pairs(pairs, target_logits=np.ones(1, f32))
     head = ops.merge_pairs(pairs)
-    with pytest.raises(errors.UnsupportedTensorError, match="target_logits: expected a NumPy array of float32, got <class 'NoneType'>"):
+    with pytest.raises(
+        errors.UnsupportedTensorError,
+        match="target_logits: expected a NumPy array of float32, got <class 'NoneType'>",
+    ):
         ops.kernels().merge_pairs(head.stats, np.ones(1, f32), one, head.row_flags, pairs, None)
     with pytest.raises(errors.ShapeError, match="targets"):
         ops.merge_pairs(pairs, targets=ints(0, 0), target_logits=np.ones(2, f32))
     for token in (-2, 256):
         with pytest.raises(errors.RequestError, match="targets"):
             ops.merge_pairs(pairs, targets=ints(token), target_logits=np.ones(1, f32))
-    assert ops.merge_pairs(pairs, targets=ints(255), target_logits=np.ones(1, f32)).stats.tolist() == [[1.0, 2.0]]
+    assert ops.merge_pairs(
+        pairs, targets=ints(255), target_logits=np.ones(1, f32)
+    ).stats.tolist() == [[1.0, 2.0]]
     core, flags, stats = ops.kernels("ref"), np.zeros(1, np.uint8), np.ones((1, 2), f32)
     for wrong in (pairs, np.ones((1, 2, 2), f32), np.ones((0, 1, 2), f32)):
         with pytest.raises(errors.ShapeError, match="pairs"):
@@ -191,7 +269,9 @@ def test_pairs_and_what_goes_with_them() -> None:
     with pytest.raises(errors.Error, match="stats"):
         core.lm_head(None, None, None, None, flags, words(1, 32), words(512), 16, None, None)
     with pytest.raises(errors.Error, match="targets"):
-        core.lm_head(None, stats, None, None, flags, words(1, 32), words(512), 16, None, np.ones(1, f32))
+        core.lm_head(
+            None, stats, None, None, flags, words(1, 32), words(512), 16, None, np.ones(1, f32)
+        )
     assert ops.lm_head_pairs(words(1, 32), words(0), 0, targets=one).pairs.shape == (0, 1, 2)
 
 
@@ -204,20 +284,25 @@ def test_where_a_part_of_a_parameter_may_begin() -> None:
         assert core.pack(words(1024), words(1, cols), 1, 0, index0) == (0, -1)
 
 
-# ---------------------------------------------------------------------------------------------- sizes
+# ------------------------------------------------------------------------------------------ sizes
 def test_sizes_that_wrap_are_refused() -> None:
-    """Products of these are 0, or small, in 64 bits; each call used to read or write far outside its arrays."""
+    """Products of these are 0, or small, in 64 bits; each call used to read or write far outside
+    its arrays."""
     run_script("""
-        position, tables = dict(num_heads=1, page_size=2**59, eps=1e-6), (np.array([0], i), np.array([[0]], i))
+        position, tables = dict(num_heads=1, page_size=2**59, eps=1e-6), (np.array([0], i),
+            np.array([[0]], i))
         angles = (np.zeros((4, 16), f),) * 2
         calls = (
             lambda: ops.embed(np.array([2**31 - 1], i), z(0), packed=(2**60, 64), out=z(1, 64)),
             lambda: ops.embed(np.array([900000], i), z(16), packed=(10**6, -64), out=z(1, 64)),
             lambda: ops.embed(np.array([900000], i), z(16), packed=(10**6, -1), out=z(1, 64)),
-            lambda: ops.attention(z(1, 1, 32), z(1, 1, 0), z(1, 1, 0), np.array([10**6], i), *tables, page_size=2**59, scale=1.0),
-            lambda: ops.qk_rope_kv(z(1, 96), z(32), z(32), *angles, tables[0], np.array([10**10]), z(1, 1, 0), z(1, 1, 0), **position),
+            lambda: ops.attention(z(1, 1, 32), z(1, 1, 0), z(1, 1, 0), np.array([10**6], i),
+                *tables, page_size=2**59, scale=1.0),
+            lambda: ops.qk_rope_kv(z(1, 96), z(32), z(32), *angles, tables[0], np.array([10**10]),
+                z(1, 1, 0), z(1, 1, 0), **position),
             lambda: ops.router(z(1, 32), z(0), 2**59, 1),
-            lambda: ops.lm_head(z(1, 32), z(0), 2**59, targets=np.array([-1], i), keep_logits=False),
+            lambda: ops.lm_head(z(1, 32), z(0), 2**59, targets=np.array([-1], i),
+                keep_logits=False),
             lambda: ops.gemm(z(0, 32), z(0), 2**59),
             lambda: ops.gemm_swiglu(z(0, 2**31 - 1), z(0), 2**31 - 1),
             lambda: ops.gemm(z(0, 2**40), z(0), 0),
@@ -232,7 +317,8 @@ def test_sizes_that_wrap_are_refused() -> None:
 
 
 def test_the_core_bounds_sizes_itself() -> None:
-    """The same without rollmesh.ops in front: a size is in [0, 2^31), and only the C side's own −1 takes what is found."""
+    """The same without rollmesh.ops in front: a size is in [0, 2^31), and only the C side's own −1
+    takes what is found."""
     run_script("""
         core = _core.Kernels("ref", 1)
         one, flags, stats = np.array([0], i), np.zeros(1, np.uint8), np.zeros((1, 2), f)
@@ -245,19 +331,27 @@ def test_the_core_bounds_sizes_itself() -> None:
                 lambda: core.gemm(z(1, 16), z(1, 32), z(0), None, None, size, False, None, 0),
                 lambda: core.gemm(z(1, 16), z(1, 32), z(0), None, None, size, True, None, 0),
                 lambda: core.gemm(z(1, 16), z(1, 32), z(1024), None, None, 16, True, None, size),
-                lambda: core.router(np.zeros((1, 1), i), np.zeros((1, 1), f), z(1, 32), z(0), None, size, True, False, 1, 1, 1.0),
-                lambda: core.permute(z(1, 32), np.zeros(1, i), np.zeros((1, 1), i), z(1, 32), np.zeros((1, 1), i), size),
-                lambda: core.combine(z(1, 32), z(1, 32), np.zeros((1, 1), i), np.zeros((1, 1), i), np.zeros((1, 1), f), size),
-                lambda: core.lm_head(None, stats, None, None, flags, z(1, 32), z(0), size, None, None),
-                lambda: core.attention(z(1, 1, 32), z(1, 1, 32), z(1, 1, 0), z(1, 1, 0), one, one, one[None], size, 0, 1.0, 0, 0),
-                lambda: core.attention(z(1, 1, 32), z(1, 1, 32), z(1, 1, 512), z(1, 1, 512), one, one, one[None], 16, size, 1.0, 0, 0),
+                lambda: core.router(np.zeros((1, 1), i), np.zeros((1, 1), f), z(1, 32), z(0), None,
+                    size, True, False, 1, 1, 1.0),
+                lambda: core.permute(z(1, 32), np.zeros(1, i), np.zeros((1, 1), i), z(1, 32),
+                    np.zeros((1, 1), i), size),
+                lambda: core.combine(z(1, 32), z(1, 32), np.zeros((1, 1), i), np.zeros((1, 1), i),
+                    np.zeros((1, 1), f), size),
+                lambda: core.lm_head(None, stats, None, None, flags, z(1, 32), z(0), size, None,
+                    None),
+                lambda: core.attention(z(1, 1, 32), z(1, 1, 32), z(1, 1, 0), z(1, 1, 0), one, one,
+                    one[None], size, 0, 1.0, 0, 0),
+                lambda: core.attention(z(1, 1, 32), z(1, 1, 32), z(1, 1, 512), z(1, 1, 512), one,
+                    one, one[None], 16, size, 1.0, 0, 0),
                 lambda: core.head_squares(np.zeros((1, 1), f), np.zeros((1, 1), f), z(1, 96), size),
                 lambda: core.qk_rope_kv(
-                    z(1, 1, 32), z(1, 96), z(32), z(32), *angles, one, np.array([0]), z(1, 1, 0), z(1, 1, 0), flags, 1, size, 1e-6,
+                    z(1, 1, 32), z(1, 96), z(32), z(32), *angles, one, np.array([0]), z(1, 1, 0),
+                        z(1, 1, 0), flags, 1, size, 1e-6,
                     None, None
                 ),
                 lambda: core.qk_rope_kv(
-                    z(1, 1, 32), z(1, 96), z(32), z(32), *angles, one, np.array([0]), z(1, 1, 512), z(1, 1, 512), flags, size, 16, 1e-6,
+                    z(1, 1, 32), z(1, 96), z(32), z(32), *angles, one, np.array([0]), z(1, 1, 512),
+                        z(1, 1, 512), flags, size, 16, 1e-6,
                     None, None
                 ),
                 lambda: core.pack(z(512), z(1, 32), 1, size, 0),
@@ -286,8 +380,17 @@ def test_sizes_no_array_can_have(size: int) -> None:
         lambda: ops.kv_cache(1, 1, size, 32),
         lambda: ops.kv_cache(1, 1, 16, size),
         lambda: ops.rope_table(np.ones(4, np.float32), size),
-        lambda: ops.attention(words(1, 1, 32), *ops.kv_cache(1, 1, 16, 32), *tables, page_size=size, scale=1.0),
-        lambda: ops.attention(words(1, 1, 32), *ops.kv_cache(1, 1, 16, 32), *tables, page_size=16, scale=1.0, window=size),
+        lambda: ops.attention(
+            words(1, 1, 32), *ops.kv_cache(1, 1, 16, 32), *tables, page_size=size, scale=1.0
+        ),
+        lambda: ops.attention(
+            words(1, 1, 32),
+            *ops.kv_cache(1, 1, 16, 32),
+            *tables,
+            page_size=16,
+            scale=1.0,
+            window=size,
+        ),
         lambda: ops.router(words(1, 32), words(512), size, 1),
         lambda: ops.router(words(1, 32), words(512), 4, size),
         lambda: ops.permute(words(1, 1), ints(0)[None], size),
@@ -301,14 +404,32 @@ def test_sizes_no_array_can_have(size: int) -> None:
 
 
 def test_numbers_are_numbers() -> None:
-    """What is refused is named; what is no refusal (a Ctrl-C, no memory) comes through; a flag goes by its truth value."""
+    """What is refused is named; what is no refusal (a Ctrl-C, no memory) comes through; a flag goes
+    by its truth value."""
     x, weight = np.ones((2, 32), np.float32), np.ones(32, np.float32)
-    for eps, said in ((b"1", "b'1'"), (np.True_, "True"), (True, "True"), ("1", "'1'"), (-1.0, "-1.0"), (10**400, "an integer beyond it")):
-        with pytest.raises(errors.ConfigError, match=f"^eps: expected a finite float32 >= 0, got .*{said}"):
+    for eps, said in (
+        (b"1", "b'1'"),
+        (np.True_, "True"),
+        (True, "True"),
+        ("1", "'1'"),
+        (-1.0, "-1.0"),
+        (10**400, "an integer beyond it"),
+    ):
+        with pytest.raises(
+            errors.ConfigError, match=f"^eps: expected a finite float32 >= 0, got .*{said}"
+        ):
             ops.rms_norm(x, weight, eps=eps)
     tables, caches = (ints(0), ints(0), np.zeros((1, 1), np.int32)), ops.kv_cache(1, 1, 16, 32)
-    for size, said in ((2**63, "one of more than 64 bits"), ("16", "'16'"), (16.0, "16.0"), (None, "None"), (0, "0")):
-        with pytest.raises(errors.ShapeError, match=rf"^page_size: expected an integer in \[1, \d+\], got {said}"):
+    for size, said in (
+        (2**63, "one of more than 64 bits"),
+        ("16", "'16'"),
+        (16.0, "16.0"),
+        (None, "None"),
+        (0, "0"),
+    ):
+        with pytest.raises(
+            errors.ShapeError, match=rf"^page_size: expected an integer in \[1, \d+\], got {said}"
+        ):
             ops.attention(words(1, 1, 32), *caches, *tables, page_size=size, scale=1.0)
 
     class Interrupted:
@@ -350,13 +471,17 @@ def test_what_the_router_cannot_choose_by() -> None:
 
 
 def test_an_output_beside_its_input() -> None:
-    """In one array: their memory touches, and does not overlap. An empty output may lie anywhere."""
+    """In one array: their memory touches, and does not overlap. An empty output may lie
+    anywhere."""
     both = np.arange(8, dtype=np.float32).reshape(4, 2)
     assert ops.gather_rows(both[2:], ints(1, 0), out=both[:2]).tolist() == [[6, 7], [4, 5]]
     assert ops.gather_rows(both, ints(), out=both[1:1]).shape == (0, 2)
 
 
-@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer has mapped terabytes already")
+@pytest.mark.skipif(
+    "asan" in os.environ.get("LD_PRELOAD", ""),
+    reason="AddressSanitizer has mapped terabytes already",
+)
 def test_no_memory_to_work_in_is_said() -> None:
     run_script("""
         import resource
@@ -384,10 +509,15 @@ def test_inputs_of_other_dims() -> None:
             ops.embed(ints(0), x)
 
 
-# ---------------------------------------------------------------------------------------------- settings
+# --------------------------------------------------------------------------------------- settings
 def test_sample_params_that_no_column_holds() -> None:
     """2^64 − 1 is a seed, 2^64 is not; the same at both ends of every integer."""
-    for name, low, high in (("seed", 0, 2**64), ("counter", 0, 2**64), ("top_k", -(2**31), 2**31), ("forced", -(2**31), 2**31)):
+    for name, low, high in (
+        ("seed", 0, 2**64),
+        ("counter", 0, 2**64),
+        ("top_k", -(2**31), 2**31),
+        ("forced", -(2**31), 2**31),
+    ):
         for value in (low, high - 1):
             assert getattr(ops.SampleParams(**{name: value}), name) == value
         for wrong in (low - 1, high, 1.5, "1", None):
@@ -403,50 +533,100 @@ def masked(*shape: int) -> Array:
 
 
 LONG = "x" * 10**6
-STATS, LOGITS, CACHES = np.zeros((1, 2), np.float32), np.zeros((1, 8), np.float32), (words(1, 1, 512), words(1, 1, 512))
+STATS, LOGITS, CACHES = (
+    np.zeros((1, 2), np.float32),
+    np.zeros((1, 8), np.float32),
+    (words(1, 1, 512), words(1, 1, 512)),
+)
 WRONG: dict[str, tuple[type[errors.Error], Callable[[], object]]] = {
     "permute ids list": (errors.UnsupportedTensorError, lambda: ops.permute(words(1, 1), [[0]], 1)),  # type: ignore[arg-type]
     "permute ids of one dim": (errors.ShapeError, lambda: ops.permute(words(1, 1), ints(0), 1)),
     "embed ids 3": (errors.UnsupportedTensorError, lambda: ops.embed(3, words(1, 1))),  # type: ignore[arg-type]
-    "embed ids without dims": (errors.ShapeError, lambda: ops.embed(np.array(0, np.int32), words(1, 1))),
+    "embed ids without dims": (
+        errors.ShapeError,
+        lambda: ops.embed(np.array(0, np.int32), words(1, 1)),
+    ),
     "embed packed of one": (errors.ShapeError, lambda: ops.embed(ints(0), words(512), packed=(1,))),  # type: ignore[arg-type]
     "embed packed 5": (errors.ShapeError, lambda: ops.embed(ints(0), words(512), packed=5)),  # type: ignore[arg-type]
-    "embed packed list": (errors.UnsupportedTensorError, lambda: ops.embed(ints(0), [0] * 512, packed=(1, 32))),  # type: ignore[arg-type]
-    "activate over x": (errors.LayoutError, lambda: (x := words(3, 2)) is ops.activate(x[1:], "silu", out=x[:2])),
-    "activate out of other width": (errors.ShapeError, lambda: ops.activate(words(2, 2), "silu", out=words(2, 1))),
-    "activate other dtype": (errors.DTypeError, lambda: ops.activate(words(2, 2), "silu", out=np.zeros((2, 2), np.float32))),
+    "embed packed list": (
+        errors.UnsupportedTensorError,
+        lambda: ops.embed(ints(0), [0] * 512, packed=(1, 32)),
+    ),  # type: ignore[arg-type]
+    "activate over x": (
+        errors.LayoutError,
+        lambda: (x := words(3, 2)) is ops.activate(x[1:], "silu", out=x[:2]),
+    ),
+    "activate out of other width": (
+        errors.ShapeError,
+        lambda: ops.activate(words(2, 2), "silu", out=words(2, 1)),
+    ),
+    "activate other dtype": (
+        errors.DTypeError,
+        lambda: ops.activate(words(2, 2), "silu", out=np.zeros((2, 2), np.float32)),
+    ),
     "activate nothing known": (errors.ConfigError, lambda: ops.activate(words(2, 2), "tanh")),
     "gather rows 3": (errors.UnsupportedTensorError, lambda: ops.gather_rows(words(1, 1), 3)),  # type: ignore[arg-type]
     "gather x of one dim": (errors.ShapeError, lambda: ops.gather_rows(words(1), ints(0))),
     "gather row -1": (errors.RequestError, lambda: ops.gather_rows(words(2, 1), ints(-1))),
     "gather row 2 of 2": (errors.RequestError, lambda: ops.gather_rows(words(2, 1), ints(0, 2))),
-    "gather out of other width": (errors.ShapeError, lambda: ops.gather_rows(words(2, 1), ints(0), out=words(1, 2))),
-    "gather over x": (errors.LayoutError, lambda: (x := words(3, 1)) is ops.gather_rows(x[1:], ints(1, 0), out=x[:2])),
-    "gemm over x": (errors.LayoutError, lambda: (x := words(2, 32)) is ops.gemm(x, words(1024), 32, out=x)),
+    "gather out of other width": (
+        errors.ShapeError,
+        lambda: ops.gather_rows(words(2, 1), ints(0), out=words(1, 2)),
+    ),
+    "gather over x": (
+        errors.LayoutError,
+        lambda: (x := words(3, 1)) is ops.gather_rows(x[1:], ints(1, 0), out=x[:2]),
+    ),
+    "gemm over x": (
+        errors.LayoutError,
+        lambda: (x := words(2, 32)) is ops.gemm(x, words(1024), 32, out=x),
+    ),
     "gather float64": (errors.DTypeError, lambda: ops.gather_rows(np.zeros((2, 1)), ints(0))),
     "ranks of one dim": (errors.ShapeError, lambda: ops.ranks(LOGITS[0], ints(0))),
     "ranks token -2": (errors.RequestError, lambda: ops.ranks(LOGITS, ints(-2))),
     "ranks token 8 of 8": (errors.RequestError, lambda: ops.ranks(LOGITS, ints(8))),
     "ranks of two tokens": (errors.ShapeError, lambda: ops.ranks(LOGITS, ints(0, 1))),
     "rope_table None": (errors.UnsupportedTensorError, lambda: ops.rope_table(None, 3)),  # type: ignore[arg-type]
-    "rope_table scale": (errors.ConfigError, lambda: ops.rope_table(np.ones(4, np.float32), 3, scale=LONG)),  # type: ignore[arg-type]
-    "rms_norm list": (errors.UnsupportedTensorError, lambda: ops.rms_norm([[1.0]], words(1), eps=1e-6)),  # type: ignore[arg-type]
-    "rms_norm masked": (errors.UnsupportedTensorError, lambda: ops.rms_norm(masked(1, 8), np.ones(8, np.float32), eps=1e-6)),
-    "rms_norm weight masked": (errors.UnsupportedTensorError, lambda: ops.rms_norm(LOGITS, masked(8), eps=1e-6)),
+    "rope_table scale": (
+        errors.ConfigError,
+        lambda: ops.rope_table(np.ones(4, np.float32), 3, scale=LONG),
+    ),  # type: ignore[arg-type]
+    "rms_norm list": (
+        errors.UnsupportedTensorError,
+        lambda: ops.rms_norm([[1.0]], words(1), eps=1e-6),
+    ),  # type: ignore[arg-type]
+    "rms_norm masked": (
+        errors.UnsupportedTensorError,
+        lambda: ops.rms_norm(masked(1, 8), np.ones(8, np.float32), eps=1e-6),
+    ),
+    "rms_norm weight masked": (
+        errors.UnsupportedTensorError,
+        lambda: ops.rms_norm(LOGITS, masked(8), eps=1e-6),
+    ),
     "rms_norm out masked": (
         errors.UnsupportedTensorError,
         lambda: ops.rms_norm(LOGITS, np.ones(8, np.float32), eps=1e-6, out=masked(1, 8)),
     ),
     "pack masked": (errors.UnsupportedTensorError, lambda: ops.pack(masked(2, 32))),
-    "pack masked words": (errors.UnsupportedTensorError, lambda: ops.pack(masked(2, 32).astype(np.uint16))),
-    "gather masked rows": (errors.UnsupportedTensorError, lambda: ops.gather_rows(words(1, 1), masked(1).astype(np.int32))),
+    "pack masked words": (
+        errors.UnsupportedTensorError,
+        lambda: ops.pack(masked(2, 32).astype(np.uint16)),
+    ),
+    "gather masked rows": (
+        errors.UnsupportedTensorError,
+        lambda: ops.gather_rows(words(1, 1), masked(1).astype(np.int32)),
+    ),
     "attention q": (
         errors.UnsupportedTensorError,
-        lambda: ops.attention(None, *CACHES, ints(0), ints(0), ints(0)[None], page_size=16, scale=1.0),  # type: ignore[arg-type]
+        lambda: ops.attention(
+            None, *CACHES, ints(0), ints(0), ints(0)[None], page_size=16, scale=1.0
+        ),  # type: ignore[arg-type]
     ),
     "attention scale": (
         errors.ConfigError,
-        lambda: ops.attention(words(1, 1, 32), *CACHES, ints(0), ints(0), ints(0)[None], page_size=16, scale=np.nan),
+        lambda: ops.attention(
+            words(1, 1, 32), *CACHES, ints(0), ints(0), ints(0)[None], page_size=16, scale=np.nan
+        ),
     ),
     "sample params": (errors.ConfigError, lambda: ops.sample(LOGITS, STATS, [1, 2])),  # type: ignore[list-item]
     "sample params 0": (errors.ConfigError, lambda: ops.sample(LOGITS, STATS, [0])),  # type: ignore[list-item]
@@ -464,7 +644,10 @@ WRONG: dict[str, tuple[type[errors.Error], Callable[[], object]]] = {
     "dtype array": (errors.DTypeError, lambda: ops.pack(words(1, 1), dtype=ints(1, 2))),  # type: ignore[arg-type]
     "pack ragged": (errors.UnsupportedTensorError, lambda: ops.pack([[1], [2, 3]])),  # type: ignore[arg-type]
     "kv_cache": (errors.ShapeError, lambda: ops.kv_cache(2**31 - 1, 2**31 - 1, 16, 2)),
-    "top_logprobs": (errors.ShapeError, lambda: ops.top_logprobs(np.zeros((2**31, 0), np.float32), STATS, 2**31 - 1)),
+    "top_logprobs": (
+        errors.ShapeError,
+        lambda: ops.top_logprobs(np.zeros((2**31, 0), np.float32), STATS, 2**31 - 1),
+    ),
 }
 
 
@@ -482,7 +665,19 @@ def test_epsilons(eps: float) -> None:
     with pytest.raises(errors.ConfigError, match="eps"):
         ops.rms_norm(x, x[0], eps=eps)
     with pytest.raises(errors.ConfigError, match="eps"):
-        ops.qk_rope_kv(words(1, 96), words(32), words(32), x, x, ints(0), ints(0), *CACHES, num_heads=1, page_size=16, eps=eps)
+        ops.qk_rope_kv(
+            words(1, 96),
+            words(32),
+            words(32),
+            x,
+            x,
+            ints(0),
+            ints(0),
+            *CACHES,
+            num_heads=1,
+            page_size=16,
+            eps=eps,
+        )
     assert (ops.rms_norm(x, x[0], eps=0) == 1.0).all()
 
 
@@ -507,11 +702,12 @@ def test_variants_and_thread_counts() -> None:
         _core.Kernels("avx9", 1)
 
 
-# ---------------------------------------------------------------------------------------------- fork
+# ------------------------------------------------------------------------------------------- fork
 @pytest.mark.parametrize("threads", [1, 2])
 def test_fork_in_the_midst_of_an_op(threads: int) -> None:
-    """Another thread is inside the op, so the child inherits a locked mutex. Its own call gives the parent's bits; an object
-    that it inherited says no. A child that hangs dies of its alarm, and the parent's thread works on."""
+    """Another thread is inside the op, so the child inherits a locked mutex. Its own call gives the
+    parent's bits; an object that it inherited says no. A child that hangs dies of its alarm, and
+    the parent's thread works on."""
     run_script(f"""
         warnings.simplefilter("ignore")
         threads = {threads}

@@ -1,9 +1,10 @@
-"""A rank's part of an op: a run of a model's query heads, some blocks of its vocabulary. Put side by side, the parts of all ranks are
-the bits of one rank.
+"""A rank's part of an op: a run of a model's query heads, some blocks of its vocabulary. Put side
+by side, the parts of all ranks are the bits of one rank.
 
-Input: heads that begin and end inside groups; parts of a vocabulary that have no block, in every variant, with one thread and two.
-Oracle: the whole, computed by the reference, which test_ops_reference.py holds to float64; variants of a part of the heads are
-compared by checkops. Bound: zero.
+Input: heads that begin and end inside groups; parts of a vocabulary that have no block, in every
+variant, with one thread and two. Oracle: the whole, computed by the reference, which
+test_ops_reference.py holds to float64; variants of a part of the heads are compared by checkops.
+Bound: zero.
 """
 
 # ruff: noqa: B023 - closures over loop variables are called in the same turn of the loop
@@ -24,11 +25,12 @@ def cuts_of(n: int, parts: int) -> list[int]:
     return [n * i // parts for i in range(parts + 1)]
 
 
-# ---------------------------------------------------------------------------------------------- attention
+# -------------------------------------------------------------------------------------- attention
 
 
 def test_attention_of_a_part_of_the_heads(rng: np.random.Generator) -> None:
-    """Query heads 2 to 5 of two groups of three; were head0 or the group left out, these inputs would tell."""
+    """Query heads 2 to 5 of two groups of three; were head0 or the group left out, these inputs
+    would tell."""
     case = attention_case(rng, "float32", [40], 5, 6, 2, 16, 16)
     part = {**case, "q": np.ascontiguousarray(case["q"][:, 2:])}
     whole, right, wrong = (
@@ -39,10 +41,12 @@ def test_attention_of_a_part_of_the_heads(rng: np.random.Generator) -> None:
     assert (right[:, 1] != wrong[:, 1]).any()
 
 
-# ---------------------------------------------------------------------------------------------- the head
+# --------------------------------------------------------------------------------------- the head
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [1, 128, 300, 1000, 1409])
-def test_the_head_of_all_ranks_is_that_of_one(vocab: int, dtype: str, rng: np.random.Generator) -> None:
+def test_the_head_of_all_ranks_is_that_of_one(
+    vocab: int, dtype: str, rng: np.random.Generator
+) -> None:
     """Parts of whole blocks, in order; the one that holds a row's target gives its logit."""
     n_blocks = -(-vocab // 128)
     for rows, hidden in ((0, 8), (1, 33), (5, 64), (33, 20), (100, 16)):
@@ -55,7 +59,9 @@ def test_the_head_of_all_ranks_is_that_of_one(vocab: int, dtype: str, rng: np.ra
         assert whole.target_logprobs is not None
         for tp in DEGREES:
             cuts = [min(vocab, 128 * cut) for cut in cuts_of(n_blocks, tp)]
-            parts = [(begin, end - begin, packed(w[begin:end], dtype)) for begin, end in pairwise(cuts)]
+            parts = [
+                (begin, end - begin, packed(w[begin:end], dtype)) for begin, end in pairwise(cuts)
+            ]
 
             def run(isa: str, threads: int) -> tuple[Array, ...]:
                 heads = []
@@ -63,7 +69,12 @@ def test_the_head_of_all_ranks_is_that_of_one(vocab: int, dtype: str, rng: np.ra
                 for begin, size, matrix in parts:
                     here = (targets >= begin) & (targets < begin + size)
                     head = ops.lm_head_pairs(
-                        x, matrix, size, targets=np.where(here, targets - begin, -1).astype(np.int32), isa=isa, threads=threads
+                        x,
+                        matrix,
+                        size,
+                        targets=np.where(here, targets - begin, -1).astype(np.int32),
+                        isa=isa,
+                        threads=threads,
                     )
                     assert head.target_logits is not None
                     assert (bits(head.target_logits[~here]) == 0).all()
@@ -79,9 +90,15 @@ def test_the_head_of_all_ranks_is_that_of_one(vocab: int, dtype: str, rng: np.ra
                 )
                 assert merged.target_logprobs is not None
                 assert (merged.row_flags == flags).all()
-                logits = np.concatenate([head.logits for head in heads if head.logits is not None], 1)
+                logits = np.concatenate(
+                    [head.logits for head in heads if head.logits is not None], 1
+                )
                 return logits, merged.stats, merged.target_logprobs, flags
 
             got = assert_same_bits(run)
-            for mine, one in zip(got, (whole.logits, whole.stats, whole.target_logprobs, whole.row_flags), strict=True):
+            for mine, one in zip(
+                got,
+                (whole.logits, whole.stats, whole.target_logprobs, whole.row_flags),
+                strict=True,
+            ):
                 assert (bits(mine) == bits(one)).all(), f"{vocab=} {rows=} {tp=}"

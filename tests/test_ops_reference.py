@@ -1,6 +1,6 @@
-"""The reference ops against oracles that share no code with them: exact fractions for the dot product and the MoE tree, float64
-with derived bounds for the rest, published vectors for the random numbers. What holds for ref holds for every variant
-(test_checkops.py, tolerance zero)."""
+"""The reference ops against oracles that share no code with them: exact fractions for the dot
+product and the MoE tree, float64 with derived bounds for the rest, published vectors for the random
+numbers. What holds for ref holds for every variant (test_checkops.py, tolerance zero)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ import math
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from ops_cases import DTYPES, EPS, EPS_T, Array, dot_bound, exact_dot, hard, normal, stored, to_bf16, values
+from ops_cases import (
+    DTYPES,
+    EPS,
+    EPS_T,
+    Array,
+    dot_bound,
+    exact_dot,
+    hard,
+    normal,
+    stored,
+    to_bf16,
+    values,
+)
 
 from rollmesh import errors, ops
 
@@ -20,13 +32,19 @@ def f64(x: Array) -> Array:
     return values(x).astype(np.float64)
 
 
-# ---------------------------------------------------------------------------------------------- dot products
+# ----------------------------------------------------------------------------------- dot products
 @pytest.mark.parametrize("kind", ["normal", "hard"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dot_product_is_the_contract_step_by_step(dtype: str, kind: str, rng: np.random.Generator) -> None:
-    """Bit for bit against fractions: the even chain, the odd chain, their sum, block after block, denormals flushed."""
+def test_dot_product_is_the_contract_step_by_step(
+    dtype: str, kind: str, rng: np.random.Generator
+) -> None:
+    """Bit for bit against fractions: the even chain, the odd chain, their sum, block after block,
+    denormals flushed."""
     for k in (1, 2, 31, 32, 33, 64, 97):
-        x, w = (hard if kind == "hard" else normal)(rng, (3, k), dtype), (hard if kind == "hard" else normal)(rng, (5, k), dtype)
+        x, w = (
+            (hard if kind == "hard" else normal)(rng, (3, k), dtype),
+            (hard if kind == "hard" else normal)(rng, (5, k), dtype),
+        )
         y = ops.gemm(x, ops.pack(w, dtype=dtype, isa=REF), 5, float32_out=True, isa=REF)
         want = [[exact_dot(values(x[i]), values(w[j])) for j in range(5)] for i in range(3)]
         assert (y == np.array(want, np.float32)).all()
@@ -46,19 +64,30 @@ def test_dot_product_order_is_seen_by_this_test(rng: np.random.Generator) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gemm_against_float64(dtype: str, rng: np.random.Generator) -> None:
     for m, n, k in ((3, 17, 1), (2, 33, 65), (5, 16, 300), (1, 5, 1000)):
-        x, w, bias = normal(rng, (m, k), dtype), normal(rng, (n, k), dtype), normal(rng, (n,), dtype)
+        x, w, bias = (
+            normal(rng, (m, k), dtype),
+            normal(rng, (n, k), dtype),
+            normal(rng, (n,), dtype),
+        )
         packed = ops.pack(w, dtype=dtype, isa=REF)
         exact, bound = f64(x) @ f64(w).T, dot_bound(values(x), values(w))
         assert (np.abs(ops.gemm(x, packed, n, float32_out=True, isa=REF) - exact) <= bound).all()
         biased = f64(ops.gemm(x, packed, n, bias=bias, isa=REF))
         with_bias = exact + f64(bias)
-        assert (np.abs(biased - with_bias) <= bound + 1.01 * (EPS + EPS_T[dtype]) * (np.abs(with_bias) + bound)).all()
+        assert (
+            np.abs(biased - with_bias)
+            <= bound + 1.01 * (EPS + EPS_T[dtype]) * (np.abs(with_bias) + bound)
+        ).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gemm_rounds_once(dtype: str, rng: np.random.Generator) -> None:
     """y is the float32 accumulator rounded to T, nothing between; with a bias too."""
-    x, w, bias = normal(rng, (9, 70), dtype), normal(rng, (20, 70), dtype), normal(rng, (20,), dtype)
+    x, w, bias = (
+        normal(rng, (9, 70), dtype),
+        normal(rng, (20, 70), dtype),
+        normal(rng, (20,), dtype),
+    )
     packed = ops.pack(w, dtype=dtype, isa=REF)
     acc = ops.gemm(x, packed, 20, float32_out=True, isa=REF)
     assert (ops.gemm(x, packed, 20, isa=REF) == stored(acc, dtype)).all()
@@ -71,18 +100,25 @@ def activated(g: NDArray[np.float64], activation: str) -> NDArray[np.float64]:
     if activation == "gelu":
         return g * np.array([0.5 * math.erfc(-z / math.sqrt(2)) for z in g.flat]).reshape(g.shape)
     with np.errstate(over="ignore"):
-        return g / (1 + np.exp(-(g if activation == "silu" else np.sqrt(8 / np.pi) * (g + 0.044715 * g**3))))  # type: ignore[no-any-return]
+        return g / (
+            1 + np.exp(-(g if activation == "silu" else np.sqrt(8 / np.pi) * (g + 0.044715 * g**3)))
+        )  # type: ignore[no-any-return]
 
 
-# exp to 1 ulp, the sum and the quotient to half a one, then roundings to T. An error of z in sigmoid(z) is at most 0.28 times
-# that of z relative to z, which has four roundings; Phi has Abramowitz and Stegun's 1.5e-7 / 2 and about as much by rounding.
+# exp to 1 ulp, the sum and the quotient to half a one, then roundings to T. An error of z in
+# sigmoid(z) is at most 0.28 times that of z relative to z, which has four roundings; Phi has
+# Abramowitz and Stegun's 1.5e-7 / 2 and about as much by rounding.
 OF_SHARE = {"silu": 0.0, "gelu_tanh": 2 * EPS, "gelu": 1.5e-7, "relu2": 0.0}
 
 
 @pytest.mark.parametrize("activation", OF_SHARE)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu_against_float64(dtype: str, activation: str, rng: np.random.Generator) -> None:
-    x, gate, up = normal(rng, (6, 80), dtype, 2.0), normal(rng, (35, 80), dtype), normal(rng, (35, 80), dtype)
+    x, gate, up = (
+        normal(rng, (6, 80), dtype, 2.0),
+        normal(rng, (35, 80), dtype),
+        normal(rng, (35, 80), dtype),
+    )
     both = np.empty((6, 70), x.dtype)
     packed = ops.pack_gate_up(gate, up, dtype=dtype, isa=REF)
     got = f64(ops.gemm_swiglu(x, packed, 35, activation=activation, gate_up=both, isa=REF))
@@ -91,7 +127,10 @@ def test_swiglu_against_float64(dtype: str, activation: str, rng: np.random.Gene
     g, u = map(f64, each)
     opened = activated(g, activation)
     relative = 4 * EPS + 2.01 * EPS_T[dtype]  # two roundings to T
-    assert (np.abs(got - opened * u) <= relative * np.abs(opened * u) + OF_SHARE[activation] * np.abs(g * u) + 2.0**-126).all()
+    assert (
+        np.abs(got - opened * u)
+        <= relative * np.abs(opened * u) + OF_SHARE[activation] * np.abs(g * u) + 2.0**-126
+    ).all()
 
 
 @pytest.mark.parametrize("activation", OF_SHARE)
@@ -105,7 +144,10 @@ def test_activate_against_float64(dtype: str, activation: str, rng: np.random.Ge
     assert (f64(got)[0, :2] == 0).all()
     wanted[0, 2] = g[0, 2] = 0
     error = np.abs(np.nan_to_num(f64(got)) - wanted)
-    assert (error <= (4 * EPS + EPS_T[dtype]) * np.abs(wanted) + OF_SHARE[activation] * np.abs(g) + 2.0**-126).all()
+    assert (
+        error
+        <= (4 * EPS + EPS_T[dtype]) * np.abs(wanted) + OF_SHARE[activation] * np.abs(g) + 2.0**-126
+    ).all()
     same = x.copy()
     assert ops.activate(same, activation, out=same, isa=REF) is same
     assert same.tobytes() == got.tobytes()
@@ -114,23 +156,34 @@ def test_activate_against_float64(dtype: str, activation: str, rng: np.random.Ge
 def test_an_activation_that_is_none() -> None:
     x, w = np.zeros((1, 32), np.float32), np.zeros((16, 32), np.float32)
     packed = ops.pack_gate_up(w, w, dtype="float32")
-    with pytest.raises(errors.ConfigError, match="activation: expected one of silu, gelu_tanh, gelu, relu2, got 'relu'"):
+    with pytest.raises(
+        errors.ConfigError,
+        match="activation: expected one of silu, gelu_tanh, gelu, relu2, got 'relu'",
+    ):
         ops.gemm_swiglu(x, packed, 16, activation="relu")
-    with pytest.raises(errors.ConfigError, match="activation: expected one of silu, gelu_tanh, gelu, relu2, got None"):
+    with pytest.raises(
+        errors.ConfigError,
+        match="activation: expected one of silu, gelu_tanh, gelu, relu2, got None",
+    ):
         ops.activate(x, None)  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------------------------------------- rows
+# ------------------------------------------------------------------------------------------- rows
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_against_float64(dtype: str, rng: np.random.Generator) -> None:
     for n in (1, 17, 64, 1000):
-        residual, x, weight = normal(rng, (4, n), dtype), normal(rng, (4, n), dtype), normal(rng, (n,), dtype)
+        residual, x, weight = (
+            normal(rng, (4, n), dtype),
+            normal(rng, (4, n), dtype),
+            normal(rng, (n,), dtype),
+        )
         state = residual.copy()
         out = f64(ops.rms_norm(state, weight, eps=1e-6, x=x, isa=REF))
         assert (state == stored(values(residual) + values(x), dtype)).all()
         h = f64(state)
         want = f64(weight) * h / np.sqrt((h * h).mean(1, keepdims=True) + 1e-6)
-        # the mean: n/16 + 4 additions of squares; then a root, two quotients, two products, two roundings to T
+        # the mean: n/16 + 4 additions of squares; then a root, two quotients, two products, two
+        # roundings to T
         relative = (n / 16 + 12) * EPS + 2.01 * EPS_T[dtype]
         assert (np.abs(out - want) <= relative * np.abs(want) + 2.0**-126).all()
 
@@ -142,11 +195,18 @@ def test_qk_rope_kv(dtype: str, rng: np.random.Generator) -> None:
     half = head_dim // 2
     qkv = normal(rng, (rows, (heads + 2 * kv_heads) * head_dim), dtype)
     q_weight, k_weight = normal(rng, (head_dim,), dtype), normal(rng, (head_dim,), dtype)
-    cos, sin = ops.rope_table(np.float32(10000.0) ** -(np.arange(half, dtype=np.float32) / half), 300, dtype=dtype)
-    positions, slots = rng.integers(0, 300, rows).astype(np.int32), rng.permutation(48)[:rows].astype(np.int64)
+    cos, sin = ops.rope_table(
+        np.float32(10000.0) ** -(np.arange(half, dtype=np.float32) / half), 300, dtype=dtype
+    )
+    positions, slots = (
+        rng.integers(0, 300, rows).astype(np.int32),
+        rng.permutation(48)[:rows].astype(np.int64),
+    )
     k_cache, v_cache = ops.kv_cache(3, kv_heads, page_size, head_dim, dtype=dtype)
     args = {"num_heads": heads, "page_size": page_size, "eps": 1e-6, "isa": REF}
-    q = ops.qk_rope_kv(qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, **args)
+    q = ops.qk_rope_kv(
+        qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, **args
+    )
 
     x = f64(qkv).reshape(rows, heads + 2 * kv_heads, head_dim)
     normed = x / np.sqrt((x * x).mean(2, keepdims=True) + 1e-6)
@@ -160,35 +220,62 @@ def test_qk_rope_kv(dtype: str, rng: np.random.Generator) -> None:
     bound = (4.03 * EPS_T[dtype] + 20 * EPS) * size + 2.0**-126
     assert (np.abs(f64(q) - want[:, :heads]) <= bound[:, :heads]).all()
 
-    # K pages are packed matrices [page_size, head_dim]; V pages hold pairs of positions (bf16) or rows (float32)
+    # K pages are packed matrices [page_size, head_dim]; V pages hold pairs of positions (bf16) or
+    # rows (float32)
     for r in range(rows):
         page, pos = divmod(int(slots[r]), page_size)
         for h in range(kv_heads):
             one = np.eye(head_dim, dtype=np.float32)
-            k = ops.gemm(stored(one, dtype), k_cache[page, h], page_size, float32_out=True, isa=REF)[:, pos]
+            k = ops.gemm(
+                stored(one, dtype), k_cache[page, h], page_size, float32_out=True, isa=REF
+            )[:, pos]
             assert (np.abs(k - want[r, heads + h]) <= bound[r, heads + h]).all()
-            page_of_v = v_cache[page, h].reshape(page_size // 2, 32, 2) if dtype == "bfloat16" else v_cache[page, h].reshape(page_size, 32)
-            v = page_of_v[pos // 2, :head_dim, pos % 2] if dtype == "bfloat16" else page_of_v[pos, :head_dim]
+            page_of_v = (
+                v_cache[page, h].reshape(page_size // 2, 32, 2)
+                if dtype == "bfloat16"
+                else v_cache[page, h].reshape(page_size, 32)
+            )
+            v = (
+                page_of_v[pos // 2, :head_dim, pos % 2]
+                if dtype == "bfloat16"
+                else page_of_v[pos, :head_dim]
+            )
             assert (v == qkv[r].reshape(-1, head_dim)[heads + kv_heads + h]).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_over_all_heads(dtype: str, rng: np.random.Generator) -> None:
-    """q and k bit for bit from the squares, which stand in float64's bound. Two ranks with half of the heads each give the bits of one."""
+    """q and k bit for bit from the squares, which stand in float64's bound. Two ranks with half of
+    the heads each give the bits of one."""
     heads, kv_heads, head_dim, rows = 6, 4, 24, 5
     qkv = normal(rng, (rows, heads + 2 * kv_heads, head_dim), dtype)
-    q_weight, k_weight = normal(rng, (heads * head_dim,), dtype), normal(rng, (kv_heads * head_dim,), dtype)
+    q_weight, k_weight = (
+        normal(rng, (heads * head_dim,), dtype),
+        normal(rng, (kv_heads * head_dim,), dtype),
+    )
     angles = (np.zeros((1, 0), np.float32),) * 2
     args = {"page_size": 16, "eps": 1e-6, "isa": REF}
 
-    def normed(x: Array, weights: tuple[Array, Array], num_heads: int, squares: tuple[Array, Array]) -> tuple[Array, Array]:
+    def normed(
+        x: Array, weights: tuple[Array, Array], num_heads: int, squares: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
         of_k = (x.shape[1] - num_heads) // 2
         caches, at = ops.kv_cache(1, of_k, 16, head_dim, dtype=dtype), np.arange(rows)
         q = ops.qk_rope_kv(
-            x.reshape(rows, -1), *weights, *angles, np.zeros(rows, np.int32), at, *caches, num_heads=num_heads, squares=squares, **args
+            x.reshape(rows, -1),
+            *weights,
+            *angles,
+            np.zeros(rows, np.int32),
+            at,
+            *caches,
+            num_heads=num_heads,
+            squares=squares,
+            **args,
         )
         one = stored(np.eye(head_dim, dtype=np.float32), dtype)
-        return q, np.stack([ops.gemm(one, page, 16, isa=REF)[:, :rows].T for page in caches[0][0]], 1)
+        return q, np.stack(
+            [ops.gemm(one, page, 16, isa=REF)[:, :rows].T for page in caches[0][0]], 1
+        )
 
     squares = ops.head_squares(qkv.reshape(rows, -1), heads, head_dim, isa=REF)
     whole = normed(qkv, (q_weight, k_weight), heads, squares)
@@ -208,37 +295,65 @@ def test_norm_over_all_heads(dtype: str, rng: np.random.Generator) -> None:
         q, k, v = np.split(qkv, [heads, heads + kv_heads], axis=1)
         return np.concatenate([q[:, mine], k[:, mine_k], v[:, mine_k]], 1), mine, mine_k
 
-    each = [ops.head_squares(of_rank(rank)[0].reshape(rows, -1), heads // 2, head_dim, isa=REF) for rank in range(2)]
+    each = [
+        ops.head_squares(of_rank(rank)[0].reshape(rows, -1), heads // 2, head_dim, isa=REF)
+        for rank in range(2)
+    ]
     gathered = np.concatenate([q for q, _ in each], 1), np.concatenate([k for _, k in each], 1)
     for rank in range(2):
         x, mine, mine_k = of_rank(rank)
-        weights = (q_weight.reshape(heads, -1)[mine].reshape(-1), k_weight.reshape(kv_heads, -1)[mine_k].reshape(-1))
+        weights = (
+            q_weight.reshape(heads, -1)[mine].reshape(-1),
+            k_weight.reshape(kv_heads, -1)[mine_k].reshape(-1),
+        )
         q, k = normed(x, weights, heads // 2, gathered)
         assert (q == whole[0][:, mine]).all()
         assert (k == whole[1][:, mine_k]).all()
 
 
-# ---------------------------------------------------------------------------------------------- attention
+# -------------------------------------------------------------------------------------- attention
 @pytest.mark.parametrize("window", [0, 5, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_against_float64(dtype: str, window: int, rng: np.random.Generator) -> None:
-    for length, heads, kv_heads, head_dim in ((1, 2, 1, 16), (45, 4, 2, 24), (70, 3, 3, 40), (1100, 1, 1, 8)):
-        k, v = normal(rng, (length, kv_heads, head_dim), dtype), normal(rng, (length, kv_heads, head_dim), dtype)
+    for length, heads, kv_heads, head_dim in (
+        (1, 2, 1, 16),
+        (45, 4, 2, 24),
+        (70, 3, 3, 40),
+        (1100, 1, 1, 8),
+    ):
+        k, v = (
+            normal(rng, (length, kv_heads, head_dim), dtype),
+            normal(rng, (length, kv_heads, head_dim), dtype),
+        )
         pages = -(-length // 16)
         k_cache, v_cache = ops.kv_cache(pages, kv_heads, 16, head_dim, dtype=dtype)
         for page in range(pages):
             for h in range(kv_heads):
                 rows = slice(16 * page, 16 * page + 16)
-                block_k, block_v = np.zeros((16, head_dim), k.dtype), np.zeros((16, -(-head_dim // 16) * 16), k.dtype)
+                block_k, block_v = (
+                    np.zeros((16, head_dim), k.dtype),
+                    np.zeros((16, -(-head_dim // 16) * 16), k.dtype),
+                )
                 block_k[: len(k[rows])], block_v[: len(v[rows]), :head_dim] = k[rows, h], v[rows, h]
                 k_cache[page, h] = ops.pack(block_k, dtype=dtype, isa=REF)
-                v_cache[page, h] = (block_v.reshape(8, 2, -1).transpose(0, 2, 1) if dtype == "bfloat16" else block_v).reshape(-1)
+                v_cache[page, h] = (
+                    block_v.reshape(8, 2, -1).transpose(0, 2, 1) if dtype == "bfloat16" else block_v
+                ).reshape(-1)
         positions = np.unique(np.array([0, length // 2, length - 1], np.int32))
         q = normal(rng, (len(positions), heads, head_dim), dtype, 2.0)
         tables, scale = np.arange(pages, dtype=np.int32)[None], np.float32(head_dim**-0.5)
         out = f64(
             ops.attention(
-                q, k_cache, v_cache, positions, np.zeros_like(positions), tables, page_size=16, scale=scale, window=window, isa=REF
+                q,
+                k_cache,
+                v_cache,
+                positions,
+                np.zeros_like(positions),
+                tables,
+                page_size=16,
+                scale=scale,
+                window=window,
+                isa=REF,
             )
         )
         for r, p in enumerate(positions):
@@ -248,14 +363,19 @@ def test_attention_against_float64(dtype: str, window: int, rng: np.random.Gener
                 scores = kk @ f64(q[r, h]) * float(scale)
                 weights = np.exp(scores - scores.max())
                 weights /= weights.sum()
-                # a score is off by the dot product's bound; exp turns that into a relative error of p; P is rounded to T
-                off = dot_bound(values(q[r, h])[None], values(kk.astype(np.float32)))[0] * float(scale) + 2 * EPS * np.abs(scores)
+                # a score is off by the dot product's bound; exp turns that into a relative error of
+                # p; P is rounded to T
+                off = dot_bound(values(q[r, h])[None], values(kk.astype(np.float32)))[0] * float(
+                    scale
+                ) + 2 * EPS * np.abs(scores)
                 relative = EPS_T[dtype] + 2 * off.max() + (40 + length / 8) * EPS
                 bound = relative * (weights @ np.abs(vv)) * 2 + EPS_T[dtype] * np.abs(weights @ vv)
                 assert (np.abs(out[r, h] - weights @ vv) <= 1.01 * bound + 2.0**-126).all()
         group = heads // kv_heads
         for h in range(heads):  # a rank that has this head alone, and the one kv head that it reads
-            mine = (np.ascontiguousarray(x[:, h // group : h // group + 1]) for x in (k_cache, v_cache))
+            mine = (
+                np.ascontiguousarray(x[:, h // group : h // group + 1]) for x in (k_cache, v_cache)
+            )
             part = ops.attention(
                 q[:, h : h + 1].copy(),
                 *mine,
@@ -272,7 +392,7 @@ def test_attention_against_float64(dtype: str, window: int, rng: np.random.Gener
             assert (f64(part)[:, 0] == out[:, h]).all()
 
 
-# ---------------------------------------------------------------------------------------------- mixture of experts
+# ----------------------------------------------------------------------------- mixture of experts
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_router_against_float64(dtype: str, rng: np.random.Generator) -> None:
     experts, top_k, hidden, rows = 24, 5, 50, 40
@@ -284,11 +404,21 @@ def test_router_against_float64(dtype: str, rng: np.random.Generator) -> None:
     tolerance = 2 * bound + 20 * EPS  # relative, of a score
     for b in (None, bias):
         for renormalize in (True, False):
-            ids, gates = ops.router(x, ops.pack(w, dtype=dtype, isa=REF), experts, top_k, bias=b, renormalize=renormalize, isa=REF)
+            ids, gates = ops.router(
+                x,
+                ops.pack(w, dtype=dtype, isa=REF),
+                experts,
+                top_k,
+                bias=b,
+                renormalize=renormalize,
+                isa=REF,
+            )
             keys = scores + (0 if b is None else b)
             order = np.argsort(-keys, 1, kind="stable")
             ranked = np.take_along_axis(keys, order, 1)
-            clear = (ranked[:, :top_k] - ranked[:, 1 : top_k + 1] > 4 * tolerance).all(1)  # rows whose choice rounding cannot change
+            clear = (ranked[:, :top_k] - ranked[:, 1 : top_k + 1] > 4 * tolerance).all(
+                1
+            )  # rows whose choice rounding cannot change
             assert clear.sum() > rows // 2
             assert (ids[clear] == order[clear, :top_k]).all()
             chosen = np.take_along_axis(scores, ids.astype(np.int64), 1)
@@ -298,9 +428,11 @@ def test_router_against_float64(dtype: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2), (8, 3), (12, 12)])
-def test_router_against_transformers(groups: int, top_groups: int, renormalize: bool, rng: np.random.Generator) -> None:
-    """Sigmoid scores, a bias, expert groups and a scale: Glm4MoeTopkRouter, in float32. Rows in which the choice of an expert or a group
-    is within rounding of a tie are left out."""
+def test_router_against_transformers(
+    groups: int, top_groups: int, renormalize: bool, rng: np.random.Generator
+) -> None:
+    """Sigmoid scores, a bias, expert groups and a scale: Glm4MoeTopkRouter, in float32. Rows in
+    which the choice of an expert or a group is within rounding of a tie are left out."""
     torch = pytest.importorskip("torch")
     from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4MoeTopkRouter
 
@@ -317,7 +449,10 @@ def test_router_against_transformers(groups: int, top_groups: int, renormalize: 
         routed_scaling_factor=2.5,
     )
     theirs = Glm4MoeTopkRouter(config)
-    theirs.weight.data, theirs.e_score_correction_bias = torch.from_numpy(w.copy()), torch.from_numpy(bias.copy())
+    theirs.weight.data, theirs.e_score_correction_bias = (
+        torch.from_numpy(w.copy()),
+        torch.from_numpy(bias.copy()),
+    )
     with torch.no_grad():
         logits, gates, ids = (t.numpy() for t in theirs(torch.from_numpy(x.copy())))
 
@@ -328,40 +463,66 @@ def test_router_against_transformers(groups: int, top_groups: int, renormalize: 
     least = np.sort(group_keys, 1)[:, -top_groups]
     is_open = np.repeat(group_keys >= least[:, None], experts // groups, 1)
     ranked = -np.sort(-np.where(is_open, keys, -np.inf), 1)
-    tolerance = 2 * dot_bound(values(x), values(w)).max() + 20 * EPS  # of a score, which is below 1; relative, of a gate
+    tolerance = (
+        2 * dot_bound(values(x), values(w)).max() + 20 * EPS
+    )  # of a score, which is below 1; relative, of a gate
     clear = (ranked[:, :top_k] - ranked[:, 1 : top_k + 1]).min(1) > 4 * tolerance
-    clear &= (least[:, None] - np.where(group_keys < least[:, None], group_keys, -np.inf)).min(1) > 8 * tolerance
+    clear &= (least[:, None] - np.where(group_keys < least[:, None], group_keys, -np.inf)).min(
+        1
+    ) > 8 * tolerance
     assert clear.sum() > rows * 3 // 4
 
     packed = ops.pack(w, dtype="float32", isa=REF)
-    how = {"bias": bias, "renormalize": renormalize, "score": "sigmoid", "route_scale": 2.5, "isa": REF}
+    how = {
+        "bias": bias,
+        "renormalize": renormalize,
+        "score": "sigmoid",
+        "route_scale": 2.5,
+        "isa": REF,
+    }
     ours = ops.router(x, packed, experts, top_k, num_groups=groups, top_groups=top_groups, **how)
     assert (ours.ids[clear] == ids[clear]).all()
     assert (np.abs(ours.gates - gates)[clear] <= 3 * tolerance * gates[clear]).all()
 
 
 def test_sigmoid_scores_at_the_ends() -> None:
-    """Scores that are all 0 give gates of 0, and no NaN. A NaN logit spoils its own score; a group with fewer than two numbers is last."""
+    """Scores that are all 0 give gates of 0, and no NaN. A NaN logit spoils its own score; a group
+    with fewer than two numbers is last."""
     one, low = np.ones((1, 1), np.float32), np.full((8, 1), -100, np.float32)
     logits = np.array([[3, np.nan, 1, 1, 0, 0.5, np.nan, np.nan]], np.float32).T.copy()
     for isa in ops.available_isas():
-        assert ops.router(one, ops.pack(low, dtype="float32", isa=isa), 8, 2, score="sigmoid", isa=isa).gates.tolist() == [[0, 0]]
+        assert ops.router(
+            one, ops.pack(low, dtype="float32", isa=isa), 8, 2, score="sigmoid", isa=isa
+        ).gates.tolist() == [[0, 0]]
         packed = ops.pack(logits, dtype="float32", isa=isa)
-        for top_groups, want in ((2, [2, 3, 5, 4]), (3, [0, 2, 3, 5, 4, 1]), (4, [0, 2, 3, 5, 4, 1, 6, 7])):
-            how = {"renormalize": False, "score": "sigmoid", "num_groups": 4, "top_groups": top_groups, "isa": isa}
+        for top_groups, want in (
+            (2, [2, 3, 5, 4]),
+            (3, [0, 2, 3, 5, 4, 1]),
+            (4, [0, 2, 3, 5, 4, 1, 6, 7]),
+        ):
+            how = {
+                "renormalize": False,
+                "score": "sigmoid",
+                "num_groups": 4,
+                "top_groups": top_groups,
+                "isa": isa,
+            }
             ids, gates = ops.router(one, packed, 8, len(want), **how)
             assert ids.tolist() == [want]
             assert (np.isnan(gates) == np.isnan(logits.T[0, want])).all()
 
 
 def test_rows_are_copied(rng: np.random.Generator) -> None:
-    """embed from a plain and a packed table, gather_rows: NaNs, denormals and zeros of both signs keep their bits."""
+    """embed from a plain and a packed table, gather_rows: NaNs, denormals and zeros of both signs
+    keep their bits."""
     table, ids = hard(rng, (17, 33), "bfloat16"), np.array([16, 0, 3, 3], np.int32)
     table[3, 0] = 0xFFFF  # a NaN that no op would store
     for isa in ops.available_isas():
         assert (ops.embed(ids, table, isa=isa) == table[ids]).all()
         assert (ops.gather_rows(table, ids, isa=isa) == table[ids]).all()
-        assert (ops.embed(ids, ops.pack(table), packed=(17, 33), isa=isa)[:2] == table[ids[:2]]).all()
+        assert (
+            ops.embed(ids, ops.pack(table), packed=(17, 33), isa=isa)[:2] == table[ids[:2]]
+        ).all()
 
 
 def test_permute_sorts_by_expert_then_row(rng: np.random.Generator) -> None:
@@ -390,16 +551,23 @@ def test_combine_is_the_complete_tree(dtype: str, rng: np.random.Generator) -> N
     for experts, top_k in ((1, 1), (5, 3), (8, 8), (60, 8), (128, 6)):
         ids = np.stack([rng.permutation(experts)[:top_k] for _ in range(12)]).astype(np.int32)
         gates = rng.random((12, top_k)).astype(np.float32)
-        y, place = normal(rng, (12 * top_k, 33), dtype), rng.permutation(12 * top_k).reshape(12, top_k).astype(np.int32)
+        y, place = (
+            normal(rng, (12 * top_k, 33), dtype),
+            rng.permutation(12 * top_k).reshape(12, top_k).astype(np.int32),
+        )
         out = ops.combine(y, place, ids, gates, experts, isa=REF)
         places = 1 << (experts - 1).bit_length()
         for r in range(12):
-            root = tree({int(e): gates[r, k] * values(y[place[r, k]]) for k, e in enumerate(ids[r])}, 0, places)
+            root = tree(
+                {int(e): gates[r, k] * values(y[place[r, k]]) for k, e in enumerate(ids[r])},
+                0,
+                places,
+            )
             assert root is not None
             assert (out[r] == stored(root, dtype)).all()
 
 
-# ---------------------------------------------------------------------------------------------- logits and tokens
+# ------------------------------------------------------------------------------ logits and tokens
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lm_head_against_float64(dtype: str, rng: np.random.Generator) -> None:
     for vocab in (5, 128, 700):
@@ -411,19 +579,28 @@ def test_lm_head_against_float64(dtype: str, rng: np.random.Generator) -> None:
         assert head.target_logprobs is not None
         bound = dot_bound(values(x), values(w)).max()
         assert (np.abs(head.logits - f64(x) @ f64(w).T) <= bound).all()
-        logits = head.logits.astype(np.float64)  # from here on the op's own float32 logits are the input
+        logits = head.logits.astype(
+            np.float64
+        )  # from here on the op's own float32 logits are the input
         log_sum = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1))
         want = logits[np.arange(6), targets] - logits.max(1) - log_sum
-        steps = 8 + 4 + 3 * (vocab // 128 + 1)  # additions in a block, its tree, the merges: relative errors of the sum
-        tolerance = (steps + 4) * EPS + 2 * EPS * (np.abs(logits - logits.max(1, keepdims=True)).max() + np.abs(log_sum).max())
+        steps = (
+            8 + 4 + 3 * (vocab // 128 + 1)
+        )  # additions in a block, its tree, the merges: relative errors of the sum
+        tolerance = (steps + 4) * EPS + 2 * EPS * (
+            np.abs(logits - logits.max(1, keepdims=True)).max() + np.abs(log_sum).max()
+        )
         assert (np.abs(head.target_logprobs - want) <= tolerance)[targets >= 0].all()
         assert head.target_logprobs[2] == 0
 
 
 def test_merge_pairs_against_float64(rng: np.random.Generator) -> None:
-    """Pairs as blocks have them against log-sum-exp in float64; a NaN among the sums flags its row and no other."""
+    """Pairs as blocks have them against log-sum-exp in float64; a NaN among the sums flags its row
+    and no other."""
     for blocks, rows in ((1, 3), (2, 1), (40, 7)):
-        pairs = np.stack([rng.standard_normal((blocks, rows)) * 6, 1 + 127 * rng.random((blocks, rows))], 2).astype(np.float32)
+        pairs = np.stack(
+            [rng.standard_normal((blocks, rows)) * 6, 1 + 127 * rng.random((blocks, rows))], 2
+        ).astype(np.float32)
         targets = rng.integers(0, 128 * blocks, rows).astype(np.int32)
         targets[-1] = -1
         logits = (pairs[:, :, 0].max(0) - rng.random(rows)).astype(np.float32)
@@ -449,18 +626,27 @@ def test_merge_pairs_against_float64(rng: np.random.Generator) -> None:
 def lone(logits: Array) -> tuple[Array, Array]:
     """One row of logits and its statistics."""
     row = np.asarray(logits, np.float32).reshape(1, -1)
-    return row, np.array([[np.nanmax(row), np.nansum(np.exp(row.astype(np.float64) - np.nanmax(row)))]], np.float32)
+    return row, np.array(
+        [[np.nanmax(row), np.nansum(np.exp(row.astype(np.float64) - np.nanmax(row)))]], np.float32
+    )
 
 
 def test_philox_known_answer() -> None:
-    """Random123's vector for philox4x32-10 at zero: 6627e8d5 e169c58d …. With 2^16 equal tokens the draw is r's top 16 bits."""
+    """Random123's vector for philox4x32-10 at zero: 6627e8d5 e169c58d …. With 2^16 equal tokens the
+    draw is r's top 16 bits."""
     logits, stats = lone(np.zeros(1 << 16))
     sampled = ops.sample(logits, stats, ops.SampleParams(seed=0, counter=0), isa=REF)
     assert sampled.tokens[0] == 0xE169
-    # all ones: 408f276d 41c83b0e …, but the upper counter words are zero here, so check the layout of the lower ones instead
-    assert ops.sample(logits, stats, ops.SampleParams(seed=0, counter=0), isa=REF).tokens[0] == philox(0, 0) >> 48
+    # all ones: 408f276d 41c83b0e …, but the upper counter words are zero here, so check the layout
+    # of the lower ones instead
+    assert (
+        ops.sample(logits, stats, ops.SampleParams(seed=0, counter=0), isa=REF).tokens[0]
+        == philox(0, 0) >> 48
+    )
     for seed, counter in ((1, 0), (0, 1), (2**63 + 5, 7), (2**64 - 1, 2**64 - 1)):
-        got = ops.sample(logits, stats, ops.SampleParams(seed=seed, counter=counter), isa=REF).tokens[0]
+        got = ops.sample(
+            logits, stats, ops.SampleParams(seed=seed, counter=counter), isa=REF
+        ).tokens[0]
         assert got == philox(seed, counter) >> 48
 
 
@@ -475,18 +661,23 @@ def philox(seed: int, counter: int) -> int:
 
 
 def test_a_draw_on_a_border_takes_the_token_behind_it() -> None:
-    """Token 0 weighs 2^40, each of the others 1, so that every number from 2^40 on is a border. Seeds whose number falls there
-    were searched for (one in 2^22); the oracle draws by exact integers."""
+    """Token 0 weighs 2^40, each of the others 1, so that every number from 2^40 on is a border.
+    Seeds whose number falls there were searched for (one in 2^22); the oracle draws by exact
+    integers."""
     others = 2**18
     logits, stats = lone(np.concatenate([[0.0], np.full(others, -27.5)]))
     for seed, token in ((2711413, 100348), (6524832, 66153), (7624765, 177384)):
         assert token == (philox(seed, 0) * (2**40 + others) >> 64) - 2**40 + 1
         for isa in ops.available_isas():
-            assert ops.sample(logits, stats, ops.SampleParams(seed=seed, counter=0), isa=isa).tokens[0] == token
+            assert (
+                ops.sample(logits, stats, ops.SampleParams(seed=seed, counter=0), isa=isa).tokens[0]
+                == token
+            )
 
 
 def kept(logits: Array, params: ops.SampleParams) -> dict[int, float]:
-    """Which tokens can be drawn, and their sampling logprobs: those that `forced` does not give −∞."""
+    """Which tokens can be drawn, and their sampling logprobs: those that `forced` does not give
+    −∞."""
     row, stats = lone(logits)
     every = [ops.SampleParams(**{**params.__dict__, "forced": v}) for v in range(row.shape[1])]
     rows = np.repeat(row, row.shape[1], 0), np.repeat(stats, row.shape[1], 0)
@@ -505,42 +696,83 @@ def test_filters_by_hand() -> None:
     assert set(kept(equal, ops.SampleParams(top_k=4))) == {0, 1, 2, 3}
     assert set(kept(equal, ops.SampleParams(top_p=0.5))) == {0, 1, 2}
     assert set(kept(equal, ops.SampleParams(top_p=0.51))) == {0, 1, 2, 3}
-    assert set(kept(np.array([-0.0, 0.0, 0.0, -0.0]), ops.SampleParams(top_k=2))) == {0, 1}  # −0 is +0
+    assert set(kept(np.array([-0.0, 0.0, 0.0, -0.0]), ops.SampleParams(top_k=2))) == {
+        0,
+        1,
+    }  # −0 is +0
     assert set(kept(logits, ops.SampleParams(top_p=0.25))) == {1}
     assert set(kept(logits, ops.SampleParams(top_p=0.65))) == {1, 2, 3}
     assert set(kept(logits, ops.SampleParams(top_p=1e-9))) == {1}
     assert set(kept(logits, ops.SampleParams(min_p=0.6))) == {1, 2, 3}
     assert set(kept(logits, ops.SampleParams(min_p=1.0))) == {1, 3}
     assert set(kept(logits, ops.SampleParams(banned=(1, 2)))) == {0, 3, 4}
-    assert set(kept(logits, ops.SampleParams(top_k=3, top_p=0.7))) == {1, 3}  # 0.8 is left: 0.3 + 0.3 ≥ 0.7 · 0.8
+    assert set(kept(logits, ops.SampleParams(top_k=3, top_p=0.7))) == {
+        1,
+        3,
+    }  # 0.8 is left: 0.3 + 0.3 ≥ 0.7 · 0.8
     assert set(kept(logits, ops.SampleParams(top_k=3, top_p=0.8))) == {1, 2, 3}
-    for params in (ops.SampleParams(top_k=3), ops.SampleParams(temperature=0.5, banned=(3,)), ops.SampleParams(temperature=2.0, min_p=0.5)):
+    for params in (
+        ops.SampleParams(top_k=3),
+        ops.SampleParams(temperature=0.5, banned=(3,)),
+        ops.SampleParams(temperature=2.0, min_p=0.5),
+    ):
         left = kept(logits, params)
         scaled = np.array([p[v] ** (1 / params.temperature) for v in left])
         assert np.allclose(list(left.values()), np.log(scaled / scaled.sum()), atol=1e-6)
 
 
 FILTERS = [
-    *({}, {"top_k": 1}, {"top_k": 3}, {"top_k": 40}, {"top_k": 39}, {"top_p": 0.3}, {"top_p": 0.999999}, {"min_p": 0.2}, {"min_p": 1.0}),
-    *({"top_k": 17, "top_p": 0.6}, {"top_k": 5, "min_p": 0.3}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "temperature": 1.7}),
-    *({"temperature": 0.05}, {"temperature": 0.01, "top_k": 30}, {"temperature": 100.0, "top_p": 0.5}),
+    *(
+        {},
+        {"top_k": 1},
+        {"top_k": 3},
+        {"top_k": 40},
+        {"top_k": 39},
+        {"top_p": 0.3},
+        {"top_p": 0.999999},
+        {"min_p": 0.2},
+        {"min_p": 1.0},
+    ),
+    *(
+        {"top_k": 17, "top_p": 0.6},
+        {"top_k": 5, "min_p": 0.3},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "temperature": 1.7},
+    ),
+    *(
+        {"temperature": 0.05},
+        {"temperature": 0.01, "top_k": 30},
+        {"temperature": 100.0, "top_p": 0.5},
+    ),
 ]
 
 
 @pytest.mark.parametrize("isa", ops.available_isas())
 def test_kept_tokens_are_the_first_of_the_top_logprobs(rng: np.random.Generator, isa: str) -> None:
-    """Of spread rows, rows of few values (so that ties are cut), one value, zeros of both signs, −∞, NaNs and far peaks.
-    The oracle: which tokens have a sampling logprob when they are forced."""
+    """Of spread rows, rows of few values (so that ties are cut), one value, zeros of both signs,
+    −∞, NaNs and far peaks. The oracle: which tokens have a sampling logprob when they are
+    forced."""
     spread, odd = rng.standard_normal(40) * 3, rng.standard_normal(40)
     odd[::3], odd[1::7], odd[5], odd[11] = -np.inf, np.nan, 0.0, -0.0
-    rows = [spread, np.round(spread / 2), np.zeros(40), np.where(np.arange(40) % 2, 0.0, -0.0), odd, np.where(spread > 3, 60.0, spread)]
+    rows = [
+        spread,
+        np.round(spread / 2),
+        np.zeros(40),
+        np.where(np.arange(40) % 2, 0.0, -0.0),
+        odd,
+        np.where(spread > 3, 60.0, spread),
+    ]
     seen = set()
     for logits in rows:
         row, stats = lone(logits)
         ids, _ = ops.top_logprobs(row, stats, 40, isa=isa)
         for filters in FILTERS:
-            params = ops.SampleParams(**{"temperature": 0.99999, **filters})  # not 1: with no filter that is the model's logprob
-            drawn, same = ops.sample(row, stats, params, isa=isa, kept=True), ops.sample(row, stats, params, isa=isa)
+            params = ops.SampleParams(
+                **{"temperature": 0.99999, **filters}
+            )  # not 1: with no filter that is the model's logprob
+            drawn, same = (
+                ops.sample(row, stats, params, isa=isa, kept=True),
+                ops.sample(row, stats, params, isa=isa),
+            )
             assert drawn.kept is not None
             assert same.kept is None
             count = int(drawn.kept[0])
@@ -548,7 +780,9 @@ def test_kept_tokens_are_the_first_of_the_top_logprobs(rng: np.random.Generator,
             assert set(ids[0, :count].tolist()) == set(kept(logits, params))
             assert drawn.tokens[0] in ids[0, :count]
             assert all((a == b).all() for a, b in zip(drawn[:3], same[:3], strict=True))
-            forced = ops.sample(row, stats, params, forced=np.array([7], np.int32), isa=isa, kept=True)
+            forced = ops.sample(
+                row, stats, params, forced=np.array([7], np.int32), isa=isa, kept=True
+            )
             assert forced.kept is not None
             assert forced.kept[0] == count
     assert {1, 40} <= seen
@@ -560,7 +794,9 @@ def test_kept_of_rows_without_filters_bans_or_tokens(isa: str) -> None:
     row, stats = lone(np.array([1.0, 3.0, 3.0, -0.0, -40.0]))
 
     def count(params: ops.SampleParams, logits: Array = row, flag: int = 0) -> int:
-        counts = ops.sample(logits, stats, params, row_flags=np.array([flag], np.uint8), isa=isa, kept=True).kept
+        counts = ops.sample(
+            logits, stats, params, row_flags=np.array([flag], np.uint8), isa=isa, kept=True
+        ).kept
         assert counts is not None
         return int(counts[0])
 
@@ -585,13 +821,20 @@ def test_a_token_below_2_to_minus_40_is_never_drawn() -> None:
 
 def test_greedy() -> None:
     logits, stats = lone(np.array([1.0, 3.0, 3.0, -0.0]))
-    drawn = ops.sample(logits, stats, ops.SampleParams(temperature=0.0, top_k=1, top_p=0.1), isa=REF)
+    drawn = ops.sample(
+        logits, stats, ops.SampleParams(temperature=0.0, top_k=1, top_p=0.1), isa=REF
+    )
     assert (drawn.tokens[0], drawn.sampling_logprobs[0]) == (1, 0.0)
     assert abs(drawn.logprobs[0] - np.log(np.exp(3) / (np.exp(1) + 2 * np.exp(3) + 1))) < 1e-6
     banned = ops.sample(logits, stats, ops.SampleParams(temperature=0.0, banned=(1,)), isa=REF)
     assert banned.tokens[0] == 2
     for forced, under in ((1, 0.0), (2, -np.inf)):
-        assert ops.sample(logits, stats, ops.SampleParams(temperature=0.0, forced=forced), isa=REF).sampling_logprobs[0] == under
+        assert (
+            ops.sample(
+                logits, stats, ops.SampleParams(temperature=0.0, forced=forced), isa=REF
+            ).sampling_logprobs[0]
+            == under
+        )
 
 
 def test_temperature_one_without_filters_is_the_model_bit_for_bit(rng: np.random.Generator) -> None:
@@ -600,15 +843,26 @@ def test_temperature_one_without_filters_is_the_model_bit_for_bit(rng: np.random
     params = [ops.SampleParams(seed=i) for i in range(50)]
     sampled = ops.sample(np.ascontiguousarray(logits), stats, params, isa=REF)
     assert (sampled.logprobs.view(np.uint32) == sampled.sampling_logprobs.view(np.uint32)).all()
-    warm = ops.sample(np.ascontiguousarray(logits), stats, [ops.SampleParams(seed=i, temperature=1.5) for i in range(50)], isa=REF)
+    warm = ops.sample(
+        np.ascontiguousarray(logits),
+        stats,
+        [ops.SampleParams(seed=i, temperature=1.5) for i in range(50)],
+        isa=REF,
+    )
     assert (warm.logprobs != warm.sampling_logprobs).any()
 
 
 @pytest.mark.parametrize(
-    "params", [ops.SampleParams(), ops.SampleParams(temperature=0.6, top_k=5), ops.SampleParams(temperature=1.5, top_p=0.8)]
+    "params",
+    [
+        ops.SampleParams(),
+        ops.SampleParams(temperature=0.6, top_k=5),
+        ops.SampleParams(temperature=1.5, top_p=0.8),
+    ],
 )
 def test_frequencies(params: ops.SampleParams) -> None:
-    """40,000 draws at successive counters against the distribution: Pearson's chi-square, 1 in 10^6 by chance (fixed seed)."""
+    """40,000 draws at successive counters against the distribution: Pearson's chi-square, 1 in 10^6
+    by chance (fixed seed)."""
     p = np.array([0.02, 0.3, 0.08, 0.25, 0.05, 0.2, 0.1])
     n = 40_000
     row, stats = lone(np.log(p))
@@ -622,33 +876,56 @@ def test_frequencies(params: ops.SampleParams) -> None:
 
 
 def test_top_logprobs(rng: np.random.Generator) -> None:
-    logits = np.round(normal(rng, (5, 40), "float32", 2.0))  # ties, and zeros of both signs, which are equal
+    logits = np.round(
+        normal(rng, (5, 40), "float32", 2.0)
+    )  # ties, and zeros of both signs, which are equal
     assert np.signbit(logits[logits == 0]).any()
     stats = np.concatenate([lone(row)[1] for row in logits])
     ids, logprobs = ops.top_logprobs(logits, stats, 12, isa=REF)
     order = np.lexsort((np.broadcast_to(np.arange(40), logits.shape), -logits), axis=1)[:, :12]
     assert (ids == order).all()
-    want = np.take_along_axis(logits.astype(np.float64), order, 1) - stats[:, :1] - np.log(stats[:, 1:].astype(np.float64))
+    want = (
+        np.take_along_axis(logits.astype(np.float64), order, 1)
+        - stats[:, :1]
+        - np.log(stats[:, 1:].astype(np.float64))
+    )
     assert np.abs(logprobs - want).max() < 2e-6
 
 
 def test_ranks() -> None:
-    """By hand: the likeliest is 1, ties count one another, −0 is +0, a NaN is at least nothing and nothing is at least it."""
+    """By hand: the likeliest is 1, ties count one another, −0 is +0, a NaN is at least nothing and
+    nothing is at least it."""
     nan, inf = np.nan, np.inf
-    logits = np.array([[3, 1, 2, 3], [0.0, -0.0, -1, 5], [nan, 2, nan, 1], [-inf, inf, -inf, 0], [1, 2, 3, 4]], np.float32)
-    wanted = {0: [2, 3, 0, 4, 4], 1: [4, 3, 1, 1, 3], 2: [3, 4, 0, 4, 2], 3: [2, 1, 2, 2, 1], -1: [0, 0, 0, 0, 0]}
+    logits = np.array(
+        [[3, 1, 2, 3], [0.0, -0.0, -1, 5], [nan, 2, nan, 1], [-inf, inf, -inf, 0], [1, 2, 3, 4]],
+        np.float32,
+    )
+    wanted = {
+        0: [2, 3, 0, 4, 4],
+        1: [4, 3, 1, 1, 3],
+        2: [3, 4, 0, 4, 2],
+        3: [2, 1, 2, 2, 1],
+        -1: [0, 0, 0, 0, 0],
+    }
     for token, ranks in wanted.items():
         assert ops.ranks(logits, np.full(5, token, np.int32), isa=REF).tolist() == ranks
 
 
-# ---------------------------------------------------------------------------------------------- environment and refusals
+# ----------------------------------------------------------------------- environment and refusals
 def test_the_callers_floating_point_environment_is_left_alone() -> None:
-    """Denormals are flushed inside an op and live outside, before and after. They are made and compared as bits, since where
-    they are flushed 1e-40 is 0, and where they count as zeros it is equal to 0."""
+    """Denormals are flushed inside an op and live outside, before and after. They are made and
+    compared as bits, since where they are flushed 1e-40 is 0, and where they count as zeros it is
+    equal to 0."""
     bits = np.array([71362], np.uint32)  # of 1e-40
     tiny = bits.view(np.float32)
     for isa in ops.available_isas():
-        y = ops.gemm(np.repeat(tiny[None], 32, 1), ops.pack(np.full((16, 32), 1.0, np.float32), dtype="float32"), 16, isa=isa, threads=2)
+        y = ops.gemm(
+            np.repeat(tiny[None], 32, 1),
+            ops.pack(np.full((16, 32), 1.0, np.float32), dtype="float32"),
+            16,
+            isa=isa,
+            threads=2,
+        )
         assert (y == 0).all()
         assert (tiny * np.float32(1)).view(np.uint32) == bits
 
@@ -666,7 +943,13 @@ def test_wrong_arguments_are_refused(rng: np.random.Generator) -> None:
     with pytest.raises(errors.LayoutError):
         ops.gemm(np.asfortranarray(x), w, 16)
     with pytest.raises(errors.ShapeError):
-        ops.gemm(x, w, 16, group_rows=np.array([0, 5], np.int32)[::1].copy(), out=np.empty((5, 16), np.float32))
+        ops.gemm(
+            x,
+            w,
+            16,
+            group_rows=np.array([0, 5], np.int32)[::1].copy(),
+            out=np.empty((5, 16), np.float32),
+        )
     with pytest.raises(errors.RequestError):
         ops.gemm(x, w, 16, group_rows=np.array([0, 5], np.int32))
     with pytest.raises(errors.RequestError):
@@ -680,7 +963,13 @@ def test_wrong_arguments_are_refused(rng: np.random.Generator) -> None:
     with pytest.raises(errors.ShapeError):
         ops.router(x, w, 16, 17)
     logits, stats = lone(np.zeros(4))
-    for bad in ({"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"forced": 4}, {"temperature": float("nan")}):
+    for bad in (
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"min_p": 2.0},
+        {"forced": 4},
+        {"temperature": float("nan")},
+    ):
         with pytest.raises(errors.RequestError):
             ops.sample(logits, stats, ops.SampleParams(**bad))
 

@@ -1,7 +1,9 @@
-"""Indices that change under an op: its output lies over them, or another thread writes to them while it computes.
+"""Indices that change under an op: its output lies over them, or another thread writes to them
+while it computes.
 
-An op checks its indices once and follows them later, so it must follow what it has checked. Input: index arrays that become wild
-after the check. Oracle: the result of a call whose arrays nobody touches. Bound: the same bits, and the process lives.
+An op checks its indices once and follows them later, so it must follow what it has checked. Input:
+index arrays that become wild after the check. Oracle: the result of a call whose arrays nobody
+touches. Bound: the same bits, and the process lives.
 """
 
 from __future__ import annotations
@@ -59,13 +61,17 @@ for _ in range(30):
 stop.set()
 thread.join()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"
 
 
 def test_combine_wants_distinct_experts() -> None:
     y, gates = np.array([[1e8], [-1e8], [1]], np.float32), np.ones((1, 3), np.float32)
     place = np.array([[0, 1, 2]], np.int32)
-    with pytest.raises(errors.RequestError, match="ids: expected distinct experts in a row, got 1 twice in row 0"):
+    with pytest.raises(
+        errors.RequestError, match="ids: expected distinct experts in a row, got 1 twice in row 0"
+    ):
         ops.combine(y, place, np.array([[1, 2, 1]], np.int32), gates, 4)
     assert ops.combine(y, place, np.array([[1, 2, 3]], np.int32), gates, 4).shape == (1, 1)

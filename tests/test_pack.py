@@ -1,8 +1,10 @@
-"""The pack op: where each element goes, what it becomes, and the digest and the finite check that go with it.
+"""The pack op: where each element goes, what it becomes, and the digest and the finite check that
+go with it.
 
-Input: random bits (denormals, infinities and NaN among them) in every source type, shapes around the tile edges, matrices that
-begin in the middle of a tile, one and two threads, the plain loops and the fast pack. Oracle: the layout's and the digest's
-formulas of kernels.h as NumPy index arithmetic, and conversions by float arithmetic. Bound: zero.
+Input: random bits (denormals, infinities and NaN among them) in every source type, shapes around
+the tile edges, matrices that begin in the middle of a tile, one and two threads, the plain loops
+and the fast pack. Oracle: the layout's and the digest's formulas of kernels.h as NumPy index
+arithmetic, and conversions by float arithmetic. Bound: zero.
 """
 
 from __future__ import annotations
@@ -23,13 +25,19 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
         return x
     with np.errstate(over="ignore", invalid="ignore"):
         bits = x.astype(np.float32).view(np.uint32)
-    rounded = ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    rounded = (
+        (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    ).astype(np.uint16)
     return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
 
 
 def to_f32(x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
-        return (x.astype(np.uint32) << np.uint32(16)) if x.dtype == np.uint16 else x.astype(np.float32).view(np.uint32)
+        return (
+            (x.astype(np.uint32) << np.uint32(16))
+            if x.dtype == np.uint16
+            else x.astype(np.float32).view(np.uint32)
+        )
 
 
 def places(layout: int, bf16: bool, rows: int, cols: int, row0: int) -> np.ndarray:
@@ -44,22 +52,38 @@ def places(layout: int, bf16: bool, rows: int, cols: int, row0: int) -> np.ndarr
 
 
 def digest(bits: np.ndarray, index0: int = 0) -> int:
-    """Σ weight(word)·word mod 2^64 over the words of the elements in row-major order, a word being two bf16 or a float32."""
+    """Σ weight(word)·word mod 2^64 over the words of the elements in row-major order, a word being
+    two bf16 or a float32."""
     flat = bits.reshape(-1)
     at = np.arange(flat.size, dtype=np.uint64) + np.uint64(index0)
-    word, shift = (at >> np.uint64(1), (at & np.uint64(1)) * np.uint64(16)) if bits.dtype == np.uint16 else (at, np.zeros_like(at))
+    word, shift = (
+        (at >> np.uint64(1), (at & np.uint64(1)) * np.uint64(16))
+        if bits.dtype == np.uint16
+        else (at, np.zeros_like(at))
+    )
     weight = (word.astype(np.uint32) + np.uint32(1)) * np.uint32(0x9E3779B1)
     weight ^= weight >> np.uint32(15)
     return int((weight.astype(np.uint64) * (flat.astype(np.uint64) << shift)).sum(dtype=np.uint64))
 
 
 def source(rng: np.random.Generator, dtype: str, rows: int, cols: int, finite: bool) -> np.ndarray:
-    width = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32, "float64": np.uint64}[dtype]
+    width = {
+        "bfloat16": np.uint16,
+        "float16": np.uint16,
+        "float32": np.uint32,
+        "float64": np.uint64,
+    }[dtype]
     bits = rng.integers(0, np.iinfo(width).max, (rows, cols), width, endpoint=True)
     if dtype == "bfloat16":
-        return np.where(bits >> 7 & 0xFF == 0xFF, bits & 0x807F, bits).astype(np.uint16) if finite else bits
+        return (
+            np.where(bits >> 7 & 0xFF == 0xFF, bits & 0x807F, bits).astype(np.uint16)
+            if finite
+            else bits
+        )
     x = bits.view(dtype)
-    if dtype == "float64":  # most random doubles are beyond float32: spread them over its range and a little more
+    if (
+        dtype == "float64"
+    ):  # most random doubles are beyond float32: spread them over its range and a little more
         x = np.ldexp(rng.standard_normal((rows, cols)), rng.integers(-160, 130, (rows, cols)))
     with np.errstate(invalid="ignore"):  # NaN that signal
         return np.where(np.abs(x.astype(np.float64)) < 3e38, x, np.zeros_like(x)) if finite else x
@@ -69,7 +93,9 @@ def source(rng: np.random.Generator, dtype: str, rows: int, cols: int, finite: b
 @pytest.mark.parametrize("layout", [PLAIN, PACKED, GATE, UP])
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "float64"])
-def test_pack(isa: str | None, layout: int, stored: str, dtype: str, rng: np.random.Generator) -> None:
+def test_pack(
+    isa: str | None, layout: int, stored: str, dtype: str, rng: np.random.Generator
+) -> None:
     bf16 = stored == "bfloat16"
     for trial in range(40):
         rows, cols = (
@@ -79,10 +105,16 @@ def test_pack(isa: str | None, layout: int, stored: str, dtype: str, rng: np.ran
         row0 = int(rng.choice([0, 0, 1, 8, 16, 24, 37]))
         total = row0 + rows + int(rng.integers(0, 20))
         x = source(rng, dtype, rows, cols, finite=trial % 2 == 0)
-        x[0, 0] = np.array(-0.0, x.dtype) if dtype != "bfloat16" else 0x8000  # keeps its sign, as in torch's cast
+        x[0, 0] = (
+            np.array(-0.0, x.dtype) if dtype != "bfloat16" else 0x8000
+        )  # keeps its sign, as in torch's cast
         kind = np.uint16 if bf16 else np.uint32
         want_bits = (to_bf16 if bf16 else to_f32)(x)
-        size = total * cols if layout == PLAIN else -(-total // 16) * 16 * (1 if layout == PACKED else 2) * -(-cols // 32) * 32
+        size = (
+            total * cols
+            if layout == PLAIN
+            else -(-total // 16) * 16 * (1 if layout == PACKED else 2) * -(-cols // 32) * 32
+        )
         before = rng.integers(0, 1000, size, kind)
         if layout != PLAIN:  # pads are zero and stay zero; neighbours' elements are theirs
             mask = np.zeros(size, bool)
@@ -92,11 +124,15 @@ def test_pack(isa: str | None, layout: int, stored: str, dtype: str, rng: np.ran
         want, out = before.copy(), before.copy()
         want[places(layout, bf16, rows, cols, row0)] = want_bits
         target = out if bf16 else out.view(np.float32)
-        got = ops.kernels(isa, 1 + trial % 2).pack(target.reshape(total, cols) if layout == PLAIN else target, x, layout, row0, 0)
+        got = ops.kernels(isa, 1 + trial % 2).pack(
+            target.reshape(total, cols) if layout == PLAIN else target, x, layout, row0, 0
+        )
         where = f"{rows=} {cols=} {row0=} {total=}"
         same = want == out
         if not bf16:
-            same |= np.isnan(want.view(np.float32)) & np.isnan(out.view(np.float32))  # a float64 NaN's payload is nobody's
+            same |= np.isnan(want.view(np.float32)) & np.isnan(
+                out.view(np.float32)
+            )  # a float64 NaN's payload is nobody's
         assert same.all(), where
         exponent = 0x7F80 if bf16 else 0x7F800000
         bad = np.flatnonzero((want_bits & kind(exponent)).reshape(-1) == exponent)
@@ -108,14 +144,19 @@ def test_pack(isa: str | None, layout: int, stored: str, dtype: str, rng: np.ran
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 @pytest.mark.parametrize("layout", [PLAIN, PACKED, UP])
 def test_rows_where_they_lie(layout: int, stored: str, rng: np.random.Generator) -> None:
-    """Rows as they are stored, many tiles of them, which are read in place: rows a multiple of 4,096 bytes apart or not, sources and
-    destinations off any alignment. Oracle: the plain loops, for what is written and what is told."""
+    """Rows as they are stored, many tiles of them, which are read in place: rows a multiple of
+    4,096 bytes apart or not, sources and destinations off any alignment. Oracle: the plain loops,
+    for what is written and what is told."""
     kind = np.uint16 if stored == "bfloat16" else np.float32
     per_page = 4096 // np.dtype(kind).itemsize
     for cols in (per_page, 2 * per_page, per_page + 32, 960, 999):
         for rows in (16, 50):
             block = rng.integers(0, 0x7F00, rows * cols + 64).astype(kind)
-            size = (rows + 20) * cols if layout == PLAIN else 2 * (rows // 16 + 3) * 16 * -(-cols // 32) * 32
+            size = (
+                (rows + 20) * cols
+                if layout == PLAIN
+                else 2 * (rows // 16 + 3) * 16 * -(-cols // 32) * 32
+            )
             for at, row0, shift in ((0, 0, 0), (3, 16, 0), (0, 0, 1), (0, 5, 0), (1, 3, 1)):
                 source = block[at : at + rows * cols].reshape(rows, cols)
                 found = []
@@ -123,7 +164,13 @@ def test_rows_where_they_lie(layout: int, stored: str, rng: np.random.Generator)
                     out = np.zeros(size + 64, kind)
                     start = -out.ctypes.data // out.itemsize % (64 // out.itemsize) + shift
                     target = out[start : start + size]
-                    told = ops.kernels(isa, 2).pack(target.reshape(-1, cols) if layout == PLAIN else target, source, layout, row0, 0)
+                    told = ops.kernels(isa, 2).pack(
+                        target.reshape(-1, cols) if layout == PLAIN else target,
+                        source,
+                        layout,
+                        row0,
+                        0,
+                    )
                     found.append((told, target.tobytes()))
                 assert found[0] == found[1], (rows, cols, at, row0, shift)
 
@@ -131,8 +178,8 @@ def test_rows_where_they_lie(layout: int, stored: str, rng: np.random.Generator)
 @pytest.mark.parametrize("layout", [PLAIN, PACKED, GATE, UP])
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 def test_digests_of_runs_of_rows_add_up(layout: int, stored: str, rng: np.random.Generator) -> None:
-    """Ranks that hold disjoint runs of a parameter's rows, cut anywhere, empty ones too: the digest of the whole is the sum of
-    theirs. The index of what is not finite stays one of the part."""
+    """Ranks that hold disjoint runs of a parameter's rows, cut anywhere, empty ones too: the digest
+    of the whole is the sum of theirs. The index of what is not finite stays one of the part."""
     to_bits = to_bf16 if stored == "bfloat16" else to_f32
     for rows, cols in ((40, 64), (33, 33), (100, 31), (7, 1), (5, 2), (130, 600)):
         whole = rng.standard_normal((rows, cols), np.float32)
@@ -140,7 +187,10 @@ def test_digests_of_runs_of_rows_add_up(layout: int, stored: str, rng: np.random
         total = 0
         for begin, end in pairwise(cuts):
             part = whole[begin:end].copy()
-            out = np.zeros(2 * (part.shape[0] + 15) * (cols + 31), np.uint16 if stored == "bfloat16" else np.float32)
+            out = np.zeros(
+                2 * (part.shape[0] + 15) * (cols + 31),
+                np.uint16 if stored == "bfloat16" else np.float32,
+            )
             target = out[: part.size].reshape(part.shape) if layout == PLAIN else out
             got = ops.kernels(threads=2).pack(target, part, layout, 0, begin * cols)
             assert got == (digest(to_bits(part), begin * cols), -1), (rows, cols, begin, end)
@@ -152,7 +202,8 @@ def test_digests_of_runs_of_rows_add_up(layout: int, stored: str, rng: np.random
 
 
 def test_the_digest_knows_where_a_part_begins(rng: np.random.Generator) -> None:
-    """Any index that rows may begin at, those beyond 2^32 too; words of odd rows are shared by two of them."""
+    """Any index that rows may begin at, those beyond 2^32 too; words of odd rows are shared by two
+    of them."""
     for stored in ("bfloat16", "float32"):
         for cols in (32, 33, 66, 77):
             x = rng.standard_normal((19, cols), np.float32)
@@ -160,7 +211,13 @@ def test_the_digest_knows_where_a_part_begins(rng: np.random.Generator) -> None:
             seen = set()
             for index0 in (0, cols, 3 * cols, 2 * cols * 12345, cols << 31, cols * (2**33 + 5)):
                 for layout in (PLAIN, PACKED):
-                    out = np.zeros(bits.shape if layout == PLAIN else 32 * 96, np.uint16 if stored == "bfloat16" else np.float32)
-                    assert ops.kernels().pack(out, x, layout, 0, index0) == (digest(bits, index0), -1), (stored, cols, index0, layout)
+                    out = np.zeros(
+                        bits.shape if layout == PLAIN else 32 * 96,
+                        np.uint16 if stored == "bfloat16" else np.float32,
+                    )
+                    assert ops.kernels().pack(out, x, layout, 0, index0) == (
+                        digest(bits, index0),
+                        -1,
+                    ), (stored, cols, index0, layout)
                 seen.add(digest(bits, index0))
             assert len(seen) >= 5

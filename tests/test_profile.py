@@ -1,6 +1,7 @@
 """Generator(profile=True) and `rollmesh bench --profile`: what each op takes.
 
-Input: generations of tiny random models. Oracle: the same without a profile, in bits; the FLOPs of the model's products by hand.
+Input: generations of tiny random models. Oracle: the same without a profile, in bits; the FLOPs of
+the model's products by hand.
 """
 
 from __future__ import annotations
@@ -20,14 +21,23 @@ CONFIGS = {"dense": helpers.tiny_config(), "moe": helpers.tiny_config(moe=True)}
 
 
 def generator(name: str, **options: Any) -> rm.Generator:
-    gen = rm.Generator(rm.ModelSpec.from_hf(CONFIGS[name]), dtype="float32", max_model_len=128, kv_cache_gib=0.02, **options)
+    gen = rm.Generator(
+        rm.ModelSpec.from_hf(CONFIGS[name]),
+        dtype="float32",
+        max_model_len=128,
+        kv_cache_gib=0.02,
+        **options,
+    )
     gen.sync_weights(helpers.numpy_state_dict(CONFIGS[name], 1), cast=True, version=1)
     return gen
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_profile_counts_every_op_and_changes_no_bit(name: str) -> None:
-    prompts, params = helpers.prompts(CONFIGS[name], [20, 3], seed=1), rm.SamplingParams(max_tokens=5, seed=2, ignore_eos=True)
+    prompts, params = (
+        helpers.prompts(CONFIGS[name], [20, 3], seed=1),
+        rm.SamplingParams(max_tokens=5, seed=2, ignore_eos=True),
+    )
     with generator(name) as plain, generator(name, profile=True) as timed:
         assert plain.profile() == timed.profile() == []
         want, before = plain.generate(prompts, params, use_tqdm=False), timed.metrics()
@@ -53,7 +63,9 @@ def test_a_profile_counts_every_op_and_changes_no_bit(name: str) -> None:
     assert head["weight_bytes"] >= head["calls"] * spec.vocab_size * spec.hidden_size * 4
     # Position p of a sequence sees p + 1; the last token of each is not computed.
     seen = sum(n * (n + 1) // 2 for n in (24, 7)) * spec.num_hidden_layers
-    assert by_name["attention", 0, 0]["flops"] == 4.0 * seen * spec.num_attention_heads * spec.head_dim
+    assert (
+        by_name["attention", 0, 0]["flops"] == 4.0 * seen * spec.num_attention_heads * spec.head_dim
+    )
     if name == "moe":
         chosen = np.concatenate([o.outputs[0].routed_experts for o in got]).size
         assert sum(op["rows"] for op in ops if op["op"] == "experts") == chosen
@@ -66,7 +78,22 @@ def test_a_profile_is_wanted_or_not() -> None:
 
 def test_bench_says_where_the_time_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["moe"]))
-    assert main(["bench", str(tmp_path), "--batch", "2", "--prefill", "20", "--kv-cache-gib", "0.02", "--profile"]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                str(tmp_path),
+                "--batch",
+                "2",
+                "--prefill",
+                "20",
+                "--kv-cache-gib",
+                "0.02",
+                "--profile",
+            ]
+        )
+        == 0
+    )
     points = capsys.readouterr().out.split("decode")
     for point in points:
         shares = [float(line.split("%")[0]) for line in point.splitlines() if "%" in line]

@@ -1,6 +1,7 @@
-"""Promises of the library that one rank could break: it neither ends the process nor prints, reaches no network, keeps deadlines, runs no
-code from data, and close() gives everything back. That a failed call changes nothing and that every token is of one whole version is held
-by test_sync, test_requests and test_engine; the ban on what turns data into code by test_layers.
+"""Promises of the library that one rank could break: it neither ends the process nor prints,
+reaches no network, keeps deadlines, runs no code from data, and close() gives everything back. That
+a failed call changes nothing and that every token is of one whole version is held by test_sync,
+test_requests and test_engine; the ban on what turns data into code by test_layers.
 """
 
 from __future__ import annotations
@@ -24,22 +25,39 @@ import rollmesh as rm
 from rollmesh import _core
 from rollmesh.sources import SafetensorsFolder
 
-ENDS_OR_PRINTS = "abort|exit|_exit|_Exit|quick_exit|raise|kill|v?f?printf|__v?f?printf_chk|puts|putchar|fputs|fputc|fwrite|perror|write"
+ENDS_OR_PRINTS = (
+    "abort|exit|_exit|_Exit|quick_exit|raise|kill|v?f?printf|__v?f?printf_chk|"
+    "puts|putchar|fputs|fputc|fwrite|perror|write"
+)
 REACHES_OUT = "socket|listen|bind|accept4?|connect|system|popen|exec[lv]p?e?|posix_spawnp?"
 
 
 def make(**options: Any) -> rm.Generator:
-    return rm.Generator(tiny_spec(), **{"dtype": "float32", "threads": 2, "kv_cache_gib": 0.004, "max_model_len": 256, **options})
+    return rm.Generator(
+        tiny_spec(),
+        **{
+            "dtype": "float32",
+            "threads": 2,
+            "kv_cache_gib": 0.004,
+            "max_model_len": 256,
+            **options,
+        },
+    )
 
 
 def imported_symbols() -> set[str]:
-    done = subprocess.run(["nm", "-D", "--undefined-only", _core.__file__], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["nm", "-D", "--undefined-only", _core.__file__], capture_output=True, text=True, check=True
+    )
     return {line.split()[-1].partition("@")[0] for line in done.stdout.splitlines()}
 
 
-@pytest.mark.parametrize(("promise", "banned"), [("ends or prints", ENDS_OR_PRINTS), ("reaches out", REACHES_OUT)])
+@pytest.mark.parametrize(
+    ("promise", "banned"), [("ends or prints", ENDS_OR_PRINTS), ("reaches out", REACHES_OUT)]
+)
 def test_the_extension_cannot(promise: str, banned: str) -> None:
-    """What is not among the imported symbols cannot be called. An assertion (test builds only) is the one way to end."""
+    """What is not among the imported symbols cannot be called. An assertion (test builds only) is
+    the one way to end."""
     names = imported_symbols()
     assert "pthread_create" in names  # nm found the right table
     assert sorted(name for name in names if re.fullmatch(banned, name)) == [], promise
@@ -56,7 +74,11 @@ def listening() -> set[str]:
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         if Path(table).exists():
-            inodes |= {line.split()[9] for line in Path(table).read_text().splitlines()[1:] if line.split()[3] == "0A"}
+            inodes |= {
+                line.split()[9]
+                for line in Path(table).read_text().splitlines()[1:]
+                if line.split()[3] == "0A"
+            }
     return {inode for inode in inodes if f"socket:[{inode}]" in held}
 
 
@@ -75,7 +97,8 @@ def test_nothing_listens() -> None:
 
 
 def test_generate_ends_at_its_deadline() -> None:
-    """Far more work than fits in 0.3 s: the error comes within a second of it, and the generator serves on."""
+    """Far more work than fits in 0.3 s: the error comes within a second of it, and the generator
+    serves on."""
     prompts = [[1, 2, 3]] * 64
     with make(max_model_len=4096, kv_cache_gib=0.2) as gen:
         gen.sync_weights(numpy_state_dict(tiny_config()))
@@ -85,11 +108,21 @@ def test_generate_ends_at_its_deadline() -> None:
         assert time.monotonic() - start < 1.3
         assert {type(output.error) for output in outputs} == {rm.DeadlineError}
         assert gen.metrics()["running"] == gen.metrics()["waiting"] == 0
-        assert len(gen.generate([[1, 2]], rm.SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids) == 3
+        assert (
+            len(
+                gen.generate(
+                    [[1, 2]], rm.SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False
+                )[0]
+                .outputs[0]
+                .token_ids
+            )
+            == 3
+        )
 
 
 def test_a_sync_that_waits_ends_at_its_deadline() -> None:
-    """inflight="wait" behind requests that take seconds: a DeadlineError, the old version, the requests untouched."""
+    """inflight="wait" behind requests that take seconds: a DeadlineError, the old version, the
+    requests untouched."""
     with make(max_model_len=4096, kv_cache_gib=0.2) as gen:
         gen.sync_weights(numpy_state_dict(tiny_config()))
         gen.submit([[1, 2, 3]] * 64, rm.SamplingParams(max_tokens=4000, ignore_eos=True))
@@ -102,14 +135,18 @@ def test_a_sync_that_waits_ends_at_its_deadline() -> None:
         gen.abort()
 
 
-# As bytes, since nothing here may import what it is about: unpickled, it calls os.putenv("ROLLMESH_TRAP", "sprung").
+# As bytes, since nothing here may import what it is about: unpickled, it calls
+# os.putenv("ROLLMESH_TRAP", "sprung").
 TRAP = b"cposix\nputenv\n(S'ROLLMESH_TRAP'\nS'sprung'\ntR."
 NPY_HEADER = b"{'descr': '|O', 'fortran_order': False, 'shape': (), }".ljust(117) + b"\n"
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "weights.npy", "weights.npz"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "pytorch_model.bin", "weights.npy", "weights.npz"]
+)
 def test_a_folder_of_pickles_is_no_source(tmp_path: Path, name: str) -> None:
-    """Files that torch.load or numpy.load would have executed are refused unread, whatever they are called."""
+    """Files that torch.load or numpy.load would have executed are refused unread, whatever they are
+    called."""
     trapped = TRAP
     if name.endswith(".npy"):
         trapped = b"\x93NUMPY\x01\x00" + len(NPY_HEADER).to_bytes(2, "little") + NPY_HEADER + TRAP
@@ -119,9 +156,14 @@ def test_a_folder_of_pickles_is_no_source(tmp_path: Path, name: str) -> None:
             archive.writestr("archive/data.pkl", trapped)
         trapped = file.getvalue()
     (tmp_path / name).write_bytes(trapped)
-    (tmp_path / "config.json").write_text('{"auto_map": {"AutoConfig": "trap.Trap"}, "model_type": "qwen3"}')
+    (tmp_path / "config.json").write_text(
+        '{"auto_map": {"AutoConfig": "trap.Trap"}, "model_type": "qwen3"}'
+    )
     (tmp_path / "trap.py").write_text("import os; os.putenv('ROLLMESH_TRAP', 'sprung')\n")
-    with make() as gen, pytest.raises((rm.FormatError, rm.UnsupportedTensorError, rm.MissingKeyError)):
+    with (
+        make() as gen,
+        pytest.raises((rm.FormatError, rm.UnsupportedTensorError, rm.MissingKeyError)),
+    ):
         gen.sync_weights(SafetensorsFolder(tmp_path))
     with pytest.raises(rm.ConfigError):
         rm.ModelSpec.from_hf(tmp_path)
@@ -142,10 +184,17 @@ def is_leaving(task: Path) -> bool:
 def held() -> tuple[int, int, int, int]:
     gc.collect()
     running = [task for task in Path("/proc/self/task").iterdir() if not is_leaving(task)]
-    return _core.memory_mapped(), _core.memory_blocks(), len(os.listdir("/proc/self/fd")), len(running)
+    return (
+        _core.memory_mapped(),
+        _core.memory_blocks(),
+        len(os.listdir("/proc/self/fd")),
+        len(running),
+    )
 
 
-@pytest.mark.parametrize("state", ["new", "synced", "syncing", "running", "asleep", "paused", "failed"])
+@pytest.mark.parametrize(
+    "state", ["new", "synced", "syncing", "running", "asleep", "paused", "failed"]
+)
 def test_close_gives_everything_back(state: str) -> None:
     """Memory, file descriptors and threads, from every state that a generator can be closed in."""
     weights = numpy_state_dict(tiny_config())

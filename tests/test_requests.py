@@ -1,5 +1,5 @@
-"""Bad requests and misuse: prompts and parameters, threads, re-entry, fork, exit, objects of the caller. The oracle of "nothing
-observable changed" is a bitwise equal generation before and after.
+"""Bad requests and misuse: prompts and parameters, threads, re-entry, fork, exit, objects of the
+caller. The oracle of "nothing observable changed" is a bitwise equal generation before and after.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ OTHER_STATE = numpy_state_dict(tiny_config(), seed=1)
 
 
 def make(**options: Any) -> rm.Generator:
-    settings = {"dtype": "float32", "threads": 1, "kv_cache_gib": 0.004, "max_model_len": 128, **options}
+    settings = {
+        "dtype": "float32",
+        "threads": 1,
+        "kv_cache_gib": 0.004,
+        "max_model_len": 128,
+        **options,
+    }
     return rm.Generator(tiny_spec(), **settings)
 
 
@@ -46,10 +52,15 @@ def gen() -> Iterator[rm.Generator]:
 def fingerprint(generator: rm.Generator) -> tuple[Any, ...]:
     """Everything that a failed call must leave as it was."""
     output = generator.generate(PROMPT, PARAMS, use_tqdm=False)[0].outputs[0]
-    return generator.version, output.token_ids.tobytes(), output.logprobs.tobytes(), output.versions.tobytes()
+    return (
+        generator.version,
+        output.token_ids.tobytes(),
+        output.logprobs.tobytes(),
+        output.versions.tobytes(),
+    )
 
 
-# -------------------------------------------------------------------------------------------------- bad prompts and parameters
+# --------------------------------------------------------------------- bad prompts and parameters
 BAD_PROMPTS = {
     "negative id": [1, -1],
     "id = vocab": [1, VOCAB],
@@ -105,7 +116,9 @@ def test_score_refuses_bad_ids(gen: rm.Generator) -> None:
 
 
 def test_stop_ids_out_of_the_vocabulary(gen: rm.Generator) -> None:
-    output = gen.generate(PROMPT, rm.SamplingParams(stop_token_ids=[VOCAB]), use_tqdm=False, on_error="return")[0]
+    output = gen.generate(
+        PROMPT, rm.SamplingParams(stop_token_ids=[VOCAB]), use_tqdm=False, on_error="return"
+    )[0]
     assert isinstance(output.error, rm.RequestError)
     assert str(VOCAB) in str(output.error)
 
@@ -160,9 +173,19 @@ def test_sampling_params(fields: dict[str, Any]) -> None:
 
 
 def test_the_limits_themselves_are_fine(gen: rm.Generator) -> None:
-    limits = [{"temperature": 0.0}, {"top_p": 1e-3}, {"top_p": 1.0}, {"top_k": -1}, {"top_k": 1}, {"top_k": 2**31 - 1}, {"min_p": 1.0}]
+    limits = [
+        {"temperature": 0.0},
+        {"top_p": 1e-3},
+        {"top_p": 1.0},
+        {"top_k": -1},
+        {"top_k": 1},
+        {"top_k": 2**31 - 1},
+        {"min_p": 1.0},
+    ]
     for fields in (*limits, {"seed": 0}, {"seed": 2**64 - 1}):
-        output = gen.generate(PROMPT, rm.SamplingParams(max_tokens=2, n=2, **fields), use_tqdm=False)[0]
+        output = gen.generate(
+            PROMPT, rm.SamplingParams(max_tokens=2, n=2, **fields), use_tqdm=False
+        )[0]
         assert [len(sample.token_ids) for sample in output.outputs] == [2, 2]
 
 
@@ -170,7 +193,9 @@ def test_more_logprobs_than_the_vocabulary_has(gen: rm.Generator) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         with pytest.raises(rm.RequestError, match=name):
             gen.generate(PROMPT, rm.SamplingParams(**{name: VOCAB + 1}), use_tqdm=False)
-    output = gen.generate(PROMPT, rm.SamplingParams(max_tokens=1, logprobs=VOCAB), use_tqdm=False)[0].outputs[0]
+    output = gen.generate(PROMPT, rm.SamplingParams(max_tokens=1, logprobs=VOCAB), use_tqdm=False)[
+        0
+    ].outputs[0]
     assert output.top_logprobs is not None
     assert sorted(output.top_logprobs.ids[0].tolist()) == list(range(VOCAB))
 
@@ -188,9 +213,10 @@ def test_exhaustion_a_request_that_can_never_fit(gen: rm.Generator) -> None:
         assert outputs[1].outputs[0].logprobs.tobytes() == fingerprint(gen)[2]
 
 
-# -------------------------------------------------------------------------------------------------- threads, re-entry, fork, exit
+# ------------------------------------------------------------------ threads, re-entry, fork, exit
 def test_many_threads_generate_and_sync(gen: rm.Generator) -> None:
-    """Tokens of two versions may mix within a request (inflight keep), but each token's number is its version's."""
+    """Tokens of two versions may mix within a request (inflight keep), but each token's number is
+    its version's."""
     gen.sync_weights(STATE, version=10)
     problems: list[BaseException] = []
     outputs: list[rm.RequestOutput] = []
@@ -198,18 +224,28 @@ def test_many_threads_generate_and_sync(gen: rm.Generator) -> None:
     def generate(seed: int) -> None:
         try:
             for round_ in range(3):
-                outputs.extend(gen.generate([PROMPT, [seed]], rm.SamplingParams(max_tokens=20, seed=seed + round_, n=2), use_tqdm=False))
+                outputs.extend(
+                    gen.generate(
+                        [PROMPT, [seed]],
+                        rm.SamplingParams(max_tokens=20, seed=seed + round_, n=2),
+                        use_tqdm=False,
+                    )
+                )
         except BaseException as error:  # noqa: BLE001  (reported below)
             problems.append(error)
 
     def sync() -> None:
         try:
             for version in range(11, 17):
-                gen.sync_weights(OTHER_STATE if version % 2 else STATE, version=version, inflight="keep")
+                gen.sync_weights(
+                    OTHER_STATE if version % 2 else STATE, version=version, inflight="keep"
+                )
         except BaseException as error:  # noqa: BLE001
             problems.append(error)
 
-    threads = [threading.Thread(target=generate, args=(seed,)) for seed in (1, 2, 3)] + [threading.Thread(target=sync)]
+    threads = [threading.Thread(target=generate, args=(seed,)) for seed in (1, 2, 3)] + [
+        threading.Thread(target=sync)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -222,7 +258,9 @@ def test_many_threads_generate_and_sync(gen: rm.Generator) -> None:
             gen.sync_weights(state, version=17)
         for output in outputs:
             for sample in output.outputs:
-                scores = gen.score([np.concatenate([output.prompt_token_ids, sample.token_ids])])[0][len(output.prompt_token_ids) - 1 :]
+                scores = gen.score([np.concatenate([output.prompt_token_ids, sample.token_ids])])[
+                    0
+                ][len(output.prompt_token_ids) - 1 :]
                 mine = sample.versions % 2 == version % 2
                 assert scores[mine].tobytes() == sample.logprobs[mine].tobytes()
 
@@ -348,7 +386,8 @@ def test_the_engine_itself_refuses_a_second_thread(gen: rm.Generator) -> None:
 
 @pytest.mark.parametrize("call", ["generate", "submit", "score", "sync_weights"])
 def test_an_interrupt_leaves_nothing_behind(gen: rm.Generator, call: str) -> None:
-    """Ctrl-C at twelve moments of a call: between two requests of an add, in a step, between two tensors of a sync."""
+    """Ctrl-C at twelve moments of a call: between two requests of an add, in a step, between two
+    tensors of a sync."""
     before = fingerprint(gen)
     many = [[1, 2, 3]] * 300
 
@@ -393,14 +432,17 @@ def run_script(body: str) -> subprocess.CompletedProcess[str]:
         import numpy as np
         import rollmesh as rm
         from helpers import numpy_state_dict, tiny_config, tiny_spec
-        gen = rm.Generator(tiny_spec(), dtype="float32", threads=2, kv_cache_gib=0.004, max_model_len=128)
+        gen = rm.Generator(tiny_spec(), dtype="float32", threads=2, kv_cache_gib=0.004,
+            max_model_len=128)
         gen.sync_weights(numpy_state_dict(tiny_config()))
     """
     script = textwrap.dedent(head) + textwrap.dedent(body)
     paths = [str(Path(__file__).parent), *sys.path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     command = [sys.executable, "-X", "faulthandler", "-c", script]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_fork() -> None:
@@ -411,14 +453,16 @@ def test_fork() -> None:
         child = os.fork()
         if child == 0:
             refused = 0
-            generate, sync = (lambda: gen.generate([[1]], use_tqdm=False)), (lambda: gen.sync_weights({}))
+            generate = lambda: gen.generate([[1]], use_tqdm=False)
+            sync = lambda: gen.sync_weights({})
             for call in (generate, sync, gen.metrics, gen.manifest, gen.begin_sync):
                 try:
                     call()
                 except rm.StateError as error:
                     refused += "child" in str(error)
             gen.close()
-            own = rm.Generator(tiny_spec(), dtype="float32", threads=2, kv_cache_gib=0.004, max_model_len=128)
+            own = rm.Generator(tiny_spec(), dtype="float32", threads=2, kv_cache_gib=0.004,
+                max_model_len=128)
             own.sync_weights(numpy_state_dict(tiny_config()))
             same = own.generate([[1, 2, 3]], rm.SamplingParams(temperature=0.0), use_tqdm=False)
             own.close()
@@ -449,7 +493,7 @@ def test_interpreter_exit_with_a_live_engine(how: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# -------------------------------------------------------------------------------------------------- objects of the caller
+# -------------------------------------------------------------------------- objects of the caller
 
 
 def test_references_are_balanced(gen: rm.Generator) -> None:

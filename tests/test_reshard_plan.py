@@ -1,7 +1,9 @@
-"""csrc/weights/resharding.c: which bytes go from whom to whom, and what a mesh wants of each tensor.
+"""csrc/weights/resharding.c: which bytes go from whom to whom, and what a mesh wants of each
+tensor.
 
-Input: random tensors in random pieces of random trainers, wanted in other pieces. Oracle: NumPy, which cuts the tensor, moves what the plan
-says and counts how often each element was written. Bound: gather(shard(x)) = x, every wanted element once, no other ever.
+Input: random tensors in random pieces of random trainers, wanted in other pieces. Oracle: NumPy,
+which cuts the tensor, moves what the plan says and counts how often each element was written.
+Bound: gather(shard(x)) = x, every wanted element once, no other ever.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ Parts = NDArray[np.int64]
 
 
 def parts(listed: list[tuple[int, Box]]) -> Parts:
-    rows = [[rank, *offsets, *[0] * (4 - len(offsets)), *sizes, *[1] * (4 - len(sizes))] for rank, (offsets, sizes) in listed]
+    rows = [
+        [rank, *offsets, *[0] * (4 - len(offsets)), *sizes, *[1] * (4 - len(sizes))]
+        for rank, (offsets, sizes) in listed
+    ]
     return np.array(rows, np.int64).reshape(-1, 9)
 
 
@@ -42,10 +47,14 @@ def chunk(n: int, parts_: int, index: int) -> tuple[int, int]:
 
 
 def trainer(rng: np.random.Generator, shape: tuple[int, ...], world: int) -> list[tuple[int, Box]]:
-    """What DTensor placements make: a mesh of one or two axes, each Shard(dim) or Replicate; a rank may be in no mesh at all."""
+    """What DTensor placements make: a mesh of one or two axes, each Shard(dim) or Replicate; a rank
+    may be in no mesh at all."""
     size = int(rng.integers(1, world + 1))
     inner = int(rng.choice([n for n in range(1, size + 1) if size % n == 0]))
-    axes = [(size // inner, int(rng.integers(-1, len(shape)))), (inner, int(rng.integers(-1, len(shape))))]
+    axes = [
+        (size // inner, int(rng.integers(-1, len(shape)))),
+        (inner, int(rng.integers(-1, len(shape)))),
+    ]
     first_rank = int(rng.integers(world - size + 1))
     out = []
     for index in range(size):
@@ -58,18 +67,24 @@ def trainer(rng: np.random.Generator, shape: tuple[int, ...], world: int) -> lis
     return out
 
 
-def generator(rng: np.random.Generator, shape: tuple[int, ...], world: int) -> list[tuple[int, Box]]:
+def generator(
+    rng: np.random.Generator, shape: tuple[int, ...], world: int
+) -> list[tuple[int, Box]]:
     """Some disjoint boxes for each rank: cells of a random grid."""
     out = []
     for rank in range(world):
-        cuts = [sorted({0, n, *rng.integers(0, n + 1, int(rng.integers(3))).tolist()}) for n in shape]
+        cuts = [
+            sorted({0, n, *rng.integers(0, n + 1, int(rng.integers(3))).tolist()}) for n in shape
+        ]
         for cell in itertools.product(*(list(itertools.pairwise(c)) or [(0, 0)] for c in cuts)):
             if rng.random() < 0.5:
                 out.append((rank, (tuple(a for a, _ in cell), tuple(b - a for a, b in cell))))
     return out
 
 
-def carry_out(x: NDArray[Any], held: Parts, wanted: Parts, copies: NDArray[np.int64], world: int) -> None:
+def carry_out(
+    x: NDArray[Any], held: Parts, wanted: Parts, copies: NDArray[np.int64], world: int
+) -> None:
     """Cuts x, does the copies, compares."""
     got = np.zeros((world, *x.shape), x.dtype)
     times = np.zeros((world, *x.shape), int)
@@ -89,10 +104,17 @@ def carry_out(x: NDArray[Any], held: Parts, wanted: Parts, copies: NDArray[np.in
 
 
 def case(rng: np.random.Generator) -> tuple[NDArray[Any], Parts, Parts, int]:
-    shape = tuple(int(n) for n in rng.choice([0, 1, 2, 3, 5, 8], int(rng.integers(1, 5)), p=[0.04, 0.16, 0.2, 0.2, 0.2, 0.2]))
+    shape = tuple(
+        int(n)
+        for n in rng.choice(
+            [0, 1, 2, 3, 5, 8], int(rng.integers(1, 5)), p=[0.04, 0.16, 0.2, 0.2, 0.2, 0.2]
+        )
+    )
     world = int(rng.integers(1, 9))
     held = trainer(rng, shape, world)
-    if rng.random() < 0.3:  # a second trainer's pieces besides, which overlap those of the first in any way
+    if (
+        rng.random() < 0.3
+    ):  # a second trainer's pieces besides, which overlap those of the first in any way
         held = sorted(held + trainer(rng, shape, world), key=lambda part: part[0])
     x = np.arange(1, math.prod(shape) + 1).reshape(shape)
     return x, parts(held), parts(generator(rng, shape, world)), world
@@ -117,7 +139,9 @@ def test_a_plan_without_memory(rng: np.random.Generator) -> None:
         for site in range(1, 5):
             _core.memory_fail_at(site, False)
             with contextlib.suppress(MemoryError):
-                carry_out(x, held, wanted, _core.plan_copies("x", x.shape, held, wanted, world), world)
+                carry_out(
+                    x, held, wanted, _core.plan_copies("x", x.shape, held, wanted, world), world
+                )
             _core.memory_fail_at(0)
         carry_out(x, held, wanted, _core.plan_copies("x", x.shape, held, wanted, world), world)
 
@@ -137,19 +161,28 @@ def test_an_element_that_nobody_has_is_named(rng: np.random.Generator) -> None:
                 offsets[d], sizes[d] = first, size
                 held.append((int(rng.integers(world)), (tuple(offsets), tuple(sizes))))
         table = parts(sorted(held, key=lambda part: part[0]))
-        wants = [row for row in wanted if all(f <= h < f + n for f, h, n in zip(row[1:5], hole, row[5:], strict=False))]
+        wants = [
+            row
+            for row in wanted
+            if all(f <= h < f + n for f, h, n in zip(row[1:5], hole, row[5:], strict=False))
+        ]
         if not wants:
-            carry_out(x, table, wanted, _core.plan_copies("x", x.shape, table, wanted, world), world)
+            carry_out(
+                x, table, wanted, _core.plan_copies("x", x.shape, table, wanted, world), world
+            )
             continue
         seen += 1
         text = str(hole).replace("[", r"\[").replace("]", r"\]")
-        with pytest.raises(rm.IncompleteSyncError, match=rf"^x: element {text} of .* rank {wants[0][0]} needs it"):
+        with pytest.raises(
+            rm.IncompleteSyncError, match=rf"^x: element {text} of .* rank {wants[0][0]} needs it"
+        ):
             _core.plan_copies("x", x.shape, table, wanted, world)
     assert seen > 50
 
 
 def test_replicas_share_the_work() -> None:
-    """Four ranks that all have a tensor, twelve that want it: each gives three times, and those that have it take their own."""
+    """Four ranks that all have a tensor, twelve that want it: each gives three times, and those
+    that have it take their own."""
     whole = ((0, 0), (4, 4))
     held = parts([(rank, whole) for rank in (0, 4, 8, 12)])
     copies = _core.plan_copies("x", (4, 4), held, parts([(rank, whole) for rank in range(16)]), 16)
@@ -164,7 +197,12 @@ HUGE = 2**62
 @pytest.mark.parametrize(
     "shape, held, error, words",
     [
-        ((4, 4), (0, (0, 0), (5, 4)), rm.LayoutError, r"held by rank 0: expected it inside shape \[4, 4\], got 5 from 0 on in dim 0"),
+        (
+            (4, 4),
+            (0, (0, 0), (5, 4)),
+            rm.LayoutError,
+            r"held by rank 0: expected it inside shape \[4, 4\], got 5 from 0 on in dim 0",
+        ),
         ((4, 4), (0, (0, 1), (4, 4)), rm.LayoutError, "4 from 1 on in dim 1"),
         ((4, 4), (0, (-1, 0), (1, 4)), rm.LayoutError, "from -1 on"),
         ((4, 4), (0, (0, 0), (-1, 4)), rm.LayoutError, "got -1"),
@@ -177,7 +215,9 @@ HUGE = 2**62
         ((4,), (0, (0, 1), (4, 1)), rm.LayoutError, "dim 1"),
     ],
 )
-def test_parts_that_are_none(shape: tuple[int, ...], held: tuple[int, Any, Any], error: type[rm.Error], words: str) -> None:
+def test_parts_that_are_none(
+    shape: tuple[int, ...], held: tuple[int, Any, Any], error: type[rm.Error], words: str
+) -> None:
     bad = parts([(held[0], held[1:])])  # type: ignore[list-item]
     with pytest.raises(error, match=words):
         _core.plan_copies("x", shape, bad, parts([]), 2)
@@ -196,36 +236,80 @@ def test_a_tensor_of_any_size_costs_nothing() -> None:
     shape = (2**31, 2**31 - 1)
     halves = parts([(0, ((0, 0), (2**30, shape[1]))), (1, ((2**30, 0), (2**30, shape[1])))])
     copies = _core.plan_copies("x", shape, halves, parts([(0, ((0, 5), (2**31, 7)))]), 2)
-    assert copies.tolist() == [[0, 0, 0, 5, 0, 0, 2**30, 7, 1, 1], [1, 0, 2**30, 5, 0, 0, 2**30, 7, 1, 1]]
+    assert copies.tolist() == [
+        [0, 0, 0, 5, 0, 0, 2**30, 7, 1, 1],
+        [1, 0, 2**30, 5, 0, 0, 2**30, 7, 1, 1],
+    ]
 
 
-# -------------------------------------------------------------------------------------------------- what a mesh wants
-SIZES = {"num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 300, "hidden_size": 96, "head_dim": 8}
+# ------------------------------------------------------------------------------ what a mesh wants
+SIZES = {
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "hidden_size": 96,
+    "head_dim": 8,
+}
 EXPERT = "model.layers.0.mlp.experts"
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (2, 1, 2), (3, 2, 6), (4, 2, 1), (6, 1, 6)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [(1, 1, 1), (2, 1, 1), (2, 1, 2), (3, 2, 6), (4, 2, 1), (6, 1, 6)], ids=str
+)
 def test_what_a_mesh_wants(mesh: tuple[int, int, int]) -> None:
-    """Against rollmesh.model.placement, row by row: fused and single names, experts packed or each by itself, vectors."""
-    config = helpers.tiny_config(True, **SIZES, num_experts=12, attention_bias=True, moe_intermediate_size=80)
+    """Against rollmesh.model.placement, row by row: fused and single names, experts packed or each
+    by itself, vectors."""
+    config = helpers.tiny_config(
+        True, **SIZES, num_experts=12, attention_bias=True, moe_intermediate_size=80
+    )
     spec = rm.ModelSpec.from_hf(config)
     where = placements(spec, *mesh)
     tp, dp, ep = mesh
-    with rm.Generator(spec, mesh=rm.Mesh(tp=tp, dp=dp, ep=ep), dtype="float32", kv_cache_gib=0.01, max_model_len=64, threads=1) as made:
+    with rm.Generator(
+        spec,
+        mesh=rm.Mesh(tp=tp, dp=dp, ep=ep),
+        dtype="float32",
+        kv_cache_gib=0.01,
+        max_model_len=64,
+        threads=1,
+    ) as made:
         engine = made._engine
         inner, hidden, d = 80, 96, 8
         for name, shape, rows in [
             ("model.embed_tokens.weight", (300, hidden), lambda p: p.vocab),
             ("model.norm.weight", (hidden,), lambda p: range(hidden)),
-            ("model.layers.0.self_attn.q_proj.bias", (96,), lambda p: range(p.heads.start * d, p.heads.stop * d)),
-            ("model.layers.0.self_attn.k_proj.weight", (16, hidden), lambda p: range(p.kv_heads.start * d, p.kv_heads.stop * d)),
+            (
+                "model.layers.0.self_attn.q_proj.bias",
+                (96,),
+                lambda p: range(p.heads.start * d, p.heads.stop * d),
+            ),
+            (
+                "model.layers.0.self_attn.k_proj.weight",
+                (16, hidden),
+                lambda p: range(p.kv_heads.start * d, p.kv_heads.stop * d),
+            ),
         ]:
             check_wanted(engine, name, shape, [[(0, set(rows(p)))] for p in where])
         for e in (0, 11):
-            check_wanted(engine, f"{EXPERT}.{e}.up_proj.weight", (inner, hidden), [[(0, held(p, e, p.expert_inner))] for p in where])
+            check_wanted(
+                engine,
+                f"{EXPERT}.{e}.up_proj.weight",
+                (inner, hidden),
+                [[(0, held(p, e, p.expert_inner))] for p in where],
+            )
         down = [[(e, held(p, e, p.expert_hidden)) for e in range(12)] for p in where]
         check_wanted(engine, f"{EXPERT}.down_proj", (12, hidden, inner), down)
-        both = [[(e, held(p, e, p.expert_inner) | {inner + row for row in held(p, e, p.expert_inner)}) for e in range(12)] for p in where]
+        both = [
+            [
+                (
+                    e,
+                    held(p, e, p.expert_inner)
+                    | {inner + row for row in held(p, e, p.expert_inner)},
+                )
+                for e in range(12)
+            ]
+            for p in where
+        ]
         table = check_wanted(engine, f"{EXPERT}.gate_up_proj", (12, 2 * inner, hidden), both)
         assert len(table) <= 2 * tp * dp, "runs of neighbours are one box"
         with pytest.raises(rm.UnexpectedKeyError):
@@ -236,7 +320,9 @@ def held(p: Any, expert: int, rows: range) -> set[int]:
     return set(rows) if expert in p.experts else set()
 
 
-def check_wanted(engine: Any, name: str, shape: tuple[int, ...], expected: list[list[tuple[int, set[int]]]]) -> Parts:
+def check_wanted(
+    engine: Any, name: str, shape: tuple[int, ...], expected: list[list[tuple[int, set[int]]]]
+) -> Parts:
     its_shape, table = engine.sync_wanted(name)
     assert its_shape == shape
     assert table[:, 0].tolist() == sorted(table[:, 0].tolist())

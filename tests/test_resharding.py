@@ -1,8 +1,10 @@
-"""Per-rank pieces of a state dict reach a generator whose ranks are processes, and no tensor is ever gathered: torch's own FSDP2 and
-DTensors on meshes equal to, smaller than and across the generator's, rm.Piece cut anyhow, experts packed and one by one.
+"""Per-rank pieces of a state dict reach a generator whose ranks are processes, and no tensor is
+ever gathered: torch's own FSDP2 and DTensors on meshes equal to, smaller than and across the
+generator's, rm.Piece cut anyhow, experts packed and one by one.
 
-Ranks are forked by mesh_ranks.py; the scenarios are in mesh_pieces.py. Oracle: one rank that is given the whole state dict, by digest and
-by all that it answers. Bound: 0 differing bits; a rank receives no byte that it does not want."""
+Ranks are forked by mesh_ranks.py; the scenarios are in mesh_pieces.py. Oracle: one rank that is
+given the whole state dict, by digest and by all that it answers. Bound: 0 differing bits; a rank
+receives no byte that it does not want."""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ def shares(pytestconfig: pytest.Config) -> Iterator[list[float]]:
     if seen:
         least, most = (f"{100 * share:.0f} %" for share in (min(seen), max(seen)))
         pytestconfig.stash[SUMMARY].append(
-            f"weights in pieces: {len(seen)} trainers, {least} to {most} of the bytes read came from other ranks"
+            f"weights in pieces: {len(seen)} trainers, {least} to {most} of the bytes read came "
+            "from other ranks"
         )
 
 
@@ -63,7 +66,11 @@ CASES: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
     ("shm", (3, 1, 1), {"trainer": "mesh", "axes": [3], "dims": [1], "packed": True}),
     ("shm", (1, 3, 3), {"trainer": "mesh", "axes": [3], "dims": [0], "stream": True}),
     ("shm", (2, 2, 1), {"trainer": "mesh", "axes": [2, 2], "dims": [0, 1], "packed": True}),
-    ("shm", (4, 1, 4), {"trainer": "mesh", "axes": [2, 2], "dims": [-1, 2], "packed": True, "dtype": "bfloat16"}),
+    (
+        "shm",
+        (4, 1, 4),
+        {"trainer": "mesh", "axes": [2, 2], "dims": [-1, 2], "packed": True, "dtype": "bfloat16"},
+    ),
     ("shm", (2, 2, 4), {"trainer": "mesh", "axes": [2], "dims": [0], "first": 1, "packed": True}),
     ("shm", (2, 1, 1), {"trainer": "mesh", "axes": [1], "dims": [0], "first": 1, "model": "dense"}),
     ("shm", (3, 1, 3), {"trainer": "anyhow"}),
@@ -74,12 +81,21 @@ CASES: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
 
 
 def name_of(case: Any) -> str:
-    return "-".join(f"{key}{value}" for key, value in case.items()).replace(" ", "") if isinstance(case, dict) else str(case)
+    return (
+        "-".join(f"{key}{value}" for key, value in case.items()).replace(" ", "")
+        if isinstance(case, dict)
+        else str(case)
+    )
 
 
 @pytest.mark.parametrize("transport, mesh, how", some(CASES, [0, 5, 9], names=3), ids=name_of)
 def test_pieces_give_the_bits_of_the_whole(
-    server: Server, alone: Callable[[str], Any], shares: list[float], transport: str, mesh: Any, how: dict[str, Any]
+    server: Server,
+    alone: Callable[[str], Any],
+    shares: list[float],
+    transport: str,
+    mesh: Any,
+    how: dict[str, Any],
 ) -> None:
     job = {"model": "moe", "of": "mesh_pieces", "transport": transport, **how}
     moved = results(server("resharded", mesh, **job))
@@ -94,35 +110,63 @@ def test_pieces_give_the_bits_of_the_whole(
 
 def test_strided_shards_are_sent_like_others(server: Server, alone: Callable[[str], Any]) -> None:
     """FSDP over tensor parallelism of the same dim makes _StridedShard."""
-    job = {"model": "dense", "of": "mesh_pieces", "transport": "shm", "trainer": "fsdp", "axes": [2, 2]}
+    job = {
+        "model": "dense",
+        "of": "mesh_pieces",
+        "transport": "shm",
+        "trainer": "fsdp",
+        "axes": [2, 2],
+    }
     for got in results(server("resharded", (2, 2, 1), **job)):
         assert got["bits"] == alone("dense")
         assert got["received"] <= got["bytes"]
         assert got["gathered"] == 0
 
 
-def test_strided_shards_that_do_not_divide_their_dim_are_gathered(server: Server, alone: Callable[[str], Any]) -> None:
-    job = {"model": "dense", "of": "mesh_pieces", "transport": "shm", "trainer": "fsdp", "axes": [2, 3]}
+def test_strided_shards_that_do_not_divide_their_dim_are_gathered(
+    server: Server, alone: Callable[[str], Any]
+) -> None:
+    job = {
+        "model": "dense",
+        "of": "mesh_pieces",
+        "transport": "shm",
+        "trainer": "fsdp",
+        "axes": [2, 3],
+    }
     for got in results(server("resharded", (3, 2, 1), **job)):
         assert got["bits"] == alone("dense")
         assert got["gathered"] > 0
 
 
-def test_one_rank_that_has_all_gives_each_what_it_wants(server: Server, alone: Callable[[str], Any]) -> None:
+def test_one_rank_that_has_all_gives_each_what_it_wants(
+    server: Server, alone: Callable[[str], Any]
+) -> None:
     """No rank receives what it does not hold, though the only source is whole."""
-    job = {"model": "moe", "of": "mesh_pieces", "transport": "shm", "trainer": "mesh", "axes": [1], "dims": [0], "first": 2}
+    job = {
+        "model": "moe",
+        "of": "mesh_pieces",
+        "transport": "shm",
+        "trainer": "mesh",
+        "axes": [1],
+        "dims": [0],
+        "first": 2,
+    }
     for number, got in enumerate(results(server("resharded", (4, 1, 4), **job))):
         assert got["bits"] == alone("moe")
         assert got["received"] == (0 if number == 2 else got["bytes"])
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 2), (2, 2, 4), (2, 2, 1)], ids=str)
-def test_ranks_that_bring_their_shards_are_sent_nothing(server: Server, alone: Callable[[str], Any], mesh: Any) -> None:
+def test_ranks_that_bring_their_shards_are_sent_nothing(
+    server: Server, alone: Callable[[str], Any], mesh: Any
+) -> None:
     """Generator.shard, for sources that can read a part of a tensor."""
     ranks = results(server("by_shards", mesh, model="moe", of="mesh_pieces", transport="shm"))
     assert min(got["held"] for got in ranks) < 0.6 * ranks[0]["all"]
     for number, got in enumerate(ranks):
-        assert got["bits"] == {key: value for key, value in alone("moe")[0].items() if key in got["bits"]}, f"rank {number}"
+        assert got["bits"] == {
+            key: value for key, value in alone("moe")[0].items() if key in got["bits"]
+        }, f"rank {number}"
         assert got["received"] == 0
         assert got["held"] * 4 == got["bytes"], "more than it reads"
 
@@ -130,7 +174,12 @@ def test_ranks_that_bring_their_shards_are_sent_nothing(server: Server, alone: C
 FAULTS = [
     ("hole", "IncompleteSyncError", None, "is in no rank's piece"),
     ("alike", "ShapeError", None, "expected shape"),
-    ("huge", "ShapeError", None, r"expected fewer than 2\^60 elements, got shape .*4611686018427387904"),
+    (
+        "huge",
+        "ShapeError",
+        None,
+        r"expected fewer than 2\^60 elements, got shape .*4611686018427387904",
+    ),
     ("unknown", "UnexpectedKeyError", None, r"\.no"),
     ("order", "MeshMismatchError", None, "gives .* where rank 0 gives"),
     ("fewer", "MeshMismatchError", None, "rank 1 has no more weights where rank 0 gives"),
@@ -147,10 +196,27 @@ FAULTS = [
 
 @pytest.mark.parametrize("how, victims, others, words", FAULTS, ids=[fault[0] for fault in FAULTS])
 def test_what_is_wrong_is_raised_on_all(
-    server: Server, alone: Callable[[str], Any], how: str, victims: str, others: str | None, words: str
+    server: Server,
+    alone: Callable[[str], Any],
+    how: str,
+    victims: str,
+    others: str | None,
+    words: str,
 ) -> None:
-    """The victim is rank 1. Without "others" it is raised alike on all. The old version serves, and the next sync is taken."""
-    ranks = results(server("spoiled_pieces", (1, 2, 2), of="mesh_pieces", transport="shm", model="moe", how=how, victim=1, timeout=20.0))
+    """The victim is rank 1. Without "others" it is raised alike on all. The old version serves, and
+    the next sync is taken."""
+    ranks = results(
+        server(
+            "spoiled_pieces",
+            (1, 2, 2),
+            of="mesh_pieces",
+            transport="shm",
+            model="moe",
+            how=how,
+            victim=1,
+            timeout=20.0,
+        )
+    )
     kinds = [rank["told"][0] for rank in ranks]
     if how == "nan":  # in rank 1's piece, in whichever's part it is
         assert set(kinds) <= {victims, others}
@@ -166,7 +232,16 @@ def test_what_is_wrong_is_raised_on_all(
 
 @pytest.mark.parametrize("calls", [0, 7])
 def test_a_rank_that_is_killed_among_pieces(server: Server, calls: int) -> None:
-    ranks = server("lost_among_pieces", (2, 2, 4), of="mesh_pieces", transport="shm", model="moe", calls=calls, victim=2, signal=KILL)
+    ranks = server(
+        "lost_among_pieces",
+        (2, 2, 4),
+        of="mesh_pieces",
+        transport="shm",
+        model="moe",
+        calls=calls,
+        victim=2,
+        signal=KILL,
+    )
     assert ranks[2]["status"] == -KILL
     for number in (0, 1, 3):
         told = ranks[number]["result"]
@@ -175,7 +250,7 @@ def test_a_rank_that_is_killed_among_pieces(server: Server, calls: int) -> None:
         assert told["version"] == 0
 
 
-# -------------------------------------------------------------------------------------------------- all_to_all
+# ------------------------------------------------------------------------------------- all_to_all
 def ends() -> list[_core.Comm]:
     """The control group of two ranks that are threads."""
     name = f"test.{secrets.token_hex(8)}"
@@ -204,16 +279,29 @@ def exchange(give: list[list[bytes]], sizes: list[list[int]]) -> list[Any]:
 
 
 def test_all_to_all() -> None:
-    assert exchange([[b"", b"abc"], [b"de", b""]], [[0, 2], [3, 0]]) == [[b"", b"de"], [b"abc", b""]]
+    assert exchange([[b"", b"abc"], [b"de", b""]], [[0, 2], [3, 0]]) == [
+        [b"", b"de"],
+        [b"abc", b""],
+    ]
     assert exchange([[b"", b""], [b"", b""]], [[0, 0], [0, 0]]) == [[b"", b""], [b"", b""]]
-    assert exchange([[b"x", b"abc"], [b"de", b"y"]], [[1, 2], [3, 1]]) == [[b"x", b"de"], [b"abc", b"y"]]
-    assert exchange([[b"", b"abc"], [b"de", b""]], [[0, 2], [4, 0]])[1] is rm.CollectiveMismatchError  # rank 0 at its next call
+    assert exchange([[b"x", b"abc"], [b"de", b"y"]], [[1, 2], [3, 1]]) == [
+        [b"x", b"de"],
+        [b"abc", b"y"],
+    ]
+    assert (
+        exchange([[b"", b"abc"], [b"de", b""]], [[0, 2], [4, 0]])[1] is rm.CollectiveMismatchError
+    )  # rank 0 at its next call
 
 
 def test_buffers_that_are_none() -> None:
     first, second = ends()
     empty = np.zeros(0, np.uint8)
-    for give, take in (([empty], [empty] * 2), ([empty] * 2, [empty] * 3), ([empty, 3], [empty] * 2), ([empty] * 2, [empty, b"ab"])):
+    for give, take in (
+        ([empty], [empty] * 2),
+        ([empty] * 2, [empty] * 3),
+        ([empty, 3], [empty] * 2),
+        ([empty] * 2, [empty, b"ab"]),
+    ):
         with pytest.raises((ValueError, TypeError, BufferError)):
             first.all_to_all(give, take)  # type: ignore[arg-type]
     for end in (first, second):
@@ -222,11 +310,17 @@ def test_buffers_that_are_none() -> None:
         first.all_to_all([empty] * 2, [empty] * 2)
 
 
-# -------------------------------------------------------------------------------------------------- Piece
+# ------------------------------------------------------------------------------------------ Piece
 @pytest.mark.parametrize(
     "array, shape, offsets, error, words",
     [
-        ((2, 3), (2, 2), (0, 0), rm.LayoutError, r"shape \[2, 3\] at \[0, 0\] of a tensor of shape \[2, 2\]"),
+        (
+            (2, 3),
+            (2, 2),
+            (0, 0),
+            rm.LayoutError,
+            r"shape \[2, 3\] at \[0, 0\] of a tensor of shape \[2, 2\]",
+        ),
         ((2, 3), (4, 3), (3, 0), rm.LayoutError, "inside"),
         ((2, 3), (4, 3), (-1, 0), rm.LayoutError, "inside"),
         ((2, 3), (4, 3), (0,), rm.LayoutError, "inside"),
@@ -238,7 +332,9 @@ def test_buffers_that_are_none() -> None:
         (None, (4, 3), (0, 0), rm.UnsupportedTensorError, "NoneType"),
     ],
 )
-def test_pieces_that_are_none(array: Any, shape: Any, offsets: Any, error: type[rm.Error], words: str) -> None:
+def test_pieces_that_are_none(
+    array: Any, shape: Any, offsets: Any, error: type[rm.Error], words: str
+) -> None:
     with pytest.raises(error, match=words):
         rm.Piece(None if array is None else np.zeros(array, np.float32), shape, offsets)
 
@@ -263,20 +359,36 @@ def fake() -> Any:
     "make, error, words",
     [
         (lambda torch: torch.ones(3, device="meta"), rm.UnsupportedTensorError, "a meta tensor"),
-        (lambda torch: torch.ones(3).to_sparse(), rm.UnsupportedTensorError, "layout torch.sparse_coo"),
-        (lambda torch: torch.nested.nested_tensor([torch.ones(3)], layout=torch.jagged), rm.UnsupportedTensorError, "a nested tensor"),
-        (lambda torch: torch.ones(3).to_mkldnn(), rm.UnsupportedTensorError, "layout torch._mkldnn"),
+        (
+            lambda torch: torch.ones(3).to_sparse(),
+            rm.UnsupportedTensorError,
+            "layout torch.sparse_coo",
+        ),
+        (
+            lambda torch: torch.nested.nested_tensor([torch.ones(3)], layout=torch.jagged),
+            rm.UnsupportedTensorError,
+            "a nested tensor",
+        ),
+        (
+            lambda torch: torch.ones(3).to_mkldnn(),
+            rm.UnsupportedTensorError,
+            "layout torch._mkldnn",
+        ),
         (lambda torch: fake(), rm.UnsupportedTensorError, "a fake tensor"),
         (lambda torch: torch.ones(3, dtype=torch.complex64), rm.DTypeError, "complex64"),
         (lambda torch: emptied(), rm.LayoutError, "storage is empty"),
     ],
 )
-def test_tensors_without_memory_to_read(make: Callable[[Any], Any], error: type[rm.Error], words: str) -> None:
+def test_tensors_without_memory_to_read(
+    make: Callable[[Any], Any], error: type[rm.Error], words: str
+) -> None:
     with pytest.raises(error, match=f"^a name: .*{words}"):
         part_of("a name", make(pytest.importorskip("torch")))
 
 
-@pytest.mark.parametrize("shape", [(2**60,), (2**62, 2**62), (2**63 - 1,), (2**70,), (2**30, 0, 2**30)])
+@pytest.mark.parametrize(
+    "shape", [(2**60,), (2**62, 2**62), (2**63 - 1,), (2**70,), (2**30, 0, 2**30)]
+)
 def test_shapes_that_nothing_can_have(shape: tuple[int, ...]) -> None:
     piece = rm.Piece(np.zeros((0,) * len(shape), np.float64), shape, (0,) * len(shape))
     with pytest.raises(rm.ShapeError, match=rf"a name: expected fewer than 2\^60 .*{shape[0]}"):
@@ -286,12 +398,22 @@ def test_shapes_that_nothing_can_have(shape: tuple[int, ...]) -> None:
 def test_one_process_takes_a_piece_that_is_whole() -> None:
     import test_mesh_sync as mesh_sync
 
-    whole = {name: rm.Piece(value, value.shape, (0,) * value.ndim) for name, value in mesh_sync.WEIGHTS.items()}
+    whole = {
+        name: rm.Piece(value, value.shape, (0,) * value.ndim)
+        for name, value in mesh_sync.WEIGHTS.items()
+    }
     name = "model.embed_tokens.weight"
-    part = {**whole, name: rm.Piece(mesh_sync.WEIGHTS[name][:100], mesh_sync.WEIGHTS[name].shape, (0, 0))}
+    part = {
+        **whole,
+        name: rm.Piece(mesh_sync.WEIGHTS[name][:100], mesh_sync.WEIGHTS[name].shape, (0, 0)),
+    }
     with mesh_sync.generator(rm.Mesh(tp=2)) as generator:
         for source in (part, iter(part.items())):
-            with pytest.raises(rm.LayoutError, match=r"expected the whole tensor, got .* \[100, 96\] at \[0, 0\] of .* \[300, 96\]"):
+            with pytest.raises(
+                rm.LayoutError,
+                match=r"expected the whole tensor, got .* \[100, 96\] at \[0, 0\] of .* \[300, "
+                r"96\]",
+            ):
                 generator.sync_weights(source)
             assert generator.version is None
         first = generator.sync_weights(whole).digest

@@ -1,6 +1,7 @@
-"""Nothing piles up: weight syncs, lives of generators and requests, repeated through the public API (benchmarks/soak; its
-growth.py says what is read and when it has grown). Each run is a process of its own, since what other tests have left behind
-would count too. A leak that is planted in the driver is seen first, at counts below those of the test."""
+"""Nothing piles up: weight syncs, lives of generators and requests, repeated through the public API
+(benchmarks/soak; its growth.py says what is read and when it has grown). Each run is a process of
+its own, since what other tests have left behind would count too. A leak that is planted in the
+driver is seen first, at counts below those of the test."""
 
 from __future__ import annotations
 
@@ -18,13 +19,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("syncs", "lives", "requests")
 
 
-def soak(*counts: int, plant: Sequence[str] = (), timeout: float = 600) -> subprocess.CompletedProcess[str]:
+def soak(
+    *counts: int, plant: Sequence[str] = (), timeout: float = 600
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.soak"]
     for part, count in zip(PARTS, counts, strict=True):
         command += [f"--{part}", str(count)]
     if plant:
         command += ["--plant", *plant]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+    )
 
 
 def grown(*plant: str) -> list[set[str]]:
@@ -33,12 +38,15 @@ def grown(*plant: str) -> list[set[str]]:
     assert done.returncode == 1, f"{done.stdout}\n{done.stderr[-4000:]}"
     parts = done.stdout.split("GROWTH")[1:]
     assert len(parts) == len(PARTS), done.stdout
-    return [set(re.findall(r"^  (.+) grew by .+ per operation$", part, re.MULTILINE)) for part in parts]
+    return [
+        set(re.findall(r"^  (.+) grew by .+ per operation$", part, re.MULTILINE)) for part in parts
+    ]
 
 
 @pytest.mark.full
 def test_planted_memory_is_reported() -> None:
-    """64 bytes for each operation, by every part, and nothing else is. A glibc before 2.33 does not count its heap."""
+    """64 bytes for each operation, by every part, and nothing else is. A glibc before 2.33 does not
+    count its heap."""
     for names in grown("leak-memory"):
         assert ("heap" if hasattr(ctypes.CDLL(None), "mallinfo2") else "rss") in names
         assert names <= {"heap", "rss"}

@@ -1,5 +1,6 @@
-"""Weights from elsewhere: a checkpoint folder, shared memory, a torch.distributed group. Oracle: the digest and the logits of
-the same values sent from this process. Bound: zero. Then what each must refuse."""
+"""Weights from elsewhere: a checkpoint folder, shared memory, a torch.distributed group. Oracle:
+the digest and the logits of the same values sent from this process. Bound: zero. Then what each
+must refuse."""
 
 from __future__ import annotations
 
@@ -31,13 +32,19 @@ IDS = [[1, 2, 3, 4, 5]]
 
 
 def generator(dtype: str = "bfloat16") -> rm.Generator:
-    return rm.Generator(rm.ModelSpec.from_hf(CONFIG), dtype=dtype, max_model_len=32, kv_cache_gib=0.002, threads=1)
+    return rm.Generator(
+        rm.ModelSpec.from_hf(CONFIG), dtype=dtype, max_model_len=32, kv_cache_gib=0.002, threads=1
+    )
 
 
 def words(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """bfloat16 without ml_dtypes: uint16 words under the dtype that says so. Rounded to nearest even by hand."""
+    """bfloat16 without ml_dtypes: uint16 words under the dtype that says so. Rounded to nearest
+    even by hand."""
     bits = {name: x.view(np.uint32) for name, x in state.items()}
-    return {name: ((b + 0x7FFF + (b >> 16 & 1)) >> 16).astype(np.uint16).view(sources.BF16) for name, b in bits.items()}
+    return {
+        name: ((b + 0x7FFF + (b >> 16 & 1)) >> 16).astype(np.uint16).view(sources.BF16)
+        for name, b in bits.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +63,12 @@ def test_bf16_words_are_bfloat16(want: str) -> None:
     assert state["model.norm.weight"][::-1].dtype.metadata == {"rollmesh": "bfloat16"}
     ml_dtypes = pytest.importorskip("ml_dtypes")
     for name, x in state.items():
-        assert np.array_equal(x.view(np.uint16), STATE[name].astype(ml_dtypes.bfloat16).view(np.uint16))
+        assert np.array_equal(
+            x.view(np.uint16), STATE[name].astype(ml_dtypes.bfloat16).view(np.uint16)
+        )
 
 
-# ------------------------------------------------------------------------------------------------ folder
+# ----------------------------------------------------------------------------------------- folder
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The state in two files and an index, as transformers saves it."""
@@ -71,7 +80,9 @@ def folder(tmp_path: Path) -> Path:
         file = f"model-{i}.safetensors"
         save({name: torch.from_numpy(STATE[name]).bfloat16() for name in part}, tmp_path / file)
         weight_map |= dict.fromkeys(part, file)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return tmp_path
 
 
@@ -113,10 +124,16 @@ def test_ignore_leaves_out_tensors_of_a_folder(folder: Path, want: str) -> None:
             sources.SafetensorsFolder(folder, bad)  # type: ignore[arg-type]
 
 
-def test_a_folder_read_without_torch(folder: Path, want: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_read_without_torch(
+    folder: Path, want: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ml_dtypes")
     real = safetensors_folder.importlib.util.find_spec
-    monkeypatch.setattr(safetensors_folder.importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))
+    monkeypatch.setattr(
+        safetensors_folder.importlib.util,
+        "find_spec",
+        lambda name: None if name == "torch" else real(name),
+    )
     source = sources.SafetensorsFolder(folder)
     assert isinstance(source["model.norm.weight"], np.ndarray)
     with generator() as gen:
@@ -169,13 +186,23 @@ def test_malformed_folders(folder: Path, tmp_path_factory: pytest.TempPathFactor
 
     malformed(empty)
     malformed(empty / "absent.safetensors")
-    with pytest.raises(rm.FormatError, match=r"^a{200}…: File name too long; expected a checkpoint folder or file$"):
+    with pytest.raises(
+        rm.FormatError, match=r"^a{200}…: File name too long; expected a checkpoint folder or file$"
+    ):
         sources.SafetensorsFolder("a" * 5000)
-    for text in ("", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../model-0.safetensors"}}', '{"weight_map": {"a": 1}}'):
+    for text in (
+        "",
+        "{}",
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": "../model-0.safetensors"}}',
+        '{"weight_map": {"a": 1}}',
+    ):
         index.write_text(text)
         malformed()
     index.write_text(good_index.replace("model-1", "model-2"))
-    with pytest.raises(rm.FormatError, match=r"/model-2\.safetensors: expected a safetensors file, got none$"):
+    with pytest.raises(
+        rm.FormatError, match=r"/model-2\.safetensors: expected a safetensors file, got none$"
+    ):
         sources.SafetensorsFolder(folder)
     values = json.loads(good_index)
     values["weight_map"]["absent"] = "model-0.safetensors"
@@ -183,7 +210,15 @@ def test_malformed_folders(folder: Path, tmp_path_factory: pytest.TempPathFactor
     malformed()
     index.write_text(good_index)
     header = int.from_bytes(good[:8], "little")
-    for data in (b"", good[:7], good[:100], good[:-1], good + b"\0", b"\xff" * 8 + good[8:], good[:8] + b"x" * header + good[8 + header :]):
+    for data in (
+        b"",
+        good[:7],
+        good[:100],
+        good[:-1],
+        good + b"\0",
+        b"\xff" * 8 + good[8:],
+        good[:8] + b"x" * header + good[8 + header :],
+    ):
         file.write_bytes(data)
         malformed()
     index.unlink()
@@ -191,7 +226,7 @@ def test_malformed_folders(folder: Path, tmp_path_factory: pytest.TempPathFactor
     malformed()  # every name twice
 
 
-# ------------------------------------------------------------------------------------------------ shared memory
+# ---------------------------------------------------------------------------------- shared memory
 @pytest.fixture
 def writer() -> Iterator[sources.SharedWriter]:
     with sources.SharedWriter() as made:
@@ -289,7 +324,9 @@ def test_an_interrupted_refresh(writer: sources.SharedWriter) -> None:
 def test_shared_memory_takes_torch_tensors(writer: sources.SharedWriter, want: str) -> None:
     torch = pytest.importorskip("torch")
     mixed = {name: torch.nn.Parameter(torch.from_numpy(x).bfloat16()) for name, x in STATE.items()}
-    mixed["model.embed_tokens.weight"] = mixed["model.embed_tokens.weight"].detach().t().contiguous().t()
+    mixed["model.embed_tokens.weight"] = (
+        mixed["model.embed_tokens.weight"].detach().t().contiguous().t()
+    )
     writer.publish(mixed)
     reader = sources.SharedReader(writer.address)
     reader.refresh()
@@ -299,8 +336,15 @@ def test_shared_memory_takes_torch_tensors(writer: sources.SharedWriter, want: s
         with pytest.raises(rm.DTypeError):
             writer.publish({"x": bad})
     values = np.arange(3, dtype=np.float32)
-    for bad in ([1.0], np.ma.masked_array(values, values > 1), torch.masked.masked_tensor(torch.from_numpy(values), torch.ones(3) > 0)):
-        with pytest.raises(rm.UnsupportedTensorError, match=r"^x: expected .*, got a (list|masked array|masked tensor)"):
+    for bad in (
+        [1.0],
+        np.ma.masked_array(values, values > 1),
+        torch.masked.masked_tensor(torch.from_numpy(values), torch.ones(3) > 0),
+    ):
+        with pytest.raises(
+            rm.UnsupportedTensorError,
+            match=r"^x: expected .*, got a (list|masked array|masked tensor)",
+        ):
             writer.publish({"x": bad})
     assert reader.refresh() == 0
 
@@ -320,7 +364,10 @@ def test_shared_memory_from_another_process(want: str) -> None:
         """
     )
     with subprocess.Popen(
-        [sys.executable, "-c", program, str(Path(__file__).parent)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, str(Path(__file__).parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as trainer:
         assert trainer.stdin is not None
         assert trainer.stdout is not None
@@ -335,9 +382,13 @@ def test_shared_memory_from_another_process(want: str) -> None:
             assert gen.sync_weights(reader).digest == want
 
 
-@pytest.mark.parametrize("folder", ["/nope", "/dev/null", "a" * 5000], ids=lambda folder: folder[:9])
+@pytest.mark.parametrize(
+    "folder", ["/nope", "/dev/null", "a" * 5000], ids=lambda folder: folder[:9]
+)
 def test_a_store_needs_a_folder(folder: str) -> None:
-    with pytest.raises(rm.ConfigError, match=rf"^folder: expected a folder that exists, got '{folder[:100]}"):
+    with pytest.raises(
+        rm.ConfigError, match=rf"^folder: expected a folder that exists, got '{folder[:100]}"
+    ):
         sources.SharedWriter(folder)
 
 
@@ -364,7 +415,8 @@ def test_a_store_is_ours_and_private(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_is_not_closed(tmp_path: Path) -> None:
-    """At the end of its process the version goes; a forked child leaves it; what a killed process leaves, the next writer removes."""
+    """At the end of its process the version goes; a forked child leaves it; what a killed process
+    leaves, the next writer removes."""
     program = textwrap.dedent(
         """
         import os, sys
@@ -381,7 +433,11 @@ def test_a_writer_that_is_not_closed(tmp_path: Path) -> None:
         """
     )
     for how, left in (("ends", 0), ("killed", 1)):
-        subprocess.run([sys.executable, "-W", "ignore", "-c", program, str(tmp_path), how], check=how == "ends", timeout=60)
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program, str(tmp_path), how],
+            check=how == "ends",
+            timeout=60,
+        )
         assert len(list(tmp_path.iterdir())) == left
     with sources.SharedWriter(tmp_path) as writer:
         writer.publish({"x": np.ones(3, np.float32)})
@@ -416,7 +472,11 @@ def test_damaged_stores(writer: sources.SharedWriter) -> None:
         with pytest.raises((rm.FormatError, rm.errors.AuthError)):
             reader.refresh()
     header = good[start : start + length]
-    changes = {b'"float32"': [b'"floaty2"'], b'"offset": 0': [b'"offset": 8', b'"offset":-1'], b'"name"': [b'"nome"']}
+    changes = {
+        b'"float32"': [b'"floaty2"'],
+        b'"offset": 0': [b'"offset": 8', b'"offset":-1'],
+        b'"name"': [b'"nome"'],
+    }
     for old, others in changes.items():
         assert old in header
         for new in others:
@@ -443,11 +503,16 @@ def test_damaged_stores(writer: sources.SharedWriter) -> None:
         ({None: np.ones(2)}, None, "LimitError"),
         ({"x" * 1025: np.ones(2)}, None, "LimitError"),
         *((source, None, "UnsupportedTensorError") for source in (None, 3, "path", [3], [("x",)])),
-        *(({"x": np.ones(2)}, version, "VersionError") for version in (2**63, 10**30, 1.5, "7", True, -1, 0)),
+        *(
+            ({"x": np.ones(2)}, version, "VersionError")
+            for version in (2**63, 10**30, 1.5, "7", True, -1, 0)
+        ),
     ],
     ids=str,
 )
-def test_what_no_reader_could_take_is_not_published(tmp_path: Path, source: Any, version: Any, error: str) -> None:
+def test_what_no_reader_could_take_is_not_published(
+    tmp_path: Path, source: Any, version: Any, error: str
+) -> None:
     """By a typed error, before the version that is there is replaced."""
     with sources.SharedWriter(tmp_path) as writer:
         writer.publish({"x": np.full(3, 7.0)})
@@ -460,12 +525,21 @@ def test_what_no_reader_could_take_is_not_published(tmp_path: Path, source: Any,
 
 
 def test_scalars_and_views_keep_their_shape(tmp_path: Path) -> None:
-    state = {"scalar": np.array(3.5, np.float32), "none": np.ones((0, 3)), "turned": np.arange(6.0).reshape(2, 3).T}
+    state = {
+        "scalar": np.array(3.5, np.float32),
+        "none": np.ones((0, 3)),
+        "turned": np.arange(6.0).reshape(2, 3).T,
+    }
     with sources.SharedWriter(tmp_path) as writer:
         writer.publish({**state, "words": np.array(0x3F80, np.uint16).view(sources.BF16)})
         reader = sources.SharedReader(writer.address)
         reader.refresh()
-        assert {name: reader[name].shape for name in reader} == {"scalar": (), "none": (0, 3), "turned": (3, 2), "words": ()}
+        assert {name: reader[name].shape for name in reader} == {
+            "scalar": (),
+            "none": (0, 3),
+            "turned": (3, 2),
+            "words": (),
+        }
         assert all(np.array_equal(reader[name], x) for name, x in state.items())
 
 
@@ -485,7 +559,9 @@ def test_no_room_in_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert list(tmp_path.iterdir()) == [Path(writer.address.rpartition(":")[0])]
 
 
-def test_a_sweep_keeps_a_version_that_replaced_the_one_it_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_keeps_a_version_that_replaced_the_one_it_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with sources.SharedWriter(tmp_path) as writer, sources.SharedReader(writer.address) as reader:
         writer.publish({"x": np.ones(3)})
         os.utime(writer.address.rpartition(":")[0], (0, 0))
@@ -533,7 +609,9 @@ def test_refresh_keeps_what_it_has_mapped_until_another_version_comes(tmp_path: 
         assert (reader.refresh(), reader["x"][0]) == (1, 0)
 
 
-def test_without_descriptors_or_memory_a_segment_is_a_capacity_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_descriptors_or_memory_a_segment_is_a_capacity_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On both sides; no file is left."""
     owned = segment.Segment(8, tmp_path)
     for module, name, number, text in (
@@ -565,7 +643,9 @@ def test_a_closed_segment_is_unlocked_though_a_child_has_its_descriptor(tmp_path
     reader.close()
 
 
-def test_copies_are_read_from_a_read_only_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_read_from_a_read_only_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is lent is not: a reader has to lock its byte."""
     with sources.SharedWriter(tmp_path) as writer, sources.SharedReader(writer.address) as reader:
         writer.publish({"x": np.ones(3)})
@@ -579,12 +659,17 @@ def test_copies_are_read_from_a_read_only_file_system(tmp_path: Path, monkeypatc
         monkeypatch.setattr(os, "open", read_only)
         assert (reader.refresh(), reader["x"][0]) == (0, 1)
         assert reader._segment is not None
-        with pytest.raises(rm.ConfigError, match="Read-only file system"), reader._segment.reading(1, "it"):
+        with (
+            pytest.raises(rm.ConfigError, match="Read-only file system"),
+            reader._segment.reading(1, "it"),
+        ):
             pass
         monkeypatch.undo()
 
 
-def test_a_new_segment_does_not_wait_for_its_lock_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_segment_does_not_wait_for_its_lock_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(segment, "LOCK_S", 0.01)
     with monkeypatch.context() as patched:
         patched.setattr(segment, "lock", lambda *_: False)
@@ -593,7 +678,7 @@ def test_a_new_segment_does_not_wait_for_its_lock_without_end(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-# ---------------------------------------------------------------------------------- buckets, stream
+# -------------------------------------------------------------------------------- buckets, stream
 def test_buckets() -> None:
     entries = [(str(i), np.zeros(i, np.uint8)) for i in (3, 3, 4, 11, 0, 10, 1)]
     got = [[int(name) for name, _ in bucket] for bucket in sources.bucketed(entries, 10)]
@@ -602,13 +687,24 @@ def test_buckets() -> None:
     for bad in (0, -1):
         with pytest.raises(rm.LimitError):
             next(sources.bucketed(entries, bad))
-    for wrong, said in ((3, "expected pairs .* got a int"), (("x",), "expected pairs"), (("x", [1.0]), "^x: expected .* got a list$")):
+    for wrong, said in (
+        (3, "expected pairs .* got a int"),
+        (("x",), "expected pairs"),
+        (("x", [1.0]), "^x: expected .* got a list$"),
+    ):
         with pytest.raises(rm.UnsupportedTensorError, match=said):
             list(sources.bucketed([wrong], 10))  # type: ignore[list-item]
 
 
 def test_descriptions_that_lie() -> None:
-    entry: dict[str, Any] = {"name": "a", "dtype": "float32", "shape": [2, 3], "offset": 0, "bytes": 24, "sum": ""}
+    entry: dict[str, Any] = {
+        "name": "a",
+        "dtype": "float32",
+        "shape": [2, 3],
+        "offset": 0,
+        "bytes": 24,
+        "sum": "",
+    }
 
     def parsed(**changes: Any) -> Any:
         return manifest.parse(json.dumps({"tensors": [{**entry, **changes}]}).encode(), 64)
@@ -638,6 +734,14 @@ def test_descriptions_that_lie() -> None:
     for name in (None, "x" * 2000):
         with pytest.raises(rm.LimitError):
             parsed(name=name)
-    for text in (b"", b"null", b"[]", b'{"tensors": 3}', b'{"tensors": [3]}', b"\xff", b"[" * 200_000):
+    for text in (
+        b"",
+        b"null",
+        b"[]",
+        b'{"tensors": 3}',
+        b'{"tensors": [3]}',
+        b"\xff",
+        b"[" * 200_000,
+    ):
         with pytest.raises(rm.FormatError):
             manifest.parse(text, 64)

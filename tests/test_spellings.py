@@ -1,6 +1,7 @@
-"""One set of weights under every spelling that a trainer may use: Hugging Face checkpoints, transformers 5 modules, inference
-engines' fused tensors, torchtitan as it spelled itself over time. Input: random weights with a router bias that turns choices.
-Oracle: each other. Bound: zero, on the digest, the logits and the routing. And one config in every form it comes in."""
+"""One set of weights under every spelling that a trainer may use: Hugging Face checkpoints,
+transformers 5 modules, inference engines' fused tensors, torchtitan as it spelled itself over time.
+Input: random weights with a router bias that turns choices. Oracle: each other. Bound: zero, on the
+digest, the logits and the routing. And one config in every form it comes in."""
 
 from __future__ import annotations
 
@@ -19,10 +20,25 @@ import rollmesh
 torch = pytest.importorskip("torch", reason="state dicts of torch modules")
 
 MODELS = {
-    "moe": helpers.Case("", helpers.tiny_config(True, num_hidden_layers=3, mlp_only_layers=[1], head_dim=24), router_bias=True),
-    "moe_odd": helpers.Case("", helpers.tiny_config(True, hidden_size=44, moe_intermediate_size=19, num_experts=5, num_experts_per_tok=3)),
-    "moe_tied": helpers.Case("", helpers.tiny_config(True, tie_word_embeddings=True, num_key_value_heads=1), router_bias=True),
-    "dense": helpers.Case("", helpers.tiny_config(num_attention_heads=6, num_key_value_heads=3, hidden_size=52)),
+    "moe": helpers.Case(
+        "",
+        helpers.tiny_config(True, num_hidden_layers=3, mlp_only_layers=[1], head_dim=24),
+        router_bias=True,
+    ),
+    "moe_odd": helpers.Case(
+        "",
+        helpers.tiny_config(
+            True, hidden_size=44, moe_intermediate_size=19, num_experts=5, num_experts_per_tok=3
+        ),
+    ),
+    "moe_tied": helpers.Case(
+        "",
+        helpers.tiny_config(True, tie_word_embeddings=True, num_key_value_heads=1),
+        router_bias=True,
+    ),
+    "dense": helpers.Case(
+        "", helpers.tiny_config(num_attention_heads=6, num_key_value_heads=3, hidden_size=52)
+    ),
     "dense_bias": helpers.Case("", helpers.tiny_config(attention_bias=True)),
 }
 
@@ -34,8 +50,15 @@ def spellings(case: helpers.Case, dtype: str) -> Iterator[tuple[str, dict[str, A
     module = helpers.module_state_dict(state, config)
     yield "fused", helpers.fused_state_dict(state, config)
     yield "module", module
-    yield "module, bias as expert_bias", {key.replace("gate.e_score_correction_bias", "expert_bias"): x for key, x in module.items()}
-    # What a trainer has at hand: the module's own state_dict(), with lm_head and embed_tokens one tensor when tied.
+    yield (
+        "module, bias as expert_bias",
+        {
+            key.replace("gate.e_score_correction_bias", "expert_bias"): x
+            for key, x in module.items()
+        },
+    )
+    # What a trainer has at hand: the module's own state_dict(), with lm_head and embed_tokens one
+    # tensor when tied.
     net = helpers.hf_model(dataclasses.replace(case, router_bias=False), dtype)
     biases = {key: x for key, x in state.items() if key.endswith("e_score_correction_bias")}
     yield "transformers", {**net.state_dict(), **biases}
@@ -53,7 +76,9 @@ def spellings(case: helpers.Case, dtype: str) -> Iterator[tuple[str, dict[str, A
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_spelling_is_the_same_model(name: str, dtype: str, tiny_generator: Callable[..., Any]) -> None:
+def test_every_spelling_is_the_same_model(
+    name: str, dtype: str, tiny_generator: Callable[..., Any]
+) -> None:
     case = MODELS[name]
     gen = tiny_generator(case, dtype=dtype, weights=None)
     prompts = helpers.prompts(case.config, [1, 33, 70])
@@ -61,11 +86,21 @@ def test_every_spelling_is_the_same_model(name: str, dtype: str, tiny_generator:
     for spelling, state in spellings(case, dtype):
         digest = gen.sync_weights(state).digest
         logits = b"".join(x.tobytes() for x in gen.logits(prompts))
-        outs = gen.generate(prompts, rollmesh.SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True), use_tqdm=False)
-        routed = b"".join(np.asarray(out.outputs[0].routed_experts).tobytes() for out in outs) if case.is_moe else b""
+        outs = gen.generate(
+            prompts,
+            rollmesh.SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
+            use_tqdm=False,
+        )
+        routed = (
+            b"".join(np.asarray(out.outputs[0].routed_experts).tobytes() for out in outs)
+            if case.is_moe
+            else b""
+        )
         seen[spelling] = (digest, logits, routed)
     first = seen["checkpoint"]
-    assert {spelling: tuple(a == b for a, b in zip(other, first)) for spelling, other in seen.items()} == dict.fromkeys(seen, (True,) * 3)
+    assert {
+        spelling: tuple(a == b for a, b in zip(other, first)) for spelling, other in seen.items()
+    } == dict.fromkeys(seen, (True,) * 3)
 
 
 def test_another_bias_is_another_model(tiny_generator: Callable[..., Any]) -> None:
@@ -75,7 +110,10 @@ def test_another_bias_is_another_model(tiny_generator: Callable[..., Any]) -> No
     prompts = helpers.prompts(case.config, [70])
     state = helpers.state_dict(case)
     before = gen.sync_weights(state).digest, gen.logits(prompts)[0].tobytes()
-    moved = {key: x + 0.25 * torch.arange(8) if key.endswith("correction_bias") else x for key, x in state.items()}
+    moved = {
+        key: x + 0.25 * torch.arange(8) if key.endswith("correction_bias") else x
+        for key, x in state.items()
+    }
     after = gen.sync_weights(moved).digest, gen.logits(prompts)[0].tobytes()
     assert before[0] != after[0]
     assert before[1] != after[1]
@@ -84,21 +122,30 @@ def test_another_bias_is_another_model(tiny_generator: Callable[..., Any]) -> No
 @pytest.mark.parametrize("model_type", ["qwen2", "smollm3"])
 @pytest.mark.parametrize("kind", ["attention.wq", "attention.wk", "attention.qkv_linear.wq"])
 def test_rows_of_no_known_order_are_refused(model_type: str, kind: str) -> None:
-    """Meta's, Mistral's and torchtitan's Llamas have other rows under these names than torchtitan's Qwen3."""
-    config = {key: value for key, value in helpers.tiny_config().items() if key not in ("attention_bias", "use_sliding_window")}
+    """Meta's, Mistral's and torchtitan's Llamas have other rows under these names than torchtitan's
+    Qwen3."""
+    config = {
+        key: value
+        for key, value in helpers.tiny_config().items()
+        if key not in ("attention_bias", "use_sliding_window")
+    }
     spec = rollmesh.ModelSpec.from_hf({**config, "model_type": model_type})
     state = {name: helpers.weight(name, shape) for name, shape in spec.parameters()}
     name = f"layers.1.{kind}.weight"
     hf_name = f"model.layers.1.self_attn.{kind[-1]}_proj.weight"
     with rollmesh.Generator(spec, **helpers.SMALL, dtype="float32") as gen:
-        with pytest.raises(rollmesh.UnexpectedKeyError, match=rf"{name}: the order of its rows .*expected self_attn.{kind[-1]}_proj"):
+        with pytest.raises(
+            rollmesh.UnexpectedKeyError,
+            match=rf"{name}: the order of its rows .*expected self_attn.{kind[-1]}_proj",
+        ):
             gen.sync_weights({name if key == hf_name else key: x for key, x in state.items()})
         gen.sync_weights(state)
 
 
 @pytest.mark.parametrize("case", helpers.CASES, ids=lambda case: case.name)
 def test_every_form_of_a_config_is_the_same_spec(case: helpers.Case, tmp_path: Path) -> None:
-    """As a dict, as the transformers object, as its to_dict(), as a folder it was saved to, and as JSON of our own."""
+    """As a dict, as the transformers object, as its to_dict(), as a folder it was saved to, and as
+    JSON of our own."""
     import oracle
 
     hf = oracle.config_of(case.config)

@@ -1,8 +1,10 @@
-"""sources.send_weights and receive_weights: weights from one rank to others, by rollmesh's own groups (NCCL between simulated GPUs, shared
-memory) and by torch's (Gloo; and what is done with tensors of GPUs, over Gloo, on the CPU). Ranks are processes, tests/stream_ranks.py.
+"""sources.send_weights and receive_weights: weights from one rank to others, by rollmesh's own
+groups (NCCL between simulated GPUs, shared memory) and by torch's (Gloo; and what is done with
+tensors of GPUs, over Gloo, on the CPU). Ranks are processes, tests/stream_ranks.py.
 
-Oracle: the same weights synced from the host by one generator on the CPU, by digest (of every stored value) and logits. Bound: equality.
-What goes wrong on any rank is a typed error on all, in time, and the version before serves.
+Oracle: the same weights synced from the host by one generator on the CPU, by digest (of every
+stored value) and logits. Bound: equality. What goes wrong on any rank is a typed error on all, in
+time, and the version before serves.
 """
 
 from __future__ import annotations
@@ -38,7 +40,15 @@ GIVEN = {"nccl": "DeviceArray", "shm": "ndarray", "gloo": "ndarray", "torch": "T
 class Ranks:
     """Processes of one group; rank 0 sends unless a test says otherwise."""
 
-    def __init__(self, kind: str, settings: dict[str, str], folder: Path, world: int = 3, timeout: float = 60.0, device: str | None = None):
+    def __init__(
+        self,
+        kind: str,
+        settings: dict[str, str],
+        folder: Path,
+        world: int = 3,
+        timeout: float = 60.0,
+        device: str | None = None,
+    ):
         self.kind, self.world = kind, world
         name = f"stream-{secrets.token_hex(8)}"
         name = name if kind in ("nccl", "shm") else str(folder / name)
@@ -47,13 +57,16 @@ class Ranks:
         for rank in range(world):
             pipe, end = context.Pipe()
             arguments = (end, settings, kind, rank, world, name, timeout, device)
-            self.processes.append(context.Process(target=stream_ranks.serve, args=arguments, daemon=True))
+            self.processes.append(
+                context.Process(target=stream_ranks.serve, args=arguments, daemon=True)
+            )
             self.processes[-1].start()
             self.pipes.append(pipe)
             end.close()
 
     def __call__(self, *commands: tuple[Any, ...], limit: float = 60.0) -> list[Any]:
-        """(method, *arguments, {keywords}) of each rank, together: its answer, or the text of its error. None: it has ended."""
+        """(method, *arguments, {keywords}) of each rank, together: its answer, or the text of its
+        error. None: it has ended."""
         for pipe, (method, *given, options) in zip(self.pipes, commands, strict=True):
             pipe.send([method, given, options])
         return [self._answer(rank, limit) for rank in range(self.world)]
@@ -66,9 +79,17 @@ class Ranks:
             return None
         return answer if error is None else error
 
-    def stream(self, config: helpers.Config, seed: int, sender: dict[str, Any], receiver: dict[str, Any] | None = None) -> list[Any]:
+    def stream(
+        self,
+        config: helpers.Config,
+        seed: int,
+        sender: dict[str, Any],
+        receiver: dict[str, Any] | None = None,
+    ) -> list[Any]:
         """One stream into the generators."""
-        return self(("send", config, seed, sender), *[("receive", receiver or {})] * (self.world - 1))
+        return self(
+            ("send", config, seed, sender), *[("receive", receiver or {})] * (self.world - 1)
+        )
 
     def make(self, config: helpers.Config, **options: Any) -> None:
         device = "cuda" if self.kind == "nccl" else "cpu"
@@ -91,11 +112,20 @@ class Ranks:
 @pytest.fixture(scope="module")
 def settings(simt_library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     library = standin(tmp_path_factory.mktemp("standin"))
-    return {LIBRARY_SWITCH: str(simt_library), "NCCL_LIBRARY": str(library), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return {
+        LIBRARY_SWITCH: str(simt_library),
+        "NCCL_LIBRARY": str(library),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 @pytest.fixture(scope="module", params=some(KINDS, [0, 1]))
-def ranks(request: pytest.FixtureRequest, settings: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(
+    request: pytest.FixtureRequest,
+    settings: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Ranks]:
     if request.param in ("gloo", "torch"):
         pytest.importorskip("torch")
     made = Ranks(request.param, settings, tmp_path_factory.mktemp("store"))
@@ -138,7 +168,7 @@ def versions_apart(told: list[Any]) -> list[Any]:
     return [answer[:1] + answer[2:] for answer in told]
 
 
-# ------------------------------------------------------------------------------------------------ weights
+# ---------------------------------------------------------------------------------------- weights
 @pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
 def test_a_stream(ranks: Ranks, config: helpers.Config) -> None:
     """Three versions, in buckets of one tensor, of some and of all; float32 becomes bfloat16."""
@@ -153,7 +183,8 @@ def test_a_stream(ranks: Ranks, config: helpers.Config) -> None:
 
 @pytest.mark.parametrize("where", some(["host", "other", "mixed", "strided", "passing"], [2, 4]))
 def test_tensors_of_any_memory(ranks: Ranks, where: str) -> None:
-    """Of the host, of another GPU than the stream's, of all at once, such as do not lie in C order, and such as are gone soon."""
+    """Of the host, of another GPU than the stream's, of all at once, such as do not lie in C order,
+    and such as are gone soon."""
     ranks.make(MOE)
     told = ranks.stream(MOE, 4, {"where": where, "bucket_bytes": 20000})
     assert told[1:] == [from_the_host(MOE, state_of(MOE, 4))] * 2
@@ -161,7 +192,10 @@ def test_tensors_of_any_memory(ranks: Ranks, where: str) -> None:
 
 def test_without_cast(ranks: Ranks) -> None:
     ranks.make(DENSE, dtype="float32")
-    assert ranks.stream(DENSE, 1, {}, {"cast": False})[1:] == [from_the_host(DENSE, state_of(DENSE, 1), dtype="float32")] * 2
+    assert (
+        ranks.stream(DENSE, 1, {}, {"cast": False})[1:]
+        == [from_the_host(DENSE, state_of(DENSE, 1), dtype="float32")] * 2
+    )
 
 
 def tied(state: State) -> State:
@@ -192,22 +226,37 @@ def test_any_rank_sends(ranks: Ranks) -> None:
 
 
 def test_what_was_received_stays(ranks: Ranks) -> None:
-    """All entries of some buckets are kept and looked at when the stream is over, and again when another one has used its memory."""
+    """All entries of some buckets are kept and looked at when the stream is over, and again when
+    another one has used its memory."""
     want = {name: array.tobytes() for name, array in state_of(DENSE, 5).items()}
     for options in ({}, {"device": "cpu"}):
-        assert ranks(("send", DENSE, 5, {"bucket_bytes": 3000}), *[("keep", options)] * 2)[1:] == [want] * 2
+        assert (
+            ranks(("send", DENSE, 5, {"bucket_bytes": 3000}), *[("keep", options)] * 2)[1:]
+            == [want] * 2
+        )
 
 
-# ------------------------------------------------------------------------------------------------ what goes wrong
+# -------------------------------------------------------------------------------- what goes wrong
 def test_a_sender_that_gives_up(ranks: Ranks) -> None:
     ranks.make(DENSE)
     first = ranks.stream(DENSE, 1, {})
     told = ranks.stream(DENSE, 2, {"fails_at": 4, "bucket_bytes": 1})
-    assert told == ["KeyError: 'trainer'", *["SyncAbortedError: rank 0 gave up sending its weights"] * 2]
+    assert told == [
+        "KeyError: 'trainer'",
+        *["SyncAbortedError: rank 0 gave up sending its weights"] * 2,
+    ]
     assert ranks.serve() == [answer[1:] for answer in first[1:]]
-    assert ranks.stream(DENSE, 2, {"bucket_bytes": 0})[0] == "LimitError: bucket_bytes: expected a number above 0, got 0"
-    assert ranks.stream(DENSE, 2, {"bucket_bytes": "1k"})[0] == "ConfigError: bucket_bytes: expected a number of bytes, got '1k'"
-    assert versions_apart(ranks.stream(DENSE, 2, {})[1:]) == versions_apart([from_the_host(DENSE, state_of(DENSE, 2))] * 2)
+    assert (
+        ranks.stream(DENSE, 2, {"bucket_bytes": 0})[0]
+        == "LimitError: bucket_bytes: expected a number above 0, got 0"
+    )
+    assert (
+        ranks.stream(DENSE, 2, {"bucket_bytes": "1k"})[0]
+        == "ConfigError: bucket_bytes: expected a number of bytes, got '1k'"
+    )
+    assert versions_apart(ranks.stream(DENSE, 2, {})[1:]) == versions_apart(
+        [from_the_host(DENSE, state_of(DENSE, 2))] * 2
+    )
 
 
 NAMES = [
@@ -223,27 +272,35 @@ def nameless(state: State) -> State:
 
 @pytest.mark.parametrize("name, error", NAMES)
 def test_a_name_that_cannot_be(ranks: Ranks, name: Any, error: str) -> None:
-    """Of pairs, in the first bucket and in a later one; of a mapping before the first is sent. The version before serves."""
+    """Of pairs, in the first bucket and in a later one; of a mapping before the first is sent. The
+    version before serves."""
     ranks.make(DENSE)
     first = ranks.stream(DENSE, 1, {})
     aborted = ["SyncAbortedError: rank 0 gave up sending its weights"] * 2
     for size in (1, 1 << 30):
-        told = ranks.stream(DENSE, 2, {"renamed": (len(state_of(DENSE, 2)) - 1, name), "bucket_bytes": size})
+        told = ranks.stream(
+            DENSE, 2, {"renamed": (len(state_of(DENSE, 2)) - 1, name), "bucket_bytes": size}
+        )
         assert told == [error, *aborted]
     if not name:
-        told = ranks(("send", DENSE, 2, {"change": nameless, "bucket_bytes": 1}), *[("take", 1, {})] * 2)
+        told = ranks(
+            ("send", DENSE, 2, {"change": nameless, "bucket_bytes": 1}), *[("take", 1, {})] * 2
+        )
         assert told == [error, *aborted]
     assert ranks.serve() == [answer[1:] for answer in first[1:]]
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_consumer_that_stops_early(ranks: Ranks, count: int) -> None:
-    """The rest is taken all the same: the other ranks get all of it, and the group's next stream is whole."""
+    """The rest is taken all the same: the other ranks get all of it, and the group's next stream is
+    whole."""
     ranks.make(DENSE)
     names = list(state_of(DENSE, 1))
     told = ranks(("send", DENSE, 1, {"bucket_bytes": 3000}), ("take", count, {}), ("receive", {}))
     assert told[1:] == [names[:count], from_the_host(DENSE, state_of(DENSE, 1))]
-    assert versions_apart(ranks.stream(DENSE, 2, {})[1:]) == versions_apart([from_the_host(DENSE, state_of(DENSE, 2))] * 2)
+    assert versions_apart(ranks.stream(DENSE, 2, {})[1:]) == versions_apart(
+        [from_the_host(DENSE, state_of(DENSE, 2))] * 2
+    )
 
 
 def cut(state: State) -> State:
@@ -272,14 +329,19 @@ def test_a_set_that_is_refused(ranks: Ranks) -> None:
     ],
 )
 def test_a_description_that_lies(ranks: Ranks, lie: str, message: str) -> None:
-    """FormatError on who reads it, and the next stream is whole. A sum that is wrong is nothing where there are none."""
+    """FormatError on who reads it, and the next stream is whole. A sum that is wrong is nothing
+    where there are none."""
     ranks.make(DENSE)
     told = ranks.stream(DENSE, 1, {"lie": lie, "bucket_bytes": 3000})[1:]
     if lie == "sum" and ranks.kind == "nccl":
         assert told == [from_the_host(DENSE, state_of(DENSE, 1))] * 2
         return
     for answer in told:
-        kinds = {"dims": "ShapeError" if ranks.kind != "nccl" else "FormatError", "twice": "DuplicateKeyError", "nameless": "LimitError"}
+        kinds = {
+            "dims": "ShapeError" if ranks.kind != "nccl" else "FormatError",
+            "twice": "DuplicateKeyError",
+            "nameless": "LimitError",
+        }
         assert answer.startswith(kinds.get(lie, "FormatError"))
         assert re.search(message, answer)
     assert ranks.stream(DENSE, 2, {})[1:] == [from_the_host(DENSE, state_of(DENSE, 2))] * 2
@@ -287,13 +349,27 @@ def test_a_description_that_lies(ranks: Ranks, lie: str, message: str) -> None:
 
 def test_sums_where_there_are_some(ranks: Ranks) -> None:
     ranks.make(DENSE)
-    assert ranks.stream(DENSE, 1, {"lie": "sum"}, {"verify": False})[1:] == [from_the_host(DENSE, state_of(DENSE, 1))] * 2
+    assert (
+        ranks.stream(DENSE, 1, {"lie": "sum"}, {"verify": False})[1:]
+        == [from_the_host(DENSE, state_of(DENSE, 1))] * 2
+    )
     told = ranks.stream(DENSE, 1, {}, {"verify": True})
     if ranks.kind != "nccl":
-        assert versions_apart(told[1:]) == versions_apart([from_the_host(DENSE, state_of(DENSE, 1))] * 2)
+        assert versions_apart(told[1:]) == versions_apart(
+            [from_the_host(DENSE, state_of(DENSE, 1))] * 2
+        )
         return
-    assert told[1:] == ["ConfigError: verify: expected None or False with rm.comm.nccl, got True; it has no checksums"] * 2
-    assert told[0].startswith("SyncAbortedError: rank 1: ConfigError: verify: expected None or False")
+    assert (
+        told[1:]
+        == [
+            "ConfigError: verify: expected None or False with rm.comm.nccl, got True; it has no "
+            "checksums"
+        ]
+        * 2
+    )
+    assert told[0].startswith(
+        "SyncAbortedError: rank 1: ConfigError: verify: expected None or False"
+    )
 
 
 @pytest.mark.parametrize(
@@ -306,11 +382,25 @@ def test_sums_where_there_are_some(ranks: Ranks) -> None:
     ],
     ids=["one means another", "two send", "none sends", "none sends, all alike"],
 )
-def test_ranks_that_mean_different_senders(ranks: Ranks, commands: tuple[Any, ...], message: str) -> None:
+def test_ranks_that_mean_different_senders(
+    ranks: Ranks, commands: tuple[Any, ...], message: str
+) -> None:
     """All learn it, and the group lives."""
     ranks.make(DENSE)
-    told = ranks(*[("send", DENSE, 1, {}) if its == "send" else ("receive", {"src": its}) for its in commands])
-    assert told == [f"CollectiveMismatchError: expected one sender, and its rank as src on all ranks, got: {message}"] * 3
+    told = ranks(
+        *[
+            ("send", DENSE, 1, {}) if its == "send" else ("receive", {"src": its})
+            for its in commands
+        ]
+    )
+    assert (
+        told
+        == [
+            "CollectiveMismatchError: expected one sender, and its rank as src on all ranks, "
+            f"got: {message}"
+        ]
+        * 3
+    )
     assert ranks.stream(DENSE, 2, {})[1:] == [from_the_host(DENSE, state_of(DENSE, 2))] * 2
 
 
@@ -319,7 +409,10 @@ def test_a_sender_that_is_no_rank(ranks: Ranks, src: Any) -> None:
     told = ranks(("send", DENSE, 1, {}), ("take", 1, {"src": src}), ("take", 1, {}))
     assert told[1].startswith("ConfigError: src: expected a rank of the group, one of ")
     assert told[1].endswith(f", got {src!r}")
-    assert all(answer.startswith("SyncAbortedError: rank 1: ConfigError: src: expected a rank") for answer in told[::2])
+    assert all(
+        answer.startswith("SyncAbortedError: rank 1: ConfigError: src: expected a rank")
+        for answer in told[::2]
+    )
 
 
 def huge(state: State) -> State:
@@ -341,38 +434,61 @@ def test_a_rank_without_room(ranks: Ranks) -> None:
     assert told[1].startswith(f"{kind}: ")
     assert told[0] == told[2]
     assert told[0].startswith(f"SyncAbortedError: rank 1: {kind}: ")
-    told = ranks(("without_room", "send", DENSE, 1, {**big, "where": "host", "change": huger}), *[("take", 1, {})] * 2)
+    told = ranks(
+        ("without_room", "send", DENSE, 1, {**big, "where": "host", "change": huger}),
+        *[("take", 1, {})] * 2,
+    )
     assert told[0].startswith(f"{kind}: ")
     assert told[1:] == ["SyncAbortedError: rank 0 gave up sending its weights"] * 2
-    assert versions_apart(ranks.stream(DENSE, 2, {})[1:]) == versions_apart([from_the_host(DENSE, state_of(DENSE, 2))] * 2)
+    assert versions_apart(ranks.stream(DENSE, 2, {})[1:]) == versions_apart(
+        [from_the_host(DENSE, state_of(DENSE, 2))] * 2
+    )
 
 
 def test_a_device_where_there_is_none_to_choose(ranks: Ranks) -> None:
     if ranks.kind == "nccl":
         ranks.make(DENSE)
         ranks.stream(DENSE, 1, {})
-        for rank, answer in enumerate(ranks(*[("take", 1, {"device": f"cuda:{7 - rank}"}) for rank in range(3)])):
-            expected = f"ConfigError: device: expected None or 'cuda:{rank}' of this comm's first stream"
+        for rank, answer in enumerate(
+            ranks(*[("take", 1, {"device": f"cuda:{7 - rank}"}) for rank in range(3)])
+        ):
+            expected = (
+                f"ConfigError: device: expected None or 'cuda:{rank}' of this comm's first stream"
+            )
             assert answer.startswith(f"{expected}, got 'cuda:{7 - rank}'")
     else:
         told = ranks(*[("take", 1, {"device": "cuda"})] * 3)
-        assert all(answer.startswith("ConfigError: device: expected None or 'cpu', got 'cuda'") for answer in told)
+        assert all(
+            answer.startswith("ConfigError: device: expected None or 'cpu', got 'cuda'")
+            for answer in told
+        )
 
 
-WRONG = ("gpu", "cuda:99", "\U0001f600" * 400)  # the last takes more bytes as JSON than a rank may tell
+WRONG = (
+    "gpu",
+    "cuda:99",
+    "\U0001f600" * 400,
+)  # the last takes more bytes as JSON than a rank may tell
 
 
 @pytest.mark.parametrize("device", some(WRONG, [1]), ids=["unknown", "not there", "long"])
-def test_a_device_that_one_rank_names_wrong(others: Callable[..., Ranks], ranks: Ranks, device: str) -> None:
-    """All ranks have an error at once, in a comm's first stream and in a later one, and the comm lives."""
+def test_a_device_that_one_rank_names_wrong(
+    others: Callable[..., Ranks], ranks: Ranks, device: str
+) -> None:
+    """All ranks have an error at once, in a comm's first stream and in a later one, and the comm
+    lives."""
     begun = others(ranks.kind) if ranks.kind in ("nccl", "shm") else ranks
     for seed in (1, 2):
         begun.make(DENSE)
-        told = begun(("send", DENSE, seed, {}), ("take", 1, {"device": device}), ("receive", {}), limit=SOON)
+        told = begun(
+            ("send", DENSE, seed, {}), ("take", 1, {"device": device}), ("receive", {}), limit=SOON
+        )
         assert told[1].startswith("ConfigError: device: "), told
         assert told[0] == told[2]
         assert told[0].startswith("SyncAbortedError: rank 1: ConfigError: device: "), told
-        assert begun.stream(DENSE, seed, {})[1:] == [from_the_host(DENSE, state_of(DENSE, seed))] * 2
+        assert (
+            begun.stream(DENSE, seed, {})[1:] == [from_the_host(DENSE, state_of(DENSE, seed))] * 2
+        )
 
 
 def test_a_sender_on_the_host_of_a_comm_of_gpus(others: Callable[..., Ranks]) -> None:
@@ -380,19 +496,29 @@ def test_a_sender_on_the_host_of_a_comm_of_gpus(others: Callable[..., Ranks]) ->
     ranks.make(DENSE)
     for _ in range(2):  # also when there is a GPU that the comm has begun with
         told = ranks(("send", DENSE, 1, {"device": "cpu"}), *[("receive", {})] * 2, limit=SOON)
-        assert told[0].startswith("ConfigError: device: expected 'cuda' with rm.comm.nccl(…), got 'cpu'")
+        assert told[0].startswith(
+            "ConfigError: device: expected 'cuda' with rm.comm.nccl(…), got 'cpu'"
+        )
         assert told[1] == told[2]
-        assert told[1].startswith("SyncAbortedError: rank 0: ConfigError: device: expected 'cuda' with rm.comm.nccl(…), got 'cpu'")
+        assert told[1].startswith(
+            "SyncAbortedError: rank 0: ConfigError: device: expected 'cuda' with rm.comm.nccl(…), "
+            "got 'cpu'"
+        )
         ranks.make(DENSE)
         assert ranks.stream(DENSE, 1, {})[1:] == [from_the_host(DENSE, state_of(DENSE, 1))] * 2
 
 
 def test_a_rank_of_numpy(ranks: Ranks) -> None:
     names = list(state_of(DENSE, 1))[:1]
-    assert ranks(("send", DENSE, 1, {"src": np.int64(0)}), *[("take", 1, {"src": np.int32(0)})] * 2)[1:] == [names] * 2
+    assert (
+        ranks(("send", DENSE, 1, {"src": np.int64(0)}), *[("take", 1, {"src": np.int32(0)})] * 2)[
+            1:
+        ]
+        == [names] * 2
+    )
 
 
-# ------------------------------------------------------------------------------------------------ lost ranks
+# ------------------------------------------------------------------------------------- lost ranks
 @pytest.mark.parametrize("kind", some(["nccl", "shm"], [1]))
 def test_a_consumer_that_is_interrupted(others: Callable[..., Ranks], kind: str) -> None:
     """It waits for nobody, and the others hear of it."""
@@ -410,13 +536,25 @@ def test_a_rank_that_ends(others: Callable[..., Ranks], kind: str, who: str) -> 
     ranks.make(DENSE)
     want = [answer[1:] for answer in ranks.stream(DENSE, 1, {})[1:]]
     if who == "sender":
-        told = ranks(("send", DENSE, 2, {"dies_at": 5, "bucket_bytes": 1}), *[("receive", {})] * 2, limit=SOON)
+        told = ranks(
+            ("send", DENSE, 2, {"dies_at": 5, "bucket_bytes": 1}),
+            *[("receive", {})] * 2,
+            limit=SOON,
+        )
         left = (1, 2)
     else:
-        told = ranks(("send", DENSE, 2, {"bucket_bytes": 1}), ("receive", {}), ("die", 3, {}), limit=SOON)
+        told = ranks(
+            ("send", DENSE, 2, {"bucket_bytes": 1}), ("receive", {}), ("die", 3, {}), limit=SOON
+        )
         left = (0, 1)
-    errors = ("RankLostError: ",) if kind in ("nccl", "shm") else ("RankLostError: ", "CollectiveTimeoutError: ")
-    for rank in left:  # Gloo tells those whose connection it was, and leaves the others to their deadline
+    errors = (
+        ("RankLostError: ",)
+        if kind in ("nccl", "shm")
+        else ("RankLostError: ", "CollectiveTimeoutError: ")
+    )
+    for (
+        rank
+    ) in left:  # Gloo tells those whose connection it was, and leaves the others to their deadline
         assert told[rank].startswith(errors), told
     ranks.pipes[1].send(["serves", [], {}])
     assert ranks._answer(1, SOON) == want[0]
@@ -425,23 +563,30 @@ def test_a_rank_that_ends(others: Callable[..., Ranks], kind: str, who: str) -> 
 @pytest.mark.parametrize("kind", some(LOSING, [0]))
 def test_a_rank_that_does_not_come(others: Callable[..., Ranks], kind: str) -> None:
     ranks = others(kind, world=2, timeout=2.0)
-    assert ranks(("ready", {}), ("ready", {})) == [None] * 2  # the clock is not to run while processes begin
+    assert (
+        ranks(("ready", {}), ("ready", {})) == [None] * 2
+    )  # the clock is not to run while processes begin
     assert ranks(("send", DENSE, 1, {}), ("take", 1, {}))[1] == list(state_of(DENSE, 1))[:1]
     ranks.pipes[0].send(["send", [DENSE, 1], {}])
     assert ranks._answer(0, SOON).startswith("CollectiveTimeoutError: ")
 
 
-# ------------------------------------------------------------------------------------------------ of GPUs alone
+# ---------------------------------------------------------------------------------- of GPUs alone
 @pytest.mark.parametrize("variable", some(["ROLLMESH_SIMT_EAGER", "ROLLMESH_SIMT_REVERSED"], [0]))
-def test_ranks_on_one_gpu(others: Callable[..., Ranks], settings: dict[str, str], variable: str) -> None:
+def test_ranks_on_one_gpu(
+    others: Callable[..., Ranks], settings: dict[str, str], variable: str
+) -> None:
     """NCCL_MULTI_RANK_GPU_ENABLE=1 is put into the environment, as for a generator."""
     ranks = others("nccl", world=2, device="cuda:0", settings={**settings, variable: "1"})
     ranks.make(MOE)
-    assert ranks.stream(MOE, 1, {"where": "mixed", "bucket_bytes": 5000})[1] == from_the_host(MOE, state_of(MOE, 1))
+    assert ranks.stream(MOE, 1, {"where": "mixed", "bucket_bytes": 5000})[1] == from_the_host(
+        MOE, state_of(MOE, 1)
+    )
 
 
 def test_a_consumer_whose_stream_lags(others: Callable[..., Ranks]) -> None:
-    """What was given out is not written again, whoever still holds it: torch.from_dlpack asks for no word of when its stream is through."""
+    """What was given out is not written again, whoever still holds it: torch.from_dlpack asks for
+    no word of when its stream is through."""
     ranks = others("nccl", world=2)
     want = {name: array.tobytes() for name, array in state_of(DENSE, 5).items()}
     for size in (1, 3000):
@@ -450,10 +595,13 @@ def test_a_consumer_whose_stream_lags(others: Callable[..., Ranks]) -> None:
 
 @pytest.mark.full
 def test_a_put_behind_a_broadcast_that_does_not_end(others: Callable[..., Ranks]) -> None:
-    """CUDA holds a copy from the host's memory back until then, without a deadline; the group has one."""
+    """CUDA holds a copy from the host's memory back until then, without a deadline; the group has
+    one."""
     ranks = others("nccl", world=2, timeout=2.0)
     assert ranks(("ready", {}), ("ready", {})) == [None] * 2
-    told = ranks(("send", DENSE, 1, {"where": "host", "bucket_bytes": 1}), ("silent", {}), limit=SOON)
+    told = ranks(
+        ("send", DENSE, 1, {"where": "host", "bucket_bytes": 1}), ("silent", {}), limit=SOON
+    )
     assert told[0].startswith("CollectiveTimeoutError: "), told
 
 
@@ -468,24 +616,35 @@ def test_a_fault_of_the_gpu(others: Callable[..., Ranks], settings: dict[str, st
     assert ranks.serve() == [want]
 
 
-# ------------------------------------------------------------------------------------------------ without a stream
-def test_what_is_no_group_of_a_stream(settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+# ------------------------------------------------------------------------------- without a stream
+def test_what_is_no_group_of_a_stream(
+    settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     alone = rm.comm.shm("stream-alone", 0, 1)
     for comm in (alone, rm.comm.nccl(None, settings["NCCL_LIBRARY"])):
-        with pytest.raises(rm.ConfigError, match="group: expected a comm of two ranks at least, got one rank"):
+        with pytest.raises(
+            rm.ConfigError, match="group: expected a comm of two ranks at least, got one rank"
+        ):
             sources.send_weights({}, comm)
         with pytest.raises(rm.ConfigError, match="expected a comm of two ranks at least"):
             next(sources.receive_weights(comm, src=0))
     pytest.importorskip("torch")
     from torch import distributed
 
-    outside = distributed.GroupMember.NON_GROUP_MEMBER  # what new_group gives to a process that is none of its ranks
+    outside = (
+        distributed.GroupMember.NON_GROUP_MEMBER
+    )  # what new_group gives to a process that is none of its ranks
     for none in ("gloo", 3, rm.Mesh(tp=2), outside):
-        message = rf"group: expected a comm \(rm.comm.nccl, shm, torch\), torch's ProcessGroup or None, got a {type(none).__name__}"
+        message = (
+            r"group: expected a comm \(rm.comm.nccl, shm, torch\), torch's ProcessGroup or "
+            rf"None, got a {type(none).__name__}"
+        )
         if none is outside:
-            message = "group: expected a group that this process is in, got torch's NON_GROUP_MEMBER"
+            message = (
+                "group: expected a group that this process is in, got torch's NON_GROUP_MEMBER"
+            )
         for call in (
             lambda its: sources.send_weights({}, its),
             lambda its: next(sources.receive_weights(its, src=0)),
@@ -496,11 +655,16 @@ def test_what_is_no_group_of_a_stream(settings: dict[str, str], monkeypatch: pyt
     with pytest.raises(rm.StateError, match=r"torch.distributed is not initialised"):
         sources.send_weights({})
     for wrong in (None, 3, "abc", b"abc"):
-        with pytest.raises(rm.ConfigError, match=rf"source: expected a mapping .*, got a {type(wrong).__name__}"):
+        with pytest.raises(
+            rm.ConfigError, match=rf"source: expected a mapping .*, got a {type(wrong).__name__}"
+        ):
             sources.send_weights(wrong, alone)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "torch", None)
     for call in (lambda: sources.send_weights({}), rm.comm.torch):
-        with pytest.raises(rm.ConfigError, match=r"group: expected rm.comm.nccl\(…\) or rm.comm.shm\(…\) without torch, got None"):
+        with pytest.raises(
+            rm.ConfigError,
+            match=r"group: expected rm.comm.nccl\(…\) or rm.comm.shm\(…\) without torch, got None",
+        ):
             call()
     monkeypatch.undo()
 
@@ -509,7 +673,9 @@ def test_a_group_that_torch_has_given_up_is_none(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from torch import distributed
 
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     try:
         gone = distributed.new_group([0])
         distributed.destroy_process_group(gone)
@@ -518,13 +684,19 @@ def test_a_group_that_torch_has_given_up_is_none(tmp_path: Path) -> None:
             lambda: next(sources.receive_weights(gone, src=0)),
             lambda: rm.comm.torch(gone),
         ):
-            with pytest.raises(rm.StateError, match=r"group: expected one that torch.distributed knows, got one that was destroyed"):
+            with pytest.raises(
+                rm.StateError,
+                match=r"group: expected one that torch.distributed knows, got one that was "
+                r"destroyed",
+            ):
                 call()
     finally:
         distributed.destroy_process_group()
 
 
-def test_a_comm_that_is_closed_has_no_stream(settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comm_that_is_closed_has_no_stream(
+    settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     two = rm.comm.nccl(rm.comm.shm("stream-two", 0, 2), settings["NCCL_LIBRARY"])

@@ -1,8 +1,9 @@
-"""Weight sync against bad input: names, tensors, limits, order of calls, failures, room. What `unchanged` checks:
-after the fault the same version serves, its digest is the same and its logits have the same bits.
+"""Weight sync against bad input: names, tensors, limits, order of calls, failures, room. What
+`unchanged` checks: after the fault the same version serves, its digest is the same and its logits
+have the same bits.
 
-Input: tiny random models. Oracle of what was copied: the digest and the logits of the same values sent as plain contiguous
-arrays, and torch's .to() for conversions. Bound: zero.
+Input: tiny random models. Oracle of what was copied: the digest and the logits of the same values
+sent as plain contiguous arrays, and torch's .to() for conversions. Bound: zero.
 """
 
 from __future__ import annotations
@@ -38,20 +39,29 @@ State = dict[str, Any]
 
 def make(config: dict[str, Any], weights: State | None = None, **options: Any) -> rm.Generator:
     generator = rm.Generator(
-        rm.ModelSpec.from_hf(config), **{"dtype": "float32", "max_model_len": 64, "kv_cache_gib": 0.004, "threads": 2, **options}
+        rm.ModelSpec.from_hf(config),
+        **{"dtype": "float32", "max_model_len": 64, "kv_cache_gib": 0.004, "threads": 2, **options},
     )
     if weights is not None:
         generator.sync_weights(weights, version=5)
     return generator
 
 
-OLD: dict[str, State] = {name: numpy_state_dict(config, seed=1) for name, config in (("dense", DENSE), ("moe", MOE), ("tied", TIED))}
+OLD: dict[str, State] = {
+    name: numpy_state_dict(config, seed=1)
+    for name, config in (("dense", DENSE), ("moe", MOE), ("tied", TIED))
+}
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[dict[str, rm.Generator]]:
-    """Generators that serve version 5 of OLD. Tests leave them as they are, which is what they test."""
-    generators = {"dense": make(DENSE, OLD["dense"]), "moe": make(MOE, OLD["moe"]), "tied": make(TIED, OLD["tied"])}
+    """Generators that serve version 5 of OLD. Tests leave them as they are, which is what they
+    test."""
+    generators = {
+        "dense": make(DENSE, OLD["dense"]),
+        "moe": make(MOE, OLD["moe"]),
+        "tied": make(TIED, OLD["tied"]),
+    }
     yield generators
     for generator in generators.values():
         generator.close()
@@ -77,7 +87,9 @@ def both_ways(state: State) -> Iterator[Any]:
     yield iter(list(state.items()))
 
 
-def refused(generator: rm.Generator, state: State, error: type[BaseException], *words: str, **options: Any) -> None:
+def refused(
+    generator: rm.Generator, state: State, error: type[BaseException], *words: str, **options: Any
+) -> None:
     for source in both_ways(state):
         with unchanged(generator), pytest.raises(error) as caught:
             generator.sync_weights(source, **options)
@@ -90,11 +102,18 @@ def digest_of(config: dict[str, Any], state: State, **options: Any) -> str:
         return str(generator.sync_weights(state, **options).digest)
 
 
-# ------------------------------------------------------------------------------------------------ names
+# ------------------------------------------------------------------------------------------ names
 def test_missing_keys(served: dict[str, rm.Generator]) -> None:
     state = new_state(MOE)
-    gone = [NORM, "model.layers.0.mlp.experts.3.up_proj.weight", "model.layers.2.mlp.gate.weight", "lm_head.weight"]
-    refused(served["moe"], {k: v for k, v in state.items() if k not in gone}, rm.MissingKeyError, *gone)
+    gone = [
+        NORM,
+        "model.layers.0.mlp.experts.3.up_proj.weight",
+        "model.layers.2.mlp.gate.weight",
+        "lm_head.weight",
+    ]
+    refused(
+        served["moe"], {k: v for k, v in state.items() if k not in gone}, rm.MissingKeyError, *gone
+    )
     refused(served["moe"], {}, rm.MissingKeyError, *list(state)[:9])
     with unchanged(served["moe"]):
         sync = served["moe"].begin_sync()
@@ -132,7 +151,10 @@ def test_unexpected_key(served: dict[str, rm.Generator], name: str) -> None:
 
 def test_not_strict_skips_them_and_keeps_what_is_missing() -> None:
     state = new_state(DENSE)
-    with make(DENSE, OLD["dense"]) as generator, make(DENSE, {**OLD["dense"], Q: state[Q]}) as mixed:
+    with (
+        make(DENSE, OLD["dense"]) as generator,
+        make(DENSE, {**OLD["dense"], Q: state[Q]}) as mixed,
+    ):
         report = generator.sync_weights({Q: state[Q], "novel": state[Q]}, strict=False)
         assert (report.num_skipped, report.num_tensors, generator.version) == (1, 1, 6)
         assert generator.logits(IDS)[0].tobytes() == mixed.logits(IDS)[0].tobytes()
@@ -142,9 +164,17 @@ def test_not_strict_skips_them_and_keeps_what_is_missing() -> None:
 
 
 def test_not_strict_never_serves_half_a_parameter() -> None:
-    """A fused tensor whose second part is bad has its first part written; the parameter must not keep that as its value."""
+    """A fused tensor whose second part is bad has its first part written; the parameter must not
+    keep that as its value."""
     state, prefix = new_state(MOE), "model.layers.0.mlp.experts"
-    packed = np.stack([np.concatenate([state[f"{prefix}.{e}.gate_proj.weight"], state[f"{prefix}.{e}.up_proj.weight"]]) for e in range(8)])
+    packed = np.stack(
+        [
+            np.concatenate(
+                [state[f"{prefix}.{e}.gate_proj.weight"], state[f"{prefix}.{e}.up_proj.weight"]]
+            )
+            for e in range(8)
+        ]
+    )
     packed[5, 3, 3] = np.nan
     with make(MOE, OLD["moe"]) as generator, unchanged(generator):
         sync = generator.begin_sync(strict=False)
@@ -159,9 +189,18 @@ def test_duplicates_and_two_spellings(served: dict[str, rm.Generator]) -> None:
     titan = "layers.0.attention.wq.weight"
     refused(served["moe"], {**state, titan: state[Q]}, rm.DuplicateKeyError, Q, titan)
     refused(served["moe"], {**state, "module._orig_mod." + Q: state[Q]}, rm.DuplicateKeyError, Q)
-    stacked = np.stack([state[f"model.layers.0.mlp.experts.{e}.down_proj.weight"] for e in range(8)])
-    refused(served["moe"], {**state, "model.layers.0.mlp.experts.down_proj": stacked}, rm.DuplicateKeyError)
-    for name, said in ((Q, f"^{Q} has come already in this sync$"), (titan, f"^{titan}: {Q} has come already in this sync$")):
+    stacked = np.stack(
+        [state[f"model.layers.0.mlp.experts.{e}.down_proj.weight"] for e in range(8)]
+    )
+    refused(
+        served["moe"],
+        {**state, "model.layers.0.mlp.experts.down_proj": stacked},
+        rm.DuplicateKeyError,
+    )
+    for name, said in (
+        (Q, f"^{Q} has come already in this sync$"),
+        (titan, f"^{titan}: {Q} has come already in this sync$"),
+    ):
         with unchanged(served["moe"]), pytest.raises(rm.DuplicateKeyError, match=said):
             served["moe"].sync_weights(iter([*state.items(), (name, state[Q])]))
 
@@ -172,13 +211,25 @@ def test_tied_lm_head(served: dict[str, rm.Generator], head_first: bool) -> None
     embed = state["model.embed_tokens.weight"]
 
     def with_head(head: np.ndarray) -> State:
-        return {"lm_head.weight": head, **state} if head_first else {**state, "lm_head.weight": head}
+        return (
+            {"lm_head.weight": head, **state} if head_first else {**state, "lm_head.weight": head}
+        )
 
     for row, col in ((0, 0), (130, 7), (17, 63)):
         other = embed.copy()
         other[row, col] = np.nextafter(other[row, col], np.float32(9))  # one bit
-        refused(served["tied"], with_head(other), rm.TiedWeightError, f"[{row}, {col}]", "tie_word_embeddings")
-    assert digest_of(TIED, with_head(embed.copy())) == digest_of(TIED, with_head(embed)) == digest_of(TIED, state)
+        refused(
+            served["tied"],
+            with_head(other),
+            rm.TiedWeightError,
+            f"[{row}, {col}]",
+            "tie_word_embeddings",
+        )
+    assert (
+        digest_of(TIED, with_head(embed.copy()))
+        == digest_of(TIED, with_head(embed))
+        == digest_of(TIED, state)
+    )
 
 
 @pytest.mark.parametrize("head_first", [False, True])
@@ -194,22 +245,35 @@ def test_a_tied_lm_head_in_the_same_memory_is_read_once(head_first: bool) -> Non
             (twice[::2], 0, False),  # begins at the same address
         ):
             state["model.embed_tokens.weight"] = embed
-            pushed = {"lm_head.weight": other, **state} if head_first else {**state, "lm_head.weight": other}
+            pushed = (
+                {"lm_head.weight": other, **state}
+                if head_first
+                else {**state, "lm_head.weight": other}
+            )
             if not as_sent:
                 refused(generator, pushed, rm.TiedWeightError, "[1, ")
                 continue
             report = generator.sync_weights(pushed)
-            assert (report.num_tensors, report.num_parameters, report.bytes) == (len(pushed), len(pushed), sent + read)
+            assert (report.num_tensors, report.num_parameters, report.bytes) == (
+                len(pushed),
+                len(pushed),
+                sent + read,
+            )
             assert report.digest == digest_of(TIED, state)
 
 
-# ------------------------------------------------------------------------------------------------ tensors
+# ---------------------------------------------------------------------------------------- tensors
 def bad_shapes() -> Iterator[tuple[str, str, Callable[[np.ndarray], np.ndarray], str]]:
     """config, name, what is done to the tensor, what the message must say."""
     down, experts = "model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.experts"
     yield "moe", down, lambda x: x.T, "transposed"
     yield "moe", down, lambda x: x.reshape(-1), "[6144]"
-    yield "moe", f"{experts}.0.down_proj.weight", lambda x: x[None], "[1, 64, 32]; this name holds one expert"
+    yield (
+        "moe",
+        f"{experts}.0.down_proj.weight",
+        lambda x: x[None],
+        "[1, 64, 32]; this name holds one expert",
+    )
     yield "moe", down, lambda x: x[:, :1], "expected shape [64, 96], got [64, 1]"
     yield "moe", down, lambda x: x[:1], "[1, 96]"
     yield "moe", down, lambda x: x[:0], "[0, 96]"
@@ -218,21 +282,51 @@ def bad_shapes() -> Iterator[tuple[str, str, Callable[[np.ndarray], np.ndarray],
     yield "moe", NORM, lambda x: x[:, None], "[64, 1]"
     yield "moe", NORM, lambda x: x[:1], "[1]"
     yield "moe", Q, lambda x: np.concatenate([x, x, x]), "one part and a fused"
-    yield "moe", "model.layers.0.self_attn.qkv_proj.weight", lambda x: np.zeros((64, 64), np.float32), "fused tensor and one part"
-    yield "moe", f"{experts}.gate_up_proj", lambda x: np.zeros((8, 32, 64), np.float32), "gate and up fused"
-    yield "moe", f"{experts}.gate_up_proj", lambda x: np.zeros((8, 64, 32), np.float32), "expected shape [8, 64, 64]"
+    yield (
+        "moe",
+        "model.layers.0.self_attn.qkv_proj.weight",
+        lambda x: np.zeros((64, 64), np.float32),
+        "fused tensor and one part",
+    )
+    yield (
+        "moe",
+        f"{experts}.gate_up_proj",
+        lambda x: np.zeros((8, 32, 64), np.float32),
+        "gate and up fused",
+    )
+    yield (
+        "moe",
+        f"{experts}.gate_up_proj",
+        lambda x: np.zeros((8, 64, 32), np.float32),
+        "expected shape [8, 64, 64]",
+    )
     yield "moe", f"{experts}.down_proj", lambda x: np.zeros((8, 32, 64), np.float32), "transposed"
     yield "moe", f"{experts}.down_proj", lambda x: np.zeros((64, 32), np.float32), "all experts"
-    yield "tied", "model.embed_tokens.weight", lambda x: np.vstack([x, x[:1]]), "[152, 64]"  # a padded vocabulary
+    yield (
+        "tied",
+        "model.embed_tokens.weight",
+        lambda x: np.vstack([x, x[:1]]),
+        "[152, 64]",
+    )  # a padded vocabulary
     yield "tied", "model.embed_tokens.weight", lambda x: x[:-1], "[150, 64]"
 
 
 @pytest.mark.parametrize(("config", "name", "change", "words"), list(bad_shapes()))
-def test_shape(served: dict[str, rm.Generator], config: str, name: str, change: Callable[[Any], Any], words: str) -> None:
+def test_shape(
+    served: dict[str, rm.Generator],
+    config: str,
+    name: str,
+    change: Callable[[Any], Any],
+    words: str,
+) -> None:
     state = new_state({"moe": MOE, "tied": TIED}[config])
     bad = change(state.get(name, state[NORM]))
     replaced = (".qkv_proj", ".experts.gate_up_proj", ".experts.down_proj")
-    fused = {".qkv_proj": (".0.self_attn.q_p", ".0.self_attn.k_p", ".0.self_attn.v_p"), replaced[1]: (".0.mlp.experts",), replaced[2]: ()}
+    fused = {
+        ".qkv_proj": (".0.self_attn.q_p", ".0.self_attn.k_p", ".0.self_attn.v_p"),
+        replaced[1]: (".0.mlp.experts",),
+        replaced[2]: (),
+    }
     drop = next((parts for part, parts in fused.items() if part in name), ())
     state = {k: v for k, v in state.items() if not any(part in k for part in drop)}
     with unchanged(served[config]), pytest.raises(rm.ShapeError) as caught:
@@ -243,12 +337,29 @@ def test_shape(served: dict[str, rm.Generator], config: str, name: str, change: 
 
 def test_a_dense_parameter_is_no_expert(served: dict[str, rm.Generator]) -> None:
     x = new_state(DENSE)[Q]
-    with unchanged(served["dense"]), pytest.raises(rm.ShapeError, match=r"expected shape \[64, 64\], got \[1, 64, 64\]$"):
+    with (
+        unchanged(served["dense"]),
+        pytest.raises(rm.ShapeError, match=r"expected shape \[64, 64\], got \[1, 64, 64\]$"),
+    ):
         served["dense"].sync_weights(iter([(Q, x[None])]))
 
 
 @pytest.mark.parametrize(
-    "dtype", ["int8", "uint8", "int16", "uint16", "int32", "int64", "bool", "complex64", "float64", "float16", ">f4", "S4"]
+    "dtype",
+    [
+        "int8",
+        "uint8",
+        "int16",
+        "uint16",
+        "int32",
+        "int64",
+        "bool",
+        "complex64",
+        "float64",
+        "float16",
+        ">f4",
+        "S4",
+    ],
 )
 def test_numpy_dtype(served: dict[str, rm.Generator], dtype: str) -> None:
     state = new_state(DENSE)
@@ -257,26 +368,39 @@ def test_numpy_dtype(served: dict[str, rm.Generator], dtype: str) -> None:
         refused(served["dense"], {**state, Q: state[Q].astype(dtype)}, rm.DTypeError, Q, cast=True)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bool", "complex64", "float64", "float8_e4m3fn", "float8_e5m2", "bfloat16", "int64"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["int8", "bool", "complex64", "float64", "float8_e4m3fn", "float8_e5m2", "bfloat16", "int64"],
+)
 def test_torch_dtype(served: dict[str, rm.Generator], dtype: str) -> None:
     torch = pytest.importorskip("torch")
     state = new_state(DENSE)
-    refused(served["dense"], {**state, Q: torch.from_numpy(state[Q]).to(getattr(torch, dtype))}, rm.DTypeError, Q)
+    refused(
+        served["dense"],
+        {**state, Q: torch.from_numpy(state[Q]).to(getattr(torch, dtype))},
+        rm.DTypeError,
+        Q,
+    )
 
 
 @pytest.mark.parametrize("source", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("to", ["bfloat16", "float32"])
 def test_cast_is_torchs(source: str, to: str) -> None:
-    """Values over the whole range: denormals of both types, ties, overflow to infinity, both zeros."""
+    """Values over the whole range: denormals of both types, ties, overflow to infinity, both
+    zeros."""
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(5)
     state = new_state(DENSE)
     bits = rng.integers(0, 2**32, state[Q].shape, dtype=np.uint32)
     wild = torch.from_numpy(np.where(np.isfinite(bits.view(np.float32)), bits, 0).view(np.float32))
-    wild[0, :8] = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1.17549421e-38, 3.3895314e38, 1.00390625, 65519.0])
+    wild[0, :8] = torch.tensor(
+        [0.0, -0.0, 1e-45, -1e-45, 1.17549421e-38, 3.3895314e38, 1.00390625, 65519.0]
+    )
     if source == "float64":
         wild = wild.double() * torch.from_numpy(1 + rng.random(tuple(wild.shape)) * 1e-8)
-    tensors: State = {name: torch.from_numpy(x).to(getattr(torch, source)) for name, x in state.items()}
+    tensors: State = {
+        name: torch.from_numpy(x).to(getattr(torch, source)) for name, x in state.items()
+    }
     tensors[Q] = wild.to(getattr(torch, source))
     want = {name: x.to(getattr(torch, to)) for name, x in tensors.items()}
     options = {"allow_nonfinite": True}
@@ -291,25 +415,47 @@ def test_cast_is_torchs(source: str, to: str) -> None:
 def test_a_router_bias_that_the_spec_requires() -> None:
     """As ModelSpec.from_torchtitan sets it; allow_bias_removal makes no exception."""
     config = tiny_config(True)
-    bias = {f"model.layers.{i}.mlp.gate.e_score_correction_bias": np.linspace(-1, 1, 8, dtype=np.float32) for i in range(2)}
+    bias = {
+        f"model.layers.{i}.mlp.gate.e_score_correction_bias": np.linspace(
+            -1, 1, 8, dtype=np.float32
+        )
+        for i in range(2)
+    }
     state = numpy_state_dict(config, dtype="bfloat16")
     spec = replace(rm.ModelSpec.from_hf(config), router_bias=True)
-    with rm.Generator(spec, dtype="bfloat16", threads=1, kv_cache_gib=0.01, max_model_len=64) as generator:
+    with rm.Generator(
+        spec, dtype="bfloat16", threads=1, kv_cache_gib=0.01, max_model_len=64
+    ) as generator:
         assert all(generator.manifest()[name].required for name in bias)
         generator.sync_weights({**state, **bias})
-        for source, error in ((state, rm.MissingKeyError), (iter(state.items()), rm.IncompleteSyncError)):
-            with unchanged(generator), pytest.raises(error, match=r"e_score_correction_bias.*push the module's own state_dict\(\)"):
+        for source, error in (
+            (state, rm.MissingKeyError),
+            (iter(state.items()), rm.IncompleteSyncError),
+        ):
+            with (
+                unchanged(generator),
+                pytest.raises(
+                    error, match=r"e_score_correction_bias.*push the module's own state_dict\(\)"
+                ),
+            ):
                 generator.sync_weights(source, allow_bias_removal=True)
 
 
 def test_router_bias_is_float32_in_any_model() -> None:
     config = tiny_config(True)
-    bias = {f"model.layers.{i}.mlp.gate.e_score_correction_bias": np.linspace(-1, 1, 8, dtype=np.float32) for i in range(2)}
+    bias = {
+        f"model.layers.{i}.mlp.gate.e_score_correction_bias": np.linspace(
+            -1, 1, 8, dtype=np.float32
+        )
+        for i in range(2)
+    }
     state = numpy_state_dict(config, dtype="bfloat16")
     with make(config, dtype="bfloat16") as generator:
         plain = generator.sync_weights(state)
         logits = generator.logits(IDS)[0].tobytes()
-        zeros = generator.sync_weights({**state, **{name: np.zeros(8, np.float32) for name in bias}})
+        zeros = generator.sync_weights(
+            {**state, **{name: np.zeros(8, np.float32) for name in bias}}
+        )
         assert generator.logits(IDS)[0].tobytes() == logits
         assert zeros.num_parameters == plain.num_parameters + 2
         generator.sync_weights({**state, **bias})
@@ -318,10 +464,14 @@ def test_router_bias_is_float32_in_any_model() -> None:
         half = {name: x.astype(np.float16) for name, x in bias.items()}
         refused(generator, {**state, **half}, rm.DTypeError, "float32")
         refused(generator, state, rm.MissingKeyError, "router bias")  # had one, has none
-        refused(generator, {**state, **dict(list(bias.items())[:1])}, rm.MissingKeyError, "layers.1.")
+        refused(
+            generator, {**state, **dict(list(bias.items())[:1])}, rm.MissingKeyError, "layers.1."
+        )
         assert generator.version == version
         generator.sync_weights(state, allow_bias_removal=True)
-        assert generator.logits(IDS)[0].tobytes() == logits  # zeros again, and not what lay in the block
+        assert (
+            generator.logits(IDS)[0].tobytes() == logits
+        )  # zeros again, and not what lay in the block
         generator.sync_weights(state)
 
 
@@ -355,9 +505,13 @@ def test_strides_are_followed() -> None:
         backwards = {**state, NORM: state[NORM][::-1].copy()[::-1]}
         assert generator.sync_weights(backwards).digest == want
         expanded = np.broadcast_to(state[Q][3], state[Q].shape)
-        overlapping = np.lib.stride_tricks.as_strided(state[embed].reshape(-1), state[Q].shape, (4, 4))
+        overlapping = np.lib.stride_tricks.as_strided(
+            state[embed].reshape(-1), state[Q].shape, (4, 4)
+        )
         for view in (expanded, overlapping):
-            assert generator.sync_weights({**state, Q: view}).digest == digest_of(DENSE, {**state, Q: view.copy()})
+            assert generator.sync_weights({**state, Q: view}).digest == digest_of(
+                DENSE, {**state, Q: view.copy()}
+            )
 
 
 def test_torch_strides_are_followed() -> None:
@@ -383,11 +537,25 @@ def test_strides_outside_the_buffer(served: dict[str, rm.Generator]) -> None:
     state = new_state(DENSE)
     x = state[Q]
     strided = np.lib.stride_tricks.as_strided
-    for strides in ((2**40, 4), (4, 2**40), (-(2**40), 4), (256, -(2**33)), (260, 4), (256, 8), (-256, 4), (2**62, 4), (-(2**62), 4)):
-        refused(served["dense"], {**state, Q: strided(x, x.shape, strides)}, rm.LayoutError, Q, "reach")
+    for strides in (
+        (2**40, 4),
+        (4, 2**40),
+        (-(2**40), 4),
+        (256, -(2**33)),
+        (260, 4),
+        (256, 8),
+        (-256, 4),
+        (2**62, 4),
+        (-(2**62), 4),
+    ):
+        refused(
+            served["dense"], {**state, Q: strided(x, x.shape, strides)}, rm.LayoutError, Q, "reach"
+        )
     one = np.ones(1, np.float32)
     refused(served["dense"], {**state, Q: strided(one, x.shape, (4, 4))}, rm.LayoutError, Q)
-    half_strides = strided(np.zeros(x.size * 4, np.float16).view(np.uint8).view(np.float32), x.shape, (262, 6))
+    half_strides = strided(
+        np.zeros(x.size * 4, np.float16).view(np.uint8).view(np.float32), x.shape, (262, 6)
+    )
     refused(served["dense"], {**state, Q: half_strides}, rm.LayoutError, "multiple")
 
 
@@ -431,7 +599,9 @@ OVERFLOWS: list[tuple[dict[str, Any], type[rm.Error]]] = [
 
 
 @pytest.mark.parametrize(("lie", "error"), OVERFLOWS, ids=lambda value: str(value))
-def test_dlpack_that_lies(served: dict[str, rm.Generator], lie: dict[str, Any], error: type[rm.Error]) -> None:
+def test_dlpack_that_lies(
+    served: dict[str, rm.Generator], lie: dict[str, Any], error: type[rm.Error]
+) -> None:
     state = new_state(DENSE)
     refused(served["dense"], {**state, Q: Producer(state[Q], **lie)}, error)
     gc.collect()
@@ -449,7 +619,12 @@ def test_honest_dlpack_of_both_kinds() -> None:
             Producer(x, strides=None),
             Producer(np.asfortranarray(x)),
             Producer(x, version=(1, 7)),
-            Producer(np.concatenate([[0.0], x.reshape(-1)]).astype(np.float32), shape=x.shape, strides=(64, 1), byte_offset=4),
+            Producer(
+                np.concatenate([[0.0], x.reshape(-1)]).astype(np.float32),
+                shape=x.shape,
+                strides=(64, 1),
+                byte_offset=4,
+            ),
         ):
             count = sys.getrefcount(honest)
             assert generator.sync_weights({**state, Q: honest}).digest == want
@@ -489,17 +664,38 @@ def test_exceptions_of_user_code_pass(served: dict[str, rm.Generator]) -> None:
 
 def test_no_tensors(served: dict[str, rm.Generator]) -> None:
     state = new_state(DENSE)
-    for bad in (None, 1.0, [[1.0] * 64] * 64, "weights", b"\0" * 16384, memoryview(state[Q]), object(), np.float32):
+    for bad in (
+        None,
+        1.0,
+        [[1.0] * 64] * 64,
+        "weights",
+        b"\0" * 16384,
+        memoryview(state[Q]),
+        object(),
+        np.float32,
+    ):
         refused(served["dense"], {**state, Q: bad}, rm.UnsupportedTensorError, Q)
-    for bad in (np.ma.masked_array(state[Q]), np.ma.masked_array(state[Q], state[Q] > 0)):  # with nothing masked too
+    for bad in (
+        np.ma.masked_array(state[Q]),
+        np.ma.masked_array(state[Q], state[Q] > 0),
+    ):  # with nothing masked too
         refused(served["dense"], {**state, Q: bad}, rm.UnsupportedTensorError, Q, "a masked array")
     for device in ((2**70, 0), (2, 2**70), ("cpu", 0)):
-        refused(served["dense"], {**state, Q: Producer(state[Q], said_device=device)}, rm.UnsupportedTensorError, Q, str(device))
+        refused(
+            served["dense"],
+            {**state, Q: Producer(state[Q], said_device=device)},
+            rm.UnsupportedTensorError,
+            Q,
+            str(device),
+        )
     for source in (None, 3, "path", b"bytes", object()):
         with unchanged(served["dense"]), pytest.raises(rm.UnsupportedTensorError):
             served["dense"].sync_weights(source)
     for entry in (Q, (Q,), (Q, state[Q], 1), None):
-        with unchanged(served["dense"]), pytest.raises((rm.UnsupportedTensorError, rm.UnexpectedKeyError)):
+        with (
+            unchanged(served["dense"]),
+            pytest.raises((rm.UnsupportedTensorError, rm.UnexpectedKeyError)),
+        ):
             served["dense"].sync_weights(iter([entry]))
     with unchanged(served["dense"]), pytest.raises(rm.UnexpectedKeyError):
         served["dense"].sync_weights(iter([(7, state[Q])]))
@@ -526,7 +722,9 @@ def test_a_mapping_whose_items_lie(served: dict[str, rm.Generator]) -> None:
         refused(served["dense"], source, error, said)
 
 
-@pytest.mark.filterwarnings("ignore:.*quantized tensor creation", "ignore:The PyTorch API of MaskedTensors")
+@pytest.mark.filterwarnings(
+    "ignore:.*quantized tensor creation", "ignore:The PyTorch API of MaskedTensors"
+)
 def test_torch_tensors_without_plain_memory(served: dict[str, rm.Generator]) -> None:
     torch = pytest.importorskip("torch")
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -555,8 +753,15 @@ def test_torch_tensors_without_plain_memory(served: dict[str, rm.Generator]) -> 
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_nonfinite(served: dict[str, rm.Generator], value: float, dtype: str) -> None:
-    """In every layout of the store, at the first, the last and a middle element; the message names the sender's index."""
-    names = ("model.embed_tokens.weight", Q, "model.layers.0.self_attn.v_proj.weight", "model.layers.1.mlp.up_proj.weight", NORM)
+    """In every layout of the store, at the first, the last and a middle element; the message names
+    the sender's index."""
+    names = (
+        "model.embed_tokens.weight",
+        Q,
+        "model.layers.0.self_attn.v_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        NORM,
+    )
     config = {**MOE, "head_dim": 20, "hidden_size": 52}
     bf16 = dtype == "bfloat16"
     state = numpy_state_dict(config, seed=2, dtype=dtype)
@@ -576,7 +781,7 @@ def test_nonfinite(served: dict[str, rm.Generator], value: float, dtype: str) ->
         assert generator.sync_weights({**state, name: bad}, allow_nonfinite=True).version == 6
 
 
-# ------------------------------------------------------------------------------------------------ limits
+# ----------------------------------------------------------------------------------------- limits
 def test_names(served: dict[str, rm.Generator]) -> None:
     state = new_state(DENSE)
     for name in ("x" * 1025, "model." * 200_000, Q + "\0", "\0", "model.\ud800", "\udfff" + Q):
@@ -602,11 +807,14 @@ def test_a_million_keys(served: dict[str, rm.Generator]) -> None:
         sync.abort()
 
 
-# ------------------------------------------------------------------------------------------------ order, failure, room
+# --------------------------------------------------------------------------- order, failure, room
 def test_versions(served: dict[str, rm.Generator]) -> None:
     generator, state = served["dense"], new_state(DENSE)
     for version in (5, 4, 0):
-        with unchanged(generator), pytest.raises(rm.VersionError, match=f"version {version} does not exceed 5"):
+        with (
+            unchanged(generator),
+            pytest.raises(rm.VersionError, match=f"version {version} does not exceed 5"),
+        ):
             generator.sync_weights(state, version=version)
         with unchanged(generator), pytest.raises(rm.VersionError):
             generator.begin_sync(version=version)
@@ -625,7 +833,11 @@ def test_order_of_calls(served: dict[str, rm.Generator]) -> None:
     generator, state = served["dense"], new_state(DENSE)
     engine = generator._engine
     with unchanged(generator):
-        for call in (lambda: engine.sync_push(Q, state[Q]), lambda: engine.sync_check(Q, state[Q]), lambda: engine.sync_commit("keep")):
+        for call in (
+            lambda: engine.sync_push(Q, state[Q]),
+            lambda: engine.sync_check(Q, state[Q]),
+            lambda: engine.sync_commit("keep"),
+        ):
             with pytest.raises(rm.StateError):
                 call()
         engine.sync_abort()
@@ -635,7 +847,9 @@ def test_order_of_calls(served: dict[str, rm.Generator]) -> None:
         for call in (lambda: sync.push(NORM, state[NORM]), sync.commit):
             with pytest.raises(rm.StateError):
                 call()
-        with pytest.raises(rm.IncompleteSyncError, match="q_proj"):  # nothing of the first is in the second
+        with pytest.raises(
+            rm.IncompleteSyncError, match="q_proj"
+        ):  # nothing of the first is in the second
             other.commit()
         for call in (lambda: other.push(Q, state[Q]), other.commit):
             with pytest.raises(rm.StateError, match="closed"):
@@ -656,7 +870,9 @@ def test_order_of_calls(served: dict[str, rm.Generator]) -> None:
 
 
 @pytest.mark.parametrize("error", [Stubborn, KeyboardInterrupt, MemoryError])
-def test_exception_at_any_entry(served: dict[str, rm.Generator], error: type[BaseException]) -> None:
+def test_exception_at_any_entry(
+    served: dict[str, rm.Generator], error: type[BaseException]
+) -> None:
     generator, items = served["moe"], list(new_state(MOE).items())
     for stop in (0, 1, len(items) // 2, len(items) - 1, len(items)):
 
@@ -695,7 +911,8 @@ def test_memory_is_given_back() -> None:
 
 
 def test_in_place() -> None:
-    """A failure before anything is written leaves the old version; one half way leaves none, and the next sync brings one."""
+    """A failure before anything is written leaves the old version; one half way leaves none, and
+    the next sync brings one."""
     state = new_state(DENSE)
     with make(DENSE, OLD["dense"]) as generator, make(DENSE, state) as other:
         with unchanged(generator):
@@ -722,7 +939,8 @@ import numpy as np, rollmesh as rm
 from helpers import numpy_state_dict, tiny_config
 config = tiny_config(vocab_size=200_000)      # 100 MB
 state = numpy_state_dict(config)
-gen = rm.Generator(rm.ModelSpec.from_hf(config), dtype="float32", max_model_len=64, kv_cache_gib=0.004, threads=1)
+gen = rm.Generator(rm.ModelSpec.from_hf(config), dtype="float32", max_model_len=64,
+    kv_cache_gib=0.004, threads=1)
 gen.sync_weights(state)
 before = gen.logits([[1, 2, 3]])[0].tobytes()
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

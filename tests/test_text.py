@@ -28,13 +28,17 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 
 def gen() -> Iterator[rm.Generator]:
     tokenizer = load_tokenizer(CHARS)
     config = tiny_config(vocab_size=len(tokenizer))
-    with rm.Generator(rm.ModelSpec.from_hf(config), tokenizer=tokenizer, dtype="float32", **SMALL) as made:
+    with rm.Generator(
+        rm.ModelSpec.from_hf(config), tokenizer=tokenizer, dtype="float32", **SMALL
+    ) as made:
         made.sync_weights(numpy_state_dict(config, 0, "float32", False))
         yield made
 
 
 def one(gen: rm.Generator, **params: Any) -> rm.CompletionOutput:
-    return gen.generate("abc=", rm.SamplingParams(**{**GREEDY, **params}), use_tqdm=False)[0].outputs[0]
+    return gen.generate("abc=", rm.SamplingParams(**{**GREEDY, **params}), use_tqdm=False)[
+        0
+    ].outputs[0]
 
 
 def test_none_is_vllms_default(gen: rm.Generator) -> None:
@@ -59,7 +63,10 @@ def test_the_text_ends_with_the_stop_where_that_is_asked_for(gen: rm.Generator) 
     assert (cut.text, kept.text) == (text[:at], text[: at + 2])
     assert cut.token_ids.tolist() == kept.token_ids.tolist()
     token = int(one(gen).token_ids[5])
-    cut, kept = (one(gen, stop_token_ids=[token], include_stop_str_in_output=keeps) for keeps in (False, True))
+    cut, kept = (
+        one(gen, stop_token_ids=[token], include_stop_str_in_output=keeps)
+        for keeps in (False, True)
+    )
     assert cut.token_ids.tolist() == kept.token_ids.tolist()
     assert kept.text == cut.text + gen.tokenizer.decode([token])
     with pytest.raises(rm.RequestError, match="include_stop_str_in_output: expected a bool, got 1"):
@@ -131,7 +138,10 @@ def test_a_tokenizer_in_python() -> None:
     [
         ({"content": "x"}, "expected messages of {role, content}, got {'content': 'x'}"),
         ("x", "expected messages of {role, content}, got 'x'"),
-        ({"role": "user", "content": None}, "expected the content of a message of role user to be text, got None"),
+        (
+            {"role": "user", "content": None},
+            "expected the content of a message of role user to be text, got None",
+        ),
         ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "to be text, got [{"),
     ],
 )
@@ -144,13 +154,23 @@ def test_a_chat_is_its_template(gen: rm.Generator) -> None:
     """One chat or several, with arguments of the template."""
     chats = [[{"role": "user", "content": text}] for text in ("ab", "cd")]
     params = rm.SamplingParams(**GREEDY)
-    ids = [list(make_prompt({"messages": chat}, gen.tokenizer, True, 0, "here").ids) for chat in chats]
+    ids = [
+        list(make_prompt({"messages": chat}, gen.tokenizer, True, 0, "here").ids) for chat in chats
+    ]
     wanted = [o.outputs[0].token_ids.tolist() for o in gen.generate(ids, params, use_tqdm=False)]
     for given, expected in ((chats, wanted), (chats[0], wanted[:1])):
-        assert [o.outputs[0].token_ids.tolist() for o in gen.chat(given, params, use_tqdm=False)] == expected
+        assert [
+            o.outputs[0].token_ids.tolist() for o in gen.chat(given, params, use_tqdm=False)
+        ] == expected
     own = gen.chat(chats[0], params, use_tqdm=False, chat_template="{{ messages[0]['content'] }}=")
     assert own[0].prompt_token_ids.tolist() == gen.tokenizer.encode("ab=", add_special_tokens=False)
-    own = gen.chat(chats[0], params, use_tqdm=False, chat_template="{{ word }}=", chat_template_kwargs={"word": "ef"})
+    own = gen.chat(
+        chats[0],
+        params,
+        use_tqdm=False,
+        chat_template="{{ word }}=",
+        chat_template_kwargs={"word": "ef"},
+    )
     assert own[0].prompt_token_ids.tolist() == gen.tokenizer.encode("ef=", add_special_tokens=False)
     with pytest.raises(rm.RequestError, match=r"^prompt 0: chat: expected messages that the "):
         gen.chat(chats[0], params, chat_template="{{ raise_exception('no') }}")
@@ -164,5 +184,8 @@ def test_a_chat_is_its_template(gen: rm.Generator) -> None:
     ]
     with pytest.raises(TypeError, match="sampling_params"):
         gen.chat(chats[0], sampling_params=params)  # type: ignore[call-arg]
-    with rm.Generator(gen.spec, dtype="float32", **SMALL) as plain, pytest.raises(rm.RequestError, match="without a tokenizer"):
+    with (
+        rm.Generator(gen.spec, dtype="float32", **SMALL) as plain,
+        pytest.raises(rm.RequestError, match="without a tokenizer"),
+    ):
         plain.chat(chats[0])

@@ -1,5 +1,5 @@
-"""The library's own threads (runtime/threads.py). Where the system refuses threads, work is done in the
-caller's thread or raises CapacityError."""
+"""The library's own threads (runtime/threads.py). Where the system refuses threads, work is done in
+the caller's thread or raises CapacityError."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def test_other_errors_are_left_as_they_are() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes a user without processes")
 def test_a_system_without_threads() -> None:
-    """RLIMIT_NPROC: deltas use the caller's thread; calls that need a thread raise CapacityError."""
+    """RLIMIT_NPROC: deltas use the caller's thread; calls that need a thread raise
+    CapacityError."""
     pytest.importorskip("zstandard")
     script = """
         import asyncio, concurrent.futures.thread, os, resource, threading
@@ -125,5 +126,8 @@ def test_a_system_without_threads() -> None:
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    words = "expected another thread, got none from the system; raise the limit on processes (ulimit -u, pids.max) or end others"
+    words = (
+        "expected another thread, got none from the system; raise the limit on processes "
+        "(ulimit -u, pids.max) or end others"
+    )
     assert done.stdout.splitlines() == [f"a thread: {words}", f"a call in a thread: {words}"]

@@ -1,7 +1,9 @@
-"""TitanRL (torchtitan.experiments.rl) on rollmesh: its Controller, trainer, loss, routers and torchstore, in Monarch's processes.
+"""TitanRL (torchtitan.experiments.rl) on rollmesh: its Controller, trainer, loss, routers and
+torchstore, in Monarch's processes.
 
-Input: examples/titan/grpo.py, a small Qwen3-MoE from random weights in float32. Oracle: the logprobs of torchtitan's own forward pass, and
-the weights after each step (digests) of one generator in one process. Bound: 1e-5; with RollmeshTrainer 0; equal digests."""
+Input: examples/titan/grpo.py, a small Qwen3-MoE from random weights in float32. Oracle: the
+logprobs of torchtitan's own forward pass, and the weights after each step (digests) of one
+generator in one process. Bound: 1e-5; with RollmeshTrainer 0; equal digests."""
 
 from __future__ import annotations
 
@@ -45,17 +47,22 @@ from rollmesh.titan import RollmeshGenerator, generator
 ROOT = Path(__file__).resolve().parent.parent
 
 
-# -------------------------------------------------------------------------------------------------- runs
+# ------------------------------------------------------------------------------------------- runs
 class Run:
     """One training run and what it printed."""
 
     def __init__(self, script: str, *arguments: str, timeout: float = 300):
         # Monarch is silent under pytest, and this process's execution is not the child's.
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "HYPERACTOR_"))}
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTEST_", "HYPERACTOR_"))
+        }
         # fmt: off
         self.done = subprocess.run(
             [sys.executable, "-W", "ignore", str(ROOT / script), *arguments],
-            env={**env, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=timeout, check=False,
+            env={**env, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=timeout,
+            check=False,
         )
         # fmt: on
         self.text = self.done.stdout + self.done.stderr
@@ -71,7 +78,10 @@ class Run:
     def digests(self) -> list[str]:
         """Of each version, those of all generators, which have to be the same."""
         told = self.all_of(r"version (\d+) serves, .*, digest ([0-9a-f]{16})")
-        versions = {int(version): {digest for other, digest in told if other == version} for version, _ in told}
+        versions = {
+            int(version): {digest for other, digest in told if other == version}
+            for version, _ in told
+        }
         assert all(len(each) == 1 for each in versions.values()), versions
         return [versions[version].pop() for version in sorted(versions)]
 
@@ -94,7 +104,18 @@ def test_one_generator() -> None:
 
 
 def test_two_generators_of_two_processes_train_the_same_weights() -> None:
-    run = Run("examples/titan/grpo.py", "--steps", "2", "--generators", "2", "--processes", "--tp", "2", "--ep", "2").check()
+    run = Run(
+        "examples/titan/grpo.py",
+        "--steps",
+        "2",
+        "--generators",
+        "2",
+        "--processes",
+        "--tp",
+        "2",
+        "--ep",
+        "2",
+    ).check()
     assert len(run.all_of("version 1 serves")) == 2
     assert run.digests == plain().digests
     assert run.differences == plain().differences
@@ -102,7 +123,8 @@ def test_two_generators_of_two_processes_train_the_same_weights() -> None:
 
 @functools.cache
 def killed() -> Run:
-    """Two steps with the generator's forward pass in a trainer of two ranks, then rank 1 of the generator's two is killed."""
+    """Two steps with the generator's forward pass in a trainer of two ranks, then rank 1 of the
+    generator's two is killed."""
     arguments = ["--same-bits", "--trainer-ranks", "2", "--processes", "--tp", "2", "--ep", "2"]
     return Run("tests/titan_killed.py", "--steps", "1000", *arguments)
 
@@ -113,14 +135,19 @@ def test_the_trainers_forward_pass_is_the_generators() -> None:
 
 
 def test_a_killed_rank_is_named() -> None:
-    """By Monarch; and by the rank that has lost it, unless Monarch ends that before it says so: then another run is killed."""
+    """By Monarch; and by the rank that has lost it, unless Monarch ends that before it says so:
+    then another run is killed."""
     runs = [killed()]
-    while "RankLostError: lost rank 1: the process has ended" not in runs[-1].text and len(runs) < 4:
+    while (
+        "RankLostError: lost rank 1: the process has ended" not in runs[-1].text and len(runs) < 4
+    ):
         runs.append(killed.__wrapped__())
     for run in runs:
         assert run.done.returncode not in (0, -signal.SIGKILL), run.text[-6000:]
         assert "Killed(sig=9)" in run.text
-    assert "RankLostError: lost rank 1: the process has ended" in runs[-1].text, runs[-1].text[-6000:]
+    assert "RankLostError: lost rank 1: the process has ended" in runs[-1].text, runs[-1].text[
+        -6000:
+    ]
 
 
 @pytest.mark.slow
@@ -131,7 +158,15 @@ def test_a_killed_generator_is_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [[], ["--generators", "2"], ["--processes", "--tp", "2", "--ep", "2"], ["--tp", "2", "--ep", "2"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--generators", "2"],
+        ["--processes", "--tp", "2", "--ep", "2"],
+        ["--tp", "2", "--ep", "2"],
+    ],
+)
 def test_it_learns(arguments: list[str]) -> None:
     run = Run("examples/titan/grpo.py", *arguments, timeout=600).check()
     rewards = list(map(float, run.all_of(r"rollout_reward/_mean: (\S+)")))
@@ -163,7 +198,9 @@ WRONG = {
 def test_calls_that_an_actor_refuses(tmp_path: Path) -> None:
     """Each raises what it should, and after it the old version serves with the same bits."""
     run = Run("tests/titan_actor.py", str(tmp_path)).check()
-    told: dict[str, Any] = dict(json.loads(line) for line in run.text.splitlines() if line.startswith('["'))
+    told: dict[str, Any] = dict(
+        json.loads(line) for line in run.text.splitlines() if line.startswith('["')
+    )
     for name, words in WRONG.items():
         assert (words is None) == (told[name] is None), f"{name}: {told[name]}"
         assert words is None or re.search(words, told[name]), f"{name}: {told[name]}"
@@ -173,20 +210,32 @@ def test_calls_that_an_actor_refuses(tmp_path: Path) -> None:
     assert all(said is None or "StateError" in said for said in told["in flight at close"])
 
 
-# -------------------------------------------------------------------------------------------------- the actor's parts
+# ------------------------------------------------------------------------------ the actor's parts
 def test_metrics_are_vllm_generators() -> None:
     """By its own function, on the times of a request of ours."""
     config = helpers.tiny_config(False)
-    with rm.Generator(rm.ModelSpec.from_hf(config), dtype="float32", max_model_len=64, kv_cache_gib=0.01, threads=1) as made:
+    with rm.Generator(
+        rm.ModelSpec.from_hf(config),
+        dtype="float32",
+        max_model_len=64,
+        kv_cache_gib=0.01,
+        threads=1,
+    ) as made:
         made.sync_weights(helpers.numpy_state_dict(config, 0, "float32"))
         for max_tokens in (1, 5):
-            [output] = made.generate([[1, 2, 3]], rm.SamplingParams(max_tokens=max_tokens, ignore_eos=True), use_tqdm=False)
+            [output] = made.generate(
+                [[1, 2, 3]],
+                rm.SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+                use_tqdm=False,
+            )
             times = output.metrics
             assert times is not None
             inputs = titan._RequestMetricsInputs(
-                num_cached_tokens=output.num_cached_tokens, has_stats=True, queued_ts=times.queued_ts, scheduled_ts=times.scheduled_ts,
+                num_cached_tokens=output.num_cached_tokens, has_stats=True,
+                queued_ts=times.queued_ts, scheduled_ts=times.scheduled_ts,
                 first_token_ts=times.first_token_ts, last_token_ts=times.last_token_ts,
-                first_token_latency=times.first_token_ts - times.queued_ts, num_generation_tokens=len(output.outputs[0].token_ids),
+                first_token_latency=times.first_token_ts - times.queued_ts,
+                num_generation_tokens=len(output.outputs[0].token_ids),
             )  # fmt: skip
             want = titan._prepare_generation_request_metrics(inputs, prefix="p")
             found = generator._metrics(output, "p", 7)
@@ -198,11 +247,19 @@ def test_metrics_are_vllm_generators() -> None:
 
 def test_a_completion_has_its_first_and_last_version() -> None:
     config = helpers.tiny_config(False)
-    with rm.Generator(rm.ModelSpec.from_hf(config), dtype="float32", max_model_len=64, kv_cache_gib=0.01, threads=1) as made:
+    with rm.Generator(
+        rm.ModelSpec.from_hf(config),
+        dtype="float32",
+        max_model_len=64,
+        kv_cache_gib=0.01,
+        threads=1,
+    ) as made:
         made.sync_weights(helpers.numpy_state_dict(config, 0, "float32"), version=3)
         made.submit([[1, 2, 3]], rm.SamplingParams(max_tokens=8, ignore_eos=True))
         made.poll()
-        made.sync_weights(helpers.numpy_state_dict(config, 1, "float32"), version=5, inflight="keep")
+        made.sync_weights(
+            helpers.numpy_state_dict(config, 1, "float32"), version=5, inflight="keep"
+        )
         [output] = made.poll(1)
         found = generator._completion(output, "r", 5, [])
         assert (found.min_policy_version, found.max_policy_version, found.request_id) == (3, 5, "r")
@@ -212,26 +269,57 @@ def test_a_completion_has_its_first_and_last_version() -> None:
         made.abort()
         [aborted] = made.poll(1)
         found = generator._completion(aborted, "r", 5, generator._metrics(aborted, "p", 1))
-        assert (found.token_ids, found.min_policy_version, found.max_policy_version, found.finish_reason) == ([], 5, 5, "abort")
+        assert (
+            found.token_ids,
+            found.min_policy_version,
+            found.max_policy_version,
+            found.finish_reason,
+        ) == ([], 5, 5, "abort")
 
 
 def test_sampling_means_the_same() -> None:
-    sampling = titan.SamplingConfig(temperature=0.5, top_p=0.9, max_tokens=7, seed=3, stop_token_ids=[5, 6])
-    assert generator._params_of(sampling) == rm.SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7, seed=3, stop_token_ids=(5, 6))
-    assert generator._params_of(replace(sampling, stop_token_ids=None, seed=None)).stop_token_ids == ()
+    sampling = titan.SamplingConfig(
+        temperature=0.5, top_p=0.9, max_tokens=7, seed=3, stop_token_ids=[5, 6]
+    )
+    assert generator._params_of(sampling) == rm.SamplingParams(
+        temperature=0.5, top_p=0.9, max_tokens=7, seed=3, stop_token_ids=(5, 6)
+    )
+    assert (
+        generator._params_of(replace(sampling, stop_token_ids=None, seed=None)).stop_token_ids == ()
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"override": OverrideConfig(imports=["torchtitan.overrides.fused_swiglu.fused_swiglu"])}, "generator.override: expected none"),
-        ({"reset_running_requests_on_weight_sync": False, "reset_prefix_cache_on_weight_sync": False}, "expected True, as old KV serves"),
         (
-            {"intra_generator_router": IntraGeneratorRouter.Config(strategy=LeastLoadedRoutingStrategy.Config())},
+            {
+                "override": OverrideConfig(
+                    imports=["torchtitan.overrides.fused_swiglu.fused_swiglu"]
+                )
+            },
+            "generator.override: expected none",
+        ),
+        (
+            {
+                "reset_running_requests_on_weight_sync": False,
+                "reset_prefix_cache_on_weight_sync": False,
+            },
+            "expected True, as old KV serves",
+        ),
+        (
+            {
+                "intra_generator_router": IntraGeneratorRouter.Config(
+                    strategy=LeastLoadedRoutingStrategy.Config()
+                )
+            },
             "intra_generator_router: expected the default",
         ),
         (
-            {"mesh": rm.Mesh(tp=2), "parallelism": InferenceParallelismConfig(tensor_parallel_degree=2)},
+            {
+                "mesh": rm.Mesh(tp=2),
+                "parallelism": InferenceParallelismConfig(tensor_parallel_degree=2),
+            },
             "generator.mesh: expected None where parallelism has 2 processes",
         ),
     ],
@@ -244,7 +332,9 @@ def test_what_the_generator_does_not_have_is_refused(options: dict[str, Any], me
 def test_a_model_that_is_not_computed_is_refused_before_anything_starts() -> None:
     model = titan_cpu.model_registry("debugmodel", attn_backend="flex")
     for wrong in (0, 5000):
-        with pytest.raises(rm.ConfigError, match=rf"generator.max_model_len: .*4096.*, got {wrong}"):
+        with pytest.raises(
+            rm.ConfigError, match=rf"generator.max_model_len: .*4096.*, got {wrong}"
+        ):
             RollmeshGenerator.Config(max_model_len=wrong).spec_of(model)
     model.model.layers[0].attention_norm.eps = 0.5
     with pytest.raises(rm.ConfigError, match=r"eps"):
@@ -255,7 +345,10 @@ def test_a_model_that_is_not_computed_is_refused_before_anything_starts() -> Non
     ("options", "message"),
     [
         ({"device": "gpu"}, "device: expected 'cpu', 'cuda' or 'cuda:N', got 'gpu'"),
-        ({"model_dtype": "auto"}, "generator.model_dtype: expected one of bfloat16, float32, got 'auto'"),
+        (
+            {"model_dtype": "auto"},
+            "generator.model_dtype: expected one of bfloat16, float32, got 'auto'",
+        ),
         ({"threads": 0}, "generator.threads: expected an integer in [1, 256], got 0"),
         ({"kv_cache_gib": 0}, "generator.kv_cache_gib: expected a number of GiB above 0"),
         ({"kv_cache_gib": float("nan")}, "got nan"),
@@ -263,20 +356,36 @@ def test_a_model_that_is_not_computed_is_refused_before_anything_starts() -> Non
         ({"mesh": "tp=2"}, "generator.mesh: expected a Mesh, got 'tp=2'"),
         ({"mesh": rm.Mesh(tp=3)}, "tp=3"),
         ({"parallelism": InferenceParallelismConfig(tensor_parallel_degree=3)}, "tp=3"),
-        ({"parallelism": None}, "generator.parallelism: expected a InferenceParallelismConfig, got None"),
-        ({"reset_prefix_cache_on_weight_sync": "False"}, "generator.reset_prefix_cache_on_weight_sync: expected a bool, got 'False'"),
-        ({"max_num_batched_tokens": 0}, "generator.max_num_batched_tokens: expected an integer in [1, 1048576], got 0"),
-        ({"debug": type(RollmeshGenerator.Config().debug)(seed=-1)}, "generator.debug.seed: expected an integer in [0, "),
+        (
+            {"parallelism": None},
+            "generator.parallelism: expected a InferenceParallelismConfig, got None",
+        ),
+        (
+            {"reset_prefix_cache_on_weight_sync": "False"},
+            "generator.reset_prefix_cache_on_weight_sync: expected a bool, got 'False'",
+        ),
+        (
+            {"max_num_batched_tokens": 0},
+            "generator.max_num_batched_tokens: expected an integer in [1, 1048576], got 0",
+        ),
+        (
+            {"debug": type(RollmeshGenerator.Config().debug)(seed=-1)},
+            "generator.debug.seed: expected an integer in [0, ",
+        ),
         ({"sampling": titan.SamplingConfig(temperature=-1.0)}, "temperature"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_before_anything_starts(options: dict[str, Any], message: str) -> None:
+def test_options_that_do_not_fit_are_refused_before_anything_starts(
+    options: dict[str, Any], message: str
+) -> None:
     model = titan_cpu.model_registry("debugmodel", attn_backend="flex")
     with pytest.raises(rm.Error, match=re.escape(message)):
         RollmeshGenerator.Config(**options).spec_of(model)
 
 
-@pytest.mark.parametrize("config", [None, {}, RollmeshGenerator.Config()], ids=["None", "dict", "generator"])
+@pytest.mark.parametrize(
+    "config", [None, {}, RollmeshGenerator.Config()], ids=["None", "dict", "generator"]
+)
 def test_install_takes_a_controllers_config(config: Any) -> None:
     with pytest.raises(rm.ConfigError, match=r"config: expected a Controller\.Config of TitanRL"):
         rollmesh.titan.install(config)
@@ -284,8 +393,13 @@ def test_install_takes_a_controllers_config(config: Any) -> None:
 
 @pytest.mark.parametrize("trainer", [3, "RollmeshTrainer", dict, RollmeshGenerator], ids=str)
 def test_install_takes_a_trainers_class(trainer: Any) -> None:
-    registry = importlib.import_module("torchtitan.experiments.rl.examples.alphabet_sort.config_registry")
-    with pytest.raises(rm.ConfigError, match="trainer: expected PolicyTrainer, a class that derives from it, or None"):
+    registry = importlib.import_module(
+        "torchtitan.experiments.rl.examples.alphabet_sort.config_registry"
+    )
+    with pytest.raises(
+        rm.ConfigError,
+        match="trainer: expected PolicyTrainer, a class that derives from it, or None",
+    ):
         rollmesh.titan.install(registry.rl_grpo_qwen3_0_6b_varlen(), trainer=trainer)
 
 
@@ -294,10 +408,21 @@ def first_rollout(seed: int | None) -> list[int]:
     config = RollmeshGenerator.Config(debug=type(RollmeshGenerator.Config().debug)(seed=seed))
     actor: Any = object.__new__(RollmeshGenerator)
     spec = helpers.tiny_config(False)
-    with rm.Generator(rm.ModelSpec.from_hf(spec), dtype="bfloat16", max_model_len=64, kv_cache_gib=0.01, threads=1, seed=seed or 0) as gen:
+    with rm.Generator(
+        rm.ModelSpec.from_hf(spec),
+        dtype="bfloat16",
+        max_model_len=64,
+        kv_cache_gib=0.01,
+        threads=1,
+        seed=seed or 0,
+    ) as gen:
         gen.sync_weights(helpers.numpy_state_dict(spec, 0, "bfloat16"))
-        vars(actor).update(config=config, gen=gen, policy_version=1, _rank=0, _in_flight=set(), _is_started=True)
-        endpoint = inspect.unwrap(RollmeshGenerator.generate._method)(actor, [1, 2, 3], request_id="r", routing_session_id="s")
+        vars(actor).update(
+            config=config, gen=gen, policy_version=1, _rank=0, _in_flight=set(), _is_started=True
+        )
+        endpoint = inspect.unwrap(RollmeshGenerator.generate._method)(
+            actor, [1, 2, 3], request_id="r", routing_session_id="s"
+        )
         return list(asyncio.run(endpoint).token_ids)
 
 
@@ -308,18 +433,32 @@ def test_generators_without_a_seed_draw_differently() -> None:
 
 
 def test_titanrls_own_configs_are_taken() -> None:
-    registry = importlib.import_module("torchtitan.experiments.rl.examples.alphabet_sort.config_registry")
-    configs = [made() for name, made in vars(registry).items() if name.startswith("rl_grpo_qwen3") and inspect.isfunction(made)]
+    registry = importlib.import_module(
+        "torchtitan.experiments.rl.examples.alphabet_sort.config_registry"
+    )
+    configs = [
+        made()
+        for name, made in vars(registry).items()
+        if name.startswith("rl_grpo_qwen3") and inspect.isfunction(made)
+    ]
     assert len(configs) >= 8
     for config in configs:
         if config.generator.override.imports:
-            with pytest.raises(rm.ConfigError, match=r"install\(config, override=OverrideConfig\(\)\) drops them"):
+            with pytest.raises(
+                rm.ConfigError, match=r"install\(config, override=OverrideConfig\(\)\) drops them"
+            ):
                 rollmesh.titan.install(config)
         taken = rollmesh.titan.install(config, override=OverrideConfig(), kv_cache_gib=2.0)
         assert isinstance(taken.generator, RollmeshGenerator.Config)
-        assert (taken.generator.sampling, taken.generator.kv_cache_gib) == (config.generator.sampling, 2.0)
+        assert (taken.generator.sampling, taken.generator.kv_cache_gib) == (
+            config.generator.sampling,
+            2.0,
+        )
         assert controller.VLLMGenerator is RollmeshGenerator
-        assert rollmesh.titan.install(taken, trainer=rollmesh.titan.RollmeshTrainer).generator == taken.generator
+        assert (
+            rollmesh.titan.install(taken, trainer=rollmesh.titan.RollmeshTrainer).generator
+            == taken.generator
+        )
     with pytest.raises(TypeError, match="kv_cache"):
         rollmesh.titan.install(configs[0], kv_cache=1.0)
     other = registry.rl_grpo_gpt_oss_debug_varlen()
@@ -327,13 +466,18 @@ def test_titanrls_own_configs_are_taken() -> None:
         rollmesh.titan.install(other)
 
 
-@pytest.mark.skipif("without_vllm" not in sys.modules["vllm"].__file__, reason="a real vLLM is here")
+@pytest.mark.skipif(
+    "without_vllm" not in sys.modules["vllm"].__file__, reason="a real vLLM is here"
+)
 def test_the_stand_in_for_vllm_says_so() -> None:
     import vllm
     from vllm.config import VllmConfig
 
     assert isinstance(VllmConfig, type)
-    with pytest.raises(ImportError, match=r"vLLM is not installed, and vllm.LLM was called; pip install 'rollmesh\[vllm\]'"):
+    with pytest.raises(
+        ImportError,
+        match=r"vLLM is not installed, and vllm.LLM was called; pip install 'rollmesh\[vllm\]'",
+    ):
         vllm.LLM(model="m")
 
 
@@ -344,8 +488,16 @@ def test_the_trainers_parallelism_is_refused_by_name() -> None:
     trainer = object.__new__(rollmesh.titan.RollmeshTrainer)
     model = titan_cpu.model_registry("debugmodel", attn_backend="flex")
     for parallelism, compiled, message in (
-        (ParallelismConfig(tensor_parallel_degree=2), False, "trainer.parallelism.tensor_parallel_degree: expected 1"),
-        (ParallelismConfig(expert_parallel_degree=2), False, "trainer.parallelism.expert_parallel_degree: expected 1"),
+        (
+            ParallelismConfig(tensor_parallel_degree=2),
+            False,
+            "trainer.parallelism.tensor_parallel_degree: expected 1",
+        ),
+        (
+            ParallelismConfig(expert_parallel_degree=2),
+            False,
+            "trainer.parallelism.expert_parallel_degree: expected 1",
+        ),
         (ParallelismConfig(), True, "compile.enable: expected False"),
     ):
         trainer.compile_config = CompileConfig(enable=compiled)

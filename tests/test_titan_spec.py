@@ -1,8 +1,9 @@
 """ModelSpec.from_torchtitan: of torchtitan's own configs, whose modules then compute the oracle.
 
-Oracle: the forward pass of torchtitan 0.3.0 in float32 on the state dict that the generator gets, with its experts in float32 too
-(GroupedExperts.forward multiplies in bfloat16 whatever the dtype). Bound of the logits: 1e-5 of the largest; what would be computed
-without the setting differs by more than 1e-2. What the engine does not compute has to be refused by name."""
+Oracle: the forward pass of torchtitan 0.3.0 in float32 on the state dict that the generator gets,
+with its experts in float32 too (GroupedExperts.forward multiplies in bfloat16 whatever the dtype).
+Bound of the logits: 1e-5 of the largest; what would be computed without the setting differs by more
+than 1e-2. What the engine does not compute has to be refused by name."""
 
 from __future__ import annotations
 
@@ -37,17 +38,26 @@ from titan_cpu import (
 
 import rollmesh as rm
 
-pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")  # torchtitan's router asks for float32
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:In CPU autocast:UserWarning"
+)  # torchtitan's router asks for float32
 
 Config = Any
 BOUND = 1e-5
 
 
 def config(flavor: str = "debugmodel_moe", layers: int = 2) -> Config:
-    """Of a flavor ("llama3": that debug model), cut to a few layers, with an attention that runs on a CPU."""
-    made = llama3_registry("debugmodel", attn_backend="flex") if flavor == "llama3" else model_registry(flavor, attn_backend="flex")
+    """Of a flavor ("llama3": that debug model), cut to a few layers, with an attention that runs on
+    a CPU."""
+    made = (
+        llama3_registry("debugmodel", attn_backend="flex")
+        if flavor == "llama3"
+        else model_registry(flavor, attn_backend="flex")
+    )
     model = copy.deepcopy(made.model)
-    model.layers = [copy.deepcopy(layer) for layer in model.layers[:layers]]  # the registry shares rope and attention among layers
+    model.layers = [
+        copy.deepcopy(layer) for layer in model.layers[:layers]
+    ]  # the registry shares rope and attention among layers
     for layer in model.layers:
         layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
     return model
@@ -55,7 +65,13 @@ def config(flavor: str = "debugmodel_moe", layers: int = 2) -> Config:
 
 def in_float32(self: Any, x: Any, counts: Any) -> Any:
     """GroupedExperts.forward without its casts."""
-    experts = zip(x.split(list(map(int, counts.tolist()))), self.w1_EFD.unbind(), self.w2_EDF.unbind(), self.w3_EFD.unbind(), strict=True)
+    experts = zip(
+        x.split(list(map(int, counts.tolist()))),
+        self.w1_EFD.unbind(),
+        self.w2_EDF.unbind(),
+        self.w3_EFD.unbind(),
+        strict=True,
+    )
     return torch.cat([(F.silu(rows @ w1.T) * (rows @ w3.T)) @ w2.T for rows, w1, w2, w3 in experts])
 
 
@@ -65,7 +81,8 @@ def experts_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def built(model: Config) -> Any:
-    """The module with random weights, wide enough for every setting to show, and a router bias that changes choices."""
+    """The module with random weights, wide enough for every setting to show, and a router bias that
+    changes choices."""
     torch.manual_seed(3)
     module = model.build()
     module.init_states()
@@ -83,21 +100,26 @@ def built(model: Config) -> Any:
 
 
 def worst(model: Config, spec: rm.ModelSpec | None = None, module: Any = None) -> float:
-    """The largest difference of logits, relative to the largest logit. spec: other than the config's."""
+    """The largest difference of logits, relative to the largest logit. spec: other than the
+    config's."""
     module = built(model) if module is None else module
     ids = torch.randint(0, model.vocab_size, (1, 70), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = module(ids)[0].numpy()
     spec = rm.ModelSpec.from_torchtitan(model) if spec is None else spec
-    with rm.Generator(spec, dtype="float32", max_model_len=128, kv_cache_gib=0.05, threads=1) as generator:
+    with rm.Generator(
+        spec, dtype="float32", max_model_len=128, kv_cache_gib=0.05, threads=1
+    ) as generator:
         generator.sync_weights(module.state_dict())
         [logits] = generator.logits([ids[0].tolist()])
     return float(np.abs(logits - expected).max() / np.abs(expected).max())
 
 
-# -------------------------------------------------------------------------------------------------- computed
+# --------------------------------------------------------------------------------------- computed
 def test_every_flavor_of_the_registry() -> None:
-    for registry, flavor in [(model_registry, name) for name in qwen3_configs] + [(llama3_registry, name) for name in llama3_configs]:
+    for registry, flavor in [(model_registry, name) for name in qwen3_configs] + [
+        (llama3_registry, name) for name in llama3_configs
+    ]:
         spec = registry(flavor, attn_backend="flex")
         read = rm.ModelSpec.from_torchtitan(spec)
         assert read == rm.ModelSpec.from_torchtitan(spec.model)
@@ -112,7 +134,13 @@ def test_every_flavor_of_the_registry() -> None:
 def yarn(model: Config) -> None:
     for layer in model.layers:
         r = layer.attention.rope
-        r.scaling, r.rope_factor, r.original_seq_len, r.beta_fast, r.theta = "yarn", 4.0, 16, 8.0, 10000.0
+        r.scaling, r.rope_factor, r.original_seq_len, r.beta_fast, r.theta = (
+            "yarn",
+            4.0,
+            16,
+            8.0,
+            10000.0,
+        )
 
 
 def without_norm(model: Config) -> None:
@@ -168,11 +196,13 @@ def test_logits_are_torchtitans(flavor: str) -> None:
 
 
 def llama_with(**changes: Any) -> Config:
-    """The debug model of llama3 with two KV heads and short wavelengths, so that each setting of rope shows in 70 positions."""
+    """The debug model of llama3 with two KV heads and short wavelengths, so that each setting of
+    rope shows in 70 positions."""
     model = config("llama3")
     turn = {"theta": 50.0, "scaling": "llama", "original_max_position_embeddings": 64} | changes
     model.layers = llama3_layers(
-        n_layers=2, dim=model.dim, n_heads=16, n_kv_heads=2, hidden_dim=320, fuse_qkv=False, attn_backend="flex",
+        n_layers=2, dim=model.dim, n_heads=16, n_kv_heads=2, hidden_dim=320, fuse_qkv=False,
+        attn_backend="flex",
         rope=rope.ComplexRoPE.Config(dim=model.dim // 16, max_seq_len=128, **turn),
     )  # fmt: skip
     for layer in model.layers:
@@ -195,7 +225,9 @@ def test_logits_of_llama3_are_torchtitans(changes: dict[str, Any]) -> None:
     model, plain = llama_with(**changes), llama_with()
     assert worst(model) < BOUND
     if changes:
-        assert worst(model, rm.ModelSpec.from_torchtitan(plain), built(model)) > 1e-3, "the setting does not show"
+        assert worst(model, rm.ModelSpec.from_torchtitan(plain), built(model)) > 1e-3, (
+            "the setting does not show"
+        )
 
 
 def test_pushes_of_llama3_by_its_own_names_and_by_to_hf_are_one() -> None:
@@ -204,16 +236,32 @@ def test_pushes_of_llama3_by_its_own_names_and_by_to_hf_are_one() -> None:
     model = llama_with()
     own = built(model).state_dict()
     hf = spec.state_dict_adapter(model, None).to_hf(own)
-    with rm.Generator(rm.ModelSpec.from_torchtitan(model), dtype="float32", max_model_len=64, kv_cache_gib=0.05) as generator:
+    with rm.Generator(
+        rm.ModelSpec.from_torchtitan(model), dtype="float32", max_model_len=64, kv_cache_gib=0.05
+    ) as generator:
         states = own, hf, {name: tensor.to(torch.float64) for name, tensor in own.items()}
         assert len({generator.sync_weights(state, cast=True).digest for state in states}) == 1
         broken = own["layers.1.attention.qkv_linear.wk.weight"].clone()
         broken[16 + 5, 7] = float("nan")
-        with pytest.raises(rm.NonFiniteError, match=r"layers.1.attention.qkv_linear.wk.weight: element \[21, 7\] is not finite"):
+        with pytest.raises(
+            rm.NonFiniteError,
+            match=r"layers.1.attention.qkv_linear.wk.weight: element \[21, 7\] is not finite",
+        ):
             generator.sync_weights({**own, "layers.1.attention.qkv_linear.wk.weight": broken})
 
 
-CHANGES = [yarn, without_norm, no_bias, one_dense_layer, wide_eps, sigmoid, groups, scaled, shared_experts, deepseeks]
+CHANGES = [
+    yarn,
+    without_norm,
+    no_bias,
+    one_dense_layer,
+    wide_eps,
+    sigmoid,
+    groups,
+    scaled,
+    shared_experts,
+    deepseeks,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -221,15 +269,24 @@ def test_logits_of_other_settings_are_torchtitans(change: Callable[[Config], Non
     model, plain = config(), config()
     change(model)
     assert worst(model) < BOUND
-    if change not in (no_bias, one_dense_layer, shared_experts, deepseeks):  # which the weights tell
+    if change not in (
+        no_bias,
+        one_dense_layer,
+        shared_experts,
+        deepseeks,
+    ):  # which the weights tell
         other = built(model)
-        assert worst(model, rm.ModelSpec.from_torchtitan(plain), other) > 1e-2, "the setting does not show"
+        assert worst(model, rm.ModelSpec.from_torchtitan(plain), other) > 1e-2, (
+            "the setting does not show"
+        )
 
 
 def cast_linear() -> Any:
     """torchtitan's own module, without its package's __init__, which imports vLLM."""
     name = "torchtitan.experiments.rl.models.cast_linear"
-    where = importlib.util.spec_from_file_location(name, Path(linear.__file__).parents[2] / "experiments/rl/models/cast_linear.py")
+    where = importlib.util.spec_from_file_location(
+        name, Path(linear.__file__).parents[2] / "experiments/rl/models/cast_linear.py"
+    )
     assert where is not None
     assert where.loader is not None
     module = importlib.util.module_from_spec(where)
@@ -247,11 +304,15 @@ def test_logits_of_titanrls_own_lm_head_are_torchtitans() -> None:
     model = converter(converter.Config()).convert(config())
     assert rm.ModelSpec.from_torchtitan(model) == rm.ModelSpec.from_torchtitan(config())
     assert worst(model) < BOUND
-    with pytest.raises(rm.ConfigError, match=r"model.lm_head.compute_dtype: expected 'float32', got 'bfloat16'"):
-        rm.ModelSpec.from_torchtitan(converter(converter.Config(compute_dtype="bfloat16")).convert(config()))
+    with pytest.raises(
+        rm.ConfigError, match=r"model.lm_head.compute_dtype: expected 'float32', got 'bfloat16'"
+    ):
+        rm.ModelSpec.from_torchtitan(
+            converter(converter.Config(compute_dtype="bfloat16")).convert(config())
+        )
 
 
-# -------------------------------------------------------------------------------------------------- refused
+# ---------------------------------------------------------------------------------------- refused
 def set_of(path: str, value: Any) -> Callable[[Config], None]:
     """Sets a field of layer 1, or of the model."""
 
@@ -275,12 +336,16 @@ def in_all_layers(field: str, value: Any) -> Callable[[Config], None]:
 
 def complex_rope(model: Config) -> None:
     r = model.layers[1].attention.rope
-    model.layers[1].attention.rope = rope.ComplexRoPE.Config(dim=r.dim, max_seq_len=r.max_seq_len, theta=r.theta)
+    model.layers[1].attention.rope = rope.ComplexRoPE.Config(
+        dim=r.dim, max_seq_len=r.max_seq_len, theta=r.theta
+    )
 
 
 def dropping(model: Config) -> None:
     experts = model.layers[1].moe.routed_experts
-    experts.token_dispatcher = token_dispatcher.HybridEPTokenDispatcher.Config(num_experts=64, top_k=8, non_blocking_capacity_factor=0.5)
+    experts.token_dispatcher = token_dispatcher.HybridEPTokenDispatcher.Config(
+        num_experts=64, top_k=8, non_blocking_capacity_factor=0.5
+    )
 
 
 def shared(model: Config) -> None:
@@ -296,23 +361,67 @@ class OwnLinear(linear.Linear):
 
 
 REFUSED: list[tuple[Callable[[Config], None], str]] = [
-    (set_of("moe.router.score_func", "tanh"), r"layers\[1\].moe.router.score_func: expected 'softmax' or 'sigmoid', got 'tanh'"),
-    (set_of("moe.router.score_func", "sigmoid"), r"score_func: expected one value for all layers, got softmax in layer 0 and sigmoid"),
-    (set_of("moe.router.route_scale", 2.5), r"routed_scaling_factor: expected one value for all layers, got 1.0 in layer 0 and 2.5"),
-    (set_of("moe.router.route_scale", 0.0), r"router.route_scale: expected a finite number > 0, got 0.0"),
-    (set_of("moe.router.num_expert_groups", 4), r"n_group: expected one value for all layers, got 1 in layer 0 and 4"),
-    (in_all_layers("num_expert_groups", 7), r"num_expert_groups=7, num_limited_groups=None: expected at most 64 groups of equal size"),
-    (set_of("moe.router._debug_force_load_balance", True), r"router._debug_force_load_balance: expected False, got True"),
-    (set_of("moe.router.top_k", 2), r"num_experts_per_tok: expected one value for all layers, got 8 in layer 0 and 2 in layer 1"),
+    (
+        set_of("moe.router.score_func", "tanh"),
+        r"layers\[1\].moe.router.score_func: expected 'softmax' or 'sigmoid', got 'tanh'",
+    ),
+    (
+        set_of("moe.router.score_func", "sigmoid"),
+        r"score_func: expected one value for all layers, got softmax in layer 0 and sigmoid",
+    ),
+    (
+        set_of("moe.router.route_scale", 2.5),
+        r"routed_scaling_factor: expected one value for all layers, got 1.0 in layer 0 and 2.5",
+    ),
+    (
+        set_of("moe.router.route_scale", 0.0),
+        r"router.route_scale: expected a finite number > 0, got 0.0",
+    ),
+    (
+        set_of("moe.router.num_expert_groups", 4),
+        r"n_group: expected one value for all layers, got 1 in layer 0 and 4",
+    ),
+    (
+        in_all_layers("num_expert_groups", 7),
+        r"num_expert_groups=7, num_limited_groups=None: expected at most 64 groups of equal size",
+    ),
+    (
+        set_of("moe.router._debug_force_load_balance", True),
+        r"router._debug_force_load_balance: expected False, got True",
+    ),
+    (
+        set_of("moe.router.top_k", 2),
+        r"num_experts_per_tok: expected one value for all layers, got 8 in layer 0 and 2 in "
+        r"layer 1",
+    ),
     (set_of("moe.router.route_norm", False), r"norm_topk_prob: expected one value for all layers"),
     (set_of("moe.load_balance_coeff", None), r"router_bias: expected one value for all layers"),
-    (set_of("attention.rope.theta", 1e4), r"rope_theta: expected one value for all layers, got 1000000.0 in layer 0 and"),
-    (set_of("attention.rope.scaling", "llama"), r"rope.scaling: expected 'none' or 'yarn', got 'llama'"),
+    (
+        set_of("attention.rope.theta", 1e4),
+        r"rope_theta: expected one value for all layers, got 1000000.0 in layer 0 and",
+    ),
+    (
+        set_of("attention.rope.scaling", "llama"),
+        r"rope.scaling: expected 'none' or 'yarn', got 'llama'",
+    ),
     (set_of("attention.rope.dim", 64), r"rope.dim: expected 128, got 64"),
-    (set_of("attention.qk_norm.eps", 1e-5), r"layers\[1\].attention.qk_norm.eps: expected that of attention_norm, 1e-06, got 1e-05"),
-    (set_of("attention.qk_norm", None), r"layers\[1\].attention.qk_norm: expected torchtitan's RMSNorm.Config, got builtins.NoneType"),
-    (set_of("attention.qk_norm.elementwise_affine", False), r"qk_norm.elementwise_affine: expected True, got False"),
-    (set_of("model.norm.eps", 1e-5), r"model.norm.eps: expected that of the layers, 1e-06, got 1e-05"),
+    (
+        set_of("attention.qk_norm.eps", 1e-5),
+        r"layers\[1\].attention.qk_norm.eps: expected that of attention_norm, 1e-06, got 1e-05",
+    ),
+    (
+        set_of("attention.qk_norm", None),
+        r"layers\[1\].attention.qk_norm: expected torchtitan's RMSNorm.Config, got "
+        r"builtins.NoneType",
+    ),
+    (
+        set_of("attention.qk_norm.elementwise_affine", False),
+        r"qk_norm.elementwise_affine: expected True, got False",
+    ),
+    (
+        set_of("model.norm.eps", 1e-5),
+        r"model.norm.eps: expected that of the layers, 1e-06, got 1e-05",
+    ),
     (set_of("attention.wo.bias", True), r"attention.wo.bias: expected False, got True"),
     (set_of("attention.qkv_linear.wqkv.bias", True), r"wqkv.bias: expected False, got True"),
     (set_of("moe.router.gate.bias", True), r"gate.bias: expected False, got True"),
@@ -323,16 +432,25 @@ REFUSED: list[tuple[Callable[[Config], None], str]] = [
     ),
     (
         set_of("attention.wo", OwnLinear.Config(in_features=2048, out_features=256)),
-        r"attention.wo: expected torchtitan's Linear.Config or RowParallelLinear.Config, got .*OwnLinear.Config",
+        r"attention.wo: expected torchtitan's Linear.Config or RowParallelLinear.Config, got "
+        r".*OwnLinear.Config",
     ),
-    (complex_rope, r"attention.rope: expected torchtitan's CosSinRoPE.Config, got torchtitan.models.common.rope.ComplexRoPE.Config"),
+    (
+        complex_rope,
+        r"attention.rope: expected torchtitan's CosSinRoPE.Config, got "
+        r"torchtitan.models.common.rope.ComplexRoPE.Config",
+    ),
     (dropping, r"token_dispatcher.non_blocking_capacity_factor: expected None, got 0.5"),
     (shared, r"shared_intermediate_size: expected one value for all layers, got 0 in layer 0 and"),
 ]
 
 
-@pytest.mark.parametrize("change, message", REFUSED, ids=lambda value: value[-60:] if isinstance(value, str) else "")
-def test_what_is_not_computed_is_refused_by_name(change: Callable[[Config], None], message: str) -> None:
+@pytest.mark.parametrize(
+    "change, message", REFUSED, ids=lambda value: value[-60:] if isinstance(value, str) else ""
+)
+def test_what_is_not_computed_is_refused_by_name(
+    change: Callable[[Config], None], message: str
+) -> None:
     model = config()
     change(model)
     with pytest.raises(rm.ConfigError, match=message):
@@ -341,14 +459,23 @@ def test_what_is_not_computed_is_refused_by_name(change: Callable[[Config], None
 
 def test_what_is_not_computed_of_llama3() -> None:
     model = config("llama3")
-    model.layers[1].attention.qk_norm, model.layers[0].attention.rope.scaling = config().layers[0].attention.qk_norm, "linear"
+    model.layers[1].attention.qk_norm, model.layers[0].attention.rope.scaling = (
+        config().layers[0].attention.qk_norm,
+        "linear",
+    )
     with pytest.raises(rm.ConfigError) as caught:
         rm.ModelSpec.from_torchtitan(model)
-    assert "model.layers[0].attention.rope.scaling: expected 'none' or 'yarn' or 'llama', got 'linear'" in str(caught.value)
+    assert (
+        "model.layers[0].attention.rope.scaling: expected 'none' or 'yarn' or 'llama', got 'linear'"
+        in str(caught.value)
+    )
     assert "model.layers[1].attention.qk_norm: expected None, got " in str(caught.value)
     model = config("llama3")
     model.layers[1].attention.rope = config().layers[0].attention.rope
-    with pytest.raises(rm.ConfigError, match=r"attention.rope: expected torchtitan's ComplexRoPE.Config, got .*CosSinRoPE.Config"):
+    with pytest.raises(
+        rm.ConfigError,
+        match=r"attention.rope: expected torchtitan's ComplexRoPE.Config, got .*CosSinRoPE.Config",
+    ):
         rm.ModelSpec.from_torchtitan(model)
 
 
@@ -356,7 +483,9 @@ def test_what_is_not_computed_of_llama3() -> None:
 def test_heads_that_are_no_number(heads: Any) -> None:
     model = config()
     model.layers[1].attention.n_heads, model.layers[1].attention.head_dim = heads, None
-    with pytest.raises(rm.ConfigError, match=r"layers\[1\].attention.n_heads: expected an integer > 0, got "):
+    with pytest.raises(
+        rm.ConfigError, match=r"layers\[1\].attention.n_heads: expected an integer > 0, got "
+    ):
         rm.ModelSpec.from_torchtitan(model)
 
 
@@ -379,9 +508,14 @@ def test_all_that_is_refused_is_listed() -> None:
     assert str(caught.value).count("; ") == 3
 
 
-@pytest.mark.parametrize("model", [None, {}, "Qwen3", feed_forward.FeedForward, model_registry], ids=str)
+@pytest.mark.parametrize(
+    "model", [None, {}, "Qwen3", feed_forward.FeedForward, model_registry], ids=str
+)
 def test_what_is_no_config_of_torchtitan(model: Any) -> None:
-    with pytest.raises(rm.ConfigError, match=r"model: expected torchtitan's Qwen3Model.Config or Llama3Model.Config, got "):
+    with pytest.raises(
+        rm.ConfigError,
+        match=r"model: expected torchtitan's Qwen3Model.Config or Llama3Model.Config, got ",
+    ):
         rm.ModelSpec.from_torchtitan(model)
 
 
@@ -393,24 +527,38 @@ def test_a_field_that_nobody_has_looked_at_needs_its_default() -> None:
     class Config(moe.TokenChoiceTopKRouter.Config):
         jitter: float = 0.0
 
-    Config.__qualname__, Config.__module__ = "TokenChoiceTopKRouter.Config", "torchtitan.models.common.moe"
+    Config.__qualname__, Config.__module__ = (
+        "TokenChoiceTopKRouter.Config",
+        "torchtitan.models.common.moe",
+    )
     model = config()
     router = model.layers[0].moe.router
-    known = {name: getattr(router, name) for name in ("num_experts", "gate", "top_k", "score_func", "route_norm")}
+    known = {
+        name: getattr(router, name)
+        for name in ("num_experts", "gate", "top_k", "score_func", "route_norm")
+    }
     model.layers[0].moe.router = Config(**known)
     rm.ModelSpec.from_torchtitan(model)
     model.layers[0].moe.router = Config(**known, jitter=0.1)
-    with pytest.raises(rm.ConfigError, match=r"layers\[0\].moe.router.jitter: expected no such field, .* got 0.1"):
+    with pytest.raises(
+        rm.ConfigError, match=r"layers\[0\].moe.router.jitter: expected no such field, .* got 0.1"
+    ):
         rm.ModelSpec.from_torchtitan(model)
 
 
-# -------------------------------------------------------------------------------------------------- the router's bias
+# ------------------------------------------------------------------------------ the router's bias
 def test_a_push_without_the_router_bias_is_refused() -> None:
     """torchtitan's own to_hf drops it. The old version serves, a later push with it succeeds."""
     model = config()
     module = built(model)
     adapter = model_registry("debugmodel_moe", attn_backend="flex").state_dict_adapter(model, None)
-    with rm.Generator(rm.ModelSpec.from_torchtitan(model), dtype="float32", max_model_len=64, kv_cache_gib=0.02, threads=1) as generator:
+    with rm.Generator(
+        rm.ModelSpec.from_torchtitan(model),
+        dtype="float32",
+        max_model_len=64,
+        kv_cache_gib=0.02,
+        threads=1,
+    ) as generator:
         whole = module.state_dict()
         assert generator.manifest()["model.layers.0.mlp.gate.e_score_correction_bias"].required
         for how in (dict, lambda source: iter(source.items())):

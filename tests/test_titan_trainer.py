@@ -1,7 +1,7 @@
 """RollmeshTrainer's forward pass in torchtitan's own modules.
 
-Oracle: the generator's score, bit for bit; for gradients torchtitan's forward pass in float32 and torch's autograd, to 1e-4 of the largest
-of a parameter; for its expert counts torchtitan's."""
+Oracle: the generator's score, bit for bit; for gradients torchtitan's forward pass in float32 and
+torch's autograd, to 1e-4 of the largest of a parameter; for its expert counts torchtitan's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sequences(vocab_size: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, vocab_size, (length,), generator=generator) for length in (*LENGTHS, sum(LENGTHS))]
+    return [
+        torch.randint(0, vocab_size, (length,), generator=generator)
+        for length in (*LENGTHS, sum(LENGTHS))
+    ]
 
 
 def packed(parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,9 +57,15 @@ def logprobs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits, -1).gather(-1, labels[..., None])[..., 0]
 
 
-@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_non_fused_qkv", "debugmodel_moe", "llama3", "yarn", "deepseeks"])
+@pytest.mark.parametrize(
+    "flavor",
+    ["debugmodel", "debugmodel_non_fused_qkv", "debugmodel_moe", "llama3", "yarn", "deepseeks"],
+)
 def test_forward_of_the_generator_backward_of_torch(flavor: str) -> None:
-    changes = {"yarn": yarn, "deepseeks": deepseeks}  # sigmoid scores, groups, scaled gates, shared experts
+    changes = {
+        "yarn": yarn,
+        "deepseeks": deepseeks,
+    }  # sigmoid scores, groups, scaled gates, shared experts
     model = config("debugmodel_moe" if flavor in changes else flavor)
     if flavor in changes:
         changes[flavor](model)
@@ -74,12 +83,16 @@ def test_forward_of_the_generator_backward_of_torch(flavor: str) -> None:
     found, entropy = dapo.compute_logprobs(hidden, labels, return_entropy=True)
     (found * weights * inside).sum().backward()
 
-    with rm.Generator(spec, dtype="float32", max_model_len=128, kv_cache_gib=0.05, threads=1) as generator:
+    with rm.Generator(
+        spec, dtype="float32", max_model_len=128, kv_cache_gib=0.05, threads=1
+    ) as generator:
         generator.sync_weights(own.state_dict())
         scores = np.concatenate(generator.score([part.tolist() for part in parts]))
     assert found[inside].detach().numpy().tobytes() == scores.tobytes()
 
-    expected = torch.cat([logprobs_of(own(part[None]), part.roll(-1)[None])[0] for part in parts]).view(2, -1)
+    expected = torch.cat(
+        [logprobs_of(own(part[None]), part.roll(-1)[None])[0] for part in parts]
+    ).view(2, -1)
     (expected * weights * inside).sum().backward()
     assert torch.allclose(found[inside], expected[inside], rtol=0, atol=1e-4)
     assert (entropy > 0).all()
@@ -100,5 +113,7 @@ def test_labels_that_the_loss_masks() -> None:
     Forward(rm.ModelSpec.from_torchtitan(model), 128).take_over(ours)
     tokens, positions = packed(sequences(model.vocab_size))
     with torch.no_grad():
-        masked: Any = dapo.compute_logprobs(ours(tokens, positions=positions), torch.full_like(tokens, -100))
+        masked: Any = dapo.compute_logprobs(
+            ours(tokens, positions=positions), torch.full_like(tokens, -100)
+        )
     assert torch.isfinite(masked).all()

@@ -1,9 +1,10 @@
-"""rollmesh.torch on CUDA tensors. This machine's torch has no CUDA, so on the simulated device (tests/simt) a stand-in tensor says what
-torch's would, and goes through the one place where tensors meet ops (rollmesh/torch/arrays.py). With a GPU and a torch that sees it the
-whole of rollmesh.torch is held to the CPU's.
+"""rollmesh.torch on CUDA tensors. This machine's torch has no CUDA, so on the simulated device
+(tests/simt) a stand-in tensor says what torch's would, and goes through the one place where tensors
+meet ops (rollmesh/torch/arrays.py). With a GPU and a torch that sees it the whole of rollmesh.torch
+is held to the CPU's.
 
-Input: the batches of dispatch_cases.py. Oracle: the same on the CPU. Bound: zero differing bits, of float64
-gradients 1e-12.
+Input: the batches of dispatch_cases.py. Oracle: the same on the CPU. Bound: zero differing bits, of
+float64 gradients 1e-12.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rollmesh.torch import arrays, token_dispatchers
 from rollmesh.torch.dispatch import _on_one_device
 
 
-# ---------------------------------------------------------------------------------------------- the narrow place
+# ------------------------------------------------------------------------------- the narrow place
 class Tensor(OnGpu):
     """As much of a torch.Tensor on cuda:0 as the narrow place looks at."""
 
@@ -40,13 +41,15 @@ class Tensor(OnGpu):
 
 @pytest.fixture
 def trainer(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
-    """torch, as it were: its current stream is the trainer's. It takes arrays without a word about streams, so that only the op's own turn
-    is between the two."""
+    """torch, as it were: its current stream is the trainer's. It takes arrays without a word about
+    streams, so that only the op's own turn is between the two."""
     monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(simt_library))
     free = _core.cuda_available(str(simt_library), 0)
     made = Trainer(simt_library, 0)
     stream = made.device.table.stream
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=stream))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=stream)
+    )
 
     def from_dlpack(array: Any) -> Any:
         assert array.__dlpack_device__() == (2, 0)
@@ -63,9 +66,13 @@ def trainer(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tra
 
 @pytest.mark.parametrize("dtype", ops_cases.DTYPES)
 def test_a_sum_on_torchs_stream(trainer: Trainer, dtype: str, rng: np.random.Generator) -> None:
-    """Its tensors are still being written when it is asked for, they are written again behind it, and nobody has waited."""
+    """Its tensors are still being written when it is asked for, they are written again behind it,
+    and nobody has waited."""
     rows, k, width = 5, 3, 40
-    choices, gates = ops_cases.normal(rng, (rows * k, width), dtype), rng.standard_normal((rows, k), np.float32)
+    choices, gates = (
+        ops_cases.normal(rng, (rows * k, width), dtype),
+        rng.standard_normal((rows, k), np.float32),
+    )
     ids = np.array([rng.permutation(8)[:k] for _ in range(rows)], np.int32)
     place = rng.permutation(rows * k).astype(np.int32).reshape(rows, k)
     kind = (dlpack.BFLOAT, 16, 1) if dtype == "bfloat16" else None
@@ -94,11 +101,13 @@ def test_tensors_of_the_cpu_share_their_memory(rng: np.random.Generator) -> None
 def test_tensors_of_two_devices() -> None:
     one, other = torch.empty(1), torch.empty(1, device="meta")
     _on_one_device("ids", one, "x", one)
-    with pytest.raises(errors.UnsupportedTensorError, match="tensors on one device, got ids on meta and x on cpu"):
+    with pytest.raises(
+        errors.UnsupportedTensorError, match="tensors on one device, got ids on meta and x on cpu"
+    ):
         _on_one_device("ids", other, "x", one)
 
 
-# ---------------------------------------------------------------------------------------------- with a GPU
+# ------------------------------------------------------------------------------------- with a GPU
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> str:
     if not torch.cuda.is_available():
@@ -112,9 +121,14 @@ def on(batch: Batch, device: str) -> Batch:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("ranks, backend", [(1, "disabled"), *((2, backend) for backend in BACKENDS)])
-def test_dispatch_and_its_gradients_on_a_gpu(cuda: str, rng: np.random.Generator, ranks: int, backend: str, dtype: torch.dtype) -> None:
-    """Sums of the contract have the CPU's bits. What torch computes (tanh, the gradient of gates) is rounded otherwise on a GPU."""
+@pytest.mark.parametrize(
+    "ranks, backend", [(1, "disabled"), *((2, backend) for backend in BACKENDS)]
+)
+def test_dispatch_and_its_gradients_on_a_gpu(
+    cuda: str, rng: np.random.Generator, ranks: int, backend: str, dtype: torch.dtype
+) -> None:
+    """Sums of the contract have the CPU's bits. What torch computes (tanh, the gradient of gates)
+    is rounded otherwise on a GPU."""
     batch, weights = Batch.random(rng, 17, dtype), random_rows(rng, EXPERTS, dtype)
     ends = token_dispatchers(ranks, backend=backend, **SIZES)
     cut = runs(17, ranks, backend)
@@ -126,7 +140,13 @@ def test_dispatch_and_its_gradients_on_a_gpu(cuda: str, rng: np.random.Generator
                 assert its.device.type == "cuda"
                 assert same(mine, its.cpu()), way.__name__
         bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
-        trained = [together(ends, lambda r, end: train(end, on(batch.on(cut[r]), device), weights.to(device))) for device in ("cpu", cuda)]  # noqa: B023
+        trained = [
+            together(
+                ends,
+                lambda r, end: train(end, on(batch.on(cut[r]), device), weights.to(device)),  # noqa: B023
+            )
+            for device in ("cpu", cuda)
+        ]
         for mine, its in zip(*trained):
             for a, b in zip(mine, its):
                 torch.testing.assert_close(b.cpu(), a, rtol=bound, atol=bound)
@@ -141,8 +161,13 @@ def forward(end: Any, batch: Batch) -> torch.Tensor:
 
 
 def backward(end: Any, batch: Batch) -> torch.Tensor:
-    """Of x: what comes back by the tree. The rows go through as they are, so that torch computes nothing."""
+    """Of x: what comes back by the tree. The rows go through as they are, so that torch computes
+    nothing."""
     x = batch.x.clone().requires_grad_()
-    end.combine(end.dispatch(x, batch.ids).rows, torch.ones_like(batch.gates), end.dispatch(batch.x, batch.ids).plan).backward(batch.pull)
+    end.combine(
+        end.dispatch(x, batch.ids).rows,
+        torch.ones_like(batch.gates),
+        end.dispatch(batch.x, batch.ids).plan,
+    ).backward(batch.pull)
     assert x.grad is not None
     return x.grad

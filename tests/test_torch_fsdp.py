@@ -20,7 +20,8 @@ import rollmesh as rm
 
 
 def fsdp_rank(rank: int, store: str) -> None:
-    """Two steps of two ranks over Gloo, each with its half of the batch: the generator of rank 0 records, all ranks recompute."""
+    """Two steps of two ranks over Gloo, each with its half of the batch: the generator of rank 0
+    records, all ranks recompute."""
     from torch import distributed
     from torch.distributed.fsdp import fully_shard
 
@@ -39,17 +40,25 @@ def fsdp_rank(rank: int, store: str) -> None:
                 whole = scored(alone, batch).logprobs
                 halves = copy.copy(batch)
                 rows = slice(3 * rank, 3 * rank + 3)
-                halves.ids, halves.mask, halves.wanted = batch.ids[rows], batch.mask[rows], batch.wanted[rows]
+                halves.ids, halves.mask, halves.wanted = (
+                    batch.ids[rows],
+                    batch.mask[rows],
+                    batch.wanted[rows],
+                )
                 mine = scored(model, halves).logprobs
                 assert (mine == whole[rows]).all()
                 if version == 0:
                     assert (batch.of(scored(alone, batch)) == batch.recorded).all()
-                (2 * (mine * halves.wanted[:, 1:]).sum()).backward()  # FSDP takes the mean of its ranks
+                (
+                    2 * (mine * halves.wanted[:, 1:]).sum()
+                ).backward()  # FSDP takes the mean of its ranks
                 (whole * batch.wanted[:, 1:]).sum().backward()
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-                for (name, shard), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+                for (name, shard), other in zip(
+                    model.named_parameters(), alone.parameters(), strict=True
+                ):
                     full = shard.full_tensor()
                     assert (full - other).norm() <= 1e-2 * other.norm(), name
                     with torch.no_grad():
@@ -71,7 +80,8 @@ SHARDED = """
 
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     for around in (False, True):
-        model, alone = (rm.torch.patch(helpers.hf_model(helpers.CASES_BY_NAME["dense"])) for _ in range(2))
+        models = [helpers.hf_model(helpers.CASES_BY_NAME["dense"]) for _ in range(2)]
+        model, alone = map(rm.torch.patch, models)
         whole = fully_shard(torch.nn.Sequential(model) if around else model)
         for _ in range(3):
             got, want = (m(torch.tensor([[1, 2, 3]])).logits for m in (whole, alone))
@@ -86,8 +96,14 @@ SHARDED = """
 
 
 def test_a_model_sharded_as_a_whole_follows_its_weights() -> None:
-    """Its layers are not sharded by themselves. FSDP2 gathers weights into memory that may be where an earlier pass had it, uncounted."""
-    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(SHARDED)], cwd=Path(__file__).parent, capture_output=True, text=True)
+    """Its layers are not sharded by themselves. FSDP2 gathers weights into memory that may be where
+    an earlier pass had it, uncounted."""
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SHARDED)],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
     assert ran.stdout == "OK\n", ran.stderr
 
 
@@ -103,7 +119,9 @@ def test_fsdp2(tmp_path: Path) -> None:
         for r in range(2)
     ]
     said = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)] == [(0, "OK\n")] * 2
+    assert [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)] == [
+        (0, "OK\n")
+    ] * 2
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The differentiable ops of rollmesh.torch.functions.
 
-Input: random float32 tensors. Oracles: rollmesh.ops for the forward pass, in bits; the same op in plain torch in float64 for values and
-gradients. Bounds: 0 differing bits; 1e-6 of a tensor's norm. bfloat16: gradients of the float32 op on the rounded input, to 2 %.
+Input: random float32 tensors. Oracles: rollmesh.ops for the forward pass, in bits; the same op in
+plain torch in float64 for values and gradients. Bounds: 0 differing bits; 1e-6 of a tensor's norm.
+bfloat16: gradients of the float32 op on the rounded input, to 2 %.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ EPS = 1e-5
 class Case:
     """ours and plain: the same function of `inputs`, by rollmesh and by torch in any dtype."""
 
-    def __init__(self, ours: Callable[..., Any], plain: Callable[..., Any], *shapes: tuple[int, ...]):
+    def __init__(
+        self, ours: Callable[..., Any], plain: Callable[..., Any], *shapes: tuple[int, ...]
+    ):
         self.ours, self.plain, self.shapes = ours, plain, shapes
 
 
@@ -57,11 +60,19 @@ def plain_attention(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: Head
             return torch.cat([a * c - b * s, b * c + a * s], -1)
 
         groups = heads.num_heads // heads.num_kv_heads
-        q, k, v = turned(q, q_weight), turned(k, k_weight).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        q, k, v = (
+            turned(q, q_weight),
+            turned(k, k_weight).repeat_interleave(groups, 1),
+            v.repeat_interleave(groups, 1),
+        )
         away = torch.arange(n)[:, None] - torch.arange(n)
         live = (away >= 0) & ((away < heads.window) if heads.window else True)
         scores = torch.einsum("qhd,khd->hqk", q, k) * heads.scale
-        out.append(torch.einsum("hqk,khd->qhd", torch.softmax(scores.masked_fill(~live, -torch.inf), -1), v).reshape(n, -1))
+        out.append(
+            torch.einsum(
+                "hqk,khd->qhd", torch.softmax(scores.masked_fill(~live, -torch.inf), -1), v
+            ).reshape(n, -1)
+        )
     return torch.cat(out)
 
 
@@ -69,7 +80,13 @@ BIAS = torch.linspace(0.3, -0.3, EXPERTS)  # large enough to change choices
 
 
 def plain_moe(
-    x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, renormalize: bool, bias: Tensor | None = None, act: Any = F.silu
+    x: Tensor,
+    router: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    renormalize: bool,
+    bias: Tensor | None = None,
+    act: Any = F.silu,
 ) -> Tensor:
     scores = torch.softmax(x @ router.t(), -1)
     ids = (scores if bias is None else scores + bias).topk(TOP_K, -1).indices
@@ -98,49 +115,82 @@ def logprobs_at(temperature: float) -> Case:
         assert made.entropy is not None
         return torch.stack([made.logprobs, made.entropy])
 
-    return Case(ours, lambda x, w: plain_logprobs(x, w, temperature), (ROWS, HIDDEN), (VOCAB, HIDDEN))
+    return Case(
+        ours, lambda x, w: plain_logprobs(x, w, temperature), (ROWS, HIDDEN), (VOCAB, HIDDEN)
+    )
 
 
 def kept_tokens() -> Tensor:
     """[ROWS, 6]: each row's target among one to six tokens."""
-    rows = [[(target + 31 * i) % VOCAB if i <= row % 6 else -1 for i in range(6)] for row, target in enumerate(targets().tolist())]
-    return torch.tensor([row[1 : 1 + i % 6] + row[:1] + row[1 + i % 6 :] for i, row in enumerate(rows)])
+    rows = [
+        [(target + 31 * i) % VOCAB if i <= row % 6 else -1 for i in range(6)]
+        for row, target in enumerate(targets().tolist())
+    ]
+    return torch.tensor(
+        [row[1 : 1 + i % 6] + row[:1] + row[1 + i % 6 :] for i, row in enumerate(rows)]
+    )
 
 
 def logprobs_among(temperature: float) -> Case:
     """Of the tokens that filters kept."""
 
     def ours(x: Tensor, weight: Tensor) -> Tensor:
-        made = functions.token_logprobs(x, weight, targets(), kept_tokens=kept_tokens(), temperature=temperature, entropy=True)
+        made = functions.token_logprobs(
+            x, weight, targets(), kept_tokens=kept_tokens(), temperature=temperature, entropy=True
+        )
         assert made.entropy is not None
         return torch.stack([made.logprobs, made.entropy])
 
     def plain(x: Tensor, weight: Tensor) -> Tensor:
         found = []
-        for row, target, kept in zip(x @ weight.t() / temperature, targets().tolist(), kept_tokens(), strict=True):
+        for row, target, kept in zip(
+            x @ weight.t() / temperature, targets().tolist(), kept_tokens(), strict=True
+        ):
             among = kept[kept >= 0]
             log_p = torch.log_softmax(row[among], -1)
-            found.append(torch.stack([log_p[among.tolist().index(target)], -(log_p.exp() * log_p).sum()]))
+            found.append(
+                torch.stack([log_p[among.tolist().index(target)], -(log_p.exp() * log_p).sum()])
+            )
         return torch.stack(found, 1)
 
     return Case(ours, plain, (ROWS, HIDDEN), (VOCAB, HIDDEN))
 
 
-ACTS: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu2": lambda x: F.relu(x) ** 2}
+ACTS: dict[str, Any] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x) ** 2,
+}
 
 
 def swiglu_with(activation: str) -> Case:
     act = ACTS[activation]
     ours = partial(functions.swiglu, activation=activation)
-    return Case(ours, lambda x, g, u: act(x @ g.t()) * (x @ u.t()), (ROWS, HIDDEN), (INNER, HIDDEN), (INNER, HIDDEN))
+    return Case(
+        ours,
+        lambda x, g, u: act(x @ g.t()) * (x @ u.t()),
+        (ROWS, HIDDEN),
+        (INNER, HIDDEN),
+        (INNER, HIDDEN),
+    )
 
 
 def moe_with(renormalize: bool, bias: Tensor | None = None, activation: str = "silu") -> Case:
     def ours(*inputs: Tensor) -> Tensor:
-        return functions.moe(*inputs, top_k=TOP_K, renormalize=renormalize, bias=bias, activation=activation).out
+        return functions.moe(
+            *inputs, top_k=TOP_K, renormalize=renormalize, bias=bias, activation=activation
+        ).out
 
-    shapes = (ROWS, HIDDEN), (EXPERTS, HIDDEN), (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
-    return Case(ours, lambda *inputs: plain_moe(*inputs, renormalize, bias, ACTS[activation]), *shapes)
+    shapes = (
+        (ROWS, HIDDEN),
+        (EXPERTS, HIDDEN),
+        (EXPERTS, 2 * INNER, HIDDEN),
+        (EXPERTS, HIDDEN, INNER),
+    )
+    return Case(
+        ours, lambda *inputs: plain_moe(*inputs, renormalize, bias, ACTS[activation]), *shapes
+    )
 
 
 def attention_with(window: int) -> Case:
@@ -150,17 +200,43 @@ def attention_with(window: int) -> Case:
         table = rope(str(qkv.dtype).removeprefix("torch."))
         return functions.attention(qkv, q_weight, k_weight, table, sequences(), heads)
 
-    return Case(ours, lambda *inputs: plain_attention(*inputs, heads), (ROWS, sum(HEADS.widths)), (HEADS.head_dim,), (HEADS.head_dim,))
+    return Case(
+        ours,
+        lambda *inputs: plain_attention(*inputs, heads),
+        (ROWS, sum(HEADS.widths)),
+        (HEADS.head_dim,),
+        (HEADS.head_dim,),
+    )
 
 
 CASES = {
-    "embedding": Case(lambda w: functions.embedding(targets() % 7, w, w.dtype), lambda w: w[targets() % 7], (7, HIDDEN)),
+    "embedding": Case(
+        lambda w: functions.embedding(targets() % 7, w, w.dtype),
+        lambda w: w[targets() % 7],
+        (7, HIDDEN),
+    ),
     "linear": Case(functions.linear, lambda x, w: x @ w.t(), (ROWS, HIDDEN), (INNER, HIDDEN)),
     "linear of three": Case(
-        functions.linear, lambda x, *w: x @ torch.cat(w).t(), (ROWS, HIDDEN), (INNER, HIDDEN), (5, HIDDEN), (17, HIDDEN)
+        functions.linear,
+        lambda x, *w: x @ torch.cat(w).t(),
+        (ROWS, HIDDEN),
+        (INNER, HIDDEN),
+        (5, HIDDEN),
+        (17, HIDDEN),
     ),
-    "linear with bias": Case(lambda x, w, b: functions.linear(x, w, bias=b), F.linear, (ROWS, HIDDEN), (INNER, HIDDEN), (INNER,)),
-    "rms_norm": Case(lambda x, w: functions.rms_norm(x, w, EPS), lambda x, w: F.rms_norm(x, (HIDDEN,), w, EPS), (ROWS, HIDDEN), (HIDDEN,)),
+    "linear with bias": Case(
+        lambda x, w, b: functions.linear(x, w, bias=b),
+        F.linear,
+        (ROWS, HIDDEN),
+        (INNER, HIDDEN),
+        (INNER,),
+    ),
+    "rms_norm": Case(
+        lambda x, w: functions.rms_norm(x, w, EPS),
+        lambda x, w: F.rms_norm(x, (HIDDEN,), w, EPS),
+        (ROWS, HIDDEN),
+        (HIDDEN,),
+    ),
     "add_rms_norm": Case(
         lambda r, x, w: torch.cat(functions.add_rms_norm(r, x, w, EPS)),
         lambda r, x, w: torch.cat([F.rms_norm(r + x, (HIDDEN,), w, EPS), r + x]),
@@ -175,7 +251,10 @@ CASES = {
     "swiglu, gelu": swiglu_with("gelu"),
     "swiglu, gelu by tanh": swiglu_with("gelu_tanh"),
     "swiglu, relu2": swiglu_with("relu2"),
-    **{f"activate, {name}": Case(partial(functions.activate, activation=name), act, (ROWS, INNER)) for name, act in ACTS.items()},
+    **{
+        f"activate, {name}": Case(partial(functions.activate, activation=name), act, (ROWS, INNER))
+        for name, act in ACTS.items()
+    },
     "moe": moe_with(True),
     "moe, raw gates": moe_with(False),
     "moe, router bias": moe_with(True, BIAS),
@@ -192,13 +271,18 @@ CASES = {
 def drawn(case: Case, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 and i else 1) for i, shape in enumerate(case.shapes)
+        torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 and i else 1)
+        for i, shape in enumerate(case.shapes)
     ]
 
 
-def gradients(function: Callable[..., Tensor], inputs: list[Tensor], dtypes: list[torch.dtype]) -> tuple[Tensor, list[Tensor]]:
+def gradients(
+    function: Callable[..., Tensor], inputs: list[Tensor], dtypes: list[torch.dtype]
+) -> tuple[Tensor, list[Tensor]]:
     """The output, and the gradients of a fixed weighting of it."""
-    leaves = [x.detach().to(dtype).requires_grad_() for x, dtype in zip(inputs, dtypes, strict=True)]
+    leaves = [
+        x.detach().to(dtype).requires_grad_() for x, dtype in zip(inputs, dtypes, strict=True)
+    ]
     out = function(*leaves)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     return out.detach(), list(torch.autograd.grad(out, leaves, upstream.to(out.dtype)))
@@ -221,7 +305,8 @@ def test_values_and_gradients_in_float32(name: str) -> None:
 @pytest.mark.parametrize("masters", [False, True], ids=["bfloat16", "float32 masters"])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "embedding"])
 def test_gradients_in_bfloat16(name: str, masters: bool) -> None:
-    """Their dtypes are those of what they belong to, and they are the gradients at the rounded values."""
+    """Their dtypes are those of what they belong to, and they are the gradients at the rounded
+    values."""
     case = CASES[name]
     inputs = [x.bfloat16().float() for x in drawn(case)]
     activations = 2 if name in ("add_rms_norm", "add") else 1
@@ -234,9 +319,11 @@ def test_gradients_in_bfloat16(name: str, masters: bool) -> None:
         assert apart(mine, plain) < 0.02, f"gradient {i}"
 
 
-# ---------------------------------------------------------------------------------------------- bits of the forward pass
+# ----------------------------------------------------------------------- bits of the forward pass
 def words(x: Tensor) -> Any:
-    return x.detach().view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.detach().numpy()
+    return (
+        x.detach().view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.detach().numpy()
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -254,7 +341,9 @@ def test_forward_passes_have_the_bits_of_the_ops(dtype: str) -> None:
     routing = ops.router(words(x), experts[0], EXPERTS, TOP_K)
     sent, group_rows, place = ops.permute(words(x), routing.ids, EXPERTS)
     inner = ops.gemm_swiglu(sent, experts[1], INNER, group_rows=group_rows)
-    mixed = ops.combine(ops.gemm(inner, experts[2], HIDDEN, group_rows=group_rows), place, *routing, EXPERTS)
+    mixed = ops.combine(
+        ops.gemm(inner, experts[2], HIDDEN, group_rows=group_rows), place, *routing, EXPERTS
+    )
     head = ops.lm_head(words(x), packed, VOCAB, targets=targets().int().numpy())
     want = {
         "linear": ops.gemm(words(x), packed, VOCAB),
@@ -285,19 +374,31 @@ def test_logprobs_of_any_temperature_are_those_a_sampler_records() -> None:
     for temperature in (0.3, 1.0, 1.7):
         params = [ops.SampleParams(temperature=temperature, forced=int(t)) for t in targets()]
         want = ops.sample(head.logits, head.stats, params).sampling_logprobs
-        assert (functions.token_logprobs(x, weight, targets(), temperature=temperature).logprobs.numpy() == want).all()
+        assert (
+            functions.token_logprobs(x, weight, targets(), temperature=temperature).logprobs.numpy()
+            == want
+        ).all()
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 9}, {"top_k": 200, "top_p": 0.7}, {"top_k": 50, "top_p": 0.9, "min_p": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "filters",
+    [{"top_k": 9}, {"top_k": 200, "top_p": 0.7}, {"top_k": 50, "top_p": 0.9, "min_p": 0.1}],
+    ids=str,
+)
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_logprobs_of_kept_tokens_are_those_a_sampler_records(temperature: float, filters: dict[str, Any]) -> None:
+def test_logprobs_of_kept_tokens_are_those_a_sampler_records(
+    temperature: float, filters: dict[str, Any]
+) -> None:
     """What the filters keep: the tokens that, if forced, are not impossible."""
     x, weight = drawn(CASES["lm_head"])
     head = ops.lm_head(words(x), ops.pack(weight.numpy(), dtype="float32"), VOCAB)
     assert head.logits is not None
     forced = [
         ops.sample(
-            head.logits, head.stats, ops.SampleParams(temperature, **filters), forced=np.full(ROWS, token, np.int32)
+            head.logits,
+            head.stats,
+            ops.SampleParams(temperature, **filters),
+            forced=np.full(ROWS, token, np.int32),
         ).sampling_logprobs
         for token in range(VOCAB)
     ]
@@ -308,7 +409,9 @@ def test_logprobs_of_kept_tokens_are_those_a_sampler_records(temperature: float,
         kept[row, : len(tokens)] = tokens.flip(0)
     for place in range(int((kept >= 0).sum(1).min())):
         target = kept[:, place]
-        made = functions.token_logprobs(x, weight, target, kept_tokens=kept, temperature=temperature)
+        made = functions.token_logprobs(
+            x, weight, target, kept_tokens=kept, temperature=temperature
+        )
         assert (made.logprobs == logprobs.gather(1, target[:, None])[:, 0]).all()
 
 
@@ -320,7 +423,9 @@ def test_tokens_that_no_sampler_draws_have_a_number_and_a_gradient() -> None:
     want, want_gradients = gradients(case.plain, [x, weight], [torch.float64] * 2)
     assert got[0].min() < -1000
     assert apart(got, want) < 1e-6
-    assert all(apart(mine, plain) < 1e-6 for mine, plain in zip(got_gradients, want_gradients, strict=True))
+    assert all(
+        apart(mine, plain) < 1e-6 for mine, plain in zip(got_gradients, want_gradients, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["token_logprobs", "token_logprobs of kept tokens"])
@@ -338,8 +443,11 @@ def test_logits_in_chunks_and_computed_again(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["attention", "attention in a window"])
-def test_long_sequences_have_the_gradients_of_short_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above a length the backward pass is torch's attention; and less room for scores cuts the batch."""
+def test_long_sequences_have_the_gradients_of_short_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above a length the backward pass is torch's attention; and less room for scores cuts the
+    batch."""
     case, inputs = CASES[name], drawn(CASES[name])
     want = gradients(case.plain, inputs, [torch.float64] * 3)[1]
     for limit, value in (("SHORT", 0), ("SHORT", 256), ("SCORES_AT_ONCE", 1)):
@@ -348,7 +456,7 @@ def test_long_sequences_have_the_gradients_of_short_ones(name: str, monkeypatch:
         assert all(apart(a, b) < 1e-6 for a, b in zip(got, want, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------- sequences
+# -------------------------------------------------------------------------------------- sequences
 def test_a_batch_and_its_rows() -> None:
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     rows = Sequences.of_batch((4, 4), mask)
@@ -362,7 +470,9 @@ def test_a_batch_and_its_rows() -> None:
     assert last.lengths.tolist() == [2, 1, 3]
     packed = Sequences.of_batch((1, 6), None, torch.tensor([[0, 1, 2, 0, 0, 1]]))
     assert packed.lengths.tolist() == [3, 1, 2]
-    left = Sequences.of_batch((2, 3), torch.tensor([[0, 1, 1], [1, 1, 1]]), torch.tensor([[1, 0, 1], [0, 1, 2]]))
+    left = Sequences.of_batch(
+        (2, 3), torch.tensor([[0, 1, 1], [1, 1, 1]]), torch.tensor([[1, 0, 1], [0, 1, 2]])
+    )
     assert left.lengths.tolist() == [2, 3]
 
 
@@ -375,16 +485,23 @@ def test_a_batch_and_its_rows() -> None:
         (None, [[3, 4, 5]], rm.RequestError, r"position_ids: expected 0 at \[0, 0\].*got 3"),
         ([[1, 1]], None, rm.ShapeError, r"attention_mask: expected shape \(1, 3\), got \(1, 2\)"),
         ([[[1, 1, 1]]], None, rm.ShapeError, "attention_mask: expected 2 dims.*got 3"),
-        (None, [[0.0, 1.0, 2.0]], rm.UnsupportedTensorError, "position_ids: expected a torch tensor of integers"),
+        (
+            None,
+            [[0.0, 1.0, 2.0]],
+            rm.UnsupportedTensorError,
+            "position_ids: expected a torch tensor of integers",
+        ),
     ],
 )
-def test_batches_that_are_refused(mask: Any, positions: Any, error: type[Exception], words: str) -> None:
+def test_batches_that_are_refused(
+    mask: Any, positions: Any, error: type[Exception], words: str
+) -> None:
     tensors = [None if given is None else torch.tensor(given) for given in (mask, positions)]
     with pytest.raises(error, match=words):
         Sequences.of_batch((1, 3), *tensors)
 
 
-# ---------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------- refusals
 def f32(*shape: int) -> Tensor:
     return torch.ones(shape)
 
@@ -400,24 +517,50 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         rm.ShapeError,
         r"x: expected shape \[rows, width\], got \(1, 2, 8\)",
     ),
-    "x that is an array": (lambda: functions.linear(np.ones((2, 8)), f32(4, 8)), rm.UnsupportedTensorError, "got a ndarray"),  # type: ignore[arg-type]
-    "columns": (lambda: functions.linear(f32(2, 8), f32(4, 7)), rm.ShapeError, "weight: expected 8 columns"),
+    "x that is an array": (
+        lambda: functions.linear(np.ones((2, 8)), f32(4, 8)),
+        rm.UnsupportedTensorError,
+        "got a ndarray",
+    ),  # type: ignore[arg-type]
+    "columns": (
+        lambda: functions.linear(f32(2, 8), f32(4, 7)),
+        rm.ShapeError,
+        "weight: expected 8 columns",
+    ),
     "weight of integers": (
         lambda: functions.linear(f32(2, 8), torch.ones(4, 8, dtype=torch.int32)),
         rm.DTypeError,
         "weight: .*got torch.int32",
     ),
-    "bias": (lambda: functions.linear(f32(2, 8), f32(4, 8), bias=f32(3)), rm.ShapeError, "bias: expected 4 elements, got 3"),
-    "norm": (lambda: functions.rms_norm(f32(2, 8), f32(7), EPS), rm.ShapeError, "weight: expected 8 elements, got 7"),
-    "residual": (lambda: functions.add(f32(2, 8), f32(2, 7)), rm.ShapeError, r"x: expected shape \[rows, 8\], got \(2, 7\)"),
-    "gate and up": (lambda: functions.swiglu(f32(2, 8), f32(4, 8), f32(5, 8)), rm.ShapeError, "up: expected 4 rows"),
+    "bias": (
+        lambda: functions.linear(f32(2, 8), f32(4, 8), bias=f32(3)),
+        rm.ShapeError,
+        "bias: expected 4 elements, got 3",
+    ),
+    "norm": (
+        lambda: functions.rms_norm(f32(2, 8), f32(7), EPS),
+        rm.ShapeError,
+        "weight: expected 8 elements, got 7",
+    ),
+    "residual": (
+        lambda: functions.add(f32(2, 8), f32(2, 7)),
+        rm.ShapeError,
+        r"x: expected shape \[rows, 8\], got \(2, 7\)",
+    ),
+    "gate and up": (
+        lambda: functions.swiglu(f32(2, 8), f32(4, 8), f32(5, 8)),
+        rm.ShapeError,
+        "up: expected 4 rows",
+    ),
     "experts": (
         lambda: functions.moe(f32(2, 8), f32(4, 8), f32(4, 5, 8), f32(4, 8, 3), top_k=2),
         rm.ShapeError,
         r"gate_up: expected shape \(4, 6, 8\)",
     ),
     "router bias": (
-        lambda: functions.moe(f32(2, 8), f32(4, 8), f32(4, 6, 8), f32(4, 8, 3), top_k=2, bias=f32(3)),
+        lambda: functions.moe(
+            f32(2, 8), f32(4, 8), f32(4, 6, 8), f32(4, 8, 3), top_k=2, bias=f32(3)
+        ),
         rm.ShapeError,
         r"bias: expected torch.float32 of shape \(4,\), got torch.float32 of shape \(3,\)",
     ),
@@ -426,7 +569,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         rm.ShapeError,
         "qkv: expected 11 rows",
     ),
-    "a target": (lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1, 4])), rm.RequestError, r"in \[0, 4\), got 1 to 4"),
+    "a target": (
+        lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1, 4])),
+        rm.RequestError,
+        r"in \[0, 4\), got 1 to 4",
+    ),
     "targets": (
         lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1])),
         rm.ShapeError,
@@ -438,47 +585,65 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"targets: expected integers of shape \(1,\), got torch.complex64 of shape \(1,\)",
     ),
     "kept tokens": (
-        lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1, 1]), kept_tokens=torch.ones(2, 2)),
+        lambda: functions.token_logprobs(
+            f32(2, 8), f32(4, 8), torch.tensor([1, 1]), kept_tokens=torch.ones(2, 2)
+        ),
         rm.ShapeError,
         r"kept_tokens: expected integers of shape \(2, k\), got torch.float32 of shape \(2, 2\)",
     ),
     "rows of kept tokens": (
-        lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1, 1]), kept_tokens=torch.tensor([[1]])),
+        lambda: functions.token_logprobs(
+            f32(2, 8), f32(4, 8), torch.tensor([1, 1]), kept_tokens=torch.tensor([[1]])
+        ),
         rm.ShapeError,
         "kept_tokens: expected 2 rows, one for each target, got 1",
     ),
     "a kept token": (
-        lambda: functions.token_logprobs(f32(1, 8), f32(4, 8), torch.tensor([1]), kept_tokens=torch.tensor([[1, 4]])),
+        lambda: functions.token_logprobs(
+            f32(1, 8), f32(4, 8), torch.tensor([1]), kept_tokens=torch.tensor([[1, 4]])
+        ),
         rm.RequestError,
         r"kept_tokens: expected tokens in \[0, 4\), or -1 for none, got 1 to 4",
     ),
     "a token kept twice": (
-        lambda: functions.token_logprobs(f32(1, 8), f32(4, 8), torch.tensor([1]), kept_tokens=torch.tensor([[1, 2, 2]])),
+        lambda: functions.token_logprobs(
+            f32(1, 8), f32(4, 8), torch.tensor([1]), kept_tokens=torch.tensor([[1, 2, 2]])
+        ),
         rm.RequestError,
         r"kept_tokens: expected each token of row 0 once, got \[1, 2, 2\]",
     ),
     "a kept token of more than 32 bits": (
-        lambda: functions.token_logprobs(f32(1, 8), f32(4, 8), torch.tensor([1]), kept_tokens=torch.tensor([[1, 2 + 2**32]])),
+        lambda: functions.token_logprobs(
+            f32(1, 8), f32(4, 8), torch.tensor([1]), kept_tokens=torch.tensor([[1, 2 + 2**32]])
+        ),
         rm.RequestError,
         r"kept_tokens: expected tokens in \[0, 4\), or -1 for none, got 1 to 4294967298",
     ),
     "a mask of kept tokens": (
-        lambda: functions.token_logprobs(f32(1, 8), f32(4, 8), torch.tensor([1]), kept_tokens=torch.tensor([[False, True]])),
+        lambda: functions.token_logprobs(
+            f32(1, 8), f32(4, 8), torch.tensor([1]), kept_tokens=torch.tensor([[False, True]])
+        ),
         rm.ShapeError,
         r"kept_tokens: expected integers of shape \(1, k\), got torch.bool of shape \(1, 2\)",
     ),
     "a target that was not kept": (
-        lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1, 3]), kept_tokens=torch.tensor([[1, -1], [0, 1]])),
+        lambda: functions.token_logprobs(
+            f32(2, 8), f32(4, 8), torch.tensor([1, 3]), kept_tokens=torch.tensor([[1, -1], [0, 1]])
+        ),
         rm.RequestError,
         r"kept_tokens: expected token 3 of row 1 among them, got \[0, 1\]",
     ),
     "temperature": (
-        lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1, 1]), temperature=0.0),
+        lambda: functions.token_logprobs(
+            f32(2, 8), f32(4, 8), torch.tensor([1, 1]), temperature=0.0
+        ),
         rm.RequestError,
         "temperature: .*got 0.0",
     ),
     "a temperature that is 0 as a float32": (
-        lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1, 1]), temperature=1e-50),
+        lambda: functions.token_logprobs(
+            f32(2, 8), f32(4, 8), torch.tensor([1, 1]), temperature=1e-50
+        ),
         rm.RequestError,
         "temperature: .*got 1e-50",
     ),
@@ -493,7 +658,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "logits of row 0 of 2 are not finite",
     ),
     "keys that are not finite": (
-        lambda: functions.attention(f32(ROWS, 128) * torch.inf, f32(16), f32(16), rope(), sequences(), HEADS),
+        lambda: functions.attention(
+            f32(ROWS, 128) * torch.inf, f32(16), f32(16), rope(), sequences(), HEADS
+        ),
         rm.NumericsError,
         "keys or values of row 0 of 11 are not finite",
     ),

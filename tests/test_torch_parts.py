@@ -1,8 +1,8 @@
 """rollmesh.torch.patch takes a model whose parts are exactly those that its config makes.
 
 Input: the models of helpers.py with one change, made before patch or after a first pass. Oracle:
-the same model unpatched. Each change is a ConfigError that names the part, or has no effect on logits
-(1e-3 of the largest, where a change rounds weights). Bound of what must not differ: 0 bits.
+the same model unpatched. Each change is a ConfigError that names the part, or has no effect on
+logits (1e-3 of the largest, where a change rounds weights). Bound of what must not differ: 0 bits.
 """
 
 from __future__ import annotations
@@ -312,7 +312,8 @@ def test_a_class_or_function_that_is_not_transformers(monkeypatch: pytest.Monkey
     model.config._attn_implementation = "of_this_test"
     with pytest.raises(
         rm.ConfigError,
-        match=r"_attn_implementation: expected one of transformers' own functions, got 'of_this_test'",
+        match=r"_attn_implementation: expected one of transformers' own functions, got "
+        r"'of_this_test'",
     ):
         model(IDS)
 
@@ -557,7 +558,7 @@ SMALL = {
 }
 
 
-# --------------------------------------------------------------------------------------------- push
+# ------------------------------------------------------------------------------------------- push
 OTHER_GENERATORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "eps": ({"rms_norm_eps": 1e-3}, {}, "rms_norm_eps=1e-06 and 0.001"),
     "theta": (
@@ -620,7 +621,8 @@ def test_a_push_where_nothing_that_matters_differs() -> None:
 ROPES = {
     "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
     "longrope": {
-        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
         "original_max_position_embeddings": 16, "factor": 4.0,
     },
 }  # fmt: skip

@@ -1,8 +1,9 @@
 """rollmesh.torch.patch: the forward pass of a transformers model is the generator's.
 
-Input: the models of helpers.py, their prompts, and completions that a generator draws. Oracles: what the generator recorded, in bits;
-transformers' own forward and backward pass in float32. Bounds: 0 differing bits; 1e-3 of a gradient's norm, and 1e-4 where nothing but
-the order of sums differs.
+Input: the models of helpers.py, their prompts, and completions that a generator draws. Oracles:
+what the generator recorded, in bits; transformers' own forward and backward pass in float32.
+Bounds: 0 differing bits; 1e-3 of a gradient's norm, and 1e-4 where nothing but the order of sums
+differs.
 """
 
 from __future__ import annotations
@@ -27,18 +28,29 @@ import rollmesh as rm
 from rollmesh.torch import Scored
 
 DENSE, MOE = helpers.CASES_BY_NAME["dense"], helpers.CASES_BY_NAME["moe"]
-pefts = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 on transformers 5.23
+pefts = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # peft 0.21 on transformers 5.23
 FAMILIES = [pytest.param(DENSE, id="dense"), pytest.param(MOE, id="moe")]
 DTYPES = ["float32", "bfloat16"]
 
 
 def model_of(case: helpers.Case, dtype: str = "float32", seed: int | None = None) -> Any:
     """As a trainer has it: float32 weights, whatever the forward pass computes in."""
-    return rm.torch.patch(helpers.hf_model(case, "float32", seed).eval().requires_grad_(), dtype=dtype, max_model_len=case.max_model_len)
+    return rm.torch.patch(
+        helpers.hf_model(case, "float32", seed).eval().requires_grad_(),
+        dtype=dtype,
+        max_model_len=case.max_model_len,
+    )
 
 
 def generator_of(case: helpers.Case, dtype: str = "float32", **options: Any) -> rm.Generator:
-    limits = {"max_model_len": case.max_model_len, "max_num_seqs": 16, "kv_cache_gib": 0.05, "threads": 2}
+    limits = {
+        "max_model_len": case.max_model_len,
+        "max_num_seqs": 16,
+        "kv_cache_gib": 0.05,
+        "threads": 2,
+    }
     return rm.Generator(rm.ModelSpec.from_hf(case.config), dtype=dtype, **{**limits, **options})
 
 
@@ -59,7 +71,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Any, rm
 
 
 class Batch:
-    """Completions as a trainer has them: `left` pads every second sequence on the left, the others on the right."""
+    """Completions as a trainer has them: `left` pads every second sequence on the left, the others
+    on the right."""
 
     def __init__(self, outputs: list[rm.RequestOutput], left: bool = True):
         pairs = [(list(o.prompt_token_ids), s) for o in outputs for s in o.outputs]
@@ -68,7 +81,10 @@ class Batch:
         self.recorded = np.concatenate([np.asarray(s.sampling_logprobs) for s in self.completions])
         most = max(map(len, self.sequences))
         self.ids = torch.full((len(pairs), most), 7)
-        self.mask, self.wanted = torch.zeros_like(self.ids), torch.zeros_like(self.ids, dtype=torch.bool)
+        self.mask, self.wanted = (
+            torch.zeros_like(self.ids),
+            torch.zeros_like(self.ids, dtype=torch.bool),
+        )
         for i, ((prompt, _), tokens) in enumerate(zip(pairs, self.sequences, strict=True)):
             at = most - len(tokens) if left and i % 2 else 0
             self.ids[i, at : at + len(tokens)] = torch.tensor(tokens)
@@ -80,16 +96,26 @@ class Batch:
         return scored.logprobs[self.wanted[:, 1:]].detach().numpy()
 
 
-def drawn(generator: rm.Generator, case: helpers.Case, temperature: float = 1.0, tokens: int = 20, seed: int = 3) -> Batch:
-    params = rm.SamplingParams(n=2, max_tokens=tokens, temperature=temperature, seed=seed, ignore_eos=True)
-    return Batch(generator.generate(helpers.prompts(case.config, (1, 5, 33)), params, use_tqdm=False))
+def drawn(
+    generator: rm.Generator,
+    case: helpers.Case,
+    temperature: float = 1.0,
+    tokens: int = 20,
+    seed: int = 3,
+) -> Batch:
+    params = rm.SamplingParams(
+        n=2, max_tokens=tokens, temperature=temperature, seed=seed, ignore_eos=True
+    )
+    return Batch(
+        generator.generate(helpers.prompts(case.config, (1, 5, 33)), params, use_tqdm=False)
+    )
 
 
 def scored(model: Any, batch: Batch, **options: Any) -> Scored:
     return rm.torch.logprobs(model, batch.ids, batch.mask, wanted=batch.wanted, **options)
 
 
-# ---------------------------------------------------------------------------------------------- bits
+# ------------------------------------------------------------------------------------------- bits
 QUICK = ("dense", "moe", "tied_bias", "moe_mlp_only", "window_40")
 
 
@@ -99,9 +125,16 @@ def is_patchable(case: helpers.Case) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", some([c for c in helpers.CASES if is_patchable(c)], lambda c: c.name in QUICK), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    some([c for c in helpers.CASES if is_patchable(c)], lambda c: c.name in QUICK),
+    ids=lambda case: case.name,
+)
 def test_logprobs_are_those_of_the_rollout(
-    pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case, dtype: str, request: pytest.FixtureRequest
+    pair: Callable[..., tuple[Any, rm.Generator]],
+    case: helpers.Case,
+    dtype: str,
+    request: pytest.FixtureRequest,
 ) -> None:
     model, generator = pair(case, dtype)
     tokens = min(20, case.max_model_len - 33)
@@ -110,7 +143,10 @@ def test_logprobs_are_those_of_the_rollout(
         got = scored(model, batch, temperature=temperature, routed_experts=True)
         assert (batch.of(got) == batch.recorded).all()
         for row, mask, sample in zip(
-            got.routed_experts if got.routed_experts is not None else (), batch.mask, batch.completions, strict=False
+            got.routed_experts if got.routed_experts is not None else (),
+            batch.mask,
+            batch.completions,
+            strict=False,
         ):
             assert (row[mask.bool()][:-1].numpy() == sample.routed_experts).all()
     lines = request.config.stash.setdefault(SUMMARY, [])
@@ -122,7 +158,8 @@ def test_logprobs_are_those_of_the_rollout(
 def test_nothing_but_weights_and_tokens_changes_a_bit(
     pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case, dtype: str
 ) -> None:
-    """Padding, packing, order, grad mode, checkpointing, threads, instruction sets, the prompt's logprobs, and how the rollout was made."""
+    """Padding, packing, order, grad mode, checkpointing, threads, instruction sets, the prompt's
+    logprobs, and how the rollout was made."""
     model, generator = pair(case, dtype, max_num_batched_tokens=16, enable_prefix_caching=True)
     batch = drawn(generator, case, tokens=30)
     want = scored(model, batch)
@@ -130,7 +167,10 @@ def test_nothing_but_weights_and_tokens_changes_a_bit(
     everything = rm.torch.logprobs(model, batch.ids, batch.mask).logprobs
 
     params = rm.SamplingParams(n=2, max_tokens=30, seed=3, ignore_eos=True)
-    right = Batch(generator.generate(helpers.prompts(case.config, (1, 5, 33)), params, use_tqdm=False), left=False)
+    right = Batch(
+        generator.generate(helpers.prompts(case.config, (1, 5, 33)), params, use_tqdm=False),
+        left=False,
+    )
     assert (right.recorded == batch.recorded).all()
     assert (right.of(scored(model, right)) == batch.recorded).all()
     packed = torch.tensor([[token for sequence in batch.sequences for token in sequence]])
@@ -145,8 +185,14 @@ def test_nothing_but_weights_and_tokens_changes_a_bit(
         assert (scored(model, batch).logprobs == want.logprobs).all()
     with torch.inference_mode():
         assert (scored(model, batch).logprobs == want.logprobs).all()
-    for options in ({"threads": 1}, {"threads": 3}, *({"isa": isa} for isa in rm.ops.available_isas())):
-        other = rm.torch.patch(copy.deepcopy(rm.torch.unpatch(copy.deepcopy(model))), dtype=dtype, **options)
+    for options in (
+        {"threads": 1},
+        {"threads": 3},
+        *({"isa": isa} for isa in rm.ops.available_isas()),
+    ):
+        other = rm.torch.patch(
+            copy.deepcopy(rm.torch.unpatch(copy.deepcopy(model))), dtype=dtype, **options
+        )
         assert (scored(other, batch).logprobs == want.logprobs).all()
     score = generator.score([list(map(int, s)) for s in batch.sequences])
     for row, (mask, sequence) in enumerate(zip(batch.mask.bool(), score, strict=True)):
@@ -173,7 +219,7 @@ def test_a_mesh_gives_what_the_trainer_gives() -> None:
             assert (batch.of(scored(model, batch)) == batch.recorded).all()
 
 
-# ---------------------------------------------------------------------------------------------- gradients
+# -------------------------------------------------------------------------------------- gradients
 def gradients(model: Any, batch: Batch, loss: Callable[[Any], Tensor]) -> dict[str, Tensor]:
     model.zero_grad()
     loss(model).backward()
@@ -182,7 +228,9 @@ def gradients(model: Any, batch: Batch, loss: Callable[[Any], Tensor]) -> dict[s
 
 def plain_logprobs(model: Any, batch: Batch) -> Tensor:
     positions = (batch.mask.cumsum(1) - 1).clamp(min=0)
-    logits = model(batch.ids, attention_mask=batch.mask, position_ids=positions, use_cache=False).logits.float()
+    logits = model(
+        batch.ids, attention_mask=batch.mask, position_ids=positions, use_cache=False
+    ).logits.float()
     return logits[:, :-1].log_softmax(-1).gather(-1, batch.ids[:, 1:, None])[..., 0]
 
 
@@ -193,7 +241,9 @@ def weighted(logprobs: Tensor, batch: Batch) -> Tensor:
 
 def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     assert got.keys() == want.keys()
-    return max(float((got[name] - want[name]).norm() / want[name].norm().clamp(min=1e-12)) for name in want)
+    return max(
+        float((got[name] - want[name]).norm() / want[name].norm().clamp(min=1e-12)) for name in want
+    )
 
 
 GRADIENT_CASES = (
@@ -210,7 +260,9 @@ GRADIENT_CASES = (
 
 
 @pytest.mark.parametrize("name", GRADIENT_CASES)
-def test_gradients_are_transformers(pair: Callable[..., tuple[Any, rm.Generator]], name: str) -> None:
+def test_gradients_are_transformers(
+    pair: Callable[..., tuple[Any, rm.Generator]], name: str
+) -> None:
     case = helpers.CASES_BY_NAME[name]
     model, generator = pair(case)
     batch, plain = drawn(generator, case), rm.torch.unpatch(copy.deepcopy(model))
@@ -220,7 +272,9 @@ def test_gradients_are_transformers(pair: Callable[..., tuple[Any, rm.Generator]
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_a_loss_of_logits(pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case) -> None:
+def test_a_loss_of_logits(
+    pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case
+) -> None:
     """transformers' own loss of labels, on logits of a patched model."""
     model, generator = pair(case)
     batch, plain = drawn(generator, case), rm.torch.unpatch(copy.deepcopy(model))
@@ -245,9 +299,11 @@ def test_the_padding_token_has_no_gradient_in_the_embedding() -> None:
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_bfloat16_on_float32_masters(pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case) -> None:
-    """Gradients are float32, and those of the float32 model but for what bfloat16 rounds. Experts may be chosen otherwise, so only a dense
-    model is held to a bound."""
+def test_bfloat16_on_float32_masters(
+    pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case
+) -> None:
+    """Gradients are float32, and those of the float32 model but for what bfloat16 rounds. Experts
+    may be chosen otherwise, so only a dense model is held to a bound."""
     model, generator = pair(case, "bfloat16")
     batch, plain = drawn(generator, case), rm.torch.unpatch(copy.deepcopy(model))
     got = gradients(model, batch, lambda m: weighted(scored(m, batch).logprobs, batch))
@@ -258,9 +314,13 @@ def test_bfloat16_on_float32_masters(pair: Callable[..., tuple[Any, rm.Generator
         assert worst(got, want) < 0.1
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning"
+)
 @pytest.mark.parametrize("case", FAMILIES)
-def test_checkpointing_and_accumulation(pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case) -> None:
+def test_checkpointing_and_accumulation(
+    pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case
+) -> None:
     model, generator = pair(case)
     batch = drawn(generator, case)
     want = gradients(model, batch, lambda m: weighted(scored(m, batch).logprobs, batch))
@@ -274,7 +334,9 @@ def test_checkpointing_and_accumulation(pair: Callable[..., tuple[Any, rm.Genera
     for rows in (slice(0, 2), slice(2, None)):
         part = copy.copy(batch)
         part.ids, part.mask, part.wanted = batch.ids[rows], batch.mask[rows], batch.wanted[rows]
-        weights = torch.linspace(-1, 1, batch.wanted[:, 1:].numel()).view_as(batch.wanted[:, 1:])[rows]
+        weights = torch.linspace(-1, 1, batch.wanted[:, 1:].numel()).view_as(batch.wanted[:, 1:])[
+            rows
+        ]
         (scored(model, part).logprobs * weights * part.wanted[:, 1:]).sum().backward()
     assert worst({name: p.grad for name, p in model.named_parameters()}, want) < 1e-5
 
@@ -308,8 +370,8 @@ def test_checkpointing_of_a_shared_expert_that_is_scaled(reentrant: bool) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_autocast(case: helpers.Case, dtype: str) -> None:
-    """The forward pass, and the backward pass inside and outside of it: the bits of the same without autocast. 300 tokens take another
-    backward pass of attention."""
+    """The forward pass, and the backward pass inside and outside of it: the bits of the same
+    without autocast. 300 tokens take another backward pass of attention."""
     model = model_of(case, dtype)
     for ids in (IDS, torch.arange(300)[None] % 151):
 
@@ -336,21 +398,39 @@ def test_autocast(case: helpers.Case, dtype: str) -> None:
 def test_logprobs_of_kept_tokens_are_those_of_the_rollout(
     pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case, dtype: str
 ) -> None:
-    """Under filters, and before and after an update of the weights: the ratio is of two distributions over the recorded tokens."""
+    """Under filters, and before and after an update of the weights: the ratio is of two
+    distributions over the recorded tokens."""
     model, generator = pair(case, dtype, max_num_batched_tokens=16)
     prompts = helpers.prompts(case.config, (1, 5, 33))
-    for temperature, filters in ((1.0, {"top_k": 20, "top_p": 0.9}), (0.7, {"top_k": 50, "min_p": 0.05}), (1.3, {"top_k": 7})):
-        params = rm.SamplingParams(n=2, max_tokens=20, temperature=temperature, seed=3, ignore_eos=True, kept_tokens=True, **filters)
+    for temperature, filters in (
+        (1.0, {"top_k": 20, "top_p": 0.9}),
+        (0.7, {"top_k": 50, "min_p": 0.05}),
+        (1.3, {"top_k": 7}),
+    ):
+        params = rm.SamplingParams(
+            n=2,
+            max_tokens=20,
+            temperature=temperature,
+            seed=3,
+            ignore_eos=True,
+            kept_tokens=True,
+            **filters,
+        )
         batch = Batch(generator.generate(prompts, params, use_tqdm=False))
         kept = torch.from_numpy(np.concatenate([s.kept_tokens for s in batch.completions]))
         got = scored(model, batch, temperature=temperature, kept_tokens=kept, entropy=True)
         assert (batch.of(got) == batch.recorded).all()
         logits = model(batch.ids, attention_mask=batch.mask).logits[:, :-1][batch.wanted[:, 1:]]
-        among = torch.full_like(logits, -torch.inf).scatter(1, kept.clamp(min=0).long(), 0.0) + logits / temperature
+        among = (
+            torch.full_like(logits, -torch.inf).scatter(1, kept.clamp(min=0).long(), 0.0)
+            + logits / temperature
+        )
         among[:, 0].masked_fill_(~(kept == 0).any(1), -torch.inf)
         p = among.softmax(-1)
         assert got.entropy is not None
-        assert torch.allclose(got.entropy[batch.wanted[:, 1:]], torch.special.entr(p).sum(-1), rtol=1e-4, atol=1e-5)
+        assert torch.allclose(
+            got.entropy[batch.wanted[:, 1:]], torch.special.entr(p).sum(-1), rtol=1e-4, atol=1e-5
+        )
     step(model, batch)
     later = batch.of(scored(model, batch, temperature=temperature, kept_tokens=kept))
     assert np.isfinite(later).all()
@@ -367,9 +447,11 @@ def test_entropy(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
     assert torch.allclose(got.entropy[batch.wanted[:, 1:]], want, rtol=1e-5, atol=1e-6)
 
 
-# ---------------------------------------------------------------------------------------------- weights
+# ---------------------------------------------------------------------------------------- weights
 def step(model: Any, batch: Batch, parameters: Any = None) -> None:
-    optimizer = torch.optim.AdamW(list(model.parameters() if parameters is None else parameters), lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        list(model.parameters() if parameters is None else parameters), lr=1e-2
+    )
     weighted(scored(model, batch).logprobs, batch).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -378,7 +460,10 @@ def step(model: Any, batch: Batch, parameters: Any = None) -> None:
 def test_parts_that_are_copied_or_replaced(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
     model, _ = pair(MOE)
     want = rm.torch.logprobs(model, IDS, routed_experts=True)
-    model.lm_head, model.model.layers[0] = copy.deepcopy(model.lm_head), copy.deepcopy(model.model.layers[0])
+    model.lm_head, model.model.layers[0] = (
+        copy.deepcopy(model.lm_head),
+        copy.deepcopy(model.model.layers[0]),
+    )
     got = rm.torch.logprobs(model, IDS, routed_experts=True)
     assert (got.logprobs == want.logprobs).all()
     assert want.routed_experts is not None
@@ -386,7 +471,10 @@ def test_parts_that_are_copied_or_replaced(pair: Callable[..., tuple[Any, rm.Gen
     assert (got.routed_experts == want.routed_experts).all()
     model.lm_head = torch.nn.Linear(64, 151, bias=False)
     for call in (lambda: model(IDS), lambda: rm.torch.logprobs(model, IDS)):
-        with pytest.raises(rm.StateError, match="expected its parts as patch left them, got a Linear that is not patched"):
+        with pytest.raises(
+            rm.StateError,
+            match="expected its parts as patch left them, got a Linear that is not patched",
+        ):
             call()
 
 
@@ -397,21 +485,27 @@ def test_two_threads(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
     logits, logprobs = model(ids).logits, rm.torch.logprobs(model, ids).logprobs
     with ThreadPoolExecutor(2) as pool, torch.no_grad():
         for _ in range(10):
-            forward, scores = pool.submit(lambda: model(ids).logits), pool.submit(lambda: rm.torch.logprobs(model, ids).logprobs)
+            forward, scores = (
+                pool.submit(lambda: model(ids).logits),
+                pool.submit(lambda: rm.torch.logprobs(model, ids).logprobs),
+            )
             assert (forward.result() == logits).all()
             assert (scores.result() == logprobs).all()
 
 
 def test_inference_first_and_inputs_that_require_grad() -> None:
-    """What a pass in inference mode has made is not kept for training. transformers' hook on the embedding fires, which checkpointing of
-    the reentrant kind needs where the embedding does not learn."""
+    """What a pass in inference mode has made is not kept for training. transformers' hook on the
+    embedding fires, which checkpointing of the reentrant kind needs where the embedding does not
+    learn."""
     model = model_of(DENSE)
     with torch.inference_mode():
         rm.torch.logprobs(model, IDS)
     model.model.embed_tokens.requires_grad_(False)
     model.enable_input_require_grads()
     seen = []
-    model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].requires_grad))
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].requires_grad)
+    )
     rm.torch.logprobs(model, IDS).logprobs.sum().backward()
     assert seen == [True]
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
@@ -429,7 +523,9 @@ def test_a_copy_and_the_way_back(pair: Callable[..., tuple[Any, rm.Generator]]) 
     assert (copied(ids).logits == patched).all()
     assert (rm.torch.unpatch(copied)(ids).logits == want).all()
     assert type(copied.model.layers[0]) is type(plain.model.layers[0])
-    assert [type(m).__name__ for m in model.modules()] == [type(m).__name__ for m in plain.modules()]
+    assert [type(m).__name__ for m in model.modules()] == [
+        type(m).__name__ for m in plain.modules()
+    ]
     assert list(model.state_dict()) == list(plain.state_dict())
 
 
@@ -454,7 +550,12 @@ def test_a_model_that_is_saved_whole_and_loaded_by_another_process(tmp_path: Pat
     model = rm.torch.patch(helpers.hf_model(MOE).requires_grad_(), dtype="bfloat16", threads=2)
     want = rm.torch.logprobs(model, IDS).logprobs
     torch.save(model, tmp_path / "model.pt")
-    loaded = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path / "model.pt")], capture_output=True, text=True, timeout=240)
+    loaded = subprocess.run(
+        [sys.executable, "-c", LOAD, str(tmp_path / "model.pt")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert loaded.returncode == 0, loaded.stderr
     first, stepped, again = ast.literal_eval(loaded.stdout)
     assert first == want.tolist()
@@ -464,26 +565,37 @@ def test_a_model_that_is_saved_whole_and_loaded_by_another_process(tmp_path: Pat
 @pefts
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("name", ["moe", "tied_bias"])
-def test_saved_checkpoints_are_those_of_a_plain_model(name: str, adapters: bool, tmp_path: Path) -> None:
+def test_saved_checkpoints_are_those_of_a_plain_model(
+    name: str, adapters: bool, tmp_path: Path
+) -> None:
     model = helpers.hf_model(helpers.CASES_BY_NAME[name])
     if adapters:
         peft = pytest.importorskip("peft")
-        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"]))
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"])
+        )
     model.save_pretrained(tmp_path / "plain")
     rm.torch.patch(model).save_pretrained(tmp_path / "patched")
-    plain, patched = ({path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()} for folder in ("plain", "patched"))
+    plain, patched = (
+        {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
+        for folder in ("plain", "patched")
+    )
     assert plain == patched
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo, of its own accesses
-def test_compile_leaves_the_patched_parts_as_they_are(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # dynamo, of its own accesses
+def test_compile_leaves_the_patched_parts_as_they_are(
+    pair: Callable[..., tuple[Any, rm.Generator]],
+) -> None:
     model, _ = pair(DENSE)
     ids = torch.tensor([[1, 2, 3, 4]])
     want = model(ids).logits
     assert (torch.compile(model, backend="eager")(ids).logits == want).all()
 
 
-# ---------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------- refusals
 IDS = torch.tensor([[1, 2, 3]])
 
 
@@ -518,56 +630,141 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         rm.ConfigError,
         "expected a transformers LlamaForCausalLM .*got a Linear",
     ),
-    "not patched": (lambda m: rm.torch.unpatch(helpers.hf_model(DENSE)), rm.StateError, "expected a patched model"),
+    "not patched": (
+        lambda m: rm.torch.unpatch(helpers.hf_model(DENSE)),
+        rm.StateError,
+        "expected a patched model",
+    ),
     "a push of one not patched": (
         lambda m: rm.torch.push(helpers.hf_model(DENSE), "generator"),
         rm.StateError,
-        r"call rollmesh.torch.patch first, or generator.sync_weights\(model.state_dict\(\), cast=True\)",
+        r"call rollmesh.torch.patch first, or generator.sync_weights\(model.state_dict\(\), "
+        r"cast=True\)",
     ),
-    "dtype": (lambda m: rm.torch.patch(helpers.hf_model(DENSE), dtype="float16"), rm.ConfigError, "dtype: expected .*float16"),
-    "isa": (lambda m: rm.torch.patch(helpers.hf_model(DENSE), isa="sse"), rm.ConfigError, "isa: expected .*sse"),
-    "threads": (lambda m: rm.torch.patch(helpers.hf_model(DENSE), threads=0), rm.ConfigError, "threads: expected .*0"),
-    "a cache": (lambda m: m(IDS, use_cache=True), rm.ConfigError, "use_cache: expected none with a patched model, got True; generate with"),
-    "generate": (lambda m: m.generate(IDS, max_new_tokens=2), rm.ConfigError, "generate with a rollmesh generator"),
-    "embeddings": (lambda m: m(inputs_embeds=torch.ones(1, 2, 64)), rm.ConfigError, "inputs_embeds: expected none"),
-    "hidden states": (lambda m: m(IDS, output_hidden_states=True), rm.ConfigError, "output_hidden_states: expected none"),
-    "a mask of 4 dims": (lambda m: m(IDS, attention_mask=torch.ones(1, 1, 3, 3)), rm.ShapeError, "attention_mask: expected 2 dims"),
-    "one sequence": (lambda m: m(IDS[0]), rm.ShapeError, r"input_ids: expected a tensor \[batch, tokens\], got \(3,\)"),
-    "a token": (lambda m: m(torch.tensor([[1, 151]])), rm.RequestError, r"input_ids: expected tokens in \[0, 151\), got 1 to 151"),
+    "dtype": (
+        lambda m: rm.torch.patch(helpers.hf_model(DENSE), dtype="float16"),
+        rm.ConfigError,
+        "dtype: expected .*float16",
+    ),
+    "isa": (
+        lambda m: rm.torch.patch(helpers.hf_model(DENSE), isa="sse"),
+        rm.ConfigError,
+        "isa: expected .*sse",
+    ),
+    "threads": (
+        lambda m: rm.torch.patch(helpers.hf_model(DENSE), threads=0),
+        rm.ConfigError,
+        "threads: expected .*0",
+    ),
+    "a cache": (
+        lambda m: m(IDS, use_cache=True),
+        rm.ConfigError,
+        "use_cache: expected none with a patched model, got True; generate with",
+    ),
+    "generate": (
+        lambda m: m.generate(IDS, max_new_tokens=2),
+        rm.ConfigError,
+        "generate with a rollmesh generator",
+    ),
+    "embeddings": (
+        lambda m: m(inputs_embeds=torch.ones(1, 2, 64)),
+        rm.ConfigError,
+        "inputs_embeds: expected none",
+    ),
+    "hidden states": (
+        lambda m: m(IDS, output_hidden_states=True),
+        rm.ConfigError,
+        "output_hidden_states: expected none",
+    ),
+    "a mask of 4 dims": (
+        lambda m: m(IDS, attention_mask=torch.ones(1, 1, 3, 3)),
+        rm.ShapeError,
+        "attention_mask: expected 2 dims",
+    ),
+    "one sequence": (
+        lambda m: m(IDS[0]),
+        rm.ShapeError,
+        r"input_ids: expected a tensor \[batch, tokens\], got \(3,\)",
+    ),
+    "a token": (
+        lambda m: m(torch.tensor([[1, 151]])),
+        rm.RequestError,
+        r"input_ids: expected tokens in \[0, 151\), got 1 to 151",
+    ),
     "floats": (
         lambda m: rm.torch.logprobs(m, IDS.float()),
         rm.DTypeError,
         "input_ids: expected torch.int64 or torch.int32, got torch.float32",
     ),
     **{
-        f"a bias of {of}": (patch_with_bias(of), rm.ConfigError, rf"{of}.bias: expected none, as the config says")
+        f"a bias of {of}": (
+            patch_with_bias(of),
+            rm.ConfigError,
+            rf"{of}.bias: expected none, as the config says",
+        )
         for of in ("lm_head", "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.o_proj")
     },
-    "too long": (lambda m: m(torch.ones(1, 1200, dtype=torch.long)), rm.LimitError, "at most 1100 tokens .*got one of 1200"),
+    "too long": (
+        lambda m: m(torch.ones(1, 1200, dtype=torch.long)),
+        rm.LimitError,
+        "at most 1100 tokens .*got one of 1200",
+    ),
     "one token": (lambda m: rm.torch.logprobs(m, IDS[:, :1]), rm.RequestError, "at least 2 tokens"),
-    "wanted": (lambda m: rm.torch.logprobs(m, IDS, wanted=IDS[:, 1:]), rm.ShapeError, r"wanted: expected a tensor of shape \(1, 3\)"),
-    "temperature": (lambda m: rm.torch.logprobs(m, IDS, temperature=-1), rm.RequestError, "temperature: expected .*-1"),
+    "wanted": (
+        lambda m: rm.torch.logprobs(m, IDS, wanted=IDS[:, 1:]),
+        rm.ShapeError,
+        r"wanted: expected a tensor of shape \(1, 3\)",
+    ),
+    "temperature": (
+        lambda m: rm.torch.logprobs(m, IDS, temperature=-1),
+        rm.RequestError,
+        "temperature: expected .*-1",
+    ),
     "kept tokens": (
         lambda m: rm.torch.logprobs(m, IDS, kept_tokens=torch.ones(3, 1, dtype=torch.int32)),
         rm.ShapeError,
         "kept_tokens: expected 2 rows, one for each target, got 3",
     ),
-    "a layer by itself": (lambda m: m.model.layers[0](torch.ones(1, 3, 64)), rm.StateError, "called by its model"),
-    "a generator": (lambda m: rm.torch.push(m, "generator"), rm.UnsupportedTensorError, "expected a rollmesh.Generator, got a str"),
-    "dropout": (lambda m: in_training(attention_dropout=0.5)(IDS), rm.ConfigError, "attention_dropout: expected 0 in training, got 0.5"),
+    "a layer by itself": (
+        lambda m: m.model.layers[0](torch.ones(1, 3, 64)),
+        rm.StateError,
+        "called by its model",
+    ),
+    "a generator": (
+        lambda m: rm.torch.push(m, "generator"),
+        rm.UnsupportedTensorError,
+        "expected a rollmesh.Generator, got a str",
+    ),
+    "dropout": (
+        lambda m: in_training(attention_dropout=0.5)(IDS),
+        rm.ConfigError,
+        "attention_dropout: expected 0 in training, got 0.5",
+    ),
     "another scale": (
         patch_with("model.layers.1.self_attn", "scaling", 0.5),
         rm.ConfigError,
         r"layers.1.self_attn.scaling: expected 0.\d+, as the config says, got 0.5",
     ),
-    "another eps": (patch_with("model.norm", "variance_epsilon", 0.5), rm.ConfigError, "norm.variance_epsilon: .*got 0.5"),
-    "a config changed later": (patch_with("", "rms_norm_eps", 0.5), rm.ConfigError, "variance_epsilon: expected 0.5, as the config says"),
+    "another eps": (
+        patch_with("model.norm", "variance_epsilon", 0.5),
+        rm.ConfigError,
+        "norm.variance_epsilon: .*got 0.5",
+    ),
+    "a config changed later": (
+        patch_with("", "rms_norm_eps", 0.5),
+        rm.ConfigError,
+        "variance_epsilon: expected 0.5, as the config says",
+    ),
     "another act_fn": (
         patch_with("model.layers.0.mlp", "act_fn", torch.nn.ReLU()),
         rm.ConfigError,
         "layers.0.mlp.act_fn: expected a .*SiLUActivation, as the config says, got a .*ReLU",
     ),
-    "an activation": (lambda m: rm.torch.patch(helpers.hf_model(DENSE, hidden_act="relu")), rm.ConfigError, "hidden_act: .*got 'relu'"),
+    "an activation": (
+        lambda m: rm.torch.patch(helpers.hf_model(DENSE, hidden_act="relu")),
+        rm.ConfigError,
+        "hidden_act: .*got 'relu'",
+    ),
 }
 
 
@@ -589,7 +786,11 @@ def test_weights_that_are_not_finite(pair: Callable[..., tuple[Any, rm.Generator
         kept = weight[3, 2, 1].clone()
         weight[3, 2, 1] = torch.nan
     for _ in range(2):
-        with pytest.raises(rm.NonFiniteError, match=r"weight: expected finite numbers in float32, got a NaN or an infinity at \[3, 2, 1\]"):
+        with pytest.raises(
+            rm.NonFiniteError,
+            match=r"weight: expected finite numbers in float32, got a NaN or an infinity at \[3, "
+            r"2, 1\]",
+        ):
             model(IDS)
     with torch.no_grad():
         weight[3, 2, 1] = kept

@@ -1,8 +1,9 @@
 """The weights of a patched model: every forward pass computes with those that the model has then.
 
 Input: the models of test_torch_patch.py; writes of every kind, with and without torch's version
-counter; syncs, sleep and close of the generator in the middle of a pass. Oracle: a copy of the model
-that is patched after the write, or the same pass when nothing disturbs it. Bound: 0 differing bits.
+counter; syncs, sleep and close of the generator in the middle of a pass. Oracle: a copy of the
+model that is patched after the write, or the same pass when nothing disturbs it. Bound: 0 differing
+bits.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def fresh(model: Any) -> Tensor:
     return computed(rm.torch.patch(rm.torch.unpatch(copy.deepcopy(model))))
 
 
-# ------------------------------------------------------------------------------------------- writes
+# ----------------------------------------------------------------------------------------- writes
 def down(model: Any) -> Any:
     return model.model.layers[0].mlp.down_proj
 
@@ -239,7 +240,7 @@ def test_a_push_after_each_step(pair: Pair, case: helpers.Case) -> None:
     assert (batch.of(scored(model, batch)) == batch.recorded).all()
 
 
-# -------------------------------------------------------------------------- in the middle of a pass
+# ------------------------------------------------------------------------ in the middle of a pass
 def synced_and_pushed(model: Any, generator: rm.Generator) -> None:
     """The generator ends up serving the model's weights again, in the memory of before."""
     for _ in range(2):

@@ -1,9 +1,12 @@
-"""One rank of rollmesh under vllm.LLM gives the bits of rm.Generator: tokens, logprobs, top logprobs, prompt logprobs.
+"""One rank of rollmesh under vllm.LLM gives the bits of rm.Generator: tokens, logprobs, top
+logprobs, prompt logprobs.
 
-Input: tiny models, requests of every kind (vllm_support.mixed) that vLLM cuts into steps of at most 32 tokens and 6 sequences.
-Oracle: rm.Generator with the same weights, which schedules by itself. Bound: 0 differing bits, ranks and ends the same. What vLLM did
-(chunks, prefix hits, preemptions) is seen in what its scheduler sent, so that a test cannot pass by never meeting its case.
-Settings go through both dtypes, models, resume protocols and ways to schedule; each has one engine for all its tests.
+Input: tiny models, requests of every kind (vllm_support.mixed) that vLLM cuts into steps of at most
+32 tokens and 6 sequences. Oracle: rm.Generator with the same weights, which schedules by itself.
+Bound: 0 differing bits, ranks and ends the same. What vLLM did (chunks, prefix hits, preemptions)
+is seen in what its scheduler sent, so that a test cannot pass by never meeting its case. Settings
+go through both dtypes, models, resume protocols and ways to schedule; each has one engine for all
+its tests.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ class Setting:
     asynchronous: bool  # a step is scheduled before the tokens of the last one are known
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.dtype}-{'v2' if self.v2 else 'v1'}-{'async' if self.asynchronous else 'sync'}"
+        runner, loop = "v2" if self.v2 else "v1", "async" if self.asynchronous else "sync"
+        return f"{self.model}-{self.dtype}-{runner}-{loop}"
 
 
 SETTINGS = (
@@ -41,27 +45,40 @@ SETTINGS = (
     Setting("moe", "bfloat16", True, True),
     Setting("dense", "float32", False, False),
 )
-FEW_BLOCKS = 16  # of 16 tokens, one of them vLLM's null block: less than two of the longest requests need
+FEW_BLOCKS = (
+    16  # of 16 tokens, one of them vLLM's null block: less than two of the longest requests need
+)
 
 
 @pytest.fixture(scope="module", params=SETTINGS, ids=str)
 def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    pytestconfig: pytest.Config,
 ) -> Iterator[support.Served]:
-    setting, options = request.param, {"async_scheduling": request.param.asynchronous, "num_gpu_blocks_override": FEW_BLOCKS}
+    setting, options = (
+        request.param,
+        {"async_scheduling": request.param.asynchronous, "num_gpu_blocks_override": FEW_BLOCKS},
+    )
 
     def loading(llm: Any) -> Any:
         return lambda weights, version: support.load(llm, weights)
 
     with support.served(setting, tmp_path_factory.mktemp("vllm"), loading, **options) as served:
-        assert served.llm.llm_engine.vllm_config.scheduler_config.async_scheduling == setting.asynchronous
+        assert (
+            served.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+            == setting.asynchronous
+        )
         yield served
-    pytestconfig.stash[SUMMARY].append(f"vllm, {setting}: {served.compared:,} tokens and logprobs compared, 0 differ")
+    pytestconfig.stash[SUMMARY].append(
+        f"vllm, {setting}: {served.compared:,} tokens and logprobs compared, 0 differ"
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_requests_of_every_kind(served: support.Served, seed: int) -> None:
-    """All at once: chunks of long prompts beside decodes, filters and counts of logprobs mixed in one step."""
+    """All at once: chunks of long prompts beside decodes, filters and counts of logprobs mixed in
+    one step."""
     trace = served.traced(support.mixed(served.setting.model, seed, 16))
     assert trace.chunks > 0
 
@@ -76,7 +93,13 @@ def test_one_after_another(served: support.Served) -> None:
 def test_prompts_of_lengths_around_pages_and_chunks(served: support.Served, length: int) -> None:
     prompt = [(7 * i + length) % 300 for i in range(length)]
     end = support.MAX_MODEL_LEN - length
-    served.hold([support.request(prompt, temperature=0.0, logprobs=2, prompt_logprobs=2, max_tokens=min(3, end))])
+    served.hold(
+        [
+            support.request(
+                prompt, temperature=0.0, logprobs=2, prompt_logprobs=2, max_tokens=min(3, end)
+            )
+        ]
+    )
     served.hold([support.request(prompt, seed=length, logprobs=2, max_tokens=min(20, end))])
 
 
@@ -84,15 +107,27 @@ def test_prefix_hits(served: support.Served) -> None:
     """A prompt that has been there: vLLM starts beyond its cached blocks."""
     prompt = list(range(60, 130))
     served.hold([support.request(prompt, temperature=0.0, logprobs=3)])
-    trace = served.traced([support.request([*prompt[:64], i], seed=i, logprobs=3) for i in range(4)])
+    trace = served.traced(
+        [support.request([*prompt[:64], i], seed=i, logprobs=3) for i in range(4)]
+    )
     assert trace.hits >= 3
-    assert served.traced([support.request(prompt[:48] + [299] * 20, temperature=0.0, logprobs=1)]).hits == 1
+    assert (
+        served.traced([support.request(prompt[:48] + [299] * 20, temperature=0.0, logprobs=1)]).hits
+        == 1
+    )
 
 
 def test_preemption(served: support.Served) -> None:
     """Six requests that together need three times the blocks there are."""
     requests = [
-        support.request([i * 11 + j for j in range(12)], seed=i, temperature=[0.0, 1.0][i % 2], logprobs=2, max_tokens=90) for i in range(6)
+        support.request(
+            [i * 11 + j for j in range(12)],
+            seed=i,
+            temperature=[0.0, 1.0][i % 2],
+            logprobs=2,
+            max_tokens=90,
+        )
+        for i in range(6)
     ]
     trace = served.traced(requests)
     assert trace.preempted > 0
@@ -102,15 +137,26 @@ def test_preemption(served: support.Served) -> None:
 def test_preemption_of_chunks(served: support.Served) -> None:
     """Long prompts that are thrown out before they are whole, prompt logprobs asked for."""
     requests = [
-        support.request([(i * 31 + j * j) % 300 for j in range(60)], seed=i, logprobs=1, prompt_logprobs=2, max_tokens=40) for i in range(6)
+        support.request(
+            [(i * 31 + j * j) % 300 for j in range(60)],
+            seed=i,
+            logprobs=1,
+            prompt_logprobs=2,
+            max_tokens=40,
+        )
+        for i in range(6)
     ]
     assert served.traced(requests).preempted > 0
 
 
 def test_an_update_without_a_cache_reset(served: support.Served) -> None:
-    """vLLM believes in its cached blocks, which hold the KV of other weights: no bit of them may be seen."""
+    """vLLM believes in its cached blocks, which hold the KV of other weights: no bit of them may be
+    seen."""
     prompt = list(range(200, 270))
-    requests = [support.request([*prompt, i], seed=i, logprobs=4, prompt_logprobs=[None, 1][i % 2]) for i in range(3)]
+    requests = [
+        support.request([*prompt, i], seed=i, logprobs=4, prompt_logprobs=[None, 1][i % 2])
+        for i in range(3)
+    ]
     served.hold(requests)
     for _ in range(3):
         served.push()
@@ -128,9 +174,15 @@ def test_cached_tokens_are_counted(served: support.Served) -> None:
 
 
 def test_an_update_while_requests_run(served: support.Served) -> None:
-    """Tokens of before stand; those after are what the new weights say to the whole text, as if it had been the prompt."""
+    """Tokens of before stand; those after are what the new weights say to the whole text, as if it
+    had been the prompt."""
     engine, old = served.llm.llm_engine, served.version
-    requests = [support.request([i + 1] * (5 + 20 * i), seed=i, temperature=[1.0, 0.0][i % 2], logprobs=2, max_tokens=40) for i in range(3)]
+    requests = [
+        support.request(
+            [i + 1] * (5 + 20 * i), seed=i, temperature=[1.0, 0.0][i % 2], logprobs=2, max_tokens=40
+        )
+        for i in range(3)
+    ]
     before = served.oracle.answers(requests)
     for i, request in enumerate(requests):
         engine.add_request(str(i), {"prompt_token_ids": list(request.prompt)}, request.theirs)
@@ -151,9 +203,13 @@ def test_an_update_while_requests_run(served: support.Served) -> None:
     assert served.version == old + 1
     for i, request in enumerate(requests):
         (got,), (first,) = done[i], before[i]
-        ahead = range(held[i], held[i] + (3 if served.setting.asynchronous else 1))  # a step or two may have been under way
+        ahead = range(
+            held[i], held[i] + (3 if served.setting.asynchronous else 1)
+        )  # a step or two may have been under way
         wanted = [support.continued(served.oracle, request, first, cut) for cut in ahead]
-        assert any(got.tokens == w.tokens and got.positions == w.positions for w in wanted), f"request {i}, cut at one of {list(ahead)}"
+        assert any(got.tokens == w.tokens and got.positions == w.positions for w in wanted), (
+            f"request {i}, cut at one of {list(ahead)}"
+        )
         assert first.tokens != got.tokens
         served.compared += len(got)
 
@@ -173,13 +229,20 @@ def test_aborted_requests_leave_nothing(served: support.Served) -> None:
 
 
 def test_sequences_that_reach_the_longest_length(served: support.Served) -> None:
-    served.hold([support.request([9] * n, seed=n, logprobs=1, max_tokens=500) for n in (1, 64, support.MAX_MODEL_LEN - 1)])
+    served.hold(
+        [
+            support.request([9] * n, seed=n, logprobs=1, max_tokens=500)
+            for n in (1, 64, support.MAX_MODEL_LEN - 1)
+        ]
+    )
 
 
 def test_the_whole_vocabulary_as_logprobs(served: support.Served) -> None:
     """-1 is vLLM's word for it."""
     request = support.request([3, 1, 4], logprobs=300, max_tokens=3)
-    (answer,) = support.generate(served.llm, [support.Request(request.prompt, {**request.settings, "logprobs": -1})])
+    (answer,) = support.generate(
+        served.llm, [support.Request(request.prompt, {**request.settings, "logprobs": -1})]
+    )
     support.agree([answer], served.oracle.answers([request]))
 
 
@@ -193,11 +256,21 @@ def test_routed_experts(v2: bool, tmp_path: Path) -> None:
     options = {"enable_return_routed_experts": True, "num_gpu_blocks_override": FEW_BLOCKS}
     with support.engine(tmp_path, "moe", "float32", v2, **options) as llm:
         support.load(llm, weights)
-        for requests in (support.mixed("moe", 1), support.mixed("moe", 1), [support.request([i] * 12, max_tokens=80) for i in range(6)]):
+        for requests in (
+            support.mixed("moe", 1),
+            support.mixed("moe", 1),
+            [support.request([i] * 12, max_tokens=80) for i in range(6)],
+        ):
             prompts = [list(request.prompt) for request in requests]
-            given = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], [r.theirs for r in requests], use_tqdm=False)
+            given = llm.generate(
+                [{"prompt_token_ids": prompt} for prompt in prompts],
+                [r.theirs for r in requests],
+                use_tqdm=False,
+            )
             wanted = oracle.generator.generate(prompts, [r.ours for r in requests], use_tqdm=False)
             for output, want in zip(given, wanted, strict=True):
-                for got, sample in zip(sorted(output.outputs, key=lambda one: one.index), want.outputs, strict=True):
+                for got, sample in zip(
+                    sorted(output.outputs, key=lambda one: one.index), want.outputs, strict=True
+                ):
                     assert np.array_equal(got.routed_experts, sample.routed_experts)
     oracle.close()

@@ -1,4 +1,5 @@
-"""Every model family under vllm.LLM gives the bits of rm.Generator (test_vllm_engine.py), from transformers' own config.json and names."""
+"""Every model family under vllm.LLM gives the bits of rm.Generator (test_vllm_engine.py), from
+transformers' own config.json and names."""
 
 from __future__ import annotations
 
@@ -16,12 +17,20 @@ pytest.importorskip("vllm", reason="needs vLLM")
 family_models = importlib.import_module("family_models")
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
-SIZES = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96, "intermediate_size": 80, "vocab_size": 300}
+SIZES = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "hidden_size": 96,
+    "intermediate_size": 80,
+    "vocab_size": 300,
+}
 QUICK = ("llama", "qwen2")
 LENGTHS = (1, 2, 15, 33, 64, 97)
 
 
-@pytest.mark.parametrize("family", [family if family in QUICK else full(family) for family in family_models.FAMILIES])
+@pytest.mark.parametrize(
+    "family", [family if family in QUICK else full(family) for family in family_models.FAMILIES]
+)
 def test_requests_of_every_kind(family: str, tmp_path: Path) -> None:
     model = family_models.draw(family, 600, **SIZES, tie_word_embeddings=False)
     weights = {name: x.numpy() for name, x in model.state.items()}
@@ -29,7 +38,9 @@ def test_requests_of_every_kind(family: str, tmp_path: Path) -> None:
     oracle = support.Oracle(family, "float32")
     oracle.serve(weights)
     with support.engine(tmp_path, family, "float32") as llm:
-        assert llm.llm_engine.vllm_config.model_config.architectures == [FAMILIES[family].architecture]
+        assert llm.llm_engine.vllm_config.model_config.architectures == [
+            FAMILIES[family].architecture
+        ]
         support.load(llm, weights)
         requests = support.mixed(family, 1, 12)
         with support.Trace(llm) as trace:

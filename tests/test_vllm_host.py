@@ -1,8 +1,9 @@
 """Logits edited on the host are those of vLLM's Sampler before temperature.
 
-Input: random logits and requests with random controls, several at once, that come and go over steps in any order, as they do in a
-batch. Oracle: vllm.v1.sample.sampler.Sampler.apply_logits_processors, with everything about it made anew in each step, behind
-xgrammar's own bitmask kernel; and for each control alone, its definition in plain Python. Bound: 0 differing bits.
+Input: random logits and requests with random controls, several at once, that come and go over steps
+in any order, as they do in a batch. Oracle: vllm.v1.sample.sampler.Sampler.apply_logits_processors,
+with everything about it made anew in each step, behind xgrammar's own bitmask kernel; and for each
+control alone, its definition in plain Python. Bound: 0 differing bits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ with warnings.catch_warnings():  # which are errors here, and vLLM's own
     import torch
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
-    from vllm.v1.sample.logits_processor import LogitsProcessor, build_logitsprocs, process_dict_updates
+    from vllm.v1.sample.logits_processor import (
+        LogitsProcessor,
+        build_logitsprocs,
+        process_dict_updates,
+    )
     from vllm.v1.sample.logits_processor.interface import BatchUpdate
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.sampler import Sampler
@@ -46,7 +51,11 @@ class Counting(LogitsProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self.rows, batch_update, lambda params, prompt, output: output if params.extra_args else None)
+        process_dict_updates(
+            self.rows,
+            batch_update,
+            lambda params, prompt, output: output if params.extra_args else None,
+        )
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         added = torch.zeros_like(logits)
@@ -84,7 +93,14 @@ def random_params(rng: np.random.Generator) -> SamplingParams:
         {"min_p": 0.3},  # the engine's: nothing may be done to it here
     ]
     chosen = rng.random(len(controls)) < 0.35
-    return SamplingParams(**{key: value for control, on in zip(controls, chosen) if on for key, value in control.items()})
+    return SamplingParams(
+        **{
+            key: value
+            for control, on in zip(controls, chosen)
+            if on
+            for key, value in control.items()
+        }
+    )
 
 
 def random_row(rng: np.random.Generator, name: str) -> HostRow:
@@ -94,9 +110,18 @@ def random_row(rng: np.random.Generator, name: str) -> HostRow:
 
 
 def stepped(rng: np.random.Generator, row: HostRow) -> HostRow:
-    """One token later, or one before when vLLM drops what was drawn; under a grammar with a bitmask of this step."""
-    output = row.output_ids[:-1] if rng.random() < 0.1 else [*row.output_ids, int(rng.integers(0, VOCAB))]
-    mask = rng.integers(-(2**31), 2**31, -(-VOCAB // 32)).astype(np.int32) if row.params.structured_outputs else None
+    """One token later, or one before when vLLM drops what was drawn; under a grammar with a bitmask
+    of this step."""
+    output = (
+        row.output_ids[:-1]
+        if rng.random() < 0.1
+        else [*row.output_ids, int(rng.integers(0, VOCAB))]
+    )
+    mask = (
+        rng.integers(-(2**31), 2**31, -(-VOCAB // 32)).astype(np.int32)
+        if row.params.structured_outputs
+        else None
+    )
     return HostRow(row.name, row.params, row.prompt_ids, output, mask)
 
 
@@ -112,7 +137,9 @@ def of_vllm(raw: np.ndarray, rows: list[HostRow], *processors: Any) -> np.ndarra
             masks[i] = rows[i].bitmask
         xgrammar.apply_token_bitmask_inplace(logits, torch.from_numpy(masks), indices=masked)
     made = build_logitsprocs(config(), torch.device("cpu"), False, False, list(processors))
-    added = [(i, row.params, row.prompt_ids.tolist(), list(row.output_ids)) for i, row in enumerate(rows)]
+    added = [
+        (i, row.params, row.prompt_ids.tolist(), list(row.output_ids)) for i, row in enumerate(rows)
+    ]
     for processor in made.all:
         processor.update_state(BatchUpdate(batch_size=len(rows), removed=[], added=added, moved=[]))
     allowed = torch.zeros(len(rows), VOCAB, dtype=torch.bool)
@@ -139,7 +166,11 @@ def of_vllm(raw: np.ndarray, rows: list[HostRow], *processors: Any) -> np.ndarra
         repetition_penalties=torch.tensor([row.params.repetition_penalty for row in rows]),
         output_token_ids=[list(row.output_ids) for row in rows],
         allowed_token_ids_mask=allowed,
-        bad_words_token_ids={i: row.params.bad_words_token_ids for i, row in enumerate(rows) if row.params.bad_words_token_ids},
+        bad_words_token_ids={
+            i: row.params.bad_words_token_ids
+            for i, row in enumerate(rows)
+            if row.params.bad_words_token_ids
+        },
         logitsprocs=made,
     )
     return Sampler().apply_logits_processors(logits, metadata, False).numpy()
@@ -161,29 +192,47 @@ def test_as_vllms_sampler(rng: np.random.Generator, round_: int) -> None:
             name = f"request {rng.integers(0, 40)}"  # a name may come again, for another request
             running[name] = random_row(rng, name)
         running = {name: stepped(rng, row) for name, row in running.items()}
-        rows = [running[name] for name in rng.permutation(list(running)) if rng.random() < 0.9]  # some sit a step out
+        rows = [
+            running[name] for name in rng.permutation(list(running)) if rng.random() < 0.9
+        ]  # some sit a step out
         if not rows:
             continue
-        raw, never_drawn = random_logits(rng, len(rows)), np.flatnonzero(rng.random(VOCAB) < rng.choice([0, 0.2])).astype(np.int32)
+        raw, never_drawn = (
+            random_logits(rng, len(rows)),
+            np.flatnonzero(rng.random(VOCAB) < rng.choice([0, 0.2])).astype(np.int32),
+        )
         before, hidden = raw.copy(), raw.copy()
         hidden[:, never_drawn] = -np.inf  # as compute_logits gives them to vLLM
         got, want = host.edit(raw, rows, never_drawn), of_vllm(hidden, rows, Counting)
         assert np.array_equal(raw, before)
-        assert np.array_equal(got.view(np.uint32), want.view(np.uint32)), f"step {step}, rows {np.flatnonzero((got != want).any(1))}"
+        assert np.array_equal(got.view(np.uint32), want.view(np.uint32)), (
+            f"step {step}, rows {np.flatnonzero((got != want).any(1))}"
+        )
 
 
 def test_a_grammar_ends_before_min_tokens(rng: np.random.Generator) -> None:
     """Where a grammar leaves the end only, min_tokens does not take that away too."""
     mask = np.zeros(3, np.int32)
     mask[9 // 32] = 1 << (9 % 32)
-    params = SamplingParams(min_tokens=5, stop_token_ids=[9], structured_outputs=StructuredOutputsParams(json_object=True))
+    params = SamplingParams(
+        min_tokens=5,
+        stop_token_ids=[9],
+        structured_outputs=StructuredOutputsParams(json_object=True),
+    )
     raw = random_logits(rng, 1)
-    rows = bitmask_rows(SimpleNamespace(structured_output_request_ids=["a"], grammar_bitmask=mask[None]))
-    got = HostLogits(config()).edit(raw, [HostRow("a", params, np.array([5], np.int32), [], rows["a"])])
+    rows = bitmask_rows(
+        SimpleNamespace(structured_output_request_ids=["a"], grammar_bitmask=mask[None])
+    )
+    got = HostLogits(config()).edit(
+        raw, [HostRow("a", params, np.array([5], np.int32), [], rows["a"])]
+    )
     assert np.flatnonzero(np.isfinite(got[0])).tolist() == [9]
     assert got[0, 9] == raw[0, 9]
 
 
 def test_a_processor_after_temperature_is_refused() -> None:
-    with pytest.raises(rm.ConfigError, match=r"AfterTemperature: expected is_argmax_invariant\(\) = False, got True"):
+    with pytest.raises(
+        rm.ConfigError,
+        match=r"AfterTemperature: expected is_argmax_invariant\(\) = False, got True",
+    ):
         HostLogits(config(AfterTemperature))

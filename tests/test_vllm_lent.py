@@ -1,12 +1,14 @@
-"""WeightSender(lend=True): a trainer's tensors on a GPU, read there by workers of vLLM's in other processes. By way of the simulated
-devices (test_cuda_loans.py), which end a process that frees memory which another has open. A worker in this process is on vLLM's base class
-of weight transfer engines, or on what stands in for it where vLLM is not installed, as ranks that are processes always are
-(test_vllm_plugin.py has the whole engine).
+"""WeightSender(lend=True): a trainer's tensors on a GPU, read there by workers of vLLM's in other
+processes. By way of the simulated devices (test_cuda_loans.py), which end a process that frees
+memory which another has open. A worker in this process is on vLLM's base class of weight transfer
+engines, or on what stands in for it where vLLM is not installed, as ranks that are processes always
+are (test_vllm_plugin.py has the whole engine).
 
-Oracle: the logits of a Generator on the CPU that was given the same weights. Bound: 0 differing bits.
+Oracle: the logits of a Generator on the CPU that was given the same weights. Bound: 0 differing
+bits.
 """
 
-# ruff: noqa: F401, F811 (fixtures of another file)
+# ruff: noqa: F401 (fixtures of another file)
 from __future__ import annotations
 
 import json
@@ -55,13 +57,20 @@ def state(seed: int) -> dict[str, np.ndarray]:
 @cache
 def bits(seed: int) -> bytes:
     """What a generator on the CPU gives with the weights of a seed."""
-    with rm.Generator(rm.ModelSpec.from_hf(CONFIG), dtype="float32", max_model_len=32, kv_cache_gib=0.002, threads=1) as generator:
+    with rm.Generator(
+        rm.ModelSpec.from_hf(CONFIG),
+        dtype="float32",
+        max_model_len=32,
+        kv_cache_gib=0.002,
+        threads=1,
+    ) as generator:
         generator.sync_weights(state(seed))
         return b"".join(logits.tobytes() for logits in generator.logits(PROMPTS))
 
 
 class Workers:
-    """A client of vLLM's four calls, and which weights should serve. `remotes` are trainers for it."""
+    """A client of vLLM's four calls, and which weights should serve. `remotes` are trainers for
+    it."""
 
     def __init__(self, client: Any, library: Path):
         self.client, self.seed, self.version, self._library = client, 0, 0, library
@@ -70,12 +79,15 @@ class Workers:
         sender.send(state(0), 0)
         self.hold()
 
-    def trainer(self, ordinal: int = 0, settings: dict[str, str] | None = None, **options: Any) -> Remote:
+    def trainer(
+        self, ordinal: int = 0, settings: dict[str, str] | None = None, **options: Any
+    ) -> Remote:
         self.remotes.append(Remote(self._library, ordinal, settings, **options))
         return self.remotes[-1]
 
     def push(self, remote: Remote, **how: Any) -> None:
-        """A set that is read where it lies; afterwards the trainer writes to its tensors and frees them."""
+        """A set that is read where it lies; afterwards the trainer writes to its tensors and frees
+        them."""
         self.seed, self.version = (self.seed + 1) % 3, self.version + 1
         remote.send(self.client, CONFIG, self.seed, self.version, **how)
         assert remote.do("alive") == 0
@@ -119,7 +131,9 @@ def two(standin: None, simt_library: Path) -> Iterator[Workers]:
 
 
 @pytest.fixture
-def workers(request: pytest.FixtureRequest, standin: None, library: Path) -> Iterator[Callable[..., Workers]]:
+def workers(
+    request: pytest.FixtureRequest, standin: None, library: Path
+) -> Iterator[Callable[..., Workers]]:
     """One in this process; the two of this file; or two that end with the test."""
     made: list[Workers] = []
 
@@ -129,7 +143,12 @@ def workers(request: pytest.FixtureRequest, standin: None, library: Path) -> Ite
         if world > 1 and not to_the_end:
             made.append(request.getfixturevalue("two"))
             return made[-1]
-        made.append(Workers(vllm_ranks.Alone(CONFIG, "float32", device=device) if world == 1 else ranks(), library))
+        made.append(
+            Workers(
+                vllm_ranks.Alone(CONFIG, "float32", device=device) if world == 1 else ranks(),
+                library,
+            )
+        )
         request.addfinalizer(made[-1].client.close)
         return made[-1]
 
@@ -139,11 +158,11 @@ def workers(request: pytest.FixtureRequest, standin: None, library: Path) -> Ite
             each.remotes.pop().finish()
 
 
-# -------------------------------------------------------------------------------------------------- sets
+# ------------------------------------------------------------------------------------------- sets
 @pytest.mark.parametrize("world", [1, full(2)])
 def test_sets_of_any_blocks(workers: Callable[..., Workers], world: int) -> None:
-    """In one block and in many, from the worker's GPU and from another, in one allocation and in one for each tensor, some on the host.
-    On the way the old version serves."""
+    """In one block and in many, from the worker's GPU and from another, in one allocation and in
+    one for each tensor, some on the host. On the way the old version serves."""
     served = workers(world)
     one, many = served.trainer(0, block_bytes=1 << 30), served.trainer(3, block_bytes=30_000)
     served.push(one)
@@ -154,9 +173,12 @@ def test_sets_of_any_blocks(workers: Callable[..., Workers], world: int) -> None
     served.push(one)
 
 
-def test_what_is_lent_is_not_copied(workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file in shared memory has the tensors of the host and nothing else; the trainer keeps those that are lent for the time of a call,
-    which ends with all of them given back, and keeps none of the block before."""
+def test_what_is_lent_is_not_copied(
+    workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file in shared memory has the tensors of the host and nothing else; the trainer keeps
+    those that are lent for the time of a call, which ends with all of them given back, and keeps
+    none of the block before."""
     served, seen = workers(), list[Asked]()
     remote = served.trainer(block_bytes=30_000)
 
@@ -179,7 +201,11 @@ def test_what_is_lent_is_not_copied(workers: Callable[..., Workers], monkeypatch
         def __getattr__(self, name: str) -> Any:
             return getattr(self._made, name)
 
-    opened, give_back, make = list[tuple[int, int]](), _core.Gpus.give_back, rm.weights.transport.loans.gpus
+    opened, give_back, make = (
+        list[tuple[int, int]](),
+        _core.Gpus.give_back,
+        rm.weights.transport.loans.gpus,
+    )
     monkeypatch.setattr(rm.weights.transport.loans, "gpus", lambda: Gpus(make()))
     remote.begin("send", CONFIG, 1, 1, on_host=(NORM,))
     lent_names: set[str] = set()
@@ -187,10 +213,15 @@ def test_what_is_lent_is_not_copied(workers: Callable[..., Workers], monkeypatch
         if asked.method == "update_weights":
             seen.append(asked)
             info = UpdateInfo(**asked.args[0])
-            assert [entry["name"] for entry in json.loads(info.description)["tensors"]] in ([], [NORM])
+            assert [entry["name"] for entry in json.loads(info.description)["tensors"]] in (
+                [],
+                [NORM],
+            )
             loan = parse(info.description.encode(), info.size).loan
             names = set() if loan is None else set(loan.tensors)
-            assert len(names) <= asked.alive <= len(names) + 1  # one of the next block, for which there was no room
+            assert (
+                len(names) <= asked.alive <= len(names) + 1
+            )  # one of the next block, for which there was no room
             lent_names |= names
         remote.pass_on(served.client, asked)
         assert opened == []
@@ -203,7 +234,8 @@ def test_what_is_lent_is_not_copied(workers: Callable[..., Workers], monkeypatch
 
 @pytest.mark.parametrize("world", [1, full(2)])
 def test_sets_that_are_refused(workers: Callable[..., Workers], world: int) -> None:
-    """By what is wrong with one tensor of them, whether it is lent or not; the next set is taken."""
+    """By what is wrong with one tensor of them, whether it is lent or not; the next set is
+    taken."""
     served = workers(world)
     remote = served.trainer(block_bytes=30_000)
     bad = state(1)[LATE].copy()
@@ -217,8 +249,12 @@ def test_sets_that_are_refused(workers: Callable[..., Workers], world: int) -> N
     served.push(remote)
 
 
-@pytest.mark.parametrize("pairs", [[("a", True), ("a", True)], [("a", True), ("a", False)], [("a", False), ("a", True)]])
-def test_names_that_come_twice(workers: Callable[..., Workers], pairs: list[tuple[str, bool]]) -> None:
+@pytest.mark.parametrize(
+    "pairs", [[("a", True), ("a", True)], [("a", True), ("a", False)], [("a", False), ("a", True)]]
+)
+def test_names_that_come_twice(
+    workers: Callable[..., Workers], pairs: list[tuple[str, bool]]
+) -> None:
     served = workers()
     remote = served.trainer()
     with pytest.raises(RuntimeError, match=r"DuplicateKeyError: .*a comes twice"):
@@ -227,14 +263,17 @@ def test_names_that_come_twice(workers: Callable[..., Workers], pairs: list[tupl
     served.push(remote)
 
 
-# -------------------------------------------------------------------------------------------------- who ends, who gives up
+# ------------------------------------------------------------------------- who ends, who gives up
 def test_a_trainer_that_dies_before_its_block_is_read(workers: Callable[..., Workers]) -> None:
     served = workers()
     remote = served.trainer()
     remote.begin("send", CONFIG, 1, 1)
     asked = remote.until(served.client, "update_weights")
     remote.kill()
-    with pytest.raises(rm.RankLostError, match=r"the trainer that lends bucket 1 of /dev/shm/rollmesh-weights-\w+ has ended"):
+    with pytest.raises(
+        rm.RankLostError,
+        match=r"the trainer that lends bucket 1 of /dev/shm/rollmesh-weights-\w+ has ended",
+    ):
         served.client.update_weights(*asked.args)
     served.hold()
     served.push(served.trainer())
@@ -253,7 +292,9 @@ def while_reading(monkeypatch: pytest.MonkeyPatch, count: int, happens: Callable
     monkeypatch.setattr(Borrowed, "array", look)
 
 
-def test_a_trainer_that_dies_while_it_is_read(workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_dies_while_it_is_read(
+    workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = workers()
     remote = served.trainer()
     while_reading(monkeypatch, 20, remote.kill)
@@ -267,7 +308,9 @@ def test_a_trainer_that_dies_while_it_is_read(workers: Callable[..., Workers], m
     served.push(served.trainer())
 
 
-def test_a_trainer_that_dies_while_its_memory_is_opened(workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_dies_while_its_memory_is_opened(
+    workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which fails then, and that is not the reason."""
     served = workers()
     remote = served.trainer()
@@ -280,7 +323,9 @@ def test_a_trainer_that_dies_while_its_memory_is_opened(workers: Callable[..., W
     asked = remote.until(served.client, "update_weights")
     with monkeypatch.context() as patched:
         patched.setattr(loans, "Borrowed", fails)
-        with pytest.raises(rm.RankLostError, match=r"the trainer that lends bucket 1 of .* has ended"):
+        with pytest.raises(
+            rm.RankLostError, match=r"the trainer that lends bucket 1 of .* has ended"
+        ):
             served.client.update_weights(*asked.args)
     served.hold()
     served.push(served.trainer())
@@ -304,8 +349,11 @@ def test_a_call_that_its_trainer_has_given_up(workers: Callable[..., Workers]) -
     served.push(remote)
 
 
-def test_a_call_that_is_given_up_while_its_block_is_read(workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer's send waits until the worker has closed what it has open, and the worker drops what it has read."""
+def test_a_call_that_is_given_up_while_its_block_is_read(
+    workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's send waits until the worker has closed what it has open, and the worker drops
+    what it has read."""
     served = workers()
     remote = served.trainer()
 
@@ -329,8 +377,11 @@ def test_a_call_that_is_given_up_while_its_block_is_read(workers: Callable[..., 
     served.push(remote)
 
 
-def test_a_worker_that_keeps_what_was_lent(workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch) -> None:
-    """For longer than the trainer waits: the error says so. What the worker reads from then on it drops."""
+def test_a_worker_that_keeps_what_was_lent(
+    workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than the trainer waits: the error says so. What the worker reads from then on it
+    drops."""
     served = workers()
     remote = served.trainer(timeout=0.2)
     remote.do("patience", 0.2)
@@ -340,7 +391,10 @@ def test_a_worker_that_keeps_what_was_lent(workers: Callable[..., Workers], monk
         assert remote.next() is None
 
     told = "a worker still has tensors open"
-    for answer, words in ((None, f"DeadlineError: {told}"), ("lost", rf"lost; {told} that were lent to it, 0\.2 seconds later")):
+    for answer, words in (
+        (None, f"DeadlineError: {told}"),
+        ("lost", rf"lost; {told} that were lent to it, 0\.2 seconds later"),
+    ):
         while_reading(monkeypatch, 20, lambda answer=answer: outwait(answer))
         remote.begin("send", CONFIG, 1, 1)
         asked = remote.until(served.client, "update_weights")
@@ -374,7 +428,9 @@ def readers() -> Iterator[Callable[..., tuple[Connection, Any]]]:
 
     def one(block: Segment, number: int) -> tuple[Connection, Any]:
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=read, args=(theirs, block.name, block.nonce, number), daemon=True)
+        process = multiprocessing.get_context("spawn").Process(
+            target=read, args=(theirs, block.name, block.nonce, number), daemon=True
+        )
         process.start()
         theirs.close()
         started.append(process)
@@ -387,7 +443,8 @@ def readers() -> Iterator[Callable[..., tuple[Connection, Any]]]:
 
 
 def test_locks_of_readers(readers: Callable[..., tuple[Connection, Any]]) -> None:
-    """Several may read at once; a loan is over when none does. One that is killed reads no more, and no number comes again."""
+    """Several may read at once; a loan is over when none does. One that is killed reads no more,
+    and no number comes again."""
     block = Segment(0)
     assert block.take_back(0)
     first = block.lend()
@@ -440,20 +497,29 @@ def test_a_trainer_that_closes_its_block(readers: Callable[..., tuple[Connection
     assert pipe.recv().startswith("RankLostError: the trainer that lends bucket 1 of ")
 
 
-# -------------------------------------------------------------------------------------------------- who cannot
+# ------------------------------------------------------------------------------------- who cannot
 def test_a_worker_on_the_cpu(workers: Callable[..., Workers]) -> None:
     served = workers(device="cpu")
     remote = served.trainer()
-    words = "ConfigError: lent tensors: expected a worker on a GPU, got one on the CPU; lend=False at the sender copies"
+    words = (
+        "ConfigError: lent tensors: expected a worker on a GPU, got one on the CPU; "
+        "lend=False at the sender copies"
+    )
     served.refuses(remote, words)
     served.push(remote, on_host=tuple(state(0)))
 
 
-def test_a_gpu_that_a_worker_does_not_see(workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_a_worker_does_not_see(
+    workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = workers()
     remote = served.trainer()
     monkeypatch.setenv("ROLLMESH_SIMT_FIRST", "2")
-    served.refuses(remote, r"ConfigError: GPU 0000:01:00\.0 is not among the devices of this process.*; lend=False at the sender copies")
+    served.refuses(
+        remote,
+        r"ConfigError: GPU 0000:01:00\.0 is not among the devices of this process.*; lend=False "
+        r"at the sender copies",
+    )
     monkeypatch.delenv("ROLLMESH_SIMT_FIRST")
     served.push(remote)
 
@@ -469,7 +535,9 @@ def test_a_gpu_that_one_worker_does_not_see(workers: Callable[..., Workers], ran
     served.push(remote)
 
 
-def test_memory_that_cannot_be_given_back(workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_given_back(
+    workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = workers()
     remote = served.trainer()
     close = Borrowed.close
@@ -488,7 +556,10 @@ def test_memory_that_nobody_else_can_open(workers: Callable[..., Workers]) -> No
     """The trainer ends the update that it has begun."""
     served = workers()
     remote = served.trainer(settings={"ROLLMESH_SIMT_SEGMENTS": "1"})
-    served.refuses(remote, "UnsupportedTensorError: .*expandable_segments:False.*a WeightSender's lend=False, copies")
+    served.refuses(
+        remote,
+        "UnsupportedTensorError: .*expandable_segments:False.*a WeightSender's lend=False, copies",
+    )
     with pytest.raises(rm.StateError, match="without an open update"):
         served.client.finish_weight_update()
     remote.do("environment", ROLLMESH_SIMT_SEGMENTS="0")
@@ -551,17 +622,26 @@ def test_a_worker_closes_what_was_lent_though_the_set_cannot_be_dropped(standin:
 
 def test_options_that_do_not_go_together() -> None:
     class Client:
-        init_weight_transfer_engine = start_weight_update = update_weights = finish_weight_update = print
+        init_weight_transfer_engine = start_weight_update = update_weights = (
+            finish_weight_update
+        ) = print
 
-    with pytest.raises(rm.ConfigError, match="transport: expected 'shm' with lend=True, got 'distributed'"):
+    with pytest.raises(
+        rm.ConfigError, match="transport: expected 'shm' with lend=True, got 'distributed'"
+    ):
         WeightSender(Client(), "distributed", lend=True, master_address="127.0.0.1", num_workers=1)
     for bad in (1, "yes", None):
         with pytest.raises(rm.ConfigError, match=f"lend: expected a bool, got {bad!r}"):
             WeightSender(Client(), lend=bad)
 
 
-# -------------------------------------------------------------------------------------------------- what comes instead of a loan
-GOOD = {"number": 1, "process": "1-a", "allocations": [["0000:01:00.0", "00" * 64, 100]], "tensors": [["a", "float32", [2], [1], 0, 0]]}
+# ------------------------------------------------------------------- what comes instead of a loan
+GOOD = {
+    "number": 1,
+    "process": "1-a",
+    "allocations": [["0000:01:00.0", "00" * 64, 100]],
+    "tensors": [["a", "float32", [2], [1], 0, 0]],
+}
 
 HOST = {"name": "a", "dtype": "float32", "shape": [2], "offset": 0, "bytes": 8, "sum": ""}
 NOTHING = {**GOOD, "allocations": [], "tensors": []}
@@ -577,15 +657,24 @@ NOTHING = {**GOOD, "allocations": [], "tensors": []}
         ({**NOTHING, "number": 2}, rm.UnexpectedKeyError, "a"),
     ],
 )
-def test_loans_of_a_stranger(workers: Callable[..., Workers], loan: Any, error: type[Exception], words: str) -> None:
-    """Beside a tensor a of the host, of a trainer that lends by number 2. Each ends the update, and what served serves."""
+def test_loans_of_a_stranger(
+    workers: Callable[..., Workers], loan: Any, error: type[Exception], words: str
+) -> None:
+    """Beside a tensor a of the host, of a trainer that lends by number 2. Each ends the update, and
+    what served serves."""
     served = workers()
     block = Segment(64)
     assert [block.lend(), block.lend()] == [1, 2]
     served.client.init_weight_transfer_engine({"sender": "b"})
     served.client.start_weight_update()
     told = json.dumps({"tensors": [HOST], "lent": loan})
-    info = {"description": told, "size": 8, "segment": block.name, "nonce": block.nonce, "sender": "b"}
+    info = {
+        "description": told,
+        "size": 8,
+        "segment": block.name,
+        "nonce": block.nonce,
+        "sender": "b",
+    }
     with pytest.raises(error, match=words):
         served.client.update_weights(info)
     with pytest.raises(rm.StateError, match="without an open update"):
@@ -597,13 +686,21 @@ def test_loans_of_a_stranger(workers: Callable[..., Workers], loan: Any, error: 
 def test_a_loan_over_a_group(workers: Callable[..., Workers]) -> None:
     """Which may be of another machine."""
     served = workers()
-    sender = WeightSender(served.client, "distributed", master_address="127.0.0.1", num_workers=1, timeout=30)
+    sender = WeightSender(
+        served.client, "distributed", master_address="127.0.0.1", num_workers=1, timeout=30
+    )
     calls = sender._send(state(1), 1, None)
     with ThreadPoolExecutor(1) as pool:
         for _ in range(2):  # a trainer begins, an update begins
             sender._make(next(calls), pool)
-    info = {"description": json.dumps({"tensors": [], "lent": NOTHING}), "sender": sender._name, "version": 1}
-    with pytest.raises(rm.FormatError, match="transport: expected 'shm' with lent tensors, got 'distributed'"):
+    info = {
+        "description": json.dumps({"tensors": [], "lent": NOTHING}),
+        "sender": sender._name,
+        "version": 1,
+    }
+    with pytest.raises(
+        rm.FormatError, match="transport: expected 'shm' with lent tensors, got 'distributed'"
+    ):
         served.client.update_weights(info)
     calls.close()
     sender.close()

@@ -1,7 +1,8 @@
 """Ranks that Ray starts give the bits of rm.Generator, under both of vLLM's executors over it.
 
-Input: requests of every kind on a tiny MoE at tp = ep = 2, on a cluster of this machine alone. Oracle: rm.Generator with the same weights.
-Bound: 0 differing bits. A worker takes one of what Ray counts as GPU; there need not be any.
+Input: requests of every kind on a tiny MoE at tp = ep = 2, on a cluster of this machine alone.
+Oracle: rm.Generator with the same weights. Bound: 0 differing bits. A worker takes one of what Ray
+counts as GPU; there need not be any.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # vLLM's 
 @pytest.fixture(params=["0", "1"], ids=["compiled-graph", "message-queue"])
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", request.param)
-    monkeypatch.delenv("VLLM_HOST_IP", raising=False)  # Ray knows this machine under another address
+    monkeypatch.delenv(
+        "VLLM_HOST_IP", raising=False
+    )  # Ray knows this machine under another address
     ray.init(num_gpus=2, num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
     yield
     ray.shutdown()
@@ -33,7 +36,11 @@ def test_two_ranks(tmp_path: Path) -> None:
     weights, requests = support.weights_of("moe", "float32"), support.mixed("moe")
     oracle = support.Oracle("moe", "float32")
     oracle.serve(weights)
-    degrees = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "distributed_executor_backend": "ray"}
+    degrees = {
+        "tensor_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "distributed_executor_backend": "ray",
+    }
     with support.engine(tmp_path, "moe", "float32", **degrees) as llm:
         WeightSender(llm).send(weights, version=1)
         assert support.agree(support.generate(llm, requests), oracle.answers(requests)) > 1000

@@ -1,6 +1,8 @@
-"""vLLM's SamplingParams, field by field: each has somebody who does it, or is refused by its name where the request comes in.
+"""vLLM's SamplingParams, field by field: each has somebody who does it, or is refused by its name
+where the request comes in.
 
-Oracles: vLLM's own list of fields, rollmesh's SamplingParams of the same words, vLLM's own translation of errors into HTTP.
+Oracles: vLLM's own list of fields, rollmesh's SamplingParams of the same words, vLLM's own
+translation of errors into HTTP.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ with warnings.catch_warnings():  # which are errors here, and vLLM's own
 def test_every_field_of_sampling_params_has_somebody() -> None:
     """A field that a later vLLM adds fails here until somebody has looked at it."""
     assert set(sampling.WHO) == set(SamplingParams.__struct_fields__)
-    assert {name for name, by in sampling.WHO.items() if by is sampling.By.REFUSED} == set(sampling._REFUSED)
+    assert {name for name, by in sampling.WHO.items() if by is sampling.By.REFUSED} == set(
+        sampling._REFUSED
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,21 +80,28 @@ def test_refused_by_name_and_as_http_400(field: str, value: Any) -> None:
     ],
 )
 def test_values_of_another_type(field: str, value: Any, words: str) -> None:
-    """What vLLM lets through would be an exception of Python's in the worker, and the end of its engine."""
+    """What vLLM lets through would be an exception of Python's in the worker, and the end of its
+    engine."""
     params = SamplingParams()
     setattr(params, field, value)  # past what the constructor may say
     with pytest.raises(rm.RequestError, match=f"^{field}: {words}"):
         sampling.refuse(params)
 
 
-@pytest.mark.parametrize("ids", [["a"], [1, None], [1.0], [True], [1, 2**70], [[1, 2], [3, 4]], [1, [2]]])
+@pytest.mark.parametrize(
+    "ids", [["a"], [1, None], [1.0], [True], [1, 2**70], [[1, 2], [3, 4]], [1, [2]]]
+)
 def test_prompts_of_another_type(ids: list[Any]) -> None:
     with pytest.raises(rm.RequestError, match=r"^prompt: expected token ids, got "):
-        current_platform.validate_request({"type": "token", "prompt_token_ids": ids}, SamplingParams())
+        current_platform.validate_request(
+            {"type": "token", "prompt_token_ids": ids}, SamplingParams()
+        )
 
 
 def test_refused_inputs() -> None:
-    with pytest.raises(rm.RequestError, match="prompt: expected text or token ids, got type 'embeds'"):
+    with pytest.raises(
+        rm.RequestError, match="prompt: expected text or token ids, got type 'embeds'"
+    ):
         current_platform.validate_request({"type": "embeds"}, SamplingParams())
     with pytest.raises(rm.RequestError, match="pooling"):
         current_platform.validate_request({"type": "token"}, PoolingParams())
@@ -99,18 +110,29 @@ def test_refused_inputs() -> None:
     sampling.refuse(SamplingParams(n=1, seed=2**64 - 1))
 
 
-def test_top_logprobs_of_the_distribution_drawn_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_logprobs_of_the_distribution_drawn_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process with engines of both modes cannot tell whose a request is; the worker can."""
     wanted = SamplingParams(logprobs=3)
-    for modes, refused in ((["raw_logprobs"], False), (["processed_logprobs"], True), (["raw_logprobs", "processed_logprobs"], False)):
+    for modes, refused in (
+        (["raw_logprobs"], False),
+        (["processed_logprobs"], True),
+        (["raw_logprobs", "processed_logprobs"], False),
+    ):
         monkeypatch.setattr(type(current_platform), "logprobs_modes", set())
         for mode in modes:
             EngineArgs(
-                **support.options(tmp_path, "dense", "float32", logprobs_mode=mode, weight_transfer_config=None)
+                **support.options(
+                    tmp_path, "dense", "float32", logprobs_mode=mode, weight_transfer_config=None
+                )
             ).create_engine_config()
         current_platform.validate_request({"type": "token"}, SamplingParams(logprobs=0))
         if refused:
-            with pytest.raises(rm.RequestError, match="logprobs: expected None or 0 with logprobs_mode='processed_logprobs', got 3"):
+            with pytest.raises(
+                rm.RequestError,
+                match="logprobs: expected None or 0 with logprobs_mode='processed_logprobs', got 3",
+            ):
                 current_platform.validate_request({"type": "token"}, wanted)
         else:
             current_platform.validate_request({"type": "token"}, wanted)
@@ -120,25 +142,43 @@ def test_what_the_engine_is_given() -> None:
     """Against rollmesh's own SamplingParams of the same words."""
     for words in (
         {},
-        {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "max_tokens": 9, "min_tokens": 2},
+        {
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 5,
+            "min_p": 0.1,
+            "seed": 3,
+            "max_tokens": 9,
+            "min_tokens": 2,
+        },
         {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 0},
         {"top_k": 10**6, "seed": 2**64 - 1, "logprobs": 0, "prompt_logprobs": 2},
     ):
         theirs, ours = SamplingParams(**words), rm.SamplingParams(**words)
-        got, want = sampling.engine_request(theirs, 11, theirs.max_tokens, 100), EngineRequest.of(ours, 11)
+        got, want = (
+            sampling.engine_request(theirs, 11, theirs.max_tokens, 100),
+            EngineRequest.of(ours, 11),
+        )
         for name in want.__slots__:
             if name == "top_k":
                 assert got.top_k == min(want.top_k, 100)
-            elif name not in ("ignore_eos", "ranks"):  # vLLM's scheduler ends requests; a Generator gives no ranks
+            elif name not in (
+                "ignore_eos",
+                "ranks",
+            ):  # vLLM's scheduler ends requests; a Generator gives no ranks
                 assert getattr(got, name) == getattr(want, name), name
         assert not got.external_draws
         assert got.ranks == ("logprobs" in words or "prompt_logprobs" in words)
     every = sampling.engine_request(SamplingParams(logprobs=-1, prompt_logprobs=-1), 0, 16, 100)
     assert (every.logprobs, every.prompt_logprobs) == (100, 100)
-    assert sampling.banned_ids(SamplingParams(stop_token_ids=[9, 4], min_tokens=3), 10).tolist() == [4, 9]
+    assert sampling.banned_ids(
+        SamplingParams(stop_token_ids=[9, 4], min_tokens=3), 10
+    ).tolist() == [4, 9]
     assert sampling.banned_ids(SamplingParams(stop_token_ids=[9, 4]), 10).tolist() == []
     for far in (10, 2**40):
-        with pytest.raises(rm.RequestError, match=f"the stop tokens: expected token ids in .*, got {far}"):
+        with pytest.raises(
+            rm.RequestError, match=f"the stop tokens: expected token ids in .*, got {far}"
+        ):
             sampling.banned_ids(SamplingParams(stop_token_ids=[far], min_tokens=3), 10)
 
 

@@ -1,7 +1,9 @@
-"""vLLM's schedulers with requests that fail: the failed one ends with its reason, the others go on as if it had never been.
+"""vLLM's schedulers with requests that fail: the failed one ends with its reason, the others go on
+as if it had never been.
 
-Driven as an engine core drives them, with outputs made here. Oracle for "as if": the same requests in the same scheduler, where
-the failed one is aborted instead. A worker that fails a request in a real engine is in test_vllm_updates.py.
+Driven as an engine core drives them, with outputs made here. Oracle for "as if": the same requests
+in the same scheduler, where the failed one is aborted instead. A worker that fails a request in a
+real engine is in test_vllm_updates.py.
 """
 
 from __future__ import annotations
@@ -41,18 +43,38 @@ BLOCK = 16
 class Engine:
     """A scheduler, and what an engine core does with it. `blocks` counts vLLM's null block."""
 
-    def __init__(self, folder: Path, asynchronous: bool, blocks: int = 64, finished_sets: bool = False, **options: Any):
-        (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **tiny_config()}))
+    def __init__(
+        self,
+        folder: Path,
+        asynchronous: bool,
+        blocks: int = 64,
+        finished_sets: bool = False,
+        **options: Any,
+    ):
+        (folder / "config.json").write_text(
+            json.dumps({"architectures": ["Qwen3ForCausalLM"], **tiny_config()})
+        )
         config = EngineArgs(
-            model=str(folder), skip_tokenizer_init=True, max_model_len=256, async_scheduling=asynchronous, block_size=BLOCK, **options
+            model=str(folder),
+            skip_tokenizer_init=True,
+            max_model_len=256,
+            async_scheduling=asynchronous,
+            block_size=BLOCK,
+            **options,
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32
+        )
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
-            kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]),
+            kv_cache_config=KVCacheConfig(
+                num_blocks=blocks,
+                kv_cache_tensors=[],
+                kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            ),
             structured_output_manager=StructuredOutputManager(config),
             include_finished_set=finished_sets,
             block_size=BLOCK,
@@ -67,7 +89,8 @@ class Engine:
         self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=self.hasher))
 
     def step(self, failed: dict[str, str] | None = None) -> None:
-        """Schedules, and takes the output of the step before (asynchronous) or of this one. Tokens are 7, 8, 9 …"""
+        """Schedules, and takes the output of the step before (asynchronous) or of this one. Tokens
+        are 7, 8, 9 …"""
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
             for new in scheduled.scheduled_new_reqs:
@@ -83,7 +106,10 @@ class Engine:
 
     def _take(self, scheduled: Any, draws: list[str], failed: dict[str, str]) -> None:
         names = list(scheduled.num_scheduled_tokens)
-        tokens = [[7 + len(self.tokens.get(name, ()))] if name in draws and name not in failed else [] for name in names]
+        tokens = [
+            [7 + len(self.tokens.get(name, ()))] if name in draws and name not in failed else []
+            for name in names
+        ]
         output = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, tokens)
         if failed:
             setattr(output, FAILED, failed)
@@ -179,7 +205,14 @@ def test_one_that_was_preempted_or_is_unknown(tmp_path: Path, asynchronous: bool
     preempted = None
     for _ in range(60):
         engine.step()
-        preempted = next((name for name, one in engine.scheduler.requests.items() if one.status == RequestStatus.PREEMPTED), None)
+        preempted = next(
+            (
+                name
+                for name, one in engine.scheduler.requests.items()
+                if one.status == RequestStatus.PREEMPTED
+            ),
+            None,
+        )
         if preempted:
             break
     assert preempted is not None
@@ -191,7 +224,8 @@ def test_one_that_was_preempted_or_is_unknown(tmp_path: Path, asynchronous: bool
 
 
 def test_its_end_is_told_once(tmp_path: Path, asynchronous: bool) -> None:
-    """Front ends of several engines learn by a set which requests have ended, in the same output."""
+    """Front ends of several engines learn by a set which requests have ended, in the same
+    output."""
     engine = Engine(tmp_path, asynchronous, finished_sets=True)
     engine.add("a", list(range(20)))
     engine.add("b", list(range(20)))

@@ -1,10 +1,10 @@
-"""The trainer's side of vLLM's weight updates: sources, blocks, the group of torch.distributed, and each kind of client. The workers are
-real, without an engine of vLLM's round them.
+"""The trainer's side of vLLM's weight updates: sources, blocks, the group of torch.distributed, and
+each kind of client. The workers are real, without an engine of vLLM's round them.
 
-Input: a small MoE model. Oracle: the logits of a Generator that was given the same weights. Bound: 0 differing bits.
+Input: a small MoE model. Oracle: the logits of a Generator that was given the same weights. Bound:
+0 differing bits.
 """
 
-# ruff: noqa: F811 (fixtures of vllm_served.py)
 from __future__ import annotations
 
 import asyncio
@@ -33,7 +33,7 @@ from rollmesh.vllm.trainer import AsyncWeightSender, Call, WeightSender  # noqa:
 from rollmesh.weights.transport import segment  # noqa: E402
 
 
-# -------------------------------------------------------------------------------------------------- blocks and sources
+# ----------------------------------------------------------------------------- blocks and sources
 @pytest.mark.parametrize("block_bytes", [1, 4096, 30_000, 1 << 30])
 @pytest.mark.parametrize("verify", [False, True])
 def test_blocks_of_any_size(served: Served, block_bytes: int, verify: bool) -> None:
@@ -47,7 +47,9 @@ def test_blocks_of_any_size(served: Served, block_bytes: int, verify: bool) -> N
 
 def test_versions(served: Served) -> None:
     for version in (served.version, 0):
-        with pytest.raises(rm.VersionError, match=f"version {version} does not exceed {served.version}"):
+        with pytest.raises(
+            rm.VersionError, match=f"version {version} does not exceed {served.version}"
+        ):
             served.sender.send(state(0), version)
         served.hold()
     served.sender.send(state(served.version + 10), served.version + 10, label="step-ten")
@@ -58,7 +60,8 @@ def test_versions(served: Served) -> None:
 
 
 def test_a_source_that_fails(served: Served) -> None:
-    """The trainer's own exception comes out, the workers' set is dropped, and steps in between serve the old version."""
+    """The trainer's own exception comes out, the workers' set is dropped, and steps in between
+    serve the old version."""
 
     def source() -> Iterator[tuple[str, np.ndarray]]:
         for i, item in enumerate(state(served.version + 1).items()):
@@ -70,13 +73,17 @@ def test_a_source_that_fails(served: Served) -> None:
     with pytest.raises(KeyboardInterrupt):
         served.sender.send(source(), served.version + 1)
     assert left_behind() == []
-    with pytest.raises(rm.StateError if isinstance(served.client, ranks.Alone) else RuntimeError, match="without an open update"):
+    with pytest.raises(
+        rm.StateError if isinstance(served.client, ranks.Alone) else RuntimeError,
+        match="without an open update",
+    ):
         served.client.finish_weight_update()
     served.still_works()
 
 
 def test_blocks_that_are_made_side_by_side() -> None:
-    """Each sweeps what others may have left, and does not take one that is being made for such a one."""
+    """Each sweeps what others may have left, and does not take one that is being made for such a
+    one."""
 
     def make() -> None:
         for _ in range(300):
@@ -87,11 +94,17 @@ def test_blocks_that_are_made_side_by_side() -> None:
             made.result()
 
 
-# -------------------------------------------------------------------------------------------------- a group of torch.distributed
+# ------------------------------------------------------------------- a group of torch.distributed
 def test_distributed(served: Served) -> None:
     workers = len(served.client.rpc("weight_version"))
     served.sender = WeightSender(
-        served.client, "distributed", master_address="127.0.0.1", num_workers=workers, block_bytes=30_000, verify=True, timeout=30
+        served.client,
+        "distributed",
+        master_address="127.0.0.1",
+        num_workers=workers,
+        block_bytes=30_000,
+        verify=True,
+        timeout=30,
     )
     served.push()
     served.push()
@@ -106,7 +119,11 @@ def test_distributed(served: Served) -> None:
 def test_a_trainer_of_a_group_that_goes_away(served: Served) -> None:
     """Between two blocks its connections end: the workers, which wait for the second, say so."""
     sender = WeightSender(
-        served.client, "distributed", master_address="127.0.0.1", num_workers=len(served.client.rpc("weight_version")), timeout=5
+        served.client,
+        "distributed",
+        master_address="127.0.0.1",
+        num_workers=len(served.client.rpc("weight_version")),
+        timeout=5,
     )
     calls = sender._send(state(served.version + 1), served.version + 1, None)
     for call in calls:
@@ -132,19 +149,25 @@ def test_workers_that_do_not_come() -> None:
         def rpc(self, method: str, *args: Any) -> Any:
             raise RuntimeError("Worker failed with error 'AuthError: not from here'")
 
-    sender = WeightSender(Refusing(), "distributed", master_address="127.0.0.1", num_workers=1, timeout=60)
+    sender = WeightSender(
+        Refusing(), "distributed", master_address="127.0.0.1", num_workers=1, timeout=60
+    )
     with pytest.raises(rm.AuthError, match="not from here"):
         sender.send({}, 1)
 
 
-# -------------------------------------------------------------------------------------------------- two trainers
+# ----------------------------------------------------------------------------------- two trainers
 class ByHand:
     """A send whose calls are made one by one."""
 
     def __init__(self, served: Served, seed: int, transport: str):
         group: dict[str, Any] = {}
         if transport == "distributed":
-            group = {"master_address": "127.0.0.1", "num_workers": len(served.client.rpc("weight_version")), "timeout": 30}
+            group = {
+                "master_address": "127.0.0.1",
+                "num_workers": len(served.client.rpc("weight_version")),
+                "timeout": 30,
+            }
         self.sender = WeightSender(served.client, transport, block_bytes=30_000, **group)
         self.calls = self.sender._send(state(seed), served.version + 1, None)
 
@@ -162,7 +185,8 @@ class ByHand:
 
 
 def its_set_serves(served: Served, *trainers: ByHand) -> None:
-    """The set of the next version, which one of them has finished; they go, and a good set is taken."""
+    """The set of the next version, which one of them has finished; they go, and a good set is
+    taken."""
     served.version += 1
     served.hold()
     for one in trainers:
@@ -172,7 +196,8 @@ def its_set_serves(served: Served, *trainers: ByHand) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "distributed"])
 def test_a_trainer_that_comes_while_another_sends(served: Served, transport: str) -> None:
-    """Both call their set by the same number. The one that has brought a block goes on, and its whole set serves."""
+    """Both call their set by the same number. The one that has brought a block goes on, and its
+    whole set serves."""
     first, other = ByHand(served, served.version + 1, transport), ByHand(served, 99, transport)
     first.make(3)  # a trainer begins, an update begins, a block
     with pytest.raises((rm.StateError, RuntimeError), match="another trainer's update is open"):
@@ -183,19 +208,26 @@ def test_a_trainer_that_comes_while_another_sends(served: Served, transport: str
 
 @pytest.mark.parametrize("transport", ["shm", "distributed"])
 def test_a_trainer_that_another_has_followed(served: Served, transport: str) -> None:
-    """Before its first block: the block is refused, and none of it is in the set that the other brings."""
+    """Before its first block: the block is refused, and none of it is in the set that the other
+    brings."""
     first, other = ByHand(served, 99, transport), ByHand(served, served.version + 1, transport)
     first.make(2)
     other.make(3)
-    with pytest.raises((rm.StateError, RuntimeError), match=r"a bucket of sender '.*' in the update of sender '"):
+    with pytest.raises(
+        (rm.StateError, RuntimeError), match=r"a bucket of sender '.*' in the update of sender '"
+    ):
         first.make()
     other.make()
     its_set_serves(served, first, other)
 
 
 def test_a_group_whose_trainer_another_has_disturbed(served: Served) -> None:
-    """The other's update has no block, since its first was refused; it does not stand in the way."""
-    stale, mine = ByHand(served, 99, "distributed"), ByHand(served, served.version + 1, "distributed")
+    """The other's update has no block, since its first was refused; it does not stand in the
+    way."""
+    stale, mine = (
+        ByHand(served, 99, "distributed"),
+        ByHand(served, served.version + 1, "distributed"),
+    )
     stale.make(1)
     mine.make()
     served.version += 1
@@ -223,7 +255,8 @@ def test_two_trainers_in_step(served: Served) -> None:
 
 
 def test_a_group_of_before_within_another_set(served: Served) -> None:
-    """Its sender makes no new beginning: the start of its update is refused, and the set that is open stays."""
+    """Its sender makes no new beginning: the start of its update is refused, and the set that is
+    open stays."""
     stale = ByHand(served, served.version + 1, "distributed")
     stale.make()
     served.version += 1
@@ -239,7 +272,9 @@ def test_a_group_of_before_within_another_set(served: Served) -> None:
 def test_a_trainer_is_there_between_two_blocks(served: Served) -> None:
     """The second is another file, which the workers do not have yet."""
     first, other = ByHand(served, served.version + 1, "shm"), ByHand(served, 99, "shm")
-    small, *more, large = sorted(state(served.version + 1).items(), key=lambda entry: entry[1].nbytes)
+    small, *more, large = sorted(
+        state(served.version + 1).items(), key=lambda entry: entry[1].nbytes
+    )
     first.sender._block_bytes = 1  # a tensor a block
     first.calls = first.sender._send([small, large, *more], served.version + 1, None)
     first.make(2)
@@ -271,7 +306,7 @@ def test_a_second_send_of_one_sender(alone: Served) -> None:
     alone.still_works()
 
 
-# -------------------------------------------------------------------------------------------------- clients
+# ---------------------------------------------------------------------------------------- clients
 class Awaited:
     def __init__(self, client: ranks.Client):
         self._client = client
@@ -297,14 +332,17 @@ def test_an_awaited_client(alone: Served, transport: str) -> None:
     asyncio.run(sender.send(state(alone.version), alone.version))
     alone.hold()
     with pytest.raises(rm.ShapeError):
-        asyncio.run(sender.send(SPOILED["transposed"][0](state(alone.version + 1)), alone.version + 1))
+        asyncio.run(
+            sender.send(SPOILED["transposed"][0](state(alone.version + 1)), alone.version + 1)
+        )
     sender.close()
     alone.still_works()
 
 
 @pytest.mark.parametrize("transport", ["shm", "distributed"])
 def test_a_send_that_is_cancelled(alone: Served, transport: str) -> None:
-    """While the workers have a block, or wait for it: nothing waits on, and the next send begins anew."""
+    """While the workers have a block, or wait for it: nothing waits on, and the next send begins
+    anew."""
 
     class Stuck(Awaited):
         async def update_weights(self, update_info: Any) -> None:
@@ -333,8 +371,13 @@ class Vllm:
 
     def __init__(self, client: ranks.Client, data_parallel_size: int = 1, paused: bool = False):
         self._client, self.llm_engine, self.paused, self.heard = client, self, paused, list[Any]()
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=data_parallel_size))
-        self.start_weight_update, self.finish_weight_update = client.start_weight_update, client.finish_weight_update
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_size=data_parallel_size)
+        )
+        self.start_weight_update, self.finish_weight_update = (
+            client.start_weight_update,
+            client.finish_weight_update,
+        )
 
     def init_weight_transfer_engine(self, request: Any) -> None:
         self._client.init_weight_transfer_engine(request.init_info)
@@ -360,10 +403,19 @@ class Vllm:
 
 @pytest.mark.parametrize(
     "data_parallel_size, pause, paused, during",
-    [(1, None, False, False), (2, None, False, True), (2, None, True, True), (1, True, False, True), (2, False, False, False)],
+    [
+        (1, None, False, False),
+        (2, None, False, True),
+        (2, None, True, True),
+        (1, True, False, True),
+        (2, False, False, False),
+    ],
 )
-def test_a_pause(alone: Served, data_parallel_size: int, pause: bool | None, paused: bool, during: bool) -> None:
-    """Data parallel ranks take weights in a pause; who has paused already resumes himself. A refusal ends the pause too."""
+def test_a_pause(
+    alone: Served, data_parallel_size: int, pause: bool | None, paused: bool, during: bool
+) -> None:
+    """Data parallel ranks take weights in a pause; who has paused already resumes himself. A
+    refusal ends the pause too."""
     client = Vllm(alone.client, data_parallel_size, paused)
     sender = WeightSender(client, pause=pause)
     alone.version += 1
@@ -384,7 +436,9 @@ def test_workers_that_serve_another_version(alone: Served, found: Any) -> None:
             return [*super().collective_rpc(method), found]
 
     alone.version += 1
-    with pytest.raises(rm.SyncAbortedError, match=f"to serve version {alone.version} after the send"):
+    with pytest.raises(
+        rm.SyncAbortedError, match=f"to serve version {alone.version} after the send"
+    ):
         WeightSender(Mixed(alone.client)).send(state(alone.version), alone.version)
     alone.hold()
 
@@ -395,7 +449,9 @@ def test_a_question_that_is_not_answered(alone: Served) -> None:
             raise RuntimeError("no such call")
 
     alone.version += 1
-    with pytest.raises(rm.SyncAbortedError, match="weights committed; asking for the served version failed"):
+    with pytest.raises(
+        rm.SyncAbortedError, match="weights committed; asking for the served version failed"
+    ):
         WeightSender(Mute(alone.client)).send(state(alone.version), alone.version)
     alone.hold()
 
@@ -405,7 +461,9 @@ def test_a_send_that_is_cancelled_in_its_pause(alone: Served) -> None:
 
     class Slow:
         def __init__(self) -> None:
-            self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2))
+            self.vllm_config = SimpleNamespace(
+                parallel_config=SimpleNamespace(data_parallel_size=2)
+            )
             self.paused = False
 
         async def init_weight_transfer_engine(self, request: Any) -> None: ...
@@ -463,14 +521,22 @@ def server(alone: Served) -> Iterator[str]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             code, told = 200, "done"
             if self.path == "/collective_rpc":
-                return self.answer(200, json.dumps({"results": [str(one) for one in alone.client.rpc(body["method"])]}))
+                return self.answer(
+                    200,
+                    json.dumps({"results": [str(one) for one in alone.client.rpc(body["method"])]}),
+                )
             if self.path in ("/pause?mode=keep&clear_cache=false", "/resume"):
                 paused.append(self.path != "/resume")
                 return self.answer(code, told)
             try:
                 getattr(alone.client, self.path.removeprefix("/"))(*body.values())
             except Exception as error:  # noqa: BLE001
-                code, told = 500, json.dumps({"error": {"message": f"Call to collective_rpc method failed: {error}"}})
+                code, told = (
+                    500,
+                    json.dumps(
+                        {"error": {"message": f"Call to collective_rpc method failed: {error}"}}
+                    ),
+                )
             return self.answer(code, told)
 
         def answer(self, code: int, told: str) -> None:
@@ -515,7 +581,11 @@ def test_clients_that_are_none(alone: Served) -> None:
         AsyncWeightSender(alone.client)
     with pytest.raises(rm.ConfigError, match="num_workers"):
         WeightSender(alone.client, "distributed")
-    for source, words in ((17, "expected a module"), ([1, 2], "pairs .*, got a int"), ([(1, 2, 3)], "pairs .*, got a tuple")):
+    for source, words in (
+        (17, "expected a module"),
+        ([1, 2], "pairs .*, got a int"),
+        ([(1, 2, 3)], "pairs .*, got a tuple"),
+    ):
         with pytest.raises(rm.UnsupportedTensorError, match=words):
             WeightSender(alone.client).send(source, alone.version + 1)
 
@@ -526,10 +596,27 @@ def test_clients_that_are_none(alone: Served) -> None:
         ({"num_workers": 1}, "takes no master_address, master_port or num_workers"),
         ({"timeout": -1}, "timeout: expected seconds above 0, .*, got -1"),
         ({"timeout": float("nan")}, "timeout: expected seconds above 0, .*, got nan"),
-        ({"transport": "distributed", "master_address": "127.0.0.1", "num_workers": "1"}, "num_workers: expected an integer .*, got '1'"),
-        ({"transport": "distributed", "master_address": "127.0.0.1", "num_workers": -1}, "num_workers: expected an integer .*, got -1"),
-        ({"transport": "distributed", "master_address": "127.0.0.1", "num_workers": 1, "master_port": 70000}, "master_port: expected"),
-        ({"transport": "distributed", "master_address": 7, "num_workers": 1}, "expected master_address and num_workers"),
+        (
+            {"transport": "distributed", "master_address": "127.0.0.1", "num_workers": "1"},
+            "num_workers: expected an integer .*, got '1'",
+        ),
+        (
+            {"transport": "distributed", "master_address": "127.0.0.1", "num_workers": -1},
+            "num_workers: expected an integer .*, got -1",
+        ),
+        (
+            {
+                "transport": "distributed",
+                "master_address": "127.0.0.1",
+                "num_workers": 1,
+                "master_port": 70000,
+            },
+            "master_port: expected",
+        ),
+        (
+            {"transport": "distributed", "master_address": 7, "num_workers": 1},
+            "expected master_address and num_workers",
+        ),
     ],
 )
 def test_options_that_are_none(alone: Served, options: dict[str, Any], words: str) -> None:
@@ -538,19 +625,27 @@ def test_options_that_are_none(alone: Served, options: dict[str, Any], words: st
 
 
 def test_an_address_of_another_machine(alone: Served) -> None:
-    with pytest.raises(rm.ConfigError, match=r"cannot listen on master_address = '192.0.2.1', master_port = 0"):
-        WeightSender(alone.client, "distributed", master_address="192.0.2.1", num_workers=1).send({}, alone.version + 1)
+    with pytest.raises(
+        rm.ConfigError, match=r"cannot listen on master_address = '192.0.2.1', master_port = 0"
+    ):
+        WeightSender(alone.client, "distributed", master_address="192.0.2.1", num_workers=1).send(
+            {}, alone.version + 1
+        )
     alone.still_works()
 
 
 def test_sources(alone: Served) -> None:
-    """A module, its state dict, or pairs; another rank of the trainer has no client and only takes part in gathering."""
+    """A module, its state dict, or pairs; another rank of the trainer has no client and only takes
+    part in gathering."""
     import torch
 
     class Module(torch.nn.Module):
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             words = state(alone.version)
-            return {name: torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) for name, x in words.items()}
+            return {
+                name: torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+                for name, x in words.items()
+            }
 
     for source in (Module(), Module().state_dict, lambda: iter(state(alone.version).items())):
         alone.version += 1

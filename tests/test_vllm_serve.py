@@ -1,10 +1,13 @@
-"""The real `vllm serve` on rollmesh, in processes of its own, and a trainer that has nothing but its URL.
+"""The real `vllm serve` on rollmesh, in processes of its own, and a trainer that has nothing but
+its URL.
 
-Input: a small MoE model without weights, and a tokenizer that knows a few ids more than the model; prompts are token ids. Oracle:
-rm.Generator with the same weights. Bound: 0 differing bits. JSON writes a double with as many digits as give it back, and a double
-holds any float32, so a logprob keeps its 32 bits on the way; support.bits sees that what came is a float32.
+Input: a small MoE model without weights, and a tokenizer that knows a few ids more than the model;
+prompts are token ids. Oracle: rm.Generator with the same weights. Bound: 0 differing bits. JSON
+writes a double with as many digits as give it back, and a double holds any float32, so a logprob
+keeps its 32 bits on the way; support.bits sees that what came is a float32.
 
-One server serves all tests. Each ends by holding a full set of requests against the version that should serve then.
+One server serves all tests. Each ends by holding a full set of requests against the version that
+should serve then.
 """
 
 from __future__ import annotations
@@ -37,26 +40,41 @@ import rollmesh as rm
 from rollmesh import errors
 from rollmesh.vllm.trainer import WeightSender
 
-for needed in ("vllm", "prometheus_fastapi_instrumentator", "model_hosting_container_standards", "tokenizers"):
+for needed in (
+    "vllm",
+    "prometheus_fastapi_instrumentator",
+    "model_hosting_container_standards",
+    "tokenizers",
+):
     pytest.importorskip(needed, reason=f"vllm serve needs {needed}")
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 MODEL, DTYPE = "moe", "bfloat16"
-LONG, LONGEST = 240, 280  # tokens of an answer, of a text: an engine that runs ahead of its server is not over before somebody comes
+LONG, LONGEST = (
+    240,
+    280,
+    # tokens of an answer, of a text: an engine that runs ahead of its server is not over before
+    # somebody comes
+)
 VOCAB = support.SIZES["vocab_size"]
 STARTS, ENDS = 240.0, 60.0  # seconds
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
 def model_folder(at: Path) -> str:
-    """With a tokenizer, as servers want it. vLLM refuses ids that neither it nor the model has; the ten on top are only its own."""
+    """With a tokenizer, as servers want it. vLLM refuses ids that neither it nor the model has; the
+    ten on top are only its own."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     path = support.folder(at, MODEL)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB + 10)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.save(f"{path}/tokenizer.json")
-    stock = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "chat_template": TEMPLATE}
+    stock = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "w0",
+        "chat_template": TEMPLATE,
+    }
     Path(path, "tokenizer_config.json").write_text(json.dumps(stock))
     return path
 
@@ -66,7 +84,9 @@ def flags(options: dict[str, Any]) -> list[str]:
     words = []
     for name, value in options.items():
         if value is not False:
-            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [value if isinstance(value, str) else json.dumps(value)])
+            words += [f"--{name.replace('_', '-')}"] + (
+                [] if value is True else [value if isinstance(value, str) else json.dumps(value)]
+            )
     return words
 
 
@@ -83,28 +103,47 @@ class Oracle(support.Oracle):
         super().__init__(model, dtype)
         self.generator.close()
         spec = rm.ModelSpec.from_hf(self.case.config)
-        self.generator = rm.Generator(spec, dtype=dtype, max_model_len=LONGEST, kv_cache_gib=0.02, threads=1)
+        self.generator = rm.Generator(
+            spec, dtype=dtype, max_model_len=LONGEST, kv_cache_gib=0.02, threads=1
+        )
 
 
-# -------------------------------------------------------------------------------------------------- the server
+# ------------------------------------------------------------------------------------- the server
 class Server:
-    """The process, and what its clients say to it. `version` is the one that should serve, which the oracle has."""
+    """The process, and what its clients say to it. `version` is the one that should serve, which
+    the oracle has."""
 
     def __init__(self, at: Path):
-        options = support.options(at, MODEL, DTYPE, skip_tokenizer_init=False, max_model_len=LONGEST)
+        options = support.options(
+            at, MODEL, DTYPE, skip_tokenizer_init=False, max_model_len=LONGEST
+        )
         self.model, self.port, self.log, self.version = model_folder(at), free_port(), at / "log", 0
         self.url = f"http://127.0.0.1:{self.port}"
         self.oracle, self.sender = Oracle(MODEL, DTYPE), WeightSender(self.url)
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.pop("model")]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *flags(options)]
-        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO", "CUDA_VISIBLE_DEVICES": ""}
+        environment = {
+            **os.environ,
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=at, start_new_session=True)
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=at,
+                start_new_session=True,
+            )
 
     def wait(self) -> None:
         end = time.monotonic() + STARTS
         while time.monotonic() < end:
-            assert self.process.poll() is None, f"vllm serve has ended: {self.log.read_text()[-4000:]}"
+            assert self.process.poll() is None, (
+                f"vllm serve has ended: {self.log.read_text()[-4000:]}"
+            )
             try:
                 assert self.ask("health")[0] == 200
                 return
@@ -136,11 +175,13 @@ class Server:
             return False
         return True
 
-    # ---------------------------------------------------------------------------------------- its endpoints
+    # ------------------------------------------------------------------------------- its endpoints
     def ask(self, path: str, body: Any = None) -> tuple[int, Any]:
         """GET without a body. The status, and what the answer's JSON says."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"{self.url}/{path}", data, {"Content-Type": "application/json"}
+        )
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
                 return response.status, json.loads(response.read() or b"null")
@@ -167,7 +208,9 @@ class Server:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/completions", json.dumps(self.body(request, stream=True)), headers)
+            connection.request(
+                "POST", "/v1/completions", json.dumps(self.body(request, stream=True)), headers
+            )
             response = connection.getresponse()
             assert response.status == 200, response.read()
             for line in response:
@@ -178,7 +221,7 @@ class Server:
         finally:
             connection.close()
 
-    # ---------------------------------------------------------------------------------------- the oracle
+    # ---------------------------------------------------------------------------------- the oracle
     def weights(self, version: int) -> support.Weights:
         return support.weights_of(MODEL, DTYPE, version)
 
@@ -202,7 +245,10 @@ class Server:
 def position(values: dict[str, float]) -> support.Position:
     """Completions have no ranks."""
     names = [int(name.removeprefix("token_id:")) for name in values]
-    return {name: (word, 0) for name, word in zip(names, support.bits(list(values.values())), strict=True)}
+    return {
+        name: (word, 0)
+        for name, word in zip(names, support.bits(list(values.values())), strict=True)
+    }
 
 
 def take(choice: dict[str, Any], answer: support.Answer) -> None:
@@ -211,7 +257,9 @@ def take(choice: dict[str, Any], answer: support.Answer) -> None:
     if (logprobs := choice["logprobs"]) is not None:
         assert logprobs["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
         likeliest = logprobs["top_logprobs"]
-        assert [values[name] for name, values in zip(logprobs["tokens"], likeliest, strict=True)] == logprobs["token_logprobs"]
+        assert [
+            values[name] for name, values in zip(logprobs["tokens"], likeliest, strict=True)
+        ] == logprobs["token_logprobs"]
         answer.positions += [position(values) for values in likeliest]
 
 
@@ -221,7 +269,10 @@ def answers(said: dict[str, Any]) -> list[support.Answer]:
     result = []
     if (prompt := choices[0]["prompt_logprobs"]) is not None:
         assert prompt[0] is None
-        positions = [position({token: entry["logprob"] for token, entry in entries.items()}) for entries in prompt[1:]]
+        positions = [
+            position({token: entry["logprob"] for token, entry in entries.items()})
+            for entries in prompt[1:]
+        ]
         result.append(support.Answer(-1, choices[0]["prompt_token_ids"], (None, None), positions))
     for choice in choices:
         result.append(support.Answer(choice["index"], [], (None, None), []))
@@ -246,10 +297,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         server.stop()
 
 
-# -------------------------------------------------------------------------------------------------- requests that fail
+# ----------------------------------------------------------------------------- requests that fail
 def events(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Of a stream that failed."""
-    request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
     with urllib.request.urlopen(request, timeout=60) as response:
         lines = response.read().decode().split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
@@ -260,7 +315,11 @@ def refused_without_weights(server: Server) -> None:
     """Each in its own way says what is missing, and that it may be asked again."""
     message = "NotSyncedError: expected synced weights, got none: call sync_weights first"
     wanted = {"message": message, "type": "ServiceUnavailableError", "code": 503}
-    talk = {"model": server.model, "messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 3}
+    talk = {
+        "model": server.model,
+        "messages": [{"role": "user", "content": "w1 w2"}],
+        "max_tokens": 3,
+    }
     said = [
         server.complete(SIMPLE),
         server.complete(support.request([1, 2, 3], n=3, temperature=1.0)),
@@ -274,9 +333,13 @@ def refused_without_weights(server: Server) -> None:
 
 
 def test_ids_that_are_none(served: Server) -> None:
-    """The request's own fault, by vLLM's own look or by the worker's. Others beside it are served."""
+    """The request's own fault, by vLLM's own look or by the worker's. Others beside it are
+    served."""
     status, words = served.complete(support.request([1, VOCAB + 4000]))
-    assert (status, words["error"]["message"]) == (400, f"Token id {VOCAB + 4000} is out of vocabulary")
+    assert (status, words["error"]["message"]) == (
+        400,
+        f"Token id {VOCAB + 4000} is out of vocabulary",
+    )
     bad = support.request([1, VOCAB + 5], temperature=1.0)
     wanted = {
         "message": f"RequestError: the prompt: expected token ids in [0, {VOCAB}), got {VOCAB + 5}",
@@ -286,7 +349,12 @@ def test_ids_that_are_none(served: Server) -> None:
     }
     with ThreadPoolExecutor(4) as pool:
         beside = pool.submit(served.hold)
-        said = list(pool.map(lambda changes: served.complete(bad, **changes), ({}, {"n": 2}, {"prompt": [[1, 2], list(bad.prompt)]})))
+        said = list(
+            pool.map(
+                lambda changes: served.complete(bad, **changes),
+                ({}, {"n": 2}, {"prompt": [[1, 2], list(bad.prompt)]}),
+            )
+        )
         beside.result()
     assert said == [(400, {"error": wanted})] * 3
     assert events(served, served.body(bad, stream=True)) == [{"error": wanted}]
@@ -303,7 +371,16 @@ def test_errors_that_are_not_ours(served: Server) -> None:
     assert served.ask("no_such_path")[0] == 404
 
 
-BARE = json.dumps({"error": {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}}).encode()
+BARE = json.dumps(
+    {
+        "error": {
+            "message": "Internal server error",
+            "type": "InternalServerError",
+            "param": None,
+            "code": 500,
+        }
+    }
+).encode()
 SAID = json.dumps({"choices": [{"text": "Internal server error"}]}).encode()
 
 
@@ -319,24 +396,41 @@ SAID = json.dumps({"choices": [{"text": "Internal server error"}]}).encode()
         (500, [BARE[:60], BARE[60:]], ["RequestError: a word"], None),
         (500, [b"Internal server error"], ["RequestError: a word"], None),
         (200, [SAID], ["RequestError: a word"], None),
-        (200, [b"data: " + SAID + b"\n\n", b"data: " + BARE + b"\n\n", b"data: [DONE]\n\n"], ["CapacityError: too long"], 400),
+        (
+            200,
+            [b"data: " + SAID + b"\n\n", b"data: " + BARE + b"\n\n", b"data: [DONE]\n\n"],
+            ["CapacityError: too long"],
+            400,
+        ),
     ],
 )
-def test_what_is_put_in_its_place(status: int, parts: list[bytes], known: Any, code: int | None) -> None:
-    """Of an answer by vLLM's server to a request that the workers know the reason of, or do not. Code None: nothing is changed."""
+def test_what_is_put_in_its_place(
+    status: int, parts: list[bytes], known: Any, code: int | None
+) -> None:
+    """Of an answer by vLLM's server to a request that the workers know the reason of, or do not.
+    Code None: nothing is changed."""
     from vllm.exceptions import VLLMServerError
 
     from rollmesh.vllm.serve import Reasons
 
     length = (b"Content-Length", str(sum(map(len, parts))).encode())
-    begun: list[Any] = [{"type": "http.response.start", "status": status, "headers": [(b"vary", b"Origin"), length]}]
-    begun += [{"type": "http.response.body", "body": part, "more_body": i + 1 < len(parts)} for i, part in enumerate(parts)]
+    begun: list[Any] = [
+        {"type": "http.response.start", "status": status, "headers": [(b"vary", b"Origin"), length]}
+    ]
+    begun += [
+        {"type": "http.response.body", "body": part, "more_body": i + 1 < len(parts)}
+        for i, part in enumerate(parts)
+    ]
     told: list[Any] = []
 
     async def collective_rpc(method: str, timeout: None, args: tuple[str, ...]) -> list[str | None]:
         assert (method, timeout, args) == ("why_failed", None, ("cmpl-1",))
         if isinstance(known, str):
-            raise {"VLLMServerError": VLLMServerError, "Exception": Exception, "TimeoutError": TimeoutError}[known]
+            raise {
+                "VLLMServerError": VLLMServerError,
+                "Exception": Exception,
+                "TimeoutError": TimeoutError,
+            }[known]
         return list(known)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
@@ -348,7 +442,9 @@ def test_what_is_put_in_its_place(status: int, parts: list[bytes], known: Any, c
         told.append(message)
 
     state = SimpleNamespace(engine_client=SimpleNamespace(collective_rpc=collective_rpc))
-    asyncio.run(Reasons(application)({"type": "http", "app": SimpleNamespace(state=state)}, None, send))
+    asyncio.run(
+        Reasons(application)({"type": "http", "app": SimpleNamespace(state=state)}, None, send)
+    )
     if code is None:
         assert told == begun
         return
@@ -358,12 +454,15 @@ def test_what_is_put_in_its_place(status: int, parts: list[bytes], known: Any, c
     if status == 500:
         assert changed == [0, 1]
         assert told[0]["status"] == code
-        assert sorted(told[0]["headers"]) == [(b"content-length", str(len(told[1]["body"])).encode()), (b"vary", b"Origin")]
+        assert sorted(told[0]["headers"]) == [
+            (b"content-length", str(len(told[1]["body"])).encode()),
+            (b"vary", b"Origin"),
+        ]
     else:
         assert changed == [2]
 
 
-# -------------------------------------------------------------------------------------------------- bits
+# ------------------------------------------------------------------------------------------- bits
 def test_bits(served: Server) -> None:
     for seed in range(3):
         served.hold(seed)
@@ -375,10 +474,14 @@ def test_streams_and_texts(served: Server) -> None:
     got = [support.Answer(0, [], (None, None), []) for _ in requests]
     with ThreadPoolExecutor(len(requests)) as pool:
         list(pool.map(served.follow, requests, got))
-    support.agree([[answer] for answer in got], support.without_ranks(served.oracle.answers(requests)))
+    support.agree(
+        [[answer] for answer in got], support.without_ranks(served.oracle.answers(requests))
+    )
     words = served.complete(SIMPLE, prompt="w1 w2 w3")[1]
     support.agree([answers(words)], support.without_ranks(served.oracle.answers([SIMPLE])))
-    assert words["choices"][0]["text"].split() == [f"w{token}" for token in words["choices"][0]["token_ids"]]
+    assert words["choices"][0]["text"].split() == [
+        f"w{token}" for token in words["choices"][0]["token_ids"]
+    ]
 
 
 def test_stop_strings(served: Server) -> None:
@@ -394,10 +497,19 @@ def test_stop_strings(served: Server) -> None:
         assert words.index(stop) < len(cut["token_ids"]) <= words.index(stop) + 2
 
 
-# -------------------------------------------------------------------------------------------------- new weights
+# ------------------------------------------------------------------------------------ new weights
 def long_requests() -> list[support.Request]:
     """Two more than run at a time."""
-    return [support.request([50 + i] * (4 + 4 * i), seed=i, temperature=[1.0, 0.0][i % 2], logprobs=2, max_tokens=LONG) for i in range(8)]
+    return [
+        support.request(
+            [50 + i] * (4 + 4 * i),
+            seed=i,
+            temperature=[1.0, 0.0][i % 2],
+            logprobs=2,
+            max_tokens=LONG,
+        )
+        for i in range(8)
+    ]
 
 
 class Running:
@@ -406,7 +518,10 @@ class Running:
     def __init__(self, server: Server, pool: ThreadPoolExecutor):
         self.requests = long_requests()
         self.answers = [support.Answer(0, [], (None, None), []) for _ in self.requests]
-        self.futures: list[Future[None]] = [pool.submit(server.follow, *each) for each in zip(self.requests, self.answers, strict=True)]
+        self.futures: list[Future[None]] = [
+            pool.submit(server.follow, *each)
+            for each in zip(self.requests, self.answers, strict=True)
+        ]
         while max(map(len, self.tokens())) < 6:
             assert not any(future.done() for future in self.futures)
             time.sleep(0.001)
@@ -434,11 +549,24 @@ def test_a_push_while_requests_run(served: Server) -> None:
         for i, request in enumerate(running.requests):
             (first,), n = before[i], len(before[i][0].tokens)
             end = held[i]  # tokens may have been drawn and not yet told
-            while end < n and got[i].tokens[end] == first.tokens[end] and got[i].positions[end] == first.positions[end]:
+            while (
+                end < n
+                and got[i].tokens[end] == first.tokens[end]
+                and got[i].positions[end] == first.positions[end]
+            ):
                 end += 1
-            rests = [support.continued(served.oracle, request, first, at) for at in range(max(held[i], end - 2), end + 1) if at < n]
-            wanted = [*support.without_ranks([[rest] for rest in rests]), *([[first]] if end == n else [])]
-            assert [got[i]] in wanted, f"request {i} is not the old version's up to a token, and the new one's from there"
+            rests = [
+                support.continued(served.oracle, request, first, at)
+                for at in range(max(held[i], end - 2), end + 1)
+                if at < n
+            ]
+            wanted = [
+                *support.without_ranks([[rest] for rest in rests]),
+                *([[first]] if end == n else []),
+            ]
+            assert [got[i]] in wanted, (
+                f"request {i} is not the old version's up to a token, and the new one's from there"
+            )
             cut += 0 < end < n
         served.hold()
         if cut:
@@ -456,13 +584,17 @@ LATE = "model.layers.1.mlp.experts.17.down_proj.weight"
 SPOILED: dict[str, tuple[Callable[[support.Weights], support.Weights], type[rm.Error]]] = {
     "not finite": (lambda w: w | {LATE: nan(w[LATE])}, rm.NonFiniteError),
     "transposed": (lambda w: w | {LATE: w[LATE].T.copy()}, rm.ShapeError),
-    "missing": (lambda w: {name: x for name, x in w.items() if name != LATE}, rm.IncompleteSyncError),
+    "missing": (
+        lambda w: {name: x for name, x in w.items() if name != LATE},
+        rm.IncompleteSyncError,
+    ),
 }
 
 
 @pytest.mark.parametrize("how", SPOILED)
 def test_a_bad_push(served: Server, how: str) -> None:
-    """The trainer gets it by its class, with the tensor's name; the old version serves, and generation is not left paused."""
+    """The trainer gets it by its class, with the tensor's name; the old version serves, and
+    generation is not left paused."""
     spoil, error = SPOILED[how]
     with pytest.raises(error, match=re.escape(LATE)) as caught:
         served.sender.send(spoil(served.weights(99)), served.version + 1)
@@ -474,9 +606,13 @@ def test_a_bad_push(served: Server, how: str) -> None:
 
 
 def test_names_of_a_version(served: Server) -> None:
-    """vLLM's label, the worker's number, and sums of what is served; a set that is refused leaves all of them."""
+    """vLLM's label, the worker's number, and sums of what is served; a set that is refused leaves
+    all of them."""
     served.push("step-one")
-    one = served.ask("weight_info"), served.do("weight_checker", {"action": "checksum"})["checksums"]
+    one = (
+        served.ask("weight_info"),
+        served.do("weight_checker", {"action": "checksum"})["checksums"],
+    )
     assert one[0] == (200, {"weight_version": "step-one"})
     with pytest.raises(rm.VersionError):
         served.sender.send(served.weights(served.version), served.version, "step-none")
@@ -492,7 +628,8 @@ def test_names_of_a_version(served: Server) -> None:
 
 
 def test_two_trainers_at_once(served: Server) -> None:
-    """Each is told that its set was taken, or why not; what serves then is one of the sets, whole."""
+    """Each is told that its set was taken, or why not; what serves then is one of the sets,
+    whole."""
     taken, ends = [served.version], list[rm.Error]()
     begin = threading.Barrier(2)
 
@@ -521,7 +658,7 @@ def test_two_trainers_at_once(served: Server) -> None:
     served.hold()
 
 
-# -------------------------------------------------------------------------------------------------- pause and sleep
+# -------------------------------------------------------------------------------- pause and sleep
 
 
 def test_sleep_and_reload(served: Server) -> None:
@@ -545,15 +682,23 @@ def test_sleep_and_reload(served: Server) -> None:
     served.hold()
 
 
-# -------------------------------------------------------------------------------------------------- the log
+# ---------------------------------------------------------------------------------------- the log
 def no_riddles(log: str) -> None:
-    """vLLM logs where a call of a trainer's failed. Each such traceback ends in an error of ours, which says what was wrong."""
-    ours = re.compile(rf"(rollmesh\.errors\.|Exception: Call to collective_rpc method failed: )({'|'.join(errors.__all__)}): .+")
-    lines = [re.sub(r"^\(\w+ pid=\d+\) \w+ \S+ \S+ \[\S+\] ", "", line) for line in log.splitlines()]
+    """vLLM logs where a call of a trainer's failed. Each such traceback ends in an error of ours,
+    which says what was wrong."""
+    ours = re.compile(
+        r"(rollmesh\.errors\.|Exception: Call to collective_rpc method failed: "
+        rf")({'|'.join(errors.__all__)}): .+"
+    )
+    lines = [
+        re.sub(r"^\(\w+ pid=\d+\) \w+ \S+ \S+ \[\S+\] ", "", line) for line in log.splitlines()
+    ]
     for i, line in enumerate(lines):
         if not line.startswith("Traceback "):
             continue
         end, *after = (line for line in lines[i + 1 :] if line.strip() and not line.startswith(" "))
         if after and after[0].startswith(("The above exception", "During handling")):
             continue  # it goes on
-        assert ours.fullmatch(end) or "no_such_method" in end, f"the log has a traceback that ends in {end!r}"
+        assert ours.fullmatch(end) or "no_such_method" in end, (
+            f"the log has a traceback that ends in {end!r}"
+        )

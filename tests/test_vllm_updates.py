@@ -1,8 +1,10 @@
-"""New weights for a running vLLM engine: whichever version should serve, its bits are those of rm.Generator with the same weights.
+"""New weights for a running vLLM engine: whichever version should serve, its bits are those of
+rm.Generator with the same weights.
 
-Input: small models; pushes by vLLM's official calls (through rollmesh.vllm's sender, over shared memory) and by load_weights. Oracle:
-rm.Generator. Bound: 0 differing bits. Every scenario ends by holding a full set of requests against the version that should serve
-then: the new one after a good push, the old one after a bad.
+Input: small models; pushes by vLLM's official calls (through rollmesh.vllm's sender, over shared
+memory) and by load_weights. Oracle: rm.Generator. Bound: 0 differing bits. Every scenario ends by
+holding a full set of requests against the version that should serve then: the new one after a good
+push, the old one after a bad.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 MODEL, DTYPE = "moe", "bfloat16"
 LATE = "model.layers.1.mlp.experts.17.down_proj.weight"  # comes when most of the set is staged
-ENGINES = {"uniproc": {}, "tp2": {"tensor_parallel_size": 2, "enable_expert_parallel": True, "distributed_executor_backend": "mp"}}
+ENGINES = {
+    "uniproc": {},
+    "tp2": {
+        "tensor_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "distributed_executor_backend": "mp",
+    },
+}
 
 
 class Served(support.Served):
@@ -42,13 +51,18 @@ class Served(support.Served):
         return support.weights_of(MODEL, DTYPE, version)
 
     def hold(self, requests: list[support.Request] | None = None) -> None:
-        """In these requests nothing of a former answer is left to chance: prompts repeat over versions, and caches are not reset."""
+        """In these requests nothing of a former answer is left to chance: prompts repeat over
+        versions, and caches are not reset."""
         super().hold(support.mixed(MODEL, 0) if requests is None else requests)
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with support.engine(tmp_path_factory.mktemp("vllm"), MODEL, DTYPE, **ENGINES[request.param]) as llm:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    with support.engine(
+        tmp_path_factory.mktemp("vllm"), MODEL, DTYPE, **ENGINES[request.param]
+    ) as llm:
         served = Served(llm)
         unsynced = support.ended(llm, support.request([1, 2, 3]))
         assert unsynced[0] == "error"
@@ -106,7 +120,12 @@ def test_sleep_and_reload(served: Served, level: int) -> None:
     [
         ("profile", (), {}, "use perf or py-spy"),
         ("add_lora", (1,), {}, "LoRA adapters are not supported"),
-        ("load_model", (), {"load_dummy_weights": True}, "load_dummy_weights: expected False, got True"),
+        (
+            "load_model",
+            (),
+            {"load_dummy_weights": True},
+            "load_dummy_weights: expected False, got True",
+        ),
         ("init_device", (), {}, "call it once"),
         ("update_weights", (), {}, "missing 1 required positional argument"),
         ("sleep", ([],), {}, r"sleep level: expected 1 .*, got \[\]"),
@@ -114,9 +133,11 @@ def test_sleep_and_reload(served: Served, level: int) -> None:
         ("discard", (5,), {}, "tags: expected some of .*, got 5"),
     ],
 )
-def test_a_call_that_all_workers_refuse(served: Served, method: str, args: tuple[Any, ...], options: dict[str, Any], words: str) -> None:
-    """vLLM's executor reads replies up to the first failure, and would take a second one for the reply to its next call: a set with a
-    tensor missing would seem to have been committed."""
+def test_a_call_that_all_workers_refuse(
+    served: Served, method: str, args: tuple[Any, ...], options: dict[str, Any], words: str
+) -> None:
+    """vLLM's executor reads replies up to the first failure, and would take a second one for the
+    reply to its next call: a set with a tensor missing would seem to have been committed."""
     with pytest.raises(Exception, match=words):
         served.llm.collective_rpc(method, args=args, kwargs=options)
     for _ in range(2):
@@ -127,7 +148,8 @@ def test_a_call_that_all_workers_refuse(served: Served, method: str, args: tuple
 
 
 def test_versions_in_a_folder(served: Served, tmp_path: Path) -> None:
-    """vLLM's four calls with transport="folder": the workers read what a DeltaWriter publishes, which may be deltas."""
+    """vLLM's four calls with transport="folder": the workers read what a DeltaWriter publishes,
+    which may be deltas."""
     writer, calls = DeltaWriter(tmp_path), client_of(served.llm, 60.0)
 
     def update(version: int | None = None) -> None:
@@ -140,13 +162,20 @@ def test_versions_in_a_folder(served: Served, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"NotSyncedError: .* has no whole set of weights yet"):
         update()
     served.hold()
-    for missed in (0, 0, 2):  # a whole set, a delta, and three deltas of which two were never read alone
+    for missed in (
+        0,
+        0,
+        2,
+    ):  # a whole set, a delta, and three deltas of which two were never read alone
         for _ in range(missed + 1):
             served.version += 1
             writer.publish(served.weights(served.version), served.version)
         update(served.version)
         served.hold()
-    with pytest.raises(Exception, match=f"VersionError: version: expected the newest in the folder, {served.version}, got 3"):
+    with pytest.raises(
+        Exception,
+        match=f"VersionError: version: expected the newest in the folder, {served.version}, got 3",
+    ):
         update(3)
     with pytest.raises(Exception, match="VersionError"):
         update()  # it serves already
@@ -171,8 +200,8 @@ def test_versions_in_a_folder(served: Served, tmp_path: Path) -> None:
 
 
 def test_load_weights(served: Served) -> None:
-    """One parameter a call, by TRL's road or by collective_rpc's; a set that breaks off fails the requests that would need it, and
-    leaves the old version to the next."""
+    """One parameter a call, by TRL's road or by collective_rpc's; a set that breaks off fails the
+    requests that would need it, and leaves the old version to the next."""
     if served.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
         pytest.skip("TRL reaches into a worker of this process")
     served.version += 1
@@ -191,32 +220,43 @@ def test_load_weights(served: Served) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 6], ids=["in the prompt", "in the answer"])
-def test_a_part_of_a_set_while_requests_run(served: Served, steps: int, caplog: pytest.LogCaptureFixture) -> None:
-    """They end with the error, those of a step that was scheduled meanwhile too; the pages that they were given hold nothing. The log has
-    it once."""
+def test_a_part_of_a_set_while_requests_run(
+    served: Served, steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They end with the error, those of a step that was scheduled meanwhile too; the pages that
+    they were given hold nothing. The log has it once."""
     if served.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
         pytest.skip("TRL reaches into a worker of this process")
     engine, running, ends = served.llm.llm_engine, long_requests(), {}
     running.append(support.request([77] * 110, max_tokens=9))
     for i, request in enumerate(running):
-        engine.add_request(f"{9000 + 10 * steps + i}", {"prompt_token_ids": list(request.prompt)}, request.theirs)
+        engine.add_request(
+            f"{9000 + 10 * steps + i}", {"prompt_token_ids": list(request.prompt)}, request.theirs
+        )
     for _ in range(steps):
         engine.step()
     support.load(served.llm, dict(list(served.weights(96).items())[:-3]))
     while engine.has_unfinished_requests():
-        ends |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+        ends |= {
+            output.request_id: output.outputs[0] for output in engine.step() if output.finished
+        }
     assert len(ends) == len(running)
     failed = [end for end in ends.values() if end.finish_reason == "error"]
-    assert len(failed) >= (1 if steps == 1 else len(running))  # those that have not begun go on, with the version before
+    assert len(failed) >= (
+        1 if steps == 1 else len(running)
+    )  # those that have not begun go on, with the version before
     assert all("IncompleteSyncError" in str(end.stop_reason) for end in failed)
     [line] = [record.getMessage() for record in caplog.records if record.name == "vllm.rollmesh"]
-    assert line.startswith("the weights that load_weights was given are dropped: IncompleteSyncError: ")
+    assert line.startswith(
+        "the weights that load_weights was given are dropped: IncompleteSyncError: "
+    )
     support.agree(support.generate(served.llm, running), served.oracle.answers(running))
     served.hold()
 
 
 def test_ids_that_are_none(served: Served) -> None:
-    """Who shares pages with such a request is not touched, whether vLLM looks by itself or the engine ends the request."""
+    """Who shares pages with such a request is not touched, whether vLLM looks by itself or the
+    engine ends the request."""
     stem = [9] * 48
     good = support.request([*stem, 3, 4], max_tokens=5)
     bad = [support.request([*stem, far], max_tokens=5) for far in (5000, 2**40)]
@@ -225,11 +265,15 @@ def test_ids_that_are_none(served: Served) -> None:
             from vllm.exceptions import VLLMValidationError
 
             with pytest.raises(VLLMValidationError, match=r"Token id .* is out of vocabulary"):
-                served.llm.generate({"prompt_token_ids": list(request.prompt)}, request.theirs, use_tqdm=False)
+                served.llm.generate(
+                    {"prompt_token_ids": list(request.prompt)}, request.theirs, use_tqdm=False
+                )
             support.agree(support.generate(served.llm, [good]), served.oracle.answers([good]))
             continue
         outputs = served.llm.generate(
-            [{"prompt_token_ids": list(each.prompt)} for each in (request, good)], [request.theirs, good.theirs], use_tqdm=False
+            [{"prompt_token_ids": list(each.prompt)} for each in (request, good)],
+            [request.theirs, good.theirs],
+            use_tqdm=False,
         )
         assert outputs[0].outputs[0].finish_reason == "error"
         assert "token id" in str(outputs[0].outputs[0].stop_reason)
@@ -238,7 +282,8 @@ def test_ids_that_are_none(served: Served) -> None:
 
 
 def test_a_row_that_is_not_finite(served: Served) -> None:
-    """Its request ends alone, also among others whose logits the host edits: each of them has the answer that it has by itself."""
+    """Its request ends alone, also among others whose logits the host edits: each of them has the
+    answer that it has by itself."""
     if served.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
         pytest.skip("the weights go past vLLM into a worker of this process")
     poisoned = dict(served.weights(served.version))
@@ -250,7 +295,10 @@ def test_a_row_that_is_not_finite(served: Served) -> None:
     for name, tensor in poisoned.items():
         engine.sync_push(name, tensor)
     engine.sync_commit("keep")
-    bad, *good = [support.request([5, first, 7], logit_bias={299: -100.0}, seed=first) for first in (299, 31, 32)]
+    bad, *good = [
+        support.request([5, first, 7], logit_bias={299: -100.0}, seed=first)
+        for first in (299, 31, 32)
+    ]
     alone = [support.generate(served.llm, [request])[0] for request in good]
     outputs = served.llm.generate(
         [{"prompt_token_ids": list(request.prompt)} for request in (bad, *good)],
@@ -264,20 +312,33 @@ def test_a_row_that_is_not_finite(served: Served) -> None:
     served.hold()
 
 
-# -------------------------------------------------------------------------------------------------- in the middle of generation
+# -------------------------------------------------------------------- in the middle of generation
 def long_requests() -> list[support.Request]:
-    return [support.request([50 + i] * (4 + 9 * i), seed=i, temperature=[1.0, 0.0][i % 2], logprobs=2, max_tokens=60) for i in range(4)]
+    return [
+        support.request(
+            [50 + i] * (4 + 9 * i), seed=i, temperature=[1.0, 0.0][i % 2], logprobs=2, max_tokens=60
+        )
+        for i in range(4)
+    ]
 
 
 class Running:
     """Requests of an AsyncLLM that are under way, and what they have said so far."""
 
     def __init__(self, llm: Any, requests: list[support.Request], name: str):
-        self.requests, self.answers = requests, [support.Answer(0, [], (None, None), []) for _ in requests]
-        self.tasks = [asyncio.create_task(self._follow(llm, i, r, f"{name}-{i}")) for i, r in enumerate(requests)]
+        self.requests, self.answers = (
+            requests,
+            [support.Answer(0, [], (None, None), []) for _ in requests],
+        )
+        self.tasks = [
+            asyncio.create_task(self._follow(llm, i, r, f"{name}-{i}"))
+            for i, r in enumerate(requests)
+        ]
 
     async def _follow(self, llm: Any, i: int, request: support.Request, name: str) -> None:
-        async for output in llm.generate({"prompt_token_ids": list(request.prompt)}, request.theirs, name):
+        async for output in llm.generate(
+            {"prompt_token_ids": list(request.prompt)}, request.theirs, name
+        ):
             (self.answers[i],) = support.vllm_answers(output)
 
     async def until(self, tokens: int) -> None:
@@ -286,8 +347,11 @@ class Running:
             await asyncio.sleep(0.001)
 
 
-async def keep(llm: Any, push: Callable[[], Any], oracle: support.Oracle, clear_cache: bool, name: str) -> int:
-    """Pause, push, resume: each request goes on as if its text so far had been a prompt of the new version. Returns how many did."""
+async def keep(
+    llm: Any, push: Callable[[], Any], oracle: support.Oracle, clear_cache: bool, name: str
+) -> int:
+    """Pause, push, resume: each request goes on as if its text so far had been a prompt of the new
+    version. Returns how many did."""
     before = oracle.answers(long_requests())
     running = Running(llm, long_requests(), name)
     await running.until(6)
@@ -298,12 +362,27 @@ async def keep(llm: Any, push: Callable[[], Any], oracle: support.Oracle, clear_
     await asyncio.gather(*running.tasks)
     for i, request in enumerate(running.requests):
         got, (first,) = running.answers[i], before[i]
-        end, n = held[i], len(first.tokens)  # tokens may have been drawn and not yet told, on a slow machine all of them
-        while end < n and got.tokens[end] == first.tokens[end] and got.positions[end] == first.positions[end]:
+        end, n = (
+            held[i],
+            len(first.tokens),
+        )  # tokens may have been drawn and not yet told, on a slow machine all of them
+        while (
+            end < n
+            and got.tokens[end] == first.tokens[end]
+            and got.positions[end] == first.positions[end]
+        ):
             end += 1
-        wanted = [first if cut == n else support.continued(oracle, request, first, cut) for cut in range(max(held[i], end - 2), end + 1)]
-        assert got in wanted, f"request {i}: {got} is not {first} up to a cut between {held[i]} and {end}, and the new version's from there"
-    return sum(got.tokens != first.tokens for got, (first,) in zip(running.answers, before, strict=True))
+        wanted = [
+            first if cut == n else support.continued(oracle, request, first, cut)
+            for cut in range(max(held[i], end - 2), end + 1)
+        ]
+        assert got in wanted, (
+            f"request {i}: {got} is not {first} up to a cut between {held[i]} and {end}, and the "
+            "new version's from there"
+        )
+    return sum(
+        got.tokens != first.tokens for got, (first,) in zip(running.answers, before, strict=True)
+    )
 
 
 async def ended_by_pause(llm: Any, oracle: support.Oracle, mode: str, name: str) -> None:
@@ -315,20 +394,26 @@ async def ended_by_pause(llm: Any, oracle: support.Oracle, mode: str, name: str)
     await asyncio.gather(*running.tasks)
     await llm.resume_generation()
     for got, (whole,) in zip(running.answers, want, strict=True):
-        ends = {whole.end} | ({("abort", None)} if mode == "abort" else set())  # a slow machine hears of the pause at the end
+        ends = {whole.end} | (
+            {("abort", None)} if mode == "abort" else set()
+        )  # a slow machine hears of the pause at the end
         assert got.end in ends
         assert got.tokens == whole.tokens[: len(got.tokens)]
         assert got.positions == whole.positions[: len(got.positions)]
 
 
 async def refused_streams(llm: Any) -> None:
-    """Input that comes in parts ends at its first, however the parts come, and nothing else does."""
+    """Input that comes in parts ends at its first, however the parts come, and nothing else
+    does."""
     from vllm import SamplingParams
     from vllm.engine.protocol import StreamingInput
 
     async def parts(delay: float) -> AsyncIterator[Any]:
         for i in range(3):
-            yield StreamingInput(prompt={"prompt_token_ids": [1, 2, i]}, sampling_params=SamplingParams(max_tokens=2, detokenize=False))
+            yield StreamingInput(
+                prompt={"prompt_token_ids": [1, 2, i]},
+                sampling_params=SamplingParams(max_tokens=2, detokenize=False),
+            )
             await asyncio.sleep(delay)
 
     for delay in (0.0, 0.05):
@@ -339,7 +424,9 @@ async def refused_streams(llm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh", [{}, {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}], ids=["one", "dp2-tp2"]
+    "mesh",
+    [{}, {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}],
+    ids=["one", "dp2-tp2"],
 )
 def test_a_push_during_generation(mesh: dict[str, Any], tmp_path: Path) -> None:
     oracle = support.Oracle(MODEL, DTYPE)
@@ -355,13 +442,21 @@ def test_a_push_during_generation(mesh: dict[str, Any], tmp_path: Path) -> None:
 
             async def hold(name: str) -> None:
                 requests = support.mixed(MODEL, 0)
-                support.agree(await support.async_generate(llm, requests, name), oracle.answers(requests))
+                support.agree(
+                    await support.async_generate(llm, requests, name), oracle.answers(requests)
+                )
 
             await push(1)
             await hold("first")
             cut = 0
             for version in range(2, 6):
-                cut += await keep(llm, lambda version=version: push(version), oracle, version % 2 == 0, f"kept-{version}")
+                cut += await keep(
+                    llm,
+                    lambda version=version: push(version),
+                    oracle,
+                    version % 2 == 0,
+                    f"kept-{version}",
+                )
                 await hold(f"after-{version}")
             assert cut > 0, "every request was over before its pause: nothing was shown"
             for mode in ("abort", "wait"):

@@ -1,10 +1,11 @@
-"""What vLLM calls on a worker for new weights, without an engine of vLLM's round it (that is test_vllm_updates.py).
+"""What vLLM calls on a worker for new weights, without an engine of vLLM's round it (that is
+test_vllm_updates.py).
 
-Input: a small MoE model; sets sent whole, spoiled in one place, or cut off. Oracle: the logits of a Generator that was given the same
-weights. Bound: 0 differing bits. Each refusal ends with the old bits, and with a good set that is taken.
+Input: a small MoE model; sets sent whole, spoiled in one place, or cut off. Oracle: the logits of a
+Generator that was given the same weights. Bound: 0 differing bits. Each refusal ends with the old
+bits, and with a good set that is taken.
 """
 
-# ruff: noqa: F811 (fixtures of vllm_served.py)
 from __future__ import annotations
 
 import json
@@ -25,16 +26,30 @@ pytest.importorskip("vllm", reason="needs vLLM")
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 import vllm_ranks as ranks  # noqa: E402
-from vllm_served import CONFIG, DTYPE, LATE, SHM, SPOILED, Served, alone, bits, nan, served, state, two  # noqa: E402, F401
+from vllm_served import (  # noqa: E402
+    CONFIG,
+    DTYPE,
+    LATE,
+    SHM,
+    SPOILED,
+    Served,
+    alone,  # noqa: F401
+    bits,
+    nan,
+    served,  # noqa: F401
+    state,
+    two,  # noqa: F401
+)
 
 from rollmesh.vllm.trainer import WeightSender  # noqa: E402
 from rollmesh.weights.transport import manifest, segment  # noqa: E402
 
 
-# -------------------------------------------------------------------------------------------------- sets by the four calls
+# ------------------------------------------------------------------------- sets by the four calls
 @pytest.mark.parametrize("how", SPOILED)
 def test_a_spoiled_set(served: Served, how: str) -> None:
-    """The tensor comes late, when most of the set is staged; the caller gets the error by its class, from one process or two."""
+    """The tensor comes late, when most of the set is staged; the caller gets the error by its
+    class, from one process or two."""
     spoil, error = SPOILED[how]
     with pytest.raises(error):
         served.sender.send(spoil(state(served.version + 1)), served.version + 1)
@@ -52,7 +67,9 @@ def test_calls_out_of_order(served: Served) -> None:
         with pytest.raises((rm.StateError, RuntimeError), match=f"StateError: .*{words}"):
             call()
     client.start_weight_update()
-    with pytest.raises((rm.StateError, RuntimeError), match="shutdown_weight_transfer_engine within an update"):
+    with pytest.raises(
+        (rm.StateError, RuntimeError), match="shutdown_weight_transfer_engine within an update"
+    ):
         client.rpc("shutdown_weight_transfer_engine")
     client.start_weight_update()  # again: there is nothing in it yet
     with pytest.raises((rm.IncompleteSyncError, RuntimeError), match="IncompleteSyncError"):
@@ -66,18 +83,24 @@ def test_calls_out_of_order(served: Served) -> None:
     served.still_works()
 
 
-# -------------------------------------------------------------------------------------------------- blocks that are not right
+# ---------------------------------------------------------------------- blocks that are not right
 class Block:
     """A whole set in one shared block, to be spoiled."""
 
     def __init__(self, version: int):
-        arrays = [(name, x.view(np.uint16).view(rm.sources.BF16)) for name, x in state(version).items()]
+        arrays = [
+            (name, x.view(np.uint16).view(rm.sources.BF16)) for name, x in state(version).items()
+        ]
         self.shared = segment.Segment(1 << 20)
         assert self.shared.data is not None
         entries, size = manifest.lay_out(arrays)
         entries = manifest.fill(self.shared.data, entries, arrays, sums=True)
         self.path = SHM / self.shared.name
-        self.info: dict[str, Any] = {"description": manifest.describe(entries).decode(), "size": size, "version": version}
+        self.info: dict[str, Any] = {
+            "description": manifest.describe(entries).decode(),
+            "size": size,
+            "version": version,
+        }
         self.info |= {"segment": self.shared.name, "nonce": self.shared.nonce}
 
     def described(self, change: Callable[[dict[str, Any]], None]) -> None:
@@ -92,28 +115,79 @@ def _changed_byte(block: Block) -> None:
 
 
 BLOCKS: dict[str, tuple[Callable[[Block], Any], str]] = {
-    "cut off": (lambda b: os.truncate(b.path, segment.aligned(segment.HEAD) + 2936), "FormatError: .* bytes of weights, got 2936"),
+    "cut off": (
+        lambda b: os.truncate(b.path, segment.aligned(segment.HEAD) + 2936),
+        "FormatError: .* bytes of weights, got 2936",
+    ),
     "cut to nothing": (lambda b: os.truncate(b.path, 0), "FormatError: .* bytes at least, got 0"),
-    "mode": (lambda b: b.path.chmod(0o644), "AuthError: .* with mode 0600, got owner .* mode -rw-r--r--"),
-    "nonce": (lambda b: b.info.update(nonce="0" * 32), "AuthError: .* was not written by the sender"),
-    "no such file": (lambda b: b.info.update(segment="rollmesh-weights-" + "0" * 32), "AuthError: .* does not exist"),
-    "another path": (lambda b: b.info.update(segment="../../etc/passwd"), "FormatError: .* of a WeightSender, got segment"),
-    "a link": (lambda b: (b.path.rename(b.path.parent / "rollmesh-test"), b.path.symlink_to("rollmesh-test")), "AuthError"),
-    "a pipe": (lambda b: (b.path.unlink(), os.mkfifo(b.path, 0o600)), "AuthError: .* mode prw-------"),
-    "no segment": (lambda b: b.info.update(segment=None), "FormatError: .* of a WeightSender, got segment None"),
+    "mode": (
+        lambda b: b.path.chmod(0o644),
+        "AuthError: .* with mode 0600, got owner .* mode -rw-r--r--",
+    ),
+    "nonce": (
+        lambda b: b.info.update(nonce="0" * 32),
+        "AuthError: .* was not written by the sender",
+    ),
+    "no such file": (
+        lambda b: b.info.update(segment="rollmesh-weights-" + "0" * 32),
+        "AuthError: .* does not exist",
+    ),
+    "another path": (
+        lambda b: b.info.update(segment="../../etc/passwd"),
+        "FormatError: .* of a WeightSender, got segment",
+    ),
+    "a link": (
+        lambda b: (
+            b.path.rename(b.path.parent / "rollmesh-test"),
+            b.path.symlink_to("rollmesh-test"),
+        ),
+        "AuthError",
+    ),
+    "a pipe": (
+        lambda b: (b.path.unlink(), os.mkfifo(b.path, 0o600)),
+        "AuthError: .* mode prw-------",
+    ),
+    "no segment": (
+        lambda b: b.info.update(segment=None),
+        "FormatError: .* of a WeightSender, got segment None",
+    ),
     "size": (lambda b: b.info.update(size=1 << 41), "FormatError: size: expected bytes"),
-    "size below 0": (lambda b: b.info.update(size=-1), "FormatError: size: expected bytes in .*, got -1"),
-    "no JSON": (lambda b: b.info.update(description="{"), "FormatError: expected a manifest of weights"),
-    "another field": (lambda b: b.info.update(pickled="gASV"), "FormatError: UpdateInfo: expected some of .*, got pickled='gASV'"),
-    "no text": (lambda b: b.info.update(description="\ud800"), "FormatError: expected a manifest of weights"),
-    "version": (lambda b: b.info.update(version=True), "VersionError: version: expected an integer in .*, got True"),
+    "size below 0": (
+        lambda b: b.info.update(size=-1),
+        "FormatError: size: expected bytes in .*, got -1",
+    ),
+    "no JSON": (
+        lambda b: b.info.update(description="{"),
+        "FormatError: expected a manifest of weights",
+    ),
+    "another field": (
+        lambda b: b.info.update(pickled="gASV"),
+        "FormatError: UpdateInfo: expected some of .*, got pickled='gASV'",
+    ),
+    "no text": (
+        lambda b: b.info.update(description="\ud800"),
+        "FormatError: expected a manifest of weights",
+    ),
+    "version": (
+        lambda b: b.info.update(version=True),
+        "VersionError: version: expected an integer in .*, got True",
+    ),
     "a byte": (_changed_byte, "FormatError: .* expected checksum "),
-    "offset": (lambda b: b.described(lambda t: t.update(offset=1 << 40)), "FormatError: .* bytes at 1099511627776"),
+    "offset": (
+        lambda b: b.described(lambda t: t.update(offset=1 << 40)),
+        "FormatError: .* bytes at 1099511627776",
+    ),
     "offset below 0": (lambda b: b.described(lambda t: t.update(offset=-64)), "FormatError"),
     "shape": (lambda b: b.described(lambda t: t.update(shape=[1 << 40, 1 << 40])), "FormatError"),
-    "dtype": (lambda b: b.described(lambda t: t.update(dtype="object")), "FormatError: .* expected a dtype of .*, got 'object'"),
+    "dtype": (
+        lambda b: b.described(lambda t: t.update(dtype="object")),
+        "FormatError: .* expected a dtype of .*, got 'object'",
+    ),
     "name": (lambda b: b.described(lambda t: t.update(name="x" * 2000)), "LimitError"),
-    "same name": (lambda b: b.described(lambda t: t.update(name="model.norm.weight")), "DuplicateKeyError|ShapeError"),
+    "same name": (
+        lambda b: b.described(lambda t: t.update(name="model.norm.weight")),
+        "DuplicateKeyError|ShapeError",
+    ),
 }
 
 
@@ -127,7 +201,9 @@ def test_a_block_that_is_not_right(served: Served, how: str) -> None:
         served.client.start_weight_update()
         with pytest.raises((Error, RuntimeError), match=words):
             served.client.update_weights(block.info)
-        with pytest.raises((Error, RuntimeError), match="without an open update"):  # the error has closed it
+        with pytest.raises(
+            (Error, RuntimeError), match="without an open update"
+        ):  # the error has closed it
             served.client.finish_weight_update()
     finally:
         block.shared.close()
@@ -144,7 +220,10 @@ def test_an_update_that_is_started_within_another(served: Served) -> None:
     with pytest.raises((rm.StateError, RuntimeError), match="another trainer's update is open"):
         served.client.start_weight_update()
     block.shared.close()
-    with pytest.raises((rm.StateError, RuntimeError), match="start_weight_update within an update, which is dropped"):
+    with pytest.raises(
+        (rm.StateError, RuntimeError),
+        match="start_weight_update within an update, which is dropped",
+    ):
         served.client.start_weight_update()
     with pytest.raises((rm.StateError, RuntimeError), match="without an open update"):
         served.client.finish_weight_update()
@@ -158,7 +237,9 @@ def test_a_block_that_is_cut_while_it_is_open(served: Served) -> None:
     served.client.start_weight_update()
     served.client.update_weights({**block.info, "description": '{"tensors": []}'})
     os.truncate(block.path, segment.aligned(segment.HEAD) + 4936)
-    with pytest.raises((rm.FormatError, RuntimeError), match=r"FormatError: .* bytes of weights, got 4936"):
+    with pytest.raises(
+        (rm.FormatError, RuntimeError), match=r"FormatError: .* bytes of weights, got 4936"
+    ):
         served.client.update_weights(block.info)
     block.shared.close()
     served.still_works()
@@ -169,7 +250,9 @@ def test_one_version_a_set(served: Served) -> None:
     served.client.init_weight_transfer_engine({})
     served.client.start_weight_update()
     served.client.update_weights({**block.info, "description": '{"tensors": []}'})
-    with pytest.raises((rm.StateError, RuntimeError), match="a bucket of version None in an update of version"):
+    with pytest.raises(
+        (rm.StateError, RuntimeError), match="a bucket of version None in an update of version"
+    ):
         served.client.update_weights({**block.info, "version": None})
     block.shared.close()
     served.still_works()
@@ -181,8 +264,19 @@ def test_one_version_a_set(served: Served) -> None:
         {"transport": "carrier pigeon"},
         {"master_port": 29500},
         {"transport": "distributed"},
-        {"transport": "distributed", "master_address": "127.0.0.1", "master_port": 0, "world_size": 2},
-        {"transport": "distributed", "master_address": "127.0.0.1", "master_port": 9, "world_size": 2, "timeout": float("nan")},
+        {
+            "transport": "distributed",
+            "master_address": "127.0.0.1",
+            "master_port": 0,
+            "world_size": 2,
+        },
+        {
+            "transport": "distributed",
+            "master_address": "127.0.0.1",
+            "master_port": 9,
+            "world_size": 2,
+            "timeout": float("nan"),
+        },
         {"cast": 1},
         {"packed": True},
         [],
@@ -195,17 +289,19 @@ def test_an_init_info_that_is_not_right(served: Served, info: Any) -> None:
     served.still_works()
 
 
-# -------------------------------------------------------------------------------------------------- several ranks
+# ---------------------------------------------------------------------------------- several ranks
 def test_what_one_rank_refuses_all_refuse(two: Served) -> None:
-    """A list brings each worker its own block: one is bad, whichever. The caller gets the reason, and no reply is left unread, which
-    vLLM's executor would take for the reply to its next call."""
+    """A list brings each worker its own block: one is bad, whichever. The caller gets the reason,
+    and no reply is left unread, which vLLM's executor would take for the reply to its next call."""
     for bad in (0, 1):
         block = Block(two.version + 1)
         infos = [dict(block.info), dict(block.info)]
         infos[bad]["size"] = 64
         two.client.init_weight_transfer_engine({})
         two.client.start_weight_update()
-        with pytest.raises(RuntimeError, match="FormatError" if bad else "SyncAbortedError: rank 0: FormatError"):
+        with pytest.raises(
+            RuntimeError, match="FormatError" if bad else "SyncAbortedError: rank 0: FormatError"
+        ):
             two.client.update_weights(infos)
         assert two.client.left_over() == 0
         block.shared.close()
@@ -214,13 +310,17 @@ def test_what_one_rank_refuses_all_refuse(two: Served) -> None:
         block = Block(two.version + 1)
         two.client.init_weight_transfer_engine({})
         two.client.start_weight_update()
-        with pytest.raises(RuntimeError, match="CollectiveMismatchError: rank 1 begins a bucket of weights with"):
+        with pytest.raises(
+            RuntimeError, match="CollectiveMismatchError: rank 1 begins a bucket of weights with"
+        ):
             two.client.update_weights([block.info, block.info | spoil])
         assert two.client.left_over() == 0
         block.shared.close()
         two.still_works()
     two.client.start_weight_update()
-    with pytest.raises(RuntimeError, match="expected one for each worker, got a list of 1; this is worker 1"):
+    with pytest.raises(
+        RuntimeError, match="expected one for each worker, got a list of 1; this is worker 1"
+    ):
         two.client.update_weights([{}])
     two.still_works()
 
@@ -247,7 +347,7 @@ def test_every_process_of_an_external_launcher_hears_of_it() -> None:
         client.close()
 
 
-# -------------------------------------------------------------------------------------------------- load_weights
+# ----------------------------------------------------------------------------------- load_weights
 def test_load_weights(served: Served) -> None:
     """One parameter a call, in a dtype that is converted; the next step closes the set."""
     version = served.version + 1
@@ -269,8 +369,13 @@ def test_load_weights_twice_without_a_step(served: Served) -> None:
 
 
 def test_load_weights_of_a_part(served: Served) -> None:
-    served.client.rpc("load", [item for item in state(served.version + 1).items() if item[0] != LATE])
-    with pytest.raises((rm.IncompleteSyncError, RuntimeError), match=r"lacks 1 of 71 parameters: .*experts.7.down_proj"):
+    served.client.rpc(
+        "load", [item for item in state(served.version + 1).items() if item[0] != LATE]
+    )
+    with pytest.raises(
+        (rm.IncompleteSyncError, RuntimeError),
+        match=r"lacks 1 of 71 parameters: .*experts.7.down_proj",
+    ):
         served.client.rpc("commit_open_sync")
     if isinstance(served.client, ranks.Processes):
         served.client.skip(1)  # in a step every rank raises, and vLLM reads one reply
@@ -278,13 +383,16 @@ def test_load_weights_of_a_part(served: Served) -> None:
 
 
 def test_load_weights_that_are_bad(served: Served) -> None:
-    """A bad tensor ends its set, also behind all that the set needs; within an update by the four calls nothing is loaded."""
+    """A bad tensor ends its set, also behind all that the set needs; within an update by the four
+    calls nothing is loaded."""
     good = state(served.version + 1)
     with pytest.raises((rm.UnexpectedKeyError, RuntimeError), match="UnexpectedKeyError"):
         served.client.rpc("load", [*good.items(), ("model.of.nothing", good[LATE])])
     served.hold()
     with pytest.raises((rm.NonFiniteError, RuntimeError), match="NonFiniteError"):
-        served.client.rpc("load", [(name, nan(x) if name == LATE else x) for name, x in good.items()])
+        served.client.rpc(
+            "load", [(name, nan(x) if name == LATE else x) for name, x in good.items()]
+        )
     with pytest.raises((rm.UnsupportedTensorError, RuntimeError), match="expected pairs"):
         served.client.rpc("load", [1])
     served.still_works()
@@ -296,8 +404,9 @@ def test_load_weights_that_are_bad(served: Served) -> None:
 
 @pytest.mark.parametrize("how", sorted(SPOILED.keys() - {"none", "float32"}))
 def test_load_weights_under_verl(served: Served, how: str) -> None:
-    """Its trainer waits for the answer to each bucket, and an exception is none: the first error of a set comes when the set is closed,
-    which vLLM's process_weights_after_loading does. No step is needed then."""
+    """Its trainer waits for the answer to each bucket, and an exception is none: the first error of
+    a set comes when the set is closed, which vLLM's process_weights_after_loading does. No step is
+    needed then."""
     rpc = served.client.rpc
     spoil, error = SPOILED[how]
     rpc("as_under_verl", True)
@@ -321,7 +430,8 @@ def test_load_weights_under_verl(served: Served, how: str) -> None:
 
 @pytest.mark.parametrize("between", ["bits", "sleep"])
 def test_a_trainer_under_verl_that_leaves(served: Served, between: str) -> None:
-    """It has sent a bad tensor and never closes the set: the old version serves on, and the next trainer's set is its own."""
+    """It has sent a bad tensor and never closes the set: the old version serves on, and the next
+    trainer's set is its own."""
     rpc = served.client.rpc
     rpc("as_under_verl", True)
     try:
@@ -345,7 +455,9 @@ def test_a_router_bias_that_comes_last() -> None:
     weights = numpy_state_dict(CONFIG, 5, DTYPE, router_bias=True)
     last = sorted(weights, key=lambda name: name.endswith("e_score_correction_bias"))
     assert last[-1].endswith("e_score_correction_bias")
-    with rm.Generator(rm.ModelSpec.from_hf(CONFIG), dtype=DTYPE, max_model_len=32, kv_cache_gib=0.002, threads=1) as generator:
+    with rm.Generator(
+        rm.ModelSpec.from_hf(CONFIG), dtype=DTYPE, max_model_len=32, kv_cache_gib=0.002, threads=1
+    ) as generator:
         generator.sync_weights(weights)
         want = b"".join(logits.tobytes() for logits in generator.logits(ranks.PROMPTS))
     client = ranks.Alone(CONFIG, DTYPE)
@@ -369,7 +481,10 @@ def test_an_iterator_that_fails(alone: Served) -> None:
 @pytest.mark.parametrize("after", [0, 3])
 def test_an_iterator_that_fails_on_one_rank(two: Served, rank: int, after: int) -> None:
     """Before its first tensor too, where the other rank waits in the set's beginning."""
-    with pytest.raises(RuntimeError, match=("" if rank else "SyncAbortedError: rank 0: ") + "OSError: the trainer's disk"):
+    with pytest.raises(
+        RuntimeError,
+        match=("" if rank else "SyncAbortedError: rank 0: ") + "OSError: the trainer's disk",
+    ):
         two.client.rpc("load_cut", list(state(two.version + 1).items()), rank, after)
     assert two.client.left_over() == 0
     two.still_works()
@@ -383,7 +498,10 @@ def test_an_iterator_that_fails_on_one_rank_under_verl(two: Served, rank: int) -
     try:
         rpc("load_cut", entries, rank, 3)
         assert rpc("load", entries) == [set(), set()]
-        with pytest.raises(RuntimeError, match=("" if rank else "SyncAbortedError: rank 0: ") + "OSError: the trainer's disk"):
+        with pytest.raises(
+            RuntimeError,
+            match=("" if rank else "SyncAbortedError: rank 0: ") + "OSError: the trainer's disk",
+        ):
             rpc("finish_load")
         assert two.client.left_over() == 0
     finally:
@@ -400,15 +518,16 @@ def test_the_model_holds_nothing(alone: Served) -> None:
 
 
 def test_what_may_replace_compute_logits(alone: Served) -> None:
-    """A function that forbids certain tokens; of two in a row both hold. Anything else is refused, and what held before holds on."""
+    """A function that forbids certain tokens; of two in a row both hold. Anything else is refused,
+    and what held before holds on."""
     import torch
 
     model = alone.client.worker.updates.model
     for start in (140, 130):
         compute = model.compute_logits
-        model.compute_logits = lambda logits, compute=compute, start=start: compute(logits).index_fill(
-            1, torch.arange(start, start + 5), -torch.inf
-        )
+        model.compute_logits = lambda logits, compute=compute, start=start: compute(
+            logits
+        ).index_fill(1, torch.arange(start, start + 5), -torch.inf)
     assert model.never_drawn.tolist() == [*range(130, 135), *range(140, 145)]
     rows = torch.arange(2.0)[:, None].expand(-1, ranks.VOCAB)
     for edit, words in (
@@ -432,7 +551,7 @@ def test_a_compute_logits_that_all_ranks_refuse(two: Served) -> None:
     two.still_works()
 
 
-# -------------------------------------------------------------------------------------------------- sleep
+# ------------------------------------------------------------------------------------------ sleep
 def test_sleep(served: Served) -> None:
     rpc = served.client.rpc
     rpc("sleep", 1)
@@ -450,7 +569,12 @@ def test_sleep(served: Served) -> None:
     rpc("discard", ("kv_cache",))
     rpc("wake_up", ["kv_cache"])
     served.hold()
-    for call, args in (("sleep", "2"), ("sleep", 0), ("wake_up", ["scheduling"]), ("discard", ["all"])):
+    for call, args in (
+        ("sleep", "2"),
+        ("sleep", 0),
+        ("wake_up", ["scheduling"]),
+        ("discard", ["all"]),
+    ):
         with pytest.raises((rm.ConfigError, RuntimeError), match="ConfigError"):
             rpc(call, args)
     served.still_works()
@@ -472,10 +596,12 @@ def test_sleep_within_a_set(served: Served) -> None:
     served.push()
 
 
-# -------------------------------------------------------------------------------------------------- the worker's configuration
+# --------------------------------------------------------------------- the worker's configuration
 def test_without_a_configured_transfer() -> None:
     client = ranks.Alone(CONFIG, DTYPE, backend=None)
-    with pytest.raises(rm.StateError, match=r"weight_transfer_config=WeightTransferConfig\(backend='rollmesh'\)"):
+    with pytest.raises(
+        rm.StateError, match=r"weight_transfer_config=WeightTransferConfig\(backend='rollmesh'\)"
+    ):
         client.init_weight_transfer_engine({})
     client.rpc("load", list(state(1).items()))
     assert client.bits() == bits(1)
@@ -507,7 +633,9 @@ def test_registering_again_does_nothing() -> None:
 def test_checksums(served: Served) -> None:
     """vLLM's weight checker: equal for equal weights, under whatever mesh."""
     served.push()
-    with rm.Generator(rm.ModelSpec.from_hf(CONFIG), dtype=DTYPE, max_model_len=32, kv_cache_gib=0.002, threads=1) as generator:
+    with rm.Generator(
+        rm.ModelSpec.from_hf(CONFIG), dtype=DTYPE, max_model_len=32, kv_cache_gib=0.002, threads=1
+    ) as generator:
         want = generator.sync_weights(state(served.version)).digest
     every: dict[str, str] = {}
     for some in served.client.rpc("compute_weight_checksums"):

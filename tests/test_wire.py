@@ -1,7 +1,9 @@
-"""What ranks tell one another comes out as it went in, nothing else goes in, and bytes that are not ours are a FormatError.
+"""What ranks tell one another comes out as it went in, nothing else goes in, and bytes that are not
+ours are a FormatError.
 
-Input: random values of every kind that travels, nested. Oracle: the value itself, compared to the last bit (NaN payloads of arrays
-too). Malformed input: random bytes, messages cut short, and messages with bytes or header fields changed."""
+Input: random values of every kind that travels, nested. Oracle: the value itself, compared to the
+last bit (NaN payloads of arrays too). Malformed input: random bytes, messages cut short, and
+messages with bytes or header fields changed."""
 
 from __future__ import annotations
 
@@ -20,33 +22,54 @@ from rollmesh.distributed.wire import decode, encode
 from rollmesh.errors import FormatError
 from rollmesh.weights.transport.tensors import BF16
 
-DTYPES = [np.dtype(name) for name in ("i1", "u1", "i2", "<i4", ">i4", "i8", "u8", "?", "f2", "<f4", ">f4", "f8")] + [BF16]
+DTYPES = [
+    np.dtype(name)
+    for name in ("i1", "u1", "i2", "<i4", ">i4", "i8", "u8", "?", "f2", "<f4", ">f4", "f8")
+] + [BF16]
 
 
 @st.composite
 def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
-    """Of any bytes, so NaNs of every payload; some are views with strides, backwards, of no elements or of no dims."""
+    """Of any bytes, so NaNs of every payload; some are views with strides, backwards, of no
+    elements or of no dims."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 5), max_size=4).map(tuple))
     count = math.prod(shape)
     if dtype == np.bool_:
-        array = np.array(draw(st.lists(st.booleans(), min_size=count, max_size=count)), dtype).reshape(shape)
+        array = np.array(
+            draw(st.lists(st.booleans(), min_size=count, max_size=count)), dtype
+        ).reshape(shape)
     else:
         data = draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize))
         array = np.frombuffer(data, dtype).reshape(shape)
     how = draw(st.sampled_from(["as it is", "transposed", "backwards", "every other"]))
     if array.ndim and how != "as it is":
-        array = array.T if how == "transposed" else array[::-1] if how == "backwards" else array[..., ::2]
+        array = (
+            array.T
+            if how == "transposed"
+            else array[::-1]
+            if how == "backwards"
+            else array[..., ::2]
+        )
     return array
 
 
-SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.sampled_from(["", "\ud800", "\0", "kind"]))
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.sampled_from(["", "\ud800", "\0", "kind"]),
+)
 VALUES = st.recursive(
     st.one_of(SCALARS, arrays()),
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=4).map(tuple),
-        st.dictionaries(st.one_of(st.text(), st.sampled_from(["kind", "items", "dtype"])), inner, max_size=4),
+        st.dictionaries(
+            st.one_of(st.text(), st.sampled_from(["kind", "items", "dtype"])), inner, max_size=4
+        ),
     ),
     max_leaves=12,
 )
@@ -56,7 +79,11 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, np.ndarray):
-        alike = a.dtype == b.dtype and bool(a.dtype.metadata) == bool(b.dtype.metadata) and a.shape == b.shape
+        alike = (
+            a.dtype == b.dtype
+            and bool(a.dtype.metadata) == bool(b.dtype.metadata)
+            and a.shape == b.shape
+        )
         return alike and np.ascontiguousarray(a).tobytes() == b.tobytes()
     if isinstance(a, float):
         return a.hex() == b.hex()
@@ -77,8 +104,17 @@ def test_round_trip(value: Any) -> None:
 
 def test_the_comparison_can_fail() -> None:
     nan = np.array([0x7FC00001], np.uint32).view(np.float32)
-    pairs = [(1, True), (0.0, -0.0), ([1], (1,)), ({"a": 1}, {"b": 1}), (nan, np.array([np.nan], np.float32))]
-    pairs += [(np.zeros(2, np.uint16), np.zeros(2, np.uint16).view(BF16)), (np.zeros((1, 2)), np.zeros((2, 1)))]
+    pairs = [
+        (1, True),
+        (0.0, -0.0),
+        ([1], (1,)),
+        ({"a": 1}, {"b": 1}),
+        (nan, np.array([np.nan], np.float32)),
+    ]
+    pairs += [
+        (np.zeros(2, np.uint16), np.zeros(2, np.uint16).view(BF16)),
+        (np.zeros((1, 2)), np.zeros((2, 1))),
+    ]
     assert not any(same(a, b) for a, b in pairs)
 
 
@@ -89,14 +125,20 @@ def test_arrays_come_out_writable_and_alone() -> None:
     assert second[0] == one[0] == 0
 
 
-@pytest.mark.parametrize("kind", [getattr(rm.errors, name) for name in rm.errors.__all__] + [MemoryError])
+@pytest.mark.parametrize(
+    "kind", [getattr(rm.errors, name) for name in rm.errors.__all__] + [MemoryError]
+)
 def test_errors_keep_their_class(kind: type[Exception]) -> None:
     assert same(decode(encode(kind("tensor 'a'[3] = nan"))), kind("tensor 'a'[3] = nan"))
 
 
 def test_others_errors_become_ours() -> None:
     """No class of user code is looked up by name, here or there."""
-    for error in (KeyError("x"), OSError(2, "no file"), UnicodeDecodeError("utf-8", b"x", 0, 1, "bad")):
+    for error in (
+        KeyError("x"),
+        OSError(2, "no file"),
+        UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"),
+    ):
         got = decode(encode(error))
         assert type(got) is rm.Error
         assert str(got) == f"{type(error).__name__}: {error}"
@@ -105,9 +147,11 @@ def test_others_errors_become_ours() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        object(), {1, 2}, b"bytes", bytearray(b"x"), 1j, len, int, range(3), np.int64(3), np.float32(1), np.bool_(True), {1: 2},
+        object(), {1, 2}, b"bytes", bytearray(b"x"), 1j, len, int, range(3), np.int64(3),
+        np.float32(1), np.bool_(True), {1: 2},
         {None: 1}, rm.SamplingParams(), rm.Mesh(), np.zeros(2, np.complex64),
-        np.array([object()]), np.array(["text"]), np.array([b"x"]), np.zeros(2, "V4"), np.zeros(2, [("a", "i4")]),
+        np.array([object()]), np.array(["text"]), np.array([b"x"]), np.zeros(2, "V4"),
+        np.zeros(2, [("a", "i4")]),
         np.array(["2026"], "M8[D]"), np.ma.masked_array([1], [True]),
         KeyboardInterrupt(),
     ],
@@ -127,7 +171,7 @@ def test_depth_is_bounded() -> None:
         encode(value)
 
 
-# -------------------------------------------------------------------------------------------------- what is not a message
+# -------------------------------------------------------------------------- what is not a message
 @settings(deadline=None, max_examples=300)
 @given(st.binary(max_size=200))
 def test_random_bytes(data: bytes) -> None:
@@ -138,7 +182,8 @@ def test_random_bytes(data: bytes) -> None:
 @settings(deadline=None, max_examples=200)
 @given(VALUES, st.data())
 def test_changed_messages(value: Any, data: st.DataObject) -> None:
-    """A value, or FormatError: nothing else comes of a message that was cut or changed. What is cut short is always refused."""
+    """A value, or FormatError: nothing else comes of a message that was cut or changed. What is cut
+    short is always refused."""
     message = encode(value)
     at = data.draw(st.integers(0, len(message) - 1))
     with pytest.raises(FormatError):
@@ -163,20 +208,33 @@ def array(dtype: Any, shape: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"1234567", message(b""), message(b"{"), message(b"\xff\xfe"), message(b"NaN"), message(b"1.5"), message([1, 2]), message({}),
-        message(b"[" * 100_000), message(b'{"kind":"list","items":[' * 50_000), message(b"9" * 10_000), (1 << 63).to_bytes(8, "little"),
-        message({"kind": "object", "items": {}}), message({"kind": "list", "items": 3}), message({"kind": "list"}),
+        b"", b"1234567", message(b""), message(b"{"), message(b"\xff\xfe"), message(b"NaN"),
+        message(b"1.5"), message([1, 2]), message({}),
+        message(b"[" * 100_000), message(b'{"kind":"list","items":[' * 50_000),
+        message(b"9" * 10_000), (1 << 63).to_bytes(8, "little"),
+        message({"kind": "object", "items": {}}), message({"kind": "list", "items": 3}),
+        message({"kind": "list"}),
         message({"kind": ["list"]}),
-        message({"kind": "dict", "items": []}), message({"kind": "float", "hex": "x"}), message({"kind": "float", "hex": 1}),
-        message({"kind": "float", "hex": "0x1p9999"}), message({"kind": "SamplingParams", "items": {}}),
-        message({"kind": "error", "name": "Error", "message": 3}), message({"kind": "error", "name": 3, "message": "x"}),
-        message(array("<i4", [2]), bytes(7)), message(array("<i4", [2]), bytes(16)), message(array("<i4", [-1]), bytes(8)),
-        message(array("<i4", [1 << 62, 1 << 62])), message(array("<i4", [1 << 32, 1 << 32])), message(array("<i4", [1 << 80])),
-        message(array("<i4", [2.0]), bytes(8)), message(array("<i4", [True]), bytes(8)), message(array("<i4", 2), bytes(8)),
-        message(array("<i4", [1] * 65), bytes(8)), message(array("|O", [1]), bytes(8)), message(array("V8", [1]), bytes(8)),
-        message(array("i4,i4", [1]), bytes(8)), message(array("<U2", [1]), bytes(8)), message(array("M8[D]", [1]), bytes(8)),
-        message(array("nothing", [1]), bytes(8)), message(array(3, [1]), bytes(8)), message(array(None, [1]), bytes(8)),
-        message(array([["a", "i4"]], [1]), bytes(8)), message(array("c16", [0])), message(array("<i4", [0, 1 << 62])),
+        message({"kind": "dict", "items": []}), message({"kind": "float", "hex": "x"}),
+        message({"kind": "float", "hex": 1}),
+        message({"kind": "float", "hex": "0x1p9999"}),
+        message({"kind": "SamplingParams", "items": {}}),
+        message({"kind": "error", "name": "Error", "message": 3}),
+        message({"kind": "error", "name": 3, "message": "x"}),
+        message(array("<i4", [2]), bytes(7)), message(array("<i4", [2]), bytes(16)),
+        message(array("<i4", [-1]), bytes(8)),
+        message(array("<i4", [1 << 62, 1 << 62])), message(array("<i4", [1 << 32, 1 << 32])),
+        message(array("<i4", [1 << 80])),
+        message(array("<i4", [2.0]), bytes(8)), message(array("<i4", [True]), bytes(8)),
+        message(array("<i4", 2), bytes(8)),
+        message(array("<i4", [1] * 65), bytes(8)), message(array("|O", [1]), bytes(8)),
+        message(array("V8", [1]), bytes(8)),
+        message(array("i4,i4", [1]), bytes(8)), message(array("<U2", [1]), bytes(8)),
+        message(array("M8[D]", [1]), bytes(8)),
+        message(array("nothing", [1]), bytes(8)), message(array(3, [1]), bytes(8)),
+        message(array(None, [1]), bytes(8)),
+        message(array([["a", "i4"]], [1]), bytes(8)), message(array("c16", [0])),
+        message(array("<i4", [0, 1 << 62])),
         message(array("<a4", [0])),
     ],
     ids=lambda data: repr(data[8:48]),

@@ -1,5 +1,6 @@
-"""Child of test_titan_rl.py: one RollmeshGenerator actor, its endpoints called as they should not be, weights from torchstore. Prints what
-each call raised, and after each bad pull whether the old version still serves: a line of JSON each."""
+"""Child of test_titan_rl.py: one RollmeshGenerator actor, its endpoints called as they should not
+be, weights from torchstore. Prints what each call raised, and after each bad pull whether the old
+version still serves: a line of JSON each."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples/titan"))
-os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [sys.path[0], *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 import grpo  # isort: skip
 import on_cpu
@@ -46,18 +49,23 @@ async def main() -> None:
     torch.manual_seed(0)
     module = spec.model.build()
     module.init_states()
-    config = RollmeshGenerator.Config(model_dtype="float32", kv_cache_gib=0.02, max_model_len=64, threads=1)
+    config = RollmeshGenerator.Config(
+        model_dtype="float32", kv_cache_gib=0.02, max_model_len=64, threads=1
+    )
     procs = this_host().spawn_procs(per_host={"gpus": 1}, bootstrap=on_cpu.bootstrap)
     # fmt: off
     actor = procs.spawn(
-        "generator", RollmeshGenerator, config, model_spec=spec, model_path=".", compile_config=CompileConfig(enable=False), max_num_seqs=4,
+        "generator", RollmeshGenerator, config, model_spec=spec, model_path=".",
+        compile_config=CompileConfig(enable=False), max_num_seqs=4,
         output_dir=sys.argv[1],
     )
     # fmt: on
     await torchstore.initialize()
 
     def generate(prompt: list[int], request: str = "r", sampling: SamplingConfig = GREEDY) -> Any:
-        return actor.generate.call_one(prompt, request_id=request, routing_session_id="s", sampling_config=sampling)
+        return actor.generate.call_one(
+            prompt, request_id=request, routing_session_id="s", sampling_config=sampling
+        )
 
     await told("generate before start", generate([1, 2]))
     await told("start", actor.start_engine_loop.call())
@@ -72,13 +80,19 @@ async def main() -> None:
 
     async def still(name: str) -> None:
         now = await generate([1, 2, 3])
-        tell(name, [now.token_ids, now.token_logprobs, now.max_policy_version] == [first.token_ids, first.token_logprobs, 1])
+        tell(
+            name,
+            [now.token_ids, now.token_logprobs, now.max_policy_version]
+            == [first.token_ids, first.token_logprobs, 1],
+        )
 
     await told("older version", actor.pull_model_state_dict.call_one(0))
     await still("old serves after an older version")
     norm = state["norm.weight"].clone()
     norm[3] = float("nan")
-    await torchstore.put_state_dict({**state, "norm.weight": norm}, "model_state_dict", direct_rdma=False)
+    await torchstore.put_state_dict(
+        {**state, "norm.weight": norm}, "model_state_dict", direct_rdma=False
+    )
     await told("nan", actor.pull_model_state_dict.call_one(2))
     await still("old serves after nan")
     without = {name: value for name, value in state.items() if name != "norm.weight"}
@@ -90,12 +104,19 @@ async def main() -> None:
     await told("long prompt", generate([1] * 65))
     await told("temperature", generate([1], sampling=SamplingConfig(temperature=-1.0)))
     await still("old serves after bad requests")
-    long = SamplingConfig(temperature=0.0, max_tokens=60)  # so that some of these meet, however late they come
-    same = await asyncio.gather(*(generate([1, 2], "same", long) for _ in range(9)), return_exceptions=True)
+    long = SamplingConfig(
+        temperature=0.0, max_tokens=60
+    )  # so that some of these meet, however late they come
+    same = await asyncio.gather(
+        *(generate([1, 2], "same", long) for _ in range(9)), return_exceptions=True
+    )
     tell("same id", sorted(last_line(one) or "" for one in same))
     await torchstore.put_state_dict(state, "model_state_dict", direct_rdma=False)
     await told("good again", actor.pull_model_state_dict.call_one(4))
-    running = asyncio.gather(*(generate([1, i], f"r{i}", SamplingConfig(max_tokens=60)) for i in range(8)), return_exceptions=True)
+    running = asyncio.gather(
+        *(generate([1, i], f"r{i}", SamplingConfig(max_tokens=60)) for i in range(8)),
+        return_exceptions=True,
+    )
     await told("close", actor.close.call())
     tell("in flight at close", [last_line(one) for one in await running])
     await told("close again", actor.close.call())

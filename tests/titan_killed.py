@@ -1,4 +1,5 @@
-"""Child of test_titan_rl.py: examples/titan/grpo.py, in which the last process of the last generator is killed after the second step."""
+"""Child of test_titan_rl.py: examples/titan/grpo.py, in which the last process of the last
+generator is killed after the second step."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples/titan"))
-os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 import grpo
 from monarch.actor import Actor, endpoint

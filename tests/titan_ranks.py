@@ -1,8 +1,10 @@
-"""One rank of torchtitan's own trainer, which pushes its state dict into a mesh of generators: torchrun --nproc-per-node 4 titan_ranks.py.
+"""One rank of torchtitan's own trainer, which pushes its state dict into a mesh of generators:
+torchrun --nproc-per-node 4 titan_ranks.py.
 
-For each layout of the JSON on the command line the model is parallelized by torchtitan's parallelize_qwen3, filled with the same weights,
-and pushed. Rank 0 prints a line each; test_titan_layouts.py says what has to be in it. [flavor, degrees of the trainer, [tp, dp, ep] of the
-generator]."""
+For each layout of the JSON on the command line the model is parallelized by torchtitan's
+parallelize_qwen3, filled with the same weights, and pushed. Rank 0 prints a line each;
+test_titan_layouts.py says what has to be in it. [flavor, degrees of the trainer, [tp, dp, ep] of
+the generator]."""
 
 from __future__ import annotations
 
@@ -32,13 +34,20 @@ BACKEND = "partial_dtensor"  # the other backends want torch 2.15
 
 
 def weights_of(module: torch.nn.Module) -> None:
-    """Each tensor from a seed of its own name, whatever its layout. A fused wqkv is one tensor here, and three of the state dict."""
-    biases = [(name, tensor) for name, tensor in module.named_buffers() if name.endswith("expert_bias_E")]
+    """Each tensor from a seed of its own name, whatever its layout. A fused wqkv is one tensor
+    here, and three of the state dict."""
+    biases = [
+        (name, tensor) for name, tensor in module.named_buffers() if name.endswith("expert_bias_E")
+    ]
     with torch.no_grad():
         for name, tensor in [*module.named_parameters(), *biases]:
-            whole = torch.empty(tensor.shape).normal_(std=0.05, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+            whole = torch.empty(tensor.shape).normal_(
+                std=0.05, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            )
             if isinstance(tensor, DTensor):
-                shared = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+                shared = distribute_tensor(
+                    whole, tensor.device_mesh, tensor.placements, src_data_rank=None
+                )
                 tensor.to_local().copy_(shared.to_local())
             else:
                 tensor.copy_(whole)
@@ -55,7 +64,8 @@ def parallel(flavor: str, degrees: dict[str, int]) -> tuple[Any, rm.ModelSpec]:
     with torch.device("meta"):
         module = config.build()
     module = parallelize_qwen3(
-        module, parallel_dims=dims, training=TrainingConfig(mixed_precision_param="float32"), parallelism=parallelism,
+        module, parallel_dims=dims, training=TrainingConfig(mixed_precision_param="float32"),
+        parallelism=parallelism,
         compile_config=CompileConfig(enable=False), ac_config=None, dump_folder="",
     )  # fmt: skip
     module.to_empty(device="cpu")
@@ -84,19 +94,34 @@ class Watch:
 
 
 def needed(module: Any, generator: rm.Generator) -> int:
-    """Bytes of this rank's shards that its part of the trainer does not hold: counted element by element, by their numbers."""
+    """Bytes of this rank's shards that its part of the trainer does not hold: counted element by
+    element, by their numbers."""
     engine, total = generator._engine, 0
-    engine.sync_begin(-1, cast=True, allow_nonfinite=False, allow_partial=True, allow_bias_removal=False, in_place=False)
+    engine.sync_begin(
+        -1,
+        cast=True,
+        allow_nonfinite=False,
+        allow_partial=True,
+        allow_bias_removal=False,
+        in_place=False,
+    )
     for name, tensor in module.state_dict().items():
         _, boxes = engine.sync_wanted(name)
         mine = torch.zeros(tensor.shape, dtype=torch.bool)
         n = mine.ndim
         for rank, *box in boxes.tolist():
             if rank == distributed.get_rank():
-                mine[tuple(slice(first, first + size) for first, size in zip(box[:n], box[4 : 4 + n], strict=True))] = True
+                mine[
+                    tuple(
+                        slice(first, first + size)
+                        for first, size in zip(box[:n], box[4 : 4 + n], strict=True)
+                    )
+                ] = True
         if isinstance(tensor, DTensor):
             numbers = torch.arange(mine.numel()).reshape(mine.shape)
-            held = distribute_tensor(numbers, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+            held = distribute_tensor(
+                numbers, tensor.device_mesh, tensor.placements, src_data_rank=None
+            ).to_local()
             mine.view(-1)[held.reshape(-1)] = False
             total += int(mine.sum()) * tensor.element_size()
     engine.sync_abort()
@@ -109,10 +134,20 @@ def main() -> None:
     rank, watch = distributed.get_rank(), Watch()
     for number, (flavor, degrees, (tp, dp, ep)) in enumerate(json.loads(sys.argv[1])):
         module, spec = parallel(flavor, degrees)
-        strided = sum("_StridedShard" in str(getattr(tensor, "placements", "")) for tensor in module.state_dict().values())
-        comm = rm.comm.shm(f"titan.{os.environ['TORCHELASTIC_RUN_ID']}.{number}", rank, distributed.get_world_size(), 60.0)
+        strided = sum(
+            "_StridedShard" in str(getattr(tensor, "placements", ""))
+            for tensor in module.state_dict().values()
+        )
+        comm = rm.comm.shm(
+            f"titan.{os.environ['TORCHELASTIC_RUN_ID']}.{number}",
+            rank,
+            distributed.get_world_size(),
+            60.0,
+        )
         options = {"dtype": "float32", "max_model_len": 64, "kv_cache_gib": 0.02, "threads": 1}
-        with rm.Generator(spec, mesh=rm.Mesh(tp=tp, dp=dp, ep=ep), comm=comm, **options) as generator:
+        with rm.Generator(
+            spec, mesh=rm.Mesh(tp=tp, dp=dp, ep=ep), comm=comm, **options
+        ) as generator:
             wanted = needed(module, generator)
             watch.received = watch.gathered = 0
             digest = generator.sync_weights(module.state_dict()).digest

@@ -6,7 +6,18 @@ import ctypes
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_int, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    byref,
+    c_char_p,
+    c_int,
+    c_int64,
+    c_size_t,
+    c_uint64,
+    c_void_p,
+)
 from typing import NamedTuple
 
 import cuda_device
@@ -25,7 +36,14 @@ class Shape(NamedTuple):
 
 
 class GemmShape(Structure):
-    _fields_ = (("n", c_int64), ("k", c_int64), ("ldx", c_int64), ("ldy", c_int64), ("has_bias", c_int), ("swiglu", c_int))
+    _fields_ = (
+        ("n", c_int64),
+        ("k", c_int64),
+        ("ldx", c_int64),
+        ("ldy", c_int64),
+        ("has_bias", c_int),
+        ("swiglu", c_int),
+    )
 
 
 class Options(Structure):
@@ -108,7 +126,13 @@ CALL = CFUNCTYPE(None, c_void_p, POINTER(Gemm))
 class Opened(Structure):
     """rm_vendor_gemm."""
 
-    _fields_ = (("self", c_void_p), ("version", c_int), ("gemm", CALL), ("gemm_swiglu", CALL), ("close", CFUNCTYPE(None, c_void_p)))
+    _fields_ = (
+        ("self", c_void_p),
+        ("version", c_int),
+        ("gemm", CALL),
+        ("gemm_swiglu", CALL),
+        ("close", CFUNCTYPE(None, c_void_p)),
+    )
 
 
 OPEN = CFUNCTYPE(c_char_p, POINTER(cuda_device.Table), POINTER(Options), POINTER(Opened))
@@ -119,24 +143,50 @@ class Refused(Exception):
 
 
 def arguments(shape: Shape, y: int, x: int, w: int, m: int, bias: int = 0) -> Gemm:
-    return Gemm(y=y, x=x, w=w, bias=bias or None, m=m, n=shape.n, k=shape.k, ldx=shape.k, ldy=shape.n)
+    return Gemm(
+        y=y, x=x, w=w, bias=bias or None, m=m, n=shape.n, k=shape.k, ldx=shape.k, ldy=shape.n
+    )
 
 
 FOUND_BYTES = 24  # rm_pack_found
 
 
-def differs(device: cuda_device.Device, kernels: Kernels, one: int, other: int, rows: int, cols: int, found: int) -> int:
-    """The first element in which two [rows][cols] of bf16 on the device have other bits, or the first of `one` that is no number; −1:
-    there is none. `found`: FOUND_BYTES of the device."""
-    args = Pack(src=one, rows=rows, cols=cols, row_stride=cols, col_stride=1, dst=other, dst_cols=cols, compare=1, found=found)
+def differs(
+    device: cuda_device.Device,
+    kernels: Kernels,
+    one: int,
+    other: int,
+    rows: int,
+    cols: int,
+    found: int,
+) -> int:
+    """The first element in which two [rows][cols] of bf16 on the device have other bits, or the
+    first of `one` that is no number; −1: there is none. `found`: FOUND_BYTES of the device."""
+    args = Pack(
+        src=one,
+        rows=rows,
+        cols=cols,
+        row_stride=cols,
+        col_stride=1,
+        dst=other,
+        dst_cols=cols,
+        compare=1,
+        found=found,
+    )
     kernels.pack(byref(cuda_device.Context(stream=device.table.stream, n_threads=1)), byref(args))
     _, nonfinite, differing = struct.unpack("Qqq", device.read(found, FOUND_BYTES))
-    return int(max(nonfinite, differing) if min(nonfinite, differing) < 0 else min(nonfinite, differing))
+    return int(
+        max(nonfinite, differing) if min(nonfinite, differing) < 0 else min(nonfinite, differing)
+    )
 
 
 def table(library: cuda_device.Library, family: str) -> Kernels:
     """That of the family "cuda_fma" or "cuda_mma"."""
-    door = library.loaded.rm_kernels_cuda if family == "cuda_fma" else library.loaded.rm_kernels_cuda_mma
+    door = (
+        library.loaded.rm_kernels_cuda
+        if family == "cuda_fma"
+        else library.loaded.rm_kernels_cuda_mma
+    )
     door.restype = POINTER(Kernels)
     return door().contents  # type: ignore[no-any-return]
 
@@ -148,20 +198,35 @@ class VendorGemm:
     def multiply(self, shape: Shape, y: int, x: int, w: int, m: int, bias: int = 0) -> None:
         """Enqueued. Addresses of the device."""
         args = arguments(shape, y, x, w, m, bias)
-        (self.opened.gemm_swiglu if shape.swiglu else self.opened.gemm)(self.opened.self, byref(args))
+        (self.opened.gemm_swiglu if shape.swiglu else self.opened.gemm)(
+            self.opened.self, byref(args)
+        )
 
 
 @contextmanager
 def opened(
-    device: cuda_device.Device, library: str, shapes: Sequence[Shape], max_rows: int, choice: int = FREE, room: int | None = None
+    device: cuda_device.Device,
+    library: str,
+    shapes: Sequence[Shape],
+    max_rows: int,
+    choice: int = FREE,
+    room: int | None = None,
 ) -> Iterator[VendorGemm]:
     """room: bytes of the workspace for gate and up; None: for all rows. Refused says why not."""
-    room = 4 * max_rows * max((shape.n for shape in shapes if shape.swiglu), default=0) if room is None else room
+    room = (
+        4 * max_rows * max((shape.n for shape in shapes if shape.swiglu), default=0)
+        if room is None
+        else room
+    )
     room += LIBRARY_BYTES + 256
-    listed = (GemmShape * max(1, len(shapes)))(*[GemmShape(s.n, s.k, s.k, s.n, s.has_bias, s.swiglu) for s in shapes])
+    listed = (GemmShape * max(1, len(shapes)))(
+        *[GemmShape(s.n, s.k, s.k, s.n, s.has_bias, s.swiglu) for s in shapes]
+    )
     workspace, out = device.alloc(room), Opened()
     options = Options(library.encode(), listed, len(shapes), max_rows, choice, workspace, room)
-    why = ctypes.cast(device.table.open_vendor_gemm, OPEN)(byref(device.table), byref(options), byref(out))
+    why = ctypes.cast(device.table.open_vendor_gemm, OPEN)(
+        byref(device.table), byref(options), byref(out)
+    )
     try:
         if why is not None:
             raise Refused(why.decode())

@@ -1,11 +1,14 @@
-"""vLLM's engine over a device, in a process of its own, since vLLM asks for its platform once a process:
+"""vLLM's engine over a device, in a process of its own, since vLLM asks for its platform once a
+process:
 
     ROLLMESH_VLLM_DEVICE=cuda python tests/vllm_device.py moe bfloat16 FOLDER [EXCHANGE]
 
-The worker gets the weights, and its answers are held to rm.Generator's on the CPU; with EXCHANGE there are two of them, which exchange so,
-and read most of the weights on a GPU of this process, which lends them.
-After each set it sleeps at level 1, which gives the weights' memory back as well, and answers the same when it wakes.
-Prints one line of JSON, {"platform", "device", "nccl", "compared"}, or ends with the assertion's status.
+The worker gets the weights, and its answers are held to rm.Generator's on the CPU; with EXCHANGE
+there are two of them, which exchange so, and read most of the weights on a GPU of this process,
+which lends them.
+After each set it sleeps at level 1, which gives the weights' memory back as well, and answers the
+same when it wakes. Prints one line of JSON, {"platform", "device", "nccl", "compared"}, or ends
+with the assertion's status.
 """
 
 from __future__ import annotations
@@ -25,19 +28,29 @@ from rollmesh.vllm.trainer import WeightSender
 
 
 def nap(llm: Any) -> None:
-    """Level 1, and awake again by tag. What serves is what served, and in between nothing of it is on the device."""
-    known = [llm.collective_rpc(method) for method in ("weight_version", "compute_weight_checksums")]
+    """Level 1, and awake again by tag. What serves is what served, and in between nothing of it is
+    on the device."""
+    known = [
+        llm.collective_rpc(method) for method in ("weight_version", "compute_weight_checksums")
+    ]
     held = llm.collective_rpc(device_memory)
     llm.sleep(1)
-    for (before, weights, kv), (after, *_) in zip(held, llm.collective_rpc(device_memory), strict=True):
-        assert after >= before + weights + kv, f"{after} bytes are free, wanted {weights} and {kv} more than {before}"
+    for (before, weights, kv), (after, *_) in zip(
+        held, llm.collective_rpc(device_memory), strict=True
+    ):
+        assert after >= before + weights + kv, (
+            f"{after} bytes are free, wanted {weights} and {kv} more than {before}"
+        )
     llm.wake_up(["weights"])
     llm.wake_up(["kv_cache"])
-    assert [llm.collective_rpc(method) for method in ("weight_version", "compute_weight_checksums")] == known
+    assert [
+        llm.collective_rpc(method) for method in ("weight_version", "compute_weight_checksums")
+    ] == known
 
 
 def dropped(llm: Any, weights: support.Weights, oracle: support.Oracle) -> None:
-    """Level 2 after level 1, which vLLM's executor hears of once: what the host kept is gone, and a set has to come."""
+    """Level 2 after level 1, which vLLM's executor hears of once: what the host kept is gone, and a
+    set has to come."""
     llm.sleep(1)
     llm.collective_rpc("sleep", args=(2,))
     llm.wake_up()
@@ -58,7 +71,11 @@ def device_memory(worker: Any) -> tuple[int, int, int]:
     """In a worker: what is left of its device, and what it holds of weights and KV."""
     metrics = worker.metrics()
     ordinal = int(metrics["device"].removeprefix("cuda:"))
-    return _core.cuda_available(os.environ["ROLLMESH_CUDA_LIBRARY"], ordinal), metrics["weight_bytes"], metrics["kv_bytes"]
+    return (
+        _core.cuda_available(os.environ["ROLLMESH_CUDA_LIBRARY"], ordinal),
+        metrics["weight_bytes"],
+        metrics["kv_bytes"],
+    )
 
 
 def main() -> None:
@@ -90,7 +107,12 @@ def main() -> None:
     oracle.close()
     from vllm.platforms import current_platform
 
-    found = {"platform": type(current_platform).__name__, "device": metrics["device"], "nccl": metrics["nccl"], "compared": compared}
+    found = {
+        "platform": type(current_platform).__name__,
+        "device": metrics["device"],
+        "nccl": metrics["nccl"],
+        "compared": compared,
+    }
     print(json.dumps(found), flush=True)  # noqa: T201
 
 

@@ -1,8 +1,10 @@
-"""A trainer with tensors on a simulated GPU, in a process of its own, whose WeightSender(lend=True) makes vLLM's calls on a client in the
-process of the test: each call comes by a pipe, as JSON like over HTTP, and is answered, by the client or as the test likes.
+"""A trainer with tensors on a simulated GPU, in a process of its own, whose WeightSender(lend=True)
+makes vLLM's calls on a client in the process of the test: each call comes by a pipe, as JSON like
+over HTTP, and is answered, by the client or as the test likes.
 
     remote.send(client, config, seed, version)        a whole set
-    remote.begin("send", …); remote.next() → Asked; remote.answer(…); …; remote.result()      by hand
+    remote.begin("send", …); remote.next() → Asked; remote.answer(…); …; remote.result()      by
+                                                                                              hand
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ class _Forwarding:
 class _Trainer(gpu_trainer.Lender):
     """By a sender to vLLM's workers."""
 
-    def __init__(self, pipe: Connection, library: str, ordinal: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, pipe: Connection, library: str, ordinal: int, options: dict[str, Any]
+    ) -> None:
         super().__init__(library, ordinal)
         self.sender = WeightSender(_Forwarding(pipe), lend=True, **options)
 
@@ -77,17 +81,25 @@ class _Trainer(gpu_trainer.Lender):
         on_host: tuple[str, ...] = (),
         changes: dict[str, Any] | None = None,
     ) -> None:
-        """on_host: those that are not on the GPU. changes: other arrays; None leaves a tensor out."""
+        """on_host: those that are not on the GPU. changes: other arrays; None leaves a tensor
+        out."""
         state = {**helpers.numpy_state_dict(config, seed=seed, dtype="float32"), **(changes or {})}
-        state = {name: np.array(array) for name, array in state.items() if array is not None}  # with memory of their own
+        state = {
+            name: np.array(array) for name, array in state.items() if array is not None
+        }  # with memory of their own
         gpu = {name: array for name, array in state.items() if name not in on_host}
         self.held = self.trainer.packed(gpu) if packed else self.trainer.state(gpu)
-        self.sender.send({name: self.held.get(name, array) for name, array in state.items()}, version)
+        self.sender.send(
+            {name: self.held.get(name, array) for name, array in state.items()}, version
+        )
 
     def send_pairs(self, pairs: list[tuple[str, bool]], version: int) -> None:
         """(name, whether it is on the GPU)."""
         small = np.zeros((3, 4), np.float32)
-        self.sender.send([(name, self.trainer.tensor(small) if on_gpu else small) for name, on_gpu in pairs], version)
+        self.sender.send(
+            [(name, self.trainer.tensor(small) if on_gpu else small) for name, on_gpu in pairs],
+            version,
+        )
 
     def environment(self, **settings: str) -> None:
         os.environ.update(settings)
@@ -96,7 +108,9 @@ class _Trainer(gpu_trainer.Lender):
         trainers.LENT_S = seconds
 
 
-def _serve(pipe: Connection, library: str, ordinal: int, settings: dict[str, str], options: dict[str, Any]) -> None:
+def _serve(
+    pipe: Connection, library: str, ordinal: int, settings: dict[str, str], options: dict[str, Any]
+) -> None:
     os.environ.update(settings)
     trainer = _Trainer(pipe, library, ordinal, options)
     while (command := pipe.recv()) is not None:
@@ -125,7 +139,13 @@ def read(end: Connection, name: str, nonce: str, number: int) -> None:
 
 
 class Remote:
-    def __init__(self, library: Path, ordinal: int = 0, settings: dict[str, str] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        library: Path,
+        ordinal: int = 0,
+        settings: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, end = context.Pipe()
         made = (end, str(library), ordinal, settings or {}, options)
@@ -135,7 +155,7 @@ class Remote:
         self.segments: set[str] = set()  # files that its blocks were in
         self._is_asking = False
 
-    # ---------------------------------------------------------------------------------------- by hand
+    # ------------------------------------------------------------------------------------- by hand
     def begin(self, command: str, *args: Any, **keywords: Any) -> None:
         self.pipe.send((command, args, keywords))
         self._is_asking = True
@@ -148,7 +168,11 @@ class Remote:
             self._is_asking = False
             return None
         asked = Asked(self._told[0], json.loads(self._told[1]), self._told[2])
-        self.segments |= {info["segment"] for info in asked.args if asked.method == "update_weights" and info["segment"]}
+        self.segments |= {
+            info["segment"]
+            for info in asked.args
+            if asked.method == "update_weights" and info["segment"]
+        }
         return asked
 
     def answer(self, error: str | None = None) -> None:
@@ -175,7 +199,7 @@ class Remote:
         else:
             self.answer()
 
-    # ---------------------------------------------------------------------------------------- whole commands
+    # ------------------------------------------------------------------------------ whole commands
     def send(self, client: Any, *args: Any, command: str = "send", **keywords: Any) -> None:
         self.begin(command, *args, **keywords)
         while (asked := self.next()) is not None:
@@ -201,5 +225,10 @@ class Remote:
         self.process.join(WAIT_S)
         left = [FOLDER / name for name in self.segments if (FOLDER / name).exists()]
         for path in left:
-            path.unlink()  # that the next sender takes away a minute later, where this one was killed
-        assert (self.process.exitcode, bool(left)) in ((0, False), (-signal.SIGKILL, False), (-signal.SIGKILL, True))
+            # that the next sender takes away a minute later, where this one was killed
+            path.unlink()
+        assert (self.process.exitcode, bool(left)) in (
+            (0, False),
+            (-signal.SIGKILL, False),
+            (-signal.SIGKILL, True),
+        )

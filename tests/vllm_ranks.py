@@ -1,8 +1,11 @@
-"""Workers of a vLLM engine without vLLM round them: for tests of what vLLM calls on a worker (rollmesh/vllm/weight_updates.py).
+"""Workers of a vLLM engine without vLLM round them: for tests of what vLLM calls on a worker
+(rollmesh/vllm/weight_updates.py).
 
-    Alone       one worker in this process: an exception is raised to the caller, as by vLLM's executor of one process
-    Processes   ranks that are processes, called as vLLM's multiprocess executor does: the call goes to all, then replies are read rank
-                by rank, and the first failure is raised at once, by its words alone; replies behind it stay where they are
+    Alone       one worker in this process: an exception is raised to the caller, as by vLLM's
+                executor of one process
+    Processes   ranks that are processes, called as vLLM's multiprocess executor does: the call goes
+                to all, then replies are read rank by rank, and the first failure is raised at once,
+                by its words alone; replies behind it stay where they are
 
 The engine is that of a Generator, whose logits are what serves.
 """
@@ -32,11 +35,20 @@ WAIT_S = 240  # a process begins by importing vLLM, on a machine that may be bus
 
 
 def config_of(world: int, executor: str, backend: str | None = "rollmesh") -> Any:
-    parallel = {"world_size": world, "data_parallel_index": 0, "data_parallel_size": 1, "distributed_executor_backend": executor}
+    parallel = {
+        "world_size": world,
+        "data_parallel_index": 0,
+        "data_parallel_size": 1,
+        "distributed_executor_backend": executor,
+    }
     parallel["worker_extension_cls"] = ""
     model = SimpleNamespace(get_vocab_size=lambda: VOCAB)
     transfer = None if backend is None else SimpleNamespace(backend=backend)
-    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=model, weight_transfer_config=transfer)
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        model_config=model,
+        weight_transfer_config=transfer,
+    )
 
 
 class _Worker:
@@ -54,11 +66,21 @@ class _Worker:
         comm = rm.comm.shm(name, rank, world, timeout=WAIT_S) if world > 1 else None
         mesh = rm.Mesh(tp=world, ep=world) if world > 1 else None
         spec = rm.ModelSpec.from_hf(model)
-        options = {"dtype": dtype, "device": device, "max_model_len": 32, "kv_cache_gib": 0.002, "threads": 1}
+        options = {
+            "dtype": dtype,
+            "device": device,
+            "max_model_len": 32,
+            "kv_cache_gib": 0.002,
+            "threads": 1,
+        }
         self.generator = rm.Generator(spec, mesh=mesh, comm=comm, **options)
-        self.updates = WeightUpdates(self.generator._engine, config_of(world, executor, backend), rank)
+        self.updates = WeightUpdates(
+            self.generator._engine, config_of(world, executor, backend), rank
+        )
         self.generator._weights = self.updates.weights
-        self.generator._driver._commit_open_sync = self.updates.commit_open_sync  # its steps close what load_weights has left open
+        self.generator._driver._commit_open_sync = (
+            self.updates.commit_open_sync
+        )  # its steps close what load_weights has left open
 
     def bits(self) -> bytes:
         return b"".join(logits.tobytes() for logits in self.generator.logits(PROMPTS))
@@ -85,7 +107,9 @@ class _Worker:
         """One rank's process ends when it has looked at so many tensors that are lent to it."""
         if rank == self.updates.rank:
             looked, array = iter(range(after)), Borrowed.array
-            Borrowed.array = lambda self, name: os._exit(3) if next(looked, None) is None else array(self, name)  # type: ignore
+            Borrowed.array = lambda self, name: (
+                os._exit(3) if next(looked, None) is None else array(self, name)
+            )  # type: ignore
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.updates, name)
@@ -124,7 +148,9 @@ class Client:
 
 
 class Alone(Client):
-    def __init__(self, model: Any, dtype: str, backend: str | None = "rollmesh", device: str = "cpu"):
+    def __init__(
+        self, model: Any, dtype: str, backend: str | None = "rollmesh", device: str = "cpu"
+    ):
         self.worker = _Worker(model, dtype, 1, 0, "", "uni", backend, device)
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
@@ -149,8 +175,17 @@ def serve(pipe: Any, *made: Any) -> None:
 
 
 class Processes(Client):
-    def __init__(self, model: Any, dtype: str, world: int, name: str, executor: str = "mp", device: str = "cpu"):
-        """On a GPU processes are spawned, have the environment of this moment, and do without vLLM."""
+    def __init__(
+        self,
+        model: Any,
+        dtype: str,
+        world: int,
+        name: str,
+        executor: str = "mp",
+        device: str = "cpu",
+    ):
+        """On a GPU processes are spawned, have the environment of this moment, and do without
+        vLLM."""
         context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
         if device == "cpu":
             context.set_forkserver_preload(["vllm_ranks"])
@@ -199,4 +234,7 @@ class Processes(Client):
 
 def float_words(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Float32 copies of bfloat16 weights: casting them back gives the same bits."""
-    return {name: (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(x.shape) for name, x in state.items()}
+    return {
+        name: (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(x.shape)
+        for name, x in state.items()
+    }

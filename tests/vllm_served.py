@@ -1,4 +1,5 @@
-"""Workers that serve one small model, a sender, and which version should serve: what test_vllm_weights.py and test_vllm_sender.py share."""
+"""Workers that serve one small model, a sender, and which version should serve: what
+test_vllm_weights.py and test_vllm_sender.py share."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def bits(version: int) -> bytes:
 
 @cache
 def _bits(version: int) -> bytes:
-    with rm.Generator(rm.ModelSpec.from_hf(CONFIG), dtype=DTYPE, max_model_len=32, kv_cache_gib=0.002, threads=1) as generator:
+    with rm.Generator(
+        rm.ModelSpec.from_hf(CONFIG), dtype=DTYPE, max_model_len=32, kv_cache_gib=0.002, threads=1
+    ) as generator:
         generator.sync_weights(state(version))
         return b"".join(logits.tobytes() for logits in generator.logits(ranks.PROMPTS))
 
@@ -45,7 +48,9 @@ def _bits(version: int) -> bytes:
 def left_behind() -> list[Path]:
     """Segments that this process has open, or nobody. Other tests of the machine have theirs."""
     mine = {os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()}
-    return [path for path in SHM.glob(segment.PREFIX + "*") if str(path) in mine or not _is_owned(path)]
+    return [
+        path for path in SHM.glob(segment.PREFIX + "*") if str(path) in mine or not _is_owned(path)
+    ]
 
 
 def _is_owned(path: Path) -> bool:
@@ -75,7 +80,9 @@ class Served:
 
     def hold(self) -> None:
         assert self.client.bits() == bits(self.version)
-        assert self.client.rpc("weight_version") == [self.version] * len(self.client.rpc("weight_version"))
+        assert self.client.rpc("weight_version") == [self.version] * len(
+            self.client.rpc("weight_version")
+        )
 
     def still_works(self) -> None:
         """After a refusal."""
@@ -93,9 +100,15 @@ SPOILED: dict[str, tuple[Callable[[State], State], type[Error]]] = {
     "not finite": (lambda s: s | {LATE: nan(s[LATE])}, rm.NonFiniteError),
     "transposed": (lambda s: s | {LATE: s[LATE].T.copy()}, rm.ShapeError),
     "float32": (lambda s: s | {LATE: s[LATE].astype(np.float32)}, rm.DTypeError),
-    "missing": (lambda s: {name: x for name, x in s.items() if name != LATE}, rm.IncompleteSyncError),
+    "missing": (
+        lambda s: {name: x for name, x in s.items() if name != LATE},
+        rm.IncompleteSyncError,
+    ),
     "unexpected": (lambda s: s | {LATE + "s": s[LATE]}, rm.UnexpectedKeyError),
-    "twice": (lambda s: s | {"model.layers.1.mlp.experts.down_proj": np.stack([s[LATE]] * 8)}, rm.DuplicateKeyError),
+    "twice": (
+        lambda s: s | {"model.layers.1.mlp.experts.down_proj": np.stack([s[LATE]] * 8)},
+        rm.DuplicateKeyError,
+    ),
     "int8": (lambda s: s | {LATE: s[LATE].astype(np.int8)}, rm.DTypeError),
     "none": (lambda s: {}, rm.IncompleteSyncError),
 }

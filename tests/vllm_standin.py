@@ -1,5 +1,6 @@
-"""As much of vLLM as rollmesh's weight transfer engine is made of, where vLLM is not installed, or takes too long to import: its
-base class and its factory. With it workers (vllm_ranks) run; what vLLM itself does with them is tested where it is."""
+"""As much of vLLM as rollmesh's weight transfer engine is made of, where vLLM is not installed, or
+takes too long to import: its base class and its factory. With it workers (vllm_ranks) run; what
+vLLM itself does with them is tested where it is."""
 
 from __future__ import annotations
 
@@ -42,15 +43,26 @@ def installed() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in [name for name in sys.modules if name.split(".")[0] == "vllm" or name in ("rollmesh.vllm.transfer", "vllm_ranks")]:
+        for name in [
+            name
+            for name in sys.modules
+            if name.split(".")[0] == "vllm" or name in ("rollmesh.vllm.transfer", "vllm_ranks")
+        ]:
             del sys.modules[name]
 
 
 def install() -> None:
-    added = {name: ModuleType(name) for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer")}
-    base = added["vllm.distributed.weight_transfer.base"] = ModuleType("vllm.distributed.weight_transfer.base")
+    added = {
+        name: ModuleType(name)
+        for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer")
+    }
+    base = added["vllm.distributed.weight_transfer.base"] = ModuleType(
+        "vllm.distributed.weight_transfer.base"
+    )
     base.WeightTransferEngine = WeightTransferEngine  # type: ignore[attr-defined]
-    added["vllm.distributed.weight_transfer"].WeightTransferEngineFactory = WeightTransferEngineFactory  # type: ignore[attr-defined]
+    added[
+        "vllm.distributed.weight_transfer"
+    ].WeightTransferEngineFactory = WeightTransferEngineFactory  # type: ignore[attr-defined]
     sys.modules.update(added)
 
 

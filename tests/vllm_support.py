@@ -1,10 +1,13 @@
-"""What the tests of rollmesh under a real vLLM engine share: the environment, small models as vLLM wants them, and the oracle.
+"""What the tests of rollmesh under a real vLLM engine share: the environment, small models as vLLM
+wants them, and the oracle.
 
-A request is a prompt and a dict of sampling settings whose names vLLM and rollmesh share, so that one description makes the
-SamplingParams of both. The oracle is rm.Generator with the same weights. Answers of both are brought into one form (Answer) in which
-every float stands as its 32 bits; ranks, which a Generator does not give, are counted in its logits. So `agree` compares bit for bit.
+A request is a prompt and a dict of sampling settings whose names vLLM and rollmesh share, so that
+one description makes the SamplingParams of both. The oracle is rm.Generator with the same weights.
+Answers of both are brought into one form (Answer) in which every float stands as its 32 bits;
+ranks, which a Generator does not give, are counted in its logits. So `agree` compares bit for bit.
 
-vLLM is imported by engine() only: these tests skip where it is not installed, and importing it costs seconds.
+vLLM is imported by engine() only: these tests skip where it is not installed, and importing it
+costs seconds.
 """
 
 from __future__ import annotations
@@ -34,10 +37,21 @@ os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
-SIZES: dict[str, Any] = {"vocab_size": 300, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 8}
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 96,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 CASES = {
     "dense": helpers.Case("dense", helpers.tiny_config(False, **SIZES, intermediate_size=160)),
-    "moe": helpers.Case("moe", helpers.tiny_config(True, **SIZES, num_experts=24, num_experts_per_tok=3, intermediate_size=160)),
+    "moe": helpers.Case(
+        "moe",
+        helpers.tiny_config(
+            True, **SIZES, num_experts=24, num_experts_per_tok=3, intermediate_size=160
+        ),
+    ),
 }
 ARCHITECTURES = {name: family.architecture for name, family in FAMILIES.items()}
 MAX_MODEL_LEN = 128
@@ -62,12 +76,13 @@ class Request:
 
 
 def request(prompt: Iterable[int], **settings: Any) -> Request:
-    """Never unseeded: a sample that nobody can repeat has no oracle. The stop tokens of a model are not used."""
+    """Never unseeded: a sample that nobody can repeat has no oracle. The stop tokens of a model are
+    not used."""
     settings = {"seed": 0, "logprobs": 0, "max_tokens": 8, "ignore_eos": True} | settings
     return Request(tuple(int(token) for token in prompt), settings)
 
 
-# -------------------------------------------------------------------------------------------------- answers
+# ---------------------------------------------------------------------------------------- answers
 Position = dict[int, tuple[int, int]]  # token → bits of its logprob, its rank
 
 
@@ -108,36 +123,56 @@ def vllm_answers(output: Any) -> list[Answer]:
         answers.append(Answer(-1, list(output.prompt_token_ids), (None, None), positions))
     for sample in sorted(output.outputs, key=lambda sample: sample.index):
         positions = [vllm_position(position) for position in sample.logprobs or ()]
-        answers.append(Answer(sample.index, list(sample.token_ids), (sample.finish_reason, sample.stop_reason), positions))
+        answers.append(
+            Answer(
+                sample.index,
+                list(sample.token_ids),
+                (sample.finish_reason, sample.stop_reason),
+                positions,
+            )
+        )
     return answers
 
 
 def our_positions(tokens: Any, logprobs: Any, top: Any, logits: Any) -> list[Position]:
-    """`tokens` as drawn from (or met at) the rows of `logits`; the likeliest ones count from 1, as vLLM's do."""
-    ranks = (logits >= np.take_along_axis(logits, np.asarray(tokens, np.int64)[:, None], 1)).sum(1)  # equal ones too, as vLLM counts
+    """`tokens` as drawn from (or met at) the rows of `logits`; the likeliest ones count from 1, as
+    vLLM's do."""
+    ranks = (logits >= np.take_along_axis(logits, np.asarray(tokens, np.int64)[:, None], 1)).sum(
+        1
+    )  # equal ones too, as vLLM counts
     positions = []
     for i, word in enumerate(bits(logprobs)):
         position = {int(tokens[i]): (word, int(ranks[i]))}
         if top is not None:
-            position |= {int(t): (w, 1 + rank) for rank, (t, w) in enumerate(zip(top.ids[i], bits(top.logprobs[i]), strict=True))}
+            position |= {
+                int(t): (w, 1 + rank)
+                for rank, (t, w) in enumerate(zip(top.ids[i], bits(top.logprobs[i]), strict=True))
+            }
         positions.append(position)
     return positions
 
 
 class Oracle:
-    """rm.Generator as what a vLLM engine has to repeat. `processed`: its logprobs are those of the distribution drawn from."""
+    """rm.Generator as what a vLLM engine has to repeat. `processed`: its logprobs are those of the
+    distribution drawn from."""
 
     def __init__(self, model: str, dtype: str, processed: bool = False):
         self.case, self.processed = CASES[model], processed
         self.generator = rm.Generator(
-            rm.ModelSpec.from_hf(self.case.config), dtype=dtype, max_model_len=MAX_MODEL_LEN, kv_cache_gib=0.02, threads=1
+            rm.ModelSpec.from_hf(self.case.config),
+            dtype=dtype,
+            max_model_len=MAX_MODEL_LEN,
+            kv_cache_gib=0.02,
+            threads=1,
         )
 
     def serve(self, weights: Weights) -> None:
         self.generator.sync_weights(weights)
 
     def answers(self, requests: Sequence[Request]) -> list[list[Answer]]:
-        outputs = self.generator.generate([list(r.prompt) for r in requests], [r.ours for r in requests], use_tqdm=False)
+        outputs = self.generator.generate(
+            [list(r.prompt) for r in requests], [r.ours for r in requests], use_tqdm=False
+        )
         return [self._answers(r, output) for r, output in zip(requests, outputs, strict=True)]
 
     def _answers(self, request: Request, output: rm.RequestOutput) -> list[Answer]:
@@ -146,15 +181,24 @@ class Oracle:
         texts = [prompt + sample.token_ids.tolist() for sample in output.outputs]
         logits = self.generator.logits(texts)
         if output.prompt_logprobs is not None:
-            positions = our_positions(prompt[1:], output.prompt_logprobs, output.prompt_top_logprobs, logits[0][: len(prompt) - 1])
+            positions = our_positions(
+                prompt[1:],
+                output.prompt_logprobs,
+                output.prompt_top_logprobs,
+                logits[0][: len(prompt) - 1],
+            )
             answers.append(Answer(-1, prompt, (None, None), positions))
         for sample, rows in zip(output.outputs, logits, strict=True):
             tokens = sample.token_ids.tolist()
             logprobs = sample.sampling_logprobs if self.processed else sample.logprobs
-            positions = our_positions(tokens, logprobs, sample.top_logprobs, rows[len(prompt) - 1 : -1])
+            positions = our_positions(
+                tokens, logprobs, sample.top_logprobs, rows[len(prompt) - 1 : -1]
+            )
             if request.settings["logprobs"] is None:
                 positions = []
-            answers.append(Answer(sample.index, tokens, (sample.finish_reason, sample.stop_reason), positions))
+            answers.append(
+                Answer(sample.index, tokens, (sample.finish_reason, sample.stop_reason), positions)
+            )
         return answers
 
     def close(self) -> None:
@@ -162,21 +206,26 @@ class Oracle:
 
 
 def agree(got: Sequence[Sequence[Answer]], want: Sequence[Sequence[Answer]]) -> int:
-    """AssertionError that says where the first of them differ; else how many tokens and values were compared."""
+    """AssertionError that says where the first of them differ; else how many tokens and values were
+    compared."""
     assert len(got) == len(want), f"{len(got)} outputs, wanted {len(want)}"
     for i, (some, others) in enumerate(zip(got, want, strict=True)):
-        assert [a.index for a in some] == [a.index for a in others], f"request {i} has other samples"
+        assert [a.index for a in some] == [a.index for a in others], (
+            f"request {i} has other samples"
+        )
         for a, b in zip(some, others, strict=True):
             where = f"request {i}, " + ("its prompt" if a.index < 0 else f"sample {a.index}")
             assert a.tokens == b.tokens, f"{where}: tokens {a.tokens}, wanted {b.tokens}"
             assert a.end == b.end, f"{where}: ended by {a.end}, wanted {b.end}"
-            assert len(a.positions) == len(b.positions), f"{where}: logprobs of {len(a.positions)} tokens, wanted {len(b.positions)}"
+            assert len(a.positions) == len(b.positions), (
+                f"{where}: logprobs of {len(a.positions)} tokens, wanted {len(b.positions)}"
+            )
             for at, (p, q) in enumerate(zip(a.positions, b.positions, strict=True)):
                 assert p == q, f"{where}, position {at}: (bits, rank) by token {p}, wanted {q}"
     return sum(len(a) for answers in want for a in answers)
 
 
-# -------------------------------------------------------------------------------------------------- models, engines
+# -------------------------------------------------------------------------------- models, engines
 def weights_of(model: str, dtype: str, seed: int = 0) -> Weights:
     """Another seed is another version: nothing of one is left in the next."""
     return helpers.numpy_state_dict(CASES[model].config, seed, dtype)
@@ -187,13 +236,19 @@ def folder(at: Path, model: str) -> str:
     config = CASES[model].config
     path = at / model
     path.mkdir(parents=True, exist_ok=True)
-    stock = {"hidden_act": "silu", **config, "architectures": [ARCHITECTURES[config["model_type"]]], "dtype": "bfloat16"}
+    stock = {
+        "hidden_act": "silu",
+        **config,
+        "architectures": [ARCHITECTURES[config["model_type"]]],
+        "dtype": "bfloat16",
+    }
     (path / "config.json").write_text(json.dumps(stock))
     return str(path)
 
 
 def options(at: Path, model: str, dtype: str, **changes: Any) -> dict[str, Any]:
-    """Of LLM, AsyncEngineArgs and their like: steps of at most 32 tokens and 6 sequences, so that long prompts come in chunks."""
+    """Of LLM, AsyncEngineArgs and their like: steps of at most 32 tokens and 6 sequences, so that
+    long prompts come in chunks."""
     return {
         "model": folder(at, model),
         "skip_tokenizer_init": True,
@@ -226,8 +281,11 @@ def environment(**values: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def engine(at: Path, model: str, dtype: str, v2: bool = False, processes: bool = False, **changes: Any) -> Iterator[Any]:
-    """vllm.LLM, in this process unless `processes`. v2: the protocol of resumption that vLLM speaks on GPUs."""
+def engine(
+    at: Path, model: str, dtype: str, v2: bool = False, processes: bool = False, **changes: Any
+) -> Iterator[Any]:
+    """vllm.LLM, in this process unless `processes`. v2: the protocol of resumption that vLLM speaks
+    on GPUs."""
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
         "VLLM_USE_V2_MODEL_RUNNER": str(int(v2)),
@@ -241,7 +299,9 @@ def engine(at: Path, model: str, dtype: str, v2: bool = False, processes: bool =
         if isinstance(chosen["weight_transfer_config"], dict):
             from vllm.config import WeightTransferConfig
 
-            chosen["weight_transfer_config"] = WeightTransferConfig(**chosen["weight_transfer_config"])
+            chosen["weight_transfer_config"] = WeightTransferConfig(
+                **chosen["weight_transfer_config"]
+            )
         llm = LLM(**chosen)
         try:
             assert llm.llm_engine.vllm_config.use_v2_model_runner == v2
@@ -261,18 +321,25 @@ def load(llm: Any, weights: Weights) -> None:
 
     model = llm.llm_engine.model_executor.driver_worker.model_runner.model
     for name, value in weights.items():
-        tensor = torch.from_numpy(value.view(np.uint16)).view(torch.bfloat16) if value.dtype.itemsize == 2 else torch.from_numpy(value)
+        tensor = (
+            torch.from_numpy(value.view(np.uint16)).view(torch.bfloat16)
+            if value.dtype.itemsize == 2
+            else torch.from_numpy(value)
+        )
         model.load_weights([(name, tensor)])
 
 
 def generate(llm: Any, requests: Sequence[Request]) -> list[list[Answer]]:
     prompts = [{"prompt_token_ids": list(r.prompt)} for r in requests]
-    return [vllm_answers(output) for output in llm.generate(prompts, [r.theirs for r in requests], use_tqdm=False)]
+    return [
+        vllm_answers(output)
+        for output in llm.generate(prompts, [r.theirs for r in requests], use_tqdm=False)
+    ]
 
 
 class Trace:
-    """What vLLM's scheduler sent to the worker of an engine of this process: a test that means to see chunks, hits or preemptions
-    says so with it."""
+    """What vLLM's scheduler sent to the worker of an engine of this process: a test that means to
+    see chunks, hits or preemptions says so with it."""
 
     def __init__(self, llm: Any):
         self.worker, self.seen = worker_of(llm), set[str]()
@@ -299,12 +366,15 @@ class Trace:
             self.resumed += again
             self.hits += not again and new.num_computed_tokens > 0
             self.seen.add(new.req_id)
-            self.chunks += new.num_computed_tokens + scheduled.num_scheduled_tokens[new.req_id] < len(new.prompt_token_ids)
+            self.chunks += new.num_computed_tokens + scheduled.num_scheduled_tokens[
+                new.req_id
+            ] < len(new.prompt_token_ids)
         self.resumed += len(scheduled.scheduled_cached_reqs.resumed_req_ids)
 
 
 class Served:
-    """An engine, the oracle, and the weights that both have last been given. put(weights, version) brings them to the engine."""
+    """An engine, the oracle, and the weights that both have last been given. put(weights, version)
+    brings them to the engine."""
 
     def __init__(self, setting: Any, llm: Any, put: Callable[[Weights, int], None]):
         self.setting, self.llm, self.version, self.compared = setting, llm, 0, 0
@@ -328,7 +398,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(setting: Any, at: Path, putting: Callable[[Any], Callable[[Weights, int], None]], **options: Any) -> Iterator[Served]:
+def served(
+    setting: Any, at: Path, putting: Callable[[Any], Callable[[Weights, int], None]], **options: Any
+) -> Iterator[Served]:
     """An engine of a setting (model, dtype, v2, and how it is named), with its first weights."""
     need_protocol(setting.v2)
     with engine(at, setting.model, setting.dtype, setting.v2, **options) as llm:
@@ -346,8 +418,9 @@ def need_protocol(v2: bool) -> None:
 
 
 def mixed(model: str, seed: int = 0, n_requests: int = 8) -> list[Request]:
-    """Requests of every kind at once: greedy, seeded with each filter, several samples, with and without logprobs of several numbers,
-    stop tokens, prompts of one token and of several chunks, some that begin alike."""
+    """Requests of every kind at once: greedy, seeded with each filter, several samples, with and
+    without logprobs of several numbers, stop tokens, prompts of one token and of several chunks,
+    some that begin alike."""
     vocab = CASES[model].config["vocab_size"]
     rng = np.random.default_rng([seed, 77])
     shared = rng.integers(0, vocab, 40).tolist()
@@ -357,8 +430,19 @@ def mixed(model: str, seed: int = 0, n_requests: int = 8) -> list[Request]:
         {"temperature": 0.7, "top_p": 0.8, "logprobs": 2, "prompt_logprobs": 0},
         {"temperature": 1.3, "top_k": 7, "n": 2, "logprobs": 20},
         {"temperature": 0.9, "min_p": 0.05, "top_p": 0.95, "top_k": 40, "logprobs": None},
-        {"temperature": 0.0, "logprobs": 0, "stop_token_ids": rng.integers(0, vocab, 40).tolist(), "max_tokens": 30},
-        {"temperature": 1.0, "logprobs": 1, "stop_token_ids": rng.integers(0, vocab, 60).tolist(), "min_tokens": 6, "max_tokens": 30},
+        {
+            "temperature": 0.0,
+            "logprobs": 0,
+            "stop_token_ids": rng.integers(0, vocab, 40).tolist(),
+            "max_tokens": 30,
+        },
+        {
+            "temperature": 1.0,
+            "logprobs": 1,
+            "stop_token_ids": rng.integers(0, vocab, 60).tolist(),
+            "min_tokens": 6,
+            "max_tokens": 30,
+        },
         {"temperature": 2.0, "logprobs": 3, "prompt_logprobs": 20, "max_tokens": 1},
     ]
     lengths = (1, 33, 5, 70, 17, 31, 2, 64)
@@ -373,19 +457,27 @@ def mixed(model: str, seed: int = 0, n_requests: int = 8) -> list[Request]:
 
 
 def continued(oracle: Oracle, request: Request, first: Answer, cut: int) -> Answer:
-    """The sample `first` up to `cut` tokens, and from there on as the oracle now serves it: the text so far is the prompt, and draws
-    go by position."""
+    """The sample `first` up to `cut` tokens, and from there on as the oracle now serves it: the
+    text so far is the prompt, and draws go by position."""
     head = first.tokens[:cut]
     left = request.settings["max_tokens"] - len(head)
-    rest = oracle.answers([Request(request.prompt + tuple(head), {**request.settings, "max_tokens": left})])[0][-1]
+    rest = oracle.answers(
+        [Request(request.prompt + tuple(head), {**request.settings, "max_tokens": left})]
+    )[0][-1]
     return Answer(first.index, head + rest.tokens, rest.end, first.positions[:cut] + rest.positions)
 
 
-# -------------------------------------------------------------------------------------------------- AsyncLLM
+# --------------------------------------------------------------------------------------- AsyncLLM
 @contextlib.asynccontextmanager
-async def async_engine(at: Path, model: str, dtype: str, v2: bool = False, **changes: Any) -> AsyncIterator[Any]:
-    """vllm.AsyncLLM, whose engines are always processes of their own: with data parallelism one for each replica."""
-    with environment(VLLM_USE_V2_MODEL_RUNNER=str(int(v2)), CUDA_VISIBLE_DEVICES=""), warnings.catch_warnings():
+async def async_engine(
+    at: Path, model: str, dtype: str, v2: bool = False, **changes: Any
+) -> AsyncIterator[Any]:
+    """vllm.AsyncLLM, whose engines are always processes of their own: with data parallelism one for
+    each replica."""
+    with (
+        environment(VLLM_USE_V2_MODEL_RUNNER=str(int(v2)), CUDA_VISIBLE_DEVICES=""),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         from vllm import AsyncEngineArgs
         from vllm.config import WeightTransferConfig
@@ -400,15 +492,23 @@ async def async_engine(at: Path, model: str, dtype: str, v2: bool = False, **cha
             llm.shutdown()
 
 
-async def async_generate(llm: Any, requests: Sequence[Request], name: str, ranks: Sequence[int] | None = None) -> list[list[Answer]]:
-    """All at once. `name` makes their ids; `ranks` says which replica serves each, which is vLLM's choice otherwise."""
+async def async_generate(
+    llm: Any, requests: Sequence[Request], name: str, ranks: Sequence[int] | None = None
+) -> list[list[Answer]]:
+    """All at once. `name` makes their ids; `ranks` says which replica serves each, which is vLLM's
+    choice otherwise."""
     from vllm.sampling_params import RequestOutputKind
 
     async def one(number: int, request: Request) -> list[Answer]:
         params = request.theirs
         params.output_kind = RequestOutputKind.FINAL_ONLY
         rank = None if ranks is None else ranks[number]
-        stream = llm.generate({"prompt_token_ids": list(request.prompt)}, params, f"{name}-{number}", data_parallel_rank=rank)
+        stream = llm.generate(
+            {"prompt_token_ids": list(request.prompt)},
+            params,
+            f"{name}-{number}",
+            data_parallel_rank=rank,
+        )
         outputs = [output async for output in stream]
         return vllm_answers(outputs[-1])
 
@@ -416,7 +516,8 @@ async def async_generate(llm: Any, requests: Sequence[Request], name: str, ranks
 
 
 def drawn(model: str, seed: int = 0) -> list[Request]:
-    """Requests as RL makes them: samples of a prompt, the logprob of each token drawn and nothing else."""
+    """Requests as RL makes them: samples of a prompt, the logprob of each token drawn and nothing
+    else."""
     vocab = CASES[model].config["vocab_size"]
     rng = np.random.default_rng([seed, 78])
     kinds: tuple[Settings, ...] = (
@@ -427,7 +528,12 @@ def drawn(model: str, seed: int = 0) -> list[Request]:
         {"temperature": 0.0},
     )
     return [
-        request(rng.integers(0, vocab, int(rng.integers(1, 60))), seed=int(rng.integers(0, 1 << 40)), max_tokens=12, **kind)
+        request(
+            rng.integers(0, vocab, int(rng.integers(1, 60))),
+            seed=int(rng.integers(0, 1 << 40)),
+            max_tokens=12,
+            **kind,
+        )
         for kind in kinds
     ]
 
@@ -435,12 +541,19 @@ def drawn(model: str, seed: int = 0) -> list[Request]:
 def without_ranks(answers: Sequence[Sequence[Answer]]) -> list[list[Answer]]:
     """Of a filtered distribution a Generator gives no logits to count ranks in."""
     return [
-        [dataclasses.replace(a, positions=[{t: (word, 0) for t, (word, _) in p.items()} for p in a.positions]) for a in some]
+        [
+            dataclasses.replace(
+                a, positions=[{t: (word, 0) for t, (word, _) in p.items()} for p in a.positions]
+            )
+            for a in some
+        ]
         for some in answers
     ]
 
 
 def ended(llm: Any, request: Request) -> tuple[str | None, str]:
     """How a request that cannot be served ends."""
-    output = llm.generate([{"prompt_token_ids": list(request.prompt)}], [request.theirs], use_tqdm=False)[0].outputs[0]
+    output = llm.generate(
+        [{"prompt_token_ids": list(request.prompt)}], [request.theirs], use_tqdm=False
+    )[0].outputs[0]
     return output.finish_reason, str(output.stop_reason)

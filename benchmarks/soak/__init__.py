@@ -1,1 +1,2 @@
-"""Nothing piles up over ten thousand syncs and generators and a million requests; __main__.py has the command."""
+"""Nothing piles up over ten thousand syncs and generators and a million requests; __main__.py has
+the command."""

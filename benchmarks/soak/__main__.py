@@ -1,12 +1,16 @@
-"""The same thing ten thousand times, and a million times: nothing may pile up.  python -m benchmarks.soak
+"""The same thing ten thousand times, and a million times: nothing may pile up.  python -m
+                                                                              benchmarks.soak
 
-    python -m benchmarks.soak                           10,000 weight syncs, 10,000 generators, 1,000,000 requests; some minutes
-    python -m benchmarks.soak --syncs 300 --lives 0 --requests 20000
+    python -m benchmarks.soak                           10,000 weight syncs, 10,000 generators,
+                                                        1,000,000 requests; some minutes python -m
+                                                        benchmarks.soak --syncs 300 --lives 0
+                                                        --requests 20000
     python -m benchmarks.soak --plant leak-fd           leaks on purpose: every part must report it
 
-All through the public API, in rounds over every kind of call that syncs.py, lives.py and requests.py know, each round in another
-order. growth.py says what is read between rounds and when it has grown; a part names what did, with the growth per operation,
-and the exit status is 1. A count of 0 leaves a part out.
+All through the public API, in rounds over every kind of call that syncs.py, lives.py and
+requests.py know, each round in another order. growth.py says what is read between rounds and when
+it has grown; a part names what did, with the growth per operation, and the exit status is 1. A
+count of 0 leaves a part out.
 """
 
 from __future__ import annotations
@@ -36,8 +40,9 @@ SHOWN = ("rss", "heap", "fds", "threads", "references to objects handed in", "py
 
 
 class Plant:
-    """Leaks of the driver's own, for showing that the meter sees them: 64 bytes for each operation, a reference at each call, a
-    file descriptor and a thread at every eighth, since the machine may have limits on them."""
+    """Leaks of the driver's own, for showing that the meter sees them: 64 bytes for each operation,
+    a reference at each call, a file descriptor and a thread at every eighth, since the machine may
+    have limits on them."""
 
     def __init__(self, faults: Sequence[str]):
         self._faults = frozenset(faults)
@@ -79,7 +84,11 @@ def soak(work: Work, count: int, rng: np.random.Generator, plant: Plant, folder:
     begin = time.monotonic()
     verdict = watch(Meter(work.handed, folder), one_round, count, WARM_UP_ROUNDS)
     seconds = time.monotonic() - begin
-    print(f"{work.name}: {verdict.operations:,} in {seconds:.0f} s, {len(work.calls)} kinds of call, {report(verdict)}", flush=True)
+    print(
+        f"{work.name}: {verdict.operations:,} in {seconds:.0f} s, {len(work.calls)} kinds of "
+        f"call, {report(verdict)}",
+        flush=True,
+    )
     return not verdict.grown
 
 
@@ -93,12 +102,25 @@ def report(verdict: Verdict) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--syncs", type=whole(0), default=10_000)
-    parser.add_argument("--lives", type=whole(0), default=10_000, help="generators created and closed")
+    parser.add_argument(
+        "--lives", type=whole(0), default=10_000, help="generators created and closed"
+    )
     parser.add_argument("--requests", type=whole(0), default=1_000_000)
-    parser.add_argument("--seed", type=whole(0, SEEDS), default=0, help="of the order of calls and of the prompts")
-    parser.add_argument("--plant", nargs="+", default=[], choices=["leak-memory", "leak-fd", "leak-thread", "leak-reference"])
+    parser.add_argument(
+        "--seed", type=whole(0, SEEDS), default=0, help="of the order of calls and of the prompts"
+    )
+    parser.add_argument(
+        "--plant",
+        nargs="+",
+        default=[],
+        choices=["leak-memory", "leak-fd", "leak-thread", "leak-reference"],
+    )
     args = parser.parse_args()
     if not (args.syncs or args.lives or args.requests):
         parser.error("--syncs, --lives and --requests are all 0")

@@ -1,8 +1,8 @@
 """What the parts of the soak share: two tiny models, a tokenizer, and the shape of a part.
 
-A part has kinds of call; a call says how many operations it was. After a round of all of them `settle` brings the part into the
-state in which it is measured, and holds a rollout to the bits of the first one: a soak whose calls have stopped doing anything
-would find no growth either.
+A part has kinds of call; a call says how many operations it was. After a round of all of them
+`settle` brings the part into the state in which it is measured, and holds a rollout to the bits of
+the first one: a soak whose calls have stopped doing anything would find no growth either.
 """
 
 from __future__ import annotations
@@ -22,7 +22,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tests"))
 
 from helpers import numpy_state_dict, tiny_config
 
-__all__ = ["DENSE", "MOE", "SIZES", "Interrupted", "Letters", "State", "Work", "bits", "in_thread", "numpy_state_dict", "refused"]
+__all__ = [
+    "DENSE",
+    "MOE",
+    "SIZES",
+    "Interrupted",
+    "Letters",
+    "State",
+    "Work",
+    "bits",
+    "in_thread",
+    "numpy_state_dict",
+    "refused",
+]
 
 VOCAB = 32
 SMALL: dict[str, Any] = {
@@ -36,7 +48,12 @@ SMALL: dict[str, Any] = {
 }
 DENSE = tiny_config(**SMALL)
 MOE = tiny_config(True, **SMALL, num_experts=3, moe_intermediate_size=8)
-SIZES: dict[str, Any] = {"threads": 2, "max_model_len": 64, "kv_cache_gib": 0.0005, "max_num_seqs": 64}
+SIZES: dict[str, Any] = {
+    "threads": 2,
+    "max_model_len": 64,
+    "kv_cache_gib": 0.0005,
+    "max_num_seqs": 64,
+}
 GONE_S = 10.0
 State = dict[str, np.ndarray]
 
@@ -64,8 +81,9 @@ def refused(kind: type[BaseException], call: Callable[..., Any], *args: Any, **k
 
 
 def in_thread(call: Callable[[], Any], beside: Callable[[], Any] | None = None) -> None:
-    """Runs `call` in a thread of its own, `beside` in this one, and returns when the kernel has let go of the thread: join
-    returns a little earlier, and it would be counted. Raises what the call raised."""
+    """Runs `call` in a thread of its own, `beside` in this one, and returns when the kernel has let
+    go of the thread: join returns a little earlier, and it would be counted. Raises what the call
+    raised."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -88,7 +106,9 @@ def in_thread(call: Callable[[], Any], beside: Callable[[], Any] | None = None) 
 
 
 def bits(gen: rm.Generator) -> bytes:
-    sample = gen.generate([[1, 2, 3]], rm.SamplingParams(max_tokens=3, seed=1, ignore_eos=True), use_tqdm=False)[0].outputs[0]
+    sample = gen.generate(
+        [[1, 2, 3]], rm.SamplingParams(max_tokens=3, seed=1, ignore_eos=True), use_tqdm=False
+    )[0].outputs[0]
     return sample.token_ids.tobytes() + sample.logprobs.tobytes()
 
 

@@ -1,22 +1,28 @@
 """Does a process grow while it repeats something? The meter of the soak.
 
-Work is repeated in rounds that end in the same state. After a warm-up that fills caches, everything that could pile up is read
-at up to 40 regular points between rounds; the first quarter of these is warm-up too. A measure has grown when the median of its
-last quarter exceeds the median of its second quarter by more than its bound: medians, since one odd reading must not decide, and
-the second quarter, since a level that was reached once and then stays is no leak. Comparing the end with the beginning lost: it
-calls every cache a leak or needs a bound that hides one.
+Work is repeated in rounds that end in the same state. After a warm-up that fills caches, everything
+that could pile up is read at up to 40 regular points between rounds; the first quarter of these is
+warm-up too. A measure has grown when the median of its last quarter exceeds the median of its
+second quarter by more than its bound: medians, since one odd reading must not decide, and the
+second quarter, since a level that was reached once and then stays is no leak. Comparing the end
+with the beginning lost: it calls every cache a leak or needs a bound that hides one.
 
-Most measures are exact and have the bound 0. The others have noise; their bounds lie above it and far below one per operation:
+Most measures are exact and have the bound 0. The others have noise; their bounds lie above it and
+far below one per operation:
 
-heap     glibc's bytes in use, which is what C code holds except for what it maps. Blocks in the caches of threads and in fast
-         bins count as used although they are free, so both are switched off; NumPy's own cache of small arrays remains.
-rss      resident pages. Free ones that an allocator keeps are among them: a thread that allocates gets an arena of its own, up
-         to 8 a core, and an arena keeps its free pages. So there is one arena, trimmed before each reading, and no huge pages, which the
-         kernel makes behind our back. What remains is pymalloc's (1 MiB each, touched as far as they are used). They are
-         counted in the page tables: /proc/self/statm, which serves where that file is missing, is late by up to 64 pages a
-         thread, and by megabytes on kernels 6.2 to 6.15 with many cores.
-python   blocks of pymalloc, objects that the collector tracks, references to None, True, False and some types. CPython's cache
-         of methods holds names and lets go of None as it fills, so it is emptied before each reading; free lists remain.
+heap     glibc's bytes in use, which is what C code holds except for what it maps. Blocks in the
+         caches of threads and in fast bins count as used although they are free, so both are
+         switched off; NumPy's own cache of small arrays remains.
+rss      resident pages. Free ones that an allocator keeps are among them: a thread that allocates
+         gets an arena of its own, up to 8 a core, and an arena keeps its free pages. So there is
+         one arena, trimmed before each reading, and no huge pages, which the kernel makes behind
+         our back. What remains is pymalloc's (1 MiB each, touched as far as they are used). They
+         are counted in the page tables: /proc/self/statm, which serves where that file is missing,
+         is late by up to 64 pages a thread, and by megabytes on kernels 6.2 to 6.15 with many
+         cores.
+python   blocks of pymalloc, objects that the collector tracks, references to None, True, False and
+         some types. CPython's cache of methods holds names and lets go of None as it fills, so it
+         is emptied before each reading; free lists remain.
 """
 
 from __future__ import annotations
@@ -39,16 +45,42 @@ from rollmesh import _core
 
 READINGS = 40
 QUIET_MALLOC = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
-MALLINFO2 = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+MALLINFO2 = (
+    "arena",
+    "ordblks",
+    "smblks",
+    "hblks",
+    "hblkhd",
+    "usmblks",
+    "fsmblks",
+    "uordblks",
+    "fordblks",
+    "keepcost",
+)
 PF_EXITING = 4
 PR_SET_THP_DISABLE = 41
 PAGE = resource.getpagesize()
 RSS_LINE = re.compile(r"^Rss:\s*(\d+) kB$", re.MULTILINE)
-SINGLETONS = (None, True, False, (), int, str, dict, list, tuple, np.ndarray, np.dtype(np.int32), np.dtype(np.float32), _core.Engine)
+SINGLETONS = (
+    None,
+    True,
+    False,
+    (),
+    int,
+    str,
+    dict,
+    list,
+    tuple,
+    np.ndarray,
+    np.dtype(np.int32),
+    np.dtype(np.float32),
+    _core.Engine,
+)
 
 
 def quiet_malloc() -> None:
-    """Begins this process again with glibc's settings of QUIET_MALLOC, which it reads at its start only."""
+    """Begins this process again with glibc's settings of QUIET_MALLOC, which it reads at its start
+    only."""
     if os.environ.get("GLIBC_TUNABLES") != QUIET_MALLOC:
         os.execve(sys.executable, sys.orig_argv, {**os.environ, "GLIBC_TUNABLES": QUIET_MALLOC})
 
@@ -59,7 +91,8 @@ class _Mallinfo2(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Measure:
-    """One thing that is read; it has grown when it gained more than `bound` between the two quarters."""
+    """One thing that is read; it has grown when it gained more than `bound` between the two
+    quarters."""
 
     name: str
     unit: str
@@ -80,7 +113,10 @@ class Growth:
     def __str__(self) -> str:
         rate = self.gained / self.operations
         unit = self.measure.unit
-        return f"{self.measure.name} grew by {self.gained:g} {unit} (bound {self.measure.bound:g}), {rate:.4g} {unit} per operation"
+        return (
+            f"{self.measure.name} grew by {self.gained:g} {unit} (bound "
+            f"{self.measure.bound:g}), {rate:.4g} {unit} per operation"
+        )
 
 
 def rss_kib() -> float:
@@ -98,7 +134,8 @@ def open_fds() -> int:
 
 
 def threads() -> int:
-    """Those that are not on their way out: pthread_join returns while the kernel still lists the thread."""
+    """Those that are not on their way out: pthread_join returns while the kernel still lists the
+    thread."""
     count = 0
     for task in os.listdir("/proc/self/task"):
         try:
@@ -118,18 +155,23 @@ def files_below(folder: Path) -> int:
 
 
 class Meter:
-    """Reads all measures of this process. `handed` are the objects that the work hands in: nobody may keep a reference."""
+    """Reads all measures of this process. `handed` are the objects that the work hands in: nobody
+    may keep a reference."""
 
     def __init__(self, handed: Iterable[Any], folder: Path):
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
         self._trim = getattr(libc, "malloc_trim", int)
-        self._mallinfo = getattr(libc, "mallinfo2", None)  # glibc 2.33; without it, the resident pages must do
+        self._mallinfo = getattr(
+            libc, "mallinfo2", None
+        )  # glibc 2.33; without it, the resident pages must do
         if self._mallinfo is not None:
             self._mallinfo.restype = _Mallinfo2
         self._handed = list(handed)
         gc.collect()
-        gc.freeze()  # what is there already, torch's modules above all, need not be looked through at every reading
+        # what is there already, torch's modules above all, need not be looked through at every
+        # reading
+        gc.freeze()
         self.measures = (
             Measure("rss", "KiB", 512, rss_kib),
             Measure("heap", "KiB", 8, self._heap_kib),
@@ -140,7 +182,12 @@ class Meter:
             Measure("threads", "threads", 0, threads),
             Measure("files in shared memory", "files", 0, lambda: files_below(folder)),
             Measure("references to objects handed in", "references", 0, self._references),
-            Measure("references to None and types", "references", 20, lambda: sum(map(sys.getrefcount, SINGLETONS))),
+            Measure(
+                "references to None and types",
+                "references",
+                20,
+                lambda: sum(map(sys.getrefcount, SINGLETONS)),
+            ),
             Measure("python blocks", "blocks", 20, sys.getallocatedblocks),
             Measure("tracked objects", "objects", 10, lambda: len(gc.get_objects())),
         )
@@ -164,12 +211,15 @@ class Meter:
 
 def types_of_objects() -> Counter[str]:
     gc.collect()
-    return Counter(f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in gc.get_objects())
+    return Counter(
+        f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in gc.get_objects()
+    )
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The readings [points, measures] and what grew; `types` are the kinds of tracked objects of which there are more."""
+    """The readings [points, measures] and what grew; `types` are the kinds of tracked objects of
+    which there are more."""
 
     operations: int
     measures: Sequence[Measure]
@@ -183,12 +233,20 @@ class Verdict:
 
     def spans(self, names: Sequence[str]) -> str:
         """First and last reading of some measures."""
-        columns = {measure.name: (measure.unit, self.readings[[0, -1], i]) for i, measure in enumerate(self.measures)}
-        return ", ".join(f"{name} {ends[0]:,.6g} → {ends[1]:,.6g} {unit}" for name, (unit, ends) in columns.items() if name in names)
+        columns = {
+            measure.name: (measure.unit, self.readings[[0, -1], i])
+            for i, measure in enumerate(self.measures)
+        }
+        return ", ".join(
+            f"{name} {ends[0]:,.6g} → {ends[1]:,.6g} {unit}"
+            for name, (unit, ends) in columns.items()
+            if name in names
+        )
 
 
 def watch(meter: Meter, one_round: Callable[[], int], wanted: int, warm_up: int) -> Verdict:
-    """Does `warm_up` rounds, then as many as it takes to do the `wanted` operations, of which a round returns how many it did."""
+    """Does `warm_up` rounds, then as many as it takes to do the `wanted` operations, of which a
+    round returns how many it did."""
     per_round = max([one_round() for _ in range(warm_up)])
     rounds = max(-(-wanted // per_round), 8)  # two readings a quarter
     points = min(READINGS, rounds)
@@ -205,5 +263,14 @@ def watch(meter: Meter, one_round: Callable[[], int], wanted: int, warm_up: int)
     second, last = slice(points // 4, points // 2), slice(points - points // 4, points)
     gained = np.median(readings[last], axis=0) - np.median(readings[second], axis=0)
     span = float(np.median(at[last]) - np.median(at[second]))
-    growths = [Growth(measure, float(gain), span) for measure, gain in zip(meter.measures, gained, strict=True)]
-    return Verdict(operations, meter.measures, readings, growths, [f"{count} {name}" for name, count in more.most_common(5)])
+    growths = [
+        Growth(measure, float(gain), span)
+        for measure, gain in zip(meter.measures, gained, strict=True)
+    ]
+    return Verdict(
+        operations,
+        meter.measures,
+        readings,
+        growths,
+        [f"{count} {name}" for name, count in more.most_common(5)],
+    )

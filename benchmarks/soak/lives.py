@@ -1,4 +1,5 @@
-"""Generators from beginning to end: made in several sizes, closed or lost from every state that they can be in."""
+"""Generators from beginning to end: made in several sizes, closed or lost from every state that
+they can be in."""
 
 from __future__ import annotations
 
@@ -10,7 +11,17 @@ from typing import Any
 import numpy as np
 
 import rollmesh as rm
-from benchmarks.soak.common import DENSE, SIZES, Interrupted, Letters, Work, bits, in_thread, numpy_state_dict, refused
+from benchmarks.soak.common import (
+    DENSE,
+    SIZES,
+    Interrupted,
+    Letters,
+    Work,
+    bits,
+    in_thread,
+    numpy_state_dict,
+    refused,
+)
 from rollmesh import _core
 
 OPTIONS: list[dict[str, Any]] = [
@@ -30,13 +41,38 @@ class Lives(Work):
         self.prompts: list[Any] = [[1, 2, 3], [4, 5], np.array([6, 7, 8])]
         self.params = rm.SamplingParams(n=2, max_tokens=30, seed=1, ignore_eos=True)
         self.tokenizer = Letters()
-        self.handed = [self.state, self.spec, self.prompts, *self.prompts, self.params, self.tokenizer]
+        self.handed = [
+            self.state,
+            self.spec,
+            self.prompts,
+            *self.prompts,
+            self.params,
+            self.tokenizer,
+        ]
         self.handed += [thing for pair in self.state.items() for thing in pair]
-        self.handed += ["float32", "bfloat16"]  # of the options; interned, so these are the same objects
+        self.handed += [
+            "float32",
+            "bfloat16",
+        ]  # of the options; interned, so these are the same objects
         self._made = 0
         self.bits = b""
-        ends = (self.closed, self.closed_twice, self.lost, self.lost_in_a_cycle, self.closed_by_a_thread, self.left_by_an_exception)
-        states = (self.new, self.synced, self.running, self.half_synced, self.asleep, self.paused, self.failed)
+        ends = (
+            self.closed,
+            self.closed_twice,
+            self.lost,
+            self.lost_in_a_cycle,
+            self.closed_by_a_thread,
+            self.left_by_an_exception,
+        )
+        states = (
+            self.new,
+            self.synced,
+            self.running,
+            self.half_synced,
+            self.asleep,
+            self.paused,
+            self.failed,
+        )
         self.calls = [partial(end, state) for end in ends for state in states]
         self.calls += [self.refused_options, self.no_memory]
 
@@ -45,7 +81,7 @@ class Lives(Work):
         options = {**SIZES, "dtype": "float32", **OPTIONS[self._made % len(OPTIONS)]}
         return rm.Generator(self.spec, tokenizer=self.tokenizer, **options)
 
-    # ---------------------------------------------------------------------------------------- states
+    # -------------------------------------------------------------------------------------- states
     def new(self, gen: rm.Generator) -> None:
         refused(rm.NotSyncedError, gen.generate, self.prompts, use_tqdm=False)
 
@@ -112,7 +148,7 @@ class Lives(Work):
         refused(Interrupted, life)
         return 1
 
-    # ---------------------------------------------------------------------------------------- no life at all
+    # ------------------------------------------------------------------------------ no life at all
     def refused_options(self) -> int:
         refused(rm.ConfigError, rm.Generator, self.spec, **{**SIZES, "block_size": 7})
         refused(rm.ConfigError, rm.Generator, self.spec, **SIZES, dtype="int8")

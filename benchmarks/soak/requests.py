@@ -1,5 +1,6 @@
-"""Requests of one generator: drawn, scored, refused, aborted, late, with text and stop strings, by generate and by submit and poll.
-Nearly all of the time is the Python layer's: the model is as small as it can be, and most completions have one to three tokens.
+"""Requests of one generator: drawn, scored, refused, aborted, late, with text and stop strings, by
+generate and by submit and poll. Nearly all of the time is the Python layer's: the model is as small
+as it can be, and most completions have one to three tokens.
 """
 
 from __future__ import annotations
@@ -33,19 +34,52 @@ class Requests(Work):
         self.gen = rm.Generator(self.spec, dtype="float32", tokenizer=Pieces(), **SIZES)
         self.gen.sync_weights(numpy_state_dict(DENSE))
         vocab = DENSE["vocab_size"]
-        self.prompts: list[Any] = [rng.integers(0, vocab, rng.integers(1, 9)).tolist() for _ in range(BATCH)]
-        self.prompts[::3] = [np.array(prompt, dtype=kind) for prompt, kind in zip(self.prompts[::3], [np.int32, np.int64] * BATCH)]
-        self.texts = ["".join(chr(ord("a") + token) for token in rng.integers(0, 26, 5)) for _ in range(BATCH)]
+        self.prompts: list[Any] = [
+            rng.integers(0, vocab, rng.integers(1, 9)).tolist() for _ in range(BATCH)
+        ]
+        self.prompts[::3] = [
+            np.array(prompt, dtype=kind)
+            for prompt, kind in zip(self.prompts[::3], [np.int32, np.int64] * BATCH)
+        ]
+        self.texts = [
+            "".join(chr(ord("a") + token) for token in rng.integers(0, 26, 5)) for _ in range(BATCH)
+        ]
         self.params = [self._params(rng, index) for index in range(BATCH)]
         self.stopping = rm.SamplingParams(max_tokens=4, stop=("a", "bc"), seed=5)
         self.long = rm.SamplingParams(max_tokens=40, seed=6, ignore_eos=True)
-        self.endless = rm.SamplingParams(min_tokens=1, max_tokens=2, stop_token_ids=list(range(vocab)))  # nothing may be drawn
+        self.endless = rm.SamplingParams(
+            min_tokens=1, max_tokens=2, stop_token_ids=list(range(vocab))
+        )  # nothing may be drawn
         self.refused = [[99], [], [-1], [0] * 100, [1, 2]]
-        self.handed = [self.prompts, self.texts, self.params, self.stopping, self.long, self.endless, self.refused]
+        self.handed = [
+            self.prompts,
+            self.texts,
+            self.params,
+            self.stopping,
+            self.long,
+            self.endless,
+            self.refused,
+        ]
         self.handed += [*self.prompts, *self.texts, *self.params, *self.refused]
         self.bits = b""
-        self.calls = [self.generate, self.generate, self.submit, self.score, self.score_sampling, self.logits, self.text, self.refuse]
-        self.calls += [self.refuse_and_raise, self.refuse_all, self.abort_some, self.abort_all, self.late, self.no_memory]
+        self.calls = [
+            self.generate,
+            self.generate,
+            self.submit,
+            self.score,
+            self.score_sampling,
+            self.logits,
+            self.text,
+            self.refuse,
+        ]
+        self.calls += [
+            self.refuse_and_raise,
+            self.refuse_all,
+            self.abort_some,
+            self.abort_all,
+            self.late,
+            self.no_memory,
+        ]
         self.calls += [self.broken_tokenizer, self.paused, self.asleep, self.without_prefixes]
 
     @staticmethod
@@ -63,7 +97,10 @@ class Requests(Work):
         )
 
     def generate(self) -> int:
-        assert all(output.error is None for output in self.gen.generate(self.prompts, self.params, use_tqdm=False))
+        assert all(
+            output.error is None
+            for output in self.gen.generate(self.prompts, self.params, use_tqdm=False)
+        )
         return BATCH
 
     def submit(self) -> int:
@@ -84,7 +121,10 @@ class Requests(Work):
         return BATCH
 
     def text(self) -> int:
-        assert all(output.error is None for output in self.gen.generate(self.texts, self.stopping, use_tqdm=False))
+        assert all(
+            output.error is None
+            for output in self.gen.generate(self.texts, self.stopping, use_tqdm=False)
+        )
         return BATCH
 
     def refuse(self) -> int:
@@ -118,7 +158,9 @@ class Requests(Work):
         return BATCH
 
     def late(self) -> int:
-        outputs = self.gen.generate(self.prompts, self.long, use_tqdm=False, timeout=1e-3, on_error="return")
+        outputs = self.gen.generate(
+            self.prompts, self.long, use_tqdm=False, timeout=1e-3, on_error="return"
+        )
         assert len(outputs) == BATCH
         return BATCH
 
@@ -132,7 +174,9 @@ class Requests(Work):
         return BATCH
 
     def broken_tokenizer(self) -> int:
-        refused(KeyError, self.gen.generate, [*self.texts[:9], "bad"], self.stopping, use_tqdm=False)
+        refused(
+            KeyError, self.gen.generate, [*self.texts[:9], "bad"], self.stopping, use_tqdm=False
+        )
         return 10
 
     def paused(self) -> int:

@@ -1,4 +1,5 @@
-"""Weight syncs: every source and spelling, complete, partial, in place, broken off and refused, with requests in flight."""
+"""Weight syncs: every source and spelling, complete, partial, in place, broken off and refused,
+with requests in flight."""
 
 from __future__ import annotations
 
@@ -11,7 +12,18 @@ import numpy as np
 import torch
 
 import rollmesh as rm
-from benchmarks.soak.common import DENSE, MOE, SIZES, Interrupted, State, Work, bits, in_thread, numpy_state_dict, refused
+from benchmarks.soak.common import (
+    DENSE,
+    MOE,
+    SIZES,
+    Interrupted,
+    State,
+    Work,
+    bits,
+    in_thread,
+    numpy_state_dict,
+    refused,
+)
 from rollmesh import _core
 from rollmesh.sources import BF16, SharedReader, SharedWriter
 
@@ -57,13 +69,18 @@ def fused(state: State) -> State:
     out = dict(state)
     for layer in range(DENSE["num_hidden_layers"]):
         at = f"model.layers.{layer}"
-        out[f"{at}.self_attn.qkv_proj.weight"] = np.concatenate([out.pop(f"{at}.self_attn.{part}_proj.weight") for part in "qkv"])
+        out[f"{at}.self_attn.qkv_proj.weight"] = np.concatenate(
+            [out.pop(f"{at}.self_attn.{part}_proj.weight") for part in "qkv"]
+        )
         if f"{at}.mlp.gate_proj.weight" in out:
-            out[f"{at}.mlp.gate_up_proj.weight"] = np.concatenate([out.pop(f"{at}.mlp.{part}_proj.weight") for part in ("gate", "up")])
+            out[f"{at}.mlp.gate_up_proj.weight"] = np.concatenate(
+                [out.pop(f"{at}.mlp.{part}_proj.weight") for part in ("gate", "up")]
+            )
             continue
         experts = range(MOE["num_experts"])
         gate, up, down = (
-            np.stack([out.pop(f"{at}.mlp.experts.{e}.{part}_proj.weight") for e in experts]) for part in ("gate", "up", "down")
+            np.stack([out.pop(f"{at}.mlp.experts.{e}.{part}_proj.weight") for e in experts])
+            for part in ("gate", "up", "down")
         )
         out[f"{at}.mlp.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
         out[f"{at}.mlp.experts.down_proj"] = down
@@ -72,7 +89,10 @@ def fused(state: State) -> State:
 
 def bare(state: State) -> State:
     """Names as a wrapped module without the outer class gives them."""
-    return {name.removeprefix("model.").replace("layers.", "_orig_mod.layers."): array for name, array in state.items()}
+    return {
+        name.removeprefix("model.").replace("layers.", "_orig_mod.layers."): array
+        for name, array in state.items()
+    }
 
 
 def bf16(array: np.ndarray) -> np.ndarray:
@@ -115,14 +135,25 @@ class Model:
             "float64": {name: array.astype(np.float64) for name, array in self.plain.items()},
             "bfloat16": {name: bf16(array) for name, array in self.plain.items()},
             "transposed": {name: np.asfortranarray(array) for name, array in self.plain.items()},
-            "window": {name: np.stack([array, array], axis=-1)[..., 0] for name, array in self.plain.items()},
+            "window": {
+                name: np.stack([array, array], axis=-1)[..., 0]
+                for name, array in self.plain.items()
+            },
             "ml_dtypes": numpy_state_dict(config, dtype="bfloat16"),
-            "torch": {name: torch.nn.Parameter(torch.from_numpy(array.copy())) for name, array in self.plain.items()},
-            "torch bfloat16": {name: torch.from_numpy(array).bfloat16() for name, array in self.plain.items()},
+            "torch": {
+                name: torch.nn.Parameter(torch.from_numpy(array.copy()))
+                for name, array in self.plain.items()
+            },
+            "torch bfloat16": {
+                name: torch.from_numpy(array).bfloat16() for name, array in self.plain.items()
+            },
             "dlpack": {name: Exported(array) for name, array in self.plain.items()},
         }
         self.bad: list[tuple[type[Exception], dict[str, Any]]] = [
-            (rm.MissingKeyError, {name: array for name, array in self.plain.items() if name != first}),
+            (
+                rm.MissingKeyError,
+                {name: array for name, array in self.plain.items() if name != first},
+            ),
             (rm.UnexpectedKeyError, {**self.plain, "stranger": self.plain[first]}),
             (rm.DuplicateKeyError, {**self.plain, first.removeprefix("model."): self.plain[first]}),
             *((kind, {**self.plain, first: tensor}) for kind, tensor in strange(self.plain[first])),
@@ -136,11 +167,39 @@ class Model:
     def handed(self) -> list[Any]:
         sources = [*self.good.values(), *(source for _, source in self.bad)]
         inside = [thing for source in sources for pair in source.items() for thing in pair]
-        inside += [thing.base for thing in inside if isinstance(thing, np.ndarray) and thing.base is not None]
-        inside += [thing.untyped_storage() for thing in inside if isinstance(thing, torch.Tensor) and thing.layout == torch.strided]
-        names = [self.good["ml_dtypes"]["model.norm.weight"].dtype.name, Exported.__name__, torch.nn.Parameter.__name__]
-        shown = [*(BF16.metadata or {}).values(), torch.strided, BufferError, *names]  # to the extension, when it looks at a tensor
-        return [*shown, self.plain, self.spec, self.params, self.prompts, *self.prompts, *sources, *inside, self.writer, self.reader]
+        inside += [
+            thing.base
+            for thing in inside
+            if isinstance(thing, np.ndarray) and thing.base is not None
+        ]
+        inside += [
+            thing.untyped_storage()
+            for thing in inside
+            if isinstance(thing, torch.Tensor) and thing.layout == torch.strided
+        ]
+        names = [
+            self.good["ml_dtypes"]["model.norm.weight"].dtype.name,
+            Exported.__name__,
+            torch.nn.Parameter.__name__,
+        ]
+        shown = [
+            *(BF16.metadata or {}).values(),
+            torch.strided,
+            BufferError,
+            *names,
+        ]  # to the extension, when it looks at a tensor
+        return [
+            *shown,
+            self.plain,
+            self.spec,
+            self.params,
+            self.prompts,
+            *self.prompts,
+            *sources,
+            *inside,
+            self.writer,
+            self.reader,
+        ]
 
     def calls(self) -> Iterator[Callable[[], int]]:
         for name in self.good:
@@ -150,8 +209,23 @@ class Model:
         for options in ({"inflight": way} for way in ("wait", "restart", "abort", "keep")):
             yield partial(self.in_flight, options)
         yield partial(self.in_flight, {"inflight": "keep", "keep_kv": True})
-        yield from (self.iterator, self.broken_iterator, self.block, self.broken_block, self.pieces, self.repeated, self.incomplete)
-        yield from (self.dropped, self.partial, self.in_place, self.half_in_place, self.old_version, self.too_late)
+        yield from (
+            self.iterator,
+            self.broken_iterator,
+            self.block,
+            self.broken_block,
+            self.pieces,
+            self.repeated,
+            self.incomplete,
+        )
+        yield from (
+            self.dropped,
+            self.partial,
+            self.in_place,
+            self.half_in_place,
+            self.old_version,
+            self.too_late,
+        )
         yield from (self.shared, self.asleep, self.beside_generate, self.no_memory)
 
     def sync(self, source: Any, **options: Any) -> int:
@@ -276,7 +350,8 @@ class Model:
         return 1
 
     def no_memory(self) -> int:
-        """An allocation that fails, where there is one: with staging kept from the last sync there may be none."""
+        """An allocation that fails, where there is one: with staging kept from the last sync there
+        may be none."""
         _core.memory_fail_at(1)
         try:
             self.sync(self.plain)

@@ -1,5 +1,6 @@
-// control_groups.c: see control_groups.h. Guessing /sys/fs/cgroup lost: version 1 has a mount for each controller, mixed systems have both
-// versions, and where a container's group is mounted its own path below it does not exist.
+// control_groups.c: see control_groups.h. Guessing /sys/fs/cgroup lost: version 1 has a mount for
+// each controller, mixed systems have both versions, and where a container's group is mounted its
+// own path below it does not exist.
 #define _GNU_SOURCE
 #include "base/control_groups.h"
 
@@ -12,8 +13,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { LINE = 2 * PATH_MAX, MASK_WORDS = 1024 };   // 65,536 processors
-static const size_t NO_LIMIT = (size_t)1 << 60;    // version 1 says "none" by a number beyond any memory
+enum { LINE = 2 * PATH_MAX, MASK_WORDS = 1024 }; // 65,536 processors
+static const size_t NO_LIMIT = (size_t)1
+                               << 60; // version 1 says "none" by a number beyond any memory
 
 typedef void (*visit_fn)(void *arg, const char *group);
 
@@ -65,13 +67,15 @@ static int has_word(const char *list, const char *word) {
   return 0;
 }
 
-// ---------------------------------------------------------------------------------------------- where the groups are
-// The path of this process's group, "/…", in the hierarchy of that controller of version 1, or of version 2 when controller is "".
-static int own_group(const char *root, const char *controller, char line[LINE], const char **group) {
+// --------------------------------------------------------------------------- where the groups are
+// The path of this process's group, "/…", in the hierarchy of that controller of version 1, or of
+// version 2 when controller is "".
+static int own_group(const char *root, const char *controller, char line[LINE],
+                     const char **group) {
   FILE *file = opened(root, "proc/self/cgroup");
   if (!file) return 0;
   int found = 0;
-  while (!found && next_line(file, line)) {   // "4:cpu,cpuacct:/a/b", "0::/a/b"
+  while (!found && next_line(file, line)) { // "4:cpu,cpuacct:/a/b", "0::/a/b"
     char *names = strchr(line, ':'), *path = names ? strchr(++names, ':') : NULL;
     if (!path || path[1] != '/') continue;
     *path++ = 0;
@@ -83,7 +87,7 @@ static int own_group(const char *root, const char *controller, char line[LINE], 
 }
 
 typedef struct mounted {
-  char *group;              // what stands at `point`: the hierarchy's root, or a group of it
+  char *group; // what stands at `point`: the hierarchy's root, or a group of it
   char *point, *type;
   const char *options;
 } mounted;
@@ -93,14 +97,16 @@ static void unescape(char *text) {
   char *to = text;
   for (const char *from = text; *from; to++) {
     int code, used = 0;
-    const int is_escaped = *from == '\\' && sscanf(from + 1, "%3o%n", (unsigned *)&code, &used) == 1 && used == 3;
+    const int is_escaped =
+        *from == '\\' && sscanf(from + 1, "%3o%n", (unsigned *)&code, &used) == 1 && used == 3;
     *to = is_escaped ? (char)code : *from;
     from += is_escaped ? 4 : 1;
   }
   *to = 0;
 }
 
-// "31 23 0:28 /group /point rw,relatime … - cgroup source rw,memory", with any number of words before the "-".
+// "31 23 0:28 /group /point rw,relatime … - cgroup source rw,memory", with any number of words
+// before the "-".
 static int parse_mount(char *line, mounted *mount) {
   char *words[5], *word;
   for (int i = 0; i < 5; i++)
@@ -114,10 +120,13 @@ static int parse_mount(char *line, mounted *mount) {
   return 1;
 }
 
-static int goes_up(const char *path) { return strncmp(path, "/..", 3) == 0 && (path[3] == '/' || !path[3]); }
+static int goes_up(const char *path) {
+  return strncmp(path, "/..", 3) == 0 && (path[3] == '/' || !path[3]);
+}
 
-// What leads from the group of a mount down to the process's: "" or "/…"; NULL where the process is not below it. Both paths are as the
-// process's cgroup namespace shows them: groups above the namespace's root begin with "/..", and the names on the way are not known.
+// What leads from the group of a mount down to the process's: "" or "/…"; NULL where the process is
+// not below it. Both paths are as the process's cgroup namespace shows them: groups above the
+// namespace's root begin with "/..", and the names on the way are not known.
 static const char *way_down(const char *mount, const char *own) {
   for (; goes_up(mount) && goes_up(own); own += 3) mount += 3;
   if (goes_up(own)) return NULL;
@@ -129,7 +138,8 @@ static const char *way_down(const char *mount, const char *own) {
   return strcmp(own + length, "/") ? own + length : "";
 }
 
-// Calls visit with the folder of each group that this process is in, of the controller's hierarchies in both versions, from the inside out.
+// Calls visit with the folder of each group that this process is in, of the controller's
+// hierarchies in both versions, from the inside out.
 static void each_group(const char *root, const char *controller, visit_fn visit, void *arg) {
   FILE *file = opened(root, "proc/self/mountinfo");
   if (!file) return;
@@ -140,7 +150,8 @@ static void each_group(const char *root, const char *controller, visit_fn visit,
     if (!parse_mount(line, &mount)) continue;
     const int is_v2 = strcmp(mount.type, "cgroup2") == 0;
     if (!is_v2 && (strcmp(mount.type, "cgroup") || !has_word(mount.options, controller))) continue;
-    const char *down = own_group(root, is_v2 ? "" : controller, own, &path) ? way_down(mount.group, path) : NULL;
+    const char *down =
+        own_group(root, is_v2 ? "" : controller, own, &path) ? way_down(mount.group, path) : NULL;
     if (!down) continue;
     const int top = snprintf(group, sizeof group, "%s%s", root, mount.point);
     if (top < 0 || (size_t)top + strlen(down) >= sizeof group) continue;
@@ -154,7 +165,7 @@ static void each_group(const char *root, const char *controller, visit_fn visit,
   fclose(file);
 }
 
-// ---------------------------------------------------------------------------------------------- memory
+// ----------------------------------------------------------------------------------------- memory
 typedef struct memory_visit {
   rm_group_memory_fn visit;
   void *arg;
@@ -172,7 +183,9 @@ static void visit_memory(void *opaque, const char *group) {
     char path[2 * LINE];
     struct stat status;
     if (!number_in(group, names[0], "", &limit) || limit >= NO_LIMIT) continue;
-    if (snprintf(path, sizeof path, "%s/%s", group, names[0]) >= (int)sizeof path || stat(path, &status)) continue;
+    if (snprintf(path, sizeof path, "%s/%s", group, names[0]) >= (int)sizeof path ||
+        stat(path, &status))
+      continue;
     if (!number_in(group, names[1], "", &used)) used = 0;
     if (!number_in(group, names[2], names[3], &cached) || cached > used) cached = 0;
     used -= cached;
@@ -184,17 +197,20 @@ void rm_each_memory_limit(const char *root, rm_group_memory_fn visit, void *arg)
   each_group(root, "memory", visit_memory, &(memory_visit){visit, arg});
 }
 
-// ---------------------------------------------------------------------------------------------- cores
+// ------------------------------------------------------------------------------------------ cores
 static void visit_cpu(void *opaque, const char *group) {
   double *least = opaque;
   size_t quota = 0, period = 0;
   char line[LINE];
   FILE *file = opened(group, "cpu.max");
-  if (file) {   // version 2: "QUOTA PERIOD", or "max PERIOD"
+  if (file) { // version 2: "QUOTA PERIOD", or "max PERIOD"
     const char *rest = NULL;
-    if (!next_line(file, line) || !read_number(line, &quota, &rest) || !read_number(rest, &period, NULL)) quota = 0;
+    if (!next_line(file, line) || !read_number(line, &quota, &rest) ||
+        !read_number(rest, &period, NULL))
+      quota = 0;
     fclose(file);
-  } else if (!number_in(group, "cpu.cfs_quota_us", "", &quota) || !number_in(group, "cpu.cfs_period_us", "", &period)) { // -1: none
+  } else if (!number_in(group, "cpu.cfs_quota_us", "", &quota) ||
+             !number_in(group, "cpu.cfs_period_us", "", &period)) { // -1: none
     quota = 0;
   }
   if (quota && period) *least = fmin(*least, (double)quota / (double)period);
@@ -206,11 +222,13 @@ double rm_cpu_quota(const char *root) {
   return least;
 }
 
-// Rounded down: a team of more threads than the quota has cores waits, all together, for the one that was stopped.
+// Rounded down: a team of more threads than the quota has cores waits, all together, for the one
+// that was stopped.
 int rm_usable_cores(const char *root) {
-  unsigned long mask[MASK_WORDS] = {0};   // cpu_set_t has 1,024 processors
+  unsigned long mask[MASK_WORDS] = {0}; // cpu_set_t has 1,024 processors
   const int answered = sched_getaffinity(0, sizeof mask, (cpu_set_t *)mask) == 0;
   const long online = sysconf(_SC_NPROCESSORS_ONLN);
-  const double cores = fmin(answered ? CPU_COUNT_S(sizeof mask, (cpu_set_t *)mask) : (double)online, rm_cpu_quota(root));
+  const double cores = fmin(answered ? CPU_COUNT_S(sizeof mask, (cpu_set_t *)mask) : (double)online,
+                            rm_cpu_quota(root));
   return cores < 1 ? 1 : (int)cores;
 }

@@ -1,5 +1,6 @@
-// fields.h: many arrays in one allocation. A table lists pointers and the sizes of their arrays; the caller allocates the checked sum, and
-// each array is carved out of it. Size and layout come from the same table, so they cannot disagree.
+// fields.h: many arrays in one allocation. A table lists pointers and the sizes of their arrays;
+// the caller allocates the checked sum, and each array is carved out of it. Size and layout come
+// from the same table, so they cannot disagree.
 #pragma once
 
 #include <string.h>
@@ -7,11 +8,11 @@
 #include "base/checked.h"
 #include "base/memory.h"
 
-enum { RM_FIELD_ALIGN = 64 };   // a cache line, what rm_carve gives
+enum { RM_FIELD_ALIGN = 64 }; // a cache line, what rm_carve gives
 
 typedef struct rm_field {
-  void *slot;                   // address of the pointer to set
-  size_t count, bytes;          // elements, and bytes of one; a count of 0 leaves NULL
+  void *slot; // address of the pointer to set
+  size_t count, bytes; // elements, and bytes of one; a count of 0 leaves NULL
 } rm_field;
 
 // Bytes of an allocation for all fields, 0 when the sum does not fit in a size_t.
@@ -19,8 +20,8 @@ static inline size_t rm_fields_bytes(const rm_field *fields, size_t n) {
   size_t total = RM_FIELD_ALIGN;
   for (size_t i = 0; i < n; i++) {
     size_t bytes;
-    if (!rm_mul_size(fields[i].count, fields[i].bytes, &bytes) || !rm_add_size(bytes, RM_FIELD_ALIGN, &bytes) ||
-        !rm_add_size(total, bytes, &total))
+    if (!rm_mul_size(fields[i].count, fields[i].bytes, &bytes) ||
+        !rm_add_size(bytes, RM_FIELD_ALIGN, &bytes) || !rm_add_size(total, bytes, &total))
       return 0;
   }
   return total;

@@ -1,4 +1,5 @@
-// hash.h: 64-bit hashes of internal keys and digests. Not cryptographic. A chain begins at RM_HASH_SEED.
+// hash.h: 64-bit hashes of internal keys and digests. Not cryptographic. A chain begins at
+// RM_HASH_SEED.
 #pragma once
 
 #include <stddef.h>
@@ -14,7 +15,8 @@ static inline uint64_t rm_hash_word(uint64_t hash, uint64_t word) {
 }
 // FNV-1a, for names.
 static inline uint64_t rm_hash_bytes(uint64_t hash, const void *bytes, size_t n) {
-  for (size_t i = 0; i < n; i++) hash = (hash ^ ((const unsigned char *)bytes)[i]) * UINT64_C(0x100000001B3);
+  for (size_t i = 0; i < n; i++)
+    hash = (hash ^ ((const unsigned char *)bytes)[i]) * UINT64_C(0x100000001B3);
   return hash;
 }
 // splitmix64's last step: every bit of the result depends on every bit of x.

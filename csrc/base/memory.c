@@ -1,8 +1,10 @@
-// memory.c: see memory.h. The library's globals are here, all atomic: counts of mapped bytes and of allocations, by which tests find leaks,
-// and the countdown of the failure hook. No step allocates, so counting costs nothing in a step.
+// memory.c: see memory.h. The library's globals are here, all atomic: counts of mapped bytes and of
+// allocations, by which tests find leaks, and the countdown of the failure hook. No step allocates,
+// so counting costs nothing in a step.
 //
-// Large allocations come from mmap, not malloc, because sleep must return them to the system at once, and because 2 MiB alignment allows
-// huge pages: a decode step reads all weights, and 4 KiB pages would cost one TLB miss every 64 cache lines.
+// Large allocations come from mmap, not malloc, because sleep must return them to the system at
+// once, and because 2 MiB alignment allows huge pages: a decode step reads all weights, and 4 KiB
+// pages would cost one TLB miss every 64 cache lines.
 #define _GNU_SOURCE
 #include "base/memory.h"
 
@@ -78,7 +80,8 @@ static size_t page_round(size_t bytes) {
 void *rm_map(size_t bytes) {
   if (bytes == 0 || bytes > SIZE_MAX / 2 || must_fail()) return NULL;
   const size_t length = page_round(bytes), slack = length >= HUGE_PAGE ? HUGE_PAGE : 0;
-  char *raw = mmap(NULL, length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  char *raw =
+      mmap(NULL, length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (raw == MAP_FAILED) return NULL;
   if (slack) { // keep the aligned part, give the ends back
     const size_t head = (HUGE_PAGE - (uintptr_t)raw % HUGE_PAGE) % HUGE_PAGE;
@@ -115,7 +118,8 @@ static size_t machine_available(const char *root) {
   if (!file) return SIZE_MAX;
   unsigned long long kib = 0;
   int found = 0;
-  while (!found && fgets(line, sizeof line, file)) found = sscanf(line, "MemAvailable: %llu", &kib) == 1;
+  while (!found && fgets(line, sizeof line, file))
+    found = sscanf(line, "MemAvailable: %llu", &kib) == 1;
   fclose(file);
   size_t bytes;
   return found && kib && rm_mul_size((size_t)kib, 1024, &bytes) ? bytes : SIZE_MAX;
@@ -126,7 +130,8 @@ typedef struct pool_list {
   int n;
 } pool_list;
 
-// Adds a control group; in a full list it takes the place of the one with the most left, so that the least is always there.
+// Adds a control group; in a full list it takes the place of the one with the most left, so that
+// the least is always there.
 static void add_group(void *opaque, rm_group_memory group) {
   pool_list *list = opaque;
   char name[48];
@@ -148,11 +153,13 @@ int rm_memory_pools(const char *root, rm_memory_pool pools[RM_MEMORY_POOLS]) {
   return list.n;
 }
 
-// mmap overcommits, and the out-of-memory killer ends the process later; so the available memory is checked before weights are allocated.
+// mmap overcommits, and the out-of-memory killer ends the process later; so the available memory is
+// checked before weights are allocated.
 size_t rm_memory_available(void) {
   rm_memory_pool pools[RM_MEMORY_POOLS];
   size_t least = SIZE_MAX;
-  for (int i = rm_memory_pools("", pools); i-- > 0;) least = pools[i].available < least ? pools[i].available : least;
+  for (int i = rm_memory_pools("", pools); i-- > 0;)
+    least = pools[i].available < least ? pools[i].available : least;
   return least;
 }
 
@@ -160,7 +167,8 @@ size_t rm_memory_available(void) {
 uint64_t rm_memory_name(const char *card) {
   char machine[256] = "";
   FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re");
-  if ((!file || !fgets(machine, sizeof machine, file)) && gethostname(machine, sizeof machine - 1)) machine[0] = 0;
+  if ((!file || !fgets(machine, sizeof machine, file)) && gethostname(machine, sizeof machine - 1))
+    machine[0] = 0;
   if (file) fclose(file);
   return rm_hash_bytes(rm_hash_bytes(RM_HASH_SEED, machine, strlen(machine)), card, strlen(card));
 }
@@ -171,7 +179,9 @@ size_t rm_memory_blocks(void) { return atomic_load(&blocks_held); }
 void *rm_carve(rm_arena *arena, size_t count, size_t bytes) {
   size_t wanted, end;
   const size_t start = (arena->used + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
-  if (!rm_mul_size(count, bytes, &wanted) || !rm_add_size(start, wanted, &end) || end > arena->capacity) return NULL;
+  if (!rm_mul_size(count, bytes, &wanted) || !rm_add_size(start, wanted, &end) ||
+      end > arena->capacity)
+    return NULL;
   arena->used = end;
   return arena->base + start;
 }

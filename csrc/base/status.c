@@ -1,5 +1,5 @@
-// status.c: error values. The message is on the heap, so that an error can list a thousand names; if it cannot be allocated, its beginning
-// is kept in `fixed`.
+// status.c: error values. The message is on the heap, so that an error can list a thousand names;
+// if it cannot be allocated, its beginning is kept in `fixed`.
 #include "base/status.h"
 
 #include <stdio.h>
@@ -16,8 +16,8 @@ static size_t utf8_cut(const char *text, size_t length) {
   return length;
 }
 
-// Formats to a new string that begins with the first `used` bytes of `old`. A new one, because the arguments may point into
-// the old message. NULL when it cannot be allocated.
+// Formats to a new string that begins with the first `used` bytes of `old`. A new one, because the
+// arguments may point into the old message. NULL when it cannot be allocated.
 static char *extended(const char *old, size_t used, const char *format, va_list args) {
   va_list again;
   va_copy(again, args);
@@ -58,13 +58,14 @@ rm_code rm_fail(rm_error *err, rm_code code, const char *format, ...) {
 void rm_error_append(rm_error *err, const char *format, ...) {
   if (!err || !err->message) return;
   const size_t used = strlen(err->message);
-  const int cut = used > MESSAGE_MAX - sizeof ellipsis && strcmp(err->message + used - (sizeof ellipsis - 1), ellipsis) == 0;
+  const int cut = used > MESSAGE_MAX - sizeof ellipsis &&
+                  strcmp(err->message + used - (sizeof ellipsis - 1), ellipsis) == 0;
   if (cut || used > MESSAGE_MAX) return;
   va_list args;
   va_start(args, format);
   char *message = extended(err->message, used, format, args);
   va_end(args);
-  if (!message) return;                                   // what is there stays
+  if (!message) return; // what is there stays
   rm_free(err->message);
   err->message = message;
 }
@@ -120,4 +121,6 @@ static const char *const code_names[RM_N_CODE] = {
     [RM_E_DEVICE] = "DeviceError",
 };
 
-const char *rm_code_name(rm_code code) { return (unsigned)code < RM_N_CODE && code_names[code] ? code_names[code] : "Error"; }
+const char *rm_code_name(rm_code code) {
+  return (unsigned)code < RM_N_CODE && code_names[code] ? code_names[code] : "Error";
+}

@@ -1,8 +1,10 @@
-// team.c: the thread team. A forward pass calls rm_team_run some hundred times a token, so starting a run must take a microsecond: it is
-// one store to `epoch`, which the workers poll. They spin for some microseconds, since the next op usually follows at once, and then sleep
-// on it as a futex. With more threads than cores they do not spin.
+// team.c: the thread team. A forward pass calls rm_team_run some hundred times a token, so starting
+// a run must take a microsecond: it is one store to `epoch`, which the workers poll. They spin for
+// some microseconds, since the next op usually follows at once, and then sleep on it as a futex.
+// With more threads than cores they do not spin.
 //
-// How an op's work is divided is the op's business: products and attention let threads take parts in turn, small ops split evenly.
+// How an op's work is divided is the op's business: products and attention let threads take parts
+// in turn, small ops split evenly.
 #define _GNU_SOURCE
 #include "base/team.h"
 
@@ -40,9 +42,13 @@ struct rm_team {
   rm_worker workers[]; // [n_threads − 1]
 };
 
-static void futex_wait(_Atomic uint32_t *word, uint32_t seen) { syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0); }
+static void futex_wait(_Atomic uint32_t *word, uint32_t seen) {
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+}
 
-static void futex_wake_all(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, RM_MAX_THREADS, NULL, NULL, 0); }
+static void futex_wake_all(_Atomic uint32_t *word) {
+  syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, RM_MAX_THREADS, NULL, NULL, 0);
+}
 
 static void cpu_relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -57,8 +63,11 @@ static uint32_t await_epoch(rm_team *team, uint32_t seen) {
     if ((now = atomic_load_explicit(&team->epoch, memory_order_acquire)) != seen) return now;
     cpu_relax();
   }
-  atomic_fetch_add(&team->sleeping_workers,
-                   1); // before FUTEX_WAIT reads epoch: a new run either sees sleeping_workers or is seen by FUTEX_WAIT
+  atomic_fetch_add(
+      &team->sleeping_workers,
+      // before FUTEX_WAIT reads epoch: a new run either sees sleeping_workers or is seen by
+      // FUTEX_WAIT
+      1);
   while ((now = atomic_load(&team->epoch)) == seen) futex_wait(&team->epoch, seen);
   atomic_fetch_sub(&team->sleeping_workers, 1);
   return now;
@@ -72,7 +81,8 @@ static void *worker_main(void *arg) {
     seen = await_epoch(team, seen);
     if (!team->fn) return NULL;
     team->fn(team->arg, worker->index, team->n_threads);
-    if (atomic_fetch_sub(&team->pending, 1) == 1 && atomic_load(&team->sleeping_caller)) futex_wake_all(&team->pending);
+    if (atomic_fetch_sub(&team->pending, 1) == 1 && atomic_load(&team->sleeping_caller))
+      futex_wake_all(&team->pending);
   }
 }
 
@@ -110,13 +120,14 @@ void rm_team_run(void *opaque, rm_task_fn fn, void *arg) {
   rm_fp_leave(saved);
 }
 
-// Workers block all signals, so that Ctrl-C goes to the interpreter's thread, except those of their own faults, which faulthandler and the
-// tests' guard pages handle.
+// Workers block all signals, so that Ctrl-C goes to the interpreter's thread, except those of their
+// own faults, which faulthandler and the tests' guard pages handle.
 static int start_worker(rm_worker *worker) {
   sigset_t all, before;
   static const int own_faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
   sigfillset(&all);
-  for (size_t i = 0; i < sizeof own_faults / sizeof *own_faults; i++) sigdelset(&all, own_faults[i]);
+  for (size_t i = 0; i < sizeof own_faults / sizeof *own_faults; i++)
+    sigdelset(&all, own_faults[i]);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   const int failed = pthread_create(&worker->thread, NULL, worker_main, worker);
   pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -137,7 +148,8 @@ rm_code rm_team_create(int n_threads, rm_team **out, rm_error *err) {
     const int failed = start_worker(&team->workers[i]);
     if (failed) {
       rm_team_destroy(team);
-      return rm_fail(err, RM_E_CAPACITY, "the system refuses thread %d of threads=%d: %s", i + 2, n_threads, strerror(failed));
+      return rm_fail(err, RM_E_CAPACITY, "the system refuses thread %d of threads=%d: %s", i + 2,
+                     n_threads, strerror(failed));
     }
     team->n_started++;
   }

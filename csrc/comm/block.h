@@ -1,5 +1,6 @@
-// block.h: copies of blocks (comm.h). A block's bytes are its rows, one after another; a range of them may begin and end inside a row, so
-// that a transport can split a block wherever its buffer ends.
+// block.h: copies of blocks (comm.h). A block's bytes are its rows, one after another; a range of
+// them may begin and end inside a row, so that a transport can split a block wherever its buffer
+// ends.
 #pragma once
 
 #include <string.h>
@@ -9,23 +10,32 @@
 
 enum { RM_COPY_PIECE = 2048 };
 
-// memcpy in pieces of 2 KiB. For larger sizes memcpy uses `rep movsb`, which on AMD family 25 copies 2 GB/s instead of 40 where the target
-// is 1 … 63 bytes beyond the source modulo 4096, as from a page of a buffer to a large array of malloc or NumPy.
+// memcpy in pieces of 2 KiB. For larger sizes memcpy uses `rep movsb`, which on AMD family 25
+// copies 2 GB/s instead of 40 where the target is 1 … 63 bytes beyond the source modulo 4096, as
+// from a page of a buffer to a large array of malloc or NumPy.
 static inline void rm_copy(void *to, const void *from, size_t n) {
   for (size_t at = 0, length; at < n; at += length) {
     length = n - at < RM_COPY_PIECE ? n - at : RM_COPY_PIECE;
-    __asm__("" : "+r"(length));   // else the compiler inlines `rep movsb` for the known bound, and sanitizers do not see the access
+    __asm__(
+        ""
+        : "+r"(
+            // else the compiler inlines `rep movsb` for the known bound, and sanitizers do not see
+            // the access
+            length));
     memcpy((char *)to + at, (const char *)from + at, length);
   }
 }
 
-static inline int rm_block_is_flat(const rm_block *block) { return block->rows == 1 || block->ld == block->row_bytes; }
+static inline int rm_block_is_flat(const rm_block *block) {
+  return block->rows == 1 || block->ld == block->row_bytes;
+}
 
-// Copies bytes [at, at + n) of the block from `flat` (into = 1) or to it (0). The range lies in the block.
+// Copies bytes [at, at + n) of the block from `flat` (into = 1) or to it (0). The range lies in the
+// block.
 static inline void rm_block_move(const rm_block *block, size_t at, char *flat, size_t n, int into) {
   if (n == 0) return;
   char *row = block->base;
-  size_t column = at, length = n;                 // a flat block is one row
+  size_t column = at, length = n; // a flat block is one row
   const int is_flat = rm_block_is_flat(block);
   if (!is_flat) {
     row += at / block->row_bytes * block->ld;
@@ -38,7 +48,9 @@ static inline void rm_block_move(const rm_block *block, size_t at, char *flat, s
   }
 }
 
-static inline void rm_block_read(const rm_block *block, size_t at, void *to, size_t n) { rm_block_move(block, at, to, n, 0); }
+static inline void rm_block_read(const rm_block *block, size_t at, void *to, size_t n) {
+  rm_block_move(block, at, to, n, 0);
+}
 static inline void rm_block_write(const rm_block *block, size_t at, const void *from, size_t n) {
   rm_block_move(block, at, (char *)(uintptr_t)from, n, 1);
 }
@@ -51,7 +63,8 @@ static inline void rm_block_copy(const rm_block *from, const rm_block *to) {
     return;
   }
   for (int64_t row = 0; row < to->rows; row++)
-    rm_block_read(from, (size_t)row * to->row_bytes, (char *)to->base + (size_t)row * to->ld, to->row_bytes);
+    rm_block_read(from, (size_t)row * to->row_bytes, (char *)to->base + (size_t)row * to->ld,
+                  to->row_bytes);
 }
 
 // Whether the two blocks are the same memory.

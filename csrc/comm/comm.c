@@ -1,10 +1,12 @@
-// comm.c: see comm.h. The part that all transports share: checks blocks, numbers and counts calls, copies the block that a rank sends to
-// itself, and keeps the first error, which a dead group returns without asking the transport.
+// comm.c: see comm.h. The part that all transports share: checks blocks, numbers and counts calls,
+// copies the block that a rank sends to itself, and keeps the first error, which a dead group
+// returns without asking the transport.
 //
-// For transports without headers it keeps a digest of all calls, and one for each rank and direction, so that a comparison names the
-// ranks that differ.
+// For transports without headers it keeps a digest of all calls, and one for each rank and
+// direction, so that a comparison names the ranks that differ.
 //
-// Wrong arguments on one rank end the group too, since the other ranks wait in a call that this rank will not join.
+// Wrong arguments on one rank end the group too, since the other ranks wait in a call that this
+// rank will not join.
 #include "comm/comm.h"
 
 #include <stdatomic.h>
@@ -18,31 +20,35 @@
 #include "comm/block.h"
 #include "device/devices.h"
 
-static const double DEFAULT_SECONDS = 60, MAX_SECONDS = 1e8;   // three years: added to a clock it fits in any timespec
-// rm_comm_wait polls without sleeping for AWAKE_SECONDS, then with naps; it checks the groups every LOOK_SECONDS.
+static const double DEFAULT_SECONDS = 60,
+                    MAX_SECONDS = 1e8; // three years: added to a clock it fits in any timespec
+// rm_comm_wait polls without sleeping for AWAKE_SECONDS, then with naps; it checks the groups every
+// LOOK_SECONDS.
 static const double AWAKE_SECONDS = 200e-6, LOOK_SECONDS = 1e-3;
-enum { NAP_NANOSECONDS = 20000, QUEUE_END = -1 };   // QUEUE_END: instead of a event
+enum { NAP_NANOSECONDS = 20000, QUEUE_END = -1 }; // QUEUE_END: instead of a event
 
-typedef struct account {        // what a rank sends to another rank to compare calls
-  uint64_t calls, digest, between;   // between: of the calls, with the bytes for that other
+typedef struct account { // what a rank sends to another rank to compare calls
+  uint64_t calls, digest, between; // between: of the calls, with the bytes for that other
   int64_t epoch;
 } account;
 
 struct rm_comm {
-  rm_transport transport;       // no exchange: a group of one
-  pid_t owner;                  // process that made it; a forked child has a copy that it may only destroy
+  rm_transport transport; // no exchange: a group of one
+  pid_t owner; // process that made it; a forked child has a copy that it may only destroy
   int rank, size;
-  uint64_t sequence;            // calls so far
+  uint64_t sequence; // calls so far
   int64_t epoch;
   double timeout;
   rm_comm_stats stats;
-  _Atomic int aborted;          // code of rm_comm_abort, which any thread may call; 0: not aborted
-  rm_code failed;               // RM_OK while the group lives; else its error
+  _Atomic int aborted; // code of rm_comm_abort, which any thread may call; 0: not aborted
+  rm_code failed; // RM_OK while the group lives; else its error
   char reason[512];
-  rm_block *send, *recv;        // [size] each, carved: scratch of all_gather, broadcast, …
-  uint64_t digest;              // of all calls
-  uint64_t *given, *taken;      // [size] each, carved: digests of all calls with the bytes sent to a rank, received from it
-  account *accounts;            // [2][size], carved: sent and received
+  rm_block *send, *recv; // [size] each, carved: scratch of all_gather, broadcast, …
+  uint64_t digest; // of all calls
+  uint64_t *given,
+      // [size] each, carved: digests of all calls with the bytes sent to a rank, received from it
+      *taken;
+  account *accounts; // [2][size], carved: sent and received
 };
 
 static const char *const op_names[RM_N_COMM_OP] = {
@@ -52,22 +58,33 @@ static const char *const op_names[RM_N_COMM_OP] = {
     [RM_COMM_STEP] = "step",         [RM_COMM_VOTE] = "vote",
 };
 
-const char *rm_comm_op_name(rm_comm_op op) { return (unsigned)op < RM_N_COMM_OP ? op_names[op] : "an unknown operation"; }
+const char *rm_comm_op_name(rm_comm_op op) {
+  return (unsigned)op < RM_N_COMM_OP ? op_names[op] : "an unknown operation";
+}
 
-static double clamp_timeout(double seconds) { return !(seconds > 0) ? 0 : seconds < MAX_SECONDS ? seconds : MAX_SECONDS; }
+static double clamp_timeout(double seconds) {
+  return !(seconds > 0) ? 0 : seconds < MAX_SECONDS ? seconds : MAX_SECONDS;
+}
 
 static int is_here(const rm_comm *comm) { return getpid() == comm->owner; }
 
 static rm_code refuse_child(const rm_comm *comm, rm_error *err) {
-  return rm_fail(err, RM_E_STATE, "this endpoint belongs to process %d, and this is process %d; create a new one in a forked child",
-                 (int)comm->owner, (int)getpid());
+  return rm_fail(
+      err, RM_E_STATE,
+      "this endpoint belongs to process %d, and this is process %d; create a new one in a forked "
+      "child",
+      (int)comm->owner, (int)getpid());
 }
 
-// ------------------------------------------------------------------------------------------------ making
-rm_code rm_comm_create(const rm_transport *transport, int rank, int size, rm_comm **out, rm_error *err) {
+// ----------------------------------------------------------------------------------------- making
+rm_code rm_comm_create(const rm_transport *transport, int rank, int size, rm_comm **out,
+                       rm_error *err) {
   *out = NULL;
-  if (size < 1 || rank < 0 || rank >= size) return rm_fail(err, RM_E_CONFIG, "expected a rank below %d, got %d", size, rank);
-  rm_comm *comm = rm_alloc(1, sizeof *comm + 2 * (size_t)size * (sizeof *comm->send + sizeof *comm->given + sizeof *comm->accounts));
+  if (size < 1 || rank < 0 || rank >= size)
+    return rm_fail(err, RM_E_CONFIG, "expected a rank below %d, got %d", size, rank);
+  rm_comm *comm = rm_alloc(
+      1, sizeof *comm + 2 * (size_t)size *
+                            (sizeof *comm->send + sizeof *comm->given + sizeof *comm->accounts));
   if (!comm) return rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", size);
   comm->transport = *transport;
   comm->owner = getpid();
@@ -83,7 +100,9 @@ rm_code rm_comm_create(const rm_transport *transport, int rank, int size, rm_com
   return RM_OK;
 }
 
-rm_code rm_comm_create_alone(rm_comm **out, rm_error *err) { return rm_comm_create(&(rm_transport){.name = "alone"}, 0, 1, out, err); }
+rm_code rm_comm_create_alone(rm_comm **out, rm_error *err) {
+  return rm_comm_create(&(rm_transport){.name = "alone"}, 0, 1, out, err);
+}
 
 void rm_comm_destroy(rm_comm *comm) {
   if (!comm) return;
@@ -111,51 +130,70 @@ void rm_comm_abort(rm_comm *comm, rm_code why) {
   if (comm->transport.abort) comm->transport.abort(comm->transport.self, why);
 }
 
-// ------------------------------------------------------------------------------------------------ one call
-static rm_code check_block(const rm_block *block, const char *what, int peer, size_t *total, rm_error *err) {
+// --------------------------------------------------------------------------------------- one call
+static rm_code check_block(const rm_block *block, const char *what, int peer, size_t *total,
+                           rm_error *err) {
   size_t bytes, last;
-  if (block->rows < 0) return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has %lld rows", what, peer, (long long)block->rows);
-  if (!rm_mul_size((size_t)block->rows, block->row_bytes, &bytes) || !rm_add_size(*total, bytes, total) || *total > INT64_MAX)
-    return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has %lld rows of %zu bytes, more than there can be", what, peer,
-                   (long long)block->rows, block->row_bytes);
+  if (block->rows < 0)
+    return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has %lld rows", what, peer,
+                   (long long)block->rows);
+  if (!rm_mul_size((size_t)block->rows, block->row_bytes, &bytes) ||
+      !rm_add_size(*total, bytes, total) || *total > INT64_MAX)
+    return rm_fail(err, RM_E_LAYOUT,
+                   "the block %s rank %d has %lld rows of %zu bytes, more than there can be", what,
+                   peer, (long long)block->rows, block->row_bytes);
   if (bytes == 0) return RM_OK;
-  if (!block->base) return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has %zu bytes at NULL", what, peer, bytes);
-  if (block->rows > 1 && (block->ld < block->row_bytes || !rm_mul_size((size_t)block->rows, block->ld, &last)))
-    return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has rows of %zu bytes, %zu apart", what, peer, block->row_bytes, block->ld);
+  if (!block->base)
+    return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has %zu bytes at NULL", what, peer,
+                   bytes);
+  if (block->rows > 1 &&
+      (block->ld < block->row_bytes || !rm_mul_size((size_t)block->rows, block->ld, &last)))
+    return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has rows of %zu bytes, %zu apart", what,
+                   peer, block->row_bytes, block->ld);
   return RM_OK;
 }
 
-static rm_code check_call(const rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[], rm_error *err) {
+static rm_code check_call(const rm_comm *comm, rm_comm_op op, const rm_block send[],
+                          const rm_block recv[], rm_error *err) {
   size_t sent = 0, received = 0;
-  const rm_block *one = NULL;   // of a gather: what everyone gets
-  int n_others = 0;             // that get it
+  const rm_block *one = NULL; // of a gather: what everyone gets
+  int n_others = 0; // that get it
   const int same = op == RM_COMM_GATHER || op == RM_COMM_BROADCAST;
   rm_code code;
-  if ((unsigned)op >= RM_N_COMM_OP) return rm_fail(err, RM_E_LAYOUT, "expected an operation below %d, got %d", RM_N_COMM_OP, (int)op);
+  if ((unsigned)op >= RM_N_COMM_OP)
+    return rm_fail(err, RM_E_LAYOUT, "expected an operation below %d, got %d", RM_N_COMM_OP,
+                   (int)op);
   for (int r = 0; r < comm->size; r++) {
-    if ((code = check_block(&send[r], "for", r, &sent, err)) || (code = check_block(&recv[r], "from", r, &received, err))) return code;
+    if ((code = check_block(&send[r], "for", r, &sent, err)) ||
+        (code = check_block(&recv[r], "from", r, &received, err)))
+      return code;
     if (!same || rm_block_bytes(&send[r]) == 0) continue;
     if (one && !rm_block_same(one, &send[r]))
-      return rm_fail(err, RM_E_LAYOUT, "%s: the block for rank %d is not the one for the others", rm_comm_op_name(op), r);
+      return rm_fail(err, RM_E_LAYOUT, "%s: the block for rank %d is not the one for the others",
+                     rm_comm_op_name(op), r);
     one = &send[r];
     n_others += r != comm->rank;
   }
   if (op == RM_COMM_GATHER && n_others > 0 && n_others < comm->size - 1)
-    return rm_fail(err, RM_E_LAYOUT, "%s: expected a block for all or none of %d other ranks, got one for %d", rm_comm_op_name(op),
-                   comm->size - 1, n_others);
+    return rm_fail(err, RM_E_LAYOUT,
+                   "%s: expected a block for all or none of %d other ranks, got one for %d",
+                   rm_comm_op_name(op), comm->size - 1, n_others);
   const rm_block *out = &send[comm->rank], *in = &recv[comm->rank];
   if (rm_block_bytes(out) != rm_block_bytes(in))
-    return rm_fail(err, RM_E_LAYOUT, "%s: rank %d gives itself %zu bytes and takes %zu", rm_comm_op_name(op), comm->rank,
-                   rm_block_bytes(out), rm_block_bytes(in));
+    return rm_fail(err, RM_E_LAYOUT, "%s: rank %d gives itself %zu bytes and takes %zu",
+                   rm_comm_op_name(op), comm->rank, rm_block_bytes(out), rm_block_bytes(in));
   return RM_OK;
 }
 
-static rm_code move(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[], rm_error *err) {
+static rm_code move(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
+                    rm_error *err) {
   if (comm->transport.exchange) {
-    const rm_code code = comm->transport.exchange(comm->transport.self, op, comm->sequence, comm->epoch, comm->timeout, send, recv, err);
+    const rm_code code = comm->transport.exchange(comm->transport.self, op, comm->sequence,
+                                                  comm->epoch, comm->timeout, send, recv, err);
     if (code) return code;
   } else if (atomic_load(&comm->aborted)) {
-    return rm_fail(err, RM_E_RANK_LOST, "rank %d has aborted: %s", comm->rank, rm_code_name((rm_code)atomic_load(&comm->aborted)));
+    return rm_fail(err, RM_E_RANK_LOST, "rank %d has aborted: %s", comm->rank,
+                   rm_code_name((rm_code)atomic_load(&comm->aborted)));
   }
   if (!comm->transport.moves_own) rm_block_copy(&send[comm->rank], &recv[comm->rank]);
   for (int r = 0; r < comm->size; r++) {
@@ -168,14 +206,17 @@ static rm_code move(rm_comm *comm, rm_comm_op op, const rm_block send[], const r
 
 // Adds a successful (or enqueued) call to the digests.
 static void note(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[]) {
-  const uint64_t call = rm_hash_word(rm_hash_word(comm->sequence, (uint64_t)op), (uint64_t)comm->epoch);
+  const uint64_t call =
+      rm_hash_word(rm_hash_word(comm->sequence, (uint64_t)op), (uint64_t)comm->epoch);
   comm->digest = rm_hash_word(comm->digest, call);
   for (int r = 0; r < comm->size; r++) {
-    const uint64_t given = r == comm->rank ? 0 : rm_block_bytes(&send[r]), taken = r == comm->rank ? 0 : rm_block_bytes(&recv[r]);
+    const uint64_t given = r == comm->rank ? 0 : rm_block_bytes(&send[r]),
+                   taken = r == comm->rank ? 0 : rm_block_bytes(&recv[r]);
     comm->given[r] = rm_hash_word(rm_hash_word(comm->given[r], call), given);
     comm->taken[r] = rm_hash_word(rm_hash_word(comm->taken[r], call), taken);
     if (op == RM_COMM_GATHER)
-      comm->digest = rm_hash_word(comm->digest, r == comm->rank ? rm_block_bytes(&send[(r + 1) % comm->size]) : taken);
+      comm->digest = rm_hash_word(
+          comm->digest, r == comm->rank ? rm_block_bytes(&send[(r + 1) % comm->size]) : taken);
   }
 }
 
@@ -183,7 +224,8 @@ static void note(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_b
 static rm_code keep(rm_comm *comm, rm_code code, const rm_error *err) {
   const char *text = rm_error_message(err);
   size_t length = strnlen(text, sizeof comm->reason - 1);
-  while (length > 0 && text[length] && ((unsigned char)text[length] & 0xC0) == 0x80) length--;   // at a UTF-8 boundary
+  while (length > 0 && text[length] && ((unsigned char)text[length] & 0xC0) == 0x80)
+    length--; // at a UTF-8 boundary
   memcpy(comm->reason, text, length);
   comm->reason[length] = 0;
   return comm->failed = code;
@@ -195,7 +237,8 @@ static rm_code refuse(rm_comm *comm, rm_code code, const rm_error *err) {
   return keep(comm, code, err);
 }
 
-static rm_code run(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[], rm_error *err) {
+static rm_code run(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
+                   rm_error *err) {
   const double start = rm_now();
   comm->sequence++;
   rm_code code = check_call(comm, op, send, recv, err);
@@ -208,20 +251,24 @@ static rm_code run(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm
   return RM_OK;
 }
 
-rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[], rm_error *err) {
+rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
+                         rm_error *err) {
   if (!is_here(comm)) return refuse_child(comm, err);
   if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
   if (err) return run(comm, op, send, recv, err);
-  rm_error own = RM_ERROR_INIT;   // the message is kept, also for a caller that passes NULL
+  rm_error own = RM_ERROR_INIT; // the message is kept, also for a caller that passes NULL
   const rm_code code = run(comm, op, send, recv, &own);
   rm_error_clear(&own);
   return code;
 }
 
-// ------------------------------------------------------------------------------------------------ other collectives
-static rm_block flat(const void *base, size_t bytes) { return (rm_block){(void *)(uintptr_t)base, bytes > 0, bytes, bytes}; }
+// ------------------------------------------------------------------------------ other collectives
+static rm_block flat(const void *base, size_t bytes) {
+  return (rm_block){(void *)(uintptr_t)base, bytes > 0, bytes, bytes};
+}
 
-rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, const size_t bytes[], rm_error *err) {
+rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, const size_t bytes[],
+                           rm_error *err) {
   char *at = out;
   for (int r = 0; r < comm->size; at += bytes[r++]) {
     comm->send[r] = flat(send, bytes[comm->rank]);
@@ -237,12 +284,13 @@ static rm_code refuse_early(rm_comm *comm, rm_error *own, rm_error *err) {
   return rm_fail(err, comm->failed, "%s", comm->reason);
 }
 
-rm_code rm_comm_gather_columns(rm_comm *comm, void *matrix, int64_t rows, size_t ld, const size_t first[], const size_t bytes[],
-                               rm_error *err) {
+rm_code rm_comm_gather_columns(rm_comm *comm, void *matrix, int64_t rows, size_t ld,
+                               const size_t first[], const size_t bytes[], rm_error *err) {
   for (int r = 0; r < comm->size; r++) {
     if (first[r] > ld || bytes[r] > ld - first[r]) {
       rm_error own = RM_ERROR_INIT;
-      rm_fail(&own, RM_E_LAYOUT, "the columns of rank %d are bytes %zu + %zu of rows of %zu", r, first[r], bytes[r], ld);
+      rm_fail(&own, RM_E_LAYOUT, "the columns of rank %d are bytes %zu + %zu of rows of %zu", r,
+              first[r], bytes[r], ld);
       return refuse_early(comm, &own, err);
     }
     comm->recv[r] = (rm_block){(char *)matrix + first[r], rows, bytes[r], ld};
@@ -269,35 +317,44 @@ rm_code rm_comm_barrier(rm_comm *comm, rm_error *err) {
   return rm_comm_exchange(comm, RM_COMM_BARRIER, comm->send, comm->recv, err);
 }
 
-// ------------------------------------------------------------------------------------------------ device groups
-// After the device has done its work: an error if a group has failed or was aborted, since that work may have ended early. A rank that
-// left the group normally had done its part before.
+// ---------------------------------------------------------------------------------- device groups
+// After the device has done its work: an error if a group has failed or was aborted, since that
+// work may have ended early. A rank that left the group normally had done its part before.
 static rm_code look_back(rm_comm *const comms[], int n, rm_error *err) {
   for (int i = 0; i < n; i++) {
     if (!comms[i] || !(comms[i]->failed || atomic_load(&comms[i]->aborted))) continue;
-    const rm_code code = rm_comm_check(comms[i], err), why = (rm_code)atomic_load(&comms[i]->aborted);
-    return code ? code : rm_fail(err, RM_E_RANK_LOST, "rank %d has aborted: %s", comms[i]->rank, rm_code_name(why));
+    const rm_code code = rm_comm_check(comms[i], err),
+                  why = (rm_code)atomic_load(&comms[i]->aborted);
+    return code ? code
+                : rm_fail(err, RM_E_RANK_LOST, "rank %d has aborted: %s", comms[i]->rank,
+                          rm_code_name(why));
   }
   return RM_OK;
 }
 
-static int waits_there(const rm_comm *comm) { return comm->transport.waits_there || comm->failed || atomic_load(&comm->aborted); }
+static int waits_there(const rm_comm *comm) {
+  return comm->transport.waits_there || comm->failed || atomic_load(&comm->aborted);
+}
 
 // While work is left: a group's error, a timeout, or RM_OK.
-static rm_code look_on(rm_comm *const comms[], int n, const rm_device *device, double timeout, double waited, rm_error *err) {
+static rm_code look_on(rm_comm *const comms[], int n, const rm_device *device, double timeout,
+                       double waited, rm_error *err) {
   for (int i = 0; i < n; i++) {
     const rm_code code = comms[i] && waits_there(comms[i]) ? rm_comm_check(comms[i], err) : RM_OK;
     if (code) return code;
   }
   if (waited < timeout) return RM_OK;
-  return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "%s: its work was not done within %.3g s; a rank that it waits for did not arrive",
+  return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT,
+                 "%s: its work was not done within %.3g s; a rank that it waits for did not arrive",
                  device->name, timeout);
 }
 
-static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, int event, double timeout, rm_error *err) {
+static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, int event,
+                        double timeout, rm_error *err) {
   const double start = rm_now();
   for (double looked = start;;) {
-    const rm_device_status status = event == QUEUE_END ? device->poll(device->self) : device->query_event(device->self, event);
+    const rm_device_status status =
+        event == QUEUE_END ? device->poll(device->self) : device->query_event(device->self, event);
     const double now = rm_now();
     if (status == RM_DEVICE_OK) return look_back(comms, n, err);
     if (status != RM_DEVICE_BUSY) return rm_device_check(device, status, err);
@@ -306,24 +363,28 @@ static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, 
       if (code) return code;
       looked = now;
     }
-    if (now - start > AWAKE_SECONDS) nanosleep(&(struct timespec){.tv_nsec = NAP_NANOSECONDS}, NULL);
+    if (now - start > AWAKE_SECONDS)
+      nanosleep(&(struct timespec){.tv_nsec = NAP_NANOSECONDS}, NULL);
   }
 }
 
 // Where nothing in the queue waits for another rank.
-static rm_code wait_alone(rm_comm *const comms[], int n, const rm_device *device, int event, rm_error *err) {
-  const rm_device_status status = event == QUEUE_END ? device->wait(device->self) : device->wait_event(device->self, event);
+static rm_code wait_alone(rm_comm *const comms[], int n, const rm_device *device, int event,
+                          rm_error *err) {
+  const rm_device_status status =
+      event == QUEUE_END ? device->wait(device->self) : device->wait_event(device->self, event);
   const rm_code code = rm_device_check(device, status, err);
   return code ? code : look_back(comms, n, err);
 }
 
-static rm_code wait_until(rm_comm *const comms[], int n, const rm_device *device, int event, double timeout, rm_error *err) {
-  rm_error own = RM_ERROR_INIT;   // the message is kept, also for a caller that passes NULL
+static rm_code wait_until(rm_comm *const comms[], int n, const rm_device *device, int event,
+                          double timeout, rm_error *err) {
+  rm_error own = RM_ERROR_INIT; // the message is kept, also for a caller that passes NULL
   rm_error *said = err ? err : &own;
   int watched = 0;
   for (int i = 0; i < n; i++) watched |= comms[i] && waits_there(comms[i]);
-  const rm_code code =
-      watched ? wait_for(comms, n, device, event, clamp_timeout(timeout), said) : wait_alone(comms, n, device, event, said);
+  const rm_code code = watched ? wait_for(comms, n, device, event, clamp_timeout(timeout), said)
+                               : wait_alone(comms, n, device, event, said);
   for (int i = 0; i < n && code; i++) {
     if (!comms[i] || !is_here(comms[i])) continue;
     rm_comm_abort(comms[i], code);
@@ -333,11 +394,13 @@ static rm_code wait_until(rm_comm *const comms[], int n, const rm_device *device
   return code;
 }
 
-rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, double timeout, rm_error *err) {
+rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, double timeout,
+                     rm_error *err) {
   return wait_until(comms, n, device, QUEUE_END, timeout, err);
 }
 
-rm_code rm_comm_wait_event(rm_comm *const comms[], int n, const rm_device *device, int event, double timeout, rm_error *err) {
+rm_code rm_comm_wait_event(rm_comm *const comms[], int n, const rm_device *device, int event,
+                           double timeout, rm_error *err) {
   return wait_until(comms, n, device, event, timeout, err);
 }
 
@@ -347,19 +410,24 @@ static rm_code judge_account(const rm_comm *comm, int other, const account *thei
   const unsigned long long n = comm->sequence;
   const int me = comm->rank;
   if (theirs->calls != comm->sequence)
-    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d has made %llu calls, rank %d %llu", other, (unsigned long long)theirs->calls, me,
-                   n);
+    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d has made %llu calls, rank %d %llu",
+                   other, (unsigned long long)theirs->calls, me, n);
   if (theirs->epoch != comm->epoch)
-    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "after call %llu: rank %d has weights of epoch %lld, rank %d of epoch %lld", n, other,
-                   (long long)theirs->epoch, me, (long long)comm->epoch);
+    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
+                   "after call %llu: rank %d has weights of epoch %lld, rank %d of epoch %lld", n,
+                   other, (long long)theirs->epoch, me, (long long)comm->epoch);
   if (theirs->digest != comm->digest)
-    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "after call %llu: rank %d has made other calls than rank %d", n, other, me);
+    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
+                   "after call %llu: rank %d has made other calls than rank %d", n, other, me);
   if (theirs->between != comm->taken[other])
-    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "after call %llu: rank %d sends other sizes to rank %d than it expects", n, other, me);
+    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
+                   "after call %llu: rank %d sends other sizes to rank %d than it expects", n,
+                   other, me);
   return RM_OK;
 }
 
-static rm_code compare(rm_comm *comm, rm_comm *host, account *mine, account *theirs, rm_error *err) {
+static rm_code compare(rm_comm *comm, rm_comm *host, account *mine, account *theirs,
+                       rm_error *err) {
   for (int r = 0; r < comm->size; r++) {
     mine[r] = (account){comm->sequence, comm->digest, comm->given[r], comm->epoch};
     comm->send[r] = (rm_block){&mine[r], r != comm->rank, sizeof *mine, sizeof *mine};
@@ -377,8 +445,9 @@ rm_code rm_comm_compare(rm_comm *comm, rm_comm *host, rm_error *err) {
   if (!is_here(comm)) return refuse_child(comm, err);
   if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
   if (rm_comm_size(host) != comm->size || rm_comm_rank(host) != comm->rank)
-    return rm_fail(err, RM_E_CONFIG, "expected a host group in which this is rank %d of %d, got rank %d of %d", comm->rank, comm->size,
-                   rm_comm_rank(host), rm_comm_size(host));
+    return rm_fail(err, RM_E_CONFIG,
+                   "expected a host group in which this is rank %d of %d, got rank %d of %d",
+                   comm->rank, comm->size, rm_comm_rank(host), rm_comm_size(host));
   const rm_code code = compare(comm, host, comm->accounts, comm->accounts + comm->size, said);
   if (code) refuse(comm, code, said);
   rm_error_clear(&own);

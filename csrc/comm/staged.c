@@ -1,30 +1,32 @@
-// staged.c: see staged.h. An exchange packs the blocks for other ranks into one device buffer, copies it to pinned memory, exchanges over
-// the host group, copies what was received back in one copy, and unpacks it. One copy per block was rejected: each copy costs some
-// microseconds, and there is one block per rank.
+// staged.c: see staged.h. An exchange packs the blocks for other ranks into one device buffer,
+// copies it to pinned memory, exchanges over the host group, copies what was received back in one
+// copy, and unpacks it. One copy per block was rejected: each copy costs some microseconds, and
+// there is one block per rank.
 #include "comm/staged.h"
 
 #include "base/memory.h"
 #include "comm/device_block.h"
 #include "device/devices.h"
 
-typedef struct run {            // buffers of one direction
-  char *there, *here;           // owned: [capacity] of device memory, [capacity] of pinned memory
+typedef struct run { // buffers of one direction
+  char *there, *here; // owned: [capacity] of device memory, [capacity] of pinned memory
 } run;
 
 typedef struct staged {
-  rm_comm *host;                // view
-  const rm_device *device;      // view
+  rm_comm *host; // view
+  const rm_device *device; // view
   int rank, size;
   size_t capacity;
   run out, in;
-  rm_block *send, *recv;        // [size] each, carved: blocks of the host exchange
+  rm_block *send, *recv; // [size] each, carved: blocks of the host exchange
 } staged;
 
-// ------------------------------------------------------------------------------------------------ one call
+// --------------------------------------------------------------------------------------- one call
 static int is_one_block(rm_comm_op op) { return op == RM_COMM_GATHER || op == RM_COMM_BROADCAST; }
 
 // Assigns the blocks of one direction consecutive ranges of `here`. Returns their bytes.
-static size_t lay_out(const staged *s, const rm_block blocks[], int is_shared, char *here, rm_block placed[]) {
+static size_t lay_out(const staged *s, const rm_block blocks[], int is_shared, char *here,
+                      rm_block placed[]) {
   size_t used = 0;
   for (int r = 0; r < s->size; r++) {
     const size_t bytes = r == s->rank ? 0 : rm_block_bytes(&blocks[r]);
@@ -35,19 +37,22 @@ static size_t lay_out(const staged *s, const rm_block blocks[], int is_shared, c
   return used;
 }
 
-static rm_code check_room(const staged *s, rm_comm_op op, size_t sent, size_t received, rm_error *err) {
+static rm_code check_room(const staged *s, rm_comm_op op, size_t sent, size_t received,
+                          rm_error *err) {
   const size_t most = sent > received ? sent : received;
   if (most <= s->capacity) return RM_OK;
-  return rm_fail(err, RM_E_CAPACITY, "%s: expected at most %zu bytes in one exchange, got %zu that rank %d %s", rm_comm_op_name(op),
-                 s->capacity, most, s->rank, sent == most ? "sends" : "receives");
+  return rm_fail(
+      err, RM_E_CAPACITY, "%s: expected at most %zu bytes in one exchange, got %zu that rank %d %s",
+      rm_comm_op_name(op), s->capacity, most, s->rank, sent == most ? "sends" : "receives");
 }
 
 static rm_code copy_to_host(staged *s, const rm_block send[], size_t sent, rm_error *err) {
   for (int r = 0; r < s->size && sent > 0; r++) {
     const size_t at = (size_t)((char *)s->send[r].base - s->out.here);
     if (r == s->rank || s->send[r].rows == 0) continue;
-    int is_there = 0;   // packed already: a gather has one block for all ranks
-    for (int i = 0; i < r && !is_there; i++) is_there = i != s->rank && s->send[i].rows && s->send[i].base == s->send[r].base;
+    int is_there = 0; // packed already: a gather has one block for all ranks
+    for (int i = 0; i < r && !is_there; i++)
+      is_there = i != s->rank && s->send[i].rows && s->send[i].base == s->send[r].base;
     if (!is_there) rm_device_pack(s->device, &send[r], s->out.there + at);
   }
   if (sent > 0) s->device->copy_to_host(s->device->self, s->out.here, s->out.there, sent);
@@ -58,13 +63,14 @@ static rm_code copy_to_host(staged *s, const rm_block send[], size_t sent, rm_er
 static void copy_to_device(staged *s, const rm_block recv[], size_t received) {
   if (received > 0) s->device->copy_to_device(s->device->self, s->in.there, s->in.here, received);
   for (int r = 0; r < s->size; r++)
-    if (r != s->rank) rm_device_unpack(s->device, s->in.there + ((char *)s->recv[r].base - s->in.here), &recv[r]);
+    if (r != s->rank)
+      rm_device_unpack(s->device, s->in.there + ((char *)s->recv[r].base - s->in.here), &recv[r]);
 }
 
-static rm_code exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
-                        const rm_block recv[], rm_error *err) {
+static rm_code exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout,
+                        const rm_block send[], const rm_block recv[], rm_error *err) {
   staged *s = self;
-  (void)sequence;   // the host group counts its own
+  (void)sequence; // the host group counts its own
   const size_t sent = lay_out(s, send, is_one_block(op), s->out.here, s->send);
   const size_t received = lay_out(s, recv, 0, s->in.here, s->recv);
   const rm_block *from = &send[s->rank], *to = &recv[s->rank];
@@ -72,7 +78,7 @@ static rm_code exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t ep
   rm_code code = check_room(s, op, sent > own ? sent : own, received, err);
   if (!code) code = copy_to_host(s, send, sent, err);
   if (code) {
-    rm_comm_abort(s->host, code);   // other ranks wait in the call that this rank will not join
+    rm_comm_abort(s->host, code); // other ranks wait in the call that this rank will not join
     return code;
   }
   rm_comm_set_epoch(s->host, epoch);
@@ -85,9 +91,11 @@ static rm_code exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t ep
 
 static void give_up(void *self, rm_code why) { rm_comm_abort(((staged *)self)->host, why); }
 
-static rm_code look(void *self, rm_error *err) { return rm_comm_check(((staged *)self)->host, err); }
+static rm_code look(void *self, rm_error *err) {
+  return rm_comm_check(((staged *)self)->host, err);
+}
 
-// ------------------------------------------------------------------------------------------------ making
+// ----------------------------------------------------------------------------------------- making
 static void free_run(const rm_device *device, run *r, size_t bytes) {
   if (r->there) device->free(device->self, r->there, bytes);
   if (r->here) device->free_pinned(device->self, r->here, bytes);
@@ -119,13 +127,20 @@ static rm_code make_runs(staged *s, rm_error *err) {
   return code ? code : make_run(s->device, &s->in, s->capacity, err);
 }
 
-rm_code rm_comm_create_staged(rm_comm *host, const rm_device *device, size_t capacity, rm_comm **out, rm_error *err) {
+rm_code rm_comm_create_staged(rm_comm *host, const rm_device *device, size_t capacity,
+                              rm_comm **out, rm_error *err) {
   const int size = rm_comm_size(host), rank = rm_comm_rank(host);
   *out = NULL;
-  if (capacity < 1 || capacity > INT64_MAX) return rm_fail(err, RM_E_CONFIG, "expected a capacity of at least 1 byte, got %zu", capacity);
+  if (capacity < 1 || capacity > INT64_MAX)
+    return rm_fail(err, RM_E_CONFIG, "expected a capacity of at least 1 byte, got %zu", capacity);
   staged *s = rm_alloc(1, sizeof *s + 2 * (size_t)size * sizeof s->send[0]);
   if (!s) return rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", size);
-  *s = (staged){.host = host, .device = device, .rank = rank, .size = size, .capacity = capacity, .send = (rm_block *)(s + 1)};
+  *s = (staged){.host = host,
+                .device = device,
+                .rank = rank,
+                .size = size,
+                .capacity = capacity,
+                .send = (rm_block *)(s + 1)};
   s->recv = s->send + size;
   const rm_transport transport = {.name = "staged",
                                   .moves_own = 1,

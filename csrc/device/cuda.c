@@ -9,7 +9,9 @@ static rm_code find(const char *library, const char *name, void *slot, rm_error 
   void *handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (!handle) return rm_fail(err, RM_E_CONFIG, "the CUDA library cannot be loaded: %s", dlerror());
   void *function = dlsym(handle, name);   // the library stays loaded
-  if (!function) return rm_fail(err, RM_E_CONFIG, "%s has no %s: expected the CUDA library of the same build", library, name);
+  if (!function)
+    return rm_fail(err, RM_E_CONFIG, "%s has no %s: expected the CUDA library of the same build",
+                   library, name);
   memcpy(slot, &function, sizeof function);
   return RM_OK;
 }
@@ -21,7 +23,8 @@ rm_code rm_cuda_count(const char *library, int *count, rm_error *err) {
   return code;
 }
 
-rm_code rm_cuda_kernels(const char *library, const char *family, const rm_kernels **out, rm_error *err) {
+rm_code rm_cuda_kernels(const char *library, const char *family, const rm_kernels **out,
+                        rm_error *err) {
   const rm_kernels *(*tables[])(void) = {NULL, NULL};
   rm_code code = find(library, "rm_kernels_cuda", &tables[0], err);
   if (!code) code = find(library, "rm_kernels_cuda_mma", &tables[1], err);
@@ -29,11 +32,12 @@ rm_code rm_cuda_kernels(const char *library, const char *family, const rm_kernel
   for (size_t i = 0; !code && i < sizeof tables / sizeof *tables && !*out; i++)
     if (!family || strcmp(tables[i]()->family, family) == 0) *out = tables[i]();
   if (code || *out) return code;
-  return rm_fail(err, RM_E_CONFIG, "isa: expected a CUDA family, %s or %s, got \"%.40s\"", tables[0]()->family, tables[1]()->family,
-                 family);
+  return rm_fail(err, RM_E_CONFIG, "isa: expected a CUDA family, %s or %s, got \"%.40s\"",
+                 tables[0]()->family, tables[1]()->family, family);
 }
 
-rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_device *out, rm_error *err) {
+rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_device *out,
+                       rm_error *err) {
   int (*open)(int, const rm_kernels *, rm_device *, char *) = NULL;
   const rm_kernels *kernels = NULL;
   char why[256];
@@ -42,17 +46,26 @@ rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_
   if (!code) code = find(library, "rm_cuda_open", &open, err);
   if (!code) code = rm_cuda_kernels(library, family, &kernels, err);
   if (code) return code;
-  if (count == -1) return rm_fail(err, RM_E_CONFIG, "device=\"cuda\": there is no NVIDIA driver here");
-  if (count < 0) return rm_fail(err, RM_E_CONFIG, "device=\"cuda\": expected an NVIDIA driver 580 or later (CUDA 13), got an older one");
-  if (ordinal < 0 || ordinal >= count) return rm_fail(err, RM_E_CONFIG, "device=\"cuda:%d\": the driver shows %d devices", ordinal, count);
+  if (count == -1)
+    return rm_fail(err, RM_E_CONFIG, "device=\"cuda\": there is no NVIDIA driver here");
+  if (count < 0)
+    return rm_fail(
+        err, RM_E_CONFIG,
+        "device=\"cuda\": expected an NVIDIA driver 580 or later (CUDA 13), got an older one");
+  if (ordinal < 0 || ordinal >= count)
+    return rm_fail(err, RM_E_CONFIG, "device=\"cuda:%d\": the driver shows %d devices", ordinal,
+                   count);
   const int opened = open(ordinal, kernels, out, why);
   if (opened == RM_DEVICE_OPENED) return RM_OK;
-  code = opened == RM_DEVICE_NOT_FOUND ? RM_E_CONFIG : opened == RM_DEVICE_FULL ? RM_E_CAPACITY : RM_E_DEVICE;
+  code = opened == RM_DEVICE_NOT_FOUND ? RM_E_CONFIG
+         : opened == RM_DEVICE_FULL    ? RM_E_CAPACITY
+                                       : RM_E_DEVICE;
   return rm_fail(err, code, "device=\"cuda:%d\": %s", ordinal, why);
 }
 
-// ---------------------------------------------------------------------------------------------- between processes
-rm_code rm_cuda_make_loan(const char *library, const rm_device *device, const void *address, rm_device_loan *out, rm_error *err) {
+// ------------------------------------------------------------------------------ between processes
+rm_code rm_cuda_make_loan(const char *library, const rm_device *device, const void *address,
+                          rm_device_loan *out, rm_error *err) {
   const char *(*lend)(int, const void *, rm_device_loan *) = NULL;
   const rm_code code = find(library, "rm_cuda_lend", &lend, err);
   if (code) return code;
@@ -75,20 +88,25 @@ rm_code rm_cuda_ordinal(const char *library, const char *bus, int *ordinal, rm_e
   const rm_code code = find(library, "rm_cuda_find", &look, err);
   if (code) return code;
   const char *why = look(bus, ordinal);
-  return why ? rm_fail(err, RM_E_CONFIG, "GPU %.31s is not among the devices of this process: %s", bus, why) : RM_OK;
+  return why ? rm_fail(err, RM_E_CONFIG, "GPU %.31s is not among the devices of this process: %s",
+                       bus, why)
+             : RM_OK;
 }
 
-rm_code rm_cuda_open_loan(const char *library, const rm_device *device, rm_device_loan *loan, rm_error *err) {
+rm_code rm_cuda_open_loan(const char *library, const rm_device *device, rm_device_loan *loan,
+                          rm_error *err) {
   const char *(*borrow)(rm_device_loan *) = NULL;
   const rm_code code = find(library, "rm_cuda_borrow", &borrow, err);
   if (code) return code;
   const int saved = device->enter(device->self);
   const char *why = borrow(loan);
   device->leave(device->self, saved);
-  return why ? rm_fail(err, RM_E_DEVICE, "%s: memory of another process: %s", device->name, why) : RM_OK;
+  return why ? rm_fail(err, RM_E_DEVICE, "%s: memory of another process: %s", device->name, why)
+             : RM_OK;
 }
 
-rm_code rm_cuda_close_loan(const char *library, const rm_device *device, void *block, rm_error *err) {
+rm_code rm_cuda_close_loan(const char *library, const rm_device *device, void *block,
+                           rm_error *err) {
   const char *(*give_back)(void *) = NULL;
   const rm_code code = find(library, "rm_cuda_give_back", &give_back, err);
   if (code) return code;

@@ -6,7 +6,7 @@
 
 #include "base/memory.h"
 
-// ---------------------------------------------------------------------------------------------- the CPU
+// ---------------------------------------------------------------------------------------- the CPU
 static rm_device_status cpu_alloc(void *self, size_t bytes, void **out) {
   (void)self;
   *out = rm_map(bytes);
@@ -33,13 +33,15 @@ static void cpu_memcpy(void *self, void *to, const void *from, size_t bytes) {
   memcpy(to, from, bytes);
 }
 
-static void cpu_copy_2d(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows) {
+static void cpu_copy_2d(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                        size_t width, size_t rows) {
   (void)self;
-  for (size_t r = 0; r < rows; r++) memcpy((char *)to + r * to_pitch, (const char *)from + r * from_pitch, width);
+  for (size_t r = 0; r < rows; r++)
+    memcpy((char *)to + r * to_pitch, (const char *)from + r * from_pitch, width);
 }
 
-static void cpu_copy_2d_from_peer(void *self, void *to, size_t to_pitch, const void *from, int ordinal, size_t from_pitch, size_t width,
-                                  size_t rows) {
+static void cpu_copy_2d_from_peer(void *self, void *to, size_t to_pitch, const void *from,
+                                  int ordinal, size_t from_pitch, size_t width, size_t rows) {
   (void)ordinal;
   cpu_copy_2d(self, to, to_pitch, from, from_pitch, width, rows);
 }
@@ -114,23 +116,30 @@ rm_device rm_device_cpu(const rm_kernels *kernels) {
   };
 }
 
-// ---------------------------------------------------------------------------------------------- any device
+// ------------------------------------------------------------------------------------- any device
 rm_code rm_device_check(const rm_device *device, rm_device_status status, rm_error *err) {
   if (status == RM_DEVICE_OK) return RM_OK;
   return rm_fail(err, RM_E_DEVICE, "%s: %s", device->name, device->message(device->self));
 }
 
-rm_code rm_device_wait(const rm_device *device, rm_error *err) { return rm_device_check(device, device->wait(device->self), err); }
+rm_code rm_device_wait(const rm_device *device, rm_error *err) {
+  return rm_device_check(device, device->wait(device->self), err);
+}
 
-rm_code rm_device_alloc(const rm_device *device, size_t bytes, const char *what, void **out, rm_error *err) {
+rm_code rm_device_alloc(const rm_device *device, size_t bytes, const char *what, void **out,
+                        rm_error *err) {
   *out = NULL;
-  const rm_device_status status = bytes ? device->alloc(device->self, bytes, out) : RM_DEVICE_NO_MEMORY;
+  const rm_device_status status =
+      bytes ? device->alloc(device->self, bytes, out) : RM_DEVICE_NO_MEMORY;
   if (status == RM_DEVICE_OK) return RM_OK;
-  if (device->on_host || !bytes) return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of %s", bytes, what);
+  if (device->on_host || !bytes)
+    return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of %s", bytes, what);
   if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
   char why[160];
-  snprintf(why, sizeof why, "%s", device->message(device->self));   // before it is asked anything else
-  return rm_fail(err, RM_E_CAPACITY, "%s takes %s and %s has %s free (%s)", what, rm_say_bytes((double)bytes).text, device->name,
+  snprintf(why, sizeof why, "%s",
+           device->message(device->self));   // before it is asked anything else
+  return rm_fail(err, RM_E_CAPACITY, "%s takes %s and %s has %s free (%s)", what,
+                 rm_say_bytes((double)bytes).text, device->name,
                  rm_say_bytes((double)device->available(device->self)).text, why);
 }
 
@@ -138,8 +147,9 @@ void rm_device_free(const rm_device *device, void *block, size_t bytes) {
   if (block) device->free(device->self, block, bytes);
 }
 
-// ---------------------------------------------------------------------------------------------- mirrored buffers
-rm_code rm_mirrored_create(const rm_device *device, size_t bytes, const char *what, rm_mirrored_buffer *out, rm_error *err) {
+// ------------------------------------------------------------------------------- mirrored buffers
+rm_code rm_mirrored_create(const rm_device *device, size_t bytes, const char *what,
+                           rm_mirrored_buffer *out, rm_error *err) {
   void *there = NULL, *here = NULL;
   *out = (rm_mirrored_buffer){0};
   const rm_code code = rm_device_alloc(device, bytes, what, &there, err);
@@ -147,7 +157,8 @@ rm_code rm_mirrored_create(const rm_device *device, size_t bytes, const char *wh
   if (device->on_host) here = there;
   else if (device->alloc_pinned(device->self, bytes, &here) != RM_DEVICE_OK) {
     device->free(device->self, there, bytes);
-    return rm_fail(err, RM_E_MEMORY, "no host memory for %zu bytes of %s: %s", bytes, what, device->message(device->self));
+    return rm_fail(err, RM_E_MEMORY, "no host memory for %zu bytes of %s: %s", bytes, what,
+                   device->message(device->self));
   }
   *out = (rm_mirrored_buffer){device, here, there, bytes};
   return RM_OK;

@@ -10,7 +10,8 @@ rm_code rm_ready_streams_init(rm_ready_streams *streams, const char *library, rm
   if (!library) return RM_OK;
   const size_t bytes = strlen(library) + 1;
   streams->library = rm_alloc(bytes, 1);
-  if (!streams->library) return rm_fail(err, RM_E_MEMORY, "no memory for the path of the CUDA library");
+  if (!streams->library)
+    return rm_fail(err, RM_E_MEMORY, "no memory for the path of the CUDA library");
   memcpy(streams->library, library, bytes);
   return RM_OK;
 }
@@ -22,10 +23,12 @@ void rm_ready_streams_destroy(rm_ready_streams *streams) {
   *streams = (rm_ready_streams){0};
 }
 
-rm_code rm_ready_streams_find(rm_ready_streams *streams, int ordinal, const rm_device **out, rm_error *err) {
+rm_code rm_ready_streams_find(rm_ready_streams *streams, int ordinal, const rm_device **out,
+                              rm_error *err) {
   *out = NULL;
   if (!streams->library || ordinal < 0 || ordinal >= RM_MAX_GPUS)
-    return rm_fail(err, RM_E_CONFIG, "expected one of the first %d GPUs", streams->library ? RM_MAX_GPUS : 0);
+    return rm_fail(err, RM_E_CONFIG, "expected one of the first %d GPUs",
+                   streams->library ? RM_MAX_GPUS : 0);
   rm_device *opened = &streams->opened[ordinal];
   if (!streams->own[ordinal] && !opened->self) {
     const rm_code code = rm_cuda_device(streams->library, ordinal, NULL, opened, err);

@@ -1,4 +1,5 @@
-// engine.c: creation and destruction of an engine, and its steps. The rest of engine.h is in sync_policy.c and sleep.c.
+// engine.c: creation and destruction of an engine, and its steps. The rest of engine.h is in
+// sync_policy.c and sleep.c.
 #include <stdlib.h>
 #include <string.h>
 
@@ -6,7 +7,7 @@
 #include "engine/state.h"
 
 enum {
-  MAX_POSITIONS = 1 << 24,         // exact in float32, in which rope multiplies positions
+  MAX_POSITIONS = 1 << 24, // exact in float32, in which rope multiplies positions
   MAX_SEQUENCES = 1 << 16,
   MAX_BATCHED = 1 << 20,
   MAX_PAGE = 1 << 12,
@@ -14,34 +15,46 @@ enum {
 
 static rm_code check_range(const char *name, int64_t value, int64_t lo, int64_t hi, rm_error *err) {
   if (value >= lo && value <= hi) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "%s=%lld is not in [%lld, %lld]", name, (long long)value, (long long)lo, (long long)hi);
+  return rm_fail(err, RM_E_CONFIG, "%s=%lld is not in [%lld, %lld]", name, (long long)value,
+                 (long long)lo, (long long)hi);
 }
 
 static rm_code check_options(const rm_spec *spec, const rm_engine_options *options, rm_error *err) {
   rm_code code;
-  if ((code = check_range("max_model_len", options->max_model_len, 1, MAX_POSITIONS, err))) return code;
-  if ((code = check_range("max_num_seqs", options->max_num_seqs, 1, MAX_SEQUENCES, err))) return code;
-  if ((code = check_range("max_num_batched_tokens", options->max_num_batched_tokens, 1, MAX_BATCHED, err))) return code;
+  if ((code = check_range("max_model_len", options->max_model_len, 1, MAX_POSITIONS, err)))
+    return code;
+  if ((code = check_range("max_num_seqs", options->max_num_seqs, 1, MAX_SEQUENCES, err)))
+    return code;
+  if ((code = check_range("max_num_batched_tokens", options->max_num_batched_tokens, 1, MAX_BATCHED,
+                          err)))
+    return code;
   if ((code = check_range("page_size", options->page_size, 16, MAX_PAGE, err))) return code;
-  if ((code = check_range("external_pages", options->external_pages, 0, INT32_MAX / 2, err))) return code;
+  if ((code = check_range("external_pages", options->external_pages, 0, INT32_MAX / 2, err)))
+    return code;
   if ((code = check_range("n_threads", options->n_threads, 0, RM_MAX_THREADS, err))) return code;
   if ((code = check_range("num_experts", spec->n_experts, 0, INT16_MAX, err))) return code;
-  if (options->page_size % 16) return rm_fail(err, RM_E_CONFIG, "page_size=%lld is not a multiple of 16", (long long)options->page_size);
+  if (options->page_size % 16)
+    return rm_fail(err, RM_E_CONFIG, "page_size=%lld is not a multiple of 16",
+                   (long long)options->page_size);
   if (options->dtype != RM_BF16 && options->dtype != RM_F32)
     return rm_fail(err, RM_E_CONFIG, "dtype=%d is neither bf16 nor float32", options->dtype);
   if (options->nccl_library && (!options->device || options->device->on_host))
     return rm_fail(err, RM_E_CONFIG, "NCCL: expected an engine on a GPU, got one on the CPU");
   if (options->cublas_library && (!options->device || !options->device->open_vendor_gemm))
-    return rm_fail(err, RM_E_CONFIG, "fast=True (cuBLASLt): expected an engine on a GPU, got one on the CPU");
-  if (options->cublas_library && options->dtype != RM_BF16) return rm_fail(err, RM_E_CONFIG, "fast=True: expected bfloat16, got float32");
+    return rm_fail(err, RM_E_CONFIG,
+                   "fast=True (cuBLASLt): expected an engine on a GPU, got one on the CPU");
+  if (options->cublas_library && options->dtype != RM_BF16)
+    return rm_fail(err, RM_E_CONFIG, "fast=True: expected bfloat16, got float32");
   if (options->n_eos < 0 || (options->n_eos && !options->eos_ids))
-    return rm_fail(err, RM_E_CONFIG, "expected an array of %lld eos ids, got none", (long long)options->n_eos);
+    return rm_fail(err, RM_E_CONFIG, "expected an array of %lld eos ids, got none",
+                   (long long)options->n_eos);
   for (int64_t i = 0; i < options->n_eos; i++)
-    if ((code = check_range("eos_token_id", options->eos_ids[i], 0, spec->vocab_size - 1, err))) return code;
+    if ((code = check_range("eos_token_id", options->eos_ids[i], 0, spec->vocab_size - 1, err)))
+      return code;
   return RM_OK;
 }
 
-// ---------------------------------------------------------------------------------------------- creation
+// --------------------------------------------------------------------------------------- creation
 static rm_code create_cache(rm_engine *engine, rm_error *err) {
   int64_t n_pages;
   rm_code code = rm_kv_pages(engine, &n_pages, err);
@@ -99,29 +112,43 @@ static void init_runner(rm_engine *engine, const rm_rank *rank) {
 static rm_code create_parts(rm_engine *engine, rm_error *err) {
   const rm_engine_options *options = &engine->options;
   rm_runner *runner = &engine->runner;
-  const rm_placement placement = rm_placement_of(engine->spec, &runner->rank.mesh, runner->rank.index);
+  const rm_placement placement =
+      rm_placement_of(engine->spec, &runner->rank.mesh, runner->rank.index);
   const int plain = options->cublas_library != NULL;
   rm_code code;
-  const int usable = rm_usable_cores(""), by_default = usable < RM_MAX_THREADS ? usable : RM_MAX_THREADS;
-  if ((code = rm_team_create(options->n_threads ? options->n_threads : by_default, &engine->team, err))) return code;
+  const int usable = rm_usable_cores(""),
+            by_default = usable < RM_MAX_THREADS ? usable : RM_MAX_THREADS;
+  if ((code = rm_team_create(options->n_threads ? options->n_threads : by_default, &engine->team,
+                             err)))
+    return code;
   if ((code = rm_comms_join(runner, err))) return code;
-  if ((code = rm_params_create(engine->spec, &placement, options->dtype, plain, &engine->params, err))) return code;
-  if ((code = rm_model_create(engine->params, engine->device, engine->team, &runner->options.model, &engine->model, err))) return code;
-  if ((code = rm_store_create(engine->params, engine->device, engine->team, &engine->store, err))) return code;
+  if ((code =
+           rm_params_create(engine->spec, &placement, options->dtype, plain, &engine->params, err)))
+    return code;
+  if ((code = rm_model_create(engine->params, engine->device, engine->team, &runner->options.model,
+                              &engine->model, err)))
+    return code;
+  if ((code = rm_store_create(engine->params, engine->device, engine->team, &engine->store, err)))
+    return code;
   if ((code = create_scheduler(engine, err))) return code;
-  if ((code = rm_runner_create(runner, engine->model, engine->store, &engine->scheduler.plan, err))) return code;
-  return create_cache(engine, err);   // last, since it may take all memory that is left
+  if ((code = rm_runner_create(runner, engine->model, engine->store, &engine->scheduler.plan, err)))
+    return code;
+  return create_cache(engine, err); // last, since it may take all memory that is left
 }
 
-rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, rm_engine **out, rm_error *err) {
+rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, rm_engine **out,
+                         rm_error *err) {
   *out = NULL;
   rm_code code = check_options(spec, options, err);
   if (code) return code;
   const rm_rank rank = options->rank.mesh.tp ? options->rank : rm_rank_alone();
   if ((code = rm_rank_check(&rank, spec, err))) return code;
-  const rm_kernels *kernels = options->device ? options->device->kernels : options->kernels ? options->kernels : rm_kernels_best();
+  const rm_kernels *kernels = options->device    ? options->device->kernels
+                              : options->kernels ? options->kernels
+                                                 : rm_kernels_best();
   if (!kernels)
-    return rm_fail(err, RM_E_CONFIG, "RM_ISA=%.40s names no instruction set of this build", getenv("RM_ISA") ? getenv("RM_ISA") : "");
+    return rm_fail(err, RM_E_CONFIG, "RM_ISA=%.40s names no instruction set of this build",
+                   getenv("RM_ISA") ? getenv("RM_ISA") : "");
   rm_engine *engine = rm_alloc(1, sizeof *engine);
   if (!engine) return rm_fail(err, RM_E_MEMORY, "no memory for the engine");
   engine->spec = spec;
@@ -137,17 +164,17 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   engine->device = options->device ? options->device : &engine->cpu;
   engine->options = *options;
   engine->options.eos_ids = NULL;
-  engine->options.rank = (rm_rank){0};   // the runner has it
+  engine->options.rank = (rm_rank){0}; // the runner has it
   init_runner(engine, &rank);
   int32_t *eos = rm_alloc((size_t)options->n_eos, sizeof *eos);
   if (eos && options->n_eos) memcpy(eos, options->eos_ids, (size_t)options->n_eos * sizeof *eos);
   engine->options.eos_ids = eos;
   const rm_entered saved = rm_enter(engine);
   code = eos ? create_parts(engine, err) : rm_fail(err, RM_E_MEMORY, "no memory for the engine");
-  rm_runner_options *made = &engine->runner.options;   // the strings are the caller's
+  rm_runner_options *made = &engine->runner.options; // the strings are the caller's
   engine->options.nccl_library = engine->options.nccl_gpu = engine->options.cublas_library = NULL;
   made->nccl_library = made->nccl_gpu = made->model.cublas_library = NULL;
-  if (code) rm_comms_abort(&engine->runner, code);   // other ranks would wait for this one
+  if (code) rm_comms_abort(&engine->runner, code); // other ranks would wait for this one
   rm_leave(engine, saved);
   if (code) {
     rm_engine_destroy(engine);
@@ -175,7 +202,7 @@ void rm_engine_destroy(rm_engine *engine) {
   rm_free(engine);
 }
 
-// ---------------------------------------------------------------------------------------------- a step
+// ----------------------------------------------------------------------------------------- a step
 // After a failed step the state of the exchanges is undefined: the engine cannot step any more.
 static rm_code lose(rm_engine *engine, rm_code code, rm_error *err) {
   rm_comms_abort(&engine->runner, code);
@@ -187,14 +214,17 @@ static rm_code check_ready(rm_engine *engine, rm_error *err) {
   if (engine->asleep)
     return rm_fail(err, RM_E_STATE, "cannot step while %s asleep; call wake() first",
                    engine->asleep & RM_PART_WEIGHTS ? "the weights are" : "the KV cache is");
-  if (!rm_store_weights(engine->store)) return rm_fail(err, RM_E_NOT_SYNCED, "expected synced weights, got none: call sync_weights first");
-  if (engine->lost.code) return rm_fail(err, engine->lost.code, "%s", rm_error_message(&engine->lost));
+  if (!rm_store_weights(engine->store))
+    return rm_fail(err, RM_E_NOT_SYNCED,
+                   "expected synced weights, got none: call sync_weights first");
+  if (engine->lost.code)
+    return rm_fail(err, engine->lost.code, "%s", rm_error_message(&engine->lost));
   engine->scheduler.version = rm_store_version(engine->store);
   return RM_OK;
 }
 
-// A step: schedule, forward, commit. After schedule the ranks of a lockstep group agree on what they do. An external step with more rows
-// than a batch has takes several rounds.
+// A step: schedule, forward, commit. After schedule the ranks of a lockstep group agree on what
+// they do. An external step with more rows than a batch has takes several rounds.
 static rm_code run_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
   rm_scheduler *scheduler = &engine->scheduler;
   rm_progress progress = RM_MORE_BATCHES;
@@ -224,7 +254,8 @@ rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
   *n_work = 0;
   engine->had_work = 0;
   if (engine->options.external_pages > 0)
-    return rm_fail(err, RM_E_STATE, "this engine has an external scheduler: expected external_step, got step");
+    return rm_fail(err, RM_E_STATE,
+                   "this engine has an external scheduler: expected external_step, got step");
   rm_code code = check_ready(engine, err);
   if (code) return code;
   const rm_entered saved = rm_enter(engine);
@@ -235,12 +266,13 @@ rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
 
 int rm_engine_had_work(const rm_engine *engine) { return engine->had_work; }
 
-// ---------------------------------------------------------------------------------------------- with an external scheduler
-rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step, rm_external_result *results, int64_t *n_work,
-                                rm_error *err) {
+// --------------------------------------------------------------------- with an external scheduler
+rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step,
+                                rm_external_result *results, int64_t *n_work, rm_error *err) {
   *n_work = 0;
   if (!engine->options.external_pages)
-    return rm_fail(err, RM_E_STATE, "this engine schedules its own requests: expected step, got external_step");
+    return rm_fail(err, RM_E_STATE,
+                   "this engine schedules its own requests: expected step, got external_step");
   rm_code code = check_ready(engine, err);
   if (code || (code = rm_external_begin(&engine->scheduler, step, err))) return code;
   const rm_entered saved = rm_enter(engine);
@@ -250,10 +282,12 @@ rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step,
   return code;
 }
 
-rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draw *draws, int64_t n, rm_external_result *results, rm_error *err) {
+rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draw *draws, int64_t n,
+                                rm_external_result *results, rm_error *err) {
   rm_scheduler *scheduler = &engine->scheduler;
   rm_code code = RM_OK;
-  if (engine->lost.code) return rm_fail(err, engine->lost.code, "%s", rm_error_message(&engine->lost));
+  if (engine->lost.code)
+    return rm_fail(err, engine->lost.code, "%s", rm_error_message(&engine->lost));
   for (int64_t i = 0; i < n; i++)
     if (!rm_external_drawing(scheduler, draws[i].id, &code, err)) return code;
   scheduler->version = rm_store_version(engine->store);
@@ -262,11 +296,15 @@ rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draw *draws
     rm_sequence *seq = rm_find_sequence_group(scheduler, draws[i].id, NULL)->sequences;
     rm_external_result *result = &results[i];
     seq->external_row = -1;
-    if ((code = rm_draw_edited(&engine->runner, seq, &draws[i], result, err))) break;   // the device is dead, as the next step says too
+    if ((code = rm_draw_edited(&engine->runner, seq, &draws[i], result, err)))
+      break; // the device is dead, as the next step says too
     if (result->token >= 0) {
-      rm_append(scheduler, seq, &(rm_drawn){result->token, result->rank, result->logprob, result->sampling_logprob});
+      rm_append(
+          scheduler, seq,
+          &(rm_drawn){result->token, result->rank, result->logprob, result->sampling_logprob});
     } else {
-      rm_fail_sequence_group(scheduler, seq, rm_sequence_length(seq) - 1, "the edited logits leave no token to draw and are");
+      rm_fail_sequence_group(scheduler, seq, rm_sequence_length(seq) - 1,
+                             "the edited logits leave no token to draw and are");
       result->token = RM_EXTERNAL_FAILED;
     }
   }
@@ -276,11 +314,14 @@ rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draw *draws
 
 rm_scheduler *rm_engine_scheduler(rm_engine *engine) { return &engine->scheduler; }
 
-// ---------------------------------------------------------------------------------------------- requests
+// --------------------------------------------------------------------------------------- requests
 static rm_code check_weights(const rm_engine *engine, rm_error *err) {
   if (engine->asleep & RM_PART_WEIGHTS)
-    return rm_fail(err, RM_E_STATE, "cannot add a request while the weights are asleep; call wake() first");
-  if (!rm_store_weights(engine->store)) return rm_fail(err, RM_E_NOT_SYNCED, "expected synced weights, got none: call sync_weights first");
+    return rm_fail(err, RM_E_STATE,
+                   "cannot add a request while the weights are asleep; call wake() first");
+  if (!rm_store_weights(engine->store))
+    return rm_fail(err, RM_E_NOT_SYNCED,
+                   "expected synced weights, got none: call sync_weights first");
   return RM_OK;
 }
 
@@ -302,28 +343,34 @@ uint64_t rm_engine_next_finished(const rm_engine *engine) {
   return rm_list_empty(finished) ? 0 : ((const rm_sequence_group *)finished->next)->id;
 }
 int64_t rm_engine_unfinished(const rm_engine *engine) { return engine->scheduler.n_live; }
-int rm_engine_has(const rm_engine *engine, uint64_t id) { return rm_find_sequence_group(&engine->scheduler, id, NULL) != NULL; }
+int rm_engine_has(const rm_engine *engine, uint64_t id) {
+  return rm_find_sequence_group(&engine->scheduler, id, NULL) != NULL;
+}
 rm_code rm_engine_view(const rm_engine *engine, uint64_t id, rm_request_view *out, rm_error *err) {
   return rm_scheduler_view(&engine->scheduler, id, out, err);
 }
-rm_code rm_engine_sample_view(const rm_engine *engine, uint64_t id, int32_t sample, rm_sample_view *out, rm_error *err) {
+rm_code rm_engine_sample_view(const rm_engine *engine, uint64_t id, int32_t sample,
+                              rm_sample_view *out, rm_error *err) {
   return rm_scheduler_sample_view(&engine->scheduler, id, sample, out, err);
 }
-rm_code rm_engine_release(rm_engine *engine, uint64_t id, rm_error *err) { return rm_scheduler_release(&engine->scheduler, id, err); }
+rm_code rm_engine_release(rm_engine *engine, uint64_t id, rm_error *err) {
+  return rm_scheduler_release(&engine->scheduler, id, err);
+}
 rm_code rm_engine_abort(rm_engine *engine, uint64_t id, rm_error *err) {
   rm_sequence_group *group = rm_find_sequence_group(&engine->scheduler, id, err);
   if (!group) return RM_E_REQUEST;
   rm_finish_sequence_group(&engine->scheduler, group, RM_FINISH_ABORT);
   return RM_OK;
 }
-rm_code rm_engine_stop_sample(rm_engine *engine, uint64_t id, int32_t sample, int64_t n_tokens, rm_error *err) {
+rm_code rm_engine_stop_sample(rm_engine *engine, uint64_t id, int32_t sample, int64_t n_tokens,
+                              rm_error *err) {
   return rm_scheduler_stop_sample(&engine->scheduler, id, sample, n_tokens, err);
 }
 
 void rm_engine_pause(rm_engine *engine, int paused) { engine->scheduler.paused = paused != 0; }
 void rm_engine_reset_prefix_cache(rm_engine *engine) { rm_kv_reset(engine->scheduler.cache); }
 
-// ---------------------------------------------------------------------------------------------- statistics
+// ------------------------------------------------------------------------------------- statistics
 rm_profile *rm_engine_profile(rm_engine *engine) { return engine->profile; }
 const rm_params *rm_engine_params(const rm_engine *engine) { return engine->params; }
 rm_store *rm_engine_store(rm_engine *engine) { return engine->store; }

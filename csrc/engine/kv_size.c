@@ -1,12 +1,14 @@
 // kv_size.c: how many pages the KV cache has.
 //
-// Every rank of a mesh has the same number of pages, and ranks may share a memory: a GPU, or a machine's RAM. So with memory_fraction the
-// ranks, when everything but the caches was allocated, all-gather how much memory is free and how much each is going to take. No rank
-// allocates its cache before all have measured, so the minimum over the ranks of one memory is what is free there. All ranks compute the
-// same number (or error) from the same table: for each memory the pages that fit for all its ranks, for the mesh the minimum of these.
+// Every rank of a mesh has the same number of pages, and ranks may share a memory: a GPU, or a
+// machine's RAM. So with memory_fraction the ranks, when everything but the caches was allocated,
+// all-gather how much memory is free and how much each is going to take. No rank allocates its
+// cache before all have measured, so the minimum over the ranks of one memory is what is free
+// there. All ranks compute the same number (or error) from the same table: for each memory the
+// pages that fit for all its ranks, for the mesh the minimum of these.
 //
-// Measuring on each rank alone was rejected: the second rank would count the first rank's cache as used by others, and the first rank the
-// second's future cache as free.
+// Measuring on each rank alone was rejected: the second rank would count the first rank's cache as
+// used by others, and the first rank the second's future cache as free.
 #include <stdio.h>
 
 #include "base/memory.h"
@@ -14,24 +16,25 @@
 
 enum { MOST_PAGES = INT32_MAX / 2 };
 
-typedef struct claim {          // what a rank all-gathers; in bytes
-  uint64_t memory;              // rm_memory_name
-  uint64_t available;           // of it, before any weights and caches of ours; UINT64_MAX: not known
-  uint64_t fixed;               // what this rank is going to take besides its cache …
-  uint64_t page;                // … and for each page of it
+typedef struct claim { // what a rank all-gathers; in bytes
+  uint64_t memory; // rm_memory_name
+  uint64_t available; // of it, before any weights and caches of ours; UINT64_MAX: not known
+  uint64_t fixed; // what this rank is going to take besides its cache …
+  uint64_t page; // … and for each page of it
   double fraction;
   char device[24];
 } claim;
 
-typedef struct pool {           // of one memory
-  int tightest, n;              // the rank that may use least of it; how many share it
-  double share;                 // what they may use together
-  double fixed, page;           // sums
+typedef struct pool { // of one memory
+  int tightest, n; // the rank that may use least of it; how many share it
+  double share; // what they may use together
+  double fixed, page; // sums
 } pool;
 
 static double share_of(const claim *c) { return c->fraction * (double)c->available; }
 
-// Host memory is taken when it is written to, so there the memory that is mapped already counts too, and the records of pages.
+// Host memory is taken when it is written to, so there the memory that is mapped already counts
+// too, and the records of pages.
 static claim claim_of(const rm_engine *engine) {
   const rm_device *device = engine->device;
   const size_t available = device->available(device->self);
@@ -40,13 +43,15 @@ static claim claim_of(const rm_engine *engine) {
              .fixed = 2 * engine->params->bytes + rm_store_staging_bytes(engine->store),
              .page = rm_model_page_bytes(engine->model),
              .fraction = engine->options.memory_fraction};
-  if (device->on_host) c.fixed += rm_runner_workspace(&engine->runner) + engine->scheduler.memory_bytes;
-  if (device->on_host) c.page += rm_kv_record_bytes(engine->options.page_size, engine->runner.routed_per_token);
+  if (device->on_host)
+    c.fixed += rm_runner_workspace(&engine->runner) + engine->scheduler.memory_bytes;
+  if (device->on_host)
+    c.page += rm_kv_record_bytes(engine->options.page_size, engine->runner.routed_per_token);
   snprintf(c.device, sizeof c.device, "%s", device->name);
   return c;
 }
 
-// ---------------------------------------------------------------------------------------------- from the table
+// --------------------------------------------------------------------------------- from the table
 static pool pool_of(const claim *claims, int size, uint64_t memory) {
   pool p = {0};
   for (int r = 0; r < size; r++) {
@@ -63,18 +68,21 @@ static rm_code refuse(const claim *claims, int size, const pool *p, rm_error *er
   char rank[32] = "", sharing[48] = "";
   if (size > 1) snprintf(rank, sizeof rank, "rank %d: ", p->tightest);
   if (p->n > 1) snprintf(sharing, sizeof sharing, " for the %d ranks that share it", p->n);
-  return rm_fail(err, RM_E_CAPACITY,
-                 "%smemory_fraction=%g of the %s that %s has free is %s: expected more than two copies of the weights and their "
-                 "buffers, %s, and a page of KV cache, %.0f bytes%s",
-                 rank, c->fraction, rm_say_bytes((double)c->available).text, c->device, rm_say_bytes(p->share).text,
-                 rm_say_bytes(p->fixed).text, p->page, sharing);
+  return rm_fail(
+      err, RM_E_CAPACITY,
+      "%smemory_fraction=%g of the %s that %s has free is %s: expected more than two copies of "
+      "the weights and their "
+      "buffers, %s, and a page of KV cache, %.0f bytes%s",
+      rank, c->fraction, rm_say_bytes((double)c->available).text, c->device,
+      rm_say_bytes(p->share).text, rm_say_bytes(p->fixed).text, p->page, sharing);
 }
 
 static rm_code judge(const claim *claims, int size, int64_t *n_pages, rm_error *err) {
   *n_pages = MOST_PAGES;
   for (int r = 0; r < size; r++) {
     if (claims[r].available == UINT64_MAX)
-      return rm_fail(err, RM_E_CONFIG, "the free memory of %s is not known: set kv_cache_gib", claims[r].device);
+      return rm_fail(err, RM_E_CONFIG, "the free memory of %s is not known: set kv_cache_gib",
+                     claims[r].device);
     const pool p = pool_of(claims, size, claims[r].memory);
     const double pages = (p.share - p.fixed) / p.page;
     if (!(pages >= 1)) return refuse(claims, size, &p, err);
@@ -83,7 +91,7 @@ static rm_code judge(const claim *claims, int size, int64_t *n_pages, rm_error *
   return RM_OK;
 }
 
-// ---------------------------------------------------------------------------------------------- all ranks together
+// ----------------------------------------------------------------------------- all ranks together
 static rm_code tell(rm_comm *world, const claim *mine, claim *all, rm_error *err) {
   size_t bytes[RM_MAX_WORLD];
   for (int r = 0; r < rm_comm_size(world); r++) bytes[r] = sizeof *mine;
@@ -103,7 +111,7 @@ static rm_code agree(const rm_engine *engine, rm_comm *world, int64_t *n_pages, 
 
 static rm_code left_pages(const rm_engine *engine, int64_t *n_pages, rm_error *err) {
   rm_comm *world = engine->runner.rank.world;
-  const rm_code code = rm_device_wait(engine->device, err);   // a dead device has no free memory
+  const rm_code code = rm_device_wait(engine->device, err); // a dead device has no free memory
   if (code) return code;
   if (world) return agree(engine, world, n_pages, err);
   const claim mine = claim_of(engine);
@@ -113,13 +121,18 @@ static rm_code left_pages(const rm_engine *engine, int64_t *n_pages, rm_error *e
 rm_code rm_kv_pages(rm_engine *engine, int64_t *n_pages, rm_error *err) {
   const rm_engine_options *options = &engine->options;
   const uint64_t page_bytes = rm_model_page_bytes(engine->model);
-  if (!options->external_pages && !options->kv_bytes && options->memory_fraction > 0) return left_pages(engine, n_pages, err);
+  if (!options->external_pages && !options->kv_bytes && options->memory_fraction > 0)
+    return left_pages(engine, n_pages, err);
   if (options->external_pages && (uint64_t)options->external_pages > SIZE_MAX / 2 / page_bytes)
-    return rm_fail(err, RM_E_CAPACITY, "external_pages=%lld of %llu bytes do not fit into the address space",
+    return rm_fail(err, RM_E_CAPACITY,
+                   "external_pages=%lld of %llu bytes do not fit into the address space",
                    (long long)options->external_pages, (unsigned long long)page_bytes);
   if (!options->external_pages && options->kv_bytes < page_bytes)
-    return rm_fail(err, RM_E_CAPACITY, "kv_cache_gib: expected at least a page of %llu bytes, got %llu bytes",
+    return rm_fail(err, RM_E_CAPACITY,
+                   "kv_cache_gib: expected at least a page of %llu bytes, got %llu bytes",
                    (unsigned long long)page_bytes, (unsigned long long)options->kv_bytes);
-  *n_pages = options->external_pages ? options->external_pages : rm_min64((int64_t)(options->kv_bytes / page_bytes), MOST_PAGES);
+  *n_pages = options->external_pages
+                 ? options->external_pages
+                 : rm_min64((int64_t)(options->kv_bytes / page_bytes), MOST_PAGES);
   return RM_OK;
 }

@@ -28,7 +28,8 @@ struct rm_engine {
   double schedule_seconds, forward_seconds, commit_seconds;
 };
 
-// State of the calling thread that a call into the engine changes and restores: floating-point environment and current device.
+// State of the calling thread that a call into the engine changes and restores: floating-point
+// environment and current device.
 typedef struct rm_entered {
   uint32_t fp;
   int device;
@@ -41,6 +42,6 @@ static inline void rm_leave(const rm_engine *engine, rm_entered entered) {
   rm_fp_leave(entered.fp);
 }
 
-// kv_size.c: the number of KV pages. With memory_fraction all ranks of the mesh call it together, when everything but the cache was
-// allocated; they get the same number or the same error.
+// kv_size.c: the number of KV pages. With memory_fraction all ranks of the mesh call it together,
+// when everything but the cache was allocated; they get the same number or the same error.
 rm_code rm_kv_pages(rm_engine *engine, int64_t *n_pages, rm_error *err);

@@ -2,7 +2,9 @@
 #include "base/memory.h"
 #include "local_mesh/ranks_state.h"
 
-static rm_code begin_member(rm_member *member, void *arg) { return rm_engine_sync_begin(member->engine, arg, &member->err); }
+static rm_code begin_member(rm_member *member, void *arg) {
+  return rm_engine_sync_begin(member->engine, arg, &member->err);
+}
 
 rm_code rm_ranks_sync_begin(rm_ranks *ranks, const rm_sync_options *options, rm_error *err) {
   rm_sync_options same = *options;
@@ -11,8 +13,10 @@ rm_code rm_ranks_sync_begin(rm_ranks *ranks, const rm_sync_options *options, rm_
   return code;
 }
 
-rm_code rm_ranks_sync_check(rm_ranks *ranks, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
-  return rm_engine_sync_check(ranks->members[0].engine, name, length, tensor, err);   // the check does not depend on the shard
+rm_code rm_ranks_sync_check(rm_ranks *ranks, const char *name, size_t length,
+                            const rm_tensor *tensor, rm_error *err) {
+  return rm_engine_sync_check(ranks->members[0].engine, name, length, tensor,
+                              err);   // the check does not depend on the shard
 }
 
 typedef struct pushed {
@@ -25,16 +29,20 @@ static rm_code push_member(rm_member *member, void *arg) {
   return rm_engine_sync_push_all(member->engine, it->entries, it->n, &member->err);
 }
 
-// Producers of GPU tensors have made a queue of that GPU wait for pending writes. If that is the only member's own queue, reads are
-// enqueued after it; otherwise this waits until the tensors are complete.
+// Producers of GPU tensors have made a queue of that GPU wait for pending writes. If that is the
+// only member's own queue, reads are enqueued after it; otherwise this waits until the tensors are
+// complete.
 static rm_code await_tensors(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
   const rm_device *only = ranks->n == 1 ? &ranks->members[0].device : NULL;
   uint64_t waited_for = 0; // a bit for each device
   rm_code code = RM_OK;
   for (int64_t i = 0; i < n && !code; i++) {
     const rm_tensor *tensor = &entries[i].tensor;
-    if (!tensor->on_device || !ranks->ready_streams.library || (only && tensor->ordinal == only->ordinal)) continue;
-    if (tensor->ordinal >= 0 && tensor->ordinal < RM_MAX_GPUS && waited_for >> tensor->ordinal & 1) continue;
+    if (!tensor->on_device || !ranks->ready_streams.library ||
+        (only && tensor->ordinal == only->ordinal))
+      continue;
+    if (tensor->ordinal >= 0 && tensor->ordinal < RM_MAX_GPUS && waited_for >> tensor->ordinal & 1)
+      continue;
     code = rm_ready_streams_wait(&ranks->ready_streams, tensor->ordinal, err);
     if (!code) waited_for |= (uint64_t)1 << tensor->ordinal;
   }
@@ -48,23 +56,30 @@ rm_code rm_ranks_sync_push_all(rm_ranks *ranks, const rm_entry *entries, int64_t
   code = rm_ranks_run(ranks, push_member, &it, err);
   for (int r = 0; r < ranks->n && code; r++)
     for (int64_t i = 0; i < n && !ranks->members[r].code; i++)
-      rm_sync_undo_push(rm_engine_store(ranks->members[r].engine), entries[i].name, entries[i].length);
+      rm_sync_undo_push(rm_engine_store(ranks->members[r].engine), entries[i].name,
+                        entries[i].length);
   return code;
 }
 
-rm_code rm_ranks_sync_push(rm_ranks *ranks, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
+rm_code rm_ranks_sync_push(rm_ranks *ranks, const char *name, size_t length,
+                           const rm_tensor *tensor, rm_error *err) {
   const rm_entry entry = {name, length, *tensor};
   return rm_ranks_sync_push_all(ranks, &entry, 1, err);
 }
 
 static rm_code commit_member(rm_member *member, void *arg) {
-  return rm_engine_sync_commit(member->engine, *(const rm_inflight *)arg, &member->report, &member->err);
+  return rm_engine_sync_commit(member->engine, *(const rm_inflight *)arg, &member->report,
+                               &member->err);
 }
 
-rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_report *report, rm_error *err) {
-  // Checked before any rank commits: the replica with unfinished requests would refuse alone, and the others would have committed.
-  if (inflight == RM_INFLIGHT_REFUSE && rm_ranks_unfinished(ranks) && rm_store_is_open(rm_engine_store(ranks->members[0].engine)))
-    return rm_fail(err, RM_E_STATE, "%lld requests are unfinished; finish them, or choose restart, abort or keep",
+rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_report *report,
+                             rm_error *err) {
+  // Checked before any rank commits: the replica with unfinished requests would refuse alone, and
+  // the others would have committed.
+  if (inflight == RM_INFLIGHT_REFUSE && rm_ranks_unfinished(ranks) &&
+      rm_store_is_open(rm_engine_store(ranks->members[0].engine)))
+    return rm_fail(err, RM_E_STATE,
+                   "%lld requests are unfinished; finish them, or choose restart, abort or keep",
                    (long long)rm_ranks_unfinished(ranks));
   const rm_code code = rm_ranks_run(ranks, commit_member, &inflight, err);
   if (code || !report) return code;
@@ -73,7 +88,8 @@ rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_repo
     const rm_sync_report *its = &ranks->members[r].report;
     report->bytes += its->bytes;
     report->seconds = its->seconds > report->seconds ? its->seconds : report->seconds;
-    report->copy_seconds = its->copy_seconds > report->copy_seconds ? its->copy_seconds : report->copy_seconds;
+    report->copy_seconds =
+        its->copy_seconds > report->copy_seconds ? its->copy_seconds : report->copy_seconds;
   }
   return RM_OK;
 }
@@ -82,8 +98,12 @@ void rm_ranks_sync_abort(rm_ranks *ranks) {
   for (int r = 0; r < ranks->n; r++) rm_engine_sync_abort(ranks->members[r].engine);
 }
 
-static rm_code sleep_member(rm_member *member, void *arg) { return rm_engine_sleep(member->engine, *(const unsigned *)arg, &member->err); }
-static rm_code wake_member(rm_member *member, void *arg) { return rm_engine_wake(member->engine, *(const unsigned *)arg, &member->err); }
+static rm_code sleep_member(rm_member *member, void *arg) {
+  return rm_engine_sleep(member->engine, *(const unsigned *)arg, &member->err);
+}
+static rm_code wake_member(rm_member *member, void *arg) {
+  return rm_engine_wake(member->engine, *(const unsigned *)arg, &member->err);
+}
 
 static rm_code offload_member(rm_member *member, void *arg) {
   (void)arg;
@@ -104,8 +124,9 @@ size_t rm_ranks_offload_bytes(const rm_ranks *ranks) {
 static rm_code check_host_room(const rm_ranks *ranks, rm_error *err) {
   const size_t available = rm_memory_available(), wanted = rm_ranks_offload_bytes(ranks);
   if (wanted <= available) return RM_OK;
-  return rm_fail(err, RM_E_CAPACITY, "the weights of %d ranks take %s and the host has %s left to offload them to", ranks->n,
-                 rm_say_bytes((double)wanted).text, rm_say_bytes((double)available).text);
+  return rm_fail(err, RM_E_CAPACITY,
+                 "the weights of %d ranks take %s and the host has %s left to offload them to",
+                 ranks->n, rm_say_bytes((double)wanted).text, rm_say_bytes((double)available).text);
 }
 
 rm_code rm_ranks_offload_weights(rm_ranks *ranks, rm_error *err) {
@@ -132,6 +153,7 @@ rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err) {
   }
   const rm_code code = rm_ranks_run(ranks, wake_member, &parts, err);
   parts = (parts & asleep) | RM_SLEEP_OFFLOAD;
-  if (code && parts & asleep) rm_ranks_run(ranks, sleep_member, &parts, NULL);   // one rank failed: all sleep again
+  if (code && parts & asleep)
+    rm_ranks_run(ranks, sleep_member, &parts, NULL);   // one rank failed: all sleep again
   return code;
 }

@@ -3,34 +3,46 @@
 
 static rm_code check_degree(const char *name, int64_t degree, rm_error *err) {
   if (degree >= 1 && degree <= RM_MAX_WORLD) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "expected %s of 1 … %d, got %lld", name, RM_MAX_WORLD, (long long)degree);
+  return rm_fail(err, RM_E_CONFIG, "expected %s of 1 … %d, got %lld", name, RM_MAX_WORLD,
+                 (long long)degree);
 }
 
-rm_code rm_mesh_create(int64_t tp, int64_t dp, int64_t ep, int64_t cp, int64_t pp, rm_mesh *out, rm_error *err) {
+rm_code rm_mesh_create(int64_t tp, int64_t dp, int64_t ep, int64_t cp, int64_t pp, rm_mesh *out,
+                       rm_error *err) {
   rm_code code;
-  if ((code = check_degree("tp", tp, err)) || (code = check_degree("dp", dp, err)) || (code = check_degree("ep", ep, err))) return code;
-  if (cp != 1) return rm_fail(err, RM_E_CONFIG, "expected cp=1 (there is no context parallelism), got %lld", (long long)cp);
-  if (pp != 1) return rm_fail(err, RM_E_CONFIG, "expected pp=1 (there is no pipeline parallelism), got %lld", (long long)pp);
+  if ((code = check_degree("tp", tp, err)) || (code = check_degree("dp", dp, err)) ||
+      (code = check_degree("ep", ep, err)))
+    return code;
+  if (cp != 1)
+    return rm_fail(err, RM_E_CONFIG, "expected cp=1 (there is no context parallelism), got %lld",
+                   (long long)cp);
+  if (pp != 1)
+    return rm_fail(err, RM_E_CONFIG, "expected pp=1 (there is no pipeline parallelism), got %lld",
+                   (long long)pp);
   if (tp * dp > RM_MAX_WORLD)
-    return rm_fail(err, RM_E_CONFIG, "expected at most %d ranks, got %lld (dp=%lld times tp=%lld)", RM_MAX_WORLD, (long long)(tp * dp),
-                   (long long)dp, (long long)tp);
+    return rm_fail(err, RM_E_CONFIG, "expected at most %d ranks, got %lld (dp=%lld times tp=%lld)",
+                   RM_MAX_WORLD, (long long)(tp * dp), (long long)dp, (long long)tp);
   if (ep != 1 && ep != tp && ep != dp * tp)
-    return rm_fail(err, RM_E_CONFIG, "expected ep of 1, tp=%lld or dp*tp=%lld, got %lld", (long long)tp, (long long)(dp * tp),
-                   (long long)ep);
+    return rm_fail(err, RM_E_CONFIG, "expected ep of 1, tp=%lld or dp*tp=%lld, got %lld",
+                   (long long)tp, (long long)(dp * tp), (long long)ep);
   *out = (rm_mesh){.tp = (int32_t)tp, .dp = (int32_t)dp, .ep = (int32_t)ep};
   return RM_OK;
 }
 
 rm_coords rm_mesh_coords(const rm_mesh *mesh, int32_t rank) {
-  return (rm_coords){.tp = rank % mesh->tp, .dp = rank / mesh->tp, .ep = rank % mesh->ep};   // ep is 1, tp or the world
+  return (rm_coords){.tp = rank % mesh->tp,
+                     .dp = rank / mesh->tp,
+                     .ep = rank % mesh->ep};   // ep is 1, tp or the world
 }
 
 int32_t rm_mesh_rank(const rm_mesh *mesh, int32_t dp, int32_t tp) { return dp * mesh->tp + tp; }
 
 rm_peers rm_mesh_peers(const rm_mesh *mesh, int32_t rank, rm_axis axis) {
   switch (axis) {
-    case RM_AXIS_TP: return (rm_peers){.first = rank - rank % mesh->tp, .step = 1, .count = mesh->tp};
-    case RM_AXIS_DP: return (rm_peers){.first = rank % mesh->tp, .step = mesh->tp, .count = mesh->dp};
+    case RM_AXIS_TP:
+      return (rm_peers){.first = rank - rank % mesh->tp, .step = 1, .count = mesh->tp};
+    case RM_AXIS_DP:
+      return (rm_peers){.first = rank % mesh->tp, .step = mesh->tp, .count = mesh->dp};
     default: return (rm_peers){.first = rank - rank % mesh->ep, .step = 1, .count = mesh->ep};
   }
 }

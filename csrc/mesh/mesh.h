@@ -1,5 +1,6 @@
-// mesh.h: coordinates of ranks. A world has dp × tp ranks, numbered rank = dp·tp_degree + tp, so the ranks of a tensor parallel group are
-// adjacent. Experts are distributed over a third axis of the same ranks:
+// mesh.h: coordinates of ranks. A world has dp × tp ranks, numbered rank = dp·tp_degree + tp, so
+// the ranks of a tensor parallel group are adjacent. Experts are distributed over a third axis of
+// the same ranks:
 //
 //   ep = 1       each expert is sharded over tp, like a dense MLP
 //   ep = tp      experts are distributed over a tp group; every dp replica has all of them
@@ -16,16 +17,18 @@ typedef struct rm_mesh {
   int32_t tp, dp, ep;
 } rm_mesh;
 
-typedef struct rm_coords {      // of one rank
-  int32_t tp, dp, ep;           // 0 … degree − 1 on each axis
+typedef struct rm_coords { // of one rank
+  int32_t tp, dp, ep; // 0 … degree − 1 on each axis
 } rm_coords;
 
 typedef enum rm_axis { RM_AXIS_TP, RM_AXIS_DP, RM_AXIS_EP } rm_axis;
 
 enum { RM_MAX_WORLD = 4096, RM_MAX_TP = 256 };
 
-// RM_E_CONFIG names the rule that is broken. Context and pipeline degrees exist to be refused by name.
-rm_code rm_mesh_create(int64_t tp, int64_t dp, int64_t ep, int64_t cp, int64_t pp, rm_mesh *out, rm_error *err);
+// RM_E_CONFIG names the rule that is broken. Context and pipeline degrees exist to be refused by
+// name.
+rm_code rm_mesh_create(int64_t tp, int64_t dp, int64_t ep, int64_t cp, int64_t pp, rm_mesh *out,
+                       rm_error *err);
 
 static inline int32_t rm_mesh_world(const rm_mesh *mesh) { return mesh->tp * mesh->dp; }
 
@@ -33,7 +36,8 @@ static inline int32_t rm_mesh_world(const rm_mesh *mesh) { return mesh->tp * mes
 rm_coords rm_mesh_coords(const rm_mesh *mesh, int32_t rank);
 int32_t rm_mesh_rank(const rm_mesh *mesh, int32_t dp, int32_t tp);
 
-// The group of `rank` along an axis, itself included: `count` ranks, from `first` on, `step` apart, in the order of their coordinate.
+// The group of `rank` along an axis, itself included: `count` ranks, from `first` on, `step` apart,
+// in the order of their coordinate.
 typedef struct rm_peers {
   int32_t first, step, count;
 } rm_peers;

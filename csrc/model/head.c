@@ -1,10 +1,12 @@
-// head.c: from hidden states to logits. A rank holds whole blocks of 128 vocabulary entries and computes a pair (max, sum) of each. All
-// pairs are gathered and merged in the contract's order on every rank. Logits are exchanged only on request.
+// head.c: from hidden states to logits. A rank holds whole blocks of 128 vocabulary entries and
+// computes a pair (max, sum) of each. All pairs are gathered and merged in the contract's order on
+// every rank. Logits are exchanged only on request.
 #include "model/model_internal.h"
 
 size_t rm_head_fields(rm_model *model, rm_field fields[RM_HEAD_FIELDS]) {
   const size_t rows = (size_t)model->options.max_out_rows, ranks = (size_t)model->shard.size;
-  const size_t blocks = (size_t)(rm_round_up(model->spec->vocab_size, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK);
+  const size_t blocks =
+      (size_t)(rm_round_up(model->spec->vocab_size, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK);
   const rm_field all[RM_HEAD_FIELDS] = {
       {&model->pairs, blocks, rows * 2 * sizeof(float)},
       {&model->target_logits, ranks, rows * sizeof(float)},
@@ -34,7 +36,8 @@ static rm_lm_head_args args_of(const rm_model *model, const char *weights, const
 
 static int64_t block_of(int64_t entry) { return (entry + RM_VOCAB_BLOCK - 1) / RM_VOCAB_BLOCK; }
 
-static rm_code compute_shard(rm_model *model, const char *weights, const rm_head *head, rm_error *err) {
+static rm_code compute_shard(rm_model *model, const char *weights, const rm_head *head,
+                             rm_error *err) {
   const rm_range mine = model->params->placement.vocab;
   rm_lm_head_args args = args_of(model, weights, head);
   args.pairs = model->pairs + block_of(mine.first) * head->rows * 2;
@@ -46,7 +49,8 @@ static rm_code compute_shard(rm_model *model, const char *weights, const rm_head
     if (code) return code;
     for (int64_t i = 0; i < head->rows; i++) {
       const int64_t at = head->host_targets[i] - mine.first;
-      model->local_targets[i] = head->host_targets[i] >= 0 && at >= 0 && at < mine.n ? (int32_t)at : -1;
+      model->local_targets[i] =
+          head->host_targets[i] >= 0 && at >= 0 && at < mine.n ? (int32_t)at : -1;
     }
     args.targets = rm_indices_copy_to_device(model, model->local_targets, head->rows);
     args.target_logits = model->target_logits + model->shard.me * head->rows;
@@ -60,8 +64,10 @@ static rm_code gather_pairs(rm_model *model, int64_t rows, rm_error *err) {
   const size_t each = (size_t)rows * 2 * sizeof(float);
   for (int r = 0; r < shard->size; r++) {
     const rm_range mine = shard->vocab[shard->me], its = shard->vocab[r];
-    shard->send[r] = (rm_block){model->pairs + block_of(mine.first) * rows * 2, block_of(mine.n), each, each};
-    shard->recv[r] = (rm_block){model->pairs + block_of(its.first) * rows * 2, block_of(its.n), each, each};
+    shard->send[r] =
+        (rm_block){model->pairs + block_of(mine.first) * rows * 2, block_of(mine.n), each, each};
+    shard->recv[r] =
+        (rm_block){model->pairs + block_of(its.first) * rows * 2, block_of(its.n), each, each};
   }
   return rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
 }
@@ -82,7 +88,8 @@ static rm_code gather_targets(rm_model *model, const rm_head *head, rm_error *er
     model->from_targets[i] = (int32_t)(owner * head->rows + i);
   }
   const int32_t *from = rm_indices_copy_to_device(model, model->from_targets, head->rows);
-  const rm_gather_rows_args args = {model->own_logits, model->target_logits, from, head->rows, sizeof(float)};
+  const rm_gather_rows_args args = {model->own_logits, model->target_logits, from, head->rows,
+                                    sizeof(float)};
   model->kernels->gather_rows(&model->ctx, &args);
   return RM_OK;
 }
@@ -92,8 +99,10 @@ static rm_code gather_logits(rm_model *model, const rm_head *head, rm_error *err
   const size_t ld = (size_t)head->ld_logits * sizeof(float);
   for (int r = 0; r < shard->size; r++) {
     const rm_range mine = shard->vocab[shard->me], its = shard->vocab[r];
-    shard->send[r] = (rm_block){head->logits + mine.first, head->rows, (size_t)mine.n * sizeof(float), ld};
-    shard->recv[r] = (rm_block){head->logits + its.first, head->rows, (size_t)its.n * sizeof(float), ld};
+    shard->send[r] =
+        (rm_block){head->logits + mine.first, head->rows, (size_t)mine.n * sizeof(float), ld};
+    shard->recv[r] =
+        (rm_block){head->logits + its.first, head->rows, (size_t)its.n * sizeof(float), ld};
   }
   return rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
 }
@@ -105,16 +114,20 @@ static rm_code exchange_logits(rm_model *model, const rm_head *head, rm_error *e
   const rm_range mine = shard->vocab[shard->me], here = rm_shard_home(shard, head->rows);
   for (int r = 0; r < shard->size; r++) {
     const rm_range its = shard->vocab[r], there = rm_shard_rows(shard, head->rows, r);
-    float *from = head->logits + there.first * head->ld_logits + mine.first, *to = head->logits + here.first * head->ld_logits + its.first;
+    float *from = head->logits + there.first * head->ld_logits + mine.first,
+          *to = head->logits + here.first * head->ld_logits + its.first;
     shard->send[r] = (rm_block){from, there.n, (size_t)mine.n * sizeof(float), ld};
     shard->recv[r] = (rm_block){to, here.n, (size_t)its.n * sizeof(float), ld};
   }
   return rm_comm_exchange(shard->comm, RM_COMM_ALL_TO_ALL, shard->send, shard->recv, err);
 }
 
-rm_range rm_model_own_rows(const rm_model *model, int64_t n, int r) { return rm_shard_rows(&model->shard, n, r); }
+rm_range rm_model_own_rows(const rm_model *model, int64_t n, int r) {
+  return rm_shard_rows(&model->shard, n, r);
+}
 
-rm_code rm_model_share(rm_model *model, void *items, const int64_t *counts, size_t bytes, rm_error *err) {
+rm_code rm_model_share(rm_model *model, void *items, const int64_t *counts, size_t bytes,
+                       rm_error *err) {
   rm_shard *shard = &model->shard;
   char *at = items, *mine = items;
   for (int r = 0; r < shard->me; r++) mine += (size_t)counts[r] * bytes;
@@ -136,7 +149,9 @@ rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head,
   if ((code = compute_shard(model, weights, head, err))) return code;
   if ((code = gather_pairs(model, head->rows, err))) return code;
   if (head->target_logprobs && (code = gather_targets(model, head, err))) return code;
-  if (head->logits && (code = head->own_rows ? exchange_logits(model, head, err) : gather_logits(model, head, err))) return code;
+  if (head->logits &&
+      (code = head->own_rows ? exchange_logits(model, head, err) : gather_logits(model, head, err)))
+    return code;
   const rm_merge_pairs_args merge = {
       .stats = head->stats,
       .target_logprobs = head->target_logprobs,

@@ -1,8 +1,10 @@
-// host_indices.c: with tp > 1, the indices that the host computes for a forward's ops. The vocabulary is sharded, so the rank that holds an
-// id embeds its row; with sequence parallelism rows and outputs are sharded too.
+// host_indices.c: with tp > 1, the indices that the host computes for a forward's ops. The
+// vocabulary is sharded, so the rank that holds an id embeds its row; with sequence parallelism
+// rows and outputs are sharded too.
 //
-// Each rank looks up the rows whose ids it holds. In a step of fixed sizes every rank looks up all rows (row 0 for ids that it does not
-// hold): the exchange is tp times larger, but its size depends on no id, so it can be captured.
+// Each rank looks up the rows whose ids it holds. In a step of fixed sizes every rank looks up all
+// rows (row 0 for ids that it does not hold): the exchange is tp times larger, but its size depends
+// on no id, so it can be captured.
 #include "model/model_internal.h"
 
 static int owner_of(const rm_shard *shard, int32_t id) {
@@ -30,7 +32,8 @@ static void prepare_embed(rm_model *model, const rm_batch *batch) {
   for (int64_t row = 0; row < batch->n_rows; row++) {
     const int owner = owner_of(shard, batch->ids[row]);
     const int64_t from = all ? next[owner] + row : next[owner]++;
-    if (row >= rows.first && row < rows.first + rows.n) model->embed_rows[row - rows.first] = (int32_t)from;
+    if (row >= rows.first && row < rows.first + rows.n)
+      model->embed_rows[row - rows.first] = (int32_t)from;
   }
 }
 
@@ -42,7 +45,8 @@ static void prepare_outs(rm_model *model, const rm_batch *batch) {
     const rm_range run = rm_shard_rows(shard, batch->n_rows, r);
     const int64_t first = at;
     for (; at < batch->n_out && batch->out_rows[at] < run.first + run.n; at++)
-      if (r == shard->me) model->own_out_rows[at - first] = (int32_t)(batch->out_rows[at] - run.first);
+      if (r == shard->me)
+        model->own_out_rows[at - first] = (int32_t)(batch->out_rows[at] - run.first);
     model->out_counts[r] = at - first;
   }
 }

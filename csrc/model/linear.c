@@ -1,5 +1,6 @@
-// linear.c: the dense linear layers: arguments of each gemm, and the choice between the op table (the contract's sums) and the
-// vendor's library (cuBLASLt, where params are plain). Experts, the router and lm_head always use the op table.
+// linear.c: the dense linear layers: arguments of each gemm, and the choice between the op table
+// (the contract's sums) and the vendor's library (cuBLASLt, where params are plain). Experts, the
+// router and lm_head always use the op table.
 //
 // y is a whole matrix, of which a rank writes its own columns.
 #include "model/model_internal.h"
@@ -9,7 +10,8 @@ static rm_gemm_args gated(const rm_model *model, rm_gemm_args args) {
   return args;
 }
 
-static rm_gemm_args linear(const rm_model *model, rm_cut cut, char *y, const void *x, const char *w, int64_t m, int64_t k) {
+static rm_gemm_args linear(const rm_model *model, rm_cut cut, char *y, const void *x, const char *w,
+                           int64_t m, int64_t k) {
   const rm_range mine = model->shard.cuts[cut][model->shard.me];
   return (rm_gemm_args){.y = y + (size_t)mine.first * model->shard.elem,
                         .x = x,
@@ -24,7 +26,8 @@ static rm_gemm_args linear(const rm_model *model, rm_cut cut, char *y, const voi
 }
 
 // n columns of x's rows, side by side in y.
-static rm_gemm_args compact(const rm_model *model, char *y, const char *w, const char *bias, int64_t m, int64_t n) {
+static rm_gemm_args compact(const rm_model *model, char *y, const char *w, const char *bias,
+                            int64_t m, int64_t n) {
   const int64_t hidden = model->spec->hidden_size;
   return (rm_gemm_args){.y = y,
                         .x = model->x,
@@ -39,13 +42,16 @@ static rm_gemm_args compact(const rm_model *model, char *y, const char *w, const
                         .y_dtype = model->options.dtype};
 }
 
-rm_gemm_args rm_qkv_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
+rm_gemm_args rm_qkv_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights,
+                         int64_t m) {
   const rm_placement *here = &model->params->placement;
   const int64_t width = (here->heads.n + 2 * here->kv_heads.n) * model->spec->head_dim;
-  return compact(model, model->qkv, weights + layer->qkv, rm_param_or_null(weights, layer->qkv_bias), m, width);
+  return compact(model, model->qkv, weights + layer->qkv,
+                 rm_param_or_null(weights, layer->qkv_bias), m, width);
 }
 
-rm_gemm_args rm_o_proj_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
+rm_gemm_args rm_o_proj_gemm(const rm_model *model, const rm_layer_params *layer,
+                            const char *weights, int64_t m) {
   const char *whole = model->shard.comm ? model->attended : model->qkv;
   const int64_t width = model->spec->n_heads * model->spec->head_dim;
   rm_gemm_args args = linear(model, RM_CUT_HIDDEN, model->x, whole, weights + layer->o, m, width);
@@ -53,25 +59,34 @@ rm_gemm_args rm_o_proj_gemm(const rm_model *model, const rm_layer_params *layer,
   return args;
 }
 
-rm_gemm_args rm_gate_up_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
-  return gated(model, linear(model, RM_CUT_INNER, model->inner, model->x, weights + layer->gate_up, m, model->spec->hidden_size));
+rm_gemm_args rm_gate_up_gemm(const rm_model *model, const rm_layer_params *layer,
+                             const char *weights, int64_t m) {
+  return gated(model, linear(model, RM_CUT_INNER, model->inner, model->x, weights + layer->gate_up,
+                             m, model->spec->hidden_size));
 }
 
-rm_gemm_args rm_down_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
-  return linear(model, RM_CUT_HIDDEN, model->x, model->inner, weights + layer->down, m, model->spec->intermediate_size);
+rm_gemm_args rm_down_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights,
+                          int64_t m) {
+  return linear(model, RM_CUT_HIDDEN, model->x, model->inner, weights + layer->down, m,
+                model->spec->intermediate_size);
 }
 
-rm_gemm_args rm_shared_gate_up_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
+rm_gemm_args rm_shared_gate_up_gemm(const rm_model *model, const rm_layer_params *layer,
+                                    const char *weights, int64_t m) {
   const int64_t hidden = model->spec->hidden_size;
-  return gated(model, linear(model, RM_CUT_SHARED_INNER, model->inner, model->x, weights + layer->shared_gate_up, m, hidden));
+  return gated(model, linear(model, RM_CUT_SHARED_INNER, model->inner, model->x,
+                             weights + layer->shared_gate_up, m, hidden));
 }
 
-rm_gemm_args rm_shared_down_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
+rm_gemm_args rm_shared_down_gemm(const rm_model *model, const rm_layer_params *layer,
+                                 const char *weights, int64_t m) {
   const int64_t width = model->spec->shared_intermediate_size;
-  return linear(model, RM_CUT_HIDDEN, model->shared, model->inner, weights + layer->shared_down, m, width);
+  return linear(model, RM_CUT_HIDDEN, model->shared, model->inner, weights + layer->shared_down, m,
+                width);
 }
 
-rm_gemm_args rm_shared_switch_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
+rm_gemm_args rm_shared_switch_gemm(const rm_model *model, const rm_layer_params *layer,
+                                   const char *weights, int64_t m) {
   return compact(model, model->shared_switch, weights + layer->shared_switch, NULL, m, 1);
 }
 
@@ -87,8 +102,9 @@ void rm_multiply_swiglu(rm_model *model, const rm_gemm_args *args) {
   else model->kernels->gemm_swiglu(&model->ctx, args);
 }
 
-// ---------------------------------------------------------------------------------------------- the library
-static void name(rm_gemm_shape list[RM_MAX_GEMM_SHAPES], int *n, const rm_gemm_args *args, int swiglu) {
+// ------------------------------------------------------------------------------------ the library
+static void name(rm_gemm_shape list[RM_MAX_GEMM_SHAPES], int *n, const rm_gemm_args *args,
+                 int swiglu) {
   const rm_gemm_shape one = {args->n, args->k, args->ldx, args->ldy, args->bias != NULL, swiglu};
   if (one.n) list[(*n)++] = one;
 }
@@ -98,13 +114,18 @@ static int name_all(const rm_model *model, rm_gemm_shape list[RM_MAX_GEMM_SHAPES
   int64_t dense = 0;
   int n = 0;
   while (dense < model->spec->n_layers && model->spec->layers[dense].is_moe) dense++;
-  const rm_layer_params *any = &model->params->layers[0], *layer = dense < model->spec->n_layers ? &model->params->layers[dense] : NULL;
-  const char *nowhere = (const char *)RM_FIELD_ALIGN;   // only shapes are read, and whether a bias is NULL
-  const rm_gemm_args qkv = rm_qkv_gemm(model, any, nowhere, 1), back = rm_o_proj_gemm(model, any, nowhere, 1);
+  const rm_layer_params *any = &model->params->layers[0],
+                        *layer =
+                            dense < model->spec->n_layers ? &model->params->layers[dense] : NULL;
+  const char *nowhere =
+      (const char *)RM_FIELD_ALIGN; // only shapes are read, and whether a bias is NULL
+  const rm_gemm_args qkv = rm_qkv_gemm(model, any, nowhere, 1),
+                     back = rm_o_proj_gemm(model, any, nowhere, 1);
   name(list, &n, &qkv, 0);
   name(list, &n, &back, 0);
   if (!layer) return n;
-  const rm_gemm_args in = rm_gate_up_gemm(model, layer, nowhere, 1), down = rm_down_gemm(model, layer, nowhere, 1);
+  const rm_gemm_args in = rm_gate_up_gemm(model, layer, nowhere, 1),
+                     down = rm_down_gemm(model, layer, nowhere, 1);
   name(list, &n, &in, !model->spec->ungated);
   name(list, &n, &down, 0);
   return n;
@@ -112,7 +133,9 @@ static int name_all(const rm_model *model, rm_gemm_shape list[RM_MAX_GEMM_SHAPES
 
 size_t rm_model_gemm_workspace(const rm_model *model) {
   rm_gemm_shape list[RM_MAX_GEMM_SHAPES];
-  return model->params->plain ? rm_vendor_gemm_workspace(list, name_all(model, list), model->options.max_rows) : 0;
+  return model->params->plain
+             ? rm_vendor_gemm_workspace(list, name_all(model, list), model->options.max_rows)
+             : 0;
 }
 
 rm_code rm_open_vendor_gemm(rm_model *model, rm_error *err) {
@@ -126,6 +149,6 @@ rm_code rm_open_vendor_gemm(rm_model *model, rm_error *err) {
                                           .workspace = model->vendor_gemm_workspace,
                                           .workspace_bytes = rm_model_gemm_workspace(model)};
   const char *why = device->open_vendor_gemm(device, &options, &model->vendor_gemm);
-  model->options.cublas_library = NULL;   // the caller's
+  model->options.cublas_library = NULL; // the caller's
   return why ? rm_fail(err, RM_E_CONFIG, "fast=True: %s: %s", device->name, why) : RM_OK;
 }

@@ -1,5 +1,6 @@
-// params.c: the layout of a version. Matrices are in the order in which a forward pass reads them; each begins on a cache line. Parameters
-// that are one matrix for the kernels (q|k|v, gate|up) share an offset and differ in dst_row0 or layout.
+// params.c: the layout of a version. Matrices are in the order in which a forward pass reads them;
+// each begins on a cache line. Parameters that are one matrix for the kernels (q|k|v, gate|up)
+// share an offset and differ in dst_row0 or layout.
 //
 // With tied embeddings there is one matrix: the packed lm_head, from which embed reads its rows.
 #include "model/params.h"
@@ -13,8 +14,8 @@
 enum { MAX_PARAMS = 1 << 20, ALIGN = 64 };
 
 typedef struct layout {
-  rm_params *params;            // list NULL while only counting
-  size_t end;                   // bytes laid out so far
+  rm_params *params; // list NULL while only counting
+  size_t end; // bytes laid out so far
   int overflow;
 } layout;
 
@@ -22,8 +23,9 @@ typedef struct layout {
 static size_t take(layout *l, int64_t n, rm_dtype dtype) {
   size_t bytes, end;
   const size_t start = l->end;
-  if (!rm_mul_size((size_t)n, rm_dtype_bytes(dtype), &bytes) || !rm_add_size(bytes, ALIGN - 1, &bytes) ||
-      !rm_add_size(start, bytes / ALIGN * ALIGN, &end) || end > SIZE_MAX / 4) {
+  if (!rm_mul_size((size_t)n, rm_dtype_bytes(dtype), &bytes) ||
+      !rm_add_size(bytes, ALIGN - 1, &bytes) || !rm_add_size(start, bytes / ALIGN * ALIGN, &end) ||
+      end > SIZE_MAX / 4) {
     l->overflow = 1;
     return start;
   }
@@ -31,7 +33,9 @@ static size_t take(layout *l, int64_t n, rm_dtype dtype) {
   return start;
 }
 
-static size_t take_packed(layout *l, int64_t rows, int64_t cols) { return take(l, rm_packed_elems(rows, cols), l->params->dtype); }
+static size_t take_packed(layout *l, int64_t rows, int64_t cols) {
+  return take(l, rm_packed_elems(rows, cols), l->params->dtype);
+}
 
 // For the matrix of a dense gemm, plain or packed.
 static size_t take_dense(layout *l, int64_t rows, int64_t cols) {
@@ -40,15 +44,16 @@ static size_t take_dense(layout *l, int64_t rows, int64_t cols) {
 
 static void add(layout *l, rm_param p) {
   rm_params *params = l->params;
-  const rm_range held = rm_placement_rows(params->spec, &params->placement, p.kind, p.expert, p.n_dims == 1 ? p.cols : p.rows);
+  const rm_range held = rm_placement_rows(params->spec, &params->placement, p.kind, p.expert,
+                                          p.n_dims == 1 ? p.cols : p.rows);
   p.first = held.first;
   p.held = held.n;
   if (params->list) params->list[params->n] = p;
   params->n++;
 }
 
-static void add_matrix(layout *l, rm_param_kind kind, int layer, int expert, int64_t rows, int64_t cols, rm_layout how, size_t offset,
-                       int64_t dst_row0) {
+static void add_matrix(layout *l, rm_param_kind kind, int layer, int expert, int64_t rows,
+                       int64_t cols, rm_layout how, size_t offset, int64_t dst_row0) {
   add(l, (rm_param){.kind = kind,
                     .layer = layer,
                     .expert = expert,
@@ -63,7 +68,8 @@ static void add_matrix(layout *l, rm_param_kind kind, int layer, int expert, int
                     .required = 1});
 }
 
-static void add_vector(layout *l, rm_param_kind kind, int layer, int64_t n, rm_dtype dtype, size_t offset, int required) {
+static void add_vector(layout *l, rm_param_kind kind, int layer, int64_t n, rm_dtype dtype,
+                       size_t offset, int required) {
   add(l, (rm_param){.kind = kind,
                     .layer = layer,
                     .expert = -1,
@@ -84,13 +90,15 @@ static size_t new_vector(layout *l, rm_param_kind kind, int layer, int64_t n, in
   return offset;
 }
 
-static size_t new_dense(layout *l, rm_param_kind kind, int layer, int64_t rows, int64_t held, int64_t cols) {
+static size_t new_dense(layout *l, rm_param_kind kind, int layer, int64_t rows, int64_t held,
+                        int64_t cols) {
   const size_t offset = take_dense(l, held, cols);
   add_matrix(l, kind, layer, -1, rows, cols, l->params->plain ? RM_PLAIN : RM_PACKED, offset, 0);
   return offset;
 }
 
-static size_t new_packed(layout *l, rm_param_kind kind, int layer, int64_t rows, int64_t held, int64_t cols) {
+static size_t new_packed(layout *l, rm_param_kind kind, int layer, int64_t rows, int64_t held,
+                         int64_t cols) {
   const size_t offset = take_packed(l, held, cols);
   add_matrix(l, kind, layer, -1, rows, cols, RM_PACKED, offset, 0);
   return offset;
@@ -99,7 +107,8 @@ static size_t new_packed(layout *l, rm_param_kind kind, int layer, int64_t rows,
 static void lay_attention(layout *l, rm_layer_params *out, int layer) {
   const rm_spec *s = l->params->spec;
   const rm_placement *here = &l->params->placement;
-  const int64_t q = s->n_heads * s->head_dim, kv = s->n_kv_heads * s->head_dim, hidden = s->hidden_size;
+  const int64_t q = s->n_heads * s->head_dim, kv = s->n_kv_heads * s->head_dim,
+                hidden = s->hidden_size;
   const int64_t q_here = here->heads.n * s->head_dim, kv_here = here->kv_heads.n * s->head_dim;
   const rm_layout how = l->params->plain ? RM_PLAIN : RM_PACKED;
   out->qkv = take_dense(l, q_here + 2 * kv_here, hidden);
@@ -112,14 +121,18 @@ static void lay_attention(layout *l, rm_layer_params *out, int layer) {
     const size_t each = rm_dtype_bytes(l->params->dtype);
     out->qkv_bias = take(l, q_here + 2 * kv_here, l->params->dtype);
     add_vector(l, RM_P_Q_BIAS, layer, q, l->params->dtype, out->qkv_bias, 1);
-    add_vector(l, RM_P_K_BIAS, layer, kv, l->params->dtype, out->qkv_bias + (size_t)q_here * each, 1);
-    add_vector(l, RM_P_V_BIAS, layer, kv, l->params->dtype, out->qkv_bias + (size_t)(q_here + kv_here) * each, 1);
+    add_vector(l, RM_P_K_BIAS, layer, kv, l->params->dtype, out->qkv_bias + (size_t)q_here * each,
+               1);
+    add_vector(l, RM_P_V_BIAS, layer, kv, l->params->dtype,
+               out->qkv_bias + (size_t)(q_here + kv_here) * each, 1);
   }
   if (s->o_bias) out->o_bias = new_vector(l, RM_P_O_BIAS, layer, hidden, here->hidden.n);
   if (!s->qk_norm) return;
   const int whole = s->qk_norm == RM_QK_NORM_WHOLE;
-  out->q_norm = new_vector(l, RM_P_Q_NORM, layer, whole ? q : s->head_dim, whole ? q_here : s->head_dim);
-  out->k_norm = new_vector(l, RM_P_K_NORM, layer, whole ? kv : s->head_dim, whole ? kv_here : s->head_dim);
+  out->q_norm =
+      new_vector(l, RM_P_Q_NORM, layer, whole ? q : s->head_dim, whole ? q_here : s->head_dim);
+  out->k_norm =
+      new_vector(l, RM_P_K_NORM, layer, whole ? kv : s->head_dim, whole ? kv_here : s->head_dim);
 }
 
 static void lay_dense(layout *l, rm_layer_params *out, int layer) {
@@ -130,9 +143,12 @@ static void lay_dense(layout *l, rm_layer_params *out, int layer) {
   if (s->ungated) {
     out->gate_up = new_dense(l, RM_P_UP, layer, width, here->inner.n, hidden);
   } else {
-    out->gate_up = take_dense(l, plain ? 2 * here->inner.n : rm_gate_up_rows(here->inner.n), hidden);
-    add_matrix(l, RM_P_GATE, layer, -1, width, hidden, plain ? RM_PLAIN : RM_PACKED_GATE, out->gate_up, 0);
-    add_matrix(l, RM_P_UP, layer, -1, width, hidden, plain ? RM_PLAIN : RM_PACKED_UP, out->gate_up, plain ? here->inner.n : 0);
+    out->gate_up =
+        take_dense(l, plain ? 2 * here->inner.n : rm_gate_up_rows(here->inner.n), hidden);
+    add_matrix(l, RM_P_GATE, layer, -1, width, hidden, plain ? RM_PLAIN : RM_PACKED_GATE,
+               out->gate_up, 0);
+    add_matrix(l, RM_P_UP, layer, -1, width, hidden, plain ? RM_PLAIN : RM_PACKED_UP, out->gate_up,
+               plain ? here->inner.n : 0);
   }
   out->down = new_dense(l, RM_P_DOWN, layer, hidden, here->hidden.n, width);
   out->router = out->router_bias = out->expert_gate_up = out->expert_down = SIZE_MAX;
@@ -140,7 +156,8 @@ static void lay_dense(layout *l, rm_layer_params *out, int layer) {
 }
 
 // A matrix of each expert; this rank's are `stride` bytes apart, the others have no memory.
-static void add_experts(layout *l, rm_param_kind kind, int layer, int64_t rows, int64_t cols, rm_layout how, size_t offset, size_t stride) {
+static void add_experts(layout *l, rm_param_kind kind, int layer, int64_t rows, int64_t cols,
+                        rm_layout how, size_t offset, size_t stride) {
   const rm_range here = l->params->placement.experts;
   for (int64_t e = 0; e < l->params->spec->n_experts; e++) {
     const int64_t place = e >= here.first && e < here.first + here.n ? e - here.first : 0;
@@ -175,9 +192,12 @@ static void lay_experts(layout *l, rm_layer_params *out, int layer) {
   out->expert_down_stride = rm_packed_elems(here->expert_hidden.n, width);
   out->expert_gate_up = take(l, here->experts.n * out->expert_gate_up_stride, l->params->dtype);
   out->expert_down = take(l, here->experts.n * out->expert_down_stride, l->params->dtype);
-  const size_t gate_up_bytes = (size_t)out->expert_gate_up_stride * each, down_bytes = (size_t)out->expert_down_stride * each;
-  add_experts(l, RM_P_EXPERT_GATE, layer, width, hidden, RM_PACKED_GATE, out->expert_gate_up, gate_up_bytes);
-  add_experts(l, RM_P_EXPERT_UP, layer, width, hidden, RM_PACKED_UP, out->expert_gate_up, gate_up_bytes);
+  const size_t gate_up_bytes = (size_t)out->expert_gate_up_stride * each,
+               down_bytes = (size_t)out->expert_down_stride * each;
+  add_experts(l, RM_P_EXPERT_GATE, layer, width, hidden, RM_PACKED_GATE, out->expert_gate_up,
+              gate_up_bytes);
+  add_experts(l, RM_P_EXPERT_UP, layer, width, hidden, RM_PACKED_UP, out->expert_gate_up,
+              gate_up_bytes);
   add_experts(l, RM_P_EXPERT_DOWN, layer, hidden, width, RM_PACKED, out->expert_down, down_bytes);
 }
 
@@ -199,22 +219,34 @@ static void lay_all(layout *l) {
   p->final_norm = new_vector(l, RM_P_FINAL_NORM, -1, s->hidden_size, s->hidden_size);
   for (int i = 0; i < (int)s->n_layers; i++) {
     rm_layer_params *out = &p->layers[i];
-    out->input_norm = s->norm_before ? new_vector(l, RM_P_INPUT_NORM, i, s->hidden_size, s->hidden_size) : SIZE_MAX;
-    out->post_attn_norm = s->norm_after ? new_vector(l, RM_P_POST_ATTN_NORM, i, s->hidden_size, s->hidden_size) : SIZE_MAX;
-    out->pre_mlp_norm = s->norm_before ? new_vector(l, RM_P_PRE_MLP_NORM, i, s->hidden_size, s->hidden_size) : SIZE_MAX;
-    out->post_mlp_norm = s->norm_after ? new_vector(l, RM_P_POST_MLP_NORM, i, s->hidden_size, s->hidden_size) : SIZE_MAX;
+    out->input_norm = s->norm_before
+                          ? new_vector(l, RM_P_INPUT_NORM, i, s->hidden_size, s->hidden_size)
+                          : SIZE_MAX;
+    out->post_attn_norm =
+        s->norm_after ? new_vector(l, RM_P_POST_ATTN_NORM, i, s->hidden_size, s->hidden_size)
+                      : SIZE_MAX;
+    out->pre_mlp_norm = s->norm_before
+                            ? new_vector(l, RM_P_PRE_MLP_NORM, i, s->hidden_size, s->hidden_size)
+                            : SIZE_MAX;
+    out->post_mlp_norm = s->norm_after
+                             ? new_vector(l, RM_P_POST_MLP_NORM, i, s->hidden_size, s->hidden_size)
+                             : SIZE_MAX;
     lay_attention(l, out, i);
     if (s->layers[i].is_moe) lay_experts(l, out, i);
     else lay_dense(l, out, i);
   }
 }
 
-rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_dtype dtype, int plain, rm_params **out, rm_error *err) {
+rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_dtype dtype,
+                         int plain, rm_params **out, rm_error *err) {
   *out = NULL;
-  const int64_t per_expert = 3 * spec->n_experts * spec->n_moe_layers;   // checked before anything of that size is allocated
+  const int64_t per_expert =
+      3 * spec->n_experts * spec->n_moe_layers; // checked before anything of that size is allocated
   if (per_expert > MAX_PARAMS)
-    return rm_fail(err, RM_E_CONFIG, "expected at most %d expert tensors, got %lld (num_experts=%lld in %lld layers)", MAX_PARAMS,
-                   (long long)per_expert, (long long)spec->n_experts, (long long)spec->n_moe_layers);
+    return rm_fail(err, RM_E_CONFIG,
+                   "expected at most %d expert tensors, got %lld (num_experts=%lld in %lld layers)",
+                   MAX_PARAMS, (long long)per_expert, (long long)spec->n_experts,
+                   (long long)spec->n_moe_layers);
   rm_params *params = rm_alloc(1, sizeof *params);
   if (!params) goto no_memory;
   params->spec = spec;
@@ -240,7 +272,8 @@ rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_
 
 no_memory:
   rm_params_destroy(params);
-  return rm_fail(err, RM_E_MEMORY, "no memory for the parameter table of %lld layers", (long long)spec->n_layers);
+  return rm_fail(err, RM_E_MEMORY, "no memory for the parameter table of %lld layers",
+                 (long long)spec->n_layers);
 }
 
 void rm_params_destroy(rm_params *params) {
@@ -301,11 +334,15 @@ static const struct {
     [RM_P_EXPERT_DOWN] = {"expert_down", "mlp.experts.#.down_proj.weight"},
 };
 
-const char *rm_param_kind_name(int kind) { return kind < RM_N_PARAM_KIND ? hf_names[kind].kind : NULL; }
+const char *rm_param_kind_name(int kind) {
+  return kind < RM_N_PARAM_KIND ? hf_names[kind].kind : NULL;
+}
 
 int rm_param_name(const rm_params *params, const rm_param *param, char *buffer, size_t capacity) {
-  const char *own = params->spec->names[param->kind], *pattern = own ? own : hf_names[param->kind].name, *place = strchr(pattern, '#');
+  const char *own = params->spec->names[param->kind],
+             *pattern = own ? own : hf_names[param->kind].name, *place = strchr(pattern, '#');
   if (param->layer < 0) return snprintf(buffer, capacity, "%s", pattern);
   if (!place) return snprintf(buffer, capacity, "model.layers.%d.%s", param->layer, pattern);
-  return snprintf(buffer, capacity, "model.layers.%d.%.*s%d%s", param->layer, (int)(place - pattern), pattern, param->expert, place + 1);
+  return snprintf(buffer, capacity, "model.layers.%d.%.*s%d%s", param->layer,
+                  (int)(place - pattern), pattern, param->expert, place + 1);
 }

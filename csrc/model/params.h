@@ -1,7 +1,9 @@
-// params.h: the parameters of a model, one entry per tensor of the Hugging Face checkpoint, and their offsets in the allocation that holds
-// a version of the weights. The manifest, syncs and the forward use this table.
+// params.h: the parameters of a model, one entry per tensor of the Hugging Face checkpoint, and
+// their offsets in the allocation that holds a version of the weights. The manifest, syncs and the
+// forward use this table.
 //
-// On every rank of a mesh the table has the same entries, order and shapes; the rows that a rank holds differ (placement.h).
+// On every rank of a mesh the table has the same entries, order and shapes; the rows that a rank
+// holds differ (placement.h).
 #pragma once
 
 #include <stddef.h>
@@ -10,45 +12,52 @@
 
 typedef struct rm_param {
   rm_param_kind kind;
-  int32_t layer, expert;        // −1 where there is none
-  int64_t rows, cols;           // as in the checkpoint; a vector has rows = 1 and n_dims = 1
-  int64_t first, held;          // rows (of a vector: elements) that this rank has: [first, first + held)
+  int32_t layer, expert; // −1 where there is none
+  int64_t rows, cols; // as in the checkpoint; a vector has rows = 1 and n_dims = 1
+  int64_t first, held; // rows (of a vector: elements) that this rank has: [first, first + held)
   int n_dims;
-  rm_dtype dtype;               // of the stored parameter; the router bias is float32 always
+  rm_dtype dtype; // of the stored parameter; the router bias is float32 always
   rm_layout layout;
-  size_t offset;                // bytes from the start of the allocation to the matrix that it is packed into
-  int64_t dst_row0, dst_cols;   // the matrix's row that holds row `first`, and the matrix's columns
-  int required;                 // 0: lm_head when tied, and the router bias where the spec says so
+  size_t offset; // bytes from the start of the allocation to the matrix that it is packed into
+  int64_t dst_row0, dst_cols; // the matrix's row that holds row `first`, and the matrix's columns
+  int required; // 0: lm_head when tied, and the router bias where the spec says so
 } rm_param;
 
-// Offsets of one layer's matrices, for the forward pass. SIZE_MAX where a layer has none. Each has the rows that the rank holds and all
-// columns; the shapes below are those without a mesh.
+// Offsets of one layer's matrices, for the forward pass. SIZE_MAX where a layer has none. Each has
+// the rows that the rank holds and all columns; the shapes below are those without a mesh.
 typedef struct rm_layer_params {
-  size_t input_norm, post_attn_norm, pre_mlp_norm, post_mlp_norm;   // of attention's input and output, of the MLP's
-  size_t q_norm, k_norm;                   // [head_dim], or [heads·head_dim], [kv·head_dim]
-  size_t qkv, qkv_bias, o, o_bias;         // qkv: packed [(heads + 2·kv)·head_dim]×[hidden]
-  size_t gate_up, down;                    // dense: packed [gate_up_rows(I)]×[H], [H]×[I]; plain: [2I][H], [H][I]; ungated: up alone
-  size_t router, router_bias;              // MoE: packed [E]×[H]; float32 [E]
-  size_t shared_gate_up, shared_down, shared_switch;   // MoE: as a dense layer's, packed; packed [1]×[H]
-  size_t expert_gate_up, expert_down;      // MoE: a matrix for each expert of the rank, strides below
-  int64_t expert_gate_up_stride, expert_down_stride;   // in elements
+  size_t input_norm, post_attn_norm, pre_mlp_norm,
+      post_mlp_norm; // of attention's input and output, of the MLP's
+  size_t q_norm, k_norm; // [head_dim], or [heads·head_dim], [kv·head_dim]
+  size_t qkv, qkv_bias, o, o_bias; // qkv: packed [(heads + 2·kv)·head_dim]×[hidden]
+  size_t gate_up,
+      // dense: packed [gate_up_rows(I)]×[H], [H]×[I]; plain: [2I][H], [H][I]; ungated: up alone
+      down;
+  size_t router, router_bias; // MoE: packed [E]×[H]; float32 [E]
+  size_t shared_gate_up, shared_down,
+      shared_switch; // MoE: as a dense layer's, packed; packed [1]×[H]
+  size_t expert_gate_up, expert_down; // MoE: a matrix for each expert of the rank, strides below
+  int64_t expert_gate_up_stride, expert_down_stride; // in elements
 } rm_layer_params;
 
 typedef struct rm_params {
-  const rm_spec *spec;          // view
-  rm_placement placement;       // what this rank holds
+  const rm_spec *spec; // view
+  rm_placement placement; // what this rank holds
   rm_dtype dtype;
-  int plain;                    // qkv, o, gate_up and down are plain rows, gate before up, for a vendor's library (vendor_gemm.h)
+  // qkv, o, gate_up and down are plain rows, gate before up, for a vendor's library (vendor_gemm.h)
+  int plain;
   int64_t n;
-  rm_param *list;               // [n], ordered by layer, kind, expert
-  rm_layer_params *layers;      // [n_layers]
-  size_t embed;                 // T [vocab held][hidden]; equal to lm_head, and packed, when tied
+  rm_param *list; // [n], ordered by layer, kind, expert
+  rm_layer_params *layers; // [n_layers]
+  size_t embed; // T [vocab held][hidden]; equal to lm_head, and packed, when tied
   size_t lm_head, final_norm;
-  size_t bytes;                 // of one version
+  size_t bytes; // of one version
 } rm_params;
 
-// Computes the layout; the spec must outlive it. `placement` is copied; NULL: the whole model. Owned: rm_params_destroy, safe on NULL.
-rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_dtype dtype, int plain, rm_params **out, rm_error *err);
+// Computes the layout; the spec must outlive it. `placement` is copied; NULL: the whole model.
+// Owned: rm_params_destroy, safe on NULL.
+rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_dtype dtype,
+                         int plain, rm_params **out, rm_error *err);
 void rm_params_destroy(rm_params *params);
 // Index of a parameter, −1 if the model does not have it.
 int64_t rm_params_find(const rm_params *params, rm_param_kind kind, int32_t layer, int32_t expert);

@@ -3,16 +3,20 @@
 
 rm_range rm_share(int64_t n, int64_t unit, int64_t parts, int64_t index) {
   const int64_t units = (n + unit - 1) / unit;
-  const int64_t first = rm_min64(units * index / parts * unit, n), end = rm_min64(units * (index + 1) / parts * unit, n);
+  const int64_t first = rm_min64(units * index / parts * unit, n),
+                end = rm_min64(units * (index + 1) / parts * unit, n);
   return (rm_range){.first = first, .n = end - first};
 }
 
 rm_code rm_placement_check(const rm_spec *spec, const rm_mesh *mesh, rm_error *err) {
   if (spec->n_heads % mesh->tp)
-    return rm_fail(err, RM_E_CONFIG, "tp=%d does not divide num_attention_heads=%lld", mesh->tp, (long long)spec->n_heads);
-  if (mesh->ep > 1 && !spec->n_experts) return rm_fail(err, RM_E_CONFIG, "expected ep=1 for a model without experts, got %d", mesh->ep);
+    return rm_fail(err, RM_E_CONFIG, "tp=%d does not divide num_attention_heads=%lld", mesh->tp,
+                   (long long)spec->n_heads);
+  if (mesh->ep > 1 && !spec->n_experts)
+    return rm_fail(err, RM_E_CONFIG, "expected ep=1 for a model without experts, got %d", mesh->ep);
   if (mesh->ep > 1 && spec->n_experts % mesh->ep)
-    return rm_fail(err, RM_E_CONFIG, "ep=%d does not divide num_experts=%lld", mesh->ep, (long long)spec->n_experts);
+    return rm_fail(err, RM_E_CONFIG, "ep=%d does not divide num_experts=%lld", mesh->ep,
+                   (long long)spec->n_experts);
   return RM_OK;
 }
 
@@ -54,8 +58,10 @@ rm_placement rm_placement_whole(const rm_spec *spec) {
 
 static rm_range scaled(rm_range r, int64_t by) { return (rm_range){r.first * by, r.n * by}; }
 
-rm_range rm_placement_rows(const rm_spec *spec, const rm_placement *p, rm_param_kind kind, int32_t expert, int64_t n) {
-  if (expert >= 0 && (expert < p->experts.first || expert >= p->experts.first + p->experts.n)) return (rm_range){0, 0};
+rm_range rm_placement_rows(const rm_spec *spec, const rm_placement *p, rm_param_kind kind,
+                           int32_t expert, int64_t n) {
+  if (expert >= 0 && (expert < p->experts.first || expert >= p->experts.first + p->experts.n))
+    return (rm_range){0, 0};
   switch (kind) {
     case RM_P_EMBED:
     case RM_P_LM_HEAD: return p->vocab;
@@ -71,8 +77,12 @@ rm_range rm_placement_rows(const rm_spec *spec, const rm_placement *p, rm_param_
     case RM_P_DOWN: return p->hidden;
     case RM_P_SHARED_GATE:
     case RM_P_SHARED_UP: return p->shared_inner;
-    case RM_P_Q_NORM: return spec->qk_norm == RM_QK_NORM_WHOLE ? scaled(p->heads, spec->head_dim) : (rm_range){0, n};
-    case RM_P_K_NORM: return spec->qk_norm == RM_QK_NORM_WHOLE ? scaled(p->kv_heads, spec->head_dim) : (rm_range){0, n};
+    case RM_P_Q_NORM:
+      return spec->qk_norm == RM_QK_NORM_WHOLE ? scaled(p->heads, spec->head_dim)
+                                               : (rm_range){0, n};
+    case RM_P_K_NORM:
+      return spec->qk_norm == RM_QK_NORM_WHOLE ? scaled(p->kv_heads, spec->head_dim)
+                                               : (rm_range){0, n};
     case RM_P_GATE:
     case RM_P_UP: return p->inner;
     case RM_P_EXPERT_GATE:
@@ -87,13 +97,15 @@ rm_range rm_placement_new_kv_heads(const rm_spec *spec, const rm_placement *p) {
   return (rm_range){p->kv_heads.first + shared, p->kv_heads.n - shared};
 }
 
-rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *p, rm_param_kind kind, int32_t expert, int64_t n) {
+rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *p, rm_param_kind kind,
+                              int32_t expert, int64_t n) {
   const rm_range held = rm_placement_rows(spec, p, kind, expert, n), none = {held.first, 0};
   switch (kind) {
     case RM_P_K:
     case RM_P_V:
     case RM_P_K_BIAS:
-    case RM_P_V_BIAS: return p->answers_sharded ? scaled(rm_placement_new_kv_heads(spec, p), spec->head_dim) : none;
+    case RM_P_V_BIAS:
+      return p->answers_sharded ? scaled(rm_placement_new_kv_heads(spec, p), spec->head_dim) : none;
     case RM_P_EXPERT_GATE:
     case RM_P_EXPERT_UP:
     case RM_P_EXPERT_DOWN: return p->answers_experts ? held : none;
@@ -109,7 +121,8 @@ rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *p, rm_par
     case RM_P_K_NORM:
       if (spec->qk_norm != RM_QK_NORM_WHOLE) return p->answers_replicated ? held : none;
       if (!p->answers_sharded) return none;
-      return kind == RM_P_Q_NORM ? held : scaled(rm_placement_new_kv_heads(spec, p), spec->head_dim);
+      return kind == RM_P_Q_NORM ? held
+                                 : scaled(rm_placement_new_kv_heads(spec, p), spec->head_dim);
     default: return p->answers_sharded ? held : none;
   }
 }

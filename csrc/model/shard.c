@@ -3,7 +3,8 @@
 
 #include "base/memory.h"
 
-rm_code rm_shard_create(const rm_spec *spec, const rm_rank *rank, rm_dtype dtype, rm_shard *out, rm_error *err) {
+rm_code rm_shard_create(const rm_spec *spec, const rm_rank *rank, rm_dtype dtype, rm_shard *out,
+                        rm_error *err) {
   const rm_coords at = rm_mesh_coords(&rank->mesh, rank->index);
   const size_t size = (size_t)rank->mesh.tp;
   *out = (rm_shard){.comm = size < 2          ? NULL
@@ -30,7 +31,8 @@ rm_code rm_shard_create(const rm_spec *spec, const rm_rank *rank, rm_dtype dtype
   for (int cut = 0; cut < RM_N_CUT; cut++) out->cuts[cut] = out->vocab + (size_t)(cut + 1) * size;
   for (int32_t r = 0; r < (int32_t)size; r++) {
     const rm_placement p = rm_placement_of(spec, &rank->mesh, rm_mesh_rank(&rank->mesh, at.dp, r));
-    out->cuts[RM_CUT_HEADS][r] = (rm_range){p.heads.first * spec->head_dim, p.heads.n * spec->head_dim};
+    out->cuts[RM_CUT_HEADS][r] =
+        (rm_range){p.heads.first * spec->head_dim, p.heads.n * spec->head_dim};
     out->cuts[RM_CUT_HIDDEN][r] = p.hidden;
     out->cuts[RM_CUT_INNER][r] = p.inner;
     out->cuts[RM_CUT_SHARED_INNER][r] = p.shared_inner;
@@ -50,15 +52,18 @@ void rm_shard_destroy(rm_shard *shard) {
   shard->vocab = NULL;
 }
 
-// Columns [cut.first, cut.first + cut.n) of rows [rows.first, …) of a matrix with `ld` elements a row.
-static rm_block block(const rm_shard *shard, const void *matrix, int64_t ld, rm_range rows, rm_range cut) {
+// Columns [cut.first, cut.first + cut.n) of rows [rows.first, …) of a matrix with `ld` elements a
+// row.
+static rm_block block(const rm_shard *shard, const void *matrix, int64_t ld, rm_range rows,
+                      rm_range cut) {
   return (rm_block){.base = (char *)matrix + (size_t)(rows.first * ld + cut.first) * shard->elem,
                     .rows = rows.n,
                     .row_bytes = (size_t)cut.n * shard->elem,
                     .ld = (size_t)ld * shard->elem};
 }
 
-rm_code rm_shard_gather_part(rm_shard *shard, rm_cut cut, const void *part, int64_t ld, void *whole, int64_t rows, rm_error *err) {
+rm_code rm_shard_gather_part(rm_shard *shard, rm_cut cut, const void *part, int64_t ld, void *whole,
+                             int64_t rows, rm_error *err) {
   const rm_range mine = shard->cuts[cut][shard->me], all = {0, rows};
   if (!shard->comm) return RM_OK;   // the caller reads `part`
   for (int r = 0; r < shard->size; r++) {
@@ -68,7 +73,8 @@ rm_code rm_shard_gather_part(rm_shard *shard, rm_cut cut, const void *part, int6
   return rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
 }
 
-rm_code rm_shard_gather_columns(rm_shard *shard, rm_cut cut, void *whole, int64_t rows, rm_error *err) {
+rm_code rm_shard_gather_columns(rm_shard *shard, rm_cut cut, void *whole, int64_t rows,
+                                rm_error *err) {
   const int64_t width = shard->widths[cut];
   const rm_range all = {0, rows};
   if (!shard->comm) return RM_OK;
@@ -79,17 +85,20 @@ rm_code rm_shard_gather_columns(rm_shard *shard, rm_cut cut, void *whole, int64_
   return rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
 }
 
-rm_code rm_shard_columns_to_rows(rm_shard *shard, rm_cut cut, const void *columns, int64_t ld, void *home, int64_t rows, rm_error *err) {
+rm_code rm_shard_columns_to_rows(rm_shard *shard, rm_cut cut, const void *columns, int64_t ld,
+                                 void *home, int64_t rows, rm_error *err) {
   const rm_range mine = shard->cuts[cut][shard->me], here = {0, rm_shard_home(shard, rows).n};
   if (!shard->comm) return RM_OK;
   for (int r = 0; r < shard->size; r++) {
-    shard->send[r] = block(shard, columns, ld, rm_shard_rows(shard, rows, r), (rm_range){0, mine.n});
+    shard->send[r] =
+        block(shard, columns, ld, rm_shard_rows(shard, rows, r), (rm_range){0, mine.n});
     shard->recv[r] = block(shard, home, shard->widths[cut], here, shard->cuts[cut][r]);
   }
   return rm_comm_exchange(shard->comm, RM_COMM_ALL_TO_ALL, shard->send, shard->recv, err);
 }
 
-rm_code rm_shard_gather_rows(rm_shard *shard, void *whole, int64_t rows, size_t bytes, rm_error *err) {
+rm_code rm_shard_gather_rows(rm_shard *shard, void *whole, int64_t rows, size_t bytes,
+                             rm_error *err) {
   if (!shard->comm) return RM_OK;
   for (int r = 0; r < shard->size; r++) {
     const rm_range run = rm_shard_rows(shard, rows, r), home = rm_shard_home(shard, rows);
@@ -99,7 +108,8 @@ rm_code rm_shard_gather_rows(rm_shard *shard, void *whole, int64_t rows, size_t 
   return rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
 }
 
-rm_code rm_shard_gather_counted(rm_shard *shard, const void *mine, void *out, const int64_t *counts, size_t bytes, rm_error *err) {
+rm_code rm_shard_gather_counted(rm_shard *shard, const void *mine, void *out, const int64_t *counts,
+                                size_t bytes, rm_error *err) {
   char *at = out;
   for (int r = 0; r < shard->size; at += (size_t)counts[r++] * bytes) {
     shard->send[r] = (rm_block){(void *)mine, counts[shard->me], bytes, bytes};

@@ -1,15 +1,18 @@
-// external_scheduler.c: see external_scheduler.h. A step is one plan, or several if it has more rows than a batch: positions whose KV is of
-// another version are recomputed before the requested rows.
+// external_scheduler.c: see external_scheduler.h. A step is one plan, or several if it has more
+// rows than a batch: positions whose KV is of another version are recomputed before the requested
+// rows.
 //
-// A page has the serving version as soon as its rows are in a plan, since within a forward all rows of a layer are written before any is
-// read. So of two requests that share a stale page, the first recomputes it and the second reads it in the same batch or a later one.
+// A page has the serving version as soon as its rows are in a plan, since within a forward all rows
+// of a layer are written before any is read. So of two requests that share a stale page, the first
+// recomputes it and the second reads it in the same batch or a later one.
 #include "scheduler/external_scheduler.h"
 
 #include "clock.h"
 
-// ---------------------------------------------------------------------------------------------- invalid pages and records
+// ---------------------------------------------------------------------- invalid pages and records
 static void invalidate_pages(rm_scheduler *scheduler, const rm_sequence *seq) {
-  for (int64_t i = 0; i < seq->n_pages; i++) scheduler->page_versions[rm_block_table(scheduler, seq)[i]] = -1;
+  for (int64_t i = 0; i < seq->n_pages; i++)
+    scheduler->page_versions[rm_block_table(scheduler, seq)[i]] = -1;
 }
 
 // A prompt's records must be of one version: those of requests without a token are recorded again.
@@ -20,7 +23,8 @@ static void restart_records(rm_scheduler *scheduler) {
   }
 }
 
-// The external scheduler decides about requests; pages of the old version are recognized by its number.
+// The external scheduler decides about requests; pages of the old version are recognized by its
+// number.
 static void weights_changed(rm_scheduler *scheduler, rm_inflight inflight) {
   (void)inflight;
   restart_records(scheduler);
@@ -32,30 +36,43 @@ static void pages_lost(rm_scheduler *scheduler) {
   restart_records(scheduler);
 }
 
-// ---------------------------------------------------------------------------------------------- checking a step
+// -------------------------------------------------------------------------------- checking a step
 static rm_sequence *sequence_of(const rm_scheduler *scheduler, uint64_t id, rm_error *err) {
   rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
   return group ? group->sequences : NULL;
 }
 
-static rm_code check_part(const rm_scheduler *scheduler, const rm_sequence *seq, const rm_external_part *part, rm_error *err) {
-  const long long id = (long long)part->id, size = scheduler->options.limits.page_size, end = part->n_computed + part->n_rows;
-  const long long held = part->replace || seq->status != RM_ACTIVE ? 0 : seq->n_pages, pages = held + part->n_pages;
+static rm_code check_part(const rm_scheduler *scheduler, const rm_sequence *seq,
+                          const rm_external_part *part, rm_error *err) {
+  const long long id = (long long)part->id, size = scheduler->options.limits.page_size,
+                  end = part->n_computed + part->n_rows;
+  const long long held = part->replace || seq->status != RM_ACTIVE ? 0 : seq->n_pages,
+                  pages = held + part->n_pages;
   const rm_sequence_group *group = seq->group;
-  if (seq->external_end) return rm_fail(err, RM_E_REQUEST, "request %lld is in a step twice: expected one part for each request", id);
+  if (seq->external_end)
+    return rm_fail(err, RM_E_REQUEST,
+                   "request %lld is in a step twice: expected one part for each request", id);
   if (part->n_computed < 0 || part->n_rows < 1 || end > rm_sequence_length(seq))
-    return rm_fail(err, RM_E_REQUEST, "request %lld: expected at most its %lld tokens, got %lld computed positions and %lld rows", id,
-                   (long long)rm_sequence_length(seq), (long long)part->n_computed, (long long)part->n_rows);
+    return rm_fail(
+        err, RM_E_REQUEST,
+        "request %lld: expected at most its %lld tokens, got %lld computed positions and %lld rows",
+        id, (long long)rm_sequence_length(seq), (long long)part->n_computed,
+        (long long)part->n_rows);
   if (end == rm_sequence_length(seq) && seq->n_tokens == group->capacity)
-    return rm_fail(err, RM_E_REQUEST, "request %lld: expected at most %lld generated tokens, got a step that draws one more", id,
-                   (long long)group->capacity);
+    return rm_fail(
+        err, RM_E_REQUEST,
+        "request %lld: expected at most %lld generated tokens, got a step that draws one more", id,
+        (long long)group->capacity);
   if (part->n_pages < 0 || pages > scheduler->max_pages || pages * size < end)
-    return rm_fail(err, RM_E_REQUEST, "request %lld: expected pages for %lld positions, at most %lld pages, got %lld of %lld positions", id,
-                   end, (long long)scheduler->max_pages, pages, size);
+    return rm_fail(
+        err, RM_E_REQUEST,
+        "request %lld: expected pages for %lld positions, at most %lld pages, got %lld of %lld "
+        "positions",
+        id, end, (long long)scheduler->max_pages, pages, size);
   for (int64_t i = 0; i < part->n_pages; i++)
     if (part->pages[i] < 0 || part->pages[i] >= scheduler->options.limits.n_pages)
-      return rm_fail(err, RM_E_REQUEST, "request %lld: page %d is not in [0, %lld)", id, part->pages[i],
-                     (long long)scheduler->options.limits.n_pages);
+      return rm_fail(err, RM_E_REQUEST, "request %lld: page %d is not in [0, %lld)", id,
+                     part->pages[i], (long long)scheduler->options.limits.n_pages);
   return RM_OK;
 }
 
@@ -66,7 +83,8 @@ static void leave_step(const rm_scheduler *scheduler, const rm_external_step *st
   }
 }
 
-// Checks all parts before anything changes. Parts of requests that have ended are accepted and ignored.
+// Checks all parts before anything changes. Parts of requests that have ended are accepted and
+// ignored.
 static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step, rm_error *err) {
   int64_t n_started = 0, n_drawn = 0;
   rm_code code = RM_OK;
@@ -84,11 +102,14 @@ static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step,
     }
   }
   if (!code && n_started > scheduler->n_free_table_rows)
-    code = rm_fail(err, RM_E_REQUEST, "expected at most max_num_seqs=%lld requests at once, got %lld",
-                   (long long)scheduler->options.max_num_seqs, (long long)(scheduler->n_active + n_started));
+    code = rm_fail(
+        err, RM_E_REQUEST, "expected at most max_num_seqs=%lld requests at once, got %lld",
+        (long long)scheduler->options.max_num_seqs, (long long)(scheduler->n_active + n_started));
   if (!code && n_drawn > step->n_logits)
-    code = rm_fail(err, RM_E_REQUEST, "expected room for the logits of %lld requests with external_draws, got room for %lld",
-                   (long long)n_drawn, (long long)step->n_logits);
+    code = rm_fail(
+        err, RM_E_REQUEST,
+        "expected room for the logits of %lld requests with external_draws, got room for %lld",
+        (long long)n_drawn, (long long)step->n_logits);
   if (code) leave_step(scheduler, step);
   return code;
 }
@@ -105,11 +126,12 @@ static void take_pages(rm_scheduler *scheduler, rm_sequence *seq, const rm_exter
   int32_t *table = rm_change_table(scheduler, seq);
   for (int64_t i = 0; i < part->n_pages; i++, seq->n_pages++) {
     table[seq->n_pages] = part->pages[i];
-    if (seq->n_pages * scheduler->options.limits.page_size >= part->n_computed) scheduler->page_versions[part->pages[i]] = -1;
+    if (seq->n_pages * scheduler->options.limits.page_size >= part->n_computed)
+      scheduler->page_versions[part->pages[i]] = -1;
   }
 }
 
-// ---------------------------------------------------------------------------------------------- batches
+// ---------------------------------------------------------------------------------------- batches
 // The first position to compute.
 static int64_t first_row(const rm_scheduler *scheduler, const rm_sequence *seq) {
   const int64_t size = scheduler->options.limits.page_size, version = scheduler->version;
@@ -121,13 +143,17 @@ static int64_t first_row(const rm_scheduler *scheduler, const rm_sequence *seq) 
   return group->n_scored < group->n_targets ? rm_min64(from, group->n_scored) : from;
 }
 
-// After a batch: copies from the pages the routing of prompt positions that other requests have computed.
+// After a batch: copies from the pages the routing of prompt positions that other requests have
+// computed.
 static void take_routed(rm_scheduler *scheduler, rm_sequence *seq) {
-  const int64_t size = scheduler->options.limits.page_size, per_token = scheduler->options.limits.routed_per_token;
+  const int64_t size = scheduler->options.limits.page_size,
+                per_token = scheduler->options.limits.routed_per_token;
   rm_sequence_group *group = seq->group;
-  for (int64_t p = group->n_prompt_routed; per_token && p < rm_min64(seq->next, group->n_prompt); p++, group->n_prompt_routed++)
+  for (int64_t p = group->n_prompt_routed; per_token && p < rm_min64(seq->next, group->n_prompt);
+       p++, group->n_prompt_routed++)
     memcpy(group->prompt_routed + p * per_token,
-           rm_kv_routed(scheduler->cache, rm_block_table(scheduler, seq)[p / size]) + p % size * per_token,
+           rm_kv_routed(scheduler->cache, rm_block_table(scheduler, seq)[p / size]) +
+               p % size * per_token,
            (size_t)per_token * sizeof(int16_t));
 }
 
@@ -144,7 +170,8 @@ static void begin(rm_scheduler *scheduler, rm_sequence *seq) {
 }
 
 static void plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows) {
-  const int64_t size = scheduler->options.limits.page_size, version = scheduler->version, end = seq->next + n_rows;
+  const int64_t size = scheduler->options.limits.page_size, version = scheduler->version,
+                end = seq->next + n_rows;
   const int32_t *table = rm_block_table(scheduler, seq);
   for (int64_t i = seq->next / size; i * size < end; i++) {
     if (scheduler->page_versions[table[i]] == version) continue;
@@ -164,7 +191,8 @@ static rm_progress plan_batch(rm_scheduler *scheduler) {
     rm_sequence *seq = sequence_of(scheduler, step->parts[i].id, NULL);
     if (seq->status == RM_DONE) continue;
     if (!seq->external_begun && plan->n_rows < max_rows) begin(scheduler, seq);
-    const int64_t left = seq->external_begun ? seq->external_end - seq->next : 1, n_rows = rm_min64(left, max_rows - plan->n_rows);
+    const int64_t left = seq->external_begun ? seq->external_end - seq->next : 1,
+                  n_rows = rm_min64(left, max_rows - plan->n_rows);
     if (n_rows) plan_rows(scheduler, seq, n_rows);
     more = n_rows < left;
   }
@@ -188,7 +216,7 @@ static rm_external_result result_of(const rm_sequence *seq) {
   return result;
 }
 
-// ---------------------------------------------------------------------------------------------- a step
+// ----------------------------------------------------------------------------------------- a step
 rm_code rm_external_begin(rm_scheduler *scheduler, const rm_external_step *step, rm_error *err) {
   const rm_code code = enter_step(scheduler, step, err);
   if (code) return code;
@@ -206,12 +234,13 @@ rm_code rm_external_begin(rm_scheduler *scheduler, const rm_external_step *step,
 
 void rm_external_end(rm_scheduler *scheduler, rm_external_result *results) {
   const rm_external_step *step = scheduler->step;
-  for (int64_t i = 0; i < step->n_parts && results; i++) results[i] = result_of(sequence_of(scheduler, step->parts[i].id, NULL));
+  for (int64_t i = 0; i < step->n_parts && results; i++)
+    results[i] = result_of(sequence_of(scheduler, step->parts[i].id, NULL));
   leave_step(scheduler, step);
   scheduler->step = NULL;
 }
 
-// ---------------------------------------------------------------------------------------------- the policy
+// ------------------------------------------------------------------------------------- the policy
 static void committed(rm_scheduler *scheduler) {
   const rm_plan *plan = &scheduler->plan;
   for (int64_t i = 0; i < plan->n_scheduled; i++)
@@ -227,18 +256,21 @@ const rm_policy rm_external_policy = {
     .pages_lost = pages_lost,
 };
 
-// ---------------------------------------------------------------------------------------------- between steps
-rm_sequence *rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_code *code, rm_error *err) {
+// ---------------------------------------------------------------------------------- between steps
+rm_sequence *rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_code *code,
+                                 rm_error *err) {
   rm_sequence *seq = sequence_of(scheduler, id, err);
   *code = !seq ? RM_E_REQUEST : RM_OK;
   if (seq && (seq->status != RM_ACTIVE || seq->external_row < 0))
-    *code = rm_fail(err, RM_E_STATE, "request %llu has no logits that wait for a draw", (unsigned long long)id);
+    *code = rm_fail(err, RM_E_STATE, "request %llu has no logits that wait for a draw",
+                    (unsigned long long)id);
   return *code ? NULL : seq;
 }
 
 void rm_external_invalidate_pages(rm_scheduler *scheduler, const int32_t *pages, int64_t n) {
   for (int64_t i = 0; i < n && scheduler->page_versions; i++)
-    if (pages[i] >= 0 && pages[i] < scheduler->options.limits.n_pages) scheduler->page_versions[pages[i]] = -1;
+    if (pages[i] >= 0 && pages[i] < scheduler->options.limits.n_pages)
+      scheduler->page_versions[pages[i]] = -1;
 }
 
 rm_code rm_external_fail(rm_scheduler *scheduler, uint64_t id, rm_error *err) {
@@ -258,50 +290,62 @@ rm_code rm_external_preempt(rm_scheduler *scheduler, uint64_t id, rm_error *err)
   return RM_OK;
 }
 
-rm_code rm_external_tokens(rm_scheduler *scheduler, uint64_t id, const int32_t *tokens, int64_t n, rm_error *err) {
+rm_code rm_external_tokens(rm_scheduler *scheduler, uint64_t id, const int32_t *tokens, int64_t n,
+                           rm_error *err) {
   rm_sequence *seq = sequence_of(scheduler, id, err);
   if (!seq) return RM_E_REQUEST;
   if (seq->status == RM_DONE) return RM_OK;
   if (n < 0 || n > seq->n_tokens)
-    return rm_fail(err, RM_E_REQUEST, "request %llu: expected at most its %lld generated tokens, got %lld", (unsigned long long)id,
-                   (long long)seq->n_tokens, (long long)n);
+    return rm_fail(err, RM_E_REQUEST,
+                   "request %llu: expected at most its %lld generated tokens, got %lld",
+                   (unsigned long long)id, (long long)seq->n_tokens, (long long)n);
   const int32_t *mine = seq->ids + seq->group->n_prompt;
   for (int64_t i = 0; i < n; i++)
     if (tokens[i] != mine[i])
-      return rm_fail(err, RM_E_REQUEST, "request %llu: expected generated token %lld to be %d, got %d", (unsigned long long)id,
-                     (long long)i, mine[i], tokens[i]);
-  if (!n && seq->n_tokens) seq->group->n_scored = seq->group->n_prompt_routed = 0; // given out again, of the version that then serves
+      return rm_fail(err, RM_E_REQUEST,
+                     "request %llu: expected generated token %lld to be %d, got %d",
+                     (unsigned long long)id, (long long)i, mine[i], tokens[i]);
+  if (!n && seq->n_tokens)
+    seq->group->n_scored = seq->group->n_prompt_routed =
+        0; // given out again, of the version that then serves
   seq->n_tokens = n;
   seq->n_routed = rm_min64(seq->n_routed, n);
   return RM_OK;
 }
 
-// ---------------------------------------------------------------------------------------------- records
-rm_code rm_external_top(const rm_scheduler *scheduler, const uint64_t *ids, int64_t n, int64_t k, int32_t *top_ids, float *top_logprobs,
-                        rm_error *err) {
+// ---------------------------------------------------------------------------------------- records
+rm_code rm_external_top(const rm_scheduler *scheduler, const uint64_t *ids, int64_t n, int64_t k,
+                        int32_t *top_ids, float *top_logprobs, rm_error *err) {
   if (k < 1) return rm_fail(err, RM_E_REQUEST, "k: expected at least 1, got %lld", (long long)k);
   for (int64_t i = 0; i < n; i++, top_ids += k, top_logprobs += k) {
     const rm_sequence *seq = sequence_of(scheduler, ids[i], err);
     if (!seq) return RM_E_REQUEST;
     const int64_t n_top = seq->group->top_logprobs, from = (seq->n_tokens - 1) * n_top;
     if (n_top < k || !seq->n_tokens)
-      return rm_fail(err, RM_E_REQUEST, "request %llu: expected a token with %lld logprobs, got %lld tokens with %lld each",
-                     (unsigned long long)ids[i], (long long)k, (long long)seq->n_tokens, (long long)n_top);
+      return rm_fail(
+          err, RM_E_REQUEST,
+          "request %llu: expected a token with %lld logprobs, got %lld tokens with %lld each",
+          (unsigned long long)ids[i], (long long)k, (long long)seq->n_tokens, (long long)n_top);
     memcpy(top_ids, seq->top_ids + from, (size_t)k * sizeof *top_ids);
     memcpy(top_logprobs, seq->top_logprobs + from, (size_t)k * sizeof *top_logprobs);
   }
   return RM_OK;
 }
 
-rm_code rm_external_routed(const rm_scheduler *scheduler, uint64_t id, int64_t start, int16_t *out, int64_t *n, rm_error *err) {
+rm_code rm_external_routed(const rm_scheduler *scheduler, uint64_t id, int64_t start, int16_t *out,
+                           int64_t *n, rm_error *err) {
   const rm_sequence *seq = sequence_of(scheduler, id, err);
   if (!seq) return RM_E_REQUEST;
   const int64_t n_prompt = seq->group->n_prompt, row = scheduler->options.limits.routed_per_token;
-  const int64_t n_fed = n_prompt + rm_max64(seq->n_tokens - 1, 0), from = rm_min64(rm_max64(start, 0), n_fed);
+  const int64_t n_fed = n_prompt + rm_max64(seq->n_tokens - 1, 0),
+                from = rm_min64(rm_max64(start, 0), n_fed);
   const int64_t of_prompt = rm_max64(n_prompt - from, 0), first = rm_max64(from - n_prompt, 0);
   *n = n_fed - from;
   if (!out || !row) return RM_OK;
-  if (of_prompt) memcpy(out, seq->group->prompt_routed + from * row, (size_t)(of_prompt * row) * sizeof *out);
-  if (*n > of_prompt) memcpy(out + of_prompt * row, seq->routed + first * row, (size_t)((*n - of_prompt) * row) * sizeof *out);
+  if (of_prompt)
+    memcpy(out, seq->group->prompt_routed + from * row, (size_t)(of_prompt * row) * sizeof *out);
+  if (*n > of_prompt)
+    memcpy(out + of_prompt * row, seq->routed + first * row,
+           (size_t)((*n - of_prompt) * row) * sizeof *out);
   return RM_OK;
 }

@@ -1,5 +1,5 @@
-// inflight.c: what happens to running requests, their KV and their records when a new version is committed, or when the weights or the KV
-// cache go to sleep.
+// inflight.c: what happens to running requests, their KV and their records when a new version is
+// committed, or when the weights or the KV cache go to sleep.
 #include "scheduler/scheduler.h"
 
 // Restarts the request from its prompt, with all its samples, also those that had ended.
@@ -9,8 +9,8 @@ static void restart(rm_scheduler *scheduler, rm_sequence_group *group) {
   for (int32_t i = group->n - 1; i >= 0; i--) rm_enqueue(scheduler, &group->sequences[i]);
 }
 
-// Keeps tokens and their records. Without keep_kv the KV is recomputed before the next token is drawn. A request without a token restarts,
-// since its prompt's records must be of one version.
+// Keeps tokens and their records. Without keep_kv the KV is recomputed before the next token is
+// drawn. A request without a token restarts, since its prompt's records must be of one version.
 static void keep(rm_scheduler *scheduler, rm_sequence_group *group, int keep_kv) {
   int has_tokens = 0;
   for (int32_t i = 0; i < group->n; i++) has_tokens |= group->sequences[i].n_tokens > 0;
@@ -27,7 +27,8 @@ static void keep(rm_scheduler *scheduler, rm_sequence_group *group, int keep_kv)
   }
 }
 
-// Newest first: each is older than those put back before, so its position in the queue is found at once.
+// Newest first: each is older than those put back before, so its position in the queue is found at
+// once.
 void rm_apply_inflight(rm_scheduler *scheduler, rm_inflight inflight) {
   for (rm_link *at = scheduler->live.prev, *before; at != &scheduler->live; at = before) {
     rm_sequence_group *group = (rm_sequence_group *)at;
@@ -40,5 +41,6 @@ void rm_apply_inflight(rm_scheduler *scheduler, rm_inflight inflight) {
 }
 
 void rm_preempt_all(rm_scheduler *scheduler) {
-  while (!rm_list_empty(&scheduler->active)) rm_preempt(scheduler, (rm_sequence *)scheduler->active.prev);
+  while (!rm_list_empty(&scheduler->active))
+    rm_preempt(scheduler, (rm_sequence *)scheduler->active.prev);
 }

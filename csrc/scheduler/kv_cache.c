@@ -1,9 +1,10 @@
-// kv_cache.c: see kv_cache.h. Indexed content gets a number ("node") that is never reused, and the key of a page is (version, node of its
-// parent, its tokens). Page ids or hashes as parents were rejected: an evicted page's id is reused with other content, and a hash can
-// collide. A page with the same content as an indexed one gets its node, so that pages after it can be indexed.
+// kv_cache.c: see kv_cache.h. Indexed content gets a number ("node") that is never reused, and the
+// key of a page is (version, node of its parent, its tokens). Page ids or hashes as parents were
+// rejected: an evicted page's id is reused with other content, and a hash can collide. A page with
+// the same content as an indexed one gets its node, so that pages after it can be indexed.
 //
-// Free pages come from a stack, then from pages never used, then the least recently released cached page is evicted. Sequences release
-// their pages last first, so a prefix outlives what followed it.
+// Free pages come from a stack, then from pages never used, then the least recently released cached
+// page is evicted. Sequences release their pages last first, so a prefix outlives what followed it.
 #include "scheduler/kv_cache.h"
 
 #include <assert.h>
@@ -14,40 +15,43 @@
 #include "base/memory.h"
 
 typedef struct rm_page {
-  uint64_t node, parent;        // name of the content, 0: none; name of what comes before it, 0: the start
+  uint64_t node, parent; // name of the content, 0: none; name of what comes before it, 0: the start
   int64_t version;
   uint64_t hash;
   int32_t references;
-  int32_t chain;                // next page of its bucket + 1; of the free stack when free
-  int32_t older, newer;         // neighbours among the cached + 1
+  int32_t chain; // next page of its bucket + 1; of the free stack when free
+  int32_t older, newer; // neighbours among the cached + 1
   uint8_t indexed, has_logprobs;
 } rm_page;
 
 struct rm_kv_cache {
   rm_kv_options options;
-  rm_page *pages;               // [n_pages]
-  int32_t *tokens;              // [n_pages][page_size] of indexed pages
-  float *logprobs;              // [n_pages][page_size]
-  int16_t *routed;              // [n_pages][page_size][routed_per_token]
-  int32_t *buckets;             // [n_buckets] page + 1
-  uint64_t n_buckets;           // a power of two
+  rm_page *pages; // [n_pages]
+  int32_t *tokens; // [n_pages][page_size] of indexed pages
+  float *logprobs; // [n_pages][page_size]
+  int16_t *routed; // [n_pages][page_size][routed_per_token]
+  int32_t *buckets; // [n_buckets] page + 1
+  uint64_t n_buckets; // a power of two
   uint64_t last_node;
-  int64_t n_fresh;              // pages [n_fresh, n_pages) were never used and are zero
+  int64_t n_fresh; // pages [n_fresh, n_pages) were never used and are zero
   int32_t free, oldest, newest; // page + 1
   int64_t n_free, n_cached, n_held;
   int64_t hits, misses, evictions;
 };
 
 size_t rm_kv_record_bytes(int64_t page_size, int64_t routed_per_token) {
-  const rm_kv_cache *cache = NULL;   // for its sizes
-  const size_t position = sizeof *cache->tokens + sizeof *cache->logprobs + (size_t)routed_per_token * sizeof *cache->routed;
-  return sizeof *cache->pages + (size_t)page_size * position + 4 * sizeof *cache->buckets;   // less than four buckets a page
+  const rm_kv_cache *cache = NULL; // for its sizes
+  const size_t position = sizeof *cache->tokens + sizeof *cache->logprobs +
+                          (size_t)routed_per_token * sizeof *cache->routed;
+  return sizeof *cache->pages + (size_t)page_size * position +
+         4 * sizeof *cache->buckets; // less than four buckets a page
 }
 
 rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *err) {
   *out = NULL;
   if (options->n_pages < 1 || options->n_pages > INT32_MAX / 2)
-    return rm_fail(err, RM_E_CAPACITY, "expected a KV cache of 1 … %d pages, got %lld", INT32_MAX / 2, (long long)options->n_pages);
+    return rm_fail(err, RM_E_CAPACITY, "expected a KV cache of 1 … %d pages, got %lld",
+                   INT32_MAX / 2, (long long)options->n_pages);
   rm_kv_cache *cache = rm_alloc(1, sizeof *cache);
   if (!cache) return rm_fail(err, RM_E_MEMORY, "no memory for the KV cache's table");
   cache->options = *options;
@@ -65,7 +69,8 @@ rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *
   }
   if (!ok) {
     rm_kv_destroy(cache);
-    return rm_fail(err, RM_E_MEMORY, "no memory for the records of %lld pages of KV cache", (long long)options->n_pages);
+    return rm_fail(err, RM_E_MEMORY, "no memory for the records of %lld pages of KV cache",
+                   (long long)options->n_pages);
   }
   *out = cache;
   return RM_OK;
@@ -81,17 +86,20 @@ void rm_kv_destroy(rm_kv_cache *cache) {
   rm_free(cache);
 }
 
-// ---------------------------------------------------------------------------------------------- the index
-static uint64_t hash_key(const rm_kv_cache *cache, int64_t version, uint64_t parent, const int32_t *tokens) {
+// -------------------------------------------------------------------------------------- the index
+static uint64_t hash_key(const rm_kv_cache *cache, int64_t version, uint64_t parent,
+                         const int32_t *tokens) {
   uint64_t h = rm_hash_word(rm_hash_word(RM_HASH_SEED, (uint64_t)version), parent);
   for (int64_t i = 0; i < cache->options.page_size; i++) h = rm_hash_word(h, (uint32_t)tokens[i]);
   return h;
 }
 
 // The indexed page of exactly this key, or −1.
-static int32_t look_up(const rm_kv_cache *cache, uint64_t hash, int64_t version, uint64_t parent, const int32_t *tokens) {
+static int32_t look_up(const rm_kv_cache *cache, uint64_t hash, int64_t version, uint64_t parent,
+                       const int32_t *tokens) {
   const size_t size = (size_t)cache->options.page_size;
-  for (int32_t at = cache->buckets[hash & (cache->n_buckets - 1)]; at; at = cache->pages[at - 1].chain) {
+  for (int32_t at = cache->buckets[hash & (cache->n_buckets - 1)]; at;
+       at = cache->pages[at - 1].chain) {
     const rm_page *page = &cache->pages[at - 1];
     if (page->hash == hash && page->version == version && page->parent == parent &&
         !memcmp(cache->tokens + (size_t)(at - 1) * size, tokens, size * sizeof *tokens))
@@ -109,7 +117,7 @@ static void remove_from_index(rm_kv_cache *cache, int32_t id) {
   page->node = 0;
 }
 
-// ---------------------------------------------------------------------------------------------- cached pages, in LRU order
+// --------------------------------------------------------------------- cached pages, in LRU order
 static void cached_append(rm_kv_cache *cache, int32_t id) {
   rm_page *page = &cache->pages[id];
   page->older = cache->newest;
@@ -136,8 +144,10 @@ static void free_push(rm_kv_cache *cache, int32_t id) {
   cache->n_free++;
 }
 
-// ---------------------------------------------------------------------------------------------- pages
-int64_t rm_kv_free_pages(const rm_kv_cache *cache) { return cache->n_free + cache->n_cached + cache->options.n_pages - cache->n_fresh; }
+// ------------------------------------------------------------------------------------------ pages
+int64_t rm_kv_free_pages(const rm_kv_cache *cache) {
+  return cache->n_free + cache->n_cached + cache->options.n_pages - cache->n_fresh;
+}
 
 int32_t rm_kv_alloc(rm_kv_cache *cache) {
   int32_t id;
@@ -178,12 +188,16 @@ void rm_kv_release(rm_kv_cache *cache, int32_t id) {
   else free_push(cache, id);
 }
 
-int32_t rm_kv_references(const rm_kv_cache *cache, int32_t id) { return cache->pages[id].references; }
+int32_t rm_kv_references(const rm_kv_cache *cache, int32_t id) {
+  return cache->pages[id].references;
+}
 
-int32_t rm_kv_find(rm_kv_cache *cache, int64_t version, int32_t parent, const int32_t *tokens, int need_logprobs) {
+int32_t rm_kv_find(rm_kv_cache *cache, int64_t version, int32_t parent, const int32_t *tokens,
+                   int need_logprobs) {
   const uint64_t node = parent < 0 ? 0 : cache->pages[parent].node;
   int32_t id = -1;
-  if (parent < 0 || node) id = look_up(cache, hash_key(cache, version, node, tokens), version, node, tokens);
+  if (parent < 0 || node)
+    id = look_up(cache, hash_key(cache, version, node, tokens), version, node, tokens);
   if (id < 0 || (need_logprobs && !cache->pages[id].has_logprobs)) {
     cache->misses++;
     return -1;
@@ -193,7 +207,8 @@ int32_t rm_kv_find(rm_kv_cache *cache, int64_t version, int32_t parent, const in
   return id;
 }
 
-void rm_kv_index(rm_kv_cache *cache, int32_t id, int64_t version, int32_t parent, const int32_t *tokens, int has_logprobs) {
+void rm_kv_index(rm_kv_cache *cache, int32_t id, int64_t version, int32_t parent,
+                 const int32_t *tokens, int has_logprobs) {
   rm_page *page = &cache->pages[id];
   const uint64_t node = parent < 0 ? 0 : cache->pages[parent].node;
   const size_t size = (size_t)cache->options.page_size;
@@ -202,7 +217,7 @@ void rm_kv_index(rm_kv_cache *cache, int32_t id, int64_t version, int32_t parent
   const int32_t equal = look_up(cache, hash, version, node, tokens);
   if (equal >= 0) {
     page->node = cache->pages[equal].node;
-    if (has_logprobs && !cache->pages[equal].has_logprobs) {   // same content, so the same record
+    if (has_logprobs && !cache->pages[equal].has_logprobs) { // same content, so the same record
       memcpy(rm_kv_logprobs(cache, equal), rm_kv_logprobs(cache, id), size * sizeof(float));
       cache->pages[equal].has_logprobs = 1;
     }
@@ -241,7 +256,9 @@ void rm_kv_renew(rm_kv_cache *cache) {
   cache->n_free = cache->n_fresh = 0;
 }
 
-float *rm_kv_logprobs(rm_kv_cache *cache, int32_t id) { return cache->logprobs + (int64_t)id * cache->options.page_size; }
+float *rm_kv_logprobs(rm_kv_cache *cache, int32_t id) {
+  return cache->logprobs + (int64_t)id * cache->options.page_size;
+}
 
 int16_t *rm_kv_routed(rm_kv_cache *cache, int32_t id) {
   return cache->routed + (int64_t)id * cache->options.page_size * cache->options.routed_per_token;

@@ -1,10 +1,12 @@
-// kv_cache.h: the pages of the KV cache, their reference counts, and the prefix index. Bookkeeping only: the model writes the contents,
-// and the owner's function zeroes a page when it is allocated.
+// kv_cache.h: the pages of the KV cache, their reference counts, and the prefix index. Bookkeeping
+// only: the model writes the contents, and the owner's function zeroes a page when it is allocated.
 //
-// A page is free, held (references > 0), or cached (no reference, but in the index until it is needed). A full page is indexed by
-// hash(weight version, parent, its tokens); a hit compares all three, so a collision cannot serve wrong KV.
+// A page is free, held (references > 0), or cached (no reference, but in the index until it is
+// needed). A full page is indexed by hash(weight version, parent, its tokens); a hit compares all
+// three, so a collision cannot serve wrong KV.
 //
-// A page also has records of its tokens, logprobs (where asked for) and routed experts, so that a hit returns what a recomputation would.
+// A page also has records of its tokens, logprobs (where asked for) and routed experts, so that a
+// hit returns what a recomputation would.
 #pragma once
 
 #include <stddef.h>
@@ -16,31 +18,35 @@ typedef struct rm_kv_cache rm_kv_cache;
 
 typedef struct rm_kv_options {
   int64_t n_pages, page_size;
-  int64_t routed_per_token;     // n_moe_layers · top_k, 0 in a dense model
+  int64_t routed_per_token; // n_moe_layers · top_k, 0 in a dense model
   void (*zero_page)(void *owner, int32_t page);
   void *owner;
 } rm_kv_options;
 
-size_t rm_kv_record_bytes(int64_t page_size, int64_t routed_per_token);   // the most host memory that a page takes here
+size_t rm_kv_record_bytes(int64_t page_size,
+                          int64_t routed_per_token); // the most host memory that a page takes here
 rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *err);
 void rm_kv_destroy(rm_kv_cache *cache);
 
-int64_t rm_kv_free_pages(const rm_kv_cache *cache);            // free or evictable
-int32_t rm_kv_alloc(rm_kv_cache *cache);                       // one reference, zeroed; −1: none left
+int64_t rm_kv_free_pages(const rm_kv_cache *cache); // free or evictable
+int32_t rm_kv_alloc(rm_kv_cache *cache); // one reference, zeroed; −1: none left
 void rm_kv_retain(rm_kv_cache *cache, int32_t page);
-void rm_kv_release(rm_kv_cache *cache, int32_t page);          // at 0: cached when indexed, else free
+void rm_kv_release(rm_kv_cache *cache, int32_t page); // at 0: cached when indexed, else free
 int32_t rm_kv_references(const rm_kv_cache *cache, int32_t page);
 
-// The page that holds `tokens` [page_size] after `parent` (−1: none) under `version`; retained. −1: no hit.
-// need_logprobs: only a page whose record has them counts.
-int32_t rm_kv_find(rm_kv_cache *cache, int64_t version, int32_t parent, const int32_t *tokens, int need_logprobs);
-// Indexes a full page, unless an equal one is indexed already. Never a page with values that are not finite.
-void rm_kv_index(rm_kv_cache *cache, int32_t page, int64_t version, int32_t parent, const int32_t *tokens, int has_logprobs);
-void rm_kv_reset(rm_kv_cache *cache);                          // empties the index; held pages stay held
-void rm_kv_renew(rm_kv_cache *cache);                          // all pages are zero again (mapped anew); none may be held
+// The page that holds `tokens` [page_size] after `parent` (−1: none) under `version`; retained. −1:
+// no hit. need_logprobs: only a page whose record has them counts.
+int32_t rm_kv_find(rm_kv_cache *cache, int64_t version, int32_t parent, const int32_t *tokens,
+                   int need_logprobs);
+// Indexes a full page, unless an equal one is indexed already. Never a page with values that are
+// not finite.
+void rm_kv_index(rm_kv_cache *cache, int32_t page, int64_t version, int32_t parent,
+                 const int32_t *tokens, int has_logprobs);
+void rm_kv_reset(rm_kv_cache *cache); // empties the index; held pages stay held
+void rm_kv_renew(rm_kv_cache *cache); // all pages are zero again (mapped anew); none may be held
 
-float *rm_kv_logprobs(rm_kv_cache *cache, int32_t page);       // [page_size], view
-int16_t *rm_kv_routed(rm_kv_cache *cache, int32_t page);       // [page_size][routed_per_token], view
+float *rm_kv_logprobs(rm_kv_cache *cache, int32_t page); // [page_size], view
+int16_t *rm_kv_routed(rm_kv_cache *cache, int32_t page); // [page_size][routed_per_token], view
 
 typedef struct rm_kv_stats {
   int64_t hits, misses, evictions, pages_held, pages_cached, pages_free;

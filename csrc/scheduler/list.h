@@ -1,5 +1,6 @@
-// list.h: intrusive doubly linked lists with a sentinel. An element is in at most one list; its rm_link is its first
-// member, so a link is cast to it. Every operation is a few stores: nothing on the step path searches or allocates.
+// list.h: intrusive doubly linked lists with a sentinel. An element is in at most one list; its
+// rm_link is its first member, so a link is cast to it. Every operation is a few stores: nothing on
+// the step path searches or allocates.
 #pragma once
 
 typedef struct rm_link {

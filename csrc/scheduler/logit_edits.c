@@ -7,7 +7,7 @@
 
 enum { MAX_BAD_WORDS = 16384 };
 
-// ---------------------------------------------------------------------------------------------- checks
+// ----------------------------------------------------------------------------------------- checks
 #define REFUSE_UNLESS(condition, ...) \
   if (!(condition)) return rm_fail(err, RM_E_REQUEST, __VA_ARGS__)
 
@@ -15,56 +15,77 @@ static rm_code check_penalties(const rm_request *request, rm_error *err) {
   const struct {
     const char *name;
     float value;
-  } each[] = {{"frequency_penalty", request->frequency_penalty}, {"presence_penalty", request->presence_penalty}};
+  } each[] = {{"frequency_penalty", request->frequency_penalty},
+              {"presence_penalty", request->presence_penalty}};
   REFUSE_UNLESS(request->repetition_penalty >= 0 && isfinite(request->repetition_penalty),
-                "repetition_penalty=%g must be finite and at least 0", (double)request->repetition_penalty);
+                "repetition_penalty=%g must be finite and at least 0",
+                (double)request->repetition_penalty);
   for (int i = 0; i < 2; i++)
-    REFUSE_UNLESS(each[i].value >= -2 && each[i].value <= 2, "%s=%g is not in [-2, 2]", each[i].name, (double)each[i].value);
+    REFUSE_UNLESS(each[i].value >= -2 && each[i].value <= 2, "%s=%g is not in [-2, 2]",
+                  each[i].name, (double)each[i].value);
   return RM_OK;
 }
 
 static rm_code check_biases(const rm_request *request, int64_t vocab, rm_error *err) {
   REFUSE_UNLESS(request->n_biases <= vocab && (request->n_biases == 0 || request->biases),
-                "logit_bias: expected at most %lld tokens with a number each, got %lld", (long long)vocab, (long long)request->n_biases);
+                "logit_bias: expected at most %lld tokens with a number each, got %lld",
+                (long long)vocab, (long long)request->n_biases);
   for (int64_t i = 0; i < request->n_biases; i++)
-    REFUSE_UNLESS(isfinite(request->biases[i]), "logit_bias: expected finite numbers, got %g", (double)request->biases[i]);
+    REFUSE_UNLESS(isfinite(request->biases[i]), "logit_bias: expected finite numbers, got %g",
+                  (double)request->biases[i]);
   return rm_check_token_ids("logit_bias", request->bias_ids, request->n_biases, vocab, err);
 }
 
 static rm_code check_bad_words(const rm_request *request, int64_t vocab, rm_error *err) {
   const int64_t n = request->n_bad_words;
-  REFUSE_UNLESS(n >= 0 && n <= MAX_BAD_WORDS, "bad_words: expected at most %d of several tokens, got %lld", MAX_BAD_WORDS, (long long)n);
-  REFUSE_UNLESS(n == 0 || request->bad_word_ends, "bad_words: expected an array of %lld ends, got none", (long long)n);
+  REFUSE_UNLESS(n >= 0 && n <= MAX_BAD_WORDS,
+                "bad_words: expected at most %d of several tokens, got %lld", MAX_BAD_WORDS,
+                (long long)n);
+  REFUSE_UNLESS(n == 0 || request->bad_word_ends,
+                "bad_words: expected an array of %lld ends, got none", (long long)n);
   for (int64_t i = 0; i < n; i++)
-    REFUSE_UNLESS(request->bad_word_ends[i] > (i ? request->bad_word_ends[i - 1] : 0), "bad_words: word %lld has no token", (long long)i);
-  return rm_check_token_ids("bad_words", request->bad_words, n ? request->bad_word_ends[n - 1] : 0, vocab, err);
+    REFUSE_UNLESS(request->bad_word_ends[i] > (i ? request->bad_word_ends[i - 1] : 0),
+                  "bad_words: word %lld has no token", (long long)i);
+  return rm_check_token_ids("bad_words", request->bad_words, n ? request->bad_word_ends[n - 1] : 0,
+                            vocab, err);
 }
 
 // Whether tokens of the prompt are penalized too.
-static int repeats(const rm_request *request) { return request->repetition_penalty != 0 && request->repetition_penalty != 1; }
+static int repeats(const rm_request *request) {
+  return request->repetition_penalty != 0 && request->repetition_penalty != 1;
+}
 
 static int penalizes(const rm_request *request) {
   return repeats(request) || request->frequency_penalty != 0 || request->presence_penalty != 0;
 }
 
-rm_code rm_logit_edits_check(const rm_request *request, const rm_request_limits *limits, rm_error *err) {
+rm_code rm_logit_edits_check(const rm_request *request, const rm_request_limits *limits,
+                             rm_error *err) {
   const int64_t vocab = limits->vocab;
   rm_code code = check_penalties(request, err);
   if (!code) code = check_biases(request, vocab, err);
   if (!code) code = rm_check_token_ids("banned", request->banned, request->n_banned, vocab, err);
   if (!code) code = check_bad_words(request, vocab, err);
   if (code) return code;
-  const int by_tokens = penalizes(request) || request->n_bad_words, any = by_tokens || request->n_biases || request->n_banned;
-  REFUSE_UNLESS(!by_tokens || request->kind == RM_GENERATE, "penalties and bad_words: expected none in a score, got some");
-  REFUSE_UNLESS(!any || !request->kept_tokens,
-                "kept_tokens=True: expected no penalties, logit_bias, bad_words or banned tokens; leave one of the two out");
-  REFUSE_UNLESS(!any || !limits->external,
-                "with an external scheduler: expected no penalties, logit_bias, bad_words or banned tokens, which it applies itself");
+  const int by_tokens = penalizes(request) || request->n_bad_words,
+            any = by_tokens || request->n_biases || request->n_banned;
+  REFUSE_UNLESS(!by_tokens || request->kind == RM_GENERATE,
+                "penalties and bad_words: expected none in a score, got some");
+  REFUSE_UNLESS(
+      !any || !request->kept_tokens,
+      "kept_tokens=True: expected no penalties, logit_bias, bad_words or banned tokens; leave one "
+      "of the two out");
+  REFUSE_UNLESS(
+      !any || !limits->external,
+      "with an external scheduler: expected no penalties, logit_bias, bad_words or banned tokens, "
+      "which it applies itself");
   return RM_OK;
 }
 
-// ---------------------------------------------------------------------------------------------- the lists
-int64_t rm_logit_edits_most(const rm_request *request) { return request->n_biases + (repeats(request) ? request->n_prompt : 0); }
+// -------------------------------------------------------------------------------------- the lists
+int64_t rm_logit_edits_most(const rm_request *request) {
+  return request->n_biases + (repeats(request) ? request->n_prompt : 0);
+}
 
 static int compare_edits(const void *a, const void *b) {
   const rm_logit_edit *x = a, *y = b;
@@ -89,13 +110,17 @@ static int64_t merge(rm_logit_edit *edits, int64_t n) {
 
 void rm_logit_edits_init(rm_sequence_group *group, const rm_request *request) {
   const int64_t n_bad = request->n_bad_words, most = rm_logit_edits_most(request);
-  for (int64_t i = 0; i < request->n_biases; i++) group->edits[i] = (rm_logit_edit){request->bias_ids[i], -1, request->biases[i]};
-  for (int64_t i = request->n_biases; i < most; i++) group->edits[i] = (rm_logit_edit){request->prompt[i - request->n_biases], 0, 0};
+  for (int64_t i = 0; i < request->n_biases; i++)
+    group->edits[i] = (rm_logit_edit){request->bias_ids[i], -1, request->biases[i]};
+  for (int64_t i = request->n_biases; i < most; i++)
+    group->edits[i] = (rm_logit_edit){request->prompt[i - request->n_biases], 0, 0};
   group->n_edits = merge(group->edits, most);
   group->n_bad_words = n_bad;
   if (!n_bad) return;
-  memcpy(group->bad_word_ends, request->bad_word_ends, (size_t)n_bad * sizeof *group->bad_word_ends);
-  memcpy(group->bad_words, request->bad_words, (size_t)request->bad_word_ends[n_bad - 1] * sizeof *group->bad_words);
+  memcpy(group->bad_word_ends, request->bad_word_ends,
+         (size_t)n_bad * sizeof *group->bad_word_ends);
+  memcpy(group->bad_words, request->bad_words,
+         (size_t)request->bad_word_ends[n_bad - 1] * sizeof *group->bad_words);
 }
 
 void rm_logit_edits_rewind(rm_sequence *seq) {
@@ -103,7 +128,8 @@ void rm_logit_edits_rewind(rm_sequence *seq) {
   seq->n_counted = 0;
   seq->n_edits = group->n_edits;
   if (!rm_has_penalties(group)) seq->edits = group->edits;
-  else if (group->n_edits) memcpy(seq->edits, group->edits, (size_t)group->n_edits * sizeof *seq->edits);
+  else if (group->n_edits)
+    memcpy(seq->edits, group->edits, (size_t)group->n_edits * sizeof *seq->edits);
 }
 
 static void count(rm_sequence *seq, int32_t token) {
@@ -124,17 +150,22 @@ static void count(rm_sequence *seq, int32_t token) {
 
 void rm_logit_edits_advance(rm_sequence *seq) {
   if (!rm_has_penalties(seq->group)) return;
-  while (seq->n_counted < seq->n_tokens) count(seq, seq->ids[seq->group->n_prompt + seq->n_counted++]);
+  while (seq->n_counted < seq->n_tokens)
+    count(seq, seq->ids[seq->group->n_prompt + seq->n_counted++]);
 }
 
-// Appends the last tokens of bad words whose other tokens were generated last. Returns the new number.
+// Appends the last tokens of bad words whose other tokens were generated last. Returns the new
+// number.
 static int64_t ban_words(const rm_sequence *seq, int64_t n) {
   const rm_sequence_group *group = seq->group;
   const int32_t *end = seq->ids + group->n_prompt + seq->n_tokens;
   for (int64_t i = 0; i < group->n_bad_words; i++) {
-    const int64_t from = i ? group->bad_word_ends[i - 1] : 0, before = group->bad_word_ends[i] - from - 1;
+    const int64_t from = i ? group->bad_word_ends[i - 1] : 0,
+                  before = group->bad_word_ends[i] - from - 1;
     const int32_t *word = group->bad_words + from;
-    if (before > seq->n_tokens || (before && memcmp(end - before, word, (size_t)before * sizeof *word))) continue;
+    if (before > seq->n_tokens ||
+        (before && memcmp(end - before, word, (size_t)before * sizeof *word)))
+      continue;
     seq->banned[n++] = word[before];
   }
   return n;

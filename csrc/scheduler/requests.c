@@ -3,7 +3,7 @@
 
 #include "scheduler/scheduler.h"
 
-// ---------------------------------------------------------------------------------------------- groups by id
+// ----------------------------------------------------------------------------------- groups by id
 // Ids count up, so the low bits spread them evenly.
 static rm_sequence_group **bucket(const rm_scheduler *scheduler, uint64_t id) {
   return &scheduler->buckets[id & (scheduler->n_buckets - 1)];
@@ -26,33 +26,39 @@ static int grow_buckets(rm_scheduler *scheduler) {
   return 1;
 }
 
-rm_sequence_group *rm_find_sequence_group(const rm_scheduler *scheduler, uint64_t id, rm_error *err) {
+rm_sequence_group *rm_find_sequence_group(const rm_scheduler *scheduler, uint64_t id,
+                                          rm_error *err) {
   rm_sequence_group *group = scheduler->n_buckets ? *bucket(scheduler, id) : NULL;
   while (group && group->id != id) group = group->next_in_bucket;
   if (!group) rm_fail(err, RM_E_REQUEST, "there is no request %llu", (unsigned long long)id);
   return group;
 }
 
-static rm_sequence *find_sample(const rm_scheduler *scheduler, uint64_t id, int32_t sample, rm_error *err) {
+static rm_sequence *find_sample(const rm_scheduler *scheduler, uint64_t id, int32_t sample,
+                                rm_error *err) {
   rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
   if (!group) return NULL;
   if (sample >= 0 && sample < group->n) return &group->sequences[sample];
-  rm_fail(err, RM_E_REQUEST, "request %llu has no sample %d, only 0 … %d", (unsigned long long)id, sample, group->n - 1);
+  rm_fail(err, RM_E_REQUEST, "request %llu has no sample %d, only 0 … %d", (unsigned long long)id,
+          sample, group->n - 1);
   return NULL;
 }
 
-// ---------------------------------------------------------------------------------------------- in
-rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uint64_t *id, rm_error *err) {
+// --------------------------------------------------------------------------------------------- in
+rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uint64_t *id,
+                         rm_error *err) {
   const uint64_t number = request->id ? request->id : scheduler->next_id;
   if (number < scheduler->next_id)
-    return rm_fail(err, RM_E_STATE, "request %llu is not above %llu, the last one", (unsigned long long)number,
-                   (unsigned long long)scheduler->next_id - 1);
+    return rm_fail(err, RM_E_STATE, "request %llu is not above %llu, the last one",
+                   (unsigned long long)number, (unsigned long long)scheduler->next_id - 1);
   rm_sequence_group *group;
-  const rm_code code = rm_sequence_group_create(request, &scheduler->options.limits, number, scheduler->next_order, &group, err);
+  const rm_code code = rm_sequence_group_create(request, &scheduler->options.limits, number,
+                                                scheduler->next_order, &group, err);
   if (code) return code;
   if (!grow_buckets(scheduler)) {
     rm_free(group);
-    return rm_fail(err, RM_E_MEMORY, "no memory for the table of %lld requests", (long long)scheduler->n_groups + 1);
+    return rm_fail(err, RM_E_MEMORY, "no memory for the table of %lld requests",
+                   (long long)scheduler->n_groups + 1);
   }
   scheduler->next_id = number + 1;
   scheduler->next_order += (uint64_t)group->n;
@@ -66,7 +72,7 @@ rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uin
   return RM_OK;
 }
 
-// ---------------------------------------------------------------------------------------------- out
+// -------------------------------------------------------------------------------------------- out
 int64_t rm_scheduler_finished(rm_scheduler *scheduler, uint64_t *ids, int64_t capacity) {
   int64_t n = 0;
   for (; n < capacity && !rm_list_empty(&scheduler->finished); n++) {
@@ -77,7 +83,8 @@ int64_t rm_scheduler_finished(rm_scheduler *scheduler, uint64_t *ids, int64_t ca
   return n;
 }
 
-rm_code rm_scheduler_view(const rm_scheduler *scheduler, uint64_t id, rm_request_view *out, rm_error *err) {
+rm_code rm_scheduler_view(const rm_scheduler *scheduler, uint64_t id, rm_request_view *out,
+                          rm_error *err) {
   const rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
   if (!group) return RM_E_REQUEST;
   *out = (rm_request_view){
@@ -100,7 +107,8 @@ rm_code rm_scheduler_view(const rm_scheduler *scheduler, uint64_t id, rm_request
   return RM_OK;
 }
 
-rm_code rm_scheduler_sample_view(const rm_scheduler *scheduler, uint64_t id, int32_t sample, rm_sample_view *out, rm_error *err) {
+rm_code rm_scheduler_sample_view(const rm_scheduler *scheduler, uint64_t id, int32_t sample,
+                                 rm_sample_view *out, rm_error *err) {
   const rm_sequence *seq = find_sample(scheduler, id, sample, err);
   if (!seq) return RM_E_REQUEST;
   *out = (rm_sample_view){
@@ -125,7 +133,9 @@ rm_code rm_scheduler_sample_view(const rm_scheduler *scheduler, uint64_t id, int
 rm_code rm_scheduler_release(rm_scheduler *scheduler, uint64_t id, rm_error *err) {
   rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
   if (!group) return RM_E_REQUEST;
-  if (group->n_done < group->n) return rm_fail(err, RM_E_STATE, "request %llu is not finished; abort it first", (unsigned long long)id);
+  if (group->n_done < group->n)
+    return rm_fail(err, RM_E_STATE, "request %llu is not finished; abort it first",
+                   (unsigned long long)id);
   rm_sequence_group **at = bucket(scheduler, id);
   while (*at != group) at = &(*at)->next_in_bucket;
   *at = group->next_in_bucket;
@@ -135,7 +145,7 @@ rm_code rm_scheduler_release(rm_scheduler *scheduler, uint64_t id, rm_error *err
   return RM_OK;
 }
 
-// ---------------------------------------------------------------------------------------------- ends
+// ------------------------------------------------------------------------------------------- ends
 static void finish_if_all_done(rm_scheduler *scheduler, rm_sequence_group *group) {
   if (group->n_done < group->n) return;
   rm_list_remove(&group->link);
@@ -162,25 +172,30 @@ void rm_finish_sequence_group(rm_scheduler *scheduler, rm_sequence_group *group,
   finish_if_all_done(scheduler, group);
 }
 
-void rm_fail_sequence_group(rm_scheduler *scheduler, const rm_sequence *seq, long long position, const char *what) {
+void rm_fail_sequence_group(rm_scheduler *scheduler, const rm_sequence *seq, long long position,
+                            const char *what) {
   rm_sequence_group *group = seq->group;
   group->error = RM_E_NUMERICS;
-  snprintf(group->message, sizeof group->message, "request %llu, sample %d, position %lld: %s not finite", (unsigned long long)group->id,
+  snprintf(group->message, sizeof group->message,
+           "request %llu, sample %d, position %lld: %s not finite", (unsigned long long)group->id,
            seq->index, position, what);
   const rm_policy *policy = scheduler->options.policy;
   if (policy->invalidate_pages) policy->invalidate_pages(scheduler, seq);
   rm_finish_sequence_group(scheduler, group, RM_FINISH_ERROR);
 }
 
-// ---------------------------------------------------------------------------------------------- ends from outside
-rm_code rm_scheduler_stop_sample(rm_scheduler *scheduler, uint64_t id, int32_t sample, int64_t n_tokens, rm_error *err) {
+// ------------------------------------------------------------------------------ ends from outside
+rm_code rm_scheduler_stop_sample(rm_scheduler *scheduler, uint64_t id, int32_t sample,
+                                 int64_t n_tokens, rm_error *err) {
   rm_sequence *seq = find_sample(scheduler, id, sample, err);
   if (!seq) return RM_E_REQUEST;
   if (n_tokens < 0 || n_tokens > seq->n_tokens)
-    return rm_fail(err, RM_E_REQUEST, "sample %d of request %llu cannot stop at %lld tokens: it has %lld", sample, (unsigned long long)id,
-                   (long long)n_tokens, (long long)seq->n_tokens);
+    return rm_fail(err, RM_E_REQUEST,
+                   "sample %d of request %llu cannot stop at %lld tokens: it has %lld", sample,
+                   (unsigned long long)id, (long long)n_tokens, (long long)seq->n_tokens);
   if (seq->finish == RM_FINISH_ABORT || seq->finish == RM_FINISH_ERROR)
-    return rm_fail(err, RM_E_STATE, "sample %d of request %llu was %s", sample, (unsigned long long)id,
+    return rm_fail(err, RM_E_STATE, "sample %d of request %llu was %s", sample,
+                   (unsigned long long)id,
                    seq->finish == RM_FINISH_ABORT ? "aborted" : "ended by an error");
   if (seq->status != RM_DONE) rm_finish_sequence(scheduler, seq, RM_FINISH_STOP);
   seq->finish = RM_FINISH_STOP;

@@ -1,27 +1,32 @@
 // scheduler.c: which rows the next step computes, and on which pages.
 //
-// Priority is the order of arrival. Active sequences are visited oldest first and allocate the pages they need; if there are none, the
-// newest is preempted. Then waiting sequences are admitted, oldest first, while there are table rows, batch rows and pages for all of their
-// known tokens. The oldest can always continue (add has checked that it fits alone). A preempted one is recomputed, with the same bits.
+// Priority is the order of arrival. Active sequences are visited oldest first and allocate the
+// pages they need; if there are none, the newest is preempted. Then waiting sequences are admitted,
+// oldest first, while there are table rows, batch rows and pages for all of their known tokens. The
+// oldest can always continue (add has checked that it fits alone). A preempted one is recomputed,
+// with the same bits.
 //
-// The prompt of n samples is computed by the first sample that becomes active, the leader. In the step that computes the prompt's last row,
-// siblings draw from that row too, as far as there are table rows, and share the leader's pages. The last, partly filled page is copied on
-// the first write, except by the last sequence that holds it.
+// The prompt of n samples is computed by the first sample that becomes active, the leader. In the
+// step that computes the prompt's last row, siblings draw from that row too, as far as there are
+// table rows, and share the leader's pages. The last, partly filled page is copied on the first
+// write, except by the last sequence that holds it.
 #include <assert.h>
 
 #include "base/fields.h"
 #include "clock.h"
 #include "scheduler/scheduler.h"
 
-// ---------------------------------------------------------------------------------------------- creation
+// --------------------------------------------------------------------------------------- creation
 #define N_FIELDS(fields) (sizeof(fields) / sizeof *(fields))
 
-rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options *options, rm_error *err) {
+rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options *options,
+                            rm_error *err) {
   const size_t rows = (size_t)options->max_num_batched_tokens, seqs = (size_t)options->max_num_seqs;
   rm_plan *plan = &scheduler->plan;
   const rm_field fields[] = {
       {&scheduler->free_table_rows, seqs, sizeof *scheduler->free_table_rows},
-      {&scheduler->page_versions, (size_t)options->external_pages, sizeof *scheduler->page_versions},
+      {&scheduler->page_versions, (size_t)options->external_pages,
+       sizeof *scheduler->page_versions},
       {&plan->scheduled, seqs, sizeof *plan->scheduled},
       {&plan->ids, rows, sizeof *plan->ids},
       {&plan->positions, rows, sizeof *plan->positions},
@@ -34,7 +39,8 @@ rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options 
       {&plan->table_changed, seqs, sizeof *plan->table_changed},
   };
   scheduler->options = *options;
-  scheduler->max_pages = (options->limits.max_model_len + options->limits.page_size - 1) / options->limits.page_size;
+  scheduler->max_pages =
+      (options->limits.max_model_len + options->limits.page_size - 1) / options->limits.page_size;
   scheduler->next_id = 1;
   rm_list_init(&scheduler->waiting);
   rm_list_init(&scheduler->active);
@@ -43,17 +49,22 @@ rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options 
   scheduler->memory_bytes = rm_fields_bytes(fields, N_FIELDS(fields));
   scheduler->memory = scheduler->memory_bytes ? rm_map(scheduler->memory_bytes) : NULL;
   if (!scheduler->memory)
-    return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of batch (max_num_batched_tokens=%zu, max_num_seqs=%zu)",
-                   scheduler->memory_bytes, rows, seqs);
+    return rm_fail(
+        err, RM_E_MEMORY,
+        "no memory for %zu bytes of batch (max_num_batched_tokens=%zu, max_num_seqs=%zu)",
+        scheduler->memory_bytes, rows, seqs);
   rm_fields_place(fields, N_FIELDS(fields), scheduler->memory, scheduler->memory_bytes);
-  for (scheduler->n_free_table_rows = 0; scheduler->n_free_table_rows < options->max_num_seqs; scheduler->n_free_table_rows++)
-    scheduler->free_table_rows[scheduler->n_free_table_rows] = (int32_t)(options->max_num_seqs - 1 - scheduler->n_free_table_rows);
+  for (scheduler->n_free_table_rows = 0; scheduler->n_free_table_rows < options->max_num_seqs;
+       scheduler->n_free_table_rows++)
+    scheduler->free_table_rows[scheduler->n_free_table_rows] =
+        (int32_t)(options->max_num_seqs - 1 - scheduler->n_free_table_rows);
   return RM_OK;
 }
 
 rm_code rm_scheduler_open_pages(rm_scheduler *scheduler, int64_t n_pages, rm_error *err) {
   rm_scheduler_options *options = &scheduler->options;
-  const rm_kv_options kv = {n_pages, options->limits.page_size, options->limits.routed_per_token, options->zero_page, options->pages};
+  const rm_kv_options kv = {n_pages, options->limits.page_size, options->limits.routed_per_token,
+                            options->zero_page, options->pages};
   options->limits.n_pages = n_pages;
   for (int64_t i = 0; i < options->external_pages; i++) scheduler->page_versions[i] = -1;
   return rm_kv_create(&kv, &scheduler->cache, err);
@@ -70,7 +81,7 @@ void rm_scheduler_destroy(rm_scheduler *scheduler) {
   rm_unmap(scheduler->memory, scheduler->memory_bytes);
 }
 
-// ---------------------------------------------------------------------------------------------- lists and pages
+// -------------------------------------------------------------------------------- lists and pages
 static void insert_by_order(rm_link *head, rm_sequence *seq, int from_the_end) {
   rm_link *at = head;
   if (from_the_end)
@@ -80,10 +91,12 @@ static void insert_by_order(rm_link *head, rm_sequence *seq, int from_the_end) {
   rm_list_insert_before(at, &seq->link);
 }
 
-// Searches from the end if it is new, from the front if it was preempted: nearly always its position is found at once.
+// Searches from the end if it is new, from the front if it was preempted: nearly always its
+// position is found at once.
 void rm_enqueue(rm_scheduler *scheduler, rm_sequence *seq) {
   const rm_link *last = scheduler->waiting.prev;
-  insert_by_order(&scheduler->waiting, seq, last == &scheduler->waiting || ((const rm_sequence *)last)->order < seq->order);
+  insert_by_order(&scheduler->waiting, seq,
+                  last == &scheduler->waiting || ((const rm_sequence *)last)->order < seq->order);
   seq->status = RM_WAITING;
   scheduler->n_waiting++;
 }
@@ -134,7 +147,8 @@ void rm_share_pages(rm_scheduler *scheduler, rm_sequence *seq, const rm_sequence
 }
 
 static int64_t pages_for(const rm_scheduler *scheduler, int64_t n_positions) {
-  return (n_positions + scheduler->options.limits.page_size - 1) / scheduler->options.limits.page_size;
+  return (n_positions + scheduler->options.limits.page_size - 1) /
+         scheduler->options.limits.page_size;
 }
 
 // Allocates pages for n_positions. There are enough.
@@ -148,7 +162,8 @@ static void extend(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_position
 }
 
 // Index of a shared page that is about to be written, −1: none. Only the page at kv_len can be.
-static int64_t shared_page(const rm_scheduler *scheduler, const rm_sequence *seq, int64_t n_positions) {
+static int64_t shared_page(const rm_scheduler *scheduler, const rm_sequence *seq,
+                           int64_t n_positions) {
   const int64_t index = seq->kv_len / scheduler->options.limits.page_size;
   if (n_positions <= seq->kv_len || index >= seq->n_pages) return -1;
   return rm_kv_references(scheduler->cache, rm_block_table(scheduler, seq)[index]) > 1 ? index : -1;
@@ -161,17 +176,21 @@ static void copy_page(rm_scheduler *scheduler, rm_sequence *seq, int64_t index) 
   assert(to >= 0);
   scheduler->options.copy_page(scheduler->options.pages, to, from);
   if (scheduler->options.limits.routed_per_token)
-    memcpy(rm_kv_routed(scheduler->cache, to), rm_kv_routed(scheduler->cache, from),
-           (size_t)(scheduler->options.limits.page_size * scheduler->options.limits.routed_per_token) * sizeof(int16_t));
+    memcpy(
+        rm_kv_routed(scheduler->cache, to), rm_kv_routed(scheduler->cache, from),
+        (size_t)(scheduler->options.limits.page_size * scheduler->options.limits.routed_per_token) *
+            sizeof(int16_t));
   rm_kv_release(scheduler->cache, from);
   *entry = to;
 }
 
-// Allocates and copies pages, so that the next positions up to n_positions can be written; preempts newer sequences. 0: seq was preempted.
+// Allocates and copies pages, so that the next positions up to n_positions can be written; preempts
+// newer sequences. 0: seq was preempted.
 static int reserve(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_positions) {
   for (;;) {
     const int64_t shared = shared_page(scheduler, seq, n_positions);
-    const int64_t wanted = rm_max64(pages_for(scheduler, n_positions) - seq->n_pages, 0) + (shared >= 0);
+    const int64_t wanted =
+        rm_max64(pages_for(scheduler, n_positions) - seq->n_pages, 0) + (shared >= 0);
     if (wanted <= rm_kv_free_pages(scheduler->cache)) {
       if (shared >= 0) copy_page(scheduler, seq, shared);
       extend(scheduler, seq, n_positions);
@@ -184,30 +203,38 @@ static int reserve(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_position
   }
 }
 
-// ---------------------------------------------------------------------------------------------- admission
-// Whether the group can use a cached page without losing records: 2 yes, 1 if the page has logprobs, 0 no. Row p gives the logprob of token
-// p + 1, so logprobs of page i come from the rows up to its last but one.
-static int page_serves(const rm_scheduler *scheduler, const rm_sequence_group *group, int64_t page) {
-  const int64_t rows = rm_min64((page + 1) * scheduler->options.limits.page_size - 1, group->n_targets);
+// -------------------------------------------------------------------------------------- admission
+// Whether the group can use a cached page without losing records: 2 yes, 1 if the page has
+// logprobs, 0 no. Row p gives the logprob of token p + 1, so logprobs of page i come from the rows
+// up to its last but one.
+static int page_serves(const rm_scheduler *scheduler, const rm_sequence_group *group,
+                       int64_t page) {
+  const int64_t rows =
+      rm_min64((page + 1) * scheduler->options.limits.page_size - 1, group->n_targets);
   if (group->n_scored >= rows) return 2;
   return !group->prompt_top && !group->score_sampling && !group->wants_logits;
 }
 
 static void take_records(rm_scheduler *scheduler, rm_sequence *seq, int64_t index, int32_t page) {
   rm_sequence_group *group = seq->group;
-  const int64_t size = scheduler->options.limits.page_size, start = index * size, per_token = scheduler->options.limits.routed_per_token;
-  for (int64_t position = rm_max64(start, group->n_scored + 1); position < start + size && position <= group->n_targets; position++) {
+  const int64_t size = scheduler->options.limits.page_size, start = index * size,
+                per_token = scheduler->options.limits.routed_per_token;
+  for (int64_t position = rm_max64(start, group->n_scored + 1);
+       position < start + size && position <= group->n_targets; position++) {
     group->prompt_logprobs[position - 1] = rm_kv_logprobs(scheduler->cache, page)[position - start];
     group->n_scored = position;
   }
-  for (int64_t p = rm_max64(start, group->n_prompt_routed); per_token && p < rm_min64(start + size, group->n_prompt); p++) {
-    memcpy(group->prompt_routed + p * per_token, rm_kv_routed(scheduler->cache, page) + (p - start) * per_token,
+  for (int64_t p = rm_max64(start, group->n_prompt_routed);
+       per_token && p < rm_min64(start + size, group->n_prompt); p++) {
+    memcpy(group->prompt_routed + p * per_token,
+           rm_kv_routed(scheduler->cache, page) + (p - start) * per_token,
            (size_t)per_token * sizeof(int16_t));
     group->n_prompt_routed = p + 1;
   }
 }
 
-// Takes the cached pages of the longest cached prefix. Their records are copied later, when it is sure to start.
+// Takes the cached pages of the longest cached prefix. Their records are copied later, when it is
+// sure to start.
 static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
   int32_t *table = rm_change_table(scheduler, seq), parent = -1;
   const int64_t size = scheduler->options.limits.page_size, n = rm_sequence_length(seq) / size;
@@ -216,17 +243,21 @@ static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
   for (int64_t i = 0; i < n; i++) {
     const int serves = page_serves(scheduler, seq->group, i);
     if (!serves) break;
-    parent = rm_kv_find(scheduler->cache, scheduler->version, parent, seq->ids + i * size, serves == 1);
+    parent =
+        rm_kv_find(scheduler->cache, scheduler->version, parent, seq->ids + i * size, serves == 1);
     if (parent < 0) break;
     table[seq->n_pages++] = parent;
   }
 }
 
-// Activates a waiting sequence, with pages for all of its known tokens. 0: there are too few, and nothing changed.
+// Activates a waiting sequence, with pages for all of its known tokens. 0: there are too few, and
+// nothing changed.
 static int start(rm_scheduler *scheduler, rm_sequence *seq) {
   const int64_t length = rm_sequence_length(seq), size = scheduler->options.limits.page_size;
   rm_sequence_group *group = seq->group;
-  if (scheduler->blocked == seq && scheduler->n_active && rm_kv_free_pages(scheduler->cache) <= scheduler->blocked_free) return 0;
+  if (scheduler->blocked == seq && scheduler->n_active &&
+      rm_kv_free_pages(scheduler->cache) <= scheduler->blocked_free)
+    return 0;
   rm_link *next = seq->link.next;
   rm_list_remove(&seq->link);
   rm_activate(scheduler, seq);
@@ -240,7 +271,8 @@ static int start(rm_scheduler *scheduler, rm_sequence *seq) {
     return 0;
   }
   scheduler->n_waiting--;
-  for (int64_t i = 0; i < seq->n_pages; i++) take_records(scheduler, seq, i, rm_block_table(scheduler, seq)[i]);
+  for (int64_t i = 0; i < seq->n_pages; i++)
+    take_records(scheduler, seq, i, rm_block_table(scheduler, seq)[i]);
   seq->kv_len = seq->n_pages * size;
   seq->n_indexed = seq->n_pages;
   seq->next = rm_min64(seq->kv_len, length - 1);
@@ -257,7 +289,7 @@ static int start(rm_scheduler *scheduler, rm_sequence *seq) {
   return 1;
 }
 
-// ---------------------------------------------------------------------------------------------- the batch
+// -------------------------------------------------------------------------------------- the batch
 static void add_out(rm_plan *plan, rm_sequence *seq, int64_t position, int32_t target, int draws) {
   const int64_t row = seq->first_row + position - seq->next;
   plan->out_rows[plan->n_out] = (int32_t)row;
@@ -265,11 +297,15 @@ static void add_out(rm_plan *plan, rm_sequence *seq, int64_t position, int32_t t
   plan->outs[plan->n_out++] = (rm_out_row){seq, position, target, draws};
 }
 
-static void add_draw(rm_plan *plan, rm_sequence *seq) { plan->draws[plan->n_draws++] = (rm_draw){seq, (int32_t)plan->n_out - 1}; }
+static void add_draw(rm_plan *plan, rm_sequence *seq) {
+  plan->draws[plan->n_draws++] = (rm_draw){seq, (int32_t)plan->n_out - 1};
+}
 
 // Siblings that have not started join, as far as there are table rows.
 static void join_siblings(rm_scheduler *scheduler, rm_sequence_group *group) {
-  for (int32_t i = 0; i < group->n && scheduler->n_active + scheduler->n_joining < scheduler->options.max_num_seqs; i++) {
+  for (int32_t i = 0;
+       i < group->n && scheduler->n_active + scheduler->n_joining < scheduler->options.max_num_seqs;
+       i++) {
     rm_sequence *seq = &group->sequences[i];
     if (seq->status != RM_WAITING || seq->n_tokens) continue;
     rm_leave_lists(scheduler, seq);
@@ -309,21 +345,28 @@ static void admit(rm_scheduler *scheduler) {
   const int64_t max_rows = scheduler->options.max_num_batched_tokens;
   for (rm_link *at = scheduler->waiting.next; at != &scheduler->waiting;) {
     rm_sequence *seq = (rm_sequence *)at;
-    if (scheduler->plan.n_rows == max_rows || scheduler->n_active + scheduler->n_joining == scheduler->options.max_num_seqs) return;
+    if (scheduler->plan.n_rows == max_rows ||
+        scheduler->n_active + scheduler->n_joining == scheduler->options.max_num_seqs)
+      return;
     if (must_wait(seq)) {
       at = at->next;
       continue;
     }
     rm_link *before = at->prev;
     if (!start(scheduler, seq)) return;
-    rm_plan_rows(scheduler, seq, rm_min64(rm_sequence_length(seq) - seq->next, max_rows - scheduler->plan.n_rows));
-    at = before->next; // siblings that joined have left the list; the one before was skipped and is still there
+    rm_plan_rows(scheduler, seq,
+                 rm_min64(rm_sequence_length(seq) - seq->next, max_rows - scheduler->plan.n_rows));
+    at = before
+             // siblings that joined have left the list; the one before was skipped and is still
+             // there
+             ->next;
   }
 }
 
 static rm_progress schedule(rm_scheduler *scheduler) {
   rm_plan *plan = &scheduler->plan;
-  const int64_t max_rows = scheduler->options.max_num_batched_tokens, preemptions = scheduler->preemptions;
+  const int64_t max_rows = scheduler->options.max_num_batched_tokens,
+                preemptions = scheduler->preemptions;
   rm_plan_clear(plan);
   if (scheduler->paused || !scheduler->n_live) return RM_NO_WORK;
   for (rm_link *at = scheduler->active.next; at != &scheduler->active && plan->n_rows < max_rows;) {
@@ -338,7 +381,7 @@ static rm_progress schedule(rm_scheduler *scheduler) {
   return RM_LAST_BATCH;
 }
 
-// ---------------------------------------------------------------------------------------------- the policy
+// ------------------------------------------------------------------------------------- the policy
 static void token_added(rm_scheduler *scheduler, rm_sequence *seq) {
   const rm_sequence_group *group = seq->group;
   const int32_t token = seq->ids[group->n_prompt + seq->n_tokens - 1];
@@ -355,7 +398,8 @@ static void release_pages(rm_scheduler *scheduler, rm_sequence *seq) {
   while (seq->n_pages > 0) rm_kv_release(scheduler->cache, table[--seq->n_pages]);
 }
 
-// No invalidate_pages: the pages of a failed sequence are not in the prefix index, and a page is zeroed when it is allocated again.
+// No invalidate_pages: the pages of a failed sequence are not in the prefix index, and a page is
+// zeroed when it is allocated again.
 const rm_policy rm_own_policy = {
     .schedule = schedule,
     .token_added = token_added,

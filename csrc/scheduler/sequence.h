@@ -1,13 +1,18 @@
-// sequence.h: a request inside the engine, and who fills which field. A request becomes a group of sequences: one prompt and its n
-// samples. Sequences are scheduled; groups are added, viewed and released. A group is one allocation, made at add and large enough for
-// all records, so that no step allocates.
+// sequence.h: a request inside the engine, and who fills which field. A request becomes a group of
+// sequences: one prompt and its n samples. Sequences are scheduled; groups are added, viewed and
+// released. A group is one allocation, made at add and large enough for all records, so that no
+// step allocates.
 //
 //   sequence:   WAITING ──► ACTIVE ──► DONE       WAITING: holds no page and no place
-//                  │  ▲        ▲                  ACTIVE: has a place (a row of block tables) and pages
-//                  │  └────────┤ preempt          JOINING: within a step; draws from the same row of logits as the sequence that
-//                  └► JOINING ─┘                           computes the prompt, then shares its pages
+//                  │  ▲        ▲                  ACTIVE: has a place (a row of block tables) and
+//                     pages
+//                  │  └────────┤ preempt          JOINING: within a step; draws from the same row
+//                     of logits as the sequence that
+//                  └► JOINING ─┘                           computes the prompt, then shares its
+//                                                          pages
 //
-// Fields are listed under the file that writes them. sequence_group.c writes all of them once, at add.
+// Fields are listed under the file that writes them. sequence_group.c writes all of them once, at
+// add.
 #pragma once
 
 #include "kernels.h"
@@ -20,107 +25,122 @@ typedef struct rm_sequence_group rm_sequence_group;
 
 typedef struct rm_sequence {
   // scheduler.c
-  rm_link link;                 // first member; in `waiting` or `active`, both ordered by `order`
+  rm_link link; // first member; in `waiting` or `active`, both ordered by `order`
   rm_sequence_status status;
-  int32_t table_row;                // row of the block tables while ACTIVE
-  int64_t n_pages;              // entries of that row
-  int64_t kv_len;               // positions whose KV is in the pages, computed from ids[0 … kv_len)
-  int64_t next;                 // first position not yet computed since the start; < kv_len if a row is computed again for its logits
-  int64_t first_row, n_rows;    // of this step
+  int32_t table_row; // row of the block tables while ACTIVE
+  int64_t n_pages; // entries of that row
+  int64_t kv_len; // positions whose KV is in the pages, computed from ids[0 … kv_len)
+  int64_t
+      // first position not yet computed since the start; < kv_len if a row is computed again for
+      // its logits
+      next;
+  int64_t first_row, n_rows; // of this step
   // commit.c
-  int64_t n_tokens;             // generated
-  int64_t n_routed;             // generated tokens whose routing is recorded
-  int64_t n_indexed;            // leading pages that were indexed
-  int stale;                    // KV of an older version serves (keep_kv)
+  int64_t n_tokens; // generated
+  int64_t n_routed; // generated tokens whose routing is recorded
+  int64_t n_indexed; // leading pages that were indexed
+  int stale; // KV of an older version serves (keep_kv)
   rm_finish finish;
   int32_t stop_token;
-  int32_t *ids;                 // [n_prompt + capacity] the prompt, then what was generated
-  float *logprobs, *sampling_logprobs;   // [capacity]
-  int64_t *versions;            // [capacity]
-  uint8_t *no_contract;         // [capacity]
-  int16_t *routed;              // [capacity][routed_per_token]
-  int32_t *ranks;               // [capacity] with ranks
+  int32_t *ids; // [n_prompt + capacity] the prompt, then what was generated
+  float *logprobs, *sampling_logprobs; // [capacity]
+  int64_t *versions; // [capacity]
+  uint8_t *no_contract; // [capacity]
+  int16_t *routed; // [capacity][routed_per_token]
+  int32_t *ranks; // [capacity] with ranks
   // external_scheduler.c
-  int64_t external_computed, external_end;   // of this step: computed positions before it, and its end; external_end 0: not in it
-  int external_last;                // the step ends with the last known token, so that one is drawn
-  int32_t external_row;             // of its logits on their way to the host, −1: none
-  int external_begun;               // its first row is known
+  int64_t external_computed,
+      // of this step: computed positions before it, and its end; external_end 0: not in it
+      external_end;
+  int external_last; // the step ends with the last known token, so that one is drawn
+  int32_t external_row; // of its logits on their way to the host, −1: none
+  int external_begun; // its first row is known
   // logit_edits.c
-  rm_logit_edit *edits;         // [n_edits] of the next draw; the group's without penalties
-  int64_t n_edits, n_counted;   // n_counted: generated tokens that are in edits
-  int32_t *banned;              // with bad words: room for the tokens that may not be drawn next
+  rm_logit_edit *edits; // [n_edits] of the next draw; the group's without penalties
+  int64_t n_edits, n_counted; // n_counted: generated tokens that are in edits
+  int32_t *banned; // with bad words: room for the tokens that may not be drawn next
   // sampler.c
-  int32_t *top_ids;             // [capacity][top_logprobs]
+  int32_t *top_ids; // [capacity][top_logprobs]
   float *top_logprobs;
-  int32_t *kept;                // [capacity] with kept_tokens
+  int32_t *kept; // [capacity] with kept_tokens
   // sequence_group.c only
   rm_sequence_group *group;
-  int32_t index;                // which sample
-  uint64_t order;               // of arrival, over all sequences: the priority
+  int32_t index; // which sample
+  uint64_t order; // of arrival, over all sequences: the priority
   uint64_t seed;
 } rm_sequence;
 
 struct rm_sequence_group {
-  rm_link link;                 // first member; in `live` while unfinished, then in `finished` until reported
+  rm_link link; // first member; in `live` while unfinished, then in `finished` until reported
   // sequence_group.c only
   uint64_t id;
   rm_sequence_group *next_in_bucket;
   rm_request_kind kind;
-  int64_t n_prompt, capacity;   // capacity: tokens that each sequence may generate
-  int64_t n_targets;            // rows of the prompt whose logprob or logits are requested: [0, n_targets)
+  int64_t n_prompt, capacity; // capacity: tokens that each sequence may generate
+  int64_t n_targets; // rows of the prompt whose logprob or logits are requested: [0, n_targets)
   int32_t n;
   int64_t min_tokens;
   float temperature, top_p, min_p;
   int32_t top_k, top_logprobs, prompt_top;
   int want_prompt_logprobs, score_sampling, want_token_ranks, want_kept, external_draws;
   float *logits_out;
-  int wants_logits;             // they are computed, whether or not this rank returns them
-  int32_t *stops;               // [n_stops] ascending: tokens that end a sequence
-  int32_t *banned;              // [n_early] tokens that may not come before min_tokens, then [n_never] those that may never come
+  int wants_logits; // they are computed, whether or not this rank returns them
+  int32_t *stops; // [n_stops] ascending: tokens that end a sequence
+  int32_t *
+      // [n_early] tokens that may not come before min_tokens, then [n_never] those that may never
+      // come
+      banned;
   int64_t n_stops, n_early, n_never;
   float repetition_penalty, frequency_penalty, presence_penalty;
-  rm_logit_edit *edits;         // [n_edits] ascending tokens: of the first draw
-  int32_t *bad_words, *bad_word_ends;   // as rm_request's
+  rm_logit_edit *edits; // [n_edits] ascending tokens: of the first draw
+  int32_t *bad_words, *bad_word_ends; // as rm_request's
   int64_t n_edits, n_bad_words;
-  rm_sequence *sequences;       // [n]
+  rm_sequence *sequences; // [n]
   // scheduler.c
-  rm_sequence *leader;          // ACTIVE and computing the prompt for all, or NULL
-  int started;                  // n_cached is known
+  rm_sequence *leader; // ACTIVE and computing the prompt for all, or NULL
+  int started; // n_cached is known
   int64_t n_cached;
-  rm_request_times times;       // queued: sequence_group.c; tokens: commit.c
+  rm_request_times times; // queued: sequence_group.c; tokens: commit.c
   // sampler.c and commit.c: records of the prompt
-  int64_t n_scored;             // target rows that are recorded
-  int64_t n_prompt_routed;      // positions whose routing is recorded
-  float *prompt_logprobs;       // [n_prompt − 1], as are the next four
+  int64_t n_scored; // target rows that are recorded
+  int64_t n_prompt_routed; // positions whose routing is recorded
+  float *prompt_logprobs; // [n_prompt − 1], as are the next four
   float *prompt_sampling;
   int32_t *prompt_ranks;
-  int32_t *prompt_top_ids;      // × prompt_top
+  int32_t *prompt_top_ids; // × prompt_top
   float *prompt_top_logprobs;
-  int16_t *prompt_routed;       // [n_prompt][routed_per_token]
-  int mixed;                    // records and KV may be of different versions (keep): pages do not copy logprobs from the records
+  int16_t *prompt_routed; // [n_prompt][routed_per_token]
+  // records and KV may be of different versions (keep): pages do not copy logprobs from the records
+  int mixed;
   // commit.c
   int32_t n_done;
   rm_code error;
   char message[192];
 };
 
-static inline int64_t rm_sequence_length(const rm_sequence *seq) { return seq->group->n_prompt + seq->n_tokens; }
+static inline int64_t rm_sequence_length(const rm_sequence *seq) {
+  return seq->group->n_prompt + seq->n_tokens;
+}
 
 // The limits that requests are checked against.
 typedef struct rm_request_limits {
   int64_t vocab, max_model_len, page_size, n_pages;
   int64_t routed_per_token;
-  int external;                 // external scheduler: one sample a request, which may end one token late
-  const int32_t *eos_ids;       // [n_eos]
+  int external; // external scheduler: one sample a request, which may end one token late
+  const int32_t *eos_ids; // [n_eos]
   int64_t n_eos;
   uint64_t engine_seed;
 } rm_request_limits;
 
-// sequence_group.c: checks a request and makes its group, all sequences WAITING and in no list. Owned: rm_free.
-rm_code rm_sequence_group_create(const rm_request *request, const rm_request_limits *limits, uint64_t id, uint64_t first_order,
-                                 rm_sequence_group **out, rm_error *err);
-rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limits *limits, rm_error *err);   // create's checks
-rm_code rm_check_token_ids(const char *what, const int32_t *ids, int64_t n, int64_t vocab, rm_error *err);   // each is in [0, vocab)
+// sequence_group.c: checks a request and makes its group, all sequences WAITING and in no list.
+// Owned: rm_free.
+rm_code rm_sequence_group_create(const rm_request *request, const rm_request_limits *limits,
+                                 uint64_t id, uint64_t first_order, rm_sequence_group **out,
+                                 rm_error *err);
+rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limits *limits,
+                                rm_error *err); // create's checks
+rm_code rm_check_token_ids(const char *what, const int32_t *ids, int64_t n, int64_t vocab,
+                           rm_error *err); // each is in [0, vocab)
 // Back to the state after create: nothing generated, nothing recorded.
 void rm_sequence_group_rewind(rm_sequence_group *group);
 int rm_sequence_group_stops_at(const rm_sequence_group *group, int32_t token);

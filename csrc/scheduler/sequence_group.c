@@ -1,5 +1,5 @@
-// sequence_group.c: checks a request, and makes the one allocation that holds it and its records. It is sized for the longest completion;
-// untouched pages of it cost address space only.
+// sequence_group.c: checks a request, and makes the one allocation that holds it and its records.
+// It is sized for the longest completion; untouched pages of it cost address space only.
 #include <math.h>
 #include <stdlib.h>
 
@@ -14,94 +14,128 @@ enum { MAX_SAMPLES = 16384 };
 #define REFUSE_UNLESS(condition, ...) \
   if (!(condition)) return rm_fail(err, RM_E_REQUEST, __VA_ARGS__)
 
-rm_code rm_check_token_ids(const char *what, const int32_t *ids, int64_t n, int64_t vocab, rm_error *err) {
-  REFUSE_UNLESS(n == 0 || (n > 0 && ids), "%s: expected an array of %lld, got none", what, (long long)n);
+rm_code rm_check_token_ids(const char *what, const int32_t *ids, int64_t n, int64_t vocab,
+                           rm_error *err) {
+  REFUSE_UNLESS(n == 0 || (n > 0 && ids), "%s: expected an array of %lld, got none", what,
+                (long long)n);
   for (int64_t i = 0; i < n; i++)
-    REFUSE_UNLESS(ids[i] >= 0 && ids[i] < vocab, "%s[%lld] = %d is not in [0, %lld)", what, (long long)i, ids[i], (long long)vocab);
+    REFUSE_UNLESS(ids[i] >= 0 && ids[i] < vocab, "%s[%lld] = %d is not in [0, %lld)", what,
+                  (long long)i, ids[i], (long long)vocab);
   return RM_OK;
 }
 
 static rm_code check_sampling(const rm_request *request, rm_error *err) {
-  REFUSE_UNLESS(request->temperature >= 0 && isfinite(request->temperature), "temperature=%g must be finite and at least 0",
-                (double)request->temperature);
-  REFUSE_UNLESS(request->top_p > 0 && request->top_p <= 1, "top_p=%g is not in (0, 1]", (double)request->top_p);
-  REFUSE_UNLESS(request->min_p >= 0 && request->min_p <= 1, "min_p=%g is not in [0, 1]", (double)request->min_p);
-  REFUSE_UNLESS(request->top_k >= -1, "top_k=%d must be -1 (all), 0 (all) or positive", request->top_k);
+  REFUSE_UNLESS(request->temperature >= 0 && isfinite(request->temperature),
+                "temperature=%g must be finite and at least 0", (double)request->temperature);
+  REFUSE_UNLESS(request->top_p > 0 && request->top_p <= 1, "top_p=%g is not in (0, 1]",
+                (double)request->top_p);
+  REFUSE_UNLESS(request->min_p >= 0 && request->min_p <= 1, "min_p=%g is not in [0, 1]",
+                (double)request->min_p);
+  REFUSE_UNLESS(request->top_k >= -1, "top_k=%d must be -1 (all), 0 (all) or positive",
+                request->top_k);
   return RM_OK;
 }
 
 static rm_code check_logprobs(const rm_request *request, int64_t vocab, rm_error *err) {
-  REFUSE_UNLESS(request->logprobs >= 0 && request->logprobs <= vocab, "logprobs=%d is not in [0, %lld]", request->logprobs,
+  REFUSE_UNLESS(request->logprobs >= 0 && request->logprobs <= vocab,
+                "logprobs=%d is not in [0, %lld]", request->logprobs, (long long)vocab);
+  REFUSE_UNLESS(request->prompt_logprobs >= -1 && request->prompt_logprobs <= vocab,
+                "prompt_logprobs=%d is not in [-1, %lld]", request->prompt_logprobs,
                 (long long)vocab);
-  REFUSE_UNLESS(request->prompt_logprobs >= -1 && request->prompt_logprobs <= vocab, "prompt_logprobs=%d is not in [-1, %lld]",
-                request->prompt_logprobs, (long long)vocab);
   return RM_OK;
 }
 
-// The tokens kept are the first of a row's top logprobs: none of them may be banned, and top_k bounds their number.
+// The tokens kept are the first of a row's top logprobs: none of them may be banned, and top_k
+// bounds their number.
 static rm_code check_kept(const rm_request *request, int64_t vocab, rm_error *err) {
   if (!request->kept_tokens) return RM_OK;
-  REFUSE_UNLESS(request->kind == RM_GENERATE, "kept_tokens=True: expected a generation, got a score; score without kept_tokens");
-  REFUSE_UNLESS(request->top_k >= 1 && request->top_k < vocab,
-                "kept_tokens=True: expected top_k in [1, %lld), got %d; set top_k, which bounds the tokens kept", (long long)vocab,
-                request->top_k);
-  REFUSE_UNLESS(request->min_tokens == 0, "kept_tokens=True: expected min_tokens=0, got %lld; leave one of the two out",
+  REFUSE_UNLESS(request->kind == RM_GENERATE,
+                "kept_tokens=True: expected a generation, got a score; score without kept_tokens");
+  REFUSE_UNLESS(
+      request->top_k >= 1 && request->top_k < vocab,
+      "kept_tokens=True: expected top_k in [1, %lld), got %d; set top_k, which bounds the tokens "
+      "kept",
+      (long long)vocab, request->top_k);
+  REFUSE_UNLESS(request->min_tokens == 0,
+                "kept_tokens=True: expected min_tokens=0, got %lld; leave one of the two out",
                 (long long)request->min_tokens);
-  REFUSE_UNLESS(!request->external_draws, "kept_tokens=True: expected draws of the engine, got external_draws=True; leave kept_tokens out");
+  REFUSE_UNLESS(
+      !request->external_draws,
+      "kept_tokens=True: expected draws of the engine, got external_draws=True; leave kept_tokens "
+      "out");
   return RM_OK;
 }
 
-static rm_code check_lengths(const rm_request *request, const rm_request_limits *limits, rm_error *err) {
+static rm_code check_lengths(const rm_request *request, const rm_request_limits *limits,
+                             rm_error *err) {
   const long long n_prompt = request->n_prompt, longest = limits->max_model_len;
   REFUSE_UNLESS(n_prompt >= 1 && request->prompt, "the prompt is empty");
   if (request->kind == RM_SCORE) {
-    REFUSE_UNLESS(n_prompt <= longest, "a prompt of %lld tokens is longer than max_model_len=%lld", n_prompt, longest);
+    REFUSE_UNLESS(n_prompt <= longest, "a prompt of %lld tokens is longer than max_model_len=%lld",
+                  n_prompt, longest);
     return RM_OK;
   }
-  REFUSE_UNLESS(n_prompt < longest, "a prompt of %lld tokens leaves no room for a generated one in max_model_len=%lld", n_prompt, longest);
-  REFUSE_UNLESS(request->n >= 1 && request->n <= MAX_SAMPLES, "n=%d is not in [1, %d]", request->n, MAX_SAMPLES);
-  REFUSE_UNLESS(request->max_tokens >= 1, "max_tokens=%lld must be positive", (long long)request->max_tokens);
-  REFUSE_UNLESS(request->min_tokens >= 0 && request->min_tokens <= request->max_tokens, "min_tokens=%lld is not in [0, max_tokens=%lld]",
-                (long long)request->min_tokens, (long long)request->max_tokens);
+  REFUSE_UNLESS(n_prompt < longest,
+                "a prompt of %lld tokens leaves no room for a generated one in max_model_len=%lld",
+                n_prompt, longest);
+  REFUSE_UNLESS(request->n >= 1 && request->n <= MAX_SAMPLES, "n=%d is not in [1, %d]", request->n,
+                MAX_SAMPLES);
+  REFUSE_UNLESS(request->max_tokens >= 1, "max_tokens=%lld must be positive",
+                (long long)request->max_tokens);
+  REFUSE_UNLESS(request->min_tokens >= 0 && request->min_tokens <= request->max_tokens,
+                "min_tokens=%lld is not in [0, max_tokens=%lld]", (long long)request->min_tokens,
+                (long long)request->max_tokens);
   return RM_OK;
 }
 
 // Tokens that each sample may generate. An external scheduler may end a request one step late.
 static int64_t capacity_of(const rm_request *request, const rm_request_limits *limits) {
   const int64_t left = limits->max_model_len - request->n_prompt;
-  return request->kind == RM_SCORE ? 0 : request->max_tokens < left ? request->max_tokens + (limits->external != 0) : left;
+  return request->kind == RM_SCORE    ? 0
+         : request->max_tokens < left ? request->max_tokens + (limits->external != 0)
+                                      : left;
 }
 
 // Positions with KV: the last generated token is never an input.
-static rm_code check_capacity(const rm_request *request, const rm_request_limits *limits, rm_error *err) {
+static rm_code check_capacity(const rm_request *request, const rm_request_limits *limits,
+                              rm_error *err) {
   const int64_t n_positions = request->n_prompt + rm_max64(capacity_of(request, limits) - 1, 0);
   const int64_t n_pages = (n_positions + limits->page_size - 1) / limits->page_size;
   if (n_pages <= limits->n_pages) return RM_OK;
-  return rm_fail(err, RM_E_CAPACITY, "%lld tokens need %lld pages of %lld positions; the KV cache has %lld", (long long)n_positions,
-                 (long long)n_pages, (long long)limits->page_size, (long long)limits->n_pages);
+  return rm_fail(err, RM_E_CAPACITY,
+                 "%lld tokens need %lld pages of %lld positions; the KV cache has %lld",
+                 (long long)n_positions, (long long)n_pages, (long long)limits->page_size,
+                 (long long)limits->n_pages);
 }
 
-rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limits *limits, rm_error *err) {
+rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limits *limits,
+                                rm_error *err) {
   rm_code code;
-  REFUSE_UNLESS(request->kind == RM_GENERATE || request->kind == RM_SCORE, "kind=%d is neither generate nor score", (int)request->kind);
+  REFUSE_UNLESS(request->kind == RM_GENERATE || request->kind == RM_SCORE,
+                "kind=%d is neither generate nor score", (int)request->kind);
   if ((code = check_lengths(request, limits, err))) return code;
-  if ((code = rm_check_token_ids("token id", request->prompt, request->n_prompt, limits->vocab, err))) return code;
+  if ((code =
+           rm_check_token_ids("token id", request->prompt, request->n_prompt, limits->vocab, err)))
+    return code;
   const int draws = request->kind == RM_GENERATE || request->score_sampling;
   if (draws && (code = check_sampling(request, err))) return code;
   if ((code = check_logprobs(request, limits->vocab, err))) return code;
   if ((code = check_kept(request, limits->vocab, err))) return code;
   if ((code = rm_logit_edits_check(request, limits, err))) return code;
   REFUSE_UNLESS(request->n_stop_ids >= 0, "n_stop_ids=%lld", (long long)request->n_stop_ids);
-  if ((code = rm_check_token_ids("stop_token_ids", request->stop_ids, request->n_stop_ids, limits->vocab, err))) return code;
-  REFUSE_UNLESS(limits->external || !request->external_draws,
-                "external_draws=True: expected an engine with an external scheduler (external_pages > 0)");
+  if ((code = rm_check_token_ids("stop_token_ids", request->stop_ids, request->n_stop_ids,
+                                 limits->vocab, err)))
+    return code;
+  REFUSE_UNLESS(
+      limits->external || !request->external_draws,
+      "external_draws=True: expected an engine with an external scheduler (external_pages > 0)");
   REFUSE_UNLESS(!limits->external || (request->kind == RM_GENERATE && request->n == 1),
                 "with an external scheduler: expected a generation with n=1, got %s with n=%d",
                 request->kind == RM_GENERATE ? "one" : "a score", request->n);
   return limits->external ? RM_OK : check_capacity(request, limits, err);
 }
 
-// ---------------------------------------------------------------------------------------------- token sets
+// ------------------------------------------------------------------------------------- token sets
 static int compare_ids(const void *a, const void *b) {
   const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
   return (x > y) - (x < y);
@@ -115,42 +149,53 @@ static int64_t sort_unique(int32_t *ids, int64_t n) {
   return kept;
 }
 
-static int64_t fill_set(int32_t *out, const rm_request *request, const rm_request_limits *limits, int with_eos) {
-  if (request->n_stop_ids) memcpy(out, request->stop_ids, (size_t)request->n_stop_ids * sizeof *out);
-  if (with_eos && limits->n_eos) memcpy(out + request->n_stop_ids, limits->eos_ids, (size_t)limits->n_eos * sizeof *out);
+static int64_t fill_set(int32_t *out, const rm_request *request, const rm_request_limits *limits,
+                        int with_eos) {
+  if (request->n_stop_ids)
+    memcpy(out, request->stop_ids, (size_t)request->n_stop_ids * sizeof *out);
+  if (with_eos && limits->n_eos)
+    memcpy(out + request->n_stop_ids, limits->eos_ids, (size_t)limits->n_eos * sizeof *out);
   return sort_unique(out, request->n_stop_ids + (with_eos ? limits->n_eos : 0));
 }
 
 int rm_sequence_group_stops_at(const rm_sequence_group *group, int32_t token) {
-  return group->n_stops && bsearch(&token, group->stops, (size_t)group->n_stops, sizeof token, compare_ids);
+  return group->n_stops &&
+         bsearch(&token, group->stops, (size_t)group->n_stops, sizeof token, compare_ids);
 }
 
-// ---------------------------------------------------------------------------------------------- the allocation
+// --------------------------------------------------------------------------------- the allocation
 enum { GROUP_FIELDS = 12, SEQUENCE_FIELDS = 12 };
 
-static void group_fields(rm_sequence_group *group, const rm_request *request, const rm_request_limits *limits,
-                         rm_field fields[GROUP_FIELDS]) {
-  const size_t targets = group->want_prompt_logprobs ? (size_t)group->n_prompt : 0;   // one too many, so that none is not NULL
+static void group_fields(rm_sequence_group *group, const rm_request *request,
+                         const rm_request_limits *limits, rm_field fields[GROUP_FIELDS]) {
+  const size_t targets = group->want_prompt_logprobs ? (size_t)group->n_prompt
+                                                     : 0; // one too many, so that none is not NULL
   const int64_t n_bad = request->n_bad_words;
-  const size_t top = group->prompt_top ? targets : 0, set = (size_t)request->n_stop_ids + (size_t)limits->n_eos;
+  const size_t top = group->prompt_top ? targets : 0,
+               set = (size_t)request->n_stop_ids + (size_t)limits->n_eos;
   const rm_field all[GROUP_FIELDS] = {
       {&group->sequences, (size_t)group->n, sizeof *group->sequences},
       {&group->stops, set, sizeof *group->stops},
       {&group->banned, set + (size_t)request->n_banned, sizeof *group->banned},
       {&group->edits, (size_t)rm_logit_edits_most(request), sizeof *group->edits},
-      {&group->bad_words, n_bad ? (size_t)request->bad_word_ends[n_bad - 1] : 0, sizeof *group->bad_words},
+      {&group->bad_words, n_bad ? (size_t)request->bad_word_ends[n_bad - 1] : 0,
+       sizeof *group->bad_words},
       {&group->bad_word_ends, (size_t)n_bad, sizeof *group->bad_word_ends},
       {&group->prompt_logprobs, targets, sizeof *group->prompt_logprobs},
-      {&group->prompt_sampling, group->score_sampling ? targets : 0, sizeof *group->prompt_sampling},
+      {&group->prompt_sampling, group->score_sampling ? targets : 0,
+       sizeof *group->prompt_sampling},
       {&group->prompt_ranks, group->want_token_ranks ? targets : 0, sizeof *group->prompt_ranks},
       {&group->prompt_top_ids, top, (size_t)group->prompt_top * sizeof *group->prompt_top_ids},
-      {&group->prompt_top_logprobs, top, (size_t)group->prompt_top * sizeof *group->prompt_top_logprobs},
-      {&group->prompt_routed, limits->routed_per_token ? (size_t)group->n_prompt : 0, (size_t)limits->routed_per_token * sizeof(int16_t)},
+      {&group->prompt_top_logprobs, top,
+       (size_t)group->prompt_top * sizeof *group->prompt_top_logprobs},
+      {&group->prompt_routed, limits->routed_per_token ? (size_t)group->n_prompt : 0,
+       (size_t)limits->routed_per_token * sizeof(int16_t)},
   };
   memcpy(fields, all, sizeof all);
 }
 
-static void sequence_fields(rm_sequence *seq, const rm_sequence_group *group, const rm_request *request, const rm_request_limits *limits,
+static void sequence_fields(rm_sequence *seq, const rm_sequence_group *group,
+                            const rm_request *request, const rm_request_limits *limits,
                             rm_field fields[SEQUENCE_FIELDS]) {
   const size_t capacity = (size_t)group->capacity, top = group->top_logprobs ? capacity : 0;
   const size_t banned = (size_t)(request->n_stop_ids + limits->n_eos + request->n_banned);
@@ -160,28 +205,33 @@ static void sequence_fields(rm_sequence *seq, const rm_sequence_group *group, co
       {&seq->sampling_logprobs, capacity, sizeof *seq->sampling_logprobs},
       {&seq->versions, capacity, sizeof *seq->versions},
       {&seq->no_contract, capacity, sizeof *seq->no_contract},
-      {&seq->routed, limits->routed_per_token ? capacity : 0, (size_t)limits->routed_per_token * sizeof *seq->routed},
+      {&seq->routed, limits->routed_per_token ? capacity : 0,
+       (size_t)limits->routed_per_token * sizeof *seq->routed},
       {&seq->ranks, group->want_token_ranks ? capacity : 0, sizeof *seq->ranks},
       {&seq->top_ids, top, (size_t)group->top_logprobs * sizeof *seq->top_ids},
       {&seq->top_logprobs, top, (size_t)group->top_logprobs * sizeof *seq->top_logprobs},
       {&seq->kept, group->want_kept ? capacity : 0, sizeof *seq->kept},
-      {&seq->edits, rm_has_penalties(group) ? (size_t)rm_logit_edits_most(request) + capacity : 0, sizeof *seq->edits},
-      {&seq->banned, request->n_bad_words ? banned + (size_t)request->n_bad_words : 0, sizeof *seq->banned},
+      {&seq->edits, rm_has_penalties(group) ? (size_t)rm_logit_edits_most(request) + capacity : 0,
+       sizeof *seq->edits},
+      {&seq->banned, request->n_bad_words ? banned + (size_t)request->n_bad_words : 0,
+       sizeof *seq->banned},
   };
   memcpy(fields, all, sizeof all);
 }
 
 // The group, its records, then n equal parts for the sequences.
-static rm_sequence_group *allocate(const rm_sequence_group *values, const rm_request *request, const rm_request_limits *limits) {
+static rm_sequence_group *allocate(const rm_sequence_group *values, const rm_request *request,
+                                   const rm_request_limits *limits) {
   rm_sequence_group model = *values;
   rm_sequence sample = {0};
   rm_field fields[GROUP_FIELDS + SEQUENCE_FIELDS];
   size_t total, parts;
   group_fields(&model, request, limits, fields);
   sequence_fields(&sample, &model, request, limits, fields + GROUP_FIELDS);
-  const size_t own = rm_fields_bytes(fields, GROUP_FIELDS), part = rm_fields_bytes(fields + GROUP_FIELDS, SEQUENCE_FIELDS);
-  if (!own || !part || !rm_mul_size(part, (size_t)model.n, &parts) || !rm_add_size(own, parts, &total) ||
-      !rm_add_size(total, sizeof model, &total))
+  const size_t own = rm_fields_bytes(fields, GROUP_FIELDS),
+               part = rm_fields_bytes(fields + GROUP_FIELDS, SEQUENCE_FIELDS);
+  if (!own || !part || !rm_mul_size(part, (size_t)model.n, &parts) ||
+      !rm_add_size(own, parts, &total) || !rm_add_size(total, sizeof model, &total))
     return NULL;
   rm_sequence_group *group = rm_alloc(1, total);
   if (!group) return NULL;
@@ -214,7 +264,8 @@ static rm_sequence_group values_of(const rm_request *request, int64_t capacity) 
       .repetition_penalty = request->repetition_penalty == 0 ? 1 : request->repetition_penalty,
       .frequency_penalty = request->frequency_penalty,
       .presence_penalty = request->presence_penalty,
-      .top_logprobs = request->kept_tokens ? (int32_t)rm_max64(request->logprobs, request->top_k) : request->logprobs,
+      .top_logprobs = request->kept_tokens ? (int32_t)rm_max64(request->logprobs, request->top_k)
+                                           : request->logprobs,
       .prompt_top = rm_max64(request->prompt_logprobs, 0),
       .want_prompt_logprobs = score || request->prompt_logprobs >= 0,
       .score_sampling = score && request->score_sampling,
@@ -224,12 +275,14 @@ static rm_sequence_group values_of(const rm_request *request, int64_t capacity) 
       .logits_out = score ? request->logits_out : NULL,
       .wants_logits = score && (request->logits_out || request->wants_logits),
   };
-  if (group.want_prompt_logprobs) group.n_targets = group.wants_logits ? group.n_prompt : group.n_prompt - 1;
+  if (group.want_prompt_logprobs)
+    group.n_targets = group.wants_logits ? group.n_prompt : group.n_prompt - 1;
   return group;
 }
 
-rm_code rm_sequence_group_create(const rm_request *request, const rm_request_limits *limits, uint64_t id, uint64_t first_order,
-                                 rm_sequence_group **out, rm_error *err) {
+rm_code rm_sequence_group_create(const rm_request *request, const rm_request_limits *limits,
+                                 uint64_t id, uint64_t first_order, rm_sequence_group **out,
+                                 rm_error *err) {
   *out = NULL;
   const rm_code code = rm_sequence_group_check(request, limits, err);
   if (code) return code;
@@ -237,21 +290,27 @@ rm_code rm_sequence_group_create(const rm_request *request, const rm_request_lim
   const rm_sequence_group values = values_of(request, capacity);
   rm_sequence_group *group = allocate(&values, request, limits);
   if (!group)
-    return rm_fail(err, RM_E_MEMORY, "no memory for the records of %d samples of %lld + %lld tokens", values.n, (long long)values.n_prompt,
-                   (long long)capacity);
+    return rm_fail(err, RM_E_MEMORY,
+                   "no memory for the records of %d samples of %lld + %lld tokens", values.n,
+                   (long long)values.n_prompt, (long long)capacity);
   group->n_stops = fill_set(group->stops, request, limits, !request->ignore_eos);
   group->n_early = fill_set(group->banned, request, limits, 1);
   if (group->min_tokens && group->n_early >= limits->vocab) {
     rm_free(group);
-    return rm_fail(err, RM_E_REQUEST, "min_tokens=%lld, but every token of the vocabulary is a stop token", (long long)request->min_tokens);
+    return rm_fail(err, RM_E_REQUEST,
+                   "min_tokens=%lld, but every token of the vocabulary is a stop token",
+                   (long long)request->min_tokens);
   }
-  if (request->n_banned) memcpy(group->banned + group->n_early, request->banned, (size_t)request->n_banned * sizeof *group->banned);
+  if (request->n_banned)
+    memcpy(group->banned + group->n_early, request->banned,
+           (size_t)request->n_banned * sizeof *group->banned);
   group->n_never = sort_unique(group->banned + group->n_early, request->n_banned);
   rm_logit_edits_init(group, request);
   group->id = id;
   group->times.queued = rm_now();
   rm_list_init(&group->link);
-  const uint64_t seed = request->has_seed ? request->seed : splitmix(limits->engine_seed ^ splitmix(request->seed));
+  const uint64_t seed =
+      request->has_seed ? request->seed : splitmix(limits->engine_seed ^ splitmix(request->seed));
   for (int32_t i = 0; i < group->n; i++) {
     rm_sequence *seq = &group->sequences[i];
     seq->group = group;

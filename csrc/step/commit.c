@@ -1,32 +1,36 @@
-// commit.c: see commit.h. Order: failures first, so that a request with a row that was not finite ends before its tokens or pages count.
-// Then records of computed rows, full pages into the prefix index, siblings get the leader's pages, and tokens are appended. Appending is
-// last, since it may end a sequence, which releases pages that its siblings share.
+// commit.c: see commit.h. Order: failures first, so that a request with a row that was not finite
+// ends before its tokens or pages count. Then records of computed rows, full pages into the prefix
+// index, siblings get the leader's pages, and tokens are appended. Appending is last, since it may
+// end a sequence, which releases pages that its siblings share.
 #include "step/commit.h"
 
 #include "clock.h"
 
-// ---------------------------------------------------------------------------------------------- failures
+// --------------------------------------------------------------------------------------- failures
 static void fail_flagged(rm_scheduler *scheduler, const rm_sequence *seq) {
   const rm_plan *plan = &scheduler->plan;
   for (int64_t r = seq->first_row; r < seq->first_row + seq->n_rows; r++)
     if (plan->row_flags[r]) {
       rm_fail_sequence_group(scheduler, seq, plan->positions[r],
-                             plan->row_flags[r] & RM_ROW_KV_NONFINITE ? "a row of K or V is" : "logits are");
+                             plan->row_flags[r] & RM_ROW_KV_NONFINITE ? "a row of K or V is"
+                                                                      : "logits are");
       return;
     }
 }
 
-// ---------------------------------------------------------------------------------------------- computed rows
+// ---------------------------------------------------------------------------------- computed rows
 static void record_routed(rm_scheduler *scheduler, rm_sequence *seq) {
   const rm_plan *plan = &scheduler->plan;
-  const int64_t per_token = scheduler->options.limits.routed_per_token, size = scheduler->options.limits.page_size;
+  const int64_t per_token = scheduler->options.limits.routed_per_token,
+                size = scheduler->options.limits.page_size;
   const size_t bytes = (size_t)per_token * sizeof(int16_t);
   const int32_t *table = rm_block_table(scheduler, seq);
   rm_sequence_group *group = seq->group;
   for (int64_t i = 0; i < seq->n_rows; i++) {
     const int16_t *routed = plan->routed + (seq->first_row + i) * per_token;
     const int64_t p = seq->next + i, generated = p - group->n_prompt;
-    if (p >= seq->kv_len) memcpy(rm_kv_routed(scheduler->cache, table[p / size]) + p % size * per_token, routed, bytes);
+    if (p >= seq->kv_len)
+      memcpy(rm_kv_routed(scheduler->cache, table[p / size]) + p % size * per_token, routed, bytes);
     if (p == group->n_prompt_routed && generated < 0) {
       memcpy(group->prompt_routed + p * per_token, routed, bytes);
       group->n_prompt_routed++;
@@ -37,15 +41,19 @@ static void record_routed(rm_scheduler *scheduler, rm_sequence *seq) {
   }
 }
 
-// Copies logprobs of the page's tokens from the request's records. Returns 0 if they are incomplete.
-static int fill_logprobs(rm_scheduler *scheduler, const rm_sequence *seq, int64_t index, int32_t page) {
+// Copies logprobs of the page's tokens from the request's records. Returns 0 if they are
+// incomplete.
+static int fill_logprobs(rm_scheduler *scheduler, const rm_sequence *seq, int64_t index,
+                         int32_t page) {
   const rm_sequence_group *group = seq->group;
   const int64_t start = index * scheduler->options.limits.page_size;
   float *out = rm_kv_logprobs(scheduler->cache, page);
   if (!group->want_prompt_logprobs || group->mixed) return 0;
   for (int64_t i = 0; i < scheduler->options.limits.page_size; i++) {
     const int64_t p = start + i;
-    out[i] = p == 0 ? 0 : p < group->n_prompt ? group->prompt_logprobs[p - 1] : seq->logprobs[p - group->n_prompt];
+    out[i] = p == 0                ? 0
+             : p < group->n_prompt ? group->prompt_logprobs[p - 1]
+                                   : seq->logprobs[p - group->n_prompt];
   }
   return 1;
 }
@@ -57,7 +65,8 @@ static void index_pages(rm_scheduler *scheduler, rm_sequence *seq) {
   for (; (seq->n_indexed + 1) * size <= seq->kv_len; seq->n_indexed++) {
     const int64_t i = seq->n_indexed;
     const int has_logprobs = fill_logprobs(scheduler, seq, i, table[i]);
-    rm_kv_index(scheduler->cache, table[i], scheduler->version, i ? table[i - 1] : -1, seq->ids + i * size, has_logprobs);
+    rm_kv_index(scheduler->cache, table[i], scheduler->version, i ? table[i - 1] : -1,
+                seq->ids + i * size, has_logprobs);
   }
 }
 
@@ -69,10 +78,11 @@ static void advance(rm_scheduler *scheduler, rm_sequence *seq) {
   seq->kv_len = rm_max64(seq->kv_len, end);
   seq->next = end;
   index_pages(scheduler, seq);
-  if (group->kind == RM_SCORE && end == group->n_prompt) rm_finish_sequence(scheduler, seq, RM_FINISH_LENGTH);
+  if (group->kind == RM_SCORE && end == group->n_prompt)
+    rm_finish_sequence(scheduler, seq, RM_FINISH_LENGTH);
 }
 
-// ---------------------------------------------------------------------------------------------- draws
+// ------------------------------------------------------------------------------------------ draws
 void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn) {
   rm_sequence_group *group = seq->group;
   const int64_t at = seq->n_tokens++;
@@ -96,18 +106,21 @@ void rm_commit(rm_scheduler *scheduler) {
     if (plan->scheduled[i]->status != RM_DONE) fail_flagged(scheduler, plan->scheduled[i]);
   for (int64_t d = 0; d < plan->n_draws; d++)
     if (plan->draws[d].seq->status != RM_DONE && plan->tokens[d] < 0)
-      rm_fail_sequence_group(scheduler, plan->draws[d].seq, rm_sequence_length(plan->draws[d].seq) - 1,
+      rm_fail_sequence_group(scheduler, plan->draws[d].seq,
+                             rm_sequence_length(plan->draws[d].seq) - 1,
                              "all tokens are banned, or logits with a bias or penalty are");
   for (int64_t i = 0; i < plan->n_scheduled; i++)
     if (plan->scheduled[i]->status != RM_DONE) advance(scheduler, plan->scheduled[i]);
   for (int64_t d = 0; d < plan->n_draws; d++) {
     rm_sequence *seq = plan->draws[d].seq;
-    if (seq->status == RM_JOINING) rm_share_pages(scheduler, seq, plan->outs[plan->draws[d].out].seq);
+    if (seq->status == RM_JOINING)
+      rm_share_pages(scheduler, seq, plan->outs[plan->draws[d].out].seq);
     else if (seq->group->leader == seq) seq->group->leader = NULL;
   }
   for (int64_t d = 0; d < plan->n_draws; d++)
     if (plan->draws[d].seq->status != RM_DONE) {
-      const rm_drawn drawn = {plan->tokens[d], plan->ranks[d], plan->logprobs[d], plan->sampling_logprobs[d]};
+      const rm_drawn drawn = {plan->tokens[d], plan->ranks[d], plan->logprobs[d],
+                              plan->sampling_logprobs[d]};
       rm_append(scheduler, plan->draws[d].seq, &drawn);
     }
   const rm_policy *policy = scheduler->options.policy;

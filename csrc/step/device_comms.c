@@ -1,7 +1,8 @@
 // device_comms.c: the groups for exchanges of device memory, and waits that check them.
 //
-// Each host comm has a counterpart for device memory with the same ranks: staged through the host comm, or NCCL. Batches, draws, flags and
-// votes use the host comms, whose headers detect ranks that disagree; NCCL's calls have no headers and are compared once a step.
+// Each host comm has a counterpart for device memory with the same ranks: staged through the host
+// comm, or NCCL. Batches, draws, flags and votes use the host comms, whose headers detect ranks
+// that disagree; NCCL's calls have no headers and are compared once a step.
 #define _GNU_SOURCE
 #include <time.h>
 
@@ -11,10 +12,12 @@
 #include "model/exchange_sizes.h"
 #include "step/runner.h"
 
-// ---------------------------------------------------------------------------------------------- making
-static rm_code join(rm_runner *runner, rm_comm *host, rm_exchanged most, rm_comm **out, rm_error *err) {
+// ----------------------------------------------------------------------------------------- making
+static rm_code join(rm_runner *runner, rm_comm *host, rm_exchanged most, rm_comm **out,
+                    rm_error *err) {
   const rm_runner_options *options = &runner->options;
-  if (!options->nccl_library) return rm_comm_create_staged(host, runner->device, most.all, out, err);
+  if (!options->nccl_library)
+    return rm_comm_create_staged(host, runner->device, most.all, out, err);
   const rm_nccl_options nccl = {.library = options->nccl_library,
                                 .gpu = options->nccl_gpu ? options->nccl_gpu : runner->device->name,
                                 .capacity = most.apart,
@@ -42,7 +45,7 @@ void rm_comms_leave(rm_runner *runner) {
   rank->device_tp = rank->device_ep = NULL;
 }
 
-// ---------------------------------------------------------------------------------------------- a step
+// ----------------------------------------------------------------------------------------- a step
 void rm_comms_set_epoch(const rm_runner *runner, int64_t version) {
   const rm_rank *rank = &runner->rank;
   rm_comm *const groups[] = {rank->tp, rank->ep, rank->device_tp, rank->device_ep};
@@ -50,7 +53,9 @@ void rm_comms_set_epoch(const rm_runner *runner, int64_t version) {
     if (groups[i]) rm_comm_set_epoch(groups[i], version);
 }
 
-rm_code rm_runner_wait(rm_runner *runner, rm_error *err) { return rm_rank_wait(&runner->rank, runner->device, err); }
+rm_code rm_runner_wait(rm_runner *runner, rm_error *err) {
+  return rm_rank_wait(&runner->rank, runner->device, err);
+}
 
 static rm_code compare(rm_comm *there, rm_comm *host, rm_error *err) {
   return there && rm_comm_can_be_captured(there) ? rm_comm_compare(there, host, err) : RM_OK;
@@ -61,7 +66,9 @@ rm_code rm_compare_forward(rm_runner *runner, rm_error *err) {
   return rank->device_ep == rank->device_tp ? RM_OK : compare(rank->device_ep, rank->ep, err);
 }
 
-rm_code rm_compare_outs(rm_runner *runner, rm_error *err) { return compare(runner->rank.device_tp, runner->rank.tp, err); }
+rm_code rm_compare_outs(rm_runner *runner, rm_error *err) {
+  return compare(runner->rank.device_tp, runner->rank.tp, err);
+}
 
 // Aborts every group, since another rank may wait for this one in a group that did not fail.
 void rm_comms_abort(rm_runner *runner, rm_code why) {
@@ -80,12 +87,14 @@ void rm_comms_settle(rm_runner *runner) {
     nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
 }
 
-// ---------------------------------------------------------------------------------------------- statistics
+// ------------------------------------------------------------------------------------- statistics
 // A staged comm is counted by its host comm.
 rm_traffic rm_comms_traffic(const rm_runner *runner) {
   const rm_rank *rank = &runner->rank;
-  const rm_comm *const tp = rank->device_tp, *const ep = rank->device_ep == tp ? NULL : rank->device_ep;
-  const rm_comm *const groups[] = {rank->tp, rank->ep, rank->world, tp && rm_comm_can_be_captured(tp) ? tp : NULL,
+  const rm_comm *const tp = rank->device_tp, *const ep =
+                                                 rank->device_ep == tp ? NULL : rank->device_ep;
+  const rm_comm *const groups[] = {rank->tp, rank->ep, rank->world,
+                                   tp && rm_comm_can_be_captured(tp) ? tp : NULL,
                                    ep && rm_comm_can_be_captured(ep) ? ep : NULL};
   rm_traffic traffic = {runner->comm_bytes, runner->comm_calls, 0};
   for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {

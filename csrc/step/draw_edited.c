@@ -4,12 +4,14 @@
 #include "step/runner.h"
 
 // Draws from a row in host memory.
-static rm_code run_sample(rm_runner *runner, const float *logits, const float *stats, rm_sample_params params, rm_external_result *out,
-                          float *logprob, float *sampling_logprob, rm_error *err) {
+static rm_code run_sample(rm_runner *runner, const float *logits, const float *stats,
+                          rm_sample_params params, rm_external_result *out, float *logprob,
+                          float *sampling_logprob, rm_error *err) {
   static const uint8_t flags = 0;
   rm_results *results = &runner->results;
   const int64_t vocab = runner->options.spec->vocab_size;
-  const size_t row = (size_t)vocab * sizeof *logits, banned = (size_t)params.n_banned * sizeof *params.banned;
+  const size_t row = (size_t)vocab * sizeof *logits,
+               banned = (size_t)params.n_banned * sizeof *params.banned;
   const rm_code code = rm_results_reserve(results, 8, row + banned + 256, err);
   if (code) return code;
   params.banned = rm_results_input(results, params.banned, banned);
@@ -35,9 +37,10 @@ static int32_t rank_of(const float *logits, int64_t vocab, int32_t token) {
   return rank;
 }
 
-// With temperature 1 and no filter the op returns the model's logprob as the sampling logprob, but here the two come from different logits.
-// A banned token that does not exist prevents that.
-rm_code rm_draw_edited(rm_runner *runner, const rm_sequence *seq, const rm_external_draw *draw, rm_external_result *result, rm_error *err) {
+// With temperature 1 and no filter the op returns the model's logprob as the sampling logprob, but
+// here the two come from different logits. A banned token that does not exist prevents that.
+rm_code rm_draw_edited(rm_runner *runner, const rm_sequence *seq, const rm_external_draw *draw,
+                       rm_external_result *result, rm_error *err) {
   static const int32_t nobody = -1;
   float unused;
   *result = (rm_external_result){.token = -1, .row = -1};
@@ -45,12 +48,16 @@ rm_code rm_draw_edited(rm_runner *runner, const rm_sequence *seq, const rm_exter
     if (isnan(draw->edited[v])) return RM_OK; // the op would skip it
   rm_sample_params params = rm_params_of(seq);
   if (!params.n_banned) params.banned = &nobody, params.n_banned = 1;
-  rm_code code = run_sample(runner, draw->edited, draw->stats, params, result, &unused, &result->sampling_logprob, err);
+  rm_code code = run_sample(runner, draw->edited, draw->stats, params, result, &unused,
+                            &result->sampling_logprob, err);
   if (code) return code;
-  if (result->token >= 0 && draw->edited[result->token] == -INFINITY) result->token = -1; // all entries are −inf
+  if (result->token >= 0 && draw->edited[result->token] == -INFINITY)
+    result->token = -1; // all entries are −inf
   if (result->token < 0) return RM_OK;
-  const rm_sample_params model = {.temperature = 1, .top_p = 1, .top_k = -1, .forced = result->token};
+  const rm_sample_params model = {
+      .temperature = 1, .top_p = 1, .top_k = -1, .forced = result->token};
   code = run_sample(runner, draw->raw, draw->stats, model, result, &result->logprob, &unused, err);
-  if (!code && seq->group->want_token_ranks) result->rank = rank_of(draw->raw, runner->options.spec->vocab_size, result->token);
+  if (!code && seq->group->want_token_ranks)
+    result->rank = rank_of(draw->raw, runner->options.spec->vocab_size, result->token);
   return code;
 }

@@ -1,12 +1,13 @@
-// forward.c: the part of a step that uses the device. One function enqueues all of it, captured or not: copy inputs to the device, model,
-// sampler.c on the out rows, copy results to the host. Then the step waits for the device, once unless a caller gets rows of logits, and
-// results go into the records.
+// forward.c: the part of a step that uses the device. One function enqueues all of it, captured or
+// not: copy inputs to the device, model, sampler.c on the out rows, copy results to the host. Then
+// the step waits for the device, once unless a caller gets rows of logits, and results go into the
+// records.
 #include "base/fields.h"
 #include "base/hash.h"
 #include "scheduler/logit_edits.h"
 #include "step/runner.h"
 
-// ---------------------------------------------------------------------------------------------- the other ranks of the tp group
+// ---------------------------------------------------------------- the other ranks of the tp group
 // All ranks got the same calls and scheduled the same batch; compares a digest of it.
 static rm_code agree_on_batch(rm_runner *runner, rm_error *err) {
   const rm_plan *plan = runner->plan;
@@ -15,19 +16,23 @@ static rm_code agree_on_batch(rm_runner *runner, rm_error *err) {
   uint64_t digest = (uint64_t)plan->n_rows, all[RM_MAX_TP];
   size_t bytes[RM_MAX_TP];
   for (int64_t r = 0; r < plan->n_rows; r++)
-    digest =
-        rm_hash_word(rm_hash_word(digest, (uint64_t)(uint32_t)plan->ids[r] ^ (uint64_t)plan->slots[r] << 32), (uint64_t)plan->positions[r]);
+    digest = rm_hash_word(
+        rm_hash_word(digest, (uint64_t)(uint32_t)plan->ids[r] ^ (uint64_t)plan->slots[r] << 32),
+        (uint64_t)plan->positions[r]);
   for (int r = 0; r < rm_comm_size(tp); r++) bytes[r] = sizeof digest;
   const rm_code code = rm_comm_all_gather(tp, &digest, all, bytes, err);
   for (int r = 0; r < rm_comm_size(tp) && !code; r++)
     if (all[r] != digest)
-      return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
-                     "tp rank %d steps with another batch than tp rank %d; expected the same calls on all ranks of a tp group", r,
-                     rm_comm_rank(tp));
+      return rm_fail(
+          err, RM_E_COLLECTIVE_MISMATCH,
+          "tp rank %d steps with another batch than tp rank %d; expected the same calls on all "
+          "ranks of a tp group",
+          r, rm_comm_rank(tp));
   return code;
 }
 
-// Or-reduces row flags: a K or V row that is not finite is seen only by the ranks that hold its head.
+// Or-reduces row flags: a K or V row that is not finite is seen only by the ranks that hold its
+// head.
 static rm_code share_flags(rm_runner *runner, rm_error *err) {
   rm_comm *tp = runner->rank.tp;
   rm_plan *plan = runner->plan;
@@ -35,16 +40,19 @@ static rm_code share_flags(rm_runner *runner, rm_error *err) {
   size_t bytes[RM_MAX_TP];
   for (int r = 0; r < rm_comm_size(tp); r++) bytes[r] = (size_t)plan->n_rows;
   const rm_code code = rm_comm_all_gather(tp, plan->row_flags, runner->all_flags, bytes, err);
-  for (int64_t i = 0; i < plan->n_rows * rm_comm_size(tp) && !code; i++) plan->row_flags[i % plan->n_rows] |= runner->all_flags[i];
+  for (int64_t i = 0; i < plan->n_rows * rm_comm_size(tp) && !code; i++)
+    plan->row_flags[i % plan->n_rows] |= runner->all_flags[i];
   return code;
 }
 
-// ---------------------------------------------------------------------------------------------- the step buffer
+// -------------------------------------------------------------------------------- the step buffer
 enum { STEP_FIELDS = 17 };
 
-static void list_fields(const rm_runner *runner, rm_step_buffer *b, size_t rows, size_t outs, size_t draws, rm_field fields[STEP_FIELDS]) {
+static void list_fields(const rm_runner *runner, rm_step_buffer *b, size_t rows, size_t outs,
+                        size_t draws, rm_field fields[STEP_FIELDS]) {
   const size_t routed = (size_t)runner->routed_per_token;
-  rows = rows ? rows : 1, outs = outs ? outs : 1, draws = draws ? draws : 1; // so that no array is NULL
+  rows = rows ? rows : 1, outs = outs ? outs : 1,
+  draws = draws ? draws : 1; // so that no array is NULL
   const rm_field all[STEP_FIELDS] = {
       {&b->slots, rows, sizeof *b->slots},
       {&b->params, draws, sizeof *b->params},
@@ -79,9 +87,11 @@ static void fill(rm_runner *runner) {
   rm_plan *plan = runner->plan;
   rm_step_buffer *b = &runner->step;
   rm_field fields[STEP_FIELDS];
-  const size_t rows = (size_t)plan->n_rows, outs = (size_t)plan->n_out, draws = (size_t)plan->n_draws;
+  const size_t rows = (size_t)plan->n_rows, outs = (size_t)plan->n_out,
+               draws = (size_t)plan->n_draws;
   list_fields(runner, b, rows, outs, draws, fields);
-  rm_fields_place(fields, STEP_FIELDS, runner->buffer, runner->buffer_bytes); // sized for the largest step
+  rm_fields_place(fields, STEP_FIELDS, runner->buffer,
+                  runner->buffer_bytes); // sized for the largest step
   memcpy(b->slots, plan->slots, rows * sizeof *b->slots);
   memcpy(b->ids, plan->ids, rows * sizeof *b->ids);
   memcpy(b->positions, plan->positions, rows * sizeof *b->positions);
@@ -116,11 +126,13 @@ static void put_tables(const rm_runner *runner) {
   }
 }
 
-// ---------------------------------------------------------------------------------------------- a step
-// Appends padding rows: token 0 at position 0, with the block table of the first row's sequence (or row 0 of the tables, whose entries are
-// valid pages). They write no KV, and their results are ignored.
+// ----------------------------------------------------------------------------------------- a step
+// Appends padding rows: token 0 at position 0, with the block table of the first row's sequence (or
+// row 0 of the tables, whose entries are valid pages). They write no KV, and their results are
+// ignored.
 static void pad(rm_plan *plan, int64_t rows) {
-  static rm_sequence_group nobody_group = {.n = 1, .top_p = 1, .top_k = -1, .repetition_penalty = 1};
+  static rm_sequence_group nobody_group = {
+      .n = 1, .top_p = 1, .top_k = -1, .repetition_penalty = 1};
   static rm_sequence nobody = {.group = &nobody_group};
   const int32_t first = plan->n_rows ? plan->seq_of_row[0] : 0;
   for (int64_t i = plan->n_rows; i < rows; i++) {
@@ -160,11 +172,14 @@ static rm_code enqueue(rm_runner *runner, rm_error *err) {
   const rm_batch batch = batch_of(runner);
   const rm_step_buffer *b = &runner->step;
   const void *hidden;
-  rm_mirrored_copy_to_device(&runner->mirrored, b->slots, (size_t)((char *)b->tokens - (char *)b->slots));
-  rm_code code = rm_model_forward(runner->model, rm_store_weights(runner->store), runner->kv, runner->n_pages, &batch, &hidden, err);
+  rm_mirrored_copy_to_device(&runner->mirrored, b->slots,
+                             (size_t)((char *)b->tokens - (char *)b->slots));
+  rm_code code = rm_model_forward(runner->model, rm_store_weights(runner->store), runner->kv,
+                                  runner->n_pages, &batch, &hidden, err);
   if (!code && !runner->plan->is_captured) code = rm_compare_forward(runner, err);
   if (!code) code = rm_sample_outs(runner, hidden, err);
-  rm_mirrored_copy_to_host(&runner->mirrored, b->row_flags, (size_t)(b->end - (char *)b->row_flags));
+  rm_mirrored_copy_to_host(&runner->mirrored, b->row_flags,
+                           (size_t)(b->end - (char *)b->row_flags));
   return code;
 }
 
@@ -190,7 +205,8 @@ rm_code rm_forward(rm_runner *runner, rm_error *err) {
     rm_results_drop(&runner->results);
     return code;
   }
-  for (int64_t i = 0; i < plan->n_out; i++) plan->row_flags[plan->out_rows[i]] |= plan->out_flags[i];
+  for (int64_t i = 0; i < plan->n_out; i++)
+    plan->row_flags[plan->out_rows[i]] |= plan->out_flags[i];
   for (int64_t d = 0; d < plan->n_draws; d++)
     if (!plan->draws[d].seq->group->want_token_ranks) plan->ranks[d] = 0;
   rm_record_outs(plan);

@@ -7,15 +7,22 @@
 #include "scheduler/logit_edits.h"
 #include "step/runner.h"
 
-// ---------------------------------------------------------------------------------------------- which steps
+// ------------------------------------------------------------------------------------ which steps
 static int64_t next_size(int64_t rows) {
-  return rows < 4 ? 2 * rows : rows < 8 ? 8 : rows < 64 ? rows + 8 : rows < 256 ? rows + 16 : rows + 32;
+  return rows < 4     ? 2 * rows
+         : rows < 8   ? 8
+         : rows < 64  ? rows + 8
+         : rows < 256 ? rows + 16
+                      : rows + 32;
 }
 
 void rm_graphs_plan(rm_runner *runner) {
   rm_graphs *graphs = &runner->graphs;
-  const int64_t most = runner->options.model.static_rows;   // with more rows the launches overlap with the work
-  if (runner->options.enforce_eager || !runner->device->begin_capture || !rm_model_is_static(runner->model, most)) return;
+  const int64_t most =
+      runner->options.model.static_rows;   // with more rows the launches overlap with the work
+  if (runner->options.enforce_eager || !runner->device->begin_capture ||
+      !rm_model_is_static(runner->model, most))
+    return;
   for (int64_t rows = 1; rows < most; rows = next_size(rows)) {
     assert(graphs->n_sizes < RM_GRAPH_SIZES - 1);
     graphs->sizes[graphs->n_sizes++] = rows;
@@ -28,9 +35,11 @@ static int only_draws(const rm_plan *plan, int64_t i) {
   const rm_out_row *out = &plan->outs[i];
   const rm_sequence *seq = out->seq;
   const rm_sequence_group *group = seq->group;
-  if (!out->draws || out->target >= 0 || plan->draws[i].out != i || group->top_logprobs || group->wants_logits || group->external_draws)
+  if (!out->draws || out->target >= 0 || plan->draws[i].out != i || group->top_logprobs ||
+      group->wants_logits || group->external_draws)
     return 0;
-  if (rm_has_penalties(group) || group->n_edits || group->n_never || group->n_bad_words) return 0;   // lists of changing sizes
+  if (rm_has_penalties(group) || group->n_edits || group->n_never || group->n_bad_words)
+    return 0;   // lists of changing sizes
   return !group->score_sampling && !(seq->n_tokens < group->min_tokens && group->n_early);
 }
 
@@ -53,14 +62,17 @@ static int64_t size_index(const rm_graphs *graphs, int64_t rows) {
   return i;
 }
 
-int64_t rm_graphs_size(const rm_runner *runner, int64_t rows) { return runner->graphs.sizes[size_index(&runner->graphs, rows)]; }
+int64_t rm_graphs_size(const rm_runner *runner, int64_t rows) {
+  return runner->graphs.sizes[size_index(&runner->graphs, rows)];
+}
 
-// ---------------------------------------------------------------------------------------------- capture and replay
+// ----------------------------------------------------------------------------- capture and replay
 static void forget_set(rm_runner *runner, int set) {
   const rm_device *device = runner->device;
   rm_graphs *graphs = &runner->graphs;
   for (int64_t i = 0; i < graphs->n_sizes; i++)
-    for (int ranks = 0; ranks < 2; ranks++) device->destroy_graph(device->self, graphs->sets[set].graphs[i][ranks].captured);
+    for (int ranks = 0; ranks < 2; ranks++)
+      device->destroy_graph(device->self, graphs->sets[set].graphs[i][ranks].captured);
   memset(&graphs->sets[set], 0, sizeof graphs->sets[set]);
 }
 
@@ -69,7 +81,8 @@ void rm_graphs_clear(rm_runner *runner) {
   runner->graphs.was_reset = 1;
 }
 
-// The graph for the serving weights. Weights at a new address replace the set that was not used last.
+// The graph for the serving weights. Weights at a new address replace the set that was not used
+// last.
 static rm_graph *graph_of(rm_runner *runner, int64_t index, int with_token_ranks) {
   rm_graphs *graphs = &runner->graphs;
   const uint64_t weights = rm_store_block(runner->store);
@@ -84,14 +97,18 @@ static rm_graph *graph_of(rm_runner *runner, int64_t index, int with_token_ranks
   return &graphs->sets[set].graphs[index][with_token_ranks];
 }
 
-// Result of a capture, from best to worst. INVALIDATED is repeated at the next step; for REFUSED there was no memory.
+// Result of a capture, from best to worst. INVALIDATED is repeated at the next step; for REFUSED
+// there was no memory.
 typedef enum outcome { KEPT, INVALIDATED, REFUSED } outcome;
 
 static outcome outcome_of(rm_device_status status) {
-  return status == RM_DEVICE_CAPTURE_INVALIDATED ? INVALIDATED : status == RM_DEVICE_NO_MEMORY ? REFUSED : KEPT;
+  return status == RM_DEVICE_CAPTURE_INVALIDATED ? INVALIDATED
+         : status == RM_DEVICE_NO_MEMORY         ? REFUSED
+                                                 : KEPT;
 }
 
-// Max-reduces the outcome over the ranks that replay together: if one rank has no graph, none replays.
+// Max-reduces the outcome over the ranks that replay together: if one rank has no graph, none
+// replays.
 static rm_code agree_on(rm_runner *runner, outcome *came, rm_error *err) {
   const rm_rank *rank = &runner->rank;
   rm_comm *together = rm_rank_spans_dp(rank) ? rank->ep : rank->tp;
@@ -106,7 +123,8 @@ static rm_code agree_on(rm_runner *runner, outcome *came, rm_error *err) {
   return code;
 }
 
-// The comms count an exchange when it is enqueued. A capture sends nothing, and each replay sends it.
+// The comms count an exchange when it is enqueued. A capture sends nothing, and each replay sends
+// it.
 static void count_captured(rm_runner *runner, const rm_traffic *before, rm_graph *graph) {
   const rm_traffic after = rm_comms_traffic(runner);
   graph->comm_bytes = after.bytes - before->bytes;
@@ -142,7 +160,8 @@ static rm_code capture(rm_runner *runner, rm_graph *graph, rm_enqueue_step enque
 }
 
 rm_code rm_graphs_run(rm_runner *runner, rm_enqueue_step enqueue, rm_error *err) {
-  rm_graph *graph = graph_of(runner, size_index(&runner->graphs, runner->plan->n_rows), runner->plan->with_token_ranks);
+  rm_graph *graph = graph_of(runner, size_index(&runner->graphs, runner->plan->n_rows),
+                             runner->plan->with_token_ranks);
   const int may_capture = graph->was_run && !graph->captured && !graph->is_refused;
   rm_code code = may_capture ? capture(runner, graph, enqueue, err) : RM_OK;
   if (!code && graph->captured) replay(runner, graph);

@@ -1,6 +1,7 @@
-// lockstep.c: the agreement of a lockstep group before a forward: max-reduces the ranks' status. Replicas that share experts step together:
-// a replica without requests steps with an empty batch, and the step runs as a captured graph only if it can on all ranks. Without a
-// lockstep group a rank decides alone.
+// lockstep.c: the agreement of a lockstep group before a forward: max-reduces the ranks' status.
+// Replicas that share experts step together: a replica without requests steps with an empty batch,
+// and the step runs as a captured graph only if it can on all ranks. Without a lockstep group a
+// rank decides alone.
 #include "step/runner.h"
 
 enum { CAPTURED = 1, WITH_TOKEN_RANKS = 2, RESET = 4 };
@@ -22,7 +23,8 @@ rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *er
   const rank_status own = {
       .rows = (int32_t)plan->n_rows,
       .progress = (int16_t)*progress,
-      .flags = (int16_t)(plan->is_captured * CAPTURED + plan->with_token_ranks * WITH_TOKEN_RANKS + runner->graphs.was_reset * RESET),
+      .flags = (int16_t)(plan->is_captured * CAPTURED + plan->with_token_ranks * WITH_TOKEN_RANKS +
+                         runner->graphs.was_reset * RESET),
   };
   for (int r = 0; r < rm_comm_size(rank->ep); r++) bytes[r] = sizeof own;
   const rm_code code = rm_comm_all_gather(rank->ep, &own, all, bytes, err);
@@ -34,7 +36,8 @@ rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *er
     flags |= all[r].flags;
   }
   plan->with_token_ranks = (flags & WITH_TOKEN_RANKS) != 0;
-  if (flags & RESET) rm_graphs_clear(runner); // a rank that slept has no graphs: all ranks capture again
+  if (flags & RESET)
+    rm_graphs_clear(runner); // a rank that slept has no graphs: all ranks capture again
   runner->graphs.was_reset = 0;
   return RM_OK;
 }

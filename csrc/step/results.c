@@ -5,10 +5,12 @@
 
 #include "base/memory.h"
 
-rm_code rm_results_create(const rm_device *device, const rm_rank *rank, size_t bytes, rm_results *out, rm_error *err) {
+rm_code rm_results_create(const rm_device *device, const rm_rank *rank, size_t bytes,
+                          rm_results *out, rm_error *err) {
   *out = (rm_results){.device = device, .rank = rank};
   if (device->on_host) return RM_OK;
-  if (!(out->list = rm_alloc(RM_MAX_RESULTS, sizeof *out->list))) return rm_fail(err, RM_E_MEMORY, "no memory for a step's results");
+  if (!(out->list = rm_alloc(RM_MAX_RESULTS, sizeof *out->list)))
+    return rm_fail(err, RM_E_MEMORY, "no memory for a step's results");
   return rm_mirrored_create(device, bytes, "results of a step", &out->mirrored, err);
 }
 
@@ -18,15 +20,19 @@ void rm_results_destroy(rm_results *results) {
   results->list = NULL;
 }
 
-size_t rm_results_room(const rm_results *results) { return results->device->on_host ? SIZE_MAX : results->mirrored.bytes; }
+size_t rm_results_room(const rm_results *results) {
+  return results->device->on_host ? SIZE_MAX : results->mirrored.bytes;
+}
 
 rm_code rm_results_reserve(rm_results *results, int n, size_t bytes, rm_error *err) {
   if (results->device->on_host) return RM_OK;
   const size_t wanted = bytes + (size_t)n * RM_RESULT_ALIGN;
   if (wanted > results->mirrored.bytes || n > RM_MAX_RESULTS)
-    return rm_fail(err, RM_E_CAPACITY, "expected at most %zu bytes of results in a step, got %d results of %zu", results->mirrored.bytes, n,
-                   bytes);
-  if (results->used + wanted <= results->mirrored.bytes && results->n + n <= RM_MAX_RESULTS) return RM_OK;
+    return rm_fail(err, RM_E_CAPACITY,
+                   "expected at most %zu bytes of results in a step, got %d results of %zu",
+                   results->mirrored.bytes, n, bytes);
+  if (results->used + wanted <= results->mirrored.bytes && results->n + n <= RM_MAX_RESULTS)
+    return RM_OK;
   return rm_results_copy_out(results, err);
 }
 
@@ -57,11 +63,13 @@ void rm_results_drop(rm_results *results) {
 }
 
 rm_code rm_results_copy_out(rm_results *results, rm_error *err) {
-  const size_t first = results->n ? results->list[0].at : 0, used = results->n ? results->used - first : 0;
+  const size_t first = results->n ? results->list[0].at : 0,
+               used = results->n ? results->used - first : 0;
   if (used) rm_mirrored_copy_to_host(&results->mirrored, results->mirrored.host + first, used);
   const rm_code code = rm_rank_wait(results->rank, results->device, err);
   for (int i = 0; i < results->n && !code; i++)
-    memcpy(results->list[i].to, results->mirrored.host + results->list[i].at, results->list[i].bytes);
+    memcpy(results->list[i].to, results->mirrored.host + results->list[i].at,
+           results->list[i].bytes);
   rm_results_drop(results);
   return code;
 }

@@ -6,10 +6,14 @@
 #include "base/fields.h"
 
 enum {
-  STATIC_ROWS = 512,               // max rows of a step with exchanges of fixed sizes; with more rows counting costs less
-  LOGITS_BYTES = 64 << 20,         // of logits at a time, but …
-  MIN_OUT_ROWS = 32,               // … at least that many rows, so that lm_head reads its weights seldom
-  RESULTS_BYTES = 1 << 20,         // of results before a step has to wait, besides room for one row's top logprobs or lists of tokens
+  STATIC_ROWS =
+      512, // max rows of a step with exchanges of fixed sizes; with more rows counting costs less
+  LOGITS_BYTES = 64 << 20, // of logits at a time, but …
+  MIN_OUT_ROWS = 32, // … at least that many rows, so that lm_head reads its weights seldom
+  RESULTS_BYTES = 1
+      // of results before a step has to wait, besides room for one row's top logprobs or lists of
+      // tokens
+      << 20,
 };
 
 void rm_runner_init(rm_runner *runner, const rm_runner_options *options) {
@@ -22,19 +26,26 @@ void rm_runner_init(rm_runner *runner, const rm_runner_options *options) {
   runner->options.model.rank = &runner->rank;
   runner->routed_per_token = options->spec->n_moe_layers * options->spec->top_k;
   runner->ld_logits = rm_round_up(vocab, RM_VOCAB_BLOCK);
-  runner->max_out_rows = rm_min64(rm_max64(LOGITS_BYTES / (runner->ld_logits * (int64_t)sizeof(float)), MIN_OUT_ROWS), max_rows);
+  runner->max_out_rows =
+      rm_min64(rm_max64(LOGITS_BYTES / (runner->ld_logits * (int64_t)sizeof(float)), MIN_OUT_ROWS),
+               max_rows);
   runner->max_draws = rm_min64(rm_max64(options->max_num_seqs, runner->max_out_rows), max_rows);
   model->max_out_rows = runner->max_out_rows;
-  model->static_rows = runner->device->on_host ? 0 : rm_min64(rm_min64(options->max_num_seqs, max_rows), STATIC_ROWS);
+  model->static_rows = runner->device->on_host
+                           ? 0
+                           : rm_min64(rm_min64(options->max_num_seqs, max_rows), STATIC_ROWS);
 }
 
 #define N_FIELDS(fields) (sizeof(fields) / sizeof *(fields))
 
-rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, rm_plan *plan, rm_error *err) {
+rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, rm_plan *plan,
+                         rm_error *err) {
   const rm_runner_options *options = &runner->options;
   const size_t rows = (size_t)options->model.max_rows, seqs = (size_t)options->max_num_seqs;
-  const size_t outs = (size_t)runner->max_out_rows, draws = (size_t)runner->max_draws, tp = (size_t)runner->rank.mesh.tp;
-  const size_t lists = 2 * sizeof(int32_t) + sizeof(rm_logit_edit);   // for each token: early, never, an edit
+  const size_t outs = (size_t)runner->max_out_rows, draws = (size_t)runner->max_draws,
+               tp = (size_t)runner->rank.mesh.tp;
+  const size_t lists =
+      2 * sizeof(int32_t) + sizeof(rm_logit_edit); // for each token: early, never, an edit
   const size_t results = RESULTS_BYTES + lists * (size_t)options->spec->vocab_size;
   char what[96];
   runner->model = model;
@@ -61,10 +72,15 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, rm
   runner->host_bytes = rm_fields_bytes(host, N_FIELDS(host));
   runner->scratch_bytes = rm_fields_bytes(device, N_FIELDS(device));
   runner->host = runner->host_bytes ? rm_map(runner->host_bytes) : NULL;
-  if (!runner->host) return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of %s", runner->host_bytes, what);
-  rm_code code = rm_device_alloc(runner->device, runner->scratch_bytes, what, &runner->scratch, err);
-  if (!code) code = rm_mirrored_create(runner->device, rm_fields_bytes(both, N_FIELDS(both)), what, &runner->mirrored, err);
-  if (!code) code = rm_results_create(runner->device, &runner->rank, results, &runner->results, err);
+  if (!runner->host)
+    return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of %s", runner->host_bytes, what);
+  rm_code code =
+      rm_device_alloc(runner->device, runner->scratch_bytes, what, &runner->scratch, err);
+  if (!code)
+    code = rm_mirrored_create(runner->device, rm_fields_bytes(both, N_FIELDS(both)), what,
+                              &runner->mirrored, err);
+  if (!code)
+    code = rm_results_create(runner->device, &runner->rank, results, &runner->results, err);
   if (code) return code;
   rm_fields_place(host, N_FIELDS(host), runner->host, runner->host_bytes);
   rm_fields_place(device, N_FIELDS(device), runner->scratch, runner->scratch_bytes);
@@ -82,8 +98,8 @@ void rm_runner_destroy(rm_runner *runner) {
 }
 
 uint64_t rm_runner_workspace(const rm_runner *runner) {
-  return rm_model_workspace_bytes(runner->model) + runner->host_bytes + runner->scratch_bytes + runner->mirrored.bytes +
-         runner->results.mirrored.bytes;
+  return rm_model_workspace_bytes(runner->model) + runner->host_bytes + runner->scratch_bytes +
+         runner->mirrored.bytes + runner->results.mirrored.bytes;
 }
 
 void rm_runner_zero_page(void *runner, int32_t page) {

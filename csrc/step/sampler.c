@@ -1,35 +1,43 @@
-// sampler.c: from hidden states of the out rows to tokens and logprobs. Rows go through lm_head max_out_rows at a time, which bounds the
-// memory of logits for a long prompt with logprobs. Logits are stored only where more is requested than a target's logprob.
+// sampler.c: from hidden states of the out rows to tokens and logprobs. Rows go through lm_head
+// max_out_rows at a time, which bounds the memory of logits for a long prompt with logprobs. Logits
+// are stored only where more is requested than a target's logprob.
 //
-// One call of the sample op takes a run of draws: from consecutive rows (decoding), or from one row (the first tokens of a prompt's
-// samples), which is the same call with a row stride of 0.
+// One call of the sample op takes a run of draws: from consecutive rows (decoding), or from one row
+// (the first tokens of a prompt's samples), which is the same call with a row stride of 0.
 #include "scheduler/logit_edits.h"
 #include "step/runner.h"
 
-// The rows of one call of lm_head: [first, first + n) of outs. Row indices below are relative to first.
+// The rows of one call of lm_head: [first, first + n) of outs. Row indices below are relative to
+// first.
 typedef struct rm_logits_pass {
   int64_t first, n;
-  int has_logits, has_targets;  // logits are needed; the logprob of some target is needed
-  int own_rows;                 // this rank gets the logits of its share of the rows only
+  int has_logits, has_targets; // logits are needed; the logprob of some target is needed
+  int own_rows; // this rank gets the logits of its share of the rows only
 } rm_logits_pass;
 
-static const rm_out_row *out_row(const rm_plan *plan, const rm_logits_pass *pass, int64_t i) { return &plan->outs[pass->first + i]; }
+static const rm_out_row *out_row(const rm_plan *plan, const rm_logits_pass *pass, int64_t i) {
+  return &plan->outs[pass->first + i];
+}
 
 static int needs_logits(const rm_out_row *out) {
   const rm_sequence_group *group = out->seq->group;
-  return out->draws || group->wants_logits || group->score_sampling || group->prompt_top || group->want_token_ranks;
+  return out->draws || group->wants_logits || group->score_sampling || group->prompt_top ||
+         group->want_token_ranks;
 }
 
-// Whether one rank of a tp group can do the row's work for all: it is only drawn from. Other records of logits are made on every rank.
+// Whether one rank of a tp group can do the row's work for all: it is only drawn from. Other
+// records of logits are made on every rank.
 static int one_rank_does(const rm_out_row *out) {
   const rm_sequence_group *group = out->seq->group;
-  if (group->top_logprobs || group->wants_logits || group->score_sampling || group->external_draws) return 0;
+  if (group->top_logprobs || group->wants_logits || group->score_sampling || group->external_draws)
+    return 0;
   return out->target < 0 || !(group->prompt_top || group->want_token_ranks);
 }
 
 static rm_logits_pass pass_at(const rm_runner *runner, int64_t first) {
   const rm_plan *plan = runner->plan;
-  rm_logits_pass pass = {first, rm_min64(plan->n_out - first, runner->max_out_rows), 0, 0, runner->rank.tp != NULL};
+  rm_logits_pass pass = {first, rm_min64(plan->n_out - first, runner->max_out_rows), 0, 0,
+                         runner->rank.tp != NULL};
   for (int64_t i = 0; i < pass.n; i++) {
     const rm_out_row *out = out_row(plan, &pass, i);
     pass.has_logits |= needs_logits(out);
@@ -39,17 +47,20 @@ static rm_logits_pass pass_at(const rm_runner *runner, int64_t first) {
   return pass;
 }
 
-static rm_code run_lm_head(rm_runner *runner, const char *hidden, const rm_logits_pass *pass, rm_error *err) {
+static rm_code run_lm_head(rm_runner *runner, const char *hidden, const rm_logits_pass *pass,
+                           rm_error *err) {
   const rm_step_buffer *b = &runner->step;
   const int64_t first = pass->first;
   const rm_head head = {
-      .hidden = hidden + (size_t)(first * runner->options.spec->hidden_size) * rm_dtype_bytes(runner->options.model.dtype),
+      .hidden = hidden + (size_t)(first * runner->options.spec->hidden_size) *
+                             rm_dtype_bytes(runner->options.model.dtype),
       .rows = pass->n,
       .ld_logits = runner->ld_logits,
       .own_rows = pass->own_rows,
       .logits = pass->has_logits ? runner->logits : NULL,
       .stats = runner->stats,
-      .target_logprobs = pass->has_targets ? rm_on_device(runner, b->target_logprobs + first) : NULL,
+      .target_logprobs =
+          pass->has_targets ? rm_on_device(runner, b->target_logprobs + first) : NULL,
       .targets = pass->has_targets ? rm_on_device(runner, b->targets + first) : NULL,
       .host_targets = b->targets + first,
       .row_flags = rm_on_device(runner, b->out_flags + first),
@@ -57,10 +68,11 @@ static rm_code run_lm_head(rm_runner *runner, const char *hidden, const rm_logit
   return rm_model_head(runner->model, rm_store_weights(runner->store), &head, err);
 }
 
-// ---------------------------------------------------------------------------------------------- ops over logits
+// -------------------------------------------------------------------------------- ops over logits
 // Rows [row, row + n) of the pass.
-static void run_sample(rm_runner *runner, const rm_logits_pass *pass, int64_t row, int64_t n, int64_t ld_logits,
-                       const rm_sample_params *params, int32_t *tokens, float *logprobs, float *sampling_logprobs, int32_t *kept) {
+static void run_sample(rm_runner *runner, const rm_logits_pass *pass, int64_t row, int64_t n,
+                       int64_t ld_logits, const rm_sample_params *params, int32_t *tokens,
+                       float *logprobs, float *sampling_logprobs, int32_t *kept) {
   const rm_sample_args args = {
       .tokens = tokens,
       .logprobs = logprobs,
@@ -77,7 +89,8 @@ static void run_sample(rm_runner *runner, const rm_logits_pass *pass, int64_t ro
   runner->kernels->sample(rm_model_ctx(runner->model), &args);
 }
 
-static void run_ranks(rm_runner *runner, int64_t row, int64_t n, int64_t ld_logits, const int32_t *tokens, int32_t *ranks) {
+static void run_ranks(rm_runner *runner, int64_t row, int64_t n, int64_t ld_logits,
+                      const int32_t *tokens, int32_t *ranks) {
   const rm_ranks_args args = {
       .ranks = ranks,
       .logits = runner->logits + row * runner->ld_logits,
@@ -89,10 +102,13 @@ static void run_ranks(rm_runner *runner, int64_t row, int64_t n, int64_t ld_logi
   runner->kernels->ranks(rm_model_ctx(runner->model), &args);
 }
 
-// Writes the records at `ids` and `logprobs`, [n][k], as many rows at a time as the results have room for.
-static rm_code top_logprobs(rm_runner *runner, int64_t row, int64_t n, int64_t k, int32_t *ids, float *logprobs, rm_error *err) {
+// Writes the records at `ids` and `logprobs`, [n][k], as many rows at a time as the results have
+// room for.
+static rm_code top_logprobs(rm_runner *runner, int64_t row, int64_t n, int64_t k, int32_t *ids,
+                            float *logprobs, rm_error *err) {
   rm_results *results = &runner->results;
-  const size_t each = (size_t)k * sizeof(float), most = (rm_results_room(results) - 4 * RM_RESULT_ALIGN) / (2 * each);
+  const size_t each = (size_t)k * sizeof(float),
+               most = (rm_results_room(results) - 4 * RM_RESULT_ALIGN) / (2 * each);
   for (int64_t done = 0, rows; done < n; done += rows) {
     rows = (size_t)(n - done) < most ? n - done : (int64_t)most;
     const size_t bytes = (size_t)rows * each;
@@ -113,21 +129,23 @@ static rm_code top_logprobs(rm_runner *runner, int64_t row, int64_t n, int64_t k
   return RM_OK;
 }
 
-// ---------------------------------------------------------------------------------------------- parameters of draws
+// ---------------------------------------------------------------------------- parameters of draws
 // Bytes that a draw's lists take in the results' buffer: banned tokens and edits.
 static size_t list_bytes(const rm_sample_params *params) {
-  const size_t banned = (size_t)params->n_banned * sizeof *params->banned, edits = (size_t)params->n_edits * sizeof *params->edits;
+  const size_t banned = (size_t)params->n_banned * sizeof *params->banned,
+               edits = (size_t)params->n_edits * sizeof *params->edits;
   return (banned ? banned + RM_RESULT_ALIGN : 0) + (edits ? edits + RM_RESULT_ALIGN : 0);
 }
 
 // Puts the lists where the op reads them. Their room is reserved.
 static void put_lists(rm_results *results, rm_sample_params *params) {
-  const size_t banned = (size_t)params->n_banned * sizeof *params->banned, edits = (size_t)params->n_edits * sizeof *params->edits;
+  const size_t banned = (size_t)params->n_banned * sizeof *params->banned,
+               edits = (size_t)params->n_edits * sizeof *params->edits;
   if (banned) params->banned = rm_results_input(results, params->banned, banned);
   if (edits) params->edits = rm_results_input(results, params->edits, edits);
 }
 
-// ---------------------------------------------------------------------------------------------- records of prompts
+// ----------------------------------------------------------------------------- records of prompts
 // Rows [i, end) that belong to one prompt, positions ascending by one.
 static int64_t prompt_run(const rm_plan *plan, int64_t i, int64_t end) {
   const rm_out_row *first = &plan->outs[i];
@@ -164,7 +182,8 @@ static rm_sample_params score_params(const rm_sequence *seq) {
 }
 
 // Sampling logprobs of rows [row, row + n) of a scored prompt, whose tokens are known.
-static rm_code score_sampling(rm_runner *runner, const rm_logits_pass *pass, int64_t row, int64_t n, rm_error *err) {
+static rm_code score_sampling(rm_runner *runner, const rm_logits_pass *pass, int64_t row, int64_t n,
+                              rm_error *err) {
   const rm_plan *plan = runner->plan;
   rm_results *results = &runner->results;
   const rm_out_row *out = out_row(plan, pass, row);
@@ -178,32 +197,40 @@ static rm_code score_sampling(rm_runner *runner, const rm_logits_pass *pass, int
     runner->params[i].forced = out[i].target;
   }
   const rm_sample_params *params = rm_results_input(results, runner->params, given);
-  run_sample(runner, pass, row, n, runner->ld_logits, params, runner->unused_tokens, runner->unused_logprobs,
-             rm_results_output(results, out->seq->group->prompt_sampling + out->position, taken), NULL);
+  run_sample(runner, pass, row, n, runner->ld_logits, params, runner->unused_tokens,
+             runner->unused_logprobs,
+             rm_results_output(results, out->seq->group->prompt_sampling + out->position, taken),
+             NULL);
   return RM_OK;
 }
 
-static rm_code rank_prompt(rm_runner *runner, const rm_logits_pass *pass, int64_t row, int64_t n, rm_error *err) {
+static rm_code rank_prompt(rm_runner *runner, const rm_logits_pass *pass, int64_t row, int64_t n,
+                           rm_error *err) {
   const rm_out_row *out = out_row(runner->plan, pass, row);
   const size_t bytes = (size_t)n * sizeof(int32_t);
   const rm_code code = rm_results_reserve(&runner->results, 1, bytes, err);
   if (code) return code;
-  run_ranks(runner, row, n, runner->ld_logits, rm_on_device(runner, runner->step.targets + pass->first + row),
-            rm_results_output(&runner->results, out->seq->group->prompt_ranks + out->position, bytes));
+  run_ranks(
+      runner, row, n, runner->ld_logits,
+      rm_on_device(runner, runner->step.targets + pass->first + row),
+      rm_results_output(&runner->results, out->seq->group->prompt_ranks + out->position, bytes));
   return RM_OK;
 }
 
 // Records from the logits of rows [row, row + n) of one prompt.
-static rm_code run_prompt(rm_runner *runner, const rm_logits_pass *pass, int64_t row, int64_t n, rm_error *err) {
+static rm_code run_prompt(rm_runner *runner, const rm_logits_pass *pass, int64_t row, int64_t n,
+                          rm_error *err) {
   const rm_out_row *out = out_row(runner->plan, pass, row);
   rm_sequence_group *group = out->seq->group;
   const int64_t k = group->prompt_top, at = out->position;
   const rm_sample_params params = score_params(out->seq);
-  const int64_t room =
-      (int64_t)((rm_results_room(&runner->results) - list_bytes(&params)) / (sizeof(rm_sample_params) + sizeof(float) + RM_RESULT_ALIGN));
+  const int64_t room = (int64_t)((rm_results_room(&runner->results) - list_bytes(&params)) /
+                                 (sizeof(rm_sample_params) + sizeof(float) + RM_RESULT_ALIGN));
   const int64_t most = rm_min64(runner->max_draws, rm_max64(room / 2, 1));
   rm_code code = RM_OK;
-  if (k) code = top_logprobs(runner, row, n, k, group->prompt_top_ids + at * k, group->prompt_top_logprobs + at * k, err);
+  if (k)
+    code = top_logprobs(runner, row, n, k, group->prompt_top_ids + at * k,
+                        group->prompt_top_logprobs + at * k, err);
   if (!code && group->want_token_ranks) code = rank_prompt(runner, pass, row, n, err);
   for (int64_t i = 0; i < n && !code && group->score_sampling; i += most)
     code = score_sampling(runner, pass, row + i, rm_min64(n - i, most), err);
@@ -228,13 +255,15 @@ static void record_prompts(const rm_plan *plan) {
     end = i + 1;
     if (out->target < 0) continue;
     end = prompt_run(plan, i, plan->n_out);
-    memcpy(out->seq->group->prompt_logprobs + out->position, plan->target_logprobs + i, (size_t)(end - i) * sizeof(float));
+    memcpy(out->seq->group->prompt_logprobs + out->position, plan->target_logprobs + i,
+           (size_t)(end - i) * sizeof(float));
   }
 }
 
-// ---------------------------------------------------------------------------------------------- draws
+// ------------------------------------------------------------------------------------------ draws
 
-// The end of the longest run of draws from d on: from consecutive rows (*step 1) or from one row (*step 0), whose parameters fit.
+// The end of the longest run of draws from d on: from consecutive rows (*step 1) or from one row
+// (*step 0), whose parameters fit.
 static int64_t draw_run(const rm_runner *runner, int64_t d, int64_t end, int *step, size_t *given) {
   const rm_draw *draws = runner->plan->draws;
   const rm_sample_params *params = runner->step.params;
@@ -251,8 +280,10 @@ static int64_t draw_run(const rm_runner *runner, int64_t d, int64_t end, int *st
   return at;
 }
 
-// Parameters of draws [d, end) for the op: those in the step buffer, unless they have lists, which go through the results.
-static rm_code params_of(rm_runner *runner, int64_t d, int64_t end, size_t given, const rm_sample_params **out, rm_error *err) {
+// Parameters of draws [d, end) for the op: those in the step buffer, unless they have lists, which
+// go through the results.
+static rm_code params_of(rm_runner *runner, int64_t d, int64_t end, size_t given,
+                         const rm_sample_params **out, rm_error *err) {
   const rm_sample_params *params = runner->step.params + d;
   const int64_t n = end - d;
   int any = 0;
@@ -267,10 +298,12 @@ static rm_code params_of(rm_runner *runner, int64_t d, int64_t end, size_t given
   return RM_OK;
 }
 
-static rm_code run_draws(rm_runner *runner, const rm_logits_pass *pass, int64_t d, int64_t end, int step, size_t given, rm_error *err) {
+static rm_code run_draws(rm_runner *runner, const rm_logits_pass *pass, int64_t d, int64_t end,
+                         int step, size_t given, rm_error *err) {
   const rm_plan *plan = runner->plan;
   const rm_step_buffer *b = &runner->step;
-  const int64_t first = plan->draws[d].out - pass->first, n = end - d, ld_logits = step ? runner->ld_logits : 0;
+  const int64_t first = plan->draws[d].out - pass->first, n = end - d,
+                ld_logits = step ? runner->ld_logits : 0;
   const rm_sample_params *params;
   int32_t *tokens = rm_on_device(runner, b->tokens + d);
   int with_ranks = plan->is_captured && plan->with_token_ranks, with_kept = 0;
@@ -280,22 +313,28 @@ static rm_code run_draws(rm_runner *runner, const rm_logits_pass *pass, int64_t 
     with_ranks |= plan->draws[i].seq->group->want_token_ranks;
     with_kept |= plan->draws[i].seq->group->want_kept;
   }
-  run_sample(runner, pass, first, n, ld_logits, params, tokens, rm_on_device(runner, b->logprobs + d),
-             rm_on_device(runner, b->sampling_logprobs + d), with_kept ? rm_on_device(runner, b->kept + d) : NULL);
-  if (with_ranks) run_ranks(runner, first, n, ld_logits, tokens, rm_on_device(runner, b->ranks + d));
+  run_sample(runner, pass, first, n, ld_logits, params, tokens,
+             rm_on_device(runner, b->logprobs + d), rm_on_device(runner, b->sampling_logprobs + d),
+             with_kept ? rm_on_device(runner, b->kept + d) : NULL);
+  if (with_ranks)
+    run_ranks(runner, first, n, ld_logits, tokens, rm_on_device(runner, b->ranks + d));
   return RM_OK;
 }
 
 // Whether draw d has the same row as the draw before, and so the same top logprobs.
-static int is_sibling(const rm_plan *plan, int64_t d) { return d > 0 && plan->draws[d - 1].out == plan->draws[d].out; }
+static int is_sibling(const rm_plan *plan, int64_t d) {
+  return d > 0 && plan->draws[d - 1].out == plan->draws[d].out;
+}
 
 // Top-k of a draw's row, into the record of the token that will be appended.
-static rm_code top_of_draw(rm_runner *runner, const rm_logits_pass *pass, int64_t d, rm_error *err) {
+static rm_code top_of_draw(rm_runner *runner, const rm_logits_pass *pass, int64_t d,
+                           rm_error *err) {
   const rm_draw *draw = &runner->plan->draws[d];
   rm_sequence *seq = draw->seq;
   const int64_t k = seq->group->top_logprobs, at = seq->n_tokens * k;
   if (!k || is_sibling(runner->plan, d)) return RM_OK;
-  return top_logprobs(runner, draw->out - pass->first, 1, k, seq->top_ids + at, seq->top_logprobs + at, err);
+  return top_logprobs(runner, draw->out - pass->first, 1, k, seq->top_ids + at,
+                      seq->top_logprobs + at, err);
 }
 
 static void record_siblings(const rm_plan *plan) {
@@ -327,7 +366,8 @@ static int64_t share_end(const rm_runner *runner, const rm_logits_pass *pass, in
 }
 
 // Makes the pass's draws, from *d on; with own_rows those of this rank's share.
-static rm_code draw_tokens(rm_runner *runner, const rm_logits_pass *pass, int64_t *d, rm_error *err) {
+static rm_code draw_tokens(rm_runner *runner, const rm_logits_pass *pass, int64_t *d,
+                           rm_error *err) {
   int64_t first = *d, end = draws_before(runner->plan, first, pass->first + pass->n);
   rm_code code = RM_OK;
   *d = end;
@@ -346,10 +386,13 @@ static rm_code draw_tokens(rm_runner *runner, const rm_logits_pass *pass, int64_
 }
 
 // All-gathers n draws from d on, of which rank r of the tp group has made the next counts[r].
-static rm_code share(rm_runner *runner, const int64_t *counts, int64_t d, int64_t n, rm_error *err) {
+static rm_code share(rm_runner *runner, const int64_t *counts, int64_t d, int64_t n,
+                     rm_error *err) {
   const rm_step_buffer *b = &runner->step;
   rm_drawn *drawn = runner->drawn;
-  for (int64_t i = 0; i < n; i++) drawn[i] = (rm_drawn){b->tokens[d + i], b->ranks[d + i], b->logprobs[d + i], b->sampling_logprobs[d + i]};
+  for (int64_t i = 0; i < n; i++)
+    drawn[i] = (rm_drawn){b->tokens[d + i], b->ranks[d + i], b->logprobs[d + i],
+                          b->sampling_logprobs[d + i]};
   const rm_code code = rm_model_share(runner->model, drawn, counts, sizeof *drawn, err);
   for (int64_t i = 0; i < n && !code; i++) {
     b->tokens[d + i] = drawn[i].token;
@@ -364,7 +407,8 @@ rm_code rm_share_draws(rm_runner *runner, rm_error *err) {
   const rm_comm *tp = runner->rank.tp;
   int64_t counts[RM_MAX_TP];
   rm_code code = RM_OK;
-  for (int64_t first = 0, d = 0; tp && first < runner->plan->n_out && !code; first += runner->max_out_rows) {
+  for (int64_t first = 0, d = 0; tp && first < runner->plan->n_out && !code;
+       first += runner->max_out_rows) {
     const rm_logits_pass pass = pass_at(runner, first);
     const int64_t from = d;
     for (int r = 0; r < rm_comm_size(tp); r++) {
@@ -377,7 +421,7 @@ rm_code rm_share_draws(rm_runner *runner, rm_error *err) {
   return code;
 }
 
-// ---------------------------------------------------------------------------------------------- rows of logits for callers
+// --------------------------------------------------------------------- rows of logits for callers
 static int is_handed_out(const rm_out_row *out) {
   return out->seq->group->logits_out != NULL || (out->draws && out->seq->group->external_draws);
 }
@@ -386,8 +430,10 @@ static void get(rm_runner *runner, float *to, const float *from, int64_t n) {
   runner->device->copy_to_host(runner->device->self, to, from, (size_t)n * sizeof *to);
 }
 
-// Copies a row that the external scheduler draws from, and its stats, to the scheduler's memory; top logprobs go into the records.
-static rm_code hand_to_scheduler(rm_runner *runner, const rm_logits_pass *pass, int64_t i, rm_error *err) {
+// Copies a row that the external scheduler draws from, and its stats, to the scheduler's memory;
+// top logprobs go into the records.
+static rm_code hand_to_scheduler(rm_runner *runner, const rm_logits_pass *pass, int64_t i,
+                                 rm_error *err) {
   const rm_plan *plan = runner->plan;
   const int64_t vocab = runner->options.spec->vocab_size;
   rm_sequence *seq = out_row(plan, pass, i)->seq;
@@ -397,8 +443,9 @@ static rm_code hand_to_scheduler(rm_runner *runner, const rm_logits_pass *pass, 
   return k ? top_logprobs(runner, i, 1, k, seq->top_ids + at, seq->top_logprobs + at, err) : RM_OK;
 }
 
-// The caller's memory is not pinned: a copy to it waits inside the driver, without a timeout and without checking for lost ranks. So this
-// waits for the queue first; the work enqueued after it does not wait for other ranks until the next lm_head.
+// The caller's memory is not pinned: a copy to it waits inside the driver, without a timeout and
+// without checking for lost ranks. So this waits for the queue first; the work enqueued after it
+// does not wait for other ranks until the next lm_head.
 static rm_code hand_out(rm_runner *runner, const rm_logits_pass *pass, rm_error *err) {
   const rm_plan *plan = runner->plan;
   const int64_t vocab = runner->options.spec->vocab_size;
@@ -409,15 +456,16 @@ static rm_code hand_out(rm_runner *runner, const rm_logits_pass *pass, rm_error 
     const rm_out_row *out = out_row(plan, pass, i);
     float *to = out->seq->group->logits_out;
     if (to) get(runner, to + out->position * vocab, runner->logits + i * runner->ld_logits, vocab);
-    if (out->draws && out->seq->group->external_draws) code = hand_to_scheduler(runner, pass, i, err);
+    if (out->draws && out->seq->group->external_draws)
+      code = hand_to_scheduler(runner, pass, i, err);
   }
   return code;
 }
 
-// ---------------------------------------------------------------------------------------------- all of them
+// ------------------------------------------------------------------------------------ all of them
 rm_code rm_sample_outs(rm_runner *runner, const void *hidden, rm_error *err) {
   const rm_plan *plan = runner->plan;
-  const int compares = !plan->is_captured;   // a captured step is compared after its replay
+  const int compares = !plan->is_captured; // a captured step is compared after its replay
   rm_code code = RM_OK;
   for (int64_t first = 0, d = 0; first < plan->n_out && !code; first += runner->max_out_rows) {
     const rm_logits_pass pass = pass_at(runner, first);

@@ -1,4 +1,5 @@
-// check.c: see check.h. A wrong shape is the most common mistake of a sync, so its message says what was probably meant.
+// check.c: see check.h. A wrong shape is the most common mistake of a sync, so its message says
+// what was probably meant.
 #include "weights/check.h"
 
 #include <stdio.h>
@@ -10,7 +11,8 @@ rm_dims_text rm_show_dims(const int64_t *shape, int n_dims) {
   rm_dims_text out = {"["};
   size_t used = 1;
   for (int i = 0; i < n_dims && used < sizeof out.text; i++)
-    used += (size_t)snprintf(out.text + used, sizeof out.text - used, "%s%lld", i ? ", " : "", (long long)shape[i]);
+    used += (size_t)snprintf(out.text + used, sizeof out.text - used, "%s%lld", i ? ", " : "",
+                             (long long)shape[i]);
   if (used < sizeof out.text - 1) memcpy(out.text + used, "]", 2);
   return out;
 }
@@ -21,30 +23,40 @@ static int shape_is(const rm_tensor *t, int n_dims, int64_t a, int64_t b, int64_
 }
 
 // What the sender probably meant; "" if unknown.
-static const char *shape_hint(const rm_params *params, const rm_target *want, const rm_tensor *tensor) {
+static const char *shape_hint(const rm_params *params, const rm_target *want,
+                              const rm_tensor *tensor) {
   const rm_param *first = &params->list[want->pieces[0].param];
   const int64_t *w = want->shape;
   const int fused = want->n_pieces > 1 && want->pieces[1].outer == want->pieces[0].outer;
   if (want->n_dims == 2 && shape_is(tensor, 2, w[1], w[0], 0)) return "; it is transposed";
-  if (want->n_dims == 3 && shape_is(tensor, 3, w[0], w[2], w[1])) return "; its experts are transposed";
-  if (want->n_dims == 3 && tensor->n_dims == 2) return "; this name holds all experts in one tensor";
-  if (want->n_dims == 2 && tensor->n_dims == 3 && first->expert >= 0) return "; this name holds one expert";
+  if (want->n_dims == 3 && shape_is(tensor, 3, w[0], w[2], w[1]))
+    return "; its experts are transposed";
+  if (want->n_dims == 3 && tensor->n_dims == 2)
+    return "; this name holds all experts in one tensor";
+  if (want->n_dims == 2 && tensor->n_dims == 3 && first->expert >= 0)
+    return "; this name holds one expert";
   if (fused && want->n_dims == 2 && shape_is(tensor, 2, first->rows, first->cols, 0))
     return "; this name holds a fused tensor and one part was sent";
   if (fused && want->n_dims == 3 && shape_is(tensor, 3, w[0], first->rows, first->cols))
     return "; this name holds gate and up fused and one of them was sent";
-  if (!fused && want->n_dims == 2 && tensor->n_dims == 2 && tensor->shape[1] == w[1] && tensor->shape[0] > w[0])
+  if (!fused && want->n_dims == 2 && tensor->n_dims == 2 && tensor->shape[1] == w[1] &&
+      tensor->shape[0] > w[0])
     return "; this name holds one part and a fused tensor was sent";
   return "";
 }
 
-static rm_code check_shape(const rm_params *params, const rm_target *want, const rm_tensor *tensor, const char *name, rm_error *err) {
-  if (tensor->n_dims == want->n_dims && memcmp(tensor->shape, want->shape, (size_t)want->n_dims * sizeof *want->shape) == 0) return RM_OK;
+static rm_code check_shape(const rm_params *params, const rm_target *want, const rm_tensor *tensor,
+                           const char *name, rm_error *err) {
+  if (tensor->n_dims == want->n_dims &&
+      memcmp(tensor->shape, want->shape, (size_t)want->n_dims * sizeof *want->shape) == 0)
+    return RM_OK;
   if (tensor->n_dims < 0 || tensor->n_dims > 4)
-    return rm_fail(err, RM_E_SHAPE, "%s: expected shape %s, got a tensor of %d dims", name, rm_show_dims(want->shape, want->n_dims).text,
-                   tensor->n_dims);
-  return rm_fail(err, RM_E_SHAPE, "%s: expected shape %s, got %s%s", name, rm_show_dims(want->shape, want->n_dims).text,
-                 rm_show_dims(tensor->shape, tensor->n_dims).text, shape_hint(params, want, tensor));
+    return rm_fail(err, RM_E_SHAPE, "%s: expected shape %s, got a tensor of %d dims", name,
+                   rm_show_dims(want->shape, want->n_dims).text, tensor->n_dims);
+  return rm_fail(err, RM_E_SHAPE, "%s: expected shape %s, got %s%s", name,
+                 rm_show_dims(want->shape, want->n_dims).text,
+                 rm_show_dims(tensor->shape, tensor->n_dims).text,
+                 shape_hint(params, want, tensor));
 }
 
 static const char *src_name(rm_src_dtype dtype) {
@@ -57,13 +69,17 @@ static const char *src_name(rm_src_dtype dtype) {
   return "unknown";
 }
 
-size_t rm_src_bytes(rm_src_dtype dtype) { return dtype == RM_SRC_F64 ? 8 : dtype == RM_SRC_F32 ? 4 : 2; }
+size_t rm_src_bytes(rm_src_dtype dtype) {
+  return dtype == RM_SRC_F64 ? 8 : dtype == RM_SRC_F32 ? 4 : 2;
+}
 const char *rm_dtype_name(rm_dtype dtype) { return dtype == RM_BF16 ? "bfloat16" : "float32"; }
 
-static rm_code check_dtype(rm_dtype want, const rm_tensor *tensor, int cast, const char *name, rm_error *err) {
+static rm_code check_dtype(rm_dtype want, const rm_tensor *tensor, int cast, const char *name,
+                           rm_error *err) {
   const int same = want == RM_BF16 ? tensor->dtype == RM_SRC_BF16 : tensor->dtype == RM_SRC_F32;
   if (same || (cast && (unsigned)tensor->dtype <= RM_SRC_F64)) return RM_OK;
-  return rm_fail(err, RM_E_DTYPE, "%s: expected %s, got %s (cast=True converts)", name, rm_dtype_name(want), src_name(tensor->dtype));
+  return rm_fail(err, RM_E_DTYPE, "%s: expected %s, got %s (cast=True converts)", name,
+                 rm_dtype_name(want), src_name(tensor->dtype));
 }
 
 // The bytes before and after `data` that the strides reach. Returns 0 on overflow.
@@ -80,24 +96,31 @@ static int extents(const rm_tensor *tensor, int64_t *before, int64_t *after) {
 }
 
 static rm_code check_layout(const rm_tensor *tensor, const char *name, rm_error *err) {
-  if (!tensor->data) return rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s: the tensor has no data (null pointer)", name);
+  if (!tensor->data)
+    return rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s: the tensor has no data (null pointer)", name);
   int64_t before, after;
   const uintptr_t at = (uintptr_t)tensor->data;
-  if (!extents(tensor, &before, &after) || (uintptr_t)before > at || (uintptr_t)after > UINTPTR_MAX - at)
-    return rm_fail(err, RM_E_LAYOUT, "%s: strides %s of shape %s reach outside the address space", name,
-                   rm_show_dims(tensor->strides, tensor->n_dims).text, rm_show_dims(tensor->shape, tensor->n_dims).text);
+  if (!extents(tensor, &before, &after) || (uintptr_t)before > at ||
+      (uintptr_t)after > UINTPTR_MAX - at)
+    return rm_fail(err, RM_E_LAYOUT, "%s: strides %s of shape %s reach outside the address space",
+                   name, rm_show_dims(tensor->strides, tensor->n_dims).text,
+                   rm_show_dims(tensor->shape, tensor->n_dims).text);
   if (tensor->span_lo == 0 && tensor->span_hi == 0) return RM_OK;
   if (before > tensor->span_lo || after > tensor->span_hi)
-    return rm_fail(err, RM_E_LAYOUT, "%s: strides %s of shape %s reach bytes [-%lld, %lld) of a buffer that is [-%lld, %lld)", name,
-                   rm_show_dims(tensor->strides, tensor->n_dims).text, rm_show_dims(tensor->shape, tensor->n_dims).text, (long long)before,
-                   (long long)after, (long long)tensor->span_lo, (long long)tensor->span_hi);
+    return rm_fail(
+        err, RM_E_LAYOUT,
+        "%s: strides %s of shape %s reach bytes [-%lld, %lld) of a buffer that is [-%lld, %lld)",
+        name, rm_show_dims(tensor->strides, tensor->n_dims).text,
+        rm_show_dims(tensor->shape, tensor->n_dims).text, (long long)before, (long long)after,
+        (long long)tensor->span_lo, (long long)tensor->span_hi);
   return RM_OK;
 }
 
-rm_code rm_tensor_check(const rm_params *params, const rm_target *want, const rm_tensor *tensor, int cast, const char *name,
-                        rm_error *err) {
+rm_code rm_tensor_check(const rm_params *params, const rm_target *want, const rm_tensor *tensor,
+                        int cast, const char *name, rm_error *err) {
   rm_code code = check_shape(params, want, tensor, name, err);
   if (code) return code;
-  if ((code = check_dtype(params->list[want->pieces[0].param].dtype, tensor, cast, name, err))) return code;
+  if ((code = check_dtype(params->list[want->pieces[0].param].dtype, tensor, cast, name, err)))
+    return code;
   return check_layout(tensor, name, err);
 }

@@ -1,16 +1,18 @@
-// check.h: checks of a pushed tensor: its exact shape, its element type, and strides that stay inside its buffer. All of them are made
-// before a byte of the tensor is read.
+// check.h: checks of a pushed tensor: its exact shape, its element type, and strides that stay
+// inside its buffer. All of them are made before a byte of the tensor is read.
 #pragma once
 
 #include "weights/sync.h"
 
-// RM_E_SHAPE, RM_E_DTYPE, RM_E_UNSUPPORTED_TENSOR (no data) or RM_E_LAYOUT. `name` is for the message.
-rm_code rm_tensor_check(const rm_params *params, const rm_target *want, const rm_tensor *tensor, int cast, const char *name, rm_error *err);
+// RM_E_SHAPE, RM_E_DTYPE, RM_E_UNSUPPORTED_TENSOR (no data) or RM_E_LAYOUT. `name` is for the
+// message.
+rm_code rm_tensor_check(const rm_params *params, const rm_target *want, const rm_tensor *tensor,
+                        int cast, const char *name, rm_error *err);
 
 size_t rm_src_bytes(rm_src_dtype dtype);
-const char *rm_dtype_name(rm_dtype dtype);               // "bfloat16", "float32"
+const char *rm_dtype_name(rm_dtype dtype); // "bfloat16", "float32"
 
 typedef struct rm_dims_text {
   char text[96];
 } rm_dims_text;
-rm_dims_text rm_show_dims(const int64_t *dims, int n);   // "[2, 3]"
+rm_dims_text rm_show_dims(const int64_t *dims, int n); // "[2, 3]"

@@ -1,4 +1,5 @@
-// host_offload.c: see host_offload.h. No sync is open meanwhile, so the events of the staging buffer are free.
+// host_offload.c: see host_offload.h. No sync is open meanwhile, so the events of the staging
+// buffer are free.
 #include "weights/host_offload.h"
 
 #include "base/checked.h"
@@ -10,14 +11,16 @@ enum { MIN_HALF_BYTES = 64 << 10, MAX_HALF_BYTES = 16 << 20 };
 typedef struct transfer {
   const rm_device *device;
   const rm_ctx *ctx;
-  char *host, *there;           // [bytes] each
+  char *host, *there; // [bytes] each
   size_t bytes;
-  char *halves;                 // [2][half_bytes], pinned
+  char *halves; // [2][half_bytes], pinned
   size_t half_bytes;
 } transfer;
 
 static size_t n_pieces(const transfer *p) { return (p->bytes + p->half_bytes - 1) / p->half_bytes; }
-static size_t piece_bytes(const transfer *p, size_t i) { return i + 1 < n_pieces(p) ? p->half_bytes : p->bytes - i * p->half_bytes; }
+static size_t piece_bytes(const transfer *p, size_t i) {
+  return i + 1 < n_pieces(p) ? p->half_bytes : p->bytes - i * p->half_bytes;
+}
 static char *half(const transfer *p, size_t i) { return p->halves + i % 2 * p->half_bytes; }
 static int event(size_t i) { return RM_EVENT_STAGING + (int)(i % 2); }
 
@@ -26,12 +29,15 @@ static rm_code out(const transfer *p, rm_error *err) {
   rm_code code = RM_OK;
   for (size_t i = 0, n = n_pieces(p); i <= n && !code; i++) {
     if (i < n) {
-      device->copy_to_host(device->self, half(p, i), p->there + i * p->half_bytes, piece_bytes(p, i));
+      device->copy_to_host(device->self, half(p, i), p->there + i * p->half_bytes,
+                           piece_bytes(p, i));
       device->record_event(device->self, event(i));
     }
     if (i == 0) continue;
     code = rm_device_check(device, device->wait_event(device->self, event(i - 1)), err);
-    if (!code) rm_copy_block(p->host + (i - 1) * p->half_bytes, half(p, i - 1), piece_bytes(p, i - 1), p->ctx);
+    if (!code)
+      rm_copy_block(p->host + (i - 1) * p->half_bytes, half(p, i - 1), piece_bytes(p, i - 1),
+                    p->ctx);
   }
   return code;
 }
@@ -39,10 +45,12 @@ static rm_code out(const transfer *p, rm_error *err) {
 static rm_code back(const transfer *p, rm_error *err) {
   const rm_device *device = p->device;
   for (size_t i = 0, n = n_pieces(p); i < n; i++) {
-    const rm_code code = rm_device_check(device, device->wait_event(device->self, event(i)), err);   // two pieces ago, from the same half
+    const rm_code code = rm_device_check(device, device->wait_event(device->self, event(i)),
+                                         err); // two pieces ago, from the same half
     if (code) return code;
     rm_copy_block(half(p, i), p->host + i * p->half_bytes, piece_bytes(p, i), p->ctx);
-    device->copy_to_device(device->self, p->there + i * p->half_bytes, half(p, i), piece_bytes(p, i));
+    device->copy_to_device(device->self, p->there + i * p->half_bytes, half(p, i),
+                           piece_bytes(p, i));
     device->record_event(device->self, event(i));
   }
   return rm_device_wait(device, err);
@@ -54,36 +62,48 @@ static rm_code pass(transfer *p, rm_code (*way)(const transfer *, rm_error *), r
   p->half_bytes = (size_t)rm_min64(rm_max64((int64_t)p->bytes / 4, MIN_HALF_BYTES), MAX_HALF_BYTES);
   const rm_device_status status = device->alloc_pinned(device->self, 2 * p->half_bytes, &halves);
   if (status == RM_DEVICE_NO_MEMORY)
-    return rm_fail(err, RM_E_MEMORY, "no host memory for a staging buffer of %zu bytes: %s", 2 * p->half_bytes,
-                   device->message(device->self));
+    return rm_fail(err, RM_E_MEMORY, "no host memory for a staging buffer of %zu bytes: %s",
+                   2 * p->half_bytes, device->message(device->self));
   if (status != RM_DEVICE_OK) return rm_device_check(device, status, err);
   p->halves = halves;
   const rm_code code = way(p, err);
-  device->free_pinned(device->self, halves, 2 * p->half_bytes);   // waits for enqueued copies
+  device->free_pinned(device->self, halves, 2 * p->half_bytes); // waits for enqueued copies
   return code;
 }
 
-rm_code rm_offload_block(const rm_device *device, const char *block, size_t bytes, const rm_ctx *ctx, char **copy, rm_error *err) {
-  const size_t available = rm_memory_available();   // mmap overcommits
+rm_code rm_offload_block(const rm_device *device, const char *block, size_t bytes,
+                         const rm_ctx *ctx, char **copy, rm_error *err) {
+  const size_t available = rm_memory_available(); // mmap overcommits
   *copy = NULL;
   if (bytes > available)
-    return rm_fail(err, RM_E_CAPACITY, "keeping the weights takes %s of host memory, and %s is available", rm_say_bytes((double)bytes).text,
-                   rm_say_bytes((double)available).text);
+    return rm_fail(err, RM_E_CAPACITY,
+                   "keeping the weights takes %s of host memory, and %s is available",
+                   rm_say_bytes((double)bytes).text, rm_say_bytes((double)available).text);
   char *host = rm_map(bytes);
-  if (!host) return rm_fail(err, RM_E_MEMORY, "no host memory for the %zu bytes of the weights", bytes);
-  transfer p = {.device = device, .ctx = ctx, .host = host, .there = (char *)(uintptr_t)block, .bytes = bytes};
+  if (!host)
+    return rm_fail(err, RM_E_MEMORY, "no host memory for the %zu bytes of the weights", bytes);
+  transfer p = {.device = device,
+                .ctx = ctx,
+                .host = host,
+                .there = (char *)(uintptr_t)block,
+                .bytes = bytes};
   const rm_code code = pass(&p, out, err);
   if (code) rm_unmap(host, bytes);
   else *copy = host;
   return code;
 }
 
-rm_code rm_restore_block(const rm_device *device, const char *copy, size_t bytes, const rm_ctx *ctx, char **block, rm_error *err) {
+rm_code rm_restore_block(const rm_device *device, const char *copy, size_t bytes, const rm_ctx *ctx,
+                         char **block, rm_error *err) {
   void *there;
   *block = NULL;
   rm_code code = rm_device_alloc(device, bytes, "waking the weights", &there, err);
   if (code) return code;
-  transfer p = {.device = device, .ctx = ctx, .host = (char *)(uintptr_t)copy, .there = there, .bytes = bytes};
+  transfer p = {.device = device,
+                .ctx = ctx,
+                .host = (char *)(uintptr_t)copy,
+                .there = there,
+                .bytes = bytes};
   code = pass(&p, back, err);
   if (code) rm_device_free(device, there, bytes);
   else *block = there;

@@ -1,7 +1,8 @@
-// names.c: the table of spellings. A line has a pattern, in which the first # is the layer and the second the expert, and what the tensor
-// contains. Before matching, the prefixes of module wrappers (torch.compile, DDP, FSDP, activation checkpointing) and leading "model." are
-// removed, so one line matches the checkpoint, the bare module and the wrapped one. Regular expressions were rejected: compiling one takes
-// longer than matching all sixty patterns.
+// names.c: the table of spellings. A line has a pattern, in which the first # is the layer and the
+// second the expert, and what the tensor contains. Before matching, the prefixes of module wrappers
+// (torch.compile, DDP, FSDP, activation checkpointing) and leading "model." are removed, so one
+// line matches the checkpoint, the bare module and the wrapped one. Regular expressions were
+// rejected: compiling one takes longer than matching all sixty patterns.
 #include "weights/names.h"
 
 #include <stdio.h>
@@ -10,19 +11,19 @@
 #include "base/memory.h"
 
 typedef enum form {
-  ONE,                          // a parameter as it is
-  TURNED,                       // q or k, whose rows are in the order that the spec says
-  QKV,                          // q, k and v rows one after another
-  GATE_UP,                      // gate rows, then up rows
-  EXPERTS,                      // [experts][rows][cols] of one kind
-  EXPERTS_GATE_UP,              // [experts][gate rows, then up rows][cols]
-  NOTHING,                      // a buffer that follows from the config
+  ONE, // a parameter as it is
+  TURNED, // q or k, whose rows are in the order that the spec says
+  QKV, // q, k and v rows one after another
+  GATE_UP, // gate rows, then up rows
+  EXPERTS, // [experts][rows][cols] of one kind
+  EXPERTS_GATE_UP, // [experts][gate rows, then up rows][cols]
+  NOTHING, // a buffer that follows from the config
 } form;
 
 typedef struct spelling {
   const char *pattern;
   form form;
-  rm_param_kind kind;           // of QKV: Q; of GATE_UP: the gate
+  rm_param_kind kind; // of QKV: Q; of GATE_UP: the gate
 } spelling;
 
 static const spelling spellings[] = {
@@ -108,18 +109,26 @@ static const spelling spellings[] = {
     {"layers.#.self_attn.rotary_emb.sin_cached", NOTHING, 0},
 };
 
-static const char *const wrappers[] = {"_orig_mod.", "module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."};
+static const char *const wrappers[] = {"_orig_mod.", "module.", "_fsdp_wrapped_module.",
+                                       "_checkpoint_wrapped_module."};
 
-// ------------------------------------------------------------------------------------------------ bounds
+// ----------------------------------------------------------------------------------------- bounds
 static int is_continuation(unsigned char c) { return (c & 0xC0) == 0x80; }
 
 // 1 when the bytes are UTF-8 without NUL or surrogates, so that they can be part of a message.
 static int is_text(const char *name, size_t length) {
   const unsigned char *p = (const unsigned char *)name, *end = p + length;
   while (p < end) {
-    const int more = *p == 0 ? -1 : *p < 0x80 ? 0 : *p >= 0xF5 ? -1 : *p >= 0xF0 ? 3 : *p >= 0xE0 ? 2 : *p >= 0xC2 ? 1 : -1;
+    const int more = *p == 0      ? -1
+                     : *p < 0x80  ? 0
+                     : *p >= 0xF5 ? -1
+                     : *p >= 0xF0 ? 3
+                     : *p >= 0xE0 ? 2
+                     : *p >= 0xC2 ? 1
+                                  : -1;
     if (more < 0 || end - p <= more) return 0;
-    if ((*p == 0xED && p[1] >= 0xA0) || (*p == 0xE0 && p[1] < 0xA0) || (*p == 0xF0 && p[1] < 0x90) || (*p == 0xF4 && p[1] >= 0x90))
+    if ((*p == 0xED && p[1] >= 0xA0) || (*p == 0xE0 && p[1] < 0xA0) ||
+        (*p == 0xF0 && p[1] < 0x90) || (*p == 0xF4 && p[1] >= 0x90))
       return 0;
     for (int i = 1; i <= more; i++)
       if (!is_continuation(p[i])) return 0;
@@ -129,12 +138,16 @@ static int is_text(const char *name, size_t length) {
 }
 
 static rm_code check_name(const char *name, size_t length, rm_error *err) {
-  if (length > RM_NAME_MAX) return rm_fail(err, RM_E_LIMIT, "expected a tensor name of at most %d bytes, got %zu", RM_NAME_MAX, length);
-  if (!is_text(name, length)) return rm_fail(err, RM_E_LIMIT, "a tensor name of %zu bytes has a NUL byte or is not UTF-8", length);
+  if (length > RM_NAME_MAX)
+    return rm_fail(err, RM_E_LIMIT, "expected a tensor name of at most %d bytes, got %zu",
+                   RM_NAME_MAX, length);
+  if (!is_text(name, length))
+    return rm_fail(err, RM_E_LIMIT, "a tensor name of %zu bytes has a NUL byte or is not UTF-8",
+                   length);
   return RM_OK;
 }
 
-// ------------------------------------------------------------------------------------------------ matching
+// --------------------------------------------------------------------------------------- matching
 static size_t wrapper_length(const char *at) {
   for (size_t i = 0; i < sizeof wrappers / sizeof *wrappers; i++) {
     const size_t n = strlen(wrappers[i]);
@@ -187,21 +200,27 @@ static int matches(const char *pattern, const char *name, int32_t numbers[2]) {
   return *name == 0;
 }
 
-// ------------------------------------------------------------------------------------------------ targets
-static rm_code add_piece(rm_target *target, int64_t param, int64_t outer, int64_t row0, rm_error *err) {
+// ---------------------------------------------------------------------------------------- targets
+static rm_code add_piece(rm_target *target, int64_t param, int64_t outer, int64_t row0,
+                         rm_error *err) {
   if (target->n_pieces == target->capacity) {
     const int64_t capacity = target->capacity ? 2 * target->capacity : 4;
     rm_param_rows *grown = rm_realloc(target->pieces, (size_t)capacity, sizeof *grown);
-    if (!grown) return rm_fail(err, RM_E_MEMORY, "no memory for the %lld pieces of a tensor", (long long)capacity);
+    if (!grown)
+      return rm_fail(err, RM_E_MEMORY, "no memory for the %lld pieces of a tensor",
+                     (long long)capacity);
     target->pieces = grown;
     target->capacity = capacity;
   }
-  target->pieces[target->n_pieces++] = (rm_param_rows){.param = param, .outer = outer, .row0 = row0};
+  target->pieces[target->n_pieces++] =
+      (rm_param_rows){.param = param, .outer = outer, .row0 = row0};
   return RM_OK;
 }
 
-// A spelling of a parameter by the family's own name for it, if that matches; `pattern` has room for it.
-static int matches_own(const rm_params *params, rm_param_kind kind, const char *bare, char *pattern, size_t capacity, int32_t numbers[2]) {
+// A spelling of a parameter by the family's own name for it, if that matches; `pattern` has room
+// for it.
+static int matches_own(const rm_params *params, rm_param_kind kind, const char *bare, char *pattern,
+                       size_t capacity, int32_t numbers[2]) {
   const char *own = params->spec->names[kind];
   if (!own) return 0;
   snprintf(pattern, capacity, "%s%s", kind <= RM_P_FINAL_NORM ? "" : "layers.#.", own);
@@ -211,8 +230,8 @@ static int matches_own(const rm_params *params, rm_param_kind kind, const char *
 static int64_t extent(const rm_param *p) { return p->n_dims == 1 ? p->cols : p->rows; }
 
 // The parameters of `kinds`, one after another along the rows, for one expert (or none).
-static rm_code stack(const rm_params *params, rm_target *out, const rm_param_kind *kinds, int n_kinds, int32_t layer, int32_t expert,
-                     int64_t outer, rm_error *err) {
+static rm_code stack(const rm_params *params, rm_target *out, const rm_param_kind *kinds,
+                     int n_kinds, int32_t layer, int32_t expert, int64_t outer, rm_error *err) {
   int64_t rows = 0;
   for (int i = 0; i < n_kinds; i++) {
     const int64_t index = rm_params_find(params, kinds[i], layer, expert);
@@ -228,8 +247,8 @@ static rm_code stack(const rm_params *params, rm_target *out, const rm_param_kin
   return RM_OK;
 }
 
-static rm_code stack_experts(const rm_params *params, rm_target *out, const rm_param_kind *kinds, int n_kinds, int32_t layer,
-                             rm_error *err) {
+static rm_code stack_experts(const rm_params *params, rm_target *out, const rm_param_kind *kinds,
+                             int n_kinds, int32_t layer, rm_error *err) {
   const int64_t experts = params->spec->n_experts;
   for (int32_t e = 0; e < experts; e++) {
     const rm_code code = stack(params, out, kinds, n_kinds, layer, e, e, err);
@@ -243,9 +262,11 @@ static rm_code stack_experts(const rm_params *params, rm_target *out, const rm_p
   return RM_OK;
 }
 
-static rm_code fill(const rm_params *params, const spelling *s, const int32_t numbers[2], rm_target *out, rm_error *err) {
+static rm_code fill(const rm_params *params, const spelling *s, const int32_t numbers[2],
+                    rm_target *out, rm_error *err) {
   const rm_param_kind next = (rm_param_kind)(s->kind + 1);
-  const rm_param_kind kinds[3] = {s->kind, next, (rm_param_kind)(s->kind + 2)};   // Q K V, gate up: neighbours in the enum
+  const rm_param_kind kinds[3] = {
+      s->kind, next, (rm_param_kind)(s->kind + 2)}; // Q K V, gate up: neighbours in the enum
   switch (s->form) {
     case ONE: return stack(params, out, kinds, 1, numbers[0], numbers[1], 0, err);
     case TURNED:
@@ -260,7 +281,8 @@ static rm_code fill(const rm_params *params, const spelling *s, const int32_t nu
   return RM_E_UNEXPECTED_KEY;
 }
 
-// Where rope turns neighbours in the tensor: of a family whose checkpoints are so, or of a name that is.
+// Where rope turns neighbours in the tensor: of a family whose checkpoints are so, or of a name
+// that is.
 static void set_pairs(const rm_params *params, const spelling *s, rm_target *out) {
   const rm_spec *spec = params->spec;
   const int64_t turned = s->form == TURNED ? spec->head_dim : spec->rotary_dim;
@@ -274,25 +296,35 @@ static void set_pairs(const rm_params *params, const spelling *s, rm_target *out
 }
 
 // The error for a known spelling that this model does not have: names the layer, expert or option.
-static rm_code no_place(const rm_params *params, const char *name, const spelling *s, const int32_t numbers[2], rm_error *err) {
+static rm_code no_place(const rm_params *params, const char *name, const spelling *s,
+                        const int32_t numbers[2], rm_error *err) {
   const rm_spec *spec = params->spec;
   if (s->form == TURNED && spec->wq_rows == RM_WQ_NONE)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the order of its rows is known of Llama, Mistral and Qwen3; expected self_attn.%c_proj",
+    return rm_fail(err, RM_E_UNEXPECTED_KEY,
+                   "%s: the order of its rows is known of Llama, Mistral and Qwen3; expected "
+                   "self_attn.%c_proj",
                    name, s->kind == RM_P_Q ? 'q' : 'k');
   if (numbers[0] >= spec->n_layers)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: layer %d; the model has %lld", name, numbers[0], (long long)spec->n_layers);
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: layer %d; the model has %lld", name, numbers[0],
+                   (long long)spec->n_layers);
   if (numbers[1] >= 0 && spec->layers[numbers[0]].is_moe && numbers[1] >= spec->n_experts)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: expert %d; the model has %lld", name, numbers[1], (long long)spec->n_experts);
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: expert %d; the model has %lld", name, numbers[1],
+                   (long long)spec->n_experts);
   if (s->kind >= RM_P_Q_BIAS && s->kind <= RM_P_O_BIAS)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model has no bias there%s", name,
-                   spec->attention_bias ? "" : " (attention_bias=False)");   // some families have none of o whatever it says
+    return rm_fail(
+        err, RM_E_UNEXPECTED_KEY, "%s: the model has no bias there%s", name,
+        spec->attention_bias
+            ? ""
+            : " (attention_bias=False)"); // some families have none of o whatever it says
   if (s->kind == RM_P_Q_NORM || s->kind == RM_P_K_NORM)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model does not norm q and k", name);
   if (s->kind >= RM_P_INPUT_NORM && s->kind <= RM_P_POST_MLP_NORM)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model norms a block's %s", name, spec->norm_after ? "output" : "input");
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model norms a block's %s", name,
+                   spec->norm_after ? "output" : "input");
   if (s->kind == RM_P_GATE && spec->ungated && !spec->layers[numbers[0]].is_moe)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model's MLPs have no gate", name);
-  if (s->kind >= RM_P_SHARED_GATE && s->kind <= RM_P_SHARED_SWITCH && spec->layers[numbers[0]].is_moe)
+  if (s->kind >= RM_P_SHARED_GATE && s->kind <= RM_P_SHARED_SWITCH &&
+      spec->layers[numbers[0]].is_moe)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model has no %s", name,
                    spec->shared_intermediate_size ? "gate of its shared expert" : "shared expert");
   if (s->kind >= RM_P_GATE && numbers[0] >= 0)
@@ -302,14 +334,15 @@ static rm_code no_place(const rm_params *params, const char *name, const spellin
 }
 
 // What a name of this spelling is made of.
-static rm_code resolve(const rm_params *params, const char *name, const spelling *s, const int32_t numbers[2], rm_target *out,
-                       rm_error *err) {
+static rm_code resolve(const rm_params *params, const char *name, const spelling *s,
+                       const int32_t numbers[2], rm_target *out, rm_error *err) {
   const rm_code code = fill(params, s, numbers, out, err);
   if (!code) set_pairs(params, s, out);
   return code == RM_E_UNEXPECTED_KEY ? no_place(params, name, s, numbers, err) : code;
 }
 
-rm_code rm_names_resolve(const rm_params *params, const char *name, size_t length, rm_target *out, rm_error *err) {
+rm_code rm_names_resolve(const rm_params *params, const char *name, size_t length, rm_target *out,
+                         rm_error *err) {
   rm_code code = check_name(name, length, err);
   if (code) return code;
   char shown[RM_NAME_MAX + 1], buffer[RM_NAME_MAX + 1];
@@ -319,15 +352,18 @@ rm_code rm_names_resolve(const rm_params *params, const char *name, size_t lengt
   out->n_pieces = 0;
   out->n_dims = 0;
   int32_t numbers[2];
-  for (int kind = 0; kind < RM_N_PARAM_KIND; kind++) {   // first, since a family may give a name of the table to another kind
+  for (int kind = 0; kind < RM_N_PARAM_KIND;
+       kind++) { // first, since a family may give a name of the table to another kind
     char pattern[RM_NAME_MAX + 16];
     if (!matches_own(params, (rm_param_kind)kind, bare, pattern, sizeof pattern, numbers)) continue;
     const spelling own = {pattern, ONE, (rm_param_kind)kind};
     return resolve(params, shown, &own, numbers, out, err);
   }
   for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++)
-    if (matches(spellings[i].pattern, bare, numbers)) return resolve(params, shown, &spellings[i], numbers, out, err);
-  return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is no parameter of this model", length ? shown : "''");
+    if (matches(spellings[i].pattern, bare, numbers))
+      return resolve(params, shown, &spellings[i], numbers, out, err);
+  return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is no parameter of this model",
+                 length ? shown : "''");
 }
 
 void rm_target_clear(rm_target *target) {

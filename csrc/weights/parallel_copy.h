@@ -1,10 +1,11 @@
-// parallel_copy.h: the copies of a push, from rows of tensors to rows of parameters. They are collected and then run together, in tasks of
-// about 2^17 elements (16 MiB at most, but 16 rows at least) that threads take from a shared counter: many small tensors wake the
-// threads once, and a thread that is scheduled late delays at most one task.
+// parallel_copy.h: the copies of a push, from rows of tensors to rows of parameters. They are
+// collected and then run together, in tasks of about 2^17 elements (16 MiB at most, but 16 rows at
+// least) that threads take from a shared counter: many small tensors wake the threads once, and a
+// thread that is scheduled late delays at most one task.
 //
-// On a GPU the device's pack op copies the tasks. Host tensors go through a double-buffered staging buffer: while the device reads one
-// half, the host fills the other. Tensors of another GPU are copied into the same halves by the device. Used by the thread that owns the
-// store (sync.h).
+// On a GPU the device's pack op copies the tasks. Host tensors go through a double-buffered staging
+// buffer: while the device reads one half, the host fills the other. Tensors of another GPU are
+// copied into the same halves by the device. Used by the thread that owns the store (sync.h).
 #pragma once
 
 #include "base/status.h"
@@ -13,25 +14,27 @@
 
 // Double-buffered pinned host-to-device staging. Unused on the CPU.
 typedef struct rm_staging {
-  const rm_device *device;    // view
-  size_t half_bytes;          // max bytes of one task's source
-  rm_mirrored_buffer halves;  // owned, as the next; created at first use
-  rm_mirrored_buffer found;   // rm_pack_found of each task
-  int half;                   // the half being filled
-  size_t used;                // bytes of it in use
+  const rm_device *device; // view
+  size_t half_bytes; // max bytes of one task's source
+  rm_mirrored_buffer halves; // owned, as the next; created at first use
+  rm_mirrored_buffer found; // rm_pack_found of each task
+  int half; // the half being filled
+  size_t used; // bytes of it in use
 } rm_staging;
 
-size_t rm_staging_bytes(const rm_staging *staging);  // of device memory, once it was used
-void rm_staging_free(rm_staging *staging);           // the device must be idle
+size_t rm_staging_bytes(const rm_staging *staging); // of device memory, once it was used
+void rm_staging_free(rm_staging *staging); // the device must be idle
 
 typedef struct rm_copy_task {
-  rm_pack_args args;      // inputs, and results after the copy, with indices relative to args.index0
-  const rm_entry *entry;  // view
+  rm_pack_args args; // inputs, and results after the copy, with indices relative to args.index0
+  const rm_entry *entry; // view
   rm_param_rows piece;
-  int64_t twin;           // the tied parameter to compare with; −1: write
-  int64_t also;           // the tied parameter that was sent as the same memory: it has this task's digest; −1: none
-  int counted;            // this rank counts it in the mesh's digest
-  int ordinal;            // CUDA device whose memory holds args.src; −1: the host
+  int64_t twin; // the tied parameter to compare with; −1: write
+  int64_t
+      // the tied parameter that was sent as the same memory: it has this task's digest; −1: none
+      also;
+  int counted; // this rank counts it in the mesh's digest
+  int ordinal; // CUDA device whose memory holds args.src; −1: the host
 } rm_copy_task;
 
 typedef struct rm_copy_tasks {
@@ -41,8 +44,11 @@ typedef struct rm_copy_tasks {
 
 // Cuts `whole` into tasks that share no tile of the destination, and adds them.
 rm_code rm_copy_tasks_add(rm_copy_tasks *tasks, const rm_copy_task *whole, rm_error *err);
-// Copies all tasks and waits. RM_E_DEVICE, RM_E_MEMORY, RM_E_CAPACITY: on a device only; the destination is undefined then.
-rm_code rm_copy_tasks_run(const rm_copy_tasks *tasks, rm_staging *staging, const rm_ctx *ctx, rm_error *err);
+// Copies all tasks and waits. RM_E_DEVICE, RM_E_MEMORY, RM_E_CAPACITY: on a device only; the
+// destination is undefined then.
+rm_code rm_copy_tasks_run(const rm_copy_tasks *tasks, rm_staging *staging, const rm_ctx *ctx,
+                          rm_error *err);
 void rm_copy_tasks_free(rm_copy_tasks *tasks);
 
-void rm_copy_block(char *to, const char *from, size_t bytes, const rm_ctx *ctx); // memcpy by all threads
+void rm_copy_block(char *to, const char *from, size_t bytes,
+                   const rm_ctx *ctx); // memcpy by all threads

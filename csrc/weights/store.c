@@ -1,4 +1,5 @@
-// store.c: see store.h. A version (its allocation, digests of its parameters) is one struct, and a commit swaps two of them.
+// store.c: see store.h. A version (its allocation, digests of its parameters) is one struct, and a
+// commit swaps two of them.
 #include "weights/store.h"
 
 #include <assert.h>
@@ -8,7 +9,7 @@
 #include "weights/host_offload.h"
 #include "weights/store_internal.h"
 
-enum { MIN_HALF_BYTES = 64 << 10, MAX_HALF_BYTES = 32 << 20 };   // of the staging buffer
+enum { MIN_HALF_BYTES = 64 << 10, MAX_HALF_BYTES = 32 << 20 }; // of the staging buffer
 
 static int create_state(rm_version_state *state, int64_t n) {
   state->sums = rm_alloc((size_t)n, 2 * sizeof *state->sums);
@@ -16,15 +17,20 @@ static int create_state(rm_version_state *state, int64_t n) {
   return state->sums && state->counts;
 }
 
-rm_code rm_store_create(const rm_params *params, const rm_device *device, rm_team *team, rm_store **out, rm_error *err) {
+rm_code rm_store_create(const rm_params *params, const rm_device *device, rm_team *team,
+                        rm_store **out, rm_error *err) {
   *out = NULL;
   rm_store *store = rm_alloc(1, sizeof *store);
   if (!store) goto no_memory;
   store->params = params;
   store->device = store->staging.device = device;
-  store->staging.half_bytes = (size_t)rm_min64(rm_max64(4 * (int64_t)params->bytes, MIN_HALF_BYTES),
-                                               MAX_HALF_BYTES); // float64 sources take up to 4 times the bytes
-  store->ctx = (rm_ctx){.stream = device->stream, .n_threads = rm_team_threads(team), .run = rm_team_run, .team = team};
+  store->staging.half_bytes =
+      (size_t)rm_min64(rm_max64(4 * (int64_t)params->bytes, MIN_HALF_BYTES),
+                       MAX_HALF_BYTES); // float64 sources take up to 4 times the bytes
+  store->ctx = (rm_ctx){.stream = device->stream,
+                        .n_threads = rm_team_threads(team),
+                        .run = rm_team_run,
+                        .team = team};
   store->version = store->last_version = -1;
   store->tied_head = store->tied_embed = -1;
   if (params->spec->tie_word_embeddings) {
@@ -33,14 +39,16 @@ rm_code rm_store_create(const rm_params *params, const rm_device *device, rm_tea
   }
   store->flags = rm_alloc((size_t)params->n, sizeof *store->flags);
   store->has_bias = rm_alloc((size_t)params->spec->n_layers, sizeof *store->has_bias);
-  if (!store->flags || !store->has_bias || !create_state(&store->serving, params->n) || !create_state(&store->staged, params->n))
+  if (!store->flags || !store->has_bias || !create_state(&store->serving, params->n) ||
+      !create_state(&store->staged, params->n))
     goto no_memory;
   *out = store;
   return RM_OK;
 
 no_memory:
   rm_store_destroy(store);
-  return rm_fail(err, RM_E_MEMORY, "no memory for the store of %lld parameters", (long long)params->n);
+  return rm_fail(err, RM_E_MEMORY, "no memory for the store of %lld parameters",
+                 (long long)params->n);
 }
 
 void rm_store_drop_block(rm_store *store, rm_version_state *state) {
@@ -69,8 +77,12 @@ void rm_store_destroy(rm_store *store) {
 
 int64_t rm_store_version(const rm_store *store) { return store->version; }
 const void *rm_store_weights(const rm_store *store) { return store->serving.block; }
-uint64_t rm_store_block(const rm_store *store) { return store->serving.block ? store->serving.number : 0; }
-uint64_t rm_store_digest(const rm_store *store) { return store->serving.block ? store->serving.digest : 0; }
+uint64_t rm_store_block(const rm_store *store) {
+  return store->serving.block ? store->serving.number : 0;
+}
+uint64_t rm_store_digest(const rm_store *store) {
+  return store->serving.block ? store->serving.digest : 0;
+}
 int rm_store_is_open(const rm_store *store) { return store->open; }
 size_t rm_store_staging_bytes(const rm_store *store) { return rm_staging_bytes(&store->staging); }
 const rm_params *rm_store_params(const rm_store *store) { return store->params; }
@@ -94,12 +106,14 @@ void rm_store_discard(rm_store *store) {
 }
 
 size_t rm_store_offload_bytes(const rm_store *store) {
-  return !store->serving.block || store->offloaded || store->device->on_host ? 0 : store->params->bytes;
+  return !store->serving.block || store->offloaded || store->device->on_host ? 0
+                                                                             : store->params->bytes;
 }
 
 rm_code rm_store_offload(rm_store *store, rm_error *err) {
   if (!rm_store_offload_bytes(store)) return RM_OK;
-  return rm_offload_block(store->device, store->serving.block, store->params->bytes, &store->ctx, &store->offloaded, err);
+  return rm_offload_block(store->device, store->serving.block, store->params->bytes, &store->ctx,
+                          &store->offloaded, err);
 }
 
 void rm_store_release_blocks(rm_store *store) {
@@ -118,7 +132,8 @@ rm_code rm_store_restore(rm_store *store, rm_error *err) {
     store->serving.block = store->offloaded;
     store->offloaded = NULL;
   } else {
-    const rm_code code = rm_restore_block(store->device, store->offloaded, store->params->bytes, &store->ctx, &store->serving.block, err);
+    const rm_code code = rm_restore_block(store->device, store->offloaded, store->params->bytes,
+                                          &store->ctx, &store->serving.block, err);
     if (code) return code;
   }
   store->serving.number = ++store->n_blocks;

@@ -1,7 +1,8 @@
-// sync.c: see sync.h. During a sync each parameter has a byte of flags. Commit swaps the two versions after the last thing that can fail.
+// sync.c: see sync.h. During a sync each parameter has a byte of flags. Commit swaps the two
+// versions after the last thing that can fail.
 //
-// In place there is one allocation: begin takes it out of service and makes it the staged one, so that the rest is the same code. Until
-// the first byte is written, abort can put it back.
+// In place there is one allocation: begin takes it out of service and makes it the staged one, so
+// that the rest is the same code. Until the first byte is written, abort can put it back.
 #include "weights/sync.h"
 
 #include <string.h>
@@ -14,20 +15,23 @@
 #include "weights/store_internal.h"
 
 enum { MAX_ENTRIES = 1000000 };
-enum { SEEN = 1, DIRTY = 2 };   // pushed whole; its staged values have been written to
+enum { SEEN = 1, DIRTY = 2 }; // pushed whole; its staged values have been written to
 
-// ------------------------------------------------------------------------------------------------ begin
+// ------------------------------------------------------------------------------------------ begin
 static rm_code check_version(const rm_store *store, int64_t *version, rm_error *err) {
   if (*version == -1 && !rm_add_i64(store->last_version, 1, version))
-    return rm_fail(err, RM_E_VERSION, "version %lld is the last number there is", (long long)store->last_version);
-  if (*version < 0) return rm_fail(err, RM_E_VERSION, "version %lld is negative", (long long)*version);
-  if (*version <= store->last_version)
-    return rm_fail(err, RM_E_VERSION, "version %lld does not exceed %lld, the last one", (long long)*version,
+    return rm_fail(err, RM_E_VERSION, "version %lld is the last number there is",
                    (long long)store->last_version);
+  if (*version < 0)
+    return rm_fail(err, RM_E_VERSION, "version %lld is negative", (long long)*version);
+  if (*version <= store->last_version)
+    return rm_fail(err, RM_E_VERSION, "version %lld does not exceed %lld, the last one",
+                   (long long)*version, (long long)store->last_version);
   return RM_OK;
 }
 
-// The allocation that pushes will write: a new one, the one left by the last swap, or in place the serving one.
+// The allocation that pushes will write: a new one, the one left by the last swap, or in place the
+// serving one.
 static rm_code take_staging(rm_store *store, rm_error *err) {
   if (store->options.in_place && store->serving.block) {
     rm_store_drop_block(store, &store->staged);
@@ -42,8 +46,9 @@ static rm_code take_staging(rm_store *store, rm_error *err) {
   const size_t bytes = store->params->bytes, available = device->available(device->self);
   if (bytes > available)
     return rm_fail(err, RM_E_CAPACITY, "%s of the weights takes %s and %s are available%s",
-                   store->serving.block ? "a second copy" : "one copy", rm_say_bytes((double)bytes).text,
-                   rm_say_bytes((double)available).text, store->serving.block ? "; mode=\"inplace\" needs none" : "");
+                   store->serving.block ? "a second copy" : "one copy",
+                   rm_say_bytes((double)bytes).text, rm_say_bytes((double)available).text,
+                   store->serving.block ? "; mode=\"inplace\" needs none" : "");
   void *block;
   const rm_code code = rm_device_alloc(store->device, bytes, "the weights", &block, err);
   store->staged.block = block;
@@ -54,10 +59,13 @@ static rm_code take_staging(rm_store *store, rm_error *err) {
 // Partial: what is not pushed keeps its value, so staging starts as a copy of the serving weights.
 static void copy_serving(rm_store *store) {
   const rm_device *device = store->device;
-  if (device->on_host) rm_copy_block(store->staged.block, store->serving.block, store->params->bytes, &store->ctx);
+  if (device->on_host)
+    rm_copy_block(store->staged.block, store->serving.block, store->params->bytes, &store->ctx);
   else rm_device_copy(device, store->staged.block, store->serving.block, store->params->bytes);
-  memcpy(store->staged.sums, store->serving.sums, 2 * (size_t)store->params->n * sizeof *store->serving.sums);
-  memcpy(store->staged.counts, store->serving.counts, (size_t)store->params->n * sizeof *store->serving.counts);
+  memcpy(store->staged.sums, store->serving.sums,
+         2 * (size_t)store->params->n * sizeof *store->serving.sums);
+  memcpy(store->staged.counts, store->serving.counts,
+         (size_t)store->params->n * sizeof *store->serving.counts);
 }
 
 rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error *err) {
@@ -80,37 +88,45 @@ rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error 
   return RM_OK;
 }
 
-// ------------------------------------------------------------------------------------------------ check
+// ------------------------------------------------------------------------------------------ check
 static rm_code check_new(const rm_store *store, const char *name, rm_error *err) {
   for (int64_t i = 0; i < store->target.n_pieces; i++) {
     const int64_t index = store->target.pieces[i].param;
     if (!(store->flags[index] & SEEN)) continue;
     char earlier[128];
     rm_param_name(store->params, &store->params->list[index], earlier, sizeof earlier);
-    if (strcmp(name, earlier) == 0) return rm_fail(err, RM_E_DUPLICATE_KEY, "%s has come already in this sync", name);
+    if (strcmp(name, earlier) == 0)
+      return rm_fail(err, RM_E_DUPLICATE_KEY, "%s has come already in this sync", name);
     return rm_fail(err, RM_E_DUPLICATE_KEY, "%s: %s has come already in this sync", name, earlier);
   }
   return RM_OK;
 }
 
-// Checks that the tensor is on the device that it names: reading a wrong address would end the device's context.
-static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const char *name, rm_error *err) {
+// Checks that the tensor is on the device that it names: reading a wrong address would end the
+// device's context.
+static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const char *name,
+                           rm_error *err) {
   const rm_device *device = store->device;
   const size_t each = rm_src_bytes(tensor->dtype);
   if (!tensor->on_device) return RM_OK;
   if (device->on_host)
-    return rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s: expected a tensor on the CPU, got one on cuda:%d", name, tensor->ordinal);
+    return rm_fail(err, RM_E_UNSUPPORTED_TENSOR,
+                   "%s: expected a tensor on the CPU, got one on cuda:%d", name, tensor->ordinal);
   if (!tensor->data || device->ordinal_of(device->self, tensor->data) != tensor->ordinal)
-    return rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s: the tensor's address %p is no memory of cuda:%d", name, tensor->data,
+    return rm_fail(err, RM_E_UNSUPPORTED_TENSOR,
+                   "%s: the tensor's address %p is no memory of cuda:%d", name, tensor->data,
                    tensor->ordinal);
   if ((uintptr_t)tensor->data % each)
-    return rm_fail(err, RM_E_LAYOUT, "%s: the tensor's address %p is no multiple of the %zu bytes of an element", name, tensor->data, each);
+    return rm_fail(err, RM_E_LAYOUT,
+                   "%s: the tensor's address %p is no multiple of the %zu bytes of an element",
+                   name, tensor->data, each);
   return RM_OK;
 }
 
 // All checks that need no values. *skip: the entry is a buffer, or it is unexpected and
 // allow_partial is set.
-static rm_code check_all(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, char *shown, int *skip, rm_error *err) {
+static rm_code check_all(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
+                         char *shown, int *skip, rm_error *err) {
   *skip = 0;
   if (!store->open) return rm_fail(err, RM_E_STATE, "a tensor was pushed and no sync is open");
   rm_code code = rm_names_resolve(store->params, name, length, &store->target, err);
@@ -124,27 +140,33 @@ static rm_code check_all(rm_store *store, const char *name, size_t length, const
   if (*skip) return RM_OK;
   memcpy(shown, name, length);
   shown[length] = 0;
-  if ((code = check_new(store, shown, err)) || (code = check_place(store, tensor, shown, err))) return code;
+  if ((code = check_new(store, shown, err)) || (code = check_place(store, tensor, shown, err)))
+    return code;
   return rm_tensor_check(store->params, &store->target, tensor, store->options.cast, shown, err);
 }
 
-rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
+rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
+                      rm_error *err) {
   char shown[RM_NAME_MAX + 1];
   int skip;
   return check_all(store, name, length, tensor, shown, &skip, err);
 }
 
-// ------------------------------------------------------------------------------------------------ push
+// ------------------------------------------------------------------------------------------- push
 // Digest of a parameter's Hugging Face name and values.
 static uint64_t named_digest(const rm_params *params, const rm_param *param, uint64_t values) {
   char name[128];
-  const uint64_t hash = rm_hash_bytes(RM_HASH_SEED, name, (size_t)rm_param_name(params, param, name, sizeof name));
+  const uint64_t hash =
+      rm_hash_bytes(RM_HASH_SEED, name, (size_t)rm_param_name(params, param, name, sizeof name));
   return rm_hash_finish(hash ^ rm_hash_finish(values + RM_HASH_STEP));
 }
 
-// The other parameter of a tied pair, if it was pushed, so that this one must be equal to it; −1 otherwise.
+// The other parameter of a tied pair, if it was pushed, so that this one must be equal to it; −1
+// otherwise.
 static int64_t tied_twin(const rm_store *store, int64_t index) {
-  const int64_t twin = index == store->tied_head ? store->tied_embed : index == store->tied_embed ? store->tied_head : -1;
+  const int64_t twin = index == store->tied_head    ? store->tied_embed
+                       : index == store->tied_embed ? store->tied_head
+                                                    : -1;
   return twin >= 0 && (store->flags[twin] & SEEN) ? twin : -1;
 }
 
@@ -160,15 +182,21 @@ static int64_t even_rows(const rm_param_rows *piece, int64_t row, int64_t n) {
   return half ? rm_min64(n, at < 2 * half ? half - at % half : piece->head_dim - at) : n;
 }
 
-static int is_turned(const rm_param_rows *piece, int64_t row) { return piece->turned && row % piece->head_dim < piece->turned; }
+static int is_turned(const rm_param_rows *piece, int64_t row) {
+  return piece->turned && row % piece->head_dim < piece->turned;
+}
 
 // Rows [first, first + n) of a parameter, evenly spaced in the tensor; of a vector the elements.
-static rm_pack_args pack_args(const rm_store *store, const rm_param_rows *piece, const rm_tensor *tensor, rm_range run) {
+static rm_pack_args pack_args(const rm_store *store, const rm_param_rows *piece,
+                              const rm_tensor *tensor, rm_range run) {
   const rm_param *param = &store->params->list[piece->param];
   const int n = tensor->n_dims;
-  const int64_t row_stride = n == 1 ? 0 : tensor->strides[n - 2], col_stride = tensor->strides[n - 1];
+  const int64_t row_stride = n == 1 ? 0 : tensor->strides[n - 2],
+                col_stride = tensor->strides[n - 1];
   const int64_t row = source_row(piece, run.first), step = is_turned(piece, run.first) ? 2 : 1;
-  const int64_t start = n == 1 ? row * col_stride : row * row_stride + (n == 3 ? piece->outer * tensor->strides[0] : 0);
+  const int64_t start = n == 1
+                            ? row * col_stride
+                            : row * row_stride + (n == 3 ? piece->outer * tensor->strides[0] : 0);
   const int64_t skipped = run.first - param->first;
   return (rm_pack_args){
       .src = (const char *)tensor->data + start * (int64_t)rm_src_bytes(tensor->dtype),
@@ -177,7 +205,8 @@ static rm_pack_args pack_args(const rm_store *store, const rm_param_rows *piece,
       .cols = n == 1 ? run.n : param->cols,
       .row_stride = step * row_stride,
       .col_stride = n == 1 ? step * col_stride : col_stride,
-      .dst = store->staged.block + param->offset + (n == 1 ? (size_t)skipped * rm_dtype_bytes(param->dtype) : 0),
+      .dst = store->staged.block + param->offset +
+             (n == 1 ? (size_t)skipped * rm_dtype_bytes(param->dtype) : 0),
       .dst_dtype = param->dtype,
       .layout = param->layout,
       .dst_row0 = param->dst_row0 + (n == 1 ? 0 : skipped),
@@ -187,14 +216,17 @@ static rm_pack_args pack_args(const rm_store *store, const rm_param_rows *piece,
 }
 
 // The index of a piece's element in the sender's tensor.
-static rm_dims_text show_index(const rm_store *store, const rm_param_rows *piece, const rm_tensor *tensor, int64_t element) {
-  const int64_t cols = store->params->list[piece->param].cols, row = element / cols, col = element % cols;
-  const int64_t from = source_row(piece, row), at1[1] = {source_row(piece, col)}, at2[2] = {from, col}, at3[3] = {piece->outer, from, col};
+static rm_dims_text show_index(const rm_store *store, const rm_param_rows *piece,
+                               const rm_tensor *tensor, int64_t element) {
+  const int64_t cols = store->params->list[piece->param].cols, row = element / cols,
+                col = element % cols;
+  const int64_t from = source_row(piece, row), at1[1] = {source_row(piece, col)},
+                at2[2] = {from, col}, at3[3] = {piece->outer, from, col};
   return rm_show_dims(tensor->n_dims == 1 ? at1 : tensor->n_dims == 2 ? at2 : at3, tensor->n_dims);
 }
 
-static rm_code add_run(rm_store *store, const rm_param_rows *piece, const rm_entry *entry, rm_range run, int64_t twin, int counted,
-                       rm_error *err) {
+static rm_code add_run(rm_store *store, const rm_param_rows *piece, const rm_entry *entry,
+                       rm_range run, int64_t twin, int counted, rm_error *err) {
   rm_code code = RM_OK;
   for (int64_t done = 0, n; done < run.n && !code; done += n) {
     const int64_t row = run.first + done;
@@ -214,12 +246,13 @@ static rm_code add_run(rm_store *store, const rm_param_rows *piece, const rm_ent
 
 static int is_same_view(const rm_tensor *a, const rm_tensor *b) {
   const size_t dims = (size_t)a->n_dims * sizeof *a->shape;
-  return a->data == b->data && a->dtype == b->dtype && a->n_dims == b->n_dims && a->on_device == b->on_device && a->ordinal == b->ordinal &&
+  return a->data == b->data && a->dtype == b->dtype && a->n_dims == b->n_dims &&
+         a->on_device == b->on_device && a->ordinal == b->ordinal &&
          memcmp(a->shape, b->shape, dims) == 0 && memcmp(a->strides, b->strides, dims) == 0;
 }
 
-// Whether the twin of this parameter is copied from the very same memory in this call. Then this one has the digests of those copies, and
-// nothing is read again to be compared.
+// Whether the twin of this parameter is copied from the very same memory in this call. Then this
+// one has the digests of those copies, and nothing is read again to be compared.
 static int shares_copies(rm_store *store, int64_t index, const rm_entry *entry) {
   const int64_t twin = tied_twin(store, index);
   int shares = 0;
@@ -232,12 +265,15 @@ static int shares_copies(rm_store *store, int64_t index, const rm_entry *entry) 
   return shares;
 }
 
-// This rank's shard of one parameter: the rows that another rank counts, then those that it counts itself.
-static rm_code add_piece(rm_store *store, const rm_param_rows *piece, const rm_entry *entry, rm_error *err) {
+// This rank's shard of one parameter: the rows that another rank counts, then those that it counts
+// itself.
+static rm_code add_piece(rm_store *store, const rm_param_rows *piece, const rm_entry *entry,
+                         rm_error *err) {
   const rm_params *params = store->params;
   const rm_param *param = &params->list[piece->param];
-  const rm_range counted = rm_placement_counted(params->spec, &params->placement, param->kind, param->expert,
-                                                entry->tensor.n_dims == 1 ? param->cols : param->rows);
+  const rm_range counted =
+      rm_placement_counted(params->spec, &params->placement, param->kind, param->expert,
+                           entry->tensor.n_dims == 1 ? param->cols : param->rows);
   const int64_t twin = tied_twin(store, piece->param);
   const rm_range others = {param->first, param->held - counted.n};
   if (twin < 0) {
@@ -245,10 +281,13 @@ static rm_code add_piece(rm_store *store, const rm_param_rows *piece, const rm_e
     if (piece->param == store->tied_head) store->flags[store->tied_embed] |= DIRTY; // one matrix
   }
   store->staged.sums[piece->param] = store->staged.sums[store->params->n + piece->param] = 0;
-  store->staged.counts[piece->param] = piece->param != store->tied_head; // a tied matrix is counted once
+  store->staged.counts[piece->param] =
+      piece->param != store->tied_head; // a tied matrix is counted once
   if (shares_copies(store, piece->param, entry)) return RM_OK;
   const rm_code code = add_run(store, piece, entry, others, twin, 0, err);
-  return code ? code : add_run(store, piece, entry, (rm_range){others.first + others.n, counted.n}, twin, 1, err);
+  return code ? code
+              : add_run(store, piece, entry, (rm_range){others.first + others.n, counted.n}, twin,
+                        1, err);
 }
 
 // Returns the first error found in the copies; otherwise adds their digests and bytes.
@@ -257,8 +296,11 @@ static rm_code check_tasks(rm_store *store, rm_error *err) {
   for (int64_t i = 0; i < tasks->n && !store->options.allow_nonfinite; i++) {
     const rm_copy_task *task = &tasks->list[i];
     if (task->args.nonfinite_index >= 0)
-      return rm_fail(err, RM_E_NONFINITE, "%.*s: element %s is not finite as %s", (int)task->entry->length, task->entry->name,
-                     show_index(store, &task->piece, &task->entry->tensor, task->args.index0 + task->args.nonfinite_index).text,
+      return rm_fail(err, RM_E_NONFINITE, "%.*s: element %s is not finite as %s",
+                     (int)task->entry->length, task->entry->name,
+                     show_index(store, &task->piece, &task->entry->tensor,
+                                task->args.index0 + task->args.nonfinite_index)
+                         .text,
                      rm_dtype_name(task->args.dst_dtype));
   }
   for (int64_t i = 0; i < tasks->n; i++) {
@@ -266,13 +308,17 @@ static rm_code check_tasks(rm_store *store, rm_error *err) {
     if (task->args.diff_index < 0) continue;
     char other[128];
     rm_param_name(store->params, &store->params->list[task->twin], other, sizeof other);
-    return rm_fail(err, RM_E_TIED_WEIGHT, "%.*s differs from %s at element %s, and tie_word_embeddings is set", (int)task->entry->length,
-                   task->entry->name, other,
-                   show_index(store, &task->piece, &task->entry->tensor, task->args.index0 + task->args.diff_index).text);
+    return rm_fail(err, RM_E_TIED_WEIGHT,
+                   "%.*s differs from %s at element %s, and tie_word_embeddings is set",
+                   (int)task->entry->length, task->entry->name, other,
+                   show_index(store, &task->piece, &task->entry->tensor,
+                              task->args.index0 + task->args.diff_index)
+                       .text);
   }
   for (int64_t i = 0; i < tasks->n; i++) {
     const rm_copy_task *task = &tasks->list[i];
-    store->report.bytes += (uint64_t)(task->args.rows * task->args.cols) * rm_src_bytes(task->args.src_dtype);
+    store->report.bytes +=
+        (uint64_t)(task->args.rows * task->args.cols) * rm_src_bytes(task->args.src_dtype);
     const int64_t params[2] = {task->piece.param, task->also};
     for (int p = 0; p < 2 && params[p] >= 0; p++) {
       if (task->counted) store->staged.sums[params[p]] += task->args.digest;
@@ -295,7 +341,8 @@ static rm_code run_tasks(rm_store *store, rm_error *err) {
 static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err) {
   char shown[RM_NAME_MAX + 1];
   int skip, compares = 0;
-  if (store->open && store->n_entries >= MAX_ENTRIES) return rm_fail(err, RM_E_LIMIT, "a sync of more than %d tensors", MAX_ENTRIES);
+  if (store->open && store->n_entries >= MAX_ENTRIES)
+    return rm_fail(err, RM_E_LIMIT, "a sync of more than %d tensors", MAX_ENTRIES);
   if (store->open) store->n_entries++;
   rm_code code = check_all(store, entry->name, entry->length, &entry->tensor, shown, &skip, err);
   if (code) return code;
@@ -305,9 +352,11 @@ static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err)
   }
   const rm_target *target = &store->target;
   for (int64_t i = 0; i < target->n_pieces; i++)
-    compares |= tied_twin(store, target->pieces[i].param) >= 0 && !shares_copies(store, target->pieces[i].param, entry);
+    compares |= tied_twin(store, target->pieces[i].param) >= 0 &&
+                !shares_copies(store, target->pieces[i].param, entry);
   if (compares) code = run_tasks(store, err); // the values to compare with must be copied first
-  for (int64_t i = 0; i < target->n_pieces && !code; i++) code = add_piece(store, &target->pieces[i], entry, err);
+  for (int64_t i = 0; i < target->n_pieces && !code; i++)
+    code = add_piece(store, &target->pieces[i], entry, err);
   if (code) return code;
   store->report.n_tensors++;
   for (int64_t i = 0; i < target->n_pieces; i++) {
@@ -324,12 +373,14 @@ rm_code rm_sync_push_all(rm_store *store, const rm_entry *entries, int64_t n, rm
   store->tasks.n = 0;
   while (taken < n && !(code = take_entry(store, &entries[taken], err))) taken++;
   if (!code) code = run_tasks(store, err);
-  for (int64_t i = 0; i < taken && code; i++) rm_sync_undo_push(store, entries[i].name, entries[i].length);
+  for (int64_t i = 0; i < taken && code; i++)
+    rm_sync_undo_push(store, entries[i].name, entries[i].length);
   if (code) store->report.bytes = read_before;
   return code;
 }
 
-rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
+rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
+                     rm_error *err) {
   const rm_entry entry = {name, length, *tensor};
   return rm_sync_push_all(store, &entry, 1, err);
 }
@@ -353,9 +404,12 @@ void rm_sync_undo_push(rm_store *store, const char *name, size_t length) {
   store->report.n_tensors--;
 }
 
-// ------------------------------------------------------------------------------------------------ commit
-// Whether a parameter that was not pushed keeps its value: the sync began with one, and it was not overwritten.
-static int keeps_value(const rm_store *store, int64_t index) { return store->has_base && !(store->flags[index] & DIRTY); }
+// ----------------------------------------------------------------------------------------- commit
+// Whether a parameter that was not pushed keeps its value: the sync began with one, and it was not
+// overwritten.
+static int keeps_value(const rm_store *store, int64_t index) {
+  return store->has_base && !(store->flags[index] & DIRTY);
+}
 
 // Whether this is a tied embedding that was pushed under the name of lm_head alone.
 static int came_as_head(const rm_store *store, int64_t index) {
@@ -381,8 +435,8 @@ int rm_sync_complete(const rm_store *store) {
 static rm_code list_absent(const rm_store *store, rm_error *err) {
   int64_t n = 0;
   for (int64_t i = 0; i < store->params->n; i++) n += is_absent(store, i);
-  rm_fail(err, RM_E_INCOMPLETE_SYNC, "version %lld lacks %lld of %lld parameters", (long long)store->options.version, (long long)n,
-          (long long)store->params->n);
+  rm_fail(err, RM_E_INCOMPLETE_SYNC, "version %lld lacks %lld of %lld parameters",
+          (long long)store->options.version, (long long)n, (long long)store->params->n);
   const char *before = ": ";
   int only_biases = 1;
   for (int64_t i = 0; i < store->params->n; i++) {
@@ -394,21 +448,29 @@ static rm_code list_absent(const rm_store *store, rm_error *err) {
     only_biases &= store->params->list[i].kind == RM_P_ROUTER_BIAS;
   }
   if (only_biases)
-    rm_error_append(err, "; it is a buffer, which parameters() and torchtitan's to_hf leave out: push the module's own state_dict()");
+    rm_error_append(
+        err,
+        "; it is a buffer, which parameters() and torchtitan's to_hf leave out: push the module's "
+        "own state_dict()");
   return RM_E_INCOMPLETE_SYNC;
 }
 
-// A router bias that was never pushed is zeros; one that the last version had and this one lacks is most likely a mistake.
+// A router bias that was never pushed is zeros; one that the last version had and this one lacks is
+// most likely a mistake.
 static rm_code check_biases(const rm_store *store, rm_error *err) {
   if (store->options.allow_bias_removal) return RM_OK;
   for (int64_t i = 0; i < store->params->n; i++) {
     const rm_param *param = &store->params->list[i];
-    if (param->kind != RM_P_ROUTER_BIAS || (store->flags[i] & SEEN) || keeps_value(store, i) || !store->has_bias[param->layer]) continue;
+    if (param->kind != RM_P_ROUTER_BIAS || (store->flags[i] & SEEN) || keeps_value(store, i) ||
+        !store->has_bias[param->layer])
+      continue;
     char name[128];
     rm_param_name(store->params, param, name, sizeof name);
-    return rm_fail(err, RM_E_MISSING_KEY,
-                   "%s: version %lld had this router bias and version %lld has none (allow_bias_removal=True makes it zeros)", name,
-                   (long long)store->last_version, (long long)store->options.version);
+    return rm_fail(
+        err, RM_E_MISSING_KEY,
+        "%s: version %lld had this router bias and version %lld has none (allow_bias_removal=True "
+        "makes it zeros)",
+        name, (long long)store->last_version, (long long)store->options.version);
   }
   return RM_OK;
 }
@@ -417,10 +479,12 @@ static void settle_biases(rm_store *store) {
   for (int64_t i = 0; i < store->params->n; i++) {
     const rm_param *param = &store->params->list[i];
     if (param->kind != RM_P_ROUTER_BIAS) continue;
-    const int has = (store->flags[i] & SEEN) || (keeps_value(store, i) && store->has_bias[param->layer]);
+    const int has =
+        (store->flags[i] & SEEN) || (keeps_value(store, i) && store->has_bias[param->layer]);
     store->has_bias[param->layer] = (uint8_t)has;
     if (has) continue;
-    rm_device_zero(store->device, store->staged.block + param->offset, (size_t)param->cols * rm_dtype_bytes(param->dtype));
+    rm_device_zero(store->device, store->staged.block + param->offset,
+                   (size_t)param->cols * rm_dtype_bytes(param->dtype));
     store->staged.counts[i] = 0;
   }
 }
@@ -437,7 +501,8 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
     store->flags[embed] |= SEEN;
   }
   for (int64_t i = 0; i < n && !code; i++) // clear what an earlier sync has left
-    if (!(store->flags[i] & SEEN) && !keeps_value(store, i)) store->staged.sums[i] = store->staged.sums[n + i] = 0;
+    if (!(store->flags[i] & SEEN) && !keeps_value(store, i))
+      store->staged.sums[i] = store->staged.sums[n + i] = 0;
   return code;
 }
 
@@ -447,7 +512,8 @@ void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report)
   settle_biases(store);
   store->staged.digest = 0;
   for (int64_t i = 0; i < store->params->n; i++)
-    if (store->staged.counts[i]) store->staged.digest += named_digest(store->params, &store->params->list[i], sums[i]);
+    if (store->staged.counts[i])
+      store->staged.digest += named_digest(store->params, &store->params->list[i], sums[i]);
   rm_store_swap_blocks(store);
   store->version = store->last_version = store->options.version;
   store->open = 0;
@@ -472,7 +538,8 @@ void rm_sync_abort(rm_store *store) {
   if (!store->open) return;
   store->open = 0;
   // In place with nothing written yet: the allocation still holds the old version.
-  if (store->options.in_place && store->version_before >= 0 && store->version < 0 && !anything_written(store)) {
+  if (store->options.in_place && store->version_before >= 0 && store->version < 0 &&
+      !anything_written(store)) {
     rm_store_swap_blocks(store);
     store->version = store->version_before;
   }

@@ -1,17 +1,22 @@
 // sync.h: a sync brings a new version of the weights into service, whole or not at all.
 //
-//   begin ──► push … push ──► commit        one sync at a time; begin while one is open resets the open one
+//   begin ──► push … push ──► commit        one sync at a time; begin while one is open resets the
+//                                           open one
 //                └──────────► abort
 //
-// push checks a tensor (name, shape, dtype, strides, range, finiteness) and copies it into the store's staged allocation in the kernels'
-// layout. commit checks that every required parameter was pushed and swaps the allocations; before that the serving weights do not change.
-// With `in_place` there is no second allocation: the store is unsynced from begin to commit. After a failed push the sync stays open
-// without that tensor; it can be pushed again, and commit fails while it is missing.
+// push checks a tensor (name, shape, dtype, strides, range, finiteness) and copies it into the
+// store's staged allocation in the kernels' layout. commit checks that every required parameter was
+// pushed and swaps the allocations; before that the serving weights do not change. With `in_place`
+// there is no second allocation: the store is unsynced from begin to commit. After a failed push
+// the sync stays open without that tensor; it can be pushed again, and commit fails while it is
+// missing.
 //
-// On a mesh every rank gets every tensor: names, shapes and strides are checked whole; values are read, checked and copied for the rank's
-// shard only. Commit is two-phase (two_phase_commit.h): prepare, which can fail, a vote, and swap, which cannot.
+// On a mesh every rank gets every tensor: names, shapes and strides are checked whole; values are
+// read, checked and copied for the rank's shard only. Commit is two-phase (two_phase_commit.h):
+// prepare, which can fail, a vote, and swap, which cannot.
 //
-// Not thread-safe, as the store. A push returns when the device has read the tensor. No call waits for other ranks.
+// Not thread-safe, as the store. A push returns when the device has read the tensor. No call waits
+// for other ranks.
 #pragma once
 
 #include "weights/names.h"
@@ -21,51 +26,58 @@
 typedef struct rm_tensor {
   const void *data;
   rm_src_dtype dtype;
-  int n_dims;                   // 0 … 4
+  int n_dims; // 0 … 4
   int64_t shape[4];
-  int64_t strides[4];           // in elements, any sign
-  int64_t span_lo, span_hi;     // the owner's buffer, in bytes before and after data; both 0: unknown
-  int on_device, ordinal;       // data is in the memory of CUDA device `ordinal`
+  int64_t strides[4]; // in elements, any sign
+  int64_t span_lo, span_hi; // the owner's buffer, in bytes before and after data; both 0: unknown
+  int on_device, ordinal; // data is in the memory of CUDA device `ordinal`
 } rm_tensor;
 
 typedef struct rm_entry {
-  const char *name;             // [length], UTF-8
+  const char *name; // [length], UTF-8
   size_t length;
   rm_tensor tensor;
 } rm_entry;
 
 typedef struct rm_sync_options {
-  int64_t version;              // must exceed the last committed version; −1: the next number
-  int cast;                     // convert other float dtypes
+  int64_t version; // must exceed the last committed version; −1: the next number
+  int cast; // convert other float dtypes
   int allow_nonfinite;
-  int allow_partial;            // strict=False: unexpected names are skipped, missing parameters keep the serving value
-  int allow_bias_removal;       // a router bias that the serving version has may be absent
+  // strict=False: unexpected names are skipped, missing parameters keep the serving value
+  int allow_partial;
+  int allow_bias_removal; // a router bias that the serving version has may be absent
   int in_place;
 } rm_sync_options;
 
 typedef struct rm_sync_report {
   int64_t version, n_tensors, n_parameters, n_skipped;
-  uint64_t bytes;               // of tensor data read by this rank
-  double seconds;               // begin to commit
-  double copy_seconds;          // inside push
-  uint64_t digest;              // of names and stored values; the same for every spelling of the same weights
+  uint64_t bytes; // of tensor data read by this rank
+  double seconds; // begin to commit
+  double copy_seconds; // inside push
+  uint64_t digest; // of names and stored values; the same for every spelling of the same weights
 } rm_sync_report;
 
-int64_t rm_sync_version(const rm_store *store);           // of the open sync, or of the last one
+int64_t rm_sync_version(const rm_store *store); // of the open sync, or of the last one
 
 rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error *err);
 // push's checks; nothing is read or written.
-rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
-rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
+rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
+                      rm_error *err);
+rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
+                     rm_error *err);
 // Many tensors at once, which costs less: all of them are pushed, or none.
 rm_code rm_sync_push_all(rm_store *store, const rm_entry *entries, int64_t n, rm_error *err);
-rm_code rm_sync_commit(rm_store *store, rm_sync_report *report, rm_error *err); // on failure the sync is closed and the old version serves
+rm_code rm_sync_commit(rm_store *store, rm_sync_report *report,
+                       rm_error *err); // on failure the sync is closed and the old version serves
 rm_code rm_sync_prepare(rm_store *store, rm_error *err); // commit's checks; on failure as commit
-// Digests of the staged values, [2][params->n]: of what this rank counts (added over all ranks for the version's digest), and of all that
-// it holds (equal on ranks that hold the same shard). A view until the sync ends.
+// Digests of the staged values, [2][params->n]: of what this rank counts (added over all ranks for
+// the version's digest), and of all that it holds (equal on ranks that hold the same shard). A view
+// until the sync ends.
 const uint64_t *rm_sync_sums(const rm_store *store);
-void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report); // after prepare; sums: added over the mesh
-// Undoes the push of this name, which failed on another rank. No effect on a name that was not pushed.
+void rm_sync_swap(rm_store *store, const uint64_t *sums,
+                  rm_sync_report *report); // after prepare; sums: added over the mesh
+// Undoes the push of this name, which failed on another rank. No effect on a name that was not
+// pushed.
 void rm_sync_undo_push(rm_store *store, const char *name, size_t length);
 void rm_sync_abort(rm_store *store);
 int rm_sync_complete(const rm_store *store); // every required parameter was pushed

@@ -1,5 +1,5 @@
-// two_phase_commit.c: see two_phase_commit.h. Two exchanges: the votes, then, if all ranks agree, the digests. Memory is allocated before
-// the vote, so that after it only the exchange can fail.
+// two_phase_commit.c: see two_phase_commit.h. Two exchanges: the votes, then, if all ranks agree,
+// the digests. Memory is allocated before the vote, so that after it only the exchange can fail.
 #include "weights/two_phase_commit.h"
 
 #include <stdio.h>
@@ -30,15 +30,19 @@ static rm_code open_ballot(const rm_store *store, const rm_mesh *mesh, ballot *b
   b->votes = NULL;
   if (rm_mul_size(n, 2 * sizeof *b->sums, &sums))
     b->votes = rm_alloc(ranks, sizeof *b->votes + sizeof *b->bytes + sizeof *b->placements + sums);
-  if (!b->votes) return rm_fail(err, RM_E_MEMORY, "no memory for the votes of %d ranks on %zu parameters", size, n);
+  if (!b->votes)
+    return rm_fail(err, RM_E_MEMORY, "no memory for the votes of %d ranks on %zu parameters", size,
+                   n);
   b->sums = (uint64_t *)(b->votes + ranks);
   b->bytes = (size_t *)(b->sums + ranks * 2 * n);
   b->placements = (rm_placement *)(b->bytes + ranks);
-  for (int r = 0; r < size; r++) b->placements[r] = rm_placement_of(rm_store_params(store)->spec, mesh, r);
+  for (int r = 0; r < size; r++)
+    b->placements[r] = rm_placement_of(rm_store_params(store)->spec, mesh, r);
   return RM_OK;
 }
 
-static rm_code gather_votes(rm_comm *world, ballot *b, const void *mine, void *all, size_t each, rm_error *err) {
+static rm_code gather_votes(rm_comm *world, ballot *b, const void *mine, void *all, size_t each,
+                            rm_error *err) {
   for (int r = 0; r < b->size; r++) b->bytes[r] = each;
   return rm_comm_all_gather(world, mine, all, b->bytes, err);
 }
@@ -47,22 +51,28 @@ static rm_code gather_votes(rm_comm *world, ballot *b, const void *mine, void *a
 static rm_code tally(const ballot *b, int me, rm_error *err) {
   for (int r = 0; r < b->size; r++)
     if (b->votes[r].code)
-      return rm_fail(err, RM_E_SYNC_ABORTED, "rank %d could not take version %lld: %s: %s", r, (long long)b->votes[r].version,
-                     rm_code_name((rm_code)b->votes[r].code), b->votes[r].message);
+      return rm_fail(err, RM_E_SYNC_ABORTED, "rank %d could not take version %lld: %s: %s", r,
+                     (long long)b->votes[r].version, rm_code_name((rm_code)b->votes[r].code),
+                     b->votes[r].message);
   for (int r = 0; r < b->size; r++)
-    if (b->votes[r].version != b->votes[me].version || b->votes[r].n_params != b->votes[me].n_params)
-      return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d commits version %lld of %lld parameters and rank %d version %lld of %lld", r,
-                     (long long)b->votes[r].version, (long long)b->votes[r].n_params, me, (long long)b->votes[me].version,
-                     (long long)b->votes[me].n_params);
+    if (b->votes[r].version != b->votes[me].version ||
+        b->votes[r].n_params != b->votes[me].n_params)
+      return rm_fail(
+          err, RM_E_MESH_MISMATCH,
+          "rank %d commits version %lld of %lld parameters and rank %d version %lld of %lld", r,
+          (long long)b->votes[r].version, (long long)b->votes[r].n_params, me,
+          (long long)b->votes[me].version, (long long)b->votes[me].n_params);
   return RM_OK;
 }
 
 static rm_range held_by(const ballot *b, const rm_params *params, int r, const rm_param *param) {
-  return rm_placement_rows(params->spec, &b->placements[r], param->kind, param->expert, param->n_dims == 1 ? param->cols : param->rows);
+  return rm_placement_rows(params->spec, &b->placements[r], param->kind, param->expert,
+                           param->n_dims == 1 ? param->cols : param->rows);
 }
 
-// RM_OK if ranks that hold the same rows of a parameter have the same values; compares the first such rank with each other one. A tied
-// lm_head is skipped: it is the embedding, and may have been pushed on some ranks only.
+// RM_OK if ranks that hold the same rows of a parameter have the same values; compares the first
+// such rank with each other one. A tied lm_head is skipped: it is the embedding, and may have been
+// pushed on some ranks only.
 static rm_code compare(const ballot *b, const rm_params *params, rm_error *err) {
   const int64_t n = params->n;
   for (int64_t i = 0; i < n; i++) {
@@ -76,14 +86,16 @@ static rm_code compare(const ballot *b, const rm_params *params, rm_error *err) 
         if (b->sums[(2 * q + 1) * n + i] == b->sums[(2 * r + 1) * n + i]) break;
         char name[128];
         rm_param_name(params, param, name, sizeof name);
-        return rm_fail(err, RM_E_MESH_MISMATCH, "%s: rank %d was given other values than rank %d", name, r, q);
+        return rm_fail(err, RM_E_MESH_MISMATCH, "%s: rank %d was given other values than rank %d",
+                       name, r, q);
       }
     }
   }
   return RM_OK;
 }
 
-static rm_code commit(rm_store *store, rm_comm *world, ballot *b, rm_code prepared, rm_sync_report *report, rm_error *err) {
+static rm_code commit(rm_store *store, rm_comm *world, ballot *b, rm_code prepared,
+                      rm_sync_report *report, rm_error *err) {
   const int64_t n = rm_store_params(store)->n;
   const int me = rm_comm_rank(world);
   vote mine = {.version = rm_sync_version(store), .n_params = n, .code = prepared};
@@ -91,11 +103,15 @@ static rm_code commit(rm_store *store, rm_comm *world, ballot *b, rm_code prepar
   if (prepared) snprintf(mine.message, sizeof mine.message, "%s", rm_error_message(err));
   rm_code code = gather_votes(world, b, &mine, b->votes, sizeof mine, &other);
   if (!code) code = tally(b, me, &other);
-  if (!code) code = gather_votes(world, b, rm_sync_sums(store), b->sums, 2 * (size_t)n * sizeof *b->sums, &other);
+  if (!code)
+    code = gather_votes(world, b, rm_sync_sums(store), b->sums, 2 * (size_t)n * sizeof *b->sums,
+                        &other);
   if (!code) code = compare(b, rm_store_params(store), &other);
   if (code) {
     rm_sync_abort(store);
-    if (!prepared) rm_fail(err, code, "%s", rm_error_message(&other)); // this rank's own error says more than the vote's
+    if (!prepared)
+      rm_fail(err, code, "%s",
+              rm_error_message(&other)); // this rank's own error says more than the vote's
     rm_error_clear(&other);
     return prepared ? prepared : code;
   }
@@ -105,7 +121,8 @@ static rm_code commit(rm_store *store, rm_comm *world, ballot *b, rm_code prepar
   return RM_OK;
 }
 
-rm_code rm_sync_commit_together(rm_store *store, const rm_rank *rank, rm_sync_report *report, rm_error *err) {
+rm_code rm_sync_commit_together(rm_store *store, const rm_rank *rank, rm_sync_report *report,
+                                rm_error *err) {
   rm_comm *world = rank->world;
   ballot b;
   if (!world) return rm_sync_commit(store, report, err);

@@ -1,11 +1,12 @@
-"""TitanRL's GRPO on rollmesh, on the cores of one machine: its Controller, trainer, loss and routers, and a small Qwen3-MoE from random
-weights.
+"""TitanRL's GRPO on rollmesh, on the cores of one machine: its Controller, trainer, loss and
+routers, and a small Qwen3-MoE from random weights.
 
     python examples/titan/grpo.py                                  # a minute on two cores
     python examples/titan/grpo.py --generators 2 --tp 2 --ep 2 --processes
     python examples/titan/grpo.py --same-bits                      # logprob_diff/max: 0
 
-The line that matters is `install(config, …)`. on_cpu.py is what torchtitan needs without a GPU; letters.py is the task."""
+The line that matters is `install(config, …)`. on_cpu.py is what torchtitan needs without a GPU;
+letters.py is the task."""
 
 from __future__ import annotations
 
@@ -48,12 +49,21 @@ def small_model(moe: bool) -> ModelSpec:
     """A flavor of torchtitan's registry with smaller layers."""
     dim, head_dim, vocab_size = 128, 32, 512
     rope = CosSinRoPE.Config(dim=head_dim, max_seq_len=4096, theta=1000000.0)
-    shape: dict[str, Any] = {"n_layers": 2, "dim": dim, "n_heads": 4, "n_kv_heads": 2, "head_dim": head_dim, "rope": rope}
+    shape: dict[str, Any] = {
+        "n_layers": 2,
+        "dim": dim,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "head_dim": head_dim,
+        "rope": rope,
+    }
     shape |= {"fuse_qkv": True, "attn_backend": "flex"}
     flavor = qwen3.model_registry("debugmodel_moe" if moe else "debugmodel", attn_backend="flex")
     model = flavor.model
     if moe:
-        layers = qwen3._build_qwen3_moe_layers(moe_hidden_dim=128, num_experts=8, top_k=2, moe_comm_backend="standard", **shape)
+        layers = qwen3._build_qwen3_moe_layers(
+            moe_hidden_dim=128, num_experts=8, top_k=2, moe_comm_backend="standard", **shape
+        )
     else:
         layers = qwen3._build_qwen3_layers(hidden_dim=256, **shape)
     model = replace(
@@ -70,7 +80,9 @@ def small_model(moe: bool) -> ModelSpec:
 
 def config_of(args: argparse.Namespace, folder: Path) -> Controller.Config:
     byte_tokenizer(folder / "tokenizer")
-    processes = InferenceParallelismConfig(tensor_parallel_degree=args.tp, data_parallel_degree=args.dp, expert_parallel_degree=args.ep)
+    processes = InferenceParallelismConfig(
+        tensor_parallel_degree=args.tp, data_parallel_degree=args.dp, expert_parallel_degree=args.ep
+    )
     return Controller.Config(
         model_spec=small_model(args.moe),
         hf_assets_path=str(folder / "tokenizer"),
@@ -94,8 +106,12 @@ def config_of(args: argparse.Namespace, folder: Path) -> Controller.Config:
             optimizer=default_adamw(lr=args.lr),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, decay_type="linear"),
             training=TrainingConfig(mixed_precision_param="float32"),
-            parallelism=ParallelismConfig(data_parallel_shard_degree=args.trainer_ranks, spmd_backend="partial_dtensor"),
-            checkpoint=CheckpointManager.Config(enable=False, interval=10, last_save_model_only=False),
+            parallelism=ParallelismConfig(
+                data_parallel_shard_degree=args.trainer_ranks, spmd_backend="partial_dtensor"
+            ),
+            checkpoint=CheckpointManager.Config(
+                enable=False, interval=10, last_save_model_only=False
+            ),
             ac_config=None,
             debug=DebugConfig(seed=args.seed),
             loss=ChunkedLossWrapper.Config(num_chunks=2, loss_fn=GRPOLoss.Config()),
@@ -111,31 +127,66 @@ def config_of(args: argparse.Namespace, folder: Path) -> Controller.Config:
 
 
 async def train(args: argparse.Namespace, folder: Path) -> None:
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))  # of Monarch's processes
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(HERE), os.environ.get("PYTHONPATH")])
+    )  # of Monarch's processes
     mesh = None if args.processes else rm.Mesh(tp=args.tp, dp=args.dp, ep=args.ep)
     trainer = on_cpu.CpuRollmeshTrainer if args.same_bits else on_cpu.CpuTrainer
-    config = install(config_of(args, folder), trainer=trainer, mesh=mesh, kv_cache_gib=0.1, max_model_len=256, threads=1)
+    config = install(
+        config_of(args, folder),
+        trainer=trainer,
+        mesh=mesh,
+        kv_cache_gib=0.1,
+        max_model_len=256,
+        threads=1,
+    )
     host, loop, ranks = this_host(), config.build(), config.generator.num_processes
     try:
-        trainer = host.spawn_procs(per_host={"gpus": args.trainer_ranks}, bootstrap=on_cpu.bootstrap)
-        generators = [host.spawn_procs(per_host={"gpus": ranks}, bootstrap=on_cpu.bootstrap) for _ in range(args.generators)]
+        trainer = host.spawn_procs(
+            per_host={"gpus": args.trainer_ranks}, bootstrap=on_cpu.bootstrap
+        )
+        generators = [
+            host.spawn_procs(per_host={"gpus": ranks}, bootstrap=on_cpu.bootstrap)
+            for _ in range(args.generators)
+        ]
         await loop.setup_async(trainer_mesh=trainer, generator_meshes=generators)
         await loop.run()
     finally:
         await loop.close()
-        await asyncio.sleep(3)  # Monarch's own threads end after close; a process that ends before them dies of SIGABRT
+        await asyncio.sleep(
+            3
+        )  # Monarch's own threads end after close; a process that ends before them dies of SIGABRT
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers: dict[str, Any] = {"steps": 30, "generators": 1, "tp": 1, "dp": 1, "ep": 1, "trainer-ranks": 1, "offpolicy": 0, "seed": 0}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    numbers: dict[str, Any] = {
+        "steps": 30,
+        "generators": 1,
+        "tp": 1,
+        "dp": 1,
+        "ep": 1,
+        "trainer-ranks": 1,
+        "offpolicy": 0,
+        "seed": 0,
+    }
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--lr", type=float, default=3e-3, help="default 3e-3")
     parser.add_argument("--dense", dest="moe", action="store_false", help="a dense Qwen3")
-    parser.add_argument("--processes", action="store_true", help="the ranks of a generator are processes, not threads")
-    parser.add_argument("--same-bits", action="store_true", help="the trainer computes the generator's forward pass")
-    parser.add_argument("--out", type=Path, help="for logs and metrics; default: a temporary folder")
+    parser.add_argument(
+        "--processes",
+        action="store_true",
+        help="the ranks of a generator are processes, not threads",
+    )
+    parser.add_argument(
+        "--same-bits", action="store_true", help="the trainer computes the generator's forward pass"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="for logs and metrics; default: a temporary folder"
+    )
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         asyncio.run(train(args, args.out or Path(temporary)))

@@ -1,4 +1,5 @@
-"""A task of one turn for TitanRL: answer with lower-case letters. The reward is the share of the answer's tokens that are."""
+"""A task of one turn for TitanRL: answer with lower-case letters. The reward is the share of the
+answer's tokens that are."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-OTHER = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")  # that the qwen3 renderer asks for
+OTHER = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)  # that the qwen3 renderer asks for
 
 
 def byte_tokenizer(folder: Path) -> None:
@@ -29,7 +37,9 @@ def byte_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     tokenizer.add_tokens([AddedToken(text, special=False) for text in OTHER])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    ).save_pretrained(folder)
 
 
 class Letters(Configurable):
@@ -56,7 +66,9 @@ class LetterEnv(MessageEnv):
         self._letter = env_input
 
     async def init(self) -> MessageEnvInitOutput:
-        return MessageEnvInitOutput(init_prompt_messages=[{"role": "user", "content": self._letter}])
+        return MessageEnvInitOutput(
+            init_prompt_messages=[{"role": "user", "content": self._letter}]
+        )
 
     async def step(self, completion_message: Any) -> MessageEnvStepOutput:
         return MessageEnvStepOutput(done=True)
@@ -77,5 +89,7 @@ class LetterRollouter(Rollouter):
     class Config(Rollouter.Config):
         train_dataset: Letters.Config = field(default_factory=lambda: Letters.Config(seed=1))
         validation_dataset: Letters.Config = field(default_factory=lambda: Letters.Config(seed=2))
-        rubric: Rubric.Config = field(default_factory=lambda: Rubric.Config(reward_fns=[IsLetter.Config()]))
+        rubric: Rubric.Config = field(
+            default_factory=lambda: Rubric.Config(reward_fns=[IsLetter.Config()])
+        )
         message_env: LetterEnv.Config = field(default_factory=LetterEnv.Config)

@@ -1,4 +1,5 @@
-"""What torchtitan 0.3.0 needs where there is no GPU. Import this before anything of torchtitan: it reads the device when it is imported.
+"""What torchtitan 0.3.0 needs where there is no GPU. Import this before anything of torchtitan: it
+reads the device when it is imported.
 
 - without an accelerator its device is "cuda";
 - FlexAttention has no backward on the CPU: plain attention with the same mask;
@@ -21,7 +22,8 @@ import torch._utils
 
 torch._utils._get_available_device_type = lambda: "cpu"
 
-import rollmesh.titan  # before torchtitan.experiments.rl, which imports vLLM: rollmesh.titan stands in for it
+# before torchtitan.experiments.rl, which imports vLLM: rollmesh.titan stands in for it
+import rollmesh.titan
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
@@ -33,7 +35,9 @@ def bootstrap() -> None:
     """For spawn_procs: unpickling it imports this module first."""
 
 
-def _attention(q: Any, k: Any, v: Any, *, block_mask: Any, scale: float | None = None, **options: Any) -> tuple[Any, None]:
+def _attention(
+    q: Any, k: Any, v: Any, *, block_mask: Any, scale: float | None = None, **options: Any
+) -> tuple[Any, None]:
     del options
     k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
     length = q.shape[2]
@@ -43,7 +47,10 @@ def _attention(q: Any, k: Any, v: Any, *, block_mask: Any, scale: float | None =
 
 
 def _experts(self: Any, x: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-    w1, w2, w3 = (w.to_local() if hasattr(w, "to_local") else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+    w1, w2, w3 = (
+        w.to_local() if hasattr(w, "to_local") else w
+        for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
+    )
     experts = zip(x.split(num_tokens.tolist()), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
     return torch.cat([(F.silu(rows @ a.T) * (rows @ c.T)) @ b.T for rows, a, b, c in experts])
 

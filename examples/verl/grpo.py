@@ -1,10 +1,12 @@
-"""verl's GRPO trains a small Qwen3-MoE on the CPU, on rollouts of its own vLLM servers, whose forward pass is rollmesh's.
+"""verl's GRPO trains a small Qwen3-MoE on the CPU, on rollouts of its own vLLM servers, whose
+forward pass is rollmesh's.
 
     python examples/verl/grpo.py
 
-What rollmesh asks of verl's user is VLLM_PLUGINS=rollmesh. The rest of `ENVIRONMENT`, on_cpu.py and the settings of the first block are
-what verl needs without a GPU. Trainer (FSDP), loss, servers, agent loops and weight transfer are verl's own, `python -m
-verl.trainer.main_ppo`. The task: answer with upper-case letters, from random weights, a token a character.
+What rollmesh asks of verl's user is VLLM_PLUGINS=rollmesh. The rest of `ENVIRONMENT`, on_cpu.py and
+the settings of the first block are what verl needs without a GPU. Trainer (FSDP), loss, servers,
+agent loops and weight transfer are verl's own, `python -m verl.trainer.main_ppo`. The task: answer
+with upper-case letters, from random weights, a token a character.
 
 Needs verl and vLLM (docs/verl.md says which versions and what was measured)."""
 
@@ -26,13 +28,16 @@ ENVIRONMENT = {
     "VLLM_PLUGINS": "rollmesh",  # vLLM schedules, rollmesh computes
     "VERL_PLATFORM": "cpu",
     "VERL_USE_EXTERNAL_MODULES": "on_cpu",
-    "VERL_ENGINE_DEVICE": "cuda",  # the name under which verl has its FSDP trainer; it then runs on the platform's device
+    # the name under which verl has its FSDP trainer; it then runs on the platform's device
+    "VERL_ENGINE_DEVICE": "cuda",
     "VLLM_HOST_IP": "127.0.0.1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> float:
     """verl's reward function: the share of the answer's characters that are upper-case letters."""
     return sum("A" <= letter <= "Z" for letter in solution_str) / max(len(solution_str), 1)
 
@@ -40,17 +45,34 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 def new_model(folder: Path, moe: bool) -> None:
     """config.json, random weights and the tokenizer."""
     import torch
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import (
+        AutoTokenizer,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     tokenizer = AutoTokenizer.from_pretrained(DATA / "chars")
     shape: dict[str, Any] = {
-        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64, "initializer_range": 0.1, "dtype": "float32",
+        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64,
+        "initializer_range": 0.1, "dtype": "float32",
         "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
     }  # fmt: skip
     torch.manual_seed(0)
-    experts = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)) if moe else Qwen3ForCausalLM(Qwen3Config(**shape))
+    experts = {
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
+    model = (
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
+        if moe
+        else Qwen3ForCausalLM(Qwen3Config(**shape))
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -69,7 +91,8 @@ def prompts(name: str, most: int) -> list[dict[str, Any]]:
 
 
 def settings(out: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """What differs from verl's defaults. The first block is what a machine without a GPU needs, whatever the task."""
+    """What differs from verl's defaults. The first block is what a machine without a GPU needs,
+    whatever the task."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     ranks = args.ranks
     return {
@@ -77,7 +100,9 @@ def settings(out: Path, args: argparse.Namespace) -> dict[str, Any]:
         f"{actor}.strategy": "fsdp2",
         f"{actor}.fsdp_config.use_torch_compile": False,
         f"{actor}.use_torch_compile": False,
-        f"+{actor}.fsdp_config.mixed_precision": "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
+        f"+{actor}.fsdp_config.mixed_precision": (
+            "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
+        ),
         "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
         "actor_rollout_ref.model.use_remove_padding": False,  # wants flash-attn
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,
@@ -132,7 +157,9 @@ def main() -> None:
         ("tp", 1, "of a server"),
         ("ep", 1, "of a server"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what}; default {default}".lstrip("; "))
+        parser.add_argument(
+            f"--{name}", type=int, default=default, help=f"{what}; default {default}".lstrip("; ")
+        )
     parser.add_argument("--dense", dest="moe", action="store_false", help="a dense Qwen3")
     parser.add_argument("more", nargs="*", help="further settings of verl's, NAME=VALUE")
     args = parser.parse_args()
@@ -141,11 +168,19 @@ def main() -> None:
     out = (args.out or Path(tempfile.mkdtemp(prefix="verl-"))).resolve()
     new_model(out / "model", args.moe)
     for name, most in (("train", 4096), ("heldout", 64)):
-        datasets.Dataset.from_list(prompts(f"upper_{name}.jsonl", most)).to_parquet(out / f"{name}.parquet")
+        datasets.Dataset.from_list(prompts(f"upper_{name}.jsonl", most)).to_parquet(
+            out / f"{name}.parquet"
+        )
     given = [f"{name}={value}" for name, value in settings(out, args).items()] + args.more
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path, "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")}
-    code = subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *given], env=environment, cwd=out).returncode
+    environment = (
+        os.environ
+        | ENVIRONMENT
+        | {"PYTHONPATH": path, "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")}
+    )
+    code = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *given], env=environment, cwd=out
+    ).returncode
     if code:
         raise SystemExit(code)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

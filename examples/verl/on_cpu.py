@@ -1,7 +1,9 @@
-"""What verl 0.9.1 needs where there is no GPU: a platform "cpu", by VERL_PLATFORM=cpu and VERL_USE_EXTERNAL_MODULES=on_cpu. verl has those
-of CUDA, ROCm and Ascend, and takes torch.cuda where it finds none of them. Nothing here is about rollmesh.
+"""What verl 0.9.1 needs where there is no GPU: a platform "cpu", by VERL_PLATFORM=cpu and
+VERL_USE_EXTERNAL_MODULES=on_cpu. verl has those of CUDA, ROCm and Ascend, and takes torch.cuda
+where it finds none of them. Nothing here is about rollmesh.
 
-Ray's resource is "GPU" here too, since verl's resource pools count no other: ray.init(num_gpus=N) says how many workers fit.
+Ray's resource is "GPU" here too, since verl's resource pools count no other: ray.init(num_gpus=N)
+says how many workers fit.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCpu(PlatformBase):  # type: ignore[misc]
-    """Chosen by name only. Weights reach the rollout through shared memory, since there are no CUDA handles."""
+    """Chosen by name only. Weights reach the rollout through shared memory, since there are no CUDA
+    handles."""
 
     device_name = vendor_name = "cpu"
     device_module = torch.cpu

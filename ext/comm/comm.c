@@ -1,6 +1,7 @@
-// comm.c: groups of ranks in other processes. `_core.attach` joins a shared-memory region and returns this rank's endpoint of each group;
-// `_core.Comm(exchange, …)` is a group whose bytes a Python function moves (torch.distributed). Python's own messages (a handshake,
-// outputs of other replicas) use Comm.all_gather.
+// comm.c: groups of ranks in other processes. `_core.attach` joins a shared-memory region and
+// returns this rank's endpoint of each group; `_core.Comm(exchange, …)` is a group whose bytes a
+// Python function moves (torch.distributed). Python's own messages (a handshake, outputs of other
+// replicas) use Comm.all_gather.
 #include "comm_object.h"
 
 #include <string.h>
@@ -12,17 +13,21 @@
 
 typedef struct comm_object {
   PyObject_HEAD
-  rm_comm *comm;                // owned; NULL: taken by an engine, or closed
-  PyObject *exchange; // owned: (op, sequence, epoch, timeout, [bytes for each rank], [bytes from each rank]) → [bytes-like]; or NULL
+  rm_comm *comm; // owned; NULL: taken by an engine, or closed
+  PyObject *
+      // owned: (op, sequence, epoch, timeout, [bytes for each rank], [bytes from each rank]) →
+      // [bytes-like]; or NULL
+      exchange;
   int size, rank;
-  double looked;  // rm_now() of the last exchange.look; 0: never
+  double looked; // rm_now() of the last exchange.look; 0: never
 } comm_object;
 
 int rm_comm_take(PyObject *module, PyObject *object, rm_comm **out) {
   *out = NULL;
   if (object == Py_None) return 0;
   if (!rm_is(module, object, RM_TYPE_COMM) || !((comm_object *)object)->comm) {
-    rm_raise_code(module, RM_E_STATE, "expected a Comm that is open and not in use, got %R", object);
+    rm_raise_code(module, RM_E_STATE, "expected a Comm that is open and not in use, got %R",
+                  object);
     return -1;
   }
   *out = ((comm_object *)object)->comm;
@@ -34,8 +39,9 @@ void rm_comm_put_back(PyObject *object, rm_comm *comm) {
   if (comm) ((comm_object *)object)->comm = comm;
 }
 
-// ------------------------------------------------------------------------------------------------ a group by a Python function
-// The transport's self is the Comm, not owned: it outlives its rm_comm (comm_object.h). Garbage collection may have taken `exchange`.
+// ------------------------------------------------------------------- a group by a Python function
+// The transport's self is the Comm, not owned: it outlives its rm_comm (comm_object.h). Garbage
+// collection may have taken `exchange`.
 static PyObject *packed(const rm_block *block) {
   PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)rm_block_bytes(block));
   if (bytes) rm_block_move(block, 0, PyBytes_AsString(bytes), rm_block_bytes(block), 0);
@@ -43,20 +49,24 @@ static PyObject *packed(const rm_block *block) {
 }
 
 // The lists of what is sent and of the sizes awaited. Nothing for this rank itself.
-static int lists_of(const comm_object *c, const rm_block send[], const rm_block recv[], PyObject **sent, PyObject **sizes) {
+static int lists_of(const comm_object *c, const rm_block send[], const rm_block recv[],
+                    PyObject **sent, PyObject **sizes) {
   *sent = PyList_New(c->size);
   *sizes = PyList_New(c->size);
   for (int r = 0; *sent && *sizes && r < c->size; r++) {
     PyObject *bytes = r == c->rank ? PyBytes_FromStringAndSize(NULL, 0) : packed(&send[r]);
     PyObject *size = PyLong_FromSize_t(r == c->rank ? 0 : rm_block_bytes(&recv[r]));
-    if (!bytes || !size || PyList_SetItem(*sent, r, bytes) || PyList_SetItem(*sizes, r, size)) return -1;
+    if (!bytes || !size || PyList_SetItem(*sent, r, bytes) || PyList_SetItem(*sizes, r, size))
+      return -1;
   }
   return *sent && *sizes ? 0 : -1;
 }
 
 static int take(const comm_object *c, PyObject *got, const rm_block recv[]) {
   if (PySequence_Size(got) != c->size) {
-    if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "exchange: expected %d parts, got %zd", c->size, PySequence_Size(got));
+    if (!PyErr_Occurred())
+      PyErr_Format(PyExc_RuntimeError, "exchange: expected %d parts, got %zd", c->size,
+                   PySequence_Size(got));
     return -1;
   }
   for (int r = 0; r < c->size; r++) {
@@ -69,17 +79,20 @@ static int take(const comm_object *c, PyObject *got, const rm_block recv[]) {
     if (failed) return -1;
     const size_t expected = rm_block_bytes(&recv[r]);
     if ((size_t)view.len == expected) rm_block_move(&recv[r], 0, view.buf, expected, 1);
-    else PyErr_Format(PyExc_RuntimeError, "rank %d: expected %zu bytes, got %zd", r, expected, view.len);
+    else
+      PyErr_Format(PyExc_RuntimeError, "rank %d: expected %zu bytes, got %zd", r, expected,
+                   view.len);
     PyBuffer_Release(&view);
     if (PyErr_Occurred()) return -1;
   }
   return 0;
 }
 
-// The code of the pending exception's class; any other class is a lost rank. A Ctrl-C is kept for rm_raise: raised earlier it could be
-// lost, or keep this rank from telling the others.
+// The code of the pending exception's class; any other class is a lost rank. A Ctrl-C is kept for
+// rm_raise: raised earlier it could be lost, or keep this rank from telling the others.
 static rm_code code_of_exception(comm_object *c, rm_error *err) {
-  static const rm_code known[] = {RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_TIMEOUT, RM_E_MESH_MISMATCH, RM_E_MEMORY};
+  static const rm_code known[] = {RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_TIMEOUT,
+                                  RM_E_MESH_MISMATCH, RM_E_MEMORY};
   rm_module_state *state = rm_state(rm_module_of((PyObject *)c));
   PyObject *type, *value, *trace;
   rm_code code = RM_E_RANK_LOST;
@@ -88,8 +101,12 @@ static rm_code code_of_exception(comm_object *c, rm_error *err) {
   const int interrupted = PyErr_ExceptionMatches(PyExc_KeyboardInterrupt);
   if (interrupted) state->interrupted = PyThread_get_thread_ident();
   PyErr_Fetch(&type, &value, &trace);
-  PyObject *text = value ? PyObject_Str(value) : NULL, *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
-  rm_fail(err, code, "%.400s", interrupted ? "the exchange was interrupted" : bytes ? PyBytes_AsString(bytes) : "the exchange failed");
+  PyObject *text = value ? PyObject_Str(value) : NULL,
+           *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
+  rm_fail(err, code, "%.400s",
+          interrupted ? "the exchange was interrupted"
+          : bytes     ? PyBytes_AsString(bytes)
+                      : "the exchange failed");
   PyErr_Clear();
   Py_XDECREF(bytes);
   Py_XDECREF(text);
@@ -99,15 +116,18 @@ static rm_code code_of_exception(comm_object *c, rm_error *err) {
   return code;
 }
 
-static rm_code call_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
-                             const rm_block recv[], rm_error *err) {
+static rm_code call_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch,
+                             double timeout, const rm_block send[], const rm_block recv[],
+                             rm_error *err) {
   comm_object *c = self;
   PyObject *sent = NULL, *sizes = NULL, *got = NULL;
   rm_code code = RM_OK;
-  if (!c->exchange) return rm_fail(err, RM_E_RANK_LOST, "the exchange of this group was garbage collected");
+  if (!c->exchange)
+    return rm_fail(err, RM_E_RANK_LOST, "the exchange of this group was garbage collected");
   const PyGILState_STATE gil = PyGILState_Ensure();
   if (!lists_of(c, send, recv, &sent, &sizes))
-    got = PyObject_CallFunction(c->exchange, "iKLdOO", (int)op, (unsigned long long)sequence, (long long)epoch, timeout, sent, sizes);
+    got = PyObject_CallFunction(c->exchange, "iKLdOO", (int)op, (unsigned long long)sequence,
+                                (long long)epoch, timeout, sent, sizes);
   if (!got || take(c, got, recv)) code = code_of_exception(c, err);
   Py_XDECREF(got);
   Py_XDECREF(sizes);
@@ -141,7 +161,8 @@ static rm_code call_look(void *self, rm_error *err) {
   c->looked = now;
   rm_code code = RM_OK;
   const PyGILState_STATE gil = PyGILState_Ensure();
-  PyObject *method = PyObject_GetAttrString(c->exchange, "look"), *done = method ? PyObject_CallNoArgs(method) : NULL;
+  PyObject *method = PyObject_GetAttrString(c->exchange, "look"),
+           *done = method ? PyObject_CallNoArgs(method) : NULL;
   if (method && !done) code = code_of_exception(c, err);
   PyErr_Clear();
   Py_XDECREF(done);
@@ -155,23 +176,30 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
   PyObject *exchange, *module = PyType_GetModule(type);
   int rank, size;
   const char *name = "torch";
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oii|s:Comm", names, &exchange, &rank, &size, &name)) return NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oii|s:Comm", names, &exchange, &rank, &size,
+                                   &name))
+    return NULL;
   comm_object *self = rm_object_new((PyObject *)type);
   if (!self) return NULL;
   self->exchange = Py_NewRef(exchange);
   self->size = size;
   self->rank = rank;
-  const rm_transport transport = {.name = "torch", .self = self, .exchange = call_exchange, .abort = call_abort, .check = call_look};
+  const rm_transport transport = {.name = "torch",
+                                  .self = self,
+                                  .exchange = call_exchange,
+                                  .abort = call_abort,
+                                  .check = call_look};
   rm_error err = RM_ERROR_INIT;
   if (!rm_comm_create(&transport, rank, size, &self->comm, &err)) return (PyObject *)self;
   Py_DECREF(self);
   return rm_raise(module, &err);
 }
 
-// ------------------------------------------------------------------------------------------------ what Python sends
+// ------------------------------------------------------------------------------ what Python sends
 static int enter(comm_object *self) {
   if (self->comm) return 0;
-  rm_raise_code(rm_module_of((PyObject *)self), RM_E_STATE, "expected a Comm that is open and not in use by an engine");
+  rm_raise_code(rm_module_of((PyObject *)self), RM_E_STATE,
+                "expected a Comm that is open and not in use by an engine");
   return -1;
 }
 
@@ -185,13 +213,18 @@ static PyObject *comm_all_gather(comm_object *self, PyObject *args) {
   uint64_t mine = (uint64_t)n, *counts = rm_alloc((size_t)size, sizeof *counts);
   size_t total = 0, *bytes = rm_alloc((size_t)size, sizeof *bytes);
   rm_error err = RM_ERROR_INIT;
-  rm_code code = counts && bytes ? RM_OK : rm_fail(&err, RM_E_MEMORY, "no memory for the sizes of %d parts", size);
+  rm_code code = counts && bytes
+                     ? RM_OK
+                     : rm_fail(&err, RM_E_MEMORY, "no memory for the sizes of %d parts", size);
   Py_BEGIN_ALLOW_THREADS
     for (int r = 0; r < size && !code; r++) bytes[r] = sizeof mine;
     if (!code) code = rm_comm_all_gather(self->comm, &mine, counts, bytes, &err);
     for (int r = 0; r < size && !code; r++) total += bytes[r] = (size_t)counts[r];
-    if (!code && !(all = rm_alloc(total + 1, 1))) code = rm_fail(&err, RM_E_MEMORY, "no memory for %zu bytes of other ranks", total);
-    if (!code && total) code = rm_comm_all_gather(self->comm, data, all, bytes, &err); // 0: nobody has anything to say
+    if (!code && !(all = rm_alloc(total + 1, 1)))
+      code = rm_fail(&err, RM_E_MEMORY, "no memory for %zu bytes of other ranks", total);
+    if (!code && total)
+      code =
+          rm_comm_all_gather(self->comm, data, all, bytes, &err); // 0: nobody has anything to say
   Py_END_ALLOW_THREADS
   if (!code) out = PyList_New(size);
   const char *at = all;
@@ -206,9 +239,12 @@ static PyObject *comm_all_gather(comm_object *self, PyObject *args) {
 }
 
 // The buffers of a list, one for each rank, as blocks; how many were got is in *n, also on failure.
-static int buffers_of(PyObject *list, int size, int flags, Py_buffer views[], rm_block blocks[], int *n) {
+static int buffers_of(PyObject *list, int size, int flags, Py_buffer views[], rm_block blocks[],
+                      int *n) {
   if (PySequence_Size(list) != size) {
-    if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "expected %d buffers, one for each rank, got %zd", size, PySequence_Size(list));
+    if (!PyErr_Occurred())
+      PyErr_Format(PyExc_ValueError, "expected %d buffers, one for each rank, got %zd", size,
+                   PySequence_Size(list));
     return -1;
   }
   for (*n = 0; *n < size; ++*n) {
@@ -236,7 +272,8 @@ static PyObject *comm_all_to_all(comm_object *self, PyObject *args) {
   }
   if (buffers_of(give, size, PyBUF_SIMPLE, views, blocks, &n_give)) goto out;
   if (buffers_of(take_into, size, PyBUF_WRITABLE, views + size, blocks + size, &n_take)) goto out;
-  const rm_code code = RM_UNLOCKED(rm_comm_exchange(self->comm, RM_COMM_ALL_TO_ALL, blocks, blocks + size, &err));
+  const rm_code code =
+      RM_UNLOCKED(rm_comm_exchange(self->comm, RM_COMM_ALL_TO_ALL, blocks, blocks + size, &err));
   result = rm_none(rm_module_of((PyObject *)self), code, &err);
 out:
   for (int i = 0; i < n_give; i++) PyBuffer_Release(&views[i]);
@@ -252,12 +289,14 @@ static PyObject *comm_broadcast(comm_object *self, PyObject *args) {
   Py_buffer view;
   int root;
   if (!PyArg_ParseTuple(args, "Oi:broadcast", &object, &root) || enter(self)) return NULL;
-  if (PyObject_GetBuffer(object, &view, root == rm_comm_rank(self->comm) ? PyBUF_SIMPLE : PyBUF_WRITABLE)) {
+  if (PyObject_GetBuffer(object, &view,
+                         root == rm_comm_rank(self->comm) ? PyBUF_SIMPLE : PyBUF_WRITABLE)) {
     rm_comm_abort(self->comm, RM_E_CONFIG);
     return NULL;
   }
   rm_error err = RM_ERROR_INIT;
-  const rm_code code = RM_UNLOCKED(rm_comm_broadcast(self->comm, view.buf, (size_t)view.len, root, &err));
+  const rm_code code =
+      RM_UNLOCKED(rm_comm_broadcast(self->comm, view.buf, (size_t)view.len, root, &err));
   PyBuffer_Release(&view);
   return rm_none(rm_module_of((PyObject *)self), code, &err);
 }
@@ -307,8 +346,9 @@ static void comm_dealloc(PyObject *object) {
   rm_object_free(object);
 }
 
-// ------------------------------------------------------------------------------------------------ shared memory
-// (name, rank, nonce, tp, dp, ep, timeout) → (tp, ep, world, control, lockstep), None for a group of one.
+// ---------------------------------------------------------------------------------- shared memory
+// (name, rank, nonce, tp, dp, ep, timeout) → (tp, ep, world, control, lockstep), None for a group
+// of one.
 static PyObject *attach(PyObject *module, PyObject *args) {
   const char *name;
   int rank;
@@ -318,7 +358,8 @@ static PyObject *attach(PyObject *module, PyObject *args) {
   rm_mesh mesh;
   rm_comm *ends[RM_N_GROUPS] = {0};
   rm_error err = RM_ERROR_INIT;
-  if (!PyArg_ParseTuple(args, "siKLLLd:attach", &name, &rank, &nonce, &tp, &dp, &ep, &timeout)) return NULL;
+  if (!PyArg_ParseTuple(args, "siKLLLd:attach", &name, &rank, &nonce, &tp, &dp, &ep, &timeout))
+    return NULL;
   if (rm_mesh_create(tp, dp, ep, 1, 1, &mesh, &err)) return rm_raise(module, &err);
   const rm_code code = RM_UNLOCKED(rm_groups_attach(&mesh, name, rank, nonce, timeout, ends, &err));
   PyObject *out = code ? NULL : PyTuple_New(RM_N_GROUPS);
@@ -334,23 +375,29 @@ static PyObject *attach(PyObject *module, PyObject *args) {
   return code ? rm_raise(module, &err) : out;
 }
 
-// ------------------------------------------------------------------------------------------------ the type
+// --------------------------------------------------------------------------------------- the type
 #define METHOD(name, flags, doc) RM_METHOD(#name, comm_##name, flags, doc)
 static PyMethodDef methods[] = {
     METHOD(all_gather, METH_VARARGS, "all_gather(data): the bytes of every rank, in a list."),
-    METHOD(all_to_all, METH_VARARGS,
-           "all_to_all(give, take): sends give[r] to rank r and receives from it into take[r]; sizes must match."),
-    METHOD(broadcast, METH_VARARGS, "broadcast(buffer, root): the root's bytes into every rank's buffer, all of one size."),
+    METHOD(
+        all_to_all, METH_VARARGS,
+        "all_to_all(give, take): sends give[r] to rank r and receives from it into take[r]; sizes "
+        "must match."),
+    METHOD(broadcast, METH_VARARGS,
+           "broadcast(buffer, root): the root's bytes into every rank's buffer, all of one size."),
     METHOD(set_timeout, METH_O, "Seconds that each later call may wait for the others."),
-    METHOD(look, METH_NOARGS, "Raises what the next call would raise, if the group is known to be dead."),
-    METHOD(abort, METH_NOARGS, "Ends the group; the other ranks get RankLostError where they wait."),
+    METHOD(look, METH_NOARGS,
+           "Raises what the next call would raise, if the group is known to be dead."),
+    METHOD(abort, METH_NOARGS,
+           "Ends the group; the other ranks get RankLostError where they wait."),
     METHOD(close, METH_NOARGS, "Leaves the group. Idempotent."),
     {0},
 };
 
 PyMethodDef rm_comm_functions[] = {
     {"attach", attach, METH_VARARGS,
-     "(name, rank, nonce, tp, dp, ep, timeout): this rank's Comms (tp, ep, world, control, lockstep), None for a group of one."},
+     "(name, rank, nonce, tp, dp, ep, timeout): this rank's Comms (tp, ep, world, control, "
+     "lockstep), None for a group of one."},
     {0},
 };
 
@@ -360,7 +407,8 @@ static PyType_Slot slots[] = {
     {Py_tp_traverse, comm_traverse},
     {Py_tp_clear, comm_clear},
     {Py_tp_methods, methods},
-    {Py_tp_doc, "Comm(exchange, rank, size): this rank's end of a group whose bytes `exchange` moves."},
+    {Py_tp_doc,
+     "Comm(exchange, rank, size): this rank's end of a group whose bytes `exchange` moves."},
     {0, NULL},
 };
 PyType_Spec rm_comm_spec = RM_TYPE("Comm", comm_object, RM_GC, slots);

@@ -1,5 +1,6 @@
-// engine.c: creation, requests and steps of _core.Engine. A method converts its arguments, enters, releases the GIL if the engine
-// computes, and turns a failing rm_code into an exception. Policy (defaults, queues, stop strings) is in Python.
+// engine.c: creation, requests and steps of _core.Engine. A method converts its arguments, enters,
+// releases the GIL if the engine computes, and turns a failing rm_code into an exception. Policy
+// (defaults, queues, stop strings) is in Python.
 #include "engine_object.h"
 
 #include <unistd.h>
@@ -14,7 +15,9 @@ PyObject *rm_engine_module(rm_engine_object *self) { return rm_module_of((PyObje
 int rm_engine_enter(rm_engine_object *self) {
   PyObject *module = rm_engine_module(self);
   if (self->pid != (long)getpid()) {
-    rm_raise_code(module, RM_E_STATE, "this generator belongs to process %ld; a forked child has to make its own", self->pid);
+    rm_raise_code(module, RM_E_STATE,
+                  "this generator belongs to process %ld; a forked child has to make its own",
+                  self->pid);
     return -1;
   }
   if (!self->engine) {
@@ -42,11 +45,12 @@ PyObject *rm_engine_call(rm_engine_object *self, void (*call)(rm_ranks *)) {
   Py_RETURN_NONE;
 }
 
-// ------------------------------------------------------------------------------------------------ create, destroy
+// -------------------------------------------------------------------------------- create, destroy
 // (rank, tp, ep, world): the engine takes the Comms; they get their ends back when it is not made.
 static int take_ends(PyObject *module, PyObject *given, PyObject *comms[3], rm_endpoints *ends) {
   rm_comm **const places[3] = {&ends->tp, &ends->ep, &ends->world};
-  if (!PyArg_ParseTuple(given, "iOOO:ends", &ends->index, &comms[0], &comms[1], &comms[2])) return -1;
+  if (!PyArg_ParseTuple(given, "iOOO:ends", &ends->index, &comms[0], &comms[1], &comms[2]))
+    return -1;
   for (int i = 0; i < 3; i++)
     if (rm_comm_take(module, comms[i], places[i])) return -1;
   return 0;
@@ -78,7 +82,8 @@ static int make_engine(PyObject *module, rm_engine_object *self, PyObject *objec
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"spec", "options", "ends", NULL};
   PyObject *spec, *options, *ends = Py_None;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:Engine", names, &spec, &options, &ends)) return NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:Engine", names, &spec, &options, &ends))
+    return NULL;
   PyObject *module = PyType_GetModule(type);
   if (!module) return NULL;
   rm_engine_object *self = rm_object_new((PyObject *)type);
@@ -87,7 +92,8 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   self->requests = PyDict_New();
   self->done = PySet_New(NULL);
   self->ends = Py_NewRef(ends);
-  if (self->requests && self->done && (self->spec = rm_spec_from_python(module, spec)) && !make_engine(module, self, options)) {
+  if (self->requests && self->done && (self->spec = rm_spec_from_python(module, spec)) &&
+      !make_engine(module, self, options)) {
     self->reads_gpus = rm_ranks_reads_gpus(self->engine);
     return (PyObject *)self;
   }
@@ -111,7 +117,8 @@ static void destroy(rm_engine_object *self) {
 
 RM_TRAVERSE(engine_traverse, rm_engine_object, self->requests, self->done, self->ends)
 
-static int engine_clear(PyObject *object) {   // not the Comms, which the engine needs: a cycle through one ends in comm.c
+static int engine_clear(
+    PyObject *object) { // not the Comms, which the engine needs: a cycle through one ends in comm.c
   Py_CLEAR(((rm_engine_object *)object)->requests);
   Py_CLEAR(((rm_engine_object *)object)->done);
   return 0;
@@ -119,7 +126,7 @@ static int engine_clear(PyObject *object) {   // not the Comms, which the engine
 
 static void engine_dealloc(PyObject *object) {
   PyObject_GC_UnTrack(object);
-  destroy((rm_engine_object *)object);  // before the arrays that it may write to
+  destroy((rm_engine_object *)object); // before the arrays that it may write to
   engine_clear(object);
   Py_CLEAR(((rm_engine_object *)object)->ends);
   rm_object_free(object);
@@ -136,7 +143,7 @@ static PyObject *rm_engine_py_close(rm_engine_object *self, PyObject *ignored) {
   Py_RETURN_NONE;
 }
 
-// ------------------------------------------------------------------------------------------------ requests
+// --------------------------------------------------------------------------------------- requests
 #define REQUEST(python_name, type, member) {python_name, type, offsetof(rm_request, member)}
 static const rm_attribute request_fields[] = {
     REQUEST("n", RM_ATTR_I32, n),
@@ -160,9 +167,11 @@ static const rm_attribute request_fields[] = {
     REQUEST("frequency_penalty", RM_ATTR_F32, frequency_penalty),
     REQUEST("presence_penalty", RM_ATTR_F32, presence_penalty),
 };
-_Static_assert(RM_GENERATE == 0 && RM_SCORE == 1 && sizeof(rm_request_kind) == sizeof(int), "`score` is read as the kind");
+_Static_assert(RM_GENERATE == 0 && RM_SCORE == 1 && sizeof(rm_request_kind) == sizeof(int),
+               "`score` is read as the kind");
 
-static PyObject *remember(rm_engine_object *self, uint64_t id, const rm_request *request, PyObject *logits) {
+static PyObject *remember(rm_engine_object *self, uint64_t id, const rm_request *request,
+                          PyObject *logits) {
   PyObject *key = PyLong_FromUnsignedLongLong(id);
   PyObject *value = Py_BuildValue("(iO)", (int)request->prompt_logprobs, logits);
   if (key && value && !PyDict_SetItem(self->requests, key, value)) {
@@ -180,32 +189,40 @@ static int read_edits(PyObject *module, PyObject *edits, rm_request *request) {
   int64_t n_words;
   void *data;
   if (edits == Py_None) return 0;
-  if (!PyArg_ParseTuple(edits, "OOOOO:edits", &bias_ids, &biases, &banned, &words, &ends)) return -1;
-  if (rm_array_ids(module, bias_ids, "logit_bias", &request->bias_ids, &request->n_biases)) return -1;
+  if (!PyArg_ParseTuple(edits, "OOOOO:edits", &bias_ids, &biases, &banned, &words, &ends))
+    return -1;
+  if (rm_array_ids(module, bias_ids, "logit_bias", &request->bias_ids, &request->n_biases))
+    return -1;
   rm_array_want want = {"logit_bias", NPY_FLOAT32, 0, 1, {request->n_biases}};
   if (rm_array_data(module, biases, &want, &data)) return -1;
   request->biases = data;
   if (rm_array_ids(module, banned, "banned", &request->banned, &request->n_banned)) return -1;
   if (rm_array_ids(module, words, "bad_words", &request->bad_words, &n_words)) return -1;
-  if (rm_array_ids(module, ends, "bad_words", &request->bad_word_ends, &request->n_bad_words)) return -1;
-  if (request->n_bad_words == 0 || request->bad_word_ends[request->n_bad_words - 1] == n_words) return 0;
-  rm_raise_code(module, RM_E_REQUEST, "bad_words: expected the last to end at %lld, got %d", (long long)n_words,
-                request->bad_word_ends[request->n_bad_words - 1]);
+  if (rm_array_ids(module, ends, "bad_words", &request->bad_word_ends, &request->n_bad_words))
+    return -1;
+  if (request->n_bad_words == 0 || request->bad_word_ends[request->n_bad_words - 1] == n_words)
+    return 0;
+  rm_raise_code(module, RM_E_REQUEST, "bad_words: expected the last to end at %lld, got %d",
+                (long long)n_words, request->bad_word_ends[request->n_bad_words - 1]);
   return -1;
 }
 
 static PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
   PyObject *prompt, *stop_ids, *object, *logits, *edits = Py_None, *result = NULL;
-  if (!PyArg_ParseTuple(args, "OOOO|O:add", &prompt, &stop_ids, &object, &logits, &edits)) return NULL;
+  if (!PyArg_ParseTuple(args, "OOOO|O:add", &prompt, &stop_ids, &object, &logits, &edits))
+    return NULL;
   PyObject *module = rm_engine_module(self);
   rm_request request = {0};
-  if (rm_attributes_read(module, object, request_fields, RM_LENGTH(request_fields), &request, NULL)) return NULL;
+  if (rm_attributes_read(module, object, request_fields, RM_LENGTH(request_fields), &request, NULL))
+    return NULL;
   if (rm_array_ids(module, prompt, "prompt", &request.prompt, &request.n_prompt)) return NULL;
-  if (rm_array_ids(module, stop_ids, "stop_token_ids", &request.stop_ids, &request.n_stop_ids)) return NULL;
+  if (rm_array_ids(module, stop_ids, "stop_token_ids", &request.stop_ids, &request.n_stop_ids))
+    return NULL;
   if (read_edits(module, edits, &request)) return NULL;
   if (rm_engine_enter(self)) return NULL;
   const int64_t vocab = self->spec->vocab_size;
-  rm_array_want want = {"logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 2, {request.n_prompt, vocab}};
+  rm_array_want want = {
+      "logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 2, {request.n_prompt, vocab}};
   void *data;
   uint64_t id;
   rm_error err = RM_ERROR_INIT;
@@ -215,9 +232,12 @@ static PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
     rm_raise(module, &err);
     goto out;
   }
-  result = rm_ranks_has(self->engine, id) ? remember(self, id, &request, logits) : PyLong_FromUnsignedLongLong(id);
-  if (!result) {  // no memory for the record: the request must not write to an array that nobody holds
-    if (rm_ranks_abort(self->engine, id, &err) || rm_ranks_release(self->engine, id, &err)) rm_error_clear(&err);
+  result = rm_ranks_has(self->engine, id) ? remember(self, id, &request, logits)
+                                          : PyLong_FromUnsignedLongLong(id);
+  // no memory for the record: the request must not write to an array that nobody holds
+  if (!result) {
+    if (rm_ranks_abort(self->engine, id, &err) || rm_ranks_release(self->engine, id, &err))
+      rm_error_clear(&err);
   }
 out:
   rm_engine_leave(self);
@@ -232,11 +252,14 @@ PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *argument, rm_
   return rm_engine_finish(self, code, &err);
 }
 
-static PyObject *rm_engine_py_abort(rm_engine_object *self, PyObject *id) { return rm_engine_call_with_id(self, id, rm_ranks_abort); }
+static PyObject *rm_engine_py_abort(rm_engine_object *self, PyObject *id) {
+  return rm_engine_call_with_id(self, id, rm_ranks_abort);
+}
 
 static PyObject *rm_engine_py_release(rm_engine_object *self, PyObject *id) {
   PyObject *none = rm_engine_call_with_id(self, id, rm_ranks_release);
-  if (none && (PyDict_DelItem(self->requests, id) || PySet_Discard(self->done, id) < 0)) Py_CLEAR(none);
+  if (none && (PyDict_DelItem(self->requests, id) || PySet_Discard(self->done, id) < 0))
+    Py_CLEAR(none);
   return none;
 }
 
@@ -247,10 +270,11 @@ static PyObject *rm_engine_py_stop_sample(rm_engine_object *self, PyObject *args
   if (!PyArg_ParseTuple(args, "KiL:stop_sample", &id, &sample, &n_tokens)) return NULL;
   if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  return rm_engine_finish(self, rm_ranks_stop_sample(self->engine, id, sample, n_tokens, &err), &err);
+  return rm_engine_finish(self, rm_ranks_stop_sample(self->engine, id, sample, n_tokens, &err),
+                          &err);
 }
 
-// ------------------------------------------------------------------------------------------------ steps
+// ------------------------------------------------------------------------------------------ steps
 static PyObject *rm_engine_py_step(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
@@ -284,8 +308,9 @@ static PyObject *rm_engine_py_unfinished(rm_engine_object *self, PyObject *ignor
   return PyLong_FromLongLong(n);
 }
 
-// Moves finished ids from the engine into the set without a byte code in between, so that a Ctrl-C cannot lose one. Each leaves the
-// engine after it is in the set, so that a failed allocation cannot lose one either.
+// Moves finished ids from the engine into the set without a byte code in between, so that a Ctrl-C
+// cannot lose one. Each leaves the engine after it is in the set, so that a failed allocation
+// cannot lose one either.
 static int take_finished(rm_engine_object *self) {
   uint64_t next;
   while ((next = rm_ranks_next_finished(self->engine))) {
@@ -326,7 +351,8 @@ static PyObject *rm_engine_py_reset_prefix_cache(rm_engine_object *self, PyObjec
   return rm_engine_call(self, rm_ranks_reset_prefix_cache);
 }
 
-static PyObject *change_parts(rm_engine_object *self, PyObject *parts, rm_code (*change)(rm_ranks *, unsigned, rm_error *)) {
+static PyObject *change_parts(rm_engine_object *self, PyObject *parts,
+                              rm_code (*change)(rm_ranks *, unsigned, rm_error *)) {
   const unsigned long mask = PyLong_AsUnsignedLong(parts);
   if (mask == (unsigned long)-1 && PyErr_Occurred()) return NULL;
   if (rm_engine_enter(self)) return NULL;
@@ -334,8 +360,12 @@ static PyObject *change_parts(rm_engine_object *self, PyObject *parts, rm_code (
   return rm_engine_finish(self, RM_UNLOCKED(change(self->engine, (unsigned)mask, &err)), &err);
 }
 
-static PyObject *rm_engine_py_sleep(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_ranks_sleep); }
-static PyObject *rm_engine_py_wake(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_ranks_wake); }
+static PyObject *rm_engine_py_sleep(rm_engine_object *self, PyObject *parts) {
+  return change_parts(self, parts, rm_ranks_sleep);
+}
+static PyObject *rm_engine_py_wake(rm_engine_object *self, PyObject *parts) {
+  return change_parts(self, parts, rm_ranks_wake);
+}
 
 static PyObject *rm_engine_py_offload_weights(rm_engine_object *self, PyObject *offload) {
   const int value = PyObject_IsTrue(offload);
@@ -358,56 +388,86 @@ static PyObject *rm_engine_py_host_room(rm_engine_object *self, PyObject *ignore
   return list ? Py_BuildValue("(KN)", bytes, list) : NULL;
 }
 
-// ------------------------------------------------------------------------------------------------ type
+// ------------------------------------------------------------------------------------------- type
 #define METHOD(name, flags, doc) RM_METHOD(#name, rm_engine_py_##name, flags, doc)
 static PyMethodDef methods[] = {
     METHOD(close, METH_NOARGS, "Frees everything. Idempotent."),
-    METHOD(add, METH_VARARGS, "(prompt, stop_token_ids, request, logits, edits=None): adds a request, returns its id."),
+    METHOD(
+        add, METH_VARARGS,
+        "(prompt, stop_token_ids, request, logits, edits=None): adds a request, returns its id."),
     METHOD(abort, METH_O, "(id): ends a request; what it has generated can still be read."),
     METHOD(release, METH_O, "(id): forgets a finished request."),
-    METHOD(stop_sample, METH_VARARGS, "(id, sample, n_tokens): ends a sample after its first n_tokens, where a stop string matched."),
-    METHOD(step, METH_NOARGS, "Schedule, forward, commit. (rows computed, whether any rank of the lockstep group had work)."),
-    METHOD(give_up, METH_NOARGS, "Aborts the groups: ranks of other processes get RankLostError where they wait for this one."),
+    METHOD(stop_sample, METH_VARARGS,
+           "(id, sample, n_tokens): ends a sample after its first n_tokens, where a stop string "
+           "matched."),
+    METHOD(step, METH_NOARGS,
+           "Schedule, forward, commit. (rows computed, whether any rank of the lockstep group had "
+           "work)."),
+    METHOD(give_up, METH_NOARGS,
+           "Aborts the groups: ranks of other processes get RankLostError where they wait for this "
+           "one."),
     METHOD(has, METH_O, "(id): whether this process has the request, and not another replica's."),
     METHOD(unfinished, METH_NOARGS, "Number of unfinished requests."),
     METHOD(finished, METH_NOARGS, "Ids of the finished requests that were not released, as a set."),
     METHOD(ids, METH_NOARGS, "Ids of all requests that were not released, oldest first."),
     METHOD(pause, METH_O, "(paused): a paused engine schedules nothing."),
     METHOD(reset_prefix_cache, METH_NOARGS, "Forgets all cached prefixes."),
-    METHOD(sleep, METH_O, "(parts): frees the memory of parts: 1 weights, 2 KV; with 4 the host keeps the serving weights."),
-    METHOD(wake, METH_O, "(parts): allocates it again. Offloaded weights stay there until offload_weights(False)."),
-    METHOD(offload_weights, METH_O, "True: copies the serving weights to the host, before a sleep with 4. False: frees that copy."),
-    METHOD(host_room, METH_NOARGS, "(bytes that offload_weights takes of the host, [(name of a memory pool, bytes free in it), …])."),
+    METHOD(sleep, METH_O,
+           "(parts): frees the memory of parts: 1 weights, 2 KV; with 4 the host keeps the serving "
+           "weights."),
+    METHOD(
+        wake, METH_O,
+        "(parts): allocates it again. Offloaded weights stay there until offload_weights(False)."),
+    METHOD(offload_weights, METH_O,
+           "True: copies the serving weights to the host, before a sleep with 4. False: frees that "
+           "copy."),
+    METHOD(host_room, METH_NOARGS,
+           "(bytes that offload_weights takes of the host, [(name of a memory pool, bytes free in "
+           "it), …])."),
     // views.c
     METHOD(request, METH_O, "(id): state and prompt records of a request, as a dict."),
     METHOD(sample, METH_VARARGS, "(id, i): tokens and records of one sample, as a dict."),
     METHOD(tokens, METH_VARARGS, "(id, i, start): (finish, token ids from start on)."),
     METHOD(stats, METH_NOARGS, "Counters, sizes and times, as a dict."),
-    METHOD(profile, METH_NOARGS, "What every op has taken since the last call, as dicts; empty without the option profile."),
+    METHOD(
+        profile, METH_NOARGS,
+        "What every op has taken since the last call, as dicts; empty without the option profile."),
     METHOD(manifest, METH_NOARGS, "[(name, shape, dtype, required)] of every parameter."),
     // weights.c
-    METHOD(weights, METH_NOARGS, "Views of the serving weights, valid until the next commit; None before the first."),
+    METHOD(weights, METH_NOARGS,
+           "Views of the serving weights, valid until the next commit; None before the first."),
     // external_scheduler.c
-    METHOD(external_step, METH_VARARGS,
-           "(ids, computed, rows, replace, page_counts, pages, logits, stats): runs a step that the external scheduler decided. "
-           "(tokens, logprobs, sampling_logprobs, ranks, rows computed)."),
+    METHOD(
+        external_step, METH_VARARGS,
+        "(ids, computed, rows, replace, page_counts, pages, logits, stats): runs a step that the "
+        "external scheduler decided. "
+        "(tokens, logprobs, sampling_logprobs, ranks, rows computed)."),
     METHOD(host_draw, METH_VARARGS,
-           "(ids, raw, stats, edited): draws from logits that the caller has edited. (tokens, logprobs, sampling_logprobs, ranks)."),
-    METHOD(host_top, METH_VARARGS, "(ids, k): (token ids, logprobs) of the k likeliest at each request's last token."),
-    METHOD(host_routed, METH_VARARGS, "(id, start): routing of the positions fed so far, from start on."),
-    METHOD(host_fail, METH_O, "(id): ends a request that was not fed; its pages hold nothing valid."),
+           "(ids, raw, stats, edited): draws from logits that the caller has edited. (tokens, "
+           "logprobs, sampling_logprobs, ranks)."),
+    METHOD(host_top, METH_VARARGS,
+           "(ids, k): (token ids, logprobs) of the k likeliest at each request's last token."),
+    METHOD(host_routed, METH_VARARGS,
+           "(id, start): routing of the positions fed so far, from start on."),
+    METHOD(host_fail, METH_O,
+           "(id): ends a request that was not fed; its pages hold nothing valid."),
     METHOD(host_forget, METH_O, "(pages): these pages hold nothing valid."),
     METHOD(host_preempt, METH_O, "(id): the external scheduler has freed the request's pages."),
-    METHOD(host_tokens, METH_VARARGS, "(id, tokens): the tokens generated so far; later ones are dropped."),
+    METHOD(host_tokens, METH_VARARGS,
+           "(id, tokens): the tokens generated so far; later ones are dropped."),
     // sync.c
     METHOD(sync_begin, METH_VARARGS | METH_KEYWORDS, "Opens a sync; one that is open is reset."),
-    METHOD(sync_resolve, METH_O, "(name): indices into the manifest of the parameters that a name fills."),
+    METHOD(sync_resolve, METH_O,
+           "(name): indices into the manifest of the parameters that a name fills."),
     METHOD(sync_wanted, METH_O,
-           "(name): that tensor's shape, and the box that each rank of the mesh needs, int64 [n][rank, 4 firsts, 4 sizes]."),
-    METHOD(sync_check, METH_VARARGS, "(name, tensor): the checks of sync_push; nothing is written."),
+           "(name): that tensor's shape, and the box that each rank of the mesh needs, int64 "
+           "[n][rank, 4 firsts, 4 sizes]."),
+    METHOD(sync_check, METH_VARARGS,
+           "(name, tensor): the checks of sync_push; nothing is written."),
     METHOD(sync_push, METH_VARARGS, "(name, tensor): copies it into the staging copy."),
     METHOD(sync_push_all, METH_O, "([(name, tensor), …]): copies all of them, or none."),
-    METHOD(sync_commit, METH_O, "(inflight): swaps versions; inflight says what happens to running requests."),
+    METHOD(sync_commit, METH_O,
+           "(inflight): swaps versions; inflight says what happens to running requests."),
     METHOD(sync_abort, METH_NOARGS, "Closes an open sync; the old version serves."),
     METHOD(sync_state, METH_NOARGS, "(version or None, digest, open, complete)."),
     {0},
@@ -420,7 +480,8 @@ static PyType_Slot slots[] = {
     {Py_tp_clear, engine_clear},
     {Py_tp_methods, methods},
     {Py_tp_doc,
-     "Engine(spec, options, ends=None): the C engine behind rollmesh.Generator. One thread at a time. ends: (rank, tp, ep, world) Comms "
+     "Engine(spec, options, ends=None): the C engine behind rollmesh.Generator. One thread at a "
+     "time. ends: (rank, tp, ep, world) Comms "
      "where this process is one rank of several."},
     {0, NULL},
 };

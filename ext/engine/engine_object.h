@@ -1,9 +1,10 @@
-// engine_object.h: _core.Engine, the Python object over the ranks of this process. engine.c has its life, requests and steps, options.c
-// its options, views.c its results, external_scheduler.c the steps that an external scheduler decides, sync.c and weights.c the weights.
+// engine_object.h: _core.Engine, the Python object over the ranks of this process. engine.c has its
+// life, requests and steps, options.c its options, views.c its results, external_scheduler.c the
+// steps that an external scheduler decides, sync.c and weights.c the weights.
 //
-// One thread at a time: each method works between rm_engine_enter and rm_engine_leave, which refuse a second thread, a closed engine and
-// an engine of the parent process with StateError. Threads wait for one another in fair_lock.c; this flag only turns a mistake there into
-// an exception.
+// One thread at a time: each method works between rm_engine_enter and rm_engine_leave, which refuse
+// a second thread, a closed engine and an engine of the parent process with StateError. Threads
+// wait for one another in fair_lock.c; this flag only turns a mistake there into an exception.
 #pragma once
 
 #include "arrays.h"
@@ -14,25 +15,31 @@
 
 typedef struct rm_engine_object {
   PyObject_HEAD
-  rm_ranks *engine;    // owned; NULL once closed
-  rm_spec *spec;       // owned; the engine's view
-  PyObject *requests;  // owned dict: id → (prompt_logprobs, logits array or None) until release
-  PyObject *done;      // owned set: ids of finished requests until release
-  PyObject *ends;      // owned: (rank, tp, ep, world), the Comms that the engine has taken; None or NULL without
-  int reads_gpus;      // its ranks run on GPUs
+  rm_ranks *engine; // owned; NULL once closed
+  rm_spec *spec; // owned; the engine's view
+  PyObject *requests; // owned dict: id → (prompt_logprobs, logits array or None) until release
+  PyObject *done; // owned set: ids of finished requests until release
+  PyObject *
+      // owned: (rank, tp, ep, world), the Comms that the engine has taken; None or NULL without
+      ends;
+  int reads_gpus; // its ranks run on GPUs
   atomic_int busy;
-  long pid;            // of the process that made it
+  long pid; // of the process that made it
 } rm_engine_object;
 
-PyObject *rm_engine_module(rm_engine_object *self);                                       // view
-int rm_engine_enter(rm_engine_object *self);                                              // 0, or −1 with StateError set
+PyObject *rm_engine_module(rm_engine_object *self); // view
+int rm_engine_enter(rm_engine_object *self); // 0, or −1 with StateError set
 void rm_engine_leave(rm_engine_object *self);
-PyObject *rm_engine_finish(rm_engine_object *self, rm_code code, rm_error *err);   // leaves; None, or NULL with the exception of `code`
-PyObject *rm_engine_call(rm_engine_object *self, void (*call)(rm_ranks *));               // None, or NULL with its error set
+PyObject *rm_engine_finish(rm_engine_object *self, rm_code code,
+                           rm_error *err); // leaves; None, or NULL with the exception of `code`
+PyObject *rm_engine_call(rm_engine_object *self,
+                         void (*call)(rm_ranks *)); // None, or NULL with its error set
 typedef rm_code (*rm_id_call)(rm_ranks *, uint64_t, rm_error *);
-PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *id, rm_id_call call);  // None, or NULL with its error set
+PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *id,
+                                 rm_id_call call); // None, or NULL with its error set
 
-// options.c: fills `out`, whose pointers are views of what is returned: a new reference, or NULL with the exception set.
+// options.c: fills `out`, whose pointers are views of what is returned: a new reference, or NULL
+// with the exception set.
 PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_ranks_options *out);
 
 // Methods that stand outside engine.c; their signatures and docs are in its table and in _core.pyi.

@@ -1,11 +1,12 @@
-// options.c: an engine's options, from the attributes of a rollmesh.runtime.engine_options.EngineOptions.
+// options.c: an engine's options, from the attributes of a
+// rollmesh.runtime.engine_options.EngineOptions.
 #include "engine_object.h"
 
 #include <string.h>
 
 #include "attributes.h"
 
-typedef struct names {          // attributes that stand for something else
+typedef struct names { // attributes that stand for something else
   const char *dtype, *isa, *ep_backend;
   int64_t tp, dp, ep;
 } names;
@@ -46,13 +47,17 @@ static int is(const char *name, const char *word) { return name && strcmp(name, 
 static rm_code choose_dtype(const char *name, rm_dtype *dtype, rm_error *err) {
   *dtype = is(name, "float32") ? RM_F32 : RM_BF16;
   if (*dtype == RM_F32 || is(name, "bfloat16")) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "expected dtype='bfloat16' or 'float32', got %.64s", name ? name : "None");
+  return rm_fail(err, RM_E_CONFIG, "expected dtype='bfloat16' or 'float32', got %.64s",
+                 name ? name : "None");
 }
 
 // Without a name the engine chooses.
 static rm_code choose_kernels(const char *name, const rm_kernels **kernels, rm_error *err) {
   if (!name || (*kernels = rm_kernels_named(name))) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "expected an instruction set that this build has and this processor runs, got isa='%.64s'", name);
+  return rm_fail(
+      err, RM_E_CONFIG,
+      "expected an instruction set that this build has and this processor runs, got isa='%.64s'",
+      name);
 }
 
 PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_ranks_options *out) {
@@ -60,12 +65,15 @@ PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_ranks_op
   rm_error err = RM_ERROR_INIT;
   names n;
   *out = (rm_ranks_options){0};
-  if (!held || !eos || PyList_Append(held, eos) || rm_attributes_read(module, object, option_fields, RM_LENGTH(option_fields), out, held) ||
+  if (!held || !eos || PyList_Append(held, eos) ||
+      rm_attributes_read(module, object, option_fields, RM_LENGTH(option_fields), out, held) ||
       rm_attributes_read(module, object, name_fields, RM_LENGTH(name_fields), &n, held) ||
       rm_array_ids(module, eos, "eos_token_ids", &out->engine.eos_ids, &out->engine.n_eos)) {
     Py_CLEAR(held);
-  } else if (rm_mesh_create(n.tp, n.dp, n.ep, 1, 1, &out->mesh, &err) || rm_dispatcher_named(n.ep_backend, &out->dispatcher, &err) ||
-             choose_dtype(n.dtype, &out->engine.dtype, &err) || choose_kernels(n.isa, &out->engine.kernels, &err)) {
+  } else if (rm_mesh_create(n.tp, n.dp, n.ep, 1, 1, &out->mesh, &err) ||
+             rm_dispatcher_named(n.ep_backend, &out->dispatcher, &err) ||
+             choose_dtype(n.dtype, &out->engine.dtype, &err) ||
+             choose_kernels(n.isa, &out->engine.kernels, &err)) {
     Py_CLEAR(held);
     rm_raise(module, &err);
   }

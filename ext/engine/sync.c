@@ -1,4 +1,5 @@
-// sync.c: weight syncs. A tensor (DLPack's capsule or the array) is held while the engine reads it without the GIL.
+// sync.c: weight syncs. A tensor (DLPack's capsule or the array) is held while the engine reads it
+// without the GIL.
 #include "engine_object.h"
 
 #include "attributes.h"
@@ -6,10 +7,13 @@
 #include "tensor.h"
 #include "weights/resharding.h"
 
-// A key as UTF-8; *held owns the bytes. Lone surrogates pass, so that the engine can refuse the name.
-static int key_bytes(PyObject *module, PyObject *name, PyObject **held, const char **text, Py_ssize_t *length) {
+// A key as UTF-8; *held owns the bytes. Lone surrogates pass, so that the engine can refuse the
+// name.
+static int key_bytes(PyObject *module, PyObject *name, PyObject **held, const char **text,
+                     Py_ssize_t *length) {
   if (!PyUnicode_Check(name)) {
-    rm_raise_code(module, RM_E_UNEXPECTED_KEY, "expected a name that is a str, got %R", (PyObject *)Py_TYPE(name));
+    rm_raise_code(module, RM_E_UNEXPECTED_KEY, "expected a name that is a str, got %R",
+                  (PyObject *)Py_TYPE(name));
     return -1;
   }
   char *bytes;
@@ -20,16 +24,20 @@ static int key_bytes(PyObject *module, PyObject *name, PyObject **held, const ch
 }
 
 PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"version", "cast", "allow_nonfinite", "allow_partial", "allow_bias_removal", "in_place", NULL};
+  static char *names[] = {
+      "version",  "cast", "allow_nonfinite", "allow_partial", "allow_bias_removal",
+      "in_place", NULL};
   long long version = -1;
   rm_sync_options options = {0};
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "L|$ppppp:sync_begin", names, &version, &options.cast, &options.allow_nonfinite,
-                                   &options.allow_partial, &options.allow_bias_removal, &options.in_place))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "L|$ppppp:sync_begin", names, &version,
+                                   &options.cast, &options.allow_nonfinite, &options.allow_partial,
+                                   &options.allow_bias_removal, &options.in_place))
     return NULL;
   options.version = version;
   if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  return rm_engine_finish(self, RM_UNLOCKED(rm_ranks_sync_begin(self->engine, &options, &err)), &err);
+  return rm_engine_finish(self, RM_UNLOCKED(rm_ranks_sync_begin(self->engine, &options, &err)),
+                          &err);
 }
 
 PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *name) {
@@ -40,7 +48,8 @@ PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *name) {
   rm_error err = RM_ERROR_INIT;
   if (key_bytes(module, name, &held, &text, &length)) goto out;
   if (rm_engine_enter(self)) goto out;
-  const rm_code code = rm_names_resolve(rm_engine_params(rm_ranks_engine(self->engine, 0)), text, (size_t)length, &target, &err);
+  const rm_code code = rm_names_resolve(rm_engine_params(rm_ranks_engine(self->engine, 0)), text,
+                                        (size_t)length, &target, &err);
   rm_engine_leave(self);
   if (code) {
     rm_raise(module, &err);
@@ -86,7 +95,7 @@ out:
   return array ? Py_BuildValue("(NN)", shape, array) : NULL;
 }
 
-// ------------------------------------------------------------------------------------------------ who reads tensors of a GPU
+// --------------------------------------------------------------------- who reads tensors of a GPU
 static const rm_device *take_reader(void *engine, PyObject *name, int ordinal) {
   rm_engine_object *self = engine;
   PyObject *module = rm_engine_module(self);
@@ -94,10 +103,11 @@ static const rm_device *take_reader(void *engine, PyObject *name, int ordinal) {
   rm_error err = RM_ERROR_INIT;
   if (rm_engine_enter(self)) return NULL;
   const rm_code code = rm_ranks_ready_queue(self->engine, ordinal, &device, &err);
-  if (!code) return device;   // the engine is left by give_reader
+  if (!code) return device; // the engine is left by give_reader
   rm_engine_leave(self);
   if (code != RM_E_CONFIG) return rm_raise(module, &err), NULL;
-  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a tensor that this engine can read, got one on cuda:%d: %s", name,
+  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
+                "%.200U: expected a tensor that this engine can read, got one on cuda:%d: %s", name,
                 ordinal, rm_error_message(&err));
   rm_error_clear(&err);
   return NULL;
@@ -105,15 +115,18 @@ static const rm_device *take_reader(void *engine, PyObject *name, int ordinal) {
 
 static void give_reader(void *engine) { rm_engine_leave(engine); }
 
-static int tensor_of(rm_engine_object *self, PyObject *object, PyObject *name, rm_tensor *tensor, PyObject **owner) {
+static int tensor_of(rm_engine_object *self, PyObject *object, PyObject *name, rm_tensor *tensor,
+                     PyObject **owner) {
   const rm_tensor_reader reader = {take_reader, give_reader, self};
-  return rm_tensor_from_object(rm_engine_module(self), object, name, self->reads_gpus ? &reader : NULL, tensor, owner);
+  return rm_tensor_from_object(rm_engine_module(self), object, name,
+                               self->reads_gpus ? &reader : NULL, tensor, owner);
 }
 
-// ------------------------------------------------------------------------------------------------ tensors in
+// ------------------------------------------------------------------------------------- tensors in
 typedef rm_code (*sync_call)(rm_ranks *, const char *, size_t, const rm_tensor *, rm_error *);
 
-static PyObject *with_tensor(rm_engine_object *self, PyObject *name, PyObject *object, sync_call call) {
+static PyObject *with_tensor(rm_engine_object *self, PyObject *name, PyObject *object,
+                             sync_call call) {
   PyObject *module = rm_engine_module(self), *key = NULL, *owner = NULL, *result = NULL;
   const char *text;
   Py_ssize_t length;
@@ -161,7 +174,8 @@ static int hold_pair(rm_engine_object *self, PyObject *pair, held_pair *held, rm
 
 PyObject *rm_engine_py_sync_push_all(rm_engine_object *self, PyObject *pairs) {
   PyObject *module = rm_engine_module(self), *result = NULL;
-  PyObject *list = PySequence_Tuple(pairs);   // ours: a producer's code may change a list while it is walked
+  PyObject *list =
+      PySequence_Tuple(pairs); // ours: a producer's code may change a list while it is walked
   if (!list) return NULL;
   const Py_ssize_t n = PyTuple_Size(list);
   held_pair *held = rm_alloc((size_t)n, sizeof *held);
@@ -173,7 +187,8 @@ PyObject *rm_engine_py_sync_push_all(rm_engine_object *self, PyObject *pairs) {
   for (Py_ssize_t i = 0; i < n; i++) {
     PyObject *pair = PyTuple_GetItem(list, i);
     if (!PyTuple_Check(pair)) {
-      rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "expected a tuple (name, tensor), got %R", (PyObject *)Py_TYPE(pair));
+      rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "expected a tuple (name, tensor), got %R",
+                    (PyObject *)Py_TYPE(pair));
       goto out;
     }
     if (hold_pair(self, pair, &held[i], &entries[i])) goto out;
@@ -197,12 +212,14 @@ out:
 
 static int choose_inflight(PyObject *module, PyObject *word, rm_inflight *out) {
   static const char *const words[] = {"refuse", "restart", "abort", "keep", "keep_kv"};
-  _Static_assert(RM_INFLIGHT_REFUSE == 0 && RM_INFLIGHT_KEEP_KV == 4, "words are in the order of rm_inflight");
+  _Static_assert(RM_INFLIGHT_REFUSE == 0 && RM_INFLIGHT_KEEP_KV == 4,
+                 "words are in the order of rm_inflight");
   for (int i = 0; i < 5; i++) {
     *out = (rm_inflight)i;
     if (PyUnicode_Check(word) && PyUnicode_CompareWithASCIIString(word, words[i]) == 0) return 0;
   }
-  rm_raise_code(module, RM_E_CONFIG, "expected inflight to be refuse, restart, abort, keep or keep_kv, got %R", word);
+  rm_raise_code(module, RM_E_CONFIG,
+                "expected inflight to be refuse, restart, abort, keep or keep_kv, got %R", word);
   return -1;
 }
 
@@ -226,7 +243,8 @@ PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
   rm_error err = RM_ERROR_INIT;
   const rm_code code = RM_UNLOCKED(rm_ranks_sync_commit(self->engine, inflight, &report, &err));
   rm_engine_leave(self);
-  return code ? rm_raise(module, &err) : rm_attributes_dict(&report, report_fields, RM_LENGTH(report_fields));
+  return code ? rm_raise(module, &err)
+              : rm_attributes_dict(&report, report_fields, RM_LENGTH(report_fields));
 }
 
 PyObject *rm_engine_py_sync_abort(rm_engine_object *self, PyObject *ignored) {
@@ -242,6 +260,7 @@ PyObject *rm_engine_py_sync_state(rm_engine_object *self, PyObject *ignored) {
   const uint64_t digest = rm_store_digest(store);
   const int open = rm_store_is_open(store), complete = open && rm_sync_complete(store);
   rm_engine_leave(self);
-  return Py_BuildValue("(NKOO)", version < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(version), (unsigned long long)digest,
-                       open ? Py_True : Py_False, complete ? Py_True : Py_False);
+  return Py_BuildValue("(NKOO)", version < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(version),
+                       (unsigned long long)digest, open ? Py_True : Py_False,
+                       complete ? Py_True : Py_False);
 }

@@ -1,4 +1,5 @@
-// views.c: results, copied into new arrays: the engine's own views are valid only until the next step.
+// views.c: results, copied into new arrays: the engine's own views are valid only until the next
+// step.
 #include "engine_object.h"
 
 #include "attributes.h"
@@ -34,7 +35,8 @@ static PyObject *array_or_none(const void *data, int type, int n_dims, const int
 static int asked_for(rm_engine_object *self, PyObject *id, int *prompt_logprobs) {
   PyObject *record = PyDict_GetItemWithError(self->requests, id);
   if (!record) {
-    if (!PyErr_Occurred()) rm_raise_code(rm_engine_module(self), RM_E_STATE, "there is no request %S", id);
+    if (!PyErr_Occurred())
+      rm_raise_code(rm_engine_module(self), RM_E_STATE, "there is no request %S", id);
     return -1;
   }
   PyObject *logits;
@@ -48,22 +50,32 @@ static PyObject *error_object(rm_engine_object *self, const rm_request_view *vie
   return PyObject_CallFunction(type, "s", message);
 }
 
-static int put_prompt(rm_engine_object *self, PyObject *dict, const rm_request_view *view, int top) {
+static int put_prompt(rm_engine_object *self, PyObject *dict, const rm_request_view *view,
+                      int top) {
   const rm_spec *spec = self->spec;
   const int64_t n = view->n_prompt;
-  const int64_t one[1] = {n - 1}, ranked[2] = {n - 1, top}, routed[3] = {n, spec->n_moe_layers, spec->top_k};
-  if (put(dict, "prompt_logprobs", array_or_none(view->prompt_logprobs, NPY_FLOAT32, 1, one))) return -1;
-  if (put(dict, "prompt_sampling_logprobs", array_or_none(view->prompt_sampling_logprobs, NPY_FLOAT32, 1, one))) return -1;
+  const int64_t one[1] = {n - 1}, ranked[2] = {n - 1, top},
+                routed[3] = {n, spec->n_moe_layers, spec->top_k};
+  if (put(dict, "prompt_logprobs", array_or_none(view->prompt_logprobs, NPY_FLOAT32, 1, one)))
+    return -1;
+  if (put(dict, "prompt_sampling_logprobs",
+          array_or_none(view->prompt_sampling_logprobs, NPY_FLOAT32, 1, one)))
+    return -1;
   if (put(dict, "prompt_ranks", array_or_none(view->prompt_ranks, NPY_INT32, 1, one))) return -1;
-  if (put(dict, "prompt_top_ids", array_or_none(top > 0 ? view->prompt_top_ids : NULL, NPY_INT32, 2, ranked))) return -1;
-  if (put(dict, "prompt_top_logprobs", array_or_none(top > 0 ? view->prompt_top_logprobs : NULL, NPY_FLOAT32, 2, ranked))) return -1;
+  if (put(dict, "prompt_top_ids",
+          array_or_none(top > 0 ? view->prompt_top_ids : NULL, NPY_INT32, 2, ranked)))
+    return -1;
+  if (put(dict, "prompt_top_logprobs",
+          array_or_none(top > 0 ? view->prompt_top_logprobs : NULL, NPY_FLOAT32, 2, ranked)))
+    return -1;
   // Routing is the largest record, which a stream would copy after each step.
   const int16_t *ids = view->finished ? view->prompt_routed : NULL;
   return put(dict, "prompt_routed", array_or_none(ids, NPY_INT16, 3, routed));
 }
 
 static PyObject *times_object(const rm_request_times *times) {
-  return Py_BuildValue("(dddd)", times->queued, times->scheduled, times->first_token, times->last_token);
+  return Py_BuildValue("(dddd)", times->queued, times->scheduled, times->first_token,
+                       times->last_token);
 }
 
 PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
@@ -80,10 +92,13 @@ PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
     goto out;
   }
   dict = PyDict_New();
-  if (dict && (put(dict, "finished", PyBool_FromLong(view.finished)) || put(dict, "error", error_object(self, &view)) ||
-               put(dict, "num_cached_tokens", PyLong_FromLongLong(view.n_cached)) ||
-               put(dict, "num_scored", PyLong_FromLongLong(view.n_scored)) || put(dict, "n", PyLong_FromLong(view.n)) ||
-               put(dict, "times", times_object(&view.times)) || put_prompt(self, dict, &view, prompt_logprobs)))
+  if (dict &&
+      (put(dict, "finished", PyBool_FromLong(view.finished)) ||
+       put(dict, "error", error_object(self, &view)) ||
+       put(dict, "num_cached_tokens", PyLong_FromLongLong(view.n_cached)) ||
+       put(dict, "num_scored", PyLong_FromLongLong(view.n_scored)) ||
+       put(dict, "n", PyLong_FromLong(view.n)) || put(dict, "times", times_object(&view.times)) ||
+       put_prompt(self, dict, &view, prompt_logprobs)))
     Py_CLEAR(dict);
 out:
   rm_engine_leave(self);
@@ -93,17 +108,22 @@ out:
 static int put_sample(rm_engine_object *self, PyObject *dict, const rm_sample_view *view) {
   const rm_spec *spec = self->spec;
   const int64_t n = view->n_tokens, top = view->n_top, fed = n > 0 ? n - 1 : 0;
-  const int64_t one[1] = {n}, ranked[2] = {n, top}, routed[3] = {fed, spec->n_moe_layers, spec->top_k};
+  const int64_t one[1] = {n}, ranked[2] = {n, top},
+                routed[3] = {fed, spec->n_moe_layers, spec->top_k};
   if (put(dict, "finish", finish_object(view->finish))) return -1;
   if (put(dict, "stop_token", PyLong_FromLong(view->stop_token))) return -1;
   if (put(dict, "token_ids", rm_array_new(NPY_INT32, 1, one, view->tokens))) return -1;
   if (put(dict, "logprobs", rm_array_new(NPY_FLOAT32, 1, one, view->logprobs))) return -1;
-  if (put(dict, "sampling_logprobs", rm_array_new(NPY_FLOAT32, 1, one, view->sampling_logprobs))) return -1;
+  if (put(dict, "sampling_logprobs", rm_array_new(NPY_FLOAT32, 1, one, view->sampling_logprobs)))
+    return -1;
   if (put(dict, "versions", rm_array_new(NPY_INT64, 1, one, view->versions))) return -1;
   if (put(dict, "no_contract", rm_array_new(NPY_UINT8, 1, one, view->no_contract))) return -1;
   if (put(dict, "ranks", array_or_none(view->ranks, NPY_INT32, 1, one))) return -1;
-  if (put(dict, "top_ids", array_or_none(top > 0 ? view->top_ids : NULL, NPY_INT32, 2, ranked))) return -1;
-  if (put(dict, "top_logprobs", array_or_none(top > 0 ? view->top_logprobs : NULL, NPY_FLOAT32, 2, ranked))) return -1;
+  if (put(dict, "top_ids", array_or_none(top > 0 ? view->top_ids : NULL, NPY_INT32, 2, ranked)))
+    return -1;
+  if (put(dict, "top_logprobs",
+          array_or_none(top > 0 ? view->top_logprobs : NULL, NPY_FLOAT32, 2, ranked)))
+    return -1;
   if (put(dict, "kept", array_or_none(view->kept, NPY_INT32, 1, one))) return -1;
   const int has_routing = spec->n_moe_layers && view->finish != RM_RUNNING;
   if (!has_routing) return put(dict, "routed", Py_NewRef(Py_None));
@@ -145,8 +165,10 @@ PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args) {
     rm_raise(rm_engine_module(self), &err);
     goto out;
   }
-  const int64_t from = rm_min64(rm_max64(start, 0), view.n_tokens), shape[1] = {view.n_tokens - from};
-  result = Py_BuildValue("(NN)", finish_object(view.finish), rm_array_new(NPY_INT32, 1, shape, shape[0] ? view.tokens + from : NULL));
+  const int64_t from = rm_min64(rm_max64(start, 0), view.n_tokens),
+                shape[1] = {view.n_tokens - from};
+  result = Py_BuildValue("(NN)", finish_object(view.finish),
+                         rm_array_new(NPY_INT32, 1, shape, shape[0] ? view.tokens + from : NULL));
 out:
   rm_engine_leave(self);
   return result;
@@ -213,7 +235,8 @@ PyObject *rm_engine_py_profile(rm_engine_object *self, PyObject *ignored) {
   rm_profile *profile = rm_engine_profile(rm_ranks_engine(self->engine, 0));
   PyObject *list = PyList_New(0);
   for (int i = 0; list && profile && i < profile->n_entries; i++) {
-    PyObject *entry = rm_attributes_dict(&profile->entries[i], profile_fields, RM_LENGTH(profile_fields));
+    PyObject *entry =
+        rm_attributes_dict(&profile->entries[i], profile_fields, RM_LENGTH(profile_fields));
     if (!entry || PyList_Append(list, entry)) Py_CLEAR(list);
     Py_XDECREF(entry);
   }
@@ -225,9 +248,11 @@ PyObject *rm_engine_py_profile(rm_engine_object *self, PyObject *ignored) {
 static PyObject *manifest_entry(const rm_params *params, const rm_param *param) {
   char name[256];
   rm_param_name(params, param, name, sizeof name);
-  PyObject *shape = param->n_dims == 1 ? Py_BuildValue("(L)", (long long)param->cols)
-                                       : Py_BuildValue("(LL)", (long long)param->rows, (long long)param->cols);
-  return Py_BuildValue("(sNsO)", name, shape, param->dtype == RM_BF16 ? "bfloat16" : "float32", param->required ? Py_True : Py_False);
+  PyObject *shape = param->n_dims == 1
+                        ? Py_BuildValue("(L)", (long long)param->cols)
+                        : Py_BuildValue("(LL)", (long long)param->rows, (long long)param->cols);
+  return Py_BuildValue("(sNsO)", name, shape, param->dtype == RM_BF16 ? "bfloat16" : "float32",
+                       param->required ? Py_True : Py_False);
 }
 
 PyObject *rm_engine_py_manifest(rm_engine_object *self, PyObject *ignored) {

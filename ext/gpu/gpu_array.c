@@ -1,5 +1,6 @@
-// gpu_array.c: see gpu_array.h. Each array of an OpDevice is an allocation of its own. Freeing it waits for all work of the device, also
-// that of other libraries; a pool would let a new array overwrite memory that another library's stream still reads.
+// gpu_array.c: see gpu_array.h. Each array of an OpDevice is an allocation of its own. Freeing it
+// waits for all work of the device, also that of other libraries; a pool would let a new array
+// overwrite memory that another library's stream still reads.
 #include "gpu_array.h"
 
 #include <stdio.h>
@@ -19,14 +20,16 @@ typedef struct array_object {
   PyObject_HEAD
   rm_op_device *op_device; // owned; NULL: an array of `gpus`
   PyObject *gpus; // owned _core.Gpus; NULL: an array of `op_device`, which is C-contiguous
-  PyObject *owner; // owned: what keeps `data`. NULL: the array itself, of an OpDevice; somebody else, of gpus
+  PyObject *
+      // owned: what keeps `data`. NULL: the array itself, of an OpDevice; somebody else, of gpus
+      owner;
   void *data; // NULL: no element, or dropped
   size_t bytes;
   int ordinal, dtype, n_dims, read_only, is_dropped;
   int64_t shape[MAX_DIMS], strides[MAX_DIMS]; // in elements
 } array_object;
 
-// ------------------------------------------------------------------------------------------------ making arrays
+// ---------------------------------------------------------------------------------- making arrays
 static int dtype_named(PyObject *module, const char *name) {
   int dtype = 0;
   while (dtype < RM_N_ELEMENTS && strcmp(rm_elements[dtype].name, name) != 0) dtype++;
@@ -40,14 +43,18 @@ static int64_t size_of(PyObject *module, PyObject *size) {
   const int64_t value = PyLong_AsLongLong(size);
   if (value != -1 || !PyErr_Occurred()) return value;
   PyErr_Clear();
-  rm_raise_code(module, RM_E_SHAPE, "expected sizes and offsets that are integers below 2^63, got %R", size);
+  rm_raise_code(module, RM_E_SHAPE,
+                "expected sizes and offsets that are integers below 2^63, got %R", size);
   return -1;
 }
 
 // An array without memory. All sizes are checked, and their product.
-static array_object *new_array(PyObject *module, rm_op_device *op_device, int dtype, PyObject *shape) {
+static array_object *new_array(PyObject *module, rm_op_device *op_device, int dtype,
+                               PyObject *shape) {
   const Py_ssize_t n = PyTuple_Size(shape);
-  if (n > MAX_DIMS) return (array_object *)rm_raise_code(module, RM_E_SHAPE, "expected at most %d dims, got %zd", (int)MAX_DIMS, n);
+  if (n > MAX_DIMS)
+    return (array_object *)rm_raise_code(module, RM_E_SHAPE, "expected at most %d dims, got %zd",
+                                         (int)MAX_DIMS, n);
   array_object *self = rm_object_make(module, RM_TYPE_DEVICE_ARRAY);
   if (!self) return NULL;
   self->op_device = (rm_op_device *)Py_NewRef((PyObject *)op_device);
@@ -56,8 +63,10 @@ static array_object *new_array(PyObject *module, rm_op_device *op_device, int dt
   for (int i = 0; i < self->n_dims; i++) {
     self->shape[i] = size_of(module, PyTuple_GetItem(shape, i));
     if (!PyErr_Occurred() && (self->shape[i] < 0 || !rm_mul_i64(bytes, self->shape[i], &bytes)))
-      rm_raise_code(module, RM_E_SHAPE, "expected a %s array of sizes >= 0 and fewer than 2^63 bytes, got size %lld in dim %d",
-                    rm_elements[dtype].name, (long long)self->shape[i], i);
+      rm_raise_code(
+          module, RM_E_SHAPE,
+          "expected a %s array of sizes >= 0 and fewer than 2^63 bytes, got size %lld in dim %d",
+          rm_elements[dtype].name, (long long)self->shape[i], i);
     if (!PyErr_Occurred()) continue;
     Py_DECREF(self);
     return NULL;
@@ -72,32 +81,37 @@ static array_object *new_array(PyObject *module, rm_op_device *op_device, int dt
   return self;
 }
 
-// (ordinal, address, dtype, shape, strides, owner or None): a view, read-only, of memory that is another process's or a GpuBlock's.
+// (ordinal, address, dtype, shape, strides, owner or None): a view, read-only, of memory that is
+// another process's or a GpuBlock's.
 PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args) {
   PyObject *module = rm_module_of(gpus), *shape, *strides, *owner = NULL;
   int ordinal;
   unsigned long long address;
   const char *name;
-  if (!PyArg_ParseTuple(args, "iKsO!O!|O:array", &ordinal, &address, &name, &PyTuple_Type, &shape, &PyTuple_Type, &strides, &owner))
+  if (!PyArg_ParseTuple(args, "iKsO!O!|O:array", &ordinal, &address, &name, &PyTuple_Type, &shape,
+                        &PyTuple_Type, &strides, &owner))
     return NULL;
   const int dtype = dtype_named(module, name);
   const Py_ssize_t n = PyTuple_Size(shape);
   if (dtype < 0) return NULL;
   if (n > MAX_DIMS || PyTuple_Size(strides) != n)
-    return rm_raise_code(module, RM_E_SHAPE, "expected at most %d sizes and as many strides, got %zd and %zd", (int)MAX_DIMS, n,
-                         PyTuple_Size(strides));
+    return rm_raise_code(module, RM_E_SHAPE,
+                         "expected at most %d sizes and as many strides, got %zd and %zd",
+                         (int)MAX_DIMS, n, PyTuple_Size(strides));
   array_object *array = rm_object_make(module, RM_TYPE_DEVICE_ARRAY);
   if (!array) return NULL;
   array->gpus = Py_NewRef(gpus);
   array->owner = Py_XNewRef(owner);
   array->data = (void *)(uintptr_t)address;
   array->ordinal = ordinal, array->dtype = dtype, array->n_dims = (int)n, array->read_only = 1;
-  if (rm_numbers_of(shape, array->shape, (int)n) || rm_numbers_of(strides, array->strides, (int)n)) {
+  if (rm_numbers_of(shape, array->shape, (int)n) ||
+      rm_numbers_of(strides, array->strides, (int)n)) {
     Py_DECREF(array);
     return NULL;
   }
   array->bytes = rm_elements[dtype].bits / 8;
-  for (int i = 0; i < array->n_dims; i++) array->bytes *= (size_t)array->shape[i]; // of an allocation, so it does not overflow
+  for (int i = 0; i < array->n_dims; i++)
+    array->bytes *= (size_t)array->shape[i]; // of an allocation, so it does not overflow
   return (PyObject *)array;
 }
 
@@ -125,7 +139,8 @@ static PyObject *fill_new(PyObject *module, array_object *self, const void *from
   return rm_raise(module, &err);
 }
 
-PyObject *rm_device_array_zeros(PyObject *module, rm_op_device *op_device, const char *name, PyObject *shape) {
+PyObject *rm_device_array_zeros(PyObject *module, rm_op_device *op_device, const char *name,
+                                PyObject *shape) {
   const int dtype = dtype_named(module, name);
   return dtype < 0 ? NULL : fill_new(module, new_array(module, op_device, dtype, shape), NULL);
 }
@@ -133,10 +148,15 @@ PyObject *rm_device_array_zeros(PyObject *module, rm_op_device *op_device, const
 PyObject *rm_device_array_copy(PyObject *module, rm_op_device *op_device, PyObject *object) {
   int dtype = 0;
   const int type = PyArray_Check(object) ? PyArray_TYPE((PyArrayObject *)object) : -1;
-  while (dtype < RM_N_ELEMENTS && !(type >= 0 && PyArray_EquivTypenums(type, rm_elements[dtype].type))) dtype++;
+  while (dtype < RM_N_ELEMENTS &&
+         !(type >= 0 && PyArray_EquivTypenums(type, rm_elements[dtype].type)))
+    dtype++;
   if (dtype == RM_N_ELEMENTS)
-    return rm_raise_code(module, RM_E_DTYPE, "expected a NumPy array of uint16 (bfloat16's words), " RM_ELEMENTS ", got %R",
-                         type >= 0 ? (PyObject *)PyArray_DESCR((PyArrayObject *)object) : (PyObject *)Py_TYPE(object));
+    return rm_raise_code(module, RM_E_DTYPE,
+                         "expected a NumPy array of uint16 (bfloat16's words), " RM_ELEMENTS
+                         ", got %R",
+                         type >= 0 ? (PyObject *)PyArray_DESCR((PyArrayObject *)object)
+                                   : (PyObject *)Py_TYPE(object));
   rm_array_want want = {.name = "the array", .type = rm_elements[dtype].type, .n_dims = -1};
   void *data;
   if (rm_array_data(module, object, &want, &data)) return NULL;
@@ -147,42 +167,53 @@ PyObject *rm_device_array_copy(PyObject *module, rm_op_device *op_device, PyObje
   return fill_new(module, array, data);
 }
 
-// ------------------------------------------------------------------------------------------------ other libraries' arrays
-// Checks C order, alignment, and that the driver says the memory is this device's: a kernel that reads elsewhere ends the CUDA context.
+// ------------------------------------------------------------------------ other libraries' arrays
+// Checks C order, alignment, and that the driver says the memory is this device's: a kernel that
+// reads elsewhere ends the CUDA context.
 static int check_memory(PyObject *module, PyObject *name, const dl_tensor *t, array_object *array) {
   int64_t step = 1;
   const rm_device *device = &array->op_device->device;
   for (int i = t->n_dims - 1; i >= 0; i--) {
     if (t->strides && array->bytes && t->shape[i] > 1 && t->strides[i] != step) {
-      rm_raise_code(module, RM_E_LAYOUT, "%.200U: expected a C-contiguous array, got stride %lld in dim %d; copy it first", name,
-                    (long long)t->strides[i], i);
+      rm_raise_code(
+          module, RM_E_LAYOUT,
+          "%.200U: expected a C-contiguous array, got stride %lld in dim %d; copy it first", name,
+          (long long)t->strides[i], i);
       return -1;
     }
     step *= t->shape[i];
   }
   uintptr_t at = (uintptr_t)t->data;
   if (!array->bytes) return 0;
-  if (!at || __builtin_add_overflow(at, t->byte_offset, &at) || device->ordinal_of(device->self, (const void *)at) != device->ordinal ||
+  if (!at || __builtin_add_overflow(at, t->byte_offset, &at) ||
+      device->ordinal_of(device->self, (const void *)at) != device->ordinal ||
       device->ordinal_of(device->self, (const char *)at + array->bytes - 1) != device->ordinal) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected memory of %s, got address %zu, which is not of its memory", name,
-                  device->name, (size_t)at);
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
+                  "%.200U: expected memory of %s, got address %zu, which is not of its memory",
+                  name, device->name, (size_t)at);
     return -1;
   }
   if (at % (rm_elements[array->dtype].bits / 8)) {
-    rm_raise_code(module, RM_E_LAYOUT, "%.200U: expected an aligned array, got address %zu; copy it first", name, (size_t)at);
+    rm_raise_code(module, RM_E_LAYOUT,
+                  "%.200U: expected an aligned array, got address %zu; copy it first", name,
+                  (size_t)at);
     return -1;
   }
   array->data = (void *)at;
   return 0;
 }
 
-PyObject *rm_device_array_over(PyObject *module, rm_op_device *op_device, PyObject *name, const rm_dlpack *taken) {
+PyObject *rm_device_array_over(PyObject *module, rm_op_device *op_device, PyObject *name,
+                               const rm_dlpack *taken) {
   const dl_tensor *t = taken->tensor;
-  const int is_words = t->dtype.lanes == 1 && t->dtype.code == DL_UINT && t->dtype.bits == 16; // bfloat16, as in a NumPy array
-  const int dtype = is_words ? RM_SRC_BF16 : rm_element_of(module, name, t->dtype, RM_N_ELEMENTS, RM_ELEMENTS);
+  const int is_words = t->dtype.lanes == 1 && t->dtype.code == DL_UINT &&
+                       t->dtype.bits == 16; // bfloat16, as in a NumPy array
+  const int dtype =
+      is_words ? RM_SRC_BF16 : rm_element_of(module, name, t->dtype, RM_N_ELEMENTS, RM_ELEMENTS);
   if (dtype < 0) return NULL;
   if (t->n_dims < 0 || t->n_dims > MAX_DIMS)
-    return rm_raise_code(module, RM_E_SHAPE, "%.200U: expected at most %d dims, got %d", name, (int)MAX_DIMS, t->n_dims);
+    return rm_raise_code(module, RM_E_SHAPE, "%.200U: expected at most %d dims, got %d", name,
+                         (int)MAX_DIMS, t->n_dims);
   PyObject *shape = rm_tuple_of(t->shape, t->n_dims);
   array_object *array = shape ? new_array(module, op_device, dtype, shape) : NULL;
   Py_XDECREF(shape);
@@ -194,8 +225,10 @@ PyObject *rm_device_array_over(PyObject *module, rm_op_device *op_device, PyObje
   return NULL;
 }
 
-// ------------------------------------------------------------------------------------------------ arguments of ops
-int rm_is_device_array(PyObject *module, PyObject *object) { return rm_is(module, object, RM_TYPE_DEVICE_ARRAY); }
+// ------------------------------------------------------------------------------- arguments of ops
+int rm_is_device_array(PyObject *module, PyObject *object) {
+  return rm_is(module, object, RM_TYPE_DEVICE_ARRAY);
+}
 
 static const char *device_name(const array_object *array) {
   static _Thread_local char name[16];
@@ -204,7 +237,9 @@ static const char *device_name(const array_object *array) {
   return name;
 }
 
-int rm_device_array_type(PyObject *array) { return rm_elements[((array_object *)array)->dtype].type; }
+int rm_device_array_type(PyObject *array) {
+  return rm_elements[((array_object *)array)->dtype].type;
+}
 
 static const char *type_name(int type) {
   int i = 0;
@@ -215,30 +250,36 @@ static const char *type_name(int type) {
 // The address of empty arrays, which is never read: to an op NULL means that an array is absent.
 static char no_element;
 
-int rm_device_array_data(PyObject *module, rm_op_device *op_device, PyObject *object, rm_array_want *want, void **data, size_t *bytes) {
+int rm_device_array_data(PyObject *module, rm_op_device *op_device, PyObject *object,
+                         rm_array_want *want, void **data, size_t *bytes) {
   const array_object *array = (array_object *)object;
   const char *where = op_device->device.name;
   *data = NULL;
   if (object == Py_None && (want->flags & RM_ARRAY_OPTIONAL)) return 0;
   if (!rm_is_device_array(module, object)) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s on %s, got %R", want->name, type_name(want->type), where,
-                  (PyObject *)Py_TYPE(object));
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s on %s, got %R",
+                  want->name, type_name(want->type), where, (PyObject *)Py_TYPE(object));
   } else if (array->op_device != op_device) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array on %s, got one on %s", want->name, where, device_name(array));
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array on %s, got one on %s",
+                  want->name, where, device_name(array));
   } else if (rm_elements[array->dtype].type != want->type) {
-    rm_raise_code(module, RM_E_DTYPE, "%s: expected dtype %s, got %s", want->name, type_name(want->type), rm_elements[array->dtype].name);
+    rm_raise_code(module, RM_E_DTYPE, "%s: expected dtype %s, got %s", want->name,
+                  type_name(want->type), rm_elements[array->dtype].name);
   } else if (array->n_dims != want->n_dims) {
-    rm_raise_code(module, RM_E_SHAPE, "%s: expected %d dims, got %d", want->name, want->n_dims, array->n_dims);
+    rm_raise_code(module, RM_E_SHAPE, "%s: expected %d dims, got %d", want->name, want->n_dims,
+                  array->n_dims);
   } else if ((want->flags & RM_ARRAY_WRITE) && array->read_only) {
-    rm_raise_code(module, RM_E_LAYOUT, "%s: expected a writable array, got a read-only one; copy it first", want->name);
+    rm_raise_code(module, RM_E_LAYOUT,
+                  "%s: expected a writable array, got a read-only one; copy it first", want->name);
   } else if ((want->flags & RM_ARRAY_PACKED) && (uintptr_t)array->data % 16) {
-    rm_raise_code(module, RM_E_LAYOUT, "%s: expected memory aligned to 16 bytes, got address %zu; copy it first", want->name,
-                  (size_t)(uintptr_t)array->data);
+    rm_raise_code(module, RM_E_LAYOUT,
+                  "%s: expected memory aligned to 16 bytes, got address %zu; copy it first",
+                  want->name, (size_t)(uintptr_t)array->data);
   }
   for (int i = 0; i < want->n_dims && !PyErr_Occurred(); i++) {
     if (want->shape[i] >= 0 && array->shape[i] != want->shape[i])
-      rm_raise_code(module, RM_E_SHAPE, "%s: expected size %lld in dim %d, got %lld", want->name, (long long)want->shape[i], i,
-                    (long long)array->shape[i]);
+      rm_raise_code(module, RM_E_SHAPE, "%s: expected size %lld in dim %d, got %lld", want->name,
+                    (long long)want->shape[i], i, (long long)array->shape[i]);
     want->shape[i] = array->shape[i];
   }
   if (PyErr_Occurred()) return -1;
@@ -247,7 +288,7 @@ int rm_device_array_data(PyObject *module, rm_op_device *op_device, PyObject *ob
   return 0;
 }
 
-// ------------------------------------------------------------------------------------------------ DLPack
+// ----------------------------------------------------------------------------------------- DLPack
 typedef struct dl_managed { // DLPack before versions
   dl_tensor tensor;
   void *context;
@@ -274,7 +315,8 @@ static void delete_versioned(dl_versioned *managed) { let_go(managed->context); 
 static void delete_old(dl_managed *managed) { let_go(managed->context); }
 
 static void end_capsule(PyObject *capsule) { // one that no consumer has taken
-  if (PyCapsule_IsValid(capsule, "dltensor_versioned")) delete_versioned(PyCapsule_GetPointer(capsule, "dltensor_versioned"));
+  if (PyCapsule_IsValid(capsule, "dltensor_versioned"))
+    delete_versioned(PyCapsule_GetPointer(capsule, "dltensor_versioned"));
   if (PyCapsule_IsValid(capsule, "dltensor")) delete_old(PyCapsule_GetPointer(capsule, "dltensor"));
 }
 
@@ -292,27 +334,32 @@ static PyObject *capsule_of(array_object *self, int versioned) {
       .shape = held->shape,
       .strides = held->strides,
   };
-  held->versioned = (dl_versioned){.major = 1, .context = held, .deleter = delete_versioned, .tensor = tensor};
+  held->versioned =
+      (dl_versioned){.major = 1, .context = held, .deleter = delete_versioned, .tensor = tensor};
   held->versioned.flags = self->read_only ? DL_READ_ONLY : 0;
   held->old = (dl_managed){tensor, held, delete_old};
-  PyObject *capsule =
-      versioned ? PyCapsule_New(&held->versioned, "dltensor_versioned", end_capsule) : PyCapsule_New(&held->old, "dltensor", end_capsule);
+  PyObject *capsule = versioned ? PyCapsule_New(&held->versioned, "dltensor_versioned", end_capsule)
+                                : PyCapsule_New(&held->old, "dltensor", end_capsule);
   if (!capsule) let_go(held);
   return capsule;
 }
 
-// Makes `stream` wait for the ops enqueued so far; DLPack: None is the default stream, −1 means no wait. Lent memory is complete
-// already.
+// Makes `stream` wait for the ops enqueued so far; DLPack: None is the default stream, −1 means no
+// wait. Lent memory is complete already.
 static int hand_over(array_object *self, PyObject *stream) {
   const long long handle = stream == Py_None ? 1 : PyLong_AsLongLong(stream);
   rm_error err = RM_ERROR_INIT;
   int saved;
   if (PyErr_Occurred()) return -1;
   if (handle == 0 || handle < -1)
-    return PyErr_Format(PyExc_ValueError, "stream: expected a handle, 1, 2, -1 or None, got %lld", handle), -1;
+    return PyErr_Format(PyExc_ValueError, "stream: expected a handle, 1, 2, -1 or None, got %lld",
+                        handle),
+           -1;
   if (handle == -1 || !self->op_device) return 0;
   const rm_device *device = &self->op_device->device;
-  if (rm_op_device_check_stream(rm_module_of((PyObject *)self), self->op_device, (void *)(uintptr_t)handle)) return -1;
+  if (rm_op_device_check_stream(rm_module_of((PyObject *)self), self->op_device,
+                                (void *)(uintptr_t)handle))
+    return -1;
   if (rm_op_device_enter(rm_module_of((PyObject *)self), self->op_device, &saved)) return -1;
   device->make_stream_wait(device->self, (void *)(uintptr_t)handle);
   const rm_device_status status = device->poll(device->self);
@@ -327,16 +374,27 @@ static PyObject *array_dlpack(PyObject *object, PyObject *args, PyObject *kwargs
   array_object *self = (array_object *)object;
   PyObject *stream = Py_None, *version = Py_None, *device = Py_None, *copy = Py_None;
   int major = 0, minor = 0, type = DL_CUDA, number = self->ordinal;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__", names, &stream, &version, &device, &copy)) return NULL;
-  if ((version != Py_None && !PyTuple_Check(version)) || (device != Py_None && !PyTuple_Check(device)))
-    return PyErr_SetString(PyExc_TypeError, "max_version, dl_device: expected tuples of two integers"), NULL;
-  if (version != Py_None && !PyArg_ParseTuple(version, "ii:max_version", &major, &minor)) return NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__", names, &stream, &version,
+                                   &device, &copy))
+    return NULL;
+  if ((version != Py_None && !PyTuple_Check(version)) ||
+      (device != Py_None && !PyTuple_Check(device)))
+    return PyErr_SetString(PyExc_TypeError,
+                           "max_version, dl_device: expected tuples of two integers"),
+           NULL;
+  if (version != Py_None && !PyArg_ParseTuple(version, "ii:max_version", &major, &minor))
+    return NULL;
   if (device != Py_None && !PyArg_ParseTuple(device, "ii:dl_device", &type, &number)) return NULL;
   if (type != DL_CUDA || number != self->ordinal || copy == Py_True)
-    return PyErr_Format(PyExc_BufferError, "expected dl_device of %s and copy=False: the array stays where it is", device_name(self));
+    return PyErr_Format(PyExc_BufferError,
+                        "expected dl_device of %s and copy=False: the array stays where it is",
+                        device_name(self));
   if (self->is_dropped) return rm_raise_code(rm_module_of(object), RM_E_STATE, GIVEN_BACK);
   if (major < 1 && self->read_only)
-    return PyErr_SetString(PyExc_BufferError, "expected a consumer with DLPack 1.x, got an older one: the array is read-only"), NULL;
+    return PyErr_SetString(
+               PyExc_BufferError,
+               "expected a consumer with DLPack 1.x, got an older one: the array is read-only"),
+           NULL;
   return hand_over(self, stream) ? NULL : capsule_of(self, major >= 1);
 }
 
@@ -345,15 +403,17 @@ static PyObject *array_dlpack_device(PyObject *self, PyObject *ignored) {
   return Py_BuildValue("(ii)", (int)DL_CUDA, ((array_object *)self)->ordinal);
 }
 
-// ------------------------------------------------------------------------------------------------ DeviceArray
+// ------------------------------------------------------------------------------------ DeviceArray
 // Copies bytes to the host, from `low` bytes after element 0 on, and waits for the copy.
 static int read_bytes(const array_object *self, void *to, int64_t low, size_t bytes) {
   PyObject *module = rm_module_of((PyObject *)self);
   rm_error err = RM_ERROR_INIT;
   rm_code code;
   int saved = 0;
-  const rm_device *device = self->op_device ? &self->op_device->device : rm_gpus_device(self->gpus, self->ordinal);
-  if (!device || (self->op_device && rm_op_device_enter(module, self->op_device, &saved))) return -1;
+  const rm_device *device =
+      self->op_device ? &self->op_device->device : rm_gpus_device(self->gpus, self->ordinal);
+  if (!device || (self->op_device && rm_op_device_enter(module, self->op_device, &saved)))
+    return -1;
   Py_BEGIN_ALLOW_THREADS
     if (!self->op_device) saved = device->enter(device->self);
     device->copy_to_host(device->self, to, (const char *)self->data + low, bytes);
@@ -365,7 +425,8 @@ static int read_bytes(const array_object *self, void *to, int64_t low, size_t by
   return code ? -1 : 0;
 }
 
-// A C-contiguous array is read into the result. A strided one is read as a whole range of memory, and then rearranged.
+// A C-contiguous array is read into the result. A strided one is read as a whole range of memory,
+// and then rearranged.
 static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
   const array_object *self = (array_object *)object;
   const int type = rm_elements[self->dtype].type;
@@ -384,14 +445,16 @@ static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
   }
   if (!self->bytes || is_contiguous) {
     PyObject *out = rm_array_new(type, self->n_dims, self->shape, NULL);
-    if (out && self->bytes && read_bytes(self, PyArray_DATA((PyArrayObject *)out), 0, self->bytes)) Py_CLEAR(out);
+    if (out && self->bytes && read_bytes(self, PyArray_DATA((PyArrayObject *)out), 0, self->bytes))
+      Py_CLEAR(out);
     return out;
   }
   PyObject *copy = NULL, *bytes = rm_array_new(NPY_UINT8, 1, (const int64_t[]){high - low}, NULL);
   if (!bytes) return NULL;
   char *to = PyArray_DATA((PyArrayObject *)bytes);
   if (!read_bytes(self, to, low, (size_t)(high - low))) {
-    PyObject *view = PyArray_New(&PyArray_Type, self->n_dims, dims, type, steps, to - low, 0, NPY_ARRAY_ALIGNED, NULL);
+    PyObject *view = PyArray_New(&PyArray_Type, self->n_dims, dims, type, steps, to - low, 0,
+                                 NPY_ARRAY_ALIGNED, NULL);
     copy = view ? PyArray_NewCopy((PyArrayObject *)view, NPY_CORDER) : NULL;
     Py_XDECREF(view);
   }
@@ -405,15 +468,20 @@ static PyObject *array_part(PyObject *object, PyObject *args) {
   PyObject *place, *shape, *module = rm_module_of(object);
   if (!PyArg_ParseTuple(args, "OO:part", &place, &shape)) return NULL;
   if (!self->op_device)
-    return rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "expected an array of an op, got one that another process lends");
-  if (!PyTuple_Check(shape)) return rm_raise_code(module, RM_E_SHAPE, "shape: expected a tuple of sizes, got %R", shape);
+    return rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
+                         "expected an array of an op, got one that another process lends");
+  if (!PyTuple_Check(shape))
+    return rm_raise_code(module, RM_E_SHAPE, "shape: expected a tuple of sizes, got %R", shape);
   const long long first = size_of(module, place);
-  array_object *part = PyErr_Occurred() ? NULL : new_array(module, self->op_device, self->dtype, shape);
+  array_object *part =
+      PyErr_Occurred() ? NULL : new_array(module, self->op_device, self->dtype, shape);
   if (!part) return NULL;
   const size_t each = rm_elements[self->dtype].bits / 8;
-  if (first < 0 || (size_t)first > self->bytes / each || part->bytes > self->bytes - (size_t)first * each) {
-    rm_raise_code(module, RM_E_SHAPE, "expected elements of an array of %zu, got %zu from element %lld on", self->bytes / each,
-                  part->bytes / each, first);
+  if (first < 0 || (size_t)first > self->bytes / each ||
+      part->bytes > self->bytes - (size_t)first * each) {
+    rm_raise_code(module, RM_E_SHAPE,
+                  "expected elements of an array of %zu, got %zu from element %lld on",
+                  self->bytes / each, part->bytes / each, first);
     Py_DECREF(part);
     return NULL;
   }
@@ -425,7 +493,8 @@ static PyObject *array_part(PyObject *object, PyObject *args) {
 
 RM_TRAVERSE(array_traverse, array_object, (PyObject *)self->op_device, self->gpus, self->owner)
 
-// The array exports no memory from now on. Its owner stays, for consumers of __dlpack__ that still read.
+// The array exports no memory from now on. Its owner stays, for consumers of __dlpack__ that still
+// read.
 static void drop(array_object *self) {
   self->data = NULL;
   self->is_dropped = 1;
@@ -444,7 +513,9 @@ static int array_clear(PyObject *object) {
 static PyObject *array_drop(PyObject *object, PyObject *ignored) {
   (void)ignored;
   array_object *self = (array_object *)object;
-  if (!self->gpus) return rm_raise_code(rm_module_of(object), RM_E_STATE, "expected an array that another process lends");
+  if (!self->gpus)
+    return rm_raise_code(rm_module_of(object), RM_E_STATE,
+                         "expected an array that another process lends");
   drop(self);
   Py_RETURN_NONE;
 }
@@ -482,11 +553,13 @@ static PyObject *array_device(PyObject *self, void *ignored) {
   return PyUnicode_FromString(device_name((array_object *)self));
 }
 
-// Nothing is copied to the host implicitly. Without __array__ NumPy would make an object array of it.
+// Nothing is copied to the host implicitly. Without __array__ NumPy would make an object array of
+// it.
 static PyObject *refuse_host(PyObject *object, const char *what) {
   const array_object *self = (array_object *)object;
-  return rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of the host, got %s on %s; .numpy() copies it",
-                       what, rm_elements[self->dtype].name, device_name(self));
+  return rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR,
+                       "%s: expected an array of the host, got %s on %s; .numpy() copies it", what,
+                       rm_elements[self->dtype].name, device_name(self));
 }
 
 static PyObject *array_array(PyObject *object, PyObject *args, PyObject *kwargs) {
@@ -499,17 +572,22 @@ static int array_bool(PyObject *object) { return refuse_host(object, "bool()"), 
 static Py_ssize_t array_length(PyObject *object) {
   const array_object *self = (array_object *)object;
   if (self->n_dims) return (Py_ssize_t)self->shape[0];
-  return PyErr_SetString(PyExc_TypeError, "len(): expected an array with dims, got one without"), -1;
+  return PyErr_SetString(PyExc_TypeError, "len(): expected an array with dims, got one without"),
+         -1;
 }
 
 static PyMethodDef array_methods[] = {
-    {"__array__", (PyCFunction)(void (*)(void))array_array, METH_VARARGS | METH_KEYWORDS, PyDoc_STR("UnsupportedTensorError: see numpy.")},
+    {"__array__", (PyCFunction)(void (*)(void))array_array, METH_VARARGS | METH_KEYWORDS,
+     PyDoc_STR("UnsupportedTensorError: see numpy.")},
     {"__dlpack__", (PyCFunction)(void (*)(void))array_dlpack, METH_VARARGS | METH_KEYWORDS,
      PyDoc_STR("A capsule; the consumer's stream comes after the ops so far.")},
     {"__dlpack_device__", array_dlpack_device, METH_NOARGS, PyDoc_STR("(2, ordinal).")},
-    {"numpy", array_numpy, METH_NOARGS, PyDoc_STR("A copy on the host, of bfloat16 its words in uint16; waits for the ops so far.")},
-    {"drop", array_drop, METH_NOARGS, PyDoc_STR("Of a lent array, whose memory goes: StateError from now on.")},
-    {"part", array_part, METH_VARARGS, PyDoc_STR("(first, shape): its elements from the first on, as a view of that shape.")},
+    {"numpy", array_numpy, METH_NOARGS,
+     PyDoc_STR("A copy on the host, of bfloat16 its words in uint16; waits for the ops so far.")},
+    {"drop", array_drop, METH_NOARGS,
+     PyDoc_STR("Of a lent array, whose memory goes: StateError from now on.")},
+    {"part", array_part, METH_VARARGS,
+     PyDoc_STR("(first, shape): its elements from the first on, as a view of that shape.")},
     {0},
 };
 
@@ -523,8 +601,10 @@ static PyGetSetDef array_members[] = {
 
 static PyMemberDef array_fields[] = {
     {"ndim", T_INT, offsetof(array_object, n_dims), READONLY, PyDoc_STR("Number of dims.")},
-    {"nbytes", T_PYSSIZET, offsetof(array_object, bytes), READONLY, PyDoc_STR("Bytes of its elements.")},
-    {"op_device", T_OBJECT, offsetof(array_object, op_device), READONLY, PyDoc_STR("Its OpDevice; None of a lent array.")},
+    {"nbytes", T_PYSSIZET, offsetof(array_object, bytes), READONLY,
+     PyDoc_STR("Bytes of its elements.")},
+    {"op_device", T_OBJECT, offsetof(array_object, op_device), READONLY,
+     PyDoc_STR("Its OpDevice; None of a lent array.")},
     {0},
 };
 
@@ -537,7 +617,10 @@ static PyType_Slot slots[] = {
     {Py_tp_getset, array_members},
     {Py_sq_length, array_length},
     {Py_nb_bool, array_bool},
-    {Py_tp_doc, "An array on a GPU: an output of rollmesh.ops, or a view of memory that another process lends or another rank sent."},
+    {Py_tp_doc,
+     "An array on a GPU: an output of rollmesh.ops, or a view of memory that another process "
+     "lends or another rank sent."},
     {0, NULL},
 };
-PyType_Spec rm_device_array_spec = RM_TYPE("DeviceArray", array_object, RM_GC | RM_MADE_HERE, slots);
+PyType_Spec rm_device_array_spec =
+    RM_TYPE("DeviceArray", array_object, RM_GC | RM_MADE_HERE, slots);

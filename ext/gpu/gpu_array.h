@@ -1,11 +1,13 @@
 // gpu_array.h: _core.OpDevice and _core.DeviceArray.
 //
-// `OpDevice(library, ordinal)` is a CUDA device opened for ops: a stream, a workspace and mirrored buffers. A DeviceArray is an array of
-// an OpDevice, a view of another library's tensor (a DLPack producer), or a read-only view of memory that another process lends or
-// another rank sent (Gpus.array). It is a DLPack producer itself.
+// `OpDevice(library, ordinal)` is a CUDA device opened for ops: a stream, a workspace and mirrored
+// buffers. A DeviceArray is an array of an OpDevice, a view of another library's tensor (a DLPack
+// producer), or a read-only view of memory that another process lends or another rank sent
+// (Gpus.array). It is a DLPack producer itself.
 //
-// An OpDevice lives as long as its arrays. Between rm_op_device_enter and rm_op_device_leave its mutex is held and its device is current;
-// waiting for the mutex releases the GIL. The mutex is recursive, since an array may be freed while another is checked.
+// An OpDevice lives as long as its arrays. Between rm_op_device_enter and rm_op_device_leave its
+// mutex is held and its device is current; waiting for the mutex releases the GIL. The mutex is
+// recursive, since an array may be freed while another is checked.
 #pragma once
 
 #include "arrays.h"
@@ -20,13 +22,14 @@ enum { RM_OP_DEVICE_MIRRORED = 4 };
 
 typedef struct rm_op_device {
   PyObject_HEAD
-  rm_device device;                                    // owned
-  char *library;                                       // owned: where it comes from
-  pthread_mutex_t mutex;                               // recursive
-  pid_t owner;                                         // CUDA does not survive a fork
-  void *workspace;                                     // owned, grows
+  rm_device device; // owned
+  char *library; // owned: where it comes from
+  pthread_mutex_t mutex; // recursive
+  pid_t owner; // CUDA does not survive a fork
+  void *workspace; // owned, grows
   size_t workspace_bytes;
-  rm_mirrored_buffer mirrored[RM_OP_DEVICE_MIRRORED];  // owned, grow: index arrays, parameters, small results
+  rm_mirrored_buffer
+      mirrored[RM_OP_DEVICE_MIRRORED]; // owned, grow: index arrays, parameters, small results
 } rm_op_device;
 
 // 0, or −1 with ConfigError: ops cannot be ordered with that stream.
@@ -34,20 +37,25 @@ int rm_op_device_check_stream(PyObject *module, rm_op_device *op_device, void *s
 // 0, or −1 with StateError in a forked child. *saved is for leave.
 int rm_op_device_enter(PyObject *module, rm_op_device *op_device, int *saved);
 void rm_op_device_leave(rm_op_device *op_device, int saved);
-// Mirrored buffer i with room for so many bytes, which no earlier work reads or writes. RM_E_CAPACITY, RM_E_MEMORY, RM_E_DEVICE.
+// Mirrored buffer i with room for so many bytes, which no earlier work reads or writes.
+// RM_E_CAPACITY, RM_E_MEMORY, RM_E_DEVICE.
 rm_code rm_op_device_mirrored(rm_op_device *op_device, int i, size_t bytes, rm_error *err);
-rm_code rm_op_device_workspace(rm_op_device *op_device, size_t bytes, rm_error *err); // grows it: RM_E_CAPACITY, RM_E_DEVICE
+rm_code rm_op_device_workspace(rm_op_device *op_device, size_t bytes,
+                               rm_error *err); // grows it: RM_E_CAPACITY, RM_E_DEVICE
 
-// New arrays: zeros of a dtype by its name and a shape (tuple), a copy of a NumPy array, a view of what a producer gave. CapacityError,
-// DTypeError, ShapeError, LayoutError, UnsupportedTensorError.
-PyObject *rm_device_array_zeros(PyObject *module, rm_op_device *op_device, const char *name, PyObject *shape);
+// New arrays: zeros of a dtype by its name and a shape (tuple), a copy of a NumPy array, a view of
+// what a producer gave. CapacityError, DTypeError, ShapeError, LayoutError, UnsupportedTensorError.
+PyObject *rm_device_array_zeros(PyObject *module, rm_op_device *op_device, const char *name,
+                                PyObject *shape);
 PyObject *rm_device_array_copy(PyObject *module, rm_op_device *op_device, PyObject *array);
-PyObject *rm_device_array_over(PyObject *module, rm_op_device *op_device, PyObject *name, const rm_dlpack *taken);
+PyObject *rm_device_array_over(PyObject *module, rm_op_device *op_device, PyObject *name,
+                               const rm_dlpack *taken);
 
 PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args); // _core.Gpus.array
 
 int rm_is_device_array(PyObject *module, PyObject *object);
-// As rm_array_data, of a DeviceArray of `op_device`'s device; another array gives UnsupportedTensorError, which names both places. *bytes
-// (may be NULL) is their number.
-int rm_device_array_data(PyObject *module, rm_op_device *op_device, PyObject *object, rm_array_want *want, void **data, size_t *bytes);
+// As rm_array_data, of a DeviceArray of `op_device`'s device; another array gives
+// UnsupportedTensorError, which names both places. *bytes (may be NULL) is their number.
+int rm_device_array_data(PyObject *module, rm_op_device *op_device, PyObject *object,
+                         rm_array_want *want, void **data, size_t *bytes);
 int rm_device_array_type(PyObject *array); // NPY_UINT16 of bfloat16, NPY_FLOAT32, …

@@ -1,6 +1,7 @@
-// gpu_group.c: see gpu_group.h. Each block is a new allocation and never written again, since a consumer's stream may still read it after
-// the consumer has released it (torch.from_dlpack does not tell). Freeing waits for the device, hence for a broadcast that may never end;
-// so a released block is only put on a list, which is freed after the next wait, without the GIL.
+// gpu_group.c: see gpu_group.h. Each block is a new allocation and never written again, since a
+// consumer's stream may still read it after the consumer has released it (torch.from_dlpack does
+// not tell). Freeing waits for the device, hence for a broadcast that may never end; so a released
+// block is only put on a list, which is freed after the next wait, without the GIL.
 #include "gpu_group.h"
 
 #include <string.h>
@@ -20,7 +21,8 @@ typedef struct run { // of the device's memory
 
 typedef struct group_object {
   PyObject_HEAD
-  PyObject *gpus, *end; // owned: the _core.Gpus that has the device, the _core.Comm that `host` is of
+  PyObject *gpus,
+      *end; // owned: the _core.Gpus that has the device, the _core.Comm that `host` is of
   const rm_device *device; // view
   rm_comm *host, *there; // owned; NULL: closed
   run *spare; // owned, of no block: to be freed when the group has waited
@@ -52,7 +54,7 @@ static PyObject *leave(group_object *self, int saved, rm_code code, rm_error *er
   return rm_none(rm_module_of((PyObject *)self), code, err);
 }
 
-// ------------------------------------------------------------------------------------------------ blocks
+// ----------------------------------------------------------------------------------------- blocks
 static void drop_run(const rm_device *device, run *r) {
   const int saved = device->enter(device->self);
   rm_device_free(device, r->data, r->bytes);
@@ -95,7 +97,9 @@ static PyObject *group_block(PyObject *object, PyObject *args) {
   rm_error err = RM_ERROR_INIT;
   run *taken = NULL;
   if (!PyArg_ParseTuple(args, "n:block", &bytes)) return NULL;
-  if (bytes < 0) return rm_raise_code(rm_module_of(object), RM_E_LIMIT, "expected a number of bytes, got %zd", bytes);
+  if (bytes < 0)
+    return rm_raise_code(rm_module_of(object), RM_E_LIMIT, "expected a number of bytes, got %zd",
+                         bytes);
   if (enter(self, &saved)) return NULL;
   const rm_code code = take_run(self, bytes ? (size_t)bytes : 1, &taken, &err);
   PyObject *none = leave(self, saved, code, &err);
@@ -114,7 +118,8 @@ static PyObject *group_block(PyObject *object, PyObject *args) {
 
 RM_TRAVERSE(block_traverse, block_object, (PyObject *)self->group)
 
-// Any thread may run this while another is in a call, so the memory is only put on the list. After close it is freed at once.
+// Any thread may run this while another is in a call, so the memory is only put on the list. After
+// close it is freed at once.
 static void block_dealloc(PyObject *object) {
   PyObject_GC_UnTrack(object);
   block_object *self = (block_object *)object;
@@ -130,14 +135,17 @@ static void block_dealloc(PyObject *object) {
 }
 
 static int check_inside(block_object *self, long long offset, size_t bytes) {
-  if (offset >= 0 && (size_t)offset <= self->run->bytes && bytes <= self->run->bytes - (size_t)offset) return 0;
-  rm_raise_code(rm_module_of((PyObject *)self), RM_E_LIMIT, "expected bytes inside a block of %zu, got %zu at %lld", self->run->bytes,
-                bytes, offset);
+  if (offset >= 0 && (size_t)offset <= self->run->bytes &&
+      bytes <= self->run->bytes - (size_t)offset)
+    return 0;
+  rm_raise_code(rm_module_of((PyObject *)self), RM_E_LIMIT,
+                "expected bytes inside a block of %zu, got %zu at %lld", self->run->bytes, bytes,
+                offset);
   return -1;
 }
 
-// CUDA may delay a copy from host memory until earlier work is done, and a broadcast may never be done. So this waits for earlier work
-// first, with the group's deadline.
+// CUDA may delay a copy from host memory until earlier work is done, and a broadcast may never be
+// done. So this waits for earlier work first, with the group's deadline.
 static PyObject *block_put(PyObject *object, PyObject *args) {
   block_object *self = (block_object *)object;
   const rm_device *device = self->group->device;
@@ -152,7 +160,8 @@ static PyObject *block_put(PyObject *object, PyObject *args) {
     rm_code code;
     Py_BEGIN_ALLOW_THREADS
       code = rm_comm_wait(&there, 1, device, rm_comm_timeout(there), &err);
-      if (!code) device->copy_to_device(device->self, self->run->data + offset, view.buf, (size_t)view.len);
+      if (!code)
+        device->copy_to_device(device->self, self->run->data + offset, view.buf, (size_t)view.len);
     Py_END_ALLOW_THREADS
     done = leave(self->group, saved, code, &err);
   }
@@ -168,11 +177,13 @@ static PyObject *block_copy(PyObject *object, PyObject *args) {
   int ordinal, each, saved;
   unsigned long long address;
   int64_t sizes[RM_STRIDED_DIMS], steps[RM_STRIDED_DIMS];
-  if (!PyArg_ParseTuple(args, "LiKiO!O!:copy", &offset, &ordinal, &address, &each, &PyTuple_Type, &shape, &PyTuple_Type, &strides))
+  if (!PyArg_ParseTuple(args, "LiKiO!O!:copy", &offset, &ordinal, &address, &each, &PyTuple_Type,
+                        &shape, &PyTuple_Type, &strides))
     return NULL;
   const int n = (int)PyTuple_Size(shape);
   if (n < 0 || n > RM_STRIDED_DIMS || PyTuple_Size(strides) != n)
-    return rm_raise_code(rm_module_of(object), RM_E_SHAPE, "expected at most 4 dims and as many strides, got %d", n);
+    return rm_raise_code(rm_module_of(object), RM_E_SHAPE,
+                         "expected at most 4 dims and as many strides, got %d", n);
   if (rm_numbers_of(shape, sizes, n) || rm_numbers_of(strides, steps, n)) return NULL;
   int64_t bytes = each;
   for (int i = 0; i < n; i++) bytes *= sizes[i]; // of a tensor that is there: Gpus.lend
@@ -181,12 +192,15 @@ static PyObject *block_copy(PyObject *object, PyObject *args) {
   if (ordinal != device->ordinal && r.width == (size_t)each && bytes > each)
     return rm_raise_code(
         rm_module_of(object), RM_E_LAYOUT,
-        "expected contiguous elements in a tensor on cuda:%d that is sent from cuda:%d, got strides %R; send .contiguous()", ordinal,
-        device->ordinal, strides);
+        "expected contiguous elements in a tensor on cuda:%d that is sent from cuda:%d, got "
+        "strides %R; send .contiguous()",
+        ordinal, device->ordinal, strides);
   if (enter(self->group, &saved)) return NULL;
   rm_error err = RM_ERROR_INIT;
   Py_BEGIN_ALLOW_THREADS
-    if (bytes) rm_strided_copy(device, ordinal, &r, self->run->data + offset, (const char *)(uintptr_t)address);
+    if (bytes)
+      rm_strided_copy(device, ordinal, &r, self->run->data + offset,
+                      (const char *)(uintptr_t)address);
   Py_END_ALLOW_THREADS
   return leave(self->group, saved, RM_OK, &err);
 }
@@ -196,19 +210,26 @@ static PyObject *block_address(PyObject *self, void *ignored) {
   return PyLong_FromUnsignedLongLong((uintptr_t)((block_object *)self)->run->data);
 }
 
-// ------------------------------------------------------------------------------------------------ between ranks
+// ---------------------------------------------------------------------------------- between ranks
 static PyObject *group_broadcast(PyObject *object, PyObject *args) {
   group_object *self = (group_object *)object;
   PyObject *given;
   Py_ssize_t bytes;
   int root, saved;
-  if (!PyArg_ParseTuple(args, "O!ni:broadcast", rm_state(rm_module_of(object))->types[RM_TYPE_GPU_BLOCK], &given, &bytes, &root))
+  if (!PyArg_ParseTuple(args, "O!ni:broadcast",
+                        rm_state(rm_module_of(object))->types[RM_TYPE_GPU_BLOCK], &given, &bytes,
+                        &root))
     return NULL;
   block_object *block = (block_object *)given;
-  if (block->group != self) return rm_raise_code(rm_module_of(object), RM_E_STATE, "expected a block of this group, got another group's");
+  if (block->group != self)
+    return rm_raise_code(rm_module_of(object), RM_E_STATE,
+                         "expected a block of this group, got another group's");
   if (check_inside(block, 0, (size_t)bytes) || enter(self, &saved)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  return leave(self, saved, RM_UNLOCKED(rm_comm_broadcast(self->there, block->run->data, (size_t)bytes, root, &err)), &err);
+  return leave(
+      self, saved,
+      RM_UNLOCKED(rm_comm_broadcast(self->there, block->run->data, (size_t)bytes, root, &err)),
+      &err);
 }
 
 static PyObject *group_wait(PyObject *object, PyObject *ignored) {
@@ -217,7 +238,8 @@ static PyObject *group_wait(PyObject *object, PyObject *ignored) {
   (void)ignored;
   if (enter(self, &saved)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  const rm_code code = RM_UNLOCKED(rm_comm_wait(&self->there, 1, self->device, rm_comm_timeout(self->there), &err));
+  const rm_code code =
+      RM_UNLOCKED(rm_comm_wait(&self->there, 1, self->device, rm_comm_timeout(self->there), &err));
   run *unused = code ? NULL : detach_spare(self);
   Py_BEGIN_ALLOW_THREADS
     drop_runs(self->device, unused);
@@ -249,7 +271,9 @@ static void close_group(group_object *self) {
 static PyObject *group_close(PyObject *object, PyObject *ignored) {
   group_object *self = (group_object *)object;
   (void)ignored;
-  if (self->is_busy) return rm_raise_code(rm_module_of(object), RM_E_STATE, "this group of GPUs is in use by another thread");
+  if (self->is_busy)
+    return rm_raise_code(rm_module_of(object), RM_E_STATE,
+                         "this group of GPUs is in use by another thread");
   close_group(self);
   Py_RETURN_NONE;
 }
@@ -275,7 +299,9 @@ PyObject *rm_gpu_group_new(PyObject *gpus, PyObject *args) {
   PyObject *module = rm_module_of(gpus), *end;
   int ordinal;
   rm_nccl_options options = {.capacity = 0};
-  if (!PyArg_ParseTuple(args, "Oissd:group", &end, &ordinal, &options.library, &options.gpu, &options.timeout)) return NULL;
+  if (!PyArg_ParseTuple(args, "Oissd:group", &end, &ordinal, &options.library, &options.gpu,
+                        &options.timeout))
+    return NULL;
   const rm_device *device = rm_gpus_device(gpus, ordinal);
   group_object *self = device ? rm_object_make(module, RM_TYPE_GPU_GROUP) : NULL;
   if (!self) return NULL;
@@ -290,12 +316,16 @@ PyObject *rm_gpu_group_new(PyObject *gpus, PyObject *args) {
   return failed ? NULL : rm_raise(module, &err);
 }
 
-// ------------------------------------------------------------------------------------------------ the types
+// -------------------------------------------------------------------------------------- the types
 static PyMethodDef block_methods[] = {
     {"put", block_put, METH_VARARGS,
-     PyDoc_STR("(offset, host bytes): waits for earlier work, then enqueues a copy; the bytes have to stay until wait().")},
+     PyDoc_STR(
+         "(offset, host bytes): waits for earlier work, then enqueues a copy; the bytes have to "
+         "stay until wait().")},
     {"copy", block_copy, METH_VARARGS,
-     PyDoc_STR("(offset, ordinal, address, bytes of an element, shape, strides): enqueues a copy of a GPU tensor, in C order.")},
+     PyDoc_STR(
+         "(offset, ordinal, address, bytes of an element, shape, strides): enqueues a copy of a "
+         "GPU tensor, in C order.")},
     {0},
 };
 
@@ -306,9 +336,11 @@ static PyGetSetDef block_members[] = {
 
 static PyMethodDef group_methods[] = {
     {"block", group_block, METH_VARARGS, PyDoc_STR("(bytes): a GpuBlock, uninitialized.")},
-    {"broadcast", group_broadcast, METH_VARARGS, PyDoc_STR("(block, bytes, root): enqueues a broadcast of root's block.")},
+    {"broadcast", group_broadcast, METH_VARARGS,
+     PyDoc_STR("(block, bytes, root): enqueues a broadcast of root's block.")},
     {"wait", group_wait, METH_NOARGS, PyDoc_STR("Waits for all enqueued work.")},
-    {"abort", group_abort, METH_NOARGS, PyDoc_STR("Ends the group; the other ranks get RankLostError where they wait.")},
+    {"abort", group_abort, METH_NOARGS,
+     PyDoc_STR("Ends the group; the other ranks get RankLostError where they wait.")},
     {"close", group_close, METH_NOARGS, PyDoc_STR("Leaves the group. Idempotent.")},
     {0},
 };
@@ -321,7 +353,8 @@ static PyType_Slot block_slots[] = {
     {Py_tp_doc, "Bytes of a GPU's memory, for a bucket of weights."},
     {0, NULL},
 };
-PyType_Spec rm_gpu_block_spec = RM_TYPE("GpuBlock", block_object, RM_GC | RM_MADE_HERE, block_slots);
+PyType_Spec rm_gpu_block_spec =
+    RM_TYPE("GpuBlock", block_object, RM_GC | RM_MADE_HERE, block_slots);
 
 static PyType_Slot group_slots[] = {
     {Py_tp_dealloc, group_dealloc},
@@ -330,4 +363,5 @@ static PyType_Slot group_slots[] = {
     {Py_tp_doc, "One rank of a group of GPUs over NCCL. One thread at a time."},
     {0, NULL},
 };
-PyType_Spec rm_gpu_group_spec = RM_TYPE("GpuGroup", group_object, RM_GC | RM_MADE_HERE, group_slots);
+PyType_Spec rm_gpu_group_spec =
+    RM_TYPE("GpuGroup", group_object, RM_GC | RM_MADE_HERE, group_slots);

@@ -1,4 +1,5 @@
-// loans.c: see loans.h. Python decides which process opens what, and for how long (rollmesh.weights.transport.loans).
+// loans.c: see loans.h. Python decides which process opens what, and for how long
+// (rollmesh.weights.transport.loans).
 #include "loans.h"
 
 #include <string.h>
@@ -13,7 +14,7 @@
 
 typedef struct gpus_object {
   PyObject_HEAD
-  rm_ready_streams readers;           // owned
+  rm_ready_streams readers; // owned
 } gpus_object;
 
 static PyObject *gpus_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -35,11 +36,14 @@ static void gpus_dealloc(PyObject *self) {
 static const rm_device *find(gpus_object *self, int ordinal) {
   const rm_device *device = NULL;
   rm_error err = RM_ERROR_INIT;
-  if (rm_ready_streams_find(&self->readers, ordinal, &device, &err)) rm_raise(rm_module_of((PyObject *)self), &err);
+  if (rm_ready_streams_find(&self->readers, ordinal, &device, &err))
+    rm_raise(rm_module_of((PyObject *)self), &err);
   return device;
 }
 
-const rm_device *rm_gpus_device(PyObject *gpus, int ordinal) { return find((gpus_object *)gpus, ordinal); }
+const rm_device *rm_gpus_device(PyObject *gpus, int ordinal) {
+  return find((gpus_object *)gpus, ordinal);
+}
 
 static const rm_device *take_reader(void *self, PyObject *name, int ordinal) {
   (void)name;
@@ -54,12 +58,15 @@ static PyObject *gpus_lend(PyObject *object, PyObject *args) {
   PyObject *name, *given, *owner = NULL, *out = NULL, *shape = NULL, *strides = NULL;
   rm_tensor tensor;
   if (!PyArg_ParseTuple(args, "UO:lend", &name, &given)) return NULL;
-  if (rm_tensor_from_object(rm_module_of(object), given, name, &reader, &tensor, &owner)) return NULL;
+  if (rm_tensor_from_object(rm_module_of(object), given, name, &reader, &tensor, &owner))
+    return NULL;
   if (!tensor.on_device)
-    rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a tensor on a GPU, got one on the CPU", name);
-  else if ((shape = rm_tuple_of(tensor.shape, tensor.n_dims)) && (strides = rm_tuple_of(tensor.strides, tensor.n_dims)))
-    out = Py_BuildValue("(iKsOOO)", tensor.ordinal, (unsigned long long)(uintptr_t)tensor.data, rm_elements[tensor.dtype].name, shape,
-                        strides, owner);
+    rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR,
+                  "%.200U: expected a tensor on a GPU, got one on the CPU", name);
+  else if ((shape = rm_tuple_of(tensor.shape, tensor.n_dims)) &&
+           (strides = rm_tuple_of(tensor.strides, tensor.n_dims)))
+    out = Py_BuildValue("(iKsOOO)", tensor.ordinal, (unsigned long long)(uintptr_t)tensor.data,
+                        rm_elements[tensor.dtype].name, shape, strides, owner);
   Py_XDECREF(shape);
   Py_XDECREF(strides);
   rm_tensor_release(owner);
@@ -71,7 +78,8 @@ static PyObject *gpus_wait(PyObject *object, PyObject *args) {
   int ordinal;
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "i:wait", &ordinal)) return NULL;
-  return rm_none(rm_module_of(object), RM_UNLOCKED(rm_ready_streams_wait(&self->readers, ordinal, &err)), &err);
+  return rm_none(rm_module_of(object),
+                 RM_UNLOCKED(rm_ready_streams_wait(&self->readers, ordinal, &err)), &err);
 }
 
 // Opening memory waits for the driver, closing it for the device: both run without the GIL.
@@ -84,10 +92,12 @@ static PyObject *gpus_loan(PyObject *object, PyObject *args) {
   if (!PyArg_ParseTuple(args, "iK:loan", &ordinal, &address)) return NULL;
   const rm_device *device = find(self, ordinal);
   if (!device) return NULL;
-  const rm_code code = RM_UNLOCKED(rm_cuda_make_loan(self->readers.library, device, (const void *)(uintptr_t)address, &loan, &err));
+  const rm_code code = RM_UNLOCKED(rm_cuda_make_loan(
+      self->readers.library, device, (const void *)(uintptr_t)address, &loan, &err));
   if (code) return rm_raise(rm_module_of(object), &err);
-  return Py_BuildValue("(sy#Kn)", loan.device, (const char *)loan.handle, (Py_ssize_t)sizeof loan.handle,
-                       (unsigned long long)(uintptr_t)loan.block, (Py_ssize_t)loan.bytes);
+  return Py_BuildValue("(sy#Kn)", loan.device, (const char *)loan.handle,
+                       (Py_ssize_t)sizeof loan.handle, (unsigned long long)(uintptr_t)loan.block,
+                       (Py_ssize_t)loan.bytes);
 }
 
 static PyObject *gpus_borrow(PyObject *object, PyObject *args) {
@@ -99,14 +109,17 @@ static PyObject *gpus_borrow(PyObject *object, PyObject *args) {
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "sy#:borrow", &bus, &handle, &length)) return NULL;
   if (length != sizeof loan.handle)
-    return rm_raise_code(rm_module_of(object), RM_E_CONFIG, "expected a handle of %zu bytes, got %zd", sizeof loan.handle, length);
+    return rm_raise_code(rm_module_of(object), RM_E_CONFIG,
+                         "expected a handle of %zu bytes, got %zd", sizeof loan.handle, length);
   memcpy(loan.handle, handle, sizeof loan.handle);
-  if (rm_cuda_ordinal(self->readers.library, bus, &ordinal, &err)) return rm_raise(rm_module_of(object), &err);
+  if (rm_cuda_ordinal(self->readers.library, bus, &ordinal, &err))
+    return rm_raise(rm_module_of(object), &err);
   const rm_device *device = find(self, ordinal);
   if (!device) return NULL;
   const rm_code code = RM_UNLOCKED(rm_cuda_open_loan(self->readers.library, device, &loan, &err));
   if (code) return rm_raise(rm_module_of(object), &err);
-  return Py_BuildValue("(iKn)", ordinal, (unsigned long long)(uintptr_t)loan.block, (Py_ssize_t)loan.bytes);
+  return Py_BuildValue("(iKn)", ordinal, (unsigned long long)(uintptr_t)loan.block,
+                       (Py_ssize_t)loan.bytes);
 }
 
 static PyObject *gpus_give_back(PyObject *object, PyObject *args) {
@@ -117,20 +130,28 @@ static PyObject *gpus_give_back(PyObject *object, PyObject *args) {
   if (!PyArg_ParseTuple(args, "iK:give_back", &ordinal, &block)) return NULL;
   const rm_device *device = find(self, ordinal);
   if (!device) return NULL;
-  return rm_none(rm_module_of(object), RM_UNLOCKED(rm_cuda_close_loan(self->readers.library, device, (void *)(uintptr_t)block, &err)),
+  return rm_none(rm_module_of(object),
+                 RM_UNLOCKED(rm_cuda_close_loan(self->readers.library, device,
+                                                (void *)(uintptr_t)block, &err)),
                  &err);
 }
 
 static PyMethodDef gpus_methods[] = {
-    {"lend", gpus_lend, METH_VARARGS, PyDoc_STR("(name, tensor): (ordinal, address, dtype, shape, strides, what keeps it alive).")},
-    {"wait", gpus_wait, METH_VARARGS, PyDoc_STR("(ordinal): until what writes the tensors lent so far is done.")},
-    {"loan", gpus_loan, METH_VARARGS, PyDoc_STR("(ordinal, address): the allocation there: (bus id, handle, address, bytes).")},
-    {"borrow", gpus_borrow, METH_VARARGS, PyDoc_STR("(bus id, handle): another process's, opened: (ordinal, address, bytes).")},
+    {"lend", gpus_lend, METH_VARARGS,
+     PyDoc_STR("(name, tensor): (ordinal, address, dtype, shape, strides, what keeps it alive).")},
+    {"wait", gpus_wait, METH_VARARGS,
+     PyDoc_STR("(ordinal): until what writes the tensors lent so far is done.")},
+    {"loan", gpus_loan, METH_VARARGS,
+     PyDoc_STR("(ordinal, address): the allocation there: (bus id, handle, address, bytes).")},
+    {"borrow", gpus_borrow, METH_VARARGS,
+     PyDoc_STR("(bus id, handle): another process's, opened: (ordinal, address, bytes).")},
     {"give_back", gpus_give_back, METH_VARARGS, PyDoc_STR("(ordinal, address): closes it.")},
     {"array", rm_gpu_array_lent, METH_VARARGS,
      PyDoc_STR(
-         "(ordinal, address, dtype, shape, strides, held=None): a read-only DeviceArray over part of an allocation that `held` keeps.")},
-    {"group", rm_gpu_group_new, METH_VARARGS, PyDoc_STR("(end, ordinal, nccl library, GPU's name, timeout): a GpuGroup of end's ranks.")},
+         "(ordinal, address, dtype, shape, strides, held=None): a read-only DeviceArray over part "
+         "of an allocation that `held` keeps.")},
+    {"group", rm_gpu_group_new, METH_VARARGS,
+     PyDoc_STR("(end, ordinal, nccl library, GPU's name, timeout): a GpuGroup of end's ranks.")},
     {0},
 };
 

@@ -8,9 +8,11 @@
 
 int rm_op_device_enter(PyObject *module, rm_op_device *op_device, int *saved) {
   if (getpid() != op_device->owner) {
-    rm_raise_code(module, RM_E_STATE,
-                  "%s: expected arrays made in this process, got those of process %d; a forked child has to make its own",
-                  op_device->device.name, (int)op_device->owner);
+    rm_raise_code(
+        module, RM_E_STATE,
+        "%s: expected arrays made in this process, got those of process %d; a forked child has to "
+        "make its own",
+        op_device->device.name, (int)op_device->owner);
     return -1;
   }
   Py_BEGIN_ALLOW_THREADS
@@ -40,7 +42,8 @@ rm_code rm_op_device_workspace(rm_op_device *op_device, size_t bytes, rm_error *
   if (bytes <= op_device->workspace_bytes) return RM_OK;
   rm_device_free(&op_device->device, op_device->workspace, op_device->workspace_bytes);
   op_device->workspace_bytes = 0;
-  const rm_code code = rm_device_alloc(&op_device->device, bytes, "the workspace of ops", &op_device->workspace, err);
+  const rm_code code = rm_device_alloc(&op_device->device, bytes, "the workspace of ops",
+                                       &op_device->workspace, err);
   if (!code) op_device->workspace_bytes = bytes;
   return code;
 }
@@ -51,7 +54,8 @@ static PyObject *op_device_new(PyTypeObject *type, PyObject *args, PyObject *kwa
   int ordinal;
   rm_error err = RM_ERROR_INIT;
   PyObject *module = PyType_GetModule(type);
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "si:OpDevice", names, &library, &ordinal)) return NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "si:OpDevice", names, &library, &ordinal))
+    return NULL;
   rm_op_device *self = rm_object_new((PyObject *)type);
   if (!self) return NULL;
   pthread_mutexattr_t recursive;
@@ -95,7 +99,7 @@ static void op_device_dealloc(PyObject *object) {
   rm_object_free(object);
 }
 
-// ------------------------------------------------------------------------------------------------ arrays
+// ----------------------------------------------------------------------------------------- arrays
 static PyObject *op_device_zeros(PyObject *self, PyObject *args) {
   PyObject *shape;
   const char *name;
@@ -110,8 +114,9 @@ static PyObject *op_device_copy(PyObject *self, PyObject *object) {
 static const rm_device *take_device(void *self, PyObject *name, int ordinal) {
   rm_op_device *op_device = self;
   if (ordinal == op_device->device.ordinal) return &op_device->device;
-  rm_raise_code(rm_module_of(self), RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a tensor on %s, got one on cuda:%d", name,
-                op_device->device.name, ordinal);
+  rm_raise_code(rm_module_of(self), RM_E_UNSUPPORTED_TENSOR,
+                "%.200U: expected a tensor on %s, got one on cuda:%d", name, op_device->device.name,
+                ordinal);
   return NULL;
 }
 
@@ -122,12 +127,15 @@ static PyObject *op_device_take(PyObject *object, PyObject *args) {
   PyObject *name, *given, *module = rm_module_of(object);
   rm_dlpack taken;
   int saved;
-  if (!PyArg_ParseTuple(args, "UO:take", &name, &given) || rm_op_device_enter(module, self, &saved)) return NULL;
+  if (!PyArg_ParseTuple(args, "UO:take", &name, &given) || rm_op_device_enter(module, self, &saved))
+    return NULL;
   const rm_tensor_reader reader = {take_device, give_device, self};
   PyObject *array = NULL;
   if (!rm_dlpack_take(module, given, name, &reader, &taken)) {
     if (taken.on_device) array = rm_device_array_over(module, self, name, &taken);
-    else rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a tensor on %s, got one on the CPU", name, self->device.name);
+    else
+      rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
+                    "%.200U: expected a tensor on %s, got one on the CPU", name, self->device.name);
     rm_tensor_release(taken.owner);
   }
   rm_op_device_leave(self, saved);
@@ -145,22 +153,28 @@ int rm_op_device_check_stream(PyObject *module, rm_op_device *self, void *stream
   const char *why = self->device.check_stream(self->device.self, stream);
   rm_op_device_leave(self, saved);
   if (why)
-    rm_raise_code(module, RM_E_CONFIG, "expected a stream of %s, got %llu: %s", self->device.name, (unsigned long long)(uintptr_t)stream,
-                  why);
+    rm_raise_code(module, RM_E_CONFIG, "expected a stream of %s, got %llu: %s", self->device.name,
+                  (unsigned long long)(uintptr_t)stream, why);
   return why ? -1 : 0;
 }
 
 static PyObject *op_device_check_stream(PyObject *self, PyObject *number) {
   const unsigned long long handle = PyLong_AsUnsignedLongLong(number);
   if (PyErr_Occurred()) return NULL;
-  return rm_op_device_check_stream(rm_module_of(self), (rm_op_device *)self, (void *)(uintptr_t)handle) ? NULL : Py_NewRef(Py_None);
+  return rm_op_device_check_stream(rm_module_of(self), (rm_op_device *)self,
+                                   (void *)(uintptr_t)handle)
+             ? NULL
+             : Py_NewRef(Py_None);
 }
 
 static PyMethodDef op_device_methods[] = {
-    {"check_stream", op_device_check_stream, METH_O, PyDoc_STR("(handle): ConfigError where ops cannot be ordered with that stream.")},
+    {"check_stream", op_device_check_stream, METH_O,
+     PyDoc_STR("(handle): ConfigError where ops cannot be ordered with that stream.")},
     {"zeros", op_device_zeros, METH_VARARGS, PyDoc_STR("(shape, dtype): a DeviceArray of zeros.")},
     {"to_device", op_device_copy, METH_O, PyDoc_STR("(array): a copy of a NumPy array.")},
-    {"take", op_device_take, METH_VARARGS, PyDoc_STR("(name, tensor): a view of a DLPack producer's tensor, whose stream is waited for.")},
+    {"take", op_device_take, METH_VARARGS,
+     PyDoc_STR(
+         "(name, tensor): a view of a DLPack producer's tensor, whose stream is waited for.")},
     {0},
 };
 

@@ -11,14 +11,21 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
   unsigned long long stream = 0;
   PyObject *module = PyType_GetModule(type), *op_device = Py_None;
   rm_error err = RM_ERROR_INIT;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "si|OK:Kernels", names, &isa, &threads, &op_device, &stream)) return NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "si|OK:Kernels", names, &isa, &threads, &op_device,
+                                   &stream))
+    return NULL;
   if (op_device != Py_None && !rm_is(module, op_device, RM_TYPE_OP_DEVICE))
-    return rm_raise_code(module, RM_E_CONFIG, "op_device: expected an OpDevice or None, got %R", op_device);
+    return rm_raise_code(module, RM_E_CONFIG, "op_device: expected an OpDevice or None, got %R",
+                         op_device);
   const rm_kernels *table = NULL;
-  if (op_device != Py_None && rm_cuda_kernels(((rm_op_device *)op_device)->library, isa, &table, &err)) return rm_raise(module, &err);
+  if (op_device != Py_None &&
+      rm_cuda_kernels(((rm_op_device *)op_device)->library, isa, &table, &err))
+    return rm_raise(module, &err);
   if (op_device == Py_None && !(table = rm_kernels_named(isa)))
-    return rm_raise_code(module, RM_E_CONFIG, "expected an instruction set that this build has and this processor runs, got isa='%.64s'",
-                         isa);
+    return rm_raise_code(
+        module, RM_E_CONFIG,
+        "expected an instruction set that this build has and this processor runs, got isa='%.64s'",
+        isa);
   rm_kernels_object *self = rm_object_new((PyObject *)type);
   if (!self) return NULL;
   self->table = table;
@@ -50,20 +57,31 @@ static PyMethodDef kernels_methods[] = {
     METHOD(embed, "(out, ids, table, packed, vocab, hidden)"),
     METHOD(gather_rows, "(out, x, from)"),
     METHOD(rms_norm, "(out, residual, x | None, weight | None, eps, x_gate | None)"),
-    METHOD(gemm, "(y, x, w, bias | None, group_rows | None, n, swiglu, gate_up | None, activation)"),
+    METHOD(gemm,
+           "(y, x, w, bias | None, group_rows | None, n, swiglu, gate_up | None, activation)"),
     METHOD(activate, "(out, x, activation)"),
     METHOD(head_squares, "(q_out, k_out, qkv, head_dim)"),
-    METHOD(qk_rope_kv, "(q_out, qkv, q_weight | None, k_weight | None, cos, sin, positions, slots, k_cache, v_cache, row_flags, num_heads, "
-                       "page_size, eps, q_squares | None, k_squares | None)"),
-    METHOD(attention, "(out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, scale, group, head0)"),
-    METHOD(router, "(ids, gates, x, w, bias | None, num_experts, renormalize, sigmoid, num_groups, top_groups, route_scale)"),
+    METHOD(qk_rope_kv,
+           "(q_out, qkv, q_weight | None, k_weight | None, cos, sin, positions, slots, k_cache, "
+           "v_cache, row_flags, num_heads, "
+           "page_size, eps, q_squares | None, k_squares | None)"),
+    METHOD(attention,
+           "(out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, "
+           "scale, group, head0)"),
+    METHOD(router, "(ids, gates, x, w, bias | None, num_experts, renormalize, sigmoid, num_groups, "
+                   "top_groups, route_scale)"),
     METHOD(permute, "(x_out, group_rows, place, x, ids, num_experts)"),
     METHOD(combine, "(out, y, place, ids, gates, num_experts)"),
-    METHOD(lm_head, "(logits | None, stats | None, target_logprobs | None, targets | None, row_flags, x, w, vocab, pairs | None, "
-                    "target_logits | None)"),
-    METHOD(merge_pairs, "(stats, target_logprobs | None, targets | None, row_flags, pairs, target_logits | None)"),
+    METHOD(lm_head,
+           "(logits | None, stats | None, target_logprobs | None, targets | None, row_flags, x, w, "
+           "vocab, pairs | None, "
+           "target_logits | None)"),
+    METHOD(
+        merge_pairs,
+        "(stats, target_logprobs | None, targets | None, row_flags, pairs, target_logits | None)"),
     METHOD(sample,
-           "(tokens, logprobs, sampling_logprobs, kept, logits, stats, row_flags, temperature, top_p, min_p, top_k, seed, counter, forced, "
+           "(tokens, logprobs, sampling_logprobs, kept, logits, stats, row_flags, temperature, "
+           "top_p, min_p, top_k, seed, counter, forced, "
            "banned_starts, banned)"),
     METHOD(top_logprobs, "(ids, logprobs, logits, stats)"),
     METHOD(ranks, "(ranks, logits, tokens)"),
@@ -77,13 +95,14 @@ static PyType_Slot slots[] = {
     {Py_tp_traverse, kernels_traverse},
     {Py_tp_methods, kernels_methods},
     {Py_tp_doc,
-     "Kernels(isa, threads, op_device = None, stream = 0): one variant of the ops over arrays; rollmesh.ops is its public face."},
+     "Kernels(isa, threads, op_device = None, stream = 0): one variant of the ops over arrays; "
+     "rollmesh.ops is its public face."},
     {0, NULL},
 };
 
 PyType_Spec rm_kernels_spec = RM_TYPE("Kernels", rm_kernels_object, RM_GC, slots);
 
-// ------------------------------------------------------------------------------------------------ functions
+// -------------------------------------------------------------------------------------- functions
 // (cos, sin, inv_freq, scale, bfloat16)
 static PyObject *rope_table(PyObject *module, PyObject *args) {
   PyObject *o[3];

@@ -5,8 +5,8 @@
 
 #include "base/memory.h"
 
-// (logits | None, stats, target_logprobs | None, targets | None, row_flags, x, w, vocab, pairs | None, target_logits | None). With
-// pairs, stats may be None, and vocab 0.
+// (logits | None, stats, target_logprobs | None, targets | None, row_flags, x, w, vocab, pairs |
+// None, target_logits | None). With pairs, stats may be None, and vocab 0.
 RM_KERNELS_METHOD(lm_head) {
   CALL(10);
   rm_lm_head_args a = {.rows = -1, .hidden = -1};
@@ -17,12 +17,18 @@ RM_KERNELS_METHOD(lm_head) {
   int64_t elems = rm_op_packed_elems(&c, "w", vocab, a.hidden), two = 2;
   int64_t n_blocks = c.failed ? 0 : rm_round_up(vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK;
   a.w = VIEW(&c, o[6], "w", rm_op_numpy_type(a.dtype), RM_ARRAY_PACKED, &elems);
-  a.logits = VIEW(&c, o[0], "logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows, &a.vocab);
-  a.stats = VIEW(&c, o[1], "stats", NPY_FLOAT32, RM_ARRAY_WRITE | (in_pairs ? RM_ARRAY_OPTIONAL : 0), &a.rows, &two);
-  a.target_logprobs = VIEW(&c, o[2], "target_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows);
-  a.targets = VIEW(&c, o[3], "targets", NPY_INT32, has_targets ? RM_ARRAY_IN : RM_ARRAY_OPTIONAL, &a.rows);
-  a.pairs = VIEW(&c, o[8], "pairs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &n_blocks, &a.rows, &two);
-  a.target_logits = VIEW(&c, o[9], "target_logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows);
+  a.logits =
+      VIEW(&c, o[0], "logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows, &a.vocab);
+  a.stats = VIEW(&c, o[1], "stats", NPY_FLOAT32,
+                 RM_ARRAY_WRITE | (in_pairs ? RM_ARRAY_OPTIONAL : 0), &a.rows, &two);
+  a.target_logprobs =
+      VIEW(&c, o[2], "target_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows);
+  a.targets =
+      VIEW(&c, o[3], "targets", NPY_INT32, has_targets ? RM_ARRAY_IN : RM_ARRAY_OPTIONAL, &a.rows);
+  a.pairs = VIEW(&c, o[8], "pairs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &n_blocks,
+                 &a.rows, &two);
+  a.target_logits =
+      VIEW(&c, o[9], "target_logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows);
   a.row_flags = VIEW(&c, o[4], "row_flags", NPY_UINT8, RM_ARRAY_WRITE, &a.rows);
   rm_op_in_range(&c, "targets", a.targets, a.rows, -1, vocab);
   a.ldx = a.hidden;
@@ -37,7 +43,8 @@ RM_KERNELS_METHOD(merge_pairs) {
   a.pairs = VIEW(&c, o[4], "pairs", NPY_FLOAT32, RM_ARRAY_IN, &a.n_blocks, &a.rows, &two);
   rm_op_at_least(&c, "the blocks of pairs", a.n_blocks, 1);
   a.stats = VIEW(&c, o[0], "stats", NPY_FLOAT32, RM_ARRAY_WRITE, &a.rows, &two);
-  a.target_logprobs = VIEW(&c, o[1], "target_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows);
+  a.target_logprobs =
+      VIEW(&c, o[1], "target_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows);
   const int flags = a.target_logprobs ? RM_ARRAY_IN : RM_ARRAY_OPTIONAL;
   a.targets = VIEW(&c, o[2], "targets", NPY_INT32, flags, &a.rows);
   a.target_logits = VIEW(&c, o[5], "target_logits", NPY_FLOAT32, flags, &a.rows);
@@ -46,8 +53,10 @@ RM_KERNELS_METHOD(merge_pairs) {
   RUN(merge_pairs, ((rm_limits){.max_rows = a.rows}), &a);
 }
 
-// Per row parameters from their columns, which are the host's; owned, on a device in a mirrored buffer. NULL with an exception set.
-static rm_sample_params *sample_params(rm_op_call *c, PyObject *const *o, int64_t rows, int64_t vocab) {
+// Per row parameters from their columns, which are the host's; owned, on a device in a mirrored
+// buffer. NULL with an exception set.
+static rm_sample_params *sample_params(rm_op_call *c, PyObject *const *o, int64_t rows,
+                                       int64_t vocab) {
   int64_t bounds = rows + 1, n_banned = -1;
   const float *temperature = VIEW(c, o[0], "temperature", NPY_FLOAT32, RM_ARRAY_OF_HOST, &rows);
   const float *top_p = VIEW(c, o[1], "top_p", NPY_FLOAT32, RM_ARRAY_OF_HOST, &rows);
@@ -61,23 +70,33 @@ static rm_sample_params *sample_params(rm_op_call *c, PyObject *const *o, int64_
   rm_op_in_range(c, "forced", forced, rows, -1, vocab);
   rm_op_in_range(c, "banned_starts", starts, bounds, 0, n_banned + 1);
   for (int64_t r = 0; r < rows && !c->failed; r++) {
-    if (starts[r + 1] < starts[r]) rm_op_refuse(c, RM_E_REQUEST, "banned_starts", starts[r + 1], "ascending, at least", starts[r]);
-    if (!(temperature[r] >= 0.0f && top_p[r] > 0.0f && top_p[r] <= 1.0f && min_p[r] >= 0.0f && min_p[r] <= 1.0f) && !c->failed) {
-      rm_raise_code(c->module, RM_E_REQUEST,
-                    "params: expected temperature >= 0, top_p in (0, 1] and min_p in [0, 1], got others in row %lld", (long long)r);
+    if (starts[r + 1] < starts[r])
+      rm_op_refuse(c, RM_E_REQUEST, "banned_starts", starts[r + 1], "ascending, at least",
+                   starts[r]);
+    if (!(temperature[r] >= 0.0f && top_p[r] > 0.0f && top_p[r] <= 1.0f && min_p[r] >= 0.0f &&
+          min_p[r] <= 1.0f) &&
+        !c->failed) {
+      rm_raise_code(
+          c->module, RM_E_REQUEST,
+          "params: expected temperature >= 0, top_p in (0, 1] and min_p in [0, 1], got others in "
+          "row %lld",
+          (long long)r);
       c->failed = 1;
     }
   }
   if (c->failed) return NULL;
-  const size_t of_params = (size_t)(rows + 1) * sizeof(rm_sample_params), of_banned = (size_t)n_banned * sizeof *banned;
+  const size_t of_params = (size_t)(rows + 1) * sizeof(rm_sample_params),
+               of_banned = (size_t)n_banned * sizeof *banned;
   const int on_host = !c->self->op_device;
-  rm_sample_params *params = on_host ? rm_alloc(of_params, 1) : rm_op_mirrored(c, of_params + of_banned);
+  rm_sample_params *params =
+      on_host ? rm_alloc(of_params, 1) : rm_op_mirrored(c, of_params + of_banned);
   if (!params) {
     if (!c->failed) PyErr_NoMemory();
     c->failed = 1;
     return NULL;
   }
-  if (!on_host && of_banned) banned = rm_op_there(c, memcpy((char *)params + of_params, banned, of_banned));
+  if (!on_host && of_banned)
+    banned = rm_op_there(c, memcpy((char *)params + of_params, banned, of_banned));
   for (int64_t r = 0; r < rows; r++)
     params[r] = (rm_sample_params){
         .temperature = temperature[r],
@@ -93,7 +112,8 @@ static rm_sample_params *sample_params(rm_op_call *c, PyObject *const *o, int64_
   return params;
 }
 
-// (tokens, logprobs, sampling_logprobs, kept | None, logits, stats, row_flags, then the columns of sample_params)
+// (tokens, logprobs, sampling_logprobs, kept | None, logits, stats, row_flags, then the columns of
+// sample_params)
 RM_KERNELS_METHOD(sample) {
   CALL(16);
   rm_sample_args a = {.rows = -1, .vocab = -1};

@@ -1,11 +1,13 @@
-// attention.c: paged attention by the recurrence of docs/numerics.md §4. A unit of work is a run of rows of one sequence times
-// one kv head: all its query heads (rows × heads per kv head) meet each block of keys and values while it is in the L1 cache.
-// A page of K is a packed matrix and a page of V a k block, so both products are those of the panel's header. On a rank of a mesh the first and the
-// last kv head may have fewer query heads than the others, and their units fewer queries.
+// attention.c: paged attention by the recurrence of docs/numerics.md §4. A unit of work is a run of
+// rows of one sequence times one kv head: all its query heads (rows × heads per kv head) meet each
+// block of keys and values while it is in the L1 cache. A page of K is a packed matrix and a page
+// of V a k block, so both products are those of the panel's header. On a rank of a mesh the first
+// and the last kv head may have fewer query heads than the others, and their units fewer queries.
 //
-// The softmax of a block goes over all queries of a unit: what is one number per query (maxima, alpha, sums) is computed for sixteen of
-// them at once. Queries without a live position in the block get P = 0 and alpha = 1, which does not change their state. Threads take
-// units from a counter, since contexts differ in length; which thread computes a unit changes no bit.
+// The softmax of a block goes over all queries of a unit: what is one number per query (maxima,
+// alpha, sums) is computed for sixteen of them at once. Queries without a live position in the
+// block get P = 0 and alpha = 1, which does not change their state. Threads take units from a
+// counter, since contexts differ in length; which thread computes a unit changes no bit.
 #include <stdatomic.h>
 
 #include "panel.h"
@@ -41,12 +43,17 @@ static int64_t most_heads(int64_t group, int64_t n_heads) { return rm_min64(grou
 
 static int64_t unit_floats(int64_t group, int64_t n_heads, int64_t head_dim) {
   const int64_t n_q = rm_max64(UNIT_QUERIES, most_heads(group, n_heads));
-  const int64_t per_query = rm_round_up(head_dim, RM_K_BLOCK) + RM_ATTN_BLOCK + 2 * rm_round_up(head_dim, RM_N_TILE);
-  return rm_round_up(n_q, RM_LANES) * (per_query + 7 + 4); // m … sum; first and last, which take the room of two floats each
+  const int64_t per_query =
+      rm_round_up(head_dim, RM_K_BLOCK) + RM_ATTN_BLOCK + 2 * rm_round_up(head_dim, RM_N_TILE);
+  return rm_round_up(n_q, RM_LANES) *
+         (per_query + 7 + 4); // m … sum; first and last, which take the room of two floats each
 }
 
 static unit carve(const rm_attention_args *a, float *memory, int64_t n_q) {
-  unit u = {.a = a, .n_q = n_q, .width_k = rm_round_up(a->head_dim, RM_K_BLOCK), .width_v = rm_round_up(a->head_dim, RM_N_TILE)};
+  unit u = {.a = a,
+            .n_q = n_q,
+            .width_k = rm_round_up(a->head_dim, RM_K_BLOCK),
+            .width_v = rm_round_up(a->head_dim, RM_N_TILE)};
   const int64_t lanes = rm_round_up(n_q, RM_LANES);
   float **const per_query[] = {&u.m, &u.l, &u.m_all, &u.l_all, &u.top, &u.alpha, &u.sum};
   u.queries = memory;
@@ -56,14 +63,19 @@ static unit carve(const rm_attention_args *a, float *memory, int64_t n_q) {
   u.first = (int64_t *)(u.merged + n_q * u.width_v);
   u.last = u.first + n_q;
   float *next = (float *)(u.last + n_q);
-  for (size_t i = 0; i < sizeof per_query / sizeof *per_query; i++, next += lanes) *per_query[i] = next;
+  for (size_t i = 0; i < sizeof per_query / sizeof *per_query; i++, next += lanes)
+    *per_query[i] = next;
   return u;
 }
 
 // Dimensions 16·tile … of a query in acc or merged.
-static int64_t lanes_at(const unit *u, int64_t tile, int64_t q) { return (tile * u->n_q + q) * RM_LANES; }
+static int64_t lanes_at(const unit *u, int64_t tile, int64_t q) {
+  return (tile * u->n_q + q) * RM_LANES;
+}
 
-static int is_live(const unit *u, int64_t q, int64_t from, int64_t to) { return u->first[q] < to && u->last[q] >= from; }
+static int is_live(const unit *u, int64_t q, int64_t from, int64_t to) {
+  return u->first[q] < to && u->last[q] >= from;
+}
 
 static int any_live(const unit *u, int64_t from, int64_t to) {
   if (u->a->window == 0) return from <= u->farthest;
@@ -80,7 +92,8 @@ VEC vi live_lanes(const unit *u, int64_t q, int64_t t0, int half) {
   return vi_without(vi_first(within(u->last[q] + 1 - base)), vi_first(within(u->first[q] - base)));
 }
 
-// The scores of q in p, of which those that are not live are undefined, times scale and masked; top: their maximum with m.
+// The scores of q in p, of which those that are not live are undefined, times scale and masked;
+// top: their maximum with m.
 VEC void mask_scores(unit *u, int64_t q, int64_t t0) {
   float *p = u->p + q * RM_ATTN_BLOCK;
   const vf scale = vf_set1(u->a->scale), none = vf_set1(-INFINITY);
@@ -107,7 +120,8 @@ VEC void exponentials(rm_dtype T, unit *u, int64_t q, int64_t t0) {
   store_probabilities(T, p, p0, p1);
 }
 
-// Scores in p become probabilities; m, l and acc advance, but not of a query without a live position: its P is 0, its alpha 1.
+// Scores in p become probabilities; m, l and acc advance, but not of a query without a live
+// position: its P is 0, its alpha 1.
 VEC void softmax_step(rm_dtype T, unit *u, int64_t t0) {
   for (int64_t q = 0; q < u->n_q; q++) {
     if (is_live(u, q, t0, t0 + RM_ATTN_BLOCK)) mask_scores(u, q, t0);
@@ -127,7 +141,8 @@ VEC void softmax_step(rm_dtype T, unit *u, int64_t t0) {
     u->alpha[q] = 1.0f;
     u->sum[q] = 0.0f;
   }
-  for (int64_t q = 0; q < u->n_q; q += RM_LANES) vf_store(u->l + q, vf_fma(vf_load(u->l + q), vf_load(u->alpha + q), vf_load(u->sum + q)));
+  for (int64_t q = 0; q < u->n_q; q += RM_LANES)
+    vf_store(u->l + q, vf_fma(vf_load(u->l + q), vf_load(u->alpha + q), vf_load(u->sum + q)));
   for (int64_t q = 0; q < u->n_q; q++)
     for (int64_t tile = 0; u->alpha[q] != 1.0f && tile < u->width_v / RM_LANES; tile++) {
       float *acc = u->acc + lanes_at(u, tile, q);
@@ -136,30 +151,39 @@ VEC void softmax_step(rm_dtype T, unit *u, int64_t t0) {
 }
 
 // The page of position t for this kv head, as an index into pages of one head.
-static int64_t head_page(const unit *u, int64_t t) { return u->pages[t / u->a->page_size] * u->a->n_kv_heads + u->kv_head; }
+static int64_t head_page(const unit *u, int64_t t) {
+  return u->pages[t / u->a->page_size] * u->a->n_kv_heads + u->kv_head;
+}
 
 // Keys and values of the 16 positions from t.
 VEC const void *keys_at(rm_dtype T, const unit *u, int64_t t) {
   const rm_attention_args *a = u->a;
-  return at(T, a->k_cache, head_page(u, t) * rm_k_page_elems(a->page_size, a->head_dim) + t % a->page_size * u->width_k);
+  return at(T, a->k_cache,
+            head_page(u, t) * rm_k_page_elems(a->page_size, a->head_dim) +
+                t % a->page_size * u->width_k);
 }
 VEC const void *values_at(rm_dtype T, const unit *u, int64_t t) {
   const rm_attention_args *a = u->a;
-  return at(T, a->v_cache, head_page(u, t) * rm_v_page_elems(a->page_size, a->head_dim) + t % a->page_size * u->width_v);
+  return at(T, a->v_cache,
+            head_page(u, t) * rm_v_page_elems(a->page_size, a->head_dim) +
+                t % a->page_size * u->width_v);
 }
 
-// Pages are not contiguous, so the hardware prefetcher cannot find them, and a core has few lines on the way to its L1 cache at a time. So
-// the next block is fetched into the L2 cache, its keys while scores are computed, its values while values are read. 16 positions from t:
+// Pages are not contiguous, so the hardware prefetcher cannot find them, and a core has few lines
+// on the way to its L1 cache at a time. So the next block is fetched into the L2 cache, its keys
+// while scores are computed, its values while values are read. 16 positions from t:
 VEC fetch next_keys(rm_dtype T, const unit *u, int64_t t) {
   t += RM_ATTN_BLOCK;
   return any_live(u, t, t + RM_LANES) ? fetch_all(T, keys_at(T, u, t), 0) : (fetch){0};
 }
 VEC fetch next_values(rm_dtype T, const unit *u, int64_t t) {
   t += RM_ATTN_BLOCK;
-  return any_live(u, t, t + RM_LANES) ? fetch_lines(values_at(T, u, t), tile_bytes(T) / 2, 0) : (fetch){0};
+  return any_live(u, t, t + RM_LANES) ? fetch_lines(values_at(T, u, t), tile_bytes(T) / 2, 0)
+                                      : (fetch){0};
 }
 
-// Nothing was fetched of a unit's first block: its values are while scores are computed, and the next keys before values are read.
+// Nothing was fetched of a unit's first block: its values are while scores are computed, and the
+// next keys before values are read.
 VEC void block_step(rm_dtype T, unit *u, int64_t t0, int is_first) {
   const int64_t step = T == RM_BF16 ? 2 * u->width_v : u->width_v;
   k_block values = {{NULL, NULL}, step};
@@ -169,7 +193,8 @@ VEC void block_step(rm_dtype T, unit *u, int64_t t0, int is_first) {
     if (!any_live(u, t, t + RM_LANES)) continue; // its page may not exist
     values.half[half] = values_at(T, u, t);
     const fetch soon = is_first ? fetch_all(T, values.half[half], 1) : next_keys(T, u, t);
-    score_dots(T, u->queries, u->n_q, keys_at(T, u, t), u->width_k / RM_K_BLOCK, u->p + half * RM_LANES, &soon);
+    score_dots(T, u->queries, u->n_q, keys_at(T, u, t), u->width_k / RM_K_BLOCK,
+               u->p + half * RM_LANES, &soon);
   }
   if (!values.half[0]) values.half[0] = values.half[1]; // any finite numbers: their P is 0
   if (!values.half[1]) values.half[1] = values.half[0];
@@ -188,13 +213,16 @@ static void end_segment(unit *u, int64_t from) {
     if (!is_live(u, q, from, from + RM_ATTN_SEGMENT)) continue;
     const int is_first = u->first[q] >= from;
     const float next = is_first ? u->m[q] : rm_max_f32(u->m[q], u->m_all[q]);
-    const float before = is_first ? 0.0f : rm_exp(u->m_all[q] - next), here = rm_exp(u->m[q] - next);
+    const float before = is_first ? 0.0f : rm_exp(u->m_all[q] - next),
+                here = rm_exp(u->m[q] - next);
     u->l_all[q] = is_first ? u->l[q] : fmaf(u->l_all[q], before, u->l[q] * here);
     u->m_all[q] = next;
     for (int64_t tile = 0; tile < u->width_v / RM_LANES; tile++) {
       float *merged = u->merged + lanes_at(u, tile, q);
       const vf acc = vf_load(u->acc + lanes_at(u, tile, q));
-      vf_store(merged, is_first ? acc : vf_fma(vf_load(merged), vf_set1(before), vf_mul(acc, vf_set1(here))));
+      vf_store(merged, is_first
+                           ? acc
+                           : vf_fma(vf_load(merged), vf_set1(before), vf_mul(acc, vf_set1(here))));
     }
   }
 }
@@ -209,7 +237,8 @@ static void begin_segment(unit *u) {
   }
 }
 
-VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row0, int64_t row1, int64_t kv_head) {
+VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row0, int64_t row1,
+                int64_t kv_head) {
   const rm_attention_args *a = job->a;
   const int64_t head = rm_max64(0, kv_head * job->group - a->head0); // its first query head here
   const int64_t per = rm_min64((kv_head + 1) * job->group - a->head0, a->n_heads) - head;
@@ -226,9 +255,12 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
   u.farthest = last;
   for (int64_t r = row0; r < row1; r++)
     for (int64_t h = 0; h < per; h++)
-      fill_query(T, u.queries, u.n_q, (r - row0) * per + h, at(T, a->q, (r * a->n_heads + head + h) * a->head_dim), a->head_dim);
-  for (int64_t from = first / RM_ATTN_SEGMENT * RM_ATTN_SEGMENT; from <= last; from += RM_ATTN_SEGMENT) {
-    const int64_t begin = rm_max64(from, first / RM_ATTN_BLOCK * RM_ATTN_BLOCK), end = rm_min64(from + RM_ATTN_SEGMENT, last + 1);
+      fill_query(T, u.queries, u.n_q, (r - row0) * per + h,
+                 at(T, a->q, (r * a->n_heads + head + h) * a->head_dim), a->head_dim);
+  for (int64_t from = first / RM_ATTN_SEGMENT * RM_ATTN_SEGMENT; from <= last;
+       from += RM_ATTN_SEGMENT) {
+    const int64_t begin = rm_max64(from, first / RM_ATTN_BLOCK * RM_ATTN_BLOCK),
+                  end = rm_min64(from + RM_ATTN_SEGMENT, last + 1);
     begin_segment(&u);
     for (int64_t t0 = begin; t0 < end; t0 += RM_ATTN_BLOCK)
       if (any_live(&u, t0, t0 + RM_ATTN_BLOCK)) block_step(T, &u, t0, t0 <= first);
@@ -256,24 +288,29 @@ static void attention_task(void *arg, int thread, int n_threads) {
   }
 }
 
-// Runs of rows of one sequence, so many that a unit has UNIT_QUERIES queries at most. Returns a cost in cycles.
+// Runs of rows of one sequence, so many that a unit has UNIT_QUERIES queries at most. Returns a
+// cost in cycles.
 static int64_t find_runs(attention_job *job) {
   const rm_attention_args *a = job->a;
   const int64_t rows = rm_max64(1, UNIT_QUERIES / most_heads(job->group, a->n_heads));
   int64_t positions = 0;
   for (int64_t r = 0; r < a->rows; r++) {
     const int64_t begin = job->n_runs ? job->runs[job->n_runs - 1] : 0;
-    if (r == 0 || a->seq_of_row[r] != a->seq_of_row[r - 1] || r - begin == rows) job->runs[job->n_runs++] = (int32_t)r;
+    if (r == 0 || a->seq_of_row[r] != a->seq_of_row[r - 1] || r - begin == rows)
+      job->runs[job->n_runs++] = (int32_t)r;
     positions += a->window > 0 ? rm_min64(a->window, a->positions[r] + 1) : a->positions[r] + 1;
   }
   job->runs[job->n_runs] = (int32_t)a->rows;
   return positions * a->n_heads * a->head_dim / 8;
 }
 
-static int64_t runs_floats(int64_t rows) { return rm_round_up(rows + 1, RM_LANES); } // an int32 takes the room of a float
+static int64_t runs_floats(int64_t rows) {
+  return rm_round_up(rows + 1, RM_LANES);
+} // an int32 takes the room of a float
 
 void RM_FN(attention)(const rm_ctx *ctx, const rm_attention_args *a) {
-  attention_job job = {.a = a, .runs = ctx->workspace, .group = rm_query_group(a->group, a->n_heads, a->n_kv_heads)};
+  attention_job job = {
+      .a = a, .runs = ctx->workspace, .group = rm_query_group(a->group, a->n_heads, a->n_kv_heads)};
   job.workspace = (float *)ctx->workspace + runs_floats(a->rows);
   job.stride = unit_floats(job.group, a->n_heads, a->head_dim);
   const int64_t cost = find_runs(&job);
@@ -283,5 +320,7 @@ void RM_FN(attention)(const rm_ctx *ctx, const rm_attention_args *a) {
 size_t RM_FN(attention_workspace)(const rm_limits *l) {
   if (l->n_kv_heads == 0) return 0; // limits of a caller who has no heads
   const int64_t group = rm_query_group(l->group, l->n_heads, l->n_kv_heads);
-  return (size_t)(runs_floats(l->max_rows) + l->n_threads * unit_floats(group, l->n_heads, l->head_dim)) * sizeof(float);
+  return (size_t)(runs_floats(l->max_rows) +
+                  l->n_threads * unit_floats(group, l->n_heads, l->head_dim)) *
+         sizeof(float);
 }

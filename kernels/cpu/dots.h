@@ -1,34 +1,41 @@
-// dots.h: the dot product of docs/numerics.md §2 for blocks of rows × one tile of 16 packed columns, the inside of gemm, lm_head
-// and attention. Rows come from a panel of floats [k block][row][32], so that a bf16 activation is widened once and not once per
-// tile, and every operand of a register block stands at a constant distance from one pointer. Weights are widened on the way: a
-// mask for the odd k, for the even ones a shift or, on AVX2, a mask of what stands one word to the left.
+// dots.h: the dot product of docs/numerics.md §2 for blocks of rows × one tile of 16 packed
+// columns, the inside of gemm, lm_head and attention. Rows come from a panel of floats [k
+// block][row][32], so that a bf16 activation is widened once and not once per tile, and every
+// operand of a register block stands at a constant distance from one pointer. Weights are widened
+// on the way: a mask for the odd k, for the even ones a shift or, on AVX2, a mask of what stands
+// one word to the left.
 //
-// Two shapes of inner loop, the same sums. More than RM_FLAT_ROWS rows take the 16 even steps first, then the 16 odd ones: rows × 2
-// registers hold the chains and each weight vector meets every row. Fewer keep both chains in flight, since with fewer chains the
-// FMA's latency shows; the processor overlaps one k block with the next, as each begins its chains anew, and a decode step runs at
-// the rate at which memory brings weights. (Two blocks side by side by hand: a third slower.)
+// Two shapes of inner loop, the same sums. More than RM_FLAT_ROWS rows take the 16 even steps
+// first, then the 16 odd ones: rows × 2 registers hold the chains and each weight vector meets
+// every row. Fewer keep both chains in flight, since with fewer chains the FMA's latency shows; the
+// processor overlaps one k block with the next, as each begins its chains anew, and a decode step
+// runs at the rate at which memory brings weights. (Two blocks side by side by hand: a third
+// slower.)
 //
-// A chain begins with a product, not with fma from +0, which needs a register of zeros. So a chain of zeros may end as −0, which nothing
-// stored can show: round_T and canonical float32 add +0, and exp(−0) is exp(+0).
+// A chain begins with a product, not with fma from +0, which needs a register of zeros. So a chain
+// of zeros may end as −0, which nothing stored can show: round_T and canonical float32 add +0, and
+// exp(−0) is exp(+0).
 #pragma once
 
 #include "vec.h"
 
 enum {
-  TILE = RM_N_TILE * RM_K_BLOCK,  // elements of a tile: 16 columns of one k block
-  LINE = 64,                      // bytes of a cache line
-  MOST_ROWS = 8,                  // of a register block, on any instruction set
+  TILE = RM_N_TILE * RM_K_BLOCK, // elements of a tile: 16 columns of one k block
+  LINE = 64, // bytes of a cache line
+  MOST_ROWS = 8, // of a register block, on any instruction set
 };
 
-// How a k block of 16 columns lies in memory: packed tiles, or V, whose rows of pairs are `step` elements apart, 16 positions in
-// `half[0]` and 16 in `half[1]` (they may stand in different pages).
+// How a k block of 16 columns lies in memory: packed tiles, or V, whose rows of pairs are `step`
+// elements apart, 16 positions in `half[0]` and 16 in `half[1]` (they may stand in different
+// pages).
 typedef struct k_block {
   const void *half[2];
-  int64_t step;                   // elements between pairs of k (bf16) or between single k (f32)
+  int64_t step; // elements between pairs of k (bf16) or between single k (f32)
 } k_block;
 
 VEC vf even_of(rm_dtype dtype, const k_block *w, int p) {
-  if (dtype == RM_BF16) return vf_even_at((const uint16_t *)w->half[p / 8] + p % 8 * w->step, p % 8 > 0);
+  if (dtype == RM_BF16)
+    return vf_even_at((const uint16_t *)w->half[p / 8] + p % 8 * w->step, p % 8 > 0);
   return vf_load((const float *)w->half[p / 8] + (p % 8 * 2) * w->step);
 }
 VEC vf odd_of(rm_dtype dtype, const k_block *w, int p) {
@@ -44,12 +51,17 @@ VEC int64_t tile_bytes(rm_dtype dtype) { return TILE * (dtype == RM_BF16 ? 2 : 4
 typedef struct fetch {
   const char *from;
   int64_t block, lines;
-  int near;                       // into the L1 cache; else into L2
+  int near; // into the L1 cache; else into L2
 } fetch;
 
-VEC fetch fetch_lines(const void *from, int64_t block, int near) { return (fetch){(const char *)from, block, block / LINE, near}; }
-VEC fetch fetch_all(rm_dtype dtype, const void *from, int near) { return fetch_lines(from, tile_bytes(dtype), near); }
-// The share of rows [r, r + n) of `rows`: asked for evenly, since the processor has few requests to memory at a time.
+VEC fetch fetch_lines(const void *from, int64_t block, int near) {
+  return (fetch){(const char *)from, block, block / LINE, near};
+}
+VEC fetch fetch_all(rm_dtype dtype, const void *from, int near) {
+  return fetch_lines(from, tile_bytes(dtype), near);
+}
+// The share of rows [r, r + n) of `rows`: asked for evenly, since the processor has few requests to
+// memory at a time.
 VEC fetch fetch_share(fetch f, int64_t r, int64_t n, int64_t rows) {
   const int64_t first = f.lines * r / rows;
   return (fetch){f.from + first * LINE, f.block, f.lines * (r + n) / rows - first, f.near};
@@ -63,12 +75,16 @@ VEC void fetch_block(const fetch *f, int64_t b) {
 }
 
 // Step p of a chain for one row, whose x stands at `x`.
-VEC vf step_of(const int p, const float *x, vf w, vf chain) { return p == 0 ? vf_mul_at(x, w) : vf_fma_at(x, w, chain); }
+VEC vf step_of(const int p, const float *x, vf w, vf chain) {
+  return p == 0 ? vf_mul_at(x, w) : vf_fma_at(x, w, chain);
+}
 
 VEC void add_to(float *acc, vf even, vf odd) { vf_add_to(acc, vf_add(even, odd)); }
 
-// acc[r][0 … 16) += E + O of one k block, R rows of x [R][32], even steps before odd ones. lda is a constant, like R.
-VEC void block_tall(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc, const int lda) {
+// acc[r][0 … 16) += E + O of one k block, R rows of x [R][32], even steps before odd ones. lda is a
+// constant, like R.
+VEC void block_tall(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc,
+                    const int lda) {
   vf chain[MOST_ROWS];
   float even[MOST_ROWS][RM_LANES];
 #pragma GCC unroll 16
@@ -86,7 +102,8 @@ VEC void block_tall(rm_dtype dtype, const int R, const float *x, const k_block *
 }
 
 // The same with both chains in flight.
-VEC void block_flat(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc, const int lda) {
+VEC void block_flat(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc,
+                    const int lda) {
   vf even[MOST_ROWS], odd[MOST_ROWS];
 #pragma GCC unroll 16
   for (int p = 0; p < 16; p++) {
@@ -98,14 +115,15 @@ VEC void block_flat(rm_dtype dtype, const int R, const float *x, const k_block *
   for (int r = 0; r < R; r++) add_to(acc + r * lda, even[r], odd[r]);
 }
 
-VEC void block_rows(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc, const int lda) {
+VEC void block_rows(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc,
+                    const int lda) {
   if (R <= RM_FLAT_ROWS) block_flat(dtype, R, x, w, acc, lda);
   else block_tall(dtype, R, x, w, acc, lda);
 }
 
 // All blocks of a tile column, `next` floats from a block of x to the next.
-VEC void rows_dots(rm_dtype dtype, const int R, const float *x, int64_t next, const void *w, int64_t n_blocks, float *acc, const int lda,
-                   const fetch f) {
+VEC void rows_dots(rm_dtype dtype, const int R, const float *x, int64_t next, const void *w,
+                   int64_t n_blocks, float *acc, const int lda, const fetch f) {
   for (int64_t b = 0; b < n_blocks; b++, x += next) {
     const k_block block = packed_block(dtype, at(dtype, w, b * TILE));
     fetch_block(&f, b);
@@ -113,7 +131,8 @@ VEC void rows_dots(rm_dtype dtype, const int R, const float *x, int64_t next, co
   }
 }
 
-_Static_assert(RM_VEC_ROWS <= RM_LAST_ROWS && (int)RM_LAST_ROWS <= (int)MOST_ROWS, "WITH_ROWS names every size of a register block");
+_Static_assert(RM_VEC_ROWS <= RM_LAST_ROWS && (int)RM_LAST_ROWS <= (int)MOST_ROWS,
+               "WITH_ROWS names every size of a register block");
 
 // `call` with R, the rows of a register block, as a constant.
 #define ROWS_CASE(n, call) \
@@ -134,30 +153,35 @@ _Static_assert(RM_VEC_ROWS <= RM_LAST_ROWS && (int)RM_LAST_ROWS <= (int)MOST_ROW
     ROWS_CASE(8, call) \
   }
 
-// Rows of the next register block, of `left` rows: full blocks, without a block of one row at the end.
+// Rows of the next register block, of `left` rows: full blocks, without a block of one row at the
+// end.
 VEC int rows_at_once(int64_t left) {
   if (left <= RM_LAST_ROWS) return (int)left;
   return left < 2 * RM_VEC_ROWS ? (int)((left + 1) / 2) : RM_VEC_ROWS;
 }
 
-// acc[r][0 … 16) += x[r] · 16 columns over n_blocks blocks, any number of rows. x is a panel, or from one of its blocks on.
-VEC void tile_dots_of(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const int lda,
-                      const fetch *soon) {
+// acc[r][0 … 16) += x[r] · 16 columns over n_blocks blocks, any number of rows. x is a panel, or
+// from one of its blocks on.
+VEC void tile_dots_of(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks,
+                      float *acc, const int lda, const fetch *soon) {
   const int64_t next = rows * RM_K_BLOCK;
   for (int64_t r = 0; r < rows;) {
     const int n = rows_at_once(rows - r);
     const float *xr = x + r * RM_K_BLOCK;
     float *to = acc + r * lda;
-    WITH_ROWS(n, rows_dots(dtype, R, xr, next, w, n_blocks, to, lda, fetch_share(*soon, r, n, rows)));
+    WITH_ROWS(n,
+              rows_dots(dtype, R, xr, next, w, n_blocks, to, lda, fetch_share(*soon, r, n, rows)));
     r += n;
   }
 }
 
-// One function for each dtype and row stride of acc in a source, called once for tens of thousands of multiplications: inlining every
-// size of a register block into every caller made the compiler take ten times as long, and nothing faster.
+// One function for each dtype and row stride of acc in a source, called once for tens of thousands
+// of multiplications: inlining every size of a register block into every caller made the compiler
+// take ten times as long, and nothing faster.
 #define DOTS_FUNCTION static __attribute__((noinline, unused))
 #define TILE_DOTS(name, dtype, lda) \
-  DOTS_FUNCTION void name(const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const fetch *soon) { \
+  DOTS_FUNCTION void name(const float *x, int64_t rows, const void *w, int64_t n_blocks, \
+                          float *acc, const fetch *soon) { \
     tile_dots_of(dtype, x, rows, w, n_blocks, acc, lda, soon); \
   }
 TILE_DOTS(tile_dots_bf16, RM_BF16, RM_N_TILE)
@@ -166,15 +190,16 @@ TILE_DOTS(fma_score_dots_bf16, RM_BF16, RM_ATTN_BLOCK)
 TILE_DOTS(fma_score_dots_f32, RM_F32, RM_ATTN_BLOCK)
 
 // acc [rows][32], of which w's 16 columns are one half: scores of attention.
-VEC void fma_score_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const fetch *soon) {
+VEC void fma_score_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w,
+                        int64_t n_blocks, float *acc, const fetch *soon) {
   if (dtype == RM_BF16) fma_score_dots_bf16(x, rows, w, n_blocks, acc, soon);
   else fma_score_dots_f32(x, rows, w, n_blocks, acc, soon);
 }
 
-// One k block against n_tiles tile columns that lie side by side: p·V. acc [tile][rows][16], `next` floats from tile to tile. What
-// comes soon has two halves as well, and its blocks are the tiles.
-VEC void columns_dots(rm_dtype dtype, const int R, const float *x, k_block w, int64_t n_tiles, float *acc, int64_t next, const fetch f0,
-                      const fetch f1) {
+// One k block against n_tiles tile columns that lie side by side: p·V. acc [tile][rows][16], `next`
+// floats from tile to tile. What comes soon has two halves as well, and its blocks are the tiles.
+VEC void columns_dots(rm_dtype dtype, const int R, const float *x, k_block w, int64_t n_tiles,
+                      float *acc, int64_t next, const fetch f0, const fetch f1) {
   const int64_t beside = dtype == RM_BF16 ? 2 * RM_N_TILE : RM_N_TILE;
   for (int64_t t = 0; t < n_tiles; t++, acc += next) {
     fetch_block(&f0, t);
@@ -184,7 +209,8 @@ VEC void columns_dots(rm_dtype dtype, const int R, const float *x, k_block w, in
   }
 }
 
-VEC void value_dots_of(rm_dtype dtype, const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc, const fetch *soon) {
+VEC void value_dots_of(rm_dtype dtype, const float *x, int64_t rows, const k_block *w,
+                       int64_t n_tiles, float *acc, const fetch *soon) {
   const int64_t next = rows * RM_LANES;
   for (int64_t r = 0; r < rows;) {
     const int n = rows_at_once(rows - r);
@@ -195,13 +221,16 @@ VEC void value_dots_of(rm_dtype dtype, const float *x, int64_t rows, const k_blo
     r += n;
   }
 }
-DOTS_FUNCTION void fma_value_dots_bf16(const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc, const fetch *soon) {
+DOTS_FUNCTION void fma_value_dots_bf16(const float *x, int64_t rows, const k_block *w,
+                                       int64_t n_tiles, float *acc, const fetch *soon) {
   value_dots_of(RM_BF16, x, rows, w, n_tiles, acc, soon);
 }
-DOTS_FUNCTION void fma_value_dots_f32(const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc, const fetch *soon) {
+DOTS_FUNCTION void fma_value_dots_f32(const float *x, int64_t rows, const k_block *w,
+                                      int64_t n_tiles, float *acc, const fetch *soon) {
   value_dots_of(RM_F32, x, rows, w, n_tiles, acc, soon);
 }
-VEC void fma_value_dots(rm_dtype dtype, const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc, const fetch *soon) {
+VEC void fma_value_dots(rm_dtype dtype, const float *x, int64_t rows, const k_block *w,
+                        int64_t n_tiles, float *acc, const fetch *soon) {
   if (dtype == RM_BF16) fma_value_dots_bf16(x, rows, w, n_tiles, acc, soon);
   else fma_value_dots_f32(x, rows, w, n_tiles, acc, soon);
 }

@@ -1,7 +1,9 @@
-// gemm.c: y = x·Wᵀ on packed weights, plain, with a bias, with SwiGLU, or one matrix per group of rows (experts).
+// gemm.c: y = x·Wᵀ on packed weights, plain, with a bias, with SwiGLU, or one matrix per group of
+// rows (experts).
 //
-// A unit of work is one tile column for one panel of rows, panel by panel; threads take runs of them in turn. Neither who takes which nor
-// where a run ends changes a sum: a column's dot product is one thread's. Groups differ in their rows, so their columns count by cost.
+// A unit of work is one tile column for one panel of rows, panel by panel; threads take runs of
+// them in turn. Neither who takes which nor where a run ends changes a sum: a column's dot product
+// is one thread's. Groups differ in their rows, so their columns count by cost.
 #include "panel.h"
 #include "variant.h"
 
@@ -9,18 +11,24 @@ typedef struct gemm_job {
   const rm_gemm_args *a;
   int swiglu;
   float *workspace;
-  int64_t tiles;                // tile columns of y
-  int64_t panel_rows;           // of a panel: fewer than PANEL_ROWS where columns alone are too few for all threads
-  rm_work work;                 // units; with groups their cost
+  int64_t tiles; // tile columns of y
+  int64_t
+      // of a panel: fewer than PANEL_ROWS where columns alone are too few for all threads
+      panel_rows;
+  rm_work work; // units; with groups their cost
 } gemm_job;
 
-enum { LEAST_ROWS = 32 }; // cost of the smallest part that a thread takes: some columns of few rows, so that memory is read in a row
+enum {
+  LEAST_ROWS = 32
+  // cost of the smallest part that a thread takes: some columns of few rows, so that memory is read
+  // in a row
+};
 
 // A column costs its rows, and about four more for being read from memory.
 static int64_t column_cost(int64_t rows) { return rows > 0 ? rows + 4 : 0; }
 
-VEC void store_plain(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *acc, int64_t row, int64_t rows, int64_t tile,
-                     int64_t n_tiles) {
+VEC void store_plain(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *acc, int64_t row,
+                     int64_t rows, int64_t tile, int64_t n_tiles) {
   const rm_gemm_args *a = job->a;
   for (int64_t t = 0; t < n_tiles; t++) {
     const int64_t col = (tile + t) * RM_N_TILE, n = rm_min64(RM_N_TILE, a->n - col);
@@ -36,7 +44,8 @@ VEC void store_plain(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *a
 VEC vf activate(rm_activation how, vf x) {
   const vf one = vf_set1(1.0f);
   if (how == RM_GELU) {
-    const vf a = vf_mul(vf_max(x, vf_neg(x)), vf_set1(RM_SQRT_HALF)), t = vf_div(one, vf_fma(vf_set1(RM_PHI_P), a, one));
+    const vf a = vf_mul(vf_max(x, vf_neg(x)), vf_set1(RM_SQRT_HALF)),
+             t = vf_div(one, vf_fma(vf_set1(RM_PHI_P), a, one));
     vf q = vf_fma(vf_set1(RM_PHI_A5), t, vf_set1(RM_PHI_A4));
     q = vf_fma(q, t, vf_set1(RM_PHI_A3));
     q = vf_fma(q, t, vf_set1(RM_PHI_A2));
@@ -46,22 +55,26 @@ VEC vf activate(rm_activation how, vf x) {
   }
   if (how == RM_RELU2) return vf_pick(vf_gt(vf_zero(), x), vf_zero(), vf_mul(x, x));
   vf z = x;
-  if (how == RM_GELU_TANH) z = vf_mul(x, vf_fma(vf_set1(RM_GELU_K3), vf_mul(x, x), vf_set1(RM_GELU_K1)));
+  if (how == RM_GELU_TANH)
+    z = vf_mul(x, vf_fma(vf_set1(RM_GELU_K3), vf_mul(x, x), vf_set1(RM_GELU_K1)));
   return vf_div(x, vf_add(one, vf_exp(vf_neg(z))));
 }
 
-VEC void store_swiglu(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *acc, int64_t row, int64_t rows, int64_t tile,
-                      int64_t n_tiles) {
+VEC void store_swiglu(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *acc, int64_t row,
+                      int64_t rows, int64_t tile, int64_t n_tiles) {
   const rm_gemm_args *a = job->a;
   for (int64_t t = 0; t < n_tiles; t++)
     for (int64_t r = 0; r < rows; r++) {
-      const int64_t col = (tile + t) * RM_N_TILE, n = rm_min64(RM_N_TILE, a->n - col), both = 2 * (row + r) * a->n + col;
-      const float *sum = acc + (2 * t * rows + r) * RM_N_TILE; // the up tile stands behind the gate's
+      const int64_t col = (tile + t) * RM_N_TILE, n = rm_min64(RM_N_TILE, a->n - col),
+                    both = 2 * (row + r) * a->n + col;
+      const float *sum =
+          acc + (2 * t * rows + r) * RM_N_TILE; // the up tile stands behind the gate's
       const vf gate = vt_round(T, vf_load(sum)), up = vt_round(T, vf_load(sum + rows * RM_N_TILE));
       const vf open = vt_round(T, activate(a->activation, gate));
       vt_store_n(Y, a->y, (row + r) * a->ldy + col, vt_round(Y, vf_mul(open, up)), n);
       if (!a->gate_up) continue;
-      vt_store_n(T, a->gate_up, both, vt_round(T, gate), n); // again, as what is stored always is: an emulator may not flush denormals
+      vt_store_n(T, a->gate_up, both, vt_round(T, gate),
+                 n); // again, as what is stored always is: an emulator may not flush denormals
       vt_store_n(T, a->gate_up, both + a->n, vt_round(T, up), n);
     }
 }
@@ -73,8 +86,8 @@ typedef struct scratch {
 } scratch;
 
 // Rows [row0, row1) of x against tile columns [tile0, tile1) of matrix w.
-VEC void region(rm_dtype T, rm_dtype Y, const gemm_job *job, scratch *s, const void *w, int64_t row0, int64_t row1, int64_t tile0,
-                int64_t tile1) {
+VEC void region(rm_dtype T, rm_dtype Y, const gemm_job *job, scratch *s, const void *w,
+                int64_t row0, int64_t row1, int64_t tile0, int64_t tile1) {
   const rm_gemm_args *a = job->a;
   const int per = job->swiglu ? 2 : 1; // weight tiles per tile of y
   const int64_t n_blocks = rm_round_up(a->k, RM_K_BLOCK) / RM_K_BLOCK, at_once = PANEL_TILES / per;
@@ -85,7 +98,8 @@ VEC void region(rm_dtype T, rm_dtype Y, const gemm_job *job, scratch *s, const v
     s->row = row;
     for (int64_t tile = tile0; tile < tile1; tile += at_once) {
       const int64_t n_tiles = rm_min64(at_once, tile1 - tile);
-      panel_dots(T, s->panel, rows, at(T, w, tile * per * n_blocks * TILE), n_tiles * per, n_blocks, acc);
+      panel_dots(T, s->panel, rows, at(T, w, tile * per * n_blocks * TILE), n_tiles * per, n_blocks,
+                 acc);
       if (job->swiglu) store_swiglu(T, Y, job, acc, row, rows, tile, n_tiles);
       else store_plain(T, Y, job, acc, row, rows, tile, n_tiles);
     }
@@ -93,7 +107,8 @@ VEC void region(rm_dtype T, rm_dtype Y, const gemm_job *job, scratch *s, const v
 }
 
 #define REGION(name, T, Y) \
-  static __attribute__((noinline)) void name(const gemm_job *job, scratch *s, const void *w, int64_t row0, int64_t row1, int64_t tile0, \
+  static __attribute__((noinline)) void name(const gemm_job *job, scratch *s, const void *w, \
+                                             int64_t row0, int64_t row1, int64_t tile0, \
                                              int64_t tile1) { \
     region(T, Y, job, s, w, row0, row1, tile0, tile1); \
   }
@@ -101,7 +116,8 @@ REGION(region_bf16, RM_BF16, RM_BF16)
 REGION(region_bf16_f32, RM_BF16, RM_F32)
 REGION(region_f32, RM_F32, RM_F32)
 
-typedef void (*region_fn)(const gemm_job *, scratch *, const void *, int64_t, int64_t, int64_t, int64_t);
+typedef void (*region_fn)(const gemm_job *, scratch *, const void *, int64_t, int64_t, int64_t,
+                          int64_t);
 
 static region_fn region_for(const rm_gemm_args *a) {
   if (a->dtype == RM_F32) return region_f32;
@@ -110,7 +126,8 @@ static region_fn region_for(const rm_gemm_args *a) {
 
 static int64_t groups_cost(const rm_gemm_args *a, int64_t tiles) {
   int64_t cost = 0;
-  for (int64_t g = 0; g < a->n_groups; g++) cost += tiles * column_cost(a->group_rows[g + 1] - a->group_rows[g]);
+  for (int64_t g = 0; g < a->n_groups; g++)
+    cost += tiles * column_cost(a->group_rows[g + 1] - a->group_rows[g]);
   return cost;
 }
 
@@ -119,9 +136,11 @@ static void grouped(const gemm_job *job, scratch *s, int64_t from, int64_t to) {
   const rm_gemm_args *a = job->a;
   int64_t start = 0;
   for (int64_t g = 0; g < a->n_groups && start < to; g++) {
-    const int64_t row0 = a->group_rows[g], row1 = a->group_rows[g + 1], cost = column_cost(row1 - row0);
+    const int64_t row0 = a->group_rows[g], row1 = a->group_rows[g + 1],
+                  cost = column_cost(row1 - row0);
     if (cost == 0) continue;
-    const int64_t tile0 = rm_max64(0, (from - start + cost - 1) / cost), tile1 = rm_min64(job->tiles, (to - start + cost - 1) / cost);
+    const int64_t tile0 = rm_max64(0, (from - start + cost - 1) / cost),
+                  tile1 = rm_min64(job->tiles, (to - start + cost - 1) / cost);
     if (from - start < job->tiles * cost && tile0 < tile1)
       region_for(a)(job, s, at(a->dtype, a->w, g * a->group_stride), row0, row1, tile0, tile1);
     start += job->tiles * cost;
@@ -130,9 +149,11 @@ static void grouped(const gemm_job *job, scratch *s, int64_t from, int64_t to) {
 
 static void plain(const gemm_job *job, scratch *s, int64_t from, int64_t to) {
   for (int64_t next; from < to; from = next) {
-    const int64_t panel = from / job->tiles, tile = from % job->tiles, row = panel * job->panel_rows;
+    const int64_t panel = from / job->tiles, tile = from % job->tiles,
+                  row = panel * job->panel_rows;
     next = rm_min64(to, (panel + 1) * job->tiles);
-    region_for(job->a)(job, s, job->a->w, row, rm_min64(job->a->m, row + job->panel_rows), tile, tile + next - from);
+    region_for(job->a)(job, s, job->a->w, row, rm_min64(job->a->m, row + job->panel_rows), tile,
+                       tile + next - from);
   }
 }
 
@@ -148,19 +169,26 @@ static void gemm_task(void *arg, int thread, int n_threads) {
 
 static void run(const rm_ctx *ctx, const rm_gemm_args *a, int swiglu) {
   if (a->m == 0 || a->n == 0) return;
-  gemm_job job = {.a = a, .swiglu = swiglu, .workspace = ctx->workspace, .tiles = (a->n + RM_N_TILE - 1) / RM_N_TILE};
+  gemm_job job = {.a = a,
+                  .swiglu = swiglu,
+                  .workspace = ctx->workspace,
+                  .tiles = (a->n + RM_N_TILE - 1) / RM_N_TILE};
   const int64_t columns = a->group_rows ? groups_cost(a, job.tiles) : job.tiles * column_cost(a->m);
-  const int64_t fair = rm_round_up(a->m / (2 * ctx->n_threads) + 1, RM_VEC_ROWS); // rows, where each thread is to have two panels
+  const int64_t fair = rm_round_up(a->m / (2 * ctx->n_threads) + 1,
+                                   RM_VEC_ROWS); // rows, where each thread is to have two panels
   job.panel_rows = job.tiles < 4 * ctx->n_threads ? rm_min64(PANEL_ROWS, fair) : PANEL_ROWS;
   job.work.n = a->group_rows ? columns : (a->m + job.panel_rows - 1) / job.panel_rows * job.tiles;
   job.work.least = a->group_rows ? LEAST_ROWS : rm_max64(1, LEAST_ROWS / column_cost(a->m));
-  rm_parallel(ctx, columns * (swiglu ? 2 : 1) * a->k, gemm_task, &job); // 16 columns × one k: about a cycle
+  rm_parallel(ctx, columns * (swiglu ? 2 : 1) * a->k, gemm_task,
+              &job); // 16 columns × one k: about a cycle
 }
 
 void RM_FN(gemm)(const rm_ctx *ctx, const rm_gemm_args *a) { run(ctx, a, 0); }
 void RM_FN(gemm_swiglu)(const rm_ctx *ctx, const rm_gemm_args *a) { run(ctx, a, 1); }
 
-size_t RM_FN(gemm_workspace)(const rm_limits *l) { return (size_t)(l->n_threads * dots_floats(l->max_k)) * sizeof(float); }
+size_t RM_FN(gemm_workspace)(const rm_limits *l) {
+  return (size_t)(l->n_threads * dots_floats(l->max_k)) * sizeof(float);
+}
 
 VEC void activate_row(rm_dtype T, const rm_activate_args *a, int64_t row) {
   for (int64_t i = 0; i < a->n; i += RM_LANES) {

@@ -1,7 +1,8 @@
-// lm_head.c: logits in float32, their (max, sum) and a target's logprob, in one pass over the head's weights. Threads take whole blocks
-// of 128 vocabulary entries, eight tiles, and reduces each row's logits of a block to a pair while they are in its cache, so that logits
-// are written only on request. The pairs of a row are then merged in ascending order, sixteen rows at a time; on a mesh merge_pairs does
-// that with the pairs of all ranks.
+// lm_head.c: logits in float32, their (max, sum) and a target's logprob, in one pass over the
+// head's weights. Threads take whole blocks of 128 vocabulary entries, eight tiles, and reduces
+// each row's logits of a block to a pair while they are in its cache, so that logits are written
+// only on request. The pairs of a row are then merged in ascending order, sixteen rows at a time;
+// on a mesh merge_pairs does that with the pairs of all ranks.
 #include "panel.h"
 #include "variant.h"
 
@@ -9,13 +10,13 @@ enum { BLOCK_TILES = RM_VOCAB_BLOCK / RM_N_TILE };
 
 typedef struct head_job {
   const rm_lm_head_args *a;
-  int64_t row0, rows;           // the ≤ PANEL_ROWS rows of this pass
+  int64_t row0, rows; // the ≤ PANEL_ROWS rows of this pass
   int64_t n_vocab_blocks;
-  float *pairs;                 // [n_vocab_blocks][pair_rows][2], of which the pass has the first rows
+  float *pairs; // [n_vocab_blocks][pair_rows][2], of which the pass has the first rows
   int64_t pair_rows;
-  float *target_logits;         // [rows]
-  float *scratch;               // of panel.h, per thread
-  rm_work work;                 // blocks of the vocabulary
+  float *target_logits; // [rows]
+  float *scratch; // of panel.h, per thread
+  rm_work work; // blocks of the vocabulary
 } head_job;
 
 // Lanes j of a block's vector i that are entries of the vocabulary.
@@ -46,12 +47,14 @@ VEC void block_of_row(const head_job *job, const float *acc, int64_t r, int64_t 
   pair[1] = bad ? NAN : vf_tree16(partial);
   const int64_t row = job->row0 + r;
   if (a->logits) memcpy(a->logits + row * a->ld_logits + v0, logits, (size_t)n * sizeof *logits);
-  if (a->targets && a->targets[row] >= v0 && a->targets[row] < v0 + n) job->target_logits[r] = logits[a->targets[row] - v0];
+  if (a->targets && a->targets[row] >= v0 && a->targets[row] < v0 + n)
+    job->target_logits[r] = logits[a->targets[row] - v0];
 }
 
 VEC void head_blocks(rm_dtype T, head_job *job, float *panel, int n_threads) {
   const rm_lm_head_args *a = job->a;
-  const int64_t n_blocks = rm_round_up(a->hidden, RM_K_BLOCK) / RM_K_BLOCK, n_tiles_all = (a->vocab + RM_N_TILE - 1) / RM_N_TILE;
+  const int64_t n_blocks = rm_round_up(a->hidden, RM_K_BLOCK) / RM_K_BLOCK,
+                n_tiles_all = (a->vocab + RM_N_TILE - 1) / RM_N_TILE;
   float *acc = panel + PANEL_ROWS * n_blocks * RM_K_BLOCK;
   int64_t from, to;
   fill_panel(T, panel, at(T, a->x, job->row0 * a->ldx), a->ldx, job->rows, a->hidden);
@@ -65,12 +68,14 @@ VEC void head_blocks(rm_dtype T, head_job *job, float *panel, int n_threads) {
 
 static void blocks_task(void *arg, int thread, int n_threads) {
   head_job *job = arg;
-  SPECIALIZE(job->a->dtype, head_blocks(T, job, job->scratch + thread * dots_floats(job->a->hidden), n_threads));
+  SPECIALIZE(job->a->dtype,
+             head_blocks(T, job, job->scratch + thread * dots_floats(job->a->hidden), n_threads));
 }
 
-// ------------------------------------------------------------------------------------------------ pairs to stats
+// --------------------------------------------------------------------------------- pairs to stats
 // The pairs of rows [row0, row0 + n), n ≤ 16, as lanes; the other lanes +0.
-VEC void load_pairs(const rm_merge_pairs_args *a, int64_t block, int64_t row0, int64_t n, vf *max, vf *sum) {
+VEC void load_pairs(const rm_merge_pairs_args *a, int64_t block, int64_t row0, int64_t n, vf *max,
+                    vf *sum) {
   const float *pair = a->pairs + 2 * (block * a->rows + row0);
   float maxima[RM_LANES] = {0}, sums[RM_LANES] = {0};
   for (int64_t lane = 0; lane < n; lane++) {
@@ -98,7 +103,9 @@ VEC void merge_lanes(const rm_merge_pairs_args *a, int64_t row0, int64_t n) {
     a->stats[2 * row] = maxima[lane];
     a->stats[2 * row + 1] = sums[lane];
     if (rm_is_nan(sums[lane])) a->row_flags[row] |= RM_ROW_LOGITS_NONFINITE;
-    if (a->target_logprobs) a->target_logprobs[row] = a->targets[row] < 0 ? 0.0f : rm_logprob(a->target_logits[row], a->stats + 2 * row);
+    if (a->target_logprobs)
+      a->target_logprobs[row] =
+          a->targets[row] < 0 ? 0.0f : rm_logprob(a->target_logits[row], a->stats + 2 * row);
   }
 }
 
@@ -117,11 +124,12 @@ void RM_FN(merge_pairs)(const rm_ctx *ctx, const rm_merge_pairs_args *a) {
   rm_parallel(ctx, a->n_blocks * rm_round_up(a->rows, RM_LANES) * 4, merge_task, &args);
 }
 
-// ------------------------------------------------------------------------------------------------ the op
+// ----------------------------------------------------------------------------------------- the op
 static void merge_pass(const rm_ctx *ctx, const head_job *job) {
   const rm_lm_head_args *a = job->a;
   const rm_merge_pairs_args pass = {.stats = a->stats + 2 * job->row0,
-                                    .target_logprobs = a->target_logprobs ? a->target_logprobs + job->row0 : NULL,
+                                    .target_logprobs =
+                                        a->target_logprobs ? a->target_logprobs + job->row0 : NULL,
                                     .targets = a->targets ? a->targets + job->row0 : NULL,
                                     .row_flags = a->row_flags + job->row0,
                                     .pairs = job->pairs,
@@ -134,10 +142,13 @@ static void merge_pass(const rm_ctx *ctx, const head_job *job) {
 static void flag_pass(const head_job *job) {
   for (int64_t b = 0; b < job->n_vocab_blocks; b++)
     for (int64_t r = 0; r < job->rows; r++)
-      if (rm_is_nan(job->pairs[2 * (b * job->pair_rows + r) + 1])) job->a->row_flags[job->row0 + r] |= RM_ROW_LOGITS_NONFINITE;
+      if (rm_is_nan(job->pairs[2 * (b * job->pair_rows + r) + 1]))
+        job->a->row_flags[job->row0 + r] |= RM_ROW_LOGITS_NONFINITE;
 }
 
-static int64_t count_blocks(int64_t vocab) { return rm_round_up(vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK; }
+static int64_t count_blocks(int64_t vocab) {
+  return rm_round_up(vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK;
+}
 
 // The pairs and target logits of a pass.
 static int64_t pass_floats(int64_t vocab) { return (count_blocks(vocab) * 2 + 1) * PANEL_ROWS; }
@@ -150,8 +161,10 @@ void RM_FN(lm_head)(const rm_ctx *ctx, const rm_lm_head_args *a) {
     job.rows = rm_min64(PANEL_ROWS, a->rows - job.row0);
     job.pairs = a->pairs ? a->pairs + 2 * job.row0 : own;
     job.pair_rows = a->pairs ? a->rows : job.rows;
-    job.target_logits = a->target_logits ? a->target_logits + job.row0 : own + job.n_vocab_blocks * 2 * PANEL_ROWS;
-    if (a->target_logits) memset(job.target_logits, 0, (size_t)job.rows * sizeof *job.target_logits);
+    job.target_logits =
+        a->target_logits ? a->target_logits + job.row0 : own + job.n_vocab_blocks * 2 * PANEL_ROWS;
+    if (a->target_logits)
+      memset(job.target_logits, 0, (size_t)job.rows * sizeof *job.target_logits);
     job.work = (rm_work){.n = job.n_vocab_blocks, .least = 1};
     rm_parallel(ctx, a->vocab / RM_N_TILE * (job.rows + 4) * a->hidden, blocks_task, &job);
     if (a->pairs) flag_pass(&job);

@@ -1,13 +1,14 @@
-// moe.c: router, permutation, static dispatch and combination of docs/numerics.md §5. The router's logits are a separate gemm; what follows
-// is small and goes row by row. Combination follows a plan made once per row, the order in which its leaves and sums fall when
-// the tree is walked from the left, so that the loop over columns has no choices to make.
+// moe.c: router, permutation, static dispatch and combination of docs/numerics.md §5. The router's
+// logits are a separate gemm; what follows is small and goes row by row. Combination follows a plan
+// made once per row, the order in which its leaves and sums fall when the tree is walked from the
+// left, so that the loop over columns has no choices to make.
 #include "variant.h"
 
 #include "panel.h"
 
 enum { ROUTER_ROWS = 512 }; // rows whose logits are held at a time
 
-// ------------------------------------------------------------------------------------------------ router
+// ----------------------------------------------------------------------------------------- router
 typedef struct router_job {
   const rm_router_args *a;
   int64_t row0, rows, width; // width: experts padded to 16, the row stride of logits
@@ -19,9 +20,12 @@ typedef struct choice {
   int32_t id;
 } choice;
 
-static float key_of(const rm_router_args *a, const float *scores, int64_t e) { return a->bias ? scores[e] + a->bias[e] : scores[e]; }
+static float key_of(const rm_router_args *a, const float *scores, int64_t e) {
+  return a->bias ? scores[e] + a->bias[e] : scores[e];
+}
 
-// An insertion into best[0 … n), a short list of at most `most`, best first. An equal key that comes later stays behind. Returns the new n.
+// An insertion into best[0 … n), a short list of at most `most`, best first. An equal key that
+// comes later stays behind. Returns the new n.
 static inline int64_t insert(choice *best, int64_t n, int64_t most, float key, int64_t id) {
   const choice c = {rm_order_key(key), (int32_t)id};
   if (n == most && c.key <= best[n - 1].key) return n;
@@ -38,8 +42,10 @@ static void open_groups(const rm_router_args *a, const float *scores, int64_t si
   for (int64_t g = 0; g < a->n_groups; g++) {
     choice two[2];
     int64_t n_two = 0;
-    for (int64_t e = g * size; e < (g + 1) * size; e++) n_two = insert(two, n_two, 2, key_of(a, scores, e), e);
-    n = insert(best, n, a->top_groups, key_of(a, scores, two[0].id) + key_of(a, scores, two[1].id), g);
+    for (int64_t e = g * size; e < (g + 1) * size; e++)
+      n_two = insert(two, n_two, 2, key_of(a, scores, e), e);
+    n = insert(best, n, a->top_groups, key_of(a, scores, two[0].id) + key_of(a, scores, two[1].id),
+               g);
     open[g] = 0;
   }
   for (int64_t i = 0; i < n; i++) open[best[i].id] = 1;
@@ -52,7 +58,8 @@ static void choose(const rm_router_args *a, const float *scores, int32_t *ids) {
   int64_t n = 0;
   if (n_groups > 1) open_groups(a, scores, size, open);
   for (int64_t g = 0; g < n_groups; g++)
-    for (int64_t e = g * size; open[g] && e < (g + 1) * size; e++) n = insert(best, n, a->top_k, key_of(a, scores, e), e);
+    for (int64_t e = g * size; open[g] && e < (g + 1) * size; e++)
+      n = insert(best, n, a->top_k, key_of(a, scores, e), e);
   for (int64_t k = 0; k < a->top_k; k++) ids[k] = best[k].id;
 }
 
@@ -68,20 +75,24 @@ static void ascending(const int32_t *ids, int64_t k, int32_t *order) {
 static void softmax_scores(float *scores, int64_t n_experts) {
   vf max = vf_set1(-INFINITY), partial = vf_zero();
   for (int64_t e = 0; e < n_experts; e += RM_LANES)
-    max = vf_max(vf_pick(vi_first(rm_min64(RM_LANES, n_experts - e)), vf_load(scores + e), max), max);
+    max =
+        vf_max(vf_pick(vi_first(rm_min64(RM_LANES, n_experts - e)), vf_load(scores + e), max), max);
   const vf top = vf_set1(vf_max16(max));
   for (int64_t e = 0; e < n_experts; e += RM_LANES) {
-    const vf p = vf_keep(vf_exp(vf_sub(vf_load(scores + e), top)), vi_first(rm_min64(RM_LANES, n_experts - e)));
+    const vf p = vf_keep(vf_exp(vf_sub(vf_load(scores + e), top)),
+                         vi_first(rm_min64(RM_LANES, n_experts - e)));
     vf_store(scores + e, p);
     partial = vf_add(partial, p);
   }
   const vf total = vf_set1(vf_tree16(partial));
-  for (int64_t e = 0; e < n_experts; e += RM_LANES) vf_store(scores + e, vf_div(vf_load(scores + e), total));
+  for (int64_t e = 0; e < n_experts; e += RM_LANES)
+    vf_store(scores + e, vf_div(vf_load(scores + e), total));
 }
 
 static void sigmoid_scores(float *scores, int64_t n_experts) {
   const vf one = vf_set1(1.0f);
-  for (int64_t e = 0; e < n_experts; e += RM_LANES) vf_store(scores + e, vf_div(one, vf_add(one, vf_exp(vf_neg(vf_load(scores + e))))));
+  for (int64_t e = 0; e < n_experts; e += RM_LANES)
+    vf_store(scores + e, vf_div(one, vf_add(one, vf_exp(vf_neg(vf_load(scores + e))))));
 }
 
 static void route_row(const router_job *job, int64_t r) {
@@ -92,7 +103,8 @@ static void route_row(const router_job *job, int64_t r) {
   if (a->score == RM_SCORE_SIGMOID) sigmoid_scores(scores, a->n_experts);
   else softmax_scores(scores, a->n_experts);
   choose(a, scores, ids);
-  for (int64_t k = 0; a->routed && k < a->top_k; k++) a->routed[(job->row0 + r) * a->routed_stride + k] = (int16_t)ids[k];
+  for (int64_t k = 0; a->routed && k < a->top_k; k++)
+    a->routed[(job->row0 + r) * a->routed_stride + k] = (int16_t)ids[k];
   float sum = 0.0f;
   ascending(ids, a->top_k, order);
   for (int64_t k = 0; a->renormalize && k < a->top_k; k++) sum = sum + scores[ids[order[k]]];
@@ -108,7 +120,8 @@ static void route_task(void *arg, int thread, int n_threads) {
 
 void RM_FN(router)(const rm_ctx *ctx, const rm_router_args *a) {
   router_job job = {.a = a, .width = rm_round_up(a->n_experts, RM_LANES)};
-  job.logits = (float *)ctx->workspace + ctx->n_threads * dots_floats(a->hidden); // behind what gemm uses
+  job.logits =
+      (float *)ctx->workspace + ctx->n_threads * dots_floats(a->hidden); // behind what gemm uses
   for (job.row0 = 0; job.row0 < a->rows; job.row0 += ROUTER_ROWS) {
     job.rows = rm_min64(ROUTER_ROWS, a->rows - job.row0);
     const rm_gemm_args gemm = {.y = job.logits,
@@ -131,14 +144,16 @@ size_t RM_FN(moe_workspace)(const rm_limits *l) {
   return (size_t)(l->n_threads * dots_floats(l->max_k) + logits) * sizeof(float);
 }
 
-// ------------------------------------------------------------------------------------------------ permute
+// ---------------------------------------------------------------------------------------- permute
 static void permute_task(void *arg, int thread, int n_threads) {
   const rm_permute_args *a = arg;
   const size_t bytes = (size_t)a->hidden * rm_dtype_bytes(a->dtype);
   int64_t from, to;
   rm_split(a->rows, thread, n_threads, &from, &to);
   for (int64_t i = from * a->top_k; i < to * a->top_k; i++)
-    if (a->place[i] >= 0) memcpy(at_mut(a->dtype, a->x_out, a->place[i] * a->hidden), at(a->dtype, a->x, i / a->top_k * a->hidden), bytes);
+    if (a->place[i] >= 0)
+      memcpy(at_mut(a->dtype, a->x_out, a->place[i] * a->hidden),
+             at(a->dtype, a->x, i / a->top_k * a->hidden), bytes);
 }
 
 void RM_FN(permute)(const rm_ctx *ctx, const rm_permute_args *a) {
@@ -147,16 +162,19 @@ void RM_FN(permute)(const rm_ctx *ctx, const rm_permute_args *a) {
   for (int64_t i = 0; i < n; i++)
     if (a->ids[i] >= 0) a->group_rows[a->ids[i] + 1]++;
   for (int64_t e = 0; e < a->n_experts; e++) a->group_rows[e + 1] += a->group_rows[e];
-  for (int64_t i = 0; i < n; i++) a->place[i] = a->ids[i] < 0 ? -1 : a->group_rows[a->ids[i]]++; // the starts become the ends …
-  for (int64_t e = a->n_experts; e > 0; e--) a->group_rows[e] = a->group_rows[e - 1]; // … and are put back
+  for (int64_t i = 0; i < n; i++)
+    a->place[i] = a->ids[i] < 0 ? -1 : a->group_rows[a->ids[i]]++; // the starts become the ends …
+  for (int64_t e = a->n_experts; e > 0; e--)
+    a->group_rows[e] = a->group_rows[e - 1]; // … and are put back
   a->group_rows[0] = 0;
   rm_permute_args args = *a;
   rm_parallel(ctx, n * a->hidden / 4, permute_task, &args);
 }
 
-// ------------------------------------------------------------------------------------------------ static dispatch
+// -------------------------------------------------------------------------------- static dispatch
 // own is set to −1 first: most of a row's choices are experts of other ranks.
-static void static_dispatch_row(const rm_static_dispatch_args *a, const int32_t *ids, int64_t row, int32_t *place, int32_t *own) {
+static void static_dispatch_row(const rm_static_dispatch_args *a, const int32_t *ids, int64_t row,
+                                int32_t *place, int32_t *own) {
   const int64_t each = rm_max_choices(a->top_k, a->experts_each);
   int64_t n_own = 0;
   for (int64_t k = 0; k < a->top_k; k++) {
@@ -178,8 +196,8 @@ static void slots_task(void *arg, int thread, int n_threads) {
   for (int64_t i = from; i < to; i++) {
     const int64_t home = i / a->pitch, row = i % a->pitch;
     if (row < a->home_rows)
-      static_dispatch_row(a, a->ids + home * a->ids_pitch + row * a->top_k, row, a->place + (home * a->home_rows + row) * a->top_k,
-                          a->own + i * each);
+      static_dispatch_row(a, a->ids + home * a->ids_pitch + row * a->top_k, row,
+                          a->place + (home * a->home_rows + row) * a->top_k, a->own + i * each);
   }
 }
 
@@ -188,7 +206,7 @@ void RM_FN(static_dispatch)(const rm_ctx *ctx, const rm_static_dispatch_args *a)
   rm_parallel(ctx, a->homes * a->pitch * a->top_k * a->top_k, slots_task, &args);
 }
 
-// ------------------------------------------------------------------------------------------------ combine
+// ---------------------------------------------------------------------------------------- combine
 // Leaves in ascending id, and after each how many sums of the two topmost values fall due.
 typedef struct tree_plan {
   float gate[RM_MAX_TOP_K];
@@ -196,7 +214,9 @@ typedef struct tree_plan {
   int sums[RM_MAX_TOP_K];
 } tree_plan;
 
-static int level(int32_t a, int32_t b) { return 31 - __builtin_clz((uint32_t)(a ^ b)); } // where two ids of one tree meet
+static int level(int32_t a, int32_t b) {
+  return 31 - __builtin_clz((uint32_t)(a ^ b));
+} // where two ids of one tree meet
 
 static void plan_row(const rm_combine_args *a, int64_t r, tree_plan *plan) {
   const int32_t *ids = a->ids + r * a->top_k;
@@ -220,8 +240,10 @@ VEC void combine_row(rm_dtype T, const rm_combine_args *a, int64_t r) {
     vf stack[RM_MAX_TOP_K];
     int top = 0;
     for (int64_t k = 0; k < a->top_k; k++) {
-      stack[top++] = vf_mul(vf_set1(plan.gate[k]), vt_load_n(T, a->y, plan.row[k] * a->hidden + i, n));
-      for (int s = 0; s < plan.sums[k]; s++, top--) stack[top - 2] = vf_add(stack[top - 2], stack[top - 1]);
+      stack[top++] =
+          vf_mul(vf_set1(plan.gate[k]), vt_load_n(T, a->y, plan.row[k] * a->hidden + i, n));
+      for (int s = 0; s < plan.sums[k]; s++, top--)
+        stack[top - 2] = vf_add(stack[top - 2], stack[top - 1]);
     }
     vt_store_n(T, a->out, r * a->hidden + i, vt_round(T, stack[0]), n);
   }

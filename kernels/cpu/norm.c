@@ -1,4 +1,5 @@
-// norm.c: rms_norm with its residual, embed and gather_rows: ops that go over rows of activations once.
+// norm.c: rms_norm with its residual, embed and gather_rows: ops that go over rows of activations
+// once.
 #include "variant.h"
 
 VEC vf gate_of(rm_dtype T, const rm_rms_norm_args *a, int64_t row) {
@@ -21,7 +22,8 @@ VEC void norm_row(rm_dtype T, const rm_rms_norm_args *a, int64_t row) {
     squares = vf_fma(h, h, squares);
   }
   if (!a->weight) {
-    if (a->out) memcpy(at_mut(T, a->out, base), at(T, a->residual, base), (size_t)a->n * rm_dtype_bytes(T));
+    if (a->out)
+      memcpy(at_mut(T, a->out, base), at(T, a->residual, base), (size_t)a->n * rm_dtype_bytes(T));
     return;
   }
   const vf scale = vf_set1(1.0f / sqrtf(vf_tree16(squares) / (float)a->n + a->eps));
@@ -51,7 +53,7 @@ static void embed_row(const rm_embed_args *a, int64_t row) {
     memcpy(out, (const char *)a->table + id * a->hidden * bytes, (size_t)(a->hidden * bytes));
     return;
   }
-  const int64_t run = a->dtype == RM_BF16 ? 2 : 1;  // neighbours in k that lie together in a tile
+  const int64_t run = a->dtype == RM_BF16 ? 2 : 1; // neighbours in k that lie together in a tile
   for (int64_t k = 0; k < a->hidden; k += run) {
     const char *from = (const char *)a->table + rm_packed_index(a->dtype, a->hidden, id, k) * bytes;
     memcpy(out + k * bytes, from, (size_t)(rm_min64(run, a->hidden - k) * bytes));
@@ -76,7 +78,8 @@ static void gather_task(void *arg, int thread, int n_threads) {
   rm_split(a->rows, thread, n_threads, &from, &to);
   for (int64_t r = from; r < to; r++)
     if (a->from[r] >= 0)
-      memcpy((char *)a->out + (size_t)r * a->row_bytes, (const char *)a->x + (size_t)a->from[r] * a->row_bytes, a->row_bytes);
+      memcpy((char *)a->out + (size_t)r * a->row_bytes,
+             (const char *)a->x + (size_t)a->from[r] * a->row_bytes, a->row_bytes);
 }
 
 void RM_FN(gather_rows)(const rm_ctx *ctx, const rm_gather_rows_args *a) {

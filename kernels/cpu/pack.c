@@ -1,13 +1,16 @@
-// pack.c: copies a trainer's tensor into a parameter. One pass converts, changes the layout, sums the digest and finds non-finite values,
-// since each pass over 16 GB costs seconds and memory bandwidth is the limit of all four.
+// pack.c: copies a trainer's tensor into a parameter. One pass converts, changes the layout, sums
+// the digest and finds non-finite values, since each pass over 16 GB costs seconds and memory
+// bandwidth is the limit of all four.
 //
-// It works on 32-bit words, one float or two neighbouring bf16 of a row, so both packed layouts are the same: tiles of 16 rows × 16 words,
-// transposed (bf16: one a tile; float32: two). The transpose is done in registers, four words of all rows at a time, and writes whole cache
-// lines. Rows that have to be converted, gathered from columns or padded go through a small buffer first, as do tiles shared with another
-// parameter (k after q in qkv), which are written lane by lane. A tied lm_head is compared instead of written.
+// It works on 32-bit words, one float or two neighbouring bf16 of a row, so both packed layouts are
+// the same: tiles of 16 rows × 16 words, transposed (bf16: one a tile; float32: two). The transpose
+// is done in registers, four words of all rows at a time, and writes whole cache lines. Rows that
+// have to be converted, gathered from columns or padded go through a small buffer first, as do
+// tiles shared with another parameter (k after q in qkv), which are written lane by lane. A tied
+// lm_head is compared instead of written.
 //
-// pack_bits.h has the digest. One variant, compiled with -mavx2, serves every fast table: in cache it is twice as fast as memory
-// brings the bytes, so wider registers would have nothing to do.
+// pack_bits.h has the digest. One variant, compiled with -mavx2, serves every fast table: in cache
+// it is twice as fast as memory brings the bytes, so wider registers would have nothing to do.
 #include <immintrin.h>
 #include <stdlib.h>
 
@@ -32,7 +35,7 @@ typedef struct part { // what one thread found
   char pad[40];
 } part;
 
-// ------------------------------------------------------------------------------------------------ rows as they are stored
+// ------------------------------------------------------------------------ rows as they are stored
 // n elements from `src`, `step` bytes apart.
 static void convert_bf16(void *to, const char *src, int64_t step, int64_t n, rm_src_dtype from) {
   uint16_t *out = to;
@@ -78,46 +81,60 @@ static void convert_f32(void *to, const char *src, int64_t step, int64_t n, rm_s
   }
 }
 
-static int is_transposed(const rm_pack_args *args) { return args->rows > 1 && llabs(args->col_stride) > llabs(args->row_stride); }
+static int is_transposed(const rm_pack_args *args) {
+  return args->rows > 1 && llabs(args->col_stride) > llabs(args->row_stride);
+}
 
 // The source has rows as they are stored.
 static int is_direct(const rm_pack_args *args) {
-  return args->col_stride == 1 && args->src_dtype == (args->dst_dtype == RM_BF16 ? RM_SRC_BF16 : RM_SRC_F32);
+  return args->col_stride == 1 &&
+         args->src_dtype == (args->dst_dtype == RM_BF16 ? RM_SRC_BF16 : RM_SRC_F32);
 }
 
 static const char *source(const rm_pack_args *args, int64_t row, int64_t col) {
-  return (const char *)args->src + (row * args->row_stride + col * args->col_stride) * src_bytes(args->src_dtype);
+  return (const char *)args->src +
+         (row * args->row_stride + col * args->col_stride) * src_bytes(args->src_dtype);
 }
 
 // Elements [col, col + n) of a row, zeros after them up to `bytes`.
-static void copy_row(const rm_pack_args *args, int64_t row, int64_t col, int64_t n, char *to, int64_t bytes) {
-  const int64_t step = args->col_stride * src_bytes(args->src_dtype), used = n * (int64_t)rm_dtype_bytes(args->dst_dtype);
+static void copy_row(const rm_pack_args *args, int64_t row, int64_t col, int64_t n, char *to,
+                     int64_t bytes) {
+  const int64_t step = args->col_stride * src_bytes(args->src_dtype),
+                used = n * (int64_t)rm_dtype_bytes(args->dst_dtype);
   if (is_direct(args)) memcpy(to, source(args, row, col), (size_t)used);
-  else if (args->dst_dtype == RM_BF16) convert_bf16(to, source(args, row, col), step, n, args->src_dtype);
+  else if (args->dst_dtype == RM_BF16)
+    convert_bf16(to, source(args, row, col), step, n, args->src_dtype);
   else convert_f32(to, source(args, row, col), step, n, args->src_dtype);
   memset(to + used, 0, (size_t)(bytes - used));
 }
 
-// The same for the lanes of a transposed view: column by column, so that each cache line of the source is fetched once.
-static void copy_columns(const rm_pack_args *args, int64_t row, int lanes, int64_t col, int64_t n, char *to, int64_t bytes) {
-  const int64_t step = args->row_stride * src_bytes(args->src_dtype), stored = (int64_t)rm_dtype_bytes(args->dst_dtype);
+// The same for the lanes of a transposed view: column by column, so that each cache line of the
+// source is fetched once.
+static void copy_columns(const rm_pack_args *args, int64_t row, int lanes, int64_t col, int64_t n,
+                         char *to, int64_t bytes) {
+  const int64_t step = args->row_stride * src_bytes(args->src_dtype),
+                stored = (int64_t)rm_dtype_bytes(args->dst_dtype);
   for (int lane = 0; lane < lanes; lane++) memset(to + lane * RUN, 0, (size_t)bytes);
   for (int64_t c = 0; c < n; c++) {
     _Alignas(32) char column[SQUARE * 4];
     if (args->dst_dtype == RM_BF16) {
       convert_bf16(column, source(args, row, col + c), step, lanes, args->src_dtype);
-      for (int lane = 0; lane < lanes; lane++) memcpy(to + lane * RUN + c * stored, column + lane * 2, 2);
+      for (int lane = 0; lane < lanes; lane++)
+        memcpy(to + lane * RUN + c * stored, column + lane * 2, 2);
     } else {
       convert_f32(column, source(args, row, col + c), step, lanes, args->src_dtype);
-      for (int lane = 0; lane < lanes; lane++) memcpy(to + lane * RUN + c * stored, column + lane * 4, 4);
+      for (int lane = 0; lane < lanes; lane++)
+        memcpy(to + lane * RUN + c * stored, column + lane * 4, 4);
     }
   }
 }
 
-// ------------------------------------------------------------------------------------------------ digest and finiteness
+// -------------------------------------------------------------------------- digest and finiteness
 typedef struct sums {
   __m256i even, odd; // of the digest, four 64-bit sums each
-  __m256i largest; // of the 16 bits with the exponent, without the sign; those of a float32's low half are 0
+  __m256i
+      // of the 16 bits with the exponent, without the sign; those of a float32's low half are 0
+      largest;
   __m256i unsigned_high; // the mask for it
 } sums;
 
@@ -129,7 +146,8 @@ INLINE sums sums_begin(rm_dtype dtype) {
 INLINE void sums_add(sums *s, __m256i seeds, __m256i words) {
   const __m256i w = _mm256_xor_si256(seeds, _mm256_srli_epi32(seeds, 15));
   s->even = _mm256_add_epi64(s->even, _mm256_mul_epu32(w, words));
-  s->odd = _mm256_add_epi64(s->odd, _mm256_mul_epu32(_mm256_srli_epi64(w, 32), _mm256_srli_epi64(words, 32)));
+  s->odd = _mm256_add_epi64(
+      s->odd, _mm256_mul_epu32(_mm256_srli_epi64(w, 32), _mm256_srli_epi64(words, 32)));
   s->largest = _mm256_max_epi16(s->largest, _mm256_and_si256(words, s->unsigned_high));
 }
 
@@ -139,13 +157,19 @@ static uint64_t sums_digest(const sums *s) {
   return four[0] + four[1] + four[2] + four[3];
 }
 
-static int sums_bad(const sums *s) { return _mm256_movemask_epi8(_mm256_cmpgt_epi16(s->largest, _mm256_set1_epi16(0x7F7F))) != 0; }
+static int sums_bad(const sums *s) {
+  return _mm256_movemask_epi8(_mm256_cmpgt_epi16(s->largest, _mm256_set1_epi16(0x7F7F))) != 0;
+}
 
-INLINE __m256i times_weyl(int64_t words) { return _mm256_set1_epi32((int)((uint32_t)words * (uint32_t)RM_PACK_WEYL)); }
+INLINE __m256i times_weyl(int64_t words) {
+  return _mm256_set1_epi32((int)((uint32_t)words * (uint32_t)RM_PACK_WEYL));
+}
 
-// Rows of an odd number of bf16 put words across row ends, and where the rows begin need not be even; they are summed element by
-// element.
-static int splits_words(const rm_pack_args *args) { return args->dst_dtype == RM_BF16 && (args->cols & 1); }
+// Rows of an odd number of bf16 put words across row ends, and where the rows begin need not be
+// even; they are summed element by element.
+static int splits_words(const rm_pack_args *args) {
+  return args->dst_dtype == RM_BF16 && (args->cols & 1);
+}
 
 static uint64_t digest_elements(const char *x, int64_t first, int64_t n) {
   uint64_t sum = 0;
@@ -166,11 +190,13 @@ static void note_diff(part *found, int64_t index) {
   if (found->diff < 0 || index < found->diff) found->diff = index;
 }
 
-// ------------------------------------------------------------------------------------------------ plain rows
+// ------------------------------------------------------------------------------------- plain rows
 // x to dst and its sums; bytes a multiple of 32. `word`: the digest's index of the first.
 static void sum_plain(sums *total, const char *x, char *dst, int64_t bytes, int64_t word) {
   const int stream = dst && (uintptr_t)dst % 32 == 0;
-  const __m256i lanes = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), times_weyl(1)), next = times_weyl(8);
+  const __m256i lanes =
+                    _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), times_weyl(1)),
+                next = times_weyl(8);
   __m256i seeds = _mm256_add_epi32(_mm256_set1_epi32((int)weight_seed(word)), lanes);
   sums s = *total;
   for (int64_t at = 0; at < bytes; at += 32) {
@@ -197,7 +223,8 @@ static void plain_run(const rm_pack_args *args, part *found, int64_t row, int64_
   sum_plain(&s, x, args->compare ? NULL : dst, whole, word);
   memcpy(tail, x + whole, (size_t)(bytes - whole));
   sum_plain(&s, tail, NULL, 32, word + whole / 4);
-  found->digest += splits_words(args) ? digest_elements(x, args->index0 + first, n) : sums_digest(&s);
+  found->digest +=
+      splits_words(args) ? digest_elements(x, args->index0 + first, n) : sums_digest(&s);
   if (sums_bad(&s)) find_nonfinite(found, args->dst_dtype, x, first, n);
   if (!args->compare) {
     memcpy(dst + whole, tail, (size_t)(bytes - whole));
@@ -211,23 +238,28 @@ static void plain_run(const rm_pack_args *args, part *found, int64_t row, int64_
 static void plain_rows(const rm_pack_args *args, part *found, int64_t begin, int64_t end) {
   const int64_t at_once = RUN / (int64_t)rm_dtype_bytes(args->dst_dtype);
   for (int64_t row = begin; row < end; row++)
-    for (int64_t col = 0; col < args->cols; col += at_once) plain_run(args, found, row, col, rm_min64(at_once, args->cols - col));
+    for (int64_t col = 0; col < args->cols; col += at_once)
+      plain_run(args, found, row, col, rm_min64(at_once, args->cols - col));
 }
 
-// ------------------------------------------------------------------------------------------------ squares
+// ---------------------------------------------------------------------------------------- squares
 // 16 rows, `pitch` bytes apart, of which `at` moves on, and the seeds of their weights.
 typedef struct rows16 {
   const char *at;
   int64_t pitch;
   const char *ahead; // what is wanted a run later, fetched meanwhile
   __m256i seeds; // of the next four words of rows 0 and 4
-  __m256i row, four_rows, back; // to the next row; four rows on; from row 16 to row 0, four words on
+  __m256i row, four_rows,
+      back; // to the next row; four rows on; from row 16 to row 0, four words on
 } rows16;
 
-static rows16 rows_begin(const char *at, const char *ahead, int64_t pitch, int64_t word, int64_t row_words) {
-  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3), upper = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
+static rows16 rows_begin(const char *at, const char *ahead, int64_t pitch, int64_t word,
+                         int64_t row_words) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3),
+                upper = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
   const __m256i row = times_weyl(row_words);
-  const __m256i offsets = _mm256_add_epi32(_mm256_mullo_epi32(lanes, times_weyl(1)), _mm256_mullo_epi32(upper, row));
+  const __m256i offsets =
+      _mm256_add_epi32(_mm256_mullo_epi32(lanes, times_weyl(1)), _mm256_mullo_epi32(upper, row));
   return (rows16){
       .at = at,
       .pitch = pitch,
@@ -241,7 +273,8 @@ static rows16 rows_begin(const char *at, const char *ahead, int64_t pitch, int64
 
 typedef enum emit { STREAM, KEEP, COMPARE } emit;
 
-// Each line is read once and whole: rows so far apart all fall into one set of the first cache, which has room for half of them.
+// Each line is read once and whole: rows so far apart all fall into one set of the first cache,
+// which has room for half of them.
 INLINE void copy_lines(char *lines, const rows16 *rows) {
   for (int i = 0; i < SQUARE; i++) {
     const __m256i *from = (const __m256i *)(rows->at + i * rows->pitch);
@@ -251,7 +284,8 @@ INLINE void copy_lines(char *lines, const rows16 *rows) {
   }
 }
 
-// out[word][row] ← row[word] of the next 16 words, and their sums; out is a multiple of 32. With COMPARE not zero where out differs.
+// out[word][row] ← row[word] of the next 16 words, and their sums; out is a multiple of 32. With
+// COMPARE not zero where out differs.
 INLINE int transpose_tile(emit how, char *out, rows16 *rows, sums *total) {
   _Alignas(64) char lines[SQUARE_BYTES];
   sums s = *total;
@@ -268,13 +302,16 @@ INLINE int transpose_tile(emit how, char *out, rows16 *rows, sums *total) {
       for (int i = 0; i < 4; i++) {
         const char *from = at + (8 * half + i) * pitch + 4 * word;
         const __m256i low = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)from));
-        x[i] = _mm256_inserti128_si256(low, _mm_loadu_si128((const __m128i *)(from + 4 * pitch)), 1);
+        x[i] =
+            _mm256_inserti128_si256(low, _mm_loadu_si128((const __m128i *)(from + 4 * pitch)), 1);
         sums_add(&s, seeds, x[i]);
         seeds = _mm256_add_epi32(seeds, rows->row);
       }
       seeds = _mm256_add_epi32(seeds, rows->four_rows);
-      const __m256i ab0 = _mm256_unpacklo_epi32(x[0], x[1]), cd0 = _mm256_unpacklo_epi32(x[2], x[3]);
-      const __m256i ab1 = _mm256_unpackhi_epi32(x[0], x[1]), cd1 = _mm256_unpackhi_epi32(x[2], x[3]);
+      const __m256i ab0 = _mm256_unpacklo_epi32(x[0], x[1]),
+                    cd0 = _mm256_unpacklo_epi32(x[2], x[3]);
+      const __m256i ab1 = _mm256_unpackhi_epi32(x[0], x[1]),
+                    cd1 = _mm256_unpackhi_epi32(x[2], x[3]);
       y[0 + half] = _mm256_unpacklo_epi64(ab0, cd0);
       y[2 + half] = _mm256_unpackhi_epi64(ab0, cd0);
       y[4 + half] = _mm256_unpacklo_epi64(ab1, cd1);
@@ -283,7 +320,8 @@ INLINE int transpose_tile(emit how, char *out, rows16 *rows, sums *total) {
     seeds = _mm256_add_epi32(seeds, rows->back);
     for (int i = 0; i < 8; i++) {
       __m256i *to = (__m256i *)(out + word * LINE + i * 32);
-      // Past the cache: nothing reads the weights before the swap, and a line that is not fetched first is traffic saved.
+      // Past the cache: nothing reads the weights before the swap, and a line that is not fetched
+      // first is traffic saved.
       if (how == STREAM) _mm256_stream_si256(to, y[i]);
       else if (how == KEEP) _mm256_store_si256(to, y[i]);
       else differ = _mm256_or_si256(differ, _mm256_xor_si256(y[i], _mm256_load_si256(to)));
@@ -298,21 +336,27 @@ INLINE int transpose_tile(emit how, char *out, rows16 *rows, sums *total) {
 
 // Lanes of a square that is shared, or of one that is not aligned.
 static void emit_lanes(char *dst, const uint32_t *square, int lane0, int lanes) {
-  for (int w = 0; w < SQUARE; w++) memcpy(dst + 4 * (w * SQUARE + lane0), square + w * SQUARE + lane0, (size_t)lanes * 4);
+  for (int w = 0; w < SQUARE; w++)
+    memcpy(dst + 4 * (w * SQUARE + lane0), square + w * SQUARE + lane0, (size_t)lanes * 4);
 }
 
-// The lowest (lane, element of its 32) whose stored bits differ, as lane·32 + element, −1 for none. Pads are zero on both sides.
-static int64_t compare_lanes(const char *dst, const uint32_t *square, int lane0, int lanes, rm_dtype dtype) {
+// The lowest (lane, element of its 32) whose stored bits differ, as lane·32 + element, −1 for none.
+// Pads are zero on both sides.
+static int64_t compare_lanes(const char *dst, const uint32_t *square, int lane0, int lanes,
+                             rm_dtype dtype) {
   for (int lane = lane0; lane < lane0 + lanes; lane++) {
     for (int w = 0; w < SQUARE; w++) {
       const uint32_t differ = load32(dst + 4 * (w * SQUARE + lane)) ^ square[w * SQUARE + lane];
-      if (differ) return (int64_t)(lane - lane0) * RM_K_BLOCK + (dtype == RM_BF16 ? 2 * w + !(differ & 0xFFFF) : w);
+      if (differ)
+        return (int64_t)(lane - lane0) * RM_K_BLOCK +
+               (dtype == RM_BF16 ? 2 * w + !(differ & 0xFFFF) : w);
     }
   }
   return -1;
 }
 
-// Source rows [row, row + lanes) and columns [col, col + n) on their way to a row of tiles, from lane lane0 on.
+// Source rows [row, row + lanes) and columns [col, col + n) on their way to a row of tiles, from
+// lane lane0 on.
 typedef struct packed_run {
   int64_t tile_row, row;
   int lane0, lanes;
@@ -327,13 +371,16 @@ static int64_t packed_tile_row(const rm_pack_args *args, int64_t tile) {
 static char *packed_dst(const rm_pack_args *args, const packed_run *run) {
   const int64_t tiles_across = rm_round_up(args->dst_cols, RM_K_BLOCK) / RM_K_BLOCK;
   const int64_t tile = run->tile_row * tiles_across + run->col / RM_K_BLOCK;
-  return (char *)args->dst + tile * RM_N_TILE * RM_K_BLOCK * (int64_t)rm_dtype_bytes(args->dst_dtype);
+  return (char *)args->dst +
+         tile * RM_N_TILE * RM_K_BLOCK * (int64_t)rm_dtype_bytes(args->dst_dtype);
 }
 
-static void compare_run(const rm_pack_args *args, part *found, const packed_run *run, rows16 *rows, int64_t squares, sums *total) {
+static void compare_run(const rm_pack_args *args, part *found, const packed_run *run, rows16 *rows,
+                        int64_t squares, sums *total) {
   _Alignas(64) uint32_t square[SQUARE * SQUARE];
   const char *dst = packed_dst(args, run);
-  const int64_t first = run->row * args->cols + run->col, words = 4 / (int64_t)rm_dtype_bytes(args->dst_dtype);
+  const int64_t first = run->row * args->cols + run->col,
+                words = 4 / (int64_t)rm_dtype_bytes(args->dst_dtype);
   const int whole = run->lanes == SQUARE && (uintptr_t)dst % 32 == 0;
   for (int64_t i = 0; i < squares; i++, dst += SQUARE_BYTES) {
     rows16 again = *rows;
@@ -342,15 +389,18 @@ static void compare_run(const rm_pack_args *args, part *found, const packed_run 
     transpose_tile(KEEP, (char *)square, &again, whole ? &ignored : total);
     *rows = again;
     const int64_t at = compare_lanes(dst, square, run->lane0, run->lanes, args->dst_dtype);
-    if (at >= 0) note_diff(found, first + at / RM_K_BLOCK * args->cols + i * SQUARE * words + at % RM_K_BLOCK);
+    if (at >= 0)
+      note_diff(found, first + at / RM_K_BLOCK * args->cols + i * SQUARE * words + at % RM_K_BLOCK);
   }
 }
 
-static void write_run(const rm_pack_args *args, const packed_run *run, rows16 *rows, int64_t squares, sums *total) {
+static void write_run(const rm_pack_args *args, const packed_run *run, rows16 *rows,
+                      int64_t squares, sums *total) {
   _Alignas(64) uint32_t square[SQUARE * SQUARE];
   char *dst = packed_dst(args, run);
   if (run->lanes == SQUARE && (uintptr_t)dst % 32 == 0) {
-    for (int64_t i = 0; i < squares; i++) transpose_tile(STREAM, dst + i * SQUARE_BYTES, rows, total);
+    for (int64_t i = 0; i < squares; i++)
+      transpose_tile(STREAM, dst + i * SQUARE_BYTES, rows, total);
     return;
   }
   for (int64_t i = 0; i < squares; i++) {
@@ -368,10 +418,12 @@ static void fetch_ahead(const rm_pack_args *args, const char *ahead, int row, in
   for (int64_t at = 0; at < n * size; at += LINE) _mm_prefetch(from + at, _MM_HINT_T1);
 }
 
-// The rows of a run as stored, in a buffer of RUN bytes for each lane; lanes that are not the run's are zero.
+// The rows of a run as stored, in a buffer of RUN bytes for each lane; lanes that are not the run's
+// are zero.
 static void copy_run(const rm_pack_args *args, const packed_run *run, char *buffer, int64_t bytes) {
   for (int lane = 0; lane < SQUARE; lane++)
-    if (lane < run->lane0 || lane >= run->lane0 + run->lanes) memset(buffer + lane * RUN, 0, (size_t)bytes);
+    if (lane < run->lane0 || lane >= run->lane0 + run->lanes)
+      memset(buffer + lane * RUN, 0, (size_t)bytes);
   char *to = buffer + run->lane0 * RUN;
   if (is_transposed(args)) copy_columns(args, run->row, run->lanes, run->col, run->n, to, bytes);
   else
@@ -383,14 +435,17 @@ static void copy_run(const rm_pack_args *args, const packed_run *run, char *buff
 
 static void pack_run(const rm_pack_args *args, part *found, const packed_run *run) {
   _Alignas(64) char buffer[SQUARE * RUN];
-  const int64_t stored = (int64_t)rm_dtype_bytes(args->dst_dtype), per_word = 4 / stored, row_words = args->cols / per_word;
-  const int64_t bytes = rm_round_up(run->n, RM_K_BLOCK) * stored, first = run->row * args->cols + run->col;
+  const int64_t stored = (int64_t)rm_dtype_bytes(args->dst_dtype), per_word = 4 / stored,
+                row_words = args->cols / per_word;
+  const int64_t bytes = rm_round_up(run->n, RM_K_BLOCK) * stored,
+                first = run->row * args->cols + run->col;
   const int direct = run->lanes == SQUARE && run->n % RM_K_BLOCK == 0 && is_direct(args);
   const char *at = direct ? source(args, run->row, run->col) : buffer;
   const int64_t pitch = direct ? args->row_stride * stored : RUN;
   if (!direct) copy_run(args, run, buffer, bytes);
 
-  rows16 rows = rows_begin(at, direct ? run->ahead : at, pitch, (args->index0 + first) / per_word - run->lane0 * row_words, row_words);
+  rows16 rows = rows_begin(at, direct ? run->ahead : at, pitch,
+                           (args->index0 + first) / per_word - run->lane0 * row_words, row_words);
   sums s = sums_begin(args->dst_dtype);
   if (args->compare) compare_run(args, found, run, &rows, bytes / LINE, &s);
   else write_run(args, run, &rows, bytes / LINE, &s);
@@ -405,8 +460,10 @@ static void pack_run(const rm_pack_args *args, part *found, const packed_run *ru
 }
 
 // Whole tiles, then the last one where the columns end in it.
-static void packed_tile(const rm_pack_args *args, part *found, int64_t tile, int64_t col, int64_t end) {
-  const int64_t at_once = RUN / (int64_t)rm_dtype_bytes(args->dst_dtype), whole = args->cols / RM_K_BLOCK * RM_K_BLOCK;
+static void packed_tile(const rm_pack_args *args, part *found, int64_t tile, int64_t col,
+                        int64_t end) {
+  const int64_t at_once = RUN / (int64_t)rm_dtype_bytes(args->dst_dtype),
+                whole = args->cols / RM_K_BLOCK * RM_K_BLOCK;
   const int64_t low = rm_max64(tile * RM_N_TILE, args->dst_row0);
   const int64_t high = rm_min64((tile + 1) * RM_N_TILE, args->dst_row0 + args->rows);
   packed_run run = {
@@ -417,19 +474,22 @@ static void packed_tile(const rm_pack_args *args, part *found, int64_t tile, int
   };
   for (run.col = col; run.col < end; run.col += run.n) {
     run.n = rm_min64(at_once, (run.col < whole ? rm_min64(whole, end) : end) - run.col);
-    run.ahead = run.col + run.n < end ? source(args, run.row, run.col + run.n) : source(args, run.row + run.lanes, col);
+    run.ahead = run.col + run.n < end ? source(args, run.row, run.col + run.n)
+                                      : source(args, run.row + run.lanes, col);
     pack_run(args, found, &run);
   }
 }
 
-// Walks the source the way it lies in memory: along the rows, or down the columns of a transposed view.
+// Walks the source the way it lies in memory: along the rows, or down the columns of a transposed
+// view.
 static void packed_tiles(const rm_pack_args *args, part *found, int64_t begin, int64_t end) {
   const int64_t step = is_transposed(args) ? RM_K_BLOCK : args->cols;
   for (int64_t col = 0; col < args->cols; col += step)
-    for (int64_t tile = begin; tile < end; tile++) packed_tile(args, found, tile, col, rm_min64(col + step, args->cols));
+    for (int64_t tile = begin; tile < end; tile++)
+      packed_tile(args, found, tile, col, rm_min64(col + step, args->cols));
 }
 
-// ------------------------------------------------------------------------------------------------ the op
+// ----------------------------------------------------------------------------------------- the op
 typedef struct job {
   const rm_pack_args *args;
   part parts[MAX_PARTS];
@@ -442,7 +502,8 @@ static void pack_task(void *arg, int thread, int n_threads) {
   part *found = &work->parts[thread];
   const int plain = args->layout == RM_PLAIN;
   const int64_t low = plain ? 0 : args->dst_row0 / RM_N_TILE;
-  const int64_t n = (plain ? args->rows : rm_round_up(args->dst_row0 + args->rows, RM_N_TILE) / RM_N_TILE) - low;
+  const int64_t n =
+      (plain ? args->rows : rm_round_up(args->dst_row0 + args->rows, RM_N_TILE) / RM_N_TILE) - low;
   const int64_t begin = low + n * thread / n_threads, end = low + n * (thread + 1) / n_threads;
   if (plain) plain_rows(args, found, begin, end);
   else packed_tiles(args, found, begin, end);
@@ -457,7 +518,8 @@ void rm_cpu_pack(const rm_ctx *ctx, rm_pack_args *args) {
   args->digest = 0;
   args->nonfinite_index = args->diff_index = -1;
   if (args->rows <= 0 || args->cols <= 0) return;
-  const int parallel = ctx->run && ctx->n_threads > 1 && ctx->n_threads <= MAX_PARTS && args->rows * args->cols >= SERIAL_ELEMENTS;
+  const int parallel = ctx->run && ctx->n_threads > 1 && ctx->n_threads <= MAX_PARTS &&
+                       args->rows * args->cols >= SERIAL_ELEMENTS;
   const int n = parallel ? ctx->n_threads : 1;
   for (int i = 0; i < n; i++) work.parts[i] = (part){.nonfinite = -1, .diff = -1};
   if (parallel) ctx->run(ctx->team, pack_task, &work);

@@ -1,10 +1,13 @@
-// pack_bits.h: what one element becomes and what it adds to the digest. Shared by the plain loops, the fast pack and CUDA.
+// pack_bits.h: what one element becomes and what it adds to the digest. Shared by the plain loops,
+// the fast pack and CUDA.
 //
-// All arithmetic on values is integer: conversions must keep denormals, as torch's do, while threads run with them flushed.
+// All arithmetic on values is integer: conversions must keep denormals, as torch's do, while
+// threads run with them flushed.
 //
-// The digest is Σ weight(word index)·word mod 2^64, a word being one float or two neighbouring bf16 of a row. For one element that
-// is weight·(bits << 16·parity), a function of its index and bits, so any split, order or layout gives the same sum. A change of
-// a single element always shows: the weight is not 0.
+// The digest is Σ weight(word index)·word mod 2^64, a word being one float or two neighbouring bf16
+// of a row. For one element that is weight·(bits << 16·parity), a function of its index and bits,
+// so any split, order or layout gives the same sum. A change of a single element always shows: the
+// weight is not 0.
 #pragma once
 
 #include <stdint.h>
@@ -28,9 +31,11 @@ static inline uint64_t load64(const void *p) {
   return v;
 }
 
-static inline int64_t src_bytes(rm_src_dtype dtype) { return dtype == RM_SRC_F64 ? 8 : dtype == RM_SRC_F32 ? 4 : 2; }
+static inline int64_t src_bytes(rm_src_dtype dtype) {
+  return dtype == RM_SRC_F64 ? 8 : dtype == RM_SRC_F32 ? 4 : 2;
+}
 
-// ------------------------------------------------------------------------------------------------ conversions
+// ------------------------------------------------------------------------------------ conversions
 #ifdef __CUDA_ARCH__
 #define RM_LEADING_ZEROS(x) ((uint32_t)__clz((int)(x)))
 #else
@@ -43,11 +48,12 @@ RM_INLINE uint16_t bf16_from_f32(uint32_t bits) {
 }
 
 RM_INLINE uint32_t f32_from_f16(uint16_t bits) {
-  const uint32_t sign = (uint32_t)(bits & 0x8000) << 16, exponent = bits >> 10 & 0x1F, fraction = bits & 0x3FF;
+  const uint32_t sign = (uint32_t)(bits & 0x8000) << 16, exponent = bits >> 10 & 0x1F,
+                 fraction = bits & 0x3FF;
   if (exponent == 0x1F) return sign | 0x7F800000 | fraction << 13;
   if (exponent > 0) return sign | (exponent + 112) << 23 | fraction << 13;
   if (fraction == 0) return sign;
-  const uint32_t top = 31 - RM_LEADING_ZEROS(fraction);    // value = fraction · 2^-24
+  const uint32_t top = 31 - RM_LEADING_ZEROS(fraction); // value = fraction · 2^-24
   return sign | (top + 103) << 23 | (fraction << (23 - top) & 0x7FFFFF);
 }
 
@@ -55,13 +61,18 @@ RM_INLINE uint32_t f32_from_f64(uint64_t bits) {
   const uint32_t sign = (uint32_t)(bits >> 63) << 31;
   const int biased = (int)(bits >> 52 & 0x7FF), exponent = biased - 1023 + 127;
   const uint64_t fraction = bits & 0xFFFFFFFFFFFFF;
-  if (biased == 0x7FF) return sign | 0x7F800000 | (fraction ? 0x400000 | (uint32_t)(fraction >> 29) : 0);
+  if (biased == 0x7FF)
+    return sign | 0x7F800000 | (fraction ? 0x400000 | (uint32_t)(fraction >> 29) : 0);
   if (exponent >= 0xFF) return sign | 0x7F800000;
   if (exponent < -24) return sign;
-  const uint64_t whole = exponent > 0 ? (uint64_t)exponent << 52 | fraction : fraction | (uint64_t)1 << 52;
+  const uint64_t whole =
+      exponent > 0 ? (uint64_t)exponent << 52 | fraction : fraction | (uint64_t)1 << 52;
   const int shift = exponent > 0 ? 29 : 30 - exponent;
-  const uint64_t kept = whole >> shift, rest = whole & (((uint64_t)1 << shift) - 1), half = (uint64_t)1 << (shift - 1);
-  return sign | (uint32_t)(kept + (rest > half || (rest == half && (kept & 1))));   // a carry runs into the exponent, rightly
+  const uint64_t kept = whole >> shift, rest = whole & (((uint64_t)1 << shift) - 1),
+                 half = (uint64_t)1 << (shift - 1);
+  return sign | (uint32_t)(kept + (rest > half ||
+                                   (rest == half &&
+                                    (kept & 1)))); // a carry runs into the exponent, rightly
 }
 
 static inline uint32_t f32_from(const void *src, rm_src_dtype from) {
@@ -78,10 +89,14 @@ RM_INLINE int is_nonfinite(uint32_t stored, rm_dtype dtype) {
   return (stored & exponent) == exponent;
 }
 
-// ------------------------------------------------------------------------------------------------ digest
-enum { RM_PACK_WEYL = (int)0x9E3779B1u };          // odd: a permutation of the 2^32 indices, 0 only for the last
+// ----------------------------------------------------------------------------------------- digest
+enum {
+  RM_PACK_WEYL = (int)0x9E3779B1u
+}; // odd: a permutation of the 2^32 indices, 0 only for the last
 
-RM_INLINE uint32_t weight_seed(int64_t word) { return ((uint32_t)word + 1) * (uint32_t)RM_PACK_WEYL; }
+RM_INLINE uint32_t weight_seed(int64_t word) {
+  return ((uint32_t)word + 1) * (uint32_t)RM_PACK_WEYL;
+}
 RM_INLINE uint32_t weight(int64_t word) {
   const uint32_t w = weight_seed(word);
   return w ^ w >> 15;

@@ -1,18 +1,20 @@
-// panel_amx.h: bf16 dot products by AMX. One tdpbf16ps is one block of the contract for 16 rows × 16 columns: it sums the even k
-// and the odd k in chains from +0 and adds their sum to the accumulator; a packed tile of weights is its second operand as it
-// lies in memory. Prefill and decode share the code: up to 16 rows cost what one costs, so decode runs at the rate at which
+// panel_amx.h: bf16 dot products by AMX. One tdpbf16ps is one block of the contract for 16 rows ×
+// 16 columns: it sums the even k and the odd k in chains from +0 and adds their sum to the
+// accumulator; a packed tile of weights is its second operand as it lies in memory. Prefill and
+// decode share the code: up to 16 rows cost what one costs, so decode runs at the rate at which
 // memory brings weights.
 //
-// The panel is [k block][rows↑16][32] bf16 with rows of zeros at the end, or, below 16 rows, tiles of just so many. Tiles are
-// configured and released in each call, some hundred cycles of thousands, so that no thread is left with live tile state, which
-// every context switch would have to save. float32 goes by FMA, attention by vdpbf16ps.
+// The panel is [k block][rows↑16][32] bf16 with rows of zeros at the end, or, below 16 rows, tiles
+// of just so many. Tiles are configured and released in each call, some hundred cycles of
+// thousands, so that no thread is left with live tile state, which every context switch would have
+// to save. float32 goes by FMA, attention by vdpbf16ps.
 #pragma once
 
 #include "pairs.h"
 
 enum { TILE_ROWS = 16 };
 
-typedef struct tile_config {      // palette 1 as ldtilecfg reads it
+typedef struct tile_config { // palette 1 as ldtilecfg reads it
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];
   uint8_t rows[16];
@@ -25,11 +27,16 @@ VEC void configure_tiles(int64_t rows) {
     config.row_bytes[i] = 64;
     config.rows[i] = (uint8_t)(i < 6 ? rm_min64(rows, TILE_ROWS) : RM_K_BLOCK / 2);
   }
-  __asm__ volatile("" : : "r"(&config) : "memory");  // gcc's intrinsic names 8 bytes as read, and its tile loads none
+  __asm__ volatile(""
+                   :
+                   : "r"(&config)
+                   : "memory"); // gcc's intrinsic names 8 bytes as read, and its tile loads none
   _tile_loadconfig(&config);
 }
 
-static inline int64_t panel_rows(int64_t rows) { return rows < TILE_ROWS ? rows : rm_round_up(rows, TILE_ROWS); }
+static inline int64_t panel_rows(int64_t rows) {
+  return rows < TILE_ROWS ? rows : rm_round_up(rows, TILE_ROWS);
+}
 
 VEC void tile_fill_panel(uint16_t *panel, const uint16_t *x, int64_t ldx, int64_t rows, int64_t k) {
   const int64_t all = panel_rows(rows), row_bytes = RM_K_BLOCK * (int64_t)sizeof *panel;
@@ -56,9 +63,10 @@ VEC void tile_fill_panel(uint16_t *panel, const uint16_t *x, int64_t ldx, int64_
     } \
   } while (0)
 
-// M × N tiles, each 1 or 2: rows [row, …) of the panel against tile columns w and w + n_blocks tiles.
-VEC void tile_block(const int M, const int N, const uint16_t *panel, int64_t rows, int64_t row, const uint16_t *w, int64_t n_blocks,
-                    float *acc, const int ahead) {
+// M × N tiles, each 1 or 2: rows [row, …) of the panel against tile columns w and w + n_blocks
+// tiles.
+VEC void tile_block(const int M, const int N, const uint16_t *panel, int64_t rows, int64_t row,
+                    const uint16_t *w, int64_t n_blocks, float *acc, const int ahead) {
   const int64_t all = panel_rows(rows), column = n_blocks * TILE;
   _tile_zero(0);
   if (N > 1) _tile_zero(1);
@@ -90,7 +98,8 @@ VEC void tile_block(const int M, const int N, const uint16_t *panel, int64_t row
   if (M > 1 && N > 1) STORE_SUMS(3, beside + TILE_ROWS * RM_N_TILE, rows - row - TILE_ROWS);
 }
 
-DOTS_FUNCTION void tile_panel_dots(const uint16_t *panel, int64_t rows, const uint16_t *w, int64_t n_tiles, int64_t n_blocks, float *acc) {
+DOTS_FUNCTION void tile_panel_dots(const uint16_t *panel, int64_t rows, const uint16_t *w,
+                                   int64_t n_tiles, int64_t n_blocks, float *acc) {
   configure_tiles(rows);
   for (int64_t t = 0; t < n_tiles; t += 2)
     for (int64_t row = 0; row < rows; row += 2 * TILE_ROWS) {
@@ -105,13 +114,15 @@ DOTS_FUNCTION void tile_panel_dots(const uint16_t *panel, int64_t rows, const ui
   _tile_release();
 }
 
-VEC void fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx, int64_t rows, int64_t k) {
+VEC void fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx, int64_t rows,
+                    int64_t k) {
   if (dtype == RM_BF16) tile_fill_panel((uint16_t *)panel, x, ldx, rows, k);
   else fma_fill_panel(dtype, panel, x, ldx, rows, k);
 }
 
 // acc [n_tiles][rows][16] = panel · columns of n_tiles tiles that stand one after another from w.
-VEC void panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void *w, int64_t n_tiles, int64_t n_blocks, float *acc) {
+VEC void panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void *w,
+                    int64_t n_tiles, int64_t n_blocks, float *acc) {
   if (dtype == RM_BF16) tile_panel_dots((const uint16_t *)panel, rows, w, n_tiles, n_blocks, acc);
   else fma_panel_dots(dtype, panel, rows, w, n_tiles, n_blocks, acc);
 }

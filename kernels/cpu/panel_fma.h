@@ -1,16 +1,21 @@
-// panel_fma.h: a panel of rows times tile columns, by FMA on floats: used by avx2 and avx512f, and for float32 by all. bf16 activations are
-// widened once per panel, bf16 weights in registers. And how a panel meets the weights, by whatever instruction:
+// panel_fma.h: a panel of rows times tile columns, by FMA on floats: used by avx2 and avx512f, and
+// for float32 by all. bf16 activations are widened once per panel, bf16 weights in registers. And
+// how a panel meets the weights, by whatever instruction:
 //
-// A piece of a tile column meets all rows while it is in the L1 cache; meanwhile the piece behind it is fetched into the L2 cache, each
-// register block of rows asking for its share of the lines. So memory and arithmetic do not wait for each other. Fewer than FEW_ROWS wait
-// for memory anyway: what they read is fetched a KB ahead, into L1.
+// A piece of a tile column meets all rows while it is in the L1 cache; meanwhile the piece behind
+// it is fetched into the L2 cache, each register block of rows asking for its share of the lines.
+// So memory and arithmetic do not wait for each other. Fewer than FEW_ROWS wait for memory anyway:
+// what they read is fetched a KB ahead, into L1.
 #pragma once
 
 #include "dots.h"
 
 enum {
-  CHUNK_BLOCKS = 8, // of a piece that meets one register block; RM_PIECE_BLOCKS of one that meets several
-  PANEL_BYTES = 256 << 10, // of a panel, k after k, that all tile columns meet before the next: part of an L2 cache
+  CHUNK_BLOCKS =
+      8, // of a piece that meets one register block; RM_PIECE_BLOCKS of one that meets several
+  PANEL_BYTES = 256
+      // of a panel, k after k, that all tile columns meet before the next: part of an L2 cache
+      << 10,
   FEW_ROWS = 4,
   NEAR = 1024, // bytes that a stream of weights is fetched ahead for few rows
 };
@@ -20,35 +25,46 @@ VEC int64_t blocks_at_once(int64_t rows, int64_t row_bytes, int64_t piece) {
   return rm_max64(1, PANEL_BYTES / (rows * row_bytes * piece)) * piece;
 }
 
-VEC fetch fetch_near(rm_dtype dtype, const void *w) { return fetch_all(dtype, (const char *)w + NEAR, 1); }
+VEC fetch fetch_near(rm_dtype dtype, const void *w) {
+  return fetch_all(dtype, (const char *)w + NEAR, 1);
+}
 
-VEC void fma_fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx, int64_t rows, int64_t k) {
+VEC void fma_fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx, int64_t rows,
+                        int64_t k) {
   for (int64_t r = 0; r < rows; r++) fill_row(dtype, panel, rows, r, at(dtype, x, r * ldx), k);
 }
 
 // The sums of a piece for all rows.
-typedef void (*piece_dots)(const float *panel, int64_t rows, const void *w, int64_t n_blocks, float *acc, const fetch *soon);
+typedef void (*piece_dots)(const float *panel, int64_t rows, const void *w, int64_t n_blocks,
+                           float *acc, const fetch *soon);
 
-// acc [n_tiles][rows][16] = panel · columns of n_tiles tiles that stand one after another from w; a row's block has `words` in the panel.
-VEC void pieces_dots(rm_dtype dtype, piece_dots dots, int64_t words, const float *panel, int64_t rows, const void *w, int64_t n_tiles,
-                     int64_t n_blocks, float *acc) {
+// acc [n_tiles][rows][16] = panel · columns of n_tiles tiles that stand one after another from w; a
+// row's block has `words` in the panel.
+VEC void pieces_dots(rm_dtype dtype, piece_dots dots, int64_t words, const float *panel,
+                     int64_t rows, const void *w, int64_t n_tiles, int64_t n_blocks, float *acc) {
   const int64_t piece = rows <= RM_LAST_ROWS ? CHUNK_BLOCKS : RM_PIECE_BLOCKS;
   const int64_t span = blocks_at_once(rows, words * (int64_t)sizeof *panel, piece);
   memset(acc, 0, (size_t)(n_tiles * rows * RM_N_TILE) * sizeof *acc);
   for (int64_t b0 = 0; b0 < n_blocks; b0 += span) {
-    const int64_t b1 = rm_min64(b0 + span, n_blocks), skip = b1 < n_blocks ? b1 : n_tiles * n_blocks;
+    const int64_t b1 = rm_min64(b0 + span, n_blocks),
+                  skip = b1 < n_blocks ? b1 : n_tiles * n_blocks;
     for (int64_t t = 0; t < n_tiles; t++)
       for (int64_t b = b0; b < b1; b += piece) {
-        const int64_t here = t * n_blocks + b, below = b + piece < b1 ? here + piece : here - b + b0 + n_blocks;
+        const int64_t here = t * n_blocks + b,
+                      below = b + piece < b1 ? here + piece : here - b + b0 + n_blocks;
         const int64_t next = below < n_tiles * n_blocks ? below : skip;
         const void *from = at(dtype, w, here * TILE);
-        const fetch soon = rows < FEW_ROWS ? fetch_near(dtype, from) : fetch_all(dtype, at(dtype, w, next * TILE), 0);
-        dots(panel + b * rows * words, rows, from, rm_min64(piece, n_blocks - b), acc + t * rows * RM_N_TILE, &soon);
+        const fetch soon = rows < FEW_ROWS ? fetch_near(dtype, from)
+                                           : fetch_all(dtype, at(dtype, w, next * TILE), 0);
+        dots(panel + b * rows * words, rows, from, rm_min64(piece, n_blocks - b),
+             acc + t * rows * RM_N_TILE, &soon);
       }
   }
 }
 
-VEC void fma_panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void *w, int64_t n_tiles, int64_t n_blocks, float *acc) {
-  if (dtype == RM_BF16) pieces_dots(dtype, tile_dots_bf16, RM_K_BLOCK, panel, rows, w, n_tiles, n_blocks, acc);
+VEC void fma_panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void *w,
+                        int64_t n_tiles, int64_t n_blocks, float *acc) {
+  if (dtype == RM_BF16)
+    pieces_dots(dtype, tile_dots_bf16, RM_K_BLOCK, panel, rows, w, n_tiles, n_blocks, acc);
   else pieces_dots(dtype, tile_dots_f32, RM_K_BLOCK, panel, rows, w, n_tiles, n_blocks, acc);
 }

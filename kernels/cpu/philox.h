@@ -1,4 +1,5 @@
-// philox.h: the integers of token choice (docs/numerics.md §7), shared by all variants: exact, so there is nothing to vary.
+// philox.h: the integers of token choice (docs/numerics.md §7), shared by all variants: exact, so
+// there is nothing to vary.
 #pragma once
 
 #include "scalar.h"
@@ -16,7 +17,7 @@ RM_INLINE uint64_t rm_token_weight(float e) {
 RM_INLINE uint64_t rm_top_p_need(float top_p, uint64_t total) {
   const uint32_t u = rm_bits(top_p), exponent = u >> 23;
   const uint64_t mantissa = exponent ? (u & 0x7fffffu) | 0x800000u : u & 0x7fffffu;
-  const uint32_t shift = 150 - (exponent ? exponent : 1);  // top_p < 1: 24 … 149
+  const uint32_t shift = 150 - (exponent ? exponent : 1); // top_p < 1: 24 … 149
   const unsigned __int128 product = (unsigned __int128)mantissa * total;
   if (shift >= 128) return 1;
   const uint64_t whole = (uint64_t)(product >> shift);
@@ -24,7 +25,9 @@ RM_INLINE uint64_t rm_top_p_need(float top_p, uint64_t total) {
   return need ? need : 1;
 }
 
-RM_INLINE uint64_t rm_mul_high(uint64_t a, uint64_t b) { return (uint64_t)((unsigned __int128)a * b >> 64); }
+RM_INLINE uint64_t rm_mul_high(uint64_t a, uint64_t b) {
+  return (uint64_t)((unsigned __int128)a * b >> 64);
+}
 
 // Philox4x32-10 at (key = seed, counter), its first 64 bits.
 RM_INLINE uint64_t rm_philox_u64(uint64_t seed, uint64_t counter) {
@@ -66,6 +69,6 @@ RM_INLINE float rm_edited_logit(float logit, const rm_sample_params *p, const rm
 
 // Whether what is drawn from is the model's own distribution, so that both logprobs are one number.
 RM_INLINE int rm_samples_the_model(const rm_sample_params *p, int64_t vocab) {
-  return p->temperature == 1.0f && p->n_banned == 0 && p->n_edits == 0 && !(p->min_p > 0.0f) && (p->top_k <= 0 || p->top_k >= vocab) &&
-         p->top_p >= 1.0f;
+  return p->temperature == 1.0f && p->n_banned == 0 && p->n_edits == 0 && !(p->min_p > 0.0f) &&
+         (p->top_k <= 0 || p->top_k >= vocab) && p->top_p >= 1.0f;
 }

@@ -63,21 +63,25 @@ static void count(rm_profile *profile, double start, rm_profile_entry call) {
 }
 
 // A product of `rows` rows with packed weights [n]×[k], of which `matrices` are read.
-static rm_profile_entry product(const char *op, int64_t rows, int64_t n, int64_t k, int64_t matrices, rm_dtype dtype) {
+static rm_profile_entry product(const char *op, int64_t rows, int64_t n, int64_t k,
+                                int64_t matrices, rm_dtype dtype) {
   return (rm_profile_entry){
       .op = op,
       .n = n,
       .k = k,
       .rows = rows,
       .flops = 2.0 * (double)rows * (double)n * (double)k,
-      .weight_bytes = (double)matrices * (double)rm_packed_elems(n, k) * (double)rm_dtype_bytes(dtype),
+      .weight_bytes =
+          (double)matrices * (double)rm_packed_elems(n, k) * (double)rm_dtype_bytes(dtype),
   };
 }
 
 static rm_profile_entry of_gemm(const char *op, const rm_gemm_args *a, int64_t n) {
   int64_t matrices = a->group_rows ? 0 : 1;
-  for (int64_t g = 0; a->group_rows && g < a->n_groups; g++) matrices += a->group_rows[g + 1] > a->group_rows[g];
-  return product(op, a->group_rows ? a->group_rows[a->n_groups] : a->m, n, a->k, matrices, a->dtype);
+  for (int64_t g = 0; a->group_rows && g < a->n_groups; g++)
+    matrices += a->group_rows[g + 1] > a->group_rows[g];
+  return product(op, a->group_rows ? a->group_rows[a->n_groups] : a->m, n, a->k, matrices,
+                 a->dtype);
 }
 
 static rm_profile_entry of_attention(const rm_attention_args *a) {
@@ -86,7 +90,9 @@ static rm_profile_entry of_attention(const rm_attention_args *a) {
     const int64_t seen = a->positions[r] + 1;
     positions += (double)(a->window > 0 ? rm_min64(seen, a->window) : seen);
   }
-  return (rm_profile_entry){.op = "attention", .rows = a->rows, .flops = 4.0 * positions * (double)(a->n_heads * a->head_dim)};
+  return (rm_profile_entry){.op = "attention",
+                            .rows = a->rows,
+                            .flops = 4.0 * positions * (double)(a->n_heads * a->head_dim)};
 }
 
 #define TIMED(name, args_type, call) \
@@ -101,14 +107,17 @@ TIMED(embed, const rm_embed_args, ROWS(embed))
 TIMED(gather_rows, const rm_gather_rows_args, ROWS(gather_rows))
 TIMED(rms_norm, const rm_rms_norm_args, ROWS(rms_norm))
 TIMED(gemm, const rm_gemm_args, of_gemm(a->group_rows ? "experts" : "gemm", a, a->n))
-TIMED(gemm_swiglu, const rm_gemm_args, of_gemm(a->group_rows ? "experts_swiglu" : "gemm_swiglu", a, 2 * a->n))
+TIMED(gemm_swiglu, const rm_gemm_args,
+      of_gemm(a->group_rows ? "experts_swiglu" : "gemm_swiglu", a, 2 * a->n))
 TIMED(activate, const rm_activate_args, ROWS(activate))
 TIMED(head_squares, const rm_head_squares_args, ROWS(head_squares))
 TIMED(qk_rope_kv, const rm_qk_rope_kv_args, ROWS(qk_rope_kv))
 TIMED(attention, const rm_attention_args, of_attention(a))
-TIMED(router, const rm_router_args, product("router", a->rows, a->n_experts, a->hidden, 1, a->dtype))
+TIMED(router, const rm_router_args,
+      product("router", a->rows, a->n_experts, a->hidden, 1, a->dtype))
 TIMED(permute, const rm_permute_args, ROWS(permute))
-TIMED(static_dispatch, const rm_static_dispatch_args, ((rm_profile_entry){.op = "static_dispatch", .rows = a->homes * a->home_rows}))
+TIMED(static_dispatch, const rm_static_dispatch_args,
+      ((rm_profile_entry){.op = "static_dispatch", .rows = a->homes * a->home_rows}))
 TIMED(combine, const rm_combine_args, ROWS(combine))
 TIMED(lm_head, const rm_lm_head_args, product("lm_head", a->rows, a->vocab, a->hidden, 1, a->dtype))
 TIMED(merge_pairs, const rm_merge_pairs_args, ROWS(merge_pairs))

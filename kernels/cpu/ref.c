@@ -1,5 +1,6 @@
-// ref.c: docs/numerics.md as plain loops: the specification and the oracle. Every other variant must have the same bits. It uses one thread
-// and almost no workspace. Attention, mixture of experts, sampling and the sums of products are in ref_*.c.
+// ref.c: docs/numerics.md as plain loops: the specification and the oracle. Every other variant
+// must have the same bits. It uses one thread and almost no workspace. Attention, mixture of
+// experts, sampling and the sums of products are in ref_*.c.
 #include "ref.h"
 
 #include "tables.h"
@@ -13,13 +14,16 @@ static float sum_of_squares(rm_dtype dtype, const void *h, int64_t n) {
   return rm_tree16(partial);
 }
 
-static float rms_scale(float squares, int64_t n, float eps) { return 1.0f / sqrtf(squares / (float)n + eps); }
+static float rms_scale(float squares, int64_t n, float eps) {
+  return 1.0f / sqrtf(squares / (float)n + eps);
+}
 
 static void embed(const rm_ctx *ctx, const rm_embed_args *a) {
   (void)ctx;
   for (int64_t r = 0; r < a->rows; r++)
     for (int64_t k = 0; k < a->hidden; k++) {
-      const int64_t from = a->packed ? rm_packed_index(a->dtype, a->hidden, a->ids[r], k) : a->ids[r] * a->hidden + k;
+      const int64_t from = a->packed ? rm_packed_index(a->dtype, a->hidden, a->ids[r], k)
+                                     : a->ids[r] * a->hidden + k;
       rm_copy_elem(a->dtype, a->out, r * a->hidden + k, a->table, from);
     }
 }
@@ -28,7 +32,8 @@ static void gather_rows(const rm_ctx *ctx, const rm_gather_rows_args *a) {
   (void)ctx;
   for (int64_t r = 0; r < a->rows; r++)
     if (a->from[r] >= 0)
-      memcpy((char *)a->out + (size_t)r * a->row_bytes, (const char *)a->x + (size_t)a->from[r] * a->row_bytes, a->row_bytes);
+      memcpy((char *)a->out + (size_t)r * a->row_bytes,
+             (const char *)a->x + (size_t)a->from[r] * a->row_bytes, a->row_bytes);
 }
 
 static void rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a) {
@@ -36,13 +41,15 @@ static void rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a) {
   const rm_dtype dtype = a->dtype;
   for (int64_t r = 0; r < a->rows; r++) {
     void *h = rm_at_mut(dtype, a->residual, r * a->n);
-    const float gate = a->x_gate ? rm_round_to(dtype, rm_sigmoid(rm_get(dtype, a->x_gate, r))) : 1.0f;
+    const float gate =
+        a->x_gate ? rm_round_to(dtype, rm_sigmoid(rm_get(dtype, a->x_gate, r))) : 1.0f;
     for (int64_t i = 0; a->x && i < a->n; i++) {
       const float x = rm_get(dtype, a->x, r * a->n + i);
       rm_put(dtype, h, i, rm_get(dtype, h, i) + (a->x_gate ? rm_round_to(dtype, gate * x) : x));
     }
     if (!a->weight) {
-      if (a->out) memcpy(rm_at_mut(dtype, a->out, r * a->n), h, (size_t)a->n * rm_dtype_bytes(dtype));
+      if (a->out)
+        memcpy(rm_at_mut(dtype, a->out, r * a->n), h, (size_t)a->n * rm_dtype_bytes(dtype));
       continue;
     }
     const float scale = rms_scale(sum_of_squares(dtype, h, a->n), a->n, a->eps);
@@ -65,8 +72,10 @@ static void gemm_swiglu_rows(const rm_gemm_args *a, const void *w, int64_t row0,
   for (int64_t i = row0; i < row1; i++)
     for (int64_t j = 0; j < a->n; j++) {
       const void *x = rm_at(a->dtype, a->x, i * a->ldx);
-      const float gate = rm_round_to(a->dtype, rm_ref_dot(a->dtype, x, w, rm_gate_up_row(j, 0), a->k));
-      const float up = rm_round_to(a->dtype, rm_ref_dot(a->dtype, x, w, rm_gate_up_row(j, 1), a->k));
+      const float gate =
+          rm_round_to(a->dtype, rm_ref_dot(a->dtype, x, w, rm_gate_up_row(j, 0), a->k));
+      const float up =
+          rm_round_to(a->dtype, rm_ref_dot(a->dtype, x, w, rm_gate_up_row(j, 1), a->k));
       const float open = rm_round_to(a->dtype, rm_activate(a->activation, gate));
       if (a->gate_up) {
         rm_put(a->dtype, a->gate_up, 2 * i * a->n + j, gate);
@@ -76,12 +85,14 @@ static void gemm_swiglu_rows(const rm_gemm_args *a, const void *w, int64_t row0,
     }
 }
 
-static void each_group(const rm_gemm_args *a, void (*rows)(const rm_gemm_args *, const void *, int64_t, int64_t)) {
+static void each_group(const rm_gemm_args *a,
+                       void (*rows)(const rm_gemm_args *, const void *, int64_t, int64_t)) {
   if (!a->group_rows) {
     rows(a, a->w, 0, a->m);
     return;
   }
-  for (int64_t g = 0; g < a->n_groups; g++) rows(a, rm_at(a->dtype, a->w, g * a->group_stride), a->group_rows[g], a->group_rows[g + 1]);
+  for (int64_t g = 0; g < a->n_groups; g++)
+    rows(a, rm_at(a->dtype, a->w, g * a->group_stride), a->group_rows[g], a->group_rows[g + 1]);
 }
 
 static void gemm(const rm_ctx *ctx, const rm_gemm_args *a) {
@@ -105,8 +116,10 @@ static void head_squares(const rm_ctx *ctx, const rm_head_squares_args *a) {
   (void)ctx;
   for (int64_t r = 0; r < a->rows; r++)
     for (int64_t h = 0; h < a->n_heads + a->n_kv_heads; h++) {
-      const void *x = rm_at(a->dtype, a->qkv, (r * (a->n_heads + 2 * a->n_kv_heads) + h) * a->head_dim);
-      float *out = h < a->n_heads ? a->q_out + r * a->n_heads + h : a->k_out + r * a->n_kv_heads + h - a->n_heads;
+      const void *x =
+          rm_at(a->dtype, a->qkv, (r * (a->n_heads + 2 * a->n_kv_heads) + h) * a->head_dim);
+      float *out = h < a->n_heads ? a->q_out + r * a->n_heads + h
+                                  : a->k_out + r * a->n_kv_heads + h - a->n_heads;
       *out = rm_canon(sum_of_squares(a->dtype, x, a->head_dim));
     }
 }
@@ -118,21 +131,28 @@ static float scale_of_all(const float *squares, int64_t n_heads, int64_t head_di
   return rms_scale(total, n_heads * head_dim, eps);
 }
 
-// One head, counted over q's and then k's: out ← rope(norm(x)), without the norm where weights are NULL. `normed` is scratch of head_dim
-// floats.
-static void norm_and_rotate(const rm_qk_rope_kv_args *a, int64_t row, int64_t head, float *normed, void *out) {
+// One head, counted over q's and then k's: out ← rope(norm(x)), without the norm where weights are
+// NULL. `normed` is scratch of head_dim floats.
+static void norm_and_rotate(const rm_qk_rope_kv_args *a, int64_t row, int64_t head, float *normed,
+                            void *out) {
   const rm_dtype dtype = a->dtype;
-  const int64_t half = a->rotary_dim / 2, is_k = head >= a->n_heads, own = is_k ? head - a->n_heads : head;
-  const int64_t all = is_k ? a->all_kv_heads : a->all_heads, weight_at = a->q_squares ? own * a->head_dim : 0;
-  const void *x = rm_at(dtype, a->qkv, (row * (a->n_heads + 2 * a->n_kv_heads) + head) * a->head_dim);
+  const int64_t half = a->rotary_dim / 2, is_k = head >= a->n_heads,
+                own = is_k ? head - a->n_heads : head;
+  const int64_t all = is_k ? a->all_kv_heads : a->all_heads,
+                weight_at = a->q_squares ? own * a->head_dim : 0;
+  const void *x =
+      rm_at(dtype, a->qkv, (row * (a->n_heads + 2 * a->n_kv_heads) + head) * a->head_dim);
   const void *weight = is_k ? a->k_weight : a->q_weight;
   const float *squares = is_k ? a->k_squares : a->q_squares;
-  const float scale = squares  ? scale_of_all(squares + row * all, all, a->head_dim, a->eps)
-                      : weight ? rms_scale(sum_of_squares(dtype, x, a->head_dim), a->head_dim, a->eps)
-                               : 1.0f;
+  const float scale = squares ? scale_of_all(squares + row * all, all, a->head_dim, a->eps)
+                      : weight
+                          ? rms_scale(sum_of_squares(dtype, x, a->head_dim), a->head_dim, a->eps)
+                          : 1.0f;
   for (int64_t i = 0; i < a->head_dim; i++) {
     const float value = rm_get(dtype, x, i);
-    normed[i] = weight ? rm_round_to(dtype, rm_get(dtype, weight, weight_at + i) * rm_round_to(dtype, value * scale)) : value;
+    normed[i] = weight ? rm_round_to(dtype, rm_get(dtype, weight, weight_at + i) *
+                                                rm_round_to(dtype, value * scale))
+                       : value;
   }
   for (int64_t i = 0; i < half; i++) {
     const float c = a->cos[a->positions[row] * half + i], s = a->sin[a->positions[row] * half + i];
@@ -149,7 +169,8 @@ static int all_finite(rm_dtype dtype, const void *x, int64_t n) {
   return 1;
 }
 
-static void store_kv(const rm_qk_rope_kv_args *a, int64_t row, int64_t head, const void *k, const void *v) {
+static void store_kv(const rm_qk_rope_kv_args *a, int64_t row, int64_t head, const void *k,
+                     const void *v) {
   const rm_dtype dtype = a->dtype;
   const int64_t page = a->slots[row] / a->page_size, pos = a->slots[row] % a->page_size;
   const int64_t k_base = (page * a->n_kv_heads + head) * rm_k_page_elems(a->page_size, a->head_dim);
@@ -157,8 +178,10 @@ static void store_kv(const rm_qk_rope_kv_args *a, int64_t row, int64_t head, con
   const int k_ok = all_finite(dtype, k, a->head_dim), v_ok = all_finite(dtype, v, a->head_dim);
   static const uint32_t zero = 0;
   for (int64_t d = 0; d < a->head_dim; d++) {
-    rm_copy_elem(dtype, a->k_cache, k_base + rm_packed_index(dtype, a->head_dim, pos, d), k_ok ? k : &zero, k_ok ? d : 0);
-    rm_copy_elem(dtype, a->v_cache, v_base + rm_v_index(dtype, a->head_dim, pos, d), v_ok ? v : &zero, v_ok ? d : 0);
+    rm_copy_elem(dtype, a->k_cache, k_base + rm_packed_index(dtype, a->head_dim, pos, d),
+                 k_ok ? k : &zero, k_ok ? d : 0);
+    rm_copy_elem(dtype, a->v_cache, v_base + rm_v_index(dtype, a->head_dim, pos, d),
+                 v_ok ? v : &zero, v_ok ? d : 0);
   }
   if (!k_ok || !v_ok) a->row_flags[row] |= RM_ROW_KV_NONFINITE;
 }
@@ -168,10 +191,13 @@ static void qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
   const int64_t per_row = (a->n_heads + 2 * a->n_kv_heads) * a->head_dim;
   for (int64_t r = 0; r < a->rows; r++) {
     for (int64_t h = 0; h < a->n_heads; h++)
-      norm_and_rotate(a, r, h, normed, rm_at_mut(a->dtype, a->q_out, (r * a->n_heads + h) * a->head_dim));
+      norm_and_rotate(a, r, h, normed,
+                      rm_at_mut(a->dtype, a->q_out, (r * a->n_heads + h) * a->head_dim));
     for (int64_t h = 0; h < a->n_kv_heads && a->slots[r] >= 0; h++) {
       norm_and_rotate(a, r, a->n_heads + h, normed, rotated);
-      store_kv(a, r, h, rotated, rm_at(a->dtype, a->qkv, r * per_row + (a->n_heads + a->n_kv_heads + h) * a->head_dim));
+      store_kv(
+          a, r, h, rotated,
+          rm_at(a->dtype, a->qkv, r * per_row + (a->n_heads + a->n_kv_heads + h) * a->head_dim));
     }
   }
 }
@@ -184,7 +210,8 @@ static void block_stats(const float *logits, int64_t n, float *pair) {
     max = rm_max_f32(logits[i], max);
     finite &= rm_is_finite(logits[i]);
   }
-  for (int64_t i = 0; i < n; i++) partial[i % RM_LANES] = partial[i % RM_LANES] + rm_exp(logits[i] - max);
+  for (int64_t i = 0; i < n; i++)
+    partial[i % RM_LANES] = partial[i % RM_LANES] + rm_exp(logits[i] - max);
   pair[0] = max;
   pair[1] = finite ? rm_tree16(partial) : NAN;
 }
@@ -200,7 +227,9 @@ static void put_stats(const rm_merge_pairs_args *a, int64_t r, const float *all)
   a->stats[2 * r] = rm_canon(all[0]);
   a->stats[2 * r + 1] = rm_canon(all[1]);
   if (rm_is_nan(all[1])) a->row_flags[r] |= RM_ROW_LOGITS_NONFINITE;
-  if (a->target_logprobs) a->target_logprobs[r] = a->targets[r] < 0 ? 0.0f : rm_logprob(a->target_logits[r], a->stats + 2 * r);
+  if (a->target_logprobs)
+    a->target_logprobs[r] =
+        a->targets[r] < 0 ? 0.0f : rm_logprob(a->target_logits[r], a->stats + 2 * r);
 }
 
 static void merge_pairs(const rm_ctx *ctx, const rm_merge_pairs_args *a) {
@@ -221,7 +250,8 @@ static void lm_head(const rm_ctx *ctx, const rm_lm_head_args *a) {
       const int64_t n = rm_min64(RM_VOCAB_BLOCK, a->vocab - v0);
       float logits[RM_VOCAB_BLOCK], pair[2];
       for (int64_t i = 0; i < n; i++)
-        logits[i] = rm_canon(rm_ref_dot(a->dtype, rm_at(a->dtype, a->x, r * a->ldx), a->w, v0 + i, a->hidden));
+        logits[i] = rm_canon(
+            rm_ref_dot(a->dtype, rm_at(a->dtype, a->x, r * a->ldx), a->w, v0 + i, a->hidden));
       if (a->logits) memcpy(a->logits + r * a->ld_logits + v0, logits, (size_t)n * sizeof *logits);
       if (target >= v0 && target < v0 + n) target_logit = logits[target - v0];
       block_stats(logits, n, pair);
@@ -235,7 +265,8 @@ static void lm_head(const rm_ctx *ctx, const rm_lm_head_args *a) {
       continue;
     }
     const rm_merge_pairs_args row = {.stats = a->stats + 2 * r,
-                                     .target_logprobs = a->target_logprobs ? a->target_logprobs + r : NULL,
+                                     .target_logprobs =
+                                         a->target_logprobs ? a->target_logprobs + r : NULL,
                                      .targets = &target,
                                      .target_logits = &target_logit,
                                      .row_flags = a->row_flags + r};

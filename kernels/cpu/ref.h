@@ -3,13 +3,19 @@
 
 #include "scalar.h"
 
-// The dot product of docs/numerics.md §2: x[0 … k) against column n of a packed matrix with k_total columns.
+// The dot product of docs/numerics.md §2: x[0 … k) against column n of a packed matrix with k_total
+// columns.
 float rm_ref_dot(rm_dtype dtype, const void *x, const void *w, int64_t n, int64_t k_total);
-// P·V over one block of RM_ATTN_BLOCK positions: the values of a T, zeros where a position is not live.
+// P·V over one block of RM_ATTN_BLOCK positions: the values of a T, zeros where a position is not
+// live.
 float rm_ref_values_dot(rm_dtype dtype, const float *p, const float *v);
 
-static inline const void *rm_at(rm_dtype dtype, const void *p, int64_t i) { return (const char *)p + i * (int64_t)rm_dtype_bytes(dtype); }
-static inline void *rm_at_mut(rm_dtype dtype, void *p, int64_t i) { return (char *)p + i * (int64_t)rm_dtype_bytes(dtype); }
+static inline const void *rm_at(rm_dtype dtype, const void *p, int64_t i) {
+  return (const char *)p + i * (int64_t)rm_dtype_bytes(dtype);
+}
+static inline void *rm_at_mut(rm_dtype dtype, void *p, int64_t i) {
+  return (char *)p + i * (int64_t)rm_dtype_bytes(dtype);
+}
 
 void rm_attention_ref(const rm_ctx *, const rm_attention_args *);
 void rm_router_ref(const rm_ctx *, const rm_router_args *);

@@ -1,25 +1,30 @@
-// ref_attention.c: the attention recurrence of docs/numerics.md §4, one row, one head, one position at a time.
+// ref_attention.c: the attention recurrence of docs/numerics.md §4, one row, one head, one position
+// at a time.
 #include "ref.h"
 
-typedef struct head_view {      // one query head of one row, and the sequence it looks at
+typedef struct head_view { // one query head of one row, and the sequence it looks at
   const rm_attention_args *a;
-  const void *q;                // T [head_dim]
-  const int32_t *pages;         // block table of the sequence
+  const void *q; // T [head_dim]
+  const int32_t *pages; // block table of the sequence
   int64_t kv_head, first, last; // live positions, both included
 } head_view;
 
-static int64_t page_of(const head_view *h, int64_t t) { return (h->pages[t / h->a->page_size] * h->a->n_kv_heads) + h->kv_head; }
+static int64_t page_of(const head_view *h, int64_t t) {
+  return (h->pages[t / h->a->page_size] * h->a->n_kv_heads) + h->kv_head;
+}
 
 static float score(const head_view *h, int64_t t) {
   const rm_attention_args *a = h->a;
-  const void *page = rm_at(a->dtype, a->k_cache, page_of(h, t) * rm_k_page_elems(a->page_size, a->head_dim));
+  const void *page =
+      rm_at(a->dtype, a->k_cache, page_of(h, t) * rm_k_page_elems(a->page_size, a->head_dim));
   return rm_ref_dot(a->dtype, h->q, page, t % a->page_size, a->head_dim) * a->scale;
 }
 
 static float value(const head_view *h, int64_t t, int64_t d) {
   const rm_attention_args *a = h->a;
   const int64_t page = page_of(h, t) * rm_v_page_elems(a->page_size, a->head_dim);
-  return rm_get(a->dtype, a->v_cache, page + rm_v_index(a->dtype, a->head_dim, t % a->page_size, d));
+  return rm_get(a->dtype, a->v_cache,
+                page + rm_v_index(a->dtype, a->head_dim, t % a->page_size, d));
 }
 
 // One block of positions [t0, t0 + 32) into the state (m, l, acc) of its segment.
@@ -36,7 +41,8 @@ static void add_block(const head_view *h, int64_t t0, float *m, float *l, float 
   for (int j = 0; j < RM_LANES; j++) partial[j] = p[j] + p[j + RM_LANES];
   *l = fmaf(*l, alpha, rm_tree16(partial));
   *m = next;
-  for (int j = 0; dtype == RM_BF16 && j < RM_ATTN_BLOCK; j++) p[j] = rm_bf16_to_f32(rm_f32_to_bf16(p[j]));
+  for (int j = 0; dtype == RM_BF16 && j < RM_ATTN_BLOCK; j++)
+    p[j] = rm_bf16_to_f32(rm_f32_to_bf16(p[j]));
   for (int64_t d = 0; d < h->a->head_dim; d++) {
     float v[RM_ATTN_BLOCK] = {0};
     for (int64_t t = from; t <= to; t++) v[t - t0] = value(h, t, d);

@@ -4,7 +4,9 @@
 // Whether an expert of key x and a higher id comes before one of key y.
 static int comes_before(float x, float y) { return rm_order_key(x) > rm_order_key(y); }
 
-static float key_of(const float *scores, const rm_router_args *a, int64_t e) { return a->bias ? scores[e] + a->bias[e] : scores[e]; }
+static float key_of(const float *scores, const rm_router_args *a, int64_t e) {
+  return a->bias ? scores[e] + a->bias[e] : scores[e];
+}
 
 // The sum of a group's two largest keys; NaN where fewer than two of them are numbers.
 static float group_key(const float *scores, const rm_router_args *a, int64_t group) {
@@ -26,7 +28,8 @@ static float group_key(const float *scores, const rm_router_args *a, int64_t gro
 static int is_open(const float *keys, const rm_router_args *a, int64_t group) {
   int64_t before = 0;
   for (int64_t g = 0; g < a->n_groups; g++)
-    before += comes_before(keys[g], keys[group]) || (g < group && !comes_before(keys[group], keys[g]));
+    before +=
+        comes_before(keys[g], keys[group]) || (g < group && !comes_before(keys[group], keys[g]));
   return before < a->top_groups;
 }
 
@@ -80,7 +83,8 @@ void rm_router_ref(const rm_ctx *ctx, const rm_router_args *a) {
   for (int64_t r = 0; r < a->rows; r++) {
     int32_t *ids = a->ids + r * a->top_k;
     for (int64_t e = 0; e < a->n_experts; e++)
-      scores[e] = rm_canon(rm_ref_dot(a->dtype, rm_at(a->dtype, a->x, r * a->hidden), a->w, e, a->hidden));
+      scores[e] =
+          rm_canon(rm_ref_dot(a->dtype, rm_at(a->dtype, a->x, r * a->hidden), a->w, e, a->hidden));
     score(scores, a);
     choose(scores, a, ids);
     const float sum = a->renormalize ? sum_of_chosen(scores, a, ids) : 0.0f;
@@ -100,7 +104,8 @@ void rm_permute_ref(const rm_ctx *ctx, const rm_permute_args *a) {
     for (int64_t r = 0; r < a->rows; r++)
       for (int64_t k = 0; k < a->top_k; k++)
         if (a->ids[r * a->top_k + k] == e) {
-          for (int64_t i = 0; i < a->hidden; i++) rm_copy_elem(a->dtype, a->x_out, n * a->hidden + i, a->x, r * a->hidden + i);
+          for (int64_t i = 0; i < a->hidden; i++)
+            rm_copy_elem(a->dtype, a->x_out, n * a->hidden + i, a->x, r * a->hidden + i);
           a->place[r * a->top_k + k] = n++;
         }
   }
@@ -111,7 +116,8 @@ void rm_permute_ref(const rm_ctx *ctx, const rm_permute_args *a) {
 static void static_dispatch_row(const rm_static_dispatch_args *a, int64_t home, int64_t row) {
   const int64_t each = rm_max_choices(a->top_k, a->experts_each);
   const int32_t *ids = a->ids + home * a->ids_pitch + row * a->top_k;
-  int32_t *place = a->place + (home * a->home_rows + row) * a->top_k, *own = a->own + (home * a->pitch + row) * each;
+  int32_t *place = a->place + (home * a->home_rows + row) * a->top_k,
+          *own = a->own + (home * a->pitch + row) * each;
   int32_t most = -1;
   for (int64_t k = 0; k < a->top_k; k++) {
     place[k] = -1;
@@ -130,13 +136,16 @@ static void static_dispatch_row(const rm_static_dispatch_args *a, int64_t home, 
 
 void rm_static_dispatch_ref(const rm_ctx *ctx, const rm_static_dispatch_args *a) {
   (void)ctx;
-  for (int64_t i = 0; i < a->homes * a->pitch * rm_max_choices(a->top_k, a->experts_each); i++) a->own[i] = -1;
+  for (int64_t i = 0; i < a->homes * a->pitch * rm_max_choices(a->top_k, a->experts_each); i++)
+    a->own[i] = -1;
   for (int64_t home = 0; home < a->homes; home++)
     for (int64_t row = 0; row < a->home_rows; row++) static_dispatch_row(a, home, row);
 }
 
-// The node over expert ids [first, first + width) for row r and column i; 0 when no expert there was chosen.
-static int node(const rm_combine_args *a, int64_t r, int64_t i, int64_t first, int64_t width, float *value) {
+// The node over expert ids [first, first + width) for row r and column i; 0 when no expert there
+// was chosen.
+static int node(const rm_combine_args *a, int64_t r, int64_t i, int64_t first, int64_t width,
+                float *value) {
   if (width == 1) {
     for (int64_t k = r * a->top_k; k < (r + 1) * a->top_k; k++)
       if (a->ids[k] == first) {
@@ -146,8 +155,10 @@ static int node(const rm_combine_args *a, int64_t r, int64_t i, int64_t first, i
     return 0;
   }
   float left, right;
-  const int has_left = node(a, r, i, first, width / 2, &left), has_right = node(a, r, i, first + width / 2, width / 2, &right);
-  if (has_left || has_right) *value = has_left && has_right ? left + right : has_left ? left : right;
+  const int has_left = node(a, r, i, first, width / 2, &left),
+            has_right = node(a, r, i, first + width / 2, width / 2, &right);
+  if (has_left || has_right)
+    *value = has_left && has_right ? left + right : has_left ? left : right;
   return has_left || has_right;
 }
 

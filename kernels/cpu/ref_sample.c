@@ -1,16 +1,17 @@
-// ref_sample.c: token choice of docs/numerics.md §7. Weights are integers, so the order in which they are added is free; here
-// each pass over the vocabulary computes them again, and a threshold is found by bisection, over keys and then over ties.
+// ref_sample.c: token choice of docs/numerics.md §7. Weights are integers, so the order in which
+// they are added is free; here each pass over the vocabulary computes them again, and a threshold
+// is found by bisection, over keys and then over ties.
 #include "ref.h"
 
 #include "philox.h"
 
-typedef struct filter {         // which tokens are left, and their weights
+typedef struct filter { // which tokens are left, and their weights
   const float *logits;
   int64_t vocab;
   const rm_sample_params *params;
-  float max;                    // of the logits that are not banned, edited
-  uint32_t key;                 // tokens of a lower key are out …
-  int64_t ties;                 // … and of those of this key all but so many of the lowest ids
+  float max; // of the logits that are not banned, edited
+  uint32_t key; // tokens of a lower key are out …
+  int64_t ties; // … and of those of this key all but so many of the lowest ids
 } filter;
 
 static int is_banned(const rm_sample_params *params, int64_t v) {
@@ -25,7 +26,9 @@ static float edited(const rm_sample_params *params, const float *logits, int64_t
   return edit ? rm_edited_logit(logits[v], params, edit) : logits[v] + 0.0f;
 }
 
-static float scaled(const filter *f, int64_t v) { return (edited(f->params, f->logits, v) - f->max) / f->params->temperature; }
+static float scaled(const filter *f, int64_t v) {
+  return (edited(f->params, f->logits, v) - f->max) / f->params->temperature;
+}
 
 // Steps 1 and 2: the weight of a token that is not banned and passes min_p.
 static int enters(const filter *f, int64_t v, uint64_t *weight) {
@@ -58,7 +61,8 @@ static int32_t count_kept(const filter *f) {
   return n;
 }
 
-// Narrows to the shortest prefix, in descending logit and ascending id, whose measure reaches `need`.
+// Narrows to the shortest prefix, in descending logit and ascending id, whose measure reaches
+// `need`.
 static void keep_prefix(filter *f, uint64_t need, int by_weight) {
   const filter before = *f;
   filter at = before;
@@ -123,11 +127,13 @@ static void sample_row(const rm_sample_args *a, int64_t r) {
     filter f = {.logits = logits, .vocab = a->vocab, .params = params, .key = 0, .ties = INT64_MAX};
     f.max = edited(params, logits, likeliest);
     const int cuts_k = params->top_k > 0 && params->top_k < a->vocab;
-    if (cuts_k && measure(&f, 0) > (uint64_t)params->top_k) keep_prefix(&f, (uint64_t)params->top_k, 0);
+    if (cuts_k && measure(&f, 0) > (uint64_t)params->top_k)
+      keep_prefix(&f, (uint64_t)params->top_k, 0);
     if (params->top_p < 1.0f) keep_prefix(&f, rm_top_p_need(params->top_p, measure(&f, 1)), 1);
     const uint64_t total = measure(&f, 1);
     if (total == 0) return;
-    if (params->forced < 0) token = draw(&f, rm_mul_high(total, rm_philox_u64(params->seed, params->counter)));
+    if (params->forced < 0)
+      token = draw(&f, rm_mul_high(total, rm_philox_u64(params->seed, params->counter)));
     under = logprob_under(&f, token, total);
     if (a->kept) kept = count_kept(&f);
   }
@@ -147,10 +153,11 @@ void rm_top_logprobs_ref(const rm_ctx *ctx, const rm_top_logprobs_args *a) {
   for (int64_t r = 0; r < a->rows; r++) {
     const float *logits = a->logits + r * a->ld_logits;
     int64_t last = -1;
-    for (int64_t k = 0; k < a->k; k++) {  // the next in the order (descending key, ascending id)
+    for (int64_t k = 0; k < a->k; k++) { // the next in the order (descending key, ascending id)
       int64_t best = -1;
       for (int64_t v = 0; v < a->vocab; v++) {
-        const uint32_t key = rm_order_key(logits[v]), last_key = last < 0 ? UINT32_MAX : rm_order_key(logits[last]);
+        const uint32_t key = rm_order_key(logits[v]),
+                       last_key = last < 0 ? UINT32_MAX : rm_order_key(logits[last]);
         if (last >= 0 && (key > last_key || (key == last_key && v <= last))) continue;
         if (best < 0 || key > rm_order_key(logits[best])) best = v;
       }
@@ -166,6 +173,7 @@ void rm_ranks_ref(const rm_ctx *ctx, const rm_ranks_args *a) {
   for (int64_t r = 0; r < a->rows; r++) {
     const float *logits = a->logits + r * a->ld_logits;
     a->ranks[r] = 0;
-    for (int64_t v = 0; v < a->vocab && a->tokens[r] >= 0; v++) a->ranks[r] += logits[v] >= logits[a->tokens[r]];
+    for (int64_t v = 0; v < a->vocab && a->tokens[r] >= 0; v++)
+      a->ranks[r] += logits[v] >= logits[a->tokens[r]];
   }
 }

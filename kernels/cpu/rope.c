@@ -1,12 +1,12 @@
-// rope.c: head_squares, and qk_rope_kv: the norm of each head of q and k, the rotation, and the write of k and v into their page.
-// A row is one thread's; its k is written in the layout of packed weights (a word per pair, 64 bytes apart), so that attention can
-// take a page for a matrix.
+// rope.c: head_squares, and qk_rope_kv: the norm of each head of q and k, the rotation, and the
+// write of k and v into their page. A row is one thread's; its k is written in the layout of packed
+// weights (a word per pair, 64 bytes apart), so that attention can take a page for a matrix.
 #include "variant.h"
 
 typedef struct rope_job {
   const rm_qk_rope_kv_args *a;
-  float *workspace;             // [threads][2][head_dim↑16 + 16]
-  int64_t stride;               // floats of one head there
+  float *workspace; // [threads][2][head_dim↑16 + 16]
+  int64_t stride; // floats of one head there
 } rope_job;
 
 VEC float sum_of_squares(rm_dtype T, const void *x, int64_t n) {
@@ -21,7 +21,8 @@ VEC float sum_of_squares(rm_dtype T, const void *x, int64_t n) {
 VEC void squares_of_row(rm_dtype T, const rm_head_squares_args *a, int64_t row) {
   const int64_t base = row * (a->n_heads + 2 * a->n_kv_heads);
   for (int64_t h = 0; h < a->n_heads + a->n_kv_heads; h++) {
-    float *out = h < a->n_heads ? a->q_out + row * a->n_heads + h : a->k_out + row * a->n_kv_heads + h - a->n_heads;
+    float *out = h < a->n_heads ? a->q_out + row * a->n_heads + h
+                                : a->k_out + row * a->n_kv_heads + h - a->n_heads;
     *out = rm_canon(sum_of_squares(T, at(T, a->qkv, (base + h) * a->head_dim), a->head_dim));
   }
 }
@@ -40,26 +41,34 @@ void RM_FN(head_squares)(const rm_ctx *ctx, const rm_head_squares_args *a) {
 
 // The norm of a row's heads of q or of k.
 typedef struct row_norm {
-  const void *weight;           // NULL: none
-  int64_t step;                 // from a head's weights to the next one's; 0: all heads have the same, and each its own scale
+  const void *weight; // NULL: none
+  int64_t
+      // from a head's weights to the next one's; 0: all heads have the same, and each its own scale
+      step;
   float scale;
 } row_norm;
 
-static row_norm norm_of(const rm_qk_rope_kv_args *a, const void *weight, const float *squares, int64_t n_heads) {
+static row_norm norm_of(const rm_qk_rope_kv_args *a, const void *weight, const float *squares,
+                        int64_t n_heads) {
   if (!squares) return (row_norm){.weight = weight};
   float total = 0.0f;
   for (int64_t h = 0; h < n_heads; h++) total = total + squares[h];
-  return (row_norm){weight, a->head_dim, 1.0f / sqrtf(total / (float)(n_heads * a->head_dim) + a->eps)};
+  return (row_norm){weight, a->head_dim,
+                    1.0f / sqrtf(total / (float)(n_heads * a->head_dim) + a->eps)};
 }
 
 // normed[0 … head_dim) = round_T(weight · round_T(x · rsqrt)), or x without a weight.
-VEC void norm_head(rm_dtype T, const rm_qk_rope_kv_args *a, const void *x, const row_norm *norm, int64_t head, float *normed) {
+VEC void norm_head(rm_dtype T, const rm_qk_rope_kv_args *a, const void *x, const row_norm *norm,
+                   int64_t head, float *normed) {
   if (!norm->weight) {
-    for (int64_t i = 0; i < a->head_dim; i += RM_LANES) vf_store(normed + i, vt_load_n(T, x, i, a->head_dim - i));
+    for (int64_t i = 0; i < a->head_dim; i += RM_LANES)
+      vf_store(normed + i, vt_load_n(T, x, i, a->head_dim - i));
     return;
   }
   const void *weight = at(T, norm->weight, head * norm->step);
-  const vf scale = vf_set1(norm->step ? norm->scale : 1.0f / sqrtf(sum_of_squares(T, x, a->head_dim) / (float)a->head_dim + a->eps));
+  const vf scale = vf_set1(
+      norm->step ? norm->scale
+                 : 1.0f / sqrtf(sum_of_squares(T, x, a->head_dim) / (float)a->head_dim + a->eps));
   for (int64_t i = 0; i < a->head_dim; i += RM_LANES) {
     const int64_t n = a->head_dim - i;
     const vf t = vt_round(T, vf_mul(vt_load_n(T, x, i, n), scale));
@@ -68,7 +77,8 @@ VEC void norm_head(rm_dtype T, const rm_qk_rope_kv_args *a, const void *x, const
 }
 
 // out[0 … head_dim) = the rotated head, T; `normed` may be read 16 floats past its end.
-VEC void rotate_head(rm_dtype T, const rm_qk_rope_kv_args *a, int64_t row, const float *normed, void *out) {
+VEC void rotate_head(rm_dtype T, const rm_qk_rope_kv_args *a, int64_t row, const float *normed,
+                     void *out) {
   const int64_t half = a->rotary_dim / 2;
   const float *cos = a->cos + a->positions[row] * half, *sin = a->sin + a->positions[row] * half;
   for (int64_t i = 0; i < half; i += RM_LANES) {
@@ -90,9 +100,11 @@ VEC int all_finite(rm_dtype T, const void *x, int64_t n) {
   return !bad;
 }
 
-// In both layouts the tiles of one 16-position group follow one another, so that a word and the next stand 16 words apart.
+// In both layouts the tiles of one 16-position group follow one another, so that a word and the
+// next stand 16 words apart.
 VEC void store_k(rm_dtype T, void *page, int64_t head_dim, int64_t pos, const void *k, int finite) {
-  uint32_t *words = (uint32_t *)page + rm_packed_index(T, head_dim, pos, 0) / (T == RM_BF16 ? 2 : 1);
+  uint32_t *words =
+      (uint32_t *)page + rm_packed_index(T, head_dim, pos, 0) / (T == RM_BF16 ? 2 : 1);
   const int64_t n_words = T == RM_BF16 ? head_dim / 2 : head_dim;
   for (int64_t i = 0; i < n_words; i++) {
     uint32_t word = 0;
@@ -114,22 +126,26 @@ VEC void store_v(rm_dtype T, void *page, int64_t head_dim, int64_t pos, const vo
 VEC void rope_row(rm_dtype T, const rope_job *job, int64_t row, float *normed, void *rotated) {
   const rm_qk_rope_kv_args *a = job->a;
   const int64_t head_dim = a->head_dim, base = row * (a->n_heads + 2 * a->n_kv_heads) * head_dim;
-  const row_norm q_norm = norm_of(a, a->q_weight, a->q_squares ? a->q_squares + row * a->all_heads : NULL, a->all_heads);
+  const row_norm q_norm = norm_of(
+      a, a->q_weight, a->q_squares ? a->q_squares + row * a->all_heads : NULL, a->all_heads);
   for (int64_t h = 0; h < a->n_heads; h++) {
     norm_head(T, a, at(T, a->qkv, base + h * head_dim), &q_norm, h, normed);
     rotate_head(T, a, row, normed, at_mut(T, a->q_out, (row * a->n_heads + h) * head_dim));
   }
   if (a->slots[row] < 0) return;
   const int64_t page = a->slots[row] / a->page_size, pos = a->slots[row] % a->page_size;
-  const row_norm k_norm = norm_of(a, a->k_weight, a->k_squares ? a->k_squares + row * a->all_kv_heads : NULL, a->all_kv_heads);
+  const row_norm k_norm = norm_of(
+      a, a->k_weight, a->k_squares ? a->k_squares + row * a->all_kv_heads : NULL, a->all_kv_heads);
   for (int64_t h = 0; h < a->n_kv_heads; h++) {
     const void *v = at(T, a->qkv, base + (a->n_heads + a->n_kv_heads + h) * head_dim);
     norm_head(T, a, at(T, a->qkv, base + (a->n_heads + h) * head_dim), &k_norm, h, normed);
     rotate_head(T, a, row, normed, rotated);
     const int k_ok = all_finite(T, rotated, head_dim), v_ok = all_finite(T, v, head_dim);
     const int64_t place = page * a->n_kv_heads + h;
-    store_k(T, at_mut(T, a->k_cache, place * rm_k_page_elems(a->page_size, head_dim)), head_dim, pos, rotated, k_ok);
-    store_v(T, at_mut(T, a->v_cache, place * rm_v_page_elems(a->page_size, head_dim)), head_dim, pos, v, v_ok);
+    store_k(T, at_mut(T, a->k_cache, place * rm_k_page_elems(a->page_size, head_dim)), head_dim,
+            pos, rotated, k_ok);
+    store_v(T, at_mut(T, a->v_cache, place * rm_v_page_elems(a->page_size, head_dim)), head_dim,
+            pos, v, v_ok);
     if (!k_ok || !v_ok) a->row_flags[row] |= RM_ROW_KV_NONFINITE;
   }
 }
@@ -139,7 +155,8 @@ static void rope_task(void *arg, int thread, int n_threads) {
   float *normed = job->workspace + thread * 2 * job->stride;
   int64_t from, to;
   rm_split(job->a->rows, thread, n_threads, &from, &to);
-  for (int64_t r = from; r < to; r++) SPECIALIZE(job->a->dtype, rope_row(T, job, r, normed, normed + job->stride));
+  for (int64_t r = from; r < to; r++)
+    SPECIALIZE(job->a->dtype, rope_row(T, job, r, normed, normed + job->stride));
 }
 
 static int64_t head_floats(int64_t head_dim) { return rm_round_up(head_dim, RM_LANES) + RM_LANES; }
@@ -149,4 +166,6 @@ void RM_FN(qk_rope_kv)(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
   rm_parallel(ctx, a->rows * (a->n_heads + 4 * a->n_kv_heads) * a->head_dim, rope_task, &job);
 }
 
-size_t RM_FN(rope_workspace)(const rm_limits *l) { return (size_t)(l->n_threads * 2 * head_floats(l->head_dim)) * sizeof(float); }
+size_t RM_FN(rope_workspace)(const rm_limits *l) {
+  return (size_t)(l->n_threads * 2 * head_floats(l->head_dim)) * sizeof(float);
+}

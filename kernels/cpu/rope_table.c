@@ -1,10 +1,12 @@
-// rope_table.c: sines and cosines of the contract (docs/numerics.md §3), in double, without libm: the same table on every
-// machine. An angle reaches 10^6; two fused steps of π/2 leave its remainder exact to 2^-48 of itself, and Taylor sums on
-// |r| ≤ π/4 are exact to a double's last bits. The table is made once per generator, so nothing here is fast.
+// rope_table.c: sines and cosines of the contract (docs/numerics.md §3), in double, without libm:
+// the same table on every machine. An angle reaches 10^6; two fused steps of π/2 leave its
+// remainder exact to 2^-48 of itself, and Taylor sums on |r| ≤ π/4 are exact to a double's last
+// bits. The table is made once per generator, so nothing here is fast.
 #include "scalar.h"
 
-static const double TWO_OVER_PI = 0x1.45f306dc9c883p-1, PIO2_HI = 0x1.921fb54442d18p+0, PIO2_LO = 0x1.1a62633145c07p-54;
-static const double ROUND_MAGIC = 6755399441055744.0;  // 1.5·2^52
+static const double TWO_OVER_PI = 0x1.45f306dc9c883p-1, PIO2_HI = 0x1.921fb54442d18p+0,
+                    PIO2_LO = 0x1.1a62633145c07p-54;
+static const double ROUND_MAGIC = 6755399441055744.0; // 1.5·2^52
 
 static double taylor_sin(double r) {
   const double z = r * r;
@@ -29,7 +31,8 @@ static void sin_cos(float angle, double *sin, double *cos) {
   *cos = quadrant == 0 ? c : quadrant == 1 ? -s : quadrant == 2 ? -c : s;
 }
 
-void rm_rope_table(float *cos, float *sin, const float *inv_freq, int64_t n_positions, int64_t half_dim, float scale, rm_dtype dtype) {
+void rm_rope_table(float *cos, float *sin, const float *inv_freq, int64_t n_positions,
+                   int64_t half_dim, float scale, rm_dtype dtype) {
   const uint32_t saved = rm_fp_enter();
   for (int64_t p = 0; p < n_positions; p++)
     for (int64_t i = 0; i < half_dim; i++) {

@@ -1,13 +1,16 @@
 // sample.c: token choice of docs/numerics.md §7, top-logprobs and ranks. A thread takes whole rows.
 //
-// Without top_k and top_p a row takes two passes over its logits: the maximum, then the sum of integer weights, with a partial sum for
-// every 1024 tokens, so that only the part that contains the draw is read again.
+// Without top_k and top_p a row takes two passes over its logits: the maximum, then the sum of
+// integer weights, with a partial sum for every 1024 tokens, so that only the part that contains
+// the draw is read again.
 //
-// With them, few of 150,000 tokens matter. The first pass keeps the maximum of every 64 logits. A radix selection over these maxima gives a
-// lower bound of the true threshold, since more tokens can only raise it. Tokens above the bound are collected and selected exactly. If the
-// maxima do not reach the bound (a flat distribution), all tokens are collected, with the same result.
+// With them, few of 150,000 tokens matter. The first pass keeps the maximum of every 64 logits. A
+// radix selection over these maxima gives a lower bound of the true threshold, since more tokens
+// can only raise it. Tokens above the bound are collected and selected exactly. If the maxima do
+// not reach the bound (a flat distribution), all tokens are collected, with the same result.
 //
-// Edited logits are in a copy of the row. A banned token is a NaN there: never the largest, of weight 0 and of the lowest key.
+// Edited logits are in a copy of the row. A banned token is a NaN there: never the largest, of
+// weight 0 and of the lowest key.
 #include "philox.h"
 #include "variant.h"
 
@@ -41,10 +44,12 @@ typedef struct row_view { // one row's work; arrays are carved from the thread's
 } row_view;
 
 static int64_t thread_bytes(int64_t vocab) {
-  return rm_round_up(vocab, PIECE) * (int64_t)(8 + 4 + 4 + 4) + rm_round_up(vocab, PIECE) / PIECE * (64 + 8) + 64;
+  return rm_round_up(vocab, PIECE) * (int64_t)(8 + 4 + 4 + 4) +
+         rm_round_up(vocab, PIECE) / PIECE * (64 + 8) + 64;
 }
 
-static row_view carve(const rm_sample_params *params, const float *logits, int64_t vocab, char *memory) {
+static row_view carve(const rm_sample_params *params, const float *logits, int64_t vocab,
+                      char *memory) {
   const int64_t padded = rm_round_up(vocab, PIECE), pieces = padded / PIECE;
   row_view v = {.params = params, .logits = logits, .vocab = vocab};
   v.list.weights = (uint64_t *)memory;
@@ -56,7 +61,7 @@ static row_view carve(const rm_sample_params *params, const float *logits, int64
   return v;
 }
 
-// ------------------------------------------------------------------------------------------------ parts of a row
+// --------------------------------------------------------------------------------- parts of a row
 // The largest logit, −∞ without one; maxima are kept.
 static float largest(const row_view *v) {
   vf max = vf_set1(-INFINITY);
@@ -65,7 +70,8 @@ static float largest(const row_view *v) {
     vf most = vf_set1(-INFINITY);
     int64_t i = from;
     for (; i + RM_LANES <= end; i += RM_LANES) most = vf_max(vf_load(v->logits + i), most);
-    if (i < end) most = vf_max(vf_pick(vi_first(end - i), vf_load_n(v->logits + i, end - i), most), most);
+    if (i < end)
+      most = vf_max(vf_pick(vi_first(end - i), vf_load_n(v->logits + i, end - i), most), most);
     vf_store(v->maxima + from / PIECE * RM_LANES, most);
     max = vf_max(most, max);
   }
@@ -81,7 +87,8 @@ static int32_t first_equal(const float *x, int64_t n, float value) {
 
 // Weights of tokens [from, from + n), n ≤ 1024, into out[0 … n↑16); those that fail min_p are 0.
 static void piece_weights(const row_view *v, int64_t from, int64_t n, uint64_t *out) {
-  const vf max = vf_set1(v->max), temperature = vf_set1(v->params->temperature), min_p = vf_set1(v->params->min_p);
+  const vf max = vf_set1(v->max), temperature = vf_set1(v->params->temperature),
+           min_p = vf_set1(v->params->min_p);
   for (int64_t i = 0; i < n; i += RM_LANES) {
     const int64_t lanes = rm_min64(RM_LANES, n - i);
     const vf x = vf_add(vf_load_n(v->logits + from + i, lanes), vf_zero());
@@ -115,14 +122,18 @@ static int64_t exceeding(const uint64_t *weights, int64_t n, uint64_t before, ui
   return i;
 }
 
-static float scaled(const row_view *v, float logit) { return (logit + 0.0f - v->max) / v->params->temperature; }
-
-static float logprob_under(const row_view *v, int32_t token, uint64_t weight, uint64_t total) {
-  return weight ? rm_canon(scaled(v, v->logits[token]) - rm_log((float)total * 0x1p-40f)) : -INFINITY;
+static float scaled(const row_view *v, float logit) {
+  return (logit + 0.0f - v->max) / v->params->temperature;
 }
 
-// ------------------------------------------------------------------------------------------------ without top_k and top_p
-// Returns the token and its logprob; −1 when nothing can be drawn. min_p and bans are in the weights.
+static float logprob_under(const row_view *v, int32_t token, uint64_t weight, uint64_t total) {
+  return weight ? rm_canon(scaled(v, v->logits[token]) - rm_log((float)total * 0x1p-40f))
+                : -INFINITY;
+}
+
+// ------------------------------------------------------------------------ without top_k and top_p
+// Returns the token and its logprob; −1 when nothing can be drawn. min_p and bans are in the
+// weights.
 static int32_t draw_from_all(row_view *v, float *under) {
   uint64_t piece[PIECE], total = 0;
   for (int64_t from = 0; from < v->vocab; from += PIECE) {
@@ -147,24 +158,27 @@ static int32_t draw_from_all(row_view *v, float *under) {
   return token;
 }
 
-// ------------------------------------------------------------------------------------------------ with them
+// -------------------------------------------------------------------------------------- with them
 typedef struct cut { // tokens of a higher key stay, and `ties` of this key, lowest ids first
   uint32_t key;
   int64_t ties;
 } cut;
 
-// The shortest prefix, in descending key and ascending id, whose measure reaches `need`: a number of tokens, or a sum of
-// weights. need is at most the measure of all. Three histograms, over 11, 11 and 10 bits of the key.
+// The shortest prefix, in descending key and ascending id, whose measure reaches `need`: a number
+// of tokens, or a sum of weights. need is at most the measure of all. Three histograms, over 11, 11
+// and 10 bits of the key.
 static cut select_prefix(const token_list *list, uint64_t need, int by_weight) {
   static const int shifts[] = {21, 10, 0}, widths[] = {11, 11, 10};
   uint32_t prefix = 0;
   uint64_t above = 0; // measure of the keys known to be higher
   for (int round = 0; round < 3; round++) {
     const int shift = shifts[round];
-    const uint32_t digits = (1u << widths[round]) - 1, known = round == 0 ? 0 : ~0u << (shift + widths[round]);
+    const uint32_t digits = (1u << widths[round]) - 1,
+                   known = round == 0 ? 0 : ~0u << (shift + widths[round]);
     uint64_t sums[1 << 11] = {0};
     for (int64_t i = 0; i < list->n; i++)
-      if ((list->keys[i] & known) == prefix) sums[list->keys[i] >> shift & digits] += by_weight ? list->weights[i] : 1;
+      if ((list->keys[i] & known) == prefix)
+        sums[list->keys[i] >> shift & digits] += by_weight ? list->weights[i] : 1;
     uint32_t digit = digits;
     while (digit > 0 && above + sums[digit] < need) above += sums[digit--];
     prefix |= digit << shift;
@@ -189,7 +203,8 @@ static void apply(token_list *list, cut c) {
   list->n = n;
 }
 
-// A logit that the last token of the prefix is not below, from the maxima alone; −∞ where they do not reach `need`.
+// A logit that the last token of the prefix is not below, from the maxima alone; −∞ where they do
+// not reach `need`.
 static float lower_bound(row_view *v, uint64_t need, int by_weight) {
   const int64_t n = rm_round_up(v->vocab, PIECE) / PIECE * RM_LANES;
   token_list *maxima = &v->list; // its room is free until tokens are collected
@@ -245,7 +260,8 @@ static int32_t draw_filtered(row_view *v, float *under) {
     collect(v, lower_bound(v, (uint64_t)p->top_k, 0));
     if (p->top_k < list->n) apply(list, select_prefix(list, (uint64_t)p->top_k, 0));
     const uint64_t left = sum_of(list->weights, list->n);
-    if (p->top_p < 1.0f && left > 0) apply(list, select_prefix(list, rm_top_p_need(p->top_p, left), 1));
+    if (p->top_p < 1.0f && left > 0)
+      apply(list, select_prefix(list, rm_top_p_need(p->top_p, left), 1));
   } else {
     const uint64_t need = rm_top_p_need(p->top_p, total_weight(v));
     collect(v, lower_bound(v, need, 1));
@@ -255,7 +271,9 @@ static int32_t draw_filtered(row_view *v, float *under) {
   if (total == 0) return -1;
   if (v->kept) *v->kept = (int32_t)list->n; // all have a weight: collect
   int64_t at = 0;
-  if (p->forced < 0) at = exceeding(list->weights, list->n, 0, rm_mul_high(total, rm_philox_u64(p->seed, p->counter)));
+  if (p->forced < 0)
+    at = exceeding(list->weights, list->n, 0,
+                   rm_mul_high(total, rm_philox_u64(p->seed, p->counter)));
   else
     while (at < list->n && list->ids[at] != p->forced) at++;
   const int32_t token = p->forced < 0 ? list->ids[at] : p->forced;
@@ -263,7 +281,7 @@ static int32_t draw_filtered(row_view *v, float *under) {
   return token;
 }
 
-// ------------------------------------------------------------------------------------------------ rows
+// ------------------------------------------------------------------------------------------- rows
 static void edit(row_view *v) {
   if (v->params->n_banned <= 0 && v->params->n_edits <= 0) return;
   memcpy(v->copy, v->logits, (size_t)v->vocab * sizeof *v->copy);
@@ -272,7 +290,8 @@ static void edit(row_view *v) {
     *logit = rm_edited_logit(*logit, v->params, v->params->edits + i);
   }
   for (int32_t i = 0; i < v->params->n_banned; i++)
-    if (v->params->banned[i] >= 0 && v->params->banned[i] < v->vocab) v->copy[v->params->banned[i]] = NAN;
+    if (v->params->banned[i] >= 0 && v->params->banned[i] < v->vocab)
+      v->copy[v->params->banned[i]] = NAN;
   v->logits = v->copy;
 }
 
@@ -323,16 +342,21 @@ void RM_FN(sample)(const rm_ctx *ctx, const rm_sample_args *a) {
   rm_parallel(ctx, a->rows * a->vocab * 3, sample_task, &job);
 }
 
-size_t RM_FN(sample_workspace)(const rm_limits *l) { return (size_t)(l->n_threads * thread_bytes(l->vocab)); }
+size_t RM_FN(sample_workspace)(const rm_limits *l) {
+  return (size_t)(l->n_threads * thread_bytes(l->vocab));
+}
 
-// ------------------------------------------------------------------------------------------------ top logprobs
-typedef struct top_list { // a heap: every token is worse than its two children, the worst so far is first
+// ----------------------------------------------------------------------------------- top logprobs
+typedef struct
+    top_list { // a heap: every token is worse than its two children, the worst so far is first
   int32_t *ids;
   const float *logits;
   int64_t k, n;
 } top_list;
 
-static uint32_t key_at(const top_list *top, int64_t i) { return rm_order_key(top->logits[top->ids[i]]); }
+static uint32_t key_at(const top_list *top, int64_t i) {
+  return rm_order_key(top->logits[top->ids[i]]);
+}
 
 static int is_worse(const top_list *top, int64_t i, int64_t j) {
   const uint32_t a = key_at(top, i), b = key_at(top, j);
@@ -362,14 +386,18 @@ static void offer(top_list *top, int64_t id) {
 }
 
 static void top_row(const rm_top_logprobs_args *a, int64_t r) {
-  top_list top = {.ids = a->ids + r * a->k, .logits = a->logits + r * a->ld_logits, .k = a->k, .n = a->k};
+  top_list top = {
+      .ids = a->ids + r * a->k, .logits = a->logits + r * a->ld_logits, .k = a->k, .n = a->k};
   int64_t v = 0;
   for (; v < top.k; v++) top.ids[v] = (int32_t)v;
   for (int64_t i = top.k / 2; i-- > 0;) sift(&top, i);
-  for (; v < a->vocab && key_at(&top, 0) == 0; v++) offer(&top, v); // a NaN is no bound for the comparison of lanes
-  for (; v + RM_LANES <= a->vocab; v += RM_LANES) { // few of the rest are better than the worst of the list
+  for (; v < a->vocab && key_at(&top, 0) == 0; v++)
+    offer(&top, v); // a NaN is no bound for the comparison of lanes
+  for (; v + RM_LANES <= a->vocab;
+       v += RM_LANES) { // few of the rest are better than the worst of the list
     const vf worst = vf_set1(top.logits[top.ids[0]]);
-    for (uint32_t better = vi_lanes(vf_gt(vf_load(top.logits + v), worst)); better; better &= better - 1)
+    for (uint32_t better = vi_lanes(vf_gt(vf_load(top.logits + v), worst)); better;
+         better &= better - 1)
       offer(&top, v + __builtin_ctz(better));
   }
   for (; v < a->vocab; v++) offer(&top, v);
@@ -377,7 +405,8 @@ static void top_row(const rm_top_logprobs_args *a, int64_t r) {
     swap_ids(&top, 0, top.n);
     sift(&top, 0);
   }
-  for (int64_t k = 0; k < a->k; k++) a->logprobs[r * a->k + k] = rm_logprob(top.logits[top.ids[k]], a->stats + 2 * r);
+  for (int64_t k = 0; k < a->k; k++)
+    a->logprobs[r * a->k + k] = rm_logprob(top.logits[top.ids[k]], a->stats + 2 * r);
 }
 
 static void top_task(void *arg, int thread, int n_threads) {
@@ -393,12 +422,13 @@ void RM_FN(top_logprobs)(const rm_ctx *ctx, const rm_top_logprobs_args *a) {
   rm_parallel(ctx, a->rows * a->vocab, top_task, &args);
 }
 
-// ------------------------------------------------------------------------------------------------ ranks
+// ------------------------------------------------------------------------------------------ ranks
 static int32_t rank_of(const float *logits, int64_t vocab, int32_t token) {
   const vf mine = vf_set1(logits[token]);
   int32_t rank = 0;
   int64_t v = 0;
-  for (; v + RM_LANES <= vocab; v += RM_LANES) rank += __builtin_popcount(vi_lanes(vf_ge(vf_load(logits + v), mine)));
+  for (; v + RM_LANES <= vocab; v += RM_LANES)
+    rank += __builtin_popcount(vi_lanes(vf_ge(vf_load(logits + v), mine)));
   for (; v < vocab; v++) rank += logits[v] >= logits[token];
   return rank;
 }
@@ -407,7 +437,9 @@ static void ranks_task(void *arg, int thread, int n_threads) {
   const rm_ranks_args *a = arg;
   int64_t from, to;
   rm_split(a->rows, thread, n_threads, &from, &to);
-  for (int64_t r = from; r < to; r++) a->ranks[r] = a->tokens[r] < 0 ? 0 : rank_of(a->logits + r * a->ld_logits, a->vocab, a->tokens[r]);
+  for (int64_t r = from; r < to; r++)
+    a->ranks[r] =
+        a->tokens[r] < 0 ? 0 : rank_of(a->logits + r * a->ld_logits, a->vocab, a->tokens[r]);
 }
 
 void RM_FN(ranks)(const rm_ctx *ctx, const rm_ranks_args *a) {

@@ -1,5 +1,6 @@
-// scalar.h: the arithmetic of docs/numerics.md on one number: bf16, canonical rounding, exp, log. ref*.c is written over it; the
-// vector headers state the same steps for 16 lanes. Needs FMA (fmaf must be the instruction) and rm_fp_enter's environment.
+// scalar.h: the arithmetic of docs/numerics.md on one number: bf16, canonical rounding, exp, log.
+// ref*.c is written over it; the vector headers state the same steps for 16 lanes. Needs FMA (fmaf
+// must be the instruction) and rm_fp_enter's environment.
 #pragma once
 
 #include <math.h>
@@ -7,7 +8,8 @@
 
 #include "kernels.h"
 
-// NaNs are told by their bits, and "greater" is written so that a NaN never wins: the same in every variant.
+// NaNs are told by their bits, and "greater" is written so that a NaN never wins: the same in every
+// variant.
 RM_INLINE uint32_t rm_bits(float x) {
   uint32_t u;
   memcpy(&u, &x, sizeof u);
@@ -62,13 +64,14 @@ RM_INLINE void rm_copy_elem(rm_dtype dtype, void *to, int64_t i, const void *fro
   else ((uint32_t *)to)[i] = ((const uint32_t *)from)[j];
 }
 
-// exp: x = n·ln2 + r, |r| ≤ ln2/2, e^r = 1 + r + r²·q(r), then times 2^n in two exact-or-last steps.
+// exp: x = n·ln2 + r, |r| ≤ ln2/2, e^r = 1 + r + r²·q(r), then times 2^n in two exact-or-last
+// steps.
 #define RM_EXP_LO (-88.0f)
 #define RM_EXP_HI 89.0f
 #define RM_LOG2E 0x1.715476p+0f
 #define RM_LN2_HI 0x1.62e4p-1f
 #define RM_LN2_LO 0x1.7f7d1cp-20f
-#define RM_ROUND_MAGIC 12582912.0f  // 1.5·2^23: adding it leaves the nearest integer in the low bits
+#define RM_ROUND_MAGIC 12582912.0f // 1.5·2^23: adding it leaves the nearest integer in the low bits
 #define RM_EXP_Q0 0x1p-1f
 #define RM_EXP_Q1 0x1.555556p-3f
 #define RM_EXP_Q2 0x1.55547p-5f
@@ -96,14 +99,15 @@ RM_INLINE float rm_exp(float x) {
   float t;
   const float p = rm_exp_rest(x, &t);
   const int32_t i = (int32_t)(rm_bits(t) - rm_bits(RM_ROUND_MAGIC)), half = i >> 1;
-  const float lo = rm_float((uint32_t)(half + 127) << 23), hi = rm_float((uint32_t)(i - half + 127) << 23);
+  const float lo = rm_float((uint32_t)(half + 127) << 23),
+              hi = rm_float((uint32_t)(i - half + 127) << 23);
   return p * lo * hi;
 }
 
 RM_INLINE float rm_sigmoid(float x) { return 1.0f / (1.0f + rm_exp(-x)); }
 
-// GELU by tanh: x·σ(z), z = x·(K3·x² + K1), K1 = √(8/π), K3 = 0.044715·K1. GELU by erf: x·Φ(x), where Φ(−|x|) is half of
-// Abramowitz and Stegun's 7.1.26, of |x|/√2.
+// GELU by tanh: x·σ(z), z = x·(K3·x² + K1), K1 = √(8/π), K3 = 0.044715·K1. GELU by erf: x·Φ(x),
+// where Φ(−|x|) is half of Abramowitz and Stegun's 7.1.26, of |x|/√2.
 #define RM_GELU_K1 0x1.988454p+0f
 #define RM_GELU_K3 0x1.2444f2p-4f
 #define RM_SQRT_HALF 0x1.6a09e6p-1f
@@ -135,7 +139,7 @@ RM_INLINE float rm_activate(rm_activation how, float x) {
 RM_INLINE float rm_log(float x) {
   if (!(x > 0.0f)) return rm_is_nan(x) || x < 0.0f ? rm_float(0x7fc00000u) : -INFINITY;
   if (!rm_is_finite(x)) return x;
-  const uint32_t shifted = rm_bits(x) - 0x3f3504f3u;  // √½
+  const uint32_t shifted = rm_bits(x) - 0x3f3504f3u; // √½
   const int32_t e = (int32_t)shifted >> 23;
   const float f = rm_float((shifted & 0x7fffffu) + 0x3f3504f3u) - 1.0f;
   const float n = (float)e;
@@ -164,7 +168,9 @@ RM_INLINE float rm_tree16(const float *partial) {
 }
 
 // (logit − max) − log(sum), the one logprob there is.
-RM_INLINE float rm_logprob(float logit, const float *stats) { return rm_canon((logit - stats[0]) - rm_log(stats[1])); }
+RM_INLINE float rm_logprob(float logit, const float *stats) {
+  return rm_canon((logit - stats[0]) - rm_log(stats[1]));
+}
 
 // The router's gate, from the chosen expert's score and, with renormalize, the sum of all chosen.
 RM_INLINE float rm_gate(const rm_router_args *a, float score, float sum) {

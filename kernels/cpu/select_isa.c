@@ -1,13 +1,16 @@
 // select_isa.c: chooses the table for this machine, once per process. A variant is usable if
-//   1. the processor has it and the operating system saves its registers (cpuid, xgetbv; for AMX also permission to use the tiles);
-//   2. its instructions run: a virtual machine may advertise instructions that trap, so the check runs under a SIGILL handler;
+//   1. the processor has it and the operating system saves its registers (cpuid, xgetbv; for AMX
+//      also permission to use the tiles);
+//   2. its instructions run: a virtual machine may advertise instructions that trap, so the check
+//      runs under a SIGILL handler;
 //   3. its arithmetic is ref's, bit for bit, on the inputs of verify.c.
-// The fastest of these by a measurement of a millisecond is chosen, since on some processors vdpbf16ps is half as fast as FMA and on others
-// twice as fast. `doctor` shows why a variant was refused.
+// The fastest of these by a measurement of a millisecond is chosen, since on some processors
+// vdpbf16ps is half as fast as FMA and on others twice as fast. `doctor` shows why a variant was
+// refused.
 //
-// Probing in a child process was rejected: fork in a library that is imported into a process with threads, CUDA or MPI is worse than a
-// handler that is installed for milliseconds, handles its own thread only and passes other signals on.
-// Compiled without any -m flag.
+// Probing in a child process was rejected: fork in a library that is imported into a process with
+// threads, CUDA or MPI is worse than a handler that is installed for milliseconds, handles its own
+// thread only and passes other signals on. Compiled without any -m flag.
 #include <cpuid.h>
 #include <pthread.h>
 #include <setjmp.h>
@@ -21,7 +24,8 @@
 #include "tables.h"
 
 static const char *const NAMES[RM_N_ISA] = {"ref", "avx2", "avx512f", "avx512bf16", "amx"};
-static const rm_kernels *const TABLES[RM_N_ISA] = {&rm_table_ref, &rm_table_avx2, &rm_table_avx512f, &rm_table_avx512bf16, &rm_table_amx};
+static const rm_kernels *const TABLES[RM_N_ISA] = {&rm_table_ref, &rm_table_avx2, &rm_table_avx512f,
+                                                   &rm_table_avx512bf16, &rm_table_amx};
 
 #ifdef RM_EMULATED
 enum { EMULATED = 1 };
@@ -35,7 +39,7 @@ static char differs[RM_N_ISA][64]; // the reason of one whose arithmetic is wron
 
 const char *rm_isa_name(rm_isa isa) { return isa >= 0 && isa < RM_N_ISA ? NAMES[isa] : "unknown"; }
 
-// ------------------------------------------------------------------------------------------------ what the machine says
+// -------------------------------------------------------------------------- what the machine says
 typedef struct machine {
   uint32_t basic_c, seven_b, seven_d, seven_one_a; // cpuid 1.ecx, 7.ebx, 7.edx, 7.1.eax
   uint64_t saved; // registers that the operating system saves
@@ -74,14 +78,16 @@ static const char *lacking(const machine *m, rm_isa isa) {
   if (!(m->seven_b & bit_AVX512F)) return "the processor lacks AVX512F";
   if ((m->saved & ZMM_STATE) != ZMM_STATE) return unsaved;
   if (isa == RM_ISA_AVX512F) return NULL;
-  if (!(m->seven_one_a & BIT_AVX512BF16) || !(m->seven_b & bit_AVX512BW)) return "the processor lacks AVX512BF16";
+  if (!(m->seven_one_a & BIT_AVX512BF16) || !(m->seven_b & bit_AVX512BW))
+    return "the processor lacks AVX512BF16";
   if (isa == RM_ISA_AVX512BF16) return NULL;
-  if (!(m->seven_d & BIT_AMX_TILE) || !(m->seven_d & BIT_AMX_BF16)) return "the processor lacks AMX-BF16";
+  if (!(m->seven_d & BIT_AMX_TILE) || !(m->seven_d & BIT_AMX_BF16))
+    return "the processor lacks AMX-BF16";
   if ((m->saved & TILE_STATE) != TILE_STATE) return unsaved;
   return may_use_tiles() ? NULL : "the operating system refuses tile registers to this process";
 }
 
-// ------------------------------------------------------------------------------------------------ what it does
+// ----------------------------------------------------------------------------------- what it does
 static _Thread_local volatile sig_atomic_t probing;
 static _Thread_local sigjmp_buf back;
 static struct sigaction before; // whose handler of SIGILL it was
@@ -93,7 +99,8 @@ static void on_sigill(int signal_number, siginfo_t *info, void *context) {
   } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
     before.sa_handler(signal_number);
   } else {
-    sigaction(SIGILL, &before, NULL); // the instruction runs again and ends the process, as it would have
+    sigaction(SIGILL, &before,
+              NULL); // the instruction runs again and ends the process, as it would have
   }
 }
 
@@ -108,7 +115,8 @@ static void try_out(rm_isa isa) {
     state->refused = "SIGILL cannot be handled, so its instructions cannot be tried";
     return;
   }
-  pthread_sigmask(SIG_UNBLOCK, &trap, &mask); // a trap that is blocked ends the process, whoever would handle it
+  pthread_sigmask(SIG_UNBLOCK, &trap,
+                  &mask); // a trap that is blocked ends the process, whoever would handle it
   const uint32_t fp = rm_fp_enter();
   if (sigsetjmp(back, 1) == 0) {
     probing = 1;
@@ -137,14 +145,16 @@ static void decide(void) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------ who asks
+// --------------------------------------------------------------------------------------- who asks
 rm_isa_state rm_isa_ask(rm_isa isa) {
   if (isa < 0 || isa >= RM_N_ISA) return (rm_isa_state){.refused = "no such instruction set"};
   pthread_once(&decided, decide);
   return states[isa];
 }
 
-const rm_kernels *rm_kernels_for(rm_isa isa) { return rm_isa_ask(isa).refused ? NULL : TABLES[isa]; }
+const rm_kernels *rm_kernels_for(rm_isa isa) {
+  return rm_isa_ask(isa).refused ? NULL : TABLES[isa];
+}
 
 const rm_kernels *rm_kernels_named(const char *isa) {
   for (int i = 0; i < RM_N_ISA; i++)

@@ -3,10 +3,12 @@
 #include "variant.h"
 
 static size_t workspace_bytes(const rm_limits *limits) {
-  const size_t asked[] = {RM_FN(gemm_workspace)(limits), RM_FN(attention_workspace)(limits), RM_FN(rope_workspace)(limits),
-                          RM_FN(moe_workspace)(limits),  RM_FN(lm_head_workspace)(limits),   RM_FN(sample_workspace)(limits)};
+  const size_t asked[] = {RM_FN(gemm_workspace)(limits),    RM_FN(attention_workspace)(limits),
+                          RM_FN(rope_workspace)(limits),    RM_FN(moe_workspace)(limits),
+                          RM_FN(lm_head_workspace)(limits), RM_FN(sample_workspace)(limits)};
   size_t most = 0;
-  for (size_t i = 0; i < sizeof asked / sizeof asked[0]; i++) most = asked[i] > most ? asked[i] : most;
+  for (size_t i = 0; i < sizeof asked / sizeof asked[0]; i++)
+    most = asked[i] > most ? asked[i] : most;
   return most;
 }
 

@@ -1,14 +1,18 @@
-// tables.h: the CPU's tables, one per variant of the build, the op that the fast variants share, and the checks of select_isa.c.
+// tables.h: the CPU's tables, one per variant of the build, the op that the fast variants share,
+// and the checks of select_isa.c.
 #pragma once
 
 #include "kernels.h"
 
-extern const rm_kernels rm_table_ref, rm_table_avx2, rm_table_avx512f, rm_table_avx512bf16, rm_table_amx;
+extern const rm_kernels rm_table_ref, rm_table_avx2, rm_table_avx512f, rm_table_avx512bf16,
+    rm_table_amx;
 
-void rm_cpu_pack(const rm_ctx *, rm_pack_args *); // pack.c: limited by memory, so all fast variants share it
+void rm_cpu_pack(const rm_ctx *,
+                 rm_pack_args *); // pack.c: limited by memory, so all fast variants share it
 
-// verify.c. The name of the first op whose bits differ from ref's on a fixed set of small inputs, or NULL. Milliseconds; not for two
-// threads at once.
+// verify.c. The name of the first op whose bits differ from ref's on a fixed set of small inputs,
+// or NULL. Milliseconds; not for two threads at once.
 const char *rm_verify(const rm_kernels *kernels);
-// GFLOP/s of the bf16 gemm on one thread: one row against weights in the L2 cache, and 64 rows. After rm_verify.
+// GFLOP/s of the bf16 gemm on one thread: one row against weights in the L2 cache, and 64 rows.
+// After rm_verify.
 void rm_measure(const rm_kernels *kernels, double *one_row, double *many_rows);

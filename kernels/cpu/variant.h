@@ -1,5 +1,5 @@
-// variant.h: the ops of one fast variant, named after it; table.c gathers them. Each source includes this, so that a definition
-// that differs from its slot is an error.
+// variant.h: the ops of one fast variant, named after it; table.c gathers them. Each source
+// includes this, so that a definition that differs from its slot is an error.
 #pragma once
 
 #include "vec.h"

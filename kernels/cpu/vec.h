@@ -1,7 +1,9 @@
-// vec.h: shared by the sources of a fast variant: the lanes of the build's vector header, elements of type T as lanes, exp, symbol names
-// with the variant's name, and the distribution of work over threads.
+// vec.h: shared by the sources of a fast variant: the lanes of the build's vector header, elements
+// of type T as lanes, exp, symbol names with the variant's name, and the distribution of work over
+// threads.
 //
-// dtype is passed as a constant to always_inline functions: SPECIALIZE turns one generic body into the bf16 and the f32 code.
+// dtype is passed as a constant to always_inline functions: SPECIALIZE turns one generic body into
+// the bf16 and the f32 code.
 #pragma once
 
 #include <stdatomic.h>
@@ -10,7 +12,7 @@
 
 #define RM_CAT_(a, b) a##_##b
 #define RM_CAT(a, b) RM_CAT_(a, b)
-#define RM_FN(name) RM_CAT(rm_##name, RM_ISA)     // rm_gemm_avx2
+#define RM_FN(name) RM_CAT(rm_##name, RM_ISA) // rm_gemm_avx2
 #define RM_STRING_(x) #x
 #define RM_STRING(x) RM_STRING_(x)
 
@@ -25,13 +27,19 @@
     } \
   } while (0)
 
-VEC const void *at(rm_dtype dtype, const void *p, int64_t i) { return (const char *)p + i * (dtype == RM_BF16 ? 2 : 4); }
-VEC void *at_mut(rm_dtype dtype, void *p, int64_t i) { return (char *)p + i * (dtype == RM_BF16 ? 2 : 4); }
+VEC const void *at(rm_dtype dtype, const void *p, int64_t i) {
+  return (const char *)p + i * (dtype == RM_BF16 ? 2 : 4);
+}
+VEC void *at_mut(rm_dtype dtype, void *p, int64_t i) {
+  return (char *)p + i * (dtype == RM_BF16 ? 2 : 4);
+}
 
-// ------------------------------------------------------------------------------------------------ lanes of T
-// A row of bf16 pairs is 16 words of (k even, k odd): its upper halves as floats. (The lower ones: vf_even_at.)
+// ------------------------------------------------------------------------------------- lanes of T
+// A row of bf16 pairs is 16 words of (k even, k odd): its upper halves as floats. (The lower ones:
+// vf_even_at.)
 VEC vf vf_odd(vi pairs) { return vi_floats(vi_and(pairs, vi_set1((int32_t)0xffff0000))); }
-// The first n of 16, 0 ≤ n ≤ 16; the others +0. (A masked load of 16-bit lanes would need AVX512BW.)
+// The first n of 16, 0 ≤ n ≤ 16; the others +0. (A masked load of 16-bit lanes would need
+// AVX512BW.)
 VEC vf vf_load_bf16_n(const uint16_t *p, int64_t n) {
   uint16_t lanes[RM_LANES] = {0}, *to = lanes;
   if (n & 16) return vf_load_bf16(p);
@@ -49,9 +57,12 @@ VEC vf vt_load(rm_dtype dtype, const void *p, int64_t i) {
 // The first n lanes, all of them when n ≥ 16.
 VEC vf vt_load_n(rm_dtype dtype, const void *p, int64_t i, int64_t n) {
   if (n >= RM_LANES) return vt_load(dtype, p, i);
-  return dtype == RM_BF16 ? vf_load_bf16_n((const uint16_t *)p + i, n) : vf_load_n((const float *)p + i, n);
+  return dtype == RM_BF16 ? vf_load_bf16_n((const uint16_t *)p + i, n)
+                          : vf_load_n((const float *)p + i, n);
 }
-VEC vf vt_round(rm_dtype dtype, vf x) { return dtype == RM_BF16 ? vf_to_bf16(vf_add(x, vf_zero())) : vf_canon(x); }
+VEC vf vt_round(rm_dtype dtype, vf x) {
+  return dtype == RM_BF16 ? vf_to_bf16(vf_add(x, vf_zero())) : vf_canon(x);
+}
 // Stores lanes that round_T has passed.
 VEC void vt_store(rm_dtype dtype, void *p, int64_t i, vf x) {
   if (dtype == RM_BF16) vf_store_bf16((uint16_t *)p + i, x);
@@ -70,7 +81,7 @@ VEC void vt_store_n(rm_dtype dtype, void *p, int64_t i, vf x, int64_t n) {
 }
 
 VEC vf vf_exp(vf x) {
-  x = vf_max(vf_set1(RM_EXP_LO), x);  // in this order a NaN in x stays
+  x = vf_max(vf_set1(RM_EXP_LO), x); // in this order a NaN in x stays
   x = vf_min(vf_set1(RM_EXP_HI), x);
   const vf magic = vf_set1(RM_ROUND_MAGIC);
   const vf t = vf_fma(x, vf_set1(RM_LOG2E), magic), n = vf_sub(t, magic);
@@ -86,7 +97,7 @@ VEC vf vf_exp(vf x) {
   return vf_scale(p, n, i);
 }
 
-// ------------------------------------------------------------------------------------------------ threads
+// ---------------------------------------------------------------------------------------- threads
 // Runs fn on the team if the work is large enough, else on the caller. `cost`: about clock cycles.
 enum { RM_COST_OF_A_TEAM = 20000 };
 
@@ -95,11 +106,11 @@ static inline void rm_parallel(const rm_ctx *ctx, int64_t cost, rm_task_fn fn, v
   else fn(arg, 0, 1);
 }
 
-// Units of an op that threads take in turn, so that one which is late, for whatever reason, holds nobody up for long: large parts first,
-// small ones at the end.
+// Units of an op that threads take in turn, so that one which is late, for whatever reason, holds
+// nobody up for long: large parts first, small ones at the end.
 typedef struct rm_work {
   _Atomic int64_t next;
-  int64_t n, least;               // units, and the fewest of a part
+  int64_t n, least; // units, and the fewest of a part
 } rm_work;
 
 // 1 and the part [from, to), or 0 when none is left.
@@ -109,7 +120,8 @@ static inline int rm_take(rm_work *work, int n_threads, int64_t *from, int64_t *
     if (at >= work->n) return 0;
     const int64_t part = n_threads == 1 ? work->n : (work->n - at) / (2 * n_threads);
     *to = rm_min64(work->n, at + rm_max64(part, work->least));
-  } while (!atomic_compare_exchange_weak_explicit(&work->next, &at, *to, memory_order_relaxed, memory_order_relaxed));
+  } while (!atomic_compare_exchange_weak_explicit(&work->next, &at, *to, memory_order_relaxed,
+                                                  memory_order_relaxed));
   *from = at;
   return 1;
 }

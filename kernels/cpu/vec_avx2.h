@@ -1,6 +1,7 @@
-// vec_avx2.h: sixteen lanes as two 256-bit registers, AVX2 and FMA. The sources of the fast variants are written over the names
-// below and over nothing else; another vec_<isa>.h with the same names makes another variant of them. Each name is one step
-// of docs/numerics.md for 16 lanes, so a source that uses only these cannot round anywhere else.
+// vec_avx2.h: sixteen lanes as two 256-bit registers, AVX2 and FMA. The sources of the fast
+// variants are written over the names below and over nothing else; another vec_<isa>.h with the
+// same names makes another variant of them. Each name is one step of docs/numerics.md for 16 lanes,
+// so a source that uses only these cannot round anywhere else.
 #pragma once
 
 #include <immintrin.h>
@@ -8,15 +9,19 @@
 #include "scalar.h"
 
 enum {
-  RM_VEC_ROWS = 4,                // rows of a register block: 8 chains fill two FMA units of latency 4
-  RM_LAST_ROWS = 6,               // of the last one, rather than two blocks of fewer chains: 12 chains, all that 16 registers hold
-  RM_FLAT_ROWS = 3,               // up to so many rows the even and the odd chains go side by side: 12 chains again
-  RM_PIECE_BLOCKS = 2,            // k blocks of a piece of weights that several register blocks meet in turn
+  RM_VEC_ROWS = 4, // rows of a register block: 8 chains fill two FMA units of latency 4
+  RM_LAST_ROWS =
+      // of the last one, rather than two blocks of fewer chains: 12 chains, all that 16 registers
+  // hold
+  6,
+  RM_FLAT_ROWS =
+      3, // up to so many rows the even and the odd chains go side by side: 12 chains again
+  RM_PIECE_BLOCKS = 2, // k blocks of a piece of weights that several register blocks meet in turn
 };
 
 typedef struct vf {
   __m256 a, b;
-} vf;    // lanes 0 … 7, 8 … 15
+} vf; // lanes 0 … 7, 8 … 15
 typedef struct vi {
   __m256i a, b;
 } vi;
@@ -35,10 +40,12 @@ VEC vf vf_add(vf x, vf y) { return vf_make(_mm256_add_ps(x.a, y.a), _mm256_add_p
 VEC vf vf_sub(vf x, vf y) { return vf_make(_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)); }
 VEC vf vf_mul(vf x, vf y) { return vf_make(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)); }
 VEC vf vf_div(vf x, vf y) { return vf_make(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)); }
-VEC vf vf_fma(vf x, vf y, vf z) { return vf_make(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)); }
+VEC vf vf_fma(vf x, vf y, vf z) {
+  return vf_make(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b));
+}
 
-// z + x·w and x·w of one x in memory. By hand: gcc would load the x of several steps ahead and spill the chains for it. What is written
-// before w.b is read (&) must not share its register.
+// z + x·w and x·w of one x in memory. By hand: gcc would load the x of several steps ahead and
+// spill the chains for it. What is written before w.b is read (&) must not share its register.
 VEC vf vf_fma_at(const float *x, vf w, vf z) {
   __m256 all;
   __asm__("vbroadcastss %3, %2\n\tvfmadd231ps %2, %4, %0\n\tvfmadd231ps %2, %5, %1"
@@ -54,22 +61,34 @@ VEC vf vf_mul_at(const float *x, vf w) {
           : "m"(*x), "x"(w.a), "x"(w.b));
   return y;
 }
-// *sum += x. In memory: of a sum that it carries from block to block gcc keeps a second copy on the stack.
+// *sum += x. In memory: of a sum that it carries from block to block gcc keeps a second copy on the
+// stack.
 VEC void vf_add_to(float *sum, vf x) {
   vf_store(sum, vf_add(vf_load(sum), x));
   __asm__ volatile("" : : : "memory");
 }
 
-VEC vf vf_neg(vf x) { return vf_make(_mm256_xor_ps(x.a, _mm256_set1_ps(-0.0f)), _mm256_xor_ps(x.b, _mm256_set1_ps(-0.0f))); }
-VEC vf vf_max(vf x, vf m) { return vf_make(_mm256_max_ps(x.a, m.a), _mm256_max_ps(x.b, m.b)); }  // x > m ? x : m
-VEC vf vf_min(vf x, vf m) { return vf_make(_mm256_min_ps(x.a, m.a), _mm256_min_ps(x.b, m.b)); }  // x < m ? x : m
+VEC vf vf_neg(vf x) {
+  return vf_make(_mm256_xor_ps(x.a, _mm256_set1_ps(-0.0f)),
+                 _mm256_xor_ps(x.b, _mm256_set1_ps(-0.0f)));
+}
+VEC vf vf_max(vf x, vf m) {
+  return vf_make(_mm256_max_ps(x.a, m.a), _mm256_max_ps(x.b, m.b));
+} // x > m ? x : m
+VEC vf vf_min(vf x, vf m) {
+  return vf_make(_mm256_min_ps(x.a, m.a), _mm256_min_ps(x.b, m.b));
+} // x < m ? x : m
 
 VEC vi vi_set1(int32_t x) { return (vi){_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-VEC vi vi_load(const void *p) { return (vi){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1)}; }
+VEC vi vi_load(const void *p) {
+  return (vi){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1)};
+}
 VEC vi vi_add(vi x, vi y) { return (vi){_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 VEC vi vi_sub(vi x, vi y) { return (vi){_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 VEC vi vi_and(vi x, vi y) { return (vi){_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
-VEC vi vi_without(vi x, vi y) { return (vi){_mm256_andnot_si256(y.a, x.a), _mm256_andnot_si256(y.b, x.b)}; }  // x & ~y
+VEC vi vi_without(vi x, vi y) {
+  return (vi){_mm256_andnot_si256(y.a, x.a), _mm256_andnot_si256(y.b, x.b)};
+} // x & ~y
 VEC vi vf_bits(vf x) { return (vi){_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 VEC vf vi_floats(vi x) { return vf_make(_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)); }
 #define vi_sll(x, n) ((vi){_mm256_slli_epi32((x).a, n), _mm256_slli_epi32((x).b, n)})
@@ -78,14 +97,18 @@ VEC vf vi_floats(vi x) { return vf_make(_mm256_castsi256_ps(x.a), _mm256_castsi2
 
 // First n of 16 lanes; the others read as +0 and are not written. 0 ≤ n ≤ 16.
 VEC vi vi_first(int64_t n) {
-  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), limit = _mm256_set1_epi32((int32_t)n);
-  return (vi){_mm256_cmpgt_epi32(limit, lane), _mm256_cmpgt_epi32(limit, _mm256_add_epi32(lane, _mm256_set1_epi32(8)))};
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+                limit = _mm256_set1_epi32((int32_t)n);
+  return (vi){_mm256_cmpgt_epi32(limit, lane),
+              _mm256_cmpgt_epi32(limit, _mm256_add_epi32(lane, _mm256_set1_epi32(8)))};
 }
 VEC vf vf_keep(vf x, vi mask) {
-  return vf_make(_mm256_and_ps(x.a, _mm256_castsi256_ps(mask.a)), _mm256_and_ps(x.b, _mm256_castsi256_ps(mask.b)));
+  return vf_make(_mm256_and_ps(x.a, _mm256_castsi256_ps(mask.a)),
+                 _mm256_and_ps(x.b, _mm256_castsi256_ps(mask.b)));
 }
 VEC vf vf_pick(vi mask, vf yes, vf no) {
-  return vf_make(_mm256_blendv_ps(no.a, yes.a, _mm256_castsi256_ps(mask.a)), _mm256_blendv_ps(no.b, yes.b, _mm256_castsi256_ps(mask.b)));
+  return vf_make(_mm256_blendv_ps(no.a, yes.a, _mm256_castsi256_ps(mask.a)),
+                 _mm256_blendv_ps(no.b, yes.b, _mm256_castsi256_ps(mask.b)));
 }
 VEC vf vf_load_n(const float *p, int64_t n) {
   const vi mask = vi_first(n);
@@ -121,24 +144,31 @@ VEC void vf_store_n(float *p, vf x, int64_t n) {
 VEC vf vf_scale(vf p, vf n, vi i) {
   (void)n;
   const vi half = vi_sra(i, 1), bias = vi_set1(127);
-  const vf lo = vi_floats(vi_sll(vi_add(half, bias), 23)), hi = vi_floats(vi_sll(vi_add(vi_sub(i, half), bias), 23));
+  const vf lo = vi_floats(vi_sll(vi_add(half, bias), 23)),
+           hi = vi_floats(vi_sll(vi_add(vi_sub(i, half), bias), 23));
   return vf_mul(vf_mul(p, lo), hi);
 }
 
 // Masks of compares, false with a NaN; vf_is_nan looks at the bits' meaning only.
 VEC vi vf_gt(vf x, vf y) {
-  return (vi){_mm256_castps_si256(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ)), _mm256_castps_si256(_mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ))};
+  return (vi){_mm256_castps_si256(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ)),
+              _mm256_castps_si256(_mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ))};
 }
 VEC vi vf_ge(vf x, vf y) {
-  return (vi){_mm256_castps_si256(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ)), _mm256_castps_si256(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ))};
+  return (vi){_mm256_castps_si256(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ)),
+              _mm256_castps_si256(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ))};
 }
 VEC vi vf_is_nan(vf x) {
-  return (vi){_mm256_castps_si256(_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q)), _mm256_castps_si256(_mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q))};
+  return (vi){_mm256_castps_si256(_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q)),
+              _mm256_castps_si256(_mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q))};
 }
-VEC vi vi_eq(vi x, vi y) { return (vi){_mm256_cmpeq_epi32(x.a, y.a), _mm256_cmpeq_epi32(x.b, y.b)}; }
+VEC vi vi_eq(vi x, vi y) {
+  return (vi){_mm256_cmpeq_epi32(x.a, y.a), _mm256_cmpeq_epi32(x.b, y.b)};
+}
 VEC int vi_any(vi mask) { return _mm256_movemask_epi8(_mm256_or_si256(mask.a, mask.b)) != 0; }
 VEC uint32_t vi_lanes(vi mask) {
-  return (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(mask.a)) | (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(mask.b)) << 8;
+  return (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(mask.a)) |
+         (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(mask.b)) << 8;
 }
 VEC int vf_any_nonfinite(vf x) {
   const vi exponent = vi_set1(0x7f800000);
@@ -169,8 +199,8 @@ VEC vf vf_canon(vf x) {
   const vf y = vf_add(x, vf_zero());
   return vf_pick(vf_is_nan(y), vi_floats(vi_set1(0x7fc00000)), y);
 }
-// The low words of 16 pairs. A shift would take turns with FMA on a port, a load one word to the left does not; `inside`: that
-// word may be read.
+// The low words of 16 pairs. A shift would take turns with FMA on a port, a load one word to the
+// left does not; `inside`: that word may be read.
 VEC vf vf_even_at(const uint16_t *pairs, int inside) {
   if (!inside) return vi_floats(vi_sll(vi_load(pairs), 16));
   return vi_floats(vi_and(vi_load(pairs - 1), vi_set1((int32_t)0xffff0000)));
@@ -180,7 +210,8 @@ VEC vf vf_to_bf16(vf x) {
   const vi u = vf_bits(x), odd = vi_and(vi_srl(u, 16), vi_set1(1));
   const vi near = vi_and(vi_add(u, vi_add(odd, vi_set1(0x7fff))), vi_set1((int32_t)0xffff0000));
   const vi tiny = vi_eq(vi_and(u, vi_set1(0x7f800000)), vi_set1(0));
-  const vf flushed = vf_pick(tiny, vi_floats(vi_and(u, vi_set1((int32_t)0x80000000))), vi_floats(near));
+  const vf flushed =
+      vf_pick(tiny, vi_floats(vi_and(u, vi_set1((int32_t)0x80000000))), vi_floats(near));
   return vf_pick(vf_is_nan(x), vi_floats(vi_set1(0x7fc00000)), flushed);
 }
 // Stores lanes that are bf16 numbers already.
@@ -195,17 +226,21 @@ VEC void vec_prefetch_l2(const void *p) { _mm_prefetch((const char *)p, _MM_HINT
 // trunc(e·2^40) of 16 lanes into p[0 … 16), as rm_token_weight.
 VEC void vec_token_weights(uint64_t *p, vf e) {
   const vi u = vf_bits(e), exponent = vi_srl(u, 23);
-  const vi usable = {
-      _mm256_and_si256(_mm256_cmpgt_epi32(exponent.a, _mm256_setzero_si256()), _mm256_cmpgt_epi32(_mm256_set1_epi32(128), exponent.a)),
-      _mm256_and_si256(_mm256_cmpgt_epi32(exponent.b, _mm256_setzero_si256()), _mm256_cmpgt_epi32(_mm256_set1_epi32(128), exponent.b))};
+  const vi usable = {_mm256_and_si256(_mm256_cmpgt_epi32(exponent.a, _mm256_setzero_si256()),
+                                      _mm256_cmpgt_epi32(_mm256_set1_epi32(128), exponent.a)),
+                     _mm256_and_si256(_mm256_cmpgt_epi32(exponent.b, _mm256_setzero_si256()),
+                                      _mm256_cmpgt_epi32(_mm256_set1_epi32(128), exponent.b))};
   const vi mantissa = {
-      _mm256_and_si256(usable.a, _mm256_or_si256(_mm256_and_si256(u.a, _mm256_set1_epi32(0x7fffff)), _mm256_set1_epi32(0x800000))),
-      _mm256_and_si256(usable.b, _mm256_or_si256(_mm256_and_si256(u.b, _mm256_set1_epi32(0x7fffff)), _mm256_set1_epi32(0x800000)))};
+      _mm256_and_si256(usable.a, _mm256_or_si256(_mm256_and_si256(u.a, _mm256_set1_epi32(0x7fffff)),
+                                                 _mm256_set1_epi32(0x800000))),
+      _mm256_and_si256(usable.b, _mm256_or_si256(_mm256_and_si256(u.b, _mm256_set1_epi32(0x7fffff)),
+                                                 _mm256_set1_epi32(0x800000)))};
   const vi shift = vi_sub(vi_set1(127), exponent);
-  const __m128i m[4] = {_mm256_castsi256_si128(mantissa.a), _mm256_extracti128_si256(mantissa.a, 1), _mm256_castsi256_si128(mantissa.b),
+  const __m128i m[4] = {_mm256_castsi256_si128(mantissa.a), _mm256_extracti128_si256(mantissa.a, 1),
+                        _mm256_castsi256_si128(mantissa.b),
                         _mm256_extracti128_si256(mantissa.b, 1)};
-  const __m128i s[4] = {_mm256_castsi256_si128(shift.a), _mm256_extracti128_si256(shift.a, 1), _mm256_castsi256_si128(shift.b),
-                        _mm256_extracti128_si256(shift.b, 1)};
+  const __m128i s[4] = {_mm256_castsi256_si128(shift.a), _mm256_extracti128_si256(shift.a, 1),
+                        _mm256_castsi256_si128(shift.b), _mm256_extracti128_si256(shift.b, 1)};
   for (int i = 0; i < 4; i++) {
     const __m256i wide = _mm256_slli_epi64(_mm256_cvtepu32_epi64(m[i]), 17);
     _mm256_storeu_si256((__m256i *)p + i, _mm256_srlv_epi64(wide, _mm256_cvtepu32_epi64(s[i])));

@@ -1,6 +1,7 @@
-// vec_avx512f.h: sixteen lanes as one 512-bit register. The names and steps are those of vec_avx2.h; only AVX512F is used, so
-// that every processor with 512-bit registers runs it. Masks stay lanes of ones and zeros, as the sources expect: the compiler
-// turns them into mask registers where they are used at once.
+// vec_avx512f.h: sixteen lanes as one 512-bit register. The names and steps are those of
+// vec_avx2.h; only AVX512F is used, so that every processor with 512-bit registers runs it. Masks
+// stay lanes of ones and zeros, as the sources expect: the compiler turns them into mask registers
+// where they are used at once.
 #pragma once
 
 #include <immintrin.h>
@@ -8,9 +9,10 @@
 #include "scalar.h"
 
 enum {
-  RM_VEC_ROWS = 8,                // rows of a register block: 16 chains, two for each step of latency of two FMA units
+  RM_VEC_ROWS =
+      8, // rows of a register block: 16 chains, two for each step of latency of two FMA units
   RM_LAST_ROWS = 8,
-  RM_FLAT_ROWS = 8,               // of the 32 registers the chains take 16, so both kinds are always in flight
+  RM_FLAT_ROWS = 8, // of the 32 registers the chains take 16, so both kinds are always in flight
   RM_PIECE_BLOCKS = 8,
 };
 
@@ -31,27 +33,29 @@ VEC vf vf_fma(vf x, vf y, vf z) { return _mm512_fmadd_ps(x, y, z); }
 VEC vf vf_fma_at(const float *x, vf w, vf z) { return vf_fma(vf_set1(*x), w, z); }
 VEC vf vf_mul_at(const float *x, vf w) { return vf_mul(vf_set1(*x), w); }
 VEC void vf_add_to(float *sum, vf x) { vf_store(sum, vf_add(vf_load(sum), x)); }
-VEC vf vf_max(vf x, vf m) { return _mm512_max_ps(x, m); }  // x > m ? x : m
-VEC vf vf_min(vf x, vf m) { return _mm512_min_ps(x, m); }  // x < m ? x : m
+VEC vf vf_max(vf x, vf m) { return _mm512_max_ps(x, m); } // x > m ? x : m
+VEC vf vf_min(vf x, vf m) { return _mm512_min_ps(x, m); } // x < m ? x : m
 
 VEC vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
 VEC vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
 VEC vi vi_add(vi x, vi y) { return _mm512_add_epi32(x, y); }
 VEC vi vi_sub(vi x, vi y) { return _mm512_sub_epi32(x, y); }
 VEC vi vi_and(vi x, vi y) { return _mm512_and_si512(x, y); }
-VEC vi vi_without(vi x, vi y) { return _mm512_andnot_si512(y, x); }  // x & ~y
+VEC vi vi_without(vi x, vi y) { return _mm512_andnot_si512(y, x); } // x & ~y
 VEC vi vf_bits(vf x) { return _mm512_castps_si512(x); }
 VEC vf vi_floats(vi x) { return _mm512_castsi512_ps(x); }
 #define vi_sll(x, n) _mm512_slli_epi32(x, n)
 #define vi_srl(x, n) _mm512_srli_epi32(x, n)
 #define vi_sra(x, n) _mm512_srai_epi32(x, n)
 
-VEC vf vf_neg(vf x) { return vi_floats(_mm512_xor_si512(vf_bits(x), vi_set1((int32_t)0x80000000))); }
+VEC vf vf_neg(vf x) {
+  return vi_floats(_mm512_xor_si512(vf_bits(x), vi_set1((int32_t)0x80000000)));
+}
 
 // Lanes of ones where a bit of the mask register is set, and back.
 VEC vi vi_of(__mmask16 bits) { return _mm512_maskz_set1_epi32(bits, -1); }
 VEC __mmask16 vi_bits(vi mask) { return _mm512_test_epi32_mask(mask, mask); }
-VEC __mmask16 first_bits(int64_t n) { return (__mmask16)((1u << n) - 1); }  // 0 ≤ n ≤ 16
+VEC __mmask16 first_bits(int64_t n) { return (__mmask16)((1u << n) - 1); } // 0 ≤ n ≤ 16
 
 // First n of 16 lanes; the others read as +0 and are not written. 0 ≤ n ≤ 16.
 VEC vi vi_first(int64_t n) { return vi_of(first_bits(n)); }
@@ -60,7 +64,8 @@ VEC vf vf_pick(vi mask, vf yes, vf no) { return _mm512_mask_blend_ps(vi_bits(mas
 VEC vf vf_load_n(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(first_bits(n), p); }
 VEC void vf_store_n(float *p, vf x, int64_t n) { _mm512_mask_storeu_ps(p, first_bits(n), x); }
 
-// The last step of exp by one instruction: the first of its two products is exact, so the second alone rounds, as this does.
+// The last step of exp by one instruction: the first of its two products is exact, so the second
+// alone rounds, as this does.
 VEC vf vf_scale(vf p, vf n, vi i) {
   (void)i;
   return _mm512_scalef_ps(p, n);
@@ -79,7 +84,9 @@ VEC int vf_any_nonfinite(vf x) {
 }
 
 // tree16, and the largest lane (never a NaN where no lane is one).
-VEC __m256 upper_half(vf x) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)); }
+VEC __m256 upper_half(vf x) {
+  return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1));
+}
 VEC float vf_tree16(vf x) {
   const __m256 s8 = _mm256_add_ps(_mm512_castps512_ps256(x), upper_half(x));
   const __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
@@ -94,10 +101,13 @@ VEC float vf_max16(vf x) {
 }
 
 // bf16.
-VEC vf vf_load_bf16(const uint16_t *p) { return vi_floats(vi_sll(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16)); }
+VEC vf vf_load_bf16(const uint16_t *p) {
+  return vi_floats(vi_sll(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
 VEC vf vf_canon(vf x) {
   const vf y = vf_add(x, vf_zero());
-  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(y, y, _CMP_UNORD_Q), y, vi_floats(vi_set1(0x7fc00000)));
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(y, y, _CMP_UNORD_Q), y,
+                              vi_floats(vi_set1(0x7fc00000)));
 }
 // The low words of 16 pairs. (vec_avx2.h uses that the word before them may be read.)
 VEC vf vf_even_at(const uint16_t *pairs, int inside) {
@@ -107,7 +117,8 @@ VEC vf vf_even_at(const uint16_t *pairs, int inside) {
 // The bf16 nearest to each lane, as a float.
 #ifdef RM_VEC_BF16
 VEC vf vf_to_bf16(vf x) {
-  const vf y = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x, vi_floats(vi_set1(0x7fc00000)));
+  const vf y = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x,
+                                    vi_floats(vi_set1(0x7fc00000)));
   return vi_floats(vi_sll(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(y)), 16));
 }
 #else
@@ -115,12 +126,16 @@ VEC vf vf_to_bf16(vf x) {
   const vi u = vf_bits(x), odd = vi_and(vi_srl(u, 16), vi_set1(1));
   const vi near = vi_and(vi_add(u, vi_add(odd, vi_set1(0x7fff))), vi_set1((int32_t)0xffff0000));
   const __mmask16 tiny = _mm512_testn_epi32_mask(u, vi_set1(0x7f800000));
-  const vf flushed = _mm512_mask_blend_ps(tiny, vi_floats(near), vi_floats(vi_and(u, vi_set1((int32_t)0x80000000))));
-  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), flushed, vi_floats(vi_set1(0x7fc00000)));
+  const vf flushed = _mm512_mask_blend_ps(tiny, vi_floats(near),
+                                          vi_floats(vi_and(u, vi_set1((int32_t)0x80000000))));
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), flushed,
+                              vi_floats(vi_set1(0x7fc00000)));
 }
 #endif
 // Stores lanes that are bf16 numbers already.
-VEC void vf_store_bf16(uint16_t *p, vf x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(vi_srl(vf_bits(x), 16))); }
+VEC void vf_store_bf16(uint16_t *p, vf x) {
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(vi_srl(vf_bits(x), 16)));
+}
 
 VEC void vec_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
 VEC void vec_prefetch_l2(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }
@@ -128,7 +143,8 @@ VEC void vec_prefetch_l2(const void *p) { _mm_prefetch((const char *)p, _MM_HINT
 // trunc(e·2^40) of 16 lanes into p[0 … 16), as rm_token_weight.
 VEC void vec_token_weights(uint64_t *p, vf e) {
   const vi u = vf_bits(e), exponent = vi_srl(u, 23);
-  const __mmask16 usable = _mm512_cmpgt_epi32_mask(exponent, vi_set1(0)) & _mm512_cmpgt_epi32_mask(vi_set1(128), exponent);
+  const __mmask16 usable = _mm512_cmpgt_epi32_mask(exponent, vi_set1(0)) &
+                           _mm512_cmpgt_epi32_mask(vi_set1(128), exponent);
   const vi bits = _mm512_or_si512(vi_and(u, vi_set1(0x7fffff)), vi_set1(0x800000));
   const vi mantissa = vi_and(bits, vi_of(usable)), shift = vi_sub(vi_set1(127), exponent);
   const __m256i m[2] = {_mm512_castsi512_si256(mantissa), _mm512_extracti64x4_epi64(mantissa, 1)};

@@ -1,6 +1,7 @@
-// verify.c: checks that a variant has ref's bits on this processor or virtual machine, whatever its documentation says. Every op that
-// multiplies, reduces or chooses runs on small fixed inputs, in both dtypes, with tails, cancellation, denormals and wide scales, and all
-// output bits are compared. Memory is static, since kernels do not allocate and this runs once.
+// verify.c: checks that a variant has ref's bits on this processor or virtual machine, whatever its
+// documentation says. Every op that multiplies, reduces or chooses runs on small fixed inputs, in
+// both dtypes, with tails, cancellation, denormals and wide scales, and all output bits are
+// compared. Memory is static, since kernels do not allocate and this runs once.
 #include <string.h>
 
 #include "clock.h"
@@ -9,7 +10,7 @@
 enum {
   ROWS = 19,
   WIDE = 200,
-  SHALLOW = 101,   // inner dimensions: less than a block, and more than one
+  SHALLOW = 101, // inner dimensions: less than a block, and more than one
   DEEP = 300,
   HEADS = 4,
   KV_HEADS = 2,
@@ -22,7 +23,7 @@ enum {
 };
 
 static struct inputs {
-  uint32_t x[64 * 1024], w[64 * 1024];   // words of either dtype
+  uint32_t x[64 * 1024], w[64 * 1024]; // words of either dtype
   uint32_t want[OUT], got[OUT];
   float logits[ROWS * WIDE], stats[2 * ROWS];
 } in;
@@ -34,7 +35,8 @@ static uint32_t next_random(uint64_t *state) {
   return (uint32_t)(*state >> 32);
 }
 
-// Numbers near 1 of both signs, some scaled by 2^±30, some denormal, some the negation of their neighbour.
+// Numbers near 1 of both signs, some scaled by 2^±30, some denormal, some the negation of their
+// neighbour.
 static void fill(uint32_t *words, int64_t n, rm_dtype dtype, uint64_t seed) {
   uint16_t *half = (uint16_t *)words;
   uint32_t before = 0;
@@ -51,9 +53,12 @@ static void fill(uint32_t *words, int64_t n, rm_dtype dtype, uint64_t seed) {
   }
 }
 
-static rm_ctx context(void) { return (rm_ctx){.workspace = scratch, .workspace_bytes = sizeof scratch, .n_threads = 1}; }
+static rm_ctx context(void) {
+  return (rm_ctx){.workspace = scratch, .workspace_bytes = sizeof scratch, .n_threads = 1};
+}
 
-static void gemm(const rm_kernels *k, rm_dtype dtype, void *out, int64_t rows, int64_t inner, int swiglu) {
+static void gemm(const rm_kernels *k, rm_dtype dtype, void *out, int64_t rows, int64_t inner,
+                 int swiglu) {
   const rm_ctx ctx = context();
   const int64_t n = swiglu ? 24 : 37;
   const rm_gemm_args a = {.y = out,
@@ -70,11 +75,21 @@ static void gemm(const rm_kernels *k, rm_dtype dtype, void *out, int64_t rows, i
   if (swiglu) k->gemm_swiglu(&ctx, &a);
   else k->gemm(&ctx, &a);
 }
-static void gemm_1(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, 1, SHALLOW, 0); }
-static void gemm_19(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, ROWS, SHALLOW, 0); }
-static void gemm_35(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, 35, DEEP, 0); }
-static void swiglu_5(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, 5, SHALLOW, 1); }
-static void swiglu_35(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, 35, DEEP, 1); }
+static void gemm_1(const rm_kernels *k, rm_dtype dtype, void *out) {
+  gemm(k, dtype, out, 1, SHALLOW, 0);
+}
+static void gemm_19(const rm_kernels *k, rm_dtype dtype, void *out) {
+  gemm(k, dtype, out, ROWS, SHALLOW, 0);
+}
+static void gemm_35(const rm_kernels *k, rm_dtype dtype, void *out) {
+  gemm(k, dtype, out, 35, DEEP, 0);
+}
+static void swiglu_5(const rm_kernels *k, rm_dtype dtype, void *out) {
+  gemm(k, dtype, out, 5, SHALLOW, 1);
+}
+static void swiglu_35(const rm_kernels *k, rm_dtype dtype, void *out) {
+  gemm(k, dtype, out, 35, DEEP, 1);
+}
 
 static void norm(const rm_kernels *k, rm_dtype dtype, void *out) {
   const rm_ctx ctx = context();
@@ -91,7 +106,8 @@ static void norm(const rm_kernels *k, rm_dtype dtype, void *out) {
 }
 
 // With a group: a rank with one query head of the first KV head and three of the second.
-static void attention(const rm_kernels *k, rm_dtype dtype, void *out, int64_t group, int64_t head0) {
+static void attention(const rm_kernels *k, rm_dtype dtype, void *out, int64_t group,
+                      int64_t head0) {
   static const int32_t positions[] = {0, 15, 16, 31, 32, 70, 71, 95}, sequence[8] = {0};
   static const int32_t pages[PAGES] = {3, 0, 5, 1, 4, 2};
   const rm_ctx ctx = context();
@@ -115,10 +131,15 @@ static void attention(const rm_kernels *k, rm_dtype dtype, void *out, int64_t gr
                                .dtype = dtype};
   k->attention(&ctx, &a);
 }
-static void attention_whole(const rm_kernels *k, rm_dtype dtype, void *out) { attention(k, dtype, out, 0, 0); }
-static void attention_part(const rm_kernels *k, rm_dtype dtype, void *out) { attention(k, dtype, out, 3, 2); }
+static void attention_whole(const rm_kernels *k, rm_dtype dtype, void *out) {
+  attention(k, dtype, out, 0, 0);
+}
+static void attention_part(const rm_kernels *k, rm_dtype dtype, void *out) {
+  attention(k, dtype, out, 3, 2);
+}
 
-static void router(const rm_kernels *k, rm_dtype dtype, void *out, rm_score score, int64_t n_groups) {
+static void router(const rm_kernels *k, rm_dtype dtype, void *out, rm_score score,
+                   int64_t n_groups) {
   const rm_ctx ctx = context();
   const rm_router_args a = {.ids = out,
                             .gates = (float *)out + ROWS * TOP_K,
@@ -138,8 +159,12 @@ static void router(const rm_kernels *k, rm_dtype dtype, void *out, rm_score scor
                             .dtype = dtype};
   k->router(&ctx, &a);
 }
-static void router_softmax(const rm_kernels *k, rm_dtype dtype, void *out) { router(k, dtype, out, RM_SCORE_SOFTMAX, 0); }
-static void router_sigmoid(const rm_kernels *k, rm_dtype dtype, void *out) { router(k, dtype, out, RM_SCORE_SIGMOID, 7); }
+static void router_softmax(const rm_kernels *k, rm_dtype dtype, void *out) {
+  router(k, dtype, out, RM_SCORE_SOFTMAX, 0);
+}
+static void router_sigmoid(const rm_kernels *k, rm_dtype dtype, void *out) {
+  router(k, dtype, out, RM_SCORE_SIGMOID, 7);
+}
 
 static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out) {
   static uint8_t flags[ROWS];
@@ -180,7 +205,8 @@ static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out) {
                                  .vocab = WIDE,
                                  .ld_logits = WIDE};
   k->sample(&ctx, &sample);
-  const rm_ranks_args ranks = {(int32_t *)out + 3 * ROWS, in.logits, sample.tokens, ROWS, WIDE, WIDE};
+  const rm_ranks_args ranks = {
+      (int32_t *)out + 3 * ROWS, in.logits, sample.tokens, ROWS, WIDE, WIDE};
   k->ranks(&ctx, &ranks);
   memcpy(rest, in.stats, sizeof in.stats);
   memcpy(rest + 2 * ROWS, in.logits, sizeof in.logits);
@@ -223,8 +249,10 @@ static void rope(const rm_kernels *k, rm_dtype dtype, void *out, int whole) {
   static uint8_t flags[ROWS];
   const rm_ctx ctx = context();
   const int64_t q_words = ROWS * HEADS * 32 * (int64_t)rm_dtype_bytes(dtype);
-  float *q_squares = (float *)out + OUT - ROWS * (HEADS + KV_HEADS), *k_squares = q_squares + ROWS * HEADS;
-  const rm_head_squares_args squares = {q_squares, k_squares, in.x, ROWS, HEADS, KV_HEADS, 32, dtype};
+  float *q_squares = (float *)out + OUT - ROWS * (HEADS + KV_HEADS),
+        *k_squares = q_squares + ROWS * HEADS;
+  const rm_head_squares_args squares = {q_squares, k_squares, in.x, ROWS,
+                                        HEADS,     KV_HEADS,  32,   dtype};
   if (whole) k->head_squares(&ctx, &squares);
   memset(k_cache[0], 0, sizeof k_cache[0]);
   memset(v_cache[0], 0, sizeof v_cache[0]);
@@ -284,7 +312,8 @@ static void combine(const rm_kernels *k, rm_dtype dtype, void *out) {
   k->combine(&ctx, &a);
 }
 
-// Both layouts, with rows that begin in the middle of a tile, and the results (digest, first non-finite element).
+// Both layouts, with rows that begin in the middle of a tile, and the results (digest, first
+// non-finite element).
 static void pack(const rm_kernels *k, rm_dtype dtype, void *out) {
   const rm_ctx ctx = context();
   rm_pack_args a = {.src = in.x,
@@ -335,7 +364,8 @@ const char *rm_verify(const rm_kernels *kernels) {
       memset(in.want, 0, sizeof in.want);
       memset(in.got, 0, sizeof in.got);
       CHECKS[i].run(&rm_table_ref, dtype, in.want);
-      memset(scratch, 0xff, sizeof scratch / 16);  // so that an op that reads what it has not written reads NaNs
+      memset(scratch, 0xff,
+             sizeof scratch / 16); // so that an op that reads what it has not written reads NaNs
       CHECKS[i].run(kernels, dtype, in.got);
       if (memcmp(in.want, in.got, sizeof in.want) != 0) return CHECKS[i].name;
     }
@@ -343,7 +373,7 @@ const char *rm_verify(const rm_kernels *kernels) {
   return NULL;
 }
 
-// ------------------------------------------------------------------------------------------------ speed
+// ------------------------------------------------------------------------------------------ speed
 // The best of three runs, which other load disturbs least.
 static double gemm_gflops(const rm_kernels *kernels, int64_t rows, int64_t columns) {
   enum { K = 512 };
@@ -359,7 +389,7 @@ static double gemm_gflops(const rm_kernels *kernels, int64_t rows, int64_t colum
                           .dtype = RM_BF16,
                           .y_dtype = RM_BF16};
   double best = 0;
-  for (int i = 0; i < 4; i++) {  // the first run warms up
+  for (int i = 0; i < 4; i++) { // the first run warms up
     const double start = rm_now();
     kernels->gemm(&ctx, &a);
     const double rate = 2e-9 * (double)(rows * columns * K) / (rm_now() - start);

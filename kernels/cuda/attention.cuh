@@ -1,10 +1,11 @@
-// attention.cuh: shared by the two kernels that compute attention's states, in attention_decode.cu and attention_mma.cu.
+// attention.cuh: shared by the two kernels that compute attention's states, in attention_decode.cu
+// and attention_mma.cu.
 #pragma once
 
 #include "device.cuh"
 
 struct rm_span {
-  int64_t first, last;  // live positions, both included
+  int64_t first, last; // live positions, both included
 };
 
 __device__ inline rm_span rm_live_span(const rm_attention_args &a, int64_t row) {
@@ -12,21 +13,27 @@ __device__ inline rm_span rm_live_span(const rm_attention_args &a, int64_t row) 
   return {a.window > 0 ? rm_max64(0, last - a.window + 1) : 0, last};
 }
 
-// A state is head_dim values A[d], then m, then l; states are [row of the pass][head][segment]. Of a segment in which nothing is live
-// for the row there is none.
+// A state is head_dim values A[d], then m, then l; states are [row of the pass][head][segment]. Of
+// a segment in which nothing is live for the row there is none.
 RM_INLINE int64_t rm_state_floats(int64_t head_dim) { return head_dim + 2; }
-RM_INLINE int64_t rm_count_segments(int64_t positions) { return (positions + RM_ATTN_SEGMENT - 1) / RM_ATTN_SEGMENT; }
+RM_INLINE int64_t rm_count_segments(int64_t positions) {
+  return (positions + RM_ATTN_SEGMENT - 1) / RM_ATTN_SEGMENT;
+}
 
-// Rows that one call makes by states: all of them as they come, or those of listed tiles of tile_rows rows each.
+// Rows that one call makes by states: all of them as they come, or those of listed tiles of
+// tile_rows rows each.
 struct rm_row_list {
-  const int32_t *tiles;  // on the device: how many, then their numbers; NULL: no list
+  const int32_t *tiles; // on the device: how many, then their numbers; NULL: no list
   int64_t tile_rows;
 };
 // The row that is the index-th, or −1: of those behind the last.
-__device__ inline int64_t rm_row_of(const rm_row_list &list, const rm_attention_args &a, int64_t index) {
+__device__ inline int64_t rm_row_of(const rm_row_list &list, const rm_attention_args &a,
+                                    int64_t index) {
   if (!list.tiles) return index;
   const int64_t tile = index / list.tile_rows;
-  const int64_t row = tile < list.tiles[0] ? list.tiles[1 + tile] * list.tile_rows + index % list.tile_rows : a.rows;
+  const int64_t row = tile < list.tiles[0]
+                          ? list.tiles[1 + tile] * list.tile_rows + index % list.tile_rows
+                          : a.rows;
   return row < a.rows ? row : -1;
 }
 
@@ -36,7 +43,9 @@ struct rm_rows_pass {
   rm_row_list list;
 };
 // Launches what makes the states of a pass.
-using rm_states_fn = void (*)(const rm_ctx *, const rm_attention_args *, float *states, rm_rows_pass);
-// attention of `rows` rows of the list with `states` for its first half; the second merges them in order. The first `used` bytes of the
-// workspace are somebody's.
-void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_states_fn states, int64_t rows, rm_row_list list, size_t used);
+using rm_states_fn = void (*)(const rm_ctx *, const rm_attention_args *, float *states,
+                              rm_rows_pass);
+// attention of `rows` rows of the list with `states` for its first half; the second merges them in
+// order. The first `used` bytes of the workspace are somebody's.
+void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_states_fn states,
+                          int64_t rows, rm_row_list list, size_t used);

@@ -1,59 +1,76 @@
-// attention_decode.cu: paged attention with one block of threads for (row, query head, segment of 1024 positions), then one that
-// merges the segments in order: docs/numerics.md §4. Segments are counted from position 0, so a long context spreads over the card
-// and its bits depend on nothing else; the states lie in ctx->workspace. Any row is right here, a prefill row too, but keys are read
-// again for each, which is what decode must do anyway. The host knows no position: it launches for the longest context that the
-// block tables can hold, and blocks without a live position return. Split by load instead would move the order of sums.
+// attention_decode.cu: paged attention with one block of threads for (row, query head, segment of
+// 1024 positions), then one that merges the segments in order: docs/numerics.md §4. Segments are
+// counted from position 0, so a long context spreads over the card and its bits depend on nothing
+// else; the states lie in ctx->workspace. Any row is right here, a prefill row too, but keys are
+// read again for each, which is what decode must do anyway. The host knows no position: it launches
+// for the longest context that the block tables can hold, and blocks without a live position
+// return. Split by load instead would move the order of sums.
 #include "attention.cuh"
 
 namespace {
 
-constexpr int THREADS = 128, WARP = 32, WARPS = THREADS / WARP, WORKSPACE_ROWS = 64, MAX_GRID_Z = 65535;
+constexpr int THREADS = 128, WARP = 32, WARPS = THREADS / WARP, WORKSPACE_ROWS = 64,
+              MAX_GRID_Z = 65535;
 constexpr unsigned ALL = 0xffffffffu;
 using span = rm_span;
 static_assert(WARP == static_cast<int>(RM_ATTN_BLOCK), "a lane is a position of a softmax block");
 
-struct head_view {  // one query head of one row
+struct head_view { // one query head of one row
   const int32_t *pages;
   int64_t kv_head, q_at;
 };
 
-// Page of position t, and t's place in it. In 32 bits: a 64-bit division is a call with registers of its own.
+// Page of position t, and t's place in it. In 32 bits: a 64-bit division is a call with registers
+// of its own.
 __device__ int64_t page_of(const rm_attention_args &a, head_view h, int64_t t) {
-  return h.pages[static_cast<uint32_t>(t) / static_cast<uint32_t>(a.page_size)] * a.n_kv_heads + h.kv_head;
+  return h.pages[static_cast<uint32_t>(t) / static_cast<uint32_t>(a.page_size)] * a.n_kv_heads +
+         h.kv_head;
 }
-__device__ int64_t place_of(const rm_attention_args &a, int64_t t) { return static_cast<uint32_t>(t) % static_cast<uint32_t>(a.page_size); }
+__device__ int64_t place_of(const rm_attention_args &a, int64_t t) {
+  return static_cast<uint32_t>(t) % static_cast<uint32_t>(a.page_size);
+}
 
 __device__ head_view view(const rm_attention_args &a, int64_t row, int64_t head) {
   const uint32_t n_heads = static_cast<uint32_t>(a.n_heads), group = static_cast<uint32_t>(a.group);
   const uint32_t per_kv_head = group ? group : n_heads / static_cast<uint32_t>(a.n_kv_heads);
-  return {a.block_tables + a.seq_of_row[row] * a.max_pages, static_cast<uint32_t>(a.head0 + head) / per_kv_head,
+  return {a.block_tables + a.seq_of_row[row] * a.max_pages,
+          static_cast<uint32_t>(a.head0 + head) / per_kv_head,
           (row * a.n_heads + head) * a.head_dim};
 }
 
-// Warp w takes every WARPS-th block of 32 k; the sums of those blocks are added in order by whoever reads `part`.
+// Warp w takes every WARPS-th block of 32 k; the sums of those blocks are added in order by whoever
+// reads `part`.
 template <rm_dtype DTYPE>
-__device__ void partial_scores(float *part, const float *q, const rm_attention_args &a, head_view h, int64_t t, span s) {
+__device__ void partial_scores(float *part, const float *q, const rm_attention_args &a, head_view h,
+                               int64_t t, span s) {
   const int lane = static_cast<int>(threadIdx.x) % WARP;
   if (t < s.first || t > s.last) return;
   const int64_t page = page_of(a, h, t), pos = place_of(a, t);
   for (int64_t kb = threadIdx.x / WARP; kb * RM_K_BLOCK < a.head_dim; kb += WARPS) {
-    const int64_t tile = rm_packed_index(DTYPE, a.head_dim, pos / RM_N_TILE * RM_N_TILE, kb * RM_K_BLOCK);
-    part[kb * WARP + lane] = rm_block_dot<DTYPE>(q + kb * RM_K_BLOCK, a.k_cache, page * rm_k_page_elems(a.page_size, a.head_dim) + tile,
-                                                 static_cast<int>(pos % RM_N_TILE));
+    const int64_t tile =
+        rm_packed_index(DTYPE, a.head_dim, pos / RM_N_TILE * RM_N_TILE, kb * RM_K_BLOCK);
+    part[kb * WARP + lane] = rm_block_dot<DTYPE>(
+        q + kb * RM_K_BLOCK, a.k_cache, page * rm_k_page_elems(a.page_size, a.head_dim) + tile,
+        static_cast<int>(pos % RM_N_TILE));
   }
 }
 
 // By the first warp, a lane for a position: the running (m, l), p and alpha of one block.
 template <rm_dtype DTYPE>
-__device__ void soften(float *p, float *alpha, const float *part, const rm_attention_args &a, bool is_live, float *m, float *l) {
+__device__ void soften(float *p, float *alpha, const float *part, const rm_attention_args &a,
+                       bool is_live, float *m, float *l) {
   const int lane = static_cast<int>(threadIdx.x);
   float score = 0.0f;
-  for (int64_t kb = 0; is_live && kb * RM_K_BLOCK < a.head_dim; kb++) score = score + part[kb * WARP + lane];
+  for (int64_t kb = 0; is_live && kb * RM_K_BLOCK < a.head_dim; kb++)
+    score = score + part[kb * WARP + lane];
   score = score * a.scale;
   float next = is_live ? rm_max_f32(score, *m) : *m;
-  for (int step = WARP / 2; step > 0; step /= 2) next = rm_max_f32(__shfl_xor_sync(ALL, next, step), next);
+  for (int step = WARP / 2; step > 0; step /= 2)
+    next = rm_max_f32(__shfl_xor_sync(ALL, next, step), next);
   const float weight = is_live ? rm_exp(score - next) : 0.0f;
-  float sum = weight;  // p_j + p_{j+16}, then the tree over 16: each step adds the same two numbers in either lane
+  float sum =
+      // p_j + p_{j+16}, then the tree over 16: each step adds the same two numbers in either lane
+      weight;
   for (int step = WARP / 2; step > 0; step /= 2) sum = sum + __shfl_xor_sync(ALL, sum, step);
   const float scaled = rm_bits(*m) == rm_bits(-INFINITY) ? 0.0f : rm_exp(*m - next);
   *l = fmaf(*l, scaled, sum);
@@ -63,13 +80,15 @@ __device__ void soften(float *p, float *alpha, const float *part, const rm_atten
 }
 
 template <rm_dtype DTYPE>
-__device__ void add_values(float *acc, const float *p, float alpha, const rm_attention_args &a, head_view h, int64_t t0, span s) {
+__device__ void add_values(float *acc, const float *p, float alpha, const rm_attention_args &a,
+                           head_view h, int64_t t0, span s) {
   const int64_t from = rm_max64(t0, s.first), to = rm_min64(t0 + RM_ATTN_BLOCK - 1, s.last);
   for (int64_t d = threadIdx.x; d < a.head_dim; d += THREADS) {
     float even = 0.0f, odd = 0.0f;
     for (int64_t t = from; t <= to; t++) {
       const int64_t page = page_of(a, h, t) * rm_v_page_elems(a.page_size, a.head_dim);
-      const float v = rm_get(DTYPE, a.v_cache, page + rm_v_index(DTYPE, a.head_dim, place_of(a, t), d));
+      const float v =
+          rm_get(DTYPE, a.v_cache, page + rm_v_index(DTYPE, a.head_dim, place_of(a, t), d));
       if (t & 1) odd = fmaf(p[t - t0], v, odd);
       else even = fmaf(p[t - t0], v, even);
     }
@@ -77,28 +96,34 @@ __device__ void add_values(float *acc, const float *p, float alpha, const rm_att
   }
 }
 
-template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS, 8) segment_kernel(rm_attention_args a, float *states, int64_t row0) {
+template <rm_dtype DTYPE>
+__global__ void __launch_bounds__(THREADS, 8)
+    segment_kernel(rm_attention_args a, float *states, int64_t row0) {
   const int64_t row = row0 + blockIdx.x, head = blockIdx.y, segment = blockIdx.z;
   const span s = rm_live_span(a, row);
   const int64_t begin = segment * RM_ATTN_SEGMENT, k_padded = rm_round_up(a.head_dim, RM_K_BLOCK);
   if (begin > s.last || begin + RM_ATTN_SEGMENT <= s.first) return;
   RM_SHARED(shared);
-  float *q = shared, *part = q + k_padded, *p = part + k_padded, *alpha = p + RM_ATTN_BLOCK, *acc = alpha + 1;
+  float *q = shared, *part = q + k_padded, *p = part + k_padded, *alpha = p + RM_ATTN_BLOCK,
+        *acc = alpha + 1;
   const head_view h = view(a, row, head);
-  for (int64_t d = threadIdx.x; d < k_padded; d += THREADS) q[d] = d < a.head_dim ? rm_get(DTYPE, a.q, h.q_at + d) : 0.0f;
+  for (int64_t d = threadIdx.x; d < k_padded; d += THREADS)
+    q[d] = d < a.head_dim ? rm_get(DTYPE, a.q, h.q_at + d) : 0.0f;
   for (int64_t d = threadIdx.x; d < a.head_dim; d += THREADS) acc[d] = 0.0f;
   __syncthreads();
-  float m = -INFINITY, l = 0.0f;  // the first warp's
+  float m = -INFINITY, l = 0.0f; // the first warp's
   const int64_t first_block = rm_max64(begin, s.first / RM_ATTN_BLOCK * RM_ATTN_BLOCK);
-  for (int64_t t0 = first_block; t0 <= s.last && t0 < begin + RM_ATTN_SEGMENT; t0 += RM_ATTN_BLOCK) {
+  for (int64_t t0 = first_block; t0 <= s.last && t0 < begin + RM_ATTN_SEGMENT;
+       t0 += RM_ATTN_BLOCK) {
     const int64_t t = t0 + threadIdx.x % WARP;
     partial_scores<DTYPE>(part, q, a, h, t, s);
     __syncthreads();
     if (threadIdx.x < WARP) soften<DTYPE>(p, alpha, part, a, t >= s.first && t <= s.last, &m, &l);
-    __syncthreads();  // p is read until the next block's first barrier, and written after it
+    __syncthreads(); // p is read until the next block's first barrier, and written after it
     add_values<DTYPE>(acc, p, *alpha, a, h, t0, s);
   }
-  float *state = states + ((blockIdx.x * a.n_heads + head) * gridDim.z + segment) * rm_state_floats(a.head_dim);
+  float *state = states + ((blockIdx.x * a.n_heads + head) * gridDim.z + segment) *
+                              rm_state_floats(a.head_dim);
   for (int64_t d = threadIdx.x; d < a.head_dim; d += THREADS) state[d] = acc[d];
   if (threadIdx.x == 0) {
     state[a.head_dim] = m;
@@ -107,8 +132,10 @@ template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS, 8) segment_
 }
 
 template <rm_dtype DTYPE>
-__global__ void __launch_bounds__(THREADS) merge_kernel(rm_attention_args a, const float *states, rm_rows_pass t) {
-  const int64_t row = rm_row_of(t.list, a, t.row0 + blockIdx.x), head = blockIdx.y, words = rm_state_floats(a.head_dim);
+__global__ void __launch_bounds__(THREADS)
+    merge_kernel(rm_attention_args a, const float *states, rm_rows_pass t) {
+  const int64_t row = rm_row_of(t.list, a, t.row0 + blockIdx.x), head = blockIdx.y,
+                words = rm_state_floats(a.head_dim);
   if (row < 0) return;
   const span s = rm_live_span(a, row);
   const int64_t from = s.first / RM_ATTN_SEGMENT, to = s.last / RM_ATTN_SEGMENT;
@@ -118,7 +145,8 @@ __global__ void __launch_bounds__(THREADS) merge_kernel(rm_attention_args a, con
     float sum = state[d], m_all = state[a.head_dim], l_all = state[a.head_dim + 1];
     for (int64_t segment = from + 1; segment <= to; segment++) {
       state = of_head + segment * words;
-      const float m = state[a.head_dim], next = rm_max_f32(m, m_all), old = rm_exp(m_all - next), add = rm_exp(m - next);
+      const float m = state[a.head_dim], next = rm_max_f32(m, m_all), old = rm_exp(m_all - next),
+                  add = rm_exp(m - next);
       l_all = fmaf(l_all, old, state[a.head_dim + 1] * add);
       sum = fmaf(sum, old, state[d] * add);
       m_all = next;
@@ -127,9 +155,12 @@ __global__ void __launch_bounds__(THREADS) merge_kernel(rm_attention_args a, con
   }
 }
 
-template <rm_dtype DTYPE> void states_of(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass t) {
-  const dim3 grid(static_cast<unsigned>(t.rows), static_cast<unsigned>(a->n_heads), static_cast<unsigned>(t.n_segments));
-  const size_t shared = (2 * rm_round_up(a->head_dim, RM_K_BLOCK) + RM_ATTN_BLOCK + 1 + a->head_dim) * sizeof(float);
+template <rm_dtype DTYPE>
+void states_of(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass t) {
+  const dim3 grid(static_cast<unsigned>(t.rows), static_cast<unsigned>(a->n_heads),
+                  static_cast<unsigned>(t.n_segments));
+  const size_t shared =
+      (2 * rm_round_up(a->head_dim, RM_K_BLOCK) + RM_ATTN_BLOCK + 1 + a->head_dim) * sizeof(float);
   RM_LAUNCH(segment_kernel<DTYPE>, grid, dim3(THREADS), shared, ctx->stream, *a, states, t.row0);
 }
 
@@ -138,32 +169,39 @@ void fma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm
   else states_of<RM_F32>(ctx, a, states, t);
 }
 
-}  // namespace
+} // namespace
 
 size_t rm_cuda_attention_workspace(const rm_limits *l) {
-  const int64_t per_row = l->n_heads * rm_count_segments(l->max_positions + RM_ATTN_SEGMENT) * rm_state_floats(l->head_dim);
+  const int64_t per_row = l->n_heads * rm_count_segments(l->max_positions + RM_ATTN_SEGMENT) *
+                          rm_state_floats(l->head_dim);
   return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * per_row) * sizeof(float);
 }
 
-// Rows beyond what the workspace holds are done in later passes on the stream: it orders the states' reuse. Of segments it has all that a
-// position within the limits can be in; those of the last pages' ends, where pages are longer than segments, are never live.
-void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_states_fn states_fn, int64_t rows, rm_row_list list,
-                          size_t used) {
+// Rows beyond what the workspace holds are done in later passes on the stream: it orders the
+// states' reuse. Of segments it has all that a position within the limits can be in; those of the
+// last pages' ends, where pages are longer than segments, are never live.
+void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_states_fn states_fn,
+                          int64_t rows, rm_row_list list, size_t used) {
   if (rows <= 0 || a->n_heads <= 0 || used > ctx->workspace_bytes) return;
-  const size_t per_segment = static_cast<size_t>(a->n_heads * rm_state_floats(a->head_dim)) * sizeof(float);
+  const size_t per_segment =
+      static_cast<size_t>(a->n_heads * rm_state_floats(a->head_dim)) * sizeof(float);
   const size_t bytes = ctx->workspace_bytes - used;
   const int64_t room = rm_min64(static_cast<int64_t>(bytes / per_segment), MAX_GRID_Z);
   const int64_t n_segments = rm_min64(rm_count_segments(a->max_pages * a->page_size), room);
   if (n_segments <= 0) return;
-  const int64_t at_once = rm_max64(1, static_cast<int64_t>(bytes / (per_segment * static_cast<size_t>(n_segments))));
+  const int64_t at_once =
+      rm_max64(1, static_cast<int64_t>(bytes / (per_segment * static_cast<size_t>(n_segments))));
   float *states = reinterpret_cast<float *>(static_cast<char *>(ctx->workspace) + used);
   for (int64_t row0 = 0; row0 < rows; row0 += at_once) {
     const rm_rows_pass t = {row0, rm_min64(at_once, rows - row0), n_segments, list};
     const dim3 grid(static_cast<unsigned>(t.rows), static_cast<unsigned>(a->n_heads));
     states_fn(ctx, a, states, t);
-    if (a->dtype == RM_BF16) RM_LAUNCH(merge_kernel<RM_BF16>, grid, dim3(THREADS), 0, ctx->stream, *a, states, t);
+    if (a->dtype == RM_BF16)
+      RM_LAUNCH(merge_kernel<RM_BF16>, grid, dim3(THREADS), 0, ctx->stream, *a, states, t);
     else RM_LAUNCH(merge_kernel<RM_F32>, grid, dim3(THREADS), 0, ctx->stream, *a, states, t);
   }
 }
 
-void rm_cuda_attention(const rm_ctx *ctx, const rm_attention_args *a) { rm_cuda_attention_by(ctx, a, fma_states, a->rows, {}, 0); }
+void rm_cuda_attention(const rm_ctx *ctx, const rm_attention_args *a) {
+  rm_cuda_attention_by(ctx, a, fma_states, a->rows, {}, 0);
+}

@@ -1,37 +1,48 @@
-// attention_mma.cu: attention of the family cuda_mma in bf16, docs/numerics.md §4 with its two dot products on tensor cores: K·qᵀ is one
-// chain over head_dim, Vᵀ·P two steps from +0 for each block of 32 positions. Here are rows by themselves, as in decode, where the cache
-// is read once; attention_mma_tiles.cu has rows that stand together. A block of threads makes the state of one segment of 1024 positions
-// for up to 8 columns, the query heads of one row and kv head. Of 64 positions at a time each warp makes the scores of 16, then the
-// softmax of a quarter of the columns, then the sums of a quarter of head_dim; scores and P pass through shared memory, since what is a
-// row of K's result is a k of V's. A K or V tile of 16 positions is read when one of them is live.
+// attention_mma.cu: attention of the family cuda_mma in bf16, docs/numerics.md §4 with its two dot
+// products on tensor cores: K·qᵀ is one chain over head_dim, Vᵀ·P two steps from +0 for each block
+// of 32 positions. Here are rows by themselves, as in decode, where the cache is read once;
+// attention_mma_tiles.cu has rows that stand together. A block of threads makes the state of one
+// segment of 1024 positions for up to 8 columns, the query heads of one row and kv head. Of 64
+// positions at a time each warp makes the scores of 16, then the softmax of a quarter of the
+// columns, then the sums of a quarter of head_dim; scores and P pass through shared memory, since
+// what is a row of K's result is a k of V's. A K or V tile of 16 positions is read when one of them
+// is live.
 //
-// A warp softens its columns together: what is one number a column (m, l, alpha) is one lane's, not all lanes', and the trees over
-// positions halve what is left with each step. Values are asked for before the softmax.
+// A warp softens its columns together: what is one number a column (m, l, alpha) is one lane's, not
+// all lanes', and the trees over positions halve what is left with each step. Values are asked for
+// before the softmax.
 #include "attention_mma.cuh"
 
 namespace {
 
 constexpr int WARPS = 4, THREADS = WARPS * RM_WARP, AT_ONCE = 64, BLOCKS = AT_ONCE / RM_ATTN_BLOCK;
-constexpr int COLS = RM_MMA_COLS;                          // of a block
-constexpr int EACH = COLS / WARPS, LANES = RM_WARP / EACH;  // columns that a warp softens, and lanes for what is one number a column
-constexpr int SCORE_PITCH = AT_ONCE + 4, P_PITCH = AT_ONCE / 2 + 4;  // floats, words: no two lanes in a bank
+constexpr int COLS = RM_MMA_COLS; // of a block
+constexpr int EACH = COLS / WARPS,
+              LANES =
+                  RM_WARP /
+                  EACH; // columns that a warp softens, and lanes for what is one number a column
+constexpr int SCORE_PITCH = AT_ONCE + 4,
+              P_PITCH = AT_ONCE / 2 + 4; // floats, words: no two lanes in a bank
 
 struct shape {
   rm_rows_pass pass;
-  int heads, head_tiles;  // columns of a block: so many heads of its row
-  int d_tile0;            // first row of V's tiles: a head_dim of more than WARPS × DT of them takes several launches
+  int heads, head_tiles; // columns of a block: so many heads of its row
+  // first row of V's tiles: a head_dim of more than WARPS × DT of them takes several launches
+  int d_tile0;
 };
 
 // In shared memory. first > last: the column is nothing.
 struct columns {
-  uint32_t *q;         // [COLS][pitch] pairs of bf16
-  float *scores;       // [COLS][SCORE_PITCH]
-  uint32_t *p;         // [COLS][P_PITCH] pairs of bf16
-  float *alpha;        // [BLOCKS][COLS]
-  int *first, *last;   // [COLS] live positions
+  uint32_t *q; // [COLS][pitch] pairs of bf16
+  float *scores; // [COLS][SCORE_PITCH]
+  uint32_t *p; // [COLS][P_PITCH] pairs of bf16
+  float *alpha; // [BLOCKS][COLS]
+  int *first, *last; // [COLS] live positions
   int pitch;
 };
-RM_INLINE int shared_words(int64_t head_dim) { return COLS * (rm_q_pitch(rm_mma_steps(head_dim)) + SCORE_PITCH + P_PITCH + BLOCKS + 2); }
+RM_INLINE int shared_words(int64_t head_dim) {
+  return COLS * (rm_q_pitch(rm_mma_steps(head_dim)) + SCORE_PITCH + P_PITCH + BLOCKS + 2);
+}
 __device__ columns columns_in(float *shared, int64_t head_dim) {
   columns c;
   c.pitch = rm_q_pitch(rm_mma_steps(head_dim));
@@ -50,8 +61,10 @@ __device__ void load_columns(const columns &c, const rm_attention_args &a, const
   for (int i = static_cast<int>(threadIdx.x); i < COLS * words; i += THREADS) {
     const int column = i / words, d = i % words * 2;
     const rm_attn_owner o = rm_attn_owner_of(w, column);
-    const uint16_t *q = static_cast<const uint16_t *>(a.q) + (o.row * a.n_heads + o.head) * a.head_dim + d;
-    const uint32_t even = o.some && d < a.head_dim ? q[0] : 0u, odd = o.some && d + 1 < a.head_dim ? q[1] : 0u;
+    const uint16_t *q =
+        static_cast<const uint16_t *>(a.q) + (o.row * a.n_heads + o.head) * a.head_dim + d;
+    const uint32_t even = o.some && d < a.head_dim ? q[0] : 0u,
+                   odd = o.some && d + 1 < a.head_dim ? q[1] : 0u;
     c.q[column * c.pitch + i % words] = even | odd << 16;
   }
   if (threadIdx.x >= COLS) return;
@@ -80,7 +93,8 @@ struct tiles {
   bool wanted[TILES];
   rm_attn_tile at;
 };
-__device__ tiles tiles_of(reach of_lane, const rm_attention_args &a, const rm_attn_work &w, const int32_t *pages, int t0) {
+__device__ tiles tiles_of(reach of_lane, const rm_attention_args &a, const rm_attn_work &w,
+                          const int32_t *pages, int t0) {
   const int mine = static_cast<int>(threadIdx.x) % TILES;
   tiles found = {};
   bool is_mine_wanted = false;
@@ -89,7 +103,7 @@ __device__ tiles tiles_of(reach of_lane, const rm_attention_args &a, const rm_at
     found.wanted[i] = is_wanted(of_lane, t0 + i * RM_MMA_ROWS, RM_MMA_ROWS);
     if (i == mine) is_mine_wanted = found.wanted[i];
   }
-  if (!is_mine_wanted) return found;  // its page may not be there
+  if (!is_mine_wanted) return found; // its page may not be there
   found.at = rm_attn_tile_of(a, w.kv_head, pages, t0 + mine * RM_MMA_ROWS);
   return found;
 }
@@ -102,10 +116,12 @@ __device__ uint4 load_columns_of(const uint32_t *rows, int pitch, int step) {
 
 // Of the warp's tile.
 __device__ void make_scores(const columns &c, const rm_attention_args &a, const tiles &t) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, warp = static_cast<int>(threadIdx.x) / RM_WARP;
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP,
+            warp = static_cast<int>(threadIdx.x) / RM_WARP;
   const int steps = static_cast<int>(rm_mma_steps(a.head_dim));
   static_assert(TILES == WARPS);
-  const uint4 *k = static_cast<const uint4 *>(a.k_cache) + __shfl_sync(RM_ALL_LANES, t.at.k, warp) + lane;
+  const uint4 *k =
+      static_cast<const uint4 *>(a.k_cache) + __shfl_sync(RM_ALL_LANES, t.at.k, warp) + lane;
   bool wanted = false;
 #pragma unroll
   for (int i = 0; i < TILES; i++)
@@ -115,8 +131,10 @@ __device__ void make_scores(const columns &c, const rm_attention_args &a, const 
   for (int step0 = 0; step0 < steps; step0 += RM_MMA_STEPS) {
     float sums[4] = {};
 #pragma unroll 4
-    for (int step = step0; step < steps && step < step0 + RM_MMA_STEPS; step += 2) {  // they are even
-      const uint4 even = k[step * RM_WARP], odd = k[(step + 1) * RM_WARP], q = load_columns_of(c.q, c.pitch, step);
+    for (int step = step0; step < steps && step < step0 + RM_MMA_STEPS;
+         step += 2) { // they are even
+      const uint4 even = k[step * RM_WARP], odd = k[(step + 1) * RM_WARP],
+                  q = load_columns_of(c.q, c.pitch, step);
       rm_mma16(sums, even, {q.x, q.y});
       rm_mma16(sums, odd, {q.z, q.w});
     }
@@ -124,11 +142,14 @@ __device__ void make_scores(const columns &c, const rm_attention_args &a, const 
     for (int i = 0; i < 4; i++) acc[i] = acc[i] + sums[i];
   }
 #pragma unroll
-  for (int i = 0; i < 4; i++) c.scores[(lane % 4 * 2 + i % 2) * SCORE_PITCH + warp * RM_MMA_ROWS + lane / 4 + i / 2 * 8] = acc[i] * a.scale;
+  for (int i = 0; i < 4; i++)
+    c.scores[(lane % 4 * 2 + i % 2) * SCORE_PITCH + warp * RM_MMA_ROWS + lane / 4 + i / 2 * 8] =
+        acc[i] * a.scale;
 }
 
-// Over the lanes, of EACH numbers in each of them; a lane gets the result of its own column. What is left to do is halved with every step
-// that leaves more columns than one, so it takes EACH + 1 exchanges and not 5 · EACH; a column's tree is the one over 32 lanes.
+// Over the lanes, of EACH numbers in each of them; a lane gets the result of its own column. What
+// is left to do is halved with every step that leaves more columns than one, so it takes EACH + 1
+// exchanges and not 5 · EACH; a column's tree is the one over 32 lanes.
 template <class F> __device__ float over_columns(float (&v)[EACH], F both) {
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
   int n = EACH;
@@ -153,9 +174,10 @@ struct running {
   int first, last;
 };
 
-// One block of 32 positions of a warp's columns, a lane for a position: P, alpha and the running m and l. ALL: every position is live for
-// every one of them.
-template <bool ALL> __device__ void soften(const columns &c, int column0, int t0, int block, running &own) {
+// One block of 32 positions of a warp's columns, a lane for a position: P, alpha and the running m
+// and l. ALL: every position is live for every one of them.
+template <bool ALL>
+__device__ void soften(const columns &c, int column0, int t0, int block, running &own) {
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP, in = block * RM_ATTN_BLOCK + lane;
   const int from = t0 + block * static_cast<int>(RM_ATTN_BLOCK), t = from + lane;
   float scores[EACH], v[EACH];
@@ -173,9 +195,10 @@ template <bool ALL> __device__ void soften(const columns &c, int column0, int t0
     v[i] = live[i] ? rm_exp(scores[i] - top) : 0.0f;
     reinterpret_cast<uint16_t *>(c.p)[(column0 + i) * P_PITCH * 2 + in] = rm_f32_to_bf16(v[i]);
   }
-  const float sum = over_columns(v, [](float a, float b) { return a + b; });  // p_j + p_{j+16}, then the tree over 16
+  const float sum = over_columns(
+      v, [](float a, float b) { return a + b; }); // p_j + p_{j+16}, then the tree over 16
   float scaled = 1.0f;
-  if (from <= own.last && from + RM_ATTN_BLOCK > own.first) {  // else the state stays as it was
+  if (from <= own.last && from + RM_ATTN_BLOCK > own.first) { // else the state stays as it was
     scaled = rm_bits(own.m) == rm_bits(RM_LOWEST) ? 0.0f : rm_exp(own.m - next);
     own.l = fmaf(own.l, scaled, sum);
     own.m = next;
@@ -183,13 +206,17 @@ template <bool ALL> __device__ void soften(const columns &c, int column0, int t0
   if (lane % LANES == 0) c.alpha[block * COLS + column0 + lane / LANES] = scaled;
 }
 
-// Vᵀ's tiles of AT_ONCE positions, of the warp's rows of d: tiles warp, warp + WARPS, … Asked for before they are needed.
+// Vᵀ's tiles of AT_ONCE positions, of the warp's rows of d: tiles warp, warp + WARPS, … Asked for
+// before they are needed.
 template <int DT> struct values {
   uint4 of[BLOCKS][DT][2];
-  bool some[BLOCKS];  // a block without any leaves A[d] as it is
+  bool some[BLOCKS]; // a block without any leaves A[d] as it is
 };
-template <int DT> __device__ void load_values(values<DT> &v, const rm_attention_args &a, const tiles &t, int d_tile0) {
-  const int warp = static_cast<int>(threadIdx.x) / RM_WARP, lane = static_cast<int>(threadIdx.x) % RM_WARP;
+template <int DT>
+__device__ void load_values(values<DT> &v, const rm_attention_args &a, const tiles &t,
+                            int d_tile0) {
+  const int warp = static_cast<int>(threadIdx.x) / RM_WARP,
+            lane = static_cast<int>(threadIdx.x) % RM_WARP;
   const int d_tiles = static_cast<int>(rm_mma_tile_rows(a.head_dim));
 #pragma unroll
   for (int block = 0; block < BLOCKS; block++) {
@@ -198,7 +225,8 @@ template <int DT> __device__ void load_values(values<DT> &v, const rm_attention_
     for (int half = 0; half < 2; half++) {
       const int tile = block * 2 + half;
       const bool wanted = t.wanted[tile];
-      const uint4 *from = static_cast<const uint4 *>(a.v_cache) + __shfl_sync(RM_ALL_LANES, t.at.v, tile) + lane;
+      const uint4 *from =
+          static_cast<const uint4 *>(a.v_cache) + __shfl_sync(RM_ALL_LANES, t.at.v, tile) + lane;
 #pragma unroll
       for (int i = 0; i < DT; i++) {
         const int d = d_tile0 + warp + i * WARPS;
@@ -209,7 +237,8 @@ template <int DT> __device__ void load_values(values<DT> &v, const rm_attention_
   }
 }
 
-template <int DT> __device__ void add_values(float (&acc)[DT][4], const columns &c, const values<DT> &v) {
+template <int DT>
+__device__ void add_values(float (&acc)[DT][4], const columns &c, const values<DT> &v) {
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
 #pragma unroll
   for (int block = 0; block < BLOCKS; block++) {
@@ -228,18 +257,23 @@ template <int DT> __device__ void add_values(float (&acc)[DT][4], const columns 
   }
 }
 
-__device__ float *state_of(const columns &c, const rm_attention_args &a, const rm_attn_work &w, const shape &s, float *states, int column) {
+__device__ float *state_of(const columns &c, const rm_attention_args &a, const rm_attn_work &w,
+                           const shape &s, float *states, int column) {
   const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SEGMENT);
   if (c.first[column] >= begin + RM_ATTN_SEGMENT || c.last[column] < begin) return nullptr;
   const rm_attn_owner o = rm_attn_owner_of(w, column);
-  return states + ((blockIdx.x * a.n_heads + o.head) * s.pass.n_segments + blockIdx.z) * rm_state_floats(a.head_dim);
+  return states + ((blockIdx.x * a.n_heads + o.head) * s.pass.n_segments + blockIdx.z) *
+                      rm_state_floats(a.head_dim);
 }
 
 // One row's columns.
 template <int DT>
-__device__ void segment_of_row(const columns &c, const rm_attention_args &a, const rm_attn_work &w, const shape &s, float *states) {
-  const int warp = static_cast<int>(threadIdx.x) / RM_WARP, lane = static_cast<int>(threadIdx.x) % RM_WARP;
-  const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SEGMENT), end = begin + RM_ATTN_SEGMENT;
+__device__ void segment_of_row(const columns &c, const rm_attention_args &a, const rm_attn_work &w,
+                               const shape &s, float *states) {
+  const int warp = static_cast<int>(threadIdx.x) / RM_WARP,
+            lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SEGMENT),
+            end = begin + RM_ATTN_SEGMENT;
   const int32_t *pages = a.block_tables + a.seq_of_row[w.row0] * a.max_pages;
   load_columns(c, a, w);
   __syncthreads();
@@ -248,7 +282,7 @@ __device__ void segment_of_row(const columns &c, const rm_attention_args &a, con
   const reach of_lane = reach_of_lane(c);
   running own = {RM_LOWEST, 0.0f, c.first[column], c.last[column]};
   for (int t0 = begin; t0 < end; t0 += AT_ONCE) {
-    if (!is_wanted(of_lane, t0, AT_ONCE)) continue;  // the same for all warps
+    if (!is_wanted(of_lane, t0, AT_ONCE)) continue; // the same for all warps
     const tiles at = tiles_of(of_lane, a, w, pages, t0);
     make_scores(c, a, at);
     values<DT> v;
@@ -257,10 +291,11 @@ __device__ void segment_of_row(const columns &c, const rm_attention_args &a, con
     for (int block = 0; block < BLOCKS; block++) {
       const int from = t0 + block * static_cast<int>(RM_ATTN_BLOCK);
       const bool whole = own.first <= from && own.last >= from + RM_ATTN_BLOCK - 1;
-      if (__ballot_sync(RM_ALL_LANES, whole) == RM_ALL_LANES) soften<true>(c, column0, t0, block, own);
+      if (__ballot_sync(RM_ALL_LANES, whole) == RM_ALL_LANES)
+        soften<true>(c, column0, t0, block, own);
       else soften<false>(c, column0, t0, block, own);
     }
-    __syncthreads();  // P is read until the next scores' barrier, and written after it
+    __syncthreads(); // P is read until the next scores' barrier, and written after it
     add_values<DT>(acc, c, v);
   }
 #pragma unroll
@@ -281,22 +316,26 @@ __device__ void segment_of_row(const columns &c, const rm_attention_args &a, con
 // Blocks of a multiprocessor that the registers allow.
 template <int DT> constexpr int AT_LEAST = 6 - DT / 2;
 
-template <int DT> __global__ void __launch_bounds__(THREADS, AT_LEAST<DT>) segment_kernel(rm_attention_args a, shape s, float *states) {
+template <int DT>
+__global__ void __launch_bounds__(THREADS, AT_LEAST<DT>)
+    segment_kernel(rm_attention_args a, shape s, float *states) {
   RM_SHARED(shared);
   const int64_t row = rm_row_of(s.pass.list, a, s.pass.row0 + blockIdx.x);
-  if (row < 0) return;  // all of the block, here and below
+  if (row < 0) return; // all of the block, here and below
   const rm_attn_work w = rm_attn_work_of(a, row, row + 1, s.heads, s.head_tiles, blockIdx.y);
   if (w.head0 >= w.head_end) return;
   segment_of_row<DT>(columns_in(shared, a.head_dim), a, w, s, states);
 }
 
-template <int DT> void launch(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass pass) {
+template <int DT>
+void launch(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass pass) {
   const int64_t group = rm_query_group(a->group, a->n_heads, a->n_kv_heads);
   shape s = {};
   s.pass = pass;
   s.heads = static_cast<int>(rm_min64(group, COLS));
   s.head_tiles = static_cast<int>((group + s.heads - 1) / s.heads);
-  const dim3 grid(static_cast<unsigned>(pass.rows), static_cast<unsigned>(a->n_kv_heads * s.head_tiles),
+  const dim3 grid(static_cast<unsigned>(pass.rows),
+                  static_cast<unsigned>(a->n_kv_heads * s.head_tiles),
                   static_cast<unsigned>(pass.n_segments));
   const size_t shared = static_cast<size_t>(shared_words(a->head_dim)) * sizeof(float);
   for (; s.d_tile0 < rm_mma_tile_rows(a->head_dim); s.d_tile0 += WARPS * DT)
@@ -310,7 +349,7 @@ void mma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm
   else launch<4>(ctx, a, states, pass);
 }
 
-}  // namespace
+} // namespace
 
 void rm_cuda_mma_attention(const rm_ctx *ctx, const rm_attention_args *a) {
   if (a->dtype != RM_BF16) return rm_cuda_attention(ctx, a);

@@ -1,5 +1,6 @@
-// attention_mma.cuh: shared by the two bf16 attention kernels of the family cuda_mma: attention_mma.cu (single rows) and
-// attention_mma_tiles.cu (tiles of consecutive rows of a sequence).
+// attention_mma.cuh: shared by the two bf16 attention kernels of the family cuda_mma:
+// attention_mma.cu (single rows) and attention_mma_tiles.cu (tiles of consecutive rows of a
+// sequence).
 #pragma once
 
 #include "attention.cuh"
@@ -9,30 +10,35 @@ constexpr float RM_LOWEST = -INFINITY;
 // Of q in shared memory, rows of so many steps of 16 k, in words: no two lanes in a bank.
 RM_INLINE int rm_q_pitch(int64_t steps) { return static_cast<int>(steps) * (RM_MMA_K / 2) + 4; }
 
-// y, or 0 where x is below `least`; without a branch around what makes y, as a condition would be compiled.
+// y, or 0 where x is below `least`; without a branch around what makes y, as a condition would be
+// compiled.
 RM_INLINE float rm_zero_below(float x, float least, float y) {
 #ifndef __CUDA_ARCH__
   return x < least ? 0.0f : y;
 #else
   float z;
-  asm("{\n.reg .pred is_below;\nsetp.lt.ftz.f32 is_below, %1, %2;\nselp.f32 %0, 0f00000000, %3, is_below;\n}"
+  asm("{\n.reg .pred is_below;\nsetp.lt.ftz.f32 is_below, %1, %2;\nselp.f32 %0, 0f00000000, %3, "
+      "is_below;\n}"
       : "=f"(z)
       : "f"(x), "f"(least), "f"(y));
   return z;
 #endif
 }
 
-// rm_exp of a number that is not above 0, bit by bit, or of a NaN, in 16 instructions instead of 26: 2^i is one addition to the exponent
-// where the result is a normal number, and below RM_EXP_NORMAL it is 0. tests/simt/check_mma.cpp compares them.
+// rm_exp of a number that is not above 0, bit by bit, or of a NaN, in 16 instructions instead of
+// 26: 2^i is one addition to the exponent where the result is a normal number, and below
+// RM_EXP_NORMAL it is 0. tests/simt/check_mma.cpp compares them.
 constexpr float RM_EXP_NORMAL = -0x1.5d589ep+6f;
 RM_INLINE float rm_exp_not_above_0(float x) {
   float t;
   const float p = rm_exp_rest(x, &t);
-  const float y = rm_float((rm_bits(t) << 23) + rm_bits(p));  // the magic number's own bits are shifted out
-  return rm_zero_below(x, RM_EXP_NORMAL, fmaf(x, 0.0f, y));   // a NaN stays one
+  const float y =
+      rm_float((rm_bits(t) << 23) + rm_bits(p)); // the magic number's own bits are shifted out
+  return rm_zero_below(x, RM_EXP_NORMAL, fmaf(x, 0.0f, y)); // a NaN stays one
 }
 
-// What a block works on: columns are the query heads of one kv head, `heads` of each of rows row0 … end − 1.
+// What a block works on: columns are the query heads of one kv head, `heads` of each of rows row0 …
+// end − 1.
 struct rm_attn_work {
   int64_t row0, end, kv_head, head0, head_end;
   int heads;
@@ -44,9 +50,11 @@ struct rm_attn_owner {
 };
 
 // y: kv_head · head_tiles + which of the tiles of its heads.
-__device__ inline rm_attn_work rm_attn_work_of(const rm_attention_args &a, int64_t row0, int64_t end, int heads, int head_tiles,
-                                               unsigned y) {
-  const int64_t group = a.group > 0 ? a.group : static_cast<uint32_t>(a.n_heads) / static_cast<uint32_t>(a.n_kv_heads);
+__device__ inline rm_attn_work rm_attn_work_of(const rm_attention_args &a, int64_t row0,
+                                               int64_t end, int heads, int head_tiles, unsigned y) {
+  const int64_t group =
+      a.group > 0 ? a.group
+                  : static_cast<uint32_t>(a.n_heads) / static_cast<uint32_t>(a.n_kv_heads);
   rm_attn_work w;
   w.row0 = row0;
   w.end = end;
@@ -62,20 +70,25 @@ __device__ inline rm_attn_owner rm_attn_owner_of(const rm_attn_work &w, int colu
   return {o.row, o.head, o.row < w.end && o.head < w.head_end};
 }
 
-// Where the 16 positions from t on begin in the caches, in words of 16 bytes: K's tiles, one for every 16 k of head_dim, and Vᵀ's, one
-// for every 16 rows of it.
+// Where the 16 positions from t on begin in the caches, in words of 16 bytes: K's tiles, one for
+// every 16 k of head_dim, and Vᵀ's, one for every 16 rows of it.
 struct rm_attn_tile {
   int64_t k, v;
 };
-__device__ inline rm_attn_tile rm_attn_tile_of(const rm_attention_args &a, int64_t kv_head, const int32_t *pages, int t) {
+__device__ inline rm_attn_tile rm_attn_tile_of(const rm_attention_args &a, int64_t kv_head,
+                                               const int32_t *pages, int t) {
   const uint32_t page_size = static_cast<uint32_t>(a.page_size), at = static_cast<uint32_t>(t);
-  const int64_t page = pages[at / page_size] * a.n_kv_heads + kv_head, tile = at % page_size / RM_MMA_ROWS;
-  return {page * (rm_k_page_elems(a.page_size, a.head_dim) / 8) + tile * rm_mma_steps(a.head_dim) * RM_WARP,
-          page * (rm_v_page_elems(a.page_size, a.head_dim) / 8) + tile * rm_mma_tile_rows(a.head_dim) * RM_WARP};
+  const int64_t page = pages[at / page_size] * a.n_kv_heads + kv_head,
+                tile = at % page_size / RM_MMA_ROWS;
+  return {page * (rm_k_page_elems(a.page_size, a.head_dim) / 8) +
+              tile * rm_mma_steps(a.head_dim) * RM_WARP,
+          page * (rm_v_page_elems(a.page_size, a.head_dim) / 8) +
+              tile * rm_mma_tile_rows(a.head_dim) * RM_WARP};
 }
 
-// attention of the rows of tiles that are of one sequence each. False: of none. Else what is left to do by states: at most `rows` rows of
-// the list, which lies in the first `used` bytes of the workspace.
+// attention of the rows of tiles that are of one sequence each. False: of none. Else what is left
+// to do by states: at most `rows` rows of the list, which lies in the first `used` bytes of the
+// workspace.
 struct rm_attn_left {
   rm_row_list list;
   int64_t rows;

@@ -1,49 +1,61 @@
-// attention_mma_tiles.cu: attention of the family cuda_mma in bf16 for rows of one sequence that stand together, a prefill's. A block
-// takes up to 128 columns, the query heads of one kv head times a tile of rows, and goes over all positions that are live for them, 32
-// at a time, whose K and Vᵀ it copies to shared memory while it works on the 32 before. A warp has 32 of the columns to itself: scores,
-// softmax and P·V stay in its registers. What is a row of K's result is a k of V's, so P is turned there, 8 × 8 at a time; the sum over
-// 32 positions is the contract's tree as the elements lie, two levels of it in a lane and three between lanes. Every number of a column
-// is made by the operations and in the order of attention_mma.cu, so the bits are the same in either.
+// attention_mma_tiles.cu: attention of the family cuda_mma in bf16 for rows of one sequence that
+// stand together, a prefill's. A block takes up to 128 columns, the query heads of one kv head
+// times a tile of rows, and goes over all positions that are live for them, 32 at a time, whose K
+// and Vᵀ it copies to shared memory while it works on the 32 before. A warp has 32 of the columns
+// to itself: scores, softmax and P·V stay in its registers. What is a row of K's result is a k of
+// V's, so P is turned there, 8 × 8 at a time; the sum over 32 positions is the contract's tree as
+// the elements lie, two levels of it in a lane and three between lanes. Every number of a column is
+// made by the operations and in the order of attention_mma.cu, so the bits are the same in either.
 //
-// At the end of a segment of 1024 positions a column's state is merged into what it has of the segments before, which waits in the
-// workspace; a context of one segment never goes there.
+// At the end of a segment of 1024 positions a column's state is merged into what it has of the
+// segments before, which waits in the workspace; a context of one segment never goes there.
 //
-// Which rows are of one sequence is read on the device. Tiles that are not whole are listed and made row by row, as decode is, whose
-// long contexts want to be spread over the card; those that the list has no room for are made here, a run of rows after the other.
+// Which rows are of one sequence is read on the device. Tiles that are not whole are listed and
+// made row by row, as decode is, whose long contexts want to be spread over the card; those that
+// the list has no room for are made here, a run of rows after the other.
 #include "attention_mma.cuh"
 
 namespace {
 
-constexpr int WARPS = 4, THREADS = WARPS * RM_WARP, CT = 4, WARP_COLS = CT * RM_MMA_COLS, COLS = WARPS * WARP_COLS;
-constexpr int KEYS = static_cast<int>(RM_ATTN_BLOCK), HALVES = KEYS / RM_MMA_K, SEGMENT = static_cast<int>(RM_ATTN_SEGMENT);
-constexpr int LIST_THREADS = 256, COLUMN_BYTES = 24, ROWS_BYTES = 144, PUT_TILES = 4, PUT_PITCH = PUT_TILES * RM_MMA_ROWS + 4;
-constexpr int PUT_WORDS = RM_MMA_COLS * PUT_PITCH;  // of a warp: no two lanes in a bank
-constexpr int64_t MOST_BY_ROWS = 512;  // rows of listed tiles: launches are sized for them
-constexpr int MAX_SHARED = 99 << 10;   // of a block of sm_86; others have more
-static_assert(THREADS == COLS && WARP_COLS == RM_WARP, "a thread looks after a column of its warp's");
+constexpr int WARPS = 4, THREADS = WARPS * RM_WARP, CT = 4, WARP_COLS = CT * RM_MMA_COLS,
+              COLS = WARPS * WARP_COLS;
+constexpr int KEYS = static_cast<int>(RM_ATTN_BLOCK), HALVES = KEYS / RM_MMA_K,
+              SEGMENT = static_cast<int>(RM_ATTN_SEGMENT);
+constexpr int LIST_THREADS = 256, COLUMN_BYTES = 24, ROWS_BYTES = 144, PUT_TILES = 4,
+              PUT_PITCH = PUT_TILES * RM_MMA_ROWS + 4;
+constexpr int PUT_WORDS = RM_MMA_COLS * PUT_PITCH; // of a warp: no two lanes in a bank
+constexpr int64_t MOST_BY_ROWS = 512; // rows of listed tiles: launches are sized for them
+constexpr int MAX_SHARED = 99 << 10; // of a block of sm_86; others have more
+static_assert(THREADS == COLS && WARP_COLS == RM_WARP,
+              "a thread looks after a column of its warp's");
 
-// DT tiles of 16 rows of Vᵀ at once; STEPS of 16 k of head_dim, or 0: as many as there are. What is known when a kernel is compiled
-// needs no register.
+// DT tiles of 16 rows of Vᵀ at once; STEPS of 16 k of head_dim, or 0: as many as there are. What is
+// known when a kernel is compiled needs no register.
 template <int DT_, int STEPS> struct shape {
   static constexpr int DT = DT_;
-  RM_INLINE int steps(int64_t head_dim) { return STEPS ? STEPS : static_cast<int>(rm_mma_steps(head_dim)); }
+  RM_INLINE int steps(int64_t head_dim) {
+    return STEPS ? STEPS : static_cast<int>(rm_mma_steps(head_dim));
+  }
   RM_INLINE int pitch(int64_t head_dim) { return rm_q_pitch(steps(head_dim)); }
-  RM_INLINE int stage_bytes(int64_t head_dim) { return HALVES * (steps(head_dim) + DT) * RM_WARP * 16; }
+  RM_INLINE int stage_bytes(int64_t head_dim) {
+    return HALVES * (steps(head_dim) + DT) * RM_WARP * 16;
+  }
   RM_INLINE int shared_bytes(int64_t head_dim) {
-    return COLS * (pitch(head_dim) * 4 + COLUMN_BYTES) + 2 * stage_bytes(head_dim) + WARPS * PUT_WORDS * 4 + ROWS_BYTES;
+    return COLS * (pitch(head_dim) * 4 + COLUMN_BYTES) + 2 * stage_bytes(head_dim) +
+           WARPS * PUT_WORDS * 4 + ROWS_BYTES;
   }
 };
-using shape_128 = shape<8, 8>;  // head_dim 97 … 128
-using shape_any = shape<4, 0>;  // 64 of it at once
+using shape_128 = shape<8, 8>; // head_dim 97 … 128
+using shape_any = shape<4, 0>; // 64 of it at once
 
 struct tiles {
-  const int32_t *by_rows;  // [all tiles] whether the tile is on the list
-  int64_t tile0;           // of the pass
+  const int32_t *by_rows; // [all tiles] whether the tile is on the list
+  int64_t tile0; // of the pass
   int rows_each, heads, head_tiles, d_tile0;
 };
 
 struct span {
-  int first, last;  // live positions, both included; first > last: none
+  int first, last; // live positions, both included; first > last: none
 };
 __device__ bool is_live(span s, int t, int n) { return s.first < t + n && s.last >= t; }
 
@@ -57,22 +69,23 @@ struct alignas(16) column {
 struct alignas(16) rows_of_one {
   rm_attn_work w;
   const int32_t *pages;
-  int to;                 // the first row that is not among them, of the tile's
-  span all, live[WARPS];  // what is live for one of the columns, of the block and of each warp
-  span whole[WARPS];      // what is live for all of a warp's columns that are something
+  int to; // the first row that is not among them, of the tile's
+  span all, live[WARPS]; // what is live for one of the columns, of the block and of each warp
+  span whole[WARPS]; // what is live for all of a warp's columns that are something
 };
 
 // In shared memory.
 struct block {
-  uint32_t *q;      // [COLS][pitch] pairs of bf16
-  char *stages;     // two of stage_bytes
-  float *put;       // [WARPS][PUT_WORDS]
-  column *columns;  // [COLS]
+  uint32_t *q; // [COLS][pitch] pairs of bf16
+  char *stages; // two of stage_bytes
+  float *put; // [WARPS][PUT_WORDS]
+  column *columns; // [COLS]
   rows_of_one *rows;
-  int *places;      // [COLS] row · n_heads + head
-  int *seqs;        // [COLS] of the tile's rows; −1: there is none
+  int *places; // [COLS] row · n_heads + head
+  int *seqs; // [COLS] of the tile's rows; −1: there is none
 };
-static_assert(sizeof(column) + 2 * sizeof(int) == COLUMN_BYTES && sizeof(rows_of_one) == ROWS_BYTES);
+static_assert(sizeof(column) + 2 * sizeof(int) == COLUMN_BYTES &&
+              sizeof(rows_of_one) == ROWS_BYTES);
 template <class S> __device__ block block_in(float *shared, int64_t head_dim) {
   block b;
   b.q = reinterpret_cast<uint32_t *>(shared);
@@ -85,13 +98,16 @@ template <class S> __device__ block block_in(float *shared, int64_t head_dim) {
   return b;
 }
 
-template <class S> __device__ void load_queries(const block &b, const rm_attention_args &a, const rm_attn_work &w) {
+template <class S>
+__device__ void load_queries(const block &b, const rm_attention_args &a, const rm_attn_work &w) {
   const rm_tokens q = rm_tokens_of(a.q, a.head_dim, a.head_dim, 0, a.rows * a.n_heads);
   const int chunks = S::steps(a.head_dim) * 2;
   for (int i = static_cast<int>(threadIdx.x); i < COLS * chunks; i += THREADS) {
     const int at = i / chunks, chunk = i % chunks;
     const rm_attn_owner o = rm_attn_owner_of(w, at);
-    const uint4 words = o.some ? rm_load_tokens(q, static_cast<int>(o.row * a.n_heads + o.head), chunk * 8) : uint4{0, 0, 0, 0};
+    const uint4 words =
+        o.some ? rm_load_tokens(q, static_cast<int>(o.row * a.n_heads + o.head), chunk * 8)
+               : uint4{0, 0, 0, 0};
     *reinterpret_cast<uint4 *>(b.q + at * S::pitch(a.head_dim) + chunk * 4) = words;
   }
   const int64_t row = w.row0 + threadIdx.x;
@@ -101,7 +117,8 @@ template <class S> __device__ void load_queries(const block &b, const rm_attenti
 // Over the lanes: the least first and the greatest last.
 __device__ span over_lanes(span all) {
   for (int step = RM_WARP / 2; step > 0; step /= 2) {
-    const int first = __shfl_xor_sync(RM_ALL_LANES, all.first, step), last = __shfl_xor_sync(RM_ALL_LANES, all.last, step);
+    const int first = __shfl_xor_sync(RM_ALL_LANES, all.first, step),
+              last = __shfl_xor_sync(RM_ALL_LANES, all.last, step);
     all = {first < all.first ? first : all.first, last > all.last ? last : all.last};
   }
   return all;
@@ -112,30 +129,39 @@ __device__ span span_of(const block &b, int from, int n) {
   for (int i = static_cast<int>(threadIdx.x) % RM_WARP; i < n; i += RM_WARP) {
     const span one = b.columns[from + i].live;
     if (one.first > one.last) continue;
-    all = {one.first < all.first ? one.first : all.first, one.last > all.last ? one.last : all.last};
+    all = {one.first < all.first ? one.first : all.first,
+           one.last > all.last ? one.last : all.last};
   }
   return over_lanes(all);
 }
 // What is live for all of a warp's columns that are something.
 __device__ span whole_of(const block &b) {
   const span one = b.columns[threadIdx.x].live;
-  const span least = over_lanes(one.first > one.last ? span{INT32_MAX, -INT32_MAX} : span{-one.first, -one.last});
+  const span least =
+      over_lanes(one.first > one.last ? span{INT32_MAX, -INT32_MAX} : span{-one.first, -one.last});
   return {-least.first, -least.last};
 }
 
-// K and Vᵀ of the 32 positions from t0 on: of 16 that are live for no column of the block, which may be in no page, zeros for Vᵀ.
-template <class S> __device__ void fill(char *stage, const rm_attention_args &a, const rows_of_one &rows, int t0, int d_tile0) {
-  const int steps = S::steps(a.head_dim), d_tiles = static_cast<int>(rm_mma_tile_rows(a.head_dim)) - d_tile0;
+// K and Vᵀ of the 32 positions from t0 on: of 16 that are live for no column of the block, which
+// may be in no page, zeros for Vᵀ.
+template <class S>
+__device__ void fill(char *stage, const rm_attention_args &a, const rows_of_one &rows, int t0,
+                     int d_tile0) {
+  const int steps = S::steps(a.head_dim),
+            d_tiles = static_cast<int>(rm_mma_tile_rows(a.head_dim)) - d_tile0;
   const int thread = static_cast<int>(threadIdx.x);
 #pragma unroll
   for (int half = 0; half < HALVES; half++) {
     const int t = t0 + half * RM_MMA_K;
     const bool is_there = is_live(rows.all, t, RM_MMA_K);
-    const rm_attn_tile from = is_there ? rm_attn_tile_of(a, rows.w.kv_head, rows.pages, t) : rm_attn_tile{};
+    const rm_attn_tile from =
+        is_there ? rm_attn_tile_of(a, rows.w.kv_head, rows.pages, t) : rm_attn_tile{};
     const uint4 *k = static_cast<const uint4 *>(a.k_cache) + from.k,
                 *v = static_cast<const uint4 *>(a.v_cache) + from.v + d_tile0 * RM_WARP;
-    char *keys = stage + half * steps * RM_WARP * 16, *values = stage + (HALVES * steps + half * S::DT) * RM_WARP * 16;
-    for (int i = thread; is_there && i < steps * RM_WARP; i += THREADS) rm_copy_async(keys + i * 16, k + i);
+    char *keys = stage + half * steps * RM_WARP * 16,
+         *values = stage + (HALVES * steps + half * S::DT) * RM_WARP * 16;
+    for (int i = thread; is_there && i < steps * RM_WARP; i += THREADS)
+      rm_copy_async(keys + i * 16, k + i);
 #pragma unroll
     for (int turn = 0; turn < S::DT * RM_WARP / THREADS; turn++) {
       const int i = turn * THREADS + thread;
@@ -151,19 +177,22 @@ template <int DT> __device__ void begin_segment(float (&acc)[DT][CT][4], const b
   for (int i = 0; i < DT; i++)
 #pragma unroll
     for (int n = 0; n < CT; n++) acc[i][n][0] = acc[i][n][1] = acc[i][n][2] = acc[i][n][3] = 0.0f;
-  __syncwarp();  // m and l have been read
+  __syncwarp(); // m and l have been read
   b.columns[threadIdx.x].m = RM_LOWEST;
   b.columns[threadIdx.x].l = 0.0f;
   __syncwarp();
 }
 
 template <class S>
-__device__ void make_scores(float (&scores)[HALVES][CT][4], const block &b, const char *stage, int64_t head_dim, float scale) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, warp = static_cast<int>(threadIdx.x) / RM_WARP;
+__device__ void make_scores(float (&scores)[HALVES][CT][4], const block &b, const char *stage,
+                            int64_t head_dim, float scale) {
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP,
+            warp = static_cast<int>(threadIdx.x) / RM_WARP;
   const int steps = S::steps(head_dim), pitch = S::pitch(head_dim);
   const uint4 *keys = reinterpret_cast<const uint4 *>(stage) + lane;
   // What a lane gives rm_load_matrices: of column 8·(lane / 16) + lane % 8 the first or second 8 k.
-  const uint32_t *q = b.q + (warp * WARP_COLS + lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 4;
+  const uint32_t *q =
+      b.q + (warp * WARP_COLS + lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 4;
 #pragma unroll 2
   for (int step = 0; step < steps; step++) {
     uint4 k[HALVES];
@@ -187,20 +216,28 @@ __device__ void make_scores(float (&scores)[HALVES][CT][4], const block &b, cons
       for (int i = 0; i < 4; i++) scores[half][n][i] = (0.0f + scores[half][n][i]) * scale;
 }
 
-// A column, of which the lane has the scores of positions t0 + 16·half + 8·h + lane / 4, at [half][n][e + 2·h]: they become weights. Its
-// m and l go on; returns alpha. ALL: all of those positions are live.
-template <bool ALL> __device__ float soften(float (&scores)[HALVES][CT][4], int n, int e, column *of, int t0) {
+// A column, of which the lane has the scores of positions t0 + 16·half + 8·h + lane / 4, at
+// [half][n][e + 2·h]: they become weights. Its m and l go on; returns alpha. ALL: all of those
+// positions are live.
+template <bool ALL>
+__device__ float soften(float (&scores)[HALVES][CT][4], int n, int e, column *of, int t0) {
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP, t = t0 + lane / 4;
   const column c = *of;
-  const auto live = [&](int half, int h) { return ALL || is_live(c.live, t + half * RM_MMA_K + h * 8, 1); };
-  float next = c.m;  // by fmaxf: a score that is no number is not greater either, and no sign of a zero is seen behind an exp
+  const auto live = [&](int half, int h) {
+    return ALL || is_live(c.live, t + half * RM_MMA_K + h * 8, 1);
+  };
+  float next =
+      // by fmaxf: a score that is no number is not greater either, and no sign of a zero is seen
+      // behind an exp
+      c.m;
 #pragma unroll
   for (int h = 0; h < 2; h++)
 #pragma unroll
     for (int half = 0; half < HALVES; half++)
       if (live(half, h)) next = fmaxf(scores[half][n][e + 2 * h], next);
-  for (int step = RM_WARP / 2; step >= 4; step /= 2) next = fmaxf(__shfl_xor_sync(RM_ALL_LANES, next, step), next);
-  float sums[2];  // p_j + p_{j+16}
+  for (int step = RM_WARP / 2; step >= 4; step /= 2)
+    next = fmaxf(__shfl_xor_sync(RM_ALL_LANES, next, step), next);
+  float sums[2]; // p_j + p_{j+16}
 #pragma unroll
   for (int h = 0; h < 2; h++) {
 #pragma unroll
@@ -211,25 +248,31 @@ template <bool ALL> __device__ float soften(float (&scores)[HALVES][CT][4], int 
     sums[h] = scores[0][n][e + 2 * h] + scores[1][n][e + 2 * h];
   }
   float sum = sums[0] + sums[1];
-  for (int step = RM_WARP / 2; step >= 4; step /= 2) sum = sum + __shfl_xor_sync(RM_ALL_LANES, sum, step);
-  __syncwarp();  // eight lanes have read m and l
-  if (!ALL && !is_live(c.live, t0, KEYS)) return 1.0f;  // the state stays as it was
-  const float alpha = rm_exp_not_above_0(rm_bits(c.m) == rm_bits(RM_LOWEST) ? RM_LOWEST : c.m - next);
+  for (int step = RM_WARP / 2; step >= 4; step /= 2)
+    sum = sum + __shfl_xor_sync(RM_ALL_LANES, sum, step);
+  __syncwarp(); // eight lanes have read m and l
+  if (!ALL && !is_live(c.live, t0, KEYS)) return 1.0f; // the state stays as it was
+  const float alpha =
+      rm_exp_not_above_0(rm_bits(c.m) == rm_bits(RM_LOWEST) ? RM_LOWEST : c.m - next);
   if (lane / 4 == 0) of->m = next, of->l = fmaf(c.l, alpha, sum);
   return alpha;
 }
 
 // Of the warp's columns: A[d] times alpha, and P as B of Vᵀ·P.
 template <bool ALL, int DT>
-__device__ void soften_all(float (&acc)[DT][CT][4], uint2 (&p)[HALVES][CT], float (&scores)[HALVES][CT][4], const block &b, int t0) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, warp = static_cast<int>(threadIdx.x) / RM_WARP;
+__device__ void soften_all(float (&acc)[DT][CT][4], uint2 (&p)[HALVES][CT],
+                           float (&scores)[HALVES][CT][4], const block &b, int t0) {
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP,
+            warp = static_cast<int>(threadIdx.x) / RM_WARP;
 #pragma unroll
   for (int n = 0; n < CT; n++) {
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      const float alpha = soften<ALL>(scores, n, e, b.columns + warp * WARP_COLS + n * 8 + lane % 4 * 2 + e, t0);
+      const float alpha =
+          soften<ALL>(scores, n, e, b.columns + warp * WARP_COLS + n * 8 + lane % 4 * 2 + e, t0);
 #pragma unroll
-      for (int i = 0; i < DT; i++) acc[i][n][e] = acc[i][n][e] * alpha, acc[i][n][e + 2] = acc[i][n][e + 2] * alpha;
+      for (int i = 0; i < DT; i++)
+        acc[i][n][e] = acc[i][n][e] * alpha, acc[i][n][e + 2] = acc[i][n][e + 2] * alpha;
     }
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
@@ -241,8 +284,10 @@ __device__ void soften_all(float (&acc)[DT][CT][4], uint2 (&p)[HALVES][CT], floa
 
 // The 32 positions of a stage.
 template <class S>
-__device__ void add_positions(float (&acc)[S::DT][CT][4], const block &b, const char *stage, const rm_attention_args &a, int t0) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, warp = static_cast<int>(threadIdx.x) / RM_WARP;
+__device__ void add_positions(float (&acc)[S::DT][CT][4], const block &b, const char *stage,
+                              const rm_attention_args &a, int t0) {
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP,
+            warp = static_cast<int>(threadIdx.x) / RM_WARP;
   float scores[HALVES][CT][4] = {};
   make_scores<S>(scores, b, stage, a.head_dim, a.scale);
   uint2 p[HALVES][CT];
@@ -250,14 +295,17 @@ __device__ void add_positions(float (&acc)[S::DT][CT][4], const block &b, const 
   if (whole.first <= t0 && whole.last >= t0 + KEYS - 1) soften_all<true>(acc, p, scores, b, t0);
   else soften_all<false>(acc, p, scores, b, t0);
   const span live = b.rows->live[warp];
-  const uint4 *values = reinterpret_cast<const uint4 *>(stage) + HALVES * S::steps(a.head_dim) * RM_WARP + lane;
+  const uint4 *values =
+      reinterpret_cast<const uint4 *>(stage) + HALVES * S::steps(a.head_dim) * RM_WARP + lane;
 #pragma unroll
   for (int i = 0; i < S::DT; i++) {
-    __syncwarp();  // so that none is begun before its time: no register is left for it
+    __syncwarp(); // so that none is begun before its time: no register is left for it
     float sums[CT][4] = {};
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
-      const uint4 v = is_live(live, t0 + half * RM_MMA_K, RM_MMA_K) ? values[(half * S::DT + i) * RM_WARP] : uint4{0, 0, 0, 0};
+      const uint4 v = is_live(live, t0 + half * RM_MMA_K, RM_MMA_K)
+                          ? values[(half * S::DT + i) * RM_WARP]
+                          : uint4{0, 0, 0, 0};
 #pragma unroll
       for (int n = 0; n < CT; n++) rm_mma16(sums[n], v, p[half][n]);
     }
@@ -270,15 +318,18 @@ __device__ void add_positions(float (&acc)[S::DT][CT][4], const block &b, const 
 
 // What becomes of a column at the end of a segment.
 struct joined {
-  float old, add, l;  // the sums before and those of the segment times these; what a row is divided by
-  int place;          // of the column; −1: nothing of it was live
+  float old, add,
+      l; // the sums before and those of the segment times these; what a row is divided by
+  int place; // of the column; −1: nothing of it was live
   bool is_first, is_last;
 };
 
 // By the lane of the column; m and l of what is not made yet go to the workspace.
-__device__ joined join(const block &b, int at, const rm_attention_args &a, float *states, int64_t place0, int segment) {
+__device__ joined join(const block &b, int at, const rm_attention_args &a, float *states,
+                       int64_t place0, int segment) {
   const column c = b.columns[at];
-  joined of = {0.0f, 1.0f, c.l, -1, segment == c.live.first / SEGMENT, segment == c.live.last / SEGMENT};
+  joined of = {
+      0.0f, 1.0f, c.l, -1, segment == c.live.first / SEGMENT, segment == c.live.last / SEGMENT};
   if (!is_live(c.live, segment * SEGMENT, SEGMENT)) return of;
   of.place = b.places[at];
   float *state = states + (of.place - place0) * rm_state_floats(a.head_dim) + a.head_dim, m = c.m;
@@ -291,12 +342,15 @@ __device__ joined join(const block &b, int at, const rm_attention_args &a, float
   return of;
 }
 
-// The states of a segment join those of the segments before, in the workspace; with its last one a column's row is made. Sums go through
-// shared memory, 64 of 8 columns at a time, so that neighbouring lanes have neighbouring sums.
+// The states of a segment join those of the segments before, in the workspace; with its last one a
+// column's row is made. Sums go through shared memory, 64 of 8 columns at a time, so that
+// neighbouring lanes have neighbouring sums.
 template <class S>
-__device__ void end_segment(const float (&acc)[S::DT][CT][4], const block &b, const rm_attention_args &a, const tiles &t, float *states,
+__device__ void end_segment(const float (&acc)[S::DT][CT][4], const block &b,
+                            const rm_attention_args &a, const tiles &t, float *states,
                             int segment) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, warp = static_cast<int>(threadIdx.x) / RM_WARP;
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP,
+            warp = static_cast<int>(threadIdx.x) / RM_WARP;
   const int64_t place0 = t.tile0 * t.rows_each * a.n_heads;
   float *mine = b.put + warp * PUT_WORDS;
   const joined of_lane = join(b, static_cast<int>(threadIdx.x), a, states, place0, segment);
@@ -307,27 +361,35 @@ __device__ void end_segment(const float (&acc)[S::DT][CT][4], const block &b, co
 #pragma unroll
       for (int i = 0; i < PUT_TILES; i++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) mine[(lane % 4 * 2 + j % 2) * PUT_PITCH + i * RM_MMA_ROWS + lane / 4 + j / 2 * 8] = acc[i0 + i][n][j];
+        for (int j = 0; j < 4; j++)
+          mine[(lane % 4 * 2 + j % 2) * PUT_PITCH + i * RM_MMA_ROWS + lane / 4 + j / 2 * 8] =
+              acc[i0 + i][n][j];
       __syncwarp();
 #pragma unroll 1
       for (int turn = 0; turn < RM_MMA_COLS * PUT_TILES * RM_MMA_ROWS / RM_WARP; turn++) {
         const int at = turn / 2, in = turn % 2 * RM_WARP + lane, from = n * RM_MMA_COLS + at;
-        const float old = __shfl_sync(RM_ALL_LANES, of_lane.old, from), add = __shfl_sync(RM_ALL_LANES, of_lane.add, from),
+        const float old = __shfl_sync(RM_ALL_LANES, of_lane.old, from),
+                    add = __shfl_sync(RM_ALL_LANES, of_lane.add, from),
                     l = __shfl_sync(RM_ALL_LANES, of_lane.l, from);
-        const int64_t place = __shfl_sync(RM_ALL_LANES, of_lane.place, from), d = (t.d_tile0 + i0) * RM_MMA_ROWS + in;
-        const bool is_first = __shfl_sync(RM_ALL_LANES, of_lane.is_first, from), is_last = __shfl_sync(RM_ALL_LANES, of_lane.is_last, from);
+        const int64_t place = __shfl_sync(RM_ALL_LANES, of_lane.place, from),
+                      d = (t.d_tile0 + i0) * RM_MMA_ROWS + in;
+        const bool is_first = __shfl_sync(RM_ALL_LANES, of_lane.is_first, from),
+                   is_last = __shfl_sync(RM_ALL_LANES, of_lane.is_last, from);
         if (place < 0 || d >= a.head_dim) continue;
-        float *state = states + (place - place0) * rm_state_floats(a.head_dim), sum = mine[at * PUT_PITCH + in];
+        float *state = states + (place - place0) * rm_state_floats(a.head_dim),
+              sum = mine[at * PUT_PITCH + in];
         if (!is_first) sum = fmaf(state[d], old, sum * add);
         if (is_last) rm_put(RM_BF16, a.out, place * a.head_dim + d, sum / l);
         else state[d] = sum;
       }
-      __syncwarp();  // before the next sums
+      __syncwarp(); // before the next sums
     }
 }
 
 // Rows of the tile from `from` on, as far as they are of one sequence.
-template <class S> __device__ void make_rows(const block &b, const rm_attention_args &a, const tiles &t, float *states, int from) {
+template <class S>
+__device__ void make_rows(const block &b, const rm_attention_args &a, const tiles &t, float *states,
+                          int from) {
   int to = from + 1;
   while (to < t.rows_each && b.seqs[to] == b.seqs[from]) to++;
   const rm_attn_work w = b.rows->w;
@@ -354,43 +416,51 @@ template <class S> __device__ void make_rows(const block &b, const rm_attention_
   rm_copies_commit();
   for (int t0 = all.first / KEYS * KEYS; t0 <= b.rows->all.last; t0 += KEYS) {
     rm_copies_wait<0>();
-    __syncthreads();  // everybody's copies are there, and the other stage was read by all
+    __syncthreads(); // everybody's copies are there, and the other stage was read by all
     const bool is_end = t0 + KEYS > b.rows->all.last;
     if (!is_end) fill<S>(stage(t0 + KEYS), a, *b.rows, t0 + KEYS, t.d_tile0);
     rm_copies_commit();
     if (is_live(b.rows->live[warp], t0, KEYS)) add_positions<S>(acc, b, stage(t0), a, t0);
     if ((t0 + KEYS) % SEGMENT != 0 && !is_end) continue;
-    __syncwarp();  // m and l have been written
+    __syncwarp(); // m and l have been written
     end_segment<S>(acc, b, a, t, states, t0 / SEGMENT);
     begin_segment(acc, b);
   }
-  rm_copies_wait<0>();  // of nothing, but a block ends with none open
-  __syncthreads();      // before the next rows' columns and stages
+  rm_copies_wait<0>(); // of nothing, but a block ends with none open
+  __syncthreads(); // before the next rows' columns and stages
 }
 
-template <class S> __global__ void __launch_bounds__(THREADS, 2) tile_kernel(rm_attention_args a, tiles t, float *states) {
+template <class S>
+__global__ void __launch_bounds__(THREADS, 2)
+    tile_kernel(rm_attention_args a, tiles t, float *states) {
   RM_SHARED(shared);
-  const int64_t tile = t.tile0 + (gridDim.x - 1 - blockIdx.x), row0 = tile * t.rows_each;  // the last has the most to do and begins first
-  if (t.by_rows[tile]) return;  // all of the block, here and below
-  const rm_attn_work w = rm_attn_work_of(a, row0, rm_min64(row0 + t.rows_each, a.rows), t.heads, t.head_tiles, blockIdx.y);
+  const int64_t tile = t.tile0 + (gridDim.x - 1 - blockIdx.x),
+                row0 = tile * t.rows_each; // the last has the most to do and begins first
+  if (t.by_rows[tile]) return; // all of the block, here and below
+  const rm_attn_work w = rm_attn_work_of(a, row0, rm_min64(row0 + t.rows_each, a.rows), t.heads,
+                                         t.head_tiles, blockIdx.y);
   if (w.head0 >= w.head_end) return;
   const block b = block_in<S>(shared, a.head_dim);
   load_queries<S>(b, a, w);
   if (threadIdx.x == 0) b.rows->w = w;
   __syncthreads();
-  for (int from = 0; from < t.rows_each && b.seqs[from] >= 0; from = b.rows->to) make_rows<S>(b, a, t, states, from);
+  for (int from = 0; from < t.rows_each && b.seqs[from] >= 0; from = b.rows->to)
+    make_rows<S>(b, a, t, states, from);
 }
 
 // One block: which tiles are not of one sequence, in order, as far as there is room on the list.
 __global__ void __launch_bounds__(LIST_THREADS)
-    list_kernel(rm_attention_args a, int32_t *list, int32_t *by_rows, int64_t n_tiles, int64_t rows_each, int room) {
+    list_kernel(rm_attention_args a, int32_t *list, int32_t *by_rows, int64_t n_tiles,
+                int64_t rows_each, int room) {
   RM_SHARED(shared);
   int *counts = reinterpret_cast<int *>(shared), taken = 0;
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % RM_WARP, warp = thread / RM_WARP;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % RM_WARP,
+            warp = thread / RM_WARP;
   for (int64_t tile0 = 0; tile0 < n_tiles; tile0 += LIST_THREADS) {
     const int64_t tile = tile0 + thread, end = rm_min64((tile + 1) * rows_each, a.rows);
     bool is_mixed = false;
-    for (int64_t row = tile * rows_each + 1; row < end; row++) is_mixed |= a.seq_of_row[row] != a.seq_of_row[row - 1];
+    for (int64_t row = tile * rows_each + 1; row < end; row++)
+      is_mixed |= a.seq_of_row[row] != a.seq_of_row[row - 1];
     const unsigned mixed = __ballot_sync(RM_ALL_LANES, is_mixed);
     if (lane == 0) counts[warp] = __popc(mixed);
     __syncthreads();
@@ -402,43 +472,51 @@ __global__ void __launch_bounds__(LIST_THREADS)
     const bool listed = is_mixed && place < room;
     if (listed) list[1 + place] = static_cast<int32_t>(tile);
     if (tile < n_tiles) by_rows[tile] = listed;
-    __syncthreads();  // counts have been read
+    __syncthreads(); // counts have been read
   }
   if (thread == 0) list[0] = taken < room ? taken : room;
 }
 
-template <class S> void launch(const rm_ctx *ctx, const rm_attention_args *a, tiles t, int64_t n_tiles, float *states) {
-  const dim3 grid(static_cast<unsigned>(n_tiles), static_cast<unsigned>(a->n_kv_heads * t.head_tiles));
+template <class S>
+void launch(const rm_ctx *ctx, const rm_attention_args *a, tiles t, int64_t n_tiles,
+            float *states) {
+  const dim3 grid(static_cast<unsigned>(n_tiles),
+                  static_cast<unsigned>(a->n_kv_heads * t.head_tiles));
   const size_t shared = static_cast<size_t>(S::shared_bytes(a->head_dim));
   rm_allow_shared(tile_kernel<S>, shared);
   for (; t.d_tile0 < rm_mma_tile_rows(a->head_dim); t.d_tile0 += S::DT)
     RM_LAUNCH((tile_kernel<S>), grid, dim3(THREADS), shared, ctx->stream, *a, t, states);
 }
 
-}  // namespace
+} // namespace
 
 // The workspace: the list, which tiles are on it, and a state for each column of a pass's rows.
-bool rm_cuda_attention_mma_tiles(const rm_ctx *ctx, const rm_attention_args *a, rm_attn_left *left) {
-  if (a->rows <= a->n_seqs || a->n_heads <= 0) return false;  // decode
+bool rm_cuda_attention_mma_tiles(const rm_ctx *ctx, const rm_attention_args *a,
+                                 rm_attn_left *left) {
+  if (a->rows <= a->n_seqs || a->n_heads <= 0) return false; // decode
   const int64_t group = rm_query_group(a->group, a->n_heads, a->n_kv_heads);
   tiles t = {};
   t.heads = static_cast<int>(rm_min64(group, COLS));
   t.head_tiles = static_cast<int>((group + t.heads - 1) / t.heads);
   t.rows_each = COLS / t.heads;
   const bool is_128 = rm_mma_steps(a->head_dim) == shape_128::steps(a->head_dim);
-  const int shared = is_128 ? shape_128::shared_bytes(a->head_dim) : shape_any::shared_bytes(a->head_dim);
+  const int shared =
+      is_128 ? shape_128::shared_bytes(a->head_dim) : shape_any::shared_bytes(a->head_dim);
   const int64_t n_tiles = (a->rows + t.rows_each - 1) / t.rows_each;
-  const size_t used = static_cast<size_t>(rm_round_up((1 + 2 * n_tiles) * static_cast<int64_t>(sizeof(int32_t)), 256));
+  const size_t used = static_cast<size_t>(
+      rm_round_up((1 + 2 * n_tiles) * static_cast<int64_t>(sizeof(int32_t)), 256));
   if (t.rows_each < 2 || shared > MAX_SHARED || used > ctx->workspace_bytes) return false;
-  const size_t of_tile = static_cast<size_t>(t.rows_each * a->n_heads * rm_state_floats(a->head_dim)) * sizeof(float);
+  const size_t of_tile =
+      static_cast<size_t>(t.rows_each * a->n_heads * rm_state_floats(a->head_dim)) * sizeof(float);
   const int64_t fit = static_cast<int64_t>((ctx->workspace_bytes - used) / of_tile);
   const int64_t at_once = a->max_pages * a->page_size > RM_ATTN_SEGMENT ? fit : n_tiles;
   if (at_once < 1) return false;
   int32_t *list = static_cast<int32_t *>(ctx->workspace), *by_rows = list + 1 + n_tiles;
   float *states = reinterpret_cast<float *>(static_cast<char *>(ctx->workspace) + used);
   const int64_t room = rm_min64(n_tiles, (MOST_BY_ROWS + t.rows_each - 1) / t.rows_each);
-  RM_LAUNCH(list_kernel, dim3(1), dim3(LIST_THREADS), LIST_THREADS / RM_WARP * sizeof(int), ctx->stream, *a, list, by_rows, n_tiles,
-            static_cast<int64_t>(t.rows_each), static_cast<int>(room));
+  RM_LAUNCH(list_kernel, dim3(1), dim3(LIST_THREADS), LIST_THREADS / RM_WARP * sizeof(int),
+            ctx->stream, *a, list, by_rows, n_tiles, static_cast<int64_t>(t.rows_each),
+            static_cast<int>(room));
   t.by_rows = by_rows;
   for (; t.tile0 < n_tiles; t.tile0 += at_once) {
     const int64_t now = rm_min64(at_once, n_tiles - t.tile0);

@@ -1,24 +1,30 @@
-// copy.cu: runs of bytes from one pitch to another, and runs of zeros. cudaMemcpy2DAsync refuses a pitch beyond a limit of the device
-// and rows that lie closer than they are wide, so this is a kernel; what is one run in truth goes to the runtime's own copy. A word is
-// as long as addresses, pitches and width allow; threads are laid over a run in a power of two that covers it, the rest of a block
-// over the runs below.
+// copy.cu: runs of bytes from one pitch to another, and runs of zeros. cudaMemcpy2DAsync refuses a
+// pitch beyond a limit of the device and rows that lie closer than they are wide, so this is a
+// kernel; what is one run in truth goes to the runtime's own copy. A word is as long as addresses,
+// pitches and width allow; threads are laid over a run in a power of two that covers it, the rest
+// of a block over the runs below.
 #include "device.cuh"
 
 namespace {
 
-constexpr unsigned LOG_THREADS = 7, THREADS = 1u << LOG_THREADS, MAX_ACROSS = 2048, MAX_DOWN = 65535;
+constexpr unsigned LOG_THREADS = 7, THREADS = 1u << LOG_THREADS, MAX_ACROSS = 2048,
+                   MAX_DOWN = 65535;
 
 struct runs {
   char *to;
-  const char *from;  // NULL: zeros
+  const char *from; // NULL: zeros
   size_t to_pitch, from_pitch, width, rows;
 };
 
-template <class WORD> __global__ void __launch_bounds__(THREADS) copy_kernel(runs r, unsigned log_across) {
-  const size_t words = r.width / sizeof(WORD), across = static_cast<size_t>(gridDim.x) << log_across;
+template <class WORD>
+__global__ void __launch_bounds__(THREADS) copy_kernel(runs r, unsigned log_across) {
+  const size_t words = r.width / sizeof(WORD), across = static_cast<size_t>(gridDim.x)
+                                                        << log_across;
   const unsigned log_down = LOG_THREADS - log_across, lane = threadIdx.x & ((1u << log_across) - 1);
-  const size_t first = static_cast<size_t>(blockIdx.x) << log_across | lane, down = static_cast<size_t>(gridDim.y) << log_down;
-  for (size_t row = static_cast<size_t>(blockIdx.y) << log_down | threadIdx.x >> log_across; row < r.rows; row += down) {
+  const size_t first = static_cast<size_t>(blockIdx.x) << log_across | lane,
+               down = static_cast<size_t>(gridDim.y) << log_down;
+  for (size_t row = static_cast<size_t>(blockIdx.y) << log_down | threadIdx.x >> log_across;
+       row < r.rows; row += down) {
     WORD *to = reinterpret_cast<WORD *>(r.to + row * r.to_pitch);
     const WORD *from = reinterpret_cast<const WORD *>(r.from + row * r.from_pitch);
 #pragma unroll 4
@@ -30,18 +36,23 @@ template <class WORD> void launch(void *stream, const runs &r) {
   const size_t words = r.width / sizeof(WORD);
   unsigned log_across = 0;
   while (log_across < LOG_THREADS && (size_t{1} << log_across) < words) log_across++;
-  const size_t x = (words + (size_t{1} << log_across) - 1) >> log_across, each = THREADS >> log_across, y = (r.rows + each - 1) / each;
-  const dim3 grid(static_cast<unsigned>(x < MAX_ACROSS ? x : MAX_ACROSS), static_cast<unsigned>(y < MAX_DOWN ? y : MAX_DOWN));
+  const size_t x = (words + (size_t{1} << log_across) - 1) >> log_across,
+               each = THREADS >> log_across, y = (r.rows + each - 1) / each;
+  const dim3 grid(static_cast<unsigned>(x < MAX_ACROSS ? x : MAX_ACROSS),
+                  static_cast<unsigned>(y < MAX_DOWN ? y : MAX_DOWN));
   RM_LAUNCH(copy_kernel<WORD>, grid, dim3(THREADS), 0, stream, r, log_across);
 }
 
-}  // namespace
+} // namespace
 
-void rm_cuda_copy(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows) {
+void rm_cuda_copy(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                  size_t width, size_t rows) {
   if (!width || !rows) return;
-  const runs r = {static_cast<char *>(to), static_cast<const char *>(from), to_pitch, from_pitch, width, rows};
+  const runs r = {
+      static_cast<char *>(to), static_cast<const char *>(from), to_pitch, from_pitch, width, rows};
   const size_t pitches = rows > 1 ? to_pitch | (from ? from_pitch : 0) : 0;
-  const size_t odd = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | pitches | width;
+  const size_t odd =
+      reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | pitches | width;
   if (odd % sizeof(uint4) == 0) launch<uint4>(stream, r);
   else if (odd % sizeof(uint32_t) == 0) launch<uint32_t>(stream, r);
   else if (odd % sizeof(uint16_t) == 0) launch<uint16_t>(stream, r);

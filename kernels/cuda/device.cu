@@ -1,9 +1,10 @@
 // device.cu: an rm_device over the CUDA runtime, and functions of rm_cuda.h.
 //
-// It has its own stream (cudaStreamNonBlocking) and uses the device's primary context, which it shares with every other runtime of the
-// process. A failed call kills the device unless it only lacked memory: work that could not be enqueued is missing from the queue, and
-// after a kernel's fault the context is unusable anyway. Launches report to the thread's last error, which each call with a status checks
-// first.
+// It has its own stream (cudaStreamNonBlocking) and uses the device's primary context, which it
+// shares with every other runtime of the process. A failed call kills the device unless it only
+// lacked memory: work that could not be enqueued is missing from the queue, and after a kernel's
+// fault the context is unusable anyway. Launches report to the thread's last error, which each call
+// with a status checks first.
 #include "rm_cuda.h"
 
 #include <cstdio>
@@ -15,51 +16,59 @@ namespace {
 
 constexpr int MAX_PEERS = 64;
 constexpr size_t MAX_PITCH = 0x7fffffff;
-constexpr uintptr_t FIRST_HANDLE = 3, FIRST_ADDRESS = 4096;  // below are numbers of default streams, and no pages
+constexpr uintptr_t FIRST_HANDLE = 3,
+                    FIRST_ADDRESS = 4096; // below are numbers of default streams, and no pages
 
 struct cuda_device {
   int ordinal;
-  unsigned long long peers_asked;  // a bit for each
+  unsigned long long peers_asked; // a bit for each
   bool dead, is_capturing;
   cudaStream_t stream;
   cudaEvent_t events[RM_DEVICE_EVENTS];
   bool is_recorded[RM_DEVICE_EVENTS];
-  cudaEvent_t order;  // of follow and lead: a wait for it means what it was recorded for when the wait was enqueued
+  cudaEvent_t
+      // of follow and lead: a wait for it means what it was recorded for when the wait was enqueued
+      order;
   char name[24], isa[16], family[24], message[200];
   rm_kernels kernels;
 };
 
 cuda_device *of(void *self) { return static_cast<cuda_device *>(self); }
 
-// ------------------------------------------------------------------------------------------------ errors
+// ----------------------------------------------------------------------------------------- errors
 rm_device_status die(cuda_device *d, cudaError_t error, const char *call) {
-  cudaGetLastError();  // clears the failed call's error
+  cudaGetLastError(); // clears the failed call's error
   if (!d->dead) snprintf(d->message, sizeof d->message, "%s: %s", call, cudaGetErrorString(error));
   d->dead = true;
   return RM_DEVICE_FAULT;
 }
 
-// Another thread that synchronizes the device (torch.cuda.synchronize) invalidates this thread's capture, in any capture mode. Later calls
-// of the capture fail, and only the capture is lost.
-bool is_invalidated(const cuda_device *d, cudaError_t error) { return d->is_capturing && error == cudaErrorStreamCaptureInvalidated; }
+// Another thread that synchronizes the device (torch.cuda.synchronize) invalidates this thread's
+// capture, in any capture mode. Later calls of the capture fail, and only the capture is lost.
+bool is_invalidated(const cuda_device *d, cudaError_t error) {
+  return d->is_capturing && error == cudaErrorStreamCaptureInvalidated;
+}
 
 // While the thread captures another stream, allocations fail, without harm to this device.
 bool is_anothers_capture(const cuda_device *d, cudaError_t error) {
   cudaStreamCaptureStatus own = cudaStreamCaptureStatusNone;
   if (error != cudaErrorStreamCaptureUnsupported) return false;
-  return cudaStreamIsCapturing(d->stream, &own) == cudaSuccess && own == cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(d->stream, &own) == cudaSuccess &&
+         own == cudaStreamCaptureStatusNone;
 }
 
 rm_device_status lacks(cuda_device *d, cudaError_t error, const char *call, size_t bytes) {
   char what[80];
   snprintf(what, sizeof what, "%s of %zu bytes", call, bytes);
-  if (error != cudaErrorMemoryAllocation && !is_anothers_capture(d, error)) return die(d, error, what);
+  if (error != cudaErrorMemoryAllocation && !is_anothers_capture(d, error))
+    return die(d, error, what);
   cudaGetLastError();
   snprintf(d->message, sizeof d->message, "%s: %s", what, cudaGetErrorString(error));
   return RM_DEVICE_NO_MEMORY;
 }
 
-// Called before every runtime call, so that a failed launch of an op is not reported by another call.
+// Called before every runtime call, so that a failed launch of an op is not reported by another
+// call.
 bool is_alive(cuda_device *d) {
   if (d->dead) return false;
   const cudaError_t error = cudaGetLastError();
@@ -74,13 +83,14 @@ rm_device_status done(cuda_device *d, cudaError_t error, const char *call) {
   return RM_DEVICE_OK;
 }
 
-// Called before memory or graphs that the queue may use are freed; also a dead device may still be running.
+// Called before memory or graphs that the queue may use are freed; also a dead device may still be
+// running.
 void finish(cuda_device *d) {
   is_alive(d);
   done(d, cudaStreamSynchronize(d->stream), "cudaStreamSynchronize");
 }
 
-// ------------------------------------------------------------------------------------------------ memory
+// ----------------------------------------------------------------------------------------- memory
 rm_device_status alloc_memory(void *self, size_t bytes, void **out) {
   cuda_device *d = of(self);
   *out = nullptr;
@@ -122,109 +132,132 @@ size_t available(void *self) {
   cuda_device *d = of(self);
   if (!is_alive(d)) return 0;
   size_t free_bytes = 0, all_bytes = 0;
-  return done(d, cudaMemGetInfo(&free_bytes, &all_bytes), "cudaMemGetInfo") == RM_DEVICE_OK ? free_bytes : 0;
+  return done(d, cudaMemGetInfo(&free_bytes, &all_bytes), "cudaMemGetInfo") == RM_DEVICE_OK
+             ? free_bytes
+             : 0;
 }
 
 int ordinal_of(void *, const void *address) {
   cudaPointerAttributes found;
   const bool known = cudaPointerGetAttributes(&found, address) == cudaSuccess;
   if (!known) cudaGetLastError();
-  return known && (found.type == cudaMemoryTypeDevice || found.type == cudaMemoryTypeManaged) ? found.device : -1;
+  return known && (found.type == cudaMemoryTypeDevice || found.type == cudaMemoryTypeManaged)
+             ? found.device
+             : -1;
 }
 
-// ------------------------------------------------------------------------------------------------ the queue
+// -------------------------------------------------------------------------------------- the queue
 void copy_to_device(void *self, void *to, const void *from_host, size_t bytes) {
   cuda_device *d = of(self);
   if (bytes && is_alive(d))
-    done(d, cudaMemcpyAsync(to, from_host, bytes, cudaMemcpyHostToDevice, d->stream), "cudaMemcpyAsync to the device");
+    done(d, cudaMemcpyAsync(to, from_host, bytes, cudaMemcpyHostToDevice, d->stream),
+         "cudaMemcpyAsync to the device");
 }
 
 void copy_to_host(void *self, void *to_host, const void *from, size_t bytes) {
   cuda_device *d = of(self);
   if (bytes && is_alive(d))
-    done(d, cudaMemcpyAsync(to_host, from, bytes, cudaMemcpyDeviceToHost, d->stream), "cudaMemcpyAsync to the host");
+    done(d, cudaMemcpyAsync(to_host, from, bytes, cudaMemcpyDeviceToHost, d->stream),
+         "cudaMemcpyAsync to the host");
 }
 
 // Enables peer access once for each device that is read; without it copies go through the host.
 void reach_peer(cuda_device *d, int ordinal) {
-  if (ordinal == d->ordinal || ordinal < 0 || ordinal >= MAX_PEERS || d->peers_asked >> ordinal & 1) return;
+  if (ordinal == d->ordinal || ordinal < 0 || ordinal >= MAX_PEERS || d->peers_asked >> ordinal & 1)
+    return;
   int can = 0;
   d->peers_asked |= 1ull << ordinal;
-  if (cudaDeviceCanAccessPeer(&can, d->ordinal, ordinal) == cudaSuccess && can) cudaDeviceEnablePeerAccess(ordinal, 0);
-  cudaGetLastError();  // an error if peer access was enabled before by this process
+  if (cudaDeviceCanAccessPeer(&can, d->ordinal, ordinal) == cudaSuccess && can)
+    cudaDeviceEnablePeerAccess(ordinal, 0);
+  cudaGetLastError(); // an error if peer access was enabled before by this process
 }
 
-// CUDA's pitched copies refuse a pitch that is negative, shorter than a row, or longer than MAX_PITCH.
+// CUDA's pitched copies refuse a pitch that is negative, shorter than a row, or longer than
+// MAX_PITCH.
 bool is_pitch(size_t pitch, size_t width) { return pitch >= width && pitch <= MAX_PITCH; }
 
-void copy_2d_from_peer(void *self, void *to, size_t to_pitch, const void *from, int ordinal, size_t from_pitch, size_t width, size_t rows) {
+void copy_2d_from_peer(void *self, void *to, size_t to_pitch, const void *from, int ordinal,
+                       size_t from_pitch, size_t width, size_t rows) {
   cuda_device *d = of(self);
   if (!width || !rows || !is_alive(d)) return;
   if (rows > 1 && !(is_pitch(to_pitch, width) && is_pitch(from_pitch, width))) {
     for (size_t r = 0; r < rows; r++)
       copy_2d_from_peer(self, static_cast<char *>(to) + static_cast<ptrdiff_t>(r * to_pitch), 0,
-                        static_cast<const char *>(from) + static_cast<ptrdiff_t>(r * from_pitch), ordinal, 0, width, 1);
+                        static_cast<const char *>(from) + static_cast<ptrdiff_t>(r * from_pitch),
+                        ordinal, 0, width, 1);
     return;
   }
   reach_peer(d, ordinal);
   if (rows == 1 || (to_pitch == width && from_pitch == width)) {
-    done(d, cudaMemcpyPeerAsync(to, d->ordinal, from, ordinal, width * rows, d->stream), "cudaMemcpyPeerAsync");
+    done(d, cudaMemcpyPeerAsync(to, d->ordinal, from, ordinal, width * rows, d->stream),
+         "cudaMemcpyPeerAsync");
     return;
   }
   cudaMemcpy3DPeerParms run = {};
   run.dstDevice = d->ordinal, run.dstPtr = make_cudaPitchedPtr(to, to_pitch, width, rows);
-  run.srcDevice = ordinal, run.srcPtr = make_cudaPitchedPtr(const_cast<void *>(from), from_pitch, width, rows);
+  run.srcDevice = ordinal,
+  run.srcPtr = make_cudaPitchedPtr(const_cast<void *>(from), from_pitch, width, rows);
   run.extent = make_cudaExtent(width, rows, 1);
   done(d, cudaMemcpy3DPeerAsync(&run, d->stream), "cudaMemcpy3DPeerAsync");
 }
 
-void copy_2d(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows) {
+void copy_2d(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+             size_t width, size_t rows) {
   cuda_device *d = of(self);
   if (!width || !rows || !is_alive(d)) return;
   if (rows == 1 || (to_pitch == width && from_pitch == width))
-    done(d, cudaMemcpyAsync(to, from, width * rows, cudaMemcpyDeviceToDevice, d->stream), "cudaMemcpyAsync on the device");
+    done(d, cudaMemcpyAsync(to, from, width * rows, cudaMemcpyDeviceToDevice, d->stream),
+         "cudaMemcpyAsync on the device");
   else rm_cuda_copy(d->stream, to, to_pitch, from, from_pitch, width, rows);
 }
 
 void zero_2d(void *self, void *at, size_t pitch, size_t width, size_t rows) {
   cuda_device *d = of(self);
   if (!width || !rows || !is_alive(d)) return;
-  if (rows == 1 || pitch == width) done(d, cudaMemsetAsync(at, 0, width * rows, d->stream), "cudaMemsetAsync");
+  if (rows == 1 || pitch == width)
+    done(d, cudaMemsetAsync(at, 0, width * rows, d->stream), "cudaMemsetAsync");
   else rm_cuda_copy(d->stream, at, pitch, nullptr, 0, width, rows);
 }
 
 void record_event(void *self, int number) {
   cuda_device *d = of(self);
   if (!is_alive(d)) return;
-  d->is_recorded[number] = done(d, cudaEventRecord(d->events[number], d->stream), "cudaEventRecord") == RM_DEVICE_OK;
+  d->is_recorded[number] =
+      done(d, cudaEventRecord(d->events[number], d->stream), "cudaEventRecord") == RM_DEVICE_OK;
 }
 
 rm_device_status wait_event(void *self, int number) {
   cuda_device *d = of(self);
   if (!is_alive(d)) return RM_DEVICE_FAULT;
-  return d->is_recorded[number] ? done(d, cudaEventSynchronize(d->events[number]), "cudaEventSynchronize") : RM_DEVICE_OK;
+  return d->is_recorded[number]
+             ? done(d, cudaEventSynchronize(d->events[number]), "cudaEventSynchronize")
+             : RM_DEVICE_OK;
 }
 
 rm_device_status not_ready_is_busy(cuda_device *d, cudaError_t error, const char *call) {
   if (error != cudaErrorNotReady) return done(d, error, call);
-  cudaGetLastError();  // cudaErrorNotReady is kept as an error
+  cudaGetLastError(); // cudaErrorNotReady is kept as an error
   return RM_DEVICE_BUSY;
 }
 
 rm_device_status query_event(void *self, int number) {
   cuda_device *d = of(self);
   if (!is_alive(d)) return RM_DEVICE_FAULT;
-  return d->is_recorded[number] ? not_ready_is_busy(d, cudaEventQuery(d->events[number]), "cudaEventQuery") : RM_DEVICE_OK;
+  return d->is_recorded[number]
+             ? not_ready_is_busy(d, cudaEventQuery(d->events[number]), "cudaEventQuery")
+             : RM_DEVICE_OK;
 }
 
 rm_device_status wait(void *self) {
   cuda_device *d = of(self);
-  return is_alive(d) ? done(d, cudaStreamSynchronize(d->stream), "cudaStreamSynchronize") : RM_DEVICE_FAULT;
+  return is_alive(d) ? done(d, cudaStreamSynchronize(d->stream), "cudaStreamSynchronize")
+                     : RM_DEVICE_FAULT;
 }
 
 rm_device_status poll(void *self) {
   cuda_device *d = of(self);
-  return is_alive(d) ? not_ready_is_busy(d, cudaStreamQuery(d->stream), "cudaStreamQuery") : RM_DEVICE_FAULT;
+  return is_alive(d) ? not_ready_is_busy(d, cudaStreamQuery(d->stream), "cudaStreamQuery")
+                     : RM_DEVICE_FAULT;
 }
 
 void make_wait(cuda_device *d, cudaStream_t later, cudaStream_t earlier) {
@@ -232,11 +265,15 @@ void make_wait(cuda_device *d, cudaStream_t later, cudaStream_t earlier) {
     done(d, cudaStreamWaitEvent(later, d->order, 0), "cudaStreamWaitEvent");
 }
 
-void wait_stream(void *self, void *stream) { make_wait(of(self), of(self)->stream, static_cast<cudaStream_t>(stream)); }
-void make_stream_wait(void *self, void *stream) { make_wait(of(self), static_cast<cudaStream_t>(stream), of(self)->stream); }
+void wait_stream(void *self, void *stream) {
+  make_wait(of(self), of(self)->stream, static_cast<cudaStream_t>(stream));
+}
+void make_stream_wait(void *self, void *stream) {
+  make_wait(of(self), static_cast<cudaStream_t>(stream), of(self)->stream);
+}
 
-// CUDA dereferences stream handles, so small numbers are refused first. Waiting for a stream that is being captured would join our stream
-// to that capture and invalidate both.
+// CUDA dereferences stream handles, so small numbers are refused first. Waiting for a stream that
+// is being captured would join our stream to that capture and invalidate both.
 const char *check_stream(void *self, void *stream) {
   const cudaStream_t other = static_cast<cudaStream_t>(stream);
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
@@ -252,7 +289,7 @@ const char *check_stream(void *self, void *stream) {
                                                     : nullptr;
 }
 
-// ------------------------------------------------------------------------------------------------ graph capture
+// ---------------------------------------------------------------------------------- graph capture
 // Thread-local: another thread may allocate on another device, or this one, in the meantime.
 rm_device_status begin_capture(void *self) {
   cuda_device *d = of(self);
@@ -287,7 +324,8 @@ rm_device_status end_capture(void *self, void **out) {
   cudaGraphDestroy(graph);
   if (error == cudaErrorMemoryAllocation) return lacks(d, error, "cudaGraphInstantiate", 0);
   // Uploads now, so that the first launch allocates nothing.
-  if (error == cudaSuccess && (error = cudaGraphUpload(made, d->stream)) == cudaErrorMemoryAllocation) {
+  if (error == cudaSuccess &&
+      (error = cudaGraphUpload(made, d->stream)) == cudaErrorMemoryAllocation) {
     cudaGraphExecDestroy(made);
     return lacks(d, error, "cudaGraphUpload", 0);
   }
@@ -297,7 +335,8 @@ rm_device_status end_capture(void *self, void **out) {
 
 void replay(void *self, void *graph) {
   cuda_device *d = of(self);
-  if (is_alive(d)) done(d, cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), d->stream), "cudaGraphLaunch");
+  if (is_alive(d))
+    done(d, cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), d->stream), "cudaGraphLaunch");
 }
 
 void destroy_graph(void *self, void *graph) {
@@ -308,15 +347,18 @@ void destroy_graph(void *self, void *graph) {
   if (error != cudaSuccess) die(d, error, "cudaGraphExecDestroy");
 }
 
-// ------------------------------------------------------------------------------------------------ the thread's current device
-// Other runtimes of the process (torch's) use the thread's current context, so leave restores it. A thread without a context gets none
-// back: a context of ours would look like its choice of a device, and creating one on another device would cost some hundred MiB.
+// -------------------------------------------------------------------- the thread's current device
+// Other runtimes of the process (torch's) use the thread's current context, so leave restores it. A
+// thread without a context gets none back: a context of ours would look like its choice of a
+// device, and creating one on another device would cost some hundred MiB.
 constexpr int NO_CONTEXT = -2;
 
 template <class CALL> CALL driver(const char *name) {
   void *entry = nullptr;
   cudaDriverEntryPointQueryResult found;
-  if (cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found) != cudaSuccess) cudaGetLastError();
+  if (cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found) !=
+      cudaSuccess)
+    cudaGetLastError();
   return reinterpret_cast<CALL>(entry);
 }
 
@@ -334,8 +376,9 @@ void go_back(int ordinal, int saved) {
   else if (saved >= 0 && saved != ordinal) cudaSetDevice(saved);
 }
 
-// While another thread captures in "global" mode (torch.cuda.graph), a thread in that mode, which is the default, may not allocate or query
-// events; a call that does invalidates the capture. So a thread that has entered a device is in ThreadLocal mode.
+// While another thread captures in "global" mode (torch.cuda.graph), a thread in that mode, which
+// is the default, may not allocate or query events; a call that does invalidates the capture. So a
+// thread that has entered a device is in ThreadLocal mode.
 cudaStreamCaptureMode exchange(cudaStreamCaptureMode mode) {
   if (cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess) return mode;
   cudaGetLastError();
@@ -353,7 +396,7 @@ constexpr int MODES = 4;
 int enter(void *self) {
   cuda_device *d = of(self);
   const int saved = current();
-  cudaGetLastError();  // clears errors of other runtimes; a sticky error is reported again
+  cudaGetLastError(); // clears errors of other runtimes; a sticky error is reported again
   if (cudaSetDevice(d->ordinal) != cudaSuccess) is_alive(d);
   return saved * MODES + exchange(cudaStreamCaptureModeThreadLocal);
 }
@@ -361,12 +404,12 @@ int enter(void *self) {
 void leave(void *self, int saved) {
   cuda_device *d = of(self);
   const int mode = saved & (MODES - 1);
-  is_alive(d);  // so that an error of the last launch is kept here
+  is_alive(d); // so that an error of the last launch is kept here
   exchange(static_cast<cudaStreamCaptureMode>(mode));
   go_back(d->ordinal, (saved - mode) / MODES);
 }
 
-// ------------------------------------------------------------------------------------------------ opening
+// ---------------------------------------------------------------------------------------- opening
 const char *message(void *self) { return of(self)->message; }
 
 void close_device(void *self) {
@@ -379,7 +422,7 @@ void close_device(void *self) {
   delete d;
 }
 
-const rm_listed_kernel *listed;  // NULL before the first is listed
+const rm_listed_kernel *listed; // NULL before the first is listed
 
 // NULL, or the call that failed.
 const char *make(cuda_device *d, cudaError_t *error) {
@@ -387,11 +430,15 @@ const char *make(cuda_device *d, cudaError_t *error) {
   const thread_local_mode mode;
   cudaFuncAttributes attributes;
   for (const rm_listed_kernel *l = listed; l; l = l->next)
-    if ((*error = cudaFuncGetAttributes(&attributes, l->kernel)) != cudaSuccess) return "cudaFuncGetAttributes";
-  if ((*error = cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking)) != cudaSuccess) return "cudaStreamCreateWithFlags";
+    if ((*error = cudaFuncGetAttributes(&attributes, l->kernel)) != cudaSuccess)
+      return "cudaFuncGetAttributes";
+  if ((*error = cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking)) != cudaSuccess)
+    return "cudaStreamCreateWithFlags";
   for (cudaEvent_t &event : d->events)
-    if ((*error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming)) != cudaSuccess) return "cudaEventCreateWithFlags";
-  if ((*error = cudaEventCreateWithFlags(&d->order, cudaEventDisableTiming)) != cudaSuccess) return "cudaEventCreateWithFlags";
+    if ((*error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming)) != cudaSuccess)
+      return "cudaEventCreateWithFlags";
+  if ((*error = cudaEventCreateWithFlags(&d->order, cudaEventDisableTiming)) != cudaSuccess)
+    return "cudaEventCreateWithFlags";
   return nullptr;
 }
 
@@ -403,13 +450,17 @@ int architecture(int ordinal) {
 }
 
 // Writes to `why` why `call` failed.
-rm_device_opened explain(char *why, size_t room, const cuda_device *d, const char *call, cudaError_t error) {
+rm_device_opened explain(char *why, size_t room, const cuda_device *d, const char *call,
+                         cudaError_t error) {
   if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction) {
     snprintf(why, room, "%s: %s: %s", d->name, call, cudaGetErrorString(error));
     return error == cudaErrorMemoryAllocation ? RM_DEVICE_FULL : RM_DEVICE_FAILED;
   }
-  snprintf(why, room, "%s is an sm_%d, for which this library has no code, but for %s (ROLLMESH_CUDA_ARCHS when it is built)", d->name,
-           architecture(d->ordinal), rm_cuda_archs());
+  snprintf(
+      why, room,
+      "%s is an sm_%d, for which this library has no code, but for %s (ROLLMESH_CUDA_ARCHS when "
+      "it is built)",
+      d->name, architecture(d->ordinal), rm_cuda_archs());
   return RM_DEVICE_NOT_FOUND;
 }
 
@@ -417,7 +468,8 @@ rm_device_opened explain(char *why, size_t room, const cuda_device *d, const cha
 void take_kernels(cuda_device *d, const rm_kernels *kernels) {
   const int sm = architecture(d->ordinal);
   snprintf(d->isa, sizeof d->isa, "cuda_sm%d", sm);
-  snprintf(d->family, sizeof d->family, kernels == rm_kernels_cuda_mma() ? "%s_sm%d" : "%s", kernels->family, sm);
+  snprintf(d->family, sizeof d->family, kernels == rm_kernels_cuda_mma() ? "%s_sm%d" : "%s",
+           kernels->family, sm);
   d->kernels = *kernels;
   d->kernels.isa = d->isa;
   d->kernels.family = d->family;
@@ -460,9 +512,11 @@ const rm_device CALLS = {
     .open_vendor_gemm = rm_cuda_open_vendor_gemm,
 };
 
-}  // namespace
+} // namespace
 
-rm_listed_kernel::rm_listed_kernel(const void *kernel_) : kernel(kernel_), next(listed) { listed = this; }
+rm_listed_kernel::rm_listed_kernel(const void *kernel_) : kernel(kernel_), next(listed) {
+  listed = this;
+}
 
 bool rm_cuda_lives(void *self) { return is_alive(of(self)); }
 
@@ -470,8 +524,9 @@ void rm_cuda_kill(void *self, const char *why) {
   cuda_device *d = of(self);
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   if (!is_alive(d)) return;
-  if (d->is_capturing && cudaStreamIsCapturing(d->stream, &capture) == cudaSuccess && capture == cudaStreamCaptureStatusInvalidated)
-    return;  // the failure is a consequence of the invalidated capture
+  if (d->is_capturing && cudaStreamIsCapturing(d->stream, &capture) == cudaSuccess &&
+      capture == cudaStreamCaptureStatusInvalidated)
+    return; // the failure is a consequence of the invalidated capture
   snprintf(d->message, sizeof d->message, "%s", why);
   d->dead = true;
 }
@@ -487,15 +542,20 @@ RM_EXPORT int rm_cuda_devices(void) {
   if (error == cudaSuccess) return n;
   cudaGetLastError();
   // CUDA also returns "insufficient driver" when there is none; its version is 0 then.
-  return error == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver > 0 ? -2 : -1;
+  return error == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess &&
+                 driver > 0
+             ? -2
+             : -1;
 }
 
-RM_EXPORT rm_device_opened rm_cuda_open(int ordinal, const rm_kernels *kernels, rm_device *out, char why[256]) {
+RM_EXPORT rm_device_opened rm_cuda_open(int ordinal, const rm_kernels *kernels, rm_device *out,
+                                        char why[256]) {
   int n = 0;
   const cudaError_t counted = cudaGetDeviceCount(&n);
   cudaGetLastError();
   if (counted != cudaSuccess || ordinal < 0 || ordinal >= n) {
-    if (counted != cudaSuccess) snprintf(why, 256, "no CUDA device: %s", cudaGetErrorString(counted));
+    if (counted != cudaSuccess)
+      snprintf(why, 256, "no CUDA device: %s", cudaGetErrorString(counted));
     else snprintf(why, 256, "cuda:%d: the driver shows %d devices, counted from 0", ordinal, n);
     return RM_DEVICE_NOT_FOUND;
   }

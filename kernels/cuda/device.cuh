@@ -1,9 +1,11 @@
-// device.cuh: shared by the .cu files: the scalar arithmetic of the contract for device code, helpers for warps and blocks, and macros for
-// the two constructs in which CUDA's syntax is not C++. tests/simt/simt.h defines the macros for a CPU (RM_SIMT), so that every kernel also
-// runs without a GPU.
+// device.cuh: shared by the .cu files: the scalar arithmetic of the contract for device code,
+// helpers for warps and blocks, and macros for the two constructs in which CUDA's syntax is not
+// C++. tests/simt/simt.h defines the macros for a CPU (RM_SIMT), so that every kernel also runs
+// without a GPU.
 //
-// Flags that the bits depend on: -fmad=false (nothing is contracted; a fused operation is written fmaf), -ftz=true (denormals are
-// zeros), -prec-div=true -prec-sqrt=true (IEEE quotients and roots).
+// Flags that the bits depend on: -fmad=false (nothing is contracted; a fused operation is written
+// fmaf), -ftz=true (denormals are zeros), -prec-div=true -prec-sqrt=true (IEEE quotients and
+// roots).
 #pragma once
 
 #ifdef RM_SIMT
@@ -18,16 +20,19 @@
 #include "cpu/scalar.h"
 #include "device.h"
 
-// Lists every kernel that RM_LAUNCH names when the library is loaded; rm_cuda_open loads them all. Otherwise CUDA loads a kernel at its
-// first launch and waits until the device is idle, holding a lock that other threads' launches need: a deadlock if a running kernel waits
-// for another rank's kernel, as NCCL's do on one GPU.
+// Lists every kernel that RM_LAUNCH names when the library is loaded; rm_cuda_open loads them all.
+// Otherwise CUDA loads a kernel at its first launch and waits until the device is idle, holding a
+// lock that other threads' launches need: a deadlock if a running kernel waits for another rank's
+// kernel, as NCCL's do on one GPU.
 struct rm_listed_kernel {
   const void *kernel;
   const rm_listed_kernel *next;
   explicit rm_listed_kernel(const void *kernel_);
 };
-template <auto *KERNEL> inline const rm_listed_kernel rm_list_entry{reinterpret_cast<const void *>(KERNEL)};
-#define RM_LAUNCH(kernel, ...) (static_cast<void>(&rm_list_entry<kernel>), RM_ENQUEUE(kernel, __VA_ARGS__))
+template <auto *KERNEL>
+inline const rm_listed_kernel rm_list_entry{reinterpret_cast<const void *>(KERNEL)};
+#define RM_LAUNCH(kernel, ...) \
+  (static_cast<void>(&rm_list_entry<kernel>), RM_ENQUEUE(kernel, __VA_ARGS__))
 
 #define RM_EXPORT extern "C" __attribute__((visibility("default"))) // a function of rm_cuda.h
 
@@ -52,13 +57,17 @@ void rm_cuda_top_logprobs(const rm_ctx *ctx, const rm_top_logprobs_args *a);
 void rm_cuda_ranks(const rm_ctx *ctx, const rm_ranks_args *a);
 void rm_cuda_pack(const rm_ctx *ctx, rm_pack_args *a);
 
-// Ops of the family cuda_mma that differ: bf16 on tensor cores, or in their packing (packing.cuh); float32 uses the ops above.
+// Ops of the family cuda_mma that differ: bf16 on tensor cores, or in their packing (packing.cuh);
+// float32 uses the ops above.
 void rm_cuda_mma_embed(const rm_ctx *ctx, const rm_embed_args *a);
 void rm_cuda_mma_gemm(const rm_ctx *ctx, const rm_gemm_args *a);
 void rm_cuda_mma_gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a);
-void rm_cuda_gemm_mma_tiles(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu, int of); // by tiles of that shape (gemm_mma.cuh)
-bool rm_cuda_gemm_mma_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu); // false: too many rows, nothing was done
-bool rm_cuda_gemm_mma_few(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu); // false: k is too long
+void rm_cuda_gemm_mma_tiles(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu,
+                            int of); // by tiles of that shape (gemm_mma.cuh)
+bool rm_cuda_gemm_mma_rows(const rm_ctx *ctx, const rm_gemm_args *a,
+                           bool swiglu); // false: too many rows, nothing was done
+bool rm_cuda_gemm_mma_few(const rm_ctx *ctx, const rm_gemm_args *a,
+                          bool swiglu); // false: k is too long
 void rm_cuda_mma_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a);
 void rm_cuda_mma_attention(const rm_ctx *ctx, const rm_attention_args *a);
 void rm_cuda_mma_router(const rm_ctx *ctx, const rm_router_args *a);
@@ -66,14 +75,16 @@ void rm_cuda_mma_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a);
 void rm_cuda_mma_pack(const rm_ctx *ctx, rm_pack_args *a);
 
 // `rows` runs of `width` bytes, any pitch; from NULL: zeros.
-void rm_cuda_copy(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows);
+void rm_cuda_copy(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                  size_t width, size_t rows);
 
-// device.cu: whether a device (its `self`) is alive; and killing it with the reason for its message (no effect if enqueuing failed because
-// the capture was invalidated).
+// device.cu: whether a device (its `self`) is alive; and killing it with the reason for its message
+// (no effect if enqueuing failed because the capture was invalidated).
 bool rm_cuda_lives(void *self);
 void rm_cuda_kill(void *self, const char *why);
 // vendor_gemm.cu: rm_device.open_vendor_gemm.
-const char *rm_cuda_open_vendor_gemm(const rm_device *device, const rm_vendor_gemm_options *options, rm_vendor_gemm *out);
+const char *rm_cuda_open_vendor_gemm(const rm_device *device, const rm_vendor_gemm_options *options,
+                                     rm_vendor_gemm *out);
 
 // Bytes of ctx->workspace, of the ops that use it.
 size_t rm_cuda_attention_workspace(const rm_limits *limits);
@@ -83,25 +94,31 @@ size_t rm_cuda_sample_workspace(const rm_limits *limits);
 size_t rm_cuda_gemm_mma_workspace(const rm_limits *limits);
 size_t rm_cuda_mma_router_workspace(const rm_limits *limits);
 
-// Raises a kernel's limit of dynamic shared memory on the current device beyond the default; sm_86 and sm_89 have 99 KB for a block, others
-// more. Called before each launch, since the current device may differ.
+// Raises a kernel's limit of dynamic shared memory on the current device beyond the default; sm_86
+// and sm_89 have 99 KB for a block, others more. Called before each launch, since the current
+// device may differ.
 template <class KERNEL> void rm_allow_shared(KERNEL *kernel, size_t bytes) {
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                       static_cast<int>(bytes));
 }
 
 constexpr int RM_WARP = 32;
 constexpr unsigned RM_ALL_LANES = 0xffffffffu;
 
-inline unsigned rm_blocks(int64_t n, int64_t each) { return static_cast<unsigned>((n + each - 1) / each); }
+inline unsigned rm_blocks(int64_t n, int64_t each) {
+  return static_cast<unsigned>((n + each - 1) / each);
+}
 
-// Blocks in y for the rows of a gemm, `each` at a time; a block continues with the rows a grid's height further. With groups: twice the
-// blocks of an even share of the rows; a group with more rows loops.
+// Blocks in y for the rows of a gemm, `each` at a time; a block continues with the rows a grid's
+// height further. With groups: twice the blocks of an even share of the rows; a group with more
+// rows loops.
 inline unsigned rm_row_blocks(const rm_gemm_args *a, int64_t each) {
-  const int64_t rows = a->group_rows ? rm_min64(a->m, 2 * (a->m + a->n_groups - 1) / a->n_groups) : a->m;
+  const int64_t rows =
+      a->group_rows ? rm_min64(a->m, 2 * (a->m + a->n_groups - 1) / a->n_groups) : a->m;
   return static_cast<unsigned>(rm_min64((rows + each - 1) / each, 65535));
 }
 
-// ------------------------------------------------------------------------------------------------ dot products
+// ----------------------------------------------------------------------------------- dot products
 // Place of column n at the even k of pair `pair` in its tile; the odd k is RM_ODD words on.
 template <rm_dtype DTYPE> __device__ inline int64_t rm_tile_place(int n, int pair) {
   return DTYPE == RM_BF16 ? pair * 2 * RM_N_TILE + n * 2 : 2 * pair * RM_N_TILE + n;
@@ -114,7 +131,8 @@ struct rm_weights {
 };
 template <rm_dtype DTYPE> __device__ inline rm_weights rm_load_weights(const void *w, int64_t at) {
   if constexpr (DTYPE == RM_BF16) {
-    const uint32_t word = *reinterpret_cast<const uint32_t *>(static_cast<const uint16_t *>(w) + at);
+    const uint32_t word =
+        *reinterpret_cast<const uint32_t *>(static_cast<const uint16_t *>(w) + at);
     return {rm_float(word << 16), rm_float(word & 0xffff0000u)};
   } else {
     const float *p = static_cast<const float *>(w) + at;
@@ -122,9 +140,11 @@ template <rm_dtype DTYPE> __device__ inline rm_weights rm_load_weights(const voi
   }
 }
 
-// acc[r] + (E + O) of one block of 32 k for each of ROWS rows of x, float32 and 32 apart: a weight is read once for all of them.
+// acc[r] + (E + O) of one block of 32 k for each of ROWS rows of x, float32 and 32 apart: a weight
+// is read once for all of them.
 template <rm_dtype DTYPE, int ROWS>
-__device__ inline void rm_add_block(float (&acc)[ROWS], const float *x, const void *w, int64_t tile, int n) {
+__device__ inline void rm_add_block(float (&acc)[ROWS], const float *x, const void *w, int64_t tile,
+                                    int n) {
   float even[ROWS], odd[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; r++) even[r] = odd[r] = 0.0f;
@@ -141,10 +161,11 @@ __device__ inline void rm_add_block(float (&acc)[ROWS], const float *x, const vo
   for (int r = 0; r < ROWS; r++) acc[r] = acc[r] + (even[r] + odd[r]);
 }
 
-// Block k0 of rows [row0, row0 + rows) of x into shared memory as float32; zeros behind `end` and behind k.
+// Block k0 of rows [row0, row0 + rows) of x into shared memory as float32; zeros behind `end` and
+// behind k.
 template <rm_dtype DTYPE>
-__device__ inline void rm_stage_rows(float *to, const void *x, int64_t ldx, int64_t k, int64_t row0, int rows, int64_t end, int64_t k0,
-                                     int threads) {
+__device__ inline void rm_stage_rows(float *to, const void *x, int64_t ldx, int64_t k, int64_t row0,
+                                     int rows, int64_t end, int64_t k0, int threads) {
   for (int i = static_cast<int>(threadIdx.x); i < rows * RM_K_BLOCK; i += threads) {
     const int64_t row = row0 + i / RM_K_BLOCK, at = k0 + i % RM_K_BLOCK;
     to[i] = row < end && at < k ? rm_get(DTYPE, x, row * ldx + at) : 0.0f;
@@ -152,15 +173,18 @@ __device__ inline void rm_stage_rows(float *to, const void *x, int64_t ldx, int6
 }
 
 // E + O of one block of 32 k: x as float32, w the tile of column n.
-template <rm_dtype DTYPE> __device__ inline float rm_block_dot(const float *x, const void *w, int64_t tile, int n) {
+template <rm_dtype DTYPE>
+__device__ inline float rm_block_dot(const float *x, const void *w, int64_t tile, int n) {
   float acc[1] = {0.0f};
   rm_add_block<DTYPE, 1>(acc, x, w, tile, n);
   return acc[0];
 }
 
-// Column col of a row of y before it is stored, from its dot product; with swiglu from gate's and up's, which it stores where wanted.
+// Column col of a row of y before it is stored, from its dot product; with swiglu from gate's and
+// up's, which it stores where wanted.
 template <rm_dtype DTYPE, bool SWIGLU>
-__device__ inline float rm_output(const rm_gemm_args &a, int64_t row, int64_t col, float acc, float up) {
+__device__ inline float rm_output(const rm_gemm_args &a, int64_t row, int64_t col, float acc,
+                                  float up) {
   if constexpr (SWIGLU) {
     const float g = rm_round_to(DTYPE, acc), u = rm_round_to(DTYPE, up);
     if (a.gate_up) {
@@ -173,19 +197,23 @@ __device__ inline float rm_output(const rm_gemm_args &a, int64_t row, int64_t co
   }
 }
 template <rm_dtype DTYPE, bool SWIGLU>
-__device__ inline void rm_put_output(const rm_gemm_args &a, int64_t row, int64_t col, float acc, float up) {
+__device__ inline void rm_put_output(const rm_gemm_args &a, int64_t row, int64_t col, float acc,
+                                     float up) {
   rm_put(a.y_dtype, a.y, row * a.ldy + col, rm_output<DTYPE, SWIGLU>(a, row, col, acc, up));
 }
 
-// ------------------------------------------------------------------------------------------------ warps and blocks
-// tree16 of what lanes 0 … 15 hold, and lanes 16 … 31 again; every lane has it. Each step adds the same two numbers in either lane.
+// ------------------------------------------------------------------------------- warps and blocks
+// tree16 of what lanes 0 … 15 hold, and lanes 16 … 31 again; every lane has it. Each step adds the
+// same two numbers in either lane.
 __device__ inline float rm_tree16_lanes(float sum) {
-  for (int step = RM_LANES / 2; step > 0; step /= 2) sum = sum + __shfl_xor_sync(RM_ALL_LANES, sum, step);
+  for (int step = RM_LANES / 2; step > 0; step /= 2)
+    sum = sum + __shfl_xor_sync(RM_ALL_LANES, sum, step);
   return sum;
 }
 
 __device__ inline float rm_max_lanes(float max) {
-  for (int step = RM_WARP / 2; step > 0; step /= 2) max = rm_max_f32(__shfl_xor_sync(RM_ALL_LANES, max, step), max);
+  for (int step = RM_WARP / 2; step > 0; step /= 2)
+    max = rm_max_f32(__shfl_xor_sync(RM_ALL_LANES, max, step), max);
   return max;
 }
 
@@ -200,11 +228,13 @@ struct rm_least_of {
   __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a < b ? a : b; }
 };
 template <class F> __device__ inline uint64_t rm_over_lanes(uint64_t value, F both) {
-  for (int step = RM_WARP / 2; step > 0; step /= 2) value = both(value, __shfl_xor_sync(RM_ALL_LANES, value, step));
+  for (int step = RM_WARP / 2; step > 0; step /= 2)
+    value = both(value, __shfl_xor_sync(RM_ALL_LANES, value, step));
   return value;
 }
 // For all threads of a block; `by_warp` is shared memory for THREADS / 32 values.
-template <int THREADS, class F> __device__ inline uint64_t rm_over_block(uint64_t value, uint64_t *by_warp, F both) {
+template <int THREADS, class F>
+__device__ inline uint64_t rm_over_block(uint64_t value, uint64_t *by_warp, F both) {
   value = rm_over_lanes(value, both);
   if (threadIdx.x % RM_WARP == 0) by_warp[threadIdx.x / RM_WARP] = value;
   __syncthreads();
@@ -214,20 +244,26 @@ template <int THREADS, class F> __device__ inline uint64_t rm_over_block(uint64_
   return value;
 }
 
-// A token, or an expert, as a number that is larger the earlier it comes: by key, then by lower id. Never 0.
+// A token, or an expert, as a number that is larger the earlier it comes: by key, then by lower id.
+// Never 0.
 __device__ inline uint64_t rm_rank_of(uint32_t key, int64_t id) {
   return static_cast<uint64_t>(key) << 32 | (0xffffffffu - static_cast<uint32_t>(id));
 }
-__device__ inline int32_t rm_ranked_id(uint64_t rank) { return static_cast<int32_t>(0xffffffffu - static_cast<uint32_t>(rank)); }
+__device__ inline int32_t rm_ranked_id(uint64_t rank) {
+  return static_cast<int32_t>(0xffffffffu - static_cast<uint32_t>(rank));
+}
 
-template <class WORD> __device__ inline void rm_copy_words(void *to, const void *from, int64_t bytes, int threads) {
+template <class WORD>
+__device__ inline void rm_copy_words(void *to, const void *from, int64_t bytes, int threads) {
   const int n = static_cast<int>(bytes / static_cast<int64_t>(sizeof(WORD)));
 #pragma unroll 2
-  for (int i = static_cast<int>(threadIdx.x); i < n; i += threads) static_cast<WORD *>(to)[i] = static_cast<const WORD *>(from)[i];
+  for (int i = static_cast<int>(threadIdx.x); i < n; i += threads)
+    static_cast<WORD *>(to)[i] = static_cast<const WORD *>(from)[i];
 }
 // By all threads of a block, in words as long as the addresses allow; `bytes` is even.
 __device__ inline void rm_copy_row(void *to, const void *from, int64_t bytes, int threads) {
-  const uint64_t odd = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | static_cast<uint64_t>(bytes);
+  const uint64_t odd = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) |
+                       static_cast<uint64_t>(bytes);
   if (odd % sizeof(uint4) == 0) rm_copy_words<uint4>(to, from, bytes, threads);
   else if (odd % sizeof(uint32_t) == 0) rm_copy_words<uint32_t>(to, from, bytes, threads);
   else rm_copy_words<uint16_t>(to, from, bytes, threads);

@@ -1,37 +1,47 @@
-// gemm.cu: y = x·Wᵀ on packed weights, the dot product of docs/numerics.md §2 with one thread for an output (with swiglu: for a gate
-// and its up). A block of threads makes 16 rows × 64 columns; it shares x in blocks of 32 k, as float32, and reads W straight from its
-// tiles: the 16 columns of a tile lie side by side, so a warp's loads are whole sectors. Each output's order of sums is its own, so no
-// tile shape can change a bit. Groups are a grid dimension: their row counts stay on the device, blocks past the end of theirs return
-// at once, and that is what a CUDA graph needs. Tensor cores lose here only for their order of sums. Few rows have a kernel of their
-// own, in gemm_rows.cu.
+// gemm.cu: y = x·Wᵀ on packed weights, the dot product of docs/numerics.md §2 with one thread for
+// an output (with swiglu: for a gate and its up). A block of threads makes 16 rows × 64 columns; it
+// shares x in blocks of 32 k, as float32, and reads W straight from its tiles: the 16 columns of a
+// tile lie side by side, so a warp's loads are whole sectors. Each output's order of sums is its
+// own, so no tile shape can change a bit. Groups are a grid dimension: their row counts stay on the
+// device, blocks past the end of theirs return at once, and that is what a CUDA graph needs. Tensor
+// cores lose here only for their order of sums. Few rows have a kernel of their own, in
+// gemm_rows.cu.
 #include "device.cuh"
 
 namespace {
 
 constexpr int ROWS = 16, COLS = 64, ROWS_PER_THREAD = 4, THREADS = COLS * ROWS / ROWS_PER_THREAD;
 
-// Rows up to which W is better read by gemm_rows.cu; with groups, rows of a group where all have the same.
+// Rows up to which W is better read by gemm_rows.cu; with groups, rows of a group where all have
+// the same.
 constexpr int64_t FEW_ROWS = 8;
 
-template <rm_dtype DTYPE, bool SWIGLU> __global__ void __launch_bounds__(THREADS) gemm_kernel(rm_gemm_args a) {
-  RM_SHARED(x);  // [ROWS][RM_K_BLOCK]
+template <rm_dtype DTYPE, bool SWIGLU>
+__global__ void __launch_bounds__(THREADS) gemm_kernel(rm_gemm_args a) {
+  RM_SHARED(x); // [ROWS][RM_K_BLOCK]
   const int64_t group = blockIdx.z, w0 = group * a.group_stride;
-  const int64_t begin = a.group_rows ? a.group_rows[group] : 0, end = a.group_rows ? a.group_rows[group + 1] : a.m;
+  const int64_t begin = a.group_rows ? a.group_rows[group] : 0,
+                end = a.group_rows ? a.group_rows[group + 1] : a.m;
   const int64_t col = blockIdx.x * static_cast<int64_t>(COLS) + threadIdx.x % COLS;
-  const int64_t w_row = SWIGLU ? rm_gate_up_row(col, 0) : col, up_tiles = rm_packed_elems(RM_N_TILE, a.k);
-  const int first = static_cast<int>(threadIdx.x) / COLS * ROWS_PER_THREAD, n = static_cast<int>(col % RM_N_TILE);
+  const int64_t w_row = SWIGLU ? rm_gate_up_row(col, 0) : col,
+                up_tiles = rm_packed_elems(RM_N_TILE, a.k);
+  const int first = static_cast<int>(threadIdx.x) / COLS * ROWS_PER_THREAD,
+            n = static_cast<int>(col % RM_N_TILE);
   const float *mine = x + first * RM_K_BLOCK;
-  for (int64_t row0 = begin + blockIdx.y * static_cast<int64_t>(ROWS); row0 < end; row0 += gridDim.y * static_cast<int64_t>(ROWS)) {
-    float acc[ROWS_PER_THREAD] = {0.0f, 0.0f, 0.0f, 0.0f}, up[ROWS_PER_THREAD] = {0.0f, 0.0f, 0.0f, 0.0f};
+  for (int64_t row0 = begin + blockIdx.y * static_cast<int64_t>(ROWS); row0 < end;
+       row0 += gridDim.y * static_cast<int64_t>(ROWS)) {
+    float acc[ROWS_PER_THREAD] = {0.0f, 0.0f, 0.0f, 0.0f},
+          up[ROWS_PER_THREAD] = {0.0f, 0.0f, 0.0f, 0.0f};
     for (int64_t k0 = 0; k0 < a.k; k0 += RM_K_BLOCK) {
       rm_stage_rows<DTYPE>(x, a.x, a.ldx, a.k, row0, ROWS, end, k0, THREADS);
       __syncthreads();
       if (col < a.n) {
         const int64_t tile = w0 + rm_packed_index(DTYPE, a.k, w_row / RM_N_TILE * RM_N_TILE, k0);
         rm_add_block<DTYPE, ROWS_PER_THREAD>(acc, mine, a.w, tile, n);
-        if constexpr (SWIGLU) rm_add_block<DTYPE, ROWS_PER_THREAD>(up, mine, a.w, tile + up_tiles, n);
+        if constexpr (SWIGLU)
+          rm_add_block<DTYPE, ROWS_PER_THREAD>(up, mine, a.w, tile + up_tiles, n);
       }
-      __syncthreads();  // before x is overwritten
+      __syncthreads(); // before x is overwritten
     }
 #pragma unroll
     for (int r = 0; r < ROWS_PER_THREAD; r++) {
@@ -43,18 +53,21 @@ template <rm_dtype DTYPE, bool SWIGLU> __global__ void __launch_bounds__(THREADS
 }
 
 template <bool SWIGLU> void launch(const rm_ctx *ctx, const rm_gemm_args *a) {
-  if (a->m <= 0 || a->n <= 0 || (a->group_rows && a->n_groups <= 0)) return;  // an empty grid is an error
+  if (a->m <= 0 || a->n <= 0 || (a->group_rows && a->n_groups <= 0))
+    return; // an empty grid is an error
   if (a->m <= FEW_ROWS * (a->group_rows ? a->n_groups : 1)) {
     rm_cuda_gemm_rows(ctx, a, SWIGLU);
     return;
   }
-  const dim3 grid(rm_blocks(a->n, COLS), rm_row_blocks(a, ROWS), a->group_rows ? static_cast<unsigned>(a->n_groups) : 1u);
+  const dim3 grid(rm_blocks(a->n, COLS), rm_row_blocks(a, ROWS),
+                  a->group_rows ? static_cast<unsigned>(a->n_groups) : 1u);
   const size_t shared = ROWS * RM_K_BLOCK * sizeof(float);
-  if (a->dtype == RM_BF16) RM_LAUNCH((gemm_kernel<RM_BF16, SWIGLU>), grid, dim3(THREADS), shared, ctx->stream, *a);
+  if (a->dtype == RM_BF16)
+    RM_LAUNCH((gemm_kernel<RM_BF16, SWIGLU>), grid, dim3(THREADS), shared, ctx->stream, *a);
   else RM_LAUNCH((gemm_kernel<RM_F32, SWIGLU>), grid, dim3(THREADS), shared, ctx->stream, *a);
 }
 
-}  // namespace
+} // namespace
 
 void rm_cuda_gemm(const rm_ctx *ctx, const rm_gemm_args *a) { launch<false>(ctx, a); }
 void rm_cuda_gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a) { launch<true>(ctx, a); }

@@ -1,43 +1,57 @@
-// gemm_mma.cu: the bf16 gemm of the family cuda_mma for many rows, and the entry point of both of its gemms. A block of 8 warps computes
-// a tile of up to 128 × 192, 32 k a stage; W's tiles and x come by asynchronous copies, up to three stages ahead. W's tiles lie in shared
-// memory as they do in memory, so a fragment of A is one load of 16 bytes a lane; x is swizzled for ldmatrix, which gives B for 16
-// tokens.
+// gemm_mma.cu: the bf16 gemm of the family cuda_mma for many rows, and the entry point of both of
+// its gemms. A block of 8 warps computes a tile of up to 128 × 192, 32 k a stage; W's tiles and x
+// come by asynchronous copies, up to three stages ahead. W's tiles lie in shared memory as they do
+// in memory, so a fragment of A is one load of 16 bytes a lane; x is swizzled for ldmatrix, which
+// gives B for 16 tokens.
 //
-// What limits it is shared memory's 128 bytes a clock, then registers. The sums of a segment and those of all segments before it are
-// two sets of them: the price of the fixed split over k, which few rows need (gemm_mma_rows.cu). With 64 × 48 outputs a warp they are 192
-// of a thread's 255, and shared memory can feed 1293 FMAs a clock: 128·192·16 of them by rm_tile_bytes = 38,912; 64 × 32 gives 1024. The
-// fragments that are multiplied next are loaded while others are multiplied, also over the end of a stage, so its barrier stands before
-// the last 16 k. rm_choose_tile chooses the launch's tile: each output has the same sums in all of them. wgmma is not used: that its bits
-// are mma.sync's is not verified.
+// What limits it is shared memory's 128 bytes a clock, then registers. The sums of a segment and
+// those of all segments before it are two sets of them: the price of the fixed split over k, which
+// few rows need (gemm_mma_rows.cu). With 64 × 48 outputs a warp they are 192 of a thread's 255, and
+// shared memory can feed 1293 FMAs a clock: 128·192·16 of them by rm_tile_bytes = 38,912; 64 × 32
+// gives 1024. The fragments that are multiplied next are loaded while others are multiplied, also
+// over the end of a stage, so its barrier stands before the last 16 k. rm_choose_tile chooses the
+// launch's tile: each output has the same sums in all of them. wgmma is not used: that its bits are
+// mma.sync's is not verified.
 #include "gemm_mma.cuh"
 
 namespace {
 
-constexpr int THREADS = RM_TILE_WARPS * RM_WARP, STAGES = 4, STEPS = RM_TILE_K / RM_MMA_K, OF_SEGMENT = RM_MMA_SEGMENT / RM_TILE_K;
+constexpr int THREADS = RM_TILE_WARPS * RM_WARP, STAGES = 4, STEPS = RM_TILE_K / RM_MMA_K,
+              OF_SEGMENT = RM_MMA_SEGMENT / RM_TILE_K;
 
 template <int TILE> struct tile {
   static constexpr rm_tile_shape OF = RM_TILES[TILE];
   static constexpr int ROWS = OF.rows, COLS = OF.cols, WARPS_OF_COLS = OF.warps_of_cols;
-  static constexpr int MT = ROWS / RM_MMA_ROWS / OF.warps_of_rows, NT = COLS / RM_MMA_COLS / OF.warps_of_cols;
-  static constexpr int W_BYTES = ROWS * RM_TILE_K * 2, STAGE_BYTES = W_BYTES + COLS * RM_TILE_K * 2, SHARED = STAGES * STAGE_BYTES;
-  static constexpr int BLOCKS = MT * NT <= 8 ? 2 : 1;  // of a multiprocessor
-  static constexpr int W_COPIES = W_BYTES / 16 / THREADS, X_COPIES = COLS * RM_TILE_K * 2 / 16 / THREADS;  // of a thread and a stage
-  static_assert(OF.warps_of_rows * OF.warps_of_cols == RM_TILE_WARPS && NT % 2 == 0 && SHARED <= 99 << 10);
-  static_assert(ROWS * RM_TILE_K * 2 % (16 * THREADS) == 0 && COLS * RM_TILE_K * 2 % (16 * THREADS) == 0);
+  static constexpr int MT = ROWS / RM_MMA_ROWS / OF.warps_of_rows,
+                       NT = COLS / RM_MMA_COLS / OF.warps_of_cols;
+  static constexpr int W_BYTES = ROWS * RM_TILE_K * 2, STAGE_BYTES = W_BYTES + COLS * RM_TILE_K * 2,
+                       SHARED = STAGES * STAGE_BYTES;
+  static constexpr int BLOCKS = MT * NT <= 8 ? 2 : 1; // of a multiprocessor
+  static constexpr int W_COPIES = W_BYTES / 16 / THREADS,
+                       X_COPIES = COLS * RM_TILE_K * 2 / 16 / THREADS; // of a thread and a stage
+  static_assert(OF.warps_of_rows * OF.warps_of_cols == RM_TILE_WARPS && NT % 2 == 0 &&
+                SHARED <= 99 << 10);
+  static_assert(ROWS * RM_TILE_K * 2 % (16 * THREADS) == 0 &&
+                COLS * RM_TILE_K * 2 % (16 * THREADS) == 0);
   static_assert(RM_TILE_WARPS * RM_PUT_WORDS<NT> * 4 <= SHARED);
 };
 
-constexpr unsigned X_THERE = 1 << 4;  // one word for what several would hold: there is no register left
+constexpr unsigned X_THERE =
+    1 << 4; // one word for what several would hold: there is no register left
 
-// What a thread copies for a stage: 16 bytes each of W_COPIES rows of W's tiles, 4 of them apart, and of X_COPIES rows of x, 64 apart.
+// What a thread copies for a stage: 16 bytes each of W_COPIES rows of W's tiles, 4 of them apart,
+// and of X_COPIES rows of x, 64 apart.
 struct source {
-  const char *w, *x;   // where the next stage's begin
-  unsigned there;      // bits: of W's rows, from X_THERE on of x's, those that there are
-  int blocks;          // stages that have valid k
+  const char *w, *x; // where the next stage's begin
+  unsigned there; // bits: of W's rows, from X_THERE on of x's, those that there are
+  int blocks; // stages that have valid k
 };
 
-template <class T> __device__ source source_of(const rm_gemm_args &a, const uint4 *w, int64_t steps, int tile_rows, const rm_tokens &x) {
-  const int t = static_cast<int>(threadIdx.x), tile_row = t / (STEPS * RM_WARP), row = t / (RM_TILE_K / 8), chunk = t % (RM_TILE_K / 8);
+template <class T>
+__device__ source source_of(const rm_gemm_args &a, const uint4 *w, int64_t steps, int tile_rows,
+                            const rm_tokens &x) {
+  const int t = static_cast<int>(threadIdx.x), tile_row = t / (STEPS * RM_WARP),
+            row = t / (RM_TILE_K / 8), chunk = t % (RM_TILE_K / 8);
   source s;
   s.w = reinterpret_cast<const char *>(w + tile_row * steps * RM_WARP + t % (STEPS * RM_WARP));
   s.x = reinterpret_cast<const char *>(x.x + (x.row0 + row) * x.ldx + chunk * 8);
@@ -48,21 +62,26 @@ template <class T> __device__ source source_of(const rm_gemm_args &a, const uint
   return s;
 }
 
-// WIDE: rows of x may be read 16 bytes at a time, to their ends. Rows past the end are not copied; their results are
-// discarded. Past k the stage is filled with zeros.
+// WIDE: rows of x may be read 16 bytes at a time, to their ends. Rows past the end are not copied;
+// their results are discarded. Past k the stage is filled with zeros.
 template <class T, bool WIDE>
-__device__ void fill(char *stage, source &s, const rm_gemm_args &a, int64_t steps, const rm_tokens &x, int block) {
-  const int t = static_cast<int>(threadIdx.x), row = t / (RM_TILE_K / 8), chunk = t % (RM_TILE_K / 8);
-  constexpr int STRIDE = THREADS * 16;  // in the stage, of either's rows
+__device__ void fill(char *stage, source &s, const rm_gemm_args &a, int64_t steps,
+                     const rm_tokens &x, int block) {
+  const int t = static_cast<int>(threadIdx.x), row = t / (RM_TILE_K / 8),
+            chunk = t % (RM_TILE_K / 8);
+  constexpr int STRIDE = THREADS * 16; // in the stage, of either's rows
 #pragma unroll
   for (int i = 0; i < T::W_COPIES; i++)
-    rm_copy_async(stage + t * 16 + i * STRIDE, s.w + i * 4 * steps * RM_WARP * 16, s.there >> i & 1, true);
+    rm_copy_async(stage + t * 16 + i * STRIDE, s.w + i * 4 * steps * RM_WARP * 16, s.there >> i & 1,
+                  true);
 #pragma unroll
   for (int i = 0; i < T::X_COPIES; i++) {
     char *to = stage + T::W_BYTES + rm_tile_chunk(row, chunk) * 16 + i * STRIDE;
-    if constexpr (WIDE) rm_copy_async(to, s.x + i * 64 * a.ldx * 2, s.there & X_THERE << i, block < s.blocks);
+    if constexpr (WIDE)
+      rm_copy_async(to, s.x + i * 64 * a.ldx * 2, s.there & X_THERE << i, block < s.blocks);
     else if (s.there & X_THERE << i)
-      *reinterpret_cast<uint4 *>(to) = rm_load_tokens(x, row + i * 64, static_cast<int64_t>(block) * RM_TILE_K + chunk * 8);
+      *reinterpret_cast<uint4 *>(to) =
+          rm_load_tokens(x, row + i * 64, static_cast<int64_t>(block) * RM_TILE_K + chunk * 8);
   }
   s.w += STEPS * RM_WARP * 16;
   s.x += RM_TILE_K * 2;
@@ -72,7 +91,7 @@ __device__ void fill(char *stage, source &s, const rm_gemm_args &a, int64_t step
 template <class T> struct fragments {
   uint4 a[T::MT], b;
 };
-struct lanes {  // where a lane finds them in a stage
+struct lanes { // where a lane finds them in a stage
   int w, x[STEPS];
 };
 
@@ -81,7 +100,8 @@ template <class T> __device__ lanes lanes_of(int warp, int lane) {
   at.w = warp / T::WARPS_OF_COLS * T::MT * STEPS * RM_WARP * 16 + lane * 16;
 #pragma unroll
   for (int step = 0; step < STEPS; step++)
-    at.x[step] = T::W_BYTES + rm_tile_lane_chunk(warp % T::WARPS_OF_COLS * T::NT * RM_MMA_COLS, step, lane) * 16;
+    at.x[step] = T::W_BYTES +
+                 rm_tile_lane_chunk(warp % T::WARPS_OF_COLS * T::NT * RM_MMA_COLS, step, lane) * 16;
   return at;
 }
 
@@ -92,15 +112,17 @@ __device__ uint4 load_b(const char *stage, const lanes &at, int step, int pair) 
   return rm_load_matrices(stage + at.x[step] + rm_tile_chunk(pair * 2 * RM_MMA_COLS, 0) * 16);
 }
 
-// One step; meanwhile f becomes the fragments that the next one, `next_step` of the stage `next`, begins with.
+// One step; meanwhile f becomes the fragments that the next one, `next_step` of the stage `next`,
+// begins with.
 template <class T, class MEANWHILE>
-__device__ void multiply(float (&sums)[T::MT][T::NT][4], fragments<T> &f, const char *stage, int step, const char *next, int next_step,
-                         const lanes &at, MEANWHILE meanwhile) {
+__device__ void multiply(float (&sums)[T::MT][T::NT][4], fragments<T> &f, const char *stage,
+                         int step, const char *next, int next_step, const lanes &at,
+                         MEANWHILE meanwhile) {
 #pragma unroll
   for (int pair = 0; pair < T::NT / 2; pair++) {
     const bool is_last = pair + 1 == T::NT / 2;
     const uint4 b = f.b;
-    if (pair == 0) meanwhile();  // before more is in registers
+    if (pair == 0) meanwhile(); // before more is in registers
     f.b = is_last ? load_b(next, at, next_step, 0) : load_b(stage, at, step, pair + 1);
 #pragma unroll
     for (int m = 0; m < T::MT; m++) {
@@ -112,7 +134,8 @@ __device__ void multiply(float (&sums)[T::MT][T::NT][4], fragments<T> &f, const 
 }
 
 // Ends a segment: acc ← acc + sums, and sums begin again.
-template <int MT, int NT> __device__ void add_segment(float (&acc)[MT][NT][4], float (&sums)[MT][NT][4]) {
+template <int MT, int NT>
+__device__ void add_segment(float (&acc)[MT][NT][4], float (&sums)[MT][NT][4]) {
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -126,8 +149,10 @@ template <int MT, int NT> __device__ void add_segment(float (&acc)[MT][NT][4], f
 
 // acc ← the tile's sums over all of k, from `blocks` stages of which there is at least one.
 template <class T, bool WIDE>
-__device__ void make_tile(float (&acc)[T::MT][T::NT][4], char *stages, source s, const rm_gemm_args &a, int64_t steps, const rm_tokens &x) {
-  const int warp = static_cast<int>(threadIdx.x) / RM_WARP, lane = static_cast<int>(threadIdx.x) % RM_WARP;
+__device__ void make_tile(float (&acc)[T::MT][T::NT][4], char *stages, source s,
+                          const rm_gemm_args &a, int64_t steps, const rm_tokens &x) {
+  const int warp = static_cast<int>(threadIdx.x) / RM_WARP,
+            lane = static_cast<int>(threadIdx.x) % RM_WARP;
   const int blocks = static_cast<int>(steps / STEPS);
   const lanes at = lanes_of<T>(warp, lane);
   for (int block = 0; block < STAGES - 1; block++) {
@@ -145,11 +170,14 @@ __device__ void make_tile(float (&acc)[T::MT][T::NT][4], char *stages, source s,
   for (int block = 0; block < blocks; block++) {
     const char *stage = stages + block % STAGES * T::STAGE_BYTES;
 #pragma unroll
-    for (int step = 0; step + 1 < STEPS; step++) multiply<T>(sums, f, stage, step, stage, step + 1, at, [] {});
+    for (int step = 0; step + 1 < STEPS; step++)
+      multiply<T>(sums, f, stage, step, stage, step + 1, at, [] {});
     rm_copies_wait<STAGES - 3>();
-    __syncthreads();  // everybody's copies of the next stage are there, and the stage that is filled now was read by all
+    // everybody's copies of the next stage are there, and the stage that is filled now was read by
+    // all
+    __syncthreads();
     const int ahead = block + STAGES - 1;
-    if (ahead >= blocks) s.there = 0;  // not a branch: copies are to be issued among the products
+    if (ahead >= blocks) s.there = 0; // not a branch: copies are to be issued among the products
     const char *next = block + 1 < blocks ? stages + (block + 1) % STAGES * T::STAGE_BYTES : stage;
     multiply<T>(sums, f, stage, STEPS - 1, next, 0, at, [&] {
       fill<T, WIDE>(stages + ahead % STAGES * T::STAGE_BYTES, s, a, steps, x, ahead);
@@ -160,45 +188,59 @@ __device__ void make_tile(float (&acc)[T::MT][T::NT][4], char *stages, source s,
   rm_copies_wait<0>();
 }
 
-struct tiles {  // of a launch
-  unsigned down, across;  // of a group; more of its rows than `across` have take turns
+struct tiles { // of a launch
+  unsigned down, across; // of a group; more of its rows than `across` have take turns
 };
 
 template <int TILE, bool SWIGLU, bool WIDE>
-__global__ void __launch_bounds__(THREADS, tile<TILE>::BLOCKS) gemm_kernel(rm_gemm_args a, tiles all) {
+__global__ void __launch_bounds__(THREADS, tile<TILE>::BLOCKS)
+    gemm_kernel(rm_gemm_args a, tiles all) {
   using T = tile<TILE>;
   RM_SHARED(shared);
-  const int warp = static_cast<int>(threadIdx.x) / RM_WARP, warp_row = warp / T::WARPS_OF_COLS, warp_col = warp % T::WARPS_OF_COLS;
+  const int warp = static_cast<int>(threadIdx.x) / RM_WARP, warp_row = warp / T::WARPS_OF_COLS,
+            warp_col = warp % T::WARPS_OF_COLS;
   const rm_tile_number number = rm_tile_of_block(blockIdx.x, all.down, all.across);
-  const int64_t group = blockIdx.z, first_tile = number.down * static_cast<int64_t>(T::ROWS / RM_MMA_ROWS), steps = rm_mma_steps(a.k);
-  const int begin = a.group_rows ? a.group_rows[group] : 0, end = a.group_rows ? a.group_rows[group + 1] : static_cast<int>(a.m);
-  const int tile_rows = static_cast<int>(rm_min64(T::ROWS / RM_MMA_ROWS, rm_mma_tile_rows(rm_mma_w_rows<SWIGLU>(a.n)) - first_tile));
+  const int64_t group = blockIdx.z,
+                first_tile = number.down * static_cast<int64_t>(T::ROWS / RM_MMA_ROWS),
+                steps = rm_mma_steps(a.k);
+  const int begin = a.group_rows ? a.group_rows[group] : 0,
+            end = a.group_rows ? a.group_rows[group + 1] : static_cast<int>(a.m);
+  const int tile_rows = static_cast<int>(
+      rm_min64(T::ROWS / RM_MMA_ROWS, rm_mma_tile_rows(rm_mma_w_rows<SWIGLU>(a.n)) - first_tile));
   const uint4 *w =
-      reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(a.w) + group * a.group_stride) + first_tile * steps * RM_WARP;
-  for (int row0 = begin + static_cast<int>(number.across) * T::COLS; row0 < end; row0 += static_cast<int>(all.across) * T::COLS) {
+      reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(a.w) + group * a.group_stride) +
+      first_tile * steps * RM_WARP;
+  for (int row0 = begin + static_cast<int>(number.across) * T::COLS; row0 < end;
+       row0 += static_cast<int>(all.across) * T::COLS) {
     const rm_tokens x = rm_tokens_of(a.x, a.ldx, a.k, row0, end);
     float acc[T::MT][T::NT][4] = {};
-    if (steps > 0) make_tile<T, WIDE>(acc, reinterpret_cast<char *>(shared), source_of<T>(a, w, steps, tile_rows, x), a, steps, x);
-    __syncthreads();  // the stages make room for what a warp puts out
+    if (steps > 0)
+      make_tile<T, WIDE>(acc, reinterpret_cast<char *>(shared),
+                         source_of<T>(a, w, steps, tile_rows, x), a, steps, x);
+    __syncthreads(); // the stages make room for what a warp puts out
     float *mine = shared + warp * RM_PUT_WORDS<T::NT>;
 #pragma unroll
     for (int m = 0; m < T::MT; m++) {
       const int at = warp_row * T::MT + m;
-      if (at < tile_rows) rm_mma_put_outputs<SWIGLU, T::NT>(a, mine, acc[m], first_tile + at, row0 + warp_col * T::NT * RM_MMA_COLS, end);
+      if (at < tile_rows)
+        rm_mma_put_outputs<SWIGLU, T::NT>(a, mine, acc[m], first_tile + at,
+                                          row0 + warp_col * T::NT * RM_MMA_COLS, end);
     }
-    __syncthreads();  // before the next rows' stages
+    __syncthreads(); // before the next rows' stages
   }
 }
 
 template <int TILE, bool SWIGLU, bool WIDE> void launch(const rm_ctx *ctx, const rm_gemm_args *a) {
   using T = tile<TILE>;
   const tiles all = {rm_blocks(rm_mma_w_rows<SWIGLU>(a->n), T::ROWS), rm_row_blocks(a, T::COLS)};
-  const dim3 grid(all.down * all.across, 1, a->group_rows ? static_cast<unsigned>(a->n_groups) : 1u);
+  const dim3 grid(all.down * all.across, 1,
+                  a->group_rows ? static_cast<unsigned>(a->n_groups) : 1u);
   rm_allow_shared(gemm_kernel<TILE, SWIGLU, WIDE>, T::SHARED);
-  RM_LAUNCH((gemm_kernel<TILE, SWIGLU, WIDE>), grid, dim3(THREADS), T::SHARED, ctx->stream, *a, all);
+  RM_LAUNCH((gemm_kernel<TILE, SWIGLU, WIDE>), grid, dim3(THREADS), T::SHARED, ctx->stream, *a,
+            all);
 }
 
-constexpr int NARROW = 2;  // the tile of an x that is not read 16 bytes at a time
+constexpr int NARROW = 2; // the tile of an x that is not read 16 bytes at a time
 
 template <bool SWIGLU> void launch_as(const rm_ctx *ctx, const rm_gemm_args *a, int of) {
   static_assert(RM_N_TILES == 4);
@@ -212,19 +254,22 @@ template <bool SWIGLU> void launch_as(const rm_ctx *ctx, const rm_gemm_args *a, 
 // Of the current device.
 int64_t processors() {
   int ordinal = 0, n = 0;
-  if (cudaGetDevice(&ordinal) != cudaSuccess || cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, ordinal) != cudaSuccess)
+  if (cudaGetDevice(&ordinal) != cudaSuccess ||
+      cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, ordinal) != cudaSuccess)
     return 1;
   return n;
 }
 
 void gemm(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu) {
-  if (a->m <= 0 || a->n <= 0 || (a->group_rows && a->n_groups <= 0)) return;  // an empty grid is an error
+  if (a->m <= 0 || a->n <= 0 || (a->group_rows && a->n_groups <= 0))
+    return; // an empty grid is an error
   if (rm_cuda_gemm_mma_rows(ctx, a, swiglu)) return;
   const int64_t rows = swiglu ? rm_mma_w_rows<true>(a->n) : rm_mma_w_rows<false>(a->n);
-  rm_cuda_gemm_mma_tiles(ctx, a, swiglu, rm_choose_tile(rows, a->m, a->group_rows ? a->n_groups : 1, processors()));
+  rm_cuda_gemm_mma_tiles(ctx, a, swiglu,
+                         rm_choose_tile(rows, a->m, a->group_rows ? a->n_groups : 1, processors()));
 }
 
-}  // namespace
+} // namespace
 
 void rm_cuda_gemm_mma_tiles(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu, int of) {
   if (swiglu) launch_as<true>(ctx, a, of);

@@ -1,33 +1,41 @@
-// gemm_mma_few.cu: the bf16 gemm of the family cuda_mma for up to 8 rows. A block is one row of tiles, 16 rows of W, with a warp for each
-// segment of k (for every eighth where there are more): sums of segments meet in shared memory and are added in their order, so no
-// second launch is needed, which decode at batch 1 would feel. Each warp stages its own part of x and waits for no other until the
-// end. x is read again for every 16 rows of W, half as many bytes as those; from 16 tokens on that would be more than W, and
-// gemm_mma_rows.cu is better. Groups as there.
+// gemm_mma_few.cu: the bf16 gemm of the family cuda_mma for up to 8 rows. A block is one row of
+// tiles, 16 rows of W, with a warp for each segment of k (for every eighth where there are more):
+// sums of segments meet in shared memory and are added in their order, so no second launch is
+// needed, which decode at batch 1 would feel. Each warp stages its own part of x and waits for no
+// other until the end. x is read again for every 16 rows of W, half as many bytes as those; from 16
+// tokens on that would be more than W, and gemm_mma_rows.cu is better. Groups as there.
 #include "gemm_mma.cuh"
 #include "mma_rows.cuh"
 
 namespace {
 
-constexpr int MAX_WARPS = 8, CHUNK = 256, STAGED_WORDS = RM_STAGED_WORDS<1, CHUNK>, SUMS = RM_MMA_ROWS * RM_MMA_COLS;
-constexpr int MAX_SHARED = 48 << 10;  // what a kernel may have without asking
+constexpr int MAX_WARPS = 8, CHUNK = 256, STAGED_WORDS = RM_STAGED_WORDS<1, CHUNK>,
+              SUMS = RM_MMA_ROWS * RM_MMA_COLS;
+constexpr int MAX_SHARED = 48 << 10; // what a kernel may have without asking
 static_assert(RM_PUT_WORDS<1> <= STAGED_WORDS);
 
-template <bool SWIGLU> __global__ void __launch_bounds__(MAX_WARPS *RM_WARP, 2) few_kernel(rm_gemm_args a, int warps) {
+template <bool SWIGLU>
+__global__ void __launch_bounds__(MAX_WARPS *RM_WARP, 2) few_kernel(rm_gemm_args a, int warps) {
   RM_SHARED(shared);
-  const int warp = static_cast<int>(threadIdx.x) / RM_WARP, lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int warp = static_cast<int>(threadIdx.x) / RM_WARP,
+            lane = static_cast<int>(threadIdx.x) % RM_WARP;
   const int64_t group = rm_group_of_slot(a, blockIdx.z);
-  if (group < 0) return;  // all of the block
-  const int64_t begin = a.group_rows ? a.group_rows[group] : 0, end = a.group_rows ? a.group_rows[group + 1] : a.m;
+  if (group < 0) return; // all of the block
+  const int64_t begin = a.group_rows ? a.group_rows[group] : 0,
+                end = a.group_rows ? a.group_rows[group + 1] : a.m;
   const int segments = static_cast<int>(rm_mma_segments(a.k));
   const uint16_t *matrix = static_cast<const uint16_t *>(a.w) + group * a.group_stride;
-  const uint4 *w = reinterpret_cast<const uint4 *>(matrix) + blockIdx.x * rm_mma_steps(a.k) * RM_WARP;
-  float *mine = shared + warp * STAGED_WORDS, *parts = shared + warps * STAGED_WORDS + lane;  // [segment][4][32]: a column a lane
+  const uint4 *w =
+      reinterpret_cast<const uint4 *>(matrix) + blockIdx.x * rm_mma_steps(a.k) * RM_WARP;
+  float *mine = shared + warp * STAGED_WORDS,
+        *parts = shared + warps * STAGED_WORDS + lane; // [segment][4][32]: a column a lane
   for (int64_t row0 = begin + blockIdx.y * static_cast<int64_t>(RM_MMA_COLS); row0 < end;
        row0 += gridDim.y * static_cast<int64_t>(RM_MMA_COLS)) {
     const rm_tokens x = rm_tokens_of(a.x, a.ldx, a.k, row0, end);
     float acc[1][4];
     for (int segment = warp; segment < segments; segment += warps) {
-      rm_mma_rows<1, RM_WARP, CHUNK>(acc, reinterpret_cast<uint32_t *>(mine), x, w, true, segment * RM_MMA_STEPS,
+      rm_mma_rows<1, RM_WARP, CHUNK>(acc, reinterpret_cast<uint32_t *>(mine), x, w, true,
+                                     segment * RM_MMA_STEPS,
                                      static_cast<int>(rm_segment_steps(a.k, segment)));
 #pragma unroll
       for (int i = 0; i < 4; i++) parts[segment * SUMS + i * RM_WARP] = acc[0][i];
@@ -37,24 +45,27 @@ template <bool SWIGLU> __global__ void __launch_bounds__(MAX_WARPS *RM_WARP, 2) 
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         acc[0][i] = 0.0f;
-        for (int segment = 0; segment < segments; segment++) acc[0][i] = acc[0][i] + parts[segment * SUMS + i * RM_WARP];
+        for (int segment = 0; segment < segments; segment++)
+          acc[0][i] = acc[0][i] + parts[segment * SUMS + i * RM_WARP];
       }
       rm_mma_put_outputs<SWIGLU, 1>(a, mine, acc, blockIdx.x, row0, end);
     }
-    __syncthreads();  // before the next rows' sums
+    __syncthreads(); // before the next rows' sums
   }
 }
 
-}  // namespace
+} // namespace
 
 bool rm_cuda_gemm_mma_few(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu) {
-  const int segments = static_cast<int>(rm_mma_segments(a->k)), turns = (segments + MAX_WARPS - 1) / MAX_WARPS;
+  const int segments = static_cast<int>(rm_mma_segments(a->k)),
+            turns = (segments + MAX_WARPS - 1) / MAX_WARPS;
   const int warps = (segments + turns - 1) / turns;
   const size_t shared = static_cast<size_t>(warps * STAGED_WORDS + segments * SUMS) * sizeof(float);
   if (shared > MAX_SHARED) return false;
   const int64_t rows = swiglu ? rm_mma_w_rows<true>(a->n) : rm_mma_w_rows<false>(a->n);
   const int64_t slots = a->group_rows ? rm_min64(a->m, a->n_groups) : 1;
-  const dim3 grid(rm_blocks(rows, RM_MMA_ROWS), rm_row_blocks(a, RM_MMA_COLS), static_cast<unsigned>(slots));
+  const dim3 grid(rm_blocks(rows, RM_MMA_ROWS), rm_row_blocks(a, RM_MMA_COLS),
+                  static_cast<unsigned>(slots));
   const dim3 threads(static_cast<unsigned>(warps * RM_WARP));
   if (swiglu) RM_LAUNCH(few_kernel<true>, grid, threads, shared, ctx->stream, *a, warps);
   else RM_LAUNCH(few_kernel<false>, grid, threads, shared, ctx->stream, *a, warps);

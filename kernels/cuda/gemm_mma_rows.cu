@@ -1,24 +1,28 @@
-// gemm_mma_rows.cu: the bf16 gemm of the family cuda_mma for few rows, which is reading W once. A block takes 64 rows of W, a warp 16,
-// against up to 64 tokens (gemm_mma_few.cu has up to 8 of them). Where those blocks are too few for the card, each takes one segment of
-// k only and leaves its sums in the workspace; a second launch adds them in the order of the segments, which is the order that a block
-// with all of k adds them in. So neither the split nor the number of tokens can change a bit. A counter and the last block instead of
-// the second launch would need memory that is zero between ops; a cluster of blocks over the segments needs sm_90.
+// gemm_mma_rows.cu: the bf16 gemm of the family cuda_mma for few rows, which is reading W once. A
+// block takes 64 rows of W, a warp 16, against up to 64 tokens (gemm_mma_few.cu has up to 8 of
+// them). Where those blocks are too few for the card, each takes one segment of k only and leaves
+// its sums in the workspace; a second launch adds them in the order of the segments, which is the
+// order that a block with all of k adds them in. So neither the split nor the number of tokens can
+// change a bit. A counter and the last block instead of the second launch would need memory that is
+// zero between ops; a cluster of blocks over the segments needs sm_90.
 //
-// Groups that have no rows cost nothing: a block finds the group of its slot among those that have some, so there are never more
-// slots than rows.
+// Groups that have no rows cost nothing: a block finds the group of its slot among those that have
+// some, so there are never more slots than rows.
 #include "gemm_mma.cuh"
 #include "mma_rows.cuh"
 
 namespace {
 
 constexpr int WARPS = RM_ROWS_WARPS, THREADS = WARPS * RM_WARP, MAX_GRID = 65535;
-static_assert(WARPS * RM_PUT_WORDS<8> <= RM_STAGED_WORDS<8> && WARPS * RM_PUT_WORDS<2> <= RM_STAGED_WORDS<2>);
+static_assert(WARPS * RM_PUT_WORDS<8> <= RM_STAGED_WORDS<8> &&
+              WARPS * RM_PUT_WORDS<2> <= RM_STAGED_WORDS<2>);
 constexpr int64_t FEW_ROWS = 64, ENOUGH_BLOCKS = 512, ADD_THREADS = 128;
 constexpr int64_t MAX_WORKSPACE = 64 << 20;
 
 // parts: [segment][row of y][row of W]
 template <int NT>
-__device__ void put_parts(float *parts, int64_t pitch, const float (&acc)[NT][4], int64_t tile_row, int64_t row0, int64_t end) {
+__device__ void put_parts(float *parts, int64_t pitch, const float (&acc)[NT][4], int64_t tile_row,
+                          int64_t row0, int64_t end) {
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
 #pragma unroll
   for (int n = 0; n < NT; n++)
@@ -29,26 +33,34 @@ __device__ void put_parts(float *parts, int64_t pitch, const float (&acc)[NT][4]
     }
 }
 
-template <bool SWIGLU, int NT> __global__ void __launch_bounds__(THREADS, NT <= 4 ? 3 : 2) rows_kernel(rm_gemm_args a, float *parts) {
+template <bool SWIGLU, int NT>
+__global__ void __launch_bounds__(THREADS, NT <= 4 ? 3 : 2)
+    rows_kernel(rm_gemm_args a, float *parts) {
   RM_SHARED(shared);
-  const int64_t segments = parts ? rm_mma_segments(a.k) : 1, tile_rows = rm_mma_tile_rows(rm_mma_w_rows<SWIGLU>(a.n));
-  const rm_rows_unit u = rm_rows_unit_of(blockIdx.x, blockIdx.z, static_cast<int>(threadIdx.x) / RM_WARP, segments);
+  const int64_t segments = parts ? rm_mma_segments(a.k) : 1,
+                tile_rows = rm_mma_tile_rows(rm_mma_w_rows<SWIGLU>(a.n));
+  const rm_rows_unit u =
+      rm_rows_unit_of(blockIdx.x, blockIdx.z, static_cast<int>(threadIdx.x) / RM_WARP, segments);
   const int64_t group = rm_group_of_slot(a, u.slot);
-  if (group < 0) return;  // all of the block
-  const int64_t begin = a.group_rows ? a.group_rows[group] : 0, end = a.group_rows ? a.group_rows[group + 1] : a.m;
+  if (group < 0) return; // all of the block
+  const int64_t begin = a.group_rows ? a.group_rows[group] : 0,
+                end = a.group_rows ? a.group_rows[group + 1] : a.m;
   const int64_t pitch = tile_rows * RM_MMA_ROWS, all_steps = rm_mma_steps(a.k);
   const bool live = u.tile_row < tile_rows;
   const uint4 *w =
-      reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(a.w) + group * a.group_stride) + u.tile_row * all_steps * RM_WARP;
+      reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(a.w) + group * a.group_stride) +
+      u.tile_row * all_steps * RM_WARP;
   const int step0 = static_cast<int>(u.segment * RM_MMA_STEPS);
   const int steps = static_cast<int>(parts ? rm_segment_steps(a.k, u.segment) : all_steps);
   constexpr int64_t ROWS = RM_MMA_COLS * NT;
   for (int64_t row0 = begin + blockIdx.y * ROWS; row0 < end; row0 += gridDim.y * ROWS) {
     float acc[NT][4];
-    rm_mma_rows<NT, THREADS>(acc, reinterpret_cast<uint32_t *>(shared), rm_tokens_of(a.x, a.ldx, a.k, row0, end), w, live, step0, steps);
-    __syncthreads();  // what is staged makes room for what a warp puts out
+    rm_mma_rows<NT, THREADS>(acc, reinterpret_cast<uint32_t *>(shared),
+                             rm_tokens_of(a.x, a.ldx, a.k, row0, end), w, live, step0, steps);
+    __syncthreads(); // what is staged makes room for what a warp puts out
     float *mine = shared + threadIdx.x / RM_WARP * RM_PUT_WORDS<NT>;
-    if (live && parts) put_parts<NT>(parts + u.segment * a.m * pitch, pitch, acc, u.tile_row, row0, end);
+    if (live && parts)
+      put_parts<NT>(parts + u.segment * a.m * pitch, pitch, acc, u.tile_row, row0, end);
     else if (live) rm_mma_put_outputs<SWIGLU, NT>(a, mine, acc, u.tile_row, row0, end);
   }
 }
@@ -60,24 +72,30 @@ __device__ float sum_of_parts(const float *parts, int64_t segments, int64_t stri
   return acc;
 }
 
-template <bool SWIGLU> __global__ void __launch_bounds__(ADD_THREADS) add_kernel(rm_gemm_args a, const float *parts) {
-  const int64_t col = blockIdx.x * ADD_THREADS + threadIdx.x, row = blockIdx.y, pitch = rm_mma_w_rows<SWIGLU>(a.n),
-                segments = rm_mma_segments(a.k);
-  if (col >= a.n || (a.group_rows && (row < a.group_rows[0] || row >= a.group_rows[a.n_groups]))) return;
+template <bool SWIGLU>
+__global__ void __launch_bounds__(ADD_THREADS) add_kernel(rm_gemm_args a, const float *parts) {
+  const int64_t col = blockIdx.x * ADD_THREADS + threadIdx.x, row = blockIdx.y,
+                pitch = rm_mma_w_rows<SWIGLU>(a.n), segments = rm_mma_segments(a.k);
+  if (col >= a.n || (a.group_rows && (row < a.group_rows[0] || row >= a.group_rows[a.n_groups])))
+    return;
   const float *from = parts + row * pitch + (SWIGLU ? rm_mma_gate_up_row(col, 0) : col);
   const float acc = sum_of_parts(from, segments, a.m * pitch);
-  rm_put_output<RM_BF16, SWIGLU>(a, row, col, acc, SWIGLU ? sum_of_parts(from + 8, segments, a.m * pitch) : 0.0f);
+  rm_put_output<RM_BF16, SWIGLU>(a, row, col, acc,
+                                 SWIGLU ? sum_of_parts(from + 8, segments, a.m * pitch) : 0.0f);
 }
 
 template <bool SWIGLU, int NT> void launch(const rm_ctx *ctx, const rm_gemm_args *a) {
-  const int64_t slots = a->group_rows ? rm_min64(a->m, a->n_groups) : 1, segments = rm_mma_segments(a->k),
-                rows = rm_mma_w_rows<SWIGLU>(a->n);
+  const int64_t slots = a->group_rows ? rm_min64(a->m, a->n_groups) : 1,
+                segments = rm_mma_segments(a->k), rows = rm_mma_w_rows<SWIGLU>(a->n);
   const unsigned x = rm_blocks(rows, WARPS * RM_MMA_ROWS), y = rm_row_blocks(a, RM_MMA_COLS * NT);
-  const bool fits = static_cast<uint64_t>(segments * a->m * rows) * sizeof(float) <= ctx->workspace_bytes && slots * segments <= MAX_GRID;
+  const bool fits =
+      static_cast<uint64_t>(segments * a->m * rows) * sizeof(float) <= ctx->workspace_bytes &&
+      slots * segments <= MAX_GRID;
   const bool split = segments > 1 && x * y * slots < ENOUGH_BLOCKS && fits && a->m <= MAX_GRID;
   float *parts = split ? static_cast<float *>(ctx->workspace) : nullptr;
   const dim3 grid(x, y, static_cast<unsigned>(slots * (split ? segments : 1)));
-  RM_LAUNCH((rows_kernel<SWIGLU, NT>), grid, dim3(THREADS), RM_STAGED_WORDS<NT> * sizeof(uint32_t), ctx->stream, *a, parts);
+  RM_LAUNCH((rows_kernel<SWIGLU, NT>), grid, dim3(THREADS), RM_STAGED_WORDS<NT> * sizeof(uint32_t),
+            ctx->stream, *a, parts);
   if (!split) return;
   const dim3 adding(rm_blocks(a->n, ADD_THREADS), static_cast<unsigned>(a->m));
   RM_LAUNCH(add_kernel<SWIGLU>, adding, dim3(ADD_THREADS), 0, ctx->stream, *a, parts);
@@ -92,14 +110,16 @@ template <bool SWIGLU> void of_rows(const rm_ctx *ctx, const rm_gemm_args *a) {
   else launch<SWIGLU, 8>(ctx, a);
 }
 
-}  // namespace
+} // namespace
 
 // Of one call whose blocks are too few; where there is less, k is not split.
 size_t rm_cuda_gemm_mma_workspace(const rm_limits *l) {
-  const int64_t segments = rm_mma_segments(l->max_k), rows = rm_min64(l->max_rows, FEW_ROWS) * rm_max64(1, l->top_k);
+  const int64_t segments = rm_mma_segments(l->max_k),
+                rows = rm_min64(l->max_rows, FEW_ROWS) * rm_max64(1, l->top_k);
   if (segments == 1) return 0;
-  return static_cast<size_t>(
-      rm_min64(segments * rows * rm_round_up(l->max_n, 2 * RM_MMA_ROWS) * static_cast<int64_t>(sizeof(float)), MAX_WORKSPACE));
+  return static_cast<size_t>(rm_min64(segments * rows * rm_round_up(l->max_n, 2 * RM_MMA_ROWS) *
+                                          static_cast<int64_t>(sizeof(float)),
+                                      MAX_WORKSPACE));
 }
 
 bool rm_cuda_gemm_mma_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu) {

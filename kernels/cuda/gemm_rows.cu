@@ -1,8 +1,10 @@
-// gemm_rows.cu: the gemm of few rows, which is reading W once. A tile of 16 columns has all its k in one run of memory; a block of
-// threads walks that run with 16 half-warps, each on a block of 32 k of its own, a lane for a column, and the words of the next step
-// are on their way while this one is multiplied. Splitting k is free here: the contract adds the sums of the blocks of 32 one by one,
-// and those sums know nothing of each other, so they meet in shared memory and a thread for each output adds them in their order.
-// With swiglu the half-warps of a warp take gate and up of one block of k. gemm.cu says when this kernel is taken; the bits are the same.
+// gemm_rows.cu: the gemm of few rows, which is reading W once. A tile of 16 columns has all its k
+// in one run of memory; a block of threads walks that run with 16 half-warps, each on a block of 32
+// k of its own, a lane for a column, and the words of the next step are on their way while this one
+// is multiplied. Splitting k is free here: the contract adds the sums of the blocks of 32 one by
+// one, and those sums know nothing of each other, so they meet in shared memory and a thread for
+// each output adds them in their order. With swiglu the half-warps of a warp take gate and up of
+// one block of k. gemm.cu says when this kernel is taken; the bits are the same.
 #include "device.cuh"
 
 namespace {
@@ -12,13 +14,15 @@ constexpr int WARPS = 8, THREADS = WARPS * RM_WARP, SLOTS = 2 * WARPS, PAIRS = R
 // The weights of the pairs of k of one column in one tile as they lie.
 template <rm_dtype DTYPE> struct column;
 template <> struct column<RM_BF16> {
-  using word = uint32_t;  // the pair
+  using word = uint32_t; // the pair
   word words[PAIRS];
   __device__ void load(const word *p) {
 #pragma unroll
     for (int pair = 0; pair < PAIRS; pair++) words[pair] = p[pair * RM_N_TILE];
   }
-  __device__ rm_weights both(int pair) const { return {rm_float(words[pair] << 16), rm_float(words[pair] & 0xffff0000u)}; }
+  __device__ rm_weights both(int pair) const {
+    return {rm_float(words[pair] << 16), rm_float(words[pair] & 0xffff0000u)};
+  }
 };
 template <> struct column<RM_F32> {
   using word = float;
@@ -29,10 +33,12 @@ template <> struct column<RM_F32> {
   }
   __device__ rm_weights both(int pair) const { return {words[2 * pair], words[2 * pair + 1]}; }
 };
-template <rm_dtype DTYPE> constexpr int TILE_WORDS = RM_N_TILE * RM_K_BLOCK / (DTYPE == RM_BF16 ? 2 : 1);
+template <rm_dtype DTYPE>
+constexpr int TILE_WORDS = RM_N_TILE * RM_K_BLOCK / (DTYPE == RM_BF16 ? 2 : 1);
 
 // E + O of ROWS rows, x being one block of 32 k of each, `pitch` apart.
-template <rm_dtype DTYPE, int ROWS> __device__ void dot_tile(float *sums, const float *x, int pitch, const column<DTYPE> &w) {
+template <rm_dtype DTYPE, int ROWS>
+__device__ void dot_tile(float *sums, const float *x, int pitch, const column<DTYPE> &w) {
   float even[ROWS], odd[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; r++) even[r] = odd[r] = 0.0f;
@@ -50,7 +56,9 @@ template <rm_dtype DTYPE, int ROWS> __device__ void dot_tile(float *sums, const 
 }
 
 // k0 … k0 + length of ROWS rows as float32, zeros behind `end` and behind k.
-template <rm_dtype DTYPE, int ROWS> __device__ void stage(float *to, const rm_gemm_args &a, int64_t row0, int64_t end, int k0, int length) {
+template <rm_dtype DTYPE, int ROWS>
+__device__ void stage(float *to, const rm_gemm_args &a, int64_t row0, int64_t end, int k0,
+                      int length) {
 #pragma unroll 2
   for (int i = static_cast<int>(threadIdx.x); i < ROWS * length; i += THREADS) {
     const int64_t row = row0 + i / length, k = k0 + i % length;
@@ -60,28 +68,37 @@ template <rm_dtype DTYPE, int ROWS> __device__ void stage(float *to, const rm_ge
 
 // ROWS rows from row0 on and one tile of columns of y; w0: bytes to the matrix.
 template <rm_dtype DTYPE, bool SWIGLU, int ROWS>
-__device__ void few_rows(float *shared, const rm_gemm_args &a, int64_t w0, int64_t row0, int64_t end) {
-  constexpr int BLOCKS = SWIGLU ? WARPS : SLOTS, LENGTH = BLOCKS * RM_K_BLOCK, PARTS = SLOTS * ROWS * RM_N_TILE;
-  float *const xs = shared, *const parts = shared + 2 * ROWS * LENGTH;  // each twice: one is filled while the other is read
+__device__ void few_rows(float *shared, const rm_gemm_args &a, int64_t w0, int64_t row0,
+                         int64_t end) {
+  constexpr int BLOCKS = SWIGLU ? WARPS : SLOTS, LENGTH = BLOCKS * RM_K_BLOCK,
+                PARTS = SLOTS * ROWS * RM_N_TILE;
+  float *const xs = shared, *const parts =
+                                shared +
+                                2 * ROWS *
+                                    LENGTH; // each twice: one is filled while the other is read
   const int me = static_cast<int>(threadIdx.x), half = me / RM_N_TILE, n = me % RM_N_TILE;
-  const int block = SWIGLU ? half / 2 : half;  // of k, in a step
+  const int block = SWIGLU ? half / 2 : half; // of k, in a step
   const int64_t tile_row = SWIGLU ? 2 * static_cast<int64_t>(blockIdx.x) + half % 2 : blockIdx.x;
   const int tiles = static_cast<int>(rm_round_up(a.k, RM_K_BLOCK) / RM_K_BLOCK);
-  const auto *from = reinterpret_cast<const typename column<DTYPE>::word *>(static_cast<const char *>(a.w) + w0) +
-                     (tile_row * tiles + block) * TILE_WORDS<DTYPE> + n;
+  const auto *from =
+      reinterpret_cast<const typename column<DTYPE>::word *>(static_cast<const char *>(a.w) + w0) +
+      (tile_row * tiles + block) * TILE_WORDS<DTYPE> + n;
   column<DTYPE> w;
-  float acc = 0.0f, up = 0.0f;  // of thread r·16 + n: row r, column n
+  float acc = 0.0f, up = 0.0f; // of thread r·16 + n: row r, column n
   if (block < tiles) w.load(from);
   stage<DTYPE, ROWS>(xs, a, row0, end, 0, LENGTH);
   __syncthreads();
   for (int at = 0, turn = 0; at < tiles; at += BLOCKS, turn ^= 1) {
     float *const part = parts + turn * PARTS;
     if (at + block < tiles)
-      dot_tile<DTYPE, ROWS>(part + half * ROWS * RM_N_TILE + n, xs + turn * ROWS * LENGTH + block * RM_K_BLOCK, LENGTH, w);
+      dot_tile<DTYPE, ROWS>(part + half * ROWS * RM_N_TILE + n,
+                            xs + turn * ROWS * LENGTH + block * RM_K_BLOCK, LENGTH, w);
     from += BLOCKS * TILE_WORDS<DTYPE>;
     if (at + BLOCKS + block < tiles) w.load(from);
-    if (at + BLOCKS < tiles) stage<DTYPE, ROWS>(xs + (turn ^ 1) * ROWS * LENGTH, a, row0, end, (at + BLOCKS) * RM_K_BLOCK, LENGTH);
-    __syncthreads();  // one a step: the next one fills what nobody reads behind this
+    if (at + BLOCKS < tiles)
+      stage<DTYPE, ROWS>(xs + (turn ^ 1) * ROWS * LENGTH, a, row0, end, (at + BLOCKS) * RM_K_BLOCK,
+                         LENGTH);
+    __syncthreads(); // one a step: the next one fills what nobody reads behind this
     if (me >= ROWS * RM_N_TILE) continue;
     const int here = tiles - at < BLOCKS ? tiles - at : BLOCKS;
 #pragma unroll 4
@@ -91,20 +108,27 @@ __device__ void few_rows(float *shared, const rm_gemm_args &a, int64_t w0, int64
     }
   }
   const int64_t row = row0 + me / RM_N_TILE, col = blockIdx.x * static_cast<int64_t>(RM_N_TILE) + n;
-  if (me < ROWS * RM_N_TILE && row < end && col < a.n) rm_put_output<DTYPE, SWIGLU>(a, row, col, acc, up);
+  if (me < ROWS * RM_N_TILE && row < end && col < a.n)
+    rm_put_output<DTYPE, SWIGLU>(a, row, col, acc, up);
 }
 
-template <rm_dtype DTYPE, bool SWIGLU, int ROWS> __global__ void __launch_bounds__(THREADS, 3) rows_kernel(rm_gemm_args a) {
+template <rm_dtype DTYPE, bool SWIGLU, int ROWS>
+__global__ void __launch_bounds__(THREADS, 3) rows_kernel(rm_gemm_args a) {
   RM_SHARED(shared);
   const int64_t group = blockIdx.z;
-  const int64_t begin = a.group_rows ? a.group_rows[group] : 0, end = a.group_rows ? a.group_rows[group + 1] : a.m;
-  for (int64_t row0 = begin + blockIdx.y * static_cast<int64_t>(ROWS); row0 < end; row0 += gridDim.y * static_cast<int64_t>(ROWS))
-    few_rows<DTYPE, SWIGLU, ROWS>(shared, a, group * a.group_stride * static_cast<int64_t>(rm_dtype_bytes(DTYPE)), row0, end);
+  const int64_t begin = a.group_rows ? a.group_rows[group] : 0,
+                end = a.group_rows ? a.group_rows[group + 1] : a.m;
+  for (int64_t row0 = begin + blockIdx.y * static_cast<int64_t>(ROWS); row0 < end;
+       row0 += gridDim.y * static_cast<int64_t>(ROWS))
+    few_rows<DTYPE, SWIGLU, ROWS>(
+        shared, a, group * a.group_stride * static_cast<int64_t>(rm_dtype_bytes(DTYPE)), row0, end);
 }
 
-template <rm_dtype DTYPE, bool SWIGLU, int ROWS> void launch(const rm_ctx *ctx, const rm_gemm_args *a) {
+template <rm_dtype DTYPE, bool SWIGLU, int ROWS>
+void launch(const rm_ctx *ctx, const rm_gemm_args *a) {
   constexpr int LENGTH = (SWIGLU ? WARPS : SLOTS) * RM_K_BLOCK;
-  const dim3 grid(rm_blocks(a->n, RM_N_TILE), rm_row_blocks(a, ROWS), a->group_rows ? static_cast<unsigned>(a->n_groups) : 1u);
+  const dim3 grid(rm_blocks(a->n, RM_N_TILE), rm_row_blocks(a, ROWS),
+                  a->group_rows ? static_cast<unsigned>(a->n_groups) : 1u);
   const size_t shared = 2 * (ROWS * LENGTH + SLOTS * ROWS * RM_N_TILE) * sizeof(float);
   RM_LAUNCH((rows_kernel<DTYPE, SWIGLU, ROWS>), grid, dim3(THREADS), shared, ctx->stream, *a);
 }
@@ -114,7 +138,7 @@ template <bool SWIGLU, int ROWS> void of_dtype(const rm_ctx *ctx, const rm_gemm_
   else launch<RM_F32, SWIGLU, ROWS>(ctx, a);
 }
 
-}  // namespace
+} // namespace
 
 void rm_cuda_gemm_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu) {
   if (swiglu && a->m == 1) of_dtype<true, 1>(ctx, a);

@@ -1,6 +1,8 @@
-// lend.cu: a device's memory for another process: the handle that CUDA gives of an allocation, and what one opens. Memory that was
-// not allocated whole (cuMemCreate: torch's expandable segments; cudaMallocAsync) has no such handle, and CUDA says so as an invalid
-// argument. Passing file descriptors of it was rejected: they need a socket, and the trainer's allocator must have asked for them before.
+// lend.cu: a device's memory for another process: the handle that CUDA gives of an allocation, and
+// what one opens. Memory that was not allocated whole (cuMemCreate: torch's expandable segments;
+// cudaMallocAsync) has no such handle, and CUDA says so as an invalid argument. Passing file
+// descriptors of it was rejected: they need a socket, and the trainer's allocator must have asked
+// for them before.
 #include "rm_cuda.h"
 
 #include <cstdio>
@@ -25,15 +27,17 @@ const char *range_of(const void *address, char **base, size_t *bytes) {
   void *entry = nullptr;
   unsigned long long start = 0;
   cudaDriverEntryPointQueryResult found;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &entry, 12000, cudaEnableDefault, &found);
-  if (error != cudaSuccess) cudaGetLastError();  // or it were found again behind the next launch
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &entry, 12000,
+                                                             cudaEnableDefault, &found);
+  if (error != cudaSuccess) cudaGetLastError(); // or it were found again behind the next launch
   if (error != cudaSuccess || !entry) return "the driver has no cuMemGetAddressRange";
-  if (reinterpret_cast<range_call>(entry)(&start, bytes, reinterpret_cast<uintptr_t>(address)) != 0) return "it is in no allocation";
+  if (reinterpret_cast<range_call>(entry)(&start, bytes, reinterpret_cast<uintptr_t>(address)) != 0)
+    return "it is in no allocation";
   *base = reinterpret_cast<char *>(start);
   return nullptr;
 }
 
-}  // namespace
+} // namespace
 
 RM_EXPORT const char *rm_cuda_lend(int ordinal, const void *address, rm_device_loan *out) {
   cudaIpcMemHandle_t handle;
@@ -62,7 +66,8 @@ RM_EXPORT const char *rm_cuda_borrow(rm_device_loan *loan) {
   void *block = nullptr;
   char *base = nullptr;
   memcpy(&handle, loan->handle, sizeof handle);
-  const char *why = refusal("cudaIpcOpenMemHandle", cudaIpcOpenMemHandle(&block, handle, cudaIpcMemLazyEnablePeerAccess));
+  const char *why = refusal("cudaIpcOpenMemHandle",
+                            cudaIpcOpenMemHandle(&block, handle, cudaIpcMemLazyEnablePeerAccess));
   if (why) return why;
   why = range_of(block, &base, &loan->bytes);
   if (why) cudaIpcCloseMemHandle(block);
@@ -70,4 +75,6 @@ RM_EXPORT const char *rm_cuda_borrow(rm_device_loan *loan) {
   return why;
 }
 
-RM_EXPORT const char *rm_cuda_give_back(void *block) { return refusal("cudaIpcCloseMemHandle", cudaIpcCloseMemHandle(block)); }
+RM_EXPORT const char *rm_cuda_give_back(void *block) {
+  return refusal("cudaIpcCloseMemHandle", cudaIpcCloseMemHandle(block));
+}

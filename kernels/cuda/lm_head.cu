@@ -1,20 +1,24 @@
-// lm_head.cu: logits, the (max, sum) of each 128 of them, and the merge of those pairs: docs/numerics.md §6.
+// lm_head.cu: logits, the (max, sum) of each 128 of them, and the merge of those pairs:
+// docs/numerics.md §6.
 //
-// A block of threads is one vocabulary block of 128 columns for 8 rows (for 1 where there is only that), so the pair of a row is made
-// where its logits are, and logits that nobody keeps never reach memory. The merge is a chain over more than a thousand pairs that
-// must stay one, but only its fma: the running maxima are a prefix maximum, exact in any order, and give every exp beforehand. So a
-// warp prepares 32 steps at once and then makes them one after the other.
+// A block of threads is one vocabulary block of 128 columns for 8 rows (for 1 where there is only
+// that), so the pair of a row is made where its logits are, and logits that nobody keeps never
+// reach memory. The merge is a chain over more than a thousand pairs that must stay one, but only
+// its fma: the running maxima are a prefix maximum, exact in any order, and give every exp
+// beforehand. So a warp prepares 32 steps at once and then makes them one after the other.
 #include "lm_head.cuh"
 
 namespace {
 
 using pass = rm_logits_pass;
 
-constexpr int COLS = RM_VOCAB_BLOCK, THREADS = COLS, WARPS = THREADS / RM_WARP, WORKSPACE_ROWS = 256;
+constexpr int COLS = RM_VOCAB_BLOCK, THREADS = COLS, WARPS = THREADS / RM_WARP,
+              WORKSPACE_ROWS = 256;
 
-template <rm_dtype DTYPE, int ROWS> __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, pass t) {
+template <rm_dtype DTYPE, int ROWS>
+__global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, pass t) {
   RM_SHARED(shared);
-  float *x = shared, *logits = shared + ROWS * RM_K_BLOCK;  // [ROWS][RM_K_BLOCK], [ROWS][COLS]
+  float *x = shared, *logits = shared + ROWS * RM_K_BLOCK; // [ROWS][RM_K_BLOCK], [ROWS][COLS]
   const int me = static_cast<int>(threadIdx.x);
   const int64_t col0 = blockIdx.x * static_cast<int64_t>(COLS), col = col0 + me;
   const int64_t first = t.row0 + blockIdx.y * static_cast<int64_t>(ROWS), end = t.row0 + t.rows;
@@ -25,8 +29,10 @@ template <rm_dtype DTYPE, int ROWS> __global__ void __launch_bounds__(THREADS) l
     rm_stage_rows<DTYPE>(x, a.x, a.ldx, a.hidden, first, ROWS, end, k0, THREADS);
     __syncthreads();
     if (col < a.vocab)
-      rm_add_block<DTYPE, ROWS>(acc, x, a.w, rm_packed_index(DTYPE, a.hidden, col / RM_N_TILE * RM_N_TILE, k0), me % RM_N_TILE);
-    __syncthreads();  // before x is overwritten
+      rm_add_block<DTYPE, ROWS>(acc, x, a.w,
+                                rm_packed_index(DTYPE, a.hidden, col / RM_N_TILE * RM_N_TILE, k0),
+                                me % RM_N_TILE);
+    __syncthreads(); // before x is overwritten
   }
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
@@ -38,7 +44,8 @@ template <rm_dtype DTYPE, int ROWS> __global__ void __launch_bounds__(THREADS) l
   __syncthreads();
   const int n = static_cast<int>(rm_min64(COLS, a.vocab - col0));
   for (int r = me / RM_WARP; r < ROWS && first + r < end; r += WARPS)
-    rm_block_pair(t.pairs + 2 * (blockIdx.x * t.rows + first + r - t.row0), logits + r * COLS, n, me % RM_WARP);
+    rm_block_pair(t.pairs + 2 * (blockIdx.x * t.rows + first + r - t.row0), logits + r * COLS, n,
+                  me % RM_WARP);
 }
 
 struct stats {
@@ -62,13 +69,15 @@ __device__ stats merge_row(const float *pairs, int64_t n_blocks, int64_t rows, i
     const float shifted = __shfl_up_sync(RM_ALL_LANES, upto, 1), before = lane == 0 ? m : shifted;
     const float old = rm_exp(before - upto), add = sum * rm_exp(mine - upto);
     const int n = static_cast<int>(rm_min64(RM_WARP, n_blocks - b0));
-    for (int i = 0; i < n; i++) s = fmaf(s, __shfl_sync(RM_ALL_LANES, old, i), __shfl_sync(RM_ALL_LANES, add, i));
+    for (int i = 0; i < n; i++)
+      s = fmaf(s, __shfl_sync(RM_ALL_LANES, old, i), __shfl_sync(RM_ALL_LANES, add, i));
     m = __shfl_sync(RM_ALL_LANES, upto, RM_WARP - 1);
   }
   return {m, s};
 }
 
-__device__ void put_stats(float *out, float *target_logprob, uint8_t *flags, stats all, int32_t target, float target_logit) {
+__device__ void put_stats(float *out, float *target_logprob, uint8_t *flags, stats all,
+                          int32_t target, float target_logit) {
   out[0] = rm_canon(all.max);
   out[1] = rm_canon(all.sum);
   if (rm_is_nan(all.sum)) *flags |= RM_ROW_LOGITS_NONFINITE;
@@ -77,31 +86,36 @@ __device__ void put_stats(float *out, float *target_logprob, uint8_t *flags, sta
 
 __global__ void __launch_bounds__(THREADS) merge_kernel(rm_merge_pairs_args a) {
   const int64_t row = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / RM_WARP;
-  if (row >= a.rows) return;  // whole warps
+  if (row >= a.rows) return; // whole warps
   const stats all = merge_row(a.pairs, a.n_blocks, a.rows, row);
   if (threadIdx.x % RM_WARP != 0) return;
   const bool wanted = a.target_logprobs != nullptr;
-  put_stats(a.stats + 2 * row, wanted ? a.target_logprobs + row : nullptr, a.row_flags + row, all, wanted ? a.targets[row] : -1,
-            wanted ? a.target_logits[row] : 0.0f);
+  put_stats(a.stats + 2 * row, wanted ? a.target_logprobs + row : nullptr, a.row_flags + row, all,
+            wanted ? a.targets[row] : -1, wanted ? a.target_logits[row] : 0.0f);
 }
 
 // Behind logits_kernel: what is left to do for a row.
-__global__ void __launch_bounds__(THREADS) finish_kernel(rm_lm_head_args a, pass t, int64_t n_blocks) {
-  const int64_t in = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / RM_WARP, row = t.row0 + in;
+__global__ void __launch_bounds__(THREADS)
+    finish_kernel(rm_lm_head_args a, pass t, int64_t n_blocks) {
+  const int64_t in = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / RM_WARP,
+                row = t.row0 + in;
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
-  if (in >= t.rows) return;  // whole warps
+  if (in >= t.rows) return; // whole warps
   const int32_t target = a.targets ? a.targets[row] : -1;
-  const float target_logit = t.target_logits && target >= 0 && target < a.vocab ? t.target_logits[in] : 0.0f;
+  const float target_logit =
+      t.target_logits && target >= 0 && target < a.vocab ? t.target_logits[in] : 0.0f;
   __syncwarp();
   if (lane == 0 && a.target_logits) a.target_logits[row] = target_logit;
   if (!a.pairs) {
     const stats all = merge_row(t.pairs, n_blocks, t.rows, in);
     if (lane == 0)
-      put_stats(a.stats + 2 * row, a.target_logprobs ? a.target_logprobs + row : nullptr, a.row_flags + row, all, target, target_logit);
+      put_stats(a.stats + 2 * row, a.target_logprobs ? a.target_logprobs + row : nullptr,
+                a.row_flags + row, all, target, target_logit);
     return;
   }
   bool bad = false;
-  for (int64_t b = lane; b < n_blocks; b += RM_WARP) bad |= rm_is_nan(a.pairs[2 * (b * t.rows + in) + 1]) != 0;
+  for (int64_t b = lane; b < n_blocks; b += RM_WARP)
+    bad |= rm_is_nan(a.pairs[2 * (b * t.rows + in) + 1]) != 0;
   bad = __ballot_sync(RM_ALL_LANES, bad) != 0;
   if (lane == 0 && bad) a.row_flags[row] |= RM_ROW_LOGITS_NONFINITE;
 }
@@ -109,7 +123,8 @@ __global__ void __launch_bounds__(THREADS) finish_kernel(rm_lm_head_args a, pass
 int64_t count_blocks(int64_t vocab) { return (vocab + RM_VOCAB_BLOCK - 1) / RM_VOCAB_BLOCK; }
 int64_t floats_of_row(int64_t vocab) { return 2 * count_blocks(vocab) + 1; }
 
-template <rm_dtype DTYPE, int ROWS> void launch_logits(const rm_ctx *ctx, const rm_lm_head_args *a, pass t) {
+template <rm_dtype DTYPE, int ROWS>
+void launch_logits(const rm_ctx *ctx, const rm_lm_head_args *a, pass t) {
   const dim3 grid(static_cast<unsigned>(count_blocks(a->vocab)), rm_blocks(t.rows, ROWS));
   const size_t shared = ROWS * (RM_K_BLOCK + COLS) * sizeof(float);
   RM_LAUNCH((logits_kernel<DTYPE, ROWS>), grid, dim3(THREADS), shared, ctx->stream, *a, t);
@@ -128,13 +143,15 @@ void fma_logits(const rm_ctx *ctx, const rm_lm_head_args *a, pass t) {
 void run_pass(const rm_ctx *ctx, const rm_lm_head_args *a, pass t, rm_logits_fn logits) {
   const int64_t n_blocks = count_blocks(a->vocab);
   if (n_blocks > 0) logits(ctx, a, t);
-  RM_LAUNCH(finish_kernel, dim3(rm_blocks(t.rows, WARPS)), dim3(THREADS), 0, ctx->stream, *a, t, n_blocks);
+  RM_LAUNCH(finish_kernel, dim3(rm_blocks(t.rows, WARPS)), dim3(THREADS), 0, ctx->stream, *a, t,
+            n_blocks);
 }
 
-}  // namespace
+} // namespace
 
 size_t rm_cuda_lm_head_workspace(const rm_limits *l) {
-  return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * floats_of_row(l->vocab)) * sizeof(float);
+  return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * floats_of_row(l->vocab)) *
+         sizeof(float);
 }
 
 void rm_cuda_lm_head_by(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_fn logits) {
@@ -152,7 +169,9 @@ void rm_cuda_lm_head_by(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_f
   }
 }
 
-void rm_cuda_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a) { rm_cuda_lm_head_by(ctx, a, fma_logits); }
+void rm_cuda_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a) {
+  rm_cuda_lm_head_by(ctx, a, fma_logits);
+}
 
 void rm_cuda_merge_pairs(const rm_ctx *ctx, const rm_merge_pairs_args *a) {
   if (a->rows <= 0) return;

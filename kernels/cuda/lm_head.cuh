@@ -9,7 +9,8 @@ struct rm_logits_pass {
   int64_t row0, rows;
 };
 
-// Launches what makes the logits of a pass's rows, their pairs and what of them the arguments want kept.
+// Launches what makes the logits of a pass's rows, their pairs and what of them the arguments want
+// kept.
 using rm_logits_fn = void (*)(const rm_ctx *, const rm_lm_head_args *, rm_logits_pass);
 // lm_head with `logits` for its first half.
 void rm_cuda_lm_head_by(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_fn logits);
@@ -32,7 +33,8 @@ __device__ inline void rm_block_pair(float *pair, const float *logits, int n, in
 }
 
 // Logit `col` of one row of the pass, canonical, to where the arguments want it.
-__device__ inline void rm_keep_logit(const rm_lm_head_args &a, const rm_logits_pass &t, int64_t row, int64_t col, float logit) {
+__device__ inline void rm_keep_logit(const rm_lm_head_args &a, const rm_logits_pass &t, int64_t row,
+                                     int64_t col, float logit) {
   if (a.logits) a.logits[row * a.ld_logits + col] = logit;
   if (t.target_logits && a.targets && a.targets[row] == col) t.target_logits[row - t.row0] = logit;
 }

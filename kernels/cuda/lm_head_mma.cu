@@ -1,32 +1,36 @@
-// lm_head_mma.cu: lm_head of the family cuda_mma in bf16. A block of threads is one vocabulary block of 128 entries, a warp 16 of them,
-// against up to 32 rows; its logits meet in shared memory, where the warps make the pairs as lm_head.cu's do. The running sum of
-// exp could stay in the registers that hold the logits, but reading them back costs nothing beside reading W.
+// lm_head_mma.cu: lm_head of the family cuda_mma in bf16. A block of threads is one vocabulary
+// block of 128 entries, a warp 16 of them, against up to 32 rows; its logits meet in shared memory,
+// where the warps make the pairs as lm_head.cu's do. The running sum of exp could stay in the
+// registers that hold the logits, but reading them back costs nothing beside reading W.
 #include "lm_head.cuh"
 #include "mma_rows.cuh"
 
 namespace {
 
 constexpr int COLS = RM_VOCAB_BLOCK, WARPS = COLS / RM_MMA_ROWS, THREADS = WARPS * RM_WARP;
-constexpr int PITCH = COLS + 4;  // the four columns of a warp's sums in banks of their own
+constexpr int PITCH = COLS + 4; // the four columns of a warp's sums in banks of their own
 
-template <int NT> __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, rm_logits_pass t) {
+template <int NT>
+__global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, rm_logits_pass t) {
   RM_SHARED(shared);
   constexpr int ROWS = RM_MMA_COLS * NT;
   uint32_t *staged = reinterpret_cast<uint32_t *>(shared);
-  float *logits = shared + RM_STAGED_WORDS<NT>;  // [ROWS][PITCH]
-  const int warp = static_cast<int>(threadIdx.x) / RM_WARP, lane = static_cast<int>(threadIdx.x) % RM_WARP;
-  const int64_t col0 = blockIdx.x * static_cast<int64_t>(COLS), first = t.row0 + blockIdx.y * static_cast<int64_t>(ROWS),
-                end = t.row0 + t.rows;
+  float *logits = shared + RM_STAGED_WORDS<NT>; // [ROWS][PITCH]
+  const int warp = static_cast<int>(threadIdx.x) / RM_WARP,
+            lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int64_t col0 = blockIdx.x * static_cast<int64_t>(COLS),
+                first = t.row0 + blockIdx.y * static_cast<int64_t>(ROWS), end = t.row0 + t.rows;
   const int64_t steps = rm_mma_steps(a.hidden), tile_row = col0 / RM_MMA_ROWS + warp;
   const uint4 *w = static_cast<const uint4 *>(a.w) + tile_row * steps * RM_WARP;
   float acc[NT][4];
-  rm_mma_rows<NT, THREADS>(acc, staged, rm_tokens_of(a.x, a.ldx, a.hidden, first, end), w, tile_row * RM_MMA_ROWS < a.vocab, 0,
-                           static_cast<int>(steps));
+  rm_mma_rows<NT, THREADS>(acc, staged, rm_tokens_of(a.x, a.ldx, a.hidden, first, end), w,
+                           tile_row * RM_MMA_ROWS < a.vocab, 0, static_cast<int>(steps));
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int in = warp * RM_MMA_ROWS + lane / 4 + i / 2 * 8, r = n * RM_MMA_COLS + lane % 4 * 2 + i % 2;
+      const int in = warp * RM_MMA_ROWS + lane / 4 + i / 2 * 8,
+                r = n * RM_MMA_COLS + lane % 4 * 2 + i % 2;
       const float logit = rm_canon(acc[n][i]);
       logits[r * PITCH + in] = logit;
       if (first + r < end && col0 + in < a.vocab) rm_keep_logit(a, t, first + r, col0 + in, logit);
@@ -34,7 +38,8 @@ template <int NT> __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm
   __syncthreads();
   const int n = static_cast<int>(rm_min64(COLS, a.vocab - col0));
   for (int r = warp; r < ROWS && first + r < end; r += WARPS)
-    rm_block_pair(t.pairs + 2 * (blockIdx.x * t.rows + first + r - t.row0), logits + r * PITCH, n, lane);
+    rm_block_pair(t.pairs + 2 * (blockIdx.x * t.rows + first + r - t.row0), logits + r * PITCH, n,
+                  lane);
 }
 
 template <int NT> void launch(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_pass t) {
@@ -49,7 +54,7 @@ void mma_logits(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_pass t) {
   else launch<4>(ctx, a, t);
 }
 
-}  // namespace
+} // namespace
 
 void rm_cuda_mma_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a) {
   if (a->dtype == RM_BF16) rm_cuda_lm_head_by(ctx, a, mma_logits);

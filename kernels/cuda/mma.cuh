@@ -1,9 +1,12 @@
-// mma.cuh: the tensor core's one instruction of the family cuda_mma, and copies to shared memory that nobody waits for at once.
+// mma.cuh: the tensor core's one instruction of the family cuda_mma, and copies to shared memory
+// that nobody waits for at once.
 //
-// Weights are always A, 16 of their rows; tokens are always B, 8 of them, padded with zeros: yᵀ = W·xᵀ at every batch size, so no bit
-// rests on the hardware being symmetric. A dot product over k is, for each segment of RM_MMA_SEGMENT, a chain of this instruction
-// from +0 in ascending k; the sums of segments are added as IEEE float32 in ascending order. The instruction's own sum of 16
-// products and an accumulator is the hardware's: exact products, aligned and cut. Attention is K·qᵀ and Vᵀ·P, the same way round.
+// Weights are always A, 16 of their rows; tokens are always B, 8 of them, padded with zeros: yᵀ =
+// W·xᵀ at every batch size, so no bit rests on the hardware being symmetric. A dot product over k
+// is, for each segment of RM_MMA_SEGMENT, a chain of this instruction from +0 in ascending k; the
+// sums of segments are added as IEEE float32 in ascending order. The instruction's own sum of 16
+// products and an accumulator is the hardware's: exact products, aligned and cut. Attention is K·qᵀ
+// and Vᵀ·P, the same way round.
 //
 // tests/simt/simt_mma.h has all of it for a CPU, with a model of the sum.
 #pragma once
@@ -12,7 +15,7 @@
 #include "packing.cuh"
 
 #ifdef RM_SIMT
-#include <simt_mma.h>  // tests/simt, by -I
+#include <simt_mma.h> // tests/simt, by -I
 #endif
 
 // c ← A·B + c, by a whole warp; where elements lie: rm_mma_a_place and its like.
@@ -20,14 +23,16 @@ __device__ inline void rm_mma16(float (&c)[4], const uint4 &a, const uint2 &b) {
 #ifdef RM_SIMT
   simt_mma16(c, a, b);
 #else
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 #endif
 }
 
-// Four 8 × 8 matrices of bf16 from shared memory, by a whole warp: lane 8j + r gives where row r of matrix j begins, 16 bytes, and word j
-// of what lane l gets is word l % 4 of row l / 4 of matrix j. A matrix whose rows are tokens is so a word of B.
+// Four 8 × 8 matrices of bf16 from shared memory, by a whole warp: lane 8j + r gives where row r of
+// matrix j begins, 16 bytes, and word j of what lane l gets is word l % 4 of row l / 4 of matrix j.
+// A matrix whose rows are tokens is so a word of B.
 __device__ inline uint4 rm_load_matrices(const void *shared_row) {
 #ifdef RM_SIMT
   return simt_load_matrices(shared_row);
@@ -42,11 +47,14 @@ __device__ inline uint4 rm_load_matrices(const void *shared_row) {
 #endif
 }
 
-// An 8 × 8 matrix of 16-bit elements on its side, by a whole warp: lane l has columns 2(l % 4) and the next of row l / 4, before and after.
+// An 8 × 8 matrix of 16-bit elements on its side, by a whole warp: lane l has columns 2(l % 4) and
+// the next of row l / 4, before and after.
 __device__ inline uint32_t rm_transposed(uint32_t pair) {
 #ifdef RM_SIMT
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, from = lane % 4 * 8 + lane / 8, half = lane / 4 % 2 * 16;
-  const uint32_t even = __shfl_sync(RM_ALL_LANES, pair, from), odd = __shfl_sync(RM_ALL_LANES, pair, from + 4);
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, from = lane % 4 * 8 + lane / 8,
+            half = lane / 4 % 2 * 16;
+  const uint32_t even = __shfl_sync(RM_ALL_LANES, pair, from),
+                 odd = __shfl_sync(RM_ALL_LANES, pair, from + 4);
   return (even >> half & 0xffffu) | (odd >> half & 0xffffu) << 16;
 #else
   uint32_t turned;
@@ -55,7 +63,8 @@ __device__ inline uint32_t rm_transposed(uint32_t pair) {
 #endif
 }
 
-// rm_f32_to_bf16 of two numbers that are normal, zeros or NaNs, the first in the lower half; a NaN is a NaN, of whatever bits.
+// rm_f32_to_bf16 of two numbers that are normal, zeros or NaNs, the first in the lower half; a NaN
+// is a NaN, of whatever bits.
 __device__ inline uint32_t rm_bf16_pair(float low, float high) {
 #ifdef RM_SIMT
   return rm_f32_to_bf16(low) | static_cast<uint32_t>(rm_f32_to_bf16(high)) << 16;
@@ -72,12 +81,15 @@ __device__ inline uint4 rm_load_stream(const uint4 *p) {
   return *p;
 #else
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
   return v;
 #endif
 }
 
-// 16 bytes from global to shared memory, both aligned to 16; done for the calling thread once rm_copies_wait has let its group through.
+// 16 bytes from global to shared memory, both aligned to 16; done for the calling thread once
+// rm_copies_wait has let its group through.
 __device__ inline void rm_copy_async(void *to_shared, const void *from) {
 #ifdef RM_SIMT
   simt_copy_async(to_shared, from);
@@ -86,16 +98,18 @@ __device__ inline void rm_copy_async(void *to_shared, const void *from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 #endif
 }
-// The same for a thread with `wanted`, of zeros for one without `there`, and then `from` is not read: no branch, so that it can be issued
-// among other things.
+// The same for a thread with `wanted`, of zeros for one without `there`, and then `from` is not
+// read: no branch, so that it can be issued among other things.
 __device__ inline void rm_copy_async(void *to_shared, const void *from, bool wanted, bool there) {
 #ifdef RM_SIMT
   if (wanted) simt_copy_async(to_shared, from, there);
 #else
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(to_shared));
-  asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n@wanted cp.async.cg.shared.global [%0], [%1], 16, %3;\n}" ::"r"(to),
-               "l"(from), "r"(static_cast<int>(wanted)), "r"(there ? 16 : 0)
-               : "memory");
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n@wanted cp.async.cg.shared.global [%0], "
+      "[%1], 16, %3;\n}" ::"r"(to),
+      "l"(from), "r"(static_cast<int>(wanted)), "r"(there ? 16 : 0)
+      : "memory");
 #endif
 }
 __device__ inline void rm_copies_commit() {
@@ -118,12 +132,15 @@ template <int LEFT> __device__ inline void rm_copies_wait() {
 struct rm_tokens {
   const uint16_t *x;
   int64_t ldx, k, row0, end;
-  bool wide;  // every row may be read 16 bytes at a time
+  bool wide; // every row may be read 16 bytes at a time
 };
 
-RM_INLINE bool rm_is_wide(const void *x, int64_t ldx) { return ldx % 8 == 0 && reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0; }
+RM_INLINE bool rm_is_wide(const void *x, int64_t ldx) {
+  return ldx % 8 == 0 && reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0;
+}
 
-__device__ inline rm_tokens rm_tokens_of(const void *x, int64_t ldx, int64_t k, int64_t row0, int64_t end) {
+__device__ inline rm_tokens rm_tokens_of(const void *x, int64_t ldx, int64_t k, int64_t row0,
+                                         int64_t end) {
   return {static_cast<const uint16_t *>(x), ldx, k, row0, end, rm_is_wide(x, ldx)};
 }
 
@@ -136,7 +153,8 @@ __device__ inline uint4 rm_load_tokens(const rm_tokens &t, int r, int64_t k) {
   uint32_t words[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const uint32_t even = k + 2 * i < t.k ? from[2 * i] : 0u, odd = k + 2 * i + 1 < t.k ? from[2 * i + 1] : 0u;
+    const uint32_t even = k + 2 * i < t.k ? from[2 * i] : 0u,
+                   odd = k + 2 * i + 1 < t.k ? from[2 * i + 1] : 0u;
     words[i] = even | odd << 16;
   }
   return {words[0], words[1], words[2], words[3]};

@@ -1,41 +1,55 @@
-// mma_rows.cuh: 16 rows of packed W by a warp against up to 64 tokens that its block holds: the inner loop of what reads W once, the
-// gemm of few rows and lm_head. A lane's share of a tile is one load of 16 bytes straight to registers, AHEAD tiles before they are
-// multiplied; only x passes through shared memory, [token][CHUNK of k], 16 bytes more a row so that no two lanes meet in a bank.
+// mma_rows.cuh: 16 rows of packed W by a warp against up to 64 tokens that its block holds: the
+// inner loop of what reads W once, the gemm of few rows and lm_head. A lane's share of a tile is
+// one load of 16 bytes straight to registers, AHEAD tiles before they are multiplied; only x passes
+// through shared memory, [token][CHUNK of k], 16 bytes more a row so that no two lanes meet in a
+// bank.
 #pragma once
 
 #include "mma.cuh"
 
 constexpr int RM_ROWS_WARPS = 4;
 
-RM_INLINE int64_t rm_mma_segments(int64_t k) { return rm_max64(1, (k + RM_MMA_SEGMENT - 1) / RM_MMA_SEGMENT); }
-RM_INLINE int64_t rm_segment_steps(int64_t k, int64_t segment) { return rm_min64(RM_MMA_STEPS, rm_mma_steps(k) - segment * RM_MMA_STEPS); }
+RM_INLINE int64_t rm_mma_segments(int64_t k) {
+  return rm_max64(1, (k + RM_MMA_SEGMENT - 1) / RM_MMA_SEGMENT);
+}
+RM_INLINE int64_t rm_segment_steps(int64_t k, int64_t segment) {
+  return rm_min64(RM_MMA_STEPS, rm_mma_steps(k) - segment * RM_MMA_STEPS);
+}
 
-// What a warp of the gemm of few rows makes: a row of tiles, of the matrix of the slot's group, over one segment.
+// What a warp of the gemm of few rows makes: a row of tiles, of the matrix of the slot's group,
+// over one segment.
 typedef struct rm_rows_unit {
   int64_t tile_row, slot, segment;
 } rm_rows_unit;
-RM_INLINE rm_rows_unit rm_rows_unit_of(int64_t block_x, int64_t block_z, int warp, int64_t segments) {
-  const rm_rows_unit unit = {block_x * RM_ROWS_WARPS + warp, block_z / segments, block_z % segments};
+RM_INLINE rm_rows_unit rm_rows_unit_of(int64_t block_x, int64_t block_z, int warp,
+                                       int64_t segments) {
+  const rm_rows_unit unit = {block_x * RM_ROWS_WARPS + warp, block_z / segments,
+                             block_z % segments};
   return unit;
 }
 
 // k that are staged at once, for NT × 8 tokens: what fits into 48 KB of shared memory.
 template <int NT> constexpr int RM_CHUNK = NT <= 2 ? 512 : 256;
-template <int CHUNK> constexpr int RM_STAGED_PITCH = CHUNK / 2 + 4;  // words
-template <int NT, int CHUNK = RM_CHUNK<NT>> constexpr int RM_STAGED_WORDS = RM_MMA_COLS * NT * RM_STAGED_PITCH<CHUNK>;
+template <int CHUNK> constexpr int RM_STAGED_PITCH = CHUNK / 2 + 4; // words
+template <int NT, int CHUNK = RM_CHUNK<NT>>
+constexpr int RM_STAGED_WORDS = RM_MMA_COLS * NT * RM_STAGED_PITCH<CHUNK>;
 
 // Where a lane finds word 0 or 1 of B, for 8 tokens from `token` on and a step of 16 k.
 template <int CHUNK> RM_INLINE int rm_staged_word(int token, int step, int lane, int word) {
   return (token + lane / 4) * RM_STAGED_PITCH<CHUNK> + step * (RM_MMA_K / 2) + word * 4 + lane % 4;
 }
 
-template <int NT, int THREADS, int CHUNK> __device__ inline void rm_stage_tokens(uint32_t *to, const rm_tokens &t, int64_t k0) {
+template <int NT, int THREADS, int CHUNK>
+__device__ inline void rm_stage_tokens(uint32_t *to, const rm_tokens &t, int64_t k0) {
   constexpr int EIGHTS = CHUNK / 8;
   const int64_t end = rm_round_up(t.k, RM_K_BLOCK);
 #pragma unroll 2
-  for (int i = static_cast<int>(threadIdx.x) % THREADS; i < RM_MMA_COLS * NT * EIGHTS; i += THREADS) {
+  for (int i = static_cast<int>(threadIdx.x) % THREADS; i < RM_MMA_COLS * NT * EIGHTS;
+       i += THREADS) {
     const int r = i / EIGHTS, at = i % EIGHTS * 8;
-    if (k0 + at < end) *reinterpret_cast<uint4 *>(to + r * RM_STAGED_PITCH<CHUNK> + at / 2) = rm_load_tokens(t, r, k0 + at);
+    if (k0 + at < end)
+      *reinterpret_cast<uint4 *>(to + r * RM_STAGED_PITCH<CHUNK> + at / 2) =
+          rm_load_tokens(t, r, k0 + at);
   }
 }
 
@@ -44,22 +58,24 @@ template <int THREADS> __device__ inline void rm_sync_stagers() {
   else __syncthreads();
 }
 
-// Steps [step0, step0 + steps) of W's row of tiles at w against NT × 8 tokens, each warp for itself; step0 is a segment's first. `live`:
-// the warp has such a row. THREADS stage together: all of a block, or each warp what it needs. Sums: rm_mma_c_place.
+// Steps [step0, step0 + steps) of W's row of tiles at w against NT × 8 tokens, each warp for
+// itself; step0 is a segment's first. `live`: the warp has such a row. THREADS stage together: all
+// of a block, or each warp what it needs. Sums: rm_mma_c_place.
 template <int NT, int THREADS, int CHUNK = RM_CHUNK<NT>>
-__device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const rm_tokens &t, const uint4 *w, bool live, int step0,
-                                   int steps) {
+__device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const rm_tokens &t,
+                                   const uint4 *w, bool live, int step0, int steps) {
   constexpr int OF_CHUNK = CHUNK / RM_MMA_K, AHEAD = NT == 8 ? 4 : 8;
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
   w += static_cast<int64_t>(step0) * RM_WARP + lane;
   uint4 a[AHEAD];
 #pragma unroll
-  for (int i = 0; i < AHEAD; i++) a[i] = live && i < steps ? rm_load_stream(w + i * RM_WARP) : uint4{0, 0, 0, 0};
+  for (int i = 0; i < AHEAD; i++)
+    a[i] = live && i < steps ? rm_load_stream(w + i * RM_WARP) : uint4{0, 0, 0, 0};
   float sums[NT][4];
 #pragma unroll
   for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
   for (int at = 0; at < steps; at += OF_CHUNK) {
-    rm_sync_stagers<THREADS>();  // before what is staged is overwritten
+    rm_sync_stagers<THREADS>(); // before what is staged is overwritten
     rm_stage_tokens<NT, THREADS, CHUNK>(staged, t, static_cast<int64_t>(step0 + at) * RM_MMA_K);
     rm_sync_stagers<THREADS>();
     if (at % RM_MMA_STEPS == 0)
@@ -70,7 +86,9 @@ __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const 
       const int after = at + from + AHEAD;
 #pragma unroll
       for (int i = 0; i < AHEAD; i++)
-        next[i] = live && after + i < steps ? rm_load_stream(w + static_cast<int64_t>(after + i) * RM_WARP) : uint4{0, 0, 0, 0};
+        next[i] = live && after + i < steps
+                      ? rm_load_stream(w + static_cast<int64_t>(after + i) * RM_WARP)
+                      : uint4{0, 0, 0, 0};
 #pragma unroll
       for (int i = 0; i < AHEAD; i++) {
         if (!live || at + from + i >= steps) continue;
@@ -98,7 +116,8 @@ __device__ inline int64_t rm_group_of_slot(const rm_gemm_args &a, int64_t slot) 
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
   for (int64_t from = 0; from < a.n_groups; from += RM_WARP) {
     const int64_t g = from + lane;
-    unsigned live = __ballot_sync(RM_ALL_LANES, g < a.n_groups && a.group_rows[g + 1] > a.group_rows[g]);
+    unsigned live =
+        __ballot_sync(RM_ALL_LANES, g < a.n_groups && a.group_rows[g + 1] > a.group_rows[g]);
     const int n = __popc(live);
     if (slot >= n) {
       slot -= n;

@@ -1,14 +1,17 @@
-// moe.cu: router, permute, slots and combine of docs/numerics.md §5. Nothing comes back to the host: how many rows an expert has is a
-// value on the device, and every grid is sized by rows · top_k or by the experts.
+// moe.cu: router, permute, slots and combine of docs/numerics.md §5. Nothing comes back to the
+// host: how many rows an expert has is a value on the device, and every grid is sized by rows ·
+// top_k or by the experts.
 //
-// The router's logits are the gemm's, into the workspace; then a warp takes a row. The next choice is the best of those that come
-// behind the last one, so no list of what is taken is kept, and any number of experts will do.
+// The router's logits are the gemm's, into the workspace; then a warp takes a row. The next choice
+// is the best of those that come behind the last one, so no list of what is taken is kept, and any
+// number of experts will do.
 //
-// permute has a block of threads for an expert, which counts the choices of lower experts (its first row), then numbers its own in
-// their order. Every block reads all ids, twice: they stay in the L2 cache. A sort with atomic counters would depend on who comes
-// first.
+// permute has a block of threads for an expert, which counts the choices of lower experts (its
+// first row), then numbers its own in their order. Every block reads all ids, twice: they stay in
+// the L2 cache. A sort with atomic counters would depend on who comes first.
 //
-// combine works out a row's joins once, from the sorted ids, and each thread then makes them for columns of its own.
+// combine works out a row's joins once, from the sorted ids, and each thread then makes them for
+// columns of its own.
 #include "device.cuh"
 
 namespace {
@@ -16,11 +19,14 @@ namespace {
 constexpr int THREADS = 256, COMBINE_THREADS = 128;
 constexpr int MAX_TOP_K = RM_MAX_TOP_K;
 
-// ------------------------------------------------------------------------------------------------ router
-__device__ float key_of(const rm_router_args &a, const float *scores, int64_t e) { return a.bias ? scores[e] + a.bias[e] : scores[e]; }
+// ----------------------------------------------------------------------------------------- router
+__device__ float key_of(const rm_router_args &a, const float *scores, int64_t e) {
+  return a.bias ? scores[e] + a.bias[e] : scores[e];
+}
 
 // open[g]: whether the experts of group g, of `size` each, may be chosen. A lane has a group.
-__device__ void open_groups(const rm_router_args &a, const float *scores, int64_t size, float *keys, int32_t *open, int lane) {
+__device__ void open_groups(const rm_router_args &a, const float *scores, int64_t size, float *keys,
+                            int32_t *open, int lane) {
   for (int64_t g = lane; g < a.n_groups; g += RM_WARP) {
     float first = NAN, second = NAN;
     for (int64_t e = g * size; e < (g + 1) * size; e++) {
@@ -33,20 +39,24 @@ __device__ void open_groups(const rm_router_args &a, const float *scores, int64_
   __syncwarp();
   for (int64_t g = lane; g < a.n_groups; g += RM_WARP) {
     int64_t before = 0;
-    for (int64_t i = 0; i < a.n_groups; i++) before += rm_rank_of(rm_order_key(keys[i]), i) > rm_rank_of(rm_order_key(keys[g]), g);
+    for (int64_t i = 0; i < a.n_groups; i++)
+      before += rm_rank_of(rm_order_key(keys[i]), i) > rm_rank_of(rm_order_key(keys[g]), g);
     open[g] = before < a.top_groups;
   }
   __syncwarp();
 }
 
 // 0 for an expert that may not be chosen.
-__device__ uint64_t rank_of(const rm_router_args &a, const float *scores, int64_t e, const int32_t *open, uint32_t size) {
-  if (a.n_groups > 1 && !open[static_cast<uint32_t>(e) / size]) return 0;  // a 64-bit division is a call
+__device__ uint64_t rank_of(const rm_router_args &a, const float *scores, int64_t e,
+                            const int32_t *open, uint32_t size) {
+  if (a.n_groups > 1 && !open[static_cast<uint32_t>(e) / size])
+    return 0; // a 64-bit division is a call
   return rm_rank_of(rm_order_key(key_of(a, scores, e)), e);
 }
 
 // The chosen scores, laid down by ascending id, added one by one.
-__device__ float sum_of_chosen(const rm_router_args &a, const float *scores, const int32_t *ids, float *sorted, int lane) {
+__device__ float sum_of_chosen(const rm_router_args &a, const float *scores, const int32_t *ids,
+                               float *sorted, int lane) {
   for (int64_t k = lane; k < a.top_k; k += RM_WARP) {
     int place = 0;
     for (int64_t i = 0; i < a.top_k; i++) place += ids[i] < ids[k];
@@ -67,7 +77,7 @@ __device__ void softmax_scores(float *scores, int64_t n_experts, int lane) {
   __syncwarp();
   for (int64_t e = lane % RM_LANES; e < n_experts; e += RM_LANES) partial = partial + scores[e];
   const float total = rm_tree16_lanes(partial);
-  __syncwarp();  // all have read: a shuffle orders no memory
+  __syncwarp(); // all have read: a shuffle orders no memory
   for (int64_t e = lane; e < n_experts; e += RM_WARP) scores[e] = scores[e] / total;
 }
 
@@ -77,7 +87,7 @@ __device__ void sigmoid_scores(float *scores, int64_t n_experts, int lane) {
 
 // A block is one warp; `logits` [rows][n_experts] become the scores.
 __global__ void __launch_bounds__(RM_WARP) choose_kernel(rm_router_args a, float *logits) {
-  RM_SHARED(sorted);  // [top_k], then of the groups: keys, open
+  RM_SHARED(sorted); // [top_k], then of the groups: keys, open
   const int64_t row = blockIdx.x;
   const int lane = static_cast<int>(threadIdx.x);
   float *scores = logits + row * a.n_experts, *group_keys = sorted + a.top_k;
@@ -106,13 +116,14 @@ __global__ void __launch_bounds__(RM_WARP) choose_kernel(rm_router_args a, float
   }
 }
 
-// ------------------------------------------------------------------------------------------------ permute
+// ---------------------------------------------------------------------------------------- permute
 __global__ void __launch_bounds__(THREADS) place_kernel(rm_permute_args a) {
   RM_SHARED(shared);
   uint64_t *by_warp = reinterpret_cast<uint64_t *>(shared);
   const int32_t expert = static_cast<int32_t>(blockIdx.x);
   const int64_t n = a.rows * a.top_k;
-  const unsigned lane = threadIdx.x % RM_WARP, warp = threadIdx.x / RM_WARP, before_me = (1u << lane) - 1;
+  const unsigned lane = threadIdx.x % RM_WARP, warp = threadIdx.x / RM_WARP,
+                 before_me = (1u << lane) - 1;
   uint64_t lower = 0;
   for (int64_t i = threadIdx.x; i < n; i += THREADS) lower += a.ids[i] >= 0 && a.ids[i] < expert;
   int64_t next = static_cast<int64_t>(rm_over_block<THREADS>(lower, by_warp, rm_sum_of()));
@@ -130,32 +141,38 @@ __global__ void __launch_bounds__(THREADS) place_kernel(rm_permute_args a) {
     }
     if (mine) a.place[i] = static_cast<int32_t>(next + earlier + __popc(of_warp & before_me));
     next += all;
-    __syncthreads();  // before by_warp is used again
+    __syncthreads(); // before by_warp is used again
   }
-  if (threadIdx.x == 0 && expert == a.n_experts - 1) a.group_rows[a.n_experts] = static_cast<int32_t>(next);
+  if (threadIdx.x == 0 && expert == a.n_experts - 1)
+    a.group_rows[a.n_experts] = static_cast<int32_t>(next);
 }
 
 __global__ void __launch_bounds__(THREADS) move_kernel(rm_permute_args a) {
-  const uint32_t choice = blockIdx.x, row = choice / static_cast<uint32_t>(a.top_k);  // a 64-bit division is a call
+  const uint32_t choice = blockIdx.x,
+                 row = choice / static_cast<uint32_t>(a.top_k); // a 64-bit division is a call
   const int64_t bytes = a.hidden * static_cast<int64_t>(rm_dtype_bytes(a.dtype));
   if (a.ids[choice] < 0 || a.ids[choice] >= a.n_experts) {
     if (threadIdx.x == 0) a.place[choice] = -1;
     return;
   }
-  rm_copy_row(static_cast<char *>(a.x_out) + a.place[choice] * bytes, static_cast<const char *>(a.x) + row * bytes, bytes, THREADS);
+  rm_copy_row(static_cast<char *>(a.x_out) + a.place[choice] * bytes,
+              static_cast<const char *>(a.x) + row * bytes, bytes, THREADS);
 }
 
 __global__ void no_choices_kernel(rm_permute_args a) {
   for (int64_t e = threadIdx.x; e <= a.n_experts; e += RM_WARP) a.group_rows[e] = 0;
 }
 
-// ------------------------------------------------------------------------------------------------ slots
-// A thread has a choice, and counts those of its row that come before it: no thread waits for another. Of `own` it writes the place
-// that its choice has, and place k where there is none.
-__global__ void __launch_bounds__(THREADS) static_dispatch_kernel(rm_static_dispatch_args a, uint32_t n) {
-  const uint32_t i = blockIdx.x * THREADS + threadIdx.x, top_k = static_cast<uint32_t>(a.top_k);  // a 64-bit division is a call
+// ------------------------------------------------------------------------------------------ slots
+// A thread has a choice, and counts those of its row that come before it: no thread waits for
+// another. Of `own` it writes the place that its choice has, and place k where there is none.
+__global__ void __launch_bounds__(THREADS)
+    static_dispatch_kernel(rm_static_dispatch_args a, uint32_t n) {
+  const uint32_t i = blockIdx.x * THREADS + threadIdx.x,
+                 top_k = static_cast<uint32_t>(a.top_k); // a 64-bit division is a call
   if (i >= n) return;
-  const uint32_t at = i / top_k, k = i % top_k, home = at / static_cast<uint32_t>(a.pitch), row = at % static_cast<uint32_t>(a.pitch);
+  const uint32_t at = i / top_k, k = i % top_k, home = at / static_cast<uint32_t>(a.pitch),
+                 row = at % static_cast<uint32_t>(a.pitch);
   const int32_t experts = static_cast<int32_t>(a.experts_each);
   const int64_t each = rm_max_choices(a.top_k, a.experts_each);
   int32_t *own = a.own + at * each;
@@ -168,21 +185,25 @@ __global__ void __launch_bounds__(THREADS) static_dispatch_kernel(rm_static_disp
       earlier += j < k && its == rank;
       n_own += its == a.rank;
     }
-    a.place[(home * a.home_rows + row) * a.top_k + k] = id < 0 ? -1 : static_cast<int32_t>((rank * a.home_rows + row) * each + earlier);
+    a.place[(home * a.home_rows + row) * a.top_k + k] =
+        id < 0 ? -1 : static_cast<int32_t>((rank * a.home_rows + row) * each + earlier);
     if (rank == a.rank) own[earlier] = id - rank * experts;
   }
   if (k >= n_own && k < each) own[k] = -1;
 }
 
-// ------------------------------------------------------------------------------------------------ combine
-struct choice_list {  // of one row, in shared memory: sorted by id, then the joins of the tree in their order
+// ---------------------------------------------------------------------------------------- combine
+struct
+    // of one row, in shared memory: sorted by id, then the joins of the tree in their order
+    choice_list {
   int32_t *ids, *places, *left, *right;
   float *gates;
 };
 
 __device__ choice_list list_in(float *shared) {
   int32_t *words = reinterpret_cast<int32_t *>(shared);
-  return {words, words + MAX_TOP_K, words + 2 * MAX_TOP_K, words + 3 * MAX_TOP_K, shared + 4 * MAX_TOP_K};
+  return {words, words + MAX_TOP_K, words + 2 * MAX_TOP_K, words + 3 * MAX_TOP_K,
+          shared + 4 * MAX_TOP_K};
 }
 
 __device__ void sort_choices(choice_list l, const rm_combine_args &a, int64_t first) {
@@ -199,8 +220,8 @@ __device__ void sort_choices(choice_list l, const rm_combine_args &a, int64_t fi
 // Level at which sorted choices i and i + 1 meet: smaller is lower.
 __device__ int level(choice_list l, int i) { return 32 - __clz(l.ids[i] ^ l.ids[i + 1]); }
 
-// Join i is of the nodes that meet between choices i and i + 1; a node stands in the slot of its first choice. Joins are made by
-// level, and of one level from the left.
+// Join i is of the nodes that meet between choices i and i + 1; a node stands in the slot of its
+// first choice. Joins are made by level, and of one level from the left.
 __device__ void order_joins(choice_list l, int n) {
   for (int i = static_cast<int>(threadIdx.x); i + 1 < n; i += COMBINE_THREADS) {
     const int mine = level(l, i);
@@ -212,10 +233,12 @@ __device__ void order_joins(choice_list l, int n) {
   }
 }
 
-template <rm_dtype DTYPE> __global__ void __launch_bounds__(COMBINE_THREADS) combine_kernel(rm_combine_args a) {
+template <rm_dtype DTYPE>
+__global__ void __launch_bounds__(COMBINE_THREADS) combine_kernel(rm_combine_args a) {
   RM_SHARED(shared);
   const choice_list l = list_in(shared);
-  float *node = shared + 5 * MAX_TOP_K + threadIdx.x;  // [top_k][COMBINE_THREADS]: a column is one thread's
+  float *node =
+      shared + 5 * MAX_TOP_K + threadIdx.x; // [top_k][COMBINE_THREADS]: a column is one thread's
   const int64_t row = blockIdx.x;
   const int n = static_cast<int>(a.top_k);
   sort_choices(l, a, row * a.top_k);
@@ -223,7 +246,8 @@ template <rm_dtype DTYPE> __global__ void __launch_bounds__(COMBINE_THREADS) com
   order_joins(l, n);
   __syncthreads();
   for (int64_t i = threadIdx.x; i < a.hidden; i += COMBINE_THREADS) {
-    for (int k = 0; k < n; k++) node[k * COMBINE_THREADS] = l.gates[k] * rm_get(DTYPE, a.y, l.places[k] * a.hidden + i);
+    for (int k = 0; k < n; k++)
+      node[k * COMBINE_THREADS] = l.gates[k] * rm_get(DTYPE, a.y, l.places[k] * a.hidden + i);
     for (int k = 0; k + 1 < n; k++) {
       float *left = node + l.left[k] * COMBINE_THREADS;
       *left = *left + node[l.right[k] * COMBINE_THREADS];
@@ -232,33 +256,41 @@ template <rm_dtype DTYPE> __global__ void __launch_bounds__(COMBINE_THREADS) com
   }
 }
 
-}  // namespace
+} // namespace
 
 static size_t logits_bytes(int64_t rows, int64_t n_experts) {
-  return static_cast<size_t>(rm_round_up(rows * n_experts * static_cast<int64_t>(sizeof(float)), 64));
+  return static_cast<size_t>(
+      rm_round_up(rows * n_experts * static_cast<int64_t>(sizeof(float)), 64));
 }
-size_t rm_cuda_router_workspace(const rm_limits *l) { return logits_bytes(l->max_rows, l->n_experts); }
+size_t rm_cuda_router_workspace(const rm_limits *l) {
+  return logits_bytes(l->max_rows, l->n_experts);
+}
 size_t rm_cuda_mma_router_workspace(const rm_limits *l) {
   return l->n_experts ? rm_cuda_router_workspace(l) + rm_cuda_gemm_mma_workspace(l) : 0;
 }
 
-static void router_by(const rm_ctx *ctx, const rm_router_args *a, void (*gemm_of)(const rm_ctx *, const rm_gemm_args *)) {
+static void router_by(const rm_ctx *ctx, const rm_router_args *a,
+                      void (*gemm_of)(const rm_ctx *, const rm_gemm_args *)) {
   if (a->rows <= 0 || a->n_experts <= 0) return;
   float *logits = static_cast<float *>(ctx->workspace);
   rm_gemm_args gemm = {};
-  gemm.y = logits, gemm.x = a->x, gemm.w = a->w, gemm.m = a->rows, gemm.n = a->n_experts, gemm.k = a->hidden;
+  gemm.y = logits, gemm.x = a->x, gemm.w = a->w, gemm.m = a->rows, gemm.n = a->n_experts,
+  gemm.k = a->hidden;
   gemm.ldx = a->hidden, gemm.ldy = a->n_experts, gemm.dtype = a->dtype, gemm.y_dtype = RM_F32;
-  rm_ctx behind = *ctx;  // the workspace behind the logits
+  rm_ctx behind = *ctx; // the workspace behind the logits
   const size_t used = logits_bytes(a->rows, a->n_experts);
   behind.workspace = static_cast<char *>(ctx->workspace) + used;
   behind.workspace_bytes = ctx->workspace_bytes > used ? ctx->workspace_bytes - used : 0;
   gemm_of(&behind, &gemm);
   const size_t shared = static_cast<size_t>(a->top_k + 2 * a->n_groups) * sizeof(float);
-  RM_LAUNCH(choose_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(RM_WARP), shared, ctx->stream, *a, logits);
+  RM_LAUNCH(choose_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(RM_WARP), shared, ctx->stream,
+            *a, logits);
 }
 
 void rm_cuda_router(const rm_ctx *ctx, const rm_router_args *a) { router_by(ctx, a, rm_cuda_gemm); }
-void rm_cuda_mma_router(const rm_ctx *ctx, const rm_router_args *a) { router_by(ctx, a, rm_cuda_mma_gemm); }
+void rm_cuda_mma_router(const rm_ctx *ctx, const rm_router_args *a) {
+  router_by(ctx, a, rm_cuda_mma_gemm);
+}
 
 void rm_cuda_permute(const rm_ctx *ctx, const rm_permute_args *a) {
   const int64_t n = a->rows * a->top_k;
@@ -267,20 +299,24 @@ void rm_cuda_permute(const rm_ctx *ctx, const rm_permute_args *a) {
     return;
   }
   const size_t shared = THREADS / RM_WARP * sizeof(uint64_t);
-  RM_LAUNCH(place_kernel, dim3(static_cast<unsigned>(a->n_experts)), dim3(THREADS), shared, ctx->stream, *a);
+  RM_LAUNCH(place_kernel, dim3(static_cast<unsigned>(a->n_experts)), dim3(THREADS), shared,
+            ctx->stream, *a);
   RM_LAUNCH(move_kernel, dim3(static_cast<unsigned>(n)), dim3(THREADS), 0, ctx->stream, *a);
 }
 
 void rm_cuda_static_dispatch(const rm_ctx *ctx, const rm_static_dispatch_args *a) {
   const int64_t n = a->homes * a->pitch * a->top_k;
   if (n <= 0) return;
-  RM_LAUNCH(static_dispatch_kernel, dim3(rm_blocks(n, THREADS)), dim3(THREADS), 0, ctx->stream, *a, static_cast<uint32_t>(n));
+  RM_LAUNCH(static_dispatch_kernel, dim3(rm_blocks(n, THREADS)), dim3(THREADS), 0, ctx->stream, *a,
+            static_cast<uint32_t>(n));
 }
 
 void rm_cuda_combine(const rm_ctx *ctx, const rm_combine_args *a) {
   if (a->rows <= 0 || a->hidden <= 0) return;
   const dim3 grid(static_cast<unsigned>(a->rows));
-  const size_t shared = static_cast<size_t>(5 * MAX_TOP_K + a->top_k * COMBINE_THREADS) * sizeof(float);
-  if (a->dtype == RM_BF16) RM_LAUNCH(combine_kernel<RM_BF16>, grid, dim3(COMBINE_THREADS), shared, ctx->stream, *a);
+  const size_t shared =
+      static_cast<size_t>(5 * MAX_TOP_K + a->top_k * COMBINE_THREADS) * sizeof(float);
+  if (a->dtype == RM_BF16)
+    RM_LAUNCH(combine_kernel<RM_BF16>, grid, dim3(COMBINE_THREADS), shared, ctx->stream, *a);
   else RM_LAUNCH(combine_kernel<RM_F32>, grid, dim3(COMBINE_THREADS), shared, ctx->stream, *a);
 }

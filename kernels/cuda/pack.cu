@@ -1,8 +1,9 @@
-// pack.cu: a tensor on the device into a parameter, docs/numerics.md §8. A block of threads takes 16 destination rows × 128 columns:
-// it reads the source the way it lies (along rows, or down the columns of a transposed view), converts into shared memory while it
-// sums the digest and looks for what is not finite, then writes the tiles in the order in which they lie. So both sides are whole
-// sectors; four such pieces, one after the other, share the sums over the block. Results are sums mod 2^64 and minima of indices, so
-// blocks may add theirs in any order, by integer atomics.
+// pack.cu: a tensor on the device into a parameter, docs/numerics.md §8. A block of threads takes
+// 16 destination rows × 128 columns: it reads the source the way it lies (along rows, or down the
+// columns of a transposed view), converts into shared memory while it sums the digest and looks for
+// what is not finite, then writes the tiles in the order in which they lie. So both sides are whole
+// sectors; four such pieces, one after the other, share the sums over the block. Results are sums
+// mod 2^64 and minima of indices, so blocks may add theirs in any order, by integer atomics.
 #include "device.cuh"
 #include "packing.cuh"
 
@@ -11,7 +12,7 @@
 namespace {
 
 constexpr int THREADS = 256, ROWS = RM_N_TILE, COLS = 128, TILES = 4, MAX_GRID_Y = 65535;
-constexpr int PITCH = COLS + 1;  // no bank conflicts down columns
+constexpr int PITCH = COLS + 1; // no bank conflicts down columns
 
 __device__ uint32_t f32_of(const rm_pack_args &a, int64_t at) {
   switch (a.src_dtype) {
@@ -22,28 +23,34 @@ __device__ uint32_t f32_of(const rm_pack_args &a, int64_t at) {
   }
 }
 
-template <rm_dtype DTYPE> __device__ uint32_t stored_bits(const rm_pack_args &a, int64_t row, int64_t col) {
+template <rm_dtype DTYPE>
+__device__ uint32_t stored_bits(const rm_pack_args &a, int64_t row, int64_t col) {
   const int64_t at = row * a.row_stride + col * a.col_stride;
   if (DTYPE == RM_F32) return f32_of(a, at);
-  return a.src_dtype == RM_SRC_BF16 ? static_cast<const uint16_t *>(a.src)[at] : bf16_from_f32(f32_of(a, at));
+  return a.src_dtype == RM_SRC_BF16 ? static_cast<const uint16_t *>(a.src)[at]
+                                    : bf16_from_f32(f32_of(a, at));
 }
 
-template <rm_dtype DTYPE, rm_packing PACKING> __device__ int64_t place(const rm_pack_args &a, int64_t dst_row, int64_t col) {
+template <rm_dtype DTYPE, rm_packing PACKING>
+__device__ int64_t place(const rm_pack_args &a, int64_t dst_row, int64_t col) {
   if (a.layout == RM_PLAIN) return dst_row * a.dst_cols + col;
-  const int64_t row = a.layout == RM_PACKED ? dst_row : rm_gate_up_place<PACKING>(dst_row, a.layout == RM_PACKED_UP);
+  const int64_t row = a.layout == RM_PACKED
+                          ? dst_row
+                          : rm_gate_up_place<PACKING>(dst_row, a.layout == RM_PACKED_UP);
   return rm_weight_index<DTYPE, PACKING>(a.dst_cols, row, col);
 }
 
 template <rm_dtype DTYPE> __device__ uint32_t load_stored(const void *p, int64_t i) {
-  return DTYPE == RM_BF16 ? static_cast<const uint16_t *>(p)[i] : static_cast<const uint32_t *>(p)[i];
+  return DTYPE == RM_BF16 ? static_cast<const uint16_t *>(p)[i]
+                          : static_cast<const uint32_t *>(p)[i];
 }
 
 struct found {
-  uint64_t digest, nonfinite, diff;  // indices: ~0, which is −1, for none
+  uint64_t digest, nonfinite, diff; // indices: ~0, which is −1, for none
 };
 
 struct tile {
-  int64_t row0, col0;  // of the destination, and the source's columns
+  int64_t row0, col0; // of the destination, and the source's columns
 };
 
 template <rm_dtype DTYPE, rm_packing PACKING>
@@ -55,7 +62,8 @@ __device__ void read_tile(uint32_t *stored, found *f, const rm_pack_args &a, til
     if (row >= 0 && row < a.rows && col < a.cols) {
       bits = stored_bits<DTYPE>(a, row, col);
       f->digest += element_digest(a.index0 + index, bits, DTYPE);
-      if (is_nonfinite(bits, DTYPE)) f->nonfinite = rm_least_of()(f->nonfinite, static_cast<uint64_t>(index));
+      if (is_nonfinite(bits, DTYPE))
+        f->nonfinite = rm_least_of()(f->nonfinite, static_cast<uint64_t>(index));
       if (a.compare && load_stored<DTYPE>(a.dst, place<DTYPE, PACKING>(a, t.row0 + r, col)) != bits)
         f->diff = rm_least_of()(f->diff, static_cast<uint64_t>(index));
     }
@@ -63,20 +71,25 @@ __device__ void read_tile(uint32_t *stored, found *f, const rm_pack_args &a, til
   }
 }
 
-template <rm_dtype DTYPE> __device__ void write_plain(const uint32_t *stored, const rm_pack_args &a, tile t, int low, int high) {
+template <rm_dtype DTYPE>
+__device__ void write_plain(const uint32_t *stored, const rm_pack_args &a, tile t, int low,
+                            int high) {
   for (int i = static_cast<int>(threadIdx.x); i < ROWS * COLS; i += THREADS) {
     const int r = i / COLS, c = i % COLS;
     if (r < low || r >= high || t.col0 + c >= a.cols) continue;
     const int64_t at = (t.row0 + r) * a.dst_cols + t.col0 + c;
-    if (DTYPE == RM_BF16) static_cast<uint16_t *>(a.dst)[at] = static_cast<uint16_t>(stored[r * PITCH + c]);
+    if (DTYPE == RM_BF16)
+      static_cast<uint16_t *>(a.dst)[at] = static_cast<uint16_t>(stored[r * PITCH + c]);
     else static_cast<uint32_t *>(a.dst)[at] = stored[r * PITCH + c];
   }
 }
 
-// Words of 32 bits: of bf16 an even and an odd column. Columns behind the last, up to a whole tile, are zero. Neighbouring threads
-// write neighbouring words, of one matrix: of gate or up every second pair.
+// Words of 32 bits: of bf16 an even and an odd column. Columns behind the last, up to a whole tile,
+// are zero. Neighbouring threads write neighbouring words, of one matrix: of gate or up every
+// second pair.
 template <rm_dtype DTYPE, rm_packing PACKING>
-__device__ void write_packed(const uint32_t *stored, const rm_pack_args &a, tile t, int low, int high) {
+__device__ void write_packed(const uint32_t *stored, const rm_pack_args &a, tile t, int low,
+                             int high) {
   constexpr int PER_WORD = DTYPE == RM_BF16 ? 2 : 1;
   for (int i = static_cast<int>(threadIdx.x); i < ROWS * COLS / PER_WORD; i += THREADS) {
     const bool tiled = PACKING == RM_PACKING_MMA;
@@ -85,26 +98,30 @@ __device__ void write_packed(const uint32_t *stored, const rm_pack_args &a, tile
     if (r < low || r >= high || t.col0 + c >= rm_round_up(a.cols, RM_K_BLOCK)) continue;
     const uint32_t *from = stored + r * PITCH + c;
     const uint32_t word = DTYPE == RM_BF16 ? from[0] | from[1] << 16 : from[0];
-    static_cast<uint32_t *>(a.dst)[place<DTYPE, PACKING>(a, t.row0 + r, t.col0 + c) / PER_WORD] = word;
+    static_cast<uint32_t *>(a.dst)[place<DTYPE, PACKING>(a, t.row0 + r, t.col0 + c) / PER_WORD] =
+        word;
   }
 }
 
 __device__ unsigned long long *word_of(void *p) { return static_cast<unsigned long long *>(p); }
 
-template <rm_dtype DTYPE, rm_packing PACKING> __global__ void __launch_bounds__(THREADS) pack_kernel(rm_pack_args a, bool down) {
+template <rm_dtype DTYPE, rm_packing PACKING>
+__global__ void __launch_bounds__(THREADS) pack_kernel(rm_pack_args a, bool down) {
   RM_SHARED(shared);
   uint64_t *by_warp = reinterpret_cast<uint64_t *>(shared);
   uint32_t *stored = reinterpret_cast<uint32_t *>(by_warp + THREADS / RM_WARP);
   found f = {0, ~0ull, ~0ull};
   const int64_t end = a.dst_row0 + a.rows;
-  tile t = {a.dst_row0 / ROWS * ROWS + blockIdx.y * static_cast<int64_t>(ROWS), blockIdx.x * static_cast<int64_t>(COLS)};
+  tile t = {a.dst_row0 / ROWS * ROWS + blockIdx.y * static_cast<int64_t>(ROWS),
+            blockIdx.x * static_cast<int64_t>(COLS)};
   for (; t.row0 < end; t.row0 += gridDim.y * static_cast<int64_t>(ROWS)) {
     read_tile<DTYPE, PACKING>(stored, &f, a, t, down);
     __syncthreads();
-    const int low = static_cast<int>(rm_max64(0, a.dst_row0 - t.row0)), high = static_cast<int>(rm_min64(ROWS, end - t.row0));
+    const int low = static_cast<int>(rm_max64(0, a.dst_row0 - t.row0)),
+              high = static_cast<int>(rm_min64(ROWS, end - t.row0));
     if (!a.compare && a.layout == RM_PLAIN) write_plain<DTYPE>(stored, a, t, low, high);
     else if (!a.compare) write_packed<DTYPE, PACKING>(stored, a, t, low, high);
-    __syncthreads();  // before the next tile
+    __syncthreads(); // before the next tile
   }
   f.digest = rm_over_block<THREADS>(f.digest, by_warp, rm_sum_of());
   f.nonfinite = rm_over_block<THREADS>(f.nonfinite, by_warp, rm_least_of());
@@ -123,13 +140,14 @@ template <rm_dtype DTYPE, rm_packing PACKING> void launch(const rm_ctx *ctx, rm_
   RM_LAUNCH(begin_kernel, dim3(1), dim3(1), 0, ctx->stream, a->found);
   if (a->rows <= 0 || a->cols <= 0) return;
   const int64_t tile_rows = (a->dst_row0 + a->rows + ROWS - 1) / ROWS - a->dst_row0 / ROWS;
-  const dim3 grid(rm_blocks(a->cols, COLS), static_cast<unsigned>(rm_min64((tile_rows + TILES - 1) / TILES, MAX_GRID_Y)));
+  const dim3 grid(rm_blocks(a->cols, COLS),
+                  static_cast<unsigned>(rm_min64((tile_rows + TILES - 1) / TILES, MAX_GRID_Y)));
   const size_t shared = THREADS / RM_WARP * sizeof(uint64_t) + ROWS * PITCH * sizeof(uint32_t);
   const bool down = a->rows > 1 && absolute(a->col_stride) > absolute(a->row_stride);
   RM_LAUNCH((pack_kernel<DTYPE, PACKING>), grid, dim3(THREADS), shared, ctx->stream, *a, down);
 }
 
-}  // namespace
+} // namespace
 
 void rm_cuda_pack(const rm_ctx *ctx, rm_pack_args *a) {
   if (a->dst_dtype == RM_BF16) launch<RM_BF16, RM_PACKING_X86>(ctx, a);

@@ -1,11 +1,14 @@
-// packing.cuh: where elements lie in the operands of tensor cores: packed weights and the caches of the family cuda_mma in bf16.
-// float32 lies as on the CPU (kernels.h) in both CUDA families, and so does the bf16 of cuda_fma.
+// packing.cuh: where elements lie in the operands of tensor cores: packed weights and the caches of
+// the family cuda_mma in bf16. float32 lies as on the CPU (kernels.h) in both CUDA families, and so
+// does the bf16 of cuda_fma.
 //
-// A matrix is tiles of 16 rows × 16 k, the A operand of mma.m16n8k16, in the order in which a warp holds it: lane by lane 16 bytes,
-// so that a fragment is one load of 16 bytes a lane and 512 bytes in one run, and a row of tiles is one run over all of k. Sizes
-// are those of kernels.h (rows padded to 16, k to 32), so whoever reserves memory need not know who packs. Gate and up of a SwiGLU
-// take turns every 8 rows, not 16: rows g and g + 8 of a tile are the same thread's, hence gate and up of one output.
-// K pages are matrices of [position][head_dim]; V pages hold Vᵀ, rows of head_dim and positions as k.
+// A matrix is tiles of 16 rows × 16 k, the A operand of mma.m16n8k16, in the order in which a warp
+// holds it: lane by lane 16 bytes, so that a fragment is one load of 16 bytes a lane and 512 bytes
+// in one run, and a row of tiles is one run over all of k. Sizes are those of kernels.h (rows
+// padded to 16, k to 32), so whoever reserves memory need not know who packs. Gate and up of a
+// SwiGLU take turns every 8 rows, not 16: rows g and g + 8 of a tile are the same thread's, hence
+// gate and up of one output. K pages are matrices of [position][head_dim]; V pages hold Vᵀ, rows of
+// head_dim and positions as k.
 #pragma once
 
 #include "kernels.h"
@@ -13,15 +16,16 @@
 typedef enum rm_packing { RM_PACKING_X86, RM_PACKING_MMA } rm_packing;
 
 enum {
-  RM_MMA_ROWS = 16,         // of A, the weights
-  RM_MMA_COLS = 8,          // of B, the tokens
+  RM_MMA_ROWS = 16, // of A, the weights
+  RM_MMA_COLS = 8, // of B, the tokens
   RM_MMA_K = 16,
   RM_MMA_TILE = RM_MMA_ROWS * RM_MMA_K,
-  RM_MMA_SEGMENT = 512,     // k of one chain of the instruction; a constant of the family's contract
+  RM_MMA_SEGMENT = 512, // k of one chain of the instruction; a constant of the family's contract
   RM_MMA_STEPS = RM_MMA_SEGMENT / RM_MMA_K,
 };
 
-// Which lane of the warp holds an element of an operand, in which of its registers, in which half of that.
+// Which lane of the warp holds an element of an operand, in which of its registers, in which half
+// of that.
 typedef struct rm_mma_place {
   int lane, word, half;
 } rm_mma_place;
@@ -52,7 +56,9 @@ RM_INLINE int64_t rm_mma_index(int64_t k_total, int64_t n, int64_t k) {
   const int64_t tile = n / RM_MMA_ROWS * rm_mma_steps(k_total) + k / RM_MMA_K;
   return tile * RM_MMA_TILE + rm_mma_in_tile((int)(n % RM_MMA_ROWS), (int)(k % RM_MMA_K));
 }
-RM_INLINE int64_t rm_mma_gate_up_row(int64_t row, int up) { return row / 8 * 16 + (up ? 8 : 0) + row % 8; }
+RM_INLINE int64_t rm_mma_gate_up_row(int64_t row, int up) {
+  return row / 8 * 16 + (up ? 8 : 0) + row % 8;
+}
 RM_INLINE int64_t rm_mma_v_index(int64_t head_dim, int64_t pos, int64_t d) {
   const int64_t tile = pos / RM_MMA_K * rm_mma_tile_rows(head_dim) + d / RM_MMA_ROWS;
   return tile * RM_MMA_TILE + rm_mma_in_tile((int)(d % RM_MMA_ROWS), (int)(pos % RM_MMA_K));
@@ -60,7 +66,8 @@ RM_INLINE int64_t rm_mma_v_index(int64_t head_dim, int64_t pos, int64_t d) {
 
 #ifdef __cplusplus
 // The same questions of either packing.
-template <rm_dtype DTYPE, rm_packing PACKING> RM_INLINE int64_t rm_weight_index(int64_t k_total, int64_t n, int64_t k) {
+template <rm_dtype DTYPE, rm_packing PACKING>
+RM_INLINE int64_t rm_weight_index(int64_t k_total, int64_t n, int64_t k) {
   if constexpr (PACKING == RM_PACKING_MMA) return rm_mma_index(k_total, n, k);
   else return rm_packed_index(DTYPE, k_total, n, k);
 }
@@ -68,7 +75,8 @@ template <rm_packing PACKING> RM_INLINE int64_t rm_gate_up_place(int64_t row, in
   if constexpr (PACKING == RM_PACKING_MMA) return rm_mma_gate_up_row(row, up);
   else return rm_gate_up_row(row, up);
 }
-template <rm_dtype DTYPE, rm_packing PACKING> RM_INLINE int64_t rm_value_index(int64_t head_dim, int64_t pos, int64_t d) {
+template <rm_dtype DTYPE, rm_packing PACKING>
+RM_INLINE int64_t rm_value_index(int64_t head_dim, int64_t pos, int64_t d) {
   if constexpr (PACKING == RM_PACKING_MMA) return rm_mma_v_index(head_dim, pos, d);
   else return rm_v_index(DTYPE, head_dim, pos, d);
 }

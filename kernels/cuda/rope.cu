@@ -1,6 +1,8 @@
-// rope.cu: head_squares, and qk_rope_kv: norm, rotation, and of a kv head its k and v into their slot. A warp for one head of one
-// row: heads are many even in one row, so warps suffice, and nothing waits for a block. The norm's 16 chains run in the lanes of
-// either half of the warp; a pair (i, i + rotary_dim/2) is rotated by one lane, from shared memory, since two others may have normed it.
+// rope.cu: head_squares, and qk_rope_kv: norm, rotation, and of a kv head its k and v into their
+// slot. A warp for one head of one row: heads are many even in one row, so warps suffice, and
+// nothing waits for a block. The norm's 16 chains run in the lanes of either half of the warp; a
+// pair (i, i + rotary_dim/2) is rotated by one lane, from shared memory, since two others may have
+// normed it.
 #include "device.cuh"
 #include "packing.cuh"
 
@@ -8,9 +10,12 @@ namespace {
 
 constexpr int WARPS = 4, THREADS = WARPS * RM_WARP;
 
-template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS) squares_kernel(rm_head_squares_args a) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, warp = static_cast<int>(threadIdx.x) / RM_WARP;
-  const int64_t row = blockIdx.x, head = blockIdx.y * static_cast<int64_t>(WARPS) + warp, kv_head = head - a.n_heads;
+template <rm_dtype DTYPE>
+__global__ void __launch_bounds__(THREADS) squares_kernel(rm_head_squares_args a) {
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP,
+            warp = static_cast<int>(threadIdx.x) / RM_WARP;
+  const int64_t row = blockIdx.x, head = blockIdx.y * static_cast<int64_t>(WARPS) + warp,
+                kv_head = head - a.n_heads;
   if (head >= a.n_heads + a.n_kv_heads) return; // whole warps
   const int64_t from = (row * (a.n_heads + 2 * a.n_kv_heads) + head) * a.head_dim;
   float partial = 0.0f;
@@ -19,11 +24,14 @@ template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS) squares_ker
     partial = fmaf(x, x, partial);
   }
   const float squares = rm_canon(rm_tree16_lanes(partial));
-  if (lane == 0) (kv_head < 0 ? a.q_out[row * a.n_heads + head] : a.k_out[row * a.n_kv_heads + kv_head]) = squares;
+  if (lane == 0)
+    (kv_head < 0 ? a.q_out[row * a.n_heads + head] : a.k_out[row * a.n_kv_heads + kv_head]) =
+        squares;
 }
 
 // The scale of a norm over all heads of a row, which every lane computes.
-__device__ inline float scale_of_all(const float *squares, int64_t n_heads, const rm_qk_rope_kv_args &a) {
+__device__ inline float scale_of_all(const float *squares, int64_t n_heads,
+                                     const rm_qk_rope_kv_args &a) {
   float total = 0.0f;
   for (int64_t h = 0; h < n_heads; h++) total = total + squares[h];
   return 1.0f / sqrtf(total / static_cast<float>(n_heads * a.head_dim) + a.eps);
@@ -31,8 +39,10 @@ __device__ inline float scale_of_all(const float *squares, int64_t n_heads, cons
 
 // round_T(weight · round_T(x · scale)) of a head into shared memory, or x without a weight.
 template <rm_dtype DTYPE>
-__device__ void norm_head(float *normed, const rm_qk_rope_kv_args &a, int64_t row, int64_t head, int head_dim, int lane) {
-  const int64_t from = (row * (a.n_heads + 2 * a.n_kv_heads) + head) * head_dim, kv_head = head - a.n_heads;
+__device__ void norm_head(float *normed, const rm_qk_rope_kv_args &a, int64_t row, int64_t head,
+                          int head_dim, int lane) {
+  const int64_t from = (row * (a.n_heads + 2 * a.n_kv_heads) + head) * head_dim,
+                kv_head = head - a.n_heads;
   const void *weight = kv_head < 0 ? a.q_weight : a.k_weight;
   for (int i = lane; i < head_dim; i += RM_WARP) normed[i] = rm_get(DTYPE, a.qkv, from + i);
   __syncwarp();
@@ -45,17 +55,22 @@ __device__ void norm_head(float *normed, const rm_qk_rope_kv_args &a, int64_t ro
     weight_at = (kv_head < 0 ? head : kv_head) * head_dim;
   } else {
     float partial = 0.0f;
-    for (int i = lane % RM_LANES; i < head_dim; i += RM_LANES) partial = fmaf(normed[i], normed[i], partial);
+    for (int i = lane % RM_LANES; i < head_dim; i += RM_LANES)
+      partial = fmaf(normed[i], normed[i], partial);
     scale = 1.0f / sqrtf(rm_tree16_lanes(partial) / static_cast<float>(head_dim) + a.eps);
     __syncwarp(); // all chains have read: a shuffle orders no memory
   }
   for (int i = lane; i < head_dim; i += RM_WARP)
-    normed[i] = rm_round_to(DTYPE, rm_get(DTYPE, weight, weight_at + i) * rm_round_to(DTYPE, normed[i] * scale));
+    normed[i] = rm_round_to(DTYPE, rm_get(DTYPE, weight, weight_at + i) *
+                                       rm_round_to(DTYPE, normed[i] * scale));
   __syncwarp();
 }
 
-// In place: each lane reads and writes the pairs that are its own. Whether all of the head is finite.
-template <rm_dtype DTYPE> __device__ bool rotate_head(float *normed, const rm_qk_rope_kv_args &a, int64_t row, int head_dim, int lane) {
+// In place: each lane reads and writes the pairs that are its own. Whether all of the head is
+// finite.
+template <rm_dtype DTYPE>
+__device__ bool rotate_head(float *normed, const rm_qk_rope_kv_args &a, int64_t row, int head_dim,
+                            int lane) {
   const int half = static_cast<int>(a.rotary_dim) / 2;
   const int64_t at = static_cast<int64_t>(a.positions[row]) * half;
   bool bad = false;
@@ -66,23 +81,27 @@ template <rm_dtype DTYPE> __device__ bool rotate_head(float *normed, const rm_qk
     bad |= !rm_is_finite(normed[i]) || !rm_is_finite(normed[i + half]);
   }
   for (int i = 2 * half + lane; i < head_dim; i += RM_WARP) bad |= !rm_is_finite(normed[i]);
-  __syncwarp();  // nor does a ballot
+  __syncwarp(); // nor does a ballot
   return __ballot_sync(RM_ALL_LANES, bad) == 0;
 }
 
 // k from shared memory, v as its own bits; zeros in place of one that is not finite.
 template <rm_dtype DTYPE, rm_packing PACKING>
-__device__ void store_kv(const rm_qk_rope_kv_args &a, int64_t row, int64_t head, const float *k, bool k_ok, int64_t v_at, int lane) {
+__device__ void store_kv(const rm_qk_rope_kv_args &a, int64_t row, int64_t head, const float *k,
+                         bool k_ok, int64_t v_at, int lane) {
   // In 32 bits: a 64-bit division is a call.
-  const uint32_t slot = static_cast<uint32_t>(a.slots[row]), page_size = static_cast<uint32_t>(a.page_size);
+  const uint32_t slot = static_cast<uint32_t>(a.slots[row]),
+                 page_size = static_cast<uint32_t>(a.page_size);
   const int64_t page = slot / page_size, pos = slot % page_size;
   const int64_t k_base = (page * a.n_kv_heads + head) * rm_k_page_elems(a.page_size, a.head_dim);
   const int64_t v_base = (page * a.n_kv_heads + head) * rm_v_page_elems(a.page_size, a.head_dim);
   bool bad = false;
-  for (int64_t d = lane; d < a.head_dim; d += RM_WARP) bad |= !rm_is_finite(rm_get(DTYPE, a.qkv, v_at + d));
+  for (int64_t d = lane; d < a.head_dim; d += RM_WARP)
+    bad |= !rm_is_finite(rm_get(DTYPE, a.qkv, v_at + d));
   const bool v_ok = __ballot_sync(RM_ALL_LANES, bad) == 0;
   for (int64_t d = lane; d < a.head_dim; d += RM_WARP) {
-    rm_put(DTYPE, a.k_cache, k_base + rm_weight_index<DTYPE, PACKING>(a.head_dim, pos, d), k_ok ? k[d] : 0.0f);
+    rm_put(DTYPE, a.k_cache, k_base + rm_weight_index<DTYPE, PACKING>(a.head_dim, pos, d),
+           k_ok ? k[d] : 0.0f);
     const int64_t to = v_base + rm_value_index<DTYPE, PACKING>(a.head_dim, pos, d);
     if (v_ok) rm_copy_elem(DTYPE, a.v_cache, to, a.qkv, v_at + d);
     else rm_put(DTYPE, a.v_cache, to, 0.0f);
@@ -91,24 +110,30 @@ __device__ void store_kv(const rm_qk_rope_kv_args &a, int64_t row, int64_t head,
   if (lane == 0 && !(k_ok && v_ok)) a.row_flags[row] |= RM_ROW_KV_NONFINITE;
 }
 
-template <rm_dtype DTYPE, rm_packing PACKING> __global__ void __launch_bounds__(THREADS) rope_kernel(rm_qk_rope_kv_args a) {
-  RM_SHARED(shared);  // head_dim of each warp
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, warp = static_cast<int>(threadIdx.x) / RM_WARP;
+template <rm_dtype DTYPE, rm_packing PACKING>
+__global__ void __launch_bounds__(THREADS) rope_kernel(rm_qk_rope_kv_args a) {
+  RM_SHARED(shared); // head_dim of each warp
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP,
+            warp = static_cast<int>(threadIdx.x) / RM_WARP;
   const int head_dim = static_cast<int>(a.head_dim);
-  const int64_t row = blockIdx.x, head = blockIdx.y * static_cast<int64_t>(WARPS) + warp, kv_head = head - a.n_heads;
-  if (head >= a.n_heads + a.n_kv_heads || (kv_head >= 0 && a.slots[row] < 0)) return;  // whole warps
+  const int64_t row = blockIdx.x, head = blockIdx.y * static_cast<int64_t>(WARPS) + warp,
+                kv_head = head - a.n_heads;
+  if (head >= a.n_heads + a.n_kv_heads || (kv_head >= 0 && a.slots[row] < 0)) return; // whole warps
   float *normed = shared + warp * head_dim;
   const int64_t of_row = row * (a.n_heads + 2 * a.n_kv_heads);
   norm_head<DTYPE>(normed, a, row, head, head_dim, lane);
   const bool finite = rotate_head<DTYPE>(normed, a, row, head_dim, lane);
   if (kv_head >= 0) {
-    store_kv<DTYPE, PACKING>(a, row, kv_head, normed, finite, (of_row + head + a.n_kv_heads) * head_dim, lane);
+    store_kv<DTYPE, PACKING>(a, row, kv_head, normed, finite,
+                             (of_row + head + a.n_kv_heads) * head_dim, lane);
     return;
   }
-  for (int d = lane; d < head_dim; d += RM_WARP) rm_put(DTYPE, a.q_out, (row * a.n_heads + head) * head_dim + d, normed[d]);
+  for (int d = lane; d < head_dim; d += RM_WARP)
+    rm_put(DTYPE, a.q_out, (row * a.n_heads + head) * head_dim + d, normed[d]);
 }
 
-template <rm_dtype DTYPE, rm_packing PACKING> void launch(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
+template <rm_dtype DTYPE, rm_packing PACKING>
+void launch(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
   if (a->rows <= 0 || a->n_heads + a->n_kv_heads <= 0 || a->head_dim <= 0) return;
   const dim3 grid(static_cast<unsigned>(a->rows), rm_blocks(a->n_heads + a->n_kv_heads, WARPS));
   const size_t shared = static_cast<size_t>(WARPS * a->head_dim) * sizeof(float);
@@ -121,7 +146,7 @@ template <rm_dtype DTYPE> void launch_squares(const rm_ctx *ctx, const rm_head_s
   RM_LAUNCH(squares_kernel<DTYPE>, grid, dim3(THREADS), 0, ctx->stream, *a);
 }
 
-}  // namespace
+} // namespace
 
 void rm_cuda_head_squares(const rm_ctx *ctx, const rm_head_squares_args *a) {
   if (a->dtype == RM_BF16) launch_squares<RM_BF16>(ctx, a);

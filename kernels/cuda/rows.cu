@@ -1,32 +1,39 @@
 // rows.cu: embed, gather_rows, activate and rms_norm, a block of threads for a row.
 //
-// The norm's 16 partial sums are 16 chains, whatever the row's length, so 16 lanes of one warp run them while the others wait: all
-// threads bring the row to shared memory in chunks, which is what takes time, and a chain's step then costs one fma. A finer split
-// of the sum would be another order. Both halves of that warp run the same chains, for the tree's shuffles to have whole warps.
+// The norm's 16 partial sums are 16 chains, whatever the row's length, so 16 lanes of one warp run
+// them while the others wait: all threads bring the row to shared memory in chunks, which is what
+// takes time, and a chain's step then costs one fma. A finer split of the sum would be another
+// order. Both halves of that warp run the same chains, for the tree's shuffles to have whole warps.
 #include "device.cuh"
 #include "packing.cuh"
 
 namespace {
 
 constexpr int THREADS = 256, CHUNK = 2048;
-static_assert(CHUNK % THREADS == 0, "a thread that writes an element of the residual reads it again");
+static_assert(CHUNK % THREADS == 0,
+              "a thread that writes an element of the residual reads it again");
 
-template <rm_packing PACKING> __global__ void __launch_bounds__(THREADS) embed_kernel(rm_embed_args a) {
-  const int64_t row = blockIdx.x, id = a.ids[row], word = static_cast<int64_t>(rm_dtype_bytes(a.dtype));
+template <rm_packing PACKING>
+__global__ void __launch_bounds__(THREADS) embed_kernel(rm_embed_args a) {
+  const int64_t row = blockIdx.x, id = a.ids[row],
+                word = static_cast<int64_t>(rm_dtype_bytes(a.dtype));
   char *out = static_cast<char *>(a.out) + row * a.hidden * word;
   if (!a.packed) {
-    rm_copy_row(out, static_cast<const char *>(a.table) + id * a.hidden * word, a.hidden * word, THREADS);
+    rm_copy_row(out, static_cast<const char *>(a.table) + id * a.hidden * word, a.hidden * word,
+                THREADS);
     return;
   }
   for (int64_t k = threadIdx.x; k < a.hidden; k += THREADS)
     rm_copy_elem(a.dtype, out, k, a.table,
-                 PACKING == RM_PACKING_MMA ? rm_mma_index(a.hidden, id, k) : rm_packed_index(a.dtype, a.hidden, id, k));
+                 PACKING == RM_PACKING_MMA ? rm_mma_index(a.hidden, id, k)
+                                           : rm_packed_index(a.dtype, a.hidden, id, k));
 }
 
 __global__ void __launch_bounds__(THREADS) gather_kernel(rm_gather_rows_args a) {
   const int64_t row = blockIdx.x, bytes = static_cast<int64_t>(a.row_bytes);
   if (a.from[row] < 0) return;
-  rm_copy_row(static_cast<char *>(a.out) + row * bytes, static_cast<const char *>(a.x) + a.from[row] * bytes, bytes, THREADS);
+  rm_copy_row(static_cast<char *>(a.out) + row * bytes,
+              static_cast<const char *>(a.x) + a.from[row] * bytes, bytes, THREADS);
 }
 
 __global__ void __launch_bounds__(THREADS) activate_kernel(rm_activate_args a) {
@@ -35,12 +42,14 @@ __global__ void __launch_bounds__(THREADS) activate_kernel(rm_activate_args a) {
     rm_put(a.dtype, a.out, at + i, rm_activate(a.activation, rm_get(a.dtype, a.x, at + i)));
 }
 
-template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
-  RM_SHARED(shared);  // a chunk of h, then the row's scale
+template <rm_dtype DTYPE>
+__global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
+  RM_SHARED(shared); // a chunk of h, then the row's scale
   const int64_t at = blockIdx.x * a.n;
   const int me = static_cast<int>(threadIdx.x);
-  float partial = 0.0f;  // the first warp's: of lane j and j + 16 the partial sum j
-  const float gate = a.x_gate ? rm_round_to(DTYPE, rm_sigmoid(rm_get(DTYPE, a.x_gate, blockIdx.x))) : 0.0f;
+  float partial = 0.0f; // the first warp's: of lane j and j + 16 the partial sum j
+  const float gate =
+      a.x_gate ? rm_round_to(DTYPE, rm_sigmoid(rm_get(DTYPE, a.x_gate, blockIdx.x))) : 0.0f;
   for (int64_t from = 0; from < a.n; from += CHUNK) {
     const int n = static_cast<int>(rm_min64(CHUNK, a.n - from));
     for (int i = me; i < n; i += THREADS) {
@@ -56,11 +65,12 @@ template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS) norm_kernel
       }
       shared[i] = h;
     }
-    if (!a.weight) continue;  // all threads
+    if (!a.weight) continue; // all threads
     __syncthreads();
     if (me < RM_WARP)
-      for (int i = me % RM_LANES; i < n; i += RM_LANES) partial = fmaf(shared[i], shared[i], partial);
-    __syncthreads();  // before the next chunk
+      for (int i = me % RM_LANES; i < n; i += RM_LANES)
+        partial = fmaf(shared[i], shared[i], partial);
+    __syncthreads(); // before the next chunk
   }
   if (!a.weight) return;
   if (me < RM_WARP) {
@@ -75,17 +85,19 @@ template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS) norm_kernel
   }
 }
 
-}  // namespace
+} // namespace
 
 void rm_cuda_embed(const rm_ctx *ctx, const rm_embed_args *a) {
   if (a->rows <= 0 || a->hidden <= 0) return;
-  RM_LAUNCH(embed_kernel<RM_PACKING_X86>, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), 0, ctx->stream, *a);
+  RM_LAUNCH(embed_kernel<RM_PACKING_X86>, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), 0,
+            ctx->stream, *a);
 }
 
 void rm_cuda_mma_embed(const rm_ctx *ctx, const rm_embed_args *a) {
   if (a->dtype != RM_BF16 || !a->packed) rm_cuda_embed(ctx, a);
   else if (a->rows > 0 && a->hidden > 0)
-    RM_LAUNCH(embed_kernel<RM_PACKING_MMA>, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), 0, ctx->stream, *a);
+    RM_LAUNCH(embed_kernel<RM_PACKING_MMA>, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), 0,
+              ctx->stream, *a);
 }
 
 void rm_cuda_gather_rows(const rm_ctx *ctx, const rm_gather_rows_args *a) {
@@ -95,13 +107,15 @@ void rm_cuda_gather_rows(const rm_ctx *ctx, const rm_gather_rows_args *a) {
 
 void rm_cuda_activate(const rm_ctx *ctx, const rm_activate_args *a) {
   if (a->rows <= 0 || a->n <= 0) return;
-  RM_LAUNCH(activate_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), 0, ctx->stream, *a);
+  RM_LAUNCH(activate_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), 0, ctx->stream,
+            *a);
 }
 
 void rm_cuda_rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a) {
   if (a->rows <= 0 || a->n <= 0) return;
   const dim3 grid(static_cast<unsigned>(a->rows));
   const size_t shared = (CHUNK + 1) * sizeof(float);
-  if (a->dtype == RM_BF16) RM_LAUNCH(norm_kernel<RM_BF16>, grid, dim3(THREADS), shared, ctx->stream, *a);
+  if (a->dtype == RM_BF16)
+    RM_LAUNCH(norm_kernel<RM_BF16>, grid, dim3(THREADS), shared, ctx->stream, *a);
   else RM_LAUNCH(norm_kernel<RM_F32>, grid, dim3(THREADS), shared, ctx->stream, *a);
 }

@@ -1,27 +1,32 @@
-// sample.cu: token choice of docs/numerics.md §7, top-logprobs and ranks, a block of threads for a row. Sums are of integers and exact, so
-// the threads may add in any order, and no weight is kept: each look at the row computes them again from logits in the L2 cache.
+// sample.cu: token choice of docs/numerics.md §7, top-logprobs and ranks, a block of threads for a
+// row. Sums are of integers and exact, so the threads may add in any order, and no weight is kept:
+// each look at the row computes them again from logits in the L2 cache.
 //
-// A filter leaves the tokens of a higher key than some cut and, of those of its key, the first so many. The cut is found by a radix
-// selection over the keys, three histograms in shared memory. Tokens of one key have one weight, so how many of them stay needs no
-// look at their order, and neither does a second selection inside the first.
+// A filter leaves the tokens of a higher key than some cut and, of those of its key, the first so
+// many. The cut is found by a radix selection over the keys, three histograms in shared memory.
+// Tokens of one key have one weight, so how many of them stay needs no look at their order, and
+// neither does a second selection inside the first.
 //
-// The draw narrows to the sixteenth of its range in which the running sum exceeds the target, until one warp can walk it.
+// The draw narrows to the sixteenth of its range in which the running sum exceeds the target, until
+// one warp can walk it.
 //
-// A banned token is a NaN: never the largest, of weight 0 and of the lowest key. Bits in the workspace mark what is banned or edited, a
-// row's lists may be as long as the vocabulary. An edit is found by bisection, and made anew at each look.
+// A banned token is a NaN: never the largest, of weight 0 and of the lowest key. Bits in the
+// workspace mark what is banned or edited, a row's lists may be as long as the vocabulary. An edit
+// is found by bisection, and made anew at each look.
 #include "device.cuh"
 
 #include "cpu/philox.h"
 
 namespace {
 
-constexpr int THREADS = 512, WARPS = THREADS / RM_WARP, BINS = 1 << 11, WALK = 1024, WORKSPACE_ROWS = 256;
-constexpr float NO_WEIGHT = -28.0f;  // exp of this is below 2^-40
+constexpr int THREADS = 512, WARPS = THREADS / RM_WARP, BINS = 1 << 11, WALK = 1024,
+              WORKSPACE_ROWS = 256;
+constexpr float NO_WEIGHT = -28.0f; // exp of this is below 2^-40
 
-struct scratch {  // in shared memory
-  uint64_t *by_warp, *more;  // [WARPS]
-  uint64_t *result, *token;  // [2] of find_bin; of walk
-  uint64_t *bins;            // [BINS]
+struct scratch { // in shared memory
+  uint64_t *by_warp, *more; // [WARPS]
+  uint64_t *result, *token; // [2] of find_bin; of walk
+  uint64_t *bins; // [BINS]
 };
 constexpr size_t SCRATCH_BYTES = (2 * WARPS + 4 + BINS) * sizeof(uint64_t);
 
@@ -32,13 +37,16 @@ __device__ scratch scratch_in(float *shared) {
 
 struct row_view {
   const float *logits;
-  const uint32_t *changed, *banned;  // bits: edited or banned; banned. NULL: none
+  const uint32_t *changed, *banned; // bits: edited or banned; banned. NULL: none
   const rm_sample_params *params;
   int64_t vocab;
   float max, temperature, min_p;
 };
 
-struct cut {  // tokens of a higher key stay, and `ties` of this key, lowest ids first; {0, 0}: all that are numbers
+struct
+    // tokens of a higher key stay, and `ties` of this key, lowest ids first; {0, 0}: all that are
+    // numbers
+    cut {
   uint32_t key;
   uint64_t ties;
 };
@@ -58,7 +66,7 @@ __device__ float scaled(const row_view &v, float x) { return (x - v.max) / v.tem
 
 __device__ uint64_t weight_of(const row_view &v, float x) {
   const float d = scaled(v, x);
-  if (!(d > NO_WEIGHT)) return 0;  // so it is for most of a vocabulary
+  if (!(d > NO_WEIGHT)) return 0; // so it is for most of a vocabulary
   const float e = rm_exp(d);
   return v.min_p > 0.0f && !(e >= v.min_p) ? 0 : rm_token_weight(e);
 }
@@ -67,7 +75,7 @@ __device__ uint64_t weight_of_key(const row_view &v, uint32_t key) {
   return weight_of(v, rm_float(key & 0x80000000u ? key ^ 0x80000000u : ~key));
 }
 
-// ------------------------------------------------------------------------------------------------ filters
+// ---------------------------------------------------------------------------------------- filters
 // Tokens with a weight that the cut leaves: their number, or the sum of their weights.
 __device__ uint64_t measure(const row_view &v, cut c, bool by_weight, const scratch &s) {
   uint64_t sum = 0;
@@ -80,8 +88,9 @@ __device__ uint64_t measure(const row_view &v, cut c, bool by_weight, const scra
   return sum + (by_weight && c.ties ? c.ties * weight_of_key(v, c.key) : c.ties);
 }
 
-// By the first warp: the highest bin at which the sum from the top, on top of `above`, reaches need. result: that sum without the
-// bin, and the bin. A lane adds BINS / 32 of them, from a place of its own for the banks' sake.
+// By the first warp: the highest bin at which the sum from the top, on top of `above`, reaches
+// need. result: that sum without the bin, and the bin. A lane adds BINS / 32 of them, from a place
+// of its own for the banks' sake.
 __device__ void find_bin(const scratch &s, uint64_t above, uint64_t need) {
   constexpr int EACH = BINS / RM_WARP;
   const int lane = static_cast<int>(threadIdx.x);
@@ -100,8 +109,10 @@ __device__ void find_bin(const scratch &s, uint64_t above, uint64_t need) {
   s.result[1] = static_cast<uint64_t>(bin);
 }
 
-// One round: the measure of each value of 11 bits of the key at `shift`, of tokens whose higher bits are those of `prefix`.
-__device__ void fill_bins(const row_view &v, cut before, uint32_t prefix, int shift, uint32_t known, bool by_weight, const scratch &s) {
+// One round: the measure of each value of 11 bits of the key at `shift`, of tokens whose higher
+// bits are those of `prefix`.
+__device__ void fill_bins(const row_view &v, cut before, uint32_t prefix, int shift, uint32_t known,
+                          bool by_weight, const scratch &s) {
   const uint32_t digits = shift ? BINS - 1 : (1u << 10) - 1;
   for (int i = static_cast<int>(threadIdx.x); i < BINS; i += THREADS) s.bins[i] = 0;
   __syncthreads();
@@ -110,19 +121,23 @@ __device__ void fill_bins(const row_view &v, cut before, uint32_t prefix, int sh
     const uint32_t key = rm_order_key(x);
     if (key <= before.key || (key & known) != prefix) continue;
     const uint64_t weight = weight_of(v, x);
-    if (weight) atomicAdd(reinterpret_cast<unsigned long long *>(s.bins + (key >> shift & digits)), by_weight ? weight : 1);
+    if (weight)
+      atomicAdd(reinterpret_cast<unsigned long long *>(s.bins + (key >> shift & digits)),
+                by_weight ? weight : 1);
   }
   __syncthreads();
   if (threadIdx.x == 0 && before.ties && (before.key & known) == prefix)
-    s.bins[before.key >> shift & digits] += by_weight ? before.ties * weight_of_key(v, before.key) : before.ties;
+    s.bins[before.key >> shift & digits] +=
+        by_weight ? before.ties * weight_of_key(v, before.key) : before.ties;
   __syncthreads();
 }
 
-// The shortest prefix of what `before` leaves, in descending key and ascending id, whose measure reaches `need`; need is at most
-// the measure of all of it. *sum: the measure of the prefix.
-__device__ cut select_prefix(const row_view &v, cut before, uint64_t need, bool by_weight, const scratch &s, uint64_t *sum) {
+// The shortest prefix of what `before` leaves, in descending key and ascending id, whose measure
+// reaches `need`; need is at most the measure of all of it. *sum: the measure of the prefix.
+__device__ cut select_prefix(const row_view &v, cut before, uint64_t need, bool by_weight,
+                             const scratch &s, uint64_t *sum) {
   uint32_t prefix = 0, known = 0;
-  uint64_t above = 0;  // measure of the keys known to be higher
+  uint64_t above = 0; // measure of the keys known to be higher
   for (int round = 0; round < 3; round++) {
     const int shift = round == 0 ? 21 : round == 1 ? 10 : 0;
     fill_bins(v, before, prefix, shift, known, by_weight, s);
@@ -138,8 +153,10 @@ __device__ cut select_prefix(const row_view &v, cut before, uint64_t need, bool 
   return {prefix, ties};
 }
 
-// ------------------------------------------------------------------------------------------------ the draw
-struct place {  // where the walk is: the first id of a range, its length, the sum and the ties left before it
+// --------------------------------------------------------------------------------------- the draw
+struct
+    // where the walk is: the first id of a range, its length, the sum and the ties left before it
+    place {
   int64_t from, n;
   uint64_t before, ties;
 };
@@ -155,7 +172,8 @@ __device__ uint64_t weight_at(const row_view &v, cut c, int64_t id, int64_t end,
 }
 
 // To the sixteenth of p in which the running sum exceeds target.
-__device__ place narrow(const row_view &v, cut c, place p, uint64_t target, uint64_t each_tie, const scratch &s) {
+__device__ place narrow(const row_view &v, cut c, place p, uint64_t target, uint64_t each_tie,
+                        const scratch &s) {
   const unsigned warp = threadIdx.x / RM_WARP, lane = threadIdx.x % RM_WARP;
   const int64_t length = rm_round_up((p.n + WARPS - 1) / WARPS, RM_WARP), end = p.from + p.n;
   const int64_t from = p.from + warp * length, to = rm_min64(from + length, end);
@@ -174,14 +192,15 @@ __device__ place narrow(const row_view &v, cut c, place p, uint64_t target, uint
   }
   __syncthreads();
   for (int w = 0; w < WARPS; w++) {
-    const uint64_t here = s.more[w] < p.ties ? s.more[w] : p.ties, all = s.by_warp[w] + here * each_tie;
+    const uint64_t here = s.more[w] < p.ties ? s.more[w] : p.ties,
+                   all = s.by_warp[w] + here * each_tie;
     if (p.before + all > target) break;
     p.before += all;
     p.ties -= here;
     p.from += length;
   }
   p.n = rm_min64(length, end - p.from);
-  __syncthreads();  // before the sums are used again
+  __syncthreads(); // before the sums are used again
   return p;
 }
 
@@ -209,7 +228,8 @@ __device__ void walk(const row_view &v, cut c, place p, uint64_t target, const s
   }
 }
 
-// The first token, in ascending id, whose running sum exceeds target; target is below the sum of all.
+// The first token, in ascending id, whose running sum exceeds target; target is below the sum of
+// all.
 __device__ int32_t draw(const row_view &v, cut c, uint64_t target, const scratch &s) {
   const uint64_t each_tie = c.ties ? weight_of_key(v, c.key) : 0;
   place p = {0, v.vocab, 0, c.ties};
@@ -224,22 +244,25 @@ __device__ bool is_left(const row_view &v, cut c, int32_t token, const scratch &
   const uint32_t key = rm_order_key(logit_of(v, token));
   if (key != c.key) return key > c.key;
   uint64_t earlier = 0;
-  for (int64_t id = threadIdx.x; id < token; id += THREADS) earlier += rm_order_key(logit_of(v, id)) == c.key;
+  for (int64_t id = threadIdx.x; id < token; id += THREADS)
+    earlier += rm_order_key(logit_of(v, id)) == c.key;
   return rm_over_block<THREADS>(earlier, s.by_warp, rm_sum_of()) < c.ties;
 }
 
-// ------------------------------------------------------------------------------------------------ rows
+// ------------------------------------------------------------------------------------------- rows
 struct drawn {
-  int32_t token;  // −1: nothing can be drawn
-  float under;    // its logprob under the distribution drawn from
-  int32_t kept;   // tokens that the filters leave, if they are counted
+  int32_t token; // −1: nothing can be drawn
+  float under; // its logprob under the distribution drawn from
+  int32_t kept; // tokens that the filters leave, if they are counted
 };
 
-__device__ drawn draw_row(const row_view &v, const rm_sample_params *p, bool counts, const scratch &s) {
+__device__ drawn draw_row(const row_view &v, const rm_sample_params *p, bool counts,
+                          const scratch &s) {
   cut c = {0, 0};
   uint64_t total;
   bool is_total = false;
-  if (p->top_k > 0 && p->top_k < v.vocab && measure(v, c, false, s) > static_cast<uint64_t>(p->top_k))
+  if (p->top_k > 0 && p->top_k < v.vocab &&
+      measure(v, c, false, s) > static_cast<uint64_t>(p->top_k))
     c = select_prefix(v, c, static_cast<uint64_t>(p->top_k), false, s, &total);
   if (p->top_p < 1.0f) {
     const uint64_t all = measure(v, c, true, s);
@@ -255,7 +278,10 @@ __device__ drawn draw_row(const row_view &v, const rm_sample_params *p, bool cou
   else if (!is_left(v, c, token, s)) return {token, -INFINITY, kept};
   const float x = logit_of(v, token);
   const bool possible = weight_of(v, x) != 0;
-  return {token, possible ? rm_canon(scaled(v, x) - rm_log(static_cast<float>(total) * 0x1p-40f)) : -INFINITY, kept};
+  return {token,
+          possible ? rm_canon(scaled(v, x) - rm_log(static_cast<float>(total) * 0x1p-40f))
+                   : -INFINITY,
+          kept};
 }
 
 RM_INLINE int64_t words_of_row(int64_t vocab) { return (vocab + 31) / 32; }
@@ -265,10 +291,12 @@ __device__ void mark(uint32_t *bits, int32_t id, int64_t vocab) {
 }
 
 // Bits of the row's changed tokens, then of its banned ones, by the whole block.
-__device__ void mark_changed(uint32_t *changed, uint32_t *banned, const rm_sample_params *p, int64_t vocab) {
+__device__ void mark_changed(uint32_t *changed, uint32_t *banned, const rm_sample_params *p,
+                             int64_t vocab) {
   for (int64_t i = threadIdx.x; i < words_of_row(vocab); i += THREADS) changed[i] = banned[i] = 0;
   __syncthreads();
-  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < p->n_edits; i += THREADS) mark(changed, p->edits[i].token, vocab);
+  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < p->n_edits; i += THREADS)
+    mark(changed, p->edits[i].token, vocab);
   for (int32_t i = static_cast<int32_t>(threadIdx.x); i < p->n_banned; i += THREADS) {
     mark(changed, p->banned[i], vocab);
     mark(banned, p->banned[i], vocab);
@@ -286,13 +314,15 @@ __device__ int32_t likeliest(const row_view &v, const scratch &s) {
   return best ? rm_ranked_id(best) : -1;
 }
 
-__global__ void __launch_bounds__(THREADS) sample_kernel(rm_sample_args a, uint32_t *marks, int64_t row0) {
+__global__ void __launch_bounds__(THREADS)
+    sample_kernel(rm_sample_args a, uint32_t *marks, int64_t row0) {
   RM_SHARED(shared);
   const scratch s = scratch_in(shared);
   const int64_t row = row0 + blockIdx.x;
   const int64_t from = rm_sampled_row(&a, row);
   const rm_sample_params *p = a.params + row;
-  row_view v = {a.logits + row * a.ld_logits, nullptr, nullptr, p, a.vocab, 0.0f, p->temperature, p->min_p};
+  row_view v = {
+      a.logits + row * a.ld_logits, nullptr, nullptr, p, a.vocab, 0.0f, p->temperature, p->min_p};
   drawn d = {-1, 0.0f, 0};
   if (!a.row_flags[from]) {
     if (p->n_banned > 0 || p->n_edits > 0) {
@@ -305,17 +335,20 @@ __global__ void __launch_bounds__(THREADS) sample_kernel(rm_sample_args a, uint3
     const int32_t best = likeliest(v, s);
     if (best >= 0) v.max = logit_of(v, best);
     if (best >= 0 && p->temperature != 0.0f) d = draw_row(v, p, a.kept != nullptr, s);
-    else if (best >= 0) d = {p->forced >= 0 ? p->forced : best, p->forced >= 0 && p->forced != best ? -INFINITY : 0.0f, 1};
+    else if (best >= 0)
+      d = {p->forced >= 0 ? p->forced : best,
+           p->forced >= 0 && p->forced != best ? -INFINITY : 0.0f, 1};
   }
   if (threadIdx.x != 0) return;
-  const float nan = rm_float(0x7fc00000u), model = d.token < 0 ? nan : rm_logprob(v.logits[d.token], a.stats + 2 * from);
+  const float nan = rm_float(0x7fc00000u),
+              model = d.token < 0 ? nan : rm_logprob(v.logits[d.token], a.stats + 2 * from);
   a.tokens[row] = d.token;
   a.logprobs[row] = model;
   if (a.kept) a.kept[row] = d.kept;
   a.sampling_logprobs[row] = d.token < 0 ? nan : rm_samples_the_model(p, a.vocab) ? model : d.under;
 }
 
-// ------------------------------------------------------------------------------------------------ top logprobs
+// ----------------------------------------------------------------------------------- top logprobs
 // The best of a thread's own tokens among those that come behind `last`.
 __device__ uint64_t best_behind(const float *logits, int64_t vocab, uint64_t last) {
   uint64_t best = 0;
@@ -326,14 +359,16 @@ __device__ uint64_t best_behind(const float *logits, int64_t vocab, uint64_t las
   return best;
 }
 
-// Each thread knows the best of its tokens that are left; only whose token was taken looks for another.
+// Each thread knows the best of its tokens that are left; only whose token was taken looks for
+// another.
 __global__ void __launch_bounds__(THREADS) top_kernel(rm_top_logprobs_args a) {
   RM_SHARED(shared);
   const int64_t row = blockIdx.x;
   const float *logits = a.logits + row * a.ld_logits;
   uint64_t mine = best_behind(logits, a.vocab, ~0ull);
   for (int64_t k = 0; k < a.k; k++) {
-    const uint64_t best = rm_over_block<THREADS>(mine, reinterpret_cast<uint64_t *>(shared), rm_most_of());
+    const uint64_t best =
+        rm_over_block<THREADS>(mine, reinterpret_cast<uint64_t *>(shared), rm_most_of());
     if (mine != best) continue;
     const int32_t id = rm_ranked_id(best);
     a.ids[row * a.k + k] = id;
@@ -342,22 +377,24 @@ __global__ void __launch_bounds__(THREADS) top_kernel(rm_top_logprobs_args a) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------ ranks
+// ------------------------------------------------------------------------------------------ ranks
 __global__ void __launch_bounds__(THREADS) ranks_kernel(rm_ranks_args a) {
   RM_SHARED(shared);
   const int64_t row = blockIdx.x;
   const int32_t token = a.tokens[row];
   const float *logits = a.logits + row * a.ld_logits;
   uint64_t rank = 0;
-  for (int64_t id = threadIdx.x; id < a.vocab && token >= 0; id += THREADS) rank += logits[id] >= logits[token];
+  for (int64_t id = threadIdx.x; id < a.vocab && token >= 0; id += THREADS)
+    rank += logits[id] >= logits[token];
   rank = rm_over_block<THREADS>(rank, reinterpret_cast<uint64_t *>(shared), rm_sum_of());
   if (threadIdx.x == 0) a.ranks[row] = static_cast<int32_t>(rank);
 }
 
-}  // namespace
+} // namespace
 
 size_t rm_cuda_sample_workspace(const rm_limits *l) {
-  return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * 2 * words_of_row(l->vocab)) * sizeof(uint32_t);
+  return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * 2 * words_of_row(l->vocab)) *
+         sizeof(uint32_t);
 }
 
 // Rows beyond what the workspace holds are done in later passes on the stream.
@@ -367,16 +404,19 @@ void rm_cuda_sample(const rm_ctx *ctx, const rm_sample_args *a) {
   const int64_t at_once = rm_max64(1, static_cast<int64_t>(ctx->workspace_bytes / per_row));
   for (int64_t row0 = 0; row0 < a->rows; row0 += at_once) {
     const dim3 grid(static_cast<unsigned>(rm_min64(at_once, a->rows - row0)));
-    RM_LAUNCH(sample_kernel, grid, dim3(THREADS), SCRATCH_BYTES, ctx->stream, *a, static_cast<uint32_t *>(ctx->workspace), row0);
+    RM_LAUNCH(sample_kernel, grid, dim3(THREADS), SCRATCH_BYTES, ctx->stream, *a,
+              static_cast<uint32_t *>(ctx->workspace), row0);
   }
 }
 
 void rm_cuda_top_logprobs(const rm_ctx *ctx, const rm_top_logprobs_args *a) {
   if (a->rows <= 0 || a->k <= 0) return;
-  RM_LAUNCH(top_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), WARPS * sizeof(uint64_t), ctx->stream, *a);
+  RM_LAUNCH(top_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS),
+            WARPS * sizeof(uint64_t), ctx->stream, *a);
 }
 
 void rm_cuda_ranks(const rm_ctx *ctx, const rm_ranks_args *a) {
   if (a->rows <= 0) return;
-  RM_LAUNCH(ranks_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), WARPS * sizeof(uint64_t), ctx->stream, *a);
+  RM_LAUNCH(ranks_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS),
+            WARPS * sizeof(uint64_t), ctx->stream, *a);
 }

@@ -1,6 +1,7 @@
-// table.cu: the CUDA table, and what a caller asks of the library. The arithmetic is the contract's own, E and O chains of fma, so
-// the bits should be x86's; the family has a name of its own until a GPU has shown that. The second table has bf16 on tensor cores,
-// with sums that no x86 has; what multiplies nothing, and float32, is the first table's.
+// table.cu: the CUDA table, and what a caller asks of the library. The arithmetic is the contract's
+// own, E and O chains of fma, so the bits should be x86's; the family has a name of its own until a
+// GPU has shown that. The second table has bf16 on tensor cores, with sums that no x86 has; what
+// multiplies nothing, and float32, is the first table's.
 #include "rm_cuda.h"
 
 #include <initializer_list>
@@ -14,12 +15,13 @@ static size_t most_of(std::initializer_list<size_t> asked) {
 }
 
 static size_t workspace_bytes(const rm_limits *limits) {
-  return most_of({rm_cuda_attention_workspace(limits), rm_cuda_router_workspace(limits), rm_cuda_lm_head_workspace(limits),
-                  rm_cuda_sample_workspace(limits)});
+  return most_of({rm_cuda_attention_workspace(limits), rm_cuda_router_workspace(limits),
+                  rm_cuda_lm_head_workspace(limits), rm_cuda_sample_workspace(limits)});
 }
 
 static size_t mma_workspace_bytes(const rm_limits *limits) {
-  return most_of({workspace_bytes(limits), rm_cuda_mma_router_workspace(limits), rm_cuda_gemm_mma_workspace(limits)});
+  return most_of({workspace_bytes(limits), rm_cuda_mma_router_workspace(limits),
+                  rm_cuda_gemm_mma_workspace(limits)});
 }
 
 static const rm_kernels TABLE = {

@@ -1,7 +1,9 @@
-// vendor_gemm.cu: vendor_gemm.h by NVIDIA's cuBLASLt. Its matrices lie in columns, so what it is asked for is yᵀ = W·xᵀ: W's rows are the
-// columns of the transposed A, x's the columns of B, and only the columns of B and D change from call to call. The sums are float32's
-// and rounded once, behind the bias. Gate and up are one matmul into the workspace, behind which a kernel of ours stands, since no
-// epilogue of the library multiplies two columns. cuBLAS' own interface lost: it chooses an algorithm at every call, by the rows.
+// vendor_gemm.cu: vendor_gemm.h by NVIDIA's cuBLASLt. Its matrices lie in columns, so what it is
+// asked for is yᵀ = W·xᵀ: W's rows are the columns of the transposed A, x's the columns of B, and
+// only the columns of B and D change from call to call. The sums are float32's and rounded once,
+// behind the bias. Gate and up are one matmul into the workspace, behind which a kernel of ours
+// stands, since no epilogue of the library multiplies two columns. cuBLAS' own interface lost: it
+// chooses an algorithm at every call, by the rows.
 #include "vendor_gemm.h"
 
 #include <dlfcn.h>
@@ -17,21 +19,21 @@
 namespace {
 
 constexpr int CANDIDATES = 8, CLASSES = 32, THREADS = 128, MAX_GRID_Y = 65535;
-constexpr uint32_t ALIGNED = 16;  // every operand is, to 64 bytes (base/fields.h, model/placement.h)
+constexpr uint32_t ALIGNED = 16; // every operand is, to 64 bytes (base/fields.h, model/placement.h)
 
 struct matmul {
   rm_gemm_shape shape;
   rm_lt_desc *desc;
   rm_lt_layout *w, *x, *y;
-  rm_lt_algorithm algorithms[CLASSES];  // by class_of
+  rm_lt_algorithm algorithms[CLASSES]; // by class_of
 };
 
 struct vendor_gemm {
   rm_lt api;
   rm_lt_context *context;
   const rm_device *device;
-  char *workspace;    // the library's; behind it gate and up …
-  size_t both_bytes;  // … in so many
+  char *workspace; // the library's; behind it gate and up …
+  size_t both_bytes; // … in so many
   int64_t max_rows;
   rm_vendor_gemm_choice choice;
   int n;
@@ -55,13 +57,13 @@ const char *said(const vendor_gemm *p, const char *call, int status) {
   return status == RM_LT_SUCCESS ? nullptr : refuse("%s: %s", call, p->api.status_string(status));
 }
 
-// ------------------------------------------------------------------------------------------------ the library
+// ------------------------------------------------------------------------------------ the library
 const char *load(rm_lt *api, const char *path) {
   void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
   if (!library) return refuse("no cuBLASLt can be loaded: %s", dlerror());
   const struct {
     const char *name;
-    void *function;  // pointer to the field, whatever its type
+    void *function; // pointer to the field, whatever its type
   } wanted[] = {
       {"cublasLtGetVersion", &api->get_version},
       {"cublasLtGetStatusString", &api->status_string},
@@ -87,11 +89,11 @@ const char *load(rm_lt *api, const char *path) {
   }
   const size_t version = api->get_version();
   if (version >= RM_LT_LEAST) return nullptr;
-  return refuse("expected cuBLASLt 12.0 or later, got %s of version %zu.%zu.%zu", path, version / 10000, version / 100 % 100,
-                version % 100);
+  return refuse("expected cuBLASLt 12.0 or later, got %s of version %zu.%zu.%zu", path,
+                version / 10000, version / 100 % 100, version % 100);
 }
 
-// ------------------------------------------------------------------------------------------------ shapes
+// ----------------------------------------------------------------------------------------- shapes
 int64_t w_rows(const rm_gemm_shape &shape) { return shape.swiglu ? 2 * shape.n : shape.n; }
 
 // Class c has the rows from 2^(c−1) + 1 to 2^c.
@@ -104,67 +106,85 @@ int class_of(int64_t rows) {
 const char *set_rows(const vendor_gemm *p, const matmul &of, int64_t rows) {
   const uint64_t cols = static_cast<uint64_t>(rows);
   int status = p->api.layout_set(of.x, RM_LT_LAYOUT_COLS, &cols, sizeof cols);
-  if (status == RM_LT_SUCCESS) status = p->api.layout_set(of.y, RM_LT_LAYOUT_COLS, &cols, sizeof cols);
+  if (status == RM_LT_SUCCESS)
+    status = p->api.layout_set(of.y, RM_LT_LAYOUT_COLS, &cols, sizeof cols);
   return said(p, "cublasLtMatrixLayoutSetAttribute", status);
 }
 
 const char *set_bias(const vendor_gemm *p, const matmul &of, const void *bias) {
-  return said(p, "bias: cublasLtMatmulDescSetAttribute", p->api.desc_set(of.desc, RM_LT_BIAS_POINTER, &bias, sizeof bias));
+  return said(p, "bias: cublasLtMatmulDescSetAttribute",
+              p->api.desc_set(of.desc, RM_LT_BIAS_POINTER, &bias, sizeof bias));
 }
 
 const char *describe(const vendor_gemm *p, matmul *made) {
   const rm_gemm_shape &s = made->shape;
-  const uint64_t rows = static_cast<uint64_t>(w_rows(s)), k = static_cast<uint64_t>(s.k), most = static_cast<uint64_t>(p->max_rows);
-  const int32_t transposed = RM_LT_TRANSPOSED, epilogue = RM_LT_EPILOGUE_BIAS, invariant = RM_LT_INVARIANT_16B;
+  const uint64_t rows = static_cast<uint64_t>(w_rows(s)), k = static_cast<uint64_t>(s.k),
+                 most = static_cast<uint64_t>(p->max_rows);
+  const int32_t transposed = RM_LT_TRANSPOSED, epilogue = RM_LT_EPILOGUE_BIAS,
+                invariant = RM_LT_INVARIANT_16B;
   int status = p->api.desc_create(&made->desc, RM_LT_COMPUTE_F32, RM_LT_F32);
-  if (status == RM_LT_SUCCESS) status = p->api.desc_set(made->desc, RM_LT_TRANSA, &transposed, sizeof transposed);
-  if (status == RM_LT_SUCCESS && s.has_bias) status = p->api.desc_set(made->desc, RM_LT_EPILOGUE, &epilogue, sizeof epilogue);
+  if (status == RM_LT_SUCCESS)
+    status = p->api.desc_set(made->desc, RM_LT_TRANSA, &transposed, sizeof transposed);
+  if (status == RM_LT_SUCCESS && s.has_bias)
+    status = p->api.desc_set(made->desc, RM_LT_EPILOGUE, &epilogue, sizeof epilogue);
   if (status == RM_LT_SUCCESS) status = p->api.layout_create(&made->w, RM_LT_BF16, k, rows, s.k);
   if (status == RM_LT_SUCCESS) status = p->api.layout_create(&made->x, RM_LT_BF16, k, most, s.ldx);
-  if (status == RM_LT_SUCCESS) status = p->api.layout_create(&made->y, RM_LT_BF16, rows, most, s.swiglu ? w_rows(s) : s.ldy);
+  if (status == RM_LT_SUCCESS)
+    status = p->api.layout_create(&made->y, RM_LT_BF16, rows, most, s.swiglu ? w_rows(s) : s.ldy);
   if (status != RM_LT_SUCCESS) return said(p, "describing a matmul", status);
-  if (p->choice == RM_VENDOR_GEMM_INVARIANT && p->api.desc_set(made->desc, RM_LT_INVARIANCE, &invariant, sizeof invariant) != RM_LT_SUCCESS)
+  if (p->choice == RM_VENDOR_GEMM_INVARIANT &&
+      p->api.desc_set(made->desc, RM_LT_INVARIANCE, &invariant, sizeof invariant) != RM_LT_SUCCESS)
     return refuse("this cuBLASLt knows nothing of batch invariance");
-  return s.has_bias ? set_bias(p, *made, p->workspace) : nullptr;  // as aligned as a bias: by that an algorithm is chosen
+  return s.has_bias ? set_bias(p, *made, p->workspace)
+                    : nullptr; // as aligned as a bias: by that an algorithm is chosen
 }
 
-// ------------------------------------------------------------------------------------------------ algorithms
+// ------------------------------------------------------------------------------------- algorithms
 // Candidates for so many rows, best first; their number in *n.
-const char *ask(const vendor_gemm *p, const matmul &of, int64_t rows, rm_lt_preference *preference, rm_lt_candidate *out, int *n) {
+const char *ask(const vendor_gemm *p, const matmul &of, int64_t rows, rm_lt_preference *preference,
+                rm_lt_candidate *out, int *n) {
   *n = 0;
   const char *wrong = set_rows(p, of, rows);
   if (wrong) return wrong;
-  const int status = p->api.heuristic(p->context, of.desc, of.w, of.x, of.y, of.y, preference, CANDIDATES, out, n);
+  const int status =
+      p->api.heuristic(p->context, of.desc, of.w, of.x, of.y, of.y, preference, CANDIDATES, out, n);
   if (status == RM_LT_SUCCESS && *n > 0) return nullptr;
   const rm_gemm_shape &s = of.shape;
-  return refuse("cuBLASLt has no algorithm for rows=%lld n=%lld k=%lld: %s", static_cast<long long>(rows),
-                static_cast<long long>(w_rows(s)), static_cast<long long>(s.k), p->api.status_string(status));
+  return refuse("cuBLASLt has no algorithm for rows=%lld n=%lld k=%lld: %s",
+                static_cast<long long>(rows), static_cast<long long>(w_rows(s)),
+                static_cast<long long>(s.k), p->api.status_string(status));
 }
 
-bool serves(const vendor_gemm *p, const matmul &of, const rm_lt_candidate &candidate, int64_t rows) {
+bool serves(const vendor_gemm *p, const matmul &of, const rm_lt_candidate &candidate,
+            int64_t rows) {
   rm_lt_candidate checked = {};
   return candidate.status == RM_LT_SUCCESS && !set_rows(p, of, rows) &&
-         p->api.check(p->context, of.desc, of.w, of.x, of.y, of.y, &candidate.algorithm, &checked) == RM_LT_SUCCESS &&
+         p->api.check(p->context, of.desc, of.w, of.x, of.y, of.y, &candidate.algorithm,
+                      &checked) == RM_LT_SUCCESS &&
          checked.workspace_bytes <= RM_VENDOR_GEMM_LIBRARY_BYTES;
 }
 
 // The first that serves the least rows of classes [first, last], and the most of each.
-const char *choose(const vendor_gemm *p, matmul *made, int first, int last, rm_lt_preference *preference) {
+const char *choose(const vendor_gemm *p, matmul *made, int first, int last,
+                   rm_lt_preference *preference) {
   rm_lt_candidate candidates[CANDIDATES];
   int n;
-  const int64_t most = rm_min64(int64_t{1} << last, p->max_rows), least = first ? (int64_t{1} << (first - 1)) + 1 : 1;
+  const int64_t most = rm_min64(int64_t{1} << last, p->max_rows),
+                least = first ? (int64_t{1} << (first - 1)) + 1 : 1;
   const char *wrong = ask(p, *made, most, preference, candidates, &n);
   for (int i = 0; i < n && !wrong; i++) {
     bool all = serves(p, *made, candidates[i], least);
-    for (int c = first; c <= last && all; c++) all = serves(p, *made, candidates[i], rm_min64(int64_t{1} << c, p->max_rows));
+    for (int c = first; c <= last && all; c++)
+      all = serves(p, *made, candidates[i], rm_min64(int64_t{1} << c, p->max_rows));
     if (!all) continue;
     for (int c = first; c <= last; c++) made->algorithms[c] = candidates[i].algorithm;
     return nullptr;
   }
   if (wrong) return wrong;
-  return refuse("of cuBLASLt's %d algorithms for rows=%lld n=%lld k=%lld none serves all from %lld rows on", n,
-                static_cast<long long>(most), static_cast<long long>(w_rows(made->shape)), static_cast<long long>(made->shape.k),
-                static_cast<long long>(least));
+  return refuse(
+      "of cuBLASLt's %d algorithms for rows=%lld n=%lld k=%lld none serves all from %lld rows on",
+      n, static_cast<long long>(most), static_cast<long long>(w_rows(made->shape)),
+      static_cast<long long>(made->shape.k), static_cast<long long>(least));
 }
 
 const char *choose_all(const vendor_gemm *p, matmul *made, rm_lt_preference *preference) {
@@ -178,9 +198,11 @@ const char *choose_all(const vendor_gemm *p, matmul *made, rm_lt_preference *pre
 const char *prefer(const vendor_gemm *p, rm_lt_preference *preference) {
   const uint64_t bytes = RM_VENDOR_GEMM_LIBRARY_BYTES;
   int status = p->api.preference_set(preference, RM_LT_MAX_WORKSPACE, &bytes, sizeof bytes);
-  const uint32_t schemes = RM_LT_SCHEME_COMPUTE;  // others round the parts, or add them as they come
-  if (status == RM_LT_SUCCESS) status = p->api.preference_set(preference, RM_LT_SCHEMES, &schemes, sizeof schemes);
-  for (int which = RM_LT_ALIGNMENT_A; which <= RM_LT_ALIGNMENT_D && status == RM_LT_SUCCESS; which++)
+  const uint32_t schemes = RM_LT_SCHEME_COMPUTE; // others round the parts, or add them as they come
+  if (status == RM_LT_SUCCESS)
+    status = p->api.preference_set(preference, RM_LT_SCHEMES, &schemes, sizeof schemes);
+  for (int which = RM_LT_ALIGNMENT_A; which <= RM_LT_ALIGNMENT_D && status == RM_LT_SUCCESS;
+       which++)
     status = p->api.preference_set(preference, which, &ALIGNED, sizeof ALIGNED);
   return said(p, "cublasLtMatmulPreferenceSetAttribute", status);
 }
@@ -188,7 +210,8 @@ const char *prefer(const vendor_gemm *p, rm_lt_preference *preference) {
 const char *prepare(vendor_gemm *p, const rm_vendor_gemm_options *options) {
   rm_lt_preference *preference = nullptr;
   const char *wrong = said(p, "cublasLtCreate", p->api.create(&p->context));
-  if (!wrong) wrong = said(p, "cublasLtMatmulPreferenceCreate", p->api.preference_create(&preference));
+  if (!wrong)
+    wrong = said(p, "cublasLtMatmulPreferenceCreate", p->api.preference_create(&preference));
   if (!wrong) wrong = prefer(p, preference);
   for (int i = 0; i < options->n && !wrong; i++) {
     matmul *made = &p->list[p->n++];
@@ -200,35 +223,40 @@ const char *prepare(vendor_gemm *p, const rm_vendor_gemm_options *options) {
   return wrong;
 }
 
-// ------------------------------------------------------------------------------------------------ calls
+// ------------------------------------------------------------------------------------------ calls
 matmul *find(vendor_gemm *p, const rm_gemm_args *a, bool swiglu) {
   for (int i = 0; i < p->n; i++) {
     const rm_gemm_shape &s = p->list[i].shape;
-    if (s.n == a->n && s.k == a->k && s.ldx == a->ldx && s.ldy == a->ldy && !s.has_bias == !a->bias && !s.swiglu == !swiglu)
+    if (s.n == a->n && s.k == a->k && s.ldx == a->ldx && s.ldy == a->ldy &&
+        !s.has_bias == !a->bias && !s.swiglu == !swiglu)
       return a->m <= p->max_rows ? &p->list[i] : nullptr;
   }
   return nullptr;
 }
 
 // Rows [row0, row0 + m) of x into y.
-const char *multiply(vendor_gemm *p, matmul *made, const rm_gemm_args *a, int64_t row0, int64_t m, void *y) {
+const char *multiply(vendor_gemm *p, matmul *made, const rm_gemm_args *a, int64_t row0, int64_t m,
+                     void *y) {
   const float one = 1.0f, zero = 0.0f;
   const char *wrong = set_rows(p, *made, m);
   if (!wrong && a->bias) wrong = set_bias(p, *made, a->bias);
   if (wrong) return wrong;
   const uint16_t *x = static_cast<const uint16_t *>(a->x) + row0 * a->ldx;
   return said(p, "cublasLtMatmul",
-              p->api.matmul(p->context, made->desc, &one, a->w, made->w, x, made->x, &zero, y, made->y, y, made->y,
-                            &made->algorithms[class_of(m)], p->workspace, RM_VENDOR_GEMM_LIBRARY_BYTES, p->device->stream));
+              p->api.matmul(p->context, made->desc, &one, a->w, made->w, x, made->x, &zero, y,
+                            made->y, y, made->y, &made->algorithms[class_of(m)], p->workspace,
+                            RM_VENDOR_GEMM_LIBRARY_BYTES, p->device->stream));
 }
 
 // both: [m][2n], gate and up of rows [row0, row0 + m) of y.
-__global__ void __launch_bounds__(THREADS) swiglu_kernel(rm_gemm_args a, const uint16_t *both, int64_t row0, int64_t m) {
+__global__ void __launch_bounds__(THREADS)
+    swiglu_kernel(rm_gemm_args a, const uint16_t *both, int64_t row0, int64_t m) {
   const int64_t col = blockIdx.x * static_cast<int64_t>(THREADS) + threadIdx.x;
   if (col >= a.n) return;
   for (int64_t row = blockIdx.y; row < m; row += gridDim.y) {
     const int64_t at = row * 2 * a.n + col;
-    rm_put_output<RM_BF16, true>(a, row0 + row, col, rm_get(RM_BF16, both, at), rm_get(RM_BF16, both, at + a.n));
+    rm_put_output<RM_BF16, true>(a, row0 + row, col, rm_get(RM_BF16, both, at),
+                                 rm_get(RM_BF16, both, at + a.n));
   }
 }
 
@@ -236,7 +264,8 @@ void gemm(void *self, const rm_gemm_args *a) {
   vendor_gemm *p = of(self);
   if (a->m <= 0 || a->n <= 0 || !rm_cuda_lives(p->device->self)) return;
   matmul *made = find(p, a, false);
-  const char *wrong = made ? multiply(p, made, a, 0, a->m, a->y) : "a gemm of a shape that was not given at open";
+  const char *wrong =
+      made ? multiply(p, made, a, 0, a->m, a->y) : "a gemm of a shape that was not given at open";
   if (wrong) rm_cuda_kill(p->device->self, wrong);
 }
 
@@ -251,7 +280,8 @@ void gemm_swiglu(void *self, const rm_gemm_args *a) {
     const int64_t m = rm_min64(each, a->m - row0);
     const dim3 grid(rm_blocks(a->n, THREADS), static_cast<unsigned>(rm_min64(m, MAX_GRID_Y)));
     wrong = multiply(p, made, a, row0, m, both);
-    if (!wrong) RM_LAUNCH(swiglu_kernel, grid, dim3(THREADS), 0, p->device->stream, *a, both, row0, m);
+    if (!wrong)
+      RM_LAUNCH(swiglu_kernel, grid, dim3(THREADS), 0, p->device->stream, *a, both, row0, m);
   }
   if (wrong) rm_cuda_kill(p->device->self, wrong);
 }
@@ -267,15 +297,18 @@ void close_vendor_gemm(void *self) {
   delete p;
 }
 
-}  // namespace
+} // namespace
 
-const char *rm_cuda_open_vendor_gemm(const rm_device *device, const rm_vendor_gemm_options *options, rm_vendor_gemm *out) {
+const char *rm_cuda_open_vendor_gemm(const rm_device *device, const rm_vendor_gemm_options *options,
+                                     rm_vendor_gemm *out) {
   *out = rm_vendor_gemm{};
-  if (options->n < 0 || options->n > RM_MAX_GEMM_SHAPES || options->max_rows < 1 || options->max_rows > int64_t{1} << (CLASSES - 2))
-    return refuse("expected up to %d shapes of 1 … 2^%d rows, got %d of %lld", RM_MAX_GEMM_SHAPES, CLASSES - 2, options->n,
-                  static_cast<long long>(options->max_rows));
+  if (options->n < 0 || options->n > RM_MAX_GEMM_SHAPES || options->max_rows < 1 ||
+      options->max_rows > int64_t{1} << (CLASSES - 2))
+    return refuse("expected up to %d shapes of 1 … 2^%d rows, got %d of %lld", RM_MAX_GEMM_SHAPES,
+                  CLASSES - 2, options->n, static_cast<long long>(options->max_rows));
   const size_t room = rm_vendor_gemm_workspace(options->list, options->n, 1);
-  if (options->workspace_bytes < room) return refuse("expected a workspace of %zu bytes, got %zu", room, options->workspace_bytes);
+  if (options->workspace_bytes < room)
+    return refuse("expected a workspace of %zu bytes, got %zu", room, options->workspace_bytes);
   vendor_gemm *p = new (std::nothrow) vendor_gemm();
   if (!p) return "no memory";
   const uintptr_t at = reinterpret_cast<uintptr_t>(options->workspace);

@@ -5,10 +5,11 @@
     gen.sync_weights(model.state_dict())
     outs = gen.generate(prompts, rm.SamplingParams(max_tokens=64))
 
-Everything but the errors is imported on first use, so that `rollmesh --help` needs neither NumPy nor the extension. `rollmesh.ops` has
-the engine's operations over NumPy arrays, `rollmesh.sources` weights from folders, shared memory and streams, `rollmesh.torch` a trainer
-whose forward pass is the generator's (needs torch). The training loop, `rollmesh.grpo`, is a package of its own and needs the `train`
-extra.
+Everything but the errors is imported on first use, so that `rollmesh --help` needs neither NumPy
+nor the extension. `rollmesh.ops` has the engine's operations over NumPy arrays, `rollmesh.sources`
+weights from folders, shared memory and streams, `rollmesh.torch` a trainer whose forward pass is
+the generator's (needs torch). The training loop, `rollmesh.grpo`, is a package of its own and needs
+the `train` extra.
 """
 
 from __future__ import annotations
@@ -57,7 +58,15 @@ if TYPE_CHECKING:  # type checkers do not see __getattr__
     from rollmesh.distributed.mesh import Mesh
     from rollmesh.generator import Generator, ParameterInfo, Shard
     from rollmesh.model.spec import ModelSpec
-    from rollmesh.request.outputs import CompletionOutput, Contract, RequestMetrics, RequestOutput, SelfTestReport, SyncReport, TopLogprobs
+    from rollmesh.request.outputs import (
+        CompletionOutput,
+        Contract,
+        RequestMetrics,
+        RequestOutput,
+        SelfTestReport,
+        SyncReport,
+        TopLogprobs,
+    )
     from rollmesh.request.sampling import SamplingParams
     from rollmesh.weights.pieces import Piece
     from rollmesh.weights.updates import Sync
@@ -140,7 +149,12 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"rollmesh.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'rollmesh' has no attribute {name!r}")
-    for each, module in _MODULE_OF.items():  # all at once: a later use, such as making a generator, imports nothing more
+    for (
+        each,
+        module,
+    ) in (
+        _MODULE_OF.items()
+    ):  # all at once: a later use, such as making a generator, imports nothing more
         globals().setdefault(each, getattr(importlib.import_module(f"rollmesh.{module}"), each))
     return globals()[name]
 

@@ -1,4 +1,5 @@
-# The C extension: ext/. Generator and rollmesh.ops are its public faces; every name here is private to the package.
+# The C extension: ext/. Generator and rollmesh.ops are its public faces; every name here is private
+# to the package.
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, final
 
@@ -6,7 +7,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.model.spec import EngineValues
-from rollmesh.runtime.engine_views import Finish, ManifestEntry, OpTime, RequestView, SampleView, Stats, SyncValues
+from rollmesh.runtime.engine_views import (
+    Finish,
+    ManifestEntry,
+    OpTime,
+    RequestView,
+    SampleView,
+    Stats,
+    SyncValues,
+)
 
 class _Options(Protocol):
     @property
@@ -17,14 +26,23 @@ class _Request(Protocol):
 
 class _Exchange(Protocol):
     def __call__(
-        self, op: int, sequence: int, epoch: int, timeout: float, send: list[bytes], sizes: list[int], /
+        self,
+        op: int,
+        sequence: int,
+        epoch: int,
+        timeout: float,
+        send: list[bytes],
+        sizes: list[int],
+        /,
     ) -> Sequence[bytes | memoryview]: ...
 
 @final
 class Comm:
     def __new__(cls, exchange: _Exchange, rank: int, size: int, name: str = "torch") -> Comm: ...
     def all_gather(self, data: bytes, /) -> list[bytes]: ...
-    def all_to_all(self, give: Sequence[NDArray[np.uint8]], take: Sequence[NDArray[np.uint8]], /) -> None: ...
+    def all_to_all(
+        self, give: Sequence[NDArray[np.uint8]], take: Sequence[NDArray[np.uint8]], /
+    ) -> None: ...
     def broadcast(self, buffer: NDArray[Any], root: int, /) -> None: ...
     def look(self) -> None: ...
     def set_timeout(self, seconds: float, /) -> None: ...
@@ -34,15 +52,26 @@ class Comm:
 @final
 class Gpus:
     def __new__(cls, library: str) -> Gpus: ...
-    def lend(self, name: str, tensor: Any, /) -> tuple[int, int, str, tuple[int, ...], tuple[int, ...], Any]: ...
+    def lend(
+        self, name: str, tensor: Any, /
+    ) -> tuple[int, int, str, tuple[int, ...], tuple[int, ...], Any]: ...
     def wait(self, ordinal: int, /) -> None: ...
     def loan(self, ordinal: int, address: int, /) -> tuple[str, bytes, int, int]: ...
     def borrow(self, bus: str, handle: bytes, /) -> tuple[int, int, int]: ...
     def give_back(self, ordinal: int, address: int, /) -> None: ...
     def array(
-        self, ordinal: int, address: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], held: Any = None, /
+        self,
+        ordinal: int,
+        address: int,
+        dtype: str,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        held: Any = None,
+        /,
     ) -> DeviceArray: ...
-    def group(self, end: Comm, ordinal: int, nccl_library: str, gpu: str, timeout: float, /) -> GpuGroup: ...
+    def group(
+        self, end: Comm, ordinal: int, nccl_library: str, gpu: str, timeout: float, /
+    ) -> GpuGroup: ...
 
 @final
 class GpuBlock:
@@ -50,7 +79,14 @@ class GpuBlock:
     def address(self) -> int: ...
     def put(self, offset: int, data: NDArray[np.uint8], /) -> None: ...
     def copy(
-        self, offset: int, ordinal: int, address: int, element_bytes: int, shape: tuple[int, ...], strides: tuple[int, ...], /
+        self,
+        offset: int,
+        ordinal: int,
+        address: int,
+        element_bytes: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        /,
     ) -> None: ...
 
 @final
@@ -77,7 +113,14 @@ class DeviceArray:
     def device(self) -> str: ...
     @property
     def op_device(self) -> OpDevice | None: ...
-    def __dlpack__(self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None) -> Any: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: Any = None,
+        dl_device: Any = None,
+        copy: Any = None,
+    ) -> Any: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
     def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn: ...
     def __bool__(self) -> NoReturn: ...
@@ -104,7 +147,9 @@ class Holding:
 
 @final
 class Turn:
-    def take(self, deadline: float | None = None, check: Callable[[], object] | None = None) -> Holding: ...
+    def take(
+        self, deadline: float | None = None, check: Callable[[], object] | None = None
+    ) -> Holding: ...
     @property
     def waiting(self) -> int: ...
     @property
@@ -136,7 +181,15 @@ class DispatchPlan:
 
 @final
 class Dispatcher:
-    def __new__(cls, comm: Comm | None, num_experts: int, top_k: int, max_rows: int, row_bytes: int, backend: str) -> Dispatcher: ...
+    def __new__(
+        cls,
+        comm: Comm | None,
+        num_experts: int,
+        top_k: int,
+        max_rows: int,
+        row_bytes: int,
+        backend: str,
+    ) -> Dispatcher: ...
     @property
     def num_experts(self) -> int: ...
     @property
@@ -150,20 +203,36 @@ class Dispatcher:
     @property
     def experts(self) -> tuple[int, int]: ...
     def plan(self, ids: NDArray[np.int32], /) -> DispatchPlan: ...
-    def out(self, what: str, plan: DispatchPlan, x: NDArray[np.uint8], rows: NDArray[np.uint8], /) -> None: ...
-    def back(self, what: str, plan: DispatchPlan, rows: NDArray[np.uint8], choices: NDArray[np.uint8], /) -> None: ...
-    def out_each(self, what: str, plan: DispatchPlan, choices: NDArray[np.uint8], rows: NDArray[np.uint8], /) -> None: ...
+    def out(
+        self, what: str, plan: DispatchPlan, x: NDArray[np.uint8], rows: NDArray[np.uint8], /
+    ) -> None: ...
+    def back(
+        self, what: str, plan: DispatchPlan, rows: NDArray[np.uint8], choices: NDArray[np.uint8], /
+    ) -> None: ...
+    def out_each(
+        self, what: str, plan: DispatchPlan, choices: NDArray[np.uint8], rows: NDArray[np.uint8], /
+    ) -> None: ...
     def abort(self) -> None: ...
     def close(self) -> None: ...
 
 def dispatchers(
-    ranks: int, num_experts: int, top_k: int, max_rows: int, row_bytes: int, backend: str, timeout: float, /
+    ranks: int,
+    num_experts: int,
+    top_k: int,
+    max_rows: int,
+    row_bytes: int,
+    backend: str,
+    timeout: float,
+    /,
 ) -> list[Dispatcher]: ...
 
 @final
 class Engine:
     def __new__(
-        cls, spec: EngineValues, options: _Options, ends: tuple[int, Comm | None, Comm | None, Comm | None] | None = None
+        cls,
+        spec: EngineValues,
+        options: _Options,
+        ends: tuple[int, Comm | None, Comm | None, Comm | None] | None = None,
     ) -> Engine: ...
     def close(self) -> None: ...
     def add(
@@ -190,11 +259,20 @@ class Engine:
         logits: NDArray[np.float32] | None,
         stats: NDArray[np.float32] | None,
         /,
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32], int]: ...
+    ) -> tuple[
+        NDArray[np.int32], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32], int
+    ]: ...
     def host_draw(
-        self, ids: NDArray[np.uint64], raw: NDArray[np.float32], stats: NDArray[np.float32], edited: NDArray[np.float32], /
+        self,
+        ids: NDArray[np.uint64],
+        raw: NDArray[np.float32],
+        stats: NDArray[np.float32],
+        edited: NDArray[np.float32],
+        /,
     ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]: ...
-    def host_top(self, ids: NDArray[np.uint64], k: int, /) -> tuple[NDArray[np.int32], NDArray[np.float32]]: ...
+    def host_top(
+        self, ids: NDArray[np.uint64], k: int, /
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]: ...
     def host_routed(self, id: int, start: int, /) -> NDArray[np.int16]: ...
     def host_fail(self, id: int, /) -> None: ...
     def host_forget(self, pages: NDArray[np.int32], /) -> None: ...
@@ -217,7 +295,8 @@ class Engine:
     def stats(self) -> Stats: ...
     def profile(self) -> list[OpTime]: ...
     def manifest(self) -> list[ManifestEntry]: ...
-    # Read-only views of this rank's serving weights, packed, valid until the next commit, sleep or close; None: not synced.
+    # Read-only views of this rank's serving weights, packed, valid until the next commit, sleep or
+    # close; None: not synced.
     def weights(self) -> dict[str, Any] | None: ...
     def sync_begin(
         self,
@@ -240,7 +319,12 @@ class Engine:
 
 def placement(spec: EngineValues, tp: int, dp: int, ep: int, /) -> NDArray[np.int64]: ...
 def plan_copies(
-    name: str, shape: Sequence[int], held: NDArray[np.int64], wanted: NDArray[np.int64], num_ranks: int, /
+    name: str,
+    shape: Sequence[int],
+    held: NDArray[np.int64],
+    wanted: NDArray[np.int64],
+    num_ranks: int,
+    /,
 ) -> NDArray[np.int64]: ...
 def usable_cores(root: str = ..., /) -> int: ...
 def cpu_quota(root: str = ..., /) -> float: ...
@@ -250,7 +334,8 @@ def memory_mapped() -> int: ...
 def memory_blocks() -> int: ...
 def memory_fail_at(n: int, for_ever: bool = ..., /) -> None: ...
 
-# Of T, uint16 words of bf16 or float32; shapes and meanings are those of kernels/kernels.h. Outputs come first and are written to.
+# Of T, uint16 words of bf16 or float32; shapes and meanings are those of kernels/kernels.h. Outputs
+# come first and are written to.
 _T = NDArray[Any] | DeviceArray
 _F32 = NDArray[np.float32] | DeviceArray
 _I32 = NDArray[np.int32] | DeviceArray
@@ -258,10 +343,23 @@ _U8 = NDArray[np.uint8] | DeviceArray
 
 @final
 class Kernels:
-    def __new__(cls, isa: str, threads: int, op_device: OpDevice | None = None, stream: int = 0) -> Kernels: ...
-    def embed(self, out: _T, ids: _I32, table: _T, packed: bool, vocab: int, hidden: int, /) -> None: ...
+    def __new__(
+        cls, isa: str, threads: int, op_device: OpDevice | None = None, stream: int = 0
+    ) -> Kernels: ...
+    def embed(
+        self, out: _T, ids: _I32, table: _T, packed: bool, vocab: int, hidden: int, /
+    ) -> None: ...
     def gather_rows(self, out: _T, x: _T, rows: _I32, /) -> None: ...
-    def rms_norm(self, out: _T, residual: _T, x: _T | None, weight: _T | None, eps: float, x_gate: _T | None, /) -> None: ...
+    def rms_norm(
+        self,
+        out: _T,
+        residual: _T,
+        x: _T | None,
+        weight: _T | None,
+        eps: float,
+        x_gate: _T | None,
+        /,
+    ) -> None: ...
     def gemm(
         self,
         y: _T,
@@ -328,8 +426,12 @@ class Kernels:
         route_scale: float,
         /,
     ) -> None: ...
-    def permute(self, x_out: _T, group_rows: _I32, place: _I32, x: _T, ids: _I32, num_experts: int, /) -> None: ...
-    def combine(self, out: _T, y: _T, place: _I32, ids: _I32, gates: _F32, num_experts: int, /) -> None: ...
+    def permute(
+        self, x_out: _T, group_rows: _I32, place: _I32, x: _T, ids: _I32, num_experts: int, /
+    ) -> None: ...
+    def combine(
+        self, out: _T, y: _T, place: _I32, ids: _I32, gates: _F32, num_experts: int, /
+    ) -> None: ...
     def lm_head(
         self,
         logits: _F32 | None,
@@ -354,11 +456,14 @@ class Kernels:
         target_logits: _F32 | None,
         /,
     ) -> None: ...
-    # tokens, logprobs, sampling_logprobs, kept or None, logits, stats, row_flags, then columns of rm_sample_params and the banned ids
+    # tokens, logprobs, sampling_logprobs, kept or None, logits, stats, row_flags, then columns of
+    # rm_sample_params and the banned ids
     def sample(self, *arrays: _T | None) -> None: ...
     def top_logprobs(self, ids: _I32, logprobs: _F32, logits: _F32, stats: _F32, /) -> None: ...
     def ranks(self, ranks: _I32, logits: _F32, tokens: _I32, /) -> None: ...
-    def pack(self, dst: _T, src: _T, layout: int, dst_row0: int, index0: int, /) -> tuple[int, int]: ...
+    def pack(
+        self, dst: _T, src: _T, layout: int, dst_row0: int, index0: int, /
+    ) -> tuple[int, int]: ...
 
 def rope_table(cos: _F32, sin: _F32, inv_freq: _F32, scale: float, bfloat16: bool, /) -> None: ...
 def available_isas() -> tuple[str, ...]: ...

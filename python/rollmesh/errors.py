@@ -1,9 +1,12 @@
-"""The exceptions of rollmesh. Each status code of the C core (csrc/base/status.h) has the class of the same name here.
+"""The exceptions of rollmesh. Each status code of the C core (csrc/base/status.h) has the class of
+the same name here.
 
-Everything derives from `Error`; what a caller can cause derives from `ValueError` too, so that code which knows nothing of
-rollmesh still catches bad input. Failed allocations raise the built-in `MemoryError`.
+Everything derives from `Error`; what a caller can cause derives from `ValueError` too, so that code
+which knows nothing of rollmesh still catches bad input. Failed allocations raise the built-in
+`MemoryError`.
 
-Attributes beyond the message are set where they are known: `request_id`, `tensor`, `index`, `names`.
+Attributes beyond the message are set where they are known: `request_id`, `tensor`, `index`,
+`names`.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ class Error(Exception):
 
 
 class ConfigError(Error, ValueError):
-    """A setting of the model, the mesh, the engine or a run breaks a rule; the message names the rule and the value."""
+    """A setting of the model, the mesh, the engine or a run breaks a rule; the message names the
+    rule and the value."""
 
 
 class RequestError(Error, ValueError):
@@ -22,7 +26,8 @@ class RequestError(Error, ValueError):
 
 
 class StateError(Error, ValueError):
-    """The call does not fit the state: closed, asleep, a sync open or not open, requests running."""
+    """The call does not fit the state: closed, asleep, a sync open or not open, requests
+    running."""
 
 
 class NotSyncedError(StateError):
@@ -34,7 +39,8 @@ class VersionError(Error, ValueError):
 
 
 class BaseVersionError(VersionError):
-    """A delta against a version that the receiver does not have: it needs the deltas between, or a whole set."""
+    """A delta against a version that the receiver does not have: it needs the deltas between, or a
+    whole set."""
 
 
 class MissingKeyError(Error, ValueError):
@@ -54,7 +60,8 @@ class TiedWeightError(Error, ValueError):
 
 
 class ShapeError(Error, ValueError):
-    """A tensor's shape is not the parameter's. Nothing is ever broadcast, reshaped or transposed to fit."""
+    """A tensor's shape is not the parameter's. Nothing is ever broadcast, reshaped or transposed to
+    fit."""
 
 
 class DTypeError(Error, ValueError):
@@ -66,7 +73,8 @@ class LayoutError(Error, ValueError):
 
 
 class UnsupportedTensorError(Error, ValueError):
-    """An object that is no dense CPU tensor: sparse, quantized, meta, fake, on another device, or no tensor at all."""
+    """An object that is no dense CPU tensor: sparse, quantized, meta, fake, on another device, or
+    no tensor at all."""
 
 
 class NonFiniteError(Error, ValueError):
@@ -82,7 +90,8 @@ class IncompleteSyncError(MissingKeyError):
 
 
 class CapacityError(Error, ValueError):
-    """Something that can never fit: a request longer than the cache, a second copy of the weights beyond the memory."""
+    """Something that can never fit: a request longer than the cache, a second copy of the weights
+    beyond the memory."""
 
 
 class DeadlineError(Error, TimeoutError):
@@ -102,7 +111,8 @@ class AuthError(Error):
 
 
 class SyncAbortedError(Error):
-    """The other side of a weight stream, or another rank, gave up or went away before the set was complete."""
+    """The other side of a weight stream, or another rank, gave up or went away before the set was
+    complete."""
 
 
 class MeshMismatchError(Error, ValueError):
@@ -114,25 +124,33 @@ class CollectiveMismatchError(Error):
 
 
 class CollectiveTimeoutError(Error, TimeoutError):
-    """Ranks did not arrive at a collective within its deadline; the message names them. The group is dead."""
+    """Ranks did not arrive at a collective within its deadline; the message names them. The group
+    is dead."""
 
 
 class RankLostError(Error):
-    """A rank's process has ended or the rank has aborted; the message names it. The group is dead."""
+    """A rank's process has ended or the rank has aborted; the message names it. The group is
+    dead."""
 
 
 class DeviceError(Error):
-    """A GPU failed; the message has CUDA's. The engine, and this process's context on that GPU, cannot be used any more."""
+    """A GPU failed; the message has CUDA's. The engine, and this process's context on that GPU,
+    cannot be used any more."""
 
 
 class PluginError(Error):
-    """vLLM was asked to run on rollmesh and cannot: a version that was not tried, or settings that contradict each other."""
+    """vLLM was asked to run on rollmesh and cannot: a version that was not tried, or settings that
+    contradict each other."""
 
 
 __all__ = [
-    "AuthError", "BaseVersionError", "CapacityError", "CollectiveMismatchError", "CollectiveTimeoutError", "ConfigError", "DTypeError",
-    "DeadlineError", "DeviceError", "DuplicateKeyError", "Error", "FormatError", "IncompleteSyncError", "LayoutError", "LimitError",
-    "MeshMismatchError", "MissingKeyError", "NonFiniteError", "NotSyncedError", "NumericsError", "PluginError", "RankLostError",
-    "RequestError", "ShapeError", "StateError", "SyncAbortedError", "TiedWeightError", "UnexpectedKeyError", "UnsupportedTensorError",
+    "AuthError", "BaseVersionError", "CapacityError", "CollectiveMismatchError",
+    "CollectiveTimeoutError", "ConfigError", "DTypeError",
+    "DeadlineError", "DeviceError", "DuplicateKeyError", "Error", "FormatError",
+    "IncompleteSyncError", "LayoutError", "LimitError",
+    "MeshMismatchError", "MissingKeyError", "NonFiniteError", "NotSyncedError", "NumericsError",
+    "PluginError", "RankLostError",
+    "RequestError", "ShapeError", "StateError", "SyncAbortedError", "TiedWeightError",
+    "UnexpectedKeyError", "UnsupportedTensorError",
     "VersionError",
 ]  # fmt: skip

@@ -1,10 +1,12 @@
 """The generator: rollouts with the weights that a trainer pushes into it.
 
-A token: generate → Requests.add → engine steps → RequestOutput. A weight: sync_weights → check → push → commit.
+A token: generate → Requests.add → engine steps → RequestOutput. A weight: sync_weights → check →
+push → commit.
 
-Threads: any thread may call any method. Calls take turns (a fair lock, ext/fair_lock.c). generate takes a turn for each engine step,
-so that calls of other threads run between two steps; a sync takes one turn for all of it. StateError: a call from inside another
-call (a weights iterator that generates), and every call in a forked child.
+Threads: any thread may call any method. Calls take turns (a fair lock, ext/fair_lock.c). generate
+takes a turn for each engine step, so that calls of other threads run between two steps; a sync
+takes one turn for all of it. StateError: a call from inside another call (a weights iterator that
+generates), and every call in a forked child.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ class ParameterInfo(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The box of a tensor that a process needs: Generator.shard(). In elements; sizes has a 0 if it needs nothing of the tensor."""
+    """The box of a tensor that a process needs: Generator.shard(). In elements; sizes has a 0 if it
+    needs nothing of the tensor."""
 
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]
@@ -86,15 +89,20 @@ class Generator:
     """Generates with a model whose weights come from its trainer. Creation loads none.
 
     spec                    the model
-    mesh                    degrees of parallelism (rm.Mesh). Without comm the ranks are threads of this process and share `threads`
-    comm                    None: all ranks are threads of this process. rm.comm.shm or rm.comm.torch: this process is one rank.
-                            rm.comm.nccl over one of these: NCCL moves activations between GPUs; without it they go through the host
-    device                  "cpu"; "cuda": rank r on GPU r modulo the number of GPUs; "cuda:N": all ranks of this process on GPU N
+    mesh                    degrees of parallelism (rm.Mesh). Without comm the ranks are threads of
+                            this process and share `threads`
+    comm                    None: all ranks are threads of this process. rm.comm.shm or
+                            rm.comm.torch: this process is one rank. rm.comm.nccl over one of these:
+                            NCCL moves activations between GPUs; without it they go through the host
+    device                  "cpu"; "cuda": rank r on GPU r modulo the number of GPUs; "cuda:N": all
+                            ranks of this process on GPU N
     dtype                   of weights, activations and KV: "bfloat16", or "float32" to debug
-    ep_backend              how tokens reach their experts if mesh.ep > 1: "alltoall", "allgather_reducescatter", "local_allreduce"
-                            (ep = tp). On GPUs the first two are the same in short steps, and in all steps with NCCL
+    ep_backend              how tokens reach their experts if mesh.ep > 1: "alltoall",
+                            "allgather_reducescatter", "local_allreduce" (ep = tp). On GPUs the
+                            first two are the same in short steps, and in all steps with NCCL
     sequence_parallel       norms and residuals on token shards; no effect if mesh.tp = 1
-    tokenizer               of transformers, or a tokenizers.Tokenizer: for text prompts, output texts and stop strings
+    tokenizer               of transformers, or a tokenizers.Tokenizer: for text prompts, output
+                            texts and stop strings
     eos_token_ids           ids that end a sample; None: the tokenizer's and the model config's
     max_model_len           most positions of a sequence, prompt and completion together; the rope
                             table has this length. None: 4096, or the config's
@@ -104,26 +112,36 @@ class Generator:
     max_num_seqs            most samples that run at the same time
     max_num_batched_tokens  most rows of an engine step; longer prompts are prefilled in chunks
     block_size              positions of a KV page, a multiple of 16
-    kv_cache_gib            size of each rank's KV cache in units of 2^30 bytes; None: memory_fraction decides
-    memory_fraction         if kv_cache_gib=None: the share of the device's free memory for two copies of the weights and the KV cache.
-                            The rest is left for CUDA graphs, NCCL and the trainer's tensors. Ranks on one GPU (on the CPU: on one
-                            machine) share it. All ranks of a mesh get the same number of pages, the smallest that fits anywhere
+    kv_cache_gib            size of each rank's KV cache in units of 2^30 bytes; None:
+                            memory_fraction decides
+    memory_fraction         if kv_cache_gib=None: the share of the device's free memory for two
+                            copies of the weights and the KV cache. The rest is left for CUDA
+                            graphs, NCCL and the trainer's tensors. Ranks on one GPU (on the CPU: on
+                            one machine) share it. All ranks of a mesh get the same number of pages,
+                            the smallest that fits anywhere
     enable_prefix_caching   reuse the KV of equal prompt prefixes
-    threads                 None: one for each core that this process may use, by its affinity and its control groups' quota
-    enforce_eager           on a GPU: launch each op of each step, instead of replaying decode steps as CUDA graphs. For debugging
-    seed                    0 <= seed < 2^64. A request without a seed gets one made of this and the number of requests before it
-    fast                    with device="cuda" and bfloat16: dense matmuls by NVIDIA's cuBLASLt. Their sums may depend on the
-                            batch, so samples have no contract, metrics()["invariant"] is False, and score() equals generate() only
-                            up to rounding. Experts, router and lm_head stay rollmesh's kernels (cuda_mma if isa=None)
+    threads                 None: one for each core that this process may use, by its affinity and
+                            its control groups' quota
+    enforce_eager           on a GPU: launch each op of each step, instead of replaying decode steps
+                            as CUDA graphs. For debugging
+    seed                    0 <= seed < 2^64. A request without a seed gets one made of this and the
+                            number of requests before it
+    fast                    with device="cuda" and bfloat16: dense matmuls by NVIDIA's cuBLASLt.
+                            Their sums may depend on the batch, so samples have no contract,
+                            metrics()["invariant"] is False, and score() equals generate() only up
+                            to rounding. Experts, router and lm_head stay rollmesh's kernels
+                            (cuda_mma if isa=None)
     profile                 on the CPU: time every op, for profile()
-    isa                     CPU: an instruction set ("ref", "avx2", …), None: the fastest. GPU: "cuda_fma" (default) has the bits of
-                            the CPU; "cuda_mma" uses tensor cores for bfloat16, with bits of its own
+    isa                     CPU: an instruction set ("ref", "avx2", …), None: the fastest. GPU:
+                            "cuda_fma" (default) has the bits of the CPU; "cuda_mma" uses tensor
+                            cores for bfloat16, with bits of its own
 
-    Results do not depend, bit for bit, on mesh, comm, ep_backend, sequence_parallel, block_size, enable_prefix_caching, threads,
-    enforce_eager or the CPU's isa.
+    Results do not depend, bit for bit, on mesh, comm, ep_backend, sequence_parallel, block_size,
+    enable_prefix_caching, threads, enforce_eager or the CPU's isa.
 
-    Raises ConfigError (a setting that is not allowed, a device that is missing), MemoryError, CapacityError (too little memory on a GPU,
-    or no page left by memory_fraction), DeviceError (CUDA failed).
+    Raises ConfigError (a setting that is not allowed, a device that is missing), MemoryError,
+    CapacityError (too little memory on a GPU, or no page left by memory_fraction), DeviceError
+    (CUDA failed).
     """
 
     def __init__(
@@ -153,7 +171,10 @@ class Generator:
         profile: bool = False,
     ):
         if not isinstance(spec, ModelSpec):
-            raise ConfigError(f"spec: expected a ModelSpec (ModelSpec.from_hf makes one), got a {type(spec).__name__}")
+            raise ConfigError(
+                "spec: expected a ModelSpec (ModelSpec.from_hf makes one), got a "
+                f"{type(spec).__name__}"
+            )
         check_surroundings(mesh, comm, ep_backend, sequence_parallel)
         where = device_of(device)
         self.spec = spec
@@ -177,11 +198,17 @@ class Generator:
         self.eos_token_ids = eos_ids(eos_token_ids, tokenizer, spec)
         options = EngineOptions(
             dtype=dtype,
-            isa=None if isa is None or where.cuda_library else choice("isa", isa, _core.available_isas()),
-            threads=integer("threads", min(usable_cores(), 256) if threads is None else threads, 1, 256),
+            isa=None
+            if isa is None or where.cuda_library
+            else choice("isa", isa, _core.available_isas()),
+            threads=integer(
+                "threads", min(usable_cores(), 256) if threads is None else threads, 1, 256
+            ),
             max_model_len=self.max_model_len,
             max_num_seqs=integer("max_num_seqs", max_num_seqs, 1, 2**20),
-            max_num_batched_tokens=integer("max_num_batched_tokens", max_num_batched_tokens, 1, 2**24),
+            max_num_batched_tokens=integer(
+                "max_num_batched_tokens", max_num_batched_tokens, 1, 2**24
+            ),
             block_size=page_positions("block_size", block_size),
             kv_bytes=0 if kv_cache_gib is None else gib_bytes("kv_cache_gib", kv_cache_gib),
             memory_fraction=share_of_memory(memory_fraction, kv_cache_gib),
@@ -204,11 +231,23 @@ class Generator:
             nccl_gpu=None if nccl is None else nccl.gpu,
         )
         values = spec.engine_values(self.max_model_len)
-        self._engine = join(values, options, None if nccl is not None and nccl.group is None else comm, self.mesh)
-        self._requests = Requests(self._engine, self._codec, self.eos_token_ids, spec.vocab_size, dtype, self.max_model_len, blas is None)
+        self._engine = join(
+            values, options, None if nccl is not None and nccl.group is None else comm, self.mesh
+        )
+        self._requests = Requests(
+            self._engine,
+            self._codec,
+            self.eos_token_ids,
+            spec.vocab_size,
+            dtype,
+            self.max_model_len,
+            blas is None,
+        )
         self._weights = Weights(self._engine, self._requests)
         self._turn = Turn()
-        self._driver = Driver(self._engine, self._requests, self._codec, self._turn, self._weights.commit_open_sync)
+        self._driver = Driver(
+            self._engine, self._requests, self._codec, self._turn, self._weights.commit_open_sync
+        )
         self._async_driver = AsyncDriver(self._driver, self._engine, self._requests, self._turn)
         if max_model_len is not None and self.max_model_len > (most := spec.rope_settings.longest):
             _log.warning(
@@ -219,52 +258,73 @@ class Generator:
             )
         stats = self._engine.stats()
         _log.info(
-            "generator: %s, %.2f B parameters, %s, tp=%d dp=%d ep=%d, %s (%s), %d KV pages of %d positions",
-            spec.model_type, spec.num_parameters / 1e9, dtype, self.mesh.tp, self.mesh.dp, self.mesh.ep,
+            "generator: %s, %.2f B parameters, %s, tp=%d dp=%d ep=%d, %s (%s), %d KV pages of %d "
+            "positions",
+            spec.model_type, spec.num_parameters / 1e9, dtype, self.mesh.tp, self.mesh.dp,
+            self.mesh.ep,
             device, stats["isa"], stats["kv_pages"], options.block_size,
         )  # fmt: skip
 
     @classmethod
-    def from_hf(cls, folder_or_config: Any, *, ignore: tuple[str, ...] = (), **options: Any) -> Generator:
-        """A generator for the model of a Hugging Face folder or config. Reads no weights; sync_weights brings them.
+    def from_hf(
+        cls, folder_or_config: Any, *, ignore: tuple[str, ...] = (), **options: Any
+    ) -> Generator:
+        """A generator for the model of a Hugging Face folder or config. Reads no weights;
+        sync_weights brings them.
 
-        folder_or_config  a local folder with config.json (its tokenizer and its generation_config.json's eos_token_id are used too),
-                          the path of a config.json, a transformers config object, or its dict
+        folder_or_config  a local folder with config.json (its tokenizer and its
+                          generation_config.json's eos_token_id are used too), the path of a
+                          config.json, a transformers config object, or its dict
         ignore            keys of the config that do not matter, as in ModelSpec.from_hf:
                           ("rope_scaling.attn_factor",)
         options           of Generator; `tokenizer` replaces the folder's, None: no tokenizer
 
-        Raises ConfigError (names the path, or the key and value, that cannot be read or is not supported), FormatError (a config.json
-        that is not a JSON object), and what Generator raises.
+        Raises ConfigError (names the path, or the key and value, that cannot be read or is not
+        supported), FormatError (a config.json that is not a JSON object), and what Generator
+        raises.
         """
         spec = ModelSpec.from_hf(folder_or_config, ignore=ignore)
-        if "tokenizer" not in options and isinstance(folder_or_config, (str, os.PathLike)) and os.path.isdir(folder_or_config):
+        if (
+            "tokenizer" not in options
+            and isinstance(folder_or_config, (str, os.PathLike))
+            and os.path.isdir(folder_or_config)
+        ):
             options["tokenizer"] = tokenizer_of_folder(Path(folder_or_config))
         return cls(spec, **options)
 
-    # ---------------------------------------------------------------------------------------- state
+    # --------------------------------------------------------------------------------------- state
     @property
     def version(self) -> int | None:
-        """Version of the serving weights; None before the first sync and while the weights are asleep."""
+        """Version of the serving weights; None before the first sync and while the weights are
+        asleep."""
         return self._weights.version
 
     def manifest(self) -> dict[str, ParameterInfo]:
-        """Hugging Face name → shape and dtype of each parameter that a sync has to bring. Packed and torchtitan names are accepted too."""
+        """Hugging Face name → shape and dtype of each parameter that a sync has to bring. Packed
+        and torchtitan names are accepted too."""
         self._turn.check_alive()
-        return {name: ParameterInfo(shape, dtype, required) for name, shape, dtype, required in self._weights.manifest}
+        return {
+            name: ParameterInfo(shape, dtype, required)
+            for name, shape, dtype, required in self._weights.manifest
+        }
 
     def shard(self, name: str) -> Shard:
-        """The smallest box of a tensor with all that this process's ranks need of it, for sources that can read a part. `name`: one of any
-        that a sync takes. In one process it is the whole tensor. A source may call this while it is read. UnexpectedKeyError if the model
-        has none of that name."""
+        """The smallest box of a tensor with all that this process's ranks need of it, for sources
+        that can read a part. `name`: one of any that a sync takes. In one process it is the whole
+        tensor. A source may call this while it is read. UnexpectedKeyError if the model has none of
+        that name."""
         with nullcontext() if self._turn.is_inside else self._turn.take():
             shape, rows = self._engine.sync_wanted(name)
-            needed = rows[rows[:, 0] == self._engine.rank, 1:] if self._engine.has_peers else rows[:, 1:]
+            needed = (
+                rows[rows[:, 0] == self._engine.rank, 1:] if self._engine.has_peers else rows[:, 1:]
+            )
         if not len(needed):
             return Shard(shape, (0,) * len(shape), (0,) * len(shape))
         first, sizes = needed[:, : len(shape)], needed[:, BOX_DIMS : BOX_DIMS + len(shape)]
         offsets = first.min(axis=0)
-        return Shard(shape, tuple(offsets.tolist()), tuple(((first + sizes).max(axis=0) - offsets).tolist()))
+        return Shard(
+            shape, tuple(offsets.tolist()), tuple(((first + sizes).max(axis=0) - offsets).tolist())
+        )
 
     def metrics(self) -> dict[str, Any]:
         """Counters since creation, sizes in bytes, times in seconds, and:
@@ -280,16 +340,28 @@ class Generator:
         pages = stats["kv_pages"]
         usage = (pages - stats["kv_pages_free"]) / pages if pages else 0.0
         asleep = [part for part, bit in PARTS.items() if stats["asleep"] & bit]
-        own = {"version": self._weights.version, "asleep": asleep, "paused": self._engine.paused, "kv_usage": usage}
-        return {**stats, **own, "nccl": self._nccl, "cublas": self._cublas and str(self._cublas), "invariant": self._cublas is None}
+        own = {
+            "version": self._weights.version,
+            "asleep": asleep,
+            "paused": self._engine.paused,
+            "kv_usage": usage,
+        }
+        return {
+            **stats,
+            **own,
+            "nccl": self._nccl,
+            "cublas": self._cublas and str(self._cublas),
+            "invariant": self._cublas is None,
+        }
 
     def profile(self) -> list[OpTime]:
-        """With profile=True what each op took since the last call, by op and shape of weights: seconds, calls, rows, and of products and
-        attention FLOPs and the bytes of weights that had to be read. Of rank 0 of this process. Times of a whole step: metrics()."""
+        """With profile=True what each op took since the last call, by op and shape of weights:
+        seconds, calls, rows, and of products and attention FLOPs and the bytes of weights that had
+        to be read. Of rank 0 of this process. Times of a whole step: metrics()."""
         with self._turn.take():
             return self._engine.profile()
 
-    # ---------------------------------------------------------------------------------------- generation
+    # ---------------------------------------------------------------------------------- generation
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -302,12 +374,14 @@ class Generator:
 
         prompts   text or token ids; one, or a list
         params    one for all, or one for each prompt; None: SamplingParams()
-        on_error  "raise": finishes the other requests, then raises the first error, with all outputs in its attribute `outputs`;
-                  "return": each error is in its output's `error`
+        on_error  "raise": finishes the other requests, then raises the first error, with all
+                  outputs in its attribute `outputs`; "return": each error is in its output's
+                  `error`
         timeout   seconds; what still runs then is aborted, with a DeadlineError
 
-        Errors of a request: RequestError, CapacityError, NumericsError, DeadlineError. Errors of the call: NotSyncedError, StateError
-        (closed, paused, asleep). Ctrl-C and any other exception abort all requests of the call.
+        Errors of a request: RequestError, CapacityError, NumericsError, DeadlineError. Errors of
+        the call: NotSyncedError, StateError (closed, paused, asleep). Ctrl-C and any other
+        exception abort all requests of the call.
         """
         return self._driver.generate(prompts, params, use_tqdm, on_error, timeout)
 
@@ -325,78 +399,111 @@ class Generator:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """generate for chats: one list of {role, content}, or several. What follows `timeout` is of the tokenizer's apply_chat_template;
-        chat_template_kwargs: variables of the template, such as enable_thinking.
+        """generate for chats: one list of {role, content}, or several. What follows `timeout` is of
+        the tokenizer's apply_chat_template; chat_template_kwargs: variables of the template, such
+        as enable_thinking.
 
         A chat is a RequestError of its request if the tokenizer has no template, if a message has
         other content than text, or if the template refuses it."""
         if self._codec is None:
-            raise RequestError("chat: expected a generator with a tokenizer of transformers, got one without a tokenizer")
+            raise RequestError(
+                "chat: expected a generator with a tokenizer of transformers, got one without a "
+                "tokenizer"
+            )
         chats = items_of(RequestError, "messages", messages)
         if chats and isinstance(chats[0], Mapping):
             chats = [chats]
-        options: dict[str, Any] = {"tools": tools, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
-        options |= {"continue_final_message": continue_final_message, **(chat_template_kwargs or {})}
+        options: dict[str, Any] = {
+            "tools": tools,
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        options |= {
+            "continue_final_message": continue_final_message,
+            **(chat_template_kwargs or {}),
+        }
         prompts = [Chat(chat, options) for chat in chats]
         return self._driver.generate(prompts, params, use_tqdm, on_error, timeout)
 
-    def submit(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[int]:
-        """Queues prompts and returns their request ids; poll() runs them. On an error none is queued.
+    def submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[int]:
+        """Queues prompts and returns their request ids; poll() runs them. On an error none is
+        queued.
 
-        If ranks are processes, all of them make the same calls of submit and poll in the same order."""
+        If ranks are processes, all of them make the same calls of submit and poll in the same
+        order."""
         return self._driver.submit(prompts, params)
 
     def poll(self, min_outputs: int = 0, timeout: float | None = None) -> list[RequestOutput]:
-        """Runs engine steps, at least one, until min_outputs submitted requests are finished. Stops earlier when none is left, when
-        `timeout` seconds have passed, and when the generator is paused.
+        """Runs engine steps, at least one, until min_outputs submitted requests are finished. Stops
+        earlier when none is left, when `timeout` seconds have passed, and when the generator is
+        paused.
 
-        Returns the finished ones, oldest first, with their errors inside (a tokenizer's too). If poll raises (asleep, Ctrl-C), the next
-        poll returns what was finished.
+        Returns the finished ones, oldest first, with their errors inside (a tokenizer's too). If
+        poll raises (asleep, Ctrl-C), the next poll returns what was finished.
 
-        If ranks are processes, they synchronize after each step, so that all return the same; the first rank whose timeout passes
-        decides for all. Each step takes as long as the slowest replica's: to run everything to its end, generate is faster."""
+        If ranks are processes, they synchronize after each step, so that all return the same; the
+        first rank whose timeout passes decides for all. Each step takes as long as the slowest
+        replica's: to run everything to its end, generate is faster."""
         return self._driver.poll(min_outputs, timeout)
 
     def abort(self, ids: int | Sequence[int] | None = None) -> None:
-        """Ends requests; None: all. poll (or generate) returns them with the tokens so far and finish_reason "abort"; a running score
-        or logits raises StateError."""
+        """Ends requests; None: all. poll (or generate) returns them with the tokens so far and
+        finish_reason "abort"; a running score or logits raises StateError."""
         self._driver.abort(ids)
 
-    async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
-        """Completes one prompt, text or token ids: `outputs = await asyncio.gather(*map(gen.agenerate, prompts))`. Any number of
-        coroutines, of any event loops, may wait at once; a thread runs the engine steps of all. While the generator is paused or its KV
-        asleep they wait. As submit does, a new request commits a begin_sync that is open without a `with` block.
+    async def agenerate(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> RequestOutput:
+        """Completes one prompt, text or token ids:
+        `outputs = await asyncio.gather(*map(gen.agenerate, prompts))`. Any number of coroutines, of
+        any event loops, may wait at once; a thread runs the engine steps of all. While the
+        generator is paused or its KV asleep they wait. As submit does, a new request commits a
+        begin_sync that is open without a `with` block.
 
-        Cancelling the coroutine aborts its request. Without a seed the order in which requests come decides their seeds.
+        Cancelling the coroutine aborts its request. Without a seed the order in which requests come
+        decides their seeds.
 
-        Raises what ended the request (RequestError, CapacityError, NumericsError, a tokenizer's exception), NotSyncedError, StateError
-        (closed, weights asleep, inside another call of this thread, one rank of several processes)."""
+        Raises what ended the request (RequestError, CapacityError, NumericsError, a tokenizer's
+        exception), NotSyncedError, StateError (closed, weights asleep, inside another call of this
+        thread, one rank of several processes)."""
         return await self._async_driver.generate(prompt, params)
 
-    def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[RequestOutput, None]:
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The same, with outputs while it runs: `async for output in gen.astream(prompt)`. Each has
         all tokens and the text so far, more than the one before; the last has finished=True. A slow
         reader gets fewer of them. Each text begins with the one before, as it leaves out incomplete
         characters and the beginning of a stop string. A sync with inflight="restart" starts tokens
         and text again. The arrays of each output are copies; routed_experts comes with the last.
 
-        Leaving the loop early aborts the request when the iterator is closed: by contextlib.aclosing, or by the event loop later."""
+        Leaving the loop early aborts the request when the iterator is closed: by
+        contextlib.aclosing, or by the event loop later."""
         return self._async_driver.stream(prompt, params)
 
-    # ---------------------------------------------------------------------------------------- scoring
+    # ------------------------------------------------------------------------------------- scoring
     def logits(self, ids_list: Sequence[Prompt]) -> list[NDArray[np.float32]]:
-        """float32 [len, vocab] for each sequence: row i has the logits of token i+1, given tokens 0..i."""
+        """float32 [len, vocab] for each sequence: row i has the logits of token i+1, given tokens
+        0..i."""
         sequences = sequences_of(ids_list)
         return self._driver.score(sequences, [None] * len(sequences), self.spec.vocab_size)
 
     def score(
-        self, ids_list: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        ids_list: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[NDArray[np.float32]]:
-        """float32 [len − 1] for each sequence: the logprob of token i+1, given tokens 0..i. Bit for bit what generate gives as `.logprobs`.
+        """float32 [len − 1] for each sequence: the logprob of token i+1, given tokens 0..i. Bit for
+        bit what generate gives as `.logprobs`.
 
-        params  one, or one for each sequence: then it is `.sampling_logprobs`, under temperature and filters, -inf for a token that
-                they exclude. min_tokens has to be 0, and there are no penalties and bad_words, since the length of the prompt is not
-                known here; logit_bias and allowed_token_ids apply
+        params  one, or one for each sequence: then it is `.sampling_logprobs`, under temperature
+                and filters, -inf for a token that they exclude. min_tokens has to be 0, and there
+                are no penalties and bad_words, since the length of the prompt is not known here;
+                logit_bias and allowed_token_ids apply
         """
         sequences = sequences_of(ids_list)
         chosen: list[SamplingParams | None] = [None] * len(sequences)
@@ -407,10 +514,12 @@ class Generator:
                     raise RequestError(f"min_tokens: expected 0 in score, got {param.min_tokens}")
                 for name in () if param is None else logit_edit_names(param):
                     if name not in ("logit_bias", "allowed_token_ids"):
-                        raise RequestError(f"{name}: expected none in score, got {shown(getattr(param, name))}")
+                        raise RequestError(
+                            f"{name}: expected none in score, got {shown(getattr(param, name))}"
+                        )
         return self._driver.score(sequences, chosen)
 
-    # ---------------------------------------------------------------------------------------- weights
+    # ------------------------------------------------------------------------------------- weights
     def sync_weights(
         self,
         source: Any,
@@ -424,33 +533,46 @@ class Generator:
         allow_bias_removal: bool = False,
         timeout: float | None = None,
     ) -> SyncReport:
-        """Replaces all weights by a new version, atomically: on any error the old version keeps serving (but see mode).
+        """Replaces all weights by a new version, atomically: on any error the old version keeps
+        serving (but see mode).
 
-        source              a state dict, an iterator of (name, tensor), or one of rollmesh.sources. Tensors of torch, NumPy or DLPack;
-                            on any GPU of this process if the generator runs on GPUs. If ranks are processes: None on ranks that have
-                            nothing to send, and equal weights on all others; DTensors (FSDP2, any mesh) and rm.Piece are sent to the
-                            ranks that need them, without gathering. In one process a DTensor is gathered
+        source              a state dict, an iterator of (name, tensor), or one of rollmesh.sources.
+                            Tensors of torch, NumPy or DLPack; on any GPU of this process if the
+                            generator runs on GPUs. If ranks are processes: None on ranks that have
+                            nothing to send, and equal weights on all others; DTensors (FSDP2, any
+                            mesh) and rm.Piece are sent to the ranks that need them, without
+                            gathering. In one process a DTensor is gathered
         version             has to exceed the one committed last; None: the next number
-        cast                convert other float dtypes as torch's .to() does; else they are a DTypeError
+        cast                convert other float dtypes as torch's .to() does; else they are a
+                            DTypeError
         strict              False: skip unknown names, keep the values of missing parameters
-        mode                "staged": copy, then swap; "inplace": no second copy, but a failure half way leaves the generator unsynced
-        inflight            running requests: "wait" finishes them first, "restart" runs them again from the prompt, "abort" ends them,
-                            "keep" keeps their tokens and recomputes their KV. mode="inplace" takes "wait" only
-        keep_kv             with "keep": do not recompute KV; tokens computed from it have no contract
+        mode                "staged": copy, then swap; "inplace": no second copy, but a failure half
+                            way leaves the generator unsynced
+        inflight            running requests: "wait" finishes them first, "restart" runs them again
+                            from the prompt, "abort" ends them, "keep" keeps their tokens and
+                            recomputes their KV. mode="inplace" takes "wait" only
+        keep_kv             with "keep": do not recompute KV; tokens computed from it have no
+                            contract
         allow_nonfinite     accept NaN and infinities
-        allow_bias_removal  accept that a router bias of the serving version is missing (it becomes zero)
-        timeout             seconds until DeadlineError, including the wait for other calls; None: no limit
+        allow_bias_removal  accept that a router bias of the serving version is missing (it becomes
+                            zero)
+        timeout             seconds until DeadlineError, including the wait for other calls; None:
+                            no limit
 
         Returns a SyncReport; its `bytes` are those that this process has read.
 
-        Raises MissingKeyError, UnexpectedKeyError, DuplicateKeyError, TiedWeightError, ShapeError, DTypeError, LayoutError,
-        UnsupportedTensorError, NonFiniteError, LimitError, VersionError, CapacityError, IncompleteSyncError, StateError, DeadlineError.
-        For a mapping the message lists the offenders of one class and counts those of the others. Exceptions of the source pass through.
-        If ranks are processes and one fails, the others raise SyncAbortedError with its reason; MeshMismatchError if they were given
-        different weights. RankLostError, CollectiveMismatchError and CollectiveTimeoutError end the mesh.
+        Raises MissingKeyError, UnexpectedKeyError, DuplicateKeyError, TiedWeightError, ShapeError,
+        DTypeError, LayoutError, UnsupportedTensorError, NonFiniteError, LimitError, VersionError,
+        CapacityError, IncompleteSyncError, StateError, DeadlineError. For a mapping the message
+        lists the offenders of one class and counts those of the others. Exceptions of the source
+        pass through. If ranks are processes and one fails, the others raise SyncAbortedError with
+        its reason; MeshMismatchError if they were given different weights. RankLostError,
+        CollectiveMismatchError and CollectiveTimeoutError end the mesh.
         """
         with self._refusing(BEGINNING):
-            options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
+            options = SyncOptions(
+                version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal
+            )
             if source is not None or not self._engine.has_peers:  # another process may have it
                 check_source(source)
             deadline = deadline_of(timeout)
@@ -459,10 +581,19 @@ class Generator:
                 report = self._weights.sync(source, options, deadline)
             except UnexpectedKeyError as error:
                 if any(part in str(error) for part in PEFT):
-                    error.add_note("these are adapters of PEFT: merge them first (model.merge_and_unload(), then its state dict)")
+                    error.add_note(
+                        "these are adapters of PEFT: merge them first (model.merge_and_unload(), "
+                        "then its state dict)"
+                    )
                 raise
         size, digest = report.bytes / 1e9, report.digest
-        _log.info("sync: version %d serves, %.3f GB in %.3f s, digest %s", report.version, size, report.seconds, digest)
+        _log.info(
+            "sync: version %d serves, %.3f GB in %.3f s, digest %s",
+            report.version,
+            size,
+            report.seconds,
+            digest,
+        )
         return report
 
     @contextmanager
@@ -485,13 +616,20 @@ class Generator:
         allow_nonfinite: bool = False,
         allow_bias_removal: bool = False,
     ) -> Sync:
-        """Opens a sync that is pushed tensor by tensor, in any order; see Sync. Arguments as in sync_weights. One that is open is reset.
+        """Opens a sync that is pushed tensor by tensor, in any order; see Sync. Arguments as in
+        sync_weights. One that is open is reset.
 
-        If ranks are processes, each pushes the whole set; they synchronize at every push. StateError after follow()."""
+        If ranks are processes, each pushes the whole set; they synchronize at every push.
+        StateError after follow()."""
         if self._engine.role is not None:
-            raise StateError("begin_sync: expected ranks that make their own calls, got ranks that follow rank 0; call sync_weights there")
+            raise StateError(
+                "begin_sync: expected ranks that make their own calls, got ranks that follow rank "
+                "0; call sync_weights there"
+            )
         with self._refusing(PUSHES):
-            options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
+            options = SyncOptions(
+                version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal
+            )
         sync = Sync(self._weights, self._turn.take, options)
         try:
             with self._turn.take():
@@ -513,7 +651,8 @@ class Generator:
     ) -> SelfTestReport:
         """Generates tokens and compares their logprobs with the trainer's.
 
-        scorer     a function from a list of int32 arrays to a list of logprobs [len − 1], or a transformers model
+        scorer     a function from a list of int32 arrays to a list of logprobs [len − 1], or a
+                   transformers model
         prompts    token ids or text; None: eight random ones
         threshold  largest |Δ logprob| allowed; None: 1e-3 in float32, 0.1 in bfloat16
 
@@ -521,25 +660,30 @@ class Generator:
         """
         return run_self_test(self, scorer, prompts, threshold, max_tokens, seed)
 
-    # ---------------------------------------------------------------------------------------- several processes
+    # --------------------------------------------------------------------------- several processes
     def follow(self, source: Callable[[int | None], Any] | None = None) -> None:
-        """Where ranks are processes: from now on rank 0 alone makes calls, and the other ranks make the same ones in here. All ranks call
-        this once. It returns at once on rank 0. On the others it returns when rank 0 has closed its generator; theirs is closed too. In
-        one process it does nothing.
+        """Where ranks are processes: from now on rank 0 alone makes calls, and the other ranks make
+        the same ones in here. All ranks call this once. It returns at once on rank 0. On the others
+        it returns when rank 0 has closed its generator; theirs is closed too. In one process it
+        does nothing.
 
-        source  what this rank gives to a sync of rank 0: a function of its `version` argument that returns what sync_weights takes. None:
-                nothing. Rank 0 gives its own to sync_weights
+        source  what this rank gives to a sync of rank 0: a function of its `version` argument that
+                returns what sync_weights takes. None: nothing. Rank 0 gives its own to sync_weights
 
-        Rank 0 may then use agenerate and astream, and call from several threads, but not begin_sync. All replicas step together. astream
-        has partial outputs of replica 0 only; those of the other replicas come when they are finished.
+        Rank 0 may then use agenerate and astream, and call from several threads, but not
+        begin_sync. All replicas step together. astream has partial outputs of replica 0 only; those
+        of the other replicas come when they are finished.
 
-        Raises CollectiveMismatchError (a rank is in another call, or paused alone), StateError (called twice, or a begin_sync is open),
-        SyncAbortedError (another rank's arguments were refused), RankLostError (a rank has ended, rank 0 without close), and what else
-        ends the mesh. Other errors of a call are rank 0's, and this goes on.
+        Raises CollectiveMismatchError (a rank is in another call, or paused alone), StateError
+        (called twice, or a begin_sync is open), SyncAbortedError (another rank's arguments were
+        refused), RankLostError (a rank has ended, rank 0 without close), and what else ends the
+        mesh. Other errors of a call are rank 0's, and this goes on.
         """
         with self._refusing("follow"):
             if source is not None and not callable(source):
-                raise ConfigError(f"source: expected a function of the version, got {shown(source)}")
+                raise ConfigError(
+                    f"source: expected a function of the version, got {shown(source)}"
+                )
         engine = self._engine
         if not isinstance(engine, SpmdEngine):
             self._turn.check_alive()
@@ -553,15 +697,22 @@ class Generator:
             self._driver.abort_unless_shared(error)
             raise
 
-    def _follow(self, engine: SpmdEngine, follower: Follower, source: Callable[[int | None], Any] | None) -> None:
+    def _follow(
+        self, engine: SpmdEngine, follower: Follower, source: Callable[[int | None], Any] | None
+    ) -> None:
         def sync(options: dict[str, Any]) -> None:
-            self._weights.sync(None if source is None else made_by(source, options["version"]), SyncOptions(**options))
+            self._weights.sync(
+                None if source is None else made_by(source, options["version"]),
+                SyncOptions(**options),
+            )
 
         def add(prompt_ids: Ids, params: dict[str, Any]) -> None:
             self._requests.add(prompt_ids, SamplingParams(**params))
 
         def add_score(ids: Ids, params: dict[str, Any] | None, vocab_size: int) -> None:
-            self._requests.add_score(ids, None if params is None else SamplingParams(**params), vocab_size)
+            self._requests.add_score(
+                ids, None if params is None else SamplingParams(**params), vocab_size
+            )
 
         calls = followed_methods(self._requests, self._weights, self._engine)
         calls |= {"sync": sync, "add": add, "add_score": add_score}
@@ -580,9 +731,10 @@ class Generator:
             follower.ended = True
         self.close()
 
-    # ---------------------------------------------------------------------------------------- pause, sleep, close
+    # ------------------------------------------------------------------------- pause, sleep, close
     def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
-        """Stops scheduling. Running requests: "abort" ends them, "wait" finishes them first, "keep" freezes them until resume().
+        """Stops scheduling. Running requests: "abort" ends them, "wait" finishes them first, "keep"
+        freezes them until resume().
 
         submit() still queues; generate, score and logits raise StateError."""
         choice("pause mode", mode, ("abort", "wait", "keep"))
@@ -599,25 +751,43 @@ class Generator:
         with self._turn.take():
             self._engine.pause(False)
 
-    def sleep(self, parts: str | Sequence[str] = ("weights", "kv"), keep_weights: bool = False, *, level: int | None = None) -> None:
-        """Frees the memory of "weights", "kv" or both. After wake() weights need a sync, unless they are kept, and running requests
-        recompute their KV.
+    def sleep(
+        self,
+        parts: str | Sequence[str] = ("weights", "kv"),
+        keep_weights: bool = False,
+        *,
+        level: int | None = None,
+    ) -> None:
+        """Frees the memory of "weights", "kv" or both. After wake() weights need a sync, unless
+        they are kept, and running requests recompute their KV.
 
-        keep_weights: copies the weights to host memory, so that the same version serves after wake() without a sync. On the CPU they
-        stay where they are, and nothing is freed. A later sleep("weights") without it frees them. CapacityError or MemoryError if the
-        host has too little memory: then no rank sleeps.
+        keep_weights: copies the weights to host memory, so that the same version serves after
+        wake() without a sync. On the CPU they stay where they are, and nothing is freed. A later
+        sleep("weights") without it frees them. CapacityError or MemoryError if the host has too
+        little memory: then no rank sleeps.
 
         level: vLLM's way to say it: 1 is sleep(keep_weights=True), 2 is sleep().
         """
         with self._refusing(SLEEP):
             mask = part_mask(parts)
             if level is not None:
-                if type(level) is not int or level not in (1, 2) or mask != part_mask(PARTS) or keep_weights:
-                    raise ConfigError(f"level: expected 1 or 2 in place of parts and keep_weights, got {shown(level)}, {shown(parts)}")
+                if (
+                    type(level) is not int
+                    or level not in (1, 2)
+                    or mask != part_mask(PARTS)
+                    or keep_weights
+                ):
+                    raise ConfigError(
+                        "level: expected 1 or 2 in place of parts and keep_weights, got "
+                        f"{shown(level)}, {shown(parts)}"
+                    )
                 keep_weights = level == 1
             keep = boolean("keep_weights", keep_weights)
             if keep and not mask & PARTS["weights"]:
-                raise ConfigError(f"parts: expected 'weights' among them with keep_weights=True, got {shown(parts)}")
+                raise ConfigError(
+                    "parts: expected 'weights' among them with keep_weights=True, got "
+                    f"{shown(parts)}"
+                )
         with self._turn.take():
             try:
                 self._weights.require_equal(SLEEP, f"{part_names(mask)}, keep_weights={keep}")
@@ -629,8 +799,9 @@ class Generator:
                 raise
 
     def wake(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
-        """Allocates the memory again. Weights that were not kept need a sync. CapacityError if a GPU has too little memory: then all parts
-        stay asleep, kept weights stay kept, and a later call may succeed."""
+        """Allocates the memory again. Weights that were not kept need a sync. CapacityError if a
+        GPU has too little memory: then all parts stay asleep, kept weights stay kept, and a later
+        call may succeed."""
         with self._refusing(WAKE):
             mask = part_mask(parts)
         with self._turn.take():
@@ -652,7 +823,8 @@ class Generator:
             self._engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """Frees memory and threads. Every later call but close() is a StateError. Unfinished requests are lost."""
+        """Frees memory and threads. Every later call but close() is a StateError. Unfinished
+        requests are lost."""
         if self._turn.is_gone():
             return
         with self._turn.take_to_close():
@@ -666,7 +838,12 @@ class Generator:
         self._turn.check_alive()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -678,5 +855,8 @@ def _default_length(spec: ModelSpec) -> int:
 
 def _profile(wanted: bool, on_gpu: bool) -> bool:
     if boolean("profile", wanted) and on_gpu:
-        raise ConfigError("profile: expected False on a GPU, whose ops end later than they return, got True; Nsight Systems shows them")
+        raise ConfigError(
+            "profile: expected False on a GPU, whose ops end later than they return, got True; "
+            "Nsight Systems shows them"
+        )
     return wanted

@@ -1,11 +1,13 @@
-"""A generator's counters for Prometheus, read when it is scraped. Needs prometheus_client: pip install 'rollmesh[prometheus]'.
+"""A generator's counters for Prometheus, read when it is scraped. Needs prometheus_client: pip
+install 'rollmesh[prometheus]'.
 
     from prometheus_client import REGISTRY, start_http_server
 
     REGISTRY.register(GeneratorCollector(gen, model_name="qwen3"))
     start_http_server(9000)
 
-Names are vLLM's where they mean the same (`vllm:num_requests_running`), else `rollmesh:…`. Label: model_name.
+Names are vLLM's where they mean the same (`vllm:num_requests_running`), else `rollmesh:…`. Label:
+model_name.
 """
 
 from __future__ import annotations
@@ -39,14 +41,18 @@ COUNTERS = {
 
 
 class GeneratorCollector:
-    """A collector of prometheus_client for one generator, whose metrics it reads at each scrape: a scrape waits for the step that runs.
-    A closed generator has no samples. ConfigError without prometheus_client."""
+    """A collector of prometheus_client for one generator, whose metrics it reads at each scrape: a
+    scrape waits for the step that runs. A closed generator has no samples. ConfigError without
+    prometheus_client."""
 
     def __init__(self, generator: Generator, model_name: str = "rollmesh"):
         try:
             from prometheus_client import core
         except ImportError as error:
-            raise ConfigError("expected prometheus_client, which is not installed: pip install 'rollmesh[prometheus]'") from error
+            raise ConfigError(
+                "expected prometheus_client, which is not installed: pip install "
+                "'rollmesh[prometheus]'"
+            ) from error
         self._families, self._generator, self._model_name = core, generator, model_name
 
     def describe(self) -> list[Any]:
@@ -59,7 +65,10 @@ class GeneratorCollector:
         except StateError:
             return
         metrics["version"] = -1 if metrics["version"] is None else metrics["version"]
-        for kind, table in ((self._families.GaugeMetricFamily, GAUGES), (self._families.CounterMetricFamily, COUNTERS)):
+        for kind, table in (
+            (self._families.GaugeMetricFamily, GAUGES),
+            (self._families.CounterMetricFamily, COUNTERS),
+        ):
             for key, (name, text) in table.items():
                 family = kind(name, text, labels=["model_name"])
                 family.add_metric([self._model_name], float(metrics[key]))

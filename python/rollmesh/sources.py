@@ -1,11 +1,14 @@
-"""Sources of weights that are not tensors of this process. Each is a mapping or an iterator of (name, tensor) for
-`Generator.sync_weights`.
+"""Sources of weights that are not tensors of this process. Each is a mapping or an iterator of
+(name, tensor) for `Generator.sync_weights`.
 
     SafetensorsFolder(path)          a checkpoint folder or file, read tensor by tensor
-    SharedWriter, SharedReader       trainer and generator are processes of one machine: a file in /dev/shm, read without a copy
-    send_weights, receive_weights    between ranks, in buckets: from GPU to GPU with rm.comm.nccl or torch's NCCL, through the host with
-                                     rm.comm.shm, rm.comm.torch or any other torch.distributed group
-    DeltaWriter, DeltaReader         a folder that both sides see: whole sets now and then, between them what a step has changed
+    SharedWriter, SharedReader       trainer and generator are processes of one machine: a file in
+                                     /dev/shm, read without a copy
+    send_weights, receive_weights    between ranks, in buckets: from GPU to GPU with rm.comm.nccl or
+                                     torch's NCCL, through the host with rm.comm.shm, rm.comm.torch
+                                     or any other torch.distributed group
+    DeltaWriter, DeltaReader         a folder that both sides see: whole sets now and then, between
+                                     them what a step has changed
     DeltaEncoder, DeltaDecoder       the same as bytes, for any other way between them
     bucketed(entries, bytes)         splits a stream into buckets
 
@@ -23,6 +26,7 @@ from rollmesh.weights.transport.stream import receive_weights, send_weights
 from rollmesh.weights.transport.tensors import bucketed
 
 __all__ = [
-    "BF16", "DeltaDecoder", "DeltaEncoder", "DeltaReader", "DeltaWriter", "SafetensorsFolder", "SharedReader", "SharedWriter", "bucketed",
+    "BF16", "DeltaDecoder", "DeltaEncoder", "DeltaReader", "DeltaWriter", "SafetensorsFolder",
+    "SharedReader", "SharedWriter", "bucketed",
     "receive_weights", "send_weights",
 ]  # fmt: skip

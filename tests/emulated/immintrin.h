@@ -1,10 +1,12 @@
-// immintrin.h: the real one, and over it, in plain C, the AVX-512, AVX512-BF16 and AMX intrinsics that kernels/cpu uses, so that the
-// sources of those variants run, are compared and are sanitized on any processor with AVX2. It stands first on the include path
-// of a build with ROLLMESH_EMULATE=1. An intrinsic that is used and not named here does not compile.
+// immintrin.h: the real one, and over it, in plain C, the AVX-512, AVX512-BF16 and AMX intrinsics
+// that kernels/cpu uses, so that the sources of those variants run, are compared and are sanitized
+// on any processor with AVX2. It stands first on the include path of a build with
+// ROLLMESH_EMULATE=1. An intrinsic that is used and not named here does not compile.
 //
-// What vdpbf16ps and tdpbf16ps compute was measured on processors that have them: two fused steps, the odd half first, and a sum
-// of an even and an odd chain from +0; nearest even, denormals flushed, whatever MXCSR says (the kernels' own MXCSR says the
-// same, and fmaf obeys it). Tiles follow their configuration: a load or store touches the configured rows and bytes only, a use
+// What vdpbf16ps and tdpbf16ps compute was measured on processors that have them: two fused steps,
+// the odd half first, and a sum of an even and an odd chain from +0; nearest even, denormals
+// flushed, whatever MXCSR says (the kernels' own MXCSR says the same, and fmaf obeys it). Tiles
+// follow their configuration: a load or store touches the configured rows and bytes only, a use
 // without configuration, or of shapes that do not match, ends the program as the processor would.
 #pragma once
 
@@ -16,7 +18,8 @@
 #include <string.h>
 
 #define EMU static inline __attribute__((always_inline, unused))
-#define EMU_CALL static __attribute__((noinline, unused))  // those used most, or a compiler is busy for minutes
+#define EMU_CALL \
+  static __attribute__((noinline, unused)) // those used most, or a compiler is busy for minutes
 #define EMU_LANES for (int i = 0; i < 16; i++)
 
 typedef float emu_f __attribute__((vector_size(64)));
@@ -25,8 +28,12 @@ typedef uint32_t emu_u __attribute__((vector_size(64)));
 typedef uint64_t emu_q __attribute__((vector_size(64)));
 typedef uint16_t emu_h __attribute__((vector_size(64)));
 
-EMU __m512 emu_ps_set1(float x) { return (__m512)(emu_f){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-EMU __m512i emu_epi32_set1(int x) { return (__m512i)(emu_i){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+EMU __m512 emu_ps_set1(float x) {
+  return (__m512)(emu_f){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
+}
+EMU __m512i emu_epi32_set1(int x) {
+  return (__m512i)(emu_i){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
+}
 EMU __m512 emu_ps_load(const void *p) {
   __m512 x;
   memcpy(&x, p, sizeof x);
@@ -51,7 +58,7 @@ EMU void emu_si_store(void *p, __m512i x) { memcpy(p, &x, sizeof x); }
 #define _mm512_castsi512_ps(x) ((__m512)(x))
 #define _mm512_castps_pd(x) ((__m512d)(x))
 
-// ---------------------------------------------------------------------------------------------- arithmetic
+// ------------------------------------------------------------------------------------- arithmetic
 #define _mm512_add_ps(x, y) ((__m512)((emu_f)(x) + (emu_f)(y)))
 #define _mm512_sub_ps(x, y) ((__m512)((emu_f)(x) - (emu_f)(y)))
 #define _mm512_mul_ps(x, y) ((__m512)((emu_f)(x) * (emu_f)(y)))
@@ -85,7 +92,8 @@ EMU_CALL __m512 emu_fma(__m512 x, __m512 y, __m512 z) {
 EMU_CALL __m512 emu_scalef(__m512 x, __m512 y) {
   emu_f z = (emu_f)x;
   const emu_f n = (emu_f)y;
-  EMU_LANES if (!isnan(z[i])) z[i] = isnan(n[i]) ? n[i] : (float)ldexp((double)z[i], (int)floorf(n[i]));
+  EMU_LANES if (!isnan(z[i])) z[i] =
+      isnan(n[i]) ? n[i] : (float)ldexp((double)z[i], (int)floorf(n[i]));
   return (__m512)z;
 }
 #define _mm512_scalef_ps(x, y) emu_scalef(x, y)
@@ -100,14 +108,14 @@ EMU_CALL __m512 emu_scalef(__m512 x, __m512 y) {
 #define _mm512_srli_epi32(x, n) ((__m512i)((emu_u)(x) >> (n)))
 #define _mm512_srai_epi32(x, n) ((__m512i)((emu_i)(x) >> (n)))
 #define _mm512_slli_epi64(x, n) ((__m512i)((emu_q)(x) << (n)))
-EMU __m512i emu_srlv64(__m512i x, __m512i n) {  // a count of 64 and more leaves nothing
+EMU __m512i emu_srlv64(__m512i x, __m512i n) { // a count of 64 and more leaves nothing
   emu_q a = (emu_q)x, b = (emu_q)n;
   for (int i = 0; i < 8; i++) a[i] = b[i] > 63 ? 0 : a[i] >> b[i];
   return (__m512i)a;
 }
 #define _mm512_srlv_epi64(x, n) emu_srlv64(x, n)
 
-// ---------------------------------------------------------------------------------------------- masks
+// ------------------------------------------------------------------------------------------ masks
 EMU_CALL __mmask16 emu_mask(emu_i lanes) {
   unsigned bits = 0;
   EMU_LANES bits |= (unsigned)(lanes[i] != 0) << i;
@@ -124,7 +132,7 @@ EMU emu_i emu_compare(__m512 x, __m512 y, int op) {
   if (op == _CMP_GT_OQ) return a > b;
   if (op == _CMP_GE_OQ) return a >= b;
   if (op == _CMP_UNORD_Q) return (a != a) | (b != b);
-  abort();  // a predicate that nobody has needed yet
+  abort(); // a predicate that nobody has needed yet
 }
 EMU_CALL __m512 emu_blend(__mmask16 mask, __m512 no, __m512 yes) {
   emu_u a = (emu_u)no, b = (emu_u)yes;
@@ -132,7 +140,8 @@ EMU_CALL __m512 emu_blend(__mmask16 mask, __m512 no, __m512 yes) {
   return (__m512)a;
 }
 #define _mm512_mask_blend_ps(mask, no, yes) emu_blend(mask, no, yes)
-#define _mm512_maskz_set1_epi32(mask, x) ((__m512i)emu_blend(mask, emu_ps_set1(0.0f), (__m512)emu_epi32_set1(x)))
+#define _mm512_maskz_set1_epi32(mask, x) \
+  ((__m512i)emu_blend(mask, emu_ps_set1(0.0f), (__m512)emu_epi32_set1(x)))
 EMU __m512 emu_ps_load_n(__mmask16 mask, const float *p) {
   emu_f x = {0};
   EMU_LANES if (mask >> i & 1) x[i] = p[i];
@@ -158,7 +167,7 @@ EMU __m512i emu_permute16(__m512i from, __m512i x) {
 }
 #define _mm512_permutexvar_epi16(from, x) emu_permute16(from, x)
 
-// ---------------------------------------------------------------------------------------------- halves and widths
+// ------------------------------------------------------------------------------ halves and widths
 EMU __m256i emu_half(__m512i x, int half) {
   __m256i y[2];
   memcpy(y, &x, sizeof x);
@@ -196,7 +205,7 @@ EMU __m512i emu_widen32(__m256i x) {
 #define _mm512_cvtepi32_epi16(x) emu_narrow32(x)
 #define _mm512_cvtepu32_epi64(x) emu_widen32(x)
 
-// ---------------------------------------------------------------------------------------------- bf16
+// ------------------------------------------------------------------------------------------- bf16
 typedef __m512i emu_bh;
 #define __m512bh emu_bh
 EMU float emu_low(uint32_t word) {
@@ -209,7 +218,8 @@ EMU float emu_high(uint32_t word) { return emu_low(word >> 16); }
 EMU_CALL __m512 emu_dpbf16(__m512 acc, __m512i x, __m512i y) {
   emu_f sum = (emu_f)acc;
   const emu_u a = (emu_u)x, b = (emu_u)y;
-  EMU_LANES sum[i] = fmaf(emu_low(a[i]), emu_low(b[i]), fmaf(emu_high(a[i]), emu_high(b[i]), sum[i]));
+  EMU_LANES sum[i] =
+      fmaf(emu_low(a[i]), emu_low(b[i]), fmaf(emu_high(a[i]), emu_high(b[i]), sum[i]));
   return (__m512)sum;
 }
 #define _mm512_dpbf16_ps(acc, x, y) emu_dpbf16(acc, x, y)
@@ -229,7 +239,7 @@ EMU_CALL __m256i emu_to_bf16(__m512 x) {
 }
 #define _mm512_cvtneps_pbh(x) emu_to_bf16(x)
 
-// ---------------------------------------------------------------------------------------------- tiles
+// ------------------------------------------------------------------------------------------ tiles
 typedef struct emu_tiles {
   uint8_t configured, rows[8];
   uint16_t row_bytes[8];
@@ -254,15 +264,18 @@ static inline __attribute__((unused)) void emu_loadconfig(const void *p) {
 static inline __attribute__((unused)) void emu_load(int t, const void *p, int64_t stride) {
   emu_need(emu_tile.configured && emu_tile.rows[t] > 0);
   memset(emu_tile.word[t], 0, sizeof emu_tile.word[t]);
-  for (int r = 0; r < emu_tile.rows[t]; r++) memcpy(emu_tile.word[t][r], (const char *)p + r * stride, emu_tile.row_bytes[t]);
+  for (int r = 0; r < emu_tile.rows[t]; r++)
+    memcpy(emu_tile.word[t][r], (const char *)p + r * stride, emu_tile.row_bytes[t]);
 }
 static inline __attribute__((unused)) void emu_store(int t, void *p, int64_t stride) {
   emu_need(emu_tile.configured && emu_tile.rows[t] > 0);
-  for (int r = 0; r < emu_tile.rows[t]; r++) memcpy((char *)p + r * stride, emu_tile.word[t][r], emu_tile.row_bytes[t]);
+  for (int r = 0; r < emu_tile.rows[t]; r++)
+    memcpy((char *)p + r * stride, emu_tile.word[t][r], emu_tile.row_bytes[t]);
 }
 static inline __attribute__((unused)) void emu_tile_dots(int c, int a, int b) {
   const int M = emu_tile.rows[c], N = emu_tile.row_bytes[c] / 4, K = emu_tile.row_bytes[a] / 4;
-  emu_need(emu_tile.configured && M == emu_tile.rows[a] && N == emu_tile.row_bytes[b] / 4 && K == emu_tile.rows[b]);
+  emu_need(emu_tile.configured && M == emu_tile.rows[a] && N == emu_tile.row_bytes[b] / 4 &&
+           K == emu_tile.rows[b]);
   for (int m = 0; m < M; m++)
     for (int n = 0; n < N; n++) {
       float even = 0.0f, odd = 0.0f, sum;
@@ -286,5 +299,7 @@ static inline __attribute__((unused)) void emu_tile_dots(int c, int a, int b) {
 #define _tile_release() memset(&emu_tile, 0, sizeof emu_tile)
 #define _tile_loadd(t, p, stride) emu_load(t, p, stride)
 #define _tile_stored(t, p, stride) emu_store(t, p, stride)
-#define _tile_zero(t) (emu_need(emu_tile.configured && emu_tile.rows[t] > 0), memset(emu_tile.word[t], 0, sizeof emu_tile.word[t]))
+#define _tile_zero(t) \
+  (emu_need(emu_tile.configured && emu_tile.rows[t] > 0), \
+   memset(emu_tile.word[t], 0, sizeof emu_tile.word[t]))
 #define _tile_dpbf16ps(c, a, b) emu_tile_dots(c, a, b)

@@ -1,15 +1,20 @@
-// alloc_fail.c: every allocation and every thread that the engine asks for is refused once, and again together with all that
-// follow. One life of an engine is a list of calls: create, sync, add, steps, a second sync while requests run, sleep, wake, a
-// sync in place, and calls that are refused anyhow. For site i = 1, 2, … until none is left, the life is lived again with the
-// i-th request to the system failing. Then:
+// alloc_fail.c: every allocation and every thread that the engine asks for is refused once, and
+// again together with all that follow. One life of an engine is a list of calls: create, sync, add,
+// steps, a second sync while requests run, sleep, wake, a sync in place, and calls that are refused
+// anyhow. For site i = 1, 2, … until none is left, the life is lived again with the i-th request to
+// the system failing. Then:
 //
-//   - the call that met it returns RM_E_MEMORY or RM_E_CAPACITY with a message; one that is refused anyhow keeps its code
-//   - statistics, version and digest are as before the call, and old weights serve the same bits (P1)
-//   - the same call, made again, succeeds, and the life ends with the hash of a life without failures
+//   - the call that met it returns RM_E_MEMORY or RM_E_CAPACITY with a message; one that is refused
+//     anyhow keeps its code
+//   - statistics, version and digest are as before the call, and old weights serve the same bits
+//     (P1)
+//   - the same call, made again, succeeds, and the life ends with the hash of a life without
+//     failures
 //   - a failed create holds no block, and nothing is held at the end (P7)
 //   - steps ask for nothing at all
 //
-//   alloc_fail [--kind 0 dense, 1 tied, 2 MoE; −1: all] [--adds 70]     prints the sites, calls and lives of each model
+//   alloc_fail [--kind 0 dense, 1 tied, 2 MoE; −1: all] [--adds 70]     prints the sites, calls and
+//                                                                       lives of each model
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -24,14 +29,15 @@
 #include "common/seen.h"
 #include "common/tiny.h"
 
-enum { MANY = 70, FEW = 6, LAST = 5 };   // requests in a life; their table grows at 64
+enum { MANY = 70, FEW = 6, LAST = 5 }; // requests in a life; their table grows at 64
 
-// ------------------------------------------------------------------------------------------------ threads that do not come
-static atomic_long thread_countdown, threads_failed;   // 0: off
+// ----------------------------------------------------------------------- threads that do not come
+static atomic_long thread_countdown, threads_failed; // 0: off
 static atomic_int threads_for_ever;
 
 // Stands before the C library's, which it calls.
-int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*start)(void *), void *arg) {
+int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*start)(void *),
+                   void *arg) {
   int (*next)(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
   *(void **)&next = dlsym(RTLD_NEXT, "pthread_create");
   const long left = atomic_load(&thread_countdown);
@@ -54,15 +60,16 @@ static void arm(long site, int threads, int for_ever) {
 
 static long met(void) { return rm_memory_failed() + atomic_load(&threads_failed); }
 
-// ------------------------------------------------------------------------------------------------ a life
+// ----------------------------------------------------------------------------------------- a life
 typedef struct life {
   const tiny_model *model;
   const tiny_weights *old, *new;
-  const tiny_tensor *fused;     // gate and up of all experts, sent instead of each; NULL in a dense model
+  const tiny_tensor
+      *fused; // gate and up of all experts, sent instead of each; NULL in a dense model
   rm_engine *engine;
   int n_threads, many;
   long site;
-  int pending;                  // the site was not met yet
+  int pending; // the site was not met yet
   uint64_t ids[MANY], hash;
   long calls;
 } life;
@@ -71,12 +78,13 @@ typedef rm_code (*call)(life *l, const void *arg, rm_error *err);
 
 static seen look(const life *l) { return seen_of(l->engine); }
 
-// Hash of a score under the version that serves, which a fresh engine with those weights must give too. It steps, so what is
-// unfinished goes on; that it ends with the same bits is the life's hash.
+// Hash of a score under the version that serves, which a fresh engine with those weights must give
+// too. It steps, so what is unfinished goes on; that it ends with the same bits is the life's hash.
 static void probe(life *l, const char *name) {
   static const int32_t prompt[] = {9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10};
-  static uint64_t digests[8], hashes[8];   // of the versions seen
-  const rm_request request = {.kind = RM_SCORE, .prompt = prompt, .n_prompt = sizeof prompt / sizeof *prompt};
+  static uint64_t digests[8], hashes[8]; // of the versions seen
+  const rm_request request = {
+      .kind = RM_SCORE, .prompt = prompt, .n_prompt = sizeof prompt / sizeof *prompt};
   const uint64_t digest = rm_store_digest(rm_engine_store(l->engine));
   rm_error err = RM_ERROR_INIT;
   uint64_t id;
@@ -88,19 +96,27 @@ static void probe(life *l, const char *name) {
   while (digests[i] && digests[i] != digest) i++;
   if (i == 7) tiny_die("more versions than were sent");
   if (!digests[i]) digests[i] = digest, hashes[i] = hash;
-  if (hashes[i] != hash) tiny_die("%s, site %ld: the version that serves gives other bits after the failure", name, l->site);
+  if (hashes[i] != hash)
+    tiny_die("%s, site %ld: the version that serves gives other bits after the failure", name,
+             l->site);
 }
 
-static int serves(const life *l) { return l->engine && !look(l).stats.asleep && rm_store_weights(rm_engine_store(l->engine)); }
+static int serves(const life *l) {
+  return l->engine && !look(l).stats.asleep && rm_store_weights(rm_engine_store(l->engine));
+}
 
-static void check_failure(life *l, const char *name, rm_code code, rm_code want, rm_error *err, const seen *before, size_t blocks) {
+static void check_failure(life *l, const char *name, rm_code code, rm_code want, rm_error *err,
+                          const seen *before, size_t blocks) {
   const seen after = look(l);
   const int refused = want != RM_OK && code == want;
-  if (!refused && code != RM_E_MEMORY && code != RM_E_CAPACITY) tiny_die("%s, site %ld: %s", name, l->site, rm_code_name(code));
+  if (!refused && code != RM_E_MEMORY && code != RM_E_CAPACITY)
+    tiny_die("%s, site %ld: %s", name, l->site, rm_code_name(code));
   if (!*rm_error_message(err)) tiny_die("%s, site %ld: no message", name, l->site);
-  if (memcmp(before, &after, sizeof after)) tiny_die("%s, site %ld: the failed call changed what can be observed", name, l->site);
+  if (memcmp(before, &after, sizeof after))
+    tiny_die("%s, site %ld: the failed call changed what can be observed", name, l->site);
   rm_error_clear(err);
-  if (!l->engine && rm_memory_blocks() != blocks) tiny_die("%s, site %ld: it kept %zu blocks", name, l->site, rm_memory_blocks() - blocks);
+  if (!l->engine && rm_memory_blocks() != blocks)
+    tiny_die("%s, site %ld: it kept %zu blocks", name, l->site, rm_memory_blocks() - blocks);
 }
 
 // Makes the call; `want` is its code when the system refuses nothing.
@@ -117,18 +133,21 @@ static void make(life *l, const char *name, call function, const void *arg, rm_c
     if (serves(l)) probe(l, name);
     if (code != want) code = function(l, arg, &err);
   }
-  if (code != want) tiny_die("%s, site %ld: %s, %s", name, l->site, rm_code_name(code), rm_error_message(&err));
+  if (code != want)
+    tiny_die("%s, site %ld: %s, %s", name, l->site, rm_code_name(code), rm_error_message(&err));
   rm_error_clear(&err);
 }
 
-// ------------------------------------------------------------------------------------------------ its calls
+// -------------------------------------------------------------------------------------- its calls
 static rm_code create(life *l, const void *arg, rm_error *err) {
   const rm_engine_options options = tiny_options(l->model, l->n_threads);
   (void)arg;
   return rm_engine_create(l->model->spec, &options, &l->engine, err);
 }
 
-static rm_code begin(life *l, const void *options, rm_error *err) { return rm_engine_sync_begin(l->engine, options, err); }
+static rm_code begin(life *l, const void *options, rm_error *err) {
+  return rm_engine_sync_begin(l->engine, options, err);
+}
 
 static rm_code push(life *l, const void *tensor, rm_error *err) {
   const tiny_tensor *t = tensor;
@@ -144,7 +163,9 @@ static rm_code add(life *l, const void *arg, rm_error *err) {
   const int i = *(const int *)arg;
   tiny_room room;
   rm_request request = tiny_request(l->model, 11, i, &room);
-  if (i >= FEW) request.n_prompt = request.n = 1, request.min_tokens = 0, request.max_tokens = 2;   // many, but short
+  if (i >= FEW)
+    request.n_prompt = request.n = 1, request.min_tokens = 0,
+    request.max_tokens = 2; // many, but short
   return rm_engine_add(l->engine, &request, &l->ids[i], err);
 }
 
@@ -153,8 +174,12 @@ static rm_code add_bad(life *l, const void *arg, rm_error *err) {
   return rm_engine_add(l->engine, arg, &id, err);
 }
 
-static rm_code sleep_parts(life *l, const void *parts, rm_error *err) { return rm_engine_sleep(l->engine, *(const unsigned *)parts, err); }
-static rm_code wake_parts(life *l, const void *parts, rm_error *err) { return rm_engine_wake(l->engine, *(const unsigned *)parts, err); }
+static rm_code sleep_parts(life *l, const void *parts, rm_error *err) {
+  return rm_engine_sleep(l->engine, *(const unsigned *)parts, err);
+}
+static rm_code wake_parts(life *l, const void *parts, rm_error *err) {
+  return rm_engine_wake(l->engine, *(const unsigned *)parts, err);
+}
 
 static rm_code view_none(life *l, const void *arg, rm_error *err) {
   rm_request_view view;
@@ -162,18 +187,23 @@ static rm_code view_none(life *l, const void *arg, rm_error *err) {
   return rm_engine_view(l->engine, 1u << 30, &view, err);
 }
 
-// ------------------------------------------------------------------------------------------------ in order
-static int is_expert_gate_up(const tiny_tensor *t) { return strstr(t->name, ".experts.") && !strstr(t->name, "down_proj"); }
+// --------------------------------------------------------------------------------------- in order
+static int is_expert_gate_up(const tiny_tensor *t) {
+  return strstr(t->name, ".experts.") && !strstr(t->name, "down_proj");
+}
 
 static void sync_all(life *l, const tiny_weights *weights, int in_place, const tiny_tensor *fused) {
   const rm_sync_options options = {.version = -1, .in_place = in_place}, past = {.version = 0};
-  if (rm_store_version(rm_engine_store(l->engine)) >= 0) make(l, "begin of an old version", begin, &past, RM_E_VERSION);
+  if (rm_store_version(rm_engine_store(l->engine)) >= 0)
+    make(l, "begin of an old version", begin, &past, RM_E_VERSION);
   make(l, "begin", begin, &options, RM_OK);
   if (fused) make(l, "push of all experts", push, fused, RM_OK);
   for (int64_t i = 0; i < weights->n; i++)
-    if (!fused || !is_expert_gate_up(&weights->list[i])) make(l, "push", push, &weights->list[i], RM_OK);
+    if (!fused || !is_expert_gate_up(&weights->list[i]))
+      make(l, "push", push, &weights->list[i], RM_OK);
   make(l, "push twice", push, &weights->list[0], RM_E_DUPLICATE_KEY);
-  make(l, "push of an unknown name", push, &(tiny_tensor){.name = "model.nothing", .length = 13}, RM_E_UNEXPECTED_KEY);
+  make(l, "push of an unknown name", push, &(tiny_tensor){.name = "model.nothing", .length = 13},
+       RM_E_UNEXPECTED_KEY);
 }
 
 // Steps may not ask for anything: the next request of any thread would fail.
@@ -194,9 +224,11 @@ static void add_some(life *l, int n) {
 }
 
 static uint64_t live(life *l) {
-  const unsigned kv = RM_PART_KV, both = RM_PART_KV | RM_PART_WEIGHTS, kept = both | RM_SLEEP_OFFLOAD, none = 8;
+  const unsigned kv = RM_PART_KV, both = RM_PART_KV | RM_PART_WEIGHTS,
+                 kept = both | RM_SLEEP_OFFLOAD, none = 8;
   static const int32_t outside[] = {1, 1 << 20};
-  const rm_request bad = {.prompt = outside, .n_prompt = 2, .n = 1, .max_tokens = 3, .top_p = 1, .top_k = -1};
+  const rm_request bad = {
+      .prompt = outside, .n_prompt = 2, .n = 1, .max_tokens = 3, .top_p = 1, .top_k = -1};
   rm_error err = RM_ERROR_INIT;
   int64_t rows;
   l->hash = 0;
@@ -210,7 +242,7 @@ static uint64_t live(life *l) {
   work(l, 0, l->many);
   add_some(l, FEW);
   for (int i = 0; i < 3; i++) tiny_must(rm_engine_step(l->engine, &rows, &err), &err);
-  sync_all(l, l->new, 0, l->fused);                                  // while these run
+  sync_all(l, l->new, 0, l->fused); // while these run
   if (rm_engine_unfinished(l->engine)) make(l, "commit that must wait", commit, NULL, RM_E_STATE);
   work(l, 0, FEW);
   make(l, "commit", commit, NULL, RM_OK);
@@ -237,18 +269,22 @@ static uint64_t live(life *l) {
   return l->hash;
 }
 
-// gate and up of the experts lie one after another in the weights, all gates first; the fused tensor has them expert by expert.
+// gate and up of the experts lie one after another in the weights, all gates first; the fused
+// tensor has them expert by expert.
 static tiny_tensor fuse(const tiny_model *model, const tiny_weights *weights, char *data) {
   const rm_spec *spec = model->spec;
-  const int64_t experts = spec->n_experts, rows = spec->moe_intermediate_size, cols = spec->hidden_size;
+  const int64_t experts = spec->n_experts, rows = spec->moe_intermediate_size,
+                cols = spec->hidden_size;
   const size_t bytes = (size_t)(rows * cols) * rm_dtype_bytes(model->dtype);
   int64_t first = 0;
   while (!is_expert_gate_up(&weights->list[first])) first++;
   for (int64_t e = 0; e < experts; e++) {
     memcpy(data + (size_t)(2 * e) * bytes, weights->list[first + e].tensor.data, bytes);
-    memcpy(data + (size_t)(2 * e + 1) * bytes, weights->list[first + experts + e].tensor.data, bytes);
+    memcpy(data + (size_t)(2 * e + 1) * bytes, weights->list[first + experts + e].tensor.data,
+           bytes);
   }
-  tiny_tensor out = {.name = "model.layers.1.mlp.experts.gate_up_proj", .tensor = weights->list[first].tensor};
+  tiny_tensor out = {.name = "model.layers.1.mlp.experts.gate_up_proj",
+                     .tensor = weights->list[first].tensor};
   out.length = strlen(out.name);
   out.tensor.data = data;
   out.tensor.n_dims = 3;
@@ -286,11 +322,15 @@ static void one_model(tiny_kind kind, rm_dtype dtype, int many) {
   const uint64_t want = live(&l);
   long sites[2][2], lives = 1;
   for (int threads = 0; threads < 2; threads++)
-    for (int for_ever = 0; for_ever < 2; for_ever++) lives += (sites[threads][for_ever] = all_sites(&l, threads, for_ever, want)) + 1;
+    for (int for_ever = 0; for_ever < 2; for_ever++)
+      lives += (sites[threads][for_ever] = all_sites(&l, threads, for_ever, want)) + 1;
   if (sites[0][0] != sites[0][1] || sites[1][0] != 3)
     tiny_die("sites: %ld once, %ld for ever, %ld threads", sites[0][0], sites[0][1], sites[1][0]);
-  printf("%s %s: %ld allocations and %ld threads failed once and for ever, %ld lives of %ld calls in all, hash %016llx\n", names[kind],
-         dtype == RM_BF16 ? "bf16" : "f32", sites[0][0], sites[1][0], lives, l.calls, (unsigned long long)want);
+  printf(
+      "%s %s: %ld allocations and %ld threads failed once and for ever, %ld lives of %ld calls in "
+      "all, hash %016llx\n",
+      names[kind], dtype == RM_BF16 ? "bf16" : "f32", sites[0][0], sites[1][0], lives, l.calls,
+      (unsigned long long)want);
   tiny_weights_destroy(old);
   tiny_weights_destroy(new);
   tiny_model_destroy(model);
@@ -298,10 +338,12 @@ static void one_model(tiny_kind kind, rm_dtype dtype, int many) {
 
 int main(int argc, char **argv) {
   long only = -1, many = MANY;
-  option_read(
-      argc, argv,
-      (option[]){{"kind", .least = -1, .most = TINY_N_KIND - 1, .count = &only}, {"adds", .least = 1, .most = MANY, .count = &many}, {0}});
+  option_read(argc, argv,
+              (option[]){{"kind", .least = -1, .most = TINY_N_KIND - 1, .count = &only},
+                         {"adds", .least = 1, .most = MANY, .count = &many},
+                         {0}});
   for (int kind = 0; kind < TINY_N_KIND; kind++)
-    if (only < 0 || only == kind) one_model((tiny_kind)kind, kind == TINY_TIED ? RM_F32 : RM_BF16, (int)many);
+    if (only < 0 || only == kind)
+      one_model((tiny_kind)kind, kind == TINY_TIED ? RM_F32 : RM_BF16, (int)many);
   return 0;
 }

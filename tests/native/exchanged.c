@@ -1,10 +1,12 @@
-// exchanged.c: what a rank of a configuration keeps room for, from the configuration alone, without a device or other ranks: the answers of
-// csrc/model/exchange_sizes.h, and the scratch of a layer's experts (csrc/model/moe/) over a group that a recording may hold.
+// exchanged.c: what a rank of a configuration keeps room for, from the configuration alone, without
+// a device or other ranks: the answers of csrc/model/exchange_sizes.h, and the scratch of a layer's
+// experts (csrc/model/moe/) over a group that a recording may hold.
 //
-//   exchanged HIDDEN HEADS HEAD_DIM INTERMEDIATE MOE_INTERMEDIATE EXPERTS TOP_K LAYERS VOCAB TP DP EP STAYS ROWS OUTS FEW
+//   exchanged HIDDEN HEADS HEAD_DIM INTERMEDIATE MOE_INTERMEDIATE EXPERTS TOP_K LAYERS VOCAB TP DP
+//   EP STAYS ROWS OUTS FEW
 //
-// All layers have experts; bfloat16. Prints rows of a run, bytes over the tp group (all, apart) and the experts' (all, apart), of one
-// layer's scratch on the device, and of what it holds besides.
+// All layers have experts; bfloat16. Prints rows of a run, bytes over the tp group (all, apart) and
+// the experts' (all, apart), of one layer's scratch on the device, and of what it holds besides.
 #include "model/exchange_sizes.h"
 
 #include <stdio.h>
@@ -33,8 +35,8 @@ enum {
   N_WORDS
 };
 
-static rm_code exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
-                        const rm_block recv[], rm_error *err) {
+static rm_code exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout,
+                        const rm_block send[], const rm_block recv[], rm_error *err) {
   (void)self, (void)op, (void)sequence, (void)epoch, (void)timeout, (void)send, (void)recv;
   return rm_fail(err, RM_E_STATE, "there are no other ranks");
 }
@@ -79,15 +81,22 @@ int main(int argc, char **argv) {
                   .dispatcher = w[STAYS] ? RM_DISPATCH_LOCAL_ALLREDUCE : RM_DISPATCH_ALLTOALL};
   const rm_transport transport = {.name = "none", .waits_there = 1, .exchange = exchange};
   if (w[EP] > 1) tiny_must(rm_comm_create(&transport, 0, (int)w[EP], &rank.ep, &err), &err);
-  const rm_model_options options = {.dtype = RM_BF16, .max_rows = w[ROWS], .max_out_rows = w[OUTS], .static_rows = w[FEW], .rank = &rank};
-  const rm_params params = {.spec = spec, .placement = rm_placement_of(spec, &rank.mesh, 0), .dtype = RM_BF16};
+  const rm_model_options options = {.dtype = RM_BF16,
+                                    .max_rows = w[ROWS],
+                                    .max_out_rows = w[OUTS],
+                                    .static_rows = w[FEW],
+                                    .rank = &rank};
+  const rm_params params = {
+      .spec = spec, .placement = rm_placement_of(spec, &rank.mesh, 0), .dtype = RM_BF16};
   const rm_device device = rm_device_cpu(rm_kernels_best());
   rm_moe moe;
   rm_field fields[RM_MOE_FIELDS];
-  tiny_must(rm_moe_create(&moe, &params, &device, &rank, options.max_rows, options.static_rows, &err), &err);
+  tiny_must(
+      rm_moe_create(&moe, &params, &device, &rank, options.max_rows, options.static_rows, &err),
+      &err);
   const rm_exchanged tp = rm_exchanged_tp(spec, &options), ep = rm_exchanged_ep(spec, &options);
-  printf("%lld %zu %zu %zu %zu %zu %zu\n", (long long)moe.fixed.rows, tp.all, tp.apart, ep.all, ep.apart,
-         rm_fields_bytes(fields, rm_moe_fields(&moe, fields)), rm_moe_bytes(&moe));
+  printf("%lld %zu %zu %zu %zu %zu %zu\n", (long long)moe.fixed.rows, tp.all, tp.apart, ep.all,
+         ep.apart, rm_fields_bytes(fields, rm_moe_fields(&moe, fields)), rm_moe_bytes(&moe));
   rm_moe_destroy(&moe);
   rm_comm_destroy(rank.ep);
   rm_spec_destroy(spec);

@@ -1,27 +1,31 @@
-// fuzz_calls.c: random sequences of 5 to 60 calls of engine.h, in any order and any state, with wrong ids, samples, names, parts and
-// versions among them, on a new engine each (three kinds of model, both dtypes, few pages or many, chunks, threads, prefix
-// caching), which is destroyed wherever the sequence ends. Half of the lives are such a mess; the other half serve most of the time,
-// and commit while they do. Requests are the world's sixteen, and ones that begin with another's prompt and answer. Beside each engine
-// lives a predict.h. Oracle:
+// fuzz_calls.c: random sequences of 5 to 60 calls of engine.h, in any order and any state, with
+// wrong ids, samples, names, parts and versions among them, on a new engine each (three kinds of
+// model, both dtypes, few pages or many, chunks, threads, prefix caching), which is destroyed
+// wherever the sequence ends. Half of the lives are such a mess; the other half serve most of the
+// time, and commit while they do. Requests are the world's sixteen, and ones that begin with
+// another's prompt and answer. Beside each engine lives a predict.h. Oracle:
 //
-//   - every return code is the predicted one; a call that fails leaves statistics, version, digest and requests as they were
-//   - version, digest, asleep, open and unfinished are as predicted after every call; the digest is the sum over parameters of
-//     what each one's latest values add to it
-//   - tokens are those that a lone engine draws with that version's weights, as many as there are yet; a finished request is its
-//     bits, and stays so until it is released. Only requests that were kept over a commit have tokens of several versions; those
-//     keep what they had, and go on as a lone engine of the new version does after the same tokens
-//   - a sequence that is let run out finishes in a bounded number of steps, and no page is held then; no block of memory is held
-//     after destroy
+//   - every return code is the predicted one; a call that fails leaves statistics, version, digest
+//     and requests as they were
+//   - version, digest, asleep, open and unfinished are as predicted after every call; the digest is
+//     the sum over parameters of what each one's latest values add to it
+//   - tokens are those that a lone engine draws with that version's weights, as many as there are
+//     yet; a finished request is its bits, and stays so until it is released. Only requests that
+//     were kept over a commit have tokens of several versions; those keep what they had, and go on
+//     as a lone engine of the new version does after the same tokens
+//   - a sequence that is let run out finishes in a bounded number of steps, and no page is held
+//     then; no block of memory is held after destroy
 //
 //   fuzz_calls [--cases 2000 sequences] [--seconds 0] [--seed 1] [--first 0]
-//       [--plant 1: release of a running request is predicted to work, 2: one value of the digest table is off, 3: a bit of the
+//       [--plant 1: release of a running request is predicted to work, 2: one value of the digest
+//       table is off, 3: a bit of the
 //        lone answers is off, 4: an engine is not destroyed, 5: aborts of a sync are not predicted]
 #include <stdlib.h>
 
 #include "base/memory.h"
 #include "common/life.h"
 
-enum { NOT_FINITE = 5 };   // the last fault of a tensor
+enum { NOT_FINITE = 5 }; // the last fault of a tensor
 enum { WORLDS = 6, TENSOR_BYTES = 1 << 15, MAX_STEPS = 5000 };
 
 typedef struct scene {
@@ -32,13 +36,14 @@ typedef struct scene {
 static char tensor_data[TENSOR_BYTES];
 static long run_out;
 
-// ------------------------------------------------------------------------------------------------ calls: requests
+// -------------------------------------------------------------------------------- calls: requests
 // The id of a request, of one that was released, or any; NULL when no request has it.
 static slot *pick(life *l, uint64_t *id) {
   slot *at = l->slots + fuzz_below(l->f, SLOTS);
   for (int i = 0; i < SLOTS && at->state == EMPTY; i++) at = l->slots + (at + 1 - l->slots) % SLOTS;
   if (at->state != EMPTY && !fuzz_one_in(l->f, 6)) return *id = at->id, at;
-  *id = fuzz_one_in(l->f, 2) && l->n_gone ? l->gone[fuzz_bits(l->f) % l->n_gone % GONE] : (uint64_t)fuzz_integer(l->f);
+  *id = fuzz_one_in(l->f, 2) && l->n_gone ? l->gone[fuzz_bits(l->f) % l->n_gone % GONE]
+                                          : (uint64_t)fuzz_integer(l->f);
   for (at = l->slots; at < l->slots + SLOTS; at++)
     if (at->state != EMPTY && at->id == *id) return at;
   return NULL;
@@ -54,13 +59,14 @@ static void begin_again(life *l, slot *at, int keeps, int keeps_kv) {
   kept += keeps;
 }
 
-// One of the world's; or, as in a conversation, a request that begins with what another was asked and has answered so far, so that
-// pages with generated tokens are found again.
+// One of the world's; or, as in a conversation, a request that begins with what another was asked
+// and has answered so far, so that pages with generated tokens are found again.
 static void compose(life *l, slot *out) {
   out->which = (int)fuzz_below(l->f, REQUESTS);
   out->request = request_of(l->w, out->which, &out->room);
   const slot *from = l->slots + fuzz_below(l->f, SLOTS), *end = l->slots + SLOTS;
-  while (from < end && (from->state == EMPTY || from->which < 0 || !sample_of(l, from, 0).n_tokens)) from++;
+  while (from < end && (from->state == EMPTY || from->which < 0 || !sample_of(l, from, 0).n_tokens))
+    from++;
   if (from == end || fuzz_one_in(l->f, 3)) return;
   const rm_sample_view v = sample_of(l, from, (int32_t)fuzz_below(l->f, samples_of(l, from)));
   if (!v.n_tokens) return;
@@ -77,7 +83,8 @@ static void do_add(life *l) {
   const rm_request r = request_in(&fresh);
   const int64_t positions = r.n_prompt + (r.kind == RM_SCORE ? 0 : NEW_TOKENS - 1);
   codes want = predict_closed(&l->p);
-  if (!want) want = or_ok(wrong_if(0, positions > l->n_pages * l->options.page_size, RM_E_CAPACITY));
+  if (!want)
+    want = or_ok(wrong_if(0, positions > l->n_pages * l->options.page_size, RM_E_CAPACITY));
   const seen before = look(l);
   rm_error err = RM_ERROR_INIT;
   if (!judge(l, ADD, rm_engine_add(l->engine, &r, &fresh.id, &err), want, &err, &before)) return;
@@ -100,7 +107,8 @@ static void do_add_bad(life *l) {
   const seen before = look(l);
   rm_error err = RM_ERROR_INIT;
   uint64_t id;
-  judge(l, ADD_BAD, rm_engine_add(l->engine, &r, &id, &err), predict_closed(&l->p) | code_set(RM_E_REQUEST), &err, &before);
+  judge(l, ADD_BAD, rm_engine_add(l->engine, &r, &id, &err),
+        predict_closed(&l->p) | code_set(RM_E_REQUEST), &err, &before);
 }
 
 static void do_step(life *l) {
@@ -109,7 +117,8 @@ static void do_step(life *l) {
   int64_t rows = -1;
   rm_error err = RM_ERROR_INIT;
   if (!judge(l, STEP, rm_engine_step(l->engine, &rows, &err), want, &err, &before)) return;
-  if (rows > l->options.max_num_batched_tokens || (rows > 0) != predict_works(&l->p)) wrong(l, "a step of another number of rows");
+  if (rows > l->options.max_num_batched_tokens || (rows > 0) != predict_works(&l->p))
+    wrong(l, "a step of another number of rows");
   l->steps += rows > 0;
 }
 
@@ -119,7 +128,8 @@ static void do_abort(life *l) {
   const seen before = look(l);
   rm_error err = RM_ERROR_INIT;
   if (at && at->state == LIVE) at->aborted = 1;
-  judge(l, ABORT, rm_engine_abort(l->engine, id, &err), code_set(at ? RM_OK : RM_E_REQUEST), &err, &before);
+  judge(l, ABORT, rm_engine_abort(l->engine, id, &err), code_set(at ? RM_OK : RM_E_REQUEST), &err,
+        &before);
 }
 
 static void do_release(life *l) {
@@ -127,9 +137,13 @@ static void do_release(life *l) {
   slot *at = pick(l, &id);
   const seen before = look(l);
   rm_error err = RM_ERROR_INIT;
-  if (at && at->state == DONE && tiny_hash(l->engine, id) != at->hash) wrong(l, "a finished request changed before it was released");
-  const rm_code want = !at ? RM_E_REQUEST : at->state == LIVE && l->f->plant != 1 ? RM_E_STATE : RM_OK;
-  if (!judge(l, RELEASE, rm_engine_release(l->engine, id, &err), code_set(want), &err, &before)) return;
+  if (at && at->state == DONE && tiny_hash(l->engine, id) != at->hash)
+    wrong(l, "a finished request changed before it was released");
+  const rm_code want = !at                                     ? RM_E_REQUEST
+                       : at->state == LIVE && l->f->plant != 1 ? RM_E_STATE
+                                                               : RM_OK;
+  if (!judge(l, RELEASE, rm_engine_release(l->engine, id, &err), code_set(want), &err, &before))
+    return;
   at->state = EMPTY;
   l->gone[l->n_gone++ % GONE] = id;
 }
@@ -139,35 +153,44 @@ static void do_view(life *l) {
   const slot *at = pick(l, &id);
   rm_request_view v;
   rm_error err = RM_ERROR_INIT;
-  if (!judge(l, VIEW, rm_engine_view(l->engine, id, &v, &err), code_set(at ? RM_OK : RM_E_REQUEST), &err, NULL)) return;
+  if (!judge(l, VIEW, rm_engine_view(l->engine, id, &v, &err), code_set(at ? RM_OK : RM_E_REQUEST),
+             &err, NULL))
+    return;
   if (v.id != id || v.finished != (at->state == DONE)) wrong(l, "a view of another request");
 }
 
 static void do_sample_view(life *l) {
   uint64_t id;
   const slot *at = pick(l, &id);
-  const int32_t sample = fuzz_one_in(l->f, 4) ? (int32_t)fuzz_integer(l->f) : (int32_t)fuzz_below(l->f, 4);
+  const int32_t sample =
+      fuzz_one_in(l->f, 4) ? (int32_t)fuzz_integer(l->f) : (int32_t)fuzz_below(l->f, 4);
   const int there = at && sample >= 0 && sample < samples_of(l, at);
   rm_sample_view v;
   rm_error err = RM_ERROR_INIT;
   const rm_code code = rm_engine_sample_view(l->engine, id, sample, &v, &err);
-  if (judge(l, SAMPLE_VIEW, code, code_set(there ? RM_OK : RM_E_REQUEST), &err, NULL)) check_tokens(l, at);
+  if (judge(l, SAMPLE_VIEW, code, code_set(there ? RM_OK : RM_E_REQUEST), &err, NULL))
+    check_tokens(l, at);
 }
 
 static void do_stop_sample(life *l) {
   uint64_t id;
   slot *at = pick(l, &id);
-  const int32_t sample = fuzz_one_in(l->f, 8) ? (int32_t)fuzz_integer(l->f) : (int32_t)fuzz_below(l->f, 2);
+  const int32_t sample =
+      fuzz_one_in(l->f, 8) ? (int32_t)fuzz_integer(l->f) : (int32_t)fuzz_below(l->f, 2);
   const int there = at && sample >= 0 && sample < samples_of(l, at);
   const rm_sample_view v = there ? sample_of(l, at, sample) : (rm_sample_view){0};
   const int64_t n = fuzz_one_in(l->f, 4) ? fuzz_integer(l->f) : fuzz_below(l->f, v.n_tokens + 2);
   codes want = wrong_if(0, !there || n < 0 || n > v.n_tokens, RM_E_REQUEST);
-  want = or_ok(wrong_if(want, there && (v.finish == RM_FINISH_ABORT || v.finish == RM_FINISH_ERROR), RM_E_STATE));
+  want = or_ok(wrong_if(want, there && (v.finish == RM_FINISH_ABORT || v.finish == RM_FINISH_ERROR),
+                        RM_E_STATE));
   const seen before = look(l);
   rm_error err = RM_ERROR_INIT;
-  if (!judge(l, STOP_SAMPLE, rm_engine_stop_sample(l->engine, id, sample, n, &err), want, &err, &before)) return;
+  if (!judge(l, STOP_SAMPLE, rm_engine_stop_sample(l->engine, id, sample, n, &err), want, &err,
+             &before))
+    return;
   const rm_sample_view after = sample_of(l, at, sample);
-  if (after.finish != RM_FINISH_STOP || after.stop_token != -1 || after.n_tokens != n) wrong(l, "a sample that was not stopped there");
+  if (after.finish != RM_FINISH_STOP || after.stop_token != -1 || after.n_tokens != n)
+    wrong(l, "a sample that was not stopped there");
   at->stopped = 1;
   if (at->state == DONE) at->hash = tiny_hash(l->engine, id);
 }
@@ -176,11 +199,13 @@ static void do_finished(life *l) {
   uint64_t ids[SLOTS];
   const int64_t capacity = fuzz_below(l->f, SLOTS + 1);
   int64_t waiting = 0;
-  for (slot *at = l->slots; at < l->slots + SLOTS; at++) waiting += at->state == DONE && !at->reported;
+  for (slot *at = l->slots; at < l->slots + SLOTS; at++)
+    waiting += at->state == DONE && !at->reported;
   const uint64_t next = rm_engine_next_finished(l->engine);
   const int64_t n = rm_engine_finished(l->engine, ids, capacity);
   judge(l, FINISHED, RM_OK, code_set(RM_OK), NULL, NULL);
-  if (n != rm_min64(waiting, capacity) || !next != !waiting || (n && ids[0] != next)) wrong(l, "another number of finished requests");
+  if (n != rm_min64(waiting, capacity) || !next != !waiting || (n && ids[0] != next))
+    wrong(l, "another number of finished requests");
   for (int64_t i = 0; i < n; i++) {
     slot *at = l->slots;
     while (at < l->slots + SLOTS && (at->state != DONE || at->id != ids[i] || at->reported)) at++;
@@ -200,12 +225,13 @@ static void do_reset(life *l) {
   judge(l, RESET, RM_OK, code_set(RM_OK), NULL, NULL);
 }
 
-// ------------------------------------------------------------------------------------------------ calls: weights
+// --------------------------------------------------------------------------------- calls: weights
 static int begin(life *l, const rm_sync_options *options) {
   const seen before = look(l);
   rm_error err = RM_ERROR_INIT;
   const codes want = predict_sync_begin(&l->p, options);
-  if (!judge(l, SYNC_BEGIN, rm_engine_sync_begin(l->engine, options, &err), want, &err, &before)) return 0;
+  if (!judge(l, SYNC_BEGIN, rm_engine_sync_begin(l->engine, options, &err), want, &err, &before))
+    return 0;
   l->target = (int)fuzz_below(l->f, SETS);
   return 1;
 }
@@ -213,7 +239,8 @@ static int begin(life *l, const rm_sync_options *options) {
 static void do_begin(life *l) {
   fuzz *f = l->f;
   rm_sync_options options = {.version = -1};
-  if (fuzz_one_in(f, 3)) options.version = (int64_t)((uint64_t)l->p.last + (uint64_t)fuzz_below(f, 4) - 1);
+  if (fuzz_one_in(f, 3))
+    options.version = (int64_t)((uint64_t)l->p.last + (uint64_t)fuzz_below(f, 4) - 1);
   if (fuzz_one_in(f, 30)) options.version = fuzz_one_in(f, 20) ? INT64_MAX : -fuzz_below(f, 100);
   options.cast = fuzz_one_in(f, 4);
   options.allow_nonfinite = fuzz_one_in(f, 4);
@@ -223,7 +250,8 @@ static void do_begin(life *l) {
   begin(l, &options);
 }
 
-// Tensor `param` of a set, out of a buffer that holds other values as soon as the call returns; −1: a name of no parameter.
+// Tensor `param` of a set, out of a buffer that holds other values as soon as the call returns; −1:
+// a name of no parameter.
 static void send(life *l, call which, int64_t param, int set, int fault) {
   const tiny_tensor *from = &l->w->sets[set]->list[rm_max64(param, 0)];
   tiny_tensor t = *from;
@@ -232,7 +260,9 @@ static void send(life *l, call which, int64_t param, int set, int fault) {
   t.tensor.data = tensor_data;
   if (param < 0) memcpy(t.name, "model.layers.9.mlp", 19), t.length = 18;
   if (fault == 1) t.tensor.shape[0]++, code = RM_E_SHAPE;
-  if (fault == 2) t.tensor.dtype = RM_SRC_F64, code = l->p.options.cast ? RM_E_LAYOUT : RM_E_DTYPE;   // the buffer is too small for it
+  if (fault == 2)
+    t.tensor.dtype = RM_SRC_F64,
+    code = l->p.options.cast ? RM_E_LAYOUT : RM_E_DTYPE; // the buffer is too small for it
   if (fault == 3) t.tensor.strides[0] = INT64_MAX / 3, code = RM_E_LAYOUT;
   if (fault == 4) t.tensor.data = NULL, code = RM_E_UNSUPPORTED_TENSOR;
   if (fault == 3 && t.tensor.shape[0] == 1) return;
@@ -240,8 +270,10 @@ static void send(life *l, call which, int64_t param, int set, int fault) {
   const seen before = look(l);
   rm_error err = RM_ERROR_INIT;
   const int pushes = which == SYNC_PUSH;
-  const codes want = pushes ? predict_push(&l->p, param, set, code, fault == NOT_FINITE) : predict_check(&l->p, param, code);
-  const rm_code got = (pushes ? rm_engine_sync_push : rm_engine_sync_check)(l->engine, t.name, t.length, &t.tensor, &err);
+  const codes want = pushes ? predict_push(&l->p, param, set, code, fault == NOT_FINITE)
+                            : predict_check(&l->p, param, code);
+  const rm_code got = (pushes ? rm_engine_sync_push
+                              : rm_engine_sync_check)(l->engine, t.name, t.length, &t.tensor, &err);
   judge(l, which, got, want, &err, &before);
   memset(tensor_data, 0xFF, (size_t)from->tensor.span_hi);
 }
@@ -258,10 +290,14 @@ static void do_push(life *l) { do_tensor(l, SYNC_PUSH); }
 
 // All that have not come, but one now and then.
 static void do_push_rest(life *l) {
-  const int64_t without = fuzz_one_in(l->f, 8) ? fuzz_below(l->f, l->p.n_params) : fuzz_one_in(l->f, 8) ? l->p.bias : -1;
-  const int64_t poisoned = l->p.options.allow_nonfinite && fuzz_one_in(l->f, 2) ? fuzz_below(l->f, l->p.n_params) : -1;
+  const int64_t without = fuzz_one_in(l->f, 8)   ? fuzz_below(l->f, l->p.n_params)
+                          : fuzz_one_in(l->f, 8) ? l->p.bias
+                                                 : -1;
+  const int64_t poisoned =
+      l->p.options.allow_nonfinite && fuzz_one_in(l->f, 2) ? fuzz_below(l->f, l->p.n_params) : -1;
   for (int64_t i = 0; i < l->p.n_params && l->p.open; i++)
-    if (!l->p.seen[i] && i != without) send(l, SYNC_PUSH, i, l->target, i == poisoned ? NOT_FINITE : 0);
+    if (!l->p.seen[i] && i != without)
+      send(l, SYNC_PUSH, i, l->target, i == poisoned ? NOT_FINITE : 0);
 }
 
 static uint64_t tokens_hash(life *l, const slot *at, int64_t *n_tokens) {
@@ -277,7 +313,8 @@ static uint64_t tokens_hash(life *l, const slot *at, int64_t *n_tokens) {
 }
 
 // What becomes of the requests in flight.
-static void check_commit(life *l, rm_inflight inflight, const uint64_t *hashes, const int64_t *had) {
+static void check_commit(life *l, rm_inflight inflight, const uint64_t *hashes,
+                         const int64_t *had) {
   for (int i = 0; i < SLOTS; i++) {
     slot *at = &l->slots[i];
     if (at->state != LIVE) continue;
@@ -286,7 +323,8 @@ static void check_commit(life *l, rm_inflight inflight, const uint64_t *hashes, 
     const int keeps = inflight >= RM_INFLIGHT_KEEP && had[i] > 0;
     if (inflight == RM_INFLIGHT_ABORT) at->aborted = 1;
     else begin_again(l, at, keeps, inflight == RM_INFLIGHT_KEEP_KV);
-    if (keeps || inflight == RM_INFLIGHT_ABORT ? hash != hashes[i] : has != 0) wrong(l, "a commit did something else to a request");
+    if (keeps || inflight == RM_INFLIGHT_ABORT ? hash != hashes[i] : has != 0)
+      wrong(l, "a commit did something else to a request");
   }
 }
 
@@ -305,14 +343,15 @@ static void do_commit(life *l) {
   rm_error err = RM_ERROR_INIT;
   const rm_code code = rm_engine_sync_commit(l->engine, inflight, &report, &err);
   if (!judge(l, SYNC_COMMIT, code, want, &err, was_open == l->p.open ? &before : NULL)) return;
-  if (report.version != l->p.version || report.n_tensors != n || report.n_parameters != n || report.n_skipped != skipped ||
-      report.digest != rm_store_digest(rm_engine_store(l->engine)))
+  if (report.version != l->p.version || report.n_tensors != n || report.n_parameters != n ||
+      report.n_skipped != skipped || report.digest != rm_store_digest(rm_engine_store(l->engine)))
     wrong(l, "a wrong report");
   check_commit(l, inflight, hashes, had);
 }
 
 static void do_sync(life *l) {
-  if (begin(l, &(rm_sync_options){.version = -1, .in_place = fuzz_one_in(l->f, 4)})) do_push_rest(l);
+  if (begin(l, &(rm_sync_options){.version = -1, .in_place = fuzz_one_in(l->f, 4)}))
+    do_push_rest(l);
   if (l->p.open) do_commit(l);
 }
 
@@ -322,7 +361,9 @@ static void do_sync_abort(life *l) {
   judge(l, SYNC_ABORT, RM_OK, code_set(RM_OK), NULL, NULL);
 }
 
-static unsigned pick_parts(fuzz *f) { return fuzz_one_in(f, 10) ? (unsigned)fuzz_integer(f) : 1 + (unsigned)fuzz_below(f, 3); }
+static unsigned pick_parts(fuzz *f) {
+  return fuzz_one_in(f, 10) ? (unsigned)fuzz_integer(f) : 1 + (unsigned)fuzz_below(f, 3);
+}
 
 static void do_sleep(life *l) {
   const unsigned parts = pick_parts(l->f) | (fuzz_one_in(l->f, 2) ? RM_SLEEP_OFFLOAD : 0);
@@ -340,11 +381,11 @@ static void do_wake(life *l) {
   judge(l, WAKE, rm_engine_wake(l->engine, parts, &err), want, &err, &before);
 }
 
-// ------------------------------------------------------------------------------------------------ sequences
+// -------------------------------------------------------------------------------------- sequences
 enum { DO_PAUSE, DO_WAKE, DO_SYNC, N_ACTS = 20 };
 static const struct {
   void (*act)(life *);
-  int weights[2];               // in any order and state; in a life that mostly serves
+  int weights[2]; // in any order and state; in a life that mostly serves
   int ends_requests;
 } acts[N_ACTS] = {
     [DO_PAUSE] = {do_pause, {3, 0}, 0},
@@ -414,7 +455,8 @@ static void run_to_the_end(life *l) {
     check_all(l, 1);
   }
   const seen s = look(l);
-  if (!l->p.live && (s.stats.waiting || s.stats.running || s.stats.kv_pages_free != s.stats.kv_pages))
+  if (!l->p.live &&
+      (s.stats.waiting || s.stats.running || s.stats.kv_pages_free != s.stats.kv_pages))
     wrong(l, "something is held by nothing");
   run_out += !l->p.live;
 }
@@ -428,24 +470,31 @@ static void one_sequence(scene *s) {
   l.serves = fuzz_one_in(&s->f, 2);
   choose_options(&l);
   rm_error err = RM_ERROR_INIT;
-  judge(&l, CREATE, rm_engine_create(l.w->model->spec, &l.options, &l.engine, &err), code_set(RM_OK), &err, NULL);
+  judge(&l, CREATE, rm_engine_create(l.w->model->spec, &l.options, &l.engine, &err),
+        code_set(RM_OK), &err, NULL);
   if (!fuzz_one_in(&s->f, 8)) do_sync(&l);
   for (int64_t n = 5 + fuzz_below(&s->f, 56); n > 0; n--) act(&l);
   if (fuzz_one_in(&s->f, 4)) run_to_the_end(&l);
   if (s->f.plant != 4) rm_engine_destroy(l.engine);
   judge(&l, DESTROY, RM_OK, code_set(RM_OK), NULL, NULL);
-  if (rm_memory_blocks() != blocks || rm_memory_mapped() != mapped) wrong(&l, "blocks of memory are still held");
+  if (rm_memory_blocks() != blocks || rm_memory_mapped() != mapped)
+    wrong(&l, "blocks of memory are still held");
 }
 
 static void report(const scene *s, long cases) {
   long calls = 0;
-  for (int c = 0; c < N_CALLS; c++) printf("%s %ld + %ld refused%s", call_names[c], done[c], refused[c], c == N_CALLS - 1 ? "\n" : ", ");
-  printf("samples: %ld stopped, %ld at their length, %ld aborted, %ld failed; requests: %ld of one whole version, %ld kept over a commit, "
-         "%ld of whose samples went on as predicted, %ld begun with another's answer; %ld preemptions; %ld sequences run out\n",
-         ends[RM_FINISH_STOP], ends[RM_FINISH_LENGTH], ends[RM_FINISH_ABORT], ends[RM_FINISH_ERROR], whole, kept, continued, followed,
-         preempted, run_out);
+  for (int c = 0; c < N_CALLS; c++)
+    printf("%s %ld + %ld refused%s", call_names[c], done[c], refused[c],
+           c == N_CALLS - 1 ? "\n" : ", ");
+  printf("samples: %ld stopped, %ld at their length, %ld aborted, %ld failed; requests: %ld of one "
+         "whole version, %ld kept over a commit, "
+         "%ld of whose samples went on as predicted, %ld begun with another's answer; %ld "
+         "preemptions; %ld sequences run out\n",
+         ends[RM_FINISH_STOP], ends[RM_FINISH_LENGTH], ends[RM_FINISH_ABORT], ends[RM_FINISH_ERROR],
+         whole, kept, continued, followed, preempted, run_out);
   for (int c = 0; c < RM_N_CODE; c++) calls += verdicts[c];
-  printf("fuzz_calls: %ld sequences of %ld calls, seed %" PRIu64 ", %.1f s:", cases, calls, s->f.seed, fuzz_seconds(&s->f));
+  printf("fuzz_calls: %ld sequences of %ld calls, seed %" PRIu64 ", %.1f s:", cases, calls,
+         s->f.seed, fuzz_seconds(&s->f));
   for (int c = 0; c < RM_N_CODE; c++)
     if (verdicts[c]) printf(" %s %ld", rm_code_name((rm_code)c), verdicts[c]);
   putchar('\n');
@@ -454,10 +503,12 @@ static void report(const scene *s, long cases) {
 // Where there were enough cases, one of everything must have been among them.
 static void check_counts(void) {
   for (int c = 0; c < N_CALLS; c++)
-    if ((c != ADD_BAD && !done[c]) || (!never_fails[c] && !refused[c])) tiny_die("%s never worked, or was never refused", call_names[c]);
+    if ((c != ADD_BAD && !done[c]) || (!never_fails[c] && !refused[c]))
+      tiny_die("%s never worked, or was never refused", call_names[c]);
   for (int finish = RM_FINISH_STOP; finish <= RM_FINISH_ERROR; finish++)
     if (!ends[finish]) tiny_die("no sample ended by %d", finish);
-  if (!whole || !kept || !continued || !followed || !preempted || !run_out) tiny_die("a kind of request never came");
+  if (!whole || !kept || !continued || !followed || !preempted || !run_out)
+    tiny_die("a kind of request never came");
 }
 
 int main(int argc, char **argv) {

@@ -1,18 +1,23 @@
-// fuzz_requests.c: every field of rm_request with values at and beyond its limits, held against an oracle that knows the rules
-// from the documentation (engine.h, the docstring of SamplingParams) and shares nothing with the engine.
+// fuzz_requests.c: every field of rm_request with values at and beyond its limits, held against an
+// oracle that knows the rules from the documentation (engine.h, the docstring of SamplingParams)
+// and shares nothing with the engine.
 //
-//   - the verdict is the oracle's: accepted, RM_E_REQUEST when malformed, else RM_E_CAPACITY when it can never fit; and the
-//     message names a field that is wrong
-//   - a refused request leaves all statistics as they were, byte for byte; ids go on where they stopped
-//   - an accepted one, aborted and released, leaves them as they were too; no block of memory stays behind
-//   - one in 100 of the accepted runs to its end, half of them beside another request, and its answer is the bits of another
-//     engine (ref kernels, no prefix cache, no chunks); tokens, logprobs, ends and top-k obey their definitions
+//   - the verdict is the oracle's: accepted, RM_E_REQUEST when malformed, else RM_E_CAPACITY when
+//     it can never fit; and the message names a field that is wrong
+//   - a refused request leaves all statistics as they were, byte for byte; ids go on where they
+//     stopped
+//   - an accepted one, aborted and released, leaves them as they were too; no block of memory stays
+//     behind
+//   - one in 100 of the accepted runs to its end, half of them beside another request, and its
+//     answer is the bits of another engine (ref kernels, no prefix cache, no chunks); tokens,
+//     logprobs, ends and top-k obey their definitions
 //
-// Arrays end where a heap block ends, so that ASan sees a read too many. Of the six engines three can run; in the others the KV
-// cache or the weights sleep, or no weights came yet.
+// Arrays end where a heap block ends, so that ASan sees a read too many. Of the six engines three
+// can run; in the others the KV cache or the weights sleep, or no weights came yet.
 //
 //   fuzz_requests [--cases 100000] [--seconds 0] [--seed 1] [--first 0]
-//       [--plant 1: the oracle lets top_p be 0, 2: takes a page too few for enough, 3: a request is not released, 4: another seed]
+//       [--plant 1: the oracle lets top_p be 0, 2: takes a page too few for enough, 3: a request is
+//       not released, 4: another seed]
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
@@ -21,9 +26,18 @@
 #include "base/memory.h"
 #include "common/fuzz.h"
 
-enum { VOCAB = 131, LONGEST = 64, PAGE = 16, MAX_SAMPLES = 16384, RUN_ONE_IN = 100, RUN_SAMPLES = 8, PLACES = 6, RUNNING_PLACES = 3 };
+enum {
+  VOCAB = 131,
+  LONGEST = 64,
+  PAGE = 16,
+  MAX_SAMPLES = 16384,
+  RUN_ONE_IN = 100,
+  RUN_SAMPLES = 8,
+  PLACES = 6,
+  RUNNING_PLACES = 3
+};
 
-// ------------------------------------------------------------------------------------------------ rules
+// ------------------------------------------------------------------------------------------ rules
 // clang-format off
 typedef enum rule {
   KIND, PROMPT_EMPTY, PROMPT_NULL, PROMPT_LONG, PROMPT_ID, SAMPLES, MAX_TOKENS, MIN_TOKENS, TEMPERATURE, TOP_P, MIN_P, TOP_K, LOGPROBS,
@@ -44,12 +58,12 @@ static const struct {
 };
 // clang-format on
 
-typedef struct place {          // an engine and what the oracle knows of it
+typedef struct place { // an engine and what the oracle knows of it
   tiny_model *model;
   tiny_weights *weights;
-  rm_engine *engine, *lone;     // lone: NULL where nothing can run
+  rm_engine *engine, *lone; // lone: NULL where nothing can run
   rm_engine_options options;
-  rm_code closed;               // what every request meets here, RM_OK where requests are let in
+  rm_code closed; // what every request meets here, RM_OK where requests are let in
   int64_t n_pages;
   uint64_t next_id;
 } place;
@@ -57,15 +71,17 @@ typedef struct place {          // an engine and what the oracle knows of it
 typedef struct scene {
   fuzz f;
   place places[PLACES];
-  int32_t *prompt, *stops;      // [LONGEST], [VOCAB]; used from the end
-  int32_t *bias_ids, *banned, *words, *ends;   // [VOCAB], as the next; used from the end
+  int32_t *prompt, *stops; // [LONGEST], [VOCAB]; used from the end
+  int32_t *bias_ids, *banned, *words, *ends; // [VOCAB], as the next; used from the end
   float *biases;
-  float *logits, *lone_logits;  // [LONGEST][VOCAB]
+  float *logits, *lone_logits; // [LONGEST][VOCAB]
   size_t blocks;
   long broken[N_RULES], codes[RM_N_CODE], runs, stopped, full, scored;
 } scene;
 
-static _Noreturn void wrong(scene *s, const char *what) { tiny_die("%s: %s", fuzz_where(&s->f), what); }
+static _Noreturn void wrong(scene *s, const char *what) {
+  tiny_die("%s: %s", fuzz_where(&s->f), what);
+}
 
 static int in_vocab(const int32_t *ids, int64_t n) {
   for (int64_t i = 0; i < n; i++)
@@ -108,7 +124,8 @@ static int is_tame(const place *at, const rm_request *r) {
   for (int64_t i = 0; i < r->n_biases; i++)
     if (fabsf(r->biases[i]) > 1000) return 0;
   const float repetition = r->repetition_penalty;
-  return (repetition == 0 || (repetition >= 0.01f && repetition <= 100)) && (n < VOCAB || !(r->n_banned || r->n_bad_words));
+  return (repetition == 0 || (repetition >= 0.01f && repetition <= 100)) &&
+         (n < VOCAB || !(r->n_banned || r->n_bad_words));
 }
 
 // Tokens a sample may have in the end.
@@ -117,7 +134,8 @@ static int64_t room_for(const rm_request *r) {
   return r->kind == RM_SCORE ? 0 : r->max_tokens < room ? r->max_tokens : room;
 }
 
-// The rules that a request breaks, a bit each. What a rule needs to hold before it makes sense is asked first.
+// The rules that a request breaks, a bit each. What a rule needs to hold before it makes sense is
+// asked first.
 static uint32_t oracle(const place *at, const rm_request *r, long plant) {
   const int generates = r->kind == RM_GENERATE, samples = generates || r->score_sampling;
   uint32_t broken = 0;
@@ -129,50 +147,61 @@ static uint32_t oracle(const place *at, const rm_request *r, long plant) {
   if (!broken) RULE(PROMPT_ID, in_vocab(r->prompt, r->n_prompt));
   RULE(SAMPLES, !generates || (r->n > 0 && r->n <= MAX_SAMPLES));
   RULE(MAX_TOKENS, !generates || r->max_tokens > 0);
-  RULE(MIN_TOKENS, !generates || (r->min_tokens >= 0 && (r->min_tokens <= r->max_tokens || r->max_tokens <= 0)));
+  RULE(MIN_TOKENS, !generates || (r->min_tokens >= 0 &&
+                                  (r->min_tokens <= r->max_tokens || r->max_tokens <= 0)));
   RULE(TEMPERATURE, !samples || (r->temperature >= 0 && r->temperature <= FLT_MAX));
-  RULE(TOP_P, !samples || (plant == 1 ? r->top_p >= 0 && r->top_p <= 1 : r->top_p > 0 && r->top_p <= 1));
+  RULE(TOP_P,
+       !samples || (plant == 1 ? r->top_p >= 0 && r->top_p <= 1 : r->top_p > 0 && r->top_p <= 1));
   RULE(MIN_P, !samples || (r->min_p >= 0 && r->min_p <= 1));
   RULE(TOP_K, !samples || r->top_k > -2);
   RULE(LOGPROBS, r->logprobs >= 0 && r->logprobs <= VOCAB);
   RULE(PROMPT_LOGPROBS, r->prompt_logprobs >= -1 && r->prompt_logprobs <= VOCAB);
-  RULE(KEPT_TOKENS, !r->kept_tokens || (generates && r->top_k >= 1 && r->top_k < VOCAB && r->min_tokens == 0));
-  RULE(PENALTIES, r->repetition_penalty >= 0 && r->repetition_penalty <= FLT_MAX && fabsf(r->frequency_penalty) <= 2 &&
-                      fabsf(r->presence_penalty) <= 2);
-  RULE(BIASES, is_list(r->bias_ids, r->n_biases) && (r->n_biases == 0 || r->biases) && r->n_biases <= VOCAB);
-  if (r->n_biases > 0 && !(broken >> BIASES & 1)) RULE(BIASES, are_finite(r->biases, r->n_biases) && in_vocab(r->bias_ids, r->n_biases));
+  RULE(KEPT_TOKENS,
+       !r->kept_tokens || (generates && r->top_k >= 1 && r->top_k < VOCAB && r->min_tokens == 0));
+  RULE(PENALTIES, r->repetition_penalty >= 0 && r->repetition_penalty <= FLT_MAX &&
+                      fabsf(r->frequency_penalty) <= 2 && fabsf(r->presence_penalty) <= 2);
+  RULE(BIASES, is_list(r->bias_ids, r->n_biases) && (r->n_biases == 0 || r->biases) &&
+                   r->n_biases <= VOCAB);
+  if (r->n_biases > 0 && !(broken >> BIASES & 1))
+    RULE(BIASES, are_finite(r->biases, r->n_biases) && in_vocab(r->bias_ids, r->n_biases));
   RULE(BANNED, is_list(r->banned, r->n_banned) && in_vocab(r->banned, r->n_banned));
   RULE(BAD_WORDS, is_list(r->bad_word_ends, r->n_bad_words) && r->n_bad_words <= 16384);
   if (r->n_bad_words > 0 && !(broken >> BAD_WORDS & 1)) RULE(BAD_WORDS, words_are_good(r));
-  const int penalties =
-      !(r->repetition_penalty == 0 || r->repetition_penalty == 1) || r->frequency_penalty != 0 || r->presence_penalty != 0;
+  const int penalties = !(r->repetition_penalty == 0 || r->repetition_penalty == 1) ||
+                        r->frequency_penalty != 0 || r->presence_penalty != 0;
   RULE(EDITS_KEPT, !r->kept_tokens || !(penalties || r->n_biases || r->n_banned || r->n_bad_words));
   RULE(EDITS_SCORED, generates || !(penalties || r->n_bad_words));
   RULE(STOP_COUNT, r->n_stop_ids >= 0);
   RULE(STOP_NULL, r->stop_ids || r->n_stop_ids <= 0);
   if (r->stop_ids && r->n_stop_ids > 0) RULE(STOP_ID, in_vocab(r->stop_ids, r->n_stop_ids));
-  if (!broken) {   // the last token is never fed back
+  if (!broken) { // the last token is never fed back
     const int64_t positions = r->n_prompt + room_for(r) - (generates ? 1 : 0);
     RULE(CAPACITY, positions <= (at->n_pages - (plant == 2)) * PAGE);
   }
-  if (!broken) RULE(ALL_BANNED, !generates || !r->min_tokens || !everything_stops(at, r));   // said of what could run otherwise
+  if (!broken)
+    RULE(ALL_BANNED, !generates || !r->min_tokens ||
+                         !everything_stops(at, r)); // said of what could run otherwise
 #undef RULE
   return broken;
 }
 
-static rm_code verdict(uint32_t broken) { return !broken ? RM_OK : broken == 1u << CAPACITY ? RM_E_CAPACITY : RM_E_REQUEST; }
+static rm_code verdict(uint32_t broken) {
+  return !broken ? RM_OK : broken == 1u << CAPACITY ? RM_E_CAPACITY : RM_E_REQUEST;
+}
 
-// ------------------------------------------------------------------------------------------------ requests
+// --------------------------------------------------------------------------------------- requests
 static void put_prompt(scene *s, rm_request *r, int64_t n) {
   r->n_prompt = n;
   r->prompt = s->prompt + (n >= 0 && n <= LONGEST ? LONGEST - n : LONGEST - 1);
-  for (int64_t i = 0; n <= LONGEST && i < n; i++) s->prompt[LONGEST - 1 - i] = (int32_t)fuzz_below(&s->f, VOCAB);
+  for (int64_t i = 0; n <= LONGEST && i < n; i++)
+    s->prompt[LONGEST - 1 - i] = (int32_t)fuzz_below(&s->f, VOCAB);
 }
 
 static void put_stops(scene *s, rm_request *r, int64_t n, int all) {
   r->n_stop_ids = n;
   r->stop_ids = s->stops + VOCAB - n;
-  for (int64_t i = 0; i < n; i++) s->stops[VOCAB - 1 - i] = (int32_t)(all ? i : fuzz_below(&s->f, VOCAB));
+  for (int64_t i = 0; i < n; i++)
+    s->stops[VOCAB - 1 - i] = (int32_t)(all ? i : fuzz_below(&s->f, VOCAB));
 }
 
 static void put_banned(scene *s, rm_request *r, int64_t n) {
@@ -196,9 +225,11 @@ static void put_words(scene *s, rm_request *r, int64_t n) {
   int32_t length = 0;
   r->n_bad_words = n;
   r->bad_word_ends = s->ends + VOCAB - n;
-  for (int64_t i = 0; i < n; i++) s->ends[VOCAB - n + i] = length += 1 + (int32_t)fuzz_below(&s->f, 3);
+  for (int64_t i = 0; i < n; i++)
+    s->ends[VOCAB - n + i] = length += 1 + (int32_t)fuzz_below(&s->f, 3);
   r->bad_words = s->words + VOCAB - length;
-  for (int32_t i = 0; i < length; i++) s->words[VOCAB - 1 - i] = (int32_t)fuzz_below(&s->f, fuzz_one_in(&s->f, 2) ? 9 : VOCAB);
+  for (int32_t i = 0; i < length; i++)
+    s->words[VOCAB - 1 - i] = (int32_t)fuzz_below(&s->f, fuzz_one_in(&s->f, 2) ? 9 : VOCAB);
 }
 
 // Logit edits that the kind of the request may have.
@@ -231,15 +262,17 @@ static rm_request valid(scene *s) {
   r.logprobs = fuzz_one_in(f, 4) ? (int32_t)fuzz_below(f, 6) : 0;
   r.prompt_logprobs = fuzz_one_in(f, 4) ? (int32_t)fuzz_below(f, 6) : -1;
   r.score_sampling = fuzz_one_in(f, 2);
-  r.kept_tokens = r.kind == RM_GENERATE && r.top_k > 0 && r.top_k < VOCAB && !r.min_tokens && fuzz_one_in(f, 2);
+  r.kept_tokens =
+      r.kind == RM_GENERATE && r.top_k > 0 && r.top_k < VOCAB && !r.min_tokens && fuzz_one_in(f, 2);
   if (!r.kept_tokens && fuzz_one_in(f, 3)) put_edits(s, &r);
   return r;
 }
 
 static float hostile_float(fuzz *f) {
-  static const float values[] = {NAN,           -NAN,           INFINITY, -INFINITY, 0.0f,    -0.0f,    0x1p-149f,
-                                 -0x1p-149f,    0x1p-127f,      FLT_MIN,  -1.0f,     FLT_MAX, -FLT_MAX, 1.0f,
-                                 0x1.000002p0f, 0x1.fffffep-1f, 0.5f,     2.0f,      1e-20f,  1e20f};
+  static const float values[] = {
+      NAN,           -NAN,           INFINITY, -INFINITY, 0.0f,    -0.0f,    0x1p-149f,
+      -0x1p-149f,    0x1p-127f,      FLT_MIN,  -1.0f,     FLT_MAX, -FLT_MAX, 1.0f,
+      0x1.000002p0f, 0x1.fffffep-1f, 0.5f,     2.0f,      1e-20f,  1e20f};
   const uint32_t bits = (uint32_t)fuzz_bits(f);
   float value;
   memcpy(&value, &bits, sizeof value);
@@ -247,7 +280,8 @@ static float hostile_float(fuzz *f) {
 }
 
 static int32_t hostile_small(fuzz *f, int32_t limit) {
-  const int32_t values[] = {-2, -1, 0, 1, limit - 1, limit, limit + 1, INT32_MIN, INT32_MAX, (int32_t)fuzz_integer(f)};
+  const int32_t values[] = {-2,    -1,        0,         1,         limit - 1,
+                            limit, limit + 1, INT32_MIN, INT32_MAX, (int32_t)fuzz_integer(f)};
   return values[fuzz_below(f, sizeof values / sizeof *values)];
 }
 
@@ -292,7 +326,9 @@ static void hostile_edits(scene *s, rm_request *r) {
     case 9: put_biases(s, r, 2), s->biases[VOCAB - 2] = hostile_float(f); break;
     case 10: r->bad_word_ends = NULL, r->n_bad_words = fuzz_integer(f); break;
     case 11: put_words(s, r, 2), s->words[VOCAB - 1] = hostile_small(f, VOCAB); break;
-    case 12: put_words(s, r, 3), s->ends[VOCAB - 3 + fuzz_below(f, 2)] = -(int32_t)fuzz_below(f, 2); break;
+    case 12:
+      put_words(s, r, 3), s->ends[VOCAB - 3 + fuzz_below(f, 2)] = -(int32_t)fuzz_below(f, 2);
+      break;
     default: put_words(s, r, 2), r->bad_words = NULL;
   }
 }
@@ -304,7 +340,8 @@ static void mutate(scene *s, rm_request *r) {
     case 1: put_prompt(s, r, hostile_length(f, r->kind == RM_SCORE ? LONGEST : LONGEST - 1)); break;
     case 2: r->prompt = fuzz_one_in(f, 2) ? NULL : r->prompt; break;
     case 3:
-      if (r->n_prompt > 0 && r->n_prompt <= LONGEST) s->prompt[LONGEST - 1 - fuzz_below(f, r->n_prompt)] = hostile_small(f, VOCAB);
+      if (r->n_prompt > 0 && r->n_prompt <= LONGEST)
+        s->prompt[LONGEST - 1 - fuzz_below(f, r->n_prompt)] = hostile_small(f, VOCAB);
       break;
     case 4: hostile_samples(s, r); break;
     case 5: r->max_tokens = hostile_length(f, LONGEST - (r->n_prompt & 63)); break;
@@ -318,33 +355,42 @@ static void mutate(scene *s, rm_request *r) {
     case 13: r->logprobs = hostile_small(f, VOCAB); break;
     case 14: r->prompt_logprobs = hostile_small(f, VOCAB); break;
     case 15: r->score_sampling = (int)fuzz_integer(f); break;
-    case 16: r->ignore_eos = (int)fuzz_integer(f), r->has_seed = (int)fuzz_integer(f), r->seed = (uint64_t)fuzz_integer(f); break;
+    case 16:
+      r->ignore_eos = (int)fuzz_integer(f), r->has_seed = (int)fuzz_integer(f),
+      r->seed = (uint64_t)fuzz_integer(f);
+      break;
     case 17: r->kept_tokens = fuzz_one_in(f, 2) ? 1 : (int)fuzz_integer(f); break;
     case 18: put_edits(s, r); break;
     case 19:
     case 20: hostile_edits(s, r); break;
-    default: r->logits_out = r->kind == RM_SCORE && r->n_prompt <= LONGEST ? s->logits : (float *)(uintptr_t)64;   // unused in the others
+    default:
+      r->logits_out = r->kind == RM_SCORE && r->n_prompt <= LONGEST
+                          ? s->logits
+                          : (float *)(uintptr_t)64; // unused in the others
   }
 }
 
-// ------------------------------------------------------------------------------------------------ answers
+// ---------------------------------------------------------------------------------------- answers
 // Logprobs of tokens that were drawn, or of given ones, which filters may have excluded.
 static void check_logprobs(scene *s, const float *values, int64_t n, int excluded) {
   for (int64_t i = 0; i < n; i++)
-    if (!(values[i] <= 0) || (isinf(values[i]) && !excluded)) wrong(s, "a logprob is not a number ≤ 0");
+    if (!(values[i] <= 0) || (isinf(values[i]) && !excluded))
+      wrong(s, "a logprob is not a number ≤ 0");
 }
 
-static void check_top(scene *s, const int32_t *ids, const float *logprobs, int64_t n, int32_t k, const int32_t *tokens,
-                      const float *chosen) {
+static void check_top(scene *s, const int32_t *ids, const float *logprobs, int64_t n, int32_t k,
+                      const int32_t *tokens, const float *chosen) {
   for (int64_t i = 0; i < n; i++, ids += k, logprobs += k) {
     uint8_t seen[VOCAB] = {0};
     for (int32_t j = 0; j < k; j++) {
       if (!in_vocab(&ids[j], 1) || seen[ids[j]]++) wrong(s, "a top id is no token, or comes twice");
       if (j && logprobs[j] > logprobs[j - 1]) wrong(s, "top logprobs do not descend");
-      if (ids[j] == tokens[i] && memcmp(&logprobs[j], &chosen[i], sizeof(float))) wrong(s, "a token has two logprobs");
+      if (ids[j] == tokens[i] && memcmp(&logprobs[j], &chosen[i], sizeof(float)))
+        wrong(s, "a token has two logprobs");
     }
     if (k && chosen[i] > logprobs[0]) wrong(s, "a token is likelier than the likeliest");
-    if (k && !seen[tokens[i]] && chosen[i] > logprobs[k - 1]) wrong(s, "a token is missing in the top");
+    if (k && !seen[tokens[i]] && chosen[i] > logprobs[k - 1])
+      wrong(s, "a token is missing in the top");
   }
 }
 
@@ -355,25 +401,31 @@ static void check_kept(scene *s, const rm_request *r, const rm_sample_view *w) {
     const int32_t *ids = w->top_ids + i * w->n_top;
     int found = 0;
     for (int32_t j = 0; j < w->kept[i] && j < w->n_top; j++) found |= ids[j] == w->tokens[i];
-    if (!found || w->kept[i] > r->top_k) wrong(s, "a token that was not kept, or more kept than top_k");
+    if (!found || w->kept[i] > r->top_k)
+      wrong(s, "a token that was not kept, or more kept than top_k");
   }
 }
 
 static int stops_at(const place *at, const rm_request *r, int32_t token, int with_eos) {
   int found = 0;
   for (int64_t i = 0; i < r->n_stop_ids; i++) found |= r->stop_ids[i] == token;
-  for (int64_t i = 0; with_eos && i < at->options.n_eos; i++) found |= at->options.eos_ids[i] == token;
+  for (int64_t i = 0; with_eos && i < at->options.n_eos; i++)
+    found |= at->options.eos_ids[i] == token;
   return found;
 }
 
 static void check_sample(scene *s, const place *at, const rm_request *r, const rm_sample_view *w) {
   if (!in_vocab(w->tokens, w->n_tokens)) wrong(s, "a token is not in the vocabulary");
-  if (w->n_tokens > room_for(r) || (w->finish == RM_FINISH_LENGTH && w->n_tokens != room_for(r))) wrong(s, "a sample of another length");
-  if (w->finish != RM_FINISH_STOP && w->finish != RM_FINISH_LENGTH) wrong(s, "a sample ended by neither stop nor length");
+  if (w->n_tokens > room_for(r) || (w->finish == RM_FINISH_LENGTH && w->n_tokens != room_for(r)))
+    wrong(s, "a sample of another length");
+  if (w->finish != RM_FINISH_STOP && w->finish != RM_FINISH_LENGTH)
+    wrong(s, "a sample ended by neither stop nor length");
   for (int64_t i = 0; i < w->n_tokens; i++) {
     const int last = i == w->n_tokens - 1, stops = stops_at(at, r, w->tokens[i], !r->ignore_eos);
-    if (stops != (last && w->finish == RM_FINISH_STOP)) wrong(s, "a stop token did not end the sample, or another did");
-    if (i < r->min_tokens && stops_at(at, r, w->tokens[i], 1)) wrong(s, "a stop token before min_tokens");
+    if (stops != (last && w->finish == RM_FINISH_STOP))
+      wrong(s, "a stop token did not end the sample, or another did");
+    if (i < r->min_tokens && stops_at(at, r, w->tokens[i], 1))
+      wrong(s, "a stop token before min_tokens");
     for (int64_t b = 0; b < r->n_banned; b++)
       if (r->banned[b] == w->tokens[i]) wrong(s, "a banned token was drawn");
     if (w->versions[i] != 0 || w->no_contract[i]) wrong(s, "a token of another version");
@@ -389,17 +441,20 @@ static void check_sample(scene *s, const place *at, const rm_request *r, const r
 }
 
 static void same(scene *s, const void *a, const void *b, int64_t n, size_t bytes) {
-  if (!a != !b || (a && n > 0 && memcmp(a, b, (size_t)n * bytes))) wrong(s, "the answer differs from another engine's");
+  if (!a != !b || (a && n > 0 && memcmp(a, b, (size_t)n * bytes)))
+    wrong(s, "the answer differs from another engine's");
 }
 
-static void compare_samples(scene *s, const place *at, const rm_request *r, uint64_t id, uint64_t lone_id, int32_t sample) {
+static void compare_samples(scene *s, const place *at, const rm_request *r, uint64_t id,
+                            uint64_t lone_id, int32_t sample) {
   const int64_t routed = at->model->spec->n_moe_layers * at->model->spec->top_k;
   rm_error err = RM_ERROR_INIT;
   rm_sample_view a, b;
   tiny_must(rm_engine_sample_view(at->engine, id, sample, &a, &err), &err);
   tiny_must(rm_engine_sample_view(at->lone, lone_id, sample, &b, &err), &err);
   check_sample(s, at, r, &a);
-  if (a.n_tokens != b.n_tokens || a.finish != b.finish) wrong(s, "another engine ends a sample elsewhere");
+  if (a.n_tokens != b.n_tokens || a.finish != b.finish)
+    wrong(s, "another engine ends a sample elsewhere");
   same(s, a.tokens, b.tokens, a.n_tokens, sizeof *a.tokens);
   same(s, a.logprobs, b.logprobs, a.n_tokens, sizeof(float));
   same(s, a.sampling_logprobs, b.sampling_logprobs, a.n_tokens, sizeof(float));
@@ -421,11 +476,15 @@ static void compare(scene *s, const place *at, const rm_request *r, uint64_t id,
   same(s, a.prompt_sampling_logprobs, b.prompt_sampling_logprobs, targets, sizeof(float));
   same(s, a.prompt_top_ids, b.prompt_top_ids, targets * k, sizeof(int32_t));
   same(s, a.prompt_top_logprobs, b.prompt_top_logprobs, targets * k, sizeof(float));
-  same(s, a.prompt_routed, b.prompt_routed, r->n_prompt * at->model->spec->n_moe_layers * at->model->spec->top_k, sizeof(int16_t));
+  same(s, a.prompt_routed, b.prompt_routed,
+       r->n_prompt * at->model->spec->n_moe_layers * at->model->spec->top_k, sizeof(int16_t));
   if (a.prompt_logprobs) check_logprobs(s, a.prompt_logprobs, targets, 0);
   if (a.prompt_sampling_logprobs) check_logprobs(s, a.prompt_sampling_logprobs, targets, 1);
-  if (a.prompt_top_ids) check_top(s, a.prompt_top_ids, a.prompt_top_logprobs, targets, (int32_t)k, r->prompt + 1, a.prompt_logprobs);
-  if (r->kind == RM_SCORE && r->logits_out) same(s, s->logits, s->lone_logits, r->n_prompt * VOCAB, sizeof(float));
+  if (a.prompt_top_ids)
+    check_top(s, a.prompt_top_ids, a.prompt_top_logprobs, targets, (int32_t)k, r->prompt + 1,
+              a.prompt_logprobs);
+  if (r->kind == RM_SCORE && r->logits_out)
+    same(s, s->logits, s->lone_logits, r->n_prompt * VOCAB, sizeof(float));
   for (int32_t sample = 0; sample < a.n; sample++) compare_samples(s, at, r, id, lone_id, sample);
   s->scored += r->kind == RM_SCORE;
 }
@@ -437,8 +496,9 @@ static void run(scene *s, place *at, const rm_request *r, uint64_t id) {
   const rm_request other = tiny_request(at->model, s->f.seed, (int)fuzz_below(&s->f, 32), &room);
   uint64_t lone_id, other_id = 0;
   rm_error err = RM_ERROR_INIT;
-  rm_engine_reset_prefix_cache(at->engine);   // a case depends on its number alone
-  if (fuzz_one_in(&s->f, 2) && rm_engine_add(at->engine, &other, &other_id, &err)) rm_error_clear(&err), other_id = 0;
+  rm_engine_reset_prefix_cache(at->engine); // a case depends on its number alone
+  if (fuzz_one_in(&s->f, 2) && rm_engine_add(at->engine, &other, &other_id, &err))
+    rm_error_clear(&err), other_id = 0;
   if (alone.kind == RM_SCORE && alone.logits_out) alone.logits_out = s->lone_logits;
   if (s->f.plant == 4) alone.seed++;
   tiny_must(rm_engine_add(at->lone, &alone, &lone_id, &err), &err);
@@ -450,7 +510,7 @@ static void run(scene *s, place *at, const rm_request *r, uint64_t id) {
   s->runs++;
 }
 
-// ------------------------------------------------------------------------------------------------ a case
+// ----------------------------------------------------------------------------------------- a case
 static rm_engine_stats look(const rm_engine *engine) {
   rm_engine_stats stats;
   memset(&stats, 0, sizeof stats);
@@ -458,7 +518,8 @@ static rm_engine_stats look(const rm_engine *engine) {
   return stats;
 }
 
-static void check_refusal(scene *s, const place *at, rm_code code, uint32_t broken, const rm_error *err) {
+static void check_refusal(scene *s, const place *at, rm_code code, uint32_t broken,
+                          const rm_error *err) {
   const char *message = rm_error_message(err);
   int named = 0;
   s->codes[code]++;
@@ -469,10 +530,12 @@ static void check_refusal(scene *s, const place *at, rm_code code, uint32_t brok
     s->broken[i]++;
     named |= strstr(message, rules[i].said) != NULL;
   }
-  if (!named) tiny_die("%s: the message names nothing that is wrong: %s", fuzz_where(&s->f), message);
+  if (!named)
+    tiny_die("%s: the message names nothing that is wrong: %s", fuzz_where(&s->f), message);
 }
 
-static void check_entry(scene *s, place *at, const rm_request *r, uint64_t id, const rm_engine_stats *before) {
+static void check_entry(scene *s, place *at, const rm_request *r, uint64_t id,
+                        const rm_engine_stats *before) {
   const int32_t n = r->kind == RM_SCORE ? 1 : r->n;
   rm_request_view view;
   rm_error err = RM_ERROR_INIT;
@@ -480,7 +543,8 @@ static void check_entry(scene *s, place *at, const rm_request *r, uint64_t id, c
   if (look(at->engine).waiting != before->waiting + n || rm_engine_unfinished(at->engine) != 1)
     wrong(s, "an accepted request does not wait");
   tiny_must(rm_engine_view(at->engine, id, &view, &err), &err);
-  if (view.finished || view.n != n || view.n_prompt != r->n_prompt || view.n_scored) wrong(s, "a view of another request");
+  if (view.finished || view.n != n || view.n_prompt != r->n_prompt || view.n_scored)
+    wrong(s, "a view of another request");
   s->codes[RM_OK]++;
 }
 
@@ -489,19 +553,23 @@ static void leave(scene *s, place *at, uint64_t id, int ran, const rm_engine_sta
   uint64_t ended[3] = {0};
   if (!ran) tiny_must(rm_engine_abort(at->engine, id, &err), &err);
   if (s->f.plant != 3) tiny_must(rm_engine_release(at->engine, id, &err), &err);
-  if (rm_engine_finished(at->engine, ended, 3) && s->f.plant != 3) wrong(s, "a released request is still reported");
+  if (rm_engine_finished(at->engine, ended, 3) && s->f.plant != 3)
+    wrong(s, "a released request is still reported");
   const rm_engine_stats after = look(at->engine);
-  if (!ran && memcmp(before, &after, sizeof after)) wrong(s, "a request that came and went left its mark in the statistics");
-  if (after.kv_pages_free != after.kv_pages || after.running || after.waiting) wrong(s, "pages or places are held by no request");
+  if (!ran && memcmp(before, &after, sizeof after))
+    wrong(s, "a request that came and went left its mark in the statistics");
+  if (after.kv_pages_free != after.kv_pages || after.running || after.waiting)
+    wrong(s, "pages or places are held by no request");
 }
 
 static void one_case(scene *s) {
   fuzz *f = &s->f;
   place *at = &s->places[fuzz_one_in(f, 8) ? fuzz_below(f, PLACES) : fuzz_below(f, RUNNING_PLACES)];
   rm_request r = valid(s);
-  for (int64_t n = (const int64_t[]){0, 1, 1, 1, 2, 2, 3, 8}[fuzz_below(f, 8)]; n > 0; n--) mutate(s, &r);
+  for (int64_t n = (const int64_t[]){0, 1, 1, 1, 2, 2, 3, 8}[fuzz_below(f, 8)]; n > 0; n--)
+    mutate(s, &r);
   if (r.kind == RM_SCORE && r.logits_out) r.logits_out = s->logits;
-  if (r.n > RUN_SAMPLES && r.logprobs > 2) r.logprobs = 2;   // n · capacity · k · 8 bytes
+  if (r.n > RUN_SAMPLES && r.logprobs > 2) r.logprobs = 2; // n · capacity · k · 8 bytes
   if (r.n > RUN_SAMPLES && r.top_k > 2) r.kept_tokens = 0;
   const uint32_t broken = oracle(at, &r, f->plant);
   const rm_code want = verdict(broken);
@@ -510,15 +578,17 @@ static void one_case(scene *s) {
   uint64_t id = 0;
   const rm_code code = rm_engine_add(at->engine, &r, &id, &err);
   if (code != want && (code != at->closed || !code))
-    tiny_die("%s: %s, wanted %s (rules broken %x): %s", fuzz_where(f), rm_code_name(code), rm_code_name(want), broken,
-             rm_error_message(&err));
+    tiny_die("%s: %s, wanted %s (rules broken %x): %s", fuzz_where(f), rm_code_name(code),
+             rm_code_name(want), broken, rm_error_message(&err));
   if (code) {
     const rm_engine_stats after = look(at->engine);
     check_refusal(s, at, code, broken, &err);
-    if (id || memcmp(&before, &after, sizeof after)) wrong(s, "a refused request changed the statistics or gave an id");
+    if (id || memcmp(&before, &after, sizeof after))
+      wrong(s, "a refused request changed the statistics or gave an id");
     rm_error_clear(&err);
   } else {
-    const int runs = fuzz_one_in(f, RUN_ONE_IN) && at->lone && is_tame(at, &r) && (r.kind == RM_SCORE || r.n <= RUN_SAMPLES);
+    const int runs = fuzz_one_in(f, RUN_ONE_IN) && at->lone && is_tame(at, &r) &&
+                     (r.kind == RM_SCORE || r.n <= RUN_SAMPLES);
     check_entry(s, at, &r, id, &before);
     if (runs) run(s, at, &r, id);
     leave(s, at, id, runs, &before);
@@ -526,35 +596,41 @@ static void one_case(scene *s) {
   if (rm_memory_blocks() != s->blocks) wrong(s, "a block of memory was left behind");
 }
 
-// ------------------------------------------------------------------------------------------------ places
-static void warm(rm_engine *engine, uint64_t *next_id) {   // the table of requests is made for the first one
+// ----------------------------------------------------------------------------------------- places
+static void warm(rm_engine *engine,
+                 uint64_t *next_id) { // the table of requests is made for the first one
   rm_error err = RM_ERROR_INIT;
   const int32_t prompt[1] = {1};
   uint64_t id;
-  tiny_must(rm_engine_add(engine, &(rm_request){.kind = RM_SCORE, .prompt = prompt, .n_prompt = 1}, &id, &err), &err);
+  tiny_must(rm_engine_add(engine, &(rm_request){.kind = RM_SCORE, .prompt = prompt, .n_prompt = 1},
+                          &id, &err),
+            &err);
   tiny_must(rm_engine_abort(engine, id, &err), &err);
   tiny_must(rm_engine_release(engine, id, &err), &err);
   *next_id = id + 1;
 }
 
 static void furnish(place *at, int i) {
-  static const tiny_kind kinds[PLACES] = {TINY_DENSE, TINY_TIED, TINY_MOE, TINY_DENSE, TINY_TIED, TINY_MOE};
+  static const tiny_kind kinds[PLACES] = {TINY_DENSE, TINY_TIED, TINY_MOE,
+                                          TINY_DENSE, TINY_TIED, TINY_MOE};
   static const rm_dtype dtypes[PLACES] = {RM_BF16, RM_F32, RM_BF16, RM_F32, RM_BF16, RM_F32};
   static const int32_t eos[3] = {7, 0, VOCAB - 1};
   rm_error err = RM_ERROR_INIT;
   at->model = tiny_model_create(kinds[i], dtypes[i]);
   at->weights = tiny_weights_create(at->model, 3);
   at->options = tiny_options(at->model, 1);
-  at->n_pages = i == 1 ? 2 : 12;   // 2 hold half of the longest sequence
+  at->n_pages = i == 1 ? 2 : 12; // 2 hold half of the longest sequence
   at->options.kv_bytes = at->options.kv_bytes / 12 * (uint64_t)at->n_pages;
   at->options.max_num_batched_tokens = i == 2 ? 5 : 24;
   at->options.n_eos = (const int64_t[]){1, 0, 3, 1, 1, 1}[i];
   at->options.eos_ids = eos;
   tiny_must(rm_engine_create(at->model->spec, &at->options, &at->engine, &err), &err);
   at->closed = i == 4 ? RM_E_STATE : i == 5 ? RM_E_NOT_SYNCED : RM_OK;
-  if (at->closed != RM_E_NOT_SYNCED) tiny_must(tiny_sync(at->engine, at->weights, RM_INFLIGHT_REFUSE, &err), &err);
+  if (at->closed != RM_E_NOT_SYNCED)
+    tiny_must(tiny_sync(at->engine, at->weights, RM_INFLIGHT_REFUSE, &err), &err);
   if (!at->closed) warm(at->engine, &at->next_id);
-  if (i >= 3 && i < 5) tiny_must(rm_engine_sleep(at->engine, i == 3 ? RM_PART_KV : RM_PART_WEIGHTS, &err), &err);
+  if (i >= 3 && i < 5)
+    tiny_must(rm_engine_sleep(at->engine, i == 3 ? RM_PART_KV : RM_PART_WEIGHTS, &err), &err);
   if (i >= RUNNING_PLACES) return;
   rm_engine_options options = at->options;
   uint64_t unused;
@@ -574,18 +650,22 @@ static void *block_of(size_t count, size_t bytes) {
 
 static void report(const scene *s, long cases) {
   printf("rules broken:");
-  for (int i = 0; i < N_RULES; i++) printf(" %s %ld%s", rules[i].name, s->broken[i], i == N_RULES - 1 ? "\n" : ",");
-  printf("fuzz_requests: %ld requests, seed %" PRIu64 ", %.1f s:", cases, s->f.seed, fuzz_seconds(&s->f));
+  for (int i = 0; i < N_RULES; i++)
+    printf(" %s %ld%s", rules[i].name, s->broken[i], i == N_RULES - 1 ? "\n" : ",");
+  printf("fuzz_requests: %ld requests, seed %" PRIu64 ", %.1f s:", cases, s->f.seed,
+         fuzz_seconds(&s->f));
   for (int c = 0; c < RM_N_CODE; c++)
     if (s->codes[c]) printf(" %s %ld,", rm_code_name((rm_code)c), s->codes[c]);
-  printf(" %ld ran (%ld scores, %ld samples stopped, %ld at their length)\n", s->runs, s->scored, s->stopped, s->full);
+  printf(" %ld ran (%ld scores, %ld samples stopped, %ld at their length)\n", s->runs, s->scored,
+         s->stopped, s->full);
 }
 
 // Where there were enough cases, one of everything must have been among them.
 static void check_counts(const scene *s) {
   for (int i = 0; i < N_RULES; i++)
     if (!s->broken[i]) tiny_die("no request broke the rule on %s", rules[i].name);
-  if (!s->codes[RM_OK] || !s->codes[RM_E_NOT_SYNCED] || !s->codes[RM_E_STATE] || !s->runs || !s->scored || !s->stopped || !s->full)
+  if (!s->codes[RM_OK] || !s->codes[RM_E_NOT_SYNCED] || !s->codes[RM_E_STATE] || !s->runs ||
+      !s->scored || !s->stopped || !s->full)
     tiny_die("a verdict or an end never came");
 }
 
@@ -610,7 +690,8 @@ int main(int argc, char **argv) {
     tiny_weights_destroy(s.places[i].weights);
     tiny_model_destroy(s.places[i].model);
   }
-  if (rm_memory_blocks() != outside) tiny_die("%zu blocks were not given back", rm_memory_blocks() - outside);
+  if (rm_memory_blocks() != outside)
+    tiny_die("%zu blocks were not given back", rm_memory_blocks() - outside);
   for (int i = 0; i < 5; i++) free(*lists[i]);
   free(s.prompt), free(s.biases), free(s.logits), free(s.lone_logits);
   if (cases >= 100000) check_counts(&s);

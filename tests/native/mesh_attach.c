@@ -1,8 +1,8 @@
-// mesh_attach.c: processes that come to a region by name: whose file it is, what it says, who does not
-// come, what a dead run has left, a rank that is stopped and goes on, a rank that goes home.
+// mesh_attach.c: processes that come to a region by name: whose file it is, what it says, who does
+// not come, what a dead run has left, a rank that is stopped and goes on, a rank that goes home.
 //
-// Each scene forks ranks that attach, exchange a few times and say how they ended; wanted are a code and words in the sentence of each
-// rank, and that no file is left.
+// Each scene forks ranks that attach, exchange a few times and say how they ended; wanted are a
+// code and words in the sentence of each rank, and that no file is left.
 //
 //   mesh_attach [--rounds 1] [--plant 1: a scene in which nothing is wrong]
 #include <fcntl.h>
@@ -17,13 +17,13 @@
 typedef struct scene {
   const char *what;
   char name[80], path[120];
-  int world;                    // ranks in the region
+  int world; // ranks in the region
   double timeout;
-  int odd;                      // a rank that does otherwise, −1 without
-  uint64_t odd_nonce;           // added to its own
-  int odd_world, odd_delay_ms;  // its world when not 0; when it comes, −1: once two others have
-  int odd_rank;                 // the rank that it says it is, when not 0
-  int goes_home;                // after a call: 1 by destroying its end, 2 by ending its process
+  int odd; // a rank that does otherwise, −1 without
+  uint64_t odd_nonce; // added to its own
+  int odd_world, odd_delay_ms; // its world when not 0; when it comes, −1: once two others have
+  int odd_rank; // the rank that it says it is, when not 0
+  int goes_home; // after a call: 1 by destroying its end, 2 by ending its process
   int calls;
 } scene;
 
@@ -42,7 +42,9 @@ static void wait_for_two(const scene *s) {
     if (i > 60 * 1000) tiny_die("%s: the others do not come", s->what);
     ranks_pause(0.001);
     const int file = open(s->path, O_RDONLY);
-    if (file >= 0 && pread(file, &n, sizeof n, offsetof(rm_region_map, n_attached)) != (ssize_t)sizeof n) n = 0;
+    if (file >= 0 &&
+        pread(file, &n, sizeof n, offsetof(rm_region_map, n_attached)) != (ssize_t)sizeof n)
+      n = 0;
     close(file);
   }
 }
@@ -50,15 +52,18 @@ static void wait_for_two(const scene *s) {
 static void visit(int process, ranks_word *word, void *arg) {
   const scene *s = arg;
   const int odd = process == s->odd && !planted, rank = odd && s->odd_rank ? s->odd_rank : process;
-  const rm_region_options options = {
-      .world = odd && s->odd_world ? s->odd_world : s->world, .n_groups = 1, .buffer_bytes = 3000, .timeout = s->timeout};
+  const rm_region_options options = {.world = odd && s->odd_world ? s->odd_world : s->world,
+                                     .n_groups = 1,
+                                     .buffer_bytes = 3000,
+                                     .timeout = s->timeout};
   int32_t members[RANKS_MAX];
   rm_region *region;
   rm_comm *comm;
   rm_error err = RM_ERROR_INIT;
   if (odd && s->odd_delay_ms < 0) wait_for_two(s);
   else if (odd) ranks_pause(1e-3 * s->odd_delay_ms);
-  rm_code code = rm_region_attach(s->name, rank, 99 + (odd ? s->odd_nonce : 0), &options, &region, &err);
+  rm_code code =
+      rm_region_attach(s->name, rank, 99 + (odd ? s->odd_nonce : 0), &options, &region, &err);
   if (code) {
     ranks_ended(word, code, &err);
     return;
@@ -80,15 +85,18 @@ static void visit(int process, ranks_word *word, void *arg) {
   ranks_ended(word, code, &err);
 }
 
-// Every process ends by itself with the code and the word wanted of it; `processes` may be more or fewer than the world.
-static void play(ranks *r, scene *s, int processes, rm_code others, const char *others_say, rm_code odd, const char *odd_says) {
+// Every process ends by itself with the code and the word wanted of it; `processes` may be more or
+// fewer than the world.
+static void play(ranks *r, scene *s, int processes, rm_code others, const char *others_say,
+                 rm_code odd, const char *odd_says) {
   ranks_start(r, processes, visit, s);
   for (int p = 0; p < processes; p++)
     if (ranks_wait(r, p, s->what)) tiny_die("%s: process %d did not end well", s->what, p);
   for (int p = 0; p < processes; p++) {
     const rm_code want = p == s->odd ? odd : others;
     const char *says = p == s->odd ? odd_says : others_say;
-    if (r->words[p].code != want || (want && !strstr(r->words[p].text, says))) fail(s, "process %d has %s: %s", p, &r->words[p]);
+    if (r->words[p].code != want || (want && !strstr(r->words[p].text, says)))
+      fail(s, "process %d has %s: %s", p, &r->words[p]);
   }
   if (ranks_left_behind(s->name)) tiny_die("%s: %s is still there", s->what, s->path);
 }
@@ -100,7 +108,7 @@ static scene scene_of(const char *what, int world) {
   return s;
 }
 
-// ------------------------------------------------------------------------------------------------ the ranks
+// -------------------------------------------------------------------------------------- the ranks
 static void ranks_that_differ(ranks *r) {
   scene s = scene_of("all as it should be", 4);
   play(r, &s, 4, RM_OK, "", RM_OK, "");
@@ -123,10 +131,12 @@ static void ranks_that_differ(ranks *r) {
   play(r, &s, 2, RM_E_COLLECTIVE_TIMEOUT, "ranks 2, 3 did not attach", RM_OK, "");
   s = scene_of("no rank 0", 3);
   s.timeout = 0.3, s.odd = 0, s.odd_delay_ms = 1000, s.odd_rank = 1;
-  play(r, &s, 3, RM_E_COLLECTIVE_TIMEOUT, "rank 0 did not make it", RM_E_COLLECTIVE_TIMEOUT, "rank 0 did not make it");
+  play(r, &s, 3, RM_E_COLLECTIVE_TIMEOUT, "rank 0 did not make it", RM_E_COLLECTIVE_TIMEOUT,
+       "rank 0 did not make it");
   s = scene_of("a twin", 3);
   s.timeout = 1, s.odd = 2, s.odd_delay_ms = -1, s.odd_rank = 1;
-  play(r, &s, 3, RM_E_COLLECTIVE_TIMEOUT, "rank 2 did not attach", RM_E_MESH_MISMATCH, "came twice");
+  play(r, &s, 3, RM_E_COLLECTIVE_TIMEOUT, "rank 2 did not attach", RM_E_MESH_MISMATCH,
+       "came twice");
 }
 
 static void ranks_that_go(ranks *r) {
@@ -152,15 +162,17 @@ static void rank_that_stops(ranks *r) {
   kill(r->pids[2], SIGCONT);
   ranks_wait(r, 2, s.what);
   for (int p = 0; p < 3; p++)
-    if (r->words[p].code != RM_E_COLLECTIVE_TIMEOUT || !strstr(r->words[p].text, "rank 2 did not arrive") ||
+    if (r->words[p].code != RM_E_COLLECTIVE_TIMEOUT ||
+        !strstr(r->words[p].text, "rank 2 did not arrive") ||
         strcmp(r->words[p].text, r->words[0].text))
       fail(&s, "rank %d has %s: %s", p, &r->words[p]);
 }
 
-// ------------------------------------------------------------------------------------------------ the file
+// --------------------------------------------------------------------------------------- the file
 static void make(const scene *s, const void *data, size_t bytes, mode_t mode) {
   const int file = open(s->path, O_CREAT | O_EXCL | O_RDWR, 0600);
-  if (file < 0 || fchmod(file, mode) || write(file, data, bytes) != (ssize_t)bytes) tiny_die("%s: cannot make %s", s->what, s->path);
+  if (file < 0 || fchmod(file, mode) || write(file, data, bytes) != (ssize_t)bytes)
+    tiny_die("%s: cannot make %s", s->what, s->path);
   close(file);
 }
 
@@ -169,13 +181,19 @@ static void refuse(ranks *r, scene *s, const char *says) {
   ranks_start(r, s->world, visit, s);
   for (int p = 0; p < s->world; p++) ranks_wait(r, p, s->what);
   for (int p = 0; p < s->world; p++)
-    if (r->words[p].code != RM_E_AUTH || !strstr(r->words[p].text, says)) fail(s, "rank %d has %s: %s", p, &r->words[p]);
+    if (r->words[p].code != RM_E_AUTH || !strstr(r->words[p].text, says))
+      fail(s, "rank %d has %s: %s", p, &r->words[p]);
   if (!ranks_left_behind(s->name)) tiny_die("%s: somebody removed the file", s->what);
   unlink(s->path);
 }
 
 static rm_region_head head_of(uint64_t nonce, uint64_t maker) {
-  return (rm_region_head){.magic = "rollmesh region", .nonce = nonce, .maker = maker, .world = 3, .n_groups = 1, .buffer_bytes = 3000};
+  return (rm_region_head){.magic = "rollmesh region",
+                          .nonce = nonce,
+                          .maker = maker,
+                          .world = 3,
+                          .n_groups = 1,
+                          .buffer_bytes = 3000};
 }
 
 static void files(ranks *r) {
@@ -198,7 +216,8 @@ static void files(ranks *r) {
   if (mkdir(s.path, 0600)) tiny_die("no folder");
   ranks_start(r, 3, visit, &s);
   for (int p = 0; p < 3; p++)
-    if (ranks_wait(r, p, s.what) || r->words[p].code != RM_E_AUTH) fail(&s, "rank %d has %s: %s", p, &r->words[p]);
+    if (ranks_wait(r, p, s.what) || r->words[p].code != RM_E_AUTH)
+      fail(&s, "rank %d has %s: %s", p, &r->words[p]);
   rmdir(s.path);
   if (geteuid() == 0) {
     s = scene_of("a file of another user", 3);
@@ -208,10 +227,11 @@ static void files(ranks *r) {
   }
 }
 
-// Files of runs that ended are replaced, also when their pid is used again; those of runs that go on are not.
+// Files of runs that ended are replaced, also when their pid is used again; those of runs that go
+// on are not.
 static void stale_files(ranks *r) {
   const uint64_t self = rm_process_self();
-  rm_region_head head = head_of(98, self ^ 1u << 20);   // this pid, another start
+  rm_region_head head = head_of(98, self ^ 1u << 20); // this pid, another start
   scene s = scene_of("a file of an earlier process with a pid that lives", 3);
   make(&s, &head, sizeof head, 0600);
   play(r, &s, 3, RM_OK, "", RM_OK, "");
@@ -236,7 +256,8 @@ static void stale_files(ranks *r) {
   play(r, &s, 3, RM_E_COLLECTIVE_TIMEOUT, "rank 1 did not attach", RM_E_AUTH, "another nonce");
 }
 
-// All ranks of a run are killed while rank 1 has not come yet; the next run of that name finds what they left.
+// All ranks of a run are killed while rank 1 has not come yet; the next run of that name finds what
+// they left.
 static void run_after_a_massacre(ranks *r) {
   scene s = scene_of("a run whose ranks were all killed", 3);
   ranks_start(r, 1, visit, &s);
@@ -250,28 +271,35 @@ static void run_after_a_massacre(ranks *r) {
   play(r, &s, 3, RM_OK, "", RM_OK, "");
 }
 
-// ------------------------------------------------------------------------------------------------ arguments
+// -------------------------------------------------------------------------------------- arguments
 static void arguments(void) {
   rm_error err = RM_ERROR_INIT;
   rm_region *region;
   char longest[202];
-  const rm_region_options options = {.world = 2, .n_groups = 1, .buffer_bytes = 64, .timeout = 0.05};
+  const rm_region_options options = {
+      .world = 2, .n_groups = 1, .buffer_bytes = 64, .timeout = 0.05};
   memset(longest, 'x', 201);
   longest[201] = 0;
   const char *names[] = {"", "a/b", "a b", "\xC3\xA9", longest};
   for (int i = 0; i < 5; i++)
-    if (rm_region_attach(names[i], 0, 1, &options, &region, &err) != RM_E_CONFIG) tiny_die("the name \"%s\" is taken", names[i]);
-  if (rm_region_attach("x", 2, 1, &options, &region, &err) != RM_E_CONFIG) tiny_die("rank 2 of 2 is taken");
-  if (rm_region_attach("x", -1, 1, &options, &region, &err) != RM_E_CONFIG) tiny_die("rank -1 is taken");
+    if (rm_region_attach(names[i], 0, 1, &options, &region, &err) != RM_E_CONFIG)
+      tiny_die("the name \"%s\" is taken", names[i]);
+  if (rm_region_attach("x", 2, 1, &options, &region, &err) != RM_E_CONFIG)
+    tiny_die("rank 2 of 2 is taken");
+  if (rm_region_attach("x", -1, 1, &options, &region, &err) != RM_E_CONFIG)
+    tiny_die("rank -1 is taken");
   longest[200] = 0;
-  if (rm_region_attach(longest, 0, 1, &options, &region, &err) != RM_E_COLLECTIVE_TIMEOUT) tiny_die("a name of 200 is not taken");
+  if (rm_region_attach(longest, 0, 1, &options, &region, &err) != RM_E_COLLECTIVE_TIMEOUT)
+    tiny_die("a name of 200 is not taken");
   if (ranks_left_behind(longest)) tiny_die("the file of a lone rank 0 is still there");
   rm_error_clear(&err);
 }
 
-// The n-th allocation of a rank 0 that nobody joins fails, for every n: no memory and no file is kept.
+// The n-th allocation of a rank 0 that nobody joins fails, for every n: no memory and no file is
+// kept.
 static void no_memory(void) {
-  const rm_region_options options = {.world = 2, .n_groups = 1, .buffer_bytes = 64, .timeout = 0.02};
+  const rm_region_options options = {
+      .world = 2, .n_groups = 1, .buffer_bytes = 64, .timeout = 0.02};
   for (long n = 1, failed = 1; failed; n++) {
     rm_error err = RM_ERROR_INIT;
     rm_region *region;
@@ -279,18 +307,22 @@ static void no_memory(void) {
     snprintf(name, sizeof name, "memory-%d", (int)getpid());
     rm_memory_fail_at(n, 1);
     const rm_code code = rm_region_attach(name, 0, 1, &options, &region, &err);
-    failed = rm_memory_failed() > 0 && n < 3;   // the third is the message's
+    failed = rm_memory_failed() > 0 && n < 3; // the third is the message's
     rm_memory_fail_at(0, 0);
-    if (code != (failed ? RM_E_MEMORY : RM_E_COLLECTIVE_TIMEOUT) || region) tiny_die("allocation %ld: %s", n, rm_code_name(code));
+    if (code != (failed ? RM_E_MEMORY : RM_E_COLLECTIVE_TIMEOUT) || region)
+      tiny_die("allocation %ld: %s", n, rm_code_name(code));
     rm_error_clear(&err);
-    if (rm_memory_blocks() || ranks_left_behind(name)) tiny_die("allocation %ld: something was not given back", n);
+    if (rm_memory_blocks() || ranks_left_behind(name))
+      tiny_die("allocation %ld: something was not given back", n);
   }
 }
 
-// Buffers that no machine has: said by the call that claims them, not by a signal when they are written.
+// Buffers that no machine has: said by the call that claims them, not by a signal when they are
+// written.
 static void want_too_much(int rank, ranks_word *word, void *arg) {
   const scene *s = arg;
-  const rm_region_options options = {.world = 2, .n_groups = 1, .buffer_bytes = (size_t)1 << 42, .timeout = s->timeout};
+  const rm_region_options options = {
+      .world = 2, .n_groups = 1, .buffer_bytes = (size_t)1 << 42, .timeout = s->timeout};
   const int32_t members[] = {0, 1};
   rm_region *region;
   rm_comm *comm;
@@ -304,14 +336,18 @@ static void no_room(ranks *r) {
   scene s = scene_of("buffers of 4 TiB", 2);
   ranks_start(r, 2, want_too_much, &s);
   for (int p = 0; p < 2; p++)
-    if (ranks_wait(r, p, s.what) || r->words[p].code != RM_E_CAPACITY || !strstr(r->words[p].text, "4398046511104 bytes"))
+    if (ranks_wait(r, p, s.what) || r->words[p].code != RM_E_CAPACITY ||
+        !strstr(r->words[p].text, "4398046511104 bytes"))
       fail(&s, "rank %d has %s: %s", p, &r->words[p]);
   if (ranks_left_behind(s.name)) tiny_die("%s: %s is still there", s.what, s.path);
 }
 
 int main(int argc, char **argv) {
   long rounds = 1;
-  option_read(argc, argv, (option[]){{"rounds", .least = 1, .most = 1000, .count = &rounds}, {"plant", .most = 1, .count = &planted}, {0}});
+  option_read(argc, argv,
+              (option[]){{"rounds", .least = 1, .most = 1000, .count = &rounds},
+                         {"plant", .most = 1, .count = &planted},
+                         {0}});
   ranks r = ranks_make();
   for (long round = 0; round < rounds; round++) {
     arguments();

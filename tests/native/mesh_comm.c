@@ -1,15 +1,18 @@
-// mesh_comm.c: groups of threads that exchange. The oracle is common/talk.h: every rank knows what all the others say.
+// mesh_comm.c: groups of threads that exchange. The oracle is common/talk.h: every rank knows what
+// all the others say.
 //
-// Talk: each case is a world of 1 … 8 ranks, now and then of 64, with small buffers, so that calls take several rounds; its ranks, in
-// random order, are in up to three groups each, and the groups take turns. Bytes, gaps, guards and the books are checked, and that no
-// call allocates. Under TSan the copies are plain memory, so an order that the headers do not make is a report.
-// Faults: each way in which ranks can disagree, be late or leave. Every rank must fail by its second call from then on, with the
-// code that is meant, the same sentence as all the others, and for ever.
-// Deadlines: ranks that come when their deadlines pass, some of them while they fill a large buffer. Whether a call is made is decided
-// once: it succeeds on all ranks or on none.
+// Talk: each case is a world of 1 … 8 ranks, now and then of 64, with small buffers, so that calls
+// take several rounds; its ranks, in random order, are in up to three groups each, and the groups
+// take turns. Bytes, gaps, guards and the books are checked, and that no call allocates. Under TSan
+// the copies are plain memory, so an order that the headers do not make is a report. Faults: each
+// way in which ranks can disagree, be late or leave. Every rank must fail by its second call from
+// then on, with the code that is meant, the same sentence as all the others, and for ever.
+// Deadlines: ranks that come when their deadlines pass, some of them while they fill a large
+// buffer. Whether a call is made is decided once: it succeeds on all ranks or on none.
 //
 //   mesh_comm [--cases 200] [--seconds S] [--seed 1] [--first 0]
-//     --plant 1: a rank sends a byte that it should not   2: a rank writes where the others may still read
+//     --plant 1: a rank sends a byte that it should not   2: a rank writes where the others may
+//                                                         still read
 //             3: a fault case in which nothing is wrong   (each must end in a failure)
 //             4: as 2, but with the bytes that are there  (only TSan sees it)
 #include <pthread.h>
@@ -25,18 +28,18 @@ enum { MAX_WORLD = RM_REGION_RANKS, USUAL_WORLD = 8, GROUPS = 3 };
 
 static atomic_long n_calls, n_kinds[TALK_N_KIND], n_faults, n_late;
 
-// ------------------------------------------------------------------------------------------------ talk
+// ------------------------------------------------------------------------------------------- talk
 typedef struct world {
   rm_region *region;
   int world, n_groups;
-  int32_t members[GROUPS][MAX_WORLD];   // a permutation for each index; groups are runs of it
-  int length[GROUPS];           // of a run; the last may be shorter
+  int32_t members[GROUPS][MAX_WORLD]; // a permutation for each index; groups are runs of it
+  int length[GROUPS]; // of a run; the last may be shorter
   uint64_t seed;
   size_t most;
   long calls;
   const char *where;
   int plant;
-  pthread_barrier_t *barrier;   // of the ranks
+  pthread_barrier_t *barrier; // of the ranks
 } world;
 
 typedef struct rank {
@@ -57,8 +60,10 @@ static rm_comm *join_group(const world *w, int index, int who, int *first) {
   const int length = w->length[index];
   *first = place_of(w, index, who) / length * length;
   const int n = w->world - *first < length ? w->world - *first : length;
-  tiny_must(rm_region_comm(w->region, index, w->members[index] + *first, n, who, &comm, &err), &err);
-  if (rm_comm_size(comm) != n || rm_comm_rank(comm) != place_of(w, index, who) - *first) tiny_die("%s: another place", w->where);
+  tiny_must(rm_region_comm(w->region, index, w->members[index] + *first, n, who, &comm, &err),
+            &err);
+  if (rm_comm_size(comm) != n || rm_comm_rank(comm) != place_of(w, index, who) - *first)
+    tiny_die("%s: another place", w->where);
   return comm;
 }
 
@@ -67,15 +72,18 @@ static void check_books(const world *w, const talk *t, long calls) {
   long counted = 0;
   rm_comm_statistics(t->comm, &stats);
   for (int op = 0; op < RM_N_COMM_OP; op++) counted += stats.calls[op];
-  if (counted != calls || stats.bytes_sent != t->bytes_sent || stats.bytes_received != t->bytes_received || stats.seconds < 0)
-    tiny_die("%s: the books say %ld calls, %llu and %llu bytes, wanted %ld, %llu and %llu", w->where, counted,
-             (unsigned long long)stats.bytes_sent, (unsigned long long)stats.bytes_received, calls, (unsigned long long)t->bytes_sent,
+  if (counted != calls || stats.bytes_sent != t->bytes_sent ||
+      stats.bytes_received != t->bytes_received || stats.seconds < 0)
+    tiny_die("%s: the books say %ld calls, %llu and %llu bytes, wanted %ld, %llu and %llu",
+             w->where, counted, (unsigned long long)stats.bytes_sent,
+             (unsigned long long)stats.bytes_received, calls, (unsigned long long)t->bytes_sent,
              (unsigned long long)t->bytes_received);
 }
 
 // What the header says this rank may not do: write before the others have come to the next call.
 static void scribble(const world *w, int index, int who) {
-  char *buffer = (char *)w->region->map + rm_region_buffers_of(w->region, index, who), *written = malloc(w->region->pair_bytes);
+  char *buffer = (char *)w->region->map + rm_region_buffers_of(w->region, index, who),
+       *written = malloc(w->region->pair_bytes);
   if (!written) tiny_die("no memory");
   if (w->plant == 2) memset(written, 0x77, w->region->pair_bytes);
   else memcpy(written, buffer, w->region->pair_bytes);
@@ -116,7 +124,8 @@ static void *talk_all(void *arg) {
   no_allocations(w, self->rank, 0);
   for (int g = 0; g < w->n_groups; g++) {
     check_books(w, &talks[g], counts[g]);
-    for (int kind = 0; kind < TALK_N_KIND; kind++) atomic_fetch_add(&n_kinds[kind], talks[g].kinds[kind]);
+    for (int kind = 0; kind < TALK_N_KIND; kind++)
+      atomic_fetch_add(&n_kinds[kind], talks[g].kinds[kind]);
     rm_comm_destroy(talks[g].comm);
     talk_end(&talks[g]);
   }
@@ -143,9 +152,12 @@ static void shuffle(fuzz *f, int32_t *list, int n) {
 static void begin_near_the_end(const world *w, int index, uint32_t rounds) {
   for (int first = 0; first < w->world; first += w->length[index]) {
     const int n = w->world - first < w->length[index] ? w->world - first : w->length[index];
-    const uint32_t turn = (uint32_t)(UINT64_C(0x100000000) / ((unsigned)n * RM_BARRIER_ARRIVAL)) - rounds;
-    for (int i = first; i < first + n; i++) atomic_store(&rm_region_slot_of(w->region, index, w->members[index][i])->came, turn);
-    atomic_store(&rm_region_slot_of(w->region, index, w->members[index][first])->barrier, turn * (uint32_t)n * RM_BARRIER_ARRIVAL);
+    const uint32_t turn =
+        (uint32_t)(UINT64_C(0x100000000) / ((unsigned)n * RM_BARRIER_ARRIVAL)) - rounds;
+    for (int i = first; i < first + n; i++)
+      atomic_store(&rm_region_slot_of(w->region, index, w->members[index][i])->came, turn);
+    atomic_store(&rm_region_slot_of(w->region, index, w->members[index][first])->barrier,
+                 turn * (uint32_t)n * RM_BARRIER_ARRIVAL);
   }
 }
 
@@ -153,7 +165,11 @@ static void talk_case(fuzz *f, int ranks_there, long calls) {
   static const size_t buffers[] = {1, 64, 65, 200, 1000, 4096, 100000};
   rm_error err = RM_ERROR_INIT;
   pthread_barrier_t barrier;
-  world w = {.barrier = &barrier, .world = ranks_there, .calls = calls, .where = fuzz_where(f), .plant = (int)f->plant};
+  world w = {.barrier = &barrier,
+             .world = ranks_there,
+             .calls = calls,
+             .where = fuzz_where(f),
+             .plant = (int)f->plant};
   w.n_groups = 1 + (int)fuzz_below(f, GROUPS);
   w.seed = fuzz_bits(f);
   for (int g = 0; g < w.n_groups; g++) {
@@ -161,8 +177,12 @@ static void talk_case(fuzz *f, int ranks_there, long calls) {
     w.length[g] = g == 0 ? w.world : 1 + (int)fuzz_below(f, w.world);
   }
   const size_t buffer = buffers[fuzz_below(f, 7)];
-  w.most = w.world > USUAL_WORLD ? 100 : buffer < 500 ? 500 : buffer + buffer / 2 < 5000 ? buffer + buffer / 2 : 5000;
-  const rm_region_options options = {.world = w.world, .n_groups = w.n_groups, .buffer_bytes = buffer, .timeout = 120};
+  w.most = w.world > USUAL_WORLD        ? 100
+           : buffer < 500               ? 500
+           : buffer + buffer / 2 < 5000 ? buffer + buffer / 2
+                                        : 5000;
+  const rm_region_options options = {
+      .world = w.world, .n_groups = w.n_groups, .buffer_bytes = buffer, .timeout = 120};
   tiny_must(rm_region_create(&options, &w.region, &err), &err);
   for (int g = 0; g < w.n_groups; g++)
     if (fuzz_one_in(f, 3)) begin_near_the_end(&w, g, (uint32_t)fuzz_below(f, 40));
@@ -174,7 +194,7 @@ static void talk_case(fuzz *f, int ranks_there, long calls) {
   rm_region_release(w.region);
 }
 
-// ------------------------------------------------------------------------------------------------ faults
+// ----------------------------------------------------------------------------------------- faults
 typedef enum fault {
   FAULT_OP,
   FAULT_SIZE,
@@ -190,7 +210,7 @@ typedef enum fault {
 
 static const struct {
   const char *name;
-  rm_code code, own;            // of the others, and of the rank at fault
+  rm_code code, own; // of the others, and of the rank at fault
 } faults[N_FAULT] = {
     [FAULT_OP] = {"another operation", RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_MISMATCH},
     [FAULT_SIZE] = {"another size", RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_MISMATCH},
@@ -206,12 +226,12 @@ static const struct {
 typedef struct trial {
   rm_region *region;
   fault fault;
-  int world, culprit, before;   // calls that go well first
+  int world, culprit, before; // calls that go well first
   int32_t members[MAX_WORLD];
   const char *where;
   int plant;
-  atomic_int failed;            // ranks that have seen it
-  rm_code codes[MAX_WORLD];     // each rank writes its own
+  atomic_int failed; // ranks that have seen it
+  rm_code codes[MAX_WORLD]; // each rank writes its own
   char texts[MAX_WORLD][512];
 } trial;
 
@@ -244,7 +264,8 @@ static rm_code misbehave(trial *t, rm_comm **comm, rm_comm *other, rm_error *err
     case FAULT_EPOCH: rm_comm_set_epoch(*comm, 7); break;
     case FAULT_LATE: wait_for_others(t); break;
     case FAULT_ABORT: rm_comm_abort(*comm, RM_E_NUMERICS); break;
-    case FAULT_ABORT_ELSEWHERE: // one group has failed, the other is given up for it: the reason is the first one's
+    case FAULT_ABORT_ELSEWHERE:
+      // one group has failed, the other is given up for it: the reason is the first one's
       rm_comm_abort(other, RM_E_NUMERICS);
       rm_comm_abort(*comm, RM_E_STATE);
       break;
@@ -252,7 +273,9 @@ static rm_code misbehave(trial *t, rm_comm **comm, rm_comm *other, rm_error *err
       rm_comm_destroy(*comm);
       *comm = NULL;
       return RM_OK;
-    case FAULT_ARGUMENT: bad[0].rows = -1; return rm_comm_exchange(*comm, RM_COMM_VOTE, bad, bad, err);
+    case FAULT_ARGUMENT:
+      bad[0].rows = -1;
+      return rm_comm_exchange(*comm, RM_COMM_VOTE, bad, bad, err);
     default: break;
   }
   return good_call(*comm, 300, err);
@@ -267,7 +290,8 @@ static void *try_all(void *arg) {
   int32_t members[MAX_WORLD];
   memcpy(members, t->members, sizeof members);
   const int culprit = self->rank == t->culprit;
-  if (culprit && t->fault == FAULT_MEMBERS && t->plant != 3) { // the same first member, the others the other way round
+  if (culprit && t->fault == FAULT_MEMBERS &&
+      t->plant != 3) { // the same first member, the others the other way round
     for (int i = 1; i < t->world; i++) members[i] = t->members[t->world - i];
   }
   tiny_must(rm_region_comm(t->region, 0, members, t->world, self->rank, &comm, &err), &err);
@@ -279,14 +303,17 @@ static void *try_all(void *arg) {
   }
   if (t->fault == FAULT_LATE) rm_comm_set_timeout(comm, 0.05);
   code = culprit ? misbehave(t, &comm, other, &err) : good_call(comm, 300, &err);
-  if (!code && comm) code = rm_comm_barrier(comm, &err);   // who found nothing in that call finds it in this one
+  if (!code && comm)
+    code = rm_comm_barrier(comm, &err); // who found nothing in that call finds it in this one
   snprintf(t->texts[self->rank], sizeof t->texts[0], "%s", rm_error_message(&err));
   t->codes[self->rank] = code;
   atomic_fetch_add(&t->failed, 1);
   if (comm && code) { // for ever, whatever is asked
     rm_error again = RM_ERROR_INIT;
-    if (rm_comm_barrier(comm, &again) != code || strcmp(rm_error_message(&again), t->texts[self->rank]))
-      tiny_die("%s: a dead group says \"%s\" and then \"%s\"", t->where, t->texts[self->rank], rm_error_message(&again));
+    if (rm_comm_barrier(comm, &again) != code ||
+        strcmp(rm_error_message(&again), t->texts[self->rank]))
+      tiny_die("%s: a dead group says \"%s\" and then \"%s\"", t->where, t->texts[self->rank],
+               rm_error_message(&again));
     rm_error_clear(&again);
   }
   rm_comm_destroy(comm);
@@ -297,22 +324,26 @@ static void *try_all(void *arg) {
 
 static void check_trial(const trial *t) {
   const rm_code want = faults[t->fault].code, own = faults[t->fault].own;
-  const int witness = t->culprit == 0;   // any rank but the one at fault
+  const int witness = t->culprit == 0; // any rank but the one at fault
   const char *said = t->texts[witness];
   char culprit[24];
   snprintf(culprit, sizeof culprit, "rank %d", t->culprit);
   for (int r = 0; r < t->world; r++) {
     if (t->codes[r] != (r == t->culprit ? own : want))
-      tiny_die("%s: %s: rank %d has %s (%s)", t->where, faults[t->fault].name, r, rm_code_name(t->codes[r]), t->texts[r]);
-    if (r != t->culprit && strcmp(t->texts[r], said)) tiny_die("%s: \"%s\" and \"%s\"", t->where, said, t->texts[r]);
+      tiny_die("%s: %s: rank %d has %s (%s)", t->where, faults[t->fault].name, r,
+               rm_code_name(t->codes[r]), t->texts[r]);
+    if (r != t->culprit && strcmp(t->texts[r], said))
+      tiny_die("%s: \"%s\" and \"%s\"", t->where, said, t->texts[r]);
   }
-  if (own == want && strcmp(t->texts[t->culprit], said)) tiny_die("%s: \"%s\" and \"%s\"", t->where, said, t->texts[t->culprit]);
-  if (!strstr(said, culprit)) tiny_die("%s: %s of %s is not named by \"%s\"", t->where, faults[t->fault].name, culprit, said);
+  if (own == want && strcmp(t->texts[t->culprit], said))
+    tiny_die("%s: \"%s\" and \"%s\"", t->where, said, t->texts[t->culprit]);
+  if (!strstr(said, culprit))
+    tiny_die("%s: %s of %s is not named by \"%s\"", t->where, faults[t->fault].name, culprit, said);
   const char *sign = t->fault == FAULT_ABORT || t->fault == FAULT_ABORT_ELSEWHERE ? "NumericsError"
                      : t->fault == FAULT_LEFT                                     ? "left"
-                     : t->fault == FAULT_LATE                                     ? "all_gather, call"
-                     : t->fault == FAULT_EPOCH                                    ? "epoch"
-                                                                                  : "rank";
+                     : t->fault == FAULT_LATE  ? "all_gather, call"
+                     : t->fault == FAULT_EPOCH ? "epoch"
+                                               : "rank";
   if (!strstr(said, sign)) tiny_die("%s: \"%s\" does not say \"%s\"", t->where, said, sign);
 }
 
@@ -323,7 +354,10 @@ static void fault_case(fuzz *f, fault kind) {
   t.before = (int)fuzz_below(f, 6);
   shuffle(f, t.members, t.world);
   t.culprit = t.members[fuzz_below(f, t.world)];
-  const rm_region_options options = {.world = t.world, .n_groups = 2, .buffer_bytes = 1 + (size_t)fuzz_below(f, 400), .timeout = 60};
+  const rm_region_options options = {.world = t.world,
+                                     .n_groups = 2,
+                                     .buffer_bytes = 1 + (size_t)fuzz_below(f, 400),
+                                     .timeout = 60};
   tiny_must(rm_region_create(&options, &t.region, &err), &err);
   trial_rank ranks[MAX_WORLD];
   for (int r = 0; r < t.world; r++) {
@@ -336,15 +370,15 @@ static void fault_case(fuzz *f, fault kind) {
   atomic_fetch_add(&n_faults, 1);
 }
 
-// ------------------------------------------------------------------------------------------------ deadlines
+// -------------------------------------------------------------------------------------- deadlines
 enum { RACE_CALLS = 12, RACE_BYTES = 1 << 20 };
 
 typedef struct race {
   rm_region *region;
   int world;
   uint64_t seed;
-  char *data[MAX_WORLD];        // [RACE_BYTES]
-  long made[MAX_WORLD];         // calls that went well; each rank writes its own
+  char *data[MAX_WORLD]; // [RACE_BYTES]
+  long made[MAX_WORLD]; // calls that went well; each rank writes its own
   char texts[MAX_WORLD][512];
 } race;
 
@@ -365,7 +399,8 @@ static void *race_all(void *arg) {
     const uint64_t bits = tiny_mix(r->seed + (uint64_t)(call * MAX_WORLD + self->rank));
     rm_comm_set_timeout(comm, call == 0 ? 60 : 0.0003 * (double)(bits % 16));
     usleep((useconds_t)(bits >> 8) % 2000);
-    if (rm_comm_broadcast(comm, r->data[self->rank], RACE_BYTES, (int)(call % r->world), &err)) break;
+    if (rm_comm_broadcast(comm, r->data[self->rank], RACE_BYTES, (int)(call % r->world), &err))
+      break;
     r->made[self->rank]++;
   }
   snprintf(r->texts[self->rank], sizeof r->texts[0], "%s", rm_error_message(&err));
@@ -377,7 +412,8 @@ static void *race_all(void *arg) {
 static void race_case(fuzz *f) {
   rm_error err = RM_ERROR_INIT;
   race r = {.world = 2 + (int)fuzz_below(f, 3), .seed = fuzz_bits(f)};
-  const rm_region_options options = {.world = r.world, .n_groups = 1, .buffer_bytes = RACE_BYTES, .timeout = 60};
+  const rm_region_options options = {
+      .world = r.world, .n_groups = 1, .buffer_bytes = RACE_BYTES, .timeout = 60};
   tiny_must(rm_region_create(&options, &r.region, &err), &err);
   racer racers[MAX_WORLD];
   for (int i = 0; i < r.world; i++) {
@@ -389,17 +425,19 @@ static void race_case(fuzz *f) {
   for (int i = 0; i < r.world; i++) pthread_join(racers[i].thread, NULL);
   for (int i = 0; i < r.world; i++) {
     if (r.made[i] != r.made[0] || strcmp(r.texts[i], r.texts[0]))
-      tiny_die("%s: rank 0 made %ld calls (%s), rank %d %ld (%s)", fuzz_where(f), r.made[0], r.texts[0], i, r.made[i], r.texts[i]);
+      tiny_die("%s: rank 0 made %ld calls (%s), rank %d %ld (%s)", fuzz_where(f), r.made[0],
+               r.texts[0], i, r.made[i], r.texts[i]);
     free(r.data[i]);
   }
   atomic_fetch_add(&n_late, r.made[0] < RACE_CALLS);
   rm_region_release(r.region);
 }
 
-// ------------------------------------------------------------------------------------------------ what is refused
+// -------------------------------------------------------------------------------- what is refused
 static void refused(rm_code code, rm_code want, const char *word, rm_error *err) {
   if (code != want || !strstr(rm_error_message(err), word))
-    tiny_die("%s \"%s\", wanted %s with \"%s\"", rm_code_name(code), rm_error_message(err), rm_code_name(want), word);
+    tiny_die("%s \"%s\", wanted %s with \"%s\"", rm_code_name(code), rm_error_message(err),
+             rm_code_name(want), word);
   rm_error_clear(err);
 }
 
@@ -408,15 +446,18 @@ static void refusals(void) {
   rm_region *region;
   rm_comm *comm;
   rm_region_options o = {.world = 65, .n_groups = 1, .buffer_bytes = 64, .timeout = 1};
-  refused(rm_region_create(&o, &region, &err), RM_E_CONFIG, "ranks that share memory, got 65", &err);
+  refused(rm_region_create(&o, &region, &err), RM_E_CONFIG, "ranks that share memory, got 65",
+          &err);
   o.world = 0;
   refused(rm_region_create(&o, &region, &err), RM_E_CONFIG, "got 0", &err);
   o.world = 3;
   o.n_groups = 65;
-  refused(rm_region_create(&o, &region, &err), RM_E_CONFIG, "expected n_groups of 1 … 64, got 65", &err);
+  refused(rm_region_create(&o, &region, &err), RM_E_CONFIG, "expected n_groups of 1 … 64, got 65",
+          &err);
   o.n_groups = 1;
   o.buffer_bytes = 0;
-  refused(rm_region_create(&o, &region, &err), RM_E_CONFIG, "expected buffer_bytes of at least 1, got 0", &err);
+  refused(rm_region_create(&o, &region, &err), RM_E_CONFIG,
+          "expected buffer_bytes of at least 1, got 0", &err);
   o.buffer_bytes = SIZE_MAX / 2;
   refused(rm_region_create(&o, &region, &err), RM_E_LIMIT, "buffers", &err);
   o.buffer_bytes = 64;
@@ -424,13 +465,15 @@ static void refusals(void) {
   const int32_t twice[] = {0, 0}, beyond[] = {0, 3}, fine[] = {0, 1};
   refused(rm_region_comm(region, 0, twice, 2, 0, &comm, &err), RM_E_CONFIG, "member 1", &err);
   refused(rm_region_comm(region, 0, beyond, 2, 0, &comm, &err), RM_E_CONFIG, "got 3", &err);
-  refused(rm_region_comm(region, 1, fine, 2, 0, &comm, &err), RM_E_CONFIG, "group index of 0 … 0, got 1", &err);
+  refused(rm_region_comm(region, 1, fine, 2, 0, &comm, &err), RM_E_CONFIG,
+          "group index of 0 … 0, got 1", &err);
   refused(rm_region_comm(region, 0, fine, 2, 2, &comm, &err), RM_E_CONFIG, "rank 2", &err);
   tiny_must(rm_region_comm(region, 0, fine, 2, 0, &comm, &err), &err);
   rm_comm *again;
   refused(rm_region_comm(region, 0, fine, 2, 0, &again, &err), RM_E_STATE, "already", &err);
   rm_comm_set_timeout(comm, 0);
-  refused(rm_comm_barrier(comm, &err), RM_E_COLLECTIVE_TIMEOUT, "barrier, call 1: rank 1 did not arrive", &err);
+  refused(rm_comm_barrier(comm, &err), RM_E_COLLECTIVE_TIMEOUT,
+          "barrier, call 1: rank 1 did not arrive", &err);
   rm_comm_destroy(comm);
   rm_region_release(region);
 }
@@ -449,7 +492,8 @@ static void no_memory(void) {
     if (!code) code = rm_region_comm(region, 0, members, 2, 0, &comm, &err);
     const int failed = rm_memory_failed() > 0;
     rm_memory_fail_at(0, 0);
-    if (failed != (code == RM_E_MEMORY) || (code && comm)) tiny_die("allocation %ld: %s", n, rm_code_name(code));
+    if (failed != (code == RM_E_MEMORY) || (code && comm))
+      tiny_die("allocation %ld: %s", n, rm_code_name(code));
     rm_error_clear(&err);
     if (code && region) {
       tiny_must(rm_region_comm(region, 0, members, 2, 0, &comm, &err), &err);
@@ -457,7 +501,8 @@ static void no_memory(void) {
     }
     rm_comm_destroy(comm);
     rm_region_release(region);
-    if (rm_memory_blocks()) tiny_die("allocation %ld: %zu blocks were not given back", n, rm_memory_blocks());
+    if (rm_memory_blocks())
+      tiny_die("allocation %ld: %zu blocks were not given back", n, rm_memory_blocks());
     if (!failed) break;
   }
   if (failures != 2) tiny_die("%d allocations of a group failed, wanted 2", failures);
@@ -494,9 +539,10 @@ int main(int argc, char **argv) {
   for (int kind = 0; kind < TALK_N_KIND; kind++)
     if (!n_kinds[kind] && f.cases > 50) tiny_die("no call of kind %d", kind);
   if (rm_memory_blocks()) tiny_die("%zu blocks were not given back", rm_memory_blocks());
-  printf(
-      "mesh_comm: %ld calls (%ld barriers, %ld broadcasts, %ld and %ld gathers, %ld exchanges), %ld faults of %d kinds, %ld races lost\n",
-      (long)n_calls, (long)n_kinds[TALK_BARRIER], (long)n_kinds[TALK_BROADCAST], (long)n_kinds[TALK_GATHER], (long)n_kinds[TALK_COLUMNS],
-      (long)n_kinds[TALK_EXCHANGE], (long)n_faults, N_FAULT, (long)n_late);
+  printf("mesh_comm: %ld calls (%ld barriers, %ld broadcasts, %ld and %ld gathers, %ld exchanges), "
+         "%ld faults of %d kinds, %ld races lost\n",
+         (long)n_calls, (long)n_kinds[TALK_BARRIER], (long)n_kinds[TALK_BROADCAST],
+         (long)n_kinds[TALK_GATHER], (long)n_kinds[TALK_COLUMNS], (long)n_kinds[TALK_EXCHANGE],
+         (long)n_faults, N_FAULT, (long)n_late);
   return 0;
 }

@@ -1,13 +1,18 @@
-// mesh_device.c: the transports of a device's memory, on devices that are threads (common/fake_device.h): staged over a group of threads,
-// and nccl with a stand-in for NCCL (tests/native/standin), whose path the environment says (STANDIN_LIBRARY).
+// mesh_device.c: the transports of a device's memory, on devices that are threads
+// (common/fake_device.h): staged over a group of threads, and nccl with a stand-in for NCCL
+// (tests/native/standin), whose path the environment says (STANDIN_LIBRARY).
 //
-// Talk: each case is a world of 2 … 8 ranks that talks by both transports (common/device_talk.h), byte for byte as threads do. Then a
-// chain of exchanges and copies without a wait between, over and over; with nccl it is recorded once and replayed. Ranks compare
-// their accounts on the way. Before, each allocation of a group of one rank fails once, and a process with one forks.
+// Talk: each case is a world of 2 … 8 ranks that talks by both transports (common/device_talk.h),
+// byte for byte as threads do. Then a chain of exchanges and copies without a wait between, over
+// and over; with nccl it is recorded once and replayed. Ranks compare their accounts on the way.
+// Before, each allocation of a group of one rank fails once, and a process with one forks.
 //
-//   mesh_device [--cases 40] [--seconds S] [--seed 1] [--first 0] [--transport 0: both, 1: staged, 2: nccl]
-//     --plant 1: a bit of what a rank sends       2: a rank is one call behind the chain's recording    (each must end in a failure)
-//             3: what comes is looked at before it was waited for                                        (only TSan sees it)
+//   mesh_device [--cases 40] [--seconds S] [--seed 1] [--first 0] [--transport 0: both, 1: staged,
+//   2: nccl]
+//     --plant 1: a bit of what a rank sends       2: a rank is one call behind the chain's
+//                                                 recording    (each must end in a failure)
+//             3: what comes is looked at before it was waited for
+//                                                                                                        (only TSan sees it)
 #include <stdatomic.h>
 #include <sys/wait.h>
 
@@ -50,13 +55,21 @@ static rm_comm *join_group(const world *w, int index, int who) {
 static void begin(rank *self) {
   const world *w = self->w;
   rm_error err = RM_ERROR_INIT;
-  const rm_nccl_options options = {.library = getenv("STANDIN_LIBRARY"), .capacity = CAPACITY, .timeout = 60};
+  const rm_nccl_options options = {
+      .library = getenv("STANDIN_LIBRARY"), .capacity = CAPACITY, .timeout = 60};
   self->device = fake_device_open(ROOM);
   self->host = join_group(w, HOST, self->rank);
   self->plain = join_group(w, PLAIN, self->rank);
-  if (w->is_nccl) tiny_must(rm_comm_create_nccl(self->host, &self->device->device, &options, &self->tried, &err), &err);
-  if (self->device->frees) tiny_die("making a group has freed %d blocks, for which a GPU waits until it is idle", self->device->frees);
-  if (!w->is_nccl) tiny_must(rm_comm_create_staged(self->host, &self->device->device, CAPACITY, &self->tried, &err), &err);
+  if (w->is_nccl)
+    tiny_must(rm_comm_create_nccl(self->host, &self->device->device, &options, &self->tried, &err),
+              &err);
+  if (self->device->frees)
+    tiny_die("making a group has freed %d blocks, for which a GPU waits until it is idle",
+             self->device->frees);
+  if (!w->is_nccl)
+    tiny_must(
+        rm_comm_create_staged(self->host, &self->device->device, CAPACITY, &self->tried, &err),
+        &err);
 }
 
 static void end(rank *self) {
@@ -66,9 +79,9 @@ static void end(rank *self) {
   fake_device_close(self->device);
 }
 
-// ------------------------------------------------------------------------------------------------ a chain
-// Two matrices of ROWS rows for each rank. Columns are gathered, row runs change hands, whole rows are gathered; then each rank moves a
-// row of its own, so that no round is like the one before.
+// ---------------------------------------------------------------------------------------- a chain
+// Two matrices of ROWS rows for each rank. Columns are gathered, row runs change hands, whole rows
+// are gathered; then each rank moves a row of its own, so that no round is like the one before.
 typedef struct chain {
   char *x, *y;
   size_t first[RANKS], bytes[RANKS], ld;
@@ -95,8 +108,10 @@ static rm_code chain_calls(const world *w, const chain *c, rm_comm *comm, int me
   rm_block send[RANKS], recv[RANKS];
   rm_code code = rm_comm_gather_columns(comm, c->x, ROWS * w->size, c->ld, c->first, c->bytes, err);
   for (int r = 0; r < w->size; r++) {
-    send[r] = (rm_block){c->x + (size_t)(ROWS * r) * c->ld + c->first[me], ROWS, c->bytes[me], c->ld};
-    recv[r] = (rm_block){c->y + (size_t)(ROWS * me) * c->ld + c->first[r], ROWS, c->bytes[r], c->ld};
+    send[r] =
+        (rm_block){c->x + (size_t)(ROWS * r) * c->ld + c->first[me], ROWS, c->bytes[me], c->ld};
+    recv[r] =
+        (rm_block){c->y + (size_t)(ROWS * me) * c->ld + c->first[r], ROWS, c->bytes[r], c->ld};
   }
   if (!code) code = rm_comm_exchange(comm, RM_COMM_ALL_TO_ALL, send, recv, err);
   for (int r = 0; r < w->size; r++) {
@@ -117,7 +132,8 @@ static void chain_on_device(const rank *self, const chain *c) {
   size_t to, from;
   chain_turn(self->w, self->rank, &to, &from);
   tiny_must(chain_calls(self->w, c, self->tried, self->rank, &err), &err);
-  if (to != from) device->copy_2d(device->self, c->x + to * c->ld, c->ld, c->x + from * c->ld, c->ld, c->ld, 1);
+  if (to != from)
+    device->copy_2d(device->self, c->x + to * c->ld, c->ld, c->x + from * c->ld, c->ld, c->ld, 1);
 }
 
 static void chain_on_host(const rank *self, const chain *c) {
@@ -140,8 +156,10 @@ static void run_chain(const rank *self) {
   for (size_t i = 0; i < bytes; i++) here[i] = talk_byte(w->seed + (uint64_t)self->rank, i);
   const chain on_host = chain_of(w, here), on_device = chain_of(w, there);
   device->copy_to_device(device->self, there, here, bytes);
-  if (device->wait(device->self)) tiny_die("a copy to the device fails");  // the host's chain writes what it reads
-  if (rm_comm_can_be_captured(self->tried) != w->is_nccl) tiny_die("%s: what can be recorded is another", w->where);
+  if (device->wait(device->self))
+    tiny_die("a copy to the device fails"); // the host's chain writes what it reads
+  if (rm_comm_can_be_captured(self->tried) != w->is_nccl)
+    tiny_die("%s: what can be recorded is another", w->where);
   if (w->is_nccl) {
     if (device->begin_capture(device->self)) tiny_die("nothing can be recorded");
     chain_on_device(self, &on_device);
@@ -155,7 +173,8 @@ static void run_chain(const rank *self) {
   }
   device->copy_to_host(device->self, shadow, there, bytes);
   tiny_must(rm_comm_wait(&self->tried, 1, device, behind ? 2 : 60, &err), &err);
-  if (memcmp(shadow, here, bytes)) tiny_die("%s: a chain of exchanges brings other bytes than threads do", w->where);
+  if (memcmp(shadow, here, bytes))
+    tiny_die("%s: a chain of exchanges brings other bytes than threads do", w->where);
   device->destroy_graph(device->self, graph);
   device->free(device->self, there, bytes);
   free(shadow);
@@ -163,15 +182,17 @@ static void run_chain(const rank *self) {
   atomic_fetch_add(&n_chains, ROUNDS);
 }
 
-// ------------------------------------------------------------------------------------------------ a world
+// ---------------------------------------------------------------------------------------- a world
 static void check_books(const rank *self, const talk *t, long calls) {
   rm_comm_stats stats;
   long counted = 0;
   rm_comm_statistics(self->tried, &stats);
   for (int op = 0; op < RM_N_COMM_OP; op++) counted += stats.calls[op];
-  if (counted != calls || stats.bytes_sent != t->bytes_sent || stats.bytes_received != t->bytes_received)
-    tiny_die("%s: the books say %ld calls, %llu and %llu bytes, wanted %ld, %llu and %llu", self->w->where, counted,
-             (unsigned long long)stats.bytes_sent, (unsigned long long)stats.bytes_received, calls, (unsigned long long)t->bytes_sent,
+  if (counted != calls || stats.bytes_sent != t->bytes_sent ||
+      stats.bytes_received != t->bytes_received)
+    tiny_die("%s: the books say %ld calls, %llu and %llu bytes, wanted %ld, %llu and %llu",
+             self->w->where, counted, (unsigned long long)stats.bytes_sent,
+             (unsigned long long)stats.bytes_received, calls, (unsigned long long)t->bytes_sent,
              (unsigned long long)t->bytes_received);
 }
 
@@ -201,10 +222,15 @@ static void *run_rank(void *arg) {
 
 static void run_world(fuzz *f, int is_nccl) {
   rm_error err = RM_ERROR_INIT;
-  world w = {.size = 2 + (int)fuzz_below(f, RANKS - 1), .is_nccl = is_nccl, .calls = 25, .where = fuzz_where(f), .plant = (int)f->plant};
+  world w = {.size = 2 + (int)fuzz_below(f, RANKS - 1),
+             .is_nccl = is_nccl,
+             .calls = 25,
+             .where = fuzz_where(f),
+             .plant = (int)f->plant};
   w.seed = fuzz_bits(f);
   w.most = fuzz_one_in(f, 3) ? 3000 : 400;
-  const rm_region_options options = {.world = w.size, .n_groups = 2, .buffer_bytes = 4096, .timeout = 60};
+  const rm_region_options options = {
+      .world = w.size, .n_groups = 2, .buffer_bytes = 4096, .timeout = 60};
   tiny_must(rm_region_create(&options, &w.region, &err), &err);
   rank ranks[RANKS];
   for (int r = 0; r < w.size; r++) {
@@ -215,9 +241,11 @@ static void run_world(fuzz *f, int is_nccl) {
   rm_region_release(w.region);
 }
 
-// ------------------------------------------------------------------------------------------------ making
-static rm_code make_alone(fake_device *device, int is_nccl, rm_comm **host, rm_comm **comm, rm_error *err) {
-  const rm_nccl_options options = {.library = getenv("STANDIN_LIBRARY"), .capacity = 1000, .timeout = 60};
+// ----------------------------------------------------------------------------------------- making
+static rm_code make_alone(fake_device *device, int is_nccl, rm_comm **host, rm_comm **comm,
+                          rm_error *err) {
+  const rm_nccl_options options = {
+      .library = getenv("STANDIN_LIBRARY"), .capacity = 1000, .timeout = 60};
   *comm = NULL;
   const rm_code code = rm_comm_create_alone(host, err);
   if (code) return code;
@@ -225,7 +253,8 @@ static rm_code make_alone(fake_device *device, int is_nccl, rm_comm **host, rm_c
                  : rm_comm_create_staged(*host, &device->device, 1000, comm, err);
 }
 
-// The n-th allocation of the host, or of the device, fails, for every n: nothing is made, nothing is kept, and the next try works.
+// The n-th allocation of the host, or of the device, fails, for every n: nothing is made, nothing
+// is kept, and the next try works.
 static void no_memory(int is_nccl, int of_device) {
   int failures = 0;
   for (int n = 1;; n++) {
@@ -243,8 +272,9 @@ static void no_memory(int is_nccl, int of_device) {
     rm_error_clear(&err);
     rm_comm_destroy(comm);
     rm_comm_destroy(host);
-    fake_device_close(device);   // which counts
-    if (rm_memory_blocks()) tiny_die("allocation %d: %zu blocks were not given back", n, rm_memory_blocks());
+    fake_device_close(device); // which counts
+    if (rm_memory_blocks())
+      tiny_die("allocation %d: %zu blocks were not given back", n, rm_memory_blocks());
     if (!failed) break;
     failures++;
   }
@@ -265,7 +295,8 @@ static void forked(int is_nccl) {
     rm_comm_destroy(comm);
     _exit(code == RM_E_STATE ? 0 : 1);
   }
-  if (waitpid(child, &status, 0) != child || status) tiny_die("a forked child ended with %d", status);
+  if (waitpid(child, &status, 0) != child || status)
+    tiny_die("a forked child ended with %d", status);
   tiny_must(rm_comm_barrier(comm, &err), &err);
   tiny_must(rm_comm_wait(&comm, 1, &device->device, 60, &err), &err);
   rm_comm_destroy(comm);
@@ -299,7 +330,8 @@ int main(int argc, char **argv) {
     if (transport != 1) run_world(&f, 1);
   }
   if (rm_memory_blocks()) tiny_die("%zu blocks were not given back", rm_memory_blocks());
-  printf("mesh_device: %ld calls and %ld chains of three as threads make them, %ld comparisons of accounts\n", (long)n_calls,
-         (long)n_chains, (long)n_compared);
+  printf("mesh_device: %ld calls and %ld chains of three as threads make them, %ld comparisons of "
+         "accounts\n",
+         (long)n_calls, (long)n_chains, (long)n_compared);
   return 0;
 }

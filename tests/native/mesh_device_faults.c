@@ -1,8 +1,10 @@
-// mesh_device_faults.c: what can go wrong with an NCCL group, on devices that are threads and with the stand-in for NCCL
-// (mesh_device.c), which the environment tells what to do. Ranks are threads, and in the last part processes, of which one is killed.
+// mesh_device_faults.c: what can go wrong with an NCCL group, on devices that are threads and with
+// the stand-in for NCCL (mesh_device.c), which the environment tells what to do. Ranks are threads,
+// and in the last part processes, of which one is killed.
 //
-// Each trial is one fault, after some calls that went well. Every rank must fail within SOON seconds (or its deadline), with a code that
-// is meant, in words that say what happened; then for ever with the same code and words; and everything must be given back.
+// Each trial is one fault, after some calls that went well. Every rank must fail within SOON
+// seconds (or its deadline), with a code that is meant, in words that say what happened; then for
+// ever with the same code and words; and everything must be given back.
 //
 //   mesh_device_faults [--cases 2] [--seed 1]           cases: of each fault
 //     --plant N: the Nth fault is left out              (must end in a failure)
@@ -19,37 +21,45 @@
 #include "common/fuzz.h"
 
 enum { RANKS = 6, CALLS = 6, CULPRIT = 1, ROOM = 4 << 20, CAPACITY = 2000, BYTES = 3000 };
-static const double PATIENCE = 0.5, SOON = 20;   // a machine that runs tests may stand still,
-static const double PARTING_PATIENCE = 2;        // and this one is also that of making the group
+static const double PATIENCE = 0.5, SOON = 20; // a machine that runs tests may stand still,
+static const double PARTING_PATIENCE = 2; // and this one is also that of making the group
 
 typedef enum when { MAKING, CALLING, WAITING, COMPARING, ABORTING, DEVICE, LEAVING, PARTING } when;
 
 typedef struct fault {
-  const char *name, *variable, *value;   // of the environment; value: "rank:call:result" with the culprit and the call at hand
-  when when;                    // what fails on the culprit
-  rm_code own;                  // the culprit's; RM_OK: any of a mismatch, a timeout and a lost rank
-  const char *word;             // in the culprit's words
-  int own_word_for_all;         // the others say it too
+  const char *name, *variable,
+      *value; // of the environment; value: "rank:call:result" with the culprit and the call at hand
+  when when; // what fails on the culprit
+  rm_code own; // the culprit's; RM_OK: any of a mismatch, a timeout and a lost rank
+  const char *word; // in the culprit's words
+  int own_word_for_all; // the others say it too
 } fault;
 
 static const fault faults[] = {
     {"no such file", NULL, "/nowhere/libnccl.so.2", MAKING, RM_E_CONFIG, "nowhere", 1},
     {"no NCCL", NULL, "libm.so.6", MAKING, RM_E_CONFIG, "ncclGetVersion", 1},
     {"an old NCCL", "STANDIN_VERSION", "21602", MAKING, RM_E_CONFIG, "2.16.2", 1},
-    {"one GPU, an NCCL that minds", "STANDIN_VERSION", "22907", MAKING, RM_E_CONFIG, "got 2.29.7", 1},
+    {"one GPU, an NCCL that minds", "STANDIN_VERSION", "22907", MAKING, RM_E_CONFIG, "got 2.29.7",
+     1},
     {"one GPU, NCCL not told", NULL, NULL, MAKING, RM_E_CONFIG, "NCCL_MULTI_RANK_GPU_ENABLE=1", 1},
     {"no name", "STANDIN_ID", "2", MAKING, RM_E_RANK_LOST, "planted: no id", 1},
-    {"no room", NULL, "room", MAKING, RM_E_CAPACITY, "fake:0 has no memory for two exchange buffers", 1},
+    {"no room", NULL, "room", MAKING, RM_E_CAPACITY,
+     "fake:0 has no memory for two exchange buffers", 1},
     {"not made", "STANDIN_INIT", "1:5", MAKING, RM_E_CONFIG, "invalid usage", 0},
     {"never made", "STANDIN_INIT", "1:7", MAKING, RM_E_COLLECTIVE_TIMEOUT, "making a group", 0},
-    {"CUDA while it is made", "STANDIN_INIT", "1:1", MAKING, RM_E_DEVICE, "unhandled cuda error", 0},
+    {"CUDA while it is made", "STANDIN_INIT", "1:1", MAKING, RM_E_DEVICE, "unhandled cuda error",
+     0},
     {"other bytes", "STANDIN_FLIP", "1:1", MAKING, RM_OK, "", 0},
     {"a group fails", "STANDIN_GROUP", "1:*:3", CALLING, RM_E_RANK_LOST, "internal error", 0},
-    {"a group is misused", "STANDIN_GROUP", "1:*:5", CALLING, RM_E_COLLECTIVE_MISMATCH, "invalid usage", 0},
+    {"a group is misused", "STANDIN_GROUP", "1:*:5", CALLING, RM_E_COLLECTIVE_MISMATCH,
+     "invalid usage", 0},
     {"CUDA in a group", "STANDIN_GROUP", "1:*:1", CALLING, RM_E_DEVICE, "unhandled cuda error", 0},
-    {"a group times out", "STANDIN_GROUP", "1:*:8", CALLING, RM_E_COLLECTIVE_TIMEOUT, "operation timed out", 0},
-    {"a group stays busy", "STANDIN_GROUP", "1:*:7", CALLING, RM_E_COLLECTIVE_TIMEOUT, "was not done on rank 1", 0},
-    {"an error while it runs", "STANDIN_ASYNC", "1:*:6", WAITING, RM_E_RANK_LOST, "remote process exited", 0},
+    {"a group times out", "STANDIN_GROUP", "1:*:8", CALLING, RM_E_COLLECTIVE_TIMEOUT,
+     "operation timed out", 0},
+    {"a group stays busy", "STANDIN_GROUP", "1:*:7", CALLING, RM_E_COLLECTIVE_TIMEOUT,
+     "was not done on rank 1", 0},
+    {"an error while it runs", "STANDIN_ASYNC", "1:*:6", WAITING, RM_E_RANK_LOST,
+     "remote process exited", 0},
     {"a kernel hangs", "STANDIN_HANG", "1:*", WAITING, RM_OK, "", 0},
     {"a kernel is left out", "STANDIN_SKIP", "1:*", WAITING, RM_OK, "", 0},
     {"another operation", NULL, "op", COMPARING, RM_E_COLLECTIVE_MISMATCH, "other calls", 0},
@@ -57,18 +67,23 @@ static const fault faults[] = {
     {"another epoch", NULL, "epoch", COMPARING, RM_E_COLLECTIVE_MISMATCH, "epoch", 0},
     {"a call less", NULL, "call", COMPARING, RM_E_COLLECTIVE_MISMATCH, "calls", 0},
     {"an abort", NULL, "own", ABORTING, RM_E_RANK_LOST, "rank 1 has aborted: NumericsError", 1},
-    {"an abort from another thread", NULL, "other", ABORTING, RM_E_RANK_LOST, "rank 1 has aborted: NumericsError", 1},
+    {"an abort from another thread", NULL, "other", ABORTING, RM_E_RANK_LOST,
+     "rank 1 has aborted: NumericsError", 1},
     {"a device fails", NULL, NULL, DEVICE, RM_E_DEVICE, "a planted fault", 0},
     {"a rank leaves", NULL, NULL, LEAVING, RM_OK, "", 0},
     {"the last way out is shut", "STANDIN_FINALIZE", "1", PARTING, RM_OK, "", 0},
-    {"too much", NULL, "room", CALLING, RM_E_CAPACITY, "expected at most 2000 bytes of strided blocks in one exchange, got 2998 that rank",
-     0},
-    {"staged: too much", NULL, "room", CALLING, RM_E_CAPACITY, "expected at most 2000 bytes in one exchange, got 2998 that rank", 0},
+    {"too much", NULL, "room", CALLING, RM_E_CAPACITY,
+     "expected at most 2000 bytes of strided blocks in one exchange, got 2998 that rank", 0},
+    {"staged: too much", NULL, "room", CALLING, RM_E_CAPACITY,
+     "expected at most 2000 bytes in one exchange, got 2998 that rank", 0},
     {"staged: no room", NULL, "room", MAKING, RM_E_CAPACITY, "a buffer for exchanges takes", 0},
     {"staged: a device fails", NULL, NULL, DEVICE, RM_E_DEVICE, "a planted fault", 0},
-    {"staged: an abort", NULL, "own", ABORTING, RM_E_RANK_LOST, "rank 1 has aborted: NumericsError", 1},
-    {"staged: a late rank", NULL, "late", CALLING, RM_E_COLLECTIVE_TIMEOUT, "rank 1 did not arrive within", 1},
-    {"staged: another epoch", NULL, "epoch", COMPARING, RM_E_COLLECTIVE_MISMATCH, "weights of epoch", 1},
+    {"staged: an abort", NULL, "own", ABORTING, RM_E_RANK_LOST, "rank 1 has aborted: NumericsError",
+     1},
+    {"staged: a late rank", NULL, "late", CALLING, RM_E_COLLECTIVE_TIMEOUT,
+     "rank 1 did not arrive within", 1},
+    {"staged: another epoch", NULL, "epoch", COMPARING, RM_E_COLLECTIVE_MISMATCH,
+     "weights of epoch", 1},
     {"staged: a rank leaves", NULL, NULL, LEAVING, RM_E_RANK_LOST, "left", 1},
 };
 enum { N_FAULT = sizeof faults / sizeof *faults };
@@ -77,13 +92,13 @@ typedef struct trial {
   const fault *fault;
   rm_region *region;
   const char *where;
-  atomic_int failed;            // ranks that have
+  atomic_int failed; // ranks that have
   int size, plant;
-  long aborts;                  // that the stand-in has seen
-  long before;                  // calls that go well first
-  rm_code codes[RANKS];         // each rank writes its own
+  long aborts; // that the stand-in has seen
+  long before; // calls that go well first
+  rm_code codes[RANKS]; // each rank writes its own
   char texts[RANKS][512];
-  double seconds[RANKS];        // from its call to its failure
+  double seconds[RANKS]; // from its call to its failure
 } trial;
 
 typedef struct rank {
@@ -105,29 +120,38 @@ static int is_culprit(const rank *self) { return self->rank == CULPRIT && !self-
 
 static int is_staged(const trial *t) { return strncmp(t->fault->name, "staged:", 7) == 0; }
 
-static int says(const fault *f, const char *value) { return f->value && !f->variable && strcmp(f->value, value) == 0; }
+static int says(const fault *f, const char *value) {
+  return f->value && !f->variable && strcmp(f->value, value) == 0;
+}
 
-// ------------------------------------------------------------------------------------------------ what a rank does
+// ------------------------------------------------------------------------------- what a rank does
 static rm_code make(rank *self, rm_error *err) {
   const fault *f = self->t->fault;
   const int32_t members[RANKS] = {0, 1, 2, 3, 4, 5};
   const int is_file = f->value && !f->variable && strstr(f->value, ".so");
   const int one_gpu = strncmp(f->name, "one GPU", 7) == 0;
-  rm_nccl_options options = {.library = getenv("STANDIN_LIBRARY"), .capacity = CAPACITY, .timeout = SOON};
+  rm_nccl_options options = {
+      .library = getenv("STANDIN_LIBRARY"), .capacity = CAPACITY, .timeout = SOON};
   if (one_gpu && !self->t->plant) options.gpu = "the one";
   const int is_told = f->own && f->own != RM_E_COLLECTIVE_TIMEOUT;
-  if (f->when == MAKING && !is_told && self->rank == CULPRIT) options.timeout = PATIENCE;   // the first to lose it
-  if (f->when == PARTING && is_culprit(self)) options.timeout = PARTING_PATIENCE;   // left out, nobody is hurried
+  if (f->when == MAKING && !is_told && self->rank == CULPRIT)
+    options.timeout = PATIENCE; // the first to lose it
+  if (f->when == PARTING && is_culprit(self))
+    options.timeout = PARTING_PATIENCE; // left out, nobody is hurried
   if (is_culprit(self) && is_file) options.library = f->value;
   if (is_culprit(self) && f->when == MAKING && says(f, "room")) options.capacity = ROOM;
   self->device = fake_device_open(ROOM);
-  tiny_must(rm_region_comm(self->t->region, 0, members, self->t->size, self->rank, &self->host, err), err);
+  tiny_must(
+      rm_region_comm(self->t->region, 0, members, self->t->size, self->rank, &self->host, err),
+      err);
   void *there;
-  if (self->device->device.alloc(self->device, 2 * BYTES, &there)) tiny_die("no memory of a device");
+  if (self->device->device.alloc(self->device, 2 * BYTES, &there))
+    tiny_die("no memory of a device");
   self->there = there;
   if (is_staged(self->t)) {
-    const rm_code code = rm_comm_create_staged(self->host, &self->device->device, options.capacity, &self->comm, err);
-    if (code) rm_comm_abort(self->host, code);   // else the others waited for this rank
+    const rm_code code = rm_comm_create_staged(self->host, &self->device->device, options.capacity,
+                                               &self->comm, err);
+    if (code) rm_comm_abort(self->host, code); // else the others waited for this rank
     return code;
   }
   return rm_comm_create_nccl(self->host, &self->device->device, &options, &self->comm, err);
@@ -135,7 +159,8 @@ static rm_code make(rank *self, rm_error *err) {
 
 static rm_code gather(rank *self, size_t bytes, rm_error *err) {
   size_t sizes[RANKS];
-  for (int r = 0; r < self->t->size; r++) sizes[r] = bytes + (size_t)(r == 0);   // not NCCL's all_gather
+  for (int r = 0; r < self->t->size; r++)
+    sizes[r] = bytes + (size_t)(r == 0); // not NCCL's all_gather
   return rm_comm_all_gather(self->comm, self->there, self->there + BYTES, sizes, err);
 }
 
@@ -177,7 +202,8 @@ static rm_code misbehave(rank *self, rm_error *err) {
   const when what = self->t->fault->when;
   if (what == DEVICE) atomic_store(&self->device->fault, 1);
   if (what == ABORTING && says(self->t->fault, "own")) rm_comm_abort(self->comm, RM_E_NUMERICS);
-  else if (what == ABORTING && pthread_create(&self->other, NULL, abort_soon, self)) tiny_die("no thread");
+  else if (what == ABORTING && pthread_create(&self->other, NULL, abort_soon, self))
+    tiny_die("no thread");
   if (what == LEAVING) {
     rm_comm_destroy(self->comm);
     rm_comm_destroy(self->host);
@@ -185,10 +211,12 @@ static rm_code misbehave(rank *self, rm_error *err) {
     return rm_fail(err, RM_E_RANK_LOST, "left");
   }
   if (says(self->t->fault, "late")) usleep((useconds_t)(3e6 * PATIENCE));
-  return what == CALLING && says(self->t->fault, "room") ? send_too_much(self, err) : step(self, what == COMPARING, err);
+  return what == CALLING && says(self->t->fault, "room") ? send_too_much(self, err)
+                                                         : step(self, what == COMPARING, err);
 }
 
-// Whether it is this rank that loses patience: every one where nobody is told, else the culprit, so that the code is its own.
+// Whether it is this rank that loses patience: every one where nobody is told, else the culprit, so
+// that the code is its own.
 static int is_lost(const rank *self) {
   const fault *f = self->t->fault;
   if (f->when == LEAVING || says(f, "late")) return 1;
@@ -200,7 +228,8 @@ static rm_code last_step(rank *self, rm_error *err) {
   const int compares = self->t->fault->when == COMPARING;
   const int waits_for_abort = says(self->t->fault, "other");
   const double patience = is_lost(self) ? PATIENCE : SOON;
-  if (waits_for_abort && !is_culprit(self)) usleep(100000);   // the culprit stands in its wait by then
+  if (waits_for_abort && !is_culprit(self))
+    usleep(100000); // the culprit stands in its wait by then
   rm_code code = is_culprit(self) ? misbehave(self, err) : step(self, 0, err);
   if (!code && compares) code = rm_comm_compare(self->comm, self->host, err);
   rm_comm *const groups[] = {NULL, self->comm};
@@ -216,9 +245,10 @@ static void stays_dead(rank *self, rm_code code, const char *text) {
                           : i == 1 ? rm_comm_wait(&self->comm, 1, &self->device->device, 1, &err)
                                    : rm_comm_compare(self->comm, self->host, &err);
     if (i != 1 && (again != code || strcmp(rm_error_message(&err), text)))
-      tiny_die("%s: %s: dead as \"%s\", then %s \"%s\"", self->t->where, self->t->fault->name, text, rm_code_name(again),
-               rm_error_message(&err));
-    if (!again) tiny_die("%s: %s: a wait of a dead group goes well", self->t->where, self->t->fault->name);
+      tiny_die("%s: %s: dead as \"%s\", then %s \"%s\"", self->t->where, self->t->fault->name, text,
+               rm_code_name(again), rm_error_message(&err));
+    if (!again)
+      tiny_die("%s: %s: a wait of a dead group goes well", self->t->where, self->t->fault->name);
     rm_error_clear(&err);
   }
 }
@@ -229,14 +259,17 @@ static void *run_rank(void *arg) {
   rm_error err = RM_ERROR_INIT;
   double start = now();
   rm_code code = make(self, &err);
-  if (!code && t->fault->when == MAKING && is_staged(t)) code = swap(self, 100, &err);   // it is made by each rank alone
+  if (!code && t->fault->when == MAKING && is_staged(t))
+    code = swap(self, 100, &err); // it is made by each rank alone
   for (long i = 0; i < t->before && !code; i++) {
     code = step(self, 0, &err);
     if (!code) code = rm_comm_wait(&self->comm, 1, &self->device->device, SOON, &err);
-    if (code) tiny_die("%s: %s: rank %d fails early: %s", t->where, t->fault->name, self->rank, rm_error_message(&err));
+    if (code)
+      tiny_die("%s: %s: rank %d fails early: %s", t->where, t->fault->name, self->rank,
+               rm_error_message(&err));
   }
   if (!code && t->fault->when != MAKING) {
-    tiny_must(rm_comm_barrier(self->host, &err), &err);   // no rank is at a good call still
+    tiny_must(rm_comm_barrier(self->host, &err), &err); // no rank is at a good call still
     rm_comm_set_timeout(self->comm, is_lost(self) ? PATIENCE : SOON);
     start = now();
     code = last_step(self, &err);
@@ -245,10 +278,13 @@ static void *run_rank(void *arg) {
   t->codes[self->rank] = code;
   snprintf(t->texts[self->rank], sizeof t->texts[0], "%s", rm_error_message(&err));
   rm_error_clear(&err);
-  if (code && t->fault->when == MAKING && t->fault->own_word_for_all) tiny_must(rm_comm_barrier(self->host, &err), &err);   // lives
+  if (code && t->fault->when == MAKING && t->fault->own_word_for_all)
+    tiny_must(rm_comm_barrier(self->host, &err), &err); // lives
   atomic_fetch_add(&t->failed, 1);
   // The others hear it while the culprit does nothing more.
-  for (double until = now() + SOON; t->fault->when == CALLING && atomic_load(&t->failed) < t->size && now() < until;) usleep(1000);
+  for (double until = now() + SOON;
+       t->fault->when == CALLING && atomic_load(&t->failed) < t->size && now() < until;)
+    usleep(1000);
   if (code && self->comm) stays_dead(self, code, t->texts[self->rank]);
   rm_comm_destroy(self->comm);
   rm_comm_destroy(self->host);
@@ -257,26 +293,34 @@ static void *run_rank(void *arg) {
   return NULL;
 }
 
-// ------------------------------------------------------------------------------------------------ the verdict
+// ------------------------------------------------------------------------------------ the verdict
 static int is_group_end(rm_code code) {
-  return code == RM_E_RANK_LOST || code == RM_E_COLLECTIVE_TIMEOUT || code == RM_E_COLLECTIVE_MISMATCH;
+  return code == RM_E_RANK_LOST || code == RM_E_COLLECTIVE_TIMEOUT ||
+         code == RM_E_COLLECTIVE_MISMATCH;
 }
 
 static void judge(const trial *t) {
   const fault *f = t->fault;
-  const int shared = f->when == MAKING && f->own_word_for_all;   // all learn it in the first meeting, and are as they were
+  const int shared = f->when == MAKING &&
+                     f->own_word_for_all; // all learn it in the first meeting, and are as they were
   for (int r = 0; r < t->size; r++) {
     const rm_code code = t->codes[r];
     const char *text = t->texts[r];
     const int own = r == CULPRIT || (shared && strcmp(f->name, "no name") != 0);
-    if (t->seconds[r] > SOON) tiny_die("%s: %s: rank %d failed after %.1f s: %s", t->where, f->name, r, t->seconds[r], text);
+    if (t->seconds[r] > SOON)
+      tiny_die("%s: %s: rank %d failed after %.1f s: %s", t->where, f->name, r, t->seconds[r],
+               text);
     if (f->when == PARTING) {
-      if (code || !t->aborts) tiny_die("%s: %s: rank %d has %s after %ld aborts", t->where, f->name, r, rm_code_name(code), t->aborts);
+      if (code || !t->aborts)
+        tiny_die("%s: %s: rank %d has %s after %ld aborts", t->where, f->name, r,
+                 rm_code_name(code), t->aborts);
       continue;
     }
     if (own && f->own && code != f->own)
-      tiny_die("%s: %s: rank %d has %s \"%s\", wanted %s", t->where, f->name, r, rm_code_name(code), text, rm_code_name(f->own));
-    if (!own && !shared && !is_group_end(code)) tiny_die("%s: %s: rank %d has %s \"%s\"", t->where, f->name, r, rm_code_name(code), text);
+      tiny_die("%s: %s: rank %d has %s \"%s\", wanted %s", t->where, f->name, r, rm_code_name(code),
+               text, rm_code_name(f->own));
+    if (!own && !shared && !is_group_end(code))
+      tiny_die("%s: %s: rank %d has %s \"%s\"", t->where, f->name, r, rm_code_name(code), text);
     if ((own || f->own_word_for_all) && !strstr(text, f->word))
       tiny_die("%s: %s: rank %d says \"%s\", without \"%s\"", t->where, f->name, r, text, f->word);
   }
@@ -287,15 +331,18 @@ static void set_fault(const trial *t) {
   char value[40];
   const char *star = f->variable ? strchr(f->value, '*') : NULL;
   if (!f->variable || t->plant) return;
-  // Two groups prove the end, and each step that goes well is two. What is waited for is the second of the last.
+  // Two groups prove the end, and each step that goes well is two. What is waited for is the second
+  // of the last.
   const long call = 3 + 2 * t->before + (f->when == WAITING);
-  if (star) snprintf(value, sizeof value, "%.*s%ld%s", (int)(star - f->value), f->value, call, star + 1);
+  if (star)
+    snprintf(value, sizeof value, "%.*s%ld%s", (int)(star - f->value), f->value, call, star + 1);
   else snprintf(value, sizeof value, "%s", f->value);
   setenv(f->variable, value, 1);
 }
 
 static long aborts_so_far(void) {
-  void *library = dlopen(getenv("STANDIN_LIBRARY"), RTLD_NOW | RTLD_LOCAL), *found = library ? dlsym(library, "standin_aborts") : NULL;
+  void *library = dlopen(getenv("STANDIN_LIBRARY"), RTLD_NOW | RTLD_LOCAL),
+       *found = library ? dlsym(library, "standin_aborts") : NULL;
   long (*count)(void);
   if (!found) tiny_die("%s is no stand-in", getenv("STANDIN_LIBRARY"));
   memcpy(&count, &found, sizeof count);
@@ -307,7 +354,8 @@ static void try_fault(fuzz *f, const fault *which) {
   trial t = {.fault = which, .where = fuzz_where(f), .plant = f->plant == which - faults + 1};
   t.size = 2 + (int)fuzz_below(f, RANKS - 1);
   t.before = which->when == MAKING ? 0 : fuzz_below(f, CALLS);
-  const rm_region_options options = {.world = t.size, .n_groups = 1, .buffer_bytes = 4096, .timeout = SOON};
+  const rm_region_options options = {
+      .world = t.size, .n_groups = 1, .buffer_bytes = 4096, .timeout = SOON};
   tiny_must(rm_region_create(&options, &t.region, &err), &err);
   set_fault(&t);
   t.aborts = -aborts_so_far();
@@ -321,15 +369,17 @@ static void try_fault(fuzz *f, const fault *which) {
   t.aborts += aborts_so_far();
   judge(&t);
   rm_region_release(t.region);
-  if (rm_memory_blocks()) tiny_die("%s: %zu blocks were not given back", t.where, rm_memory_blocks());
+  if (rm_memory_blocks())
+    tiny_die("%s: %zu blocks were not given back", t.where, rm_memory_blocks());
 }
 
-// ------------------------------------------------------------------------------------------------ processes
+// -------------------------------------------------------------------------------------- processes
 // A rank that is killed with its call in the queue is named by all others.
 static void run_process(trial *t, int who, uint64_t nonce, const char *name, int dies_at) {
   rm_error err = RM_ERROR_INIT;
   rank self = {.t = t, .rank = who};
-  const rm_region_options options = {.world = t->size, .n_groups = 1, .buffer_bytes = 4096, .timeout = SOON};
+  const rm_region_options options = {
+      .world = t->size, .n_groups = 1, .buffer_bytes = 4096, .timeout = SOON};
   tiny_must(rm_region_attach(name, who, nonce, &options, &t->region, &err), &err);
   tiny_must(make(&self, &err), &err);
   for (int call = 0;; call++) {
@@ -338,8 +388,10 @@ static void run_process(trial *t, int who, uint64_t nonce, const char *name, int
     if (!code) code = rm_comm_wait(&self.comm, 1, &self.device->device, SOON, &err);
     if (!code) continue;
     // Its last bytes may be there, and not read yet, when its end shows.
-    if (call < dies_at - 1 || code != RM_E_RANK_LOST || !strstr(rm_error_message(&err), "lost rank 1: the process has ended"))
-      tiny_die("rank %d, call %d: %s \"%s\"", who, call, rm_code_name(code), rm_error_message(&err));
+    if (call < dies_at - 1 || code != RM_E_RANK_LOST ||
+        !strstr(rm_error_message(&err), "lost rank 1: the process has ended"))
+      tiny_die("rank %d, call %d: %s \"%s\"", who, call, rm_code_name(code),
+               rm_error_message(&err));
     break;
   }
   rm_comm_destroy(self.comm);
@@ -371,7 +423,8 @@ static double try_kill(fuzz *f) {
   for (int r = 0; r < t.size; r++) {
     if (r == CULPRIT) continue;
     waitpid(children[r], &status, 0);
-    if (!WIFEXITED(status) || WEXITSTATUS(status)) tiny_die("rank %d ended with status %d", r, status);
+    if (!WIFEXITED(status) || WEXITSTATUS(status))
+      tiny_die("rank %d ended with status %d", r, status);
   }
   return now() - start;
 }
@@ -385,8 +438,11 @@ int main(int argc, char **argv) {
   while (fuzz_next_case(&f)) {
     const double took = f.plant ? 0 : try_kill(&f);
     killed = took > killed ? took : killed;
-    for (int i = f.plant ? (int)f.plant - 1 : 0; i < (f.plant ? (int)f.plant : N_FAULT); i++, n++) try_fault(&f, &faults[i]);
+    for (int i = f.plant ? (int)f.plant - 1 : 0; i < (f.plant ? (int)f.plant : N_FAULT); i++, n++)
+      try_fault(&f, &faults[i]);
   }
-  printf("mesh_device_faults: %ld trials of %d faults; a killed rank was named by all within %.0f ms\n", n, N_FAULT, 1e3 * killed);
+  printf("mesh_device_faults: %ld trials of %d faults; a killed rank was named by all within %.0f "
+         "ms\n",
+         n, N_FAULT, 1e3 * killed);
   return 0;
 }

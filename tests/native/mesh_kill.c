@@ -1,14 +1,18 @@
 // mesh_kill.c: processes that exchange over shared memory, one of which is killed.
 //
-// Each case forks 2 … 6 ranks, which attach to a region and call what common/talk.h says, in a group of all and in smaller ones, for
-// ever. One rank is killed at a random moment, in a third of the cases while they attach. Every other rank must then fail: RankLostError
-// with the number of that rank, whichever group it was in. While they attach CollectiveTimeoutError is right too: from those who wait for
-// a rank that nobody has seen, with its number, and from those who come when the others have given up. What arrived before must be what
-// was said. After the last survivor nothing may have the region's name.
-// Printed: time from the kill to the last survivor's error, over the cases in which all had attached.
+// Each case forks 2 … 6 ranks, which attach to a region and call what common/talk.h says, in a
+// group of all and in smaller ones, for ever. One rank is killed at a random moment, in a third of
+// the cases while they attach. Every other rank must then fail: RankLostError with the number of
+// that rank, whichever group it was in. While they attach CollectiveTimeoutError is right too: from
+// those who wait for a rank that nobody has seen, with its number, and from those who come when the
+// others have given up. What arrived before must be what was said. After the last survivor nothing
+// may have the region's name.
+// Printed: time from the kill to the last survivor's error, over the cases in which all had
+// attached.
 //
 //   mesh_kill [--kills 30] [--seed 1] [--first 0] [--without-pidfd 1: as on a kernel that has none]
-//     --plant 1: the rank is stopped, not killed   2: a file is left behind   (each must end in a failure)
+//     --plant 1: the rank is stopped, not killed   2: a file is left behind   (each must end in a
+//                                                  failure)
 #include <fcntl.h>
 #include <stdlib.h>
 
@@ -21,9 +25,9 @@ enum { GROUPS = 2, MOST = 6000 };
 typedef struct scene {
   char name[64];
   uint64_t seed;
-  int world, part;              // ranks; and of those, how many neighbours are a group of index 1
+  int world, part; // ranks; and of those, how many neighbours are a group of index 1
   int without_pidfd;
-  double patience;              // of a call
+  double patience; // of a call
   rm_region_options options;
   const char *where;
 } scene;
@@ -52,9 +56,12 @@ static void live(int rank, ranks_word *word, void *arg) {
     return;
   }
   atomic_store(&word->attached, 1);
-  const int first = rank / s->part * s->part, n = s->world - first < s->part ? s->world - first : s->part;
-  rm_comm *comms[GROUPS] = {group_of(region, 0, 0, s->world, rank), group_of(region, 1, first, n, rank)};
-  talk talks[GROUPS] = {talk_begin(comms[0], s->seed, MOST), talk_begin(comms[1], s->seed + 1 + (uint64_t)first, MOST)};
+  const int first = rank / s->part * s->part,
+            n = s->world - first < s->part ? s->world - first : s->part;
+  rm_comm *comms[GROUPS] = {group_of(region, 0, 0, s->world, rank),
+                            group_of(region, 1, first, n, rank)};
+  talk talks[GROUPS] = {talk_begin(comms[0], s->seed, MOST),
+                        talk_begin(comms[1], s->seed + 1 + (uint64_t)first, MOST)};
   uint64_t made[GROUPS] = {0};
   rm_region_release(region);
   for (uint64_t call = 0; !code; call++) {
@@ -74,7 +81,8 @@ static int all_attached(const ranks *r) {
   return n == r->world;
 }
 
-// In a third of the cases a moment in the first milliseconds, else one after all have attached; 1 when they had.
+// In a third of the cases a moment in the first milliseconds, else one after all have attached; 1
+// when they had.
 static int wait_for_the_moment(fuzz *f, const ranks *r) {
   const int early = f->at % 3 == 0;
   const double moment = (double)fuzz_below(f, 1000) * 1e-6 * (early ? 3 : 15);
@@ -96,22 +104,32 @@ static double check_survivors(const scene *s, const ranks *r, int victim, int ha
   for (int rank = 0; rank < s->world; rank++) {
     const ranks_word *word = &r->words[rank];
     if (rank == victim) continue;
-    const int lost = word->code == RM_E_RANK_LOST && strstr(word->text, "lost ") && strstr(word->text, after);
-    const int in_vain = !had_attached && word->code == RM_E_COLLECTIVE_TIMEOUT && !atomic_load(&word->attached) &&
+    const int lost =
+        word->code == RM_E_RANK_LOST && strstr(word->text, "lost ") && strstr(word->text, after);
+    const int in_vain = !had_attached && word->code == RM_E_COLLECTIVE_TIMEOUT &&
+                        !atomic_load(&word->attached) &&
                         (strstr(word->text, name) || strstr(word->text, "no region"));
     if (!lost && !in_vain)
-      tiny_die("%s: rank %d of %d was killed, rank %d has %s: %s", s->where, victim, s->world, rank, rm_code_name(word->code), word->text);
+      tiny_die("%s: rank %d of %d was killed, rank %d has %s: %s", s->where, victim, s->world, rank,
+               rm_code_name(word->code), word->text);
     if (word->when > last) last = word->when;
   }
   return last;
 }
 
-// Kills one rank; returns the seconds until the last survivor had its error, −1 when not all had attached.
+// Kills one rank; returns the seconds until the last survivor had its error, −1 when not all had
+// attached.
 static double kill_case(fuzz *f, ranks *r, int without_pidfd, long *calls) {
-  scene s = {.where = fuzz_where(f), .seed = fuzz_bits(f), .world = 2 + (int)fuzz_below(f, 5), .without_pidfd = without_pidfd};
+  scene s = {.where = fuzz_where(f),
+             .seed = fuzz_bits(f),
+             .world = 2 + (int)fuzz_below(f, 5),
+             .without_pidfd = without_pidfd};
   s.patience = f->plant ? 1 : 30;
   s.part = 1 + (int)fuzz_below(f, s.world);
-  s.options = (rm_region_options){.world = s.world, .n_groups = GROUPS, .buffer_bytes = 64 + (size_t)fuzz_below(f, 4000), .timeout = 4};
+  s.options = (rm_region_options){.world = s.world,
+                                  .n_groups = GROUPS,
+                                  .buffer_bytes = 64 + (size_t)fuzz_below(f, 4000),
+                                  .timeout = 4};
   const int victim = (int)fuzz_below(f, s.world);
   snprintf(s.name, sizeof s.name, "kill-%d-%ld", (int)getpid(), f->at);
   ranks_start(r, s.world, live, &s);
@@ -169,8 +187,10 @@ int main(int argc, char **argv) {
   }
   qsort(seconds, (size_t)n, sizeof *seconds, by_size);
   printf(
-      "mesh_kill: %ld kills, %ld while attaching, in %ld calls; the last survivor knew after %.1f ms (median), %.1f (95%%), %.1f (max)\n",
-      n + attaching, attaching, calls, 1e3 * seconds[n / 2], 1e3 * seconds[n * 95 / 100], 1e3 * seconds[n ? n - 1 : 0]);
+      "mesh_kill: %ld kills, %ld while attaching, in %ld calls; the last survivor knew after %.1f "
+      "ms (median), %.1f (95%%), %.1f (max)\n",
+      n + attaching, attaching, calls, 1e3 * seconds[n / 2], 1e3 * seconds[n * 95 / 100],
+      1e3 * seconds[n ? n - 1 : 0]);
   free(seconds);
   return 0;
 }

@@ -1,6 +1,7 @@
-// nccl_real.c: NCCL itself, where it is installed and there is no driver to make a group with: that it loads, that its declarations are
-// the ones that are written here as far as it gets, and that making a group fails on every rank, soon and with a code that is meant.
-// Whose path it is, the environment says (NCCL_LIBRARY).
+// nccl_real.c: NCCL itself, where it is installed and there is no driver to make a group with: that
+// it loads, that its declarations are the ones that are written here as far as it gets, and that
+// making a group fails on every rank, soon and with a code that is meant. Whose path it is, the
+// environment says (NCCL_LIBRARY).
 //
 //   nccl_real            prints: version 2.32.3, result 0 of a name, DeviceError "…"
 #include <stdio.h>
@@ -27,7 +28,8 @@ static void *run_rank(void *arg) {
   rm_comm *host, *comm;
   fake_device *device = fake_device_open(1 << 20);
   const int32_t members[RANKS] = {0, 1};
-  const rm_nccl_options options = {.library = getenv("NCCL_LIBRARY"), .capacity = 1 << 16, .timeout = 20};
+  const rm_nccl_options options = {
+      .library = getenv("NCCL_LIBRARY"), .capacity = 1 << 16, .timeout = 20};
   tiny_must(rm_region_comm(self->region, 0, members, RANKS, self->rank, &host, &err), &err);
   self->code = rm_comm_create_nccl(host, &device->device, &options, &comm, &err);
   snprintf(self->text, sizeof self->text, "%s", rm_error_message(&err));
@@ -48,7 +50,8 @@ int main(void) {
   tiny_must(rm_nccl_load(getenv("NCCL_LIBRARY"), &api, &err), &err);
   printf("version %s\n", rm_nccl_version_text(api.version, text));
   printf("a name: %s\n", api.error_string(api.get_unique_id(&id)));
-  const rm_region_options options = {.world = RANKS, .n_groups = 1, .buffer_bytes = 4096, .timeout = 30};
+  const rm_region_options options = {
+      .world = RANKS, .n_groups = 1, .buffer_bytes = 4096, .timeout = 30};
   rm_region *region;
   tiny_must(rm_region_create(&options, &region, &err), &err);
   for (int r = 0; r < RANKS; r++) {
@@ -56,7 +59,8 @@ int main(void) {
     if (pthread_create(&ranks[r].thread, NULL, run_rank, &ranks[r])) tiny_die("no thread %d", r);
   }
   for (int r = 0; r < RANKS; r++) pthread_join(ranks[r].thread, NULL);
-  for (int r = 0; r < RANKS; r++) printf("rank %d: %s: %s\n", r, rm_code_name(ranks[r].code), ranks[r].text);
+  for (int r = 0; r < RANKS; r++)
+    printf("rank %d: %s: %s\n", r, rm_code_name(ranks[r].code), ranks[r].text);
   rm_region_release(region);
   if (rm_memory_blocks()) tiny_die("%zu blocks were not given back", rm_memory_blocks());
   return 0;

@@ -1,10 +1,11 @@
 // placement.c: properties of meshes and placements over random models and worlds.
 //
-// Input: random degrees (kept when they are legal), a random small spec, all its parameters. Oracles, none of which repeats how
-// placement.c computes: coordinates and ranks are one to one and peers differ in one axis alone; in each replica every row of
-// every parameter is held, once, but for KV heads, which are held by exactly those ranks that have a query head of the group, and
-// what is whole everywhere, and is answered for by one rank of the world; replicas are equal; an expert is whole on one rank of its
-// axis; parts differ by one unit at most.
+// Input: random degrees (kept when they are legal), a random small spec, all its parameters.
+// Oracles, none of which repeats how placement.c computes: coordinates and ranks are one to one and
+// peers differ in one axis alone; in each replica every row of every parameter is held, once, but
+// for KV heads, which are held by exactly those ranks that have a query head of the group, and what
+// is whole everywhere, and is answered for by one rank of the world; replicas are equal; an expert
+// is whole on one rank of its axis; parts differ by one unit at most.
 //
 //   placement [--cases 20000] [--seed 1] [--plant 1: the last row of each part is denied]
 #include "model/placement.h"
@@ -27,22 +28,27 @@ typedef struct world {
     if (!(condition)) fprintf(stderr, "%s\n", fuzz_where(&(w)->f)), tiny_die(__VA_ARGS__); \
   } while (0)
 
-// ------------------------------------------------------------------------------------------------ input
-static int64_t pick(fuzz *f, int64_t low, int64_t high) { return low + fuzz_below(f, high - low + 1); }
+// ------------------------------------------------------------------------------------------ input
+static int64_t pick(fuzz *f, int64_t low, int64_t high) {
+  return low + fuzz_below(f, high - low + 1);
+}
 
 // A legal mesh and model, or 0.
 static int make(world *w) {
   fuzz *f = &w->f;
-  const int64_t tp = pick(f, 1, 9), dp = pick(f, 1, 4), ep = (const int64_t[]){1, tp, dp * tp}[fuzz_below(f, 3)];
+  const int64_t tp = pick(f, 1, 9), dp = pick(f, 1, 4),
+                ep = (const int64_t[]){1, tp, dp * tp}[fuzz_below(f, 3)];
   rm_error err = RM_ERROR_INIT;
   tiny_must(rm_mesh_create(tp, dp, ep, 1, 1, &w->mesh, &err), &err);
   enum { MAX_LAYERS = 3 };
   const float inv_freq[8] = {1};
   rm_layer_spec layers[MAX_LAYERS];
-  const int64_t n_layers = pick(f, 1, MAX_LAYERS), kv = pick(f, 1, 6), experts = fuzz_one_in(f, 3) ? 0 : pick(f, 1, 3) * ep;
-  for (int i = 0; i < n_layers; i++) layers[i] = (rm_layer_spec){.is_moe = experts && fuzz_one_in(f, 2)};
+  const int64_t n_layers = pick(f, 1, MAX_LAYERS), kv = pick(f, 1, 6),
+                experts = fuzz_one_in(f, 3) ? 0 : pick(f, 1, 3) * ep;
+  for (int i = 0; i < n_layers; i++)
+    layers[i] = (rm_layer_spec){.is_moe = experts && fuzz_one_in(f, 2)};
   if (experts) layers[0].is_moe = 1;
-  const int64_t norms = pick(f, 1, 3);   // before, after, both
+  const int64_t norms = pick(f, 1, 3); // before, after, both
   const rm_spec values = {
       .vocab_size = pick(f, 1, 1500),
       .hidden_size = pick(f, 1, 200),
@@ -71,7 +77,8 @@ static int make(world *w) {
       .layers = layers,
   };
   if (values.n_heads % tp || rm_spec_create(&values, &w->spec, &err)) return 0;
-  MUST(w, !rm_placement_check(w->spec, &w->mesh, &err) == !(ep > 1 && !experts), "the verdict on ep=%d", w->mesh.ep);
+  MUST(w, !rm_placement_check(w->spec, &w->mesh, &err) == !(ep > 1 && !experts),
+       "the verdict on ep=%d", w->mesh.ep);
   rm_error_clear(&err);
   if (ep > 1 && !experts) {
     rm_spec_destroy(w->spec);
@@ -81,34 +88,44 @@ static int make(world *w) {
   return 1;
 }
 
-// ------------------------------------------------------------------------------------------------ mesh
+// ------------------------------------------------------------------------------------------- mesh
 static void check_mesh(world *w) {
   const rm_mesh *mesh = &w->mesh;
   for (int32_t rank = 0; rank < rm_mesh_world(mesh); rank++) {
     const rm_coords at = rm_mesh_coords(mesh, rank);
-    MUST(w, rm_mesh_rank(mesh, at.dp, at.tp) == rank && at.tp < mesh->tp && at.dp < mesh->dp && at.ep < mesh->ep, "rank %d", rank);
+    MUST(w,
+         rm_mesh_rank(mesh, at.dp, at.tp) == rank && at.tp < mesh->tp && at.dp < mesh->dp &&
+             at.ep < mesh->ep,
+         "rank %d", rank);
     for (int axis = RM_AXIS_TP; axis <= RM_AXIS_EP; axis++) {
       const rm_peers peers = rm_mesh_peers(mesh, rank, (rm_axis)axis);
       const int32_t own[3] = {at.tp, at.dp, at.ep}, size[3] = {mesh->tp, mesh->dp, mesh->ep};
-      MUST(w, peers.count == size[axis], "rank %d has %d peers on axis %d", rank, peers.count, axis);
+      MUST(w, peers.count == size[axis], "rank %d has %d peers on axis %d", rank, peers.count,
+           axis);
       for (int32_t i = 0; i < peers.count; i++) {
         const rm_coords other = rm_mesh_coords(mesh, peers.first + i * peers.step);
         const int32_t there[3] = {other.tp, other.dp, other.ep};
-        MUST(w, there[axis] == i, "peer %d of rank %d stands at %d on axis %d", i, rank, there[axis], axis);
-        MUST(w, axis != RM_AXIS_TP || other.dp == at.dp, "a tp peer of rank %d is in another replica", rank);
-        MUST(w, axis != RM_AXIS_DP || other.tp == at.tp, "a dp peer of rank %d has another shard", rank);
-        MUST(w, i != own[axis] || peers.first + i * peers.step == rank, "rank %d is not its own peer", rank);
+        MUST(w, there[axis] == i, "peer %d of rank %d stands at %d on axis %d", i, rank,
+             there[axis], axis);
+        MUST(w, axis != RM_AXIS_TP || other.dp == at.dp,
+             "a tp peer of rank %d is in another replica", rank);
+        MUST(w, axis != RM_AXIS_DP || other.tp == at.tp, "a dp peer of rank %d has another shard",
+             rank);
+        MUST(w, i != own[axis] || peers.first + i * peers.step == rank,
+             "rank %d is not its own peer", rank);
       }
     }
   }
 }
 
-// ------------------------------------------------------------------------------------------------ placement
+// -------------------------------------------------------------------------------------- placement
 // 1 if the query heads of the rank, shared out in equal runs, read this row of K or V.
 static int reads_row(const world *w, int32_t rank, int64_t row) {
-  const int64_t per_rank = w->spec->n_heads / w->mesh.tp, group = w->spec->n_heads / w->spec->n_kv_heads;
+  const int64_t per_rank = w->spec->n_heads / w->mesh.tp,
+                group = w->spec->n_heads / w->spec->n_kv_heads;
   for (int64_t h = 0; h < per_rank; h++)
-    if ((rm_mesh_coords(&w->mesh, rank).tp * per_rank + h) / group == row / w->spec->head_dim) return 1;
+    if ((rm_mesh_coords(&w->mesh, rank).tp * per_rank + h) / group == row / w->spec->head_dim)
+      return 1;
   return 0;
 }
 
@@ -118,17 +135,20 @@ static int is_kv(const world *w, rm_param_kind kind) {
 }
 
 static int is_whole(const world *w, rm_param_kind kind) {
-  return kind == RM_P_FINAL_NORM || kind == RM_P_INPUT_NORM || kind == RM_P_POST_ATTN_NORM || kind == RM_P_PRE_MLP_NORM ||
-         kind == RM_P_POST_MLP_NORM || ((kind == RM_P_Q_NORM || kind == RM_P_K_NORM) && w->spec->qk_norm == RM_QK_NORM_HEAD) ||
+  return kind == RM_P_FINAL_NORM || kind == RM_P_INPUT_NORM || kind == RM_P_POST_ATTN_NORM ||
+         kind == RM_P_PRE_MLP_NORM || kind == RM_P_POST_MLP_NORM ||
+         ((kind == RM_P_Q_NORM || kind == RM_P_K_NORM) && w->spec->qk_norm == RM_QK_NORM_HEAD) ||
          kind == RM_P_ROUTER || kind == RM_P_ROUTER_BIAS || kind == RM_P_SHARED_SWITCH;
 }
 
 static void check_range(world *w, const rm_param *param, rm_range r) {
   const int64_t total = param->n_dims == 1 ? param->cols : param->rows;
-  MUST(w, r.n >= 0 && r.first >= 0 && r.first + r.n <= total, "rows %lld + %lld of %lld", (long long)r.first, (long long)r.n,
-       (long long)total);
-  MUST(w, !is_whole(w, param->kind) || r.n == total, "a part of a parameter that is whole everywhere");
-  MUST(w, !(param->expert >= 0 && w->mesh.ep > 1) || r.n == 0 || r.n == total, "a part of an expert with ep=%d", w->mesh.ep);
+  MUST(w, r.n >= 0 && r.first >= 0 && r.first + r.n <= total, "rows %lld + %lld of %lld",
+       (long long)r.first, (long long)r.n, (long long)total);
+  MUST(w, !is_whole(w, param->kind) || r.n == total,
+       "a part of a parameter that is whole everywhere");
+  MUST(w, !(param->expert >= 0 && w->mesh.ep > 1) || r.n == 0 || r.n == total,
+       "a part of an expert with ep=%d", w->mesh.ep);
 }
 
 // Over the ranks that together hold one copy: a tp group, or with experts of its own the ep group.
@@ -145,15 +165,20 @@ static void check_copy(world *w, const rm_param *param, rm_peers group) {
     check_range(w, param, r);
     for (int64_t row = r.first; row < r.first + r.n; row++) held[row]++;
     for (int64_t row = 0; is_kv(w, param->kind) && row < total; row++)
-      MUST(w, reads_row(w, rank, row) == (row >= r.first && row < r.first + r.n), "row %lld of K on rank %d", (long long)row, rank);
+      MUST(w, reads_row(w, rank, row) == (row >= r.first && row < r.first + r.n),
+           "row %lld of K on rank %d", (long long)row, rank);
     most = rm_max64(most, r.n), least = rm_min64(least, r.n);
     w->rows += r.n;
   }
-  const int64_t unit = param->kind == RM_P_EMBED || param->kind == RM_P_LM_HEAD ? RM_SHARD_VOCAB : RM_SHARD_WIDTH;
+  const int64_t unit =
+      param->kind == RM_P_EMBED || param->kind == RM_P_LM_HEAD ? RM_SHARD_VOCAB : RM_SHARD_WIDTH;
   const int cut = !is_kv(w, param->kind) && !is_whole(w, param->kind);
   for (int64_t row = 0; row < total && cut; row++)
-    MUST(w, held[row] == 1, "row %lld of kind %d is held %d times", (long long)row, param->kind, held[row]);
-  MUST(w, !cut || param->expert >= 0 || param->kind == RM_P_Q || param->kind == RM_P_Q_BIAS || most - least <= unit,
+    MUST(w, held[row] == 1, "row %lld of kind %d is held %d times", (long long)row, param->kind,
+         held[row]);
+  MUST(w,
+       !cut || param->expert >= 0 || param->kind == RM_P_Q || param->kind == RM_P_Q_BIAS ||
+           most - least <= unit,
        "parts of %lld and %lld rows", (long long)most, (long long)least);
 }
 
@@ -166,11 +191,13 @@ static void check_counted(world *w, const rm_param *param) {
     const rm_placement p = rm_placement_of(w->spec, &w->mesh, rank);
     const rm_range held = rm_placement_rows(w->spec, &p, param->kind, param->expert, total);
     const rm_range r = rm_placement_counted(w->spec, &p, param->kind, param->expert, total);
-    MUST(w, r.n == 0 || (r.first >= held.first && r.first + r.n == held.first + held.n), "rank %d answers for rows it lacks", rank);
+    MUST(w, r.n == 0 || (r.first >= held.first && r.first + r.n == held.first + held.n),
+         "rank %d answers for rows it lacks", rank);
     for (int64_t row = r.first; row < r.first + r.n; row++) counted[row]++;
   }
   for (int64_t row = 0; row < total; row++)
-    MUST(w, counted[row] == 1, "row %lld of kind %d is answered for %d times", (long long)row, param->kind, counted[row]);
+    MUST(w, counted[row] == 1, "row %lld of kind %d is answered for %d times", (long long)row,
+         param->kind, counted[row]);
 }
 
 static void check_param(world *w, const rm_param *param) {
@@ -193,7 +220,8 @@ int main(int argc, char **argv) {
     rm_params_destroy(w.params);
     rm_spec_destroy(w.spec);
   }
-  printf("placement: %ld models on as many meshes, %ld parameters, %ld rows placed, seed %" PRIu64 "\n", models, parameters, w.rows,
-         w.f.seed);
+  printf("placement: %ld models on as many meshes, %ld parameters, %ld rows placed, seed %" PRIu64
+         "\n",
+         models, parameters, w.rows, w.f.seed);
   return 0;
 }

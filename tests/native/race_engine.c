@@ -1,9 +1,12 @@
-// race_engine.c: the engine under TSan. First several engines at once, each with a thread team and a thread of its own that
-// makes it, syncs it, works it and destroys it. Then one engine that several threads call, under the discipline of the extension
-// (common/turn.h): two add requests and collect them, one steps, one reads statistics, forgets prefixes and pauses, one adds
-// requests only to abort them. Whatever the interleaving, every request has the bits that a lone engine gave it.
+// race_engine.c: the engine under TSan. First several engines at once, each with a thread team and
+// a thread of its own that makes it, syncs it, works it and destroys it. Then one engine that
+// several threads call, under the discipline of the extension (common/turn.h): two add requests and
+// collect them, one steps, one reads statistics, forgets prefixes and pauses, one adds requests
+// only to abort them. Whatever the interleaving, every request has the bits that a lone engine gave
+// it.
 //
-//   race_engine [--requests 12] [--rounds 2] [--seed 1] [--plant 1: statistics are read without a turn]
+//   race_engine [--requests 12] [--rounds 2] [--seed 1] [--plant 1: statistics are read without a
+//   turn]
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,13 +23,13 @@ typedef struct scene {
   const tiny_weights *weights;
   uint64_t seed;
   int n, plant;
-  uint64_t want[MAX_REQUESTS];  // hash of each request, by a lone engine
+  uint64_t want[MAX_REQUESTS]; // hash of each request, by a lone engine
   turn turn;
-  atomic_int collectors;        // that are still at work
+  atomic_int collectors; // that are still at work
   atomic_long steps, reads, aborts;
 } scene;
 
-// ------------------------------------------------------------------------------------------------ many engines
+// ----------------------------------------------------------------------------------- many engines
 static void *lone_engine(void *arg) {
   scene *s = arg;
   rm_engine *engine = tiny_engine(s->model, 2);
@@ -56,11 +59,12 @@ static void many_engines(scene *s) {
   for (int r = 0; r < s->n; r++) {
     s->want[r] = others[0].want[r];
     for (int i = 1; i < ENGINES; i++)
-      if (others[i].want[r] != s->want[r]) tiny_die("request %d differs between engines 0 and %d", r, i);
+      if (others[i].want[r] != s->want[r])
+        tiny_die("request %d differs between engines 0 and %d", r, i);
   }
 }
 
-// ------------------------------------------------------------------------------------------------ one engine
+// ------------------------------------------------------------------------------------- one engine
 static void *collect(void *arg) {
   scene *s = arg;
   rm_error err = RM_ERROR_INIT;
@@ -75,7 +79,8 @@ static void *collect(void *arg) {
       rm_engine *engine = turn_enter(&s->turn);
       tiny_must(rm_engine_view(engine, id, &view, &err), &err);
       if (view.finished) {
-        if (tiny_hash(engine, id) != s->want[i]) tiny_die("request %d differs from what a lone engine gave", i);
+        if (tiny_hash(engine, id) != s->want[i])
+          tiny_die("request %d differs from what a lone engine gave", i);
         tiny_must(rm_engine_release(engine, id, &err), &err);
       }
       turn_leave(&s->turn);
@@ -101,7 +106,7 @@ static void *step(void *arg) {
 
 static void *read_and_pause(void *arg) {
   scene *s = arg;
-  rm_engine *engine = turn_enter(&s->turn);   // outlives these threads
+  rm_engine *engine = turn_enter(&s->turn); // outlives these threads
   turn_leave(&s->turn);
   while (atomic_load(&s->collectors)) {
     rm_engine_stats stats;
@@ -161,7 +166,8 @@ int main(int argc, char **argv) {
                          {"seed", .bits = &seed},
                          {0}});
   for (long round = 0; round < rounds; round++) {
-    tiny_model *model = tiny_model_create(round % 2 ? TINY_DENSE : TINY_MOE, round % 4 < 2 ? RM_BF16 : RM_F32);
+    tiny_model *model =
+        tiny_model_create(round % 2 ? TINY_DENSE : TINY_MOE, round % 4 < 2 ? RM_BF16 : RM_F32);
     s.model = model;
     s.seed = seed + (uint64_t)round;
     s.n = (int)n;
@@ -176,7 +182,8 @@ int main(int argc, char **argv) {
   }
   turns = atomic_load(&s.turn.n);
   if (rm_memory_blocks()) tiny_die("%zu blocks were not given back", rm_memory_blocks());
-  printf("race_engine: %ld requests as a lone engine gives them, %ld turns, %ld steps, %ld statistics, %ld aborts\n", requests, turns,
-         (long)s.steps, (long)s.reads, (long)s.aborts);
+  printf("race_engine: %ld requests as a lone engine gives them, %ld turns, %ld steps, %ld "
+         "statistics, %ld aborts\n",
+         requests, turns, (long)s.steps, (long)s.reads, (long)s.aborts);
   return 0;
 }

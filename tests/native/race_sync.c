@@ -1,10 +1,13 @@
-// race_sync.c: weights that change while an engine works, under TSan and the discipline of the extension (common/turn.h). A
-// trainer pushes version after version, one tensor a turn, out of a buffer that it overwrites in between; some syncs it aborts,
-// and some tensors it sends wrong first. Another thread opens syncs and drops them, which resets the trainer's. One thread
-// steps, one adds requests and collects them, and at the end one closes the engine while the others are still calling it.
+// race_sync.c: weights that change while an engine works, under TSan and the discipline of the
+// extension (common/turn.h). A trainer pushes version after version, one tensor a turn, out of a
+// buffer that it overwrites in between; some syncs it aborts, and some tensors it sends wrong
+// first. Another thread opens syncs and drops them, which resets the trainer's. One thread steps,
+// one adds requests and collects them, and at the end one closes the engine while the others are
+// still calling it.
 //
-// Oracle: under "restart" all tokens of a request are of one version (P6), and its bits are those that a lone engine gives
-// with that version's weights. A lost tensor, or a torn one, is another hash.
+// Oracle: under "restart" all tokens of a request are of one version (P6), and its bits are those
+// that a lone engine gives with that version's weights. A lost tensor, or a torn one, is another
+// hash.
 //
 //   race_sync [--versions 12] [--seed 1] [--plant 1: statistics are read without a turn]
 #include <pthread.h>
@@ -21,10 +24,10 @@ enum { SETS = 3, REQUESTS = 8 };
 
 typedef struct scene {
   const tiny_model *model;
-  tiny_weights *sets[SETS];     // version v has the weights of set v % SETS
+  tiny_weights *sets[SETS]; // version v has the weights of set v % SETS
   uint64_t seed, want[SETS][REQUESTS];
   long n_versions, plant;
-  rm_engine *unlocked;          // for the planted fault
+  rm_engine *unlocked; // for the planted fault
   turn turn;
   atomic_int closed;
   atomic_long commits, aborts, resets, refused, requests, reads;
@@ -47,7 +50,7 @@ static void make_oracle(scene *s) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------ the trainer
+// ------------------------------------------------------------------------------------ the trainer
 // One tensor, copied to `buffer` first; now and then a broken one goes ahead of it.
 static rm_code push(scene *s, const tiny_tensor *from, char *buffer, int broken, rm_error *err) {
   tiny_tensor t = *from;
@@ -58,23 +61,27 @@ static rm_code push(scene *s, const tiny_tensor *from, char *buffer, int broken,
     wrong.shape[0]++;
     const rm_code code = rm_engine_sync_push(turn_enter(&s->turn), t.name, t.length, &wrong, err);
     turn_leave(&s->turn);
-    if (code != RM_E_SHAPE && code != RM_E_STATE && code != RM_E_DUPLICATE_KEY) tiny_die("a broken tensor: %s", rm_code_name(code));
+    if (code != RM_E_SHAPE && code != RM_E_STATE && code != RM_E_DUPLICATE_KEY)
+      tiny_die("a broken tensor: %s", rm_code_name(code));
     atomic_fetch_add(&s->refused, 1);
   }
   const rm_code code = rm_engine_sync_push(turn_enter(&s->turn), t.name, t.length, &t.tensor, err);
   turn_leave(&s->turn);
-  memset(buffer, 0xFF, (size_t)from->tensor.span_hi);   // NaNs: whoever still reads would see them
+  memset(buffer, 0xFF, (size_t)from->tensor.span_hi); // NaNs: whoever still reads would see them
   return code;
 }
 
 static rm_code send(scene *s, int64_t version, uint64_t r, char *buffer, rm_error *err) {
   const tiny_weights *weights = s->sets[version % SETS];
-  rm_code code = rm_engine_sync_begin(turn_enter(&s->turn), &(rm_sync_options){.version = version}, err);
+  rm_code code =
+      rm_engine_sync_begin(turn_enter(&s->turn), &(rm_sync_options){.version = version}, err);
   turn_leave(&s->turn);
   const int64_t stop = r % 4 == 0 ? (int64_t)(r >> 8) % weights->n : weights->n;
-  for (int64_t i = 0; i < stop && !code; i++) code = push(s, &weights->list[i], buffer, (r >> 16) % 8 == (uint64_t)i, err);
+  for (int64_t i = 0; i < stop && !code; i++)
+    code = push(s, &weights->list[i], buffer, (r >> 16) % 8 == (uint64_t)i, err);
   rm_engine *engine = turn_enter(&s->turn);
-  if (!code && stop == weights->n) code = rm_engine_sync_commit(engine, RM_INFLIGHT_RESTART, NULL, err);
+  if (!code && stop == weights->n)
+    code = rm_engine_sync_commit(engine, RM_INFLIGHT_RESTART, NULL, err);
   else rm_engine_sync_abort(engine), atomic_fetch_add(&s->aborts, 1);
   turn_leave(&s->turn);
   return stop < weights->n && !code ? RM_E_INCOMPLETE_SYNC : code;
@@ -98,7 +105,7 @@ static void *train(void *arg) {
       atomic_fetch_add(&s->commits, 1);
       await_requests(s);
     } else if (code == RM_E_STATE || code == RM_E_INCOMPLETE_SYNC)
-      atomic_fetch_add(&s->resets, 1);   // the other one interfered, or it was dropped
+      atomic_fetch_add(&s->resets, 1); // the other one interfered, or it was dropped
     else tiny_must(code, &err);
   }
   free(buffer);
@@ -112,10 +119,12 @@ static void *interfere(void *arg) {
   scene *s = arg;
   rm_error err = RM_ERROR_INIT;
   for (uint64_t i = 0; !atomic_load(&s->closed); i++) {
-    const long until = atomic_load(&s->turn.n) + (long)(tiny_mix(s->seed + i) % 1000);   // turns of all: a sync is some hundred
+    const long until = atomic_load(&s->turn.n) +
+                       (long)(tiny_mix(s->seed + i) % 1000); // turns of all: a sync is some hundred
     while (atomic_load(&s->turn.n) < until && !atomic_load(&s->closed)) sched_yield();
     rm_engine *engine = turn_enter(&s->turn);
-    if (engine && i % 3 == 0) tiny_must(rm_engine_sync_begin(engine, &(rm_sync_options){.version = -1}, &err), &err);
+    if (engine && i % 3 == 0)
+      tiny_must(rm_engine_sync_begin(engine, &(rm_sync_options){.version = -1}, &err), &err);
     if (engine && i % 3 == 1) rm_engine_sync_abort(engine);
     rm_engine_stats stats;
     if (engine) rm_engine_statistics(engine, &stats), atomic_fetch_add(&s->reads, 1);
@@ -124,7 +133,7 @@ static void *interfere(void *arg) {
   return NULL;
 }
 
-// ------------------------------------------------------------------------------------------------ the others
+// ------------------------------------------------------------------------------------- the others
 static void *step(void *arg) {
   scene *s = arg;
   rm_error err = RM_ERROR_INIT;
@@ -152,13 +161,18 @@ static void check(scene *s, rm_engine *engine, uint64_t id, int i) {
     tiny_must(rm_engine_sample_view(engine, id, sample, &w, &err), &err);
     for (int64_t t = 0; t < w.n_tokens; t++) {
       if (version >= 0 && w.versions[t] != version)
-        tiny_die("request %d has tokens of versions %lld and %lld", i, (long long)version, (long long)w.versions[t]);
+        tiny_die("request %d has tokens of versions %lld and %lld", i, (long long)version,
+                 (long long)w.versions[t]);
       version = w.versions[t];
     }
   }
   int agrees = 0;
-  for (int set = 0; set < SETS; set++) agrees |= (version < 0 || version % SETS == set) && hash == s->want[set][i]; // a score has no tokens
-  if (!agrees) tiny_die("request %d under version %lld is not what a lone engine gives", i, (long long)version);
+  for (int set = 0; set < SETS; set++)
+    agrees |=
+        (version < 0 || version % SETS == set) && hash == s->want[set][i]; // a score has no tokens
+  if (!agrees)
+    tiny_die("request %d under version %lld is not what a lone engine gives", i,
+             (long long)version);
   atomic_fetch_add(&s->requests, 1);
 }
 
@@ -212,13 +226,15 @@ int main(int argc, char **argv) {
   for (int kind = TINY_TIED; kind <= TINY_MOE; kind++) {
     tiny_model *model = tiny_model_create((tiny_kind)kind, RM_BF16);
     s.model = model;
-    for (int set = 0; set < SETS; set++) s.sets[set] = tiny_weights_create(model, s.seed + (uint64_t)set);
+    for (int set = 0; set < SETS; set++)
+      s.sets[set] = tiny_weights_create(model, s.seed + (uint64_t)set);
     run(&s);
     for (int set = 0; set < SETS; set++) tiny_weights_destroy(s.sets[set]);
     tiny_model_destroy(model);
   }
   if (rm_memory_blocks()) tiny_die("%zu blocks were not given back", rm_memory_blocks());
-  printf("race_sync: %ld commits, %ld syncs lost or dropped, %ld tensors refused, %ld requests of one whole version, %ld turns\n",
+  printf("race_sync: %ld commits, %ld syncs lost or dropped, %ld tensors refused, %ld requests of "
+         "one whole version, %ld turns\n",
          (long)s.commits, (long)s.resets, (long)s.refused, (long)s.requests, (long)s.turn.n);
   return 0;
 }

@@ -1,9 +1,12 @@
-// race_team.c: the thread team under TSan. What a team promises is order: everything before rm_team_run is seen by its workers,
-// and everything they did is seen when it returns. So tasks write plain memory, no atomics, and the caller reads and overwrites
-// it between runs; a missing edge is a report. Checked: teams created, run and destroyed in several threads at once; a team
-// that is handed from thread to thread; runs that follow at once (workers spin) and after a pause (they sleep on the futex).
+// race_team.c: the thread team under TSan. What a team promises is order: everything before
+// rm_team_run is seen by its workers, and everything they did is seen when it returns. So tasks
+// write plain memory, no atomics, and the caller reads and overwrites it between runs; a missing
+// edge is a report. Checked: teams created, run and destroyed in several threads at once; a team
+// that is handed from thread to thread; runs that follow at once (workers spin) and after a pause
+// (they sleep on the futex).
 //
-//   race_team [--threads 4] [--rounds 40] [--seed 1] [--plant 1: a task increments an unsynchronised counter]
+//   race_team [--threads 4] [--rounds 40] [--seed 1] [--plant 1: a task increments an
+//   unsynchronised counter]
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -17,9 +20,9 @@
 enum { MAX_TEAM = 5, RUNS = 12, LINE = 8, MAX_THREADS = 16 };
 
 typedef struct job {
-  int64_t input;                // written by the caller before a run
+  int64_t input; // written by the caller before a run
   int64_t slots[MAX_TEAM * LINE];
-  int64_t *unsynchronised;      // the planted fault, or NULL
+  int64_t *unsynchronised; // the planted fault, or NULL
 } job;
 
 static int64_t planted;
@@ -38,7 +41,9 @@ static void run_and_check(rm_team *team, job *j, int64_t input) {
   rm_team_run(team, task, j);
   atomic_fetch_add(&n_runs, 1);
   for (int t = 0; t < MAX_TEAM; t++)
-    if (j->slots[t * LINE] != want[t]) tiny_die("slot %d is %lld, wanted %lld", t, (long long)j->slots[t * LINE], (long long)want[t]);
+    if (j->slots[t * LINE] != want[t])
+      tiny_die("slot %d is %lld, wanted %lld", t, (long long)j->slots[t * LINE],
+               (long long)want[t]);
 }
 
 typedef struct shared_team {
@@ -63,10 +68,11 @@ static void *work(void *arg) {
     rm_error err = RM_ERROR_INIT;
     tiny_must(rm_team_create(1 + (int)(r % MAX_TEAM), &team, &err), &err);
     job own = {.unsynchronised = w->plant ? &planted : NULL};
-    const int runs = (int)(r >> 8) % RUNS;   // also none: workers that are told to leave before they ever ran
+    const int runs =
+        (int)(r >> 8) % RUNS; // also none: workers that are told to leave before they ever ran
     for (int i = 0; i < runs; i++) {
       run_and_check(team, &own, (int64_t)(r >> (i % 32) & 0xFFFF));
-      if ((r >> 20 & 7) == 0) usleep(200);   // long enough for the workers to fall asleep
+      if ((r >> 20 & 7) == 0) usleep(200); // long enough for the workers to fall asleep
     }
     rm_team_destroy(team);
     pthread_mutex_lock(&w->shared->lock);
@@ -90,7 +96,8 @@ int main(int argc, char **argv) {
   worker workers[MAX_THREADS] = {0};
   tiny_must(rm_team_create(2, &shared.team, &err), &err);
   for (int i = 0; i < n; i++) {
-    workers[i] = (worker){.seed = tiny_mix(seed) + (uint64_t)i * 1000, .rounds = rounds, .plant = plant != 0};
+    workers[i] = (worker){
+        .seed = tiny_mix(seed) + (uint64_t)i * 1000, .rounds = rounds, .plant = plant != 0};
     workers[i].shared = &shared;
     if (pthread_create(&workers[i].thread, NULL, work, &workers[i])) tiny_die("no thread %d", i);
   }

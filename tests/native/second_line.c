@@ -1,7 +1,9 @@
-// second_line.c: guards that no test can reach from above, because another one stands before them: the Python layer refuses a
-// version that does not grow before the store does, and a commit empties the prefix index before an old version's page could
-// be found. And a worker of a thread team has the floating-point mode of the contract whatever the thread that started it had:
-// a forward of a tiny model would rarely show it. All must hold by themselves. Exit status 1 and a sentence where one does not.
+// second_line.c: guards that no test can reach from above, because another one stands before them:
+// the Python layer refuses a version that does not grow before the store does, and a commit empties
+// the prefix index before an old version's page could be found. And a worker of a thread team has
+// the floating-point mode of the contract whatever the thread that started it had: a forward of a
+// tiny model would rarely show it. All must hold by themselves. Exit status 1 and a sentence where
+// one does not.
 #include <stdio.h>
 #include <string.h>
 #include <xmmintrin.h>
@@ -23,12 +25,16 @@ static void must(int holds, const char *what) {
   if (!holds) tiny_die("%s", what);
 }
 
-// The same tokens under two versions are two pages; a page that was written is zeroed before it is handed out again.
+// The same tokens under two versions are two pages; a page that was written is zeroed before it is
+// handed out again.
 static void prefix_index(void) {
   rm_kv_cache *cache = NULL;
   rm_error err = RM_ERROR_INIT;
   int32_t tokens[PAGE] = {5, 6, 7};
-  tiny_must(rm_kv_create(&(rm_kv_options){.n_pages = N_PAGES, .page_size = PAGE, .zero_page = count_zeroed}, &cache, &err), &err);
+  tiny_must(rm_kv_create(
+                &(rm_kv_options){.n_pages = N_PAGES, .page_size = PAGE, .zero_page = count_zeroed},
+                &cache, &err),
+            &err);
   const int32_t page = rm_kv_alloc(cache);
   rm_kv_index(cache, page, 1, -1, tokens, 0);
   must(rm_kv_find(cache, 2, -1, tokens, 0) == -1, "a page of version 1 was found under version 2");
@@ -53,32 +59,42 @@ static void versions_grow(void) {
   tiny_must(tiny_sync_with(engine, weights, &options, RM_INFLIGHT_REFUSE, &err), &err);
   for (int64_t version = 6; version <= 7; version++) {
     options.version = version;
-    must(tiny_sync_with(engine, weights, &options, RM_INFLIGHT_REFUSE, &err) == RM_E_VERSION, "version 7 was followed by 6 or 7");
+    must(tiny_sync_with(engine, weights, &options, RM_INFLIGHT_REFUSE, &err) == RM_E_VERSION,
+         "version 7 was followed by 6 or 7");
   }
   rm_engine_destroy(engine);
   tiny_weights_destroy(weights);
   tiny_model_destroy(model);
 }
 
-// MXCSR without its sticky flags, of each thread of a team that was made by a thread that rounds up.
+// MXCSR without its sticky flags, of each thread of a team that was made by a thread that rounds
+// up.
 static void record_mode(void *arg, int thread, int n_threads) {
   (void)n_threads;
   ((unsigned *)arg)[thread] = _mm_getcsr() & ~0x3fu;
 }
 
 static void workers_have_the_mode(void) {
-  enum { N = 3, DEFAULT = 0x1f80, ROUND_UP = 0x4000, FLUSH_TO_ZERO = 0x8000, DENORMALS_ARE_ZERO = 0x0040 };
+  enum {
+    N = 3,
+    DEFAULT = 0x1f80,
+    ROUND_UP = 0x4000,
+    FLUSH_TO_ZERO = 0x8000,
+    DENORMALS_ARE_ZERO = 0x0040
+  };
   unsigned modes[N] = {0};
   rm_team *team = NULL;
   rm_error err = RM_ERROR_INIT;
   _mm_setcsr(DEFAULT | ROUND_UP);
   tiny_must(rm_team_create(N, &team, &err), &err);
   rm_team_run(team, record_mode, modes);
-  must((_mm_getcsr() & ~0x3fu) == (DEFAULT | ROUND_UP), "a run of the team changed the caller's floating-point mode");
+  must((_mm_getcsr() & ~0x3fu) == (DEFAULT | ROUND_UP),
+       "a run of the team changed the caller's floating-point mode");
   _mm_setcsr(DEFAULT);
   rm_team_destroy(team);
   for (int i = 0; i < N; i++)
-    must(modes[i] == (DEFAULT | FLUSH_TO_ZERO | DENORMALS_ARE_ZERO), "a thread of a team computed in the mode of who made it");
+    must(modes[i] == (DEFAULT | FLUSH_TO_ZERO | DENORMALS_ARE_ZERO),
+         "a thread of a team computed in the mode of who made it");
 }
 
 int main(int argc, char **argv) {

@@ -1,7 +1,9 @@
-// tiny_run.c: a rollout of every tiny model under two versions, start to end: what valgrind watches, and the shortest program
-// over the engine. Prints one hash a model; for one family of instruction sets it is the same whatever RM_ISA and --threads.
+// tiny_run.c: a rollout of every tiny model under two versions, start to end: what valgrind
+// watches, and the shortest program over the engine. Prints one hash a model; for one family of
+// instruction sets it is the same whatever RM_ISA and --threads.
 //
-//   tiny_run [--threads 2] [--requests 12] [--kinds 3: that many of dense, tied, MoE, wide; 0 for a planted fault alone]
+//   tiny_run [--threads 2] [--requests 12] [--kinds 3: that many of dense, tied, MoE, wide; 0 for a
+//   planted fault alone]
 //            [--plant 1: loses a block, 2: reads one that was freed; to see that either is found]
 #include <stdio.h>
 

@@ -1,6 +1,7 @@
 """Plants known faults in the product, one at a time, and says which test caught which.
 
-The faults are in tests/planted/*.toml, a file per area. Each is one change that a user would suffer from:
+The faults are in tests/planted/*.toml, a file per area. Each is one change that a user would suffer
+from:
 
     [name]
     what = "What is wrong: what a user would suffer from it."
@@ -9,15 +10,18 @@ The faults are in tests/planted/*.toml, a file per area. Each is one change that
     new = 'what it is replaced by'
     tests = 'arguments of pytest, narrowest first: the tests that should see the fault'
 
-A fault that needs more than one change has `[[name.also]]` tables with file, old and new, applied in order. Prefer one changed line.
-tests/test_planted.py checks that every text can be found. Whoever moves or rewords such a line updates its fault.
+A fault that needs more than one change has `[[name.also]]` tables with file, old and new, applied
+in order. Prefer one changed line. tests/test_planted.py checks that every text can be found.
+Whoever moves or rewords such a line updates its fault.
 
-This script copies the tree to a scratch folder and builds it there. Then, in a copy of that for each fault, it makes the change,
-builds, and runs the fault's tests until the first failure.
+This script copies the tree to a scratch folder and builds it there. Then, in a copy of that for
+each fault, it makes the change, builds, and runs the fault's tests until the first failure.
 
-A test counts only if it passes without any fault, so all named tests run once on the clean tree first. A fault is caught when a
-test fails (pytest's exit status 1) or kills the process by a signal, or the simulated device ends it (tests/simt). It is not caught
-when it does not build, when pytest cannot collect the tests, or when none ends in time. Exit status 1: some fault was not caught.
+A test counts only if it passes without any fault, so all named tests run once on the clean tree
+first. A fault is caught when a test fails (pytest's exit status 1) or kills the process by a
+signal, or the simulated device ends it (tests/simt). It is not caught when it does not build, when
+pytest cannot collect the tests, or when none ends in time. Exit status 1: some fault was not
+caught.
 
     python tests/planted/run.py [NAME …] [--list] [--wide] [--into DIR]
 """
@@ -45,7 +49,17 @@ TIMEOUT = 600  # seconds of one build or one run of tests
 TIMED_OUT = 124
 SIMT_FAULT = 3  # what a process ends with that the simulated device faults
 WIDE = [
-    f"tests/test_{name}.py" for name in ("ops", "ops_reference", "engine", "sync", "requests", "generator", "generator_sync", "sources")
+    f"tests/test_{name}.py"
+    for name in (
+        "ops",
+        "ops_reference",
+        "engine",
+        "sync",
+        "requests",
+        "generator",
+        "generator_sync",
+        "sources",
+    )
 ]
 
 
@@ -56,9 +70,14 @@ class Change:
     new: str
 
     def apply(self, text: str) -> str:
-        if (found := text.count(self.old)) != 1:
-            raise ValueError(f"{self.file}: expected one place with {self.old!r}, got {found}")
-        return text.replace(self.old, self.new)
+        """The exact text, or else one that a formatter has broken into other lines."""
+        if text.count(self.old) == 1:
+            return text.replace(self.old, self.new)
+        words = [re.escape(word) for word in re.findall(r"\w+|[^\w\s]", self.old)]
+        found = re.findall(old := r"(?:[\s,/()]|\" f?\")*?".join(words), text)
+        if len(found) != 1:
+            raise ValueError(f"{self.file}: expected one place with {self.old!r}, got {len(found)}")
+        return re.sub(old, lambda _: self.new, text)
 
 
 @dataclass(frozen=True)
@@ -71,20 +90,35 @@ class Fault:
 
 
 def read_fault(area: str, name: str, entry: dict[str, Any]) -> Fault:
-    changes = tuple(Change(*(each[key] for key in ("file", "old", "new"))) for each in (entry, *entry.get("also", ())))
+    changes = tuple(
+        Change(*(each[key] for key in ("file", "old", "new")))
+        for each in (entry, *entry.get("also", ()))
+    )
     return Fault(area, name, entry["what"], changes, tuple(shlex.split(entry["tests"])))
 
 
 def all_faults() -> list[Fault]:
     tables = {path.stem: tomllib.loads(path.read_text()) for path in sorted(FOLDER.glob("*.toml"))}
-    return [read_fault(area, name, entry) for area, table in tables.items() for name, entry in table.items()]
+    return [
+        read_fault(area, name, entry)
+        for area, table in tables.items()
+        for name, entry in table.items()
+    ]
 
 
 def copy_tree(to: Path) -> None:
-    """All files that git would keep, and no others; one that has not changed keeps its old copy, so that little is compiled again."""
-    listed = subprocess.run(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+    """All files that git would keep, and no others; one that has not changed keeps its old copy, so
+    that little is compiled again."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-coz", "--exclude-standard"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        check=True,
+    ).stdout
     names = {name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()}
-    for stale in [path for path in to.rglob("*") if path.is_file() and str(path.relative_to(to)) not in names]:
+    for stale in [
+        path for path in to.rglob("*") if path.is_file() and str(path.relative_to(to)) not in names
+    ]:
         stale.unlink()
     for name in names:
         source, target = ROOT / name, to / name
@@ -95,15 +129,20 @@ def copy_tree(to: Path) -> None:
 
 
 class Scratch:
-    """`work`, a copy of the tree with its builds, and `clean`, what that was before any fault. A fault is planted into a work that
-    is copied from clean with the times of its files, so that only what the fault touches is compiled."""
+    """`work`, a copy of the tree with its builds, and `clean`, what that was before any fault. A
+    fault is planted into a work that is copied from clean with the times of its files, so that only
+    what the fault touches is compiled."""
 
     def __init__(self, folder: Path) -> None:
         self.clean, self.work = folder / "clean", folder / "work"
-        self.tree, self.lib, self.temp, self.native = (self.work / name for name in ("tree", "lib", "temp", "native"))
+        self.tree, self.lib, self.temp, self.native = (
+            self.work / name for name in ("tree", "lib", "temp", "native")
+        )
         if self.clean.exists():
             self.restore()
-            shutil.rmtree(self.lib, ignore_errors=True)  # modules that are gone would stay; objects are kept
+            shutil.rmtree(
+                self.lib, ignore_errors=True
+            )  # modules that are gone would stay; objects are kept
         copy_tree(self.tree)
 
     def restore(self) -> None:
@@ -115,8 +154,15 @@ class Scratch:
         shutil.copytree(self.work, self.clean)
 
     def call(self, command: list[str], **variables: str) -> tuple[int, str]:
-        fixed = {"ROLLMESH_CUDA": "0", "PYTHONDONTWRITEBYTECODE": "1", "RM_NATIVE_BUILD": str(self.native)}
-        fixed["CFLAGS"] = "-Werror=implicit-function-declaration"  # a fault whose function has been renamed must not build
+        fixed = {
+            "ROLLMESH_CUDA": "0",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "RM_NATIVE_BUILD": str(self.native),
+        }
+        fixed["CFLAGS"] = (
+            # a fault whose function has been renamed must not build
+            "-Werror=implicit-function-declaration"
+        )
         environment = os.environ | fixed | variables
         try:
             done = subprocess.run(
@@ -134,20 +180,44 @@ class Scratch:
         return done.returncode, done.stdout
 
     def build(self) -> str | None:
-        command = [sys.executable, "setup.py", "-q", "build", "--build-lib", str(self.lib), "--build-temp", str(self.temp)]
+        command = [
+            sys.executable,
+            "setup.py",
+            "-q",
+            "build",
+            "--build-lib",
+            str(self.lib),
+            "--build-temp",
+            str(self.temp),
+        ]
         status, said = self.call(command)
         return said if status else None
 
     def test(self, tests: list[str]) -> tuple[int, str]:
-        """pytest's exit status and its last words: the test that failed first, or in which the process died."""
-        options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=line", "-rfE", "-m", "not slow"]
+        """pytest's exit status and its last words: the test that failed first, or in which the
+        process died."""
+        options = [
+            "-x",
+            "-q",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            "--tb=line",
+            "-rfE",
+            "-m",
+            "not slow",
+        ]
         command = [sys.executable, "-m", "pytest", *options, *tests]
         status, said = self.call(command, PYTHONPATH=str(self.lib))
         if failed := re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", said, re.MULTILINE):
             return status, failed[1]
-        if status < 0 and (died := re.search(r'File "\S*(tests/\w+\.py)", line \d+ in (\w+)', said)):
+        if status < 0 and (
+            died := re.search(r'File "\S*(tests/\w+\.py)", line \d+ in (\w+)', said)
+        ):
             return status, f"{signal.Signals(-status).name} in {died[1]}::{died[2]}"
-        if status == SIMT_FAULT and "INTERNALERROR" not in said:  # which ends pytest with the same number
+        if (
+            status == SIMT_FAULT and "INTERNALERROR" not in said
+        ):  # which ends pytest with the same number
             return 1, "the simulated device ended the process"  # its words are in pytest's capture
         return status, said.strip()[-300:]
 
@@ -190,20 +260,42 @@ def run(faults: list[Fault], folder: Path, wide: bool) -> int:
         start = time.monotonic()
         caught, said = plant(scratch, fault, wide)
         missed += not caught
-        print(f"{'caught' if caught else 'MISSED'}  {fault.name:36} {time.monotonic() - start:5.0f} s  {said[:200]}", flush=True)
+        print(
+            f"{'caught' if caught else 'MISSED'}  {fault.name:36} {time.monotonic() - start:5.0f} "
+            f"s  {said[:200]}",
+            flush=True,
+        )
     print(f"{len(faults) - missed} of {len(faults)} caught in {time.monotonic() - begin:.0f} s")
     return 1 if missed else 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="plants known faults and says which test caught which")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="faults, by their name or its beginning, or areas; all by default")
+    parser = argparse.ArgumentParser(
+        description="plants known faults and says which test caught which"
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="faults, by their name or its beginning, or areas; all by default",
+    )
     parser.add_argument("--list", action="store_true", help="show the faults and do nothing")
-    parser.add_argument("--wide", action="store_true", help="try more test files when the named tests pass")
-    parser.add_argument("--into", type=Path, metavar="DIR", help="scratch folder to keep, so that the next run builds less")
+    parser.add_argument(
+        "--wide", action="store_true", help="try more test files when the named tests pass"
+    )
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="DIR",
+        help="scratch folder to keep, so that the next run builds less",
+    )
     options = parser.parse_args()
     names = options.names
-    faults = [fault for fault in all_faults() if not names or fault.area in names or fault.name.startswith(tuple(names))]
+    faults = [
+        fault
+        for fault in all_faults()
+        if not names or fault.area in names or fault.name.startswith(tuple(names))
+    ]
     if not faults:
         parser.error("no fault of that name")
     if options.list:

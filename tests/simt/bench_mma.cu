@@ -1,5 +1,5 @@
-// bench_mma.cu: what the ops of a table reach on this card, one op at a time: GB/s of weights or of keys and values for few rows, TFLOP/s
-// for many, beside what a kernel that only reads reaches.
+// bench_mma.cu: what the ops of a table reach on this card, one op at a time: GB/s of weights or of
+// keys and values for few rows, TFLOP/s for many, beside what a kernel that only reads reaches.
 //   bench_mma [mma | fma]
 //   bench_mma read     only what the reading kernel reaches, GB/s
 #include "rm_cuda.h"
@@ -14,7 +14,8 @@
 namespace {
 
 constexpr int TIMES = 30;
-constexpr size_t BEYOND_L2 = size_t{512} << 20;  // matrices take turns, so that none is still in the cache
+constexpr size_t BEYOND_L2 = size_t{512}
+                             << 20; // matrices take turns, so that none is still in the cache
 
 void must(cudaError_t error) {
   if (error == cudaSuccess) return;
@@ -32,7 +33,8 @@ __global__ void fill_kernel(uint16_t *p, size_t n, uint16_t exponent) {
 
 __global__ void read_kernel(const uint4 *p, size_t n, unsigned *out) {
   unsigned sum = 0;
-  for (size_t i = blockIdx.x * size_t{256} + threadIdx.x; i < n; i += gridDim.x * size_t{256}) sum ^= p[i].x ^ p[i].y ^ p[i].z ^ p[i].w;
+  for (size_t i = blockIdx.x * size_t{256} + threadIdx.x; i < n; i += gridDim.x * size_t{256})
+    sum ^= p[i].x ^ p[i].y ^ p[i].z ^ p[i].w;
   if (sum == 0x12345678u) *out = sum;
 }
 
@@ -56,7 +58,7 @@ double time_of(cudaStream_t stream, const std::function<void(int)> &call) {
   cudaEvent_t from, to;
   must(cudaEventCreate(&from));
   must(cudaEventCreate(&to));
-  must(cudaDeviceSynchronize());  // operands are filled on another stream
+  must(cudaDeviceSynchronize()); // operands are filled on another stream
   for (int i = 0; i < 3; i++) call(i);
   must(cudaEventRecord(from, stream));
   for (int i = 0; i < TIMES; i++) call(i);
@@ -72,11 +74,12 @@ double time_of(cudaStream_t stream, const std::function<void(int)> &call) {
 struct bench {
   const rm_kernels *table;
   rm_ctx ctx;
-  double limit;  // GB/s
+  double limit; // GB/s
 
   void say(const char *what, double ms, double bytes, double flops) const {
     const double rate = bytes / ms * 1e-6;
-    printf("%-58s %9.1f us %8.0f GB/s %5.1f %% of reading %8.1f TFLOP/s\n", what, ms * 1e3, rate, 100.0 * rate / limit, flops / ms * 1e-9);
+    printf("%-58s %9.1f us %8.0f GB/s %5.1f %% of reading %8.1f TFLOP/s\n", what, ms * 1e3, rate,
+           100.0 * rate / limit, flops / ms * 1e-9);
     fflush(stdout);
   }
 };
@@ -85,20 +88,25 @@ double reading(cudaStream_t stream) {
   const size_t bytes = size_t{4} << 30;
   uint16_t *p = numbers(bytes / 2);
   const double ms = time_of(stream, [&](int) {
-    read_kernel<<<132 * 16, 256, 0, stream>>>(reinterpret_cast<uint4 *>(p), bytes / 16, reinterpret_cast<unsigned *>(p));
+    read_kernel<<<132 * 16, 256, 0, stream>>>(reinterpret_cast<uint4 *>(p), bytes / 16,
+                                              reinterpret_cast<unsigned *>(p));
   });
   must(cudaFree(p));
   return static_cast<double>(bytes) / ms * 1e-6;
 }
 
 // groups: experts, of which each row goes to top_k.
-void gemm(const bench &b, const char *name, int64_t m, int64_t n, int64_t k, bool swiglu, int64_t groups = 0) {
-  const int64_t stride = rm_packed_elems(swiglu ? rm_gate_up_rows(n) : n, k), all = stride * rm_max64(1, groups);
+void gemm(const bench &b, const char *name, int64_t m, int64_t n, int64_t k, bool swiglu,
+          int64_t groups = 0) {
+  const int64_t stride = rm_packed_elems(swiglu ? rm_gate_up_rows(n) : n, k),
+                all = stride * rm_max64(1, groups);
   const int64_t copies = rm_max64(1, static_cast<int64_t>(BEYOND_L2 / 2) / all);
-  uint16_t *w = numbers(static_cast<size_t>(all * copies)), *x = numbers(static_cast<size_t>(m * k)),
-           *y = numbers(static_cast<size_t>(m * n));
-  std::vector<int32_t> rows;  // every group that can has one row, the first m
-  for (int64_t g = 0; g <= groups; g++) rows.push_back(static_cast<int32_t>(m >= groups ? m * g / rm_max64(1, groups) : rm_min64(g, m)));
+  uint16_t *w = numbers(static_cast<size_t>(all * copies)),
+           *x = numbers(static_cast<size_t>(m * k)), *y = numbers(static_cast<size_t>(m * n));
+  std::vector<int32_t> rows; // every group that can has one row, the first m
+  for (int64_t g = 0; g <= groups; g++)
+    rows.push_back(
+        static_cast<int32_t>(m >= groups ? m * g / rm_max64(1, groups) : rm_min64(g, m)));
   int32_t *group_rows = put(rows);
   rm_gemm_args a = {};
   a.y = y, a.x = x, a.m = m, a.n = n, a.k = k, a.ldx = k, a.ldy = n, a.dtype = a.y_dtype = RM_BF16;
@@ -108,8 +116,8 @@ void gemm(const bench &b, const char *name, int64_t m, int64_t n, int64_t k, boo
     (swiglu ? b.table->gemm_swiglu : b.table->gemm)(&b.ctx, &a);
   });
   char what[100];
-  snprintf(what, sizeof what, "%s rows=%ld n=%ld k=%ld groups=%ld", name, static_cast<long>(m), static_cast<long>(n), static_cast<long>(k),
-           static_cast<long>(groups));
+  snprintf(what, sizeof what, "%s rows=%ld n=%ld k=%ld groups=%ld", name, static_cast<long>(m),
+           static_cast<long>(n), static_cast<long>(k), static_cast<long>(groups));
   const double read = static_cast<double>(stride * (groups ? rm_min64(groups, m) : 1)) * 2.0;
   b.say(what, ms, read, 2.0 * static_cast<double>(m * n * k) * (swiglu ? 2.0 : 1.0));
   must(cudaFree(w)), must(cudaFree(x)), must(cudaFree(y)), must(cudaFree(group_rows));
@@ -117,49 +125,61 @@ void gemm(const bench &b, const char *name, int64_t m, int64_t n, int64_t k, boo
 
 void lm_head(const bench &b, int64_t rows, int64_t vocab, int64_t hidden) {
   const size_t elems = static_cast<size_t>(rm_packed_elems(vocab, hidden));
-  uint16_t *w = numbers(elems), *x = numbers(static_cast<size_t>(rows * hidden)), *out = numbers(static_cast<size_t>(rows) * 8);
+  uint16_t *w = numbers(elems), *x = numbers(static_cast<size_t>(rows * hidden)),
+           *out = numbers(static_cast<size_t>(rows) * 8);
   uint16_t *logits = numbers(static_cast<size_t>(rows * vocab) * 2);
   rm_lm_head_args a = {};
   a.logits = reinterpret_cast<float *>(logits), a.stats = reinterpret_cast<float *>(out),
   a.row_flags = reinterpret_cast<uint8_t *>(out + rows * 4);
-  a.x = x, a.w = w, a.rows = rows, a.vocab = vocab, a.hidden = a.ldx = hidden, a.ld_logits = vocab, a.dtype = RM_BF16;
-  const double ms = time_of(static_cast<cudaStream_t>(b.ctx.stream), [&](int) { b.table->lm_head(&b.ctx, &a); });
+  a.x = x, a.w = w, a.rows = rows, a.vocab = vocab, a.hidden = a.ldx = hidden, a.ld_logits = vocab,
+  a.dtype = RM_BF16;
+  const double ms =
+      time_of(static_cast<cudaStream_t>(b.ctx.stream), [&](int) { b.table->lm_head(&b.ctx, &a); });
   char what[100];
-  snprintf(what, sizeof what, "lm_head rows=%ld vocab=%ld hidden=%ld", static_cast<long>(rows), static_cast<long>(vocab),
-           static_cast<long>(hidden));
-  b.say(what, ms, static_cast<double>(elems) * 2.0, 2.0 * static_cast<double>(rows * vocab * hidden));
+  snprintf(what, sizeof what, "lm_head rows=%ld vocab=%ld hidden=%ld", static_cast<long>(rows),
+           static_cast<long>(vocab), static_cast<long>(hidden));
+  b.say(what, ms, static_cast<double>(elems) * 2.0,
+        2.0 * static_cast<double>(rows * vocab * hidden));
   must(cudaFree(w)), must(cudaFree(x)), must(cudaFree(out)), must(cudaFree(logits));
 }
 
 // n_seqs sequences of `context` positions; the last `each` of them are the rows.
-void attention(const bench &b, int64_t n_seqs, int64_t each, int64_t context, int64_t heads, int64_t kv_heads, int64_t head_dim) {
+void attention(const bench &b, int64_t n_seqs, int64_t each, int64_t context, int64_t heads,
+               int64_t kv_heads, int64_t head_dim) {
   const int64_t page_size = 64, pages = (context + page_size - 1) / page_size, rows = n_seqs * each;
   std::vector<int32_t> positions, seqs, tables;
   for (int64_t s = 0; s < n_seqs; s++)
     for (int64_t i = 0; i < each; i++)
-      positions.push_back(static_cast<int32_t>(context - each + i)), seqs.push_back(static_cast<int32_t>(s));
+      positions.push_back(static_cast<int32_t>(context - each + i)),
+          seqs.push_back(static_cast<int32_t>(s));
   for (int64_t i = 0; i < n_seqs * pages; i++) tables.push_back(static_cast<int32_t>(i));
   int32_t *at = put(positions), *of = put(seqs), *table = put(tables);
   const size_t cache = static_cast<size_t>(n_seqs * pages * kv_heads * page_size * head_dim),
                n_q = static_cast<size_t>(rows * heads * head_dim);
   uint16_t *k = numbers(cache), *v = numbers(cache), *q = numbers(n_q), *out = numbers(n_q);
   rm_attention_args a = {};
-  a.out = out, a.q = q, a.k_cache = k, a.v_cache = v, a.positions = at, a.seq_of_row = of, a.block_tables = table, a.rows = rows,
-  a.n_seqs = n_seqs;
-  a.max_pages = pages, a.n_heads = heads, a.n_kv_heads = kv_heads, a.head_dim = head_dim, a.page_size = page_size, a.scale = 0.0883883f;
+  a.out = out, a.q = q, a.k_cache = k, a.v_cache = v, a.positions = at, a.seq_of_row = of,
+  a.block_tables = table, a.rows = rows, a.n_seqs = n_seqs;
+  a.max_pages = pages, a.n_heads = heads, a.n_kv_heads = kv_heads, a.head_dim = head_dim,
+  a.page_size = page_size, a.scale = 0.0883883f;
   a.dtype = RM_BF16;
-  const double ms = time_of(static_cast<cudaStream_t>(b.ctx.stream), [&](int) { b.table->attention(&b.ctx, &a); });
+  const double ms = time_of(static_cast<cudaStream_t>(b.ctx.stream),
+                            [&](int) { b.table->attention(&b.ctx, &a); });
   char what[100];
-  snprintf(what, sizeof what, "attention seqs=%ld rows=%ld context=%ld heads=%ld/%ld", static_cast<long>(n_seqs), static_cast<long>(rows),
-           static_cast<long>(context), static_cast<long>(heads), static_cast<long>(kv_heads));
-  const double live = static_cast<double>(rows) * (static_cast<double>(context) - static_cast<double>(each - 1) / 2.0);
-  b.say(what, ms, static_cast<double>(cache) * 4.0, 4.0 * live * static_cast<double>(heads * head_dim));
-  for (void *p : {static_cast<void *>(k), static_cast<void *>(v), static_cast<void *>(q), static_cast<void *>(out), static_cast<void *>(at),
-                  static_cast<void *>(of), static_cast<void *>(table)})
+  snprintf(what, sizeof what, "attention seqs=%ld rows=%ld context=%ld heads=%ld/%ld",
+           static_cast<long>(n_seqs), static_cast<long>(rows), static_cast<long>(context),
+           static_cast<long>(heads), static_cast<long>(kv_heads));
+  const double live = static_cast<double>(rows) *
+                      (static_cast<double>(context) - static_cast<double>(each - 1) / 2.0);
+  b.say(what, ms, static_cast<double>(cache) * 4.0,
+        4.0 * live * static_cast<double>(heads * head_dim));
+  for (void *p : {static_cast<void *>(k), static_cast<void *>(v), static_cast<void *>(q),
+                  static_cast<void *>(out), static_cast<void *>(at), static_cast<void *>(of),
+                  static_cast<void *>(table)})
     must(cudaFree(p));
 }
 
-}  // namespace
+} // namespace
 
 int main(int argc, char **argv) {
   bench b = {};
@@ -172,13 +192,16 @@ int main(int argc, char **argv) {
   }
   b.table = argc > 1 && !strcmp(argv[1], "fma") ? rm_kernels_cuda() : rm_kernels_cuda_mma();
   rm_limits limits = {};
-  limits.max_rows = 4096, limits.max_k = 12288, limits.max_n = 24576, limits.vocab = 151936, limits.n_heads = 32, limits.n_kv_heads = 8;
-  limits.head_dim = 128, limits.max_positions = 32768, limits.n_experts = 128, limits.top_k = 8, limits.n_threads = 1;
+  limits.max_rows = 4096, limits.max_k = 12288, limits.max_n = 24576, limits.vocab = 151936,
+  limits.n_heads = 32, limits.n_kv_heads = 8;
+  limits.head_dim = 128, limits.max_positions = 32768, limits.n_experts = 128, limits.top_k = 8,
+  limits.n_threads = 1;
   b.ctx.stream = stream;
   b.ctx.workspace_bytes = b.table->workspace_bytes(&limits);
   must(cudaMalloc(&b.ctx.workspace, b.ctx.workspace_bytes));
   b.limit = reading(stream);
-  printf("table %s, workspace %zu MB; reading 4 GB: %.0f GB/s\n", b.table->family, b.ctx.workspace_bytes >> 20, b.limit);
+  printf("table %s, workspace %zu MB; reading 4 GB: %.0f GB/s\n", b.table->family,
+         b.ctx.workspace_bytes >> 20, b.limit);
   for (const int64_t rows : {1, 8, 16, 64, 256, 4096}) {
     gemm(b, "8B qkv", rows, 6144, 4096, false);
     gemm(b, "8B o", rows, 4096, 4096, false);

@@ -30,7 +30,8 @@ uint32_t random_bits() {
 int64_t pick(int64_t n) { return static_cast<int64_t>(random_bits() % static_cast<uint32_t>(n)); }
 
 float number(kind k) {
-  static const uint32_t edges[] = {0x7f800000u, 0xff800000u, 0x7fc00000u, 0xffc12345u, 0x7f7fffffu, 0xff7fffffu, 0x00800000u};
+  static const uint32_t edges[] = {0x7f800000u, 0xff800000u, 0x7fc00000u, 0xffc12345u,
+                                   0x7f7fffffu, 0xff7fffffu, 0x00800000u};
   const int64_t turn = pick(32);
   const float unit = static_cast<float>(static_cast<int32_t>(random_bits())) * 0x1p-31f;
   if (k == WILD && pick(48) == 0) return rm_float(edges[pick(7)]);
@@ -53,22 +54,29 @@ void *numbers(rm_dtype dtype, int64_t n, kind k) {
 const rm_kernels *in_test() { return is_mma ? rm_kernels_cuda_mma() : rm_kernels_cuda(); }
 const rm_kernels *oracle() { return is_mma ? &rm_table_ref_mma : &rm_table_ref; }
 
-static void *copy_of(const void *from, size_t bytes) { return memcpy(simt_buffer(bytes), from, bytes); }
+static void *copy_of(const void *from, size_t bytes) {
+  return memcpy(simt_buffer(bytes), from, bytes);
+}
 
-void *relaid_matrices(const void *from, rm_dtype dtype, int64_t n_matrices, int64_t rows, int64_t k, bool gate_up) {
-  const int64_t n = rm_round_up(rows, RM_N_TILE), each = rm_packed_elems(gate_up ? rm_gate_up_rows(rows) : rows, k);
+void *relaid_matrices(const void *from, rm_dtype dtype, int64_t n_matrices, int64_t rows, int64_t k,
+                      bool gate_up) {
+  const int64_t n = rm_round_up(rows, RM_N_TILE),
+                each = rm_packed_elems(gate_up ? rm_gate_up_rows(rows) : rows, k);
   void *to = copy_of(from, static_cast<size_t>(n_matrices * each) * rm_dtype_bytes(dtype));
   if (!is_mma || dtype == RM_F32) return to;
   for (int64_t m = 0; m < n_matrices; m++)
     for (int64_t r = 0; r < n * (gate_up ? 2 : 1); r++)
       for (int64_t i = 0; i < rm_round_up(k, RM_K_BLOCK); i++) {
-        const int64_t there = gate_up ? rm_mma_gate_up_row(r / 2, r & 1) : r, here = gate_up ? rm_gate_up_row(r / 2, r & 1) : r;
-        rm_copy_elem(dtype, to, m * each + rm_mma_index(k, there, i), from, m * each + rm_packed_index(dtype, k, here, i));
+        const int64_t there = gate_up ? rm_mma_gate_up_row(r / 2, r & 1) : r,
+                      here = gate_up ? rm_gate_up_row(r / 2, r & 1) : r;
+        rm_copy_elem(dtype, to, m * each + rm_mma_index(k, there, i), from,
+                     m * each + rm_packed_index(dtype, k, here, i));
       }
   return to;
 }
 
-void *relaid_pages(const void *from, rm_dtype dtype, int64_t n_pages, int64_t page_size, int64_t head_dim, bool values) {
+void *relaid_pages(const void *from, rm_dtype dtype, int64_t n_pages, int64_t page_size,
+                   int64_t head_dim, bool values) {
   if (!values) return relaid_matrices(from, dtype, n_pages, page_size, head_dim, false);
   const int64_t each = rm_v_page_elems(page_size, head_dim);
   void *to = copy_of(from, static_cast<size_t>(n_pages * each) * rm_dtype_bytes(dtype));
@@ -76,12 +84,15 @@ void *relaid_pages(const void *from, rm_dtype dtype, int64_t n_pages, int64_t pa
   for (int64_t page = 0; page < n_pages; page++)
     for (int64_t pos = 0; pos < page_size; pos++)
       for (int64_t d = 0; d < rm_round_up(head_dim, RM_N_TILE); d++)
-        rm_copy_elem(dtype, to, page * each + rm_mma_v_index(head_dim, pos, d), from, page * each + rm_v_index(dtype, head_dim, pos, d));
+        rm_copy_elem(dtype, to, page * each + rm_mma_v_index(head_dim, pos, d), from,
+                     page * each + rm_v_index(dtype, head_dim, pos, d));
   return to;
 }
 
-packed weights(rm_dtype dtype, int64_t n_matrices, int64_t rows, int64_t k, bool gate_up, kind k_of) {
-  void *w = numbers(dtype, n_matrices * rm_packed_elems(gate_up ? rm_gate_up_rows(rows) : rows, k), k_of);
+packed weights(rm_dtype dtype, int64_t n_matrices, int64_t rows, int64_t k, bool gate_up,
+               kind k_of) {
+  void *w =
+      numbers(dtype, n_matrices * rm_packed_elems(gate_up ? rm_gate_up_rows(rows) : rows, k), k_of);
   return {w, relaid_matrices(w, dtype, n_matrices, rows, k, gate_up)};
 }
 
@@ -219,9 +230,11 @@ static int faulty(const char *name) {
   if (!strcmp(name, "copies")) RM_LAUNCH(forgotten_copy, dim3(2), threads, bytes, nullptr, y);
   if (!strcmp(name, "matrices")) RM_LAUNCH(matrices_of_memory, one, threads, bytes, nullptr, y);
   if (!strcmp(name, "matrices_between")) RM_LAUNCH(matrices_between, one, threads, bytes, nullptr);
-  if (!strcmp(name, "unasked")) RM_LAUNCH(missing_barrier, one, threads, size_t{64} << 10, nullptr, y);
+  if (!strcmp(name, "unasked"))
+    RM_LAUNCH(missing_barrier, one, threads, size_t{64} << 10, nullptr, y);
   if (!strcmp(name, "shared")) RM_LAUNCH(past_shared, one, threads, bytes, nullptr);
-  if (!strcmp(name, "shared_end")) RM_LAUNCH(past_shared_by_less, one, threads, sizeof(float), nullptr);
+  if (!strcmp(name, "shared_end"))
+    RM_LAUNCH(past_shared_by_less, one, threads, sizeof(float), nullptr);
   if (!strcmp(name, "misaligned")) RM_LAUNCH(misaligned, one, threads, 0, nullptr, y);
   if (!strcmp(name, "buffer")) RM_LAUNCH(past_buffer, one, threads, 0, nullptr, y);
   if (!strcmp(name, "unloaded")) unloaded(y);
@@ -241,13 +254,27 @@ int main(int argc, char **argv) {
     const char *name;
     bool (*run)();
   } ops[] = {
-      {"embed", check_embed},         {"gather_rows", check_gather_rows},   {"rms_norm", check_rms_norm},
-      {"activate", check_activate},   {"head_squares", check_head_squares}, {"qk_rope_kv", check_qk_rope_kv},
-      {"gemm", check_gemm},           {"gemm_swiglu", check_gemm_swiglu},   {"attention", check_attention},
-      {"router", check_router},       {"permute", check_permute},           {"static_dispatch", check_static_dispatch},
-      {"combine", check_combine},     {"lm_head", check_lm_head},           {"merge_pairs", check_merge_pairs},
-      {"sample", check_sample},       {"top_logprobs", check_top_logprobs}, {"ranks", check_ranks},
-      {"pack", check_pack},           {"mma_places", check_mma_places},     {"mma_company", check_mma_company},
+      {"embed", check_embed},
+      {"gather_rows", check_gather_rows},
+      {"rms_norm", check_rms_norm},
+      {"activate", check_activate},
+      {"head_squares", check_head_squares},
+      {"qk_rope_kv", check_qk_rope_kv},
+      {"gemm", check_gemm},
+      {"gemm_swiglu", check_gemm_swiglu},
+      {"attention", check_attention},
+      {"router", check_router},
+      {"permute", check_permute},
+      {"static_dispatch", check_static_dispatch},
+      {"combine", check_combine},
+      {"lm_head", check_lm_head},
+      {"merge_pairs", check_merge_pairs},
+      {"sample", check_sample},
+      {"top_logprobs", check_top_logprobs},
+      {"ranks", check_ranks},
+      {"pack", check_pack},
+      {"mma_places", check_mma_places},
+      {"mma_company", check_mma_company},
       {"mma_tiles", check_mma_tiles},
   };
   if (argc < 2) return 2;

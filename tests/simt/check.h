@@ -1,5 +1,6 @@
-// check.h: what the checks of the ops share. A check runs an op of the reference table, then the CUDA table's in both thread orders,
-// on fresh outputs in guarded memory; every byte of an output is compared, also of what an op must not write.
+// check.h: what the checks of the ops share. A check runs an op of the reference table, then the
+// CUDA table's in both thread orders, on fresh outputs in guarded memory; every byte of an output
+// is compared, also of what an op must not write.
 #pragma once
 
 #include <cmath>
@@ -17,19 +18,23 @@
 
 extern "C" const rm_kernels rm_table_ref, rm_table_ref_mma;
 
-// The table in test, and the reference over its family's sums. The reference packs as the CPU does, a table as its family does.
+// The table in test, and the reference over its family's sums. The reference packs as the CPU does,
+// a table as its family does.
 const rm_kernels *in_test(), *oracle();
 
 void check_seed(uint64_t seed);
 void check_counts(int64_t *cases, int64_t *elements);
 
 uint32_t random_bits();
-int64_t pick(int64_t n);  // 0 … n − 1
-// Mostly near 1; some ±0, denormals, and magnitudes that cancel. WILD: NaNs, infinities and the largest numbers too.
+int64_t pick(int64_t n); // 0 … n − 1
+// Mostly near 1; some ±0, denormals, and magnitudes that cancel. WILD: NaNs, infinities and the
+// largest numbers too.
 enum kind { TAME, WILD };
 float number(kind k = TAME);
 void *numbers(rm_dtype dtype, int64_t n, kind k = TAME);
-template <class T> T *array(int64_t n) { return static_cast<T *>(simt_buffer(static_cast<size_t>(n) * sizeof(T))); }
+template <class T> T *array(int64_t n) {
+  return static_cast<T *>(simt_buffer(static_cast<size_t>(n) * sizeof(T)));
+}
 
 // Bits, after counting a case of `count` elements; says where they differ.
 bool same(const char *what, const void *got, const void *want, size_t bytes, int64_t count);
@@ -39,24 +44,29 @@ struct packed {
   void *of_oracle, *of_test;
   void *of(const rm_kernels *table) const { return table == oracle() ? of_oracle : of_test; }
 };
-void *relaid_matrices(const void *from, rm_dtype dtype, int64_t n_matrices, int64_t rows, int64_t k, bool gate_up);
-void *relaid_pages(const void *from, rm_dtype dtype, int64_t n_pages, int64_t page_size, int64_t head_dim, bool values);
+void *relaid_matrices(const void *from, rm_dtype dtype, int64_t n_matrices, int64_t rows, int64_t k,
+                      bool gate_up);
+void *relaid_pages(const void *from, rm_dtype dtype, int64_t n_pages, int64_t page_size,
+                   int64_t head_dim, bool values);
 // `rows` is a matrix', with gate_up the width of each of the two.
-packed weights(rm_dtype dtype, int64_t n_matrices, int64_t rows, int64_t k, bool gate_up = false, kind k_of = TAME);
+packed weights(rm_dtype dtype, int64_t n_matrices, int64_t rows, int64_t k, bool gate_up = false,
+               kind k_of = TAME);
 
-// A pointer of the arguments that gets a buffer of its own for each run: with what it pointed to at first, or 0xff where it was NULL.
-// Without a field it is left out.
+// A pointer of the arguments that gets a buffer of its own for each run: with what it pointed to at
+// first, or 0xff where it was NULL. Without a field it is left out.
 struct output {
   void *field;
   size_t bytes;
   int64_t count;
-  std::function<void *(const void *)> relaid = nullptr;  // from the oracle's packing to that of the table in test
+  std::function<void *(const void *)> relaid =
+      nullptr; // from the oracle's packing to that of the table in test
 };
 // `run` is called with a table and a ctx whose workspace has that table's workspace_bytes(limits).
 bool held(const char *what, std::initializer_list<output> outputs, const rm_limits &limits,
           const std::function<void(const rm_kernels *, const rm_ctx *)> &run);
 
-bool check_embed(), check_gather_rows(), check_rms_norm(), check_activate(), check_head_squares(), check_qk_rope_kv();
+bool check_embed(), check_gather_rows(), check_rms_norm(), check_activate(), check_head_squares(),
+    check_qk_rope_kv();
 bool check_gemm(), check_gemm_swiglu();
 bool check_attention();
 bool check_router(), check_permute(), check_static_dispatch(), check_combine();

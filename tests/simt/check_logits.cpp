@@ -5,7 +5,8 @@ namespace {
 
 int32_t *random_targets(int64_t rows, int64_t vocab) {
   int32_t *targets = array<int32_t>(rows);
-  for (int64_t r = 0; r < rows; r++) targets[r] = static_cast<int32_t>(vocab && pick(4) ? pick(vocab) : -1);
+  for (int64_t r = 0; r < rows; r++)
+    targets[r] = static_cast<int32_t>(vocab && pick(4) ? pick(vocab) : -1);
   return targets;
 }
 
@@ -19,28 +20,36 @@ struct wanted {
   bool logits, pairs, targets;
 };
 
-bool lm_head_case(rm_dtype dtype, int64_t rows, int64_t vocab, int64_t hidden, wanted want, kind wild) {
+bool lm_head_case(rm_dtype dtype, int64_t rows, int64_t vocab, int64_t hidden, wanted want,
+                  kind wild) {
   const int64_t n_blocks = (vocab + RM_VOCAB_BLOCK - 1) / RM_VOCAB_BLOCK;
   const size_t of_rows = static_cast<size_t>(rows) * sizeof(float);
   rm_lm_head_args a = {};
   a.ldx = hidden + pick(3), a.ld_logits = vocab + pick(3);
   a.x = numbers(dtype, rows * a.ldx, wild);
   const packed w = weights(dtype, 1, vocab, hidden);
-  a.rows = rows, a.vocab = vocab, a.hidden = hidden, a.dtype = dtype, a.row_flags = random_flags(rows);
+  a.rows = rows, a.vocab = vocab, a.hidden = hidden, a.dtype = dtype,
+  a.row_flags = random_flags(rows);
   a.targets = want.targets ? random_targets(rows, vocab) : nullptr;
   rm_limits limits = {};  // the workspace is that of two rows: the others take their turns
   limits.max_rows = 2, limits.vocab = vocab;
-  const bool logprobs = want.targets && !want.pairs, target_logits = want.targets && (want.pairs || pick(2));
+  const bool logprobs = want.targets && !want.pairs,
+             target_logits = want.targets && (want.pairs || pick(2));
   char what[140];
-  snprintf(what, sizeof what, "lm_head dtype=%d rows=%ld vocab=%ld hidden=%ld logits=%d pairs=%d targets=%d wild=%d", dtype, rows, vocab,
-           hidden, want.logits, want.pairs, want.targets, wild);
+  snprintf(what, sizeof what,
+           "lm_head dtype=%d rows=%ld vocab=%ld hidden=%ld logits=%d pairs=%d targets=%d wild=%d",
+           dtype, rows, vocab, hidden, want.logits, want.pairs, want.targets, wild);
   return held(what,
-              {{want.logits ? &a.logits : nullptr, static_cast<size_t>(rows * a.ld_logits) * 4, rows * vocab},
-               {want.pairs ? &a.pairs : &a.stats, (want.pairs ? static_cast<size_t>(n_blocks) : 1) * 2 * of_rows, rows},
+              {{want.logits ? &a.logits : nullptr, static_cast<size_t>(rows * a.ld_logits) * 4,
+                rows * vocab},
+               {want.pairs ? &a.pairs : &a.stats,
+                (want.pairs ? static_cast<size_t>(n_blocks) : 1) * 2 * of_rows, rows},
                {logprobs ? &a.target_logprobs : nullptr, of_rows, rows},
                {target_logits ? &a.target_logits : nullptr, of_rows, rows},
                {&a.row_flags, static_cast<size_t>(rows), rows}},
-              limits, [&](const rm_kernels *table, const rm_ctx *ctx) { a.w = w.of(table), table->lm_head(ctx, &a); });
+              limits, [&](const rm_kernels *table, const rm_ctx *ctx) {
+                a.w = w.of(table), table->lm_head(ctx, &a);
+              });
 }
 
 bool merge_case(int64_t n_blocks, int64_t rows, bool flat) {
@@ -70,15 +79,22 @@ bool merge_case(int64_t n_blocks, int64_t rows, bool flat) {
 }  // namespace
 
 bool check_lm_head() {
-  const wanted all[] = {{true, false, false}, {false, false, true}, {true, false, true}, {false, true, true}, {true, true, false}};
+  const wanted all[] = {{true, false, false},
+                        {false, false, true},
+                        {true, false, true},
+                        {false, true, true},
+                        {true, true, false}};
   for (const rm_dtype dtype : {RM_BF16, RM_F32})
     for (const int64_t vocab : {1, 2, 15, 127, 128, 129, 255, 257, 640})
       for (const int64_t hidden : {1, 32, 65})
         for (const wanted &w : all)
-          if (!lm_head_case(dtype, 1 + pick(4) * pick(6), vocab, hidden, w, pick(3) ? TAME : WILD)) return false;
+          if (!lm_head_case(dtype, 1 + pick(4) * pick(6), vocab, hidden, w, pick(3) ? TAME : WILD))
+            return false;
   for (const wanted &w : all)
-    if (!lm_head_case(RM_BF16, 2, 4500, 32, w, TAME)) return false;  // a merge of more than a warp of blocks
-  return lm_head_case(RM_BF16, 5, 0, 32, {false, true, true}, TAME) && lm_head_case(RM_BF16, 0, 100, 32, {true, false, true}, TAME);
+    if (!lm_head_case(RM_BF16, 2, 4500, 32, w, TAME))
+      return false;  // a merge of more than a warp of blocks
+  return lm_head_case(RM_BF16, 5, 0, 32, {false, true, true}, TAME) &&
+         lm_head_case(RM_BF16, 0, 100, 32, {true, false, true}, TAME);
 }
 
 bool check_merge_pairs() {

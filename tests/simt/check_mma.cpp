@@ -37,7 +37,8 @@ bool places() {
   for (int lane = 0; lane < 32; lane++) {
     const int g = lane / 4, t = lane % 4;
     for (int i = 0; i < 8; i++) {
-      const rm_mma_place p = rm_mma_a_place(i % 4 < 2 ? g : g + 8, t * 2 + (i & 1) + (i < 4 ? 0 : 8));
+      const rm_mma_place p =
+          rm_mma_a_place(i % 4 < 2 ? g : g + 8, t * 2 + (i & 1) + (i < 4 ? 0 : 8));
       if (p.lane != lane || p.word != i / 2 || p.half != i % 2) return fails("A", lane, i);
     }
     for (int i = 0; i < 4; i++) {
@@ -56,18 +57,21 @@ bool packings() {
   for (const int64_t n : {1, 15, 16, 17, 40})
     for (const int64_t k : {1, 16, 31, 32, 33, 100}) {
       const int64_t rows = rm_round_up(n, RM_N_TILE), cols = rm_round_up(k, RM_K_BLOCK);
-      tally weights(rm_packed_elems(n, k)), values(rm_v_page_elems(rows, k)), gate_up(rm_gate_up_rows(n));
+      tally weights(rm_packed_elems(n, k)), values(rm_v_page_elems(rows, k)),
+          gate_up(rm_gate_up_rows(n));
       for (int64_t r = 0; r < rows; r++) {
         for (int64_t c = 0; c < cols; c++) weights.add(rm_mma_index(k, r, c));
         for (int64_t d = 0; d < rm_round_up(k, RM_N_TILE); d++) values.add(rm_mma_v_index(k, r, d));
         for (int up = 0; up < 2; up++) gate_up.add(rm_mma_gate_up_row(r, up));
-        if (rm_mma_gate_up_row(r, 1) != rm_mma_gate_up_row(r, 0) + 8) return fails("gate and up apart", r, n);
+        if (rm_mma_gate_up_row(r, 1) != rm_mma_gate_up_row(r, 0) + 8)
+          return fails("gate and up apart", r, n);
       }
       if (!weights.once()) return fails("packed weights", n, k);
       if (!values.once()) return fails("V page", n, k);
       if (!gate_up.once()) return fails("gate and up", n, k);
       // A warp's fragment is one run in the order of its lanes.
-      if (rm_mma_index(k, 0, 0) != 0 || rm_mma_index(k, 0, 2) != 8 || rm_mma_index(k, 1, 0) != 32) return fails("fragment", n, k);
+      if (rm_mma_index(k, 0, 0) != 0 || rm_mma_index(k, 0, 2) != 8 || rm_mma_index(k, 1, 0) != 32)
+        return fails("fragment", n, k);
     }
   return true;
 }
@@ -103,8 +107,10 @@ template <class F> bool no_conflict(F word_of) {
 bool banks() {
   for (int word = 0; word < 2; word++)
     for (int step = 0; step < 2; step++) {
-      if (!no_conflict([&](int lane) { return rm_staged_word<256>(0, step, lane, word); })) return fails("banks, 256", step, word);
-      if (!no_conflict([&](int lane) { return rm_staged_word<512>(8, step, lane, word); })) return fails("banks, 512", step, word);
+      if (!no_conflict([&](int lane) { return rm_staged_word<256>(0, step, lane, word); }))
+        return fails("banks, 256", step, word);
+      if (!no_conflict([&](int lane) { return rm_staged_word<512>(8, step, lane, word); }))
+        return fails("banks, 512", step, word);
     }
   return true;
 }
@@ -119,21 +125,26 @@ bool swizzle() {
   if (!chunks.once()) return fails("chunks", 0, 0);
   for (int from = 0; from < COLS * CHUNKS; from += EIGHT) {
     tally banks(EIGHT);
-    for (int i = from; i < from + EIGHT; i++) banks.add(rm_tile_chunk(i / CHUNKS, i % CHUNKS) % EIGHT);
+    for (int i = from; i < from + EIGHT; i++)
+      banks.add(rm_tile_chunk(i / CHUNKS, i % CHUNKS) % EIGHT);
     if (!banks.once()) return fails("banks of what is written", from, 0);
   }
   for (int token = 0; token < COLS; token += 16)
     for (int step = 0; step < RM_TILE_K / RM_MMA_K; step++) {
       for (int phase = 0; phase < 32; phase += EIGHT) {
         tally banks(EIGHT);
-        for (int lane = phase; lane < phase + EIGHT; lane++) banks.add(rm_tile_lane_chunk(token, step, lane) % EIGHT);
+        for (int lane = phase; lane < phase + EIGHT; lane++)
+          banks.add(rm_tile_lane_chunk(token, step, lane) % EIGHT);
         if (!banks.once()) return fails("banks of what is read", token, phase);
       }
       for (int col = 0; col < 16; col++)
         for (int k = 0; k < RM_MMA_K; k++) {
-          const rm_mma_place at = rm_mma_b_place(k, col % 8);  // register 2·(col / 8) + word of the lane: a word of the row of lane …
+          const rm_mma_place at = rm_mma_b_place(
+              k, col % 8); // register 2·(col / 8) + word of the lane: a word of the row of lane …
           const int giver = (col / 8 * 2 + at.word) * 8 + at.lane / 4;
-          if (rm_tile_lane_chunk(token, step, giver) != rm_tile_chunk(token + col, step * 2 + k / 8) || at.lane % 4 * 2 + at.half != k % 8)
+          if (rm_tile_lane_chunk(token, step, giver) !=
+                  rm_tile_chunk(token + col, step * 2 + k / 8) ||
+              at.lane % 4 * 2 + at.half != k % 8)
             return fails("B", token + col, step * RM_MMA_K + k);
         }
     }
@@ -149,19 +160,25 @@ bool tiles() {
         const rm_tile_number n = rm_tile_of_block(block, down, across);
         if (n.down >= down) return fails("down", down, block);
         all.add(n.across * static_cast<int64_t>(down) + n.down);
-        if (n.across / RM_TILE_BAND != block / (RM_TILE_BAND * down)) return fails("band", across, block);
+        if (n.across / RM_TILE_BAND != block / (RM_TILE_BAND * down))
+          return fails("band", across, block);
       }
       if (!all.once()) return fails("blocks", down, across);
     }
   const struct {
     int64_t w_rows, tokens, groups, processors;
     int rows, cols;
-  } chosen[] = {
-      {24576, 8192, 1, 132, 128, 192},  // of many the tile with most FMAs a byte
-      {24576, 128, 1, 132, 192, 128},   // 128 blocks at once instead of 192 by turns
-      {6144, 256, 1, 132, 128, 128},     {4096, 256, 1, 132, 128, 64},     // more blocks where there are processors left
-      {4096, 65, 1, 132, 128, 64},       {1536, 32768, 128, 132, 192, 128},  // rows of groups, of which the last tile is half empty
-      {1536, 65536, 128, 132, 192, 128}, {16, 1 << 20, 1, 132, 128, 192},   {1, 1, 1, 1, 128, 64}};
+  } chosen[] =
+      {
+          {24576, 8192, 1, 132, 128, 192}, // of many the tile with most FMAs a byte
+          {24576, 128, 1, 132, 192, 128}, // 128 blocks at once instead of 192 by turns
+          {6144, 256, 1, 132, 128, 128},
+          {4096, 256, 1, 132, 128, 64}, // more blocks where there are processors left
+          {4096, 65, 1, 132, 128, 64},
+          {1536, 32768, 128, 132, 192, 128}, // rows of groups, of which the last tile is half empty
+          {1536, 65536, 128, 132, 192, 128},
+          {16, 1 << 20, 1, 132, 128, 192},
+          {1, 1, 1, 1, 128, 64}};
   for (const auto &c : chosen) {
     const rm_tile_shape t = RM_TILES[rm_choose_tile(c.w_rows, c.tokens, c.groups, c.processors)];
     if (t.rows != c.rows || t.cols != c.cols) return fails("chosen", t.rows, t.cols);
@@ -173,7 +190,8 @@ bool tiles() {
 bool company_case(int64_t m, int64_t n, int64_t k, bool swiglu) {
   const packed w = weights(RM_BF16, 1, n, k, swiglu);
   rm_gemm_args a = {};
-  a.x = numbers(RM_BF16, m * k), a.w = w.of_test, a.m = m, a.n = n, a.k = k, a.ldx = k, a.ldy = n, a.dtype = RM_BF16, a.y_dtype = RM_F32;
+  a.x = numbers(RM_BF16, m * k), a.w = w.of_test, a.m = m, a.n = n, a.k = k, a.ldx = k, a.ldy = n,
+  a.dtype = RM_BF16, a.y_dtype = RM_F32;
   float *together = array<float>(m * n), *alone = array<float>(m * n);
   rm_ctx ctx = {};
   ctx.workspace_bytes = static_cast<size_t>(16 * m * rm_gate_up_rows(n) * rm_mma_segments(k));
@@ -185,7 +203,7 @@ bool company_case(int64_t m, int64_t n, int64_t k, bool swiglu) {
     rows = rm_min64(m - r, r == 0 ? 1 : 1 + pick(m / 2 + 1));
     rm_gemm_args part = a;
     rm_ctx some = ctx;
-    if (pick(2)) some.workspace_bytes = 0;  // k is not split over blocks
+    if (pick(2)) some.workspace_bytes = 0; // k is not split over blocks
     part.x = static_cast<const uint16_t *>(a.x) + r * k, part.y = alone + r * n, part.m = rows;
     op(&some, &part);
   }
@@ -198,16 +216,18 @@ bool company_case(int64_t m, int64_t n, int64_t k, bool swiglu) {
 // exp of what is not above 0: every 97th float, those around its end, and what is no number.
 bool exps() {
   const auto bits_of = [](uint32_t at) { return rm_float(at); };
-  for (uint64_t at = 0x80000000u; at <= 0xff800000u; at += at > 0xc2aea000u && at < 0xc2aeb000u ? 1 : 97) {
+  for (uint64_t at = 0x80000000u; at <= 0xff800000u;
+       at += at > 0xc2aea000u && at < 0xc2aeb000u ? 1 : 97) {
     const float x = bits_of(static_cast<uint32_t>(at));
-    if (rm_bits(rm_exp(x)) != rm_bits(rm_exp_not_above_0(x))) return fails("exp", static_cast<int64_t>(at), 0);
+    if (rm_bits(rm_exp(x)) != rm_bits(rm_exp_not_above_0(x)))
+      return fails("exp", static_cast<int64_t>(at), 0);
   }
   for (const float x : {0.0f, -0.0f, -INFINITY})
     if (rm_bits(rm_exp(x)) != rm_bits(rm_exp_not_above_0(x))) return fails("exp", rm_bits(x), 1);
   return rm_is_nan(rm_exp_not_above_0(NAN)) || fails("exp of a NaN", 0, 0);
 }
 
-}  // namespace
+} // namespace
 
 bool check_mma_company() {
   for (const int64_t m : {2, 8, 9, 33, 64, 65, 130, 200})

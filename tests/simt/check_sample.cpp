@@ -19,13 +19,15 @@ void fill_row(float *logits, int64_t vocab, row_kind kind_of) {
 
 float *random_logits(int64_t rows, int64_t vocab, int64_t ld) {
   float *logits = array<float>(rows * ld);
-  for (int64_t r = 0; r < rows; r++) fill_row(logits + r * ld, vocab, static_cast<row_kind>(pick(pick(3) ? 4 : N_ROW_KINDS)));
+  for (int64_t r = 0; r < rows; r++)
+    fill_row(logits + r * ld, vocab, static_cast<row_kind>(pick(pick(3) ? 4 : N_ROW_KINDS)));
   return logits;
 }
 
 float *random_stats(int64_t rows) {
   float *stats = array<float>(2 * rows);
-  for (int64_t r = 0; r < rows; r++) stats[2 * r] = 4.0f * number(), stats[2 * r + 1] = 1.0f + fabsf(100.0f * number());
+  for (int64_t r = 0; r < rows; r++)
+    stats[2 * r] = 4.0f * number(), stats[2 * r + 1] = 1.0f + fabsf(100.0f * number());
   return stats;
 }
 
@@ -51,13 +53,15 @@ const rm_logit_edit *random_edits(int64_t vocab, int32_t *n) {
 }
 
 rm_sample_params random_params(int64_t vocab) {
-  const float temperatures[] = {0.0f, 1.0f, 0.7f, 1e-40f, 5.0f, 1e-3f, 1.0f, 0.9f}, top_ps[] = {1.0f, 1.0f, 0.95f, 0.5f, 0.1f, 1e-6f};
+  const float temperatures[] = {0.0f, 1.0f, 0.7f, 1e-40f, 5.0f, 1e-3f, 1.0f, 0.9f},
+              top_ps[] = {1.0f, 1.0f, 0.95f, 0.5f, 0.1f, 1e-6f};
   const float min_ps[] = {0.0f, 0.0f, 0.0f, 0.05f, 1.0f};
   const int64_t top_ks[] = {-1, -1, 1, 5, vocab, vocab + 1, 1 + pick(vocab), 50};
   rm_sample_params p = {};
   p.temperature = temperatures[pick(8)], p.top_p = top_ps[pick(6)], p.min_p = min_ps[pick(5)];
   p.top_k = static_cast<int32_t>(top_ks[pick(8)]);
-  p.seed = static_cast<uint64_t>(random_bits()) << 32 | random_bits(), p.counter = static_cast<uint64_t>(random_bits()) << pick(20);
+  p.seed = static_cast<uint64_t>(random_bits()) << 32 | random_bits(),
+  p.counter = static_cast<uint64_t>(random_bits()) << pick(20);
   p.banned = random_bans(vocab, &p.n_banned);
   p.edits = random_edits(vocab, &p.n_edits);
   p.repetition_penalty = pick(2) ? 1.0f : 0.5f + static_cast<float>(pick(20)) / 10.0f;
@@ -73,9 +77,11 @@ bool sample_case(int64_t rows, int64_t vocab, bool one_row = false) {
   for (int64_t r = 0; r < rows; r++) params[r] = random_params(vocab);
   for (int64_t r = 0; r < sampled; r++) flags[r] = static_cast<uint8_t>(pick(12) ? 0 : 1 + pick(3));
   rm_sample_args a = {};
-  a.rows = rows, a.vocab = vocab, a.ld_logits = one_row ? 0 : vocab + pick(3), a.params = params, a.row_flags = flags;
-  a.stats = random_stats(sampled), a.logits = random_logits(sampled, vocab, one_row ? vocab : a.ld_logits);
-  rm_limits limits = {};  // the workspace is that of three rows: the others take their turns
+  a.rows = rows, a.vocab = vocab, a.ld_logits = one_row ? 0 : vocab + pick(3), a.params = params,
+  a.row_flags = flags;
+  a.stats = random_stats(sampled),
+  a.logits = random_logits(sampled, vocab, one_row ? vocab : a.ld_logits);
+  rm_limits limits = {}; // the workspace is that of three rows: the others take their turns
   limits.max_rows = 3, limits.vocab = vocab;
   char what[100];
   snprintf(what, sizeof what, "sample rows=%ld vocab=%ld one_row=%d", rows, vocab, one_row);
@@ -90,7 +96,8 @@ bool sample_case(int64_t rows, int64_t vocab, bool one_row = false) {
 
 bool top_case(int64_t rows, int64_t vocab, int64_t k) {
   rm_top_logprobs_args a = {};
-  a.rows = rows, a.vocab = vocab, a.ld_logits = vocab + pick(3), a.k = k, a.stats = random_stats(rows);
+  a.rows = rows, a.vocab = vocab, a.ld_logits = vocab + pick(3), a.k = k,
+  a.stats = random_stats(rows);
   a.logits = random_logits(rows, vocab, a.ld_logits);
   char what[100];
   snprintf(what, sizeof what, "top_logprobs rows=%ld vocab=%ld k=%ld", rows, vocab, k);
@@ -101,7 +108,8 @@ bool top_case(int64_t rows, int64_t vocab, int64_t k) {
 
 bool ranks_case(int64_t rows, int64_t vocab, bool one_row) {
   int32_t *tokens = array<int32_t>(rows);
-  for (int64_t r = 0; r < rows; r++) tokens[r] = static_cast<int32_t>(pick(8) ? pick(vocab) : -1 - pick(2));
+  for (int64_t r = 0; r < rows; r++)
+    tokens[r] = static_cast<int32_t>(pick(8) ? pick(vocab) : -1 - pick(2));
   rm_ranks_args a = {};
   a.rows = rows, a.vocab = vocab, a.ld_logits = one_row ? 0 : vocab + pick(3), a.tokens = tokens;
   a.logits = random_logits(one_row ? 1 : rows, vocab, one_row ? vocab : a.ld_logits);
@@ -111,14 +119,14 @@ bool ranks_case(int64_t rows, int64_t vocab, bool one_row) {
               [&](const rm_kernels *table, const rm_ctx *ctx) { table->ranks(ctx, &a); });
 }
 
-}  // namespace
+} // namespace
 
 bool check_sample() {
   for (const int64_t vocab : {1, 2, 31, 32, 33, 100, 511, 513, 1023, 1024, 1025, 1500})
     for (int again = 0; again < 8; again++)
       if (!sample_case(10, vocab) || !sample_case(5, vocab, true)) return false;
   for (int again = 0; again < 3; again++)
-    if (!sample_case(4, 17000)) return false;  // the draw narrows twice
+    if (!sample_case(4, 17000)) return false; // the draw narrows twice
   return sample_case(0, 100) && sample_case(0, 100, true);
 }
 

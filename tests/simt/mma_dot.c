@@ -1,5 +1,6 @@
-// mma_dot.c: the sums of products of the family cuda_mma over the reference's layouts, in the place of ref_dot.c: linked with the other
-// ref*.c they are the oracle of rm_kernels_cuda_mma. float32 keeps the sums of ref_dot.c, and so does the family.
+// mma_dot.c: the sums of products of the family cuda_mma over the reference's layouts, in the place
+// of ref_dot.c: linked with the other ref*.c they are the oracle of rm_kernels_cuda_mma. float32
+// keeps the sums of ref_dot.c, and so does the family.
 #define rm_ref_dot fma_dot
 #define rm_ref_values_dot fma_values_dot
 #include "cpu/ref_dot.c"
@@ -12,7 +13,8 @@ enum { STEP = 16, SEGMENT = 512, MAX_K = 1 << 14 };
 
 // Σ a·b over k, which is a multiple of STEP, in the family's order.
 #ifdef RM_ON_GPU
-float gpu_mma_chain(const uint16_t *a, const uint16_t *b, int64_t k);  // gpu.cu: one output by the instruction itself
+float gpu_mma_chain(const uint16_t *a, const uint16_t *b,
+                    int64_t k); // gpu.cu: one output by the instruction itself
 #define mma_chain gpu_mma_chain
 #else
 static float mma_chain(const uint16_t *a, const uint16_t *b, int64_t k) {

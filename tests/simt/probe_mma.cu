@@ -1,14 +1,17 @@
-// probe_mma.cu: what the family cuda_mma asks of the hardware and no CPU can say. Prints a line a question; the status is 0 where
-// everything holds that the family's bits need: P1 and P2. A "no" is an answer, a "NO" a failure.
-//   P1  an output does not depend on its row in A or its column in B, nor on what the other rows and columns hold
-//   P2  a step of zeros changes nothing, whatever stands against the zeros; nor does the place of a product among the 16
+// probe_mma.cu: what the family cuda_mma asks of the hardware and no CPU can say. Prints a line a
+// question; the status is 0 where everything holds that the family's bits need: P1 and P2. A "no"
+// is an answer, a "NO" a failure.
+//   P1  an output does not depend on its row in A or its column in B, nor on what the other rows
+//       and columns hold
+//   P2  a step of zeros changes nothing, whatever stands against the zeros; nor does the place of a
+//       product among the 16
 //   P3  a digest of 4096 results, to be compared between cards
 //   P4  what a sum of zeros and NaNs looks like
 //   P5  wgmma m64n8k16 and m64n128k16, A from registers, give the bits of mma.sync
 //   P6  whether denormal operands, accumulators and results are kept
 //   P7  the error against exact sums, in units of 2^-23 of the largest term
-//   P8  what -ftz makes of a result just below the smallest normal number, beside this machine's CPU; if they differ, the bits of
-//       cuda_fma are x86's but for such a result
+//   P8  what -ftz makes of a result just below the smallest normal number, beside this machine's
+//       CPU; if they differ, the bits of cuda_fma are x86's but for such a result
 #include "mma.cuh"
 #include "wgmma.h"
 
@@ -24,7 +27,7 @@ namespace {
 constexpr int CASES = 4096, KINDS = 6;
 
 struct problem {
-  uint16_t a[16][16], b[16][8];  // [row][k], [k][col]
+  uint16_t a[16][16], b[16][8]; // [row][k], [k][col]
   float c[16][8];
 };
 struct result {
@@ -37,12 +40,14 @@ void must(cudaError_t error) {
   exit(4);
 }
 
-__device__ uint32_t pair_of(uint16_t even, uint16_t odd) { return even | static_cast<uint32_t>(odd) << 16; }
+__device__ uint32_t pair_of(uint16_t even, uint16_t odd) {
+  return even | static_cast<uint32_t>(odd) << 16;
+}
 
 __device__ uint4 load_a(const uint16_t (*a)[16], int lane) {
   const int g = lane / 4, t = lane % 4 * 2;
-  return {pair_of(a[g][t], a[g][t + 1]), pair_of(a[g + 8][t], a[g + 8][t + 1]), pair_of(a[g][t + 8], a[g][t + 9]),
-          pair_of(a[g + 8][t + 8], a[g + 8][t + 9])};
+  return {pair_of(a[g][t], a[g][t + 1]), pair_of(a[g + 8][t], a[g + 8][t + 1]),
+          pair_of(a[g][t + 8], a[g][t + 9]), pair_of(a[g + 8][t + 8], a[g + 8][t + 9])};
 }
 
 __global__ void mma_kernel(const problem *problems, result *results) {
@@ -50,24 +55,29 @@ __global__ void mma_kernel(const problem *problems, result *results) {
   const int lane = static_cast<int>(threadIdx.x), g = lane / 4, t = lane % 4 * 2;
   float c[4];
   for (int i = 0; i < 4; i++) c[i] = p.c[g + i / 2 * 8][t + i % 2];
-  rm_mma16(c, load_a(p.a, lane), {pair_of(p.b[t][g], p.b[t + 1][g]), pair_of(p.b[t + 8][g], p.b[t + 9][g])});
+  rm_mma16(c, load_a(p.a, lane),
+           {pair_of(p.b[t][g], p.b[t + 1][g]), pair_of(p.b[t + 8][g], p.b[t + 9][g])});
   for (int i = 0; i < 4; i++) results[blockIdx.x].d[g + i / 2 * 8][t + i % 2] = c[i];
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// B in shared memory without a swizzle: core matrices of 8 columns × 16 bytes of k, 128 bytes from one k to the next and 256 from
-// 8 columns to the next 8.
+// B in shared memory without a swizzle: core matrices of 8 columns × 16 bytes of k, 128 bytes from
+// one k to the next and 256 from 8 columns to the next 8.
 __device__ uint64_t descriptor(const void *b) {
   const uint64_t at = __cvta_generic_to_shared(b);
-  return (at & 0x3ffff) >> 4 | static_cast<uint64_t>(128 >> 4) << 16 | static_cast<uint64_t>(256 >> 4) << 32;
+  return (at & 0x3ffff) >> 4 | static_cast<uint64_t>(128 >> 4) << 16 |
+         static_cast<uint64_t>(256 >> 4) << 32;
 }
 #endif
 
-// The 4 problems from 4·blockIdx.x on give the 64 rows; the columns of all of them are those of the first, N / 8 times.
-template <int N> __global__ void wgmma_kernel(const problem *problems, result *results, int *there) {
+// The 4 problems from 4·blockIdx.x on give the 64 rows; the columns of all of them are those of the
+// first, N / 8 times.
+template <int N>
+__global__ void wgmma_kernel(const problem *problems, result *results, int *there) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   __shared__ __align__(128) uint16_t b[N / 8][2][8][8];
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4 * 2;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
+            g = lane / 4, t = lane % 4 * 2;
   const problem *first = problems + 4 * blockIdx.x, &p = first[warp];
   for (int i = static_cast<int>(threadIdx.x); i < N * 16; i += 128)
     b[i / 128][i / 64 % 2][i / 8 % 8][i % 8] = first->b[i / 64 % 2 * 8 + i % 8][i / 8 % 8];
@@ -81,7 +91,7 @@ template <int N> __global__ void wgmma_kernel(const problem *problems, result *r
   rm_wgmma_wait<0>();
   float *out = results[4 * blockIdx.x + warp].d[0];
   for (int i = 0; i < 4; i++) out[(g + i / 2 * 8) * 8 + t + i % 2] = d[i];
-  bool same = true;  // every 8 columns are the first 8 again
+  bool same = true; // every 8 columns are the first 8 again
   for (int i = 4; i < N / 2; i++) same &= __float_as_uint(d[i]) == __float_as_uint(d[i % 4]);
   if (!same) atomicAnd(there, 0);
 #else
@@ -94,7 +104,8 @@ uint32_t random_bits() {
   state = state * 6364136223846793005u + 1442695040888963407u;
   return static_cast<uint32_t>(state >> 33) ^ static_cast<uint32_t>(state >> 13);
 }
-// Sign and fraction at random; exponents: near 1, far apart, huge, denormal, zeros among others, or all the same.
+// Sign and fraction at random; exponents: near 1, far apart, huge, denormal, zeros among others, or
+// all the same.
 uint16_t number(int kind) {
   const uint32_t sign = random_bits() & 0x8000u, fraction = random_bits() & 0x7fu;
   const uint32_t exponent = kind == 1   ? 100 + random_bits() % 56
@@ -113,10 +124,12 @@ problem random_problem(int kind) {
   for (auto &row : p.b)
     for (uint16_t &x : row) x = number(kind == 2 ? 0 : kind);
   for (auto &row : p.c)
-    for (float &x : row) x = rm_bf16_to_f32(number(kind)) * (random_bits() % 2 ? 1.0f : 0x1.234568p0f);
-  if (kind == 5)  // the second eight products take the first eight away, almost
+    for (float &x : row)
+      x = rm_bf16_to_f32(number(kind)) * (random_bits() % 2 ? 1.0f : 0x1.234568p0f);
+  if (kind == 5) // the second eight products take the first eight away, almost
     for (auto &row : p.a)
-      for (int k = 0; k < 8; k++) row[k + 8] = static_cast<uint16_t>(row[k] ^ 0x8000u ^ (random_bits() % 8 == 0));
+      for (int k = 0; k < 8; k++)
+        row[k + 8] = static_cast<uint16_t>(row[k] ^ 0x8000u ^ (random_bits() % 8 == 0));
   if (kind == 5)
     for (int k = 0; k < 8; k++) memcpy(p.b[k + 8], p.b[k], sizeof p.b[k]);
   return p;
@@ -165,25 +178,30 @@ int places(const std::vector<problem> &all, const std::vector<result> &want) {
   for (size_t i = 0; i < all.size(); i++)
     for (int row = 0; row < 16; row++)
       for (int col = 0; col < 8; col++)
-        moved[i].c[(row * 5 + static_cast<int>(i)) % 16][(col * 3 + static_cast<int>(i)) % 8] = all[i].c[row][col];
+        moved[i].c[(row * 5 + static_cast<int>(i)) % 16][(col * 3 + static_cast<int>(i)) % 8] =
+            all[i].c[row][col];
   const std::vector<result> got = run(moved);
   std::vector<result> back = want;
   for (size_t i = 0; i < all.size(); i++)
     for (int row = 0; row < 16; row++)
       for (int col = 0; col < 8; col++)
-        back[i].d[row][col] = got[i].d[(row * 5 + static_cast<int>(i)) % 16][(col * 3 + static_cast<int>(i)) % 8];
+        back[i].d[row][col] =
+            got[i].d[(row * 5 + static_cast<int>(i)) % 16][(col * 3 + static_cast<int>(i)) % 8];
   int wrong = say("P1 an output does not depend on its row and column", differing(back, want));
   for (size_t i = 0; i < all.size(); i++)
     for (int row = 0; row < 16; row++)
       for (int k = 0; k < 16; k++) {
         const uint16_t others[] = {0x7fc0, 0x7f80, 0xff80, 0x7f7f};
         if (row != static_cast<int>(i) % 16) alone[i].a[row][k] = others[random_bits() % 4];
-        if (row < 8 && row != static_cast<int>(i) % 8) alone[i].b[k][row] = others[random_bits() % 4];
+        if (row < 8 && row != static_cast<int>(i) % 8)
+          alone[i].b[k][row] = others[random_bits() % 4];
       }
   const std::vector<result> apart = run(alone);
   int64_t n = 0;
-  for (size_t i = 0; i < all.size(); i++) n += !equal(apart[i].d[i % 16][i % 8], want[i].d[i % 16][i % 8]);
-  return wrong | say("P1 ... nor on NaNs, infinities and huge numbers in the other rows and columns", n);
+  for (size_t i = 0; i < all.size(); i++)
+    n += !equal(apart[i].d[i % 16][i % 8], want[i].d[i % 16][i % 8]);
+  return wrong |
+         say("P1 ... nor on NaNs, infinities and huge numbers in the other rows and columns", n);
 }
 
 int zeros(const std::vector<problem> &all, const std::vector<result> &want) {
@@ -191,16 +209,23 @@ int zeros(const std::vector<problem> &all, const std::vector<result> &want) {
   for (int how = 0; how < 3; how++) {
     std::vector<problem> behind = all;
     for (size_t i = 0; i < all.size(); i++) {
-      for (int at = 0; at < 256; at++) behind[i].a[at / 16][at % 16] = static_cast<uint16_t>(how == 1 ? 0 : how == 0 ? 0 : number(2));
-      for (int at = 0; at < 128; at++) behind[i].b[at / 8][at % 8] = static_cast<uint16_t>(how == 2 ? 0 : how == 0 ? 0 : number(2));
+      for (int at = 0; at < 256; at++)
+        behind[i].a[at / 16][at % 16] = static_cast<uint16_t>(how == 1   ? 0
+                                                              : how == 0 ? 0
+                                                                         : number(2));
+      for (int at = 0; at < 128; at++)
+        behind[i].b[at / 8][at % 8] = static_cast<uint16_t>(how == 2   ? 0
+                                                            : how == 0 ? 0
+                                                                       : number(2));
       memcpy(behind[i].c, want[i].d, sizeof want[i].d);
     }
     std::vector<result> got = run(behind), sums = want;
     for (auto *set : {&got, &sums})
       for (result &r : *set)
         for (auto &row : r.d)
-          for (float &x : row) x += 0.0f;  // the sign of a zero reaches nobody
-    const char *names[] = {"zeros against zeros", "A's zeros against huge numbers", "B's zeros against huge numbers"};
+          for (float &x : row) x += 0.0f; // the sign of a zero reaches nobody
+    const char *names[] = {"zeros against zeros", "A's zeros against huge numbers",
+                           "B's zeros against huge numbers"};
     char line[100];
     snprintf(line, sizeof line, "P2 a step of %s leaves the sum as it is", names[how]);
     wrong |= say(line, differing(got, sums));
@@ -211,16 +236,20 @@ int zeros(const std::vector<problem> &all, const std::vector<result> &want) {
       const int to = (k * 7 + static_cast<int>(i)) % 16;
       for (int row = 0; row < 16; row++) turned[i].a[row][to] = all[i].a[row][k];
       for (int col = 0; col < 8; col++) turned[i].b[to][col] = all[i].b[k][col];
-      for (int row = 0; k >= 8 && row < 16; row++) half[i].a[row][k] = 0, low[i].a[row][k - 8] = 0, low[i].a[row][k] = all[i].a[row][k - 8];
+      for (int row = 0; k >= 8 && row < 16; row++)
+        half[i].a[row][k] = 0, low[i].a[row][k - 8] = 0, low[i].a[row][k] = all[i].a[row][k - 8];
       for (int col = 0; k >= 8 && col < 8; col++) low[i].b[k][col] = all[i].b[k - 8][col];
     }
-  say("P2 the place of a product among the 16 does not matter (not needed)", differing(run(turned), want), false);
-  return wrong | say("P2 8 products and 8 zeros: which half holds which does not matter", differing(run(half), run(low)), false);
+  say("P2 the place of a product among the 16 does not matter (not needed)",
+      differing(run(turned), want), false);
+  return wrong | say("P2 8 products and 8 zeros: which half holds which does not matter",
+                     differing(run(half), run(low)), false);
 }
 
 void wide(const std::vector<problem> &all) {
   std::vector<problem> same_columns = all;
-  for (size_t i = 0; i < all.size(); i++) memcpy(same_columns[i].b, all[i / 4 * 4].b, sizeof all[i].b);
+  for (size_t i = 0; i < all.size(); i++)
+    memcpy(same_columns[i].b, all[i / 4 * 4].b, sizeof all[i].b);
   const std::vector<result> want = run(same_columns);
   problem *p;
   result *r;
@@ -264,11 +293,15 @@ float one(uint16_t a, uint16_t b, float c) {
 }
 
 void edges() {
-  printf("P4 -0·1 + +0 = %08x, -0·1 + -0 = %08x, inf·0 = %08x, NaN(0xffc1)·1 = %08x, max·2 = %08x\n", rm_bits(one(0x8000, 0x3f80, 0.0f)),
-         rm_bits(one(0x8000, 0x3f80, -0.0f)), rm_bits(one(0x7f80, 0, 0.0f)), rm_bits(one(0xffc1, 0x3f80, 0.0f)),
-         rm_bits(one(0x7f7f, 0x4000, 0.0f)));
-  printf("P6 denormal operand kept: %s; accumulator kept: %s; result kept: %s\n", one(0x0001, 0x7f00, 0.0f) != 0.0f ? "yes" : "no",
-         rm_bits(one(0, 0, rm_float(1))) == 1 ? "yes" : "no", rm_bits(one(0x0080, 0x3f00, 0.0f)) != 0 ? "yes" : "no");
+  printf(
+      "P4 -0·1 + +0 = %08x, -0·1 + -0 = %08x, inf·0 = %08x, NaN(0xffc1)·1 = %08x, max·2 = %08x\n",
+      rm_bits(one(0x8000, 0x3f80, 0.0f)), rm_bits(one(0x8000, 0x3f80, -0.0f)),
+      rm_bits(one(0x7f80, 0, 0.0f)), rm_bits(one(0xffc1, 0x3f80, 0.0f)),
+      rm_bits(one(0x7f7f, 0x4000, 0.0f)));
+  printf("P6 denormal operand kept: %s; accumulator kept: %s; result kept: %s\n",
+         one(0x0001, 0x7f00, 0.0f) != 0.0f ? "yes" : "no",
+         rm_bits(one(0, 0, rm_float(1))) == 1 ? "yes" : "no",
+         rm_bits(one(0x0080, 0x3f00, 0.0f)) != 0 ? "yes" : "no");
 }
 
 void errors(const std::vector<problem> &all, const std::vector<result> &got, int kind) {
@@ -279,8 +312,8 @@ void errors(const std::vector<problem> &all, const std::vector<result> &got, int
       const int row = at / 8, col = at % 8;
       double sum = static_cast<double>(all[i].c[row][col]), largest = fabs(sum);
       for (int k = 0; k < 16; k++) {
-        const double product =
-            static_cast<double>(rm_bf16_to_f32(all[i].a[row][k])) * static_cast<double>(rm_bf16_to_f32(all[i].b[k][col]));
+        const double product = static_cast<double>(rm_bf16_to_f32(all[i].a[row][k])) *
+                               static_cast<double>(rm_bf16_to_f32(all[i].b[k][col]));
         sum += product;
         largest = fmax(largest, fabs(product));
       }
@@ -289,11 +322,13 @@ void errors(const std::vector<problem> &all, const std::vector<result> &got, int
       nearest += d == static_cast<double>(static_cast<float>(sum));
       n++;
     }
-  printf("P7 kind %d: error up to %.3f · 2^-23 of the largest term; %.1f %% are the nearest float32\n", kind, worst,
-         100.0 * static_cast<double>(nearest) / static_cast<double>(n));
+  printf(
+      "P7 kind %d: error up to %.3f · 2^-23 of the largest term; %.1f %% are the nearest float32\n",
+      kind, worst, 100.0 * static_cast<double>(nearest) / static_cast<double>(n));
 }
 
-// [0]: 24 bits below 2^-126, tiny before rounding and after; [1]: what rounds to 2^-126, and is tiny before only.
+// [0]: 24 bits below 2^-126, tiny before rounding and after; [1]: what rounds to 2^-126, and is
+// tiny before only.
 struct flushed {
   float fma[2], product[2];
 };
@@ -307,27 +342,30 @@ __host__ __device__ void make_flushed(flushed *out, const volatile float *in) {
 __global__ void flush_kernel(flushed *out, const float *in) { make_flushed(out, in); }
 
 void flushes() {
-  const float operands[4] = {1.0f - 0x1p-24f, 0x1p-126f, 1.0f - 0x1p-13f, (1.0f + 0x1p-13f) * 0x1p-126f};
+  const float operands[4] = {1.0f - 0x1p-24f, 0x1p-126f, 1.0f - 0x1p-13f,
+                             (1.0f + 0x1p-13f) * 0x1p-126f};
   float *in;
   flushed *out, here;
   must(cudaMallocManaged(&in, sizeof operands));
   must(cudaMallocManaged(&out, sizeof *out));
   memcpy(in, operands, sizeof operands);
   const unsigned saved = _mm_getcsr();
-  _mm_setcsr(saved | 0x8040);  // zeros for denormal results and operands, as where the CPU's kernels run
+  _mm_setcsr(saved |
+             0x8040); // zeros for denormal results and operands, as where the CPU's kernels run
   make_flushed(&here, in);
   _mm_setcsr(saved);
   flush_kernel<<<1, 1>>>(out, in);
   must(cudaGetLastError());
   must(cudaDeviceSynchronize());
   for (int i = 0; i < 2; i++)
-    printf("P8 %s 2^-126, here | on the card: fma %08x | %08x, product %08x | %08x\n", i ? "rounded to" : "just below",
-           rm_bits(here.fma[i]), rm_bits(out->fma[i]), rm_bits(here.product[i]), rm_bits(out->product[i]));
+    printf("P8 %s 2^-126, here | on the card: fma %08x | %08x, product %08x | %08x\n",
+           i ? "rounded to" : "just below", rm_bits(here.fma[i]), rm_bits(out->fma[i]),
+           rm_bits(here.product[i]), rm_bits(out->product[i]));
   must(cudaFree(in));
   must(cudaFree(out));
 }
 
-}  // namespace
+} // namespace
 
 int main() {
   std::vector<problem> all;

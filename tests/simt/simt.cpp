@@ -21,32 +21,35 @@ constexpr size_t PAGE = 4096;
 // Of a fibre's stack; a few lines more than a power of two, or all of them would lie in the same sets of the caches.
 constexpr size_t STACK = (64 << 10) + 17 * 64;
 
-}  // namespace
+} // namespace
 
 // Lanes of a warp are always let go together, so they run one after the other: whoever waits gives the turn to its neighbour, the last
 // one to the scheduler. Not in the namespace without a name: a compiler that knows all uses of a variable concludes that `go`, where
 // others run, leaves it as it was.
 namespace simt_turns {
 enum wait_state : uint8_t { AT_WARP, AT_BARRIER, DONE, N_STATES };
-void *places[MAX_THREADS];     // of fibres that wait, their stack pointers; one is made at its first turn and serves every block
-void *scheduler;               // its own
+void *places
+    [MAX_THREADS]; // of fibres that wait, their stack pointers; one is made at its first turn and serves every block
+void *scheduler; // its own
 wait_state states[MAX_THREADS];
-unsigned n_waiting[N_STATES];  // of the lanes of this warp that had their turn
-simt_op op_of_warp;            // of those AT_WARP
-uint64_t lanes[2][WARP];       // what they gave; a lane is at most one exchange ahead of its warp, so two sets are enough
+unsigned n_waiting[N_STATES]; // of the lanes of this warp that had their turn
+simt_op op_of_warp; // of those AT_WARP
+uint64_t lanes
+    [2]
+    [WARP]; // what they gave; a lane is at most one exchange ahead of its warp, so two sets are enough
 unsigned set_of_warp;
-unsigned n_threads, current, n_left;  // n_left: lanes of this warp yet to come
-const simt_launch *launch;            // NULL between launches
-}  // namespace simt_turns
+unsigned n_threads, current, n_left; // n_left: lanes of this warp yet to come
+const simt_launch *launch; // NULL between launches
+} // namespace simt_turns
 using namespace simt_turns;
 
 namespace {
 
 char *stacks;
 bool reversed;
-unsigned step;      // 1, or −1 when reversed
-const char *doing;  // NULL where nothing is
-pthread_t doer;     // the thread that does it
+unsigned step; // 1, or −1 when reversed
+const char *doing; // NULL where nothing is
+pthread_t doer; // the thread that does it
 
 // Leaves this stack at *from, and goes on where the stack `to` was left. It jumps instead of returning, which the processor could not
 // foresee, and the compiler keeps what it needs. The 128 bytes are the leaf's own.
@@ -66,8 +69,9 @@ inline void go(void **from, void *to) {
 )"
                : "+D"(from), "+S"(to)
                :
-               : "rax", "rbx", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "cc", "memory", "xmm0", "xmm1", "xmm2",
-                 "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");
+               : "rax", "rbx", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15",
+                 "cc", "memory", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7",
+                 "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");
 }
 
 [[noreturn]] void serve();
@@ -117,7 +121,8 @@ void run_block() {
   const unsigned n_warps = (n_threads + WARP - 1) / WARP;
   bool together = true;
   do {
-    for (unsigned w = 0; w < n_warps; w++) together &= run_warp((reversed ? n_warps - 1 - w : w) * WARP);
+    for (unsigned w = 0; w < n_warps; w++)
+      together &= run_warp((reversed ? n_warps - 1 - w : w) * WARP);
     for (unsigned w = 0; w < n_warps; w++) together &= states[w * WARP] == states[0];
     if (together) continue;
     for (current = 0; states[current] == AT_BARRIER;) current++;
@@ -131,7 +136,8 @@ struct guarded {
 };
 
 guarded guarded_create(size_t bytes) {
-  const size_t used = (bytes + 3) / 4 * 4, room = (used + PAGE - 1) / PAGE * PAGE, length = room + 2 * PAGE;
+  const size_t used = (bytes + 3) / 4 * 4, room = (used + PAGE - 1) / PAGE * PAGE,
+               length = room + 2 * PAGE;
   void *raw = mmap(nullptr, length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (raw == MAP_FAILED) simt_fault("no memory");
   char *base = static_cast<char *>(raw) + PAGE;
@@ -150,15 +156,18 @@ char *shared_of(size_t room) {
 }
 
 void run_block_in(char *shared, size_t bytes, size_t room) {
-  memset(shared, 0xff, room);  // NaNs: what an earlier block left is not there
+  memset(shared, 0xff, room); // NaNs: what an earlier block left is not there
   run_block();
   for (size_t i = bytes; i < room; i++)
-    if (static_cast<unsigned char>(shared[i]) != 0xff) simt_fault("access outside a buffer or outside shared memory");
+    if (static_cast<unsigned char>(shared[i]) != 0xff)
+      simt_fault("access outside a buffer or outside shared memory");
 }
 
 // ------------------------------------------------------------------------------------------------ faults
 struct sigaction of_others[2];
-const int SIGNALS[2] = {SIGSEGV, SIGILL};  // the second is how tests/cuda_build.py's sanitizer ends an access that is not aligned
+const int SIGNALS[2] = {
+    SIGSEGV,
+    SIGILL}; // the second is how tests/cuda_build.py's sanitizer ends an access that is not aligned
 stack_t stack_of_thread;
 unsigned mxcsr_of_thread;
 
@@ -170,19 +179,22 @@ void on_signal(int number, siginfo_t *info, void *) {
   }
   const char *whose = number == SIGILL ? nullptr : simt_whose(info->si_addr);
   if (whose) simt_fault(whose);
-  sigaction(number, &of_others[number == SIGILL], nullptr);  // what it was before: the access is made again
+  sigaction(number, &of_others[number == SIGILL],
+            nullptr); // what it was before: the access is made again
 }
 
-}  // namespace
+} // namespace
 
 void simt_fault(const char *text) {
   char line[400];
   int n;
   const bool is_doing = doing && pthread_equal(doer, pthread_self());
   if (is_doing && launch)
-    n = snprintf(line, sizeof line, "simt: %s (block %u,%u,%u thread %u of %s)\n", text, simt.block.x, simt.block.y, simt.block.z, current,
-                 launch->kernel);
-  else n = snprintf(line, sizeof line, "simt: %s%s%s\n", text, is_doing ? " in " : "", is_doing ? doing : "");
+    n = snprintf(line, sizeof line, "simt: %s (block %u,%u,%u thread %u of %s)\n", text,
+                 simt.block.x, simt.block.y, simt.block.z, current, launch->kernel);
+  else
+    n = snprintf(line, sizeof line, "simt: %s%s%s\n", text, is_doing ? " in " : "",
+                 is_doing ? doing : "");
   if (write(STDERR_FILENO, line, static_cast<size_t>(n)) < 0) _exit(FAULT_STATUS + 1);
   _exit(FAULT_STATUS);
 }
@@ -230,8 +242,10 @@ bool simt_is_shared(const void *from, size_t bytes) {
 }
 
 const char *simt_refused(const simt_launch &l, size_t shared_most) {
-  if (l.block.y != 1 || l.block.z != 1 || !l.block.x || l.block.x > MAX_THREADS) return "a block must be 1 to 1024 threads in x";
-  const bool fits = l.grid.x && l.grid.x <= 0x7fffffff && l.grid.y && l.grid.z && l.grid.y <= 65535 && l.grid.z <= 65535;
+  if (l.block.y != 1 || l.block.z != 1 || !l.block.x || l.block.x > MAX_THREADS)
+    return "a block must be 1 to 1024 threads in x";
+  const bool fits = l.grid.x && l.grid.x <= 0x7fffffff && l.grid.y && l.grid.z &&
+                    l.grid.y <= 65535 && l.grid.z <= 65535;
   return fits && l.shared_bytes <= shared_most ? nullptr : "a launch CUDA refuses";
 }
 
@@ -266,7 +280,9 @@ static const uint64_t *meet(simt_op op, unsigned mask, uint64_t value) {
   return lanes[set];
 }
 
-uint64_t simt_exchange(unsigned mask, uint64_t value, unsigned lane) { return meet(SIMT_SHUFFLE, mask, value)[lane]; }
+uint64_t simt_exchange(unsigned mask, uint64_t value, unsigned lane) {
+  return meet(SIMT_SHUFFLE, mask, value)[lane];
+}
 
 void simt_meet(simt_op op) { meet(op, 0xffffffffu, 0); }
 

@@ -1,10 +1,13 @@
-// simt.h: enough of CUDA for the kernels of kernels/cuda to run on a CPU as C++. Blocks run one after another, the threads of a block
-// as fibres that change places at barriers and warp operations only, in ascending or descending order (simt_order), a warp as far as
-// it comes before another: a missing barrier, of a block or of a warp, shows as bits that the reference does not have, in one order
-// or the other. Caught with a message and exit status 3: threads that leave or wait elsewhere while others stand at a barrier, lanes
-// of one warp in different operations, an address that is no multiple of its word, an access outside shared memory or outside a
-// simt_buffer (both end at a page that nobody may touch). What is not modelled: blocks at the same time, so atomics are plain; that
-// shuffles and ballots order no memory; rounding that the hardware does its own way. simt_runtime.h is the rest of CUDA.
+// simt.h: enough of CUDA for the kernels of kernels/cuda to run on a CPU as C++. Blocks run one
+// after another, the threads of a block as fibres that change places at barriers and warp
+// operations only, in ascending or descending order (simt_order), a warp as far as it comes before
+// another: a missing barrier, of a block or of a warp, shows as bits that the reference does not
+// have, in one order or the other. Caught with a message and exit status 3: threads that leave or
+// wait elsewhere while others stand at a barrier, lanes of one warp in different operations, an
+// address that is no multiple of its word, an access outside shared memory or outside a simt_buffer
+// (both end at a page that nobody may touch). What is not modelled: blocks at the same time, so
+// atomics are plain; that shuffles and ballots order no memory; rounding that the hardware does its
+// own way. simt_runtime.h is the rest of CUDA.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +29,7 @@ struct dim3 {
   dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
-struct alignas(16) uint4 {  // an access that is not aligned faults here as it does on a GPU
+struct alignas(16) uint4 { // an access that is not aligned faults here as it does on a GPU
   unsigned x, y, z, w;
 };
 
@@ -41,7 +44,9 @@ extern simt_state simt;
 #define gridDim simt.grid
 #define RM_SHARED(name) float *const name = simt.shared
 #define RM_ENQUEUE(kernel, grid, block, shared_bytes, stream, ...) \
-  simt_enqueue(simt_launch_of({#kernel, grid, block, shared_bytes}, kernel __VA_OPT__(, ) __VA_ARGS__), stream)
+  simt_enqueue( \
+      simt_launch_of({#kernel, grid, block, shared_bytes}, kernel __VA_OPT__(, ) __VA_ARGS__), \
+      stream)
 
 struct simt_shape {
   const char *kernel;
@@ -52,13 +57,14 @@ struct simt_shape {
 // A kernel's launch, its arguments by value as CUDA takes them.
 struct simt_launch : simt_shape {
   explicit simt_launch(const simt_shape &shape) : simt_shape(shape) {}
-  virtual void thread() const = 0;  // one thread of it
+  virtual void thread() const = 0; // one thread of it
   virtual ~simt_launch() = default;
 };
 template <class... P> struct simt_launch_with final : simt_launch {
   void (*function)(P...);
   std::tuple<P...> arguments;
-  static_assert((std::is_trivially_copyable_v<P> && ...) && sizeof arguments <= 4096, "not what CUDA takes as arguments");
+  static_assert((std::is_trivially_copyable_v<P> && ...) && sizeof arguments <= 4096,
+                "not what CUDA takes as arguments");
   simt_launch_with(const simt_shape &shape, void (*function_)(P...), P... given)
       : simt_launch(shape), function(function_), arguments(given...) {
     simt_shape::function = reinterpret_cast<const void *>(function_);
@@ -66,29 +72,40 @@ template <class... P> struct simt_launch_with final : simt_launch {
   void thread() const override { std::apply(function, arguments); }
 };
 template <class... P, class... A>
-std::unique_ptr<simt_launch> simt_launch_of(const simt_shape &shape, void (*function)(P...), A &&...given) {
+std::unique_ptr<simt_launch> simt_launch_of(const simt_shape &shape, void (*function)(P...),
+                                            A &&...given) {
   return std::make_unique<simt_launch_with<P...>>(shape, function, static_cast<P>(given)...);
 }
 
-// Without a stream: done at once. A launch that CUDA refuses is the thread's last error, without a stream a fault.
+// Without a stream: done at once. A launch that CUDA refuses is the thread's last error, without a
+// stream a fault.
 void simt_enqueue(std::unique_ptr<simt_launch> launch, void *stream);
-const char *simt_refused(const simt_launch &launch, size_t shared_most);  // NULL, or why
-void simt_run(const simt_launch &launch);             // by one thread of the program at a time, between begin and end
-void simt_begin(), simt_end();                        // the thread's signal stack and floating-point environment
-void simt_doing(const char *what);                    // for the message of a fault: what is done between begin and end but launches
-[[noreturn]] void simt_fault(const char *text);       // message and exit status 3
-void simt_watch();                                    // faults of this process from here on
-bool simt_open(const void *address);                  // simt_memory.cpp, of a fault: memory that work may touch, from now on it does
-const char *simt_whose(const void *address);          // of a fault of the host: NULL, or what it must not do there
-void simt_order(bool reverse);      // of the threads, from the next launch on
-inline void simt_finish() {}        // until all launches are done
-void *simt_buffer(size_t bytes);    // ends at an unreachable page (rounded up to 4 bytes), filled with 0xff; never freed
+const char *simt_refused(const simt_launch &launch, size_t shared_most); // NULL, or why
+void simt_run(
+    const simt_launch &launch); // by one thread of the program at a time, between begin and end
+void simt_begin(), simt_end(); // the thread's signal stack and floating-point environment
+void simt_doing(
+    const char
+        *what); // for the message of a fault: what is done between begin and end but launches
+[[noreturn]] void simt_fault(const char *text); // message and exit status 3
+void simt_watch(); // faults of this process from here on
+bool simt_open(
+    const void
+        *address); // simt_memory.cpp, of a fault: memory that work may touch, from now on it does
+const char *simt_whose(
+    const void *address); // of a fault of the host: NULL, or what it must not do there
+void simt_order(bool reverse); // of the threads, from the next launch on
+inline void simt_finish() {} // until all launches are done
+void *simt_buffer(
+    size_t
+        // ends at an unreachable page (rounded up to 4 bytes), filled with 0xff; never freed
+        bytes);
 
 // Operations of a warp: all 32 lanes, in the same one. What lane `lane` gave.
 enum simt_op { SIMT_SHUFFLE, SIMT_BALLOT, SIMT_SYNCWARP, SIMT_MMA, SIMT_MATRICES };
-bool simt_is_shared(const void *from, size_t bytes);  // of the running block
+bool simt_is_shared(const void *from, size_t bytes); // of the running block
 uint64_t simt_exchange(unsigned mask, uint64_t value, unsigned lane);
-void simt_meet(simt_op op);  // nothing is exchanged
+void simt_meet(simt_op op); // nothing is exchanged
 
 void __syncthreads();
 void __syncwarp(unsigned mask = 0xffffffffu);

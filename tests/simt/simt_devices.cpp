@@ -9,7 +9,7 @@
 
 using namespace simt_inside;
 
-static thread_local cudaError_t last;  // until it is asked for
+static thread_local cudaError_t last; // until it is asked for
 
 namespace simt_inside {
 
@@ -26,7 +26,8 @@ cudaError_t said(cudaError_t error) {
 int architecture_of(int ordinal) {
   const char *text = getenv("ROLLMESH_SIMT_SM");
   std::vector<int> list;
-  for (char *end; text && *text; text = *end ? end + 1 : end) list.push_back(static_cast<int>(strtol(text, &end, 10)));
+  for (char *end; text && *text; text = *end ? end + 1 : end)
+    list.push_back(static_cast<int>(strtol(text, &end, 10)));
   return list.empty() ? 90 : list[static_cast<size_t>(ordinal) % list.size()];
 }
 
@@ -36,7 +37,7 @@ cudaError_t ready() {
   return devices[current_device].sticky;
 }
 
-}  // namespace simt_inside
+} // namespace simt_inside
 
 const char *cudaGetErrorString(cudaError_t error) {
   switch (error) {
@@ -48,19 +49,25 @@ const char *cudaGetErrorString(cudaError_t error) {
     case cudaErrorAlreadyMapped: return "resource already mapped";
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
     case cudaErrorInvalidDeviceFunction: return "invalid device function";
-    case cudaErrorInsufficientDriver: return "CUDA driver version is insufficient for CUDA runtime version";
+    case cudaErrorInsufficientDriver:
+      return "CUDA driver version is insufficient for CUDA runtime version";
     case cudaErrorNoDevice: return "no CUDA-capable device is detected";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
-    case cudaErrorNoKernelImageForDevice: return "no kernel image is available for execution on the device";
+    case cudaErrorNoKernelImageForDevice:
+      return "no kernel image is available for execution on the device";
     case cudaErrorInvalidResourceHandle: return "invalid resource handle";
     case cudaErrorIllegalState: return "the operation cannot be performed in the present state";
     case cudaErrorNotReady: return "device not ready";
     case cudaErrorPeerAccessAlreadyEnabled: return "peer access is already enabled";
     case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
-    case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
-    case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
-    case cudaErrorStreamCaptureWrongThread: return "attempt to terminate a thread-local capture sequence from another thread";
-    case cudaErrorCapturedEvent: return "operation not permitted on an event last recorded in a capturing stream";
+    case cudaErrorStreamCaptureUnsupported:
+      return "operation not permitted when stream is capturing";
+    case cudaErrorStreamCaptureInvalidated:
+      return "operation failed due to a previous error during capture";
+    case cudaErrorStreamCaptureWrongThread:
+      return "attempt to terminate a thread-local capture sequence from another thread";
+    case cudaErrorCapturedEvent:
+      return "operation not permitted on an event last recorded in a capturing stream";
   }
   return "unrecognized error code";
 }
@@ -78,8 +85,10 @@ cudaError_t cudaDriverGetVersion(int *version) {
 
 cudaError_t cudaGetDeviceCount(int *n) {
   *n = 0;
-  if (from_environment("ROLLMESH_SIMT_DRIVER", 13000) < 13000) return said(cudaErrorInsufficientDriver);
-  *n = static_cast<int>(std::min(from_environment("ROLLMESH_SIMT_DEVICES", 8), static_cast<long>(MAX_DEVICES)));
+  if (from_environment("ROLLMESH_SIMT_DRIVER", 13000) < 13000)
+    return said(cudaErrorInsufficientDriver);
+  *n = static_cast<int>(
+      std::min(from_environment("ROLLMESH_SIMT_DEVICES", 8), static_cast<long>(MAX_DEVICES)));
   return said(*n > 0 ? cudaSuccess : cudaErrorNoDevice);
 }
 
@@ -90,7 +99,8 @@ cudaError_t cudaGetDevice(int *ordinal) {
 
 cudaError_t cudaSetDevice(int ordinal) {
   int n = 0;
-  if (cudaGetDeviceCount(&n) != cudaSuccess || ordinal < 0 || ordinal >= n) return said(cudaErrorInvalidDevice);
+  if (cudaGetDeviceCount(&n) != cudaSuccess || ordinal < 0 || ordinal >= n)
+    return said(cudaErrorInvalidDevice);
   const locked hold(lock);
   current_device = current_context = ordinal;
   devices[ordinal].has_context = true;
@@ -100,7 +110,8 @@ cudaError_t cudaSetDevice(int ordinal) {
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int ordinal) {
   const int architecture = architecture_of(ordinal);
   *value = attribute == cudaDevAttrComputeCapabilityMajor ? architecture / 10 : architecture % 10;
-  if (attribute == cudaDevAttrMultiProcessorCount) *value = static_cast<int>(from_environment("ROLLMESH_SIMT_PROCESSORS", 132));
+  if (attribute == cudaDevAttrMultiProcessorCount)
+    *value = static_cast<int>(from_environment("ROLLMESH_SIMT_PROCESSORS", 132));
   return cudaSuccess;
 }
 
@@ -124,7 +135,8 @@ static int address_range(unsigned long long *base, size_t *bytes, unsigned long 
   return 0;
 }
 
-cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **entry, unsigned, unsigned long long,
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **entry, unsigned,
+                                             unsigned long long,
                                              cudaDriverEntryPointQueryResult *found) {
   *entry = !strcmp(name, "cuCtxGetCurrent")        ? reinterpret_cast<void *>(get_context)
            : !strcmp(name, "cuCtxSetCurrent")      ? reinterpret_cast<void *>(set_context)
@@ -148,16 +160,25 @@ extern "C" __attribute__((visibility("default"))) void simt_made(uint64_t counts
 }
 
 // For tests: another library's call that failed, of which it has not asked; and what such a library would find.
-extern "C" __attribute__((visibility("default"))) void simt_leave_error() { said(cudaErrorInvalidValue); }
-extern "C" __attribute__((visibility("default"))) int simt_left_error() { return static_cast<int>(last); }
+extern "C" __attribute__((visibility("default"))) void simt_leave_error() {
+  said(cudaErrorInvalidValue);
+}
+extern "C" __attribute__((visibility("default"))) int simt_left_error() {
+  return static_cast<int>(last);
+}
 
 // For tests that are another library of the process, with a runtime of its own: the thread's device, whose a stream is, and
 // cudaStreamWaitEvent for all that `awaited` has been given so far.
-extern "C" __attribute__((visibility("default"))) int simt_current_device() { return current_context < 0 ? 0 : current_context; }
+extern "C" __attribute__((visibility("default"))) int simt_current_device() {
+  return current_context < 0 ? 0 : current_context;
+}
 
-extern "C" __attribute__((visibility("default"))) int simt_stream_device(void *stream) { return static_cast<cudaStream_t>(stream)->owner; }
+extern "C" __attribute__((visibility("default"))) int simt_stream_device(void *stream) {
+  return static_cast<cudaStream_t>(stream)->owner;
+}
 
-extern "C" __attribute__((visibility("default"))) void simt_stream_await(void *stream, void *awaited) {
+extern "C" __attribute__((visibility("default"))) void simt_stream_await(void *stream,
+                                                                         void *awaited) {
   const locked hold(lock);
   const cudaStream_t other = static_cast<cudaStream_t>(awaited);
   enqueue(static_cast<cudaStream_t>(stream), {.awaited = other, .place = other->n_enqueued});

@@ -11,13 +11,13 @@ struct simt_graph {
 };
 struct simt_graph_exec {
   std::vector<work> list;
-  cudaStream_t stream;  // where it was launched last, and the place behind it
+  cudaStream_t stream; // where it was launched last, and the place behind it
   uint64_t behind;
 };
 
-static thread_local cudaStream_t captured;  // by this thread
+static thread_local cudaStream_t captured; // by this thread
 static thread_local cudaStreamCaptureMode thread_mode;
-static long n_graphs;  // made and not destroyed
+static long n_graphs; // made and not destroyed
 
 namespace simt_inside {
 
@@ -30,7 +30,9 @@ simt_stream *forbidding() {
   if (thread_mode == cudaStreamCaptureModeRelaxed) return nullptr;
   if (captured && captured->mode != cudaStreamCaptureModeRelaxed) return captured;
   for (simt_stream *s : streams)
-    if (s->capture && s->mode == cudaStreamCaptureModeGlobal && thread_mode == cudaStreamCaptureModeGlobal) return s;
+    if (s->capture && s->mode == cudaStreamCaptureModeGlobal &&
+        thread_mode == cudaStreamCaptureModeGlobal)
+      return s;
   return nullptr;
 }
 
@@ -39,7 +41,7 @@ void capture_drop(simt_stream *s) {
   delete s->capture;
 }
 
-}  // namespace simt_inside
+} // namespace simt_inside
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode) {
   std::swap(*mode, thread_mode);
@@ -73,12 +75,16 @@ cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *graph) {
 }
 
 // For tests: what another runtime of the process does with its streams. The driver's calls of these names take the same.
-extern "C" __attribute__((visibility("default"))) int cuStreamBeginCapture_v2(void *stream, int mode) {
-  return cudaStreamBeginCapture(static_cast<cudaStream_t>(stream), static_cast<cudaStreamCaptureMode>(mode));
+extern "C" __attribute__((visibility("default"))) int cuStreamBeginCapture_v2(void *stream,
+                                                                              int mode) {
+  return cudaStreamBeginCapture(static_cast<cudaStream_t>(stream),
+                                static_cast<cudaStreamCaptureMode>(mode));
 }
 
-extern "C" __attribute__((visibility("default"))) int cuStreamEndCapture(void *stream, void **graph) {
-  return cudaStreamEndCapture(static_cast<cudaStream_t>(stream), reinterpret_cast<cudaGraph_t *>(graph));
+extern "C" __attribute__((visibility("default"))) int cuStreamEndCapture(void *stream,
+                                                                         void **graph) {
+  return cudaStreamEndCapture(static_cast<cudaStream_t>(stream),
+                              reinterpret_cast<cudaGraph_t *>(graph));
 }
 
 extern "C" __attribute__((visibility("default"))) int cuGraphDestroy(void *graph) {
@@ -94,7 +100,8 @@ extern "C" __attribute__((visibility("default"))) int cuThreadExchangeStreamCapt
 
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long) {
   const locked hold(lock);
-  if (n_graphs >= from_environment("ROLLMESH_SIMT_GRAPHS", LONG_MAX)) return said(cudaErrorMemoryAllocation);
+  if (n_graphs >= from_environment("ROLLMESH_SIMT_GRAPHS", LONG_MAX))
+    return said(cudaErrorMemoryAllocation);
   n_graphs++;
   n_made[GRAPHS]++;
   *made = new simt_graph_exec{graph->list, nullptr, 0};
@@ -114,14 +121,16 @@ cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t s) {
 cudaError_t cudaGraphLaunch(cudaGraphExec_t made, cudaStream_t s) {
   const locked hold(lock);
   cudaError_t error = devices[s->owner].sticky;
-  for (size_t i = 0; i < made->list.size() && error == cudaSuccess; i++) error = enqueue(s, made->list[i]);
+  for (size_t i = 0; i < made->list.size() && error == cudaSuccess; i++)
+    error = enqueue(s, made->list[i]);
   made->stream = s, made->behind = s->n_enqueued;
   return said(error);
 }
 
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t made) {
   const locked hold(lock);
-  if (made->stream && made->stream->n_done < made->behind) simt_fault("a graph is destroyed that a stream is still to run");
+  if (made->stream && made->stream->n_done < made->behind)
+    simt_fault("a graph is destroyed that a stream is still to run");
   delete made;
   n_graphs--;
   return cudaSuccess;

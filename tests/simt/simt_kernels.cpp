@@ -5,13 +5,15 @@
 
 using namespace simt_inside;
 
-static std::set<std::pair<int, const void *>> loaded;  // kernels, by device
-static std::map<std::pair<const void *, int>, size_t> shared_allowed;  // bytes of a kernel's block on a device, where it asked
+static std::set<std::pair<int, const void *>> loaded; // kernels, by device
+static std::map<std::pair<const void *, int>, size_t>
+    shared_allowed; // bytes of a kernel's block on a device, where it asked
 
 cudaError_t simt_allow_shared(const void *function, int bytes) {
   const locked hold(lock);
   if (bytes < 0 || bytes > SIMT_SHARED_MOST) return said(cudaErrorInvalidValue);
-  shared_allowed[{function, current_device}] = std::max(static_cast<size_t>(bytes), size_t{SIMT_SHARED_UNASKED});
+  shared_allowed[{function, current_device}] =
+      std::max(static_cast<size_t>(bytes), size_t{SIMT_SHARED_UNASKED});
   return cudaSuccess;
 }
 
@@ -27,14 +29,17 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *ke
 static void check_loaded(const simt_stream *s, const simt_launch &launch) {
   char text[240];
   if (loaded.count({s->owner, launch.function})) return;
-  snprintf(text, sizeof text, "%s is launched before device %d has loaded it", launch.kernel, s->owner);
+  snprintf(text, sizeof text, "%s is launched before device %d has loaded it", launch.kernel,
+           s->owner);
   simt_fault(text);
 }
 
 void simt_enqueue(std::unique_ptr<simt_launch> launch, void *stream) {
   const locked hold(lock);
-  const auto allowed = shared_allowed.find({launch->function, stream ? static_cast<simt_stream *>(stream)->owner : current_device});
-  const char *refused = simt_refused(*launch, allowed == shared_allowed.end() ? size_t{SIMT_SHARED_UNASKED} : allowed->second);
+  const auto allowed = shared_allowed.find(
+      {launch->function, stream ? static_cast<simt_stream *>(stream)->owner : current_device});
+  const char *refused = simt_refused(
+      *launch, allowed == shared_allowed.end() ? size_t{SIMT_SHARED_UNASKED} : allowed->second);
   if (stream) {
     simt_stream *s = static_cast<simt_stream *>(stream);
     check_loaded(s, *launch);

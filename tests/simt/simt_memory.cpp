@@ -14,7 +14,9 @@ namespace simt_inside {
 
 enum { CHUNK = 16 * PAGE, MAX_OPEN = 4096, FRESH = 0xff, SLACK = 0xa5 };
 
-size_t all_memory() { return static_cast<size_t>(from_environment("ROLLMESH_SIMT_MEMORY", 1l << 30)); }
+size_t all_memory() {
+  return static_cast<size_t>(from_environment("ROLLMESH_SIMT_MEMORY", 1l << 30));
+}
 
 const block *block_of(const void *at) {
   auto found = blocks.upper_bound(static_cast<const char *>(at));
@@ -33,10 +35,12 @@ bool is_on(int owner, const void *at, size_t bytes) {
 }
 
 static cudaError_t block_create(int owner, size_t bytes, void **out) {
-  const size_t used = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT, room = (used + PAGE - 1) / PAGE * PAGE;
+  const size_t used = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT,
+               room = (used + PAGE - 1) / PAGE * PAGE;
   block b = {};
   b.length = room + 2 * PAGE, b.room_bytes = room, b.bytes = bytes, b.owner = owner;
-  void *raw = mmap(nullptr, b.length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void *raw =
+      mmap(nullptr, b.length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) return cudaErrorMemoryAllocation;
   b.raw = static_cast<char *>(raw), b.room = b.raw + PAGE, b.data = b.room + room - used;
   if (mprotect(b.room, room, PROT_READ | PROT_WRITE)) simt_fault("mprotect");
@@ -70,7 +74,8 @@ static bool is_slack(const char *from, const char *to) {
 }
 
 void check_slack(const block &b) {
-  if (!is_slack(b.slack_from(), b.data) || !is_slack(b.data + b.bytes, b.room + b.room_bytes)) slack_written(b);
+  if (!is_slack(b.slack_from(), b.data) || !is_slack(b.data + b.bytes, b.room + b.room_bytes))
+    slack_written(b);
 }
 
 // What lies beside a block is in its first and its last chunk.
@@ -78,18 +83,21 @@ void close_all() {
   for (int i = 0; i < n_open; i++) {
     const opened &o = open_now[i];
     if (o.from == o.b->room && !is_slack(o.b->slack_from(), o.b->data)) slack_written(*o.b);
-    if (o.to == o.b->room + o.b->room_bytes && !is_slack(o.b->data + o.b->bytes, o.to)) slack_written(*o.b);
+    if (o.to == o.b->room + o.b->room_bytes && !is_slack(o.b->data + o.b->bytes, o.to))
+      slack_written(*o.b);
   }
   for (int i = 0; i < n_open; i++) protect(open_now[i].from, open_now[i].to, PROT_NONE);
   n_open = 0;
 }
 
 void open_chunks(const block &b, const char *from, const char *to) {
-  const ptrdiff_t first = (from - b.room) / CHUNK * CHUNK, behind = (to - b.room + CHUNK - 1) / CHUNK * CHUNK;
-  const opened wanted = {&b, b.room + first, b.room + std::min(behind, static_cast<ptrdiff_t>(b.room_bytes))};
+  const ptrdiff_t first = (from - b.room) / CHUNK * CHUNK,
+                  behind = (to - b.room + CHUNK - 1) / CHUNK * CHUNK;
+  const opened wanted = {&b, b.room + first,
+                         b.room + std::min(behind, static_cast<ptrdiff_t>(b.room_bytes))};
   for (int i = 0; i < n_open; i++)
     if (open_now[i].from <= wanted.from && wanted.to <= open_now[i].to) return;
-  if (n_open == MAX_OPEN) close_all();  // what is needed of it again opens again
+  if (n_open == MAX_OPEN) close_all(); // what is needed of it again opens again
   open_now[n_open++] = wanted;
   protect(wanted.from, wanted.to, PROT_READ | PROT_WRITE);
 }
@@ -102,9 +110,12 @@ void block_drop(std::map<const char *, block>::iterator at) {
 
 static bool block_destroy(void *data, bool on_host) {
   auto found = blocks.find(static_cast<char *>(data));
-  if (found == blocks.end() || (found->second.owner == HOST) != on_host || found->second.is_borrowed) return false;
+  if (found == blocks.end() || (found->second.owner == HOST) != on_host ||
+      found->second.is_borrowed)
+    return false;
   const block &b = found->second;
-  for (int tries = 0; b.file && flock(b.file, LOCK_EX | LOCK_NB); tries++) {   // a process that ends closes one file after another
+  for (int tries = 0; b.file && flock(b.file, LOCK_EX | LOCK_NB);
+       tries++) { // a process that ends closes one file after another
     if (tries == 50) simt_fault("memory is freed that another process has open");
     usleep(1000);
   }
@@ -114,7 +125,7 @@ static bool block_destroy(void *data, bool on_host) {
   return true;
 }
 
-}  // namespace simt_inside
+} // namespace simt_inside
 
 bool simt_open(const void *address) {
   auto next = blocks.upper_bound(static_cast<const char *>(address));
@@ -124,7 +135,8 @@ bool simt_open(const void *address) {
   }
   const block &b = next->second;
   const char *at = static_cast<const char *>(address);
-  if (b.owner == HOST || b.owner != drains || at < b.room || at >= b.room + b.room_bytes) return false;
+  if (b.owner == HOST || b.owner != drains || at < b.room || at >= b.room + b.room_bytes)
+    return false;
   open_chunks(b, at, at + 1);
   return true;
 }
@@ -134,8 +146,8 @@ const char *simt_whose(const void *address) {
   for (const auto &[data, b] : blocks) {
     if (address < b.raw || address >= b.raw + b.length) continue;
     const char *memory = b.owner == HOST ? "pinned memory" : "memory of a device";
-    snprintf(text, sizeof text, "the host touched %s, byte %td of a block of %zu", memory, static_cast<const char *>(address) - b.data,
-             b.bytes);
+    snprintf(text, sizeof text, "the host touched %s, byte %td of a block of %zu", memory,
+             static_cast<const char *>(address) - b.data, b.bytes);
     return text;
   }
   return nullptr;
@@ -145,7 +157,8 @@ cudaError_t cudaMalloc(void **out, size_t bytes) {
   const locked hold(lock);
   cudaError_t error = ready();
   device &d = devices[current_device];
-  if (error == cudaSuccess && (bytes > all_memory() || d.used > all_memory() - bytes)) error = cudaErrorMemoryAllocation;
+  if (error == cudaSuccess && (bytes > all_memory() || d.used > all_memory() - bytes))
+    error = cudaErrorMemoryAllocation;
   if (error == cudaSuccess) error = block_create(current_device, bytes, out);
   if (error == cudaSuccess) d.used += bytes;
   n_made[DEVICE_BLOCKS]++;
@@ -188,7 +201,9 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const vo
   const locked hold(lock);
   const block *b = block_of(address);
   const bool inside = b && is_inside(b, address, 1);
-  attributes->type = !inside ? cudaMemoryTypeUnregistered : b->owner == HOST ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+  attributes->type = !inside            ? cudaMemoryTypeUnregistered
+                     : b->owner == HOST ? cudaMemoryTypeHost
+                                        : cudaMemoryTypeDevice;
   attributes->device = inside && b->owner != HOST ? b->owner : -1;
   return cudaSuccess;
 }

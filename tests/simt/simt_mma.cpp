@@ -19,28 +19,32 @@ struct operands {
 operands given[2][MAX_THREADS];
 unsigned turns[MAX_THREADS];
 
-uint16_t half_of(const unsigned *words, rm_mma_place place) { return static_cast<uint16_t>(words[place.word] >> (16 * place.half)); }
+uint16_t half_of(const unsigned *words, rm_mma_place place) {
+  return static_cast<uint16_t>(words[place.word] >> (16 * place.half));
+}
 
 struct copy {
   void *to;
-  const void *from;  // NULL: zeros
+  const void *from; // NULL: zeros
 };
 struct copies {
   dim3 block;
-  std::vector<copy> open;                  // not committed yet
-  std::deque<std::vector<copy>> groups;    // committed, oldest first
+  std::vector<copy> open; // not committed yet
+  std::deque<std::vector<copy>> groups; // committed, oldest first
 };
 copies pending[MAX_THREADS];
 
 copies &mine() {
   copies &c = pending[simt.thread.x];
-  const bool same_block = c.block.x == simt.block.x && c.block.y == simt.block.y && c.block.z == simt.block.z;
-  if (!same_block && (!c.open.empty() || !c.groups.empty())) simt_fault("a block ended before its copies");
+  const bool same_block =
+      c.block.x == simt.block.x && c.block.y == simt.block.y && c.block.z == simt.block.z;
+  if (!same_block && (!c.open.empty() || !c.groups.empty()))
+    simt_fault("a block ended before its copies");
   c.block = simt.block;
   return c;
 }
 
-}  // namespace
+} // namespace
 
 void simt_mma16(float *c, uint4 a, uint2 b) {
   const unsigned me = simt.thread.x, lane = me % WARP, set = turns[me]++ & 1u;
@@ -64,8 +68,10 @@ void simt_mma16(float *c, uint4 a, uint2 b) {
 // A lane reads its row when it comes, so none of its warp can change it behind the operation.
 uint4 simt_load_matrices(const void *shared_row) {
   const unsigned me = simt.thread.x, lane = me % WARP, set = turns[me]++ & 1u;
-  if (reinterpret_cast<uintptr_t>(shared_row) % sizeof(uint4)) simt_fault("a row of a matrix that is not aligned");
-  if (!simt_is_shared(shared_row, sizeof(uint4))) simt_fault("a row of a matrix that is not in shared memory");
+  if (reinterpret_cast<uintptr_t>(shared_row) % sizeof(uint4))
+    simt_fault("a row of a matrix that is not aligned");
+  if (!simt_is_shared(shared_row, sizeof(uint4)))
+    simt_fault("a row of a matrix that is not in shared memory");
   memcpy(given[set][me].a, shared_row, sizeof(uint4));
   simt_meet(SIMT_MATRICES);
   const operands *row = given[set] + me / WARP * WARP + lane / 4;
@@ -76,7 +82,8 @@ void simt_copy_async(void *to, const void *from, bool there) {
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % sizeof(uint4))
     simt_fault("an asynchronous copy that is not aligned");
   if (there) {
-    volatile const char seen = *static_cast<const char *>(from);  // a fault shows where it was caused
+    volatile const char seen =
+        *static_cast<const char *>(from); // a fault shows where it was caused
     (void)seen;
   }
   memset(to, 0xff, sizeof(uint4));

@@ -1,5 +1,6 @@
-// simt_mma.h: mma.cuh's instructions on the fibres of simt.h: an operation of a warp whose sums are mma_model.h's, and copies that
-// happen when they are waited for: until then their target is 0xff, so a missing wait shows, and so does a missing barrier behind it.
+// simt_mma.h: mma.cuh's instructions on the fibres of simt.h: an operation of a warp whose sums are
+// mma_model.h's, and copies that happen when they are waited for: until then their target is 0xff,
+// so a missing wait shows, and so does a missing barrier behind it.
 #pragma once
 
 #include "simt.h"
@@ -13,6 +14,6 @@ struct alignas(8) int2 {
 
 void simt_mma16(float *c, uint4 a, uint2 b);
 uint4 simt_load_matrices(const void *shared_row);
-void simt_copy_async(void *to, const void *from, bool there = true);  // 16 bytes, or zeros
+void simt_copy_async(void *to, const void *from, bool there = true); // 16 bytes, or zeros
 void simt_copies_commit();
 void simt_copies_wait(int left);

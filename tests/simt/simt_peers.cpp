@@ -17,22 +17,28 @@ struct simt_handle {
   char magic[8];
   pid_t process;
   int file, bus;
-  uint64_t inode;  // a number of a file may be another's by now
+  uint64_t inode; // a number of a file may be another's by now
   size_t room_bytes, bytes;
 };
 static_assert(sizeof(simt_handle) <= sizeof(cudaIpcMemHandle_t));
 
-static int bus_of(int ordinal) { return static_cast<int>(from_environment("ROLLMESH_SIMT_FIRST", 0)) + ordinal + 1; }
+static int bus_of(int ordinal) {
+  return static_cast<int>(from_environment("ROLLMESH_SIMT_FIRST", 0)) + ordinal + 1;
+}
 
 // The room of b becomes a file's, with the bytes that it has.
 static cudaError_t share(block &b) {
   struct stat status;
   const int file = memfd_create("simt", MFD_CLOEXEC);
-  if (file < 0 || ftruncate(file, static_cast<off_t>(b.room_bytes)) || fstat(file, &status)) return cudaErrorMemoryAllocation;
+  if (file < 0 || ftruncate(file, static_cast<off_t>(b.room_bytes)) || fstat(file, &status))
+    return cudaErrorMemoryAllocation;
   protect(b.room, b.room + b.room_bytes, PROT_READ);
-  if (pwrite(file, b.room, b.room_bytes, 0) != static_cast<ssize_t>(b.room_bytes)) simt_fault("pwrite");
-  if (mmap(b.room, b.room_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) simt_fault("mmap");
-  const simt_handle made = {{"simtipc"}, getpid(), file, bus_of(b.owner), status.st_ino, b.room_bytes, b.bytes};
+  if (pwrite(file, b.room, b.room_bytes, 0) != static_cast<ssize_t>(b.room_bytes))
+    simt_fault("pwrite");
+  if (mmap(b.room, b.room_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED)
+    simt_fault("mmap");
+  const simt_handle made = {{"simtipc"},   getpid(),     file,   bus_of(b.owner),
+                            status.st_ino, b.room_bytes, b.bytes};
   memcpy(&b.handle, &made, sizeof made);
   b.file = file;
   return cudaSuccess;
@@ -42,9 +48,11 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *data) {
   const locked hold(lock);
   cudaError_t error = ready();
   auto found = blocks.find(static_cast<char *>(data));
-  const bool is_whole = found != blocks.end() && found->second.owner != HOST && !found->second.is_borrowed;
+  const bool is_whole =
+      found != blocks.end() && found->second.owner != HOST && !found->second.is_borrowed;
   if (error != cudaSuccess) return said(error);
-  if (!is_whole || from_environment("ROLLMESH_SIMT_SEGMENTS", 0)) return said(cudaErrorInvalidValue);
+  if (!is_whole || from_environment("ROLLMESH_SIMT_SEGMENTS", 0))
+    return said(cudaErrorInvalidValue);
   if (!found->second.file) error = share(found->second);
   *handle = found->second.handle;
   return said(error);
@@ -56,10 +64,12 @@ cudaError_t cudaIpcOpenMemHandle(void **out, cudaIpcMemHandle_t handle, unsigned
   if (error != cudaSuccess) return said(error);
   simt_handle from;
   memcpy(&from, &handle, sizeof from);
-  if (memcmp(from.magic, "simtipc", sizeof from.magic) != 0 || from.bus != bus_of(current_device)) return said(cudaErrorInvalidValue);
+  if (memcmp(from.magic, "simtipc", sizeof from.magic) != 0 || from.bus != bus_of(current_device))
+    return said(cudaErrorInvalidValue);
   if (from.process == getpid()) return said(cudaErrorDeviceUninitialized);
   for (const auto &[data, b] : blocks)
-    if (b.is_borrowed && !memcmp(&b.handle, &handle, sizeof handle)) return said(cudaErrorAlreadyMapped);
+    if (b.is_borrowed && !memcmp(&b.handle, &handle, sizeof handle))
+      return said(cudaErrorAlreadyMapped);
   char path[64];
   struct stat status;
   snprintf(path, sizeof path, "/proc/%d/fd/%d", from.process, from.file);
@@ -70,12 +80,15 @@ cudaError_t cudaIpcOpenMemHandle(void **out, cudaIpcMemHandle_t handle, unsigned
     return said(cudaErrorMapBufferObjectFailed);
   }
   block b = {};
-  b.length = from.room_bytes + 2 * PAGE, b.room_bytes = from.room_bytes, b.bytes = from.bytes, b.owner = current_device;
+  b.length = from.room_bytes + 2 * PAGE, b.room_bytes = from.room_bytes, b.bytes = from.bytes,
+  b.owner = current_device;
   b.file = file, b.is_borrowed = true, b.handle = handle;
-  b.raw = static_cast<char *>(mmap(nullptr, b.length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  b.raw = static_cast<char *>(
+      mmap(nullptr, b.length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   b.room = b.raw + PAGE;
   b.data = b.room + b.room_bytes - (b.bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-  if (mmap(b.room, b.room_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) simt_fault("mmap");
+  if (mmap(b.room, b.room_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED)
+    simt_fault("mmap");
   blocks[b.data] = b;
   *out = b.data;
   return cudaSuccess;
@@ -118,5 +131,7 @@ cudaError_t cudaDeviceCanAccessPeer(int *can, int ordinal, int peer) {
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
   const locked hold(lock);
   const bool is_first = peers.insert({current_device, peer}).second;
-  return said(peer == current_device ? cudaErrorInvalidValue : is_first ? cudaSuccess : cudaErrorPeerAccessAlreadyEnabled);
+  return said(peer == current_device ? cudaErrorInvalidValue
+              : is_first             ? cudaSuccess
+                                     : cudaErrorPeerAccessAlreadyEnabled);
 }

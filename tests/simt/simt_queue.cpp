@@ -21,11 +21,12 @@ static bool do_work(simt_stream *s, work &w) {
   simt_doing(w.from ? "cudaMemcpyAsync" : "cudaMemsetAsync");
   for (const char *at : {static_cast<const char *>(w.to), w.from}) {
     const block *b = at ? block_of(at) : nullptr;
-    if (b && (b->owner == s->owner || (w.is_peers && b->owner != HOST)) && w.bytes) open_chunks(*b, at, at + w.bytes);
+    if (b && (b->owner == s->owner || (w.is_peers && b->owner != HOST)) && w.bytes)
+      open_chunks(*b, at, at + w.bytes);
   }
   if (w.from) memcpy(w.to, w.from, w.bytes);
   else memset(w.to, w.value, w.bytes);
-  if (w.is_peers) close_all();  // to the kernels behind it
+  if (w.is_peers) close_all(); // to the kernels behind it
   return true;
 }
 
@@ -73,8 +74,11 @@ void drain_whole(simt_stream *s, uint64_t place, locked &hold, work *now) {
 }
 
 void drain_device(int owner, locked &hold) {
-  const auto is_due = [owner](const simt_stream *s) { return s->owner == owner && s->n_done < s->n_enqueued; };
-  for (auto s = streams.begin(); (s = std::find_if(streams.begin(), streams.end(), is_due)) != streams.end();) {
+  const auto is_due = [owner](const simt_stream *s) {
+    return s->owner == owner && s->n_done < s->n_enqueued;
+  };
+  for (auto s = streams.begin();
+       (s = std::find_if(streams.begin(), streams.end(), is_due)) != streams.end();) {
     drain(*s, (*s)->n_enqueued);
     if (!is_due(*s)) continue;
     hold.unlock();
@@ -103,8 +107,8 @@ cudaError_t enqueue(simt_stream *s, work w) {
 // does, a little later than a GPU would, what stands before the last exchange of each queue, and the exchange.
 namespace {
 struct helper {
-  std::thread *thread;  // NULL until it is needed
-  pid_t process;        // whose it is: a forked child has none
+  std::thread *thread; // NULL until it is needed
+  pid_t process; // whose it is: a forked child has none
   std::atomic<bool> is_over;
 
   void work() {
@@ -125,8 +129,8 @@ struct helper {
     if (thread && process == getpid()) thread->join();
   }
 } others_helper;
-}  // namespace
+} // namespace
 
 void begin_helper() { others_helper.begin(); }
 
-}  // namespace simt_inside
+} // namespace simt_inside

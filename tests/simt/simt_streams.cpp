@@ -9,18 +9,21 @@ using namespace simt_inside;
 
 struct simt_event {
   cudaStream_t stream;
-  uint64_t place;  // work of the stream before it
+  uint64_t place; // work of the stream before it
   bool is_captured;
 };
 
-static void enqueue_others(standin_stream *stream, int (*run)(void *data), const void *data, size_t bytes) {
+static void enqueue_others(standin_stream *stream, int (*run)(void *data), const void *data,
+                           size_t bytes) {
   const char *from = static_cast<const char *>(data);
   const locked hold(lock);
   begin_helper();
   enqueue(reinterpret_cast<simt_stream *>(stream), {.run = run, .data = {from, from + bytes}});
 }
 
-static char *host_address(standin_stream *, const void *device) { return static_cast<char *>(const_cast<void *>(device)); }
+static char *host_address(standin_stream *, const void *device) {
+  return static_cast<char *>(const_cast<void *>(device));
+}
 
 static long spoils_at(int ordinal) {
   const char *text = getenv("ROLLMESH_SIMT_SPOIL"), *of = text ? strchr(text, ',') : nullptr;
@@ -71,13 +74,17 @@ cudaError_t cudaStreamQuery(cudaStream_t s) {
   if (simt_stream *forbids = forbidding()) return said(forbid(forbids));
   if (s->n_done == s->n_enqueued) return said(devices[s->owner].sticky);
   drain(s, s->n_done + 1);
-  return said(devices[s->owner].sticky == cudaSuccess ? cudaErrorNotReady : devices[s->owner].sticky);
+  return said(devices[s->owner].sticky == cudaSuccess ? cudaErrorNotReady
+                                                      : devices[s->owner].sticky);
 }
 
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t s) {
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t s) {
   locked hold(lock);
-  const bool to_device = kind != cudaMemcpyDeviceToHost, from_device = kind != cudaMemcpyHostToDevice;
-  if ((to_device && !is_on(s->owner, to, bytes)) || (from_device && !is_on(s->owner, from, bytes))) return said(cudaErrorInvalidValue);
+  const bool to_device = kind != cudaMemcpyDeviceToHost,
+             from_device = kind != cudaMemcpyHostToDevice;
+  if ((to_device && !is_on(s->owner, to, bytes)) || (from_device && !is_on(s->owner, from, bytes)))
+    return said(cudaErrorInvalidValue);
   work w = {.to = static_cast<char *>(to), .from = static_cast<const char *>(from), .bytes = bytes};
   if (to_device && from_device) return said(enqueue(s, w));
   const void *host = to_device ? from : to;
@@ -89,11 +96,16 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
   return said(devices[s->owner].sticky);
 }
 
-cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes, cudaStream_t s) {
+cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device,
+                                size_t bytes, cudaStream_t s) {
   const locked hold(lock);
-  if (!is_on(to_device, to, bytes) || !is_on(from_device, from, bytes) || (s->owner != to_device && s->owner != from_device))
+  if (!is_on(to_device, to, bytes) || !is_on(from_device, from, bytes) ||
+      (s->owner != to_device && s->owner != from_device))
     return said(cudaErrorInvalidValue);
-  return said(enqueue(s, {.to = static_cast<char *>(to), .from = static_cast<const char *>(from), .bytes = bytes, .is_peers = true}));
+  return said(enqueue(s, {.to = static_cast<char *>(to),
+                          .from = static_cast<const char *>(from),
+                          .bytes = bytes,
+                          .is_peers = true}));
 }
 
 // Of one layer; row after row. CUDA takes no pitch beyond what cudaDeviceProp says, either.
@@ -101,10 +113,13 @@ cudaError_t cudaMemcpy3DPeerAsync(const cudaMemcpy3DPeerParms *run, cudaStream_t
   const cudaPitchedPtr &to = run->dstPtr, &from = run->srcPtr;
   const auto [width, rows, depth] = run->extent;
   constexpr size_t MOST = 0x7fffffff;
-  if (depth != 1 || to.pitch < width || from.pitch < width || to.pitch > MOST || from.pitch > MOST) return said(cudaErrorInvalidValue);
+  if (depth != 1 || to.pitch < width || from.pitch < width || to.pitch > MOST || from.pitch > MOST)
+    return said(cudaErrorInvalidValue);
   for (size_t r = 0; r < rows; r++) {
-    void *there = static_cast<char *>(to.ptr) + r * to.pitch, *here = static_cast<char *>(from.ptr) + r * from.pitch;
-    const cudaError_t error = cudaMemcpyPeerAsync(there, run->dstDevice, here, run->srcDevice, width, s);
+    void *there = static_cast<char *>(to.ptr) + r * to.pitch,
+         *here = static_cast<char *>(from.ptr) + r * from.pitch;
+    const cudaError_t error =
+        cudaMemcpyPeerAsync(there, run->dstDevice, here, run->srcDevice, width, s);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -181,5 +196,6 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   simt_stream *s = event->stream;
   if (!s || s->n_done >= event->place) return said(s ? devices[s->owner].sticky : cudaSuccess);
   drain(s, s->n_done + 1);
-  return said(devices[s->owner].sticky == cudaSuccess ? cudaErrorNotReady : devices[s->owner].sticky);
+  return said(devices[s->owner].sticky == cudaSuccess ? cudaErrorNotReady
+                                                      : devices[s->owner].sticky);
 }

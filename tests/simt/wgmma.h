@@ -1,18 +1,22 @@
-// wgmma.h: Hopper's product of 64 rows by a warpgroup, A from registers as mma.sync has it, B from shared memory: for the programs that ask
-// a card whether its bits are mma.sync's (probe_mma.cu) and what it would gain (bench_wgmma.cu).
+// wgmma.h: Hopper's product of 64 rows by a warpgroup, A from registers as mma.sync has it, B from
+// shared memory: for the programs that ask a card whether its bits are mma.sync's (probe_mma.cu)
+// and what it would gain (bench_wgmma.cu).
 #pragma once
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #include <cuda_runtime.h>
 
-// d ← A·B + d, not before rm_wgmma_arrive; d and a are the tensor core's until a wait that lets none of the groups since through.
+// d ← A·B + d, not before rm_wgmma_arrive; d and a are the tensor core's until a wait that lets
+// none of the groups since through.
 #define RM_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define RM_D16(i) RM_D4(i), RM_D4(i + 4), RM_D4(i + 8), RM_D4(i + 12)
 __device__ inline void rm_wgmma(float (&d)[4], const uint4 &a, uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
-               : RM_D4(0)
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b)
-               : "memory");
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "%8, 1, 1, 1, 0;"
+      : RM_D4(0)
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b)
+      : "memory");
 }
 __device__ inline void rm_wgmma(float (&d)[64], const uint4 &a, uint64_t b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
@@ -39,8 +43,12 @@ __device__ inline void rm_wgmma(float (&d)[96], const uint4 &a, uint64_t b) {
                : "memory");
 }
 __device__ inline void rm_wgmma_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void rm_wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT> __device__ inline void rm_wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
+__device__ inline void rm_wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int LEFT> __device__ inline void rm_wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
 #undef RM_D16
 #undef RM_D4
 #endif

@@ -1,4 +1,5 @@
-"""Every model family as rollmesh's class under vLLM's own model runner: the bits of rm.Generator (test_oot_bits.py)."""
+"""Every model family as rollmesh's class under vLLM's own model runner: the bits of rm.Generator
+(test_oot_bits.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ import vllm_support
 from marks import full
 
 family_models = importlib.import_module("family_models")
-SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128, "num_hidden_layers": 2, "tie_word_embeddings": False}
+SIZES = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": False,
+}
 OFF = {"use_sliding_window": False, "layer_types": None}
 NO_WINDOWS = {
     "mistral": {"sliding_window": None},
@@ -23,7 +30,9 @@ NO_WINDOWS = {
 QUICK = ("smollm3", "olmoe", "glm4_moe")
 
 
-@pytest.mark.parametrize("family", [family if family in QUICK else full(family) for family in family_models.FAMILIES])
+@pytest.mark.parametrize(
+    "family", [family if family in QUICK else full(family) for family in family_models.FAMILIES]
+)
 def test_bits_are_the_generators(family: str, tmp_path: Path) -> None:
     head_dim = {} if family in family_models.NO_HEAD_DIM else {"head_dim": 32}
     changes = family_models.cuttable(family) | SIZES | NO_WINDOWS.get(family, {}) | head_dim

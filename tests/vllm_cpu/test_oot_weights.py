@@ -1,7 +1,8 @@
-"""Weights of the out-of-tree classes: nothing before the first load, strict, staged, whole or not at all; and on the meta device.
+"""Weights of the out-of-tree classes: nothing before the first load, strict, staged, whole or not
+at all; and on the meta device.
 
-Oracle of what serves: rm.Generator with that version, bit for bit. Of the construction: the process's own memory, and RoPE's table
-as ops.rope_table makes it.
+Oracle of what serves: rm.Generator with that version, bit for bit. Of the construction: the
+process's own memory, and RoPE's table as ops.rope_table makes it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import rollmesh as rm
 from rollmesh import ops
 
 LARGE = {
-    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
 }  # fmt: skip
 
 
@@ -46,7 +49,9 @@ def test_the_first_load_is_waited_for(served: tuple[Any, Oracle]) -> None:
     oracle.serve(weights)
     for pair in oot.tensors(weights):  # as TRL does it
         assert model.load_weights([pair]) == {pair[0]}
-    assert model.version is None, "a set is closed by the next pass, not by its last tensor: a router bias may follow"
+    assert model.version is None, (
+        "a set is closed by the next pass, not by its last tensor: a router bias may follow"
+    )
     assert oot.agree(llm, oracle, oot.greedy(0, (1, 20, 40))) > 100
     assert model.version == 0
 
@@ -66,7 +71,9 @@ def test_a_later_version_and_what_is_refused(served: tuple[Any, Oracle]) -> None
     }
     for error, change in bad.items():
         with pytest.raises(error, match=r"experts\.(3|99)\.down_proj"):
-            model.load_weights((change | {key: value for key, value in good.items() if key not in change}).items())
+            model.load_weights(
+                (change | {key: value for key, value in good.items() if key not in change}).items()
+            )
     incomplete = {key: value for key, value in good.items() if key != name}
     model.load_weights(incomplete.items())
     with pytest.raises(rm.errors.IncompleteSyncError, match=r"experts\.3\.down_proj"):
@@ -82,21 +89,29 @@ def test_a_later_version_and_what_is_refused(served: tuple[Any, Oracle]) -> None
 
 
 def test_packed_experts_a_bias_and_float32(served: tuple[Any, Oracle]) -> None:
-    """What a transformers 5 module gives: one tensor for all experts; a router bias; float32, which is converted as vLLM's loaders do."""
+    """What a transformers 5 module gives: one tensor for all experts; a router bias; float32, which
+    is converted as vLLM's loaders do."""
     import torch
 
     llm, oracle = served
     config = oot.CONFIGS[MOE]
-    full = {name: torch.from_numpy(value) for name, value in weights_of(MOE, "float32", seed=2).items()}
+    full = {
+        name: torch.from_numpy(value) for name, value in weights_of(MOE, "float32", seed=2).items()
+    }
     packed: dict[str, torch.Tensor] = {}
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}.mlp"
         if f"{at}.gate.weight" not in full:
             continue
-        each = [[full.pop(f"{at}.experts.{e}.{part}_proj.weight") for part in ("gate", "up", "down")] for e in range(config["num_experts"])]
+        each = [
+            [full.pop(f"{at}.experts.{e}.{part}_proj.weight") for part in ("gate", "up", "down")]
+            for e in range(config["num_experts"])
+        ]
         packed[f"{at}.experts.gate_up_proj"] = torch.stack([torch.cat(parts[:2]) for parts in each])
         packed[f"{at}.experts.down_proj"] = torch.stack([parts[2] for parts in each])
-        packed[f"{at}.gate.e_score_correction_bias"] = torch.linspace(-0.2, 0.2, config["num_experts"])
+        packed[f"{at}.gate.e_score_correction_bias"] = torch.linspace(
+            -0.2, 0.2, config["num_experts"]
+        )
     sent = {**full, **packed}
     oracle.generator.sync_weights(sent, cast=True)
     oot.model_of(llm).load_weights(sent.items())
@@ -104,14 +119,20 @@ def test_packed_experts_a_bias_and_float32(served: tuple[Any, Oracle]) -> None:
     assert oot.agree(llm, oracle, oot.greedy(6, (5, 40))) > 100
 
 
-# -------------------------------------------------------------------------------------------------- without an engine
+# ------------------------------------------------------------------------------ without an engine
 def vllm_config(at: Path, config: dict[str, Any], **changes: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     at.mkdir(exist_ok=True)
     name = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[config["model_type"]]
     (at / "config.json").write_text(json.dumps({**config, "architectures": [name]}))
-    options = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 512, "block_size": 16, "load_format": "dummy"}
+    options = {
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 512,
+        "block_size": 16,
+        "load_format": "dummy",
+    }
     return EngineArgs(model=str(at), **options | changes).create_engine_config()
 
 
@@ -122,7 +143,8 @@ def resident() -> int:
 
 
 def test_made_on_the_meta_device(tmp_path: Path) -> None:
-    """30 billion parameters, made where tensors have no storage: nothing is taken for weights, and RoPE's table is there."""
+    """30 billion parameters, made where tensors have no storage: nothing is taken for weights, and
+    RoPE's table is there."""
     import torch
     from vllm.model_executor.model_loader.utils import initialize_model
 
@@ -147,13 +169,19 @@ def test_made_on_the_meta_device(tmp_path: Path) -> None:
     "changes, engine, match",
     [
         ({"head_dim": 24}, {}, "head_dim: expected a multiple of 32, got 24"),
-        ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}, {}, "without sliding windows, got 32"),
+        (
+            {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1},
+            {},
+            "without sliding windows, got 32",
+        ),
         ({}, {"dtype": "float16"}, "dtype: expected bfloat16 or float32, got 'float16'"),
         ({}, {"logprobs_mode": "raw_logits"}, "logprobs_mode"),
     ],
     ids=["head_dim", "window", "dtype", "logprobs_mode"],
 )
-def test_refused_by_name(changes: dict[str, Any], engine: dict[str, Any], match: str, tmp_path: Path) -> None:
+def test_refused_by_name(
+    changes: dict[str, Any], engine: dict[str, Any], match: str, tmp_path: Path
+) -> None:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     with pytest.raises(rm.errors.ConfigError, match=match):

@@ -1,9 +1,11 @@
 // endpoint.c: see endpoint.h. An exchange over NCCL, its errors, and how the endpoint is destroyed.
 //
-// The communicator is non-blocking: NCCL enqueues its kernel from a thread of its own. So a call waits for that thread (not for the device)
-// before it enqueues more work. Blocking communicators were rejected: with a lost peer their creation and first calls never return.
+// The communicator is non-blocking: NCCL enqueues its kernel from a thread of its own. So a call
+// waits for that thread (not for the device) before it enqueues more work. Blocking communicators
+// were rejected: with a lost peer their creation and first calls never return.
 //
-// A gather with equal sizes on all ranks uses ncclAllGather. All ranks know all sizes, so all choose the same.
+// A gather with equal sizes on all ranks uses ncclAllGather. All ranks know all sizes, so all
+// choose the same.
 #define _GNU_SOURCE
 #include "comm/nccl/endpoint.h"
 
@@ -18,11 +20,14 @@
 
 static const double AWAKE_SECONDS = 100e-6, LOOK_SECONDS = 2e-3;
 static const double LEAVING_SECONDS = 5; // the longest wait for the other ranks before leaving
-static const double NAMING_SECONDS = 0.2; // a connection breaks before the system reports that the process has ended
+static const double NAMING_SECONDS =
+    0.2; // a connection breaks before the system reports that the process has ended
 
-static void nap(double seconds) { nanosleep(&(struct timespec){.tv_nsec = (long)(1e9 * seconds)}, NULL); }
+static void nap(double seconds) {
+  nanosleep(&(struct timespec){.tv_nsec = (long)(1e9 * seconds)}, NULL);
+}
 
-// ------------------------------------------------------------------------------------------------ errors
+// ----------------------------------------------------------------------------------------- errors
 typedef struct abort_job {
   int (*abort)(rm_nccl_comm *comm);
   rm_nccl_comm *comm;
@@ -35,8 +40,9 @@ static void *abort_comm(void *data) {
   return NULL;
 }
 
-// On a separate thread: ncclCommAbort stops the kernels, then waits until every graph that has captured the communicator is destroyed,
-// which happens later. Also, two communicators of one queue must both be aborted before either is waited for.
+// On a separate thread: ncclCommAbort stops the kernels, then waits until every graph that has
+// captured the communicator is destroyed, which happens later. Also, two communicators of one queue
+// must both be aborted before either is waited for.
 void rm_nccl_abort_comm(rm_nccl_endpoint *end) {
   pthread_mutex_lock(&end->lock);
   rm_nccl_comm *comm = end->comm;
@@ -58,7 +64,8 @@ static void join_aborter(rm_nccl_endpoint *end) {
   struct timespec until;
   clock_gettime(CLOCK_REALTIME, &until);
   until.tv_sec += (time_t)LEAVING_SECONDS;
-  if (end->has_aborter && pthread_timedjoin_np(end->aborter, NULL, &until)) pthread_detach(end->aborter);
+  if (end->has_aborter && pthread_timedjoin_np(end->aborter, NULL, &until))
+    pthread_detach(end->aborter);
   end->has_aborter = 0;
 }
 
@@ -86,7 +93,8 @@ static rm_code ask_the_host(rm_nccl_endpoint *end, double seconds, rm_error *err
   return code;
 }
 
-rm_code rm_nccl_result(rm_nccl_endpoint *end, const char *what, int result, int how, rm_error *err) {
+rm_code rm_nccl_result(rm_nccl_endpoint *end, const char *what, int result, int how,
+                       rm_error *err) {
   char detail[200] = "";
   if (result == RM_NCCL_SUCCESS || result == RM_NCCL_IN_PROGRESS) return RM_OK;
   pthread_mutex_lock(&end->lock);
@@ -95,9 +103,12 @@ rm_code rm_nccl_result(rm_nccl_endpoint *end, const char *what, int result, int 
   pthread_mutex_unlock(&end->lock);
   detail[strcspn(detail, "\r\n")] = 0;
   const rm_code code = code_of(result, how);
-  const rm_code named = code == RM_E_RANK_LOST && how & RM_NCCL_TELLS ? ask_the_host(end, NAMING_SECONDS, err) : RM_OK;
+  const rm_code named = code == RM_E_RANK_LOST && how & RM_NCCL_TELLS
+                            ? ask_the_host(end, NAMING_SECONDS, err)
+                            : RM_OK;
   if (named) return fail_and_abort(end, named, how);
-  rm_fail(err, code, "%s: NCCL says \"%s\"%s%s", what, end->api.error_string(result), *detail ? ": " : "", detail);
+  rm_fail(err, code, "%s: NCCL says \"%s\"%s%s", what, end->api.error_string(result),
+          *detail ? ": " : "", detail);
   return fail_and_abort(end, code, how);
 }
 
@@ -116,7 +127,8 @@ static rm_code aborted_error(rm_nccl_endpoint *end, rm_error *err) {
   return code ? code : rm_fail(err, RM_E_RANK_LOST, "rank %d has aborted", end->rank);
 }
 
-rm_code rm_nccl_wait_ready(rm_nccl_endpoint *end, const char *what, double seconds, int how, rm_error *err) {
+rm_code rm_nccl_wait_ready(rm_nccl_endpoint *end, const char *what, double seconds, int how,
+                           rm_error *err) {
   const double start = rm_now();
   double looked = start;
   for (int state;;) {
@@ -124,8 +136,10 @@ rm_code rm_nccl_wait_ready(rm_nccl_endpoint *end, const char *what, double secon
     if (state != RM_NCCL_IN_PROGRESS) return rm_nccl_result(end, what, state, how, err);
     const double now = rm_now();
     if (now - start > seconds) {
-      rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "%s: NCCL was not done on rank %d within %.3g s; a rank that it waits for did not arrive", what,
-              end->rank, seconds);
+      rm_fail(
+          err, RM_E_COLLECTIVE_TIMEOUT,
+          "%s: NCCL was not done on rank %d within %.3g s; a rank that it waits for did not arrive",
+          what, end->rank, seconds);
       return fail_and_abort(end, RM_E_COLLECTIVE_TIMEOUT, how);
     }
     if (now - looked > LOOK_SECONDS) {
@@ -138,7 +152,7 @@ rm_code rm_nccl_wait_ready(rm_nccl_endpoint *end, const char *what, double secon
   }
 }
 
-// ------------------------------------------------------------------------------------------------ one call
+// --------------------------------------------------------------------------------------- one call
 typedef struct call {
   rm_comm_op op;
   const rm_block *send, *recv;
@@ -146,7 +160,8 @@ typedef struct call {
   char *whole; // of an all_gather: [size][gathered]
 } call;
 
-static size_t gathered_bytes(const rm_nccl_endpoint *end, rm_comm_op op, const rm_block send[], const rm_block recv[]) {
+static size_t gathered_bytes(const rm_nccl_endpoint *end, rm_comm_op op, const rm_block send[],
+                             const rm_block recv[]) {
   if (op != RM_COMM_GATHER || end->size < 2) return 0;
   const size_t bytes = rm_block_bytes(&send[(end->rank + 1) % end->size]);
   for (int r = 0; r < end->size; r++)
@@ -154,7 +169,8 @@ static size_t gathered_bytes(const rm_nccl_endpoint *end, rm_comm_op op, const r
   return bytes;
 }
 
-// The target of ncclAllGather without a buffer: all blocks contiguous and adjacent, in the order of ranks. Else NULL.
+// The target of ncclAllGather without a buffer: all blocks contiguous and adjacent, in the order of
+// ranks. Else NULL.
 static char *whole_of(const rm_nccl_endpoint *end, const rm_block recv[], size_t bytes) {
   for (int r = 0; r < end->size; r++)
     if (rm_block_bytes(&recv[r]) != bytes || !rm_block_is_flat(&recv[r]) ||
@@ -163,8 +179,10 @@ static char *whole_of(const rm_nccl_endpoint *end, const rm_block recv[], size_t
   return recv[0].base;
 }
 
-// Sets at[] to each rank's block, if it is contiguous, else to a range of `run`. Returns the bytes of `run` used.
-static size_t place(const rm_nccl_endpoint *end, const rm_block blocks[], int is_shared, char *run, char *at[]) {
+// Sets at[] to each rank's block, if it is contiguous, else to a range of `run`. Returns the bytes
+// of `run` used.
+static size_t place(const rm_nccl_endpoint *end, const rm_block blocks[], int is_shared, char *run,
+                    char *at[]) {
   size_t used = 0;
   char *shared = NULL;
   for (int r = 0; r < end->size; r++) {
@@ -181,25 +199,30 @@ static size_t place(const rm_nccl_endpoint *end, const rm_block blocks[], int is
   return used;
 }
 
-static rm_code check_room(rm_nccl_endpoint *end, rm_comm_op op, size_t sent, size_t received, rm_error *err) {
+static rm_code check_room(rm_nccl_endpoint *end, rm_comm_op op, size_t sent, size_t received,
+                          rm_error *err) {
   const size_t most = sent > received ? sent : received;
   if (most <= end->capacity) return RM_OK;
-  rm_fail(err, RM_E_CAPACITY, "%s: expected at most %zu bytes of strided blocks in one exchange, got %zu that rank %d %s",
-          rm_comm_op_name(op), end->capacity, most, end->rank, sent == most ? "sends" : "receives");
+  rm_fail(
+      err, RM_E_CAPACITY,
+      "%s: expected at most %zu bytes of strided blocks in one exchange, got %zu that rank %d %s",
+      rm_comm_op_name(op), end->capacity, most, end->rank, sent == most ? "sends" : "receives");
   return fail_and_abort(end, RM_E_CAPACITY, RM_NCCL_TELLS);
 }
 
 static void pack_all(rm_nccl_endpoint *end, const call *c) {
   for (int r = 0; r < end->size; r++) {
     int is_there = !end->from[r] || rm_block_is_flat(&c->send[r]);
-    for (int i = 0; i < r && !is_there; i++) is_there = end->from[i] == end->from[r]; // a broadcast or gather has one block for all ranks
+    for (int i = 0; i < r && !is_there; i++)
+      is_there = end->from[i] == end->from[r]; // a broadcast or gather has one block for all ranks
     if (!is_there) rm_device_pack(end->device, &c->send[r], end->from[r]);
   }
 }
 
 static void unpack_all(rm_nccl_endpoint *end, const call *c) {
   for (int r = 0; r < end->size; r++)
-    if (end->to[r] && !rm_block_is_flat(&c->recv[r])) rm_device_unpack(end->device, end->to[r], &c->recv[r]);
+    if (end->to[r] && !rm_block_is_flat(&c->recv[r]))
+      rm_device_unpack(end->device, end->to[r], &c->recv[r]);
 }
 
 // Starts with the next rank, so that ranks do not all begin with the same peer.
@@ -207,23 +230,32 @@ static int send_and_receive(rm_nccl_endpoint *end, const call *c) {
   void *stream = end->device->stream;
   int result = RM_NCCL_SUCCESS;
   for (int step = 1; step < end->size && !result; step++) {
-    const int to = (end->rank + step) % end->size, from = (end->rank + end->size - step) % end->size;
-    if (end->from[to]) result = end->api.send(end->from[to], rm_block_bytes(&c->send[to]), RM_NCCL_INT8, to, end->comm, stream);
+    const int to = (end->rank + step) % end->size,
+              from = (end->rank + end->size - step) % end->size;
+    if (end->from[to])
+      result = end->api.send(end->from[to], rm_block_bytes(&c->send[to]), RM_NCCL_INT8, to,
+                             end->comm, stream);
     if (end->to[from] && !result)
-      result = end->api.recv(end->to[from], rm_block_bytes(&c->recv[from]), RM_NCCL_INT8, from, end->comm, stream);
+      result = end->api.recv(end->to[from], rm_block_bytes(&c->recv[from]), RM_NCCL_INT8, from,
+                             end->comm, stream);
   }
   return result;
 }
 
-static rm_code issue(rm_nccl_endpoint *end, const call *c, const char *what, double timeout, rm_error *err) {
+static rm_code issue(rm_nccl_endpoint *end, const call *c, const char *what, double timeout,
+                     rm_error *err) {
   pthread_mutex_lock(&end->lock);
   const int lives = end->comm != NULL;
   int result = lives ? end->api.group_start() : RM_NCCL_SUCCESS;
   if (lives && !result) {
     if (c->gathered)
-      result = end->api.all_gather(end->from[end->rank], c->whole, c->gathered, RM_NCCL_INT8, end->comm, end->device->stream);
+      result = end->api.all_gather(end->from[end->rank], c->whole, c->gathered, RM_NCCL_INT8,
+                                   end->comm, end->device->stream);
     else result = send_and_receive(end, c);
-    const int ended = end->api.group_end(); // also after an error: else this thread's next group would be part of this one
+    const int ended =
+        end->api
+            // also after an error: else this thread's next group would be part of this one
+            .group_end();
     if (!result || result == RM_NCCL_IN_PROGRESS) result = ended;
   }
   pthread_mutex_unlock(&end->lock);
@@ -232,7 +264,8 @@ static rm_code issue(rm_nccl_endpoint *end, const call *c, const char *what, dou
   return code ? code : rm_nccl_wait_ready(end, what, timeout, RM_NCCL_TELLS, err);
 }
 
-static rm_code all_gather(rm_nccl_endpoint *end, call *c, const char *what, double timeout, rm_error *err) {
+static rm_code all_gather(rm_nccl_endpoint *end, call *c, const char *what, double timeout,
+                          rm_error *err) {
   const rm_block *own = &c->send[(end->rank + 1) % end->size]; // what the others get
   if (!(c->whole = whole_of(end, c->recv, c->gathered))) {
     const rm_code code = check_room(end, c->op, 0, (size_t)end->size * c->gathered, err);
@@ -244,7 +277,8 @@ static rm_code all_gather(rm_nccl_endpoint *end, call *c, const char *what, doub
   if (!rm_block_is_flat(own)) rm_device_pack(end->device, own, slot);
   const rm_code code = issue(end, c, what, timeout, err);
   for (int r = 0; r < end->size && !code && c->whole == end->in; r++)
-    if (r != end->rank) rm_device_unpack(end->device, end->in + (size_t)r * c->gathered, &c->recv[r]);
+    if (r != end->rank)
+      rm_device_unpack(end->device, end->in + (size_t)r * c->gathered, &c->recv[r]);
   return code;
 }
 
@@ -257,8 +291,9 @@ static rm_code meet(rm_nccl_endpoint *end, double seconds, rm_error *err) {
   return code;
 }
 
-rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
-                         const rm_block recv[], rm_error *err) {
+rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch,
+                         double timeout, const rm_block send[], const rm_block recv[],
+                         rm_error *err) {
   rm_nccl_endpoint *end = self;
   call c = {.op = op, .send = send, .recv = recv, .gathered = gathered_bytes(end, op, send, recv)};
   const rm_block *from = &send[end->rank], *to = &recv[end->rank];
@@ -271,7 +306,9 @@ rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t e
     if ((code = meet(end, timeout, err))) rm_nccl_abort_comm(end);
     return code;
   }
-  size_t sent = c.gathered ? 0 : place(end, send, op == RM_COMM_GATHER || op == RM_COMM_BROADCAST, end->out, end->from);
+  size_t sent = c.gathered ? 0
+                           : place(end, send, op == RM_COMM_GATHER || op == RM_COMM_BROADCAST,
+                                   end->out, end->from);
   const size_t received = c.gathered ? 0 : place(end, recv, 0, end->in, end->to), own_at = sent;
   if (rm_device_own_needs_run(from, to)) sent += rm_block_bytes(to);
   if ((code = check_room(end, op, sent, received, err))) return code;
@@ -282,7 +319,8 @@ rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t e
     if (moves) code = issue(end, &c, what, timeout, err);
     if (!code) unpack_all(end, &c);
   }
-  if (!code && (!c.gathered || c.whole == end->in)) rm_device_own(end->device, from, to, end->out + own_at);
+  if (!code && (!c.gathered || c.whole == end->in))
+    rm_device_own(end->device, from, to, end->out + own_at);
   return code;
 }
 
@@ -301,10 +339,11 @@ rm_code rm_nccl_check(void *self, rm_error *err) {
   return rm_nccl_result(end, "enqueued work", state, RM_NCCL_TELLS, err);
 }
 
-// ------------------------------------------------------------------------------------------------ destruction
-// Leaves together with the other ranks: a barrier on the host, then NCCL's finalize, then a barrier again. Without the first a rank whose
-// queue is not empty would find the others gone; without the second a rank that is not done yet would take one that has left the host group
-// for lost. After an error here (another rank is late, or has ended) the caller aborts the communicator instead.
+// ------------------------------------------------------------------------------------ destruction
+// Leaves together with the other ranks: a barrier on the host, then NCCL's finalize, then a barrier
+// again. Without the first a rank whose queue is not empty would find the others gone; without the
+// second a rank that is not done yet would take one that has left the host group for lost. After an
+// error here (another rank is late, or has ended) the caller aborts the communicator instead.
 static rm_code finalize(rm_nccl_endpoint *end, rm_error *err) {
   const double patience = end->timeout < LEAVING_SECONDS ? end->timeout : LEAVING_SECONDS;
   rm_code code = meet(end, patience, err);
@@ -314,7 +353,8 @@ static rm_code finalize(rm_nccl_endpoint *end, rm_error *err) {
   pthread_mutex_unlock(&end->lock);
   code = rm_nccl_result(end, "leaving", result, 0, err);
   if (!code) code = rm_nccl_wait_ready(end, "leaving", end->timeout, 0, err);
-  if (!code) meet(end, patience, err); // this communicator is at its end, whatever became of the others
+  if (!code)
+    meet(end, patience, err); // this communicator is at its end, whatever became of the others
   return code;
 }
 
@@ -340,7 +380,8 @@ void rm_nccl_leave(void *self) {
   if (end->out) end->device->free(end->device->self, end->out, end->capacity);
   if (end->in) end->device->free(end->device->self, end->in, end->capacity);
   if (end->words) end->device->free(end->device->self, end->words, rm_nccl_words_bytes(end));
-  if (end->host_words) end->device->free_pinned(end->device->self, end->host_words, rm_nccl_words_bytes(end));
+  if (end->host_words)
+    end->device->free_pinned(end->device->self, end->host_words, rm_nccl_words_bytes(end));
   end->out = end->in = NULL;
   end->words = end->host_words = NULL;
 }

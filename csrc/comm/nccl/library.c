@@ -7,7 +7,8 @@
 
 // Up to 2.8 the version is 1000·major + 100·minor + patch, later 10000·major + 100·minor + patch.
 const char *rm_nccl_version_text(int version, char text[24]) {
-  const int major = version / (version < 10000 ? 1000 : 10000), minor = version / 100 % (version < 10000 ? 10 : 100);
+  const int major = version / (version < 10000 ? 1000 : 10000),
+            minor = version / 100 % (version < 10000 ? 10 : 100);
   snprintf(text, 24, "%d.%d.%d", major, minor, version % 100);
   return text;
 }
@@ -38,11 +39,17 @@ rm_code rm_nccl_load(const char *path, rm_nccl *out, rm_error *err) {
   };
   for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
     void *found = dlsym(library, wanted[i].name);
-    if (!found) return rm_fail(err, RM_E_CONFIG, "expected NCCL 2.17.1 or later, got %s without %s", path, wanted[i].name);
-    memcpy(wanted[i].function, &found, sizeof found);   // ISO C cannot convert a void * to a function pointer
+    if (!found)
+      return rm_fail(err, RM_E_CONFIG, "expected NCCL 2.17.1 or later, got %s without %s", path,
+                     wanted[i].name);
+    memcpy(wanted[i].function, &found,
+           sizeof found);   // ISO C cannot convert a void * to a function pointer
   }
   const int result = out->get_version(&out->version);
-  if (result) return rm_fail(err, RM_E_CONFIG, "%s does not say its version: %s", path, out->error_string(result));
+  if (result)
+    return rm_fail(err, RM_E_CONFIG, "%s does not say its version: %s", path,
+                   out->error_string(result));
   if (out->version >= RM_NCCL_LEAST) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "expected NCCL 2.17.1 or later, got %s in %s", rm_nccl_version_text(out->version, text), path);
+  return rm_fail(err, RM_E_CONFIG, "expected NCCL 2.17.1 or later, got %s in %s",
+                 rm_nccl_version_text(out->version, text), path);
 }

@@ -1,5 +1,6 @@
-// library.h: the NCCL functions that rollmesh calls. The library is loaded when the first group is created; rollmesh is built without NCCL.
-// These declarations hold for NCCL 2.17 and later: NCCL only appends to its structs, and `version` tells it which fields the caller knows.
+// library.h: the NCCL functions that rollmesh calls. The library is loaded when the first group is
+// created; rollmesh is built without NCCL. These declarations hold for NCCL 2.17 and later: NCCL
+// only appends to its structs, and `version` tells it which fields the caller knows.
 #pragma once
 
 #include <limits.h>
@@ -19,7 +20,10 @@ enum { // ncclResult_t
   RM_NCCL_TIMEOUT = 8,
 };
 enum { RM_NCCL_INT8 = 0, RM_NCCL_UNDEFINED = INT_MIN, RM_NCCL_ID_BYTES = 128 };
-enum { RM_NCCL_LEAST = 21701, RM_NCCL_SHARES_GPU = 23003 }; // the oldest version supported; the oldest in which ranks may share a GPU
+enum {
+  RM_NCCL_LEAST = 21701,
+  RM_NCCL_SHARES_GPU = 23003
+}; // the oldest version supported; the oldest in which ranks may share a GPU
 #define RM_NCCL_MAGIC 0xcafebeefu
 
 typedef struct rm_nccl_comm rm_nccl_comm; // ncclComm
@@ -34,7 +38,8 @@ typedef struct rm_nccl_config { // ncclConfig_t of 2.17, with traffic_class in i
   const char *net_name;
   int split_share, traffic_class;
 } rm_nccl_config;
-_Static_assert(sizeof(rm_nccl_config) == 48 && offsetof(rm_nccl_config, blocking) == 16 && offsetof(rm_nccl_config, net_name) == 32 &&
+_Static_assert(sizeof(rm_nccl_config) == 48 && offsetof(rm_nccl_config, blocking) == 16 &&
+                   offsetof(rm_nccl_config, net_name) == 32 &&
                    offsetof(rm_nccl_config, split_share) == 40,
                "the layout of ncclConfig_t");
 
@@ -43,7 +48,8 @@ typedef struct rm_nccl {
   int version; // 23203 is 2.32.3
   int (*get_version)(int *version);
   int (*get_unique_id)(rm_nccl_id *id);
-  int (*init_rank)(rm_nccl_comm **comm, int n_ranks, rm_nccl_id id, int rank, rm_nccl_config *config);
+  int (*init_rank)(rm_nccl_comm **comm, int n_ranks, rm_nccl_id id, int rank,
+                   rm_nccl_config *config);
   int (*get_async_error)(rm_nccl_comm *comm, int *result);
   int (*abort)(rm_nccl_comm *comm);
   int (*finalize)(rm_nccl_comm *comm);
@@ -52,12 +58,14 @@ typedef struct rm_nccl {
   int (*group_end)(void);
   int (*send)(const void *from, size_t count, int type, int peer, rm_nccl_comm *comm, void *stream);
   int (*recv)(void *to, size_t count, int type, int peer, rm_nccl_comm *comm, void *stream);
-  int (*all_gather)(const void *from, void *to, size_t count, int type, rm_nccl_comm *comm, void *stream);
+  int (*all_gather)(const void *from, void *to, size_t count, int type, rm_nccl_comm *comm,
+                    void *stream);
   const char *(*error_string)(int result);
   const char *(*last_error)(rm_nccl_comm *comm);
 } rm_nccl;
 
-// Never unloaded, since its threads may outlive the last group. RM_E_CONFIG: no such file, not NCCL, or too old.
+// Never unloaded, since its threads may outlive the last group. RM_E_CONFIG: no such file, not
+// NCCL, or too old.
 rm_code rm_nccl_load(const char *path, rm_nccl *out, rm_error *err);
 // Writes "2.32.3" to `text` and returns it.
 const char *rm_nccl_version_text(int version, char text[24]);

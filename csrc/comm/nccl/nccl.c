@@ -1,6 +1,7 @@
-// nccl.c: creation of an NCCL group. First the ranks compare over the host group (library, version, memory), so that a problem of one rank
-// is reported on all before NCCL is called. Then NCCL creates the communicator, under a deadline. Then an all-to-all and an all_gather of
-// one word test it and establish its connections, which cannot be done during a capture.
+// nccl.c: creation of an NCCL group. First the ranks compare over the host group (library, version,
+// memory), so that a problem of one rank is reported on all before NCCL is called. Then NCCL
+// creates the communicator, under a deadline. Then an all-to-all and an all_gather of one word test
+// it and establish its connections, which cannot be done during a capture.
 #include "comm/nccl/nccl.h"
 
 #include <stdio.h>
@@ -14,11 +15,11 @@
 
 enum { HELLO_TEXT = 256 };
 
-typedef struct hello {          // what the ranks all-gather
-  int32_t code, version, may_share;   // may_share: NCCL_MULTI_RANK_GPU_ENABLE is set
-  uint64_t gpu;                 // a digest of its name; 0: not known
-  rm_nccl_id id;                // of rank 0
-  char text[HELLO_TEXT];        // with code: why
+typedef struct hello { // what the ranks all-gather
+  int32_t code, version, may_share; // may_share: NCCL_MULTI_RANK_GPU_ENABLE is set
+  uint64_t gpu; // a digest of its name; 0: not known
+  rm_nccl_id id; // of rank 0
+  char text[HELLO_TEXT]; // with code: why
 } hello;
 
 static uint64_t digest_of(const char *name) {
@@ -27,7 +28,7 @@ static uint64_t digest_of(const char *name) {
   return digest ? digest : 1;
 }
 
-// ------------------------------------------------------------------------------------------------ comparing the ranks
+// ---------------------------------------------------------------------------- comparing the ranks
 static rm_code map_run(const rm_nccl_endpoint *end, char **out, rm_error *err) {
   void *block = NULL;
   const rm_device *device = end->device;
@@ -36,12 +37,16 @@ static rm_code map_run(const rm_nccl_endpoint *end, char **out, rm_error *err) {
   if (status == RM_DEVICE_OK) *out = block;
   if (status == RM_DEVICE_OK) return RM_OK;
   if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
-  return rm_fail(err, RM_E_CAPACITY, "%s has no memory for two exchange buffers of %zu bytes", device->name, end->capacity);
+  return rm_fail(err, RM_E_CAPACITY, "%s has no memory for two exchange buffers of %zu bytes",
+                 device->name, end->capacity);
 }
 
-static rm_code prepare(rm_nccl_endpoint *end, const rm_nccl_options *options, hello *mine, rm_error *err) {
+static rm_code prepare(rm_nccl_endpoint *end, const rm_nccl_options *options, hello *mine,
+                       rm_error *err) {
   const char *shares = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  if (options->capacity > INT64_MAX) return rm_fail(err, RM_E_CONFIG, "expected a capacity below 2^63 bytes, got %zu", options->capacity);
+  if (options->capacity > INT64_MAX)
+    return rm_fail(err, RM_E_CONFIG, "expected a capacity below 2^63 bytes, got %zu",
+                   options->capacity);
   rm_code code = rm_nccl_load(options->library, &end->api, err);
   if (!code) code = map_run(end, &end->out, err);
   if (!code) code = map_run(end, &end->in, err);
@@ -57,20 +62,28 @@ static rm_code judge_pair(const hello *all, int a, int b, rm_error *err) {
   char ours[24], theirs[24];
   rm_nccl_version_text(all[a].version, ours);
   if (all[a].version != all[b].version)
-    return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d has NCCL %s, rank %d %s", b, rm_nccl_version_text(all[b].version, theirs), a, ours);
+    return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d has NCCL %s, rank %d %s", b,
+                   rm_nccl_version_text(all[b].version, theirs), a, ours);
   if (!all[a].gpu || all[a].gpu != all[b].gpu) return RM_OK;
   if (all[a].version < RM_NCCL_SHARES_GPU)
-    return rm_fail(err, RM_E_CONFIG, "ranks %d and %d share a GPU: expected NCCL 2.30.3 or later, got %s; or give each rank its own GPU", a,
-                   b, ours);
+    return rm_fail(
+        err, RM_E_CONFIG,
+        "ranks %d and %d share a GPU: expected NCCL 2.30.3 or later, got %s; or give each rank "
+        "its own GPU",
+        a, b, ours);
   if (all[a].may_share && all[b].may_share) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG,
-                 "ranks %d and %d share a GPU, which NCCL allows only with NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment of both", a, b);
+  return rm_fail(
+      err, RM_E_CONFIG,
+      "ranks %d and %d share a GPU, which NCCL allows only with NCCL_MULTI_RANK_GPU_ENABLE=1 in "
+      "the environment of both",
+      a, b);
 }
 
 // The same result on all ranks.
 static rm_code judge_hellos(const hello *all, int size, rm_error *err) {
   for (int r = 0; r < size; r++) {
-    const rm_code code = all[r].code > RM_OK && all[r].code < RM_N_CODE ? (rm_code)all[r].code : RM_E_RANK_LOST;
+    const rm_code code =
+        all[r].code > RM_OK && all[r].code < RM_N_CODE ? (rm_code)all[r].code : RM_E_RANK_LOST;
     if (all[r].code) return rm_fail(err, code, "rank %d: %.*s", r, HELLO_TEXT - 1, all[r].text);
   }
   for (int b = 1; b < size; b++)
@@ -81,8 +94,10 @@ static rm_code judge_hellos(const hello *all, int size, rm_error *err) {
   return RM_OK;
 }
 
-// Compares all ranks; *id: the group's unique id. `code` and err: the result of this rank's own preparation.
-static rm_code meet(rm_nccl_endpoint *end, rm_code code, hello *mine, rm_nccl_id *id, rm_error *err) {
+// Compares all ranks; *id: the group's unique id. `code` and err: the result of this rank's own
+// preparation.
+static rm_code meet(rm_nccl_endpoint *end, rm_code code, hello *mine, rm_nccl_id *id,
+                    rm_error *err) {
   const size_t size = (size_t)end->size;
   hello *all = rm_alloc(size, sizeof *all);
   size_t *bytes = rm_alloc(size, sizeof *bytes);
@@ -106,11 +121,11 @@ out:
   return code;
 }
 
-// ------------------------------------------------------------------------------------------------ creation
+// --------------------------------------------------------------------------------------- creation
 static rm_code init(rm_nccl_endpoint *end, rm_nccl_id id, double timeout, rm_error *err) {
   rm_nccl_config config = {.size = sizeof config,
                            .magic = RM_NCCL_MAGIC,
-                           .version = 22200,   // the layout's: later than 2.17, before trafficClass
+                           .version = 22200, // the layout's: later than 2.17, before trafficClass
                            .blocking = 0,
                            .cga_cluster_size = RM_NCCL_UNDEFINED,
                            .min_ctas = RM_NCCL_UNDEFINED,
@@ -122,7 +137,8 @@ static rm_code init(rm_nccl_endpoint *end, rm_nccl_id id, double timeout, rm_err
   pthread_mutex_lock(&end->lock);
   end->comm = comm;
   pthread_mutex_unlock(&end->lock);
-  const rm_code code = rm_nccl_result(end, "making a group", result, RM_NCCL_MAKING | RM_NCCL_TELLS, err);
+  const rm_code code =
+      rm_nccl_result(end, "making a group", result, RM_NCCL_MAKING | RM_NCCL_TELLS, err);
   if (code) return code;
   if (!comm) {
     rm_comm_abort(end->host, RM_E_DEVICE);
@@ -131,10 +147,13 @@ static rm_code init(rm_nccl_endpoint *end, rm_nccl_id id, double timeout, rm_err
   return rm_nccl_wait_ready(end, "making a group", timeout, RM_NCCL_MAKING | RM_NCCL_TELLS, err);
 }
 
-static uint64_t word_of(int from, int to) { return UINT64_C(0x9E3779B97F4A7C15) * (uint64_t)(1 + from) + (uint64_t)to; }
+static uint64_t word_of(int from, int to) {
+  return UINT64_C(0x9E3779B97F4A7C15) * (uint64_t)(1 + from) + (uint64_t)to;
+}
 
 // [size] words out, [size] words in, [size] words of the gather.
-static rm_code exchange_words(rm_nccl_endpoint *end, uint64_t *there, uint64_t *here, double timeout, rm_comm *comm, rm_error *err) {
+static rm_code exchange_words(rm_nccl_endpoint *end, uint64_t *there, uint64_t *here,
+                              double timeout, rm_comm *comm, rm_error *err) {
   const size_t n = (size_t)end->size, word = sizeof *here;
   const rm_device *device = end->device;
   rm_block *send = rm_alloc(2 * n, sizeof *send), *recv = send + n;
@@ -156,7 +175,8 @@ static rm_code exchange_words(rm_nccl_endpoint *end, uint64_t *there, uint64_t *
   rm_free(send);
   for (int r = 0; r < end->size && !code; r++)
     if (here[n + (size_t)r] != word_of(r, end->rank) || here[2 * n + (size_t)r] != word_of(r, 0))
-      code = rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "NCCL brought rank %d other bytes than rank %d sent", end->rank, r);
+      code = rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
+                     "NCCL brought rank %d other bytes than rank %d sent", end->rank, r);
   return code;
 }
 
@@ -165,19 +185,21 @@ static rm_code prove(rm_nccl_endpoint *end, double timeout, rm_comm *comm, rm_er
   const size_t bytes = rm_nccl_words_bytes(end);
   void *there = NULL, *here = NULL;
   rm_code code;
-  const int has_both =
-      device->alloc(device->self, bytes, &there) == RM_DEVICE_OK && device->alloc_pinned(device->self, bytes, &here) == RM_DEVICE_OK;
+  const int has_both = device->alloc(device->self, bytes, &there) == RM_DEVICE_OK &&
+                       device->alloc_pinned(device->self, bytes, &here) == RM_DEVICE_OK;
   end->words = there;
   end->host_words = here;
   if (!has_both)
-    code = rm_fail(err, RM_E_CAPACITY, "%s has no memory for %zu bytes: %s", device->name, bytes, device->message(device->self));
+    code = rm_fail(err, RM_E_CAPACITY, "%s has no memory for %zu bytes: %s", device->name, bytes,
+                   device->message(device->self));
   else code = exchange_words(end, there, here, timeout, comm, err);
-  if (!code) code = rm_comm_barrier(end->host, err);   // all ranks have succeeded, or none may use it
+  if (!code) code = rm_comm_barrier(end->host, err); // all ranks have succeeded, or none may use it
   if (code) rm_nccl_abort(end, code);
   return code;
 }
 
-static rm_code make_end(rm_comm *host, const rm_device *device, const rm_nccl_options *options, rm_nccl_endpoint **out, rm_error *err) {
+static rm_code make_end(rm_comm *host, const rm_device *device, const rm_nccl_options *options,
+                        rm_nccl_endpoint **out, rm_error *err) {
   const size_t size = (size_t)rm_comm_size(host);
   rm_nccl_endpoint *end = rm_alloc(1, sizeof *end + 2 * size * sizeof end->from[0]);
   *out = end;
@@ -194,8 +216,9 @@ static rm_code make_end(rm_comm *host, const rm_device *device, const rm_nccl_op
   return RM_OK;
 }
 
-rm_code rm_comm_create_nccl(rm_comm *host, const rm_device *device, const rm_nccl_options *options, rm_comm **out, rm_error *err) {
-  rm_error own = RM_ERROR_INIT;   // for the other ranks, also when the caller passes NULL
+rm_code rm_comm_create_nccl(rm_comm *host, const rm_device *device, const rm_nccl_options *options,
+                            rm_comm **out, rm_error *err) {
+  rm_error own = RM_ERROR_INIT; // for the other ranks, also when the caller passes NULL
   rm_error *said = err ? err : &own;
   rm_nccl_endpoint *end;
   rm_nccl_id id;
@@ -220,7 +243,8 @@ rm_code rm_comm_create_nccl(rm_comm *host, const rm_device *device, const rm_ncc
                                   .check = rm_nccl_check,
                                   .leave = rm_nccl_leave,
                                   .destroy = rm_nccl_destroy};
-  if (!code && (code = rm_comm_create(&transport, end->rank, end->size, out, said))) rm_comm_abort(host, code);
+  if (!code && (code = rm_comm_create(&transport, end->rank, end->size, out, said)))
+    rm_comm_abort(host, code);
   if (!code) rm_comm_set_timeout(*out, options->timeout);
   if (!code && !(code = prove(end, options->timeout, *out, said))) goto out;
   if (*out) rm_comm_destroy(*out);

@@ -1,13 +1,17 @@
-// attach.c: how processes attach to a region, without leaving a file behind if one of them is killed.
+// attach.c: how processes attach to a region, without leaving a file behind if one of them is
+// killed.
 //
-//   1. Rank 0 fills a file without a name, then links it under its name. The link fails if the name exists, so nobody sees half a header.
-//   2. Each other rank opens the name, checks the owner and the header, and writes its process into the region.
+//   1. Rank 0 fills a file without a name, then links it under its name. The link fails if the name
+//      exists, so nobody sees half a header.
+//   2. Each other rank opens the name, checks the owner and the header, and writes its process into
+//      the region.
 //   3. The last rank to attach removes the name, then marks the region as complete.
-//   4. A rank that cannot go on (another rank was killed, is late or has other options) removes the name before it returns. A rank that
-//      comes later finds no file until its deadline.
+//   4. A rank that cannot go on (another rank was killed, is late or has other options) removes the
+//      name before it returns. A rank that comes later finds no file until its deadline.
 //
-// So a name is left only if every rank that had opened the file was killed. The next rank 0 of that name finds its maker dead and removes
-// it. A rank locks the file while it checks and removes the name, so that it cannot remove a new file of the same name.
+// So a name is left only if every rank that had opened the file was killed. The next rank 0 of that
+// name finds its maker dead and removes it. A rank locks the file while it checks and removes the
+// name, so that it cannot remove a new file of the same name.
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <errno.h>
@@ -27,7 +31,7 @@ static const char MAGIC[16] = "rollmesh region";
 enum { NAME_MAX_LENGTH = 200, RETRY_MS = 2, LOCK_TRIES = 500 };
 
 typedef struct attaching {
-  rm_region *region;            // its file once there is one
+  rm_region *region; // its file once there is one
   const char *name;
   char path[sizeof FOLDER + NAME_MAX_LENGTH + 16];
   int rank;
@@ -41,29 +45,39 @@ static int process_of(uint64_t identity) { return (int)(identity >> 32); }
 
 static int is_dead(uint64_t identity) { return rm_process_ended(&identity, &(int){-1}, 1) != 0; }
 
-// ------------------------------------------------------------------------------------------------ the name
-// Removes the name if it still refers to this file. Waits for the lock for a limited time: without it, the worst case is that the name of a
-// run that starts at this moment is removed too, whose ranks then report that rank 0 did not attach.
+// --------------------------------------------------------------------------------------- the name
+// Removes the name if it still refers to this file. Waits for the lock for a limited time: without
+// it, the worst case is that the name of a run that starts at this moment is removed too, whose
+// ranks then report that rank 0 did not attach.
 static void remove_name(const attaching *a, int file) {
   struct stat here, there;
   int tries = LOCK_TRIES;
   while (flock(file, LOCK_EX | LOCK_NB) && tries-- > 0) pause_ms(RETRY_MS);
-  if (fstat(file, &here) == 0 && lstat(a->path, &there) == 0 && here.st_ino == there.st_ino && here.st_dev == there.st_dev) unlink(a->path);
+  if (fstat(file, &here) == 0 && lstat(a->path, &there) == 0 && here.st_ino == there.st_ino &&
+      here.st_dev == there.st_dev)
+    unlink(a->path);
   flock(file, LOCK_UN);
 }
 
-// Opens the file of that name; *file is −1 when there is none. RM_E_AUTH when it was not made by this user's rollmesh.
+// Opens the file of that name; *file is −1 when there is none. RM_E_AUTH when it was not made by
+// this user's rollmesh.
 static rm_code open_name(const attaching *a, rm_region_head *head, int *file, rm_error *err) {
   struct stat status;
   *file = open(a->path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-  if (*file < 0) return errno == ENOENT ? RM_OK : rm_fail(err, RM_E_AUTH, "%s cannot be opened: %s", a->path, strerror(errno));
+  if (*file < 0)
+    return errno == ENOENT
+               ? RM_OK
+               : rm_fail(err, RM_E_AUTH, "%s cannot be opened: %s", a->path, strerror(errno));
   rm_code code = RM_OK;
   if (fstat(*file, &status)) code = rm_fail(err, RM_E_AUTH, "%s: %s", a->path, strerror(errno));
-  else if (!S_ISREG(status.st_mode)) code = rm_fail(err, RM_E_AUTH, "%s is no regular file", a->path);
+  else if (!S_ISREG(status.st_mode))
+    code = rm_fail(err, RM_E_AUTH, "%s is no regular file", a->path);
   else if (status.st_uid != geteuid() || (status.st_mode & 07777) != 0600)
-    code = rm_fail(err, RM_E_AUTH, "%s: expected owner %u and mode 600, got owner %u and mode %o", a->path, (unsigned)geteuid(),
-                   (unsigned)status.st_uid, (unsigned)status.st_mode & 07777);
-  else if (pread(*file, head, sizeof *head, 0) != (ssize_t)sizeof *head || memcmp(head->magic, MAGIC, sizeof MAGIC))
+    code = rm_fail(err, RM_E_AUTH, "%s: expected owner %u and mode 600, got owner %u and mode %o",
+                   a->path, (unsigned)geteuid(), (unsigned)status.st_uid,
+                   (unsigned)status.st_mode & 07777);
+  else if (pread(*file, head, sizeof *head, 0) != (ssize_t)sizeof *head ||
+           memcmp(head->magic, MAGIC, sizeof MAGIC))
     code = rm_fail(err, RM_E_AUTH, "%s is not a region of rollmesh", a->path);
   if (!code) return RM_OK;
   close(*file);
@@ -71,16 +85,22 @@ static rm_code open_name(const attaching *a, rm_region_head *head, int *file, rm
   return code;
 }
 
-// ------------------------------------------------------------------------------------------------ rank 0
+// ----------------------------------------------------------------------------------------- rank 0
 static rm_code fill_file(attaching *a, rm_error *err) {
   rm_region *region = a->region;
   const rm_region_options *o = &region->options;
   region->file = open(FOLDER, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-  int failed = region->file < 0 || fchmod(region->file, 0600) || ftruncate(region->file, (off_t)region->map_bytes) ? errno : 0;
+  int failed = region->file < 0 || fchmod(region->file, 0600) ||
+                       ftruncate(region->file, (off_t)region->map_bytes)
+                   ? errno
+                   : 0;
   if (!failed) failed = rm_region_claim(region->file, 0, region->buffers_at);
-  if (failed) return rm_fail(err, RM_E_CAPACITY, "no file of %zu bytes in %s: %s", region->map_bytes, FOLDER, strerror(failed));
+  if (failed)
+    return rm_fail(err, RM_E_CAPACITY, "no file of %zu bytes in %s: %s", region->map_bytes, FOLDER,
+                   strerror(failed));
   if (!(region->map = rm_map_file(region->file, region->map_bytes)))
-    return rm_fail(err, RM_E_MEMORY, "no memory to map %zu bytes that ranks share", region->map_bytes);
+    return rm_fail(err, RM_E_MEMORY, "no memory to map %zu bytes that ranks share",
+                   region->map_bytes);
   region->map->head = (rm_region_head){.nonce = a->nonce,
                                        .maker = rm_process_self(),
                                        .world = (uint64_t)o->world,
@@ -101,7 +121,9 @@ static rm_code replace_stale(const attaching *a, rm_error *err) {
   const int stale = is_dead(head.maker);
   if (stale) remove_name(a, file);
   close(file);
-  return stale ? RM_OK : rm_fail(err, RM_E_AUTH, "%s belongs to process %d, which runs", a->path, process_of(head.maker));
+  return stale ? RM_OK
+               : rm_fail(err, RM_E_AUTH, "%s belongs to process %d, which runs", a->path,
+                         process_of(head.maker));
 }
 
 static rm_code make_file(attaching *a, rm_error *err) {
@@ -110,14 +132,16 @@ static rm_code make_file(attaching *a, rm_error *err) {
   if (code) return code;
   snprintf(unnamed, sizeof unnamed, "/proc/self/fd/%d", a->region->file);
   while (linkat(AT_FDCWD, unnamed, AT_FDCWD, a->path, AT_SYMLINK_FOLLOW)) {
-    if (errno != EEXIST) return rm_fail(err, RM_E_CAPACITY, "%s cannot be made: %s", a->path, strerror(errno));
+    if (errno != EEXIST)
+      return rm_fail(err, RM_E_CAPACITY, "%s cannot be made: %s", a->path, strerror(errno));
     if ((code = replace_stale(a, err))) return code;
-    if (rm_now() > a->deadline) return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "%s is made again and again by others", a->path);
+    if (rm_now() > a->deadline)
+      return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "%s is made again and again by others", a->path);
   }
   return RM_OK;
 }
 
-// ------------------------------------------------------------------------------------------------ the others
+// ------------------------------------------------------------------------------------- the others
 // Waits for the file of a running rank 0. Rank 0 replaces a file whose maker has ended.
 static rm_code find_file(attaching *a, rm_region_head *head, rm_error *err) {
   int file, ours_is_dead = 0;
@@ -130,10 +154,15 @@ static rm_code find_file(attaching *a, rm_region_head *head, rm_error *err) {
     const int late = rm_now() >= a->deadline;
     if (late && ours_is_dead) remove_name(a, file);
     if (file >= 0) close(file);
-    if (alive) return rm_fail(err, RM_E_AUTH, "%s has another nonce: it is of process %d", a->path, process_of(head->maker));
+    if (alive)
+      return rm_fail(err, RM_E_AUTH, "%s has another nonce: it is of process %d", a->path,
+                     process_of(head->maker));
     if (late)
-      return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "no region \"%s\" within %.3g s: rank 0 %s", a->name, a->region->options.timeout,
-                     ours_is_dead ? "is lost, the process has ended" : "did not make it, or the others gave it up before this rank came");
+      return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "no region \"%s\" within %.3g s: rank 0 %s",
+                     a->name, a->region->options.timeout,
+                     ours_is_dead
+                         ? "is lost, the process has ended"
+                         : "did not make it, or the others gave it up before this rank came");
     pause_ms(RETRY_MS);
   }
   a->region->file = file;
@@ -144,14 +173,16 @@ static rm_code find_file(attaching *a, rm_region_head *head, rm_error *err) {
 static rm_code map_file(attaching *a, const rm_region_head *head, int *fits, rm_error *err) {
   rm_region *region = a->region;
   const rm_region_options *o = &region->options;
-  *fits = head->world == (uint64_t)o->world && head->n_groups == (uint64_t)o->n_groups && head->buffer_bytes == o->buffer_bytes;
+  *fits = head->world == (uint64_t)o->world && head->n_groups == (uint64_t)o->n_groups &&
+          head->buffer_bytes == o->buffer_bytes;
   if (!*fits) region->map_bytes = region->slots_at;
   if ((region->map = rm_map_file(region->file, region->map_bytes))) return RM_OK;
   remove_name(a, region->file);
-  return rm_fail(err, RM_E_MEMORY, "no memory to map %zu bytes that ranks share", region->map_bytes);
+  return rm_fail(err, RM_E_MEMORY, "no memory to map %zu bytes that ranks share",
+                 region->map_bytes);
 }
 
-// ------------------------------------------------------------------------------------------------ waiting for all ranks
+// -------------------------------------------------------------------------- waiting for all ranks
 // Ends attaching on all ranks with this rank's error, unless all have attached meanwhile.
 static void end_gathering(attaching *a, uint32_t cause) {
   uint32_t gathering = RM_ATTACHING;
@@ -164,12 +195,13 @@ static rm_code write_down(attaching *a, rm_error *err) {
   rm_region_map *map = a->region->map;
   uint64_t twin = 0;
   if (!atomic_compare_exchange_strong(&map->ranks[a->rank].identity, &twin, rm_process_self()))
-    return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d of \"%s\" came twice: processes %d and %d", a->rank, a->name, process_of(twin),
-                   (int)getpid());
+    return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d of \"%s\" came twice: processes %d and %d",
+                   a->rank, a->name, process_of(twin), (int)getpid());
   if (atomic_fetch_add(&map->n_attached, 1) + 1 < (uint32_t)a->region->options.world) return RM_OK;
   remove_name(a, a->region->file);
   uint32_t gathering = RM_ATTACHING;
-  if (atomic_compare_exchange_strong(&map->gathering, &gathering, RM_ATTACHED)) rm_region_futex_wake(&map->gathering);
+  if (atomic_compare_exchange_strong(&map->gathering, &gathering, RM_ATTACHED))
+    rm_region_futex_wake(&map->gathering);
   return RM_OK;
 }
 
@@ -198,27 +230,34 @@ static rm_code gather(attaching *a, rm_error *err) {
     look(a, &dead, &absent);
     if (atomic_load(&region->map->gathering) != RM_ATTACHING) continue;
     if (dead)
-      end_gathering(a, rm_region_set_error(region, a->rank, RM_E_RANK_LOST, "lost %s: the process has ended (attaching to \"%s\")",
+      end_gathering(a, rm_region_set_error(region, a->rank, RM_E_RANK_LOST,
+                                           "lost %s: the process has ended (attaching to \"%s\")",
                                            rm_region_names(dead, who, sizeof who), a->name));
     else if (rm_now() >= a->deadline)
-      end_gathering(a, rm_region_set_error(region, a->rank, RM_E_COLLECTIVE_TIMEOUT, "%s did not attach to the region \"%s\" within %.3g s",
-                                           rm_region_names(absent, who, sizeof who), a->name, region->options.timeout));
+      end_gathering(a, rm_region_set_error(region, a->rank, RM_E_COLLECTIVE_TIMEOUT,
+                                           "%s did not attach to the region \"%s\" within %.3g s",
+                                           rm_region_names(absent, who, sizeof who), a->name,
+                                           region->options.timeout));
   }
   if (gathering != RM_ATTACHED) {
     remove_name(a, region->file);
     return rm_region_rank_error(region, gathering - RM_ATTACHED, err);
   }
-  look(a, &dead, &absent);   // opens a pidfd for each rank; one that has ended is found by the first wait
+  look(a, &dead,
+       &absent); // opens a pidfd for each rank; one that has ended is found by the first wait
   return RM_OK;
 }
 
 // This rank's options differ from rank 0's: reports both to all ranks.
 static void end_for_options(attaching *a, const rm_region_head *head) {
   const rm_region_options *o = &a->region->options;
-  end_gathering(a, rm_region_set_error(a->region, a->rank, RM_E_MESH_MISMATCH,
-                                       "rank %d of \"%s\" has world=%d, n_groups=%d, buffer_bytes=%zu, rank 0 %llu, %llu, %llu", a->rank,
-                                       a->name, o->world, o->n_groups, o->buffer_bytes, (unsigned long long)head->world,
-                                       (unsigned long long)head->n_groups, (unsigned long long)head->buffer_bytes));
+  end_gathering(
+      a,
+      rm_region_set_error(
+          a->region, a->rank, RM_E_MESH_MISMATCH,
+          "rank %d of \"%s\" has world=%d, n_groups=%d, buffer_bytes=%zu, rank 0 %llu, %llu, %llu",
+          a->rank, a->name, o->world, o->n_groups, o->buffer_bytes, (unsigned long long)head->world,
+          (unsigned long long)head->n_groups, (unsigned long long)head->buffer_bytes));
 }
 
 static rm_code come(attaching *a, rm_error *err) {
@@ -240,13 +279,17 @@ static int is_name(const char *name) {
   return 1;
 }
 
-rm_code rm_region_attach(const char *name, int rank, uint64_t nonce, const rm_region_options *options, rm_region **out, rm_error *err) {
+rm_code rm_region_attach(const char *name, int rank, uint64_t nonce,
+                         const rm_region_options *options, rm_region **out, rm_error *err) {
   *out = NULL;
   if (!is_name(name))
-    return rm_fail(err, RM_E_CONFIG, "\"%.*s\" is not 1 … %d letters, digits, '-', '_' and '.'", NAME_MAX_LENGTH, name, NAME_MAX_LENGTH);
-  if (rank < 0 || rank >= options->world) return rm_fail(err, RM_E_CONFIG, "expected a rank of 0 … %d, got %d", options->world - 1, rank);
+    return rm_fail(err, RM_E_CONFIG, "\"%.*s\" is not 1 … %d letters, digits, '-', '_' and '.'",
+                   NAME_MAX_LENGTH, name, NAME_MAX_LENGTH);
+  if (rank < 0 || rank >= options->world)
+    return rm_fail(err, RM_E_CONFIG, "expected a rank of 0 … %d, got %d", options->world - 1, rank);
   if (options->world == 1) return rm_region_create(options, out, err);
-  attaching a = {.name = name, .rank = rank, .nonce = nonce, .deadline = rm_now() + options->timeout};
+  attaching a = {
+      .name = name, .rank = rank, .nonce = nonce, .deadline = rm_now() + options->timeout};
   snprintf(a.path, sizeof a.path, "%s/rollmesh.%s", FOLDER, name);
   rm_code code = rm_region_new(options, &a.region, err);
   if (code) return code;

@@ -1,9 +1,11 @@
-// exchange.c: one call. A rank's blocks for the others form one stream of bytes, which goes through its buffer in rounds; a gather's stream
-// is its one block. The stream begins with the block for the next rank, so that in each round the ranks read from different buffers. The
-// headers of the first round have the lengths, and all ranks take part in as many rounds as the longest stream needs.
+// exchange.c: one call. A rank's blocks for the others form one stream of bytes, which goes through
+// its buffer in rounds; a gather's stream is its one block. The stream begins with the block for
+// the next rank, so that in each round the ranks read from different buffers. The headers of the
+// first round have the lengths, and all ranks take part in as many rounds as the longest stream
+// needs.
 //
-// The two buffers of a rank alternate. When all ranks have arrived at round t, all have read what was written in round t − 1, so round
-// t + 1 may overwrite it: one wait a round is enough.
+// The two buffers of a rank alternate. When all ranks have arrived at round t, all have read what
+// was written in round t − 1, so round t + 1 may overwrite it: one wait a round is enough.
 #include <stddef.h>
 
 #include "comm/block.h"
@@ -19,7 +21,8 @@ static int is_gather(rm_comm_op op) { return op == RM_COMM_GATHER || op == RM_CO
 static size_t buffer_of(const rm_region_endpoint *end) { return end->region->buffer_bytes; }
 
 // The stream of rank `from`, from the sizes in its header.
-static stream stream_of(const rm_region_endpoint *end, int from, rm_comm_op op, const uint64_t bytes[]) {
+static stream stream_of(const rm_region_endpoint *end, int from, rm_comm_op op,
+                        const uint64_t bytes[]) {
   stream out = {0};
   for (int step = 1; step < end->size; step++) {
     const int to = (from + step) % end->size;
@@ -33,17 +36,20 @@ static stream stream_of(const rm_region_endpoint *end, int from, rm_comm_op op, 
   return out;
 }
 
-// The range of a block (which begins at `at` in a stream) that is in the round that begins at `begin`.
+// The range of a block (which begins at `at` in a stream) that is in the round that begins at
+// `begin`.
 typedef struct part {
   size_t first, length;
 } part;
 
 static part part_of(size_t at, size_t bytes, size_t begin, size_t room) {
-  const size_t from = at > begin ? at : begin, to = at + bytes < begin + room ? at + bytes : begin + room;
+  const size_t from = at > begin ? at : begin,
+               to = at + bytes < begin + room ? at + bytes : begin + room;
   return from < to ? (part){from - at, to - from} : (part){0};
 }
 
-static void fill(rm_region_endpoint *end, rm_comm_op op, const stream *mine, uint64_t round, const rm_block send[]) {
+static void fill(rm_region_endpoint *end, rm_comm_op op, const stream *mine, uint64_t round,
+                 const rm_block send[]) {
   const size_t room = buffer_of(end), begin = (size_t)round * room;
   char *buffer = end->buffers[end->me] + (end->round & 1) * room;
   if (begin >= mine->bytes) return;
@@ -55,7 +61,8 @@ static void fill(rm_region_endpoint *end, rm_comm_op op, const stream *mine, uin
   }
 }
 
-static void take(rm_region_endpoint *end, int from, size_t at, uint64_t round, const rm_block *into) {
+static void take(rm_region_endpoint *end, int from, size_t at, uint64_t round,
+                 const rm_block *into) {
   const size_t room = buffer_of(end), begin = (size_t)round * room;
   const part p = part_of(at, rm_block_bytes(into), begin, room);
   const char *buffer = end->buffers[from] + (end->round & 1) * room;
@@ -63,30 +70,37 @@ static void take(rm_region_endpoint *end, int from, size_t at, uint64_t round, c
 }
 
 // Ends the group if rank `from` makes another call than this rank.
-static rm_code compare(rm_region_endpoint *end, int from, const rm_region_header *mine, const rm_region_header *theirs, size_t expected,
-                       rm_error *err) {
+static rm_code compare(rm_region_endpoint *end, int from, const rm_region_header *mine,
+                       const rm_region_header *theirs, size_t expected, rm_error *err) {
   rm_region *region = end->region;
   const int me = end->members[end->me], other = end->members[from];
-  const char *op = rm_comm_op_name((rm_comm_op)mine->op), *others = rm_comm_op_name((rm_comm_op)theirs->op);
+  const char *op = rm_comm_op_name((rm_comm_op)mine->op),
+             *others = rm_comm_op_name((rm_comm_op)theirs->op);
   const unsigned long long n = mine->sequence;
   uint32_t cause;
   if (atomic_load(&end->slots[from]->members) != atomic_load(&end->slots[end->me]->members))
-    cause = rm_region_set_error(region, me, RM_E_MESH_MISMATCH, "group %d has other members for rank %d than for rank %d", end->index,
-                                other, me);
+    cause = rm_region_set_error(region, me, RM_E_MESH_MISMATCH,
+                                "group %d has other members for rank %d than for rank %d",
+                                end->index, other, me);
   else if (theirs->op != mine->op)
     cause =
-        rm_region_set_error(region, me, RM_E_COLLECTIVE_MISMATCH, "call %llu: rank %d is in %s, rank %d in %s", n, other, others, me, op);
+        rm_region_set_error(region, me, RM_E_COLLECTIVE_MISMATCH,
+                            "call %llu: rank %d is in %s, rank %d in %s", n, other, others, me, op);
   else if (theirs->sequence != n || theirs->round != mine->round)
     cause = rm_region_set_error(
-        region, me, RM_E_COLLECTIVE_MISMATCH, "%s: rank %d is in call %llu, round %llu, rank %d in call %llu, round %llu", op, other,
-        (unsigned long long)theirs->sequence, (unsigned long long)theirs->round, me, n, (unsigned long long)mine->round);
+        region, me, RM_E_COLLECTIVE_MISMATCH,
+        "%s: rank %d is in call %llu, round %llu, rank %d in call %llu, round %llu", op, other,
+        (unsigned long long)theirs->sequence, (unsigned long long)theirs->round, me, n,
+        (unsigned long long)mine->round);
   else if (theirs->epoch != mine->epoch)
-    cause =
-        rm_region_set_error(region, me, RM_E_COLLECTIVE_MISMATCH, "%s, call %llu: rank %d has weights of epoch %lld, rank %d of epoch %lld",
-                            op, n, other, (long long)theirs->epoch, me, (long long)mine->epoch);
+    cause = rm_region_set_error(
+        region, me, RM_E_COLLECTIVE_MISMATCH,
+        "%s, call %llu: rank %d has weights of epoch %lld, rank %d of epoch %lld", op, n, other,
+        (long long)theirs->epoch, me, (long long)mine->epoch);
   else if (theirs->bytes[end->me] != expected)
     cause =
-        rm_region_set_error(region, me, RM_E_COLLECTIVE_MISMATCH, "%s, call %llu: rank %d sends %llu bytes to rank %d, which expects %zu",
+        rm_region_set_error(region, me, RM_E_COLLECTIVE_MISMATCH,
+                            "%s, call %llu: rank %d sends %llu bytes to rank %d, which expects %zu",
                             op, n, other, (unsigned long long)theirs->bytes[end->me], me, expected);
   else return RM_OK;
   rm_region_fail_group(end, cause);
@@ -94,8 +108,9 @@ static rm_code compare(rm_region_endpoint *end, int from, const rm_region_header
 }
 
 // Writes this rank's part of a round and waits for the other ranks.
-static rm_code meet(rm_region_endpoint *end, const rm_region_call *call, const rm_region_header *mine, const stream *out,
-                    const rm_block send[], rm_error *err) {
+static rm_code meet(rm_region_endpoint *end, const rm_region_call *call,
+                    const rm_region_header *mine, const stream *out, const rm_block send[],
+                    rm_error *err) {
   end->round++;
   fill(end, call->op, out, mine->round, send);
   rm_copy(&end->slots[end->me]->headers[end->round & 1], mine,
@@ -104,8 +119,9 @@ static rm_code meet(rm_region_endpoint *end, const rm_region_call *call, const r
 }
 
 // One round. `at`: where this rank's block begins in each stream, set in the first round.
-static rm_code round_of(rm_region_endpoint *end, const rm_region_call *call, rm_region_header *mine, const stream *out, size_t at[],
-                        const rm_block send[], const rm_block recv[], rm_error *err) {
+static rm_code round_of(rm_region_endpoint *end, const rm_region_call *call, rm_region_header *mine,
+                        const stream *out, size_t at[], const rm_block send[],
+                        const rm_block recv[], rm_error *err) {
   rm_code code = meet(end, call, mine, out, send, err);
   for (int step = 1; step < end->size && !code; step++) {
     const int from = (end->me + step) % end->size;
@@ -120,10 +136,12 @@ static rm_code round_of(rm_region_endpoint *end, const rm_region_call *call, rm_
   return code;
 }
 
-rm_code rm_region_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
-                           const rm_block recv[], rm_error *err) {
+rm_code rm_region_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch,
+                           double timeout, const rm_block send[], const rm_block recv[],
+                           rm_error *err) {
   rm_region_endpoint *end = self;
-  const rm_region_call call = {.op = op, .sequence = sequence, .seconds = timeout, .deadline = rm_now() + timeout};
+  const rm_region_call call = {
+      .op = op, .sequence = sequence, .seconds = timeout, .deadline = rm_now() + timeout};
   rm_region_header mine = {.sequence = sequence, .epoch = epoch, .op = (uint32_t)op};
   size_t at[RM_REGION_RANKS];
   if (atomic_load(&end->group->barrier) & RM_BARRIER_CAUSE) return rm_region_group_error(end, err);

@@ -1,17 +1,19 @@
-// layout.h: the memory layout of a region, and declarations shared by the files of this folder. A region may be mapped at a different
-// address in each process, so it contains no pointers.
+// layout.h: the memory layout of a region, and declarations shared by the files of this folder. A
+// region may be mapped at a different address in each process, so it contains no pointers.
 //
 //   rm_region_map      the ranks, the state of attaching, one error for each rank
-//   rm_region_slot     [n_groups][world]: the group's barrier (in the slot of its first member) and this rank's headers
+//   rm_region_slot     [n_groups][world]: the group's barrier (in the slot of its first member) and
+//                      this rank's headers
 //   buffers            [n_groups][world][2][buffer_bytes], each slot's pair on separate pages
 //
-// A call: a rank fills its buffer and header, adds its arrival to the group's barrier and waits until all have arrived. The last rank to
-// arrive wakes the others: one futex and one wake a call for any number of ranks. One futex for each rank was rejected: every rank was
-// woken once for each other rank, which took most of the time with more ranks than cores.
+// A call: a rank fills its buffer and header, adds its arrival to the group's barrier and waits
+// until all have arrived. The last rank to arrive wakes the others: one futex and one wake a call
+// for any number of ranks. One futex for each rank was rejected: every rank was woken once for each
+// other rank, which took most of the time with more ranks than cores.
 //
-// Headers and buffers are written by their rank, an error by its rank once, everything else by atomic operations. Plain memory is
-// published by the barrier: its additions are read-modify-writes with release order, so a rank that sees the last arrival sees all writes
-// before.
+// Headers and buffers are written by their rank, an error by its rank once, everything else by
+// atomic operations. Plain memory is published by the barrier: its additions are read-modify-writes
+// with release order, so a rank that sees the last arrival sees all writes before.
 #pragma once
 
 #include <stdatomic.h>
@@ -23,22 +25,26 @@
 
 enum { RM_REGION_RANKS = 64, RM_REGION_LINE = 64, RM_REGION_TEXT = 360 };
 
-// Seconds between two checks for late and lost ranks; a tenth of the time within which a lost rank must be reported.
+// Seconds between two checks for late and lost ranks; a tenth of the time within which a lost rank
+// must be reported.
 #define RM_REGION_SLICE 0.01
 
-// The barrier word: the number of arrivals, in units of RM_BARRIER_ARRIVAL, and in the low bits the cause of a dead group: 1 + the rank
-// whose error ended it, 0 while it lives. Ranks do not arrive at a dead group, so either all ranks complete a round or none does.
+// The barrier word: the number of arrivals, in units of RM_BARRIER_ARRIVAL, and in the low bits the
+// cause of a dead group: 1 + the rank whose error ended it, 0 while it lives. Ranks do not arrive
+// at a dead group, so either all ranks complete a round or none does.
 #define RM_BARRIER_ARRIVAL UINT32_C(128)
 #define RM_BARRIER_CAUSE UINT32_C(127)
 
-// State of rm_region_attach; values above RM_ATTACHED: RM_ATTACHED + 1 + the rank whose error ended it.
+// State of rm_region_attach; values above RM_ATTACHED: RM_ATTACHED + 1 + the rank whose error ended
+// it.
 enum { RM_ATTACHING, RM_ATTACHED };
 
 typedef struct rm_region_rank {
-  _Alignas(RM_REGION_LINE) _Atomic uint64_t identity;  // pid and low half of its start time; 0: not attached
-  _Atomic uint32_t cause;                              // 1 + the rank whose error this rank reports; 0: it has seen no error
-  _Atomic uint32_t writing;                            // 1 once the error below is being written
-  int32_t code;   // rm_code; code and text are valid where a `cause` or a barrier refers to the rank
+  _Alignas(RM_REGION_LINE) _Atomic uint64_t
+      identity; // pid and low half of its start time; 0: not attached
+  _Atomic uint32_t cause; // 1 + the rank whose error this rank reports; 0: it has seen no error
+  _Atomic uint32_t writing; // 1 once the error below is being written
+  int32_t code; // rm_code; code and text are valid where a `cause` or a barrier refers to the rank
   char text[RM_REGION_TEXT];
 } rm_region_rank;
 
@@ -50,8 +56,8 @@ typedef struct rm_region_head { // of a named region; constant from when it has 
 
 typedef struct rm_region_map {
   rm_region_head head;
-  _Alignas(RM_REGION_LINE) _Atomic uint32_t n_attached;  // ranks that have come
-  _Atomic uint32_t gathering;                            // futex: RM_ATTACHING, RM_ATTACHED, or why it never will be
+  _Alignas(RM_REGION_LINE) _Atomic uint32_t n_attached; // ranks that have come
+  _Atomic uint32_t gathering; // futex: RM_ATTACHING, RM_ATTACHED, or why it never will be
   rm_region_rank ranks[RM_REGION_RANKS];
 } rm_region_map;
 
@@ -63,35 +69,36 @@ typedef struct rm_region_header { // of one round of one call
 } rm_region_header;
 
 typedef struct rm_region_slot {
-  _Alignas(RM_REGION_LINE) _Atomic uint32_t barrier;  // futex, see above
+  _Alignas(RM_REGION_LINE) _Atomic uint32_t barrier; // futex, see above
   _Atomic uint32_t sleepers;
-  _Alignas(RM_REGION_LINE) _Atomic uint64_t members;  // digest of the group as this rank sees it; 0: not in one
-  _Atomic uint32_t came;                              // rounds at which this rank has arrived
-  _Atomic uint32_t left;                              // 1 when it has destroyed its endpoint
+  _Alignas(RM_REGION_LINE) _Atomic uint64_t
+      members; // digest of the group as this rank sees it; 0: not in one
+  _Atomic uint32_t came; // rounds at which this rank has arrived
+  _Atomic uint32_t left; // 1 when it has destroyed its endpoint
   _Alignas(RM_REGION_LINE) rm_region_header headers[2];
 } rm_region_slot;
 
 struct rm_region {
   _Atomic int references;
-  rm_region_map *map;               // owned: the last reference unmaps it
+  rm_region_map *map; // owned: the last reference unmaps it
   size_t map_bytes, slots_at, buffers_at;
-  size_t buffer_bytes, pair_bytes;  // of one buffer, and from a rank's first to the next rank's
-  int file;                         // shm: the file, to allocate memory for a rank's buffers; −1: threads
-  int most_spins;                   // the most polls of the barrier before sleeping
+  size_t buffer_bytes, pair_bytes; // of one buffer, and from a rank's first to the next rank's
+  int file; // shm: the file, to allocate memory for a rank's buffers; −1: threads
+  int most_spins; // the most polls of the barrier before sleeping
   rm_region_options options;
-  int pidfd[RM_REGION_RANKS];       // shm: of each rank's process, −1 where the system has none
+  int pidfd[RM_REGION_RANKS]; // shm: of each rank's process, −1 where the system has none
 };
 
 // One rank's endpoint of a group: the transport's self.
 typedef struct rm_region_endpoint {
-  rm_region *region;               // one reference
-  int me, size, index;             // me: in the group
+  rm_region *region; // one reference
+  int me, size, index; // me: in the group
   int32_t members[RM_REGION_RANKS];
-  rm_region_slot *group;           // of the first member
+  rm_region_slot *group; // of the first member
   rm_region_slot *slots[RM_REGION_RANKS];
-  char *buffers[RM_REGION_RANKS];  // two of each member
-  uint64_t round;                  // of the call at hand, from 1
-  int n_spins;                     // polls of the barrier before the next sleep
+  char *buffers[RM_REGION_RANKS]; // two of each member
+  uint64_t round; // of the call at hand, from 1
+  int n_spins; // polls of the barrier before the next sleep
 } rm_region_endpoint;
 
 // A call, for messages and deadlines.
@@ -108,32 +115,38 @@ static inline rm_region_slot *rm_region_slot_of(const rm_region *region, int ind
 
 // From the beginning of the map.
 static inline size_t rm_region_buffers_of(const rm_region *region, int index, int rank) {
-  return region->buffers_at + ((size_t)index * (size_t)region->options.world + (size_t)rank) * region->pair_bytes;
+  return region->buffers_at +
+         ((size_t)index * (size_t)region->options.world + (size_t)rank) * region->pair_bytes;
 }
 
-// region.c: one reference, sizes and offsets; nothing mapped yet. RM_E_CONFIG, RM_E_LIMIT, RM_E_MEMORY.
+// region.c: one reference, sizes and offsets; nothing mapped yet. RM_E_CONFIG, RM_E_LIMIT,
+// RM_E_MEMORY.
 rm_code rm_region_new(const rm_region_options *options, rm_region **out, rm_error *err);
 // Allocates memory for bytes [at, at + bytes) of a region's file. Returns 0 or an errno.
 int rm_region_claim(int file, size_t at, size_t bytes);
 
 // exchange.c: the transport's exchange.
-rm_code rm_region_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
-                           const rm_block recv[], rm_error *err);
+rm_code rm_region_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch,
+                           double timeout, const rm_block send[], const rm_block recv[],
+                           rm_error *err);
 
 // wait.c
 void rm_region_futex_wait(_Atomic uint32_t *word, uint32_t seen, double seconds);
 void rm_region_futex_wake(_Atomic uint32_t *word);
-// Arrives at `round`, which publishes what this rank has written, and waits until all have arrived. Fails when the group is
-// dead; ends the group at the deadline and when a member is lost.
+// Arrives at `round`, which publishes what this rank has written, and waits until all have arrived.
+// Fails when the group is dead; ends the group at the deadline and when a member is lost.
 rm_code rm_region_barrier(rm_region_endpoint *end, const rm_region_call *call, rm_error *err);
 
 // The transport's check: ends the group when a member has left it or its process has ended.
 rm_code rm_region_check(void *self, rm_error *err);
 
 // errors.c: the first error of a rank is kept; the first error of a group ends the group.
-// Writes rank `me`'s error unless it reports one already; returns 1 + the rank whose error it reports.
-uint32_t rm_region_set_error(rm_region *region, int me, rm_code code, const char *format, ...) __attribute__((format(printf, 4, 5)));
-void rm_region_clear_error(rm_region *region, int me); // this rank's error, which no other rank has seen
+// Writes rank `me`'s error unless it reports one already; returns 1 + the rank whose error it
+// reports.
+uint32_t rm_region_set_error(rm_region *region, int me, rm_code code, const char *format, ...)
+    __attribute__((format(printf, 4, 5)));
+void rm_region_clear_error(rm_region *region,
+                           int me); // this rank's error, which no other rank has seen
 // Ends the group and wakes its waiting ranks, unless it is dead already.
 void rm_region_fail_group(rm_region_endpoint *end, uint32_t cause);
 // The error that ended the group, which is dead; this rank reports it from now on.
@@ -143,7 +156,7 @@ rm_code rm_region_rank_error(rm_region *region, uint32_t cause, rm_error *err);
 const char *rm_region_names(uint64_t ranks, char *text, size_t room);
 
 // process.c: processes by identity (pid and start time), since pids are reused.
-uint64_t rm_process_self(void);           // identity, never 0
-int rm_process_pidfd(uint64_t identity);  // a pidfd, −1 when there is none
+uint64_t rm_process_self(void); // identity, never 0
+int rm_process_pidfd(uint64_t identity); // a pidfd, −1 when there is none
 // Bit i is set for each i < n whose process has ended.
 uint64_t rm_process_ended(const uint64_t identities[], const int handles[], int n);

@@ -1,5 +1,6 @@
-// process.c: whether a process has ended. Pids are reused, so a process is identified by its pid and start time; where the system has
-// pidfds, one is held for each rank, and one poll checks all of them. A zombie has ended.
+// process.c: whether a process has ended. Pids are reused, so a process is identified by its pid
+// and start time; where the system has pidfds, one is held for each rank, and one poll checks all
+// of them. A zombie has ended.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -11,15 +12,16 @@
 
 #include "comm/shm/layout.h"
 
-enum { NO_PROCESS = 0, UNKNOWN = 2 };   // start times are odd
+enum { NO_PROCESS = 0, UNKNOWN = 2 }; // start times are odd
 
-// Low half of the start time in ticks since boot, and the state's letter, from /proc/PID/stat. UNKNOWN when it cannot be read (no /proc, no
-// file descriptor left).
+// Low half of the start time in ticks since boot, and the state's letter, from /proc/PID/stat.
+// UNKNOWN when it cannot be read (no /proc, no file descriptor left).
 static uint32_t started(pid_t pid, char *state) {
   char path[32], text[1024];
   snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
   const int file = open(path, O_RDONLY | O_CLOEXEC);
-  if (file < 0) return errno == ENOENT && access("/proc/self/stat", F_OK) == 0 ? NO_PROCESS : UNKNOWN;
+  if (file < 0)
+    return errno == ENOENT && access("/proc/self/stat", F_OK) == 0 ? NO_PROCESS : UNKNOWN;
   const ssize_t length = read(file, text, sizeof text - 1);
   const int ended = length < 0 && errno == ESRCH;
   close(file);
@@ -27,7 +29,8 @@ static uint32_t started(pid_t pid, char *state) {
   text[length] = 0;
   const char *at = strrchr(text, ')'); // the process name before it may contain anything
   unsigned long long ticks = 0;
-  const char *fields = " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu";
+  const char *fields =
+      " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu";
   if (!at || sscanf(at + 1, fields, state, &ticks) != 2) return UNKNOWN;
   return (uint32_t)ticks | 1; // odd; a resolution of two ticks is enough
 }
@@ -67,6 +70,7 @@ uint64_t rm_process_ended(const uint64_t identities[], const int handles[], int 
   if (poll(polls, (nfds_t)n, 0) < 0)
     for (int i = 0; i < n; i++) polls[i].revents = 0;
   for (int i = 0; i < n; i++)
-    if (handles[i] >= 0 ? polls[i].revents != 0 : identities[i] && has_ended(identities[i])) ended |= UINT64_C(1) << i;
+    if (handles[i] >= 0 ? polls[i].revents != 0 : identities[i] && has_ended(identities[i]))
+      ended |= UINT64_C(1) << i;
   return ended;
 }

@@ -1,5 +1,5 @@
-// region.c: regions of threads, offsets of any region, and endpoints of groups. region.h says what a region is, layout.h what it contains;
-// attach.c makes regions that processes share.
+// region.c: regions of threads, offsets of any region, and endpoints of groups. region.h says what
+// a region is, layout.h what it contains; attach.c makes regions that processes share.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -12,7 +12,11 @@
 #include "base/memory.h"
 #include "comm/shm/layout.h"
 
-enum { PAGE = 4096, MAX_GROUPS = 64, SPIN_PAUSES = 1000 };   // some 25 µs: as long as small exchanges take
+enum {
+  PAGE = 4096,
+  MAX_GROUPS = 64,
+  SPIN_PAUSES = 1000
+}; // some 25 µs: as long as small exchanges take
 
 // *at += count · bytes, up to the next page; 0 when that does not fit.
 static int extend(size_t *at, size_t count, size_t bytes) {
@@ -23,10 +27,13 @@ static int extend(size_t *at, size_t count, size_t bytes) {
 
 static rm_code plan(rm_region *region, const rm_region_options *options, rm_error *err) {
   if (options->world < 1 || options->world > RM_REGION_RANKS)
-    return rm_fail(err, RM_E_CONFIG, "expected a world of 1 … %d ranks that share memory, got %d", RM_REGION_RANKS, options->world);
+    return rm_fail(err, RM_E_CONFIG, "expected a world of 1 … %d ranks that share memory, got %d",
+                   RM_REGION_RANKS, options->world);
   if (options->n_groups < 1 || options->n_groups > MAX_GROUPS)
-    return rm_fail(err, RM_E_CONFIG, "expected n_groups of 1 … %d, got %d", MAX_GROUPS, options->n_groups);
-  if (options->buffer_bytes < 1) return rm_fail(err, RM_E_CONFIG, "expected buffer_bytes of at least 1, got 0");
+    return rm_fail(err, RM_E_CONFIG, "expected n_groups of 1 … %d, got %d", MAX_GROUPS,
+                   options->n_groups);
+  if (options->buffer_bytes < 1)
+    return rm_fail(err, RM_E_CONFIG, "expected buffer_bytes of at least 1, got 0");
   region->options = *options;
   const size_t n = (size_t)options->world * (size_t)options->n_groups;
   size_t at = 0;
@@ -37,15 +44,19 @@ static rm_code plan(rm_region *region, const rm_region_options *options, rm_erro
   fits = fits && rm_add_size(options->buffer_bytes, RM_REGION_LINE - 1, &region->buffer_bytes);
   region->buffer_bytes = region->buffer_bytes / RM_REGION_LINE * RM_REGION_LINE;
   region->pair_bytes = 0;
-  fits = fits && extend(&region->pair_bytes, 2, region->buffer_bytes) && extend(&at, n, region->pair_bytes);
+  fits = fits && extend(&region->pair_bytes, 2, region->buffer_bytes) &&
+         extend(&at, n, region->pair_bytes);
   region->map_bytes = at;
   if (fits) return RM_OK;
-  return rm_fail(err, RM_E_LIMIT, "%zu pairs of buffers of %zu bytes are more than can be addressed", n, options->buffer_bytes);
+  return rm_fail(err, RM_E_LIMIT,
+                 "%zu pairs of buffers of %zu bytes are more than can be addressed", n,
+                 options->buffer_bytes);
 }
 
 rm_code rm_region_new(const rm_region_options *options, rm_region **out, rm_error *err) {
   rm_region *region = rm_alloc(1, sizeof *region);
-  if (!region) return rm_fail(err, RM_E_MEMORY, "no memory for a region of %d ranks", options->world);
+  if (!region)
+    return rm_fail(err, RM_E_MEMORY, "no memory for a region of %d ranks", options->world);
   const rm_code code = plan(region, options, err);
   if (code) {
     rm_free(region);
@@ -67,7 +78,8 @@ rm_code rm_region_create(const rm_region_options *options, rm_region **out, rm_e
   if (!(region->map = rm_map(region->map_bytes))) {
     const size_t bytes = region->map_bytes;
     rm_region_release(region);
-    return rm_fail(err, RM_E_MEMORY, "no memory for a region of %d ranks: %zu bytes", options->world, bytes);
+    return rm_fail(err, RM_E_MEMORY, "no memory for a region of %d ranks: %zu bytes",
+                   options->world, bytes);
   }
   *out = region;
   return RM_OK;
@@ -82,11 +94,12 @@ void rm_region_release(rm_region *region) {
   rm_free(region);
 }
 
-// ------------------------------------------------------------------------------------------------ endpoints
+// -------------------------------------------------------------------------------------- endpoints
 static void end_abort(void *self, rm_code why) {
   rm_region_endpoint *end = self;
   const int me = end->members[end->me];
-  rm_region_fail_group(end, rm_region_set_error(end->region, me, RM_E_RANK_LOST, "rank %d has aborted: %s", me, rm_code_name(why)));
+  rm_region_fail_group(end, rm_region_set_error(end->region, me, RM_E_RANK_LOST,
+                                                "rank %d has aborted: %s", me, rm_code_name(why)));
 }
 
 // Tells waiting ranks that this rank will not arrive.
@@ -102,21 +115,27 @@ static void end_destroy(void *self) {
   rm_free(end);
 }
 
-static rm_code check_members(const rm_region *region, int index, const int32_t *members, int n, int rank, int *me, rm_error *err) {
+static rm_code check_members(const rm_region *region, int index, const int32_t *members, int n,
+                             int rank, int *me, rm_error *err) {
   uint64_t seen = 0;
   *me = -1;
   if (index < 0 || index >= region->options.n_groups)
-    return rm_fail(err, RM_E_CONFIG, "expected a group index of 0 … %d, got %d", region->options.n_groups - 1, index);
+    return rm_fail(err, RM_E_CONFIG, "expected a group index of 0 … %d, got %d",
+                   region->options.n_groups - 1, index);
   if (n < 1 || n > region->options.world)
-    return rm_fail(err, RM_E_CONFIG, "expected a group of 1 … %d ranks, got %d", region->options.world, n);
+    return rm_fail(err, RM_E_CONFIG, "expected a group of 1 … %d ranks, got %d",
+                   region->options.world, n);
   for (int i = 0; i < n; i++) {
     if (members[i] < 0 || members[i] >= region->options.world || seen >> members[i] & 1)
-      return rm_fail(err, RM_E_CONFIG, "member %d of the group: expected distinct ranks of 0 … %d, got %d", i, region->options.world - 1,
-                     members[i]);
+      return rm_fail(err, RM_E_CONFIG,
+                     "member %d of the group: expected distinct ranks of 0 … %d, got %d", i,
+                     region->options.world - 1, members[i]);
     seen |= UINT64_C(1) << members[i];
     if (members[i] == rank) *me = i;
   }
-  return *me >= 0 ? RM_OK : rm_fail(err, RM_E_CONFIG, "rank %d is not among the %d members of its group", rank, n);
+  return *me >= 0 ? RM_OK
+                  : rm_fail(err, RM_E_CONFIG, "rank %d is not among the %d members of its group",
+                            rank, n);
 }
 
 // Never 0.
@@ -131,20 +150,24 @@ int rm_region_claim(int file, size_t at, size_t bytes) {
   return failed;
 }
 
-// Allocates the pages of this rank's buffers now. A file in shared memory grows when it is written, and without memory left the process
-// would get SIGBUS.
+// Allocates the pages of this rank's buffers now. A file in shared memory grows when it is written,
+// and without memory left the process would get SIGBUS.
 static rm_code claim_pages(const rm_region *region, size_t at, rm_error *err) {
   if (region->file < 0) return RM_OK;
   const int failed = rm_region_claim(region->file, at, region->pair_bytes);
   if (!failed) return RM_OK;
-  return rm_fail(err, RM_E_CAPACITY, "no shared memory for two buffers of %zu bytes: %s", region->buffer_bytes, strerror(failed));
+  return rm_fail(err, RM_E_CAPACITY, "no shared memory for two buffers of %zu bytes: %s",
+                 region->buffer_bytes, strerror(failed));
 }
 
-static rm_region_endpoint *make_end(rm_region *region, int index, const int32_t *members, int n, int me) {
+static rm_region_endpoint *make_end(rm_region *region, int index, const int32_t *members, int n,
+                                    int me) {
   rm_region_endpoint *end = rm_alloc(1, sizeof *end);
   if (!end) return NULL;
-  *end = (rm_region_endpoint){.region = region, .me = me, .size = n, .index = index, .n_spins = region->most_spins};
-  end->round = atomic_load(&rm_region_slot_of(region, index, members[me])->came);   // 0, except in tests of the counters' wrap-around
+  *end = (rm_region_endpoint){
+      .region = region, .me = me, .size = n, .index = index, .n_spins = region->most_spins};
+  end->round = atomic_load(&rm_region_slot_of(region, index, members[me])
+                                ->came); // 0, except in tests of the counters' wrap-around
   for (int i = 0; i < n; i++) {
     end->members[i] = members[i];
     end->slots[i] = rm_region_slot_of(region, index, members[i]);
@@ -154,7 +177,8 @@ static rm_region_endpoint *make_end(rm_region *region, int index, const int32_t 
   return end;
 }
 
-rm_code rm_region_comm(rm_region *region, int index, const int32_t *members, int n_members, int rank, rm_comm **out, rm_error *err) {
+rm_code rm_region_comm(rm_region *region, int index, const int32_t *members, int n_members,
+                       int rank, rm_comm **out, rm_error *err) {
   int me;
   *out = NULL;
   rm_code code = check_members(region, index, members, n_members, rank, &me, err);
@@ -163,7 +187,8 @@ rm_code rm_region_comm(rm_region *region, int index, const int32_t *members, int
   uint64_t none = 0;
   rm_region_slot *slot = rm_region_slot_of(region, index, rank);
   if (!atomic_compare_exchange_strong(&slot->members, &none, digest_of(members, n_members)))
-    return rm_fail(err, RM_E_STATE, "rank %d is in a group of index %d already, or was", rank, index);
+    return rm_fail(err, RM_E_STATE, "rank %d is in a group of index %d already, or was", rank,
+                   index);
   rm_transport transport = {.name = region->file < 0 ? "threads" : "shm",
                             .self = make_end(region, index, members, n_members, me),
                             .exchange = rm_region_exchange,
@@ -171,7 +196,8 @@ rm_code rm_region_comm(rm_region *region, int index, const int32_t *members, int
                             .check = rm_region_check,
                             .leave = end_leave,
                             .destroy = end_destroy};
-  if (!transport.self) code = rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", n_members);
+  if (!transport.self)
+    code = rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", n_members);
   else code = rm_comm_create(&transport, me, n_members, out, err);
   if (code) {
     rm_free(transport.self);

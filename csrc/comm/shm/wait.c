@@ -1,6 +1,7 @@
-// wait.c: arriving at a round and waiting for the other ranks. A wait polls the barrier for some microseconds, if there is a core for every
-// rank, and then sleeps on it in slices. The last rank to arrive wakes the sleepers, so a slice elapses only when a rank is late; then the
-// waiting rank checks which ranks have left, whose process has ended and whether the deadline has passed.
+// wait.c: arriving at a round and waiting for the other ranks. A wait polls the barrier for some
+// microseconds, if there is a core for every rank, and then sleeps on it in slices. The last rank
+// to arrive wakes the sleepers, so a slice elapses only when a rank is late; then the waiting rank
+// checks which ranks have left, whose process has ended and whether the deadline has passed.
 //
 // A missed wake-up (a rank killed between its arrival and its wake) costs the others one slice.
 #define _GNU_SOURCE
@@ -16,11 +17,14 @@ enum { LEAST_SPINS = 64 }; // 2 µs: less than sleeping and waking costs
 
 // Not the private kind of futex: the word may be shared with other processes.
 void rm_region_futex_wait(_Atomic uint32_t *word, uint32_t seen, double seconds) {
-  const struct timespec limit = {.tv_sec = (time_t)seconds, .tv_nsec = (long)(1e9 * (seconds - (double)(time_t)seconds))};
+  const struct timespec limit = {.tv_sec = (time_t)seconds,
+                                 .tv_nsec = (long)(1e9 * (seconds - (double)(time_t)seconds))};
   syscall(SYS_futex, word, FUTEX_WAIT, seen, &limit, NULL, 0);
 }
 
-void rm_region_futex_wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
+void rm_region_futex_wake(_Atomic uint32_t *word) {
+  syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
 
 static void cpu_relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -28,7 +32,8 @@ static void cpu_relax(void) {
 #endif
 }
 
-// Whether all have arrived at the round. The counter wraps; compared values are never half its range apart.
+// Whether all have arrived at the round. The counter wraps; compared values are never half its
+// range apart.
 static int all_came(const rm_region_endpoint *end, uint32_t barrier) {
   const uint32_t wanted = (uint32_t)end->round * (uint32_t)end->size * RM_BARRIER_ARRIVAL;
   return (int32_t)((barrier & ~RM_BARRIER_CAUSE) - wanted) >= 0;
@@ -41,13 +46,16 @@ static uint32_t arrive(rm_region_endpoint *end) {
   uint32_t barrier = atomic_load_explicit(&group->barrier, memory_order_relaxed);
   do {
     if (barrier & RM_BARRIER_CAUSE) return barrier;
-  } while (!atomic_compare_exchange_weak(&group->barrier, &barrier, barrier + RM_BARRIER_ARRIVAL)); // seq_cst: before `sleepers` is read
+  } while (!atomic_compare_exchange_weak(
+      &group->barrier, &barrier,
+      barrier + RM_BARRIER_ARRIVAL)); // seq_cst: before `sleepers` is read
   barrier += RM_BARRIER_ARRIVAL;
-  if (all_came(end, barrier) && atomic_load(&group->sleepers)) rm_region_futex_wake(&group->barrier);
+  if (all_came(end, barrier) && atomic_load(&group->sleepers))
+    rm_region_futex_wake(&group->barrier);
   return barrier;
 }
 
-// ------------------------------------------------------------------------------------------------ lost and late ranks
+// ---------------------------------------------------------------------------- lost and late ranks
 static uint64_t bit(int32_t rank) { return UINT64_C(1) << rank; }
 
 // State of the members, as sets of ranks of the world.
@@ -83,32 +91,42 @@ static uint64_t find_dead_ranks(const rm_region_endpoint *end) {
 }
 
 // Checks an incomplete round. Returns the cause of an error (1 + rank), or 0.
-static uint32_t diagnose(rm_region_endpoint *end, const rm_region_call *call, int with_processes, double now) {
+static uint32_t diagnose(rm_region_endpoint *end, const rm_region_call *call, int with_processes,
+                         double now) {
   const absent found = look(end);
   const uint64_t dead = with_processes ? find_dead_ranks(end) : 0;
   const char *op = rm_comm_op_name(call->op);
   const unsigned long long n = call->sequence;
   const int me = end->members[end->me];
   char who[4 * RM_REGION_RANKS + 8];
-  if (all_came(end, atomic_load(&end->group->barrier))) return 0; // the last rank to arrive may have left by now
+  if (all_came(end, atomic_load(&end->group->barrier)))
+    return 0; // the last rank to arrive may have left by now
   if (found.other_members)
-    return rm_region_set_error(end->region, me, RM_E_MESH_MISMATCH, "group %d has other members for %s than for rank %d", end->index,
+    return rm_region_set_error(end->region, me, RM_E_MESH_MISMATCH,
+                               "group %d has other members for %s than for rank %d", end->index,
                                rm_region_names(found.other_members, who, sizeof who), me);
   if (found.left)
-    return rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: it has left the group (%s, call %llu)",
+    return rm_region_set_error(end->region, me, RM_E_RANK_LOST,
+                               "lost %s: it has left the group (%s, call %llu)",
                                rm_region_names(found.left, who, sizeof who), op, n);
   if (dead)
-    return rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: the process has ended (%s, call %llu)",
+    return rm_region_set_error(end->region, me, RM_E_RANK_LOST,
+                               "lost %s: the process has ended (%s, call %llu)",
                                rm_region_names(dead, who, sizeof who), op, n);
   if (now < call->deadline) return 0;
-  return rm_region_set_error(end->region, me, RM_E_COLLECTIVE_TIMEOUT, "%s, call %llu: %s did not arrive within %.3g s of rank %d", op, n,
+  return rm_region_set_error(end->region, me, RM_E_COLLECTIVE_TIMEOUT,
+                             "%s, call %llu: %s did not arrive within %.3g s of rank %d", op, n,
                              rm_region_names(found.late, who, sizeof who), call->seconds, me);
 }
 
-static int is_over(const rm_region_endpoint *end, uint32_t barrier) { return all_came(end, barrier) || barrier & RM_BARRIER_CAUSE; }
+static int is_over(const rm_region_endpoint *end, uint32_t barrier) {
+  return all_came(end, barrier) || barrier & RM_BARRIER_CAUSE;
+}
 
-// Ends the group if a member is lost or the deadline has passed, unless the round is completed meanwhile.
-static void check(rm_region_endpoint *end, const rm_region_call *call, int with_processes, double now) {
+// Ends the group if a member is lost or the deadline has passed, unless the round is completed
+// meanwhile.
+static void check(rm_region_endpoint *end, const rm_region_call *call, int with_processes,
+                  double now) {
   _Atomic uint32_t *barrier = &end->group->barrier;
   const int me = end->members[end->me];
   const int had_error = atomic_load(&end->region->map->ranks[me].cause) != 0;
@@ -131,18 +149,18 @@ rm_code rm_region_check(void *self, rm_error *err) {
   if (!(atomic_load(&end->group->barrier) & RM_BARRIER_CAUSE)) {
     const uint64_t left = look(end).left, dead = left ? 0 : find_dead_ranks(end);
     if (left)
-      cause =
-          rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: it has left the group", rm_region_names(left, who, sizeof who));
+      cause = rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: it has left the group",
+                                  rm_region_names(left, who, sizeof who));
     else if (dead)
-      cause =
-          rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: the process has ended", rm_region_names(dead, who, sizeof who));
+      cause = rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: the process has ended",
+                                  rm_region_names(dead, who, sizeof who));
     if (!cause) return RM_OK;
     rm_region_fail_group(end, cause);
   }
   return rm_region_group_error(end, err);
 }
 
-// ------------------------------------------------------------------------------------------------ waiting
+// ---------------------------------------------------------------------------------------- waiting
 static uint32_t sleep_on(rm_region_endpoint *end, const rm_region_call *call) {
   double next_look = rm_now() + RM_REGION_SLICE;
   uint32_t barrier;
@@ -156,8 +174,8 @@ static uint32_t sleep_on(rm_region_endpoint *end, const rm_region_call *call) {
   return barrier;
 }
 
-// Polls the barrier without sleeping. Where ranks share cores spinning does not help: each unsuccessful spin halves the next one, each
-// successful spin doubles it.
+// Polls the barrier without sleeping. Where ranks share cores spinning does not help: each
+// unsuccessful spin halves the next one, each successful spin doubles it.
 static uint32_t spin(rm_region_endpoint *end, uint32_t barrier) {
   for (int i = 0; i < end->n_spins && !is_over(end, barrier); i++) {
     cpu_relax();
@@ -173,8 +191,11 @@ rm_code rm_region_barrier(rm_region_endpoint *end, const rm_region_call *call, r
   uint32_t barrier = arrive(end);
   if (!is_over(end, barrier)) barrier = spin(end, barrier);
   if (!is_over(end, barrier)) {
-    atomic_fetch_add(&end->group->sleepers,
-                     1); // before FUTEX_WAIT reads the barrier: a last arrival either sees `sleepers` or is seen by FUTEX_WAIT
+    atomic_fetch_add(
+        &end->group->sleepers,
+        // before FUTEX_WAIT reads the barrier: a last arrival either sees `sleepers` or is seen by
+        // FUTEX_WAIT
+        1);
     barrier = sleep_on(end, call);
     atomic_fetch_sub(&end->group->sleepers, 1);
   }

@@ -1,18 +1,23 @@
-// moe.h: the mixture-of-experts block of one layer, in four steps: route (experts and gates of each row), dispatch (rows to the ranks of
-// their experts, sorted by expert), experts (two grouped gemms with SwiGLU between), combine (gate-weighted sum on the token's home
-// rank). On one rank dispatch is a permutation in memory. On several there are two ways:
+// moe.h: the mixture-of-experts block of one layer, in four steps: route (experts and gates of each
+// row), dispatch (rows to the ranks of their experts, sorted by expert), experts (two grouped gemms
+// with SwiGLU between), combine (gate-weighted sum on the token's home rank). On one rank dispatch
+// is a permutation in memory. On several there are two ways:
 //
-//   replicated   every rank of the tp group has all rows; outputs are exchanged. `disabled` (each expert is sharded over tp by columns)
-//                and `local_allreduce` (a rank has whole experts, and sends each rank only that rank's columns of their outputs).
-//   dispatched   a rank has its home rows; inputs go to the ranks of their experts and outputs come back. `allgather_reducescatter` and
-//                `alltoall` differ in what they send (dispatch.h).
+//   replicated   every rank of the tp group has all rows; outputs are exchanged. `disabled` (each
+//                expert is sharded over tp by columns) and `local_allreduce` (a rank has whole
+//                experts, and sends each rank only that rank's columns of their outputs).
+//   dispatched   a rank has its home rows; inputs go to the ranks of their experts and outputs come
+//                back. `allgather_reducescatter` and `alltoall` differ in what they send
+//                (dispatch.h).
 //
-// On a device each way also has a static form, whose exchanges have sizes that follow from the number of rows alone (static_dispatch.c),
-// so that nothing waits for the device. Long steps are split into passes over some of the rows, which bounds its memory for any number
-// of experts. With the staged transport only steps of few rows use it; with NCCL all do, and the counted form allocates nothing.
+// On a device each way also has a static form, whose exchanges have sizes that follow from the
+// number of rows alone (static_dispatch.c), so that nothing waits for the device. Long steps are
+// split into passes over some of the rows, which bounds its memory for any number of experts. With
+// the staged transport only steps of few rows use it; with NCCL all do, and the counted form
+// allocates nothing.
 //
-// In all forms an expert's output is one row of bits, and the home rank adds the rows of a token in the contract's tree, so all give the
-// bits of one rank.
+// In all forms an expert's output is one row of bits, and the home rank adds the rows of a token in
+// the contract's tree, so all give the bits of one rank.
 #pragma once
 
 #include "base/fields.h"
@@ -21,120 +26,142 @@
 #include "model/params.h"
 #include "model/shard.h"
 
-// Paired buffers for the counted form on a device, since its dispatcher works in host memory. Rows are T [hidden].
+// Paired buffers for the counted form on a device, since its dispatcher works in host memory. Rows
+// are T [hidden].
 typedef struct rm_moe_stage {
-  rm_mirrored_buffer mirrored;  // owned: holds the arrays below, which are host addresses
-  char *x;                      // [home rows] inputs
-  int32_t *ids;                 // [home rows][top_k]
-  char *here;                   // [rows for this rank's experts] inputs, then outputs
-  int32_t *group_rows;          // [local experts + 1]
-  char *choices;                // [home rows·top_k] outputs
-  int32_t *place;               // [home rows][top_k]
+  rm_mirrored_buffer mirrored; // owned: holds the arrays below, which are host addresses
+  char *x; // [home rows] inputs
+  int32_t *ids; // [home rows][top_k]
+  char *here; // [rows for this rank's experts] inputs, then outputs
+  int32_t *group_rows; // [local experts + 1]
+  char *choices; // [home rows·top_k] outputs
+  int32_t *place; // [home rows][top_k]
 } rm_moe_stage;
 
 // Sizes of the static form for a step of so many rows.
 typedef struct rm_static_sizes {
-  int64_t home_rows;  // of each rank; some are padding
-  int64_t pitch;      // rows and their expert ids, which follow them, counted in rows
-  int64_t each;       // outputs that a rank returns for each row
+  int64_t home_rows; // of each rank; some are padding
+  int64_t pitch; // rows and their expert ids, which follow them, counted in rows
+  int64_t each; // outputs that a rank returns for each row
 } rm_static_sizes;
 
 // Buffers of the static form; unused where rows = 0.
 typedef struct rm_moe_static {
   rm_mesh mesh;
-  int64_t rows;             // max rows of a pass
-  int64_t most_rows;        // max rows of a step that uses this form
-  rm_mirrored_buffer none;  // owned: [home_rows][top_k] −1, the expert ids of padding rows
-  char *all;                // [ep][pitch] rows and expert ids of all ranks; dispatched only
-  int32_t *own;             // [homes][pitch][each] choices among this rank's experts; replicated: homes = 1, all rows
-  int32_t *from;            // [homes][pitch][each] index of their outputs in `sorted`
-  int32_t *group_rows;      // [local experts + 1] on the device only
-  char *back;               // T [homes][pitch][each][hidden] outputs
+  int64_t rows; // max rows of a pass
+  int64_t most_rows; // max rows of a step that uses this form
+  rm_mirrored_buffer none; // owned: [home_rows][top_k] −1, the expert ids of padding rows
+  char *all; // [ep][pitch] rows and expert ids of all ranks; dispatched only
+  int32_t *
+      // [homes][pitch][each] choices among this rank's experts; replicated: homes = 1, all rows
+      own;
+  int32_t *from; // [homes][pitch][each] index of their outputs in `sorted`
+  int32_t *group_rows; // [local experts + 1] on the device only
+  char *back; // T [homes][pitch][each][hidden] outputs
 } rm_moe_static;
 
 // Scratch of the block, sized for max_rows rows a step on every rank; reused by every layer.
 typedef struct rm_moe {
-  const rm_spec *spec;        // view
-  const rm_placement *here;   // view
-  const rm_device *device;    // view
-  const rm_rank *rank;        // view
-  const rm_kernels *kernels;  // its
+  const rm_spec *spec; // view
+  const rm_placement *here; // view
+  const rm_device *device; // view
+  const rm_rank *rank; // view
+  const rm_kernels *kernels; // its
   rm_dtype dtype;
   rm_dispatcher dispatcher;
-  int dispatches;             // input and output are home rows
-  int64_t max_rows;           // of a step; where all steps use the static form, of one pass
-  int32_t *ids;               // [rows][top_k], best first
-  float *gates;               // [rows][top_k]
-  char *inner;                // T [rows of this rank's experts][moe_intermediate]
-  rm_comm *ep;                // view, for device memory; NULL: ep = 1
-  int32_t *place;             // [rows][top_k] index of each choice's output; static and dispatched: of all ranks' rows
-  char *sorted;               // T [rows·top_k][hidden] inputs by expert, then outputs by expert; sized as `place`
-  rm_block *send, *recv;      // [ep]
-  rm_moe_static fixed;        // owned
+  int dispatches; // input and output are home rows
+  int64_t max_rows; // of a step; where all steps use the static form, of one pass
+  int32_t *ids; // [rows][top_k], best first
+  float *gates; // [rows][top_k]
+  char *inner; // T [rows of this rank's experts][moe_intermediate]
+  rm_comm *ep; // view, for device memory; NULL: ep = 1
+  int32_t *
+      // [rows][top_k] index of each choice's output; static and dispatched: of all ranks' rows
+      place;
+  char *sorted; // T [rows·top_k][hidden] inputs by expert, then outputs by expert; sized as `place`
+  rm_block *send, *recv; // [ep]
+  rm_moe_static fixed; // owned
   // replicated
-  rm_mirrored_buffer groups;  // owned: holds group_rows
-  int32_t *group_rows;        // [n_experts + 1] host address
-  char *part;                 // T [rows·top_k][hidden columns of this rank]; where tp > 1
-  rm_range *experts;          // [ep] of each rank
+  rm_mirrored_buffer groups; // owned: holds group_rows
+  int32_t *group_rows; // [n_experts + 1] host address
+  char *part; // T [rows·top_k][hidden columns of this rank]; where tp > 1
+  rm_range *experts; // [ep] of each rank
   // dispatched, in the counted form
-  rm_dispatch *dispatch;   // owned; else NULL
-  rm_dispatch_plan *plan;  // owned
-  rm_moe_stage stage;      // owned; on a device
+  rm_dispatch *dispatch; // owned; else NULL
+  rm_dispatch_plan *plan; // owned
+  rm_moe_stage stage; // owned; on a device
 } rm_moe;
 
-// static_rows: max rows of a step that uses the static form, where ep > 1 and the ep group's transport is staged; with NCCL all steps
-// use it. 0: none does.
+// static_rows: max rows of a step that uses the static form, where ep > 1 and the ep group's
+// transport is staged; with NCCL all steps use it. 0: none does.
 enum { RM_STATIC_FIELDS = 5, RM_MOE_FIELDS = 6 + RM_STATIC_FIELDS };
-rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *device, const rm_rank *rank, int64_t max_rows,
-                      int64_t static_rows, rm_error *err);
+rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *device,
+                      const rm_rank *rank, int64_t max_rows, int64_t static_rows, rm_error *err);
 void rm_moe_destroy(rm_moe *moe);
-size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]);  // returns how many
-size_t rm_moe_bytes(const rm_moe *moe);                             // memory besides its fields
+size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]); // returns how many
+size_t rm_moe_bytes(const rm_moe *moe); // memory besides its fields
 
-// Whether a step uses the static form. most_rows: of the rank with most rows; the same on all ranks of the group.
+// Whether a step uses the static form. most_rows: of the rank with most rows; the same on all ranks
+// of the group.
 static inline int rm_moe_is_static(const rm_moe *moe, int64_t most_rows) {
   return moe->fixed.rows > 0 && most_rows <= moe->fixed.most_rows;
 }
-// Max rows of a pass of the static form: RM_STATIC_ROWS of each rank's own, or as many as make exchanges of RM_STATIC_BYTES, whichever
-// is less, but at least one. Buffers take about 2.5 times those bytes. Examples: Qwen3-30B-A3B (top 8 of 128 experts) on 8 ranks
-// exchanges 128 MiB for 512 rows; a model with hidden size 7168 and 256 experts on 64 ranks has passes of 73 rows.
+// Max rows of a pass of the static form: RM_STATIC_ROWS of each rank's own, or as many as make
+// exchanges of RM_STATIC_BYTES, whichever is less, but at least one. Buffers take about 2.5 times
+// those bytes. Examples: Qwen3-30B-A3B (top 8 of 128 experts) on 8 ranks exchanges 128 MiB for 512
+// rows; a model with hidden size 7168 and 256 experts on 64 ranks has passes of 73 rows.
 enum { RM_STATIC_ROWS = 512, RM_STATIC_BYTES = 256 << 20 };
 int64_t rm_static_run_rows(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dtype, int64_t rows);
 // Max bytes that an exchange of the static form sends or receives, in passes of so many rows.
 size_t rm_static_exchanged(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dtype, int64_t rows);
 
-// x ← block(x), T [rows][hidden]; only this rank's columns of the output are written. routed: the chosen ids, row r's at
-// routed + r·routed_stride.
-rm_code rm_moe_replicated(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, char *x,
-                          int64_t rows, int16_t *routed, int64_t routed_stride, rm_error *err);
-// out ← block(x) of this rank's home rows, T [rows][hidden]; out may be x. rows may be 0: the rank still takes part. most_rows: all
-// rows of the step, on the rank that has most.
-rm_code rm_moe_dispatched(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const char *x, char *out,
-                          int64_t rows, int64_t most_rows, int16_t *routed, int64_t routed_stride, rm_error *err);
+// x ← block(x), T [rows][hidden]; only this rank's columns of the output are written. routed: the
+// chosen ids, row r's at routed + r·routed_stride.
+rm_code rm_moe_replicated(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard,
+                          const rm_layer_params *layer, const char *weights, char *x, int64_t rows,
+                          int16_t *routed, int64_t routed_stride, rm_error *err);
+// out ← block(x) of this rank's home rows, T [rows][hidden]; out may be x. rows may be 0: the rank
+// still takes part. most_rows: all rows of the step, on the rank that has most.
+rm_code rm_moe_dispatched(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer,
+                          const char *weights, const char *x, char *out, int64_t rows,
+                          int64_t most_rows, int16_t *routed, int64_t routed_stride, rm_error *err);
 
-// ---------------------------------------------------------------------------------------------- shared by the files of this folder
-static inline size_t rm_moe_row_bytes(const rm_moe *moe) { return (size_t)moe->spec->hidden_size * rm_dtype_bytes(moe->dtype); }
-rm_static_sizes rm_static_sizes_of(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dtype, int64_t rows); // rows: of the step
+// ------------------------------------------------------------- shared by the files of this folder
+static inline size_t rm_moe_row_bytes(const rm_moe *moe) {
+  return (size_t)moe->spec->hidden_size * rm_dtype_bytes(moe->dtype);
+}
+rm_static_sizes rm_static_sizes_of(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dtype,
+                                   int64_t rows); // rows: of the step
 static inline rm_static_sizes rm_moe_static_most(const rm_moe *moe) {
-  return moe->fixed.rows ? rm_static_sizes_of(moe->spec, &moe->fixed.mesh, moe->dtype, moe->fixed.rows) : (rm_static_sizes){0};
+  return moe->fixed.rows
+             ? rm_static_sizes_of(moe->spec, &moe->fixed.mesh, moe->dtype, moe->fixed.rows)
+             : (rm_static_sizes){0};
 }
 // Sets max_rows to that of a pass where all steps use the static form.
 rm_code rm_moe_static_create(rm_moe *moe, const rm_mesh *mesh, int64_t static_rows, rm_error *err);
 void rm_moe_static_fields(rm_moe *moe, rm_field fields[RM_STATIC_FIELDS]);
-// For rows that were routed: computes this rank's experts and exchanges outputs, which come to `part`.
-rm_code rm_moe_static_replicated(rm_moe *moe, const rm_ctx *ctx, const rm_shard *shard, const rm_layer_params *layer, const char *weights,
-                                 const char *x, int64_t rows, rm_error *err);
+// For rows that were routed: computes this rank's experts and exchanges outputs, which come to
+// `part`.
+rm_code rm_moe_static_replicated(rm_moe *moe, const rm_ctx *ctx, const rm_shard *shard,
+                                 const rm_layer_params *layer, const char *weights, const char *x,
+                                 int64_t rows, rm_error *err);
 // rm_moe_dispatched in the static form.
-rm_code rm_moe_static_dispatched(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const char *x,
-                                 char *out, int64_t rows, int64_t most_rows, int16_t *routed, int64_t routed_stride, rm_error *err);
+rm_code rm_moe_static_dispatched(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer,
+                                 const char *weights, const char *x, char *out, int64_t rows,
+                                 int64_t most_rows, int16_t *routed, int64_t routed_stride,
+                                 rm_error *err);
 rm_code rm_moe_stage_create(rm_moe *moe, int64_t home_rows, rm_error *err); // no effect on the CPU
 // ids: [rows][top_k], out.
-void rm_moe_route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const void *x, int32_t *ids,
-                  int64_t rows, int16_t *routed, int64_t routed_stride);
-// Arguments of the two grouped gemms over this rank's experts. group_rows: [local experts + 1] in rows of x and y; m: rows of x and y.
-// x and y are whole rows; with ep = 1 a rank computes only its columns of y.
-rm_gemm_args rm_moe_up(const rm_moe *moe, const rm_layer_params *layer, const char *weights, const int32_t *group_rows, int64_t m);
-rm_gemm_args rm_moe_down(const rm_moe *moe, const rm_layer_params *layer, const char *weights, const int32_t *group_rows, int64_t m);
+void rm_moe_route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights,
+                  const void *x, int32_t *ids, int64_t rows, int16_t *routed,
+                  int64_t routed_stride);
+// Arguments of the two grouped gemms over this rank's experts. group_rows: [local experts + 1] in
+// rows of x and y; m: rows of x and y. x and y are whole rows; with ep = 1 a rank computes only its
+// columns of y.
+rm_gemm_args rm_moe_up(const rm_moe *moe, const rm_layer_params *layer, const char *weights,
+                       const int32_t *group_rows, int64_t m);
+rm_gemm_args rm_moe_down(const rm_moe *moe, const rm_layer_params *layer, const char *weights,
+                         const int32_t *group_rows, int64_t m);
 // out: T [rows][hidden]; y: T [rows·top_k][hidden], indexed by place [rows][top_k].
-void rm_moe_combine(const rm_moe *moe, const rm_ctx *ctx, void *out, const void *y, const int32_t *ids, const int32_t *place,
-                    int64_t hidden, int64_t rows);
+void rm_moe_combine(const rm_moe *moe, const rm_ctx *ctx, void *out, const void *y,
+                    const int32_t *ids, const int32_t *place, int64_t hidden, int64_t rows);

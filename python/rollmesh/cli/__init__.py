@@ -1,8 +1,8 @@
 """The command line: `rollmesh grpo | generate | bench | plan | doctor`.
 
-One module a command, each with `add_arguments(parser)` and `run(args) -> exit status`, imported when the command is given. What only
-some of a command's uses need is imported inside `run`: only `grpo` needs torch, and `rollmesh doctor` must work where everything else
-is missing.
+One module a command, each with `add_arguments(parser)` and `run(args) -> exit status`, imported
+when the command is given. What only some of a command's uses need is imported inside `run`: only
+`grpo` needs torch, and `rollmesh doctor` must work where everything else is missing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 2 for an error that the message explains, 130 after Ctrl-C (of another signal 128 + its number), 141 when
-    the reader of the output has gone. An error's notes follow its message, each from a line of its own. Without argv this is the program:
-    what comes after it, the interpreter's end, is ended by a Ctrl-C without a traceback."""
+    """Returns the exit status: 0, 2 for an error that the message explains, 130 after Ctrl-C (of
+    another signal 128 + its number), 141 when the reader of the output has gone. An error's notes
+    follow its message, each from a line of its own. Without argv this is the program: what comes
+    after it, the interpreter's end, is ended by a Ctrl-C without a traceback."""
     try:
         return _main(argv)
     finally:
@@ -46,7 +47,10 @@ def _leave_interrupts() -> None:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="rollmesh", description="Rollouts for RL training, with weights pushed by their trainer.")
+    parser = argparse.ArgumentParser(
+        prog="rollmesh",
+        description="Rollouts for RL training, with weights pushed by their trainer.",
+    )
     parser.add_argument("--version", action="version", version=f"rollmesh {rm.__version__}")
     if sys.stdout is None:  # a shell's >&-: no file that is opened should get its number
         drop_output()
@@ -62,7 +66,9 @@ def _main(argv: Sequence[str] | None) -> int:
     if rest and (args.command != "generate" or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {plain(' '.join(rest))}")
     if rest:
-        args.prompts += rest  # what stands behind an option: argparse takes MODEL's prompts before it only
+        args.prompts += (
+            rest  # what stands behind an option: argparse takes MODEL's prompts before it only
+        )
     try:
         status: int = _module_of(args.command).run(args)
         sys.stdout.flush()
@@ -74,13 +80,21 @@ def _main(argv: Sequence[str] | None) -> int:
         _tell(f"rollmesh {args.command}: {type(error).__name__}: {error}", error)
         return 2
     except OSError as error:  # of a path that was given, or of a disk that is full
-        said = plain(error) if error.filename is None else f"{plain(error.filename)}: {error.strerror}"
+        said = (
+            plain(error) if error.filename is None else f"{plain(error.filename)}: {error.strerror}"
+        )
         _tell(f"rollmesh {args.command}: {type(error).__name__}: {said}", error)
         drop_output()
         return 2
     except KeyboardInterrupt as error:
-        number = next((n for n in signal.valid_signals() if error.args == (n,)), signal.SIGINT)  # a reward may raise one with a text
-        _tell(f"rollmesh {args.command}: {'interrupted' if number == signal.SIGINT else signal.strsignal(number)}", error)
+        number = next(
+            (n for n in signal.valid_signals() if error.args == (n,)), signal.SIGINT
+        )  # a reward may raise one with a text
+        _tell(
+            f"rollmesh {args.command}: "
+            f"{'interrupted' if number == signal.SIGINT else signal.strsignal(number)}",
+            error,
+        )
         return 128 + int(number)
 
 
@@ -116,7 +130,8 @@ def _module_of(command: str) -> ModuleType:
 
 
 def drop_output() -> None:
-    """Drops what standard output cannot take: the interpreter would fail to flush it at exit, aloud. A reward may have closed it."""
+    """Drops what standard output cannot take: the interpreter would fail to flush it at exit,
+    aloud. A reward may have closed it."""
     if sys.stdout is None or sys.stdout.closed:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (as long as the program)
     try:

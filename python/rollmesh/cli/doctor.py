@@ -1,5 +1,5 @@
-"""`rollmesh doctor`: what this machine has, what was chosen and why, what is missing and how to get it. It never fails: a missing
-optional part is reported.
+"""`rollmesh doctor`: what this machine has, what was chosen and why, what is missing and how to get
+it. It never fails: a missing optional part is reported.
 """
 
 from __future__ import annotations
@@ -73,11 +73,22 @@ def _rollmesh() -> list[tuple[str, str]]:
 def _processor() -> list[tuple[str, str]]:
     info = _cpuinfo()
     allowed, present = usable_cores(), os.cpu_count() or 0
-    memory, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), min(available for _, available in _core.memory_pools())
+    memory, free = (
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        min(available for _, available in _core.memory_pools()),
+    )
     return [
         ("model", info.get("model name", platform.machine())),
-        ("threads", f"{allowed} by default: the cores that affinity and CPU quotas leave this process, of {present}"),
-        ("memory", f"{byte_text(memory)}, of which {byte_text(free)} are free and within this process's limits"),
+        (
+            "threads",
+            f"{allowed} by default: the cores that affinity and CPU quotas leave this process, of "
+            f"{present}",
+        ),
+        (
+            "memory",
+            f"{byte_text(memory)}, of which {byte_text(free)} are free and within this process's "
+            "limits",
+        ),
     ]
 
 
@@ -85,12 +96,22 @@ def _kernels() -> list[tuple[str, str]]:
     """What kernels/cpu/select_isa.c found for each instruction set."""
     rows, chosen, states = [], _isa_of(None), isa_states()
     for isa, (refused, emulated, one_row, many_rows) in states.items():
-        text = f"no: {refused}" if refused else "works, in emulation" if emulated else "works, bits are ref's"
+        text = (
+            f"no: {refused}"
+            if refused
+            else "works, in emulation"
+            if emulated
+            else "works, bits are ref's"
+        )
         if one_row > 0:
             text += f"; {one_row:.0f} GFLOP/s at 1 row, {many_rows:.0f} at 64 (bf16, one thread)"
         rows.append((isa, f"{text}{'   <- chosen' if isa == chosen else ''}"))
     cap = os.environ.get("RM_ISA")
-    why = f"capped by RM_ISA={shown(cap)}" if cap else "the fastest that works here; all give the same bits, and RM_ISA can cap it"
+    why = (
+        f"capped by RM_ISA={shown(cap)}"
+        if cap
+        else "the fastest that works here; all give the same bits, and RM_ISA can cap it"
+    )
     return [("chosen", f"{chosen}: {why}" if chosen in states else f"none: {chosen}"), *rows]
 
 
@@ -98,7 +119,12 @@ def _isa_of(isa: str | None) -> str:
     """Name of the instruction set that a generator gets, or why it gets none."""
     try:
         with rm.Generator(
-            rm.ModelSpec.from_hf(TINY), isa=isa, threads=1, max_model_len=16, max_num_seqs=1, kv_cache_gib=0.001
+            rm.ModelSpec.from_hf(TINY),
+            isa=isa,
+            threads=1,
+            max_model_len=16,
+            max_num_seqs=1,
+            kv_cache_gib=0.001,
         ) as generator:
             return str(generator.metrics()["isa"])
     except rm.Error as error:
@@ -122,9 +148,16 @@ def _shared_memory(folder: Path) -> str:
         return f"no: {folder} is missing or may not be written, which rm.comm.shm needs"
     room = os.statvfs(folder)
     free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
-    text = f"{byte_text(free)} of {byte_text(whole)} free in {folder}; a rank that is a process takes up to {SHM_BYTES >> 20} MiB"
+    text = (
+        f"{byte_text(free)} of {byte_text(whole)} free in {folder}; a rank that is a process "
+        f"takes up to {SHM_BYTES >> 20} MiB"
+    )
     fits = min(free // SHM_BYTES, rm.comm.Shm.MAX_WORLD)
-    return f"works for up to {fits} ranks: {text}" if fits >= 2 else f"no: too little room for two ranks: {text}"
+    return (
+        f"works for up to {fits} ranks: {text}"
+        if fits >= 2
+        else f"no: too little room for two ranks: {text}"
+    )
 
 
 def _process_ends() -> str:
@@ -144,17 +177,28 @@ def _torch_groups() -> str:
     try:
         library = Path(spec.origin).parent / "lib/libtorch_python.so"
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
-            built = [name for name in ("Gloo", "MPI", "UCC", "NCCL", "XCCL") if text.find(f"ProcessGroup{name}\0".encode()) >= 0]
+            built = [
+                name
+                for name in ("Gloo", "MPI", "UCC", "NCCL", "XCCL")
+                if text.find(f"ProcessGroup{name}\0".encode()) >= 0
+            ]
     except (OSError, ValueError) as error:
         return f"torch {version}; its backends are unknown: {plain(error)}"
-    return f"torch {version} with {', '.join(built) or 'no backend'}; {'rm.comm.torch works over Gloo' if 'Gloo' in built else 'no Gloo'}"
+    return (
+        f"torch {version} with {', '.join(built) or 'no backend'}; "
+        f"{'rm.comm.torch works over Gloo' if 'Gloo' in built else 'no Gloo'}"
+    )
 
 
 def _training() -> list[tuple[str, str]]:
     rows = [(name, _version(name) or "missing") for name in TRAIN]
     if any(text == "missing" for _, text in rows):
         rows.append(
-            ("to get them", f"{INSTALL_TRAIN}; without them sync, bench and generate from token ids work, `rollmesh grpo` does not")
+            (
+                "to get them",
+                f"{INSTALL_TRAIN}; without them sync, bench and generate from token ids work, "
+                "`rollmesh grpo` does not",
+            )
         )
     return rows
 
@@ -173,7 +217,8 @@ def _gpu() -> list[tuple[str, str]]:
 
 
 def _devices_seen() -> str:
-    """Without nvidia-smi: a container may have only the driver, and the simulated device needs neither."""
+    """Without nvidia-smi: a container may have only the driver, and the simulated device needs
+    neither."""
     library = _cuda_library()
     count = -1 if isinstance(library, str) else int(library.rm_cuda_devices())
     if count < 1:
@@ -193,7 +238,10 @@ def _nccl() -> str:
         return f"none: {plain(error)}; only needed for several GPUs"
     if library.version >= nccl.SHARES_GPU:
         return f"{library}; several ranks may have one GPU"
-    return f"{library}; each rank needs a GPU of its own, before {'.'.join(map(str, nccl.SHARES_GPU))} ({nccl.INSTALL})"
+    return (
+        f"{library}; each rank needs a GPU of its own, before "
+        f"{'.'.join(map(str, nccl.SHARES_GPU))} ({nccl.INSTALL})"
+    )
 
 
 def _cublas() -> str:
@@ -226,14 +274,24 @@ def _cuda_kernels() -> str:
     count = int(library.rm_cuda_devices())
     seen = f"{_devices(count)} here"
     if count < 0:
-        seen = "no driver here, and NVIDIA's is all they need" if count == -1 else "the driver here is too old, they need 580 or later"
+        seen = (
+            "no driver here, and NVIDIA's is all they need"
+            if count == -1
+            else "the driver here is too old, they need 580 or later"
+        )
     return f"for {library.rm_cuda_archs().decode()}, in {library_path().name}; {seen}"
 
 
 def _device_answer(device: str) -> str:
     """Whether a generator can use this device."""
     try:
-        rm.Generator(rm.ModelSpec.from_hf(TINY), device=device, max_model_len=16, max_num_seqs=1, kv_cache_gib=0.001).close()
+        rm.Generator(
+            rm.ModelSpec.from_hf(TINY),
+            device=device,
+            max_model_len=16,
+            max_num_seqs=1,
+            kv_cache_gib=0.001,
+        ).close()
     except rm.Error as error:
         return f"no: {plain(error)}"
     return "works"
@@ -244,20 +302,39 @@ def _vllm() -> list[tuple[str, str]]:
     version, asked = vllm.installed_version(), os.environ.get("VLLM_PLUGINS")
     if version is None:
         return [
-            ("vllm", f"missing: only needed to run inside vLLM's engine (pip install '.[vllm]' in rollmesh's checkout: {vllm.TRIED[-1]})")
+            (
+                "vllm",
+                "missing: only needed to run inside vLLM's engine (pip install '.[vllm]' in "
+                f"rollmesh's checkout: {vllm.TRIED[-1]})",
+            )
         ]
-    fits = "which rollmesh was tried with" if version in vllm.TRIED else f"expected {' or '.join(vllm.TRIED)}: no other was tried"
+    fits = (
+        "which rollmesh was tried with"
+        if version in vllm.TRIED
+        else f"expected {' or '.join(vllm.TRIED)}: no other was tried"
+    )
     named = "unset" if asked is None else f"VLLM_PLUGINS={plain(asked)}"
     chosen = [name for name in (vllm.NAME, vllm.MODEL_NAME) if vllm.asked_for(name)]
     found = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
     return [
         ("vllm", f"{version}, {fits}"),
-        ("plugin", "installed" if vllm.NAME in found else "vLLM does not find it: rollmesh is on the path, but not installed"),
+        (
+            "plugin",
+            "installed"
+            if vllm.NAME in found
+            else "vLLM does not find it: rollmesh is on the path, but not installed",
+        ),
         (
             "asked for",
-            f"{' and '.join(chosen)} ({named})" if chosen else f"no: {named}; not asked for, vLLM runs as if rollmesh were not there",
+            f"{' and '.join(chosen)} ({named})"
+            if chosen
+            else f"no: {named}; not asked for, vLLM runs as if rollmesh were not there",
         ),
-        ("triton", _version("triton") or "missing: vLLM speaks the protocol of its V1 model runner then, which works as well"),
+        (
+            "triton",
+            _version("triton")
+            or "missing: vLLM speaks the protocol of its V1 model runner then, which works as well",
+        ),
     ]
 
 

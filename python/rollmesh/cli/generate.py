@@ -1,7 +1,8 @@
 """`rollmesh generate MODEL PROMPT …`: complete prompts with the weights of a checkpoint folder.
 
-The generator itself reads no checkpoint. This command plays the trainer: it reads the folder's safetensors and pushes them.
-`--random` fills the shape with random weights instead, which shows that everything runs and nothing else.
+The generator itself reads no checkpoint. This command plays the trainer: it reads the folder's
+safetensors and pushes them. `--random` fills the shape with random weights instead, which shows
+that everything runs and nothing else.
 """
 
 from __future__ import annotations
@@ -37,17 +38,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         type=Path,
         metavar="MODEL",
-        help="checkpoint folder, or a run folder: its newest checkpoint; with --random also a config.json or TOML",
+        help="checkpoint folder, or a run folder: its newest checkpoint; with --random also a "
+        "config.json or TOML",
     )
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text; with --ids token ids such as 5,17,3")
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="text; with --ids token ids such as 5,17,3"
+    )
     parser.add_argument("--random", action="store_true", help="random weights of this shape")
-    parser.add_argument("--skip-unknown", action="store_true", help="skip tensors of the checkpoint that are no parameters, and count them")
+    parser.add_argument(
+        "--skip-unknown",
+        action="store_true",
+        help="skip tensors of the checkpoint that are no parameters, and count them",
+    )
     add_ignore(parser, tensors=True)
-    parser.add_argument("--file", type=Path, help="prompts as JSONL: objects with prompt, messages or prompt_token_ids")
-    parser.add_argument("--ids", action="store_true", help="prompts are token ids, and so is the output where there is no tokenizer")
-    parser.add_argument("--chat", action="store_true", help="wrap each prompt in the tokenizer's chat template (needs transformers)")
-    parser.add_argument("--tokenizer", type=Path, help="folder or tokenizer.json (default: MODEL's)")
-    parser.add_argument("--json", action="store_true", help="one JSON object a completion, with token ids and logprobs")
+    parser.add_argument(
+        "--file",
+        type=Path,
+        help="prompts as JSONL: objects with prompt, messages or prompt_token_ids",
+    )
+    parser.add_argument(
+        "--ids",
+        action="store_true",
+        help="prompts are token ids, and so is the output where there is no tokenizer",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="wrap each prompt in the tokenizer's chat template (needs transformers)",
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, help="folder or tokenizer.json (default: MODEL's)"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="one JSON object a completion, with token ids and logprobs",
+    )
     group = parser.add_argument_group("sampling")
     group.add_argument("-n", type=int, default=1, help="completions of each prompt")
     group.add_argument("--max-tokens", type=int, default=64)
@@ -55,7 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-p", type=float, default=1.0)
     group.add_argument("--top-k", type=int, default=-1)
     group.add_argument("--min-p", type=float, default=0.0)
-    group.add_argument("--stop", action="append", default=[], help="stop string; may be given several times")
+    group.add_argument(
+        "--stop", action="append", default=[], help="stop string; may be given several times"
+    )
     group.add_argument("--ignore-eos", action="store_true")
     group.add_argument("--seed", type=int, default=0)
     add_engine(
@@ -88,10 +116,15 @@ def run(args: argparse.Namespace) -> int:
         stop=tuple(args.stop),
         ignore_eos=args.ignore_eos,
     )
-    stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
+        "torch."
+    )
     dtype = args.dtype or stored
     if dtype not in ("bfloat16", "float32"):
-        raise rm.ConfigError(f"dtype of {plain(args.model)}: expected bfloat16 or float32, got {plain(dtype)}; --dtype bfloat16 converts")
+        raise rm.ConfigError(
+            f"dtype of {plain(args.model)}: expected bfloat16 or float32, got {plain(dtype)}; "
+            "--dtype bfloat16 converts"
+        )
     # Rope's frequencies may depend on the length, so the length must not depend on the prompts.
     length = spec.max_position_embeddings if args.max_model_len is None else args.max_model_len
     with (
@@ -115,7 +148,9 @@ def run(args: argparse.Namespace) -> int:
                     strict=not args.skip_unknown,
                 )
             except rm.errors.DTypeError as refused:
-                refused.add_note("--dtype bfloat16 and --dtype float32 convert weights of other float types")
+                refused.add_note(
+                    "--dtype bfloat16 and --dtype float32 convert weights of other float types"
+                )
                 raise
             except rm.UnexpectedKeyError as refused:
                 refused.add_note(
@@ -123,8 +158,14 @@ def run(args: argparse.Namespace) -> int:
                 )
                 raise
             if report.num_skipped:
-                print(f"rollmesh generate: {report.num_skipped} tensors skipped that are no parameters of this model", file=sys.stderr)
-        outputs = generator.generate(prompts, params, use_tqdm=sys.stderr.isatty(), on_error="return")
+                print(
+                    f"rollmesh generate: {report.num_skipped} tensors skipped that are no "
+                    "parameters of this model",
+                    file=sys.stderr,
+                )
+        outputs = generator.generate(
+            prompts, params, use_tqdm=sys.stderr.isatty(), on_error="return"
+        )
     for output in outputs:
         _print(output, args.json, tokenizer)
     failed = [

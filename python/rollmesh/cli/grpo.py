@@ -28,17 +28,37 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rollmesh.grpo")
 CHECKPOINTS = "checkpoints", "abandoned"  # folders of a run
-HELP_OUT = "run folder: metrics.jsonl, curves.png, TensorBoard events, checkpoints (default: a new folder under runs/)"
+HELP_OUT = (
+    "run folder: metrics.jsonl, curves.png, TensorBoard events, checkpoints (default: a "
+    "new folder under runs/)"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG.toml")
     parser.add_argument("--out", type=_named, metavar="DIR", help=HELP_OUT)
-    parser.add_argument("--resume", type=_named, metavar="DIR", help="a run folder or one of its checkpoints; goes on bit for bit")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replaces a key, such as train.lr=1e-3")
+    parser.add_argument(
+        "--resume",
+        type=_named,
+        metavar="DIR",
+        help="a run folder or one of its checkpoints; goes on bit for bit",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replaces a key, such as train.lr=1e-3",
+    )
     parser.add_argument("--seed", type=int, help="the same as --set seed=N")
-    parser.add_argument("--generator", choices=("rollmesh", "vllm"), help="which engine generates; the numbers are the same (docs/vllm.md)")
-    parser.add_argument("--wandb", metavar="PROJECT", help="log the metrics to this project of Weights & Biases too")
+    parser.add_argument(
+        "--generator",
+        choices=("rollmesh", "vllm"),
+        help="which engine generates; the numbers are the same (docs/vllm.md)",
+    )
+    parser.add_argument(
+        "--wandb", metavar="PROJECT", help="log the metrics to this project of Weights & Biases too"
+    )
     add_mesh(parser)
 
 
@@ -49,7 +69,8 @@ def _named(text: str) -> Path:
 
 
 def run(args: argparse.Namespace) -> int:
-    """From here to the end a SIGINT, SIGTERM or SIGHUP is a KeyboardInterrupt with a note of what there is and how to go on."""
+    """From here to the end a SIGINT, SIGTERM or SIGHUP is a KeyboardInterrupt with a note of what
+    there is and how to go on."""
     from rollmesh.grpo.interrupts import Interrupts
 
     with Interrupts() as interrupts:
@@ -62,7 +83,9 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         overrides.append(f"seed={args.seed}")
     if args.generator is not None:
         overrides.append(f"generator.engine={args.generator}")
-    overrides += [f"generator.{k}={v}" for k in GENERATOR_KEYS if (v := getattr(args, k, None)) is not None]
+    overrides += [
+        f"generator.{k}={v}" for k in GENERATOR_KEYS if (v := getattr(args, k, None)) is not None
+    ]
     from rollmesh.grpo import config as run_config
     from rollmesh.grpo.files import locked
 
@@ -71,10 +94,15 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     if missing:
         raise rm.ConfigError(f"training needs {', '.join(missing)}: {INSTALL_TRAIN}")
     if args.wandb and importlib.util.find_spec("wandb") is None:
-        raise rm.ConfigError("--wandb: expected the package wandb, got none here: pip install wandb")
+        raise rm.ConfigError(
+            "--wandb: expected the package wandb, got none here: pip install wandb"
+        )
     if config.generator.engine == "vllm":
         _ask_for_vllm()
-    comm, overridden = _comm(config.generator), [text.partition("=")[0].strip() for text in overrides]
+    comm, overridden = (
+        _comm(config.generator),
+        [text.partition("=")[0].strip() for text in overrides],
+    )
     if comm is not None and comm.rank > 0:
         _environment()
         from rollmesh.grpo import loop
@@ -88,9 +116,18 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     named = _folder(args)
     out = named.absolute()  # a reward may change the working folder
     if out.is_dir() and not os.access(out, os.W_OK | os.X_OK):
-        raise rm.ConfigError(f"{plain(out)}: expected a folder to write to, got a read-only one; --out names another")
+        raise rm.ConfigError(
+            f"{plain(out)}: expected a folder to write to, got a read-only one; --out names another"
+        )
     makes = args.out is not None or args.resume is None  # what is resumed is there, or is not found
-    words = ["rollmesh", "grpo", str(args.config), "--resume", str(named), *(word for text in overrides for word in ("--set", text))]
+    words = [
+        "rollmesh",
+        "grpo",
+        str(args.config),
+        "--resume",
+        str(named),
+        *(word for text in overrides for word in ("--set", text)),
+    ]
     words += ["--wandb", args.wandb] if args.wandb else []
     with ExitStack() as stack:
         interrupts.hold("the run folder is made")
@@ -102,7 +139,10 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         stack.callback(interrupts.hold, "the run folder is left")
         with suppress(OSError):  # a reader that has gone
             print(f"{args.config} → {named}: reading data and model", flush=True)
-        with _noted(KeyboardInterrupt, lambda: "no step was made; the same command begins again"), _memory_told():
+        with (
+            _noted(KeyboardInterrupt, lambda: "no step was made; the same command begins again"),
+            _memory_told(),
+        ):
             interrupts.release()
             _environment()
             from rollmesh.grpo import loop
@@ -128,7 +168,9 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     return 0
 
 
-def _train(args: argparse.Namespace, this: Run, out: Path, interrupts: Interrupts, words: list[str]) -> list[Metrics]:
+def _train(
+    args: argparse.Namespace, this: Run, out: Path, interrupts: Interrupts, words: list[str]
+) -> list[Metrics]:
     """Trains; the lines of metrics.jsonl. words: the command that goes on with the run."""
     from rollmesh.grpo import checkpoint, loop
     from rollmesh.grpo.progress import Display
@@ -142,7 +184,11 @@ def _train(args: argparse.Namespace, this: Run, out: Path, interrupts: Interrupt
         if found is None:
             lines = out / "metrics.jsonl"
             made = lines.is_file() and lines.stat().st_size
-            return "no checkpoint was written" if made else "no step was finished; the same command begins again"
+            return (
+                "no checkpoint was written"
+                if made
+                else "no step was finished; the same command begins again"
+            )
         return f"to go on from {found.name}: {shlex.join(words)}"
 
     logs = wandb_log(args.wandb, out, this.config) if args.wandb else nullcontext(lambda _: None)
@@ -158,7 +204,9 @@ def _train(args: argparse.Namespace, this: Run, out: Path, interrupts: Interrupt
                 except (Exception, SystemExit) as error:  # noqa: BLE001 (a reader that has gone; rich would exit)
                     shows, why = False, error.__context__ or error
                     drop_output()
-                    _log.warning("nothing more is displayed: %s: %s", type(why).__name__, plain(why))
+                    _log.warning(
+                        "nothing more is displayed: %s: %s", type(why).__name__, plain(why)
+                    )
                 log(metrics)
 
             return loop.train(this, out, show)
@@ -168,17 +216,27 @@ def _ask_for_vllm() -> None:
     from rollmesh.grpo.vllm import ask_for_plugin
 
     if ask_for_plugin():
-        print(f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']}: set for this run, so that vLLM runs on rollmesh", file=sys.stderr)
+        print(
+            f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']}: set for this run, so that vLLM runs on "
+            "rollmesh",
+            file=sys.stderr,
+        )
 
 
 def _comm(table: GeneratorTable) -> rm.comm.Comm | None:
     """The comm of the ranks that torchrun started; None: all ranks are threads of this process."""
     world = os.environ.get("WORLD_SIZE", "1")
     if not world.isdecimal():
-        raise rm.ConfigError(f"WORLD_SIZE: expected the number of ranks, as torchrun sets it, got {shown(world)}; unset it for one process")
+        raise rm.ConfigError(
+            f"WORLD_SIZE: expected the number of ranks, as torchrun sets it, got {shown(world)}; "
+            "unset it for one process"
+        )
     started = int(world) > 1
     if started and table.engine == "vllm":
-        raise rm.ConfigError(f"WORLD_SIZE: expected no torchrun around vLLM, which starts its ranks itself, got {os.environ['WORLD_SIZE']}")
+        raise rm.ConfigError(
+            "WORLD_SIZE: expected no torchrun around vLLM, which starts its ranks itself, got "
+            f"{os.environ['WORLD_SIZE']}"
+        )
     if table.comm == "threads" or (table.comm == "auto" and not started):
         return None
     if table.comm != "torch":
@@ -187,14 +245,20 @@ def _comm(table: GeneratorTable) -> rm.comm.Comm | None:
 
     from rollmesh.grpo.files import told_as
 
-    with told_as('[generator] comm="torch": expected RANK, WORLD_SIZE and MASTER_ADDR in the environment, as torchrun sets them'):
+    with told_as(
+        '[generator] comm="torch": expected RANK, WORLD_SIZE and MASTER_ADDR in the environment, '
+        "as torchrun sets them"
+    ):
         distributed.init_process_group("gloo")
-    atexit.register(distributed.destroy_process_group)  # else the threads of Gloo may end the process with SIGABRT
+    atexit.register(
+        distributed.destroy_process_group
+    )  # else the threads of Gloo may end the process with SIGABRT
     return rm.comm.torch(timeout=table.comm_timeout)
 
 
 def _folder(args: argparse.Namespace) -> Path:
-    """Where the run writes. A folder that already holds a run is refused unless it is the one being resumed."""
+    """Where the run writes. A folder that already holds a run is refused unless it is the one being
+    resumed."""
     if args.out is None and args.resume is not None:
         if (run_folder := _run_of(args.resume)) is None:
             where = plain(args.resume.resolve().parent)
@@ -207,24 +271,34 @@ def _folder(args: argparse.Namespace) -> Path:
     metrics = args.out / "metrics.jsonl"
     resumed = args.resume and _run_of(args.resume)
     goes_on = resumed and resumed.exists() and metrics.exists() and resumed.samefile(args.out)
-    if not goes_on and metrics.is_file() and metrics.stat().st_size:  # empty: a run that ended before its first step
+    if (
+        not goes_on and metrics.is_file() and metrics.stat().st_size
+    ):  # empty: a run that ended before its first step
         resumable = any(args.out.glob("checkpoints/step_*"))
-        advice = f"--resume {plain(args.out)} goes on with it" if resumable else "it has no checkpoint to go on from; choose another folder"
+        advice = (
+            f"--resume {plain(args.out)} goes on with it"
+            if resumable
+            else "it has no checkpoint to go on from; choose another folder"
+        )
         raise rm.ConfigError(f"--out {plain(args.out)}: a run is there already; {advice}")
     return Path(args.out)
 
 
 def _run_of(resume: Path) -> Path | None:
-    """The run folder of --resume: itself, or that of a checkpoint; None: of a checkpoint that is elsewhere."""
+    """The run folder of --resume: itself, or that of a checkpoint; None: of a checkpoint that is
+    elsewhere."""
     if not (resume / "trainer").is_dir():
         return resume
-    path = resume if resume.parent.name in CHECKPOINTS else resume.resolve()  # as it was given, unless that says nothing
+    path = (
+        resume if resume.parent.name in CHECKPOINTS else resume.resolve()
+    )  # as it was given, unless that says nothing
     return path.parent.parent if path.parent.name in CHECKPOINTS else None
 
 
 @contextmanager
 def _made(out: Path) -> Iterator[None]:
-    """Makes the run folder before anything slow, so that one without write access fails at once. Removes it if it stays empty."""
+    """Makes the run folder before anything slow, so that one without write access fails at once.
+    Removes it if it stays empty."""
     is_new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -257,12 +331,15 @@ def _memory_told() -> Iterator[None]:
         if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in str(error):
             raise
         said = plain(str(error).partition("DefaultCPUAllocator: ")[2] or error)
-        raise MemoryError(f"{said}; [train] micro_batch, [rollout] prompts and samples make a step smaller") from error
+        raise MemoryError(
+            f"{said}; [train] micro_batch, [rollout] prompts and samples make a step smaller"
+        ) from error
 
 
 def _environment() -> None:
-    """Call before torch is imported. torch's threads must sleep between operators: spinning, they starve the generator's threads and, on
-    a busy machine, each other (measured: 22 s a step against 1 s). Other packages' messages would break the display."""
+    """Call before torch is imported. torch's threads must sleep between operators: spinning, they
+    starve the generator's threads and, on a busy machine, each other (measured: 22 s a step against
+    1 s). Other packages' messages would break the display."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from transformers.utils import logging

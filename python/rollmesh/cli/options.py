@@ -14,18 +14,35 @@ from rollmesh.model.adapters import refuse_adapter
 from rollmesh.request.text import load_tokenizer, tokenizer_of_folder
 from rollmesh.runtime.messages import MOST_SUGGESTED, plain
 
-TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "jinja2", "rich", "matplotlib", "tensorboard")  # of the extra `train`
+TRAIN = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+    "rich",
+    "matplotlib",
+    "tensorboard",
+)  # of the extra `train`
 INSTALL_TRAIN = "pip install '.[train]' in rollmesh's checkout"
 GENERATOR_KEYS = ("device", "tp", "dp", "ep", "ep_backend", "dtype", "threads")
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("mesh", "where the generator runs; default: of a run's TOML its own, else one rank")
-    group.add_argument("--device", help="cpu, cuda (rank r on GPU r) or cuda:N (all ranks); default: of a run's TOML its own, else cpu")
+    group = parser.add_argument_group(
+        "mesh", "where the generator runs; default: of a run's TOML its own, else one rank"
+    )
+    group.add_argument(
+        "--device",
+        help="cpu, cuda (rank r on GPU r) or cuda:N (all ranks); default: of a run's TOML its "
+        "own, else cpu",
+    )
     group.add_argument("--tp", type=int, help="tensor-parallel ranks")
     group.add_argument("--dp", type=int, help="data-parallel ranks")
     group.add_argument("--ep", type=int, help="ranks that the experts span: 1, tp or dp*tp")
-    group.add_argument("--ep-backend", help="token dispatcher: alltoall (default), allgather_reducescatter, …")
+    group.add_argument(
+        "--ep-backend", help="token dispatcher: alltoall (default), allgather_reducescatter, …"
+    )
 
 
 def add_ignore(parser: argparse.ArgumentParser, *, tensors: bool = False) -> None:
@@ -55,18 +72,41 @@ def read_spec(args: argparse.Namespace, config: Path | Mapping[str, Any]) -> rm.
 
 def add_engine(parser: argparse.ArgumentParser, max_model_len: str) -> None:
     group = parser.add_argument_group("engine")
-    group.add_argument("--dtype", choices=("bfloat16", "float32"), help="of weights, activations and KV; default: the run's or the model's")
-    group.add_argument("--isa", help="ref, avx2, …: exactly this one (default: the fastest); of a GPU cuda_fma (default) or cuda_mma")
-    group.add_argument("--threads", type=int, help="default: of a run's TOML its own, else one per core this process may use")
-    group.add_argument("--kv-cache-gib", type=float, help="default: of a run's TOML its own, else 1")
+    group.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="of weights, activations and KV; default: the run's or the model's",
+    )
+    group.add_argument(
+        "--isa",
+        help="ref, avx2, …: exactly this one (default: the fastest); of a GPU cuda_fma (default) "
+        "or cuda_mma",
+    )
+    group.add_argument(
+        "--threads",
+        type=int,
+        help="default: of a run's TOML its own, else one per core this process may use",
+    )
+    group.add_argument(
+        "--kv-cache-gib", type=float, help="default: of a run's TOML its own, else 1"
+    )
     group.add_argument("--max-model-len", type=int, help=max_model_len)
     add_mesh(parser)
 
 
-def make_generator(args: argparse.Namespace, spec: rm.ModelSpec, dtype: str, max_model_len: int, **more: Any) -> rm.Generator:
-    """A generator as the engine and mesh options say. Raises rm.ConfigError for what is not built."""
-    given = {k: v for k in ("device", "ep_backend", "isa", "sequence_parallel") if (v := getattr(args, k, None)) is not None}
-    ranks = {k: v for k, v in {"tp": args.tp, "dp": args.dp, "ep": args.ep}.items() if v is not None}
+def make_generator(
+    args: argparse.Namespace, spec: rm.ModelSpec, dtype: str, max_model_len: int, **more: Any
+) -> rm.Generator:
+    """A generator as the engine and mesh options say. Raises rm.ConfigError for what is not
+    built."""
+    given = {
+        k: v
+        for k in ("device", "ep_backend", "isa", "sequence_parallel")
+        if (v := getattr(args, k, None)) is not None
+    }
+    ranks = {
+        k: v for k, v in {"tp": args.tp, "dp": args.dp, "ep": args.ep}.items() if v is not None
+    }
     return rm.Generator(
         spec,
         mesh=rm.Mesh(**ranks),
@@ -80,7 +120,8 @@ def make_generator(args: argparse.Namespace, spec: rm.ModelSpec, dtype: str, max
 
 
 def take_run_settings(args: argparse.Namespace) -> None:
-    """Where MODEL is a run's TOML and an option was left out, what its [generator] table says; then the options' defaults."""
+    """Where MODEL is a run's TOML and an option was left out, what its [generator] table says; then
+    the options' defaults."""
     if args.model.suffix == ".toml" and args.model.is_file():
         from rollmesh.grpo import config as run_config
 
@@ -109,7 +150,8 @@ def checkpoint_of(where: Path) -> Path:
 
 
 def read_model_config(where: Path) -> dict[str, Any]:
-    """A Hugging Face config as a dict, from a folder with config.json, a JSON file, or the [model] table of a run's TOML."""
+    """A Hugging Face config as a dict, from a folder with config.json, a JSON file, or the [model]
+    table of a run's TOML."""
     try:
         if where.is_dir():
             refuse_adapter(where)
@@ -119,7 +161,8 @@ def read_model_config(where: Path) -> dict[str, Any]:
         return read_json(where)
     except OSError as e:
         raise rm.ConfigError(
-            f"{plain(e.filename or where)}: {e.strerror}; expected a checkpoint or run folder, a config.json or a run's TOML"
+            f"{plain(e.filename or where)}: {e.strerror}; expected a checkpoint or run folder, a "
+            "config.json or a run's TOML"
         ) from e
 
 
@@ -163,7 +206,9 @@ def read_tokenizer(where: Path) -> Any:
 def tokenizer_size(where: Path) -> int:
     file = where / "tokenizer.json" if where.is_dir() else where
     if not file.is_file():
-        raise rm.ConfigError(f"[model] vocab_size: not given, and there is no tokenizer at {plain(where)}")
+        raise rm.ConfigError(
+            f"[model] vocab_size: not given, and there is no tokenizer at {plain(where)}"
+        )
     content = read_json(file)  # not through the package tokenizers: a shape needs no tokenizer
     try:
         entries = content["model"]["vocab"]  # an object by token, or a list of [token, score]

@@ -1,10 +1,12 @@
 """`rollmesh plan MODEL`: what a model is made of, and the memory it takes on each rank.
 
-Arithmetic only, from the configuration: nothing is allocated, so it answers for any size and world on any machine. MODEL is a
-checkpoint folder, a config.json or a run's TOML. Ranks: dense parameters are sharded over tp (whole heads, vocabulary in blocks
-of 128) and replicated over dp; experts are spread over ep ranks, or with ep = 1 sharded over tp. Matrices count as stored: packed
-in tiles of 16 rows and 32 columns, on every device alike. A column "a rank" is of the rank that holds most of it; --ranks lists them
-all. The device need not be here: with cuda:N its memory has to hold all ranks, and the sum is shown.
+Arithmetic only, from the configuration: nothing is allocated, so it answers for any size and world
+on any machine. MODEL is a checkpoint folder, a config.json or a run's TOML. Ranks: dense parameters
+are sharded over tp (whole heads, vocabulary in blocks of 128) and replicated over dp; experts are
+spread over ep ranks, or with ep = 1 sharded over tp. Matrices count as stored: packed in tiles of
+16 rows and 32 columns, on every device alike. A column "a rank" is of the rank that holds most of
+it; --ranks lists them all. The device need not be here: with cuda:N its memory has to hold all
+ranks, and the sum is shown.
 """
 
 from __future__ import annotations
@@ -33,12 +35,29 @@ GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder, config.json or a run's TOML")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: of a run's TOML its own, else bfloat16")
-    parser.add_argument("--kv-cache-gib", type=float, help="how many tokens this holds is shown; default: of a run's TOML its own, else 1")
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="checkpoint folder, config.json or a run's TOML"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="default: of a run's TOML its own, else bfloat16",
+    )
+    parser.add_argument(
+        "--kv-cache-gib",
+        type=float,
+        help="how many tokens this holds is shown; default: of a run's TOML its own, else 1",
+    )
     parser.add_argument("--ranks", action="store_true", help="also list what each rank holds")
-    parser.add_argument("--rows", type=int, default=32, help="sequences of each replica that decode together, for the traffic of a step")
-    parser.add_argument("--sequence-parallel", action="store_true", help="norms and residuals on token shards")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=32,
+        help="sequences of each replica that decode together, for the traffic of a step",
+    )
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="norms and residuals on token shards"
+    )
     add_ignore(parser)
     add_mesh(parser)
 
@@ -50,28 +69,48 @@ def run(args: argparse.Namespace) -> int:
     device = device_name("cpu" if args.device is None else args.device)
     ranks = placements(spec, tp, dp, ep)
     if not 0 <= args.kv_cache_gib < MAX_GIB:
-        raise rm.ConfigError(f"--kv-cache-gib {args.kv_cache_gib}: expected a number >= 0 and below {MAX_GIB}")
+        raise rm.ConfigError(
+            f"--kv-cache-gib {args.kv_cache_gib}: expected a number >= 0 and below {MAX_GIB}"
+        )
     dtype = args.dtype or "bfloat16"
     bytes_each = 2 if dtype == "bfloat16" else 4
     parameters = count_parameters(spec)
-    print(f"{plain(args.model)}: {spec.num_hidden_layers} layers, {parameters.total:,} parameters, {parameters.active:,} used by a token")
+    print(
+        f"{plain(args.model)}: {spec.num_hidden_layers} layers, {parameters.total:,} parameters, "
+        f"{parameters.active:,} used by a token"
+    )
     print(f"\n{'parameter':<34}{'count':>8}{'shape':>18}{'parameters':>18}{'a rank':>12}")
     kinds = set(ranks)  # replicas are alike
     for m in matrices(spec):
         shape = str(m.cols) if m.is_vector else f"{m.rows} x {m.cols}"
         most = max(rank_bytes(spec, m, rank, bytes_each) for rank in kinds)
         print(f"{m.name:<34}{m.count:>8,}{shape:>18}{m.elements:>18,}{byte_text(most):>12}")
-    weights_of = {rank: sum(rank_bytes(spec, m, rank, bytes_each) for m in matrices(spec)) for rank in kinds}
+    weights_of = {
+        rank: sum(rank_bytes(spec, m, rank, bytes_each) for m in matrices(spec)) for rank in kinds
+    }
     weights = max(weights_of.values())
     token = kv_bytes_per_token(spec, max(len(rank.kv_heads) for rank in kinds), bytes_each)
-    print(f"\non each of {len(ranks)} rank(s), {dtype} (tp={tp}, dp={dp}, ep={ep}), device {device}")
+    print(
+        f"\non each of {len(ranks)} rank(s), {dtype} (tp={tp}, dp={dp}, ep={ep}), device {device}"
+    )
     print(f"{'weights':<34}{byte_text(weights):>12}")
     print(f'{"staging of the next version":<34}{byte_text(weights):>12}   none with mode="inplace"')
-    print(f"{'KV of a token':<34}{byte_text(token):>12}   {args.kv_cache_gib:g} GiB hold {int(args.kv_cache_gib * GIB / token):,} tokens")
-    print(f"{'weights + staging + KV cache':<34}{byte_text(2 * weights + args.kv_cache_gib * GIB):>12}   and the engine's workspace")
+    print(
+        f"{'KV of a token':<34}{byte_text(token):>12}   {args.kv_cache_gib:g} GiB hold "
+        f"{int(args.kv_cache_gib * GIB / token):,} tokens"
+    )
+    print(
+        f"{'weights + staging + KV cache':<34}"
+        f"{byte_text(2 * weights + args.kv_cache_gib * GIB):>12}   and the engine's workspace"
+    )
     if device.startswith("cuda:") and len(ranks) > 1:
-        together = 2 * sum(weights_of[rank] for rank in ranks) + len(ranks) * args.kv_cache_gib * GIB
-        print(f"{f'of all {len(ranks)} ranks, on {device}':<34}{byte_text(together):>12}   and a workspace of each")
+        together = (
+            2 * sum(weights_of[rank] for rank in ranks) + len(ranks) * args.kv_cache_gib * GIB
+        )
+        print(
+            f"{f'of all {len(ranks)} ranks, on {device}':<34}{byte_text(together):>12}   and a "
+            "workspace of each"
+        )
     if len(ranks) > 1:
         print_traffic(spec, rm.Mesh(tp=tp, dp=dp, ep=ep), args, dtype)
     if args.ranks:
@@ -83,11 +122,20 @@ def print_traffic(spec: rm.ModelSpec, mesh: rm.Mesh, args: argparse.Namespace, d
     if not 1 <= args.rows <= 2**20:
         raise rm.ConfigError(f"--rows {args.rows}: expected a number in [1, {2**20}]")
     backend = choice("--ep-backend", args.ep_backend or "alltoall", EP_BACKENDS)
-    sent = step_traffic(spec, mesh, args.rows, dtype=dtype, ep_backend=backend, sequence_parallel=args.sequence_parallel)
+    sent = step_traffic(
+        spec,
+        mesh,
+        args.rows,
+        dtype=dtype,
+        ep_backend=backend,
+        sequence_parallel=args.sequence_parallel,
+    )
     print(f"\nsent by a rank in a decode step of {args.rows} sequences a replica")
     print(f"{'tp: activations, logits':<34}{byte_text(int(sent.tp / mesh.world)):>12}")
     how = backend if mesh.ep > 1 else "experts are cut over tp"
-    print(f"{'ep: tokens to experts and back':<34}{byte_text(int(sent.ep / mesh.world)):>12}   {how}")
+    print(
+        f"{'ep: tokens to experts and back':<34}{byte_text(int(sent.ep / mesh.world)):>12}   {how}"
+    )
 
 
 def print_ranks(spec: rm.ModelSpec, ranks: list[Placement], tp: int, weights: list[int]) -> None:
@@ -100,7 +148,12 @@ def print_ranks(spec: rm.ModelSpec, ranks: list[Placement], tp: int, weights: li
         *(["inner"] if spec.intermediate_size else []),
         *(["experts"] if spec.num_experts else []),
     ]
-    print("\n" + f"{'rank':>5}{'dp':>5}{'tp':>4}" + "".join(f"{name:>15}" for name in names) + f"{'weights':>12}")
+    print(
+        "\n"
+        + f"{'rank':>5}{'dp':>5}{'tp':>4}"
+        + "".join(f"{name:>15}" for name in names)
+        + f"{'weights':>12}"
+    )
     for number, (rank, size) in enumerate(zip(ranks, weights, strict=True)):
         held = "".join(f"{_span(getattr(rank, name)):>15}" for name in names)
         print(f"{number:>5}{number // tp:>5}{number % tp:>4}{held}{byte_text(size):>12}")

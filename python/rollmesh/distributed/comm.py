@@ -1,14 +1,21 @@
-"""How the ranks of a mesh communicate. The program is SPMD: every process makes the same calls in the same order.
+"""How the ranks of a mesh communicate. The program is SPMD: every process makes the same calls in
+the same order.
 
-    Generator(spec, mesh=rm.Mesh(tp=2, dp=2))                     all ranks are threads of this process: the default
-    Generator(spec, mesh=…, comm=rm.comm.shm())                   under torchrun: one process per rank, shared memory (one machine)
-    Generator(spec, mesh=…, comm=rm.comm.shm("name", rank, world))    the same for processes that you start yourself
-    Generator(spec, mesh=…, comm=rm.comm.torch(group))            one process per rank, a torch.distributed group (Gloo)
-    Generator(spec, device="cuda", mesh=…, comm=rm.comm.nccl(rm.comm.shm()))     the same, with NCCL between GPUs; with rm.comm.nccl()
+    Generator(spec, mesh=rm.Mesh(tp=2, dp=2))                     all ranks are threads of this
+                                                                  process: the default
+    Generator(spec, mesh=…, comm=rm.comm.shm())                   under torchrun: one process per
+                                                                  rank, shared memory (one machine)
+    Generator(spec, mesh=…, comm=rm.comm.shm("name", rank, world))    the same for processes that
+                                                                      you start yourself
+    Generator(spec, mesh=…, comm=rm.comm.torch(group))            one process per rank, a
+                                                                  torch.distributed group (Gloo)
+    Generator(spec, device="cuda", mesh=…, comm=rm.comm.nccl(rm.comm.shm()))     the same, with NCCL
+                                                                                 between GPUs; with
+                                                                                 rm.comm.nccl()
                                                                   ranks are threads
 
-A comm belongs to one generator, or to streams of weights (rollmesh.sources.send_weights). It moves bytes and adds none, so no result
-depends on which comm is used.
+A comm belongs to one generator, or to streams of weights (rollmesh.sources.send_weights). It moves
+bytes and adds none, so no result depends on which comm is used.
 """
 
 from __future__ import annotations
@@ -41,7 +48,16 @@ from rollmesh.runtime import nccl as _nccl
 from rollmesh.runtime.devices import Device
 from rollmesh.runtime.messages import shown
 
-OPS = ("barrier", "broadcast", "all_gather", "all_to_all", "dispatch", "combine", "step", "vote")  # of csrc/comm/comm.h
+OPS = (
+    "barrier",
+    "broadcast",
+    "all_gather",
+    "all_to_all",
+    "dispatch",
+    "combine",
+    "step",
+    "vote",
+)  # of csrc/comm/comm.h
 MAX_TIMEOUT_S = 10**6
 SEEN_ENDING_S = 0.2  # a connection breaks a moment before the pidfd of its process signals
 BOARD_S = 2.0  # timeout of reads and writes of torch's store
@@ -60,7 +76,11 @@ def _is_real(value: object) -> bool:
 
 def _machine() -> str:
     """A name of the machine and pid namespace: where it is equal, pids name the same processes."""
-    return f"{socket.gethostname()} {os.stat('/proc/self/ns/pid').st_ino}" if os.path.exists("/proc/self/ns/pid") else ""
+    return (
+        f"{socket.gethostname()} {os.stat('/proc/self/ns/pid').st_ino}"
+        if os.path.exists("/proc/self/ns/pid")
+        else ""
+    )
 
 
 def _number(variable: str, text: str | None) -> int:
@@ -70,7 +90,8 @@ def _number(variable: str, text: str | None) -> int:
 
 
 def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """MeshMismatchError unless all ranks have equal values; it lists which ranks differ from rank 0, and in what."""
+    """MeshMismatchError unless all ranks have equal values; it lists which ranks differ from rank
+    0, and in what."""
     wrong = [
         f"rank {rank} has {name} = {its.get(name)}, rank 0 {everyone[0].get(name)}"
         for rank, its in enumerate(everyone)
@@ -78,26 +99,42 @@ def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
         if its.get(name) != everyone[0].get(name)
     ]
     if wrong:
-        raise MeshMismatchError(f"the ranks of this mesh were not made alike: {'; '.join(wrong)[:2000]}")
+        raise MeshMismatchError(
+            f"the ranks of this mesh were not made alike: {'; '.join(wrong)[:2000]}"
+        )
 
 
 def check_group(group: Any) -> None:
-    """Refuses what is not a group of torch.distributed that this process is in, or None; torch itself fails with an assertion."""
+    """Refuses what is not a group of torch.distributed that this process is in, or None; torch
+    itself fails with an assertion."""
     try:
         from torch import distributed
     except ImportError as error:
-        raise ConfigError(f"group: expected rm.comm.nccl(…) or rm.comm.shm(…) without torch, got {shown(group)}") from error
+        raise ConfigError(
+            f"group: expected rm.comm.nccl(…) or rm.comm.shm(…) without torch, got {shown(group)}"
+        ) from error
     outside = distributed.GroupMember.NON_GROUP_MEMBER  # an integer, that of no rank
     if type(group) is type(outside) and group == outside:
-        raise ConfigError("group: expected a group that this process is in, got torch's NON_GROUP_MEMBER; leave the call out on this rank")
+        raise ConfigError(
+            "group: expected a group that this process is in, got torch's NON_GROUP_MEMBER; leave "
+            "the call out on this rank"
+        )
     if group is not None and not isinstance(group, distributed.ProcessGroup):
-        raise ConfigError(f"group: expected a comm (rm.comm.nccl, shm, torch), torch's ProcessGroup or None, got a {type(group).__name__}")
+        raise ConfigError(
+            "group: expected a comm (rm.comm.nccl, shm, torch), torch's ProcessGroup or None, "
+            f"got a {type(group).__name__}"
+        )
     if not distributed.is_initialized():
-        raise StateError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
+        raise StateError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group first"
+        )
     try:
         distributed.get_rank(group)
     except ValueError as error:
-        raise StateError("group: expected one that torch.distributed knows, got one that was destroyed or not made by new_group") from error
+        raise StateError(
+            "group: expected one that torch.distributed knows, got one that was destroyed or not "
+            "made by new_group"
+        ) from error
 
 
 class Ends(NamedTuple):
@@ -117,23 +154,37 @@ class Comm:
 
     def __init__(self, rank: int, world: int, timeout: float):
         if not _is_int(world) or not 1 <= world <= self.MAX_WORLD:
-            raise ConfigError(f"world: expected a number of ranks in [1, {self.MAX_WORLD}], got {shown(world)}")
+            raise ConfigError(
+                f"world: expected a number of ranks in [1, {self.MAX_WORLD}], got {shown(world)}"
+            )
         if not _is_int(rank) or not 0 <= rank < world:
-            raise ConfigError(f"rank: expected one of {world} ranks, counted from 0, got {shown(rank)}")
+            raise ConfigError(
+                f"rank: expected one of {world} ranks, counted from 0, got {shown(rank)}"
+            )
         if not _is_real(timeout) or not 0 < timeout <= MAX_TIMEOUT_S:
-            raise ConfigError(f"timeout: expected seconds above 0, at most {MAX_TIMEOUT_S}, got {shown(timeout)}")
+            raise ConfigError(
+                f"timeout: expected seconds above 0, at most {MAX_TIMEOUT_S}, got {shown(timeout)}"
+            )
         self.rank, self.world, self.timeout = int(rank), int(world), float(timeout)
         self._used = self._closed = False
-        self.stream: Any = None  # the carrier of weight streams over it (weights/transport/carriers.py), made by the first stream
+        # the carrier of weight streams over it (weights/transport/carriers.py), made by the first
+        # stream
+        self.stream: Any = None
 
     def connect(self, mesh: Mesh) -> Ends:
         """The ends for a mesh, once."""
         if mesh.world != self.world:
-            raise ConfigError(f"mesh: expected {self.world} ranks, as many as the comm has, got {mesh.world} (dp={mesh.dp}, tp={mesh.tp})")
+            raise ConfigError(
+                f"mesh: expected {self.world} ranks, as many as the comm has, got {mesh.world} "
+                f"(dp={mesh.dp}, tp={mesh.tp})"
+            )
         if self._closed:
             raise StateError("this comm is closed; make another one")
         if self._used:
-            raise StateError("this comm belongs to another generator or to a stream of weights; make one for each")
+            raise StateError(
+                "this comm belongs to another generator or to a stream of weights; make one for "
+                "each"
+            )
         self._used = True
         try:
             return self._connect(mesh)
@@ -153,14 +204,17 @@ class Comm:
         check_alike([{"NCCL": its["NCCL"]} for its in everyone])
 
     def look(self, control: _core.Comm) -> None:
-        """Raises RankLostError, or what aborted the mesh, if this rank can know it without an exchange."""
+        """Raises RankLostError, or what aborted the mesh, if this rank can know it without an
+        exchange."""
         control.look()
 
     def abort(self) -> None:
-        """This rank gives up and its ends are aborted: what else is needed for the others to notice."""
+        """This rank gives up and its ends are aborted: what else is needed for the others to
+        notice."""
 
     def close(self) -> None:
-        """Called once the generator has closed its ends, or by all ranks after their streams: closes the streams' ends."""
+        """Called once the generator has closed its ends, or by all ranks after their streams:
+        closes the streams' ends."""
         self._closed = True
         stream, self.stream = self.stream, None
         if stream is not None:
@@ -175,12 +229,18 @@ class Shm(Comm):
     def __init__(self, name: str, rank: int, world: int, timeout: float):
         super().__init__(rank, world, timeout)
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise ConfigError(f"name: expected 1 to 200 letters, digits, '.', '_' or '-', got {shown(name)}")
+            raise ConfigError(
+                f"name: expected 1 to 200 letters, digits, '.', '_' or '-', got {shown(name)}"
+            )
         self.name = name
 
     def _connect(self, mesh: Mesh) -> Ends:
-        nonce = int.from_bytes(hashlib.sha256(f"{os.getuid()} {self.name}".encode()).digest()[:8], "little")
-        return Ends(*_core.attach(self.name, self.rank, nonce, mesh.tp, mesh.dp, mesh.ep, self.timeout))
+        nonce = int.from_bytes(
+            hashlib.sha256(f"{os.getuid()} {self.name}".encode()).digest()[:8], "little"
+        )
+        return Ends(
+            *_core.attach(self.name, self.rank, nonce, mesh.tp, mesh.dp, mesh.ep, self.timeout)
+        )
 
 
 class Torch(Comm):
@@ -191,14 +251,18 @@ class Torch(Comm):
         from torch import distributed
 
         self._exchanges: list[_Exchange] = []  # of the groups that this rank is in
-        self._store: Any = None  # torch's key-value store of the control group; readable after connections have broken
+        # torch's key-value store of the control group; readable after connections have broken
+        self._store: Any = None
         self.heard = False  # a connection has broken, so another rank gave up first
         self._watched: dict[int, int] = {}  # rank → pidfd, of other ranks of this machine
-        self._ranks: list[int] = distributed.get_process_group_ranks(group or distributed.group.WORLD)
+        self._ranks: list[int] = distributed.get_process_group_ranks(
+            group or distributed.group.WORLD
+        )
         super().__init__(self._ranks.index(distributed.get_rank()), len(self._ranks), timeout)
 
     def _connect(self, mesh: Mesh) -> Ends:
-        """torch wants all ranks to make all groups in the same order, so the degrees are compared over the first one."""
+        """torch wants all ranks to make all groups in the same order, so the degrees are compared
+        over the first one."""
         world = list(range(self.world))
         control = self._group(world)
         if control is not None:
@@ -206,7 +270,13 @@ class Torch(Comm):
             mine = {"mesh": asdict(mesh), "machine": _machine(), "process": os.getpid()}
             everyone = [json.loads(part) for part in control.all_gather(json.dumps(mine).encode())]
             check_alike([its["mesh"] for its in everyone])
-            self._watch({rank: its["process"] for rank, its in enumerate(everyone) if its["machine"] == mine["machine"]})
+            self._watch(
+                {
+                    rank: its["process"]
+                    for rank, its in enumerate(everyone)
+                    if its["machine"] == mine["machine"]
+                }
+            )
         sizes = {"tp": mesh.tp, "ep": mesh.ep, "lockstep": max(mesh.tp, mesh.ep)}
         ends: dict[str, _core.Comm | None] = {}
         for axis, size in sizes.items():
@@ -221,13 +291,17 @@ class Torch(Comm):
 
         if len(members) == 1:
             return None
-        group = distributed.new_group([self._ranks[r] for r in members], timeout=timedelta(seconds=self.timeout))
+        group = distributed.new_group(
+            [self._ranks[r] for r in members], timeout=timedelta(seconds=self.timeout)
+        )
         if self.rank not in members:
             return None
         me = members.index(self.rank)
         self._exchanges.append(_Exchange(self, group, me, len(members)))
         end = _core.Comm(self._exchanges[-1], me, len(members), "torch")
-        end.set_timeout(self.timeout)  # the torch group has it already; users of this end read it here
+        end.set_timeout(
+            self.timeout
+        )  # the torch group has it already; users of this end read it here
         return end
 
     def _watch(self, processes: Mapping[int, int]) -> None:
@@ -245,7 +319,8 @@ class Torch(Comm):
         return sorted(ranks[fd] for fd, _ in poll.poll(1000 * wait_s)) if ranks else []
 
     def announce_giving_up(self) -> None:
-        """Writes into the store that this rank gives up, unless another rank did before. Ignores a store that is gone."""
+        """Writes into the store that this rank gives up, unless another rank did before. Ignores a
+        store that is gone."""
         if self._store is not None and not self.heard:
             with suppress(RuntimeError):
                 self._board().compare_set(GAVE_UP, "", str(self.rank))
@@ -283,17 +358,32 @@ class Torch(Comm):
 
 
 class _Exchange:
-    """rm_transport's exchange over a torch group: all ranks exchange headers, compare them, then exchange the bytes."""
+    """rm_transport's exchange over a torch group: all ranks exchange headers, compare them, then
+    exchange the bytes."""
 
     def __init__(self, comm: Torch, group: Any, rank: int, size: int):
-        self._comm, self._group, self._rank, self._size, self._process = comm, group, rank, size, os.getpid()
+        self._comm, self._group, self._rank, self._size, self._process = (
+            comm,
+            group,
+            rank,
+            size,
+            os.getpid(),
+        )
         self._asked = time.monotonic()  # when the store was read last
 
     def store(self) -> Any:
         """The group's store; None where torch is too old to give it."""
         return self._group.get_group_store() if hasattr(self._group, "get_group_store") else None
 
-    def __call__(self, op: int, sequence: int, epoch: int, timeout: float, send: list[bytes], sizes: list[int]) -> list[memoryview]:
+    def __call__(
+        self,
+        op: int,
+        sequence: int,
+        epoch: int,
+        timeout: float,
+        send: list[bytes],
+        sizes: list[int],
+    ) -> list[memoryview]:
         import torch
         from torch import distributed
 
@@ -303,11 +393,15 @@ class _Exchange:
         mine = torch.tensor([op, sequence, epoch, *map(len, send)], dtype=torch.int64)
         headers = [torch.empty_like(mine) for _ in range(self._size)]
         out = torch.empty(sum(sizes), dtype=torch.uint8)
-        data = torch.frombuffer(bytearray(b"".join(send)) or bytearray(1), dtype=torch.uint8)[: sum(map(len, send))]
+        data = torch.frombuffer(bytearray(b"".join(send)) or bytearray(1), dtype=torch.uint8)[
+            : sum(map(len, send))
+        ]
         try:
             distributed.all_gather(headers, mine, group=self._group)
             self._check([header.tolist() for header in headers], op, sequence, epoch, sizes)
-            distributed.all_to_all_single(out, data, sizes, [len(part) for part in send], group=self._group)
+            distributed.all_to_all_single(
+                out, data, sizes, [len(part) for part in send], group=self._group
+            )
         except RuntimeError as error:
             raise self._named(error, op, sequence) from error
         view, parts, at = memoryview(out.numpy().data), [], 0
@@ -316,18 +410,25 @@ class _Exchange:
             at += size
         return parts
 
-    def _check(self, headers: list[list[int]], op: int, sequence: int, epoch: int, sizes: list[int]) -> None:
+    def _check(
+        self, headers: list[list[int]], op: int, sequence: int, epoch: int, sizes: list[int]
+    ) -> None:
         for rank, (its_op, its_sequence, its_epoch, *given) in enumerate(headers):
             if (its_op, its_sequence, its_epoch) != (op, sequence, epoch):
                 theirs = f"call {its_sequence}, {OPS[its_op]}, of version {its_epoch}"
                 ours = f"call {sequence}, {OPS[op]}, of version {epoch}"
-                raise CollectiveMismatchError(f"rank {rank} is in {theirs}, rank {self._rank} in {ours}")
+                raise CollectiveMismatchError(
+                    f"rank {rank} is in {theirs}, rank {self._rank} in {ours}"
+                )
             if rank != self._rank and given[self._rank] != sizes[rank]:
                 sent = f"bytes from rank {rank} for rank {self._rank}, got {given[self._rank]}"
-                raise CollectiveMismatchError(f"call {sequence}, {OPS[op]}: expected {sizes[rank]} {sent}")
+                raise CollectiveMismatchError(
+                    f"call {sequence}, {OPS[op]}: expected {sizes[rank]} {sent}"
+                )
 
     def _named(self, error: RuntimeError, op: int, sequence: int) -> Exception:
-        """Gloo's error of a broken connection names an address; the watched processes and the store say which rank was lost."""
+        """Gloo's error of a broken connection names an address; the watched processes and the store
+        say which rank was lost."""
         self._comm.heard = True
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         where = f"{OPS[op]}, call {sequence}: {text[:300]}"
@@ -336,10 +437,13 @@ class _Exchange:
         if ended := ", ".join(map(str, self._comm.ended(SEEN_ENDING_S))):
             return RankLostError(f"lost rank {ended}: the process has ended ({where})")
         who = self._comm.who_gave_up()
-        return RankLostError(f"lost a rank: {where}" if who is None else f"lost rank {who}: it has aborted ({where})")
+        return RankLostError(
+            f"lost a rank: {where}" if who is None else f"lost rank {who}: it has aborted ({where})"
+        )
 
     def look(self) -> None:
-        """Called while a rank waits for its GPU: RankLostError if another rank is known to be lost."""
+        """Called while a rank waits for its GPU: RankLostError if another rank is known to be
+        lost."""
         if self._group is None:
             raise RankLostError(f"rank {self._rank} has aborted or left the group")
         if ended := ", ".join(map(str, self._comm.ended())):
@@ -352,7 +456,8 @@ class _Exchange:
                 raise RankLostError(f"lost rank {who}: it has aborted")
 
     def abort(self) -> None:
-        """Closes the connections: the other ranks notice it where they wait, and read the reason from the store."""
+        """Closes the connections: the other ranks notice it where they wait, and read the reason
+        from the store."""
         if self._group is not None and os.getpid() == self._process:
             self._comm.announce_giving_up()
             self.close()
@@ -361,40 +466,56 @@ class _Exchange:
         from torch import distributed
 
         group, self._group = self._group, None  # its connections end with the last reference
-        if group is not None and os.getpid() == self._process and distributed.is_initialized():  # not the parent's, in a fork
+        if (
+            group is not None and os.getpid() == self._process and distributed.is_initialized()
+        ):  # not the parent's, in a fork
             distributed.destroy_process_group(group)
 
 
 class Nccl(Comm):
-    """NCCL between GPUs, beside a host comm: activations travel by NCCL; plans, requests, votes, outputs and the news of a lost rank by
-    the host comm. `group`, the host comm, is None where ranks are threads."""
+    """NCCL between GPUs, beside a host comm: activations travel by NCCL; plans, requests, votes,
+    outputs and the news of a lost rank by the host comm. `group`, the host comm, is None where
+    ranks are threads."""
 
     def __init__(self, group: Comm | None, library: str | os.PathLike[str] | None):
         if group is not None and (not isinstance(group, Comm) or isinstance(group, Nccl)):
             raise ConfigError(
-                f"group: expected a host comm (rm.comm.shm(…), rm.comm.torch(…)), or None where ranks are threads, got {shown(group)}"
+                "group: expected a host comm (rm.comm.shm(…), rm.comm.torch(…)), or None where "
+                f"ranks are threads, got {shown(group)}"
             )
         self.library = _nccl.find(library)
         self.group = group
-        self.gpu: str | None = None  # a name that is equal on ranks that share a GPU; None where ranks are threads
-        super().__init__(*((0, 1, MAX_TIMEOUT_S) if group is None else (group.rank, group.world, group.timeout)))
+        self.gpu: str | None = (
+            None  # a name that is equal on ranks that share a GPU; None where ranks are threads
+        )
+        super().__init__(
+            *((0, 1, MAX_TIMEOUT_S) if group is None else (group.rank, group.world, group.timeout))
+        )
 
     def place(self, where: Device, mesh: Mesh) -> Device:
         """The generator's device with this rank's ordinal. ConfigError: it is the CPU."""
         if where.cuda_library is None:
-            raise ConfigError("device: expected 'cuda' with rm.comm.nccl(…), got 'cpu'; rm.comm.shm(…) and rm.comm.torch(…) are for CPUs")
+            raise ConfigError(
+                "device: expected 'cuda' with rm.comm.nccl(…), got 'cpu'; rm.comm.shm(…) and "
+                "rm.comm.torch(…) are for CPUs"
+            )
         count = _core.cuda_count(where.cuda_library)
         if self.group is None:
             if mesh.world > (1 if where.cuda_ordinal >= 0 else count):
                 self._allow_sharing()
             return where
         ordinal = where.cuda_ordinal if where.cuda_ordinal >= 0 else self.rank % count
-        self.gpu = f"{_machine() or socket.gethostname()} {_core.cuda_bus(where.cuda_library, ordinal)}"  # what NCCL distinguishes GPUs by
+        # what NCCL distinguishes GPUs by
+        self.gpu = (
+            f"{_machine() or socket.gethostname()} {_core.cuda_bus(where.cuda_library, ordinal)}"
+        )
         return where._replace(cuda_ordinal=ordinal)
 
     def _allow_sharing(self) -> None:
         if self.library.version >= _nccl.SHARES_GPU:  # an older NCCL: the engine raises the error
-            os.environ.setdefault(_nccl.SHARES_GPU_VARIABLE, "1")  # NCCL reads both when the process makes its first communicator
+            os.environ.setdefault(
+                _nccl.SHARES_GPU_VARIABLE, "1"
+            )  # NCCL reads both when the process makes its first communicator
             os.environ.setdefault(*_nccl.FEWER_BLOCKS)
 
     def _connect(self, mesh: Mesh) -> Ends:
@@ -428,51 +549,78 @@ def threads() -> None:
     """All ranks in this process: what Generator does without a comm."""
 
 
-def shm(name: str | None = None, rank: int | None = None, world: int | None = None, timeout: float = 600.0) -> Shm:
-    """This process as one rank on a machine. Under torchrun name, rank and world are taken from its environment variables. The name is
-    a file in /dev/shm until all ranks have connected; use a random one, since no other mesh may use it meanwhile. timeout: seconds that
-    a rank waits for another, in any call, before CollectiveTimeoutError."""
+def shm(
+    name: str | None = None,
+    rank: int | None = None,
+    world: int | None = None,
+    timeout: float = 600.0,
+) -> Shm:
+    """This process as one rank on a machine. Under torchrun name, rank and world are taken from its
+    environment variables. The name is a file in /dev/shm until all ranks have connected; use a
+    random one, since no other mesh may use it meanwhile. timeout: seconds that a rank waits for
+    another, in any call, before CollectiveTimeoutError."""
     given = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
     if rank is None or world is None:
         if None in given:
-            raise ConfigError("comm.shm: expected rank and world, or RANK and WORLD_SIZE in the environment (torchrun sets them)")
+            raise ConfigError(
+                "comm.shm: expected rank and world, or RANK and WORLD_SIZE in the environment "
+                "(torchrun sets them)"
+            )
         rank = _number("RANK", given[0]) if rank is None else rank
         world = _number("WORLD_SIZE", given[1]) if world is None else world
     if name is None:
-        parts = [os.environ.get(key, "") for key in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
+        parts = [
+            os.environ.get(key, "")
+            for key in (
+                "TORCHELASTIC_RUN_ID",
+                "MASTER_ADDR",
+                "MASTER_PORT",
+                "TORCHELASTIC_RESTART_COUNT",
+            )
+        ]
         if not parts[2]:
-            raise ConfigError("comm.shm: expected a name, or MASTER_PORT in the environment (torchrun sets it)")
+            raise ConfigError(
+                "comm.shm: expected a name, or MASTER_PORT in the environment (torchrun sets it)"
+            )
         name = "rollmesh-" + hashlib.sha256(" ".join(parts).encode()).hexdigest()[:24]
     return Shm(name, rank, world, timeout)
 
 
 def torch(group: Any = None, timeout: float = 600.0) -> Torch:
-    """This process as one rank of a torch.distributed group that the caller has initialised (None: the default one). timeout: as in shm."""
+    """This process as one rank of a torch.distributed group that the caller has initialised (None:
+    the default one). timeout: as in shm."""
     return Torch(group, timeout)
 
 
 def nccl(group: Comm | None = None, library: str | os.PathLike[str] | None = None) -> Nccl:
-    """Ranks on GPUs, for Generator(device="cuda"). NCCL moves activations between the GPUs; `group` (rm.comm.shm or rm.comm.torch; None
-    or rm.comm.threads(): all ranks are threads of this process) moves everything else, and its timeout applies.
+    """Ranks on GPUs, for Generator(device="cuda"). NCCL moves activations between the GPUs; `group`
+    (rm.comm.shm or rm.comm.torch; None or rm.comm.threads(): all ranks are threads of this process)
+    moves everything else, and its timeout applies.
 
-    library  the path of a libnccl.so.2; by default the one that is loaded already, the wheel's, or the system's (`rollmesh doctor` says
-             which one, and metrics()["nccl"] which was used)
+    library  the path of a libnccl.so.2; by default the one that is loaded already, the wheel's, or
+             the system's (`rollmesh doctor` says which one, and metrics()["nccl"] which was used)
 
-    With NCCL 2.30.3 and later two ranks may share a GPU. NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL_MAX_CTAS=4 are then set in the
-    environment, unless they are set already. Start the process with CUDA_DEVICE_MAX_CONNECTIONS=32, so that each rank gets a hardware
-    queue of its own.
+    With NCCL 2.30.3 and later two ranks may share a GPU. NCCL_MULTI_RANK_GPU_ENABLE=1 and
+    NCCL_MAX_CTAS=4 are then set in the environment, unless they are set already. Start the process
+    with CUDA_DEVICE_MAX_CONNECTIONS=32, so that each rank gets a hardware queue of its own.
 
-    Raises ConfigError without NCCL or with one that is too old; when the generator is made, also on the CPU, or where ranks share a GPU
-    and NCCL does not allow it. MeshMismatchError then if ranks have different versions of NCCL. As with any comm RankLostError,
-    CollectiveTimeoutError and CollectiveMismatchError, and DeviceError where CUDA fails."""
+    Raises ConfigError without NCCL or with one that is too old; when the generator is made, also on
+    the CPU, or where ranks share a GPU and NCCL does not allow it. MeshMismatchError then if ranks
+    have different versions of NCCL. As with any comm RankLostError, CollectiveTimeoutError and
+    CollectiveMismatchError, and DeviceError where CUDA fails."""
     return Nccl(group, library)
 
 
-def check_surroundings(mesh: Mesh | None, comm: object, ep_backend: str, sequence_parallel: bool) -> None:
+def check_surroundings(
+    mesh: Mesh | None, comm: object, ep_backend: str, sequence_parallel: bool
+) -> None:
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh: expected a Mesh, got a {type(mesh).__name__}")
     if comm is not None and not isinstance(comm, Comm):
-        raise ConfigError(f"comm: expected None, rm.comm.shm(…), rm.comm.torch(…) or rm.comm.nccl(…), got {shown(comm)}")
+        raise ConfigError(
+            "comm: expected None, rm.comm.shm(…), rm.comm.torch(…) or rm.comm.nccl(…), got "
+            f"{shown(comm)}"
+        )
     check_backend(ep_backend)
     if not isinstance(sequence_parallel, bool):
         raise ConfigError(f"sequence_parallel: expected a bool, got {shown(sequence_parallel)}")

@@ -1,13 +1,17 @@
-"""Rank 0 makes the calls and the other ranks follow (Generator.follow): a single controller over the ranks of SPMD.
+"""Rank 0 makes the calls and the other ranks follow (Generator.follow): a single controller over
+the ranks of SPMD.
 
-    rank 0          a followed method ──► queue ──► the next collective call sends the queue and makes its own part
+    rank 0          a followed method ──► queue ──► the next collective call sends the queue and
+                    makes its own part
     other ranks     receive ──► the same methods with the same arguments, in the same order
 
-What is followed are the methods that change what all ranks hold: they are marked where they are defined. Calls that exchange nothing
-(an added request, an abort) wait in the queue, so that a step costs one message more than in SPMD. A method that a followed one calls
-is not sent: the other ranks come to it by themselves.
+What is followed are the methods that change what all ranks hold: they are marked where they are
+defined. Calls that exchange nothing (an added request, an abort) wait in the queue, so that a step
+costs one message more than in SPMD. A method that a followed one calls is not sent: the other ranks
+come to it by themselves.
 
-A rank waits for the next message as for any collective, at most the comm's timeout. Rank 0 sends an empty one while it has nothing to do.
+A rank waits for the next message as for any collective, at most the comm's timeout. Rank 0 sends an
+empty one while it has nothing to do.
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ IDLE_SHARE = 4  # rank 0 is silent for two of these shares of the comm's timeout
 class Role(Protocol):
     """What a rank is once all have called Generator.follow."""
 
-    def call(self, name: str, values: Mapping[str, Any], collective: bool) -> AbstractContextManager[None]:
+    def call(
+        self, name: str, values: Mapping[str, Any], collective: bool
+    ) -> AbstractContextManager[None]:
         """Around this rank's own part of a followed call."""
 
     def close(self) -> None:
@@ -55,9 +61,12 @@ class Followed(Protocol):
 F = TypeVar("F", bound=Followed)
 
 
-def followed(*sent: str, collective: bool = False) -> Callable[[Callable[Concatenate[F, P], T]], Callable[Concatenate[F, P], T]]:
-    """Marks a method that the other ranks have to call too. sent: the arguments that they need; the others take their defaults there.
-    collective: ranks exchange messages in it, so that it cannot wait in the queue."""
+def followed(
+    *sent: str, collective: bool = False
+) -> Callable[[Callable[Concatenate[F, P], T]], Callable[Concatenate[F, P], T]]:
+    """Marks a method that the other ranks have to call too. sent: the arguments that they need; the
+    others take their defaults there. collective: ranks exchange messages in it, so that it cannot
+    wait in the queue."""
 
     def mark(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, P], T]:
         signature = inspect.signature(method)
@@ -68,7 +77,9 @@ def followed(*sent: str, collective: bool = False) -> Callable[[Callable[Concate
             if role is None:
                 return method(self, *args, **kwargs)
             values = signature.bind(self, *args, **kwargs).arguments if sent else {}
-            with role.call(method.__name__, {name: values[name] for name in sent if name in values}, collective):
+            with role.call(
+                method.__name__, {name: values[name] for name in sent if name in values}, collective
+            ):
                 return method(self, *args, **kwargs)
 
         _FOLLOWED.add(call)
@@ -88,13 +99,20 @@ def followed_methods(*parts: object) -> dict[str, Callable[..., Any]]:
 
 
 class Leader:
-    """Rank 0. Callers hold the generator's lock; while one is busy (a tokenizer), a thread keeps sending."""
+    """Rank 0. Callers hold the generator's lock; while one is busy (a tokenizer), a thread keeps
+    sending."""
 
-    def __init__(self, control: _core.Comm, timeout: float, give_up: WeakMethod[Callable[[], None]]):
+    def __init__(
+        self, control: _core.Comm, timeout: float, give_up: WeakMethod[Callable[[], None]]
+    ):
         """give_up: aborts the mesh."""
         self._control, self._give_up = control, give_up
-        self._lock = threading.RLock()  # of the control comm and the queue; a collective call holds it to its end
-        self._queue: list[Any] = []  # [name, values] of calls that the other ranks have not made yet
+        self._lock = (
+            threading.RLock()
+        )  # of the control comm and the queue; a collective call holds it to its end
+        self._queue: list[
+            Any
+        ] = []  # [name, values] of calls that the other ranks have not made yet
         self._is_inside = False  # a followed call
         self._sent_at, self._closed = time.monotonic(), threading.Event()
         silence = timeout / IDLE_SHARE
@@ -111,7 +129,9 @@ class Leader:
         try:
             with self._lock if collective else nullcontext():
                 with self._lock:
-                    self._queue.append([name, {key: _plain(value) for key, value in values.items()}])
+                    self._queue.append(
+                        [name, {key: _plain(value) for key, value in values.items()}]
+                    )
                     if collective:
                         self._send()
                 yield
@@ -162,7 +182,9 @@ class Follower:
     def call(self, name: str, values: Mapping[str, Any], collective: bool) -> Iterator[None]:
         del name, values, collective
         if threading.get_ident() != self._thread and not self.ended:
-            raise StateError(f"rank {self._rank} follows rank 0 (Generator.follow); make this call on rank 0")
+            raise StateError(
+                f"rank {self._rank} follows rank 0 (Generator.follow); make this call on rank 0"
+            )
         yield
 
     def close(self) -> None:
@@ -181,7 +203,8 @@ class Follower:
 
 
 def _plain(value: Any) -> Any:
-    """As rollmesh.distributed.wire takes it. The methods' other dataclasses are made again by who calls them (Generator.follow)."""
+    """As rollmesh.distributed.wire takes it. The methods' other dataclasses are made again by who
+    calls them (Generator.follow)."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return sorted(value) if isinstance(value, (set, frozenset)) else value

@@ -14,19 +14,25 @@ from rollmesh.runtime.arguments import choice
 from rollmesh.runtime.messages import shown
 
 EP_BACKENDS = ("disabled", "local_allreduce", "allgather_reducescatter", "alltoall")
-DEEPEP_LACKS = "an adapter over the deep_ep package, which needs NVSHMEM and a CUDA device for each rank"
+DEEPEP_LACKS = (
+    "an adapter over the deep_ep package, which needs NVSHMEM and a CUDA device for each rank"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Degrees of parallelism, of world = dp * tp ranks. What is computed has the same bits on every mesh.
+    """Degrees of parallelism, of world = dp * tp ranks. What is computed has the same bits on every
+    mesh.
 
-    tp       ranks that share the matrices of one replica, each with columns of them; divides the attention heads
+    tp       ranks that share the matrices of one replica, each with columns of them; divides the
+             attention heads
     dp       replicas; each runs requests of its own
-    ep       ranks that share the experts: 1 (each expert is cut over tp like a dense layer), tp, or dp * tp; divides the experts
+    ep       ranks that share the experts: 1 (each expert is cut over tp like a dense layer), tp, or
+             dp * tp; divides the experts
     cp, pp   context and pipeline parallelism: always 1
 
-    Raises ConfigError for degrees that break a rule. Whether a model fits them is checked when a generator is made.
+    Raises ConfigError for degrees that break a rule. Whether a model fits them is checked when a
+    generator is made.
     """
 
     tp: int = 1
@@ -38,14 +44,25 @@ class Mesh:
     def __post_init__(self) -> None:
         for name in ("tp", "dp", "ep", "cp", "pp"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 1 <= int(value) <= MAX_RANKS:
-                raise ConfigError(f"mesh {name}: expected an integer in [1, {MAX_RANKS}], got {shown(value)}")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, numbers.Integral)
+                or not 1 <= int(value) <= MAX_RANKS
+            ):
+                raise ConfigError(
+                    f"mesh {name}: expected an integer in [1, {MAX_RANKS}], got {shown(value)}"
+                )
             object.__setattr__(self, name, int(value))
         for name in ("cp", "pp"):
             if getattr(self, name) != 1:
-                raise ConfigError(f"mesh {name}: expected 1, got {getattr(self, name)}; there is no context or pipeline parallelism")
+                raise ConfigError(
+                    f"mesh {name}: expected 1, got {getattr(self, name)}; there is no context or "
+                    "pipeline parallelism"
+                )
         if self.ep not in (1, self.tp, self.dp * self.tp):
-            raise ConfigError(f"mesh ep: expected 1, tp = {self.tp} or dp*tp = {self.dp * self.tp}, got {self.ep}")
+            raise ConfigError(
+                f"mesh ep: expected 1, tp = {self.tp} or dp*tp = {self.dp * self.tp}, got {self.ep}"
+            )
 
     @property
     def world(self) -> int:
@@ -54,7 +71,11 @@ class Mesh:
 
 
 def check_backend(name: Any) -> str:
-    """Checks the name of a token dispatcher. DeepEP would be one more, with the same inputs and outputs."""
+    """Checks the name of a token dispatcher. DeepEP would be one more, with the same inputs and
+    outputs."""
     if isinstance(name, str) and name == "deepep":
-        raise ConfigError(f"ep_backend: expected one of {', '.join(EP_BACKENDS)}, got 'deepep', which lacks {DEEPEP_LACKS}")
+        raise ConfigError(
+            f"ep_backend: expected one of {', '.join(EP_BACKENDS)}, got 'deepep', which lacks "
+            f"{DEEPEP_LACKS}"
+        )
     return choice("ep_backend", name, EP_BACKENDS)

@@ -1,6 +1,8 @@
-"""The engine of this process and the other ranks of its mesh: one interface for the generator, requests, weight updates and vLLM's runner.
+"""The engine of this process and the other ranks of its mesh: one interface for the generator,
+requests, weight updates and vLLM's runner.
 
-RankEngine       one process (its ranks, if several, are threads): requests go to the C engine, exchanges return at once
+RankEngine       one process (its ranks, if several, are threads): requests go to the C engine,
+                 exchanges return at once
 SpmdEngine       (spmd.py) this process is one rank of several; exchanges go to the other ranks
 """
 
@@ -16,7 +18,13 @@ from numpy.typing import NDArray
 
 from rollmesh import _core
 from rollmesh.distributed.follow import Role, followed
-from rollmesh.errors import CollectiveMismatchError, CollectiveTimeoutError, DeadlineError, DeviceError, RankLostError
+from rollmesh.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DeadlineError,
+    DeviceError,
+    RankLostError,
+)
 from rollmesh.runtime.engine_views import Finish, Ids, OpTime, RequestView, SampleView, Stats
 
 # Errors that one rank may raise while the others do not.
@@ -35,7 +43,9 @@ class RankEngine:
         self._engine = engine
         self.paused = False
         self.role: Role | None = None  # once Generator.follow was called
-        self.fault: Exception | None = None  # of this rank's own source; raised at the next exchange of the sync
+        self.fault: Exception | None = (
+            None  # of this rank's own source; raised at the next exchange of the sync
+        )
         self._late: set[int] = set()  # aborted by a deadline and not yet released
 
     def __getattr__(self, name: str) -> Any:
@@ -45,9 +55,10 @@ class RankEngine:
     def close(self) -> None:
         self._engine.close()
 
-    # ---------------------------------------------------------------------------------------- among ranks
+    # --------------------------------------------------------------------------------- among ranks
     def all_gather(self, call: str, value: Any = None) -> list[Any]:
-        """Every rank's value. CollectiveMismatchError: ranks are in different calls, or were given different requests."""
+        """Every rank's value. CollectiveMismatchError: ranks are in different calls, or were given
+        different requests."""
         del call
         return [value]
 
@@ -60,15 +71,21 @@ class RankEngine:
         return deadline
 
     def abort_unless_shared(self, error: BaseException, voting: bool = False) -> bool:
-        """This rank leaves a call by an exception. Unless the other ranks raise it too, or were told of it, the mesh is aborted, since
-        they would wait for this rank. voting: in the two-phase commit of a sync, where a MemoryError is a vote. Returns whether it was
+        """This rank leaves a call by an exception. Unless the other ranks raise it too, or were
+        told of it, the mesh is aborted, since they would wait for this rank. voting: in the
+        two-phase commit of a sync, where a MemoryError is a vote. Returns whether it was
         aborted."""
         del error, voting
         return False
 
-    # ---------------------------------------------------------------------------------------- requests
+    # ------------------------------------------------------------------------------------ requests
     def add(
-        self, prompt: Ids, stop_token_ids: Ids, request: Any, logits: NDArray[np.float32] | None, edits: tuple[Array, ...] | None = None
+        self,
+        prompt: Ids,
+        stop_token_ids: Ids,
+        request: Any,
+        logits: NDArray[np.float32] | None,
+        edits: tuple[Array, ...] | None = None,
     ) -> int:
         """edits: the arrays of rollmesh.request.logit_edits."""
         return self._engine.add(prompt, stop_token_ids, request, logits, edits)
@@ -78,13 +95,15 @@ class RankEngine:
         return self._engine.step()
 
     def runs_besides(self, numbers: set[int]) -> bool:
-        """Whether requests other than these are unfinished on some rank, so that a call for these must go step by step."""
+        """Whether requests other than these are unfinished on some rank, so that a call for these
+        must go step by step."""
         del numbers
         return False
 
     def step_with_all(self, watch: Callable[[], None], deadline: float | None) -> tuple[int, bool]:
-        """One step, after which all ranks see the same requests finished. watch() looks for stop strings in this rank's own requests
-        before the exchange. Returns (rows of all replicas, whether any rank's deadline has passed)."""
+        """One step, after which all ranks see the same requests finished. watch() looks for stop
+        strings in this rank's own requests before the exchange. Returns (rows of all replicas,
+        whether any rank's deadline has passed)."""
         del watch  # the caller does it after the step
         rows = 0 if self.paused else self._engine.step()[0]
         return rows, deadline is not None and time.monotonic() >= deadline
@@ -144,10 +163,10 @@ class RankEngine:
     def profile(self) -> list[OpTime]:
         return self._engine.profile()
 
-    # ---------------------------------------------------------------------------------------- weights
+    # ------------------------------------------------------------------------------------- weights
     def all_gather_or_raise(self, where: str, value: Any, error: Exception | None) -> list[Any]:
-        """Every rank's value, once all have come to this point of a sync. error: why this rank fails; it is raised here, and
-        SyncAbortedError with the reason on the other ranks."""
+        """Every rank's value, once all have come to this point of a sync. error: why this rank
+        fails; it is raised here, and SyncAbortedError with the reason on the other ranks."""
         self.raise_failure(error, [])
         return self.all_gather(where, value)
 
@@ -155,18 +174,24 @@ class RankEngine:
         """The same without a value."""
         self.all_gather_or_raise(where, None, error)
 
-    def refuse(self, where: str, error: Exception, turn: Callable[[], AbstractContextManager[None]]) -> None:
-        """This rank refuses the arguments of a call that all ranks make; the others are told why. turn: takes the generator's lock."""
+    def refuse(
+        self, where: str, error: Exception, turn: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """This rank refuses the arguments of a call that all ranks make; the others are told why.
+        turn: takes the generator's lock."""
 
     def require_equal(self, what: str, values: list[str]) -> None:
-        """CollectiveMismatchError on all ranks unless all values are equal. The mesh stays usable."""
+        """CollectiveMismatchError on all ranks unless all values are equal. The mesh stays
+        usable."""
 
     def raise_failure(self, error: Exception | None, reasons: list[str | None]) -> None:
-        """Raises this rank's own error, or SyncAbortedError with the first reason of another rank, if there is one."""
+        """Raises this rank's own error, or SyncAbortedError with the first reason of another rank,
+        if there is one."""
         del reasons
         if error is not None:
             raise error
 
     def all_gather_push(self, at: str, why: str | None) -> list[tuple[str, str | None]]:
-        """Where each rank is in a sync by begin_sync ("push", "abort", "commit"), and why it fails, if it does."""
+        """Where each rank is in a sync by begin_sync ("push", "abort", "commit"), and why it fails,
+        if it does."""
         return [(at, why)]

@@ -1,19 +1,25 @@
-"""One rank of a mesh of processes, with the interface of a single engine. Every process makes the same calls in the same order; this
-file exchanges what the ranks need of each other, so that the layers above see one engine.
+"""One rank of a mesh of processes, with the interface of a single engine. Every process makes the
+same calls in the same order; this file exchanges what the ranks need of each other, so that the
+layers above see one engine.
 
-The ranks of one replica compute a request; to all other ranks it is *foreign*. A request counts as finished once all ranks have
-received its record, so that all see it in the same call: the first rank of each replica sends the records of its finished requests.
-There are two times for this exchange, and the calls alone decide between them:
+The ranks of one replica compute a request; to all other ranks it is *foreign*. A request counts as
+finished once all ranks have received its record, so that all see it in the same call: the first
+rank of each replica sends the records of its finished requests. There are two times for this
+exchange, and the calls alone decide between them:
 
-    to the end     add (own or foreign) ──► step … step (own) ──► settle (all) ──► finished, request, sample, tokens ──► release
-    step by step   add, add … ──► step_with_all (a step, then an exchange) ──► …  more may be added after any
+    to the end     add (own or foreign) ──► step … step (own) ──► settle (all) ──► finished,
+                   request, sample, tokens ──► release
+    step by step   add, add … ──► step_with_all (a step, then an exchange) ──► …  more may be added
+                   after any
 
-To the end: for calls that wait for all unfinished requests (generate, score, a sync that waits). No replica waits for another before.
-Step by step: for poll, and for calls that return while other requests are still running. All ranks take equally many steps, so poll
-returns what it returns on the same mesh in one process.
+To the end: for calls that wait for all unfinished requests (generate, score, a sync that waits). No
+replica waits for another before. Step by step: for poll, and for calls that return while other
+requests are still running. All ranks take equally many steps, so poll returns what it returns on
+the same mesh in one process.
 
-Each exchange carries the name of the call and a hash of all requests so far. Ranks that differ raise CollectiveMismatchError before
-anything is computed. A rank that leaves a call by itself (Ctrl-C, out of memory) aborts the mesh; waiting ranks raise RankLostError.
+Each exchange carries the name of the call and a hash of all requests so far. Ranks that differ
+raise CollectiveMismatchError before anything is computed. A rank that leaves a call by itself
+(Ctrl-C, out of memory) aborts the mesh; waiting ranks raise RankLostError.
 """
 
 from __future__ import annotations
@@ -46,9 +52,19 @@ from rollmesh.errors import (
 from rollmesh.runtime.engine_views import CONTRACT_VERSION, Finish, Ids, RequestView, SampleView
 from rollmesh.runtime.messages import reason
 
-Record = dict[str, Any]  # {"request": RequestView, "samples": [SampleView], "logits": array or None, "late": bool}
+Record = dict[
+    str, Any
+]  # {"request": RequestView, "samples": [SampleView], "logits": array or None, "late": bool}
 # Options that may differ between ranks: no bit depends on them.
-OF_A_RANK = ("threads", "isa", "cuda_library", "cuda_ordinal", "nccl_library", "nccl_gpu", "cublas_library")
+OF_A_RANK = (
+    "threads",
+    "isa",
+    "cuda_library",
+    "cuda_ordinal",
+    "nccl_library",
+    "nccl_gpu",
+    "cublas_library",
+)
 
 
 class SpmdEngine(RankEngine):
@@ -65,8 +81,8 @@ class SpmdEngine(RankEngine):
         sends_records: bool,
         own_requests: bool = False,
     ):
-        """sends_records: this is the first rank of its replica, which sends the replica's records. own_requests: each replica gets requests
-        of its own (from vLLM), which are not compared."""
+        """sends_records: this is the first rank of its replica, which sends the replica's records.
+        own_requests: each replica gets requests of its own (from vLLM), which are not compared."""
         super().__init__(engine)
         self._comm, self.control, self._lockstep = comm, control, lockstep
         self.rank, self._sends_records, self._own_requests = comm.rank, sends_records, own_requests
@@ -85,23 +101,36 @@ class SpmdEngine(RankEngine):
                 end.close()
         self._comm.close()
 
-    # ---------------------------------------------------------------------------------------- among ranks
+    # --------------------------------------------------------------------------------- among ranks
     def all_gather(self, call: str, value: Any = None) -> list[Any]:
-        """Every rank's value. CollectiveMismatchError: ranks are in different calls, or were given different requests."""
+        """Every rank's value. CollectiveMismatchError: ranks are in different calls, or were given
+        different requests."""
         asked = self._requests_hash.hexdigest()[:16]
         parts = self.control.all_gather(encode([call, asked, value]))
         everyone = [decode(part) if part else [PUSHES, asked, None] for part in parts]
         for rank, (its_call, its_asked, _) in enumerate(everyone):
             if (its_call, its_asked) != (call, asked):
                 if its_call != call:
-                    raise CollectiveMismatchError(f"rank {rank} is in {its_call} and rank {self.rank} in {call}")
-                raise CollectiveMismatchError(f"rank {rank} and rank {self.rank} in {call} differ in the requests that they were given")
+                    raise CollectiveMismatchError(
+                        f"rank {rank} is in {its_call} and rank {self.rank} in {call}"
+                    )
+                raise CollectiveMismatchError(
+                    f"rank {rank} and rank {self.rank} in {call} differ in the requests that they "
+                    "were given"
+                )
         return [value for _, _, value in everyone]
 
     def handshake(self, facts: Mapping[str, Any]) -> None:
-        """MeshMismatchError unless all ranks have the same spec and options; it lists the ranks and what differs."""
-        text = {name: json.dumps(value, sort_keys=True, default=lambda array: array.tolist()) for name, value in facts.items()}
-        digest = {name: hashlib.sha256(value.encode()).hexdigest()[:16] if len(value) > 80 else value for name, value in text.items()}
+        """MeshMismatchError unless all ranks have the same spec and options; it lists the ranks and
+        what differs."""
+        text = {
+            name: json.dumps(value, sort_keys=True, default=lambda array: array.tolist())
+            for name, value in facts.items()
+        }
+        digest = {
+            name: hashlib.sha256(value.encode()).hexdigest()[:16] if len(value) > 80 else value
+            for name, value in text.items()
+        }
         check_alike(self.all_gather("initialization", digest))
 
     def any_in_lockstep(self, flag: bool) -> bool:
@@ -143,21 +172,34 @@ class SpmdEngine(RankEngine):
         """From now on rank 0 makes the calls; None there. fault: why this rank cannot."""
         if self.role is not None:
             raise StateError("follow was called before")
-        self.require_equal("follow", [f"paused={paused}" for paused in self.all_gather_or_raise("follow", self.paused, fault)])
+        self.require_equal(
+            "follow",
+            [
+                f"paused={paused}"
+                for paused in self.all_gather_or_raise("follow", self.paused, fault)
+            ],
+        )
         if self.rank == 0:
             self.role = Leader(self.control, self._comm.timeout, WeakMethod(self.give_up))
             return None
         self.role = follower = Follower(self.control, self.rank)
         return follower
 
-    # ---------------------------------------------------------------------------------------- requests
+    # ------------------------------------------------------------------------------------ requests
     def add(
-        self, prompt: Ids, stop_token_ids: Ids, request: Any, logits: NDArray[np.float32] | None, edits: tuple[Array, ...] | None = None
+        self,
+        prompt: Ids,
+        stop_token_ids: Ids,
+        request: Any,
+        logits: NDArray[np.float32] | None,
+        edits: tuple[Array, ...] | None = None,
     ) -> int:
         number = self._engine.add(prompt, stop_token_ids, request, logits, edits)
         self._ids.append(number)
         arrays = [array.tobytes() for array in (prompt, stop_token_ids, *(edits or ()))]
-        self._hash_request(repr(asdict(request)).encode(), *arrays, b"" if logits is None else b"logits")
+        self._hash_request(
+            repr(asdict(request)).encode(), *arrays, b"" if logits is None else b"logits"
+        )
         self._announced = False
         if logits is not None:
             self._logits[number] = logits
@@ -171,12 +213,15 @@ class SpmdEngine(RankEngine):
             self._requests_hash.update(len(part).to_bytes(8, "little") + part)
 
     def step(self) -> tuple[int, bool]:
-        """To the end: a step of this rank's own requests, or once these are finished the exchange with all ranks. While paused or asleep
-        only requests that are finished already (aborted) are exchanged."""
+        """To the end: a step of this rank's own requests, or once these are finished the exchange
+        with all ranks. While paused or asleep only requests that are finished already (aborted) are
+        exchanged."""
         self._announce("a call without a timeout")
         if self._is_halted():
             return self._settle_finished(), False
-        self._comm.look(self.control)  # replicas that step independently would notice a lost rank late
+        self._comm.look(
+            self.control
+        )  # replicas that step independently would notice a lost rank late
         rows, more = self._engine.step()
         if more or self._engine.unfinished():
             return max(rows, int(more)), more
@@ -186,11 +231,15 @@ class SpmdEngine(RankEngine):
         """Exchanges all records. Returns the number of requests that finished by it."""
         settled, missing = self._settle_some("the end of its requests"), self._waiting()
         if missing:
-            raise CollectiveMismatchError(f"no rank has a record of request {missing[0]}; all ranks have to make the same calls")
+            raise CollectiveMismatchError(
+                f"no rank has a record of request {missing[0]}; all ranks have to make the same "
+                "calls"
+            )
         return settled
 
     def _settle_finished(self) -> int:
-        """The same while paused or asleep. StateError if the engine sleeps and requests are unfinished."""
+        """The same while paused or asleep. StateError if the engine sleeps and requests are
+        unfinished."""
         settled = self._settle_some("a call that makes no step")
         self._refuse_asleep()
         return settled
@@ -210,14 +259,17 @@ class SpmdEngine(RankEngine):
             self._engine.step()  # raises
 
     def runs_besides(self, numbers: set[int]) -> bool:
-        """Whether requests other than these are unfinished; then a call for these goes step by step."""
+        """Whether requests other than these are unfinished; then a call for these goes step by
+        step."""
         return not numbers.issuperset(self._waiting())
 
     def step_with_all(self, watch: Callable[[], None], deadline: float | None) -> tuple[int, bool]:
-        """Step by step: a step of this rank's own requests, watch() for stop strings in them, then an exchange of finished records.
+        """Step by step: a step of this rank's own requests, watch() for stop strings in them, then
+        an exchange of finished records.
 
-        Returns (rows of all replicas, whether any rank's deadline has passed). An exception of one rank, unless it aborts the mesh, is
-        raised on all ranks after the exchange: its own there, one of its class (or Error) elsewhere."""
+        Returns (rows of all replicas, whether any rank's deadline has passed). An exception of one
+        rank, unless it aborts the mesh, is raised on all ranks after the exchange: its own there,
+        one of its class (or Error) elsewhere."""
         call, rows, fault = "a step with all", 0, None
         self._announce(call)
         try:
@@ -228,8 +280,16 @@ class SpmdEngine(RankEngine):
             raise
         except Exception as error:  # noqa: BLE001 (sent to all ranks, then raised)
             fault = error
-        late, records = deadline is not None and time.monotonic() >= deadline, self._finished_here(self._waiting())
-        told = {"rows": rows if self._sends_records else 0, "late": late, "fault": fault, "records": records}
+        late, records = (
+            deadline is not None and time.monotonic() >= deadline,
+            self._finished_here(self._waiting()),
+        )
+        told = {
+            "rows": rows if self._sends_records else 0,
+            "late": late,
+            "fault": fault,
+            "records": records,
+        }
         everyone = self.all_gather(call, told)
         self._store_records([its["records"] for its in everyone])
         faults = [its["fault"] for its in everyone if its["fault"] is not None]
@@ -250,14 +310,19 @@ class SpmdEngine(RankEngine):
     def _store_records(self, everyone: list[dict[str, Record]]) -> None:
         """Stores the records of all ranks; from now on these requests are finished."""
         finished = self._engine.finished()
-        for name, record in ((name, record) for records in everyone for name, record in records.items()):
+        for name, record in (
+            (name, record) for records in everyone for name, record in records.items()
+        ):
             number = int(name)
             if number in self._foreign:
                 self._foreign[number] = record
                 if record["logits"] is not None:
                     self._logits[number][...] = record["logits"]
             elif number not in finished:
-                raise CollectiveMismatchError(f"request {number} is finished on the first rank of its replica and not on rank {self.rank}")
+                raise CollectiveMismatchError(
+                    f"request {number} is finished on the first rank of its replica and not on "
+                    f"rank {self.rank}"
+                )
             if record["late"]:
                 self._late.add(number)
             self._settled.add(number)
@@ -265,7 +330,12 @@ class SpmdEngine(RankEngine):
     def _record(self, number: int) -> Record:
         view = self._engine.request(number)
         samples = [self._engine.sample(number, i) for i in range(view["n"])]
-        return {"request": view, "samples": samples, "logits": self._logits.get(number), "late": number in self._late}
+        return {
+            "request": view,
+            "samples": samples,
+            "logits": self._logits.get(number),
+            "late": number in self._late,
+        }
 
     def finished(self) -> set[int]:
         return set(self._settled)
@@ -278,7 +348,8 @@ class SpmdEngine(RankEngine):
 
     @followed("numbers")
     def cut_off(self, numbers: Iterable[int]) -> None:
-        """The deadline of these has passed: aborts those of this rank's replica that still run. Other replicas abort their own."""
+        """The deadline of these has passed: aborts those of this rank's replica that still run.
+        Other replicas abort their own."""
         for number in set(numbers).difference(self._foreign, self._engine.finished()):
             self._late.add(number)
             self._engine.abort(number)
@@ -302,7 +373,7 @@ class SpmdEngine(RankEngine):
         if number not in self._foreign:
             self._engine.stop_sample(number, sample, n_tokens)
 
-    # ---------------------------------------------------------------------------------------- results
+    # ------------------------------------------------------------------------------------- results
     def request(self, number: int) -> RequestView:
         if number not in self._foreign:
             return self._engine.request(number)
@@ -314,7 +385,8 @@ class SpmdEngine(RankEngine):
         return cast(SampleView, self._known(number)["samples"][index])
 
     def tokens(self, number: int, index: int, start: int) -> tuple[Finish, Ids]:
-        """For a foreign sample that a stop string ended the finish is "length", since this rank has to find the string itself too."""
+        """For a foreign sample that a stop string ended the finish is "length", since this rank has
+        to find the string itself too."""
         if number not in self._foreign:
             return self._engine.tokens(number, index, start)
         if self._foreign[number] is None:
@@ -326,17 +398,21 @@ class SpmdEngine(RankEngine):
     def _known(self, number: int) -> Record:
         record = self._foreign[number]
         if record is None:
-            raise CollectiveMismatchError(f"request {number} belongs to another replica and was read before it finished")
+            raise CollectiveMismatchError(
+                f"request {number} belongs to another replica and was read before it finished"
+            )
         return record
 
-    # ---------------------------------------------------------------------------------------- weights
+    # ------------------------------------------------------------------------------------- weights
     def all_gather_or_raise(self, where: str, value: Any, error: Exception | None) -> list[Any]:
         error, self.fault = error or self.fault, None
         everyone = self.all_gather(where, [value, None if error is None else reason(error)])
         self.raise_failure(error, [why for _, why in everyone])
         return [value for value, _ in everyone]
 
-    def refuse(self, where: str, error: Exception, turn: Callable[[], AbstractContextManager[None]]) -> None:
+    def refuse(
+        self, where: str, error: Exception, turn: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         if self.role is not None:  # they were not called
             return
         with turn():
@@ -347,14 +423,18 @@ class SpmdEngine(RankEngine):
                 raise
 
     def require_equal(self, what: str, values: list[str]) -> None:
-        """CollectiveMismatchError on all ranks unless the values, which all have received, are equal. The mesh stays usable."""
+        """CollectiveMismatchError on all ranks unless the values, which all have received, are
+        equal. The mesh stays usable."""
         for rank, value in enumerate(values):
             if value != values[0]:
-                self._known_error = CollectiveMismatchError(f"rank {rank} begins {what} with {value}, rank 0 with {values[0]}")
+                self._known_error = CollectiveMismatchError(
+                    f"rank {rank} begins {what} with {value}, rank 0 with {values[0]}"
+                )
                 raise self._known_error
 
     def raise_failure(self, error: Exception | None, reasons: list[str | None]) -> None:
-        """All ranks have received the same reasons: raises this rank's own error, or SyncAbortedError with the first of the others."""
+        """All ranks have received the same reasons: raises this rank's own error, or
+        SyncAbortedError with the first of the others."""
         if error is not None:
             self._known_error = error
             raise error
@@ -363,29 +443,42 @@ class SpmdEngine(RankEngine):
                 raise SyncAbortedError(f"rank {rank}: {why}")
 
     def all_gather_push(self, at: str, why: str | None) -> list[tuple[str, str | None]]:
-        """In a sync by begin_sync: where each rank is, and why it fails if it does. Every rank calls this once for each push ("push"), when
-        it drops the sync ("abort"), and when it commits ("commit"), then as often as other ranks still push. A push that succeeded
-        sends an empty message."""
-        parts = self.control.all_gather(b"" if (at, why) == ("push", None) else encode([PUSHES, at, why]))
+        """In a sync by begin_sync: where each rank is, and why it fails if it does. Every rank
+        calls this once for each push ("push"), when it drops the sync ("abort"), and when it
+        commits ("commit"), then as often as other ranks still push. A push that succeeded sends an
+        empty message."""
+        parts = self.control.all_gather(
+            b"" if (at, why) == ("push", None) else encode([PUSHES, at, why])
+        )
         everyone: list[tuple[str, str | None]] = []
         for rank, part in enumerate(parts):
             call, its_at, its_why = decode(part) if part else (PUSHES, "push", None)
             if call != PUSHES:
-                raise CollectiveMismatchError(f"rank {rank} is in {call} and rank {self.rank} in {PUSHES}")
+                raise CollectiveMismatchError(
+                    f"rank {rank} is in {call} and rank {self.rank} in {PUSHES}"
+                )
             everyone.append((its_at, its_why))
         return everyone
 
 
-def join(values: Any, options: Any, comm: Comm | None, mesh: Mesh, may_differ: Iterable[str] = ()) -> RankEngine:
-    """The engine of this process's rank, once all ranks have connected and agree on spec and options. Ranks may differ in OF_A_RANK and in
-    the options that may_differ names. Raises this rank's own error, MeshMismatchError, or RankLostError if another rank failed. A world of
-    one rank needs no comm."""
+def join(
+    values: Any, options: Any, comm: Comm | None, mesh: Mesh, may_differ: Iterable[str] = ()
+) -> RankEngine:
+    """The engine of this process's rank, once all ranks have connected and agree on spec and
+    options. Ranks may differ in OF_A_RANK and in the options that may_differ names. Raises this
+    rank's own error, MeshMismatchError, or RankLostError if another rank failed. A world of one
+    rank needs no comm."""
     ends = None if comm is None else comm.connect(mesh)
     if comm is None or ends is None or ends.control is None:
         return RankEngine(_core.Engine(values, options))
     try:
-        sized = {"kv_cache_gib": "None" if options.memory_fraction else "a number"}  # with None ranks exchange messages while they are made
-        everyone = [decode(part) for part in ends.control.all_gather(encode([comm.handshake_values(), sized]))]
+        sized = {
+            "kv_cache_gib": "None" if options.memory_fraction else "a number"
+        }  # with None ranks exchange messages while they are made
+        everyone = [
+            decode(part)
+            for part in ends.control.all_gather(encode([comm.handshake_values(), sized]))
+        ]
         comm.accept_handshake([its for its, _ in everyone])
         check_alike([its for _, its in everyone])
         engine = _make(values, options, comm.rank, ends, ends.control)
@@ -393,11 +486,25 @@ def join(values: Any, options: Any, comm: Comm | None, mesh: Mesh, may_differ: I
         ends.control.close()
         comm.close()
         raise
-    sends_records, own_requests = comm.rank % mesh.tp == 0, mesh.dp > 1 and options.external_pages > 0
+    sends_records, own_requests = (
+        comm.rank % mesh.tp == 0,
+        mesh.dp > 1 and options.external_pages > 0,
+    )
     spmd = SpmdEngine(engine, comm, ends.control, ends.lockstep, sends_records, own_requests)
     try:
-        facts = {name: value for name, value in asdict(options).items() if name not in {*OF_A_RANK, *may_differ}}
-        spmd.handshake({**facts, "spec": asdict(values), "contract": CONTRACT_VERSION, "family": engine.stats()["family"]})
+        facts = {
+            name: value
+            for name, value in asdict(options).items()
+            if name not in {*OF_A_RANK, *may_differ}
+        }
+        spmd.handshake(
+            {
+                **facts,
+                "spec": asdict(values),
+                "contract": CONTRACT_VERSION,
+                "family": engine.stats()["family"],
+            }
+        )
     except BaseException:
         spmd.close()
         raise
@@ -413,8 +520,17 @@ def _make(values: Any, options: Any, rank: int, ends: Ends, control: _core.Comm)
             if end is not None:  # others may wait for this rank there
                 end.abort()
         failures = map(decode, control.all_gather(encode(f"{type(error).__name__}: {error}"[:500])))
-        first = next(((other, why) for other, why in enumerate(failures) if why and not why.startswith(RankLostError.__name__)), None)
-        if isinstance(error, RankLostError) and first is not None:  # another rank's failure, noticed while groups were connected
+        first = next(
+            (
+                (other, why)
+                for other, why in enumerate(failures)
+                if why and not why.startswith(RankLostError.__name__)
+            ),
+            None,
+        )
+        if (
+            isinstance(error, RankLostError) and first is not None
+        ):  # another rank's failure, noticed while groups were connected
             raise RankLostError(f"rank {first[0]} could not be made: {first[1]}") from error
         raise
     for other, failure in enumerate(map(decode, control.all_gather(encode(None)))):

@@ -1,9 +1,12 @@
-"""Bytes that a decode step sends between ranks, computed from the configuration: the sum of what csrc/model and csrc/step exchange.
+"""Bytes that a decode step sends between ranks, computed from the configuration: the sum of what
+csrc/model and csrc/step exchange.
 
-Figures are for the whole world and one step, in which each of `rows` sequences of every replica gets one token. A gather counts once
-for each receiver. Tokens are assumed to choose experts evenly; everything else is exact and tested against the engine's own count.
-`static`: GPU steps of few rows, whose exchanges have sizes that do not depend on the routing (csrc/model/moe/static_dispatch.c).
-`captured`: steps that replay a CUDA graph over NCCL (csrc/step/graph_replay.h); `rows` is then the padded batch size.
+Figures are for the whole world and one step, in which each of `rows` sequences of every replica
+gets one token. A gather counts once for each receiver. Tokens are assumed to choose experts evenly;
+everything else is exact and tested against the engine's own count. `static`: GPU steps of few rows,
+whose exchanges have sizes that do not depend on the routing (csrc/model/moe/static_dispatch.c).
+`captured`: steps that replay a CUDA graph over NCCL (csrc/step/graph_replay.h); `rows` is then the
+padded batch size.
 """
 
 from __future__ import annotations
@@ -14,9 +17,14 @@ from rollmesh.distributed.mesh import Mesh
 from rollmesh.model.placement import Placement, placements
 from rollmesh.model.spec import ModelSpec
 
-TRAVELLING = ("alltoall", "allgather_reducescatter")  # dispatchers that move rows of the ranks' home shards
+TRAVELLING = (
+    "alltoall",
+    "allgather_reducescatter",
+)  # dispatchers that move rows of the ranks' home shards
 VOCAB_BLOCK = 128
-ACCOUNT = 32  # bytes that two ranks exchange once a step to compare their NCCL calls (csrc/comm/comm.c)
+ACCOUNT = (
+    32  # bytes that two ranks exchange once a step to compare their NCCL calls (csrc/comm/comm.c)
+)
 
 
 class Traffic(NamedTuple):
@@ -36,15 +44,39 @@ def step_traffic(
     captured: bool = False,
 ) -> Traffic:
     """The bytes of one decode step."""
-    step = _Step(spec, mesh, rows, 2 if dtype == "bfloat16" else 4, ep_backend, sequence_parallel and mesh.tp > 1, static, captured)
+    step = _Step(
+        spec,
+        mesh,
+        rows,
+        2 if dtype == "bfloat16" else 4,
+        ep_backend,
+        sequence_parallel and mesh.tp > 1,
+        static,
+        captured,
+    )
     return Traffic(mesh.dp * step.tp_bytes(), step.ep_bytes())
 
 
 class _Step:
     def __init__(
-        self, spec: ModelSpec, mesh: Mesh, rows: int, elem: int, backend: str, sequence_parallel: bool, static: bool, captured: bool
+        self,
+        spec: ModelSpec,
+        mesh: Mesh,
+        rows: int,
+        elem: int,
+        backend: str,
+        sequence_parallel: bool,
+        static: bool,
+        captured: bool,
     ):
-        self.spec, self.mesh, self.rows, self.elem, self.backend, self.sp = spec, mesh, rows, elem, backend, sequence_parallel
+        self.spec, self.mesh, self.rows, self.elem, self.backend, self.sp = (
+            spec,
+            mesh,
+            rows,
+            elem,
+            backend,
+            sequence_parallel,
+        )
         self.static, self.captured = static or captured, captured
         self.travels = mesh.ep > 1 and backend in TRAVELLING
         self.replica: list[Placement] = placements(spec, mesh.tp, mesh.dp, mesh.ep)[: mesh.tp]
@@ -59,10 +91,14 @@ class _Step:
         return [max(0, min(each, self.rows - each * t)) for t in range(self.mesh.tp)]
 
     def output(self) -> int:
-        """Columns of a block's output, to whole rows everywhere or with sequence parallelism to the home rows."""
+        """Columns of a block's output, to whole rows everywhere or with sequence parallelism to the
+        home rows."""
         if not self.sp:
             return self.gathered(self.hidden)
-        kept = sum(rows * len(rank.hidden) for rows, rank in zip(self.home_rows(), self.replica, strict=True))
+        kept = sum(
+            rows * len(rank.hidden)
+            for rows, rank in zip(self.home_rows(), self.replica, strict=True)
+        )
         return (self.rows * self.hidden - kept) * self.elem
 
     def tp_bytes(self) -> int:
@@ -72,20 +108,41 @@ class _Step:
         pairs, before = tp * (tp - 1), self.gathered(self.hidden) if self.sp else 0
         attention = before + self.gathered(spec.num_attention_heads * spec.head_dim) + self.output()
         if spec.qk_norm == "whole":  # sums of squares, float32
-            attention += self.rows * (spec.num_attention_heads + spec.num_key_value_heads) * 4 * (tp - 1)
+            attention += (
+                self.rows * (spec.num_attention_heads + spec.num_key_value_heads) * 4 * (tp - 1)
+            )
         dense = before + self.gathered(spec.intermediate_size) + self.output()
         if self.travels:
             moe = 0 if self.sp else self.gathered(self.hidden)
         else:
-            inside = self.gathered(spec.moe_intermediate_size, self.rows * spec.num_experts_per_tok) if self.mesh.ep == 1 else 0
+            inside = (
+                self.gathered(spec.moe_intermediate_size, self.rows * spec.num_experts_per_tok)
+                if self.mesh.ep == 1
+                else 0
+            )
             moe = before + inside + self.output()
         if spec.shared_intermediate_size:
-            moe += self.gathered(spec.shared_intermediate_size) + self.output() + (before if self.travels else 0)
-        layers = spec.num_hidden_layers * attention + (spec.num_hidden_layers - self.num_moe) * dense + self.num_moe * moe
-        routed = self.rows * self.num_moe * spec.num_experts_per_tok * 2 * (tp - 1) if self.travels else 0
+            moe += (
+                self.gathered(spec.shared_intermediate_size)
+                + self.output()
+                + (before if self.travels else 0)
+            )
+        layers = (
+            spec.num_hidden_layers * attention
+            + (spec.num_hidden_layers - self.num_moe) * dense
+            + self.num_moe * moe
+        )
+        routed = (
+            self.rows * self.num_moe * spec.num_experts_per_tok * 2 * (tp - 1)
+            if self.travels
+            else 0
+        )
         last = self.gathered(self.hidden) if self.sp else 0
         blocks = -(-spec.vocab_size // VOCAB_BLOCK)
-        kept = sum(rows * len(rank.vocab) for rows, rank in zip(self.home_rows(), self.replica, strict=True))
+        kept = sum(
+            rows * len(rank.vocab)
+            for rows, rank in zip(self.home_rows(), self.replica, strict=True)
+        )
         head = 4 * (self.rows * spec.vocab_size - kept) + self.rows * (blocks * 8 + 16) * (tp - 1)
         compared = ACCOUNT if self.captured else 0
         looked_up = self.gathered(self.hidden) * (tp if self.static else 1)
@@ -96,7 +153,10 @@ class _Step:
         if mesh.ep == 1:
             return 0.0
         groups, pairs = mesh.world // mesh.ep, mesh.ep * (mesh.ep - 1)
-        row, rows = self.hidden * self.elem, self.rows * (mesh.dp if mesh.ep > mesh.tp else 1)  # of one group
+        row, rows = (
+            self.hidden * self.elem,
+            self.rows * (mesh.dp if mesh.ep > mesh.tp else 1),
+        )  # of one group
         together = (8 + ACCOUNT * self.captured) * pairs if mesh.dp > 1 and mesh.ep > mesh.tp else 0
         if self.static:
             return groups * (self.num_moe * self.slots() + together)
@@ -104,10 +164,13 @@ class _Step:
         if not self.travels:
             return groups * self.num_moe * away
         out = away if self.backend == "alltoall" else rows * (row + top_k * 4) * (mesh.ep - 1)
-        return groups * (self.num_moe * ((self.spec.num_experts + 3) * 4 * pairs + out + away) + together)
+        return groups * (
+            self.num_moe * ((self.spec.num_experts + 3) * 4 * pairs + out + away) + together
+        )
 
     def slots(self) -> int:
-        """One layer in one ep group: rows and their expert ids to all ranks; back, a slot per expert of a rank that a row can choose."""
+        """One layer in one ep group: rows and their expert ids to all ranks; back, a slot per
+        expert of a rank that a row can choose."""
         ep, top_k, row = self.mesh.ep, self.spec.num_experts_per_tok, self.hidden * self.elem
         each, pairs = min(top_k, self.spec.num_experts // ep), ep * (ep - 1)
         if not self.travels:

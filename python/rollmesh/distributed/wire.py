@@ -1,5 +1,5 @@
-"""Serialises values for messages between ranks: a JSON header, then the arrays, each aligned to 8 bytes. No pickle.
-Sender and receiver are of one release, so no format version is sent.
+"""Serialises values for messages between ranks: a JSON header, then the arrays, each aligned to 8
+bytes. No pickle. Sender and receiver are of one release, so no format version is sent.
 
     encode(value) ──► bytes ──► decode(bytes) == value, to the last bit of every array
 """
@@ -17,15 +17,20 @@ from rollmesh import errors
 from rollmesh.runtime.dtypes import BF16
 
 Array = NDArray[Any]
-# Looked up, never parsed from a message: NumPy's parser of dtype names accepts much more than these.
-DTYPES = {np.dtype(order + code).str: np.dtype(order + code) for order in "<>" for code in "?bBhHiIlLqQefdg"} | {"bfloat16": BF16}
+# Looked up, never parsed from a message: NumPy's parser of dtype names accepts much more than
+# these.
+DTYPES = {
+    np.dtype(order + code).str: np.dtype(order + code)
+    for order in "<>"
+    for code in "?bBhHiIlLqQefdg"
+} | {"bfloat16": BF16}
 MAX_DEPTH = 64
 MAX_DIMS = 32
 
 
 def encode(value: Any) -> bytes:
-    """None, bool, int, float, str, list, tuple, dict with str keys, NumPy arrays of numbers and exceptions, nested. TypeError for
-    anything else."""
+    """None, bool, int, float, str, list, tuple, dict with str keys, NumPy arrays of numbers and
+    exceptions, nested. TypeError for anything else."""
     arrays: list[Array] = []
     header = json.dumps(_plain(value, arrays, 0)).encode()
     parts = [len(header).to_bytes(8, "little"), header, bytes(-len(header) % 8)]
@@ -43,8 +48,19 @@ def decode(data: bytes) -> Any:
     reader = _Reader(data, begin)
     try:
         value = reader.value(json.loads(data[8 : 8 + size]))
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise errors.FormatError(f"expected a message of rollmesh.distributed.wire: {type(error).__name__}: {error}"[:500]) from error
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise errors.FormatError(
+            f"expected a message of rollmesh.distributed.wire: {type(error).__name__}: {error}"[
+                :500
+            ]
+        ) from error
     if reader.at != len(data):
         raise errors.FormatError(f"expected a message of {reader.at} bytes, got {len(data)}")
     return value
@@ -60,7 +76,11 @@ def _plain(value: Any, arrays: list[Array], depth: int) -> Any:
     if kind is np.ndarray and value.dtype.str in DTYPES:
         arrays.append(value)
         is_bf16 = value.dtype.metadata == BF16.metadata
-        return {"kind": "array", "dtype": "bfloat16" if is_bf16 else value.dtype.str, "shape": list(value.shape)}
+        return {
+            "kind": "array",
+            "dtype": "bfloat16" if is_bf16 else value.dtype.str,
+            "shape": list(value.shape),
+        }
     if isinstance(value, Exception):
         return {"kind": "error", "name": kind.__name__, "message": str(value)}
     if depth == MAX_DEPTH:
@@ -68,7 +88,10 @@ def _plain(value: Any, arrays: list[Array], depth: int) -> Any:
     if kind in (list, tuple):
         return {"kind": kind.__name__, "items": [_plain(item, arrays, depth + 1) for item in value]}
     if kind is dict and all(type(key) is str for key in value):
-        return {"kind": "dict", "items": {key: _plain(item, arrays, depth + 1) for key, item in value.items()}}
+        return {
+            "kind": "dict",
+            "items": {key: _plain(item, arrays, depth + 1) for key, item in value.items()},
+        }
     raise TypeError(f"a {kind.__name__} cannot travel between ranks")
 
 
@@ -103,14 +126,17 @@ class _Reader:
             raise ValueError(f"shape {shape!r:.200}")
         count = math.prod(shape)
         if count * dtype.itemsize > len(self._data) - self.at:
-            raise ValueError(f"an array of {count} elements where {len(self._data) - self.at} bytes are left")
+            raise ValueError(
+                f"an array of {count} elements where {len(self._data) - self.at} bytes are left"
+            )
         array = np.frombuffer(self._data, dtype, count, self.at).reshape(shape).copy()
         self.at += array.nbytes + -array.nbytes % 8
         return array
 
 
 def _error(name: str, message: str) -> Exception:
-    """The exception of that name if it is rollmesh's or MemoryError; else an Error whose message begins with the name."""
+    """The exception of that name if it is rollmesh's or MemoryError; else an Error whose message
+    begins with the name."""
     if not isinstance(name, str) or not isinstance(message, str):
         raise TypeError(f"an error of name {name!r:.80} and message {message!r:.80}")
     if name in errors.__all__:

@@ -1,9 +1,11 @@
 """Advantages: how much better a sample did than the others of its prompt.
 
   baseline  mean           A = r − mean(group)                             GRPO
-            leave-one-out  A = r − mean(the others) = (r − mean)·n/(n−1)   RLOO: the baseline does not contain the sample
-  scale     group          A / (std(group) + ε)                            GRPO: every prompt pulls alike, easy or hard
-            batch          A / (std of all A of the step + ε)              one scale a step
+            leave-one-out  A = r − mean(the others) = (r − mean)·n/(n−1)   RLOO: the baseline does
+                           not contain the sample
+  scale     group          A / (std(group) + ε)                            GRPO: every prompt pulls
+            alike, easy or hard batch          A / (std of all A of the step + ε)              one
+                                               scale a step
             none           A                                               Dr. GRPO
 
 A completion whose reward is NaN was not judged. It is left out of all means and spreads, and its

@@ -7,10 +7,11 @@ batches were generated, or the prompts are used up. The step is then filled up w
 rewards, so that every step has the same shape. `flat_groups` shows it on data that is too hard or
 too easy. Rejected: ending such a run, as verl does, because the data may only be too hard so far.
 
-Prompts and seeds are functions of (run seed, step, prompts drawn before), so a resumed run is the same run where its rewards are functions
-too. A step draws no prompt twice.
+Prompts and seeds are functions of (run seed, step, prompts drawn before), so a resumed run is the
+same run where its rewards are functions too. A step draws no prompt twice.
 
-Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476. The keys have verl's names.
+Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476.
+The keys have verl's names.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def sample_groups(
     score: Callable[[Rollout], Scores],
     table: RolloutTable,
 ) -> tuple[Rollout, Scores, Metrics]:
-    """The rollout and the scores of a step, table.prompts groups in the order in which they were drawn, and how it came by them.
+    """The rollout and the scores of a step, table.prompts groups in the order in which they were
+    drawn, and how it came by them.
 
     draw      (how many, those of the step so far) → other prompts, fewer where there are none
     roll_out  (prompts, number of the batch in the step) → their samples"""
@@ -41,7 +43,11 @@ def sample_groups(
     scores: list[Scores] = []
     drawn: list[Prompt] = []
     differ: list[bool] = []  # of each prompt drawn
-    while (missing := table.prompts - sum(differ)) and len(rollouts) < table.max_num_gen_batches and (prompts := draw(missing, drawn)):
+    while (
+        (missing := table.prompts - sum(differ))
+        and len(rollouts) < table.max_num_gen_batches
+        and (prompts := draw(missing, drawn))
+    ):
         rollouts.append(roll_out(prompts, len(rollouts)))
         scores.append(score(rollouts[-1]))
         drawn += prompts

@@ -18,7 +18,8 @@ _locks: set[int] = set()  # descriptors
 
 @contextmanager
 def told_as(what: str) -> Iterator[None]:
-    """Whatever a library raises of a user's file as a ConfigError: transformers, tokenizers, safetensors and jinja2 each have their own."""
+    """Whatever a library raises of a user's file as a ConfigError: transformers, tokenizers,
+    safetensors and jinja2 each have their own."""
     try:
         yield
     except MemoryError:
@@ -36,9 +37,11 @@ def expect_file(path: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises what the system refuses (a full disk, a missing permission) as an OSError that names a file: its own, or else `path`.
+    """Raises what the system refuses (a full disk, a missing permission) as an OSError that names a
+    file: its own, or else `path`.
 
-    A failed write has no file name in Python, and safetensors and tokenizers, written in Rust, raise classes of their own."""
+    A failed write has no file name in Python, and safetensors and tokenizers, written in Rust,
+    raise classes of their own."""
     try:
         yield
     except Exception as error:
@@ -50,8 +53,8 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps other runs out of a run folder while this one is in it. StateError: one is there. A forked process does not: those of a
-    reward's pool may outlive a run that is killed."""
+    """Keeps other runs out of a run folder while this one is in it. StateError: one is there. A
+    forked process does not: those of a reward's pool may outlive a run that is killed."""
     path = folder / ".lock"
     while True:
         with writing(path):
@@ -61,7 +64,10 @@ def locked(folder: Path) -> Iterator[None]:
         except BlockingIOError as error:
             owner = os.read(descriptor, 300).decode(errors="replace").strip()
             os.close(descriptor)
-            raise StateError(f"{plain(folder)}: expected a folder without another run, got one of {plain(owner) or 'a run'}") from error
+            raise StateError(
+                f"{plain(folder)}: expected a folder without another run, got one of "
+                f"{plain(owner) or 'a run'}"
+            ) from error
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             break
         os.close(descriptor)  # of a run that has ended since, and removed it
@@ -74,7 +80,9 @@ def locked(folder: Path) -> Iterator[None]:
     finally:
         if descriptor in _locks:  # else this is a fork
             _locks.remove(descriptor)
-            with suppress(OSError):  # of a disk that is read-only since; nobody is locked out by the file
+            with suppress(
+                OSError
+            ):  # of a disk that is read-only since; nobody is locked out by the file
                 path.unlink()
             with suppress(OSError):  # a reward may have closed it
                 os.close(descriptor)

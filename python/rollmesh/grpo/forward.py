@@ -1,5 +1,5 @@
-"""[train] kernels: the trainer's forward pass is transformers' own ("torch") or the generator's ("rollmesh"). All that differs between the
-two is here.
+"""[train] kernels: the trainer's forward pass is transformers' own ("torch") or the generator's
+("rollmesh"). All that differs between the two is here.
 """
 
 from __future__ import annotations
@@ -41,17 +41,24 @@ class TorchForward:
         logits_TV = model(input_ids=tokens_T[None], use_cache=False).logits[0].float()
         return torch.log_softmax(logits_TV[:-1], -1).gather(1, tokens_T[1:, None]).squeeze(1)
 
-    def logprobs(self, model: Any, batch: Batch, entropy: bool, on_policy: bool, version: int | None) -> tuple[Tensor, Tensor]:
+    def logprobs(
+        self, model: Any, batch: Batch, entropy: bool, on_policy: bool, version: int | None
+    ) -> tuple[Tensor, Tensor]:
         """As Trainer.logprobs. version: of the model's weights."""
         import torch
 
         hidden_BTC = model.model(input_ids=batch.ids_BT, use_cache=False).last_hidden_state
-        logits_NV = model.lm_head(hidden_BTC[batch.rows_N, batch.columns_N]).float() / self.config.rollout.temperature
+        logits_NV = (
+            model.lm_head(hidden_BTC[batch.rows_N, batch.columns_N]).float()
+            / self.config.rollout.temperature
+        )
         place_N = batch.targets_N
         if batch.kept_NK is not None:
             place_N = (batch.kept_NK == place_N[:, None]).int().argmax(1)
             # Finite, so that the entropy of a token that was not kept is 0 · number.
-            logits_NV = logits_NV.gather(1, batch.kept_NK.clamp(min=0).long()).masked_fill(batch.kept_NK < 0, NOT_KEPT)
+            logits_NV = logits_NV.gather(1, batch.kept_NK.clamp(min=0).long()).masked_fill(
+                batch.kept_NK < 0, NOT_KEPT
+            )
         all_NV = torch.log_softmax(logits_NV, dim=-1)
         logprobs_N = all_NV.gather(1, place_N[:, None]).squeeze(1)
         if not entropy:
@@ -60,7 +67,8 @@ class TorchForward:
 
 
 class RollmeshForward(TorchForward):
-    """On the weights that drew the tokens, logprobs are those that the generator recorded, bit for bit."""
+    """On the weights that drew the tokens, logprobs are those that the generator recorded, bit for
+    bit."""
 
     def prepared(self, model: Any) -> Any:
         import rollmesh.torch
@@ -80,20 +88,32 @@ class RollmeshForward(TorchForward):
 
         return rollmesh.torch.logprobs(model, tokens_T[None]).logprobs[0]
 
-    def logprobs(self, model: Any, batch: Batch, entropy: bool, on_policy: bool, version: int | None) -> tuple[Tensor, Tensor]:
+    def logprobs(
+        self, model: Any, batch: Batch, entropy: bool, on_policy: bool, version: int | None
+    ) -> tuple[Tensor, Tensor]:
         import rollmesh.torch
 
         must_be_same = on_policy and self.config.train.mismatch == "raise"
-        # With syncs in flight samples of one prompt share its record of routing, whichever version each is of.
+        # With syncs in flight samples of one prompt share its record of routing, whichever version
+        # each is of.
         has_routing = batch.routed_BTLK is not None and self.config.rollout.async_level == 0
 
         scored = rollmesh.torch.logprobs(
-            model, batch.tokens_BT, batch.mask_BT, wanted=batch.generated_BT, kept_tokens=batch.kept_NK,
-            temperature=self.config.rollout.temperature, entropy=entropy, routed_experts=must_be_same and has_routing,
+            model, batch.tokens_BT, batch.mask_BT, wanted=batch.generated_BT,
+            kept_tokens=batch.kept_NK,
+            temperature=self.config.rollout.temperature, entropy=entropy,
+            routed_experts=must_be_same and has_routing,
         )  # fmt: skip
         chosen = batch.generated_BT[:, 1:]
         logprobs_N = scored.logprobs[chosen]
         if must_be_same:
             # The last token of each sequence was drawn and never computed.
-            check_same(logprobs_N, None if scored.routed_experts is None else scored.routed_experts[:, :-1], batch, version)
-        return logprobs_N, logprobs_N.new_zeros(len(logprobs_N)) if scored.entropy is None else scored.entropy[chosen]
+            check_same(
+                logprobs_N,
+                None if scored.routed_experts is None else scored.routed_experts[:, :-1],
+                batch,
+                version,
+            )
+        return logprobs_N, logprobs_N.new_zeros(
+            len(logprobs_N)
+        ) if scored.entropy is None else scored.entropy[chosen]

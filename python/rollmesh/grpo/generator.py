@@ -1,7 +1,9 @@
-"""The loop's interface to a generator, and its two implementations: rm.Generator, and vLLM with rollmesh inside.
+"""The loop's interface to a generator, and its two implementations: rm.Generator, and vLLM with
+rollmesh inside.
 
-The loop pushes weights, generates, and closes. `RolloutGenerator` is these calls with rm.Generator's names and results, so rm.Generator
-implements it as it is. For one configuration both give the same tokens and logprobs, bit for bit; a run can be resumed with the other.
+The loop pushes weights, generates, and closes. `RolloutGenerator` is these calls with
+rm.Generator's names and results, so rm.Generator implements it as it is. For one configuration both
+give the same tokens and logprobs, bit for bit; a run can be resumed with the other.
 """
 
 from __future__ import annotations
@@ -39,14 +41,23 @@ class RolloutGenerator(Generates, Protocol):
     def close(self) -> None: ...
 
 
-def make_generator(config: Config, hf_config: Any, tokenizer: Any, comm: rm.comm.Comm | None = None) -> RolloutGenerator:
-    """`hf_config`: of the model whose weights will be pushed. `comm`: this process is one rank of the generator's mesh."""
+def make_generator(
+    config: Config, hf_config: Any, tokenizer: Any, comm: rm.comm.Comm | None = None
+) -> RolloutGenerator:
+    """`hf_config`: of the model whose weights will be pushed. `comm`: this process is one rank of
+    the generator's mesh."""
     check_vocabulary(tokenizer, hf_config)
     g, eos, top_k = config.generator, eos_ids(tokenizer, hf_config), config.rollout.top_k
     if not eos:
-        _log.warning("no token ends a completion: neither tokenizer, config.json nor generation_config.json has an eos_token_id")
+        _log.warning(
+            "no token ends a completion: neither tokenizer, config.json nor "
+            "generation_config.json has an eos_token_id"
+        )
     if top_k >= hf_config.vocab_size:
-        raise rm.ConfigError(f"[rollout] top_k: expected below the {hf_config.vocab_size} tokens of the model's vocabulary, got {top_k}")
+        raise rm.ConfigError(
+            f"[rollout] top_k: expected below the {hf_config.vocab_size} tokens of the model's "
+            f"vocabulary, got {top_k}"
+        )
     if g.engine == "vllm":
         from rollmesh.grpo.vllm import VllmGenerator
 

@@ -1,4 +1,5 @@
-"""Ctrl-C, SIGTERM and SIGHUP end a run between two states that can be written: a KeyboardInterrupt with the signal's number."""
+"""Ctrl-C, SIGTERM and SIGHUP end a run between two states that can be written: a KeyboardInterrupt
+with the signal's number."""
 
 from __future__ import annotations
 
@@ -18,17 +19,21 @@ _forking = threading.local()
 
 
 class Signalled(KeyboardInterrupt):
-    """A KeyboardInterrupt with the signal's number. Of its own class, since CPython notes when a KeyboardInterrupt leaves code that C runs,
-    as imports do, and would end the process by SIGINT whatever status it returns."""
+    """A KeyboardInterrupt with the signal's number. Of its own class, since CPython notes when a
+    KeyboardInterrupt leaves code that C runs, as imports do, and would end the process by SIGINT
+    whatever status it returns."""
 
 
 class Interrupts:
-    """A context, in the main thread (elsewhere it does nothing), which may be entered again inside itself. A signal raises at once; between
-    `hold` and `release` it raises in `release`, and a second one at once. Signals that the program ignores or handles itself stay so.
+    """A context, in the main thread (elsewhere it does nothing), which may be entered again inside
+    itself. A signal raises at once; between `hold` and `release` it raises in `release`, and a
+    second one at once. Signals that the program ignores or handles itself stay so.
 
-    Where Python cannot raise it, as in a callback of the garbage collector or of a weak reference, the signal comes again a moment later.
-    What a library has swallowed is raised by the next `release`, and what a library has turned into another error at the context's end.
-    A forked process, as of a reward's pool, has none of this: a pool ends its processes by SIGTERM, and waits for them."""
+    Where Python cannot raise it, as in a callback of the garbage collector or of a weak reference,
+    the signal comes again a moment later. What a library has swallowed is raised by the next
+    `release`, and what a library has turned into another error at the context's end. A forked
+    process, as of a reward's pool, has none of this: a pool ends its processes by SIGTERM, and
+    waits for them."""
 
     def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}
@@ -48,7 +53,12 @@ class Interrupts:
                 _entered.append(self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._depth -= 1
         if self._depth:
             return
@@ -82,13 +92,18 @@ class Interrupts:
             raise Signalled(number)
 
     def drop(self) -> None:
-        """Releases without raising, for a run that ends by an error: the next signal raises at once."""
+        """Releases without raising, for a run that ends by an error: the next signal raises at
+        once."""
         self._pending, self._until = 0, ""
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._until and not self._pending:
             self._pending = number
-            _log.warning("%s: the run ends after %s; a second one ends it at once", signal.Signals(number).name, self._until)
+            _log.warning(
+                "%s: the run ends after %s; a second one ends it at once",
+                signal.Signals(number).name,
+                self._until,
+            )
             return
         self._pending, self._raised, self._until = 0, number, ""
         raise Signalled(number)
@@ -101,7 +116,8 @@ class Interrupts:
 
 
 def _before_fork() -> None:
-    """A signal to the child waits there until it has the handlers of before: ours would raise in the hooks of the fork, which drop it."""
+    """A signal to the child waits there until it has the handlers of before: ours would raise in
+    the hooks of the fork, which drop it."""
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if _entered else ())
 
@@ -116,4 +132,6 @@ def _after_fork_in_child() -> None:
     _after_fork()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+)

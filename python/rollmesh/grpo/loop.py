@@ -1,22 +1,28 @@
 """The GRPO loop, and the protocol of a step.
 
-Weights have a version: the number of the step that uses them. Version 0 is the initial model. Step n is
+Weights have a version: the number of the step that uses them. Version 0 is the initial model. Step
+n is
 
-    push      the trainer's state dict goes to the generator as version n, whole or not at all, directly after the optimizer step that
-              made it; nothing is generated in between
-    generate  prompts drawn by (run seed, n), a group of samples each, seeds from (run seed, n, prompt); every token records the version
-              it was drawn with, and any but n is an error. With [rollout] environment a completion has several turns (multi_turn.py)
-    score     the text of each completion → reward → advantage within its group. With [rollout] filter_groups other prompts replace groups
-              of equal rewards (dynamic_sampling.py)
-    update    clipped GRPO against the logprobs that the generator recorded; AdamW: the weights are now version n + 1
+    push      the trainer's state dict goes to the generator as version n, whole or not at all,
+              directly after the optimizer step that made it; nothing is generated in between
+    generate  prompts drawn by (run seed, n), a group of samples each, seeds from (run seed, n,
+              prompt); every token records the version it was drawn with, and any but n is an error.
+              With [rollout] environment a completion has several turns (multi_turn.py)
+    score     the text of each completion → reward → advantage within its group. With [rollout]
+              filter_groups other prompts replace groups of equal rewards (dynamic_sampling.py)
+    update    clipped GRPO against the logprobs that the generator recorded; AdamW: the weights are
+              now version n + 1
 
-With [rollout] async_level = N ≥ 1 a thread generates batch n + N while step n learns from batch n (async_rollouts.py).
+With [rollout] async_level = N ≥ 1 a thread generates batch n + N while step n learns from batch n
+(async_rollouts.py).
 
-Held-out prompts are generated on the same version n, before the rollouts. So line n of metrics.jsonl describes version n; the
-last line, n = steps, has everything but an update. Trainer and generator are compared on each step's tokens, on the
-version that drew them (mismatch.py), and a checkpoint holds what step n + 1 starts from.
+Held-out prompts are generated on the same version n, before the rollouts. So line n of
+metrics.jsonl describes version n; the last line, n = steps, has everything but an update. Trainer
+and generator are compared on each step's tokens, on the version that drew them (mismatch.py), and a
+checkpoint holds what step n + 1 starts from.
 
-The generator reads no checkpoint. It is created from the model's configuration, without weights, and cannot generate before a push.
+The generator reads no checkpoint. It is created from the model's configuration, without weights,
+and cannot generate before a push.
 """
 
 from __future__ import annotations
@@ -62,7 +68,8 @@ _log = logging.getLogger("rollmesh.grpo")
 
 @dataclass
 class Run:
-    """The parts of one run. `train(run)` runs it. On a mesh of processes this is rank 0; `follow` runs the others."""
+    """The parts of one run. `train(run)` runs it. On a mesh of processes this is rank 0; `follow`
+    runs the others."""
 
     config: Config
     tokenizer: Any
@@ -83,13 +90,23 @@ class Run:
             self.rewards.close()
 
 
-def prepare(config: Config, resume: Path | None = None, overridden: list[str] | None = None, comm: rm.comm.Comm | None = None) -> Run:
-    """Reads data and tokenizer, builds trainer and an empty generator. `resume`: a run folder or one of its checkpoints. `comm`: this
-    process is rank 0 of the generator's mesh."""
-    folder = checkpoint.find(resume).absolute() if resume else None  # the import of a reward may change the working folder
+def prepare(
+    config: Config,
+    resume: Path | None = None,
+    overridden: list[str] | None = None,
+    comm: rm.comm.Comm | None = None,
+) -> Run:
+    """Reads data and tokenizer, builds trainer and an empty generator. `resume`: a run folder or
+    one of its checkpoints. `comm`: this process is rank 0 of the generator's mesh."""
+    folder = (
+        checkpoint.find(resume).absolute() if resume else None
+    )  # the import of a reward may change the working folder
     first_step = checkpoint.read_state(folder, config, overridden or []) if folder else 0
     if first_step > config.train.steps:
-        raise rm.ConfigError(f"[train] steps: expected at least {first_step}, which {folder} has made, got {config.train.steps}")
+        raise rm.ConfigError(
+            f"[train] steps: expected at least {first_step}, which {folder} has made, got "
+            f"{config.train.steps}"
+        )
     if config.model.path is not None:
         folder_config(
             config.path(config.model.path), config.model.ignore
@@ -101,9 +118,14 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
     rewards = Rewards(config.reward.functions, config.reward.weights, Path(config.folder))
     environment = None
     if config.rollout.environment is not None:
-        environment = Environment(config.rollout.environment, Path(config.folder), rewards.event_loop)
+        environment = Environment(
+            config.rollout.environment, Path(config.folder), rewards.event_loop
+        )
         if any("completion" in p.columns for p in (*data.train, *data.heldout)):
-            raise rm.ConfigError("[data]: expected no column completion: an environment gets an argument of this name; rename the column")
+            raise rm.ConfigError(
+                "[data]: expected no column completion: an environment gets an argument of this "
+                "name; rename the column"
+            )
         ends = eos_ids(tokenizer, model_config(config, tokenizer, folder))
         check_template(data.train, tokenizer, ends)
     ready = checkpoint.read_rollouts(folder, config, data, tokenizer) if folder else []
@@ -114,7 +136,9 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
     generator = make_generator(config, trainer.model.config, tokenizer, comm)
     if isinstance(generator, rm.Generator):
         generator.follow()
-    return Run(config, tokenizer, data, rewards, trainer, generator, environment, first_step, ready, folder)
+    return Run(
+        config, tokenizer, data, rewards, trainer, generator, environment, first_step, ready, folder
+    )
 
 
 def follow(config: Config, resume: Path | None, comm: rm.comm.Comm) -> None:
@@ -129,16 +153,21 @@ def follow(config: Config, resume: Path | None, comm: rm.comm.Comm) -> None:
 def _tokenizer(config: Config) -> Any:
     source = config.tokenizer.path or config.model.path
     if source is None:
-        raise rm.ConfigError("[tokenizer] path: expected a folder or a tokenizer.json; a random model brings none")
+        raise rm.ConfigError(
+            "[tokenizer] path: expected a folder or a tokenizer.json; a random model brings none"
+        )
     return load_tokenizer(config.path(source))
 
 
-def train(run: Run, out: Path, show: Callable[[Metrics, Completions], None] = lambda *_: None) -> list[Metrics]:
-    """Runs steps first_step … steps and returns the metrics of all lines of the file. `show` gets those of each step, and the completions
-    to print.
+def train(
+    run: Run, out: Path, show: Callable[[Metrics, Completions], None] = lambda *_: None
+) -> list[Metrics]:
+    """Runs steps first_step … steps and returns the metrics of all lines of the file. `show` gets
+    those of each step, and the completions to print.
 
-    A checkpoint that cannot be written is tried again after the next step; only at the end it is an OSError. What ends the run early leaves
-    a checkpoint of the last finished step. With async_level it waits for the rollouts that this checkpoint has, unless a signal comes."""
+    A checkpoint that cannot be written is tried again after the next step; only at the end it is an
+    OSError. What ends the run early leaves a checkpoint of the last finished step. With async_level
+    it waits for the rollouts that this checkpoint has, unless a signal comes."""
     with run.interrupts:
         run.interrupts.hold("the run has begun")
         checkpoint.set_aside(out, run.first_step, run.resumed)
@@ -155,7 +184,10 @@ def _train(run: Run, out: Path, show: Callable[[Metrics, Completions], None]) ->
     texts, log = CompletionsLog(out, run.first_step), MetricsLog(out, run.first_step)
     overlap = Overlap()
     saved = run.first_step  # next step of the newest checkpoint
-    finished = run.first_step, run.trainer.num_updates  # next step, and updates of the weights that it starts from
+    finished = (
+        run.first_step,
+        run.trainer.num_updates,
+    )  # next step, and updates of the weights that it starts from
 
     def save(ahead: AsyncRollouts | None) -> None:
         nonlocal saved
@@ -163,7 +195,9 @@ def _train(run: Run, out: Path, show: Callable[[Metrics, Completions], None]) ->
         run.interrupts.hold("the checkpoint is written")
         before, saved = saved, finished[0]
         try:
-            checkpoint.save(out, run.trainer, run.tokenizer, config, finished[0], rollouts, run.data.digest)
+            checkpoint.save(
+                out, run.trainer, run.tokenizer, config, finished[0], rollouts, run.data.digest
+            )
         except OSError:
             saved = before
             raise
@@ -187,17 +221,26 @@ def _train(run: Run, out: Path, show: Callable[[Metrics, Completions], None]) ->
                         except OSError as error:
                             if step == last:
                                 raise
-                            _log.warning("%s; the checkpoint is tried again after the next step", error)
+                            _log.warning(
+                                "%s; the checkpoint is tried again after the next step", error
+                            )
                         run.interrupts.release()
             except BaseException as error:
                 if finished[0] > saved and finished[1] == run.trainer.num_updates:
                     run.interrupts.drop()
                     if ahead and not ahead.has(range(finished[0], finished[0] + level)):
-                        _log.warning("the checkpoint of step %d waits for rollouts; a signal ends the run without it", finished[0])
+                        _log.warning(
+                            "the checkpoint of step %d waits for rollouts; a signal ends the run "
+                            "without it",
+                            finished[0],
+                        )
                     try:
                         save(ahead)
                     except Exception as why:  # noqa: BLE001 (the first error is raised)
-                        error.add_note(f"no checkpoint of step {finished[0]}: {type(why).__name__}: {plain(why)}")
+                        error.add_note(
+                            f"no checkpoint of step {finished[0]}: {type(why).__name__}: "
+                            f"{plain(why)}"
+                        )
                 raise
         run.interrupts.hold("its last files are written")
         try:
@@ -218,12 +261,15 @@ def _train(run: Run, out: Path, show: Callable[[Metrics, Completions], None]) ->
 def _is_due(config: Config, next_step: int, saved: int) -> bool:
     """Whether a checkpoint should have been written since the newest one."""
     every = config.checkpoint.every
-    return next_step > saved and (next_step == config.train.steps or (every > 0 and next_step // every > saved // every))
+    return next_step > saved and (
+        next_step == config.train.steps or (every > 0 and next_step // every > saved // every)
+    )
 
 
 def _batches(run: Run, version: int) -> range:
-    """What a version generates: the batch of the step async_level later; the first one all before it too, unless the checkpoint had
-    them. The last checkpoint of a run has as many as any other, so that a longer run can go on from it."""
+    """What a version generates: the batch of the step async_level later; the first one all before
+    it too, unless the checkpoint had them. The last checkpoint of a run has as many as any other,
+    so that a longer run can go on from it."""
     level, last = run.config.rollout.async_level, run.config.train.steps
     first = run.first_step + len(run.ready) if version == run.first_step else version + level
     return range(first, min(version + level, max(last, last - 1 + level)) + 1)
@@ -253,8 +299,11 @@ def _is_evaluated(run: Run, step: int) -> bool:
     return step % run.config.eval.every == 0 or step == run.config.train.steps
 
 
-def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap) -> tuple[Metrics, Completions]:
-    """One step of the protocol above: its metrics, and the completions that are written or printed. `ahead`: with async_level ≥ 1."""
+def run_step(
+    run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap
+) -> tuple[Metrics, Completions]:
+    """One step of the protocol above: its metrics, and the completions that are written or printed.
+    `ahead`: with async_level ≥ 1."""
     config, start = run.config, time.perf_counter()
     if ahead and config.sync.inflight == "wait":
         ahead.wait()
@@ -264,7 +313,14 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
     sync_s = time.perf_counter() - began
     if _is_tested(run, step):
         threshold, max_tokens = config.sync.self_test, config.rollout.max_tokens
-        run_self_test(run.generator, run.trainer.score, _test_prompts(run), threshold, max_tokens, SELF_TEST_SEED)
+        run_self_test(
+            run.generator,
+            run.trainer.score,
+            _test_prompts(run),
+            threshold,
+            max_tokens,
+            SELF_TEST_SEED,
+        )
     evaluated = evaluate(run, step) if _is_evaluated(run, step) else {}
     overlap.stop("generator")
     scores: Scores | None = None
@@ -295,7 +351,10 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
         "reward_s": scores.seconds,
     } | sampled
     if rollout.turns is not None:
-        metrics |= {"turns_mean": float(np.mean(rollout.turns)), "environment_s": rollout.environment_s}
+        metrics |= {
+            "turns_mean": float(np.mean(rollout.turns)),
+            "environment_s": rollout.environment_s,
+        }
     if len(run.rewards.names) > 1:
         metrics |= scores.metrics()
     last = step == config.train.steps
@@ -319,7 +378,10 @@ def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap)
     count = max(config.rollout.log_completions, config.rollout.num_completions_to_print)
     judged = [None if np.isnan(reward) else reward for reward in scores.total[:count]]
     rows = zip(rollout.prompts[:count], rollout.texts, judged, rollout.stopped, strict=False)
-    return metrics, [{"step": step, "prompt": p.source, "completion": t, "reward": r, "stopped": s} for p, t, r, s in rows]
+    return metrics, [
+        {"step": step, "prompt": p.source, "completion": t, "reward": r, "stopped": s}
+        for p, t, r, s in rows
+    ]
 
 
 def evaluate(run: Run, step: int) -> Metrics:
@@ -336,37 +398,67 @@ def evaluate(run: Run, step: int) -> Metrics:
 def _sample_groups(run: Run, step: int) -> tuple[Rollout, Scores, Metrics]:
     return sample_groups(
         lambda count, drawn: run.data.draw(run.config.seed, step, count, drawn),
-        lambda prompts, batch: _samples(run, prompts, step, f"rollout {batch}" if batch else "rollout", step, step),
+        lambda prompts, batch: _samples(
+            run, prompts, step, f"rollout {batch}" if batch else "rollout", step, step
+        ),
         lambda rollout: score(rollout, run.rewards),
         run.config.rollout,
     )
 
 
 def _roll_out(run: Run, step: int, version: int | None = None) -> Rollout:
-    """The batch of a step, by `version`, or by that and later ones if a sync does not wait for it. None: the step's own version."""
+    """The batch of a step, by `version`, or by that and later ones if a sync does not wait for it.
+    None: the step's own version."""
     version = step if version is None else version
     newest = version if run.config.sync.inflight == "wait" else step
-    return _samples(run, run.data.draw(run.config.seed, step, run.config.rollout.prompts), step, "rollout", version, newest)
+    return _samples(
+        run,
+        run.data.draw(run.config.seed, step, run.config.rollout.prompts),
+        step,
+        "rollout",
+        version,
+        newest,
+    )
 
 
-def _samples(run: Run, prompts: list[Prompt], step: int, purpose: str, version: int, newest: int) -> Rollout:
+def _samples(
+    run: Run, prompts: list[Prompt], step: int, purpose: str, version: int, newest: int
+) -> Rollout:
     """A group of each prompt."""
     table, keep = run.config.rollout, run.config.correction.routing_replay
     filters: dict[str, Any] = {}
     if table.top_k:
-        filters = {"top_k": table.top_k, "top_p": table.top_p, "min_p": table.min_p, "kept_tokens": True}
-    sampling = rm.SamplingParams(n=table.samples, max_tokens=table.max_tokens, temperature=table.temperature, **filters)
+        filters = {
+            "top_k": table.top_k,
+            "top_p": table.top_p,
+            "min_p": table.min_p,
+            "kept_tokens": True,
+        }
+    sampling = rm.SamplingParams(
+        n=table.samples, max_tokens=table.max_tokens, temperature=table.temperature, **filters
+    )
     return _generate(run, prompts, step, purpose, sampling, version, newest, keep)
 
 
 def _held_out(run: Run, step: int) -> Rollout:
     table = run.config.eval
-    sampling = rm.SamplingParams(max_tokens=run.config.rollout.max_tokens, temperature=table.temperature)
-    return _generate(run, list(run.data.heldout[: table.prompts]), step, "held-out", sampling, step, step)
+    sampling = rm.SamplingParams(
+        max_tokens=run.config.rollout.max_tokens, temperature=table.temperature
+    )
+    return _generate(
+        run, list(run.data.heldout[: table.prompts]), step, "held-out", sampling, step, step
+    )
 
 
 def _generate(
-    run: Run, prompts: list[Prompt], step: int, purpose: str, sampling: rm.SamplingParams, version: int, newest: int, routing: bool = False
+    run: Run,
+    prompts: list[Prompt],
+    step: int,
+    purpose: str,
+    sampling: rm.SamplingParams,
+    version: int,
+    newest: int,
+    routing: bool = False,
 ) -> Rollout:
     def draw(of: list[Prompt], purpose: str, sampling: rm.SamplingParams, **each: Any) -> Rollout:
         return generate(
@@ -389,7 +481,9 @@ def _generate(
     one, ends = dataclasses.replace(sampling, n=1), eos_ids(run.tokenizer, run.trainer.model.config)
     return converse(
         first,
-        lambda turn, places, of, left: draw(of, f"{purpose}, turn {turn}", one, places=places, max_tokens=left),
+        lambda turn, places, of, left: draw(
+            of, f"{purpose}, turn {turn}", one, places=places, max_tokens=left
+        ),
         run.environment,
         run.tokenizer,
         ends,
@@ -398,7 +492,8 @@ def _generate(
 
 
 def _shuffled(rewards: NDArray[np.float64], config: Config, step: int) -> NDArray[np.float64]:
-    """The control experiment: the step's rewards, permuted over its completions. Nothing can be learned from them."""
+    """The control experiment: the step's rewards, permuted over its completions. Nothing can be
+    learned from them."""
     if not config.reward.shuffle:
         return rewards
     return np.random.default_rng(seed_of(config.seed, step, "shuffle")).permutation(rewards)

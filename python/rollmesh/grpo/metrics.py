@@ -1,4 +1,5 @@
-"""Where a run's numbers go: DIR/metrics.jsonl always, TensorBoard events beside it, curves.png drawn from them; completions.jsonl.
+"""Where a run's numbers go: DIR/metrics.jsonl always, TensorBoard events beside it, curves.png
+drawn from them; completions.jsonl.
 
 Line n describes version n of the weights, see loop.py. Means without values are null. A resumed run
 keeps the lines before its first step and drops the rest, so the file reads as one run.
@@ -29,7 +30,9 @@ class MetricsLog:
 
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
-        self.lines = [m for m in read(self.path) if m["step"] < first_step] if self.path.exists() else []
+        self.lines = (
+            [m for m in read(self.path) if m["step"] < first_step] if self.path.exists() else []
+        )
         self._file = self._written()
         self._folder = folder / "events"
         with writing(self._folder):
@@ -41,7 +44,9 @@ class MetricsLog:
         try:
             with writing(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                partial.write_text("".join(json.dumps(m) + "\n" for m in self.lines), encoding="utf-8")
+                partial.write_text(
+                    "".join(json.dumps(m) + "\n" for m in self.lines), encoding="utf-8"
+                )
                 os.replace(partial, self.path)
         finally:
             partial.unlink(missing_ok=True)
@@ -49,15 +54,25 @@ class MetricsLog:
 
     def write(self, metrics: Metrics) -> None:
         if not _is_whole(self.path, self._file):
-            _log.warning("%s was removed or changed by another program; it is written again", self.path)
+            _log.warning(
+                "%s was removed or changed by another program; it is written again", self.path
+            )
             self._file.close()
             self._file = self._written()
         self.lines.append(metrics)
         with writing(self.path):
             self._file.write(json.dumps(metrics) + "\n")
             self._file.flush()
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float)) and name != "step"}
-        self._draw(lambda events: [events.add_scalar(name, value, metrics["step"]) for name, value in numbers.items()])
+        numbers = {
+            name: value
+            for name, value in metrics.items()
+            if isinstance(value, (int, float)) and name != "step"
+        }
+        self._draw(
+            lambda events: [
+                events.add_scalar(name, value, metrics["step"]) for name, value in numbers.items()
+            ]
+        )
 
     def _draw(self, call: Callable[[Any], object]) -> None:
         try:
@@ -65,7 +80,12 @@ class MetricsLog:
                 call(self._events)
         except Exception as error:  # noqa: BLE001 (a picture ends no run)
             self._events = None
-            _log.warning("%s: nothing more is written for TensorBoard: %s: %s", self._folder, type(error).__name__, plain(error))
+            _log.warning(
+                "%s: nothing more is written for TensorBoard: %s: %s",
+                self._folder,
+                type(error).__name__,
+                plain(error),
+            )
 
     def close(self) -> None:
         with writing(self.path):
@@ -74,7 +94,8 @@ class MetricsLog:
 
 
 class CompletionsLog:
-    """DIR/completions.jsonl: step, prompt, completion, reward, and whether it ended by itself, of the first completions of each step."""
+    """DIR/completions.jsonl: step, prompt, completion, reward, and whether it ended by itself, of
+    the first completions of each step."""
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
         self.path = folder / "completions.jsonl"
@@ -96,7 +117,10 @@ class CompletionsLog:
 
     def write(self, rows: Completions) -> None:
         if not _is_whole(self.path, self._file):
-            _log.warning("%s was removed or changed by another program; it goes on with what is there", self.path)
+            _log.warning(
+                "%s was removed or changed by another program; it goes on with what is there",
+                self.path,
+            )
             self._file.close()
             self._file = self._opened()
         with writing(self.path):
@@ -135,9 +159,14 @@ def read(path: Path) -> list[Metrics]:
         try:
             lines.append(json.loads(line))
         except (ValueError, RecursionError) as error:
-            raise FormatError(f"{plain(path)}:{number}: expected a line of metrics: {plain(error)}") from error
+            raise FormatError(
+                f"{plain(path)}:{number}: expected a line of metrics: {plain(error)}"
+            ) from error
         if not isinstance(lines[-1], dict) or type(lines[-1].get("step")) is not int:
-            raise FormatError(f"{plain(path)}:{number}: expected a line of metrics with a step, got {shown(lines[-1])}")
+            raise FormatError(
+                f"{plain(path)}:{number}: expected a line of metrics with a step, got "
+                f"{shown(lines[-1])}"
+            )
     return lines
 
 
@@ -165,7 +194,11 @@ def draw_curves(lines: list[Metrics], path: Path) -> None:
             ]
             if points:
                 axes.plot(
-                    *zip(*points, strict=True), label=name, linewidth=1.2, marker="o" if name == "eval_reward" else None, markersize=3
+                    *zip(*points, strict=True),
+                    label=name,
+                    linewidth=1.2,
+                    marker="o" if name == "eval_reward" else None,
+                    markersize=3,
                 )
         axes.set(title=title, xlabel="step", yscale=scale)
         axes.grid(alpha=0.3)

@@ -1,4 +1,5 @@
-"""How much of a run's time trainer and generator work at once: each side says when it starts and stops."""
+"""How much of a run's time trainer and generator work at once: each side says when it starts and
+stops."""
 
 from __future__ import annotations
 
@@ -8,12 +9,17 @@ from typing import Literal
 
 Side = Literal["trainer", "generator"]
 # (trainer works, generator works) → the metric
-SHARES = {(True, True): "both_share", (True, False): "trainer_only_share", (False, True): "generator_only_share"}
+SHARES = {
+    (True, True): "both_share",
+    (True, False): "trainer_only_share",
+    (False, True): "generator_only_share",
+}
 IDLE = "idle"
 
 
 class Overlap:
-    """Any thread may call it. A side may start several times: it works until it has stopped as often."""
+    """Any thread may call it. A side may start several times: it works until it has stopped as
+    often."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +34,8 @@ class Overlap:
         self._change(side, -1)
 
     def shares(self) -> dict[str, float]:
-        """Of the time since the last call; what is missing to 1 is the time in which neither worked."""
+        """Of the time since the last call; what is missing to 1 is the time in which neither
+        worked."""
         with self._lock:
             self._advance()
             seconds, self._seconds = self._seconds, {}

@@ -1,5 +1,5 @@
-"""A checkpoint folder as the trainer's model, refused by the rules of `rollmesh generate`: what is missing would be random, what is unknown
-would be left out, and transformers only logs either.
+"""A checkpoint folder as the trainer's model, refused by the rules of `rollmesh generate`: what is
+missing would be random, what is unknown would be left out, and transformers only logs either.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from rollmesh.runtime.messages import MOST_SUGGESTED, listed, plain, shown
 from rollmesh.weights.safetensors_folder import INDEX, SafetensorsFolder, is_ignored
 from rollmesh.weights.sync import EMBEDDING, HEAD
 
-STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "F64": "float64"}  # names in safetensors
+STORED = {
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F16": "float16",
+    "F64": "float64",
+}  # names in safetensors
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 MOST_LABELS = 65536
 
@@ -33,7 +38,9 @@ def folder_config(folder: Path, ignore: tuple[str, ...] = ()) -> Any:
 
     refuse_adapter(folder)
     if not (folder / "config.json").is_file():
-        raise rm.ConfigError(f"{plain(folder)}: expected a checkpoint folder with config.json and safetensors")
+        raise rm.ConfigError(
+            f"{plain(folder)}: expected a checkpoint folder with config.json and safetensors"
+        )
     for path in folder.iterdir():
         expect_file(path)
     try:
@@ -42,18 +49,20 @@ def folder_config(folder: Path, ignore: tuple[str, ...] = ()) -> Any:
         names = getattr(error, "names", ())
         if 0 < sum(map(len, names)) <= MOST_SUGGESTED:
             option = f"model.ignore={json.dumps([*ignore, *names])}"
-            error.add_note(
-                f"if they do not change the numbers: --set {shlex.quote(option)}"
-            )
+            error.add_note(f"if they do not change the numbers: --set {shlex.quote(option)}")
         raise
     values = without(json.loads((folder / "config.json").read_text(encoding="utf-8")), ignore)
     labels = values.get("num_labels")
     if isinstance(labels, int) and labels > MOST_LABELS:  # transformers makes the name of each
-        raise rm.ConfigError(f"{plain(folder)}: num_labels: expected at most {MOST_LABELS}, got {shown(labels)}")
+        raise rm.ConfigError(
+            f"{plain(folder)}: num_labels: expected at most {MOST_LABELS}, got {shown(labels)}"
+        )
     with told_as(f"{folder}: expected a config.json"):
         config = CONFIG_MAPPING[spec.model_type].from_dict(values, name_or_path=str(folder))
     ends = list(spec.eos_token_ids)
-    config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)  # a checkpoint of it has the file of a random model
+    config.eos_token_id = (
+        ends if len(ends) > 1 else next(iter(ends), None)
+    )  # a checkpoint of it has the file of a random model
     return config
 
 
@@ -81,9 +90,14 @@ def load_model(folder: Path, dtype: str, ignore: tuple[str, ...] = ()) -> Any:
             **experts_option(hf_config),
         )
     model, report = loaded
-    with told_as(f"{folder}: expected a config.json that can be saved again"), tempfile.TemporaryDirectory() as scratch:
+    with (
+        told_as(f"{folder}: expected a config.json that can be saved again"),
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         model.config.save_pretrained(scratch)  # which checks more than the reading does
-    _refuse(rm.ShapeError, folder, "wrong shape", sorted(name for name, *_ in report["mismatched_keys"]))
+    _refuse(
+        rm.ShapeError, folder, "wrong shape", sorted(name for name, *_ in report["mismatched_keys"])
+    )
     _refuse(rm.MissingKeyError, folder, "missing", sorted(report["missing_keys"]))
     unknown = [name for name in report["unexpected_keys"] if not is_ignored(name, ignore)]
     _refuse(rm.UnexpectedKeyError, folder, "no parameter of this model", sorted(unknown))
@@ -113,14 +127,19 @@ def _check_loaded(folder: Path, model: Any, hf_config: Any) -> None:
 
 
 def experts_option(hf_config: Any) -> dict[str, str]:
-    """`grouped_mm` where there are experts: the other implementations are many times slower to train."""
+    """`grouped_mm` where there are experts: the other implementations are many times slower to
+    train."""
     family = FAMILIES.get(hf_config.model_type)
-    return {"experts_implementation": "grouped_mm"} if family is not None and family.has_experts else {}
+    return (
+        {"experts_implementation": "grouped_mm"}
+        if family is not None and family.has_experts
+        else {}
+    )
 
 
 def _check_files(folder: Path, spec: rm.ModelSpec, ignore: tuple[str, ...]) -> None:
-    """What transformers does not report: how tensors are stored, which experts there are (it stacks those that it finds), and an lm_head
-    beside the embedding that it is tied to."""
+    """What transformers does not report: how tensors are stored, which experts there are (it stacks
+    those that it finds), and an lm_head beside the embedding that it is tied to."""
     stored = SafetensorsFolder(folder)
     if (folder / INDEX).is_file() and (folder / "model.safetensors").is_file():
         raise rm.FormatError(
@@ -144,8 +163,16 @@ def _check_files(folder: Path, spec: rm.ModelSpec, ignore: tuple[str, ...]) -> N
         )
         _refuse(rm.MissingKeyError, folder, "missing", sorted(wanted - there))
         _refuse(rm.UnexpectedKeyError, folder, "no parameter of this model", sorted(there - wanted))
-    if spec.tie_word_embeddings and HEAD in stored and EMBEDDING in stored and (stored[HEAD] != stored[EMBEDDING]).any():
-        raise rm.TiedWeightError(f"{folder}: {HEAD}: expected the values of {EMBEDDING}, to which the config ties it, got others")
+    if (
+        spec.tie_word_embeddings
+        and HEAD in stored
+        and EMBEDDING in stored
+        and (stored[HEAD] != stored[EMBEDDING]).any()
+    ):
+        raise rm.TiedWeightError(
+            f"{folder}: {HEAD}: expected the values of {EMBEDDING}, to which the config ties it, "
+            "got others"
+        )
 
 
 def _refuse(error: type[rm.Error], folder: Path, what: str, names: list[str]) -> None:

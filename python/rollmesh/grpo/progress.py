@@ -1,4 +1,5 @@
-"""The live display of a run: a table that is redrawn on a terminal, one plain line every few seconds where output is a file."""
+"""The live display of a run: a table that is redrawn on a terminal, one plain line every few
+seconds where output is a file."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ class Display:
         from rich.live import Live
 
         self._console = Console(highlight=False, soft_wrap=True)
-        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._live = (
+            Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        )
         self._title, self._steps = title, steps
         self._heldout: float | None = None
         self._start, self._printed, self._first_step = time.monotonic(), float("-inf"), 0
@@ -31,7 +34,12 @@ class Display:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._live:
             with suppress(OSError):  # a terminal that has gone
                 self._live.stop()
@@ -48,7 +56,9 @@ class Display:
             self._live.update(self._table(metrics, now), refresh=True)
         elif "eval_reward" in metrics or now - self._printed >= PLAIN_SECONDS:
             self._printed = now
-            self._console.print("  ".join(f"{name} {value}" for name, value in self._items(metrics)))
+            self._console.print(
+                "  ".join(f"{name} {value}" for name, value in self._items(metrics))
+            )
             self._print(completions)
 
     def _print(self, completions: Completions) -> None:
@@ -57,9 +67,18 @@ class Display:
 
         if not completions:
             return
-        table = Table("reward", "prompt", "completion", title=f"step {completions[0]['step']}", title_justify="left", show_lines=True)
+        table = Table(
+            "reward",
+            "prompt",
+            "completion",
+            title=f"step {completions[0]['step']}",
+            title_justify="left",
+            show_lines=True,
+        )
         for c in completions:
-            texts = (Text(_printable(c[name]), overflow="fold") for name in ("prompt", "completion"))  # Text: no markup
+            texts = (
+                Text(_printable(c[name]), overflow="fold") for name in ("prompt", "completion")
+            )  # Text: no markup
             table.add_row(rounded(c["reward"]), *texts)
         self._console.print(table, soft_wrap=False)
 
@@ -83,7 +102,9 @@ class Display:
         done = metrics["step"] - self._first_step
         elapsed = now - self._start
         left = elapsed / done * (self._steps - metrics["step"]) if done else 0.0
-        table = Table(title=f"{self._title} · {elapsed:.0f} s, about {left:.0f} s left", title_justify="left")
+        table = Table(
+            title=f"{self._title} · {elapsed:.0f} s, about {left:.0f} s left", title_justify="left"
+        )
         items = self._items(metrics)
         for name, _ in items:
             table.add_column(name, justify="right")
@@ -98,7 +119,11 @@ def rounded(reward: float | None) -> str:
 
 def _printable(source: str | list[dict[str, str]]) -> str:
     """A text, or a chat with its roles; what would move a terminal's cursor is escaped."""
-    text = source if isinstance(source, str) else "\n".join(f"{m['role']}: {m['content']}" for m in source)
+    text = (
+        source
+        if isinstance(source, str)
+        else "\n".join(f"{m['role']}: {m['content']}" for m in source)
+    )
     if len(text) > MOST_PRINTED:
         text = f"{text[: MOST_PRINTED // 2]} … {text[-MOST_PRINTED // 2 :]}"
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

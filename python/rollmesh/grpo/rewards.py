@@ -1,10 +1,12 @@
 """Rewards: a number for the text of each completion.
 
-A reward is a function with TRL's signature, `reward(prompts, completions, completion_ids=None, **columns) -> list[float]`: lists
-of one length, one item a completion, so a prompt and its columns come once for each of its samples. Of a chat, prompts are
-message lists and completions lists of the messages that follow, as in TRL. It gets copies, which it may change. `async def`
-functions are awaited together, after the others. Built-in names stand below; anything else is `module:function`, imported from the
-config's folder, the working folder or the Python path.
+A reward is a function with TRL's signature,
+`reward(prompts, completions, completion_ids=None, **columns) -> list[float]`: lists of one length,
+one item a completion, so a prompt and its columns come once for each of its samples. Of a chat,
+prompts are message lists and completions lists of the messages that follow, as in TRL. It gets
+copies, which it may change. `async def` functions are awaited together, after the others. Built-in
+names stand below; anything else is `module:function`, imported from the config's folder, the
+working folder or the Python path.
 """
 
 from __future__ import annotations
@@ -35,17 +37,27 @@ TEXT = (str, bytes, bytearray)  # which float() or list() would take
 UNORDERED_OR_TEXT = (*TEXT, Mapping, Set)
 
 
-def char_match(prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any] = (), **_: Any) -> list[float]:
-    """Share of positions with the answer's character, over the longer of the two lengths. 1 only for the answer itself."""
+def char_match(
+    prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any] = (), **_: Any
+) -> list[float]:
+    """Share of positions with the answer's character, over the longer of the two lengths. 1 only
+    for the answer itself."""
     return [_char_match(text_of(c), a) for c, a in zip(completions, _texts(answer), strict=True)]
 
 
-def exact_match(prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any] = (), **_: Any) -> list[float]:
+def exact_match(
+    prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any] = (), **_: Any
+) -> list[float]:
     """1 where the completion is the answer, white space at both ends apart."""
-    return [float(text_of(c).strip() == a.strip()) for c, a in zip(completions, _texts(answer), strict=True)]
+    return [
+        float(text_of(c).strip() == a.strip())
+        for c, a in zip(completions, _texts(answer), strict=True)
+    ]
 
 
-def contains(prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any] = (), **_: Any) -> list[float]:
+def contains(
+    prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any] = (), **_: Any
+) -> list[float]:
     """1 where the answer stands somewhere in the completion."""
     return [float(a in text_of(c)) for c, a in zip(completions, _texts(answer), strict=True)]
 
@@ -57,7 +69,11 @@ def _texts(answer: Sequence[Any]) -> Sequence[str]:
     return answer
 
 
-BUILT_IN: dict[str, RewardFunction] = {"char_match": char_match, "exact_match": exact_match, "contains": contains}
+BUILT_IN: dict[str, RewardFunction] = {
+    "char_match": char_match,
+    "exact_match": exact_match,
+    "contains": contains,
+}
 
 
 @dataclass(frozen=True)
@@ -68,9 +84,17 @@ class Scores:
     seconds: float  # that all took
 
     def metrics(self) -> dict[str, float]:
-        """Of each function: reward/NAME, its mean over the completions that it judged, and reward_s/NAME, its seconds."""
-        judged = {name: [value for value in values if value is not None] for name, values in self.values.items()}
-        means = {f"reward/{name}": math.fsum(values) / len(values) for name, values in judged.items() if values}
+        """Of each function: reward/NAME, its mean over the completions that it judged, and
+        reward_s/NAME, its seconds."""
+        judged = {
+            name: [value for value in values if value is not None]
+            for name, values in self.values.items()
+        }
+        means = {
+            f"reward/{name}": math.fsum(values) / len(values)
+            for name, values in judged.items()
+            if values
+        }
         return means | {f"reward_s/{name}": seconds for name, seconds in self.seconds_of.items()}
 
     def mean(self) -> float | None:
@@ -103,7 +127,9 @@ class Scores:
 class Rewards:
     """The weighted sum of a run's reward functions."""
 
-    def __init__(self, names: Sequence[str], weights: Sequence[float] = (), folder: Path | None = None) -> None:
+    def __init__(
+        self, names: Sequence[str], weights: Sequence[float] = (), folder: Path | None = None
+    ) -> None:
         self.names = tuple(names)
         self.functions = [resolve(name, folder) for name in names]
         self.weights = tuple(weights) or (1.0,) * len(self.functions)
@@ -114,30 +140,49 @@ class Rewards:
         self.event_loop.close()
 
     def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], columns: dict[str, list[Any]]
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: dict[str, list[Any]],
     ) -> list[float]:
         """Returns one number per completion: the weighted sum over the functions that judge it, or
         NaN if all return None. A function returns None for a completion that it does not judge.
 
-        ConfigError: a function raised (its traceback is a note of the error), or returned something else."""
+        ConfigError: a function raised (its traceback is a note of the error), or returned something
+        else."""
         return self.judge(prompts, completions, completion_ids, columns).total
 
     def judge(
-        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], columns: dict[str, list[Any]]
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: dict[str, list[Any]],
     ) -> Scores:
         """As __call__, with what each function said."""
         began, count, total = time.perf_counter(), len(completions), [0.0] * len(completions)
 
         def given() -> dict[str, Any]:
-            texts = copy.deepcopy({"prompts": list(prompts), "completions": list(completions), **columns})
+            texts = copy.deepcopy(
+                {"prompts": list(prompts), "completions": list(completions), **columns}
+            )
             return {**texts, "completion_ids": [list(ids) for ids in completion_ids]}
 
         functions = dict(zip(self.names, self.functions, strict=True))
-        answers = {name: _call(name, f, given, count) for name, f in functions.items() if not is_async(f)}
+        answers = {
+            name: _call(name, f, given, count) for name, f in functions.items() if not is_async(f)
+        }
         if waits := {name: f for name, f in functions.items() if is_async(f)}:
-            found = self.event_loop.run(f"reward {', '.join(waits)}", [_await(name, f, given, count) for name, f in waits.items()])
+            found = self.event_loop.run(
+                f"reward {', '.join(waits)}",
+                [_await(name, f, given, count) for name, f in waits.items()],
+            )
             answers |= zip(waits, found, strict=True)
-        numbers = {n: [None if v is None else _number(v, n, i) for i, v in enumerate(answers[n][0])] for n in self.names}
+        numbers = {
+            n: [None if v is None else _number(v, n, i) for i, v in enumerate(answers[n][0])]
+            for n in self.names
+        }
         of_each = zip(*numbers.values(), strict=True)
         unjudged = [i for i, values in enumerate(of_each) if all(v is None for v in values)]
         if unjudged and self._says_unjudged:
@@ -149,13 +194,23 @@ class Rewards:
                 count,
             )
         for name, weight in zip(self.names, self.weights, strict=True):
-            total = [t + weight * (number or 0.0) for t, number in zip(total, numbers[name], strict=True)]
+            total = [
+                t + weight * (number or 0.0) for t, number in zip(total, numbers[name], strict=True)
+            ]
         for i, number in enumerate(total):
             if not abs(number) <= MAX_REWARD:
-                raise rm.ConfigError(f"[reward] weights: expected sums of at most {MAX_REWARD:g}, got {number:g} for completion {i}")
+                raise rm.ConfigError(
+                    f"[reward] weights: expected sums of at most {MAX_REWARD:g}, got {number:g} "
+                    f"for completion {i}"
+                )
         for i in unjudged:
             total[i] = math.nan
-        return Scores(total, numbers, {name: answers[name][1] for name in numbers}, time.perf_counter() - began)
+        return Scores(
+            total,
+            numbers,
+            {name: answers[name][1] for name in numbers},
+            time.perf_counter() - began,
+        )
 
 
 def resolve(name: str, folder: Path | None = None) -> RewardFunction:
@@ -165,7 +220,9 @@ def resolve(name: str, folder: Path | None = None) -> RewardFunction:
     return imported(name, folder, "[reward] functions", list(BUILT_IN))
 
 
-def _call(name: str, function: RewardFunction, given: Callable[[], dict[str, Any]], count: int) -> Answer:
+def _call(
+    name: str, function: RewardFunction, given: Callable[[], dict[str, Any]], count: int
+) -> Answer:
     began = time.perf_counter()
     with naming(f"reward {name}"):
         returned = function(**given())
@@ -173,7 +230,9 @@ def _call(name: str, function: RewardFunction, given: Callable[[], dict[str, Any
     return _counted(name, returned, values, count), time.perf_counter() - began
 
 
-async def _await(name: str, function: RewardFunction, given: Callable[[], dict[str, Any]], count: int) -> Answer:
+async def _await(
+    name: str, function: RewardFunction, given: Callable[[], dict[str, Any]], count: int
+) -> Answer:
     began = time.perf_counter()
     with naming(f"reward {name}", but=asyncio.CancelledError):
         returned = await finished(function(**given()))  # type: ignore[arg-type]
@@ -190,7 +249,13 @@ def _listed(returned: Any, count: int) -> list[Any] | None:
 
 def _counted(name: str, returned: Any, values: list[Any] | None, count: int) -> list[Any]:
     if values is None or len(values) != count:
-        got = f"a {type(returned).__name__}" if values is None else len(returned) if isinstance(returned, Sized) else len(values)
+        got = (
+            f"a {type(returned).__name__}"
+            if values is None
+            else len(returned)
+            if isinstance(returned, Sized)
+            else len(values)
+        )
         raise rm.ConfigError(f"reward {name}: expected {count} values, one a completion, got {got}")
     return values
 
@@ -203,13 +268,19 @@ def _number(value: Any, name: str, i: int) -> float:
     except BaseException:  # noqa: BLE001 (of the value's own __float__)
         number = math.nan
     if not abs(number) <= MAX_REWARD:
-        raise rm.ConfigError(f"reward {name}: completion {i} got {shown(value)}; expected a finite number, or None")
+        raise rm.ConfigError(
+            f"reward {name}: completion {i} got {shown(value)}; expected a finite number, or None"
+        )
     return number
 
 
 def text_of(completion: Any) -> str:
     """The text of a completion; of a chat that of the policy, without an environment's replies."""
-    return completion if isinstance(completion, str) else "".join(m["content"] for m in completion if m["role"] == "assistant")
+    return (
+        completion
+        if isinstance(completion, str)
+        else "".join(m["content"] for m in completion if m["role"] == "assistant")
+    )
 
 
 def _char_match(text: str, answer: str) -> float:

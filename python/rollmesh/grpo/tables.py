@@ -1,6 +1,8 @@
-"""Strict reading of TOML tables into dataclasses: the type hints are the schema, and every error names its path.
+"""Strict reading of TOML tables into dataclasses: the type hints are the schema, and every error
+names its path.
 
-An integer passes for a number and a list for a tuple; nothing else converts. Fields made by `number` carry a range.
+An integer passes for a number and a list for a tuple; nothing else converts. Fields made by
+`number` carry a range.
 """
 
 from __future__ import annotations
@@ -20,9 +22,17 @@ from rollmesh.runtime.messages import plain, shown
 INT64 = 2**63  # what TOML promises of an integer; Python reads any
 
 
-def number(default: Any, *, at_least: float | None = None, above: float | None = None, at_most: float | None = None) -> Any:
+def number(
+    default: Any,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+) -> Any:
     """A field with a range, checked by `check_range`."""
-    return dataclasses.field(default=default, metadata={"at_least": at_least, "above": above, "at_most": at_most})
+    return dataclasses.field(
+        default=default, metadata={"at_least": at_least, "above": above, "at_most": at_most}
+    )
 
 
 def read_table(cls: Any, table: Any, name: str) -> Any:
@@ -31,7 +41,9 @@ def read_table(cls: Any, table: Any, name: str) -> Any:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in table:
         if key not in fields:
-            raise rm.ConfigError(f"[{name}] {plain(key)}: no such key; there are {', '.join(fields)}")
+            raise rm.ConfigError(
+                f"[{name}] {plain(key)}: no such key; there are {', '.join(fields)}"
+            )
     hints = typing.get_type_hints(cls)
     return cls(**{k: read_value(fields[k], hints[k], v, f"[{name}] {k}") for k, v in table.items()})
 
@@ -44,7 +56,8 @@ def read_value(f: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> 
 
 
 def convert(hint: Any, value: Any, where: str) -> Any:
-    """Checks `value` against a type hint; an int passes for a float, a list for a tuple, nothing else converts."""
+    """Checks `value` against a type hint; an int passes for a float, a list for a tuple, nothing
+    else converts."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None:
@@ -52,7 +65,9 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         return convert(next(a for a in args if a is not type(None)), value, where)
     if origin is Literal:
         if value not in args:
-            raise rm.ConfigError(f"{where}: expected one of {', '.join(map(show, args))}, got {show(value)}")
+            raise rm.ConfigError(
+                f"{where}: expected one of {', '.join(map(show, args))}, got {show(value)}"
+            )
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
@@ -64,7 +79,13 @@ def convert(hint: Any, value: Any, where: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a table"}
+        names = {
+            int: "an integer",
+            float: "a number",
+            str: "a string",
+            bool: "true or false",
+            dict: "a table",
+        }
         raise rm.ConfigError(f"{where}: expected {names[kind]}, got {show(value)}")
     return value
 
@@ -106,4 +127,8 @@ def override(table: dict[str, Any], text: str) -> None:
 def show(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    return f'"{value}"' if isinstance(value, str) and len(value) <= 100 and value.isprintable() else shown(value)
+    return (
+        f'"{value}"'
+        if isinstance(value, str) and len(value) <= 100 and value.isprintable()
+        else shown(value)
+    )

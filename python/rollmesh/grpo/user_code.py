@@ -1,4 +1,5 @@
-"""Functions of the user's own, which a configuration names as `module:function`: their import, their errors, their event loop.
+"""Functions of the user's own, which a configuration names as `module:function`: their import,
+their errors, their event loop.
 
 The import runs the module, and so does a call: name only your own.
 """
@@ -23,8 +24,11 @@ T = TypeVar("T")
 MAX_NOTE = 8000  # characters of a traceback, whose exception may hold a megabyte
 
 
-def imported(name: str, folder: Path | None, key: str, built_in: Sequence[str] = ()) -> Callable[..., Any]:
-    """`module:function`, from `folder`, the working folder or the Python path. `key`: of the configuration. Raises rm.ConfigError."""
+def imported(
+    name: str, folder: Path | None, key: str, built_in: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """`module:function`, from `folder`, the working folder or the Python path. `key`: of the
+    configuration. Raises rm.ConfigError."""
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         known = f"{', '.join(built_in)} or " if built_in else ""
@@ -38,7 +42,8 @@ def imported(name: str, folder: Path | None, key: str, built_in: Sequence[str] =
     except ImportError as e:
         raise rm.ConfigError(f'{key}: cannot import "{plain(module_name)}": {plain(e)}') from e
     finally:
-        # Late imports and spawned processes of the module look there too; behind all else, so that no module there hides a library's.
+        # Late imports and spawned processes of the module look there too; behind all else, so that
+        # no module there hides a library's.
         for p in extra:
             with suppress(ValueError):  # the module has removed it itself
                 sys.path.remove(p)
@@ -50,18 +55,21 @@ def imported(name: str, folder: Path | None, key: str, built_in: Sequence[str] =
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
+    )
 
 
 class EventLoop:
-    """In which a run awaits functions. It lasts until `close`, so that what they keep open between two calls, such as an HTTP client, stays
-    usable. One thread at a time makes the calls."""
+    """In which a run awaits functions. It lasts until `close`, so that what they keep open between
+    two calls, such as an HTTP client, stays usable. One thread at a time makes the calls."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
 
     def run(self, what: str, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """The results of all, which are awaited together. The first that fails cancels the others."""
+        """The results of all, which are awaited together. The first that fails cancels the
+        others."""
         with naming(what, but=rm.ConfigError):
             return self._runner.run(_all(works))
 
@@ -85,12 +93,15 @@ async def finished(work: Awaitable[T]) -> T:
     except asyncio.CancelledError as error:
         if (task := asyncio.current_task()) is None or task.cancelling():
             raise
-        raise RuntimeError("what it awaited was cancelled").with_traceback(error.__traceback__) from None
+        raise RuntimeError("what it awaited was cancelled").with_traceback(
+            error.__traceback__
+        ) from None
 
 
 @contextmanager
 def naming(what: str, but: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
-    """An exception of the user's code becomes a ConfigError, with the traceback of that code as a note. A Ctrl-C is told where it came."""
+    """An exception of the user's code becomes a ConfigError, with the traceback of that code as a
+    note. A Ctrl-C is told where it came."""
     try:
         yield
     except but:
@@ -106,7 +117,11 @@ def naming(what: str, but: type[BaseException] | tuple[()] = ()) -> Iterator[Non
             own = own.tb_next
         if own is not None or isinstance(error, SyntaxError):
             note = "".join(traceback.format_exception(type(error), error, own)).rstrip()
-            named.add_note(note if len(note) <= MAX_NOTE else f"{note[: MAX_NOTE // 2]}\n…\n{note[-MAX_NOTE // 2 :]}")
+            named.add_note(
+                note
+                if len(note) <= MAX_NOTE
+                else f"{note[: MAX_NOTE // 2]}\n…\n{note[-MAX_NOTE // 2 :]}"
+            )
         raise named from error
 
 

@@ -1,11 +1,13 @@
-"""vLLM as the loop's generator: its AsyncLLM schedules, its workers run rollmesh, and weights go through its weight API.
+"""vLLM as the loop's generator: its AsyncLLM schedules, its workers run rollmesh, and weights go
+through its weight API.
 
-AsyncLLM runs on an event loop in a thread of its own; each call here submits one coroutine and waits. vLLM gets a folder with a
-config.json and nothing else; the tokenizer stays with the trainer. Every request has a seed (vLLM gives sample i of a request seed + i,
-as rm.Generator does), so samples depend neither on the engine nor on the order of requests.
+AsyncLLM runs on an event loop in a thread of its own; each call here submits one coroutine and
+waits. vLLM gets a folder with a config.json and nothing else; the tokenizer stays with the trainer.
+Every request has a seed (vLLM gives sample i of a request seed + i, as rm.Generator does), so
+samples depend neither on the engine nor on the order of requests.
 
-vllm.LLM in this process lost: its step loop would hold the trainer's thread between two tokens, and engine, torch and trainer would share
-one interpreter lock.
+vllm.LLM in this process lost: its step loop would hold the trainer's thread between two tokens, and
+engine, torch and trainer would share one interpreter lock.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from rollmesh.vllm import NAME, asked_for
 from rollmesh.vllm.trainer import AsyncWeightSender
 
 T = TypeVar("T")
-CLOSE_S = 30.0  # that vLLM's processes have to end by themselves; killed, they leave shared memory behind
+CLOSE_S = (
+    30.0  # that vLLM's processes have to end by themselves; killed, they leave shared memory behind
+)
 INSTALL = "pip install '.[vllm]' in rollmesh's checkout; docs/vllm.md has what to pin"
 
 
@@ -56,14 +60,26 @@ class PushReport:
 class VllmGenerator:
     """A RolloutGenerator (see generator.py) over vllm's AsyncLLM.
 
-    `.logprobs` of its outputs are nan at temperatures other than 1: vLLM returns `.sampling_logprobs`, of the distribution drawn from, and
-    only at temperature 1 without filters the two are equal.
+    `.logprobs` of its outputs are nan at temperatures other than 1: vLLM returns
+    `.sampling_logprobs`, of the distribution drawn from, and only at temperature 1 without filters
+    the two are equal.
     """
 
-    def __init__(self, table: GeneratorTable, hf_config: Any, eos_token_ids: Sequence[int], *, routing: bool = False) -> None:
+    def __init__(
+        self,
+        table: GeneratorTable,
+        hf_config: Any,
+        eos_token_ids: Sequence[int],
+        *,
+        routing: bool = False,
+    ) -> None:
         """`routing`: return routed experts, which vLLM does for models that have them."""
         ask_for_plugin()
-        self.spec, self.dtype, self.max_model_len = rm.ModelSpec.from_hf(hf_config), table.dtype, table.max_model_len
+        self.spec, self.dtype, self.max_model_len = (
+            rm.ModelSpec.from_hf(hf_config),
+            table.dtype,
+            table.max_model_len,
+        )
         self.version: int | None = None
         self._eos = tuple(eos_token_ids)
         self._numbers = itertools.count()
@@ -79,23 +95,34 @@ class VllmGenerator:
             self.close()
             raise
 
-    def sync_weights(self, source: Mapping[str, Any], version: int, cast: bool = False) -> PushReport:
-        """A state dict as `version`, through vLLM's weight API and shared memory. Where it raises, the old version serves."""
+    def sync_weights(
+        self, source: Mapping[str, Any], version: int, cast: bool = False
+    ) -> PushReport:
+        """A state dict as `version`, through vLLM's weight API and shared memory. Where it raises,
+        the old version serves."""
         began = time.perf_counter()
         self._loop.run(self._sync(source, version, cast))
         self.version = version
-        return PushReport(version, sum(tensor.nbytes for tensor in source.values()), time.perf_counter() - began)
+        return PushReport(
+            version, sum(tensor.nbytes for tensor in source.values()), time.perf_counter() - began
+        )
 
     async def _sync(self, source: Mapping[str, Any], version: int, cast: bool) -> None:
         if cast not in self._senders:
             self._senders[cast] = AsyncWeightSender(self._llm, cast=cast)
         await self._senders[cast].send(source, version)
-        await self._llm.reset_prefix_cache()  # KV of the old version would be found and then recomputed
+        await (
+            self._llm.reset_prefix_cache()
+        )  # KV of the old version would be found and then recomputed
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: rm.SamplingParams | Sequence[rm.SamplingParams], use_tqdm: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: rm.SamplingParams | Sequence[rm.SamplingParams],
+        use_tqdm: bool = False,
     ) -> list[rm.RequestOutput]:
-        """As rm.Generator.generate with token ids; `use_tqdm` must be False. Raises the first request's error and aborts the others."""
+        """As rm.Generator.generate with token ids; `use_tqdm` must be False. Raises the first
+        request's error and aborts the others."""
         chosen = [params] * len(prompts) if isinstance(params, rm.SamplingParams) else list(params)
         if use_tqdm:
             raise rm.RequestError("use_tqdm: expected False with vLLM, got True")
@@ -105,14 +132,19 @@ class VllmGenerator:
         """Ends the calls of generate that run in other threads; they raise CancelledError."""
         self._loop.call(lambda: [task.cancel() for task in self._running])
 
-    async def _generate(self, prompts: Sequence[Sequence[int]], params: Sequence[rm.SamplingParams]) -> list[rm.RequestOutput]:
+    async def _generate(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[rm.SamplingParams]
+    ) -> list[rm.RequestOutput]:
         me = asyncio.current_task()
         assert me is not None
         self._running.add(me)
         me.add_done_callback(self._running.discard)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._complete(list(ids), p)) for ids, p in zip(prompts, params, strict=True)]
+                tasks = [
+                    group.create_task(self._complete(list(ids), p))
+                    for ids, p in zip(prompts, params, strict=True)
+                ]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -120,7 +152,9 @@ class VllmGenerator:
     async def _complete(self, prompt: list[int], params: rm.SamplingParams) -> rm.RequestOutput:
         number, last = next(self._numbers), None
         prompt_input = {"type": "token", "prompt_token_ids": prompt}
-        async for output in self._llm.generate(prompt_input, vllm_params(params, self._eos), f"rollout-{number}"):
+        async for output in self._llm.generate(
+            prompt_input, vllm_params(params, self._eos), f"rollout-{number}"
+        ):
             last = output
         return output_of(last, number, params, frozenset(self._eos), self.spec.is_moe_layer)
 
@@ -135,9 +169,10 @@ class VllmGenerator:
         self._folder.cleanup()
 
 
-# -------------------------------------------------------------------------------------------------- starting
+# --------------------------------------------------------------------------------------- starting
 def ask_for_plugin() -> bool:
-    """Adds rollmesh to VLLM_PLUGINS, for this process and those that vLLM starts. Returns whether it was missing.
+    """Adds rollmesh to VLLM_PLUGINS, for this process and those that vLLM starts. Returns whether
+    it was missing.
 
     Raises rm.ConfigError if vLLM is not installed, or was imported before.
     """
@@ -151,7 +186,9 @@ def ask_for_plugin() -> bool:
         return False
     named = os.environ.get("VLLM_PLUGINS", "")
     if "vllm" in sys.modules:
-        raise rm.ConfigError(f'VLLM_PLUGINS: expected {NAME} in it before vllm is imported, got "{named}"')
+        raise rm.ConfigError(
+            f'VLLM_PLUGINS: expected {NAME} in it before vllm is imported, got "{named}"'
+        )
     os.environ["VLLM_PLUGINS"] = f"{named},{NAME}" if named else NAME
     return True
 
@@ -171,8 +208,13 @@ async def start(table: GeneratorTable, folder: str, routing: bool) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if not type(current_platform).__module__.startswith("rollmesh."):
-        raise rm.ConfigError(f"vLLM's platform: expected rollmesh's, got {type(current_platform).__qualname__}; is rollmesh installed?")
-    threads = max(1, table.threads // (table.tp * table.dp)) if table.threads else None  # of one worker
+        raise rm.ConfigError(
+            f"vLLM's platform: expected rollmesh's, got {type(current_platform).__qualname__}; is "
+            "rollmesh installed?"
+        )
+    threads = (
+        max(1, table.threads // (table.tp * table.dp)) if table.threads else None
+    )  # of one worker
     own = ("ep_backend", "sequence_parallel", "isa", "exchange")
     options = {"threads": threads, **{name: getattr(table, name) for name in own}}
     args = AsyncEngineArgs(
@@ -231,19 +273,26 @@ class LoopThread:
             self._loop.close()
 
 
-# -------------------------------------------------------------------------------------------------- records
+# ---------------------------------------------------------------------------------------- records
 def vllm_params(params: rm.SamplingParams, eos_token_ids: Sequence[int]) -> Any:
-    """Converts to vLLM's SamplingParams. vLLM has no tokenizer here and so no eos; those ids become stop_token_ids."""
+    """Converts to vLLM's SamplingParams. vLLM has no tokenizer here and so no eos; those ids become
+    stop_token_ids."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     if params.seed is None:
-        raise rm.RequestError("seed: expected a number, got None; without one samples would depend on the engine")
+        raise rm.RequestError(
+            "seed: expected a number, got None; without one samples would depend on the engine"
+        )
     if params.kept_tokens:
-        raise rm.RequestError("kept_tokens: expected False with vLLM, which does not return the tokens kept, got True")
+        raise rm.RequestError(
+            "kept_tokens: expected False with vLLM, which does not return the tokens kept, got True"
+        )
     for name in ("stop", "bad_words"):
         if texts := getattr(params, name):
-            raise rm.RequestError(f"{name}: expected none, got {list(texts)}; the engine has no tokenizer")
+            raise rm.RequestError(
+                f"{name}: expected none, got {list(texts)}; the engine has no tokenizer"
+            )
     bias: Any = params.logit_bias  # pairs
     return SamplingParams(
         n=params.n,
@@ -255,10 +304,15 @@ def vllm_params(params: rm.SamplingParams, eos_token_ids: Sequence[int]) -> Any:
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
         logit_bias=None if bias is None else dict(bias),
-        allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
+        allowed_token_ids=None
+        if params.allowed_token_ids is None
+        else list(params.allowed_token_ids),
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
-        stop_token_ids=[*(() if params.ignore_eos else eos_token_ids), *(params.stop_token_ids or ())],
+        stop_token_ids=[
+            *(() if params.ignore_eos else eos_token_ids),
+            *(params.stop_token_ids or ()),
+        ],
         ignore_eos=True,
         seed=params.seed,
         logprobs=0,
@@ -270,17 +324,27 @@ def vllm_params(params: rm.SamplingParams, eos_token_ids: Sequence[int]) -> Any:
 
 
 def output_of(
-    output: Any, number: int, params: rm.SamplingParams, eos: frozenset[int], is_moe_layer: Sequence[bool] = ()
+    output: Any,
+    number: int,
+    params: rm.SamplingParams,
+    eos: frozenset[int],
+    is_moe_layer: Sequence[bool] = (),
 ) -> rm.RequestOutput:
     """Converts vLLM's finished output. Raises rm.Error for a request that failed."""
     completions = []
     for sample in output.outputs:
         if sample.finish_reason not in ("stop", "length"):
-            raise rm.Error(f"request {number}, sample {sample.index}: ended with {sample.finish_reason}: {sample.stop_reason}")
+            raise rm.Error(
+                f"request {number}, sample {sample.index}: ended with {sample.finish_reason}: "
+                f"{sample.stop_reason}"
+            )
         tokens = np.array(sample.token_ids, np.int32)
         drawn = np.array(sample.logprobs.logprobs, np.float32)
         if drawn.shape != tokens.shape:
-            raise rm.Error(f"request {number}, sample {sample.index}: {drawn.size} logprobs for {tokens.size} tokens")
+            raise rm.Error(
+                f"request {number}, sample {sample.index}: {drawn.size} logprobs for "
+                f"{tokens.size} tokens"
+            )
         is_filtered = params.top_p != 1.0 or params.top_k != -1 or params.min_p != 0.0
         is_plain = params.temperature == 1.0 and not is_filtered and not logit_edit_names(params)
         logprobs = drawn.copy() if is_plain else np.full_like(drawn, np.nan)
@@ -319,12 +383,14 @@ def versions_of(sample: Any, count: int) -> NDArray[np.int64]:
 
 
 def routed_of(every: NDArray[Any] | None, is_moe_layer: Sequence[bool]) -> NDArray[np.int16] | None:
-    """[prompt + n − 1, moe_layers, k] of vLLM's record, which has all layers; None where it was not asked for."""
+    """[prompt + n − 1, moe_layers, k] of vLLM's record, which has all layers; None where it was not
+    asked for."""
     return None if every is None else every[:, np.flatnonzero(is_moe_layer)].astype(np.int16)
 
 
 def prompt_logprobs_of(flat: Any) -> NDArray[np.float32] | None:
-    """[len - 1] of the prompt's own tokens: the first entry of each position but the first, which has none."""
+    """[len - 1] of the prompt's own tokens: the first entry of each position but the first, which
+    has none."""
     if flat is None:
         return None
     return np.array([flat.logprobs[first] for first in flat.start_indices[1:]], np.float32)

@@ -1,7 +1,9 @@
-"""The model families: what the config of each means, one entry of FAMILIES for each model_type of transformers.
+"""The model families: what the config of each means, one entry of FAMILIES for each model_type of
+transformers.
 
-A key that changes the numbers of some family is read where the family's own code in transformers reads it, with the default of the
-family's config class; elsewhere it is an unknown key. How a family is added: docs/models.md.
+A key that changes the numbers of some family is read where the family's own code in transformers
+reads it, with the default of the family's config class; elsewhere it is an unknown key. How a
+family is added: docs/models.md.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ Switch = str | bool | Callable[[Reader], bool]
 HIDDEN_BY_HEADS = 0  # head_dim is hidden_size // num_attention_heads where the config has none
 
 
-# ------------------------------------------------------------------------------------------------ layers
+# ----------------------------------------------------------------------------------------- layers
 def none(c: Reader, layers: int) -> tuple[int, ...]:
     return (0,) * layers
 
@@ -30,7 +32,11 @@ def every(c: Reader, layers: int) -> tuple[int, ...]:
 def _switched_window(c: Reader, default: int | None = 4096) -> int:
     """sliding_window where use_sliding_window is on; None: full attention."""
     given = c.given("sliding_window") if "sliding_window" in c.values else default is not None
-    return c.integer("sliding_window", 1, MAX_POSITION, default) if c.boolean("use_sliding_window", False) and given else 0
+    return (
+        c.integer("sliding_window", 1, MAX_POSITION, default)
+        if c.boolean("use_sliding_window", False) and given
+        else 0
+    )
 
 
 def _layer_types(c: Reader, layers: int) -> tuple[str, ...] | None:
@@ -38,15 +44,27 @@ def _layer_types(c: Reader, layers: int) -> tuple[str, ...] | None:
     if types is None:
         return None
     if not isinstance(types, (list, tuple)) or len(types) != layers:
-        raise ConfigError(f"layer_types: expected one entry for each of num_hidden_layers={layers}, got {shown(types)}")
-    if other := [t for t in types if not isinstance(t, str) or t not in ("full_attention", "sliding_attention")]:
-        raise ConfigError(f"layer_types: expected full_attention and sliding_attention, got {shown(other)}")
+        raise ConfigError(
+            f"layer_types: expected one entry for each of num_hidden_layers={layers}, got "
+            f"{shown(types)}"
+        )
+    if other := [
+        t
+        for t in types
+        if not isinstance(t, str) or t not in ("full_attention", "sliding_attention")
+    ]:
+        raise ConfigError(
+            f"layer_types: expected full_attention and sliding_attention, got {shown(other)}"
+        )
     return tuple(types)
 
 
 def _by_type(types: tuple[str, ...], window: int) -> tuple[int, ...]:
     if "sliding_attention" in types and not window:
-        raise ConfigError("layer_types: expected use_sliding_window and sliding_window with sliding_attention, got one that is off")
+        raise ConfigError(
+            "layer_types: expected use_sliding_window and sliding_window with sliding_attention, "
+            "got one that is off"
+        )
     return tuple(window if t == "sliding_attention" else 0 for t in types)
 
 
@@ -63,7 +81,10 @@ def one_switched_window(c: Reader, layers: int) -> tuple[int, ...]:
     """Qwen3-MoE: all layers or none."""
     window, types = _switched_window(c), _layer_types(c, layers)
     if types is not None and set(types) != {"sliding_attention" if window else "full_attention"}:
-        raise ConfigError(f"layer_types: expected one kind for all of Qwen3-MoE's layers, got {shown(c.values['layer_types'])}")
+        raise ConfigError(
+            "layer_types: expected one kind for all of Qwen3-MoE's layers, got "
+            f"{shown(c.values['layer_types'])}"
+        )
     return (window,) * layers
 
 
@@ -78,13 +99,21 @@ def one_window(default: int | None) -> PerLayer:
 
 
 def layers_with_rope(c: Reader, layers: int) -> tuple[int, ...]:
-    """SmolLM3: no_rope_layers has a 1 where rope turns q and k; else all but every no_rope_layer_interval-th do."""
+    """SmolLM3: no_rope_layers has a 1 where rope turns q and k; else all but every
+    no_rope_layer_interval-th do."""
     given = c.values.get("no_rope_layers")
     if given is None:
         interval = c.integer("no_rope_layer_interval", 1, MAX_POSITION, 4)
         return tuple(int((i + 1) % interval != 0) for i in range(layers))
-    if not isinstance(given, (list, tuple)) or len(given) < layers or any(type(i) is not int or i not in (0, 1) for i in given):
-        raise ConfigError(f"no_rope_layers: expected a 0 or 1 for each of num_hidden_layers={layers}, got {shown(given)}")
+    if (
+        not isinstance(given, (list, tuple))
+        or len(given) < layers
+        or any(type(i) is not int or i not in (0, 1) for i in given)
+    ):
+        raise ConfigError(
+            f"no_rope_layers: expected a 0 or 1 for each of num_hidden_layers={layers}, got "
+            f"{shown(given)}"
+        )
     return tuple(given[:layers])
 
 
@@ -96,9 +125,13 @@ def windows_without_rope(c: Reader, layers: int) -> tuple[int, ...]:
     return tuple(0 if rope else window for rope in layers_with_rope(c, layers))
 
 
-def num_experts(c: Reader, key: str = "num_experts", low: int = 0, default: int | None = None) -> int:
+def num_experts(
+    c: Reader, key: str = "num_experts", low: int = 0, default: int | None = None
+) -> int:
     """num_local_experts is transformers' other name for it."""
-    both = [c.integer(name, low, MAX_EXPERTS) for name in (key, "num_local_experts") if c.given(name)]
+    both = [
+        c.integer(name, low, MAX_EXPERTS) for name in (key, "num_local_experts") if c.given(name)
+    ]
     if len(set(both)) > 1:
         raise ConfigError(f"{key}={both[0]} and num_local_experts={both[1]} differ")
     return both[0] if both else c.integer(key, low, MAX_EXPERTS, default)
@@ -106,11 +139,20 @@ def num_experts(c: Reader, key: str = "num_experts", low: int = 0, default: int 
 
 def sparse_layers(c: Reader, layers: int) -> tuple[int, ...]:
     """Qwen's: every decoder_sparse_step-th layer, but for those in mlp_only_layers."""
-    step, dense = c.integer("decoder_sparse_step", 1, MAX_POSITION, 1), c.values.get("mlp_only_layers") or []
-    if not isinstance(dense, (list, tuple)) or not all(type(i) is int and 0 <= i < layers for i in dense):
-        raise ConfigError(f"mlp_only_layers: expected a list of layers in [0, {layers}), got {shown(dense)}")
+    step, dense = (
+        c.integer("decoder_sparse_step", 1, MAX_POSITION, 1),
+        c.values.get("mlp_only_layers") or [],
+    )
+    if not isinstance(dense, (list, tuple)) or not all(
+        type(i) is int and 0 <= i < layers for i in dense
+    ):
+        raise ConfigError(
+            f"mlp_only_layers: expected a list of layers in [0, {layers}), got {shown(dense)}"
+        )
     has_experts, without = num_experts(c) > 0, frozenset(dense)
-    return tuple(int(has_experts and i not in without and (i + 1) % step == 0) for i in range(layers))
+    return tuple(
+        int(has_experts and i not in without and (i + 1) % step == 0) for i in range(layers)
+    )
 
 
 def first_layers_dense(c: Reader, layers: int) -> tuple[int, ...]:
@@ -128,7 +170,7 @@ def early_even_windows(c: Reader, layers: int) -> tuple[int, ...]:
     return tuple(window if i % 2 == 0 and i < end else 0 for i in range(layers))
 
 
-# ------------------------------------------------------------------------------------------------ families
+# --------------------------------------------------------------------------------------- families
 @dataclass(frozen=True, slots=True)
 class Experts:
     """The mixtures of experts of a family. What is left out is Qwen3-MoE's."""
@@ -137,7 +179,10 @@ class Experts:
     number_key: str = "num_experts"  # in messages
     top_k: int | None = None  # where the config has none; None: it has to
     width: str = "moe_intermediate_size"  # the key
-    renormalize: str | bool = "norm_topk_prob"  # the chosen scores are divided by their sum: the key that says it, or always, or never
+    renormalize: str | bool = (
+        # the chosen scores are divided by their sum: the key that says it, or always, or never
+        "norm_topk_prob"
+    )
     renormalize_default: bool = False
     score_func: str = "softmax"
     router_bias: bool = False  # every sync has to bring one
@@ -151,19 +196,29 @@ def _glm_experts(c: Reader) -> int:
 
 
 def _glm_shared(c: Reader) -> int:
-    width = (n := c.integer("n_shared_experts", 0, MAX_EXPERTS, 1)) * c.integer("moe_intermediate_size", 1, MAX_WIDTH)
+    width = (n := c.integer("n_shared_experts", 0, MAX_EXPERTS, 1)) * c.integer(
+        "moe_intermediate_size", 1, MAX_WIDTH
+    )
     if width > MAX_WIDTH:
-        raise ConfigError(f"n_shared_experts={n}: expected a width of at most {MAX_WIDTH} of all together, got {width}")
+        raise ConfigError(
+            f"n_shared_experts={n}: expected a width of at most {MAX_WIDTH} of all together, got "
+            f"{width}"
+        )
     return width
 
 
 def _olmoe(c: Reader, head_dim: int) -> None:
     """Its norms of q and k are as wide as hidden_size, whatever head_dim."""
     if c.given("clip_qkv"):
-        raise ConfigError(f"clip_qkv={shown(c.values['clip_qkv'])}: clipped q, k and v are not supported")
+        raise ConfigError(
+            f"clip_qkv={shown(c.values['clip_qkv'])}: clipped q, k and v are not supported"
+        )
     hidden, heads = c.values["hidden_size"], c.values["num_attention_heads"]
     if head_dim * heads != hidden:
-        raise ConfigError(f"head_dim: expected hidden_size / num_attention_heads={hidden / heads:g}, got {head_dim}")
+        raise ConfigError(
+            f"head_dim: expected hidden_size / num_attention_heads={hidden / heads:g}, got "
+            f"{head_dim}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,32 +234,46 @@ class Family:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     eos_token_id: int | tuple[int, ...] | None = 2  # likewise, where the vocabulary has it
-    partial_rotary_factor: float | None = None  # of a family that turns the first elements of a head; None: it turns whole heads
+    partial_rotary_factor: float | None = (
+        None  # of a family that turns the first elements of a head; None: it turns whole heads
+    )
     tied: bool = False
     qk_norm: str | Callable[[Reader], str] = "none"  # of QK_NORMS
     hidden_act: str = "silu"  # where the key is missing
     ungated: bool = False  # dense MLPs have no gate
     norm_before: bool = True  # norms of a block's input
     norm_after: bool = False  # of its output, before it is added
-    attention_bias: Switch = "attention_bias"  # of q, k and v: the key that says it, or always, or never
+    attention_bias: Switch = (
+        "attention_bias"  # of q, k and v: the key that says it, or always, or never
+    )
     o_bias: Switch = "attention_bias"
     windows: PerLayer = none  # positions of each layer's sliding window; 0: full attention
     rope_layers: PerLayer = every  # 1 where rope turns q and k
     moe_layers: PerLayer = none  # 1 where a layer is a mixture of experts
     experts: Experts = Experts()
-    names: tuple[tuple[str, str], ...] = ()  # (kind of USUAL_NAMES, what a checkpoint calls it instead)
+    names: tuple[
+        tuple[str, str], ...
+    ] = ()  # (kind of USUAL_NAMES, what a checkpoint calls it instead)
     rope_neighbours: bool = False  # rope turns neighbours of a head; else its halves
-    wq_rows: str = "none"  # of WQ_ROWS: what tensors with the names wq and wk hold, which Meta, Mistral and torchtitan use
-    check: Callable[[Reader, int], None] | None = None  # a rule of this family alone, of its config and head_dim
+    # of WQ_ROWS: what tensors with the names wq and wk hold, which Meta, Mistral and torchtitan use
+    wq_rows: str = "none"
+    check: Callable[[Reader, int], None] | None = (
+        None  # a rule of this family alone, of its config and head_dim
+    )
 
     @property
     def has_experts(self) -> bool:
         return self.moe_layers is not none
 
 
-WQ_ROWS = ("none", "halves", "neighbours")  # there are none; rope turns halves of a head, or neighbours
+WQ_ROWS = (
+    "none",
+    "halves",
+    "neighbours",
+)  # there are none; rope turns halves of a head, or neighbours
 QK_NORMS = ("none", "head", "whole")  # each head of q and k; all heads of q, of k, together
-# What a layer's parameters are called in a checkpoint, after "model.layers.N."; # is the expert. csrc/model/params.c has them too.
+# What a layer's parameters are called in a checkpoint, after "model.layers.N."; # is the expert.
+# csrc/model/params.c has them too.
 USUAL_NAMES = {
     "input_norm": "input_layernorm.weight",
     "post_attn_norm": "post_self_attn_layernorm.weight",
@@ -215,15 +284,23 @@ USUAL_NAMES = {
     **{f"{kind}_norm": f"self_attn.{kind}_norm.weight" for kind in "qk"},
     **{kind: f"mlp.{kind}_proj.weight" for kind in ("gate", "up", "down")},
     "router": "mlp.gate.weight",
-    **{f"shared_{kind}": f"mlp.shared_experts.{kind}_proj.weight" for kind in ("gate", "up", "down")},
+    **{
+        f"shared_{kind}": f"mlp.shared_experts.{kind}_proj.weight"
+        for kind in ("gate", "up", "down")
+    },
     "shared_switch": "mlp.shared_expert_gate.weight",
     **{f"expert_{kind}": f"mlp.experts.#.{kind}_proj.weight" for kind in ("gate", "up", "down")},
 }
 _QWEN = "use_sliding_window sliding_window max_window_layers layer_types"
-_QWEN_MOE = "decoder_sparse_step moe_intermediate_size num_experts_per_tok num_experts num_local_experts norm_topk_prob mlp_only_layers"
+_QWEN_MOE = (
+    "decoder_sparse_step moe_intermediate_size num_experts_per_tok num_experts "
+    "num_local_experts norm_topk_prob mlp_only_layers"
+)
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "attention_bias", max_position_embeddings=2048, wq_rows="neighbours"),
+    "llama": Family(
+        "LlamaForCausalLM", "attention_bias", max_position_embeddings=2048, wq_rows="neighbours"
+    ),
     "mistral": Family(
         "MistralForCausalLM",
         "sliding_window",
@@ -267,7 +344,8 @@ FAMILIES = {
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
-        "attention_bias no_rope_layers no_rope_layer_interval use_sliding_window sliding_window layer_types",
+        "attention_bias no_rope_layers no_rope_layer_interval use_sliding_window sliding_window "
+        "layer_types",
         "max_window_layers",
         eos_token_id=128001,
         num_key_value_heads=4,
@@ -322,7 +400,10 @@ FAMILIES = {
             shared_width=lambda c: c.integer("shared_expert_intermediate_size", 1, MAX_WIDTH, 5632),
             shared_switch=True,
         ),
-        names=tuple((f"shared_{kind}", f"mlp.shared_expert.{kind}_proj.weight") for kind in ("gate", "up", "down")),
+        names=tuple(
+            (f"shared_{kind}", f"mlp.shared_expert.{kind}_proj.weight")
+            for kind in ("gate", "up", "down")
+        ),
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -361,7 +442,8 @@ FAMILIES = {
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
-        "attention_bias use_qk_norm moe_intermediate_size num_experts_per_tok n_shared_experts n_routed_experts routed_scaling_factor "
+        "attention_bias use_qk_norm moe_intermediate_size num_experts_per_tok n_shared_experts "
+        "n_routed_experts routed_scaling_factor "
         "n_group topk_group first_k_dense_replace norm_topk_prob num_local_experts",
         "num_experts num_mtp_layers num_nextn_predict_layers",
         eos_token_id=None,

@@ -1,4 +1,5 @@
-"""Which part of a model each rank of a mesh holds. The rules are csrc/model/placement.h's; this gives its numbers names."""
+"""Which part of a model each rank of a mesh holds. The rules are csrc/model/placement.h's; this
+gives its numbers names."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ MAX_RANKS = 2**16
 
 
 class Placement(NamedTuple):
-    """Of one rank. Each is a run of heads, of experts, or of rows (output features) of the matrices named."""
+    """Of one rank. Each is a run of heads, of experts, or of rows (output features) of the matrices
+    named."""
 
     heads: range
     kv_heads: range
@@ -27,10 +29,15 @@ class Placement(NamedTuple):
 
 
 def placements(spec: ModelSpec, tp: int = 1, dp: int = 1, ep: int = 1) -> list[Placement]:
-    """Of every rank of a world of dp x tp, rank = dp index * tp + tp index. Raises rm.ConfigError naming the rule that is broken:
-    at most 4096 ranks; ep is 1, tp or dp*tp; tp divides the query heads, ep the experts."""
+    """Of every rank of a world of dp x tp, rank = dp index * tp + tp index. Raises rm.ConfigError
+    naming the rule that is broken: at most 4096 ranks; ep is 1, tp or dp*tp; tp divides the query
+    heads, ep the experts."""
     for name, degree in (("tp", tp), ("dp", dp), ("ep", ep)):
         if isinstance(degree, bool) or not isinstance(degree, int) or not 1 <= degree <= MAX_RANKS:
-            raise ConfigError(f"{name}: expected an integer in [1, {MAX_RANKS}], got {shown(degree)}")
+            raise ConfigError(
+                f"{name}: expected an integer in [1, {MAX_RANKS}], got {shown(degree)}"
+            )
     table = _core.placement(spec.engine_values(1), tp, dp, ep)
-    return [Placement(*(range(first, first + n) for first, n in ranges)) for ranges in table.tolist()]
+    return [
+        Placement(*(range(first, first + n) for first, n in ranges)) for ranges in table.tolist()
+    ]

@@ -9,8 +9,16 @@ from rollmesh.errors import ConfigError
 from rollmesh.model.rope import MAX_FLOAT, ROPE_TABLES
 from rollmesh.runtime.messages import plain, shown
 
-# The engine's (csrc/model/spec.c). Here too, because Python's integers have no end and plans are made without an engine.
-MAX_VOCAB, MAX_WIDTH, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_EXPERTS = 1 << 26, 1 << 22, 1024, 1 << 14, 1024, 16384
+# The engine's (csrc/model/spec.c). Here too, because Python's integers have no end and plans are
+# made without an engine.
+MAX_VOCAB, MAX_WIDTH, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_EXPERTS = (
+    1 << 26,
+    1 << 22,
+    1024,
+    1 << 14,
+    1024,
+    16384,
+)
 MAX_GROUPS = 64  # of experts
 MAX_POSITION = 2**62
 
@@ -56,7 +64,9 @@ class Reader:
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
         value = self.values.get(key, default)
         if value is None:
-            raise ConfigError(f"{key}: expected an integer, got {'none' if key not in self.values else 'None'}")
+            raise ConfigError(
+                f"{key}: expected an integer, got {'none' if key not in self.values else 'None'}"
+            )
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise ConfigError(f"{key}: expected an integer in [{low}, {high}], got {shown(value)}")
         return value
@@ -69,13 +79,23 @@ class Reader:
 
     def positive(self, key: str, default: float) -> float:
         value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_FLOAT:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not 0 < value <= MAX_FLOAT
+        ):
             raise ConfigError(f"{key}: expected a finite number > 0, got {shown(value)}")
         return float(value)
 
     def switch(self, key: str | bool | Callable[[Reader], bool]) -> bool:
         """A key that is off where it is missing, what always holds, or a rule."""
-        return key if isinstance(key, bool) else self.boolean(key, False) if isinstance(key, str) else key(self)
+        return (
+            key
+            if isinstance(key, bool)
+            else self.boolean(key, False)
+            if isinstance(key, str)
+            else key(self)
+        )
 
     def given(self, key: str) -> bool:
         return self.values.get(key) is not None

@@ -1,12 +1,13 @@
 """Rotary frequencies, with the bits that transformers' models have on a CPU.
 
-Each function follows the one of the same type in transformers' `modeling_rope_utils`, one float32 rounding where torch has one;
-the formulas' sources are named there. Two places need care:
+Each function follows the one of the same type in transformers' `modeling_rope_utils`, one float32
+rounding where torch has one; the formulas' sources are named there. Two places need care:
 
 * `scalar / tensor` in torch is `tensor.reciprocal() * scalar`: two roundings.
-* torch's float32 `scalar ** tensor` is not the nearest float32. Its vector code (16 elements at a time, as with AVX2) evaluates
-  exp(y · log x) in pairs of floats and is off by one bit for some percent of the arguments, one of Qwen3's own frequencies
-  (θ = 10⁶, head_dim 128) among them; what does not fill 16 goes to the C library. `_power` computes both.
+* torch's float32 `scalar ** tensor` is not the nearest float32. Its vector code (16 elements at a
+  time, as with AVX2) evaluates exp(y · log x) in pairs of floats and is off by one bit for some
+  percent of the arguments, one of Qwen3's own frequencies (θ = 10⁶, head_dim 128) among them; what
+  does not fill 16 goes to the C library. `_power` computes both.
 
 In transformers the frequencies of some types (dynamic, longrope) depend on the longest sequence of
 a batch; here they depend on the generator's max_model_len.
@@ -38,13 +39,22 @@ ROPE_TABLES = (
 )  # of configs of transformers 4 and 5; the first one that is not empty counts
 KEYS = frozenset(
     {
-        *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "attention_factor"),
+        *(
+            "rope_type",
+            "type",
+            "rope_theta",
+            "partial_rotary_factor",
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+        ),
         *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),  # yarn
         *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),  # longrope, llama3
     }
 )
 
-# The C library's float32 power, which torch calls too. A power in double, rounded, differs once in a thousand; NumPy's may be another.
+# The C library's float32 power, which torch calls too. A power in double, rounded, differs once in
+# a thousand; NumPy's may be another.
 _powf = ctypes.CDLL(None).powf
 _powf.argtypes, _powf.restype = (ctypes.c_float, ctypes.c_float), ctypes.c_float
 
@@ -79,19 +89,31 @@ class Rope:
         )
 
     def frequencies(self, max_model_len: int) -> tuple[F32, float]:
-        """(inv_freq float32 [head_dim / 2], the factor on cos and sin) for contexts up to max_model_len."""
-        settings = f"rope_type={self.type!r} with {shown(dict(self.parameters))}, rope_theta={self.theta}"
+        """(inv_freq float32 [head_dim / 2], the factor on cos and sin) for contexts up to
+        max_model_len."""
+        settings = (
+            f"rope_type={self.type!r} with {shown(dict(self.parameters))}, rope_theta={self.theta}"
+        )
         try:
             with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
                 inv_freq, scale = TYPES[self.type][0](self, dict(self.parameters), max_model_len)
-        except (ArithmeticError, ValueError, TypeError) as error:  # of math's functions: a double does not hold it
+        except (
+            ArithmeticError,
+            ValueError,
+            TypeError,
+        ) as error:  # of math's functions: a double does not hold it
             raise ConfigError(f"{settings} gives no finite frequencies: {error}") from error
-        if not (np.isfinite(inv_freq).all() and (inv_freq >= 0).all() and math.isfinite(scale) and scale > 0):
+        if not (
+            np.isfinite(inv_freq).all()
+            and (inv_freq >= 0).all()
+            and math.isfinite(scale)
+            and scale > 0
+        ):
             raise ConfigError(f"{settings} gives no finite frequencies")
         return inv_freq, scale
 
 
-# -------------------------------------------------------------------------------------------------- float32 power
+# ---------------------------------------------------------------------------------- float32 power
 def _fma(a: F32, b: F32, c: F32) -> F32:
     return (a.astype(np.float64) * b + c).astype(np.float32)
 
@@ -148,10 +170,17 @@ def _log_pair(x: F32) -> Pair:
     m, one = np.ldexp(x, -exponent), np.ones_like(x)
     r = _divide(_two_sum(-one, m), _two_sum(one, m))
     r2 = _square(r)
-    tail = _polynomial(r2[0], 0.240320354700088500976562, 0.285112679004669189453125, 0.400007992982864379882812)
-    two_thirds = (np.full_like(x, 0.66666662693023681640625), np.full_like(x, 3.69183861259614332084311e-09))
+    tail = _polynomial(
+        r2[0], 0.240320354700088500976562, 0.285112679004669189453125, 0.400007992982864379882812
+    )
+    two_thirds = (
+        np.full_like(x, 0.66666662693023681640625),
+        np.full_like(x, 3.69183861259614332084311e-09),
+    )
     log_2 = (np.full_like(x, 0.69314718246459960938), np.full_like(x, -1.904654323148236017e-09))
-    total = _add(_times(log_2, exponent.astype(np.float32)), (r[0] * np.float32(2), r[1] * np.float32(2)))
+    total = _add(
+        _times(log_2, exponent.astype(np.float32)), (r[0] * np.float32(2), r[1] * np.float32(2))
+    )
     return _add(total, _multiply(_multiply(r2, r), _add_any(_times(r2, tail), two_thirds)))
 
 
@@ -162,7 +191,13 @@ def _exp_pair(x: Pair) -> F32:
     low = (lost + x[1]) + more
     s: Pair = (high + low, (high - (high + low)) + low)
     high_terms = 0.00136324646882712841033936, 0.00836596917361021041870117
-    u = _polynomial(s[0], *high_terms, 0.0416710823774337768554688, 0.166665524244308471679688, 0.499999850988388061523438)
+    u = _polynomial(
+        s[0],
+        *high_terms,
+        0.0416710823774337768554688,
+        0.166665524244308471679688,
+        0.499999850988388061523438,
+    )
     t = _add(s, _times(_square(s), u))
     total = np.float32(1) + t[0]
     value: F32 = np.ldexp(total + (((np.float32(1) - total) + t[0]) + t[1]), n.astype(np.int32))
@@ -182,7 +217,7 @@ def _power_scalar(base: float, exponent: float) -> np.float32:
     return np.float32(_powf(base, exponent))
 
 
-# -------------------------------------------------------------------------------------------------- the types
+# -------------------------------------------------------------------------------------- the types
 def _positions_powers(theta: float, dim: int, over: int) -> F32:
     """theta ** ((0, 2, 4, … below dim) / over)"""
     return _power(theta, np.arange(0, dim, 2, dtype=np.float32) / np.float32(over))
@@ -209,14 +244,18 @@ def _proportional(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, f
 
 
 def _dynamic(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, float]:
-    """NTK scaling. Beyond max_position_embeddings transformers' length is a tensor, and its arithmetic float32."""
+    """NTK scaling. Beyond max_position_embeddings transformers' length is a tensor, and its
+    arithmetic float32."""
     factor, exponent = p["factor"], rope.head_dim / (rope.head_dim - 2)
     if length > rope.max_positions:
         f32 = np.float32
         stretch = f32(length) * f32(factor) / f32(rope.max_positions) - f32(factor - 1)
         theta = float(f32(math.pow(float(stretch), exponent)) * f32(rope.theta))
     else:
-        theta = rope.theta * (factor * rope.max_positions / rope.max_positions - (factor - 1)) ** exponent
+        theta = (
+            rope.theta
+            * (factor * rope.max_positions / rope.max_positions - (factor - 1)) ** exponent
+        )
     return _inverse(_positions_powers(theta, rope.head_dim, rope.head_dim)), 1.0
 
 
@@ -255,11 +294,18 @@ def _longrope(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, float
     if scale is None:
         scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
     factors = np.array(p["long_factor"] if length > original else p["short_factor"], np.float32)
-    return _inverse(factors * _positions_powers(rope.theta, rope.head_dim, rope.head_dim)), float(scale)
+    return _inverse(factors * _positions_powers(rope.theta, rope.head_dim, rope.head_dim)), float(
+        scale
+    )
 
 
 def _llama3(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, float]:
-    f32, low, high, original = np.float32, p["low_freq_factor"], p["high_freq_factor"], p["original_max_position_embeddings"]
+    f32, low, high, original = (
+        np.float32,
+        p["low_freq_factor"],
+        p["high_freq_factor"],
+        p["original_max_position_embeddings"],
+    )
     factor, inv_freq = f32(p["factor"]), _default(rope, p, length)[0]
     wavelength = _inverse(inv_freq) * f32(2 * math.pi)
     shortest, longest = f32(original / high), f32(original / low)
@@ -270,29 +316,44 @@ def _llama3(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, float]:
 
 
 # type → (function, the parameters it must have)
-TYPES: dict[str, tuple[Callable[[Rope, Mapping[str, Any], int], tuple[F32, float]], tuple[str, ...]]] = {
+TYPES: dict[
+    str, tuple[Callable[[Rope, Mapping[str, Any], int], tuple[F32, float]], tuple[str, ...]]
+] = {
     "default": (_default, ()),
     "linear": (_linear, ("factor",)),
     "dynamic": (_dynamic, ("factor",)),
     "yarn": (_yarn, ("factor", "original_max_position_embeddings")),
     "longrope": (_longrope, ("short_factor", "long_factor", "original_max_position_embeddings")),
-    "llama3": (_llama3, ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
+    "llama3": (
+        _llama3,
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    ),
     "proportional": (_proportional, ()),
 }
 
 
-# -------------------------------------------------------------------------------------------------- from a config
+# ---------------------------------------------------------------------------------- from a config
 def _number(name: str, value: Any, low: float, *, strict: bool = False) -> float:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= MAX_FLOAT
+    good = (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and low <= value <= MAX_FLOAT
+    )
     if not good or (strict and value == low):
-        raise ConfigError(f"{name}: expected a finite number {'>' if strict else '>='} {low:g}, got {shown(value)}")
+        raise ConfigError(
+            f"{name}: expected a finite number {'>' if strict else '>='} {low:g}, got "
+            f"{shown(value)}"
+        )
     return float(value) if isinstance(value, float) else value
 
 
 def _factors(name: str, value: Any, count: int) -> tuple[float, ...]:
     if not isinstance(value, (list, tuple)) or len(value) != count:
         seen = len(value) if isinstance(value, (list, tuple)) else shown(value)
-        raise ConfigError(f"{name}: expected {count} entries, half of the elements of a head that rope turns, got {seen}")
+        raise ConfigError(
+            f"{name}: expected {count} entries, half of the elements of a head that rope turns, "
+            f"got {seen}"
+        )
     return tuple(_number(f"{name}[{i}]", v, 0, strict=True) for i, v in enumerate(value))
 
 
@@ -304,7 +365,14 @@ def _checked(name: str, key: str, value: Any, head_dim: int) -> Any:
         if not isinstance(value, bool):
             raise ConfigError(f"{name}.truncate: expected a bool, got {shown(value)}")
         return value
-    if value is None and key in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "factor"):
+    if value is None and key in (
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "factor",
+    ):
         return None
     if key in ("factor", "original_max_position_embeddings"):
         return _number(f"{name}.{key}", value, 1)
@@ -331,10 +399,18 @@ def unknown_keys(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(f"{name}.{key if isinstance(key, str) else plain(key)}", value) for key, value in odd]
 
 
-def from_config(config: Mapping[str, Any], head_dim: int, max_positions: int, default_theta: float, default_partial: float | None) -> Rope:
-    """The settings as transformers standardizes them: `rope_scaling` (4.x) before `rope_parameters` (5.x), values inside before
-    values beside, default_theta when there is none. default_partial: the partial_rotary_factor of a family that turns the first elements
-    of a head when the key is missing; None: the family turns whole heads. Raises ConfigError for whatever it would not use or could not."""
+def from_config(
+    config: Mapping[str, Any],
+    head_dim: int,
+    max_positions: int,
+    default_theta: float,
+    default_partial: float | None,
+) -> Rope:
+    """The settings as transformers standardizes them: `rope_scaling` (4.x) before `rope_parameters`
+    (5.x), values inside before values beside, default_theta when there is none. default_partial:
+    the partial_rotary_factor of a family that turns the first elements of a head when the key is
+    missing; None: the family turns whole heads. Raises ConfigError for whatever it would not use or
+    could not."""
     name, given = _table(config)
     if unknown := unknown_keys(config):
         raise ConfigError(f"{name}: expected keys of the rope types, got {listed(unknown)}")
@@ -346,9 +422,16 @@ def from_config(config: Mapping[str, Any], head_dim: int, max_positions: int, de
     rope_type = given.get("rope_type", given.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in TYPES:
         raise ConfigError(f"rope_type: expected one of {', '.join(TYPES)}, got {shown(rope_type)}")
-    theta = _number("rope_theta", given.get("rope_theta", config.get("rope_theta", default_theta)), 0, strict=True)
+    theta = _number(
+        "rope_theta",
+        given.get("rope_theta", config.get("rope_theta", default_theta)),
+        0,
+        strict=True,
+    )
 
-    partial = p.setdefault("partial_rotary_factor", config.get("partial_rotary_factor", default_partial))
+    partial = p.setdefault(
+        "partial_rotary_factor", config.get("partial_rotary_factor", default_partial)
+    )
     if partial is None:
         p["partial_rotary_factor"] = partial = 1.0
     _number("partial_rotary_factor", partial, 0)
@@ -356,12 +439,16 @@ def from_config(config: Mapping[str, Any], head_dim: int, max_positions: int, de
         turned = int(head_dim * partial)
         if rope_type == "proportional" or not 2 <= turned <= head_dim or turned % 2:
             raise ConfigError(
-                f"partial_rotary_factor={shown(partial)} with rope_type={rope_type!r}: expected an even number of at least 2 of the "
+                f"partial_rotary_factor={shown(partial)} with rope_type={rope_type!r}: expected "
+                "an even number of at least 2 of the "
                 f"head_dim={head_dim} elements, got {turned}"
             )
         head_dim, p["partial_rotary_factor"], partial = turned, 1.0, 1.0
     if partial != 1.0 and (rope_type != "proportional" or partial > 1.0):
-        raise ConfigError(f"partial_rotary_factor={partial} with rope_type={rope_type!r}: this family rotates whole heads")
+        raise ConfigError(
+            f"partial_rotary_factor={partial} with rope_type={rope_type!r}: this family rotates "
+            "whole heads"
+        )
     if rope_type in ("llama3", "yarn", "longrope"):
         if config.get("original_max_position_embeddings") is not None:
             p["original_max_position_embeddings"] = config["original_max_position_embeddings"]
@@ -383,10 +470,19 @@ def _check_rules(rope_type: str, theta: float, head_dim: int, p: Mapping[str, An
     if rope_type not in ("yarn", "longrope") and p.get("factor", 1.0) is None:
         raise ConfigError(f"rope_type={rope_type!r} needs a factor, not None")
     if rope_type == "dynamic" and head_dim <= 2:
-        raise ConfigError(f"head_dim={head_dim} with rope_type='dynamic': the exponent head_dim/(head_dim - 2) has no value")
+        raise ConfigError(
+            f"head_dim={head_dim} with rope_type='dynamic': the exponent head_dim/(head_dim - 2) "
+            "has no value"
+        )
     if rope_type == "yarn" and theta == 1:
         raise ConfigError("rope_theta=1 with rope_type='yarn': its logarithm is divided by")
     if rope_type == "llama3" and p["high_freq_factor"] <= p["low_freq_factor"]:
-        raise ConfigError(f"high_freq_factor={p['high_freq_factor']} does not exceed low_freq_factor={p['low_freq_factor']}")
+        raise ConfigError(
+            f"high_freq_factor={p['high_freq_factor']} does not exceed "
+            f"low_freq_factor={p['low_freq_factor']}"
+        )
     if rope_type == "longrope" and p["original_max_position_embeddings"] <= 1:
-        raise ConfigError("original_max_position_embeddings=1 with rope_type='longrope': its logarithm is divided by")
+        raise ConfigError(
+            "original_max_position_embeddings=1 with rope_type='longrope': its logarithm is "
+            "divided by"
+        )

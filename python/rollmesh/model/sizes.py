@@ -1,4 +1,5 @@
-"""What a model is made of, and the bytes of it that a rank keeps: arithmetic from the configuration, nothing is allocated."""
+"""What a model is made of, and the bytes of it that a rank keeps: arithmetic from the
+configuration, nothing is allocated."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Parameters:
         return self.active_body + self.lm_head
 
     def read_by(self, tokens: int) -> float:
-        """Elements that a step of so many tokens reads: experts counted as touched under even routing."""
+        """Elements that a step of so many tokens reads: experts counted as touched under even
+        routing."""
         share = 1.0 - (1.0 - self.top_k / self.num_experts) ** tokens if self.num_experts else 0.0
         return self.dense_body + self.lm_head + share * self.experts
 
@@ -52,14 +54,17 @@ def _vectors(name: str, count: int, n: int, shard: str) -> Matrix:
 
 
 def matrices(spec: ModelSpec) -> Iterator[Matrix]:
-    """Every parameter of the model, equal ones together; routers' biases are left out, as in ModelSpec.parameters()."""
+    """Every parameter of the model, equal ones together; routers' biases are left out, as in
+    ModelSpec.parameters()."""
     hidden, dim, layers = spec.hidden_size, spec.head_dim, spec.num_hidden_layers
     moe = sum(spec.is_moe_layer)
     query, kv = spec.num_attention_heads * dim, spec.num_key_value_heads * dim
     yield Matrix("embed_tokens", 1, spec.vocab_size, hidden, "vocab")
     if not spec.tie_word_embeddings:
         yield Matrix("lm_head", 1, spec.vocab_size, hidden, "vocab")
-    yield _vectors("layernorms", 2 * layers * (spec.norm_before + spec.norm_after) + 1, hidden, "whole")
+    yield _vectors(
+        "layernorms", 2 * layers * (spec.norm_before + spec.norm_after) + 1, hidden, "whole"
+    )
     yield Matrix("self_attn.q_proj", layers, query, hidden, "heads")
     yield Matrix("self_attn.k_proj, v_proj", 2 * layers, kv, hidden, "kv_heads")
     yield Matrix("self_attn.o_proj", layers, hidden, query, "hidden")
@@ -75,17 +80,39 @@ def matrices(spec: ModelSpec) -> Iterator[Matrix]:
         yield _vectors("self_attn.k_norm", layers, kv, "kv_heads")
     if layers > moe:
         each = "mlp.up_proj" if spec.ungated else "mlp.gate_proj, up_proj"
-        yield Matrix(each, (2 - spec.ungated) * (layers - moe), spec.intermediate_size, hidden, "inner")
+        yield Matrix(
+            each, (2 - spec.ungated) * (layers - moe), spec.intermediate_size, hidden, "inner"
+        )
         yield Matrix("mlp.down_proj", layers - moe, hidden, spec.intermediate_size, "hidden")
     if moe:
         yield Matrix("mlp.gate (router)", moe, spec.num_experts, hidden, "whole")
         if spec.shared_intermediate_size:
-            yield Matrix("shared_experts.gate_proj, up_proj", 2 * moe, spec.shared_intermediate_size, hidden, "shared_inner")
-            yield Matrix("shared_experts.down_proj", moe, hidden, spec.shared_intermediate_size, "hidden")
+            yield Matrix(
+                "shared_experts.gate_proj, up_proj",
+                2 * moe,
+                spec.shared_intermediate_size,
+                hidden,
+                "shared_inner",
+            )
+            yield Matrix(
+                "shared_experts.down_proj", moe, hidden, spec.shared_intermediate_size, "hidden"
+            )
         if spec.shared_switch:
             yield Matrix("shared_expert_gate", moe, 1, hidden, "whole")
-        yield Matrix("mlp.experts.gate_proj, up_proj", 2 * moe * spec.num_experts, spec.moe_intermediate_size, hidden, "expert_inner")
-        yield Matrix("mlp.experts.down_proj", moe * spec.num_experts, hidden, spec.moe_intermediate_size, "expert_hidden")
+        yield Matrix(
+            "mlp.experts.gate_proj, up_proj",
+            2 * moe * spec.num_experts,
+            spec.moe_intermediate_size,
+            hidden,
+            "expert_inner",
+        )
+        yield Matrix(
+            "mlp.experts.down_proj",
+            moe * spec.num_experts,
+            hidden,
+            spec.moe_intermediate_size,
+            "expert_hidden",
+        )
 
 
 def count_parameters(spec: ModelSpec) -> Parameters:
@@ -94,7 +121,15 @@ def count_parameters(spec: ModelSpec) -> Parameters:
     experts = sum(m.elements for m in items if m.shard.startswith("expert"))
     dense = total - experts - sum(m.elements for m in items if m.shard == "vocab")
     active = experts * spec.num_experts_per_tok // spec.num_experts if spec.num_experts else 0
-    return Parameters(total, dense + active, spec.vocab_size * spec.hidden_size, dense, experts, spec.num_experts, spec.num_experts_per_tok)
+    return Parameters(
+        total,
+        dense + active,
+        spec.vocab_size * spec.hidden_size,
+        dense,
+        experts,
+        spec.num_experts,
+        spec.num_experts_per_tok,
+    )
 
 
 def rank_bytes(spec: ModelSpec, m: Matrix, rank: Placement, bytes_each: int) -> int:

@@ -1,11 +1,12 @@
 """What a model is, read from a Hugging Face config of one of the families of families.py.
 
-Every option that the transformers code of a family reads is either taken over or refused by name; an option that it does
-not read is on the list below. So a config that means something else than what is computed here does not get through: unknown
-keys are refused unless they are switched off (None or False).
+Every option that the transformers code of a family reads is either taken over or refused by name;
+an option that it does not read is on the list below. So a config that means something else than
+what is computed here does not get through: unknown keys are refused unless they are switched off
+(None or False).
 
-Configs of transformers 4 (rope_theta and rope_scaling beside the rest, num_experts) and 5 (rope_parameters, num_local_experts)
-are understood, with the defaults of 5.
+Configs of transformers 4 (rope_theta and rope_scaling beside the rest, num_experts) and 5
+(rope_parameters, num_local_experts) are understood, with the defaults of 5.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ def _keys(words: str) -> frozenset[str]:
 
 # Read here, for every family.
 _USED = _keys(
-    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
-    "max_position_embeddings rms_norm_eps tie_word_embeddings rope_parameters rope_scaling rope_theta partial_rotary_factor "
+    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim hidden_act "
+    "max_position_embeddings rms_norm_eps tie_word_embeddings rope_parameters rope_scaling "
+    "rope_theta partial_rotary_factor "
     "original_max_position_embeddings eos_token_id is_causal"
 )
 
@@ -95,7 +98,8 @@ _UNSUPPORTED = {
 }
 # transformers' names of the activations.
 _HIDDEN_ACT = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
 }  # fmt: skip
 _READ = _USED | _keys(" ".join(f"{family.keys} {family.inert}" for family in FAMILIES.values()))
 _PLAIN = (type(None), bool, int, float, str, list, tuple, Mapping)
@@ -154,8 +158,9 @@ class EngineValues:
 class ModelSpec:
     """A model. Made by `from_hf` or `from_torchtitan`; compares and hashes by value.
 
-    The names are the config's. A dense model has 0 in num_experts, num_experts_per_tok and moe_intermediate_size; a model
-    without dense layers has 0 in intermediate_size. router_bias: every sync has to bring the routers' biases; else they are optional.
+    The names are the config's. A dense model has 0 in num_experts, num_experts_per_tok and
+    moe_intermediate_size; a model without dense layers has 0 in intermediate_size. router_bias:
+    every sync has to bring the routers' biases; else they are optional.
     """
 
     model_type: str
@@ -170,7 +175,8 @@ class ModelSpec:
     num_experts_per_tok: int
     moe_intermediate_size: int
     norm_topk_prob: bool
-    qk_norm: str  # "none", "head": each head of q and k is normed, "whole": all heads of q, of k, together
+    # "none", "head": each head of q and k is normed, "whole": all heads of q, of k, together
+    qk_norm: str
     norm_after: bool  # norms are of a block's output, before it is added
     attention_bias: bool  # of q, k and v
     o_bias: bool
@@ -189,14 +195,17 @@ class ModelSpec:
     routed_scaling_factor: float = 1.0  # of gates
     shared_intermediate_size: int = 0  # of the expert that all rows of a MoE layer pass; 0: none
     shared_switch: bool = False  # it is scaled by a row's sigmoid
-    activation: str = "silu"  # of MLPs and experts; or "gelu_tanh", "gelu" (by erf), "relu2" (the square of ReLU)
+    activation: str = (
+        "silu"  # of MLPs and experts; or "gelu_tanh", "gelu" (by erf), "relu2" (the square of ReLU)
+    )
     ungated: bool = False  # dense MLPs have no gate: down(activation(up(x)))
     norm_before: bool = True  # norms are of a block's input; with norm_after of both
 
     @staticmethod
     def from_hf(config: Any, *, ignore: tuple[str, ...] = ()) -> ModelSpec:
-        """From a transformers config object, its dict, a folder with config.json, or that file. Of a folder the ends that its
-        generation_config.json lists are among eos_token_ids: chat models have more there than in config.json.
+        """From a transformers config object, its dict, a folder with config.json, or that file. Of
+        a folder the ends that its generation_config.json lists are among eos_token_ids: chat models
+        have more there than in config.json.
 
         `ignore` names keys of the config that do not matter; the model is read without them.
         "rope_scaling.attn_factor" is a key of the table rope_scaling. Names that the config does
@@ -204,8 +213,12 @@ class ModelSpec:
         is not supported, FormatError for a file that is not a JSON object. An error about unknown
         keys has them in its attribute `names`, as `ignore` takes them.
         """
-        if not isinstance(ignore, (tuple, list, set, frozenset)) or not all(isinstance(key, str) for key in ignore):
-            raise ConfigError(f"ignore: expected a tuple of keys of the config, got {shown(ignore)}")
+        if not isinstance(ignore, (tuple, list, set, frozenset)) or not all(
+            isinstance(key, str) for key in ignore
+        ):
+            raise ConfigError(
+                f"ignore: expected a tuple of keys of the config, got {shown(ignore)}"
+            )
         values = without(_as_dict(config), ignore)
         if "eos_token_id" in ignore:
             values["eos_token_id"] = None
@@ -216,29 +229,36 @@ class ModelSpec:
         _refuse_odd(values)
         model_type = values.get("model_type")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
-            raise ConfigError(f"model_type: expected one of {', '.join(FAMILIES)}, got {shown(model_type)}")
+            raise ConfigError(
+                f"model_type: expected one of {', '.join(FAMILIES)}, got {shown(model_type)}"
+            )
         family = FAMILIES[model_type]
         _refuse_unknown(values, _USED | _keys(f"{family.keys} {family.inert}"))
         return _read(Reader(values), model_type, family)
 
     @staticmethod
     def from_torchtitan(model: Any) -> ModelSpec:
-        """From torchtitan's Llama3Model.Config or Qwen3Model.Config, dense or with experts, or the ModelSpec that has it
-        (`model_registry(flavor)`).
+        """From torchtitan's Llama3Model.Config or Qwen3Model.Config, dense or with experts, or the
+        ModelSpec that has it (`model_registry(flavor)`).
 
-        ConfigError names every setting that the engine does not compute (a window, settings that differ among layers, forced routing,
-        …), and every class and field that was not in torchtitan 0.3.0. Where load_balance_coeff is
-        set, every sync has to bring expert_bias_E: the module's own state_dict() has it, torchtitan's to_hf drops it. End tokens
-        are not in the config: give eos_token_ids to Generator.
+        ConfigError names every setting that the engine does not compute (a window, settings that
+        differ among layers, forced routing, …), and every class and field that was not in
+        torchtitan 0.3.0. Where load_balance_coeff is
+        set, every sync has to bring expert_bias_E: the module's own state_dict() has it,
+        torchtitan's to_hf drops it. End tokens are not in the config: give eos_token_ids to
+        Generator.
         """
         values, beyond = _torchtitan.hf_config(model)
         spec = replace(ModelSpec.from_hf(values), **beyond)
         names = ("num_experts", "num_expert_groups", "num_limited_groups")
-        _check_groups(spec.num_experts, spec.num_experts_per_tok, spec.n_group, spec.topk_group, names)
+        _check_groups(
+            spec.num_experts, spec.num_experts_per_tok, spec.n_group, spec.topk_group, names
+        )
         return spec
 
     def rope(self, max_model_len: int) -> tuple[NDArray[np.float32], float]:
-        """(inv_freq [rotary_dim / 2] with torch's bits, the factor on cos and sin) of a generator for max_model_len positions."""
+        """(inv_freq [rotary_dim / 2] with torch's bits, the factor on cos and sin) of a generator
+        for max_model_len positions."""
         return self.rope_settings.frequencies(max_model_len)
 
     @property
@@ -294,8 +314,9 @@ class ModelSpec:
         )
 
     def parameters(self) -> Iterator[Parameter]:
-        """The tensors of a checkpoint, by layer; those of experts one by one, gate and up apart also where a checkpoint has them in one
-        tensor (GLM-4); a tied lm_head and router biases are left out."""
+        """The tensors of a checkpoint, by layer; those of experts one by one, gate and up apart
+        also where a checkpoint has them in one tensor (GLM-4); a tied lm_head and router biases are
+        left out."""
         hidden = self.hidden_size
         yield Parameter("model.embed_tokens.weight", (self.vocab_size, hidden))
         if not self.tie_word_embeddings:
@@ -310,7 +331,11 @@ class ModelSpec:
         own = dict(FAMILIES[self.model_type].names)
 
         def named(kind: str, *shape: int, expert: int = 0) -> Parameter:
-            return Parameter(f"model.layers.{layer}." + (own.get(kind) or USUAL_NAMES[kind]).replace("#", str(expert)), shape)
+            return Parameter(
+                f"model.layers.{layer}."
+                + (own.get(kind) or USUAL_NAMES[kind]).replace("#", str(expert)),
+                shape,
+            )
 
         for kind in ("input_norm", "pre_mlp_norm") if self.norm_before else ():
             yield named(kind, hidden)
@@ -320,7 +345,9 @@ class ModelSpec:
         yield named("k", kv, hidden)
         yield named("v", kv, hidden)
         yield named("o", hidden, query)
-        for kind, rows in (("q_bias", query), ("k_bias", kv), ("v_bias", kv)) if self.attention_bias else ():
+        for kind, rows in (
+            (("q_bias", query), ("k_bias", kv), ("v_bias", kv)) if self.attention_bias else ()
+        ):
             yield named(kind, rows)
         if self.o_bias:
             yield named("o_bias", hidden)
@@ -335,9 +362,13 @@ class ModelSpec:
         if self.shared_switch:
             yield named("shared_switch", 1, hidden)
         for expert in range(self.num_experts):
-            yield from self._mlp(partial(named, expert=expert), "expert_", self.moe_intermediate_size)
+            yield from self._mlp(
+                partial(named, expert=expert), "expert_", self.moe_intermediate_size
+            )
 
-    def _mlp(self, named: Callable[..., Parameter], prefix: str, width: int, ungated: bool = False) -> Iterator[Parameter]:
+    def _mlp(
+        self, named: Callable[..., Parameter], prefix: str, width: int, ungated: bool = False
+    ) -> Iterator[Parameter]:
         if not ungated:
             yield named(f"{prefix}gate", width, self.hidden_size)
         yield named(f"{prefix}up", width, self.hidden_size)
@@ -348,7 +379,8 @@ class ModelSpec:
         return sum(math.prod(shape) for _, shape in self.parameters())
 
     def kv_elements_per_token(self) -> int:
-        """Elements of K and V that one token adds over all layers, without the padding of the cache's layout."""
+        """Elements of K and V that one token adds over all layers, without the padding of the
+        cache's layout."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
 
     def to_dict(self) -> dict[str, Any]:
@@ -357,11 +389,12 @@ class ModelSpec:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ModelSpec:
-        """Of to_dict's values; what a later version has added may be missing. Raises ConfigError naming the field."""
+        """Of to_dict's values; what a later version has added may be missing. Raises ConfigError
+        naming the field."""
         return _from_dict(values)
 
 
-# -------------------------------------------------------------------------------------------------- reading a dict of a spec
+# ----------------------------------------------------------------------- reading a dict of a spec
 _INTEGERS = {
     "vocab_size": (1, MAX_VOCAB),
     "hidden_size": (1, MAX_WIDTH),
@@ -378,28 +411,48 @@ _INTEGERS = {
     "topk_group": (1, MAX_GROUPS),
     "shared_intermediate_size": (0, MAX_WIDTH),
 }
-_CHOICES = {"model_type": tuple(FAMILIES), "qk_norm": QK_NORMS, "score_func": ("softmax", "sigmoid"), "activation": ACTIVATIONS}
+_CHOICES = {
+    "model_type": tuple(FAMILIES),
+    "qk_norm": QK_NORMS,
+    "score_func": ("softmax", "sigmoid"),
+    "activation": ACTIVATIONS,
+}
 
 
 def _from_dict(values: Any) -> ModelSpec:
     known = _fields_of(ModelSpec, values, "")
-    c = Reader({**{f.name: f.default for f in fields(ModelSpec) if f.default is not MISSING}, **known})
-    read: dict[str, Any] = {key: c.integer(key, low, high) for key, (low, high) in _INTEGERS.items()}
+    c = Reader(
+        {**{f.name: f.default for f in fields(ModelSpec) if f.default is not MISSING}, **known}
+    )
+    read: dict[str, Any] = {
+        key: c.integer(key, low, high) for key, (low, high) in _INTEGERS.items()
+    }
     read |= {key: choice(key, c.values[key], words) for key, words in _CHOICES.items()}
     read |= {f.name: c.boolean(f.name, False) for f in fields(ModelSpec) if f.type == "bool"}
     read |= {f.name: c.positive(f.name, 1.0) for f in fields(ModelSpec) if f.type == "float"}
     layers = read["num_hidden_layers"]
     for key in ("is_moe_layer", "rope_layers"):
-        read[key] = _tuple_of(key, c.values[key], layers, "a bool", lambda value: isinstance(value, bool))
+        read[key] = _tuple_of(
+            key, c.values[key], layers, "a bool", lambda value: isinstance(value, bool)
+        )
     whole = f"an integer in [0, {MAX_POSITION}]"
     read["sliding_windows"] = _tuple_of(
-        "sliding_windows", c.values["sliding_windows"], layers, whole, lambda value: type(value) is int and 0 <= value <= MAX_POSITION
+        "sliding_windows",
+        c.values["sliding_windows"],
+        layers,
+        whole,
+        lambda value: type(value) is int and 0 <= value <= MAX_POSITION,
     )
     eos = c.values["eos_token_ids"]
     if not isinstance(eos, (list, tuple)):
         raise ConfigError(f"eos_token_ids: expected a list of token ids, got {shown(eos)}")
     read["eos_token_ids"] = _eos(eos, read["vocab_size"])
-    spec = ModelSpec(**read, rope_settings=_rope_from_dict(c.values["rope_settings"], read["head_dim"], read["max_position_embeddings"]))
+    spec = ModelSpec(
+        **read,
+        rope_settings=_rope_from_dict(
+            c.values["rope_settings"], read["head_dim"], read["max_position_embeddings"]
+        ),
+    )
     _check_heads(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim)
     _check_layers(spec)
     return spec
@@ -408,57 +461,101 @@ def _from_dict(values: Any) -> ModelSpec:
 def _fields_of(kind: Any, values: Any, where: str) -> dict[str, Any]:
     """The values, when they are those of the dataclass `kind`."""
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{where or 'spec'}: expected the values of ModelSpec.to_dict, got {shown(values)}")
+        raise ConfigError(
+            f"{where or 'spec'}: expected the values of ModelSpec.to_dict, got {shown(values)}"
+        )
     names = {f.name: f.default is not MISSING for f in fields(kind)}
-    if missing := [(f"{where}{name}",) for name, is_optional in names.items() if not is_optional and name not in values]:
-        raise ConfigError(f"expected the values of ModelSpec.to_dict, got none for {listed(missing)}")
+    if missing := [
+        (f"{where}{name}",)
+        for name, is_optional in names.items()
+        if not is_optional and name not in values
+    ]:
+        raise ConfigError(
+            f"expected the values of ModelSpec.to_dict, got none for {listed(missing)}"
+        )
     if unknown := [(key,) for key in values if key not in names]:
-        raise ConfigError(f"{where or 'spec'}: expected the values of ModelSpec.to_dict, got others too: {listed(unknown)}")
+        raise ConfigError(
+            f"{where or 'spec'}: expected the values of ModelSpec.to_dict, got others too: "
+            f"{listed(unknown)}"
+        )
     return dict(values)
 
 
-def _tuple_of(key: str, value: Any, count: int, what: str, fits: Callable[[Any], bool]) -> tuple[Any, ...]:
+def _tuple_of(
+    key: str, value: Any, count: int, what: str, fits: Callable[[Any], bool]
+) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)) or len(value) != count or not all(map(fits, value)):
-        raise ConfigError(f"{key}: expected {what} for each of num_hidden_layers={count}, got {shown(value)}")
+        raise ConfigError(
+            f"{key}: expected {what} for each of num_hidden_layers={count}, got {shown(value)}"
+        )
     return tuple(value)
 
 
 def _rope_from_dict(values: Any, head_dim: int, max_positions: int) -> _rope.Rope:
     """By from_config, which has to find nothing to change."""
     given = _fields_of(_rope.Rope, values, "rope_settings.")
-    turned = Reader({"rope_settings.head_dim": given["head_dim"]}).integer("rope_settings.head_dim", 2, head_dim)
+    turned = Reader({"rope_settings.head_dim": given["head_dim"]}).integer(
+        "rope_settings.head_dim", 2, head_dim
+    )
     if given["max_positions"] != max_positions or turned % 2:
         raise ConfigError(
-            f"rope_settings: expected max_positions={max_positions} and an even head_dim, got {shown(given['max_positions'])} and {turned}"
+            f"rope_settings: expected max_positions={max_positions} and an even head_dim, got "
+            f"{shown(given['max_positions'])} and {turned}"
         )
     pairs = given["parameters"]
-    are_pairs = isinstance(pairs, (list, tuple)) and all(isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs)
+    are_pairs = isinstance(pairs, (list, tuple)) and all(
+        isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs
+    )
     if not are_pairs or not all(isinstance(name, str) for name, _ in pairs):
-        raise ConfigError(f"rope_settings.parameters: expected pairs of a name and a value, got {shown(pairs)}")
+        raise ConfigError(
+            f"rope_settings.parameters: expected pairs of a name and a value, got {shown(pairs)}"
+        )
     parameters = {name: tuple(value) if isinstance(value, list) else value for name, value in pairs}
-    config = {"rope_parameters": {**parameters, "rope_type": given["type"], "rope_theta": given["theta"]}}
+    config = {
+        "rope_parameters": {**parameters, "rope_type": given["type"], "rope_theta": given["theta"]}
+    }
     rope = _rope.from_config(config, turned, max_positions, 1.0, None)
     if dict(rope.parameters) != parameters:
-        raise ConfigError(f"rope_settings.parameters: expected {listed(rope.parameters)}, got {listed(parameters.items())}")
+        raise ConfigError(
+            f"rope_settings.parameters: expected {listed(rope.parameters)}, got "
+            f"{listed(parameters.items())}"
+        )
     return rope
 
 
 def _check_layers(spec: ModelSpec) -> None:
     """Sizes that the kinds of layers need, and none that they do not have."""
     if not spec.norm_before and not spec.norm_after:
-        raise ConfigError("norm_before=False, norm_after=False: expected norms of a block's input, of its output, or of both")
+        raise ConfigError(
+            "norm_before=False, norm_after=False: expected norms of a block's input, of its "
+            "output, or of both"
+        )
     has_dense, has_experts = not all(spec.is_moe_layer), any(spec.is_moe_layer)
     of_experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-    for key, is_needed in {"intermediate_size": has_dense, **dict.fromkeys(of_experts, has_experts)}.items():
+    for key, is_needed in {
+        "intermediate_size": has_dense,
+        **dict.fromkeys(of_experts, has_experts),
+    }.items():
         if (getattr(spec, key) > 0) != is_needed:
             wanted = "at least 1" if is_needed else "0"
-            raise ConfigError(f"{key}: expected {wanted} with is_moe_layer={shown(spec.is_moe_layer)}, got {getattr(spec, key)}")
+            raise ConfigError(
+                f"{key}: expected {wanted} with is_moe_layer={shown(spec.is_moe_layer)}, got "
+                f"{getattr(spec, key)}"
+            )
     if spec.num_experts_per_tok > spec.num_experts:
-        raise ConfigError(f"num_experts_per_tok={spec.num_experts_per_tok} exceeds num_experts={spec.num_experts}")
-    _check_groups(spec.num_experts, spec.num_experts_per_tok, spec.n_group, spec.topk_group, ("num_experts", "n_group", "topk_group"))
+        raise ConfigError(
+            f"num_experts_per_tok={spec.num_experts_per_tok} exceeds num_experts={spec.num_experts}"
+        )
+    _check_groups(
+        spec.num_experts,
+        spec.num_experts_per_tok,
+        spec.n_group,
+        spec.topk_group,
+        ("num_experts", "n_group", "topk_group"),
+    )
 
 
-# -------------------------------------------------------------------------------------------------- reading a config
+# ------------------------------------------------------------------------------- reading a config
 def _ids_of(eos: Any) -> list[Any]:
     return [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
 
@@ -473,11 +570,17 @@ def _as_dict(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     if callable(getattr(config, "to_dict", None)):
-        return {"partial_rotary_factor": None, **config.to_dict()}  # of an object it is in rope_parameters, or there is none
+        return {
+            "partial_rotary_factor": None,
+            **config.to_dict(),
+        }  # of an object it is in rope_parameters, or there is none
     try:
         path = Path(config)
     except TypeError:
-        raise ConfigError(f"config: expected a config object, a dict or a folder with config.json, got a {type(config).__name__}") from None
+        raise ConfigError(
+            "config: expected a config object, a dict or a folder with config.json, got a "
+            f"{type(config).__name__}"
+        ) from None
     if not os.path.isdir(path):  # Path.is_dir raises if the name is too long
         return _read_object(path)
     refuse_adapter(path)
@@ -488,7 +591,10 @@ def _read_object(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"{plain(file)}: {error.strerror}; expected a local folder with config.json, or that file") from error
+        raise ConfigError(
+            f"{plain(file)}: {error.strerror}; expected a local folder with config.json, or that "
+            "file"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{plain(file)}: expected JSON: {error}") from error
     if not isinstance(values, dict):
@@ -497,14 +603,18 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def _refuse_odd(values: Mapping[str, Any]) -> None:
-    """Values that are compared and tested below as what JSON has; an array, say, has no truth value."""
+    """Values that are compared and tested below as what JSON has; an array, say, has no truth
+    value."""
     for key, value in values.items():
         if key in _READ and not isinstance(value, _PLAIN):
-            raise ConfigError(f"{key}: expected a JSON value, got a {type(value).__name__}: {shown(value)}")
+            raise ConfigError(
+                f"{key}: expected a JSON value, got a {type(value).__name__}: {shown(value)}"
+            )
 
 
 def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
-    """Options that change the numbers and are not supported, then everything that nobody here has heard of."""
+    """Options that change the numbers and are not supported, then everything that nobody here has
+    heard of."""
     for key, what in _UNSUPPORTED.items():
         value = values.get(key)
         if not isinstance(value, _PLAIN) or value:
@@ -512,7 +622,11 @@ def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
     unknown = [
         (key, value)
         for key, value in values.items()
-        if key not in used and key not in _IRRELEVANT and key not in _UNSUPPORTED and value is not None and value is not False
+        if key not in used
+        and key not in _IRRELEVANT
+        and key not in _UNSUPPORTED
+        and value is not None
+        and value is not False
     ]
     if unknown := unknown + _rope.unknown_keys(values):
         names = tuple(key_name(key) for key, _ in unknown)
@@ -527,17 +641,32 @@ def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
 def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
     activation = c.values.get("hidden_act", family.hidden_act)
     if not isinstance(activation, str) or activation not in _HIDDEN_ACT:
-        raise ConfigError(f"hidden_act: expected one of {', '.join(_HIDDEN_ACT)}, got {shown(activation)}")
+        raise ConfigError(
+            f"hidden_act: expected one of {', '.join(_HIDDEN_ACT)}, got {shown(activation)}"
+        )
     if not c.boolean("is_causal", True):
         raise ConfigError("is_causal=False: attention to later tokens is not supported")
-    layers, hidden = c.integer("num_hidden_layers", 1, MAX_LAYERS), c.integer("hidden_size", 1, MAX_WIDTH)
+    layers, hidden = (
+        c.integer("num_hidden_layers", 1, MAX_LAYERS),
+        c.integer("hidden_size", 1, MAX_WIDTH),
+    )
     heads = c.integer("num_attention_heads", 1, MAX_HEADS)
     kv_heads = c.values.get("num_key_value_heads", family.num_key_value_heads)
-    kv_heads = heads if kv_heads is None else c.integer("num_key_value_heads", 1, MAX_HEADS, family.num_key_value_heads)
-    head_dim = c.integer("head_dim", 2, MAX_HEAD_DIM) if c.given("head_dim") else family.head_dim or hidden // heads
+    kv_heads = (
+        heads
+        if kv_heads is None
+        else c.integer("num_key_value_heads", 1, MAX_HEADS, family.num_key_value_heads)
+    )
+    head_dim = (
+        c.integer("head_dim", 2, MAX_HEAD_DIM)
+        if c.given("head_dim")
+        else family.head_dim or hidden // heads
+    )
     _check_heads(heads, kv_heads, head_dim)
     is_moe_layer = tuple(map(bool, family.moe_layers(c, layers)))
-    max_positions = c.integer("max_position_embeddings", 1, MAX_POSITION, family.max_position_embeddings)
+    max_positions = c.integer(
+        "max_position_embeddings", 1, MAX_POSITION, family.max_position_embeddings
+    )
     vocab = c.integer("vocab_size", 1, MAX_VOCAB)
     spec = ModelSpec(
         model_type=model_type,
@@ -560,11 +689,18 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         tie_word_embeddings=c.boolean("tie_word_embeddings", family.tied),
         rms_norm_eps=c.positive("rms_norm_eps", family.rms_norm_eps),
         max_position_embeddings=max_positions,
-        rope_settings=_rope.from_config(c.values, head_dim, max_positions, family.rope_theta, family.partial_rotary_factor),
+        rope_settings=_rope.from_config(
+            c.values, head_dim, max_positions, family.rope_theta, family.partial_rotary_factor
+        ),
         is_moe_layer=is_moe_layer,
         rope_layers=tuple(map(bool, family.rope_layers(c, layers))),
         sliding_windows=family.windows(c, layers),
-        eos_token_ids=_eos(c.values.get("eos_token_id", [token for token in _ids_of(family.eos_token_id) if token < vocab]), vocab),
+        eos_token_ids=_eos(
+            c.values.get(
+                "eos_token_id", [token for token in _ids_of(family.eos_token_id) if token < vocab]
+            ),
+            vocab,
+        ),
         activation=_HIDDEN_ACT[activation],
         ungated=family.ungated,
     )
@@ -575,18 +711,29 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
 
 def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
     if heads * head_dim > MAX_WIDTH:
-        raise ConfigError(f"num_attention_heads·head_dim: expected at most {MAX_WIDTH}, got {heads * head_dim}")
+        raise ConfigError(
+            f"num_attention_heads·head_dim: expected at most {MAX_WIDTH}, got {heads * head_dim}"
+        )
     if heads % kv_heads:
-        raise ConfigError(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
+        raise ConfigError(
+            f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}"
+        )
     if not 2 <= head_dim <= MAX_HEAD_DIM or head_dim % 2:
-        raise ConfigError(f"head_dim: expected an even number in [2, {MAX_HEAD_DIM}] (rope rotates pairs), got {head_dim}")
+        raise ConfigError(
+            f"head_dim: expected an even number in [2, {MAX_HEAD_DIM}] (rope rotates pairs), got "
+            f"{head_dim}"
+        )
 
 
 def _with_experts(c: Reader, spec: ModelSpec, experts: Experts) -> ModelSpec:
     n, top_k = experts.number(c), c.integer("num_experts_per_tok", 1, MAX_EXPERTS, experts.top_k)
     if top_k > n:
         raise ConfigError(f"num_experts_per_tok={top_k} exceeds {experts.number_key}={n}")
-    n_group, topk_group = (c.integer(key, 1, MAX_GROUPS, 1) for key in ("n_group", "topk_group")) if experts.has_groups else (1, 1)
+    n_group, topk_group = (
+        (c.integer(key, 1, MAX_GROUPS, 1) for key in ("n_group", "topk_group"))
+        if experts.has_groups
+        else (1, 1)
+    )
     _check_groups(n, top_k, n_group, topk_group, (experts.number_key, "n_group", "topk_group"))
     return replace(
         spec,
@@ -600,21 +747,33 @@ def _with_experts(c: Reader, spec: ModelSpec, experts: Experts) -> ModelSpec:
         score_func=experts.score_func,
         n_group=n_group,
         topk_group=topk_group if n_group > 1 else 1,
-        routed_scaling_factor=c.positive("routed_scaling_factor", 1.0) if experts.has_groups else 1.0,
+        routed_scaling_factor=c.positive("routed_scaling_factor", 1.0)
+        if experts.has_groups
+        else 1.0,
         shared_intermediate_size=experts.shared_width(c),
         shared_switch=experts.shared_switch,
     )
 
 
-def _check_groups(experts: int, top_k: int, groups: Any, chosen: Any, names: tuple[str, str, str]) -> None:
-    """Groups of equal size, at least two experts each, and enough experts in those that are chosen."""
+def _check_groups(
+    experts: int, top_k: int, groups: Any, chosen: Any, names: tuple[str, str, str]
+) -> None:
+    """Groups of equal size, at least two experts each, and enough experts in those that are
+    chosen."""
     whole = all(type(value) is int and 1 <= value <= MAX_GROUPS for value in (groups, chosen))
     if whole and groups == 1:
         return
-    if whole and experts % groups == 0 and experts // groups >= 2 and chosen <= groups and chosen * (experts // groups) >= top_k:
+    if (
+        whole
+        and experts % groups == 0
+        and experts // groups >= 2
+        and chosen <= groups
+        and chosen * (experts // groups) >= top_k
+    ):
         return
     raise ConfigError(
-        f"{names[1]}={shown(groups)}, {names[2]}={shown(chosen)}: expected at most {MAX_GROUPS} groups of equal size, at least 2 of "
+        f"{names[1]}={shown(groups)}, {names[2]}={shown(chosen)}: expected at most {MAX_GROUPS} "
+        "groups of equal size, at least 2 of "
         f"{names[0]}={experts} in each, with num_experts_per_tok={top_k} in those that are chosen"
     )
 
@@ -624,6 +783,7 @@ def _eos(eos: Any, vocab: int) -> tuple[int, ...]:
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
             raise ConfigError(
-                f"eos_token_id={shown(token)} is not in [0, vocab_size={vocab}): config and vocabulary do not belong together"
+                f"eos_token_id={shown(token)} is not in [0, vocab_size={vocab}): config and "
+                "vocabulary do not belong together"
             )
     return tuple(ids)

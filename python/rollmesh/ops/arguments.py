@@ -1,4 +1,5 @@
-"""Checks of rollmesh.ops' arguments that C does not make, and of those that an output's size is computed from."""
+"""Checks of rollmesh.ops' arguments that C does not make, and of those that an output's size is
+computed from."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def kernels(isa: str | None = None, threads: int = 1) -> _core.Kernels:
-    """The kernels of an instruction set, with a thread team and a workspace, cached for this process: a forked child would inherit them
-    without their threads, and perhaps locked."""
+    """The kernels of an instruction set, with a thread team and a workspace, cached for this
+    process: a forked child would inherit them without their threads, and perhaps locked."""
     name = best_isa() if isa is None else isa
     if not isinstance(name, str):
         raise ConfigError(f"isa: expected one of {', '.join(available_isas())}, got {shown(isa)}")
@@ -51,7 +52,8 @@ def size_of(name: str, value: Any) -> int:
 
 
 def words_of(array: Array) -> Array:
-    """ml_dtypes' bfloat16 as uint16 words, which is what C takes; its dtype number varies, its name does not."""
+    """ml_dtypes' bfloat16 as uint16 words, which is what C takes; its dtype number varies, its name
+    does not."""
     if not isinstance(array, np.ndarray) or array.dtype.num < USER_DTYPES:
         return array
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
@@ -61,7 +63,9 @@ def array_of(name: str, array: Array, dims: int | None = None) -> Array:
     """Checks an array that a default output takes its size or dtype from; C checks the rest."""
     array = words_of(array)
     if not isinstance(array, np.ndarray | _core.DeviceArray):
-        raise UnsupportedTensorError(f"{name}: expected a NumPy array, got a {type(array).__name__}")
+        raise UnsupportedTensorError(
+            f"{name}: expected a NumPy array, got a {type(array).__name__}"
+        )
     if dims is not None and array.ndim != dims:
         raise ShapeError(f"{name}: expected {dims} dims, got {array.ndim}")
     return array
@@ -79,7 +83,9 @@ def matrix_of(name: str, array: Array) -> Array:
 
 def matrices_of(name: str, array: Array) -> Array:
     if is_masked(array):
-        raise UnsupportedTensorError(f"{name}: expected a plain array, got a masked one; .filled(value) makes one")
+        raise UnsupportedTensorError(
+            f"{name}: expected a plain array, got a masked one; .filled(value) makes one"
+        )
     try:
         array = array if isinstance(array, _core.DeviceArray) else np.asarray(words_of(array))
     except (TypeError, ValueError) as error:  # rows of several lengths
@@ -90,7 +96,8 @@ def matrices_of(name: str, array: Array) -> Array:
 
 
 def part_of(array: Array, first: int, shape: tuple[int, ...]) -> Array:
-    """Elements first … in C order, as an array of that shape; no copy of a device's, nor of a contiguous one."""
+    """Elements first … in C order, as an array of that shape; no copy of a device's, nor of a
+    contiguous one."""
     if isinstance(array, _core.DeviceArray):
         return array.part(first, shape)
     return array.reshape(-1)[first : first + math.prod(shape)].reshape(shape)
@@ -101,7 +108,9 @@ def new_array(shape: tuple[int, ...], dtype: Any, make: Callable[..., Array] = n
     try:
         return make(shape, dtype)
     except ValueError as error:
-        raise ShapeError(f"expected an output that can be addressed, got shape {shown(shape)}") from error
+        raise ShapeError(
+            f"expected an output that can be addressed, got shape {shown(shape)}"
+        ) from error
 
 
 def numpy_dtype(dtype: str) -> type[np.uint16] | type[np.float32]:

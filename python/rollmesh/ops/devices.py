@@ -1,9 +1,11 @@
-"""Where an op of rollmesh.ops runs: on the CPU over NumPy arrays, or on the CUDA device that its arrays are on.
+"""Where an op of rollmesh.ops runs: on the CPU over NumPy arrays, or on the CUDA device that its
+arrays are on.
 
-The first array of a device opens it for ops, with a stream and a workspace that are kept until `release_devices`. Arrays of other
-libraries are taken by DLPack, without a copy; the op waits for their stream. DLPack cannot say when an op has finished with the memory.
-So a call returns when its op is done; or, `with on_stream(handle, device)`, ops are ordered with that stream, as if they were enqueued
-on it, and a call returns at once. Then the arrays must be used on that stream only.
+The first array of a device opens it for ops, with a stream and a workspace that are kept until
+`release_devices`. Arrays of other libraries are taken by DLPack, without a copy; the op waits for
+their stream. DLPack cannot say when an op has finished with the memory. So a call returns when its
+op is done; or, `with on_stream(handle, device)`, ops are ordered with that stream, as if they were
+enqueued on it, and a call returns at once. Then the arrays must be used on that stream only.
 """
 
 from __future__ import annotations
@@ -27,13 +29,27 @@ from rollmesh.runtime.messages import shown
 
 HOST = -1
 CUDA_TYPES = (2, 13)  # DLPack's: a device's memory, and managed memory
-INDICES = frozenset({"ids", "rows", "group_rows", "positions", "slots", "seq_of_row", "block_tables", "targets", "place", "tokens"})
-"""Arrays that may be on the host while the others are on a device: small, and checked by the host anyway."""
+INDICES = frozenset(
+    {
+        "ids",
+        "rows",
+        "group_rows",
+        "positions",
+        "slots",
+        "seq_of_row",
+        "block_tables",
+        "targets",
+        "place",
+        "tokens",
+    }
+)
+"""Arrays that may be on the host while the others are on a device: small, and checked by the host
+anyway."""
 
 _streams: ContextVar[dict[int, int]] = ContextVar("streams", default={})  # noqa: B039 (never changed)
 
 
-# ---------------------------------------------------------------------------------------------- what is kept
+# ----------------------------------------------------------------------------------- what is kept
 def _process() -> tuple[int, str]:
     """The process and library that open a device: CUDA does not survive a fork."""
     return os.getpid(), os.environ.get(LIBRARY_SWITCH, "")
@@ -51,24 +67,30 @@ def _op_device(ordinal: int, process: int, switch: str) -> _core.OpDevice:
 
 
 @lru_cache(maxsize=64)
-def _device_kernels(family: str, ordinal: int, stream: int, process: int, switch: str) -> _core.Kernels:
+def _device_kernels(
+    family: str, ordinal: int, stream: int, process: int, switch: str
+) -> _core.Kernels:
     return _core.Kernels(family, 1, _op_device(ordinal, process, switch), stream)
 
 
 def release_devices() -> None:
-    """Frees the streams and workspaces of devices, once none of their arrays is left. The next op opens its device again."""
+    """Frees the streams and workspaces of devices, once none of their arrays is left. The next op
+    opens its device again."""
     _device_kernels.cache_clear()
     _op_device.cache_clear()
 
 
 @contextmanager
 def on_stream(stream: int, device: str) -> Iterator[None]:
-    """Inside, ops of this thread on `device` ("cuda:0") are ordered with a CUDA stream: torch.cuda.Stream.cuda_stream, cupy's .ptr; 0
-    is the default stream. A call waits only for indices on the device; a later call reports a kernel's failure. Freeing an output waits
-    for the device. ConfigError from an op: the stream belongs to another device, or is being captured."""
+    """Inside, ops of this thread on `device` ("cuda:0") are ordered with a CUDA stream:
+    torch.cuda.Stream.cuda_stream, cupy's .ptr; 0 is the default stream. A call waits only for
+    indices on the device; a later call reports a kernel's failure. Freeing an output waits for the
+    device. ConfigError from an op: the stream belongs to another device, or is being captured."""
     ordinal = _ordinal(device)
     handle = integer_of(ConfigError, "stream", stream, 0, 2**64 - 1)
-    token = _streams.set({**_streams.get(), ordinal: handle or 1})  # 1 is how the default stream is written where 0 is none
+    token = _streams.set(
+        {**_streams.get(), ordinal: handle or 1}
+    )  # 1 is how the default stream is written where 0 is none
     try:
         yield
     finally:
@@ -89,7 +111,7 @@ def _ordinal(device: Any) -> int:
     return max(device_of(device).cuda_ordinal, 0)
 
 
-# ---------------------------------------------------------------------------------------------- one op
+# ----------------------------------------------------------------------------------------- one op
 class Op(NamedTuple):
     """Kernels, and the device of the outputs."""
 
@@ -100,8 +122,11 @@ class Op(NamedTuple):
         return new_in(self.op_device, shape, dtype, zeros=zeros)
 
 
-def new_in(op_device: _core.OpDevice | None, shape: tuple[int, ...], dtype: Any, *, zeros: bool = False) -> Array:
-    """An output; on a device zeros in any case. MemoryError or CapacityError where memory is short."""
+def new_in(
+    op_device: _core.OpDevice | None, shape: tuple[int, ...], dtype: Any, *, zeros: bool = False
+) -> Array:
+    """An output; on a device zeros in any case. MemoryError or CapacityError where memory is
+    short."""
     if op_device is None:
         return new_array(shape, dtype, np.zeros if zeros else np.empty)
     if any(not 0 <= size <= MAX_SIZE for size in shape[1:]):  # the first may count groups
@@ -121,22 +146,31 @@ def op_device_on(device: str) -> _core.OpDevice | None:
 
 
 def op_over(isa: str | None, threads: int, **arrays: Any) -> tuple[Any, ...]:
-    """(Op, the arrays as it takes them, in order). On the CPU that is each as it is, ml_dtypes' bfloat16 as words.
+    """(Op, the arrays as it takes them, in order). On the CPU that is each as it is, ml_dtypes'
+    bfloat16 as words.
 
     ConfigError: an isa of another device. UnsupportedTensorError: arrays on several devices."""
-    if isa not in CUDA_FAMILIES and all(array is None or isinstance(array, np.ndarray) for array in arrays.values()):
+    if isa not in CUDA_FAMILIES and all(
+        array is None or isinstance(array, np.ndarray) for array in arrays.values()
+    ):
         return Op(kernels(isa, threads)), *map(words_of, arrays.values())
     places = {name: _place(array) for name, array in arrays.items() if array is not None}
     first = next((name for name, place in places.items() if place > HOST), None)
     if first is None:
         if isa in CUDA_FAMILIES:
             some = next(iter(places), next(iter(arrays)))
-            raise ConfigError(f"isa: expected one of {', '.join(available_isas())}, since {some} is on the CPU, got {isa!r}")
+            raise ConfigError(
+                f"isa: expected one of {', '.join(available_isas())}, since {some} is on the CPU, "
+                f"got {isa!r}"
+            )
         return Op(kernels(isa, threads)), *map(words_of, arrays.values())
     ordinal = places[first]
     op = _op_at(isa, threads, first, ordinal)
     assert op.op_device is not None
-    return op, *(_taken(op.op_device, name, array, places.get(name), first, ordinal) for name, array in arrays.items())
+    return op, *(
+        _taken(op.op_device, name, array, places.get(name), first, ordinal)
+        for name, array in arrays.items()
+    )
 
 
 def _place(array: Any) -> int:
@@ -146,7 +180,12 @@ def _place(array: Any) -> int:
     where = getattr(type(array), "__dlpack_device__", None)
     try:
         kind, number = where(array) if where is not None else (1, 0)
-    except (BufferError, RuntimeError, TypeError, ValueError):  # torch's meta device, which DLPack does not know; or a producer that lies
+    except (
+        BufferError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # torch's meta device, which DLPack does not know; or a producer that lies
         return HOST
     return number if kind in CUDA_TYPES and isinstance(number, int) and number >= 0 else HOST
 
@@ -154,7 +193,10 @@ def _place(array: Any) -> int:
 def _op_at(isa: str | None, threads: int, first: str, ordinal: int) -> Op:
     family = CUDA_FAMILIES[0] if isa is None else isa
     if family not in CUDA_FAMILIES:
-        raise ConfigError(f"isa: expected {' or '.join(CUDA_FAMILIES)}, since {first} is on cuda:{ordinal}, got {shown(isa)}")
+        raise ConfigError(
+            f"isa: expected {' or '.join(CUDA_FAMILIES)}, since {first} is on cuda:{ordinal}, got "
+            f"{shown(isa)}"
+        )
     if integer_of(ConfigError, "threads", threads, 1, MAX_THREADS) != 1:
         raise ConfigError(f"threads: expected 1, since {first} is on cuda:{ordinal}, got {threads}")
     op_device, stream = op_device_at(ordinal), _streams.get().get(ordinal, 0)
@@ -163,10 +205,19 @@ def _op_at(isa: str | None, threads: int, first: str, ordinal: int) -> Op:
     return Op(_device_kernels(family, ordinal, stream, *_process()), op_device)
 
 
-def _taken(op_device: _core.OpDevice, name: str, array: Any, place: int | None, first: str, ordinal: int) -> Any:
+def _taken(
+    op_device: _core.OpDevice, name: str, array: Any, place: int | None, first: str, ordinal: int
+) -> Any:
     if place is None or (place == HOST and name in INDICES and isinstance(array, np.ndarray)):
         return array
     if place != ordinal:
         where = "the CPU" if place == HOST else f"cuda:{place}"
-        raise UnsupportedTensorError(f"expected all arrays of a call on one device, got {name} on {where} and {first} on cuda:{ordinal}")
-    return array if isinstance(array, _core.DeviceArray) and array.op_device is op_device else op_device.take(name, array)
+        raise UnsupportedTensorError(
+            f"expected all arrays of a call on one device, got {name} on {where} and {first} on "
+            f"cuda:{ordinal}"
+        )
+    return (
+        array
+        if isinstance(array, _core.DeviceArray) and array.op_device is op_device
+        else op_device.take(name, array)
+    )

@@ -16,7 +16,8 @@ from rollmesh.runtime.messages import shown
 
 
 class LmHead(NamedTuple):
-    """Of each row: logits [rows, vocab] (None when not kept), (max, Σ exp(logit − max)), the target's logprob, flags."""
+    """Of each row: logits [rows, vocab] (None when not kept), (max, Σ exp(logit − max)), the
+    target's logprob, flags."""
 
     logits: NDArray[np.float32] | None
     stats: NDArray[np.float32]
@@ -25,8 +26,9 @@ class LmHead(NamedTuple):
 
 
 class LmHeadPairs(NamedTuple):
-    """Of a shard of the vocabulary: logits [rows, vocab] (None when not kept), (max, Σ exp(logit − max)) of each block of 128
-    entries [blocks, rows, 2], the target's logit (0 if it is not in this shard), flags."""
+    """Of a shard of the vocabulary: logits [rows, vocab] (None when not kept), (max, Σ exp(logit −
+    max)) of each block of 128 entries [blocks, rows, 2], the target's logit (0 if it is not in this
+    shard), flags."""
 
     logits: NDArray[np.float32] | None
     pairs: NDArray[np.float32]
@@ -42,8 +44,9 @@ class Routing(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Of each row: the token (−1 for a flagged row), its logprob under the model and under what it was drawn from, and with kept=True
-    the number of tokens that it was drawn from: the first `kept` of the row's top_logprobs, where none is banned."""
+    """Of each row: the token (−1 for a flagged row), its logprob under the model and under what it
+    was drawn from, and with kept=True the number of tokens that it was drawn from: the first `kept`
+    of the row's top_logprobs, where none is banned."""
 
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -53,8 +56,8 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleParams:
-    """How one row is drawn. `forced` ≥ 0: no draw, but the logprobs of that token. RequestError here for a number that does not fit
-    its C type, and from `sample` for one out of range."""
+    """How one row is drawn. `forced` ≥ 0: no draw, but the logprobs of that token. RequestError
+    here for a number that does not fit its C type, and from `sample` for one out of range."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -75,8 +78,12 @@ class SampleParams:
             if not is_real(value) or MAX_FLOAT32 < abs(value) < np.inf:
                 raise RequestError(f"{name}: expected a float32 number, got {shown(value)}")
         try:
-            object.__setattr__(self, "banned", tuple(items_of(RequestError, "banned", self.banned, MAX_TOKENS)))
+            object.__setattr__(
+                self, "banned", tuple(items_of(RequestError, "banned", self.banned, MAX_TOKENS))
+            )
         except TypeError as error:
-            raise RequestError(f"banned: expected a sequence of tokens, got {shown(self.banned)}") from error
+            raise RequestError(
+                f"banned: expected a sequence of tokens, got {shown(self.banned)}"
+            ) from error
         for token in self.banned:
             integer_of(RequestError, "a token of banned", token, -(2**31), 2**31 - 1)

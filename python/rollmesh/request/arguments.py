@@ -1,4 +1,5 @@
-"""Checks of what generate, score and submit are given: prompts, sampling parameters, request ids, eos ids."""
+"""Checks of what generate, score and submit are given: prompts, sampling parameters, request ids,
+eos ids."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import numpy as np
 from rollmesh.errors import CapacityError, ConfigError, RequestError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.request.sampling import SamplingParams
-from rollmesh.runtime.arguments import BYTES, MAX_ITEMS, integer, is_masked, items_of, says_more_than
+from rollmesh.runtime.arguments import (
+    BYTES,
+    MAX_ITEMS,
+    integer,
+    is_masked,
+    items_of,
+    says_more_than,
+)
 from rollmesh.runtime.messages import shown
 
 
@@ -21,7 +29,11 @@ def eos_ids(given: int | Sequence[int] | None, tokenizer: Any, spec: ModelSpec) 
     if given is None:
         from_tokenizer = getattr(tokenizer, "eos_token_id", None)
         given = sorted({*spec.eos_token_ids, *([] if from_tokenizer is None else [from_tokenizer])})
-    ids = items_of(ConfigError, "eos_token_ids", given, spec.vocab_size) if hasattr(given, "__iter__") else [given]
+    ids = (
+        items_of(ConfigError, "eos_token_ids", given, spec.vocab_size)
+        if hasattr(given, "__iter__")
+        else [given]
+    )
     return tuple(integer("eos_token_ids", token, 0, spec.vocab_size - 1) for token in ids)
 
 
@@ -30,7 +42,9 @@ def check_vocabulary(tokenizer: Any, spec: ModelSpec) -> None:
     count = getattr(tokenizer, "get_vocab_size", None)
     size = count() if callable(count) else len(tokenizer) if hasattr(tokenizer, "__len__") else 0
     if size > spec.vocab_size:
-        raise ConfigError(f"tokenizer: expected at most vocab_size = {spec.vocab_size} tokens, got {size}")
+        raise ConfigError(
+            f"tokenizer: expected at most vocab_size = {spec.vocab_size} tokens, got {size}"
+        )
 
 
 def prompt_list(prompts: Any) -> list[Any]:
@@ -38,7 +52,9 @@ def prompt_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, (Mapping, *BYTES)) or not hasattr(prompts, "__iter__"):
-        raise RequestError(f"prompts: expected text, token ids, or a list of them, got a {type(prompts).__name__}")
+        raise RequestError(
+            f"prompts: expected text, token ids, or a list of them, got a {type(prompts).__name__}"
+        )
     if getattr(prompts, "ndim", None) == 1:
         return [prompts]
     items = items_of(RequestError, "prompts", prompts)
@@ -50,7 +66,10 @@ def check_ids(prompt: Any) -> None:
     if isinstance(prompt, BYTES):
         raise RequestError(f"expected text or token ids, got {type(prompt).__name__}")
     if isinstance(prompt, Mapping):
-        raise RequestError(f"expected text or token ids, got a {type(prompt).__name__}; give its prompt or prompt_token_ids alone")
+        raise RequestError(
+            f"expected text or token ids, got a {type(prompt).__name__}; give its prompt or "
+            "prompt_token_ids alone"
+        )
     if is_masked(prompt):
         raise RequestError("expected a plain array, got a masked one; .filled(value) makes one")
     if says_more_than(prompt, MAX_ITEMS):
@@ -64,8 +83,15 @@ def param_list(params: Any, count: int) -> list[SamplingParams]:
         return [params] * count
     chosen = list(islice(params, count + 1)) if isinstance(params, Sequence) else []
     if len(chosen) != count or not all(isinstance(param, SamplingParams) for param in chosen):
-        of = f" of {len(chosen)}{' or more' * (len(chosen) > count)}" if isinstance(params, Sequence) else ""
-        raise RequestError(f"params: expected a SamplingParams or a sequence of {count} of them, got a {type(params).__name__}{of}")
+        of = (
+            f" of {len(chosen)}{' or more' * (len(chosen) > count)}"
+            if isinstance(params, Sequence)
+            else ""
+        )
+        raise RequestError(
+            f"params: expected a SamplingParams or a sequence of {count} of them, got a "
+            f"{type(params).__name__}{of}"
+        )
     return chosen
 
 

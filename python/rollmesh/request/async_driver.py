@@ -1,11 +1,12 @@
 """agenerate and astream: requests of event loops, which a thread of the generator runs.
 
-    coroutine ──► inbox ──► thread: add ── step … step ── output ──► call_soon_threadsafe ──► coroutine
-    cancelled ──► inbox ──► thread: abort and release
+    coroutine ──► inbox ──► thread: add ── step … step ── output ──► call_soon_threadsafe ──►
+    coroutine cancelled ──► inbox ──► thread: abort and release
 
-The thread starts with the first request, takes the generator's turn for one step at a time, as generate does, and ends when nothing is
-left to run. An event loop never waits for a step. Any number of loops and threads may have requests at once. What goes wrong for one
-request is raised in its coroutine; an error of the engine in all.
+The thread starts with the first request, takes the generator's turn for one step at a time, as
+generate does, and ends when nothing is left to run. An event loop never waits for a step. Any
+number of loops and threads may have requests at once. What goes wrong for one request is raised in
+its coroutine; an error of the engine in all.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class _Stream:
     output: RequestOutput | None = None  # the latest; it replaces one that was not taken
     error: BaseException | None = None
     request: int | None = None  # the thread's: its id once it was in the engine
-    num_tokens: list[int] = field(default_factory=list)  # the thread's: of each sample, when it last told
+    num_tokens: list[int] = field(
+        default_factory=list
+    )  # the thread's: of each sample, when it last told
 
     def tell(self, output: RequestOutput | None, error: BaseException | None = None) -> None:
         """Wakes the coroutine."""
@@ -51,8 +54,11 @@ class _Stream:
             self.loop.call_soon_threadsafe(self.news.set)
 
     def is_abandoned(self) -> bool:
-        """Nobody will read it: its loop is closed, or stands still while the interpreter exits and waits for the thread."""
-        return self.loop.is_closed() or not (self.loop.is_running() or threading.main_thread().is_alive())
+        """Nobody will read it: its loop is closed, or stands still while the interpreter exits and
+        waits for the thread."""
+        return self.loop.is_closed() or not (
+            self.loop.is_running() or threading.main_thread().is_alive()
+        )
 
 
 class AsyncDriver:
@@ -66,14 +72,19 @@ class AsyncDriver:
         self._thread: threading.Thread | None = None
         self._open: dict[int, _Stream] = {}  # the thread's: those in the engine
 
-    # ---------------------------------------------------------------------------------------- in an event loop
+    # ---------------------------------------------------------------------------- in an event loop
     async def generate(self, prompt: Prompt, params: SamplingParams | None) -> RequestOutput:
         outputs = [output async for output in self.stream(prompt, params, partial=False)]
         return outputs[-1]
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None, partial: bool = True) -> AsyncGenerator[RequestOutput, None]:
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None, partial: bool = True
+    ) -> AsyncGenerator[RequestOutput, None]:
         if self._engine.has_peers and self._engine.role is None:
-            raise StateError("agenerate and astream: expected rank 0 of ranks that follow it, got a rank of several; call follow() on all")
+            raise StateError(
+                "agenerate and astream: expected rank 0 of ranks that follow it, got a rank of "
+                "several; call follow() on all"
+            )
         self._turn.check_alive()
         self._turn.check_outside()
         [chosen] = param_list(params, 1)
@@ -88,7 +99,9 @@ class AsyncDriver:
                 finished = error is not None or (output is not None and output.finished)
                 if error is not None:
                     raise error
-                if output is not None and output is not before:  # the thread may tell the next one before this one is read
+                if (
+                    output is not None and output is not before
+                ):  # the thread may tell the next one before this one is read
                     yield output
                 before = output
         finally:
@@ -110,7 +123,7 @@ class AsyncDriver:
             if self._thread is not None:  # without a thread, all requests have ended
                 self._cancelled.append(stream)
 
-    # ---------------------------------------------------------------------------------------- in the thread
+    # ------------------------------------------------------------------------------- in the thread
     def _run(self) -> None:
         while self._has_work():
             try:
@@ -172,7 +185,9 @@ class AsyncDriver:
                 self._take(number, stream)
             elif stream.partial and self._has_grown(stream, number):
                 output = self._output(number)
-                self._end(stream, output) if isinstance(output, BaseException) else stream.tell(output)
+                self._end(stream, output) if isinstance(output, BaseException) else stream.tell(
+                    output
+                )
         return bool(rows or done)
 
     def _take(self, number: int, stream: _Stream) -> None:
@@ -191,7 +206,10 @@ class AsyncDriver:
         return output if output.error is None else output.error
 
     def _has_grown(self, stream: _Stream, number: int) -> bool:
-        before, stream.num_tokens = stream.num_tokens, self._requests.num_tokens(number, stream.num_tokens)
+        before, stream.num_tokens = (
+            stream.num_tokens,
+            self._requests.num_tokens(number, stream.num_tokens),
+        )
         return before != stream.num_tokens
 
     def _fail(self, error: BaseException) -> None:
@@ -206,7 +224,10 @@ class AsyncDriver:
         for stream in streams:
             stream.tell(None, error)
         if numbers and not self._turn.is_gone():
-            with suppress(Error), self._turn.take():  # closed meanwhile, or an engine that can no more
+            with (
+                suppress(Error),
+                self._turn.take(),
+            ):  # closed meanwhile, or an engine that can no more
                 self._requests.forget(numbers)
 
 
@@ -214,7 +235,13 @@ def _one_prompt(prompt: Prompt) -> Prompt:
     """A copy, since the thread reads it later. RequestError for what is no prompt."""
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, (list, tuple)) and prompt and not isinstance(prompt[0], (int, np.integer)):
+    if (
+        isinstance(prompt, (list, tuple))
+        and prompt
+        and not isinstance(prompt[0], (int, np.integer))
+    ):
         kinds = f"a {type(prompt).__name__} of {type(prompt[0]).__name__}"
-        raise RequestError(f"expected one prompt, text or token ids, got {kinds}; asyncio.gather runs several")
+        raise RequestError(
+            f"expected one prompt, text or token ids, got {kinds}; asyncio.gather runs several"
+        )
     return token_ids(prompt)

@@ -1,5 +1,6 @@
-"""Runs requests: generate, submit and poll, score. Each holds the generator's lock for one engine step at a time, so that calls of other
-threads run between steps. On an exception a call aborts and releases the requests that it added.
+"""Runs requests: generate, submit and poll, score. Each holds the generator's lock for one engine
+step at a time, so that calls of other threads run between steps. On an exception a call aborts and
+releases the requests that it added.
 """
 
 from __future__ import annotations
@@ -39,11 +40,14 @@ class Driver:
         turn: Turn,
         commit_open_sync: Callable[[], None],
     ):
-        """commit_open_sync: commits an open sync that is not used as a context manager, as the next step does."""
+        """commit_open_sync: commits an open sync that is not used as a context manager, as the next
+        step does."""
         self._engine, self._requests, self._codec = engine, requests, codec
         self._turn, self._commit_open_sync = turn, commit_open_sync
         self._submitted: set[int] = set()  # ids for poll
-        self._kept: dict[int, RequestOutput] = {}  # taken by a poll that then raised; the next one returns them
+        self._kept: dict[
+            int, RequestOutput
+        ] = {}  # taken by a poll that then raised; the next one returns them
 
     def generate(
         self,
@@ -77,7 +81,9 @@ class Driver:
             late = self._drive(added, deadline, Progress(len(added), use_tqdm))
             with self._turn.take():
                 outputs = [
-                    _refused(item, errors[index]) if request is None else self._requests.output(request)
+                    _refused(item, errors[index])
+                    if request is None
+                    else self._requests.output(request)
                     for index, (item, request) in enumerate(zip(items, ids, strict=True))
                 ]
                 for request in added:
@@ -87,7 +93,9 @@ class Driver:
             raise
         for index, output in enumerate(outputs):
             if output.request_id in late and output.error is None:
-                late_error = DeadlineError(f"request {output.request_id} did not finish within {timeout} s")
+                late_error = DeadlineError(
+                    f"request {output.request_id} did not finish within {timeout} s"
+                )
                 outputs[index] = replace(output, error=late_error)
         raised = [output.error for output in outputs if output.error is not None]
         if raised and on_error == "raise":
@@ -95,7 +103,11 @@ class Driver:
             raise raised[0]
         return outputs
 
-    def submit(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[int]:
+    def submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[int]:
         items = prompt_list(prompts)
         chosen = param_list(params, len(items))
         ids: list[int] = []
@@ -111,7 +123,9 @@ class Driver:
                 self._requests.all_or_none(add)
             return ids
         except BaseException as error:
-            self._forget(ids, error)  # what a signal's handler has raised may have come after all were added
+            self._forget(
+                ids, error
+            )  # what a signal's handler has raised may have come after all were added
             raise
 
     def poll(self, min_outputs: int, timeout: float | None) -> list[RequestOutput]:
@@ -133,8 +147,9 @@ class Driver:
             raise
 
     def _poll_step(self, outputs: dict[int, RequestOutput], deadline: float | None) -> bool:
-        """One step for poll; what is finished goes into `outputs`. False: another step would bring nothing, or too late. An exception
-        at any point loses nothing: an output is in `outputs`, in `_kept` or in the engine, perhaps in two of them."""
+        """One step for poll; what is finished goes into `outputs`. False: another step would bring
+        nothing, or too late. An exception at any point loses nothing: an output is in `outputs`, in
+        `_kept` or in the engine, perhaps in two of them."""
         for request in list(self._kept):
             outputs[request] = self._kept[request]
             del self._kept[request]
@@ -189,7 +204,9 @@ class Driver:
             if not isinstance(prompt, (str, Chat)):
                 return self._requests.add(token_ids(prompt), params)
             if self._codec is None:
-                raise RequestError("expected token ids, since the generator has no tokenizer, got text")
+                raise RequestError(
+                    "expected token ids, since the generator has no tokenizer, got text"
+                )
             if isinstance(prompt, Chat):
                 ids = self._codec.encode_chat(prompt.messages, prompt.options)
                 return self._requests.add(token_ids(ids), params)
@@ -205,12 +222,15 @@ class Driver:
             raise StateError(f"{part_names(asleep)} asleep; wake() first")
 
     def _drive(self, ids: Sequence[int], deadline: float | None, progress: Progress) -> set[int]:
-        """Steps until all are done. Returns those that the deadline cut off. Waits while another thread has paused the generator."""
+        """Steps until all are done. Returns those that the deadline cut off. Waits while another
+        thread has paused the generator."""
         open_ids = set(ids)
         try:
             with progress:
                 while open_ids:
-                    if deadline is not None and self._engine.any_in_lockstep(time.monotonic() >= deadline):
+                    if deadline is not None and self._engine.any_in_lockstep(
+                        time.monotonic() >= deadline
+                    ):
                         self._cut_off(open_ids)
                         deadline = None
                     done = self._drive_step(open_ids)
@@ -233,7 +253,10 @@ class Driver:
                 done = self._requests.done_of(open_ids)
                 if rows == 0 and not done:
                     self._before_step()
-                    raise Error(f"the engine has nothing to do, but {len(open_ids)} requests are not finished")
+                    raise Error(
+                        f"the engine has nothing to do, but {len(open_ids)} requests are not "
+                        "finished"
+                    )
             return done
 
     def _cut_off(self, ids: set[int]) -> None:
@@ -246,8 +269,8 @@ class Driver:
             self._engine.abort_unless_shared(error)
 
     def _forget(self, ids: Sequence[int], error: BaseException) -> None:
-        """Clean-up after an exception: nothing of the call stays in the engine. What user code raised before the first step or after the
-        last keeps no other rank waiting."""
+        """Clean-up after an exception: nothing of the call stays in the engine. What user code
+        raised before the first step or after the last keeps no other rank waiting."""
         if isinstance(error, MemoryError) or not isinstance(error, Exception):
             self.abort_unless_shared(error)
         if ids and not self._turn.is_gone():

@@ -1,5 +1,6 @@
-"""What changes logits before a draw, as the engine takes it: logit_bias, allowed_token_ids and bad_words of a SamplingParams. Penalties
-are numbers of EngineRequest; the engine counts tokens for them (csrc/scheduler/logit_edits.h).
+"""What changes logits before a draw, as the engine takes it: logit_bias, allowed_token_ids and
+bad_words of a SamplingParams. Penalties are numbers of EngineRequest; the engine counts tokens for
+them (csrc/scheduler/logit_edits.h).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ BEFORE = ("\n", "(")
 
 
 class LogitEdits(NamedTuple):
-    """int32 [n] each, but biases: float32, of bias_ids. banned: never drawn. bad_words: the ids of words of several tokens, one after the
-    other, each up to its entry of bad_word_ends."""
+    """int32 [n] each, but biases: float32, of bias_ids. banned: never drawn. bad_words: the ids of
+    words of several tokens, one after the other, each up to its entry of bad_word_ends."""
 
     bias_ids: Ids
     biases: NDArray[np.float32]
@@ -31,10 +32,14 @@ class LogitEdits(NamedTuple):
     bad_word_ends: Ids
 
 
-def logit_edits(params: SamplingParams, codec: TextCodec | None, vocab_size: int, ends: Iterable[int]) -> LogitEdits | None:
-    """None where nothing is asked for. ends: tokens that end a sample, and so may not be drawn before min_tokens.
+def logit_edits(
+    params: SamplingParams, codec: TextCodec | None, vocab_size: int, ends: Iterable[int]
+) -> LogitEdits | None:
+    """None where nothing is asked for. ends: tokens that end a sample, and so may not be drawn
+    before min_tokens.
 
-    RequestError: an id outside the vocabulary, bad_words without a tokenizer, or no token is left to draw.
+    RequestError: an id outside the vocabulary, bad_words without a tokenizer, or no token is left
+    to draw.
     """
     if not (params.logit_bias or params.bad_words or params.allowed_token_ids is not None):
         return None
@@ -42,16 +47,23 @@ def logit_edits(params: SamplingParams, codec: TextCodec | None, vocab_size: int
     allowed = np.ones(vocab_size, np.bool_)
     if params.allowed_token_ids is not None:
         if wrong := [token for token in params.allowed_token_ids if token >= vocab_size]:
-            raise RequestError(f"allowed_token_ids: expected token ids in [0, {vocab_size}), got {wrong[0]}")
+            raise RequestError(
+                f"allowed_token_ids: expected token ids in [0, {vocab_size}), got {wrong[0]}"
+            )
         allowed[:] = False
         allowed[list(params.allowed_token_ids)] = True
     allowed[[word[0] for word in words if len(word) == 1]] = False
     free = allowed.copy()
     if params.min_tokens:
-        free[[token for token in ends if token < vocab_size]] = False  # the engine names one that is not
+        free[[token for token in ends if token < vocab_size]] = (
+            False  # the engine names one that is not
+        )
     if not free.any():
         before = f" before min_tokens={params.min_tokens}" if params.min_tokens else ""
-        raise RequestError(f"expected a token that may be drawn{before}, got none: allowed_token_ids, bad_words and stop tokens leave none")
+        raise RequestError(
+            f"expected a token that may be drawn{before}, got none: allowed_token_ids, bad_words "
+            "and stop tokens leave none"
+        )
     longer = [word for word in words if len(word) > 1]
     bias: Any = params.logit_bias or ()  # pairs, once it was checked
     return LogitEdits(
@@ -73,13 +85,18 @@ def _word_ids(
     if not params.bad_words:
         return ()
     if codec is None:
-        raise RequestError(f"bad_words: expected none, since the generator has no tokenizer, got {shown(params.bad_words)}")
+        raise RequestError(
+            "bad_words: expected none, since the generator has no tokenizer, got "
+            f"{shown(params.bad_words)}"
+        )
     contexts = [(text, codec.encode(text, special_tokens=False)) for text in BEFORE]
     words: dict[tuple[int, ...], None] = {}  # in order, each once
     for word in params.bad_words:
         plain = word.lstrip(" ")
         if not codec.encode(plain, special_tokens=False):
-            raise RequestError(f"bad_words: expected words of at least one token, got {shown(word)}")
+            raise RequestError(
+                f"bad_words: expected words of at least one token, got {shown(word)}"
+            )
         for text in (plain, " " + plain):
             words[tuple(codec.encode(text, special_tokens=False))] = None
             for before, ids in contexts:
@@ -87,5 +104,7 @@ def _word_ids(
                 if inside[: len(ids)] == ids and len(inside) > len(ids):
                     words[tuple(inside[len(ids) :])] = None
     if wrong := [token for ids in words for token in ids if not 0 <= token < vocab_size]:
-        raise RequestError(f"bad_words: expected token ids in [0, {vocab_size}) from the tokenizer, got {wrong[0]}")
+        raise RequestError(
+            f"bad_words: expected token ids in [0, {vocab_size}) from the tokenizer, got {wrong[0]}"
+        )
     return words

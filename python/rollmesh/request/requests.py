@@ -1,5 +1,5 @@
-"""Requests in flight: what Python keeps of each while the C engine runs it, and how its records become a RequestOutput. The caller holds
-the generator's lock.
+"""Requests in flight: what Python keeps of each while the C engine runs it, and how its records
+become a RequestOutput. The caller holds the generator's lock.
 
     add ──► step … step ──► done ──► output (copies out) ──► release
                   └─ stop strings are looked for after every step
@@ -19,7 +19,13 @@ from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.errors import NumericsError, RequestError, StateError
 from rollmesh.request.arguments import check_ids
 from rollmesh.request.logit_edits import LogitEdits, logit_edits
-from rollmesh.request.outputs import CompletionOutput, Contract, RequestMetrics, RequestOutput, TopLogprobs
+from rollmesh.request.outputs import (
+    CompletionOutput,
+    Contract,
+    RequestMetrics,
+    RequestOutput,
+    TopLogprobs,
+)
 from rollmesh.request.sampling import SamplingParams
 from rollmesh.request.text import Detokenizer, TextCodec
 from rollmesh.runtime.engine_views import CONTRACT_VERSION, Finish, Ids, RequestView
@@ -55,10 +61,14 @@ class EngineRequest:
     stop: tuple[str, ...] = ()  # found by this layer; here so that ranks compare them
 
     @classmethod
-    def of(cls, params: SamplingParams, number: int, score: bool = False, score_sampling: bool = False) -> EngineRequest:
+    def of(
+        cls, params: SamplingParams, number: int, score: bool = False, score_sampling: bool = False
+    ) -> EngineRequest:
         return cls(
             n=1 if score else params.n,
-            max_tokens=1 if params.max_tokens is None else params.max_tokens,  # Requests.add gives a number
+            max_tokens=1
+            if params.max_tokens is None
+            else params.max_tokens,  # Requests.add gives a number
             min_tokens=params.min_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
@@ -68,7 +78,11 @@ class EngineRequest:
             seed=number if params.seed is None else params.seed,
             ignore_eos=params.ignore_eos,
             logprobs=0 if score else params.logprobs or 0,
-            prompt_logprobs=0 if score else -1 if params.prompt_logprobs is None else params.prompt_logprobs,
+            prompt_logprobs=0
+            if score
+            else -1
+            if params.prompt_logprobs is None
+            else params.prompt_logprobs,
             score=score,
             score_sampling=score_sampling,
             kept_tokens=params.kept_tokens and not score,
@@ -103,10 +117,17 @@ class Requests:
         is_invariant: bool = True,
     ):
         self._max_model_len, self._vocab_size = max_model_len, vocab_size
-        self._engine, self._codec, self._eos, self._dtype = engine, codec, frozenset(eos_token_ids), dtype
+        self._engine, self._codec, self._eos, self._dtype = (
+            engine,
+            codec,
+            frozenset(eos_token_ids),
+            dtype,
+        )
         self._family, self._is_invariant = engine.stats()["family"], is_invariant
         self._records: dict[int, _Request] = {}
-        self._generations = 0  # that were accepted: what default seeds are made of, so neither scores nor refusals move them
+        # that were accepted: what default seeds are made of, so neither scores nor refusals move
+        # them
+        self._generations = 0
         self._watched: set[int] = set()  # those with stop strings that still run
 
     @property
@@ -115,7 +136,8 @@ class Requests:
 
     # ---------------------------------------------------------------------------------------- in
     def all_or_none(self, add: Callable[[], None]) -> None:
-        """Removes what `add` has added if it raises; a Ctrl-C may come between any two of its steps."""
+        """Removes what `add` has added if it raises; a Ctrl-C may come between any two of its
+        steps."""
         before = self.live()
         try:
             add()
@@ -130,11 +152,15 @@ class Requests:
             why = "since the generator has no tokenizer"
             raise RequestError(f"stop: expected no stop strings, {why}, got {shown(params.stop)}")
         if params.max_tokens is None:
-            params = replace(params, max_tokens=max(1, params.min_tokens, self._max_model_len - len(prompt_ids)))
+            params = replace(
+                params, max_tokens=max(1, params.min_tokens, self._max_model_len - len(prompt_ids))
+            )
         stop_ids = np.asarray(params.stop_token_ids, dtype=np.int32)
         edits = self._edits(params)
         number = self._generations + 1
-        request = self._engine.add(prompt_ids, stop_ids, EngineRequest.of(params, number), None, edits)
+        request = self._engine.add(
+            prompt_ids, stop_ids, EngineRequest.of(params, number), None, edits
+        )
         texts = self._texts(prompt_ids, params)
         self._records[request] = _Request(prompt_ids, prompt, params, number, texts)
         self._generations = number
@@ -153,7 +179,9 @@ class Requests:
         return request
 
     def _edits(self, params: SamplingParams) -> LogitEdits | None:
-        return logit_edits(params, self._codec, self._vocab_size, self._eos.union(params.stop_token_ids or ()))
+        return logit_edits(
+            params, self._codec, self._vocab_size, self._eos.union(params.stop_token_ids or ())
+        )
 
     def _texts(self, prompt_ids: Ids, params: SamplingParams) -> list[Detokenizer]:
         if self._codec is None:
@@ -180,9 +208,12 @@ class Requests:
         return rows
 
     @followed(collective=True)
-    def step_apart(self, on_error: Callable[[int, BaseException], None] = lambda request, error: None) -> int:
-        """One engine step. on_error is given a request whose stop strings could not be looked for (a tokenizer that raises), to take it
-        out of the engine or to leave it to its own call, which meets the error again."""
+    def step_apart(
+        self, on_error: Callable[[int, BaseException], None] = lambda request, error: None
+    ) -> int:
+        """One engine step. on_error is given a request whose stop strings could not be looked for
+        (a tokenizer that raises), to take it out of the engine or to leave it to its own call,
+        which meets the error again."""
 
         def watch() -> None:
             for request in list(self._watched):
@@ -203,7 +234,8 @@ class Requests:
 
     @followed(collective=True)
     def step_with_all(self, deadline: float | None = None) -> tuple[int, bool]:
-        """One engine step, after which all ranks see the same requests finished. Returns its rows, and whether the deadline has passed."""
+        """One engine step, after which all ranks see the same requests finished. Returns its rows,
+        and whether the deadline has passed."""
         together = self._engine.step_with_all(self._watch_all, deadline)
         self._watch_all()  # what other ranks have finished
         return together
@@ -246,7 +278,8 @@ class Requests:
                 self._engine.abort(request)
 
     def rewind(self) -> None:
-        """After a sync with inflight="restart": requests that ran begin again, and so does the search for stop strings."""
+        """After a sync with inflight="restart": requests that ran begin again, and so does the
+        search for stop strings."""
         for request in set(self.live()) - self._engine.finished():
             record = self._records[request]
             if record.texts:
@@ -267,8 +300,12 @@ class Requests:
         return self._engine.finished() & requests
 
     def num_tokens(self, request: int, before: list[int]) -> list[int]:
-        """Of each sample so far. before: what it was earlier; after a restart it stays until there are more."""
-        return [count + len(self._engine.tokens(request, sample, count)[1]) for sample, count in enumerate(before)]
+        """Of each sample so far. before: what it was earlier; after a restart it stays until there
+        are more."""
+        return [
+            count + len(self._engine.tokens(request, sample, count)[1])
+            for sample, count in enumerate(before)
+        ]
 
     @followed("requests")
     def forget(self, requests: Iterable[int]) -> None:
@@ -294,8 +331,8 @@ class Requests:
         self._records.pop(request, None)
 
     def output(self, request: int) -> RequestOutput:
-        """The output of a request: what it has so far, or all once it is done. It stays until release: user code (a tokenizer) may raise
-        in here."""
+        """The output of a request: what it has so far, or all once it is done. It stays until
+        release: user code (a tokenizer) may raise in here."""
         return self._output(request)
 
     def finished_of(self, requests: Iterable[int]) -> set[int]:
@@ -303,7 +340,8 @@ class Requests:
         return self._engine.finished().intersection(requests)
 
     def output_or_error(self, request: int) -> RequestOutput:
-        """As output, but a tokenizer that raises leaves its exception in `error`, and the texts empty."""
+        """As output, but a tokenizer that raises leaves its exception in `error`, and the texts
+        empty."""
         try:
             return self.output(request)
         except Exception as error:  # noqa: BLE001 (whatever user code raises)
@@ -311,7 +349,14 @@ class Requests:
 
     def _output(self, request: int, has_text: bool = True) -> RequestOutput:
         record, view = self._records[request], self._engine.request(request)
-        top, scored = _top(view["prompt_top_ids"], view["prompt_top_logprobs"], record.params.prompt_logprobs or 0), view["num_scored"]
+        top, scored = (
+            _top(
+                view["prompt_top_ids"],
+                view["prompt_top_logprobs"],
+                record.params.prompt_logprobs or 0,
+            ),
+            view["num_scored"],
+        )
         if view["prompt_logprobs"] is not None:
             view["prompt_logprobs"][scored:] = np.nan
         if top is not None:
@@ -331,17 +376,25 @@ class Requests:
         )
 
     def take_scores(self, request: int) -> NDArray[np.float32]:
-        """float32 [len − 1] of a scoring pass, or its logits if it keeps them. It is released; raises what ended it."""
+        """float32 [len − 1] of a scoring pass, or its logits if it keeps them. It is released;
+        raises what ended it."""
         record, view = self._records[request], self._engine.request(request)
         finish = self._engine.tokens(request, 0, 0)[0]
         self.release(request)
         if view["error"] is not None:
             raise view["error"]
         if finish == "abort":
-            raise StateError(f"scoring pass {request} was aborted (abort, pause or sync of another thread) before it ended")
+            raise StateError(
+                f"scoring pass {request} was aborted (abort, pause or sync of another thread) "
+                "before it ended"
+            )
         if record.logits is not None:
             return record.logits
-        name = "prompt_logprobs" if view["prompt_sampling_logprobs"] is None else "prompt_sampling_logprobs"
+        name = (
+            "prompt_logprobs"
+            if view["prompt_sampling_logprobs"] is None
+            else "prompt_sampling_logprobs"
+        )
         scores: NDArray[np.float32] | None = view[name]  # type: ignore[literal-required]
         if scores is None:
             if len(record.prompt_ids) > 1:
@@ -389,7 +442,9 @@ class Requests:
             sampling_logprobs=sample["sampling_logprobs"],
             versions=versions,
             contract=contract,
-            top_logprobs=_top(sample["top_ids"], sample["top_logprobs"], record.params.logprobs or 0),
+            top_logprobs=_top(
+                sample["top_ids"], sample["top_logprobs"], record.params.logprobs or 0
+            ),
             routed_experts=_routed(view["prompt_routed"], sample["routed"], len(tokens)),
             kept_tokens=_kept(sample["top_ids"], sample["kept"], record.params.top_k),
         )
@@ -409,24 +464,33 @@ def _kept(ids: Ids | None, kept: Ids | None, top_k: int) -> Ids | None:
     return np.where(np.arange(top_k) < kept[:, None], ids[:, :top_k], np.int32(-1))
 
 
-def _routed(prompt: NDArray[np.int16] | None, generated: NDArray[np.int16] | None, num_tokens: int) -> NDArray[np.int16] | None:
-    """[prompt + n − 1, moe_layers, k]: the last token was never fed back. None in a dense model or when nothing was generated."""
+def _routed(
+    prompt: NDArray[np.int16] | None, generated: NDArray[np.int16] | None, num_tokens: int
+) -> NDArray[np.int16] | None:
+    """[prompt + n − 1, moe_layers, k]: the last token was never fed back. None in a dense model or
+    when nothing was generated."""
     if prompt is None or generated is None or num_tokens == 0:
         return None
     return np.concatenate([prompt, generated])
 
 
 def token_ids(prompt: Any) -> Ids:
-    """A sequence of ints as the engine takes them. RequestError for anything else; the engine checks the range."""
+    """A sequence of ints as the engine takes them. RequestError for anything else; the engine
+    checks the range."""
     check_ids(prompt)
     try:
         array = np.asarray(prompt)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise RequestError(f"expected a sequence of token ids, got a {type(prompt).__name__}: {error}") from error
+        raise RequestError(
+            f"expected a sequence of token ids, got a {type(prompt).__name__}: {error}"
+        ) from error
     if array.size == 0 and array.ndim == 1:
         return np.zeros(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise RequestError(f"expected integer token ids of one dim, got dtype {array.dtype} and shape {array.shape}")
+        raise RequestError(
+            f"expected integer token ids of one dim, got dtype {array.dtype} and shape "
+            f"{array.shape}"
+        )
     low, high = int(array.min()), int(array.max())
     if low < 0 or high > 2**31 - 1:
         raise RequestError(f"expected ids in [0, vocab_size), got {low if low < 0 else high}")

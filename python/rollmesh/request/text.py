@@ -25,8 +25,10 @@ HEAD, TAIL = 8, 4  # tokens; a character has at most four bytes, so this many to
 
 
 def tokenizer_of_folder(folder: Path) -> Any:
-    """The tokenizer of a Hugging Face folder, None where it has none. A transformers tokenizer where there is a tokenizer_config.json and
-    transformers is installed, else a tokenizers.Tokenizer from tokenizer.json. Only local files are read, and no code of the folder is run.
+    """The tokenizer of a Hugging Face folder, None where it has none. A transformers tokenizer
+    where there is a tokenizer_config.json and transformers is installed, else a
+    tokenizers.Tokenizer from tokenizer.json. Only local files are read, and no code of the folder
+    is run.
 
     ConfigError: the files are no tokenizer, or the package to read them is missing.
     """
@@ -37,11 +39,18 @@ def tokenizer_of_folder(folder: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         instead = "tokenizer=None loads the model without one"
-        raise ConfigError(f"{plain(folder)}: reading its tokenizer needs transformers, or a tokenizer.json; {instead}") from error
+        raise ConfigError(
+            f"{plain(folder)}: reading its tokenizer needs transformers, or a tokenizer.json; "
+            f"{instead}"
+        ) from error
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
-        raise ConfigError(f"{plain(folder)}: expected the files of a tokenizer: {plain(error)}") from error
+        raise ConfigError(
+            f"{plain(folder)}: expected the files of a tokenizer: {plain(error)}"
+        ) from error
 
 
 def load_tokenizer(file: Path) -> Any:
@@ -49,7 +58,9 @@ def load_tokenizer(file: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise ConfigError("reading tokenizer.json needs the package tokenizers: pip install tokenizers") from error
+        raise ConfigError(
+            "reading tokenizer.json needs the package tokenizers: pip install tokenizers"
+        ) from error
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:
@@ -68,24 +79,40 @@ class TextCodec:
     """`tokenizer` is a transformers tokenizer or a tokenizers.Tokenizer."""
 
     def __init__(self, tokenizer: Any):
-        if not (callable(getattr(tokenizer, "encode", None)) and callable(getattr(tokenizer, "decode", None))):
-            raise ConfigError(f"tokenizer: expected one of transformers or a tokenizers.Tokenizer, got {type(tokenizer).__name__}")
+        if not (
+            callable(getattr(tokenizer, "encode", None))
+            and callable(getattr(tokenizer, "decode", None))
+        ):
+            raise ConfigError(
+                "tokenizer: expected one of transformers or a tokenizers.Tokenizer, got "
+                f"{type(tokenizer).__name__}"
+            )
         self.tokenizer, self._decode = tokenizer, _decode_of(tokenizer)
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, special tokens added as the tokenizer does by default."""
         if not is_unicode(text):  # for which tokenizers have a bare TypeError
             raise RequestError(f"expected text without half of a surrogate pair, got {shown(text)}")
-        encoded = self.tokenizer.encode(text) if special_tokens else self.tokenizer.encode(text, add_special_tokens=False)
+        encoded = (
+            self.tokenizer.encode(text)
+            if special_tokens
+            else self.tokenizer.encode(text, add_special_tokens=False)
+        )
         ids = getattr(encoded, "ids", encoded)
         if not isinstance(ids, Sequence):
-            raise RequestError(f"expected a list of token ids from the tokenizer, got {type(ids).__name__}")
+            raise RequestError(
+                f"expected a list of token ids from the tokenizer, got {type(ids).__name__}"
+            )
         return list(ids)
 
     def encode_chat(self, messages: Any, options: Mapping[str, Any]) -> list[int]:
-        """Token ids of a chat, as the tokenizer's template renders it. options: of apply_chat_template."""
+        """Token ids of a chat, as the tokenizer's template renders it. options: of
+        apply_chat_template."""
         if not callable(getattr(self.tokenizer, "apply_chat_template", None)):
-            raise RequestError(f"chat: expected a tokenizer of transformers, with a chat template, got {type(self.tokenizer).__name__}")
+            raise RequestError(
+                "chat: expected a tokenizer of transformers, with a chat template, got "
+                f"{type(self.tokenizer).__name__}"
+            )
         messages = _messages(messages)
         try:
             text = self.tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
@@ -93,7 +120,10 @@ class TextCodec:
         except RequestError as error:
             raise RequestError(f"chat: {error}") from error
         except Exception as error:
-            raise RequestError(f"chat: expected messages that the template takes, got {type(error).__name__}: {plain(error)}") from error
+            raise RequestError(
+                f"chat: expected messages that the template takes, got {type(error).__name__}: "
+                f"{plain(error)}"
+            ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Without what precedes `ids`: Detokenizer gives the text of a sample."""
@@ -140,7 +170,10 @@ def _message(message: Any) -> dict[str, Any]:
         raise RequestError(f"chat: expected messages of {{role, content}}, got {shown(message)}")
     content, calls = message.get("content"), message.get("tool_calls")
     if not isinstance(content, str) and not (content is None and calls):
-        raise RequestError(f"chat: expected the content of a message of role {message['role']} to be text, got {shown(content)}")
+        raise RequestError(
+            f"chat: expected the content of a message of role {message['role']} to be text, got "
+            f"{shown(content)}"
+        )
     plain = {**message, "content": content or ""}
     plain.pop("tool_calls", None)
     if calls and not isinstance(calls, (list, tuple)):

@@ -1,8 +1,11 @@
-"""What everything else stands on: checks, messages, devices, NVIDIA's libraries, the types of the C engine.
+"""What everything else stands on: checks, messages, devices, NVIDIA's libraries, the types of the C
+engine.
 
-    arguments        checks of arguments          messages         how a value or an error reads in a message
-    devices          "cpu", "cuda", "cuda:N"      libraries        where NVIDIA's libraries are: nccl, cublas
-    engine_options   what an engine is made of    engine_views     what the engine returns
-    dtypes           bfloat16 for NumPy           progress         the progress bar
-    turn             the turn of a generator
+arguments        checks of arguments          messages         how a value or an error reads in a
+                 message
+devices          "cpu", "cuda", "cuda:N"      libraries        where NVIDIA's libraries are: nccl,
+                 cublas
+engine_options   what an engine is made of    engine_views     what the engine returns
+dtypes           bfloat16 for NumPy           progress         the progress bar
+turn             the turn of a generator
 """

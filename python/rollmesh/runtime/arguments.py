@@ -1,4 +1,5 @@
-"""Checks of arguments: each returns the value in its plain form, or raises an error that names what it expected and what it got."""
+"""Checks of arguments: each returns the value in its plain form, or raises an error that names what
+it expected and what it got."""
 
 from __future__ import annotations
 
@@ -19,10 +20,17 @@ MAX_TIMEOUT = 10**9  # 31 years: what every clock and lock can count
 BYTES = (bytes, bytearray, memoryview)  # iterable, and of integers, but no list of ids
 PARTS = {"weights": 1, "kv": 2}  # the bits of csrc/engine/engine.h, as the next
 OFFLOAD = 4
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")  # rm_activation of kernels/kernels.h, in its order
+ACTIVATIONS = (
+    "silu",
+    "gelu_tanh",
+    "gelu",
+    "relu2",
+)  # rm_activation of kernels/kernels.h, in its order
 REAL = (int, float, np.integer, np.floating)
 MAX_GIB = 2**20
-MIN_FLOAT64 = 2.2250738585072014e-308  # the smallest normal one; the engine takes smaller ones for 0
+MIN_FLOAT64 = (
+    2.2250738585072014e-308  # the smallest normal one; the engine takes smaller ones for 0
+)
 
 
 def is_unicode(text: str) -> bool:
@@ -45,7 +53,11 @@ def integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def integer_of(error: type[Error], name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= int(value) <= high:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, np.integer))
+        or not low <= int(value) <= high
+    ):
         raise error(f"{name}: expected an integer in [{low}, {high}], got {shown(value)}")
     return int(value)
 
@@ -69,16 +81,23 @@ def page_positions(name: str, value: Any) -> int:
 
 def gib_bytes(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, REAL) or not 0.0 < value < MAX_GIB:
-        raise ConfigError(f"{name}: expected a number of GiB above 0 and below {MAX_GIB}, got {shown(value)}")
+        raise ConfigError(
+            f"{name}: expected a number of GiB above 0 and below {MAX_GIB}, got {shown(value)}"
+        )
     return int(float(value) * 2**30)
 
 
 def share_of_memory(fraction: Any, kv_cache_gib: float | None) -> float:
     """memory_fraction; 0 if kv_cache_gib is given."""
     if isinstance(fraction, bool) or not isinstance(fraction, REAL) or not 0.0 < fraction <= 1.0:
-        raise ConfigError(f"memory_fraction: expected a number above 0 and at most 1, got {shown(fraction)}")
+        raise ConfigError(
+            f"memory_fraction: expected a number above 0 and at most 1, got {shown(fraction)}"
+        )
     if float(fraction) < MIN_FLOAT64:
-        raise ConfigError(f"memory_fraction: expected at least {MIN_FLOAT64}, the smallest normal float64, got {shown(fraction)}")
+        raise ConfigError(
+            f"memory_fraction: expected at least {MIN_FLOAT64}, the smallest normal float64, got "
+            f"{shown(fraction)}"
+        )
     return 0.0 if kv_cache_gib is not None else float(fraction)
 
 
@@ -90,17 +109,23 @@ def deadline_of(timeout: float | None) -> float | None:
     if timeout == math.inf:
         return None
     if timeout > MAX_TIMEOUT:
-        raise ConfigError(f"timeout: expected at most {MAX_TIMEOUT} seconds, got more; inf and None mean no limit")
+        raise ConfigError(
+            f"timeout: expected at most {MAX_TIMEOUT} seconds, got more; inf and None mean no limit"
+        )
     return time.monotonic() + float(timeout)
 
 
 def part_mask(parts: Any) -> int:
     try:
         names = [parts] if isinstance(parts, str) else list(islice(parts, len(PARTS) + 1))
-        names = ["kv" if isinstance(name, str) and name == "kv_cache" else name for name in names]  # vLLM's word
+        names = [
+            "kv" if isinstance(name, str) and name == "kv_cache" else name for name in names
+        ]  # vLLM's word
     except TypeError:  # not iterable; an array without dims has __iter__ too
         names = []
-    if not 0 < len(names) <= len(PARTS) or not all(isinstance(name, str) and name in PARTS for name in names):
+    if not 0 < len(names) <= len(PARTS) or not all(
+        isinstance(name, str) and name in PARTS for name in names
+    ):
         raise ConfigError(f"parts: expected 'weights', 'kv' or both, got {shown(parts)}")
     mask = 0
     for name in names:
@@ -122,14 +147,18 @@ def says_more_than(values: Any, most: int) -> bool:
         return False
 
 
-def items_of(error: type[Error], name: str, values: Iterable[Any], most: int = MAX_ITEMS) -> list[Any]:
+def items_of(
+    error: type[Error], name: str, values: Iterable[Any], most: int = MAX_ITEMS
+) -> list[Any]:
     """All items; reads at most one more than allowed."""
     if isinstance(values, BYTES):
         raise error(f"{name}: expected a list of items, got {shown(values)}")
     try:
         walk = iter(values)
     except TypeError as wrong:  # an array without dims has __iter__ too
-        raise error(f"{name}: expected an iterable, got a {type(values).__name__}: {reason(wrong)}") from wrong
+        raise error(
+            f"{name}: expected an iterable, got a {type(values).__name__}: {reason(wrong)}"
+        ) from wrong
     items = [] if (more := says_more_than(values, most)) else list(islice(walk, most + 1))
     if more or len(items) > most:
         raise error(f"{name}: expected at most {most} items, got more")

@@ -1,5 +1,6 @@
-"""Finds NVIDIA's cuBLASLt, for `rm.Generator(fast=True)`: the library that ROLLMESH_CUBLASLT_LIBRARY names, else the one that this process
-has loaded already (torch's), else that of the wheel nvidia-cublas, else the system's. Without fast=True it is not looked for."""
+"""Finds NVIDIA's cuBLASLt, for `rm.Generator(fast=True)`: the library that
+ROLLMESH_CUBLASLT_LIBRARY names, else the one that this process has loaded already (torch's), else
+that of the wheel nvidia-cublas, else the system's. Without fast=True it is not looked for."""
 
 from __future__ import annotations
 
@@ -20,11 +21,18 @@ FAMILY = "cuda_mma"  # of the other ops with fast=True: there are no bits to kee
 
 
 def find() -> Library:
-    """The cuBLASLt that would be used. ConfigError: there is none, or it cannot be loaded, or is older than 12.0."""
+    """The cuBLASLt that would be used. ConfigError: there is none, or it cannot be loaded, or is
+    older than 12.0."""
     asked = os.environ.get(LIBRARY_SWITCH)
-    found = (asked, f"as {LIBRARY_SWITCH} says") if asked else next(candidates("cublasLt", "nvidia-cublas", WHEEL), None)
+    found = (
+        (asked, f"as {LIBRARY_SWITCH} says")
+        if asked
+        else next(candidates("cublasLt", "nvidia-cublas", WHEEL), None)
+    )
     if found is None:
-        raise ConfigError(f"expected libcublasLt.so, loaded, of a wheel or of the system, got none ({INSTALL})")
+        raise ConfigError(
+            f"expected libcublasLt.so, loaded, of a wheel or of the system, got none ({INSTALL})"
+        )
     path, source = found
     library = Library(path, _version(path), source)
     if library.version < LEAST:
@@ -36,14 +44,17 @@ def _version(path: str) -> tuple[int, int, int]:
     try:
         asked = ctypes.CDLL(path).cublasLtGetVersion
     except (OSError, AttributeError) as error:
-        raise ConfigError(f"expected a cuBLASLt that can be loaded, got {path}: {plain(error)}") from None
+        raise ConfigError(
+            f"expected a cuBLASLt that can be loaded, got {path}: {plain(error)}"
+        ) from None
     asked.restype = ctypes.c_size_t
     code = int(asked())
     return code // 10000, code // 100 % 100, code % 100
 
 
 def for_generator(where: Device, dtype: str) -> Library:
-    """The library for fast=True. ConfigError: the device or dtype does not allow it, or there is none."""
+    """The library for fast=True. ConfigError: the device or dtype does not allow it, or there is
+    none."""
     if not where.cuda_library:
         raise ConfigError("fast = True: expected device = 'cuda' (cuBLASLt is for GPUs), got 'cpu'")
     if dtype != "bfloat16":

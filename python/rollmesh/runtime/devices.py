@@ -1,7 +1,7 @@
 """Which device a generator runs on: "cpu", "cuda" or "cuda:N".
 
-The CUDA kernels are in librollmesh_cuda.so beside the extension, which is loaded when a GPU is asked for. The CUDA runtime is linked into
-it; a machine needs only NVIDIA's driver.
+The CUDA kernels are in librollmesh_cuda.so beside the extension, which is loaded when a GPU is
+asked for. The CUDA runtime is linked into it; a machine needs only NVIDIA's driver.
 """
 
 from __future__ import annotations
@@ -15,16 +15,23 @@ from rollmesh import _core
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.messages import plain, shown
 
-LIBRARY, ABSENT = "librollmesh_cuda.so", "librollmesh_cuda.absent"  # of a build with it, or without: then the second says why
+LIBRARY, ABSENT = (
+    "librollmesh_cuda.so",
+    "librollmesh_cuda.absent",
+)  # of a build with it, or without: then the second says why
 CUDA_FAMILIES = ("cuda_fma", "cuda_mma")
-LIBRARY_SWITCH = "ROLLMESH_CUDA_LIBRARY"  # another build of it: a test's, or one for other architectures
+LIBRARY_SWITCH = (
+    "ROLLMESH_CUDA_LIBRARY"  # another build of it: a test's, or one for other architectures
+)
 
 
 class Device(NamedTuple):
     """Where the ranks of this process run."""
 
     cuda_library: str | None = None  # None: the CPU
-    cuda_ordinal: int = -1  # the CUDA device of all ranks here; -1: rank r has device r modulo their number
+    cuda_ordinal: int = (
+        -1
+    )  # the CUDA device of all ranks here; -1: rank r has device r modulo their number
 
 
 def library_path() -> Path:
@@ -67,13 +74,21 @@ def device_of(name: Any) -> Device:
         return Device()
     path = library_path()
     if not is_there(path) and os.environ.get(LIBRARY_SWITCH):
-        raise ConfigError(f"{LIBRARY_SWITCH}: expected a library that setup.py cuda has made, got {plain(str(path))}, which is no file")
+        raise ConfigError(
+            f"{LIBRARY_SWITCH}: expected a library that setup.py cuda has made, got "
+            f"{plain(str(path))}, which is no file"
+        )
     if not is_there(path):
-        raise ConfigError(f"device = {name!r}: expected a build with {path.name}, got one {why_absent()}")
+        raise ConfigError(
+            f"device = {name!r}: expected a build with {path.name}, got one {why_absent()}"
+        )
     count = _core.cuda_count(str(path))
     ordinal = int(name.partition(":")[2] or -1)
     if count < 1:
         raise ConfigError(f"device = {name!r}: {_NO_DEVICE[count]}")
     if ordinal >= count:
-        raise ConfigError(f"device: expected one of the driver's {count} device{'' if count == 1 else 's'}, numbered from 0, got {name!r}")
+        raise ConfigError(
+            f"device: expected one of the driver's {count} device{'' if count == 1 else 's'}, "
+            f"numbered from 0, got {name!r}"
+        )
     return Device(str(path), ordinal)

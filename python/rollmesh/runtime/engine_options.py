@@ -30,11 +30,15 @@ class EngineOptions:
     external_pages: int = 0  # > 0: an external scheduler (vLLM's) hands out so many KV pages
     enforce_eager: bool = False  # no CUDA graphs
     profile: bool = False  # time every op; on the CPU
-    memory_fraction: float = 0.0  # > 0, with kv_bytes = 0: share of the device's free memory for weights and KV cache
+    memory_fraction: float = (
+        0.0  # > 0, with kv_bytes = 0: share of the device's free memory for weights and KV cache
+    )
     cuda_library: str | None = None  # None: the CPU. This and the next: devices.Device
     cuda_ordinal: int = -1
     cuda_family: str | None = None
     nccl_library: str | None = None  # this and the next: comm.Nccl
     nccl_gpu: str | None = None
-    cublas_library: str | None = None  # path (cublas.py); not None: cuBLASLt computes the dense gemms
+    cublas_library: str | None = (
+        None  # path (cublas.py); not None: cuBLASLt computes the dense gemms
+    )
     cublas_version: str | None = None  # compared among ranks

@@ -1,4 +1,5 @@
-"""Types of what the C engine returns: the dicts and tuples of ext/engine/views.c and ext/engine/sync.c."""
+"""Types of what the C engine returns: the dicts and tuples of ext/engine/views.c and
+ext/engine/sync.c."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ class RequestView(TypedDict):
     num_cached_tokens: int
     num_scored: int  # leading entries of the next four that were computed
     n: int
-    times: tuple[float, float, float, float]  # queued, scheduled, first and last token: seconds of time.monotonic(); 0: not yet
+    times: tuple[
+        float, float, float, float
+    ]  # queued, scheduled, first and last token: seconds of time.monotonic(); 0: not yet
     prompt_logprobs: NDArray[np.float32] | None  # [p - 1]
     prompt_sampling_logprobs: NDArray[np.float32] | None  # [p - 1]
     prompt_ranks: NDArray[np.int32] | None  # [p - 1]
@@ -53,7 +56,8 @@ class OpTime(TypedDict):
     calls: int
     rows: int  # of all calls
     seconds: float
-    waited: float  # of these, until all threads had begun and ended: a mean over threads, where several worked
+    # of these, until all threads had begun and ended: a mean over threads, where several worked
+    waited: float
     flops: float  # of products and attention
     weight_bytes: float  # that the calls had to read
 

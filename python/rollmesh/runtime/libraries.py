@@ -1,5 +1,5 @@
-"""Finds NVIDIA's libraries, which are loaded on demand: the one that this process has loaded already, else that of a wheel, else the
-system's."""
+"""Finds NVIDIA's libraries, which are loaded on demand: the one that this process has loaded
+already, else that of a wheel, else the system's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Library(NamedTuple):
 
 
 def candidates(name: str, wheel: str, packages: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Paths of lib{name}.so and where each was found, in words, best first. packages: those of the wheel, and the file in each's lib."""
+    """Paths of lib{name}.so and where each was found, in words, best first. packages: those of the
+    wheel, and the file in each's lib."""
     for path in _loaded(f"lib{name}.so"):
         yield path, "which this process has loaded already"
     for package, file in packages.items():
@@ -37,7 +38,11 @@ def _loaded(file: str) -> Iterator[str]:
     except OSError:
         return
     paths = (line.split(maxsplit=5)[5] for line in lines if f"/{file}" in line)
-    yield from (path for path in dict.fromkeys(paths) if os.path.basename(path).startswith(file) and os.path.exists(path))
+    yield from (
+        path
+        for path in dict.fromkeys(paths)
+        if os.path.basename(path).startswith(file) and os.path.exists(path)
+    )
 
 
 def _of_wheel(package: str, file: str) -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""Values in messages: on one line, of bounded length, and never raising. A wrong argument may be a megabyte long, contain itself, or be
-an integer with more digits than Python prints.
+"""Values in messages: on one line, of bounded length, and never raising. A wrong argument may be a
+megabyte long, contain itself, or be an integer with more digits than Python prints.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ MOST = 200  # characters of a value
 MOST_LISTED = 20  # keys that a message names
 MOST_SUGGESTED = 2000  # characters of keys that a message repeats as options of a command
 
-# Looks at a few elements of a container only: one that holds itself a thousand times over has more of them than can be printed.
+# Looks at a few elements of a container only: one that holds itself a thousand times over has more
+# of them than can be printed.
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict, _SHORT.maxset = 4, 16, 16, 16, 16
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 300
@@ -29,7 +30,8 @@ def shown(value: Any) -> str:
 
 
 def plain(text: object) -> str:
-    """A path, a key or another error's message, without quotes: unprintable characters are escaped, a long text is cut."""
+    """A path, a key or another error's message, without quotes: unprintable characters are escaped,
+    a long text is cut."""
     try:
         whole = str(text)
     except (Exception, SystemExit):  # noqa: BLE001 (of its own __str__)
@@ -41,7 +43,9 @@ def plain(text: object) -> str:
 def listed(items: Iterable[tuple[Any, ...]]) -> str:
     """Keys, or keys with values (key=value, …), the first MOST_LISTED."""
     every = list(items)
-    first = ", ".join("=".join([_shown_key(key), *map(shown, value)]) for key, *value in every[:MOST_LISTED])
+    first = ", ".join(
+        "=".join([_shown_key(key), *map(shown, value)]) for key, *value in every[:MOST_LISTED]
+    )
     return first if len(every) <= MOST_LISTED else f"{first} and {len(every) - MOST_LISTED} more"
 
 

@@ -1,5 +1,5 @@
-"""Finds NVIDIA's NCCL, which is loaded when a group of GPUs is made: the one that this process has loaded already (torch's), else that
-of the wheel nvidia-nccl-cu13, else the system's."""
+"""Finds NVIDIA's NCCL, which is loaded when a group of GPUs is made: the one that this process has
+loaded already (torch's), else that of the wheel nvidia-nccl-cu13, else the system's."""
 
 from __future__ import annotations
 
@@ -12,18 +12,33 @@ from rollmesh.runtime.messages import shown
 
 SHARES_GPU = (2, 30, 3)  # the first in which two ranks may have one GPU
 SHARES_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"  # and only if this is 1
-FEWER_BLOCKS = ("NCCL_MAX_CTAS", "4")  # of a kernel, where several ranks' have to be on one GPU at once
+FEWER_BLOCKS = (
+    "NCCL_MAX_CTAS",
+    "4",
+)  # of a kernel, where several ranks' have to be on one GPU at once
 WHEEL = {"nvidia.nccl": "libnccl.so.2"}
-INSTALL = f"pip install 'nvidia-nccl-cu13>={'.'.join(map(str, SHARES_GPU))}'"  # of the extra `cuda` in pyproject.toml
+# of the extra `cuda` in pyproject.toml
+INSTALL = f"pip install 'nvidia-nccl-cu13>={'.'.join(map(str, SHARES_GPU))}'"
 
 
 def find(path: str | os.PathLike[str] | None = None) -> Library:
-    """The NCCL that would be used, or the one at `path`. ConfigError: there is none, or it cannot be loaded, or is older than 2.17.1."""
-    if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path)):
-        raise ConfigError(f"library: expected None or the path of a libnccl.so.2, got {shown(path)}")
-    found = next(candidates("nccl", "nvidia-nccl", WHEEL), None) if path is None else (os.fspath(path), "as asked for")
+    """The NCCL that would be used, or the one at `path`. ConfigError: there is none, or it cannot
+    be loaded, or is older than 2.17.1."""
+    if path is not None and (
+        not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path)
+    ):
+        raise ConfigError(
+            f"library: expected None or the path of a libnccl.so.2, got {shown(path)}"
+        )
+    found = (
+        next(candidates("nccl", "nvidia-nccl", WHEEL), None)
+        if path is None
+        else (os.fspath(path), "as asked for")
+    )
     if found is None:
-        raise ConfigError(f"expected libnccl.so.2, loaded, of a wheel or of the system, got none ({INSTALL})")
+        raise ConfigError(
+            f"expected libnccl.so.2, loaded, of a wheel or of the system, got none ({INSTALL})"
+        )
     name, source = found
     code = _core.nccl_version(name)
     return Library(name, (code // 10000, code // 100 % 100, code % 100), source)

@@ -18,13 +18,20 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._show:
-            self._bar = importlib.import_module("tqdm").tqdm(total=self._total, desc="requests", unit="req", dynamic_ncols=True)
+            self._bar = importlib.import_module("tqdm").tqdm(
+                total=self._total, desc="requests", unit="req", dynamic_ncols=True
+            )
         return self
 
     def advance(self, count: int) -> None:
         if self._bar is not None and count:
             self._bar.update(count)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.close()

@@ -70,9 +70,7 @@ def in_threads(function: Callable[[T], R], items: Iterable[T], num_threads: int)
     try:
         for _ in range(min(num_threads, len(todo)) - 1):
             # A Ctrl-C inside start() can leave a thread that never ends; exit must not wait for it.
-            helpers.append(
-                threading.Thread(target=helper, name="rollmesh-transport", daemon=True)
-            )
+            helpers.append(threading.Thread(target=helper, name="rollmesh-transport", daemon=True))
             try:
                 helpers[-1].start()
             except RuntimeError:

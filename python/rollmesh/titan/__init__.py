@@ -1,5 +1,5 @@
-"""rollmesh as the generator of torchtitan's RL stack (TitanRL, torchtitan.experiments.rl). Needs torchtitan, torchmonarch and torchstore;
-vLLM is not needed. docs/titan.md says how.
+"""rollmesh as the generator of torchtitan's RL stack (TitanRL, torchtitan.experiments.rl). Needs
+torchtitan, torchmonarch and torchstore; vLLM is not needed. docs/titan.md says how.
 """
 
 from __future__ import annotations

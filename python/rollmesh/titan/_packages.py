@@ -1,5 +1,6 @@
-"""What rollmesh.titan imports from others; imported first. ImportError names what is missing. vLLM, which torchtitan.experiments.rl imports
-for everyone, is stood in for where it is not installed, in Monarch's processes too."""
+"""What rollmesh.titan imports from others; imported first. ImportError names what is missing. vLLM,
+which torchtitan.experiments.rl imports for everyone, is stood in for where it is not installed, in
+Monarch's processes too."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ STAND_IN = Path(__file__).parent / "without_vllm"
 
 missing = [name for name in ("torchtitan", "monarch", "torchstore") if find_spec(name) is None]
 if missing:
-    raise ImportError(f"rollmesh.titan needs {', '.join(missing)}; docs/titan.md says how to install them")
+    raise ImportError(
+        f"rollmesh.titan needs {', '.join(missing)}; docs/titan.md says how to install them"
+    )
 if find_spec("vllm") is None:
     sys.path.append(str(STAND_IN))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(STAND_IN)]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [os.environ.get("PYTHONPATH"), str(STAND_IN)])
+    )

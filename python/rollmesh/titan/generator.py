@@ -1,9 +1,11 @@
 """The actor: VLLMGenerator's endpoints on rm.Generator.
 
-    Controller ─► router ─► generate ─────────────► gen.agenerate          rank 0; the other ranks follow it
+    Controller ─► router ─► generate ─────────────► gen.agenerate          rank 0; the other ranks
+                                                                           follow it
                         └─► pull_model_state_dict ─► torchstore ─► gen.sync_weights
 
-Every rank of the actor's mesh is a process with a Generator; where there are several, rank 0 alone makes the calls (Generator.follow).
+Every rank of the actor's mesh is a process with a Generator; where there are several, rank 0 alone
+makes the calls (Generator.follow).
 """
 
 from __future__ import annotations
@@ -47,16 +49,20 @@ class RollmeshGenerator(Actor, Configurable):
     class Config(VLLMGenerator.Config):
         """VLLMGenerator's fields, and rollmesh's own.
 
-        Of VLLMGenerator's these mean the same: parallelism (one process a rank), sampling, model_dtype, max_num_batched_tokens, debug.seed,
-        cudagraph.enable (on a GPU), and reset_running_requests_on_weight_sync: True recomputes the KV of running requests, False goes on
-        with the stale KV. gpu_memory_limit: the share of a GPU's free memory, where kv_cache_gib is None. Without effect, since bits do
-        not depend on them here: the rest of debug and cudagraph, parallelism.spmd_backend, max_engine_steps_between_decisions.
+        Of VLLMGenerator's these mean the same: parallelism (one process a rank), sampling,
+        model_dtype, max_num_batched_tokens, debug.seed, cudagraph.enable (on a GPU), and
+        reset_running_requests_on_weight_sync: True recomputes the KV of running requests, False
+        goes on with the stale KV. gpu_memory_limit: the share of a GPU's free memory, where
+        kv_cache_gib is None. Without effect, since bits do not depend on them here: the rest of
+        debug and cudagraph, parallelism.spmd_backend, max_engine_steps_between_decisions.
 
-        ConfigError: override.imports, reset_prefix_cache_on_weight_sync=False, another intra_generator_router than the default.
+        ConfigError: override.imports, reset_prefix_cache_on_weight_sync=False, another
+        intra_generator_router than the default.
         """
 
         mesh: rm.Mesh | None = None
-        """Ranks that are threads of one process, where parallelism is 1; None: the degrees of parallelism, a process each."""
+        """Ranks that are threads of one process, where parallelism is 1; None: the degrees of
+        parallelism, a process each."""
 
         device: str = "cpu"
         """As rm.Generator's: "cpu" or "cuda"."""
@@ -75,28 +81,48 @@ class RollmeshGenerator(Actor, Configurable):
             VLLMGenerator.Config.__post_init__(self)
             if self.override.imports:
                 remedy = "install(config, override=OverrideConfig()) drops them"
-                raise ConfigError(f"generator.override: expected none, got {shown(self.override.imports)}; {remedy}")
+                raise ConfigError(
+                    f"generator.override: expected none, got {shown(self.override.imports)}; "
+                    f"{remedy}"
+                )
             if not self.reset_prefix_cache_on_weight_sync:
-                raise ConfigError("generator.reset_prefix_cache_on_weight_sync: expected True, as old KV serves no new request, got False")
+                raise ConfigError(
+                    "generator.reset_prefix_cache_on_weight_sync: expected True, as old KV serves "
+                    "no new request, got False"
+                )
             default = _DEFAULTS.intra_generator_router
             if self.intra_generator_router != default:
                 got = shown(self.intra_generator_router)
-                raise ConfigError(f"generator.intra_generator_router: expected the default, as rollmesh chooses the dp rank, got {got}")
+                raise ConfigError(
+                    "generator.intra_generator_router: expected the default, as rollmesh chooses "
+                    f"the dp rank, got {got}"
+                )
             if self.mesh is not None and self.num_processes > 1:
-                raise ConfigError(f"generator.mesh: expected None where parallelism has {self.num_processes} processes, got {self.mesh}")
+                raise ConfigError(
+                    f"generator.mesh: expected None where parallelism has {self.num_processes} "
+                    f"processes, got {self.mesh}"
+                )
 
         def _check_types(self) -> None:
             for field in fields(VLLMGenerator.Config):
                 default, value = getattr(_DEFAULTS, field.name), getattr(self, field.name)
-                if (is_dataclass(default) or isinstance(default, bool)) and not isinstance(value, type(default)):
-                    raise ConfigError(f"generator.{field.name}: expected a {type(default).__qualname__}, got {shown(value)}")
+                if (is_dataclass(default) or isinstance(default, bool)) and not isinstance(
+                    value, type(default)
+                ):
+                    raise ConfigError(
+                        f"generator.{field.name}: expected a {type(default).__qualname__}, got "
+                        f"{shown(value)}"
+                    )
 
         @property
         def num_processes(self) -> int:
-            return int(self.parallelism.data_parallel_degree * self.parallelism.tensor_parallel_degree)
+            return int(
+                self.parallelism.data_parallel_degree * self.parallelism.tensor_parallel_degree
+            )
 
         def spec_of(self, model: TitanSpec) -> rm.ModelSpec:
-            """ConfigError if the generator does not compute this model, or not with these settings."""
+            """ConfigError if the generator does not compute this model, or not with these
+            settings."""
             spec = rm.ModelSpec.from_torchtitan(model)
             if self.max_model_len is not None:
                 integer("generator.max_model_len", self.max_model_len, 1, model.model.max_seq_len)
@@ -123,7 +149,11 @@ class RollmeshGenerator(Actor, Configurable):
                     raise ConfigError(f"generator.mesh: expected a Mesh, got {shown(self.mesh)}")
                 return self.mesh
             degrees = self.parallelism
-            return rm.Mesh(tp=degrees.tensor_parallel_degree, dp=degrees.data_parallel_degree, ep=degrees.expert_parallel_degree)
+            return rm.Mesh(
+                tp=degrees.tensor_parallel_degree,
+                dp=degrees.data_parallel_degree,
+                ep=degrees.expert_parallel_degree,
+            )
 
     def __init__(
         self,
@@ -137,7 +167,12 @@ class RollmeshGenerator(Actor, Configurable):
     ):
         del compile_config  # nothing is compiled
         rank = current_rank().rank
-        sl.init_structured_logger(source="rl_generator", output_dir=output_dir, rank=rank, enable=config.debug.enable_structured_logging)
+        sl.init_structured_logger(
+            source="rl_generator",
+            output_dir=output_dir,
+            rank=rank,
+            enable=config.debug.enable_structured_logging,
+        )
         logging.getLogger("torchstore.transport").setLevel(logging.WARNING)
         self.config, self.policy_version, self._rank = config, 0, rank
         self._in_flight: set[str] = set()
@@ -181,8 +216,9 @@ class RollmeshGenerator(Actor, Configurable):
         sampling_config: SamplingConfig | None = None,
         metrics_prefix: str = "generator",
     ) -> Completion:
-        """Completes one prompt, on rank 0. request_id: comes back in the Completion; ValueError if one of that name is in flight.
-        routing_session_id: for the router between generators only."""
+        """Completes one prompt, on rank 0. request_id: comes back in the Completion; ValueError if
+        one of that name is in flight. routing_session_id: for the router between generators
+        only."""
         del routing_session_id
         self._check_rank_0("generate")
         if request_id in self._in_flight:
@@ -190,18 +226,23 @@ class RollmeshGenerator(Actor, Configurable):
         self._in_flight.add(request_id)
         try:
             params = _params_of(sampling_config or self.config.sampling)
-            if params.seed is None and self.config.debug.seed is None:  # else all generators would draw alike
+            if (
+                params.seed is None and self.config.debug.seed is None
+            ):  # else all generators would draw alike
                 params = replace(params, seed=secrets.randbits(63))
             output = await self.gen.agenerate(prompt_token_ids, params)
             in_flight = len(self._in_flight)
         finally:
             self._in_flight.discard(request_id)
-        return _completion(output, request_id, self.policy_version, _metrics(output, metrics_prefix, in_flight))
+        return _completion(
+            output, request_id, self.policy_version, _metrics(output, metrics_prefix, in_flight)
+        )
 
     @concurrent_endpoint
     @sl.log_trace_span("pull_model_state_dict")
     async def pull_model_state_dict(self, version: int) -> None:
-        """On rank 0: the weights in the store become `version`, whole or not at all. Requests run on."""
+        """On rank 0: the weights in the store become `version`, whole or not at all. Requests run
+        on."""
         self._check_rank_0("pull_model_state_dict")
         if self.config.num_processes == 1:
             source: Mapping[str, Any] = await pull()
@@ -223,14 +264,20 @@ class RollmeshGenerator(Actor, Configurable):
 
     def _check_rank_0(self, endpoint: str) -> None:
         if self._rank != 0:
-            raise RuntimeError(f"{endpoint}: expected a call to rank 0, got one to rank {self._rank}")
+            raise RuntimeError(
+                f"{endpoint}: expected a call to rank 0, got one to rank {self._rank}"
+            )
         if not self._is_started:
             raise RuntimeError(f"{endpoint}: call start_engine_loop on all ranks first")
 
 
-def _made(config: RollmeshGenerator.Config, model: TitanSpec, model_path: str, max_num_seqs: int) -> rm.Generator:
+def _made(
+    config: RollmeshGenerator.Config, model: TitanSpec, model_path: str, max_num_seqs: int
+) -> rm.Generator:
     degrees = config.parallelism
-    eos = getattr(tokenizer_of_folder(Path(model_path)), "eos_token_id", None)  # a request brings the renderer's stop tokens besides
+    eos = getattr(
+        tokenizer_of_folder(Path(model_path)), "eos_token_id", None
+    )  # a request brings the renderer's stop tokens besides
     options: dict[str, Any] = {}
     if config.max_num_batched_tokens is not None:
         options["max_num_batched_tokens"] = config.max_num_batched_tokens
@@ -242,7 +289,9 @@ def _made(config: RollmeshGenerator.Config, model: TitanSpec, model_path: str, m
         dtype=config.model_dtype,
         sequence_parallel=degrees.enable_sequence_parallel,
         eos_token_ids=[] if eos is None else eos,
-        max_model_len=model.model.max_seq_len if config.max_model_len is None else config.max_model_len,
+        max_model_len=model.model.max_seq_len
+        if config.max_model_len is None
+        else config.max_model_len,
         max_num_seqs=max_num_seqs,
         kv_cache_gib=config.kv_cache_gib,
         memory_fraction=config.gpu_memory_limit,
@@ -261,7 +310,9 @@ def _comm(config: RollmeshGenerator.Config) -> rm.comm.Comm:
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
-        atexit.register(dist.destroy_process_group)  # else the threads of Gloo may end the process with SIGABRT
+        atexit.register(
+            dist.destroy_process_group
+        )  # else the threads of Gloo may end the process with SIGABRT
         between = rm.comm.torch(dist.group.WORLD)
     return rm.comm.nccl(between) if config.device.startswith("cuda") else between
 
@@ -271,9 +322,13 @@ def _params_of(sampling: SamplingConfig) -> rm.SamplingParams:
     return rm.SamplingParams(**{**values, "stop_token_ids": values["stop_token_ids"] or ()})
 
 
-def _completion(output: RequestOutput, request_id: str, policy_version: int, metrics: list[m.Metric]) -> Completion:
+def _completion(
+    output: RequestOutput, request_id: str, policy_version: int, metrics: list[m.Metric]
+) -> Completion:
     [sample] = output.outputs
-    versions = sample.versions if len(sample.versions) else [policy_version]  # aborted before its first token
+    versions = (
+        sample.versions if len(sample.versions) else [policy_version]
+    )  # aborted before its first token
     return Completion(
         min_policy_version=int(min(versions)),
         max_policy_version=int(max(versions)),
@@ -300,4 +355,8 @@ def _metrics(output: RequestOutput, prefix: str, in_flight: int) -> list[m.Metri
     if count > 1:
         decode = values["decode_time_ms"] = 1e3 * (times.last_token_ts - times.first_token_ts)
         values["inter_token_latency_ms"] = decode / (count - 1)
-    return [m.Metric(f"{prefix}/{name}", kind(float(value))) for name, value in values.items() for kind in (m.Mean, m.Max)]
+    return [
+        m.Metric(f"{prefix}/{name}", kind(float(value)))
+        for name, value in values.items()
+        for kind in (m.Mean, m.Max)
+    ]

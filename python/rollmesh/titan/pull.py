@@ -34,15 +34,26 @@ async def pull_shards(shards: Mapping[str, Shard]) -> dict[str, Piece]:
     pieces: list[Piece] = []
     entries = list(shards.items())
     for start in range(0, len(entries), AHEAD):
-        pieces += await asyncio.gather(*(_piece(*entry) for entry in entries[start : start + AHEAD]))
+        pieces += await asyncio.gather(
+            *(_piece(*entry) for entry in entries[start : start + AHEAD])
+        )
     return dict(zip(shards, pieces, strict=True))
 
 
 async def _piece(name: str, shard: Shard) -> Piece:
     if 0 in shard.sizes:
         return Piece(torch.empty(shard.sizes), shard.shape, shard.offsets)
-    box = TensorSlice(offsets=shard.offsets, coordinates=(), global_shape=shard.shape, local_shape=shard.sizes, mesh_shape=())
+    box = TensorSlice(
+        offsets=shard.offsets,
+        coordinates=(),
+        global_shape=shard.shape,
+        local_shape=shard.sizes,
+        mesh_shape=(),
+    )
     tensor = await torchstore.get(f"{KEY}/{name}", tensor_slice_spec=box)
     if tuple(tensor.shape) != shard.sizes:
-        raise LayoutError(f"{name}: expected {list(shard.sizes)} at {list(shard.offsets)} from torchstore, got {list(tensor.shape)}")
+        raise LayoutError(
+            f"{name}: expected {list(shard.sizes)} at {list(shard.offsets)} from torchstore, got "
+            f"{list(tensor.shape)}"
+        )
     return Piece(tensor, shard.shape, shard.offsets)

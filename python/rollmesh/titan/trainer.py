@@ -1,8 +1,9 @@
-"""TitanRL's PolicyTrainer with the generator's forward pass (rollmesh.torch.functions): equal weights give a token's logprob the same bits
-on both sides. The backward pass is torch's.
+"""TitanRL's PolicyTrainer with the generator's forward pass (rollmesh.torch.functions): equal
+weights give a token's logprob the same bits on both sides. The backward pass is torch's.
 
-What torchtitan's modules hold is used as it is; their forward methods are replaced, so that FSDP's and activation checkpointing's hooks
-around them go on working. lm_head returns its input: logprobs are made of that and the labels (_logprobs), where the loss asks for them.
+What torchtitan's modules hold is used as it is; their forward methods are replaced, so that FSDP's
+and activation checkpointing's hooks around them go on working. lm_head returns its input: logprobs
+are made of that and the labels (_logprobs), where the loss asks for them.
 """
 
 from __future__ import annotations
@@ -33,19 +34,30 @@ from rollmesh.torch.sequences import Sequences
 
 
 class RollmeshTrainer(PolicyTrainer):
-    """PolicyTrainer whose forward pass is the generator's. FSDP and HSDP only, without compile; a ConfigError names what is at fault."""
+    """PolicyTrainer whose forward pass is the generator's. FSDP and HSDP only, without compile; a
+    ConfigError names what is at fault."""
 
-    def _build_model(self, model_spec: TitanSpec, config: PolicyTrainer.Config, device_type: str) -> nn.Module:
+    def _build_model(
+        self, model_spec: TitanSpec, config: PolicyTrainer.Config, device_type: str
+    ) -> nn.Module:
         spec = ModelSpec.from_torchtitan(model_spec)
         degrees = config.parallelism
         for name in ("tensor", "expert", "context", "pipeline"):
             degree = getattr(degrees, f"{name}_parallel_degree")
             if degree != 1:
-                raise ConfigError(f"trainer.parallelism.{name}_parallel_degree: expected 1 with rollmesh's forward pass, got {degree}")
+                raise ConfigError(
+                    f"trainer.parallelism.{name}_parallel_degree: expected 1 with rollmesh's "
+                    f"forward pass, got {degree}"
+                )
         if self.compile_config.enable:
-            raise ConfigError("compile.enable: expected False with rollmesh's forward pass, got True")
+            raise ConfigError(
+                "compile.enable: expected False with rollmesh's forward pass, got True"
+            )
         if config.override.imports:
-            raise ConfigError(f"trainer.override: expected none with rollmesh's forward pass, got {shown(config.override.imports)}")
+            raise ConfigError(
+                "trainer.override: expected none with rollmesh's forward pass, got "
+                f"{shown(config.override.imports)}"
+            )
         model: nn.Module = super()._build_model(model_spec, config, device_type)
         Forward(spec, config.training.seq_len).take_over(model)
         return model
@@ -56,15 +68,24 @@ class Forward:
 
     def __init__(self, spec: ModelSpec, max_positions: int):
         self._spec, self._max_positions = spec, max_positions
-        self._heads = Heads(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.rms_norm_eps)
+        self._heads = Heads(
+            spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.rms_norm_eps
+        )
         self._is_interleaved = FAMILIES[spec.model_type].wq_rows == "neighbours"
         self._rows: tuple[Tensor, Sequences] | None = None  # of the batch whose positions these are
         self._rope: tuple[Tensor, Tensor] | None = None
 
     def take_over(self, model: Any) -> None:
-        """Replaces the forward methods of model's parts, and compute_logprobs of the losses of this process."""
-        warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")  # nothing here writes in place
-        blocks = [module for module in model.modules() if isinstance(module, (Qwen3TransformerBlock, Llama3TransformerBlock))]
+        """Replaces the forward methods of model's parts, and compute_logprobs of the losses of this
+        process."""
+        warnings.filterwarnings(
+            "ignore", r"FSDP2-wrapped module .* returned a view tensor"
+        )  # nothing here writes in place
+        blocks = [
+            module
+            for module in model.modules()
+            if isinstance(module, (Qwen3TransformerBlock, Llama3TransformerBlock))
+        ]
         for index, block in enumerate(blocks):
             block.forward = partial(self._block, block, self._spec.is_moe_layer[index])
         model.norm.forward = partial(self._norm, model.norm)
@@ -74,14 +95,20 @@ class Forward:
     def _norm(self, norm: Any, x: Tensor) -> Tensor:
         return functions.rms_norm(x.flatten(0, -2), norm.weight, self._spec.rms_norm_eps).view_as(x)
 
-    def _block(self, block: Any, is_moe: bool, x: Tensor, attention_masks: Any, positions: Tensor) -> Tensor:
+    def _block(
+        self, block: Any, is_moe: bool, x: Tensor, attention_masks: Any, positions: Tensor
+    ) -> Tensor:
         del attention_masks  # positions say where sequences begin
         hidden, rows, how = x.flatten(0, -2), self._sequences(positions), functions.how_for(x)
         made = functions.decoder_layer(
             hidden,
             (block.attention_norm.weight, block.ffn_norm.weight),
             lambda x: self._attend(block.attention, x, rows, how),
-            lambda x: self._experts(block.moe, x, how) if is_moe else self._mlp(block.feed_forward, x, how),
+            lambda x: (
+                self._experts(block.moe, x, how)
+                if is_moe
+                else self._mlp(block.feed_forward, x, how)
+            ),
             self._spec.rms_norm_eps,
             how=how,
         )
@@ -90,14 +117,22 @@ class Forward:
     def _attend(self, attention: Any, x: Tensor, rows: Sequences, how: How) -> Tensor:
         q, k, v = _qkv_weights(attention.qkv_linear)
         if self._is_interleaved:
-            q, k = (pairs_apart(weight, self._spec.head_dim, self._spec.head_dim) for weight in (q, k))
+            q, k = (
+                pairs_apart(weight, self._spec.head_dim, self._spec.head_dim) for weight in (q, k)
+            )
         made = functions.linear(x, q, k, v, how=how)
-        q_norm, k_norm = (None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm))
-        attended = functions.attention(made, q_norm, k_norm, self._table(x), rows, self._heads, how=how)
+        q_norm, k_norm = (
+            None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm)
+        )
+        attended = functions.attention(
+            made, q_norm, k_norm, self._table(x), rows, self._heads, how=how
+        )
         return functions.linear(attended, attention.wo.weight, how=how)
 
     def _mlp(self, mlp: Any, x: Tensor, how: How) -> Tensor:
-        return functions.linear(functions.swiglu(x, mlp.w1.weight, mlp.w3.weight, how=how), mlp.w2.weight, how=how)
+        return functions.linear(
+            functions.swiglu(x, mlp.w1.weight, mlp.w3.weight, how=how), mlp.w2.weight, how=how
+        )
 
     def _experts(self, moe: Any, x: Tensor, how: How) -> Tensor:
         experts, spec = moe.routed_experts.inner_experts, self._spec
@@ -108,8 +143,14 @@ class Forward:
         )  # fmt: skip
         if moe.training:  # its optimizer moves the bias by this count
             with torch.no_grad():
-                moe.tokens_per_expert_E.add_(torch.bincount(made.ids.flatten(), minlength=spec.num_experts))
-        return made.out if moe.shared_experts is None else functions.add(made.out, self._mlp(moe.shared_experts, x, how), how=how)
+                moe.tokens_per_expert_E.add_(
+                    torch.bincount(made.ids.flatten(), minlength=spec.num_experts)
+                )
+        return (
+            made.out
+            if moe.shared_experts is None
+            else functions.add(made.out, self._mlp(moe.shared_experts, x, how), how=how)
+        )
 
     def _sequences(self, positions: Tensor) -> Sequences:
         if self._rows is None or self._rows[0] is not positions:
@@ -119,7 +160,9 @@ class Forward:
 
     def _table(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self._rope is None:
-            self._rope = functions.rope_table(self._spec.rope(self._max_positions), self._max_positions, x.dtype, x.device)
+            self._rope = functions.rope_table(
+                self._spec.rope(self._max_positions), self._max_positions, x.dtype, x.device
+            )
         return self._rope
 
 
@@ -135,12 +178,19 @@ def _unchanged(hidden: Tensor) -> Tensor:
     return hidden.view_as(hidden)
 
 
-def _logprobs(head: Any, hidden: Tensor, labels: Tensor, *, return_entropy: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+def _logprobs(
+    head: Any, hidden: Tensor, labels: Tensor, *, return_entropy: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
     """In the place of torchtitan's compute_logprobs, which takes logits."""
     if isinstance(head.weight, DTensor):
-        raise ConfigError("trainer.loss: expected a ChunkedLossWrapper with rollmesh's forward pass, which keeps lm_head unsharded")
+        raise ConfigError(
+            "trainer.loss: expected a ChunkedLossWrapper with rollmesh's forward pass, which "
+            "keeps lm_head unsharded"
+        )
     targets = labels.flatten().clamp(min=0)  # what the loss masks
-    made = functions.token_logprobs(hidden.flatten(0, -2), head.weight, targets, entropy=return_entropy)
+    made = functions.token_logprobs(
+        hidden.flatten(0, -2), head.weight, targets, entropy=return_entropy
+    )
     if made.entropy is None:
         return made.logprobs.view(labels.shape)
     return made.logprobs.view(labels.shape), made.entropy.detach().view(labels.shape)

@@ -1,4 +1,5 @@
-"""The generator's own operations for a PyTorch trainer, with torch's autograd. Needs torch, which importing this package imports.
+"""The generator's own operations for a PyTorch trainer, with torch's autograd. Needs torch, which
+importing this package imports.
 
 patch                  a transformers model computes its forward pass by the generator's kernels
 functions              the differentiable ops that it is made of

@@ -1,7 +1,7 @@
 """Tensors as arguments of rollmesh.ops, and its outputs as tensors. Nothing is copied.
 
-A CUDA tensor goes through DLPack, and ops are ordered with torch's current stream of its device. So torch's allocator may reuse a
-tensor's memory as soon as it is freed.
+A CUDA tensor goes through DLPack, and ops are ordered with torch's current stream of its device. So
+torch's allocator may reuse a tensor's memory as soon as it is freed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from rollmesh import ops
 
 
 def array_of(tensor: Tensor) -> Any:
-    """A contiguous tensor's memory: on the CPU a NumPy array, bfloat16 as words; on a GPU the tensor, which ops take by DLPack."""
+    """A contiguous tensor's memory: on the CPU a NumPy array, bfloat16 as words; on a GPU the
+    tensor, which ops take by DLPack."""
     plain = tensor.detach()
     if plain.is_cuda:
         return plain
@@ -28,7 +29,8 @@ def array_of(tensor: Tensor) -> Any:
 
 
 def weight_array(weight: Tensor) -> Any:
-    """array_of a weight, read-only. By DLPack on the CPU too: Tensor.numpy() would forbid FSDP to free the memory of gathered weights."""
+    """array_of a weight, read-only. By DLPack on the CPU too: Tensor.numpy() would forbid FSDP to
+    free the memory of gathered weights."""
     plain = weight.detach().contiguous()
     if plain.is_cuda:
         return plain
@@ -42,8 +44,12 @@ def device_name(tensor: Tensor) -> str:
 
 def tensor_of(array: Any, dtype: torch.dtype | None = None) -> Tensor:
     """An op's output, which the tensor keeps alive; without a dtype words are bfloat16."""
-    made: Tensor = from_dlpack(array) if isinstance(array, ops.DeviceArray) else torch.from_numpy(array)
-    dtype = (torch.bfloat16 if made.dtype == torch.uint16 else made.dtype) if dtype is None else dtype
+    made: Tensor = (
+        from_dlpack(array) if isinstance(array, ops.DeviceArray) else torch.from_numpy(array)
+    )
+    dtype = (
+        (torch.bfloat16 if made.dtype == torch.uint16 else made.dtype) if dtype is None else dtype
+    )
     return made if made.dtype == dtype else made.view(dtype)
 
 
@@ -61,15 +67,23 @@ def empty_array(shape: tuple[int, ...], like: Tensor) -> Any:
 
 @contextmanager
 def in_turn(tensor: Tensor) -> Iterator[None]:
-    """Ops inside are ordered with the current stream of the tensor's device; on the CPU it does nothing."""
+    """Ops inside are ordered with the current stream of the tensor's device; on the CPU it does
+    nothing."""
     if not tensor.is_cuda:
         yield
         return
-    with ops.on_stream(torch.cuda.current_stream(tensor.device).cuda_stream, f"cuda:{tensor.device.index}"):
+    with ops.on_stream(
+        torch.cuda.current_stream(tensor.device).cuda_stream, f"cuda:{tensor.device.index}"
+    ):
         yield
 
 
-def combine(choices: Tensor, place: NDArray[Any], ids: NDArray[Any], gates: Tensor, num_experts: int) -> Tensor:
-    """ops.combine of contiguous tensors of one device; place and ids are on the host, so that nothing waits for them."""
+def combine(
+    choices: Tensor, place: NDArray[Any], ids: NDArray[Any], gates: Tensor, num_experts: int
+) -> Tensor:
+    """ops.combine of contiguous tensors of one device; place and ids are on the host, so that
+    nothing waits for them."""
     with in_turn(choices):
-        return tensor_of(ops.combine(array_of(choices), place, ids, array_of(gates), num_experts), choices.dtype)
+        return tensor_of(
+            ops.combine(array_of(choices), place, ids, array_of(gates), num_experts), choices.dtype
+        )

@@ -1,9 +1,10 @@
 """TRL's trainers on a patched model.
 
-A trainer of TRL gives its model another forward pass (trl.trainer.utils.add_fused_lm_head): model(…, labels=…, fused_lm_head=True) takes
-hidden states and lm_head.weight, computes logprobs of the labels by torch and returns them instead of logits. On a patched model the same
-call returns the contract's logprobs; any other call is TRL's. The temperature is in TRL's closure only, so it is read from there, and a
-closure without it is refused: nothing falls back to torch's logprobs.
+A trainer of TRL gives its model another forward pass (trl.trainer.utils.add_fused_lm_head):
+model(…, labels=…, fused_lm_head=True) takes hidden states and lm_head.weight, computes logprobs of
+the labels by torch and returns them instead of logits. On a patched model the same call returns the
+contract's logprobs; any other call is TRL's. The temperature is in TRL's closure only, so it is
+read from there, and a closure without it is refused: nothing falls back to torch's logprobs.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from rollmesh.runtime.messages import shown
 
 OUTPUTS = ("log_probs", "entropy")  # of TRL's FusedCausalLMOutput, by token
 
-Score = Callable[..., Any]  # (model, temperature, whether entropy is wanted, labels, other arguments) → Scored
+Score = Callable[
+    ..., Any
+]  # (model, temperature, whether entropy is wanted, labels, other arguments) → Scored
 
 
 def with_contract_logprobs(model: Any, forward: Any, score: Score) -> Any:
-    """`forward`, or if it is TRL's, a forward pass of `model` whose logprobs are those of `score`."""
+    """`forward`, or if it is TRL's, a forward pass of `model` whose logprobs are those of
+    `score`."""
     function = getattr(forward, "__func__", forward)
     if hasattr(function, "_rollmesh_head"):
         return forward
@@ -32,11 +36,15 @@ def with_contract_logprobs(model: Any, forward: Any, score: Score) -> Any:
         return forward
     said = inspect.getclosurevars(fused).nonlocals
     if missing := {"temperature", "outputs"} - said.keys():
-        raise ConfigError(f"fused_lm_head: expected TRL 1.16's forward pass, got one without {sorted(missing)[0]}; install that version")
+        raise ConfigError(
+            "fused_lm_head: expected TRL 1.16's forward pass, got one without "
+            f"{sorted(missing)[0]}; install that version"
+        )
     temperature, outputs = said["temperature"], said["outputs"]
     if others := [name for name in outputs if name not in OUTPUTS]:
         raise ConfigError(
-            f"outputs: expected log_probs and entropy, got {shown(others[0])}; for this trainer the model must not be patched"
+            f"outputs: expected log_probs and entropy, got {shown(others[0])}; for this trainer "
+            "the model must not be patched"
         )
 
     @functools.wraps(function)
@@ -48,7 +56,11 @@ def with_contract_logprobs(model: Any, forward: Any, score: Score) -> Any:
             given.pop(name)
         labels, total = given.pop("labels", None), given.pop("num_items_in_batch", None)
         if labels is None or given.pop("shift_labels", None) is not None:
-            got = "None" if labels is None and "shift_labels" not in given else "shift_labels (context parallelism)"
+            got = (
+                "None"
+                if labels is None and "shift_labels" not in given
+                else "shift_labels (context parallelism)"
+            )
             raise ConfigError(f"labels: expected those of the whole sequence, got {got}")
         made = score(self, temperature, "entropy" in outputs, labels, given)
         return _output(made, labels[:, 1:] != -100, total)
@@ -73,4 +85,6 @@ def _output(made: Any, mask: Any, total: Any) -> Any:
     from trl.trainer.utils import FusedCausalLMOutput
 
     loss = -made.logprobs.sum() / (mask.sum().clamp(min=1) if total is None else total)
-    return FusedCausalLMOutput(loss=loss, log_probs=made.logprobs, entropy=made.entropy, label_mask=mask)
+    return FusedCausalLMOutput(
+        loss=loss, log_probs=made.logprobs, entropy=made.entropy, label_mask=mask
+    )

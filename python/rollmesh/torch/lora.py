@@ -1,5 +1,6 @@
-"""The weights of a transformers layer as they are used: with the LoRA adapters of peft merged, and of the parts that peft trains whole
-(modules_to_save) the copy of the active adapter. peft's wrapper of such a part has the attributes of the copy that is in use."""
+"""The weights of a transformers layer as they are used: with the LoRA adapters of peft merged, and
+of the parts that peft trains whole (modules_to_save) the copy of the active adapter. peft's wrapper
+of such a part has the attributes of the copy that is in use."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def base_of(module: Any) -> Any:
 
 
 def in_use(module: Any) -> Any:
-    """Of a part that peft trains whole: the active adapter's copy, or the original where adapters are off; else the module."""
+    """Of a part that peft trains whole: the active adapter's copy, or the original where adapters
+    are off; else the module."""
     copies = module._modules.get("modules_to_save")
     if copies is None:
         return module
@@ -28,9 +30,14 @@ def in_use(module: Any) -> Any:
 
 
 def state_of(model: Any) -> dict[str, Tensor]:
-    """Weights by their Hugging Face names: adapters merged, of parts that are trained whole the copy in use."""
+    """Weights by their Hugging Face names: adapters merged, of parts that are trained whole the
+    copy in use."""
     modules = list(model.named_modules())
-    state = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    state = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in model.state_dict().items()
+        if ".lora_" not in name
+    }
     layers = [(name, module) for name, module in modules if module is not base_of(module)]
     state |= {f"{name}.weight": with_lora(layer, base_of(layer).weight) for name, layer in layers}
     for name, module in reversed(modules):  # inner parts first
@@ -88,7 +95,9 @@ def with_lora(module: Any, weight: Tensor) -> Tensor:
             raise ConfigError(
                 f"lora_dropout: expected 0 in training, got {dropout.p}; a rollout drops nothing"
             )
-        with torch.autocast(weight.device.type, enabled=False):  # what is pushed does not depend on it
+        with torch.autocast(
+            weight.device.type, enabled=False
+        ):  # what is pushed does not depend on it
             weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
     return weight
 

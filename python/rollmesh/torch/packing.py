@@ -1,4 +1,5 @@
-"""Weights of a trainer in the kernels' layout, converted to the dtype of the forward pass as a weight sync converts them."""
+"""Weights of a trainer in the kernels' layout, converted to the dtype of the forward pass as a
+weight sync converts them."""
 
 from __future__ import annotations
 
@@ -35,14 +36,19 @@ def name_of(dtype: torch.dtype) -> str:
 def check_weight(name: str, weight: Any, dims: int = 2) -> Tensor:
     """A weight without its graph."""
     if not isinstance(weight, Tensor):
-        raise UnsupportedTensorError(f"{name}: expected a torch tensor, got a {type(weight).__name__}")
+        raise UnsupportedTensorError(
+            f"{name}: expected a torch tensor, got a {type(weight).__name__}"
+        )
     if hasattr(weight, "to_local"):
         raise UnsupportedTensorError(
-            f"{name}: expected a whole tensor, got a {type(weight).__name__}; shard the decoder layers or the model "
+            f"{name}: expected a whole tensor, got a {type(weight).__name__}; shard the decoder "
+            "layers or the model "
             "(fully_shard), whose forward pass gathers their weights"
         )
     if weight.dtype not in SOURCES:
-        raise DTypeError(f"{name}: expected one of {', '.join(map(str, SOURCES))}, got {weight.dtype}")
+        raise DTypeError(
+            f"{name}: expected one of {', '.join(map(str, SOURCES))}, got {weight.dtype}"
+        )
     if weight.ndim != dims:
         raise ShapeError(f"{name}: expected {dims} dims, got {weight.ndim}")
     return weight.detach()
@@ -53,7 +59,11 @@ def pack(groups: Sequence[Sequence[Piece]], dtype: torch.dtype, how: Any) -> Any
     NonFiniteError for a NaN or an infinity, also one that the conversion makes."""
     first = groups[0]
     k = first[0].weight.shape[1]
-    rows = max(piece.row + (2 * round_up(len(piece.weight), 16) if piece.layout != PACKED else len(piece.weight)) for piece in first)
+    rows = max(
+        piece.row
+        + (2 * round_up(len(piece.weight), 16) if piece.layout != PACKED else len(piece.weight))
+        for piece in first
+    )
     size = packed_size(rows, k)
     with in_turn(first[0].weight):
         op, _ = op_over(how["isa"], how["threads"], weight=weight_array(first[0].weight))
@@ -64,7 +74,10 @@ def pack(groups: Sequence[Sequence[Piece]], dtype: torch.dtype, how: Any) -> Any
                 _, wrong = op.core.pack(part_of(out, g * size, (size,)), given, layout, row, 0)
                 if wrong >= 0:
                     at = (*((g,) if len(groups) > 1 else ()), row + wrong // k, wrong % k)
-                    raise NonFiniteError(f"weight: expected finite numbers in {name_of(dtype)}, got a NaN or an infinity at {list(at)}")
+                    raise NonFiniteError(
+                        f"weight: expected finite numbers in {name_of(dtype)}, got a NaN or an "
+                        f"infinity at {list(at)}"
+                    )
     return out
 
 

@@ -381,12 +381,7 @@ class _Comparison:
                 )
             is_plain = type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, DTensor)
             place = _without_values(tensor)
-            if (
-                not is_plain
-                or not tensor.is_floating_point()
-                or tensor.dtype.itemsize < 2
-                or place
-            ):
+            if not is_plain or not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or place:
                 raise ConfigError(
                     f"{path}.{name}: expected a tensor of float32, bfloat16, float16 or float64 "
                     f"numbers, got a {tensor.dtype} {type(tensor).__name__}{place}"
@@ -426,8 +421,8 @@ class _Comparison:
                 del hooks[key]
 
     def method(self, path: str, cls: Any) -> None:
-        """Checks that nobody replaced a class's forward method, what wraps it, or the functions that
-        it calls."""
+        """Checks that nobody replaced a class's forward method, what wraps it, or the functions
+        that it calls."""
         if cls in self.classes:
             return
         self.classes.add(cls)
@@ -533,8 +528,8 @@ def _same(found: Any, wanted: Any) -> bool:
 
 
 def mark(values: Any) -> list[Any]:
-    """Identifies the tensors of a list, a model's output or a tensor: floating-point ones by address
-    and by the number of writes to them, integers by their values."""
+    """Identifies the tensors of a list, a model's output or a tensor: floating-point ones by
+    address and by the number of writes to them, integers by their values."""
     each = (
         [values]
         if isinstance(values, Tensor)

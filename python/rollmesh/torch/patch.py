@@ -1,15 +1,20 @@
-"""A transformers model, of any family that a generator takes, whose forward pass is the generator's.
+"""A transformers model, of any family that a generator takes, whose forward pass is the
+generator's.
 
-    rm.torch.patch(model)                                   # forward by the C kernels, backward by torch
+    rm.torch.patch(model)                                   # forward by the C kernels, backward by
+                                                            torch
     rm.torch.push(model, generator, version=step)           # sync_weights of the model's weights
     scored = rm.torch.logprobs(model, input_ids, attention_mask)
     rm.torch.unpatch(model)
 
-A patched model is used as before: model(input_ids, attention_mask) gives logits (float32), with gradients. What differs:
+A patched model is used as before: model(input_ids, attention_mask) gives logits (float32), with
+gradients. What differs:
 
-- A token's logits depend on the tokens before it and on nothing else. Positions count from 0 at the first token of each sequence, on
-  which side the padding may be; position_ids that begin at 0 again make several sequences of one row of the batch.
-- No KV cache: generate with the generator. Options that are not supported are refused (ConfigError), among them dropout in training.
+- A token's logits depend on the tokens before it and on nothing else. Positions count from 0 at the
+  first token of each sequence, on which side the padding may be; position_ids that begin at 0 again
+  make several sequences of one row of the batch.
+- No KV cache: generate with the generator. Options that are not supported are refused
+  (ConfigError), among them dropout in training.
 - Rows of padding are not computed; their hidden states are zeros.
 
 Every forward pass packs the weights that the model has at that time, and drops the packed copies.
@@ -33,7 +38,15 @@ import torch
 from torch import Tensor
 
 from rollmesh import Generator, ModelSpec, SyncReport, ops
-from rollmesh.errors import ConfigError, DTypeError, LimitError, RequestError, ShapeError, StateError, UnsupportedTensorError
+from rollmesh.errors import (
+    ConfigError,
+    DTypeError,
+    LimitError,
+    RequestError,
+    ShapeError,
+    StateError,
+    UnsupportedTensorError,
+)
 from rollmesh.model.families import FAMILIES, USUAL_NAMES
 from rollmesh.runtime.arguments import choice, integer
 from rollmesh.runtime.messages import shown
@@ -44,7 +57,9 @@ from rollmesh.torch.fused_head import with_contract_logprobs
 from rollmesh.torch.lora import base_of, expert_weights_of, shared_expert_of, state_of, weights_of
 from rollmesh.torch.sequences import Sequences
 
-PACKED_KEYS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})  # what position_ids say too
+PACKED_KEYS = frozenset(
+    {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+)  # what position_ids say too
 IGNORED_KEYS = frozenset({"return_dict", "num_items_in_batch"})
 # Arguments that may be False.
 SWITCHES = frozenset(
@@ -63,8 +78,9 @@ ROPE_STEP = 1024  # the rope table grows by so many positions
 
 
 class Scored(NamedTuple):
-    """Of each token of a batch but the first: entry [b, t] is of input_ids[b, t + 1] given those before it. 0 for padding, for the first
-    token of a sequence, and for tokens that were not wanted."""
+    """Of each token of a batch but the first: entry [b, t] is of input_ids[b, t + 1] given those
+    before it. 0 for padding, for the first token of a sequence, and for tokens that were not
+    wanted."""
 
     logprobs: Tensor  # float32 [B, T − 1]
     entropy: Tensor | None  # float32 [B, T − 1], of the distribution that the token is drawn from
@@ -75,11 +91,25 @@ class _Wanted:
     """What `logprobs` asks of a forward pass."""
 
     def __init__(
-        self, ids: Tensor, wanted: Tensor | None, temperature: float, entropy: bool, routed: bool, kept_tokens: Tensor | None = None
+        self,
+        ids: Tensor,
+        wanted: Tensor | None,
+        temperature: float,
+        entropy: bool,
+        routed: bool,
+        kept_tokens: Tensor | None = None,
     ):
-        self.ids, self.wanted, self.temperature, self.entropy, self.routed = ids, wanted, temperature, entropy, routed
+        self.ids, self.wanted, self.temperature, self.entropy, self.routed = (
+            ids,
+            wanted,
+            temperature,
+            entropy,
+            routed,
+        )
         self.kept_tokens = kept_tokens
-        self.rows: Sequences | None = None  # that are computed: all but the last token of each sequence
+        self.rows: Sequences | None = (
+            None  # that are computed: all but the last token of each sequence
+        )
         self.chosen: Tensor = ids  # of rows, those whose next token is wanted
         self.made: Tensor = ids  # what lm_head gives
         self.written: list[Any] = []
@@ -99,18 +129,34 @@ class Patch:
         threads: int | None,
         max_model_len: int | None,
     ):
-        self.spec, self.dtype, self.isa, self.threads, self.max_model_len = spec, dtype, isa, threads, max_model_len
+        self.spec, self.dtype, self.isa, self.threads, self.max_model_len = (
+            spec,
+            dtype,
+            isa,
+            threads,
+            max_model_len,
+        )
         self.model = weakref.ref(model)
         self._asked = threading.local()
         self.heads = [
-            Heads(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.rms_norm_eps, window, spec.qk_norm == "whole")
+            Heads(
+                spec.num_attention_heads,
+                spec.num_key_value_heads,
+                spec.head_dim,
+                spec.rms_norm_eps,
+                window,
+                spec.qk_norm == "whole",
+            )
             for window in spec.sliding_windows
         ]
         self._ropes: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """The arguments of __init__: rope tables are made again where the model is loaded."""
-        return {name: getattr(self, name) for name in ("spec", "dtype", "isa", "threads", "max_model_len")} | {"model": self.model()}
+        return {
+            name: getattr(self, name)
+            for name in ("spec", "dtype", "isa", "threads", "max_model_len")
+        } | {"model": self.model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Patch.__init__(self, **state)
@@ -118,7 +164,11 @@ class Patch:
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         """A copied model has a patch of its own, and a copied part of a model that of the model."""
         copied = memo.get(id(self.model()))
-        made = self if copied is None else Patch(copied, self.spec, self.dtype, self.isa, self.threads, self.max_model_len)
+        made = (
+            self
+            if copied is None
+            else Patch(copied, self.spec, self.dtype, self.isa, self.threads, self.max_model_len)
+        )
         memo[id(self)] = made
         return made
 
@@ -146,7 +196,8 @@ class Patch:
         for module, by in _modules(inner):
             if not isinstance(module, by) or module._rollmesh[0] is not self:
                 raise StateError(
-                    f"model: expected its parts as patch left them, got a {type(module).__name__} that is not patched; "
+                    f"model: expected its parts as patch left them, got a {type(module).__name__} "
+                    "that is not patched; "
                     "unpatch, change the model, and patch it again"
                 )
         parts.check(inner, self.spec)
@@ -201,21 +252,26 @@ class Patch:
                 f"generator): {', '.join(said)}; make both with the same"
             )
 
-    # -------------------------------------------------------------------------------------- weights
+    # ------------------------------------------------------------------------------------- weights
     def in_halves(self, qkv: list[Tensor], turned: int) -> list[Tensor]:
-        """Weights or biases of q, k and v, with rows of q and k in the order that the kernels turn: the first `turned` of each head."""
+        """Weights or biases of q, k and v, with rows of q and k in the order that the kernels turn:
+        the first `turned` of each head."""
         spec = self.spec
         if not FAMILIES[spec.model_type].rope_neighbours:
             return qkv
         return [*(pairs_apart(each, spec.head_dim, turned) for each in qkv[:2]), qkv[2]]
 
-    # ---------------------------------------------------------------------------------------- a pass
+    # -------------------------------------------------------------------------------------- a pass
     def attend(self, attention: Any, index: int, x: Tensor, rows: Sequences, how: How) -> Tensor:
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         cos, sin = self.rope(rows, x.device)
         turned = 2 * cos.shape[1]
         weights = self.in_halves(weights_of(qkv), turned)
-        bias = None if base_of(qkv[0]).bias is None else torch.cat(self.in_halves([base_of(m).bias for m in qkv], turned))
+        bias = (
+            None
+            if base_of(qkv[0]).bias is None
+            else torch.cat(self.in_halves([base_of(m).bias for m in qkv], turned))
+        )
         made = functions.linear(x, *weights, bias=bias, how=how)
         norms = () if self.spec.qk_norm == "none" else (attention.q_norm, attention.k_norm)
         q_norm, k_norm = [norm.weight for norm in norms] or (None, None)
@@ -278,14 +334,17 @@ class Patch:
         )
 
     def logits(self, head: Any, hidden: Tensor) -> Tensor:
-        """hidden [1, rows, hidden] of the tokens that `logprobs` wants → [1, rows, 2]; or [B, T, hidden] → logits."""
+        """hidden [1, rows, hidden] of the tokens that `logprobs` wants → [1, rows, 2]; or [B, T,
+        hidden] → logits."""
         x, wanted = hidden.flatten(0, -2).to(self.dtype), self.wanted
         how = self.how(x)
         (weight,) = weights_of([head])
         if wanted is None:
             return functions.lm_head(x, weight, how=how).view(*hidden.shape[:-1], -1)
         assert wanted.rows is not None
-        targets = wanted.ids.reshape(-1).index_select(0, wanted.rows.rows.to(x.device).index_select(0, wanted.chosen) + 1)
+        targets = wanted.ids.reshape(-1).index_select(
+            0, wanted.rows.rows.to(x.device).index_select(0, wanted.chosen) + 1
+        )
         made = functions.token_logprobs(
             x, weight, targets, kept_tokens=wanted.kept_tokens, temperature=wanted.temperature,
             entropy=wanted.entropy, how=how,
@@ -296,21 +355,29 @@ class Patch:
         return wanted.made[None]
 
 
-# ---------------------------------------------------------------------------------------------- patched modules
+# -------------------------------------------------------------------------------- patched modules
 class _Part:
-    """Any of them. It is copied and pickled as a patched one, since its class is not found by name."""
+    """Any of them. It is copied and pickled as a patched one, since its class is not found by
+    name."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made: Any = super().__reduce_ex__(protocol)
         cls: Any = type(self)
-        return (_new_part, (cls._rollmesh_base, cls.__bases__[0]), *made[2:]) if "_rollmesh_base" in vars(cls) else made
+        return (
+            (_new_part, (cls._rollmesh_base, cls.__bases__[0]), *made[2:])
+            if "_rollmesh_base" in vars(cls)
+            else made
+        )
 
 
 class _Model(_Part):
-    """A …ForCausalLM, whose forward pass is transformers', or the one that a trainer of TRL sets."""
+    """A …ForCausalLM, whose forward pass is transformers', or the one that a trainer of TRL
+    sets."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, with_contract_logprobs(self, value, _score_labels) if name == "forward" else value)
+        super().__setattr__(
+            name, with_contract_logprobs(self, value, _score_labels) if name == "forward" else value
+        )
 
 
 class _Called(_Part):
@@ -363,23 +430,37 @@ class _Base(_Called):
         me: Any = self
         patch: Patch = me._rollmesh[0]
         known = IGNORED_KEYS | (PACKED_KEYS if position_ids is not None else frozenset())
-        refused = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache} | others
+        refused = {
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+        } | others
         for name, value in refused.items():
             is_off = value is None or (value is False and name in SWITCHES)
             if name not in known and not is_off:
                 what = INSTEAD.get(name, "")
-                raise ConfigError(f"{name}: expected none with a patched model, got {shown(value)}; {what}or unpatch")
+                raise ConfigError(
+                    f"{name}: expected none with a patched model, got {shown(value)}; {what}or "
+                    "unpatch"
+                )
         patch.check()
         input_ids = _check_ids(input_ids)
-        rows = Sequences.of_batch((input_ids.shape[0], input_ids.shape[1]), attention_mask, position_ids)
+        rows = Sequences.of_batch(
+            (input_ids.shape[0], input_ids.shape[1]), attention_mask, position_ids
+        )
         if patch.wanted is not None:
             patch.wanted.read = parts.mark([input_ids, attention_mask, position_ids])
             rows = patch.wanted.rows = rows.without_last()
             if not rows.num_rows:
-                raise RequestError("input_ids: expected a sequence of at least 2 tokens, got 1 token in each")
+                raise RequestError(
+                    "input_ids: expected a sequence of at least 2 tokens, got 1 token in each"
+                )
         ids = rows.pick(input_ids)
         if not 0 <= int(ids.min()) <= int(ids.max()) < patch.spec.vocab_size:
-            raise RequestError(f"input_ids: expected tokens in [0, {patch.spec.vocab_size}), got {int(ids.min())} to {int(ids.max())}")
+            raise RequestError(
+                f"input_ids: expected tokens in [0, {patch.spec.vocab_size}), got "
+                f"{int(ids.min())} to {int(ids.max())}"
+            )
         hidden = me.embed_tokens(ids).to(patch.dtype)  # moves of bits, which are torch's as well
         for layer in me.layers:
             hidden = layer(hidden, rows=rows)
@@ -391,10 +472,22 @@ class _Base(_Called):
             hidden = rows.pad(hidden)
         else:
             next_is = rows.rows.to(hidden.device) + 1
-            chosen = None if wanted.wanted is None else wanted.wanted.reshape(-1).index_select(0, next_is)
-            wanted.chosen = torch.arange(len(hidden), device=hidden.device) if chosen is None else torch.nonzero(chosen)[:, 0]
+            chosen = (
+                None
+                if wanted.wanted is None
+                else wanted.wanted.reshape(-1).index_select(0, next_is)
+            )
+            wanted.chosen = (
+                torch.arange(len(hidden), device=hidden.device)
+                if chosen is None
+                else torch.nonzero(chosen)[:, 0]
+            )
             hidden = hidden.index_select(0, wanted.chosen)[None]
-        output = MoeModelOutputWithPast if FAMILIES[patch.spec.model_type].has_experts else BaseModelOutputWithPast
+        output = (
+            MoeModelOutputWithPast
+            if FAMILIES[patch.spec.model_type].has_experts
+            else BaseModelOutputWithPast
+        )
         return output(last_hidden_state=hidden)
 
 
@@ -425,7 +518,11 @@ class _Head(_Called):
 @cache
 def _patched(cls: Any, by: Any) -> type:
     """A subclass with the same name: FSDP's and transformers' rules go by it."""
-    return type(cls.__name__, (by, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_rollmesh_base": cls})
+    return type(
+        cls.__name__,
+        (by, cls),
+        {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_rollmesh_base": cls},
+    )
 
 
 def _new_part(cls: Any, by: Any) -> Any:
@@ -446,7 +543,7 @@ def _check_ids(ids: Any) -> Tensor:
     return ids
 
 
-# ---------------------------------------------------------------------------------------------- public
+# ----------------------------------------------------------------------------------------- public
 def _causal_lm(model: Any) -> Any:
     """The transformers model inside a peft model, or the model itself."""
     inner = getattr(model, "_orig_mod", model)  # torch.compile
@@ -455,39 +552,57 @@ def _causal_lm(model: Any) -> Any:
     names = [cls.__name__ for cls in type(inner).__mro__]
     known = [family.architecture for family in FAMILIES.values()]
     if not any(name in names for name in known):
-        raise ConfigError(f"model: expected a transformers {' or '.join(known)}, or a peft model of one, got a {type(model).__name__}")
+        raise ConfigError(
+            f"model: expected a transformers {' or '.join(known)}, or a peft model of one, got a "
+            f"{type(model).__name__}"
+        )
     return inner
 
 
 def _patch_of(model: Any, instead: str = "") -> Patch:
     inner = _causal_lm(model)
     if not hasattr(inner.model, "_rollmesh"):
-        raise StateError(f"model: expected a patched model, got one that is not; call rollmesh.torch.patch first{instead}")
+        raise StateError(
+            "model: expected a patched model, got one that is not; call rollmesh.torch.patch "
+            f"first{instead}"
+        )
     return inner.model._rollmesh[0]  # type: ignore[no-any-return]
 
 
 def patch(
-    model: Any, *, dtype: str | None = None, isa: str | None = None, threads: int | None = None, max_model_len: int | None = None
+    model: Any,
+    *,
+    dtype: str | None = None,
+    isa: str | None = None,
+    threads: int | None = None,
+    max_model_len: int | None = None,
 ) -> Any:
     """Makes `model` compute its forward pass by the generator's kernels; returns it.
 
-    model          a transformers model of a family of docs/models.md, on the CPU or a CUDA device, or a peft model of one
-    dtype          of activations and of the weights as they are used: "bfloat16" or "float32"; None: the model's. With float32 weights
-                   and "bfloat16" the optimizer has float32 masters
+    model          a transformers model of a family of docs/models.md, on the CPU or a CUDA device,
+                   or a peft model of one
+    dtype          of activations and of the weights as they are used: "bfloat16" or "float32";
+                   None: the model's. With float32 weights and "bfloat16" the optimizer has float32
+                   masters
     isa, threads   as in rollmesh.ops; threads None: torch's
     max_model_len  most tokens of a sequence; None: max_position_embeddings. The frequencies of the
                    rope types dynamic and longrope depend on it. For these, None takes the value of
                    the first generator that weights are pushed to
 
-    ConfigError: a model or a config option that a generator refuses. StateError: the model is patched already."""
+    ConfigError: a model or a config option that a generator refuses. StateError: the model is
+    patched already."""
     inner = _causal_lm(model)
     if hasattr(inner.model, "_rollmesh"):
-        raise StateError("model: expected one that is not patched, got a patched one; unpatch it first")
+        raise StateError(
+            "model: expected one that is not patched, got a patched one; unpatch it first"
+        )
     spec = ModelSpec.from_hf(inner.config)
     parts.check(inner, spec)
     weight = inner.model.embed_tokens.weight
     known = "bfloat16" if weight.dtype == torch.bfloat16 else "float32"
-    used = getattr(torch, choice("dtype", known if dtype is None else dtype, ("bfloat16", "float32")))
+    used = getattr(
+        torch, choice("dtype", known if dtype is None else dtype, ("bfloat16", "float32"))
+    )
     most = None if max_model_len is None else integer("max_model_len", max_model_len, 1, 2**31 - 1)
     if threads is not None:
         integer("threads", threads, 1, 256)
@@ -516,7 +631,10 @@ def unpatch(model: Any) -> Any:
     inner = _causal_lm(model)
     _patch_of(model)
     if any("_rollmesh_base" not in vars(type(module)) for module, _ in _modules(inner)):
-        raise StateError("model: expected one that was not wrapped after patch, got one that fully_shard has wrapped")
+        raise StateError(
+            "model: expected one that was not wrapped after patch, got one that fully_shard has "
+            "wrapped"
+        )
     for module, _ in _modules(inner):
         module.__class__ = module.__class__._rollmesh_base
         del module._rollmesh
@@ -524,7 +642,8 @@ def unpatch(model: Any) -> Any:
 
 
 def state_dict(model: Any) -> dict[str, Tensor]:
-    """The model's weights by their Hugging Face names, for a weight sync: with LoRA the merged ones, without a graph."""
+    """The model's weights by their Hugging Face names, for a weight sync: with LoRA the merged
+    ones, without a graph."""
     inner = _causal_lm(model)
     patched = getattr(inner.model, "_rollmesh", None)
     parts.check(inner, patched[0].spec if patched else ModelSpec.from_hf(inner.config))
@@ -532,14 +651,20 @@ def state_dict(model: Any) -> dict[str, Tensor]:
         return state_of(inner)
 
 
-def push(model: Any, generator: Generator, version: int | None = None, **options: Any) -> SyncReport:
+def push(
+    model: Any, generator: Generator, version: int | None = None, **options: Any
+) -> SyncReport:
     """Calls generator.sync_weights with a patched model's weights (`state_dict`) and these options;
     cast is True. Model and generator share no memory, so a forward pass may run while another
     thread syncs, sleeps or closes the generator."""
-    instead = ", or generator.sync_weights(model.state_dict(), cast=True) sends the weights of any other"
+    instead = (
+        ", or generator.sync_weights(model.state_dict(), cast=True) sends the weights of any other"
+    )
     made = _patch_of(model, instead)
     if not isinstance(generator, Generator):
-        raise UnsupportedTensorError(f"generator: expected a rollmesh.Generator, got a {type(generator).__name__}")
+        raise UnsupportedTensorError(
+            f"generator: expected a rollmesh.Generator, got a {type(generator).__name__}"
+        )
     made.check()
     made.check_generator(generator)
     report = generator.sync_weights(state_dict(model), version, **({"cast": True} | options))
@@ -581,28 +706,46 @@ def logprobs(
     entropy: bool = False,
     routed_experts: bool = False,
 ) -> Scored:
-    """Logprobs of the tokens of a batch [B, T] under a patched model, with gradients: those that a rollout recorded for them, bit for bit,
-    on the same weights. At temperature 1 they are `logprobs`, at any other, and with kept_tokens, `sampling_logprobs`.
+    """Logprobs of the tokens of a batch [B, T] under a patched model, with gradients: those that a
+    rollout recorded for them, bit for bit, on the same weights. At temperature 1 they are
+    `logprobs`, at any other, and with kept_tokens, `sampling_logprobs`.
 
     attention_mask, position_ids  as the model takes them
-    wanted                        bool [B, T]: the tokens whose logprob is asked for, such as completions; None: all
-    kept_tokens                   integers [n, k], a row for each of the n wanted tokens in their order: what the filters (top_p, top_k,
-                                  min_p) of its draw kept, as SamplingParams(kept_tokens=True) records it. Logprobs and entropy are of
-                                  the distribution over these tokens; the first token of a sequence has no row
+    wanted                        bool [B, T]: the tokens whose logprob is asked for, such as
+                                  completions; None: all
+    kept_tokens                   integers [n, k], a row for each of the n wanted tokens in their
+                                  order: what the filters (top_p, top_k, min_p) of its draw kept, as
+                                  SamplingParams(kept_tokens=True) records it. Logprobs and entropy
+                                  are of the distribution over these tokens; the first token of a
+                                  sequence has no row
     routed_experts                also the experts of each token (MoE)"""
     made = _patch_of(model)
     input_ids = _check_ids(input_ids)
     if wanted is not None and (not isinstance(wanted, Tensor) or wanted.shape != input_ids.shape):
-        raise ShapeError(f"wanted: expected a tensor of shape {tuple(input_ids.shape)}, got {shown(getattr(wanted, 'shape', wanted))}")
+        raise ShapeError(
+            f"wanted: expected a tensor of shape {tuple(input_ids.shape)}, got "
+            f"{shown(getattr(wanted, 'shape', wanted))}"
+        )
     given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-    return _score(made, model, _Wanted(input_ids, wanted, temperature, entropy, routed_experts, kept_tokens), given)
+    return _score(
+        made,
+        model,
+        _Wanted(input_ids, wanted, temperature, entropy, routed_experts, kept_tokens),
+        given,
+    )
 
 
-def _score_labels(inner: Any, temperature: float, entropy: bool, labels: Tensor, given: dict[str, Any]) -> Scored:
-    """As `logprobs`, of labels instead of tokens; −100 is none. By the class's forward pass: that of the instance is TRL's, which in a
-    copy of the model would compute with the weights of the model it was set for."""
+def _score_labels(
+    inner: Any, temperature: float, entropy: bool, labels: Tensor, given: dict[str, Any]
+) -> Scored:
+    """As `logprobs`, of labels instead of tokens; −100 is none. By the class's forward pass: that
+    of the instance is TRL's, which in a copy of the model would compute with the weights of the
+    model it was set for."""
     if labels.shape != given["input_ids"].shape:
-        raise ShapeError(f"labels: expected a tensor of shape {tuple(given['input_ids'].shape)}, got {shown(labels.shape)}")
+        raise ShapeError(
+            f"labels: expected a tensor of shape {tuple(given['input_ids'].shape)}, got "
+            f"{shown(labels.shape)}"
+        )
     asked = _Wanted(labels, labels != -100, temperature, entropy, False)
     return _score(_patch_of(inner), partial(type(inner).forward, inner), asked, given)
 
@@ -636,7 +779,9 @@ def _score(made: Patch, forward: Any, asked: _Wanted, given: dict[str, Any]) -> 
     if asked.routed and asked.experts:
         ids = torch.stack([asked.experts[i] for i in sorted(asked.experts)], 1).short()
         experts = (
-            ids.new_full((size, *ids.shape[1:]), -1).index_copy(0, asked.rows.rows.to(ids.device), ids).view(batch, steps, *ids.shape[1:])
+            ids.new_full((size, *ids.shape[1:]), -1)
+            .index_copy(0, asked.rows.rows.to(ids.device), ids)
+            .view(batch, steps, *ids.shape[1:])
         )
     return Scored(spread(found[:, 0]), spread(found[:, 1]) if asked.entropy else None, experts)
 

@@ -1,5 +1,6 @@
-"""Packed sequences: the tokens of a batch, one a row, without its padding. All ops of a forward pass compute row by row; only attention
-knows which rows are a sequence. So a padded batch, a packed one and each sequence alone have the same bits."""
+"""Packed sequences: the tokens of a batch, one a row, without its padding. All ops of a forward
+pass compute row by row; only attention knows which rows are a sequence. So a padded batch, a packed
+one and each sequence alone have the same bits."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ class Sequences:
     shape      (B, T)
     """
 
-    def __init__(self, lengths: NDArray[np.int64], places: NDArray[np.int64] | None = None, shape: tuple[int, int] | None = None):
+    def __init__(
+        self,
+        lengths: NDArray[np.int64],
+        places: NDArray[np.int64] | None = None,
+        shape: tuple[int, int] | None = None,
+    ):
         self.lengths, self.num_rows = lengths, int(lengths.sum())
         self.starts = np.cumsum(lengths) - lengths
         self.seq_of_row = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
@@ -38,15 +44,21 @@ class Sequences:
         self._caches: dict[Any, tuple[Any, Any]] = {}
 
     @staticmethod
-    def of_batch(shape: tuple[int, int], attention_mask: Any = None, position_ids: Any = None) -> Sequences:
-        """The sequences of a batch [B, T]. Without position_ids each row of the batch is one sequence, made of the tokens whose mask is
-        not 0. With them a row may hold several: each begins where the position is 0.
+    def of_batch(
+        shape: tuple[int, int], attention_mask: Any = None, position_ids: Any = None
+    ) -> Sequences:
+        """The sequences of a batch [B, T]. Without position_ids each row of the batch is one
+        sequence, made of the tokens whose mask is not 0. With them a row may hold several: each
+        begins where the position is 0.
 
         RequestError: a mask with a hole, or positions that are not 0, 1, 2 … in each sequence."""
         kept = _kept(shape, attention_mask)
         places = np.flatnonzero(kept)
         if not len(places):
-            raise RequestError(f"attention_mask: expected at least one token, got none in a batch of {shape[0]} times {shape[1]}")
+            raise RequestError(
+                f"attention_mask: expected at least one token, got none in a batch of {shape[0]} "
+                f"times {shape[1]}"
+            )
         row = places // shape[1]
         begins = np.diff(row, prepend=-1) > 0
         if position_ids is not None:
@@ -58,12 +70,16 @@ class Sequences:
             at = int(np.flatnonzero(positions != made.positions)[0])
             where = f"[{row[at]}, {places[at] % shape[1]}]"
             raise RequestError(
-                f"position_ids: expected {made.positions[at]} at {where}, since each sequence counts from 0, got {positions[at]}"
+                f"position_ids: expected {made.positions[at]} at {where}, since each sequence "
+                f"counts from 0, got {positions[at]}"
             )
         holes = np.flatnonzero((np.diff(places, prepend=-2) != 1) & ~begins)
         if len(holes):
             where = f"[{row[holes[0]]}, {places[holes[0]] % shape[1]}]"
-            raise RequestError(f"attention_mask: expected the tokens of a sequence side by side, got a hole before {where}")
+            raise RequestError(
+                "attention_mask: expected the tokens of a sequence side by side, got a hole "
+                f"before {where}"
+            )
         return made
 
     @cached_property
@@ -79,11 +95,17 @@ class Sequences:
         return table * PAGE + self.positions % PAGE
 
     def caches(self, num_kv_heads: int, head_dim: int, like: Tensor) -> tuple[Any, Any]:
-        """(k, v) pages that hold all positions: one pair for all layers, since each layer writes what it reads."""
+        """(k, v) pages that hold all positions: one pair for all layers, since each layer writes
+        what it reads."""
         key = num_kv_heads, head_dim, like.dtype, like.device
         if key not in self._caches:
-            dtype, pages = str(like.dtype).removeprefix("torch."), int((-(-self.lengths // PAGE)).sum())
-            self._caches[key] = ops.kv_cache(pages, num_kv_heads, PAGE, head_dim, dtype=dtype, device=device_name(like))
+            dtype, pages = (
+                str(like.dtype).removeprefix("torch."),
+                int((-(-self.lengths // PAGE)).sum()),
+            )
+            self._caches[key] = ops.kv_cache(
+                pages, num_kv_heads, PAGE, head_dim, dtype=dtype, device=device_name(like)
+            )
         return self._caches[key]
 
     def forget_caches(self) -> None:
@@ -98,13 +120,17 @@ class Sequences:
         """[rows, …] → [B, T, …], zeros where there is no row."""
         size = self.shape[0] * self.shape[1]
         if self.num_rows != size:
-            rows = rows.new_zeros((size, *rows.shape[1:])).index_copy(0, self.rows.to(rows.device), rows)
+            rows = rows.new_zeros((size, *rows.shape[1:])).index_copy(
+                0, self.rows.to(rows.device), rows
+            )
         return rows.view(*self.shape, *rows.shape[1:])
 
     def pick(self, batch: Tensor) -> Tensor:
         """[B, T, …] → [rows, …], the inverse of pad."""
         flat = batch.reshape(-1, *batch.shape[2:])
-        return flat if self.num_rows == len(flat) else flat.index_select(0, self.rows.to(flat.device))
+        return (
+            flat if self.num_rows == len(flat) else flat.index_select(0, self.rows.to(flat.device))
+        )
 
     def without_last(self) -> Sequences:
         """The rows that predict a token of their sequence: all but the last of each."""
@@ -116,7 +142,11 @@ class Sequences:
 
 def _matrix(name: str, given: Any, shape: tuple[int, int]) -> NDArray[Any]:
     if not isinstance(given, Tensor) or given.is_floating_point() or given.is_complex():
-        seen = f"a tensor of {given.dtype}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+        seen = (
+            f"a tensor of {given.dtype}"
+            if isinstance(given, Tensor)
+            else f"a {type(given).__name__}"
+        )
         raise UnsupportedTensorError(f"{name}: expected a torch tensor of integers, got {seen}")
     values: NDArray[Any] = given.detach().cpu().numpy()
     if values.ndim == 1 or (values.ndim == 2 and values.shape[0] == 1):
@@ -130,7 +160,10 @@ def _kept(shape: tuple[int, int], mask: Any) -> NDArray[np.bool_]:
     if mask is None:
         return np.ones(shape, bool)
     if isinstance(mask, Tensor) and mask.ndim > 2:
-        raise ShapeError(f"attention_mask: expected 2 dims, [batch, tokens], since attention is causal, got {mask.ndim}")
+        raise ShapeError(
+            "attention_mask: expected 2 dims, [batch, tokens], since attention is causal, got "
+            f"{mask.ndim}"
+        )
     if isinstance(mask, Tensor) and mask.is_floating_point():
         mask = mask != 0
     if isinstance(mask, Tensor) and tuple(mask.shape) != shape:

@@ -1,12 +1,16 @@
-"""How a trainer calls vLLM: the four calls of a weight update, and a pause around them where it is necessary.
+"""How a trainer calls vLLM: the four calls of a weight update, and a pause around them where it is
+necessary.
 
     vllm.LLM, vllm.AsyncLLM     their calls take request objects; AsyncLLM's are awaited
-    a server's URL              its endpoints for trainers, which exist only with VLLM_SERVER_DEV_MODE=1 and need no password: bind it to
-                                loopback or a network of your own
-    any other object            the four calls with plain dicts, as vLLM's own trainers make them; the caller pauses
+    a server's URL              its endpoints for trainers, which exist only with
+                                VLLM_SERVER_DEV_MODE=1 and need no password: bind it to loopback or
+                                a network of your own
+    any other object            the four calls with plain dicts, as vLLM's own trainers make them;
+                                the caller pauses
 
-Where experts span data parallel ranks, these ranks step together and also take an update together. vLLM delivers a call to each rank at a
-time of its own, possibly while other ranks are in a step that needs all ranks; that would be a deadlock. While paused, no rank steps.
+Where experts span data parallel ranks, these ranks step together and also take an update together.
+vLLM delivers a call to each rank at a time of its own, possibly while other ranks are in a step
+that needs all ranks; that would be a deadlock. While paused, no rank steps.
 """
 
 from __future__ import annotations
@@ -23,17 +27,26 @@ from rollmesh import errors
 from rollmesh.errors import ConfigError, Error, SyncAbortedError
 from rollmesh.runtime.messages import reason, shown
 
-CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+CALLS = (
+    "init_weight_transfer_engine",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+)
 OURS = re.compile(rf"\b({'|'.join(errors.__all__)}): ")
 
 
 def client_of(client: Any, timeout: float) -> Any:
-    """An object with the four calls and `spans` (whether an update needs a pause); unless the client has only the four calls, also with
-    serving() → versions that its workers serve, hold() → whether it had to pause, and release()."""
+    """An object with the four calls and `spans` (whether an update needs a pause); unless the
+    client has only the four calls, also with serving() → versions that its workers serve, hold() →
+    whether it had to pause, and release()."""
     if isinstance(client, str):
         return _Server(client, timeout)
     if lacking := [name for name in CALLS if not callable(getattr(client, name, None))]:
-        raise ConfigError(f"client: expected vLLM's LLM or its four calls, got a {type(client).__name__} without {', '.join(lacking)}")
+        raise ConfigError(
+            f"client: expected vLLM's LLM or its four calls, got a {type(client).__name__} "
+            f"without {', '.join(lacking)}"
+        )
     if "request" not in inspect.signature(client.init_weight_transfer_engine).parameters:
         return _Plain(client)
     return _Offline(client) if hasattr(client, "llm_engine") else _Awaited(client)
@@ -47,15 +60,24 @@ class _Plain:
     spans = False
 
     def __init__(self, client: Any):
-        self.init_weight_transfer_engine, self.update_weights = client.init_weight_transfer_engine, client.update_weights
-        self.start_weight_update, self.finish_weight_update = client.start_weight_update, client.finish_weight_update
+        self.init_weight_transfer_engine, self.update_weights = (
+            client.init_weight_transfer_engine,
+            client.update_weights,
+        )
+        self.start_weight_update, self.finish_weight_update = (
+            client.start_weight_update,
+            client.finish_weight_update,
+        )
 
 
 class _Requests:
     """Returns what vLLM returns, which may have to be awaited."""
 
     def __init__(self, engine: Any, config: Any):
-        self.start_weight_update, self.finish_weight_update = engine.start_weight_update, engine.finish_weight_update
+        self.start_weight_update, self.finish_weight_update = (
+            engine.start_weight_update,
+            engine.finish_weight_update,
+        )
         self._engine = engine
         self.spans = config.parallel_config.data_parallel_size > 1
 
@@ -112,9 +134,14 @@ class _Server:
 
     def __init__(self, url: str, timeout: float):
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"client: expected the URL of a vLLM server, such as http://127.0.0.1:8000, got {shown(url)}")
+            raise ConfigError(
+                "client: expected the URL of a vLLM server, such as http://127.0.0.1:8000, got "
+                f"{shown(url)}"
+            )
         self._url, self._timeout = url.rstrip("/"), timeout
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignore http_proxy
+        self._opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({})
+        )  # ignore http_proxy
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._ask("init_weight_transfer_engine", {"init_info": init_info})
@@ -142,21 +169,26 @@ class _Server:
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> bytes:
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self._url}/{path}", None if body is None else json.dumps(body).encode(), headers)
+        request = urllib.request.Request(
+            f"{self._url}/{path}", None if body is None else json.dumps(body).encode(), headers
+        )
         try:
             with self._opener.open(request, timeout=self._timeout) as response:
                 answer: bytes = response.read()
                 return answer
         except urllib.error.HTTPError as error:
             hint = "; start the server with VLLM_SERVER_DEV_MODE=1" if error.code == 404 else ""
-            raise SyncAbortedError(f"{self._url}/{path}: {error.code} {error.read()[:4000].decode(errors='replace')}{hint}") from error
+            raise SyncAbortedError(
+                f"{self._url}/{path}: {error.code} "
+                f"{error.read()[:4000].decode(errors='replace')}{hint}"
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             raise SyncAbortedError(f"{self._url}/{path}: {reason(error)}") from error
 
 
 def typed(error: BaseException) -> BaseException:
-    """vLLM's exception contains the text of what a worker raised. If it names a class of rollmesh, an exception of that class; the last
-    name in it is the original error of another rank."""
+    """vLLM's exception contains the text of what a worker raised. If it names a class of rollmesh,
+    an exception of that class; the last name in it is the original error of another rank."""
     names = OURS.findall(str(error)) if isinstance(error, Exception) else []
     if not names or (isinstance(error, Error) and type(error) is not SyncAbortedError):
         return error

@@ -1,6 +1,8 @@
-"""The releases of vLLM that rollmesh serves: the newest and the one before. What differs between them, in one table.
+"""The releases of vLLM that rollmesh serves: the newest and the one before. What differs between
+them, in one table.
 
-A release is let in once the tests have run on it: tests/test_vllm_*.py, in an environment that `VLLM=… .ci/vllm` makes.
+A release is let in once the tests have run on it: tests/test_vllm_*.py, in an environment that
+`VLLM=… .ci/vllm` makes.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from typing import NamedTuple
 
 class Release(NamedTuple):
     torch: str  # that its wheel was built for
-    refuses_unknown_ids: bool  # token ids outside the vocabulary, in the front end, for the whole call; else the engine ends the request
+    # token ids outside the vocabulary, in the front end, for the whole call; else the engine ends
+    # the request
+    refuses_unknown_ids: bool
 
 
 RELEASES = {

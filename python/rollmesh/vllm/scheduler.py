@@ -1,11 +1,14 @@
-"""vLLM's schedulers, extended: a request that the worker reports as failed ends alone, with the reason.
+"""vLLM's schedulers, extended: a request that the worker reports as failed ends alone, with the
+reason.
 
-An exception in execute_model would end the whole engine. So a ModelRunnerOutput may have, only if requests have failed, the attribute
+An exception in execute_model would end the whole engine. So a ModelRunnerOutput may have, only if
+requests have failed, the attribute
 
     rollmesh_failed: dict[request id, message]
 
-These requests end with finish_reason "error" and the message as stop_reason. Their KV pages are evicted from the prefix cache, to which
-vLLM adds a page when it allocates it, before it is computed. Requests with streaming input are failed here, at their first step.
+These requests end with finish_reason "error" and the message as stop_reason. Their KV pages are
+evicted from the prefix cache, to which vLLM adds a page when it allocates it, before it is
+computed. Requests with streaming input are failed here, at their first step.
 
 vLLM counts the cached tokens of a prompt when it schedules them. The worker recomputes pages of
 older weights, so it returns the number of tokens that the cache served:
@@ -67,12 +70,17 @@ class EndsFailed:
                 events=request.take_events(),
                 trace_headers=request.trace_headers,
             )
-            more = sum(part is not None for part in request.streaming_queue or ())  # the front end waits for an end of each
-            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.extend([end] * (1 + more))
+            more = sum(
+                part is not None for part in request.streaming_queue or ()
+            )  # the front end waits for an end of each
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.extend(
+                [end] * (1 + more)
+            )
         return outputs
 
     def _end(self, failed: dict[str, str]) -> list[Any]:
-        """Before vLLM reads the step's tokens; it skips requests that have ended, as it does aborted ones."""
+        """Before vLLM reads the step's tokens; it skips requests that have ended, as it does
+        aborted ones."""
         for request_id in failed:
             if request_id in self.requests:
                 pages = self.kv_cache_manager.get_block_ids(request_id)

@@ -1,16 +1,20 @@
-"""HTTP middleware that reports why a request failed. vLLM's servers answer a request with finish_reason "error" by 500 "Internal server
-error" (in a stream: by an event) and drop the stop_reason, in which the scheduler has put the reason (GenerateBaseServing._raise_if_error).
-The platform sets the default of vLLM's --middleware option to
+"""HTTP middleware that reports why a request failed. vLLM's servers answer a request with
+finish_reason "error" by 500 "Internal server error" (in a stream: by an event) and drop the
+stop_reason, in which the scheduler has put the reason (GenerateBaseServing._raise_if_error). The
+platform sets the default of vLLM's --middleware option to
 
     rollmesh.vllm.serve.Reasons
 
-For such an answer it asks the workers for the reason (collective_rpc) and replaces message and status; all other answers are unchanged.
+For such an answer it asks the workers for the reason (collective_rpc) and replaces message and
+status; all other answers are unchanged.
 
     400  the request's own fault; it can never be served as it is
-    503  no step was possible: weights are missing, asleep or incomplete. The request may be served later
+    503  no step was possible: weights are missing, asleep or incomplete. The request may be served
+         later
     500  anything else
 
-With several data parallel ranks vLLM returns the reasons of the first rank's workers only; vLLM's message stays for the others.
+With several data parallel ranks vLLM returns the reasons of the first rank's workers only; vLLM's
+message stays for the others.
 """
 
 from __future__ import annotations
@@ -75,8 +79,16 @@ class _Answer:
         if event:
             return EVENT + said + END
         if self._head is not None:
-            others = [(name, value) for name, value in self._head.get("headers", ()) if name.lower() != b"content-length"]
-            self._head = {**self._head, "status": status, "headers": [*others, (b"content-length", b"%d" % len(said))]}
+            others = [
+                (name, value)
+                for name, value in self._head.get("headers", ())
+                if name.lower() != b"content-length"
+            ]
+            self._head = {
+                **self._head,
+                "status": status,
+                "headers": [*others, (b"content-length", b"%d" % len(said))],
+            }
         return said
 
     async def _why(self) -> str | None:
@@ -85,7 +97,9 @@ class _Answer:
         if known is None or client is None:
             return None
         try:  # not vLLM's own timeout, which would leave unread replies behind
-            words = await asyncio.wait_for(client.collective_rpc("why_failed", None, (known.request_id,)), WAIT_SECONDS)
+            words = await asyncio.wait_for(
+                client.collective_rpc("why_failed", None, (known.request_id,)), WAIT_SECONDS
+            )
         except Exception:  # noqa: BLE001 (the engine has ended or is busy: vLLM's message stays)
             return None
         return next((word for word in words if word is not None), None)
@@ -97,7 +111,11 @@ def _bare(text: bytes) -> dict[str, Any] | None:
         said = json.loads(text)
     except ValueError:
         return None
-    bare = isinstance(said, dict) and isinstance(error := said.get("error"), dict) and error.get("message") == BARE
+    bare = (
+        isinstance(said, dict)
+        and isinstance(error := said.get("error"), dict)
+        and error.get("message") == BARE
+    )
     return said if bare else None
 
 

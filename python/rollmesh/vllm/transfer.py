@@ -1,5 +1,5 @@
-"""The weight transfer engine that vLLM's factory makes for backend "rollmesh": receives a trainer's buckets and stages their tensors.
-weight_updates.py has the order of the calls and the commit.
+"""The weight transfer engine that vLLM's factory makes for backend "rollmesh": receives a trainer's
+buckets and stages their tensors. weight_updates.py has the order of the calls and the commit.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._folder: DeltaReader | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """With transport="distributed" it returns once the trainer and all workers are connected."""
+        """With transport="distributed" it returns once the trainer and all workers are
+        connected."""
         self.shutdown()
         if init_info.transport == "distributed":
             self._group = self._updates.on_all_ranks("joining the trainer", self._join, init_info)
         if init_info.folder is not None:
-            self._folder = self._updates.on_all_ranks("the folder of weights", DeltaReader, init_info.folder)
+            self._folder = self._updates.on_all_ranks(
+                "the folder of weights", DeltaReader, init_info.folder
+            )
         self._info = init_info
 
     def _join(self, info: InitInfo) -> Group:
@@ -55,8 +58,13 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         assert info.master_port is not None
         assert info.world_size is not None
         if rank >= info.world_size:
-            raise ConfigError(f"world_size: expected the trainer and all workers, got {info.world_size}; this worker is rank {rank}")
-        return Group.joining(info.master_address, info.master_port, rank, info.world_size, info.timeout)
+            raise ConfigError(
+                f"world_size: expected the trainer and all workers, got {info.world_size}; this "
+                f"worker is rank {rank}"
+            )
+        return Group.joining(
+            info.master_address, info.master_port, rank, info.world_size, info.timeout
+        )
 
     def parse_init_info(self, init_dict: Any) -> InitInfo:
         return info_of(InitInfo, init_dict, ConfigError)
@@ -76,7 +84,9 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._updates.drop(f"the trainer gave up: {update_info.abort}")
             return
         if self._folder is not None:
-            version = self._updates.on_all_ranks("reading the folder of weights", self._refresh, update_info)
+            version = self._updates.on_all_ranks(
+                "reading the folder of weights", self._refresh, update_info
+            )
             self._updates.require_equal("a version of the folder", version)
             self._updates.stage(self._folder, version, self._options())
             return
@@ -87,11 +97,14 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         assert self._folder is not None
         version = self._folder.refresh()
         if info.version not in (None, version):
-            raise VersionError(f"version: expected the newest in the folder, {version}, got {info.version}")
+            raise VersionError(
+                f"version: expected the newest in the folder, {version}, got {info.version}"
+            )
         return version
 
     def _tensors(self, info: UpdateInfo) -> ReceivedTensors:
-        """The tensors of a bucket. Lent tensors are opened later: no rank may wait for others while it has them open."""
+        """The tensors of a bucket. Lent tensors are opened later: no rank may wait for others while
+        it has them open."""
         data = self._data(info)
         manifest = parse(info.description.encode(errors="surrogatepass"), data.size)
         what = "a bucket of weights"
@@ -99,17 +112,23 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
             if self._segment is None:
                 raise FormatError("transport: expected 'shm' with lent tensors, got 'distributed'")
             if self._updates.device == "cpu":
-                raise ConfigError(f"lent tensors: expected a worker on a GPU, got one on the CPU{REMEDY}")
+                raise ConfigError(
+                    f"lent tensors: expected a worker on a GPU, got one on the CPU{REMEDY}"
+                )
             what = f"bucket {manifest.loan.number} of {self._segment.path}"
         tensors = ReceivedTensors(remedy=REMEDY)
         tensors.receive(manifest, data, self._segment, what)
         return tensors
 
     def require_sender(self, info: UpdateInfo) -> None:
-        """StateError for a bucket of another sender than the one that called init_weight_transfer_engine last."""
+        """StateError for a bucket of another sender than the one that called
+        init_weight_transfer_engine last."""
         if info.sender != (begun := self._required_info().sender):
             first = "call init_weight_transfer_engine first"
-            raise StateError(f"a bucket of sender {shown(info.sender)} in the update of sender {shown(begun)}; {first}")
+            raise StateError(
+                f"a bucket of sender {shown(info.sender)} in the update of sender {shown(begun)}; "
+                f"{first}"
+            )
 
     def is_held(self, sender: str | None) -> bool:
         """Whether the open update belongs to another trainer that is still alive."""
@@ -129,22 +148,36 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if self._required_info().transport == "shm":
             return self._mapped(info.segment, info.nonce).tensors(info.size)
         if self._group is None:
-            raise StateError("the group of trainer and workers is closed: call init_weight_transfer_engine again")
+            raise StateError(
+                "the group of trainer and workers is closed: call init_weight_transfer_engine again"
+            )
         data = np.empty(info.size, np.uint8)
         self._group.broadcast(data)
         return data
 
     def _mapped(self, name: Any, nonce: Any) -> MappedSegment:
-        """The segment of that name; stays mapped until another is named, since the trainer unlinks it."""
-        if not isinstance(name, str) or not SEGMENT.fullmatch(name) or not isinstance(nonce, str) or not NONCE.fullmatch(nonce):
-            raise FormatError(f"expected the segment and nonce of a WeightSender, got segment {shown(name)} and nonce {shown(nonce)}")
+        """The segment of that name; stays mapped until another is named, since the trainer unlinks
+        it."""
+        if (
+            not isinstance(name, str)
+            or not SEGMENT.fullmatch(name)
+            or not isinstance(nonce, str)
+            or not NONCE.fullmatch(nonce)
+        ):
+            raise FormatError(
+                f"expected the segment and nonce of a WeightSender, got segment {shown(name)} and "
+                f"nonce {shown(nonce)}"
+            )
         if self._segment is None or self._segment.path.name != name:
             self.end_weight_update()
             path = segment.FOLDER / name
             try:
                 self._segment = MappedSegment(path, nonce)
             except FileNotFoundError as error:
-                raise AuthError(f"{path} does not exist; with transport='shm' trainer and workers must be on one machine") from error
+                raise AuthError(
+                    f"{path} does not exist; with transport='shm' trainer and workers must be on "
+                    "one machine"
+                ) from error
         return self._segment
 
     def finish_weight_update(self) -> None:

@@ -1,16 +1,20 @@
-"""The worker's side of weight updates: the methods that vLLM calls on every worker, over rollmesh's syncs (rollmesh/weights/updates.py).
-A set is staged and then committed by one swap on all ranks. Until the swap, and if any part of the set is wrong, the old version serves.
+"""The worker's side of weight updates: the methods that vLLM calls on every worker, over rollmesh's
+syncs (rollmesh/weights/updates.py). A set is staged and then committed by one swap on all ranks.
+Until the swap, and if any part of the set is wrong, the old version serves.
 
     init_weight_transfer_engine ─► start_weight_update ─► update_weights … ─► finish_weight_update
-                                       ▲                        │ an error ends the update on all ranks
-                                       └────────────────────────┘
-    model.load_weights(pairs), any number of times; committed at the next step, at a repeated name, or by process_weights_after_loading
+                                       ▲                        │ an error ends the update on all
+                                                                ranks └────────────────────────┘
+    model.load_weights(pairs), any number of times; committed at the next step, at a repeated name,
+    or by process_weights_after_loading
 
-The version number is rollmesh's, an integer that increases; the trainer gives it, or it is the next one. The label ("step-1") is vLLM's:
-the engine core keeps it, and finish_weight_update(weight_version) sets it once all workers have committed.
+The version number is rollmesh's, an integer that increases; the trainer gives it, or it is the next
+one. The label ("step-1") is vLLM's: the engine core keeps it, and
+finish_weight_update(weight_version) sets it once all workers have committed.
 
-All ranks make the same calls, and what one refuses all refuse. Only one worker of an executor raises: vLLM's multiprocess executor
-stops reading replies at the first failure and would take the unread ones for replies to its next call.
+All ranks make the same calls, and what one refuses all refuse. Only one worker of an executor
+raises: vLLM's multiprocess executor stops reading replies at the first failure and would take the
+unread ones for replies to its next call.
 """
 
 from __future__ import annotations
@@ -33,9 +37,11 @@ from rollmesh.weights.transport.tensors import pair_of
 from rollmesh.weights.updates import Sync, Weights
 
 BACKEND = "rollmesh"
-# vLLM's own workers treat levels above 2 as 2. vLLM has paused generation by then, so refusing them would leave it paused.
+# vLLM's own workers treat levels above 2 as 2. vLLM has paused generation by then, so refusing them
+# would leave it paused.
 KEPT, DROPPED = 1, 2
-# verl answers a bucket once load_weights has returned, and its trainer waits for the answer without a timeout.
+# verl answers a bucket once load_weights has returned, and its trainer waits for the answer without
+# a timeout.
 VERL_EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
 TAGS = {"weights": PARTS["weights"], "kv_cache": PARTS["kv"]}
 
@@ -47,16 +53,23 @@ def register_engine() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "rollmesh.vllm.transfer", "TransferEngine")
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "rollmesh.vllm.transfer", "TransferEngine"
+        )
 
 
 def answers(parallel: Any, rank: int) -> bool:
-    """Whether this worker is the one of its executor that raises. With an external launcher each process is an executor."""
-    return bool(parallel.distributed_executor_backend == "external_launcher" or rank == parallel.world_size - 1)
+    """Whether this worker is the one of its executor that raises. With an external launcher each
+    process is an executor."""
+    return bool(
+        parallel.distributed_executor_backend == "external_launcher"
+        or rank == parallel.world_size - 1
+    )
 
 
 def _replies(method: Callable[..., None]) -> Callable[..., None]:
-    """vLLM passes on the text of an exception and not its class, so the text begins with the class. Only one worker raises."""
+    """vLLM passes on the text of an exception and not its class, so the text begins with the class.
+    Only one worker raises."""
 
     @wraps(method)
     def reply(self: WeightUpdates, *args: Any, **options: Any) -> None:
@@ -80,13 +93,16 @@ class _Hosted:
 
 
 class WeightUpdates:
-    """One worker's weight updates. `engine` is this rank's; `rank` counts the workers of one executor."""
+    """One worker's weight updates. `engine` is this rank's; `rank` counts the workers of one
+    executor."""
 
     def __init__(self, engine: RankEngine, vllm_config: Any, rank: int):
         self._engine, self.vllm_config = engine, vllm_config
         parallel = vllm_config.parallel_config
         self.rank = rank
-        self.number = parallel.data_parallel_index * parallel.world_size + rank  # among the workers of all data parallel ranks
+        self.number = (
+            parallel.data_parallel_index * parallel.world_size + rank
+        )  # among the workers of all data parallel ranks
         self._answers = answers(parallel, rank)
         self.weights = Weights(engine, _Hosted())  # type: ignore[arg-type]
         self.model = ServedModel(self)
@@ -103,14 +119,19 @@ class WeightUpdates:
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
         if config.backend != BACKEND:
-            raise ConfigError(f"weight_transfer_config.backend: expected {BACKEND!r}, got {shown(config.backend)}")
+            raise ConfigError(
+                f"weight_transfer_config.backend: expected {BACKEND!r}, got {shown(config.backend)}"
+            )
         register_engine()
-        return WeightTransferEngineFactory.create_engine(config, self.vllm_config, torch.device("cpu"), self.model)
+        return WeightTransferEngineFactory.create_engine(
+            config, self.vllm_config, torch.device("cpu"), self.model
+        )
 
-    # ---------------------------------------------------------------------------------------- what vLLM calls
+    # ----------------------------------------------------------------------------- what vLLM calls
     @_replies
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """A trainer begins. Drops an update that another trainer left open; StateError if that trainer is alive and has sent a part."""
+        """A trainer begins. Drops an update that another trainer left open; StateError if that
+        trainer is alive and has sent a part."""
         transfer = self._configured()
         info = self.on_all_ranks("the info of a trainer", transfer.parse_init_info, init_info)
         self.require_equal("a trainer", info.sender)
@@ -124,11 +145,19 @@ class WeightUpdates:
         self.on_all_ranks("an update's beginning", self._require_free, transfer, None)
         if self._set is not None:
             self.drop("another update was started")
-            self._refuse("start_weight_update within an update, which is dropped now; call finish_weight_update before the next")
+            self._refuse(
+                "start_weight_update within an update, which is dropped now; call "
+                "finish_weight_update before the next"
+            )
         if self._engine.stats()["asleep"] & PARTS["weights"]:
-            self._refuse("start_weight_update while the weights are asleep; call wake_up(tags=['weights']) first")
+            self._refuse(
+                "start_weight_update while the weights are asleep; call wake_up(tags=['weights']) "
+                "first"
+            )
         transfer.start_weight_update()
-        self._updating = True  # it may be so already: an update without a bucket belongs to no trainer yet
+        self._updating = (
+            True  # it may be so already: an update without a bucket belongs to no trainer yet
+        )
 
     @_replies
     def start_draft_weight_update(self) -> None:
@@ -136,14 +165,20 @@ class WeightUpdates:
 
     @_replies
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """One bucket. Of a list each worker takes its own, in the order of data parallel ranks and workers."""
+        """One bucket. Of a list each worker takes its own, in the order of data parallel ranks and
+        workers."""
         transfer = self._configured()
         if not self._updating:
-            self._refuse("update_weights without an open update; call start_weight_update first. An error ends an update")
+            self._refuse(
+                "update_weights without an open update; call start_weight_update first. An error "
+                "ends an update"
+            )
         with self._dropping():
             info = self.on_all_ranks("the info of a bucket", self._own, transfer, update_info)
             self.require_equal("a bucket of weights", (info.sender, info.version, info.abort))
-        self.on_all_ranks("the sender of a bucket", transfer.require_sender, info)  # refuses a bucket; the update stays open
+        self.on_all_ranks(
+            "the sender of a bucket", transfer.require_sender, info
+        )  # refuses a bucket; the update stays open
         with self._dropping():
             transfer.update_weights(info)
 
@@ -152,7 +187,10 @@ class WeightUpdates:
         """Commits on all ranks or on none."""
         transfer = self._configured()
         if not self._updating:
-            self._refuse("finish_weight_update without an open update; call start_weight_update first. An error ends an update")
+            self._refuse(
+                "finish_weight_update without an open update; call start_weight_update first. An "
+                "error ends an update"
+            )
         try:
             transfer.finish_weight_update()
         finally:
@@ -161,7 +199,9 @@ class WeightUpdates:
     @_replies
     def shutdown_weight_transfer_engine(self) -> None:
         if self._updating:
-            self._refuse("shutdown_weight_transfer_engine within an update; call finish_weight_update first")
+            self._refuse(
+                "shutdown_weight_transfer_engine within an update; call finish_weight_update first"
+            )
         if self._transfer is not None:
             self._transfer.shutdown()
 
@@ -170,7 +210,8 @@ class WeightUpdates:
         return self.weights.version
 
     def compute_weight_checksums(self) -> dict[str, str]:
-        """The digest of all weights, from one worker of each data parallel rank; it does not depend on the mesh."""
+        """The digest of all weights, from one worker of each data parallel rank; it does not depend
+        on the mesh."""
         version, digest, *_ = self._engine.sync_state()
         number = self.vllm_config.parallel_config.data_parallel_index
         return {f"dp{number}": f"{digest:016x}"} if self.rank == 0 and version is not None else {}
@@ -181,10 +222,14 @@ class WeightUpdates:
 
     @_replies
     def sleep(self, level: int = 1) -> None:
-        """1: frees the KV cache and moves weights from a GPU to host memory, from which wake_up restores them. On the CPU they stay awake,
-        and an open update stays open. 2: frees both; weights have to be pushed again."""
+        """1: frees the KV cache and moves weights from a GPU to host memory, from which wake_up
+        restores them. On the CPU they stay awake, and an open update stays open. 2: frees both;
+        weights have to be pushed again."""
         if not isinstance(level, int) or level < KEPT:
-            raise ConfigError(f"sleep level: expected {KEPT} (keeps weights) or {DROPPED} (frees weights and KV cache), got {shown(level)}")
+            raise ConfigError(
+                f"sleep level: expected {KEPT} (keeps weights) or {DROPPED} (frees weights and KV "
+                f"cache), got {shown(level)}"
+            )
         if level == KEPT and self._engine.stats()["device"] == "cpu":
             self._rest(PARTS["kv"], False)
         else:
@@ -202,13 +247,15 @@ class WeightUpdates:
         self._rest(_mask(tags), False)
 
     def commit_open_sync(self) -> None:
-        """Called before a step: commits the set that load_weights has pushed. IncompleteSyncError drops it; the old version serves."""
+        """Called before a step: commits the set that load_weights has pushed. IncompleteSyncError
+        drops it; the old version serves."""
         self._held = None  # of a set that its trainer has left
         self.weights.commit_open_sync()
 
     @_replies
     def finish_load(self) -> None:
-        """Called by a trainer that has loaded all: the same, or the error that load_weights has kept."""
+        """Called by a trainer that has loaded all: the same, or the error that load_weights has
+        kept."""
         held, self._held = self._held, None
         if held is not None:
             raise held
@@ -216,15 +263,19 @@ class WeightUpdates:
 
     @_replies
     def forbid(self, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """The model's compute_logits is replaced. ConfigError if the new one does more than to forbid tokens; the old one stays then."""
-        self.model.never_drawn, self.model._edit = _forbidden_by(edit, self.vllm_config.model_config.get_vocab_size()), edit
+        """The model's compute_logits is replaced. ConfigError if the new one does more than to
+        forbid tokens; the old one stays then."""
+        self.model.never_drawn, self.model._edit = (
+            _forbidden_by(edit, self.vllm_config.model_config.get_vocab_size()),
+            edit,
+        )
 
     def shutdown(self) -> None:
         """The worker is being closed."""
         if self._transfer is not None:
             self._transfer.shutdown()
 
-    # ---------------------------------------------------------------------------------------- for the transfer engine
+    # --------------------------------------------------------------------- for the transfer engine
     def on_all_ranks(self, where: str, action: Callable[..., T], *args: Any) -> T:
         """As Weights.on_all_ranks."""
         return self.weights.on_all_ranks(where, action, *args)
@@ -238,8 +289,11 @@ class WeightUpdates:
         """This rank's device: "cpu" or "cuda:N"."""
         return self._engine.stats()["device"]
 
-    def stage(self, bucket: Mapping[str, Any], version: int | None, options: dict[str, Any]) -> None:
-        """Stages a bucket of the open update; its first bucket begins the sync. A rank keeps lent tensors open only while it reads."""
+    def stage(
+        self, bucket: Mapping[str, Any], version: int | None, options: dict[str, Any]
+    ) -> None:
+        """Stages a bucket of the open update; its first bucket begins the sync. A rank keeps lent
+        tensors open only while it reads."""
         if self._set is None:
             self._begin(version, options)
         assert self._set is not None
@@ -273,20 +327,30 @@ class WeightUpdates:
             self._transfer.end_weight_update()
 
     def _begin(self, version: int | None, options: dict[str, Any]) -> None:
-        begun = Sync(self.weights, lambda _: nullcontext(), SyncOptions(version=version, inflight="keep", **options))
+        begun = Sync(
+            self.weights,
+            lambda _: nullcontext(),
+            SyncOptions(version=version, inflight="keep", **options),
+        )
         begun.scoped = True  # steps leave it open
         self.weights.begin(begun)
         self._set = begun
 
-    # ---------------------------------------------------------------------------------------- inside a reply
+    # ------------------------------------------------------------------------------ inside a reply
     def _configured(self) -> Any:
         if self._transfer is None:
-            self._refuse(f"no weight transfer: make the engine with weight_transfer_config=WeightTransferConfig(backend={BACKEND!r})")
+            self._refuse(
+                "no weight transfer: make the engine with "
+                f"weight_transfer_config=WeightTransferConfig(backend={BACKEND!r})"
+            )
         return self._transfer
 
     def _require_free(self, transfer: Any, sender: str | None) -> None:
         if self._set is not None and transfer.is_held(sender):
-            self._refuse("another trainer's update is open and its sender is alive; wait until it has finished or ended")
+            self._refuse(
+                "another trainer's update is open and its sender is alive; wait until it has "
+                "finished or ended"
+            )
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
@@ -301,7 +365,10 @@ class WeightUpdates:
         if not isinstance(update_info, list):
             return transfer.parse_update_info(update_info)
         if self.number >= len(update_info):
-            raise FormatError(f"update_info: expected one for each worker, got a list of {len(update_info)}; this is worker {self.number}")
+            raise FormatError(
+                f"update_info: expected one for each worker, got a list of {len(update_info)}; "
+                f"this is worker {self.number}"
+            )
         return transfer.parse_update_info(update_info[self.number])
 
     def _rest(self, parts: int, keep: bool) -> None:
@@ -315,10 +382,11 @@ class WeightUpdates:
     def _refuse(why: str) -> None:
         raise StateError(why)
 
-    # ---------------------------------------------------------------------------------------- model.load_weights
+    # -------------------------------------------------------------------------- model.load_weights
     def load(self, pairs: Iterable[tuple[str, Any]]) -> set[str]:
-        """Converts other float dtypes, as vLLM's loaders do. Returns the names that were loaded. Under verl the first error of a set is
-        kept for finish_load, and the rest of the set is not read."""
+        """Converts other float dtypes, as vLLM's loaders do. Returns the names that were loaded.
+        Under verl the first error of a set is kept for finish_load, and the rest of the set is not
+        read."""
         taken: set[str] = set()
         if not self._waits_for_each:
             self._load(pairs, taken)
@@ -327,7 +395,9 @@ class WeightUpdates:
                 self._push_all(pairs, taken)
             except Exception as error:  # noqa: BLE001 (raised by finish_load; on all ranks alike, so that none goes on)
                 self._held = error if isinstance(error, Error) else Error(reason(error))
-                error.__traceback__ = None  # its frames hold the tensors, whose memory verl closes now
+                error.__traceback__ = (
+                    None  # its frames hold the tensors, whose memory verl closes now
+                )
         return taken
 
     @_replies
@@ -339,10 +409,14 @@ class WeightUpdates:
             self._refuse("load_weights within an update; call finish_weight_update first")
         for entry in _each(pairs):
             if self._loaded is None or self._loaded.closed is not None:
-                self._loaded = Sync(self.weights, lambda _: nullcontext(), SyncOptions(cast=True, inflight="keep"))
+                self._loaded = Sync(
+                    self.weights, lambda _: nullcontext(), SyncOptions(cast=True, inflight="keep")
+                )
                 self.weights.begin(self._loaded)
             try:
-                if isinstance(entry, Exception):  # raised here, since other ranks wait for this rank to begin the sync and push
+                if isinstance(
+                    entry, Exception
+                ):  # raised here, since other ranks wait for this rank to begin the sync and push
                     raise entry
                 self._loaded.push(*entry)
             except Exception as error:  # drop the set: no later step may commit the rest of it
@@ -371,9 +445,11 @@ def _mask(tags: Any) -> int:
 
 
 class ServedModel(torch.nn.Module):
-    """What vLLM and trainers get as `worker.model_runner.model`. It has no parameters; the engine has them, each rank its shard.
+    """What vLLM and trainers get as `worker.model_runner.model`. It has no parameters; the engine
+    has them, each rank its shard.
 
-    `compute_logits` may be replaced, as verl does, by a function that sets the logits of some tokens to -inf: they are never drawn then."""
+    `compute_logits` may be replaced, as verl does, by a function that sets the logits of some
+    tokens to -inf: they are never drawn then."""
 
     never_drawn: NDArray[np.int32]  # ascending token ids
 
@@ -394,7 +470,8 @@ class ServedModel(torch.nn.Module):
 
     @property
     def compute_logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Takes logits [rows, vocab] and returns a copy. ConfigError if it is replaced by what does more than to forbid tokens."""
+        """Takes logits [rows, vocab] and returns a copy. ConfigError if it is replaced by what does
+        more than to forbid tokens."""
         return self._edit
 
     @compute_logits.setter
@@ -402,25 +479,39 @@ class ServedModel(torch.nn.Module):
         self._updates.forbid(edit)
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
-        """Stages tensors by their Hugging Face names, one or many per call. The set is committed at the next step, at a repeated name or by
-        process_weights_after_loading; if it is incomplete then, IncompleteSyncError is raised and the old version serves."""
+        """Stages tensors by their Hugging Face names, one or many per call. The set is committed at
+        the next step, at a repeated name or by process_weights_after_loading; if it is incomplete
+        then, IncompleteSyncError is raised and the old version serves."""
         return self._updates.load(weights)
 
     def process_weights_after_loading(self) -> None:
-        """Commits what was loaded. vLLM's function of this name calls it, and verl calls that after each set."""
+        """Commits what was loaded. vLLM's function of this name calls it, and verl calls that after
+        each set."""
         self._updates.finish_load()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise StateError("this module is for load_weights only; the engine runs the forward pass")
 
 
-def _forbidden_by(edit: Callable[[torch.Tensor], torch.Tensor], vocab_size: int) -> NDArray[np.int32]:
+def _forbidden_by(
+    edit: Callable[[torch.Tensor], torch.Tensor], vocab_size: int
+) -> NDArray[np.int32]:
     """The tokens that `edit` sets to -inf, tried on two rows."""
     given = torch.stack([torch.zeros(vocab_size), torch.arange(float(vocab_size))])
     edited = edit(given.clone())
     out = torch.isneginf(edited)
-    if edited.shape != given.shape or not torch.equal(out[0], out[1]) or not torch.equal(edited, given.masked_fill(out, -torch.inf)):
-        raise ConfigError("compute_logits: expected a function that sets the logits of certain tokens to -inf, got one that does more")
+    if (
+        edited.shape != given.shape
+        or not torch.equal(out[0], out[1])
+        or not torch.equal(edited, given.masked_fill(out, -torch.inf))
+    ):
+        raise ConfigError(
+            "compute_logits: expected a function that sets the logits of certain tokens to -inf, "
+            "got one that does more"
+        )
     if out.all():
-        raise ConfigError(f"compute_logits: expected a function that leaves some tokens, got one that sets all {vocab_size} to -inf")
+        raise ConfigError(
+            "compute_logits: expected a function that leaves some tokens, got one that sets all "
+            f"{vocab_size} to -inf"
+        )
     return out[0].nonzero()[:, 0].numpy().astype(np.int32)

@@ -5,7 +5,8 @@
     pieces                Piece, and the local part of a DTensor
     resharding            from the trainer's pieces to the generator's shards
     self_test             do trainer and generator compute the same function?
-    transport             tensors between processes: shared memory, CUDA IPC loans, streams of collectives
+    transport             tensors between processes: shared memory, CUDA IPC loans, streams of
+                          collectives
     safetensors_folder    a checkpoint as a mapping
 
 Nothing is imported here: the modules above import each other through parts of the package below.

@@ -4,9 +4,10 @@
     Piece(array, shape, offsets)                 the same, given by the caller
     anything else                                the whole tensor
 
-FSDP over tensor or expert parallelism of the same dim makes a _StridedShard: the later mesh dims cut the dim first. That is a box too.
-Other DTensors are not (Partial, a _StridedShard from a view, one that does not divide its dim): they are all-gathered by full_tensor(),
-one at a time, which is a collective of the trainer's mesh.
+FSDP over tensor or expert parallelism of the same dim makes a _StridedShard: the later mesh dims
+cut the dim first. That is a box too. Other DTensors are not (Partial, a _StridedShard from a view,
+one that does not divide its dim): they are all-gathered by full_tensor(), one at a time, which is a
+collective of the trainer's mesh.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.errors import DTypeError, LayoutError, ShapeError, UnexpectedKeyError, UnsupportedTensorError
+from rollmesh.errors import (
+    DTypeError,
+    LayoutError,
+    ShapeError,
+    UnexpectedKeyError,
+    UnsupportedTensorError,
+)
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.tensors import DTYPES, as_array, dtype_name
 
@@ -29,21 +36,25 @@ MAX_ELEMENTS = 2**60  # NumPy's limit for float64
 
 
 def _dims(name: str, value: Any) -> Dims:
-    if not isinstance(value, (tuple, list)) or not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in value):
+    if not isinstance(value, (tuple, list)) or not all(
+        isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in value
+    ):
         raise LayoutError(f"{name} of a piece: expected a tuple of integers, got {shown(value)}")
     return tuple(int(n) for n in value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """What this rank holds of one tensor, for trainers that shard without DTensor; for Generator.sync_weights where ranks are processes.
-    Every rank with a source names the same tensors in the same order; a rank that holds nothing of a tensor gives an empty array.
+    """What this rank holds of one tensor, for trainers that shard without DTensor; for
+    Generator.sync_weights where ranks are processes. Every rank with a source names the same
+    tensors in the same order; a rank that holds nothing of a tensor gives an empty array.
 
     array    torch or NumPy, with as many dims as the tensor; not copied
     shape    of the whole tensor, in elements
     offsets  of array[0, …, 0] in the whole tensor, in elements
 
-    Raises LayoutError if the array is not inside the shape, UnsupportedTensorError if it is not an array.
+    Raises LayoutError if the array is not inside the shape, UnsupportedTensorError if it is not an
+    array.
     """
 
     array: Any
@@ -54,22 +65,37 @@ class Piece:
         for name in ("shape", "offsets"):
             object.__setattr__(self, name, _dims(name, getattr(self, name)))
         if not isinstance(getattr(self.array, "shape", None), tuple):
-            raise UnsupportedTensorError(f"array of a piece: expected a NumPy array or a torch tensor, got a {type(self.array).__name__}")
+            raise UnsupportedTensorError(
+                "array of a piece: expected a NumPy array or a torch tensor, got a "
+                f"{type(self.array).__name__}"
+            )
         fits = len(self.shape) == len(self.offsets) == len(self.sizes) <= MAX_DIMS
-        if not fits or not all(0 <= o <= o + n <= s for o, n, s in zip(self.offsets, self.sizes, self.shape, strict=True)):
-            raise LayoutError(f"expected a piece of at most {MAX_DIMS} dims inside its tensor, got {self._where()}")
+        if not fits or not all(
+            0 <= o <= o + n <= s
+            for o, n, s in zip(self.offsets, self.sizes, self.shape, strict=True)
+        ):
+            raise LayoutError(
+                f"expected a piece of at most {MAX_DIMS} dims inside its tensor, got "
+                f"{self._where()}"
+            )
 
     @property
     def sizes(self) -> Dims:
         return tuple(int(n) for n in self.array.shape)
 
     def _where(self) -> str:
-        return f"a piece of shape {list(self.sizes)} at {list(self.offsets)} of a tensor of shape {list(self.shape)}"
+        return (
+            f"a piece of shape {list(self.sizes)} at {list(self.offsets)} of a tensor of shape "
+            f"{list(self.shape)}"
+        )
 
     def whole(self) -> Any:
         """The array if it is the whole tensor; else LayoutError."""
         if self.sizes != self.shape:
-            raise LayoutError(f"expected the whole tensor, got {self._where()}; only sync_weights over processes joins pieces")
+            raise LayoutError(
+                f"expected the whole tensor, got {self._where()}; only sync_weights over "
+                "processes joins pieces"
+            )
         return self.array
 
 
@@ -78,7 +104,8 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def local_tensor(tensor: Any) -> Any:
-    """The tensor as the engine reads it: a DTensor is gathered, autograd is dropped. LayoutError for a Piece of a part."""
+    """The tensor as the engine reads it: a DTensor is gathered, autograd is dropped. LayoutError
+    for a Piece of a part."""
     if isinstance(tensor, Piece):
         tensor = tensor.whole()
     elif is_sharded(tensor):
@@ -101,8 +128,8 @@ class Part:
 
 
 def part_of(name: Any, tensor: Any) -> Part:
-    """Describes an entry. Calls no collective; copies no contiguous CPU tensor. Raises UnexpectedKeyError, UnsupportedTensorError,
-    DTypeError, ShapeError or LayoutError."""
+    """Describes an entry. Calls no collective; copies no contiguous CPU tensor. Raises
+    UnexpectedKeyError, UnsupportedTensorError, DTypeError, ShapeError or LayoutError."""
     if not isinstance(name, str):
         raise UnexpectedKeyError(f"a weight's name: expected a str, got {shown(name)}")
     if isinstance(tensor, Piece):
@@ -132,7 +159,8 @@ def _shape(tensor: Any) -> Dims:
 
 
 def _offsets_of(tensor: Any) -> Dims | None:
-    """Offsets of a DTensor's local tensor; None where it is no box, which all ranks see alike. Zeros if the local tensor is empty."""
+    """Offsets of a DTensor's local tensor; None where it is no box, which all ranks see alike.
+    Zeros if the local tensor is empty."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -141,21 +169,28 @@ def _offsets_of(tensor: Any) -> Dims | None:
     local = tensor.to_local()
     if local.numel() == 0:
         return (0,) * tensor.ndim
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     if tuple(shape) != tuple(local.shape):
-        raise LayoutError(f"a DTensor: expected a local tensor of shape {list(shape)} by its placements, got {list(local.shape)}")
+        raise LayoutError(
+            f"a DTensor: expected a local tensor of shape {list(shape)} by its placements, got "
+            f"{list(local.shape)}"
+        )
     return tuple(int(offset) for offset in offsets)
 
 
 def _is_box(tensor: Any) -> bool:
-    """A _StridedShard is one where its split_factor is the number of parts that later mesh dims make of the same dim, and all parts of the
-    dim are equal."""
+    """A _StridedShard is one where its split_factor is the number of parts that later mesh dims
+    make of the same dim, and all parts of the dim are equal."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
     parts: dict[int, int] = {}  # of a dim, by the mesh dims from here on
     strided: set[int] = set()
-    for size, placement in zip(reversed(tensor.device_mesh.shape), reversed(tensor.placements), strict=True):
+    for size, placement in zip(
+        reversed(tensor.device_mesh.shape), reversed(tensor.placements), strict=True
+    ):
         if type(placement) is Replicate:
             continue
         if type(placement) not in (Shard, _StridedShard):

@@ -1,12 +1,15 @@
-"""Resharding: from the shards of a trainer's ranks to the shards of a generator's ranks, in the same processes, without gathering tensors.
+"""Resharding: from the shards of a trainer's ranks to the shards of a generator's ranks, in the
+same processes, without gathering tensors.
 
-For each entry of the source every rank tells which piece it holds (pieces.py); the shard that it needs follows from the name.
-csrc/weights/resharding.c plans the copies, the same on all ranks, and one all_to_all moves what a rank needs and does not hold. The rank
-then pushes an array of the whole shape in which only its shard was written. The other pages were never touched and take no memory, so the
-engine reads the array like any other.
+For each entry of the source every rank tells which piece it holds (pieces.py); the shard that it
+needs follows from the name. csrc/weights/resharding.c plans the copies, the same on all ranks, and
+one all_to_all moves what a rank needs and does not hold. The rank then pushes an array of the whole
+shape in which only its shard was written. The other pages were never touched and take no memory, so
+the engine reads the array like any other.
 
-What all ranks can see (different names or shapes, an element that no rank holds) raises the same error on all. If one rank's source fails,
-the rank sends the reason in place of an entry: it raises its own error, the others SyncAbortedError.
+What all ranks can see (different names or shapes, an element that no rank holds) raises the same
+error on all. If one rank's source fails, the rank sends the reason in place of an entry: it raises
+its own error, the others SyncAbortedError.
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ ALIKE = "all ranks with a source give the same names in the same order"
 
 
 class Source:
-    """One rank's source, iterated once. `is_sharded`: it has DTensors or Pieces. For an iterator the first entry decides; if all ranks'
-    first entries are whole tensors, a later DTensor is gathered and a later Piece refused."""
+    """One rank's source, iterated once. `is_sharded`: it has DTensors or Pieces. For an iterator
+    the first entry decides; if all ranks' first entries are whole tensors, a later DTensor is
+    gathered and a later Piece refused."""
 
     def __init__(self, source: Any):
         self.holds, self.is_sharded = holds_tensors(source), False
@@ -48,7 +52,10 @@ class Source:
                 self.is_sharded = any(map(is_sharded, source.values()))
             else:
                 first = list(islice(self._entries, 1))
-                self.is_sharded = any(isinstance(entry, (tuple, list)) and len(entry) == 2 and is_sharded(entry[1]) for entry in first)
+                self.is_sharded = any(
+                    isinstance(entry, (tuple, list)) and len(entry) == 2 and is_sharded(entry[1])
+                    for entry in first
+                )
                 self._entries = chain(first, self._entries)
         except Exception as error:  # noqa: BLE001 (raised in place of the entry)
             self._fault = error
@@ -82,22 +89,32 @@ def _row(rank: int, offsets: list[int], sizes: list[int]) -> list[int]:
     return [rank, *offsets, *[0] * missing, *sizes, *[1] * missing]
 
 
-def _slices(box: NDArray[np.int64], n_dims: int, origin: Dims = (0,) * BOX_DIMS) -> tuple[slice, ...]:
+def _slices(
+    box: NDArray[np.int64], n_dims: int, origin: Dims = (0,) * BOX_DIMS
+) -> tuple[slice, ...]:
     """A box as slices of an array at `origin`. box: [firsts, sizes]."""
-    return tuple(slice(f - o, f - o + n) for f, n, o in zip(box[:n_dims].tolist(), box[BOX_DIMS:].tolist(), origin, strict=False))
+    return tuple(
+        slice(f - o, f - o + n)
+        for f, n, o in zip(box[:n_dims].tolist(), box[BOX_DIMS:].tolist(), origin, strict=False)
+    )
 
 
 def _packed(views: list[Array]) -> NDArray[np.uint8]:
     """The bytes of arrays one after another; a single contiguous one is not copied."""
     if not views:
         return np.empty(0, np.uint8)
-    return bytes_of(views[0] if len(views) == 1 and views[0].flags.c_contiguous else np.concatenate([view.reshape(-1) for view in views]))
+    return bytes_of(
+        views[0]
+        if len(views) == 1 and views[0].flags.c_contiguous
+        else np.concatenate([view.reshape(-1) for view in views])
+    )
 
 
 def spread(ranks: RankEngine, source: Any, options: Any) -> Iterator[tuple[str, Any]]:
-    """The entries for this rank to push. If all ranks have a source of whole tensors, each uses its own and nothing is sent. Otherwise each
-    rank receives its shards: from all ranks with pieces, or, if no source is sharded, from the first rank with a source. An exception
-    of a source ends the sync on all ranks."""
+    """The entries for this rank to push. If all ranks have a source of whole tensors, each uses its
+    own and nothing is sent. Otherwise each rank receives its shards: from all ranks with pieces,
+    or, if no source is sharded, from the first rank with a source. An exception of a source ends
+    the sync on all ranks."""
     own = None if source is None else Source(source)
     kind = None if own is None else [own.holds, own.is_sharded]
     told = ranks.all_gather(f"the beginning of a sync with {options}", kind)
@@ -131,24 +148,42 @@ class Resharding:
         all_gather: Callable[[str, Any], list[Any]],
         raise_failure: Callable[[Exception | None, list[str | None]], None],
     ):
-        self._engine, self._control, self._rank, self._all_gather, self._raise_failure = engine, control, rank, all_gather, raise_failure
+        self._engine, self._control, self._rank, self._all_gather, self._raise_failure = (
+            engine,
+            control,
+            rank,
+            all_gather,
+            raise_failure,
+        )
         self._plans: dict[tuple[Any, ...], NDArray[np.int64]] = {}  # layers are alike
-        self._places: dict[tuple[Dims, str], Array] = {}  # where what is received is put together, used again by the next layer
+        self._places: dict[
+            tuple[Dims, str], Array
+        ] = {}  # where what is received is put together, used again by the next layer
 
     def entries(self, source: Source | None, ahead: int) -> Iterator[tuple[str, Any]]:
-        """What this rank pushes: whole tensors to look at, with what it wants in them. All ranks give the same `ahead`."""
+        """What this rank pushes: whole tensors to look at, with what it wants in them. All ranks
+        give the same `ahead`."""
         while True:
             mine = None if source is None else source.take(ahead)
-            everyone = self._all_gather("a sync of pieces", None if mine is None else [_told(part) for part in mine])
+            everyone = self._all_gather(
+                "a sync of pieces", None if mine is None else [_told(part) for part in mine]
+            )
             lists = {rank: told for rank, told in enumerate(everyone) if told is not None}
             for i in range(max(map(len, lists.values()))):
                 told = {rank: its[i] if i < len(its) else None for rank, its in lists.items()}
-                yield self._entry(told, mine[i] if mine is not None and i < len(mine) else None, len(everyone))
+                yield self._entry(
+                    told, mine[i] if mine is not None and i < len(mine) else None, len(everyone)
+                )
             if all(len(its) < ahead for its in lists.values()):
                 return
 
-    def _entry(self, told: Mapping[int, Told | None], mine: Part | Exception | None, world: int) -> tuple[str, Any]:
-        reasons = [its[0] if its is not None and len(its) == 1 else None for its in (told.get(rank) for rank in range(world))]
+    def _entry(
+        self, told: Mapping[int, Told | None], mine: Part | Exception | None, world: int
+    ) -> tuple[str, Any]:
+        reasons = [
+            its[0] if its is not None and len(its) == 1 else None
+            for its in (told.get(rank) for rank in range(world))
+        ]
         if any(reasons):
             self._raise_failure(mine if isinstance(mine, Exception) else None, reasons)
         name, dtype, shape = _same(told)
@@ -158,11 +193,22 @@ class Resharding:
             wanted_shape = None
         if wanted_shape != shape:  # the push raises ShapeError on every rank, from the shape alone
             return name, np.broadcast_to(np.zeros((), DTYPES[dtype]), shape)
-        held = np.array([_row(rank, *its[3:]) for rank, its in told.items() if its is not None and 0 not in its[4]], np.int64)
+        held = np.array(
+            [
+                _row(rank, *its[3:])
+                for rank, its in told.items()
+                if its is not None and 0 not in its[4]
+            ],
+            np.int64,
+        )
         copies = self._plan(name, shape, held.reshape(-1, 1 + 2 * BOX_DIMS), wanted, world)
-        return name, self._moved(copies, dtype, shape, mine if isinstance(mine, Part) else None, world)
+        return name, self._moved(
+            copies, dtype, shape, mine if isinstance(mine, Part) else None, world
+        )
 
-    def _plan(self, name: str, shape: Dims, held: NDArray[np.int64], wanted: NDArray[np.int64], world: int) -> NDArray[np.int64]:
+    def _plan(
+        self, name: str, shape: Dims, held: NDArray[np.int64], wanted: NDArray[np.int64], world: int
+    ) -> NDArray[np.int64]:
         key = (shape, held.tobytes(), wanted.tobytes())
         if key not in self._plans:
             if len(self._plans) == MAX_PLANS:
@@ -170,8 +216,11 @@ class Resharding:
             self._plans[key] = _core.plan_copies(name, shape, held, wanted, world)
         return self._plans[key]
 
-    def _moved(self, copies: NDArray[np.int64], dtype: str, shape: Dims, mine: Part | None, world: int) -> Array:
-        """What this rank has and what it gets, at its place in an array of the whole shape. The rest of that was never written to."""
+    def _moved(
+        self, copies: NDArray[np.int64], dtype: str, shape: Dims, mine: Part | None, world: int
+    ) -> Array:
+        """What this rank has and what it gets, at its place in an array of the whole shape. The
+        rest of that was never written to."""
         me, n_dims = self._rank, len(shape)
         array = None if mine is None or 0 in mine.sizes else mine.array()
         has_all = array is not None and mine is not None and mine.sizes == shape
@@ -215,15 +264,22 @@ class Resharding:
 
 
 def _same(told: Mapping[int, Told | None]) -> tuple[str, str, Dims]:
-    """Name, dtype and shape, which all ranks that have a source must say alike. MeshMismatchError names two that do not."""
+    """Name, dtype and shape, which all ranks that have a source must say alike. MeshMismatchError
+    names two that do not."""
     ended = [rank for rank, its in told.items() if its is None]
     going = {rank: its for rank, its in told.items() if its is not None}
     first, its = next(iter(going.items()))
     if ended:
-        raise MeshMismatchError(f"rank {ended[0]} has no more weights where rank {first} gives {its[0]}; {ALIKE}")
+        raise MeshMismatchError(
+            f"rank {ended[0]} has no more weights where rank {first} gives {its[0]}; {ALIKE}"
+        )
     for rank, other in going.items():
         if other[0] != its[0]:
-            raise MeshMismatchError(f"rank {rank} gives {other[0]} where rank {first} gives {its[0]}; {ALIKE}")
+            raise MeshMismatchError(
+                f"rank {rank} gives {other[0]} where rank {first} gives {its[0]}; {ALIKE}"
+            )
         if other[1:3] != its[1:3]:
-            raise MeshMismatchError(f"{its[0]}: {other[1]} {other[2]} on rank {rank}, {its[1]} {its[2]} on rank {first}")
+            raise MeshMismatchError(
+                f"{its[0]}: {other[1]} {other[2]} on rank {rank}, {its[1]} {its[2]} on rank {first}"
+            )
     return its[0], its[1], tuple(its[2])

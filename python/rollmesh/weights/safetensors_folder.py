@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint folder as a mapping: `gen.sync_weights(SafetensorsFolder(path))`.
 
-Only the headers are read at first, then the pages of each entry when it is accessed, so a checkpoint may be larger than memory. The
-library `safetensors` checks the headers.
+Only the headers are read at first, then the pages of each entry when it is accessed, so a
+checkpoint may be larger than memory. The library `safetensors` checks the headers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class SafetensorsFolder(Mapping[str, Any]):
             every = self._names().items()
             self._where = {name: file for name, file in every if not is_ignored(name, ignore)}
         except OSError as error:
-            raise FormatError(f"{plain(self.path)}: {error.strerror}; expected a checkpoint folder or file") from error
+            raise FormatError(
+                f"{plain(self.path)}: {error.strerror}; expected a checkpoint folder or file"
+            ) from error
 
     def __getitem__(self, name: str) -> Any:
         file = self._where[name]
@@ -61,7 +63,9 @@ class SafetensorsFolder(Mapping[str, Any]):
         try:
             return self._open(file).get_tensor(name)
         except TypeError as error:  # "data type 'bfloat16' not understood"
-            raise UnsupportedTensorError(f"{name} in {file}: {error}; install torch or ml_dtypes") from error
+            raise UnsupportedTensorError(
+                f"{name} in {file}: {error}; install torch or ml_dtypes"
+            ) from error
 
     def header(self, name: str) -> tuple[str, tuple[int, ...]]:
         """safetensors' name of the dtype, and the shape; reads no data."""
@@ -94,16 +98,23 @@ class SafetensorsFolder(Mapping[str, Any]):
         try:
             weight_map = dict(json.loads(index.read_text("utf-8"))["weight_map"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise FormatError(f"{index}: expected an index of safetensors: {type(error).__name__}: {plain(error)}") from error
+            raise FormatError(
+                f"{index}: expected an index of safetensors: {type(error).__name__}: {plain(error)}"
+            ) from error
         where = {}
         for name, file in weight_map.items():
             if not isinstance(file, str) or Path(file).name != file:
-                raise FormatError(f"{index}: {plain(name)}: expected a file of this folder, got {shown(file)}")
+                raise FormatError(
+                    f"{index}: {plain(name)}: expected a file of this folder, got {shown(file)}"
+                )
             where[name] = self.path / file
         for file in set(where.values()):
             held = set(self._open(file).keys())
             if absent := [name for name, at in where.items() if at == file and name not in held]:
-                raise FormatError(f"{index}: {plain(absent[0])}: expected it in {plain(file.name)}, which does not have it")
+                raise FormatError(
+                    f"{index}: {plain(absent[0])}: expected it in {plain(file.name)}, which does "
+                    "not have it"
+                )
         return where
 
     def _open(self, file: Path) -> Any:
@@ -113,7 +124,9 @@ class SafetensorsFolder(Mapping[str, Any]):
             try:
                 status = os.stat(file)
             except (FileNotFoundError, ValueError) as error:  # ValueError: a NUL in the name
-                raise FormatError(f"{plain(file)}: expected a safetensors file, got none") from error
+                raise FormatError(
+                    f"{plain(file)}: expected a safetensors file, got none"
+                ) from error
             except OSError as error:
                 raise FormatError(f"{plain(file)}: {plain(error)}") from error
             if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for its writer
@@ -129,8 +142,8 @@ class SafetensorsFolder(Mapping[str, Any]):
         return self._files[file]
 
     def _require_unchanged(self, file: Path) -> None:
-        """FormatError if a mapped file was written to or cut, which changes the mapped tensors. A file
-        that was removed, or replaced by a rename, stays mapped as it was."""
+        """FormatError if a mapped file was written to or cut, which changes the mapped tensors. A
+        file that was removed, or replaced by a rename, stays mapped as it was."""
         try:
             now = _state(os.stat(file))
         except OSError:

@@ -1,6 +1,7 @@
-"""The self-test of a sync: do trainer and generator compute the same function? Tokens are sampled with the new weights, the trainer scores
-them, and the largest difference of logprobs is compared with a threshold. A wrong name, a transposed matrix or a stale copy gives a
-difference of order 1; rounding is far below that (float32: 1e-3, bfloat16: 0.1).
+"""The self-test of a sync: do trainer and generator compute the same function? Tokens are sampled
+with the new weights, the trainer scores them, and the largest difference of logprobs is compared
+with a threshold. A wrong name, a transposed matrix or a stale copy gives a difference of order 1;
+rounding is far below that (float32: 1e-3, bfloat16: 0.1).
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ class Generates(Protocol):
     @property
     def version(self) -> int | None: ...
 
-    def generate(self, prompts: Sequence[Any], params: Any, use_tqdm: bool) -> list[RequestOutput]: ...
+    def generate(
+        self, prompts: Sequence[Any], params: Any, use_tqdm: bool
+    ) -> list[RequestOutput]: ...
 
 
 def score_with_model(model: Any, sequences: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-    """float32 [len − 1] logprobs of each sequence by a torch module that returns `.logits`, one sequence at a time."""
+    """float32 [len − 1] logprobs of each sequence by a torch module that returns `.logits`, one
+    sequence at a time."""
     import torch
 
     scores = []
@@ -60,17 +64,30 @@ def score_with_model(model: Any, sequences: list[NDArray[np.int32]]) -> list[NDA
     return scores
 
 
-def generate_for_test(generator: Generates, prompts: Sequence[Any] | None, max_tokens: int, seed: int) -> list[RequestOutput]:
+def generate_for_test(
+    generator: Generates, prompts: Sequence[Any] | None, max_tokens: int, seed: int
+) -> list[RequestOutput]:
     """Generates the tokens of a self-test. Ranks without a scorer call this too."""
-    params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, prompt_logprobs=0)  # checks the seed
+    params = SamplingParams(
+        max_tokens=max_tokens, seed=seed, ignore_eos=True, prompt_logprobs=0
+    )  # checks the seed
     if prompts is None:
         length = min(8, max(1, generator.max_model_len - max_tokens))
-        prompts = list(np.random.default_rng(seed).integers(0, generator.spec.vocab_size, (8, length)).astype(np.int32))
+        prompts = list(
+            np.random.default_rng(seed)
+            .integers(0, generator.spec.vocab_size, (8, length))
+            .astype(np.int32)
+        )
     return generator.generate(prompts, params, use_tqdm=False)
 
 
 def run_self_test(
-    generator: Generates, scorer: Scorer, prompts: Sequence[Any] | None, threshold: float | None, max_tokens: int, seed: int
+    generator: Generates,
+    scorer: Scorer,
+    prompts: Sequence[Any] | None,
+    threshold: float | None,
+    max_tokens: int,
+    seed: int,
 ) -> SelfTestReport:
     """See Generator.self_test."""
     if threshold is None:
@@ -79,13 +96,30 @@ def run_self_test(
         raise ConfigError(f"threshold: expected a number >= 0, got {shown(threshold)}")
     outputs = generate_for_test(generator, prompts, max_tokens, seed)
     version = generator.version
-    sequences = [np.concatenate([output.prompt_token_ids, output.outputs[0].token_ids]) for output in outputs]
-    ours = [np.concatenate([_floats(output.prompt_logprobs), output.outputs[0].logprobs]) for output in outputs]
-    is_module = callable(getattr(scorer, "parameters", None)) and callable(getattr(scorer, "eval", None))
-    theirs = items_of(ConfigError, "scorer", score_with_model(scorer, sequences) if is_module else scorer(sequences), len(ours))
+    sequences = [
+        np.concatenate([output.prompt_token_ids, output.outputs[0].token_ids]) for output in outputs
+    ]
+    ours = [
+        np.concatenate([_floats(output.prompt_logprobs), output.outputs[0].logprobs])
+        for output in outputs
+    ]
+    is_module = callable(getattr(scorer, "parameters", None)) and callable(
+        getattr(scorer, "eval", None)
+    )
+    theirs = items_of(
+        ConfigError,
+        "scorer",
+        score_with_model(scorer, sequences) if is_module else scorer(sequences),
+        len(ours),
+    )
     if len(theirs) != len(ours):
-        raise ConfigError(f"scorer: expected logprobs of {len(ours)} sequences, got those of {len(theirs)}")
-    diffs = [_difference(mine, _floats(yours), index) for index, (mine, yours) in enumerate(zip(ours, theirs, strict=True))]
+        raise ConfigError(
+            f"scorer: expected logprobs of {len(ours)} sequences, got those of {len(theirs)}"
+        )
+    diffs = [
+        _difference(mine, _floats(yours), index)
+        for index, (mine, yours) in enumerate(zip(ours, theirs, strict=True))
+    ]
     largest = [float(np.max(np.abs(diff), initial=0.0)) for diff in diffs]
     sequence = int(np.argmax(largest)) if largest else 0
     position = int(np.argmax(np.abs(diffs[sequence]))) + 1 if diffs and diffs[sequence].size else 0
@@ -101,7 +135,8 @@ def run_self_test(
     )
     if not report.max_abs_diff <= threshold:
         raise NumericsError(
-            f"self-test of version {report.version}: expected |Δ logprob| of at most {threshold:g} over {report.num_tokens} tokens, "
+            f"self-test of version {report.version}: expected |Δ logprob| of at most "
+            f"{threshold:g} over {report.num_tokens} tokens, "
             f"got {report.max_abs_diff:.6g} at sequence {sequence}, token {position}"
         )
     return report
@@ -116,8 +151,12 @@ def _floats(values: Any) -> NDArray[np.float32]:
     return np.asarray(values, dtype=np.float32).reshape(-1)
 
 
-def _difference(ours: NDArray[np.float32], theirs: NDArray[np.float32], index: int) -> NDArray[np.float32]:
+def _difference(
+    ours: NDArray[np.float32], theirs: NDArray[np.float32], index: int
+) -> NDArray[np.float32]:
     if ours.shape != theirs.shape:
-        raise ConfigError(f"scorer: expected {ours.size} logprobs for sequence {index}, got {theirs.size}")
+        raise ConfigError(
+            f"scorer: expected {ours.size} logprobs for sequence {index}, got {theirs.size}"
+        )
     difference: NDArray[np.float32] = theirs - ours
     return np.where(np.isnan(difference), np.float32(np.inf), difference)

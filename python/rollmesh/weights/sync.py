@@ -1,4 +1,5 @@
-"""The sources and options of a sync. The engine checks and copies the tensors (csrc/weights/sync.h).
+"""The sources and options of a sync. The engine checks and copies the tensors
+(csrc/weights/sync.h).
 
 mapping      is read twice: all names, shapes and dtypes are checked, then every entry is copied;
              then one swap
@@ -69,20 +70,28 @@ class SyncOptions:
         object.__setattr__(self, "mode", choice("mode", self.mode, MODES))
         object.__setattr__(self, "inflight", choice("inflight", self.inflight, INFLIGHT))
         if self.mode == "inplace" and self.inflight != "wait":
-            raise ConfigError(f"mode='inplace': expected inflight='wait', got {shown(self.inflight)}")
+            raise ConfigError(
+                f"mode='inplace': expected inflight='wait', got {shown(self.inflight)}"
+            )
         if self.keep_kv and self.inflight != "keep":
             raise ConfigError(f"keep_kv=True: expected inflight='keep', got {shown(self.inflight)}")
         if self.version is None:
             return
         version: object = self.version
-        if isinstance(version, bool) or not isinstance(version, (int, np.integer)) or not 0 <= int(version) < 2**63:
+        if (
+            isinstance(version, bool)
+            or not isinstance(version, (int, np.integer))
+            or not 0 <= int(version) < 2**63
+        ):
             raise VersionError(f"version: expected an integer in [0, 2^63), got {shown(version)}")
         object.__setattr__(self, "version", int(version))
 
     def __repr__(self) -> str:
-        """What ranks compare. The repr that dataclass makes, once cut short by a Ctrl-C, takes a later object at the same address for one
-        that contains itself, and shows `...`."""
-        return f"SyncOptions({', '.join(f'{name}={value!r}' for name, value in asdict(self).items())})"
+        """What ranks compare. The repr that dataclass makes, once cut short by a Ctrl-C, takes a
+        later object at the same address for one that contains itself, and shows `...`."""
+        return (
+            f"SyncOptions({', '.join(f'{name}={value!r}' for name, value in asdict(self).items())})"
+        )
 
     def begin(self, engine: RankEngine) -> None:
         engine.sync_begin(
@@ -96,8 +105,11 @@ class SyncOptions:
 
     @property
     def at_commit(self) -> str:
-        """What the engine does with running requests at the commit; with "wait" there are none by then."""
-        return {"wait": "refuse", "keep": "keep_kv" if self.keep_kv else "keep"}.get(self.inflight, self.inflight)
+        """What the engine does with running requests at the commit; with "wait" there are none by
+        then."""
+        return {"wait": "refuse", "keep": "keep_kv" if self.keep_kv else "keep"}.get(
+            self.inflight, self.inflight
+        )
 
 
 def report_of(values: SyncValues) -> SyncReport:
@@ -113,7 +125,7 @@ def report_of(values: SyncValues) -> SyncReport:
     )
 
 
-# -------------------------------------------------------------------------------------------------- entries
+# ---------------------------------------------------------------------------------------- entries
 def short(name: object) -> str:
     text = name if isinstance(name, str) else repr(name)
     text = text.encode("utf-8", "backslashreplace").decode()
@@ -126,33 +138,59 @@ def listed(things: list[str], most: int = MAX_LISTED) -> str:
 
 
 def raise_faults(faults: dict[type[Error], list[str]]) -> None:
-    """Raises one error that lists all faults of one class, names before tensors, and counts those of other classes."""
+    """Raises one error that lists all faults of one class, names before tensors, and counts those
+    of other classes."""
     for kind in (UnexpectedKeyError, DuplicateKeyError, MissingKeyError, *faults):
         if kind in faults:
-            others = ", ".join(f"{len(rest)} {other.__name__}" for other, rest in faults.items() if other is not kind)
-            head, tail = "missing: " if kind is MissingKeyError else "", f" (besides: {others})" if others else ""
+            others = ", ".join(
+                f"{len(rest)} {other.__name__}"
+                for other, rest in faults.items()
+                if other is not kind
+            )
+            head, tail = (
+                "missing: " if kind is MissingKeyError else "",
+                f" (besides: {others})" if others else "",
+            )
             if kind is MissingKeyError and all(name.endswith(ROUTER_BIAS) for name in faults[kind]):
-                tail += "; it is a buffer, which parameters() and torchtitan's to_hf leave out: push the module's own state_dict()"
-            most = 3 if kind is DTypeError else MAX_LISTED  # a missing cast=True is a fault of every tensor
-            raise kind(f"{len(faults[kind])} of the weights: {head}{listed(faults[kind], most)}{tail}")
+                tail += (
+                    "; it is a buffer, which parameters() and torchtitan's to_hf leave out: "
+                    "push the module's own state_dict()"
+                )
+            most = (
+                3 if kind is DTypeError else MAX_LISTED
+            )  # a missing cast=True is a fault of every tensor
+            raise kind(
+                f"{len(faults[kind])} of the weights: {head}{listed(faults[kind], most)}{tail}"
+            )
 
 
 def most_entries(manifest: list[ManifestEntry]) -> int:
     return 8 * len(manifest) + 1024
 
 
-def check_mapping(engine: RankEngine, manifest: list[ManifestEntry], source: Mapping[str, Any], options: SyncOptions) -> None:
-    """Checks all entries before a byte is copied. A tensor that has to be gathered first is checked at its push."""
+def check_mapping(
+    engine: RankEngine,
+    manifest: list[ManifestEntry],
+    source: Mapping[str, Any],
+    options: SyncOptions,
+) -> None:
+    """Checks all entries before a byte is copied. A tensor that has to be gathered first is checked
+    at its push."""
     limit = most_entries(manifest)
     if len(source) > limit:
-        raise LimitError(f"source: expected at most {limit} weights for a model of {len(manifest)} parameters, got {len(source)}")
+        raise LimitError(
+            f"source: expected at most {limit} weights for a model of {len(manifest)} parameters, "
+            f"got {len(source)}"
+        )
     faults: dict[type[Error], list[str]] = {}
     spelled: dict[int, str] = {}  # parameter → its name in the source
     for name, tensor in entries_of(source):
         try:
             for index in engine.sync_resolve(name):
                 if index in spelled:
-                    faults.setdefault(DuplicateKeyError, []).append(f"{manifest[index][0]} as {short(spelled[index])} and as {short(name)}")
+                    faults.setdefault(DuplicateKeyError, []).append(
+                        f"{manifest[index][0]} as {short(spelled[index])} and as {short(name)}"
+                    )
                     break
                 spelled[index] = name
             if not is_sharded(tensor):
@@ -163,7 +201,11 @@ def check_mapping(engine: RankEngine, manifest: list[ManifestEntry], source: Map
         except Error as error:
             faults.setdefault(type(error), []).append(str(error))
     if options.strict:
-        missing = [name for index, (name, _, _, required) in enumerate(manifest) if required and index not in spelled]
+        missing = [
+            name
+            for index, (name, _, _, required) in enumerate(manifest)
+            if required and index not in spelled
+        ]
         if any(manifest[index][0] == HEAD and not manifest[index][3] for index in spelled):
             missing = [
                 name for name in missing if name != EMBEDDING
@@ -174,7 +216,8 @@ def check_mapping(engine: RankEngine, manifest: list[ManifestEntry], source: Map
 
 
 def push_mapping(engine: RankEngine, source: Mapping[str, Any], deadline: float | None) -> None:
-    """Copies every entry. NonFiniteError and TiedWeightError are only known after reading the values; all of them are listed."""
+    """Copies every entry. NonFiniteError and TiedWeightError are only known after reading the
+    values; all of them are listed."""
     faults: dict[type[Error], list[str]] = {}
     for batch in batches(source, deadline):
         try:
@@ -210,9 +253,12 @@ def batches(source: Mapping[str, Any], deadline: float | None) -> Iterator[list[
         yield batch
 
 
-def push_all(engine: RankEngine, entries: Iterable[tuple[str, Any]], listing: bool, deadline: float | None) -> Exception | None:
-    """Iterates over all entries even after an error, so that all ranks take part in the exchanges behind them; all stop at the same number
-    of an iterator that does not end. Returns the error. listing: list all non-finite and tied values, as push_mapping does."""
+def push_all(
+    engine: RankEngine, entries: Iterable[tuple[str, Any]], listing: bool, deadline: float | None
+) -> Exception | None:
+    """Iterates over all entries even after an error, so that all ranks take part in the exchanges
+    behind them; all stop at the same number of an iterator that does not end. Returns the error.
+    listing: list all non-finite and tied values, as push_mapping does."""
     fault: Exception | None = None
     faults: dict[type[Error], list[str]] = {}
     limit = most_entries(engine.manifest())
@@ -238,7 +284,8 @@ def push_all(engine: RankEngine, entries: Iterable[tuple[str, Any]], listing: bo
 
 
 def made_by(source: Callable[[int | None], Any], version: int | None) -> Any:
-    """What a rank that follows gives to a sync. An exception of the function is met as the source's first entry, for all ranks to know."""
+    """What a rank that follows gives to a sync. An exception of the function is met as the source's
+    first entry, for all ranks to know."""
     try:
         made = source(version)
         if made is not None:
@@ -259,10 +306,14 @@ def lent(source: Any) -> AbstractContextManager[Callable[[], None]]:
 
 def check_deadline(deadline: float | None, name: object) -> None:
     if deadline is not None and time.monotonic() > deadline:
-        raise DeadlineError(f"the sync did not finish within its timeout; it had reached {short(name)}")
+        raise DeadlineError(
+            f"the sync did not finish within its timeout; it had reached {short(name)}"
+        )
 
 
-def push_entries(engine: RankEngine, entries: Iterable[tuple[str, Any]], deadline: float | None) -> None:
+def push_entries(
+    engine: RankEngine, entries: Iterable[tuple[str, Any]], deadline: float | None
+) -> None:
     """Copies the entries of an iterator one by one."""
     for name, tensor in entries_of(entries):
         check_deadline(deadline, name)

@@ -1,12 +1,15 @@
-"""The weights of one generator: which version serves, whether a sync is open, and the order of the engine's calls for each kind of
-source (sync.py lists them). Callers hold the generator's lock; `Sync`, the caller's handle on an open sync, takes it itself.
+"""The weights of one generator: which version serves, whether a sync is open, and the order of the
+engine's calls for each kind of source (sync.py lists them). Callers hold the generator's lock;
+`Sync`, the caller's handle on an open sync, takes it itself.
 
-A sync that was opened without `with` is closed by the generator's next step or by a repeated name: a complete set is committed; an
-incomplete one raises IncompleteSyncError and the old version keeps serving.
+A sync that was opened without `with` is closed by the generator's next step or by a repeated name:
+a complete set is committed; an incomplete one raises IncompleteSyncError and the old version keeps
+serving.
 
-Where ranks are processes, they exchange messages at the beginning, at every push and at the end. If one rank fails (arguments, a
-tensor, memory, the body of a `with` block), the sync ends on all ranks: that rank raises its own error, the others SyncAbortedError
-with its number and reason. A tensor that every rank refuses leaves the sync open, as in one process.
+Where ranks are processes, they exchange messages at the beginning, at every push and at the end. If
+one rank fails (arguments, a tensor, memory, the body of a `with` block), the sync ends on all
+ranks: that rank raises its own error, the others SyncAbortedError with its number and reason. A
+tensor that every rank refuses leaves the sync open, as in one process.
 """
 
 from __future__ import annotations
@@ -28,7 +31,16 @@ from rollmesh.runtime.arguments import OFFLOAD, PARTS, deadline_of
 from rollmesh.runtime.messages import byte_text, reason
 from rollmesh.weights.pieces import local_tensor
 from rollmesh.weights.resharding import spread
-from rollmesh.weights.sync import SyncOptions, check_deadline, check_mapping, lent, push_all, push_entries, push_mapping, report_of
+from rollmesh.weights.sync import (
+    SyncOptions,
+    check_deadline,
+    check_mapping,
+    lent,
+    push_all,
+    push_entries,
+    push_mapping,
+    report_of,
+)
 
 BEGINNING = "the beginning of a sync"
 SLEEP, WAKE = "a sleep", "a wake"
@@ -52,12 +64,16 @@ class Weights:
 
     @followed("options", collective=True)
     def sync(self, source: Any, options: SyncOptions, deadline: float | None = None) -> SyncReport:
-        """Takes a whole set from a mapping or an iterator and commits it. Where ranks are processes, a rank that fails still goes through
-        all entries, so that all ranks report their errors at the same points."""
+        """Takes a whole set from a mapping or an iterator and commits it. Where ranks are
+        processes, a rank that fails still goes through all entries, so that all ranks report their
+        errors at the same points."""
         engine = self._engine
         kind = None if source is None else "mapping" if isinstance(source, Mapping) else "entries"
         told = self._open_together(BEGINNING, [kind, deadline is not None], options)
-        kinds, timed = [its for its, _ in told], True in [its for _, its in told]  # lists: a Ctrl-C in a generator would be lost
+        kinds, timed = (
+            [its for its, _ in told],
+            True in [its for _, its in told],
+        )  # lists: a Ctrl-C in a generator would be lost
         givers = [rank for rank, its in enumerate(kinds) if its is not None]
         voting = False
         try:
@@ -65,12 +81,21 @@ class Weights:
                 if options.mode == "inplace":
                     self._finish_running(options, engine.own_deadline(deadline))
                 checks: list[Callable[[], None]] = []  # that the source is still lent
-                fault = _fault_of(options.begin, engine) or _fault_of(lambda: checks.append(loans.enter_context(lent(source))))
-                if fault is None and kind == "mapping" and (None not in kinds or givers[0] == engine.rank):
+                fault = _fault_of(options.begin, engine) or _fault_of(
+                    lambda: checks.append(loans.enter_context(lent(source)))
+                )
+                if (
+                    fault is None
+                    and kind == "mapping"
+                    and (None not in kinds or givers[0] == engine.rank)
+                ):
                     fault = _fault_of(check_mapping, engine, self.manifest, source, options)
                 engine.barrier("a sync before its entries", fault)
                 if engine.has_peers:
-                    listing = bool(givers) and kinds[engine.rank if None not in kinds else givers[0]] == "mapping"
+                    listing = (
+                        bool(givers)
+                        and kinds[engine.rank if None not in kinds else givers[0]] == "mapping"
+                    )
                     fault = push_all(engine, spread(engine, source, options), listing, deadline)
                 elif kind == "mapping":
                     push_mapping(engine, source, deadline)
@@ -90,17 +115,20 @@ class Weights:
             raise
 
     def _open_together(self, where: str, value: Any, options: SyncOptions) -> list[Any]:
-        """Every rank's value, once all ranks have accepted the version number; an open sync is dropped then."""
+        """Every rank's value, once all ranks have accepted the version number; an open sync is
+        dropped then."""
         everyone = self._all_gather(where, value, _fault_of(self._check_version, options))
         self.reset("a later sync began")
         return everyone
 
     def _check_deadlines(self, options: SyncOptions, timed: bool, deadline: float | None) -> None:
-        """Where ranks are processes, they check their deadlines together, after running requests have finished. timed: some rank has a
-        deadline."""
+        """Where ranks are processes, they check their deadlines together, after running requests
+        have finished. timed: some rank has a deadline."""
         if timed and self._engine.has_peers:
             self._finish_running(options, None)
-            self._engine.barrier("a sync before its commit", _fault_of(check_deadline, deadline, "its commit"))
+            self._engine.barrier(
+                "a sync before its commit", _fault_of(check_deadline, deadline, "its commit")
+            )
 
     def begin(self, sync: Sync) -> None:
         """Opens the sync of a handle; another open one is dropped."""
@@ -123,7 +151,11 @@ class Weights:
         self.refresh()
 
     def fault_if_open(self) -> StateError | None:
-        return StateError("expected no open sync, got one of begin_sync; commit or abort it") if self._open is not None else None
+        return (
+            StateError("expected no open sync, got one of begin_sync; commit or abort it")
+            if self._open is not None
+            else None
+        )
 
     def is_open(self, sync: Sync) -> bool:
         return self._open is sync
@@ -147,11 +179,13 @@ class Weights:
         sync.names.add(name)
 
     def _all_gather_push(self, sync: Sync, at: str, fault: Exception | None = None) -> set[str]:
-        """Exchanges with every rank where it is and why it fails, if it does; one that fails ends the sync on all, unless all ranks refuse
-        the same push. Returns the places."""
+        """Exchanges with every rank where it is and why it fails, if it does; one that fails ends
+        the sync on all, unless all ranks refuse the same push. Returns the places."""
         everyone = self._engine.all_gather_push(at, None if fault is None else reason(fault))
         reasons = [why for _, why in everyone]
-        refusals = [why for its_at, why in everyone if its_at == "push" and why is not None]  # no generator, as above
+        refusals = [
+            why for its_at, why in everyone if its_at == "push" and why is not None
+        ]  # no generator, as above
         if len(refusals) < len(everyone) and any(reasons):
             self.reset("it ended on all ranks when one of them failed", only=sync)
         self._engine.raise_failure(fault, reasons)
@@ -163,7 +197,9 @@ class Weights:
             return
         self.reset("it was aborted", only=sync)
         if error is None or (isinstance(error, Exception) and not isinstance(error, ALONE)):
-            self._engine.all_gather_push("abort", "the sync was aborted" if error is None else reason(error))
+            self._engine.all_gather_push(
+                "abort", "the sync was aborted" if error is None else reason(error)
+            )
         else:
             self._engine.abort_unless_shared(error)
 
@@ -200,7 +236,8 @@ class Weights:
 
     @followed("parts", "offload", collective=True)
     def sleep(self, parts: int, offload: bool) -> None:
-        """Frees the memory of `parts`; no sync is open. offload: serving weights move to host memory. If one rank cannot, none sleeps."""
+        """Frees the memory of `parts`; no sync is open. offload: serving weights move to host
+        memory. If one rank cannot, none sleeps."""
         try:
             if offload:
                 self._require_host_room()
@@ -218,11 +255,16 @@ class Weights:
         self.refresh()
 
     def _require_host_room(self) -> None:
-        """CapacityError on all ranks unless each machine has room for what all its ranks need. Checked before any rank allocates."""
+        """CapacityError on all ranks unless each machine has room for what all its ranks need.
+        Checked before any rank allocates."""
         if not self._engine.has_peers:
             return
-        pools: dict[int, list[tuple[int, int, int]]] = {}  # a machine's memory, or a control group's limit: (rank, needed, available)
-        for rank, (needed, its_pools) in enumerate(self._all_gather("the room of its host", list(self._engine.host_room()))):
+        pools: dict[
+            int, list[tuple[int, int, int]]
+        ] = {}  # a machine's memory, or a control group's limit: (rank, needed, available)
+        for rank, (needed, its_pools) in enumerate(
+            self._all_gather("the room of its host", list(self._engine.host_room()))
+        ):
             for name, available in its_pools:
                 pools.setdefault(name, []).append((rank, needed, available))
         for ranks in pools.values():
@@ -230,13 +272,15 @@ class Weights:
             if needed > available:
                 who = ", ".join(str(its[0]) for its in ranks)
                 raise CapacityError(
-                    f"keep_weights: expected {byte_text(needed)} of free host memory for the weights of ranks {who}, "
+                    f"keep_weights: expected {byte_text(needed)} of free host memory for the "
+                    f"weights of ranks {who}, "
                     f"got {byte_text(available)}; sleep without keep_weights, or free memory"
                 )
 
     @followed("parts", collective=True)
     def wake(self, parts: int) -> None:
-        """Allocates the memory of `parts` again, on all ranks or none. Offloaded weights serve again."""
+        """Allocates the memory of `parts` again, on all ranks or none. Offloaded weights serve
+        again."""
         asleep = parts & self._engine.stats()["asleep"]
         try:
             self.on_all_ranks("wake", self._engine.wake, parts)
@@ -251,7 +295,8 @@ class Weights:
             raise
 
     def _all_gather(self, where: str, value: Any, fault: Exception | None = None) -> list[Any]:
-        """Every rank's value. fault: why this rank fails; it is raised here, and SyncAbortedError on the other ranks."""
+        """Every rank's value. fault: why this rank fails; it is raised here, and SyncAbortedError
+        on the other ranks."""
         try:
             return self._engine.all_gather_or_raise(where, value, fault)
         except BaseException as error:
@@ -265,8 +310,8 @@ class Weights:
         self._engine.require_equal(what, self._all_gather(what, value))
 
     def on_all_ranks(self, where: str, action: Callable[..., T], *args: Any) -> T:
-        """Runs this rank's part of a call that all ranks make. If it fails on one rank, that rank raises its error and the others
-        SyncAbortedError with the rank and its reason."""
+        """Runs this rank's part of a call that all ranks make. If it fails on one rank, that rank
+        raises its error and the others SyncAbortedError with the rank and its reason."""
         fault: Exception | None = None
         try:
             result = action(*args)
@@ -301,11 +346,14 @@ class Weights:
             self._follow(before, options)
             return report
         except BaseException:
-            self._follow(before, options)  # a Ctrl-C may have come when the new version served already
+            self._follow(
+                before, options
+            )  # a Ctrl-C may have come when the new version served already
             raise
 
     def _follow(self, before: int | None, options: SyncOptions) -> None:
-        """Updates Python's state if the engine serves another version than `before`. Calling it twice is harmless."""
+        """Updates Python's state if the engine serves another version than `before`. Calling it
+        twice is harmless."""
         self.refresh()
         if self.version not in (None, before):
             self._last = self.version
@@ -313,9 +361,12 @@ class Weights:
                 self._requests.rewind()
 
     def _check_version(self, options: SyncOptions) -> None:
-        """The engine checks the version too, but only after an open sync of another handle has been dropped."""
+        """The engine checks the version too, but only after an open sync of another handle has been
+        dropped."""
         if options.version is not None and options.version <= self._last:
-            raise VersionError(f"version {options.version} does not exceed {self._last}, the last one")
+            raise VersionError(
+                f"version {options.version} does not exceed {self._last}, the last one"
+            )
 
     def _finish_running(self, options: SyncOptions, deadline: float | None) -> None:
         """inflight="wait": finishes running requests on the old version."""
@@ -323,7 +374,10 @@ class Weights:
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineError(f"{left} requests were still running at the sync's timeout")
             if self._requests.step() == 0 and (left := self._engine.unfinished()):
-                raise StateError(f"{left} requests cannot finish (paused or asleep): call resume() or wake(), or choose another inflight")
+                raise StateError(
+                    f"{left} requests cannot finish (paused or asleep): call resume() or wake(), "
+                    "or choose another inflight"
+                )
 
 
 def _fault_of(call: Callable[..., None], *args: Any) -> Exception | None:
@@ -336,8 +390,9 @@ def _fault_of(call: Callable[..., None], *args: Any) -> Exception | None:
 
 
 def _clear_own_frames(error: BaseException) -> None:
-    """Clears the locals of this package's frames in an error's traceback: one of them is the error, and the cycle would keep the caller's
-    tensors. The caller's own frames stay as they are, for debuggers."""
+    """Clears the locals of this package's frames in an error's traceback: one of them is the error,
+    and the cycle would keep the caller's tensors. The caller's own frames stay as they are, for
+    debuggers."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__", "").startswith("rollmesh."):
             with suppress(RuntimeError):  # it is still running
@@ -347,11 +402,17 @@ def _clear_own_frames(error: BaseException) -> None:
 class Sync:
     """One sync whose tensors the caller pushes; made by Generator.begin_sync.
 
-    As a context manager it commits when the block ends and aborts when the block raises. Until then the old version serves.
-    Without `with`: push …, then commit() or abort(); otherwise the next step, or a repeated name, commits it.
+    As a context manager it commits when the block ends and aborts when the block raises. Until then
+    the old version serves. Without `with`: push …, then commit() or abort(); otherwise the next
+    step, or a repeated name, commits it.
     """
 
-    def __init__(self, weights: Weights, turn: Callable[[float | None], AbstractContextManager[None]], options: SyncOptions):
+    def __init__(
+        self,
+        weights: Weights,
+        turn: Callable[[float | None], AbstractContextManager[None]],
+        options: SyncOptions,
+    ):
         self._weights, self._turn = weights, turn
         self.options = options
         self.scoped = False
@@ -360,18 +421,22 @@ class Sync:
         self.report: SyncReport | None = None
 
     def push(self, name: str, tensor: Any) -> None:
-        """Copies one tensor into staging. An error leaves the sync open. Where ranks are processes, a tensor that only some ranks refuse
-        ends the sync on all; SyncAbortedError when another rank ended it."""
+        """Copies one tensor into staging. An error leaves the sync open. Where ranks are processes,
+        a tensor that only some ranks refuse ends the sync on all; SyncAbortedError when another
+        rank ended it."""
         local, fault = None, None
         try:
-            local = local_tensor(tensor)  # before taking the lock: gathering a DTensor is a collective of the trainer
+            local = local_tensor(
+                tensor
+            )  # before taking the lock: gathering a DTensor is a collective of the trainer
         except Exception as error:  # noqa: BLE001 (raised by push, once all ranks know)
             fault = error
         with self._turn(None):
             self._weights.push(self, name, local, fault)
 
     def commit(self, timeout: float | None = None) -> SyncReport:
-        """Commits the set. IncompleteSyncError if a required parameter is missing; the old version keeps serving then."""
+        """Commits the set. IncompleteSyncError if a required parameter is missing; the old version
+        keeps serving then."""
         deadline = deadline_of(timeout)
         with self._turn(deadline):
             return self._weights.finish(self, deadline)
@@ -399,11 +464,18 @@ class Sync:
             self.require_open()
             self.scoped = True
             return self
-        except BaseException as error:  # a Ctrl-C: the block is not entered, and nothing else would close the sync
+        except (
+            BaseException
+        ) as error:  # a Ctrl-C: the block is not entered, and nothing else would close the sync
             self._abort(error)
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is not None:
             self._abort(error)
         elif self.closed is None:

@@ -17,11 +17,12 @@ static void draw_heads(trial *t) {
   s->dtype = draw_dtype(t);
 }
 
-// A rank's: a run of query heads that may begin and end inside a group, and the kv heads that they read.
+// A rank's: a run of query heads that may begin and end inside a group, and the kv heads that they
+// read.
 static void draw_part(trial *t, int64_t most) {
   shape *s = &t->s;
-  // Now and then more query heads of a kv head than attention.c's unit has otherwise, and so long that no other op's workspace hides
-  // what it needs.
+  // Now and then more query heads of a kv head than attention.c's unit has otherwise, and so long
+  // that no other op's workspace hides what it needs.
   const int wide = most >= 44 && one_in(t, 5);
   if (wide) s->head_dim = 128;
   s->group = wide ? PICK(t, 32, 40) : PICK(t, 1, 2, 3, 4, 5, 7, 8, 16);
@@ -34,17 +35,19 @@ static void draw_part(trial *t, int64_t most) {
 static void fill_pages(trial *t, char *cache, int64_t from, int64_t to, int is_v, kind what) {
   const shape *s = &t->s;
   const int64_t bytes = size_of(s->dtype);
-  const int64_t elems = is_v ? rm_v_page_elems(s->page_size, s->head_dim) : rm_k_page_elems(s->page_size, s->head_dim);
+  const int64_t elems = is_v ? rm_v_page_elems(s->page_size, s->head_dim)
+                             : rm_k_page_elems(s->page_size, s->head_dim);
   memset(cache + from * elems * bytes, 0, (size_t)((to - from) * elems * bytes));
   for (int64_t page = from; page < to; page++)
     for (int64_t pos = 0; pos < s->page_size; pos++)
       for (int64_t d = 0; d < s->head_dim; d++) {
-        const int64_t in = is_v ? rm_v_index(s->dtype, s->head_dim, pos, d) : rm_packed_index(s->dtype, s->head_dim, pos, d);
+        const int64_t in = is_v ? rm_v_index(s->dtype, s->head_dim, pos, d)
+                                : rm_packed_index(s->dtype, s->head_dim, pos, d);
         fill(t, s->dtype, cache + (page * elems + in) * bytes, 1, what);
       }
 }
 
-// ------------------------------------------------------------------------------------------------ head_squares
+// ----------------------------------------------------------------------------------- head_squares
 static void draw_head_squares(trial *t) {
   draw_heads(t);
   if (one_in(t, 3)) draw_part(t, 9);
@@ -54,30 +57,37 @@ static void draw_head_squares(trial *t) {
 static void build_head_squares(trial *t) {
   const shape *s = &t->s;
   const int64_t width = (s->n_heads + 2 * s->n_kv_heads) * s->head_dim;
-  t->args.head_squares = (rm_head_squares_args){.q_out = output(t, "q_out", s->rows * s->n_heads, sizeof(float)),
-                                                .k_out = output(t, "k_out", s->rows * s->n_kv_heads, sizeof(float)),
-                                                .qkv = float_input(t, "qkv", s->dtype, s->rows * width, draw_kind(t, SPOILED)),
-                                                .rows = s->rows,
-                                                .n_heads = s->n_heads,
-                                                .n_kv_heads = s->n_kv_heads,
-                                                .head_dim = s->head_dim,
-                                                .dtype = s->dtype};
-  t->moved_bytes -= s->rows * s->n_kv_heads * s->head_dim * size_of(s->dtype);  // v is not read
-  t->limits = (rm_limits){.max_rows = s->rows, .n_heads = s->n_heads, .n_kv_heads = s->n_kv_heads, .head_dim = s->head_dim};
+  t->args.head_squares = (rm_head_squares_args){
+      .q_out = output(t, "q_out", s->rows * s->n_heads, sizeof(float)),
+      .k_out = output(t, "k_out", s->rows * s->n_kv_heads, sizeof(float)),
+      .qkv = float_input(t, "qkv", s->dtype, s->rows * width, draw_kind(t, SPOILED)),
+      .rows = s->rows,
+      .n_heads = s->n_heads,
+      .n_kv_heads = s->n_kv_heads,
+      .head_dim = s->head_dim,
+      .dtype = s->dtype};
+  t->moved_bytes -= s->rows * s->n_kv_heads * s->head_dim * size_of(s->dtype); // v is not read
+  t->limits = (rm_limits){.max_rows = s->rows,
+                          .n_heads = s->n_heads,
+                          .n_kv_heads = s->n_kv_heads,
+                          .head_dim = s->head_dim};
   t->flops = 2.0 * (double)(s->rows * (s->n_heads + s->n_kv_heads) * s->head_dim);
 }
 
-static void call_head_squares(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->head_squares(ctx, &t->args.head_squares); }
+static void call_head_squares(const rm_kernels *k, const rm_ctx *ctx, trial *t) {
+  k->head_squares(ctx, &t->args.head_squares);
+}
 
-const op_test op_head_squares = {.name = "head_squares",
-                                 .share = 4,
-                                 .draw = draw_head_squares,
-                                 .build = build_head_squares,
-                                 .call = call_head_squares,
-                                 .bench = {{.rows = 32, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128},
-                                           {.rows = 512, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128}}};
+const op_test op_head_squares = {
+    .name = "head_squares",
+    .share = 4,
+    .draw = draw_head_squares,
+    .build = build_head_squares,
+    .call = call_head_squares,
+    .bench = {{.rows = 32, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128},
+              {.rows = 512, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128}}};
 
-// ------------------------------------------------------------------------------------------------ qk_rope_kv
+// ------------------------------------------------------------------------------------- qk_rope_kv
 enum { UNNORMED = 1, WHOLE = 2 };
 
 static void draw_qk_rope_kv(trial *t) {
@@ -122,7 +132,8 @@ static int64_t *draw_slots(trial *t, int64_t n_slots) {
 
 static void build_qk_rope_kv(trial *t) {
   const shape *s = &t->s;
-  const int64_t n_pages = s->rows / s->page_size + 2, width = (s->n_heads + 2 * s->n_kv_heads) * s->head_dim, bytes = size_of(s->dtype);
+  const int64_t n_pages = s->rows / s->page_size + 2,
+                width = (s->n_heads + 2 * s->n_kv_heads) * s->head_dim, bytes = size_of(s->dtype);
   const kind what = draw_kind(t, SPOILED);
   int32_t *positions = input(t, "positions", s->rows, sizeof *positions);
   for (int64_t r = 0; r < s->rows; r++) positions[r] = (int32_t)between(t, 0, s->positions - 1);
@@ -142,20 +153,28 @@ static void build_qk_rope_kv(trial *t) {
     a->k_squares = draw_squares(t, "k_squares", s->n_kv_heads, &a->all_kv_heads);
   }
   if (!(s->option & UNNORMED)) {
-    a->q_weight = float_input(t, "q_weight", s->dtype, (s->option & WHOLE ? s->n_heads : 1) * s->head_dim, draw_kind(t, VAST));
-    a->k_weight = float_input(t, "k_weight", s->dtype, (s->option & WHOLE ? s->n_kv_heads : 1) * s->head_dim, draw_kind(t, VAST));
+    a->q_weight =
+        float_input(t, "q_weight", s->dtype, (s->option & WHOLE ? s->n_heads : 1) * s->head_dim,
+                    draw_kind(t, VAST));
+    a->k_weight =
+        float_input(t, "k_weight", s->dtype, (s->option & WHOLE ? s->n_kv_heads : 1) * s->head_dim,
+                    draw_kind(t, VAST));
   }
   a->slots = draw_slots(t, n_pages * s->page_size);
   a->q_out = output(t, "q_out", s->rows * s->n_heads * s->head_dim, bytes);
   int64_t written = 0;
-  for (int64_t r = 0; r < s->rows; r++) written += a->slots[r] >= 0 ? s->n_kv_heads * s->head_dim : 0;
+  for (int64_t r = 0; r < s->rows; r++)
+    written += a->slots[r] >= 0 ? s->n_kv_heads * s->head_dim : 0;
   const int64_t pages = n_pages * s->n_kv_heads;
-  a->k_cache = partial_output(t, "k_cache", pages * rm_k_page_elems(s->page_size, s->head_dim), bytes, written);
-  a->v_cache = partial_output(t, "v_cache", pages * rm_v_page_elems(s->page_size, s->head_dim), bytes, written);
+  a->k_cache = partial_output(t, "k_cache", pages * rm_k_page_elems(s->page_size, s->head_dim),
+                              bytes, written);
+  a->v_cache = partial_output(t, "v_cache", pages * rm_v_page_elems(s->page_size, s->head_dim),
+                              bytes, written);
   fill_pages(t, a->k_cache, 0, pages, 0, EQUAL);
   fill_pages(t, a->v_cache, 0, pages, 1, EQUAL);
   a->row_flags = partial_output(t, "row_flags", s->rows, 1, s->rows);
-  for (int64_t r = 0; r < s->rows; r++) a->row_flags[r] = (uint8_t)PICK(t, 0, 0, RM_ROW_LOGITS_NONFINITE, RM_ROW_KV_NONFINITE);
+  for (int64_t r = 0; r < s->rows; r++)
+    a->row_flags[r] = (uint8_t)PICK(t, 0, 0, RM_ROW_LOGITS_NONFINITE, RM_ROW_KV_NONFINITE);
   const int64_t before = t->moved_bytes;
   a->cos = draw_angles(t, "cos");
   a->sin = draw_angles(t, "sin");
@@ -170,26 +189,39 @@ static void build_qk_rope_kv(trial *t) {
   t->flops = 10.0 * (double)(s->rows * (s->n_heads + s->n_kv_heads) * s->head_dim);
 }
 
-static void call_qk_rope_kv(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->qk_rope_kv(ctx, &t->args.rope); }
+static void call_qk_rope_kv(const rm_kernels *k, const rm_ctx *ctx, trial *t) {
+  k->qk_rope_kv(ctx, &t->args.rope);
+}
 
-const op_test op_qk_rope_kv = {
-    .name = "qk_rope_kv",
-    .share = 80,
-    .draw = draw_qk_rope_kv,
-    .build = build_qk_rope_kv,
-    .call = call_qk_rope_kv,
-    .bench = {{.rows = 32, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128, .rotary_dim = 128, .page_size = 16, .positions = 2048},
-              {.rows = 512, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128, .rotary_dim = 128, .page_size = 16, .positions = 2048},
-              {.rows = 512,
-               .n_heads = 16,
-               .n_kv_heads = 8,
-               .head_dim = 128,
-               .rotary_dim = 128,
-               .page_size = 16,
-               .positions = 2048,
-               .option = WHOLE}}};
+const op_test op_qk_rope_kv = {.name = "qk_rope_kv",
+                               .share = 80,
+                               .draw = draw_qk_rope_kv,
+                               .build = build_qk_rope_kv,
+                               .call = call_qk_rope_kv,
+                               .bench = {{.rows = 32,
+                                          .n_heads = 16,
+                                          .n_kv_heads = 8,
+                                          .head_dim = 128,
+                                          .rotary_dim = 128,
+                                          .page_size = 16,
+                                          .positions = 2048},
+                                         {.rows = 512,
+                                          .n_heads = 16,
+                                          .n_kv_heads = 8,
+                                          .head_dim = 128,
+                                          .rotary_dim = 128,
+                                          .page_size = 16,
+                                          .positions = 2048},
+                                         {.rows = 512,
+                                          .n_heads = 16,
+                                          .n_kv_heads = 8,
+                                          .head_dim = 128,
+                                          .rotary_dim = 128,
+                                          .page_size = 16,
+                                          .positions = 2048,
+                                          .option = WHOLE}}};
 
-// ------------------------------------------------------------------------------------------------ attention
+// -------------------------------------------------------------------------------------- attention
 enum { ATTEND_PREFILL = 1, ATTEND_MIXED = 2 };
 
 static void draw_attention(trial *t) {
@@ -198,8 +230,10 @@ static void draw_attention(trial *t) {
   const int whole = one_in(t, 2);
   if (!whole) draw_part(t, 44);
   s->rows = t->small ? between(t, 0, 6) : draw_rows(t, 40);
-  s->positions = t->small ? PICK(t, 1, 17, 33, 50, 70) : PICK(t, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 100, 150, 200);
-  if (one_in(t, t->small ? 60 : 6)) {  // more than one segment; a bf16 rounds most of what differs away
+  s->positions = t->small ? PICK(t, 1, 17, 33, 50, 70)
+                          : PICK(t, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 100, 150, 200);
+  if (one_in(t,
+             t->small ? 60 : 6)) { // more than one segment; a bf16 rounds most of what differs away
     s->dtype = RM_F32;
     s->positions = PICK(t, 1024, 1025, 1056, 1700, 2048, 2060);
     s->rows = rm_min64(s->rows, 3);
@@ -212,8 +246,8 @@ static void draw_attention(trial *t) {
   s->option = (int)PICK(t, 0, ATTEND_PREFILL, ATTEND_PREFILL, ATTEND_MIXED);
 }
 
-// Which sequence each row is of and where it stands there: rows of a sequence together at rising positions (a chunk of a
-// prompt), one row a sequence (decode), or anything.
+// Which sequence each row is of and where it stands there: rows of a sequence together at rising
+// positions (a chunk of a prompt), one row a sequence (decode), or anything.
 static int64_t draw_rows_of(trial *t, int32_t *seqs, int32_t *positions) {
   const shape *s = &t->s;
   const int64_t n_seqs = s->option & ATTEND_PREFILL ? (t->timed ? 1 : between(t, 1, 3))
@@ -223,7 +257,9 @@ static int64_t draw_rows_of(trial *t, int32_t *seqs, int32_t *positions) {
     const int64_t last = s->positions - 1;
     if (s->option & ATTEND_PREFILL) {
       seqs[r] = (int32_t)(r * n_seqs / s->rows);
-      positions[r] = (int32_t)rm_min64(last, r > 0 && seqs[r] == seqs[r - 1] ? positions[r - 1] + 1 : t->timed ? 0 : between(t, 0, last));
+      positions[r] = (int32_t)rm_min64(last, r > 0 && seqs[r] == seqs[r - 1] ? positions[r - 1] + 1
+                                             : t->timed                      ? 0
+                                                                             : between(t, 0, last));
     } else {
       seqs[r] = (int32_t)(s->option & ATTEND_MIXED ? between(t, 0, n_seqs - 1) : r);
       positions[r] = (int32_t)(t->timed ? last : between(t, rm_max64(0, last - 20), last));
@@ -232,16 +268,20 @@ static int64_t draw_rows_of(trial *t, int32_t *seqs, int32_t *positions) {
   return n_seqs;
 }
 
-// Pages stand in any order; those in which no row looks are not there: their entry of the table is a wild number.
-static int32_t *draw_tables(trial *t, const int32_t *seqs, const int32_t *positions, int64_t n_seqs, int64_t max_pages, int64_t *n_pages) {
+// Pages stand in any order; those in which no row looks are not there: their entry of the table is
+// a wild number.
+static int32_t *draw_tables(trial *t, const int32_t *seqs, const int32_t *positions, int64_t n_seqs,
+                            int64_t max_pages, int64_t *n_pages) {
   const shape *s = &t->s;
-  int32_t *tables = input(t, "block_tables", n_seqs * max_pages, sizeof *tables), *order = malloc((size_t)(n_seqs * max_pages + 1) * 4);
+  int32_t *tables = input(t, "block_tables", n_seqs * max_pages, sizeof *tables),
+          *order = malloc((size_t)(n_seqs * max_pages + 1) * 4);
   for (int64_t i = 0; i < n_seqs * max_pages; i++) tables[i] = INT32_MAX;
   *n_pages = 0;
   for (int64_t r = 0; r < s->rows; r++) {
     const int64_t first = s->window > 0 ? rm_max64(0, positions[r] - s->window + 1) : 0;
     for (int64_t p = first / s->page_size; p <= positions[r] / s->page_size; p++)
-      if (tables[seqs[r] * max_pages + p] == INT32_MAX) tables[seqs[r] * max_pages + p] = (int32_t)(*n_pages)++;
+      if (tables[seqs[r] * max_pages + p] == INT32_MAX)
+        tables[seqs[r] * max_pages + p] = (int32_t)(*n_pages)++;
   }
   for (int64_t i = 0; i < *n_pages; i++) order[i] = (int32_t)i;
   shuffle(t, order, *n_pages);
@@ -253,8 +293,10 @@ static int32_t *draw_tables(trial *t, const int32_t *seqs, const int32_t *positi
 
 static void build_attention(trial *t) {
   const shape *s = &t->s;
-  const int64_t bytes = size_of(s->dtype), width = s->n_heads * s->head_dim, max_pages = (s->positions - 1) / s->page_size + 1;
-  int32_t *positions = input(t, "positions", s->rows, sizeof *positions), *seqs = input(t, "seq_of_row", s->rows, sizeof *seqs);
+  const int64_t bytes = size_of(s->dtype), width = s->n_heads * s->head_dim,
+                max_pages = (s->positions - 1) / s->page_size + 1;
+  int32_t *positions = input(t, "positions", s->rows, sizeof *positions),
+          *seqs = input(t, "seq_of_row", s->rows, sizeof *seqs);
   rm_attention_args *a = &t->args.attention;
   *a = (rm_attention_args){.positions = positions,
                            .seq_of_row = seqs,
@@ -280,7 +322,8 @@ static void build_attention(trial *t) {
   fill_pages(t, v, 0, n_pages, 1, what);
   a->k_cache = k;
   a->v_cache = v;
-  a->q = float_input(t, "q", s->dtype, s->rows * width, one_in(t, 2) ? PLAIN : draw_kind(t, SPOILED));
+  a->q =
+      float_input(t, "q", s->dtype, s->rows * width, one_in(t, 2) ? PLAIN : draw_kind(t, SPOILED));
   a->out = output(t, "out", s->rows * width, bytes);
   t->limits = (rm_limits){.max_rows = s->rows,
                           .n_heads = s->n_heads,
@@ -289,17 +332,37 @@ static void build_attention(trial *t) {
                           .group = s->group,
                           .max_positions = s->positions};
   for (int64_t r = 0; r < s->rows; r++)
-    t->flops += 4.0 * (double)width * (double)(s->window > 0 ? rm_min64(s->window, positions[r] + 1) : positions[r] + 1);
+    t->flops += 4.0 * (double)width *
+                (double)(s->window > 0 ? rm_min64(s->window, positions[r] + 1) : positions[r] + 1);
 }
 
-static void call_attention(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->attention(ctx, &t->args.attention); }
+static void call_attention(const rm_kernels *k, const rm_ctx *ctx, trial *t) {
+  k->attention(ctx, &t->args.attention);
+}
 
-const op_test op_attention = {
-    .name = "attention",
-    .share = 80,
-    .draw = draw_attention,
-    .build = build_attention,
-    .call = call_attention,
-    .bench = {{.rows = 16, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128, .page_size = 16, .positions = 1024},
-              {.rows = 16, .n_heads = 3, .n_kv_heads = 2, .group = 2, .head0 = 1, .head_dim = 128, .page_size = 16, .positions = 1024},
-              {.rows = 256, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128, .page_size = 16, .positions = 256, .option = ATTEND_PREFILL}}};
+const op_test op_attention = {.name = "attention",
+                              .share = 80,
+                              .draw = draw_attention,
+                              .build = build_attention,
+                              .call = call_attention,
+                              .bench = {{.rows = 16,
+                                         .n_heads = 16,
+                                         .n_kv_heads = 8,
+                                         .head_dim = 128,
+                                         .page_size = 16,
+                                         .positions = 1024},
+                                        {.rows = 16,
+                                         .n_heads = 3,
+                                         .n_kv_heads = 2,
+                                         .group = 2,
+                                         .head0 = 1,
+                                         .head_dim = 128,
+                                         .page_size = 16,
+                                         .positions = 1024},
+                                        {.rows = 256,
+                                         .n_heads = 16,
+                                         .n_kv_heads = 8,
+                                         .head_dim = 128,
+                                         .page_size = 16,
+                                         .positions = 256,
+                                         .option = ATTEND_PREFILL}}};

@@ -1,4 +1,5 @@
-// dense.c: trials of the ops on plain rows: embed, gather_rows, rms_norm, gemm and gemm_swiglu with and without groups.
+// dense.c: trials of the ops on plain rows: embed, gather_rows, rms_norm, gemm and gemm_swiglu with
+// and without groups.
 #include <stdlib.h>
 #include <string.h>
 
@@ -6,11 +7,13 @@
 
 static int64_t size_of(rm_dtype dtype) { return (int64_t)rm_dtype_bytes(dtype); }
 
-// ------------------------------------------------------------------------------------------------ embed
+// ------------------------------------------------------------------------------------------ embed
 enum { EMBED_PACKED = 1 };
 
 static void draw_embed(trial *t) {
-  t->s = (shape){.rows = draw_rows(t, t->small ? 33 : 1025), .n = draw_width(t, t->small ? 131 : 700), .vocab = draw_width(t, 600)};
+  t->s = (shape){.rows = draw_rows(t, t->small ? 33 : 1025),
+                 .n = draw_width(t, t->small ? 131 : 700),
+                 .vocab = draw_width(t, 600)};
   t->s.option = one_in(t, 2) ? EMBED_PACKED : 0;
   t->s.dtype = draw_dtype(t);
 }
@@ -25,10 +28,12 @@ static void build_embed(trial *t) {
     table = packed_input(t, "table", s->dtype, s->vocab, s->n, 1, 0, 0, SPOILED);
   } else {
     uint16_t *words = input(t, "table", s->vocab * s->n, size_of(s->dtype));
-    for (int64_t i = 0; i < s->vocab * s->n * size_of(s->dtype) / 2; i++) words[i] = (uint16_t)(t->timed ? i : (int64_t)next64(t));
+    for (int64_t i = 0; i < s->vocab * s->n * size_of(s->dtype) / 2; i++)
+      words[i] = (uint16_t)(t->timed ? i : (int64_t)next64(t));
     table = words;
   }
-  t->moved_bytes = before + s->rows * s->n * size_of(s->dtype);  // of the table the rows that are asked for
+  t->moved_bytes =
+      before + s->rows * s->n * size_of(s->dtype); // of the table the rows that are asked for
   t->args.embed = (rm_embed_args){.out = output(t, "out", s->rows * s->n, size_of(s->dtype)),
                                   .ids = ids,
                                   .table = table,
@@ -39,7 +44,9 @@ static void build_embed(trial *t) {
   t->limits = (rm_limits){.max_rows = s->rows, .max_n = s->n, .vocab = s->vocab};
 }
 
-static void call_embed(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->embed(ctx, &t->args.embed); }
+static void call_embed(const rm_kernels *k, const rm_ctx *ctx, trial *t) {
+  k->embed(ctx, &t->args.embed);
+}
 
 const op_test op_embed = {
     .name = "embed",
@@ -47,15 +54,18 @@ const op_test op_embed = {
     .draw = draw_embed,
     .build = build_embed,
     .call = call_embed,
-    .bench = {{.rows = 512, .n = 2048, .vocab = 32768}, {.rows = 512, .n = 2048, .vocab = 32768, .option = EMBED_PACKED}}};
+    .bench = {{.rows = 512, .n = 2048, .vocab = 32768},
+              {.rows = 512, .n = 2048, .vocab = 32768, .option = EMBED_PACKED}}};
 
-// ------------------------------------------------------------------------------------------------ gather_rows
+// ------------------------------------------------------------------------------------ gather_rows
 enum { GATHER_IN_ORDER = 1, GATHER_HOLES = 2 };
 
 // n: words of 16 bits in a row; positions: rows of x.
 static void draw_gather_rows(trial *t) {
   shape *s = &t->s;
-  *s = (shape){.rows = draw_rows(t, t->small ? 33 : 1025), .n = draw_width(t, t->small ? 131 : 1400), .positions = draw_width(t, 600)};
+  *s = (shape){.rows = draw_rows(t, t->small ? 33 : 1025),
+               .n = draw_width(t, t->small ? 131 : 1400),
+               .positions = draw_width(t, 600)};
   s->option = (one_in(t, 3) ? GATHER_IN_ORDER : 0) | (one_in(t, 3) ? GATHER_HOLES : 0);
 }
 
@@ -65,21 +75,27 @@ static void build_gather_rows(trial *t) {
   int32_t *from = input(t, "from", s->rows, sizeof *from);
   int64_t named = 0;
   for (int64_t r = 0; r < s->rows; r++) {
-    from[r] = (int32_t)(s->option & GATHER_IN_ORDER ? r % s->positions : between(t, 0, s->positions - 1));
+    from[r] =
+        (int32_t)(s->option & GATHER_IN_ORDER ? r % s->positions : between(t, 0, s->positions - 1));
     if (s->option & GATHER_HOLES && one_in(t, 3)) from[r] = -1;
     named += from[r] >= 0;
   }
   const int64_t before = t->moved_bytes;
   uint16_t *x = input(t, "x", s->positions * s->n, sizeof *x);
-  for (int64_t i = 0; i < s->positions * s->n; i++) x[i] = (uint16_t)(t->timed ? i : (int64_t)next64(t));
-  t->moved_bytes = before + s->rows * (int64_t)row_bytes;  // of x the rows that are asked for
-  void *out = s->option & GATHER_HOLES ? partial_output(t, "out", s->rows * s->n, sizeof *x, named * s->n)
-                                       : output(t, "out", s->rows * s->n, sizeof *x);
-  t->args.gather = (rm_gather_rows_args){.out = out, .x = x, .from = from, .rows = s->rows, .row_bytes = row_bytes};
+  for (int64_t i = 0; i < s->positions * s->n; i++)
+    x[i] = (uint16_t)(t->timed ? i : (int64_t)next64(t));
+  t->moved_bytes = before + s->rows * (int64_t)row_bytes; // of x the rows that are asked for
+  void *out = s->option & GATHER_HOLES
+                  ? partial_output(t, "out", s->rows * s->n, sizeof *x, named * s->n)
+                  : output(t, "out", s->rows * s->n, sizeof *x);
+  t->args.gather = (rm_gather_rows_args){
+      .out = out, .x = x, .from = from, .rows = s->rows, .row_bytes = row_bytes};
   t->limits = (rm_limits){.max_rows = s->rows, .max_n = s->n};
 }
 
-static void call_gather_rows(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->gather_rows(ctx, &t->args.gather); }
+static void call_gather_rows(const rm_kernels *k, const rm_ctx *ctx, trial *t) {
+  k->gather_rows(ctx, &t->args.gather);
+}
 
 const op_test op_gather_rows = {.name = "gather_rows",
                                 .share = 30,
@@ -88,15 +104,18 @@ const op_test op_gather_rows = {.name = "gather_rows",
                                 .call = call_gather_rows,
                                 .bench = {{.rows = 512, .n = 2048, .positions = 2048}}};
 
-// ------------------------------------------------------------------------------------------------ rms_norm
+// --------------------------------------------------------------------------------------- rms_norm
 enum { NORM_X = 1, NORM_IN_PLACE = 2, NORM_GATE = 4, NORM_SUM = 8, NORM_NO_OUT = 16 };
 
 static void draw_rms_norm(trial *t) {
-  t->s = (shape){.rows = draw_rows(t, t->small ? 17 : 1025), .n = one_in(t, 6) && !t->small ? between(t, 500, 4200) : draw_width(t, 700)};
+  t->s = (shape){.rows = draw_rows(t, t->small ? 17 : 1025),
+                 .n = one_in(t, 6) && !t->small ? between(t, 500, 4200) : draw_width(t, 700)};
   if (t->s.rows > 128) t->s.n = rm_min64(t->s.n, 300);
   t->s.option = (int)PICK(t, 0, NORM_X, NORM_X | NORM_IN_PLACE);
   if (t->s.option & NORM_X && one_in(t, 3)) t->s.option |= NORM_GATE;
-  if (one_in(t, 3)) t->s.option |= t->s.option & NORM_IN_PLACE ? NORM_SUM : (int)PICK(t, NORM_SUM, NORM_SUM | NORM_NO_OUT);
+  if (one_in(t, 3))
+    t->s.option |=
+        t->s.option & NORM_IN_PLACE ? NORM_SUM : (int)PICK(t, NORM_SUM, NORM_SUM | NORM_NO_OUT);
   t->s.dtype = draw_dtype(t);
 }
 
@@ -104,7 +123,12 @@ static void build_rms_norm(trial *t) {
   const shape *s = &t->s;
   const int64_t n = s->rows * s->n;
   rm_rms_norm_args *a = &t->args.rms_norm;
-  *a = (rm_rms_norm_args){.rows = s->rows, .n = s->n, .dtype = s->dtype, .eps = one_in(t, 8) ? 0.0f : one_in(t, 2) ? 1e-6f : 1e-5f};
+  *a = (rm_rms_norm_args){.rows = s->rows,
+                          .n = s->n,
+                          .dtype = s->dtype,
+                          .eps = one_in(t, 8)   ? 0.0f
+                                 : one_in(t, 2) ? 1e-6f
+                                                : 1e-5f};
   a->residual = partial_output(t, "residual", n, size_of(s->dtype), n);
   fill(t, s->dtype, a->residual, n, draw_kind(t, SPOILED));
   if (s->option & NORM_IN_PLACE) {
@@ -114,29 +138,37 @@ static void build_rms_norm(trial *t) {
     if (s->option & NORM_X) a->x = float_input(t, "x", s->dtype, n, draw_kind(t, SPOILED));
     if (!(s->option & NORM_NO_OUT)) a->out = output(t, "out", n, size_of(s->dtype));
   }
-  if (s->option & NORM_GATE) a->x_gate = float_input(t, "x_gate", s->dtype, s->rows, draw_kind(t, SPOILED));
-  if (!(s->option & NORM_SUM)) a->weight = float_input(t, "weight", s->dtype, s->n, draw_kind(t, SPOILED));
+  if (s->option & NORM_GATE)
+    a->x_gate = float_input(t, "x_gate", s->dtype, s->rows, draw_kind(t, SPOILED));
+  if (!(s->option & NORM_SUM))
+    a->weight = float_input(t, "weight", s->dtype, s->n, draw_kind(t, SPOILED));
   t->limits = (rm_limits){.max_rows = s->rows, .max_n = s->n, .max_k = s->n};
   t->flops = 6.0 * (double)n;
 }
 
-static void call_rms_norm(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->rms_norm(ctx, &t->args.rms_norm); }
+static void call_rms_norm(const rm_kernels *k, const rm_ctx *ctx, trial *t) {
+  k->rms_norm(ctx, &t->args.rms_norm);
+}
 
 const op_test op_rms_norm = {.name = "rms_norm",
                              .share = 120,
                              .draw = draw_rms_norm,
                              .build = build_rms_norm,
                              .call = call_rms_norm,
-                             .bench = {{.rows = 32, .n = 2048, .option = NORM_X}, {.rows = 1024, .n = 2048, .option = NORM_X}}};
+                             .bench = {{.rows = 32, .n = 2048, .option = NORM_X},
+                                       {.rows = 1024, .n = 2048, .option = NORM_X}}};
 
-// ------------------------------------------------------------------------------------------------ gemm
+// ------------------------------------------------------------------------------------------- gemm
 enum { GEMM_BIAS = 1, GEMM_GROUPS = 2, GEMM_STRIDES = 4, GEMM_KEEP = 8 };
 
 static void draw_any_gemm(trial *t, int swiglu) {
   shape *s = &t->s;
   const int64_t most = t->small ? 49 : 1100;
-  *s = (shape){.rows = draw_rows(t, t->small ? 33 : 1025), .n = draw_width(t, most), .k = draw_width(t, most)};
-  if (s->rows > 100) s->k = rm_min64(s->k, 66);        // keeps the reference, the slow side, below a second
+  *s = (shape){.rows = draw_rows(t, t->small ? 33 : 1025),
+               .n = draw_width(t, most),
+               .k = draw_width(t, most)};
+  if (s->rows > 100)
+    s->k = rm_min64(s->k, 66); // keeps the reference, the slow side, below a second
   while (s->rows * s->n * s->k > (swiglu ? 4000000 : 8000000)) s->n = (s->n + 1) / 2;
   if (one_in(t, 3)) s->option = GEMM_GROUPS;
   else if (!swiglu && one_in(t, 3)) s->option = GEMM_BIAS;
@@ -156,7 +188,9 @@ static const int32_t *draw_groups(trial *t, const shape *s) {
   const int64_t favourite = between(t, 0, s->n_groups - 1);
   const int even = one_in(t, 2);
   for (int64_t r = 0; r < s->rows; r++)
-    size[t->timed ? r % s->n_groups : even || one_in(t, 8) ? between(t, 0, s->n_groups - 1) : favourite]++;
+    size[t->timed               ? r % s->n_groups
+         : even || one_in(t, 8) ? between(t, 0, s->n_groups - 1)
+                                : favourite]++;
   ends[0] = 0;
   for (int64_t g = 0; g < s->n_groups; g++) ends[g + 1] = ends[g] + size[g];
   free(size);
@@ -167,7 +201,8 @@ static void build_any_gemm(trial *t, int swiglu) {
   const shape *s = &t->s;
   rm_gemm_args *a = &t->args.gemm;
   const int strides = s->option & GEMM_STRIDES;
-  *a = (rm_gemm_args){.m = s->rows, .n = s->n, .k = s->k, .dtype = s->dtype, .y_dtype = s->out_dtype};
+  *a = (rm_gemm_args){
+      .m = s->rows, .n = s->n, .k = s->k, .dtype = s->dtype, .y_dtype = s->out_dtype};
   a->ldx = s->k + (strides ? between(t, 0, 40) : 0);
   a->ldy = s->n + (strides ? between(t, 0, 40) : 0);
   const kind what = draw_kind(t, SPOILED);
@@ -175,14 +210,18 @@ static void build_any_gemm(trial *t, int swiglu) {
   if (s->n_groups) {
     a->group_rows = draw_groups(t, s);
     a->n_groups = s->n_groups;
-    a->group_stride = rm_packed_elems(swiglu ? rm_gate_up_rows(s->n) : s->n, s->k) + (strides ? between(t, 0, 40) : 0);
+    a->group_stride = rm_packed_elems(swiglu ? rm_gate_up_rows(s->n) : s->n, s->k) +
+                      (strides ? between(t, 0, 40) : 0);
   }
-  a->w = packed_input(t, "w", s->dtype, s->n, s->k, rm_max64(1, s->n_groups), a->group_stride, swiglu, one_in(t, 2) ? what : PLAIN);
-  if (s->option & GEMM_BIAS) a->bias = float_input(t, "bias", s->dtype, s->n, draw_kind(t, SPOILED));
+  a->w = packed_input(t, "w", s->dtype, s->n, s->k, rm_max64(1, s->n_groups), a->group_stride,
+                      swiglu, one_in(t, 2) ? what : PLAIN);
+  if (s->option & GEMM_BIAS)
+    a->bias = float_input(t, "bias", s->dtype, s->n, draw_kind(t, SPOILED));
   const int64_t room = s->rows ? (s->rows - 1) * a->ldy + s->n : 0;
   if (strides) a->y = partial_output(t, "y", room, size_of(s->out_dtype), s->rows * s->n);
   else a->y = output(t, "y", room, size_of(s->out_dtype));
-  if (s->option & GEMM_KEEP) a->gate_up = output(t, "gate_up", 2 * s->rows * s->n, size_of(s->dtype));
+  if (s->option & GEMM_KEEP)
+    a->gate_up = output(t, "gate_up", 2 * s->rows * s->n, size_of(s->dtype));
   if (swiglu && !t->timed) a->activation = (rm_activation)between(t, RM_SILU, RM_RELU2);
   t->limits = (rm_limits){.max_rows = s->rows, .max_k = s->k, .max_n = s->n};
   t->flops = (swiglu ? 4.0 : 2.0) * (double)(s->rows * s->n) * (double)s->k;
@@ -190,14 +229,19 @@ static void build_any_gemm(trial *t, int swiglu) {
 static void build_gemm(trial *t) { build_any_gemm(t, 0); }
 static void build_gemm_swiglu(trial *t) { build_any_gemm(t, 1); }
 
-static void call_gemm(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->gemm(ctx, &t->args.gemm); }
-static void call_gemm_swiglu(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->gemm_swiglu(ctx, &t->args.gemm); }
+static void call_gemm(const rm_kernels *k, const rm_ctx *ctx, trial *t) {
+  k->gemm(ctx, &t->args.gemm);
+}
+static void call_gemm_swiglu(const rm_kernels *k, const rm_ctx *ctx, trial *t) {
+  k->gemm_swiglu(ctx, &t->args.gemm);
+}
 
-// ------------------------------------------------------------------------------------------------ activate
+// --------------------------------------------------------------------------------------- activate
 enum { ACTIVATE_IN_PLACE = 1, ACTIVATE_STRIDES = 2 };
 
 static void draw_activate(trial *t) {
-  t->s = (shape){.rows = draw_rows(t, t->small ? 17 : 300), .n = draw_width(t, t->small ? 131 : 700)};
+  t->s =
+      (shape){.rows = draw_rows(t, t->small ? 17 : 300), .n = draw_width(t, t->small ? 131 : 700)};
   t->s.option = (one_in(t, 2) ? ACTIVATE_IN_PLACE : 0) | (one_in(t, 3) ? ACTIVATE_STRIDES : 0);
   t->s.dtype = draw_dtype(t);
 }
@@ -205,7 +249,9 @@ static void draw_activate(trial *t) {
 static void build_activate(trial *t) {
   const shape *s = &t->s;
   rm_activate_args *a = &t->args.activate;
-  *a = (rm_activate_args){.rows = s->rows, .n = s->n, .ld = s->n + (s->option & ACTIVATE_STRIDES ? between(t, 0, 40) : 0)};
+  *a = (rm_activate_args){.rows = s->rows,
+                          .n = s->n,
+                          .ld = s->n + (s->option & ACTIVATE_STRIDES ? between(t, 0, 40) : 0)};
   a->dtype = s->dtype;
   a->activation = t->timed ? RM_SILU : (rm_activation)between(t, RM_SILU, RM_RELU2);
   const int64_t room = s->rows ? (s->rows - 1) * a->ld + s->n : 0;
@@ -220,7 +266,9 @@ static void build_activate(trial *t) {
   t->flops = 20.0 * (double)(s->rows * s->n);
 }
 
-static void call_activate(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->activate(ctx, &t->args.activate); }
+static void call_activate(const rm_kernels *k, const rm_ctx *ctx, trial *t) {
+  k->activate(ctx, &t->args.activate);
+}
 
 const op_test op_activate = {.name = "activate",
                              .share = 60,
@@ -230,20 +278,22 @@ const op_test op_activate = {.name = "activate",
                              .bench = {{.rows = 32, .n = 8192}}};
 
 // A decode step, a batch of decodes, a prefill, and experts that meet two rows each.
-const op_test op_gemm = {.name = "gemm",
-                         .share = 220,
-                         .draw = draw_gemm,
-                         .build = build_gemm,
-                         .call = call_gemm,
-                         .bench = {{.rows = 1, .n = 8192, .k = 2048},
-                                   {.rows = 16, .n = 8192, .k = 2048},
-                                   {.rows = 512, .n = 2048, .k = 2048},
-                                   {.rows = 64, .n = 768, .k = 2048, .n_groups = 32, .option = GEMM_GROUPS}}};
-const op_test op_gemm_swiglu = {.name = "gemm_swiglu",
-                                .share = 140,
-                                .draw = draw_gemm_swiglu,
-                                .build = build_gemm_swiglu,
-                                .call = call_gemm_swiglu,
-                                .bench = {{.rows = 1, .n = 6144, .k = 2048},
-                                          {.rows = 512, .n = 1024, .k = 2048},
-                                          {.rows = 64, .n = 768, .k = 2048, .n_groups = 32, .option = GEMM_GROUPS}}};
+const op_test op_gemm = {
+    .name = "gemm",
+    .share = 220,
+    .draw = draw_gemm,
+    .build = build_gemm,
+    .call = call_gemm,
+    .bench = {{.rows = 1, .n = 8192, .k = 2048},
+              {.rows = 16, .n = 8192, .k = 2048},
+              {.rows = 512, .n = 2048, .k = 2048},
+              {.rows = 64, .n = 768, .k = 2048, .n_groups = 32, .option = GEMM_GROUPS}}};
+const op_test op_gemm_swiglu = {
+    .name = "gemm_swiglu",
+    .share = 140,
+    .draw = draw_gemm_swiglu,
+    .build = build_gemm_swiglu,
+    .call = call_gemm_swiglu,
+    .bench = {{.rows = 1, .n = 6144, .k = 2048},
+              {.rows = 512, .n = 1024, .k = 2048},
+              {.rows = 64, .n = 768, .k = 2048, .n_groups = 32, .option = GEMM_GROUPS}}};

@@ -29,7 +29,8 @@ __attribute__((target("avx2,fma"))) static float fma256(void) {
   for (int i = 0; i < CHAINS; i++) r[i] = _mm256_set1_ps((float)i);
   for (int k = 0; k < ROUNDS; k++) {
 #pragma GCC unroll 12
-    for (int i = 0; i < CHAINS; i++) r[i] = _mm256_fmadd_ps(r[i], _mm256_set1_ps(1.0000001f), _mm256_set1_ps(1e-9f));
+    for (int i = 0; i < CHAINS; i++)
+      r[i] = _mm256_fmadd_ps(r[i], _mm256_set1_ps(1.0000001f), _mm256_set1_ps(1e-9f));
   }
   for (int i = 1; i < CHAINS; i++) r[0] = _mm256_add_ps(r[0], r[i]);
   return _mm256_cvtss_f32(r[0]);
@@ -40,7 +41,8 @@ __attribute__((target("avx512f"))) static float fma512(void) {
   for (int i = 0; i < CHAINS; i++) r[i] = _mm512_set1_ps((float)i);
   for (int k = 0; k < ROUNDS; k++) {
 #pragma GCC unroll 12
-    for (int i = 0; i < CHAINS; i++) r[i] = _mm512_fmadd_ps(r[i], _mm512_set1_ps(1.0000001f), _mm512_set1_ps(1e-9f));
+    for (int i = 0; i < CHAINS; i++)
+      r[i] = _mm512_fmadd_ps(r[i], _mm512_set1_ps(1.0000001f), _mm512_set1_ps(1e-9f));
   }
   for (int i = 1; i < CHAINS; i++) r[0] = _mm512_add_ps(r[0], r[i]);
   return _mm512_cvtss_f32(r[0]);
@@ -51,9 +53,10 @@ __attribute__((target("avx2"))) static float read_all(const float *p, int64_t n)
   for (int64_t i = 0; i < n; i += 32) {
     _mm_prefetch((const char *)(p + i) + 1024, _MM_HINT_T0);
     _mm_prefetch((const char *)(p + i) + 1088, _MM_HINT_T0);
-    a = _mm256_xor_si256(a, _mm256_xor_si256(_mm256_load_si256((const __m256i *)(p + i)), _mm256_load_si256((const __m256i *)(p + i + 8))));
-    b = _mm256_xor_si256(
-        b, _mm256_xor_si256(_mm256_load_si256((const __m256i *)(p + i + 16)), _mm256_load_si256((const __m256i *)(p + i + 24))));
+    a = _mm256_xor_si256(a, _mm256_xor_si256(_mm256_load_si256((const __m256i *)(p + i)),
+                                             _mm256_load_si256((const __m256i *)(p + i + 8))));
+    b = _mm256_xor_si256(b, _mm256_xor_si256(_mm256_load_si256((const __m256i *)(p + i + 16)),
+                                             _mm256_load_si256((const __m256i *)(p + i + 24))));
   }
   return (float)_mm256_extract_epi32(_mm256_xor_si256(a, b), 0);
 }

@@ -1,8 +1,9 @@
-// machine.h: what this machine can do at best, measured in the same run as what is compared with it.
+// machine.h: what this machine can do at best, measured in the same run as what is compared with
+// it.
 #pragma once
 
-// Sweeps a buffer larger than any cache, and runs fused multiply-adds that never leave the registers, on the threads of a team
-// (NULL: on the caller); the best of some runs.
+// Sweeps a buffer larger than any cache, and runs fused multiply-adds that never leave the
+// registers, on the threads of a team (NULL: on the caller); the best of some runs.
 typedef struct machine {
   double read_gb_s, fma_gflop_s;
 } machine;

@@ -7,26 +7,30 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-// ------------------------------------------------------------------------------------------------ chance
-uint64_t next64(trial *t) {     // splitmix64
+// ----------------------------------------------------------------------------------------- chance
+uint64_t next64(trial *t) { // splitmix64
   uint64_t z = t->random += 0x9e3779b97f4a7c15u;
   z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
   z = (z ^ z >> 27) * 0x94d049bb133111ebu;
   return z ^ z >> 31;
 }
 
-int64_t between(trial *t, int64_t low, int64_t high) { return low + (int64_t)(next64(t) % (uint64_t)(high - low + 1)); }
+int64_t between(trial *t, int64_t low, int64_t high) {
+  return low + (int64_t)(next64(t) % (uint64_t)(high - low + 1));
+}
 int one_in(trial *t, int64_t n) { return between(t, 1, n) == 1; }
 int64_t pick(trial *t, const int64_t *of, int64_t n) { return of[between(t, 0, n - 1)]; }
 
 int64_t draw_width(trial *t, int64_t most) {
-  const int64_t edge = PICK(t, 1, 2, 3, 7, 8, 15, 16, 17, 23, 31, 32, 33, 47, 48, 49, 61, 63, 64, 65, 95, 96, 97, 127, 128, 129, 131);
+  const int64_t edge = PICK(t, 1, 2, 3, 7, 8, 15, 16, 17, 23, 31, 32, 33, 47, 48, 49, 61, 63, 64,
+                            65, 95, 96, 97, 127, 128, 129, 131);
   const int64_t drawn = one_in(t, 6) ? between(t, 1, most) : edge;
   return rm_min64(drawn, most);
 }
 
 int64_t draw_rows(trial *t, int64_t most) {
-  const int64_t edge = PICK(t, 0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13, 15, 16, 17, 31, 32, 33, 40, 95, 96, 97);
+  const int64_t edge =
+      PICK(t, 0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13, 15, 16, 17, 31, 32, 33, 40, 95, 96, 97);
   const int64_t drawn = one_in(t, 24) ? PICK(t, 127, 128, 129, 192, 193, 509, 1024, 1025) : edge;
   return rm_min64(drawn, most);
 }
@@ -34,7 +38,8 @@ int64_t draw_rows(trial *t, int64_t most) {
 rm_dtype draw_dtype(trial *t) { return one_in(t, 3) ? RM_F32 : RM_BF16; }
 
 kind draw_kind(trial *t, kind last) {
-  const kind drawn = (kind)PICK(t, PLAIN, PLAIN, PLAIN, PLAIN, PLAIN, HARD, HARD, HARD, HARD, EQUAL, TINY, VAST, SPOILED);
+  const kind drawn = (kind)PICK(t, PLAIN, PLAIN, PLAIN, PLAIN, PLAIN, HARD, HARD, HARD, HARD, EQUAL,
+                                TINY, VAST, SPOILED);
   return drawn <= last && !t->timed ? drawn : PLAIN;
 }
 
@@ -47,7 +52,7 @@ void shuffle(trial *t, int32_t *x, int64_t n) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------ numbers
+// ---------------------------------------------------------------------------------------- numbers
 static uint32_t bits_of(int sign, int exponent, uint64_t mantissa) {
   return (uint32_t)sign << 31 | (uint32_t)exponent << 23 | (uint32_t)(mantissa & 0x7fffff);
 }
@@ -57,11 +62,11 @@ static uint32_t draw_hard(trial *t, uint64_t r) {
   switch (r >> 59 & 15) {
     case 0: return bits_of(sign, (int)between(t, 127 - 60, 127 + 60), r);
     case 1: return 0x80000000u;
-    case 2: return bits_of(sign, 0, r);                       // denormal
-    case 3: return bits_of(sign, (int)between(t, 1, 12), r);  // products vanish
-    case 4: return bits_of(sign, 127, r & 1 ? 0x7fffff : 1);  // ±1 and an ulp, ±2 less an ulp
+    case 2: return bits_of(sign, 0, r); // denormal
+    case 3: return bits_of(sign, (int)between(t, 1, 12), r); // products vanish
+    case 4: return bits_of(sign, 127, r & 1 ? 0x7fffff : 1); // ±1 and an ulp, ±2 less an ulp
     case 5: return 0;
-    case 6: return bits_of(sign, 127, r & 0x7f0000) + 0x8000u;  // the middle between two bf16
+    case 6: return bits_of(sign, 127, r & 0x7f0000) + 0x8000u; // the middle between two bf16
     default: return bits_of(sign, 124 + (int)(r >> 40 & 3), r);
   }
 }
@@ -72,9 +77,11 @@ uint32_t draw_float(trial *t, kind what) {
   switch (what) {
     case HARD: return draw_hard(t, r);
     case TINY: return bits_of(sign, (int)(r >> 40 & 3), r);
-    case VAST: return bits_of(sign, r >> 40 & 7 ? 124 + (int)(r >> 44 & 3) : 254 - (int)(r >> 44 & 31), r);
+    case VAST:
+      return bits_of(sign, r >> 40 & 7 ? 124 + (int)(r >> 44 & 3) : 254 - (int)(r >> 44 & 31), r);
     case SPOILED:
-      if ((r >> 32 & 127) == 0) return PICK(t, 0x7f800000, 0xff800000, 0x7fc00000, 0xffc00000, 0x7f800001, 0xffffffff);
+      if ((r >> 32 & 127) == 0)
+        return PICK(t, 0x7f800000, 0xff800000, 0x7fc00000, 0xffc00000, 0x7f800001, 0xffffffff);
       return bits_of(sign, 124 + (int)(r >> 40 & 3), r);
     default: return bits_of(sign, 124 + (int)(r >> 40 & 3), r);
   }
@@ -91,7 +98,7 @@ void fill(trial *t, rm_dtype dtype, void *p, int64_t n, kind what) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------ buffers
+// ---------------------------------------------------------------------------------------- buffers
 static int64_t page_bytes(void) { return sysconf(_SC_PAGESIZE); }
 
 static void *must(void *p) {
@@ -109,11 +116,13 @@ static void reserve(buffer *b, int64_t bytes) {
   }
   if (b->map) munmap(b->map, (size_t)(b->map_bytes + page_bytes()));
   b->map_bytes = rm_round_up(bytes + bytes / 2, page_bytes());
-  b->map = must(mmap(NULL, (size_t)(b->map_bytes + page_bytes()), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  b->map = must(mmap(NULL, (size_t)(b->map_bytes + page_bytes()), PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   mprotect(b->map + b->map_bytes, (size_t)page_bytes(), PROT_NONE);
 }
 
-static buffer *place(trial *t, const char *name, int64_t elements, int64_t elem_bytes, int is_output) {
+static buffer *place(trial *t, const char *name, int64_t elements, int64_t elem_bytes,
+                     int is_output) {
   if (t->n_buffers == MAX_BUFFERS) must(NULL);
   buffer *b = &t->buffers[t->n_buffers++];
   const int64_t bytes = elements * elem_bytes;
@@ -131,7 +140,7 @@ static buffer *place(trial *t, const char *name, int64_t elements, int64_t elem_
   reserve(b, bytes + 2 * GUARD_BYTES + 192);
   b->room_bytes = GUARD_BYTES + bytes + back;
   if (back) b->room = b->map + off;
-  else b->room = b->map + b->map_bytes - b->room_bytes;  // the end of the data is the end of the map
+  else b->room = b->map + b->map_bytes - b->room_bytes; // the end of the data is the end of the map
   b->data = b->room + GUARD_BYTES;
   memset(b->room, is_output ? OUT_GUARD : 0xff, (size_t)b->room_bytes);
   return b;
@@ -147,7 +156,8 @@ void *output(trial *t, const char *name, int64_t elements, int64_t elem_bytes) {
   return place(t, name, elements, elem_bytes, 1)->data;
 }
 
-void *partial_output(trial *t, const char *name, int64_t elements, int64_t elem_bytes, int64_t counted) {
+void *partial_output(trial *t, const char *name, int64_t elements, int64_t elem_bytes,
+                     int64_t counted) {
   buffer *b = place(t, name, elements, elem_bytes, 1);
   b->counted = counted;
   memset(b->data, OUT_GUARD, (size_t)(elements * elem_bytes));
@@ -161,8 +171,10 @@ void *float_input(trial *t, const char *name, rm_dtype dtype, int64_t elements, 
   return p;
 }
 
-void *strided_input(trial *t, const char *name, rm_dtype dtype, int64_t rows, int64_t k, int64_t stride, kind what) {
-  const int64_t bytes = (int64_t)rm_dtype_bytes(dtype), elements = rows ? (rows - 1) * stride + k : 0;
+void *strided_input(trial *t, const char *name, rm_dtype dtype, int64_t rows, int64_t k,
+                    int64_t stride, kind what) {
+  const int64_t bytes = (int64_t)rm_dtype_bytes(dtype),
+                elements = rows ? (rows - 1) * stride + k : 0;
   char *p = input(t, name, elements, bytes);
   for (int64_t r = 0; r < rows; r++) {
     fill(t, dtype, p + r * stride * bytes, k, what);
@@ -171,31 +183,36 @@ void *strided_input(trial *t, const char *name, rm_dtype dtype, int64_t rows, in
   return p;
 }
 
-void *packed_input(trial *t, const char *name, rm_dtype dtype, int64_t n, int64_t k, int64_t n_matrices, int64_t stride, int gate_up,
-                   kind what) {
-  const int64_t bytes = (int64_t)rm_dtype_bytes(dtype), packed_rows = gate_up ? rm_gate_up_rows(n) : n;
+void *packed_input(trial *t, const char *name, rm_dtype dtype, int64_t n, int64_t k,
+                   int64_t n_matrices, int64_t stride, int gate_up, kind what) {
+  const int64_t bytes = (int64_t)rm_dtype_bytes(dtype),
+                packed_rows = gate_up ? rm_gate_up_rows(n) : n;
   const int64_t one = rm_packed_elems(packed_rows, k);
-  char *p = input(t, name, (n_matrices - 1) * stride + one, bytes), *row = must(malloc((size_t)(k * bytes)));
+  char *p = input(t, name, (n_matrices - 1) * stride + one, bytes),
+       *row = must(malloc((size_t)(k * bytes)));
   for (int64_t m = 0; m < n_matrices; m++) {
     char *matrix = p + m * stride * bytes;
     memset(matrix, 0, (size_t)(one * bytes));
     if (m + 1 < n_matrices) memset(matrix + one * bytes, 0xff, (size_t)((stride - one) * bytes));
-    if (t->timed) {             // a large matrix at the speed of memory; what the numbers are does not matter, but no denormals
+    // a large matrix at the speed of memory; what the numbers are does not matter, but no denormals
+    if (t->timed) {
       fill(t, dtype, row, k, PLAIN);
-      for (int64_t i = 0; i < one; i++) memcpy(matrix + i * bytes, row + i % k * bytes, (size_t)bytes);
+      for (int64_t i = 0; i < one; i++)
+        memcpy(matrix + i * bytes, row + i % k * bytes, (size_t)bytes);
       continue;
     }
     for (int64_t r = 0; r < (gate_up ? 2 * n : n); r++) {
       const int64_t at = gate_up ? rm_gate_up_row(r / 2, r & 1) : r;
       fill(t, dtype, row, k, what);
-      for (int64_t i = 0; i < k; i++) memcpy(matrix + rm_packed_index(dtype, k, at, i) * bytes, row + i * bytes, (size_t)bytes);
+      for (int64_t i = 0; i < k; i++)
+        memcpy(matrix + rm_packed_index(dtype, k, at, i) * bytes, row + i * bytes, (size_t)bytes);
     }
   }
   free(row);
   return p;
 }
 
-// ------------------------------------------------------------------------------------------------ a trial
+// ---------------------------------------------------------------------------------------- a trial
 void trial_begin(trial *t, uint64_t seed) {
   t->seed = t->random = seed;
   t->n_buffers = 0;
@@ -226,12 +243,14 @@ void trial_seal(trial *t) {
 
 void trial_reset(trial *t) {
   for (int i = 0; i < t->n_buffers; i++)
-    if (t->buffers[i].is_output) memcpy(t->buffers[i].room, t->buffers[i].first, (size_t)t->buffers[i].room_bytes);
+    if (t->buffers[i].is_output)
+      memcpy(t->buffers[i].room, t->buffers[i].first, (size_t)t->buffers[i].room_bytes);
 }
 
 void trial_keep(trial *t) {
   for (int i = 0; i < t->n_buffers; i++)
-    if (t->buffers[i].is_output) memcpy(t->buffers[i].want, t->buffers[i].room, (size_t)t->buffers[i].room_bytes);
+    if (t->buffers[i].is_output)
+      memcpy(t->buffers[i].want, t->buffers[i].room, (size_t)t->buffers[i].room_bytes);
 }
 
 const buffer *trial_differs(const trial *t, int64_t *byte) {

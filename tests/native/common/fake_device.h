@@ -1,12 +1,14 @@
-// fake_device.h: a device for tests of what enqueues: one queue that a thread works off some time later, and a memory whose addresses
-// the host may not touch (it has no pages there, so who tries ends with SIGSEGV).
+// fake_device.h: a device for tests of what enqueues: one queue that a thread works off some time
+// later, and a memory whose addresses the host may not touch (it has no pages there, so who tries
+// ends with SIGSEGV).
 //
 //   fake_device *d = fake_device_open(64 << 20);
 //   d->device.alloc(d, …); d->device.copy_2d(d, …); d->device.wait(d);
-//   fake_device_close(d);                              // ends the program when a block was not given back
+//   fake_device_close(d);                              // ends the program when a block was not
+//                                                      given back
 //
-// Work is late by up to `late_us` microseconds, so that what is read before it was waited for is old. `fault` may be set to 1 by any
-// thread: from then on the device is dead, as device.h says.
+// Work is late by up to `late_us` microseconds, so that what is read before it was waited for is
+// old. `fault` may be set to 1 by any thread: from then on the device is dead, as device.h says.
 #pragma once
 
 #include <pthread.h>
@@ -33,24 +35,25 @@ typedef struct fake_list {
 } fake_list;
 
 typedef struct fake_device {
-  standin_stream stream;        // first: the device's stream is a pointer to it
-  rm_device device;             // self is this struct
-  char *there, *memory;         // what the device's addresses are; where the bytes are
+  standin_stream stream; // first: the device's stream is a pointer to it
+  rm_device device; // self is this struct
+  char *there, *memory; // what the device's addresses are; where the bytes are
   size_t room, used;
-  int blocks, pins, frees;      // now; so far
+  int blocks, pins, frees; // now; so far
   pthread_t thread;
   pthread_mutex_t lock;
   pthread_cond_t changed;
   fake_list queue;
-  fake_list *graph;         // NULL: nothing is captured
+  fake_list *graph; // NULL: nothing is captured
   long enqueued, done, events[RM_DEVICE_EVENTS];
   int late_us, closing;
-  long waits;                   // calls of wait and reach: what may not be recorded
+  long waits; // calls of wait and reach: what may not be recorded
   atomic_int fault;
-  int refuse_at;                // the so-manieth map or pin from now finds no memory; 0: none
+  int refuse_at; // the so-manieth map or pin from now finds no memory; 0: none
 } fake_device;
 
-static inline void fake_append(fake_list *list, int (*run)(void *), const void *data, size_t bytes) {
+static inline void fake_append(fake_list *list, int (*run)(void *), const void *data,
+                               size_t bytes) {
   fake_task *task = malloc(sizeof *task + bytes);
   if (!task) tiny_die("no memory for a task");
   *task = (fake_task){.run = run, .bytes = bytes};
@@ -60,7 +63,8 @@ static inline void fake_append(fake_list *list, int (*run)(void *), const void *
   list->last = task;
 }
 
-static inline void fake_enqueue(standin_stream *stream, int (*run)(void *), const void *data, size_t bytes) {
+static inline void fake_enqueue(standin_stream *stream, int (*run)(void *), const void *data,
+                                size_t bytes) {
   fake_device *d = (fake_device *)stream;
   pthread_mutex_lock(&d->lock);
   if (d->graph) fake_append(d->graph, run, data, bytes);
@@ -102,13 +106,14 @@ static inline void *fake_work(void *self) {
   return NULL;
 }
 
-// ------------------------------------------------------------------------------------------------ memory
+// ----------------------------------------------------------------------------------------- memory
 static inline rm_device_status fake_alloc(void *self, size_t bytes, void **out) {
   fake_device *d = self;
   const size_t rounded = (bytes + 255) / 256 * 256;
   *out = NULL;
   if (atomic_load(&d->fault)) return RM_DEVICE_FAULT;
-  if (rounded > d->room - d->used || (d->refuse_at && --d->refuse_at == 0)) return RM_DEVICE_NO_MEMORY;
+  if (rounded > d->room - d->used || (d->refuse_at && --d->refuse_at == 0))
+    return RM_DEVICE_NO_MEMORY;
   memset(d->memory + d->used, 0, bytes);
   *out = d->there + d->used;
   d->used += rounded;
@@ -140,7 +145,8 @@ static inline void fake_free(void *self, void *block, size_t bytes) {
 static inline rm_device_status fake_alloc_pinned(void *self, size_t bytes, void **out) {
   fake_device *d = self;
   *out = NULL;
-  if ((d->refuse_at && --d->refuse_at == 0) || !(*out = calloc(1, bytes))) return RM_DEVICE_NO_MEMORY;
+  if ((d->refuse_at && --d->refuse_at == 0) || !(*out = calloc(1, bytes)))
+    return RM_DEVICE_NO_MEMORY;
   d->pins++;
   return RM_DEVICE_OK;
 }
@@ -153,12 +159,14 @@ static inline void fake_free_pinned(void *self, void *block, size_t bytes) {
   free(block);
 }
 
-static inline size_t fake_available(void *self) { return ((fake_device *)self)->room - ((fake_device *)self)->used; }
+static inline size_t fake_available(void *self) {
+  return ((fake_device *)self)->room - ((fake_device *)self)->used;
+}
 
-// ------------------------------------------------------------------------------------------------ the queue
+// -------------------------------------------------------------------------------------- the queue
 typedef struct fake_move {
   char *to;
-  const char *from;             // NULL: zeroes
+  const char *from; // NULL: zeroes
   size_t to_pitch, from_pitch, width, rows;
 } fake_move;
 
@@ -183,10 +191,13 @@ static inline void fake_copy_to_host(void *self, void *to, const void *from, siz
   fake_enqueue(&d->stream, fake_move_run, &move, sizeof move);
 }
 
-static inline void fake_copy_2d(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows) {
+static inline void fake_copy_2d(void *self, void *to, size_t to_pitch, const void *from,
+                                size_t from_pitch, size_t width, size_t rows) {
   fake_device *d = self;
-  if (rows > 1 && (to_pitch < width || from_pitch < width)) tiny_die("rows of %zu bytes, %zu and %zu apart", width, to_pitch, from_pitch);
-  const fake_move move = {fake_host(&d->stream, to), fake_host(&d->stream, from), to_pitch, from_pitch, width, rows};
+  if (rows > 1 && (to_pitch < width || from_pitch < width))
+    tiny_die("rows of %zu bytes, %zu and %zu apart", width, to_pitch, from_pitch);
+  const fake_move move = {
+      fake_host(&d->stream, to), fake_host(&d->stream, from), to_pitch, from_pitch, width, rows};
   fake_enqueue(&d->stream, fake_move_run, &move, sizeof move);
 }
 
@@ -221,7 +232,7 @@ static inline rm_device_status fake_query_event(void *self, int number) {
   return fake_poll_until(self, ((fake_device *)self)->events[number]);
 }
 
-// ------------------------------------------------------------------------------------------------ graph capture
+// ---------------------------------------------------------------------------------- graph capture
 static inline rm_device_status fake_begin_capture(void *self) {
   fake_device *d = self;
   if (!(d->graph = calloc(1, sizeof *d->graph))) return RM_DEVICE_NO_MEMORY;
@@ -239,7 +250,8 @@ static inline rm_device_status fake_end_capture(void *self, void **graph) {
 
 static inline void fake_replay(void *self, void *graph) {
   fake_device *d = self;
-  for (const fake_task *t = ((fake_list *)graph)->first; t; t = t->next) fake_enqueue(&d->stream, t->run, t->data, t->bytes);
+  for (const fake_task *t = ((fake_list *)graph)->first; t; t = t->next)
+    fake_enqueue(&d->stream, t->run, t->data, t->bytes);
 }
 
 static inline void fake_destroy_graph(void *self, void *graph) {
@@ -256,7 +268,8 @@ static inline void fake_leave(void *self, int saved) { (void)self, (void)saved; 
 static inline const char *fake_message(void *self) { return (void)self, "a planted fault"; }
 
 static inline void fake_device_close(fake_device *d) {
-  if (d->blocks || d->pins) tiny_die("%d blocks and %d pinned ones were not given back", d->blocks, d->pins);
+  if (d->blocks || d->pins)
+    tiny_die("%d blocks and %d pinned ones were not given back", d->blocks, d->pins);
   pthread_mutex_lock(&d->lock);
   d->closing = 1;
   pthread_cond_broadcast(&d->changed);
@@ -271,8 +284,10 @@ static inline fake_device *fake_device_open(size_t room) {
   fake_device *d = calloc(1, sizeof *d);
   if (!d) tiny_die("no memory");
   d->there = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  d->memory = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (d->there == MAP_FAILED || d->memory == MAP_FAILED) tiny_die("no memory for a device of %zu bytes", room);
+  d->memory =
+      mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (d->there == MAP_FAILED || d->memory == MAP_FAILED)
+    tiny_die("no memory for a device of %zu bytes", room);
   d->room = room;
   d->late_us = 300;
   d->stream = (standin_stream){fake_enqueue, fake_host};

@@ -1,8 +1,10 @@
-// fuzz.h: what the mutators share: how many cases and for how long, a case that depends on the seed and its number alone, and
-// integers where mistakes live.
+// fuzz.h: what the mutators share: how many cases and for how long, a case that depends on the seed
+// and its number alone, and integers where mistakes live.
 //
-//   fuzz f = fuzz_begin(argc, argv, 100000, 4);       // cases unless --cases or --seconds says otherwise; faults it can plant
-//   while (fuzz_next_case(&f)) { … fuzz_bits(&f) … }  // a failure says fuzz_where(&f): --seed 7 --first 1234 --cases 1 replays it
+//   fuzz f = fuzz_begin(argc, argv, 100000, 4);       // cases unless --cases or --seconds says
+//                                                     otherwise; faults it can plant
+//   while (fuzz_next_case(&f)) { … fuzz_bits(&f) … }  // a failure says fuzz_where(&f): --seed 7
+//                                                     --first 1234 --cases 1 replays it
 //
 //   --cases N --seconds S (whichever ends first) --seed N --first N --plant K
 #pragma once
@@ -17,7 +19,7 @@
 
 typedef struct fuzz {
   uint64_t seed, state;
-  long first, at, cases, seconds, plant;   // at: the case that runs, −1 before the first
+  long first, at, cases, seconds, plant; // at: the case that runs, −1 before the first
   struct timespec begin;
   char where[80];
 } fuzz;
@@ -58,21 +60,26 @@ static inline const char *fuzz_where(fuzz *f) {
 static inline uint64_t fuzz_bits(fuzz *f) { return tiny_mix(f->state += 0x9E3779B97F4A7C15u); }
 
 // Of 0 … n − 1; n > 0.
-static inline int64_t fuzz_below(fuzz *f, int64_t n) { return (int64_t)(fuzz_bits(f) % (uint64_t)n); }
+static inline int64_t fuzz_below(fuzz *f, int64_t n) {
+  return (int64_t)(fuzz_bits(f) % (uint64_t)n);
+}
 
 // True one time in n.
 static inline int fuzz_one_in(fuzz *f, int64_t n) { return fuzz_below(f, n) == 0; }
 
-// Zero, small ones of both signs, powers of two with their neighbours, the ends of 32 and 64 bits, and any.
+// Zero, small ones of both signs, powers of two with their neighbours, the ends of 32 and 64 bits,
+// and any.
 static inline int64_t fuzz_integer(fuzz *f) {
-  const int64_t kind = fuzz_below(f, 6);   // one call a statement: the order of two in an expression is the compiler's
+  const int64_t kind =
+      fuzz_below(f, 6); // one call a statement: the order of two in an expression is the compiler's
   const uint64_t power = UINT64_C(1) << fuzz_below(f, 63), near = (uint64_t)fuzz_below(f, 3) - 1;
   switch (kind) {
     case 0: return fuzz_below(f, 9) - 4;
     case 1: return (int64_t)(power + near);
     case 2: return (int64_t)(0 - power + near);
     case 3:
-      return (const int64_t[]){INT64_MIN, INT64_MIN + 1, INT32_MIN, INT32_MAX, UINT32_MAX, INT64_MAX - 1, INT64_MAX}[fuzz_below(f, 7)];
+      return (const int64_t[]){INT64_MIN,  INT64_MIN + 1, INT32_MIN, INT32_MAX,
+                               UINT32_MAX, INT64_MAX - 1, INT64_MAX}[fuzz_below(f, 7)];
     case 4: return fuzz_below(f, 2000) - 1000;
     default: return (int64_t)fuzz_bits(f);
   }

@@ -1,5 +1,6 @@
-// layouts.h: tensors laid out in memory in every way that strides allow, in a buffer between two pages that nobody may touch, and
-// what their elements are by definition: one address per element, computed in 128 bits.
+// layouts.h: tensors laid out in memory in every way that strides allow, in a buffer between two
+// pages that nobody may touch, and what their elements are by definition: one address per element,
+// computed in 128 bits.
 #pragma once
 
 #include <math.h>
@@ -11,25 +12,29 @@
 
 __extension__ typedef __int128 wide;
 
-static inline int64_t element_bytes(rm_src_dtype dtype) { return dtype == RM_SRC_F64 ? 8 : dtype == RM_SRC_F32 ? 4 : 2; }
+static inline int64_t element_bytes(rm_src_dtype dtype) {
+  return dtype == RM_SRC_F64 ? 8 : dtype == RM_SRC_F32 ? 4 : 2;
+}
 
-// ------------------------------------------------------------------------------------------------ memory
+// ----------------------------------------------------------------------------------------- memory
 typedef struct room {
-  char *low, *high;             // may be used; the pages before and behind may not
+  char *low, *high; // may be used; the pages before and behind may not
 } room;
 
 static inline room room_create(size_t bytes) {
   const size_t page = 4096, size = (bytes + page - 1) / page * page;
   char *at = mmap(NULL, size + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (at == MAP_FAILED || mprotect(at + page, size, PROT_READ | PROT_WRITE)) tiny_die("no guarded room of %zu bytes", size);
+  if (at == MAP_FAILED || mprotect(at + page, size, PROT_READ | PROT_WRITE))
+    tiny_die("no guarded room of %zu bytes", size);
   return (room){at + page, at + page + size};
 }
 
 static inline void room_destroy(room r) { munmap(r.low - 4096, (size_t)(r.high - r.low) + 8192); }
 
-// ------------------------------------------------------------------------------------------------ addresses
-// The bytes before and from `data` on that hold elements. By definition: the least and the greatest of all elements' addresses,
-// each the sum over the dims of index · stride. The sum is least where every index is at one of its ends.
+// -------------------------------------------------------------------------------------- addresses
+// The bytes before and from `data` on that hold elements. By definition: the least and the greatest
+// of all elements' addresses, each the sum over the dims of index · stride. The sum is least where
+// every index is at one of its ends.
 typedef struct reach {
   wide before, after;
 } reach;
@@ -51,14 +56,16 @@ static inline reach tensor_walk(const rm_tensor *t) {
   for (int i = 0; i < t->n_dims; i++) n *= t->shape[i];
   for (wide e = 0; e < n; e++) {
     wide at = 0, rest = e;
-    for (int i = t->n_dims - 1; i >= 0; rest /= t->shape[i], i--) at += rest % t->shape[i] * t->strides[i];
+    for (int i = t->n_dims - 1; i >= 0; rest /= t->shape[i], i--)
+      at += rest % t->shape[i] * t->strides[i];
     if (at < low) low = at;
     if (at > high) high = at;
   }
   return (reach){-low * each, (high + 1) * each};
 }
 
-// Dims in any order with any signs, gaps between rows, dims of stride 0. The spans are exact, wider, or not known.
+// Dims in any order with any signs, gaps between rows, dims of stride 0. The spans are exact,
+// wider, or not known.
 static inline void tensor_lay_out(fuzz *f, rm_tensor *t) {
   int order[4] = {0, 1, 2, 3};
   const int plain = fuzz_one_in(f, 2);
@@ -83,7 +90,7 @@ static inline void tensor_lay_out(fuzz *f, rm_tensor *t) {
   else if (fuzz_one_in(f, 4)) t->span_lo += fuzz_below(f, 9), t->span_hi += fuzz_below(f, 9);
 }
 
-// ------------------------------------------------------------------------------------------------ values
+// ----------------------------------------------------------------------------------------- values
 static inline uint32_t float_bits(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
@@ -107,7 +114,8 @@ static inline double element_value(uint32_t bits, rm_src_dtype dtype) {
   return (double)value;
 }
 
-// What is stored of it: the bits of the nearest bfloat16 or float32, ties to even; a double goes by way of float32, as torch's.
+// What is stored of it: the bits of the nearest bfloat16 or float32, ties to even; a double goes by
+// way of float32, as torch's.
 static inline uint32_t element_load(const char *from, rm_src_dtype dtype, rm_src_dtype as) {
   double d;
   float value = 0;
@@ -123,7 +131,7 @@ static inline uint32_t element_load(const char *from, rm_src_dtype dtype, rm_src
   }
   const uint32_t bits = float_bits(value), up = bits >> 16, rest = bits & 0xFFFF;
   if (as == RM_SRC_F32) return bits;
-  if ((bits & 0x7FFFFFFF) > 0x7F800000) return up | 0x40;   // a NaN stays one
+  if ((bits & 0x7FFFFFFF) > 0x7F800000) return up | 0x40; // a NaN stays one
   return up + (rest > 0x8000 || (rest == 0x8000 && (up & 1)));
 }
 
@@ -142,6 +150,7 @@ static inline char *element_at(const rm_tensor *t, int64_t e) {
 static inline double any_value(fuzz *f, int wild) {
   const double unit = (double)(int64_t)fuzz_bits(f) * 0x1p-63;
   if (!wild || !fuzz_one_in(f, 16)) return unit * 0.3;
-  const int power = (int)fuzz_below(f, 2) ? (int)fuzz_below(f, 300) - 150 : (int)fuzz_below(f, 2140) - 1080;
+  const int power =
+      (int)fuzz_below(f, 2) ? (int)fuzz_below(f, 300) - 150 : (int)fuzz_below(f, 2140) - 1080;
   return ldexp(unit, power);
 }

@@ -1,4 +1,5 @@
-// mutate.h: names and tensors that were right, with a mistake made in them. A text that is mutated has NAME_ROOM bytes.
+// mutate.h: names and tensors that were right, with a mistake made in them. A text that is mutated
+// has NAME_ROOM bytes.
 #pragma once
 
 #include <limits.h>
@@ -8,12 +9,15 @@
 
 enum { NAME_ROOM = 1 << 20 };
 
-static inline int64_t wrapping_add(int64_t a, int64_t b) { return (int64_t)((uint64_t)a + (uint64_t)b); }
+static inline int64_t wrapping_add(int64_t a, int64_t b) {
+  return (int64_t)((uint64_t)a + (uint64_t)b);
+}
 
-// ------------------------------------------------------------------------------------------------ names
+// ------------------------------------------------------------------------------------------ names
 // In a wrapper or two, and with "model.", in the places where those stand.
 static inline size_t dress(fuzz *f, char *out, const char *bare) {
-  static const char *const words[] = {"_orig_mod.", "module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "model."};
+  static const char *const words[] = {"_orig_mod.", "module.", "_fsdp_wrapped_module.",
+                                      "_checkpoint_wrapped_module.", "model."};
   size_t n = 0;
   const int wrapped = fuzz_one_in(f, 4);
   if (wrapped && fuzz_one_in(f, 2)) n += (size_t)sprintf(out, "%s", words[fuzz_below(f, 5)]);
@@ -27,7 +31,8 @@ static inline size_t dress(fuzz *f, char *out, const char *bare) {
 }
 
 // Replaces the bytes [at, at + cut) of the name in `text` by another text.
-static inline size_t splice(char *text, size_t n, size_t at, size_t cut, const char *with, size_t length) {
+static inline size_t splice(char *text, size_t n, size_t at, size_t cut, const char *with,
+                            size_t length) {
   memmove(text + at + length, text + at + cut, n - at - cut);
   memcpy(text + at, with, length);
   return n - cut + length;
@@ -42,9 +47,11 @@ static inline size_t mutate_number(fuzz *f, char *text, size_t n) {
   text[n] = 0;
   const long long value = atoll(text + at);
   char with[64];
-  static const char *const forms[] = {"0%lld", "+%lld", "-%lld", " %lld", "%lld ", "%lld.0", "0x%llx", "%llde0", "00%lld", "%lld\xC2\xB2"};
+  static const char *const forms[] = {"0%lld",  "+%lld",  "-%lld",  " %lld",  "%lld ",
+                                      "%lld.0", "0x%llx", "%llde0", "00%lld", "%lld\xC2\xB2"};
   int length;
-  if (fuzz_one_in(f, 2)) length = sprintf(with, "%" PRId64, wrapping_add(value, fuzz_below(f, 5) - 2));
+  if (fuzz_one_in(f, 2))
+    length = sprintf(with, "%" PRId64, wrapping_add(value, fuzz_below(f, 5) - 2));
   else if (fuzz_one_in(f, 3)) length = sprintf(with, "%" PRIu64, (uint64_t)fuzz_integer(f));
   else length = sprintf(with, forms[fuzz_below(f, 10)], value);
   return splice(text, n, at, end - at, with, (size_t)length);
@@ -86,11 +93,12 @@ static inline size_t mutate_name(fuzz *f, const book *b, char *text, size_t n) {
     case 3: return splice(text, n, at, some < n - at ? some : n - at, "", 0);
     case 4: return splice(text, n, at, 0, scrap, strlen(scrap));
     case 5: return splice(text, n, fuzz_one_in(f, 2) ? 0 : n, 0, scrap, strlen(scrap));
-    case 6: return splice(text, n, at, 0, "", 1);   // a NUL
-    case 7: {                                       // another's end
+    case 6: return splice(text, n, at, 0, "", 1); // a NUL
+    case 7: { // another's end
       const char *other = b->names[fuzz_below(f, b->n_names)].name, *from = strchr(other, '.');
       const char *dot = memchr(text, '.', n);
-      for (const char *next; dot && from && fuzz_one_in(f, 2); dot = next, from = strchr(from + 1, '.'))
+      for (const char *next; dot && from && fuzz_one_in(f, 2);
+           dot = next, from = strchr(from + 1, '.'))
         if (!(next = memchr(dot + 1, '.', n - (size_t)(dot + 1 - text)))) break;
       if (!dot || !from) return n;
       return splice(text, n, (size_t)(dot - text), n - (size_t)(dot - text), from, strlen(from));
@@ -112,7 +120,7 @@ static inline size_t stretch_name(fuzz *f, char *text, size_t n) {
   return n + 7 * more;
 }
 
-// ------------------------------------------------------------------------------------------------ tensors
+// ---------------------------------------------------------------------------------------- tensors
 // A stride with which the dim ends within a few elements of where 64 bits end.
 static inline int64_t overflowing(fuzz *f, int64_t extent) {
   const int64_t by = extent > 2 ? extent - 1 : 1, end = INT64_MAX >> fuzz_below(f, 5);
@@ -162,7 +170,12 @@ static inline void mutate_span(fuzz *f, rm_tensor *t) {
 }
 
 static inline void mutate_data(fuzz *f, rm_tensor *t) {
-  const uintptr_t places[] = {0, 1, 8, (uintptr_t)fuzz_below(f, 1 << 20), UINTPTR_MAX - (uintptr_t)fuzz_below(f, 1 << 18), UINTPTR_MAX};
+  const uintptr_t places[] = {0,
+                              1,
+                              8,
+                              (uintptr_t)fuzz_below(f, 1 << 20),
+                              UINTPTR_MAX - (uintptr_t)fuzz_below(f, 1 << 18),
+                              UINTPTR_MAX};
   t->data = (const void *)places[fuzz_below(f, 6)];
 }
 
@@ -174,7 +187,10 @@ static inline void mutate_tensor(fuzz *f, rm_tensor *t) {
     case 3: mutate_strides(f, t); return;
     case 4:
     case 5: mutate_span(f, t); return;
-    case 6: t->dtype = (rm_src_dtype)(fuzz_one_in(f, 2) ? fuzz_below(f, 6) : (int64_t)(uint32_t)fuzz_integer(f)); return;
+    case 6:
+      t->dtype =
+          (rm_src_dtype)(fuzz_one_in(f, 2) ? fuzz_below(f, 6) : (int64_t)(uint32_t)fuzz_integer(f));
+      return;
     default: mutate_data(f, t);
   }
 }

@@ -1,41 +1,48 @@
-// predict.h: what the documentation (engine.h, sync.h) says an engine does, as a state machine without weights, tokens or time:
-// which code a call returns, which version serves, which set of weights each parameter is of. It shares nothing with csrc but the
-// names of codes and options. fuzz_calls.c lives next to an engine with one of these and holds the two against each other.
+// predict.h: what the documentation (engine.h, sync.h) says an engine does, as a state machine
+// without weights, tokens or time: which code a call returns, which version serves, which set of
+// weights each parameter is of. It shares nothing with csrc but the names of codes and options.
+// fuzz_calls.c lives next to an engine with one of these and holds the two against each other.
 //
-// A call has more than one code only where two of its arguments are wrong at once and no header says which comes first; codes are
-// therefore sets, a bit each.
+// A call has more than one code only where two of its arguments are wrong at once and no header
+// says which comes first; codes are therefore sets, a bit each.
 #pragma once
 
 #include <string.h>
 
 #include "common/tiny.h"
 
-enum { PREDICT_PARAMS = 64, NO_SET = -1, UNKNOWN_SET = -2 };   // NO_SET: a bias that never came; UNKNOWN_SET: not any set's values
+enum {
+  PREDICT_PARAMS = 64,
+  NO_SET = -1,
+  UNKNOWN_SET = -2
+}; // NO_SET: a bias that never came; UNKNOWN_SET: not any set's values
 
 typedef uint32_t codes;
 static inline codes code_set(rm_code code) { return UINT32_C(1) << code; }
 static inline int code_in(codes set, rm_code code) { return set >> code & 1; }
 
 // `yes` adds one more way to be wrong.
-static inline codes wrong_if(codes set, int yes, rm_code code) { return yes ? set | code_set(code) : set; }
+static inline codes wrong_if(codes set, int yes, rm_code code) {
+  return yes ? set | code_set(code) : set;
+}
 static inline codes or_ok(codes wrong) { return wrong ? wrong : code_set(RM_OK); }
 
 typedef struct predict {
   int64_t n_params;
-  int bias;                     // index of the one parameter that may be absent, −1: none
+  int bias; // index of the one parameter that may be absent, −1: none
   // what serves
-  int64_t version, last;        // −1
-  int set[PREDICT_PARAMS];      // of each parameter, while version ≥ 0
-  int had_bias;                 // the last committed version had one
+  int64_t version, last; // −1
+  int set[PREDICT_PARAMS]; // of each parameter, while version ≥ 0
+  int had_bias; // the last committed version had one
   unsigned asleep;
-  int64_t kept;                 // the version that serves again when the weights wake, −1: none
+  int64_t kept; // the version that serves again when the weights wake, −1: none
   int paused;
-  int64_t live;                 // unfinished requests
+  int64_t live; // unfinished requests
   // the open sync
   int open;
-  rm_sync_options options;      // version resolved
-  int based;                    // partial, on what serves
-  int64_t version_before;       // in place: what comes back if nothing is written
+  rm_sync_options options; // version resolved
+  int based; // partial, on what serves
+  int64_t version_before; // in place: what comes back if nothing is written
   int coming[PREDICT_PARAMS];
   uint8_t seen[PREDICT_PARAMS], dirty[PREDICT_PARAMS];
   int64_t n_pushed, n_skipped;
@@ -54,18 +61,23 @@ static inline int predict_whole_set(const predict *p) {
   return predict_serves(p) ? p->set[0] : UNKNOWN_SET;
 }
 
-// ------------------------------------------------------------------------------------------------ requests
+// --------------------------------------------------------------------------------------- requests
 static inline codes predict_closed(const predict *p) {
-  return p->asleep & RM_PART_WEIGHTS ? code_set(RM_E_STATE) : predict_serves(p) ? 0 : code_set(RM_E_NOT_SYNCED);
+  return p->asleep & RM_PART_WEIGHTS ? code_set(RM_E_STATE)
+         : predict_serves(p)         ? 0
+                                     : code_set(RM_E_NOT_SYNCED);
 }
 
-static inline codes predict_step(const predict *p) { return or_ok(p->asleep ? code_set(RM_E_STATE) : predict_closed(p)); }
+static inline codes predict_step(const predict *p) {
+  return or_ok(p->asleep ? code_set(RM_E_STATE) : predict_closed(p));
+}
 
 // Whether a step that returns RM_OK computes anything.
 static inline int predict_works(const predict *p) { return !p->paused && p->live > 0; }
 
-// ------------------------------------------------------------------------------------------------ sync
-// In place with nothing written the old version serves again; otherwise a version that was taken out of service is gone.
+// ------------------------------------------------------------------------------------------- sync
+// In place with nothing written the old version serves again; otherwise a version that was taken
+// out of service is gone.
 static inline void predict_sync_abort(predict *p) {
   if (!p->open) return;
   p->open = 0;
@@ -77,7 +89,8 @@ static inline void predict_sync_abort(predict *p) {
 static inline codes predict_sync_begin(predict *p, const rm_sync_options *options) {
   codes wrong = wrong_if(0, p->asleep & RM_PART_WEIGHTS, RM_E_STATE);
   wrong = wrong_if(wrong, options->in_place && p->live, RM_E_STATE);
-  const int next = options->version == -1, grows = options->version > p->last && options->version >= 0;
+  const int next = options->version == -1,
+            grows = options->version > p->last && options->version >= 0;
   wrong = wrong_if(wrong, next ? p->last == INT64_MAX : !grows, RM_E_VERSION);
   if (wrong) return wrong;
   predict_sync_abort(p);
@@ -93,7 +106,8 @@ static inline codes predict_sync_begin(predict *p, const rm_sync_options *option
   return code_set(RM_OK);
 }
 
-// `param` −1: a name of no parameter. `fault`: the code of what is wrong with the tensor, RM_OK: nothing.
+// `param` −1: a name of no parameter. `fault`: the code of what is wrong with the tensor, RM_OK:
+// nothing.
 static inline codes predict_check(const predict *p, int64_t param, rm_code fault) {
   if (!p->open) return code_set(RM_E_STATE);
   if (param < 0) return code_set(p->options.allow_partial ? RM_OK : RM_E_UNEXPECTED_KEY);
@@ -118,7 +132,8 @@ static inline codes predict_push(predict *p, int64_t param, int set, rm_code fau
 
 static inline int predict_keeps(const predict *p, int64_t i) { return p->based && !p->dirty[i]; }
 
-// On RM_OK the new version serves; on a sync that lacks something it is closed, and else stays open.
+// On RM_OK the new version serves; on a sync that lacks something it is closed, and else stays
+// open.
 static inline codes predict_commit(predict *p, rm_inflight inflight) {
   codes wrong = wrong_if(0, (unsigned)inflight > RM_INFLIGHT_KEEP_KV, RM_E_CONFIG);
   wrong = wrong_if(wrong, !p->open || (inflight == RM_INFLIGHT_REFUSE && p->live), RM_E_STATE);
@@ -140,7 +155,7 @@ static inline codes predict_commit(predict *p, rm_inflight inflight) {
   return code_set(RM_OK);
 }
 
-// ------------------------------------------------------------------------------------------------ parts
+// ------------------------------------------------------------------------------------------ parts
 static inline codes wrong_parts(unsigned parts) {
   return wrong_if(0, !parts || parts & ~(unsigned)(RM_PART_WEIGHTS | RM_PART_KV), RM_E_CONFIG);
 }

@@ -1,6 +1,6 @@
-// ranks.h: rank processes of a test, forked by a parent that has no threads, and what they tell it: a page of memory that all share.
-// A rank ends by _exit only, so that nothing of the parent's is flushed or freed twice; the parent ends the program when a rank is not
-// done within a minute.
+// ranks.h: rank processes of a test, forked by a parent that has no threads, and what they tell it:
+// a page of memory that all share. A rank ends by _exit only, so that nothing of the parent's is
+// flushed or freed twice; the parent ends the program when a rank is not done within a minute.
 #pragma once
 
 #include <errno.h>
@@ -22,18 +22,18 @@
 
 enum { RANKS_MAX = 8, RANKS_MINUTE = 60 };
 
-typedef struct ranks_word {     // of one rank; its own to write
-  atomic_int attached;          // 1 once it is
-  atomic_long calls;            // that it has made
-  rm_code code;                 // how it ended, valid when it has
-  double when;                  // clock of its error
+typedef struct ranks_word { // of one rank; its own to write
+  atomic_int attached; // 1 once it is
+  atomic_long calls; // that it has made
+  rm_code code; // how it ended, valid when it has
+  double when; // clock of its error
   char text[400];
 } ranks_word;
 
 typedef struct ranks {
   int world;
-  pid_t pids[RANKS_MAX];        // 0: waited for
-  ranks_word *words;            // shared
+  pid_t pids[RANKS_MAX]; // 0: waited for
+  ranks_word *words; // shared
 } ranks;
 
 static inline double ranks_clock(void) {
@@ -48,13 +48,15 @@ static inline void ranks_pause(double seconds) {
 }
 
 static inline ranks ranks_make(void) {
-  ranks r = {.words = mmap(NULL, RANKS_MAX * sizeof(ranks_word), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)};
+  ranks r = {.words = mmap(NULL, RANKS_MAX * sizeof(ranks_word), PROT_READ | PROT_WRITE,
+                           MAP_SHARED | MAP_ANONYMOUS, -1, 0)};
   if (r.words == MAP_FAILED) tiny_die("no shared page");
   return r;
 }
 
 // Forks `world` ranks, each of which runs body(rank, word, arg) and leaves.
-static inline void ranks_start(ranks *r, int world, void (*body)(int rank, ranks_word *word, void *arg), void *arg) {
+static inline void ranks_start(ranks *r, int world,
+                               void (*body)(int rank, ranks_word *word, void *arg), void *arg) {
   r->world = world;
   memset(r->words, 0, RANKS_MAX * sizeof(ranks_word));
   fflush(NULL);
@@ -76,8 +78,10 @@ static inline void ranks_ended(ranks_word *word, rm_code code, const rm_error *e
 static inline int ranks_wait(ranks *r, int rank, const char *where) {
   const double limit = ranks_clock() + RANKS_MINUTE;
   int status;
-  for (pid_t pid; (pid = waitpid(r->pids[rank], &status, WNOHANG)) != r->pids[rank]; ranks_pause(0.0005)) {
-    if (pid < 0 && errno != EINTR) tiny_die("%s: rank %d is not there to be waited for", where, rank);
+  for (pid_t pid; (pid = waitpid(r->pids[rank], &status, WNOHANG)) != r->pids[rank];
+       ranks_pause(0.0005)) {
+    if (pid < 0 && errno != EINTR)
+      tiny_die("%s: rank %d is not there to be waited for", where, rank);
     if (ranks_clock() < limit) continue;
     for (int i = 0; i < r->world; i++)
       if (r->pids[i]) kill(r->pids[i], SIGKILL);
@@ -96,7 +100,9 @@ static inline void ranks_refuse_pidfd(void) {
       BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
   };
   const struct sock_fprog program = {sizeof filter / sizeof filter[0], filter};
-  if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program)) tiny_die("no filter of system calls");
+  if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) ||
+      prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program))
+    tiny_die("no filter of system calls");
 }
 
 static inline void ranks_kill(ranks *r, int rank) { kill(r->pids[rank], SIGKILL); }

@@ -1,5 +1,5 @@
-// seen.h: what can be observed of an engine without running it. A call that fails must leave all of it as it was; two of these are
-// compared byte by byte, so the gaps between members are zeroed too.
+// seen.h: what can be observed of an engine without running it. A call that fails must leave all of
+// it as it was; two of these are compared byte by byte, so the gaps between members are zeroed too.
 #pragma once
 
 #include <string.h>
@@ -8,9 +8,9 @@
 
 typedef struct seen {
   rm_engine_stats stats;
-  uint64_t digest, next;        // of the weights; the finished request that would be reported next
+  uint64_t digest, next; // of the weights; the finished request that would be reported next
   int64_t unfinished;
-  int open;                     // a sync is
+  int open; // a sync is
 } seen;
 
 // All zeros where there is no engine.

@@ -1,13 +1,13 @@
-// talk.h: calls of a group that every rank can foresee. What is said in call n (the operation, each block's size, its rows at either
-// end, its bytes) is a function of a seed, n, and who says it to whom; so each rank makes its own blocks, and knows what has to arrive
-// without asking anybody.
+// talk.h: calls of a group that every rank can foresee. What is said in call n (the operation, each
+// block's size, its rows at either end, its bytes) is a function of a seed, n, and who says it to
+// whom; so each rank makes its own blocks, and knows what has to arrive without asking anybody.
 //
 //   talk t = talk_begin(comm, seed, 3000);            // blocks of up to 3000 bytes
-//   while (!(code = talk_call(&t, n++, &err))) …      // ends the program when what came is not what was said
-//   talk_end(&t);
+//   while (!(code = talk_call(&t, n++, &err))) …      // ends the program when what came is not
+//                                                     what was said talk_end(&t);
 //
-// Blocks are flat and strided, cut into other rows by the receiver, empty, or larger than a buffer. Bytes between the rows of what
-// is received and around it must stay as they were.
+// Blocks are flat and strided, cut into other rows by the receiver, empty, or larger than a buffer.
+// Bytes between the rows of what is received and around it must stay as they were.
 #pragma once
 
 #include <stdlib.h>
@@ -18,20 +18,28 @@
 
 enum { TALK_RANKS = 64, TALK_SLACK = 9, TALK_GUARD = 0xA5 };
 
-typedef enum talk_kind { TALK_BARRIER, TALK_BROADCAST, TALK_GATHER, TALK_COLUMNS, TALK_EXCHANGE, TALK_N_KIND } talk_kind;
+typedef enum talk_kind {
+  TALK_BARRIER,
+  TALK_BROADCAST,
+  TALK_GATHER,
+  TALK_COLUMNS,
+  TALK_EXCHANGE,
+  TALK_N_KIND
+} talk_kind;
 
 typedef struct talk {
-  rm_comm *comm;                // view
+  rm_comm *comm; // view
   uint64_t seed;
-  size_t most, room;            // bytes of a block; and of the memory of one with its gaps
-  char *sent, *received;        // owned: [size][room] each
-  uint64_t bytes_sent, bytes_received;   // that the comm should have counted
+  size_t most, room; // bytes of a block; and of the memory of one with its gaps
+  char *sent, *received; // owned: [size][room] each
+  uint64_t bytes_sent, bytes_received; // that the comm should have counted
   long kinds[TALK_N_KIND];
-  int lie;                      // plant: one byte of every call is not what was said
+  int lie; // plant: one byte of every call is not what was said
 } talk;
 
 static inline uint64_t talk_bits(const talk *t, uint64_t n, uint64_t what, int from, int to) {
-  return tiny_mix(tiny_mix(t->seed + n * 0x9E3779B97F4A7C15u) ^ (what << 48 | (uint64_t)from << 24 | (uint64_t)to));
+  return tiny_mix(tiny_mix(t->seed + n * 0x9E3779B97F4A7C15u) ^
+                  (what << 48 | (uint64_t)from << 24 | (uint64_t)to));
 }
 
 static inline talk talk_begin(rm_comm *comm, uint64_t seed, size_t most) {
@@ -47,8 +55,10 @@ static inline void talk_end(talk *t) {
   free(t->received);
 }
 
-// ------------------------------------------------------------------------------------------------ what is said
-static inline char talk_byte(uint64_t key, size_t i) { return (char)(tiny_mix(key + i / 8) >> 8 * (i % 8)); }
+// ----------------------------------------------------------------------------------- what is said
+static inline char talk_byte(uint64_t key, size_t i) {
+  return (char)(tiny_mix(key + i / 8) >> 8 * (i % 8));
+}
 
 static inline size_t talk_size(uint64_t bits, size_t most) {
   static const size_t edges[] = {0, 1, 63, 64, 65, 127};
@@ -72,33 +82,40 @@ static inline rm_block talk_shape(uint64_t bits, size_t bytes, char *base) {
   return (rm_block){base, (int64_t)(bytes / row), row, row + (bits >> 9) % (TALK_SLACK + 1)};
 }
 
-static inline size_t talk_at(const rm_block *block, size_t i) { return i / block->row_bytes * block->ld + i % block->row_bytes; }
+static inline size_t talk_at(const rm_block *block, size_t i) {
+  return i / block->row_bytes * block->ld + i % block->row_bytes;
+}
 
 static inline void talk_write(const rm_block *block, uint64_t key) {
-  for (size_t i = 0; i < rm_block_bytes(block); i++) ((char *)block->base)[talk_at(block, i)] = talk_byte(key, i);
+  for (size_t i = 0; i < rm_block_bytes(block); i++)
+    ((char *)block->base)[talk_at(block, i)] = talk_byte(key, i);
 }
 
 // `memory`, where the block begins, holds what was said in its rows and the guard elsewhere.
-static inline void talk_check(const rm_block *block, uint64_t key, const char *memory, size_t room, uint64_t n, int from) {
+static inline void talk_check(const rm_block *block, uint64_t key, const char *memory, size_t room,
+                              uint64_t n, int from) {
   size_t done = 0;
   const size_t last = rm_block_bytes(block) ? talk_at(block, rm_block_bytes(block) - 1) : 0;
   for (size_t at = 0; at < room && at < last + 64; at++) {
     const int inside = done < rm_block_bytes(block) && at == talk_at(block, done);
     const char want = inside ? talk_byte(key, done++) : (char)TALK_GUARD;
     if (memory[at] != want)
-      tiny_die("call %llu: byte %zu of what rank %d sends is %d, wanted %d%s", (unsigned long long)n, at, from, memory[at], want,
+      tiny_die("call %llu: byte %zu of what rank %d sends is %d, wanted %d%s",
+               (unsigned long long)n, at, from, memory[at], want,
                inside ? "" : " as it was before");
   }
 }
 
-// ------------------------------------------------------------------------------------------------ saying it
+// -------------------------------------------------------------------------------------- saying it
 static inline rm_code talk_exchange(talk *t, uint64_t n, rm_error *err) {
   const int size = rm_comm_size(t->comm), me = rm_comm_rank(t->comm);
-  static const rm_comm_op ops[] = {RM_COMM_ALL_TO_ALL, RM_COMM_DISPATCH, RM_COMM_COMBINE, RM_COMM_STEP, RM_COMM_VOTE};
+  static const rm_comm_op ops[] = {RM_COMM_ALL_TO_ALL, RM_COMM_DISPATCH, RM_COMM_COMBINE,
+                                   RM_COMM_STEP, RM_COMM_VOTE};
   rm_block send[TALK_RANKS], recv[TALK_RANKS];
   memset(t->received, TALK_GUARD, (size_t)size * t->room);
   for (int r = 0; r < size; r++) {
-    const size_t out = talk_size(talk_bits(t, n, 1, me, r), t->most), in = talk_size(talk_bits(t, n, 1, r, me), t->most);
+    const size_t out = talk_size(talk_bits(t, n, 1, me, r), t->most),
+                 in = talk_size(talk_bits(t, n, 1, r, me), t->most);
     send[r] = talk_shape(talk_bits(t, n, 2, me, r), out, t->sent + (size_t)r * t->room);
     recv[r] = talk_shape(talk_bits(t, n, 3, r, me), in, t->received + (size_t)r * t->room);
     talk_write(&send[r], talk_bits(t, n, 4, me, r));
@@ -107,8 +124,11 @@ static inline rm_code talk_exchange(talk *t, uint64_t n, rm_error *err) {
     t->bytes_sent += out;
     t->bytes_received += in;
   }
-  const rm_code code = rm_comm_exchange(t->comm, ops[talk_bits(t, n, 5, 0, 0) % 5], send, recv, err);
-  for (int r = 0; r < size && !code; r++) talk_check(&recv[r], talk_bits(t, n, 4, r, me), t->received + (size_t)r * t->room, t->room, n, r);
+  const rm_code code =
+      rm_comm_exchange(t->comm, ops[talk_bits(t, n, 5, 0, 0) % 5], send, recv, err);
+  for (int r = 0; r < size && !code; r++)
+    talk_check(&recv[r], talk_bits(t, n, 4, r, me), t->received + (size_t)r * t->room, t->room, n,
+               r);
   return code;
 }
 
@@ -125,21 +145,27 @@ static inline rm_code talk_gather(talk *t, uint64_t n, int columns, rm_error *er
   }
   ld += columns ? talk_bits(t, n, 8, 0, 0) % 5 : 0;
   memset(t->received, TALK_GUARD, room);
-  const rm_block own = {t->received + first[me], rows, bytes[me], ld}, copy = {t->sent, 1, bytes[me], bytes[me]};
+  const rm_block own = {t->received + first[me], rows, bytes[me], ld},
+                 copy = {t->sent, 1, bytes[me], bytes[me]};
   const int in_place = columns || talk_bits(t, n, 9, me, 0) & 1;
   talk_write(in_place ? &own : &copy, talk_bits(t, n, 10, me, 0));
   if (t->lie && bytes[me]) *(char *)(in_place ? own.base : copy.base) ^= 1;
-  const rm_code code = columns ? rm_comm_gather_columns(t->comm, t->received, rows, ld, first, bytes, err)
-                               : rm_comm_all_gather(t->comm, in_place ? own.base : t->sent, t->received, bytes, err);
+  const rm_code code =
+      columns ? rm_comm_gather_columns(t->comm, t->received, rows, ld, first, bytes, err)
+              : rm_comm_all_gather(t->comm, in_place ? own.base : t->sent, t->received, bytes, err);
   for (size_t at = 0; at < room && !code; at++) {
     const size_t row = ld ? at / ld : 0, column = ld ? at % ld : at;
     int r = 0;
     while (r < size && !(column >= first[r] && column < first[r] + bytes[r])) r++;
     const int inside = r < size && row < (size_t)rows;
-    const char want = inside ? talk_byte(talk_bits(t, n, 10, r, 0), row * bytes[r] + column - first[r]) : (char)TALK_GUARD;
+    const char want = inside
+                          ? talk_byte(talk_bits(t, n, 10, r, 0), row * bytes[r] + column - first[r])
+                          : (char)TALK_GUARD;
     if (t->received[at] != want)
-      tiny_die("call %llu: byte %zu of a gather is %d, wanted %d", (unsigned long long)n, at, t->received[at], want);
-    if (row >= (size_t)rows && at % 64 == 0 && at + 4096 < room) at += 1021;   // the rest of the memory by samples
+      tiny_die("call %llu: byte %zu of a gather is %d, wanted %d", (unsigned long long)n, at,
+               t->received[at], want);
+    if (row >= (size_t)rows && at % 64 == 0 && at + 4096 < room)
+      at += 1021; // the rest of the memory by samples
   }
   for (int r = 0; r < size; r++) {
     t->bytes_sent += r == me ? 0 : (size_t)rows * bytes[me];
@@ -149,20 +175,24 @@ static inline rm_code talk_gather(talk *t, uint64_t n, int columns, rm_error *er
 }
 
 static inline rm_code talk_broadcast(talk *t, uint64_t n, rm_error *err) {
-  const int size = rm_comm_size(t->comm), me = rm_comm_rank(t->comm), root = (int)(talk_bits(t, n, 11, 0, 0) % (uint64_t)size);
+  const int size = rm_comm_size(t->comm), me = rm_comm_rank(t->comm),
+            root = (int)(talk_bits(t, n, 11, 0, 0) % (uint64_t)size);
   const size_t bytes = talk_size(talk_bits(t, n, 12, root, 0), t->most);
   const rm_block block = {t->received, bytes > 0, bytes, bytes};
   memset(t->received, TALK_GUARD, t->room);
   if (me == root) talk_write(&block, talk_bits(t, n, 13, root, 0));
   if (me == root && t->lie && bytes) t->received[0] ^= 1;
   const rm_code code = rm_comm_broadcast(t->comm, t->received, bytes, root, err);
-  if (!code && !(t->lie && me == root)) talk_check(&block, talk_bits(t, n, 13, root, 0), t->received, t->room, n, root);
+  if (!code && !(t->lie && me == root))
+    talk_check(&block, talk_bits(t, n, 13, root, 0), t->received, t->room, n, root);
   t->bytes_sent += me == root ? (size_t)(size - 1) * bytes : 0;
   t->bytes_received += me == root ? 0 : bytes;
   return code;
 }
 
-static inline talk_kind talk_kind_of(const talk *t, uint64_t n) { return (talk_kind)(talk_bits(t, n, 14, 0, 0) % TALK_N_KIND); }
+static inline talk_kind talk_kind_of(const talk *t, uint64_t n) {
+  return (talk_kind)(talk_bits(t, n, 14, 0, 0) % TALK_N_KIND);
+}
 
 static inline rm_code talk_call(talk *t, uint64_t n, rm_error *err) {
   const talk_kind kind = talk_kind_of(t, n);

@@ -1,5 +1,5 @@
-// tiny.c: see tiny.h. A value is a function of (seed, parameter, element), so weights need no generator that is carried along,
-// and two of them with one seed are equal byte for byte.
+// tiny.c: see tiny.h. A value is a function of (seed, parameter, element), so weights need no
+// generator that is carried along, and two of them with one seed are equal byte for byte.
 #include "common/tiny.h"
 
 #include <math.h>
@@ -46,13 +46,15 @@ static void *take(size_t count, size_t bytes) {
   return block;
 }
 
-// ------------------------------------------------------------------------------------------------ model
+// ------------------------------------------------------------------------------------------ model
 tiny_model *tiny_model_create(tiny_kind kind, rm_dtype dtype) {
   const struct sizes *size = kind == TINY_WIDE ? &WIDE : &SMALL;
   float inv_freq[MAX_HEAD_DIM / 2];
-  for (int i = 0; i < size->head_dim / 2; i++) inv_freq[i] = powf(10000.0f, -2.0f * (float)i / (float)size->head_dim);
+  for (int i = 0; i < size->head_dim / 2; i++)
+    inv_freq[i] = powf(10000.0f, -2.0f * (float)i / (float)size->head_dim);
   const int moe = kind == TINY_MOE || kind == TINY_WIDE;
-  const rm_layer_spec layers[LAYERS] = {{.rotates = 1}, {.is_moe = moe, .rotates = 1, .window = moe ? 0 : 20}};
+  const rm_layer_spec layers[LAYERS] = {{.rotates = 1},
+                                        {.is_moe = moe, .rotates = 1, .window = moe ? 0 : 20}};
   const rm_spec values = {
       .vocab_size = size->vocab,
       .hidden_size = size->hidden,
@@ -96,17 +98,20 @@ void tiny_model_destroy(tiny_model *model) {
   free(model);
 }
 
-// ------------------------------------------------------------------------------------------------ weights
+// ---------------------------------------------------------------------------------------- weights
 static int is_norm(rm_param_kind kind) {
-  return kind == RM_P_FINAL_NORM || kind == RM_P_INPUT_NORM || kind == RM_P_PRE_MLP_NORM || kind == RM_P_Q_NORM || kind == RM_P_K_NORM;
+  return kind == RM_P_FINAL_NORM || kind == RM_P_INPUT_NORM || kind == RM_P_PRE_MLP_NORM ||
+         kind == RM_P_Q_NORM || kind == RM_P_K_NORM;
 }
 
 // In ±√3·scale, or around 1 for a norm: activations neither die nor explode.
 static float value_of(const rm_param *param, uint64_t seed, int64_t index, int64_t element) {
   const uint64_t bits = tiny_mix(tiny_mix(seed ^ tiny_mix((uint64_t)index)) + (uint64_t)element);
-  const float unit = (float)(bits >> 40) * 0x1p-23f - 1;   // [−1, 1), exact
+  const float unit = (float)(bits >> 40) * 0x1p-23f - 1; // [−1, 1), exact
   if (is_norm(param->kind)) return 1 + 0.25f * unit;
-  const float scale = param->kind == RM_P_EMBED ? 1.0f : param->n_dims == 1 ? 0.2f : 2.0f / sqrtf((float)param->cols);
+  const float scale = param->kind == RM_P_EMBED ? 1.0f
+                      : param->n_dims == 1      ? 0.2f
+                                                : 2.0f / sqrtf((float)param->cols);
   return scale * unit;
 }
 
@@ -114,16 +119,19 @@ static void store(void *to, rm_dtype dtype, int64_t i, float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
   if (dtype == RM_F32) ((float *)to)[i] = value;
-  else ((uint16_t *)to)[i] = (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);   // nearest even
+  else ((uint16_t *)to)[i] = (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16); // nearest even
 }
 
-static int is_sent(const rm_param *param) { return param->required || param->kind == RM_P_ROUTER_BIAS; }
+static int is_sent(const rm_param *param) {
+  return param->required || param->kind == RM_P_ROUTER_BIAS;
+}
 
 tiny_weights *tiny_weights_create(const tiny_model *model, uint64_t seed) {
   const rm_params *params = model->params;
   tiny_weights *weights = take(1, sizeof *weights);
   size_t bytes = 0, used = 0;
-  for (int64_t i = 0; i < params->n; i++) bytes += (size_t)(params->list[i].rows * params->list[i].cols) * sizeof(float);
+  for (int64_t i = 0; i < params->n; i++)
+    bytes += (size_t)(params->list[i].rows * params->list[i].cols) * sizeof(float);
   weights->list = take((size_t)params->n, sizeof *weights->list);
   weights->block = take(bytes, 1);
   for (int64_t i = 0; i < params->n; i++) {
@@ -135,7 +143,9 @@ tiny_weights *tiny_weights_create(const tiny_model *model, uint64_t seed) {
     used += (size_t)n * sizeof(float);
     for (int64_t e = 0; e < n; e++) store(data, param->dtype, e, value_of(param, seed, i, e));
     out->length = (size_t)rm_param_name(params, param, out->name, sizeof out->name);
-    out->tensor = (rm_tensor){.data = data, .dtype = param->dtype == RM_BF16 ? RM_SRC_BF16 : RM_SRC_F32, .n_dims = param->n_dims};
+    out->tensor = (rm_tensor){.data = data,
+                              .dtype = param->dtype == RM_BF16 ? RM_SRC_BF16 : RM_SRC_F32,
+                              .n_dims = param->n_dims};
     out->tensor.shape[0] = param->n_dims == 1 ? param->cols : param->rows;
     out->tensor.strides[0] = param->n_dims == 1 ? 1 : param->cols;
     if (param->n_dims == 2) out->tensor.shape[1] = param->cols, out->tensor.strides[1] = 1;
@@ -151,11 +161,12 @@ void tiny_weights_destroy(tiny_weights *weights) {
   free(weights);
 }
 
-// ------------------------------------------------------------------------------------------------ engine
+// ----------------------------------------------------------------------------------------- engine
 rm_engine_options tiny_options(const tiny_model *model, int n_threads) {
   static const int32_t eos[1] = {3};
   const rm_spec *s = model->spec;
-  const int64_t page = 16, elems = s->n_kv_heads * (rm_k_page_elems(page, s->head_dim) + rm_v_page_elems(page, s->head_dim));
+  const int64_t page = 16, elems = s->n_kv_heads * (rm_k_page_elems(page, s->head_dim) +
+                                                    rm_v_page_elems(page, s->head_dim));
   return (rm_engine_options){
       .dtype = model->dtype,
       .n_threads = n_threads,
@@ -179,8 +190,8 @@ rm_engine *tiny_engine(const tiny_model *model, int n_threads) {
   return engine;
 }
 
-rm_code tiny_sync_with(rm_engine *engine, const tiny_weights *weights, const rm_sync_options *options, rm_inflight inflight,
-                       rm_error *err) {
+rm_code tiny_sync_with(rm_engine *engine, const tiny_weights *weights,
+                       const rm_sync_options *options, rm_inflight inflight, rm_error *err) {
   rm_code code = rm_engine_sync_begin(engine, options, err);
   if (code) return code;
   for (int64_t i = 0; i < weights->n && !code; i++) {
@@ -192,16 +203,18 @@ rm_code tiny_sync_with(rm_engine *engine, const tiny_weights *weights, const rm_
   return code;
 }
 
-rm_code tiny_sync(rm_engine *engine, const tiny_weights *weights, rm_inflight inflight, rm_error *err) {
+rm_code tiny_sync(rm_engine *engine, const tiny_weights *weights, rm_inflight inflight,
+                  rm_error *err) {
   return tiny_sync_with(engine, weights, &(rm_sync_options){.version = -1}, inflight, err);
 }
 
-// ------------------------------------------------------------------------------------------------ requests
+// --------------------------------------------------------------------------------------- requests
 rm_request tiny_request(const tiny_model *model, uint64_t seed, int i, tiny_room *room) {
   const uint64_t r = tiny_mix(seed ^ tiny_mix((uint64_t)i));
-  const uint64_t text = i % 3 == 2 ? tiny_mix(seed) : r;   // of those that begin alike
+  const uint64_t text = i % 3 == 2 ? tiny_mix(seed) : r; // of those that begin alike
   const int64_t n_prompt = 1 + (int64_t)(r % 40);
-  for (int64_t p = 0; p < n_prompt; p++) room->prompt[p] = (int32_t)(tiny_mix(text + (uint64_t)p) % (uint64_t)model->spec->vocab_size);
+  for (int64_t p = 0; p < n_prompt; p++)
+    room->prompt[p] = (int32_t)(tiny_mix(text + (uint64_t)p) % (uint64_t)model->spec->vocab_size);
   room->stop_ids[0] = (int32_t)(r >> 8 & 63);
   room->stop_ids[1] = (int32_t)(r >> 16 & 63);
   const int score = i % 5 == 4;
@@ -240,7 +253,8 @@ uint64_t tiny_hash(const rm_engine *engine, uint64_t id) {
   uint64_t hash = tiny_hash_bytes(0xCBF29CE484222325u, &v.error, sizeof v.error);
   hash = hash_array(hash, v.prompt_logprobs, v.n_prompt - 1, sizeof(float));
   hash = hash_array(hash, v.prompt_sampling_logprobs, v.n_prompt - 1, sizeof(float));
-  hash = hash_array(hash, v.prompt_top_ids, 2 * (v.n_prompt - 1), sizeof(int32_t));       // prompt_logprobs is 2 where it is set
+  hash = hash_array(hash, v.prompt_top_ids, 2 * (v.n_prompt - 1),
+                    sizeof(int32_t)); // prompt_logprobs is 2 where it is set
   hash = hash_array(hash, v.prompt_top_logprobs, 2 * (v.n_prompt - 1), sizeof(float));
   hash = hash_array(hash, v.prompt_routed, v.n_prompt * per_token, sizeof(int16_t));
   for (int32_t s = 0; s < v.n; s++) {
@@ -251,7 +265,8 @@ uint64_t tiny_hash(const rm_engine *engine, uint64_t id) {
     hash = hash_array(hash, w.tokens, w.n_tokens, sizeof(int32_t));
     hash = hash_array(hash, w.logprobs, w.n_tokens, sizeof(float));
     hash = hash_array(hash, w.sampling_logprobs, w.n_tokens, sizeof(float));
-    hash = hash_array(hash, w.top_ids, w.top_ids ? 3 * w.n_tokens : 0, sizeof(int32_t));  // logprobs is 3 where it is set
+    hash = hash_array(hash, w.top_ids, w.top_ids ? 3 * w.n_tokens : 0,
+                      sizeof(int32_t)); // logprobs is 3 where it is set
     hash = hash_array(hash, w.top_logprobs, w.top_logprobs ? 3 * w.n_tokens : 0, sizeof(float));
     hash = hash_array(hash, w.routed, (w.n_tokens - 1) * per_token, sizeof(int16_t));
   }
@@ -264,7 +279,8 @@ rm_code tiny_drain(rm_engine *engine, rm_error *err) {
     const rm_code code = rm_engine_step(engine, &rows, err);
     if (code) return code;
     if (!rows)
-      return rm_fail(err, RM_E_STATE, "a step without work while %lld requests are unfinished", (long long)rm_engine_unfinished(engine));
+      return rm_fail(err, RM_E_STATE, "a step without work while %lld requests are unfinished",
+                     (long long)rm_engine_unfinished(engine));
   }
   return RM_OK;
 }

@@ -1,7 +1,8 @@
-// turn.h: the discipline under which ext/engine/engine.c lets threads call one engine, and nothing more: an atomic flag that is taken
-// by exchange and given back by a store, around each call, and a pointer that is NULL once the engine is closed. Where the
-// extension refuses a second thread, here it waits in a queue, so that no thread starves. The queue's numbers are relaxed: they
-// order nothing that TSan could take for the flag's order.
+// turn.h: the discipline under which ext/engine/engine.c lets threads call one engine, and nothing
+// more: an atomic flag that is taken by exchange and given back by a store, around each call, and a
+// pointer that is NULL once the engine is closed. Where the extension refuses a second thread, here
+// it waits in a queue, so that no thread starves. The queue's numbers are relaxed: they order
+// nothing that TSan could take for the flag's order.
 #pragma once
 
 #include <sched.h>
@@ -11,9 +12,9 @@
 
 typedef struct turn {
   atomic_int busy;
-  atomic_long queue;            // numbers drawn
-  rm_engine *engine;            // touched between enter and leave only
-  atomic_long n;                // turns taken: the number whose turn it is
+  atomic_long queue; // numbers drawn
+  rm_engine *engine; // touched between enter and leave only
+  atomic_long n; // turns taken: the number whose turn it is
 } turn;
 
 // The engine, NULL when it is closed; to be followed by turn_leave in either case.

@@ -1,6 +1,6 @@
-// world.h: what fuzz_calls.c knows before it starts: a tiny model, three sets of weights, what a lone engine answers to each of
-// sixteen requests under each set, and what every parameter of every set adds to the digest of a version, so that the digest of any
-// mixture can be told in advance.
+// world.h: what fuzz_calls.c knows before it starts: a tiny model, three sets of weights, what a
+// lone engine answers to each of sixteen requests under each set, and what every parameter of every
+// set adds to the digest of a version, so that the digest of any mixture can be told in advance.
 #pragma once
 
 #include <string.h>
@@ -9,7 +9,7 @@
 
 enum { SETS = 3, REQUESTS = 16, NEW_TOKENS = 10 };
 
-typedef struct answer {         // of one request under one set of weights
+typedef struct answer { // of one request under one set of weights
   uint64_t hash;
   int64_t n_tokens[3];
   int32_t tokens[3][NEW_TOKENS];
@@ -17,16 +17,18 @@ typedef struct answer {         // of one request under one set of weights
 } answer;
 
 typedef struct world {
-  tiny_model *model;            // NULL until it is made
+  tiny_model *model; // NULL until it is made
   tiny_weights *sets[SETS];
   rm_engine *lone[SETS];
   answer want[SETS][REQUESTS];
-  uint64_t digest;              // of set 0
-  uint64_t delta[SETS][PREDICT_PARAMS], no_bias;   // added to it when one parameter is of another set, or the bias is absent
+  uint64_t digest; // of set 0
+  uint64_t delta[SETS][PREDICT_PARAMS],
+      no_bias; // added to it when one parameter is of another set, or the bias is absent
   int bias;
 } world;
 
-// Some want logprobs of their prompt without the likeliest others: those can be had from the prefix cache.
+// Some want logprobs of their prompt without the likeliest others: those can be had from the prefix
+// cache.
 static rm_request request_of(const world *w, int which, tiny_room *room) {
   rm_request r = tiny_request(w->model, 1, which, room);
   r.max_tokens = NEW_TOKENS;
@@ -44,7 +46,7 @@ static answer world_ask(rm_engine *engine, const rm_request *request) {
     rm_sample_view v;
     tiny_must(rm_engine_sample_view(engine, id, i, &v, &err), &err);
     a.n_tokens[i] = v.n_tokens;
-    if (!v.n_tokens) continue;   // then there are no arrays either
+    if (!v.n_tokens) continue; // then there are no arrays either
     memcpy(a.tokens[i], v.tokens, (size_t)v.n_tokens * sizeof *v.tokens);
     memcpy(a.logprobs[i], v.logprobs, (size_t)v.n_tokens * sizeof *v.logprobs);
   }
@@ -67,9 +69,10 @@ static rm_engine *lone_engine(const world *w, int set) {
 static void world_digests(world *w, rm_engine *engine) {
   rm_error err = RM_ERROR_INIT;
   w->digest = rm_store_digest(rm_engine_store(engine));
-  const rm_sync_options partial = {.version = -1, .allow_partial = 1}, full = {.version = -1, .allow_bias_removal = 1};
+  const rm_sync_options partial = {.version = -1, .allow_partial = 1},
+                        full = {.version = -1, .allow_bias_removal = 1};
   for (int64_t i = 0; i < w->sets[0]->n; i++)
-    for (int set = SETS - 1; set >= 0; set--) {   // set 0 last: it is back then
+    for (int set = SETS - 1; set >= 0; set--) { // set 0 last: it is back then
       const tiny_weights one = {.n = 1, .list = &w->sets[set]->list[i]};
       tiny_must(tiny_sync_with(engine, &one, &partial, RM_INFLIGHT_REFUSE, &err), &err);
       w->delta[set][i] = rm_store_digest(rm_engine_store(engine)) - w->digest;
@@ -78,7 +81,8 @@ static void world_digests(world *w, rm_engine *engine) {
   tiny_must(rm_engine_sync_begin(engine, &full, &err), &err);
   for (int64_t i = 0; i < w->sets[0]->n; i++) {
     const tiny_tensor *t = &w->sets[0]->list[i];
-    if (i != w->bias) tiny_must(rm_engine_sync_push(engine, t->name, t->length, &t->tensor, &err), &err);
+    if (i != w->bias)
+      tiny_must(rm_engine_sync_push(engine, t->name, t->length, &t->tensor, &err), &err);
   }
   tiny_must(rm_engine_sync_commit(engine, RM_INFLIGHT_REFUSE, NULL, &err), &err);
   w->no_bias = rm_store_digest(rm_engine_store(engine)) - w->digest;
@@ -86,12 +90,15 @@ static void world_digests(world *w, rm_engine *engine) {
 
 // One of twice as many models as kinds; `plant` as fuzz_calls.c says.
 static void world_create(world *w, int which, long plant) {
-  w->model = tiny_model_create((tiny_kind)(which % TINY_N_KIND), which < TINY_N_KIND ? RM_BF16 : RM_F32);
-  for (int set = 0; set < SETS; set++) w->sets[set] = tiny_weights_create(w->model, 40 + (uint64_t)set);
+  w->model =
+      tiny_model_create((tiny_kind)(which % TINY_N_KIND), which < TINY_N_KIND ? RM_BF16 : RM_F32);
+  for (int set = 0; set < SETS; set++)
+    w->sets[set] = tiny_weights_create(w->model, 40 + (uint64_t)set);
   if (w->sets[0]->n > PREDICT_PARAMS) tiny_die("%lld parameters", (long long)w->sets[0]->n);
   w->bias = -1;
   for (int t = 0; t < w->sets[0]->n; t++)
-    if (strstr(w->sets[0]->list[t].name, "bias") && strstr(w->sets[0]->list[t].name, "mlp")) w->bias = t;
+    if (strstr(w->sets[0]->list[t].name, "bias") && strstr(w->sets[0]->list[t].name, "mlp"))
+      w->bias = t;
   for (int set = 0; set < SETS; set++) {
     w->lone[set] = lone_engine(w, set);
     for (int i = 0; i < REQUESTS; i++) {
@@ -108,6 +115,7 @@ static void world_create(world *w, int which, long plant) {
 }
 
 static void world_destroy(world *w) {
-  for (int set = 0; set < SETS; set++) rm_engine_destroy(w->lone[set]), tiny_weights_destroy(w->sets[set]);
+  for (int set = 0; set < SETS; set++)
+    rm_engine_destroy(w->lone[set]), tiny_weights_destroy(w->sets[set]);
   tiny_model_destroy(w->model);
 }

@@ -1,13 +1,17 @@
-// cublaslt.c: a stand-in for libcublasLt.so.13, for streams of standin/stream.h: the functions that kernels/cuda/vendor_gemm.cu loads, as
-// cublasLt.h documents them, for D = Aᵀ·B of bf16 with float32 sums, with or without a bias. Work is put into the stream and done there.
+// cublaslt.c: a stand-in for libcublasLt.so.13, for streams of standin/stream.h: the functions that
+// kernels/cuda/vendor_gemm.cu loads, as cublasLt.h documents them, for D = Aᵀ·B of bf16 with
+// float32 sums, with or without a bias. Work is put into the stream and done there.
 //
-// It has two algorithms. WHOLE adds along k in one chain. SPLIT cuts k into as many parts as there are columns of B, up to 4, and adds the
-// parts, cut to 10 bits of mantissa: what one column gets depends on how many there are, which even a small model shows. The heuristic
-// gives SPLIT first, or what STANDIN_CUBLAS_FIRST=whole says, and WHOLE alone to a descriptor that asks for batch invariance.
+// It has two algorithms. WHOLE adds along k in one chain. SPLIT cuts k into as many parts as there
+// are columns of B, up to 4, and adds the parts, cut to 10 bits of mantissa: what one column gets
+// depends on how many there are, which even a small model shows. The heuristic gives SPLIT first,
+// or what STANDIN_CUBLAS_FIRST=whole says, and WHOLE alone to a descriptor that asks for batch
+// invariance.
 //
-// What the header forbids ends the program: a descriptor that is used before it is whole or after its end, operands less aligned than
-// the preference has promised, a workspace smaller than the algorithm's, more columns than a leading dimension has room for, an
-// algorithm that this did not give out, and descriptors that are left when their handle goes.
+// What the header forbids ends the program: a descriptor that is used before it is whole or after
+// its end, operands less aligned than the preference has promised, a workspace smaller than the
+// algorithm's, more columns than a leading dimension has room for, an algorithm that this did not
+// give out, and descriptors that are left when their handle goes.
 //
 // Faults, read when a handle is made:
 //   STANDIN_CUBLAS_VERSION=110000     what cublasLtGetVersion says (also without a handle)
@@ -49,11 +53,11 @@ typedef struct layout {
 
 typedef struct preference {
   uint64_t magic, workspace;
-  uint32_t aligned[4];          // of A, B, C, D
-  uint32_t schemes;             // of reduction
+  uint32_t aligned[4]; // of A, B, C, D
+  uint32_t schemes; // of reduction
 } preference;
 
-typedef struct algorithm {      // 64 bytes
+typedef struct algorithm { // 64 bytes
   uint64_t magic;
   int kind;
   uint32_t aligned[4];
@@ -69,7 +73,7 @@ typedef struct candidate {
   int reserved[4];
 } candidate;
 
-typedef struct matmul {        // what the stream does
+typedef struct matmul { // what the stream does
   int64_t n, m, k, lda, ldb, ldd;
   int kind;
   const uint16_t *a, *b, *bias;
@@ -77,7 +81,7 @@ typedef struct matmul {        // what the stream does
   char *workspace;
 } matmul;
 
-static atomic_int alive;        // descriptors and layouts
+static atomic_int alive; // descriptors and layouts
 
 static void wrong(const char *what) {
   fprintf(stderr, "stand-in for cuBLASLt: %s\n", what);
@@ -105,14 +109,17 @@ static int drop(void *object) {
   return SUCCESS;
 }
 
-// ------------------------------------------------------------------------------------------------ handles and descriptors
+// ------------------------------------------------------------------------ handles and descriptors
 EXPORT size_t cublasLtGetVersion(void) {
   const char *said = getenv("STANDIN_CUBLAS_VERSION");
   return said ? (size_t)atoi(said) : 131000;
 }
 
 EXPORT const char *cublasLtGetStatusString(int status) {
-  return status == SUCCESS ? "no error" : status == NOT_SUPPORTED ? "not supported" : status == INVALID ? "an invalid value" : "a failure";
+  return status == SUCCESS         ? "no error"
+         : status == NOT_SUPPORTED ? "not supported"
+         : status == INVALID       ? "an invalid value"
+                                   : "a failure";
 }
 
 static int number(const char *name) {
@@ -146,12 +153,16 @@ EXPORT int cublasLtMatmulDescSetAttribute(desc *d, int attribute, const void *va
   must(d->magic == MAGIC, "a descriptor is used after its end");
   if (attribute == 8 && bytes == sizeof d->bias) return memcpy(&d->bias, value, bytes), SUCCESS;
   if (bytes != sizeof(int)) return INVALID;
-  int *to = attribute == 3 ? &d->transposed : attribute == 7 ? &d->epilogue : attribute == 41 ? &d->invariance : NULL;
+  int *to = attribute == 3    ? &d->transposed
+            : attribute == 7  ? &d->epilogue
+            : attribute == 41 ? &d->invariance
+                              : NULL;
   if (!to || (attribute == 41 && number("STANDIN_CUBLAS_OLD"))) return INVALID;
   return memcpy(to, value, bytes), SUCCESS;
 }
 
-EXPORT int cublasLtMatrixLayoutCreate(layout **out, int type, uint64_t rows, uint64_t cols, int64_t ld) {
+EXPORT int cublasLtMatrixLayoutCreate(layout **out, int type, uint64_t rows, uint64_t cols,
+                                      int64_t ld) {
   must(ld >= (int64_t)rows, "a column is longer than the leading dimension");
   *out = make(sizeof **out);
   (*out)->type = type, (*out)->rows = rows, (*out)->cols = cols, (*out)->ld = ld;
@@ -159,7 +170,8 @@ EXPORT int cublasLtMatrixLayoutCreate(layout **out, int type, uint64_t rows, uin
 }
 EXPORT int cublasLtMatrixLayoutDestroy(layout *l) { return drop(l); }
 
-EXPORT int cublasLtMatrixLayoutSetAttribute(layout *l, int attribute, const void *value, size_t bytes) {
+EXPORT int cublasLtMatrixLayoutSetAttribute(layout *l, int attribute, const void *value,
+                                            size_t bytes) {
   must(l->magic == MAGIC, "a layout is used after its end");
   if (attribute != 3 || bytes != sizeof l->cols) return INVALID;
   return memcpy(&l->cols, value, bytes), SUCCESS;
@@ -172,25 +184,34 @@ EXPORT int cublasLtMatmulPreferenceCreate(preference **out) {
 }
 EXPORT int cublasLtMatmulPreferenceDestroy(preference *p) { return drop(p); }
 
-EXPORT int cublasLtMatmulPreferenceSetAttribute(preference *p, int attribute, const void *value, size_t bytes) {
-  if (attribute == 1 && bytes == sizeof p->workspace) return memcpy(&p->workspace, value, bytes), SUCCESS;
-  if (attribute == 3 && bytes == sizeof p->schemes) return memcpy(&p->schemes, value, bytes), SUCCESS;
+EXPORT int cublasLtMatmulPreferenceSetAttribute(preference *p, int attribute, const void *value,
+                                                size_t bytes) {
+  if (attribute == 1 && bytes == sizeof p->workspace)
+    return memcpy(&p->workspace, value, bytes), SUCCESS;
+  if (attribute == 3 && bytes == sizeof p->schemes)
+    return memcpy(&p->schemes, value, bytes), SUCCESS;
   if (attribute < 5 || attribute > 8 || bytes != sizeof(uint32_t)) return INVALID;
   return memcpy(&p->aligned[attribute - 5], value, bytes), SUCCESS;
 }
 
-// ------------------------------------------------------------------------------------------------ algorithms
-static void check_shapes(const context *c, const desc *op, const layout *a, const layout *b, const layout *d) {
-  must(c->magic == MAGIC && op->magic == MAGIC && a->magic == MAGIC && b->magic == MAGIC && d->magic == MAGIC, "something has ended");
-  must(op->compute == 68 && op->scale == 0 && op->transposed == 1 && a->type == 14 && b->type == 14 && d->type == 14, "not what this has");
+// ------------------------------------------------------------------------------------- algorithms
+static void check_shapes(const context *c, const desc *op, const layout *a, const layout *b,
+                         const layout *d) {
+  must(c->magic == MAGIC && op->magic == MAGIC && a->magic == MAGIC && b->magic == MAGIC &&
+           d->magic == MAGIC,
+       "something has ended");
+  must(op->compute == 68 && op->scale == 0 && op->transposed == 1 && a->type == 14 &&
+           b->type == 14 && d->type == 14,
+       "not what this has");
   must(a->rows == b->rows && a->cols == d->rows && b->cols == d->cols, "shapes that do not fit");
   must(op->epilogue == 1 || (op->epilogue == 4 && op->bias), "a bias that is nowhere");
 }
 
 static size_t workspace_of(int kind) { return kind == SPLIT ? WORKSPACE : 0; }
 
-EXPORT int cublasLtMatmulAlgoGetHeuristic(context *c, desc *op, layout *a, layout *b, layout *cc, layout *d, preference *p, int wanted,
-                                          candidate *out, int *found) {
+EXPORT int cublasLtMatmulAlgoGetHeuristic(context *c, desc *op, layout *a, layout *b, layout *cc,
+                                          layout *d, preference *p, int wanted, candidate *out,
+                                          int *found) {
   check_shapes(c, op, a, b, d);
   must(cc == d, "C is D here");
   must(p->schemes == 2, "parts of a sum may be other than float32");
@@ -201,16 +222,19 @@ EXPORT int cublasLtMatmulAlgoGetHeuristic(context *c, desc *op, layout *a, layou
   if (c->none && c->none == (int)b->cols) return NOT_SUPPORTED;
   for (int i = 0; i < 2; i++) {
     const int kind = (i == 0) == whole_first ? WHOLE : SPLIT;
-    if (*found == wanted || workspace_of(kind) > p->workspace || (kind == SPLIT && op->invariance)) continue;
+    if (*found == wanted || workspace_of(kind) > p->workspace || (kind == SPLIT && op->invariance))
+      continue;
     candidate *one = &out[(*found)++];
-    *one = (candidate){.algorithm = {.magic = MAGIC, .kind = kind}, .workspace = workspace_of(kind), .waves = 1.0f};
+    *one = (candidate){.algorithm = {.magic = MAGIC, .kind = kind},
+                       .workspace = workspace_of(kind),
+                       .waves = 1.0f};
     memcpy(one->algorithm.aligned, p->aligned, sizeof p->aligned);
   }
   return *found ? SUCCESS : NOT_SUPPORTED;
 }
 
-EXPORT int cublasLtMatmulAlgoCheck(context *c, desc *op, layout *a, layout *b, layout *cc, layout *d, const algorithm *chosen,
-                                   candidate *result) {
+EXPORT int cublasLtMatmulAlgoCheck(context *c, desc *op, layout *a, layout *b, layout *cc,
+                                   layout *d, const algorithm *chosen, candidate *result) {
   check_shapes(c, op, a, b, d);
   (void)cc;
   if (chosen->magic != MAGIC) return INVALID;
@@ -218,7 +242,7 @@ EXPORT int cublasLtMatmulAlgoCheck(context *c, desc *op, layout *a, layout *b, l
   return SUCCESS;
 }
 
-// ------------------------------------------------------------------------------------------------ matmuls
+// ---------------------------------------------------------------------------------------- matmuls
 static float f32_of(uint16_t bits) {
   const uint32_t word = (uint32_t)bits << 16;
   float value;
@@ -235,7 +259,8 @@ static uint16_t bf16_of(float value) {
 
 static float sum_of(const matmul *p, int64_t row, int64_t col, int64_t first, int64_t last) {
   float sum = 0.0f;
-  for (int64_t k = first; k < last; k++) sum += f32_of(p->a[row * p->lda + k]) * f32_of(p->b[col * p->ldb + k]);
+  for (int64_t k = first; k < last; k++)
+    sum += f32_of(p->a[row * p->lda + k]) * f32_of(p->b[col * p->ldb + k]);
   return sum;
 }
 
@@ -251,7 +276,7 @@ static int work(void *data) {
   matmul p;
   memcpy(&p, data, sizeof p);
   const int64_t parts = p.kind == WHOLE ? 1 : p.m < MAX_PARTS ? p.m : MAX_PARTS;
-  if (p.kind == SPLIT) memset(p.workspace, 0x55, 64);   // it is the algorithm's
+  if (p.kind == SPLIT) memset(p.workspace, 0x55, 64); // it is the algorithm's
   for (int64_t col = 0; col < p.m; col++)
     for (int64_t row = 0; row < p.n; row++) {
       float sum = 0.0f;
@@ -264,15 +289,19 @@ static int work(void *data) {
   return 1;
 }
 
-static void must_be_aligned(const void *at, uint32_t to) { must((uintptr_t)at % to == 0, "an operand is less aligned than was promised"); }
+static void must_be_aligned(const void *at, uint32_t to) {
+  must((uintptr_t)at % to == 0, "an operand is less aligned than was promised");
+}
 
-EXPORT int cublasLtMatmul(context *c, desc *op, const float *alpha, const void *a, layout *al, const void *b, layout *bl, const float *beta,
-                          const void *cc, layout *cl, void *d, layout *dl, const algorithm *chosen, void *workspace, size_t bytes,
-                          standin_stream *stream) {
+EXPORT int cublasLtMatmul(context *c, desc *op, const float *alpha, const void *a, layout *al,
+                          const void *b, layout *bl, const float *beta, const void *cc, layout *cl,
+                          void *d, layout *dl, const algorithm *chosen, void *workspace,
+                          size_t bytes, standin_stream *stream) {
   check_shapes(c, op, al, bl, dl);
   must(*alpha == 1.0f && *beta == 0.0f && cc == d && cl == dl, "not what this has");
   must(chosen->magic == MAGIC, "an algorithm that nobody gave");
-  must(bytes >= workspace_of(chosen->kind) && (uintptr_t)workspace % 256 == 0, "a workspace that is too small, or not aligned");
+  must(bytes >= workspace_of(chosen->kind) && (uintptr_t)workspace % 256 == 0,
+       "a workspace that is too small, or not aligned");
   const void *operands[] = {a, b, cc, d};
   for (int i = 0; i < 4; i++) must_be_aligned(operands[i], chosen->aligned[i]);
   if (op->epilogue == 4) must_be_aligned(op->bias, 16);
@@ -287,7 +316,8 @@ EXPORT int cublasLtMatmul(context *c, desc *op, const float *alpha, const void *
                     .kind = chosen->kind,
                     .a = (const uint16_t *)stream->host(stream, a),
                     .b = (const uint16_t *)stream->host(stream, b),
-                    .bias = op->epilogue == 4 ? (const uint16_t *)stream->host(stream, op->bias) : NULL,
+                    .bias =
+                        op->epilogue == 4 ? (const uint16_t *)stream->host(stream, op->bias) : NULL,
                     .d = (uint16_t *)stream->host(stream, d),
                     .workspace = stream->host(stream, workspace)};
   stream->enqueue(stream, work, &p, sizeof p);

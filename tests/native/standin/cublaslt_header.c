@@ -1,5 +1,6 @@
-// cublaslt_header.c: kernels/cuda/cublaslt.h against NVIDIA's own cublasLt.h, by a compiler that is given both: values, layouts, and how
-// many arguments of which size each function takes. It is compiled, never run.
+// cublaslt_header.c: kernels/cuda/cublaslt.h against NVIDIA's own cublasLt.h, by a compiler that is
+// given both: values, layouts, and how many arguments of which size each function takes. It is
+// compiled, never run.
 #include <cublasLt.h>
 
 #include "cuda/cublaslt.h"
@@ -20,31 +21,40 @@ SAME(RM_LT_SCHEMES, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK);
 SAME(RM_LT_SCHEME_COMPUTE, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
 SAME(RM_LT_ALIGNMENT_A, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES);
 SAME(RM_LT_ALIGNMENT_D, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES);
-#ifdef CHECK_INVARIANCE   // younger than the rest
+#ifdef CHECK_INVARIANCE // younger than the rest
 SAME(RM_LT_INVARIANCE, CUBLASLT_MATMUL_DESC_BATCH_INVARIANCE_FLAGS);
 SAME(RM_LT_INVARIANT_16B, CUBLASLT_BATCH_INVARIANCE_ALIGN_16B);
 #endif
 SAME(sizeof(int), sizeof(cublasStatus_t));
 SAME(sizeof(rm_lt_algorithm), sizeof(cublasLtMatmulAlgo_t));
 SAME(sizeof(rm_lt_candidate), sizeof(cublasLtMatmulHeuristicResult_t));
-SAME(offsetof(rm_lt_candidate, workspace_bytes), offsetof(cublasLtMatmulHeuristicResult_t, workspaceSize));
+SAME(offsetof(rm_lt_candidate, workspace_bytes),
+     offsetof(cublasLtMatmulHeuristicResult_t, workspaceSize));
 SAME(offsetof(rm_lt_candidate, status), offsetof(cublasLtMatmulHeuristicResult_t, state));
 SAME(offsetof(rm_lt_candidate, waves), offsetof(cublasLtMatmulHeuristicResult_t, wavesCount));
 
-// The functions' types, but for the names of what is pointed at and of enumerations, which are as large as an int.
-int call_all(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t layout, cublasLtMatmulPreference_t preference,
-             const void *at, void *to, cudaStream_t stream) {
+// The functions' types, but for the names of what is pointed at and of enumerations, which are as
+// large as an int.
+int call_all(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t layout,
+             cublasLtMatmulPreference_t preference, const void *at, void *to, cudaStream_t stream) {
   cublasLtMatmulHeuristicResult_t result;
   int found;
   size_t (*version)(void) = cublasLtGetVersion;
   const char *(*text)(cublasStatus_t) = cublasLtGetStatusString;
-  cublasLtMatmulDescCreate(&desc, (cublasComputeType_t)RM_LT_COMPUTE_F32, (cudaDataType_t)RM_LT_F32);
-  cublasLtMatmulDescSetAttribute(desc, (cublasLtMatmulDescAttributes_t)RM_LT_TRANSA, at, sizeof(int32_t));
-  cublasLtMatrixLayoutCreate(&layout, (cudaDataType_t)RM_LT_BF16, (uint64_t)1, (uint64_t)1, (int64_t)1);
-  cublasLtMatrixLayoutSetAttribute(layout, (cublasLtMatrixLayoutAttribute_t)RM_LT_LAYOUT_COLS, at, sizeof(uint64_t));
-  cublasLtMatmulPreferenceSetAttribute(preference, (cublasLtMatmulPreferenceAttributes_t)RM_LT_MAX_WORKSPACE, at, sizeof(uint64_t));
-  cublasLtMatmulAlgoGetHeuristic(handle, desc, layout, layout, layout, layout, preference, 1, &result, &found);
+  cublasLtMatmulDescCreate(&desc, (cublasComputeType_t)RM_LT_COMPUTE_F32,
+                           (cudaDataType_t)RM_LT_F32);
+  cublasLtMatmulDescSetAttribute(desc, (cublasLtMatmulDescAttributes_t)RM_LT_TRANSA, at,
+                                 sizeof(int32_t));
+  cublasLtMatrixLayoutCreate(&layout, (cudaDataType_t)RM_LT_BF16, (uint64_t)1, (uint64_t)1,
+                             (int64_t)1);
+  cublasLtMatrixLayoutSetAttribute(layout, (cublasLtMatrixLayoutAttribute_t)RM_LT_LAYOUT_COLS, at,
+                                   sizeof(uint64_t));
+  cublasLtMatmulPreferenceSetAttribute(
+      preference, (cublasLtMatmulPreferenceAttributes_t)RM_LT_MAX_WORKSPACE, at, sizeof(uint64_t));
+  cublasLtMatmulAlgoGetHeuristic(handle, desc, layout, layout, layout, layout, preference, 1,
+                                 &result, &found);
   cublasLtMatmulAlgoCheck(handle, desc, layout, layout, layout, layout, &result.algo, &result);
-  return (int)cublasLtMatmul(handle, desc, at, at, layout, at, layout, at, at, layout, to, layout, &result.algo, to, (size_t)1, stream) +
+  return (int)cublasLtMatmul(handle, desc, at, at, layout, at, layout, at, at, layout, to, layout,
+                             &result.algo, to, (size_t)1, stream) +
          (int)version() + (text(CUBLAS_STATUS_SUCCESS) != NULL);
 }

@@ -1,22 +1,28 @@
-// nccl.c: a stand-in for libnccl.so.2, for streams of standin/stream.h: the functions that csrc/comm/nccl/nccl.c loads, as NCCL documents
-// them for communicators that do not block, with ranks that are threads or processes. Groups are put into the queue by a thread, some
-// time after ncclGroupEnd; what they do, they do when the queue comes to them, and wait there for their peers as kernels would, until
-// they are through or the communicator is aborted. A size or a kind that a peer does not expect is a hang, as it may be there.
+// nccl.c: a stand-in for libnccl.so.2, for streams of standin/stream.h: the functions that
+// csrc/comm/nccl/nccl.c loads, as NCCL documents them for communicators that do not block, with
+// ranks that are threads or processes. Groups are put into the queue by a thread, some time after
+// ncclGroupEnd; what they do, they do when the queue comes to them, and wait there for their peers
+// as kernels would, until they are through or the communicator is aborted. A size or a kind that a
+// peer does not expect is a hang, as it may be there.
 //
-// What NCCL forbids ends the program: a communicator that is used while it is busy, after its end, or by two threads at
-// once, or destroyed before it was finalized.
+// What NCCL forbids ends the program: a communicator that is used while it is busy, after its end,
+// or by two threads at once, or destroyed before it was finalized.
 //
-// Faults are planted by the environment, read when a communicator is made; calls are groups of it, counted from 1:
+// Faults are planted by the environment, read when a communicator is made; calls are groups of it,
+// counted from 1:
 //   STANDIN_VERSION=22907                     what ncclGetVersion says
 //   STANDIN_ID=result                         ncclGetUniqueId fails
-//   STANDIN_INIT=rank:result                  that rank's communicator is not made; result 7: it never is
-//   STANDIN_GROUP=rank:call:result            that group fails after ncclGroupEnd, and is never enqueued; result 7: it stays busy
+//   STANDIN_INIT=rank:result                  that rank's communicator is not made; result 7: it
+//                                             never is
+//   STANDIN_GROUP=rank:call:result            that group fails after ncclGroupEnd, and is never
+//                                             enqueued; result 7: it stays busy
 //   STANDIN_ASYNC=rank:call:result            an error while that group runs, which hangs
 //   STANDIN_HANG=rank:call                    that group hangs, and nobody is told
 //   STANDIN_SKIP=rank:call                    that group is left out
 //   STANDIN_FLIP=rank:call                    a bit of what that group sends
 //   STANDIN_FINALIZE=rank                     the communicator's end does not come
-//   STANDIN_ABORT=seconds                     so long an abort does not return, as one of a communicator that a recording knows
+//   STANDIN_ABORT=seconds                     so long an abort does not return, as one of a
+//                                             communicator that a recording knows
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -38,49 +44,50 @@ enum { SUCCESS, CUDA, SYSTEM, INTERNAL, ARGUMENT, USAGE, REMOTE, IN_PROGRESS };
 enum { RANKS = 16, ROOM = 1024, OPS = 4 * RANKS };
 enum { KIND_SEND = 1, KIND_GATHER = 2 };
 static const unsigned MAGIC = 0xcafebeef;
-static const double FAILS_AFTER = 0.1;   // seconds that a kernel runs before its error shows
+static const double FAILS_AFTER = 0.1; // seconds that a kernel runs before its error shows
 
-// ------------------------------------------------------------------------------------------------ what the ranks share
-// Bytes from one rank to another: a frame of a word, kind and size, then the bytes. A ring; the counters never wrap.
+// --------------------------------------------------------------------------- what the ranks share
+// Bytes from one rank to another: a frame of a word, kind and size, then the bytes. A ring; the
+// counters never wrap.
 typedef struct channel {
   _Atomic uint64_t written, read;
   char ring[ROOM];
 } channel;
 
-typedef struct meeting {        // a file in /dev/shm, of one communicator
+typedef struct meeting { // a file in /dev/shm, of one communicator
   atomic_int joined, finalized;
-  channel channels[RANKS][RANKS];   // from, to
+  channel channels[RANKS][RANKS]; // from, to
 } meeting;
 
 typedef struct unique_id {
   char internal[128];
 } unique_id;
 
-// ------------------------------------------------------------------------------------------------ communicators
+// ---------------------------------------------------------------------------------- communicators
 typedef struct fault {
   int is_set, rank, result;
   long call;
 } fault;
 
 typedef struct comm {
-  unsigned alive;               // MAGIC until its end
-  int rank, size, is_final;     // is_final: its end was asked for
+  unsigned alive; // MAGIC until its end
+  int rank, size, is_final; // is_final: its end was asked for
   meeting *shared;
   char name[64];
   atomic_int state, dead, users;
   long calls;
-  pthread_t thread;             // of what is under way
+  pthread_t thread; // of what is under way
   int has_thread;
-  atomic_int running;           // kernels that have begun and are not through
-  atomic_int inside;            // of those, that touch what is shared at this moment
-  struct comm *before;          // all there ever were: a use after its end is seen
+  atomic_int running; // kernels that have begun and are not through
+  atomic_int inside; // of those, that touch what is shared at this moment
+  struct comm *before; // all there ever were: a use after its end is seen
   fault init, group, async, hang, skip, flip, finalize;
 } comm;
 
 typedef struct op {
   int sends, kind, peer;
-  char *at;                     // of the host
-  size_t bytes, done;           // done counts the frame's word too
+  char *at; // of the host
+  size_t bytes, done; // done counts the frame's word too
   uint64_t frame;
 } op;
 
@@ -91,7 +98,7 @@ typedef struct kernel {
   op ops[OPS];
 } kernel;
 
-typedef struct group {          // of a thread, between start and end
+typedef struct group { // of a thread, between start and end
   int depth, result;
   comm *comm;
   standin_stream *stream;
@@ -129,13 +136,17 @@ static fault planted(const char *name) {
   return f;
 }
 
-static int hits(const comm *c, const fault *f) { return f->is_set && f->rank == c->rank && f->call == c->calls; }
+static int hits(const comm *c, const fault *f) {
+  return f->is_set && f->rank == c->rank && f->call == c->calls;
+}
 
-// Every function of a communicator but abort and get_async_error is one at a time, and not while it is busy.
+// Every function of a communicator but abort and get_async_error is one at a time, and not while it
+// is busy.
 static void enter(comm *c, int may_be_busy) {
   if (!c || c->alive != MAGIC) wrong("a communicator that was given back is used");
   if (atomic_fetch_add(&c->users, 1)) wrong("two threads use a communicator");
-  if (!may_be_busy && atomic_load(&c->state) == IN_PROGRESS) wrong("a communicator is used while it is busy");
+  if (!may_be_busy && atomic_load(&c->state) == IN_PROGRESS)
+    wrong("a communicator is used while it is busy");
 }
 
 static void leave(comm *c) { atomic_fetch_sub(&c->users, 1); }
@@ -155,20 +166,23 @@ static int begin(comm *c, void *(*body)(void *), void *data) {
   return IN_PROGRESS;
 }
 
-// ------------------------------------------------------------------------------------------------ kernels
+// ---------------------------------------------------------------------------------------- kernels
 static int pour(comm *c, op *o) {
-  channel *ch = o->sends ? &c->shared->channels[c->rank][o->peer] : &c->shared->channels[o->peer][c->rank];
+  channel *ch =
+      o->sends ? &c->shared->channels[c->rank][o->peer] : &c->shared->channels[o->peer][c->rank];
   const size_t all = sizeof o->frame + o->bytes;
   uint64_t written = atomic_load(&ch->written), read = atomic_load(&ch->read);
   int moved = 0;
   while (o->done < all && (o->sends ? written - read < ROOM : read < written)) {
     char *in_ring = &ch->ring[(o->sends ? written : read) % ROOM];
-    char *mine = o->done < sizeof o->frame ? (char *)&o->frame + o->done : o->at + (o->done - sizeof o->frame);
+    char *mine = o->done < sizeof o->frame ? (char *)&o->frame + o->done
+                                           : o->at + (o->done - sizeof o->frame);
     if (o->sends) *in_ring = *mine, written++;
     else *mine = *in_ring, read++;
     o->done++;
     moved = 1;
-    if (!o->sends && o->done == sizeof o->frame && o->frame != ((uint64_t)o->kind << 56 | o->bytes)) o->done = SIZE_MAX;   // for ever
+    if (!o->sends && o->done == sizeof o->frame && o->frame != ((uint64_t)o->kind << 56 | o->bytes))
+      o->done = SIZE_MAX; // for ever
     if (o->done == SIZE_MAX) break;
   }
   if (o->sends) atomic_store(&ch->written, written);
@@ -182,7 +196,8 @@ static void begin_kernel(kernel *k) {
   atomic_fetch_add(&k->comm->running, 1);
   for (int i = 0; i < k->n && k->flips && !atomic_load(&k->comm->dead); i++) {
     int is_flipped = !k->ops[i].sends || !k->ops[i].bytes;
-    for (int j = 0; j < i; j++) is_flipped |= k->ops[j].sends && k->ops[j].at == k->ops[i].at;   // one block for several ranks
+    for (int j = 0; j < i; j++)
+      is_flipped |= k->ops[j].sends && k->ops[j].at == k->ops[i].at; // one block for several ranks
     if (!is_flipped) k->ops[i].at[0] ^= 1;
   }
 }
@@ -190,7 +205,8 @@ static void begin_kernel(kernel *k) {
 // As far as it comes now; whether something is left.
 static int run_on(kernel *k) {
   comm *c = k->comm;
-  if (k->fails && clock_now() - k->since > FAILS_AFTER) atomic_store(&c->state, k->fails);   // who began it has gone on
+  if (k->fails && clock_now() - k->since > FAILS_AFTER)
+    atomic_store(&c->state, k->fails); // who began it has gone on
   if (k->hangs) return 1;
   int left = 1;
   for (int moved = 1; moved && left;) {
@@ -230,13 +246,13 @@ static void *launch_group(void *data) {
   while (l->result == IN_PROGRESS && !atomic_load(&c->dead)) nap();
   if (l->result == SUCCESS && !l->is_empty && !atomic_load(&c->dead))
     l->stream->enqueue(l->stream, run_kernel, &l->kernel, sizeof l->kernel);
-  int busy = IN_PROGRESS;   // the kernel may have failed already
+  int busy = IN_PROGRESS; // the kernel may have failed already
   atomic_compare_exchange_strong(&c->state, &busy, l->result);
   free(l);
   return NULL;
 }
 
-// ------------------------------------------------------------------------------------------------ making and ending
+// ------------------------------------------------------------------------------ making and ending
 EXPORT int ncclGetVersion(int *version) {
   const char *text = getenv("STANDIN_VERSION");
   *version = text && *text ? atoi(text) : 23203;
@@ -244,9 +260,17 @@ EXPORT int ncclGetVersion(int *version) {
 }
 
 EXPORT const char *ncclGetErrorString(int result) {
-  static const char *const text[] = {"no error",         "unhandled cuda error", "unhandled system error", "internal error",
-                                     "invalid argument", "invalid usage",        "remote process exited",  "NCCL operation in progress"};
-  return result >= 0 && result <= IN_PROGRESS ? text[result] : result == 8 ? "operation timed out" : "unknown result code";
+  static const char *const text[] = {"no error",
+                                     "unhandled cuda error",
+                                     "unhandled system error",
+                                     "internal error",
+                                     "invalid argument",
+                                     "invalid usage",
+                                     "remote process exited",
+                                     "NCCL operation in progress"};
+  return result >= 0 && result <= IN_PROGRESS ? text[result]
+         : result == 8                        ? "operation timed out"
+                                              : "unknown result code";
 }
 
 EXPORT const char *ncclGetLastError(comm *c) { return (void)c, last; }
@@ -258,7 +282,8 @@ EXPORT int ncclGetUniqueId(unique_id *id) {
     snprintf(last, sizeof last, "planted: no id\nsecond line");
     return f.rank;
   }
-  snprintf(id->internal, sizeof id->internal, "/standin-nccl-%ld-%lu", (long)getpid(), atomic_fetch_add(&names, 1));
+  snprintf(id->internal, sizeof id->internal, "/standin-nccl-%ld-%lu", (long)getpid(),
+           atomic_fetch_add(&names, 1));
   return SUCCESS;
 }
 
@@ -271,12 +296,12 @@ static void *init_comm(void *data) {
   }
   atomic_fetch_add(&c->shared->joined, 1);
   while (atomic_load(&c->shared->joined) < c->size && !atomic_load(&c->dead)) nap();
-  shm_unlink(c->name);   // all have it, or nobody needs it
+  shm_unlink(c->name); // all have it, or nobody needs it
   atomic_store(&c->state, SUCCESS);
   return NULL;
 }
 
-typedef struct config {         // what a caller of 2.17 gives, at least
+typedef struct config { // what a caller of 2.17 gives, at least
   size_t size;
   unsigned magic, version;
   int blocking, cga, min_ctas, max_ctas;
@@ -286,8 +311,10 @@ typedef struct config {         // what a caller of 2.17 gives, at least
 
 EXPORT int ncclCommInitRankConfig(comm **out, int size, unique_id id, int rank, config *cfg) {
   *out = NULL;
-  if (!cfg || cfg->size < 44 || cfg->magic != MAGIC || cfg->version < 21700 || cfg->version >= 22500 || cfg->blocking != 0 ||
-      cfg->cga != INT32_MIN || cfg->min_ctas != INT32_MIN || cfg->max_ctas != INT32_MIN || cfg->net || cfg->split != INT32_MIN) {
+  if (!cfg || cfg->size < 44 || cfg->magic != MAGIC || cfg->version < 21700 ||
+      cfg->version >= 22500 || cfg->blocking != 0 || cfg->cga != INT32_MIN ||
+      cfg->min_ctas != INT32_MIN || cfg->max_ctas != INT32_MIN || cfg->net ||
+      cfg->split != INT32_MIN) {
     snprintf(last, sizeof last, "a configuration that the stand-in does not know");
     return ARGUMENT;
   }
@@ -348,9 +375,13 @@ static void *finalize_comm(void *data) {
   comm *c = data;
   const int sticks = c->finalize.is_set && c->finalize.rank == c->rank;
   atomic_fetch_add(&c->shared->finalized, 1);
-  while ((sticks || atomic_load(&c->shared->finalized) < c->size || atomic_load(&c->running)) && !atomic_load(&c->dead)) nap();
-  // The ranks are not done at once: the last one only when it has looked several times whether the others are still there.
-  for (const double until = clock_now() + 1e-2; c->rank == c->size - 1 && clock_now() < until;) nap();
+  while ((sticks || atomic_load(&c->shared->finalized) < c->size || atomic_load(&c->running)) &&
+         !atomic_load(&c->dead))
+    nap();
+  // The ranks are not done at once: the last one only when it has looked several times whether the
+  // others are still there.
+  for (const double until = clock_now() + 1e-2; c->rank == c->size - 1 && clock_now() < until;)
+    nap();
   atomic_store(&c->state, SUCCESS);
   return NULL;
 }
@@ -370,7 +401,7 @@ EXPORT int ncclCommDestroy(comm *c) {
   return SUCCESS;
 }
 
-// ------------------------------------------------------------------------------------------------ groups
+// ----------------------------------------------------------------------------------------- groups
 EXPORT int ncclGroupStart(void) {
   if (now.depth++ == 0) {
     now.result = SUCCESS;
@@ -380,10 +411,11 @@ EXPORT int ncclGroupStart(void) {
   return SUCCESS;
 }
 
-static int add(comm *c, standin_stream *stream, int sends, int kind, int peer, const void *at, size_t bytes) {
+static int add(comm *c, standin_stream *stream, int sends, int kind, int peer, const void *at,
+               size_t bytes) {
   kernel *k = &now.kernel;
   if (!now.depth) wrong("a call outside of a group, of a communicator that does not block");
-  if (!now.comm) enter(c, 0);   // until the group's end
+  if (!now.comm) enter(c, 0); // until the group's end
   if (now.comm && now.comm != c) wrong("two communicators in a group");
   now.comm = c;
   now.stream = stream;
@@ -397,7 +429,8 @@ static int add(comm *c, standin_stream *stream, int sends, int kind, int peer, c
   return SUCCESS;
 }
 
-EXPORT int ncclSend(const void *from, size_t count, int type, int peer, comm *c, standin_stream *stream) {
+EXPORT int ncclSend(const void *from, size_t count, int type, int peer, comm *c,
+                    standin_stream *stream) {
   return type ? ARGUMENT : add(c, stream, 1, KIND_SEND, peer, from, count);
 }
 
@@ -405,9 +438,10 @@ EXPORT int ncclRecv(void *to, size_t count, int type, int peer, comm *c, standin
   return type ? ARGUMENT : add(c, stream, 0, KIND_SEND, peer, to, count);
 }
 
-EXPORT int ncclAllGather(const void *from, void *to, size_t count, int type, comm *c, standin_stream *stream) {
+EXPORT int ncclAllGather(const void *from, void *to, size_t count, int type, comm *c,
+                         standin_stream *stream) {
   int result = type ? ARGUMENT : SUCCESS;
-  for (int r = 0; r < c->size && !result; r++) {   // oneself through the ring too
+  for (int r = 0; r < c->size && !result; r++) { // oneself through the ring too
     result = add(c, stream, 1, KIND_GATHER, r, from, count);
     if (!result) result = add(c, stream, 0, KIND_GATHER, r, (char *)to + (size_t)r * count, count);
   }
@@ -422,7 +456,10 @@ EXPORT int ncclGroupEnd(void) {
   launch *l = malloc(sizeof *l);
   if (!l) wrong("no memory");
   c->calls++;
-  *l = (launch){.comm = c, .stream = now.stream, .result = hits(c, &c->group) ? c->group.result : SUCCESS, .is_empty = hits(c, &c->skip)};
+  *l = (launch){.comm = c,
+                .stream = now.stream,
+                .result = hits(c, &c->group) ? c->group.result : SUCCESS,
+                .is_empty = hits(c, &c->skip)};
   l->kernel = now.kernel;
   l->kernel.comm = c;
   l->kernel.fails = hits(c, &c->async) ? c->async.result : 0;

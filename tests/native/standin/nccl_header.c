@@ -1,5 +1,5 @@
-// nccl_header.c: csrc/comm/nccl/library.h against NCCL's own nccl.h, by a compiler that is given both: values, layouts, and each
-// function's type. It is compiled, never run.
+// nccl_header.c: csrc/comm/nccl/library.h against NCCL's own nccl.h, by a compiler that is given
+// both: values, layouts, and each function's type. It is compiled, never run.
 #include <nccl.h>
 
 #include "comm/nccl/library.h"
@@ -18,7 +18,7 @@ SAME(RM_NCCL_ARGUMENT, ncclInvalidArgument);
 SAME(RM_NCCL_USAGE, ncclInvalidUsage);
 SAME(RM_NCCL_REMOTE, ncclRemoteError);
 SAME(RM_NCCL_IN_PROGRESS, ncclInProgress);
-SAME(RM_NCCL_TIMEOUT, 8);   // ncclTimeout, which is younger than the rest
+SAME(RM_NCCL_TIMEOUT, 8); // ncclTimeout, which is younger than the rest
 SAME(RM_NCCL_INT8, ncclInt8);
 SAME(RM_NCCL_UNDEFINED, NCCL_CONFIG_UNDEF_INT);
 SAME(RM_NCCL_MAGIC, NCCL_API_MAGIC);
@@ -38,8 +38,11 @@ SAME_PLACE(net_name, netName);
 SAME_PLACE(split_share, splitShare);
 SAME_PLACE(traffic_class, trafficClass);
 
-// The same number of arguments of types that are passed alike: pointers stand for handles, int for enumerations.
-#define TAKES(theirs, result, ...) _Static_assert(_Generic(&theirs, result (*)(__VA_ARGS__): 1, default: 0), #theirs " is of another type")
+// The same number of arguments of types that are passed alike: pointers stand for handles, int for
+// enumerations.
+#define TAKES(theirs, result, ...) \
+  _Static_assert(_Generic(&theirs, result (*)(__VA_ARGS__): 1, default: 0), \
+                 #theirs " is of another type")
 TAKES(ncclGetVersion, ncclResult_t, int *);
 TAKES(ncclGetUniqueId, ncclResult_t, ncclUniqueId *);
 TAKES(ncclCommInitRankConfig, ncclResult_t, ncclComm_t *, int, ncclUniqueId, int, ncclConfig_t *);
@@ -49,6 +52,7 @@ TAKES(ncclCommFinalize, ncclResult_t, ncclComm_t);
 TAKES(ncclCommDestroy, ncclResult_t, ncclComm_t);
 TAKES(ncclSend, ncclResult_t, const void *, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t);
 TAKES(ncclRecv, ncclResult_t, void *, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t);
-TAKES(ncclAllGather, ncclResult_t, const void *, void *, size_t, ncclDataType_t, ncclComm_t, cudaStream_t);
+TAKES(ncclAllGather, ncclResult_t, const void *, void *, size_t, ncclDataType_t, ncclComm_t,
+      cudaStream_t);
 TAKES(ncclGetErrorString, const char *, ncclResult_t);
 TAKES(ncclGetLastError, const char *, ncclComm_t);

@@ -15,7 +15,15 @@ from rollmesh import ops
 from rollmesh.errors import NumericsError, ShapeError
 from rollmesh.torch import packing
 from rollmesh.torch.arrays import array_of, host_of, in_turn, tensor_of
-from rollmesh.torch.functions.common import How, backward_pass, how_for, matmul_dtype, norm_gradients, rows_of, vector_of
+from rollmesh.torch.functions.common import (
+    How,
+    backward_pass,
+    how_for,
+    matmul_dtype,
+    norm_gradients,
+    rows_of,
+    vector_of,
+)
 from rollmesh.torch.sequences import PAGE, Sequences
 
 SHORT = 256  # tokens of the longest sequence up to which scores are stored
@@ -39,14 +47,20 @@ class Heads(NamedTuple):
     @property
     def widths(self) -> list[int]:
         """Of q, k and v in a row."""
-        return [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        return [
+            heads * self.head_dim
+            for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        ]
 
 
 def rope_table(
-    frequencies: tuple[NDArray[np.float32], float], positions: int, dtype: torch.dtype, device: torch.device
+    frequencies: tuple[NDArray[np.float32], float],
+    positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin) [positions, head_dim / 2], as `attention` takes them. frequencies: of ModelSpec.rope. They are no inference tensors, so
-    that they serve later passes of any kind."""
+    """(cos, sin) [positions, head_dim / 2], as `attention` takes them. frequencies: of
+    ModelSpec.rope. They are no inference tensors, so that they serve later passes of any kind."""
     inv_freq, scale = frequencies
     cos, sin = ops.rope_table(inv_freq, positions, scale=scale, dtype=packing.name_of(dtype))
     with torch.inference_mode(False):
@@ -54,10 +68,12 @@ def rope_table(
 
 
 def pairs_apart(weight: Tensor, head_dim: int, turned: int) -> Tensor:
-    """A weight or bias of q or k, of whose heads rope turns neighbours among the first `turned` elements: with these as far apart as half
-    of them, as `attention` turns them."""
+    """A weight or bias of q or k, of whose heads rope turns neighbours among the first `turned`
+    elements: with these as far apart as half of them, as `attention` turns them."""
     heads = weight.view(-1, head_dim, *weight.shape[1:])
-    return torch.cat([heads[:, :turned:2], heads[:, 1:turned:2], heads[:, turned:]], 1).view_as(weight)
+    return torch.cat([heads[:, :turned:2], heads[:, 1:turned:2], heads[:, turned:]], 1).view_as(
+        weight
+    )
 
 
 class _Attention(torch.autograd.Function):
@@ -76,14 +92,24 @@ class _Attention(torch.autograd.Function):
             flags = torch.zeros(rows.num_rows, dtype=torch.uint8, device=qkv.device)
             k, v = rows.caches(heads.num_kv_heads, heads.head_dim, qkv)
             q_norm, k_norm = (
-                None if w is None else vector_of(n, w, qkv, width if heads.norm_whole else heads.head_dim)
-                for n, w, width in (("q_weight", q_weight, heads.widths[0]), ("k_weight", k_weight, heads.widths[1]))
+                None
+                if w is None
+                else vector_of(n, w, qkv, width if heads.norm_whole else heads.head_dim)
+                for n, w, width in (
+                    ("q_weight", q_weight, heads.widths[0]),
+                    ("k_weight", k_weight, heads.widths[1]),
+                )
             )
-            squares = ops.head_squares(array_of(qkv), heads.num_heads, heads.head_dim, **how) if heads.norm_whole else None
+            squares = (
+                ops.head_squares(array_of(qkv), heads.num_heads, heads.head_dim, **how)
+                if heads.norm_whole
+                else None
+            )
             cos, sin = map(array_of, rope)
             q = ops.qk_rope_kv(
                 array_of(qkv), q_norm, k_norm, cos, sin, rows.positions, rows.slots, k, v,
-                num_heads=heads.num_heads, page_size=PAGE, eps=heads.eps, squares=squares, row_flags=array_of(flags), **how,
+                num_heads=heads.num_heads, page_size=PAGE, eps=heads.eps, squares=squares,
+                row_flags=array_of(flags), **how,
             )  # fmt: skip
             out = ops.attention(
                 q, k, v, rows.positions, rows.seq_of_row, rows.block_tables,
@@ -91,7 +117,9 @@ class _Attention(torch.autograd.Function):
             )  # fmt: skip
             made = tensor_of(out, qkv.dtype).view(rows.num_rows, heads.widths[0])
         if (bad := host_of(flags)).any():
-            raise NumericsError(f"keys or values of row {int(bad.argmax())} of {rows.num_rows} are not finite")
+            raise NumericsError(
+                f"keys or values of row {int(bad.argmax())} of {rows.num_rows} are not finite"
+            )
         ctx.save_for_backward(qkv, q_weight, k_weight, *rope)
         ctx.rows, ctx.heads = rows, heads
         return made
@@ -104,15 +132,27 @@ class _Attention(torch.autograd.Function):
         dtype = matmul_dtype(qkv)
         at = torch.from_numpy(rows.positions).to(qkv.device)
         turn = cos.index_select(0, at)[:, None], sin.index_select(0, at)[:, None]
-        q0, k0, v = (part.reshape(rows.num_rows, -1, heads.head_dim) for part in qkv.split(heads.widths, 1))
-        q, k = (_rotated(_normed(x.float(), w, heads), *turn) for x, w in ((q0, q_weight), (k0, k_weight)))
-        by_q, by_k, by_v = _attention_gradients(q.to(dtype), k.to(dtype), v.to(dtype), grad.to(dtype).view(q.shape), rows, heads)
+        q0, k0, v = (
+            part.reshape(rows.num_rows, -1, heads.head_dim) for part in qkv.split(heads.widths, 1)
+        )
+        q, k = (
+            _rotated(_normed(x.float(), w, heads), *turn)
+            for x, w in ((q0, q_weight), (k0, k_weight))
+        )
+        by_q, by_k, by_v = _attention_gradients(
+            q.to(dtype), k.to(dtype), v.to(dtype), grad.to(dtype).view(q.shape), rows, heads
+        )
         back = turn[0], -turn[1]
         (by_q0, by_q_weight), (by_k0, by_k_weight) = (
             (turned, None) if w is None else _norm_gradients(x, w, turned, heads)
-            for x, w, turned in ((q0, q_weight, _rotated(by_q.float(), *back)), (k0, k_weight, _rotated(by_k.float(), *back)))
+            for x, w, turned in (
+                (q0, q_weight, _rotated(by_q.float(), *back)),
+                (k0, k_weight, _rotated(by_k.float(), *back)),
+            )
         )
-        by_qkv = torch.cat([part.reshape(rows.num_rows, -1).to(qkv.dtype) for part in (by_q0, by_k0, by_v)], 1)
+        by_qkv = torch.cat(
+            [part.reshape(rows.num_rows, -1).to(qkv.dtype) for part in (by_q0, by_k0, by_v)], 1
+        )
         return by_qkv, by_q_weight, by_k_weight, None, None, None, None
 
 
@@ -136,14 +176,19 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
-def _attention_gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rows: Sequences, heads: Heads) -> tuple[Tensor, ...]:
-    """Of q, k and v [rows, heads, head_dim], on sequences padded on the right, where causality keeps the padding out."""
+def _attention_gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rows: Sequences, heads: Heads
+) -> tuple[Tensor, ...]:
+    """Of q, k and v [rows, heads, head_dim], on sequences padded on the right, where causality
+    keeps the padding out."""
     steps = int(rows.lengths.max())
     to = torch.from_numpy(rows.seq_of_row.astype(np.int64) * steps + rows.positions).to(q.device)
     size = len(rows.lengths) * steps
 
     def padded(x: Tensor) -> Tensor:
-        flat = x if rows.num_rows == size else x.new_zeros((size, *x.shape[1:])).index_copy_(0, to, x)
+        flat = (
+            x if rows.num_rows == size else x.new_zeros((size, *x.shape[1:])).index_copy_(0, to, x)
+        )
         return flat.view(-1, steps, *x.shape[1:]).transpose(1, 2)
 
     def picked(x: Tensor) -> Tensor:
@@ -167,18 +212,29 @@ def _live(steps: int, heads: Heads, device: torch.device) -> Tensor:
     return (away >= 0) & (away < (heads.window or steps))
 
 
-def _flash_gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor | None, heads: Heads) -> tuple[Tensor, ...]:
+def _flash_gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor | None, heads: Heads
+) -> tuple[Tensor, ...]:
     """Of q [sequences, heads, steps, head_dim] and k and v, by torch's attention."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         out = F.scaled_dot_product_attention(
-            inputs[0], inputs[1], inputs[2], attn_mask=mask, is_causal=mask is None, scale=heads.scale, enable_gqa=True
+            inputs[0],
+            inputs[1],
+            inputs[2],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=heads.scale,
+            enable_gqa=True,
         )
     return torch.autograd.grad(out, inputs, grad)
 
 
-def _short_gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, live: Tensor, heads: Heads) -> tuple[Tensor, ...]:
-    """The same, written out: where sequences are short, the scores fit the caches and two batched matmuls are several times faster."""
+def _short_gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, live: Tensor, heads: Heads
+) -> tuple[Tensor, ...]:
+    """The same, written out: where sequences are short, the scores fit the caches and two batched
+    matmuls are several times faster."""
     sequences, _, steps, head_dim = q.shape
     pairs, group = sequences * heads.num_kv_heads, heads.num_heads // heads.num_kv_heads
     q, grad = (x.reshape(pairs, group * steps, head_dim) for x in (q, grad))
@@ -203,12 +259,16 @@ def attention(
     *,
     how: How | None = None,
 ) -> Tensor:
-    """Causal attention of packed sequences, [rows, num_heads · head_dim]. qkv [rows, (num_heads + 2·num_kv_heads)·head_dim] is the
-    projection's output; q and k of each head are normed by q_weight and k_weight [head_dim] (with norm_whole
-    [heads · head_dim]; None: not) and rotated. rope: (cos, sin),
-    float32 [positions, n], n ≤ head_dim / 2, rounded to qkv's dtype (ops.rope_table), which turn the first 2·n elements of a head."""
+    """Causal attention of packed sequences, [rows, num_heads · head_dim]. qkv [rows, (num_heads +
+    2·num_kv_heads)·head_dim] is the projection's output; q and k of each head are normed by
+    q_weight and k_weight [head_dim] (with norm_whole [heads · head_dim]; None: not) and rotated.
+    rope: (cos, sin),
+    float32 [positions, n], n ≤ head_dim / 2, rounded to qkv's dtype (ops.rope_table), which turn
+    the first 2·n elements of a head."""
     qkv = rows_of("qkv", qkv, sum(heads.widths))
     if len(qkv) != rows.num_rows:
-        raise ShapeError(f"qkv: expected {rows.num_rows} rows, those of the sequences, got {len(qkv)}")
+        raise ShapeError(
+            f"qkv: expected {rows.num_rows} rows, those of the sequences, got {len(qkv)}"
+        )
     made: Tensor = _Attention.apply(qkv, q_weight, k_weight, rope, rows, heads, how or how_for(qkv))  # type: ignore[no-untyped-call]
     return made

@@ -34,7 +34,10 @@ def rows_of(name: str, x: Any, width: int | None = None) -> Tensor:
         raise UnsupportedTensorError(f"{name}: expected a torch tensor, got a {type(x).__name__}")
     packing.name_of(x.dtype)
     if x.ndim != 2 or (width is not None and x.shape[1] != width):
-        raise ShapeError(f"{name}: expected shape [rows, {'width' if width is None else width}], got {tuple(x.shape)}")
+        raise ShapeError(
+            f"{name}: expected shape [rows, {'width' if width is None else width}], got "
+            f"{tuple(x.shape)}"
+        )
     return x.contiguous()
 
 
@@ -51,16 +54,24 @@ def vector_of(name: str, weight: Tensor | None, x: Tensor, width: int) -> Any:
 def width_of(name: str, weights: Sequence[Tensor], k: int) -> int:
     for weight in weights:
         if packing.check_weight(name, weight).shape[1] != k:
-            raise ShapeError(f"{name}: expected {k} columns, as the activations have, got shape {tuple(weight.shape)}")
+            raise ShapeError(
+                f"{name}: expected {k} columns, as the activations have, got shape "
+                f"{tuple(weight.shape)}"
+            )
     return sum(len(weight) for weight in weights)
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    return x.dtype if x.is_cuda or not BFLOAT16_ISAS.isdisjoint(ops.available_isas()) else torch.float32
+    return (
+        x.dtype
+        if x.is_cuda or not BFLOAT16_ISAS.isdisjoint(ops.available_isas())
+        else torch.float32
+    )
 
 
 def backward_pass(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A `backward` that is not differentiated again. Inside autocast too it computes in the dtypes that it names."""
+    """A `backward` that is not differentiated again. Inside autocast too it computes in the dtypes
+    that it names."""
 
     @wraps(backward)
     def plain(ctx: Any, *grads: Tensor) -> Any:
@@ -80,7 +91,11 @@ def norm_gradients(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple
     return scale * (g - normed * (g * normed).mean(-1, keepdim=True)), by_weight.to(weight.dtype)
 
 
-ACTIVATED: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
+ACTIVATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+}
 
 
 def activated(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -95,7 +110,9 @@ def activated(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     sigmoid = torch.sigmoid(x if activation == "silu" else k1 * (x + 0.044715 * x**3))
     made = x * sigmoid
     by_inner = made * (1 - sigmoid)
-    return made, sigmoid + (by_inner if activation == "silu" else by_inner * (k1 * (1 + 3 * 0.044715 * x**2)))
+    return made, sigmoid + (
+        by_inner if activation == "silu" else by_inner * (k1 * (1 + 3 * 0.044715 * x**2))
+    )
 
 
 def gated_gradients(gate_up: Tensor, grad: Tensor, activation: str) -> tuple[Tensor, Tensor]:

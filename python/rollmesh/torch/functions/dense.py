@@ -28,18 +28,23 @@ from rollmesh.torch.functions.common import (
 
 
 def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [len(ids), hidden] of a table [vocab, hidden] in `dtype`: moves of bits, which are torch's as well."""
+    """Rows [len(ids), hidden] of a table [vocab, hidden] in `dtype`: moves of bits, which are
+    torch's as well."""
     packing.check_weight("weight", weight)
     return F.embedding(ids.reshape(-1), weight).to(dtype)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, packed: Any, how: How, n: int, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, packed: Any, how: How, n: int, *weights: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x, *weights)
         ctx.bias_dtype = None if bias is None else bias.dtype
         with in_turn(x):
-            return tensor_of(ops.gemm(array_of(x), packed, n, bias=vector_of("bias", bias, x, n), **how), x.dtype)
+            return tensor_of(
+                ops.gemm(array_of(x), packed, n, bias=vector_of("bias", bias, x, n), **how), x.dtype
+            )
 
     @staticmethod
     @backward_pass
@@ -56,18 +61,32 @@ class _Linear(torch.autograd.Function):
         if any(ctx.needs_input_grad[5:]):
             rows = x.to(dtype)
             by_weights = [(part.t() @ rows).to(w.dtype) if needed else None
-                          for part, w, needed in zip(parts, weights, ctx.needs_input_grad[5:], strict=True)]  # fmt: skip
+                          for part, w, needed in zip(parts, weights, ctx.needs_input_grad[5:],
+                          strict=True)]  # fmt: skip
         by_bias = grad.float().sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
         return by_x, by_bias, None, None, None, *by_weights
 
 
-def linear(x: Tensor, *weights: Tensor, bias: Tensor | None = None, packed: Any = None, how: How | None = None) -> Tensor:
-    """x [rows, k] times the transposes of one or more weights [n, k], side by side: [rows, Σ n]. One call for q, k and v has the bits
-    of three."""
+def linear(
+    x: Tensor,
+    *weights: Tensor,
+    bias: Tensor | None = None,
+    packed: Any = None,
+    how: How | None = None,
+) -> Tensor:
+    """x [rows, k] times the transposes of one or more weights [n, k], side by side: [rows, Σ n].
+    One call for q, k and v has the bits of three."""
     x = rows_of("x", x)
     how = how or how_for(x)
     n = width_of("weight", weights, x.shape[1])
-    made: Tensor = _Linear.apply(x, bias, packing.pack_rows(weights, x.dtype, how) if packed is None else packed, how, n, *weights)  # type: ignore[no-untyped-call]
+    made: Tensor = _Linear.apply(
+        x,
+        bias,
+        packing.pack_rows(weights, x.dtype, how) if packed is None else packed,
+        how,
+        n,
+        *weights,
+    )  # type: ignore[no-untyped-call]
     return made
 
 
@@ -77,7 +96,12 @@ class _RmsNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         with in_turn(x):
-            return tensor_of(ops.rms_norm(array_of(x), vector_of("weight", weight, x, x.shape[1]), eps=eps, **how), x.dtype)
+            return tensor_of(
+                ops.rms_norm(
+                    array_of(x), vector_of("weight", weight, x, x.shape[1]), eps=eps, **how
+                ),
+                x.dtype,
+            )
 
     @staticmethod
     @backward_pass
@@ -96,11 +120,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, how: How | None = None) -
 
 class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, residual: Tensor, x: Tensor, weight: Tensor, eps: float, how: How) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, residual: Tensor, x: Tensor, weight: Tensor, eps: float, how: How
+    ) -> tuple[Tensor, Tensor]:
         total = residual.clone()
         with in_turn(x):
             vector = vector_of("weight", weight, x, x.shape[1])
-            out = tensor_of(ops.rms_norm(array_of(total), vector, eps=eps, x=array_of(x), **how), x.dtype)
+            out = tensor_of(
+                ops.rms_norm(array_of(total), vector, eps=eps, x=array_of(x), **how), x.dtype
+            )
         ctx.save_for_backward(total, weight)
         ctx.eps = eps
         return out, total
@@ -114,7 +142,9 @@ class _AddRmsNorm(torch.autograd.Function):
         return both, both, by_weight, None, None
 
 
-def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, how: How | None = None) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, how: How | None = None
+) -> tuple[Tensor, Tensor]:
     """(rms_norm of the sum, the sum residual + x), both [rows, n]."""
     residual = rows_of("residual", residual)
     x = rows_of("x", x, residual.shape[1])
@@ -145,8 +175,11 @@ class _Add(torch.autograd.Function):
         return grad, (wide * share).to(x.dtype), by_gate.to(gate.dtype), None
 
 
-def add(residual: Tensor, x: Tensor, gate: Tensor | None = None, *, how: How | None = None) -> Tensor:
-    """residual + x, [rows, n]: the sum of add_rms_norm. gate [rows, 1]: residual + sigmoid(gate) · x."""
+def add(
+    residual: Tensor, x: Tensor, gate: Tensor | None = None, *, how: How | None = None
+) -> Tensor:
+    """residual + x, [rows, n]: the sum of add_rms_norm. gate [rows, 1]: residual + sigmoid(gate) ·
+    x."""
     residual = rows_of("residual", residual)
     gate = None if gate is None else rows_of("gate", gate, 1)
     made: Tensor = _Add.apply(residual, rows_of("x", x, residual.shape[1]), gate, how or how_for(x))  # type: ignore[no-untyped-call]
@@ -164,8 +197,9 @@ def decoder_layer(
     also_after: Sequence[Tensor] | None = None,
     how: How | None = None,
 ) -> Tensor:
-    """A layer over rows [rows, n], with a rollout's norms and sums. norms: weights before attention and before the MLP or experts,
-    which `attend` and `mix` compute; with norm_after of their outputs. also_after: weights of norms of the outputs, beside those before."""
+    """A layer over rows [rows, n], with a rollout's norms and sums. norms: weights before attention
+    and before the MLP or experts, which `attend` and `mix` compute; with norm_after of their
+    outputs. also_after: weights of norms of the outputs, beside those before."""
     after = norms if norm_after else also_after
 
     def block(compute: Callable[[Tensor], Tensor], x: Tensor, number: int) -> Tensor:
@@ -182,11 +216,16 @@ def decoder_layer(
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, packed: Any, activation: str, how: How) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, gate: Tensor, up: Tensor, packed: Any, activation: str, how: How
+    ) -> Tensor:
         n = len(gate)
         with in_turn(x):
             both = empty_array((len(x), 2 * n), x) if any(ctx.needs_input_grad) else None
-            out = tensor_of(ops.gemm_swiglu(array_of(x), packed, n, activation=activation, gate_up=both, **how), x.dtype)
+            out = tensor_of(
+                ops.gemm_swiglu(array_of(x), packed, n, activation=activation, gate_up=both, **how),
+                x.dtype,
+            )
         if both is not None:
             ctx.activation = activation
             ctx.save_for_backward(x, gate, up, tensor_of(both, x.dtype))
@@ -197,21 +236,32 @@ class _Swiglu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, both = ctx.saved_tensors
         dtype = matmul_dtype(x)
-        by_gate, by_up = (g.to(dtype) for g in gated_gradients(both.float(), grad.float(), ctx.activation))
+        by_gate, by_up = (
+            g.to(dtype) for g in gated_gradients(both.float(), grad.float(), ctx.activation)
+        )
         by_x, rows = None, x.to(dtype)
         if ctx.needs_input_grad[0]:
             by_x = (by_gate @ gate.to(dtype)).addmm_(by_up, up.to(dtype)).to(x.dtype)
         weights = [
             (g.t() @ rows).to(w.dtype) if needed else None
-            for g, w, needed in zip((by_gate, by_up), (gate, up), ctx.needs_input_grad[1:3], strict=True)
+            for g, w, needed in zip(
+                (by_gate, by_up), (gate, up), ctx.needs_input_grad[1:3], strict=True
+            )
         ]
         return by_x, *weights, None, None, None
 
 
 def swiglu(
-    x: Tensor, gate: Tensor, up: Tensor, *, activation: str = "silu", packed: Any = None, how: How | None = None
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    *,
+    activation: str = "silu",
+    packed: Any = None,
+    how: How | None = None,
 ) -> Tensor:
-    """activation(x · gate) · (x · up), [rows, n], with gate and up [n, k]. activation: as in ops.gemm_swiglu."""
+    """activation(x · gate) · (x · up), [rows, n], with gate and up [n, k]. activation: as in
+    ops.gemm_swiglu."""
     x = rows_of("x", x)
     how = how or how_for(x)
     if len(gate) != len(up):
@@ -238,7 +288,8 @@ class _Activate(torch.autograd.Function):
 
 
 def activate(x: Tensor, activation: str, *, how: How | None = None) -> Tensor:
-    """activation(x), [rows, n]: that of an MLP without a gate. activation: as in ops.gemm_swiglu."""
+    """activation(x), [rows, n]: that of an MLP without a gate. activation: as in
+    ops.gemm_swiglu."""
     x = rows_of("x", x)
     made: Tensor = _Activate.apply(x, activation, how or how_for(x))  # type: ignore[no-untyped-call]
     return made

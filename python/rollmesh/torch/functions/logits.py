@@ -14,9 +14,18 @@ from rollmesh.request.sampling import MAX_FLOAT32, MIN_FLOAT32
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import packing
 from rollmesh.torch.arrays import array_of, host_of, in_turn, tensor_of
-from rollmesh.torch.functions.common import How, backward_pass, how_for, matmul_dtype, rows_of, width_of
+from rollmesh.torch.functions.common import (
+    How,
+    backward_pass,
+    how_for,
+    matmul_dtype,
+    rows_of,
+    width_of,
+)
 
-LOGITS_AT_ONCE = 1 << 25  # float32 numbers of a pass over the vocabulary, beside those that are kept
+LOGITS_AT_ONCE = (
+    1 << 25
+)  # float32 numbers of a pass over the vocabulary, beside those that are kept
 LOGITS_KEPT = 1 << 28  # up to so many are kept for the backward pass; more are computed again
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -44,7 +53,12 @@ class _LmHead(torch.autograd.Function):
         dtype = matmul_dtype(x)
         g = grad.to(dtype)
         by_x = (g @ weight.to(dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        return by_x, (g.t() @ x.to(dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
+        return (
+            by_x,
+            (g.t() @ x.to(dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            None,
+            None,
+        )
 
 
 def lm_head(x: Tensor, weight: Tensor, *, packed: Any = None, how: How | None = None) -> Tensor:
@@ -52,7 +66,9 @@ def lm_head(x: Tensor, weight: Tensor, *, packed: Any = None, how: How | None = 
     x = rows_of("x", x)
     how = how or how_for(x)
     width_of("weight", [weight], x.shape[1])
-    made: Tensor = _LmHead.apply(x, weight, packing.pack_rows([weight], x.dtype, how) if packed is None else packed, how)  # type: ignore[no-untyped-call]
+    made: Tensor = _LmHead.apply(
+        x, weight, packing.pack_rows([weight], x.dtype, how) if packed is None else packed, how
+    )  # type: ignore[no-untyped-call]
     return made
 
 
@@ -62,14 +78,26 @@ def _check_logits(flags: Any) -> None:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Over all tokens, or with kept_tokens over those of each row: then `among` are its logits at them, −∞ where a row has fewer, and a
-    column of −∞, which makes the sampler's formula that of a filtered draw."""
+    """Over all tokens, or with kept_tokens over those of each row: then `among` are its logits at
+    them, −∞ where a row has fewer, and a column of −∞, which makes the sampler's formula that of a
+    filtered draw."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, kept_tokens: Tensor | None, options: tuple[float, bool], packed: Any, how: How
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        kept_tokens: Tensor | None,
+        options: tuple[float, bool],
+        packed: Any,
+        how: How,
     ) -> tuple[Tensor, Tensor]:
-        vocab, needs_grad, (temperature, wants_entropy) = len(weight), any(ctx.needs_input_grad), options
+        vocab, needs_grad, (temperature, wants_entropy) = (
+            len(weight),
+            any(ctx.needs_input_grad),
+            options,
+        )
         filtered = kept_tokens is not None
         columns = vocab if kept_tokens is None else kept_tokens.shape[1] + 1
         keep = needs_grad and len(x) * columns <= LOGITS_KEPT
@@ -79,16 +107,37 @@ class _TokenLogprobs(torch.autograd.Function):
         for at in _chunks(len(x), vocab):
             wants_logits = keep or wants_entropy or temperature != 1 or filtered
             with in_turn(x):
-                head = ops.lm_head(array_of(x[at]), packed, vocab, targets=array_of(targets[at]), keep_logits=wants_logits, **how)
+                head = ops.lm_head(
+                    array_of(x[at]),
+                    packed,
+                    vocab,
+                    targets=array_of(targets[at]),
+                    keep_logits=wants_logits,
+                    **how,
+                )
                 _check_logits(head.row_flags)
-                found, among, place = tensor_of(head.target_logprobs, torch.float32), None, targets[at]
+                found, among, place = (
+                    tensor_of(head.target_logprobs, torch.float32),
+                    None,
+                    targets[at],
+                )
                 if wants_logits:
-                    among, place = _among(tensor_of(head.logits, torch.float32), place, None if kept_tokens is None else kept_tokens[at])
+                    among, place = _among(
+                        tensor_of(head.logits, torch.float32),
+                        place,
+                        None if kept_tokens is None else kept_tokens[at],
+                    )
                 if temperature != 1 or filtered:
                     assert among is not None
-                    params = ops.SampleParams(temperature=temperature, top_k=columns - 1 if filtered else -1)
-                    drawn = ops.sample(array_of(among), head.stats, params, forced=host_of(place), **how).sampling_logprobs
-                    found = _with_unlikely(tensor_of(drawn, torch.float32), among, place, temperature)
+                    params = ops.SampleParams(
+                        temperature=temperature, top_k=columns - 1 if filtered else -1
+                    )
+                    drawn = ops.sample(
+                        array_of(among), head.stats, params, forced=host_of(place), **how
+                    ).sampling_logprobs
+                    found = _with_unlikely(
+                        tensor_of(drawn, torch.float32), among, place, temperature
+                    )
                 logprobs[at] = found
             if wants_entropy:
                 assert among is not None
@@ -113,16 +162,23 @@ class _TokenLogprobs(torch.autograd.Function):
         for i, at in enumerate(_chunks(len(x), len(weight))):
             of_rows, place = None if kept_tokens is None else kept_tokens[at], targets[at]
             logits = kept[i] if kept else (x[at].to(dtype) @ matrix.t()).float()
-            among, place = (logits, _place(place, of_rows)) if kept else _among(logits, place, of_rows)
+            among, place = (
+                (logits, _place(place, of_rows)) if kept else _among(logits, place, of_rows)
+            )
             scaled = among if ctx.temperature == 1 else among / ctx.temperature
             if ctx.wants_entropy:
                 p, log_p = _distribution(scaled)
-                by_logits = p * -(grad[at, None] + grad_entropy[at, None] * (log_p - (p * log_p).sum(-1, keepdim=True)))
+                by_logits = p * -(
+                    grad[at, None]
+                    + grad_entropy[at, None] * (log_p - (p * log_p).sum(-1, keepdim=True))
+                )
             else:
                 by_logits = torch.softmax(scaled, -1).mul_(-grad[at, None])
             by_logits.scatter_add_(1, place[:, None].long(), grad[at, None])
             if of_rows is not None:
-                by_logits = by_logits.new_zeros(len(place), len(weight)).scatter_add_(1, of_rows.clamp(min=0).long(), by_logits[:, :-1])
+                by_logits = by_logits.new_zeros(len(place), len(weight)).scatter_add_(
+                    1, of_rows.clamp(min=0).long(), by_logits[:, :-1]
+                )
             g = (by_logits if ctx.temperature == 1 else by_logits.div_(ctx.temperature)).to(dtype)
             by_x[at] = (g @ matrix).to(x.dtype)
             if ctx.needs_input_grad[1]:
@@ -132,7 +188,9 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _place(targets: Tensor, kept_tokens: Tensor | None) -> Tensor:
-    return targets if kept_tokens is None else (kept_tokens == targets[:, None]).int().argmax(1).int()
+    return (
+        targets if kept_tokens is None else (kept_tokens == targets[:, None]).int().argmax(1).int()
+    )
 
 
 def _among(logits: Tensor, targets: Tensor, kept_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -140,7 +198,9 @@ def _among(logits: Tensor, targets: Tensor, kept_tokens: Tensor | None) -> tuple
     if kept_tokens is None:
         return logits, targets
     among = logits.new_full((len(logits), kept_tokens.shape[1] + 1), -torch.inf)
-    among[:, :-1] = logits.gather(1, kept_tokens.clamp(min=0).long()).masked_fill_(kept_tokens < 0, -torch.inf)
+    among[:, :-1] = logits.gather(1, kept_tokens.clamp(min=0).long()).masked_fill_(
+        kept_tokens < 0, -torch.inf
+    )
     return among, _place(targets, kept_tokens)
 
 
@@ -152,8 +212,9 @@ def _distribution(scaled: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _with_unlikely(logprobs: Tensor, among: Tensor, place: Tensor, temperature: float) -> Tensor:
-    """The sampler counts probabilities in steps of 2^-40, and a token below has the logprob −∞: no draw ever recorded one. A ratio or a KL
-    needs a number, with a gradient, and gets the real logprob."""
+    """The sampler counts probabilities in steps of 2^-40, and a token below has the logprob −∞: no
+    draw ever recorded one. A ratio or a KL needs a number, with a gradient, and gets the real
+    logprob."""
     unlikely = torch.isneginf(logprobs)
     if not unlikely.any():
         return logprobs
@@ -178,51 +239,84 @@ def token_logprobs(
     packed: Any = None,
     how: How | None = None,
 ) -> TokenLogprobs:
-    """The logprob of one token a row under softmax(x · weight / temperature): at temperature 1 a rollout's `logprobs`, at any other its
-    `sampling_logprobs`. Where a rollout would never draw the token, which is 27 or more below the most likely one, it is torch's
-    log_softmax instead of −inf. weight [vocab, hidden]; targets, integers [rows]. kept_tokens, integers [rows, k], −1 after a row's
-    last: the softmax is over these tokens alone, as that of a draw whose filters kept them. Logits are made in chunks, and those that
-    need more than 1 GiB are not kept for the backward pass but computed again."""
+    """The logprob of one token a row under softmax(x · weight / temperature): at temperature 1 a
+    rollout's `logprobs`, at any other its `sampling_logprobs`. Where a rollout would never draw the
+    token, which is 27 or more below the most likely one, it is torch's log_softmax instead of −inf.
+    weight [vocab, hidden]; targets, integers [rows]. kept_tokens, integers [rows, k], −1 after a
+    row's last: the softmax is over these tokens alone, as that of a draw whose filters kept them.
+    Logits are made in chunks, and those that need more than 1 GiB are not kept for the backward
+    pass but computed again."""
     x = rows_of("x", x)
     how = how or how_for(x)
     width_of("weight", [weight], x.shape[1])
     if not is_real(temperature) or not MIN_FLOAT32 <= temperature <= MAX_FLOAT32:
-        raise RequestError(f"temperature: expected a finite number above 0, a normal float32, got {shown(temperature)}")
-    if not isinstance(targets, Tensor) or targets.shape != x.shape[:1] or targets.dtype not in INTEGERS:
+        raise RequestError(
+            "temperature: expected a finite number above 0, a normal float32, got "
+            f"{shown(temperature)}"
+        )
+    if (
+        not isinstance(targets, Tensor)
+        or targets.shape != x.shape[:1]
+        or targets.dtype not in INTEGERS
+    ):
         raise ShapeError(f"targets: expected integers of shape ({len(x)},), got {_seen(targets)}")
     if len(x) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
-        raise RequestError(f"targets: expected tokens in [0, {len(weight)}), got {int(targets.min())} to {int(targets.max())}")
+        raise RequestError(
+            f"targets: expected tokens in [0, {len(weight)}), got {int(targets.min())} to "
+            f"{int(targets.max())}"
+        )
     if kept_tokens is not None:
         kept_tokens = _check_kept(kept_tokens, targets, len(weight))
     packed = packing.pack_rows([weight], x.dtype, how) if packed is None else packed
     logprobs, of_row = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        x, weight, targets.int().contiguous(), kept_tokens, (float(temperature), entropy), packed, how
+        x, weight, targets.int().contiguous(), kept_tokens, (float(temperature), entropy), packed,
+        how
     )  # fmt: skip
     return TokenLogprobs(logprobs, of_row if entropy else None)
 
 
 def _seen(given: Any) -> str:
-    return f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+    return (
+        f"{given.dtype} of shape {tuple(given.shape)}"
+        if isinstance(given, Tensor)
+        else type(given).__name__
+    )
 
 
 def _check_kept(kept_tokens: Tensor, targets: Tensor, vocab: int) -> Tensor:
     """int32, a copy."""
-    if not isinstance(kept_tokens, Tensor) or kept_tokens.dtype not in INTEGERS or kept_tokens.dim() != 2 or not kept_tokens.shape[1]:
-        raise ShapeError(f"kept_tokens: expected integers of shape ({len(targets)}, k), got {_seen(kept_tokens)}")
+    if (
+        not isinstance(kept_tokens, Tensor)
+        or kept_tokens.dtype not in INTEGERS
+        or kept_tokens.dim() != 2
+        or not kept_tokens.shape[1]
+    ):
+        raise ShapeError(
+            f"kept_tokens: expected integers of shape ({len(targets)}, k), got {_seen(kept_tokens)}"
+        )
     if len(kept_tokens) != len(targets):
-        raise ShapeError(f"kept_tokens: expected {len(targets)} rows, one for each target, got {len(kept_tokens)}")
+        raise ShapeError(
+            f"kept_tokens: expected {len(targets)} rows, one for each target, got "
+            f"{len(kept_tokens)}"
+        )
     kept_tokens = kept_tokens.to(targets.device).long()
     if len(targets) and not -1 <= int(kept_tokens.min()) <= int(kept_tokens.max()) < vocab:
         raise RequestError(
-            f"kept_tokens: expected tokens in [0, {vocab}), or -1 for none, got {int(kept_tokens.min())} to {int(kept_tokens.max())}"
+            f"kept_tokens: expected tokens in [0, {vocab}), or -1 for none, got "
+            f"{int(kept_tokens.min())} to {int(kept_tokens.max())}"
         )
     in_order = kept_tokens.sort(1).values
     twice = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)
     if twice.any():
         row = int(torch.nonzero(twice.any(1))[0])
-        raise RequestError(f"kept_tokens: expected each token of row {row} once, got {kept_tokens[row].tolist()}")
+        raise RequestError(
+            f"kept_tokens: expected each token of row {row} once, got {kept_tokens[row].tolist()}"
+        )
     missing = torch.nonzero(~(kept_tokens == targets[:, None]).any(1))[:, 0]
     if len(missing):
         row = int(missing[0])
-        raise RequestError(f"kept_tokens: expected token {int(targets[row])} of row {row} among them, got {kept_tokens[row].tolist()}")
+        raise RequestError(
+            f"kept_tokens: expected token {int(targets[row])} of row {row} among them, got "
+            f"{kept_tokens[row].tolist()}"
+        )
     return kept_tokens.int()

@@ -12,7 +12,15 @@ from rollmesh import ops
 from rollmesh.errors import ShapeError
 from rollmesh.torch import packing
 from rollmesh.torch.arrays import array_of, empty_array, host_of, in_turn, tensor_of
-from rollmesh.torch.functions.common import ACTIVATED, How, backward_pass, gated_gradients, how_for, matmul_dtype, rows_of
+from rollmesh.torch.functions.common import (
+    ACTIVATED,
+    How,
+    backward_pass,
+    gated_gradients,
+    how_for,
+    matmul_dtype,
+    rows_of,
+)
 
 
 class Routed(NamedTuple):
@@ -35,22 +43,56 @@ class Scoring(NamedTuple):
 class _Moe(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, bias: Any, packed: Any, top_k: int, by: Scoring,
-        activation: str, how: How,
+        ctx: Any,
+        x: Tensor,
+        router: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        bias: Any,
+        packed: Any,
+        top_k: int,
+        by: Scoring,
+        activation: str,
+        how: How,
     ) -> tuple[Tensor, Tensor]:
         experts, width = len(router), down.shape[2]
         packed_router, packed_gate_up, packed_down = packed
         with in_turn(x):
-            routing = ops.router(array_of(x), packed_router, experts, top_k, bias=bias, **by._asdict(), **how)
+            routing = ops.router(
+                array_of(x), packed_router, experts, top_k, bias=bias, **by._asdict(), **how
+            )
             sent, group_rows, place = ops.permute(array_of(x), routing.ids, experts, **how)
-            both = empty_array((len(x) * top_k, 2 * width), x) if any(ctx.needs_input_grad) else None
-            inner = ops.gemm_swiglu(sent, packed_gate_up, width, group_rows=group_rows, activation=activation, gate_up=both, **how)
+            both = (
+                empty_array((len(x) * top_k, 2 * width), x) if any(ctx.needs_input_grad) else None
+            )
+            inner = ops.gemm_swiglu(
+                sent,
+                packed_gate_up,
+                width,
+                group_rows=group_rows,
+                activation=activation,
+                gate_up=both,
+                **how,
+            )
             y = ops.gemm(inner, packed_down, x.shape[1], group_rows=group_rows, **how)
             out = tensor_of(ops.combine(y, place, *routing, experts, **how), x.dtype)
-            ids, gates = tensor_of(routing.ids, torch.int32), tensor_of(routing.gates, torch.float32)
+            ids, gates = (
+                tensor_of(routing.ids, torch.int32),
+                tensor_of(routing.gates, torch.float32),
+            )
             if both is not None:
                 ends = torch.from_numpy(host_of(group_rows))
-                ctx.save_for_backward(x, router, gate_up, down, ids, gates, tensor_of(place, torch.int32), ends, tensor_of(both, x.dtype))
+                ctx.save_for_backward(
+                    x,
+                    router,
+                    gate_up,
+                    down,
+                    ids,
+                    gates,
+                    tensor_of(place, torch.int32),
+                    ends,
+                    tensor_of(both, x.dtype),
+                )
                 ctx.by, ctx.activation = by, activation
         ctx.mark_non_differentiable(ids)
         return out, ids
@@ -65,14 +107,26 @@ class _Moe(torch.autograd.Function):
         rows, sent = grad.to(dtype).index_select(0, row), x.to(dtype).index_select(0, row)
         gate = gates.flatten()[order, None]
         wide = both.float()
-        inner = ACTIVATED[ctx.activation](wide[:, : wide.shape[1] // 2]) * wide[:, wide.shape[1] // 2 :]
-        by_inner, by_both, by_sent = torch.empty_like(inner), torch.empty_like(both, dtype=dtype), torch.empty_like(sent)
+        inner = (
+            ACTIVATED[ctx.activation](wide[:, : wide.shape[1] // 2]) * wide[:, wide.shape[1] // 2 :]
+        )
+        by_inner, by_both, by_sent = (
+            torch.empty_like(inner),
+            torch.empty_like(both, dtype=dtype),
+            torch.empty_like(sent),
+        )
         by_down, by_gate_up = torch.zeros_like(down), torch.zeros_like(gate_up)
         groups = [(e, slice(*ab)) for e, ab in enumerate(pairwise(bounds)) if ab[0] < ab[1]]
         for e, at in groups:
             by_inner[at] = rows[at] @ down[e].to(dtype)
-        by_gates = torch.empty_like(gate).index_copy_(0, order, (by_inner * inner).sum(1, keepdim=True)).view_as(gates)
-        by_both[:, : inner.shape[1]], by_both[:, inner.shape[1] :] = gated_gradients(wide, by_inner.mul_(gate), ctx.activation)
+        by_gates = (
+            torch.empty_like(gate)
+            .index_copy_(0, order, (by_inner * inner).sum(1, keepdim=True))
+            .view_as(gates)
+        )
+        by_both[:, : inner.shape[1]], by_both[:, inner.shape[1] :] = gated_gradients(
+            wide, by_inner.mul_(gate), ctx.activation
+        )
         scaled, acted = (rows * gate).to(dtype), inner.to(dtype)
         for e, at in groups:
             by_down[e] = scaled[at].t() @ acted[at]
@@ -81,15 +135,30 @@ class _Moe(torch.autograd.Function):
         by_x = by_sent.index_select(0, place.flatten().long()).view(*ids.shape, -1).float().sum(1)
         by_logits = _router_gradients(x, router, ids, gates, by_gates, ctx.by)
         by_x = by_x.addmm_(by_logits, router.float()).to(x.dtype)
-        return by_x, (by_logits.t() @ x.float()).to(router.dtype), by_gate_up, by_down, None, None, None, None, None, None
+        return (
+            by_x,
+            (by_logits.t() @ x.float()).to(router.dtype),
+            by_gate_up,
+            by_down,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _router_gradients(x: Tensor, router: Tensor, ids: Tensor, gates: Tensor, by_gates: Tensor, by: Scoring) -> Tensor:
+def _router_gradients(
+    x: Tensor, router: Tensor, ids: Tensor, gates: Tensor, by_gates: Tensor, by: Scoring
+) -> Tensor:
     """Of the router's logits, float32 [rows, experts]; the choice itself has no gradient."""
     logits, chosen = x.float() @ router.float().t(), ids.long()
     scores = torch.softmax(logits, -1) if by.score == "softmax" else torch.sigmoid(logits)
     if by.renormalize:
-        by_gates = (by_gates * by.route_scale - (by_gates * gates).sum(1, keepdim=True)) / scores.gather(1, chosen).sum(1, keepdim=True)
+        by_gates = (
+            by_gates * by.route_scale - (by_gates * gates).sum(1, keepdim=True)
+        ) / scores.gather(1, chosen).sum(1, keepdim=True)
     else:
         by_gates = by_gates * by.route_scale
     by_scores = torch.zeros_like(scores).scatter_(1, chosen, by_gates)
@@ -98,7 +167,9 @@ def _router_gradients(x: Tensor, router: Tensor, ids: Tensor, gates: Tensor, by_
     return scores * (by_scores - (by_scores * scores).sum(1, keepdim=True))
 
 
-def pack_moe(router: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype, how: How) -> tuple[Any, Any, Any]:
+def pack_moe(
+    router: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype, how: How
+) -> tuple[Any, Any, Any]:
     return (
         packing.pack_rows([router], dtype, how),
         packing.pack_experts_gate_up(gate_up, dtype, how),
@@ -123,10 +194,11 @@ def moe(
     packed: tuple[Any, Any, Any] | None = None,
     how: How | None = None,
 ) -> Routed:
-    """The mixture of experts: router [experts, hidden], gate_up [experts, 2n, hidden] with the rows of gate first, down
-    [experts, hidden, n]. Gates are float32; gradients flow through them into the router. bias, float32 [experts], is added to the
-    scores for the choice of experts only, as DeepSeek-V3's; it has no gradient. renormalize to route_scale: as in ops.router;
-    activation: as in ops.gemm_swiglu."""
+    """The mixture of experts: router [experts, hidden], gate_up [experts, 2n, hidden] with the rows
+    of gate first, down [experts, hidden, n]. Gates are float32; gradients flow through them into
+    the router. bias, float32 [experts], is added to the scores for the choice of experts only, as
+    DeepSeek-V3's; it has no gradient. renormalize to route_scale: as in ops.router; activation: as
+    in ops.gemm_swiglu."""
     x = rows_of("x", x)
     how = how or how_for(x)
     experts, hidden = len(router), x.shape[1]
@@ -138,8 +210,12 @@ def moe(
         if tuple(weight.shape) != shape:
             raise ShapeError(f"{name}: expected shape {shape}, got {tuple(weight.shape)}")
     if bias is not None and (bias.dtype != torch.float32 or tuple(bias.shape) != (experts,)):
-        raise ShapeError(f"bias: expected torch.float32 of shape ({experts},), got {bias.dtype} of shape {tuple(bias.shape)}")
+        raise ShapeError(
+            f"bias: expected torch.float32 of shape ({experts},), got {bias.dtype} of shape "
+            f"{tuple(bias.shape)}"
+        )
     chosen_by = None if bias is None else array_of(bias.detach().contiguous())
     packed = pack_moe(router, gate_up, down, x.dtype, how) if packed is None else packed
     by = Scoring(renormalize, score, num_groups, top_groups, route_scale)
-    return Routed(*_Moe.apply(x, router, gate_up, down, chosen_by, packed, top_k, by, activation, how))  # type: ignore[no-untyped-call]
+    args = (x, router, gate_up, down, chosen_by, packed, top_k, by, activation, how)
+    return Routed(*_Moe.apply(*args))  # type: ignore[no-untyped-call]

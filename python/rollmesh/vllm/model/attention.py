@@ -1,10 +1,13 @@
-"""rollmesh's attention as a backend of vLLM's own model runner: vLLM allocates the KV cache and its blocks and says which rows of a step
-belong to which sequence; norms, RoPE, the KV write and attention are two ops of the contract.
+"""rollmesh's attention as a backend of vLLM's own model runner: vLLM allocates the KV cache and its
+blocks and says which rows of a step belong to which sequence; norms, RoPE, the KV write and
+attention are two ops of the contract.
 
-The ops use vLLM's KV tensor in place. For one layer it is [blocks, kv heads, block positions, 2 · head_dim], contiguous. A block of vLLM's
-has the bytes of one page of K and one of V, so block b has its K in page 2b and its V in page 2b + 1: the op's K cache is the tensor
-without its last page, its V cache the tensor without its first, and both are indexed by 2b. What vLLM does to a whole block (zero it, copy
-it) stays correct, which two halves of the tensor would not allow. head_dim has to be a multiple of 32, since there is no padding.
+The ops use vLLM's KV tensor in place. For one layer it is [blocks, kv heads, block positions, 2 ·
+head_dim], contiguous. A block of vLLM's has the bytes of one page of K and one of V, so block b has
+its K in page 2b and its V in page 2b + 1: the op's K cache is the tensor without its last page, its
+V cache the tensor without its first, and both are indexed by 2b. What vLLM does to a whole block
+(zero it, copy it) stays correct, which two halves of the tensor would not allow. head_dim has to be
+a multiple of 32, since there is no padding.
 
 q, k and v come straight from the projection; the op applies norms and RoPE.
 """
@@ -18,7 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType, MultipleOf
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rollmesh import ops
@@ -52,11 +61,15 @@ class PagedRows:
 
 
 class RollmeshMetadataBuilder(AttentionMetadataBuilder[PagedRows]):  # type: ignore[misc]
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._block_positions = kv_cache_spec.block_size
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedRows:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> PagedRows:
         common = common_attn_metadata
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
         lengths, rows = np.diff(starts), int(starts[-1])
@@ -66,12 +79,15 @@ class RollmeshMetadataBuilder(AttentionMetadataBuilder[PagedRows]):  # type: ign
         slots = common.slot_mapping[:rows].numpy().astype(np.int64)
         slots += np.where(slots < 0, 0, slots // self._block_positions * self._block_positions)
         tables = common.block_table_tensor[: common.num_reqs].numpy().astype(np.int32) * np.int32(2)
-        return PagedRows(rows, positions.astype(np.int32), slots, seq_of_row, tables, np.zeros(rows, np.uint8))
+        return PagedRows(
+            rows, positions.astype(np.int32), slots, seq_of_row, tables, np.zeros(rows, np.uint8)
+        )
 
 
 class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
-    """Attention of one layer. weights: returns the layer's serving arrays ("q_norm", "k_norm", if it has them). group, head0: as in
-    ops.attention. all_squares: makes head_squares of this rank's heads those of all; None: q and k are not normed over all heads."""
+    """Attention of one layer. weights: returns the layer's serving arrays ("q_norm", "k_norm", if
+    it has them). group, head0: as in ops.attention. all_squares: makes head_squares of this rank's
+    heads those of all; None: q and k are not normed over all heads."""
 
     def __init__(
         self,
@@ -101,7 +117,10 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
             if value:
                 raise ConfigError(f"{name}: expected none, got {value!r}; it is not supported")
         if head_size % HEAD_DIMS:
-            raise ConfigError(f"head_dim: expected a multiple of {HEAD_DIMS}, got {head_size}; vLLM's KV blocks have no padding")
+            raise ConfigError(
+                f"head_dim: expected a multiple of {HEAD_DIMS}, got {head_size}; vLLM's KV blocks "
+                "have no padding"
+            )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -120,27 +139,36 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query [rows, heads, head_dim], key and value [rows, kv heads, head_dim] of the projection; output is query's shape.
+        """query [rows, heads, head_dim], key and value [rows, kv heads, head_dim] of the
+        projection; output is query's shape.
 
         Without metadata (vLLM's profiling pass) there is no cache, and the output is zeros."""
         if output_scale is not None or output_block_scale is not None:
-            raise ConfigError("output_scale: expected none, got a value; the output is not quantized")
+            raise ConfigError(
+                "output_scale: expected none, got a value; the output is not quantized"
+            )
         output.zero_()
         if attn_metadata is None:
             return output
         step, weights, rope = attn_metadata, self._weights(), self._rope
         if not kv_cache.is_contiguous():
-            raise LayoutError(f"expected a contiguous KV cache (layout LBHNC), got strides {kv_cache.stride()}")
+            raise LayoutError(
+                f"expected a contiguous KV cache (layout LBHNC), got strides {kv_cache.stride()}"
+            )
         n, (blocks, kv_heads, positions, _) = step.num_rows, kv_cache.shape
         qkv = array_of(torch.cat([part[:n].flatten(1) for part in (query, key, value)], 1))
         pages = array_of(kv_cache).reshape(2 * blocks, kv_heads, positions * self.head_size)
         caches = (pages[:-1], pages[1:])
         squares = None
         if self._all_squares is not None:
-            squares = self._all_squares(*ops.head_squares(qkv, self.num_heads, self.head_size, **rope.how))
+            squares = self._all_squares(
+                *ops.head_squares(qkv, self.num_heads, self.head_size, **rope.how)
+            )
         q = ops.qk_rope_kv(
-            qkv, weights.get("q_norm"), weights.get("k_norm"), rope.cos.numpy(), rope.sin.numpy(), step.positions, step.slots, *caches,
-            num_heads=self.num_heads, page_size=positions, eps=rope.eps, squares=squares, row_flags=step.flags, **rope.how,
+            qkv, weights.get("q_norm"), weights.get("k_norm"), rope.cos.numpy(), rope.sin.numpy(),
+            step.positions, step.slots, *caches,
+            num_heads=self.num_heads, page_size=positions, eps=rope.eps, squares=squares,
+            row_flags=step.flags, **rope.how,
         )  # fmt: skip
         attended = ops.attention(
             q, *caches, step.positions, step.seq_of_row, step.block_tables,

@@ -1,18 +1,23 @@
-"""The families of docs/models.md as out-of-tree classes under vLLM's own model runner (VLLM_PLUGINS=rollmesh_model). vLLM schedules,
-batches, allocates the KV cache and samples; the forward pass is rollmesh's, op by op in the order of csrc/model/model.c, so that the logits
-are rm.Generator's, bit for bit. It shows rollmesh's numbers in an otherwise unchanged vLLM; the worker (VLLM_PLUGINS=rollmesh) is
-faster, since it makes one call of the C engine for all of this.
+"""The families of docs/models.md as out-of-tree classes under vLLM's own model runner
+(VLLM_PLUGINS=rollmesh_model). vLLM schedules, batches, allocates the KV cache and samples; the
+forward pass is rollmesh's, op by op in the order of csrc/model/model.c, so that the logits are
+rm.Generator's, bit for bit. It shows rollmesh's numbers in an otherwise unchanged vLLM; the worker
+(VLLM_PLUGINS=rollmesh) is faster, since it makes one call of the C engine for all of this.
 
-Weights: the constructor allocates none, on no device (vLLM also makes models on the meta device); the RoPE table is a buffer that is
-complete at once. A Generator that never generates stores the weights: `load_weights` stages, checks and packs like every sync
-(weight_updates.py), and the ops read the serving copy.
+Weights: the constructor allocates none, on no device (vLLM also makes models on the meta device);
+the RoPE table is a buffer that is complete at once. A Generator that never generates stores the
+weights: `load_weights` stages, checks and packs like every sync (weight_updates.py), and the ops
+read the serving copy.
 
-    load_weights(pairs), any number of times ─► committed at the next forward pass or at a repeated name
+    load_weights(pairs), any number of times ─► committed at the next forward pass or at a repeated
+    name
 
-vLLM's prefix cache knows no versions here: call reset_prefix_cache after each set, as with vLLM's own models.
+vLLM's prefix cache knows no versions here: call reset_prefix_cache after each set, as with vLLM's
+own models.
 
-Each tensor parallel rank holds the shards of rollmesh's placement, experts whole (enable_expert_parallel) or cut, and ranks gather what
-they computed (columns.py). In vLLM's runner no request fails alone, so a value that is not finite raises NumericsError.
+Each tensor parallel rank holds the shards of rollmesh's placement, experts whole
+(enable_expert_parallel) or cut, and ranks gather what they computed (columns.py). In vLLM's runner
+no request fails alone, so a value that is not finite raises NumericsError.
 """
 
 from __future__ import annotations
@@ -49,7 +54,8 @@ VOCAB_BLOCK = 128  # vocabulary entries per (max, sum) pair
 
 
 class Block(torch.nn.Module):
-    """One layer. It has no parameters: `weights` are views of the serving copy, replaced after each commit."""
+    """One layer. It has no parameters: `weights` are views of the serving copy, replaced after each
+    commit."""
 
     def __init__(self, model: Model, index: int, prefix: str):
         super().__init__()
@@ -57,7 +63,9 @@ class Block(torch.nn.Module):
         group = spec.num_attention_heads // spec.num_key_value_heads
         self.weights: Mapping[str, Array] = {}
         self.is_moe = spec.is_moe_layer[index]
-        self.sizes = [len(heads) * spec.head_dim for heads in (here.heads, here.kv_heads, here.kv_heads)]
+        self.sizes = [
+            len(heads) * spec.head_dim for heads in (here.heads, here.kv_heads, here.kv_heads)
+        ]
         self.attn = Attention(
             len(here.heads),
             spec.head_dim,
@@ -77,7 +85,9 @@ class Block(torch.nn.Module):
         """x [rows, hidden], normed → attention's output after o_proj."""
         w, here, spec = self.weights, model.columns, model.spec
         qkv = ops.gemm(x, w["qkv"], sum(self.sizes), bias=w.get("qkv_bias"), **model.how)
-        attended = array_of(self.attn(*map(tensor_of, np.split(qkv, np.cumsum(self.sizes)[:-1], 1))))
+        attended = array_of(
+            self.attn(*map(tensor_of, np.split(qkv, np.cumsum(self.sizes)[:-1], 1)))
+        )
         attended = here.whole(attended, "heads", spec.head_dim)
         out = ops.gemm(attended, w["o"], len(here.here.hidden), bias=w.get("o_bias"), **model.how)
         return here.whole(out, "hidden")
@@ -92,30 +102,57 @@ class Block(torch.nn.Module):
             up = ops.gemm(x, w["up"], len(here.here.inner), **model.how)
             inner = here.whole(ops.activate(up, out=up, **model.gated), "inner")
         else:
-            inner = here.whole(ops.gemm_swiglu(x, w["gate_up"], len(here.here.inner), **model.gated), "inner")
+            inner = here.whole(
+                ops.gemm_swiglu(x, w["gate_up"], len(here.here.inner), **model.gated), "inner"
+            )
         return here.whole(ops.gemm(inner, w["down"], len(here.here.hidden), **model.how), "hidden")
 
     def _mix_experts(self, model: Model, x: Array) -> Array:
         w, spec, here = self.weights, model.spec, model.columns
         experts, top_k = spec.num_experts, spec.num_experts_per_tok
-        routing = ops.router(x, w["router"], experts, top_k, bias=w["router_bias"], **spec.scoring, **model.how)
+        routing = ops.router(
+            x, w["router"], experts, top_k, bias=w["router_bias"], **spec.scoring, **model.how
+        )
         rows, group_rows, place = ops.permute(x, routing.ids, experts, **model.how)
         own = here.here.experts
         first, end = int(group_rows[own.start]), int(group_rows[own.stop])
         groups = group_rows[own.start : own.stop + 1] - np.int32(first)
-        inner = ops.gemm_swiglu(rows[first:end], w["expert_gate_up"], len(here.here.expert_inner), group_rows=groups, **model.gated)
+        inner = ops.gemm_swiglu(
+            rows[first:end],
+            w["expert_gate_up"],
+            len(here.here.expert_inner),
+            group_rows=groups,
+            **model.gated,
+        )
         if not model.expert_parallel:
             inner = here.whole(inner, "expert_inner")
-        y = ops.gemm(inner, w["expert_down"], len(here.here.expert_hidden), group_rows=groups, **model.how)
+        y = ops.gemm(
+            inner, w["expert_down"], len(here.here.expert_hidden), group_rows=groups, **model.how
+        )
         if model.expert_parallel:
-            y = here.joined(y, [int(group_rows[place.experts.stop] - group_rows[place.experts.start]) for place in here.places])
+            y = here.joined(
+                y,
+                [
+                    int(group_rows[place.experts.stop] - group_rows[place.experts.start])
+                    for place in here.places
+                ],
+            )
         out = ops.combine(y, place, routing.ids, routing.gates, experts, **model.how)
         out = out if model.expert_parallel else here.whole(out, "expert_hidden")
         if not spec.shared_intermediate_size:
             return out
-        inner = here.whole(ops.gemm_swiglu(x, w["shared_gate_up"], len(here.here.shared_inner), **model.gated), "shared_inner")
-        shared: Array = here.whole(ops.gemm(inner, w["shared_down"], len(here.here.hidden), **model.how), "hidden")
-        gate = ops.gemm(x, w["shared_switch"], 1, **model.how).reshape(-1) if spec.shared_switch else None
+        inner = here.whole(
+            ops.gemm_swiglu(x, w["shared_gate_up"], len(here.here.shared_inner), **model.gated),
+            "shared_inner",
+        )
+        shared: Array = here.whole(
+            ops.gemm(inner, w["shared_down"], len(here.here.hidden), **model.how), "hidden"
+        )
+        gate = (
+            ops.gemm(x, w["shared_switch"], 1, **model.how).reshape(-1)
+            if spec.shared_switch
+            else None
+        )
         both: Array = ops.rms_norm(out, None, eps=1.0, x=shared, x_gate=gate, **model.how)
         return both
 
@@ -136,14 +173,22 @@ class Model(torch.nn.Module):
         self.expert_parallel = mesh.ep > 1
         group = get_tp_group() if mesh.tp > 1 else None
         rank = group.rank_in_group if group else 0
-        self.columns = Columns(group and group.cpu_group, rank, placements(spec, mesh.tp, 1, mesh.ep))
-        self.how: dict[str, Any] = {"threads": options.threads or torch.get_num_threads(), "isa": options.isa}
+        self.columns = Columns(
+            group and group.cpu_group, rank, placements(spec, mesh.tp, 1, mesh.ep)
+        )
+        self.how: dict[str, Any] = {
+            "threads": options.threads or torch.get_num_threads(),
+            "isa": options.isa,
+        }
         self.gated = self.how | {"activation": spec.activation}
         self._add_rope(vllm_config.model_config.max_model_len)
         self.layers = torch.nn.ModuleList(
-            Block(self, i, f"{prefix}{'.' if prefix else ''}model.layers.{i}.self_attn.attn") for i in range(spec.num_hidden_layers)
+            Block(self, i, f"{prefix}{'.' if prefix else ''}model.layers.{i}.self_attn.attn")
+            for i in range(spec.num_hidden_layers)
         )
-        self._store = _store(spec, mesh, comm.torch(group.cpu_group) if group else None, self.dtype, self.how)
+        self._store = _store(
+            spec, mesh, comm.torch(group.cpu_group) if group else None, self.dtype, self.how
+        )
         self._updates = WeightUpdates(self._store._engine, vllm_config, rank)
         self._served: int | None = None  # the version of the layers' views
         self._ends: Mapping[str, Any] = {}  # embed, final_norm, lm_head
@@ -152,28 +197,41 @@ class Model(torch.nn.Module):
         parallel, spec = self.vllm_config.parallel_config, self.spec
         config.check(self.vllm_config)
         if spec.model_type != self.model_type:
-            raise ConfigError(f"model_type: expected {self.model_type!r} for {type(self).__name__}, got {spec.model_type!r}")
+            raise ConfigError(
+                f"model_type: expected {self.model_type!r} for {type(self).__name__}, got "
+                f"{spec.model_type!r}"
+            )
         if parallel.data_parallel_size != 1:
             raise ConfigError(
-                f"data_parallel_size: expected 1, got {parallel.data_parallel_size}; VLLM_PLUGINS=rollmesh has data parallel ranks"
+                f"data_parallel_size: expected 1, got {parallel.data_parallel_size}; "
+                "VLLM_PLUGINS=rollmesh has data parallel ranks"
             )
         if spec.head_dim % HEAD_DIMS:
-            raise ConfigError(f"head_dim: expected a multiple of {HEAD_DIMS}, got {spec.head_dim}; vLLM's KV blocks have no padding")
+            raise ConfigError(
+                f"head_dim: expected a multiple of {HEAD_DIMS}, got {spec.head_dim}; vLLM's KV "
+                "blocks have no padding"
+            )
         if any(spec.sliding_windows):
-            raise ConfigError(f"expected a model without sliding windows, got {max(spec.sliding_windows)} positions")
+            raise ConfigError(
+                f"expected a model without sliding windows, got {max(spec.sliding_windows)} "
+                "positions"
+            )
 
     def _add_rope(self, positions: int) -> None:
         inv_freq, scale = self.spec.rope(positions)
-        cos, sin = map(torch.from_numpy, ops.rope_table(inv_freq, positions, scale=scale, dtype=self.dtype))
+        cos, sin = map(
+            torch.from_numpy, ops.rope_table(inv_freq, positions, scale=scale, dtype=self.dtype)
+        )
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
         self.rope = Rope(cos, sin, self.spec.rms_norm_eps, self.how)
         self.no_rope = Rope(cos[:, :0], sin[:, :0], self.spec.rms_norm_eps, self.how)
 
-    # ---------------------------------------------------------------------------------------- weights
+    # ------------------------------------------------------------------------------------- weights
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
-        """Stages tensors by their Hugging Face names, in one call or in many; see WeightUpdates.load. A wrong tensor raises at once, a
-        missing one at the commit (IncompleteSyncError); the old version serves."""
+        """Stages tensors by their Hugging Face names, in one call or in many; see
+        WeightUpdates.load. A wrong tensor raises at once, a missing one at the commit
+        (IncompleteSyncError); the old version serves."""
         return self._updates.load(weights)
 
     @property
@@ -182,7 +240,8 @@ class Model(torch.nn.Module):
         return self._updates.weight_version()
 
     def commit_weights(self) -> int | None:
-        """Commits what load_weights has staged, if anything, and returns the serving version. Each forward pass calls it."""
+        """Commits what load_weights has staged, if anything, and returns the serving version. Each
+        forward pass calls it."""
         self._updates.commit_open_sync()
         if self._served != self.version:
             self._ends = self._store._engine.weights() or {}
@@ -191,7 +250,7 @@ class Model(torch.nn.Module):
             self._served = self.version
         return self._served
 
-    # ---------------------------------------------------------------------------------------- a pass
+    # -------------------------------------------------------------------------------------- a pass
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         self._require_weights()
         return tensor_of(self._embed(input_ids.to(torch.int32).numpy()))
@@ -204,13 +263,18 @@ class Model(torch.nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Hidden states [rows, hidden] after the final norm. NotSyncedError without weights, except in vLLM's profiling pass, which gets
-        zeros."""
+        """Hidden states [rows, hidden] after the final norm. NotSyncedError without weights, except
+        in vLLM's profiling pass, which gets zeros."""
         if intermediate_tensors is not None or kwargs:
-            raise ConfigError(f"expected no intermediate_tensors and no other arguments, got {', '.join(kwargs) or 'intermediate_tensors'}")
+            raise ConfigError(
+                "expected no intermediate_tensors and no other arguments, got "
+                f"{', '.join(kwargs) or 'intermediate_tensors'}"
+            )
         step = _step_of(self.layers[0].attn.layer_name)  # type: ignore[union-attr, arg-type]
         if self.commit_weights() is None and step is None:
-            return torch.zeros(len(positions), self.spec.hidden_size, dtype=getattr(torch, self.dtype))
+            return torch.zeros(
+                len(positions), self.spec.hidden_size, dtype=getattr(torch, self.dtype)
+            )
         self._require_weights()
         if inputs_embeds is not None:
             residual = array_of(inputs_embeds).copy()
@@ -220,15 +284,26 @@ class Model(torch.nn.Module):
             raise StateError("expected input_ids or inputs_embeds, got neither")
         hidden = self._run(residual)
         if step is not None and step.flags.any():
-            raise NumericsError(f"keys or values of row {int(step.flags.argmax())} of a step of {step.num_rows} are not finite")
+            raise NumericsError(
+                f"keys or values of row {int(step.flags.argmax())} of a step of {step.num_rows} "
+                "are not finite"
+            )
         return tensor_of(hidden)
 
     def _run(self, residual: Array) -> Array:
         x: Array | None = None
         layer: Any
         for layer in self.layers:
-            x = self._after(layer, "post_attn_norm", layer.attend(self, self._before(layer.weights.get("input_norm"), residual, x)))
-            x = self._after(layer, "post_mlp_norm", layer.mix(self, self._before(layer.weights.get("pre_mlp_norm"), residual, x)))
+            x = self._after(
+                layer,
+                "post_attn_norm",
+                layer.attend(self, self._before(layer.weights.get("input_norm"), residual, x)),
+            )
+            x = self._after(
+                layer,
+                "post_mlp_norm",
+                layer.mix(self, self._before(layer.weights.get("pre_mlp_norm"), residual, x)),
+            )
         return self._before(self._ends["final_norm"], residual, x)
 
     def _before(self, weight: Array | None, residual: Array, x: Array | None) -> Array:
@@ -243,16 +318,25 @@ class Model(torch.nn.Module):
         return normed
 
     def _embed(self, ids: NDArray[np.int32]) -> Array:
-        """Each rank looks up its own entries (entry 0 for others); then every row is taken from the rank that owns it."""
+        """Each rank looks up its own entries (entry 0 for others); then every row is taken from the
+        rank that owns it."""
         here, hidden = self.columns.here.vocab, self.spec.hidden_size
-        local = np.where((ids >= here.start) & (ids < here.stop), ids - here.start, 0).astype(np.int32)
+        local = np.where((ids >= here.start) & (ids < here.stop), ids - here.start, 0).astype(
+            np.int32
+        )
         packed = (len(here), hidden) if self.spec.tie_word_embeddings else None
-        found = ops.embed(local, self._ends["embed"], packed=packed, **self.how) if here else np.zeros((len(ids), hidden), self._words)
+        found = (
+            ops.embed(local, self._ends["embed"], packed=packed, **self.how)
+            if here
+            else np.zeros((len(ids), hidden), self._words)
+        )
         if self.columns.size == 1:
             return found
         stops = np.array([place.vocab.stop for place in self.columns.places])
         rows = self.columns.joined(found, [len(ids)] * self.columns.size)
-        return rows.reshape(self.columns.size, len(ids), hidden)[np.searchsorted(stops, ids, side="right"), np.arange(len(ids))]
+        return rows.reshape(self.columns.size, len(ids), hidden)[
+            np.searchsorted(stops, ids, side="right"), np.arange(len(ids))
+        ]
 
     @property
     def _words(self) -> type[np.generic]:
@@ -271,14 +355,22 @@ class Model(torch.nn.Module):
             part = ops.lm_head_pairs(x, w, len(here.here.vocab), **self.how)
             assert part.logits is not None
             logits = here.whole(part.logits, "vocab")
-            pairs = here.joined(part.pairs, [-(-len(place.vocab) // VOCAB_BLOCK) for place in here.places])
+            pairs = here.joined(
+                part.pairs, [-(-len(place.vocab) // VOCAB_BLOCK) for place in here.places]
+            )
             head = ops.merge_pairs(pairs, **self.how)
         assert logits is not None
         if head.row_flags.any():
-            raise NumericsError(f"logits of row {int(head.row_flags.argmax())} of {rows} are not finite")
+            raise NumericsError(
+                f"logits of row {int(head.row_flags.argmax())} of {rows} are not finite"
+            )
         # The likeliest token's logprob is (max − max) − log Σ.
         _, best = ops.top_logprobs(logits, head.stats, 1, **self.how)
-        return logits_with(torch.from_numpy(logits), torch.from_numpy(head.stats[:, 0]), torch.from_numpy(-best[:, 0]))
+        return logits_with(
+            torch.from_numpy(logits),
+            torch.from_numpy(head.stats[:, 0]),
+            torch.from_numpy(-best[:, 0]),
+        )
 
     def _require_weights(self) -> None:
         if self._served is None:
@@ -287,7 +379,9 @@ class Model(torch.nn.Module):
 
 # A class for each family, by transformers' name, under which vLLM looks for it here.
 for _name, _family in FAMILIES.items():
-    globals()[_family.architecture] = type(_family.architecture, (Model,), {"model_type": _name, "__module__": __name__})
+    globals()[_family.architecture] = type(
+        _family.architecture, (Model,), {"model_type": _name, "__module__": __name__}
+    )
 
 
 def _step_of(layer_name: str) -> Any:
@@ -298,11 +392,14 @@ def _step_of(layer_name: str) -> Any:
     return metadata[layer_name] if isinstance(metadata, dict) else metadata
 
 
-def _store(spec: ModelSpec, mesh: Mesh, ranks: Any, dtype: str, how: Mapping[str, Any]) -> Generator:
+def _store(
+    spec: ModelSpec, mesh: Mesh, ranks: Any, dtype: str, how: Mapping[str, Any]
+) -> Generator:
     """A generator that only stores weights: one page of KV, one row of activations."""
     heads = max(len(place.kv_heads) for place in placements(spec, mesh.tp, mesh.dp, mesh.ep))
     page = 8 * spec.num_hidden_layers * heads * STORE_PAGE * (-(-spec.head_dim // 32) * 32)
     return Generator(
-        spec, mesh=mesh, comm=ranks, dtype=dtype, max_model_len=STORE_PAGE, max_num_seqs=1, max_num_batched_tokens=1,
+        spec, mesh=mesh, comm=ranks, dtype=dtype, max_model_len=STORE_PAGE, max_num_seqs=1,
+        max_num_batched_tokens=1,
         block_size=STORE_PAGE, kv_cache_gib=(page + 1) / 2**30, enable_prefix_caching=False, **how,
     )  # fmt: skip

@@ -1,5 +1,6 @@
-"""Gathers the columns that each rank of vLLM's tensor parallel group has computed, between the ops of the out-of-tree model (causal_lm.py).
-Nothing is summed, so several ranks give the bits of one (docs/numerics.md). It is csrc/model/shard.h over vLLM's group.
+"""Gathers the columns that each rank of vLLM's tensor parallel group has computed, between the ops
+of the out-of-tree model (causal_lm.py). Nothing is summed, so several ranks give the bits of one
+(docs/numerics.md). It is csrc/model/shard.h over vLLM's group.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Array = NDArray[Any]
 
 
 class Columns:
-    """group: a torch.distributed group for CPU tensors; None: one rank. places: each rank's placement."""
+    """group: a torch.distributed group for CPU tensors; None: one rank. places: each rank's
+    placement."""
 
     def __init__(self, group: Any, rank: int, places: Sequence[Placement]):
         self._group, self.rank, self.places = group, rank, tuple(places)
@@ -30,13 +32,15 @@ class Columns:
         return len(self.places)
 
     def whole(self, part: Array, cut: str, unit: int = 1, axis: int = 1) -> Array:
-        """All ranks' parts, joined along an axis. cut: the field of Placement that divides it; unit: array entries per entry."""
+        """All ranks' parts, joined along an axis. cut: the field of Placement that divides it;
+        unit: array entries per entry."""
         if self.size == 1:
             return part
         return self.joined(part, [unit * len(getattr(place, cut)) for place in self.places], axis)
 
     def all_squares(self, q: Array, k: Array) -> tuple[Array, Array]:
-        """head_squares of all heads and all KV heads, of which the first of a rank may be its neighbour's last."""
+        """head_squares of all heads and all KV heads, of which the first of a rank may be its
+        neighbour's last."""
         if self.size == 1:
             return q, k
         ends = [0, *(place.kv_heads.stop for place in self.places)]
@@ -53,4 +57,6 @@ class Columns:
         received = [torch.empty_like(sent) for _ in self.places]
         distributed.all_gather(received, sent, group=self._group)
         parts = [each.numpy().view(part.dtype).reshape(shape) for each in received]
-        return np.concatenate([each.take(range(n), axis) for each, n in zip(parts, sizes, strict=True)], axis)
+        return np.concatenate(
+            [each.take(range(n), axis) for each, n in zip(parts, sizes, strict=True)], axis
+        )

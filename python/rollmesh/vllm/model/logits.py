@@ -1,8 +1,9 @@
 """Logits with rollmesh's own log_softmax.
 
-vLLM's sampler computes logprobs by torch's log_softmax, whose order of summation is torch's. Here a logprob has one definition
-(docs/numerics.md, section 6), so this tensor carries the row statistics of lm_head and computes log_softmax from them. After any other
-operation (a grammar's mask, a temperature) it is a plain tensor.
+vLLM's sampler computes logprobs by torch's log_softmax, whose order of summation is torch's. Here a
+logprob has one definition (docs/numerics.md, section 6), so this tensor carries the row statistics
+of lm_head and computes log_softmax from them. After any other operation (a grammar's mask, a
+temperature) it is a plain tensor.
 """
 
 from __future__ import annotations

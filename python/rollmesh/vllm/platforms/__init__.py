@@ -1,1 +1,2 @@
-"""What vLLM asks of a platform: rollmesh on the CPU and on CUDA, and the checks of vLLM's config."""
+"""What vLLM asks of a platform: rollmesh on the CPU and on CUDA, and the checks of vLLM's
+config."""

@@ -1,7 +1,9 @@
-"""Reads vLLM's configuration: which options are refused, which are changed, and what the engine is made from.
+"""Reads vLLM's configuration: which options are refused, which are changed, and what the engine is
+made from.
 
-Options that would change the results and are not supported are refused by a ConfigError in the user's own LLM(…) call. Options that
-choose among vLLM's kernels (compilation, CUDA graphs, custom all-reduce, load_format) have no effect here and are accepted.
+Options that would change the results and are not supported are refused by a ConfigError in the
+user's own LLM(…) call. Options that choose among vLLM's kernels (compilation, CUDA graphs, custom
+all-reduce, load_format) have no effect here and are accepted.
 
 Options that vLLM does not have go into additional_config, which vLLM has for platforms:
 LLM(…, additional_config={"rollmesh": {"threads": 8}}); see `Options`.
@@ -24,7 +26,10 @@ from rollmesh.runtime.devices import CUDA_FAMILIES
 from rollmesh.runtime.messages import listed, shown
 
 WORKER = "rollmesh.vllm.worker.worker.Worker"
-SCHEDULER, ASYNC_SCHEDULER = "rollmesh.vllm.scheduler.Scheduler", "rollmesh.vllm.scheduler.AsyncScheduler"
+SCHEDULER, ASYNC_SCHEDULER = (
+    "rollmesh.vllm.scheduler.Scheduler",
+    "rollmesh.vllm.scheduler.AsyncScheduler",
+)
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 DTYPES = ("bfloat16", "float32")
 EXCHANGES = ("host", "nccl")
@@ -36,12 +41,13 @@ OMP_SET_BY_VLLM = "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"
 class Options:
     """additional_config["rollmesh"], a dict with some of these keys.
 
-    threads            of a worker; None: the cores that this process may use, divided by the workers of the machine
+    threads            of a worker; None: the cores that this process may use, divided by the
+                       workers of the machine
     ep_backend         the token dispatcher with enable_expert_parallel; see rm.Generator
     sequence_parallel  see rm.Generator
     isa                see rm.Generator
-    exchange           "host": workers exchange activations through host memory; "nccl": through NCCL, between GPUs. "host" works on every
-                       machine, so it is the default
+    exchange           "host": workers exchange activations through host memory; "nccl": through
+                       NCCL, between GPUs. "host" works on every machine, so it is the default
     """
 
     threads: int | None = None
@@ -68,7 +74,11 @@ _RULES = (
     _Rule("model_config.quantization", (None,), "weights are bfloat16 or float32"),
     _Rule("model_config.logprobs_mode", LOGPROBS_MODES, "logits are not returned"),
     _Rule("model_config.return_sampling_mask", (False,), "masks are not recorded"),
-    _Rule("model_config.use_fp64_gumbel", (False,), "draws are the engine's own, exact in float32 logits"),
+    _Rule(
+        "model_config.use_fp64_gumbel",
+        (False,),
+        "draws are the engine's own, exact in float32 logits",
+    ),
     _Rule("model_config.enable_trace_replay", (False,), "tokens are drawn, not replayed"),
     _Rule("cache_config.kv_sharing_fast_prefill", (False,), "layers do not share KV"),
     _Rule("cache_config.kv_offloading_size", (None, 0), "KV is not offloaded"),
@@ -76,12 +86,22 @@ _RULES = (
     _Rule("parallel_config.prefill_context_parallel_size", (1,), "there is no context parallelism"),
     _Rule("parallel_config.decode_context_parallel_size", (1,), "there is no context parallelism"),
     _Rule("parallel_config.enable_eplb", (False,), "experts do not move between ranks"),
-    _Rule("parallel_config.expert_placement_strategy", ("linear",), "experts are placed in their order"),
-    _Rule("parallel_config.all2all_backend", ("allgather_reducescatter",), 'use "ep_backend" of additional_config["rollmesh"]'),
+    _Rule(
+        "parallel_config.expert_placement_strategy",
+        ("linear",),
+        "experts are placed in their order",
+    ),
+    _Rule(
+        "parallel_config.all2all_backend",
+        ("allgather_reducescatter",),
+        'use "ep_backend" of additional_config["rollmesh"]',
+    ),
     _Rule("parallel_config.enable_elastic_ep", (False,), "the mesh is fixed"),
     _Rule("parallel_config.enable_dbo", (False,), "there is no dual batch overlap"),
     _Rule("parallel_config.enable_batch_sharded_sampling", (None, False), "all ranks sample"),
-    _Rule("parallel_config.enable_fault_tolerance", (False,), "a mesh ends with its first lost rank"),
+    _Rule(
+        "parallel_config.enable_fault_tolerance", (False,), "a mesh ends with its first lost rank"
+    ),
     _Rule("attention_config.backend", (None,), "attention is rollmesh's"),
     _Rule("weight_transfer_config.backend", (BACKEND,), "weights go through rollmesh's engine"),
     _Rule("offload_config.uva.cpu_offload_gb", (0,), "weights are not offloaded"),
@@ -99,9 +119,10 @@ _ABSENT = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------- refuse
+# ----------------------------------------------------------------------------------------- refuse
 def check(vllm_config: Any) -> None:
-    """ConfigError for the first unsupported option. Without a model (in vLLM's own tests) nothing is checked."""
+    """ConfigError for the first unsupported option. Without a model (in vLLM's own tests) nothing
+    is checked."""
     if vllm_config.model_config is None:
         return
     for name, what in _ABSENT.items():
@@ -110,7 +131,10 @@ def check(vllm_config: Any) -> None:
     for rule in _RULES:
         value = _at(vllm_config, rule.path)
         if value is not _MISSING and value not in rule.accepted:
-            raise ConfigError(f"{rule.path}: expected {' or '.join(map(shown, rule.accepted))}, got {shown(value)}; {rule.why}")
+            raise ConfigError(
+                f"{rule.path}: expected {' or '.join(map(shown, rule.accepted))}, got "
+                f"{shown(value)}; {rule.why}"
+            )
     _check_cache(vllm_config.cache_config, dtype_name(vllm_config.model_config.dtype))
     _check_sizes(vllm_config)
     options(vllm_config)
@@ -119,7 +143,10 @@ def check(vllm_config: Any) -> None:
     if mesh.world == 1 and options(vllm_config).exchange != "host":
         raise ConfigError("exchange: expected 'host' with one worker, got 'nccl'")
     if mesh.ep > 1 and spec.num_experts % mesh.ep:
-        raise ConfigError(f"enable_expert_parallel over {mesh.ep} ranks, which does not divide num_experts = {spec.num_experts}")
+        raise ConfigError(
+            f"enable_expert_parallel over {mesh.ep} ranks, which does not divide num_experts = "
+            f"{spec.num_experts}"
+        )
 
 
 class _Missing:
@@ -140,11 +167,15 @@ def _at(vllm_config: Any, path: str) -> Any:
 
 def _check_cache(cache_config: Any, dtype: str) -> None:
     if cache_config.cache_dtype not in ("auto", dtype):
-        raise ConfigError(f"kv_cache_dtype: expected 'auto' or the model's dtype {dtype!r}, got {shown(cache_config.cache_dtype)}")
+        raise ConfigError(
+            f"kv_cache_dtype: expected 'auto' or the model's dtype {dtype!r}, got "
+            f"{shown(cache_config.cache_dtype)}"
+        )
     page_positions("block_size", cache_config.block_size)
     if cache_config.prefix_match_unit not in (None, cache_config.block_size):
         raise ConfigError(
-            f"prefix_match_unit: expected None or block_size = {cache_config.block_size}, got {cache_config.prefix_match_unit}; "
+            f"prefix_match_unit: expected None or block_size = {cache_config.block_size}, got "
+            f"{cache_config.prefix_match_unit}; "
             "only whole pages are shared"
         )
 
@@ -156,11 +187,13 @@ def _check_sizes(vllm_config: Any) -> None:
     integer("max_num_seqs", scheduler.max_num_seqs, 1, 2**16)
     integer("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1, 2**20)
     integer("seed", vllm_config.model_config.seed, 0, 2**63 - 1)
-    if (given := vllm_config.cache_config.kv_cache_memory_bytes) is not None and _workers_are_here(vllm_config):
+    if (given := vllm_config.cache_config.kv_cache_memory_bytes) is not None and _workers_are_here(
+        vllm_config
+    ):
         integer("kv_cache_memory_bytes", given, 1, total_memory())
 
 
-# ---------------------------------------------------------------------------------------------------------------- change
+# ----------------------------------------------------------------------------------------- change
 def update(vllm_config: Any) -> None:
     """Sets rollmesh's worker and scheduler and switches compilation off. Idempotent.
 
@@ -176,7 +209,9 @@ def update(vllm_config: Any) -> None:
     if scheduler.scheduler_cls in (None, SCHEDULER, ASYNC_SCHEDULER):
         scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
     else:
-        _check_derived("scheduler_cls", scheduler.scheduler_cls, "rollmesh.vllm.scheduler.EndsFailed")
+        _check_derived(
+            "scheduler_cls", scheduler.scheduler_cls, "rollmesh.vllm.scheduler.EndsFailed"
+        )
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
 
@@ -186,10 +221,12 @@ def _check_derived(option: str, value: Any, base: str) -> None:
 
     given = resolve_obj_by_qualname(value) if isinstance(value, str) else value
     if not (isinstance(given, type) and issubclass(given, resolve_obj_by_qualname(base))):
-        raise ConfigError(f"{option}: expected a class that derives from {base}, or none, got {shown(value)}")
+        raise ConfigError(
+            f"{option}: expected a class that derives from {base}, or none, got {shown(value)}"
+        )
 
 
-# ------------------------------------------------------------------------------------------------------------------ read
+# ------------------------------------------------------------------------------------------- read
 def model_spec(vllm_config: Any) -> ModelSpec:
     """The model, from the config that vLLM read (with hf_overrides)."""
     return ModelSpec.from_hf(vllm_config.model_config.hf_config)
@@ -204,34 +241,57 @@ def dtype_name(dtype: Any) -> str:
 
 
 def mesh_of(parallel_config: Any, is_moe: bool) -> Mesh:
-    """vLLM's degrees as a mesh. vLLM runs replicas of a dense model as separate engines, so each is a mesh with dp = 1."""
-    tp, dp = parallel_config.tensor_parallel_size, parallel_config.data_parallel_size if is_moe else 1
-    return Mesh(tp=tp, dp=dp, ep=dp * tp if is_moe and parallel_config.enable_expert_parallel else 1)
+    """vLLM's degrees as a mesh. vLLM runs replicas of a dense model as separate engines, so each is
+    a mesh with dp = 1."""
+    tp, dp = (
+        parallel_config.tensor_parallel_size,
+        parallel_config.data_parallel_size if is_moe else 1,
+    )
+    return Mesh(
+        tp=tp, dp=dp, ep=dp * tp if is_moe and parallel_config.enable_expert_parallel else 1
+    )
 
 
 def options(vllm_config: Any) -> Options:
     """Reads additional_config["rollmesh"]; ConfigError for unknown keys and wrong values."""
     extra = vllm_config.additional_config
-    if isinstance(extra, dict) and set(extra) - {"rollmesh"}:  # a SupportsHash object is for the user's own classes
-        raise ConfigError(f'additional_config: expected "rollmesh" alone, got {listed(list(extra.items()))}')
+    if isinstance(extra, dict) and set(extra) - {
+        "rollmesh"
+    }:  # a SupportsHash object is for the user's own classes
+        raise ConfigError(
+            f'additional_config: expected "rollmesh" alone, got {listed(list(extra.items()))}'
+        )
     given = extra.get("rollmesh", {}) if isinstance(extra, dict) else {}
     if not isinstance(given, dict):
         raise ConfigError(f'additional_config["rollmesh"]: expected a dict, got {shown(given)}')
     known = [field.name for field in fields(Options)]
     if unknown := [(key, value) for key, value in given.items() if key not in known]:
-        raise ConfigError(f'additional_config["rollmesh"]: expected some of {", ".join(known)}, got {listed(unknown)}')
+        raise ConfigError(
+            f'additional_config["rollmesh"]: expected some of {", ".join(known)}, got '
+            f"{listed(unknown)}"
+        )
     chosen = Options(**given)
     if chosen.threads is not None:
         integer("threads", chosen.threads, 1, 256)
     check_backend(chosen.ep_backend)
     if not isinstance(chosen.sequence_parallel, bool):
-        raise ConfigError(f"sequence_parallel: expected a bool, got {shown(chosen.sequence_parallel)}")
-    if chosen.isa is not None and not isinstance(chosen.isa, str):  # its name is checked on the worker's machine, if that is another
+        raise ConfigError(
+            f"sequence_parallel: expected a bool, got {shown(chosen.sequence_parallel)}"
+        )
+    if chosen.isa is not None and not isinstance(
+        chosen.isa, str
+    ):  # its name is checked on the worker's machine, if that is another
         raise ConfigError(f"isa: expected a str or None, got {shown(chosen.isa)}")
-    from vllm.platforms import current_platform  # not at the top: it is being made when this module is imported
+    from vllm.platforms import (
+        current_platform,
+    )  # not at the top: it is being made when this module is imported
 
     if chosen.isa is not None and _workers_are_here(vllm_config):
-        choice("isa", chosen.isa, CUDA_FAMILIES if current_platform.engine_device == "cuda" else _core.available_isas())
+        choice(
+            "isa",
+            chosen.isa,
+            CUDA_FAMILIES if current_platform.engine_device == "cuda" else _core.available_isas(),
+        )
     choice("exchange", chosen.exchange, EXCHANGES)
     if chosen.exchange == "nccl" and current_platform.engine_device != "cuda":
         raise ConfigError("exchange: expected 'host' where engines run on the CPU, got 'nccl'")
@@ -255,17 +315,27 @@ def num_threads(vllm_config: Any) -> int:
     asked = options(vllm_config).threads
     if asked is not None:
         return asked
-    shares = [max(1, usable_cores() // local_workers(vllm_config.parallel_config)), *_share_of_vllm()]
+    shares = [
+        max(1, usable_cores() // local_workers(vllm_config.parallel_config)),
+        *_share_of_vllm(),
+    ]
     return min(256, *shares)
 
 
 def cuda_ordinal(parallel: Any, local_rank: int, devices: int) -> int:
-    """A worker's CUDA ordinal in this process: the GPU that vLLM assigned, else by the worker's number on this machine."""
+    """A worker's CUDA ordinal in this process: the GPU that vLLM assigned, else by the worker's
+    number on this machine."""
     assigned = getattr(parallel, "assigned_physical_gpu_ids", None)
     if assigned:
-        physical, visible = str(assigned[local_rank]), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        physical, visible = (
+            str(assigned[local_rank]),
+            os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","),
+        )
         return visible.index(physical) if physical in visible else int(physical)
-    return int((parallel.data_parallel_rank_local or 0) * parallel.local_world_size + local_rank) % devices
+    return (
+        int((parallel.data_parallel_rank_local or 0) * parallel.local_world_size + local_rank)
+        % devices
+    )
 
 
 def local_workers(parallel: Any) -> int:

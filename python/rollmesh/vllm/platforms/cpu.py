@@ -1,10 +1,13 @@
-"""The vLLM platform of VLLM_PLUGINS=rollmesh on a machine without a GPU: vLLM schedules, rollmesh's worker computes.
+"""The vLLM platform of VLLM_PLUGINS=rollmesh on a machine without a GPU: vLLM schedules, rollmesh's
+worker computes.
 
-It is an out-of-tree platform (`is_out_of_tree()`), since vLLM's own CPU platform needs kernels that only vLLM's CPU build has. vLLM lets it
-check the whole configuration once (`check_and_update_config`, in the user's own LLM(…) call) and each request (`validate_request`).
+It is an out-of-tree platform (`is_out_of_tree()`), since vLLM's own CPU platform needs kernels that
+only vLLM's CPU build has. vLLM lets it check the whole configuration once
+(`check_and_update_config`, in the user's own LLM(…) call) and each request (`validate_request`).
 
-vLLM calls some functions of torch.accelerator on every platform but its own CPU one, and they raise if torch has no accelerator. The
-platform replaces them by no-ops then, as vLLM's CPU model runner does.
+vLLM calls some functions of torch.accelerator on every platform but its own CPU one, and they raise
+if torch has no accelerator. The platform replaces them by no-ops then, as vLLM's CPU model runner
+does.
 """
 
 from __future__ import annotations
@@ -32,11 +35,16 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
     device_type = "cpu"
     dispatch_key = "CPU"
     dist_backend = "gloo"
-    ray_device_key = "GPU"  # a worker takes one Ray resource of this name: ray start --num-gpus=N sets their number
+    # a worker takes one Ray resource of this name: ray start --num-gpus=N sets their number
+    ray_device_key = "GPU"
     simple_compile_backend = "eager"  # for small functions of vLLM's; a compiler would take seconds
-    device_control_env_var = "ROLLMESH_VISIBLE_DEVICES"  # vLLM sets it for each data parallel rank; not read
+    device_control_env_var = (
+        "ROLLMESH_VISIBLE_DEVICES"  # vLLM sets it for each data parallel rank; not read
+    )
     engine_device = "cpu"  # as rm.Generator's `device`
-    logprobs_modes: ClassVar[set[str]] = set()  # of this process's engines; a request does not name its engine
+    logprobs_modes: ClassVar[set[str]] = (
+        set()
+    )  # of this process's engines; a request does not name its engine
 
     def __init__(self) -> None:
         if not torch.accelerator.is_available():
@@ -45,8 +53,13 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        """Called before a server's command line is parsed: adds serve.Reasons to the default of --middleware."""
-        if parser is not None and (given := parser.get_default("middleware")) is not None and REASONS not in given:
+        """Called before a server's command line is parsed: adds serve.Reasons to the default of
+        --middleware."""
+        if (
+            parser is not None
+            and (given := parser.get_default("middleware")) is not None
+            and REASONS not in given
+        ):
             parser.set_defaults(middleware=[*given, REASONS])
         super().pre_register_and_update(parser)
 
@@ -61,16 +74,21 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        from rollmesh.vllm.worker import sampling  # not at the top: vLLM's config is being imported when the platform is
+        from rollmesh.vllm.worker import (
+            sampling,
+        )  # not at the top: vLLM's config is being imported when the platform is
 
         sampling.refuse_inputs(processed_inputs)
         sampling.refuse(params)
-        for mode in cls.logprobs_modes if len(cls.logprobs_modes) == 1 else ():  # with two modes the worker checks it
+        for mode in (
+            cls.logprobs_modes if len(cls.logprobs_modes) == 1 else ()
+        ):  # with two modes the worker checks it
             sampling.refuse_mode(params, mode)
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """dtype="auto" takes the first for float16 and float32 models, so that nothing is rounded unasked."""
+        """dtype="auto" takes the first for float16 and float32 models, so that nothing is rounded
+        unasked."""
         return [torch.float32, torch.bfloat16]
 
     def is_sleep_mode_available(self) -> bool:

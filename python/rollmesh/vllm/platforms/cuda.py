@@ -1,7 +1,9 @@
-"""The vLLM platform of VLLM_PLUGINS=rollmesh on a machine with an NVIDIA GPU: each worker's engine has a CUDA device.
+"""The vLLM platform of VLLM_PLUGINS=rollmesh on a machine with an NVIDIA GPU: each worker's engine
+has a CUDA device.
 
-vLLM's own side stays on the host (its torch device is the CPU): it schedules and edits logits, for which it needs no tensor on a GPU.
-So neither vLLM's CUDA platform nor its kernels are loaded, and any build of torch works.
+vLLM's own side stays on the host (its torch device is the CPU): it schedules and edits logits, for
+which it needs no tensor on a GPU. So neither vLLM's CUDA platform nor its kernels are loaded, and
+any build of torch works.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class RollmeshCudaPlatform(RollmeshCpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
         if os.environ.get(START_METHOD) == "fork":
-            raise ConfigError(f"{START_METHOD}: expected 'spawn', got 'fork'; CUDA does not survive a fork")
+            raise ConfigError(
+                f"{START_METHOD}: expected 'spawn', got 'fork'; CUDA does not survive a fork"
+            )
         super().check_and_update_config(vllm_config)
 
     @classmethod

@@ -1,11 +1,14 @@
-"""Sampling controls that the C engine does not have, applied to logits on the host before the engine draws.
+"""Sampling controls that the C engine does not have, applied to logits on the host before the
+engine draws.
 
-The steps and their order are those of vLLM's Sampler (vllm/v1/sample/sampler.py), with vLLM's own functions: grammar, allowed ids, bad
-words, processors (min_tokens, logit_bias, the user's own), penalties. Temperature, min_p, top_k and top_p follow in the engine, so a
-user's processor that vLLM would apply after temperature (`is_argmax_invariant`) is refused.
+The steps and their order are those of vLLM's Sampler (vllm/v1/sample/sampler.py), with vLLM's own
+functions: grammar, allowed ids, bad words, processors (min_tokens, logit_bias, the user's own),
+penalties. Temperature, min_p, top_k and top_p follow in the engine, so a user's processor that vLLM
+would apply after temperature (`is_argmax_invariant`) is refused.
 
-vLLM's processors keep state per row of a persistent batch and are told its changes. `Batch` keeps that batch: a request has a slot as
-long as every call of `edit` has a row of it, and the slots in use have no gaps.
+vLLM's processors keep state per row of a persistent batch and are told its changes. `Batch` keeps
+that batch: a request has a slot as long as every call of `edit` has a row of it, and the slots in
+use have no gaps.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ class HostRow:
     params: Any  # vllm.SamplingParams
     prompt_ids: Ids
     output_ids: list[int]  # so far
-    bitmask: Ids | None = None  # [ceil(vocab / 32)] of its grammar: bit v of the row is set where token v may come
+    bitmask: Ids | None = (
+        None  # [ceil(vocab / 32)] of its grammar: bit v of the row is set where token v may come
+    )
 
 
 @dataclass(slots=True)
@@ -54,7 +59,8 @@ class _Known:
     output_ids: list[int]
 
     def is_continued_by(self, row: HostRow) -> bool:
-        """False if another request has its name now, or if vLLM dropped tokens of it, so that state made from them is stale."""
+        """False if another request has its name now, or if vLLM dropped tokens of it, so that state
+        made from them is stale."""
         return self.params is row.params and len(self.output_ids) <= len(row.output_ids)
 
 
@@ -66,7 +72,8 @@ class Batch:
     known: dict[str, _Known] = field(default_factory=dict)
 
     def update(self, rows: Sequence[HostRow]) -> BatchUpdate | None:
-        """Changes the slots to those of `rows`: new requests take freed slots, then the last slots fill the remaining gaps."""
+        """Changes the slots to those of `rows`: new requests take freed slots, then the last slots
+        fill the remaining gaps."""
         current = {row.name: row for row in rows}
         for name, known in list(self.known.items()):
             if name in current and known.is_continued_by(current[name]):
@@ -102,19 +109,24 @@ class HostLogits:
         custom = vllm_config.model_config.logits_processors or ()
         self._vocab = vllm_config.model_config.get_vocab_size()
         processors = build_logitsprocs(vllm_config, torch.device("cpu"), False, False, custom)
-        self._processors = [one for one in processors.all if not isinstance(one, MinPLogitsProcessor)]
-        self.custom = [one for one in self._processors if type(one) not in BUILTIN_LOGITS_PROCESSORS]  # they may edit any row
+        self._processors = [
+            one for one in processors.all if not isinstance(one, MinPLogitsProcessor)
+        ]
+        self.custom = [
+            one for one in self._processors if type(one) not in BUILTIN_LOGITS_PROCESSORS
+        ]  # they may edit any row
         for processor in self.custom:
             if processor.is_argmax_invariant():
                 raise ConfigError(
-                    f"logits processor {type(processor).__qualname__}: expected is_argmax_invariant() = False, got True; such processors "
+                    f"logits processor {type(processor).__qualname__}: expected "
+                    "is_argmax_invariant() = False, got True; such processors "
                     "run after temperature, which the engine applies when it draws"
                 )
         self._batch = Batch()
 
     def edit(self, raw: Logits, rows: Sequence[HostRow], never_drawn: Ids = NONE) -> Logits:
-        """raw [n, vocab] with n ≥ 1 rows → the edited logits as a new array; −inf: may not be drawn. never_drawn: tokens that the model's
-        compute_logits sets to −inf, before all else."""
+        """raw [n, vocab] with n ≥ 1 rows → the edited logits as a new array; −inf: may not be
+        drawn. never_drawn: tokens that the model's compute_logits sets to −inf, before all else."""
         update = self._batch.update(rows)
         for processor in self._processors:
             processor.update_state(update)
@@ -137,7 +149,11 @@ class HostLogits:
                 line[ids] = kept
         tensor = torch.from_numpy(logits)
         outputs = [self._batch.known[row.name].output_ids for row in rows]
-        bad_words = {slot: row.params.bad_words_token_ids for slot, row in enumerate(rows) if row.params.bad_words_token_ids}
+        bad_words = {
+            slot: row.params.bad_words_token_ids
+            for slot, row in enumerate(rows)
+            if row.params.bad_words_token_ids
+        }
         apply_bad_words(tensor, bad_words, outputs)
         for processor in self._processors:
             done = processor.apply(tensor)
@@ -145,32 +161,52 @@ class HostLogits:
                 tensor.copy_(done)
         self._penalize(rows, tensor, outputs)
 
-    def _penalize(self, rows: Sequence[HostRow], logits: torch.Tensor, outputs: list[list[int]]) -> None:
+    def _penalize(
+        self, rows: Sequence[HostRow], logits: torch.Tensor, outputs: list[list[int]]
+    ) -> None:
         """Only rows with penalties; the others would keep their bits anyway."""
         chosen = [slot for slot, row in enumerate(rows) if _has_penalties(row.params)]
         if not chosen:
             return
         longest = max(len(rows[slot].prompt_ids) for slot in chosen)
-        prompts = torch.full((len(chosen), longest), self._vocab, dtype=torch.int64)  # pads with an id outside the vocabulary
+        prompts = torch.full(
+            (len(chosen), longest), self._vocab, dtype=torch.int64
+        )  # pads with an id outside the vocabulary
         for line, slot in zip(prompts, chosen):
             line[: len(rows[slot].prompt_ids)] = torch.from_numpy(rows[slot].prompt_ids)
         values = [
-            torch.tensor([getattr(rows[slot].params, f"{name}_penalty") for slot in chosen], dtype=torch.float32)
+            torch.tensor(
+                [getattr(rows[slot].params, f"{name}_penalty") for slot in chosen],
+                dtype=torch.float32,
+            )
             for name in ("presence", "frequency", "repetition")
         ]
-        logits[chosen] = apply_all_penalties(logits[chosen], prompts, *values, [outputs[slot] for slot in chosen])
+        logits[chosen] = apply_all_penalties(
+            logits[chosen], prompts, *values, [outputs[slot] for slot in chosen]
+        )
 
 
 def bitmask_rows(grammar: Any) -> dict[str, Ids]:
-    """The row of each request in vLLM's GrammarOutput. One per request, since there is no speculation."""
-    return {} if grammar is None else dict(zip(grammar.structured_output_request_ids, grammar.grammar_bitmask, strict=True))
+    """The row of each request in vLLM's GrammarOutput. One per request, since there is no
+    speculation."""
+    return (
+        {}
+        if grammar is None
+        else dict(zip(grammar.structured_output_request_ids, grammar.grammar_bitmask, strict=True))
+    )
 
 
 def _allowed(bitmask: Ids, vocab: int) -> NDArray[np.bool_]:
     """bool [vocab]"""
     little_endian = np.ascontiguousarray(bitmask, dtype="<i4")
-    return np.unpackbits(little_endian.view(np.uint8), count=vocab, bitorder="little").astype(np.bool_)
+    return np.unpackbits(little_endian.view(np.uint8), count=vocab, bitorder="little").astype(
+        np.bool_
+    )
 
 
 def _has_penalties(params: Any) -> bool:
-    return bool(params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0)
+    return bool(
+        params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or params.repetition_penalty != 1.0
+    )

@@ -1,11 +1,13 @@
-"""Turns vLLM's SchedulerOutput into one step of the engine (csrc/scheduler/external_scheduler.h) and its result into a ModelRunnerOutput.
+"""Turns vLLM's SchedulerOutput into one step of the engine (csrc/scheduler/external_scheduler.h)
+and its result into a ModelRunnerOutput.
 
-vLLM sends changes only: new requests whole, new pages of running ones, names of finished ones. The engine keeps tokens, random streams,
-records and block tables; this file keeps a request's number and parameters. A preempted request comes back either as a cached one (with
-new pages and all its tokens) or as a new one (with its tokens so far); either way its name is known here.
+vLLM sends changes only: new requests whole, new pages of running ones, names of finished ones. The
+engine keeps tokens, random streams, records and block tables; this file keeps a request's number
+and parameters. A preempted request comes back either as a cached one (with new pages and all its
+tokens) or as a new one (with its tokens so far); either way its name is known here.
 
-A request that fails ends alone: its name and reason go back with the step's output (scheduler.py). Without weights, or while weights or
-KV are asleep, all requests of the step fail.
+A request that fails ends alone: its name and reason go back with the step's output (scheduler.py).
+Without weights, or while weights or KV are asleep, all requests of the step fail.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ import torch
 from numpy.typing import NDArray
 from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 from vllm.logger import init_logger
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    LogprobsLists,
+    LogprobsTensors,
+    ModelRunnerOutput,
+)
 
 from rollmesh.distributed.rank_engine import ALONE, RankEngine
 from rollmesh.errors import CapacityError, Error, NotSyncedError, RequestError, StateError
@@ -33,7 +40,9 @@ from rollmesh.vllm.worker.host_logits import HostLogits, HostRow, bitmask_rows
 
 HAS_FAILED, HOST_DRAWS = -2, -3  # in place of a token: csrc/scheduler/external_scheduler.h
 NO_STEP = (NotSyncedError, StateError)  # no rank can make a step, and nothing has been done
-LOGGER = init_logger("vllm.rollmesh")  # vLLM shows loggers of that name; those of rollmesh are silent
+LOGGER = init_logger(
+    "vllm.rollmesh"
+)  # vLLM shows loggers of that name; those of rollmesh are silent
 MOST_FAILED = 4096  # failed requests whose reason is kept for why_failed
 
 
@@ -84,19 +93,26 @@ class Runner:
         processed: bool,
         routed: bool,
     ):
-        """processed: logprobs of drawn tokens are of the distribution drawn from, not the model's. routed: return routed experts."""
+        """processed: logprobs of drawn tokens are of the distribution drawn from, not the model's.
+        routed: return routed experts."""
         self._engine, self._updates, self._host = engine, updates, host
         self._spec, self._vocab_size, self._max_model_len = spec, spec.vocab_size, max_model_len
         self._processed, self._routed = processed, routed
-        self.model, self.vllm_config = updates.model, updates.vllm_config  # for TRL and verl, which push weights into the model
+        self.model, self.vllm_config = (
+            updates.model,
+            updates.vllm_config,
+        )  # for TRL and verl, which push weights into the model
         self._requests: dict[str, _Request] = {}
         self._accepted = 0  # requests so far; the seed of a request without one is made from it
         self._scheduled: Any = None
         self._failed: dict[str, str] = {}  # the last requests that failed, and why
 
-    # ---------------------------------------------------------------------------------------- a step
-    def execute_model(self, scheduled: Any, intermediate_tensors: None = None) -> ModelRunnerOutput | None:
-        """The step itself runs in sample_tokens, which gets the grammars. Without rows only finished requests are released."""
+    # -------------------------------------------------------------------------------------- a step
+    def execute_model(
+        self, scheduled: Any, intermediate_tensors: None = None
+    ) -> ModelRunnerOutput | None:
+        """The step itself runs in sample_tokens, which gets the grammars. Without rows only
+        finished requests are released."""
         if scheduled.total_num_scheduled_tokens:
             self._scheduled = scheduled
             return None
@@ -129,17 +145,25 @@ class Runner:
             self._fail(scheduled)
             return _output(names, {}, dict.fromkeys(names, reason(why)))
         tokens = dict(zip((part.name for part in parts), drawn.tokens.tolist(), strict=True))
-        failed |= {part.name: self._why(part.request) for part in parts if tokens[part.name] == HAS_FAILED}
+        failed |= {
+            part.name: self._why(part.request) for part in parts if tokens[part.name] == HAS_FAILED
+        }
         output = _output(names, tokens, failed)
         output.logprobs = self._logprobs(output.req_id_to_index, parts, drawn)
         begun = {part.name: part.request.number for part in parts if part.computed and part.replace}
         views = {name: self._engine.request(number) for name, number in begun.items()}
         setattr(output, CACHED, {name: view["num_cached_tokens"] for name, view in views.items()})
         for part in parts:
-            if part.request.prompt_logprobs is not None and not part.request.prompt_given and tokens[part.name] >= 0:
+            if (
+                part.request.prompt_logprobs is not None
+                and not part.request.prompt_given
+                and tokens[part.name] >= 0
+            ):
                 output.prompt_logprobs_dict[part.name] = self._prompt_logprobs(part.request)
         if self._routed:
-            output.aux_output_connector_output = {part.name: self._experts(part.request) for part in parts if tokens[part.name] >= 0}
+            output.aux_output_connector_output = {
+                part.name: self._experts(part.request) for part in parts if tokens[part.name] >= 0
+            }
         return output
 
     def idle_step(self) -> None:
@@ -154,8 +178,9 @@ class Runner:
             raise
 
     def _commit_open_sync(self) -> Error | None:
-        """Commits what load_weights has pushed. Returns the error of a bad set, which all ranks get; it ends this step's requests only.
-        It is logged too: a trainer that reads tokens alone, as TRL does, does not see why there are none."""
+        """Commits what load_weights has pushed. Returns the error of a bad set, which all ranks
+        get; it ends this step's requests only. It is logged too: a trainer that reads tokens alone,
+        as TRL does, does not see why there are none."""
         try:
             self._updates.commit_open_sync()
         except ALONE:
@@ -166,7 +191,8 @@ class Runner:
         return None
 
     def _remember(self, failed: dict[str, str]) -> None:
-        """Keeps the first reason of each: vLLM may schedule a failed request once more before it learns of it."""
+        """Keeps the first reason of each: vLLM may schedule a failed request once more before it
+        learns of it."""
         if not failed:
             return
         for name, why in failed.items():
@@ -175,13 +201,21 @@ class Runner:
             del self._failed[name]
 
     def why_failed(self, name: str) -> str | None:
-        """The reason of the newest request of that id. The server's cmpl-7 may be several requests here: 1_cmpl-7-0-93d2a0ff is the second
-        sample of its first prompt."""
+        """The reason of the newest request of that id. The server's cmpl-7 may be several requests
+        here: 1_cmpl-7-0-93d2a0ff is the second sample of its first prompt."""
         part = re.compile(rf"(\d+_)?{re.escape(name)}([-_]\d+)?(-[0-9a-f]{{8}})?")
-        return next((why for known, why in reversed(self._failed.items()) if name in known and part.fullmatch(known)), None)
+        return next(
+            (
+                why
+                for known, why in reversed(self._failed.items())
+                if name in known and part.fullmatch(known)
+            ),
+            None,
+        )
 
     def _fail(self, scheduled: Any) -> None:
-        """No step was made: fails its requests, and marks their new pages as empty, which vLLM will count as computed."""
+        """No step was made: fails its requests, and marks their new pages as empty, which vLLM will
+        count as computed."""
         cached = scheduled.scheduled_cached_reqs
         for name in scheduled.num_scheduled_tokens:
             if name in self._requests:
@@ -197,7 +231,11 @@ class Runner:
 
     def _step(self, parts: list[_Part], grammar: Any) -> _Drawn:
         most = sum(part.request.external_draws for part in parts)
-        logits, stats = (np.empty((most, self._vocab_size), np.float32), np.empty((most, 2), np.float32)) if most else (None, None)
+        logits, stats = (
+            (np.empty((most, self._vocab_size), np.float32), np.empty((most, 2), np.float32))
+            if most
+            else (None, None)
+        )
         *columns, _ = self._engine.external_step(
             np.array([part.request.number for part in parts], np.uint64),
             np.array([part.computed for part in parts], np.int64),
@@ -214,22 +252,48 @@ class Runner:
             assert logits is not None
             assert stats is not None
             rows = drawn.ranks[waiting]  # the row of each; a failed request has one, too
-            self._draw([parts[i] for i in waiting], logits[rows], stats[rows], grammar, drawn, waiting)
+            self._draw(
+                [parts[i] for i in waiting], logits[rows], stats[rows], grammar, drawn, waiting
+            )
         return drawn
 
-    def _draw(self, parts: list[_Part], raw: NDArray[np.float32], stats: Any, grammar: Any, drawn: _Drawn, places: Any) -> None:
-        """Edits logits on the host, then lets the engine draw from them. Rows are in the order of the parts."""
+    def _draw(
+        self,
+        parts: list[_Part],
+        raw: NDArray[np.float32],
+        stats: Any,
+        grammar: Any,
+        drawn: _Drawn,
+        places: Any,
+    ) -> None:
+        """Edits logits on the host, then lets the engine draw from them. Rows are in the order of
+        the parts."""
         masks = bitmask_rows(grammar)
-        rows = [HostRow(p.name, p.request.params, p.request.prompt, self._generated(p.request), masks.get(p.name)) for p in parts]
+        rows = [
+            HostRow(
+                p.name,
+                p.request.params,
+                p.request.prompt,
+                self._generated(p.request),
+                masks.get(p.name),
+            )
+            for p in parts
+        ]
         edited = self._host.edit(raw, rows, self.model.never_drawn)
-        columns = self._engine.host_draw(np.array([part.request.number for part in parts], np.uint64), raw, stats, edited)
+        columns = self._engine.host_draw(
+            np.array([part.request.number for part in parts], np.uint64), raw, stats, edited
+        )
         for column, values in zip(drawn, columns, strict=True):
             column[places] = values
 
-    # ---------------------------------------------------------------------------------------- vLLM's input
+    # -------------------------------------------------------------------------------- vLLM's input
     def _release_finished(self, scheduled: Any) -> None:
         """In the order of numbers, since the order of vLLM's sets differs between processes."""
-        ended = [self._requests.pop(name) for name in scheduled.finished_req_ids if name in self._requests]
+        ended = [
+            self._requests.pop(name)
+            for name in scheduled.finished_req_ids
+            if name in self._requests
+        ]
         for number in sorted(request.number for request in ended):
             self._engine.abort(number)
             self._engine.release(number)
@@ -238,7 +302,8 @@ class Runner:
                 self._engine.host_preempt(self._requests[name].number)
 
     def _parts(self, scheduled: Any, failed: dict[str, str]) -> list[_Part]:
-        """The parts of a step, in vLLM's order. Requests that the engine refuses go into `failed`."""
+        """The parts of a step, in vLLM's order. Requests that the engine refuses go into
+        `failed`."""
         rows, cached = scheduled.num_scheduled_tokens, scheduled.scheduled_cached_reqs
         parts: dict[str, _Part] = {}
         for new in scheduled.scheduled_new_reqs:
@@ -248,8 +313,17 @@ class Runner:
                 failed[new.req_id] = reason(error)
                 self._forget(new.block_ids)
             else:
-                parts[new.req_id] = _Part(new.req_id, request, new.num_computed_tokens, rows[new.req_id], new.block_ids[0], True)
-        for name, pages, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+                parts[new.req_id] = _Part(
+                    new.req_id,
+                    request,
+                    new.num_computed_tokens,
+                    rows[new.req_id],
+                    new.block_ids[0],
+                    True,
+                )
+        for name, pages, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
             if name not in self._requests:
                 failed[name] = "it failed in an earlier step"
                 self._forget(pages)
@@ -257,17 +331,36 @@ class Runner:
             request, replace = self._requests[name], name in cached.resumed_req_ids
             if replace and name in cached.all_token_ids:
                 self._set_tokens(request, cached.all_token_ids[name])
-            parts[name] = _Part(name, request, computed, rows[name], pages[0] if pages else (), replace)
+            parts[name] = _Part(
+                name, request, computed, rows[name], pages[0] if pages else (), replace
+            )
         return [parts[name] for name in rows if name in parts]
 
     def _add(self, new: Any) -> _Request:
-        params, prompt = new.sampling_params, sampling.token_ids("the prompt", new.prompt_token_ids, self._vocab_size)
+        params, prompt = (
+            new.sampling_params,
+            sampling.token_ids("the prompt", new.prompt_token_ids, self._vocab_size),
+        )
         sampling.refuse(params)
         sampling.refuse_mode(params, "processed_logprobs" if self._processed else "raw_logprobs")
-        most = min(params.max_tokens or self._max_model_len, max(self._max_model_len - len(prompt), 1))
+        most = min(
+            params.max_tokens or self._max_model_len, max(self._max_model_len - len(prompt), 1)
+        )
         never = self.model.never_drawn
-        asked = sampling.engine_request(params, self._accepted, most, self._vocab_size, bool(self._host.custom), never_draws=len(never) > 0)
-        number = self._engine.add(prompt, never if len(never) else sampling.banned_ids(params, self._vocab_size), asked, None)
+        asked = sampling.engine_request(
+            params,
+            self._accepted,
+            most,
+            self._vocab_size,
+            bool(self._host.custom),
+            never_draws=len(never) > 0,
+        )
+        number = self._engine.add(
+            prompt,
+            never if len(never) else sampling.banned_ids(params, self._vocab_size),
+            asked,
+            None,
+        )
         self._accepted += 1
         prompt_logprobs = asked.prompt_logprobs if params.prompt_logprobs is not None else None
         request = _Request(
@@ -289,7 +382,8 @@ class Runner:
         if request is not None:
             if not np.array_equal(new.prompt_token_ids, request.prompt):
                 raise RequestError(
-                    f"expected the prompt of {len(request.prompt)} tokens that this request had, got one of {len(new.prompt_token_ids)}: "
+                    f"expected the prompt of {len(request.prompt)} tokens that this request had, "
+                    f"got one of {len(new.prompt_token_ids)}: "
                     "streaming input is not supported"
                 )
             self._set_tokens(request, new.prefill_token_ids or new.prompt_token_ids)
@@ -301,22 +395,34 @@ class Runner:
         self._engine.host_tokens(request.number, known)
         request.routed = min(request.routed, len(request.prompt) + len(known) - 1)
         if not len(known):  # vLLM has dropped what was sent with the first token
-            request.routed, request.prompt_given = min(request.routed, request.params.routed_experts_prompt_start), False
+            request.routed, request.prompt_given = (
+                min(request.routed, request.params.routed_experts_prompt_start),
+                False,
+            )
 
-    # ---------------------------------------------------------------------------------------- vLLM's output
+    # ------------------------------------------------------------------------------- vLLM's output
     def _generated(self, request: _Request) -> list[int]:
         return list(map(int, self._engine.tokens(request.number, 0, 0)[1]))
 
     def _why(self, request: _Request) -> str:
         return reason(self._engine.request(request.number)["error"] or StateError("it has ended"))
 
-    def _logprobs(self, index: dict[str, int], parts: list[_Part], drawn: _Drawn) -> LogprobsLists | None:
+    def _logprobs(
+        self, index: dict[str, int], parts: list[_Part], drawn: _Drawn
+    ) -> LogprobsLists | None:
         """One row per request: the drawn token first, then the most likely ones."""
-        asking = [(i, part) for i, part in enumerate(parts) if part.request.logprobs is not None and drawn.tokens[i] >= 0]
+        asking = [
+            (i, part)
+            for i, part in enumerate(parts)
+            if part.request.logprobs is not None and drawn.tokens[i] >= 0
+        ]
         if not asking:
             return None
         most = max(part.request.logprobs or 0 for _, part in asking)
-        ids, values = np.zeros((len(index), most + 1), np.int32), np.zeros((len(index), most + 1), np.float32)
+        ids, values = (
+            np.zeros((len(index), most + 1), np.int32),
+            np.zeros((len(index), most + 1), np.float32),
+        )
         ranks = np.zeros(len(index), np.int32)
         here, there = [i for i, _ in asking], [index[part.name] for _, part in asking]
         ids[there, 0], ranks[there] = drawn.tokens[here], drawn.ranks[here]
@@ -324,11 +430,14 @@ class Runner:
         for k in sorted({part.request.logprobs or 0 for _, part in asking} - {0}):
             same = [part for _, part in asking if part.request.logprobs == k]
             rows = [index[part.name] for part in same]
-            ids[rows, 1 : k + 1], values[rows, 1 : k + 1] = self._engine.host_top(np.array([p.request.number for p in same], np.uint64), k)
+            ids[rows, 1 : k + 1], values[rows, 1 : k + 1] = self._engine.host_top(
+                np.array([p.request.number for p in same], np.uint64), k
+            )
         return LogprobsLists(ids, values, ranks)
 
     def _experts(self, request: _Request) -> AuxRequestOutput:
-        """Routed experts of the positions since the last token: [n, layers, k], 0 in layers without experts."""
+        """Routed experts of the positions since the last token: [n, layers, k], 0 in layers without
+        experts."""
         start = request.routed
         rows = self._engine.host_routed(request.number, start)
         request.routed += len(rows)
@@ -338,13 +447,20 @@ class Runner:
         return AuxRequestOutput(start, all_layers)
 
     def _prompt_logprobs(self, request: _Request) -> LogprobsTensors:
-        """Of all prompt tokens but the first; sent in the step that draws the first token after the prompt."""
+        """Of all prompt tokens but the first; sent in the step that draws the first token after the
+        prompt."""
         view, k = self._engine.request(request.number), request.prompt_logprobs or 0
         request.prompt_given = True
-        ids, values = np.empty((len(request.prompt) - 1, k + 1), np.int32), np.empty((len(request.prompt) - 1, k + 1), np.float32)
+        ids, values = (
+            np.empty((len(request.prompt) - 1, k + 1), np.int32),
+            np.empty((len(request.prompt) - 1, k + 1), np.float32),
+        )
         ids[:, 0], values[:, 0] = request.prompt[1:], _present(view["prompt_logprobs"])
         if k:
-            ids[:, 1:], values[:, 1:] = _present(view["prompt_top_ids"]), _present(view["prompt_top_logprobs"])
+            ids[:, 1:], values[:, 1:] = (
+                _present(view["prompt_top_ids"]),
+                _present(view["prompt_top_logprobs"]),
+            )
         return LogprobsTensors(*map(_tensor, (ids, values, _present(view["prompt_ranks"]))))
 
 
@@ -354,7 +470,8 @@ def _present(array: NDArray[Any] | None) -> NDArray[Any]:
 
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:
-    """torch.from_numpy gives an empty array (of a prompt of one token) strides of 0, which vLLM cannot serialise."""
+    """torch.from_numpy gives an empty array (of a prompt of one token) strides of 0, which vLLM
+    cannot serialise."""
     tensor = torch.from_numpy(array)
     return tensor if array.size else torch.empty(array.shape, dtype=tensor.dtype)
 
@@ -363,7 +480,9 @@ def _output(names: list[str], tokens: dict[str, int], failed: dict[str, str]) ->
     output = ModelRunnerOutput(
         req_ids=names,
         req_id_to_index={name: i for i, name in enumerate(names)},
-        sampled_token_ids=[[token] if (token := tokens.get(name, -1)) >= 0 else [] for name in names],
+        sampled_token_ids=[
+            [token] if (token := tokens.get(name, -1)) >= 0 else [] for name in names
+        ],
     )
     if failed:
         setattr(output, FAILED, failed)

@@ -1,5 +1,6 @@
-"""vLLM's SamplingParams, field by field, and who implements each. No field is ignored: unsupported values are refused in the front end
-(`refuse`, raised by generate() or sent as HTTP 400), and again by the worker.
+"""vLLM's SamplingParams, field by field, and who implements each. No field is ignored: unsupported
+values are refused in the front end (`refuse`, raised by generate() or sent as HTTP 400), and again
+by the worker.
 
     ENGINE   the C engine draws and records with it
     HOST     edits the logits before the draw: host_logits.py, with vLLM's own functions
@@ -88,7 +89,14 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 # Fields whose type vLLM does not check.
-_INTEGERS = ("seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "routed_experts_prompt_start")
+_INTEGERS = (
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "routed_experts_prompt_start",
+)
 _IDS = ("stop_token_ids", "allowed_token_ids")
 
 
@@ -100,19 +108,26 @@ class RefusedError(RequestError, VLLMValidationError):  # type: ignore[misc]
         self.parameter, self.value = parameter, None
 
 
-# ---------------------------------------------------------------------------------------------------------------- refuse
+# ----------------------------------------------------------------------------------------- refuse
 def refuse(params: Any) -> None:
     """RefusedError for unsupported parameters and values of a wrong type."""
     if isinstance(params, PoolingParams):
-        raise RefusedError("expected SamplingParams, got a pooling request: only generation is supported")
+        raise RefusedError(
+            "expected SamplingParams, got a pooling request: only generation is supported"
+        )
     _refuse_types(params)
     for name, (taken, why) in _REFUSED.items():
         value = getattr(params, name)
         if not any(value is free or (isinstance(value, int) and value == free) for free in taken):
-            raise RefusedError(f"{name}: expected {' or '.join(map(shown, taken))}, got {shown(value)}; {why}", name)
+            raise RefusedError(
+                f"{name}: expected {' or '.join(map(shown, taken))}, got {shown(value)}; {why}",
+                name,
+            )
     seed = params.seed
     if seed is not None and not 0 <= seed <= MAX_SEED + 1 - params.n:
-        raise RefusedError(f"seed: expected 0 <= seed and seed + n <= 2^64, got {shown(seed)}", "seed")
+        raise RefusedError(
+            f"seed: expected 0 <= seed and seed + n <= 2^64, got {shown(seed)}", "seed"
+        )
 
 
 def _refuse_types(params: Any) -> None:
@@ -124,7 +139,10 @@ def _refuse_types(params: Any) -> None:
             raise RefusedError(f"{name}: expected token ids, got {shown(wrong[0])}", name)
     for token, bias in (params.logit_bias or {}).items():
         if not _is_integer(token) or not isinstance(bias, Real) or bias != bias:
-            raise RefusedError(f"logit_bias: expected a number for a token id, got {shown(token)}: {shown(bias)}", "logit_bias")
+            raise RefusedError(
+                f"logit_bias: expected a number for a token id, got {shown(token)}: {shown(bias)}",
+                "logit_bias",
+            )
 
 
 def _is_integer(value: Any) -> bool:
@@ -135,7 +153,8 @@ def refuse_mode(params: Any, logprobs_mode: str) -> None:
     """RefusedError for logprobs that this logprobs_mode cannot give."""
     if logprobs_mode == "processed_logprobs" and params.logprobs not in (None, 0):
         raise RefusedError(
-            f"logprobs: expected None or 0 with logprobs_mode='processed_logprobs', got {params.logprobs}; "
+            "logprobs: expected None or 0 with logprobs_mode='processed_logprobs', got "
+            f"{params.logprobs}; "
             "after temperature and filters only the drawn token's logprob is recorded",
             "logprobs",
         )
@@ -147,13 +166,16 @@ def refuse_inputs(inputs: Any) -> None:
     if kind != "token":
         raise RefusedError(f"prompt: expected text or token ids, got type {shown(kind)}")
     ids = inputs.get("prompt_token_ids") if isinstance(inputs, dict) else None
-    if ids is not None and (wrong := [token for token in ids if not (_is_integer(token) and -MOST < token < MOST)]):
+    if ids is not None and (
+        wrong := [token for token in ids if not (_is_integer(token) and -MOST < token < MOST)]
+    ):
         raise RefusedError(f"prompt: expected token ids, got {shown(wrong[0])}")
 
 
-# ------------------------------------------------------------------------------------------------------------- translate
+# -------------------------------------------------------------------------------------- translate
 def needs_host_logits(params: Any, custom_processors: bool = False) -> bool:
-    """Whether the host edits its logits before the draw. The user's own logits processors may edit any row."""
+    """Whether the host edits its logits before the draw. The user's own logits processors may edit
+    any row."""
     return bool(
         custom_processors
         or params.presence_penalty != 0.0
@@ -167,20 +189,33 @@ def needs_host_logits(params: Any, custom_processors: bool = False) -> bool:
 
 
 def engine_request(
-    params: Any, number: int, max_tokens: int, vocab_size: int, custom_processors: bool = False, never_draws: bool = False
+    params: Any,
+    number: int,
+    max_tokens: int,
+    vocab_size: int,
+    custom_processors: bool = False,
+    never_draws: bool = False,
 ) -> EngineRequest:
     """The engine's form of a request with one sample.
 
-    number        the request's number, the same on all ranks; without a seed, its seed is made from this and the engine's seed
+    number        the request's number, the same on all ranks; without a seed, its seed is made from
+                  this and the engine's seed
     max_tokens    how many tokens vLLM can still ask for
-    never_draws   its banned tokens are those that no request may draw, so min_tokens is left to vLLM's processor
+    never_draws   its banned tokens are those that no request may draw, so min_tokens is left to
+                  vLLM's processor
     """
-    external = needs_host_logits(params, custom_processors) or (never_draws and params.min_tokens > 0)
+    external = needs_host_logits(params, custom_processors) or (
+        never_draws and params.min_tokens > 0
+    )
     greedy = params.temperature < GREEDY_BELOW
     return EngineRequest(
         n=1,
         max_tokens=max_tokens,
-        min_tokens=max_tokens if never_draws else 0 if external else min(params.min_tokens, max_tokens),  # as long as tokens are banned
+        min_tokens=max_tokens
+        if never_draws
+        else 0
+        if external
+        else min(params.min_tokens, max_tokens),  # as long as tokens are banned
         temperature=0.0 if greedy else params.temperature,
         top_p=1.0 if greedy else params.top_p,
         min_p=0.0 if greedy else params.min_p,
@@ -198,15 +233,23 @@ def engine_request(
 
 
 def token_ids(what: str, ids: Any, vocab_size: int) -> NDArray[np.int32]:
-    """int32 [n]; RequestError for an id outside the vocabulary, which vLLM does not check without a tokenizer."""
+    """int32 [n]; RequestError for an id outside the vocabulary, which vLLM does not check without a
+    tokenizer."""
     if wrong := [token for token in ids if not 0 <= token < vocab_size]:
-        raise RequestError(f"{what}: expected token ids in [0, {vocab_size}), got {shown(wrong[0])}")
+        raise RequestError(
+            f"{what}: expected token ids in [0, {vocab_size}), got {shown(wrong[0])}"
+        )
     return np.array(ids, dtype=np.int32)
 
 
 def banned_ids(params: Any, vocab_size: int) -> NDArray[np.int32]:
-    """Ascending token ids that may not be drawn before min_tokens: all stop tokens of vLLM's scheduler."""
-    return token_ids("the stop tokens", sorted(params.all_stop_token_ids) if params.min_tokens else [], vocab_size)
+    """Ascending token ids that may not be drawn before min_tokens: all stop tokens of vLLM's
+    scheduler."""
+    return token_ids(
+        "the stop tokens",
+        sorted(params.all_stop_token_ids) if params.min_tokens else [],
+        vocab_size,
+    )
 
 
 def _count(value: int | None, vocab_size: int, none: int) -> int:

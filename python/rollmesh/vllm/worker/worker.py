@@ -1,10 +1,13 @@
-"""A vLLM worker: one process per rank (or the engine core's own process, with one rank). vLLM calls, in this order:
+"""A vLLM worker: one process per rank (or the engine core's own process, with one rank). vLLM
+calls, in this order:
 
-    __init__ ─► init_device ─► load_model ─► get_kv_cache_spec, determine_available_memory ─► initialize_from_config ─► steps …
+    __init__ ─► init_device ─► load_model ─► get_kv_cache_spec, determine_available_memory ─►
+    initialize_from_config ─► steps …
 
-No weights are loaded: they come from a trainer (weight_updates.py). The engine is made in initialize_from_config, once the number of KV
-pages is known. Ranks communicate by shared memory if all are on one machine, else over vLLM's own Gloo group; with
-additional_config={"rollmesh": {"exchange": "nccl"}} activations travel by NCCL.
+No weights are loaded: they come from a trainer (weight_updates.py). The engine is made in
+initialize_from_config, once the number of KV pages is known. Ranks communicate by shared memory if
+all are on one machine, else over vLLM's own Gloo group; with additional_config={"rollmesh":
+{"exchange": "nccl"}} activations travel by NCCL.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ NAME_BYTES = 32
 
 
 def _one_answers(method: Callable[..., Any]) -> Callable[..., Any]:
-    """For calls that fail on all workers alike: only one raises. Also for wrong arguments (TypeError); weight_updates.py says why."""
+    """For calls that fail on all workers alike: only one raises. Also for wrong arguments
+    (TypeError); weight_updates.py says why."""
 
     @wraps(method)
     def call(self: Worker, *args: Any, **options: Any) -> Any:
@@ -83,7 +87,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def init_device(self) -> None:
         """Joins vLLM's process groups, over which ranks find each other."""
-        from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
+        from vllm.distributed.parallel_state import (
+            ensure_model_parallel_initialized,
+            init_distributed_environment,
+        )
 
         if self._made is not None:
             self._refuse_again()
@@ -92,8 +99,12 @@ class Worker(WorkerBase):  # type: ignore[misc]
         self.device = torch.device("cpu")
         self.spec = config.model_spec(self.vllm_config)
         self.mesh = config.mesh_of(parallel, self.model_config.is_moe)
-        init_distributed_environment(parallel.world_size, self.rank, self.distributed_init_method, self.local_rank, "gloo")
-        ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        init_distributed_environment(
+            parallel.world_size, self.rank, self.distributed_init_method, self.local_rank, "gloo"
+        )
+        ensure_model_parallel_initialized(
+            parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        )
 
     @_one_answers
     def _refuse_again(self) -> None:
@@ -103,36 +114,50 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Loads nothing: the weights come later, from the trainer."""
         if load_dummy_weights:
-            raise ConfigError("load_dummy_weights: expected False, got True; weights come from a trainer only")
+            raise ConfigError(
+                "load_dummy_weights: expected False, got True; weights come from a trainer only"
+            )
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 
-    # ---------------------------------------------------------------------------------------- the KV cache
+    # -------------------------------------------------------------------------------- the KV cache
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """All layers have the same spec, so that they share one block table. Also for sliding windows: no page is freed early."""
-        heads = max(len(rank.kv_heads) for rank in placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep))
+        """All layers have the same spec, so that they share one block table. Also for sliding
+        windows: no page is freed early."""
+        heads = max(
+            len(rank.kv_heads)
+            for rank in placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)
+        )
         spec = FullAttentionSpec(
             block_size=self.cache_config.block_size,
             num_kv_heads=heads,
-            head_size=kv_bytes_per_token(self.spec, 1, 1) // (2 * self.spec.num_hidden_layers),  # as stored, with padding
+            head_size=kv_bytes_per_token(self.spec, 1, 1)
+            // (2 * self.spec.num_hidden_layers),  # as stored, with padding
             dtype=self.model_config.dtype,
         )
-        return {f"model.layers.{layer}.self_attn": spec for layer in range(self.spec.num_hidden_layers)}
+        return {
+            f"model.layers.{layer}.self_attn": spec for layer in range(self.spec.num_hidden_layers)
+        }
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return [LAYOUT]
 
     def determine_available_memory(self) -> int:
-        """Bytes for KV: kv_cache_memory_bytes, or this worker's share of the free memory less two copies of its weights."""
+        """Bytes for KV: kv_cache_memory_bytes, or this worker's share of the free memory less two
+        copies of its weights."""
         if self.cache_config.kv_cache_memory_bytes is not None:
             return int(self.cache_config.kv_cache_memory_bytes)
         mine = placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)[self._index()]
-        weights = sum(rank_bytes(self.spec, matrix, mine, self.model_config.dtype.itemsize) for matrix in matrices(self.spec))
+        weights = sum(
+            rank_bytes(self.spec, matrix, mine, self.model_config.dtype.itemsize)
+            for matrix in matrices(self.spec)
+        )
         share = self._available_memory() * self.cache_config.gpu_memory_utilization
         if share <= 2 * weights:
             raise CapacityError(
-                f"gpu_memory_utilization={self.cache_config.gpu_memory_utilization}: expected more than {2 * weights} bytes, two copies of "
+                f"gpu_memory_utilization={self.cache_config.gpu_memory_utilization}: expected "
+                f"more than {2 * weights} bytes, two copies of "
                 f"this worker's weights, got {share:.0f}"
             )
         return int(share - 2 * weights)
@@ -144,7 +169,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
             lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
             return int(lines["MemAvailable"].split()[0]) * 1024 / workers
         devices = _core.cuda_count(library)
-        free = _core.cuda_available(library, config.cuda_ordinal(self.parallel_config, self.local_rank, devices))
+        free = _core.cuda_available(
+            library, config.cuda_ordinal(self.parallel_config, self.local_rank, devices)
+        )
         return free / -(-workers // devices)
 
     def update_max_model_len(self, max_model_len: int) -> None:
@@ -174,7 +201,11 @@ class Worker(WorkerBase):  # type: ignore[misc]
             sequence_parallel=options.sequence_parallel,
             external_pages=kv_cache_config.num_blocks,
             cuda_library=library,
-            cuda_ordinal=-1 if library is None else config.cuda_ordinal(self.parallel_config, self.local_rank, _core.cuda_count(library)),
+            cuda_ordinal=-1
+            if library is None
+            else config.cuda_ordinal(
+                self.parallel_config, self.local_rank, _core.cuda_count(library)
+            ),
             cuda_family=options.isa if library else None,
         )
         host = HostLogits(self.vllm_config)
@@ -195,7 +226,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return CompilationTimes(0.0, 0.0)
 
     def _index(self) -> int:
-        """This rank's number in the mesh: vLLM orders ranks by data parallel rank first, as rm.Mesh does."""
+        """This rank's number in the mesh: vLLM orders ranks by data parallel rank first, as rm.Mesh
+        does."""
         return int(self._group().rank_in_group)
 
     def _group(self) -> Any:
@@ -213,7 +245,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
             self._nccl = str(nccl.library)
             nccl.place(Device(options.cuda_library, options.cuda_ordinal), self.mesh)
             options = replace(options, nccl_library=nccl.library.path, nccl_gpu=nccl.gpu)
-        return join(values, options, group, self.mesh, may_differ=("seed",))  # each data parallel rank has its own
+        return join(
+            values, options, group, self.mesh, may_differ=("seed",)
+        )  # each data parallel rank has its own
 
     def _comm(self) -> comm.Comm:
         from vllm.distributed.parallel_state import in_the_same_node_as
@@ -221,15 +255,22 @@ class Worker(WorkerBase):  # type: ignore[misc]
         group = self._group()
         if not all(in_the_same_node_as(group.cpu_group, 0)) or self.mesh.world > comm.Shm.MAX_WORLD:
             return comm.torch(group.cpu_group)
-        name = torch.frombuffer(bytearray(secrets.token_hex(NAME_BYTES // 2).encode()), dtype=torch.uint8)
+        name = torch.frombuffer(
+            bytearray(secrets.token_hex(NAME_BYTES // 2).encode()), dtype=torch.uint8
+        )
         distributed.broadcast(name, group.ranks[0], group=group.cpu_group)
-        return comm.shm(f"rollmesh-{bytes(name.tolist()).decode()}", group.rank_in_group, group.world_size)
+        return comm.shm(
+            f"rollmesh-{bytes(name.tolist()).decode()}", group.rank_in_group, group.world_size
+        )
 
-    # ---------------------------------------------------------------------------------------- steps
+    # --------------------------------------------------------------------------------------- steps
     @property
     def made(self) -> _Made:
         if self._made is None:
-            raise StateError("the worker has no engine: initialize_from_config was not called yet, or shutdown was")
+            raise StateError(
+                "the worker has no engine: initialize_from_config was not called yet, or "
+                "shutdown was"
+            )
         return self._made
 
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
@@ -273,20 +314,30 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return set()
 
     @_one_answers
-    def profile(self, is_start: bool = True, profile_prefix: str | None = None, **kwargs: Any) -> None:
-        raise ConfigError(f"profile(is_start={is_start}) is not supported; use perf or py-spy on pid {os.getpid()} for its C threads")
+    def profile(
+        self, is_start: bool = True, profile_prefix: str | None = None, **kwargs: Any
+    ) -> None:
+        raise ConfigError(
+            f"profile(is_start={is_start}) is not supported; use perf or py-spy on pid "
+            f"{os.getpid()} for its C threads"
+        )
 
     @_one_answers
     def metrics(self) -> dict[str, Any]:
-        """The engine's counters, sizes and times, as Generator.metrics: collective_rpc("metrics")."""
-        return {**self.made.engine.stats(), "version": self.updates.weight_version(), "nccl": self._nccl}
+        """The engine's counters, sizes and times, as Generator.metrics:
+        collective_rpc("metrics")."""
+        return {
+            **self.made.engine.stats(),
+            "version": self.updates.weight_version(),
+            "nccl": self._nccl,
+        }
 
     @_one_answers
     def why_failed(self, name: str) -> str | None:
         """Why a request failed, by the id that the server gave it; None if unknown."""
         return self.made.runner.why_failed(name)
 
-    # ---------------------------------------------------------------------------------------- weight updates
+    # ------------------------------------------------------------------------------ weight updates
     @property
     def updates(self) -> WeightUpdates:
         return self.made.updates

@@ -1,11 +1,13 @@
-"""How the buckets of a weight stream (stream.py) are stored and broadcast from one rank to all others.
+"""How the buckets of a weight stream (stream.py) are stored and broadcast from one rank to all
+others.
 
-    TorchCarrier     a torch.distributed group: buckets are host memory, or with NCCL a torch tensor on each rank's GPU
+    TorchCarrier     a torch.distributed group: buckets are host memory, or with NCCL a torch tensor
+                     on each rank's GPU
     CommCarrier      rm.comm.shm, rm.comm.torch: host memory
     NcclCarrier      rm.comm.nccl: memory of each rank's GPU, without torch
 
-Messages about a bucket go through the host if possible; data on GPUs never does. A broadcast has two parts, `begin` and `finish`, so that
-one bucket travels while another is filled or read.
+Messages about a bucket go through the host if possible; data on GPUs never does. A broadcast has
+two parts, `begin` and `finish`, so that one bucket travels while another is filled or read.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from numpy.typing import NDArray
 from rollmesh import _core
 from rollmesh.distributed.comm import Comm, Nccl, check_group
 from rollmesh.distributed.mesh import Mesh
-from rollmesh.errors import CapacityError, CollectiveTimeoutError, ConfigError, FormatError, RankLostError
+from rollmesh.errors import (
+    CapacityError,
+    CollectiveTimeoutError,
+    ConfigError,
+    FormatError,
+    RankLostError,
+)
 from rollmesh.runtime.devices import device_of
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.loans import Held, gpus, hold, is_on_gpu
@@ -49,7 +57,11 @@ class HostPiece:
 
     def __init__(self, name: str, tensor: Any, copy: bool):
         self.name, self.array = name, (own_array if copy else as_array)(name, tensor)
-        self.dtype, self.shape, self.nbytes = dtype_name(self.array), self.array.shape, self.array.nbytes
+        self.dtype, self.shape, self.nbytes = (
+            dtype_name(self.array),
+            self.array.shape,
+            self.array.nbytes,
+        )
 
 
 class TorchPiece:
@@ -57,7 +69,11 @@ class TorchPiece:
 
     def __init__(self, name: str, tensor: Any):
         self.name, self.tensor = name, tensor
-        self.dtype, self.shape, self.nbytes = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes
+        self.dtype, self.shape, self.nbytes = (
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tensor.nbytes,
+        )
 
 
 Piece = HostPiece | TorchPiece | Held  # each has name, dtype, shape and nbytes
@@ -68,18 +84,21 @@ class Bucket(Protocol):
     on_gpu: bool
 
     def put(self, offset: int, piece: Any) -> None:
-        """Copies a piece in. The piece must not change until `finish`; the bucket keeps a reference."""
+        """Copies a piece in. The piece must not change until `finish`; the bucket keeps a
+        reference."""
 
     def sum(self, entry: Entry) -> str:
         """The checksum of the entry's bytes; "" if the carrier has none."""
 
     def begin(self, src: int) -> None:
-        """Starts the broadcast of rank `src`'s bytes into every rank's bucket; it is complete when `finish` returns."""
+        """Starts the broadcast of rank `src`'s bytes into every rank's bucket; it is complete when
+        `finish` returns."""
 
     def finish(self) -> None: ...
 
     def take(self, entry: Entry, verify: bool) -> Any:
-        """The entry as a view that keeps the bucket alive. FormatError: a wrong checksum, or an unreadable shape."""
+        """The entry as a view that keeps the bucket alive. FormatError: a wrong checksum, or an
+        unreadable shape."""
 
 
 class Carrier(Protocol):
@@ -88,10 +107,12 @@ class Carrier(Protocol):
     has_sums: bool
 
     def check(self, device: Any, sends: bool) -> None:
-        """Checks the `device` of a stream, without other ranks. Error: this rank does not have it."""
+        """Checks the `device` of a stream, without other ranks. Error: this rank does not have
+        it."""
 
     def open(self) -> None:
-        """Called once all ranks have passed `check`: makes what needs all ranks, for the first stream."""
+        """Called once all ranks have passed `check`: makes what needs all ranks, for the first
+        stream."""
 
     def piece(self, name: str, tensor: Any, copy: bool) -> Piece:
         """copy: the tensor's memory is used again for the next one."""
@@ -127,11 +148,12 @@ def carrier_of(group: Any) -> Carrier:
 def check_host(device: Any) -> None:
     if device is not None and device != "cpu":
         raise ConfigError(
-            f"device: expected None or 'cpu', got {shown(device)}; GPUs are chosen with rm.comm.nccl(…), in torch by torch.cuda.set_device"
+            f"device: expected None or 'cpu', got {shown(device)}; GPUs are chosen with "
+            "rm.comm.nccl(…), in torch by torch.cuda.set_device"
         )
 
 
-# -------------------------------------------------------------------------------------------------- the host
+# --------------------------------------------------------------------------------------- the host
 class HostBucket:
     """A bucket in host memory; subclasses broadcast it."""
 
@@ -206,10 +228,10 @@ class CommCarrier:
             end.close()
 
 
-# -------------------------------------------------------------------------------------------------- GPUs, by rollmesh alone
+# ------------------------------------------------------------------------ GPUs, by rollmesh alone
 class NcclCarrier(CommCarrier):
-    """One GPU per rank, between which NCCL moves bytes. There are no checksums: they would need a kernel of their own, and NCCL relies on
-    the network's checks."""
+    """One GPU per rank, between which NCCL moves bytes. There are no checksums: they would need a
+    kernel of their own, and NCCL relies on the network's checks."""
 
     has_sums = False
 
@@ -225,17 +247,25 @@ class NcclCarrier(CommCarrier):
         if self.group is None or named == "cpu":
             where = self._nccl.place(device_of(named), Mesh(dp=len(self.ranks)))
             self.ordinal, self._device = where.cuda_ordinal, named
-            self.readers, self._sender = gpus(), gpus()  # two queues, so that a consumer's copy to the host does not wait for a broadcast
+            self.readers, self._sender = (
+                gpus(),
+                gpus(),
+            )  # two queues, so that a consumer's copy to the host does not wait for a broadcast
             self._sender.wait(self.ordinal)
         elif device not in (None, "cpu", self._device, f"cuda:{self.ordinal}"):
-            raise ConfigError(f"device: expected None or 'cuda:{self.ordinal}' of this comm's first stream, got {shown(device)}")
+            raise ConfigError(
+                f"device: expected None or 'cuda:{self.ordinal}' of this comm's first stream, got "
+                f"{shown(device)}"
+            )
 
     def open(self) -> None:
         if self.group is not None:
             return
         comm = self._nccl
         comm.accept_handshake(self.all_gather(comm.handshake_values()))
-        self.group = self._sender.group(self.world, self.ordinal, comm.library.path, str(comm.gpu), comm.timeout)
+        self.group = self._sender.group(
+            self.world, self.ordinal, comm.library.path, str(comm.gpu), comm.timeout
+        )
 
     def piece(self, name: str, tensor: Any, copy: bool) -> Piece:
         if not is_on_gpu(tensor):
@@ -252,7 +282,8 @@ class NcclCarrier(CommCarrier):
         return NcclBucket(self, size)
 
     def await_tensors(self, ordinal: int) -> None:
-        """Waits for kernels that write tensors on another GPU; on this rank's own GPU the stream order is enough."""
+        """Waits for kernels that write tensors on another GPU; on this rank's own GPU the stream
+        order is enough."""
         if ordinal != self.ordinal:
             self._sender.wait(ordinal)
 
@@ -297,23 +328,33 @@ class NcclBucket:
 
     def take(self, entry: Entry, verify: bool) -> _core.DeviceArray:
         if len(entry.shape) > GPU_DIMS:
-            raise FormatError(f"{entry.name}: expected at most {GPU_DIMS} dims on a GPU, got {len(entry.shape)}")
+            raise FormatError(
+                f"{entry.name}: expected at most {GPU_DIMS} dims on a GPU, got {len(entry.shape)}"
+            )
         strides = tuple(math.prod(entry.shape[i + 1 :]) for i in range(len(entry.shape)))
         at = self.block.address + entry.offset
-        return self._carrier.readers.array(self._carrier.ordinal, at, entry.dtype, entry.shape, strides, self.block)
+        return self._carrier.readers.array(
+            self._carrier.ordinal, at, entry.dtype, entry.shape, strides, self.block
+        )
 
 
-# -------------------------------------------------------------------------------------------------- torch.distributed
+# ------------------------------------------------------------------------------ torch.distributed
 def gpu_of(group: Any) -> Any:
-    """This process's GPU if the group has NCCL; else None (Gloo would copy GPU tensors through the host)."""
+    """This process's GPU if the group has NCCL; else None (Gloo would copy GPU tensors through the
+    host)."""
     import torch
     import torch.distributed as dist
 
-    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(dist.get_backend_config(group)) else None
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if "nccl" in str(dist.get_backend_config(group))
+        else None
+    )
 
 
 class TorchCarrier:
-    """With two backends (cpu:gloo,cuda:nccl) buckets stay where their tensors are; with NCCL alone all are on GPUs."""
+    """With two backends (cpu:gloo,cuda:nccl) buckets stay where their tensors are; with NCCL alone
+    all are on GPUs."""
 
     has_sums = True
 
@@ -322,8 +363,13 @@ class TorchCarrier:
         import torch.distributed as dist
 
         self.group, self.gpu = group, gpu_of(group)
-        self.rank, self.ranks = dist.get_rank(), dist.get_process_group_ranks(group or dist.group.WORLD)
-        moves_host = "cpu" in str(dist.get_backend_config(group)) or dist.get_backend(group) == "gloo"
+        self.rank, self.ranks = (
+            dist.get_rank(),
+            dist.get_process_group_ranks(group or dist.group.WORLD),
+        )
+        moves_host = (
+            "cpu" in str(dist.get_backend_config(group)) or dist.get_backend(group) == "gloo"
+        )
         self._host_at = torch.device("cpu") if moves_host else self.gpu
 
     def check(self, device: Any, sends: bool) -> None:
@@ -343,7 +389,10 @@ class TorchCarrier:
 
     def bucket(self, size: int, on_gpu: bool) -> Bucket:
         if on_gpu and self.gpu is None:
-            raise ConfigError("expected the same group on all ranks, got a bucket on GPUs on a rank whose group has no backend for them")
+            raise ConfigError(
+                "expected the same group on all ranks, got a bucket on GPUs on a rank whose group "
+                "has no backend for them"
+            )
         return TorchBucket(self, size) if on_gpu else GlooBucket(self, size)
 
     def broadcast(self, array: NDArray[Any], src: int) -> None:
@@ -398,7 +447,9 @@ class _TorchBroadcast:
 
         if self._bytes.numel():
             with typed("a broadcast of weights"):
-                self._work = dist.broadcast(self._bytes, src, group=self._carrier.group, async_op=True)
+                self._work = dist.broadcast(
+                    self._bytes, src, group=self._carrier.group, async_op=True
+                )
 
     def finish(self) -> None:
         work, self._work = self._work, None
@@ -416,7 +467,8 @@ class GlooBucket(_TorchBroadcast, HostBucket):
 
 
 class TorchBucket(_TorchBroadcast):
-    """A bucket on a GPU. The stream that is current at `finish` waits for the broadcast; a consumer orders other streams behind it."""
+    """A bucket on a GPU. The stream that is current at `finish` waits for the broadcast; a consumer
+    orders other streams behind it."""
 
     on_gpu = True
 
@@ -427,7 +479,10 @@ class TorchBucket(_TorchBroadcast):
         try:
             self.data = self._bytes = torch.zeros(size, dtype=torch.uint8, device=carrier.gpu)
         except torch.OutOfMemoryError as error:
-            raise CapacityError(f"no memory on {carrier.gpu} for a bucket of {size} bytes: {str(error).splitlines()[0][:200]}") from error
+            raise CapacityError(
+                f"no memory on {carrier.gpu} for a bucket of {size} bytes: "
+                f"{str(error).splitlines()[0][:200]}"
+            ) from error
 
     def put(self, offset: int, piece: HostPiece | TorchPiece) -> None:
         import torch
@@ -435,7 +490,9 @@ class TorchBucket(_TorchBroadcast):
         if isinstance(piece, TorchPiece):
             data = piece.tensor.contiguous().reshape(-1).view(torch.uint8)
         else:
-            data = torch.from_numpy(np.array(bytes_of(piece.array)))  # a copy: torch warns about read-only arrays
+            data = torch.from_numpy(
+                np.array(bytes_of(piece.array))
+            )  # a copy: torch warns about read-only arrays
         self.data[offset : offset + piece.nbytes].copy_(data)
 
     def sum(self, entry: Entry) -> str:
@@ -446,4 +503,8 @@ class TorchBucket(_TorchBroadcast):
 
         if verify and (seen := self.sum(entry)) != entry.sum:
             raise FormatError(f"{entry.name}: expected checksum {entry.sum}, got {seen}")
-        return self.data[entry.offset : entry.offset + entry.bytes].view(getattr(torch, entry.dtype)).reshape(entry.shape)
+        return (
+            self.data[entry.offset : entry.offset + entry.bytes]
+            .view(getattr(torch, entry.dtype))
+            .reshape(entry.shape)
+        )

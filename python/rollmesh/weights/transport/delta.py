@@ -1,19 +1,27 @@
-"""Versions of weights as differences: what an optimizer step has changed, for generators that are not beside their trainer.
+"""Versions of weights as differences: what an optimizer step has changed, for generators that are
+not beside their trainer.
 
     trainer     encoder = DeltaEncoder()                      generator   decoder = DeltaDecoder()
-                message = encoder.encode(state_dict, 7)                   version = decoder.apply(message)
-                … any way of bytes …                                      gen.sync_weights(decoder, version=version)
+                message = encoder.encode(state_dict, 7)                   version =
+                                                                          decoder.apply(message)
+                … any way of bytes …                                      gen.sync_weights(decoder,
+                                                                          version=version)
 
-A message is a whole set, or the changes against the version before it: for each tensor the places that changed and old XOR new, or XOR
-for all places where too many did. Both sides keep one copy of the last version in host memory. Apply is whole or not at all: a message
-is checked before anything changes, and each tensor by its checksum afterwards. XOR undoes itself, so no second copy is needed.
+A message is a whole set, or the changes against the version before it: for each tensor the places
+that changed and old XOR new, or XOR for all places where too many did. Both sides keep one copy of
+the last version in host memory. Apply is whole or not at all: a message is checked before anything
+changes, and each tensor by its checksum afterwards. XOR undoes itself, so no second copy is needed.
 
     magic [8] · size of the header [8] · blake2b of the header [8] · header, JSON · payload
-    header   {run, base (null: whole), version, bytes, sum (of the payload), tensors: [[name, dtype, shape, kind, changed, sizes, sum], …]}
-    kind     "same": nothing; "places": gaps (uint32) and XOR of so many changed words; "words": XOR of all words
-    payload  for each tensor its streams: byte planes (all low bytes first), each stream a frame of zstd
+    header   {run, base (null: whole), version, bytes, sum (of the payload), tensors: [[name, dtype,
+             shape, kind, changed, sizes, sum], …]}
+    kind     "same": nothing; "places": gaps (uint32) and XOR of so many changed words; "words": XOR
+             of all words
+    payload  for each tensor its streams: byte planes (all low bytes first), each stream a frame of
+             zstd
 
-Alternatives, measured by benchmarks/deltas.py: new values in place of XOR, and streams without byte planes, take more bytes.
+Alternatives, measured by benchmarks/deltas.py: new values in place of XOR, and streams without byte
+planes, take more bytes.
 """
 
 from __future__ import annotations
@@ -71,7 +79,10 @@ def _zstd() -> Any:
     try:
         import zstandard
     except ImportError as error:
-        raise ConfigError("deltas: expected the library zstandard, which is not installed: pip install 'rollmesh[delta]'") from error
+        raise ConfigError(
+            "deltas: expected the library zstandard, which is not installed: pip install "
+            "'rollmesh[delta]'"
+        ) from error
     return zstandard
 
 
@@ -84,7 +95,8 @@ def _words(array: Array) -> Array:
 
 
 def _planes(words: Array) -> bytes:
-    """All lowest bytes, then all second ones, …: most high bytes are equal, and a run of them takes next to nothing."""
+    """All lowest bytes, then all second ones, …: most high bytes are equal, and a run of them takes
+    next to nothing."""
     return np.ascontiguousarray(words.view(np.uint8).reshape(-1, words.dtype.itemsize).T).tobytes()
 
 
@@ -99,14 +111,20 @@ def _header_sum(header: bytes) -> bytes:
 
 def check_version(version: Any, last: int | None) -> int:
     """A version number above the last one."""
-    if isinstance(version, bool) or not isinstance(version, (int, np.integer)) or not 0 <= version <= MAX_VERSION:
-        raise VersionError(f"version: expected an integer in [0, {MAX_VERSION}], got {shown(version)}")
+    if (
+        isinstance(version, bool)
+        or not isinstance(version, (int, np.integer))
+        or not 0 <= version <= MAX_VERSION
+    ):
+        raise VersionError(
+            f"version: expected an integer in [0, {MAX_VERSION}], got {shown(version)}"
+        )
     if last is not None and version <= last:
         raise VersionError(f"version {version} does not exceed {last}, the last one")
     return int(version)
 
 
-# -------------------------------------------------------------------------------------------------- the trainer
+# ------------------------------------------------------------------------------------ the trainer
 class Encoded(NamedTuple):
     """A version as the trainer's side keeps it."""
 
@@ -120,7 +138,8 @@ class DeltaEncoder:
     """The trainer's side. Keeps a copy of the last version, in its dtypes, in host memory."""
 
     def __init__(self, threads: int | None = None):
-        """threads: that compare and compress; None: one for each core that this process may use. ConfigError without zstandard."""
+        """threads: that compare and compress; None: one for each core that this process may use.
+        ConfigError without zstandard."""
         self._compressor, self._threads = _zstd().ZstdCompressor, _threads(threads)
         self.run = secrets.token_hex(16)
         self.last = Encoded({}, {}, None, None)  # replaced in one assignment, for a Ctrl-C
@@ -135,13 +154,21 @@ class DeltaEncoder:
         """The base of the message made last; None: it is a whole set."""
         return self.last.base
 
-    def encode(self, source: Mapping[str, Any] | Iterable[tuple[str, Any]], version: int, *, whole: bool = False) -> bytes:
-        """The message of a version: its changes against the version encoded last, or all of it at first, with whole=True, and where names,
-        shapes or dtypes have changed. Tensors of torch (on any device) or NumPy, in the dtype in
+    def encode(
+        self,
+        source: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        version: int,
+        *,
+        whole: bool = False,
+    ) -> bytes:
+        """The message of a version: its changes against the version encoded last, or all of it at
+        first, with whole=True, and where names, shapes or dtypes have changed. Tensors of torch (on
+        any device) or NumPy, in the dtype in
         which they are sent. Each tensor is copied before the next one is asked for.
 
-        VersionError unless the number exceeds the last one; DuplicateKeyError, UnsupportedTensorError, DTypeError, LimitError for an entry.
-        After an error, an exception of the source among them, the last version is the one before.
+        VersionError unless the number exceeds the last one; DuplicateKeyError,
+        UnsupportedTensorError, DTypeError, LimitError for an entry. After an error, an exception of
+        the source among them, the last version is the one before.
         """
         message, self.last = self.made(source, version, whole=whole)
         return message
@@ -165,7 +192,8 @@ class DeltaEncoder:
         return self._message(new, version, None if is_whole else self.version)
 
     def whole(self) -> bytes:
-        """The version encoded last as a whole set, for a receiver that lacks the base of its delta. NotSyncedError if there is none."""
+        """The version encoded last as a whole set, for a receiver that lacks the base of its delta.
+        NotSyncedError if there is none."""
         if self.version is None:
             raise NotSyncedError("no version was encoded; call encode first")
         return self._message(self.last.arrays, self.version, None)[0]
@@ -187,7 +215,9 @@ class DeltaEncoder:
             rows.append([name, dtype_name(array), list(array.shape), kind, count, sizes, total])
         payload = b"".join(part for _, _, parts, _ in changes for part in parts)
         values = {"run": self.run, "base": base, "version": version, "bytes": len(payload)}
-        header = json.dumps({**values, "sum": checksum(np.frombuffer(payload, np.uint8)), "tensors": rows}).encode()
+        header = json.dumps(
+            {**values, "sum": checksum(np.frombuffer(payload, np.uint8)), "tensors": rows}
+        ).encode()
         if len(header) > MAX_HEADER:
             raise LimitError(
                 f"a delta's header: expected at most {MAX_HEADER} bytes for {len(rows)} tensors, "
@@ -200,7 +230,10 @@ class DeltaEncoder:
         self, name: str, array: Array, before: Array | None
     ) -> tuple[str, int, list[bytes], str]:
         """Kind, changed words, streams and checksum of one tensor."""
-        compress, words = self._compressor(level=LEVEL).compress, _words(array)  # a compressor is of one thread
+        compress, words = (
+            self._compressor(level=LEVEL).compress,
+            _words(array),
+        )  # a compressor is of one thread
         total = checksum(bytes_of(array))
         if before is None:
             return "words", words.size, [compress(_planes(words))] if words.size else [], total
@@ -215,14 +248,19 @@ class DeltaEncoder:
         gaps = np.diff(places, prepend=0)
         if int(gaps.max()) > MAX_GAP:
             return "words", words.size, [compress(_planes(words ^ old))], total
-        return "places", places.size, [compress(_planes(gaps.astype(GAP))), compress(_planes(words[places] ^ old[places]))], total
+        return (
+            "places",
+            places.size,
+            [compress(_planes(gaps.astype(GAP))), compress(_planes(words[places] ^ old[places]))],
+            total,
+        )
 
 
 def _forms(arrays: Mapping[str, Array]) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (dtype_name(array), array.shape) for name, array in arrays.items()}
 
 
-# -------------------------------------------------------------------------------------------------- the generator
+# ---------------------------------------------------------------------------------- the generator
 @dataclass(frozen=True, slots=True)
 class _Row:
     """One tensor of a message, checked."""
@@ -267,10 +305,12 @@ _NOTHING = _Version({}, {}, None, None)
 
 
 class DeltaDecoder(Mapping[str, Any], LentSource):
-    """The generator's side: a mapping of the version applied last, for Generator.sync_weights. Its arrays change with the next apply."""
+    """The generator's side: a mapping of the version applied last, for Generator.sync_weights. Its
+    arrays change with the next apply."""
 
     def __init__(self, threads: int | None = None):
-        """threads: that unpack and check; None: one for each core that this process may use. ConfigError without zstandard."""
+        """threads: that unpack and check; None: one for each core that this process may use.
+        ConfigError without zstandard."""
         super().__init__()
         self._zstd, self._threads = _zstd(), _threads(threads)
         self._now = _NOTHING  # replaced in one assignment, so that a Ctrl-C leaves one or the other
@@ -301,12 +341,14 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         return len(self._arrays)
 
     def apply(self, message: Any) -> int:
-        """Makes the message's version the current one and returns its number. message: bytes, or anything with a buffer.
+        """Makes the message's version the current one and returns its number. message: bytes, or
+        anything with a buffer.
 
-        FormatError (cut, changed, or made for other values than the base has), VersionError (a version that is not newer), BaseVersionError
-        (a delta against a version, or of a run, that is not the current one: apply a whole set, or the
-        deltas between), CapacityError (no memory for a whole set), StateError while a sync reads the
-        current version. After an error the current version is the one before, bit for bit. A
+        FormatError (cut, changed, or made for other values than the base has), VersionError (a
+        version that is not newer), BaseVersionError (a delta against a version, or of a run, that
+        is not the current one: apply a whole set, or the deltas between), CapacityError (no memory
+        for a whole set), StateError while a sync reads the current version. After an error the
+        current version is the one before, bit for bit. A
         second interrupt during the undo discards the version; apply a whole set then.
         """
         with self._guard:
@@ -332,20 +374,34 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
 
     def _require_base(self, header: Header) -> None:
         if self.version is None:
-            raise BaseVersionError(f"version {header.version} is a delta against version {header.base}: expected a whole set first")
+            raise BaseVersionError(
+                f"version {header.version} is a delta against version {header.base}: expected a "
+                "whole set first"
+            )
         if (header.run, header.base) != (self.run, self.version):
             run = "" if header.run == self.run else f" of run {header.run[:8]}"
             raise BaseVersionError(
-                f"version {header.version}: expected a delta against version {self.version} of run {str(self.run)[:8]}, "
-                f"got one against version {header.base}{run}; apply the deltas between, or a whole set"
+                f"version {header.version}: expected a delta against version {self.version} of "
+                f"run {str(self.run)[:8]}, "
+                f"got one against version {header.base}{run}; apply the deltas between, or a "
+                "whole set"
             )
-        if _forms(self._arrays) != {row.entry.name: (row.entry.dtype, row.entry.shape) for row in header.rows}:
-            raise FormatError(f"version {header.version}: expected the names, dtypes and shapes of version {self.version}, got others")
+        if _forms(self._arrays) != {
+            row.entry.name: (row.entry.dtype, row.entry.shape) for row in header.rows
+        }:
+            raise FormatError(
+                f"version {header.version}: expected the names, dtypes and shapes of version "
+                f"{self.version}, got others"
+            )
 
     def _whole(self, header: Header) -> dict[str, Array]:
         def array(item: tuple[_Row, list[memoryview]]) -> Array:
             row, parts = item
-            words = self._stream(row, parts[0], row.words, row.count) if parts else np.empty(0, row.words)
+            words = (
+                self._stream(row, parts[0], row.words, row.count)
+                if parts
+                else np.empty(0, row.words)
+            )
             made = words.view(row.dtype).reshape(row.entry.shape)
             _require_sum(row.entry, made)
             return made
@@ -387,7 +443,10 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
     def _change(self, row: _Row, parts: list[memoryview]) -> tuple[_Row, Any, Array] | None:
         """Places (None: all) and XOR of a tensor; None if nothing has changed."""
         if row.kind == "same" and row.entry.sum != self._now.sums[row.entry.name]:
-            raise FormatError(f"{row.entry.name}: expected checksum {row.entry.sum}, the base has {self._now.sums[row.entry.name]}")
+            raise FormatError(
+                f"{row.entry.name}: expected checksum {row.entry.sum}, the base has "
+                f"{self._now.sums[row.entry.name]}"
+            )
         if not parts:
             return None
         if row.kind == "words":
@@ -395,7 +454,9 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         gaps = self._stream(row, parts[0], GAP, row.changed).astype(np.int64)
         places = np.cumsum(gaps)
         if not (gaps[1:] > 0).all() or int(places[-1]) >= row.count:
-            raise FormatError(f"{row.entry.name}: expected growing places below {row.count}, got others")
+            raise FormatError(
+                f"{row.entry.name}: expected growing places below {row.count}, got others"
+            )
         return row, places, self._stream(row, parts[1], row.words, row.changed)
 
     def _stream(self, row: _Row, data: memoryview, dtype: np.dtype[Any], count: int) -> Array:
@@ -403,8 +464,13 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         try:
             size = self._zstd.get_frame_parameters(data).content_size
             if size != count * dtype.itemsize:
-                raise FormatError(f"{row.entry.name}: expected a stream of {count * dtype.itemsize} bytes, got {size}")
-            return _from_planes(self._zstd.ZstdDecompressor().decompress(data, max_output_size=size), dtype, count)
+                raise FormatError(
+                    f"{row.entry.name}: expected a stream of {count * dtype.itemsize} bytes, got "
+                    f"{size}"
+                )
+            return _from_planes(
+                self._zstd.ZstdDecompressor().decompress(data, max_output_size=size), dtype, count
+            )
         except self._zstd.ZstdError as error:
             raise FormatError(f"{row.entry.name}: {error}") from error
 
@@ -442,13 +508,15 @@ def _require_sum(entry: Entry, array: Array) -> None:
         raise FormatError(f"{entry.name}: expected checksum {entry.sum}, got {seen}")
 
 
-# -------------------------------------------------------------------------------------------------- checks
+# ----------------------------------------------------------------------------------------- checks
 def read_header(message: Any) -> Header:
     """Checks all of a message but its streams. FormatError."""
     try:
         data = memoryview(message).cast("B")
     except (TypeError, ValueError) as error:  # NumPy's for its dates
-        raise FormatError(f"expected the bytes of a delta, got a {type(message).__name__}") from error
+        raise FormatError(
+            f"expected the bytes of a delta, got a {type(message).__name__}"
+        ) from error
     end = START + header_size(bytes(data[:START]), len(data))
     header = parse_header(bytes(data[:START]), bytes(data[START:end]), len(data) - end)
     return with_payload(header, data[end:])
@@ -478,7 +546,12 @@ def parse_header(start: bytes, text: bytes, num_bytes: int) -> Header:
     try:
         values = json.loads(text)
         rows = tuple(_row(num_bytes, *row) for row in values["tensors"])
-        run, base, version, length = str(values["run"]), values["base"], values["version"], values["bytes"]
+        run, base, version, length = (
+            str(values["run"]),
+            values["base"],
+            values["version"],
+            values["bytes"],
+        )
         found = str(values["sum"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"expected the header of a delta: {error!r:.200}") from error
@@ -488,12 +561,16 @@ def parse_header(start: bytes, text: bytes, num_bytes: int) -> Header:
         )
     for number in (version,) if base is None else (base, version):
         if type(number) is not int or not 0 <= number <= MAX_VERSION:
-            raise FormatError(f"a delta's versions: expected integers in [0, {MAX_VERSION}], got {number!r:.80}")
+            raise FormatError(
+                f"a delta's versions: expected integers in [0, {MAX_VERSION}], got {number!r:.80}"
+            )
     names: set[str] = set()
     for row in rows:
         check_new_name(row.entry.name, names)
         if base is None and row.kind != "words":
-            raise FormatError(f"{row.entry.name}: expected all words in a whole set, got {row.kind!r}")
+            raise FormatError(
+                f"{row.entry.name}: expected all words in a whole set, got {row.kind!r}"
+            )
     return Header(run, base, version, rows, length, found, memoryview(b""))
 
 
@@ -503,19 +580,41 @@ def with_payload(header: Header, payload: memoryview) -> Header:
     return replace(header, payload=payload)
 
 
-def _row(num_bytes: int, name: Any, dtype: Any, shape: Any, kind: Any, changed: Any, sizes: Any, total: Any) -> _Row:
+def _row(
+    num_bytes: int,
+    name: Any,
+    dtype: Any,
+    shape: Any,
+    kind: Any,
+    changed: Any,
+    sizes: Any,
+    total: Any,
+) -> _Row:
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r:.80}")
     if len(shape) > MAX_DIMS or not all(type(n) is int for n in shape):  # before any arithmetic
         raise ValueError(f"shape {shape[:4]!r:.80} of {shown(name)}")
-    entry = Entry(name, dtype, tuple(shape), 0, math.prod(shape) * DTYPES[dtype].itemsize, str(total))
+    entry = Entry(
+        name, dtype, tuple(shape), 0, math.prod(shape) * DTYPES[dtype].itemsize, str(total)
+    )
     check_entry(entry, entry.bytes)
     row = _Row(entry, kind, changed, tuple(sizes))
     streams = {"same": 0, "places": 2, "words": int(row.count > 0)}.get(kind)
     counts = {"same": 0, "words": row.count}.get(kind, changed)
-    if streams != len(row.sizes) or changed != counts or not all(type(n) is int and 0 <= n <= num_bytes for n in row.sizes):
-        raise ValueError(f"{kind!r:.80} of {shown(name)} with {changed!r:.80} changes and streams of {sizes!r:.80} bytes")
-    if type(changed) is not int or not 0 <= changed <= row.count or (kind == "places" and changed == 0):
+    if (
+        streams != len(row.sizes)
+        or changed != counts
+        or not all(type(n) is int and 0 <= n <= num_bytes for n in row.sizes)
+    ):
+        raise ValueError(
+            f"{kind!r:.80} of {shown(name)} with {changed!r:.80} changes and streams of "
+            f"{sizes!r:.80} bytes"
+        )
+    if (
+        type(changed) is not int
+        or not 0 <= changed <= row.count
+        or (kind == "places" and changed == 0)
+    ):
         raise ValueError(f"{changed!r:.80} changes of {row.count} words of {shown(name)}")
     if sum(row.sizes) > _most(entry.bytes) + _most(changed * GAP.itemsize):
         raise ValueError(f"streams of {sizes!r:.80} bytes for {entry.bytes} bytes of {shown(name)}")

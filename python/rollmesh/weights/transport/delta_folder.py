@@ -1,8 +1,10 @@
-"""Versions of weights in a folder, for generators that come and go, on any machine that sees it: a file a version, whole or a delta.
+"""Versions of weights in a folder, for generators that come and go, on any machine that sees it: a
+file a version, whole or a delta.
 
     trainer     writer = DeltaWriter(folder)               generator   reader = DeltaReader(folder)
                 writer.publish(state_dict, version)                    version = reader.refresh()
-                                                                       gen.sync_weights(reader, version=version)
+                                                                       gen.sync_weights(reader,
+                                                                       version=version)
 
     0000000000000000040.whole             a whole set: the first, and every `whole_every` versions
     0000000000000000041.after.40.delta    the changes from version 40 to 41
@@ -101,7 +103,10 @@ class DeltaWriter:
     def __init__(self, folder: str | Path, *, whole_every: int = 50):
         """StateError: the folder has another writer. AuthError: its lock is another user's.
         ConfigError: its file system has no locks."""
-        self._folder, self._whole_every = _checked(folder), integer("whole_every", whole_every, 1, 2**31 - 1)
+        self._folder, self._whole_every = (
+            _checked(folder),
+            integer("whole_every", whole_every, 1, 2**31 - 1),
+        )
         self._encoder = DeltaEncoder()
         self._since_whole = 0  # versions published since, the whole one included
         self._has_warned = False
@@ -121,7 +126,9 @@ class DeltaWriter:
         """The number of the version published last, at first the newest of earlier writers."""
         return self._found if self._encoder.version is None else self._encoder.version
 
-    def publish(self, source: Mapping[str, Any] | Iterable[tuple[str, Any]], version: int | None = None) -> int:
+    def publish(
+        self, source: Mapping[str, Any] | Iterable[tuple[str, Any]], version: int | None = None
+    ) -> int:
         """Writes a version and returns its number; None: the next one. Each tensor is copied before
         the next one is asked for.
 
@@ -139,7 +146,10 @@ class DeltaWriter:
                 f"{plain(self._lock.path)}: expected the file that this writer has locked, "
                 "got another or none; the folder was begun again: make a new DeltaWriter"
             )
-        version = check_version((-1 if self.version is None else self.version) + 1 if version is None else version, self.version)
+        version = check_version(
+            (-1 if self.version is None else self.version) + 1 if version is None else version,
+            self.version,
+        )
         encoder, since = self._encoder, self._since_whole
         message, new = encoder.made(source, version, whole=since >= self._whole_every)
         kind = "whole" if new.base is None else f"after.{new.base}.delta"
@@ -272,20 +282,23 @@ def _header(file: _File, stream: BinaryIO) -> Header:
 
 
 class DeltaReader(DeltaDecoder):
-    """The generator's side: a mapping of the version that refresh found, for Generator.sync_weights. Nothing is written to the folder."""
+    """The generator's side: a mapping of the version that refresh found, for
+    Generator.sync_weights. Nothing is written to the folder."""
 
     def __init__(self, folder: str | Path):
         super().__init__()
         self._folder = _checked(folder)
 
     def refresh(self) -> int:
-        """Reaches the newest version of the folder, by the deltas behind its own or from a whole set, and returns its number.
+        """Reaches the newest version of the folder, by the deltas behind its own or from a whole
+        set, and returns its number.
 
         NotSyncedError: the folder lacks a whole set, or is gone. FormatError: a file is damaged or
         not a regular file, without a newer whole set. The version reached so far stays, and the
         next whole set is read. AuthError: a file belongs to another user, or others may write it.
         VersionError: the folder was begun again by another run. CapacityError: no memory
-        for a whole set. StateError: a sync reads this version. OSError: the folder cannot be read."""
+        for a whole set. StateError: a sync reads this version. OSError: the folder cannot be
+        read."""
         with self._guard:
             self._require_unread(f"version {self.version}")
             for _ in range(TRIES):
@@ -293,7 +306,10 @@ class DeltaReader(DeltaDecoder):
                     return self._reach()
         if not self._folder.is_dir():
             raise NotSyncedError(f"{plain(self._folder)} is gone")
-        raise FormatError(f"{plain(self._folder)}: files go away while they are read; is there more than one writer?")
+        raise FormatError(
+            f"{plain(self._folder)}: files go away while they are read; is there more than one "
+            "writer?"
+        )
 
     def _reach(self) -> int:
         files = _files(self._folder)
@@ -357,6 +373,9 @@ class DeltaReader(DeltaDecoder):
 
     def _from_whole(self, files: list[_File]) -> list[_File]:
         """The newest whole set that is newer than the own version, and the deltas behind it."""
-        wholes = [file for file in files if file.base is None and (self.version is None or file.version > self.version)]
+        wholes = [
+            file
+            for file in files
+            if file.base is None and (self.version is None or file.version > self.version)
+        ]
         return [wholes[-1], *self._chain(files, wholes[-1].version)] if wholes else []
-

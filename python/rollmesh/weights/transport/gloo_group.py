@@ -1,5 +1,5 @@
-"""A Gloo group of a trainer (rank 0) and vLLM's workers on any machine, for broadcasts from the trainer. The trainer listens on a port from
-its first send on.
+"""A Gloo group of a trainer (rank 0) and vLLM's workers on any machine, for broadcasts from the
+trainer. The trainer listens on a port from its first send on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ HELD_S = 5.0  # timeout of a look into the store
 
 
 class Group:
-    """One rank's end. Not registered in torch.distributed, so that the process's own groups are unaffected."""
+    """One rank's end. Not registered in torch.distributed, so that the process's own groups are
+    unaffected."""
 
     def __init__(self, store: Any, rank: int, world: int, timeout: float):
         self._store, self.rank, self.world, self._timeout = store, rank, world, timeout
@@ -32,12 +33,22 @@ class Group:
     def listening(cls, address: str, port: int, world: int, timeout: float) -> Group:
         """The trainer's end, bound to `address` only; port 0: a free one."""
         try:
-            listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+            listener = socket.create_server(
+                (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+            )
         except OSError as error:
-            raise ConfigError(f"cannot listen on master_address = {shown(address)}, master_port = {port}: {error}") from error
+            raise ConfigError(
+                f"cannot listen on master_address = {shown(address)}, master_port = {port}: {error}"
+            ) from error
         port = listener.getsockname()[1]
         store = _distributed().TCPStore(
-            address, port, world, True, timedelta(seconds=timeout), wait_for_workers=False, master_listen_fd=listener.detach()
+            address,
+            port,
+            world,
+            True,
+            timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
         store.set(TRAINER, "here")
         return cls(store, 0, world, timeout)
@@ -47,12 +58,16 @@ class Group:
         """A worker's end; returns once all ranks have joined."""
         seconds = timedelta(seconds=timeout)
         try:
-            store = _distributed().TCPStore(address, port, world, False, seconds, wait_for_workers=False)
+            store = _distributed().TCPStore(
+                address, port, world, False, seconds, wait_for_workers=False
+            )
             store.set(f"rank {rank}", "here")
             group = cls(store, rank, world, timeout)
             group._connect()
         except RuntimeError as error:
-            raise SyncAbortedError(f"rank {rank} did not reach the trainer at {address}:{port}: {_line(error)}") from error
+            raise SyncAbortedError(
+                f"rank {rank} did not reach the trainer at {address}:{port}: {_line(error)}"
+            ) from error
         return group
 
     @property
@@ -60,7 +75,8 @@ class Group:
         return int(self._store.port)
 
     def is_held(self) -> bool:
-        """Whether the trainer is alive and in the group. False if it does not answer within HELD_S."""
+        """Whether the trainer is alive and in the group. False if it does not answer within
+        HELD_S."""
         found = []
 
         def ask(store: Any) -> None:
@@ -77,19 +93,27 @@ class Group:
     def gather(self, given_up: Callable[[], bool]) -> None:
         """The trainer waits until all workers have joined or given up."""
         names = [f"rank {rank}" for rank in range(1, self.world)]
-        store, deadline = self._store, time.monotonic() + self._timeout  # another thread may close this
+        store, deadline = (
+            self._store,
+            time.monotonic() + self._timeout,
+        )  # another thread may close this
         if store is None:
             raise StateError("the group of trainer and workers is closed")
         while not store.check(names):
             if given_up() or time.monotonic() > deadline:
-                raise SyncAbortedError(f"not all of {self.world - 1} workers joined the trainer's group")
+                raise SyncAbortedError(
+                    f"not all of {self.world - 1} workers joined the trainer's group"
+                )
             time.sleep(0.01)
         self._connect()
 
     def _connect(self) -> None:
         torch = _distributed()
         self._group = torch.ProcessGroupGloo(
-            torch.PrefixStore("weights", self._store), self.rank, self.world, timedelta(seconds=self._timeout)
+            torch.PrefixStore("weights", self._store),
+            self.rank,
+            self.world,
+            timedelta(seconds=self._timeout),
         )
 
     def broadcast(self, data: Bytes, given_up: Callable[[], bool] = lambda: False) -> None:
@@ -110,7 +134,9 @@ class Group:
                 return
         except RuntimeError as error:
             self.close()
-            raise SyncAbortedError(f"rank {self.rank} lost the group of trainer and workers: {_line(error)}") from error
+            raise SyncAbortedError(
+                f"rank {self.rank} lost the group of trainer and workers: {_line(error)}"
+            ) from error
         self.close()
         with starting("the end of a broadcast"):
             threading.Thread(target=_outlive, args=(work, group), daemon=True).start()
@@ -124,7 +150,8 @@ class Group:
 
 
 def _outlive(work: Any, group: Any) -> None:
-    """Keeps the group alive: Gloo cannot cancel an operation, and destroying the group would block the process until it ends."""
+    """Keeps the group alive: Gloo cannot cancel an operation, and destroying the group would block
+    the process until it ends."""
     while not work.is_completed():
         time.sleep(POLL_S)
 

@@ -1,11 +1,16 @@
-"""Tensors on GPUs that other processes of the machine read in place (CUDA IPC). A loan belongs to a segment (segment.py), which has its
-number and its readers' locks; the manifest lists the allocations and the tensors in them.
+"""Tensors on GPUs that other processes of the machine read in place (CUDA IPC). A loan belongs to a
+segment (segment.py), which has its number and its readers' locks; the manifest lists the
+allocations and the tensors in them.
 
-    trainer   waits for kernels that write the tensors, keeps a reference, opens a loan of the segment, sends the manifest
-    reader    locks its byte, checks the number, opens the allocations, reads, checks the number again, closes them, marks its byte
-    trainer   (optionally waits for as many marks as there are readers,) sets the number to 0 and waits for the locks
+    trainer   waits for kernels that write the tensors, keeps a reference, opens a loan of the
+              segment, sends the manifest
+    reader    locks its byte, checks the number, opens the allocations, reads, checks the number
+              again, closes them, marks its byte
+    trainer   (optionally waits for as many marks as there are readers,) sets the number to 0 and
+              waits for the locks
 
-A reader that finds another number drops what it has read. Locks end with their process, so each side notices when the other dies.
+A reader that finds another number drops what it has read. Locks end with their process, so each
+side notices when the other dies.
 """
 
 from __future__ import annotations
@@ -29,7 +34,8 @@ from rollmesh.weights.transport.tensors import DTYPES, as_array, own_array
 
 CUDA = (2, 13)  # DLPack's device types kDLCUDA and kDLCUDAManaged
 REMEDY = (
-    "torch must not use expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False) nor cudaMallocAsync; "
+    "torch must not use expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False) "
+    "nor cudaMallocAsync; "
     "lend_to=0, or a WeightSender's lend=False, copies"
 )
 
@@ -66,8 +72,8 @@ class LentSource:
                 self._readers.remove(reader)
 
     def _require_unread(self, what: str) -> None:
-        """StateError if there is a reader. Callers hold `self._guard`, which keeps readers out, by its
-        own `with`: a generator between them could leave it locked after a Ctrl-C."""
+        """StateError if there is a reader. Callers hold `self._guard`, which keeps readers out, by
+        its own `with`: a generator between them could leave it locked after a Ctrl-C."""
         if self._readers:
             raise StateError(
                 f"{what}: expected no sync that reads it, got {len(self._readers)}; "
@@ -78,7 +84,10 @@ class LentSource:
 def gpus() -> _core.Gpus:
     path = library_path()
     if not path.exists():
-        raise ConfigError(f"lending tensors on GPUs needs {path.name}, which this build lacks: it was made without nvcc")
+        raise ConfigError(
+            f"lending tensors on GPUs needs {path.name}, which this build lacks: it was made "
+            "without nvcc"
+        )
     return _core.Gpus(str(path))
 
 
@@ -93,7 +102,7 @@ def is_on_gpu(tensor: Any) -> bool:
         return False
 
 
-# -------------------------------------------------------------------------------------------------- the trainer
+# ------------------------------------------------------------------------------------ the trainer
 class Held(NamedTuple):
     """A GPU tensor of this process that another may read; keeps it alive."""
 
@@ -117,13 +126,16 @@ def hold(gpus: _core.Gpus, name: str, tensor: Any) -> Held:
 
 
 def describe_loan(gpus: _core.Gpus, tensors: Iterable[Held], number: int) -> dict[str, Any]:
-    """The loan's part of a manifest. Waits for kernels that write the tensors. UnsupportedTensorError for memory that no other process can
-    open."""
+    """The loan's part of a manifest. Waits for kernels that write the tensors.
+    UnsupportedTensorError for memory that no other process can open."""
     allocations: list[tuple[int, int, int]] = []  # ordinal, address, bytes
     handles: list[list[Any]] = []
     described, ordinals = [], set()
     for name, ordinal, address, dtype, shape, strides, _ in tensors:
-        at = next((i for i, (o, a, n) in enumerate(allocations) if o == ordinal and a <= address < a + n), None)
+        at = next(
+            (i for i, (o, a, n) in enumerate(allocations) if o == ordinal and a <= address < a + n),
+            None,
+        )
         if at is None:
             at = len(allocations)
             bus, handle, start, size = _loan(gpus, name, ordinal, address)
@@ -133,7 +145,12 @@ def describe_loan(gpus: _core.Gpus, tensors: Iterable[Held], number: int) -> dic
         ordinals.add(ordinal)
     for ordinal in ordinals:
         gpus.wait(ordinal)
-    return {"number": number, "process": this_process(), "allocations": handles, "tensors": described}
+    return {
+        "number": number,
+        "process": this_process(),
+        "allocations": handles,
+        "tensors": described,
+    }
 
 
 def _loan(gpus: _core.Gpus, name: str, ordinal: int, address: int) -> tuple[str, bytes, int, int]:
@@ -165,7 +182,7 @@ class Lender:
         return describe_loan(self._gpus, tensors, number)
 
 
-# -------------------------------------------------------------------------------------------------- a reader
+# --------------------------------------------------------------------------------------- a reader
 class Borrowed:
     """The allocations of a loan, open; an array for each tensor that is asked for."""
 
@@ -179,7 +196,10 @@ class Borrowed:
                 ordinal, address, size = self._gpus.borrow(allocation.bus, allocation.handle)
                 self._open.append((ordinal, address))
                 if size < allocation.bytes:  # it may be larger: mappings are rounded up
-                    raise FormatError(f"expected an allocation of {allocation.bytes} bytes on cuda:{ordinal}, got {size}")
+                    raise FormatError(
+                        f"expected an allocation of {allocation.bytes} bytes on cuda:{ordinal}, "
+                        f"got {size}"
+                    )
         except BaseException:
             self.close()
             raise
@@ -188,7 +208,9 @@ class Borrowed:
         if name not in self._arrays:
             tensor = self._loan.tensors[name]
             ordinal, address = self._open[tensor.allocation]
-            self._arrays[name] = self._gpus.array(ordinal, address + tensor.offset, tensor.dtype, tensor.shape, tensor.strides)
+            self._arrays[name] = self._gpus.array(
+                ordinal, address + tensor.offset, tensor.dtype, tensor.shape, tensor.strides
+            )
         return self._arrays[name]
 
     def close(self) -> None:
@@ -216,7 +238,13 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
         super().__init__()
         self._verify, self._remedy = verify, remedy
 
-    def receive(self, manifest: Manifest | None, data: Bytes | None, segment: MappedSegment | None, what: str) -> None:
+    def receive(
+        self,
+        manifest: Manifest | None,
+        data: Bytes | None,
+        segment: MappedSegment | None,
+        what: str,
+    ) -> None:
         """what: for messages, such as "version 3". manifest None: no tensors."""
         verified: set[str] = set()
         self._borrowed: Borrowed | None = None
@@ -227,11 +255,13 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
 
     @contextmanager
     def lent(self) -> Iterator[Callable[[], None]]:
-        """Opens lent tensors for the `with` block; `sync_weights` does so itself. Yields a function to call after the last read has
-        finished, on the GPU too: it raises if the loan ended before. A block without an error gives the loan back for good.
+        """Opens lent tensors for the `with` block; `sync_weights` does so itself. Yields a function
+        to call after the last read has finished, on the GPU too: it raises if the loan ended
+        before. A block without an error gives the loan back for good.
 
-        RankLostError if the trainer has ended; StateError if it took the loan back, if this reader has given it back, or if this process
-        is the trainer; ConfigError if a GPU is not visible here; DeviceError with CUDA's message.
+        RankLostError if the trainer has ended; StateError if it took the loan back, if this reader
+        has given it back, or if this process is the trainer; ConfigError if a GPU is not visible
+        here; DeviceError with CUDA's message.
         """
         with self._reading(), self._loan_opened() as is_lent_still:
             yield is_lent_still
@@ -244,7 +274,10 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
             return
         assert segment is not None
         if self._has_read or self._borrowed is not None:
-            raise StateError(f"{self._what} {'was given back' if self._has_read else 'is being read'}; refresh() maps the next one")
+            raise StateError(
+                f"{self._what} {'was given back' if self._has_read else 'is being read'}; "
+                "refresh() maps the next one"
+            )
         if loan.process == this_process():
             instead = f"pass the tensors themselves, to sync_weights or load_weights{self._remedy}"
             raise StateError(f"{self._what} is lent by this process itself: {instead}")
@@ -273,13 +306,19 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
         manifest = self._known()
         if manifest.loan is not None and name in manifest.loan.tensors:
             if self._borrowed is None:
-                raise StateError(f"{name} is lent: read it by sync_weights, or within `with reader.lent()`")
+                raise StateError(
+                    f"{name} is lent: read it by sync_weights, or within `with reader.lent()`"
+                )
             return self._borrowed.array(name)
         entry = manifest.entries[name]
         assert self._data is not None
         if self._segment is not None:
             self._segment.require_whole()
-        array = view(entry, self._data, verify=self._verify and entry.sum != "" and name not in self._verified)
+        array = view(
+            entry,
+            self._data,
+            verify=self._verify and entry.sum != "" and name not in self._verified,
+        )
         self._verified.add(name)
         return array
 

@@ -1,10 +1,12 @@
-"""The manifest of a segment or bucket: which tensor is at which offset, and which are lent in which GPU allocations. It is JSON, sent with
-the bytes and checked completely by the reader.
+"""The manifest of a segment or bucket: which tensor is at which offset, and which are lent in which
+GPU allocations. It is JSON, sent with the bytes and checked completely by the reader.
 
     {"tensors": [{name, dtype, shape, offset, bytes, sum}, …],
-     "lent": {number, process, allocations: [[GPU, handle, bytes], …], tensors: [[name, dtype, shape, strides, allocation, offset], …]}}
+     "lent": {number, process, allocations: [[GPU, handle, bytes], …], tensors: [[name, dtype,
+     shape, strides, allocation, offset], …]}}
 
-`sum` is a checksum, "" to skip the comparison; `lent` is present only if tensors are lent (loans.py).
+`sum` is a checksum, "" to skip the comparison; `lent` is present only if tensors are lent
+(loans.py).
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class Manifest:
         return [*self.entries, *(self.loan.tensors if self.loan else ())]
 
 
-# -------------------------------------------------------------------------------------------------- the sender
+# ------------------------------------------------------------------------------------- the sender
 def lay_out(arrays: Sequence[tuple[str, NDArray[Any]]]) -> tuple[list[Entry], int]:
     """Entries without checksums of arrays one after another, and their bytes in all. LimitError for
     what `parse` refuses."""
@@ -88,7 +90,8 @@ def lay_out(arrays: Sequence[tuple[str, NDArray[Any]]]) -> tuple[list[Entry], in
 
 
 def place(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[list[Entry], int]:
-    """Entries without checksums for tensors of (name, dtype, shape, bytes) one after another, and their bytes in all."""
+    """Entries without checksums for tensors of (name, dtype, shape, bytes) one after another, and
+    their bytes in all."""
     entries, at = [], 0
     for name, dtype, shape, size in tensors:
         check_name(name)
@@ -119,12 +122,16 @@ def describe(entries: Iterable[Entry], lent: dict[str, Any] | None = None, **mor
     return json.dumps({**more, **loan, "tensors": [asdict(entry) for entry in entries]}).encode()
 
 
-# -------------------------------------------------------------------------------------------------- checks
+# ----------------------------------------------------------------------------------------- checks
 def check_name(name: Any) -> None:
     if not isinstance(name, str) or not name:
-        raise LimitError(f"a tensor's name: expected a str of 1 to {MAX_NAME} characters, got {shown(name)[:80]}")
+        raise LimitError(
+            f"a tensor's name: expected a str of 1 to {MAX_NAME} characters, got {shown(name)[:80]}"
+        )
     if len(name) > MAX_NAME:
-        raise LimitError(f"a tensor's name has {len(name)} characters ({name[:40]}…); the limit is {MAX_NAME}")
+        raise LimitError(
+            f"a tensor's name has {len(name)} characters ({name[:40]}…); the limit is {MAX_NAME}"
+        )
 
 
 def check_new_name(name: Any, seen: set[str]) -> None:
@@ -142,7 +149,8 @@ def _check_count(count: int) -> None:
 
 
 def parse(text: bytes, num_bytes: int) -> Manifest:
-    """Reads what `describe` wrote for a segment or bucket of so many bytes. FormatError names the first wrong entry; DuplicateKeyError."""
+    """Reads what `describe` wrote for a segment or bucket of so many bytes. FormatError names the
+    first wrong entry; DuplicateKeyError."""
     try:
         values = json.loads(text)
         tensors, lent = values.pop("tensors"), values.pop("lent", None)
@@ -169,14 +177,24 @@ def check_entry(entry: Entry, num_bytes: int) -> None:
     check_name(entry.name)
     _check_dtype(entry.name, entry.dtype)
     sizes = (*entry.shape, entry.offset, entry.bytes)
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes):
-        raise FormatError(f"{entry.name}: expected sizes that are integers >= 0, got {sizes!r:.200}")
+    if not all(
+        isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes
+    ):
+        raise FormatError(
+            f"{entry.name}: expected sizes that are integers >= 0, got {sizes!r:.200}"
+        )
     if len(entry.shape) > MAX_DIMS or math.prod(size or 1 for size in entry.shape) >= 2**60:
-        raise FormatError(f"{entry.name}: expected at most {MAX_DIMS} dims and 2^60 elements, got shape {list(entry.shape)!r:.200}")
+        raise FormatError(
+            f"{entry.name}: expected at most {MAX_DIMS} dims and 2^60 elements, got shape "
+            f"{list(entry.shape)!r:.200}"
+        )
     needed = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
     if entry.bytes != needed or entry.offset + entry.bytes > num_bytes or entry.offset % ALIGN:
         where = f"{entry.bytes} bytes at {entry.offset} of {num_bytes}"
-        raise FormatError(f"{entry.name}: {where} do not hold {entry.dtype} {list(entry.shape)}, which takes {needed}")
+        raise FormatError(
+            f"{entry.name}: {where} do not hold {entry.dtype} {list(entry.shape)}, which takes "
+            f"{needed}"
+        )
 
 
 def _check_dtype(name: str, dtype: Any) -> None:
@@ -188,14 +206,22 @@ def parse_loan(value: Any) -> Loan:
     """FormatError names the first wrong entry. Every tensor returned is inside its allocation."""
     try:
         number, process = value["number"], str(value["process"])
-        allocations = tuple(Allocation(str(bus), bytes.fromhex(handle), int(size)) for bus, handle, size in value["allocations"])
-        tensors = [LentTensor(n, d, tuple(shape), tuple(strides), at, offset) for n, d, shape, strides, at, offset in value["tensors"]]
+        allocations = tuple(
+            Allocation(str(bus), bytes.fromhex(handle), int(size))
+            for bus, handle, size in value["allocations"]
+        )
+        tensors = [
+            LentTensor(n, d, tuple(shape), tuple(strides), at, offset)
+            for n, d, shape, strides, at, offset in value["tensors"]
+        ]
         if any("\0" in allocation.bus for allocation in allocations):
             raise ValueError("a NUL in the name of a GPU")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise FormatError(f"expected a manifest of lent weights: {error!r:.200}") from error
     if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number < 2**63:
-        raise FormatError(f"the number of a loan: expected an integer in [1, 2^63), got {shown(number)}")
+        raise FormatError(
+            f"the number of a loan: expected an integer in [1, 2^63), got {shown(number)}"
+        )
     _check_count(len(tensors))
     for tensor in tensors:
         _check_lent(tensor, allocations)
@@ -209,17 +235,31 @@ def _check_lent(tensor: LentTensor, allocations: tuple[Allocation, ...]) -> None
     if not all(isinstance(n, int) and not isinstance(n, bool) and abs(n) < 2**60 for n in numbers):
         raise FormatError(f"{tensor.name}: expected integers below 2^60, got {numbers!r:.200}")
     _check_dtype(tensor.name, tensor.dtype)
-    if len(tensor.shape) != len(tensor.strides) or len(tensor.shape) > MAX_LENT_DIMS or min(tensor.shape, default=1) < 1:
+    if (
+        len(tensor.shape) != len(tensor.strides)
+        or len(tensor.shape) > MAX_LENT_DIMS
+        or min(tensor.shape, default=1) < 1
+    ):
         what = f"shape {list(tensor.shape)} with strides {list(tensor.strides)}"
         raise FormatError(f"{tensor.name}: expected at most {MAX_LENT_DIMS} sizes >= 1, got {what}")
     if not 0 <= tensor.allocation < len(allocations):
-        raise FormatError(f"{tensor.name}: expected one of {len(allocations)} allocations, got number {tensor.allocation}")
+        raise FormatError(
+            f"{tensor.name}: expected one of {len(allocations)} allocations, got number "
+            f"{tensor.allocation}"
+        )
     each = DTYPES[tensor.dtype].itemsize
-    reach = [(n - 1) * stride * each for n, stride in zip(tensor.shape, tensor.strides, strict=True)]
-    low, high = tensor.offset + sum(min(r, 0) for r in reach), tensor.offset + sum(max(r, 0) for r in reach) + each
+    reach = [
+        (n - 1) * stride * each for n, stride in zip(tensor.shape, tensor.strides, strict=True)
+    ]
+    low, high = (
+        tensor.offset + sum(min(r, 0) for r in reach),
+        tensor.offset + sum(max(r, 0) for r in reach) + each,
+    )
     size = allocations[tensor.allocation].bytes
     if low < 0 or high > size:
-        raise FormatError(f"{tensor.name}: expected bytes inside an allocation of {size}, got [{low}, {high})")
+        raise FormatError(
+            f"{tensor.name}: expected bytes inside an allocation of {size}, got [{low}, {high})"
+        )
 
 
 def view(entry: Entry, buffer: NDArray[np.uint8], *, verify: bool) -> NDArray[Any]:

@@ -1,4 +1,5 @@
-"""A file of shared memory: its owner writes it, other processes of the same user and machine map it.
+"""A file of shared memory: its owner writes it, other processes of the same user and machine map
+it.
 
     0      magic
     16     nonce, 32 hex characters that the owner sends to its readers
@@ -8,9 +9,11 @@
     4160   uint64, checksum of the manifest
     4168   the manifest; at the next multiple of 64 the tensors
 
-The name is random and the mode 0600; another owner, mode or nonce is an AuthError. Locks belong to open file descriptions: they end with
-their process, and closing the same file elsewhere in the process does not release them. The owner holds a lock on byte 0 while it lives,
-a reader of a loan one on its own byte. The file of a killed owner is removed when the next segment is made in the same folder.
+The name is random and the mode 0600; another owner, mode or nonce is an AuthError. Locks belong to
+open file descriptions: they end with their process, and closing the same file elsewhere in the
+process does not release them. The owner holds a lock on byte 0 while it lives, a reader of a loan
+one on its own byte. The file of a killed owner is removed when the next segment is made in the same
+folder.
 """
 
 from __future__ import annotations
@@ -58,7 +61,9 @@ HEADER = struct.Struct("<16s32sQQ")
 SUM = READERS + MAX_READERS
 HEAD = SUM + 8
 FREE, READS, HAS_READ = 0, 1, 2
-FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux on x86-64: type, whence, start, length, pid
+FLOCK = struct.Struct(
+    "hhqqi4x"
+)  # struct flock of Linux on x86-64: type, whence, start, length, pid
 POLL_S = 0.0005
 STALE_S = 60.0  # a younger file may not be locked by its owner yet
 LOCK_S = 10.0  # another process's sweep may hold the lock of a new file for a moment
@@ -70,7 +75,8 @@ def aligned(size: int) -> int:
 
 
 def lock(descriptor: int, kind: int, at: int, length: int = 1) -> bool:
-    """kind: F_WRLCK or F_UNLCK; length 0: to the end of the file. False: another description holds the lock."""
+    """kind: F_WRLCK or F_UNLCK; length 0: to the end of the file. False: another description holds
+    the lock."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, FLOCK.pack(kind, os.SEEK_SET, at, length, 0))
     except (BlockingIOError, PermissionError):
@@ -80,13 +86,18 @@ def lock(descriptor: int, kind: int, at: int, length: int = 1) -> bool:
 
 def is_locked(descriptor: int, at: int, length: int = 1) -> bool:
     """Whether another description has a lock on any of these bytes."""
-    found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, length, 0))
+    found = fcntl.fcntl(
+        descriptor, fcntl.F_OFD_GETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, length, 0)
+    )
     return bool(FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
 
 def _map(descriptor: int, size: int, *, writes: bool) -> mmap.mmap:
-    """Maps a new description of the file: a mapping keeps its description open, and with it its locks."""
-    again = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC)
+    """Maps a new description of the file: a mapping keeps its description open, and with it its
+    locks."""
+    again = os.open(
+        f"/proc/self/fd/{descriptor}", (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC
+    )
     try:
         return mmap.mmap(again, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0))
     finally:
@@ -94,7 +105,8 @@ def _map(descriptor: int, size: int, *, writes: bool) -> mmap.mmap:
 
 
 class LockedFile:
-    """A file descriptor that holds locks. Forked children close their copies, so that locks end with the parent."""
+    """A file descriptor that holds locks. Forked children close their copies, so that locks end
+    with the parent."""
 
     def __init__(self, path: Path):
         self.path, self.descriptor = path, -1
@@ -104,7 +116,8 @@ class LockedFile:
         _open.add(self)
 
     def close(self) -> None:
-        """Unlocks first: a child that has not closed its copy of the descriptor yet would keep the locks."""
+        """Unlocks first: a child that has not closed its copy of the descriptor yet would keep the
+        locks."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             try:
@@ -140,14 +153,16 @@ def _sweep(folder: Path) -> None:
             try:
                 if not lock(descriptor, fcntl.F_WRLCK, OWNER):
                     continue
-                status = os.fstat(descriptor)  # no link: its owner has renamed another version over it since
+                status = os.fstat(
+                    descriptor
+                )  # no link: its owner has renamed another version over it since
                 if status.st_nlink > 0 and time.time() - status.st_mtime > STALE_S:
                     path.unlink()
             finally:
                 os.close(descriptor)
 
 
-# -------------------------------------------------------------------------------------------------- the owner
+# -------------------------------------------------------------------------------------- the owner
 class _OwnedFile(LockedFile):
     """Also unlinks the file, in the owner's process only."""
 
@@ -166,14 +181,29 @@ class _OwnedFile(LockedFile):
 
 
 class Segment:
-    """The owner's end. `unlink` it once the readers have opened it; `close`, or the end of the object or the process, removes it."""
+    """The owner's end. `unlink` it once the readers have opened it; `close`, or the end of the
+    object or the process, removes it."""
 
-    def __init__(self, size: int, folder: Path | None = None, *, nonce: str | None = None, manifest: bytes = b""):
+    def __init__(
+        self,
+        size: int,
+        folder: Path | None = None,
+        *,
+        nonce: str | None = None,
+        manifest: bytes = b"",
+    ):
         """size: bytes of tensors."""
         folder = folder or FOLDER
         if len(manifest) > MAX_MANIFEST:
-            raise LimitError(f"the manifest of the weights has {len(manifest)} bytes; the limit is {MAX_MANIFEST}")
-        self.name, self.nonce, self.size = PREFIX + secrets.token_hex(16), nonce or secrets.token_hex(16), size
+            raise LimitError(
+                f"the manifest of the weights has {len(manifest)} bytes; the limit is "
+                f"{MAX_MANIFEST}"
+            )
+        self.name, self.nonce, self.size = (
+            PREFIX + secrets.token_hex(16),
+            nonce or secrets.token_hex(16),
+            size,
+        )
         self.data: Bytes | None = None  # of the tensors
         self._memory: Bytes | None = None  # of the whole file
         self._loans = 0
@@ -185,7 +215,9 @@ class Segment:
             file.open(os.O_CREAT | os.O_EXCL | os.O_RDWR)
             self._lock_as_owner()
             os.fchmod(file.descriptor, 0o600)  # regardless of the umask
-            os.posix_fallocate(file.descriptor, 0, start + size)  # otherwise a write could end in a SIGBUS
+            os.posix_fallocate(
+                file.descriptor, 0, start + size
+            )  # otherwise a write could end in a SIGBUS
             memory = _map(file.descriptor, start + size, writes=True)
             HEADER.pack_into(memory, 0, MAGIC, self.nonce.encode(), 0, len(manifest))
             self._memory = np.frombuffer(memory, np.uint8)
@@ -194,14 +226,18 @@ class Segment:
         except BaseException as error:
             self.close()
             if isinstance(error, OSError) and not isinstance(error, Error):
-                raise CapacityError(f"no shared memory in {folder} for {size} bytes of weights: {error.strerror}") from error
+                raise CapacityError(
+                    f"no shared memory in {folder} for {size} bytes of weights: {error.strerror}"
+                ) from error
             raise
 
     def _lock_as_owner(self) -> None:
         deadline = time.monotonic() + LOCK_S
         while not lock(self._file.descriptor, fcntl.F_WRLCK, OWNER):
             if time.monotonic() >= deadline:
-                raise DeadlineError(f"another process has locked the new file {self.path} for {LOCK_S:g} seconds")
+                raise DeadlineError(
+                    f"another process has locked the new file {self.path} for {LOCK_S:g} seconds"
+                )
             time.sleep(POLL_S)
 
     def describe(self, manifest: bytes) -> None:
@@ -232,7 +268,7 @@ class Segment:
         self._file.close()
         self._end.detach()  # not called by it: a Ctrl-C within a finalizer would be lost
 
-    # ---------------------------------------------------------------------------------------- loans
+    # --------------------------------------------------------------------------------------- loans
     @property
     def next_loan(self) -> int:
         return self._loans + 1
@@ -245,8 +281,9 @@ class Segment:
         return self._loans
 
     def take_back(self, seconds: float) -> bool:
-        """Ends the loan: no reader can begin, and one that is reading fails at its end. Returns whether all readers have closed it within
-        so many seconds; only then may the owner change the tensors."""
+        """Ends the loan: no reader can begin, and one that is reading fails at its end. Returns
+        whether all readers have closed it within so many seconds; only then may the owner change
+        the tensors."""
         if self._file.descriptor < 0:
             return True
         os.pwrite(self._file.descriptor, bytes(8), LOAN)
@@ -268,7 +305,8 @@ class Segment:
         return sum(state == READS and self._is_held(i) for i, state in enumerate(self._states()))
 
     def lost_reader(self) -> bool:
-        """Whether a reader's process ended while it read the open loan. Reports each such reader once."""
+        """Whether a reader's process ended while it read the open loan. Reports each such reader
+        once."""
         for i, state in enumerate(self._states()):
             if state != READS or self._is_held(i) or self._states()[i] != READS:
                 continue
@@ -283,10 +321,10 @@ class Segment:
         return os.pread(self._file.descriptor, MAX_READERS, READERS)
 
 
-# -------------------------------------------------------------------------------------------------- a reader
+# --------------------------------------------------------------------------------------- a reader
 class MappedSegment:
-    """A reader's end, opened read-only; views stay valid after close(). Reading a loan opens a second descriptor that can write this
-    reader's byte. FileNotFoundError if there is no file."""
+    """A reader's end, opened read-only; views stay valid after close(). Reading a loan opens a
+    second descriptor that can write this reader's byte. FileNotFoundError if there is no file."""
 
     def __init__(self, path: Path, nonce: str):
         self.path, self._file = path, LockedFile(path)
@@ -298,7 +336,9 @@ class MappedSegment:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise (CapacityError if error.errno in EXHAUSTED else AuthError)(f"{path}: {error.strerror}") from error
+            raise (CapacityError if error.errno in EXHAUSTED else AuthError)(
+                f"{path}: {error.strerror}"
+            ) from error
         self._end = weakref.finalize(self, _close_both, self._marks, self._file)
         self._end.atexit = False  # the process's end closes them anyway
         try:
@@ -315,9 +355,16 @@ class MappedSegment:
     def _mapped(self, nonce: str) -> tuple[Bytes, int]:
         status = os.fstat(self._descriptor)
         self._identity = _identity(status)
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o600 or not stat.S_ISREG(status.st_mode):
+        if (
+            status.st_uid != os.geteuid()
+            or stat.S_IMODE(status.st_mode) != 0o600
+            or not stat.S_ISREG(status.st_mode)
+        ):
             mode = stat.filemode(status.st_mode)
-            raise AuthError(f"{self.path}: expected our own file with mode 0600, got owner {status.st_uid} and mode {mode}")
+            raise AuthError(
+                f"{self.path}: expected our own file with mode 0600, got owner {status.st_uid} "
+                f"and mode {mode}"
+            )
         if status.st_size < HEAD:
             raise FormatError(f"{self.path}: expected {HEAD} bytes at least, got {status.st_size}")
         memory = _map(self._descriptor, status.st_size, writes=False)
@@ -330,7 +377,9 @@ class MappedSegment:
         if not secrets.compare_digest(magic + told, MAGIC + nonce.encode(errors="replace")):
             raise AuthError(f"{self.path} was not written by the sender of these weights")
         if described > MAX_MANIFEST or aligned(HEAD + described) > status.st_size:
-            raise FormatError(f"{self.path}: {status.st_size} bytes do not hold a manifest of {described}")
+            raise FormatError(
+                f"{self.path}: {status.st_size} bytes do not hold a manifest of {described}"
+            )
         words = np.frombuffer(memory, np.uint8)
         if _sum(words[HEAD : HEAD + described]) != words[SUM:HEAD].tobytes():
             raise FormatError(f"{self.path}: the manifest's checksum differs")
@@ -370,9 +419,11 @@ class MappedSegment:
 
     @contextmanager
     def reading(self, number: int, what: str) -> Iterator[Callable[[], None]]:
-        """Holds this reader's lock on a loan, whose owner waits meanwhile. Yields a function that raises if the loan has ended: StateError
-        if its owner took it back, RankLostError if its owner has ended. A block without an error marks the loan as read, once per reader.
-        After an error this reader still counts as reading until it tries again or is closed. ConfigError if the file is not writable."""
+        """Holds this reader's lock on a loan, whose owner waits meanwhile. Yields a function that
+        raises if the loan has ended: StateError if its owner took it back, RankLostError if its
+        owner has ended. A block without an error marks the loan as read, once per reader. After an
+        error this reader still counts as reading until it tries again or is closed. ConfigError if
+        the file is not writable."""
         if self._reader < 0:
             self._reader = self._claim(number, what)
         try:
@@ -410,7 +461,8 @@ class MappedSegment:
             if error.errno in EXHAUSTED:
                 raise CapacityError(f"{self.path}: {error.strerror}") from error
             raise ConfigError(
-                f"expected write access to {self.path}, where a reader of {what} locks a byte: {error.strerror}; "
+                f"expected write access to {self.path}, where a reader of {what} locks a byte: "
+                f"{error.strerror}; "
                 "lend_to=0, or a WeightSender's lend=False, copies"
             ) from error
 

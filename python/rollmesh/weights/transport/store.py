@@ -2,10 +2,12 @@
 
     trainer     writer = SharedWriter()                 generator   reader = SharedReader(address)
                 send writer.address once                            version = reader.refresh()
-                writer.publish(state_dict, version)                 gen.sync_weights(reader, version=version)
+                writer.publish(state_dict, version)                 gen.sync_weights(reader,
+                                                                    version=version)
 
-A version is a segment (segment.py) that is filled and then renamed to the path in the address. So a reader finds a whole version or the
-previous one, and a mapped version never changes. Tensors on GPUs are copied through the host, or lent (loans.py):
+A version is a segment (segment.py) that is filled and then renamed to the path in the address. So a
+reader finds a whole version or the previous one, and a mapped version never changes. Tensors on
+GPUs are copied through the host, or lent (loans.py):
 
     trainer     writer.publish(state_dict, version, lend_to=1)
                 writer.wait_until_read(timeout=60)              before a tensor is written to again
@@ -25,7 +27,16 @@ from typing import Any
 
 import numpy as np
 
-from rollmesh.errors import AuthError, ConfigError, DeadlineError, FormatError, NotSyncedError, RankLostError, StateError, VersionError
+from rollmesh.errors import (
+    AuthError,
+    ConfigError,
+    DeadlineError,
+    FormatError,
+    NotSyncedError,
+    RankLostError,
+    StateError,
+    VersionError,
+)
 from rollmesh.runtime.arguments import deadline_of, integer
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.loans import Held, Lender, ReceivedTensors
@@ -52,8 +63,9 @@ FIRST_LOAN = 1  # number of a segment's first loan
 
 
 class SharedWriter:
-    """The trainer's side. `close`, the end of a `with` block, or the end of the process removes the current version; readers keep what they
-    have mapped. The file of a killed process is removed by the next writer in the folder."""
+    """The trainer's side. `close`, the end of a `with` block, or the end of the process removes the
+    current version; readers keep what they have mapped. The file of a killed process is removed by
+    the next writer in the folder."""
 
     def __init__(self, folder: str | Path = FOLDER):
         if not os.path.isdir(folder):
@@ -64,7 +76,9 @@ class SharedWriter:
         self._lender = Lender()
         self._segment: Segment | None = None  # of the current version
         self._kept: list[Held] = []
-        self._lent_to = 0  # number of readers that the current version is lent to; 0: it is not lent
+        self._lent_to = (
+            0  # number of readers that the current version is lent to; 0: it is not lent
+        )
         self.version: int | None = None
         self._closed, self._process = False, os.getpid()
 
@@ -73,7 +87,13 @@ class SharedWriter:
         """What a reader needs. Whoever has it, and access to the file, can read the weights."""
         return f"{self._path}:{self._nonce}"
 
-    def publish(self, source: Mapping[str, Any] | Iterable[tuple[str, Any]], version: int | None = None, *, lend_to: int = 0) -> int:
+    def publish(
+        self,
+        source: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        version: int | None = None,
+        *,
+        lend_to: int = 0,
+    ) -> int:
         """Copies the tensors into a new version and makes it the current one. Returns its number.
 
         Takes NumPy arrays and torch tensors on any device. Each tensor of an iterator, or of a
@@ -83,10 +103,12 @@ class SharedWriter:
         not a str, empty or too long; CapacityError without memory. On any error the current version
         stays.
 
-        lend_to: the number of readers that will read tensors on GPUs (of any library, by DLPack) where they are. This call waits for
-        kernels that still write them; afterwards they must not change, and are kept alive, until `wait_until_read` or `take_back`, before
-        which nothing else can be published (StateError). If no tensor is on a GPU, nothing is lent and nothing is waited for.
-        UnsupportedTensorError for GPU memory that no other process can open; ConfigError if this build has no CUDA library.
+        lend_to: the number of readers that will read tensors on GPUs (of any library, by DLPack)
+        where they are. This call waits for kernels that still write them; afterwards they must not
+        change, and are kept alive, until `wait_until_read` or `take_back`, before which nothing
+        else can be published (StateError). If no tensor is on a GPU, nothing is lent and nothing is
+        waited for. UnsupportedTensorError for GPU memory that no other process can open;
+        ConfigError if this build has no CUDA library.
         """
         if self._closed:
             raise StateError("the writer is closed")
@@ -96,7 +118,10 @@ class SharedWriter:
                 "a forked child has to make its own"
             )
         if self._lent_to:
-            raise StateError(f"version {self.version} is lent to {self._lent_to} readers; call wait_until_read() or take_back() first")
+            raise StateError(
+                f"version {self.version} is lent to {self._lent_to} readers; call "
+                "wait_until_read() or take_back() first"
+            )
         lend_to = integer("lend_to", lend_to, 0, MAX_READERS)
         check_source(source)
         version = self._next(version)
@@ -132,8 +157,14 @@ class SharedWriter:
     def _next(self, version: Any) -> int:
         last = -1 if self.version is None else self.version
         version = last + 1 if version is None else version
-        if isinstance(version, bool) or not isinstance(version, (int, np.integer)) or version > MAX_VERSION:
-            raise VersionError(f"version: expected an integer in [0, {MAX_VERSION}], got {shown(version)}")
+        if (
+            isinstance(version, bool)
+            or not isinstance(version, (int, np.integer))
+            or version > MAX_VERSION
+        ):
+            raise VersionError(
+                f"version: expected an integer in [0, {MAX_VERSION}], got {shown(version)}"
+            )
         if version <= last:
             raise VersionError(f"version {version} does not exceed {last}")
         return int(version)
@@ -152,12 +183,14 @@ class SharedWriter:
                 before[0].close()
 
     def wait_until_read(self, timeout: float | None = 600.0) -> None:
-        """Waits until all readers have finished with the lent version; returns at once if none is lent. Then the tensors may change again,
-        and there is no current version until the next `publish`.
+        """Waits until all readers have finished with the lent version; returns at once if none is
+        lent. Then the tensors may change again, and there is no current version until the next
+        `publish`.
 
-        DeadlineError after `timeout` seconds (None: no limit), RankLostError if a reader's process ended while it read (once for each).
-        The version stays lent then, for another wait or for `take_back`. A reader that ends before it begins is not noticed, since
-        another may come in its place; the timeout ends that wait.
+        DeadlineError after `timeout` seconds (None: no limit), RankLostError if a reader's process
+        ended while it read (once for each). The version stays lent then, for another wait or for
+        `take_back`. A reader that ends before it begins is not noticed, since another may come in
+        its place; the timeout ends that wait.
         """
         deadline = deadline_of(timeout)
         while self._lent_to:
@@ -169,13 +202,16 @@ class SharedWriter:
             elif self._segment.lost_reader():
                 raise RankLostError(f"{told}, and one of the others has ended")
             elif deadline is not None and time.monotonic() >= deadline:
-                raise DeadlineError(f"{told} within the timeout; {self._segment.num_reading()} others have begun")
+                raise DeadlineError(
+                    f"{told} within the timeout; {self._segment.num_reading()} others have begun"
+                )
             else:
                 time.sleep(POLL_SECONDS)
 
     def take_back(self) -> None:
-        """Ends the loan: the version is no longer current, and a reader that is reading it fails before its commit. Its memory must not be
-        freed before that reader has closed it. Does nothing if nothing is lent."""
+        """Ends the loan: the version is no longer current, and a reader that is reading it fails
+        before its commit. Its memory must not be freed before that reader has closed it. Does
+        nothing if nothing is lent."""
         if self._lent_to:
             assert self._segment is not None
             _remove(self._path, self._process)
@@ -193,7 +229,12 @@ class SharedWriter:
     def __enter__(self) -> SharedWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -203,15 +244,21 @@ def _remove(path: Path, process: int) -> None:
 
 
 class SharedReader(ReceivedTensors):
-    """The generator's side: the tensors of the version that `refresh` mapped, by name, as views of shared memory. Lent tensors can be read
-    by `Generator.sync_weights`, or within `lent()`. Where ranks are processes, give each rank a reader, and it reads its shards directly;
-    otherwise the ranks get their shards from a rank with a reader, through its host memory.
+    """The generator's side: the tensors of the version that `refresh` mapped, by name, as views of
+    shared memory. Lent tensors can be read by `Generator.sync_weights`, or within `lent()`. Where
+    ranks are processes, give each rank a reader, and it reads its shards directly; otherwise the
+    ranks get their shards from a rank with a reader, through its host memory.
 
-    Each tensor's checksum is compared at its first access (verify=False: never). `close` the reader, or leave its `with` block, at the end.
+    Each tensor's checksum is compared at its first access (verify=False: never). `close` the
+    reader, or leave its `with` block, at the end.
     """
 
     def __init__(self, address: str, *, verify: bool = True):
-        path, separator, self._nonce = address.rpartition(":") if isinstance(address, str) and "\0" not in address else ("", "", "")
+        path, separator, self._nonce = (
+            address.rpartition(":")
+            if isinstance(address, str) and "\0" not in address
+            else ("", "", "")
+        )
         if not separator or not self._nonce:
             raise AuthError(f"address: expected a SharedWriter's, got {shown(address)}")
         self._path = Path(path)
@@ -224,8 +271,8 @@ class SharedReader(ReceivedTensors):
         return None if self._manifest is None else int(self._manifest.values["version"])
 
     def refresh(self) -> int:
-        """Maps the current version, unless it is mapped already, and returns its number. NotSyncedError
-        if nothing is published; StateError while a sync reads this version."""
+        """Maps the current version, unless it is mapped already, and returns its number.
+        NotSyncedError if nothing is published; StateError while a sync reads this version."""
         with self._guard:
             self._require_unread(f"version {self.version}")
             return self._refresh()
@@ -236,8 +283,14 @@ class SharedReader(ReceivedTensors):
         try:
             manifest = parse(segment.manifest, segment.size)
             version = manifest.values.get("version")
-            if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:
-                raise FormatError(f"{self._path}: expected a version in [0, {MAX_VERSION}], got {version!r:.80}")
+            if (
+                isinstance(version, bool)
+                or not isinstance(version, int)
+                or not 0 <= version <= MAX_VERSION
+            ):
+                raise FormatError(
+                    f"{self._path}: expected a version in [0, {MAX_VERSION}], got {version!r:.80}"
+                )
             data = segment.tensors(segment.size)
         except BaseException:
             if segment is not before:
@@ -266,5 +319,10 @@ class SharedReader(ReceivedTensors):
     def __enter__(self) -> SharedReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()

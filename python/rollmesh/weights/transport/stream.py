@@ -1,4 +1,5 @@
-"""Weights from one rank of a group to all others, in buckets; from GPU to GPU if the group uses NCCL.
+"""Weights from one rank of a group to all others, in buckets; from GPU to GPU if the group uses
+NCCL.
 
     group          data                                        needs
     rm.comm.nccl   between GPUs                                NCCL; no torch
@@ -6,17 +7,21 @@
     torch, Gloo    through the host                            torch
     rm.comm.shm    through the host                            nothing
 
-With both backends in a torch group each bucket stays where its tensors are. The exchanges, in order:
+With both backends in a torch group each bucket stays where its tensors are. The exchanges, in
+order:
 
     every rank     the sender's rank, and whether this is the sender: all agree, or all raise
-    the sender     head     int64 [4]: what follows (BUCKET, END, ABORT), bytes of the manifest, bytes of the data, whether on GPUs
-                   uint8    the manifest: names, dtypes, shapes, offsets and checksums as JSON
+    the sender     head     int64 [4]: what follows (BUCKET, END, ABORT), bytes of the manifest,
+                   bytes of the data, whether on GPUs uint8    the manifest: names, dtypes, shapes,
+                                                               offsets and checksums as JSON
     every rank     whether it has memory for the bucket: all have, or all raise
-    the sender     uint8    the data, which travels while the next bucket is filled (from GPUs) and the previous one is read
+    the sender     uint8    the data, which travels while the next bucket is filled (from GPUs) and
+                   the previous one is read
 
-All ranks of the group must take part: the sender in send_weights, the others in receive_weights. A sender that fails sends ABORT, and the
-receivers raise SyncAbortedError. A receiver whose consumer stops early still receives the rest of the stream, so that the group stays
-usable. Waits are limited by the group's own timeout.
+All ranks of the group must take part: the sender in send_weights, the others in receive_weights. A
+sender that fails sends ABORT, and the receivers raise SyncAbortedError. A receiver whose consumer
+stops early still receives the rest of the stream, so that the group stays usable. Waits are limited
+by the group's own timeout.
 """
 
 from __future__ import annotations
@@ -30,7 +35,14 @@ from typing import Any
 
 import numpy as np
 
-from rollmesh.errors import CollectiveMismatchError, ConfigError, Error, FormatError, LimitError, SyncAbortedError
+from rollmesh.errors import (
+    CollectiveMismatchError,
+    ConfigError,
+    Error,
+    FormatError,
+    LimitError,
+    SyncAbortedError,
+)
 from rollmesh.runtime.arguments import boolean
 from rollmesh.runtime.messages import reason, shown
 from rollmesh.weights.transport.carriers import Bucket, Carrier, Piece, carrier_of
@@ -52,20 +64,26 @@ def send_weights(
     bucket_bytes: int = 256 << 20,
     device: str | None = None,
 ) -> int:
-    """Sends NumPy arrays or torch tensors (with rm.comm.nccl any library's GPU arrays) to all other ranks of the group. Returns the number
-    of bytes of data. Tensors on the host and on GPUs may be mixed.
+    """Sends NumPy arrays or torch tensors (with rm.comm.nccl any library's GPU arrays) to all other
+    ranks of the group. Returns the number of bytes of data. Tensors on the host and on GPUs may be
+    mixed.
 
-    group         a torch.distributed group (None: the default one), or a comm of its own: rm.comm.nccl(…), shm(…), torch(…). The first
-                  stream connects it, later ones reuse it, and all ranks call comm.close() at the end
-    src           the sender's rank, by default this one; receivers must name the same. In a torch group it is the global rank
-    bucket_bytes  of data sent at once; a rank holds two buckets, three with rm.comm.nccl. Only the sender chooses it
+    group         a torch.distributed group (None: the default one), or a comm of its own:
+                  rm.comm.nccl(…), shm(…), torch(…). The first stream connects it, later ones reuse
+                  it, and all ranks call comm.close() at the end
+    src           the sender's rank, by default this one; receivers must name the same. In a torch
+                  group it is the global rank
+    bucket_bytes  of data sent at once; a rank holds two buckets, three with rm.comm.nccl. Only the
+                  sender chooses it
     device        with rm.comm.nccl this rank's GPU: "cuda" (the one of its rank) or "cuda:N"
 
-    Whatever fails at the sender, the other ranks raise SyncAbortedError. LimitError for a name that is empty, too long or not a str (in a
-    mapping before anything is sent); DuplicateKeyError for a repeated name, before its bucket is sent; ConfigError or DeviceError for a
-    device that this rank does not have. CollectiveMismatchError on all ranks that do not agree about the sender; SyncAbortedError if
-    another rank has no memory; RankLostError and CollectiveTimeoutError if one is lost, and the group is dead then. With torch's NCCL a
-    lost rank raises nothing: torch's watchdog ends the process.
+    Whatever fails at the sender, the other ranks raise SyncAbortedError. LimitError for a name that
+    is empty, too long or not a str (in a mapping before anything is sent); DuplicateKeyError for a
+    repeated name, before its bucket is sent; ConfigError or DeviceError for a device that this rank
+    does not have. CollectiveMismatchError on all ranks that do not agree about the sender;
+    SyncAbortedError if another rank has no memory; RankLostError and CollectiveTimeoutError if one
+    is lost, and the group is dead then. With torch's NCCL a lost rank raises nothing: torch's
+    watchdog ends the process.
     """
     _check_source(source)
     carrier = carrier_of(group)
@@ -88,16 +106,22 @@ def send_weights(
     return sent
 
 
-def receive_weights(group: Any = None, *, src: int, verify: bool | None = None, device: str | None = None) -> Iterator[tuple[str, Any]]:
-    """The entries that rank `src` sends, as arrays that stay valid: torch tensors on this rank's GPU with torch's NCCL, DLPack producers
-    on it (for Generator.sync_weights, torch.from_dlpack) with rm.comm.nccl, else NumPy arrays.
+def receive_weights(
+    group: Any = None, *, src: int, verify: bool | None = None, device: str | None = None
+) -> Iterator[tuple[str, Any]]:
+    """The entries that rank `src` sends, as arrays that stay valid: torch tensors on this rank's
+    GPU with torch's NCCL, DLPack producers on it (for Generator.sync_weights, torch.from_dlpack)
+    with rm.comm.nccl, else NumPy arrays.
 
     group   as in send_weights
-    verify  compare each entry's checksum; None: if there are checksums, which only rm.comm.nccl lacks
-    device  "cpu": NumPy arrays, whatever the group; with rm.comm.nccl also this rank's GPU, as in send_weights
+    verify  compare each entry's checksum; None: if there are checksums, which only rm.comm.nccl
+            lacks
+    device  "cpu": NumPy arrays, whatever the group; with rm.comm.nccl also this rank's GPU, as in
+            send_weights
 
-    SyncAbortedError if the sender gives up or another rank has no memory, CapacityError or MemoryError if this one has none, FormatError
-    for a wrong manifest or checksum, DuplicateKeyError for a repeated name; else as send_weights.
+    SyncAbortedError if the sender gives up or another rank has no memory, CapacityError or
+    MemoryError if this one has none, FormatError for a wrong manifest or checksum,
+    DuplicateKeyError for a repeated name; else as send_weights.
     """
     stream, seen = _Stream(carrier_of(group), src, device), set[str]()
     checks = stream.agree(sends=False, verify=verify)
@@ -130,7 +154,10 @@ def _given(tensor: Any, name: str, device: str | None) -> Any:
 
 def _check_source(source: Any) -> None:
     if isinstance(source, (str, bytes)) or not isinstance(source, Iterable):
-        raise ConfigError(f"source: expected a mapping of names to tensors, or pairs of both, got a {type(source).__name__}")
+        raise ConfigError(
+            "source: expected a mapping of names to tensors, or pairs of both, got a "
+            f"{type(source).__name__}"
+        )
 
 
 def _buckets(
@@ -161,7 +188,8 @@ class _Stream:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """For calls of the group. If one fails there are no more exchanges: the group is dead, or this rank gives it up."""
+        """For calls of the group. If one fails there are no more exchanges: the group is dead, or
+        this rank gives it up."""
         self.is_over = True
         try:
             yield
@@ -173,7 +201,8 @@ class _Stream:
         self.is_over = False
 
     def agree(self, *, sends: bool, verify: bool | None = None) -> bool:
-        """Checks that all ranks have the same sender. Returns whether this rank compares checksums."""
+        """Checks that all ranks have the same sender. Returns whether this rank compares
+        checksums."""
         fault: Error | None = None
         try:
             self._check(verify)
@@ -183,10 +212,17 @@ class _Stream:
         with self._together():
             told = self.carrier.all_gather([None if fault else self.src, sends, _why(fault)])
         self._refuse(fault, [why for _, _, why in told])
-        if [(self.src, rank == self.src) for rank in self.carrier.ranks] != [(src, does) for src, does, _ in told]:
+        if [(self.src, rank == self.src) for rank in self.carrier.ranks] != [
+            (src, does) for src, does, _ in told
+        ]:
             who = zip(self.carrier.ranks, told, strict=True)
-            text = ", ".join(f"rank {rank} {'sends as' if does else 'receives from'} {src}" for rank, (src, does, _) in who)
-            raise CollectiveMismatchError(f"expected one sender, and its rank as src on all ranks, got: {text[:1000]}")
+            text = ", ".join(
+                f"rank {rank} {'sends as' if does else 'receives from'} {src}"
+                for rank, (src, does, _) in who
+            )
+            raise CollectiveMismatchError(
+                f"expected one sender, and its rank as src on all ranks, got: {text[:1000]}"
+            )
         with self._together():
             self._open()
         return self.carrier.has_sums if verify is None else verify
@@ -199,11 +235,20 @@ class _Stream:
             raise
 
     def _check(self, verify: bool | None) -> None:
-        if isinstance(self.src, bool) or not isinstance(self.src, numbers.Integral) or self.src not in self.carrier.ranks:
-            raise ConfigError(f"src: expected a rank of the group, one of {shown(self.carrier.ranks)}, got {shown(self.src)}")
+        if (
+            isinstance(self.src, bool)
+            or not isinstance(self.src, numbers.Integral)
+            or self.src not in self.carrier.ranks
+        ):
+            raise ConfigError(
+                f"src: expected a rank of the group, one of {shown(self.carrier.ranks)}, got "
+                f"{shown(self.src)}"
+            )
         self.src = int(self.src)  # NumPy's too
         if verify is not None and boolean("verify", verify) and not self.carrier.has_sums:
-            raise ConfigError("verify: expected None or False with rm.comm.nccl, got True; it has no checksums")
+            raise ConfigError(
+                "verify: expected None or False with rm.comm.nccl, got True; it has no checksums"
+            )
 
     def _refuse(self, fault: Exception | None, whys: list[str | None]) -> None:
         """Raises if a rank has failed; all ranks have exchanged their reasons."""
@@ -214,10 +259,12 @@ class _Stream:
             if why:
                 raise SyncAbortedError(f"rank {rank}: {why}")
 
-    # ---------------------------------------------------------------------------------------- the sender
+    # ---------------------------------------------------------------------------------- the sender
     def filled(self, pieces: list[Piece]) -> tuple[Bucket, bytes]:
         """A bucket with these, and its manifest."""
-        entries, size = place((piece.name, piece.dtype, piece.shape, piece.nbytes) for piece in pieces)
+        entries, size = place(
+            (piece.name, piece.dtype, piece.shape, piece.nbytes) for piece in pieces
+        )
         bucket = self.carrier.bucket(size, self.carrier.is_for_gpu(pieces))
         for entry, piece in zip(entries, pieces, strict=True):
             bucket.put(entry.offset, piece)
@@ -225,7 +272,10 @@ class _Stream:
             entries = [replace(entry, sum=bucket.sum(entry)) for entry in entries]
         description = describe(entries)
         if len(description) > MAX_MANIFEST:
-            raise LimitError(f"the manifest of one bucket has {len(description)} bytes; the limit is {MAX_MANIFEST}")
+            raise LimitError(
+                f"the manifest of one bucket has {len(description)} bytes; the limit is "
+                f"{MAX_MANIFEST}"
+            )
         return bucket, description
 
     def send(self, bucket: Bucket, description: bytes) -> None:
@@ -257,7 +307,7 @@ class _Stream:
     def _say(self, kind: int, described: int = 0, size: int = 0, on_gpu: bool = False) -> None:
         self.carrier.broadcast(np.array([kind, described, size, on_gpu], np.int64), self.src)
 
-    # ---------------------------------------------------------------------------------------- a receiver
+    # ---------------------------------------------------------------------------------- a receiver
     def receive(self) -> tuple[Bucket, bytes] | None:
         """The next bucket, whose broadcast has begun, and its manifest; None at the end."""
         with self._together():
@@ -266,9 +316,16 @@ class _Stream:
             kind, described, size, on_gpu = (int(value) for value in head)
             if kind == ABORT:
                 raise SyncAbortedError(f"rank {self.src} gave up sending its weights")
-            if kind != END and not (kind == BUCKET and 0 < described <= MAX_MANIFEST and 0 <= size <= MAX_BUCKET and on_gpu in (0, 1)):
+            if kind != END and not (
+                kind == BUCKET
+                and 0 < described <= MAX_MANIFEST
+                and 0 <= size <= MAX_BUCKET
+                and on_gpu in (0, 1)
+            ):
                 self.carrier.give_up()  # the ranks are not at the same point
-                raise FormatError(f"expected a bucket of rank {self.src}, got {[kind, described, size, on_gpu]}")
+                raise FormatError(
+                    f"expected a bucket of rank {self.src}, got {[kind, described, size, on_gpu]}"
+                )
             if kind == BUCKET:
                 description = np.zeros(described, np.uint8)
                 self.carrier.broadcast(description, self.src)

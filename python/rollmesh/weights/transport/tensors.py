@@ -39,10 +39,13 @@ _SLICE = 16 << 20  # bytes that torch sums at a time
 
 
 def as_array(name: str, tensor: Any) -> NDArray[Any]:
-    """A C-contiguous array of a dtype in DTYPES; a view if possible. Torch tensors may be on any device."""
+    """A C-contiguous array of a dtype in DTYPES; a view if possible. Torch tensors may be on any
+    device."""
     if isinstance(tensor, np.ndarray):
         if is_masked(tensor):
-            raise UnsupportedTensorError(f"{name}: expected a dense tensor, got a masked array; send .filled(value)")
+            raise UnsupportedTensorError(
+                f"{name}: expected a dense tensor, got a masked array; send .filled(value)"
+            )
         if tensor.dtype.metadata and tensor.dtype.metadata.get("rollmesh") == "bfloat16":
             return np.asarray(tensor, order="C").view(BF16)
         array = np.asarray(tensor, order="C")  # ascontiguousarray would make [1] of a scalar
@@ -54,7 +57,9 @@ def as_array(name: str, tensor: Any) -> NDArray[Any]:
     if isinstance(tensor, _core.DeviceArray):
         return _from_gpu(tensor)
     if not is_torch(tensor):
-        raise UnsupportedTensorError(f"{name}: expected a NumPy array or a torch tensor, got a {type(tensor).__name__}")
+        raise UnsupportedTensorError(
+            f"{name}: expected a NumPy array or a torch tensor, got a {type(tensor).__name__}"
+        )
     import torch
 
     tensor = dense(name, tensor).cpu().contiguous()
@@ -64,16 +69,21 @@ def as_array(name: str, tensor: Any) -> NDArray[Any]:
 
 
 def is_torch(tensor: Any) -> bool:
-    return type(tensor).__module__.split(".")[0] == "torch" or callable(getattr(tensor, "untyped_storage", None))
+    return type(tensor).__module__.split(".")[0] == "torch" or callable(
+        getattr(tensor, "untyped_storage", None)
+    )
 
 
 def dense(name: str, tensor: Any) -> Any:
-    """A dense torch tensor on its device, without autograd, of a dtype in DTYPES; a DTensor is gathered."""
+    """A dense torch tensor on its device, without autograd, of a dtype in DTYPES; a DTensor is
+    gathered."""
     if (what := _objection(tensor)) is not None:
         raise UnsupportedTensorError(f"{name}: expected a dense tensor, got {what}")
     if callable(getattr(tensor, "full_tensor", None)):
         tensor = tensor.full_tensor()
-    if tensor.numel() and tensor.untyped_storage().nbytes() == 0:  # resized to 0, as sharded trainers do; NumPy would read freed memory
+    if (
+        tensor.numel() and tensor.untyped_storage().nbytes() == 0
+    ):  # resized to 0, as sharded trainers do; NumPy would read freed memory
         raise LayoutError(f"{name}: the tensor's storage is empty (0 bytes)")
     if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         raise DTypeError(f"{name}: expected {', '.join(DTYPES)}, got {tensor.dtype}")
@@ -149,15 +159,22 @@ def _int64(value: int) -> int:
 def check_source(source: Any) -> None:
     """Refuses what is neither a mapping nor an iterable of (name, tensor) pairs, and a module."""
     if callable(getattr(source, "state_dict", None)):
-        raise UnsupportedTensorError(f"source: expected a state dict, got a {type(source).__name__}; pass its state_dict()")
+        raise UnsupportedTensorError(
+            f"source: expected a state dict, got a {type(source).__name__}; pass its state_dict()"
+        )
     if not isinstance(source, Iterable) or isinstance(source, (str, bytes)):
-        raise UnsupportedTensorError(f"source: expected a mapping or an iterator of (name, tensor), got a {type(source).__name__}")
+        raise UnsupportedTensorError(
+            "source: expected a mapping or an iterator of (name, tensor), got a "
+            f"{type(source).__name__}"
+        )
 
 
 def pair_of(entry: Any) -> tuple[Any, Any]:
     """An entry of a source, also of a mapping's items()."""
     if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-        raise UnsupportedTensorError(f"weights: expected pairs (name, tensor), got a {type(entry).__name__}")
+        raise UnsupportedTensorError(
+            f"weights: expected pairs (name, tensor), got a {type(entry).__name__}"
+        )
     return entry[0], entry[1]
 
 
@@ -212,7 +229,9 @@ def grouped(
     for name, tensor in entries:
         nbytes = getattr(tensor, "nbytes", None)
         if not isinstance(nbytes, (int, np.integer)):
-            raise UnsupportedTensorError(f"{plain(name)}: expected a tensor with nbytes, got a {type(tensor).__name__}")
+            raise UnsupportedTensorError(
+                f"{plain(name)}: expected a tensor with nbytes, got a {type(tensor).__name__}"
+            )
         if bucket and size + nbytes > bucket_bytes:
             yield bucket
             bucket, size = [], 0
