@@ -175,7 +175,7 @@ static void plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows)
   const int32_t *table = rm_block_table(scheduler, seq);
   for (int64_t i = seq->next / size; i * size < end; i++) {
     if (scheduler->page_versions[table[i]] == version) continue;
-    scheduler->options.zero_page(scheduler->options.pages, table[i]);
+    rm_kv_zero(scheduler->cache, table[i]);
     scheduler->page_versions[table[i]] = version;
   }
   rm_plan_rows(scheduler, seq, n_rows);
@@ -186,7 +186,6 @@ static rm_progress plan_batch(rm_scheduler *scheduler) {
   rm_plan *plan = &scheduler->plan;
   const int64_t max_rows = scheduler->options.max_num_batched_tokens;
   int more = 0;
-  rm_plan_clear(plan);
   for (int64_t i = 0; i < step->n_parts && !more; i++) {
     rm_sequence *seq = sequence_of(scheduler, step->parts[i].id, NULL);
     if (seq->status == RM_DONE) continue;
@@ -257,14 +256,25 @@ const rm_policy rm_external_policy = {
 };
 
 // ---------------------------------------------------------------------------------- between steps
-rm_sequence *rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_code *code,
-                                 rm_error *err) {
-  rm_sequence *seq = sequence_of(scheduler, id, err);
-  *code = !seq ? RM_E_REQUEST : RM_OK;
-  if (seq && (seq->status != RM_ACTIVE || seq->external_row < 0))
-    *code = rm_fail(err, RM_E_STATE, "request %llu has no logits that wait for a draw",
-                    (unsigned long long)id);
-  return *code ? NULL : seq;
+rm_code rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_error *err) {
+  const rm_sequence *seq = sequence_of(scheduler, id, err);
+  if (!seq) return RM_E_REQUEST;
+  if (seq->status == RM_ACTIVE && seq->external_row >= 0) return RM_OK;
+  return rm_fail(err, RM_E_STATE, "request %llu has no logits that wait for a draw",
+                 (unsigned long long)id);
+}
+
+void rm_external_drawn(rm_scheduler *scheduler, rm_sequence *seq, rm_external_result *result) {
+  seq->external_row = -1;
+  if (result->token >= 0) {
+    rm_append(
+        scheduler, seq,
+        &(rm_drawn){result->token, result->rank, result->logprob, result->sampling_logprob});
+  } else {
+    rm_fail_sequence_group(scheduler, seq, rm_sequence_length(seq) - 1,
+                           "the edited logits leave no token to draw and are");
+    result->token = RM_EXTERNAL_FAILED;
+  }
 }
 
 void rm_external_invalidate_pages(rm_scheduler *scheduler, const int32_t *pages, int64_t n) {

@@ -45,14 +45,10 @@ static rm_sequence *find_sample(const rm_scheduler *scheduler, uint64_t id, int3
 }
 
 // --------------------------------------------------------------------------------------------- in
-rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uint64_t *id,
+rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uint64_t id,
                          rm_error *err) {
-  const uint64_t number = request->id ? request->id : scheduler->next_id;
-  if (number < scheduler->next_id)
-    return rm_fail(err, RM_E_STATE, "request %llu is not above %llu, the last one",
-                   (unsigned long long)number, (unsigned long long)scheduler->next_id - 1);
   rm_sequence_group *group;
-  const rm_code code = rm_sequence_group_create(request, &scheduler->options.limits, number,
+  const rm_code code = rm_sequence_group_create(request, &scheduler->options.limits, id,
                                                 scheduler->next_order, &group, err);
   if (code) return code;
   if (!grow_buckets(scheduler)) {
@@ -60,7 +56,6 @@ rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uin
     return rm_fail(err, RM_E_MEMORY, "no memory for the table of %lld requests",
                    (long long)scheduler->n_groups + 1);
   }
-  scheduler->next_id = number + 1;
   scheduler->next_order += (uint64_t)group->n;
   scheduler->n_groups++;
   scheduler->n_live++;
@@ -68,21 +63,10 @@ rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uin
   *bucket(scheduler, group->id) = group;
   rm_list_insert_before(&scheduler->live, &group->link);
   for (int32_t i = 0; i < group->n; i++) rm_enqueue(scheduler, &group->sequences[i]);
-  *id = group->id;
   return RM_OK;
 }
 
 // -------------------------------------------------------------------------------------------- out
-int64_t rm_scheduler_finished(rm_scheduler *scheduler, uint64_t *ids, int64_t capacity) {
-  int64_t n = 0;
-  for (; n < capacity && !rm_list_empty(&scheduler->finished); n++) {
-    rm_sequence_group *group = (rm_sequence_group *)scheduler->finished.next;
-    rm_list_remove(&group->link);
-    ids[n] = group->id;
-  }
-  return n;
-}
-
 rm_code rm_scheduler_view(const rm_scheduler *scheduler, uint64_t id, rm_request_view *out,
                           rm_error *err) {
   const rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
@@ -185,6 +169,13 @@ void rm_fail_sequence_group(rm_scheduler *scheduler, const rm_sequence *seq, lon
 }
 
 // ------------------------------------------------------------------------------ ends from outside
+rm_code rm_scheduler_abort(rm_scheduler *scheduler, uint64_t id, rm_error *err) {
+  rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
+  if (!group) return RM_E_REQUEST;
+  rm_finish_sequence_group(scheduler, group, RM_FINISH_ABORT);
+  return RM_OK;
+}
+
 rm_code rm_scheduler_stop_sample(rm_scheduler *scheduler, uint64_t id, int32_t sample,
                                  int64_t n_tokens, rm_error *err) {
   rm_sequence *seq = find_sample(scheduler, id, sample, err);

@@ -273,10 +273,9 @@ static rm_sequence_group values_of(const rm_request *request, int64_t capacity) 
       .want_kept = request->kept_tokens,
       .external_draws = request->external_draws,
       .logits_out = score ? request->logits_out : NULL,
-      .wants_logits = score && (request->logits_out || request->wants_logits),
   };
   if (group.want_prompt_logprobs)
-    group.n_targets = group.wants_logits ? group.n_prompt : group.n_prompt - 1;
+    group.n_targets = group.logits_out ? group.n_prompt : group.n_prompt - 1;
   return group;
 }
 
@@ -284,8 +283,6 @@ rm_code rm_sequence_group_create(const rm_request *request, const rm_request_lim
                                  uint64_t id, uint64_t first_order, rm_sequence_group **out,
                                  rm_error *err) {
   *out = NULL;
-  const rm_code code = rm_sequence_group_check(request, limits, err);
-  if (code) return code;
   const int64_t capacity = capacity_of(request, limits);
   const rm_sequence_group values = values_of(request, capacity);
   rm_sequence_group *group = allocate(&values, request, limits);

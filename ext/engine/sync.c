@@ -36,7 +36,7 @@ PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObje
   options.version = version;
   if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  return rm_engine_finish(self, RM_UNLOCKED(rm_ranks_sync_begin(self->engine, &options, &err)),
+  return rm_engine_finish(self, RM_UNLOCKED(rm_engine_sync_begin(self->engine, &options, &err)),
                           &err);
 }
 
@@ -48,7 +48,7 @@ PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *name) {
   rm_error err = RM_ERROR_INIT;
   if (key_bytes(module, name, &held, &text, &length)) goto out;
   if (rm_engine_enter(self)) goto out;
-  const rm_code code = rm_names_resolve(rm_engine_params(rm_ranks_engine(self->engine, 0)), text,
+  const rm_code code = rm_names_resolve(rm_engine_params(self->engine), text,
                                         (size_t)length, &target, &err);
   rm_engine_leave(self);
   if (code) {
@@ -75,8 +75,8 @@ PyObject *rm_engine_py_sync_wanted(rm_engine_object *self, PyObject *name) {
   rm_error err = RM_ERROR_INIT;
   if (key_bytes(module, name, &held, &text, &length)) goto out;
   if (rm_engine_enter(self)) goto out;
-  const rm_params *params = rm_engine_params(rm_ranks_engine(self->engine, 0));
-  const rm_mesh mesh = rm_ranks_mesh(self->engine);
+  const rm_params *params = rm_engine_params(self->engine);
+  const rm_mesh mesh = rm_engine_mesh(self->engine);
   rm_code code = rm_names_resolve(params, text, (size_t)length, &target, &err);
   if (!code) code = rm_plan_wanted(params, &target, &mesh, &parts, &err);
   rm_engine_leave(self);
@@ -102,7 +102,7 @@ static const rm_device *take_reader(void *engine, PyObject *name, int ordinal) {
   const rm_device *device = NULL;
   rm_error err = RM_ERROR_INIT;
   if (rm_engine_enter(self)) return NULL;
-  const rm_code code = rm_ranks_ready_queue(self->engine, ordinal, &device, &err);
+  const rm_code code = rm_engine_ready_queue(self->engine, ordinal, &device, &err);
   if (!code) return device; // the engine is left by give_reader
   rm_engine_leave(self);
   if (code != RM_E_CONFIG) return rm_raise(module, &err), NULL;
@@ -123,7 +123,7 @@ static int tensor_of(rm_engine_object *self, PyObject *object, PyObject *name, r
 }
 
 // ------------------------------------------------------------------------------------- tensors in
-typedef rm_code (*sync_call)(rm_ranks *, const char *, size_t, const rm_tensor *, rm_error *);
+typedef rm_code (*sync_call)(rm_engine *, const char *, size_t, const rm_tensor *, rm_error *);
 
 static PyObject *with_tensor(rm_engine_object *self, PyObject *name, PyObject *object,
                              sync_call call) {
@@ -148,13 +148,13 @@ out:
 PyObject *rm_engine_py_sync_check(rm_engine_object *self, PyObject *args) {
   PyObject *name, *tensor;
   if (!PyArg_ParseTuple(args, "OO:sync_check", &name, &tensor)) return NULL;
-  return with_tensor(self, name, tensor, rm_ranks_sync_check);
+  return with_tensor(self, name, tensor, rm_engine_sync_check);
 }
 
 PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
   PyObject *name, *tensor;
   if (!PyArg_ParseTuple(args, "OO:sync_push", &name, &tensor)) return NULL;
-  return with_tensor(self, name, tensor, rm_ranks_sync_push);
+  return with_tensor(self, name, tensor, rm_engine_sync_push);
 }
 
 // What an entry views; both owned.
@@ -195,7 +195,7 @@ PyObject *rm_engine_py_sync_push_all(rm_engine_object *self, PyObject *pairs) {
   }
   if (rm_engine_enter(self)) goto out;
   rm_error err = RM_ERROR_INIT;
-  const rm_code code = RM_UNLOCKED(rm_ranks_sync_push_all(self->engine, entries, n, &err));
+  const rm_code code = RM_UNLOCKED(rm_engine_sync_push_all(self->engine, entries, n, &err));
   rm_engine_leave(self);
   if (code) rm_raise(module, &err);
   else result = Py_NewRef(Py_None);
@@ -241,7 +241,7 @@ PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
   if (choose_inflight(module, word, &inflight) || rm_engine_enter(self)) return NULL;
   rm_sync_report report;
   rm_error err = RM_ERROR_INIT;
-  const rm_code code = RM_UNLOCKED(rm_ranks_sync_commit(self->engine, inflight, &report, &err));
+  const rm_code code = RM_UNLOCKED(rm_engine_sync_commit(self->engine, inflight, &report, &err));
   rm_engine_leave(self);
   return code ? rm_raise(module, &err)
               : rm_attributes_dict(&report, report_fields, RM_LENGTH(report_fields));
@@ -249,13 +249,13 @@ PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
 
 PyObject *rm_engine_py_sync_abort(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
-  return rm_engine_call(self, rm_ranks_sync_abort);
+  return rm_engine_call(self, rm_engine_sync_abort);
 }
 
 PyObject *rm_engine_py_sync_state(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  const rm_store *store = rm_engine_store(rm_ranks_engine(self->engine, 0));
+  const rm_store *store = rm_engine_store(self->engine);
   const int64_t version = rm_store_version(store);
   const uint64_t digest = rm_store_digest(store);
   const int open = rm_store_is_open(store), complete = open && rm_sync_complete(store);
