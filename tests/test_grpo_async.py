@@ -255,18 +255,16 @@ def test_a_run_refuses_batches_that_are_too_old(
 
 # -------------------------------------------------------------------------------- syncs in flight
 class Brake:
-    """Slows the engine of a generator down: before each step that a rollout thread asks for,
-    `before(number of the step)`."""
+    """Slows a generator down: before each of its steps, `before(number of the step)`."""
 
     def __init__(self, generator: Any, before: Callable[[int], None]) -> None:
-        self.steps, self._step, self._before = 0, generator._driver._drive_step, before
-        generator._driver._drive_step = self
+        self.steps, self._step, self._before = 0, generator._loop._step, before
+        generator._loop._step = self
 
-    def __call__(self, open_ids: set[int]) -> set[int]:
-        if threading.current_thread().name == "rollouts":
-            self._before(self.steps)
-            self.steps += 1
-        return self._step(open_ids)
+    def __call__(self) -> None:
+        self._before(self.steps)
+        self.steps += 1
+        self._step()
 
 
 def long_ones(drawn: rollout.Rollout) -> list[int]:

@@ -22,7 +22,6 @@ import pytest
 from helpers import numpy_state_dict, tiny_config, tiny_spec
 
 import rollmesh as rm
-from rollmesh import _core
 
 VOCAB = tiny_config()["vocab_size"]
 PROMPT = [5, 9, 77, 3]
@@ -265,36 +264,40 @@ def test_many_threads_generate_and_sync(gen: rm.Generator) -> None:
                 assert scores[mine].tobytes() == sample.logprobs[mine].tobytes()
 
 
-def test_turns_come_in_the_order_of_arrival() -> None:
-    turn, order = _core.Turn(), []
+def test_calls_begin_in_the_order_of_arrival(gen: rm.Generator) -> None:
+    """One whose deadline passes before it begins leaves the queue."""
+    order: list[int] = []
+    inside, done = threading.Event(), threading.Event()
 
-    def wait_for_turn(name: int) -> None:
-        with turn.take():
-            order.append(name)
+    def hold() -> None:
+        inside.set()
+        done.wait(30)
 
-    threads = [threading.Thread(target=wait_for_turn, args=(name,)) for name in range(5)]
-    with turn.take():
-        for queued, thread in enumerate(threads, 1):
-            thread.start()
-            while turn.waiting < queued:
-                time.sleep(0.001)
-        with pytest.raises(rm.StateError):
-            turn.take().__enter__()
-    for thread in threads:
-        thread.join(10)
-    assert order == [0, 1, 2, 3, 4]
+    def call(name: int) -> None:
+        gen._loop.call(lambda: order.append(name))
 
     def give_up() -> None:
-        with pytest.raises(rm.DeadlineError), turn.take(time.monotonic() + 0.05):
-            order.append(-1)
+        with pytest.raises(rm.DeadlineError):
+            gen.generate(PROMPT, PARAMS, use_tqdm=False, timeout=0.05)
+        order.append(-1)
 
-    with turn.take():  # one that gives up leaves the queue
-        late = threading.Thread(target=give_up)
-        late.start()
-        late.join(10)
-        assert turn.waiting == 0
-    wait_for_turn(5)
-    assert order[-1] == 5
+    threads = [threading.Thread(target=lambda: gen._loop.lend(hold))]
+    threads[0].start()
+    inside.wait(30)
+    for name in range(5):
+        threads.append(threading.Thread(target=call, args=(name,)))
+        threads[-1].start()
+        while gen._loop._inbox.qsize() <= name:
+            time.sleep(0.001)
+    threads.append(threading.Thread(target=give_up))
+    threads[-1].start()
+    time.sleep(0.1)
+    done.set()
+    for thread in threads:
+        thread.join(10)
+    assert [name for name in order if name >= 0] == [0, 1, 2, 3, 4]
+    assert -1 in order
+    assert gen._engine.ids() == []
 
 
 def test_reentry_from_a_weights_iterator(gen: rm.Generator) -> None:
@@ -355,9 +358,9 @@ def test_close_while_another_thread_generates(gen: rm.Generator) -> None:
 
 
 def test_the_engine_itself_refuses_a_second_thread(gen: rm.Generator) -> None:
-    """Below the generator's lock: a mistake there would be an exception and not a race."""
+    """A mistake of the layers above would be an exception and not a race."""
     gen.submit([[1, 2, 3]] * 32, rm.SamplingParams(max_tokens=100))
-    engine = gen._engine
+    engine = gen._engine._engine
     refused: list[rm.StateError] = []
 
     def work() -> None:
