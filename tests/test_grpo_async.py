@@ -255,14 +255,17 @@ def test_a_run_refuses_batches_that_are_too_old(
 
 # -------------------------------------------------------------------------------- syncs in flight
 class Brake:
-    """Slows a generator down: before each of its steps, `before(number of the step)`."""
+    """Slows a generator down: before each of its steps, `before(number of the step)`, which may
+    return False: no step yet."""
 
-    def __init__(self, generator: Any, before: Callable[[int], None]) -> None:
+    def __init__(self, generator: Any, before: Callable[[int], bool | None]) -> None:
         self.steps, self._step, self._before = 0, generator._loop._step, before
         generator._loop._step = self
 
     def __call__(self) -> None:
-        self._before(self.steps)
+        if self._before(self.steps) is False:
+            time.sleep(0.001)
+            return
         self.steps += 1
         self._step()
 
@@ -283,10 +286,11 @@ def test_a_sync_in_flight_reaches_the_running_requests(inflight: str) -> None:
     )
     waiting, synced = threading.Event(), threading.Event()
 
-    def before(step: int) -> None:
-        if step == 5:  # of a batch of 16 samples whose prompts fit into one step
-            waiting.set()
-            assert synced.wait(30)
+    def before(step: int) -> bool:
+        if step < 5:  # of a batch of 16 samples whose prompts fit into one step
+            return True
+        waiting.set()
+        return synced.is_set()
 
     try:
         assert this.trainer is not None

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,28 @@ def test_reentry_from_a_tokenizer() -> None:
         assert generator.metrics()["running"] == generator.metrics()["waiting"] == 0
 
 
+def engine_threads() -> int:
+    return sum(thread.name == "rollmesh-engine" for thread in threading.enumerate())
+
+
+def test_generators_that_are_dropped_leave_nothing() -> None:
+    """Without close: their threads end and their memory is freed."""
+    made = weakref.WeakSet[Any]()
+    before = engine_threads()
+    for _ in range(50):
+        generator = make()
+        generator.sync_weights(STATE)
+        generator.generate(PROMPT, PARAMS, use_tqdm=False)
+        made.add(generator._engine)
+        del generator
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while (made or engine_threads() > before) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not made
+    assert engine_threads() == before
+
+
 def test_close_while_another_thread_generates(gen: rm.Generator) -> None:
     problems: list[BaseException] = []
     started = threading.Event()
@@ -477,7 +500,7 @@ def test_fork() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("how", ["plain", "cycle", "daemon", "requests", "sync"])
+@pytest.mark.parametrize("how", ["plain", "cycle", "daemon", "requests", "sync", "many"])
 def test_interpreter_exit_with_a_live_engine(how: str) -> None:
     body = {
         "plain": "",
@@ -491,6 +514,14 @@ def test_interpreter_exit_with_a_live_engine(how: str) -> None:
         """,
         "requests": "gen.submit([[1, 2, 3]] * 4); gen.poll()",
         "sync": "sync = gen.begin_sync()",
+        "many": """
+            def dropped():
+                for _ in range(50):
+                    one = rm.Generator(tiny_spec(), kv_cache_gib=0.004, max_model_len=128)
+                    one.metrics()
+            warnings.simplefilter("error")
+            dropped()
+        """,
     }[how]
     done = run_script(body)
     assert (done.returncode, done.stderr) == (0, "")

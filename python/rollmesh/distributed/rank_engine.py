@@ -46,6 +46,8 @@ class RankEngine:
             None  # of this rank's own source; raised at the next exchange of the sync
         )
         self._late: set[int] = set()  # aborted by a deadline and not yet released
+        # What a tokenizer has raised in the search for stop strings, by request.
+        self.request_faults: dict[int, BaseException] = {}
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the C engine's: syncs, sleep, wake, the manifest."""
@@ -120,6 +122,7 @@ class RankEngine:
     def release(self, number: int) -> None:
         self._engine.release(number)
         self._late.discard(number)
+        self.request_faults.pop(number, None)
 
     def stop_sample(self, number: int, sample: int, n_tokens: int) -> None:
         self._engine.stop_sample(number, sample, n_tokens)

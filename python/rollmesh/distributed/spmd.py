@@ -44,9 +44,9 @@ from rollmesh.errors import (
 from rollmesh.runtime.engine_views import CONTRACT_VERSION, Finish, Ids, RequestView, SampleView
 from rollmesh.runtime.messages import reason
 
-Record = dict[
-    str, Any
-]  # {"request": RequestView, "samples": [SampleView], "logits": array or None, "late": bool}
+# {"request": RequestView, "samples": [SampleView], "logits": array or None, "late": bool,
+#  "fault": why its text could not be read, or None}
+Record = dict[str, Any]
 # Options that may differ between ranks: no bit depends on them.
 OF_A_RANK = (
     "threads",
@@ -255,6 +255,8 @@ class SpmdEngine(RankEngine):
                 )
             if record["late"]:
                 self._late.add(number)
+            if record["fault"] is not None:
+                self.request_faults.setdefault(number, Error(record["fault"]))
             self._settled.add(number)
 
     def _record(self, number: int) -> Record:
@@ -265,6 +267,9 @@ class SpmdEngine(RankEngine):
             "samples": samples,
             "logits": self._logits.get(number),
             "late": number in self._late,
+            "fault": reason(self.request_faults[number])
+            if number in self.request_faults
+            else None,
         }
 
     def finished(self) -> set[int]:
@@ -297,6 +302,7 @@ class SpmdEngine(RankEngine):
         self._logits.pop(number, None)
         self._settled.discard(number)
         self._late.discard(number)
+        self.request_faults.pop(number, None)
         self._ids.remove(number)
 
     def stop_sample(self, number: int, sample: int, n_tokens: int) -> None:

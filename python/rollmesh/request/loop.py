@@ -122,6 +122,7 @@ class EngineLoop:
         self._active: list[Call] = []  # the thread's: calls that need steps
         self._moves = True  # the thread's: whether the last step computed something
         self._inside: set[int] = set()  # threads that are in a call
+        self._undone: set[Call] = set()
         self._pid = os.getpid()
         self.is_closed = False
         self._thread = threading.Thread(
@@ -167,14 +168,13 @@ class EngineLoop:
 
     def post(self, call: Call) -> None:
         """Adds a call to the inbox."""
-        self._inbox.put(call)
-        if self.is_closed:
-            self._refuse_all()
+        self._undone.add(call)
+        self._put(call)
 
     def abandon(self, call: Call, reason: BaseException) -> None:
         """Has the thread undo a call."""
         call.reason = reason
-        self.post(call)
+        self._put(call)
 
     def close(self, release: Callable[[], None]) -> None:
         """Ends all calls and the thread. release: frees the engine; if it raises, all goes on."""
@@ -215,21 +215,27 @@ class EngineLoop:
                 "iterator or signal handler)"
             )
 
+    def _put(self, call: Call) -> None:
+        self._inbox.put(call)
+        if self.is_closed:  # nobody else empties the inbox
+            self._refuse_all()
+
     def _wait(self, call: Call, deadline: float | None, advance: Callable[[int], None]) -> Any:
         while not call.is_done:
             wait = None
-            if deadline is not None and not call.is_started:
-                wait = min(max(0.0, deadline - time.monotonic()), LONGEST_WAIT_S)
+            if deadline is not None and not call.is_started and len(self._undone) > 1:
+                wait = min(deadline - time.monotonic(), LONGEST_WAIT_S)
+                if wait <= 0:
+                    raise DeadlineError(
+                        "the generator was busy in another thread until the deadline"
+                    )
             try:
                 news = call.news.get(timeout=wait)
             except Empty:
-                if not call.is_started and deadline is not None and time.monotonic() >= deadline:
-                    raise DeadlineError(
-                        "the generator was busy in another thread until the deadline"
-                    ) from None
                 continue
             if isinstance(news, Loan):
                 news.use()
+                self._undone.discard(call)
             elif news is not None:
                 advance(news)
         if not call.has_failed:
@@ -256,6 +262,7 @@ class EngineLoop:
                 call = self._inbox.get_nowait()
                 if not call.is_done:
                     call.error, call.has_failed = _closed(), True
+                self._undone.discard(call)
                 call.is_done = call.is_undone = True
                 call.tell()
 
@@ -306,6 +313,7 @@ class EngineLoop:
                 call.undo()
         if call.is_collective and not isinstance(call.reason, Exception):
             self._leave(call.reason)
+        self._undone.discard(call)
         call.is_undone = True
         call.tell()
 
@@ -318,6 +326,7 @@ class EngineLoop:
                 self._leave(error)
             with suppress(Error):  # of a mesh or a device that is lost; the first error is raised
                 call.drop()
+        self._undone.discard(call)
         call.is_done = True
         call.tell()
 

@@ -101,7 +101,6 @@ class _Request:
     number: int  # of the generation, see Requests._generations; 0: a score
     texts: list[Detokenizer]  # of each sample; empty without a tokenizer and for a score
     logits: NDArray[np.float32] | None = None  # [len, vocab] of a score that keeps them
-    fault: BaseException | None = None  # of the tokenizer, in the search for stop strings
 
 
 class Requests:
@@ -220,7 +219,7 @@ class Requests:
 
     def _end(self, request: int, fault: BaseException) -> None:
         record = self._records[request]
-        record.fault = fault
+        self._engine.request_faults[request] = fault
         self._watched.discard(request)
         for sample, text in enumerate(record.texts):
             if self._engine.tokens(request, sample, text.num_tokens)[0] is None:
@@ -302,7 +301,7 @@ class Requests:
     def raise_fault(self, requests: Iterable[int]) -> None:
         """Raises what a tokenizer has raised in the search for a stop string."""
         for request in requests:
-            if (fault := self._records[request].fault) is not None:
+            if (fault := self._engine.request_faults.get(request)) is not None:
                 raise fault
 
     def output(self, request: int, has_text: bool = True) -> RequestOutput:
