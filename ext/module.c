@@ -100,8 +100,7 @@ static int load_errors(rm_module_state *state) {
 // The types and functions of the module, each defined in the file that its comment names.
 extern PyType_Spec rm_engine_spec, rm_kernels_spec, rm_comm_spec, rm_dispatcher_spec,
     rm_dispatch_plan_spec;
-extern PyType_Spec rm_op_device_spec, rm_device_array_spec, rm_gpus_spec, rm_gpu_block_spec,
-    rm_gpu_group_spec;
+extern PyType_Spec rm_op_device_spec, rm_device_array_spec, rm_gpus_spec;
 extern PyType_Spec rm_turn_spec, rm_holding_spec;
 static PyType_Spec *const types[RM_N_TYPES] = {
     [RM_TYPE_ENGINE] = &rm_engine_spec, // engine/engine.c
@@ -112,8 +111,6 @@ static PyType_Spec *const types[RM_N_TYPES] = {
     [RM_TYPE_OP_DEVICE] = &rm_op_device_spec, // gpu/op_device.c
     [RM_TYPE_DEVICE_ARRAY] = &rm_device_array_spec, // gpu/gpu_array.c
     [RM_TYPE_GPUS] = &rm_gpus_spec, // gpu/loans.c
-    [RM_TYPE_GPU_BLOCK] = &rm_gpu_block_spec, // gpu/gpu_group.c
-    [RM_TYPE_GPU_GROUP] = &rm_gpu_group_spec, // gpu/gpu_group.c
     [RM_TYPE_TURN] = &rm_turn_spec, // fair_lock.c
     [RM_TYPE_HOLDING] = &rm_holding_spec, // fair_lock.c
 };

@@ -85,7 +85,6 @@ FIRST = (
     "mesh_processes",
     "vllm_lent",
     "mesh_bits",
-    "stream",
 )
 FIRST += (
     "cuda_graphs",

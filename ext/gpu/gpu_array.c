@@ -81,15 +81,14 @@ static array_object *new_array(PyObject *module, rm_op_device *op_device, int dt
   return self;
 }
 
-// (ordinal, address, dtype, shape, strides, owner or None): a view, read-only, of memory that is
-// another process's or a GpuBlock's.
+// (ordinal, address, dtype, shape, strides): a read-only view of another process's memory.
 PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args) {
-  PyObject *module = rm_module_of(gpus), *shape, *strides, *owner = NULL;
+  PyObject *module = rm_module_of(gpus), *shape, *strides;
   int ordinal;
   unsigned long long address;
   const char *name;
-  if (!PyArg_ParseTuple(args, "iKsO!O!|O:array", &ordinal, &address, &name, &PyTuple_Type, &shape,
-                        &PyTuple_Type, &strides, &owner))
+  if (!PyArg_ParseTuple(args, "iKsO!O!:array", &ordinal, &address, &name, &PyTuple_Type, &shape,
+                        &PyTuple_Type, &strides))
     return NULL;
   const int dtype = dtype_named(module, name);
   const Py_ssize_t n = PyTuple_Size(shape);
@@ -101,7 +100,6 @@ PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args) {
   array_object *array = rm_object_make(module, RM_TYPE_DEVICE_ARRAY);
   if (!array) return NULL;
   array->gpus = Py_NewRef(gpus);
-  array->owner = Py_XNewRef(owner);
   array->data = (void *)(uintptr_t)address;
   array->ordinal = ordinal, array->dtype = dtype, array->n_dims = (int)n, array->read_only = 1;
   if (rm_numbers_of(shape, array->shape, (int)n) ||

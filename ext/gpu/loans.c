@@ -9,7 +9,6 @@
 #include "device/ready_streams.h"
 #include "dlpack.h"
 #include "gpu_array.h"
-#include "gpu_group.h"
 #include "tensor.h"
 
 typedef struct gpus_object {
@@ -148,10 +147,8 @@ static PyMethodDef gpus_methods[] = {
     {"give_back", gpus_give_back, METH_VARARGS, PyDoc_STR("(ordinal, address): closes it.")},
     {"array", rm_gpu_array_lent, METH_VARARGS,
      PyDoc_STR(
-         "(ordinal, address, dtype, shape, strides, held=None): a read-only DeviceArray over part "
-         "of an allocation that `held` keeps.")},
-    {"group", rm_gpu_group_new, METH_VARARGS,
-     PyDoc_STR("(end, ordinal, nccl library, GPU's name, timeout): a GpuGroup of end's ranks.")},
+         "(ordinal, address, dtype, shape, strides): a read-only DeviceArray over part of an open "
+         "allocation.")},
     {0},
 };
 

@@ -66,36 +66,8 @@ class Gpus:
         dtype: str,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
-        held: Any = None,
         /,
     ) -> DeviceArray: ...
-    def group(
-        self, end: Comm, ordinal: int, nccl_library: str, gpu: str, timeout: float, /
-    ) -> GpuGroup: ...
-
-@final
-class GpuBlock:
-    @property
-    def address(self) -> int: ...
-    def put(self, offset: int, data: NDArray[np.uint8], /) -> None: ...
-    def copy(
-        self,
-        offset: int,
-        ordinal: int,
-        address: int,
-        element_bytes: int,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        /,
-    ) -> None: ...
-
-@final
-class GpuGroup:
-    def block(self, size: int, /) -> GpuBlock: ...
-    def broadcast(self, block: GpuBlock, size: int, root: int, /) -> None: ...
-    def wait(self) -> None: ...
-    def abort(self) -> None: ...
-    def close(self) -> None: ...
 
 @final
 class DeviceArray:

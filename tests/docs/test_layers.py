@@ -56,7 +56,7 @@ PYTHON_LAYERS = {
     "weights": {"errors", "runtime", "model", "distributed", "request"},
     "ops": {"errors", "runtime"},
     "comm": {"distributed"},
-    "sources": {"runtime", "weights"},
+    "sources": {"errors", "runtime", "weights"},
     "generator": {*_BASE},
     "prometheus": {"errors", "generator"},
     "": {*_BASE, "generator", "comm", "ops", "sources"},
