@@ -5,6 +5,7 @@
 #include "base/memory.h"
 #include "comm/nccl/library.h"
 #include "device/cuda.h"
+#include "engine/engine.h"
 #include "kernels.h"
 
 static PyObject *available_isas(PyObject *module, PyObject *unused) {
@@ -125,7 +126,21 @@ static PyObject *memory_pools(PyObject *module, PyObject *args) {
   return PyArg_ParseTuple(args, "|s:memory_pools", &root) ? rm_memory_pool_list(root) : NULL;
 }
 
+static PyObject *engine_limits(PyObject *module, PyObject *none) {
+  (void)module, (void)none;
+  PyObject *dict = PyDict_New();
+  for (int i = 0; dict && i < RM_ENGINE_LIMITS; i++) {
+    const rm_limit *limit = &rm_engine_limits[i];
+    PyObject *bounds = Py_BuildValue("(LL)", (long long)limit->least, (long long)limit->most);
+    if (!bounds || PyDict_SetItemString(dict, limit->name, bounds)) Py_CLEAR(dict);
+    Py_XDECREF(bounds);
+  }
+  return dict;
+}
+
 PyMethodDef rm_hardware_functions[] = {
+    {"engine_limits", engine_limits, METH_NOARGS,
+     "{name: (least, most)} of the engine's integer options."},
     {"available_isas", available_isas, METH_NOARGS,
      "Names of the variants that this build and processor have, slowest first."},
     {"isa_states", isa_states, METH_NOARGS,

@@ -322,7 +322,9 @@ def test_records_of_a_prompt_are_of_one_version(engine: Any, oracles: list[Any])
     assert tokens.tolist() == list(wanted.outputs[0].token_ids)
     assert view["prompt_logprobs"].tobytes() == wanted.prompt_logprobs.tobytes()
     assert view["prompt_top_ids"].tolist() == wanted.prompt_top_logprobs.ids.tolist()
-    assert engine.external_routed(number, 0).tolist() == wanted.outputs[0].routed_experts[:70].tolist()
+    assert (
+        engine.external_routed(number, 0).tolist() == wanted.outputs[0].routed_experts[:70].tolist()
+    )
     counts = [
         int((row >= row[token]).sum())
         for row, token in zip(logits, [*prompt[1:], *tokens.tolist()])
@@ -407,7 +409,8 @@ def test_the_host_edits_and_the_engine_draws(engine: Any, oracles: list[Any]) ->
     only = np.full_like(logits, -np.inf)
     only[0, [17, 90]] = 1.5
     token, logprob, sampling, rank = (
-        column[0] for column in engine.external_draw(np.array([edited], np.uint64), logits, stats, only)
+        column[0]
+        for column in engine.external_draw(np.array([edited], np.uint64), logits, stats, only)
     )
     assert token in (17, 90)
     assert np.isclose(sampling, np.log(0.5), atol=1e-6)

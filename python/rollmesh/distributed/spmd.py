@@ -267,9 +267,7 @@ class SpmdEngine(RankEngine):
             "samples": samples,
             "logits": self._logits.get(number),
             "late": number in self._late,
-            "fault": reason(self.request_faults[number])
-            if number in self.request_faults
-            else None,
+            "fault": reason(self.request_faults[number]) if number in self.request_faults else None,
         }
 
     def finished(self) -> set[int]:

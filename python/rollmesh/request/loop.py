@@ -126,7 +126,10 @@ class EngineLoop:
         self._pid = os.getpid()
         self.is_closed = False
         self._thread = threading.Thread(
-            target=_serve, args=(self._inbox, weakref.ref(self)), name="rollmesh-engine", daemon=True
+            target=_serve,
+            args=(self._inbox, weakref.ref(self)),
+            name="rollmesh-engine",
+            daemon=True,
         )
         weakref.finalize(self, _stop, self._inbox, self._thread)
         with starting("a generator"):
