@@ -43,8 +43,7 @@ rm_code rm_run_workers(rm_engine *engine, rm_worker_call call, void *arg, rm_err
   else run_job(&it, 0, 1);
   for (int w = 0; w < engine->n_workers; w++) {
     const rm_worker *worker = &engine->workers[w];
-    if (worker->code &&
-        (!worst || (is_consequence(worst->code) && !is_consequence(worker->code))))
+    if (worker->code && (!worst || (is_consequence(worst->code) && !is_consequence(worker->code))))
       worst = worker;
   }
   if (!worst) return RM_OK;

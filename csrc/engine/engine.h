@@ -54,7 +54,7 @@ typedef struct rm_engine_options {
   int64_t page_size; // a multiple of 16
   uint64_t kv_bytes; // of KV cache per rank, at least one page; 0: what memory_fraction leaves
   double memory_fraction; // in (0, 1], of the device's free memory: for two copies of the weights
-                          // and the KV cache of every rank there (kv_size.c)
+  // and the KV cache of every rank there (kv_size.c)
   uint64_t seed; // for requests without one
   int prefix_caching;
   int profile; // time every op (rm_engine_profile); on the CPU only
@@ -65,7 +65,7 @@ typedef struct rm_engine_options {
   // views during create
   const char *nccl_library; // a libnccl.so.2, for exchanges between GPUs; NULL: through the host
   const char *cublas_library; // a libcublasLt.so.13, for bf16 matmuls on a GPU, whose sums may
-                              // depend on the batch (model/linear.c); NULL: the op table's
+  // depend on the batch (model/linear.c); NULL: the op table's
   const char *nccl_gpu; // the name of this rank's GPU, equal on ranks that share it; NULL: ordinal
 } rm_engine_options;
 
@@ -90,7 +90,8 @@ int rm_engine_had_work(const rm_engine *engine);
 int64_t rm_engine_unfinished(const rm_engine *engine); // requests here
 // Removes requests that have finished since the last call from the list, at most `capacity`.
 int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity);
-uint64_t rm_engine_next_finished(const rm_engine *engine); // the first that it would return; 0: none
+uint64_t rm_engine_next_finished(
+    const rm_engine *engine); // the first that it would return; 0: none
 void rm_engine_pause(rm_engine *engine, int paused); // a paused engine schedules nothing
 void rm_engine_reset_prefix_cache(rm_engine *engine);
 

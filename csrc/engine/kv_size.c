@@ -46,7 +46,8 @@ static claim claim_of(const rm_worker *worker) {
   if (device->on_host) c.fixed += rm_runner_workspace(&worker->runner);
   if (device->on_host && worker->runner.options.keeps_records) { // the scheduler, for its replica
     c.fixed += worker->scheduler->memory_bytes;
-    c.page += rm_kv_record_bytes(worker->engine->options.page_size, worker->runner.routed_per_token);
+    c.page +=
+        rm_kv_record_bytes(worker->engine->options.page_size, worker->runner.routed_per_token);
   }
   snprintf(c.device, sizeof c.device, "%s", device->name);
   return c;

@@ -37,8 +37,7 @@ static void schedule(rm_engine *engine) {
     rm_scheduler *scheduler = &engine->schedulers[d];
     scheduler->version = rm_store_version(engine->workers[0].store);
     const rm_progress progress = rm_schedule(scheduler);
-    for (int w = 0; w < engine->per_replica; w++)
-      rm_first_worker(engine, d)[w].progress = progress;
+    for (int w = 0; w < engine->per_replica; w++) rm_first_worker(engine, d)[w].progress = progress;
   }
   engine->schedule_seconds += rm_now() - start;
 }
@@ -108,7 +107,8 @@ rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draw *draws
   if (code) return code;
   scheduler->version = rm_store_version(worker->store);
   const rm_entered saved = rm_enter(worker);
-  for (int64_t i = 0; i < n && !code; i++) { // it fails if the device is dead, as the next step does
+  for (int64_t i = 0; i < n && !code;
+       i++) { // it fails if the device is dead, as the next step does
     rm_sequence *seq = rm_find_sequence_group(scheduler, draws[i].id, NULL)->sequences;
     code = rm_draw_edited(&worker->runner, seq, &draws[i], &results[i], err);
     if (!code) rm_external_drawn(scheduler, seq, &results[i]);

@@ -90,8 +90,8 @@ rm_code rm_engine_sync_push(rm_engine *engine, const char *name, size_t length,
 static rm_code commit_worker(rm_worker *worker, void *arg) {
   const rm_entered saved = rm_enter(worker);
   (void)arg;
-  const rm_code code = rm_sync_commit_together(worker->store, &worker->runner.rank,
-                                               &worker->report, &worker->err);
+  const rm_code code =
+      rm_sync_commit_together(worker->store, &worker->runner.rank, &worker->report, &worker->err);
   rm_leave(worker, saved);
   if (!code) rm_comms_set_epoch(&worker->runner, rm_store_version(worker->store));
   return code;
@@ -137,7 +137,8 @@ rm_code rm_engine_ready_queue(rm_engine *engine, int ordinal, const rm_device **
 // ------------------------------------------------------------------------------------------ sleep
 static rm_code check_parts(unsigned parts, rm_error *err) {
   if (parts && !(parts & ~(unsigned)(RM_PART_WEIGHTS | RM_PART_KV))) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "parts: expected %d (weights), %d (KV cache) or %d (both), got %u",
+  return rm_fail(err, RM_E_CONFIG,
+                 "parts: expected %d (weights), %d (KV cache) or %d (both), got %u",
                  RM_PART_WEIGHTS, RM_PART_KV, RM_PART_WEIGHTS | RM_PART_KV, parts);
 }
 

@@ -267,9 +267,8 @@ rm_code rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_error
 void rm_external_drawn(rm_scheduler *scheduler, rm_sequence *seq, rm_external_result *result) {
   seq->external_row = -1;
   if (result->token >= 0) {
-    rm_append(
-        scheduler, seq,
-        &(rm_drawn){result->token, result->rank, result->logprob, result->sampling_logprob});
+    rm_append(scheduler, seq,
+              &(rm_drawn){result->token, result->rank, result->logprob, result->sampling_logprob});
   } else {
     rm_fail_sequence_group(scheduler, seq, rm_sequence_length(seq) - 1,
                            "the edited logits leave no token to draw and are");

@@ -120,7 +120,8 @@ PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args) {
 
 PyObject *rm_engine_py_external_draw(rm_engine_object *self, PyObject *args) {
   PyObject *objects[4], *result = NULL, *module = rm_engine_module(self);
-  if (!PyArg_ParseTuple(args, "OOOO:external_draw", &objects[0], &objects[1], &objects[2], &objects[3]))
+  if (!PyArg_ParseTuple(args, "OOOO:external_draw", &objects[0], &objects[1], &objects[2],
+                        &objects[3]))
     return NULL;
   void *data[4];
   rm_array_want ids = {"ids", NPY_UINT64, 0, 1, {-1}};
@@ -166,8 +167,8 @@ PyObject *rm_engine_py_external_top(rm_engine_object *self, PyObject *args) {
            *logprobs = rm_array_new(NPY_FLOAT32, 2, shape, NULL);
   PyObject *both = Py_BuildValue("(NN)", ids, logprobs);
   if (both)
-    code =
-        rm_external_top(rm_engine_scheduler(self->engine, 0), numbers, n, k, array_of(ids), array_of(logprobs), &err);
+    code = rm_external_top(rm_engine_scheduler(self->engine, 0), numbers, n, k, array_of(ids),
+                           array_of(logprobs), &err);
   rm_engine_leave(self);
   if (!code) return both;
   Py_DECREF(both);
@@ -179,7 +180,8 @@ PyObject *rm_engine_py_external_top(rm_engine_object *self, PyObject *args) {
 PyObject *rm_engine_py_external_routed(rm_engine_object *self, PyObject *args) {
   unsigned long long id;
   long long start;
-  if (!PyArg_ParseTuple(args, "KL:external_routed", &id, &start) || rm_engine_enter(self)) return NULL;
+  if (!PyArg_ParseTuple(args, "KL:external_routed", &id, &start) || rm_engine_enter(self))
+    return NULL;
   rm_error err = RM_ERROR_INIT;
   int64_t shape[3] = {0, self->spec->n_moe_layers, self->spec->top_k};
   PyObject *result = NULL;
@@ -187,7 +189,8 @@ PyObject *rm_engine_py_external_routed(rm_engine_object *self, PyObject *args) {
     rm_raise(rm_engine_module(self), &err);
   else if ((result =
                 rm_array_new(NPY_INT16, 3, shape, NULL))) // no error is left: the request is there
-    rm_external_routed(rm_engine_scheduler(self->engine, 0), id, start, array_of(result), &shape[0], &err);
+    rm_external_routed(rm_engine_scheduler(self->engine, 0), id, start, array_of(result), &shape[0],
+                       &err);
   rm_engine_leave(self);
   return result;
 }
@@ -218,5 +221,6 @@ PyObject *rm_engine_py_external_tokens(rm_engine_object *self, PyObject *args) {
   if (rm_array_ids(rm_engine_module(self), object, "tokens", &tokens, &n) || rm_engine_enter(self))
     return NULL;
   rm_error err = RM_ERROR_INIT;
-  return rm_engine_finish(self, rm_external_tokens(rm_engine_scheduler(self->engine, id), id, tokens, n, &err), &err);
+  return rm_engine_finish(
+      self, rm_external_tokens(rm_engine_scheduler(self->engine, id), id, tokens, n, &err), &err);
 }
