@@ -9,11 +9,11 @@ static rm_code check_not_lost(const rm_engine *engine, rm_error *err) {
 
 static rm_code check_ready(const rm_engine *engine, rm_error *err) {
   if (engine->asleep)
-    return rm_fail(err, RM_E_STATE, "cannot step while %s asleep; call wake() first",
-                   engine->asleep & RM_PART_WEIGHTS ? "the weights are" : "the KV cache is");
+    return rm_fail(err, RM_E_STATE, "%s: expected awake, got asleep; call wake() before a step",
+                   engine->asleep & RM_PART_WEIGHTS ? "weights" : "KV cache");
   if (!rm_store_weights(engine->workers[0].store))
     return rm_fail(err, RM_E_NOT_SYNCED,
-                   "expected synced weights, got none: call sync_weights first");
+                   "weights: expected a synced version, got none; call sync_weights first");
   return check_not_lost(engine, err);
 }
 

@@ -23,7 +23,8 @@ static rm_code begin_worker(rm_worker *worker, void *options) {
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err) {
   rm_code code = RM_OK;
   if (engine->asleep & RM_PART_WEIGHTS)
-    return rm_fail(err, RM_E_STATE, "cannot sync while the weights are asleep; call wake() first");
+    return rm_fail(err, RM_E_STATE,
+                   "weights: expected awake, got asleep; call wake() before a sync");
   if (options->in_place)
     code = refuse_unfinished(engine, "before a sync in place", "finish or abort them first", err);
   if (code) return code;
@@ -144,7 +145,8 @@ static rm_code check_parts(unsigned parts, rm_error *err) {
 
 static rm_code check_no_sync(const rm_engine *engine, rm_error *err) {
   if (!rm_store_is_open(engine->workers[0].store)) return RM_OK;
-  return rm_fail(err, RM_E_STATE, "the weights cannot sleep while a sync is open");
+  return rm_fail(err, RM_E_STATE,
+                 "sync: expected none open while the weights go to sleep, got an open one");
 }
 
 static rm_code offload_worker(rm_worker *worker, void *arg) {
@@ -168,10 +170,9 @@ rm_code rm_engine_offload_weights(rm_engine *engine, rm_error *err) {
   rm_code code = check_no_sync(engine, err);
   if (code) return code;
   if (wanted > available) // the ranks of a process share the host's memory
-    return rm_fail(err, RM_E_CAPACITY,
-                   "the weights of %d ranks take %s and the host has %s left to offload them to",
-                   engine->n_workers, rm_say_bytes((double)wanted).text,
-                   rm_say_bytes((double)available).text);
+    return rm_fail(
+        err, RM_E_CAPACITY, "host memory: expected %s for the weights of %d ranks, got %s",
+        rm_say_bytes((double)wanted).text, engine->n_workers, rm_say_bytes((double)available).text);
   code = rm_run_workers(engine, offload_worker, NULL, err);
   if (code) rm_engine_free_offloaded(engine);
   return code;

@@ -50,8 +50,7 @@ static rm_code check_part(const rm_scheduler *scheduler, const rm_sequence *seq,
                   pages = held + part->n_pages;
   const rm_sequence_group *group = seq->group;
   if (seq->external_end)
-    return rm_fail(err, RM_E_REQUEST,
-                   "request %lld is in a step twice: expected one part for each request", id);
+    return rm_fail(err, RM_E_REQUEST, "request %lld: expected one part in a step, got two", id);
   if (part->n_computed < 0 || part->n_rows < 1 || end > rm_sequence_length(seq))
     return rm_fail(
         err, RM_E_REQUEST,
@@ -71,8 +70,8 @@ static rm_code check_part(const rm_scheduler *scheduler, const rm_sequence *seq,
         id, end, (long long)scheduler->max_pages, pages, size);
   for (int64_t i = 0; i < part->n_pages; i++)
     if (part->pages[i] < 0 || part->pages[i] >= scheduler->options.limits.n_pages)
-      return rm_fail(err, RM_E_REQUEST, "request %lld: page %d is not in [0, %lld)", id,
-                     part->pages[i], (long long)scheduler->options.limits.n_pages);
+      return rm_fail(err, RM_E_REQUEST, "request %lld: expected pages 0 to %lld, got %d", id,
+                     (long long)scheduler->options.limits.n_pages - 1, part->pages[i]);
   return RM_OK;
 }
 
@@ -103,13 +102,12 @@ static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step,
   }
   if (!code && n_started > scheduler->n_free_table_rows)
     code = rm_fail(
-        err, RM_E_REQUEST, "expected at most max_num_seqs=%lld requests at once, got %lld",
+        err, RM_E_REQUEST, "max_num_seqs: expected at most %lld requests at once, got %lld",
         (long long)scheduler->options.max_num_seqs, (long long)(scheduler->n_active + n_started));
   if (!code && n_drawn > step->n_logits)
-    code = rm_fail(
-        err, RM_E_REQUEST,
-        "expected room for the logits of %lld requests with external_draws, got room for %lld",
-        (long long)n_drawn, (long long)step->n_logits);
+    code = rm_fail(err, RM_E_REQUEST,
+                   "logits: expected room for %lld requests with external_draws, got room for %lld",
+                   (long long)n_drawn, (long long)step->n_logits);
   if (code) leave_step(scheduler, step);
   return code;
 }
@@ -260,7 +258,7 @@ rm_code rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_error
   const rm_sequence *seq = sequence_of(scheduler, id, err);
   if (!seq) return RM_E_REQUEST;
   if (seq->status == RM_ACTIVE && seq->external_row >= 0) return RM_OK;
-  return rm_fail(err, RM_E_STATE, "request %llu has no logits that wait for a draw",
+  return rm_fail(err, RM_E_STATE, "request %llu: expected logits that wait for a draw, got none",
                  (unsigned long long)id);
 }
 

@@ -23,8 +23,8 @@ static rm_code compare_batches(rm_runner *runner, rm_error *err) {
     if (all[r] != digest)
       return rm_fail(
           err, RM_E_COLLECTIVE_MISMATCH,
-          "tp rank %d steps with another batch than tp rank %d; expected the same calls on all "
-          "ranks of a tp group",
+          "batch: expected the same calls on all ranks of a tp group, got another batch on tp rank "
+          "%d than on tp rank %d",
           r, rm_comm_rank(tp));
   return code;
 }
