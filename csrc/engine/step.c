@@ -13,7 +13,7 @@ static rm_code check_ready(const rm_engine *engine, rm_error *err) {
                    engine->asleep & RM_PART_WEIGHTS ? "weights" : "KV cache");
   if (!rm_store_weights(engine->workers[0].store))
     return rm_fail(err, RM_E_NOT_SYNCED,
-                   "weights: expected a synced version, got none; call sync_weights first");
+                   "weights: expected synced ones, got none; call sync_weights first");
   return check_not_lost(engine, err);
 }
 
