@@ -156,8 +156,9 @@ static rm_code check_families(const rm_engine *engine, rm_error *err) {
   for (int w = 1; w < engine->n_workers; w++) {
     const rm_device *device = engine->workers[w].device;
     if (strcmp(device->kernels->family, first->kernels->family) != 0)
-      return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d has family = %s on %s, rank 0 %s on %s", w,
-                     device->kernels->family, device->name, first->kernels->family, first->name);
+      return rm_fail(err, RM_E_MESH_MISMATCH,
+                     "family: expected %s on all ranks, as on rank 0 (%s), got %s on rank %d (%s)",
+                     first->kernels->family, first->name, device->kernels->family, w, device->name);
   }
   return RM_OK;
 }
@@ -211,7 +212,7 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   rm_code code = check_options(spec, &mine, err);
   if (code) return code;
   if (!mine.cuda_library && !mine.kernels)
-    return rm_fail(err, RM_E_CONFIG, "RM_ISA=%.40s names no instruction set of this build",
+    return rm_fail(err, RM_E_CONFIG, "RM_ISA: expected an instruction set of this build, got %.40s",
                    getenv("RM_ISA") ? getenv("RM_ISA") : "");
   rm_engine *engine = rm_alloc(1, sizeof *engine);
   if (!engine) return rm_fail(err, RM_E_MEMORY, "no memory for the engine");

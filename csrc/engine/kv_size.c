@@ -46,7 +46,8 @@ static claim claim_of(const rm_worker *worker) {
   if (device->on_host) c.fixed += rm_runner_workspace(&worker->runner);
   if (device->on_host && worker->runner.options.keeps_records) { // the scheduler, for its replica
     c.fixed += worker->scheduler->memory_bytes;
-    c.page += rm_kv_record_bytes(worker->engine->options.page_size, worker->runner.routed_per_token);
+    c.page +=
+        rm_kv_record_bytes(worker->engine->options.page_size, worker->runner.routed_per_token);
   }
   snprintf(c.device, sizeof c.device, "%s", device->name);
   return c;
@@ -82,8 +83,10 @@ static rm_code judge(const claim *claims, int size, int64_t *n_pages, rm_error *
   *n_pages = MOST_PAGES;
   for (int r = 0; r < size; r++) {
     if (claims[r].available == UINT64_MAX)
-      return rm_fail(err, RM_E_CONFIG, "the free memory of %s is not known: set kv_cache_gib",
-                     claims[r].device);
+      return rm_fail(
+          err, RM_E_CONFIG,
+          "kv_cache_gib: expected a number, since the free memory of %s is not known, got none",
+          claims[r].device);
     const pool p = pool_of(claims, size, claims[r].memory);
     const double pages = (p.share - p.fixed) / p.page;
     if (!(pages >= 1)) return refuse(claims, size, &p, err);
@@ -125,9 +128,10 @@ rm_code rm_kv_pages(rm_worker *worker, int64_t *n_pages, rm_error *err) {
   if (!options->external_pages && !options->kv_bytes && options->memory_fraction > 0)
     return left_pages(worker, n_pages, err);
   if (options->external_pages && (uint64_t)options->external_pages > SIZE_MAX / 2 / page_bytes)
-    return rm_fail(err, RM_E_CAPACITY,
-                   "external_pages=%lld of %llu bytes do not fit into the address space",
-                   (long long)options->external_pages, (unsigned long long)page_bytes);
+    return rm_fail(
+        err, RM_E_CAPACITY,
+        "external_pages: expected pages that fit into the address space, got %lld of %llu bytes",
+        (long long)options->external_pages, (unsigned long long)page_bytes);
   if (!options->external_pages && options->kv_bytes < page_bytes)
     return rm_fail(err, RM_E_CAPACITY,
                    "kv_cache_gib: expected at least a page of %llu bytes, got %llu bytes",

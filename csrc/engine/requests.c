@@ -37,10 +37,10 @@ static int choose_replica(const rm_engine *engine, const rm_request *request, rm
 static rm_code check_weights(const rm_engine *engine, rm_error *err) {
   if (engine->asleep & RM_PART_WEIGHTS)
     return rm_fail(err, RM_E_STATE,
-                   "cannot add a request while the weights are asleep; call wake() first");
+                   "weights: expected awake, got asleep; call wake() before a request");
   if (!rm_store_weights(engine->workers[0].store))
     return rm_fail(err, RM_E_NOT_SYNCED,
-                   "expected synced weights, got none: call sync_weights first");
+                   "weights: expected synced ones, got none; call sync_weights first");
   return RM_OK;
 }
 

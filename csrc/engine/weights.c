@@ -23,7 +23,8 @@ static rm_code begin_worker(rm_worker *worker, void *options) {
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err) {
   rm_code code = RM_OK;
   if (engine->asleep & RM_PART_WEIGHTS)
-    return rm_fail(err, RM_E_STATE, "cannot sync while the weights are asleep; call wake() first");
+    return rm_fail(err, RM_E_STATE,
+                   "weights: expected awake, got asleep; call wake() before a sync");
   if (options->in_place)
     code = refuse_unfinished(engine, "before a sync in place", "finish or abort them first", err);
   if (code) return code;
@@ -90,8 +91,8 @@ rm_code rm_engine_sync_push(rm_engine *engine, const char *name, size_t length,
 static rm_code commit_worker(rm_worker *worker, void *arg) {
   const rm_entered saved = rm_enter(worker);
   (void)arg;
-  const rm_code code = rm_sync_commit_together(worker->store, &worker->runner.rank,
-                                               &worker->report, &worker->err);
+  const rm_code code =
+      rm_sync_commit_together(worker->store, &worker->runner.rank, &worker->report, &worker->err);
   rm_leave(worker, saved);
   if (!code) rm_comms_set_epoch(&worker->runner, rm_store_version(worker->store));
   return code;
@@ -137,13 +138,15 @@ rm_code rm_engine_ready_queue(rm_engine *engine, int ordinal, const rm_device **
 // ------------------------------------------------------------------------------------------ sleep
 static rm_code check_parts(unsigned parts, rm_error *err) {
   if (parts && !(parts & ~(unsigned)(RM_PART_WEIGHTS | RM_PART_KV))) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "parts: expected %d (weights), %d (KV cache) or %d (both), got %u",
+  return rm_fail(err, RM_E_CONFIG,
+                 "parts: expected %d (weights), %d (KV cache) or %d (both), got %u",
                  RM_PART_WEIGHTS, RM_PART_KV, RM_PART_WEIGHTS | RM_PART_KV, parts);
 }
 
 static rm_code check_no_sync(const rm_engine *engine, rm_error *err) {
   if (!rm_store_is_open(engine->workers[0].store)) return RM_OK;
-  return rm_fail(err, RM_E_STATE, "the weights cannot sleep while a sync is open");
+  return rm_fail(err, RM_E_STATE,
+                 "sync: expected none open while the weights go to sleep, got an open one");
 }
 
 static rm_code offload_worker(rm_worker *worker, void *arg) {
@@ -167,10 +170,9 @@ rm_code rm_engine_offload_weights(rm_engine *engine, rm_error *err) {
   rm_code code = check_no_sync(engine, err);
   if (code) return code;
   if (wanted > available) // the ranks of a process share the host's memory
-    return rm_fail(err, RM_E_CAPACITY,
-                   "the weights of %d ranks take %s and the host has %s left to offload them to",
-                   engine->n_workers, rm_say_bytes((double)wanted).text,
-                   rm_say_bytes((double)available).text);
+    return rm_fail(
+        err, RM_E_CAPACITY, "host memory: expected %s for the weights of %d ranks, got %s",
+        rm_say_bytes((double)wanted).text, engine->n_workers, rm_say_bytes((double)available).text);
   code = rm_run_workers(engine, offload_worker, NULL, err);
   if (code) rm_engine_free_offloaded(engine);
   return code;

@@ -33,8 +33,7 @@ static void fail_flagged(rm_scheduler *scheduler, const rm_sequence *seq, const 
   for (int64_t r = seq->first_row; r < seq->first_row + seq->n_rows; r++)
     if (flags[r]) {
       rm_fail_sequence_group(scheduler, seq, scheduler->plan.positions[r],
-                             flags[r] & RM_ROW_KV_NONFINITE ? "a row of K or V is"
-                                                                      : "logits are");
+                             flags[r] & RM_ROW_KV_NONFINITE ? "a row of K or V is" : "logits are");
       return;
     }
 }

@@ -18,11 +18,11 @@ static rm_code check_penalties(const rm_request *request, rm_error *err) {
   } each[] = {{"frequency_penalty", request->frequency_penalty},
               {"presence_penalty", request->presence_penalty}};
   REFUSE_UNLESS(request->repetition_penalty >= 0 && isfinite(request->repetition_penalty),
-                "repetition_penalty=%g must be finite and at least 0",
+                "repetition_penalty: expected a finite number of at least 0, got %g",
                 (double)request->repetition_penalty);
   for (int i = 0; i < 2; i++)
-    REFUSE_UNLESS(each[i].value >= -2 && each[i].value <= 2, "%s=%g is not in [-2, 2]",
-                  each[i].name, (double)each[i].value);
+    REFUSE_UNLESS(each[i].value >= -2 && each[i].value <= 2,
+                  "%s: expected a number in [-2, 2], got %g", each[i].name, (double)each[i].value);
   return RM_OK;
 }
 
@@ -45,7 +45,8 @@ static rm_code check_bad_words(const rm_request *request, int64_t vocab, rm_erro
                 "bad_words: expected an array of %lld ends, got none", (long long)n);
   for (int64_t i = 0; i < n; i++)
     REFUSE_UNLESS(request->bad_word_ends[i] > (i ? request->bad_word_ends[i - 1] : 0),
-                  "bad_words: word %lld has no token", (long long)i);
+                  "bad_words: expected 1 token or more in each, got none in word %lld",
+                  (long long)i);
   return rm_check_token_ids("bad_words", request->bad_words, n ? request->bad_word_ends[n - 1] : 0,
                             vocab, err);
 }

@@ -24,8 +24,8 @@ rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options 
                             rm_error *err) {
   const rm_request_limits *limits = &options->limits;
   const size_t rows = (size_t)options->max_num_batched_tokens, seqs = (size_t)options->max_num_seqs;
-  const size_t max_pages = (size_t)((limits->max_model_len + limits->page_size - 1) /
-                                    limits->page_size);
+  const size_t max_pages =
+      (size_t)((limits->max_model_len + limits->page_size - 1) / limits->page_size);
   rm_plan *plan = &scheduler->plan;
   const rm_field fields[] = {
       {&scheduler->free_table_rows, seqs, sizeof *scheduler->free_table_rows},

@@ -23,8 +23,8 @@ static rm_code compare_batches(rm_runner *runner, rm_error *err) {
     if (all[r] != digest)
       return rm_fail(
           err, RM_E_COLLECTIVE_MISMATCH,
-          "tp rank %d steps with another batch than tp rank %d; expected the same calls on all "
-          "ranks of a tp group",
+          "batch: expected the same calls on all ranks of a tp group, got another batch on tp rank "
+          "%d than on tp rank %d",
           r, rm_comm_rank(tp));
   return code;
 }
@@ -39,8 +39,7 @@ static rm_code share_flags(rm_runner *runner, rm_error *err) {
   if (!tp || !n) return RM_OK;
   for (int r = 0; r < rm_comm_size(tp); r++) bytes[r] = (size_t)n;
   const rm_code code = rm_comm_all_gather(tp, flags, runner->all_flags, bytes, err);
-  for (int64_t i = 0; i < n * rm_comm_size(tp) && !code; i++)
-    flags[i % n] |= runner->all_flags[i];
+  for (int64_t i = 0; i < n * rm_comm_size(tp) && !code; i++) flags[i % n] |= runner->all_flags[i];
   return code;
 }
 
@@ -132,8 +131,7 @@ static void write_pages(const rm_runner *runner) {
   const rm_plan *plan = runner->plan;
   for (int64_t i = 0; i < plan->n_writes; i++) {
     const rm_page_write *write = &plan->writes[i];
-    if (write->from < 0)
-      rm_model_zero_page(runner->model, runner->kv, runner->n_pages, write->to);
+    if (write->from < 0) rm_model_zero_page(runner->model, runner->kv, runner->n_pages, write->to);
     else rm_model_copy_page(runner->model, runner->kv, runner->n_pages, write->to, write->from);
   }
 }

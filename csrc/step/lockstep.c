@@ -24,8 +24,9 @@ rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *er
   const rank_status own = {
       .rows = (int32_t)plan->n_rows,
       .progress = (int16_t)*progress,
-      .flags = (int16_t)(shape->is_captured * CAPTURED + shape->with_token_ranks * WITH_TOKEN_RANKS +
-                         runner->graphs.was_reset * RESET),
+      .flags =
+          (int16_t)(shape->is_captured * CAPTURED + shape->with_token_ranks * WITH_TOKEN_RANKS +
+                    runner->graphs.was_reset * RESET),
   };
   for (int r = 0; r < rm_comm_size(rank->ep); r++) bytes[r] = sizeof own;
   const rm_code code = rm_comm_all_gather(rank->ep, &own, all, bytes, err);

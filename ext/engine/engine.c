@@ -233,7 +233,7 @@ static PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
     goto out;
   }
   result = rm_engine_has(self->engine, id) ? remember(self, id, &request, logits)
-                                          : PyLong_FromUnsignedLongLong(id);
+                                           : PyLong_FromUnsignedLongLong(id);
   // no memory for the record: the request must not write to an array that nobody holds
   if (!result) {
     rm_scheduler *scheduler = rm_engine_scheduler(self->engine, id);
@@ -271,8 +271,10 @@ static PyObject *rm_engine_py_stop_sample(rm_engine_object *self, PyObject *args
   if (!PyArg_ParseTuple(args, "KiL:stop_sample", &id, &sample, &n_tokens)) return NULL;
   if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  return rm_engine_finish(self, rm_scheduler_stop_sample(rm_engine_scheduler(self->engine, id), id, sample, n_tokens, &err),
-                          &err);
+  return rm_engine_finish(
+      self,
+      rm_scheduler_stop_sample(rm_engine_scheduler(self->engine, id), id, sample, n_tokens, &err),
+      &err);
 }
 
 // ------------------------------------------------------------------------------------------ steps

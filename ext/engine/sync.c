@@ -48,8 +48,8 @@ PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *name) {
   rm_error err = RM_ERROR_INIT;
   if (key_bytes(module, name, &held, &text, &length)) goto out;
   if (rm_engine_enter(self)) goto out;
-  const rm_code code = rm_names_resolve(rm_engine_params(self->engine), text,
-                                        (size_t)length, &target, &err);
+  const rm_code code =
+      rm_names_resolve(rm_engine_params(self->engine), text, (size_t)length, &target, &err);
   rm_engine_leave(self);
   if (code) {
     rm_raise(module, &err);

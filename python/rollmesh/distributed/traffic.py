@@ -4,10 +4,10 @@ csrc/model and csrc/step exchange.
 Figures are for the whole world and one step, in which each of `rows` sequences of every replica
 gets one token. A gather counts once for each receiver. Tokens are assumed to choose experts evenly;
 everything else is exact for ranks of one process and tested against the engine's own count. Between
-processes each pair of ranks of a replica also compares 8 bytes, a digest of the batch. `static`: GPU steps of few rows,
-whose exchanges have sizes that do not depend on the routing (csrc/model/moe/static_dispatch.c).
-`captured`: steps that replay a CUDA graph over NCCL (csrc/step/graph_replay.h); `rows` is then the
-padded batch size.
+processes each pair of ranks of a replica also compares 8 bytes, a digest of the batch. `static`:
+GPU steps of few rows, whose exchanges have sizes that do not depend on the routing
+(csrc/model/moe/static_dispatch.c). `captured`: steps that replay a CUDA graph over NCCL
+(csrc/step/graph_replay.h); `rows` is then the padded batch size.
 """
 
 from __future__ import annotations

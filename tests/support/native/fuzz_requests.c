@@ -48,12 +48,12 @@ typedef enum rule {
 static const struct {
   const char *name, *said;      // `said` is in the message of a request that breaks this rule alone
 } rules[N_RULES] = {
-  {"kind", "kind="}, {"empty prompt", "prompt is empty"}, {"no prompt", "prompt is empty"}, {"long prompt", "max_model_len="},
-  {"prompt id", "token id["}, {"n", "n="}, {"max_tokens", "max_tokens="}, {"min_tokens", "min_tokens="},
-  {"temperature", "temperature="}, {"top_p", "top_p="}, {"min_p", "min_p="}, {"top_k", "top_k="}, {"logprobs", "logprobs="},
-  {"prompt_logprobs", "prompt_logprobs="}, {"kept_tokens", "kept_tokens=True"}, {"stop count", "n_stop_ids="}, {"no stop ids", "stop_token_ids"},
+  {"kind", "kind:"}, {"empty prompt", "prompt: expected 1 token"}, {"no prompt", "prompt: expected 1 token"}, {"long prompt", "max_model_len="},
+  {"prompt id", "prompt["}, {"n", "n: "}, {"max_tokens", "max_tokens: "}, {"min_tokens", "min_tokens: "},
+  {"temperature", "temperature:"}, {"top_p", "top_p:"}, {"min_p", "min_p:"}, {"top_k", "top_k:"}, {"logprobs", "logprobs:"},
+  {"prompt_logprobs", "prompt_logprobs:"}, {"kept_tokens", "kept_tokens=True"}, {"stop count", "n_stop_ids:"}, {"no stop ids", "stop_token_ids"},
   {"stop id", "stop_token_ids["}, {"all banned", "every token"}, {"capacity", "pages"},
-  {"penalties", "_penalty="}, {"logit_bias", "logit_bias"}, {"banned", "banned"}, {"bad_words", "bad_words"},
+  {"penalties", "_penalty:"}, {"logit_bias", "logit_bias"}, {"banned", "banned"}, {"bad_words", "bad_words"},
   {"edits with kept_tokens", "kept_tokens=True"}, {"edits of a score", "in a score"},
 };
 // clang-format on
