@@ -385,7 +385,9 @@ def lost(rank: Rank) -> Any:
             file.write(repr(time.monotonic()))
         rank.end_itself()
 
-    method = {"sync": "sync_push", "commit": "sync_commit", "exchange": "_finished_here"}.get(where, "step")
+    method = {"sync": "sync_push", "commit": "sync_commit", "exchange": "_finished_here"}.get(
+        where, "step"
+    )
     rank.after(
         rank.job.get("calls", 3),
         method,

@@ -7,8 +7,8 @@ needs steps stays active; one step serves all active calls. The thread takes the
 two steps, so a step costs no change of threads. A `Loan` is the reverse: the caller's thread uses
 the engine while the engine's thread waits, for what has to run in the caller's thread.
 
-A Ctrl-C or another exception interrupts a caller that waits, never the engine: `EngineLoop.run` then
-has the thread undo the call before the exception goes on. A second exception leaves at once.
+A Ctrl-C interrupts a caller that waits, never the engine: `EngineLoop.run` has the thread undo the
+call before the exception goes on. A second Ctrl-C leaves at once.
 
 The thread is a daemon. While it is idle it holds no reference to the generator; it ends when the
 generator is closed or dropped, and at exit after its current step.
@@ -126,7 +126,10 @@ class EngineLoop:
         self._pid = os.getpid()
         self.is_closed = False
         self._thread = threading.Thread(
-            target=_serve, args=(self._inbox, weakref.ref(self)), name="rollmesh-engine", daemon=True
+            target=_serve,
+            args=(self._inbox, weakref.ref(self)),
+            name="rollmesh-engine",
+            daemon=True,
         )
         weakref.finalize(self, _stop, self._inbox, self._thread)
         with starting("a generator"):
@@ -269,13 +272,17 @@ class EngineLoop:
     # ---------------------------------------------------------------------------- in the thread
     def work(self, call: Call) -> bool:
         """Begins a call and steps until nothing is left to do. False: the thread ends."""
-        while call is not _STOP:
-            self._begin(call)
-            del call  # it keeps the caller's objects
-            while (call := self._next()) is None:
-                if not self._active:
-                    return not self.is_closed
+        todo: Call | None = call
+        del call
+        while todo is not _STOP:
+            if todo is not None:
+                self._begin(todo)
+            elif self._active:
                 self._step()
+            else:
+                return not self.is_closed
+            todo = None  # a call that is done keeps the caller's objects
+            todo = self._next()
         return False
 
     def _next(self) -> Call | None:

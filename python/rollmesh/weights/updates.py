@@ -436,9 +436,7 @@ class Sync:
         """Commits the set. IncompleteSyncError if a required parameter is missing; the old version
         keeps serving then."""
         deadline = deadline_of(timeout)
-        report: SyncReport = self._exclusive(
-            lambda: self._weights.finish(self, deadline), deadline
-        )
+        report: SyncReport = self._exclusive(lambda: self._weights.finish(self, deadline), deadline)
         return report
 
     def abort(self) -> None:
