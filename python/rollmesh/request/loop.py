@@ -122,7 +122,7 @@ class EngineLoop:
         self._active: list[Call] = []  # the thread's: calls that need steps
         self._moves = True  # the thread's: whether the last step computed something
         self._inside: set[int] = set()  # threads that are in a call
-        self._undone: set[Call] = set()
+        self._undone: set[Call] = set()  # of all threads
         self._pid = os.getpid()
         self.is_closed = False
         self._thread = threading.Thread(
@@ -184,10 +184,7 @@ class EngineLoop:
 
         def end() -> None:
             release()
-            self.is_closed = True
-            for call in list(self._active):
-                self._end(call, _closed())
-            self._refuse_all()
+            self.end_all()
 
         if not self.is_gone():
             self.run(Call(end))
@@ -284,6 +281,13 @@ class EngineLoop:
             todo = None  # a call that is done keeps the caller's objects
             todo = self._next()
         return False
+
+    def end_all(self) -> None:
+        """Ends all calls; no further one begins."""
+        self.is_closed = True
+        for call in list(self._active):
+            self._end(call, _closed())
+        self._refuse_all()
 
     def _next(self) -> Call | None:
         """The next call, if there is one. Waits a moment for it where a step would do nothing."""
@@ -382,8 +386,14 @@ def _serve(inbox: SimpleQueue[Call], loop_of: weakref.ref[EngineLoop]) -> None:
     while True:
         call = inbox.get()
         loop = loop_of()
-        if loop is None or not loop.work(call):
+        if loop is None:
             return
+        try:
+            if not loop.work(call):
+                return
+        except BaseException:
+            loop.end_all()  # a bug: callers get StateError instead of waiting for ever
+            raise
         del loop, call  # an idle thread holds nothing
 
 
