@@ -99,7 +99,7 @@ def followed_methods(*parts: object) -> dict[str, Callable[..., Any]]:
 
 
 class Leader:
-    """Rank 0. Callers hold the generator's lock; while one is busy (a tokenizer), a thread keeps
+    """Rank 0. Callers have the engine to themselves; while one is busy (a tokenizer), a thread keeps
     sending."""
 
     def __init__(
