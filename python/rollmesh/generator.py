@@ -3,7 +3,7 @@
 A token: generate → Requests.add → engine steps → RequestOutput. A weight: sync_weights → check →
 push → commit.
 
-Threads: any thread may call any method. A thread of the generator runs the engine; calls wait for it
+Threads: any thread may call any method. A thread of the generator runs the engine, and calls begin
 in the order in which they arrive (request/loop.py). generate takes many steps, and calls of other
 threads run between two of them; a sync has the engine to itself. StateError: a call from inside
 another call (a weights iterator that generates), and every call in a forked child.

@@ -478,7 +478,7 @@ def check_lost(
         got = rank["result"]
         assert rank["error"] is None, f"rank {number}: {rank['error']}"
         assert got["told"][0] == kind, f"rank {number}: {got['told']}"
-        assert f"rank {victim}" in got["told"][1], f"rank {number}: {got['told']}"
+        assert re.search(rf"\branks? (\d+, )*{victim}\b", got["told"][1]), (number, got["told"])
         assert got["again"] in (kind, "RankLostError")
         assert got["close"] < 5
         assert got["steps"] < 3500, "known when the work was done, and not when the rank was lost"
@@ -728,7 +728,7 @@ def test_ctrl_c_in_one_rank(
 
 @pytest.mark.full
 def test_ctrl_c_in_the_midst_of_an_exchange_of_torch(servers: dict[str, Server]) -> None:
-    """Python runs below C there: the exception passes through it."""
+    """Python runs below C there. The exchange goes on, and the call ends after it."""
     job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "timeout": 20.0}
     check_interrupted(
         results(servers["torch"]("interrupted", (2, 1, 1), where="exchange", victim=1, **job)), 1

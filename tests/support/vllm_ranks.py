@@ -78,7 +78,7 @@ class _Worker:
             self.generator._engine, config_of(world, executor, backend), rank
         )
         self.generator._weights = self.updates.weights
-        self.generator._driver._commit_open_sync = (
+        self.generator._loop.commit_open_sync = (
             self.updates.commit_open_sync
         )  # its steps close what load_weights has left open
 

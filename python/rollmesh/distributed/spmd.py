@@ -7,8 +7,8 @@ finished once all ranks have received its record, so that all see it in the same
 step the first rank of each replica sends the records of its finished requests. All ranks take
 equally many steps, so poll returns what it returns on the same mesh in one process.
 
-    add, add … ──► step (own requests, then an exchange) … step ──► finished, request, sample, tokens
-                   ──► release
+    add, add … ──► step (own requests, then an exchange) … ──► finished, request, sample, tokens
+               ──► release
 
 Each exchange carries the name of the call and a hash of all requests so far. Ranks that differ
 raise CollectiveMismatchError before anything is computed. A rank that leaves a call by itself

@@ -7,8 +7,8 @@ needs steps stays active; one step serves all active calls. The thread takes the
 two steps, so a step costs no change of threads. A `Loan` is the reverse: the caller's thread uses
 the engine while the engine's thread waits, for what has to run in the caller's thread.
 
-A Ctrl-C or another exception interrupts a caller that waits, never the engine: `EngineLoop.run` then
-has the thread undo the call before the exception goes on. A second exception leaves at once.
+A Ctrl-C interrupts a caller that waits, never the engine: `EngineLoop.run` has the thread undo the
+call before the exception goes on. A second Ctrl-C leaves at once.
 
 The thread is a daemon. While it is idle it holds no reference to the generator; it ends when the
 generator is closed or dropped, and at exit after its current step.
@@ -30,13 +30,13 @@ from rollmesh.errors import DeadlineError, Error, StateError
 from rollmesh.request.requests import Requests
 from rollmesh.runtime.threads import starting
 
-HALTED_S = 0.02  # between two looks at calls that cannot go on: paused, or a part is asleep
+HALTED_S = 0.02  # between two looks at calls while the generator is paused or asleep
 EXIT_S = 1.0  # how long the interpreter's exit waits for the current step
 LONGEST_WAIT_S = 3600.0
 
 
 def _nothing() -> None:
-    """What is left of a function that was run."""
+    """Replaces a function that was run."""
 
 
 class Call:
@@ -45,7 +45,7 @@ class Call:
     deadline: float | None = None  # of time.monotonic()
     commits = False  # whether its steps commit a sync that no `with` block will close
     waits = False  # whether it waits while a part is asleep, instead of failing
-    is_collective = False  # whether all ranks make it, so that none may leave it alone
+    is_collective = False  # whether every rank makes the call, so that all must leave it together
 
     def __init__(self, function: Callable[[], Any]):
         self._function = function
@@ -122,7 +122,7 @@ class EngineLoop:
         self._active: list[Call] = []  # the thread's: calls that need steps
         self._moves = True  # the thread's: whether the last step computed something
         self._inside: set[int] = set()  # threads that are in a call
-        self._undone: set[Call] = set()
+        self._undone: set[Call] = set()  # of all threads
         self._pid = os.getpid()
         self.is_closed = False
         self._thread = threading.Thread(
@@ -180,14 +180,11 @@ class EngineLoop:
         self._put(call)
 
     def close(self, release: Callable[[], None]) -> None:
-        """Ends all calls and the thread. release: frees the engine; if it raises, all goes on."""
+        """Ends all calls and the thread. release: frees the engine; if it raises, nothing ends."""
 
         def end() -> None:
             release()
-            self.is_closed = True
-            for call in list(self._active):
-                self._end(call, _closed())
-            self._refuse_all()
+            self.end_all()
 
         if not self.is_gone():
             self.run(Call(end))
@@ -271,15 +268,26 @@ class EngineLoop:
 
     # ---------------------------------------------------------------------------- in the thread
     def work(self, call: Call) -> bool:
-        """Begins a call and steps until nothing is left to do. False: the thread ends."""
-        while call is not _STOP:
-            self._begin(call)
-            del call  # it keeps the caller's objects
-            while (call := self._next()) is None:
-                if not self._active:
-                    return not self.is_closed
+        """Begins a call, then steps until no call is left. Returns False if the thread ends."""
+        todo: Call | None = call
+        del call
+        while todo is not _STOP:
+            if todo is not None:
+                self._begin(todo)
+            elif self._active:
                 self._step()
+            else:
+                return not self.is_closed
+            todo = None  # a call that is done keeps the caller's objects
+            todo = self._next()
         return False
+
+    def end_all(self) -> None:
+        """Ends all calls; later ones are refused."""
+        self.is_closed = True
+        for call in list(self._active):
+            self._end(call, _closed())
+        self._refuse_all()
 
     def _next(self) -> Call | None:
         """The next call, if there is one. Waits a moment for it where a step would do nothing."""
@@ -378,8 +386,14 @@ def _serve(inbox: SimpleQueue[Call], loop_of: weakref.ref[EngineLoop]) -> None:
     while True:
         call = inbox.get()
         loop = loop_of()
-        if loop is None or not loop.work(call):
+        if loop is None:
             return
+        try:
+            if not loop.work(call):
+                return
+        except BaseException:
+            loop.end_all()  # a bug: callers get StateError instead of waiting for ever
+            raise
         del loop, call  # an idle thread holds nothing
 
 

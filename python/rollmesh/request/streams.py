@@ -1,6 +1,7 @@
 """agenerate and astream: requests of event loops. Each is a call of the engine's thread (loop.py)
-that nobody waits for; its outputs go to the coroutine by call_soon_threadsafe, so an event loop never
-waits for a step. Errors of one request are raised in its coroutine, errors of the engine in all.
+that nobody waits for. Its outputs go to the coroutine by call_soon_threadsafe, so an event loop
+never waits for a step. Errors of one request are raised in its coroutine, errors of the engine in
+all.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Streams:
 
 
 def _one_prompt(prompt: Any) -> Prompt:
-    """A copy, since the thread reads it later. RequestError for what is no prompt."""
+    """Copies a prompt, since the thread reads it later. RequestError if it is not a prompt."""
     if isinstance(prompt, str):
         return prompt
     if (

@@ -20,7 +20,7 @@ unread ones for replies to its next call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -329,7 +329,7 @@ class WeightUpdates:
     def _begin(self, version: int | None, options: dict[str, Any]) -> None:
         begun = Sync(
             self.weights,
-            lambda _: nullcontext(),
+            _directly,
             SyncOptions(version=version, inflight="keep", **options),
         )
         begun.scoped = True  # steps leave it open
@@ -410,7 +410,7 @@ class WeightUpdates:
         for entry in _each(pairs):
             if self._loaded is None or self._loaded.closed is not None:
                 self._loaded = Sync(
-                    self.weights, lambda _: nullcontext(), SyncOptions(cast=True, inflight="keep")
+                    self.weights, _directly, SyncOptions(cast=True, inflight="keep")
                 )
                 self.weights.begin(self._loaded)
             try:
@@ -515,3 +515,9 @@ def _forbidden_by(
             f"{vocab_size} to -inf"
         )
     return out[0].nonzero()[:, 0].numpy().astype(np.int32)
+
+
+def _directly(function: Callable[[], Any], deadline: float | None) -> Any:
+    """A worker has one thread, which has the engine to itself."""
+    del deadline
+    return function()
