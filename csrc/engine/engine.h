@@ -106,12 +106,12 @@ void rm_engine_reset_prefix_cache(rm_engine *engine);
 // requests). Steps may go on while a staged sync is open. An in-place sync begins only when no
 // request is unfinished (RM_E_STATE), and until its commit there are no weights to step with.
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err);
-rm_code rm_engine_sync_check(rm_engine *engine, const char *name, size_t length,
-                             const rm_tensor *tensor, rm_error *err);
-rm_code rm_engine_sync_push(rm_engine *engine, const char *name, size_t length,
-                            const rm_tensor *tensor, rm_error *err);
-rm_code rm_engine_sync_push_all(rm_engine *engine, const rm_entry *entries, int64_t n,
-                                rm_error *err); // all or none
+rm_code rm_engine_sync_check(rm_engine *engine, const rm_entry *entry, const rm_tensor *tensor,
+                             rm_error *err);
+rm_code rm_engine_sync_push(rm_engine *engine, const rm_entry *const *entries, int64_t n,
+                            rm_error *err);
+// RM_E_STATE if requests are unfinished.
+rm_code rm_engine_require_idle(const rm_engine *engine, rm_error *err);
 rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_report *report,
                               rm_error *err);
 void rm_engine_sync_abort(rm_engine *engine);

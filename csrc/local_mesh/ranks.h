@@ -62,15 +62,12 @@ void rm_ranks_pause(rm_ranks *ranks, int paused);
 void rm_ranks_reset_prefix_cache(rm_ranks *ranks);
 
 rm_code rm_ranks_sync_begin(rm_ranks *ranks, const rm_sync_options *options, rm_error *err);
-rm_code rm_ranks_sync_check(rm_ranks *ranks, const char *name, size_t length,
-                            const rm_tensor *tensor, rm_error *err);
-// Each rank copies its shard. When one fails, the tensor counts as not sent on all, and may be sent
-// again.
-rm_code rm_ranks_sync_push(rm_ranks *ranks, const char *name, size_t length,
-                           const rm_tensor *tensor, rm_error *err);
-// The same for many tensors at once, with one barrier instead of one for each: all of them are sent
-// afterwards, or none on any rank.
-rm_code rm_ranks_sync_push_all(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err);
+rm_code rm_ranks_sync_check(rm_ranks *ranks, const rm_entry *entry, const rm_tensor *tensor,
+                            rm_error *err);
+// Each rank copies its shard. When one fails, none of the entries counts as pushed on any rank; they
+// may be pushed again.
+rm_code rm_ranks_sync_push(rm_ranks *ranks, const rm_entry *const *entries, int64_t n,
+                           rm_error *err);
 // The report: bytes read by all ranks together, times of the slowest.
 rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_report *report,
                              rm_error *err);

@@ -13,31 +13,32 @@ rm_code rm_ranks_sync_begin(rm_ranks *ranks, const rm_sync_options *options, rm_
   return code;
 }
 
-rm_code rm_ranks_sync_check(rm_ranks *ranks, const char *name, size_t length,
-                            const rm_tensor *tensor, rm_error *err) {
-  return rm_engine_sync_check(ranks->members[0].engine, name, length, tensor,
-                              err);   // the check does not depend on the shard
+rm_code rm_ranks_sync_check(rm_ranks *ranks, const rm_entry *entry, const rm_tensor *tensor,
+                            rm_error *err) {
+  // the check does not depend on the shard
+  return rm_engine_sync_check(ranks->members[0].engine, entry, tensor, err);
 }
 
 typedef struct pushed {
-  const rm_entry *entries;
+  const rm_entry *const *entries;
   int64_t n;
 } pushed;
 
 static rm_code push_member(rm_member *member, void *arg) {
   const pushed *it = arg;
-  return rm_engine_sync_push_all(member->engine, it->entries, it->n, &member->err);
+  return rm_engine_sync_push(member->engine, it->entries, it->n, &member->err);
 }
 
 // Producers of GPU tensors have made a queue of that GPU wait for pending writes. If that is the
 // only member's own queue, reads are enqueued after it; otherwise this waits until the tensors are
 // complete.
-static rm_code await_tensors(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
+static rm_code await_tensors(rm_ranks *ranks, const rm_entry *const *entries, int64_t n,
+                             rm_error *err) {
   const rm_device *only = ranks->n == 1 ? &ranks->members[0].device : NULL;
   uint64_t waited_for = 0; // a bit for each device
   rm_code code = RM_OK;
   for (int64_t i = 0; i < n && !code; i++) {
-    const rm_tensor *tensor = &entries[i].tensor;
+    const rm_tensor *tensor = &entries[i]->tensor;
     if (!tensor->on_device || !ranks->ready_streams.library ||
         (only && tensor->ordinal == only->ordinal))
       continue;
@@ -49,22 +50,16 @@ static rm_code await_tensors(rm_ranks *ranks, const rm_entry *entries, int64_t n
   return code;
 }
 
-rm_code rm_ranks_sync_push_all(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
+rm_code rm_ranks_sync_push(rm_ranks *ranks, const rm_entry *const *entries, int64_t n,
+                           rm_error *err) {
   pushed it = {entries, n};
   rm_code code = await_tensors(ranks, entries, n, err);
   if (code) return code;
   code = rm_ranks_run(ranks, push_member, &it, err);
   for (int r = 0; r < ranks->n && code; r++)
-    for (int64_t i = 0; i < n && !ranks->members[r].code; i++)
-      rm_sync_undo_push(rm_engine_store(ranks->members[r].engine), entries[i].name,
-                        entries[i].length);
+    if (!ranks->members[r].code)
+      rm_sync_undo(rm_engine_store(ranks->members[r].engine), entries, n);
   return code;
-}
-
-rm_code rm_ranks_sync_push(rm_ranks *ranks, const char *name, size_t length,
-                           const rm_tensor *tensor, rm_error *err) {
-  const rm_entry entry = {name, length, *tensor};
-  return rm_ranks_sync_push_all(ranks, &entry, 1, err);
 }
 
 static rm_code commit_member(rm_member *member, void *arg) {
@@ -76,12 +71,12 @@ rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_repo
                              rm_error *err) {
   // Checked before any rank commits: the replica with unfinished requests would refuse alone, and
   // the others would have committed.
-  if (inflight == RM_INFLIGHT_REFUSE && rm_ranks_unfinished(ranks) &&
-      rm_store_is_open(rm_engine_store(ranks->members[0].engine)))
-    return rm_fail(err, RM_E_STATE,
-                   "%lld requests are unfinished; finish them, or choose restart, abort or keep",
-                   (long long)rm_ranks_unfinished(ranks));
-  const rm_code code = rm_ranks_run(ranks, commit_member, &inflight, err);
+  rm_code code = RM_OK;
+  if (inflight == RM_INFLIGHT_REFUSE && rm_store_is_open(rm_engine_store(ranks->members[0].engine)))
+    for (int r = 0; r < ranks->n && !code; r++)
+      code = rm_engine_require_idle(ranks->members[r].engine, err);
+  if (code) return code;
+  code = rm_ranks_run(ranks, commit_member, &inflight, err);
   if (code || !report) return code;
   *report = ranks->members[0].report;
   for (int r = 1; r < ranks->n; r++) {

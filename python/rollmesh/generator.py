@@ -245,9 +245,7 @@ class Generator:
         )
         self._weights = Weights(self._engine, self._requests)
         self._turn = Turn()
-        self._driver = Driver(
-            self._engine, self._requests, self._codec, self._turn, self._weights.commit_open_sync
-        )
+        self._driver = Driver(self._engine, self._requests, self._codec, self._turn)
         self._async_driver = AsyncDriver(self._driver, self._engine, self._requests, self._turn)
         if max_model_len is not None and self.max_model_len > (most := spec.rope_settings.longest):
             _log.warning(
@@ -314,7 +312,8 @@ class Generator:
         tensor. A source may call this while it is read. UnexpectedKeyError if the model has none of
         that name."""
         with nullcontext() if self._turn.is_inside else self._turn.take():
-            shape, rows = self._engine.sync_wanted(name)
+            entry = self._engine.sync_resolve(name)
+            shape, rows = entry.shape, entry.wanted()
             needed = (
                 rows[rows[:, 0] == self._engine.rank, 1:] if self._engine.has_peers else rows[:, 1:]
             )
@@ -461,8 +460,7 @@ class Generator:
         """Completes one prompt, text or token ids:
         `outputs = await asyncio.gather(*map(gen.agenerate, prompts))`. Any number of coroutines, of
         any event loops, may wait at once; a thread runs the engine steps of all. While the
-        generator is paused or its KV asleep they wait. As submit does, a new request commits a
-        begin_sync that is open without a `with` block.
+        generator is paused or its KV asleep they wait.
 
         Cancelling the coroutine aborts its request. Without a seed the order in which requests come
         decides their seeds.

@@ -6,7 +6,7 @@ releases the requests that it added.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,12 +38,9 @@ class Driver:
         requests: Requests,
         codec: TextCodec | None,
         turn: Turn,
-        commit_open_sync: Callable[[], None],
     ):
-        """commit_open_sync: commits an open sync that is not used as a context manager, as the next
-        step does."""
         self._engine, self._requests, self._codec = engine, requests, codec
-        self._turn, self._commit_open_sync = turn, commit_open_sync
+        self._turn = turn
         self._submitted: set[int] = set()  # ids for poll
         self._kept: dict[
             int, RequestOutput
@@ -119,7 +116,6 @@ class Driver:
 
         try:
             with self._turn.take():
-                self._commit_open_sync()
                 self._requests.all_or_none(add)
             return ids
         except BaseException as error:
@@ -153,7 +149,6 @@ class Driver:
         for request in list(self._kept):
             outputs[request] = self._kept[request]
             del self._kept[request]
-        self._commit_open_sync()
         self._submitted.intersection_update(self._requests.live())
         waiting = self._submitted - self._requests.done_of(self._submitted)
         rows, late = 0, False
@@ -196,7 +191,6 @@ class Driver:
 
     def submit_one(self, prompt: Prompt, params: SamplingParams) -> int:
         """As submit, but poll does not know of it. The caller holds the turn."""
-        self._commit_open_sync()
         return self._add(prompt, params, 0)
 
     def _add(self, prompt: Prompt, params: SamplingParams, index: int) -> int:
@@ -214,7 +208,6 @@ class Driver:
 
     def _before_step(self) -> None:
         """StateError if the generator is paused or asleep."""
-        self._commit_open_sync()
         if self._engine.paused:
             raise StateError("the generator is paused; resume() it first")
         asleep = self._engine.stats()["asleep"]
@@ -248,7 +241,6 @@ class Driver:
         with self._turn.take():
             done = self._requests.done_of(open_ids)
             if not done and not self._engine.paused:
-                self._commit_open_sync()
                 rows = self._requests.step_for(open_ids)
                 done = self._requests.done_of(open_ids)
                 if rows == 0 and not done:
