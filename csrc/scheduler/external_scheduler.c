@@ -50,8 +50,7 @@ static rm_code check_part(const rm_scheduler *scheduler, const rm_sequence *seq,
                   pages = held + part->n_pages;
   const rm_sequence_group *group = seq->group;
   if (seq->external_end)
-    return rm_fail(err, RM_E_REQUEST,
-                   "request %lld is in a step twice: expected one part for each request", id);
+    return rm_fail(err, RM_E_REQUEST, "request %lld: expected one part in a step, got two", id);
   if (part->n_computed < 0 || part->n_rows < 1 || end > rm_sequence_length(seq))
     return rm_fail(
         err, RM_E_REQUEST,
@@ -71,8 +70,8 @@ static rm_code check_part(const rm_scheduler *scheduler, const rm_sequence *seq,
         id, end, (long long)scheduler->max_pages, pages, size);
   for (int64_t i = 0; i < part->n_pages; i++)
     if (part->pages[i] < 0 || part->pages[i] >= scheduler->options.limits.n_pages)
-      return rm_fail(err, RM_E_REQUEST, "request %lld: page %d is not in [0, %lld)", id,
-                     part->pages[i], (long long)scheduler->options.limits.n_pages);
+      return rm_fail(err, RM_E_REQUEST, "request %lld: expected pages 0 to %lld, got %d", id,
+                     (long long)scheduler->options.limits.n_pages - 1, part->pages[i]);
   return RM_OK;
 }
 
@@ -103,13 +102,12 @@ static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step,
   }
   if (!code && n_started > scheduler->n_free_table_rows)
     code = rm_fail(
-        err, RM_E_REQUEST, "expected at most max_num_seqs=%lld requests at once, got %lld",
+        err, RM_E_REQUEST, "max_num_seqs: expected at most %lld requests at once, got %lld",
         (long long)scheduler->options.max_num_seqs, (long long)(scheduler->n_active + n_started));
   if (!code && n_drawn > step->n_logits)
-    code = rm_fail(
-        err, RM_E_REQUEST,
-        "expected room for the logits of %lld requests with external_draws, got room for %lld",
-        (long long)n_drawn, (long long)step->n_logits);
+    code = rm_fail(err, RM_E_REQUEST,
+                   "logits: expected room for %lld requests with external_draws, got room for %lld",
+                   (long long)n_drawn, (long long)step->n_logits);
   if (code) leave_step(scheduler, step);
   return code;
 }
@@ -175,7 +173,7 @@ static void plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows)
   const int32_t *table = rm_block_table(scheduler, seq);
   for (int64_t i = seq->next / size; i * size < end; i++) {
     if (scheduler->page_versions[table[i]] == version) continue;
-    scheduler->options.zero_page(scheduler->options.pages, table[i]);
+    rm_kv_zero(scheduler->cache, table[i]);
     scheduler->page_versions[table[i]] = version;
   }
   rm_plan_rows(scheduler, seq, n_rows);
@@ -186,7 +184,6 @@ static rm_progress plan_batch(rm_scheduler *scheduler) {
   rm_plan *plan = &scheduler->plan;
   const int64_t max_rows = scheduler->options.max_num_batched_tokens;
   int more = 0;
-  rm_plan_clear(plan);
   for (int64_t i = 0; i < step->n_parts && !more; i++) {
     rm_sequence *seq = sequence_of(scheduler, step->parts[i].id, NULL);
     if (seq->status == RM_DONE) continue;
@@ -257,14 +254,24 @@ const rm_policy rm_external_policy = {
 };
 
 // ---------------------------------------------------------------------------------- between steps
-rm_sequence *rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_code *code,
-                                 rm_error *err) {
-  rm_sequence *seq = sequence_of(scheduler, id, err);
-  *code = !seq ? RM_E_REQUEST : RM_OK;
-  if (seq && (seq->status != RM_ACTIVE || seq->external_row < 0))
-    *code = rm_fail(err, RM_E_STATE, "request %llu has no logits that wait for a draw",
-                    (unsigned long long)id);
-  return *code ? NULL : seq;
+rm_code rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_error *err) {
+  const rm_sequence *seq = sequence_of(scheduler, id, err);
+  if (!seq) return RM_E_REQUEST;
+  if (seq->status == RM_ACTIVE && seq->external_row >= 0) return RM_OK;
+  return rm_fail(err, RM_E_STATE, "request %llu: expected logits that wait for a draw, got none",
+                 (unsigned long long)id);
+}
+
+void rm_external_drawn(rm_scheduler *scheduler, rm_sequence *seq, rm_external_result *result) {
+  seq->external_row = -1;
+  if (result->token >= 0) {
+    rm_append(scheduler, seq,
+              &(rm_drawn){result->token, result->rank, result->logprob, result->sampling_logprob});
+  } else {
+    rm_fail_sequence_group(scheduler, seq, rm_sequence_length(seq) - 1,
+                           "the edited logits leave no token to draw and are");
+    result->token = RM_EXTERNAL_FAILED;
+  }
 }
 
 void rm_external_invalidate_pages(rm_scheduler *scheduler, const int32_t *pages, int64_t n) {

@@ -59,14 +59,13 @@ void rm_external_end(rm_scheduler *scheduler, rm_external_result *results);
 typedef struct rm_external_draw { // one row of the last step's logits
   uint64_t id;
   const float *raw, *stats; // as the step gave them
-  const float *
-      // [vocab] sampled with the request's parameters; −inf is never drawn, a NaN fails the draw
-      edited;
+  // [vocab] sampled with the request's parameters; −inf is never drawn, a NaN fails the draw
+  const float *edited;
 } rm_external_draw;
-// The sequence of a request whose logits were returned for this draw. NULL: *code is RM_E_REQUEST
-// or RM_E_STATE.
-rm_sequence *rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_code *code,
-                                 rm_error *err);
+// RM_OK if the request's logits wait for a draw, else RM_E_REQUEST or RM_E_STATE.
+rm_code rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_error *err);
+// Records a draw. Without a token the request fails, and the result says so.
+void rm_external_drawn(rm_scheduler *scheduler, rm_sequence *seq, rm_external_result *result);
 
 // ---------------------------------------------------------------------------------- between steps
 // The KV of these pages is not valid, since their request was not computed. Numbers out of range

@@ -1,6 +1,7 @@
 // draw_edited.c: draws from rows of logits that an external scheduler has edited on the host.
 #include <math.h>
 
+#include "scheduler/logit_edits.h"
 #include "step/runner.h"
 
 // Draws from a row in host memory.
@@ -39,7 +40,7 @@ static int32_t rank_of(const float *logits, int64_t vocab, int32_t token) {
 
 // With temperature 1 and no filter the op returns the model's logprob as the sampling logprob, but
 // here the two come from different logits. A banned token that does not exist prevents that.
-rm_code rm_draw_edited(rm_runner *runner, const rm_sequence *seq, const rm_external_draw *draw,
+rm_code rm_draw_edited(rm_runner *runner, rm_sequence *seq, const rm_external_draw *draw,
                        rm_external_result *result, rm_error *err) {
   static const int32_t nobody = -1;
   float unused;

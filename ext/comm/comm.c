@@ -9,7 +9,7 @@
 #include "base/memory.h"
 #include "clock.h"
 #include "comm/block.h"
-#include "local_mesh/groups.h"
+#include "engine/groups.h"
 
 typedef struct comm_object {
   PyObject_HEAD

@@ -78,7 +78,7 @@ static PyObject *run_step(rm_engine_object *self, rm_external_step *step,
   rm_error err = RM_ERROR_INIT;
   int64_t n_work = 0;
   const rm_code code =
-      RM_UNLOCKED(rm_ranks_external_step(self->engine, step, results, &n_work, &err));
+      RM_UNLOCKED(rm_engine_external_step(self->engine, step, results, &n_work, &err));
   if (code) return rm_raise(rm_engine_module(self), &err);
   PyObject *rows = PyLong_FromLongLong(n_work);
   return rows ? result_columns(results, step->n_parts, rows) : NULL;
@@ -118,9 +118,10 @@ PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args) {
   return result;
 }
 
-PyObject *rm_engine_py_host_draw(rm_engine_object *self, PyObject *args) {
+PyObject *rm_engine_py_external_draw(rm_engine_object *self, PyObject *args) {
   PyObject *objects[4], *result = NULL, *module = rm_engine_module(self);
-  if (!PyArg_ParseTuple(args, "OOOO:host_draw", &objects[0], &objects[1], &objects[2], &objects[3]))
+  if (!PyArg_ParseTuple(args, "OOOO:external_draw", &objects[0], &objects[1], &objects[2],
+                        &objects[3]))
     return NULL;
   void *data[4];
   rm_array_want ids = {"ids", NPY_UINT64, 0, 1, {-1}};
@@ -141,7 +142,7 @@ PyObject *rm_engine_py_host_draw(rm_engine_object *self, PyObject *args) {
         (rm_external_draw){((const uint64_t *)data[0])[i], (const float *)data[1] + i * vocab,
                            (const float *)data[2] + 2 * i, (const float *)data[3] + i * vocab};
   if (!failed) {
-    if (rm_ranks_external_draw(self->engine, draws, n, results, &err)) rm_raise(module, &err);
+    if (rm_engine_external_draw(self->engine, draws, n, results, &err)) rm_raise(module, &err);
     else result = result_columns(results, n, NULL);
   }
   rm_free(draws);
@@ -150,17 +151,13 @@ PyObject *rm_engine_py_host_draw(rm_engine_object *self, PyObject *args) {
   return result;
 }
 
-static rm_scheduler *scheduler_of(rm_engine_object *self) {
-  return rm_engine_scheduler(rm_ranks_engine(self->engine, 0));
-}
-
 // (ids, logprobs) of the last token of each request, [n][k]; all were added with logprobs of k or
 // more.
-PyObject *rm_engine_py_host_top(rm_engine_object *self, PyObject *args) {
+PyObject *rm_engine_py_external_top(rm_engine_object *self, PyObject *args) {
   PyObject *object, *module = rm_engine_module(self);
   long long k;
   void *numbers;
-  if (!PyArg_ParseTuple(args, "OL:host_top", &object, &k)) return NULL;
+  if (!PyArg_ParseTuple(args, "OL:external_top", &object, &k)) return NULL;
   rm_array_want want = {"ids", NPY_UINT64, 0, 1, {-1}};
   if (rm_array_data(module, object, &want, &numbers) || rm_engine_enter(self)) return NULL;
   const int64_t n = want.shape[0], shape[2] = {n, rm_max64(k, 0)};
@@ -170,8 +167,8 @@ PyObject *rm_engine_py_host_top(rm_engine_object *self, PyObject *args) {
            *logprobs = rm_array_new(NPY_FLOAT32, 2, shape, NULL);
   PyObject *both = Py_BuildValue("(NN)", ids, logprobs);
   if (both)
-    code =
-        rm_external_top(scheduler_of(self), numbers, n, k, array_of(ids), array_of(logprobs), &err);
+    code = rm_external_top(rm_engine_scheduler(self->engine, 0), numbers, n, k, array_of(ids),
+                           array_of(logprobs), &err);
   rm_engine_leave(self);
   if (!code) return both;
   Py_DECREF(both);
@@ -180,47 +177,50 @@ PyObject *rm_engine_py_host_top(rm_engine_object *self, PyObject *args) {
 
 // int16 [n][moe layers][k]: the routing of positions from `start` on, prompt and generated, up to
 // the last that was fed.
-PyObject *rm_engine_py_host_routed(rm_engine_object *self, PyObject *args) {
+PyObject *rm_engine_py_external_routed(rm_engine_object *self, PyObject *args) {
   unsigned long long id;
   long long start;
-  if (!PyArg_ParseTuple(args, "KL:host_routed", &id, &start) || rm_engine_enter(self)) return NULL;
+  if (!PyArg_ParseTuple(args, "KL:external_routed", &id, &start) || rm_engine_enter(self))
+    return NULL;
   rm_error err = RM_ERROR_INIT;
   int64_t shape[3] = {0, self->spec->n_moe_layers, self->spec->top_k};
   PyObject *result = NULL;
-  if (rm_external_routed(scheduler_of(self), id, start, NULL, &shape[0], &err))
+  if (rm_external_routed(rm_engine_scheduler(self->engine, 0), id, start, NULL, &shape[0], &err))
     rm_raise(rm_engine_module(self), &err);
   else if ((result =
                 rm_array_new(NPY_INT16, 3, shape, NULL))) // no error is left: the request is there
-    rm_external_routed(scheduler_of(self), id, start, array_of(result), &shape[0], &err);
+    rm_external_routed(rm_engine_scheduler(self->engine, 0), id, start, array_of(result), &shape[0],
+                       &err);
   rm_engine_leave(self);
   return result;
 }
 
-PyObject *rm_engine_py_host_preempt(rm_engine_object *self, PyObject *id) {
-  return rm_engine_call_with_id(self, id, rm_ranks_external_preempt);
+PyObject *rm_engine_py_external_preempt(rm_engine_object *self, PyObject *id) {
+  return rm_engine_call_with_id(self, id, rm_external_preempt);
 }
-PyObject *rm_engine_py_host_fail(rm_engine_object *self, PyObject *id) {
-  return rm_engine_call_with_id(self, id, rm_ranks_external_fail);
+PyObject *rm_engine_py_external_fail(rm_engine_object *self, PyObject *id) {
+  return rm_engine_call_with_id(self, id, rm_external_fail);
 }
 
-PyObject *rm_engine_py_host_forget(rm_engine_object *self, PyObject *pages) {
+PyObject *rm_engine_py_external_invalidate_pages(rm_engine_object *self, PyObject *pages) {
   const int32_t *numbers;
   int64_t n;
   if (rm_array_ids(rm_engine_module(self), pages, "pages", &numbers, &n) || rm_engine_enter(self))
     return NULL;
-  rm_ranks_external_invalidate_pages(self->engine, numbers, n);
+  rm_external_invalidate_pages(rm_engine_scheduler(self->engine, 0), numbers, n);
   rm_engine_leave(self);
   Py_RETURN_NONE;
 }
 
-PyObject *rm_engine_py_host_tokens(rm_engine_object *self, PyObject *args) {
+PyObject *rm_engine_py_external_tokens(rm_engine_object *self, PyObject *args) {
   unsigned long long id;
   PyObject *object;
   const int32_t *tokens;
   int64_t n;
-  if (!PyArg_ParseTuple(args, "KO:host_tokens", &id, &object)) return NULL;
+  if (!PyArg_ParseTuple(args, "KO:external_tokens", &id, &object)) return NULL;
   if (rm_array_ids(rm_engine_module(self), object, "tokens", &tokens, &n) || rm_engine_enter(self))
     return NULL;
   rm_error err = RM_ERROR_INIT;
-  return rm_engine_finish(self, rm_ranks_external_tokens(self->engine, id, tokens, n, &err), &err);
+  return rm_engine_finish(
+      self, rm_external_tokens(rm_engine_scheduler(self->engine, id), id, tokens, n, &err), &err);
 }

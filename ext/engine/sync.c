@@ -37,7 +37,7 @@ PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObje
   options.version = version;
   if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  return rm_engine_finish(self, RM_UNLOCKED(rm_ranks_sync_begin(self->engine, &options, &err)),
+  return rm_engine_finish(self, RM_UNLOCKED(rm_engine_sync_begin(self->engine, &options, &err)),
                           &err);
 }
 
@@ -67,7 +67,7 @@ PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args) {
   made->engine = (rm_engine_object *)Py_NewRef((PyObject *)self);
   made->name = Py_NewRef(name);
   made->entry.length = (size_t)length;
-  const rm_params *params = rm_engine_params(rm_ranks_engine(self->engine, 0));
+  const rm_params *params = rm_engine_params(self->engine);
   const rm_code code = rm_entry_resolve(params, skip_unknown, &made->entry, &err);
   rm_engine_leave(self);
   if (!code) return (PyObject *)made;
@@ -115,8 +115,8 @@ static PyObject *entry_wanted(PyObject *object, PyObject *ignored) {
   rm_error err = RM_ERROR_INIT;
   (void)ignored;
   if (rm_engine_enter(engine)) return NULL;
-  const rm_params *params = rm_engine_params(rm_ranks_engine(engine->engine, 0));
-  const rm_mesh mesh = rm_ranks_mesh(engine->engine);
+  const rm_params *params = rm_engine_params(engine->engine);
+  const rm_mesh mesh = rm_engine_mesh(engine->engine);
   const rm_code code = rm_plan_wanted(params, target, &mesh, &parts, &err);
   rm_engine_leave(engine);
   _Static_assert(sizeof(rm_part) == 9 * sizeof(int64_t), "a part is a row of the array");
@@ -207,7 +207,7 @@ static const rm_device *take_reader(void *engine, PyObject *name, int ordinal) {
   const rm_device *device = NULL;
   rm_error err = RM_ERROR_INIT;
   if (rm_engine_enter(self)) return NULL;
-  const rm_code code = rm_ranks_ready_queue(self->engine, ordinal, &device, &err);
+  const rm_code code = rm_engine_ready_queue(self->engine, ordinal, &device, &err);
   if (!code) return device; // the engine is left by give_reader
   rm_engine_leave(self);
   if (code != RM_E_CONFIG) return rm_raise(module, &err), NULL;
@@ -236,7 +236,7 @@ PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args) {
     rm_tensor_release(owner);
     return NULL;
   }
-  const rm_code code = rm_ranks_sync_check(self->engine, &entry->entry, &tensor, &err);
+  const rm_code code = rm_engine_sync_check(self->engine, &entry->entry, &tensor, &err);
   PyObject *unused = owner;
   if (!code) {
     unused = entry->owner;
@@ -275,7 +275,7 @@ PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *given) {
   if (entries && !rm_engine_enter(self)) {
     const int failed = entries_of(self, list, n, entries);
     const rm_code code =
-        failed ? RM_OK : RM_UNLOCKED(rm_ranks_sync_push(self->engine, entries, n, &err));
+        failed ? RM_OK : RM_UNLOCKED(rm_engine_sync_push(self->engine, entries, n, &err));
     rm_engine_leave(self);
     if (!failed) result = rm_none(module, code, &err);
   }
@@ -317,7 +317,7 @@ PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
   if (choose_inflight(module, word, &inflight) || rm_engine_enter(self)) return NULL;
   rm_sync_report report;
   rm_error err = RM_ERROR_INIT;
-  const rm_code code = RM_UNLOCKED(rm_ranks_sync_commit(self->engine, inflight, &report, &err));
+  const rm_code code = RM_UNLOCKED(rm_engine_sync_commit(self->engine, inflight, &report, &err));
   rm_engine_leave(self);
   return code ? rm_raise(module, &err)
               : rm_attributes_dict(&report, report_fields, RM_LENGTH(report_fields));
@@ -325,13 +325,13 @@ PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
 
 PyObject *rm_engine_py_sync_abort(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
-  return rm_engine_call(self, rm_ranks_sync_abort);
+  return rm_engine_call(self, rm_engine_sync_abort);
 }
 
 PyObject *rm_engine_py_sync_state(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  const rm_store *store = rm_engine_store(rm_ranks_engine(self->engine, 0));
+  const rm_store *store = rm_engine_store(self->engine);
   const int64_t version = rm_store_version(store);
   const uint64_t digest = rm_store_digest(store);
   const int open = rm_store_is_open(store), complete = open && rm_sync_complete(store);

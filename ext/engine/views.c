@@ -87,7 +87,7 @@ PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
   rm_request_view view;
   rm_error err = RM_ERROR_INIT;
   if (asked_for(self, argument, &prompt_logprobs)) goto out;
-  if (rm_ranks_view(self->engine, id, &view, &err)) {
+  if (rm_scheduler_view(rm_engine_scheduler(self->engine, id), id, &view, &err)) {
     rm_raise(rm_engine_module(self), &err);
     goto out;
   }
@@ -141,7 +141,7 @@ PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
   rm_sample_view view;
   rm_error err = RM_ERROR_INIT;
   if (asked_for(self, argument, &prompt_logprobs)) goto out;
-  if (rm_ranks_sample_view(self->engine, id, sample, &view, &err)) {
+  if (rm_scheduler_sample_view(rm_engine_scheduler(self->engine, id), id, sample, &view, &err)) {
     rm_raise(rm_engine_module(self), &err);
     goto out;
   }
@@ -161,7 +161,7 @@ PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args) {
   PyObject *result = NULL;
   rm_sample_view view;
   rm_error err = RM_ERROR_INIT;
-  if (rm_ranks_sample_view(self->engine, id, sample, &view, &err)) {
+  if (rm_scheduler_sample_view(rm_engine_scheduler(self->engine, id), id, sample, &view, &err)) {
     rm_raise(rm_engine_module(self), &err);
     goto out;
   }
@@ -211,7 +211,7 @@ PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   rm_engine_stats stats;
   if (rm_engine_enter(self)) return NULL;
-  rm_ranks_statistics(self->engine, &stats);
+  rm_engine_statistics(self->engine, &stats);
   rm_engine_leave(self);
   return rm_attributes_dict(&stats, stats_fields, RM_LENGTH(stats_fields));
 }
@@ -232,7 +232,7 @@ static const rm_attribute profile_fields[] = {
 PyObject *rm_engine_py_profile(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  rm_profile *profile = rm_engine_profile(rm_ranks_engine(self->engine, 0));
+  rm_profile *profile = rm_engine_profile(self->engine);
   PyObject *list = PyList_New(0);
   for (int i = 0; list && profile && i < profile->n_entries; i++) {
     PyObject *entry =
@@ -258,7 +258,7 @@ static PyObject *manifest_entry(const rm_params *params, const rm_param *param) 
 PyObject *rm_engine_py_manifest(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  const rm_params *params = rm_engine_params(rm_ranks_engine(self->engine, 0));
+  const rm_params *params = rm_engine_params(self->engine);
   PyObject *list = PyList_New((Py_ssize_t)params->n);
   for (int64_t i = 0; list && i < params->n; i++) {
     PyObject *entry = manifest_entry(params, &params->list[i]);

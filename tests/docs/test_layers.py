@@ -40,8 +40,7 @@ C_LAYERS = {
     "csrc/scheduler": {"kernels", "csrc/base", "csrc/scheduler"},
     "csrc/step": BELOW | {"csrc/scheduler", "csrc/step"},
     "csrc/engine": BELOW | {"csrc/scheduler", "csrc/step", "csrc/engine"},
-    "csrc/local_mesh": BELOW | {"csrc/scheduler", "csrc/engine", "csrc/local_mesh"},
-    "ext": BELOW | {"csrc/scheduler", "csrc/engine", "csrc/local_mesh", "ext"},
+    "ext": BELOW | {"csrc/scheduler", "csrc/engine", "ext"},
 }
 INCLUDE_PATH = ("kernels", "csrc", "ext")
 

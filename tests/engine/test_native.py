@@ -108,6 +108,15 @@ def test_second_lines_of_defence(native: Build) -> None:
     assert passes([native("second_line")]) == "3 guards hold\n"
 
 
+def test_the_scheduler_alone(native: Build, pytestconfig: pytest.Config) -> None:
+    """Random requests, limits and page counts, without a model or a device; oracle and faults are
+    at the head of the driver."""
+    program = native("scheduler", MEMORY)
+    for fault in ("1", "2"):
+        assert run([program, "--plant", fault]).returncode == 1
+    note(pytestconfig, "ASan and UBSan", passes([program]))
+
+
 @pytest.mark.full
 def test_exp_never_rises_below_zero(native: Build) -> None:
     """Over every float32 that is not above 0: so the tokens that the filters keep are the first of

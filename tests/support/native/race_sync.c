@@ -155,10 +155,11 @@ static void check(scene *s, rm_engine *engine, uint64_t id, int i) {
   rm_request_view view;
   rm_error err = RM_ERROR_INIT;
   int64_t version = -1;
-  tiny_must(rm_engine_view(engine, id, &view, &err), &err);
+  tiny_must(rm_scheduler_view(rm_engine_scheduler(engine, id), id, &view, &err), &err);
   for (int32_t sample = 0; sample < view.n; sample++) {
     rm_sample_view w;
-    tiny_must(rm_engine_sample_view(engine, id, sample, &w, &err), &err);
+    tiny_must(rm_scheduler_sample_view(rm_engine_scheduler(engine, id), id, sample, &w, &err),
+              &err);
     for (int64_t t = 0; t < w.n_tokens; t++) {
       if (version >= 0 && w.versions[t] != version)
         tiny_die("request %d has tokens of versions %lld and %lld", i, (long long)version,
@@ -187,10 +188,11 @@ static void *collect(void *arg) {
     rm_request_view view;
     rm_code code = RM_OK;
     if (engine && live >> at & 1) {
-      tiny_must(rm_engine_view(engine, ids[at], &view, &err), &err);
+      tiny_must(rm_scheduler_view(rm_engine_scheduler(engine, ids[at]), ids[at], &view, &err),
+                &err);
       if (view.finished) {
         check(s, engine, ids[at], at);
-        tiny_must(rm_engine_release(engine, ids[at], &err), &err);
+        tiny_must(rm_scheduler_release(rm_engine_scheduler(engine, ids[at]), ids[at], &err), &err);
         live &= ~(1 << at);
       }
     } else if (engine && !(code = rm_engine_add(engine, &request, &ids[at], &err))) {

@@ -272,7 +272,7 @@ uint64_t tiny_hash(const rm_engine *engine, uint64_t id) {
   const int64_t per_token = spec->n_moe_layers * spec->top_k;
   rm_error err = RM_ERROR_INIT;
   rm_request_view v;
-  tiny_must(rm_engine_view(engine, id, &v, &err), &err);
+  tiny_must(rm_scheduler_view(rm_engine_scheduler(engine, id), id, &v, &err), &err);
   uint64_t hash = tiny_hash_bytes(0xCBF29CE484222325u, &v.error, sizeof v.error);
   hash = hash_array(hash, v.prompt_logprobs, v.n_prompt - 1, sizeof(float));
   hash = hash_array(hash, v.prompt_sampling_logprobs, v.n_prompt - 1, sizeof(float));
@@ -282,7 +282,7 @@ uint64_t tiny_hash(const rm_engine *engine, uint64_t id) {
   hash = hash_array(hash, v.prompt_routed, v.n_prompt * per_token, sizeof(int16_t));
   for (int32_t s = 0; s < v.n; s++) {
     rm_sample_view w;
-    tiny_must(rm_engine_sample_view(engine, id, s, &w, &err), &err);
+    tiny_must(rm_scheduler_sample_view(rm_engine_scheduler(engine, id), id, s, &w, &err), &err);
     const int64_t ends[3] = {w.finish, w.stop_token, w.n_tokens};
     hash = tiny_hash_bytes(hash, ends, sizeof ends);
     hash = hash_array(hash, w.tokens, w.n_tokens, sizeof(int32_t));
@@ -319,7 +319,7 @@ uint64_t tiny_generate(rm_engine *engine, const tiny_model *model, uint64_t seed
   tiny_must(tiny_drain(engine, &err), &err);
   for (int i = 0; i < n; i++) {
     hash = tiny_mix(hash ^ tiny_hash(engine, ids[i]));
-    tiny_must(rm_engine_release(engine, ids[i], &err), &err);
+    tiny_must(rm_scheduler_release(rm_engine_scheduler(engine, ids[i]), ids[i], &err), &err);
   }
   free(ids);
   return hash;

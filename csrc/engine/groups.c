@@ -1,5 +1,5 @@
 // groups.c: see groups.h.
-#include "local_mesh/groups.h"
+#include "engine/groups.h"
 
 static rm_peers peers_of(const rm_mesh *mesh, int group, int rank) {
   switch (group) {
