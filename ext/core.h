@@ -22,8 +22,6 @@ typedef enum rm_type {
   RM_TYPE_OP_DEVICE,
   RM_TYPE_DEVICE_ARRAY,
   RM_TYPE_GPUS,
-  RM_TYPE_TURN,
-  RM_TYPE_HOLDING,
   RM_N_TYPES
 } rm_type;
 
@@ -32,7 +30,6 @@ typedef struct rm_module_state {
       // owned classes of rollmesh.errors by rm_code; NULL for RM_OK, MemoryError for RM_E_MEMORY
       [RM_N_CODE];
   PyObject *error_base; // owned rollmesh.errors.Error
-  PyObject *deadline_error; // owned rollmesh.errors.DeadlineError, which has no rm_code
   PyObject *types[RM_N_TYPES]; // owned
   unsigned long interrupted; // thread whose call is ending because of a Ctrl-C; 0: none
 } rm_module_state;

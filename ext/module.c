@@ -88,7 +88,6 @@ static int load_errors(rm_module_state *state) {
   PyObject *errors = PyImport_ImportModule("rollmesh.errors");
   if (!errors) return -1;
   int failed = !(state->error_base = PyObject_GetAttrString(errors, "Error"));
-  failed = failed || !(state->deadline_error = PyObject_GetAttrString(errors, "DeadlineError"));
   for (int code = RM_OK + 1; !failed && code < RM_N_CODE; code++) {
     if (code == RM_E_MEMORY) state->errors[code] = Py_NewRef(PyExc_MemoryError);
     else failed = !(state->errors[code] = PyObject_GetAttrString(errors, rm_code_name(code)));
@@ -101,7 +100,6 @@ static int load_errors(rm_module_state *state) {
 extern PyType_Spec rm_engine_spec, rm_sync_entry_spec, rm_kernels_spec, rm_comm_spec,
     rm_dispatcher_spec, rm_dispatch_plan_spec;
 extern PyType_Spec rm_op_device_spec, rm_device_array_spec, rm_gpus_spec;
-extern PyType_Spec rm_turn_spec, rm_holding_spec;
 static PyType_Spec *const types[RM_N_TYPES] = {
     [RM_TYPE_ENGINE] = &rm_engine_spec, // engine/engine.c
     [RM_TYPE_SYNC_ENTRY] = &rm_sync_entry_spec, // engine/sync.c
@@ -112,8 +110,6 @@ static PyType_Spec *const types[RM_N_TYPES] = {
     [RM_TYPE_OP_DEVICE] = &rm_op_device_spec, // gpu/op_device.c
     [RM_TYPE_DEVICE_ARRAY] = &rm_device_array_spec, // gpu/gpu_array.c
     [RM_TYPE_GPUS] = &rm_gpus_spec, // gpu/loans.c
-    [RM_TYPE_TURN] = &rm_turn_spec, // fair_lock.c
-    [RM_TYPE_HOLDING] = &rm_holding_spec, // fair_lock.c
 };
 extern PyMethodDef rm_hardware_functions[], rm_placement_functions[], rm_comm_functions[],
     rm_dispatcher_functions[], rm_ops_functions[];
@@ -152,7 +148,6 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   for (int code = 0; code < RM_N_CODE; code++) Py_VISIT(state->errors[code]);
   for (int i = 0; i < RM_N_TYPES; i++) Py_VISIT(state->types[i]);
   Py_VISIT(state->error_base);
-  Py_VISIT(state->deadline_error);
   return 0;
 }
 
@@ -162,7 +157,6 @@ static int module_clear(PyObject *module) {
   for (int code = 0; code < RM_N_CODE; code++) Py_CLEAR(state->errors[code]);
   for (int i = 0; i < RM_N_TYPES; i++) Py_CLEAR(state->types[i]);
   Py_CLEAR(state->error_base);
-  Py_CLEAR(state->deadline_error);
   return 0;
 }
 

@@ -347,8 +347,7 @@ static void comm_dealloc(PyObject *object) {
 }
 
 // ---------------------------------------------------------------------------------- shared memory
-// (name, rank, nonce, tp, dp, ep, timeout) → (tp, ep, world, control, lockstep), None for a group
-// of one.
+// (name, rank, nonce, tp, dp, ep, timeout) → (tp, ep, world, control), None for a group of one.
 static PyObject *attach(PyObject *module, PyObject *args) {
   const char *name;
   int rank;
@@ -396,8 +395,8 @@ static PyMethodDef methods[] = {
 
 PyMethodDef rm_comm_functions[] = {
     {"attach", attach, METH_VARARGS,
-     "(name, rank, nonce, tp, dp, ep, timeout): this rank's Comms (tp, ep, world, control, "
-     "lockstep), None for a group of one."},
+     "(name, rank, nonce, tp, dp, ep, timeout): this rank's Comms (tp, ep, world, control), None "
+     "for a group of one."},
     {0},
 };
 

@@ -3,8 +3,9 @@
 // steps that an external scheduler decides, sync.c and weights.c the weights.
 //
 // One thread at a time: each method works between rm_engine_enter and rm_engine_leave, which refuse
-// a second thread, a closed engine and an engine of the parent process with StateError. Threads
-// wait for one another in fair_lock.c; this flag only turns a mistake there into an exception.
+// a second thread, a closed engine and an engine of the parent process with StateError. One thread
+// of the generator makes all calls (request/loop.py); this flag turns a mistake there into an
+// exception.
 #pragma once
 
 #include "arrays.h"

@@ -415,7 +415,7 @@ def test_bad_set_the_source_raises(shm: Run, alone: Callable[..., Any], victim: 
 
 # --------------------------------------------------------------- ranks that call different things
 @pytest.mark.parametrize(
-    "how", ["logits", "score", "sync", "prompts", "longer", "more", "params", "bias", "timeout"]
+    "how", ["logits", "score", "sync", "prompts", "longer", "more", "params", "bias"]
 )
 @pytest.mark.parametrize("mesh", some([(2, 1, 1), (1, 2, 1), (2, 2, 4)], [2]), ids=str)
 def test_ranks_that_call_different_things(shm: Run, mesh: tuple[int, int, int], how: str) -> None:
@@ -521,8 +521,8 @@ def survivors(pytestconfig: pytest.Config) -> Iterator[Callable[..., None]]:
 PHASES = [
     ("generate", 0),
     ("generate", 7),
-    ("settle", 0),
-    ("settle", 2),
+    ("exchange", 0),
+    ("exchange", 2),
     ("sync", 0),
     ("sync", 9),
     ("commit", 0),
@@ -558,7 +558,7 @@ def test_a_rank_that_is_killed_is_named(
 N_CALLS = {
     "prefill": 20,
     "generate": 300,
-    "settle": 10,
+    "exchange": 10,
     "sync": 300,
     "commit": 4,
 }  # of which the timer may start at any

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -351,7 +351,7 @@ class Weights:
         while options.inflight == "wait" and (left := self._engine.unfinished()):
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineError(f"{left} requests were still running at the sync's timeout")
-            if self._requests.step() == 0 and (left := self._engine.unfinished()):
+            if self._requests.step()[0] == 0 and (left := self._engine.unfinished()):
                 raise StateError(
                     f"{left} requests cannot finish (paused or asleep): call resume() or wake(), "
                     "or choose another inflight"
@@ -388,10 +388,11 @@ class Sync:
     def __init__(
         self,
         weights: Weights,
-        turn: Callable[[float | None], AbstractContextManager[None]],
+        exclusive: Callable[[Callable[[], Any], float | None], Any],
         options: SyncOptions,
     ):
-        self._weights, self._turn = weights, turn
+        """exclusive: runs a function that alone uses the engine, by a deadline."""
+        self._weights, self._exclusive = weights, exclusive
         self.options = options
         self.plan = Plan(weights._engine, options)
         self.closed: str | None = None  # why it is closed; None while open
@@ -403,19 +404,17 @@ class Sync:
         another rank ended it."""
         local, fault = None, None
         try:
-            # before taking the lock: gathering a DTensor is a collective of the trainer
-            local = local_tensor(tensor)
+            local = local_tensor(tensor)  # gathering a DTensor is a collective of the trainer
         except Exception as error:  # noqa: BLE001 (raised by push, once all ranks know)
             fault = error
-        with self._turn(None):
-            self._weights.push(self, name, local, fault)
+        self._exclusive(lambda: self._weights.push(self, name, local, fault), None)
 
     def commit(self, timeout: float | None = None) -> SyncReport:
         """Commits the set. IncompleteSyncError if a required parameter is missing; the old version
         keeps serving then."""
         deadline = deadline_of(timeout)
-        with self._turn(deadline):
-            return self._weights.finish(self, deadline)
+        report: SyncReport = self._exclusive(lambda: self._weights.finish(self, deadline), deadline)
+        return report
 
     def abort(self) -> None:
         """Drops what was pushed. Does nothing if the sync is closed already."""
@@ -423,8 +422,7 @@ class Sync:
 
     def _abort(self, error: BaseException | None) -> None:
         if self.closed is None:
-            with self._turn(None):
-                self._weights.abort(self, error)
+            self._exclusive(lambda: self._weights.abort(self, error), None)
 
     def require_open(self) -> None:
         if self.closed is not None:
