@@ -53,6 +53,10 @@ class Plan:
             found = self._entries[name] = self._engine.sync_resolve(name, not self._strict)
         return found
 
+    def forget(self) -> None:
+        """Gives back all tensors: the sync has failed, and its error may live long."""
+        self._entries.clear()
+
     def _take(self, name: Any, tensor: Any) -> _core.SyncEntry:
         entry = self.entry(name)
         if entry.params and not entry.taken:

@@ -99,6 +99,7 @@ class Weights:
             self._abort()
             engine.abort_unless_shared(error, voting)
             fault = None
+            plan.forget()
             _clear_own_frames(error)
             raise
 
