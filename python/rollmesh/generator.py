@@ -613,19 +613,9 @@ class Generator:
                 self._loop.call(partial(self._engine.refuse, where, error))
             raise
 
-    def begin_sync(
-        self,
-        version: int | None = None,
-        cast: bool = False,
-        strict: bool = True,
-        mode: Literal["staged", "inplace"] = "staged",
-        inflight: Literal["wait", "restart", "abort", "keep"] = "wait",
-        keep_kv: bool = False,
-        allow_nonfinite: bool = False,
-        allow_bias_removal: bool = False,
-    ) -> Sync:
-        """Opens a sync that is pushed tensor by tensor, in any order; see Sync. Arguments as in
-        sync_weights. One that is open is reset.
+    def begin_sync(self, version: int | None = None, **options: Any) -> Sync:
+        """Opens a sync that is pushed tensor by tensor, in any order; see Sync. Options as in
+        sync_weights, except timeout. A sync that is open is dropped.
 
         If ranks are processes, each pushes the whole set; they synchronize at every push.
         StateError after follow()."""
@@ -635,10 +625,8 @@ class Generator:
                 "0; call sync_weights there"
             )
         with self._refusing(PUSHES):
-            options = SyncOptions(
-                version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal
-            )
-        sync = Sync(self._weights, self._loop.lend, options)
+            checked = SyncOptions(version, **options)
+        sync = Sync(self._weights, self._loop.lend, checked)
         try:
             self._loop.lend(lambda: self._weights.begin(sync))
             return sync
