@@ -97,12 +97,11 @@ void rm_engine_reset_prefix_cache(rm_engine *engine);
 
 // With an external scheduler (external_scheduler.h): its step instead of rm_engine_step, and its
 // draws. One rank per process. All ranks of a tp group get the same steps; all ranks of a lockstep
-// group make the call, also without parts. RM_E_REQUEST: a part breaks a rule, and nothing has
-// changed. A part's result tells if its request has failed.
-rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step,
-                                rm_external_result *results, int64_t *n_work, rm_error *err);
-rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draw *draws, int64_t n,
-                                rm_external_result *results, rm_error *err);
+// group make the call, also without requests. RM_E_REQUEST: a request breaks a rule, and nothing has
+// changed. The results tell which requests have failed.
+rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step, int64_t *n_work,
+                                rm_error *err);
+rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draws *draws, rm_error *err);
 
 // ---------------------------------------------------------------------------------------- weights
 // sync.h on all ranks here, with the engine's rules (rm_inflight says what happens to running

@@ -40,7 +40,7 @@ static rm_code check_weights(const rm_engine *engine, rm_error *err) {
                    "weights: expected awake, got asleep; call wake() before a request");
   if (!rm_store_weights(engine->workers[0].store))
     return rm_fail(err, RM_E_NOT_SYNCED,
-                   "weights: expected a synced version, got none; call sync_weights first");
+                   "weights: expected synced ones, got none; call sync_weights first");
   return RM_OK;
 }
 

@@ -13,7 +13,7 @@ static rm_code check_ready(const rm_engine *engine, rm_error *err) {
                    engine->asleep & RM_PART_WEIGHTS ? "weights" : "KV cache");
   if (!rm_store_weights(engine->workers[0].store))
     return rm_fail(err, RM_E_NOT_SYNCED,
-                   "weights: expected a synced version, got none; call sync_weights first");
+                   "weights: expected synced ones, got none; call sync_weights first");
   return check_not_lost(engine, err);
 }
 
@@ -84,8 +84,8 @@ rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
 int rm_engine_had_work(const rm_engine *engine) { return engine->had_work; }
 
 // ------------------------------------------------------------------------ with external scheduler
-rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step,
-                                rm_external_result *results, int64_t *n_work, rm_error *err) {
+rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step, int64_t *n_work,
+                                rm_error *err) {
   rm_scheduler *scheduler = &engine->schedulers[0];
   *n_work = 0;
   if (!engine->options.external_pages)
@@ -94,24 +94,26 @@ rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step,
   rm_code code = check_ready(engine, err);
   if (code || (code = rm_external_begin(scheduler, step, err))) return code;
   code = run(engine, n_work, err);
-  rm_external_end(scheduler, code ? NULL : results);
+  rm_external_end(scheduler, code);
   return code;
 }
 
-rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draw *draws, int64_t n,
-                                rm_external_result *results, rm_error *err) {
+rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draws *draws, rm_error *err) {
   rm_worker *worker = &engine->workers[0];
   rm_scheduler *scheduler = worker->scheduler;
+  const int64_t vocab = engine->spec->vocab_size;
   rm_code code = check_not_lost(engine, err);
-  for (int64_t i = 0; i < n && !code; i++) code = rm_external_drawing(scheduler, draws[i].id, err);
+  for (int64_t i = 0; i < draws->n && !code; i++)
+    code = rm_external_drawing(scheduler, draws->ids[i], err);
   if (code) return code;
   scheduler->version = rm_store_version(worker->store);
   const rm_entered saved = rm_enter(worker);
-  for (int64_t i = 0; i < n && !code;
-       i++) { // it fails if the device is dead, as the next step does
-    rm_sequence *seq = rm_find_sequence_group(scheduler, draws[i].id, NULL)->sequences;
-    code = rm_draw_edited(&worker->runner, seq, &draws[i], &results[i], err);
-    if (!code) rm_external_drawn(scheduler, seq, &results[i]);
+  for (int64_t i = 0; i < draws->n && !code; i++) { // fails only if the device is dead
+    rm_sequence *seq = rm_find_sequence_group(scheduler, draws->ids[i], NULL)->sequences;
+    rm_drawn drawn;
+    code = rm_draw_edited(&worker->runner, seq, draws->raw + i * vocab, draws->stats + 2 * i,
+                          draws->edited + i * vocab, &drawn, err);
+    if (!code) rm_external_drawn(scheduler, seq, &drawn, &draws->results, i);
   }
   rm_leave(worker, saved);
   return code;

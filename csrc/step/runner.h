@@ -111,8 +111,8 @@ rm_code rm_sample_outs(rm_runner *runner, const void *hidden, rm_error *err);
 rm_code rm_share_draws(rm_runner *runner, rm_error *err);
 // The draw from one row of logits that an external scheduler has edited. token < 0: the row leaves
 // nothing to draw.
-rm_code rm_draw_edited(rm_runner *runner, rm_sequence *seq, const rm_external_draw *draw,
-                       rm_external_result *out, rm_error *err);
+rm_code rm_draw_edited(rm_runner *runner, rm_sequence *seq, const float *raw, const float *stats,
+                       const float *edited, rm_drawn *out, rm_error *err);
 
 // --------------------------------------------------------------------------------- device_comms.c
 // Creates rank.device_tp and rank.device_ep; called by all ranks.

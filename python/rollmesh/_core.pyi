@@ -231,7 +231,7 @@ class Engine:
         stats: NDArray[np.float32] | None,
         /,
     ) -> tuple[
-        NDArray[np.int32], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32], int
+        tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]], int
     ]: ...
     def external_draw(
         self,

@@ -74,7 +74,7 @@ def add(engine: Any, prompt: Any, **changes: Any) -> int:
 def step(engine: Any, *parts: tuple[int, int, int, list[int], bool], logits: Any = NOTHING) -> Any:
     """parts: (number, computed, rows, pages, replace)."""
     ids, computed, rows, pages, replace = zip(*parts, strict=True) if parts else ((),) * 5
-    return engine.external_step(
+    results, num_rows = engine.external_step(
         np.array(ids, np.uint64),
         np.array(computed, np.int64),
         np.array(rows, np.int64),
@@ -83,6 +83,7 @@ def step(engine: Any, *parts: tuple[int, int, int, list[int], bool], logits: Any
         np.array([page for each in pages for page in each], np.int32),
         *logits,
     )
+    return (*results, num_rows)
 
 
 @pytest.fixture

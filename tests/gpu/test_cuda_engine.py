@@ -610,7 +610,7 @@ def test_a_fault_ends_the_engine_and_says_so(
     with pytest.raises(rm.DeviceError, match=r"cuda:0: .*illegal"):
         work()
     for _ in range(2):
-        with pytest.raises(rm.Error, match=r"illegal|expected a synced version"):
+        with pytest.raises(rm.Error, match=r"illegal|expected synced ones"):
             gpu.generate(PROMPTS, PARAMS, use_tqdm=False)
     with pytest.raises(rm.DeviceError, match="illegal"):
         gpu.sync_weights(state, cast=True)

@@ -234,7 +234,7 @@ class Runner:
             if most
             else (None, None)
         )
-        *columns, _ = self._engine.external_step(
+        columns, _ = self._engine.external_step(
             np.array([part.request.number for part in parts], np.uint64),
             np.array([part.computed for part in parts], np.int64),
             np.array([part.rows for part in parts], np.int64),
