@@ -148,7 +148,7 @@ def refuse_each(name, call, state):
 config = tiny_config(moe=True)
 gen = rm.Generator(rm.ModelSpec.from_hf(config), dtype="float32", threads=2, kv_cache_gib=0.002,
     max_model_len=128)
-engine = gen._engine
+engine = gen._engine._engine
 
 def state():
     stats = {key: value for key, value in engine.stats().items() if not key.endswith("seconds")}

@@ -105,7 +105,7 @@ def test_a_refusal_where_one_replica_is_idle(
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)], ids=str)
 def test_a_tokenizer_that_raises_between_steps(ranks: Ask, mesh: tuple[int, int, int]) -> None:
-    """The request that it cannot decode has the error on every rank, and the others go on."""
+    """The request that it cannot decode has the error on every rank; the others continue."""
     for number, (errors, scored) in enumerate(results(ranks("broken_tokenizer", mesh))):
         own, others = ["KeyError", "'no such letter'"], ["Error", "KeyError: 'no such letter'"]
         assert errors == [own if number < mesh[0] else others, ["NoneType", "None"]]

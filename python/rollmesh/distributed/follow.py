@@ -99,7 +99,7 @@ def followed_methods(*parts: object) -> dict[str, Callable[..., Any]]:
 
 
 class Leader:
-    """Rank 0. Callers hold the generator's lock; while one is busy (a tokenizer), a thread keeps
+    """Rank 0. Callers have the engine to themselves; while one is busy (a tokenizer), a thread keeps
     sending."""
 
     def __init__(
@@ -194,14 +194,14 @@ class Follower:
         try:
             yield
         finally:
-            self._thread = None  # a signal's handler makes calls of its own
+            self._thread = None  # calls of a signal's handler are not calls of rank 0
 
     def close(self) -> None:
         with self.call(CLOSE, {}, False):
             pass
 
     def received(self) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-        """What rank 0 has called, until it closes its generator: methods and arguments."""
+        """Yields the calls of rank 0 as methods and arguments, until it closes its generator."""
         while True:
             batch = [(name, values) for name, values in decode(self._control.all_gather(b"")[0])]
             if batch and batch[-1][0] == CLOSE:

@@ -46,7 +46,7 @@ class RankEngine:
             None  # of this rank's own source; raised at the next exchange of the sync
         )
         self._late: set[int] = set()  # aborted by a deadline and not yet released
-        # What a tokenizer has raised in the search for stop strings, by request.
+        # By request: the error of a tokenizer in the search for stop strings.
         self.request_faults: dict[int, BaseException] = {}
 
     def __getattr__(self, name: str) -> Any:

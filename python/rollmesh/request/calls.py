@@ -144,7 +144,7 @@ class Calls:
             return self.requests.add(token_ids(self._codec.encode(prompt)), params, prompt)
 
     def all_or_none(self, add: Callable[[], list[int]]) -> list[int]:
-        """What `add` has added, unless it raises: then nothing is."""
+        """Returns the requests that `add` adds. If it raises, they leave the engine again."""
         before = self.requests.live()
         try:
             return add()

@@ -30,13 +30,13 @@ from rollmesh.errors import DeadlineError, Error, StateError
 from rollmesh.request.requests import Requests
 from rollmesh.runtime.threads import starting
 
-HALTED_S = 0.02  # between two looks at calls that cannot go on: paused, or a part is asleep
+HALTED_S = 0.02  # between two looks at calls while the generator is paused or asleep
 EXIT_S = 1.0  # how long the interpreter's exit waits for the current step
 LONGEST_WAIT_S = 3600.0
 
 
 def _nothing() -> None:
-    """What is left of a function that was run."""
+    """Replaces a function that was run."""
 
 
 class Call:
@@ -44,7 +44,7 @@ class Call:
 
     deadline: float | None = None  # of time.monotonic()
     waits = False  # whether it waits while a part is asleep, instead of failing
-    is_collective = False  # whether all ranks make it, so that none may leave it alone
+    is_collective = False  # whether every rank makes the call, so that all must leave it together
 
     def __init__(self, function: Callable[[], Any]):
         self._function = function
@@ -175,7 +175,7 @@ class EngineLoop:
         self._put(call)
 
     def close(self, release: Callable[[], None]) -> None:
-        """Ends all calls and the thread. release: frees the engine; if it raises, all goes on."""
+        """Ends all calls and the thread. release: frees the engine; if it raises, nothing ends."""
 
         def end() -> None:
             release()
@@ -263,7 +263,7 @@ class EngineLoop:
 
     # ---------------------------------------------------------------------------- in the thread
     def work(self, call: Call) -> bool:
-        """Begins a call and steps until nothing is left to do. False: the thread ends."""
+        """Begins a call, then steps until no call is left. Returns False if the thread ends."""
         todo: Call | None = call
         del call
         while todo is not _STOP:
@@ -278,7 +278,7 @@ class EngineLoop:
         return False
 
     def end_all(self) -> None:
-        """Ends all calls; no further one begins."""
+        """Ends all calls; later ones are refused."""
         self.is_closed = True
         for call in list(self._active):
             self._end(call, _closed())

@@ -115,7 +115,7 @@ class Streams:
 
 
 def _one_prompt(prompt: Any) -> Prompt:
-    """A copy, since the thread reads it later. RequestError for what is no prompt."""
+    """Copies a prompt, since the thread reads it later. RequestError if it is not a prompt."""
     if isinstance(prompt, str):
         return prompt
     if (
