@@ -14,6 +14,7 @@
 
 typedef enum rm_type {
   RM_TYPE_ENGINE,
+  RM_TYPE_SYNC_ENTRY,
   RM_TYPE_KERNELS,
   RM_TYPE_COMM,
   RM_TYPE_DISPATCHER,

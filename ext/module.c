@@ -97,11 +97,12 @@ static int load_errors(rm_module_state *state) {
 }
 
 // The types and functions of the module, each defined in the file that its comment names.
-extern PyType_Spec rm_engine_spec, rm_kernels_spec, rm_comm_spec, rm_dispatcher_spec,
-    rm_dispatch_plan_spec;
+extern PyType_Spec rm_engine_spec, rm_sync_entry_spec, rm_kernels_spec, rm_comm_spec,
+    rm_dispatcher_spec, rm_dispatch_plan_spec;
 extern PyType_Spec rm_op_device_spec, rm_device_array_spec, rm_gpus_spec;
 static PyType_Spec *const types[RM_N_TYPES] = {
     [RM_TYPE_ENGINE] = &rm_engine_spec, // engine/engine.c
+    [RM_TYPE_SYNC_ENTRY] = &rm_sync_entry_spec, // engine/sync.c
     [RM_TYPE_KERNELS] = &rm_kernels_spec, // ops/kernels.c
     [RM_TYPE_COMM] = &rm_comm_spec, // comm/comm.c
     [RM_TYPE_DISPATCHER] = &rm_dispatcher_spec, // comm/token_dispatcher.c

@@ -203,12 +203,19 @@ static int matches(const char *pattern, const char *name, int32_t numbers[2]) {
 // ---------------------------------------------------------------------------------------- targets
 static rm_code add_piece(rm_target *target, int64_t param, int64_t outer, int64_t row0,
                          rm_error *err) {
+  if (!target->capacity) {
+    target->pieces = target->few;
+    target->capacity = RM_FEW_PIECES;
+  }
   if (target->n_pieces == target->capacity) {
-    const int64_t capacity = target->capacity ? 2 * target->capacity : 4;
-    rm_param_rows *grown = rm_realloc(target->pieces, (size_t)capacity, sizeof *grown);
+    const int is_few = target->pieces == target->few;
+    const int64_t capacity = 4 * target->capacity;
+    rm_param_rows *grown =
+        rm_realloc(is_few ? NULL : target->pieces, (size_t)capacity, sizeof *grown);
     if (!grown)
       return rm_fail(err, RM_E_MEMORY, "no memory for the %lld pieces of a tensor",
                      (long long)capacity);
+    if (is_few) memcpy(grown, target->few, sizeof target->few);
     target->pieces = grown;
     target->capacity = capacity;
   }
@@ -367,6 +374,6 @@ rm_code rm_names_resolve(const rm_params *params, const char *name, size_t lengt
 }
 
 void rm_target_clear(rm_target *target) {
-  rm_free(target->pieces);
+  if (target->pieces != target->few) rm_free(target->pieces);
   *target = (rm_target){0};
 }

@@ -18,11 +18,14 @@ typedef struct rm_param_rows {
       turned;
 } rm_param_rows;
 
-typedef struct rm_target {
-  rm_param_rows *pieces; // owned; rm_target_clear
+enum { RM_FEW_PIECES = 3 }; // q, k and v in one tensor
+
+typedef struct rm_target { // not to be copied: pieces may point into it
+  rm_param_rows *pieces; // `few`, or owned; rm_target_clear
   int64_t n_pieces, capacity;
   int64_t shape[4]; // the shape that the tensor must have
   int n_dims;
+  rm_param_rows few[RM_FEW_PIECES]; // so that most names need no memory
 } rm_target;
 
 enum { RM_NAME_MAX = 1024 };

@@ -70,7 +70,6 @@ void rm_store_destroy(rm_store *store) {
   rm_free(store->has_bias);
   rm_free(store->flags);
   rm_staging_free(&store->staging);
-  rm_target_clear(&store->target);
   rm_copy_tasks_free(&store->tasks);
   rm_free(store);
 }

@@ -39,7 +39,6 @@ struct rm_store {
   int64_t version_before; // in place: what serves again if nothing gets written
   int has_base; // partial, and staging began as what served
   uint8_t *flags; // [n]
-  rm_target target; // of the tensor at hand
   rm_copy_tasks tasks; // of the push at hand, not yet run
   rm_sync_report report;
   int64_t n_entries; // pushed tensors, successful or not

@@ -89,15 +89,26 @@ rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error 
 }
 
 // ------------------------------------------------------------------------------------------ check
-static rm_code check_new(const rm_store *store, const char *name, rm_error *err) {
-  for (int64_t i = 0; i < store->target.n_pieces; i++) {
-    const int64_t index = store->target.pieces[i].param;
+rm_code rm_entry_resolve(const rm_params *params, int skip_unknown, rm_entry *entry,
+                         rm_error *err) {
+  const rm_code code = rm_names_resolve(params, entry->name, entry->length, &entry->target, err);
+  if (code != RM_E_UNEXPECTED_KEY || !skip_unknown) return code;
+  rm_error_clear(err);
+  entry->target.n_pieces = 0;
+  return RM_OK;
+}
+
+static rm_code check_new(const rm_store *store, const rm_entry *entry, rm_error *err) {
+  for (int64_t i = 0; i < entry->target.n_pieces; i++) {
+    const int64_t index = entry->target.pieces[i].param;
     if (!(store->flags[index] & SEEN)) continue;
     char earlier[128];
-    rm_param_name(store->params, &store->params->list[index], earlier, sizeof earlier);
-    if (strcmp(name, earlier) == 0)
-      return rm_fail(err, RM_E_DUPLICATE_KEY, "%s has come already in this sync", name);
-    return rm_fail(err, RM_E_DUPLICATE_KEY, "%s: %s has come already in this sync", name, earlier);
+    const size_t length =
+        (size_t)rm_param_name(store->params, &store->params->list[index], earlier, sizeof earlier);
+    if (length == entry->length && memcmp(entry->name, earlier, length) == 0)
+      return rm_fail(err, RM_E_DUPLICATE_KEY, "%s has come already in this sync", earlier);
+    return rm_fail(err, RM_E_DUPLICATE_KEY, "%.*s: %s has come already in this sync",
+                   (int)entry->length, entry->name, earlier);
   }
   return RM_OK;
 }
@@ -123,33 +134,18 @@ static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const
   return RM_OK;
 }
 
-// All checks that need no values. *skip: the entry is a buffer, or it is unexpected and
-// allow_partial is set.
-static rm_code check_all(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
-                         char *shown, int *skip, rm_error *err) {
-  *skip = 0;
-  if (!store->open) return rm_fail(err, RM_E_STATE, "a tensor was pushed and no sync is open");
-  rm_code code = rm_names_resolve(store->params, name, length, &store->target, err);
-  if (code == RM_E_UNEXPECTED_KEY && store->options.allow_partial) {
-    rm_error_clear(err);
-    *skip = 1;
-    return RM_OK;
-  }
-  if (code) return code;
-  *skip = store->target.n_pieces == 0;
-  if (*skip) return RM_OK;
-  memcpy(shown, name, length);
-  shown[length] = 0;
-  if ((code = check_new(store, shown, err)) || (code = check_place(store, tensor, shown, err)))
-    return code;
-  return rm_tensor_check(store->params, &store->target, tensor, store->options.cast, shown, err);
-}
-
-rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
+rm_code rm_sync_check(const rm_store *store, const rm_entry *entry, const rm_tensor *tensor,
                       rm_error *err) {
   char shown[RM_NAME_MAX + 1];
-  int skip;
-  return check_all(store, name, length, tensor, shown, &skip, err);
+  if (!store->open) return rm_fail(err, RM_E_STATE, "a tensor was pushed and no sync is open");
+  if (!entry->target.n_pieces) return RM_OK;
+  memcpy(shown, entry->name, entry->length);
+  shown[entry->length] = 0;
+  rm_code code = check_new(store, entry, err);
+  if (!code) code = check_place(store, tensor, shown, err);
+  return code ? code
+              : rm_tensor_check(store->params, &entry->target, tensor, store->options.cast, shown,
+                                err);
 }
 
 // ------------------------------------------------------------------------------------------- push
@@ -337,21 +333,19 @@ static rm_code run_tasks(rm_store *store, rm_error *err) {
   return code;
 }
 
-// Checks an entry and adds its copies.
+// Adds the copies of an entry.
 static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err) {
-  char shown[RM_NAME_MAX + 1];
-  int skip, compares = 0;
-  if (store->open && store->n_entries >= MAX_ENTRIES)
+  const rm_target *target = &entry->target;
+  int compares = 0;
+  if (store->n_entries >= MAX_ENTRIES)
     return rm_fail(err, RM_E_LIMIT, "a sync of more than %d tensors", MAX_ENTRIES);
-  if (store->open) store->n_entries++;
-  rm_code code = check_all(store, entry->name, entry->length, &entry->tensor, shown, &skip, err);
-  if (code) return code;
-  if (skip) {
+  store->n_entries++;
+  if (!target->n_pieces) {
     store->report.n_skipped++;
     return RM_OK;
   }
-  const rm_target *target = &store->target;
-  for (int64_t i = 0; i < target->n_pieces; i++)
+  rm_code code = check_new(store, entry, err); // it may come twice in one push
+  for (int64_t i = 0; i < target->n_pieces && !code; i++)
     compares |= tied_twin(store, target->pieces[i].param) >= 0 &&
                 !shares_copies(store, target->pieces[i].param, entry);
   if (compares) code = run_tasks(store, err); // the values to compare with must be copied first
@@ -359,49 +353,34 @@ static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err)
     code = add_piece(store, &target->pieces[i], entry, err);
   if (code) return code;
   store->report.n_tensors++;
-  for (int64_t i = 0; i < target->n_pieces; i++) {
-    store->flags[target->pieces[i].param] |= SEEN;
-    store->report.n_parameters++;
-  }
+  store->report.n_parameters += target->n_pieces;
+  for (int64_t i = 0; i < target->n_pieces; i++) store->flags[target->pieces[i].param] |= SEEN;
   return RM_OK;
 }
 
-rm_code rm_sync_push_all(rm_store *store, const rm_entry *entries, int64_t n, rm_error *err) {
+rm_code rm_sync_push(rm_store *store, const rm_entry *const *entries, int64_t n, rm_error *err) {
   const uint64_t read_before = store->report.bytes;
   rm_code code = RM_OK;
   int64_t taken = 0;
+  if (!store->open) return rm_fail(err, RM_E_STATE, "a tensor was pushed and no sync is open");
   store->tasks.n = 0;
-  while (taken < n && !(code = take_entry(store, &entries[taken], err))) taken++;
+  while (taken < n && !(code = take_entry(store, entries[taken], err))) taken++;
   if (!code) code = run_tasks(store, err);
-  for (int64_t i = 0; i < taken && code; i++)
-    rm_sync_undo_push(store, entries[i].name, entries[i].length);
-  if (code) store->report.bytes = read_before;
+  if (!code) return RM_OK;
+  rm_sync_undo(store, entries, taken);
+  store->report.bytes = read_before;
   return code;
 }
 
-rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
-                     rm_error *err) {
-  const rm_entry entry = {name, length, *tensor};
-  return rm_sync_push_all(store, &entry, 1, err);
-}
-
-void rm_sync_undo_push(rm_store *store, const char *name, size_t length) {
-  rm_error err = RM_ERROR_INIT;
-  if (!store->open) return;
-  const rm_code code = rm_names_resolve(store->params, name, length, &store->target, &err);
-  if (code || !store->target.n_pieces) {
-    const int was_allowed = code == RM_E_UNEXPECTED_KEY && store->options.allow_partial;
-    store->report.n_skipped -= !code || was_allowed;
-    rm_error_clear(&err);
-    return;
+void rm_sync_undo(rm_store *store, const rm_entry *const *entries, int64_t n) {
+  for (int64_t e = 0; e < n && store->open; e++) {
+    const rm_target *target = &entries[e]->target;
+    for (int64_t i = 0; i < target->n_pieces; i++)
+      store->flags[target->pieces[i].param] &= (uint8_t)~SEEN;
+    store->report.n_parameters -= target->n_pieces;
+    store->report.n_tensors -= target->n_pieces > 0;
+    store->report.n_skipped -= target->n_pieces == 0;
   }
-  for (int64_t i = 0; i < store->target.n_pieces; i++) {
-    const int64_t index = store->target.pieces[i].param;
-    if (!(store->flags[index] & SEEN)) return; // all of its pieces were pushed, or none
-    store->flags[index] &= (uint8_t)~SEEN;
-    store->report.n_parameters--;
-  }
-  store->report.n_tensors--;
 }
 
 // ----------------------------------------------------------------------------------------- commit

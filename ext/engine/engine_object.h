@@ -64,11 +64,9 @@ PyObject *rm_engine_py_external_tokens(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_weights(rm_engine_object *self, PyObject *ignored);
 // sync.c
 PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObject *kwargs);
-PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *name);
-PyObject *rm_engine_py_sync_wanted(rm_engine_object *self, PyObject *name);
-PyObject *rm_engine_py_sync_check(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_sync_push_all(rm_engine_object *self, PyObject *pairs);
+PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *entries);
 PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *inflight);
 PyObject *rm_engine_py_sync_abort(rm_engine_object *self, PyObject *ignored);
 PyObject *rm_engine_py_sync_state(rm_engine_object *self, PyObject *ignored);

@@ -240,7 +240,7 @@ class Generator:
         )
         self._weights = Weights(self._engine, self._requests)
         try:
-            self._loop = EngineLoop(self._engine, self._requests, self._weights.commit_open_sync)
+            self._loop = EngineLoop(self._engine, self._requests)
         except BaseException:
             self._engine.close()
             raise
@@ -311,7 +311,11 @@ class Generator:
         tensor. A source may call this while it is read. UnexpectedKeyError if the model has none of
         that name."""
         self._loop.check_alive()
-        wanted = partial(self._engine.sync_wanted, name)
+
+        def wanted() -> tuple[tuple[int, ...], NDArray[np.int64]]:
+            entry = self._engine.sync_resolve(name)
+            return entry.shape, entry.wanted()
+
         shape, rows = wanted() if self._loop.is_inside else self._loop.call(wanted)
         needed = (
             rows[rows[:, 0] == self._engine.rank, 1:] if self._engine.has_peers else rows[:, 1:]
@@ -458,8 +462,7 @@ class Generator:
         """Completes one prompt, text or token ids:
         `outputs = await asyncio.gather(*map(gen.agenerate, prompts))`. Any number of coroutines, of
         any event loops, may wait at once; a thread runs the engine steps of all. While the
-        generator is paused or its KV asleep they wait. As submit does, a new request commits a
-        begin_sync that is open without a `with` block.
+        generator is paused or its KV asleep they wait.
 
         Cancelling the coroutine aborts its request. Without a seed the order in which requests come
         decides their seeds.
@@ -604,19 +607,9 @@ class Generator:
                 self._loop.call(partial(self._engine.refuse, where, error))
             raise
 
-    def begin_sync(
-        self,
-        version: int | None = None,
-        cast: bool = False,
-        strict: bool = True,
-        mode: Literal["staged", "inplace"] = "staged",
-        inflight: Literal["wait", "restart", "abort", "keep"] = "wait",
-        keep_kv: bool = False,
-        allow_nonfinite: bool = False,
-        allow_bias_removal: bool = False,
-    ) -> Sync:
-        """Opens a sync that is pushed tensor by tensor, in any order; see Sync. Arguments as in
-        sync_weights. One that is open is reset.
+    def begin_sync(self, version: int | None = None, **options: Any) -> Sync:
+        """Opens a sync that is pushed tensor by tensor, in any order; see Sync. Options as in
+        sync_weights, except timeout. A sync that is open is dropped.
 
         If ranks are processes, each pushes the whole set; they synchronize at every push.
         StateError after follow()."""
@@ -626,10 +619,8 @@ class Generator:
                 "0; call sync_weights there"
             )
         with self._refusing(PUSHES):
-            options = SyncOptions(
-                version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal
-            )
-        sync = Sync(self._weights, self._loop.lend, options)
+            checked = SyncOptions(version, **options)
+        sync = Sync(self._weights, self._loop.lend, checked)
         try:
             self._loop.lend(lambda: self._weights.begin(sync))
             return sync

@@ -797,13 +797,14 @@ def test_a_million_keys(served: dict[str, rm.Generator]) -> None:
     x = np.zeros(1, np.float32)
     with unchanged(served["dense"]), pytest.raises(rm.LimitError):
         served["dense"].sync_weights({f"k{i}": x for i in range(1_000_001)})
-    push = served["dense"]._engine.sync_push
+    engine = served["dense"]._engine
     with unchanged(served["dense"]):
         sync = served["dense"].begin_sync(strict=False)
-        for _ in range(1_000_000):
-            push("k", x)
+        entries = [engine.sync_resolve("k", True)] * 1000
+        for _ in range(1000):
+            engine.sync_push(entries)
         with pytest.raises(rm.LimitError, match="1000000"):
-            push("k", x)
+            sync.push("k", x)
         sync.abort()
 
 
@@ -832,10 +833,13 @@ def test_versions(served: dict[str, rm.Generator]) -> None:
 def test_order_of_calls(served: dict[str, rm.Generator]) -> None:
     generator, state = served["dense"], new_state(DENSE)
     engine = generator._engine
+    entry = engine.sync_resolve(Q)
     with unchanged(generator):
         for call in (
-            lambda: engine.sync_push(Q, state[Q]),
-            lambda: engine.sync_check(Q, state[Q]),
+            lambda: engine.sync_push([entry]),  # no tensor was taken
+            lambda: engine.sync_take(entry, state[Q]),
+            lambda: engine.sync_push([engine.sync_resolve("k", True)]),
+            lambda: engine.sync_push([Q]),
             lambda: engine.sync_commit("keep"),
         ):
             with pytest.raises(rm.StateError):
