@@ -84,7 +84,7 @@ def test_experts_of_a_rank() -> None:
         ({"tp": 0}, r"tp: expected an integer in \[1, 65536\], got 0$"),
         ({"dp": 2**40}, r"dp: expected an integer in \[1, 65536\], got 1099511627776$"),
         ({"tp": 64, "dp": 128}, "expected at most 4096 ranks, got 8192"),
-        ({"tp": 4, "dp": 2, "ep": 2}, "expected ep of 1, tp=4 or dp*tp=8, got 2"),
+        ({"tp": 4, "dp": 2, "ep": 2}, "ep: expected 1, tp=4 or dp*tp=8, got 2"),
         ({"tp": 3}, "tp=3 does not divide num_attention_heads=4"),
         ({"dp": 3, "ep": 3}, "ep=3 does not divide num_experts=8"),
     ],
