@@ -21,9 +21,7 @@ static PyObject *placement(PyObject *module, PyObject *args) {
     rm_raise(module, &err);
     goto out;
   }
-  enum {
-    RANGES = offsetof(rm_placement, answers_replicated) / sizeof(rm_range)
-  }; // they come first
+  enum { RANGES = offsetof(rm_placement, counts_replicated) / sizeof(rm_range) }; // they come first
   const int64_t shape[3] = {rm_mesh_world(&mesh), RANGES, 2};
   if (!(out = rm_array_new(NPY_INT64, 3, shape, NULL))) goto out;
   rm_range *ranges = PyArray_DATA((PyArrayObject *)out);
