@@ -23,8 +23,8 @@ enum {
   RM_ARRAY_OF_HOST = 8
 };
 
-// The expected form of an argument. shape[i] = −1 accepts any size; the actual size is written back,
-// so that later arguments can be checked against it.
+// The expected form of an argument. shape[i] = −1 accepts any size; the actual size is written
+// back, so that later arguments can be checked against it.
 typedef struct rm_array_want {
   const char *name; // for the message
   int type; // NPY_FLOAT32, NPY_UINT16, NPY_INT32, …

@@ -75,8 +75,8 @@ int rm_is(PyObject *module, PyObject *object, rm_type type); // whether it is ex
 void rm_object_free(PyObject *object); // the last call of a tp_dealloc
 
 // ----------------------------------------------------------------------------------------- errors
-// Sets the exception of err->code, with its message; clears err; returns NULL, so that a function can
-// `return rm_raise(module, &err)`. Keeps an exception that a callback has already set; raises
+// Sets the exception of err->code, with its message; clears err; returns NULL, so that a function
+// can `return rm_raise(module, &err)`. Keeps an exception that a callback has already set; raises
 // KeyboardInterrupt if a Ctrl-C ended the call.
 PyObject *rm_raise(PyObject *module, rm_error *err);
 PyObject *rm_none(PyObject *module, rm_code code, rm_error *err); // None, or rm_raise

@@ -300,8 +300,8 @@ static int check_device(PyObject *module, PyObject *object, PyObject *name,
   return -1;
 }
 
-// Requests a versioned capsule; an old producer returns an unversioned one. With a stream, work that
-// is enqueued on it from now on reads the complete data.
+// Requests a versioned capsule; an old producer returns an unversioned one. With a stream, work
+// that is enqueued on it from now on reads the complete data.
 static PyObject *ask_capsule(PyObject *module, PyObject *object, PyObject *name,
                              const void *stream) {
   PyObject *method = PyObject_GetAttrString(object, "__dlpack__"), *none = NULL, *version = NULL,

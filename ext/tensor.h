@@ -1,11 +1,11 @@
 // tensor.h: converts a trainer's tensor of any library to an rm_tensor, without reading, converting
-// or copying its data. NumPy arrays are read through their C API (bfloat16 as ml_dtypes' type, or as
-// uint16 with the dtype metadata {"rollmesh": "bfloat16"}), all others through DLPack.
+// or copying its data. NumPy arrays are read through their C API (bfloat16 as ml_dtypes' type, or
+// as uint16 with the dtype metadata {"rollmesh": "bfloat16"}), all others through DLPack.
 //
-// Checks dims, sizes, overflow, device and element type. If the buffer behind the tensor is known (a
-// NumPy base, a torch storage), span_lo and span_hi get its ends, and the engine checks the strides
-// against them. The producer's exceptions pass through, except BufferError, which a DLPack producer
-// raises if it cannot export a tensor. Called with the GIL.
+// Checks dims, sizes, overflow, device and element type. If the buffer behind the tensor is known
+// (a NumPy base, a torch storage), span_lo and span_hi get its ends, and the engine checks the
+// strides against them. The producer's exceptions pass through, except BufferError, which a DLPack
+// producer raises if it cannot export a tensor. Called with the GIL.
 #pragma once
 
 #include "core.h"
@@ -31,8 +31,8 @@ typedef struct rm_tensor_reader {
 int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name,
                           const rm_tensor_reader *reader, rm_tensor *out, PyObject **owner);
 
-// Only the DLPack part, for any element type: the producer's description, which `owner` keeps alive.
-// Checks only the device, not dims, type, sizes and strides.
+// Only the DLPack part, for any element type: the producer's description, which `owner` keeps
+// alive. Checks only the device, not dims, type, sizes and strides.
 typedef struct rm_dlpack {
   const struct dl_tensor *tensor; // view of the capsule that owner holds
   int on_device, ordinal; // whether it is on a CUDA device, and that device's number

@@ -51,8 +51,8 @@ typedef struct rm_device {
   // read (copy_to_host).
   void (*copy_to_device)(void *self, void *to, const void *from_host, size_t bytes);
   void (*copy_to_host)(void *self, void *to_host, const void *from, size_t bytes);
-  // copy_2d from the memory of device `ordinal`. Does not wait for that device: writes to the source
-  // must be complete.
+  // copy_2d from the memory of device `ordinal`. Does not wait for that device: writes to the
+  // source must be complete.
   void (*copy_2d_from_peer)(void *self, void *to, size_t to_pitch, const void *from, int ordinal,
                             size_t from_pitch, size_t width, size_t rows);
   // Pitched copy: `rows` rows of `width` bytes, at any pitch (a negative pitch is cast to size_t).
@@ -62,16 +62,16 @@ typedef struct rm_device {
   void (*zero_2d)(void *self, void *at, size_t pitch, size_t width, size_t rows);
 
   // Events have numbers below RM_DEVICE_EVENTS. wait_event waits for the work that was enqueued
-  // before the event was last recorded, and returns at once if it was not recorded; query_event does
-  // not wait.
+  // before the event was last recorded, and returns at once if it was not recorded; query_event
+  // does not wait.
   void (*record_event)(void *self, int number);
   rm_device_status (*wait_event)(void *self, int number);
   rm_device_status (*query_event)(void *self, int number);
   rm_device_status (*wait)(void *self); // for all enqueued work
   rm_device_status (*poll)(void *self); // the same without waiting
   // Order work against another stream of the same device: a CUDA handle, or 1 and 2 for the default
-  // streams (as in DLPack). wait_stream: work enqueued here from now on waits for that stream's work
-  // so far (as in torch). make_stream_wait: that stream waits for the work enqueued here.
+  // streams (as in DLPack). wait_stream: work enqueued here from now on waits for that stream's
+  // work so far (as in torch). make_stream_wait: that stream waits for the work enqueued here.
   void (*wait_stream)(void *self, void *stream);
   void (*make_stream_wait)(void *self, void *stream);
   // NULL, or the reason why these two cannot use the stream.

@@ -1,5 +1,5 @@
-// kernels.h: the ops of a forward pass (of all model families, of sampling and of weight syncs) over
-// raw pointers, and the contract that every variant of them keeps.
+// kernels.h: the ops of a forward pass (of all model families, of sampling and of weight syncs)
+// over raw pointers, and the contract that every variant of them keeps.
 //
 // A variant (reference loops, AVX2, AVX-512, AMX; CUDA) is one `rm_kernels` table. All tables of a
 // family compute bit-identical results; docs/numerics.md states the arithmetic, kernels/cpu/ref.c
@@ -293,7 +293,8 @@ typedef struct rm_static_dispatch_args {
   // [homes][home_rows][top_k] a choice's index in the outputs returned to its home,
   // [ranks][home_rows][each]; −1: none.
   int32_t *place;
-  // [homes][pitch][each] choices among the experts of `rank`, counted from its first expert; then −1.
+  // [homes][pitch][each] choices among the experts of `rank`, counted from its first expert; then
+  // −1.
   int32_t *own;
   // Home h's [home_rows][top_k] ids at ids + h·ids_pitch, distinct in a row; negative: no choice.
   const int32_t *ids;
@@ -402,8 +403,8 @@ typedef struct rm_top_logprobs_args {
   int64_t rows, vocab, ld_logits, k;
 } rm_top_logprobs_args;
 
-// ranks[r] = the number of v with logits[r][v] ≥ logits[r][tokens[r]], including the token itself; 0
-// if tokens[r] is negative.
+// ranks[r] = the number of v with logits[r][v] ≥ logits[r][tokens[r]], including the token itself;
+// 0 if tokens[r] is negative.
 typedef struct rm_ranks_args {
   int32_t *ranks; // [rows]
   const float *logits; // [rows][ld_logits]; with ld_logits 0 one row for all tokens
@@ -497,7 +498,7 @@ typedef enum rm_isa {
 typedef struct rm_isa_state {
   const char *refused; // NULL: usable; else the reason, a static string
   int emulated; // test builds only: functions emulate its instructions
-  // Of the bf16 gemm on one thread, with weights in the L2 cache; 0: not measured.
+  // Measured for the bf16 gemm on one thread, with weights in the L2 cache; 0: not measured.
   double gflops_one_row, gflops_many_rows;
 } rm_isa_state;
 

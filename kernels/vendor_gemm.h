@@ -26,7 +26,8 @@ typedef struct rm_gemm_shape {
 // How to choose an algorithm for a shape.
 typedef enum rm_vendor_gemm_choice {
   RM_VENDOR_GEMM_FREE, // the fastest for each power of two of rows
-  // One algorithm for all row counts, the fastest at max_rows; results may still depend on the rows.
+  // One algorithm for all row counts, the fastest at max_rows; results may still depend on the
+  // rows.
   RM_VENDOR_GEMM_PINNED,
   // An algorithm that the library documents as independent of the rows; open fails without one.
   RM_VENDOR_GEMM_INVARIANT,

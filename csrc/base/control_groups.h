@@ -5,8 +5,8 @@
 //
 // /proc/self/cgroup lists the process's groups, one line for each version 1 hierarchy and one for
 // version 2. /proc/self/mountinfo lists where each hierarchy is mounted and which group is mounted
-// there: a container sees its own group as the root. Files that cannot be read set no limit, and
-// neither do groups that are not mounted (after unshare --cgroup without a new mount).
+// there: a container sees its own group as the root. Files that cannot be read set no limit. Groups
+// that are not mounted (after unshare --cgroup without a new mount) set none either.
 // `root` is prepended to every path: "", or the folder of a test.
 #pragma once
 

@@ -1,9 +1,9 @@
 // memory.h: the allocations of the engine. Memory is allocated at creation, never inside a step.
 // Any thread may call these functions.
 //
-// rm_map and rm_unmap: large page-aligned zeroed blocks straight from the system (weights, KV), with
-// huge pages where the system has them. rm_alloc and rm_free: small zeroed blocks. Every allocation
-// of the library goes through these functions, so that a test can fail the n-th one
+// rm_map and rm_unmap: large page-aligned zeroed blocks straight from the system (weights, KV),
+// with huge pages where the system has them. rm_alloc and rm_free: small zeroed blocks. Every
+// allocation of the library goes through these functions, so that a test can fail the n-th one
 // (rm_memory_fail_at).
 #pragma once
 

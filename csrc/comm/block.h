@@ -16,8 +16,8 @@ enum { RM_COPY_PIECE = 2048 };
 static inline void rm_copy(void *to, const void *from, size_t n) {
   for (size_t at = 0, length; at < n; at += length) {
     length = n - at < RM_COPY_PIECE ? n - at : RM_COPY_PIECE;
-    // Hides the bound from the compiler, which would inline `rep movsb` for it (and sanitizers would
-    // not check that access).
+    // Hides the bound from the compiler, which would inline `rep movsb` for it (and sanitizers
+    // would not check that access).
     __asm__("" : "+r"(length));
     memcpy((char *)to + at, (const char *)from + at, length);
   }

@@ -284,7 +284,8 @@ rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, const siz
   return rm_comm_exchange(comm, RM_COMM_GATHER, comm->send, comm->recv, err);
 }
 
-// As `refuse`, for arguments that are rejected before blocks exist; `own` has the message.
+// Does the same as `refuse` for arguments that are rejected before blocks exist; `own` has the
+// message.
 static rm_code refuse_early(rm_comm *comm, rm_error *own, rm_error *err) {
   if (!comm->failed) refuse(comm, own->code, own);
   rm_error_clear(own);

@@ -132,7 +132,8 @@ rm_code rm_comm_create_alone(rm_comm **out, rm_error *err);
 typedef struct rm_transport {
   const char *name; // "threads", "shm", "torch", "staged", "nccl"
   int moves_own; // for device memory: exchange also copies the block that this rank sends to itself
-  int waits_in_queue; // calls wait for other ranks in the device's queue; rm_comm_wait checks the group
+  // Calls wait for other ranks in the device's queue; rm_comm_wait checks the group.
+  int waits_in_queue;
   void *self; // the transport's state; owned by the comm once created
   // rm_comm_exchange, without this rank's own block unless moves_own. `sequence` counts the calls
   // of the group from 1.

@@ -522,8 +522,8 @@ static rm_code mlp_block(rm_model *model, const rm_layer_params *layer, const ch
   return complete_output(model, rows, err);
 }
 
-// Computes the shared expert of all rows of x: its output into `shared` (kept rows), and the logit of
-// each row's switch into shared_switch.
+// Computes the shared expert of all rows of x: its output into `shared` (kept rows), and the logit
+// of each row's switch into shared_switch.
 static rm_code shared_expert(rm_model *model, const rm_layer_params *layer, const char *weights,
                              int64_t rows, rm_error *err) {
   const rm_gemm_args in = rm_shared_gate_up_gemm(model, layer, weights, rows),

@@ -24,8 +24,8 @@ typedef struct rm_param {
 } rm_param;
 
 // Offsets of one layer's matrices, for the forward pass; SIZE_MAX for matrices that the layer does
-// not have. Each matrix has the rows that the rank holds and all columns; the shapes below are those
-// of a single rank.
+// not have. Each matrix has the rows that the rank holds and all columns; the shapes below are
+// those of a single rank.
 typedef struct rm_layer_params {
   size_t input_norm, post_attn_norm; // [hidden], of attention's input and output
   size_t pre_mlp_norm, post_mlp_norm; // [hidden], of the MLP's input and output

@@ -60,7 +60,8 @@ typedef struct rm_spec {
   int64_t n_groups, top_groups; // expert groups, and groups that a row may choose from; 1, 1: all
   float route_scale; // factor of all gates
   rm_wq_rows wq_rows;
-  // Rows of q and k under all other names: rope rotates neighbouring elements; else halves of a head.
+  // Rows of q and k under all other names: rope rotates neighbouring elements; else halves of a
+  // head.
   int rope_neighbours;
   // A family's own names, in the form of rm_param_name with # for the expert; NULL: the usual name.
   const char *names[RM_N_PARAM_KIND];

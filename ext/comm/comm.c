@@ -14,8 +14,8 @@
 typedef struct comm_object {
   PyObject_HEAD
   rm_comm *comm; // owned; NULL: taken by an engine, or closed
-  // Owned: (op, sequence, epoch, timeout, [bytes for each rank], [number of bytes from each rank]) →
-  // [bytes-like]; or NULL.
+  // Owned: (op, sequence, epoch, timeout, [bytes for each rank], [number of bytes from each rank])
+  // → [bytes-like]; or NULL.
   PyObject *exchange;
   int size, rank;
   double looked; // rm_now() of the last exchange.look; 0: not called yet
@@ -87,9 +87,9 @@ static int take(const comm_object *c, PyObject *got, const rm_block recv[]) {
   return 0;
 }
 
-// Returns the code of the pending exception's class; for any other class RM_E_RANK_LOST. A Ctrl-C is
-// kept for rm_raise: if it were raised earlier, it could be lost, or keep this rank from aborting the
-// group.
+// Returns the code of the pending exception's class; for any other class RM_E_RANK_LOST. A Ctrl-C
+// is kept for rm_raise: if it were raised earlier, it could be lost, or keep this rank from
+// aborting the group.
 static rm_code code_of_exception(comm_object *c, rm_error *err) {
   static const rm_code known[] = {RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_TIMEOUT,
                                   RM_E_MESH_MISMATCH, RM_E_MEMORY};
@@ -236,8 +236,8 @@ static PyObject *comm_all_gather(comm_object *self, PyObject *args) {
   return code ? rm_raise(rm_module_of((PyObject *)self), &err) : out;
 }
 
-// Converts a list of buffers, one for each rank, to blocks. *n: the number of views to release, also
-// on failure.
+// Converts a list of buffers, one for each rank, to blocks. *n: the number of views to release,
+// also on failure.
 static int buffers_of(PyObject *list, int size, int flags, Py_buffer views[], rm_block blocks[],
                       int *n) {
   if (PySequence_Size(list) != size) {

@@ -1,6 +1,6 @@
-// gpu_array.c: see gpu_array.h. Each array of an OpDevice is a separate allocation. Freeing it waits
-// for all work of the device, including that of other libraries. Rejected: a pool, because a new
-// array could overwrite memory that another library's stream still reads.
+// gpu_array.c: see gpu_array.h. Each array of an OpDevice is a separate allocation. Freeing it
+// waits for all work of the device, including that of other libraries. Rejected: a pool, because a
+// new array could overwrite memory that another library's stream still reads.
 #include "gpu_array.h"
 
 #include <stdio.h>
@@ -20,8 +20,8 @@ typedef struct array_object {
   PyObject_HEAD
   rm_op_device *op_device; // owned; NULL: an array of `gpus`
   PyObject *gpus; // owned _core.Gpus; NULL: an array of `op_device`, which is C-contiguous
-  // Owned: the object that keeps `data` alive. NULL: an array of an OpDevice owns its data; the memory
-  // of an array of gpus belongs to another process.
+  // Owned: the object that keeps `data` alive. NULL: an array of an OpDevice owns its data; the
+  // memory of an array of gpus belongs to another process.
   PyObject *owner;
   void *data; // NULL: no elements, or dropped
   size_t bytes;
@@ -345,8 +345,8 @@ static PyObject *capsule_of(array_object *self, int versioned) {
   return capsule;
 }
 
-// Makes `stream` wait for the ops enqueued so far. In DLPack None is the default stream, and −1 means
-// no wait. Lent memory is already complete.
+// Makes `stream` wait for the ops enqueued so far. In DLPack None is the default stream, and −1
+// means no wait. Lent memory is already complete.
 static int hand_over(array_object *self, PyObject *stream) {
   const long long handle = stream == Py_None ? 1 : PyLong_AsLongLong(stream);
   rm_error err = RM_ERROR_INIT;
@@ -553,7 +553,8 @@ static PyObject *array_device(PyObject *self, void *ignored) {
   return PyUnicode_FromString(device_name((array_object *)self));
 }
 
-// Arrays are never copied to the host implicitly. Without __array__ NumPy would make an object array.
+// Arrays are never copied to the host implicitly. Without __array__ NumPy would make an object
+// array.
 static PyObject *refuse_host(PyObject *object, const char *what) {
   const array_object *self = (array_object *)object;
   return rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR,

@@ -43,8 +43,8 @@ rm_code rm_op_device_mirrored(rm_op_device *op_device, int i, size_t bytes, rm_e
 // Grows the workspace to at least `bytes`. RM_E_CAPACITY, RM_E_DEVICE.
 rm_code rm_op_device_workspace(rm_op_device *op_device, size_t bytes, rm_error *err);
 
-// New arrays: zeros of a dtype by its name and a shape (tuple), a copy of a NumPy array, a view of a
-// producer's tensor. CapacityError, DTypeError, ShapeError, LayoutError, UnsupportedTensorError.
+// New arrays: zeros of a dtype by its name and a shape (tuple), a copy of a NumPy array, a view of
+// a producer's tensor. CapacityError, DTypeError, ShapeError, LayoutError, UnsupportedTensorError.
 PyObject *rm_device_array_zeros(PyObject *module, rm_op_device *op_device, const char *name,
                                 PyObject *shape);
 PyObject *rm_device_array_copy(PyObject *module, rm_op_device *op_device, PyObject *array);

@@ -1,7 +1,8 @@
 // gpu_group.c: see gpu_group.h. Each block is a new allocation and is written only once, since a
-// consumer's stream may still read it after the consumer has released it (torch.from_dlpack does not
-// report the end of reads). Freeing waits for the device, and so for a broadcast that may never end.
-// So a released block only goes on a list, which is freed after the next wait, without the GIL.
+// consumer's stream may still read it after the consumer has released it (torch.from_dlpack does
+// not report the end of reads). Freeing waits for the device, and so for a broadcast that may never
+// end. So a released block only goes on a list, which is freed after the next wait, without the
+// GIL.
 #include "gpu_group.h"
 
 #include <string.h>

@@ -1,6 +1,6 @@
-// gpu_group.h: buffers of GPU memory that NCCL broadcasts from one rank of a group to all others, to
-// send weights from a trainer's GPUs to the generators'. Python chooses a buffer's content and the
-// rank that sends it (rollmesh.weights.transport.carriers). One thread at a time uses a group.
+// gpu_group.h: buffers of GPU memory that NCCL broadcasts from one rank of a group to all others,
+// to send weights from a trainer's GPUs to the generators'. Python chooses a buffer's content and
+// the rank that sends it (rollmesh.weights.transport.carriers). One thread at a time uses a group.
 #pragma once
 
 #include "core.h"

@@ -1,6 +1,6 @@
-// loans.h: GPU tensors between processes, by CUDA IPC. In the trainer `_core.Gpus` returns a tensor's
-// address and the handle of its allocation; in another process it opens the handle and makes a
-// DeviceArray over that memory. Called with the GIL.
+// loans.h: GPU tensors between processes, by CUDA IPC. In the trainer `_core.Gpus` returns a
+// tensor's address and the handle of its allocation; in another process it opens the handle and
+// makes a DeviceArray over that memory. Called with the GIL.
 #pragma once
 
 #include "core.h"

@@ -120,8 +120,8 @@ VEC void exponentials(rm_dtype T, unit *u, int64_t q, int64_t t0) {
   store_probabilities(T, p, p0, p1);
 }
 
-// Turns the scores in p into probabilities and updates m, l and acc. Queries without a live position
-// keep their state: their P is 0 and their alpha 1.
+// Turns the scores in p into probabilities and updates m, l and acc. Queries without a live
+// position keep their state: their P is 0 and their alpha 1.
 VEC void softmax_step(rm_dtype T, unit *u, int64_t t0) {
   for (int64_t q = 0; q < u->n_q; q++) {
     if (is_live(u, q, t0, t0 + RM_ATTN_BLOCK)) mask_scores(u, q, t0);
@@ -170,8 +170,9 @@ VEC const void *values_at(rm_dtype T, const unit *u, int64_t t) {
 }
 
 // The hardware prefetcher cannot predict pages, which are not contiguous, and a core has only a few
-// requests to its L1 cache in flight. So the next block is fetched into the L2 cache: its keys while
-// scores are computed, its values while values are read. These two fetch the block after position t.
+// requests to its L1 cache in flight. So the next block is fetched into the L2 cache: its keys
+// while scores are computed, its values while values are read. These two fetch the block after
+// position t.
 VEC fetch next_keys(rm_dtype T, const unit *u, int64_t t) {
   t += RM_ATTN_BLOCK;
   return any_live(u, t, t + RM_LANES) ? fetch_all(T, keys_at(T, u, t), 0) : (fetch){0};

@@ -5,16 +5,16 @@
 // registers: odd k by a mask, even k by a shift or, on AVX2, by a mask of the words one place to
 // the left.
 //
-// There are two inner loops with the same sums. With more than RM_FLAT_ROWS rows, the loop takes the
-// 16 even steps first, then the 16 odd ones: rows × 2 registers hold the chains and each weight
+// There are two inner loops with the same sums. With more than RM_FLAT_ROWS rows, the loop takes
+// the 16 even steps first, then the 16 odd ones: rows × 2 registers hold the chains and each weight
 // vector is used for every row. With fewer rows it keeps both chains in flight, to hide the latency
 // of FMA; the processor overlaps one k block with the next, since each block begins new chains, and
-// a decode step runs at the rate of memory. Rejected: two blocks side by side by hand, because it is
-// a third slower.
+// a decode step runs at the rate of memory. Rejected: two blocks side by side by hand, because it
+// is a third slower.
 //
 // A chain begins with a product, not with fma from +0, which would need a register of zeros. So a
-// chain of zeros may end as −0. Stored values cannot differ, since round_T and canonical float32 add
-// +0, and exp(−0) is exp(+0).
+// chain of zeros may end as −0. Stored values cannot differ, since round_T and canonical float32
+// add +0, and exp(−0) is exp(+0).
 #pragma once
 
 #include "vec.h"
@@ -46,7 +46,8 @@ VEC k_block packed_block(rm_dtype dtype, const void *w) {
 }
 VEC int64_t tile_bytes(rm_dtype dtype) { return TILE * (dtype == RM_BF16 ? 2 : 4); }
 
-// Cache lines to fetch during a loop over blocks: `lines` lines for each block, `block` bytes apart.
+// Cache lines to fetch during a loop over blocks: `lines` lines for each block, `block` bytes
+// apart.
 typedef struct fetch {
   const char *from;
   int64_t block, lines;

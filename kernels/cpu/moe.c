@@ -24,8 +24,8 @@ static float key_of(const rm_router_args *a, const float *scores, int64_t e) {
   return a->bias ? scores[e] + a->bias[e] : scores[e];
 }
 
-// Inserts into best[0 … n), a short list of at most `most`, best first. A later choice with an equal
-// key comes after the earlier one. Returns the new n.
+// Inserts into best[0 … n), a short list of at most `most`, best first. A later choice with an
+// equal key comes after the earlier one. Returns the new n.
 static inline int64_t insert(choice *best, int64_t n, int64_t most, float key, int64_t id) {
   const choice c = {rm_order_key(key), (int32_t)id};
   if (n == most && c.key <= best[n - 1].key) return n;

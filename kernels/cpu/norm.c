@@ -1,4 +1,5 @@
-// norm.c: rms_norm with its residual, embed and gather_rows: ops that read rows of activations once.
+// norm.c: rms_norm with its residual, embed and gather_rows: ops that read rows of activations
+// once.
 #include "variant.h"
 
 VEC vf gate_of(rm_dtype T, const rm_rms_norm_args *a, int64_t row) {

@@ -108,8 +108,8 @@ static void copy_row(const rm_pack_args *args, int64_t row, int64_t col, int64_t
   memset(to + used, 0, (size_t)(bytes - used));
 }
 
-// The same for the lanes of a transposed view: goes column by column, so that each cache line of the
-// source is fetched once.
+// The same for the lanes of a transposed view: goes column by column, so that each cache line of
+// the source is fetched once.
 static void copy_columns(const rm_pack_args *args, int64_t row, int lanes, int64_t col, int64_t n,
                          char *to, int64_t bytes) {
   const int64_t step = args->row_stride * src_bytes(args->src_dtype),
@@ -319,8 +319,8 @@ INLINE int transpose_tile(emit how, char *out, rows16 *rows, sums *total) {
     seeds = _mm256_add_epi32(seeds, rows->back);
     for (int i = 0; i < 8; i++) {
       __m256i *to = (__m256i *)(out + word * LINE + i * 32);
-      // Bypasses the cache: the weights are not read before the swap, and a streaming store does not
-      // fetch the line first.
+      // Bypasses the cache: the weights are not read before the swap, and a streaming store does
+      // not fetch the line first.
       if (how == STREAM) _mm256_stream_si256(to, y[i]);
       else if (how == KEEP) _mm256_store_si256(to, y[i]);
       else differ = _mm256_or_si256(differ, _mm256_xor_si256(y[i], _mm256_load_si256(to)));
@@ -339,8 +339,8 @@ static void emit_lanes(char *dst, const uint32_t *square, int lane0, int lanes) 
     memcpy(dst + 4 * (w * SQUARE + lane0), square + w * SQUARE + lane0, (size_t)lanes * 4);
 }
 
-// Returns the lowest (lane, element of its 32) whose stored bits differ, as lane·32 + element; −1 if
-// there is none. Padding is zero on both sides.
+// Returns the lowest (lane, element of its 32) whose stored bits differ, as lane·32 + element; −1
+// if there is none. Padding is zero on both sides.
 static int64_t compare_lanes(const char *dst, const uint32_t *square, int lane0, int lanes,
                              rm_dtype dtype) {
   for (int lane = lane0; lane < lane0 + lanes; lane++) {
@@ -417,8 +417,8 @@ static void fetch_ahead(const rm_pack_args *args, const char *ahead, int row, in
   for (int64_t at = 0; at < n * size; at += LINE) _mm_prefetch(from + at, _MM_HINT_T1);
 }
 
-// Converts the rows of a run to their stored form, in a buffer of RUN bytes for each lane; the other
-// lanes are zero.
+// Converts the rows of a run to their stored form, in a buffer of RUN bytes for each lane; the
+// other lanes are zero.
 static void copy_run(const rm_pack_args *args, const packed_run *run, char *buffer, int64_t bytes) {
   for (int lane = 0; lane < SQUARE; lane++)
     if (lane < run->lane0 || lane >= run->lane0 + run->lanes)

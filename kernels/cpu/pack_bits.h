@@ -1,5 +1,5 @@
-// pack_bits.h: the conversion of one element and its contribution to the digest. Shared by the plain
-// loops, the fast pack and CUDA.
+// pack_bits.h: the conversion of one element and its contribution to the digest. Shared by the
+// plain loops, the fast pack and CUDA.
 //
 // All arithmetic on values is integer: conversions must keep denormals, like torch's, while threads
 // run with denormals flushed.

@@ -2,8 +2,8 @@
 // fma(high·high, acc)), each rounded. The contract's even chain k0, k2, k4 … is such a chain when a
 // word holds (low k2, high k0), and the odd one with (k3, k1). So the words of rows and weights are
 // permuted inside each block of 32: activations when the panel is filled, weights in registers when
-// they are loaded (a shift and a blend for each vector), in parallel with the products. float32 uses
-// FMA.
+// they are loaded (a shift and a blend for each vector), in parallel with the products. float32
+// uses FMA.
 //
 // Rejected: a separate packed layout, permuted when weights are packed. It would save those four
 // instructions per two vectors, but their cost is not measurable, and one layout works for every

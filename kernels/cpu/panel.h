@@ -1,5 +1,5 @@
-// panel.h: the products of gemm and lm_head: fill_panel copies up to PANEL_ROWS rows to a panel, and
-// panel_dots multiplies it by a few tile columns of packed weights at a time. The build's
+// panel.h: the products of gemm and lm_head: fill_panel copies up to PANEL_ROWS rows to a panel,
+// and panel_dots multiplies it by a few tile columns of packed weights at a time. The build's
 // RM_PANEL_HEADER defines the panel's layout: floats for FMA, permuted pairs for vdpbf16ps, rows of
 // bf16 for AMX tiles. It also has the products of attention (fill_query, score_dots,
 // store_probabilities, value_dots). In each the sums are those of docs/numerics.md §2 and §4.

@@ -6,8 +6,8 @@
 //
 // With top_k or top_p, few of 150,000 tokens matter. The first pass keeps the maximum of every 64
 // logits. A radix selection over these maxima gives a lower bound of the true threshold, since more
-// tokens can only raise it. Tokens above the bound are collected and selected exactly. If the maxima
-// are not enough (a flat distribution), all tokens are collected, with the same result.
+// tokens can only raise it. Tokens above the bound are collected and selected exactly. If the
+// maxima are not enough (a flat distribution), all tokens are collected, with the same result.
 //
 // Edits are made in a copy of the row. A banned token is a NaN in it: it is never the largest, has
 // weight 0 and the lowest key.

@@ -63,8 +63,8 @@ RM_INLINE void rm_copy_elem(rm_dtype dtype, void *to, int64_t i, const void *fro
   else ((uint32_t *)to)[i] = ((const uint32_t *)from)[j];
 }
 
-// exp: x = n·ln2 + r, |r| ≤ ln2/2, e^r = 1 + r + r²·q(r), then times 2^n in two steps, of which only
-// the last may round.
+// exp: x = n·ln2 + r, |r| ≤ ln2/2, e^r = 1 + r + r²·q(r), then times 2^n in two steps, of which
+// only the last may round.
 #define RM_EXP_LO (-88.0f)
 #define RM_EXP_HI 89.0f
 #define RM_LOG2E 0x1.715476p+0f

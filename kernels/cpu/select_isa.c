@@ -4,8 +4,8 @@
 //   2. its instructions run: a virtual machine may advertise instructions that trap, so the check
 //      runs under a SIGILL handler;
 //   3. its arithmetic is bit-identical to ref's on the inputs of verify.c.
-// A measurement of a millisecond chooses the fastest of these, since on some processors vdpbf16ps is
-// half as fast as FMA and on others twice as fast. `doctor` shows why a variant is not usable.
+// A measurement of a millisecond chooses the fastest of these, since on some processors vdpbf16ps
+// is half as fast as FMA and on others twice as fast. `doctor` shows why a variant is not usable.
 //
 // Rejected: probing in a child process, because fork in a library that is imported into a process
 // with threads, CUDA or MPI is worse than a handler that is installed for milliseconds, handles its

@@ -10,8 +10,8 @@ extern const rm_kernels rm_table_ref, rm_table_avx2, rm_table_avx512f, rm_table_
 // pack.c: limited by memory, so all fast variants share it.
 void rm_cpu_pack(const rm_ctx *, rm_pack_args *);
 
-// verify.c: returns the name of the first op whose results are not bit-identical to ref's on a fixed
-// set of small inputs, or NULL. Takes milliseconds. One thread at a time may call it.
+// verify.c: returns the name of the first op whose results are not bit-identical to ref's on a
+// fixed set of small inputs, or NULL. Takes milliseconds. One thread at a time may call it.
 const char *rm_verify(const rm_kernels *kernels);
 // Measures GFLOP/s of the bf16 gemm on one thread, with weights in the L2 cache: for one row, and
 // for 64 rows. Called after rm_verify.

@@ -35,11 +35,11 @@ VEC void *at_mut(rm_dtype dtype, void *p, int64_t i) {
 }
 
 // ------------------------------------------------------------------------------------- lanes of T
-// A row of bf16 pairs is 16 words of (k even, k odd). Returns the upper halves as floats; vf_even_at
-// returns the lower ones.
+// A row of bf16 pairs is 16 words of (k even, k odd). Returns the upper halves as floats;
+// vf_even_at returns the lower ones.
 VEC vf vf_odd(vi pairs) { return vi_floats(vi_and(pairs, vi_set1((int32_t)0xffff0000))); }
-// Loads the first n of 16 lanes, 0 ≤ n ≤ 16; the others are +0. (A masked load of 16-bit lanes would
-// need AVX512BW.)
+// Loads the first n of 16 lanes, 0 ≤ n ≤ 16; the others are +0. (A masked load of 16-bit lanes
+// would need AVX512BW.)
 VEC vf vf_load_bf16_n(const uint16_t *p, int64_t n) {
   uint16_t lanes[RM_LANES] = {0}, *to = lanes;
   if (n & 16) return vf_load_bf16(p);
@@ -98,8 +98,8 @@ VEC vf vf_exp(vf x) {
 }
 
 // ---------------------------------------------------------------------------------------- threads
-// Runs fn on the team if the work is large enough, else on the calling thread. cost: in clock cycles,
-// roughly.
+// Runs fn on the team if the work is large enough, else on the calling thread. cost: in clock
+// cycles, roughly.
 enum { RM_COST_OF_A_TEAM = 20000 };
 
 static inline void rm_parallel(const rm_ctx *ctx, int64_t cost, rm_task_fn fn, void *arg) {
@@ -107,8 +107,8 @@ static inline void rm_parallel(const rm_ctx *ctx, int64_t cost, rm_task_fn fn, v
   else fn(arg, 0, 1);
 }
 
-// Units of an op that threads take dynamically, large parts first and small ones at the end, so that
-// one slow thread does not delay the others for long.
+// Units of an op that threads take dynamically, large parts first and small ones at the end, so
+// that one slow thread does not delay the others for long.
 typedef struct rm_work {
   _Atomic int64_t next;
   int64_t n, least; // number of units; the fewest units of a part

@@ -195,8 +195,8 @@ VEC vf vf_canon(vf x) {
   const vf y = vf_add(x, vf_zero());
   return vf_pick(vf_is_nan(y), vi_floats(vi_set1(0x7fc00000)), y);
 }
-// The low words of 16 pairs as floats. A shift would compete with FMA for a port; a load one word to
-// the left does not. inside: that word may be read.
+// The low words of 16 pairs as floats. A shift would compete with FMA for a port; a load one word
+// to the left does not. inside: that word may be read.
 VEC vf vf_even_at(const uint16_t *pairs, int inside) {
   if (!inside) return vi_floats(vi_sll(vi_load(pairs), 16));
   return vi_floats(vi_and(vi_load(pairs - 1), vi_set1((int32_t)0xffff0000)));

@@ -1,7 +1,7 @@
 // vec_avx512f.h: sixteen lanes as one 512-bit register. The names and steps are those of
-// vec_avx2.h. It uses only AVX512F, so that every processor with 512-bit registers can run it. Masks
-// are lanes of ones and zeros, as the sources expect; the compiler turns them into mask registers
-// if they are used at once.
+// vec_avx2.h. It uses only AVX512F, so that every processor with 512-bit registers can run it.
+// Masks are lanes of ones and zeros, as the sources expect; the compiler turns them into mask
+// registers if they are used at once.
 #pragma once
 
 #include <immintrin.h>

@@ -105,7 +105,8 @@ static void norm(const rm_kernels *k, rm_dtype dtype, void *out) {
   k->rms_norm(&ctx, &a);
 }
 
-// With group 3 and head0 2: a rank with one query head of the first KV head and three of the second.
+// With group 3 and head0 2: a rank with one query head of the first KV head and three of the
+// second.
 static void attention(const rm_kernels *k, rm_dtype dtype, void *out, int64_t group,
                       int64_t head0) {
   static const int32_t positions[] = {0, 15, 16, 31, 32, 70, 71, 95}, sequence[8] = {0};

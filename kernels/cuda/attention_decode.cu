@@ -1,10 +1,10 @@
 // attention_decode.cu: paged attention with one block of threads for (row, query head, segment of
 // 1024 positions), then one block that merges the segments in order: docs/numerics.md §4. Segments
-// are counted from position 0, so a long context spreads over the GPU and the result does not depend
-// on the batch; states are in ctx->workspace. The kernel also computes prefill rows, but reads keys
-// again for each row, as decode has to. The host does not have the positions: it launches for the
-// longest context that the block tables can hold, and blocks without a live position return.
-// Rejected: a split by load, because it would change the order of sums.
+// are counted from position 0, so a long context spreads over the GPU and the result does not
+// depend on the batch; states are in ctx->workspace. The kernel also computes prefill rows, but
+// reads keys again for each row, as decode has to. The host does not have the positions: it
+// launches for the longest context that the block tables can hold, and blocks without a live
+// position return. Rejected: a split by load, because it would change the order of sums.
 #include "attention.cuh"
 
 namespace {

@@ -3,10 +3,10 @@
 // of 32 positions. This file computes single rows, as in decode, where the cache is read once;
 // attention_mma_tiles.cu computes tiles of adjacent rows. A block of threads computes the state of
 // one segment of 1024 positions for up to 8 columns, the query heads of one row and kv head. It
-// takes 64 positions at a time: each warp computes the scores of 16 positions, then the softmax of a
-// quarter of the columns, then the sums of a quarter of head_dim. Scores and P pass through shared
-// memory, since a row of K's product is a k of V's. A K or V tile of 16 positions is read only if
-// one of them is live.
+// takes 64 positions at a time: each warp computes the scores of 16 positions, then the softmax of
+// a quarter of the columns, then the sums of a quarter of head_dim. Scores and P pass through
+// shared memory, since a row of K's product is a k of V's. A K or V tile of 16 positions is read
+// only if one of them is live.
 //
 // A warp computes the softmax of its columns together: one lane, not all lanes, holds the values
 // with one number per column (m, l, alpha), and each step of the trees over positions halves the
@@ -204,8 +204,8 @@ __device__ void soften(const columns &c, int column0, int t0, int block, running
   if (lane % LANES == 0) c.alpha[block * COLS + column0 + lane / LANES] = scaled;
 }
 
-// Vᵀ's tiles of AT_ONCE positions for the warp's rows of d: tiles warp, warp + WARPS, … Loaded before
-// they are needed.
+// Vᵀ's tiles of AT_ONCE positions for the warp's rows of d: tiles warp, warp + WARPS, … Loaded
+// before they are needed.
 template <int DT> struct values {
   uint4 of[BLOCKS][DT][2];
   bool some[BLOCKS]; // the block has a live tile; else A[d] does not change

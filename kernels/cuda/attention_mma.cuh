@@ -7,12 +7,12 @@
 #include "mma.cuh"
 
 constexpr float RM_LOWEST = -INFINITY;
-// Pitch of q in shared memory, in words, for rows of `steps` steps of 16 k: padded so that lanes use
-// different banks.
+// Pitch of q in shared memory, in words, for rows of `steps` steps of 16 k: padded so that lanes
+// use different banks.
 RM_INLINE int rm_q_pitch(int64_t steps) { return static_cast<int>(steps) * (RM_MMA_K / 2) + 4; }
 
-// y, or 0 if x is below `least`. Written in assembly, since the compiler would turn a condition into
-// a branch around the computation of y.
+// y, or 0 if x is below `least`. Written in assembly, since the compiler would turn a condition
+// into a branch around the computation of y.
 RM_INLINE float rm_zero_below(float x, float least, float y) {
 #ifndef __CUDA_ARCH__
   return x < least ? 0.0f : y;
@@ -27,8 +27,8 @@ RM_INLINE float rm_zero_below(float x, float least, float y) {
 }
 
 // rm_exp of a number that is at most 0, or of a NaN, bit-identical, in 16 instructions instead of
-// 26: for a normal result 2^i is one addition to the exponent, and below RM_EXP_NORMAL the result is
-// 0. tests/simt/check_mma.cpp compares the two.
+// 26: for a normal result 2^i is one addition to the exponent, and below RM_EXP_NORMAL the result
+// is 0. tests/simt/check_mma.cpp compares the two.
 constexpr float RM_EXP_NORMAL = -0x1.5d589ep+6f;
 RM_INLINE float rm_exp_not_above_0(float x) {
   float t;

@@ -3,16 +3,17 @@
 // tile of rows, and iterates over all positions that are live for them, 32 at a time; it copies
 // their K and Vᵀ to shared memory while it computes the previous 32. Each warp has 32 columns:
 // scores, softmax and P·V stay in its registers. A row of K's product is a k of V's, so P is
-// transposed in registers, 8 × 8 at a time. The order of the elements makes the sum over 32 positions
-// the contract's tree, two levels in a lane and three between lanes. All operations on a column and
-// their order are those of attention_mma.cu, so the two are bit-identical.
+// transposed in registers, 8 × 8 at a time. The order of the elements makes the sum over 32
+// positions the contract's tree, two levels in a lane and three between lanes. All operations on a
+// column and their order are those of attention_mma.cu, so the two are bit-identical.
 //
-// At the end of a segment of 1024 positions a column's state is merged into the state of the previous
-// segments, which is in the workspace. A context of one segment does not use the workspace.
+// At the end of a segment of 1024 positions a column's state is merged into the state of the
+// previous segments, which is in the workspace. A context of one segment does not use the
+// workspace.
 //
 // The device determines which rows belong to one sequence. Tiles with rows of several sequences are
-// listed and computed row by row, like decode, whose long contexts should spread over the GPU. Tiles
-// that do not fit on the list are computed here, one run of rows after the other.
+// listed and computed row by row, like decode, whose long contexts should spread over the GPU.
+// Tiles that do not fit on the list are computed here, one run of rows after the other.
 #include "attention_mma.cuh"
 
 namespace {
@@ -28,8 +29,8 @@ constexpr int64_t MOST_BY_ROWS = 512; // rows of listed tiles: launches are size
 constexpr int MAX_SHARED = 99 << 10; // per block of sm_86; others have more
 static_assert(THREADS == COLS && WARP_COLS == RM_WARP, "each thread has a column of its warp");
 
-// Takes DT tiles of 16 rows of Vᵀ at a time, and STEPS steps of 16 k of head_dim (0: not a constant).
-// Constants do not use registers.
+// Takes DT tiles of 16 rows of Vᵀ at a time, and STEPS steps of 16 k of head_dim (0: not a
+// constant). Constants do not use registers.
 template <int DT_, int STEPS> struct shape {
   static constexpr int DT = DT_;
   RM_INLINE int steps(int64_t head_dim) {
@@ -189,7 +190,8 @@ __device__ void make_scores(float (&scores)[HALVES][CT][4], const block &b, cons
             warp = static_cast<int>(threadIdx.x) / RM_WARP;
   const int steps = S::steps(head_dim), pitch = S::pitch(head_dim);
   const uint4 *keys = reinterpret_cast<const uint4 *>(stage) + lane;
-  // The lane's row for rm_load_matrices: the first or second 8 k of column 8·(lane / 16) + lane % 8.
+  // The lane's row for rm_load_matrices: the first or second 8 k of column 8·(lane / 16) + lane %
+  // 8.
   const uint32_t *q =
       b.q + (warp * WARP_COLS + lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 4;
 #pragma unroll 2

@@ -65,8 +65,8 @@ rm_device_status lacks(cuda_device *d, cudaError_t error, const char *call, size
   return RM_DEVICE_NO_MEMORY;
 }
 
-// Called before every runtime call, so that an earlier failed launch is not reported as the error of
-// that call.
+// Called before every runtime call, so that an earlier failed launch is not reported as the error
+// of that call.
 bool is_alive(cuda_device *d) {
   if (d->dead) return false;
   const cudaError_t error = cudaGetLastError();
@@ -346,9 +346,9 @@ void destroy_graph(void *self, void *graph) {
 }
 
 // -------------------------------------------------------------------- the thread's current device
-// Other runtimes of the process (torch's) use the thread's current context, so `leave` restores it. A
-// thread that had no context has none afterwards: a context would look like the thread's choice of a
-// device, and creating one on another device would cost some hundred MiB.
+// Other runtimes of the process (torch's) use the thread's current context, so `leave` restores it.
+// A thread that had no context has none afterwards: a context would look like the thread's choice
+// of a device, and creating one on another device would cost some hundred MiB.
 constexpr int NO_CONTEXT = -2;
 
 template <class CALL> CALL driver(const char *name) {
@@ -374,8 +374,8 @@ void go_back(int ordinal, int saved) {
   else if (saved >= 0 && saved != ordinal) cudaSetDevice(saved);
 }
 
-// While another thread captures in "global" mode (torch.cuda.graph), a thread in that mode, which is
-// the default, must not allocate or query events: that would invalidate the capture. So a thread
+// While another thread captures in "global" mode (torch.cuda.graph), a thread in that mode, which
+// is the default, must not allocate or query events: that would invalidate the capture. So a thread
 // that has entered a device is in ThreadLocal mode.
 cudaStreamCaptureMode exchange(cudaStreamCaptureMode mode) {
   if (cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess) return mode;

@@ -4,8 +4,8 @@
 // without a GPU.
 //
 // Compiler flags that affect results: -fmad=false (operations are not contracted; fused operations
-// are written fmaf), -ftz=true (denormals are zeros), -prec-div=true -prec-sqrt=true (IEEE quotients
-// and roots).
+// are written fmaf), -ftz=true (denormals are zeros), -prec-div=true -prec-sqrt=true (IEEE
+// quotients and roots).
 #pragma once
 
 #ifdef RM_SIMT
@@ -21,9 +21,9 @@
 #include "device.h"
 
 // A list of every kernel that RM_LAUNCH names, built when the library is loaded; rm_cuda_open loads
-// all of them. Otherwise CUDA loads a kernel at its first launch and waits until the device is idle,
-// while it holds a lock that other threads' launches need. That is a deadlock if a running kernel
-// waits for another rank's kernel, as NCCL's kernels do on one GPU.
+// all of them. Otherwise CUDA loads a kernel at its first launch and waits until the device is
+// idle, while it holds a lock that other threads' launches need. That is a deadlock if a running
+// kernel waits for another rank's kernel, as NCCL's kernels do on one GPU.
 struct rm_listed_kernel {
   const void *kernel;
   const rm_listed_kernel *next;
@@ -108,9 +108,9 @@ inline unsigned rm_blocks(int64_t n, int64_t each) {
   return static_cast<unsigned>((n + each - 1) / each);
 }
 
-// Blocks in y for the rows of a gemm, `each` rows per block; a block continues with the rows one grid
-// height further down. With groups: twice the blocks of an equal share of the rows; blocks of a group
-// with more rows loop.
+// Blocks in y for the rows of a gemm, `each` rows per block; a block continues with the rows one
+// grid height further down. With groups: twice the blocks of an equal share of the rows; blocks of
+// a group with more rows loop.
 inline unsigned rm_row_blocks(const rm_gemm_args *a, int64_t each) {
   const int64_t rows =
       a->group_rows ? rm_min64(a->m, 2 * (a->m + a->n_groups - 1) / a->n_groups) : a->m;
@@ -139,8 +139,8 @@ template <rm_dtype DTYPE> __device__ inline rm_weights rm_load_weights(const voi
   }
 }
 
-// acc[r] += E + O of one block of 32 k, for ROWS rows of x, float32 and 32 apart. Each weight is read
-// once for all rows.
+// acc[r] += E + O of one block of 32 k, for ROWS rows of x, float32 and 32 apart. Each weight is
+// read once for all rows.
 template <rm_dtype DTYPE, int ROWS>
 __device__ inline void rm_add_block(float (&acc)[ROWS], const float *x, const void *w, int64_t tile,
                                     int n) {
@@ -160,8 +160,8 @@ __device__ inline void rm_add_block(float (&acc)[ROWS], const float *x, const vo
   for (int r = 0; r < ROWS; r++) acc[r] = acc[r] + (even[r] + odd[r]);
 }
 
-// Copies block k0 of rows [row0, row0 + rows) of x to shared memory as float32; zeros from row `end`
-// on and after k.
+// Copies block k0 of rows [row0, row0 + rows) of x to shared memory as float32; zeros from row
+// `end` on and after k.
 template <rm_dtype DTYPE>
 __device__ inline void rm_stage_rows(float *to, const void *x, int64_t ldx, int64_t k, int64_t row0,
                                      int rows, int64_t end, int64_t k0, int threads) {

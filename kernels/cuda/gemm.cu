@@ -3,9 +3,9 @@
 // columns. It shares x in blocks of 32 k, as float32, and reads W directly from its tiles: the 16
 // columns of a tile are adjacent, so a warp loads whole sectors. The order of an output's sums does
 // not depend on other outputs, so the tile shape does not change the result. Groups are a grid
-// dimension: their row counts stay on the device, and blocks after the last row of their group return
-// at once, as a CUDA graph requires. Rejected: tensor cores, because of their order of sums. Few rows
-// use gemm_rows.cu.
+// dimension: their row counts stay on the device, and blocks after the last row of their group
+// return at once, as a CUDA graph requires. Rejected: tensor cores, because of their order of sums.
+// Few rows use gemm_rows.cu.
 #include "device.cuh"
 
 namespace {

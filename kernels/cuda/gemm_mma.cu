@@ -5,13 +5,13 @@
 // swizzled for ldmatrix, which loads B for 16 tokens.
 //
 // The limits are shared memory's 128 bytes per clock, then registers. The sums of a segment and the
-// sums of all previous segments are two sets of registers: the cost of the fixed split over k, which
-// few rows need (gemm_mma_rows.cu). With 64 × 48 outputs per warp they take 192 of a thread's 255
-// registers, and shared memory can feed 1293 FMAs per clock: 128·192·16 of them for rm_tile_bytes =
-// 38,912; 64 × 32 outputs allow 1024. The next fragments are loaded during the current products, also
-// across the end of a stage, so the barrier of a stage is before its last 16 k. rm_choose_tile
-// chooses the launch's tile; each output has the same sums in all of them. Rejected: wgmma, because
-// it is not verified that its results are bit-identical to mma.sync's.
+// sums of all previous segments are two sets of registers: the cost of the fixed split over k,
+// which few rows need (gemm_mma_rows.cu). With 64 × 48 outputs per warp they take 192 of a thread's
+// 255 registers, and shared memory can feed 1293 FMAs per clock: 128·192·16 of them for
+// rm_tile_bytes = 38,912; 64 × 32 outputs allow 1024. The next fragments are loaded during the
+// current products, also across the end of a stage, so the barrier of a stage is before its last 16
+// k. rm_choose_tile chooses the launch's tile; each output has the same sums in all of them.
+// Rejected: wgmma, because it is not verified that its results are bit-identical to mma.sync's.
 #include "gemm_mma.cuh"
 
 namespace {

@@ -8,7 +8,8 @@
 constexpr int RM_TILE_K = 32; // k of a stage
 constexpr int RM_TILE_WARPS = 8;
 
-// The tile of a block: `rows` of W × `cols` tokens, computed by warps_of_rows × warps_of_cols warps.
+// The tile of a block: `rows` of W × `cols` tokens, computed by warps_of_rows × warps_of_cols
+// warps.
 typedef struct rm_tile_shape {
   int rows, cols, warps_of_rows, warps_of_cols;
 } rm_tile_shape;
@@ -17,16 +18,16 @@ constexpr rm_tile_shape RM_TILES[RM_N_TILES] = {
     {128, 192, 2, 4}, {192, 128, 4, 2}, {128, 128, 2, 4}, {128, 64, 4, 2}};
 
 // Bytes that pass through shared memory for 16 k of a block: its warps' fragments, and the copies
-// into it. Shared memory moves 128 bytes per clock. This estimates a block's time, since tensor cores
-// are about as fast (sm_80: 1024 FMAs per clock) or faster.
+// into it. Shared memory moves 128 bytes per clock. This estimates a block's time, since tensor
+// cores are about as fast (sm_80: 1024 FMAs per clock) or faster.
 RM_INLINE int rm_tile_bytes(rm_tile_shape t) {
   return (RM_TILE_WARPS * (t.rows / t.warps_of_rows + t.cols / t.warps_of_cols) + t.rows + t.cols) *
          RM_MMA_K * 2;
 }
 
 // Chooses the tile that finishes first: the time is the number of blocks of the busiest
-// multiprocessor times the time of each. Assumes that a group's rows fill half of its last tile. For
-// equal times it chooses the larger tile, which reads W or x less often.
+// multiprocessor times the time of each. Assumes that a group's rows fill half of its last tile.
+// For equal times it chooses the larger tile, which reads W or x less often.
 inline int rm_choose_tile(int64_t w_rows, int64_t tokens, int64_t groups, int64_t processors) {
   int64_t least = INT64_MAX;
   int chosen = 0;
@@ -42,8 +43,8 @@ inline int rm_choose_tile(int64_t w_rows, int64_t tokens, int64_t groups, int64_
 }
 
 // Blocks that run at the same time should share as much of W as of x, so that both come from the L2
-// cache. So tiles are numbered in bands of RM_TILE_BAND columns that go down all of W; inside a band
-// they are numbered row by row.
+// cache. So tiles are numbered in bands of RM_TILE_BAND columns that go down all of W; inside a
+// band they are numbered row by row.
 constexpr unsigned RM_TILE_BAND = 8;
 typedef struct rm_tile_number {
   unsigned down, across;
@@ -56,9 +57,9 @@ RM_INLINE rm_tile_number rm_tile_of_block(unsigned block, unsigned down, unsigne
   return number;
 }
 
-// x in shared memory is rows of 64 bytes, four chunks of 8 k each. Their order changes with each pair
-// of rows, so that the same chunk of 8 rows is in different banks. Returns the index of chunk `chunk`
-// of row `row`, in chunks.
+// x in shared memory is rows of 64 bytes, four chunks of 8 k each. Their order changes with each
+// pair of rows, so that the same chunk of 8 rows is in different banks. Returns the index of chunk
+// `chunk` of row `row`, in chunks.
 RM_INLINE int rm_tile_chunk(int row, int chunk) {
   return row * (RM_TILE_K / 8) + (chunk ^ (row / 2 & 3));
 }
@@ -100,8 +101,8 @@ __device__ inline void rm_put_outputs(const rm_gemm_args &a, int64_t row, int64_
 }
 
 // Stores a warp's sums of one row of tiles and NT × 8 tokens, through the warp's shared memory, so
-// that adjacent lanes store adjacent columns. With swiglu a token's rows g and g + 8 are gate and up
-// of one output.
+// that adjacent lanes store adjacent columns. With swiglu a token's rows g and g + 8 are gate and
+// up of one output.
 constexpr int RM_PUT_PITCH = RM_MMA_ROWS + 4;
 template <int NT> constexpr int RM_PUT_WORDS = NT * RM_MMA_COLS * RM_PUT_PITCH;
 template <bool SWIGLU, int NT>

@@ -1,10 +1,10 @@
-// gemm_mma_few.cu: the bf16 gemm of the family cuda_mma for up to 8 rows. A block computes one row of
-// tiles, 16 rows of W, with one warp for each segment of k (with more than 8 segments, for every
-// eighth). The sums of segments are added in order in shared memory, which saves the second launch of
-// gemm_mma_rows.cu, a noticeable time in decode at batch 1. Each warp stages its own part of x and
-// does not wait for other warps until the end. x is read again for every 16 rows of W, half as many
-// bytes as those rows; from 16 tokens on that would be more than W, and gemm_mma_rows.cu is faster.
-// Groups work as in gemm_mma_rows.cu.
+// gemm_mma_few.cu: the bf16 gemm of the family cuda_mma for up to 8 rows. A block computes one row
+// of tiles, 16 rows of W, with one warp for each segment of k (with more than 8 segments, for every
+// eighth). The sums of segments are added in order in shared memory, which saves the second launch
+// of gemm_mma_rows.cu, a noticeable time in decode at batch 1. Each warp stages its own part of x
+// and does not wait for other warps until the end. x is read again for every 16 rows of W, half as
+// many bytes as those rows; from 16 tokens on that would be more than W, and gemm_mma_rows.cu is
+// faster. Groups work as in gemm_mma_rows.cu.
 #include "gemm_mma.cuh"
 #include "mma_rows.cuh"
 

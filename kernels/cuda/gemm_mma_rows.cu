@@ -1,10 +1,11 @@
-// gemm_mma_rows.cu: the bf16 gemm of the family cuda_mma for few rows, whose time is that of reading
-// W once. A block multiplies 64 rows of W, 16 per warp, by up to 64 tokens (gemm_mma_few.cu takes up
-// to 8 tokens). If there are too few such blocks for the GPU, each block takes only one segment of k
-// and writes its sums to the workspace; a second launch adds them in the order of the segments, the
-// same order as in a block with all of k. So the split and the number of tokens do not change the
-// result. Rejected: a counter and the last block instead of the second launch, because it needs
-// memory that is zero between ops; and a cluster of blocks over the segments, because it needs sm_90.
+// gemm_mma_rows.cu: the bf16 gemm of the family cuda_mma for few rows, whose time is that of
+// reading W once. A block multiplies 64 rows of W, 16 per warp, by up to 64 tokens (gemm_mma_few.cu
+// takes up to 8 tokens). If there are too few such blocks for the GPU, each block takes only one
+// segment of k and writes its sums to the workspace; a second launch adds them in the order of the
+// segments, the same order as in a block with all of k. So the split and the number of tokens do
+// not change the result. Rejected: a counter and the last block instead of the second launch,
+// because it needs memory that is zero between ops; and a cluster of blocks over the segments,
+// because it needs sm_90.
 //
 // Groups without rows take no time: a block finds the group of its slot among the groups that have
 // rows, so there are at most as many slots as rows.

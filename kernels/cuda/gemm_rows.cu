@@ -1,10 +1,10 @@
-// gemm_rows.cu: the gemm of few rows, whose time is that of reading W once. A tile of 16 columns has
-// all its k in one run of memory. A block of threads walks that run with 16 half-warps; each takes
-// its own block of 32 k, with one lane for each column, and loads the words of the next step during
-// the current products. The contract adds the sums of blocks of 32 k one by one, and these sums are
-// independent, so k may be split: the sums go to shared memory, and a thread for each output adds
-// them in order. With swiglu the half-warps of a warp take gate and up of one block of k. gemm.cu
-// chooses between the two kernels, which are bit-identical.
+// gemm_rows.cu: the gemm of few rows, whose time is that of reading W once. A tile of 16 columns
+// has all its k in one run of memory. A block of threads walks that run with 16 half-warps; each
+// takes its own block of 32 k, with one lane for each column, and loads the words of the next step
+// during the current products. The contract adds the sums of blocks of 32 k one by one, and these
+// sums are independent, so k may be split: the sums go to shared memory, and a thread for each
+// output adds them in order. With swiglu the half-warps of a warp take gate and up of one block of
+// k. gemm.cu chooses between the two kernels, which are bit-identical.
 #include "device.cuh"
 
 namespace {

@@ -1,7 +1,8 @@
-// lend.cu: lends a device's memory to another process: gets CUDA's handle of an allocation, and opens
-// such a handle. Memory from cuMemCreate (torch's expandable segments) or cudaMallocAsync does not
-// have one, and CUDA returns "invalid argument". Rejected: passing file descriptors of such memory,
-// because that needs a socket, and the trainer's allocator must have requested them at allocation.
+// lend.cu: lends a device's memory to another process: gets CUDA's handle of an allocation, and
+// opens such a handle. Memory from cuMemCreate (torch's expandable segments) or cudaMallocAsync
+// does not have one, and CUDA returns "invalid argument". Rejected: passing file descriptors of
+// such memory, because that needs a socket, and the trainer's allocator must have requested them at
+// allocation.
 #include "rm_cuda.h"
 
 #include <cstdio>
@@ -11,7 +12,8 @@
 
 namespace {
 
-// Returns NULL, or the call and CUDA's message. Clears the error, so that later calls do not find it.
+// Returns NULL, or the call and CUDA's message. Clears the error, so that later calls do not find
+// it.
 const char *refusal(const char *call, cudaError_t error) {
   static thread_local char why[200];
   if (error == cudaSuccess) return nullptr;

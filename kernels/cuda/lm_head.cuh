@@ -14,8 +14,8 @@ using rm_logits_fn = void (*)(const rm_ctx *, const rm_lm_head_args *, rm_logits
 // lm_head with `logits` for the logits and pairs.
 void rm_cuda_lm_head_by(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_fn logits);
 
-// Called by one warp: computes the pair of n logits in shared memory. Both halves of the warp run the
-// same 16 chains.
+// Called by one warp: computes the pair of n logits in shared memory. Both halves of the warp run
+// the same 16 chains.
 __device__ inline void rm_block_pair(float *pair, const float *logits, int n, int lane) {
   float max = -INFINITY, partial = 0.0f;
   bool bad = false;

@@ -1,7 +1,8 @@
-// lm_head_mma.cu: lm_head of the family cuda_mma in bf16. A block of threads computes one vocabulary
-// block of 128 entries, 16 per warp, for up to 32 rows. Its logits go to shared memory, where the
-// warps compute the pairs as in lm_head.cu. Rejected: keeping the sum of exp in the registers that
-// hold the logits, because reading them back takes almost no time compared with reading W.
+// lm_head_mma.cu: lm_head of the family cuda_mma in bf16. A block of threads computes one
+// vocabulary block of 128 entries, 16 per warp, for up to 32 rows. Its logits go to shared memory,
+// where the warps compute the pairs as in lm_head.cu. Rejected: keeping the sum of exp in the
+// registers that hold the logits, because reading them back takes almost no time compared with
+// reading W.
 #include "lm_head.cuh"
 #include "mma_rows.cuh"
 

@@ -3,8 +3,8 @@
 //
 // Weights are always A, 16 of their rows; tokens are always B, 8 of them, padded with zeros: yᵀ =
 // W·xᵀ at every batch size, so results do not depend on the hardware being symmetric. A dot product
-// over k is, for each segment of RM_MMA_SEGMENT, a chain of this instruction from +0 in ascending k;
-// the sums of segments are added as IEEE float32 in ascending order. The hardware defines the
+// over k is, for each segment of RM_MMA_SEGMENT, a chain of this instruction from +0 in ascending
+// k; the sums of segments are added as IEEE float32 in ascending order. The hardware defines the
 // instruction's sum of 16 products and an accumulator: exact products, aligned and truncated.
 // Attention is K·qᵀ and Vᵀ·P, with the same roles of A and B.
 //
@@ -18,8 +18,8 @@
 #include <simt_mma.h> // tests/simt, by -I
 #endif
 
-// c ← A·B + c, called by a whole warp. rm_mma_a_place, rm_mma_b_place and rm_mma_c_place define which
-// lane holds which element.
+// c ← A·B + c, called by a whole warp. rm_mma_a_place, rm_mma_b_place and rm_mma_c_place define
+// which lane holds which element.
 __device__ inline void rm_mma16(float (&c)[4], const uint4 &a, const uint2 &b) {
 #ifdef RM_SIMT
   simt_mma16(c, a, b);
@@ -31,9 +31,9 @@ __device__ inline void rm_mma16(float (&c)[4], const uint4 &a, const uint2 &b) {
 #endif
 }
 
-// Loads four 8 × 8 matrices of bf16 from shared memory, called by a whole warp. Lane 8j + r passes the
-// address of row r of matrix j, 16 bytes; word j of lane l's result is word l % 4 of row l / 4 of
-// matrix j. So a matrix whose rows are tokens is a word of B.
+// Loads four 8 × 8 matrices of bf16 from shared memory, called by a whole warp. Lane 8j + r passes
+// the address of row r of matrix j, 16 bytes; word j of lane l's result is word l % 4 of row l / 4
+// of matrix j. So a matrix whose rows are tokens is a word of B.
 __device__ inline uint4 rm_load_matrices(const void *shared_row) {
 #ifdef RM_SIMT
   return simt_load_matrices(shared_row);
@@ -48,8 +48,8 @@ __device__ inline uint4 rm_load_matrices(const void *shared_row) {
 #endif
 }
 
-// Transposes an 8 × 8 matrix of 16-bit elements, called by a whole warp. Before and after, lane l has
-// columns 2(l % 4) and 2(l % 4) + 1 of row l / 4.
+// Transposes an 8 × 8 matrix of 16-bit elements, called by a whole warp. Before and after, lane l
+// has columns 2(l % 4) and 2(l % 4) + 1 of row l / 4.
 __device__ inline uint32_t rm_transposed(uint32_t pair) {
 #ifdef RM_SIMT
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP, from = lane % 4 * 8 + lane / 8,
@@ -64,8 +64,8 @@ __device__ inline uint32_t rm_transposed(uint32_t pair) {
 #endif
 }
 
-// rm_f32_to_bf16 of two numbers that are normal, zero or NaN, the first in the lower half. A NaN stays
-// a NaN, but its bits are not defined.
+// rm_f32_to_bf16 of two numbers that are normal, zero or NaN, the first in the lower half. A NaN
+// stays a NaN, but its bits are not defined.
 __device__ inline uint32_t rm_bf16_pair(float low, float high) {
 #ifdef RM_SIMT
   return rm_f32_to_bf16(low) | static_cast<uint32_t>(rm_f32_to_bf16(high)) << 16;

@@ -1,7 +1,8 @@
 // mma_rows.cuh: multiplies 16 rows of packed W per warp by up to 64 tokens of the block: the inner
-// loop of the kernels that read W once, the gemm of few rows and lm_head. A lane's share of a tile is
-// one load of 16 bytes into registers, AHEAD tiles before the product; only x passes through shared
-// memory, [token][CHUNK of k], with rows padded by 16 bytes so that lanes use different banks.
+// loop of the kernels that read W once, the gemm of few rows and lm_head. A lane's share of a tile
+// is one load of 16 bytes into registers, AHEAD tiles before the product; only x passes through
+// shared memory, [token][CHUNK of k], with rows padded by 16 bytes so that lanes use different
+// banks.
 #pragma once
 
 #include "mma.cuh"

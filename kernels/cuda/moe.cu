@@ -1,10 +1,10 @@
-// moe.cu: router, permute, static dispatch and combine of docs/numerics.md §5. No result is copied to
-// the host: the number of rows of an expert stays on the device, and every grid is sized by rows ·
-// top_k or by the experts.
+// moe.cu: router, permute, static dispatch and combine of docs/numerics.md §5. No result is copied
+// to the host: the number of rows of an expert stays on the device, and every grid is sized by rows
+// · top_k or by the experts.
 //
-// A gemm computes the router's logits into the workspace; then each warp takes a row. The next choice
-// is the best expert that ranks after the last choice, so the kernel keeps no list of choices and
-// works for any number of experts.
+// A gemm computes the router's logits into the workspace; then each warp takes a row. The next
+// choice is the best expert that ranks after the last choice, so the kernel keeps no list of
+// choices and works for any number of experts.
 //
 // permute has a block of threads for each expert, which counts the choices of lower experts (its
 // first row), then numbers its own in order. Every block reads all ids twice, from the L2 cache.
@@ -24,7 +24,8 @@ __device__ float key_of(const rm_router_args &a, const float *scores, int64_t e)
   return a.bias ? scores[e] + a.bias[e] : scores[e];
 }
 
-// Sets open[g] to whether the router may choose the `size` experts of group g. Each lane takes groups.
+// Sets open[g] to whether the router may choose the `size` experts of group g. Each lane takes
+// groups.
 __device__ void open_groups(const rm_router_args &a, const float *scores, int64_t size, float *keys,
                             int32_t *open, int lane) {
   for (int64_t g = lane; g < a.n_groups; g += RM_WARP) {

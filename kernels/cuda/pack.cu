@@ -2,8 +2,8 @@
 // takes 16 destination rows × 128 columns: it reads the source in memory order (along rows, or down
 // the columns of a transposed view), converts it into shared memory while it sums the digest and
 // finds non-finite values, then writes the tiles in memory order. So it reads and writes whole
-// sectors. A block processes four such parts and then reduces its results once. Results are sums mod
-// 2^64 and minima of indices, so blocks may add theirs in any order, by integer atomics.
+// sectors. A block processes four such parts and then reduces its results once. Results are sums
+// mod 2^64 and minima of indices, so blocks may add theirs in any order, by integer atomics.
 #include "device.cuh"
 #include "packing.cuh"
 

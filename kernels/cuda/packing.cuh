@@ -1,14 +1,14 @@
 // packing.cuh: the layout of tensor core operands: packed weights and the caches of the family
-// cuda_mma in bf16. float32 has the layout of the CPU (kernels.h) in both CUDA families, and so does
-// the bf16 of cuda_fma.
+// cuda_mma in bf16. float32 has the layout of the CPU (kernels.h) in both CUDA families, and so
+// does the bf16 of cuda_fma.
 //
 // A matrix is tiles of 16 rows × 16 k, the A operand of mma.m16n8k16, in the order in which a warp
 // holds it: 16 bytes for each lane in turn. So a fragment is one load of 16 bytes per lane and 512
 // contiguous bytes, and a row of tiles is contiguous over all of k. Sizes are those of kernels.h
-// (rows padded to 16, k to 32), so code that reserves memory does not depend on the packing. Gate and
-// up of a SwiGLU alternate every 8 rows, not 16: rows g and g + 8 of a tile are in the same thread,
-// so they are gate and up of one output. K pages are matrices of [position][head_dim]; V pages hold
-// Vᵀ, rows of head_dim with positions as k.
+// (rows padded to 16, k to 32), so code that reserves memory does not depend on the packing. Gate
+// and up of a SwiGLU alternate every 8 rows, not 16: rows g and g + 8 of a tile are in the same
+// thread, so they are gate and up of one output. K pages are matrices of [position][head_dim]; V
+// pages hold Vᵀ, rows of head_dim with positions as k.
 #pragma once
 
 #include "kernels.h"

@@ -29,8 +29,8 @@ const char *rm_cuda_error(void);
 int rm_cuda_devices(void);
 
 // Opens a device with a new stream and one of the library's tables (NULL: cuda_fma's). Its copy of
-// the table names the architecture: isa "cuda_sm90", and family "cuda_mma_sm90" if results depend on
-// it. why, out: the reason for a failure. out->close closes the device.
+// the table names the architecture: isa "cuda_sm90", and family "cuda_mma_sm90" if results depend
+// on it. why, out: the reason for a failure. out->close closes the device.
 rm_device_opened rm_cuda_open(int ordinal, const rm_kernels *kernels, rm_device *out,
                               char why[256]);
 

@@ -2,8 +2,8 @@
 //
 // The norm's 16 partial sums are 16 chains for any length of the row, so 16 lanes of one warp run
 // them while the others wait. All threads copy the row to shared memory in chunks, which takes most
-// of the time; a step of a chain is then one fma. A finer split would change the order of sums. Both
-// halves of that warp run the same chains, since the tree's shuffles need whole warps.
+// of the time; a step of a chain is then one fma. A finer split would change the order of sums.
+// Both halves of that warp run the same chains, since the tree's shuffles need whole warps.
 #include "device.cuh"
 #include "packing.cuh"
 

@@ -1,18 +1,18 @@
 // sample.cu: token choice of docs/numerics.md §7, top-logprobs and ranks, with one block of threads
-// for each row. Sums of integers are exact, so threads may add in any order. Weights are not stored:
-// each pass over the row computes them again from logits in the L2 cache.
+// for each row. Sums of integers are exact, so threads may add in any order. Weights are not
+// stored: each pass over the row computes them again from logits in the L2 cache.
 //
 // A filter keeps the tokens with a key above a cut and, among those with the cut's key, a number of
 // the first ones. A radix selection over the keys finds the cut, with three histograms in shared
 // memory. Tokens with the same key have the same weight, so the number of ties that stay does not
 // depend on their order, also for a second selection after the first.
 //
-// The draw narrows its range to the sixteenth in which the running sum exceeds the target, until one
-// warp can walk it.
+// The draw narrows its range to the sixteenth in which the running sum exceeds the target, until
+// one warp can walk it.
 //
 // A banned token counts as a NaN: it is never the largest, has weight 0 and the lowest key. Bits in
-// the workspace mark banned and edited tokens, since a row's lists may be as long as the vocabulary.
-// Each pass finds an edit by bisection and applies it again.
+// the workspace mark banned and edited tokens, since a row's lists may be as long as the
+// vocabulary. Each pass finds an edit by bisection and applies it again.
 #include "device.cuh"
 
 #include "cpu/philox.h"
@@ -87,9 +87,9 @@ __device__ uint64_t measure(const row_view &v, cut c, bool by_weight, const scra
   return sum + (by_weight && c.ties ? c.ties * weight_of_key(v, c.key) : c.ties);
 }
 
-// Called by the first warp: finds the highest bin at which `above` plus the sum from the top reaches
-// need. result: that sum without the bin, and the bin. Each lane adds BINS / 32 bins, starting at a
-// different one to avoid bank conflicts.
+// Called by the first warp: finds the highest bin at which `above` plus the sum from the top
+// reaches need. result: that sum without the bin, and the bin. Each lane adds BINS / 32 bins,
+// starting at a different one to avoid bank conflicts.
 __device__ void find_bin(const scratch &s, uint64_t above, uint64_t need) {
   constexpr int EACH = BINS / RM_WARP;
   const int lane = static_cast<int>(threadIdx.x);
@@ -132,8 +132,8 @@ __device__ void fill_bins(const row_view &v, cut before, uint32_t prefix, int sh
 }
 
 // Finds the shortest prefix of the tokens that `before` keeps, in descending key and ascending id,
-// whose measure reaches `need`, which is at most the measure of all of them. *sum: the measure of the
-// prefix.
+// whose measure reaches `need`, which is at most the measure of all of them. *sum: the measure of
+// the prefix.
 __device__ cut select_prefix(const row_view &v, cut before, uint64_t need, bool by_weight,
                              const scratch &s, uint64_t *sum) {
   uint32_t prefix = 0, known = 0;
@@ -227,8 +227,8 @@ __device__ void walk(const row_view &v, cut c, place p, uint64_t target, const s
   }
 }
 
-// Returns the first token, in ascending id, whose running sum exceeds target, which is below the sum
-// of all.
+// Returns the first token, in ascending id, whose running sum exceeds target, which is below the
+// sum of all.
 __device__ int32_t draw(const row_view &v, cut c, uint64_t target, const scratch &s) {
   const uint64_t each_tie = c.ties ? weight_of_key(v, c.key) : 0;
   place p = {0, v.vocab, 0, c.ties};
@@ -358,8 +358,8 @@ __device__ uint64_t best_behind(const float *logits, int64_t vocab, uint64_t las
   return best;
 }
 
-// Each thread holds the best of its remaining tokens; only the thread whose token was taken searches
-// for another.
+// Each thread holds the best of its remaining tokens; only the thread whose token was taken
+// searches for another.
 __global__ void __launch_bounds__(THREADS) top_kernel(rm_top_logprobs_args a) {
   RM_SHARED(shared);
   const int64_t row = blockIdx.x;

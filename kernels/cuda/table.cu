@@ -1,7 +1,7 @@
 // table.cu: the CUDA tables, and the functions that return them. cuda_fma uses the contract's
 // arithmetic, E and O chains of fma, so it should be bit-identical to x86; it is a separate family
-// until that is verified on a GPU. cuda_mma uses tensor cores for bf16, whose sums differ from x86's;
-// its float32 ops, and its ops without products, are those of cuda_fma.
+// until that is verified on a GPU. cuda_mma uses tensor cores for bf16, whose sums differ from
+// x86's; its float32 ops, and its ops without products, are those of cuda_fma.
 #include "rm_cuda.h"
 
 #include <initializer_list>

@@ -164,8 +164,8 @@ bool serves(const vendor_gemm *p, const matmul &of, const rm_lt_candidate &candi
          checked.workspace_bytes <= RM_VENDOR_GEMM_LIBRARY_BYTES;
 }
 
-// Chooses the first candidate that works for the least rows of classes [first, last] and for the most
-// rows of each class.
+// Chooses the first candidate that works for the least rows of classes [first, last] and for the
+// most rows of each class.
 const char *choose(const vendor_gemm *p, matmul *made, int first, int last,
                    rm_lt_preference *preference) {
   rm_lt_candidate candidates[CANDIDATES];
@@ -183,7 +183,8 @@ const char *choose(const vendor_gemm *p, matmul *made, int first, int last,
   }
   if (wrong) return wrong;
   return refuse(
-      "none of cuBLASLt's %d algorithms for rows=%lld n=%lld k=%lld works for all from %lld rows on",
+      "none of cuBLASLt's %d algorithms for rows=%lld n=%lld k=%lld works for all from %lld rows "
+      "on",
       n, static_cast<long long>(most), static_cast<long long>(w_rows(made->shape)),
       static_cast<long long>(made->shape.k), static_cast<long long>(least));
 }

@@ -172,7 +172,7 @@ static size_t gathered_bytes(const rm_nccl_endpoint *end, rm_comm_op op, const r
 }
 
 // Returns the target of ncclAllGather if all blocks are contiguous and adjacent, in the order of
-// ranks, so that no buffer is needed; else NULL.
+// ranks: then a buffer is not needed. Else returns NULL.
 static char *whole_of(const rm_nccl_endpoint *end, const rm_block recv[], size_t bytes) {
   for (int r = 0; r < end->size; r++)
     if (rm_block_bytes(&recv[r]) != bytes || !rm_block_is_flat(&recv[r]) ||

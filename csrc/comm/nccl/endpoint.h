@@ -16,8 +16,8 @@ typedef struct rm_nccl_endpoint { // the transport's self
   double timeout; // seconds, for leaving the group
   char *out, *in; // owned: [capacity] of device memory each, for strided blocks
   // Owned: buffers of the first test, [3 · size] on the device and on the host. They are freed only
-  // with the endpoint: cudaFree waits for the device, whose queue may hold a kernel of another group
-  // that waits for this rank.
+  // with the endpoint: cudaFree waits for the device, whose queue may hold a kernel of another
+  // group that waits for this rank.
   uint64_t *words, *host_words;
   char **from, **to; // [size] each, carved: addresses of a call's bytes for each rank
   // Held for microseconds only, since the communicator is non-blocking, also when another thread
@@ -35,7 +35,8 @@ static inline size_t rm_nccl_words_bytes(const rm_nccl_endpoint *end) {
 // Flags of error handling. ABORTS_HOST: abort the host group too. CREATING: during creation, where
 // invalid arguments are RM_E_CONFIG.
 enum { RM_NCCL_ABORTS_HOST = 1, RM_NCCL_CREATING = 2 };
-// Converts NCCL's result; RM_OK for success and "in progress". Aborts the communicator on a failure.
+// Converts NCCL's result; RM_OK for success and "in progress". Aborts the communicator on a
+// failure.
 rm_code rm_nccl_result(rm_nccl_endpoint *end, const char *what, int result, int how, rm_error *err);
 // Waits while NCCL's state is "in progress". Aborts the communicator on a failure.
 rm_code rm_nccl_wait_ready(rm_nccl_endpoint *end, const char *what, double seconds, int how,

@@ -170,7 +170,8 @@ static rm_code find_file(attaching *a, rm_region_head *head, rm_error *err) {
   return RM_OK;
 }
 
-// Maps the file. If it was created with other options, maps only its head, to write the error there.
+// Maps the file. If it was created with other options, maps only its head, to write the error
+// there.
 static rm_code map_file(attaching *a, const rm_region_head *head, int *fits, rm_error *err) {
   rm_region *region = a->region;
   const rm_region_options *o = &region->options;

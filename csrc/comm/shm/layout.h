@@ -134,8 +134,8 @@ rm_code rm_region_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t
 // wait.c
 void rm_region_futex_wait(_Atomic uint32_t *word, uint32_t seen, double seconds);
 void rm_region_futex_wake(_Atomic uint32_t *word);
-// Arrives at `round`, which publishes this rank's writes, and waits until all have arrived. Fails if
-// the group is dead; ends the group at the deadline or if a member is lost.
+// Arrives at `round`, which publishes this rank's writes, and waits until all have arrived. Fails
+// if the group is dead; ends the group at the deadline or if a member is lost.
 rm_code rm_region_barrier(rm_region_endpoint *end, const rm_region_call *call, rm_error *err);
 
 // The transport's check: ends the group when a member has left it or its process has ended.

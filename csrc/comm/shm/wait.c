@@ -173,8 +173,8 @@ static uint32_t sleep_on(rm_region_endpoint *end, const rm_region_call *call) {
   return barrier;
 }
 
-// Polls the barrier without sleeping. Each unsuccessful spin halves the next one and each successful
-// spin doubles it, since spinning does not help where ranks share cores.
+// Polls the barrier without sleeping. Each unsuccessful spin halves the next one and each
+// successful spin doubles it, since spinning does not help where ranks share cores.
 static uint32_t spin(rm_region_endpoint *end, uint32_t barrier) {
   for (int i = 0; i < end->n_spins && !is_over(end, barrier); i++) {
     cpu_relax();

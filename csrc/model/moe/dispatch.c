@@ -196,7 +196,7 @@ static rm_code check_row(const rm_dispatch *d, const int32_t *ids, int64_t row, 
 static rm_code sort_choices(rm_dispatch *d, rm_dispatch_plan *plan, const int32_t *ids,
                             int64_t n_rows, rm_error *err) {
   int32_t *starts = starts_of(d, plan, d->me);
-  // Of the ids in their order: with local_allreduce all ranks must have the same.
+  // The digest of the ids in their order: with local_allreduce all ranks must have the same.
   uint64_t digest = RM_HASH_SEED;
   if (n_rows < 0 || n_rows > d->max_rows)
     return rm_fail(err, RM_E_CAPACITY, "ids: expected at most max_rows=%lld rows, got %lld",

@@ -22,8 +22,8 @@
 //   disabled                  one rank; with one rank every backend does the same
 //
 // All ranks of the group make the same calls in the same order, with or without rows. A call that
-// fails on one rank ends the group (comm/comm.h). All memory is allocated at creation. One thread at
-// a time uses a dispatch, which may have many plans.
+// fails on one rank ends the group (comm/comm.h). All memory is allocated at creation. One thread
+// at a time uses a dispatch, which may have many plans.
 #pragma once
 
 #include "comm/comm.h"
@@ -68,15 +68,15 @@ void rm_dispatch_plan_destroy(rm_dispatch_plan *plan); // safe on NULL
 rm_code rm_dispatch_plan_fill(rm_dispatch *dispatch, rm_dispatch_plan *plan, const int32_t *ids,
                               int64_t n_rows, rm_error *err);
 
-// Called before a move: compares a description of it (at most RM_DISPATCH_TEXT − 1 bytes, such as op
-// and dtype) over all ranks. RM_E_COLLECTIVE_MISMATCH quotes two that differ. Checks row_bytes
+// Called before a move: compares a description of it (at most RM_DISPATCH_TEXT − 1 bytes, such as
+// op and dtype) over all ranks. RM_E_COLLECTIVE_MISMATCH quotes two that differ. Checks row_bytes
 // first.
 enum { RM_DISPATCH_TEXT = 128 };
 rm_code rm_dispatch_agree(rm_dispatch *dispatch, const char *what, size_t row_bytes, rm_error *err);
 
-// The three moves. row_bytes is the same on all ranks, at most max_row_bytes. `ctx`: threads to copy
-// with; NULL: the calling thread only. Results are views until the next call on the dispatch; the
-// caller may write to them and pass out's result to back.
+// The three moves. row_bytes is the same on all ranks, at most max_row_bytes. `ctx`: threads to
+// copy with; NULL: the calling thread only. Results are views until the next call on the dispatch;
+// the caller may write to them and pass out's result to back.
 rm_code rm_dispatch_out(rm_dispatch *dispatch, const rm_ctx *ctx, const rm_dispatch_plan *plan,
                         const void *x, size_t row_bytes, char **rows, rm_error *err);
 rm_code rm_dispatch_back(rm_dispatch *dispatch, const rm_ctx *ctx, const rm_dispatch_plan *plan,

@@ -26,8 +26,8 @@
 #include "model/params.h"
 #include "model/shard.h"
 
-// Mirrored buffers for the counted form on a device, since its dispatcher works in host memory. Rows
-// are T [hidden].
+// Mirrored buffers for the counted form on a device, since its dispatcher works in host memory.
+// Rows are T [hidden].
 typedef struct rm_moe_stage {
   rm_mirrored_buffer mirrored; // owned: holds the arrays below, which are host addresses
   char *x; // [home rows] inputs

@@ -1,9 +1,9 @@
 // static_dispatch.c: the static form of the block. Every exchange has the worst-case size for the
 // step's number of rows, independent of the chosen experts. So ranks need not exchange counts, the
-// host is not involved, and a step can be captured and replayed with other choices. The cost: a rank
-// returns min(top_k, local experts) outputs for each row, whether they were chosen or not. With the
-// staged transport only steps of few rows use it (rm_model_options.static_rows); with NCCL it costs
-// less than a wait for the host in every layer.
+// host is not involved, and a step can be captured and replayed with other choices. The cost: a
+// rank returns min(top_k, local experts) outputs for each row, whether they were chosen or not.
+// With the staged transport only steps of few rows use it (rm_model_options.static_rows); with NCCL
+// it costs less than a wait for the host in every layer.
 //
 //   dispatched   all ranks' rows and expert ids are all-gathered; each rank computes the rows for
 //                its experts and returns the outputs
