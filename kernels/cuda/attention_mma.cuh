@@ -28,7 +28,7 @@ RM_INLINE float rm_zero_below(float x, float least, float y) {
 
 // rm_exp of a number that is at most 0, or of a NaN, bit-identical, in 16 instructions instead of
 // 26: for a normal result 2^i is one addition to the exponent, and below RM_EXP_NORMAL the result
-// is 0. tests/simt/check_mma.cpp compares the two.
+// is 0. tests/gpu/simt/check_mma.cpp compares the two.
 constexpr float RM_EXP_NORMAL = -0x1.5d589ep+6f;
 RM_INLINE float rm_exp_not_above_0(float x) {
   float t;

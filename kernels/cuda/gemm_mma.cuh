@@ -1,6 +1,6 @@
 // gemm_mma.cuh: shared by the two gemms of the family cuda_mma, and the tiles of gemm_mma.cu: their
 // shapes, the choice of a shape, the mapping of blocks to tiles, and the layout of x in shared
-// memory. tests/simt/check_mma.cpp tests all except the output by property.
+// memory. tests/gpu/simt/check_mma.cpp tests all except the output by property.
 #pragma once
 
 #include "mma.cuh"

@@ -8,14 +8,14 @@
 // instruction's sum of 16 products and an accumulator: exact products, aligned and truncated.
 // Attention is K·qᵀ and Vᵀ·P, with the same roles of A and B.
 //
-// tests/simt/simt_mma.h implements all of it for a CPU, with a model of the sum.
+// tests/gpu/simt/simt_mma.h implements all of it for a CPU, with a model of the sum.
 #pragma once
 
 #include "device.cuh"
 #include "packing.cuh"
 
 #ifdef RM_SIMT
-#include <simt_mma.h> // tests/simt, by -I
+#include <simt_mma.h> // tests/gpu/simt, by -I
 #endif
 
 // c ← A·B + c, called by a whole warp. rm_mma_a_place, rm_mma_b_place and rm_mma_c_place define
