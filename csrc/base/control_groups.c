@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 enum { LINE = 2 * PATH_MAX, MASK_WORDS = 1024 }; // 65,536 processors
-// Version 1 writes a number larger than any memory where there is no limit.
+// Without a limit, version 1 writes a number larger than any memory.
 static const size_t NO_LIMIT = (size_t)1 << 60;
 
 typedef void (*visit_fn)(void *arg, const char *group);

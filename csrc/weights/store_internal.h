@@ -36,7 +36,7 @@ struct rm_store {
   rm_sync_options options; // with the version resolved
   int64_t version_before; // in place: an abort before the first write restores it
   int has_base; // the sync is partial, and staging began as a copy of the serving version
-  uint8_t *flags; // [n] SEEN and DIRTY of sync.c
+  uint8_t *flags; // [n]
   rm_target target; // of the tensor at hand
   rm_copy_tasks tasks; // of the push at hand, not yet run
   rm_sync_report report;

@@ -145,7 +145,7 @@ __device__ void make_scores(const columns &c, const rm_attention_args &a, const 
         acc[i] * a.scale;
 }
 
-// Reduces EACH numbers of every lane over the lanes; a lane gets the result of its own column. Each
+// Reduces EACH numbers of every lane over the lanes; a lane gets the result of its column. Each
 // step with more than one column left halves the columns, so it takes EACH + 1 exchanges instead of
 // 5 · EACH. A column's tree is the tree over 32 lanes.
 template <class F> __device__ float over_columns(float (&v)[EACH], F both) {

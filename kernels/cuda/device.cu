@@ -347,8 +347,8 @@ void destroy_graph(void *self, void *graph) {
 
 // -------------------------------------------------------------------- the thread's current device
 // Other runtimes of the process (torch's) use the thread's current context, so `leave` restores it.
-// A thread that had no context has none afterwards: a context would look like the thread's choice
-// of a device, and creating one on another device would cost some hundred MiB.
+// If the thread did not have a context, `leave` clears it: a context would look like the thread's
+// choice of a device, and creating one on another device would cost some hundred MiB.
 constexpr int NO_CONTEXT = -2;
 
 template <class CALL> CALL driver(const char *name) {

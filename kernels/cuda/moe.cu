@@ -1,6 +1,6 @@
-// moe.cu: router, permute, static dispatch and combine of docs/numerics.md §5. No result is copied
-// to the host: the number of rows of an expert stays on the device, and every grid is sized by rows
-// · top_k or by the experts.
+// moe.cu: router, permute, static dispatch and combine of docs/numerics.md §5. Results stay on the
+// device, the number of rows of an expert too, so every grid is sized by rows · top_k or by the
+// experts.
 //
 // A gemm computes the router's logits into the workspace; then each warp takes a row. The next
 // choice is the best expert that ranks after the last choice, so the kernel keeps no list of

@@ -18,7 +18,7 @@ rm_code rm_nccl_load(const char *path, rm_nccl *out, rm_error *err) {
   char text[24];
   *out = (rm_nccl){0};
   void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-  if (!library) return rm_fail(err, RM_E_CONFIG, "no NCCL can be loaded: %s", dlerror());
+  if (!library) return rm_fail(err, RM_E_CONFIG, "NCCL cannot be loaded: %s", dlerror());
   const struct {
     const char *name;
     void *function;             // pointer to the field, whatever its type

@@ -31,7 +31,7 @@ enum { RM_REGION_RANKS = 64, RM_REGION_LINE = 64, RM_REGION_TEXT = 360 };
 
 // The barrier word: the number of arrivals, in units of RM_BARRIER_ARRIVAL, and in the low bits the
 // cause of a dead group: 1 + the rank whose error ended it, 0 while it lives. Ranks do not arrive
-// at a dead group, so either all ranks complete a round or none does.
+// at a dead group, so a round is completed by all ranks or not at all.
 #define RM_BARRIER_ARRIVAL UINT32_C(128)
 #define RM_BARRIER_CAUSE UINT32_C(127)
 

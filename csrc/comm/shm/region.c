@@ -151,7 +151,7 @@ int rm_region_claim(int file, size_t at, size_t bytes) {
 }
 
 // Allocates the pages of this rank's buffers now. Otherwise a shared memory file grows when it is
-// written, and a process gets SIGBUS when there is no memory left.
+// written, and a process gets SIGBUS when memory runs out.
 static rm_code claim_pages(const rm_region *region, size_t at, rm_error *err) {
   if (region->file < 0) return RM_OK;
   const int failed = rm_region_claim(region->file, at, region->pair_bytes);
