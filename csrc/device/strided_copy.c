@@ -3,8 +3,8 @@
 
 rm_strided rm_strided_of(int n_dims, const int64_t shape[], const int64_t strides[], int64_t each) {
   rm_strided r = {.size = {1, 1, 1, 1}, .width = (size_t)each};
-  int at = RM_STRIDED_DIMS; // the outermost dim of runs so far
-  int64_t lies_together = each; // bytes of the run so far: a dim with this stride continues it
+  int at = RM_STRIDED_DIMS; // of the outermost run so far
+  int64_t lies_together = each; // bytes from which on the next dim goes on with the run
   for (int i = n_dims - 1; i >= 0; i--) {
     const int64_t step = strides[i] * each;
     if (shape[i] == 1) continue;
@@ -16,7 +16,7 @@ rm_strided rm_strided_of(int n_dims, const int64_t shape[], const int64_t stride
   return r;
 }
 
-// Copies the innermost runs with one two-dimensional copy.
+// The innermost runs go in one two-dimensional copy.
 void rm_strided_copy(const rm_device *device, int ordinal, const rm_strided *r, char *to,
                      const char *from) {
   const size_t inner = (size_t)r->size[3], width = r->width;

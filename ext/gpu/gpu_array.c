@@ -81,8 +81,8 @@ static array_object *new_array(PyObject *module, rm_op_device *op_device, int dt
   return self;
 }
 
-// (ordinal, address, dtype, shape, strides, owner or None): makes a read-only view of memory of
-// another process or of a GpuBlock.
+// (ordinal, address, dtype, shape, strides, owner or None): a view, read-only, of memory that is
+// another process's or a GpuBlock's.
 PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args) {
   PyObject *module = rm_module_of(gpus), *shape, *strides, *owner = NULL;
   int ordinal;

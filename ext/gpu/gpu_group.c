@@ -1,8 +1,7 @@
-// gpu_group.c: see gpu_group.h. Each block is a new allocation and is written only once, since a
+// gpu_group.c: see gpu_group.h. Each block is a new allocation and never written again, since a
 // consumer's stream may still read it after the consumer has released it (torch.from_dlpack does
-// not report the end of reads). Freeing waits for the device, and so for a broadcast that may never
-// end. So a released block only goes on a list, which is freed after the next wait, without the
-// GIL.
+// not tell). Freeing waits for the device, hence for a broadcast that may never end; so a released
+// block is only put on a list, which is freed after the next wait, without the GIL.
 #include "gpu_group.h"
 
 #include <string.h>
@@ -14,7 +13,7 @@
 #include "device/strided_copy.h"
 #include "loans.h"
 
-typedef struct run { // a run of device memory
+typedef struct run { // of the device's memory
   struct run *next;
   char *data; // owned
   size_t bytes;
@@ -22,21 +21,21 @@ typedef struct run { // a run of device memory
 
 typedef struct group_object {
   PyObject_HEAD
-  PyObject *gpus; // owned: the _core.Gpus that owns the device
-  PyObject *end; // owned: the _core.Comm of `host`
+  PyObject *gpus,
+      *end; // owned: the _core.Gpus that has the device, the _core.Comm that `host` is of
   const rm_device *device; // view
-  rm_comm *host, *there; // owned: for host memory and for device memory; NULL: closed
-  run *spare; // owned: released by their blocks, freed after the next wait
-  int is_busy; // a thread is in a call that has released the GIL
+  rm_comm *host, *there; // owned; NULL: closed
+  run *spare; // owned, of no block: to be freed when the group has waited
+  int is_busy; // a thread is in a call that has let go of the GIL
 } group_object;
 
 typedef struct block_object {
   PyObject_HEAD
   group_object *group; // owned
-  run *run; // owned; the group frees it later
+  run *run; // owned; goes back to the group
 } block_object;
 
-// Begins a call that uses the device without the GIL; −1 with an exception. *saved is for leave.
+// Before a call that uses the device without the GIL; −1 with an exception. `saved` is for leave.
 static int enter(group_object *self, int *saved) {
   if (!self->there || self->is_busy) {
     rm_raise_code(rm_module_of((PyObject *)self), RM_E_STATE, "this group of GPUs is %s",
@@ -48,7 +47,7 @@ static int enter(group_object *self, int *saved) {
   return 0;
 }
 
-// Ends the call: returns None, or NULL with the exception of `code` and `err`.
+// After it: None, or NULL with what `code` and `err` say.
 static PyObject *leave(group_object *self, int saved, rm_code code, rm_error *err) {
   self->device->leave(self->device->self, saved);
   self->is_busy = 0;
@@ -71,7 +70,7 @@ static void drop_runs(const rm_device *device, run *first) {
   }
 }
 
-static run *detach_spare(group_object *self) { // with the GIL, which guards `spare`
+static run *detach_spare(group_object *self) { // with the GIL, which guards it
   run *first = self->spare;
   self->spare = NULL;
   return first;
@@ -119,8 +118,8 @@ static PyObject *group_block(PyObject *object, PyObject *args) {
 
 RM_TRAVERSE(block_traverse, block_object, (PyObject *)self->group)
 
-// Any thread may run this while another is in a call, so it only puts the memory on the list. After
-// close it frees the memory at once.
+// Any thread may run this while another is in a call, so the memory is only put on the list. After
+// close it is freed at once.
 static void block_dealloc(PyObject *object) {
   PyObject_GC_UnTrack(object);
   block_object *self = (block_object *)object;
@@ -145,8 +144,8 @@ static int check_inside(block_object *self, long long offset, size_t bytes) {
   return -1;
 }
 
-// CUDA may delay a copy from host memory until earlier work is complete, and a broadcast may never
-// complete. So this waits for earlier work first, with the group's deadline.
+// CUDA may delay a copy from host memory until earlier work is done, and a broadcast may never be
+// done. So this waits for earlier work first, with the group's deadline.
 static PyObject *block_put(PyObject *object, PyObject *args) {
   block_object *self = (block_object *)object;
   const rm_device *device = self->group->device;
@@ -187,7 +186,7 @@ static PyObject *block_copy(PyObject *object, PyObject *args) {
                          "expected at most 4 dims and as many strides, got %d", n);
   if (rm_numbers_of(shape, sizes, n) || rm_numbers_of(strides, steps, n)) return NULL;
   int64_t bytes = each;
-  for (int i = 0; i < n; i++) bytes *= sizes[i]; // cannot overflow: the tensor exists (Gpus.lend)
+  for (int i = 0; i < n; i++) bytes *= sizes[i]; // of a tensor that is there: Gpus.lend
   if (check_inside(self, offset, (size_t)bytes)) return NULL;
   const rm_strided r = rm_strided_of(n, sizes, steps, each);
   if (ordinal != device->ordinal && r.width == (size_t)each && bytes > each)
@@ -279,7 +278,7 @@ static PyObject *group_close(PyObject *object, PyObject *ignored) {
   Py_RETURN_NONE;
 }
 
-// Reference cycles through it are broken in the Comm (comm.c).
+// Cycles through it end in the Comm: comm.c
 RM_TRAVERSE(group_traverse, group_object, self->gpus, self->end)
 
 static void group_dealloc(PyObject *object) {
@@ -321,8 +320,8 @@ PyObject *rm_gpu_group_new(PyObject *gpus, PyObject *args) {
 static PyMethodDef block_methods[] = {
     {"put", block_put, METH_VARARGS,
      PyDoc_STR(
-         "(offset, host bytes): waits for earlier work, then enqueues a copy; the bytes must not "
-         "change until wait() returns.")},
+         "(offset, host bytes): waits for earlier work, then enqueues a copy; the bytes have to "
+         "stay until wait().")},
     {"copy", block_copy, METH_VARARGS,
      PyDoc_STR(
          "(offset, ordinal, address, bytes of an element, shape, strides): enqueues a copy of a "
@@ -341,7 +340,7 @@ static PyMethodDef group_methods[] = {
      PyDoc_STR("(block, bytes, root): enqueues a broadcast of root's block.")},
     {"wait", group_wait, METH_NOARGS, PyDoc_STR("Waits for all enqueued work.")},
     {"abort", group_abort, METH_NOARGS,
-     PyDoc_STR("Ends the group; waiting calls of the other ranks raise RankLostError.")},
+     PyDoc_STR("Ends the group; the other ranks get RankLostError where they wait.")},
     {"close", group_close, METH_NOARGS, PyDoc_STR("Leaves the group. Idempotent.")},
     {0},
 };

@@ -150,7 +150,7 @@ static PyMethodDef gpus_methods[] = {
     {"array", rm_gpu_array_lent, METH_VARARGS,
      PyDoc_STR(
          "(ordinal, address, dtype, shape, strides, held=None): a read-only DeviceArray over part "
-         "of an allocation that `held` keeps alive.")},
+         "of an allocation that `held` keeps.")},
     {"group", rm_gpu_group_new, METH_VARARGS,
      PyDoc_STR("(end, ordinal, nccl library, GPU's name, timeout): a GpuGroup of end's ranks.")},
     {0},
