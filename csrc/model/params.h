@@ -20,7 +20,7 @@ typedef struct rm_param {
   rm_layout layout;
   size_t offset; // bytes from the start of the allocation to the matrix that holds the parameter
   int64_t dst_row0, dst_cols; // the row of that matrix that holds row `first`; its columns
-  int required; // 0: lm_head when tied, and the router bias where the spec says so
+  int required; // 0: a tied lm_head; the router bias unless spec->router_bias
 } rm_param;
 
 // Offsets of one layer's matrices, for the forward pass; SIZE_MAX for matrices that the layer does
