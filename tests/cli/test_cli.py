@@ -365,7 +365,7 @@ def test_plan_of_the_full_size_config() -> None:
     assert "KV of a token                        24.00 KiB" in sharded, (
         "4 KV heads over 8 ranks: one each"
     )
-    assert "does not divide num_experts=128" in rollmesh(
+    assert "ep: expected a divisor of num_experts=128, got 3" in rollmesh(
         "plan", ROOT / "configs/qwen3_30b_a3b.toml", "--dp", 3, "--ep", 3, status=2
     )
 
@@ -554,7 +554,7 @@ def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
         ),
         (
             ("generate", MOE, "a", "--random", "--tp", "3"),
-            "ConfigError: tp=3 does not divide num_attention_heads=",
+            "ConfigError: tp: expected a divisor of num_attention_heads=",
         ),
         (("generate", MOE, "a", "--random", "--device", "cuda"), "ConfigError: device = 'cuda'"),
         (
@@ -640,7 +640,7 @@ def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
         ),
         (
             ("grpo", MOE, "--tp", "3", "--out", "/tmp/never"),
-            "ConfigError: tp=3 does not divide num_attention_heads=",
+            "ConfigError: tp: expected a divisor of num_attention_heads=",
         ),
         (
             ("grpo", MOE, "--resume", "/no/such"),
