@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from rollmesh.errors import RequestError
-from rollmesh.grpo import data
 from rollmesh.request.text import TextCodec, rendered_chat
+from rollmesh.run import data
 
 CHARS = Path(__file__).resolve().parent.parent / "data/chars"
 TEMPLATE = (

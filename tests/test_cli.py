@@ -464,8 +464,8 @@ def test_generate_from_a_folder_equals_transformers(tmp_path: Path) -> None:
     transformers' own."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from rollmesh.grpo import config, data
     from rollmesh.grpo.trainer import hf_config_of
+    from rollmesh.run import config, data
 
     tokenizer = data.load_tokenizer(ROOT / "data/chars")
     torch.manual_seed(3)
@@ -920,7 +920,7 @@ def test_a_run_that_never_began_does_not_block_its_folder(tmp_path: Path) -> Non
 def test_the_config_of_the_documents_is_whole(tmp_path: Path) -> None:
     """The TOML that docs/grpo.md gives for a task of one's own, read as it stands; and what it says
     of the two dtypes."""
-    from rollmesh.grpo import config as run_config
+    from rollmesh.run import config as run_config
 
     text = (ROOT / "docs/grpo.md").read_text(encoding="utf-8").split("```toml\n")[1].split("```")[0]
     file = tmp_path / "task.toml"

@@ -24,11 +24,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from rollmesh.grpo import advantages as adv  # noqa: E402
-from rollmesh.grpo import checkpoint, config, data, loop, metrics, rewards, rollout, seeds, trainer  # noqa: E402
-from rollmesh.grpo.config import LossTable, TrainTable  # noqa: E402
+from rollmesh.grpo import checkpoint, loop, rewards, rollout, trainer  # noqa: E402
 from rollmesh.grpo.loss import grpo_loss, token_weights  # noqa: E402
 from rollmesh.grpo.mismatch import mismatch  # noqa: E402
 from rollmesh.model.families import FAMILIES  # noqa: E402
+from rollmesh.run import config, data, metrics, seeds  # noqa: E402
+from rollmesh.run.config import LossTable, TrainTable  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 MOE, DENSE = ROOT / "configs/qwen3_moe_debug.toml", ROOT / "configs/qwen3_debug.toml"

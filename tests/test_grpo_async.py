@@ -28,8 +28,9 @@ from test_grpo_learning import heldout, train  # noqa: E402
 from test_grpo_mesh import compare  # noqa: E402
 from test_interrupts import interrupted_at  # noqa: E402
 
-from rollmesh.grpo import checkpoint, config, loop, metrics, overlap, rollout  # noqa: E402
+from rollmesh.grpo import checkpoint, loop, rollout  # noqa: E402
 from rollmesh.grpo.async_rollouts import AsyncRollouts, staleness  # noqa: E402
+from rollmesh.run import config, metrics, overlap  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 MOE = ROOT / "configs/qwen3_moe_debug.toml"

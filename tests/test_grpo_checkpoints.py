@@ -24,7 +24,9 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from rollmesh.grpo import config, data, loop, pretrained, trainer  # noqa: E402
+from rollmesh.grpo import loop, trainer  # noqa: E402
+from rollmesh.run import config, data  # noqa: E402
+from rollmesh.run import models as pretrained  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 DENSE, MOE = ROOT / "configs/qwen3_debug.toml", ROOT / "configs/qwen3_moe_debug.toml"

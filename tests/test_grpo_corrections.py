@@ -24,11 +24,12 @@ import rollmesh as rm
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rollmesh.grpo import checkpoint, config, loop, metrics, rollout, trainer  # noqa: E402
-from rollmesh.grpo.config import CorrectionTable, LossTable  # noqa: E402
+from rollmesh.grpo import checkpoint, loop, rollout, trainer  # noqa: E402
 from rollmesh.grpo.loss import correction_weights, grpo_loss  # noqa: E402
 from rollmesh.grpo.mismatch import corrections  # noqa: E402
-from rollmesh.grpo.routing_replay import replay, routers  # noqa: E402
+from rollmesh.run import config, metrics  # noqa: E402
+from rollmesh.run.config import CorrectionTable, LossTable  # noqa: E402
+from rollmesh.torch.routing_replay import replay, routers  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 MOE, DENSE = ROOT / "configs/qwen3_moe_debug.toml", ROOT / "configs/qwen3_debug.toml"

@@ -21,7 +21,8 @@ import rollmesh as rm
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rollmesh.grpo import config, data, loop, metrics
+from rollmesh.grpo import loop
+from rollmesh.run import config, data, metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 DENSE = ROOT / "configs/qwen3_debug.toml"

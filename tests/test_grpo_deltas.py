@@ -22,7 +22,8 @@ from helpers import TIMES
 from marks import SUMMARY
 from test_grpo_async import MOE, TINY
 
-from rollmesh.grpo import config, loop, metrics
+from rollmesh.grpo import loop
+from rollmesh.run import config, metrics
 from rollmesh.sources import DeltaDecoder, DeltaEncoder
 
 STEPS = 200

@@ -19,12 +19,13 @@ import rollmesh as rm
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rollmesh.grpo import config, loop
-from rollmesh.grpo.config import RolloutTable
-from rollmesh.grpo.data import Dataset, Prompt
+from rollmesh.grpo import loop
 from rollmesh.grpo.dynamic_sampling import sample_groups
 from rollmesh.grpo.rewards import Scores
 from rollmesh.grpo.rollout import Rollout
+from rollmesh.run import config
+from rollmesh.run.config import RolloutTable
+from rollmesh.run.data import Dataset, Prompt
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = {"moe": ROOT / "configs/qwen3_moe_debug.toml", "dense": ROOT / "configs/qwen3_debug.toml"}

@@ -25,7 +25,7 @@ import pytest
 from marks import full
 
 from rollmesh.cli import main
-from rollmesh.grpo.interrupts import SIGNALS, Interrupts
+from rollmesh.run.signals import SIGNALS, Interrupts
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -33,7 +33,8 @@ pytest.importorskip("transformers")
 from test_grpo_faults import DENSE, ROOT, SMALL, lines_of, state_of, whole  # noqa: F401 (a fixture)
 from test_grpo_faults import run as run_whole
 
-from rollmesh.grpo import config, loop, metrics, progress
+from rollmesh.grpo import loop
+from rollmesh.run import config, metrics, progress
 
 SETS = [word for change in SMALL for word in ("--set", change)]
 pytestmark = pytest.mark.usefixtures("torch_as_it_was", "plain_signals")

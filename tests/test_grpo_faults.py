@@ -35,10 +35,11 @@ from rollmesh.cli import main
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rollmesh.grpo import checkpoint, config, data, loop, metrics  # noqa: E402
-from rollmesh.grpo.files import locked, writing  # noqa: E402
-from rollmesh.grpo.generator import make_generator  # noqa: E402
-from rollmesh.grpo.pretrained import load_model  # noqa: E402
+from rollmesh.grpo import checkpoint, loop  # noqa: E402
+from rollmesh.run import config, data, metrics  # noqa: E402
+from rollmesh.run.files import locked, writing  # noqa: E402
+from rollmesh.run.generator import make_generator  # noqa: E402
+from rollmesh.run.models import load_model  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 DENSE = ROOT / "configs/qwen3_debug.toml"

@@ -24,11 +24,12 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from rollmesh.grpo import config, loop  # noqa: E402
-from rollmesh.grpo.data import Prompt, load_tokenizer  # noqa: E402
+from rollmesh.grpo import loop  # noqa: E402
 from rollmesh.grpo.rollout import Rollout, make_batch  # noqa: E402
 from rollmesh.grpo.trainer import Trainer  # noqa: E402
 from rollmesh.model.families import FAMILIES  # noqa: E402
+from rollmesh.run import config  # noqa: E402
+from rollmesh.run.data import Prompt, load_tokenizer  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = {"moe": ROOT / "configs/qwen3_moe_debug.toml", "dense": ROOT / "configs/qwen3_debug.toml"}

@@ -24,7 +24,7 @@ from marks import SUMMARY
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rollmesh.grpo import metrics
+from rollmesh.run import metrics
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs/qwen3_moe_debug_ep4.toml"
 ALONE = ["generator.tp=1", "generator.dp=1", "generator.ep=1"]

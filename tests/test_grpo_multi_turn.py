@@ -25,12 +25,13 @@ import rollmesh as rm
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from rollmesh.grpo import config, data, loop, metrics, rewards  # noqa: E402
-from rollmesh.grpo.config import RolloutTable  # noqa: E402
-from rollmesh.grpo.data import Prompt  # noqa: E402
+from rollmesh.grpo import loop, rewards  # noqa: E402
 from rollmesh.grpo.multi_turn import Environment, converse  # noqa: E402
 from rollmesh.grpo.rollout import Rollout, make_batch  # noqa: E402
-from rollmesh.grpo.user_code import EventLoop  # noqa: E402
+from rollmesh.run import config, data, metrics  # noqa: E402
+from rollmesh.run.config import RolloutTable  # noqa: E402
+from rollmesh.run.data import Prompt  # noqa: E402
+from rollmesh.run.user_code import EventLoop  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 CHARS = ROOT / "data/chars"

@@ -19,9 +19,10 @@ from rollmesh.cli import main
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rollmesh.grpo import config, data, loop, metrics, progress
-from rollmesh.grpo.generator import make_generator
+from rollmesh.grpo import loop
 from rollmesh.grpo.trainer import model_config
+from rollmesh.run import config, data, metrics, progress
+from rollmesh.run.generator import make_generator
 
 ROOT = Path(__file__).resolve().parent.parent
 DENSE = ROOT / "configs/qwen3_debug.toml"

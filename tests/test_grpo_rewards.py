@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import rollmesh as rm
-from rollmesh.grpo import data, rewards, rollout
-from rollmesh.grpo.interrupts import Interrupts
+from rollmesh.grpo import rewards, rollout
+from rollmesh.run import data
+from rollmesh.run.signals import Interrupts
 
 pytest.importorskip("transformers")
 

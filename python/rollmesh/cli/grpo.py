@@ -21,10 +21,10 @@ from rollmesh.cli.options import GENERATOR_KEYS, INSTALL_TRAIN, TRAIN, add_mesh
 from rollmesh.runtime.messages import plain, shown
 
 if TYPE_CHECKING:
-    from rollmesh.grpo.config import GeneratorTable
-    from rollmesh.grpo.interrupts import Interrupts
     from rollmesh.grpo.loop import Run
-    from rollmesh.grpo.metrics import Completions, Metrics
+    from rollmesh.run.config import GeneratorTable
+    from rollmesh.run.metrics import Completions, Metrics
+    from rollmesh.run.signals import Interrupts
 
 _log = logging.getLogger("rollmesh.grpo")
 CHECKPOINTS = "checkpoints", "abandoned"  # folders of a run
@@ -71,7 +71,7 @@ def _named(text: str) -> Path:
 def run(args: argparse.Namespace) -> int:
     """From here to the end a SIGINT, SIGTERM or SIGHUP is a KeyboardInterrupt with a note of what
     there is and how to go on."""
-    from rollmesh.grpo.interrupts import Interrupts
+    from rollmesh.run.signals import Interrupts
 
     with Interrupts() as interrupts:
         return _run(args, interrupts)
@@ -86,8 +86,8 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     overrides += [
         f"generator.{k}={v}" for k in GENERATOR_KEYS if (v := getattr(args, k, None)) is not None
     ]
-    from rollmesh.grpo import config as run_config
-    from rollmesh.grpo.files import locked
+    from rollmesh.run import config as run_config
+    from rollmesh.run.files import locked
 
     config = run_config.load(args.config, overrides)
     missing = [name for name in TRAIN if importlib.util.find_spec(name) is None]
@@ -156,7 +156,7 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
             this.close()
     with _noted(KeyboardInterrupt, lambda: f"all {config.train.steps} steps are made: {named}"):
         interrupts.release()
-        from rollmesh.grpo.progress import rounded
+        from rollmesh.run.progress import rounded
 
         evaluated = [rounded(m["eval_reward"]) for m in lines if "eval_reward" in m]
         first, last = evaluated[0], evaluated[-1]
@@ -173,8 +173,8 @@ def _train(
 ) -> list[Metrics]:
     """Trains; the lines of metrics.jsonl. words: the command that goes on with the run."""
     from rollmesh.grpo import checkpoint, loop
-    from rollmesh.grpo.progress import Display
-    from rollmesh.grpo.tracking import wandb_log
+    from rollmesh.run.progress import Display
+    from rollmesh.run.tracking import wandb_log
 
     this.interrupts = interrupts
     shows = True
@@ -213,7 +213,7 @@ def _train(
 
 
 def _ask_for_vllm() -> None:
-    from rollmesh.grpo.vllm import ask_for_plugin
+    from rollmesh.run.vllm import ask_for_plugin
 
     if ask_for_plugin():
         print(
@@ -243,7 +243,7 @@ def _comm(table: GeneratorTable) -> rm.comm.Comm | None:
         return rm.comm.shm(timeout=table.comm_timeout)
     from torch import distributed
 
-    from rollmesh.grpo.files import told_as
+    from rollmesh.run.files import told_as
 
     with told_as(
         '[generator] comm="torch": expected RANK, WORLD_SIZE and MASTER_ADDR in the environment, '

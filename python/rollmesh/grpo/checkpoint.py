@@ -35,11 +35,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import rollmesh as rm
-from rollmesh.grpo.config import Config, CorrectionTable
-from rollmesh.grpo.data import Dataset
-from rollmesh.grpo.files import expect_file, told_as, writing
 from rollmesh.grpo.rollout import Rollout, decode
 from rollmesh.grpo.trainer import Trainer
+from rollmesh.run.config import Config, CorrectionTable
+from rollmesh.run.data import Dataset
+from rollmesh.run.files import expect_file, told_as, writing
 from rollmesh.runtime.messages import listed, plain, shown
 
 _log = logging.getLogger("rollmesh.grpo")

@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rollmesh.grpo.advantages import rewards_differ
-from rollmesh.grpo.config import RolloutTable
-from rollmesh.grpo.data import Prompt
-from rollmesh.grpo.metrics import Metrics
 from rollmesh.grpo.rewards import Scores
 from rollmesh.grpo.rollout import Rollout
+from rollmesh.run.config import RolloutTable
+from rollmesh.run.data import Prompt
+from rollmesh.run.metrics import Metrics
 
 
 def sample_groups(

@@ -7,14 +7,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import rollmesh as rm
-from rollmesh.grpo.config import Config, kernels_of
 from rollmesh.grpo.mismatch import check_same
 from rollmesh.grpo.rollout import Batch
+from rollmesh.run.config import Config, kernels_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollmesh.grpo.generator import Pushed, RolloutGenerator
+    from rollmesh.run.generator import Pushed, RolloutGenerator
 
 NOT_KEPT = -1e30  # a logit
 

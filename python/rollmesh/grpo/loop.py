@@ -43,22 +43,22 @@ import rollmesh as rm
 from rollmesh.grpo import checkpoint
 from rollmesh.grpo.advantages import advantages, rewards_differ
 from rollmesh.grpo.async_rollouts import AsyncRollouts, staleness
-from rollmesh.grpo.config import Config
-from rollmesh.grpo.data import Dataset, Prompt, eos_ids, load_dataset, load_tokenizer
 from rollmesh.grpo.dynamic_sampling import sample_groups
-from rollmesh.grpo.files import expect_file
-from rollmesh.grpo.generator import RolloutGenerator, make_generator
-from rollmesh.grpo.interrupts import Interrupts
-from rollmesh.grpo.metrics import Completions, CompletionsLog, Metrics, MetricsLog, draw_curves
-from rollmesh.grpo.metrics import read as read_metrics
 from rollmesh.grpo.mismatch import mismatch
 from rollmesh.grpo.multi_turn import Environment, check_template, converse
-from rollmesh.grpo.overlap import Overlap
-from rollmesh.grpo.pretrained import folder_config
 from rollmesh.grpo.rewards import Rewards, Scores
 from rollmesh.grpo.rollout import Rollout, generate, score
-from rollmesh.grpo.seeds import seed_of
 from rollmesh.grpo.trainer import Trainer, model_config
+from rollmesh.run.config import Config
+from rollmesh.run.data import Dataset, Prompt, eos_ids, load_dataset, load_tokenizer
+from rollmesh.run.files import expect_file
+from rollmesh.run.generator import RolloutGenerator, make_generator
+from rollmesh.run.metrics import Completions, CompletionsLog, Metrics, MetricsLog, draw_curves
+from rollmesh.run.metrics import read as read_metrics
+from rollmesh.run.models import folder_config
+from rollmesh.run.overlap import Overlap
+from rollmesh.run.seeds import seed_of
+from rollmesh.run.signals import Interrupts
 from rollmesh.runtime.messages import plain
 from rollmesh.weights.self_test import run_self_test
 

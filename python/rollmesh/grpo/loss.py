@@ -46,7 +46,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollmesh.grpo.config import CorrectionTable, LossTable
+from rollmesh.run.config import CorrectionTable, LossTable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import rollmesh as rm
-from rollmesh.grpo.config import CorrectionTable
 from rollmesh.grpo.loss import correction_weights
 from rollmesh.grpo.rollout import Batch
+from rollmesh.run.config import CorrectionTable
 
 if TYPE_CHECKING:
     from torch import Tensor

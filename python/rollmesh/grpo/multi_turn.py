@@ -31,12 +31,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import rollmesh as rm
-from rollmesh.grpo.config import RolloutTable
-from rollmesh.grpo.data import Prompt, is_chat
-from rollmesh.grpo.files import told_as
-from rollmesh.grpo.reply_tokens import reply_tokens
 from rollmesh.grpo.rollout import Rollout
-from rollmesh.grpo.user_code import EventLoop, finished, imported, is_async, naming
+from rollmesh.request.reply_tokens import reply_tokens
+from rollmesh.run.config import RolloutTable
+from rollmesh.run.data import Prompt, is_chat
+from rollmesh.run.files import told_as
+from rollmesh.run.user_code import EventLoop, finished, imported, is_async, naming
 from rollmesh.runtime.messages import shown
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 import rollmesh as rm
-from rollmesh.grpo.user_code import EventLoop, finished, imported, is_async, naming
+from rollmesh.run.user_code import EventLoop, finished, imported, is_async, naming
 from rollmesh.runtime.messages import shown
 
 _log = logging.getLogger("rollmesh.grpo")

@@ -17,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import rollmesh as rm
-from rollmesh.grpo.data import Prompt, columns_of
 from rollmesh.grpo.rewards import Rewards, Scores
-from rollmesh.grpo.seeds import seed_of
 from rollmesh.request.text import Detokenizer, TextCodec
+from rollmesh.run.data import Prompt, columns_of
+from rollmesh.run.seeds import seed_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollmesh.grpo.generator import RolloutGenerator
+    from rollmesh.run.generator import RolloutGenerator
 
 
 @dataclass(frozen=True)

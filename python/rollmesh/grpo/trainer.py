@@ -23,20 +23,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 import rollmesh as rm
-from rollmesh.grpo.config import Config, ModelTable, TrainTable
 from rollmesh.grpo.forward import forward_of
 from rollmesh.grpo.loss import correction_weights, grpo_loss, token_weights
 from rollmesh.grpo.mismatch import corrections, largest_kl
-from rollmesh.grpo.pretrained import experts_option, folder_config, load_model
 from rollmesh.grpo.rollout import Batch, Rollout, make_batch, with_trainer_logprobs
-from rollmesh.grpo.routing_replay import replay, routers
-from rollmesh.grpo.seeds import seed_of
+from rollmesh.run.config import Config, ModelTable, TrainTable
+from rollmesh.run.models import experts_option, folder_config, load_model
+from rollmesh.run.seeds import seed_of
 from rollmesh.runtime.cores import usable_cores
+from rollmesh.torch.routing_replay import replay, routers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollmesh.grpo.generator import Pushed, RolloutGenerator
+    from rollmesh.run.generator import Pushed, RolloutGenerator
 
 MAX_KL_EXPONENT = 40.0  # of [loss] kl; the gradient norm's squares overflow float32 soon above it
 

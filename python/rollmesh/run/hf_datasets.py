@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
-from rollmesh.grpo.files import told_as
+from rollmesh.run.files import told_as
 from rollmesh.runtime.messages import listed, plain
 
 HUB = "hf://datasets/"

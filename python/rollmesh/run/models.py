@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
-from rollmesh.grpo.files import expect_file, told_as
 from rollmesh.model.adapters import refuse_adapter
 from rollmesh.model.families import FAMILIES
 from rollmesh.model.reader import without
+from rollmesh.run.files import expect_file, told_as
 from rollmesh.runtime.messages import MOST_SUGGESTED, listed, plain, shown
 from rollmesh.weights.safetensors_folder import INDEX, SafetensorsFolder, is_ignored
 from rollmesh.weights.sync import EMBEDDING, HEAD

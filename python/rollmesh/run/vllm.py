@@ -30,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import rollmesh as rm
-from rollmesh.grpo.config import GeneratorTable
 from rollmesh.model.families import FAMILIES
 from rollmesh.request.sampling import logit_edit_names
+from rollmesh.run.config import GeneratorTable
 from rollmesh.runtime.threads import starting
 from rollmesh.vllm import NAME, asked_for
 from rollmesh.vllm.trainer import AsyncWeightSender

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
-from rollmesh.grpo.config import Config
-from rollmesh.grpo.files import told_as
-from rollmesh.grpo.hf_datasets import is_dataset, rows_of
-from rollmesh.grpo.seeds import rng_of
 from rollmesh.request.text import rendered_chat
+from rollmesh.run.config import Config
+from rollmesh.run.files import told_as
+from rollmesh.run.hf_datasets import is_dataset, rows_of
+from rollmesh.run.seeds import rng_of
 from rollmesh.runtime.messages import listed, plain, shown
 
 REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids"}

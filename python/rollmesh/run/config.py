@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 import rollmesh as rm
 from rollmesh import _core
-from rollmesh.grpo.tables import number, override, read_table, read_value, show
 from rollmesh.model.families import FAMILIES
+from rollmesh.run.tables import number, override, read_table, read_value, show
 from rollmesh.runtime.devices import CUDA_FAMILIES, device_name
 from rollmesh.runtime.messages import plain
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollmesh.grpo.config import Config
-from rollmesh.grpo.files import told_as
-from rollmesh.grpo.metrics import Metrics
+from rollmesh.run.config import Config
+from rollmesh.run.files import told_as
+from rollmesh.run.metrics import Metrics
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rollmesh.errors import FormatError
-from rollmesh.grpo.files import writing
+from rollmesh.run.files import writing
 from rollmesh.runtime.messages import plain, shown
 
 Metrics = dict[str, Any]

@@ -8,7 +8,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from rollmesh.grpo.metrics import Completions, Metrics
+from rollmesh.run.metrics import Completions, Metrics
 
 PLAIN_SECONDS = 5.0  # between plain lines; lines with a held-out reward are always printed
 MOST_PRINTED = 600  # characters of a prompt or a completion: its first and last

@@ -12,9 +12,9 @@ import logging
 from typing import Any, Protocol
 
 import rollmesh as rm
-from rollmesh.grpo.config import Config
-from rollmesh.grpo.data import eos_ids
 from rollmesh.request.arguments import check_vocabulary
+from rollmesh.run.config import Config
+from rollmesh.run.data import eos_ids
 from rollmesh.weights.self_test import Generates
 
 _log = logging.getLogger("rollmesh.grpo")
@@ -59,7 +59,7 @@ def make_generator(
             f"vocabulary, got {top_k}"
         )
     if g.engine == "vllm":
-        from rollmesh.grpo.vllm import VllmGenerator
+        from rollmesh.run.vllm import VllmGenerator
 
         return VllmGenerator(g, hf_config, eos, routing=config.correction.routing_replay)
     return rm.Generator(

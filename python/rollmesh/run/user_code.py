@@ -21,6 +21,7 @@ import rollmesh as rm
 from rollmesh.runtime.messages import plain
 
 T = TypeVar("T")
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 MAX_NOTE = 8000  # characters of a traceback, whose exception may hold a megabyte
 
 
@@ -126,4 +127,4 @@ def naming(what: str, but: type[BaseException] | tuple[()] = ()) -> Iterator[Non
 
 
 def _is_ours(file: str) -> bool:
-    return os.path.dirname(file) == os.path.dirname(__file__) or "importlib" in file
+    return file.startswith(PACKAGE) or "importlib" in file
