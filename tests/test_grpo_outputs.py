@@ -19,10 +19,9 @@ from rollmesh.cli import main
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rollmesh.grpo import loop
-from rollmesh.grpo.trainer import model_config
 from rollmesh.run import config, data, metrics, progress
 from rollmesh.run.generator import make_generator
+from rollmesh.run.models import model_config
 
 ROOT = Path(__file__).resolve().parent.parent
 DENSE = ROOT / "configs/qwen3_debug.toml"
@@ -40,7 +39,7 @@ def test_a_run_says_and_writes_what_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run that goes on from step 1 writes the lines from there again, and no more."""
-    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     sets = [word for change in SETS for word in ("--set", change)]
     assert main(["grpo", str(DENSE), "--out", str(tmp_path), *sets]) == 0
     assert capsys.readouterr().out.startswith(f"{DENSE} → {tmp_path}: reading data and model\n")
@@ -73,7 +72,7 @@ def test_completions_are_printed(
         "async def f(completions, **_):\n    return [float(len(c)) for c in completions]\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
     for count in (0, 3):
         sets = [*SETS, "rollout.log_completions=0", 'reward.functions=["async_run_of_test:f"]']

@@ -1,44 +1,23 @@
-"""GRPO on rollmesh: rollouts, rewards, advantages, loss, trainer, loop. Read loop.py first; it
-states the protocol of a step.
+"""GRPO on rollmesh: the algorithm. Start with loop.py, which opens with the flow of data and the
+protocol of a step. rollmesh.run has the configuration, data, files, checkpoints and signals.
 
-Needs the `train` extra (torch, transformers, safetensors, rich, matplotlib, tensorboard); modules
-import them where they are used.
+Needs the extra `train`. Modules import torch, transformers and the others where they use them.
 """
 
-import importlib
-import importlib.util
-import sys
-import warnings
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from rollmesh.run.moved import MovedModules
 
-_RUN = (
-    "config tables seeds files user_code data hf_datasets generator vllm overlap metrics progress "
-    "tracking"
-)
-_MOVED = {
-    **{f"{__name__}.{name}": f"rollmesh.run.{name}" for name in _RUN.split()},
-    f"{__name__}.pretrained": "rollmesh.run.models",
-    f"{__name__}.interrupts": "rollmesh.run.signals",
-    f"{__name__}.reply_tokens": "rollmesh.request.reply_tokens",
-    f"{__name__}.routing_replay": "rollmesh.torch.routing_replay",
+_RUN = """async_rollouts checkpoint config tables seeds files user_code data generator vllm metrics
+    progress forward routing_replay"""
+_OTHERS = {
+    "interrupts": "run.signals",
+    "pretrained": "run.models",
+    "hf_datasets": "run.data",
+    "overlap": "run.async_rollouts",
+    "tracking": "run.metrics",
+    "reply_tokens": "request.reply_tokens",
+    "mismatch": "grpo.loss",
+    "multi_turn": "grpo.environment",
+    "dynamic_sampling": "grpo.rollout",
 }
-
-
-class _MovedModules(MetaPathFinder, Loader):
-    """Imports a moved module by its former name, with a DeprecationWarning."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        return importlib.util.spec_from_loader(name, self) if name in _MOVED else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__
-        warnings.warn(f"{name} is now {_MOVED[name]}", DeprecationWarning, stacklevel=2)
-        sys.modules[name] = importlib.import_module(_MOVED[name])
-
-
-sys.meta_path.append(_MovedModules())
+_MOVED = {name: f"run.{name}" for name in _RUN.split()} | _OTHERS
+MovedModules({f"rollmesh.grpo.{old}": f"rollmesh.{new}" for old, new in _MOVED.items()})

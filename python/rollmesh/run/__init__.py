@@ -1,3 +1,3 @@
-"""What makes a training run robust, below the algorithm of rollmesh.grpo: its configuration, data,
-files, checkpoints, metrics, signals and user code. Nothing here knows GRPO.
+"""A training run around the algorithm of rollmesh.grpo: configuration, data, files, checkpoints,
+metrics, signals and user code.
 """

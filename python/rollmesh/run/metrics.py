@@ -1,8 +1,8 @@
-"""Where a run's numbers go: DIR/metrics.jsonl always, TensorBoard events beside it, curves.png
-drawn from them; completions.jsonl.
+"""The metrics of a run: DIR/metrics.jsonl, TensorBoard events, curves.png drawn from them, and
+DIR/completions.jsonl.
 
-Line n describes version n of the weights, see loop.py. Means without values are null. A resumed run
-keeps the lines before its first step and drops the rest, so the file reads as one run.
+Line n describes version n of the weights (grpo/loop.py). Means without values are null. A resumed
+run keeps the lines before its first step and drops the rest, so a file reads as one run.
 """
 
 from __future__ import annotations
@@ -11,139 +11,127 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rollmesh.errors import FormatError
-from rollmesh.run.files import writing
+from rollmesh.run.files import library_errors, replace_file, writing
 from rollmesh.runtime.messages import plain, shown
 
 Metrics = dict[str, Any]
-Completions = list[dict[str, Any]]  # lines of completions.jsonl
+Completions = list[dict[str, Any]]  # rows of completions.jsonl
 _log = logging.getLogger("rollmesh.grpo")
 
 
+class JsonLines:
+    """A JSONL file that grows. If another program removed or changed it, `restore` makes the file
+    that is appended to, with a warning that ends with `then`."""
+
+    def __init__(self, path: Path, restore: Callable[[], None], then: str) -> None:
+        self.path, self._restore, self._then = path, restore, then
+        self._open()
+
+    def _open(self) -> None:
+        self._restore()
+        with writing(self.path):
+            self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+
+    def write(self, *rows: dict[str, Any], ensure_ascii: bool = True) -> None:
+        if not self._is_whole():
+            _log.warning("%s was removed or changed by another program; %s", self.path, self._then)
+            self._file.close()
+            self._open()
+        with writing(self.path):
+            self._file.writelines(json.dumps(row, ensure_ascii=ensure_ascii) + "\n" for row in rows)
+            self._file.flush()
+
+    def close(self) -> None:
+        with writing(self.path):
+            self._file.close()
+
+    def _is_whole(self) -> bool:
+        """Whether the path is still the open file, with the size that was written."""
+        own = os.fstat(self._file.fileno())
+        try:
+            found = self.path.stat()
+        except OSError:
+            return False
+        return os.path.samestat(own, found) and found.st_size == self._file.tell()
+
+
 class MetricsLog:
+    """DIR/metrics.jsonl, and TensorBoard events in DIR/events."""
+
     def __init__(self, folder: Path, first_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "metrics.jsonl"
-        self.lines = (
-            [m for m in read(self.path) if m["step"] < first_step] if self.path.exists() else []
+        path = folder / "metrics.jsonl"
+        self.lines = [m for m in read(path) if m["step"] < first_step] if path.exists() else []
+        self._file = JsonLines(
+            path, lambda: replace_file(path, self._rewrite), "it is written again"
         )
-        self._file = self._written()
         self._folder = folder / "events"
         with writing(self._folder):
             self._events: Any = SummaryWriter(str(self._folder), purge_step=first_step)
 
-    def _written(self) -> TextIO:
-        """The file, anew with all lines, open for more."""
-        partial = self.path.with_name(".metrics.jsonl.partial")
-        try:
-            with writing(self.path):
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                partial.write_text(
-                    "".join(json.dumps(m) + "\n" for m in self.lines), encoding="utf-8"
-                )
-                os.replace(partial, self.path)
-        finally:
-            partial.unlink(missing_ok=True)
-        return self.path.open("a", encoding="utf-8")
+    def _rewrite(self, path: Path) -> None:
+        path.write_text("".join(json.dumps(m) + "\n" for m in self.lines), encoding="utf-8")
 
     def write(self, metrics: Metrics) -> None:
-        if not _is_whole(self.path, self._file):
-            _log.warning(
-                "%s was removed or changed by another program; it is written again", self.path
-            )
-            self._file.close()
-            self._file = self._written()
+        self._file.write(metrics)
         self.lines.append(metrics)
-        with writing(self.path):
-            self._file.write(json.dumps(metrics) + "\n")
-            self._file.flush()
-        numbers = {
-            name: value
-            for name, value in metrics.items()
-            if isinstance(value, (int, float)) and name != "step"
-        }
-        self._draw(
-            lambda events: [
-                events.add_scalar(name, value, metrics["step"]) for name, value in numbers.items()
-            ]
+        numbers = {k: v for k, v in metrics.items() if isinstance(v, (int, float)) and k != "step"}
+        self._add_events(
+            lambda events: [events.add_scalar(k, v, metrics["step"]) for k, v in numbers.items()]
         )
 
-    def _draw(self, call: Callable[[Any], object]) -> None:
+    def _add_events(self, call: Callable[[Any], object]) -> None:
+        """TensorBoard errors do not stop the run."""
         try:
             if self._events is not None:
                 call(self._events)
-        except Exception as error:  # noqa: BLE001 (a picture ends no run)
+        except Exception as error:  # noqa: BLE001
             self._events = None
             _log.warning(
-                "%s: nothing more is written for TensorBoard: %s: %s",
+                "%s: TensorBoard gets no more events: %s: %s",
                 self._folder,
                 type(error).__name__,
                 plain(error),
             )
 
     def close(self) -> None:
-        with writing(self.path):
-            self._file.close()
-        self._draw(lambda events: events.close())
+        self._file.close()
+        self._add_events(lambda events: events.close())
 
 
 class CompletionsLog:
-    """DIR/completions.jsonl: step, prompt, completion, reward, and whether it ended by itself, of
-    the first completions of each step."""
+    """DIR/completions.jsonl: the first completions of each step, with step, prompt, reward, and
+    whether they ended with an end token."""
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
-        self.path = folder / "completions.jsonl"
-        partial = self.path.with_name(".completions.jsonl.partial")
-        try:
-            with writing(self.path):
-                if self.path.exists():
-                    with self.path.open("rb") as old, partial.open("wb") as new:
-                        new.writelines(line for line in old if _step_of(line) < first_step)
-                    os.replace(partial, self.path)
-        finally:
-            partial.unlink(missing_ok=True)
-        self._file = self._opened()
+        path = folder / "completions.jsonl"
 
-    def _opened(self) -> TextIO:
-        with writing(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            return self.path.open("a", encoding="utf-8", errors="backslashreplace")
+        def cut(partial: Path) -> None:
+            with path.open("rb") as old, partial.open("wb") as new:
+                new.writelines(line for line in old if _step_of(line) < first_step)
+
+        if path.exists():
+            replace_file(path, cut)
+        self._file = JsonLines(
+            path, lambda: path.parent.mkdir(parents=True, exist_ok=True), "later rows are appended"
+        )
 
     def write(self, rows: Completions) -> None:
-        if not _is_whole(self.path, self._file):
-            _log.warning(
-                "%s was removed or changed by another program; it goes on with what is there",
-                self.path,
-            )
-            self._file.close()
-            self._file = self._opened()
-        with writing(self.path):
-            self._file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            self._file.flush()
+        self._file.write(*rows, ensure_ascii=False)
 
     def close(self) -> None:
-        with writing(self.path):
-            self._file.close()
-
-
-def _is_whole(path: Path, file: TextIO) -> bool:
-    """Whether the path still names the open file, with what was written and nothing else."""
-    own = os.fstat(file.fileno())
-    try:
-        there = path.stat()
-    except OSError:
-        return False
-    return os.path.samestat(own, there) and there.st_size == file.tell()
+        self._file.close()
 
 
 def _step_of(line: bytes) -> float:
-    """Infinity: this is half a line, or none of ours."""
+    """Returns infinity for an incomplete line, or one that is not of a run."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -152,26 +140,44 @@ def _step_of(line: bytes) -> float:
 
 
 def read(path: Path) -> list[Metrics]:
-    """Complete lines only: a killed run may have left half of one at the end."""
+    """Returns the complete lines. A killed run may have left half a line at the end."""
     data = path.read_bytes()
     lines: list[Metrics] = []
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+        where = f"{plain(path)}:{number}: expected a line of metrics"
         try:
             lines.append(json.loads(line))
         except (ValueError, RecursionError) as error:
-            raise FormatError(
-                f"{plain(path)}:{number}: expected a line of metrics: {plain(error)}"
-            ) from error
+            raise FormatError(f"{where}: {plain(error)}") from error
         if not isinstance(lines[-1], dict) or type(lines[-1].get("step")) is not int:
-            raise FormatError(
-                f"{plain(path)}:{number}: expected a line of metrics with a step, got "
-                f"{shown(lines[-1])}"
-            )
+            raise FormatError(f"{where} with a step, got {shown(lines[-1])}")
     return lines
 
 
+@contextmanager
+def wandb_log(project: str, out: Path, config: dict[str, Any]) -> Iterator[Callable[..., object]]:
+    """Yields a function that logs a line of metrics in a Weights & Biases run of `project`, named
+    like the run folder. A resumed run is a new run there, with the same name. WANDB_MODE=offline
+    stores the run in `out`/wandb, for `wandb sync`. ConfigError: W&B refuses, e.g. no login."""
+    import wandb
+
+    settings = wandb.Settings(console="off", silent=True)
+    with library_errors(f"--wandb {project}: expected a login of W&B, or WANDB_MODE=offline"):
+        run = wandb.init(project=project, name=out.name, dir=out, config=config, settings=settings)
+    with run:
+        run.define_metric("*", step_metric="step")
+        yield run.log
+
+
 def draw_curves(lines: list[Metrics], path: Path) -> None:
-    """Reward and held-out reward; trainer against generator; entropy and clipping; speed."""
+    """Writes the plots of a run as a PNG file."""
+    figure = plot(lines)
+    replace_file(path, lambda partial: figure.savefig(partial, dpi=110, format="png"))
+
+
+def plot(lines: list[Metrics]) -> Any:
+    """Returns a matplotlib figure with the rewards, the differences between trainer and generator,
+    entropy and clipping, and the times."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -186,6 +192,10 @@ def draw_curves(lines: list[Metrics], path: Path) -> None:
     for axes, (title, names, scale) in zip(figure.subplots(2, 2).flat, panels, strict=True):
         if not any((m.get(name) or 0) > 0 for m in lines for name in names):
             scale = "linear"  # a log scale leaves out zeros
+            if title == "trainer against generator" and lines:
+                count = sum(m.get("tokens", 0) for m in lines)
+                text = f"0 of {count:,} logprobs differ"
+                axes.text(0.5, 0.75, text, transform=axes.transAxes, ha="center", size="large")
         for name in names:
             points = [
                 (m["step"], m[name])
@@ -193,21 +203,16 @@ def draw_curves(lines: list[Metrics], path: Path) -> None:
                 if m.get(name) is not None and (scale == "linear" or m[name] > 0)
             ]
             if points:
+                marker = "o" if name == "eval_reward" else None
                 axes.plot(
                     *zip(*points, strict=True),
                     label=name,
                     linewidth=1.2,
-                    marker="o" if name == "eval_reward" else None,
+                    marker=marker,
                     markersize=3,
                 )
         axes.set(title=title, xlabel="step", yscale=scale)
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with writing(path):
-            figure.savefig(partial, dpi=110, format="png")
-            os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    return figure

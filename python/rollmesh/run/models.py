@@ -1,10 +1,13 @@
-"""A checkpoint folder as the trainer's model, refused by the rules of `rollmesh generate`: what is
-missing would be random, what is unknown would be left out, and transformers only logs either.
+"""The trainer's model: a random one, or a checkpoint folder.
+
+A folder is checked by the rules of `rollmesh generate`: transformers gives missing tensors random
+values, drops unknown ones, and only logs both.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import tempfile
@@ -15,25 +18,112 @@ import rollmesh as rm
 from rollmesh.model.adapters import refuse_adapter
 from rollmesh.model.families import FAMILIES
 from rollmesh.model.reader import without
-from rollmesh.run.files import expect_file, told_as
+from rollmesh.run.config import Config
+from rollmesh.run.data import load_tokenizer
+from rollmesh.run.files import expect_file, library_errors
+from rollmesh.run.seeds import seed_of
+from rollmesh.runtime.cores import usable_cores
 from rollmesh.runtime.messages import MOST_SUGGESTED, listed, plain, shown
 from rollmesh.weights.safetensors_folder import INDEX, SafetensorsFolder, is_ignored
 from rollmesh.weights.sync import EMBEDDING, HEAD
 
-STORED = {
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F16": "float16",
-    "F64": "float64",
-}  # names in safetensors
+STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "F64": "float64"}
+UNKNOWN = "no parameter of this model"
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
-MOST_LABELS = 65536
+MAX_LABELS = 65536
+
+
+def set_up_torch(threads: int) -> None:
+    """Makes torch's results deterministic for a number of threads; 0: all cores."""
+    import torch
+
+    torch.set_num_threads(threads or usable_cores())
+    torch.use_deterministic_algorithms(True)
+    # Deterministic mode would also fill every torch.empty().
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def read_tokenizer(config: Config) -> Any:
+    """Returns the tokenizer of [tokenizer] path, or of the model's folder."""
+    if config.model.path is not None:  # checked first, since its tokenizer reads config.json too
+        folder_config(config.path(config.model.path), config.model.ignore)
+    source = config.tokenizer.path or config.model.path
+    if source is None:
+        raise rm.ConfigError(
+            "[tokenizer] path: expected a folder or a tokenizer.json; a random model brings none"
+        )
+    return load_tokenizer(config.path(source))
+
+
+def torch_device(config: Config) -> Any:
+    """Returns [train] device as a torch.device. ConfigError: torch does not see the GPU."""
+    import torch
+
+    device = torch.device(config.train.device)
+    if device.type == "cuda":
+        # Needed for deterministic algorithms, before cuBLAS is loaded.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise rm.ConfigError(
+                f"[train] device: expected one of torch's {count} CUDA devices, got "
+                f"{config.train.device!r}"
+            )
+    return device
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Enables gradient checkpointing. transformers checkpoints a decoder layer only in training
+    mode, so the layer is put in that mode, without its parts."""
+    # gradient_checkpointing_enable is deprecated where the other exists.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    for layer in model.model.layers:
+        layer.training = True
+
+
+def build_model(config: Config, tokenizer: Any) -> Any:
+    """Returns the model that a run starts from, the same at each call."""
+    if config.model.path is not None:
+        return load_model(config.path(config.model.path), config.train.dtype, config.model.ignore)
+    import torch
+
+    hf_config = model_config(config, tokenizer)
+    rm.ModelSpec.from_hf(hf_config)  # checks its limits before memory is allocated
+    torch.manual_seed(seed_of(config.seed, 0, "weights"))
+    return _new_model(hf_config, dtype=getattr(torch, config.train.dtype))
+
+
+def model_config(config: Config, tokenizer: Any, checkpoint: Path | None = None) -> Any:
+    """Returns the transformers config of the trainer's model, without building the model. For a
+    random one the tokenizer gives vocabulary and eos, and pad_token_id is None, since its embedding
+    would not learn."""
+    table = config.model
+    if checkpoint is not None or table.path is not None:
+        return folder_config(checkpoint or config.path(str(table.path)), table.ignore)
+    from transformers import AutoConfig
+
+    fields = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": None,
+        **table.hf_fields(),
+    }
+    if fields["vocab_size"] < len(tokenizer):
+        raise rm.ConfigError(
+            f"[model] vocab_size: expected at least the tokenizer's {len(tokenizer)}, got "
+            f"{fields['vocab_size']}"
+        )
+    try:
+        return AutoConfig.for_model(str(table.architecture), **fields)
+    except (ValueError, TypeError) as e:
+        raise rm.ConfigError(f"[model]: {e}") from e
 
 
 def folder_config(folder: Path, ignore: tuple[str, ...] = ()) -> Any:
-    """Its transformers config, checked as the generator's, whose ends it gets: those of
-    generation_config.json too. It has none of the keys in `ignore`, so the generator and the
-    checkpoints of this model have none either."""
+    """Returns the transformers config of a checkpoint folder, checked as the generator checks it.
+    It has all end tokens, also those of generation_config.json, and no key of `ignore`. So the
+    generator and the checkpoints of the model have none of these keys either."""
     from transformers import CONFIG_MAPPING
 
     refuse_adapter(folder)
@@ -53,31 +143,30 @@ def folder_config(folder: Path, ignore: tuple[str, ...] = ()) -> Any:
         raise
     values = without(json.loads((folder / "config.json").read_text(encoding="utf-8")), ignore)
     labels = values.get("num_labels")
-    if isinstance(labels, int) and labels > MOST_LABELS:  # transformers makes the name of each
+    if isinstance(labels, int) and labels > MAX_LABELS:  # transformers generates their names
         raise rm.ConfigError(
-            f"{plain(folder)}: num_labels: expected at most {MOST_LABELS}, got {shown(labels)}"
+            f"{plain(folder)}: num_labels: expected at most {MAX_LABELS}, got {shown(labels)}"
         )
-    with told_as(f"{folder}: expected a config.json"):
+    with library_errors(f"{folder}: expected a config.json"):
         config = CONFIG_MAPPING[spec.model_type].from_dict(values, name_or_path=str(folder))
     ends = list(spec.eos_token_ids)
-    config.eos_token_id = (
-        ends if len(ends) > 1 else next(iter(ends), None)
-    )  # a checkpoint of it has the file of a random model
+    # One id is not a list, as in the config of a random model.
+    config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
     return config
 
 
 def load_model(folder: Path, dtype: str, ignore: tuple[str, ...] = ()) -> Any:
-    """ignore: keys of the config, and names of tensors as SafetensorsFolder takes them.
+    """Reads the model of a checkpoint folder. ignore: keys of the config, and names of tensors as
+    SafetensorsFolder takes them.
 
-    Errors name the folder and, of each kind, the tensors: MissingKeyError, UnexpectedKeyError,
-    ShapeError, DTypeError, TiedWeightError, FormatError; ConfigError for a config that is not
-    supported."""
+    Raises MissingKeyError, UnexpectedKeyError, ShapeError, DTypeError, TiedWeightError or
+    FormatError, which name the folder and the tensors, or ConfigError."""
     import torch
     from transformers import AutoModelForCausalLM
 
     hf_config = folder_config(folder, ignore)
     _check_files(folder, rm.ModelSpec.from_hf(hf_config), ignore)
-    with told_as(f"{folder}: expected the weights of a checkpoint"):
+    with library_errors(f"{folder}: expected the weights of a checkpoint"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
             config=hf_config,
@@ -86,60 +175,54 @@ def load_model(folder: Path, dtype: str, ignore: tuple[str, ...] = ()) -> Any:
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported, as the others are
-            **experts_option(hf_config),
+            ignore_mismatched_sizes=True,  # in the report, as the other problems
+            **_experts_option(hf_config),
         )
     model, report = loaded
     with (
-        told_as(f"{folder}: expected a config.json that can be saved again"),
+        library_errors(f"{folder}: expected a config.json that can be saved again"),
         tempfile.TemporaryDirectory() as scratch,
     ):
-        model.config.save_pretrained(scratch)  # which checks more than the reading does
-    _refuse(
-        rm.ShapeError, folder, "wrong shape", sorted(name for name, *_ in report["mismatched_keys"])
-    )
+        model.config.save_pretrained(scratch)  # checks more than reading does
+    mismatched = sorted(name for name, *_ in report["mismatched_keys"])
+    _refuse(rm.ShapeError, folder, "wrong shape", mismatched)
     _refuse(rm.MissingKeyError, folder, "missing", sorted(report["missing_keys"]))
     unknown = [name for name in report["unexpected_keys"] if not is_ignored(name, ignore)]
-    _refuse(rm.UnexpectedKeyError, folder, "no parameter of this model", sorted(unknown))
-    _check_loaded(folder, model, hf_config)
-    for parameter in model.parameters():
-        if parameter.data_ptr() % parameter.element_size():  # of a file whose header is not padded
-            parameter.data = parameter.data.clone()
-    return model
-
-
-def _check_loaded(folder: Path, model: Any, hf_config: Any) -> None:
-    """ConfigError: loading did more than fill the parameters of the config's model. Adapters and
-    quantization add or replace modules, and freeze parameters."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
+    _refuse(rm.UnexpectedKeyError, folder, UNKNOWN, sorted(unknown))
     with torch.device("meta"):
-        fresh = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            hf_config, **experts_option(hf_config)
-        )
-    wanted, loaded = ({n: p.requires_grad for n, p in m.named_parameters()} for m in (fresh, model))
-    if differ := sorted(n for n in wanted.keys() | loaded.keys() if wanted.get(n) != loaded.get(n)):
+        fresh = _new_model(hf_config)
+    # Adapters and quantization add or replace modules, and freeze parameters.
+    wanted, found = ({n: p.requires_grad for n, p in m.named_parameters()} for m in (fresh, model))
+    if differ := sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n)):
         raise rm.ConfigError(
             f"{plain(folder)}: expected the trainable parameters of its config.json alone, "
             f"got others or frozen ones: {listed((name,) for name in differ)}"
         )
+    for parameter in model.parameters():
+        # A safetensors header without padding leaves the tensors unaligned.
+        if parameter.data_ptr() % parameter.element_size():
+            parameter.data = parameter.data.clone()
+    return model
 
 
-def experts_option(hf_config: Any) -> dict[str, str]:
-    """`grouped_mm` where there are experts: the other implementations are many times slower to
-    train."""
-    family = FAMILIES.get(hf_config.model_type)
-    return (
-        {"experts_implementation": "grouped_mm"}
-        if family is not None and family.has_experts
-        else {}
+def _new_model(hf_config: Any, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        hf_config, **options, **_experts_option(hf_config)
     )
 
 
+def _experts_option(hf_config: Any) -> dict[str, str]:
+    """The other implementations of experts train many times slower than grouped_mm."""
+    family = FAMILIES.get(hf_config.model_type)
+    has_experts = family is not None and family.has_experts
+    return {"experts_implementation": "grouped_mm"} if has_experts else {}
+
+
 def _check_files(folder: Path, spec: rm.ModelSpec, ignore: tuple[str, ...]) -> None:
-    """What transformers does not report: how tensors are stored, which experts there are (it stacks
-    those that it finds), and an lm_head beside the embedding that it is tied to."""
+    """Checks what transformers does not report: stored dtypes, the names of experts (it stacks all
+    that it finds), and an lm_head that differs from the embedding to which the config ties it."""
     stored = SafetensorsFolder(folder)
     if (folder / INDEX).is_file() and (folder / "model.safetensors").is_file():
         raise rm.FormatError(
@@ -157,18 +240,12 @@ def _check_files(folder: Path, spec: rm.ModelSpec, ignore: tuple[str, ...]) -> N
             wrong.append(f"{name} (expected {list(shapes[name])}, got {list(shape)})")
     _refuse(rm.DTypeError, folder, f"expected {', '.join(STORED.values())}", odd)
     _refuse(rm.ShapeError, folder, "wrong shape", wrong)
-    if any(map(ONE_EXPERT.search, names)):  # else they are stacked, and reported
-        there, wanted = (
-            {name for name in some if ONE_EXPERT.search(name)} for some in (names, shapes)
-        )
-        _refuse(rm.MissingKeyError, folder, "missing", sorted(wanted - there))
-        _refuse(rm.UnexpectedKeyError, folder, "no parameter of this model", sorted(there - wanted))
-    if (
-        spec.tie_word_embeddings
-        and HEAD in stored
-        and EMBEDDING in stored
-        and (stored[HEAD] != stored[EMBEDDING]).any()
-    ):
+    found, wanted = (set(filter(ONE_EXPERT.search, some)) for some in (names, shapes))
+    if found:  # transformers reports those that are stacked in the file
+        _refuse(rm.MissingKeyError, folder, "missing", sorted(wanted - found))
+        _refuse(rm.UnexpectedKeyError, folder, UNKNOWN, sorted(found - wanted))
+    has_both = spec.tie_word_embeddings and HEAD in stored and EMBEDDING in stored
+    if has_both and (stored[HEAD] != stored[EMBEDDING]).any():
         raise rm.TiedWeightError(
             f"{folder}: {HEAD}: expected the values of {EMBEDDING}, to which the config ties it, "
             "got others"
@@ -178,9 +255,8 @@ def _check_files(folder: Path, spec: rm.ModelSpec, ignore: tuple[str, ...]) -> N
 def _refuse(error: type[rm.Error], folder: Path, what: str, names: list[str]) -> None:
     if not names:
         return
-    refused = error(
-        f"{folder}: {len(names)} of the weights: {what}: {listed((name,) for name in names)}"
-    )
+    text = f"{len(names)} of the weights: {what}: {listed((name,) for name in names)}"
+    refused = error(f"{folder}: {text}")
     if error is rm.UnexpectedKeyError:
         refused.add_note(
             "if they do not matter: [model] ignore takes their names, with * for any characters"

@@ -1,9 +1,7 @@
-"""Seeds as a pure function of (run seed, step, name): nothing about chance is carried from step to
-step.
+"""Seeds as a pure function of (run seed, step, name). No random state passes from step to step, so
+step 200 of a run draws the same prompts and samples if the process was restarted at step 150.
 
-So a resumed run is the same run: step 200 draws the same prompts and the same samples whether or
-not the process was restarted at step 150. A generator object saved in the checkpoint would do too,
-but could drift with a change of code before it.
+Rejected: a random generator in the checkpoint, because its state depends on all code before it.
 """
 
 from __future__ import annotations
@@ -13,8 +11,7 @@ import random
 
 
 def seed_of(run_seed: int, step: int, name: str) -> int:
-    """63 bits from a hash of the three; `name` says what is drawn: a purpose, or a purpose and a
-    prompt."""
+    """Returns 63 bits of a hash of the three. name: a purpose, or a purpose and a prompt."""
     text = f"{run_seed}\0{step}\0{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
