@@ -255,3 +255,15 @@ def test_the_curves_show_differences_of_zero(tmp_path: Path) -> None:
         height, width, _ = (image := imread(tmp_path / "curves.png")).shape
         panel = image[: height // 2, width // 2 :, :3]
         assert (panel.max(-1) - panel.min(-1) > 0.2).any()  # colors
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-6])
+def test_the_curves_say_how_many_logprobs_were_compared(largest: float) -> None:
+    """The headline of two steps of 700 and 800 tokens, only if all differences are 0."""
+    lines = [
+        {"step": i, "tokens": tokens, "logprob_diff_max": i * largest, "kl_k3": 0.0}
+        for i, tokens in enumerate((700, 800))
+    ]
+    texts = [[text.get_text() for text in axes.texts] for axes in metrics.plot(lines).axes]
+    headline = ["0 of 1,500 logprobs differ"] if largest == 0 else []
+    assert texts == [[], headline, [], []]
