@@ -64,7 +64,7 @@ def torch_as_it_was() -> Iterator[None]:
 def plain_signals() -> Iterator[None]:
     """Whoever started this process may have had some ignored: a shell what runs in its background,
     nohup."""
-    from rollmesh.grpo.interrupts import SIGNALS
+    from rollmesh.run.signals import SIGNALS
 
     before = [(number, signal.signal(number, signal.SIG_DFL)) for number in SIGNALS]
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -63,13 +63,14 @@ PYTHON_LAYERS = {
     "torch": {*_BASE, "", "ops"},
     "vllm": {*_BASE, "", "generator", "ops", "torch"},
     "titan": {*_BASE, "", "generator", "ops", "torch"},
-    "grpo": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm"},
-    "cli": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm", "grpo"},
+    "run": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm"},
+    "grpo": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm", "run"},
+    "cli": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm", "run", "grpo"},
 }
 # The generator's only run-time dependency; anything else is imported inside the function that needs
 # it.
 PYTHON_THIRD_PARTY = {
-    name: {"numpy"} for name in PYTHON_LAYERS.keys() - {"torch", "vllm", "titan", "grpo"}
+    name: {"numpy"} for name in PYTHON_LAYERS.keys() - {"torch", "vllm", "titan", "run", "grpo"}
 }
 
 C_BANNED = re.compile(

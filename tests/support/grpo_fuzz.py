@@ -201,10 +201,11 @@ def same_result(out: Path, whole: Path, apart_from: str) -> None:
 
 def plant_fault(fault: int) -> None:
     """In the fork."""
-    from rollmesh.grpo import checkpoint, loop, rewards, rollout
+    from rollmesh.grpo import loop, rollout
+    from rollmesh.run import checkpoint, user_code
 
     if fault == 1:
-        rewards._number = lambda value, name, i: 0.5
+        user_code._number = lambda value, name, i: 0.5
     elif fault == 2:
         loop.load_dataset = lambda config, tokenizer: [][0]
     elif fault == 3:
