@@ -22,6 +22,7 @@ import contextlib
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -345,11 +346,12 @@ def main() -> int:
     parser.add_argument("--files", nargs="+", required=True, metavar="FILE")
     parser.add_argument("--count", type=int, default=20, help="mutations to try (20)")
     parser.add_argument("--seed", type=int, default=1, help="which mutations are drawn (1)")
-    parser.add_argument("--tests", nargs="+", metavar="ARG", help="for pytest, not the folder's")
+    parser.add_argument("--tests", metavar="ARGS", help="arguments of pytest instead of the folder")
     parser.add_argument("--into", type=Path, metavar="DIR", help="scratch folder to keep")
     options = parser.parse_args()
     files = [Path(os.path.abspath(file)).relative_to(ROOT).as_posix() for file in options.files]
-    arguments = files, options.count, options.seed, options.tests
+    tests = shlex.split(options.tests) if options.tests else None
+    arguments = files, options.count, options.seed, tests
     if options.into:
         print(run(*arguments, options.into.resolve()))
         return 0

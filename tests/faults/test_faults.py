@@ -59,7 +59,8 @@ def test_a_pattern_is_of_one_function() -> None:
     """Line breaks do not count. A pattern that occurs twice, or in another function, is refused."""
     text = (
         "def f(a):\n    return a < 1\n\n\n"
-        "class C:\n    def f(self, a):\n        return (\n            a <\n            1\n        )\n"
+        "class C:\n    def f(self, a):\n"
+        "        return (\n            a <\n            1\n        )\n"
     )
     changed = places.replace(text, "a.py", "C.f", "a < 1", "a <= 1")
     assert changed == text.replace("a <\n            1", "a <= 1")
