@@ -542,9 +542,9 @@ def test_a_model_is_freed_and_a_check_costs_little() -> None:
     patch.check()
     took = []
     for _ in range(10):
-        begun = time.perf_counter()
+        begun = time.thread_time()  # what else runs on the machine does not count
         patch.check()
-        took.append(time.perf_counter() - begun)
+        took.append(time.thread_time() - begun)
     assert min(took) < 0.02
 
 
