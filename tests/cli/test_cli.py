@@ -810,7 +810,7 @@ def test_commands_take_the_runs_device(
     monkeypatch.setenv(LIBRARY_SWITCH, str(tmp_path / "none.so"))
     for command in ("bench", "generate"):
         assert main([command, str(run), *(prompts if command == "generate" else small)]) == 2
-        assert "none.so, which is no file" in capsys.readouterr().err
+        assert "none.so, which is not a file" in capsys.readouterr().err
     assert "device cuda:1\n" in header("plan"), "a plan needs no GPU"
 
 

@@ -274,9 +274,9 @@ def test_no_library_and_no_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (lambda: ops.rope_table(x, 1, device="cuda:0")),
     )
     for call in (lambda: ops.to_device(x), caches, table):
-        with pytest.raises(errors.ConfigError, match="which is no file"):
+        with pytest.raises(errors.ConfigError, match="which is not a file"):
             call()
-    with pytest.raises(errors.ConfigError, match="which is no file"):
+    with pytest.raises(errors.ConfigError, match="which is not a file"):
         ops.rms_norm(dlpack.Producer(x[None], device=2, version=(1, 0)), x, eps=1e-6)
 
 

@@ -319,7 +319,7 @@ def test_sampling_means_the_same() -> None:
                 "mesh": rm.Mesh(tp=2),
                 "parallelism": InferenceParallelismConfig(tensor_parallel_degree=2),
             },
-            "generator.mesh: expected None where parallelism has 2 processes",
+            "generator.mesh: expected None with 2 processes",
         ),
     ],
 )

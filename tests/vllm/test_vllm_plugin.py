@@ -587,7 +587,7 @@ def test_a_device_that_is_not_here_is_said_in_the_users_own_call(
     monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", "/nowhere/none.so")
     with pytest.raises(
         rm.ConfigError,
-        match=r"ROLLMESH_CUDA_LIBRARY: expected .*got /nowhere/none\.so, which is no file",
+        match=r"ROLLMESH_CUDA_LIBRARY: expected .*got /nowhere/none\.so, which is not a file",
     ):
         RollmeshCudaPlatform.check_and_update_config(configure())
 
