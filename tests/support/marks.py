@@ -26,3 +26,14 @@ def some(
         stays = keep(case) if callable(keep) else place in keep
         marked.append(case if stays else full(case) if names == 1 else full(*case))
     return marked
+
+
+def first_case_is_quick(items: Iterable[pytest.Item]) -> None:
+    """Marks all quick cases of each test but its first as `full`."""
+    seen = set()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if not {"full", "slow"} & {mark.name for mark in item.iter_markers()}:
+            if test in seen:
+                item.add_marker("full")
+            seen.add(test)
