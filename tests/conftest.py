@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from marks import SUMMARY
+from marks import SUMMARY, first_case_is_quick
 
 # pytest adds this folder to the path. Its folders torch and vllm must not pass for the packages.
 sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
@@ -105,9 +105,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     place = {f"test_{name}.py": i for i, name in enumerate(FIRST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
     config.option.loadscopereorder = False  # pytest-xdist would begin with the files of most tests
-    for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()):
-            item.add_marker("processes")
+    processes = [
+        item for item in items if {"ranks", "servers"} & {*getattr(item, "fixturenames", ())}
+    ]
+    for item in processes:
+        item.add_marker("processes")
+    first_case_is_quick(processes, "shm", "torch")
 
 
 def pytest_collection_finish() -> None:

@@ -28,12 +28,14 @@ def some(
     return marked
 
 
-def first_case_is_quick(items: Iterable[pytest.Item]) -> None:
-    """Marks all quick cases of each test but its first as `full`."""
+def first_case_is_quick(items: Iterable[pytest.Item], *words: str) -> None:
+    """Marks the quick cases of each test as `full`, all but the first, and the first with each of
+    `words` in its id."""
     seen = set()
     for item in items:
-        test = item.nodeid.partition("[")[0]
+        test, _, case = item.nodeid.partition("[")
+        key = (test, *(word for word in words if word in case))
         if not {"full", "slow"} & {mark.name for mark in item.iter_markers()}:
-            if test in seen:
+            if key in seen:
                 item.add_marker("full")
-            seen.add(test)
+            seen.add(key)
