@@ -105,12 +105,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     place = {f"test_{name}.py": i for i, name in enumerate(FIRST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
     config.option.loadscopereorder = False  # pytest-xdist would begin with the files of most tests
-    processes = [
-        item for item in items if {"ranks", "servers"} & {*getattr(item, "fixturenames", ())}
-    ]
+    of = {item: {*getattr(item, "fixturenames", ())} for item in items}
+    processes = [item for item in items if of[item] & {"ranks", "server", "servers"}]
     for item in processes:
         item.add_marker("processes")
     first_case_is_quick(processes, "shm", "torch")
+    # The simulated device is slow too.
+    first_case_is_quick(
+        item for item in items if item.path.parent.name == "gpu" or "simt_library" in of[item]
+    )
 
 
 def pytest_collection_finish() -> None:
