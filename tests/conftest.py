@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from marks import SUMMARY, first_case_is_quick
+from marks import SUMMARY, first_cases_are_quick
 
 # pytest adds this folder to the path. Its folders torch and vllm must not pass for the packages.
 sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
@@ -109,11 +109,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     processes = [item for item in items if of[item] & {"ranks", "server", "servers"}]
     for item in processes:
         item.add_marker("processes")
-    first_case_is_quick(processes, "shm", "torch")
+    first_cases_are_quick(processes, "shm", "torch")
     # The simulated device is slow too.
-    first_case_is_quick(
+    first_cases_are_quick(
         item for item in items if item.path.parent.name == "gpu" or "simt_library" in of[item]
     )
+    first_cases_are_quick(item for item in items if item.get_closest_marker("quick"))
 
 
 def pytest_collection_finish() -> None:

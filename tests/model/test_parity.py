@@ -188,6 +188,7 @@ def test_option_matters(side: Side) -> None:
         pytest.skip("a shape, not an option")
 
 
+@pytest.mark.quick(6)
 def test_greedy(side: Side) -> None:
     """Each generated token is the argmax of the float64 forward of everything before it; its
     records are the reference's."""

@@ -28,14 +28,16 @@ def some(
     return marked
 
 
-def first_case_is_quick(items: Iterable[pytest.Item], *words: str) -> None:
-    """Marks the quick cases of each test as `full`, all but the first, and the first with each of
-    `words` in its id."""
-    seen = set()
+def first_cases_are_quick(items: Iterable[pytest.Item], *words: str) -> None:
+    """Marks the quick cases of each test as `full`, all but the first: or but as many as
+    `pytest.mark.quick(n)` names. Cases with another one of `words` in their ids count apart."""
+    seen: dict[tuple[str, ...], int] = {}
     for item in items:
+        marks = {mark.name: mark for mark in item.iter_markers()}
+        if marks.keys() & {"full", "slow"}:
+            continue
         test, _, case = item.nodeid.partition("[")
         key = (test, *(word for word in words if word in case))
-        if not {"full", "slow"} & {mark.name for mark in item.iter_markers()}:
-            if key in seen:
-                item.add_marker("full")
-            seen.add(key)
+        seen[key] = seen.get(key, 0) + 1
+        if seen[key] > (marks["quick"].args[0] if "quick" in marks else 1):
+            item.add_marker("full")
