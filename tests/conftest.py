@@ -75,30 +75,29 @@ def plain_signals() -> Iterator[None]:
 
 # The files that take longest, the longest first: where two workers of pytest-xdist share the files,
 # none is left with a long one.
-FIRST = (
-    "nccl_engine",
-    "cuda",
+FIRST = [
     "device_comm",
     "cli",
-    "nccl_replicas",
-    "comm",
-    "mesh_processes",
-    "vllm_lent",
-    "mesh_bits",
-    "stream",
-)
-FIRST += (
-    "cuda_graphs",
-    "grpo_learning",
-    "fuzz",
-    "examples",
-    "native",
     "cuda_engine",
-    "promises",
-    "sources",
+    "nccl_engine",
+    "mesh_processes",
+    "torch_weights",
+    "examples",
+    "grpo_kernels",
+    "interrupts",
+    "cuda_fast",
+    "parity",
+    "checkops",
+    "mesh_bits",
+    "invariance",
+    "grpo_async",
+    "cuda_loans",
     "resharding",
-    "cuda_grpo",
-)
+    "grpo_faults",
+    "fuzz",
+    "deltas",
+    "stream",
+]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

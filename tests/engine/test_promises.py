@@ -192,6 +192,7 @@ def held() -> tuple[int, int, int, int]:
     )
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "state", ["new", "synced", "syncing", "running", "asleep", "paused", "failed"]
 )

@@ -316,6 +316,7 @@ def spoilt(change: str, rollout: Rollout) -> Rollout:
     return dataclasses.replace(rollout, routed_experts=routed)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "change, words",
     [

@@ -247,6 +247,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.mark.quick(30)
 @pytest.mark.parametrize("is_patched", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_part_that_is_not_the_configs(name: str, is_patched: bool) -> None:

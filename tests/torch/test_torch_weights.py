@@ -141,6 +141,7 @@ WRITES: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", WRITES)
 def test_every_write_is_seen(pair: Pair, name: str) -> None:
     """The first one after a push, the second after a pass of the model's own."""

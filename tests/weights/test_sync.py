@@ -598,6 +598,7 @@ OVERFLOWS: list[tuple[dict[str, Any], type[rm.Error]]] = [
 ]
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize(("lie", "error"), OVERFLOWS, ids=lambda value: str(value))
 def test_dlpack_that_lies(
     served: dict[str, rm.Generator], lie: dict[str, Any], error: type[rm.Error]
