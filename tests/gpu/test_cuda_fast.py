@@ -615,8 +615,8 @@ def test_the_library_is_opened_only_for_fast() -> None:
 import helpers, rollmesh as rm
 def loaded():
     return "libcublasLt" in open("/proc/self/maps").read()
-spec, state = rm.ModelSpec.from_hf(helpers.tiny_config()),
-    helpers.numpy_state_dict(helpers.tiny_config())
+spec = rm.ModelSpec.from_hf(helpers.tiny_config())
+state = helpers.numpy_state_dict(helpers.tiny_config())
 how = {"device": "cuda", "max_model_len": 32, "max_num_seqs": 2, "kv_cache_gib": 0.002}
 for fast in (False, True):
     with rm.Generator(spec, fast=fast, **how) as generator:

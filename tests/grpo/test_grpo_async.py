@@ -469,6 +469,7 @@ def ends_before_a_push(this: loop.Run) -> None:
     )  # type: ignore[assignment, func-returns-value]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "how, level",
     [

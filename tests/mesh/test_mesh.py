@@ -25,7 +25,7 @@ def spec_of(**changes: Any) -> rm.ModelSpec:
 def test_properties_of_placements(
     native: Callable[..., Path], sanitize: str, pytestconfig: pytest.Config
 ) -> None:
-    """tests/support/native/placement.c: random models on random meshes, after a planted fault was
+    """tests/support/native/placement.c: random models on random meshes, after a injected fault was
     seen."""
     program = native("placement", sanitize=sanitize)
     planted = subprocess.run([program, "--plant", "1"], capture_output=True, text=True, check=False)
