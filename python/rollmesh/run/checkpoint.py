@@ -325,7 +325,7 @@ def _changed(
     older checkpoint lacks later keys, which then had their default values."""
     hints: dict[str, Any] = typing.get_type_hints(Config)
     tables: dict[str, Any] = {
-        k: hint() for k, hint in hints.items() if dataclasses.is_dataclass(hint)
+        k: hint() for k, hint in hints.items() if k not in ("seed", "folder")
     }
     defaults, now = (_flat(json.loads(json.dumps(c.as_dict()))) for c in (Config(**tables), config))
     then = {**defaults, "train.kernels": "torch", **_flat(state["config"])}
