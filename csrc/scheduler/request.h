@@ -27,9 +27,6 @@ typedef struct
   int32_t logprobs; // top-k of generated tokens, 0: only the sampled one
   int32_t prompt_logprobs; // −1: none; k ≥ 0: of the prompt, with top-k
   float *logits_out; // RM_SCORE: float32 [n_prompt][vocab] or NULL
-  // RM_SCORE without logits_out: logits are computed, since another rank returns them
-  int wants_logits;
-  uint64_t id; // 0: the engine numbers it; else its number, above that of every request before
   int score_sampling; // RM_SCORE: also logprobs under (temperature, top_p, …)
   int ranks; // also the rank of each sampled token, and of each of the prompt if that has logprobs
   // its tokens are drawn by rm_engine_external_draw; with an external scheduler only

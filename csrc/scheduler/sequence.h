@@ -84,7 +84,6 @@ struct rm_sequence_group {
   int32_t top_k, top_logprobs, prompt_top;
   int want_prompt_logprobs, score_sampling, want_token_ranks, want_kept, external_draws;
   float *logits_out;
-  int wants_logits; // they are computed, whether or not this rank returns them
   int32_t *stops; // [n_stops] ascending: tokens that end a sequence
   int32_t *
       // [n_early] tokens that may not come before min_tokens, then [n_never] those that may never

@@ -40,8 +40,7 @@ C_LAYERS = {
     "csrc/scheduler": {"kernels", "csrc/base", "csrc/scheduler"},
     "csrc/step": BELOW | {"csrc/scheduler", "csrc/step"},
     "csrc/engine": BELOW | {"csrc/scheduler", "csrc/step", "csrc/engine"},
-    "csrc/local_mesh": BELOW | {"csrc/scheduler", "csrc/engine", "csrc/local_mesh"},
-    "ext": BELOW | {"csrc/scheduler", "csrc/engine", "csrc/local_mesh", "ext"},
+    "ext": BELOW | {"csrc/scheduler", "csrc/engine", "ext"},
 }
 INCLUDE_PATH = ("kernels", "csrc", "ext")
 
@@ -57,20 +56,21 @@ PYTHON_LAYERS = {
     "weights": {"errors", "runtime", "model", "distributed", "request"},
     "ops": {"errors", "runtime"},
     "comm": {"distributed"},
-    "sources": {"runtime", "weights"},
+    "sources": {"errors", "runtime", "weights"},
     "generator": {*_BASE},
     "prometheus": {"errors", "generator"},
     "": {*_BASE, "generator", "comm", "ops", "sources"},
     "torch": {*_BASE, "", "ops"},
     "vllm": {*_BASE, "", "generator", "ops", "torch"},
     "titan": {*_BASE, "", "generator", "ops", "torch"},
-    "grpo": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm"},
-    "cli": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm", "grpo"},
+    "run": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm"},
+    "grpo": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm", "run"},
+    "cli": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm", "run", "grpo"},
 }
 # The generator's only run-time dependency; anything else is imported inside the function that needs
 # it.
 PYTHON_THIRD_PARTY = {
-    name: {"numpy"} for name in PYTHON_LAYERS.keys() - {"torch", "vllm", "titan", "grpo"}
+    name: {"numpy"} for name in PYTHON_LAYERS.keys() - {"torch", "vllm", "titan", "run", "grpo"}
 }
 
 C_BANNED = re.compile(

@@ -14,7 +14,7 @@ its own error, the others SyncAbortedError.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -26,6 +26,7 @@ from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.errors import Error, MeshMismatchError, SyncAbortedError
 from rollmesh.runtime.messages import reason
 from rollmesh.weights.pieces import Dims, Part, is_sharded, part_of
+from rollmesh.weights.plan import Plan
 from rollmesh.weights.transport.tensors import DTYPES, bytes_of, holds_tensors, pair_of
 
 Array = NDArray[Any]
@@ -110,7 +111,7 @@ def _packed(views: list[Array]) -> NDArray[np.uint8]:
     )
 
 
-def spread(ranks: RankEngine, source: Any, options: Any) -> Iterator[tuple[str, Any]]:
+def spread(ranks: RankEngine, plan: Plan, source: Any, options: Any) -> Iterator[tuple[str, Any]]:
     """The entries for this rank to push. If all ranks have a source of whole tensors, each uses its
     own and nothing is sent. Otherwise each rank receives its shards: from all ranks with pieces,
     or, if no source is sharded, from the first rank with a source. An exception of a source ends
@@ -126,8 +127,7 @@ def spread(ranks: RankEngine, source: Any, options: Any) -> Iterator[tuple[str, 
             return _own(ranks, own)
         givers = givers[:1]
     ahead = AHEAD if all(told[rank][0] for rank in givers) else 1
-    resharding = Resharding(ranks, ranks.control, ranks.rank, ranks.all_gather, ranks.raise_failure)
-    return resharding.entries(own if ranks.rank in givers else None, ahead)
+    return Resharding(plan, ranks).entries(own if ranks.rank in givers else None, ahead)
 
 
 def _own(ranks: RankEngine, source: Source) -> Iterator[tuple[str, Any]]:
@@ -138,34 +138,20 @@ def _own(ranks: RankEngine, source: Source) -> Iterator[tuple[str, Any]]:
 
 
 class Resharding:
-    """One rank's end of it, for one sync."""
+    """One rank's part in the exchanges of one sync."""
 
-    def __init__(
-        self,
-        engine: RankEngine,
-        control: _core.Comm,
-        rank: int,
-        all_gather: Callable[[str, Any], list[Any]],
-        raise_failure: Callable[[Exception | None, list[str | None]], None],
-    ):
-        self._engine, self._control, self._rank, self._all_gather, self._raise_failure = (
-            engine,
-            control,
-            rank,
-            all_gather,
-            raise_failure,
-        )
-        self._plans: dict[tuple[Any, ...], NDArray[np.int64]] = {}  # layers are alike
-        self._places: dict[
-            tuple[Dims, str], Array
-        ] = {}  # where what is received is put together, used again by the next layer
+    def __init__(self, plan: Plan, ranks: RankEngine):
+        self._plan, self._ranks = plan, ranks
+        self._copies: dict[tuple[Any, ...], NDArray[np.int64]] = {}  # layers are alike
+        # Where received parts are put together; used again by the next layer.
+        self._places: dict[tuple[Dims, str], Array] = {}
 
     def entries(self, source: Source | None, ahead: int) -> Iterator[tuple[str, Any]]:
         """What this rank pushes: whole tensors to look at, with what it wants in them. All ranks
         give the same `ahead`."""
         while True:
             mine = None if source is None else source.take(ahead)
-            everyone = self._all_gather(
+            everyone = self._ranks.all_gather(
                 "a sync of pieces", None if mine is None else [_told(part) for part in mine]
             )
             lists = {rank: told for rank, told in enumerate(everyone) if told is not None}
@@ -185,13 +171,14 @@ class Resharding:
             for its in (told.get(rank) for rank in range(world))
         ]
         if any(reasons):
-            self._raise_failure(mine if isinstance(mine, Exception) else None, reasons)
+            self._ranks.raise_failure(mine if isinstance(mine, Exception) else None, reasons)
         name, dtype, shape = _same(told)
         try:
-            wanted_shape, wanted = self._engine.sync_wanted(name)
+            entry = self._plan.entry(name)
+            wanted = entry.wanted() if entry.shape == shape else None
         except Error:
-            wanted_shape = None
-        if wanted_shape != shape:  # the push raises ShapeError on every rank, from the shape alone
+            wanted = None
+        if wanted is None:  # the push raises on every rank, from name and shape alone
             return name, np.broadcast_to(np.zeros((), DTYPES[dtype]), shape)
         held = np.array(
             [
@@ -201,27 +188,27 @@ class Resharding:
             ],
             np.int64,
         )
-        copies = self._plan(name, shape, held.reshape(-1, 1 + 2 * BOX_DIMS), wanted, world)
+        copies = self._planned(name, shape, held.reshape(-1, 1 + 2 * BOX_DIMS), wanted, world)
         return name, self._moved(
             copies, dtype, shape, mine if isinstance(mine, Part) else None, world
         )
 
-    def _plan(
+    def _planned(
         self, name: str, shape: Dims, held: NDArray[np.int64], wanted: NDArray[np.int64], world: int
     ) -> NDArray[np.int64]:
         key = (shape, held.tobytes(), wanted.tobytes())
-        if key not in self._plans:
-            if len(self._plans) == MAX_PLANS:
-                self._plans.clear()
-            self._plans[key] = _core.plan_copies(name, shape, held, wanted, world)
-        return self._plans[key]
+        if key not in self._copies:
+            if len(self._copies) == MAX_PLANS:
+                self._copies.clear()
+            self._copies[key] = _core.plan_copies(name, shape, held, wanted, world)
+        return self._copies[key]
 
     def _moved(
         self, copies: NDArray[np.int64], dtype: str, shape: Dims, mine: Part | None, world: int
     ) -> Array:
         """What this rank has and what it gets, at its place in an array of the whole shape. The
         rest of that was never written to."""
-        me, n_dims = self._rank, len(shape)
+        me, n_dims = self._ranks.rank, len(shape)
         array = None if mine is None or 0 in mine.sizes else mine.array()
         has_all = array is not None and mine is not None and mine.sizes == shape
         place = array if has_all and array is not None else self._place(shape, dtype)
@@ -255,7 +242,7 @@ class Resharding:
             bytes_of(views[0]) if direct else np.empty(sum(view.nbytes for view in views), np.uint8)
             for views, direct in zip(take, straight, strict=True)
         ]
-        self._control.all_to_all(sent, got)
+        self._ranks.control.all_to_all(sent, got)
         for views, direct, part in zip(take, straight, got, strict=True):
             at = 0
             for view in () if direct else views:

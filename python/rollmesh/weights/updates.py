@@ -1,10 +1,6 @@
 """The weights of one generator: which version serves, whether a sync is open, and the order of the
-engine's calls for each kind of source (sync.py lists them). Callers hold the generator's lock;
-`Sync`, the caller's handle on an open sync, takes it itself.
-
-A sync that was opened without `with` is closed by the generator's next step or by a repeated name:
-a complete set is committed; an incomplete one raises IncompleteSyncError and the old version keeps
-serving.
+engine's calls for each kind of source. Callers hold the generator's lock; `Sync`, the caller's
+handle on an open sync, takes it itself.
 
 Where ranks are processes, they exchange messages at the beginning, at every push and at the end. If
 one rank fails (arguments, a tensor, memory, the body of a `with` block), the sync ends on all
@@ -17,7 +13,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -30,17 +26,9 @@ from rollmesh.request.requests import Requests
 from rollmesh.runtime.arguments import OFFLOAD, PARTS, deadline_of
 from rollmesh.runtime.messages import byte_text, reason
 from rollmesh.weights.pieces import local_tensor
+from rollmesh.weights.plan import Plan, check_deadline
 from rollmesh.weights.resharding import spread
-from rollmesh.weights.sync import (
-    SyncOptions,
-    check_deadline,
-    check_mapping,
-    lent,
-    push_all,
-    push_entries,
-    push_mapping,
-    report_of,
-)
+from rollmesh.weights.sync import SyncOptions, lent, report_of
 
 BEGINNING = "the beginning of a sync"
 SLEEP, WAKE = "a sleep", "a wake"
@@ -67,7 +55,7 @@ class Weights:
         """Takes a whole set from a mapping or an iterator and commits it. Where ranks are
         processes, a rank that fails still goes through all entries, so that all ranks report their
         errors at the same points."""
-        engine = self._engine
+        engine, plan = self._engine, Plan(self._engine, options)
         kind = None if source is None else "mapping" if isinstance(source, Mapping) else "entries"
         told = self._open_together(BEGINNING, [kind, deadline is not None], options)
         kinds, timed = (
@@ -89,18 +77,18 @@ class Weights:
                     and kind == "mapping"
                     and (None not in kinds or givers[0] == engine.rank)
                 ):
-                    fault = _fault_of(check_mapping, engine, self.manifest, source, options)
+                    fault = _fault_of(plan.check, source)
                 engine.barrier("a sync before its entries", fault)
                 if engine.has_peers:
                     listing = (
                         bool(givers)
                         and kinds[engine.rank if None not in kinds else givers[0]] == "mapping"
                     )
-                    fault = push_all(engine, spread(engine, source, options), listing, deadline)
+                    fault = plan.push_all(spread(engine, plan, source, options), listing, deadline)
                 elif kind == "mapping":
-                    push_mapping(engine, source, deadline)
+                    plan.push_mapping(source, deadline)
                 else:
-                    push_entries(engine, source, deadline)
+                    plan.push_entries(source, deadline)
                 engine.barrier("a sync after its entries", fault or _fault_of(checks[0]))
                 self._check_deadlines(options, timed, deadline)
                 voting = True
@@ -111,6 +99,7 @@ class Weights:
             self._abort()
             engine.abort_unless_shared(error, voting)
             fault = None
+            plan.forget()
             _clear_own_frames(error)
             raise
 
@@ -163,20 +152,15 @@ class Weights:
     def push(self, sync: Sync, name: str, tensor: Any, fault: Exception | None = None) -> None:
         """fault: why there is no tensor."""
         sync.require_open()
-        if isinstance(name, str) and name in sync.names and not sync.scoped:
-            self.finish(sync, None)
-            sync.reopen()
-            self.begin(sync)
         try:
             if fault is None:
-                fault = _fault_of(self._engine.sync_push, name, tensor)
+                fault = _fault_of(sync.plan.push, name, tensor)
             self._all_gather_push(sync, "push", fault)
         except BaseException as error:
             self._engine.abort_unless_shared(error)
             fault = None
             _clear_own_frames(error)
             raise
-        sync.names.add(name)
 
     def _all_gather_push(self, sync: Sync, at: str, fault: Exception | None = None) -> set[str]:
         """Exchanges with every rank where it is and why it fails, if it does; one that fails ends
@@ -223,11 +207,6 @@ class Weights:
             raise
         sync.closed = f"it was committed as version {sync.report.version}"
         return sync.report
-
-    def commit_open_sync(self) -> None:
-        """Commits an open sync that no `with` block will close. Called before each step."""
-        if self._open is not None and not self._open.scoped:
-            self.finish(self._open, None)
 
     def reset(self, why: str, only: Sync | None = None) -> None:
         """Drops the open sync, if there is one (with `only`: if it is that one)."""
@@ -373,7 +352,7 @@ class Weights:
         while options.inflight == "wait" and (left := self._engine.unfinished()):
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineError(f"{left} requests were still running at the sync's timeout")
-            if self._requests.step() == 0 and (left := self._engine.unfinished()):
+            if self._requests.step()[0] == 0 and (left := self._engine.unfinished()):
                 raise StateError(
                     f"{left} requests cannot finish (paused or asleep): call resume() or wake(), "
                     "or choose another inflight"
@@ -402,44 +381,41 @@ def _clear_own_frames(error: BaseException) -> None:
 class Sync:
     """One sync whose tensors the caller pushes; made by Generator.begin_sync.
 
-    As a context manager it commits when the block ends and aborts when the block raises. Until then
-    the old version serves. Without `with`: push …, then commit() or abort(); otherwise the next
-    step, or a repeated name, commits it.
+    As a context manager it commits when the block ends and aborts when the block raises. Without
+    `with`: push …, then commit() or abort(). Until the commit the old version serves; the next
+    sync drops one that is still open.
     """
 
     def __init__(
         self,
         weights: Weights,
-        turn: Callable[[float | None], AbstractContextManager[None]],
+        exclusive: Callable[[Callable[[], Any], float | None], Any],
         options: SyncOptions,
     ):
-        self._weights, self._turn = weights, turn
+        """exclusive: runs a function that alone uses the engine, by a deadline."""
+        self._weights, self._exclusive = weights, exclusive
         self.options = options
-        self.scoped = False
-        self.names: set[str] = set()
+        self.plan = Plan(weights._engine, options)
         self.closed: str | None = None  # why it is closed; None while open
         self.report: SyncReport | None = None
 
     def push(self, name: str, tensor: Any) -> None:
-        """Copies one tensor into staging. An error leaves the sync open. Where ranks are processes,
-        a tensor that only some ranks refuse ends the sync on all; SyncAbortedError when another
-        rank ended it."""
+        """Copies one tensor into the staged weights. An error leaves the sync open. Where ranks are
+        processes, a tensor that only some ranks refuse ends the sync on all; SyncAbortedError when
+        another rank ended it."""
         local, fault = None, None
         try:
-            local = local_tensor(
-                tensor
-            )  # before taking the lock: gathering a DTensor is a collective of the trainer
+            local = local_tensor(tensor)  # gathering a DTensor is a collective of the trainer
         except Exception as error:  # noqa: BLE001 (raised by push, once all ranks know)
             fault = error
-        with self._turn(None):
-            self._weights.push(self, name, local, fault)
+        self._exclusive(lambda: self._weights.push(self, name, local, fault), None)
 
     def commit(self, timeout: float | None = None) -> SyncReport:
         """Commits the set. IncompleteSyncError if a required parameter is missing; the old version
         keeps serving then."""
         deadline = deadline_of(timeout)
-        with self._turn(deadline):
-            return self._weights.finish(self, deadline)
+        report: SyncReport = self._exclusive(lambda: self._weights.finish(self, deadline), deadline)
+        return report
 
     def abort(self) -> None:
         """Drops what was pushed. Does nothing if the sync is closed already."""
@@ -447,28 +423,15 @@ class Sync:
 
     def _abort(self, error: BaseException | None) -> None:
         if self.closed is None:
-            with self._turn(None):
-                self._weights.abort(self, error)
-
-    def reopen(self) -> None:
-        """After a repeated name: the next set begins, with the next version number."""
-        self.options = replace(self.options, version=None)
-        self.names, self.closed = set(), None
+            self._exclusive(lambda: self._weights.abort(self, error), None)
 
     def require_open(self) -> None:
         if self.closed is not None:
             raise StateError(f"this sync is closed: {self.closed}")
 
     def __enter__(self) -> Sync:
-        try:
-            self.require_open()
-            self.scoped = True
-            return self
-        except (
-            BaseException
-        ) as error:  # a Ctrl-C: the block is not entered, and nothing else would close the sync
-            self._abort(error)
-            raise
+        self.require_open()
+        return self
 
     def __exit__(
         self,
