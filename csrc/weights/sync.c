@@ -138,7 +138,7 @@ static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const
 rm_code rm_sync_check(const rm_store *store, const rm_entry *entry, const rm_tensor *tensor,
                       rm_error *err) {
   char shown[RM_NAME_MAX + 1];
-  if (!store->open) return rm_fail(err, RM_E_STATE, "a tensor was pushed and no sync is open");
+  if (!store->open) return rm_fail(err, RM_E_STATE, "push: expected an open sync, got none");
   if (!entry->target.n_pieces) return RM_OK;
   memcpy(shown, entry->name, entry->length);
   shown[entry->length] = 0;
@@ -363,7 +363,7 @@ rm_code rm_sync_push(rm_store *store, const rm_entry *const *entries, int64_t n,
   const uint64_t read_before = store->report.bytes;
   rm_code code = RM_OK;
   int64_t taken = 0;
-  if (!store->open) return rm_fail(err, RM_E_STATE, "a tensor was pushed and no sync is open");
+  if (!store->open) return rm_fail(err, RM_E_STATE, "push: expected an open sync, got none");
   store->tasks.n = 0;
   while (taken < n && !(code = take_entry(store, entries[taken], err))) taken++;
   if (!code) code = run_tasks(store, err);
@@ -470,7 +470,7 @@ static void settle_biases(rm_store *store) {
 }
 
 rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
-  if (!store->open) return rm_fail(err, RM_E_STATE, "commit: no sync is open");
+  if (!store->open) return rm_fail(err, RM_E_STATE, "commit: expected an open sync, got none");
   const rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
   if (code) rm_sync_abort(store);
   const int64_t n = store->params->n, embed = store->tied_embed;

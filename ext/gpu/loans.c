@@ -137,7 +137,7 @@ static PyObject *gpus_give_back(PyObject *object, PyObject *args) {
 
 static PyMethodDef gpus_methods[] = {
     {"lend", gpus_lend, METH_VARARGS,
-     PyDoc_STR("(name, tensor): (ordinal, address, dtype, shape, strides, the memory's owner).")},
+     PyDoc_STR("(name, tensor): (ordinal, address, dtype, shape, strides, owner of the memory).")},
     {"wait", gpus_wait, METH_VARARGS,
      PyDoc_STR("(ordinal): waits until the writes of the tensors lent so far are complete.")},
     {"loan", gpus_loan, METH_VARARGS,

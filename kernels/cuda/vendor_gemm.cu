@@ -60,7 +60,7 @@ const char *check(const vendor_gemm *p, const char *call, int status) {
 // --------------------------------------------------------------------------------------- cuBLASLt
 const char *load(rm_lt *api, const char *path) {
   void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-  if (!library) return refuse("no cuBLASLt can be loaded: %s", dlerror());
+  if (!library) return refuse("cuBLASLt cannot be loaded: %s", dlerror());
   const struct {
     const char *name;
     void *function; // pointer to the field, whatever its type

@@ -61,7 +61,7 @@ from rollmesh.runtime.engine_views import Ids, OpTime
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.resharding import BOX_DIMS
 from rollmesh.weights.self_test import Scorer, run_self_test
-from rollmesh.weights.sync import SyncOptions, made_by
+from rollmesh.weights.sync import SyncOptions, source_of_follower
 from rollmesh.weights.transport.tensors import check_source
 from rollmesh.weights.updates import BEGINNING, SLEEP, WAKE, Sync, Weights
 
@@ -690,7 +690,7 @@ class Generator:
     ) -> None:
         def sync(options: dict[str, Any]) -> None:
             self._weights.sync(
-                None if source is None else made_by(source, options["version"]),
+                None if source is None else source_of_follower(source, options["version"]),
                 SyncOptions(**options),
             )
 

@@ -237,6 +237,12 @@ def test_the_tree_keeps_its_layers() -> None:
     assert violations(ROOT) == []
 
 
+def test_the_training_algorithm_stays_short() -> None:
+    """The files of rollmesh.grpo together. Everything else of a run is in rollmesh.run."""
+    files = (ROOT / "python/rollmesh/grpo").glob("*.py")
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 1200
+
+
 @pytest.mark.parametrize(
     "path, text, said",
     [

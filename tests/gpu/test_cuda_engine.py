@@ -642,9 +642,7 @@ def test_devices_that_are_not_here(
     ):
         make(DENSE, "cuda:99")
     monkeypatch.setenv(LIBRARY_SWITCH, str(tmp_path / "none.so"))
-    with pytest.raises(
-        rm.ConfigError, match=r"none\.so, which is not a file"
-    ):
+    with pytest.raises(rm.ConfigError, match=r"none\.so, which is not a file"):
         make()
     (tmp_path / "none.so").write_bytes(b"no library")
     with pytest.raises(rm.ConfigError, match=r"the CUDA library cannot be loaded: .*none\.so"):

@@ -299,7 +299,7 @@ def test_what_the_door_refuses(
             [shape],
             4,
             None,
-            "no cuBLASLt can be loaded: .*invalid ELF header|file too short",
+            "cuBLASLt cannot be loaded: .*invalid ELF header|file too short",
         ),
         (
             ctypes.util.find_library("c") or "",

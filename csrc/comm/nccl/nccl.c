@@ -142,7 +142,7 @@ static rm_code init(rm_nccl_endpoint *end, rm_nccl_id id, double timeout, rm_err
   if (code) return code;
   if (!comm) {
     rm_comm_abort(end->host, RM_E_DEVICE);
-    return rm_fail(err, RM_E_DEVICE, "making a group: NCCL gave none and no error");
+    return rm_fail(err, RM_E_DEVICE, "making a group: NCCL returned neither a group nor an error");
   }
   return rm_nccl_wait_ready(end, "making a group", timeout, RM_NCCL_CREATING | RM_NCCL_ABORTS_HOST,
                             err);
@@ -177,7 +177,8 @@ static rm_code exchange_words(rm_nccl_endpoint *end, uint64_t *there, uint64_t *
   for (int r = 0; r < end->size && !code; r++)
     if (here[n + (size_t)r] != word_of(r, end->rank) || here[2 * n + (size_t)r] != word_of(r, 0))
       code = rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
-                     "NCCL brought rank %d other bytes than rank %d sent", end->rank, r);
+                     "rank %d: expected from NCCL the bytes that rank %d sent, got others",
+                     end->rank, r);
   return code;
 }
 

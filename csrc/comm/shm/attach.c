@@ -133,11 +133,11 @@ static rm_code make_file(attaching *a, rm_error *err) {
   snprintf(unnamed, sizeof unnamed, "/proc/self/fd/%d", a->region->file);
   while (linkat(AT_FDCWD, unnamed, AT_FDCWD, a->path, AT_SYMLINK_FOLLOW)) {
     if (errno != EEXIST)
-      return rm_fail(err, RM_E_CAPACITY, "%s cannot be made: %s", a->path, strerror(errno));
+      return rm_fail(err, RM_E_CAPACITY, "%s cannot be created: %s", a->path, strerror(errno));
     if ((code = remove_stale(a, err))) return code;
     if (rm_now() > a->deadline)
       return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT,
-                     "%s cannot be made: other processes made it again each time", a->path);
+                     "%s cannot be created: other processes created it again each time", a->path);
   }
   return RM_OK;
 }
@@ -156,7 +156,7 @@ static rm_code find_file(attaching *a, rm_region_head *head, rm_error *err) {
     if (late && ours_is_dead) remove_name(a, file);
     if (file >= 0) close(file);
     if (alive)
-      return rm_fail(err, RM_E_AUTH, "%s has another nonce: process %d of another run has made it",
+      return rm_fail(err, RM_E_AUTH, "%s has another nonce: process %d of another run created it",
                      a->path, process_of(head->maker));
     if (late)
       return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "no region \"%s\" within %.3g s: rank 0 %s",

@@ -164,10 +164,13 @@ def train(
     with run.interrupts:
         run.interrupts.hold("the run has begun")
         checkpoint.set_aside(out, run.first_step, run.resumed)
-        folder = RunFolder(out, config, run.first_step, run.trainer, run.interrupts, save, show)
-        with ahead or nullcontext(), folder:
+        first, trainer = run.first_step, run.trainer
+        with (
+            ahead or nullcontext(),
+            RunFolder(out, config, first, trainer, run.interrupts, save, show) as folder,
+        ):
             run.interrupts.release()
-            for step in range(run.first_step, last + 1):
+            for step in range(first, last + 1):
                 folder.finish(step, *run_step(run, step, ahead, overlap))
                 if ahead and step < last:
                     ahead.drop(step)

@@ -3,10 +3,9 @@
 A reward is a function with TRL's signature,
 `reward(prompts, completions, completion_ids=None, **columns) -> list[float]`. All arguments are
 lists with one item per completion, so a prompt and its columns repeat for each of its samples. The
-prompts of a chat are lists of messages, and so are the completions. The arguments are copies, which
-the function may change. `async def` functions are awaited together, after the others. A name is one
-of BUILT_IN or `module:function`, imported from the folder of the config, the working folder or the
-Python path.
+prompts and completions of a chat are lists of messages. The function may change its arguments.
+`async def` functions are awaited together, after the others. A name is one of BUILT_IN or
+`module:function`, imported from the config's folder, the working folder or the Python path.
 """
 
 from __future__ import annotations

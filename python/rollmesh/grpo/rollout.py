@@ -5,9 +5,7 @@ whose judged rewards differ. Groups of equal rewards are left out, and other pro
 generated, until the step has all its groups, max_num_gen_batches batches were generated, or the
 prompts are used up. Groups of equal rewards then fill the step, so that every step has the same
 shape. Rejected: ending such a run, as verl does, because the data may only be too hard so far.
-Prompts and seeds depend on (run seed, step, prompts drawn before), and a step draws each prompt
-once. Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale",
-arXiv 2503.14476. The keys have verl's names.
+Yu et al. 2025, "DAPO", arXiv 2503.14476. The keys have verl's names.
 """
 
 from __future__ import annotations

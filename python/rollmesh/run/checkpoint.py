@@ -20,7 +20,6 @@ resumes an older checkpoint moves the later ones to DIR/abandoned.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -324,9 +323,7 @@ def _changed(
     """Returns the options then and now, and the names of those that differ and shape the run. An
     older checkpoint lacks later keys, which then had their default values."""
     hints: dict[str, Any] = typing.get_type_hints(Config)
-    tables: dict[str, Any] = {
-        k: hint() for k, hint in hints.items() if dataclasses.is_dataclass(hint)
-    }
+    tables: dict[str, Any] = {k: v() for k, v in hints.items() if k not in ("seed", "folder")}
     defaults, now = (_flat(json.loads(json.dumps(c.as_dict()))) for c in (Config(**tables), config))
     then = {**defaults, "train.kernels": "torch", **_flat(state["config"])}
     changed = [

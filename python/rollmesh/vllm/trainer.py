@@ -196,7 +196,7 @@ class _Sending:
             folder=self._folder,
         )
 
-    def _made(self, make: Callable[[], T]) -> Generator[Call, Any, T]:
+    def _or_abort(self, make: Callable[[], T]) -> Generator[Call, Any, T]:
         """Returns what make() returns. If it raises, tells the workers to drop the update."""
         try:
             return make()
@@ -209,7 +209,7 @@ class _Sending:
     def _publish(
         self, writer: DeltaWriter, source: Mapping[str, Any] | Iterable[Any], version: int
     ) -> Calls:
-        yield from self._made(lambda: writer.publish(source, version))
+        yield from self._or_abort(lambda: writer.publish(source, version))
         yield Call("update_weights", (asdict(UpdateInfo(sender=self._name, version=version)),))
 
     def _buckets(self, source: Mapping[str, Any] | Iterable[Any], version: int) -> Calls:
@@ -228,7 +228,7 @@ class _Sending:
             bucket = next(buckets, None)
             return None if bucket is None else self._call(bucket, version)
 
-        while (call := (yield from self._made(next_call))) is not None:
+        while (call := (yield from self._or_abort(next_call))) is not None:
             yield from self._until_read(call)
             self._close_previous()
             if self._shared is not None:

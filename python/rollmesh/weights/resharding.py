@@ -1,15 +1,15 @@
 """Resharding: from the shards of a trainer's ranks to the shards of a generator's ranks, in the
 same processes, without gathering tensors.
 
-For each entry of the source every rank tells which piece it holds (pieces.py); the shard that it
-needs follows from the name. csrc/weights/resharding.c plans the copies, the same on all ranks, and
-one all_to_all moves what a rank needs and does not hold. The rank then pushes an array of the whole
-shape in which only its shard was written. The other pages were never touched and take no memory, so
-the engine reads the array like any other.
+For each entry of the source every rank sends a description of the piece that it holds (pieces.py);
+the shard that it needs follows from the name. csrc/weights/resharding.c plans the copies, the same
+on all ranks, and one all_to_all moves what a rank needs and does not hold. The rank then pushes an
+array of the whole shape in which only its shard was written. The other pages were never written and
+take no memory, so the engine reads the array like any other.
 
-What all ranks can see (different names or shapes, an element that no rank holds) raises the same
-error on all. If one rank's source fails, the rank sends the reason in place of an entry: it raises
-its own error, the others SyncAbortedError.
+Errors that all ranks see (different names or shapes, an element that no rank holds) are the same on
+all. If one rank's source fails, the rank sends the reason instead of an entry: it raises its own
+error, the others SyncAbortedError.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollmesh.weights.plan import Plan
 from rollmesh.weights.transport.tensors import DTYPES, bytes_of, holds_tensors, pair_of
 
 Array = NDArray[Any]
-Told = list[Any]  # name, dtype, shape, offsets, sizes; or the reason why the source failed
+Described = list[Any]  # name, dtype, shape, offsets, sizes; or the reason why the source failed
 AHEAD = 16  # entries per exchange of a source that holds its tensors; 1 for others
 MAX_PLANS = 256
 BOX_DIMS = 4
@@ -67,7 +67,7 @@ class Source:
         return self._entries
 
     def take(self, count: int) -> list[Part | Exception]:
-        """The next entries, fewer at the end. An exception comes last."""
+        """Returns the next entries, fewer at the end. An exception comes last."""
         parts: list[Part | Exception] = []
         try:
             for entry in islice(iter(self), count):
@@ -78,7 +78,7 @@ class Source:
         return parts
 
 
-def _told(part: Part | Exception) -> Told:
+def _described(part: Part | Exception) -> Described:
     if isinstance(part, Exception):
         return [reason(part)]
     return [part.name, part.dtype, list(part.shape), list(part.offsets), list(part.sizes)]
@@ -112,10 +112,10 @@ def _packed(views: list[Array]) -> NDArray[np.uint8]:
 
 
 def spread(ranks: RankEngine, plan: Plan, source: Any, options: Any) -> Iterator[tuple[str, Any]]:
-    """The entries for this rank to push. If all ranks have a source of whole tensors, each uses its
-    own and nothing is sent. Otherwise each rank receives its shards: from all ranks with pieces,
-    or, if no source is sharded, from the first rank with a source. An exception of a source ends
-    the sync on all ranks."""
+    """Yields the entries that this rank pushes. If all ranks have a source of whole tensors, each
+    uses its own and nothing is sent. Otherwise each rank receives its shards: from all ranks with
+    pieces, or, if no source is sharded, from the first rank with a source. An exception of a
+    source ends the sync on all ranks."""
     own = None if source is None else Source(source)
     kind = None if own is None else [own.holds, own.is_sharded]
     told = ranks.all_gather(f"the beginning of a sync with {options}", kind)
@@ -147,12 +147,12 @@ class Resharding:
         self._places: dict[tuple[Dims, str], Array] = {}
 
     def entries(self, source: Source | None, ahead: int) -> Iterator[tuple[str, Any]]:
-        """What this rank pushes: whole tensors to look at, with what it wants in them. All ranks
-        give the same `ahead`."""
+        """Yields what this rank pushes: arrays of whole tensors, in which the parts that it needs
+        are valid. `ahead` is equal on all ranks."""
         while True:
             mine = None if source is None else source.take(ahead)
             everyone = self._ranks.all_gather(
-                "a sync of pieces", None if mine is None else [_told(part) for part in mine]
+                "a sync of pieces", None if mine is None else [_described(part) for part in mine]
             )
             lists = {rank: told for rank, told in enumerate(everyone) if told is not None}
             for i in range(max(map(len, lists.values()))):
@@ -164,7 +164,7 @@ class Resharding:
                 return
 
     def _entry(
-        self, told: Mapping[int, Told | None], mine: Part | Exception | None, world: int
+        self, told: Mapping[int, Described | None], mine: Part | Exception | None, world: int
     ) -> tuple[str, Any]:
         reasons = [
             its[0] if its is not None and len(its) == 1 else None
@@ -250,9 +250,9 @@ class Resharding:
                 at += view.nbytes
 
 
-def _same(told: Mapping[int, Told | None]) -> tuple[str, str, Dims]:
-    """Name, dtype and shape, which all ranks that have a source must say alike. MeshMismatchError
-    names two that do not."""
+def _same(told: Mapping[int, Described | None]) -> tuple[str, str, Dims]:
+    """Returns name, dtype and shape, which must be equal on all ranks with a source.
+    MeshMismatchError names two ranks that differ."""
     ended = [rank for rank, its in told.items() if its is None]
     going = {rank: its for rank, its in told.items() if its is not None}
     first, its = next(iter(going.items()))

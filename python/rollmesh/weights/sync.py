@@ -30,7 +30,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SyncOptions:
-    """The options of Generator.sync_weights and begin_sync, described there."""
+    """The options of a sync; Generator.sync_weights describes them."""
 
     version: int | None = None
     cast: bool = False
@@ -64,8 +64,8 @@ class SyncOptions:
         object.__setattr__(self, "version", int(version))
 
     def __repr__(self) -> str:
-        """What ranks compare. The repr that dataclass makes, once cut short by a Ctrl-C, takes a
-        later object at the same address for one that contains itself, and shows `...`."""
+        """The text that ranks compare. Not dataclass's repr: after a Ctrl-C inside it, that one
+        shows `...` for a later object at the same address."""
         return (
             f"SyncOptions({', '.join(f'{name}={value!r}' for name, value in asdict(self).items())})"
         )
@@ -82,8 +82,8 @@ class SyncOptions:
 
     @property
     def at_commit(self) -> str:
-        """What the engine does with running requests at the commit; with "wait" there are none by
-        then."""
+        """The engine's name for `inflight` at the commit. With "wait" no request runs by then;
+        the engine refuses to commit otherwise."""
         return {"wait": "refuse", "keep": "keep_kv" if self.keep_kv else "keep"}.get(
             self.inflight, self.inflight
         )
@@ -102,9 +102,9 @@ def report_of(values: SyncValues) -> SyncReport:
     )
 
 
-def made_by(source: Callable[[int | None], Any], version: int | None) -> Any:
-    """What a rank that follows gives to a sync. An exception of the function is met as the source's
-    first entry, for all ranks to know."""
+def source_of_follower(source: Callable[[int | None], Any], version: int | None) -> Any:
+    """Returns what a follower brings to a sync. If the function raises, every rank sees the error
+    on the first entry."""
     try:
         made = source(version)
         if made is not None:

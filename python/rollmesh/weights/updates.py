@@ -1,11 +1,5 @@
 """The weights of one generator: which version serves, whether a sync is open, and the order of the
-engine's calls for each kind of source. Callers hold the generator's lock; `Sync`, the caller's
-handle on an open sync, takes it itself.
-
-Where ranks are processes, they exchange messages at the beginning, at every push and at the end. If
-one rank fails (arguments, a tensor, memory, the body of a `with` block), the sync ends on all
-ranks: that rank raises its own error, the others SyncAbortedError with its number and reason. A
-tensor that every rank refuses leaves the sync open, as in one process.
+engine's calls for each kind of source. The package's docstring states the protocol.
 """
 
 from __future__ import annotations
@@ -52,16 +46,13 @@ class Weights:
 
     @followed("options", collective=True)
     def sync(self, source: Any, options: SyncOptions, deadline: float | None = None) -> SyncReport:
-        """Takes a whole set from a mapping or an iterator and commits it. Where ranks are
-        processes, a rank that fails still goes through all entries, so that all ranks report their
-        errors at the same points."""
+        """Copies and commits a whole set. Where ranks are processes, a rank that fails still
+        iterates over all entries, so that all ranks report their errors at the same points."""
         engine, plan = self._engine, Plan(self._engine, options)
         kind = None if source is None else "mapping" if isinstance(source, Mapping) else "entries"
         told = self._open_together(BEGINNING, [kind, deadline is not None], options)
-        kinds, timed = (
-            [its for its, _ in told],
-            True in [its for _, its in told],
-        )  # lists: a Ctrl-C in a generator would be lost
+        # lists: a Ctrl-C in a generator would be lost
+        kinds, timed = [its for its, _ in told], True in [its for _, its in told]
         givers = [rank for rank, its in enumerate(kinds) if its is not None]
         voting = False
         try:
@@ -69,7 +60,7 @@ class Weights:
                 if options.mode == "inplace":
                     self._finish_running(options, engine.own_deadline(deadline))
                 checks: list[Callable[[], None]] = []  # that the source is still lent
-                fault = _fault_of(options.begin, engine) or _fault_of(
+                fault = _error_of(options.begin, engine) or _error_of(
                     lambda: checks.append(loans.enter_context(lent(source)))
                 )
                 if (
@@ -77,7 +68,7 @@ class Weights:
                     and kind == "mapping"
                     and (None not in kinds or givers[0] == engine.rank)
                 ):
-                    fault = _fault_of(plan.check, source)
+                    fault = _error_of(plan.check, source)
                 engine.barrier("a sync before its entries", fault)
                 if engine.has_peers:
                     listing = (
@@ -89,7 +80,7 @@ class Weights:
                     plan.push_mapping(source, deadline)
                 else:
                     plan.push_entries(source, deadline)
-                engine.barrier("a sync after its entries", fault or _fault_of(checks[0]))
+                engine.barrier("a sync after its entries", fault or _error_of(checks[0]))
                 self._check_deadlines(options, timed, deadline)
                 voting = True
                 report = self._commit(options, engine.own_deadline(deadline))
@@ -104,9 +95,9 @@ class Weights:
             raise
 
     def _open_together(self, where: str, value: Any, options: SyncOptions) -> list[Any]:
-        """Every rank's value, once all ranks have accepted the version number; an open sync is
-        dropped then."""
-        everyone = self._all_gather(where, value, _fault_of(self._check_version, options))
+        """Returns every rank's value when all ranks have accepted the version number, and drops an
+        open sync."""
+        everyone = self._all_gather(where, value, _error_of(self._check_version, options))
         self.reset("a later sync began")
         return everyone
 
@@ -116,11 +107,11 @@ class Weights:
         if timed and self._engine.has_peers:
             self._finish_running(options, None)
             self._engine.barrier(
-                "a sync before its commit", _fault_of(check_deadline, deadline, "its commit")
+                "a sync before its commit", _error_of(check_deadline, deadline, "its commit")
             )
 
     def begin(self, sync: Sync) -> None:
-        """Opens the sync of a handle; another open one is dropped."""
+        """Opens the sync of a handle and drops another one that is open."""
         options = sync.options
         # Ranks may differ in the version: the two-phase commit compares it.
         told = self._open_together(PUSHES, repr(replace(options, version=None)), options)
@@ -128,7 +119,7 @@ class Weights:
             self._engine.require_equal("a set of weights", told)
             if options.mode == "inplace":
                 self._finish_running(options, None)
-            self._engine.barrier(PUSHES, _fault_of(self._begun, sync))
+            self._engine.barrier(PUSHES, _error_of(self._begun, sync))
         except BaseException as error:
             self._abort()
             self._engine.abort_unless_shared(error)
@@ -150,11 +141,11 @@ class Weights:
         return self._open is sync
 
     def push(self, sync: Sync, name: str, tensor: Any, fault: Exception | None = None) -> None:
-        """fault: why there is no tensor."""
+        """Copies one tensor. fault: the error that gathering it raised."""
         sync.require_open()
         try:
             if fault is None:
-                fault = _fault_of(sync.plan.push, name, tensor)
+                fault = _error_of(sync.plan.push, name, tensor)
             self._all_gather_push(sync, "push", fault)
         except BaseException as error:
             self._engine.abort_unless_shared(error)
@@ -163,13 +154,12 @@ class Weights:
             raise
 
     def _all_gather_push(self, sync: Sync, at: str, fault: Exception | None = None) -> set[str]:
-        """Exchanges with every rank where it is and why it fails, if it does; one that fails ends
+        """Exchanges with every rank its place in the sync and its error. An error of one rank ends
         the sync on all, unless all ranks refuse the same push. Returns the places."""
         everyone = self._engine.all_gather_push(at, None if fault is None else reason(fault))
         reasons = [why for _, why in everyone]
-        refusals = [
-            why for its_at, why in everyone if its_at == "push" and why is not None
-        ]  # no generator, as above
+        # a list, as above
+        refusals = [why for its_at, why in everyone if its_at == "push" and why is not None]
         if len(refusals) < len(everyone) and any(reasons):
             self.reset("it ended on all ranks when one of them failed", only=sync)
         self._engine.raise_failure(fault, reasons)
@@ -238,9 +228,8 @@ class Weights:
         Checked before any rank allocates."""
         if not self._engine.has_peers:
             return
-        pools: dict[
-            int, list[tuple[int, int, int]]
-        ] = {}  # a machine's memory, or a control group's limit: (rank, needed, available)
+        # of a machine's memory, or of a control group's limit: (rank, needed, available)
+        pools: dict[int, list[tuple[int, int, int]]] = {}
         for rank, (needed, its_pools) in enumerate(
             self._all_gather("the room of its host", list(self._engine.host_room()))
         ):
@@ -274,8 +263,8 @@ class Weights:
             raise
 
     def _all_gather(self, where: str, value: Any, fault: Exception | None = None) -> list[Any]:
-        """Every rank's value. fault: why this rank fails; it is raised here, and SyncAbortedError
-        on the other ranks."""
+        """Returns every rank's value. fault: this rank's error; it is raised here, and
+        SyncAbortedError on the other ranks."""
         try:
             return self._engine.all_gather_or_raise(where, value, fault)
         except BaseException as error:
@@ -325,9 +314,8 @@ class Weights:
             self._follow(before, options)
             return report
         except BaseException:
-            self._follow(
-                before, options
-            )  # a Ctrl-C may have come when the new version served already
+            # a Ctrl-C may have come when the new version served already
+            self._follow(before, options)
             raise
 
     def _follow(self, before: int | None, options: SyncOptions) -> None:
@@ -348,7 +336,7 @@ class Weights:
             )
 
     def _finish_running(self, options: SyncOptions, deadline: float | None) -> None:
-        """inflight="wait": finishes running requests on the old version."""
+        """With inflight="wait", finishes running requests on the old version."""
         while options.inflight == "wait" and (left := self._engine.unfinished()):
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineError(f"{left} requests were still running at the sync's timeout")
@@ -359,8 +347,8 @@ class Weights:
                 )
 
 
-def _fault_of(call: Callable[..., None], *args: Any) -> Exception | None:
-    """The exception that a call raises, or None. It is raised once all ranks know of it."""
+def _error_of(call: Callable[..., None], *args: Any) -> Exception | None:
+    """Returns the exception that a call raises, or None, to be raised once all ranks know it."""
     try:
         call(*args)
     except Exception as error:  # noqa: BLE001
