@@ -1,7 +1,7 @@
 // external_scheduler.h: the policy for an external scheduler (vLLM's), which decides in every step
 // which requests compute how many tokens on which pages. Tokens, draws, records and block tables
-// are kept here. Requests are added and removed by rm_engine_add, _abort and _release, with one
-// sample each; a request ends by itself only with an error.
+// are kept here. Requests are added by rm_engine_add with one sample each, and ended by
+// rm_scheduler_abort; a request ends by itself only with an error.
 //
 // Pages and the prefix cache belong to the external scheduler: many requests may share a page. For
 // each page this keeps the version of the weights that computed its KV. Computed positions in a

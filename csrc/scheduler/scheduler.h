@@ -27,13 +27,12 @@ typedef enum rm_progress { RM_NO_WORK, RM_LAST_BATCH, RM_MORE_BATCHES } rm_progr
 typedef struct rm_policy {
   rm_progress (*schedule)(rm_scheduler *scheduler); // fills the plan
   void (*committed)(rm_scheduler *scheduler); // optional: the plan's results are in the records
-  void (*token_added)(rm_scheduler *scheduler,
-                      rm_sequence *seq); // optional: ends a sequence that has all its tokens
-  void (*release_pages)(rm_scheduler *scheduler,
-                        rm_sequence *seq); // optional: an active sequence becomes inactive
-  void (*invalidate_pages)(
-      rm_scheduler *scheduler,
-      const rm_sequence *seq); // optional: one of the sequence's rows was not finite
+  // Optional: ends a sequence that has all its tokens.
+  void (*token_added)(rm_scheduler *scheduler, rm_sequence *seq);
+  // Optional: an active sequence becomes inactive.
+  void (*release_pages)(rm_scheduler *scheduler, rm_sequence *seq);
+  // Optional: one of the sequence's rows was not finite.
+  void (*invalidate_pages)(rm_scheduler *scheduler, const rm_sequence *seq);
   void (*weights_changed)(rm_scheduler *scheduler, rm_inflight inflight); // a version was committed
   void (*pages_lost)(rm_scheduler *scheduler); // the weights or the KV cache go to sleep
 } rm_policy;

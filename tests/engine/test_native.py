@@ -82,7 +82,7 @@ def note(config: pytest.Config, how: str, printed: str) -> None:
     config.stash[SUMMARY].append(f"native, {how}: {printed.splitlines()[-1]}")
 
 
-RACES = {"race_team": ["--rounds", "100"], "race_engine": [], "race_sync": []}
+RACES = {"race_team": ["--rounds", "100"], "race_engine": [], "race_mesh": [], "race_sync": []}
 
 
 @pytest.mark.full
