@@ -728,7 +728,7 @@ def test_ctrl_c_in_one_rank(
 
 @pytest.mark.full
 def test_ctrl_c_in_the_midst_of_an_exchange_of_torch(servers: dict[str, Server]) -> None:
-    """Python runs below C there: the exception passes through it."""
+    """Python runs below C there. The exchange goes on, and the call ends after it."""
     job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "timeout": 20.0}
     check_interrupted(
         results(servers["torch"]("interrupted", (2, 1, 1), where="exchange", victim=1, **job)), 1

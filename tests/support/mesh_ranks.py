@@ -465,6 +465,7 @@ def interrupted(rank: Rank) -> Any:
     check = comms._Exchange._check
 
     def checked(*args: Any) -> None:
+        comms._Exchange._check = check
         rank.end_itself()
         check(*args)
 
