@@ -69,6 +69,14 @@ typedef struct rm_engine_options {
   const char *nccl_gpu; // the name of this rank's GPU, equal on ranks that share it; NULL: ordinal
 } rm_engine_options;
 
+// Bounds of integer options, by their Python names. rm_engine_create checks them.
+typedef struct rm_limit {
+  const char *name;
+  int64_t least, most;
+} rm_limit;
+enum { RM_ENGINE_LIMITS = 7 };
+extern const rm_limit rm_engine_limits[RM_ENGINE_LIMITS];
+
 // The spec is a view and must outlive the engine; the options are copied.
 rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, rm_engine **out,
                          rm_error *err);

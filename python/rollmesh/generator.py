@@ -45,6 +45,7 @@ from rollmesh.runtime.arguments import (
     boolean,
     choice,
     deadline_of,
+    engine_integer,
     gib_bytes,
     integer,
     items_of,
@@ -52,8 +53,8 @@ from rollmesh.runtime.arguments import (
     part_mask,
     part_names,
     share_of_memory,
+    thread_count,
 )
-from rollmesh.runtime.cores import usable_cores
 from rollmesh.runtime.devices import device_of
 from rollmesh.runtime.engine_options import EngineOptions
 from rollmesh.runtime.engine_views import Ids, OpTime
@@ -190,11 +191,8 @@ class Generator:
         self._codec = None if tokenizer is None else TextCodec(tokenizer)
         check_vocabulary(tokenizer, spec)
         self.dtype = choice("dtype", dtype, ("bfloat16", "float32"))
-        self.max_model_len = integer(
-            "max_model_len",
-            _default_length(spec) if max_model_len is None else max_model_len,
-            1,
-            2**31 - 1,
+        self.max_model_len = engine_integer(
+            "max_model_len", _default_length(spec) if max_model_len is None else max_model_len
         )
         self.eos_token_ids = eos_ids(eos_token_ids, tokenizer, spec)
         options = EngineOptions(
@@ -202,14 +200,10 @@ class Generator:
             isa=None
             if isa is None or where.cuda_library
             else choice("isa", isa, _core.available_isas()),
-            threads=integer(
-                "threads", min(usable_cores(), 256) if threads is None else threads, 1, 256
-            ),
+            threads=thread_count(threads),
             max_model_len=self.max_model_len,
-            max_num_seqs=integer("max_num_seqs", max_num_seqs, 1, 2**20),
-            max_num_batched_tokens=integer(
-                "max_num_batched_tokens", max_num_batched_tokens, 1, 2**24
-            ),
+            max_num_seqs=engine_integer("max_num_seqs", max_num_seqs),
+            max_num_batched_tokens=engine_integer("max_num_batched_tokens", max_num_batched_tokens),
             block_size=page_positions("block_size", block_size),
             kv_bytes=0 if kv_cache_gib is None else gib_bytes("kv_cache_gib", kv_cache_gib),
             memory_fraction=share_of_memory(memory_fraction, kv_cache_gib),

@@ -168,6 +168,7 @@ CALLS: dict[str, Callable[[rm.Generator], Any]] = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_anywhere_leaves_nothing_behind(gen: rm.Generator, name: str) -> None:
     """No call is refused as re-entry, nothing stays in the engine, and it serves as before. What a
@@ -347,6 +348,7 @@ def test_an_interrupted_publish_is_one_or_none(tmp_path: Path) -> None:
         place += 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # hits inside finalizers

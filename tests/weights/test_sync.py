@@ -598,6 +598,7 @@ OVERFLOWS: list[tuple[dict[str, Any], type[rm.Error]]] = [
 ]
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize(("lie", "error"), OVERFLOWS, ids=lambda value: str(value))
 def test_dlpack_that_lies(
     served: dict[str, rm.Generator], lie: dict[str, Any], error: type[rm.Error]
@@ -785,9 +786,9 @@ def test_nonfinite(served: dict[str, rm.Generator], value: float, dtype: str) ->
 def test_names(served: dict[str, rm.Generator]) -> None:
     state = new_state(DENSE)
     for name in ("x" * 1025, "model." * 200_000, Q + "\0", "\0", "model.\ud800", "\udfff" + Q):
-        start = time.perf_counter()
+        start = time.thread_time()
         refused(served["dense"], {**state, name: state[Q]}, rm.LimitError)
-        assert time.perf_counter() - start < 1
+        assert time.thread_time() - start < 1
     refused(served["dense"], {**state, "x" * 1024: state[Q]}, rm.UnexpectedKeyError)
     refused(served["dense"], {**state, "": state[Q]}, rm.UnexpectedKeyError, "'' is no parameter")
     refused(served["dense"], {**state, "_orig_mod." * 93: state[Q]}, rm.UnexpectedKeyError)

@@ -27,7 +27,7 @@ typedef struct scene {
   tiny_weights *sets[SETS]; // version v has the weights of set v % SETS
   uint64_t seed, want[SETS][REQUESTS];
   long n_versions, plant;
-  rm_engine *unlocked; // for the planted fault
+  rm_engine *unlocked; // for the injected fault
   turn turn;
   atomic_int closed;
   atomic_long commits, aborts, resets, refused, requests, reads;

@@ -1,13 +1,13 @@
-"""vLLM as the loop's generator: its AsyncLLM schedules, its workers run rollmesh, and weights go
-through its weight API.
+"""vLLM as a run's generator: AsyncLLM schedules, its workers run rollmesh, and weights go through
+vLLM's weight API.
 
-AsyncLLM runs on an event loop in a thread of its own; each call here submits one coroutine and
-waits. vLLM gets a folder with a config.json and nothing else; the tokenizer stays with the trainer.
-Every request has a seed (vLLM gives sample i of a request seed + i, as rm.Generator does), so
-samples depend neither on the engine nor on the order of requests.
+AsyncLLM runs on an event loop in a separate thread; each call here submits one coroutine and waits.
+vLLM gets a folder with only a config.json, and the trainer keeps the tokenizer. Every request has a
+seed (sample i of a request has seed + i, as in rm.Generator), so samples do not depend on the
+engine or on the order of requests.
 
-vllm.LLM in this process lost: its step loop would hold the trainer's thread between two tokens, and
-engine, torch and trainer would share one interpreter lock.
+Rejected: vllm.LLM in this process, because its step loop would hold the trainer's thread between
+two tokens, and engine, torch and trainer would share one interpreter lock.
 """
 
 from __future__ import annotations
@@ -30,23 +30,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 import rollmesh as rm
-from rollmesh.grpo.config import GeneratorTable
 from rollmesh.model.families import FAMILIES
 from rollmesh.request.sampling import logit_edit_names
+from rollmesh.run.config import GeneratorTable
 from rollmesh.runtime.threads import starting
 from rollmesh.vllm import NAME, asked_for
 from rollmesh.vllm.trainer import AsyncWeightSender
 
 T = TypeVar("T")
-CLOSE_S = (
-    30.0  # that vLLM's processes have to end by themselves; killed, they leave shared memory behind
+CLOSE_S = 30.0  # for vLLM's processes to end; killed ones leave shared memory behind
+# Fields of SamplingParams that vLLM has too, with the same meaning.
+SAME = (
+    *("n", "seed", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_logprobs"),
 )
 INSTALL = "pip install '.[vllm]' in rollmesh's checkout; docs/vllm.md has what to pin"
 
 
 @dataclass(frozen=True)
 class PushReport:
-    """The report of a committed push."""
+    """One committed push."""
 
     version: int
     bytes: int  # of tensor data
@@ -58,11 +61,10 @@ class PushReport:
 
 
 class VllmGenerator:
-    """A RolloutGenerator (see generator.py) over vllm's AsyncLLM.
+    """A RolloutGenerator over vLLM's AsyncLLM.
 
-    `.logprobs` of its outputs are nan at temperatures other than 1: vLLM returns
-    `.sampling_logprobs`, of the distribution drawn from, and only at temperature 1 without filters
-    the two are equal.
+    `.logprobs` of its outputs are nan unless the temperature is 1 without filters: vLLM
+    returns `.sampling_logprobs`, of the distribution drawn from, and only then are both equal.
     """
 
     def __init__(
@@ -73,13 +75,10 @@ class VllmGenerator:
         *,
         routing: bool = False,
     ) -> None:
-        """`routing`: return routed experts, which vLLM does for models that have them."""
+        """routing: return routed experts, if the model has experts."""
         ask_for_plugin()
-        self.spec, self.dtype, self.max_model_len = (
-            rm.ModelSpec.from_hf(hf_config),
-            table.dtype,
-            table.max_model_len,
-        )
+        self.spec = rm.ModelSpec.from_hf(hf_config)
+        self.dtype, self.max_model_len = table.dtype, table.max_model_len
         self.version: int | None = None
         self._eos = tuple(eos_token_ids)
         self._numbers = itertools.count()
@@ -87,7 +86,7 @@ class VllmGenerator:
         write_config(hf_config, Path(self._folder.name))
         self._senders: dict[bool, AsyncWeightSender] = {}
         self._llm: Any = None
-        self._running: set[asyncio.Task[Any]] = set()  # of the loop: calls of generate
+        self._running: set[asyncio.Task[Any]] = set()  # calls of generate, in the loop
         self._loop = LoopThread()
         try:
             self._llm = self._loop.run(start(table, self._folder.name, routing))
@@ -98,22 +97,19 @@ class VllmGenerator:
     def sync_weights(
         self, source: Mapping[str, Any], version: int, cast: bool = False
     ) -> PushReport:
-        """A state dict as `version`, through vLLM's weight API and shared memory. Where it raises,
-        the old version serves."""
+        """Pushes a state dict through shared memory, or raises and keeps serving the old one."""
         began = time.perf_counter()
         self._loop.run(self._sync(source, version, cast))
         self.version = version
-        return PushReport(
-            version, sum(tensor.nbytes for tensor in source.values()), time.perf_counter() - began
-        )
+        num_bytes = sum(tensor.nbytes for tensor in source.values())
+        return PushReport(version, num_bytes, time.perf_counter() - began)
 
     async def _sync(self, source: Mapping[str, Any], version: int, cast: bool) -> None:
         if cast not in self._senders:
             self._senders[cast] = AsyncWeightSender(self._llm, cast=cast)
         await self._senders[cast].send(source, version)
-        await (
-            self._llm.reset_prefix_cache()
-        )  # KV of the old version would be found and then recomputed
+        # KV of the old version would be found and then recomputed.
+        await self._llm.reset_prefix_cache()
 
     def generate(
         self,
@@ -121,7 +117,7 @@ class VllmGenerator:
         params: rm.SamplingParams | Sequence[rm.SamplingParams],
         use_tqdm: bool = False,
     ) -> list[rm.RequestOutput]:
-        """As rm.Generator.generate with token ids; `use_tqdm` must be False. Raises the first
+        """Implements rm.Generator.generate for token ids, with use_tqdm=False. Raises the first
         request's error and aborts the others."""
         chosen = [params] * len(prompts) if isinstance(params, rm.SamplingParams) else list(params)
         if use_tqdm:
@@ -129,7 +125,7 @@ class VllmGenerator:
         return self._loop.run(self._generate(prompts, chosen))
 
     def abort(self) -> None:
-        """Ends the calls of generate that run in other threads; they raise CancelledError."""
+        """Ends calls of generate in other threads, which raise CancelledError."""
         self._loop.call(lambda: [task.cancel() for task in self._running])
 
     async def _generate(
@@ -159,7 +155,7 @@ class VllmGenerator:
         return output_of(last, number, params, frozenset(self._eos), self.spec.is_moe_layer)
 
     def close(self) -> None:
-        """Ends vLLM's processes. Nothing else may be called afterwards."""
+        """Ends vLLM's processes. Call nothing else afterwards."""
         for sender in self._senders.values():
             sender.close()
         llm, self._llm, self._senders = self._llm, None, {}
@@ -172,10 +168,7 @@ class VllmGenerator:
 # --------------------------------------------------------------------------------------- starting
 def ask_for_plugin() -> bool:
     """Adds rollmesh to VLLM_PLUGINS, for this process and those that vLLM starts. Returns whether
-    it was missing.
-
-    Raises rm.ConfigError if vLLM is not installed, or was imported before.
-    """
+    it was missing. ConfigError: vLLM is not installed, or was imported before."""
     if importlib.util.find_spec("vllm") is None:
         raise rm.ConfigError(f"generating with vLLM needs the package vllm: {INSTALL}")
     # A forked engine would inherit the locks of torch's threads without the threads.
@@ -194,14 +187,14 @@ def ask_for_plugin() -> bool:
 
 
 def write_config(hf_config: Any, folder: Path) -> None:
-    """config.json, all that vLLM is told of the model."""
+    """Writes config.json, which is all that vLLM gets of the model."""
     fields = json.loads(hf_config.to_json_string(use_diff=False))
     fields["architectures"] = [FAMILIES[fields["model_type"]].architecture]
     (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
 
 
 async def start(table: GeneratorTable, folder: str, routing: bool) -> Any:
-    """The engine, in processes of its own."""
+    """Starts the engine, in separate processes."""
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.platforms import current_platform
@@ -212,38 +205,35 @@ async def start(table: GeneratorTable, folder: str, routing: bool) -> Any:
             f"vLLM's platform: expected rollmesh's, got {type(current_platform).__qualname__}; is "
             "rollmesh installed?"
         )
-    threads = (
-        max(1, table.threads // (table.tp * table.dp)) if table.threads else None
-    )  # of one worker
     own = ("ep_backend", "sequence_parallel", "isa", "exchange")
-    options = {"threads": threads, **{name: getattr(table, name) for name in own}}
+    options = {name: getattr(table, name) for name in own}
+    # Threads of one worker.
+    per_worker = max(1, table.threads // (table.tp * table.dp)) if table.threads else None
+    same = ("dtype", "max_model_len", "max_num_seqs", "enforce_eager")
     args = AsyncEngineArgs(
         model=folder,
         skip_tokenizer_init=True,
         generation_config="vllm",
-        dtype=table.dtype,
-        max_model_len=table.max_model_len,
-        max_num_seqs=table.max_num_seqs,
         kv_cache_memory_bytes=int(table.kv_cache_gib * 2**30),
         tensor_parallel_size=table.tp,
         data_parallel_size=table.dp,
         enable_expert_parallel=table.ep > 1,
-        enforce_eager=table.enforce_eager,
         logprobs_mode="processed_logprobs",
-        additional_config={"rollmesh": options},
+        additional_config={"rollmesh": {"threads": per_worker, **options}},
         weight_transfer_config=WeightTransferConfig(backend=NAME),
         enable_return_routed_experts=routing,
         enable_log_requests=False,
         disable_log_stats=True,
+        **{name: getattr(table, name) for name in same},
     )
     try:
         return AsyncLLM.from_engine_args(args)
-    except RuntimeError as error:  # a process of vLLM's has ended; its error is on stderr
+    except RuntimeError as error:  # a process of vLLM has ended, with an error on stderr
         raise rm.StateError(f"vLLM's engine did not start: {error}") from error
 
 
 class LoopThread:
-    """An event loop in a thread of its own."""
+    """An event loop in a separate thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -275,7 +265,7 @@ class LoopThread:
 
 # ---------------------------------------------------------------------------------------- records
 def vllm_params(params: rm.SamplingParams, eos_token_ids: Sequence[int]) -> Any:
-    """Converts to vLLM's SamplingParams. vLLM has no tokenizer here and so no eos; those ids become
+    """Converts to vLLM's SamplingParams. Without a tokenizer vLLM knows no eos, so the ids become
     stop_token_ids."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -294,32 +284,18 @@ def vllm_params(params: rm.SamplingParams, eos_token_ids: Sequence[int]) -> Any:
                 f"{name}: expected none, got {list(texts)}; the engine has no tokenizer"
             )
     bias: Any = params.logit_bias  # pairs
+    allowed = params.allowed_token_ids
+    ends = () if params.ignore_eos else eos_token_ids
     return SamplingParams(
-        n=params.n,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
         logit_bias=None if bias is None else dict(bias),
-        allowed_token_ids=None
-        if params.allowed_token_ids is None
-        else list(params.allowed_token_ids),
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        stop_token_ids=[
-            *(() if params.ignore_eos else eos_token_ids),
-            *(params.stop_token_ids or ()),
-        ],
+        allowed_token_ids=None if allowed is None else list(allowed),
+        stop_token_ids=[*ends, *(params.stop_token_ids or ())],
         ignore_eos=True,
-        seed=params.seed,
         logprobs=0,
-        prompt_logprobs=params.prompt_logprobs,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        **{name: getattr(params, name) for name in SAME},
     )
 
 
@@ -375,7 +351,7 @@ def output_of(
 
 
 def versions_of(sample: Any, count: int) -> NDArray[np.int64]:
-    """Weight version of each token, from vLLM's spans; -1 where it names none."""
+    """Returns the weight version of each token, from vLLM's spans; −1 for a token in none."""
     versions = np.full(count, -1, np.int64)
     for span in sample.weight_versions or ():
         versions[span.start : span.end] = int(span.version)
@@ -383,14 +359,13 @@ def versions_of(sample: Any, count: int) -> NDArray[np.int64]:
 
 
 def routed_of(every: NDArray[Any] | None, is_moe_layer: Sequence[bool]) -> NDArray[np.int16] | None:
-    """[prompt + n − 1, moe_layers, k] of vLLM's record, which has all layers; None where it was not
-    asked for."""
+    """Selects [prompt + n − 1, moe_layers, k] from vLLM's record, which has all layers."""
     return None if every is None else every[:, np.flatnonzero(is_moe_layer)].astype(np.int16)
 
 
 def prompt_logprobs_of(flat: Any) -> NDArray[np.float32] | None:
-    """[len - 1] of the prompt's own tokens: the first entry of each position but the first, which
-    has none."""
+    """Returns the logprobs of the prompt's own tokens, [len - 1]: the first entry of each position
+    but the first, which has none."""
     if flat is None:
         return None
     return np.array([flat.logprobs[first] for first in flat.start_indices[1:]], np.float32)

@@ -1,24 +1,22 @@
-"""Routing replay (R3): the trainer's experts are the ones that the generator chose for the same
-token.
+"""Routing replay (R3): the trainer uses the experts that the generator chose for the same token.
 
-A router near a tie chooses another expert after the smallest rounding, and then the trainer learns
-from another function than the one that drew the token. With [correction] routing_replay the ids
-come from the generator's record, and the gates from the trainer's own router, so that it learns.
-Where p = softmax(the router's logits), GLM-4-MoE: their sigmoid, and S the k recorded ids of a
-token:
+Near a tie, the smallest rounding makes a router choose another expert, and the trainer then learns
+from another function than the one that generated the token. With [correction] routing_replay the
+ids come from the generator's record, and the gates from the trainer's router, which thus learns.
+With p = softmax of the router's logits (GLM-4-MoE: sigmoid), and S the k recorded ids of a token:
 
     gate of expert e = p_e / Σ_{s in S} p_s     for e in S; without norm_topk_prob: p_e; GLM-4-MoE:
                                                 times routed_scaling_factor
 
 The gradient flows through p. A position without a record (padding, the last token of a sequence)
-keeps its own routing; no logprob of a rollout depends on one (rollout.make_batch). The reference
-model is another model and routes by itself.
+keeps the trainer's routing; no logprob of a rollout depends on it (samples.make_batch). The
+reference model has its own routing.
 
 Ma, Zhang, Zhao et al. 2025: "Stabilizing MoE Reinforcement Learning by Aligning Training and
 Inference Routers", arXiv 2510.11370.
 
-A forward hook does it, torch's own way to replace a result. A router class of our own would have to
-be put into the model, and a checkpoint would be saved from it.
+A forward hook of torch replaces the result of a router. Rejected: another router class, because it
+would become part of the model and its checkpoints.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def routers(model: Any) -> list[Any]:
-    """The routers of a transformers model, by layer. ConfigError where it has none."""
+    """Returns the routers of a transformers model, by layer. ConfigError: it has none."""
     found = [
         module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")
     ]
@@ -48,12 +46,11 @@ def routers(model: Any) -> list[Any]:
 
 @contextmanager
 def replay(model: Any, routed_BTLK: Tensor | None) -> Iterator[None]:
-    """Forwards of [B, T] tokens inside use these experts, -1: the router's own choice. None:
-    nothing changes.
+    """Makes forward passes of [B, T] tokens use these experts; −1: the router's choice. None: no
+    replay.
 
-    Under gradient checkpointing, which computes the forward again, the backward has to be inside
-    too. ConfigError where a router was not run: other kernels compute the model, and route by
-    themselves.
+    With gradient checkpointing, which computes the forward pass again, the backward pass must be
+    inside too. ConfigError: a router was not called, since other kernels compute the model.
     """
     if routed_BTLK is None:
         yield
@@ -91,7 +88,7 @@ class _Recorded:
         self.was_used = True
         logits_RE, gates, own_RK = output
         ids_RK = torch.where(self.ids_RK >= 0, self.ids_RK, own_RK)
-        is_sigmoid = hasattr(router, "e_score_correction_bias")  # which counts for the choice alone
+        is_sigmoid = hasattr(router, "e_score_correction_bias")  # used in the choice only
         scores_RE = (
             logits_RE.float().sigmoid()
             if is_sigmoid

@@ -1,5 +1,4 @@
-"""The live display of a run: a table that is redrawn on a terminal, one plain line every few
-seconds where output is a file."""
+"""The display of a run: a live table on a terminal, else a plain line every few seconds."""
 
 from __future__ import annotations
 
@@ -8,15 +7,13 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from rollmesh.grpo.metrics import Completions, Metrics
+from rollmesh.run.metrics import Completions, Metrics
 
-PLAIN_SECONDS = 5.0  # between plain lines; lines with a held-out reward are always printed
+PLAIN_SECONDS = 5.0  # between plain lines; a line with a held-out reward is always printed
 MOST_PRINTED = 600  # characters of a prompt or a completion: its first and last
 
 
 class Display:
-    """Picks the form by whether standard output is a terminal."""
-
     def __init__(self, title: str, steps: int) -> None:
         from rich.console import Console
         from rich.live import Live
@@ -41,25 +38,25 @@ class Display:
         trace: TracebackType | None,
     ) -> None:
         if self._live:
-            with suppress(OSError):  # a terminal that has gone
+            with suppress(OSError):  # the terminal was closed
                 self._live.stop()
 
     def show(self, metrics: Metrics, completions: Completions) -> None:
-        """`completions` are printed with the lines that are."""
+        """Shows a step. Completions are printed if the step's line is."""
         if self._printed == float("-inf"):
             self._first_step = metrics["step"]
         self._heldout = metrics.get("eval_reward", self._heldout)
         now = time.monotonic()
+        is_due = "eval_reward" in metrics or now - self._printed >= PLAIN_SECONDS
+        if not self._live and not is_due:
+            return
+        self._printed = now
+        items = self._items(metrics)
+        if not self._live:
+            self._console.print("  ".join(f"{name} {value}" for name, value in items))
+        self._print(completions)
         if self._live:
-            self._printed = now
-            self._print(completions)
-            self._live.update(self._table(metrics, now), refresh=True)
-        elif "eval_reward" in metrics or now - self._printed >= PLAIN_SECONDS:
-            self._printed = now
-            self._console.print(
-                "  ".join(f"{name} {value}" for name, value in self._items(metrics))
-            )
-            self._print(completions)
+            self._live.update(self._table(items, metrics["step"], now), refresh=True)
 
     def _print(self, completions: Completions) -> None:
         from rich.table import Table
@@ -67,19 +64,14 @@ class Display:
 
         if not completions:
             return
+        title = f"step {completions[0]['step']}"
         table = Table(
-            "reward",
-            "prompt",
-            "completion",
-            title=f"step {completions[0]['step']}",
-            title_justify="left",
-            show_lines=True,
+            "reward", "prompt", "completion", title=title, title_justify="left", show_lines=True
         )
         for c in completions:
-            texts = (
-                Text(_printable(c[name]), overflow="fold") for name in ("prompt", "completion")
-            )  # Text: no markup
-            table.add_row(rounded(c["reward"]), *texts)
+            texts = (_printable(c[name]) for name in ("prompt", "completion"))
+            # A Text has no markup.
+            table.add_row(rounded(c["reward"]), *(Text(text, overflow="fold") for text in texts))
         self._console.print(table, soft_wrap=False)
 
     def _items(self, m: Metrics) -> list[tuple[str, str]]:
@@ -95,21 +87,18 @@ class Display:
             ("sync", f"{m['sync_s'] * 1e3:.1f} ms"),
         ]
 
-    def _table(self, metrics: Metrics, now: float) -> Any:
+    def _table(self, items: list[tuple[str, str]], step: int, now: float) -> Any:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        done = metrics["step"] - self._first_step
-        elapsed = now - self._start
-        left = elapsed / done * (self._steps - metrics["step"]) if done else 0.0
-        table = Table(
-            title=f"{self._title} · {elapsed:.0f} s, about {left:.0f} s left", title_justify="left"
-        )
-        items = self._items(metrics)
+        done, elapsed = step - self._first_step, now - self._start
+        left = elapsed / done * (self._steps - step) if done else 0.0
+        title = f"{self._title} · {elapsed:.0f} s, about {left:.0f} s left"
+        table = Table(title=title, title_justify="left")
         for name, _ in items:
             table.add_column(name, justify="right")
         table.add_row(*(value for _, value in items))
-        table.add_row(ProgressBar(total=self._steps, completed=metrics["step"], width=12))
+        table.add_row(ProgressBar(total=self._steps, completed=step, width=12))
         return table
 
 
@@ -118,12 +107,11 @@ def rounded(reward: float | None) -> str:
 
 
 def _printable(source: str | list[dict[str, str]]) -> str:
-    """A text, or a chat with its roles; what would move a terminal's cursor is escaped."""
-    text = (
-        source
-        if isinstance(source, str)
-        else "\n".join(f"{m['role']}: {m['content']}" for m in source)
-    )
+    """Returns a text, or a chat with its roles. Characters that move a terminal's cursor are
+    escaped."""
+    text = source
+    if not isinstance(text, str):
+        text = "\n".join(f"{m['role']}: {m['content']}" for m in text)
     if len(text) > MOST_PRINTED:
         text = f"{text[: MOST_PRINTED // 2]} … {text[-MOST_PRINTED // 2 :]}"
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

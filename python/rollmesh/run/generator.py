@@ -1,9 +1,8 @@
-"""The loop's interface to a generator, and its two implementations: rm.Generator, and vLLM with
-rollmesh inside.
+"""The generator of a run: rm.Generator, or vLLM with rollmesh inside (run/vllm.py).
 
-The loop pushes weights, generates, and closes. `RolloutGenerator` is these calls with
-rm.Generator's names and results, so rm.Generator implements it as it is. For one configuration both
-give the same tokens and logprobs, bit for bit; a run can be resumed with the other.
+The loop pushes weights, generates and closes. `RolloutGenerator` has these calls with the names and
+results of rm.Generator. For one configuration both generators give the same tokens and logprobs,
+bit for bit, so a run can be resumed with the other.
 """
 
 from __future__ import annotations
@@ -12,30 +11,35 @@ import logging
 from typing import Any, Protocol
 
 import rollmesh as rm
-from rollmesh.grpo.config import Config
-from rollmesh.grpo.data import eos_ids
 from rollmesh.request.arguments import check_vocabulary
+from rollmesh.run.config import Config
+from rollmesh.run.data import eos_ids
 from rollmesh.weights.self_test import Generates
 
+# Keys of [generator] that are arguments of rm.Generator.
+SAME = (
+    *("sequence_parallel", "device", "dtype", "ep_backend", "max_model_len", "max_num_seqs"),
+    *("kv_cache_gib", "enforce_eager", "isa"),
+)
 _log = logging.getLogger("rollmesh.grpo")
 
 
 class Pushed(Protocol):
-    """What a push returns."""
+    """The report of a push."""
 
     @property
     def gb_per_s(self) -> float: ...
 
 
 class RolloutGenerator(Generates, Protocol):
-    """Created without weights, from a model's configuration."""
+    """Created from a model's configuration, without weights."""
 
     def sync_weights(self, source: Any, version: int, cast: bool = False) -> Pushed:
-        """Takes a whole state dict as `version`, or raises and keeps serving the old one."""
+        """Takes a whole state dict as `version`, or raises and keeps serving the old version."""
         ...
 
     def abort(self) -> Any:
-        """Ends what another thread generates."""
+        """Ends the calls of generate in other threads."""
         ...
 
     def close(self) -> None: ...
@@ -44,8 +48,8 @@ class RolloutGenerator(Generates, Protocol):
 def make_generator(
     config: Config, hf_config: Any, tokenizer: Any, comm: rm.comm.Comm | None = None
 ) -> RolloutGenerator:
-    """`hf_config`: of the model whose weights will be pushed. `comm`: this process is one rank of
-    the generator's mesh."""
+    """hf_config: of the model whose weights will be pushed. comm: this process is a rank of the
+    generator's mesh."""
     check_vocabulary(tokenizer, hf_config)
     g, eos, top_k = config.generator, eos_ids(tokenizer, hf_config), config.rollout.top_k
     if not eos:
@@ -59,23 +63,26 @@ def make_generator(
             f"vocabulary, got {top_k}"
         )
     if g.engine == "vllm":
-        from rollmesh.grpo.vllm import VllmGenerator
+        from rollmesh.run.vllm import VllmGenerator
 
         return VllmGenerator(g, hf_config, eos, routing=config.correction.routing_replay)
     return rm.Generator(
         rm.ModelSpec.from_hf(hf_config),
         mesh=rm.Mesh(tp=g.tp, dp=g.dp, ep=g.ep),
         comm=rm.comm.nccl(comm) if g.exchange == "nccl" else comm,
-        sequence_parallel=g.sequence_parallel,
-        device=g.device,
-        dtype=g.dtype,
-        ep_backend=g.ep_backend,
         eos_token_ids=eos,
-        max_model_len=g.max_model_len,
-        max_num_seqs=g.max_num_seqs,
-        kv_cache_gib=g.kv_cache_gib,
-        enforce_eager=g.enforce_eager,
-        isa=g.isa,
         threads=g.threads or None,
         seed=config.seed,
+        **{name: getattr(g, name) for name in SAME},
+    )
+
+
+def group_sampling(config: Config) -> rm.SamplingParams:
+    """Returns the parameters of a group of rollouts."""
+    t = config.rollout
+    filters: dict[str, Any] = {}
+    if t.top_k:
+        filters = {"top_k": t.top_k, "top_p": t.top_p, "min_p": t.min_p, "kept_tokens": True}
+    return rm.SamplingParams(
+        n=t.samples, max_tokens=t.max_tokens, temperature=t.temperature, **filters
     )

@@ -1,8 +1,7 @@
-"""Strict reading of TOML tables into dataclasses: the type hints are the schema, and every error
-names its path.
+"""Strict reading of TOML tables into dataclasses.
 
-An integer passes for a number and a list for a tuple; nothing else converts. Fields made by
-`number` carry a range.
+The type hints are the schema, and each error names the key. Integers convert to floats and lists to
+tuples, nothing else converts. Fields declared by `number` have a range.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, Literal
 import rollmesh as rm
 from rollmesh.runtime.messages import plain, shown
 
-INT64 = 2**63  # what TOML promises of an integer; Python reads any
+INT64 = 2**63  # the range of TOML; Python reads larger integers
 
 
 def number(
@@ -29,7 +28,7 @@ def number(
     above: float | None = None,
     at_most: float | None = None,
 ) -> Any:
-    """A field with a range, checked by `check_range`."""
+    """Declares a field with a range, which `check_range` checks."""
     return dataclasses.field(
         default=default, metadata={"at_least": at_least, "above": above, "at_most": at_most}
     )
@@ -56,8 +55,7 @@ def read_value(f: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> 
 
 
 def convert(hint: Any, value: Any, where: str) -> Any:
-    """Checks `value` against a type hint; an int passes for a float, a list for a tuple, nothing
-    else converts."""
+    """Returns `value` as the type hint has it, or raises ConfigError."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None:
@@ -106,7 +104,7 @@ def check_range(limits: Mapping[str, Any], value: Any, where: str) -> None:
 
 
 def override(table: dict[str, Any], text: str) -> None:
-    """`train.lr=1e-3`: the value is TOML; what is not TOML is a plain string."""
+    """Applies `train.lr=1e-3`. A value that is not TOML is a string."""
     key, sign, value = text.partition("=")
     if not sign or not key.strip():
         raise rm.ConfigError(f"--set {plain(text)}: expected KEY=VALUE, such as train.lr=1e-3")
@@ -114,7 +112,7 @@ def override(table: dict[str, Any], text: str) -> None:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         parsed = value.strip()
-    except (ValueError, RecursionError) as e:  # of too many digits, nested too deeply
+    except (ValueError, RecursionError) as e:  # too many digits or levels
         raise rm.ConfigError(f"--set {plain(text)}: {plain(e)}") from e
     *tables, last = key.strip().split(".")
     for name in tables:
@@ -127,8 +125,6 @@ def override(table: dict[str, Any], text: str) -> None:
 def show(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    return (
-        f'"{value}"'
-        if isinstance(value, str) and len(value) <= 100 and value.isprintable()
-        else shown(value)
-    )
+    if isinstance(value, str) and len(value) <= 100 and value.isprintable():
+        return f'"{value}"'
+    return shown(value)

@@ -1,5 +1,5 @@
-"""Ctrl-C, SIGTERM and SIGHUP end a run between two states that can be written: a KeyboardInterrupt
-with the signal's number."""
+"""Ctrl-C, SIGTERM and SIGHUP end a run at a safe point, between two states that can be written, by
+a KeyboardInterrupt with the signal's number."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _forking = threading.local()
 
 
 class Signalled(KeyboardInterrupt):
-    """A KeyboardInterrupt with the signal's number. Of its own class, since CPython notes when a
-    KeyboardInterrupt leaves code that C runs, as imports do, and would end the process by SIGINT
-    whatever status it returns."""
+    """A KeyboardInterrupt with the signal's number. It is a subclass because CPython remembers that
+    a plain KeyboardInterrupt left code that C runs, such as an import, and then ends the process by
+    SIGINT, whatever status it returns."""
 
 
 class Interrupts:
-    """A context, in the main thread (elsewhere it does nothing), which may be entered again inside
-    itself. A signal raises at once; between `hold` and `release` it raises in `release`, and a
-    second one at once. Signals that the program ignores or handles itself stay so.
+    """A context for the main thread, which may be nested; in other threads it does nothing.
 
-    Where Python cannot raise it, as in a callback of the garbage collector or of a weak reference,
-    the signal comes again a moment later. What a library has swallowed is raised by the next
-    `release`, and what a library has turned into another error at the context's end. A forked
-    process, as of a reward's pool, has none of this: a pool ends its processes by SIGTERM, and
-    waits for them."""
+    A signal raises immediately. Between `hold` and `release`, the first signal raises in `release`,
+    a second one immediately. Signals that the program ignores or handles are left alone.
+
+    In a callback of the garbage collector or of a weak reference, Python cannot raise an exception,
+    so the signal is sent again a moment later. If a library swallows the exception, the next
+    `release` raises it; if a library turns it into another error, the end of the context does.
+    Forked processes keep the former handlers: a reward's pool ends its processes by SIGTERM."""
 
     def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}
         self._hook = sys.unraisablehook
         self._depth = self._pending = self._raised = 0
-        self._until = ""  # while it holds: what the end waits for
+        self._until = ""  # between hold and release: what the end of the run waits for
 
     def __enter__(self) -> Interrupts:
         self._depth += 1
@@ -66,7 +66,7 @@ class Interrupts:
         if not self._raised or error is None:
             return
         if isinstance(error, KeyboardInterrupt):
-            error.args = error.args or (self._raised,)  # the exchange of a comm raises one without
+            error.args = error.args or (self._raised,)  # a comm's exchange raises one without args
         else:
             interrupt = Signalled(self._raised)
             for note in getattr(error, "__notes__", ()):
@@ -82,7 +82,7 @@ class Interrupts:
             _entered.remove(self)
 
     def hold(self, until: str) -> None:
-        """`until`: what the end of the run waits for, in the message."""
+        """Delays signals. until: what the end of the run waits for, in the warning."""
         self._until = until
 
     def release(self) -> None:
@@ -92,8 +92,8 @@ class Interrupts:
             raise Signalled(number)
 
     def drop(self) -> None:
-        """Releases without raising, for a run that ends by an error: the next signal raises at
-        once."""
+        """Releases without raising, for a run that ends by an error. The next signal raises
+        immediately."""
         self._pending, self._until = 0, ""
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -116,8 +116,8 @@ class Interrupts:
 
 
 def _before_fork() -> None:
-    """A signal to the child waits there until it has the handlers of before: ours would raise in
-    the hooks of the fork, which drop it."""
+    """Blocks signals until the child has the former handlers. Ours would raise in the hooks of the
+    fork, which drop the exception."""
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if _entered else ())
 

@@ -1,4 +1,4 @@
-"""Errors of the files that a run reads and writes, whichever library does it."""
+"""Errors of the files that a run reads and writes, and the lock of its folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import fcntl
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,44 +17,55 @@ _locks: set[int] = set()  # descriptors
 
 
 @contextmanager
-def told_as(what: str) -> Iterator[None]:
-    """Whatever a library raises of a user's file as a ConfigError: transformers, tokenizers,
-    safetensors and jinja2 each have their own."""
+def library_errors(what: str) -> Iterator[None]:
+    """Raises any error of a library as a ConfigError. transformers, tokenizers, safetensors and
+    jinja2 each have their own classes for a wrong file."""
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:
-        name = type(error).__name__
-        raise ConfigError(f"{what}, got {name}: {plain(error)}") from error
+        raise ConfigError(f"{what}, got {type(error).__name__}: {plain(error)}") from error
 
 
 def expect_file(path: Path) -> None:
-    """ConfigError: a pipe or a device, whose reading may never end."""
+    """Raises ConfigError for a pipe or a device, which could block the reader forever."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ConfigError(f"{plain(path)}: expected a file, got a pipe, a socket or a device")
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises what the system refuses (a full disk, a missing permission) as an OSError that names a
-    file: its own, or else `path`.
+    """Raises a system error, such as a full disk, as an OSError that names a file; `path` if the
+    error names none.
 
-    A failed write has no file name in Python, and safetensors and tokenizers, written in Rust,
-    raise classes of their own."""
+    Python's error of a failed write has no file name. safetensors and tokenizers, which are written
+    in Rust, raise their own classes."""
     try:
         yield
     except Exception as error:
-        number, has_name = _number_of(error), getattr(error, "filename", None) is not None
+        number, has_name = _errno_of(error), getattr(error, "filename", None) is not None
         if number is None or has_name:
             raise
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file under another name and renames it, so that an error leaves the old file."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(partial)
+            os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps other runs out of a run folder while this one is in it. StateError: one is there. A
-    forked process does not: those of a reward's pool may outlive a run that is killed."""
+    """Locks a run folder. StateError: another run has locked it. Forked processes, such as those of
+    a reward's pool, do not hold the lock, since they may outlive a run that is killed."""
     path = folder / ".lock"
     while True:
         with writing(path):
@@ -70,7 +81,7 @@ def locked(folder: Path) -> Iterator[None]:
             ) from error
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             break
-        os.close(descriptor)  # of a run that has ended since, and removed it
+        os.close(descriptor)  # of a run that ended and removed the file meanwhile
     _locks.add(descriptor)
     try:
         with writing(path):
@@ -78,26 +89,24 @@ def locked(folder: Path) -> Iterator[None]:
             os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
         yield
     finally:
-        if descriptor in _locks:  # else this is a fork
+        if descriptor in _locks:  # not in a forked process
             _locks.remove(descriptor)
-            with suppress(
-                OSError
-            ):  # of a disk that is read-only since; nobody is locked out by the file
+            with suppress(OSError):  # the disk may be read-only now; the file alone locks nothing
                 path.unlink()
             with suppress(OSError):  # a reward may have closed it
                 os.close(descriptor)
 
 
-def _leave_locks() -> None:
+def _release_locks() -> None:
     while _locks:
         with suppress(OSError):
             os.close(_locks.pop())
 
 
-os.register_at_fork(after_in_child=_leave_locks)
+os.register_at_fork(after_in_child=_release_locks)
 
 
-def _number_of(error: Exception) -> int | None:
+def _errno_of(error: Exception) -> int | None:
     if isinstance(error, OSError):
         return error.errno
     found = re.search(r"\(os error (\d+)\)", str(error))
