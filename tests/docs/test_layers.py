@@ -40,8 +40,7 @@ C_LAYERS = {
     "csrc/scheduler": {"kernels", "csrc/base", "csrc/scheduler"},
     "csrc/step": BELOW | {"csrc/scheduler", "csrc/step"},
     "csrc/engine": BELOW | {"csrc/scheduler", "csrc/step", "csrc/engine"},
-    "csrc/local_mesh": BELOW | {"csrc/scheduler", "csrc/engine", "csrc/local_mesh"},
-    "ext": BELOW | {"csrc/scheduler", "csrc/engine", "csrc/local_mesh", "ext"},
+    "ext": BELOW | {"csrc/scheduler", "csrc/engine", "ext"},
 }
 INCLUDE_PATH = ("kernels", "csrc", "ext")
 
@@ -57,7 +56,7 @@ PYTHON_LAYERS = {
     "weights": {"errors", "runtime", "model", "distributed", "request"},
     "ops": {"errors", "runtime"},
     "comm": {"distributed"},
-    "sources": {"runtime", "weights"},
+    "sources": {"errors", "runtime", "weights"},
     "generator": {*_BASE},
     "prometheus": {"errors", "generator"},
     "": {*_BASE, "generator", "comm", "ops", "sources"},

@@ -659,6 +659,7 @@ def moments_of(this: loop.Run) -> list[bytes]:
     ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("file", [MOE, DENSE], ids=["moe", "dense"])
 def test_a_resumed_run_is_the_same_run_bit_for_bit(file: Path, tmp_path: Path) -> None:
     """Four steps at once against two steps, a new process's worth of objects, and two more. Bound:

@@ -263,18 +263,19 @@ def test_a_run_refuses_batches_that_are_too_old(
 
 # -------------------------------------------------------------------------------- syncs in flight
 class Brake:
-    """Slows the engine of a generator down: before each step that a rollout thread asks for,
-    `before(number of the step)`."""
+    """Slows a generator down: before each of its steps, `before(number of the step)`, which may
+    return False: no step yet."""
 
-    def __init__(self, generator: Any, before: Callable[[int], None]) -> None:
-        self.steps, self._step, self._before = 0, generator._driver._drive_step, before
-        generator._driver._drive_step = self
+    def __init__(self, generator: Any, before: Callable[[int], bool | None]) -> None:
+        self.steps, self._step, self._before = 0, generator._loop._step, before
+        generator._loop._step = self
 
-    def __call__(self, open_ids: set[int]) -> set[int]:
-        if threading.current_thread().name == "rollouts":
-            self._before(self.steps)
-            self.steps += 1
-        return self._step(open_ids)
+    def __call__(self) -> None:
+        if self._before(self.steps) is False:
+            time.sleep(0.001)
+            return
+        self.steps += 1
+        self._step()
 
 
 def long_ones(drawn: samples.Rollout) -> list[int]:
@@ -293,10 +294,11 @@ def test_a_sync_in_flight_reaches_the_running_requests(inflight: str) -> None:
     )
     waiting, synced = threading.Event(), threading.Event()
 
-    def before(step: int) -> None:
-        if step == 5:  # of a batch of 16 samples whose prompts fit into one step
-            waiting.set()
-            assert synced.wait(30)
+    def before(step: int) -> bool:
+        if step < 5:  # of a batch of 16 samples whose prompts fit into one step
+            return True
+        waiting.set()
+        return synced.is_set()
 
     try:
         assert this.trainer is not None
@@ -467,6 +469,7 @@ def ends_before_a_push(this: loop.Run) -> None:
     )  # type: ignore[assignment, func-returns-value]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "how, level",
     [

@@ -300,6 +300,7 @@ def prepared(changes: list[str]) -> loop.Run:
     return this
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("how", ["one", "passes", "minibatches"])
 @BY_MODE
 def test_what_reaches_the_loss(

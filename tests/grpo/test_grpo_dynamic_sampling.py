@@ -237,6 +237,7 @@ def test_without_flat_groups_it_is_the_run_without(tmp_path: Path) -> None:
     assert weights(tmp_path / "a") == weights(tmp_path / "b")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("reward, limit", [("half", 1), ("none", 3)])
 def test_at_the_limit_flat_groups_fill_the_step(reward: str, limit: int, tmp_path: Path) -> None:
     """So with one batch it is the run without, and with nothing but flat groups as well."""

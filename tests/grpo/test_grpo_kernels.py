@@ -90,6 +90,7 @@ def ran(name: str, out: Path, *changes: str, resume: bool = False) -> list[dict[
     return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -131,6 +132,7 @@ def test_a_kl_that_no_float_holds_is_named(tmp_path: Path) -> None:
         ran("dense", tmp_path, "loss.kl=0.1", "rollout.temperature=0.1", "train.lr=1")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -177,6 +179,7 @@ def test_a_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------- families
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", some(FAMILIES, lambda family: family in QUICK))
 def test_every_family_is_one_function(family: str, tmp_path: Path) -> None:
     lines = ran("dense", tmp_path, model_of(family))
@@ -233,6 +236,7 @@ OTHER = [*BFLOAT16, "sync.self_test=0.0", 'train.kernels="torch"']
 ALL = [*BFLOAT16, "train.micro_batch=3", "train.minibatches=true", "train.updates=2", "loss.kl=0.1"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name, changes",
     [
@@ -316,6 +320,7 @@ def spoilt(change: str, rollout: Rollout) -> Rollout:
     return dataclasses.replace(rollout, completions=completions)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "change, words",
     [

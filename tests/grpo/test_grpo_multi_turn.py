@@ -125,6 +125,7 @@ def ran(
 
 
 # ------------------------------------------------------------------------------------------- runs
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name, environment, changes",
     [

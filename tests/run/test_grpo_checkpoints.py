@@ -109,6 +109,7 @@ EDITS: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", EDITS)
 def test_weights_that_do_not_fit_are_refused_as_a_generator_does(
     case: str, folder: Callable[[str], Path]

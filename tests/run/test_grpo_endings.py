@@ -79,6 +79,7 @@ MOMENTS: dict[str, tuple[Any, str, signal.Signals, str, str]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "moment",
     [name if name in ("data", "generator", "curves", "close") else full(name) for name in MOMENTS],

@@ -106,6 +106,7 @@ def disk() -> Iterator[Callable[[int], None]]:
 
 # -------------------------------------------------------------------------------- what is written
 # TensorBoard writes in a thread, which may meet the limit too.
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     "file", ["config.json", "model.safetensors", "trainer/optimizer.safetensors"]
@@ -315,6 +316,7 @@ def test_a_reward_may_change_its_process(
         shutil.rmtree(tmp_path / "out/checkpoints/step_000004")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("change", ["removed", "replaced", "shortened"])
 def test_metrics_that_another_program_touches_are_written_again(
     change: str, whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -532,6 +534,7 @@ def ends_by_an_error(this: loop.Run, number: signal.Signals) -> None:
     this.rewards.functions = [lambda **columns: None if next(calls) == 5 else function(**columns)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "how, number, error",
     [

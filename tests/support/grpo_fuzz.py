@@ -299,7 +299,7 @@ def run(
 
 
 def see_planted(folder: Path) -> None:
-    """Raises Failure for a planted fault that no case shows."""
+    """Raises Failure for a injected fault that no case shows."""
     for plant, kind in (
         (1, "rewards"),
         (2, "toml_value"),
@@ -327,7 +327,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--kind", choices=KINDS, help="cases of one kind alone")
     parser.add_argument("--go-on", action="store_true", help="show what fails and go on")
-    parser.add_argument("--planted", action="store_true", help="see the planted faults first")
+    parser.add_argument("--planted", action="store_true", help="see the injected faults first")
     options = vars(parser.parse_args())
     if not options["cases"] and not options["seconds"]:
         options["cases"] = 300

@@ -74,7 +74,7 @@ def steps_kept(out: Path) -> int:
 
 
 def without_moments() -> None:
-    """The planted fault."""
+    """The injected fault."""
     from rollmesh.run import checkpoint
 
     checkpoint.load_optimizer = lambda folder, trainer: None

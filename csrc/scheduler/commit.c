@@ -1,33 +1,52 @@
-// commit.c: see commit.h. Order: failures first, so that a request with a row that was not finite
-// ends before its tokens or pages count. Then records of computed rows, full pages into the prefix
-// index, siblings get the leader's pages, and tokens are appended. Appending is last, since it may
-// end a sequence, which releases pages that its siblings share.
-#include "step/commit.h"
-
+// commit.c: writes what a step has computed to the records of the requests. Order: records of
+// logits; failures, so that a request with a row that was not finite ends before its tokens or pages
+// count; records of computed rows, and full pages into the prefix index; siblings get the leader's
+// pages; tokens are appended. Appending is last, since it may end a sequence, which releases pages
+// that its siblings share.
 #include "clock.h"
+#include "scheduler/scheduler.h"
+
+// ------------------------------------------------------------------------------ records of logits
+static void record_prompts(const rm_plan *plan, const rm_step_output *output) {
+  for (int64_t i = 0; i < plan->n_out; i++) {
+    const rm_out_row *out = &plan->outs[i];
+    if (out->target >= 0)
+      out->seq->group->prompt_logprobs[out->position] = output->target_logprobs[i];
+  }
+}
+
+// Draws from one row have the same top logprobs; the first has its record.
+static void record_draws(const rm_plan *plan, const rm_step_output *output) {
+  for (int64_t d = 0; d < plan->n_draws; d++) {
+    rm_sequence *seq = plan->draws[d].seq;
+    const int64_t k = seq->group->top_logprobs, at = seq->n_tokens * k;
+    if (seq->group->want_kept) seq->kept[seq->n_tokens] = output->kept[d];
+    if (!k || !d || plan->draws[d - 1].out != plan->draws[d].out) continue;
+    const rm_sequence *other = plan->draws[d - 1].seq;
+    memcpy(seq->top_ids + at, other->top_ids + at, (size_t)k * sizeof *seq->top_ids);
+    memcpy(seq->top_logprobs + at, other->top_logprobs + at, (size_t)k * sizeof *seq->top_logprobs);
+  }
+}
 
 // --------------------------------------------------------------------------------------- failures
-static void fail_flagged(rm_scheduler *scheduler, const rm_sequence *seq) {
-  const rm_plan *plan = &scheduler->plan;
+static void fail_flagged(rm_scheduler *scheduler, const rm_sequence *seq, const uint8_t *flags) {
   for (int64_t r = seq->first_row; r < seq->first_row + seq->n_rows; r++)
-    if (plan->row_flags[r]) {
-      rm_fail_sequence_group(scheduler, seq, plan->positions[r],
-                             plan->row_flags[r] & RM_ROW_KV_NONFINITE ? "a row of K or V is"
-                                                                      : "logits are");
+    if (flags[r]) {
+      rm_fail_sequence_group(scheduler, seq, scheduler->plan.positions[r],
+                             flags[r] & RM_ROW_KV_NONFINITE ? "a row of K or V is" : "logits are");
       return;
     }
 }
 
 // ---------------------------------------------------------------------------------- computed rows
-static void record_routed(rm_scheduler *scheduler, rm_sequence *seq) {
-  const rm_plan *plan = &scheduler->plan;
+static void record_routed(rm_scheduler *scheduler, rm_sequence *seq, const int16_t *all) {
   const int64_t per_token = scheduler->options.limits.routed_per_token,
                 size = scheduler->options.limits.page_size;
   const size_t bytes = (size_t)per_token * sizeof(int16_t);
   const int32_t *table = rm_block_table(scheduler, seq);
   rm_sequence_group *group = seq->group;
   for (int64_t i = 0; i < seq->n_rows; i++) {
-    const int16_t *routed = plan->routed + (seq->first_row + i) * per_token;
+    const int16_t *routed = all + (seq->first_row + i) * per_token;
     const int64_t p = seq->next + i, generated = p - group->n_prompt;
     if (p >= seq->kv_len)
       memcpy(rm_kv_routed(scheduler->cache, table[p / size]) + p % size * per_token, routed, bytes);
@@ -70,10 +89,10 @@ static void index_pages(rm_scheduler *scheduler, rm_sequence *seq) {
   }
 }
 
-static void advance(rm_scheduler *scheduler, rm_sequence *seq) {
+static void advance(rm_scheduler *scheduler, rm_sequence *seq, const int16_t *routed) {
   rm_sequence_group *group = seq->group;
   const int64_t end = seq->next + seq->n_rows;
-  if (scheduler->options.limits.routed_per_token) record_routed(scheduler, seq);
+  if (scheduler->options.limits.routed_per_token) record_routed(scheduler, seq, routed);
   group->n_scored = rm_max64(group->n_scored, rm_min64(end, group->n_targets));
   seq->kv_len = rm_max64(seq->kv_len, end);
   seq->next = end;
@@ -100,17 +119,23 @@ void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn)
   if (policy->token_added) policy->token_added(scheduler, seq);
 }
 
-void rm_commit(rm_scheduler *scheduler) {
+void rm_commit(rm_scheduler *scheduler, const rm_step_output *output) {
   const rm_plan *plan = &scheduler->plan;
+  const rm_policy *policy = scheduler->options.policy;
+  memset(plan->table_changed, 0, (size_t)scheduler->options.max_num_seqs);
+  record_prompts(plan, output);
+  record_draws(plan, output);
   for (int64_t i = 0; i < plan->n_scheduled; i++)
-    if (plan->scheduled[i]->status != RM_DONE) fail_flagged(scheduler, plan->scheduled[i]);
+    if (plan->scheduled[i]->status != RM_DONE)
+      fail_flagged(scheduler, plan->scheduled[i], output->row_flags);
   for (int64_t d = 0; d < plan->n_draws; d++)
-    if (plan->draws[d].seq->status != RM_DONE && plan->tokens[d] < 0)
+    if (plan->draws[d].seq->status != RM_DONE && output->tokens[d] < 0)
       rm_fail_sequence_group(scheduler, plan->draws[d].seq,
                              rm_sequence_length(plan->draws[d].seq) - 1,
                              "all tokens are banned, or logits with a bias or penalty are");
   for (int64_t i = 0; i < plan->n_scheduled; i++)
-    if (plan->scheduled[i]->status != RM_DONE) advance(scheduler, plan->scheduled[i]);
+    if (plan->scheduled[i]->status != RM_DONE)
+      advance(scheduler, plan->scheduled[i], output->routed);
   for (int64_t d = 0; d < plan->n_draws; d++) {
     rm_sequence *seq = plan->draws[d].seq;
     if (seq->status == RM_JOINING)
@@ -119,10 +144,9 @@ void rm_commit(rm_scheduler *scheduler) {
   }
   for (int64_t d = 0; d < plan->n_draws; d++)
     if (plan->draws[d].seq->status != RM_DONE) {
-      const rm_drawn drawn = {plan->tokens[d], plan->ranks[d], plan->logprobs[d],
-                              plan->sampling_logprobs[d]};
+      const rm_drawn drawn = {output->tokens[d], output->ranks[d], output->logprobs[d],
+                              output->sampling_logprobs[d]};
       rm_append(scheduler, plan->draws[d].seq, &drawn);
     }
-  const rm_policy *policy = scheduler->options.policy;
   if (policy->committed) policy->committed(scheduler);
 }
