@@ -1,6 +1,6 @@
-// weights.c: sync, sleep and wake on all ranks here: all of them, or none. A worker's store does the
-// work (weights/store.h); this file adds when a sync is allowed and what happens to running requests
-// and to the KV cache.
+// weights.c: sync, sleep and wake on all ranks here: all of them, or none. A worker's store does
+// the work (weights/store.h); this file adds when a sync is allowed and what happens to running
+// requests and to the KV cache.
 #include "engine/state.h"
 #include "weights/two_phase_commit.h"
 
