@@ -171,7 +171,8 @@ rm_code rm_engine_offload_weights(rm_engine *engine, rm_error *err) {
   if (code) return code;
   if (wanted > available) // the ranks of a process share the host's memory
     return rm_fail(
-        err, RM_E_CAPACITY, "host memory: expected %s for the weights of %d ranks, got %s",
+        err, RM_E_CAPACITY,
+        "keep_weights: expected %s of free host memory for the weights of %d ranks, got %s",
         rm_say_bytes((double)wanted).text, engine->n_workers, rm_say_bytes((double)available).text);
   code = rm_run_workers(engine, offload_worker, NULL, err);
   if (code) rm_engine_free_offloaded(engine);
