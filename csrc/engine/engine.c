@@ -54,31 +54,25 @@ rm_code rm_run_workers(rm_engine *engine, rm_worker_call call, void *arg, rm_err
 }
 
 // ---------------------------------------------------------------------------------------- options
-enum {
-  MAX_POSITIONS = 1 << 24, // exact in float32, in which rope multiplies positions
-  MAX_SEQUENCES = 1 << 16,
-  MAX_BATCHED = 1 << 20,
-  MAX_PAGE = 1 << 12,
+const rm_limit rm_engine_limits[RM_ENGINE_LIMITS] = {
+    {"max_model_len", 1, 1 << 24}, // exact in float32, in which rope multiplies positions
+    {"max_num_seqs", 1, 1 << 16},   {"max_num_batched_tokens", 1, 1 << 20},
+    {"block_size", 16, 1 << 12},    {"external_pages", 0, INT32_MAX / 2},
+    {"threads", 0, RM_MAX_THREADS}, {"num_experts", 0, INT16_MAX},
 };
 
 static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *options, rm_error *err) {
-  const struct {
-    const char *name;
-    int64_t value, least, most;
-  } ranges[] = {
-      {"max_model_len", options->max_model_len, 1, MAX_POSITIONS},
-      {"max_num_seqs", options->max_num_seqs, 1, MAX_SEQUENCES},
-      {"max_num_batched_tokens", options->max_num_batched_tokens, 1, MAX_BATCHED},
-      {"page_size", options->page_size, 16, MAX_PAGE},
-      {"external_pages", options->external_pages, 0, INT32_MAX / 2},
-      {"n_threads", options->n_threads, 0, RM_MAX_THREADS},
-      {"num_experts", spec->n_experts, 0, INT16_MAX},
-  };
-  for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++)
-    if (ranges[i].value < ranges[i].least || ranges[i].value > ranges[i].most)
-      return rm_fail(err, RM_E_CONFIG, "%s: expected %lld to %lld, got %lld", ranges[i].name,
-                     (long long)ranges[i].least, (long long)ranges[i].most,
-                     (long long)ranges[i].value);
+  const int64_t values[RM_ENGINE_LIMITS] = {
+      // in the order of rm_engine_limits
+      options->max_model_len, options->max_num_seqs,   options->max_num_batched_tokens,
+      options->page_size,     options->external_pages, options->n_threads,
+      spec->n_experts};
+  for (int i = 0; i < RM_ENGINE_LIMITS; i++) {
+    const rm_limit *limit = &rm_engine_limits[i];
+    if (values[i] < limit->least || values[i] > limit->most)
+      return rm_fail(err, RM_E_CONFIG, "%s: expected %lld to %lld, got %lld", limit->name,
+                     (long long)limit->least, (long long)limit->most, (long long)values[i]);
+  }
   for (int64_t i = 0; i < options->n_eos; i++)
     if (options->eos_ids[i] < 0 || options->eos_ids[i] >= spec->vocab_size)
       return rm_fail(err, RM_E_CONFIG, "eos_token_id: expected 0 to %lld, got %d",
@@ -101,7 +95,7 @@ static rm_code check_options(const rm_spec *spec, const rm_engine_options *optio
                    (long long)options->n_eos);
   if ((code = check_ranges(spec, options, err))) return code;
   if (options->page_size % 16)
-    return rm_fail(err, RM_E_CONFIG, "page_size: expected a multiple of 16, got %lld",
+    return rm_fail(err, RM_E_CONFIG, "block_size: expected a multiple of 16, got %lld",
                    (long long)options->page_size);
   if (options->dtype != RM_BF16 && options->dtype != RM_F32)
     return rm_fail(err, RM_E_CONFIG, "dtype: expected bfloat16 or float32, got %d", options->dtype);

@@ -70,6 +70,14 @@ typedef struct rm_engine_options {
   const char *nccl_gpu; // the name of this rank's GPU, equal on ranks that share it; NULL: ordinal
 } rm_engine_options;
 
+// Bounds of integer options, by their Python names. rm_engine_create checks them.
+typedef struct rm_limit {
+  const char *name;
+  int64_t least, most;
+} rm_limit;
+enum { RM_ENGINE_LIMITS = 7 };
+extern const rm_limit rm_engine_limits[RM_ENGINE_LIMITS];
+
 // The spec is a view and must outlive the engine; the options are copied.
 rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, rm_engine **out,
                          rm_error *err);
@@ -109,14 +117,11 @@ rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draws *draw
 // requests). Steps may go on while a staged sync is open. An in-place sync begins only when no
 // request is unfinished (RM_E_STATE), and until its commit there are no weights to step with.
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err);
-rm_code rm_engine_sync_check(rm_engine *engine, const char *name, size_t length,
-                             const rm_tensor *tensor, rm_error *err);
-// Each rank copies its shard. If one fails, the tensor counts as not sent on all.
-rm_code rm_engine_sync_push(rm_engine *engine, const char *name, size_t length,
-                            const rm_tensor *tensor, rm_error *err);
-// Many tensors at once, which costs less: all of them are pushed, or none on any rank.
-rm_code rm_engine_sync_push_all(rm_engine *engine, const rm_entry *entries, int64_t n,
-                                rm_error *err);
+rm_code rm_engine_sync_check(rm_engine *engine, const rm_entry *entry, const rm_tensor *tensor,
+                             rm_error *err);
+// Each rank copies its shard. When one fails, none of the entries counts as pushed on any rank.
+rm_code rm_engine_sync_push(rm_engine *engine, const rm_entry *const *entries, int64_t n,
+                            rm_error *err);
 // report (optional): bytes read by all ranks here, times of the slowest.
 rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_report *report,
                               rm_error *err);

@@ -5,8 +5,6 @@ static rm_peers peers_of(const rm_mesh *mesh, int group, int rank) {
   switch (group) {
     case RM_GROUP_TP: return rm_mesh_peers(mesh, rank, RM_AXIS_TP);
     case RM_GROUP_EP: return rm_mesh_peers(mesh, rank, RM_AXIS_EP);
-    case RM_GROUP_LOCKSTEP:
-      return rm_mesh_peers(mesh, rank, mesh->ep > mesh->tp ? RM_AXIS_EP : RM_AXIS_TP);
     default: return (rm_peers){0, 1, rm_mesh_world(mesh)};
   }
 }

@@ -5,9 +5,8 @@
 #include "comm/shm/region.h"
 #include "mesh/mesh.h"
 
-// The first three are of the model. CONTROL: what Python sends. LOCKSTEP: the ranks that take each
-// step together.
-enum { RM_GROUP_TP, RM_GROUP_EP, RM_GROUP_WORLD, RM_GROUP_CONTROL, RM_GROUP_LOCKSTEP, RM_N_GROUPS };
+// The first three are of the model. CONTROL: what Python sends.
+enum { RM_GROUP_TP, RM_GROUP_EP, RM_GROUP_WORLD, RM_GROUP_CONTROL, RM_N_GROUPS };
 enum { RM_GROUP_BUFFER_BYTES = 1 << 20 };
 
 // The endpoint of `rank` in a group, whose number is its index in the region. A group of one rank

@@ -35,20 +35,20 @@ rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, 
   return code;
 }
 
-rm_code rm_engine_sync_check(rm_engine *engine, const char *name, size_t length,
-                             const rm_tensor *tensor, rm_error *err) {
-  return rm_sync_check(rm_engine_store(engine), name, length, tensor, err); // equal on all ranks
+rm_code rm_engine_sync_check(rm_engine *engine, const rm_entry *entry, const rm_tensor *tensor,
+                             rm_error *err) {
+  return rm_sync_check(rm_engine_store(engine), entry, tensor, err); // equal on all ranks
 }
 
-typedef struct entries {
-  const rm_entry *list;
+typedef struct pushed {
+  const rm_entry *const *entries;
   int64_t n;
-} entries;
+} pushed;
 
 static rm_code push_worker(rm_worker *worker, void *arg) {
-  const entries *it = arg;
+  const pushed *it = arg;
   const rm_entered saved = rm_enter(worker);
-  const rm_code code = rm_sync_push_all(worker->store, it->list, it->n, &worker->err);
+  const rm_code code = rm_sync_push(worker->store, it->entries, it->n, &worker->err);
   rm_leave(worker, saved);
   return code;
 }
@@ -56,12 +56,13 @@ static rm_code push_worker(rm_worker *worker, void *arg) {
 // Producers of GPU tensors have made a queue of that GPU wait for pending writes. If that is the
 // only worker's own queue, reads are enqueued after it; otherwise this waits until the tensors are
 // complete.
-static rm_code await_tensors(rm_engine *engine, const rm_entry *list, int64_t n, rm_error *err) {
+static rm_code await_tensors(rm_engine *engine, const rm_entry *const *entries, int64_t n,
+                             rm_error *err) {
   const rm_device *only = engine->n_workers == 1 ? engine->workers[0].device : NULL;
   uint64_t waited_for = 0; // a bit for each device
   rm_code code = RM_OK;
   for (int64_t i = 0; i < n && !code && rm_engine_reads_gpus(engine); i++) {
-    const rm_tensor *tensor = &list[i].tensor;
+    const rm_tensor *tensor = &entries[i]->tensor;
     const int ordinal = tensor->ordinal;
     if (!tensor->on_device || (only && ordinal == only->ordinal)) continue;
     if (ordinal >= 0 && ordinal < RM_MAX_GPUS && waited_for >> ordinal & 1) continue;
@@ -71,21 +72,15 @@ static rm_code await_tensors(rm_engine *engine, const rm_entry *list, int64_t n,
   return code;
 }
 
-rm_code rm_engine_sync_push_all(rm_engine *engine, const rm_entry *list, int64_t n, rm_error *err) {
-  entries it = {list, n};
-  rm_code code = await_tensors(engine, list, n, err);
+rm_code rm_engine_sync_push(rm_engine *engine, const rm_entry *const *entries, int64_t n,
+                            rm_error *err) {
+  pushed it = {entries, n};
+  rm_code code = await_tensors(engine, entries, n, err);
   if (code) return code;
   code = rm_run_workers(engine, push_worker, &it, err);
   for (int w = 0; w < engine->n_workers && code; w++)
-    for (int64_t i = 0; i < n && !engine->workers[w].code; i++)
-      rm_sync_undo_push(engine->workers[w].store, list[i].name, list[i].length);
+    if (!engine->workers[w].code) rm_sync_undo(engine->workers[w].store, entries, n);
   return code;
-}
-
-rm_code rm_engine_sync_push(rm_engine *engine, const char *name, size_t length,
-                            const rm_tensor *tensor, rm_error *err) {
-  const rm_entry entry = {name, length, *tensor};
-  return rm_engine_sync_push_all(engine, &entry, 1, err);
 }
 
 static rm_code commit_worker(rm_worker *worker, void *arg) {

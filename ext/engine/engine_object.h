@@ -3,8 +3,9 @@
 // steps that an external scheduler decides, sync.c and weights.c the weights.
 //
 // One thread at a time: each method works between rm_engine_enter and rm_engine_leave, which refuse
-// a second thread, a closed engine and an engine of the parent process with StateError. Threads
-// wait for one another in fair_lock.c; this flag only turns a mistake there into an exception.
+// a second thread, a closed engine and an engine of the parent process with StateError. One thread
+// of the generator makes all calls (request/loop.py); this flag turns a mistake there into an
+// exception.
 #pragma once
 
 #include "arrays.h"
@@ -63,11 +64,9 @@ PyObject *rm_engine_py_external_tokens(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_weights(rm_engine_object *self, PyObject *ignored);
 // sync.c
 PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObject *kwargs);
-PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *name);
-PyObject *rm_engine_py_sync_wanted(rm_engine_object *self, PyObject *name);
-PyObject *rm_engine_py_sync_check(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_sync_push_all(rm_engine_object *self, PyObject *pairs);
+PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *entries);
 PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *inflight);
 PyObject *rm_engine_py_sync_abort(rm_engine_object *self, PyObject *ignored);
 PyObject *rm_engine_py_sync_state(rm_engine_object *self, PyObject *ignored);

@@ -61,7 +61,7 @@ def weights(version: int) -> dict[str, np.ndarray]:
 def push(engine: Any, version: int) -> None:
     engine.sync_begin(version)
     for name, tensor in weights(version).items():
-        engine.sync_push(name, tensor)
+        helpers.push_entry(engine, name, tensor)
     engine.sync_commit("keep")
 
 
@@ -620,7 +620,7 @@ def test_a_failed_request_leaves_no_page_to_others(engine: Any, oracles: list[An
     embed[77] = np.nan
     engine.sync_begin(1, allow_nonfinite=True)
     for name, tensor in {**poisoned, "model.embed_tokens.weight": embed}.items():
-        engine.sync_push(name, tensor)
+        helpers.push_entry(engine, name, tensor)
     engine.sync_commit("keep")
     stem = list(range(80, 112))
     bad, good = add(engine, [*stem, 77, 5]), add(engine, [*stem, 6, 5])

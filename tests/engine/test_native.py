@@ -1,7 +1,7 @@
 """The C core without Python, under what finds faults that no result shows: races under TSan, every
 allocation and thread refused under ASan, UBSan and the leak detector, and the whole engine under
 valgrind. The drivers are tests/support/native/*.c; each says at its head what it does and what its
-oracle is. Every measure is shown a planted fault first."""
+oracle is. Every measure is shown a injected fault first."""
 
 from __future__ import annotations
 

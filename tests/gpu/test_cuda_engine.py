@@ -411,7 +411,7 @@ def test_tensors_of_the_device_are_read_where_they_are(
         (
             {"ordinal": 1},
             rm.UnsupportedTensorError,
-            "a capsule whose tensor is not where __dlpack_device__ says",
+            "a capsule whose tensor is not on the __dlpack_device__",
         ),
         ({"shift": 1}, rm.LayoutError, "no multiple of the 4 bytes of an element"),
     ],
@@ -642,7 +642,7 @@ def test_devices_that_are_not_here(
     ):
         make(DENSE, "cuda:99")
     monkeypatch.setenv(LIBRARY_SWITCH, str(tmp_path / "none.so"))
-    with pytest.raises(rm.ConfigError, match=r"expected the path of a library .*none\.so, which is not a file"):
+    with pytest.raises(rm.ConfigError, match=r"none\.so, which is not a file"):
         make()
     (tmp_path / "none.so").write_bytes(b"no library")
     with pytest.raises(rm.ConfigError, match=r"the CUDA library cannot be loaded: .*none\.so"):

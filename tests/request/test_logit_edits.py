@@ -322,6 +322,7 @@ OTHERS = test_kept_tokens.OTHERS | {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("way", OTHERS)
 def test_draws_are_the_same_in_any_batch_and_on_any_mesh(way: str) -> None:
     with generator("moe") as gen:

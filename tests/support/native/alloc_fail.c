@@ -151,7 +151,7 @@ static rm_code begin(life *l, const void *options, rm_error *err) {
 
 static rm_code push(life *l, const void *tensor, rm_error *err) {
   const tiny_tensor *t = tensor;
-  return rm_engine_sync_push(l->engine, t->name, t->length, &t->tensor, err);
+  return tiny_push(l->engine, 0, t->name, t->length, &t->tensor, err);
 }
 
 static rm_code commit(life *l, const void *arg, rm_error *err) {

@@ -27,7 +27,7 @@ typedef struct scene {
   tiny_weights *sets[SETS]; // version v has the weights of set v % SETS
   uint64_t seed, want[SETS][REQUESTS];
   long n_versions, plant;
-  rm_engine *unlocked; // for the planted fault
+  rm_engine *unlocked; // for the injected fault
   turn turn;
   atomic_int closed;
   atomic_long commits, aborts, resets, refused, requests, reads;
@@ -59,13 +59,13 @@ static rm_code push(scene *s, const tiny_tensor *from, char *buffer, int broken,
   if (broken) {
     rm_tensor wrong = t.tensor;
     wrong.shape[0]++;
-    const rm_code code = rm_engine_sync_push(turn_enter(&s->turn), t.name, t.length, &wrong, err);
+    const rm_code code = tiny_push(turn_enter(&s->turn), 0, t.name, t.length, &wrong, err);
     turn_leave(&s->turn);
     if (code != RM_E_SHAPE && code != RM_E_STATE && code != RM_E_DUPLICATE_KEY)
       tiny_die("a broken tensor: %s", rm_code_name(code));
     atomic_fetch_add(&s->refused, 1);
   }
-  const rm_code code = rm_engine_sync_push(turn_enter(&s->turn), t.name, t.length, &t.tensor, err);
+  const rm_code code = tiny_push(turn_enter(&s->turn), 0, t.name, t.length, &t.tensor, err);
   turn_leave(&s->turn);
   memset(buffer, 0xFF, (size_t)from->tensor.span_hi); // NaNs: whoever still reads would see them
   return code;

@@ -190,13 +190,36 @@ rm_engine *tiny_engine(const tiny_model *model, int n_threads) {
   return engine;
 }
 
+static rm_code send(rm_engine *engine, int skip_unknown, rm_entry *entry, int pushes,
+                    rm_error *err) {
+  rm_code code = RM_OK;
+  if (rm_store_is_open(rm_engine_store(engine)))
+    code = rm_entry_resolve(rm_engine_params(engine), skip_unknown, entry, err);
+  if (!code) code = rm_engine_sync_check(engine, entry, &entry->tensor, err);
+  if (!code && pushes) code = rm_engine_sync_push(engine, &(const rm_entry *){entry}, 1, err);
+  rm_target_clear(&entry->target);
+  return code;
+}
+
+rm_code tiny_check(rm_engine *engine, int skip_unknown, const char *name, size_t length,
+                   const rm_tensor *tensor, rm_error *err) {
+  return send(engine, skip_unknown, &(rm_entry){.name = name, .length = length, .tensor = *tensor},
+              0, err);
+}
+
+rm_code tiny_push(rm_engine *engine, int skip_unknown, const char *name, size_t length,
+                  const rm_tensor *tensor, rm_error *err) {
+  return send(engine, skip_unknown, &(rm_entry){.name = name, .length = length, .tensor = *tensor},
+              1, err);
+}
+
 rm_code tiny_sync_with(rm_engine *engine, const tiny_weights *weights,
                        const rm_sync_options *options, rm_inflight inflight, rm_error *err) {
   rm_code code = rm_engine_sync_begin(engine, options, err);
   if (code) return code;
   for (int64_t i = 0; i < weights->n && !code; i++) {
     const tiny_tensor *t = &weights->list[i];
-    code = rm_engine_sync_push(engine, t->name, t->length, &t->tensor, err);
+    code = tiny_push(engine, 0, t->name, t->length, &t->tensor, err);
   }
   if (!code) code = rm_engine_sync_commit(engine, inflight, NULL, err);
   if (code) rm_engine_sync_abort(engine);
