@@ -16,11 +16,12 @@
 //
 // A step: each scheduler makes a plan, each worker computes its replica's plan, and each scheduler
 // commits what its first worker returns. Only a step, a commit and create exchange data with other
-// ranks. If an exchange fails (comm.h's codes), the engine is lost: each later step returns that
-// error, and results stay readable. Any other failed call changes nothing. If several ranks fail,
-// a call returns the first error that was not caused by another rank.
+// ranks. After a failed exchange (comm.h's codes) the engine is unusable: each later step returns
+// that error, and results stay readable. Any other failed call changes nothing. If several ranks
+// fail, a call returns the first error that was not caused by another rank.
 //
-// Calls for one request go to its scheduler (scheduler/scheduler.h), which rm_engine_scheduler finds.
+// Calls for one request go to its scheduler (scheduler/scheduler.h), which rm_engine_scheduler
+// finds.
 //
 // The logprob of a token depends on the weights and the tokens before it only (docs/numerics.md).
 #pragma once
@@ -89,9 +90,9 @@ void rm_engine_abort_groups(rm_engine *engine);
 // call; logits_out until the request has finished.
 rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err);
 int rm_engine_has(const rm_engine *engine, uint64_t id); // it was added here and not released
-// The scheduler that has the request, and any scheduler if none has it. A view.
+// Returns the scheduler that has the request, else one that does not know it. A view.
 rm_scheduler *rm_engine_scheduler(const rm_engine *engine, uint64_t id);
-// *n_work: rows computed by all replicas here, 0 if there is nothing to do or all is paused.
+// *n_work: rows computed by all replicas here; 0 without requests, or while paused.
 rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err);
 // Whether a rank here, or another of its lockstep group, had work in the last step.
 int rm_engine_had_work(const rm_engine *engine);
@@ -105,8 +106,8 @@ void rm_engine_reset_prefix_cache(rm_engine *engine);
 
 // With an external scheduler (external_scheduler.h): its step instead of rm_engine_step, and its
 // draws. One rank per process. All ranks of a tp group get the same steps; all ranks of a lockstep
-// group make the call, also without requests. RM_E_REQUEST: a request breaks a rule, and nothing has
-// changed. The results tell which requests have failed.
+// group make the call, also without requests. RM_E_REQUEST: a request breaks a rule; the engine is
+// unchanged. The results tell which requests have failed.
 rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step, int64_t *n_work,
                                 rm_error *err);
 rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draws *draws, rm_error *err);

@@ -59,7 +59,7 @@ static rm_progress commit(rm_engine *engine, int64_t *n_work) {
 }
 
 // An external step with more rows than a batch has takes several rounds. After a failed forward the
-// state of the exchanges is undefined, so the engine is lost.
+// state of the exchanges is undefined, so the engine is unusable.
 static rm_code run(rm_engine *engine, int64_t *n_work, rm_error *err) {
   for (rm_progress progress = RM_MORE_BATCHES; progress == RM_MORE_BATCHES;) {
     schedule(engine);

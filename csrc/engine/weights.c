@@ -1,6 +1,6 @@
-// weights.c: sync, sleep and wake on all ranks here: all of them, or none. A worker's store does the
-// work (weights/store.h); this file adds when a sync is allowed and what happens to running requests
-// and to the KV cache.
+// weights.c: sync, sleep and wake on all ranks here: all of them, or none. A worker's store does
+// the work (weights/store.h); this file adds when a sync is allowed and what happens to running
+// requests and to the KV cache.
 #include "engine/state.h"
 #include "weights/two_phase_commit.h"
 
@@ -166,7 +166,8 @@ rm_code rm_engine_offload_weights(rm_engine *engine, rm_error *err) {
   if (code) return code;
   if (wanted > available) // the ranks of a process share the host's memory
     return rm_fail(
-        err, RM_E_CAPACITY, "host memory: expected %s for the weights of %d ranks, got %s",
+        err, RM_E_CAPACITY,
+        "keep_weights: expected %s of free host memory for the weights of %d ranks, got %s",
         rm_say_bytes((double)wanted).text, engine->n_workers, rm_say_bytes((double)available).text);
   code = rm_run_workers(engine, offload_worker, NULL, err);
   if (code) rm_engine_free_offloaded(engine);

@@ -1,8 +1,8 @@
 // commit.c: writes what a step has computed to the records of the requests. Order: records of
-// logits; failures, so that a request with a row that was not finite ends before its tokens or pages
-// count; records of computed rows, and full pages into the prefix index; siblings get the leader's
-// pages; tokens are appended. Appending is last, since it may end a sequence, which releases pages
-// that its siblings share.
+// logits; failures, so that a request with a row that was not finite ends before its tokens or
+// pages count; records of computed rows, and full pages into the prefix index; siblings get the
+// leader's pages; tokens are appended. Appending is last, since it may end a sequence, which
+// releases pages that its siblings share.
 #include "clock.h"
 #include "scheduler/scheduler.h"
 

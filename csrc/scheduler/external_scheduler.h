@@ -1,7 +1,7 @@
 // external_scheduler.h: the policy for an external scheduler (vLLM's), which decides in every step
 // which requests compute how many tokens on which pages. Tokens, draws, records and block tables
 // are kept here. Requests are added by rm_engine_add with one sample each, and ended by
-// rm_scheduler_abort; a request ends by itself only with an error.
+// rm_scheduler_abort; the engine ends a request only with an error.
 //
 // Pages and the prefix cache belong to the external scheduler: many requests may share a page. For
 // each page this keeps the version of the weights that computed its KV. Computed positions in a
@@ -36,7 +36,7 @@ struct rm_external_step {
   const int64_t *page_counts; // 0 or more
   const uint8_t *replace; // its pages replace those that it had, else they are appended
   const int32_t *pages; // [sum of page_counts]
-  // Of requests with external_draws that are at their last row, in this order.
+  // Rows of the requests with external_draws that are at their last row, in this order.
   float *logits; // [n_logits][vocab]
   float *stats; // [n_logits][2] the largest logit, and the sum of exp(logit − it)
   int64_t n_logits; // at least the number of those requests
@@ -44,7 +44,7 @@ struct rm_external_step {
 };
 
 // Checks a step and makes it the current one until rm_external_end, which fills the results unless
-// the step has failed. RM_E_REQUEST: a request breaks a rule, and nothing has changed.
+// the step has failed. RM_E_REQUEST: a request breaks a rule; the scheduler is unchanged.
 rm_code rm_external_begin(rm_scheduler *scheduler, const rm_external_step *step, rm_error *err);
 void rm_external_end(rm_scheduler *scheduler, rm_code code);
 

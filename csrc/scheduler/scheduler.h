@@ -95,7 +95,7 @@ void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn)
 // ------------------------------------------------------------------------------------- requests.c
 rm_sequence_group *rm_find_sequence_group(const rm_scheduler *scheduler, uint64_t id,
                                           rm_error *err); // NULL: RM_E_REQUEST
-// The request was checked (rm_sequence_group_check); no other one here has the id.
+// The request has passed rm_sequence_group_check, and its id is new.
 rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uint64_t id,
                          rm_error *err);
 // Views are valid until the next commit or release.
@@ -107,8 +107,8 @@ rm_code rm_scheduler_release(rm_scheduler *scheduler, uint64_t id,
                              rm_error *err); // of a finished one
 rm_code rm_scheduler_abort(rm_scheduler *scheduler, uint64_t id,
                            rm_error *err); // what was generated stays readable
-// Ends one sample at n_tokens (a stop string matched there); finish = stop. Also of one that has
-// ended by itself meanwhile; RM_E_STATE for one that was aborted or failed.
+// Ends one sample at n_tokens, where a stop string matched; finish = stop. The sample may have ended
+// already. RM_E_STATE: it was aborted or failed.
 rm_code rm_scheduler_stop_sample(rm_scheduler *scheduler, uint64_t id, int32_t sample,
                                  int64_t n_tokens, rm_error *err);
 void rm_finish_sequence(rm_scheduler *scheduler, rm_sequence *seq,

@@ -5,7 +5,7 @@
 //
 //   WAITING ──► ACTIVE ──► DONE     WAITING: holds no page and no row of the block tables
 //      │  ▲        ▲                ACTIVE: has a row of the block tables, and pages
-//      │  └────────┤ preempt        JOINING: within a step; draws from the same row of logits as the
+//      │  └────────┤ preempt        JOINING: within a step; draws from the row of logits of the
 //      └► JOINING ─┘                sequence that computes the prompt, then shares its pages
 //
 // Fields are listed under the file that writes them. sequence_group.c writes all of them once.

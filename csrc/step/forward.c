@@ -50,7 +50,7 @@ static void list_fields(const rm_runner *runner, rm_step_buffer *b, size_t rows,
                         size_t draws, rm_field fields[STEP_FIELDS]) {
   const size_t routed = (size_t)runner->routed_per_token;
   rm_step_output *out = &b->output;
-  rows = rows ? rows : 1; // so that no array is NULL
+  rows = rows ? rows : 1; // so that every array has an address
   outs = outs ? outs : 1;
   draws = draws ? draws : 1;
   const rm_field all[STEP_FIELDS] = {

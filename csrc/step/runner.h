@@ -1,11 +1,11 @@
 // runner.h: one rank computes the plan of its replica (vLLM's model runner). rm_forward (forward.c)
-// copies the plan's inputs to the device, enqueues the model, lm_head, draws and logprobs of prompts
-// (sampler.c) or replays a captured graph of them (graph_replay.c), exchanges with other ranks, and
-// waits for the results.
+// copies the plan's inputs to the device, enqueues the model, lm_head, draws and logprobs of
+// prompts (sampler.c) or replays a captured graph of them (graph_replay.c), exchanges with other
+// ranks, and waits for the results.
 //
-// Ranks of one process share a plan and its requests, which no rank changes during a forward. Only
-// one of them, which keeps records, writes to the requests' records. All memory is allocated at
-// creation. A runner is used by one thread at a time.
+// Ranks of one process share a plan and its requests, which are constant during a forward. Only the
+// rank that keeps records writes to the requests' records. All memory is allocated at creation. A
+// runner is used by one thread at a time.
 #pragma once
 
 #include "model/model.h"
