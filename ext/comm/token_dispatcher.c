@@ -170,7 +170,7 @@ static PyObject *run_move(dispatcher_object *self, PyObject *args, move_fn move,
   PyObject *module = rm_module_of((PyObject *)self), *plan_arg, *objects[2];
   rm_error err = RM_ERROR_INIT;
   void *from, *to;
-  char *moved = NULL, said[RM_DISPATCH_SAID];
+  char *moved = NULL, said[RM_DISPATCH_TEXT];
   const char *what;
   rm_code code;
   if (!PyArg_ParseTuple(args, "sOOO", &what, &plan_arg, &objects[0], &objects[1])) return NULL;

@@ -1,5 +1,6 @@
-// variant.h: the ops of one fast variant, named after it; table.c gathers them. Each source
-// includes this, so that a definition that differs from its slot is an error.
+// variant.h: the ops of one fast variant, whose names end with the variant's; table.c makes them a
+// table. Each source includes this header, so that a definition that differs from its slot is a
+// compile error.
 #pragma once
 
 #include "vec.h"
@@ -23,7 +24,7 @@ void RM_FN(sample)(const rm_ctx *, const rm_sample_args *);
 void RM_FN(top_logprobs)(const rm_ctx *, const rm_top_logprobs_args *);
 void RM_FN(ranks)(const rm_ctx *, const rm_ranks_args *);
 
-// Workspace that each file's ops ask for, in bytes.
+// Bytes of workspace that each file's ops need.
 size_t RM_FN(gemm_workspace)(const rm_limits *);
 size_t RM_FN(attention_workspace)(const rm_limits *);
 size_t RM_FN(rope_workspace)(const rm_limits *);

@@ -45,6 +45,7 @@ from rollmesh.runtime.arguments import (
     boolean,
     choice,
     deadline_of,
+    engine_integer,
     gib_bytes,
     integer,
     items_of,
@@ -52,15 +53,15 @@ from rollmesh.runtime.arguments import (
     part_mask,
     part_names,
     share_of_memory,
+    thread_count,
 )
-from rollmesh.runtime.cores import usable_cores
 from rollmesh.runtime.devices import device_of
 from rollmesh.runtime.engine_options import EngineOptions
 from rollmesh.runtime.engine_views import Ids, OpTime
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.resharding import BOX_DIMS
 from rollmesh.weights.self_test import Scorer, run_self_test
-from rollmesh.weights.sync import SyncOptions, made_by
+from rollmesh.weights.sync import SyncOptions, source_of_follower
 from rollmesh.weights.transport.tensors import check_source
 from rollmesh.weights.updates import BEGINNING, SLEEP, WAKE, Sync, Weights
 
@@ -190,11 +191,8 @@ class Generator:
         self._codec = None if tokenizer is None else TextCodec(tokenizer)
         check_vocabulary(tokenizer, spec)
         self.dtype = choice("dtype", dtype, ("bfloat16", "float32"))
-        self.max_model_len = integer(
-            "max_model_len",
-            _default_length(spec) if max_model_len is None else max_model_len,
-            1,
-            2**31 - 1,
+        self.max_model_len = engine_integer(
+            "max_model_len", _default_length(spec) if max_model_len is None else max_model_len
         )
         self.eos_token_ids = eos_ids(eos_token_ids, tokenizer, spec)
         options = EngineOptions(
@@ -202,14 +200,10 @@ class Generator:
             isa=None
             if isa is None or where.cuda_library
             else choice("isa", isa, _core.available_isas()),
-            threads=integer(
-                "threads", min(usable_cores(), 256) if threads is None else threads, 1, 256
-            ),
+            threads=thread_count(threads),
             max_model_len=self.max_model_len,
-            max_num_seqs=integer("max_num_seqs", max_num_seqs, 1, 2**20),
-            max_num_batched_tokens=integer(
-                "max_num_batched_tokens", max_num_batched_tokens, 1, 2**24
-            ),
+            max_num_seqs=engine_integer("max_num_seqs", max_num_seqs),
+            max_num_batched_tokens=engine_integer("max_num_batched_tokens", max_num_batched_tokens),
             block_size=page_positions("block_size", block_size),
             kv_bytes=0 if kv_cache_gib is None else gib_bytes("kv_cache_gib", kv_cache_gib),
             memory_fraction=share_of_memory(memory_fraction, kv_cache_gib),
@@ -246,7 +240,7 @@ class Generator:
         )
         self._weights = Weights(self._engine, self._requests)
         try:
-            self._loop = EngineLoop(self._engine, self._requests, self._weights.commit_open_sync)
+            self._loop = EngineLoop(self._engine, self._requests)
         except BaseException:
             self._engine.close()
             raise
@@ -317,7 +311,11 @@ class Generator:
         tensor. A source may call this while it is read. UnexpectedKeyError if the model has none of
         that name."""
         self._loop.check_alive()
-        wanted = partial(self._engine.sync_wanted, name)
+
+        def wanted() -> tuple[tuple[int, ...], NDArray[np.int64]]:
+            entry = self._engine.sync_resolve(name)
+            return entry.shape, entry.wanted()
+
         shape, rows = wanted() if self._loop.is_inside else self._loop.call(wanted)
         needed = (
             rows[rows[:, 0] == self._engine.rank, 1:] if self._engine.has_peers else rows[:, 1:]
@@ -464,8 +462,7 @@ class Generator:
         """Completes one prompt, text or token ids:
         `outputs = await asyncio.gather(*map(gen.agenerate, prompts))`. Any number of coroutines, of
         any event loops, may wait at once; a thread runs the engine steps of all. While the
-        generator is paused or its KV asleep they wait. As submit does, a new request commits a
-        begin_sync that is open without a `with` block.
+        generator is paused or its KV asleep they wait.
 
         Cancelling the coroutine aborts its request. Without a seed the order in which requests come
         decides their seeds.
@@ -610,19 +607,9 @@ class Generator:
                 self._loop.call(partial(self._engine.refuse, where, error))
             raise
 
-    def begin_sync(
-        self,
-        version: int | None = None,
-        cast: bool = False,
-        strict: bool = True,
-        mode: Literal["staged", "inplace"] = "staged",
-        inflight: Literal["wait", "restart", "abort", "keep"] = "wait",
-        keep_kv: bool = False,
-        allow_nonfinite: bool = False,
-        allow_bias_removal: bool = False,
-    ) -> Sync:
-        """Opens a sync that is pushed tensor by tensor, in any order; see Sync. Arguments as in
-        sync_weights. One that is open is reset.
+    def begin_sync(self, version: int | None = None, **options: Any) -> Sync:
+        """Opens a sync that is pushed tensor by tensor, in any order; see Sync. Options as in
+        sync_weights, except timeout. A sync that is open is dropped.
 
         If ranks are processes, each pushes the whole set; they synchronize at every push.
         StateError after follow()."""
@@ -632,10 +619,8 @@ class Generator:
                 "0; call sync_weights there"
             )
         with self._refusing(PUSHES):
-            options = SyncOptions(
-                version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal
-            )
-        sync = Sync(self._weights, self._loop.lend, options)
+            checked = SyncOptions(version, **options)
+        sync = Sync(self._weights, self._loop.lend, checked)
         try:
             self._loop.lend(lambda: self._weights.begin(sync))
             return sync
@@ -705,7 +690,7 @@ class Generator:
     ) -> None:
         def sync(options: dict[str, Any]) -> None:
             self._weights.sync(
-                None if source is None else made_by(source, options["version"]),
+                None if source is None else source_of_follower(source, options["version"]),
                 SyncOptions(**options),
             )
 

@@ -424,7 +424,7 @@ def test_inside_another_call_of_its_thread_it_is_refused(gen: rm.Generator) -> N
 
 def test_weights_that_sleep_refuse_requests(gen: rm.Generator) -> None:
     gen.sleep("weights")
-    with pytest.raises(rm.StateError, match="weights are asleep"):
+    with pytest.raises(rm.StateError, match="weights: expected awake"):
         asyncio.run(gen.agenerate([1]))
     assert idle(gen)
 

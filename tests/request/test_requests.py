@@ -499,6 +499,7 @@ def test_fork() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("how", ["plain", "cycle", "daemon", "requests", "sync", "many"])
 def test_interpreter_exit_with_a_live_engine(how: str) -> None:
     body = {

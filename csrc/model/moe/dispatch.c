@@ -1,7 +1,7 @@
 // dispatch.c: see dispatch.h. Rows arrive ordered by rank, then expert; grouped gemms need them by
-// expert, so they are reordered once, and the outputs once more. Writing directly to the final
-// position was rejected: it needs a transport with remote addresses. The order of rows within an
-// expert changes no bit.
+// expert, so they are reordered once, and the outputs once more. Rejected: writing directly to the
+// final position, because it needs a transport with remote addresses. The order of rows within an
+// expert does not change the result.
 #include "model/moe/dispatch.h"
 
 #include <string.h>
@@ -15,14 +15,14 @@ struct rm_dispatch {
   int n_ranks, me;
   int64_t n_experts, top_k, max_rows, max_arrive;
   size_t max_row_bytes;
-  int dispatches, sees_all; // rows move to other ranks; to all of them
+  int dispatches, sees_all; // rows move to other ranks; every rank gets all rows
   rm_range here; // experts of this rank
   rm_range *experts; // [n_ranks]
   rm_block *send, *recv; // [n_ranks]
   int32_t *cursor; // [n_experts]
-  char (*said)[RM_DISPATCH_SAID]; // [n_ranks]
+  char (*texts)[RM_DISPATCH_TEXT]; // [n_ranks] what rm_dispatch_agree compares
   int32_t *all_ids; // [n_ranks·max_rows][top_k]; sees_all
-  char *choices; // rows [max_rows·top_k] of the home by expert
+  char *choices; // rows [max_rows·top_k] for the home rows' choices, by expert
   char *arrived; // rows [max_arrive] by rank, then expert; where rows move
   char *work; // rows [max_arrive] by expert, then rank; where rows move
   char *all_rows; // rows [n_ranks·max_rows]; sees_all
@@ -34,28 +34,32 @@ struct rm_dispatch {
 static rm_code check_options(const rm_dispatch_options *o, int n_ranks, rm_error *err) {
   int64_t next = 0, choices, total;
   if (o->backend < 0 || o->backend >= RM_N_DISPATCHER)
-    return rm_fail(err, RM_E_CONFIG, "expected a token dispatcher, got %d", (int)o->backend);
+    return rm_fail(err, RM_E_CONFIG, "backend: expected a token dispatcher, got %d",
+                   (int)o->backend);
   if (n_ranks > 1 && o->backend == RM_DISPATCH_DISABLED)
-    return rm_fail(err, RM_E_CONFIG,
-                   "expected a dispatcher that moves tokens for %d ranks, got \"disabled\"",
-                   n_ranks);
+    return rm_fail(
+        err, RM_E_CONFIG,
+        "backend: expected a dispatcher that moves tokens for %d ranks, got \"disabled\"", n_ranks);
   if (o->top_k < 1 || o->top_k > o->n_experts || o->top_k > RM_MAX_TOP_K)
-    return rm_fail(err, RM_E_CONFIG, "expected top_k of 1 … %lld (num_experts=%lld), got %lld",
+    return rm_fail(err, RM_E_CONFIG, "top_k: expected 1 to %lld (num_experts=%lld), got %lld",
                    (long long)rm_min64(o->n_experts, RM_MAX_TOP_K), (long long)o->n_experts,
                    (long long)o->top_k);
   if (o->max_rows < 1 || o->max_row_bytes < 1)
     return rm_fail(err, RM_E_CONFIG,
-                   "expected max_rows and max_row_bytes of at least 1, got %lld and %zu",
+                   "max_rows, max_row_bytes: expected at least 1, got %lld and %zu",
                    (long long)o->max_rows, o->max_row_bytes);
   if (!rm_mul_i64(o->max_rows, o->top_k, &choices) || !rm_mul_i64(choices, n_ranks, &total) ||
       total > INT32_MAX)
     return rm_fail(err, RM_E_LIMIT,
-                   "expected at most %d rows in all, got max_rows=%lld on %d ranks with top_k=%lld",
+                   "max_rows: expected at most %d choices in all, got max_rows=%lld on %d ranks "
+                   "with top_k=%lld",
                    INT32_MAX, (long long)o->max_rows, n_ranks, (long long)o->top_k);
   for (int r = 0; r < n_ranks; next += o->experts[r++].n)
     if (o->experts[r].first != next || o->experts[r].n < 0) break;
   if (next != o->n_experts)
-    return rm_fail(err, RM_E_CONFIG, "expected %d ascending ranges that cover %lld experts",
+    return rm_fail(err, RM_E_CONFIG,
+                   "experts: expected %d ascending ranges that cover %lld experts, got gaps or "
+                   "overlaps",
                    n_ranks, (long long)o->n_experts);
   return RM_OK;
 }
@@ -70,7 +74,7 @@ static rm_code create_buffers(rm_dispatch *d, rm_error *err) {
       {&d->send, ranks, sizeof *d->send},
       {&d->recv, ranks, sizeof *d->recv},
       {&d->cursor, (size_t)d->n_experts, sizeof *d->cursor},
-      {&d->said, ranks, sizeof *d->said},
+      {&d->texts, ranks, sizeof *d->texts},
       {&d->all_ids, all, (size_t)d->top_k * sizeof *d->all_ids},
       {&d->choices, choices, row},
       {&d->arrived, arrive, row},
@@ -155,18 +159,18 @@ static int32_t *starts_of(const rm_dispatch *d, const rm_dispatch_plan *plan, in
   return plan->starts + rank * stride(d);
 }
 
-// Rows of rank r for the experts of rank s.
+// The number of rows of rank r for the experts of rank s.
 static int64_t rows_for(const rm_dispatch *d, const rm_dispatch_plan *plan, int r, int s) {
   const int32_t *starts = starts_of(d, plan, r) + d->experts[s].first;
   return starts[d->experts[s].n] - starts[0];
 }
 
-// Rows of rank r without padding.
+// The number of rows of rank r without padding.
 static int64_t home_rows(const rm_dispatch *d, const rm_dispatch_plan *plan, int r) {
   return starts_of(d, plan, r)[d->n_experts] / d->top_k;
 }
 
-// On an error: aborts the group, since the other ranks wait in a call that this rank will not make.
+// Aborts the group on an error, since the other ranks wait in a call that this rank will not make.
 static rm_code refuse(rm_dispatch *d, rm_code code) {
   if (code && d->ep) rm_comm_abort(d->ep, code);
   return code;
@@ -176,7 +180,7 @@ static rm_code check_row(const rm_dispatch *d, const int32_t *ids, int64_t row, 
   for (int64_t i = 0; i < d->top_k; i++) {
     if (ids[i] >= d->n_experts || (ids[i] < 0) != (ids[0] < 0))
       return rm_fail(err, RM_E_REQUEST,
-                     "row %lld of ids: expected all in 0 … %lld or all negative, got %d",
+                     "row %lld of ids: expected all from 0 to %lld or all negative, got %d",
                      (long long)row, (long long)d->n_experts - 1, ids[i]);
     for (int64_t j = 0; j < i && ids[i] >= 0; j++)
       if (ids[j] == ids[i])
@@ -187,14 +191,15 @@ static rm_code check_row(const rm_dispatch *d, const int32_t *ids, int64_t row, 
   return RM_OK;
 }
 
-// This rank's part of the plan: the number of rows for each expert, and the place of each choice.
+// Fills this rank's part of the plan: the number of rows for each expert and the place of each
+// choice.
 static rm_code sort_choices(rm_dispatch *d, rm_dispatch_plan *plan, const int32_t *ids,
                             int64_t n_rows, rm_error *err) {
   int32_t *starts = starts_of(d, plan, d->me);
-  uint64_t digest =
-      RM_HASH_SEED; // of the ids in their order: with local_allreduce all ranks must have the same
+  // The digest of the ids in their order: with local_allreduce all ranks must have the same.
+  uint64_t digest = RM_HASH_SEED;
   if (n_rows < 0 || n_rows > d->max_rows)
-    return rm_fail(err, RM_E_CAPACITY, "expected at most max_rows=%lld rows, got %lld",
+    return rm_fail(err, RM_E_CAPACITY, "ids: expected at most max_rows=%lld rows, got %lld",
                    (long long)d->max_rows, (long long)n_rows);
   plan->n_rows = n_rows;
   plan->n_choices = 0;
@@ -217,7 +222,7 @@ static rm_code sort_choices(rm_dispatch *d, rm_dispatch_plan *plan, const int32_
   return RM_OK;
 }
 
-// Checks the counts of other ranks before buffers are written by them.
+// Checks the counts of other ranks before rows are written according to them.
 static rm_code check_starts(const rm_dispatch *d, const rm_dispatch_plan *plan, rm_error *err) {
   const int64_t most = d->max_rows * d->top_k,
                 most_here = d->max_rows * rm_min64(d->top_k, d->here.n);
@@ -230,7 +235,7 @@ static rm_code check_starts(const rm_dispatch *d, const rm_dispatch_plan *plan, 
     if (!fits || rows_for(d, plan, r, d->me) > most_here)
       return rm_fail(
           err, RM_E_COLLECTIVE_MISMATCH,
-          "expected a multiple of top_k=%lld choices, at most %lld, got %lld from rank %d",
+          "ids: expected a multiple of top_k=%lld choices, at most %lld, got %lld from rank %d",
           (long long)d->top_k, (long long)most, n, r);
     if (!d->dispatches && memcmp(starts, mine, (size_t)stride(d) * sizeof *starts) != 0)
       return rm_fail(
@@ -258,8 +263,8 @@ rm_code rm_dispatch_plan_fill(rm_dispatch *d, rm_dispatch_plan *plan, const int3
   rm_code code = sort_choices(d, plan, ids, n_rows, err);
   if (code) return refuse(d, code);
   if ((code = exchange_starts(d, plan, err))) return code;
-  const int first = d->dispatches ? 0 : d->me,
-            end = d->dispatches ? d->n_ranks : d->me + 1; // the ranks whose rows come here
+  // The ranks whose rows come here.
+  const int first = d->dispatches ? 0 : d->me, end = d->dispatches ? d->n_ranks : d->me + 1;
   plan->group_rows[0] = 0;
   for (int64_t e = 0; e < d->here.n; e++) {
     plan->group_rows[e + 1] = plan->group_rows[e];
@@ -273,7 +278,7 @@ rm_code rm_dispatch_plan_fill(rm_dispatch *d, rm_dispatch_plan *plan, const int3
 }
 
 // ------------------------------------------------------------------------------- copies in memory
-enum { SHARED_BYTES = 1 << 16 }; // fewer are copied by the caller alone
+enum { SHARED_BYTES = 1 << 16 }; // the calling thread alone copies up to this many bytes
 
 typedef struct copy_job {
   const rm_dispatch *d;
@@ -281,7 +286,7 @@ typedef struct copy_job {
   const char *from;
   char *to;
   size_t bytes; // of a row
-  int back; // reorder from by-expert to by-rank
+  int back; // reorder from expert order to rank order; else the other way
 } copy_job;
 
 static void run(const rm_ctx *ctx, rm_task_fn task, int64_t rows, copy_job *job) {
@@ -326,30 +331,30 @@ static void reorder_task(void *arg, int thread, int n_threads) {
 // ------------------------------------------------------------------------------------------ moves
 static rm_code check_call(rm_dispatch *d, size_t row_bytes, rm_error *err) {
   if (row_bytes >= 1 && row_bytes <= d->max_row_bytes) return RM_OK;
-  return refuse(d, rm_fail(err, RM_E_LAYOUT, "expected rows of 1 … %zu bytes, got %zu",
+  return refuse(d, rm_fail(err, RM_E_LAYOUT, "row_bytes: expected 1 to %zu, got %zu",
                            d->max_row_bytes, row_bytes));
 }
 
 rm_code rm_dispatch_agree(rm_dispatch *d, const char *what, size_t row_bytes, rm_error *err) {
-  const size_t n = sizeof *d->said;
+  const size_t n = sizeof *d->texts;
   rm_code code = check_call(d, row_bytes, err);
   if (code || d->n_ranks == 1) return code;
-  memset(d->said[d->me], 0, n);
-  memcpy(d->said[d->me], what, strnlen(what, n - 1));
+  memset(d->texts[d->me], 0, n);
+  memcpy(d->texts[d->me], what, strnlen(what, n - 1));
   for (int r = 0; r < d->n_ranks; r++) {
-    d->send[r] = (rm_block){d->said[d->me], 1, n, n};
-    d->recv[r] = (rm_block){d->said[r], 1, n, n};
+    d->send[r] = (rm_block){d->texts[d->me], 1, n, n};
+    d->recv[r] = (rm_block){d->texts[r], 1, n, n};
   }
   if ((code = rm_comm_exchange(d->ep, RM_COMM_STEP, d->send, d->recv, err))) return code;
   for (int r = 0; r < d->n_ranks; r++)
-    if (memcmp(d->said[r], d->said[d->me], n) != 0)
+    if (memcmp(d->texts[r], d->texts[d->me], n) != 0)
       return refuse(d, rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d is in %.*s; rank %d in %s",
-                               r, (int)n - 1, d->said[r], d->me, d->said[d->me]));
+                               r, (int)n - 1, d->texts[r], d->me, d->texts[d->me]));
   return RM_OK;
 }
 
-// Exchanges between `choices` on the home ranks, by expert, and `arrived` on the experts' ranks, by
-// rank.
+// Exchanges rows between `choices` on the home ranks, ordered by expert, and `arrived` on the
+// experts' ranks, ordered by rank.
 static rm_code exchange(rm_dispatch *d, const rm_dispatch_plan *plan, rm_comm_op op,
                         const char *choices, size_t bytes, rm_error *err) {
   const int32_t *starts = starts_of(d, plan, d->me);
@@ -386,7 +391,7 @@ static rm_code gather(rm_dispatch *d, const rm_dispatch_plan *plan, const void *
   return rm_comm_exchange(d->ep, RM_COMM_GATHER, d->send, d->recv, err);
 }
 
-// The home rows without padding; copied to `choices` if there is padding.
+// Returns the home rows without padding, copied to `choices` if there is padding.
 static const char *without_padding(rm_dispatch *d, const rm_dispatch_plan *plan, const char *x,
                                    size_t bytes) {
   if (plan->n_choices == plan->n_rows * d->top_k) return x;
@@ -418,7 +423,7 @@ static rm_code send_all(rm_dispatch *d, const rm_dispatch_plan *plan, const char
   return RM_OK;
 }
 
-// The choices of this rank's experts, where rows do not move.
+// Returns the choices of this rank's experts, with dispatchers that do not move rows.
 static char *own_choices(const rm_dispatch *d, const rm_dispatch_plan *plan, const char *choices,
                          size_t bytes) {
   return (char *)(uintptr_t)choices + (size_t)starts_of(d, plan, d->me)[d->here.first] * bytes;
@@ -446,7 +451,7 @@ rm_code rm_dispatch_out_each(rm_dispatch *d, const rm_ctx *ctx, const rm_dispatc
 }
 
 // local_allreduce: sends the outputs of this rank's experts to every rank.
-static rm_code give_to_all(rm_dispatch *d, const rm_dispatch_plan *plan, const void *rows,
+static rm_code send_to_all(rm_dispatch *d, const rm_dispatch_plan *plan, const void *rows,
                            size_t bytes, rm_error *err) {
   const int32_t *starts = starts_of(d, plan, d->me);
   for (int r = 0; r < d->n_ranks; r++) {
@@ -464,7 +469,7 @@ rm_code rm_dispatch_back(rm_dispatch *d, const rm_ctx *ctx, const rm_dispatch_pl
   const rm_code code = check_call(d, row_bytes, err);
   if (code) return code;
   *choices = d->choices;
-  if (!d->dispatches) return give_to_all(d, plan, rows, row_bytes, err);
+  if (!d->dispatches) return send_to_all(d, plan, rows, row_bytes, err);
   run(ctx, reorder_task, plan->n_arrive,
       &(copy_job){
           .d = d, .plan = plan, .from = rows, .to = d->arrived, .bytes = row_bytes, .back = 1});

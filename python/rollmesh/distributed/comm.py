@@ -14,8 +14,8 @@ the same order.
                                                                                  rm.comm.nccl()
                                                                   ranks are threads
 
-A comm belongs to one generator, or to streams of weights (rollmesh.sources.send_weights). It moves
-bytes and adds none, so no result depends on which comm is used.
+A comm belongs to one generator. It moves bytes and adds none, so no result depends on which comm is
+used.
 """
 
 from __future__ import annotations
@@ -166,9 +166,6 @@ class Comm:
             )
         self.rank, self.world, self.timeout = int(rank), int(world), float(timeout)
         self._used = self._closed = False
-        # the carrier of weight streams over it (weights/transport/carriers.py), made by the first
-        # stream
-        self.stream: Any = None
 
     def connect(self, mesh: Mesh) -> Ends:
         """The ends for a mesh, once."""
@@ -180,10 +177,7 @@ class Comm:
         if self._closed:
             raise StateError("this comm is closed; make another one")
         if self._used:
-            raise StateError(
-                "this comm belongs to another generator or to a stream of weights; make one for "
-                "each"
-            )
+            raise StateError("this comm belongs to another generator; make one for each")
         self._used = True
         try:
             return self._connect(mesh)
@@ -207,12 +201,8 @@ class Comm:
         notice."""
 
     def close(self) -> None:
-        """Called once the generator has closed its ends, or by all ranks after their streams:
-        closes the streams' ends."""
+        """Called once the generator has closed its ends."""
         self._closed = True
-        stream, self.stream = self.stream, None
-        if stream is not None:
-            stream.close()
 
 
 class Shm(Comm):

@@ -99,8 +99,8 @@ def followed_methods(*parts: object) -> dict[str, Callable[..., Any]]:
 
 
 class Leader:
-    """Rank 0. Callers have the engine to themselves; while one is busy (a tokenizer), a thread keeps
-    sending."""
+    """Rank 0. Callers have the engine to themselves; while one is busy (a tokenizer), a thread
+    keeps sending."""
 
     def __init__(
         self, control: _core.Comm, timeout: float, give_up: WeakMethod[Callable[[], None]]

@@ -154,7 +154,6 @@ class Calls:
 
     def _check_ready(self) -> None:
         """StateError if the generator is paused or asleep."""
-        self.loop.commit_open_sync()
         if self.engine.paused:
             raise StateError("the generator is paused; resume() it first")
         asleep = self.engine.stats()["asleep"]
@@ -165,7 +164,7 @@ class Calls:
 class _Steps(Call):
     """Adds requests, runs them to their end and takes a result of each."""
 
-    commits = is_collective = True
+    is_collective = True
 
     def __init__(
         self,
@@ -226,7 +225,6 @@ class _Submit(Call):
         self._calls, self._prompts, self._params = calls, prompts, params
 
     def _add(self) -> list[int]:
-        self._calls.loop.commit_open_sync()
         ids = []
         for index, (prompt, param) in enumerate(zip(self._prompts, self._params, strict=True)):
             self.check_wanted()
@@ -242,10 +240,10 @@ class _Submit(Call):
 class _Poll(Call):
     """Steps until some submitted requests are finished."""
 
-    commits = is_collective = True
+    is_collective = True
 
     def __init__(self, calls: Calls, min_outputs: int, deadline: float | None):
-        super().__init__(calls.loop.commit_open_sync)
+        super().__init__(lambda: None)
         self._calls, self._min_outputs, self.deadline = calls, min_outputs, deadline
         self._outputs: dict[int, RequestOutput] = {}
 

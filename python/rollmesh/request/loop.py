@@ -43,7 +43,6 @@ class Call:
     """A function that the engine's thread runs between two steps. Subclasses need steps."""
 
     deadline: float | None = None  # of time.monotonic()
-    commits = False  # whether its steps commit a sync that no `with` block will close
     waits = False  # whether it waits while a part is asleep, instead of failing
     is_collective = False  # whether every rank makes the call, so that all must leave it together
 
@@ -111,13 +110,9 @@ _STOP = Call(_nothing)
 class EngineLoop:
     """The thread and the inbox of one engine."""
 
-    def __init__(
-        self, engine: RankEngine, requests: Requests, commit_open_sync: Callable[[], None]
-    ):
-        """commit_open_sync: commits an open sync that no `with` block will close, as steps do.
-        CapacityError if the system gives no thread."""
+    def __init__(self, engine: RankEngine, requests: Requests):
+        """CapacityError if the system gives no thread."""
         self._engine, self._requests = engine, requests
-        self.commit_open_sync = commit_open_sync
         self._inbox: SimpleQueue[Call] = SimpleQueue()
         self._active: list[Call] = []  # the thread's: calls that need steps
         self._moves = True  # the thread's: whether the last step computed something
@@ -349,8 +344,6 @@ class EngineLoop:
     def _step(self) -> None:
         """One step for all active calls."""
         try:
-            if not self._engine.paused and any(call.commits for call in self._active):
-                self.commit_open_sync()
             rows, late = self._requests.step(self._active[0].deadline)
             finished = self._engine.finished()
         except BaseException as error:  # noqa: BLE001 (raised in the callers' threads)

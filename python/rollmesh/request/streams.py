@@ -36,7 +36,6 @@ class _Stream(Call):
         self._num_tokens = [0] * params.n  # of each sample, in the latest output
 
     def begin(self) -> bool:
-        self._calls.loop.commit_open_sync()
         super().begin()
         return False
 
