@@ -127,25 +127,8 @@ TIMED(ranks, const rm_ranks_args, ROWS(ranks))
 
 void rm_profile_init(rm_profile *profile, const rm_kernels *of) {
   *profile = (rm_profile){.of = of, .table = *of};
-  rm_kernels *table = &profile->table;
-  table->embed = embed;
-  table->gather_rows = gather_rows;
-  table->rms_norm = rms_norm;
-  table->gemm = gemm;
-  table->gemm_swiglu = gemm_swiglu;
-  table->activate = activate;
-  table->head_squares = head_squares;
-  table->qk_rope_kv = qk_rope_kv;
-  table->attention = attention;
-  table->router = router;
-  table->permute = permute;
-  table->static_dispatch = static_dispatch;
-  table->combine = combine;
-  table->lm_head = lm_head;
-  table->merge_pairs = merge_pairs;
-  table->sample = sample;
-  table->top_logprobs = top_logprobs;
-  table->ranks = ranks;   // pack is part of a weight sync, not of a step
+#define ENTRY(name, args) profile->table.name = name;
+  RM_OPS(ENTRY) // pack is part of a weight sync, not of a step
 }
 
 void rm_profile_reset(rm_profile *profile) { profile->n_entries = 0; }
