@@ -7,7 +7,7 @@ build_ext keeps setuptools' idea of *where* things go (build_lib, build_temp, in
 editable install) and replaces *how* they are made.
 
 `python setup.py archive --to DIR` compiles the same objects without the extension's into
-DIR/librollmesh.a, for the C drivers of tests/native.
+DIR/librollmesh.a, for the C drivers of tests/support/native.
 
 kernels/cuda becomes a library of its own beside the extension, librollmesh_cuda.so, with the CUDA
 runtime inside: the extension needs nothing of CUDA, and one build serves machines with and without
@@ -101,8 +101,8 @@ ISAS = {
 }
 
 # ROLLMESH_EMULATE=1: those beyond AVX2 are compiled over functions that compute what their
-# instructions do (tests/emulated).
-EMULATED = ("-O1", "-mavx2", "-mfma", "-Itests/emulated", "-DRM_EMULATED", "-Wno-psabi")
+# instructions do (tests/kernels/emulated).
+EMULATED = ("-O1", "-mavx2", "-mfma", "-Itests/kernels/emulated", "-DRM_EMULATED", "-Wno-psabi")
 
 # The flags of kernels/cuda that bits depend on: kernels/cuda/device.cuh. A spill is a warning.
 CUDA_FLAGS = [

@@ -1,9 +1,8 @@
 """A CUDA device under a benchmark: what it is, what its memory can do, and weights that are made on
 it.
 
-All goes through the doors of librollmesh_cuda.so (tests/cuda_device.py), so the simulated device of
-the tests serves too, and torch is needed for one figure only, the rate of cuBLAS.
-"""
+All goes through the doors of librollmesh_cuda.so (tests/support/cuda_device.py), so the simulated
+device of the tests serves too, and torch is needed for one figure only, the rate of cuBLAS."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ import numpy as np
 from benchmarks.machine import ROOT, describe
 from rollmesh.runtime.devices import library_path
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import cuda_device
 import dlpack
 
 ALIGNED = 256
 NOISE = 33_000_002  # bytes, and no multiple of a tensor's: two of them do not hold the same numbers
-BUILT = ROOT / "build" / "cuda"  # of tests/cuda_build.py
+BUILT = ROOT / "build" / "cuda"  # of tests/support/cuda_build.py
 
 
 @dataclass
@@ -107,8 +106,8 @@ class Card:
             found.read_gb_s = float(said([str(built / "bench_mma"), "read"]))
         else:
             found.missing.append(
-                f"reading: no {built / 'bench_mma'} (python tests/cuda_build.py gpu); twice the "
-                "copy stands for it"
+                f"reading: no {built / 'bench_mma'} (python tests/support/cuda_build.py gpu); "
+                "twice the copy stands for it"
             )
         gemm = torch_gemm(8192, 8192, 8192)
         if gemm is None:

@@ -1,4 +1,5 @@
-"""The mutators of tests/test_fuzz.py by count, on all cores.  python -m benchmarks.fuzz [--full]
+"""The mutators of tests/engine/test_fuzz.py by count, on all cores.  python -m benchmarks.fuzz
+[--full]
 
     python -m benchmarks.fuzz            a hundredth: a minute
     python -m benchmarks.fuzz --full     10^8 descriptors of state dicts, 10^7 requests, 10^6
@@ -22,7 +23,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import native_build  # noqa: E402 - a module of the tests
 
@@ -34,7 +35,7 @@ SHORT = 100  # without --full, one part in this many
 
 def command(kind: str, sanitize: bool) -> list[str]:
     if kind == "config_fuzz":
-        return [sys.executable, str(ROOT / "tests" / "config_fuzz.py")]
+        return [sys.executable, str(ROOT / "tests" / "support" / "config_fuzz.py")]
     into = Path(os.environ.get("RM_NATIVE_BUILD", ROOT / "build" / "native"))
     return [str(native_build.build(kind, into, "address,undefined" if sanitize else ""))]
 

@@ -14,7 +14,7 @@
     gemm       the dense gemms of a layer by cuBLASLt, where it is here: whether a pinned algorithm
                gives a row the same bits in calls of 1 … 1024 rows, and its time beside the family
                cuda_mma's (gpu_gemm.py)
-    ops        every op of an 8B and a 30B-A3B model one by one (tests/simt/bench_mma.cu), and
+    ops        every op of an 8B and a 30B-A3B model one by one (tests/gpu/simt/bench_mma.cu), and
                torch's matmul beside the large gemms
 
 Without names all of them, in that order. Limits are measured in the same run; a copy on the device
@@ -23,9 +23,8 @@ other work can only slow one down. A point that has used up its --budget is not 
 results are written after each part, so whatever ends the run loses no more than the part it ends.
 
 Needs the library for GPUs beside the extension, and a GPU; with --smoke the simulated device of the
-tests will do, at sizes that say nothing. `python tests/cuda_build.py gpu` first, for what `ops` and
-the limit of reading are measured with.
-"""
+tests will do, at sizes that say nothing. `python tests/support/cuda_build.py gpu` first, for what
+`ops` and the limit of reading are measured with."""
 
 from __future__ import annotations
 
@@ -485,7 +484,7 @@ def ops(run: Run) -> None:
     if run.card.is_simulated or not program.exists():
         print(
             f"  ops      not measured: needs a GPU and {program}, which python "
-            "tests/cuda_build.py gpu makes"
+            "tests/support/cuda_build.py gpu makes"
         )
         return
     for family in run.options.families:
@@ -652,7 +651,7 @@ def parsed() -> argparse.Namespace:
         help="an option of rm.Generator",
     )
     parser.add_argument(
-        "--built", type=Path, default=BUILT, help="what tests/cuda_build.py gpu has built"
+        "--built", type=Path, default=BUILT, help="what tests/support/cuda_build.py gpu has built"
     )
     parser.add_argument(
         "--out",

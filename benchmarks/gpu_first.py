@@ -175,7 +175,7 @@ def parts() -> list[Part]:
         "-m pip list; compute-sanitizer --version; nvcc --version; uname -a; nproc; free -g; "
         "nvidia-smi"
     )
-    meshes = ("tests/test_nccl_engine.py", "tests/test_nccl_replicas.py")
+    meshes = ("tests/gpu/test_nccl_engine.py", "tests/gpu/test_nccl_replicas.py")
     torch_sees_it = (
         python("-c 'import sys, torch; sys.exit(not torch.cuda.is_available())'")
         + f" || exit {ABSENT}"
@@ -185,18 +185,18 @@ def parts() -> list[Part]:
     return [
         Part("machine", 60, machine),
         Part("build", 300, build, "", "lib/rollmesh/librollmesh_cuda.so"),
-        Part("programs", 300, strict(python("tests/cuda_build.py gpu", '--into "$DIR"')), "build",
-        "check_gpu"),
+        Part("programs", 300, strict(python("tests/support/cuda_build.py gpu", '--into "$DIR"')),
+        "build", "check_gpu"),
         Part("probe", 30, '"$DIR/probe_mma"', "programs"),
         Part("wgmma", 40, '"$DIR/bench_wgmma"', "programs"),
         Part("check-fma", 120, checks(OPS, "fma"), "programs"),
         Part("check-mma", 200, checks(MMA_OPS, "mma"), "programs"),
-        Part("test-device", 150, pytest("tests/test_cuda_device.py", "tests/test_cuda_captures.py"),
-        "build"),
+        Part("test-device", 150, pytest("tests/gpu/test_cuda_device.py",
+                                        "tests/gpu/test_cuda_captures.py"), "build"),
         Part("decode-8b", 150, figures("decode-8b", "limits decode --shapes dense-8b "
                                                     f"{mma}"), "programs"),
-        Part("test-engine", 240, pytest("tests/test_cuda_engine.py", "tests/test_cuda_graphs.py"),
-        "build"),
+        Part("test-engine", 240, pytest("tests/gpu/test_cuda_engine.py",
+                                        "tests/gpu/test_cuda_graphs.py"), "build"),
         Part("ops-mma", 120, figures("ops-mma", f"ops {mma}"), "programs"),
         Part("decode-others", 200, figures("decode-others", "decode --shapes "
                                                             "dense-0.6b,moe-30b-a3b "
@@ -204,7 +204,7 @@ def parts() -> list[Part]:
         Part("bits", 120, figures("bits", "bits --shapes dense-0.6b"), "build"),
         Part("prefill", 150, figures("prefill", f"prefill {mma}"), "programs"),
         Part("test-parity", 240, "RM_TEST_DEVICE=cuda "
-                                 "RM_TEST_ISA=cuda_mma " + pytest("tests/test_parity.py",
+                                 "RM_TEST_ISA=cuda_mma " + pytest("tests/model/test_parity.py",
                                  "-k bfloat16"), "build"),
         Part("grpo", 150, grpo, "build"),
         Part("sync-start", 240, figures("sync-start", f"sync start {mma} --shapes "
@@ -220,25 +220,26 @@ def parts() -> list[Part]:
         Part("decode-eager", 200, figures("decode-eager", f"decode {mma} --shapes dense-0.6b "
                                                           "--set enforce_eager=True"), "programs"),
         Part("gemm", 200, with_cublas(figures("gemm", "gemm --shapes dense-8b")), "build"),
-        Part("test-fast", 240, with_cublas(pytest("tests/test_cuda_fast.py")), "build"),
+        Part("test-fast", 240, with_cublas(pytest("tests/gpu/test_cuda_fast.py")), "build"),
         Part("decode-fast", 150, with_cublas(figures("decode-fast", f"decode prefill {fast} "
                                                                     "--shapes "
                                                                     "dense-8b")), "programs"),
-        Part("test-nccl", 120, shared_gpu(pytest("tests/test_nccl.py")), "build"),
+        Part("test-nccl", 120, shared_gpu(pytest("tests/gpu/test_nccl.py")), "build"),
         Part("test-nccl-threads", 240, shared_gpu(pytest(*meshes, "-m 'not processes and not "
                                                                   "slow'")), "build"),
         Part("test-nccl-processes", 240, shared_gpu(pytest(*meshes, "-m 'processes and not "
                                                                     "slow'")), "build"),
-        Part("test-torch", 240, f"{torch_sees_it}; " + pytest("tests/test_cuda_torch.py",
-        "tests/test_cuda_grpo.py"), "build"),
-        Part("test-slots", 200, pytest("tests/test_moe_static_dispatch.py"), "build"),
+        Part("test-torch", 240, f"{torch_sees_it}; " + pytest("tests/gpu/test_cuda_torch.py",
+        "tests/gpu/test_cuda_grpo.py"), "build"),
+        Part("test-slots", 200, pytest("tests/gpu/test_moe_static_dispatch.py"), "build"),
         Part("stream", 180, shared_gpu(python("-m benchmarks.stream nccl shm --device "
                                               "cuda:0")), "build"),
         Part("stream-torch", 120, shared_gpu(python("-m benchmarks.stream torch --device "
                                                     "cuda:0")), "build"),
-        Part("test-kernels", 240, pytest("tests/test_cuda.py", "-k", "'not simt and not shim and "
-                                                                     "not tensor_core'"), "build"),
-        Part("test-torch-ops", 150, f"{torch_sees_it}; " + pytest("tests/test_torch_arrays.py",
+        Part("test-kernels", 240, pytest("tests/gpu/test_cuda.py", "-k", "'not simt and not shim "
+                                                                        "and not tensor_core'"),
+        "build"),
+        Part("test-torch-ops", 150, f"{torch_sees_it}; " + pytest("tests/gpu/test_torch_arrays.py",
         "-k gpu"), "build"),
     ]  # fmt: skip
 

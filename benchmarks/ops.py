@@ -7,10 +7,9 @@
     python -m benchmarks.ops --elements 1e9       compares that many elements with the reference
                                                   instead; some minutes
 
-Both are tests/native/checkops: what is timed is what the tests hold to the reference. Shapes are
-those of models of 0.6B and 30B-A3B parameters. RM_EMULATE=1 compares variants that this processor
-lacks in emulation; their times mean nothing.
-"""
+Both are tests/support/native/checkops: what is timed is what the tests hold to the reference.
+Shapes are those of models of 0.6B and 30B-A3B parameters. RM_EMULATE=1 compares variants that this
+processor lacks in emulation; their times mean nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import native_build  # noqa: E402 - a module of the tests
 

@@ -18,6 +18,9 @@ import numpy as np
 import pytest
 from marks import SUMMARY
 
+# pytest adds this folder to the path. Its folders torch and vllm must not pass for the packages.
+sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[SUMMARY] = []
@@ -133,9 +136,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A seed fixed by the test's id; RM_TEST_SEED=n replaces it. A failing test's report shows
-    it."""
-    value = int(os.environ.get("RM_TEST_SEED", zlib.crc32(request.node.nodeid.encode())))
+    """A seed fixed by the test's file name and id; RM_TEST_SEED=n replaces the seed. The report of
+    a failing test shows it."""
+    name = f"tests/{request.node.path.name}::{request.node.nodeid.partition('::')[2]}"
+    value = int(os.environ.get("RM_TEST_SEED", zlib.crc32(name.encode())))
     request.node.user_properties.append(("seed", value))
     return value
 
@@ -152,7 +156,7 @@ def build_folder(kind: str, factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cuda_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tests/cuda_build.py builds: what two test files need is compiled once.
+    """Where tests/support/cuda_build.py builds: what two test files need is compiled once.
     RM_CUDA_BUILD=DIR keeps it."""
     if shutil.which(compiler := os.environ.get("CXX", "g++")) is None:
         pytest.skip(f"needs a C++ compiler; {compiler} is not installed")
@@ -252,14 +256,11 @@ def make() -> Iterator[Callable[..., Any]]:
         generator.close()
 
 
-sys.path.insert(0, os.path.dirname(__file__))
-
-
 @pytest.fixture(scope="session")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """native(name, sanitize="", emulate=False) builds a driver of tests/native and returns the
-    program. RM_NATIVE_BUILD=DIR keeps its objects. Where there is no compiler, what needs one is
-    skipped."""
+    """native(name, sanitize="", emulate=False) builds a driver of tests/support/native and returns
+    the program. RM_NATIVE_BUILD=DIR keeps its objects. Where there is no compiler, what needs one
+    is skipped."""
     import native_build
 
     if shutil.which(native_build.compiler()[0]) is None:

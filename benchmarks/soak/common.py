@@ -18,7 +18,7 @@ import numpy as np
 
 import rollmesh as rm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/support"))
 
 from helpers import numpy_state_dict, tiny_config
 

@@ -1,6 +1,6 @@
 // ref_dot.c: the two sums of products of docs/numerics.md, the dot product of §2 and P·V of §4.
 // Other families differ only in these, so their tests link the other ref*.c with their own sums
-// (tests/simt/mma_dot.c).
+// (tests/gpu/simt/mma_dot.c).
 #include "ref.h"
 
 float rm_ref_dot(rm_dtype dtype, const void *x, const void *w, int64_t n, int64_t k_total) {

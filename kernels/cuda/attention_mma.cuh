@@ -27,7 +27,7 @@ RM_INLINE float rm_zero_below(float x, float least, float y) {
 
 // rm_exp of a number that is not above 0, bit by bit, or of a NaN, in 16 instructions instead of
 // 26: 2^i is one addition to the exponent where the result is a normal number, and below
-// RM_EXP_NORMAL it is 0. tests/simt/check_mma.cpp compares them.
+// RM_EXP_NORMAL it is 0. tests/gpu/simt/check_mma.cpp compares them.
 constexpr float RM_EXP_NORMAL = -0x1.5d589ep+6f;
 RM_INLINE float rm_exp_not_above_0(float x) {
   float t;

@@ -1,7 +1,7 @@
 // cublaslt.h: the cuBLASLt functions that vendor_gemm.cu calls. The library is loaded when a
 // generator first uses it; rollmesh is built without it. The declarations follow cublasLt.h of
-// 13.10 and hold since 12.0; tests/native/standin/cublaslt_header.c compares them with the header.
-// The library creates the descriptors, so their sizes do not matter here.
+// 13.10 and hold since 12.0; tests/support/native/standin/cublaslt_header.c compares them with the
+// header. The library creates the descriptors, so their sizes do not matter here.
 #pragma once
 
 #include <stddef.h>

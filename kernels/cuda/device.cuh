@@ -1,6 +1,6 @@
 // device.cuh: shared by the .cu files: the scalar arithmetic of the contract for device code,
 // helpers for warps and blocks, and macros for the two constructs in which CUDA's syntax is not
-// C++. tests/simt/simt.h defines the macros for a CPU (RM_SIMT), so that every kernel also runs
+// C++. tests/gpu/simt/simt.h defines the macros for a CPU (RM_SIMT), so that every kernel also runs
 // without a GPU.
 //
 // Flags that the bits depend on: -fmad=false (nothing is contracted; a fused operation is written
@@ -9,7 +9,7 @@
 #pragma once
 
 #ifdef RM_SIMT
-#include <simt.h> // tests/simt, by -I
+#include <simt.h> // tests/gpu/simt, by -I
 #else
 #include <cuda_runtime.h>
 #define RM_ENQUEUE(kernel, grid, block, shared_bytes, stream, ...) \

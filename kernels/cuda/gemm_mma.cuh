@@ -1,6 +1,6 @@
 // gemm_mma.cuh: shared by the two gemms of the family cuda_mma, and the tiles of gemm_mma.cu: their
 // shapes, how one is chosen, which block computes which, and the layout of x in shared memory.
-// tests/simt/check_mma.cpp tests all of it but the output by property.
+// tests/gpu/simt/check_mma.cpp tests all of it but the output by property.
 #pragma once
 
 #include "mma.cuh"

@@ -8,14 +8,14 @@
 // products and an accumulator is the hardware's: exact products, aligned and cut. Attention is K·qᵀ
 // and Vᵀ·P, the same way round.
 //
-// tests/simt/simt_mma.h has all of it for a CPU, with a model of the sum.
+// tests/gpu/simt/simt_mma.h has all of it for a CPU, with a model of the sum.
 #pragma once
 
 #include "device.cuh"
 #include "packing.cuh"
 
 #ifdef RM_SIMT
-#include <simt_mma.h> // tests/simt, by -I
+#include <simt_mma.h> // tests/gpu/simt, by -I
 #endif
 
 // c ← A·B + c, by a whole warp; where elements lie: rm_mma_a_place and its like.

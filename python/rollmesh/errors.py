@@ -31,7 +31,7 @@ class StateError(Error, ValueError):
 
 
 class NotSyncedError(StateError):
-    """There are no weights yet: nothing was synced, or an in-place sync failed half way."""
+    """The generator has no weights yet: it was never synced, or an in-place sync failed."""
 
 
 class VersionError(Error, ValueError):
@@ -48,7 +48,7 @@ class MissingKeyError(Error, ValueError):
 
 
 class UnexpectedKeyError(Error, ValueError):
-    """A name that is no parameter of this model."""
+    """A name does not belong to a parameter of this model."""
 
 
 class DuplicateKeyError(Error, ValueError):
@@ -60,8 +60,8 @@ class TiedWeightError(Error, ValueError):
 
 
 class ShapeError(Error, ValueError):
-    """A tensor's shape is not the parameter's. Nothing is ever broadcast, reshaped or transposed to
-    fit."""
+    """A tensor's shape is not the parameter's. Tensors are never broadcast,
+    reshaped or transposed to fit."""
 
 
 class DTypeError(Error, ValueError):
@@ -73,8 +73,8 @@ class LayoutError(Error, ValueError):
 
 
 class UnsupportedTensorError(Error, ValueError):
-    """An object that is no dense CPU tensor: sparse, quantized, meta, fake, on another device, or
-    no tensor at all."""
+    """An object is not a dense tensor on a supported device: it is sparse, quantized, meta, fake,
+    on another device, or another type."""
 
 
 class NonFiniteError(Error, ValueError):
@@ -139,8 +139,7 @@ class DeviceError(Error):
 
 
 class PluginError(Error):
-    """vLLM was asked to run on rollmesh and cannot: a version that was not tried, or settings that
-    contradict each other."""
+    """vLLM cannot run on rollmesh: its version was not tried, or settings contradict each other."""
 
 
 __all__ = [

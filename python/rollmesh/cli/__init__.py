@@ -31,9 +31,9 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 2 for an error that the message explains, 130 after Ctrl-C (of
-    another signal 128 + its number), 141 when the reader of the output has gone. An error's notes
-    follow its message, each from a line of its own. Without argv this is the program: what comes
-    after it, the interpreter's end, is ended by a Ctrl-C without a traceback."""
+    another signal 128 + its number), 141 when the reader of the output has gone. Each note
+    of an error follows its message on a new line. Without argv this is the program itself, and a
+    Ctrl-C during the interpreter's exit prints no traceback."""
     try:
         return _main(argv)
     finally:
@@ -52,10 +52,11 @@ def _main(argv: Sequence[str] | None) -> int:
         description="Rollouts for RL training, with weights pushed by their trainer.",
     )
     parser.add_argument("--version", action="version", version=f"rollmesh {rm.__version__}")
-    if sys.stdout is None:  # a shell's >&-: no file that is opened should get its number
+    if sys.stdout is None:  # closed by a shell's >&-: keep its file number occupied
         drop_output()
     with suppress(AttributeError):
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # an ASCII terminal ends no command
+        # An ASCII terminal must not make a command fail.
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     words = sys.argv[1:] if argv is None else argv
     for name, text in COMMANDS.items():
@@ -130,8 +131,8 @@ def _module_of(command: str) -> ModuleType:
 
 
 def drop_output() -> None:
-    """Drops what standard output cannot take: the interpreter would fail to flush it at exit,
-    aloud. A reward may have closed it."""
+    """Redirects a closed standard output to os.devnull, since flushing it at exit would print an
+    error. A reward function may have closed it."""
     if sys.stdout is None or sys.stdout.closed:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (as long as the program)
     try:

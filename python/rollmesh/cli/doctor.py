@@ -93,7 +93,7 @@ def _processor() -> list[tuple[str, str]]:
 
 
 def _kernels() -> list[tuple[str, str]]:
-    """What kernels/cpu/select_isa.c found for each instruction set."""
+    """Lists each instruction set with the result of kernels/cpu/select_isa.c."""
     rows, chosen, states = [], _isa_of(None), isa_states()
     for isa, (refused, emulated, one_row, many_rows) in states.items():
         text = (
@@ -346,7 +346,7 @@ def _version(package: str) -> str | None:
 
 
 def _first_line(command: list[str], last: bool = False) -> str | None:
-    """The first line that a program prints; None if it is missing, fails or prints nothing."""
+    """Returns the first line that a program prints, or None if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return None
     try:

@@ -207,7 +207,7 @@ def tokenizer_size(where: Path) -> int:
     file = where / "tokenizer.json" if where.is_dir() else where
     if not file.is_file():
         raise rm.ConfigError(
-            f"[model] vocab_size: not given, and there is no tokenizer at {plain(where)}"
+            f"[model] vocab_size: expected a size or a tokenizer at {plain(where)}, got neither"
         )
     content = read_json(file)  # not through the package tokenizers: a shape needs no tokenizer
     try:
@@ -215,4 +215,6 @@ def tokenizer_size(where: Path) -> int:
         tokens = set(entries) if isinstance(entries, dict) else {entry[0] for entry in entries}
         return len(tokens | {added["content"] for added in content.get("added_tokens") or ()})
     except (KeyError, TypeError, IndexError) as e:
-        raise rm.ConfigError(f"{plain(file)} is no tokenizer.json: it has no vocabulary") from e
+        raise rm.ConfigError(
+            f"{plain(file)}: expected a tokenizer.json, got one without a vocabulary"
+        ) from e

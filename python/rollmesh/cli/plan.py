@@ -1,12 +1,13 @@
-"""`rollmesh plan MODEL`: what a model is made of, and the memory it takes on each rank.
+"""`rollmesh plan MODEL`: the sizes of a model, and the memory that it takes on each rank.
 
-Arithmetic only, from the configuration: nothing is allocated, so it answers for any size and world
-on any machine. MODEL is a checkpoint folder, a config.json or a run's TOML. Ranks: dense parameters
-are sharded over tp (whole heads, vocabulary in blocks of 128) and replicated over dp; experts are
-spread over ep ranks, or with ep = 1 sharded over tp. Matrices count as stored: packed in tiles of
-16 rows and 32 columns, on every device alike. A column "a rank" is of the rank that holds most of
-it; --ranks lists them all. The device need not be here: with cuda:N its memory has to hold all
-ranks, and the sum is shown.
+It computes from the configuration alone and allocates no memory, so it works for any model and
+number of ranks on any machine. MODEL is a checkpoint folder, a config.json or a run's TOML.
+
+Dense parameters are sharded over tp (whole heads, vocabulary in blocks of 128) and replicated over
+dp; experts are spread over ep ranks, or sharded over tp if ep = 1. Matrices count as stored: packed
+in tiles of 16 rows and 32 columns, on every device. A column "a rank" shows the rank with the most
+memory; --ranks lists them all. The device need not exist here: with cuda:N its memory must hold
+all ranks, and the sum is shown.
 """
 
 from __future__ import annotations

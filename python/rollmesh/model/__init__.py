@@ -1,4 +1,4 @@
-"""What a model is, by arithmetic from its configuration alone: nothing is allocated.
+"""The description of a model, computed from its configuration alone.
 
 spec         ModelSpec, from a Hugging Face config
 rope         rope tables of each rope type

@@ -272,8 +272,8 @@ WQ_ROWS = (
     "neighbours",
 )  # there are none; rope turns halves of a head, or neighbours
 QK_NORMS = ("none", "head", "whole")  # each head of q and k; all heads of q, of k, together
-# What a layer's parameters are called in a checkpoint, after "model.layers.N."; # is the expert.
-# csrc/model/params.c has them too.
+# Names of a layer's parameters in a checkpoint, after "model.layers.N."; # is the expert.
+# csrc/model/params.c repeats them.
 USUAL_NAMES = {
     "input_norm": "input_layernorm.weight",
     "post_attn_norm": "post_self_attn_layernorm.weight",

@@ -14,8 +14,8 @@ MAX_RANKS = 2**16
 
 
 class Placement(NamedTuple):
-    """Of one rank. Each is a run of heads, of experts, or of rows (output features) of the matrices
-    named."""
+    """The part of a model on one rank. Each field is a range of heads, of experts, or of rows
+    (output features) of the named matrices."""
 
     heads: range
     kv_heads: range
@@ -29,9 +29,10 @@ class Placement(NamedTuple):
 
 
 def placements(spec: ModelSpec, tp: int = 1, dp: int = 1, ep: int = 1) -> list[Placement]:
-    """Of every rank of a world of dp x tp, rank = dp index * tp + tp index. Raises rm.ConfigError
-    naming the rule that is broken: at most 4096 ranks; ep is 1, tp or dp*tp; tp divides the query
-    heads, ep the experts."""
+    """Returns the placement of every rank of a dp x tp mesh, rank = dp index * tp + tp index.
+
+    Raises rm.ConfigError unless there are at most 4096 ranks, ep is 1, tp or dp*tp, tp divides the
+    query heads, and ep divides the experts."""
     for name, degree in (("tp", tp), ("dp", dp), ("ep", ep)):
         if isinstance(degree, bool) or not isinstance(degree, int) or not 1 <= degree <= MAX_RANKS:
             raise ConfigError(

@@ -9,8 +9,8 @@ from rollmesh.errors import ConfigError
 from rollmesh.model.rope import MAX_FLOAT, ROPE_TABLES
 from rollmesh.runtime.messages import plain, shown
 
-# The engine's (csrc/model/spec.c). Here too, because Python's integers have no end and plans are
-# made without an engine.
+# The engine's limits (csrc/model/spec.c), repeated here because Python's integers are unbounded
+# and `rollmesh plan` runs without an engine.
 MAX_VOCAB, MAX_WIDTH, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_EXPERTS = (
     1 << 26,
     1 << 22,

@@ -1,4 +1,4 @@
-"""Rotary frequencies, with the bits that transformers' models have on a CPU.
+"""Rotary frequencies, bit-identical to those of transformers' models on a CPU.
 
 Each function follows the one of the same type in transformers' `modeling_rope_utils`, one float32
 rounding where torch has one; the formulas' sources are named there. Two places need care:

@@ -1,5 +1,4 @@
-"""What a model is made of, and the bytes of it that a rank keeps: arithmetic from the
-configuration, nothing is allocated."""
+"""Sizes of a model's parts and the bytes that each rank keeps, computed from the configuration."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ class Parameters:
     total: int
     active_body: int  # used by one token, without embedding and lm_head
     lm_head: int
-    dense_body: int  # of active_body, what is no expert
+    dense_body: int  # the elements of active_body outside experts
     experts: int  # all experts' elements
     num_experts: int
     top_k: int
@@ -133,7 +132,7 @@ def count_parameters(spec: ModelSpec) -> Parameters:
 
 
 def rank_bytes(spec: ModelSpec, m: Matrix, rank: Placement, bytes_each: int) -> int:
-    """Of one kind of parameter on one rank."""
+    """Returns the bytes of one kind of parameter on one rank."""
     count, rows, cols = m.count, m.rows, m.cols
     if m.shard != "whole":
         held = len(getattr(rank, m.shard))

@@ -1,4 +1,4 @@
-"""What a model is, read from a Hugging Face config of one of the families of families.py.
+"""The description of a model, read from a Hugging Face config of a family in families.py.
 
 Every option that the transformers code of a family reads is either taken over or refused by name;
 an option that it does not read is on the list below. So a config that means something else than
@@ -389,8 +389,8 @@ class ModelSpec:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ModelSpec:
-        """Of to_dict's values; what a later version has added may be missing. Raises ConfigError
-        naming the field."""
+        """Creates a spec from to_dict's values. Fields that a later version added may be missing.
+        Raises ConfigError, which names the field."""
         return _from_dict(values)
 
 
@@ -524,7 +524,7 @@ def _rope_from_dict(values: Any, head_dim: int, max_positions: int) -> _rope.Rop
 
 
 def _check_layers(spec: ModelSpec) -> None:
-    """Sizes that the kinds of layers need, and none that they do not have."""
+    """Checks that each size is given if and only if a kind of layer needs it."""
     if not spec.norm_before and not spec.norm_after:
         raise ConfigError(
             "norm_before=False, norm_after=False: expected norms of a block's input, of its "
@@ -561,7 +561,7 @@ def _ids_of(eos: Any) -> list[Any]:
 
 
 def _generation_eos(folder: Path) -> list[Any]:
-    """Those of generation_config.json, which are checked later."""
+    """Returns the unchecked eos_token_id of generation_config.json as a list."""
     file = folder / "generation_config.json"
     return _ids_of(_read_object(file).get("eos_token_id")) if file.is_file() else []
 
@@ -613,8 +613,7 @@ def _refuse_odd(values: Mapping[str, Any]) -> None:
 
 
 def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
-    """Options that change the numbers and are not supported, then everything that nobody here has
-    heard of."""
+    """Refuses unsupported options that change the numbers, then unknown options."""
     for key, what in _UNSUPPORTED.items():
         value = values.get(key)
         if not isinstance(value, _PLAIN) or value:

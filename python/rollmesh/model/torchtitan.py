@@ -1,9 +1,9 @@
 """Reads a Qwen3 or a Llama of torchtitan: its config as a Hugging Face config, for
 ModelSpec.from_torchtitan.
 
-torchtitan's config is a tree of dataclasses whose classes choose the modules, and has settings that
-no Hugging Face config has. Its state dict is the same whatever they say, so a setting that is
-passed over here would be wrong numbers in silence. Therefore:
+torchtitan's config is a tree of dataclasses whose classes choose the modules, and has settings
+that a Hugging Face config lacks. They do not show in the state dict, so ignoring one would give
+wrong numbers without an error. Therefore:
 
 * a class that is not named here is refused (a converter's Float8Linear, a subclass of one's own);
 * of the classes that are named each field is read, or has to have its default;

@@ -1,5 +1,5 @@
-"""What everything else stands on: checks, messages, devices, NVIDIA's libraries, the types of the C
-engine.
+"""The base of all other packages: checks, messages, devices, NVIDIA's libraries and the types of
+the C engine.
 
 arguments        checks of arguments          messages         how a value or an error reads in a
                  message

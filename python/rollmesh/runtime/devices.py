@@ -1,4 +1,4 @@
-"""Which device a generator runs on: "cpu", "cuda" or "cuda:N".
+"""The device that a generator runs on: "cpu", "cuda" or "cuda:N".
 
 The CUDA kernels are in librollmesh_cuda.so beside the extension, which is loaded when a GPU is
 asked for. The CUDA runtime is linked into it; a machine needs only NVIDIA's driver.
@@ -75,8 +75,8 @@ def device_of(name: Any) -> Device:
     path = library_path()
     if not is_there(path) and os.environ.get(LIBRARY_SWITCH):
         raise ConfigError(
-            f"{LIBRARY_SWITCH}: expected a library that setup.py cuda has made, got "
-            f"{plain(str(path))}, which is no file"
+            f"{LIBRARY_SWITCH}: expected the path of a library built by setup.py cuda, got "
+            f"{plain(str(path))}, which is not a file"
         )
     if not is_there(path):
         raise ConfigError(

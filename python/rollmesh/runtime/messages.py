@@ -34,7 +34,7 @@ def plain(text: object) -> str:
     a long text is cut."""
     try:
         whole = str(text)
-    except (Exception, SystemExit):  # noqa: BLE001 (of its own __str__)
+    except (Exception, SystemExit):  # noqa: BLE001 (whatever __str__ raises)
         whole = f"a {type(text).__name__} that cannot be printed"
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in whole[:MOST])
     return line if len(whole) <= MOST else f"{line}…"

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Progress:
-    """Shows finished/total on stderr. Without tqdm, or with show=False, nothing is shown."""
+    """Shows finished/total on stderr, if tqdm is installed and show is True."""
 
     def __init__(self, total: int, show: bool):
         self._total = total

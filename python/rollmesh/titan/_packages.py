@@ -1,6 +1,6 @@
-"""What rollmesh.titan imports from others; imported first. ImportError names what is missing. vLLM,
-which torchtitan.experiments.rl imports for everyone, is stood in for where it is not installed, in
-Monarch's processes too."""
+"""Checks the packages that rollmesh.titan needs; must be imported first. ImportError names the
+missing one. torchtitan.experiments.rl always imports vLLM, so a stand-in replaces vLLM where it is
+not installed, also in Monarch's processes."""
 
 from __future__ import annotations
 

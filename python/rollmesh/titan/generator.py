@@ -43,18 +43,18 @@ _DEFAULTS = VLLMGenerator.Config()
 
 
 class RollmeshGenerator(Actor, Configurable):
-    """Generates for TitanRL's Controller, in the place of VLLMGenerator."""
+    """Generates for TitanRL's Controller; replaces VLLMGenerator."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VLLMGenerator.Config):
         """VLLMGenerator's fields, and rollmesh's own.
 
-        Of VLLMGenerator's these mean the same: parallelism (one process a rank), sampling,
-        model_dtype, max_num_batched_tokens, debug.seed, cudagraph.enable (on a GPU), and
+        These fields of VLLMGenerator keep their meaning: parallelism (one process per rank),
+        sampling, model_dtype, max_num_batched_tokens, debug.seed, cudagraph.enable (on a GPU), and
         reset_running_requests_on_weight_sync: True recomputes the KV of running requests, False
-        goes on with the stale KV. gpu_memory_limit: the share of a GPU's free memory, where
-        kv_cache_gib is None. Without effect, since bits do not depend on them here: the rest of
-        debug and cudagraph, parallelism.spmd_backend, max_engine_steps_between_decisions.
+        keeps the stale KV. gpu_memory_limit is the share of a GPU's free memory if kv_cache_gib is
+        None. The other fields of debug and cudagraph, parallelism.spmd_backend and
+        max_engine_steps_between_decisions have no effect, since results do not depend on them.
 
         ConfigError: override.imports, reset_prefix_cache_on_weight_sync=False, another
         intra_generator_router than the default.
@@ -99,8 +99,8 @@ class RollmeshGenerator(Actor, Configurable):
                 )
             if self.mesh is not None and self.num_processes > 1:
                 raise ConfigError(
-                    f"generator.mesh: expected None where parallelism has {self.num_processes} "
-                    f"processes, got {self.mesh}"
+                    f"generator.mesh: expected None with {self.num_processes} processes, "
+                    f"got {self.mesh}"
                 )
 
         def _check_types(self) -> None:
@@ -165,7 +165,7 @@ class RollmeshGenerator(Actor, Configurable):
         max_num_seqs: int,
         output_dir: str,
     ):
-        del compile_config  # nothing is compiled
+        del compile_config  # rollmesh compiles no model
         rank = current_rank().rank
         sl.init_structured_logger(
             source="rl_generator",

@@ -22,14 +22,14 @@ def install(config: C, *, trainer: type[PolicyTrainer] | None = None, **options:
     config   a TitanRL Controller.Config. Its `generator` keeps its fields
     trainer  the class to spawn as trainer: RollmeshTrainer computes the generator's forward pass,
              so that logprobs are equal bit for bit. None: PolicyTrainer
-    options  fields of RollmeshGenerator.Config, in the place of the config's: mesh, device,
+    options  fields of RollmeshGenerator.Config, instead of the config's: mesh, device,
              kv_cache_gib, max_model_len, threads, and those of VLLMGenerator.Config
 
     The Controller spawns the classes that its module calls VLLMGenerator and PolicyTrainer: these
     names are rebound in this process, for every config.
 
     Raises ConfigError: a setting that rollmesh does not have, a model that it does not compute
-    (ModelSpec.from_torchtitan). TypeError: an option that is no field.
+    (ModelSpec.from_torchtitan). TypeError: an option that is not a field.
     """
     if not isinstance(config, controller.Controller.Config):
         raise ConfigError(f"config: expected a Controller.Config of TitanRL, got {shown(config)}")

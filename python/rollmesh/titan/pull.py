@@ -25,7 +25,8 @@ async def pull() -> dict[str, Any]:
 
 
 async def names() -> list[str]:
-    """Of the tensors in it. RuntimeError or KeyError of torchstore where there is none."""
+    """Lists the names of the stored tensors. torchstore raises RuntimeError or KeyError without
+    any."""
     return list(await torchstore.get(f"{KEY}/MAPPING"))  # written last, so the tensors are there
 
 

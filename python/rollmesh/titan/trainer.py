@@ -1,9 +1,9 @@
 """TitanRL's PolicyTrainer with the generator's forward pass (rollmesh.torch.functions): equal
 weights give a token's logprob the same bits on both sides. The backward pass is torch's.
 
-What torchtitan's modules hold is used as it is; their forward methods are replaced, so that FSDP's
-and activation checkpointing's hooks around them go on working. lm_head returns its input: logprobs
-are made of that and the labels (_logprobs), where the loss asks for them.
+The modules and parameters of torchtitan are used unchanged; only their forward methods are
+replaced, so that the hooks of FSDP and activation checkpointing around them keep working. lm_head
+returns its input, from which the loss computes logprobs of the labels (_logprobs).
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _unchanged(hidden: Tensor) -> Tensor:
 def _logprobs(
     head: Any, hidden: Tensor, labels: Tensor, *, return_entropy: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """In the place of torchtitan's compute_logprobs, which takes logits."""
+    """Replaces torchtitan's compute_logprobs, which takes logits."""
     if isinstance(head.weight, DTensor):
         raise ConfigError(
             "trainer.loss: expected a ChunkedLossWrapper with rollmesh's forward pass, which "

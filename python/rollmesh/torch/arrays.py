@@ -1,4 +1,4 @@
-"""Tensors as arguments of rollmesh.ops, and its outputs as tensors. Nothing is copied.
+"""Passes tensors to rollmesh.ops and returns its outputs as tensors, without copies.
 
 A CUDA tensor goes through DLPack, and ops are ordered with torch's current stream of its device. So
 torch's allocator may reuse a tensor's memory as soon as it is freed.
@@ -38,7 +38,7 @@ def weight_array(weight: Tensor) -> Any:
 
 
 def device_name(tensor: Tensor) -> str:
-    """As rollmesh's options spell it."""
+    """Returns the device as rollmesh's options spell it: "cpu" or "cuda:N"."""
     return f"cuda:{tensor.device.index}" if tensor.is_cuda else "cpu"
 
 

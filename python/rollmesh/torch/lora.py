@@ -1,6 +1,7 @@
-"""The weights of a transformers layer as they are used: with the LoRA adapters of peft merged, and
-of the parts that peft trains whole (modules_to_save) the copy of the active adapter. peft's wrapper
-of such a part has the attributes of the copy that is in use."""
+"""The weights that the layers of a transformers model compute with.
+
+peft's LoRA adapters are merged. For parts that peft trains whole (modules_to_save) the active
+adapter's copy is used; peft's wrapper of such a part has the attributes of that copy."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ def base_of(module: Any) -> Any:
 
 
 def in_use(module: Any) -> Any:
-    """Of a part that peft trains whole: the active adapter's copy, or the original where adapters
-    are off; else the module."""
+    """Returns the module that computes. For a part that peft trains whole it is the active
+    adapter's copy, or the original if adapters are off."""
     copies = module._modules.get("modules_to_save")
     if copies is None:
         return module
@@ -30,8 +31,8 @@ def in_use(module: Any) -> Any:
 
 
 def state_of(model: Any) -> dict[str, Tensor]:
-    """Weights by their Hugging Face names: adapters merged, of parts that are trained whole the
-    copy in use."""
+    """Returns the weights by their Hugging Face names, with adapters merged and the copies in use
+    of parts that are trained whole."""
     modules = list(model.named_modules())
     state = {
         name.replace(".base_layer.", "."): tensor
@@ -95,9 +96,7 @@ def with_lora(module: Any, weight: Tensor) -> Tensor:
             raise ConfigError(
                 f"lora_dropout: expected 0 in training, got {dropout.p}; a rollout drops nothing"
             )
-        with torch.autocast(
-            weight.device.type, enabled=False
-        ):  # what is pushed does not depend on it
+        with torch.autocast(weight.device.type, enabled=False):  # so that push gives the same bits
             weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
     return weight
 

@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As rollmesh.ops spells it. DTypeError for one that no forward pass has."""
+    """Returns the name of a dtype in rollmesh.ops. DTypeError unless it is bfloat16 or float32."""
     if dtype not in (torch.bfloat16, torch.float32):
         raise DTypeError(f"expected torch.bfloat16 or torch.float32, got {dtype}")
     return str(dtype).removeprefix("torch.")

@@ -1,8 +1,7 @@
 """A transformers model, of any family that a generator takes, whose forward pass is the
 generator's.
 
-    rm.torch.patch(model)                                   # forward by the C kernels, backward by
-                                                            torch
+    rm.torch.patch(model)                                   # C kernels forward, torch backward
     rm.torch.push(model, generator, version=step)           # sync_weights of the model's weights
     scored = rm.torch.logprobs(model, input_ids, attention_mask)
     rm.torch.unpatch(model)
@@ -57,9 +56,10 @@ from rollmesh.torch.fused_head import with_contract_logprobs
 from rollmesh.torch.lora import base_of, expert_weights_of, shared_expert_of, state_of, weights_of
 from rollmesh.torch.sequences import Sequences
 
+# Arguments that repeat what position_ids tell.
 PACKED_KEYS = frozenset(
     {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-)  # what position_ids say too
+)
 IGNORED_KEYS = frozenset({"return_dict", "num_items_in_batch"})
 # Arguments that may be False.
 SWITCHES = frozenset(
@@ -78,17 +78,17 @@ ROPE_STEP = 1024  # the rope table grows by so many positions
 
 
 class Scored(NamedTuple):
-    """Of each token of a batch but the first: entry [b, t] is of input_ids[b, t + 1] given those
-    before it. 0 for padding, for the first token of a sequence, and for tokens that were not
-    wanted."""
+    """Results for each token of a batch but the first: entry [b, t] is for input_ids[b, t + 1]
+    given the tokens before it. It is 0 for padding, for the first token of a sequence, and for
+    tokens that are not wanted."""
 
     logprobs: Tensor  # float32 [B, T − 1]
     entropy: Tensor | None  # float32 [B, T − 1], of the distribution that the token is drawn from
-    routed_experts: Tensor | None  # int16 [B, T, MoE layers, top_k], −1 where there is no row
+    routed_experts: Tensor | None  # int16 [B, T, MoE layers, top_k], −1 for padding
 
 
 class _Wanted:
-    """What `logprobs` asks of a forward pass."""
+    """A request of `logprobs` to the forward pass, and its results."""
 
     def __init__(
         self,
@@ -99,26 +99,18 @@ class _Wanted:
         routed: bool,
         kept_tokens: Tensor | None = None,
     ):
-        self.ids, self.wanted, self.temperature, self.entropy, self.routed = (
-            ids,
-            wanted,
-            temperature,
-            entropy,
-            routed,
-        )
-        self.kept_tokens = kept_tokens
-        self.rows: Sequences | None = (
-            None  # that are computed: all but the last token of each sequence
-        )
-        self.chosen: Tensor = ids  # of rows, those whose next token is wanted
-        self.made: Tensor = ids  # what lm_head gives
-        self.written: list[Any] = []
-        self.read: list[Any] = []  # marks of the tensors that the model got
+        self.ids, self.wanted, self.kept_tokens = ids, wanted, kept_tokens
+        self.temperature, self.entropy, self.routed = temperature, entropy, routed
+        self.rows: Sequences | None = None  # computed: all but the last token of each sequence
+        self.chosen: Tensor = ids  # indices of rows whose next token is wanted
+        self.made: Tensor = ids  # the output of lm_head
+        self.written: list[Any] = []  # marks of that output
+        self.read: list[Any] = []  # marks of the model's inputs
         self.experts: dict[int, Tensor] = {}  # of each MoE layer, [rows, top_k]
 
 
 class Patch:
-    """What the patched modules of one model share."""
+    """The state that the patched modules of one model share."""
 
     def __init__(
         self,
@@ -129,13 +121,8 @@ class Patch:
         threads: int | None,
         max_model_len: int | None,
     ):
-        self.spec, self.dtype, self.isa, self.threads, self.max_model_len = (
-            spec,
-            dtype,
-            isa,
-            threads,
-            max_model_len,
-        )
+        self.spec, self.dtype, self.isa, self.threads = spec, dtype, isa, threads
+        self.max_model_len = max_model_len
         self.model = weakref.ref(model)
         self._asked = threading.local()
         self.heads = [
@@ -152,7 +139,7 @@ class Patch:
         self._ropes: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """The arguments of __init__: rope tables are made again where the model is loaded."""
+        """Returns the arguments of __init__; a loaded model makes its rope tables again."""
         return {
             name: getattr(self, name)
             for name in ("spec", "dtype", "isa", "threads", "max_model_len")
@@ -162,7 +149,7 @@ class Patch:
         Patch.__init__(self, **state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
-        """A copied model has a patch of its own, and a copied part of a model that of the model."""
+        """A copied model gets a new patch; a copied part of a model keeps the model's patch."""
         copied = memo.get(id(self.model()))
         made = (
             self
@@ -174,7 +161,7 @@ class Patch:
 
     @property
     def wanted(self) -> _Wanted | None:
-        """What this thread's call of `logprobs` asks for."""
+        """The request of this thread's call of `logprobs`."""
         return getattr(self._asked, "wanted", None)
 
     @wanted.setter
@@ -357,8 +344,8 @@ class Patch:
 
 # -------------------------------------------------------------------------------- patched modules
 class _Part:
-    """Any of them. It is copied and pickled as a patched one, since its class is not found by
-    name."""
+    """The base class of patched modules. Copies and pickles stay patched, although the class cannot
+    be found by its name."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made: Any = super().__reduce_ex__(protocol)
@@ -371,7 +358,7 @@ class _Part:
 
 
 class _Model(_Part):
-    """A …ForCausalLM, whose forward pass is transformers', or the one that a trainer of TRL
+    """A …ForCausalLM. Its forward method is transformers', or the one that a trainer of TRL
     sets."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -461,7 +448,7 @@ class _Base(_Called):
                 f"input_ids: expected tokens in [0, {patch.spec.vocab_size}), got "
                 f"{int(ids.min())} to {int(ids.max())}"
             )
-        hidden = me.embed_tokens(ids).to(patch.dtype)  # moves of bits, which are torch's as well
+        hidden = me.embed_tokens(ids).to(patch.dtype)  # copies bits, as torch does
         for layer in me.layers:
             hidden = layer(hidden, rows=rows)
         how = patch.how(hidden)
@@ -530,7 +517,7 @@ def _new_part(cls: Any, by: Any) -> Any:
 
 
 def _gate_up_modules(mlp: Any) -> list[Any]:
-    """One module where the family has gate and up in one."""
+    """Returns gate and up; some families have both in one module."""
     return [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
 
 
@@ -608,7 +595,7 @@ def patch(
         integer("threads", threads, 1, 256)
     made = Patch(inner, spec, used, isa, threads, most)
     if not weight.is_cuda:
-        ops.kernels(isa)  # ConfigError for one that is not here
+        ops.kernels(isa)  # ConfigError if this processor lacks it
     for index, (module, by) in enumerate(_modules(inner), MODEL):
         own: Any = type(module)
         module._rollmesh = (made, index)
@@ -627,7 +614,7 @@ def _modules(inner: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def unpatch(model: Any) -> Any:
-    """Gives the model its own forward pass back; returns it. StateError: it is not patched."""
+    """Restores the model's forward pass and returns the model. StateError: it is not patched."""
     inner = _causal_lm(model)
     _patch_of(model)
     if any("_rollmesh_base" not in vars(type(module)) for module, _ in _modules(inner)):
@@ -738,9 +725,9 @@ def logprobs(
 def _score_labels(
     inner: Any, temperature: float, entropy: bool, labels: Tensor, given: dict[str, Any]
 ) -> Scored:
-    """As `logprobs`, of labels instead of tokens; −100 is none. By the class's forward pass: that
-    of the instance is TRL's, which in a copy of the model would compute with the weights of the
-    model it was set for."""
+    """Computes `logprobs` of labels instead of tokens; −100 means no label. It calls the class's
+    forward method: the one that TRL sets on the instance would, in a copy of the model, compute
+    with the original model's weights."""
     if labels.shape != given["input_ids"].shape:
         raise ShapeError(
             f"labels: expected a tensor of shape {tuple(given['input_ids'].shape)}, got "

@@ -1,6 +1,6 @@
-"""Packed sequences: the tokens of a batch, one a row, without its padding. All ops of a forward
-pass compute row by row; only attention knows which rows are a sequence. So a padded batch, a packed
-one and each sequence alone have the same bits."""
+"""Packed sequences: the tokens of a batch, one per row, without padding. All ops of a forward pass
+but attention compute row by row, so a padded batch, a packed batch and each sequence alone give the
+same bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollmesh import ops
 from rollmesh.errors import RequestError, ShapeError, UnsupportedTensorError
 from rollmesh.torch.arrays import device_name
 
-PAGE = 32  # positions of a KV page; no result depends on it
+PAGE = 32  # positions of a KV page; it does not change results
 
 
 class Sequences:
@@ -117,7 +117,7 @@ class Sequences:
         return torch.from_numpy(self.places)
 
     def pad(self, rows: Tensor) -> Tensor:
-        """[rows, …] → [B, T, …], zeros where there is no row."""
+        """[rows, …] → [B, T, …], with zeros for padding."""
         size = self.shape[0] * self.shape[1]
         if self.num_rows != size:
             rows = rows.new_zeros((size, *rows.shape[1:])).index_copy(

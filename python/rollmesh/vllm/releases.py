@@ -1,7 +1,7 @@
 """The releases of vLLM that rollmesh serves: the newest and the one before. What differs between
 them, in one table.
 
-A release is let in once the tests have run on it: tests/test_vllm_*.py, in an environment that
+A release is let in once the tests have run on it: tests/vllm/test_vllm_*.py, in an environment that
 `VLLM=… .ci/vllm` makes.
 """
 

@@ -46,7 +46,7 @@ class Heads(NamedTuple):
 
     @property
     def widths(self) -> list[int]:
-        """Of q, k and v in a row."""
+        """The numbers of columns of q, k and v in a row."""
         return [
             heads * self.head_dim
             for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)
@@ -59,8 +59,8 @@ def rope_table(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin) [positions, head_dim / 2], as `attention` takes them. frequencies: of
-    ModelSpec.rope. They are no inference tensors, so that they serve later passes of any kind."""
+    """(cos, sin) [positions, head_dim / 2], as `attention` takes them. frequencies: from
+    ModelSpec.rope. They are not inference tensors: later passes of any kind may use them."""
     inv_freq, scale = frequencies
     cos, sin = ops.rope_table(inv_freq, positions, scale=scale, dtype=packing.name_of(dtype))
     with torch.inference_mode(False):
@@ -179,8 +179,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _attention_gradients(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rows: Sequences, heads: Heads
 ) -> tuple[Tensor, ...]:
-    """Of q, k and v [rows, heads, head_dim], on sequences padded on the right, where causality
-    keeps the padding out."""
+    """Returns the gradients of q, k and v [rows, heads, head_dim]. Sequences are padded on the
+    right, where the causal mask hides the padding."""
     steps = int(rows.lengths.max())
     to = torch.from_numpy(rows.seq_of_row.astype(np.int64) * steps + rows.positions).to(q.device)
     size = len(rows.lengths) * steps
@@ -215,7 +215,8 @@ def _live(steps: int, heads: Heads, device: torch.device) -> Tensor:
 def _flash_gradients(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor | None, heads: Heads
 ) -> tuple[Tensor, ...]:
-    """Of q [sequences, heads, steps, head_dim] and k and v, by torch's attention."""
+    """Returns the gradients of q [sequences, heads, steps, head_dim], k and v, by torch's
+    attention."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         out = F.scaled_dot_product_attention(

@@ -116,7 +116,7 @@ def activated(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 
 def gated_gradients(gate_up: Tensor, grad: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Of gate and of up, for activation(gate) · up; all float32."""
+    """Returns the float32 gradients of gate and up for activation(gate) · up."""
     gate, up = gate_up.chunk(2, 1)
     made, slope = activated(gate, activation)
     return grad * up * slope, grad * made

@@ -75,7 +75,7 @@ def linear(
     how: How | None = None,
 ) -> Tensor:
     """x [rows, k] times the transposes of one or more weights [n, k], side by side: [rows, Σ n].
-    One call for q, k and v has the bits of three."""
+    One call for q, k and v is bit-identical to three calls."""
     x = rows_of("x", x)
     how = how or how_for(x)
     n = width_of("weight", weights, x.shape[1])

@@ -152,7 +152,8 @@ class _Moe(torch.autograd.Function):
 def _router_gradients(
     x: Tensor, router: Tensor, ids: Tensor, gates: Tensor, by_gates: Tensor, by: Scoring
 ) -> Tensor:
-    """Of the router's logits, float32 [rows, experts]; the choice itself has no gradient."""
+    """Returns the gradient of the router's logits, float32 [rows, experts]. The choice of experts
+    has no gradient."""
     logits, chosen = x.float() @ router.float().t(), ids.long()
     scores = torch.softmax(logits, -1) if by.score == "softmax" else torch.sigmoid(logits)
     if by.renormalize:

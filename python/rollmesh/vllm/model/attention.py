@@ -6,8 +6,8 @@ The ops use vLLM's KV tensor in place. For one layer it is [blocks, kv heads, bl
 head_dim], contiguous. A block of vLLM's has the bytes of one page of K and one of V, so block b has
 its K in page 2b and its V in page 2b + 1: the op's K cache is the tensor without its last page, its
 V cache the tensor without its first, and both are indexed by 2b. What vLLM does to a whole block
-(zero it, copy it) stays correct, which two halves of the tensor would not allow. head_dim has to be
-a multiple of 32, since there is no padding.
+(zero it, copy it) stays correct, which two halves of the tensor would not allow. head_dim must
+be a multiple of 32, since it is not padded.
 
 q, k and v come straight from the projection; the op applies norms and RoPE.
 """
@@ -40,7 +40,7 @@ BLOCK_POSITIONS, HEAD_DIMS = 16, 32  # block_size and head_dim are multiples of 
 
 @dataclass(frozen=True)
 class Rope:
-    """What all layers share. how: threads and isa of the ops."""
+    """The rope table, shared by all layers. how: threads and isa of the ops."""
 
     cos: torch.Tensor  # float32 [positions, rotary_dim / 2]; [positions, 0]: rope turns nothing
     sin: torch.Tensor
@@ -54,7 +54,7 @@ class PagedRows:
 
     num_rows: int
     positions: NDArray[np.int32]  # [rows]
-    slots: NDArray[np.int64]  # [rows] in pages as above, −1: no KV is kept
+    slots: NDArray[np.int64]  # [rows] in pages as above, −1: the KV is not kept
     seq_of_row: NDArray[np.int32]  # [rows]
     block_tables: NDArray[np.int32]  # [sequences, pages] as above
     flags: NDArray[np.uint8]  # [rows] bit 0: a k or v was not finite; or-ed over the layers
@@ -142,7 +142,7 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
         """query [rows, heads, head_dim], key and value [rows, kv heads, head_dim] of the
         projection; output is query's shape.
 
-        Without metadata (vLLM's profiling pass) there is no cache, and the output is zeros."""
+        Without metadata (vLLM's profiling pass) it reads no cache and returns zeros."""
         if output_scale is not None or output_block_scale is not None:
             raise ConfigError(
                 "output_scale: expected none, got a value; the output is not quantized"

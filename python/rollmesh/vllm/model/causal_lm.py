@@ -374,7 +374,7 @@ class Model(torch.nn.Module):
 
     def _require_weights(self) -> None:
         if self._served is None:
-            raise NotSyncedError("there are no weights yet; call load_weights")
+            raise NotSyncedError("weights: expected a call of load_weights first, got none")
 
 
 # A class for each family, by transformers' name, under which vLLM looks for it here.

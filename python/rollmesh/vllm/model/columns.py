@@ -1,6 +1,6 @@
 """Gathers the columns that each rank of vLLM's tensor parallel group has computed, between the ops
-of the out-of-tree model (causal_lm.py). Nothing is summed, so several ranks give the bits of one
-(docs/numerics.md). It is csrc/model/shard.h over vLLM's group.
+of the out-of-tree model (causal_lm.py). It sums nothing, so the bits do not depend on the number of
+ranks (docs/numerics.md). It is csrc/model/shard.h over vLLM's group.
 """
 
 from __future__ import annotations

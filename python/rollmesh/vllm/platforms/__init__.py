@@ -1,2 +1,2 @@
-"""What vLLM asks of a platform: rollmesh on the CPU and on CUDA, and the checks of vLLM's
+"""vLLM's platform interface for rollmesh on the CPU and on CUDA, and the checks of vLLM's
 config."""

@@ -87,8 +87,8 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """dtype="auto" takes the first for float16 and float32 models, so that nothing is rounded
-        unasked."""
+        """dtype="auto" takes the first for float16 and float32 models, so that weights are
+        not rounded unless the user asks for it."""
         return [torch.float32, torch.bfloat16]
 
     def is_sleep_mode_available(self) -> bool:

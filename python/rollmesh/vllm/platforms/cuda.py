@@ -36,6 +36,6 @@ class RollmeshCudaPlatform(RollmeshCpuPlatform):
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        """What is free of it now: vLLM makes defaults of it, and nothing of rollmesh's."""
+        """Returns the free memory, from which vLLM derives defaults that rollmesh does not use."""
         library, _ = device_of(cls.engine_device)
         return 0 if library is None else _core.cuda_available(library, device_id)

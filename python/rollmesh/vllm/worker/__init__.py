@@ -1,1 +1,1 @@
-"""rollmesh in the place of vLLM's worker and model runner: vLLM schedules, the engine computes."""
+"""rollmesh's worker and model runner for vLLM: vLLM schedules, the engine computes."""

@@ -53,7 +53,7 @@ class HostRow:
 
 @dataclass(slots=True)
 class _Known:
-    """What the processors were given for a slot. They keep a reference to the list."""
+    """The arguments that the processors got for a slot. They keep a reference to the list."""
 
     params: Any
     output_ids: list[int]

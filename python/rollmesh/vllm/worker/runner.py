@@ -39,10 +39,8 @@ from rollmesh.vllm.worker import sampling
 from rollmesh.vllm.worker.host_logits import HostLogits, HostRow, bitmask_rows
 
 HAS_FAILED, HOST_DRAWS = -2, -3  # in place of a token: csrc/scheduler/external_scheduler.h
-NO_STEP = (NotSyncedError, StateError)  # no rank can make a step, and nothing has been done
-LOGGER = init_logger(
-    "vllm.rollmesh"
-)  # vLLM shows loggers of that name; those of rollmesh are silent
+NO_STEP = (NotSyncedError, StateError)  # the step fails on all ranks, before it changes anything
+LOGGER = init_logger("vllm.rollmesh")  # vLLM shows loggers below "vllm"
 MOST_FAILED = 4096  # failed requests whose reason is kept for why_failed
 
 
@@ -61,7 +59,7 @@ class _Request:
 
 
 class _Part(NamedTuple):
-    """What a step computes of one request."""
+    """The part of a step that belongs to one request."""
 
     name: str
     request: _Request
@@ -74,7 +72,7 @@ class _Part(NamedTuple):
 class _Drawn(NamedTuple):
     """One entry for each part of a step, in order."""
 
-    tokens: NDArray[np.int32]  # −1: none was drawn
+    tokens: NDArray[np.int32]  # −1: not drawn
     logprobs: NDArray[np.float32]
     sampling_logprobs: NDArray[np.float32]
     ranks: NDArray[np.int32]
@@ -214,8 +212,8 @@ class Runner:
         )
 
     def _fail(self, scheduled: Any) -> None:
-        """No step was made: fails its requests, and marks their new pages as empty, which vLLM will
-        count as computed."""
+        """Fails the requests of a step that did not run, and marks their new pages as empty, since
+        vLLM counts them as computed."""
         cached = scheduled.scheduled_cached_reqs
         for name in scheduled.num_scheduled_tokens:
             if name in self._requests:
@@ -447,8 +445,8 @@ class Runner:
         return AuxRequestOutput(start, all_layers)
 
     def _prompt_logprobs(self, request: _Request) -> LogprobsTensors:
-        """Of all prompt tokens but the first; sent in the step that draws the first token after the
-        prompt."""
+        """Returns the logprobs of all prompt tokens but the first. They are sent with the first
+        token after the prompt."""
         view, k = self._engine.request(request.number), request.prompt_logprobs or 0
         request.prompt_given = True
         ids, values = (

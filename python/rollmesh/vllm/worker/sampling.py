@@ -1,5 +1,5 @@
-"""vLLM's SamplingParams, field by field, and who implements each. No field is ignored: unsupported
-values are refused in the front end (`refuse`, raised by generate() or sent as HTTP 400), and again
+"""vLLM's SamplingParams, field by field, and who implements each. Unsupported values are
+refused in the front end (`refuse`, raised by generate() or sent as HTTP 400), and again
 by the worker.
 
     ENGINE   the C engine draws and records with it
@@ -78,7 +78,7 @@ WHO = {
     "trace_decode_token_ids": By.REFUSED,
 }
 
-# The accepted values of REFUSED fields, and why there are no others.
+# The accepted values of REFUSED fields, and why other values are refused.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "watermarking": ((None, False), "watermarks are not supported"),
     "prompt_logprob_token_ids": ((None,), "prompt_logprobs=k gives the k most likely tokens"),
@@ -201,8 +201,8 @@ def engine_request(
     number        the request's number, the same on all ranks; without a seed, its seed is made from
                   this and the engine's seed
     max_tokens    how many tokens vLLM can still ask for
-    never_draws   its banned tokens are those that no request may draw, so min_tokens is left to
-                  vLLM's processor
+    never_draws   the banned tokens are the ones that a request may never draw; vLLM's processor
+                  applies min_tokens
     """
     external = needs_host_logits(params, custom_processors) or (
         never_draws and params.min_tokens > 0

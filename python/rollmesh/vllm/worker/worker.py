@@ -4,7 +4,7 @@ calls, in this order:
     __init__ ─► init_device ─► load_model ─► get_kv_cache_spec, determine_available_memory ─►
     initialize_from_config ─► steps …
 
-No weights are loaded: they come from a trainer (weight_updates.py). The engine is made in
+Weights come from a trainer (weight_updates.py), not from a file. The engine is made in
 initialize_from_config, once the number of KV pages is known. Ranks communicate by shared memory if
 all are on one machine, else over vLLM's own Gloo group; with additional_config={"rollmesh":
 {"exchange": "nccl"}} activations travel by NCCL.
@@ -71,7 +71,7 @@ def _of_updates(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Made(NamedTuple):
-    """What initialize_from_config makes."""
+    """The objects that initialize_from_config makes."""
 
     engine: RankEngine
     updates: WeightUpdates
@@ -124,7 +124,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
     # -------------------------------------------------------------------------------- the KV cache
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """All layers have the same spec, so that they share one block table. Also for sliding
-        windows: no page is freed early."""
+        windows, whose pages are not freed early."""
         heads = max(
             len(rank.kv_heads)
             for rank in placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)

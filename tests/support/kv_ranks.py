@@ -1,0 +1,60 @@
+"""What ranks of tests/engine/test_kv_size.py do in processes of their own;
+tests/support/mesh_ranks.py forks them."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import mesh_ranks
+
+import rollmesh as rm
+from rollmesh import _core
+from rollmesh.distributed import spmd
+from rollmesh.runtime.devices import LIBRARY_SWITCH
+
+
+def sized(rank: Any) -> Any:
+    """A rank's pages, what of its card was free before it had them, its weights, and what the mesh
+    answers, if that is asked."""
+    with rank.make(**rank.job["each"][rank.rank]) as generator:
+        made = generator.metrics()
+        device = made["device"].partition(":")[2]
+        free = (
+            _core.cuda_available(os.environ[LIBRARY_SWITCH], int(device)) + made["kv_bytes"]
+            if device
+            else None
+        )
+        digests = [
+            generator.sync_weights(rank.source(scale), cast=True).digest for scale in (1.0, 0.75)
+        ]
+        sizes = {
+            "pages": made["kv_pages"],
+            "kv": made["kv_bytes"],
+            "weights": made["weight_bytes"],
+            "free": free,
+        }
+        return {
+            **sizes,
+            "bits": [digests, mesh_ranks.answers(generator) if rank.job["answers"] else None],
+        }
+
+
+def unmade(rank: Any) -> Any:
+    """The victim fails where it would make its engine, or its process ends there. What each is
+    told, and after how many seconds."""
+
+    def fails(*_: Any) -> Any:
+        if rank.job["how"] == "ends":
+            rank.end_itself()
+        raise MemoryError("none left for an engine")
+
+    if rank.victim:
+        spmd._core = type("Core", (), {"Engine": staticmethod(fails)})
+    start = time.monotonic()
+    try:
+        rank.make()
+    except (rm.Error, MemoryError) as error:
+        return [type(error).__name__, str(error), time.monotonic() - start]
+    return None
