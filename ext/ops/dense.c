@@ -90,9 +90,10 @@ static void swiglu_weights(rm_op_call *c) {
 // A new output has the dtype that is asked for; a given one decides it.
 static void gemm_out(rm_op_call *c, rm_op_argument *out) {
   PyObject *given = PyDict_GetItemString(c->arguments, out->name);
-  c->v.out_dtype = given && given != Py_None ? rm_op_dtype_of(c, given, out->name)
-                   : c->v.float32_out        ? RM_F32
-                                             : c->v.dtype;
+  const int is_new = !given || given == Py_None || given == Py_Ellipsis;
+  c->v.out_dtype = !is_new            ? rm_op_dtype_of(c, given, out->name)
+                   : c->v.float32_out ? RM_F32
+                                      : c->v.dtype;
   if (c->failed || c->v.dtype == RM_BF16 || c->v.out_dtype == RM_F32) return;
   rm_raise_code(c->module, RM_E_DTYPE, "out: expected float32, got bfloat16: x is float32");
   c->failed = 1;
