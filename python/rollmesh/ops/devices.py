@@ -137,10 +137,14 @@ def op_device_on(device: str) -> _core.OpDevice | None:
 def run(op: str, /, isa: str | None, threads: int, **arguments: Any) -> tuple[Any, ...]:
     """Runs an op of the table (ext/ops/ops.h) on the device of its arrays and returns its outputs,
     in the table's order. An output that is None is made, an optional one only if it is `...`."""
-    roles = ROLES[op]
-    arrays = {name: arguments[name] for name in _ARRAYS[op] if arguments.get(name, ...) is not ...}
-    over, taken = op_over(isa, threads, arrays, roles)
-    return over.core.run(op, {**arguments, **dict(zip(arrays, taken))})
+    given = {
+        name: array
+        for name in _ARRAYS[op]
+        if (array := arguments.get(name)) is not None and array is not ...
+    }
+    over, taken = op_over(isa, threads, given, ROLES[op])
+    arguments.update(zip(given, taken))
+    return over.core.run(op, arguments)
 
 
 def op_over(
@@ -151,18 +155,16 @@ def op_over(
     and the host checks it.
 
     ConfigError: an isa of another device. UnsupportedTensorError: arrays on several devices."""
-    places = {}
-    if isa in CUDA_FAMILIES or not all(
-        array is None or isinstance(array, np.ndarray) for array in arrays.values()
-    ):
-        places = {name: _place(array) for name, array in arrays.items() if array is not None}
+    if isa not in CUDA_FAMILIES and set(map(type, arrays.values())) == {np.ndarray}:
+        return Op(kernels(isa, threads)), list(map(words_of, arrays.values()))
+    places = {name: _place(array) for name, array in arrays.items()}
     first = next((name for name, place in places.items() if place > HOST), None)
     if first is None:
         if isa in CUDA_FAMILIES:
-            some = next(iter(places), next(iter(arrays)))
+            families = ", ".join(available_isas())
             raise ConfigError(
-                f"isa: expected one of {', '.join(available_isas())}, since {some} is on the CPU, "
-                f"got {isa!r}"
+                f"isa: expected one of {families}, since {next(iter(places))} is on the CPU, got "
+                f"{isa!r}"
             )
         return Op(kernels(isa, threads)), [words_of(array) for array in arrays.values()]
     ordinal = places[first]
@@ -171,8 +173,7 @@ def op_over(
     indices = {name for name, role in (roles or {}).items() if role == "index"}
     return op, [
         array
-        if name not in places
-        or (places[name] == HOST and name in indices and isinstance(array, np.ndarray))
+        if places[name] == HOST and name in indices and isinstance(array, np.ndarray)
         else _taken(op.op_device, name, array, places[name], first, ordinal)
         for name, array in arrays.items()
     ]
