@@ -181,7 +181,7 @@ void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, in
   rm_op_view(c, object, name, type, flags, (int64_t *[]){__VA_ARGS__}, \
              sizeof((int64_t *[]){__VA_ARGS__}) / sizeof(int64_t *))
 rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name);
-// Also of an object that is no array.
+// DTypeError, or UnsupportedTensorError for an object of another kind.
 void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const char *expected);
 int rm_op_numpy_type(rm_dtype dtype);
 // Host memory with the contents of a view of indices; NULL for NULL, or after an error.

@@ -13,9 +13,10 @@ static size_t workspace_bytes(const rm_limits *limits) {
 }
 
 #define ENTRY(name, args) .name = RM_FN(name),
+#define PLAIN_ENTRY(name, args) .name = rm_##name##_ref,
 const rm_kernels RM_CAT(rm_table, RM_ISA) = {
     .isa = RM_STRING(RM_ISA),
     .family = "x86",
     .workspace_bytes = workspace_bytes,
-    RM_OPS(ENTRY).pack = rm_cpu_pack,
+    RM_FAST_OPS(ENTRY) RM_PLAIN_OPS(PLAIN_ENTRY).pack = rm_cpu_pack,
 };

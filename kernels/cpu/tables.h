@@ -1,4 +1,4 @@
-// tables.h: the CPU's tables, one per variant of the build, the op that the fast variants share,
+// tables.h: the CPU's tables, one per variant of the build, the ops that the fast variants share,
 // and the checks of select_isa.c.
 #pragma once
 
@@ -7,8 +7,11 @@
 extern const rm_kernels rm_table_ref, rm_table_avx2, rm_table_avx512f, rm_table_avx512bf16,
     rm_table_amx;
 
-void rm_cpu_pack(const rm_ctx *,
-                 rm_pack_args *); // pack.c: limited by memory, so all fast variants share it
+// Ops that the fast variants share: pack.c is limited by memory; plain loops are the reference's.
+void rm_cpu_pack(const rm_ctx *, rm_pack_args *);
+#define RM_DECLARE(name, args) void rm_##name##_ref(const rm_ctx *, const args *);
+RM_PLAIN_OPS(RM_DECLARE)
+#undef RM_DECLARE
 
 // verify.c. The name of the first op whose bits differ from ref's on a fixed set of small inputs,
 // or NULL. Milliseconds; not for two threads at once.

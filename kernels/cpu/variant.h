@@ -5,7 +5,7 @@
 #include "vec.h"
 
 #define RM_DECLARE(name, args) void RM_FN(name)(const rm_ctx *, const args *);
-RM_OPS(RM_DECLARE)
+RM_FAST_OPS(RM_DECLARE)
 #undef RM_DECLARE
 
 // Workspace that each file's ops ask for, in bytes.

@@ -160,7 +160,7 @@ def test_an_array_that_does_not_fit(op: str, name: str) -> None:
 @pytest.mark.parametrize(("op", "name"), arguments("inout", "out"))
 def test_an_array_that_is_written(op: str, name: str) -> None:
     if (op, name) == ("sample", "row_flags"):
-        return  # made where none is given, but only read
+        return  # an input that the op makes if it is absent
     array = CASES[op][name].copy()
     array.flags.writeable = False
     with pytest.raises(errors.LayoutError, match=rf"^{name}: expected a writable array"):

@@ -15,7 +15,7 @@
 //                             its experts
 //
 // All ranks of the group make the same calls in the same order, with or without rows. A call that
-// fails on one rank ends the group (comm/comm.h). Nothing is allocated after creation. One call at a
+// fails on one rank ends the group (comm/comm.h). All memory is allocated at creation. One call at a
 // time on a dispatch.
 #pragma once
 

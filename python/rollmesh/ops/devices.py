@@ -136,7 +136,8 @@ def op_device_on(device: str) -> _core.OpDevice | None:
 
 def run(op: str, /, isa: str | None, threads: int, **arguments: Any) -> tuple[Any, ...]:
     """Runs an op of the table (ext/ops/ops.h) on the device of its arrays and returns its outputs,
-    in the table's order. An output that is None is made, an optional one only if it is `...`."""
+    in the table's order. For an output that is None the op makes an array, for an optional output
+    only if it is `...`."""
     given = {
         name: array
         for name in _ARRAYS[op]
