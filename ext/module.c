@@ -97,25 +97,21 @@ static int load_errors(rm_module_state *state) {
 }
 
 // The types and functions of the module, each defined in the file that its comment names.
-extern PyType_Spec rm_engine_spec, rm_sync_entry_spec, rm_kernels_spec, rm_comm_spec,
-    rm_dispatcher_spec, rm_dispatch_plan_spec;
+extern PyType_Spec rm_engine_spec, rm_sync_entry_spec, rm_kernels_spec, rm_comm_spec;
 extern PyType_Spec rm_op_device_spec, rm_device_array_spec, rm_gpus_spec;
 static PyType_Spec *const types[RM_N_TYPES] = {
     [RM_TYPE_ENGINE] = &rm_engine_spec, // engine/engine.c
     [RM_TYPE_SYNC_ENTRY] = &rm_sync_entry_spec, // engine/sync.c
     [RM_TYPE_KERNELS] = &rm_kernels_spec, // ops/kernels.c
     [RM_TYPE_COMM] = &rm_comm_spec, // comm/comm.c
-    [RM_TYPE_DISPATCHER] = &rm_dispatcher_spec, // comm/token_dispatcher.c
-    [RM_TYPE_DISPATCH_PLAN] = &rm_dispatch_plan_spec, // comm/token_dispatcher.c
     [RM_TYPE_OP_DEVICE] = &rm_op_device_spec, // gpu/op_device.c
     [RM_TYPE_DEVICE_ARRAY] = &rm_device_array_spec, // gpu/gpu_array.c
     [RM_TYPE_GPUS] = &rm_gpus_spec, // gpu/loans.c
 };
 extern PyMethodDef rm_hardware_functions[], rm_placement_functions[], rm_comm_functions[],
-    rm_dispatcher_functions[], rm_ops_functions[];
+    rm_ops_functions[];
 static PyMethodDef *const functions[] = {rm_hardware_functions, rm_placement_functions,
-                                         rm_comm_functions, rm_dispatcher_functions,
-                                         rm_ops_functions};
+                                         rm_comm_functions, rm_ops_functions};
 
 // The engine's memory hooks, thread teams and CUDA contexts belong to the process, so the module
 // works only in its first interpreter.

@@ -1,5 +1,5 @@
-// kernels.h: the ops of a forward pass (of all model families, of sampling and of weight syncs)
-// over raw pointers, and the contract that every variant of them keeps.
+// kernels.h: the ops of a forward pass over raw pointers, and the contract that every variant
+// of them keeps.
 //
 // A variant (reference loops, AVX2, AVX-512, AMX; CUDA) is one `rm_kernels` table. All tables of a
 // family compute bit-identical results; docs/numerics.md states the arithmetic, kernels/cpu/ref.c
@@ -457,30 +457,40 @@ typedef struct rm_pack_args {
 } rm_pack_args;
 
 // -------------------------------------------------------------------------------------- the table
-// The tables that rm_kernels_for, rm_kernels_best and rm_kernels_cuda (kernels/cuda/rm_cuda.h)
-// return have every function.
+// Every op and its argument struct: a row here declares the op in each table and each variant.
+//   RM_PLAIN_OPS   the reference's loops serve every CPU variant
+//   RM_ROW_OPS     have fast variants; a profile counts the `rows` of the argument struct
+#define RM_PLAIN_OPS(X) X(static_dispatch, rm_static_dispatch_args)
+#define RM_ROW_OPS(X) \
+  X(embed, rm_embed_args) \
+  X(gather_rows, rm_gather_rows_args) \
+  X(rms_norm, rm_rms_norm_args) \
+  X(activate, rm_activate_args) \
+  X(head_squares, rm_head_squares_args) \
+  X(qk_rope_kv, rm_qk_rope_kv_args) \
+  X(permute, rm_permute_args) \
+  X(combine, rm_combine_args) \
+  X(merge_pairs, rm_merge_pairs_args) \
+  X(sample, rm_sample_args) \
+  X(top_logprobs, rm_top_logprobs_args) \
+  X(ranks, rm_ranks_args)
+#define RM_FAST_OPS(X) \
+  RM_ROW_OPS(X) \
+  X(gemm, rm_gemm_args) \
+  X(gemm_swiglu, rm_gemm_args) \
+  X(attention, rm_attention_args) \
+  X(router, rm_router_args) \
+  X(lm_head, rm_lm_head_args)
+#define RM_OPS(X) RM_FAST_OPS(X) RM_PLAIN_OPS(X)
+#define RM_OP_SLOT(name, args) void (*name)(const rm_ctx *, const args *);
+
+// No function is NULL in the tables that rm_kernels_for, rm_kernels_best and rm_kernels_cuda
+// (kernels/cuda/rm_cuda.h) return.
 typedef struct rm_kernels {
   const char *isa; // "ref", "avx2", …
   const char *family; // variants of one family are bit-identical: "x86"
   size_t (*workspace_bytes)(const rm_limits *limits); // enough for any op within the limits
-  void (*embed)(const rm_ctx *, const rm_embed_args *);
-  void (*gather_rows)(const rm_ctx *, const rm_gather_rows_args *);
-  void (*rms_norm)(const rm_ctx *, const rm_rms_norm_args *);
-  void (*gemm)(const rm_ctx *, const rm_gemm_args *);
-  void (*gemm_swiglu)(const rm_ctx *, const rm_gemm_args *);
-  void (*activate)(const rm_ctx *, const rm_activate_args *);
-  void (*head_squares)(const rm_ctx *, const rm_head_squares_args *);
-  void (*qk_rope_kv)(const rm_ctx *, const rm_qk_rope_kv_args *);
-  void (*attention)(const rm_ctx *, const rm_attention_args *);
-  void (*router)(const rm_ctx *, const rm_router_args *);
-  void (*permute)(const rm_ctx *, const rm_permute_args *);
-  void (*static_dispatch)(const rm_ctx *, const rm_static_dispatch_args *);
-  void (*combine)(const rm_ctx *, const rm_combine_args *);
-  void (*lm_head)(const rm_ctx *, const rm_lm_head_args *);
-  void (*merge_pairs)(const rm_ctx *, const rm_merge_pairs_args *);
-  void (*sample)(const rm_ctx *, const rm_sample_args *);
-  void (*top_logprobs)(const rm_ctx *, const rm_top_logprobs_args *);
-  void (*ranks)(const rm_ctx *, const rm_ranks_args *);
+  RM_OPS(RM_OP_SLOT)
   void (*pack)(const rm_ctx *, rm_pack_args *);
 } rm_kernels;
 

@@ -1,196 +1,203 @@
 // attention.c: q, k and v of rows, and attention over pages. See ops.h.
 #include "ops.h"
 
-#include <float.h>
-
-typedef struct cache_shape {
-  int64_t n_pages, n_kv_heads, k_elems, v_elems;
-} cache_shape;
-
-static void check_heads(rm_op_call *c, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim,
-                        int64_t page_size) {
-  rm_op_at_least(c, "num_kv_heads", n_kv_heads, 1);
+static void check_heads(rm_op_call *c, int64_t page_size) {
+  const rm_op_values *v = &c->v;
+  rm_op_at_least(c, "num_kv_heads", v->num_kv_heads, 1);
   rm_op_multiple_of(c, "page_size", page_size, 16);
-  rm_op_multiple_of(c, "head_dim", head_dim, 2);
-  rm_op_at_least(c, "num_heads", n_heads, 1);
-  rm_op_size(c, "num_heads * head_dim", rm_op_product(c, "q", n_heads, head_dim), 0);
+  rm_op_multiple_of(c, "head_dim", v->head_dim, 2);
+  rm_op_at_least(c, "num_heads", v->num_heads, 1);
+  rm_op_size(c, "num_heads * head_dim", rm_op_product(c, "q", v->num_heads, v->head_dim), 0);
 }
 
-static void check_caches(rm_op_call *c, PyObject *k, PyObject *v, rm_dtype dtype, int64_t page_size,
-                         int64_t head_dim, int flags, cache_shape *s, void **k_out, void **v_out) {
-  rm_op_size(c, "head_dim", head_dim, 1);
+// Elements of a head in a page of each cache.
+static void page_sizes(rm_op_call *c) {
+  rm_op_values *v = &c->v;
+  rm_op_size(c, "head_dim", v->head_dim, 1);
   if (c->failed) return;
-  s->k_elems = rm_op_product(c, "k_cache", page_size, rm_round_up(head_dim, RM_K_BLOCK));
-  s->v_elems = rm_op_product(c, "v_cache", page_size, rm_round_up(head_dim, RM_N_TILE));
-  *k_out = VIEW(c, k, "k_cache", rm_op_numpy_type(dtype), flags | RM_ARRAY_PACKED, &s->n_pages,
-                &s->n_kv_heads, &s->k_elems);
-  *v_out = VIEW(c, v, "v_cache", rm_op_numpy_type(dtype), flags | RM_ARRAY_PACKED, &s->n_pages,
-                &s->n_kv_heads, &s->v_elems);
+  v->k_elems = rm_op_product(c, "k_cache", v->page_size, rm_round_up(v->head_dim, RM_K_BLOCK));
+  v->v_elems = rm_op_product(c, "v_cache", v->page_size, rm_round_up(v->head_dim, RM_N_TILE));
 }
 
-// (q_out, k_out, qkv, head_dim)
-RM_KERNELS_METHOD(head_squares) {
-  CALL(4);
-  rm_head_squares_args a = {.rows = -1,
-                            .n_heads = -1,
-                            .n_kv_heads = -1,
-                            .head_dim = rm_op_size_of(&c, o[3], "head_dim", 1)};
-  a.dtype = rm_op_dtype_of(&c, o[2], "qkv");
-  a.q_out = VIEW(&c, o[0], "q_out", NPY_FLOAT32, RM_ARRAY_WRITE, &a.rows, &a.n_heads);
-  a.k_out = VIEW(&c, o[1], "k_out", NPY_FLOAT32, RM_ARRAY_WRITE, &a.rows, &a.n_kv_heads);
-  check_heads(&c, a.n_heads, a.n_kv_heads, a.head_dim, 16);
-  int64_t width = rm_op_product(&c, "qkv", a.n_heads + 2 * a.n_kv_heads, a.head_dim);
-  a.qkv = VIEW(&c, o[2], "qkv", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, &a.rows, &width);
-  RUN(head_squares,
-      ((rm_limits){.max_rows = a.rows,
-                   .n_heads = a.n_heads,
-                   .n_kv_heads = a.n_kv_heads,
-                   .head_dim = a.head_dim}),
-      &a);
+static void same_size(rm_op_call *c, const char *name, int dim, int64_t seen, int64_t wanted) {
+  if (c->failed || seen == wanted) return;
+  rm_raise_code(c->module, RM_E_SHAPE, "%s: expected size %lld in dim %d, got %lld", name,
+                (long long)wanted, dim, (long long)seen);
+  c->failed = 1;
 }
 
-// What a norm over all heads of the model takes: their squares, and weights of the heads that are
-// here.
-static void view_whole_norm(rm_op_call *c, PyObject *const *weights, PyObject *const *squares,
-                            rm_qk_rope_kv_args *a) {
-  int64_t q_width = rm_op_product(c, "q_weight", a->n_heads, a->head_dim);
-  int64_t k_width = rm_op_product(c, "k_weight", a->n_kv_heads, a->head_dim);
-  a->all_heads = a->all_kv_heads = -1;
-  a->q_weight = VIEW(c, weights[0], "q_weight", rm_op_numpy_type(a->dtype), RM_ARRAY_IN, &q_width);
-  a->k_weight = VIEW(c, weights[1], "k_weight", rm_op_numpy_type(a->dtype), RM_ARRAY_IN, &k_width);
-  a->q_squares =
-      VIEW(c, squares[0], "q_squares", NPY_FLOAT32, RM_ARRAY_IN, &a->rows, &a->all_heads);
-  a->k_squares =
-      VIEW(c, squares[1], "k_squares", NPY_FLOAT32, RM_ARRAY_IN, &a->rows, &a->all_kv_heads);
-  rm_op_at_least(c, "q_squares.shape[1]", a->all_heads, a->n_heads);
-  rm_op_at_least(c, "k_squares.shape[1]", a->all_kv_heads, a->n_kv_heads);
-}
-
-// (q_out, qkv, q_weight | None, k_weight | None, cos, sin, positions, slots, k_cache, v_cache,
-// row_flags, num_heads, page_size, eps,
-//  q_squares | None, k_squares | None)
-RM_KERNELS_METHOD(qk_rope_kv) {
-  CALL(16);
-  const int64_t n_heads = rm_op_size_of(&c, o[11], "num_heads", 1),
-                page_size = rm_op_size_of(&c, o[12], "page_size", 1);
-  rm_qk_rope_kv_args a = {.rows = -1, .head_dim = -1, .eps = rm_op_real(&c, o[13], "eps", 0)};
-  a.dtype = rm_op_dtype_of(&c, o[1], "qkv");
-  const int type = rm_op_numpy_type(a.dtype);
-  cache_shape s = {.n_pages = -1, .n_kv_heads = -1};
-  int64_t width = -1, n_positions = -1, half = -1, heads = n_heads;
-  const int whole = o[14] != Py_None || o[15] != Py_None;
-  if (whole || (o[2] == Py_None && o[3] == Py_None)) {
-    a.q_out = VIEW(&c, o[0], "q_out", type, RM_ARRAY_WRITE, &a.rows, &heads, &a.head_dim);
-  } else {
-    a.q_weight = VIEW(&c, o[2], "q_weight", type, RM_ARRAY_IN, &a.head_dim);
-    a.k_weight = VIEW(&c, o[3], "k_weight", type, RM_ARRAY_IN, &a.head_dim);
-  }
-  if (!c.failed)
-    check_caches(&c, o[8], o[9], a.dtype, page_size, a.head_dim, RM_ARRAY_WRITE, &s, &a.k_cache,
-                 &a.v_cache);
-  check_heads(&c, n_heads, s.n_kv_heads, a.head_dim, page_size);
-  width = c.failed ? 0 : rm_op_product(&c, "qkv", n_heads + 2 * s.n_kv_heads, a.head_dim);
-  a.qkv = VIEW(&c, o[1], "qkv", type, RM_ARRAY_IN, &a.rows, &width);
-  a.q_out = VIEW(&c, o[0], "q_out", type, RM_ARRAY_WRITE, &a.rows, &heads, &a.head_dim);
-  a.cos = VIEW(&c, o[4], "cos", NPY_FLOAT32, RM_ARRAY_IN, &n_positions, &half);
-  a.sin = VIEW(&c, o[5], "sin", NPY_FLOAT32, RM_ARRAY_IN, &n_positions, &half);
-  a.rotary_dim = 2 * half;
-  if (!c.failed && half > a.head_dim / 2)
-    rm_op_refuse(&c, RM_E_SHAPE, "cos.shape[1]", half, "at most head_dim / 2 =", a.head_dim / 2);
-  a.positions = VIEW(&c, o[6], "positions", NPY_INT32, RM_ARRAY_IN, &a.rows);
-  a.slots = VIEW(&c, o[7], "slots", NPY_INT64, RM_ARRAY_IN, &a.rows);
-  a.row_flags = VIEW(&c, o[10], "row_flags", NPY_UINT8, RM_ARRAY_WRITE, &a.rows);
-  rm_op_in_range(&c, "positions", a.positions, a.rows, 0, n_positions);
-  const int64_t *slots = rm_op_seen(&c, a.slots);
-  for (int64_t r = 0; slots && r < a.rows && !c.failed; r++)
-    if (slots[r] < -1 || slots[r] >= s.n_pages * page_size)
-      rm_op_refuse(&c, RM_E_REQUEST, "a slot", slots[r], "-1 or less than", s.n_pages * page_size);
-  a.n_heads = n_heads;
-  a.n_kv_heads = s.n_kv_heads;
-  a.page_size = page_size;
-  if (whole) view_whole_norm(&c, o + 2, o + 14, &a);
-  RUN(qk_rope_kv,
-      ((rm_limits){.max_rows = a.rows,
-                   .n_heads = n_heads,
-                   .n_kv_heads = s.n_kv_heads,
-                   .head_dim = a.head_dim}),
-      &a);
-}
-
-// The kv heads are those that the query heads read.
-static void check_group(rm_op_call *c, const rm_attention_args *a) {
-  if (c->failed) return;
-  if (!a->group) {
-    rm_op_multiple_of(c, "num_heads", a->n_heads, a->n_kv_heads);
-    if (a->head0) rm_op_refuse(c, RM_E_SHAPE, "head0 without group", a->head0, "exactly", 0);
+// ----------------------------------------------------------------------------------- head_squares
+static void split_heads(rm_op_call *c) {
+  rm_op_values *v = &c->v;
+  const int64_t of_kv = v->width - v->num_heads * v->head_dim, pair = 2 * v->head_dim;
+  if (!pair || of_kv < pair || of_kv % pair) {
+    rm_raise_code(c->module, RM_E_SHAPE,
+                  "qkv: expected (%lld + 2%skv_heads)%s%lld columns, kv_heads at least 1, got %lld",
+                  (long long)v->num_heads, "·", "·", (long long)v->head_dim, (long long)v->width);
+    c->failed = 1;
     return;
   }
-  const int64_t read = (a->head0 + a->n_heads + a->group - 1) / a->group;
-  if (a->head0 >= a->group)
-    rm_op_refuse(c, RM_E_SHAPE, "head0", a->head0, "less than group,", a->group);
-  if (a->n_kv_heads != read)
-    rm_op_refuse(c, RM_E_SHAPE, "num_kv_heads", a->n_kv_heads, "as many as the query heads read,",
+  v->num_kv_heads = of_kv / pair;
+  check_heads(c, 16);
+}
+
+static const rm_op_argument head_squares[] = {
+    SIZE(num_heads, 0),
+    SIZE(head_dim, 0),
+    IN(qkv, T, n_rows, width),
+    STEP(split_heads),
+    OUT(q_squares, F32, n_rows, num_heads),
+    OUT(k_squares, F32, n_rows, num_kv_heads),
+    {0},
+};
+RUN(head_squares, rm_head_squares_args, .q_out = v->q_squares, .k_out = v->k_squares, .qkv = v->qkv,
+    .rows = v->n_rows, .n_heads = v->num_heads, .n_kv_heads = v->num_kv_heads,
+    .head_dim = v->head_dim, .dtype = v->dtype)
+
+// ------------------------------------------------------------------------------------- qk_rope_kv
+static int is_whole(const rm_op_call *c) { // a norm over all heads of the model
+  return rm_op_given(c, "q_squares") || rm_op_given(c, "k_squares");
+}
+
+// head_dim is that of a norm per head; without one, or with a norm over all heads, it follows from
+// the columns of qkv. All sizes have been taken from the arrays before.
+static void rope_sizes(rm_op_call *c) {
+  rm_op_values *v = &c->v;
+  const int whole = is_whole(c);
+  const int64_t columns = v->num_heads + 2 * v->num_kv_heads, k_elems = v->k_elems,
+                v_elems = v->v_elems;
+  v->head_dim = v->q_weight && !whole ? v->q_width : v->width / rm_max64(columns, 1);
+  if (v->q_weight) {
+    same_size(c, "q_weight", 0, v->q_width, whole ? v->num_heads * v->head_dim : v->head_dim);
+    same_size(c, "k_weight", 0, v->k_width, whole ? v->num_kv_heads * v->head_dim : v->head_dim);
+  }
+  page_sizes(c);
+  same_size(c, "k_cache", 2, k_elems, v->k_elems);
+  same_size(c, "v_cache", 2, v_elems, v->v_elems);
+  check_heads(c, v->page_size);
+  same_size(c, "qkv", 1, v->width, rm_op_product(c, "qkv", columns, v->head_dim));
+}
+
+static void rope_check(rm_op_call *c) {
+  const rm_op_values *v = &c->v;
+  const int64_t n_slots = v->n_pages * v->page_size;
+  if (v->half > v->head_dim / 2)
+    rm_op_refuse(c, RM_E_SHAPE, "cos.shape[1]", v->half, "at most head_dim / 2 =", v->head_dim / 2);
+  rm_op_in_range(c, "positions", v->positions, v->n_rows, 0, v->n_positions);
+  const int64_t *slots = rm_op_seen(c, v->slots);
+  for (int64_t r = 0; slots && r < v->n_rows && !c->failed; r++)
+    if (slots[r] < -1 || slots[r] >= n_slots)
+      rm_op_refuse(c, RM_E_REQUEST, "a slot", slots[r], "-1 or less than", n_slots);
+  if (v->q_squares) rm_op_at_least(c, "q_squares.shape[1]", v->all_heads, v->num_heads);
+  if (v->k_squares) rm_op_at_least(c, "k_squares.shape[1]", v->all_kv_heads, v->num_kv_heads);
+}
+
+// A norm takes both weights; one over all heads both sums of squares, too.
+static void weight_needed(rm_op_call *c, rm_op_argument *weight) {
+  if (is_whole(c) || rm_op_given(c, "q_weight") || rm_op_given(c, "k_weight"))
+    weight->flags = RM_ARRAY_IN;
+}
+static void squares_needed(rm_op_call *c, rm_op_argument *squares) {
+  if (is_whole(c)) squares->flags = RM_ARRAY_IN;
+}
+
+#define CACHE (RM_ARRAY_WRITE | RM_ARRAY_PACKED)
+static const rm_op_argument qk_rope_kv[] = {
+    SIZE(num_heads, 1),
+    SIZE(page_size, 1),
+    REAL(eps, 0),
+    IN(qkv, T, n_rows, width),
+    ADJUSTED(weight_needed, q_weight, T, RM_ARRAY_OPTIONAL, q_width),
+    ADJUSTED(weight_needed, k_weight, T, RM_ARRAY_OPTIONAL, k_width),
+    ARRAY(k_cache, T, CACHE, n_pages, num_kv_heads, k_elems),
+    ARRAY(v_cache, T, CACHE, n_pages, num_kv_heads, v_elems),
+    STEP(rope_sizes),
+    OUT(out, T, n_rows, num_heads, head_dim),
+    IN(cos, F32, n_positions, half),
+    IN(sin, F32, n_positions, half),
+    IN(positions, I32, n_rows),
+    IN(slots, I64, n_rows),
+    ROW_FLAGS,
+    ADJUSTED(squares_needed, q_squares, F32, RM_ARRAY_OPTIONAL, n_rows, all_heads),
+    ADJUSTED(squares_needed, k_squares, F32, RM_ARRAY_OPTIONAL, n_rows, all_kv_heads),
+    STEP(rope_check),
+    {0},
+};
+RUN(qk_rope_kv, rm_qk_rope_kv_args, .q_out = v->out, .qkv = v->qkv, .q_weight = v->q_weight,
+    .k_weight = v->k_weight, .q_squares = v->q_squares, .k_squares = v->k_squares, .cos = v->cos,
+    .sin = v->sin, .positions = v->positions, .slots = v->slots, .k_cache = v->k_cache,
+    .v_cache = v->v_cache, .row_flags = v->row_flags, .eps = v->eps, .rows = v->n_rows,
+    .n_heads = v->num_heads, .n_kv_heads = v->num_kv_heads, .head_dim = v->head_dim,
+    .page_size = v->page_size, .rotary_dim = 2 * v->half, .all_heads = v->all_heads,
+    .all_kv_heads = v->all_kv_heads, .dtype = v->dtype)
+
+// -------------------------------------------------------------------------------------- attention
+// The kv heads are those that the query heads read.
+static void check_group(rm_op_call *c) {
+  const rm_op_values *v = &c->v;
+  if (c->failed) return;
+  if (!v->group) {
+    rm_op_multiple_of(c, "num_heads", v->num_heads, v->num_kv_heads);
+    if (v->head0) rm_op_refuse(c, RM_E_SHAPE, "head0 without group", v->head0, "exactly", 0);
+    return;
+  }
+  const int64_t read = (v->head0 + v->num_heads + v->group - 1) / v->group;
+  if (v->head0 >= v->group)
+    rm_op_refuse(c, RM_E_SHAPE, "head0", v->head0, "less than group,", v->group);
+  if (v->num_kv_heads != read)
+    rm_op_refuse(c, RM_E_SHAPE, "num_kv_heads", v->num_kv_heads, "as many as the query heads read,",
                  read);
 }
 
 // Every page that a row may look at exists.
-static void check_tables(rm_op_call *c, const rm_attention_args *a, int64_t n_pages) {
-  const int32_t *positions = rm_op_seen(c, a->positions), *seqs = rm_op_seen(c, a->seq_of_row);
-  for (int64_t r = 0; r < a->rows && !c->failed; r++) {
+static void check_tables(rm_op_call *c) {
+  const rm_op_values *v = &c->v;
+  const int32_t *positions = rm_op_seen(c, v->positions), *seqs = rm_op_seen(c, v->seq_of_row);
+  for (int64_t r = 0; r < v->n_rows && !c->failed; r++) {
     const int64_t last = positions[r],
-                  first = a->window > 0 ? rm_max64(0, last - a->window + 1) : 0;
-    if (last / a->page_size >= a->max_pages)
-      rm_op_refuse(c, RM_E_REQUEST, "a position", last, "less than", a->max_pages * a->page_size);
+                  first = v->window > 0 ? rm_max64(0, last - v->window + 1) : 0;
+    if (last / v->page_size >= v->max_pages)
+      rm_op_refuse(c, RM_E_REQUEST, "a position", last, "less than", v->max_pages * v->page_size);
     if (!c->failed)
-      rm_op_in_range_from(c, "block_tables", a->block_tables,
-                          seqs[r] * a->max_pages + first / a->page_size,
-                          last / a->page_size - first / a->page_size + 1, 0, n_pages);
+      rm_op_in_range_from(c, "block_tables", v->block_tables,
+                          seqs[r] * v->max_pages + first / v->page_size,
+                          last / v->page_size - first / v->page_size + 1, 0, v->n_pages);
   }
 }
 
-// (out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, scale, group,
-// head0)
-RM_KERNELS_METHOD(attention) {
-  CALL(12);
-  const int64_t page_size = rm_op_size_of(&c, o[7], "page_size", 1);
-  rm_attention_args a = {.rows = -1,
-                         .n_heads = -1,
-                         .head_dim = -1,
-                         .n_seqs = -1,
-                         .max_pages = -1,
-                         .page_size = page_size};
-  a.window = rm_op_size_of(&c, o[8], "window", 0);
-  a.scale = rm_op_real(&c, o[9], "scale", -FLT_MAX);
-  a.group = rm_op_size_of(&c, o[10], "group", 0);
-  a.head0 = rm_op_size_of(&c, o[11], "head0", 0);
-  a.dtype = rm_op_dtype_of(&c, o[1], "q");
-  cache_shape s = {.n_pages = -1, .n_kv_heads = -1};
-  void *k = NULL, *v = NULL;
-  a.q =
-      VIEW(&c, o[1], "q", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, &a.rows, &a.n_heads, &a.head_dim);
-  a.out = VIEW(&c, o[0], "out", rm_op_numpy_type(a.dtype), RM_ARRAY_WRITE, &a.rows, &a.n_heads,
-               &a.head_dim);
-  if (!c.failed)
-    check_caches(&c, o[2], o[3], a.dtype, page_size, a.head_dim, RM_ARRAY_IN, &s, &k, &v);
-  check_heads(&c, a.n_heads, s.n_kv_heads, a.head_dim, page_size);
-  a.n_kv_heads = s.n_kv_heads;
-  check_group(&c, &a);
-  a.positions = VIEW(&c, o[4], "positions", NPY_INT32, RM_ARRAY_IN, &a.rows);
-  a.seq_of_row = VIEW(&c, o[5], "seq_of_row", NPY_INT32, RM_ARRAY_IN, &a.rows);
-  a.block_tables = VIEW(&c, o[6], "block_tables", NPY_INT32, RM_ARRAY_IN, &a.n_seqs, &a.max_pages);
-  const int64_t positions = rm_op_product(&c, "a row of block_tables", a.max_pages, page_size);
-  rm_op_size(&c, "block_tables' pages * page_size", positions, 0);
-  rm_op_in_range(&c, "positions", a.positions, a.rows, 0, INT32_MAX);
-  rm_op_in_range(&c, "seq_of_row", a.seq_of_row, a.rows, 0, a.n_seqs);
-  a.k_cache = k;
-  a.v_cache = v;
-  check_tables(&c, &a, s.n_pages);
-  RUN(attention,
-      ((rm_limits){.max_rows = a.rows,
-                   .n_heads = a.n_heads,
-                   .n_kv_heads = a.n_kv_heads,
-                   .head_dim = a.head_dim,
-                   .group = a.group,
-                   .max_positions = positions}),
-      &a);
+static void attention_check(rm_op_call *c) {
+  rm_op_values *v = &c->v;
+  check_heads(c, v->page_size);
+  check_group(c);
+  v->max_positions = rm_op_product(c, "a row of block_tables", v->max_pages, v->page_size);
+  rm_op_size(c, "block_tables' pages * page_size", v->max_positions, 0);
+  rm_op_in_range(c, "positions", v->positions, v->n_rows, 0, INT32_MAX);
+  rm_op_in_range(c, "seq_of_row", v->seq_of_row, v->n_rows, 0, v->n_seqs);
+  check_tables(c);
 }
+
+static const rm_op_argument attention[] = {
+    SIZE(page_size, 1),
+    SIZE(window, 0),
+    REAL(scale, -1),
+    SIZE(group, 0),
+    SIZE(head0, 0),
+    IN(q, T, n_rows, num_heads, head_dim),
+    STEP(page_sizes),
+    PACKED(k_cache, n_pages, num_kv_heads, k_elems),
+    PACKED(v_cache, n_pages, num_kv_heads, v_elems),
+    IN(positions, I32, n_rows),
+    IN(seq_of_row, I32, n_rows),
+    IN(block_tables, I32, n_seqs, max_pages),
+    OUT(out, T, n_rows, num_heads, head_dim),
+    STEP(attention_check),
+    {0},
+};
+RUN(attention, rm_attention_args, .out = v->out, .q = v->q, .k_cache = v->k_cache,
+    .v_cache = v->v_cache, .positions = v->positions, .seq_of_row = v->seq_of_row,
+    .block_tables = v->block_tables, .rows = v->n_rows, .n_seqs = v->n_seqs,
+    .max_pages = v->max_pages, .n_heads = v->num_heads, .n_kv_heads = v->num_kv_heads,
+    .head_dim = v->head_dim, .page_size = v->page_size, .group = v->group, .head0 = v->head0,
+    .window = v->window, .scale = v->scale, .dtype = v->dtype)
+
+const rm_op rm_ops_attention[] = {OP(head_squares), OP(qk_rope_kv), OP(attention), {0}};

@@ -50,10 +50,6 @@ int64_t rm_op_integer(rm_op_call *c, PyObject *object, const char *name, int64_t
   return c->failed ? -1 : value;
 }
 
-int64_t rm_op_size_of(rm_op_call *c, PyObject *object, const char *name, int64_t least) {
-  return rm_op_integer(c, object, name, least, RM_OP_MAX_SIZE);
-}
-
 float rm_op_real(rm_op_call *c, PyObject *object, const char *name, float low) {
   if (c->failed) return 0;
   const int is_number = PyType_GetSlot(Py_TYPE(object), Py_nb_float) ||
@@ -89,7 +85,8 @@ int64_t rm_op_packed_elems(rm_op_call *c, const char *name, int64_t n, int64_t k
                    : rm_op_product(c, name, rm_round_up(n, RM_N_TILE), rm_round_up(k, RM_K_BLOCK));
 }
 
-static void drop_copies(rm_op_call *c) {
+static void drop_blocks(rm_op_call *c) {
+  rm_free(c->block);
   for (int i = 0; i < RM_OP_MAX_INDICES; i++) {
     rm_free(c->copies[i]);
     c->copies[i] = NULL;
@@ -266,6 +263,17 @@ void rm_op_in_range_from(rm_op_call *c, const char *name, const int32_t *a, int6
     }
 }
 
+void rm_op_apart(rm_op_call *c, const char *name, const void *out, size_t out_bytes, const void *x,
+                 size_t x_bytes) {
+  const uintptr_t first = (uintptr_t)out, other = (uintptr_t)x;
+  if (c->failed || !out_bytes || !x_bytes || first >= other + x_bytes || other >= first + out_bytes)
+    return;
+  rm_raise_code(c->module, RM_E_LAYOUT,
+                "%s: expected memory of its own, got an array that overlaps another argument",
+                name);
+  c->failed = 1;
+}
+
 void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t unit) {
   if (seen <= 0 || seen % unit)
     rm_op_refuse(c, RM_E_SHAPE, name, seen, "a positive multiple of", unit);
@@ -276,7 +284,7 @@ void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t un
 static int end(rm_op_call *c) {
   if (c->is_fetching) c->self->op_device->device.record_event(c->self->op_device->device.self, 0);
   close_call(c);
-  drop_copies(c);
+  drop_blocks(c);
   return -1;
 }
 
@@ -314,7 +322,7 @@ static PyObject *finish_on_device(rm_op_call *c) {
   else code = rm_device_wait(device, &err);
   close_call(c);
   PyEval_RestoreThread(c->thread);
-  drop_copies(c);
+  drop_blocks(c);
   return code ? rm_raise(c->module, &err) : Py_NewRef(Py_None);
 }
 
@@ -342,7 +350,7 @@ int rm_op_begin(rm_op_call *c, rm_limits limits) {
   if (self->workspace_bytes < bytes) {
     pthread_mutex_unlock(&self->mutex);
     PyEval_RestoreThread(c->thread);
-    drop_copies(c);
+    drop_blocks(c);
     rm_raise_code(c->module, RM_E_MEMORY, "no memory for the %s that this op works in",
                   rm_say_bytes((double)bytes).text);
     return -1;
@@ -361,6 +369,6 @@ PyObject *rm_op_finish(rm_op_call *c) {
   rm_fp_leave(c->fp);
   pthread_mutex_unlock(&c->self->mutex);
   PyEval_RestoreThread(c->thread);
-  drop_copies(c);
+  drop_blocks(c);
   return Py_NewRef(Py_None);
 }

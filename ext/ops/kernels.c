@@ -52,40 +52,11 @@ static void kernels_dealloc(PyObject *object) {
   rm_object_free(object);
 }
 
-#define METHOD(name, text) RM_METHOD(#name, rm_kernels_py_##name, METH_FASTCALL, text)
 static PyMethodDef kernels_methods[] = {
-    METHOD(embed, "(out, ids, table, packed, vocab, hidden)"),
-    METHOD(gather_rows, "(out, x, from)"),
-    METHOD(rms_norm, "(out, residual, x | None, weight | None, eps, x_gate | None)"),
-    METHOD(gemm,
-           "(y, x, w, bias | None, group_rows | None, n, swiglu, gate_up | None, activation)"),
-    METHOD(activate, "(out, x, activation)"),
-    METHOD(head_squares, "(q_out, k_out, qkv, head_dim)"),
-    METHOD(qk_rope_kv,
-           "(q_out, qkv, q_weight | None, k_weight | None, cos, sin, positions, slots, k_cache, "
-           "v_cache, row_flags, num_heads, "
-           "page_size, eps, q_squares | None, k_squares | None)"),
-    METHOD(attention,
-           "(out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, "
-           "scale, group, head0)"),
-    METHOD(router, "(ids, gates, x, w, bias | None, num_experts, renormalize, sigmoid, num_groups, "
-                   "top_groups, route_scale)"),
-    METHOD(permute, "(x_out, group_rows, place, x, ids, num_experts)"),
-    METHOD(combine, "(out, y, place, ids, gates, num_experts)"),
-    METHOD(lm_head,
-           "(logits | None, stats | None, target_logprobs | None, targets | None, row_flags, x, w, "
-           "vocab, pairs | None, "
-           "target_logits | None)"),
-    METHOD(
-        merge_pairs,
-        "(stats, target_logprobs | None, targets | None, row_flags, pairs, target_logits | None)"),
-    METHOD(sample,
-           "(tokens, logprobs, sampling_logprobs, kept, logits, stats, row_flags, temperature, "
-           "top_p, min_p, top_k, seed, counter, forced, "
-           "banned_starts, banned)"),
-    METHOD(top_logprobs, "(ids, logprobs, logits, stats)"),
-    METHOD(ranks, "(ranks, logits, tokens)"),
-    METHOD(pack, "(dst, src, layout, dst_row0, index0) -> (digest, nonfinite_index)"),
+    RM_METHOD("run", rm_op_run, METH_VARARGS,
+              "run(op, {argument: value}): the outputs of an op of op_arguments()."),
+    RM_METHOD("pack", rm_op_pack, METH_VARARGS,
+              "pack(dst, src, layout, dst_row0, index0): (digest, nonfinite_index)."),
     {0},
 };
 
@@ -105,15 +76,17 @@ PyType_Spec rm_kernels_spec = RM_TYPE("Kernels", rm_kernels_object, RM_GC, slots
 // -------------------------------------------------------------------------------------- functions
 // (cos, sin, inv_freq, scale, bfloat16)
 static PyObject *rope_table(PyObject *module, PyObject *args) {
-  PyObject *o[3];
+  PyObject *cos_object, *sin_object, *inv_freq_object;
   rm_op_call c = {.module = module};
   float scale;
   int bf16;
   int64_t positions = -1, half = -1;
-  if (!PyArg_ParseTuple(args, "OOOfp:rope_table", &o[0], &o[1], &o[2], &scale, &bf16)) return NULL;
-  const float *inv_freq = VIEW(&c, o[2], "inv_freq", NPY_FLOAT32, RM_ARRAY_IN, &half);
-  float *cos = VIEW(&c, o[0], "cos", NPY_FLOAT32, RM_ARRAY_WRITE, &positions, &half);
-  float *sin = VIEW(&c, o[1], "sin", NPY_FLOAT32, RM_ARRAY_WRITE, &positions, &half);
+  if (!PyArg_ParseTuple(args, "OOOfp:rope_table", &cos_object, &sin_object, &inv_freq_object,
+                        &scale, &bf16))
+    return NULL;
+  const float *inv_freq = VIEW(&c, inv_freq_object, "inv_freq", NPY_FLOAT32, RM_ARRAY_IN, &half);
+  float *cos = VIEW(&c, cos_object, "cos", NPY_FLOAT32, RM_ARRAY_WRITE, &positions, &half);
+  float *sin = VIEW(&c, sin_object, "sin", NPY_FLOAT32, RM_ARRAY_WRITE, &positions, &half);
   if (c.failed) return NULL;
   Py_BEGIN_ALLOW_THREADS
     rm_rope_table(cos, sin, inv_freq, positions, half, scale, bf16 ? RM_BF16 : RM_F32);
@@ -123,5 +96,7 @@ static PyObject *rope_table(PyObject *module, PyObject *args) {
 
 PyMethodDef rm_ops_functions[] = {
     {"rope_table", rope_table, METH_VARARGS, "(cos, sin, inv_freq, scale, bfloat16)"},
+    {"op_arguments", rm_op_arguments, METH_NOARGS,
+     "op_arguments(): {op: {argument: 'number', 'in', 'index', 'host', 'inout' or 'out'}}."},
     {0},
 };

@@ -5,161 +5,208 @@
 
 #include "base/memory.h"
 
-// (logits | None, stats, target_logprobs | None, targets | None, row_flags, x, w, vocab, pairs |
-// None, target_logits | None). With pairs, stats may be None, and vocab 0.
-RM_KERNELS_METHOD(lm_head) {
-  CALL(10);
-  rm_lm_head_args a = {.rows = -1, .hidden = -1};
-  const int in_pairs = o[8] != Py_None, has_targets = o[2] != Py_None || o[9] != Py_None;
-  const int64_t vocab = a.vocab = a.ld_logits = rm_op_size_of(&c, o[7], "vocab", !in_pairs);
-  a.dtype = rm_op_dtype_of(&c, o[5], "x");
-  a.x = VIEW(&c, o[5], "x", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, &a.rows, &a.hidden);
-  int64_t elems = rm_op_packed_elems(&c, "w", vocab, a.hidden), two = 2;
-  int64_t n_blocks = c.failed ? 0 : rm_round_up(vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK;
-  a.w = VIEW(&c, o[6], "w", rm_op_numpy_type(a.dtype), RM_ARRAY_PACKED, &elems);
-  a.logits =
-      VIEW(&c, o[0], "logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows, &a.vocab);
-  a.stats = VIEW(&c, o[1], "stats", NPY_FLOAT32,
-                 RM_ARRAY_WRITE | (in_pairs ? RM_ARRAY_OPTIONAL : 0), &a.rows, &two);
-  a.target_logprobs =
-      VIEW(&c, o[2], "target_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows);
-  a.targets =
-      VIEW(&c, o[3], "targets", NPY_INT32, has_targets ? RM_ARRAY_IN : RM_ARRAY_OPTIONAL, &a.rows);
-  a.pairs = VIEW(&c, o[8], "pairs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &n_blocks,
-                 &a.rows, &two);
-  a.target_logits =
-      VIEW(&c, o[9], "target_logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows);
-  a.row_flags = VIEW(&c, o[4], "row_flags", NPY_UINT8, RM_ARRAY_WRITE, &a.rows);
-  rm_op_in_range(&c, "targets", a.targets, a.rows, -1, vocab);
-  a.ldx = a.hidden;
-  RUN(lm_head, ((rm_limits){.max_rows = a.rows, .max_k = a.hidden, .vocab = vocab}), &a);
+// ---------------------------------------------------------------------------------------- lm_head
+static void head_sizes(rm_op_call *c) {
+  c->v.elems = rm_op_packed_elems(c, "w", c->v.vocab, c->v.hidden);
+  c->v.n_blocks = rm_round_up(c->v.vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK;
 }
 
-// (stats, target_logprobs | None, targets | None, row_flags, pairs, target_logits | None)
-RM_KERNELS_METHOD(merge_pairs) {
-  CALL(6);
-  rm_merge_pairs_args a = {.rows = -1, .n_blocks = -1};
-  int64_t two = 2;
-  a.pairs = VIEW(&c, o[4], "pairs", NPY_FLOAT32, RM_ARRAY_IN, &a.n_blocks, &a.rows, &two);
-  rm_op_at_least(&c, "the blocks of pairs", a.n_blocks, 1);
-  a.stats = VIEW(&c, o[0], "stats", NPY_FLOAT32, RM_ARRAY_WRITE, &a.rows, &two);
-  a.target_logprobs =
-      VIEW(&c, o[1], "target_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows);
-  const int flags = a.target_logprobs ? RM_ARRAY_IN : RM_ARRAY_OPTIONAL;
-  a.targets = VIEW(&c, o[2], "targets", NPY_INT32, flags, &a.rows);
-  a.target_logits = VIEW(&c, o[5], "target_logits", NPY_FLOAT32, flags, &a.rows);
-  a.row_flags = VIEW(&c, o[3], "row_flags", NPY_UINT8, RM_ARRAY_WRITE, &a.rows);
-  rm_op_in_range(&c, "targets", a.targets, a.rows, -1, a.n_blocks * RM_VOCAB_BLOCK);
-  RUN(merge_pairs, ((rm_limits){.max_rows = a.rows}), &a);
+static void head_targets(rm_op_call *c) {
+  rm_op_in_range(c, "targets", c->v.targets, c->v.n_rows, -1, c->v.vocab);
 }
 
-// Per row parameters from their columns, which are the host's; owned, on a device in a mirrored
-// buffer. NULL with an exception set.
-static rm_sample_params *sample_params(rm_op_call *c, PyObject *const *o, int64_t rows,
-                                       int64_t vocab) {
-  int64_t bounds = rows + 1, n_banned = -1;
-  const float *temperature = VIEW(c, o[0], "temperature", NPY_FLOAT32, RM_ARRAY_OF_HOST, &rows);
-  const float *top_p = VIEW(c, o[1], "top_p", NPY_FLOAT32, RM_ARRAY_OF_HOST, &rows);
-  const float *min_p = VIEW(c, o[2], "min_p", NPY_FLOAT32, RM_ARRAY_OF_HOST, &rows);
-  const int32_t *top_k = VIEW(c, o[3], "top_k", NPY_INT32, RM_ARRAY_OF_HOST, &rows);
-  const uint64_t *seed = VIEW(c, o[4], "seed", NPY_UINT64, RM_ARRAY_OF_HOST, &rows);
-  const uint64_t *counter = VIEW(c, o[5], "counter", NPY_UINT64, RM_ARRAY_OF_HOST, &rows);
-  const int32_t *forced = VIEW(c, o[6], "forced", NPY_INT32, RM_ARRAY_OF_HOST, &rows);
-  const int32_t *starts = VIEW(c, o[7], "banned_starts", NPY_INT32, RM_ARRAY_OF_HOST, &bounds);
-  const int32_t *banned = VIEW(c, o[8], "banned", NPY_INT32, RM_ARRAY_OF_HOST, &n_banned);
-  rm_op_in_range(c, "forced", forced, rows, -1, vocab);
-  rm_op_in_range(c, "banned_starts", starts, bounds, 0, n_banned + 1);
-  for (int64_t r = 0; r < rows && !c->failed; r++) {
+// Outputs of targets are computed from targets.
+static void targets_needed(rm_op_call *c, rm_op_argument *targets) {
+  if (rm_op_given(c, "target_logprobs") || rm_op_given(c, "target_logits"))
+    targets->flags = RM_ARRAY_IN;
+}
+
+#define TARGETS ADJUSTED(targets_needed, targets, I32, RM_ARRAY_OPTIONAL, n_rows)
+static const rm_op_argument lm_head[] = {
+    SIZE(vocab, 1),
+    IN(x, T, n_rows, hidden),
+    STEP(head_sizes),
+    PACKED(w, elems),
+    TARGETS,
+    STEP(head_targets),
+    OPTIONAL_OUT(logits, F32, n_rows, vocab),
+    OUT(stats, F32, n_rows, two),
+    OPTIONAL_OUT(target_logprobs, F32, n_rows),
+    ROW_FLAGS,
+    {0},
+};
+
+static const rm_op_argument lm_head_pairs[] = {
+    SIZE(vocab, 0),
+    IN(x, T, n_rows, hidden),
+    STEP(head_sizes),
+    PACKED(w, elems),
+    TARGETS,
+    STEP(head_targets),
+    OPTIONAL_OUT(logits, F32, n_rows, vocab),
+    OUT(pairs, F32, n_blocks, n_rows, two),
+    OPTIONAL_OUT(target_logits, F32, n_rows),
+    ROW_FLAGS,
+    {0},
+};
+RUN(lm_head, rm_lm_head_args, .logits = v->logits, .stats = v->stats,
+    .target_logprobs = v->target_logprobs, .pairs = v->pairs, .target_logits = v->target_logits,
+    .targets = v->targets, .row_flags = v->row_flags, .x = v->x, .w = v->w, .rows = v->n_rows,
+    .vocab = v->vocab, .hidden = v->hidden, .ldx = v->hidden, .ld_logits = v->vocab,
+    .dtype = v->dtype)
+
+// ------------------------------------------------------------------------------------ merge_pairs
+static void merge_check(rm_op_call *c) {
+  rm_op_at_least(c, "the blocks of pairs", c->v.n_blocks, 1);
+  rm_op_in_range(c, "targets", c->v.targets, c->v.n_rows, -1, c->v.n_blocks * RM_VOCAB_BLOCK);
+}
+
+static void logits_needed(rm_op_call *c, rm_op_argument *target_logits) {
+  if (rm_op_given(c, "target_logprobs")) target_logits->flags = RM_ARRAY_IN;
+}
+
+static const rm_op_argument merge_pairs[] = {
+    IN(pairs, F32, n_blocks, n_rows, two),
+    TARGETS,
+    ADJUSTED(logits_needed, target_logits, F32, RM_ARRAY_OPTIONAL, n_rows),
+    STEP(merge_check),
+    OUT(stats, F32, n_rows, two),
+    OPTIONAL_OUT(target_logprobs, F32, n_rows),
+    ROW_FLAGS,
+    {0},
+};
+RUN(merge_pairs, rm_merge_pairs_args, .stats = v->stats, .target_logprobs = v->target_logprobs,
+    .targets = v->targets, .row_flags = v->row_flags, .pairs = v->pairs,
+    .target_logits = v->target_logits, .rows = v->n_rows, .n_blocks = v->n_blocks)
+
+// ----------------------------------------------------------------------------------------- sample
+static void sample_sizes(rm_op_call *c) {
+  rm_op_at_least(c, "vocab", c->v.vocab, 1);
+  c->v.bounds = c->v.n_rows + 1;
+}
+
+static void check_columns(rm_op_call *c) {
+  const rm_op_values *v = &c->v;
+  const int32_t *starts = v->banned_starts;
+  rm_op_in_range(c, "forced", v->forced, v->n_rows, -1, v->vocab);
+  rm_op_in_range(c, "banned_starts", starts, v->bounds, 0, v->n_banned + 1);
+  for (int64_t r = 0; r < v->n_rows && !c->failed; r++) {
     if (starts[r + 1] < starts[r])
       rm_op_refuse(c, RM_E_REQUEST, "banned_starts", starts[r + 1], "ascending, at least",
                    starts[r]);
-    if (!(temperature[r] >= 0.0f && top_p[r] > 0.0f && top_p[r] <= 1.0f && min_p[r] >= 0.0f &&
-          min_p[r] <= 1.0f) &&
+    if (!(v->temperature[r] >= 0.0f && v->top_p[r] > 0.0f && v->top_p[r] <= 1.0f &&
+          v->min_p[r] >= 0.0f && v->min_p[r] <= 1.0f) &&
         !c->failed) {
-      rm_raise_code(
-          c->module, RM_E_REQUEST,
-          "params: expected temperature >= 0, top_p in (0, 1] and min_p in [0, 1], got others in "
-          "row %lld",
-          (long long)r);
+      rm_raise_code(c->module, RM_E_REQUEST,
+                    "params: expected temperature >= 0, top_p in (0, 1] and min_p in [0, 1], got "
+                    "others in row %lld",
+                    (long long)r);
       c->failed = 1;
     }
   }
-  if (c->failed) return NULL;
-  const size_t of_params = (size_t)(rows + 1) * sizeof(rm_sample_params),
-               of_banned = (size_t)n_banned * sizeof *banned;
+}
+
+// The parameters of each row from their columns; on a device in a mirrored buffer.
+static void sample_params(rm_op_call *c) {
+  rm_op_values *v = &c->v;
   const int on_host = !c->self->op_device;
-  rm_sample_params *params =
-      on_host ? rm_alloc(of_params, 1) : rm_op_mirrored(c, of_params + of_banned);
+  const size_t of_params = (size_t)v->bounds * sizeof *v->params,
+               of_banned = (size_t)v->n_banned * sizeof *v->banned;
+  const int32_t *banned = v->banned, *starts = v->banned_starts;
+  check_columns(c);
+  if (c->failed) return;
+  if (on_host) c->block = rm_alloc(of_params, 1);
+  rm_sample_params *params = on_host ? c->block : rm_op_mirrored(c, of_params + of_banned);
   if (!params) {
     if (!c->failed) PyErr_NoMemory();
     c->failed = 1;
-    return NULL;
+    return;
   }
   if (!on_host && of_banned)
     banned = rm_op_there(c, memcpy((char *)params + of_params, banned, of_banned));
-  for (int64_t r = 0; r < rows; r++)
+  for (int64_t r = 0; r < v->n_rows; r++)
     params[r] = (rm_sample_params){
-        .temperature = temperature[r],
-        .top_p = top_p[r],
-        .min_p = min_p[r],
-        .top_k = top_k[r],
-        .seed = seed[r],
-        .counter = counter[r],
+        .temperature = v->temperature[r],
+        .top_p = v->top_p[r],
+        .min_p = v->min_p[r],
+        .top_k = v->top_ks[r],
+        .seed = v->seed[r],
+        .counter = v->counter[r],
         .banned = banned + starts[r],
         .n_banned = starts[r + 1] - starts[r],
-        .forced = forced[r],
+        .forced = v->forced[r],
     };
-  return params;
+  v->params = on_host ? params : rm_op_there(c, params);
 }
 
-// (tokens, logprobs, sampling_logprobs, kept | None, logits, stats, row_flags, then the columns of
-// sample_params)
-RM_KERNELS_METHOD(sample) {
-  CALL(16);
-  rm_sample_args a = {.rows = -1, .vocab = -1};
-  int64_t two = 2;
-  a.logits = VIEW(&c, o[4], "logits", NPY_FLOAT32, RM_ARRAY_IN, &a.rows, &a.vocab);
-  rm_op_at_least(&c, "vocab", a.vocab, 1);
-  a.stats = VIEW(&c, o[5], "stats", NPY_FLOAT32, RM_ARRAY_IN, &a.rows, &two);
-  a.row_flags = VIEW(&c, o[6], "row_flags", NPY_UINT8, RM_ARRAY_IN, &a.rows);
-  a.tokens = VIEW(&c, o[0], "tokens", NPY_INT32, RM_ARRAY_WRITE, &a.rows);
-  a.logprobs = VIEW(&c, o[1], "logprobs", NPY_FLOAT32, RM_ARRAY_WRITE, &a.rows);
-  a.sampling_logprobs = VIEW(&c, o[2], "sampling_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE, &a.rows);
-  a.kept = VIEW(&c, o[3], "kept", NPY_INT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows);
-  a.ld_logits = a.vocab;
-  rm_sample_params *params = sample_params(&c, o + 7, a.rows, a.vocab);
-  a.params = self->op_device ? rm_op_there(&c, params) : params;
-  PyObject *result = NULL;
-  if (!rm_op_begin(&c, (rm_limits){.max_rows = a.rows, .vocab = a.vocab})) {
-    self->table->sample(&c.ctx, &a);
-    result = rm_op_finish(&c);
-  }
-  if (!self->op_device) rm_free(params);
-  return result;
+#define COLUMN(name, type, size) ARRAY(name, type, RM_ARRAY_OF_HOST, size)
+static const rm_op_argument sample[] = {
+    IN(logits, F32, n_rows, vocab),
+    STEP(sample_sizes),
+    IN(stats, F32, n_rows, two),
+    ARRAY(row_flags, U8, RM_OP_NEW | RM_OP_ZERO, n_rows),
+    OUT(tokens, I32, n_rows),
+    OUT(logprobs, F32, n_rows),
+    OUT(sampling_logprobs, F32, n_rows),
+    OPTIONAL_OUT(kept, I32, n_rows),
+    COLUMN(temperature, F32, n_rows),
+    COLUMN(top_p, F32, n_rows),
+    COLUMN(min_p, F32, n_rows),
+    {.name = "top_k",
+     .type = RM_OP_I32,
+     .flags = RM_ARRAY_OF_HOST,
+     .value = AT(top_ks),
+     .dims = {AT(n_rows)}},
+    COLUMN(seed, U64, n_rows),
+    COLUMN(counter, U64, n_rows),
+    COLUMN(forced, I32, n_rows),
+    COLUMN(banned_starts, I32, bounds),
+    COLUMN(banned, I32, n_banned),
+    STEP(sample_params),
+    {0},
+};
+RUN(sample, rm_sample_args, .tokens = v->tokens, .logprobs = v->logprobs,
+    .sampling_logprobs = v->sampling_logprobs, .kept = v->kept, .logits = v->logits,
+    .stats = v->stats, .params = v->params, .row_flags = v->row_flags, .rows = v->n_rows,
+    .vocab = v->vocab, .ld_logits = v->vocab)
+
+// ---------------------------------------------------------------------------- top_logprobs, ranks
+static void top_check(rm_op_call *c) {
+  if (c->v.k > c->v.vocab) rm_op_refuse(c, RM_E_SHAPE, "k", c->v.k, "at most", c->v.vocab);
 }
 
-// (ids, logprobs, logits, stats)
-RM_KERNELS_METHOD(top_logprobs) {
-  CALL(4);
-  rm_top_logprobs_args a = {.rows = -1, .vocab = -1, .k = -1};
-  int64_t two = 2;
-  a.logits = VIEW(&c, o[2], "logits", NPY_FLOAT32, RM_ARRAY_IN, &a.rows, &a.vocab);
-  a.stats = VIEW(&c, o[3], "stats", NPY_FLOAT32, RM_ARRAY_IN, &a.rows, &two);
-  a.ids = VIEW(&c, o[0], "ids", NPY_INT32, RM_ARRAY_WRITE, &a.rows, &a.k);
-  a.logprobs = VIEW(&c, o[1], "logprobs", NPY_FLOAT32, RM_ARRAY_WRITE, &a.rows, &a.k);
-  if (a.k > a.vocab) rm_op_refuse(&c, RM_E_SHAPE, "k", a.k, "at most", a.vocab);
-  a.ld_logits = a.vocab;
-  RUN(top_logprobs, ((rm_limits){.max_rows = a.rows, .vocab = a.vocab}), &a);
+static const rm_op_argument top_logprobs[] = {
+    SIZE(k, 0),
+    IN(logits, F32, n_rows, vocab),
+    STEP(top_check),
+    IN(stats, F32, n_rows, two),
+    OUT(ids, I32, n_rows, k),
+    OUT(logprobs, F32, n_rows, k),
+    {0},
+};
+RUN(top_logprobs, rm_top_logprobs_args, .ids = v->ids, .logprobs = v->logprobs, .logits = v->logits,
+    .stats = v->stats, .rows = v->n_rows, .vocab = v->vocab, .ld_logits = v->vocab, .k = v->k)
+
+static void ranks_check(rm_op_call *c) {
+  rm_op_in_range(c, "tokens", c->v.tokens, c->v.n_rows, -1, c->v.vocab);
 }
 
-// (ranks, logits, tokens)
-RM_KERNELS_METHOD(ranks) {
-  CALL(3);
-  rm_ranks_args a = {.rows = -1, .vocab = -1};
-  a.logits = VIEW(&c, o[1], "logits", NPY_FLOAT32, RM_ARRAY_IN, &a.rows, &a.vocab);
-  a.tokens = VIEW(&c, o[2], "tokens", NPY_INT32, RM_ARRAY_IN, &a.rows);
-  a.ranks = VIEW(&c, o[0], "ranks", NPY_INT32, RM_ARRAY_WRITE, &a.rows);
-  rm_op_in_range(&c, "tokens", a.tokens, a.rows, -1, a.vocab);
-  a.ld_logits = a.vocab;
-  RUN(ranks, ((rm_limits){.max_rows = a.rows, .vocab = a.vocab}), &a);
-}
+static const rm_op_argument ranks[] = {
+    IN(logits, F32, n_rows, vocab),
+    IN(tokens, I32, n_rows),
+    STEP(ranks_check),
+    OUT(ranks, I32, n_rows),
+    {0},
+};
+RUN(ranks, rm_ranks_args, .ranks = v->ranks, .logits = v->logits, .tokens = v->tokens,
+    .rows = v->n_rows, .vocab = v->vocab, .ld_logits = v->vocab)
+
+const rm_op rm_ops_logits[] = {
+    OP(lm_head),
+    {"lm_head_pairs", lm_head_pairs, run_lm_head},
+    OP(merge_pairs),
+    OP(sample),
+    OP(top_logprobs),
+    OP(ranks),
+    {0},
+};

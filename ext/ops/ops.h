@@ -1,22 +1,30 @@
-// ops.h: _core.Kernels. `Kernels(isa, threads)` has an op table, a thread team and a workspace that
-// grows (kernels.c); its methods are the ops of kernels.h (dense.c, attention.c, moe.c, logits.c).
-// The caller allocates outputs. Everything that kernels rely on is checked here (call.c): dtypes,
-// sizes, ranges of indices. rollmesh.ops adds names and defaults.
+// ops.h: _core.Kernels and the table of ops that it runs over arrays.
 //
-// A method makes one rm_op_call: views of its arguments, checks, begin, the op, finish. The first
-// error sets the exception; later checks do nothing, and begin ends the call. Checks hold the GIL;
-// the op runs without it, under the object's mutex. Indices are copied before they are checked,
-// since another thread may write to the array, or an output may overlap it.
+// `Kernels(isa, threads)` has the kernels of one instruction set, a thread team and a workspace
+// that grows. `Kernels(family, 1, op_device, stream)` has those of a CUDA device, over
+// DeviceArrays, on the OpDevice's stream. Its method run(op, {argument: value}) returns the tuple
+// of the op's outputs. rollmesh.ops is its public face.
 //
-// `Kernels(family, 1, op_device, stream)` has the op table of a CUDA device, over DeviceArrays, on
-// the OpDevice's stream. With a caller's stream the op waits for that stream, and later work of
-// that stream waits for the op. Without one (0) the call returns when the op is done. Indices are
-// copied to pinned memory and checked there; the op reads a device copy of that.
+// The table (dense.c, attention.c, moe.c, logits.c) has an entry for each op. The entry lists the
+// arguments in the order in which they are taken: name, type, flags and shape, which names sizes of
+// rm_op_values. The first array that has a size sets it. A step between two arguments computes a
+// size or checks a value. Python reads names and roles from _core.op_arguments().
+//
+// A call (call.c) takes the arguments, begins, runs the op and finishes. The first error sets the
+// exception; later checks do nothing, and begin ends the call. Everything that kernels rely on is
+// checked here: dtypes, sizes, ranges of indices. Checks hold the GIL; the op runs without it, under
+// the object's mutex. Indices are copied before they are checked, since another thread may write to
+// the array, or an output may overlap it.
+//
+// With a caller's stream the op waits for that stream, and later work of that stream waits for the
+// op. Without one (0) the call returns when the op is done. Indices are copied to pinned memory and
+// checked there; the op reads a device copy of that.
 #pragma once
 
 #include "arrays.h"
 
 #include <pthread.h>
+#include <stddef.h>
 #include <unistd.h>
 
 #include "base/team.h"
@@ -32,29 +40,139 @@ typedef struct rm_kernels_object {
   void *workspace;
   size_t workspace_bytes;
   pthread_mutex_t mutex; // of team and workspace
-  pid_t
-      // a forked child may have inherited the mutex locked, by a thread that it does not have
-      owner;
+  // a forked child may have inherited the mutex locked, by a thread that it does not have
+  pid_t owner;
 } rm_kernels_object;
 
 // The largest size: sums of sizes and rounding up are exact in int64_t; products are checked.
 enum { RM_OP_MAX_SIZE = INT32_MAX };
-enum { RM_OP_MAX_INDICES = 4 }; // index arrays of one op
+enum { RM_OP_MAX_INDICES = 4, RM_OP_MAX_DIMS = 3 }; // index arrays of one op; dims of an array
 
-typedef struct rm_op_call {
-  rm_kernels_object *self; // view
+// -------------------------------------------------------------------------------------- the table
+// The arguments of a call by their names, and sizes that follow from them.
+typedef struct rm_op_values {
+  void *out, *x, *x_gate, *w, *weight, *bias, *ids, *table, *rows, *residual, *group_rows, *gate_up;
+  void *qkv, *q_weight, *k_weight, *q_squares, *k_squares, *cos, *sin, *positions, *slots;
+  void *q, *k_cache, *v_cache, *seq_of_row, *block_tables, *row_flags;
+  void *gates, *x_out, *place, *y, *targets, *target_logprobs, *target_logits, *logits, *stats;
+  void *pairs, *tokens, *logprobs, *sampling_logprobs, *kept, *ranks;
+  const float *temperature, *top_p, *min_p; // the columns of rm_sample_params
+  const int32_t *top_ks, *forced, *banned_starts, *banned;
+  const uint64_t *seed, *counter;
+  const rm_sample_params *params; // made from the columns
+  int64_t n_rows, n, k, hidden, vocab, num_experts, top_k, num_groups, top_groups, bounds, choices;
+  int64_t num_heads, num_kv_heads, head_dim, page_size, window, group, head0, all_heads;
+  int64_t all_kv_heads, n_pages, n_seqs, max_pages, max_positions, n_positions, half;
+  int64_t x_rows, width, elems, k_elems, v_elems, q_width, k_width, both, n_blocks, n_banned, two;
+  int64_t group_stride, n_groups;
+  int activation, score, packed, float32_out, renormalize;
+  float eps, scale, route_scale;
+  rm_dtype dtype, out_dtype; // of RM_OP_T and RM_OP_OUT_T
+} rm_op_values;
+
+typedef enum rm_op_type {
+  RM_OP_T, // an array of the op's dtype: bfloat16 or float32, decided by the first such array
+  RM_OP_OUT_T, // an array of out_dtype, which is decided by a step
+  RM_OP_F32,
+  RM_OP_I32,
+  RM_OP_I64,
+  RM_OP_U8,
+  RM_OP_U64,
+  RM_OP_SIZE, // an integer in [low, high], an int64_t
+  RM_OP_CHOICE, // the same, an int
+  RM_OP_REAL, // a finite float32, at least 0 where low is 0
+  RM_OP_FLAG, // a truth value, an int
+} rm_op_type;
+
+// Flags beside those of arrays.h. NEW: an output. The call makes it if it is absent, None or `...`;
+// if it is OPTIONAL too, only for `...`. ZERO: a new one is filled with zeros. An OPTIONAL number
+// that is absent is 0, or what the arrays have.
+enum { RM_OP_NEW = 16, RM_OP_ZERO = 32, RM_OP_OUT = RM_OP_NEW | RM_ARRAY_WRITE };
+
+typedef struct rm_op_call rm_op_call;
+typedef struct rm_op_argument rm_op_argument;
+struct rm_op_argument {
+  const char *name; // NULL: a step alone
+  rm_op_type type;
+  int flags;
+  size_t value, dims[RM_OP_MAX_DIMS]; // offsets in rm_op_values; dims end with 0
+  int64_t low, high;
+  void (*step)(rm_op_call *);
+  void (*adjust)(rm_op_call *, rm_op_argument *); // changes a copy of the entry, which is then used
+};
+
+// The lines of an entry, in ext/ops/*.c. The name of an argument is that of its value.
+#define AT(value) offsetof(rm_op_values, value)
+#define DIMS_OF(a, b, c, ...) {AT(a), AT(b), AT(c)}
+#define DIMS(...) DIMS_OF(__VA_ARGS__, out, out, ) // `out` has the offset 0
+#define ADJUSTED(adjust_, name_, type_, flags_, ...) \
+  {.name = #name_, \
+   .type = RM_OP_##type_, \
+   .flags = flags_, \
+   .value = AT(name_), \
+   .dims = DIMS(__VA_ARGS__), \
+   .adjust = adjust_}
+#define ARRAY(name, type, flags, ...) ADJUSTED(NULL, name, type, flags, __VA_ARGS__)
+#define IN(name, type, ...) ARRAY(name, type, RM_ARRAY_IN, __VA_ARGS__)
+#define OPTIONAL(name, type, ...) ARRAY(name, type, RM_ARRAY_OPTIONAL, __VA_ARGS__)
+#define PACKED(name, ...) ARRAY(name, T, RM_ARRAY_PACKED, __VA_ARGS__)
+#define OUT(name, type, ...) ARRAY(name, type, RM_OP_OUT, __VA_ARGS__)
+#define OPTIONAL_OUT(name, type, ...) ARRAY(name, type, RM_OP_OUT | RM_ARRAY_OPTIONAL, __VA_ARGS__)
+#define ROW_FLAGS ARRAY(row_flags, U8, RM_OP_OUT | RM_OP_ZERO, n_rows)
+#define NUMBER(name_, type_, flags_, low_, high_) \
+  {.name = #name_, \
+   .type = RM_OP_##type_, \
+   .flags = flags_, \
+   .value = AT(name_), \
+   .low = low_, \
+   .high = high_}
+#define SIZE(name, low) NUMBER(name, SIZE, 0, low, RM_OP_MAX_SIZE)
+#define CHOICE(name, last) NUMBER(name, CHOICE, 0, 0, last)
+#define REAL(name, low) NUMBER(name, REAL, 0, low, 0)
+#define FLAG(name) NUMBER(name, FLAG, RM_ARRAY_OPTIONAL, 0, 0)
+#define STEP(step_) {.step = step_}
+
+typedef struct rm_op {
+  const char *name;
+  const rm_op_argument *arguments; // the last has neither name nor step
+  void (*run)(const rm_kernels *, const rm_ctx *, const rm_op_values *);
+} rm_op;
+// Calls the kernel of an op with the fields of its argument struct.
+#define RUN(name, args, ...) \
+  static void run_##name(const rm_kernels *kernels, const rm_ctx *ctx, const rm_op_values *v) { \
+    kernels->name(ctx, &(args){__VA_ARGS__}); \
+  }
+#define OP(name) {#name, name, run_##name}
+
+extern const rm_op rm_ops_dense[], rm_ops_attention[], rm_ops_moe[], rm_ops_logits[]; // then {0}
+
+// -------------------------------------------------------------------------------------- one call
+struct rm_op_call {
+  rm_kernels_object *self; // view; NULL in a function that runs no op
   PyObject *module; // view
+  PyObject *arguments; // view: the dict
+  PyObject *outputs; // owned tuple
+  rm_op_values v;
+  int is_decided; // whether an array has decided v.dtype
+  int n_taken, n_outputs; // so far
   int failed;
   void *copies[RM_OP_MAX_INDICES]; // owned, of index arrays of the host, until the call ends
+  void *block; // owned: another block, until the call ends
   int is_open, saved; // on a device: the OpDevice is entered
-  int n_mirrored,
-      is_fetching; // mirrored buffers of index arrays; whether one is on its way to the host
+  int n_mirrored; // mirrored buffers of index arrays
+  int is_fetching; // whether one of them is on its way to the host
   size_t mirrored_bytes[RM_OP_DEVICE_MIRRORED]; // bytes that go to the device before the op
   rm_ctx ctx; // from begin on, as all below
   uint32_t fp;
   PyThreadState *thread;
-} rm_op_call;
+};
 
+// run.c
+PyObject *rm_op_run(rm_kernels_object *self, PyObject *args); // Kernels.run
+PyObject *rm_op_arguments(PyObject *module, PyObject *ignored); // _core.op_arguments
+
+// Whether an argument was given and is not None.
+int rm_op_given(const rm_op_call *c, const char *name);
 // The data of an array of n_dims sizes, of indices a copy; a size of exactly −1 is set to the
 // array's.
 void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, int flags,
@@ -63,8 +181,8 @@ void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, in
   rm_op_view(c, object, name, type, flags, (int64_t *[]){__VA_ARGS__}, \
              sizeof((int64_t *[]){__VA_ARGS__}) / sizeof(int64_t *))
 rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name);
-void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name,
-                        const char *expected); // or one that is no array
+// DTypeError, or UnsupportedTensorError for an object of another kind.
+void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const char *expected);
 int rm_op_numpy_type(rm_dtype dtype);
 // Host memory with the contents of a view of indices; NULL for NULL, or after an error.
 const void *rm_op_seen(rm_op_call *c, const void *view);
@@ -75,57 +193,29 @@ const void *rm_op_there(const rm_op_call *c, const void *here); // the device's 
 
 void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen,
                   const char *expected, long long limit);
-// A number that is an argument: an integer in [low, high], a size in [least, RM_OP_MAX_SIZE]
-// (ShapeError; −1 after an error), a finite float32 of at least `low` (ConfigError).
+// A number that is an argument: an integer in [low, high] (ShapeError; −1 after an error), a finite
+// float32 of at least `low` (ConfigError).
 int64_t rm_op_integer(rm_op_call *c, PyObject *object, const char *name, int64_t low, int64_t high);
-int64_t rm_op_size_of(rm_op_call *c, PyObject *object, const char *name, int64_t least);
 float rm_op_real(rm_op_call *c, PyObject *object, const char *name, float low);
 // A number that was computed from arguments.
 void rm_op_at_least(rm_op_call *c, const char *name, int64_t seen, int64_t least);
 void rm_op_size(rm_op_call *c, const char *name, int64_t seen, int64_t least);
 void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t unit);
+// a[i] in [low, high).
 void rm_op_in_range(rm_op_call *c, const char *name, const int32_t *a, int64_t n, int64_t low,
-                    int64_t high); // a[i] in [low, high)
+                    int64_t high);
 void rm_op_in_range_from(rm_op_call *c, const char *name, const int32_t *a, int64_t from, int64_t n,
                          int64_t low, int64_t high);
 int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b); // 0 after an error
 int64_t rm_op_packed_elems(rm_op_call *c, const char *name, int64_t n,
                            int64_t k); // rm_packed_elems, checked
+// `out` does not overlap x, which the op reads while it writes.
+void rm_op_apart(rm_op_call *c, const char *name, const void *out, size_t out_bytes, const void *x,
+                 size_t x_bytes);
 
 // 0: ctx is valid, and finish has to follow. −1: an exception is set, and the call has ended.
 int rm_op_begin(rm_op_call *c, rm_limits limits);
 PyObject *rm_op_finish(rm_op_call *c); // None; on a device NULL where it has failed
 void rm_op_fail(rm_op_call *c, rm_error *err);
 
-#define RUN(op, limits, args) \
-  do { \
-    if (rm_op_begin(&c, limits)) return NULL; \
-    self->table->op(&c.ctx, args); \
-    return rm_op_finish(&c); \
-  } while (0)
-
-// A method begins with CALL(how many arguments it takes); o[i] is the i-th. What they are is in the
-// table of kernels.c.
-#define CALL(n_wanted) \
-  rm_op_call c = {.self = self, .module = rm_module_of((PyObject *)self)}; \
-  if (n_given != (n_wanted)) \
-  return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", n_wanted, n_given)
-#define RM_KERNELS_METHOD(name) \
-  PyObject *rm_kernels_py_##name(rm_kernels_object *self, PyObject *const *o, Py_ssize_t n_given)
-RM_KERNELS_METHOD(embed);
-RM_KERNELS_METHOD(gather_rows);
-RM_KERNELS_METHOD(activate);
-RM_KERNELS_METHOD(rms_norm);
-RM_KERNELS_METHOD(gemm);
-RM_KERNELS_METHOD(pack);
-RM_KERNELS_METHOD(head_squares);
-RM_KERNELS_METHOD(qk_rope_kv);
-RM_KERNELS_METHOD(attention);
-RM_KERNELS_METHOD(router);
-RM_KERNELS_METHOD(permute);
-RM_KERNELS_METHOD(combine);
-RM_KERNELS_METHOD(lm_head);
-RM_KERNELS_METHOD(merge_pairs);
-RM_KERNELS_METHOD(sample);
-RM_KERNELS_METHOD(top_logprobs);
-RM_KERNELS_METHOD(ranks);
+PyObject *rm_op_pack(rm_kernels_object *self, PyObject *args); // pack.c: Kernels.pack

@@ -170,41 +170,6 @@ void RM_FN(permute)(const rm_ctx *ctx, const rm_permute_args *a) {
   rm_parallel(ctx, n * a->hidden / 4, permute_task, &args);
 }
 
-// -------------------------------------------------------------------------------- static dispatch
-// The caller has set `own` to −1: most of a row's choices are experts of other ranks.
-static void static_dispatch_row(const rm_static_dispatch_args *a, const int32_t *ids, int64_t row,
-                                int32_t *place, int32_t *own) {
-  const int64_t each = rm_max_choices(a->top_k, a->experts_each);
-  int64_t n_own = 0;
-  for (int64_t k = 0; k < a->top_k; k++) {
-    int64_t earlier = 0, rank = ids[k] / a->experts_each;
-    place[k] = -1;
-    if (ids[k] < 0) continue;
-    for (int64_t j = 0; j < k; j++) earlier += ids[j] >= 0 && ids[j] / a->experts_each == rank;
-    place[k] = (int32_t)((rank * a->home_rows + row) * each + earlier);
-    if (rank == a->rank) own[n_own++] = (int32_t)(ids[k] - rank * a->experts_each);
-  }
-}
-
-static void slots_task(void *arg, int thread, int n_threads) {
-  const rm_static_dispatch_args *a = arg;
-  const int64_t each = rm_max_choices(a->top_k, a->experts_each);
-  int64_t from, to;
-  rm_split(a->homes * a->pitch, thread, n_threads, &from, &to);
-  memset(a->own + from * each, 0xff, (size_t)((to - from) * each) * sizeof *a->own);
-  for (int64_t i = from; i < to; i++) {
-    const int64_t home = i / a->pitch, row = i % a->pitch;
-    if (row < a->home_rows)
-      static_dispatch_row(a, a->ids + home * a->ids_pitch + row * a->top_k, row,
-                          a->place + (home * a->home_rows + row) * a->top_k, a->own + i * each);
-  }
-}
-
-void RM_FN(static_dispatch)(const rm_ctx *ctx, const rm_static_dispatch_args *a) {
-  rm_static_dispatch_args args = *a;
-  rm_parallel(ctx, a->homes * a->pitch * a->top_k * a->top_k, slots_task, &args);
-}
-
 // ---------------------------------------------------------------------------------------- combine
 // The leaves in ascending id and, after each leaf, how many times to add the two topmost values.
 typedef struct tree_plan {

@@ -102,50 +102,23 @@ static rm_profile_entry of_attention(const rm_attention_args *a) {
     ctx->profile->of->name(&timed, a); \
     count(ctx->profile, start, call); \
   }
-#define ROWS(name) ((rm_profile_entry){.op = #name, .rows = a->rows})
-TIMED(embed, const rm_embed_args, ROWS(embed))
-TIMED(gather_rows, const rm_gather_rows_args, ROWS(gather_rows))
-TIMED(rms_norm, const rm_rms_norm_args, ROWS(rms_norm))
+#define TIMED_ROWS(name, args) \
+  TIMED(name, const args, ((rm_profile_entry){.op = #name, .rows = a->rows}))
+RM_ROW_OPS(TIMED_ROWS)
+#define TIMED_PLAIN(name, args) TIMED(name, const args, ((rm_profile_entry){.op = #name}))
+RM_PLAIN_OPS(TIMED_PLAIN)
 TIMED(gemm, const rm_gemm_args, of_gemm(a->group_rows ? "experts" : "gemm", a, a->n))
 TIMED(gemm_swiglu, const rm_gemm_args,
       of_gemm(a->group_rows ? "experts_swiglu" : "gemm_swiglu", a, 2 * a->n))
-TIMED(activate, const rm_activate_args, ROWS(activate))
-TIMED(head_squares, const rm_head_squares_args, ROWS(head_squares))
-TIMED(qk_rope_kv, const rm_qk_rope_kv_args, ROWS(qk_rope_kv))
 TIMED(attention, const rm_attention_args, of_attention(a))
 TIMED(router, const rm_router_args,
       product("router", a->rows, a->n_experts, a->hidden, 1, a->dtype))
-TIMED(permute, const rm_permute_args, ROWS(permute))
-TIMED(static_dispatch, const rm_static_dispatch_args,
-      ((rm_profile_entry){.op = "static_dispatch", .rows = a->homes * a->home_rows}))
-TIMED(combine, const rm_combine_args, ROWS(combine))
 TIMED(lm_head, const rm_lm_head_args, product("lm_head", a->rows, a->vocab, a->hidden, 1, a->dtype))
-TIMED(merge_pairs, const rm_merge_pairs_args, ROWS(merge_pairs))
-TIMED(sample, const rm_sample_args, ROWS(sample))
-TIMED(top_logprobs, const rm_top_logprobs_args, ROWS(top_logprobs))
-TIMED(ranks, const rm_ranks_args, ROWS(ranks))
 
 void rm_profile_init(rm_profile *profile, const rm_kernels *of) {
   *profile = (rm_profile){.of = of, .table = *of};
-  rm_kernels *table = &profile->table;
-  table->embed = embed;
-  table->gather_rows = gather_rows;
-  table->rms_norm = rms_norm;
-  table->gemm = gemm;
-  table->gemm_swiglu = gemm_swiglu;
-  table->activate = activate;
-  table->head_squares = head_squares;
-  table->qk_rope_kv = qk_rope_kv;
-  table->attention = attention;
-  table->router = router;
-  table->permute = permute;
-  table->static_dispatch = static_dispatch;
-  table->combine = combine;
-  table->lm_head = lm_head;
-  table->merge_pairs = merge_pairs;
-  table->sample = sample;
-  table->top_logprobs = top_logprobs;
-  table->ranks = ranks;   // pack is part of a weight sync, not of a step
+#define ENTRY(name, args) profile->table.name = name;
+  RM_OPS(ENTRY) // pack is part of a weight sync, not of a step
 }
 
 void rm_profile_reset(rm_profile *profile) { profile->n_entries = 0; }

@@ -18,7 +18,7 @@ static float rms_scale(float squares, int64_t n, float eps) {
   return 1.0f / sqrtf(squares / (float)n + eps);
 }
 
-static void embed(const rm_ctx *ctx, const rm_embed_args *a) {
+void rm_embed_ref(const rm_ctx *ctx, const rm_embed_args *a) {
   (void)ctx;
   for (int64_t r = 0; r < a->rows; r++)
     for (int64_t k = 0; k < a->hidden; k++) {
@@ -28,7 +28,7 @@ static void embed(const rm_ctx *ctx, const rm_embed_args *a) {
     }
 }
 
-static void gather_rows(const rm_ctx *ctx, const rm_gather_rows_args *a) {
+void rm_gather_rows_ref(const rm_ctx *ctx, const rm_gather_rows_args *a) {
   (void)ctx;
   for (int64_t r = 0; r < a->rows; r++)
     if (a->from[r] >= 0)
@@ -36,7 +36,7 @@ static void gather_rows(const rm_ctx *ctx, const rm_gather_rows_args *a) {
              (const char *)a->x + (size_t)a->from[r] * a->row_bytes, a->row_bytes);
 }
 
-static void rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a) {
+void rm_rms_norm_ref(const rm_ctx *ctx, const rm_rms_norm_args *a) {
   (void)ctx;
   const rm_dtype dtype = a->dtype;
   for (int64_t r = 0; r < a->rows; r++) {
@@ -95,24 +95,24 @@ static void each_group(const rm_gemm_args *a,
     rows(a, rm_at(a->dtype, a->w, g * a->group_stride), a->group_rows[g], a->group_rows[g + 1]);
 }
 
-static void gemm(const rm_ctx *ctx, const rm_gemm_args *a) {
+void rm_gemm_ref(const rm_ctx *ctx, const rm_gemm_args *a) {
   (void)ctx;
   each_group(a, gemm_rows);
 }
 
-static void gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a) {
+void rm_gemm_swiglu_ref(const rm_ctx *ctx, const rm_gemm_args *a) {
   (void)ctx;
   each_group(a, gemm_swiglu_rows);
 }
 
-static void activate(const rm_ctx *ctx, const rm_activate_args *a) {
+void rm_activate_ref(const rm_ctx *ctx, const rm_activate_args *a) {
   (void)ctx;
   for (int64_t r = 0; r < a->rows; r++)
     for (int64_t i = r * a->ld; i < r * a->ld + a->n; i++)
       rm_put(a->dtype, a->out, i, rm_activate(a->activation, rm_get(a->dtype, a->x, i)));
 }
 
-static void head_squares(const rm_ctx *ctx, const rm_head_squares_args *a) {
+void rm_head_squares_ref(const rm_ctx *ctx, const rm_head_squares_args *a) {
   (void)ctx;
   for (int64_t r = 0; r < a->rows; r++)
     for (int64_t h = 0; h < a->n_heads + a->n_kv_heads; h++) {
@@ -186,7 +186,7 @@ static void store_kv(const rm_qk_rope_kv_args *a, int64_t row, int64_t head, con
   if (!k_ok || !v_ok) a->row_flags[row] |= RM_ROW_KV_NONFINITE;
 }
 
-static void qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
+void rm_qk_rope_kv_ref(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
   float *normed = ctx->workspace, *rotated = normed + a->head_dim;
   const int64_t per_row = (a->n_heads + 2 * a->n_kv_heads) * a->head_dim;
   for (int64_t r = 0; r < a->rows; r++) {
@@ -232,7 +232,7 @@ static void put_stats(const rm_merge_pairs_args *a, int64_t r, const float *all)
         a->targets[r] < 0 ? 0.0f : rm_logprob(a->target_logits[r], a->stats + 2 * r);
 }
 
-static void merge_pairs(const rm_ctx *ctx, const rm_merge_pairs_args *a) {
+void rm_merge_pairs_ref(const rm_ctx *ctx, const rm_merge_pairs_args *a) {
   (void)ctx;
   for (int64_t r = 0; r < a->rows; r++) {
     float all[2] = {a->pairs[2 * r], a->pairs[2 * r + 1]};
@@ -241,7 +241,7 @@ static void merge_pairs(const rm_ctx *ctx, const rm_merge_pairs_args *a) {
   }
 }
 
-static void lm_head(const rm_ctx *ctx, const rm_lm_head_args *a) {
+void rm_lm_head_ref(const rm_ctx *ctx, const rm_lm_head_args *a) {
   (void)ctx;
   for (int64_t r = 0; r < a->rows; r++) {
     const int32_t target = a->targets ? a->targets[r] : -1;
@@ -279,27 +279,10 @@ static size_t workspace_bytes(const rm_limits *l) {
   return (size_t)(rm_max64(2 * head, l->n_experts) + 64) * sizeof(float);
 }
 
+#define ENTRY(name, args) .name = rm_##name##_ref,
 const rm_kernels rm_table_ref = {
     .isa = "ref",
     .family = "x86",
     .workspace_bytes = workspace_bytes,
-    .embed = embed,
-    .gather_rows = gather_rows,
-    .rms_norm = rms_norm,
-    .gemm = gemm,
-    .gemm_swiglu = gemm_swiglu,
-    .activate = activate,
-    .head_squares = head_squares,
-    .qk_rope_kv = qk_rope_kv,
-    .attention = rm_attention_ref,
-    .router = rm_router_ref,
-    .permute = rm_permute_ref,
-    .static_dispatch = rm_static_dispatch_ref,
-    .combine = rm_combine_ref,
-    .lm_head = lm_head,
-    .merge_pairs = merge_pairs,
-    .sample = rm_sample_ref,
-    .top_logprobs = rm_top_logprobs_ref,
-    .ranks = rm_ranks_ref,
-    .pack = rm_pack_ref,
+    RM_OPS(ENTRY).pack = rm_pack_ref,
 };

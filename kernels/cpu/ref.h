@@ -16,12 +16,7 @@ static inline void *rm_at_mut(rm_dtype dtype, void *p, int64_t i) {
   return (char *)p + i * (int64_t)rm_dtype_bytes(dtype);
 }
 
-void rm_attention_ref(const rm_ctx *, const rm_attention_args *);
-void rm_router_ref(const rm_ctx *, const rm_router_args *);
-void rm_permute_ref(const rm_ctx *, const rm_permute_args *);
-void rm_static_dispatch_ref(const rm_ctx *, const rm_static_dispatch_args *);
-void rm_combine_ref(const rm_ctx *, const rm_combine_args *);
-void rm_sample_ref(const rm_ctx *, const rm_sample_args *);
-void rm_top_logprobs_ref(const rm_ctx *, const rm_top_logprobs_args *);
-void rm_ranks_ref(const rm_ctx *, const rm_ranks_args *);
+#define RM_DECLARE(name, args) void rm_##name##_ref(const rm_ctx *, const args *);
+RM_OPS(RM_DECLARE)
+#undef RM_DECLARE
 void rm_pack_ref(const rm_ctx *, rm_pack_args *);

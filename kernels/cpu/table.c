@@ -12,27 +12,11 @@ static size_t workspace_bytes(const rm_limits *limits) {
   return most;
 }
 
+#define ENTRY(name, args) .name = RM_FN(name),
+#define PLAIN_ENTRY(name, args) .name = rm_##name##_ref,
 const rm_kernels RM_CAT(rm_table, RM_ISA) = {
     .isa = RM_STRING(RM_ISA),
     .family = "x86",
     .workspace_bytes = workspace_bytes,
-    .embed = RM_FN(embed),
-    .gather_rows = RM_FN(gather_rows),
-    .rms_norm = RM_FN(rms_norm),
-    .gemm = RM_FN(gemm),
-    .gemm_swiglu = RM_FN(gemm_swiglu),
-    .activate = RM_FN(activate),
-    .head_squares = RM_FN(head_squares),
-    .qk_rope_kv = RM_FN(qk_rope_kv),
-    .attention = RM_FN(attention),
-    .router = RM_FN(router),
-    .permute = RM_FN(permute),
-    .static_dispatch = RM_FN(static_dispatch),
-    .combine = RM_FN(combine),
-    .lm_head = RM_FN(lm_head),
-    .merge_pairs = RM_FN(merge_pairs),
-    .sample = RM_FN(sample),
-    .top_logprobs = RM_FN(top_logprobs),
-    .ranks = RM_FN(ranks),
-    .pack = rm_cpu_pack,
+    RM_FAST_OPS(ENTRY) RM_PLAIN_OPS(PLAIN_ENTRY).pack = rm_cpu_pack,
 };

@@ -1,5 +1,5 @@
-// tables.h: the CPU's tables, one per variant of the build, the op that the fast variants share,
-// and the checks that select_isa.c runs.
+// tables.h: the CPU's tables, one per variant of the build, the ops that the fast variants share,
+// and the checks of select_isa.c.
 #pragma once
 
 #include "kernels.h"
@@ -7,8 +7,11 @@
 extern const rm_kernels rm_table_ref, rm_table_avx2, rm_table_avx512f, rm_table_avx512bf16,
     rm_table_amx;
 
-// pack.c: limited by memory, so all fast variants share it.
+// Ops that the fast variants share: pack.c is limited by memory; plain loops are the reference's.
 void rm_cpu_pack(const rm_ctx *, rm_pack_args *);
+#define RM_DECLARE(name, args) void rm_##name##_ref(const rm_ctx *, const args *);
+RM_PLAIN_OPS(RM_DECLARE)
+#undef RM_DECLARE
 
 // verify.c: returns the name of the first op whose results are not bit-identical to ref's on a
 // fixed set of small inputs, or NULL. Takes milliseconds. One thread at a time may call it.

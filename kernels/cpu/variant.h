@@ -5,24 +5,9 @@
 
 #include "vec.h"
 
-void RM_FN(embed)(const rm_ctx *, const rm_embed_args *);
-void RM_FN(gather_rows)(const rm_ctx *, const rm_gather_rows_args *);
-void RM_FN(rms_norm)(const rm_ctx *, const rm_rms_norm_args *);
-void RM_FN(gemm)(const rm_ctx *, const rm_gemm_args *);
-void RM_FN(gemm_swiglu)(const rm_ctx *, const rm_gemm_args *);
-void RM_FN(activate)(const rm_ctx *, const rm_activate_args *);
-void RM_FN(head_squares)(const rm_ctx *, const rm_head_squares_args *);
-void RM_FN(qk_rope_kv)(const rm_ctx *, const rm_qk_rope_kv_args *);
-void RM_FN(attention)(const rm_ctx *, const rm_attention_args *);
-void RM_FN(router)(const rm_ctx *, const rm_router_args *);
-void RM_FN(permute)(const rm_ctx *, const rm_permute_args *);
-void RM_FN(static_dispatch)(const rm_ctx *, const rm_static_dispatch_args *);
-void RM_FN(combine)(const rm_ctx *, const rm_combine_args *);
-void RM_FN(lm_head)(const rm_ctx *, const rm_lm_head_args *);
-void RM_FN(merge_pairs)(const rm_ctx *, const rm_merge_pairs_args *);
-void RM_FN(sample)(const rm_ctx *, const rm_sample_args *);
-void RM_FN(top_logprobs)(const rm_ctx *, const rm_top_logprobs_args *);
-void RM_FN(ranks)(const rm_ctx *, const rm_ranks_args *);
+#define RM_DECLARE(name, args) void RM_FN(name)(const rm_ctx *, const args *);
+RM_FAST_OPS(RM_DECLARE)
+#undef RM_DECLARE
 
 // Bytes of workspace that each file's ops need.
 size_t RM_FN(gemm_workspace)(const rm_limits *);

@@ -36,25 +36,10 @@ inline const rm_listed_kernel rm_list_entry{reinterpret_cast<const void *>(KERNE
 
 #define RM_EXPORT extern "C" __attribute__((visibility("default"))) // a function of rm_cuda.h
 
-void rm_cuda_embed(const rm_ctx *ctx, const rm_embed_args *a);
-void rm_cuda_gather_rows(const rm_ctx *ctx, const rm_gather_rows_args *a);
-void rm_cuda_activate(const rm_ctx *ctx, const rm_activate_args *a);
-void rm_cuda_rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a);
-void rm_cuda_gemm(const rm_ctx *ctx, const rm_gemm_args *a);
-void rm_cuda_gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a);
+#define RM_DECLARE(name, args) void rm_cuda_##name(const rm_ctx *ctx, const args *a);
+RM_OPS(RM_DECLARE)
+#undef RM_DECLARE
 void rm_cuda_gemm_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);
-void rm_cuda_head_squares(const rm_ctx *ctx, const rm_head_squares_args *a);
-void rm_cuda_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a);
-void rm_cuda_attention(const rm_ctx *ctx, const rm_attention_args *a);
-void rm_cuda_router(const rm_ctx *ctx, const rm_router_args *a);
-void rm_cuda_permute(const rm_ctx *ctx, const rm_permute_args *a);
-void rm_cuda_static_dispatch(const rm_ctx *ctx, const rm_static_dispatch_args *a);
-void rm_cuda_combine(const rm_ctx *ctx, const rm_combine_args *a);
-void rm_cuda_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a);
-void rm_cuda_merge_pairs(const rm_ctx *ctx, const rm_merge_pairs_args *a);
-void rm_cuda_sample(const rm_ctx *ctx, const rm_sample_args *a);
-void rm_cuda_top_logprobs(const rm_ctx *ctx, const rm_top_logprobs_args *a);
-void rm_cuda_ranks(const rm_ctx *ctx, const rm_ranks_args *a);
 void rm_cuda_pack(const rm_ctx *ctx, rm_pack_args *a);
 
 // Ops of the family cuda_mma that differ: in bf16 they use tensor cores or another packing

@@ -24,55 +24,29 @@ static size_t mma_workspace_bytes(const rm_limits *limits) {
                   rm_cuda_gemm_mma_workspace(limits)});
 }
 
+#define ENTRY(name, args) .name = rm_cuda_##name,
 static const rm_kernels TABLE = {
     .isa = "cuda",
     .family = "cuda_fma",
     .workspace_bytes = workspace_bytes,
-    .embed = rm_cuda_embed,
-    .gather_rows = rm_cuda_gather_rows,
-    .rms_norm = rm_cuda_rms_norm,
-    .gemm = rm_cuda_gemm,
-    .gemm_swiglu = rm_cuda_gemm_swiglu,
-    .activate = rm_cuda_activate,
-    .head_squares = rm_cuda_head_squares,
-    .qk_rope_kv = rm_cuda_qk_rope_kv,
-    .attention = rm_cuda_attention,
-    .router = rm_cuda_router,
-    .permute = rm_cuda_permute,
-    .static_dispatch = rm_cuda_static_dispatch,
-    .combine = rm_cuda_combine,
-    .lm_head = rm_cuda_lm_head,
-    .merge_pairs = rm_cuda_merge_pairs,
-    .sample = rm_cuda_sample,
-    .top_logprobs = rm_cuda_top_logprobs,
-    .ranks = rm_cuda_ranks,
-    .pack = rm_cuda_pack,
+    RM_OPS(ENTRY).pack = rm_cuda_pack,
 };
 
-static const rm_kernels MMA_TABLE = {
-    .isa = "cuda",
-    .family = "cuda_mma",
-    .workspace_bytes = mma_workspace_bytes,
-    .embed = rm_cuda_mma_embed,
-    .gather_rows = rm_cuda_gather_rows,
-    .rms_norm = rm_cuda_rms_norm,
-    .gemm = rm_cuda_mma_gemm,
-    .gemm_swiglu = rm_cuda_mma_gemm_swiglu,
-    .activate = rm_cuda_activate,
-    .head_squares = rm_cuda_head_squares,
-    .qk_rope_kv = rm_cuda_mma_qk_rope_kv,
-    .attention = rm_cuda_mma_attention,
-    .router = rm_cuda_mma_router,
-    .permute = rm_cuda_permute,
-    .static_dispatch = rm_cuda_static_dispatch,
-    .combine = rm_cuda_combine,
-    .lm_head = rm_cuda_mma_lm_head,
-    .merge_pairs = rm_cuda_merge_pairs,
-    .sample = rm_cuda_sample,
-    .top_logprobs = rm_cuda_top_logprobs,
-    .ranks = rm_cuda_ranks,
-    .pack = rm_cuda_mma_pack,
-};
+static rm_kernels mma_table() {
+  rm_kernels table = TABLE;
+  table.family = "cuda_mma";
+  table.workspace_bytes = mma_workspace_bytes;
+  table.embed = rm_cuda_mma_embed;
+  table.gemm = rm_cuda_mma_gemm;
+  table.gemm_swiglu = rm_cuda_mma_gemm_swiglu;
+  table.qk_rope_kv = rm_cuda_mma_qk_rope_kv;
+  table.attention = rm_cuda_mma_attention;
+  table.router = rm_cuda_mma_router;
+  table.lm_head = rm_cuda_mma_lm_head;
+  table.pack = rm_cuda_mma_pack;
+  return table;
+}
+static const rm_kernels MMA_TABLE = mma_table();
 
 RM_EXPORT const rm_kernels *rm_kernels_cuda(void) { return &TABLE; }
 RM_EXPORT const rm_kernels *rm_kernels_cuda_mma(void) { return &MMA_TABLE; }

@@ -119,69 +119,6 @@ def attach(
 ) -> tuple[Comm | None, Comm | None, Comm | None, Comm | None]: ...
 def nccl_version(path: str, /) -> int: ...
 
-# Rows between ranks, as bytes: uint8 [rows, bytes of a row].
-@final
-class DispatchPlan:
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def num_choices(self) -> int: ...
-    @property
-    def num_arrive(self) -> int: ...
-    @property
-    def place(self) -> NDArray[np.int32]: ...
-    @property
-    def ids(self) -> NDArray[np.int32]: ...
-    @property
-    def group_rows(self) -> NDArray[np.int32]: ...
-
-@final
-class Dispatcher:
-    def __new__(
-        cls,
-        comm: Comm | None,
-        num_experts: int,
-        top_k: int,
-        max_rows: int,
-        row_bytes: int,
-        backend: str,
-    ) -> Dispatcher: ...
-    @property
-    def num_experts(self) -> int: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def max_rows(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def experts(self) -> tuple[int, int]: ...
-    def plan(self, ids: NDArray[np.int32], /) -> DispatchPlan: ...
-    def out(
-        self, what: str, plan: DispatchPlan, x: NDArray[np.uint8], rows: NDArray[np.uint8], /
-    ) -> None: ...
-    def back(
-        self, what: str, plan: DispatchPlan, rows: NDArray[np.uint8], choices: NDArray[np.uint8], /
-    ) -> None: ...
-    def out_each(
-        self, what: str, plan: DispatchPlan, choices: NDArray[np.uint8], rows: NDArray[np.uint8], /
-    ) -> None: ...
-    def abort(self) -> None: ...
-    def close(self) -> None: ...
-
-def dispatchers(
-    ranks: int,
-    num_experts: int,
-    top_k: int,
-    max_rows: int,
-    row_bytes: int,
-    backend: str,
-    timeout: float,
-    /,
-) -> list[Dispatcher]: ...
-
 @final
 class SyncEntry:
     @property
@@ -304,138 +241,27 @@ def memory_mapped() -> int: ...
 def memory_blocks() -> int: ...
 def memory_fail_at(n: int, for_ever: bool = ..., /) -> None: ...
 
-# Of T, uint16 words of bf16 or float32; shapes and meanings are those of kernels/kernels.h. Outputs
-# come first and are written to.
-_T = NDArray[Any] | DeviceArray
-_F32 = NDArray[np.float32] | DeviceArray
-_I32 = NDArray[np.int32] | DeviceArray
-_U8 = NDArray[np.uint8] | DeviceArray
-
 @final
 class Kernels:
     def __new__(
         cls, isa: str, threads: int, op_device: OpDevice | None = None, stream: int = 0
     ) -> Kernels: ...
-    def embed(
-        self, out: _T, ids: _I32, table: _T, packed: bool, vocab: int, hidden: int, /
-    ) -> None: ...
-    def gather_rows(self, out: _T, x: _T, rows: _I32, /) -> None: ...
-    def rms_norm(
-        self,
-        out: _T,
-        residual: _T,
-        x: _T | None,
-        weight: _T | None,
-        eps: float,
-        x_gate: _T | None,
-        /,
-    ) -> None: ...
-    def gemm(
-        self,
-        y: _T,
-        x: _T,
-        w: _T,
-        bias: _T | None,
-        group_rows: _I32 | None,
-        n: int,
-        swiglu: bool,
-        gate_up: _T | None,
-        activation: int,
-        /,
-    ) -> None: ...
-    def activate(self, out: _T, x: _T, activation: int, /) -> None: ...
-    def head_squares(self, q_out: _F32, k_out: _F32, qkv: _T, head_dim: int, /) -> None: ...
-    def qk_rope_kv(
-        self,
-        q_out: _T,
-        qkv: _T,
-        q_weight: _T | None,
-        k_weight: _T | None,
-        cos: _F32,
-        sin: _F32,
-        positions: _I32,
-        slots: NDArray[np.int64] | DeviceArray,
-        k_cache: _T,
-        v_cache: _T,
-        row_flags: _U8,
-        num_heads: int,
-        page_size: int,
-        eps: float,
-        q_squares: _F32 | None,
-        k_squares: _F32 | None,
-        /,
-    ) -> None: ...
-    def attention(
-        self,
-        out: _T,
-        q: _T,
-        k_cache: _T,
-        v_cache: _T,
-        positions: _I32,
-        seq_of_row: _I32,
-        block_tables: _I32,
-        page_size: int,
-        window: int,
-        scale: float,
-        group: int,
-        head0: int,
-        /,
-    ) -> None: ...
-    def router(
-        self,
-        ids: _I32,
-        gates: _F32,
-        x: _T,
-        w: _T,
-        bias: _F32 | None,
-        num_experts: int,
-        renormalize: bool,
-        sigmoid: bool,
-        num_groups: int,
-        top_groups: int,
-        route_scale: float,
-        /,
-    ) -> None: ...
-    def permute(
-        self, x_out: _T, group_rows: _I32, place: _I32, x: _T, ids: _I32, num_experts: int, /
-    ) -> None: ...
-    def combine(
-        self, out: _T, y: _T, place: _I32, ids: _I32, gates: _F32, num_experts: int, /
-    ) -> None: ...
-    def lm_head(
-        self,
-        logits: _F32 | None,
-        stats: _F32 | None,
-        target_logprobs: _F32 | None,
-        targets: _I32 | None,
-        row_flags: _U8,
-        x: _T,
-        w: _T,
-        vocab: int,
-        pairs: _F32 | None,
-        target_logits: _F32 | None,
-        /,
-    ) -> None: ...
-    def merge_pairs(
-        self,
-        stats: _F32,
-        target_logprobs: _F32 | None,
-        targets: _I32 | None,
-        row_flags: _U8,
-        pairs: _F32,
-        target_logits: _F32 | None,
-        /,
-    ) -> None: ...
-    # tokens, logprobs, sampling_logprobs, kept or None, logits, stats, row_flags, then columns of
-    # rm_sample_params and the banned ids
-    def sample(self, *arrays: _T | None) -> None: ...
-    def top_logprobs(self, ids: _I32, logprobs: _F32, logits: _F32, stats: _F32, /) -> None: ...
-    def ranks(self, ranks: _I32, logits: _F32, tokens: _I32, /) -> None: ...
+    # An op of op_arguments(), with named arguments: the tuple of its outputs, in that order.
+    def run(self, op: str, arguments: dict[str, Any], /) -> tuple[Any, ...]: ...
     def pack(
-        self, dst: _T, src: _T, layout: int, dst_row0: int, index0: int, /
+        self, dst: Any, src: Any, layout: int, dst_row0: int, index0: int, /
     ) -> tuple[int, int]: ...
 
-def rope_table(cos: _F32, sin: _F32, inv_freq: _F32, scale: float, bfloat16: bool, /) -> None: ...
+# {op: {argument: "number", "in", "index", "host", "inout" or "out"}}; the table is in ext/ops.
+def op_arguments() -> dict[str, dict[str, str]]: ...
+def rope_table(
+    cos: NDArray[np.float32],
+    sin: NDArray[np.float32],
+    inv_freq: NDArray[np.float32],
+    scale: float,
+    bfloat16: bool,
+    /,
+) -> None: ...
 def available_isas() -> tuple[str, ...]: ...
 def best_isa() -> str: ...
 def isa_states() -> dict[str, tuple[str | None, bool, float, float]]: ...

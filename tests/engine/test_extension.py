@@ -49,7 +49,6 @@ def engine(exchange: Exchange, dtype: str = "float32") -> _core.Engine:
 
 KEEPERS: dict[str, Callable[[Exchange], object]] = {
     "comm": comm,
-    "dispatcher": lambda exchange: _core.Dispatcher(comm(exchange), 4, 2, 8, 16, "alltoall"),
     "engine": engine,
 }
 

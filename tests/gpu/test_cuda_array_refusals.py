@@ -51,7 +51,7 @@ def test_arrays_of_two_places(trainer: Trainer, second: Trainer, rng: np.random.
         (ops.to_device(w, "cuda:1"), "on cuda:0, got one on cuda:1"),
     ):
         with pytest.raises(errors.UnsupportedTensorError, match=message):
-            kernels.gemm(*there, other, None, None, 17, False, None, 0)
+            kernels.run("gemm", {"out": there[0], "x": there[1], "w": other, "n": 17})
     assert (
         ops.gemm(second.tensor(x), second.tensor(w), 17).numpy() == ops.gemm(x, w, 17)
     ).all()  # the other device alone
@@ -150,7 +150,7 @@ def test_tensors_that_no_op_takes(trainer: Trainer, rng: np.random.Generator) ->
 INDICES: dict[str, tuple[type[errors.Error], str, Callable[[Callable[[Any], Any]], Any]]] = {
     "embed": (errors.RequestError, "ids: expected "
                                    ".*got 9", lambda i: ops.embed(i([0, 9]), f32(9, 4))),
-    "gather_rows": (errors.RequestError, "from: expected "
+    "gather_rows": (errors.RequestError, "rows: expected "
                                          ".*got -1", lambda i: ops.gather_rows(f32(9, 4), i([-1]))),
     "gemm": (errors.ShapeError, "last of group_rows: "
                                 ".*got 3",

@@ -506,7 +506,7 @@ def test_a_read_only_tensor_is_read_and_not_written(
     for kept in (tensor, out):
         kept._managed.flags = 1
     assert (ops.gemm(tensor, trainer.tensor(w), 17).numpy() == ops.gemm(x, w, 17)).all()
-    with pytest.raises(errors.LayoutError, match="y: expected a writable array"):
+    with pytest.raises(errors.LayoutError, match="out: expected a writable array"):
         ops.gemm(tensor, trainer.tensor(w), 17, out=out)
     with pytest.raises(errors.LayoutError, match="residual: expected a writable array"):
         ops.rms_norm(tensor, trainer.tensor(x[0].copy()), eps=1e-6, x=trainer.tensor(x))

@@ -34,7 +34,8 @@ def test_an_output_may_lie_over_the_indices(isa: str) -> None:
     bounds[:] = 0, 4
     want = ops.gemm(x, w, 32, group_rows=bounds.copy(), isa=isa)
     core = ops.kernels(isa, 1)
-    core.gemm(memory.reshape(4, 32), x, w, None, bounds, 32, False, None, 0)
+    out = memory.reshape(4, 32)
+    core.run("gemm", {"x": x, "w": w, "n": 32, "group_rows": bounds, "out": out})
     assert (memory.reshape(4, 32) == want).all()
 
 

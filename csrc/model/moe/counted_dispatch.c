@@ -96,15 +96,12 @@ rm_code rm_moe_dispatched(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params 
   rm_moe_route(moe, ctx, layer, weights, x, moe->ids, rows, routed, routed_stride);
   if (staged && (code = take_home(moe, x, rows, err))) return code;
   const int32_t *ids = staged ? moe->stage.ids : moe->ids;
-  if ((code = rm_dispatch_plan_fill(moe->dispatch, moe->plan, ids, rows, err))) return code;
-  if ((code = rm_dispatch_out(moe->dispatch, ctx, moe->plan, staged ? moe->stage.x : x,
-                              rm_moe_row_bytes(moe), &here, err)))
-    return code;
+  if ((code = rm_dispatch_plan_rows(moe->dispatch, ids, rows, &moe->plan, err))) return code;
+  code = rm_dispatch_out(moe->dispatch, ctx, staged ? moe->stage.x : x, &here, err);
+  if (code) return code;
   if (!staged) compute(moe, ctx, layer, weights, moe->plan->group_rows, here);
   else if ((code = compute_there(moe, ctx, layer, weights, here, err))) return code;
-  if ((code = rm_dispatch_back(moe->dispatch, ctx, moe->plan, here, rm_moe_row_bytes(moe), &choices,
-                               err)))
-    return code;
+  if ((code = rm_dispatch_back(moe->dispatch, ctx, here, &choices, err))) return code;
   if (staged) combine_there(moe, ctx, out, choices, rows);
   else
     rm_moe_combine(moe, ctx, out, choices, moe->ids, moe->plan->place, moe->spec->hidden_size,

@@ -41,11 +41,9 @@ rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *dev
                                        .n_experts = params->spec->n_experts,
                                        .top_k = params->spec->top_k,
                                        .max_rows = (max_rows + mesh->tp - 1) / mesh->tp,
-                                       .max_row_bytes = (size_t)params->spec->hidden_size *
-                                                        rm_dtype_bytes(params->dtype),
+                                       .row_bytes = rm_moe_row_bytes(moe),
                                        .backend = moe->dispatcher};
   code = rm_dispatch_create(&options, &moe->dispatch, err);
-  if (!code) code = rm_dispatch_plan_create(moe->dispatch, &moe->plan, err);
   return code ? code : rm_moe_stage_create(moe, options.max_rows, err);
 }
 
@@ -53,7 +51,6 @@ void rm_moe_destroy(rm_moe *moe) {
   rm_mirrored_destroy(&moe->stage.mirrored);
   rm_mirrored_destroy(&moe->groups);
   rm_mirrored_destroy(&moe->fixed.none);
-  rm_dispatch_plan_destroy(moe->plan);
   rm_dispatch_destroy(moe->dispatch);
   rm_free(moe->experts);
   rm_free(moe->send);

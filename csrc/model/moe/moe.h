@@ -86,7 +86,7 @@ typedef struct rm_moe {
   rm_range *experts; // [ep] experts of each rank
   // dispatched, in the counted form
   rm_dispatch *dispatch; // owned; else NULL
-  rm_dispatch_plan *plan; // owned
+  const rm_dispatch_plan *plan; // view: of the rows that are on their way
   rm_moe_stage stage; // owned; on a device
 } rm_moe;
 

@@ -166,7 +166,7 @@ class _Step:
             return groups * self.num_moe * away
         out = away if self.backend == "alltoall" else rows * (row + top_k * 4) * (mesh.ep - 1)
         return groups * (
-            self.num_moe * ((self.spec.num_experts + 3) * 4 * pairs + out + away) + together
+            self.num_moe * ((self.spec.num_experts + 1) * 4 * pairs + out + away) + together
         )
 
     def slots(self) -> int:

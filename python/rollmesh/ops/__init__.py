@@ -21,9 +21,9 @@ when it waits for the op itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,6 @@ from rollmesh._core import DeviceArray, available_isas, best_isa, isa_states
 from rollmesh.errors import ConfigError, ShapeError, UnsupportedTensorError
 from rollmesh.ops.arguments import (
     Array,
-    array_of,
     host_array,
     matrices_of,
     matrix_of,
@@ -55,6 +54,7 @@ from rollmesh.ops.devices import (
     op_device_on,
     op_over,
     release_devices,
+    run,
     to_device,
 )
 from rollmesh.ops.types import LmHead, LmHeadPairs, Routing, Sampled, SampleParams
@@ -99,6 +99,16 @@ __all__ = [
 ]
 
 _LAYOUT_PLAIN, _LAYOUT_PACKED, _LAYOUT_GATE, _LAYOUT_UP = range(4)
+SCORES = ("softmax", "sigmoid")  # rm_score of kernels.h
+
+
+def _activation(name: str) -> int:
+    return ACTIVATIONS.index(choice("activation", name, ACTIVATIONS))
+
+
+def _new(wanted: bool) -> Any:
+    """The value of an optional output: `...` for a new array, None for no array."""
+    return ... if wanted else None
 
 
 # ---------------------------------------------------------------------------------------- weights
@@ -107,7 +117,7 @@ def pack(
 ) -> Array:
     """[n, k], or [groups, n, k] for a grouped gemm, in the packed layout: an array of one dim.
     Converts like torch's .to()."""
-    op, weight = op_over(isa, threads, weight=weight)
+    op, (weight,) = op_over(isa, threads, {"weight": weight})
     matrices = matrices_of("weight", weight)
     return _packed(op, [(matrices, _LAYOUT_PACKED)], matrices.shape[1], dtype)
 
@@ -117,7 +127,7 @@ def pack_gate_up(
 ) -> Array:
     """gate and up, both [n, k] or [groups, n, k], interleaved by 16 columns as gemm_swiglu takes
     them."""
-    op, gate, up = op_over(isa, threads, gate=gate, up=up)
+    op, (gate, up) = op_over(isa, threads, {"gate": gate, "up": up})
     gates, ups = matrices_of("gate", gate), matrices_of("up", up)
     if gates.shape != ups.shape:
         raise ShapeError(
@@ -157,18 +167,10 @@ def embed(
 ) -> Array:
     """Rows [len(ids), hidden] of a table [vocab, hidden], or of a packed one whose (vocab, hidden)
     is given."""
-    op, ids, table, out = op_over(isa, threads, ids=ids, table=table, out=out)
-    ids, table = (
-        array_of("ids", ids, 1),
-        matrix_of("table", table) if packed is None else array_of("table", table),
-    )
     if packed is not None and not (isinstance(packed, (tuple, list)) and len(packed) == 2):
         raise ShapeError(f"packed: expected (vocab, hidden), got {shown(packed)}")
-    vocab, hidden = table.shape if packed is None else packed
-    vocab, hidden = size_of("vocab", vocab), size_of("hidden", hidden)
-    out = op.new((ids.shape[0], hidden), table.dtype) if out is None else out
-    op.core.embed(out, ids, table, packed is not None, vocab, hidden)
-    return out
+    sizes = {} if packed is None else {"packed": True, "vocab": packed[0], "hidden": packed[1]}
+    return run("embed", isa, threads, ids=ids, table=table, out=out, **sizes)[0]
 
 
 def gather_rows(
@@ -180,11 +182,7 @@ def gather_rows(
     threads: int = 1,
 ) -> Array:
     """x[rows], [len(rows), n] of x [m, n]. out must not overlap x."""
-    op, x, rows, out = op_over(isa, threads, x=x, rows=rows, out=out)
-    x, rows = matrix_of("x", x), array_of("rows", rows, 1)
-    out = op.new((rows.shape[0], x.shape[1]), x.dtype) if out is None else out
-    op.core.gather_rows(out, x, rows)
-    return out
+    return run("gather_rows", **locals())[0]
 
 
 # -------------------------------------------------------------------------------------- dense ops
@@ -204,13 +202,7 @@ def rms_norm(
     · x, a factor for each row."""
     if x_gate is not None and x is None:
         raise ConfigError("x_gate: expected x beside it, got none")
-    op, residual, weight, x, x_gate, out = op_over(
-        isa, threads, residual=residual, weight=weight, x=x, x_gate=x_gate, out=out
-    )
-    residual = array_of("residual", residual)
-    out = op.new(residual.shape, residual.dtype) if out is None else out
-    op.core.rms_norm(out, residual, x, weight, eps, x_gate)
-    return out
+    return run("rms_norm", **locals())[0]
 
 
 def gemm(
@@ -228,13 +220,7 @@ def gemm(
     """x [m, k] times the transpose of a packed matrix [n, k]: [m, n]. With group_rows [groups + 1],
     rows group_rows[g] to group_rows[g + 1] are multiplied by matrix g; group_rows begins with 0 and
     ends with m."""
-    op, x, w, bias, group_rows, out = op_over(
-        isa, threads, x=x, w=w, bias=bias, group_rows=group_rows, out=out
-    )
-    x, n = matrix_of("x", x), size_of("n", n)
-    out = op.new((x.shape[0], n), np.float32 if float32_out else x.dtype) if out is None else out
-    op.core.gemm(out, x, w, bias, group_rows, n, False, None, 0)
-    return out
+    return run("gemm", **locals())[0]
 
 
 def gemm_swiglu(
@@ -253,14 +239,7 @@ def gemm_swiglu(
     activation: "silu", "gelu_tanh", "gelu" (by erf) or "relu2" (the square of ReLU). gate_up [m,
     2n], if given, receives x · gate and x · up of each row as they were rounded, which a backward
     pass needs."""
-    op, x, w, group_rows, out, gate_up = op_over(
-        isa, threads, x=x, w=w, group_rows=group_rows, out=out, gate_up=gate_up
-    )
-    x, n = matrix_of("x", x), size_of("n", n)
-    out = op.new((x.shape[0], n), x.dtype) if out is None else out
-    chosen = ACTIVATIONS.index(choice("activation", activation, ACTIVATIONS))
-    op.core.gemm(out, x, w, None, group_rows, n, True, gate_up, chosen)
-    return out
+    return run("gemm_swiglu", **{**locals(), "activation": _activation(activation)})[0]
 
 
 def activate(
@@ -268,11 +247,7 @@ def activate(
 ) -> Array:
     """activation(x) of x [rows, n]: that of an MLP without a gate. activation: as in gemm_swiglu.
     out may be x."""
-    op, x, out = op_over(isa, threads, x=x, out=out)
-    x = matrix_of("x", x)
-    out = op.new(x.shape, x.dtype) if out is None else out
-    op.core.activate(out, x, ACTIVATIONS.index(choice("activation", activation, ACTIVATIONS)))
-    return out
+    return run("activate", **{**locals(), "activation": _activation(activation)})[0]
 
 
 # -------------------------------------------------------------------------------------- attention
@@ -317,22 +292,7 @@ def head_squares(
     """(q_squares [rows, num_heads], k_squares [rows, kv_heads]), float32: the sum of squares of
     each head of q and k of qkv [rows, (num_heads + 2·kv_heads)·head_dim]. For a norm over all heads
     of a model (qk_rope_kv): concatenate those of all ranks, in the order of the heads."""
-    op, qkv = op_over(isa, threads, qkv=qkv)
-    qkv, num_heads, head_dim = (
-        matrix_of("qkv", qkv),
-        size_of("num_heads", num_heads),
-        size_of("head_dim", head_dim),
-    )
-    rows, width = qkv.shape
-    kv_heads, left = divmod(width - num_heads * head_dim, 2 * head_dim) if head_dim else (0, 0)
-    if kv_heads < 1 or left:
-        raise ShapeError(
-            f"qkv: expected ({num_heads} + 2·kv_heads)·{head_dim} columns, kv_heads at least 1, "
-            f"got {width}"
-        )
-    q_squares, k_squares = (op.new((rows, heads), np.float32) for heads in (num_heads, kv_heads))
-    op.core.head_squares(q_squares, k_squares, qkv, head_dim)
-    return q_squares, k_squares
+    return run("head_squares", **locals())
 
 
 def qk_rope_kv(
@@ -376,47 +336,14 @@ def qk_rope_kv(
             "squares: expected q_weight and k_weight with them, got "
             f"{'q_weight' if q_weight is None else 'k_weight'} = None"
         )
-    q_squares, k_squares = squares or (None, None)
-    (
-        op, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, row_flags, out,
-        q_squares, k_squares,
-    ) = op_over(
-        isa, threads, qkv=qkv, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin,
-        positions=positions, slots=slots, k_cache=k_cache,
-        v_cache=v_cache, row_flags=row_flags, out=out, q_squares=q_squares, k_squares=k_squares,
-    )  # fmt: skip
-    qkv, num_heads = matrix_of("qkv", qkv), size_of("num_heads", num_heads)
     if (q_weight is None) != (k_weight is None):
         raise ConfigError(
             "q_weight, k_weight: expected both or none, got only "
             f"{'k_weight' if q_weight is None else 'q_weight'}"
         )
-    rows = qkv.shape[0]
-    if q_weight is None or squares is not None:
-        head_dim = qkv.shape[1] // max(num_heads + 2 * array_of("k_cache", k_cache, 3).shape[1], 1)
-    else:
-        head_dim = array_of("q_weight", q_weight, 1).shape[0]
-    out = op.new((rows, num_heads, head_dim), qkv.dtype) if out is None else out
-    flags = op.new((rows,), np.uint8, zeros=True) if row_flags is None else row_flags
-    op.core.qk_rope_kv(
-        out,
-        qkv,
-        q_weight,
-        k_weight,
-        cos,
-        sin,
-        positions,
-        slots,
-        k_cache,
-        v_cache,
-        flags,
-        num_heads,
-        page_size,
-        eps,
-        q_squares,
-        k_squares,
-    )
-    return out
+    given = locals()
+    given["q_squares"], given["k_squares"] = given.pop("squares") or (None, None)
+    return run("qk_rope_kv", **given)[0]
 
 
 def attention(
@@ -443,34 +370,7 @@ def attention(
     a rank's shard of the heads, pass the model's group, and as head0 the index of the shard's first
     head within its group.
     """
-    op, q, k_cache, v_cache, positions, seq_of_row, block_tables, out = op_over(
-        isa,
-        threads,
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        positions=positions,
-        seq_of_row=seq_of_row,
-        block_tables=block_tables,
-        out=out,
-    )
-    q = array_of("q", q)
-    out = op.new(q.shape, q.dtype) if out is None else out
-    op.core.attention(
-        out,
-        q,
-        k_cache,
-        v_cache,
-        positions,
-        seq_of_row,
-        block_tables,
-        page_size,
-        window,
-        scale,
-        group,
-        head0,
-    )
-    return out
+    return run("attention", **locals())[0]
 
 
 # ----------------------------------------------------------------------------- mixture of experts
@@ -500,26 +400,9 @@ def router(
     finite float32 >= 0, ShapeError for groups that do not divide num_experts or have fewer than
     top_k experts.
     """
-    if score not in ("softmax", "sigmoid"):
+    if score not in SCORES:
         raise ConfigError(f"score: expected 'softmax' or 'sigmoid', got {shown(score)}")
-    op, x, w, bias = op_over(isa, threads, x=x, w=w, bias=bias)
-    x, top_k = matrix_of("x", x), size_of("top_k", top_k)
-    routing = Routing(
-        op.new((x.shape[0], top_k), np.int32), op.new((x.shape[0], top_k), np.float32)
-    )
-    op.core.router(
-        *routing,
-        x,
-        w,
-        bias,
-        num_experts,
-        bool(renormalize),
-        score == "sigmoid",
-        num_groups,
-        top_groups,
-        route_scale,
-    )
-    return routing
+    return Routing(*run("router", **{**locals(), "score": SCORES.index(score)}))
 
 
 def permute(
@@ -527,16 +410,7 @@ def permute(
 ) -> tuple[Array, Array, Array]:
     """(x sorted by expert [rows·top_k, hidden], group_rows [num_experts + 1], place [rows,
     top_k])."""
-    op, x, ids = op_over(isa, threads, x=x, ids=ids)
-    x, ids, num_experts = (
-        matrix_of("x", x),
-        matrix_of("ids", ids),
-        size_of("num_experts", num_experts),
-    )
-    x_out = op.new((math.prod(ids.shape), x.shape[1]), x.dtype)
-    group_rows, place = op.new((num_experts + 1,), np.int32), op.new(ids.shape, np.int32)
-    op.core.permute(x_out, group_rows, place, x, ids, num_experts)
-    return x_out, group_rows, place
+    return run("permute", **locals())
 
 
 def combine(
@@ -552,13 +426,7 @@ def combine(
 ) -> Array:
     """Each row's sum of gate · y[place] over its experts, distinct in a row, by the contract's
     tree: [rows, hidden]."""
-    op, y, place, ids, gates, out = op_over(
-        isa, threads, y=y, place=place, ids=ids, gates=gates, out=out
-    )
-    y, ids = matrix_of("y", y), matrix_of("ids", ids)
-    out = op.new((ids.shape[0], y.shape[1]), y.dtype) if out is None else out
-    op.core.combine(out, y, place, ids, gates, num_experts)
-    return out
+    return run("combine", **locals())[0]
 
 
 # ------------------------------------------------------------------------------ logits and tokens
@@ -574,18 +442,10 @@ def lm_head(
 ) -> LmHead:
     """Logits of x [rows, hidden], their statistics, and the logprob of one target a row (−1:
     none)."""
-    op, x, w, targets = op_over(isa, threads, x=x, w=w, targets=targets)
-    x, vocab = matrix_of("x", x), size_of("vocab", vocab)
-    rows = x.shape[0]
-    logits = op.new((rows, vocab), np.float32) if keep_logits else None
-    logprobs = None if targets is None else op.new((rows,), np.float32)
-    head = LmHead(
-        logits, op.new((rows, 2), np.float32), logprobs, op.new((rows,), np.uint8, zeros=True)
-    )
-    op.core.lm_head(
-        head.logits, head.stats, logprobs, targets, head.row_flags, x, w, vocab, None, None
-    )
-    return head
+    return LmHead(*run(
+        "lm_head", isa, threads, x=x, w=w, vocab=vocab, targets=targets,
+        logits=_new(keep_logits), target_logprobs=_new(targets is not None),
+    ))  # fmt: skip
 
 
 def lm_head_pairs(
@@ -604,18 +464,10 @@ def lm_head_pairs(
     targets are counted from the shard's first entry, −1 for those of other shards. merge_pairs
     takes the pairs of all shards, concatenated in the order of the vocabulary.
     """
-    op, x, w, targets = op_over(isa, threads, x=x, w=w, targets=targets)
-    x, vocab = matrix_of("x", x), size_of("vocab", vocab)
-    rows = x.shape[0]
-    logits = op.new((rows, vocab), np.float32) if keep_logits else None
-    target_logits = None if targets is None else op.new((rows,), np.float32)
-    pairs, flags = (
-        op.new((-(-vocab // 128), rows, 2), np.float32),
-        op.new((rows,), np.uint8, zeros=True),
-    )
-    head = LmHeadPairs(logits, pairs, target_logits, flags)
-    op.core.lm_head(logits, None, None, targets, flags, x, w, vocab, pairs, target_logits)
-    return head
+    return LmHeadPairs(*run(
+        "lm_head_pairs", isa, threads, x=x, w=w, vocab=vocab, targets=targets,
+        logits=_new(keep_logits), target_logits=_new(targets is not None),
+    ))  # fmt: skip
 
 
 def merge_pairs(
@@ -633,16 +485,11 @@ def merge_pairs(
         raise UnsupportedTensorError(
             f"expected both of targets and target_logits, or neither, got {absent} = None"
         )
-    op, pairs, targets, target_logits = op_over(
-        isa, threads, pairs=pairs, targets=targets, target_logits=target_logits
-    )
-    rows = array_of("pairs", pairs, 3).shape[1]
-    logprobs = None if targets is None else op.new((rows,), np.float32)
-    head = LmHead(
-        None, op.new((rows, 2), np.float32), logprobs, op.new((rows,), np.uint8, zeros=True)
-    )
-    op.core.merge_pairs(head.stats, logprobs, targets, head.row_flags, pairs, target_logits)
-    return head
+    stats, logprobs, row_flags = run(
+        "merge_pairs", isa, threads, pairs=pairs, targets=targets, target_logits=target_logits,
+        target_logprobs=_new(targets is not None),
+    )  # fmt: skip
+    return LmHead(None, stats, logprobs, row_flags)
 
 
 def sample(
@@ -660,9 +507,7 @@ def sample(
     or one each. forced [rows], if given, stands in the place of each row's params.forced. kept: the
     tokens that the filters leave are counted, too; 1 at temperature 0, 0 in a row without a
     token."""
-    op, logits, stats, row_flags = op_over(
-        isa, threads, logits=logits, stats=stats, row_flags=row_flags
-    )
+    _, (logits,) = op_over(isa, threads, {"logits": logits})
     rows = matrix_of("logits", logits).shape[0]
     given = params if isinstance(params, Sequence) else [params]
     each = [params] * rows if isinstance(params, SampleParams) else list(islice(given, rows + 1))
@@ -676,27 +521,18 @@ def sample(
             f"params: expected {rows}, one for each row, got "
             f"{len(each)}{' or more' if len(each) > rows else ''}"
         )
-    starts = np.cumsum([0, *(len(p.banned) for p in each)]).astype(np.int32)
-    columns = (
-        np.array([p.temperature for p in each], np.float32),
-        np.array([p.top_p for p in each], np.float32),
-        np.array([p.min_p for p in each], np.float32),
-        np.array([p.top_k for p in each], np.int32),
-        np.array([p.seed for p in each], np.uint64),
-        np.array([p.counter for p in each], np.uint64),
-        np.array([p.forced for p in each], np.int32)
-        if forced is None
-        else array_of("forced", forced, 1),
-        starts,
-        np.array([token for p in each for token in p.banned], np.int32),
-    )
-    counts = op.new((rows,), np.int32) if kept else None
-    sampled = Sampled(
-        op.new((rows,), np.int32), op.new((rows,), np.float32), op.new((rows,), np.float32), counts
-    )
-    flags = op.new((rows,), np.uint8, zeros=True) if row_flags is None else row_flags
-    op.core.sample(*sampled, logits, stats, flags, *columns)
-    return sampled
+    columns = {
+        name: np.array([getattr(p, name) for p in each], dtype)
+        for name, dtype in SampleParams.COLUMNS.items()
+    }
+    if forced is not None:
+        columns["forced"] = forced
+    _, *sampled = run(
+        "sample", isa, threads, logits=logits, stats=stats, row_flags=row_flags, kept=_new(kept),
+        banned_starts=np.cumsum([0, *(len(p.banned) for p in each)]).astype(np.int32),
+        banned=np.array([token for p in each for token in p.banned], np.int32), **columns,
+    )  # fmt: skip
+    return Sampled(*sampled)
 
 
 def top_logprobs(
@@ -709,11 +545,7 @@ def top_logprobs(
 ) -> tuple[Array, Array]:
     """(ids, logprobs), both [rows, k]: the k likeliest tokens, best first, ties to the lowest
     id."""
-    op, logits, stats = op_over(isa, threads, logits=logits, stats=stats)
-    shape = (matrix_of("logits", logits).shape[0], size_of("k", k))
-    ids, logprobs = op.new(shape, np.int32), op.new(shape, np.float32)
-    op.core.top_logprobs(ids, logprobs, logits, stats)
-    return ids, logprobs
+    return run("top_logprobs", **locals())
 
 
 def ranks(
@@ -725,7 +557,4 @@ def ranks(
 ) -> Array:
     """[rows]: the rank of each token in its row of logits [rows, vocab]: how many logits are at
     least as large; 0 for token −1."""
-    op, logits, tokens = op_over(isa, threads, logits=logits, tokens=tokens)
-    out = op.new((matrix_of("logits", logits).shape[0],), np.int32)
-    op.core.ranks(out, logits, tokens)
-    return out
+    return run("ranks", **locals())[0]

@@ -29,22 +29,11 @@ from rollmesh.runtime.messages import shown
 
 HOST = -1
 CUDA_TYPES = (2, 13)  # DLPack's: a device's memory, and managed memory
-INDICES = frozenset(
-    {
-        "ids",
-        "rows",
-        "group_rows",
-        "positions",
-        "slots",
-        "seq_of_row",
-        "block_tables",
-        "targets",
-        "place",
-        "tokens",
-    }
-)
-"""Arrays that may be on the host while the others are on a device: small, and checked by the host
-anyway."""
+ROLES = _core.op_arguments()
+_ARRAYS = {
+    op: [name for name, role in roles.items() if role not in ("number", "host")]
+    for op, roles in ROLES.items()
+}
 
 _streams: ContextVar[dict[int, int]] = ContextVar("streams", default={})  # noqa: B039 (never changed)
 
@@ -145,32 +134,50 @@ def op_device_on(device: str) -> _core.OpDevice | None:
     return None if device == "cpu" else op_device_at(_ordinal(device))
 
 
-def op_over(isa: str | None, threads: int, **arrays: Any) -> tuple[Any, ...]:
+def run(op: str, /, isa: str | None, threads: int, **arguments: Any) -> tuple[Any, ...]:
+    """Runs an op of the table (ext/ops/ops.h) on the device of its arrays and returns its outputs,
+    in the table's order. For an output that is None the op makes an array, for an optional output
+    only if it is `...`."""
+    given = {
+        name: array
+        for name in _ARRAYS[op]
+        if (array := arguments.get(name)) is not None and array is not ...
+    }
+    over, taken = op_over(isa, threads, given, ROLES[op])
+    arguments.update(zip(given, taken))
+    return over.core.run(op, arguments)
+
+
+def op_over(
+    isa: str | None, threads: int, arrays: dict[str, Any], roles: dict[str, str] | None = None
+) -> tuple[Op, list[Any]]:
     """(Op, the arrays as it takes them, in order). On the CPU that is each as it is, ml_dtypes'
-    bfloat16 as words.
+    bfloat16 as words. An array whose role is "index" may be on the host in any case: it is small,
+    and the host checks it.
 
     ConfigError: an isa of another device. UnsupportedTensorError: arrays on several devices."""
-    if isa not in CUDA_FAMILIES and all(
-        array is None or isinstance(array, np.ndarray) for array in arrays.values()
-    ):
-        return Op(kernels(isa, threads)), *map(words_of, arrays.values())
-    places = {name: _place(array) for name, array in arrays.items() if array is not None}
+    if isa not in CUDA_FAMILIES and set(map(type, arrays.values())) == {np.ndarray}:
+        return Op(kernels(isa, threads)), list(map(words_of, arrays.values()))
+    places = {name: _place(array) for name, array in arrays.items()}
     first = next((name for name, place in places.items() if place > HOST), None)
     if first is None:
         if isa in CUDA_FAMILIES:
-            some = next(iter(places), next(iter(arrays)))
+            families = ", ".join(available_isas())
             raise ConfigError(
-                f"isa: expected one of {', '.join(available_isas())}, since {some} is on the CPU, "
-                f"got {isa!r}"
+                f"isa: expected one of {families}, since {next(iter(places))} is on the CPU, got "
+                f"{isa!r}"
             )
-        return Op(kernels(isa, threads)), *map(words_of, arrays.values())
+        return Op(kernels(isa, threads)), [words_of(array) for array in arrays.values()]
     ordinal = places[first]
     op = _op_at(isa, threads, first, ordinal)
     assert op.op_device is not None
-    return op, *(
-        _taken(op.op_device, name, array, places.get(name), first, ordinal)
+    indices = {name for name, role in (roles or {}).items() if role == "index"}
+    return op, [
+        array
+        if places[name] == HOST and name in indices and isinstance(array, np.ndarray)
+        else _taken(op.op_device, name, array, places[name], first, ordinal)
         for name, array in arrays.items()
-    )
+    ]
 
 
 def _place(array: Any) -> int:
@@ -206,18 +213,14 @@ def _op_at(isa: str | None, threads: int, first: str, ordinal: int) -> Op:
 
 
 def _taken(
-    op_device: _core.OpDevice, name: str, array: Any, place: int | None, first: str, ordinal: int
+    op_device: _core.OpDevice, name: str, array: Any, place: int, first: str, ordinal: int
 ) -> Any:
-    if place is None or (place == HOST and name in INDICES and isinstance(array, np.ndarray)):
-        return array
     if place != ordinal:
         where = "the CPU" if place == HOST else f"cuda:{place}"
         raise UnsupportedTensorError(
             f"expected all arrays of a call on one device, got {name} on {where} and {first} on "
             f"cuda:{ordinal}"
         )
-    return (
-        array
-        if isinstance(array, _core.DeviceArray) and array.op_device is op_device
-        else op_device.take(name, array)
-    )
+    if isinstance(array, _core.DeviceArray) and array.op_device is op_device:
+        return array
+    return op_device.take(name, array)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +67,15 @@ class SampleParams:
     counter: int = 0
     banned: Sequence[int] = ()
     forced: int = -1
+    COLUMNS: ClassVar[dict[str, type[np.generic]]] = {
+        "temperature": np.float32,
+        "top_p": np.float32,
+        "min_p": np.float32,
+        "top_k": np.int32,
+        "seed": np.uint64,
+        "counter": np.uint64,
+        "forced": np.int32,
+    }
 
     def __post_init__(self) -> None:
         for name in ("seed", "counter"):

@@ -3,11 +3,12 @@ importing this package imports.
 
 patch                  a transformers model computes its forward pass by the generator's kernels
 functions              the differentiable ops that it is made of
-token_dispatchers      expert-parallel dispatch and combine
 """
 
+from typing import NoReturn
+
+from rollmesh.errors import ConfigError
 from rollmesh.torch import functions
-from rollmesh.torch.dispatch import Dispatched, TokenDispatcher, token_dispatcher, token_dispatchers
 from rollmesh.torch.patch import (
     Scored,
     WeightUse,
@@ -38,3 +39,16 @@ __all__ = [
     "unpatch",
     "weight_use",
 ]
+
+
+def token_dispatcher(*_: object, **__: object) -> NoReturn:
+    """Deprecated: raises ConfigError. The dispatchers that sent rows between the ranks of a trainer
+    were removed. torch.distributed.all_to_all_single sends rows, and rollmesh.ops.combine adds them
+    up in the generator's order."""
+    raise ConfigError(
+        "token_dispatcher: expected torch.distributed.all_to_all_single with rollmesh.ops.combine, "
+        "got a call of a function that was removed"
+    )
+
+
+token_dispatchers = TokenDispatcher = Dispatched = token_dispatcher

@@ -76,14 +76,3 @@ def in_turn(tensor: Tensor) -> Iterator[None]:
         torch.cuda.current_stream(tensor.device).cuda_stream, f"cuda:{tensor.device.index}"
     ):
         yield
-
-
-def combine(
-    choices: Tensor, place: NDArray[Any], ids: NDArray[Any], gates: Tensor, num_experts: int
-) -> Tensor:
-    """ops.combine of contiguous tensors of one device; place and ids are on the host, so that
-    nothing waits for them."""
-    with in_turn(choices):
-        return tensor_of(
-            ops.combine(array_of(choices), place, ids, array_of(gates), num_experts), choices.dtype
-        )

@@ -66,11 +66,12 @@ def pack(groups: Sequence[Sequence[Piece]], dtype: torch.dtype, how: Any) -> Any
     )
     size = packed_size(rows, k)
     with in_turn(first[0].weight):
-        op, _ = op_over(how["isa"], how["threads"], weight=weight_array(first[0].weight))
+        op, _ = op_over(how["isa"], how["threads"], {"weight": weight_array(first[0].weight)})
         out = op.new((len(groups) * size,), numpy_dtype(name_of(dtype)), zeros=True)
         for g, pieces in enumerate(groups):
             for weight, layout, row in pieces:
-                given = op_over(how["isa"], how["threads"], weight=weight_array(weight))[1]
+                source = {"weight": weight_array(weight)}
+                (given,) = op_over(how["isa"], how["threads"], source)[1]
                 _, wrong = op.core.pack(part_of(out, g * size, (size,)), given, layout, row, 0)
                 if wrong >= 0:
                     at = (*((g,) if len(groups) > 1 else ()), row + wrong // k, wrong % k)

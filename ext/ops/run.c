@@ -1,0 +1,202 @@
+// run.c: takes the arguments of an op by the table, runs it and returns its outputs. See ops.h.
+#include "ops.h"
+
+#include <float.h>
+#include <string.h>
+
+static const rm_op *const groups[] = {rm_ops_dense, rm_ops_attention, rm_ops_moe, rm_ops_logits};
+enum { N_GROUPS = sizeof groups / sizeof *groups };
+
+static int is_last(const rm_op_argument *a) { return !a->name && !a->step; }
+static int is_array(const rm_op_argument *a) { return a->name && a->type < RM_OP_SIZE; }
+
+static int n_dims_of(const rm_op_argument *a) {
+  int n = 0;
+  while (n < RM_OP_MAX_DIMS && a->dims[n]) n++;
+  return n;
+}
+
+static void *value_at(rm_op_call *c, size_t offset) { return (char *)&c->v + offset; }
+
+int rm_op_given(const rm_op_call *c, const char *name) {
+  PyObject *object = PyDict_GetItemString(c->arguments, name);
+  return object && object != Py_None;
+}
+
+// ----------------------------------------------------------------------------------- one argument
+static void take_number(rm_op_call *c, const rm_op_argument *a, PyObject *object) {
+  void *to = value_at(c, a->value);
+  if (!object && (a->flags & RM_ARRAY_OPTIONAL)) return;
+  if (!object) object = Py_None;
+  if (a->type == RM_OP_REAL) {
+    *(float *)to = rm_op_real(c, object, a->name, a->low ? -FLT_MAX : 0.0f);
+  } else if (a->type == RM_OP_FLAG) {
+    const int is_true = PyObject_IsTrue(object);
+    c->failed = is_true < 0;
+    *(int *)to = is_true;
+  } else {
+    const int64_t value = rm_op_integer(c, object, a->name, a->low, a->high);
+    if (a->type == RM_OP_CHOICE) *(int *)to = (int)value;
+    else *(int64_t *)to = value;
+  }
+}
+
+static int numpy_type(rm_op_call *c, const rm_op_argument *a, PyObject *object) {
+  static const int types[] = {[RM_OP_F32] = NPY_FLOAT32,
+                              [RM_OP_I32] = NPY_INT32,
+                              [RM_OP_I64] = NPY_INT64,
+                              [RM_OP_U8] = NPY_UINT8,
+                              [RM_OP_U64] = NPY_UINT64};
+  if (a->type == RM_OP_OUT_T) return rm_op_numpy_type(c->v.out_dtype);
+  if (a->type != RM_OP_T) return types[a->type];
+  if (!c->is_decided) c->v.dtype = rm_op_dtype_of(c, object, a->name);
+  c->is_decided = 1;
+  return rm_op_numpy_type(c->v.dtype);
+}
+
+// A new reference.
+static PyObject *new_output(rm_op_call *c, const rm_op_argument *a, int type,
+                            int64_t *const sizes[]) {
+  static const char *const names[] = {[NPY_UINT8] = "uint8",
+                                      [NPY_INT32] = "int32",
+                                      [NPY_UINT16] = "bfloat16",
+                                      [NPY_FLOAT32] = "float32"};
+  const int n_dims = n_dims_of(a);
+  int64_t shape[RM_OP_MAX_DIMS];
+  npy_intp dims[RM_OP_MAX_DIMS];
+  for (int i = 0; i < n_dims; i++) {
+    rm_op_at_least(c, a->name, *sizes[i], 0);
+    dims[i] = (npy_intp)(shape[i] = *sizes[i]);
+  }
+  PyObject *tuple = c->failed ? NULL : rm_tuple_of(shape, n_dims);
+  if (!tuple) return NULL;
+  PyObject *out = c->self->op_device
+                      ? rm_device_array_zeros(c->module, c->self->op_device, names[type], tuple)
+                  : a->flags & RM_OP_ZERO ? PyArray_ZEROS(n_dims, dims, type, 0)
+                                          : PyArray_EMPTY(n_dims, dims, type, 0);
+  if (!out && PyErr_ExceptionMatches(PyExc_ValueError) && !c->self->op_device) {
+    PyErr_Clear();
+    rm_raise_code(c->module, RM_E_SHAPE,
+                  "%s: expected an output that can be addressed, got shape %R", a->name, tuple);
+  }
+  Py_DECREF(tuple);
+  return out;
+}
+
+static void take_array(rm_op_call *c, const rm_op_argument *a, PyObject *object) {
+  const int is_output = (a->flags & RM_OP_NEW) != 0, is_absent = !object || object == Py_None;
+  int64_t *sizes[RM_OP_MAX_DIMS] = {0};
+  if (is_absent && (a->flags & RM_ARRAY_OPTIONAL)) {
+    if (is_output) PyTuple_SetItem(c->outputs, c->n_outputs++, Py_NewRef(Py_None));
+    return;
+  }
+  if (!object) object = Py_None;
+  const int type = numpy_type(c, a, object);
+  for (int i = 0; i < n_dims_of(a); i++) sizes[i] = value_at(c, a->dims[i]);
+  if (is_output) {
+    object = is_absent || object == Py_Ellipsis ? new_output(c, a, type, sizes) : Py_NewRef(object);
+    c->failed = c->failed || !object;
+    if (c->failed) return;
+    PyTuple_SetItem(c->outputs, c->n_outputs++, object); // which owns it
+  }
+  void *data = rm_op_view(c, object, a->name, type, a->flags, sizes, n_dims_of(a));
+  memcpy(value_at(c, a->value), &data, sizeof data);
+}
+
+static void take(rm_op_call *c, const rm_op_argument *entry) {
+  rm_op_argument a = *entry;
+  PyObject *object = a.name ? PyDict_GetItemString(c->arguments, a.name) : NULL;
+  c->n_taken += object != NULL;
+  if (c->failed) return;
+  if (a.step) a.step(c);
+  if (a.adjust) a.adjust(c, &a);
+  if (c->failed || !a.name) return;
+  if (is_array(&a)) take_array(c, &a, object);
+  else take_number(c, &a, object);
+}
+
+// --------------------------------------------------------------------------------------- the call
+static const rm_op *op_named(const char *name) {
+  for (int g = 0; g < N_GROUPS; g++)
+    for (const rm_op *op = groups[g]; op->name; op++)
+      if (strcmp(op->name, name) == 0) return op;
+  return NULL;
+}
+
+// Sizes are unknown before the first argument that has them.
+static int start(rm_op_call *c, const rm_op *op) {
+  int n_outputs = 0;
+  for (const rm_op_argument *a = op->arguments; !is_last(a); a++) {
+    n_outputs += (a->flags & RM_OP_NEW) != 0;
+    for (int i = 0; i < n_dims_of(a); i++) *(int64_t *)value_at(c, a->dims[i]) = -1;
+  }
+  c->v.two = 2;
+  c->outputs = PyTuple_New(n_outputs);
+  return c->outputs ? 0 : -1;
+}
+
+static rm_limits limits_of(const rm_op_values *v) {
+  return (rm_limits){.max_rows = v->n_rows,
+                     .max_k = rm_max64(v->k, v->hidden),
+                     .max_n = v->n,
+                     .vocab = v->vocab,
+                     .n_heads = v->num_heads,
+                     .n_kv_heads = v->num_kv_heads,
+                     .head_dim = v->head_dim,
+                     .group = v->group,
+                     .max_positions = v->max_positions,
+                     .n_experts = v->num_experts,
+                     .top_k = v->top_k};
+}
+
+PyObject *rm_op_run(rm_kernels_object *self, PyObject *args) {
+  rm_op_call c = {.self = self, .module = rm_module_of((PyObject *)self)};
+  const char *name;
+  if (!PyArg_ParseTuple(args, "sO!:run", &name, &PyDict_Type, &c.arguments)) return NULL;
+  const rm_op *op = op_named(name);
+  if (!op) return PyErr_Format(PyExc_ValueError, "expected the name of an op, got '%.64s'", name);
+  if (start(&c, op)) return NULL;
+  for (const rm_op_argument *a = op->arguments; !is_last(a); a++) take(&c, a);
+  if (!c.failed && c.n_taken != PyDict_Size(c.arguments)) {
+    PyErr_Format(PyExc_TypeError, "%s: expected arguments of the op, got %R", name, c.arguments);
+    c.failed = 1;
+  }
+  PyObject *none = NULL;
+  if (!rm_op_begin(&c, limits_of(&c.v))) {
+    op->run(self->table, &c.ctx, &c.v);
+    none = rm_op_finish(&c);
+  }
+  if (!none) Py_CLEAR(c.outputs);
+  Py_XDECREF(none);
+  return c.outputs;
+}
+
+// {op: {argument: role}}. A role is "number", or of an array: "in", "index" (an input that the host
+// checks, so that it may be on the host in any case), "host", "inout", "out".
+static const char *role_of(const rm_op_argument *a) {
+  return !is_array(a)                                   ? "number"
+         : a->flags & RM_ARRAY_OF_HOST                  ? "host"
+         : a->flags & RM_OP_NEW                         ? "out"
+         : a->flags & RM_ARRAY_WRITE                    ? "inout"
+         : a->type == RM_OP_I32 || a->type == RM_OP_I64 ? "index"
+                                                        : "in";
+}
+
+PyObject *rm_op_arguments(PyObject *module, PyObject *ignored) {
+  (void)module, (void)ignored;
+  PyObject *all = PyDict_New();
+  for (int g = 0; all && g < N_GROUPS; g++)
+    for (const rm_op *op = groups[g]; all && op->name; op++) {
+      PyObject *roles = PyDict_New();
+      int failed = !roles || PyDict_SetItemString(all, op->name, roles);
+      for (const rm_op_argument *a = op->arguments; !failed && !is_last(a); a++) {
+        if (!a->name) continue;
+        PyObject *role = PyUnicode_FromString(role_of(a));
+        failed = !role || PyDict_SetItemString(roles, a->name, role);
+        Py_XDECREF(role);
+      }
+      Py_XDECREF(roles);
+      if (failed) Py_CLEAR(all);
+    }
+  return all;
+}
