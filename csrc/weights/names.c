@@ -337,7 +337,7 @@ static rm_code fail_absent(const rm_params *params, const char *name, const spel
   if (s->kind >= RM_P_GATE && numbers[0] >= 0)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: layer %d %s", name, numbers[0],
                    spec->layers[numbers[0]].is_moe ? "is a mixture of experts" : "has no experts");
-  return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is no parameter of this model", name);
+  return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is not a parameter of this model", name);
 }
 
 // Fills *out for a name of this spelling.
@@ -369,7 +369,7 @@ rm_code rm_names_resolve(const rm_params *params, const char *name, size_t lengt
   for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++)
     if (matches(spellings[i].pattern, bare, numbers))
       return resolve(params, shown, &spellings[i], numbers, out, err);
-  return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is no parameter of this model",
+  return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is not a parameter of this model",
                  length ? shown : "''");
 }
 

@@ -126,11 +126,11 @@ static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const
                    "%s: expected a tensor on the CPU, got one on cuda:%d", name, tensor->ordinal);
   if (!tensor->data || device->ordinal_of(device->self, tensor->data) != tensor->ordinal)
     return rm_fail(err, RM_E_UNSUPPORTED_TENSOR,
-                   "%s: the tensor's address %p is no memory of cuda:%d", name, tensor->data,
-                   tensor->ordinal);
+                   "%s: the tensor's address %p is not in the memory of cuda:%d", name,
+                   tensor->data, tensor->ordinal);
   if ((uintptr_t)tensor->data % each)
     return rm_fail(err, RM_E_LAYOUT,
-                   "%s: the tensor's address %p is no multiple of the %zu bytes of an element",
+                   "%s: the tensor's address %p is not a multiple of the %zu bytes of an element",
                    name, tensor->data, each);
   return RM_OK;
 }

@@ -126,7 +126,8 @@ rm_code rm_sync_commit_together(rm_store *store, const rm_rank *rank, rm_sync_re
   rm_comm *world = rank->world;
   ballot b;
   if (!world) return rm_sync_commit(store, report, err);
-  if (!rm_store_is_open(store)) return rm_fail(err, RM_E_STATE, "commit: expected an open sync, got none");
+  if (!rm_store_is_open(store))
+    return rm_fail(err, RM_E_STATE, "commit: expected an open sync, got none");
   rm_code code = open_ballot(store, &rank->mesh, &b, err);
   if (code) {
     rm_comm_abort(world, code); // this rank cannot vote

@@ -407,7 +407,7 @@ def test_tensors_of_the_device_are_read_where_they_are(
 @pytest.mark.parametrize(
     "fields, kind, message",
     [
-        ({"data": 8192}, rm.UnsupportedTensorError, "0x2000 is no memory of cuda:0"),
+        ({"data": 8192}, rm.UnsupportedTensorError, "0x2000 is not in the memory of cuda:0"),
         (
             {"ordinal": 1},
             rm.UnsupportedTensorError,

@@ -185,12 +185,12 @@ def test_values_of_another_gpu_that_are_refused(
         (
             "memory of another",
             rm.UnsupportedTensorError,
-            r"norm\.weight: the tensor's address 0x[0-9a-f]+ is no memory of cuda:2",
+            r"norm\.weight: the tensor's address 0x[0-9a-f]+ is not in the memory of cuda:2",
         ),
         (
             "an odd address",
             rm.LayoutError,
-            r"norm\.weight: the tensor's address 0x[0-9a-f]+ is no multiple of the 4 bytes",
+            r"norm\.weight: the tensor's address 0x[0-9a-f]+ is not a multiple of the 4 bytes",
         ),
         (
             "spread too far",

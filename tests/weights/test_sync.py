@@ -790,7 +790,9 @@ def test_names(served: dict[str, rm.Generator]) -> None:
         refused(served["dense"], {**state, name: state[Q]}, rm.LimitError)
         assert time.thread_time() - start < 1
     refused(served["dense"], {**state, "x" * 1024: state[Q]}, rm.UnexpectedKeyError)
-    refused(served["dense"], {**state, "": state[Q]}, rm.UnexpectedKeyError, "'' is no parameter")
+    refused(
+        served["dense"], {**state, "": state[Q]}, rm.UnexpectedKeyError, "'' is not a parameter"
+    )
     refused(served["dense"], {**state, "_orig_mod." * 93: state[Q]}, rm.UnexpectedKeyError)
 
 

@@ -81,8 +81,7 @@ static void world_digests(world *w, rm_engine *engine) {
   tiny_must(rm_engine_sync_begin(engine, &full, &err), &err);
   for (int64_t i = 0; i < w->sets[0]->n; i++) {
     const tiny_tensor *t = &w->sets[0]->list[i];
-    if (i != w->bias)
-      tiny_must(tiny_push(engine, 0, t->name, t->length, &t->tensor, &err), &err);
+    if (i != w->bias) tiny_must(tiny_push(engine, 0, t->name, t->length, &t->tensor, &err), &err);
   }
   tiny_must(rm_engine_sync_commit(engine, RM_INFLIGHT_REFUSE, NULL, &err), &err);
   w->no_bias = rm_store_digest(rm_engine_store(engine)) - w->digest;
