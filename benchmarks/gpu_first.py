@@ -232,10 +232,6 @@ def parts() -> list[Part]:
         Part("test-torch", 240, f"{torch_sees_it}; " + pytest("tests/gpu/test_cuda_torch.py",
         "tests/gpu/test_cuda_grpo.py"), "build"),
         Part("test-slots", 200, pytest("tests/gpu/test_moe_static_dispatch.py"), "build"),
-        Part("stream", 180, shared_gpu(python("-m benchmarks.stream nccl shm --device "
-                                              "cuda:0")), "build"),
-        Part("stream-torch", 120, shared_gpu(python("-m benchmarks.stream torch --device "
-                                                    "cuda:0")), "build"),
         Part("test-kernels", 240, pytest("tests/gpu/test_cuda.py", "-k", "'not simt and not shim "
                                                                         "and not tensor_core'"),
         "build"),

@@ -49,7 +49,7 @@ import rollmesh.torch
 from benchmarks.machine import describe
 from benchmarks.options import THREADS, whole
 from benchmarks.shapes import Shape
-from rollmesh.grpo.trainer import checkpoint_layers
+from rollmesh.run.models import checkpoint_layers
 from rollmesh.runtime.cores import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent

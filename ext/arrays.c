@@ -1,5 +1,5 @@
-// arrays.c: see arrays.h. Each check has its own error class, so that a caller can tell a wrong
-// dtype from a wrong layout.
+// arrays.c: see arrays.h. Each check has its own error class, so that a caller can distinguish a
+// wrong dtype from a wrong layout.
 #include "arrays.h"
 
 #include <string.h>
@@ -51,7 +51,7 @@ static int check_layout(PyObject *module, PyArrayObject *array, const rm_array_w
   return -1;
 }
 
-// Asked of the class: an array of records may have a field of that name.
+// Checks the class, since an array of records may have a field of that name.
 int rm_array_is_masked(PyObject *object) {
   return !PyArray_CheckExact(object) && PyObject_HasAttrString((PyObject *)Py_TYPE(object), "mask");
 }

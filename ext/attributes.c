@@ -7,11 +7,12 @@
 #include "kernels.h"
 
 static int out_of_range(const rm_attribute *attribute, PyObject *value, const char *type) {
-  PyErr_Format(PyExc_OverflowError, "%s = %R does not fit %s", attribute->name, value, type);
+  PyErr_Format(PyExc_OverflowError, "%s: expected a number that fits %s, got %R", attribute->name,
+               type, value);
   return -1;
 }
 
-// volatile keeps the conversion between the two calls.
+// volatile keeps the compiler from moving the conversion out from between the two calls.
 static float to_float(volatile double wide) {
   const uint32_t saved = rm_fp_enter();
   volatile float narrow = (float)wide;

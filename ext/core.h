@@ -1,9 +1,8 @@
-// core.h: included by all files of the extension. Only this folder includes Python.h. It converts
-// arguments, releases the GIL, calls C and turns an rm_error into an exception. It has no
-// arithmetic, no policy, and no C global that holds a PyObject: exception classes and types are in
-// the module's state.
+// core.h: included by all files of the extension. Only this folder includes Python.h. The extension
+// only converts arguments, releases the GIL, calls C and turns an rm_error into an exception. C
+// globals never hold a PyObject: exception classes and types are in the module's state.
 //
-// Include this before any system header, as Python.h asks. setup.py passes Py_LIMITED_API (one
+// Include this before any system header, as Python.h requires. setup.py passes Py_LIMITED_API (one
 // binary for CPython ≥ 3.11).
 #pragma once
 
@@ -14,26 +13,21 @@
 
 typedef enum rm_type {
   RM_TYPE_ENGINE,
+  RM_TYPE_SYNC_ENTRY,
   RM_TYPE_KERNELS,
   RM_TYPE_COMM,
   RM_TYPE_OP_DEVICE,
   RM_TYPE_DEVICE_ARRAY,
   RM_TYPE_GPUS,
-  RM_TYPE_GPU_BLOCK,
-  RM_TYPE_GPU_GROUP,
-  RM_TYPE_TURN,
-  RM_TYPE_HOLDING,
   RM_N_TYPES
 } rm_type;
 
 typedef struct rm_module_state {
-  PyObject *errors
-      // owned classes of rollmesh.errors by rm_code; NULL for RM_OK, MemoryError for RM_E_MEMORY
-      [RM_N_CODE];
+  // Owned classes of rollmesh.errors by rm_code; NULL for RM_OK, MemoryError for RM_E_MEMORY.
+  PyObject *errors[RM_N_CODE];
   PyObject *error_base; // owned rollmesh.errors.Error
-  PyObject *deadline_error; // owned rollmesh.errors.DeadlineError, which has no rm_code
   PyObject *types[RM_N_TYPES]; // owned
-  unsigned long interrupted; // thread whose call is ending because of a Ctrl-C; 0: none
+  unsigned long interrupted; // the thread whose call ends because of a Ctrl-C; 0: none
 } rm_module_state;
 
 rm_module_state *rm_state(PyObject *module); // view, never NULL for a module that has been executed
@@ -50,7 +44,7 @@ enum { RM_GC = Py_TPFLAGS_HAVE_GC, RM_MADE_HERE = Py_TPFLAGS_DISALLOW_INSTANTIAT
 #define RM_METHOD(name, function, flags, doc) \
   {name, (PyCFunction)(void (*)(void))function, flags, PyDoc_STR(doc)}
 
-// What `call`, an rm_code, gives; it runs without the GIL.
+// Runs `call`, which returns an rm_code, without the GIL.
 #define RM_UNLOCKED(call) \
   ({ \
     PyThreadState *const thread_ = PyEval_SaveThread(); \
@@ -59,7 +53,7 @@ enum { RM_GC = Py_TPFLAGS_HAVE_GC, RM_MADE_HERE = Py_TPFLAGS_DISALLOW_INSTANTIAT
     code_; \
   })
 
-// A tp_traverse: of a type whose objects own the Python objects listed, members of `self`.
+// Defines a tp_traverse for a type whose objects own the listed Python objects, members of `self`.
 #define RM_TRAVERSE(name, type, ...) \
   static int name(PyObject *object, visitproc visit, void *arg) { \
     type *const self = (type *)object; \
@@ -71,13 +65,13 @@ enum { RM_GC = Py_TPFLAGS_HAVE_GC, RM_MADE_HERE = Py_TPFLAGS_DISALLOW_INSTANTIAT
 PyObject *rm_module_of(PyObject *object); // view
 void *rm_object_new(PyObject *type); // new, all zeros; NULL with MemoryError
 void *rm_object_make(PyObject *module, rm_type type);
-int rm_is(PyObject *module, PyObject *object, rm_type type); // of exactly that type
-void rm_object_free(PyObject *object); // the end of a tp_dealloc
+int rm_is(PyObject *module, PyObject *object, rm_type type); // whether it is exactly of that type
+void rm_object_free(PyObject *object); // the last call of a tp_dealloc
 
 // ----------------------------------------------------------------------------------------- errors
-// Sets the exception that belongs to err->code, with its message; clears err; returns NULL, so that
-// a function can `return rm_raise(module, &err)`. An exception that is set already (a callback
-// raised) stays; a call that was cut short by Ctrl-C gives KeyboardInterrupt.
+// Sets the exception of err->code, with its message; clears err; returns NULL, so that a function
+// can `return rm_raise(module, &err)`. Keeps an exception that a callback has already set; raises
+// KeyboardInterrupt if a Ctrl-C ended the call.
 PyObject *rm_raise(PyObject *module, rm_error *err);
 PyObject *rm_none(PyObject *module, rm_code code, rm_error *err); // None, or rm_raise
 // Raises an error that the extension finds itself. Formats are PyErr_Format's. Returns NULL.
@@ -85,6 +79,7 @@ PyObject *rm_raise_code(PyObject *module, rm_code code, const char *format, ...)
 
 // ----------------------------------------------------------------------------- tuples of integers
 PyObject *rm_tuple_of(const int64_t *numbers, int n);
-int rm_numbers_of(PyObject *tuple, int64_t *out, int n); // of at least n; −1 with an exception
-PyObject *rm_memory_pool_list(
-    const char *root); // [(name, available bytes)] of rm_memory_pools (base/memory.h)
+// Reads the first n integers of a tuple. Returns −1 with an exception set if there are fewer.
+int rm_numbers_of(PyObject *tuple, int64_t *out, int n);
+// [(name, available bytes)] of rm_memory_pools (base/memory.h).
+PyObject *rm_memory_pool_list(const char *root);

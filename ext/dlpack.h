@@ -1,4 +1,4 @@
-// dlpack.h: DLPack's structures: its published C ABI (versions 0.x and 1.x), in our names.
+// dlpack.h: DLPack's structures: its published C ABI (versions 0.x and 1.x) under rollmesh's names.
 #pragma once
 
 #include <stdint.h>
@@ -26,16 +26,16 @@ typedef struct dl_versioned {
   dl_tensor tensor;
 } dl_versioned;
 
-enum { DL_READ_ONLY = 1 };   // of flags
+enum { DL_READ_ONLY = 1 }; // of flags
 enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_CUDA_MANAGED = 13 };
 enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5, DL_BOOL = 6 };
 
-// The element types of arrays on a device (tensor.c). Weights have one of the first four, which are
-// in the order of rm_src_dtype.
+// The element types of arrays on a device (tensor.c). Weights have one of the first four, in the
+// order of rm_src_dtype.
 typedef struct rm_element {
   const char *name;
   uint8_t code, bits;
-  int type;   // NumPy's; of bfloat16 uint16
+  int type; // NumPy's type number; uint16's for bfloat16
 } rm_element;
 enum { RM_N_ELEMENTS = 7, RM_N_WEIGHT_ELEMENTS = 4 };
 extern const rm_element rm_elements[RM_N_ELEMENTS];

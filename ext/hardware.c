@@ -5,6 +5,7 @@
 #include "base/memory.h"
 #include "comm/nccl/library.h"
 #include "device/cuda.h"
+#include "engine/engine.h"
 #include "kernels.h"
 
 static PyObject *available_isas(PyObject *module, PyObject *unused) {
@@ -27,8 +28,8 @@ static PyObject *best_isa(PyObject *module, PyObject *unused) {
   if (best) return PyUnicode_FromString(best->isa);
   return rm_raise_code(
       module, RM_E_CONFIG,
-      "no instruction set fits: RM_ISA is not ref, avx2, avx512f, avx512bf16 or amx, or the "
-      "processor lacks FMA");
+      "RM_ISA: expected ref, avx2, avx512f, avx512bf16 or amx and a processor with FMA, got no "
+      "usable instruction set");
 }
 
 static PyObject *isa_states(PyObject *module, PyObject *unused) {
@@ -125,16 +126,31 @@ static PyObject *memory_pools(PyObject *module, PyObject *args) {
   return PyArg_ParseTuple(args, "|s:memory_pools", &root) ? rm_memory_pool_list(root) : NULL;
 }
 
+static PyObject *engine_limits(PyObject *module, PyObject *none) {
+  (void)module, (void)none;
+  PyObject *dict = PyDict_New();
+  for (int i = 0; dict && i < RM_ENGINE_LIMITS; i++) {
+    const rm_limit *limit = &rm_engine_limits[i];
+    PyObject *bounds = Py_BuildValue("(LL)", (long long)limit->least, (long long)limit->most);
+    if (!bounds || PyDict_SetItemString(dict, limit->name, bounds)) Py_CLEAR(dict);
+    Py_XDECREF(bounds);
+  }
+  return dict;
+}
+
 PyMethodDef rm_hardware_functions[] = {
+    {"engine_limits", engine_limits, METH_NOARGS,
+     "{name: (least, most)} of the engine's integer options."},
     {"available_isas", available_isas, METH_NOARGS,
-     "Names of the variants that this build and processor have, slowest first."},
+     "Names of the usable variants on this machine, slowest first."},
     {"isa_states", isa_states, METH_NOARGS,
-     "{name: (why refused or None, emulated, GFLOP/s of one row, of many rows)} of every variant."},
+     "{name: (why not usable, or None; emulated; GFLOP/s of one row, of many rows)} of all "
+     "variants."},
     {"best_isa", best_isa, METH_NOARGS,
-     "The variant that an engine takes by default; RM_ISA in the environment caps it."},
+     "The default variant of an engine; RM_ISA in the environment caps it."},
     {"cuda_count", cuda_count, METH_O, "(library): number of devices, -1 without a driver."},
     {"cuda_bus", cuda_bus, METH_VARARGS,
-     "(library, ordinal): the PCI bus id of a device, its name in every process of the machine."},
+     "(library, ordinal): the PCI bus id of a device, the same in every process of the machine."},
     {"cuda_available", cuda_available, METH_VARARGS,
      "(library, ordinal): free bytes of a device's memory."},
     {"usable_cores", usable_cores, METH_VARARGS,
@@ -144,6 +160,7 @@ PyMethodDef rm_hardware_functions[] = {
     {"memory_pools", memory_pools, METH_VARARGS,
      "(root=''): [(name, available bytes)] of the machine and of control groups with a limit."},
     {"nccl_version", nccl_version, METH_VARARGS,
-     "(path): loads that libnccl.so.2, for good; 23203 is 2.32.3."},
+     "(path): loads that libnccl.so.2, which stays loaded, and returns its version; 23203 is "
+     "2.32.3."},
     {0},
 };

@@ -62,7 +62,7 @@ PyObject *rm_raise(PyObject *module, rm_error *err) {
     state->interrupted = 0;
     PyErr_SetNone(PyExc_KeyboardInterrupt);
   } else if (!PyErr_Occurred()) {
-    // The message may quote a state dict's key, which need not be UTF-8.
+    // The message may quote a key of a state dict, which may be invalid UTF-8.
     const char *text = rm_error_message(err);
     PyObject *message = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace");
     if (message) PyErr_SetObject(class_of(module, err->code), message);
@@ -88,7 +88,6 @@ static int load_errors(rm_module_state *state) {
   PyObject *errors = PyImport_ImportModule("rollmesh.errors");
   if (!errors) return -1;
   int failed = !(state->error_base = PyObject_GetAttrString(errors, "Error"));
-  failed = failed || !(state->deadline_error = PyObject_GetAttrString(errors, "DeadlineError"));
   for (int code = RM_OK + 1; !failed && code < RM_N_CODE; code++) {
     if (code == RM_E_MEMORY) state->errors[code] = Py_NewRef(PyExc_MemoryError);
     else failed = !(state->errors[code] = PyObject_GetAttrString(errors, rm_code_name(code)));
@@ -98,29 +97,24 @@ static int load_errors(rm_module_state *state) {
 }
 
 // The types and functions of the module, each defined in the file that its comment names.
-extern PyType_Spec rm_engine_spec, rm_kernels_spec, rm_comm_spec;
-extern PyType_Spec rm_op_device_spec, rm_device_array_spec, rm_gpus_spec, rm_gpu_block_spec,
-    rm_gpu_group_spec;
-extern PyType_Spec rm_turn_spec, rm_holding_spec;
+extern PyType_Spec rm_engine_spec, rm_sync_entry_spec, rm_kernels_spec, rm_comm_spec;
+extern PyType_Spec rm_op_device_spec, rm_device_array_spec, rm_gpus_spec;
 static PyType_Spec *const types[RM_N_TYPES] = {
     [RM_TYPE_ENGINE] = &rm_engine_spec, // engine/engine.c
+    [RM_TYPE_SYNC_ENTRY] = &rm_sync_entry_spec, // engine/sync.c
     [RM_TYPE_KERNELS] = &rm_kernels_spec, // ops/kernels.c
     [RM_TYPE_COMM] = &rm_comm_spec, // comm/comm.c
     [RM_TYPE_OP_DEVICE] = &rm_op_device_spec, // gpu/op_device.c
     [RM_TYPE_DEVICE_ARRAY] = &rm_device_array_spec, // gpu/gpu_array.c
     [RM_TYPE_GPUS] = &rm_gpus_spec, // gpu/loans.c
-    [RM_TYPE_GPU_BLOCK] = &rm_gpu_block_spec, // gpu/gpu_group.c
-    [RM_TYPE_GPU_GROUP] = &rm_gpu_group_spec, // gpu/gpu_group.c
-    [RM_TYPE_TURN] = &rm_turn_spec, // fair_lock.c
-    [RM_TYPE_HOLDING] = &rm_holding_spec, // fair_lock.c
 };
 extern PyMethodDef rm_hardware_functions[], rm_placement_functions[], rm_comm_functions[],
     rm_ops_functions[];
 static PyMethodDef *const functions[] = {rm_hardware_functions, rm_placement_functions,
                                          rm_comm_functions, rm_ops_functions};
 
-// The engine's memory hooks, thread teams and CUDA contexts are the process's, so the module lives
-// in its first interpreter alone.
+// The engine's memory hooks, thread teams and CUDA contexts belong to the process, so the module
+// works only in its first interpreter.
 static int refuse_subinterpreter(void) {
   if (PyInterpreterState_GetID(PyInterpreterState_Get()) == 0) return 0;
   PyErr_SetString(
@@ -150,7 +144,6 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   for (int code = 0; code < RM_N_CODE; code++) Py_VISIT(state->errors[code]);
   for (int i = 0; i < RM_N_TYPES; i++) Py_VISIT(state->types[i]);
   Py_VISIT(state->error_base);
-  Py_VISIT(state->deadline_error);
   return 0;
 }
 
@@ -160,7 +153,6 @@ static int module_clear(PyObject *module) {
   for (int code = 0; code < RM_N_CODE; code++) Py_CLEAR(state->errors[code]);
   for (int i = 0; i < RM_N_TYPES; i++) Py_CLEAR(state->types[i]);
   Py_CLEAR(state->error_base);
-  Py_CLEAR(state->deadline_error);
   return 0;
 }
 
@@ -198,11 +190,11 @@ static PyObject *checksum(PyObject *module, PyObject *object) {
 }
 
 static PyMethodDef methods[] = {
-    {"checksum", checksum, METH_O, "(buffer): a 64-bit checksum, of csrc/base/checksum.h."},
+    {"checksum", checksum, METH_O, "(buffer): the 64-bit checksum of csrc/base/checksum.h."},
     {"memory_mapped", memory_mapped, METH_NOARGS,
      "Bytes of weights, KV and workspaces mapped now by this process."},
     {"memory_blocks", memory_blocks, METH_NOARGS,
-     "Blocks, small and mapped, that were not given back yet."},
+     "Number of allocations, small and mapped, that are not freed yet."},
     {"memory_fail_at", memory_fail_at, METH_VARARGS,
      "(n, for_ever=False): a test hook; the n-th allocation from now fails."},
     {0},
@@ -210,7 +202,7 @@ static PyMethodDef methods[] = {
 
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, module_exec},
-// CPython ≥ 3.12; with the limited API of 3.11 module_exec refuses alone
+// CPython ≥ 3.12; with the limited API of 3.11 only module_exec checks this.
 #ifdef Py_mod_multiple_interpreters
     {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
 #endif
@@ -221,7 +213,7 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "rollmesh._core",
     .m_doc = "The C engine and its operations; rollmesh.Generator and rollmesh.ops are the public "
-             "faces.",
+             "API.",
     .m_size = sizeof(rm_module_state),
     .m_methods = methods,
     .m_slots = slots,

@@ -1,5 +1,5 @@
-// placement.c: which shard of each tensor a rank has, as numbers that rollmesh.model.placement
-// names, and which copies move a trainer's pieces there (rollmesh.weights.resharding).
+// placement.c: the shard of each tensor that a rank holds, as numbers for rollmesh.model.placement,
+// and the copies that move a trainer's pieces there, for rollmesh.weights.resharding.
 #include "arrays.h"
 
 #include <string.h>
@@ -21,9 +21,7 @@ static PyObject *placement(PyObject *module, PyObject *args) {
     rm_raise(module, &err);
     goto out;
   }
-  enum {
-    RANGES = offsetof(rm_placement, answers_replicated) / sizeof(rm_range)
-  }; // they come first
+  enum { RANGES = offsetof(rm_placement, counts_replicated) / sizeof(rm_range) }; // they come first
   const int64_t shape[3] = {rm_mesh_world(&mesh), RANGES, 2};
   if (!(out = rm_array_new(NPY_INT64, 3, shape, NULL))) goto out;
   rm_range *ranges = PyArray_DATA((PyArrayObject *)out);
@@ -36,7 +34,7 @@ out:
   return out;
 }
 
-// int64 [n][9], as rm_part lies in memory.
+// Reads parts: int64 [n][9], the memory layout of rm_part.
 static int parts_of(PyObject *module, PyObject *object, const char *name, const rm_part **parts,
                     int64_t *n) {
   rm_array_want want = {.name = name,

@@ -42,7 +42,7 @@ static const rm_attribute fields[] = {
     SPEC("rope_scale", RM_ATTR_F32, rope_scale),
 };
 
-// names: a tuple of (kind, name); both are views of the caller's strings.
+// Reads `names`, a tuple of (kind, name); both are views of the caller's strings.
 static int read_names(PyObject *module, PyObject *names, rm_spec *values) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(names); i++) {
     const char *kind, *name, *known;
@@ -50,7 +50,7 @@ static int read_names(PyObject *module, PyObject *names, rm_spec *values) {
     int k = 0;
     while ((known = rm_param_kind_name(k)) && strcmp(known, kind) != 0) k++;
     if (!known) {
-      rm_raise_code(module, RM_E_CONFIG, "names: %s is no kind of parameter", kind);
+      rm_raise_code(module, RM_E_CONFIG, "names: expected kinds of parameters, got %s", kind);
       return -1;
     }
     values->names[k] = name;

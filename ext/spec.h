@@ -5,7 +5,7 @@
 
 #include "model/spec.h"
 
-// From an object with the attributes of rollmesh.model.spec.EngineValues: scalars by name, then
-// inv_freq, layer_is_moe and layer_windows as arrays. Owned: rm_spec_destroy. NULL with the
-// exception set.
+// Converts an object with the attributes of rollmesh.model.spec.EngineValues: scalars by name;
+// inv_freq, layer_is_moe, layer_rotates and layer_windows as arrays. Owned: rm_spec_destroy. NULL
+// with the exception set.
 rm_spec *rm_spec_from_python(PyObject *module, PyObject *object);

@@ -1,5 +1,5 @@
-// tensor.c: see tensor.h. The capsule of a DLPack producer is not consumed but held: its own
-// destructor gives the data back.
+// tensor.c: see tensor.h. Holds the capsule of a DLPack producer without consuming it, so that the
+// capsule's own destructor releases the data.
 #include "tensor.h"
 
 #include <string.h>
@@ -19,7 +19,7 @@ _Static_assert(RM_SRC_BF16 == 0 && RM_SRC_F32 == 1 && RM_SRC_F16 == 2 && RM_SRC_
 
 static int64_t element_bytes(rm_src_dtype dtype) { return rm_elements[dtype].bits / 8; }
 
-// Dims and shape as given; every size ≥ 0 and their product addressable.
+// Copies dims and shape and checks that every size is ≥ 0 and that their product is addressable.
 static int take_shape(PyObject *module, PyObject *name, int n_dims, const int64_t *shape,
                       rm_tensor *out) {
   if (n_dims < 0 || n_dims > 4) {
@@ -58,7 +58,7 @@ static int text_is(PyObject *text, const char *want) {
   return text && PyUnicode_Check(text) && PyUnicode_CompareWithASCIIString(text, want) == 0;
 }
 
-// 1 when dtype.metadata["rollmesh"] == "bfloat16", 0 when not, −1 with an exception.
+// Whether dtype.metadata["rollmesh"] == "bfloat16"; −1 with an exception.
 static int has_bf16_metadata(PyObject *dtype) {
   PyObject *metadata = PyObject_GetAttrString(dtype, "metadata");
   if (!metadata) return -1;
@@ -96,8 +96,8 @@ static int numpy_dtype(PyObject *module, PyObject *name, PyArrayObject *array, r
   return -1;
 }
 
-// The memory that an array is a view of: that of the last base that owns some. as_strided puts a
-// plain object with a `base` in between. Without a known owner the span stays unknown.
+// Finds the memory behind an array: that of the last base that owns memory. as_strided inserts a
+// plain object with a `base`. Without a known owner the span stays unknown.
 static int numpy_span(PyArrayObject *array, rm_tensor *out) {
   PyObject *at = Py_NewRef((PyObject *)array);
   for (int depth = 0; depth < 64; depth++) {
@@ -158,8 +158,8 @@ static int from_numpy(PyObject *module, PyArrayObject *array, PyObject *name, rm
 }
 
 // ------------------------------------------------------------------------------------------ torch
-// An attribute that need not exist: new reference, or NULL without an exception; *failed on any
-// other exception.
+// Returns an attribute that may be missing: a new reference, or NULL without an exception. Sets
+// *failed on any other exception.
 static PyObject *optional_attr(PyObject *object, const char *attr, int *failed) {
   PyObject *value = PyObject_GetAttrString(object, attr);
   if (value) return value;
@@ -186,7 +186,7 @@ static int method_is_true(PyObject *object, const char *method, int *failed) {
   return is;
 }
 
-// str(object.attr) == want; 1 when there is no such attribute.
+// Whether str(object.attr) == want, or the attribute is missing.
 static int attr_reads(PyObject *object, const char *attr, const char *want, int *failed) {
   PyObject *value = optional_attr(object, attr, failed);
   if (!value) return 1;
@@ -198,8 +198,8 @@ static int attr_reads(PyObject *object, const char *attr, const char *want, int 
   return is;
 }
 
-// Why a torch tensor of this kind cannot be read from memory; NULL: it can, or *failed and an
-// exception is set.
+// Returns why a torch tensor of this kind cannot be read from memory; NULL if it can, or if *failed
+// and an exception is set.
 static const char *torch_objection(PyObject *object, int *failed) {
   PyObject *type = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
   if (!type) *failed = 1;
@@ -225,8 +225,7 @@ static const char *torch_objection(PyObject *object, int *failed) {
   return NULL;
 }
 
-// The storage behind a torch tensor. One that was resized to 0 bytes (as FSDP does) must not be
-// read.
+// Finds the storage behind a torch tensor. LayoutError if it was resized to 0 bytes, as FSDP does.
 static int torch_span(PyObject *module, PyObject *object, PyObject *name, rm_tensor *out) {
   int failed = 0;
   PyObject *method = optional_attr(object, "untyped_storage", &failed);
@@ -266,10 +265,10 @@ static int refuse(PyObject *module, PyObject *name, const char *what) {
   return -1;
 }
 
-// The device that a producer names: a CUDA device's number, or HOST.
+// A producer's device: a CUDA device's number, or HOST.
 enum { HOST = -1 };
 
-// −1 with an exception: a device that nothing here can read.
+// Returns −1 with an exception if the extension cannot read the producer's device.
 static int check_device(PyObject *module, PyObject *object, PyObject *name,
                         const rm_tensor_reader *reader, int *ordinal) {
   PyObject *device = PyObject_CallMethod(object, "__dlpack_device__", NULL);
@@ -291,7 +290,7 @@ static int check_device(PyObject *module, PyObject *object, PyObject *name,
   if (PyErr_Occurred()) return -1;
   *ordinal = is_cuda(type) ? (int)number : HOST;
   if (is_cuda(type) && (number < 0 || number > INT32_MAX))
-    return refuse(module, name, "a __dlpack_device__ that names no CUDA device");
+    return refuse(module, name, "a __dlpack_device__ with an invalid number of a CUDA device");
   if (is_host(type) || (is_cuda(type) && reader)) return 0;
   rm_raise_code(
       module, RM_E_UNSUPPORTED_TENSOR,
@@ -301,8 +300,8 @@ static int check_device(PyObject *module, PyObject *object, PyObject *name,
   return -1;
 }
 
-// Asks for a versioned capsule; an old producer gives the unversioned kind. With a stream, work
-// enqueued on it from now on sees the data.
+// Requests a versioned capsule; an old producer returns an unversioned one. With a stream, work
+// that is enqueued on it from now on reads the complete data.
 static PyObject *ask_capsule(PyObject *module, PyObject *object, PyObject *name,
                              const void *stream) {
   PyObject *method = PyObject_GetAttrString(object, "__dlpack__"), *none = NULL, *version = NULL,
@@ -382,11 +381,11 @@ static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, int
   } else if (PyCapsule_IsValid(capsule, "dltensor")) {
     t = PyCapsule_GetPointer(capsule, "dltensor"); // DLManagedTensor begins with its DLTensor
   } else {
-    return refuse(module, name, "a __dlpack__ that returns no fresh DLPack capsule");
+    return refuse(module, name, "a __dlpack__ that does not return a new DLPack capsule");
   }
   if (ordinal == HOST ? !is_host(t->device.type)
                       : !is_cuda(t->device.type) || t->device.id != ordinal)
-    return refuse(module, name, "a capsule whose tensor is not where __dlpack_device__ says");
+    return refuse(module, name, "a capsule whose tensor is not on the __dlpack_device__");
   if (t->n_dims > 0 && !t->shape)
     return refuse(module, name, "a capsule whose tensor has dims but no shape");
   out->tensor = t;
@@ -406,7 +405,7 @@ static int describe(PyObject *module, const rm_dlpack *from, PyObject *name, rm_
   return take_strides(module, name, t, out);
 }
 
-// A tensor that records gradients refuses DLPack: take a detached view.
+// Returns a detached view of a tensor that records gradients, which DLPack does not export.
 static PyObject *detached(PyObject *object) {
   int failed = 0;
   const int records = attr_is_true(object, "requires_grad", &failed);
@@ -422,7 +421,7 @@ void rm_tensor_release(PyObject *owner) {
   PyErr_Restore(type, value, trace);
 }
 
-// The capsule. For a tensor on a GPU the reader's device is current meanwhile.
+// Requests the capsule. For a tensor on a GPU the reader's device is current meanwhile.
 static PyObject *ask_reader(PyObject *module, PyObject *object, PyObject *name,
                             const rm_tensor_reader *reader, int ordinal) {
   if (ordinal == HOST) return ask_capsule(module, object, name, NULL);
@@ -435,7 +434,7 @@ static PyObject *ask_reader(PyObject *module, PyObject *object, PyObject *name,
   return capsule;
 }
 
-// *plain: owned by the caller; the tensor that gave the capsule.
+// *plain: the tensor that returned the capsule, owned by the caller.
 static int take_capsule(PyObject *module, PyObject *object, PyObject *name,
                         const rm_tensor_reader *reader, rm_dlpack *out, PyObject **plain) {
   int failed = 0, ordinal = HOST;

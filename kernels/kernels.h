@@ -1,15 +1,15 @@
-// kernels.h: the ops of a forward pass over raw pointers, and the contract that every variant
-// of them keeps.
+// kernels.h: the ops of a forward pass (of all model families, of sampling and of weight syncs)
+// over raw pointers, and the contract that every variant of them keeps.
 //
 // A variant (reference loops, AVX2, AVX-512, AMX; CUDA) is one `rm_kernels` table. All tables of a
-// family give the same bits for the same arguments; docs/numerics.md states the arithmetic,
-// kernels/cpu/ref.c implements it as plain loops.
+// family compute bit-identical results; docs/numerics.md states the arithmetic, kernels/cpu/ref.c
+// implements it as plain loops.
 //
-// This layer knows no mesh, no model and no Python. It owns no memory: every pointer is a view that
-// the caller keeps valid until the call returns (on a stream: until the op has run). Nothing here
-// allocates, prints or keeps a global. Calls on one ctx must not overlap; calls on different ctxs
-// may. A call cannot fail: the caller checks shapes, and a row that is not finite is reported
-// through row_flags.
+// This layer does not depend on mesh, model or Python. It does not own memory: every pointer is a
+// view that the caller keeps valid until the call returns (on a stream: until the op has run). Ops
+// do not allocate, print or use globals. Any thread may call an op; calls on one ctx must not
+// overlap, calls on different ctxs may. A call cannot fail: the caller checks shapes, and row_flags
+// report rows that are not finite.
 #pragma once
 
 #include <stddef.h>
@@ -32,24 +32,24 @@ RM_INLINE int64_t rm_round_up(int64_t n, int64_t to) { return (n + to - 1) / to 
 RM_INLINE int64_t rm_min64(int64_t a, int64_t b) { return a < b ? a : b; }
 RM_INLINE int64_t rm_max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Constants of the contract. Changing one changes bits.
+// Constants of the contract. Changing one changes results.
 enum {
   RM_LANES = 16, // partial sums of a reduction (norm, softmax, log-sum-exp)
-  RM_K_BLOCK = 32, // k per step of a dot product: one even chain, one odd chain
+  RM_K_BLOCK = 32, // k per step of a dot product: a chain of even k and one of odd k
   RM_N_TILE = 16, // columns per tile of packed weights
   RM_ATTN_BLOCK = 32, // positions per softmax block
   RM_ATTN_SEGMENT = 1024, // positions per independent softmax state
   RM_VOCAB_BLOCK = 128, // vocabulary entries per (max, sum) partial
   RM_MAX_TOP_K = 64, // experts per token
-  RM_MAX_EXPERT_GROUPS = 64, // groups of experts that the router limits its choice to
+  RM_MAX_EXPERT_GROUPS = 64, // expert groups of a router
 };
 
 // ---------------------------------------------------------------------------------------- layouts
-// Sizes are the same for every family. The indices of elements below hold for all families but
-// cuda_mma's bf16 (kernels/cuda/packing.cuh).
+// Sizes are the same for every family. Element indices are those below, except for the bf16 of
+// cuda_mma (kernels/cuda/packing.cuh).
 //
-// Packed weights of y = x·Wᵀ, W being [n][k]: tiles of 16 columns × 32 k, zero padded; tile (nb,
-// kb) at index nb·(K/32) + kb.
+// Packed weights of y = x·Wᵀ with W [n][k]: tiles of 16 columns × 32 k, zero padded; tile (nb, kb)
+// has index nb·(K/32) + kb.
 //   bf16: tile[16 k-pairs][16 n][2]   (the layout of an AMX tile load; one 32-bit lane per column
 //                                     for FMA)
 //   f32:  tile[32 k][16 n]
@@ -63,8 +63,8 @@ RM_INLINE int64_t rm_packed_index(rm_dtype dtype, int64_t k_total, int64_t n, in
   const int64_t in = dtype == RM_BF16 ? (kk / 2) * 32 + nn * 2 + (kk & 1) : kk * RM_N_TILE + nn;
   return tile * (RM_N_TILE * RM_K_BLOCK) + in;
 }
-// gate and up of a SwiGLU share one packed matrix: 16 columns of gate, then the corresponding 16 of
-// up.
+// gate and up of a SwiGLU share one packed matrix: 16 columns of gate, then the same 16 of up, and
+// so on.
 RM_INLINE int64_t rm_gate_up_row(int64_t row, int up) {
   return (row / RM_N_TILE) * 2 * RM_N_TILE + (up ? RM_N_TILE : 0) + row % RM_N_TILE;
 }
@@ -88,30 +88,27 @@ RM_INLINE int64_t rm_v_index(rm_dtype dtype, int64_t head_dim, int64_t pos, int6
 // ---------------------------------------------------------------------------------------- context
 typedef void (*rm_task_fn)(void *arg, int thread, int n_threads);
 
-// What an op may use besides its arguments. On the CPU ops are complete at return. On a GPU
+// The resources of an op besides its arguments. On the CPU ops are complete at return. On a GPU
 // `stream` is a CUDA stream: an op enqueues there and neither waits nor allocates. All pointers
 // except the ctx and the argument struct are device memory, also workspace, row_flags, group_rows,
 // positions and block_tables: grids are sized by the shapes in the struct, so an op can be captured
 // in a graph. Ops of one stream may share a workspace.
 typedef struct rm_ctx {
   void *stream;
-  void *
-      // 64-byte aligned scratch of at least workspace_bytes(limits) bytes; content undefined
-      // between ops
-      workspace;
-  size_t workspace_bytes;
+  void *workspace; // scratch, aligned to 64 bytes; its content is undefined between ops
+  size_t workspace_bytes; // at least workspace_bytes(limits)
   int n_threads; // ≥ 1
-  void (*run)(void *team, rm_task_fn fn,
-              void *arg); // fn on every thread, back when all are done; NULL: on the caller alone
+  // Runs fn on every thread and returns when all are done; NULL: the caller runs fn alone.
+  void (*run)(void *team, rm_task_fn fn, void *arg);
   void *team;
-  struct rm_profile *profile; // with its table (profile.h); else not used
+  struct rm_profile *profile; // used only with its own table (profile.h)
 } rm_ctx;
 
-// Bounds for the size of a workspace.
+// Bounds that determine the size of a workspace.
 typedef struct rm_limits {
   int64_t max_rows; // rows of one call
   int64_t max_k; // longest dot product (hidden, intermediate, heads·head_dim)
-  int64_t max_n; // widest output, vocabulary excepted
+  int64_t max_n; // widest output, except logits
   int64_t vocab;
   int64_t n_heads, n_kv_heads, head_dim;
   int64_t group; // as in rm_attention_args
@@ -120,9 +117,9 @@ typedef struct rm_limits {
   int n_threads;
 } rm_limits;
 
-// The floating-point environment of the contract: nearest even, denormals flushed in and out, all
-// exceptions masked. Ops must be called with it; the thread's owner sets it and restores the old
-// one.
+// The floating-point environment of the contract: nearest even, denormal inputs and outputs flushed
+// to zero, all exceptions masked. Ops must be called with it. rm_fp_enter sets it and returns the
+// previous one, which rm_fp_leave restores.
 uint32_t rm_fp_enter(void);
 void rm_fp_leave(uint32_t saved);
 
@@ -134,15 +131,14 @@ enum { RM_ROW_KV_NONFINITE = 1, RM_ROW_LOGITS_NONFINITE = 2 }; // bits of row_fl
 typedef struct rm_embed_args {
   void *out; // T [rows][hidden]
   const int32_t *ids; // [rows], each in [0, vocab)
-  const void
-      *table; // T [vocab][hidden], or packed [vocab]×[hidden] when `packed` (tied embeddings)
+  const void *table; // T [vocab][hidden]; with `packed` (tied embeddings) packed [vocab]×[hidden]
   int packed;
   int64_t rows, hidden;
   rm_dtype dtype;
 } rm_embed_args;
 
-// out[i] = x[from[i]], a copy of the bits. from: rows of x in any order, with repetitions; where it
-// is negative, out[i] is not written.
+// out[i] = x[from[i]], bit-identical. from: rows of x in any order, with repetitions; if from[i] is
+// negative, out[i] is not written.
 typedef struct rm_gather_rows_args {
   void *out; // [rows] runs of row_bytes; does not overlap x
   const void *x; // runs of row_bytes
@@ -151,14 +147,14 @@ typedef struct rm_gather_rows_args {
   size_t row_bytes; // even
 } rm_gather_rows_args;
 
-// residual ← round(residual + x) when x is not NULL, with x_gate round(residual +
-// round(round(sigmoid(x_gate)) · x)); out ← round(weight · round(residual / rms(residual))),
-// without a weight the residual itself.
+// With x: residual ← round(residual + x); with x and x_gate: residual ← round(residual +
+// round(round(sigmoid(x_gate)) · x)). Then out ← round(weight · round(residual / rms(residual)));
+// without a weight out ← residual.
 typedef struct rm_rms_norm_args {
-  void *out; // T [rows][n]; may be x; NULL: only the residual is wanted
+  void *out; // T [rows][n]; may be x; NULL: only updates the residual
   void *residual; // T [rows][n], in and out
   const void *x; // T [rows][n] or NULL
-  const void *x_gate; // T [rows], or NULL: x is added as it is
+  const void *x_gate; // T [rows], or NULL: adds x unscaled
   const void *weight; // T [n] or NULL
   float eps;
   int64_t rows, n;
@@ -166,20 +162,18 @@ typedef struct rm_rms_norm_args {
 } rm_rms_norm_args;
 
 // y[i][j] = round(dot(x[i], w[j]) + bias[j]). With groups, rows [group_rows[g], group_rows[g+1]) of
-// x meet matrix g. gemm_swiglu: w holds gate and up interleaved (rm_gate_up_row), y[i][j] =
-// round(round(activation(round gate)) · round up).
+// x are multiplied by matrix g. gemm_swiglu: w holds gate and up interleaved (rm_gate_up_row),
+// y[i][j] = round(round(activation(round gate)) · round up).
 typedef enum rm_activation {
   RM_SILU,
   RM_GELU_TANH,
-  RM_GELU,
-  RM_RELU2
-} rm_activation; // GELU: by erf; ReLU2: max(x, 0)²
+  RM_GELU, // by erf
+  RM_RELU2 // max(x, 0)²
+} rm_activation;
 
 typedef struct rm_gemm_args {
   void *y; // y_dtype [m][n], row stride ldy; may not alias x
-  void *
-      // with swiglu: T [m][2n] or NULL, round gate and round up of each row, for a backward pass
-      gate_up;
+  void *gate_up; // with swiglu, out: T [m][2n] rounded gate and up, for a backward pass; or NULL
   const void *x; // T [m][k], row stride ldx
   const void *w; // packed T [n]×[k]; with groups: n_groups of them, group_stride elements apart
   const void *bias; // T [n] or NULL; never with groups or swiglu
@@ -200,8 +194,8 @@ typedef struct rm_activate_args {
   rm_activation activation;
 } rm_activate_args;
 
-// The sum of squares of each head of q and k, as qk_rope_kv computes it for a norm per head: the
-// sums of all ranks' heads are what a norm over all heads of a row takes.
+// The sum of squares of each head of q and k, as qk_rope_kv computes it for a norm per head. A norm
+// over all heads of a row takes the sums of all ranks' heads.
 typedef struct rm_head_squares_args {
   float *q_out; // [rows][n_heads]
   float *k_out; // [rows][n_kv_heads]
@@ -210,20 +204,16 @@ typedef struct rm_head_squares_args {
   rm_dtype dtype;
 } rm_head_squares_args;
 
-// Per head: q and k are RMS-normed over head_dim, or over all heads of the model by their sums of
-// squares; then their first rotary_dim elements are rotated (pairs i, i + rotary_dim/2); k and v
-// are written to their slot. A k or v row of a head that is not finite is stored as zeros and flags
-// its row.
+// For each head: norms q and k over head_dim, or over all heads of the model by their sums of
+// squares; rotates their first rotary_dim elements (pairs i, i + rotary_dim/2); writes k and v to
+// their slot. If k or v of a head is not finite, stores zeros instead and flags the row.
 typedef struct rm_qk_rope_kv_args {
   void *q_out; // T [rows][n_heads][head_dim]
   const void *qkv; // T [rows][(n_heads + 2·n_kv_heads)·head_dim], q then k then v
-  const void *q_weight,
-      // T [head_dim]; both NULL: not normed. With squares T [n_heads·head_dim],
-      // [n_kv_heads·head_dim]
-      *k_weight;
-  const float *q_squares,
-      // [rows][all_heads], [rows][all_kv_heads] of head_squares; both NULL: each head's own norm
-      *k_squares;
+  // T [head_dim], with squares T [n_heads·head_dim] and [n_kv_heads·head_dim]; both NULL: no norm.
+  const void *q_weight, *k_weight;
+  // [rows][all_heads], [rows][all_kv_heads] of head_squares; both NULL: a norm per head.
+  const float *q_squares, *k_squares;
   const float *cos, *sin; // [max_positions][rotary_dim/2], already rounded to T
   const int32_t *positions; // [rows]
   const int64_t *slots; // [rows] page·page_size + offset, or -1: not written
@@ -231,17 +221,17 @@ typedef struct rm_qk_rope_kv_args {
   uint8_t *row_flags; // [rows], or-ed
   float eps;
   int64_t rows, n_heads, n_kv_heads, head_dim, page_size;
-  int64_t rotary_dim; // even, 0 … head_dim; 0: nothing is rotated
+  int64_t rotary_dim; // even, 0 to head_dim; 0: no rotation
   int64_t all_heads, all_kv_heads; // with squares: heads of the whole model
   rm_dtype dtype;
 } rm_qk_rope_kv_args;
 
-// Row r attends to positions max(0, p − window + 1) … p of its sequence, p = positions[r]. Any mix
-// of prefill and decode rows; rows of one sequence that stand together are worked on together.
+// Row r attends to positions max(0, p − window + 1) … p of its sequence, p = positions[r]. Rows may
+// be any mix of prefill and decode; adjacent rows of one sequence are computed together.
 //
-// A rank of a mesh holds a run of the model's query heads and the kv heads that these read, of
-// which the first and the last may be cut: local query head h reads local kv head (head0 + h) /
-// group, and n_kv_heads = ⌈(head0 + n_heads) / group⌉.
+// A rank of a mesh holds a run of the model's query heads and the kv heads that these read; it may
+// hold only some query heads of the first and of the last kv head. Local query head h reads local
+// kv head (head0 + h) / group, and n_kv_heads = ⌈(head0 + n_heads) / group⌉.
 typedef struct rm_attention_args {
   void *out; // T [rows][n_heads][head_dim]
   const void *q; // T [rows][n_heads][head_dim]
@@ -250,9 +240,9 @@ typedef struct rm_attention_args {
   const int32_t *seq_of_row; // [rows]
   const int32_t *block_tables; // [n_seqs][max_pages] page ids
   int64_t rows, n_seqs, max_pages, n_heads, n_kv_heads, head_dim, page_size;
-  int64_t
-      group; // query heads of a kv head in the whole model; 0: n_heads / n_kv_heads, and head0 is 0
-  int64_t head0; // place of query head 0 among those of its kv head, in [0, group)
+  // Query heads of a kv head in the whole model; 0: n_heads / n_kv_heads, with head0 = 0.
+  int64_t group;
+  int64_t head0; // index of query head 0 among the query heads of its kv head, in [0, group)
   int64_t window; // 0: none
   float scale;
   rm_dtype dtype;
@@ -261,34 +251,34 @@ RM_INLINE int64_t rm_query_group(int64_t group, int64_t n_heads, int64_t n_kv_he
   return group > 0 ? group : n_heads / n_kv_heads;
 }
 
-// Scores are softmax or sigmoid of the logits in float32; the choice is by score + bias, ties to
-// the lowest id, best first; a gate is the score without the bias, divided by the sum of the chosen
-// in ascending id order when `renormalize`, then multiplied by route_scale. With expert groups,
-// runs of n_experts / n_groups ≥ 2 consecutive ids, the choice is among the top_groups groups whose
-// two best experts have the largest sums; top_groups · n_experts / n_groups ≥ top_k.
+// Scores are softmax or sigmoid of the logits in float32. The router chooses the experts with the
+// largest score + bias, ties to the lowest id, best first. A gate is the score without the bias,
+// divided by the sum of the chosen scores in ascending id order when `renormalize`, then multiplied
+// by route_scale. With expert groups (runs of n_experts / n_groups ≥ 2 consecutive ids) it chooses
+// only from the top_groups groups whose two best experts have the largest sums; top_groups ·
+// n_experts / n_groups ≥ top_k.
 typedef enum rm_score { RM_SCORE_SOFTMAX, RM_SCORE_SIGMOID } rm_score;
 typedef struct rm_router_args {
-  int32_t *ids; // [rows][top_k], distinct and in range whatever the input
+  int32_t *ids; // [rows][top_k], distinct and in range for any input
   float *gates; // [rows][top_k]
-  int16_t *routed; // NULL, or the ids again: row r's at routed + r·routed_stride
+  int16_t *routed; // also the ids, row r's at routed + r·routed_stride; or NULL
   int64_t routed_stride;
   const void *x; // T [rows][hidden]
   const void *w; // packed T [n_experts]×[hidden]
   const float *bias; // [n_experts] or NULL
   int64_t rows, hidden, n_experts, top_k;
   int64_t n_groups, top_groups; // n_groups 0 or 1: any expert may be chosen
-  float route_scale; // 1: gates stay as they are
+  float route_scale; // 1: gates are not scaled
   int renormalize;
   rm_score score;
   rm_dtype dtype;
 } rm_router_args;
 
-// Sorts the rows·top_k choices by expert, then row. A negative id is no choice and has no row in
-// x_out.
+// Sorts the rows·top_k choices by expert, then row. Negative ids are skipped.
 typedef struct rm_permute_args {
-  void *x_out; // T [rows·top_k][hidden], of which one row for each choice is written
+  void *x_out; // T [rows·top_k][hidden]; writes one row for each choice
   int32_t *group_rows; // [n_experts + 1]
-  int32_t *place; // [rows][top_k] row of x_out of a choice; −1: none
+  int32_t *place; // [rows][top_k] row of x_out of a choice; −1: skipped
   const void *x; // T [rows][hidden]
   const int32_t *ids; // [rows][top_k]
   int64_t rows, hidden, n_experts, top_k;
@@ -300,27 +290,24 @@ typedef struct rm_permute_args {
 // of the row's i-th choice among the rank's experts, or unused. Homes are the ranks that rows come
 // from.
 typedef struct rm_static_dispatch_args {
-  int32_t *
-      // [homes][home_rows][top_k] a choice's index in the outputs returned home,
-      // [ranks][home_rows][each]; −1: none
-      place;
-  int32_t *
-      // [homes][pitch][each] choices among the experts of `rank`, counted from its first expert;
-      // then −1
-      own;
-  const int32_t *
-      // home h's [home_rows][top_k] at ids + h·ids_pitch, distinct in a row; negative: no choice
-      ids;
-  int64_t homes, home_rows, pitch,
-      ids_pitch; // pitch ≥ home_rows: the rows after home_rows have no choices
+  // [homes][home_rows][top_k] a choice's index in the outputs returned to its home,
+  // [ranks][home_rows][each]; −1: none.
+  int32_t *place;
+  // [homes][pitch][each] choices among the experts of `rank`, counted from its first expert; then
+  // −1.
+  int32_t *own;
+  // Home h's [home_rows][top_k] ids at ids + h·ids_pitch, distinct in a row; negative: no choice.
+  const int32_t *ids;
+  int64_t homes, home_rows;
+  int64_t pitch, ids_pitch; // pitch ≥ home_rows: the rows after home_rows have no choices
   int64_t top_k, experts_each, rank;
 } rm_static_dispatch_args;
 RM_INLINE int64_t rm_max_choices(int64_t top_k, int64_t experts_each) {
   return rm_min64(top_k, experts_each);
 }
 
-// out[r] = round(tree over the experts of r of round32(gate · y[place])), the complete binary tree
-// of docs/numerics.md.
+// out[r] = round(sum of round32(gate · y[place]) over the experts of r, by the complete binary tree
+// of docs/numerics.md).
 typedef struct rm_combine_args {
   void *out; // T [rows][hidden]
   const void *y; // T [rows·top_k][hidden]
@@ -338,11 +325,11 @@ typedef struct rm_combine_args {
 // stats; merge_pairs takes the pairs of all ranks in the order of the vocabulary. Targets are
 // counted from the rank's first entry.
 typedef struct rm_lm_head_args {
-  float *logits; // [rows][ld_logits] or NULL: not stored
+  float *logits; // [rows][ld_logits], or NULL
   float *stats; // [rows][2]; not written with pairs
   float *target_logprobs; // [rows] or NULL; not written with pairs
   float *pairs; // [⌈vocab/128⌉][rows][2] (max, Σ exp(logit − max)) of each block, or NULL
-  float *target_logits; // [rows] the logit of the target, +0 where there is none; or NULL
+  float *target_logits; // [rows] the target's logit, +0 without a target; or NULL
   const int32_t *targets; // [rows], −1: none; NULL without target_logprobs and target_logits
   uint8_t *row_flags; // [rows], or-ed with RM_ROW_LOGITS_NONFINITE when any logit is not finite
   const void *x; // T [rows][hidden], row stride ldx
@@ -351,15 +338,14 @@ typedef struct rm_lm_head_args {
   rm_dtype dtype;
 } rm_lm_head_args;
 
-// stats, flags and logprobs as lm_head gives them, from the pairs of all blocks of the vocabulary
+// Computes the stats, flags and logprobs of lm_head from the pairs of all blocks of the vocabulary,
 // in ascending order.
 typedef struct rm_merge_pairs_args {
   float *stats; // [rows][2]
   float *target_logprobs; // [rows] or NULL
-  const int32_t *
-      // [rows], −1: none, any other: target_logits has its logit; NULL without target_logprobs
-      targets;
-  uint8_t *row_flags; // [rows], or-ed with RM_ROW_LOGITS_NONFINITE where a sum is a NaN
+  // [rows], −1: none, else target_logits has the logit; NULL without target_logprobs.
+  const int32_t *targets;
+  uint8_t *row_flags; // [rows], or-ed with RM_ROW_LOGITS_NONFINITE if a sum is a NaN
   const float *pairs; // [n_blocks][rows][2]
   const float *target_logits; // [rows]; NULL without target_logprobs
   int64_t rows, n_blocks; // n_blocks ≥ 1
@@ -368,10 +354,7 @@ typedef struct rm_merge_pairs_args {
 // A token whose logit changes before the draw: rm_edited_logit (cpu/philox.h).
 typedef struct rm_logit_edit {
   int32_t token;
-  int32_t
-      // how often it was generated; 0: it stands in the prompt only; −1: nowhere, so that no
-      // penalty applies
-      count;
+  int32_t count; // times generated; 0: only in the prompt; −1: in neither, so without penalties
   float bias; // added to the logit
 } rm_logit_edit;
 
@@ -380,37 +363,32 @@ typedef struct rm_sample_params {
   float top_p; // (0, 1]
   float min_p; // [0, 1]
   int32_t top_k; // −1 or ≥ 1
-  uint64_t seed, counter; // the stream and the position in it
+  uint64_t seed, counter; // the random stream and the position in it
   const int32_t *banned; // [n_banned] token ids that may not be drawn (min_tokens)
   int32_t n_banned;
-  int32_t forced; // ≥ 0: nothing is drawn, the logprobs are this token's
+  int32_t forced; // ≥ 0: takes this token instead of drawing one
   int32_t n_edits;
-  float repetition_penalty, frequency_penalty,
-      presence_penalty; // of edited tokens; repetition_penalty > 0
+  float repetition_penalty, frequency_penalty, presence_penalty; // of edited tokens; the first > 0
   const rm_logit_edit *edits; // [n_edits] ascending tokens of the vocabulary, each once
 } rm_sample_params;
 
-// Order: edits, banned, temperature, min_p, top_k, top_p. Ties by ascending id. Sums are of 40-bit
-// fixed point, hence exact.
+// Order: edits, banned, temperature, min_p, top_k, top_p. Ties by ascending id. Weights are 40-bit
+// fixed point numbers, so sums are exact.
 typedef struct rm_sample_args {
   int32_t *tokens; // [rows]; −1 for a flagged row
   float *logprobs; // [rows] under the model: temperature 1, no filter
-  float *
-      // [rows] under the distribution drawn from; 0 when greedy; −inf for a forced token it
-      // excludes
-      sampling_logprobs;
-  int32_t *
-      // [rows] tokens with a weight after the filters; 1 when greedy, 0 where nothing is drawn; or
-      // NULL
-      kept;
+  // [rows] under the distribution of the draw; 0 when greedy; −inf for a forced token that the
+  // filters exclude.
+  float *sampling_logprobs;
+  // [rows] tokens with a weight after the filters; 1 when greedy, 0 for a flagged row; or NULL.
+  int32_t *kept;
   const float *logits; // [rows][ld_logits]
   const float *stats; // [rows][2] of lm_head
   const rm_sample_params *params; // [rows]
   const uint8_t *row_flags; // [rows]
-  int64_t rows, vocab,
-      // ld_logits 0: all rows are drawn from one row of logits, whose stats and flags are [2] and
-      // [1]
-      ld_logits;
+  int64_t rows, vocab;
+  // 0: draws all rows from one row of logits, with stats [2] and flags [1].
+  int64_t ld_logits;
 } rm_sample_args;
 RM_INLINE int64_t rm_sampled_row(const rm_sample_args *a, int64_t r) {
   return a->ld_logits ? r : 0;
@@ -425,8 +403,8 @@ typedef struct rm_top_logprobs_args {
   int64_t rows, vocab, ld_logits, k;
 } rm_top_logprobs_args;
 
-// ranks[r] = how many v have logits[r][v] ≥ logits[r][tokens[r]], the token itself among them; 0
-// where tokens[r] is negative.
+// ranks[r] = the number of v with logits[r][v] ≥ logits[r][tokens[r]], including the token itself;
+// 0 if tokens[r] is negative.
 typedef struct rm_ranks_args {
   int32_t *ranks; // [rows]
   const float *logits; // [rows][ld_logits]; with ld_logits 0 one row for all tokens
@@ -449,10 +427,10 @@ typedef enum rm_layout {
 } rm_layout;
 
 // Copies src [rows][cols] into a parameter: plain rows, or packed tiles at rows [dst_row0, dst_row0
-// + rows) of a matrix with dst_cols columns (gate and up: at rm_gate_up_row). Converts as torch's
-// .to() does when the dtypes differ. In the same pass it sums a digest of the stored values, which
-// does not depend on layout or spelling, and looks for non-finite ones. With `compare` nothing is
-// written and diff_index is the first element whose stored bits differ.
+// + rows) of a matrix with dst_cols columns (gate and up: at rm_gate_up_row). Converts like torch's
+// .to() when the dtypes differ. In the same pass it sums a digest of the stored values, which does
+// not depend on layout or spelling, and finds non-finite ones. With `compare` it writes nothing and
+// sets diff_index to the first element whose stored bits differ.
 //
 // On a GPU the results are written to `found` in device memory instead.
 typedef struct rm_pack_found {
@@ -461,7 +439,7 @@ typedef struct rm_pack_found {
 } rm_pack_found;
 
 typedef struct rm_pack_args {
-  const void *src; // of any alignment; on a GPU that of its elements
+  const void *src; // any alignment; on a GPU aligned to its elements
   rm_src_dtype src_dtype;
   int64_t rows, cols, row_stride, col_stride; // strides in elements, any sign
   void *dst; // base of the whole matrix
@@ -469,10 +447,9 @@ typedef struct rm_pack_args {
   rm_layout layout;
   int64_t dst_row0, dst_cols;
   int compare;
-  int64_t
-      // of src's first element in the whole parameter, so that digests of parts add up; even if
-      // cols is even
-      index0;
+  // Index of src's first element in the whole parameter, so that digests of parts add up to that of
+  // the whole; even if cols is even.
+  int64_t index0;
   uint64_t digest; // out: Σ over elements of mix(index0 + row·cols + col, stored bits) mod 2^64
   int64_t nonfinite_index; // out: lowest row·cols + col of a NaN or Inf, or −1
   int64_t diff_index; // out: with `compare`, or −1
@@ -507,11 +484,11 @@ typedef struct rm_pack_args {
 #define RM_OPS(X) RM_FAST_OPS(X) RM_PLAIN_OPS(X)
 #define RM_OP_SLOT(name, args) void (*name)(const rm_ctx *, const args *);
 
-// No function is NULL in the tables that rm_kernels_for, rm_kernels_best and rm_kernels_cuda
-// (kernels/cuda/rm_cuda.h) return.
+// The tables that rm_kernels_for, rm_kernels_best and rm_kernels_cuda (kernels/cuda/rm_cuda.h)
+// return have every function.
 typedef struct rm_kernels {
   const char *isa; // "ref", "avx2", …
-  const char *family; // variants of one family give the same bits: "x86"
+  const char *family; // variants of one family are bit-identical: "x86"
   size_t (*workspace_bytes)(const rm_limits *limits); // enough for any op within the limits
   RM_OPS(RM_OP_SLOT)
   void (*pack)(const rm_ctx *, rm_pack_args *);
@@ -526,22 +503,23 @@ typedef enum rm_isa {
   RM_N_ISA
 } rm_isa;
 
-// The state of a variant, determined at the first call, in milliseconds (kernels/cpu/select_isa.c).
+// The state of a variant. The first call determines it, which takes milliseconds
+// (kernels/cpu/select_isa.c).
 typedef struct rm_isa_state {
-  const char *refused; // NULL: usable; else why not. A static string
-  int emulated; // test builds only: its instructions are emulated by functions
-  double gflops_one_row,
-      gflops_many_rows; // bf16 gemm on one thread, weights in the L2 cache; 0: not measured
+  const char *refused; // NULL: usable; else the reason, a static string
+  int emulated; // test builds only: functions emulate its instructions
+  // Measured for the bf16 gemm on one thread, with weights in the L2 cache; 0: not measured.
+  double gflops_one_row, gflops_many_rows;
 } rm_isa_state;
 
 const char *rm_isa_name(rm_isa isa);
 rm_isa_state rm_isa_ask(rm_isa isa);
 // The table of exactly this instruction set; NULL if it is not usable.
 const rm_kernels *rm_kernels_for(rm_isa isa);
-const rm_kernels *rm_kernels_named(
-    const char *isa); // the same by rm_isa_name; NULL also for an unknown name
-// The fastest table here. The environment variable RM_ISA = ref | avx2 | … caps the choice; an
-// unknown word gives NULL.
+// The same by rm_isa_name; NULL also for an unknown name.
+const rm_kernels *rm_kernels_named(const char *isa);
+// The fastest table of this machine. The environment variable RM_ISA = ref | avx2 | … caps the
+// choice; NULL if it is none of these.
 const rm_kernels *rm_kernels_best(void);
 
 // The rope table of the contract: cos and sin of round32(position · inv_freq[i]) times `scale`,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from marks import SUMMARY
+from marks import SUMMARY, first_cases_are_quick
 
 # pytest adds this folder to the path. Its folders torch and vllm must not pass for the packages.
 sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
@@ -64,7 +64,7 @@ def torch_as_it_was() -> Iterator[None]:
 def plain_signals() -> Iterator[None]:
     """Whoever started this process may have had some ignored: a shell what runs in its background,
     nohup."""
-    from rollmesh.grpo.interrupts import SIGNALS
+    from rollmesh.run.signals import SIGNALS
 
     before = [(number, signal.signal(number, signal.SIG_DFL)) for number in SIGNALS]
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -75,39 +75,44 @@ def plain_signals() -> Iterator[None]:
 
 # The files that take longest, the longest first: where two workers of pytest-xdist share the files,
 # none is left with a long one.
-FIRST = (
-    "nccl_engine",
-    "cuda",
+FIRST = [
     "device_comm",
     "cli",
-    "nccl_replicas",
-    "comm",
-    "mesh_processes",
-    "vllm_lent",
-    "mesh_bits",
-    "stream",
-)
-FIRST += (
-    "cuda_graphs",
-    "grpo_learning",
-    "fuzz",
-    "examples",
-    "native",
     "cuda_engine",
-    "promises",
-    "sources",
+    "nccl_engine",
+    "mesh_processes",
+    "torch_weights",
+    "examples",
+    "grpo_kernels",
+    "interrupts",
+    "cuda_fast",
+    "parity",
+    "checkops",
+    "mesh_bits",
+    "invariance",
+    "grpo_async",
+    "cuda_loans",
     "resharding",
-    "cuda_grpo",
-)
+    "grpo_faults",
+    "fuzz",
+    "deltas",
+]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     place = {f"test_{name}.py": i for i, name in enumerate(FIRST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
     config.option.loadscopereorder = False  # pytest-xdist would begin with the files of most tests
-    for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()):
-            item.add_marker("processes")
+    of = {item: {*getattr(item, "fixturenames", ())} for item in items}
+    processes = [item for item in items if of[item] & {"ranks", "server", "servers"}]
+    for item in processes:
+        item.add_marker("processes")
+    first_cases_are_quick(processes, "shm", "torch")
+    # The simulated device is slow too.
+    first_cases_are_quick(
+        item for item in items if item.path.parent.name == "gpu" or "simt_library" in of[item]
+    )
+    first_cases_are_quick(item for item in items if item.get_closest_marker("quick"))
 
 
 def pytest_collection_finish() -> None:

@@ -4,14 +4,14 @@
 // rm_hash_finish(word + (i + 1)·RM_HASH_STEP). The last word is padded with zeros, and the size is
 // added at the end. Every order of the work and every instruction set gives the same value.
 //
-// - A change of one word always shows: rm_hash_finish is a bijection.
-// - Any other change keeps the value with probability 2^-64, since each position has a function of
-//   its own: words, rows or pages that swap places or shift, a file of another run.
-// - It does not resist intent: whoever may write the bytes can also compute their checksum. Owner,
-//   mode and nonce protect against that.
+// - A change of one word always changes the checksum: rm_hash_finish is a bijection.
+// - Any other change (words, rows or pages that are swapped or shifted, a file of another run)
+//   keeps the checksum with probability 2^-64, since the function differs at each position.
+// - It does not protect against an attacker, who can compute the checksum too. Owner, mode and
+//   nonce of a file or region protect against that.
 #pragma once
 
 #include <stddef.h>
 #include <stdint.h>
 
-uint64_t rm_checksum(const void *bytes, size_t n); // bytes: of any alignment
+uint64_t rm_checksum(const void *bytes, size_t n); // bytes may have any alignment

@@ -1,6 +1,6 @@
-// control_groups.c: see control_groups.h. Guessing /sys/fs/cgroup lost: version 1 has a mount for
-// each controller, mixed systems have both versions, and where a container's group is mounted its
-// own path below it does not exist.
+// control_groups.c: see control_groups.h. Rejected: paths below /sys/fs/cgroup without mountinfo,
+// because version 1 has a mount for each controller, mixed systems have both versions, and a
+// container that sees its own group as the root has no path to it below the mount.
 #define _GNU_SOURCE
 #include "base/control_groups.h"
 
@@ -14,8 +14,8 @@
 #include <unistd.h>
 
 enum { LINE = 2 * PATH_MAX, MASK_WORDS = 1024 }; // 65,536 processors
-static const size_t NO_LIMIT = (size_t)1
-                               << 60; // version 1 says "none" by a number beyond any memory
+// Without a limit, version 1 writes a number larger than any memory.
+static const size_t NO_LIMIT = (size_t)1 << 60;
 
 typedef void (*visit_fn)(void *arg, const char *group);
 
@@ -25,7 +25,7 @@ static FILE *opened(const char *folder, const char *name) {
   return length > 0 && (size_t)length < sizeof path ? fopen(path, "re") : NULL;
 }
 
-// The next line without its end, cut to LINE; 0 when there is none.
+// Reads the next line without its newline, cut to LINE. Returns 0 at the end of the file.
 static int next_line(FILE *file, char line[LINE]) {
   if (!fgets(line, LINE, file)) return 0;
   char *end = strchr(line, '\n');
@@ -35,7 +35,8 @@ static int next_line(FILE *file, char line[LINE]) {
   return 1;
 }
 
-// The whole number that `text` begins with, after blanks; 0 where there is none, or none that fits.
+// Reads the integer at the start of `text`, after blanks. Returns 0 if there is none or it is too
+// large.
 static int read_number(const char *text, size_t *number, const char **end) {
   text += strspn(text, " \t");
   if (*text < '0' || *text > '9') return 0;
@@ -46,7 +47,7 @@ static int read_number(const char *text, size_t *number, const char **end) {
   return value < ULLONG_MAX;
 }
 
-// The number that follows `key` in a file of a group: in its first line when key is "".
+// Reads the number after `key` in a file of the group; with key "" the file's first line.
 static int number_in(const char *group, const char *name, const char *key, size_t *number) {
   FILE *file = opened(group, name);
   if (!file) return 0;
@@ -68,8 +69,8 @@ static int has_word(const char *list, const char *word) {
 }
 
 // --------------------------------------------------------------------------- where the groups are
-// The path of this process's group, "/…", in the hierarchy of that controller of version 1, or of
-// version 2 when controller is "".
+// Finds the path of this process's group, "/…": in the hierarchy of a version 1 controller, or in
+// the version 2 hierarchy when controller is "".
 static int own_group(const char *root, const char *controller, char line[LINE],
                      const char **group) {
   FILE *file = opened(root, "proc/self/cgroup");
@@ -87,7 +88,7 @@ static int own_group(const char *root, const char *controller, char line[LINE],
 }
 
 typedef struct mounted {
-  char *group; // what stands at `point`: the hierarchy's root, or a group of it
+  char *group; // the group that is mounted at `point`; "/" is the hierarchy's root
   char *point, *type;
   const char *options;
 } mounted;
@@ -105,8 +106,8 @@ static void unescape(char *text) {
   *to = 0;
 }
 
-// "31 23 0:28 /group /point rw,relatime … - cgroup source rw,memory", with any number of words
-// before the "-".
+// Parses "31 23 0:28 /group /point rw,relatime … - cgroup source rw,memory", with any number of
+// words before the "-".
 static int parse_mount(char *line, mounted *mount) {
   char *words[5], *word;
   for (int i = 0; i < 5; i++)
@@ -124,9 +125,9 @@ static int goes_up(const char *path) {
   return strncmp(path, "/..", 3) == 0 && (path[3] == '/' || !path[3]);
 }
 
-// What leads from the group of a mount down to the process's: "" or "/…"; NULL where the process is
-// not below it. Both paths are as the process's cgroup namespace shows them: groups above the
-// namespace's root begin with "/..", and the names on the way are not known.
+// Returns the path from a mount's group down to the process's group, "" or "/…"; NULL if the
+// process is not below the mount. Both paths are relative to the process's cgroup namespace: groups
+// above the namespace's root begin with "/..", and their names are not known.
 static const char *way_down(const char *mount, const char *own) {
   for (; goes_up(mount) && goes_up(own); own += 3) mount += 3;
   if (goes_up(own)) return NULL;
@@ -138,8 +139,8 @@ static const char *way_down(const char *mount, const char *own) {
   return strcmp(own + length, "/") ? own + length : "";
 }
 
-// Calls visit with the folder of each group that this process is in, of the controller's
-// hierarchies in both versions, from the inside out.
+// Calls visit with the folder of each group that this process is in, innermost first, in the
+// controller's hierarchies of both versions.
 static void each_group(const char *root, const char *controller, visit_fn visit, void *arg) {
   FILE *file = opened(root, "proc/self/mountinfo");
   if (!file) return;
@@ -222,8 +223,8 @@ double rm_cpu_quota(const char *root) {
   return least;
 }
 
-// Rounded down: a team of more threads than the quota has cores waits, all together, for the one
-// that was stopped.
+// Rounds the quota down: with more threads than cores, the whole team would wait for the thread
+// that the quota stops.
 int rm_usable_cores(const char *root) {
   unsigned long mask[MASK_WORDS] = {0}; // cpu_set_t has 1,024 processors
   const int answered = sched_getaffinity(0, sizeof mask, (cpu_set_t *)mask) == 0;

@@ -8,14 +8,14 @@
 #include "base/checked.h"
 #include "base/memory.h"
 
-enum { RM_FIELD_ALIGN = 64 }; // a cache line, what rm_carve gives
+enum { RM_FIELD_ALIGN = 64 }; // a cache line, the alignment of rm_carve
 
 typedef struct rm_field {
   void *slot; // address of the pointer to set
-  size_t count, bytes; // elements, and bytes of one; a count of 0 leaves NULL
+  size_t count, bytes; // elements, and bytes of one element; a count of 0 sets NULL
 } rm_field;
 
-// Bytes of an allocation for all fields, 0 when the sum does not fit in a size_t.
+// Returns the bytes of an allocation for all fields, 0 when the sum does not fit in a size_t.
 static inline size_t rm_fields_bytes(const rm_field *fields, size_t n) {
   size_t total = RM_FIELD_ALIGN;
   for (size_t i = 0; i < n; i++) {

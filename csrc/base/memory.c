@@ -1,6 +1,6 @@
-// memory.c: see memory.h. The library's globals are here, all atomic: counts of mapped bytes and of
-// allocations, by which tests find leaks, and the countdown of the failure hook. No step allocates,
-// so counting costs nothing in a step.
+// memory.c: see memory.h. Its globals are atomic: counts of mapped bytes and of allocations, by
+// which tests find leaks, and the countdown of the failure hook. Steps do not allocate, so counting
+// does not slow them.
 //
 // Large allocations come from mmap, not malloc, because sleep must return them to the system at
 // once, and because 2 MiB alignment allows huge pages: a decode step reads all weights, and 4 KiB
@@ -24,7 +24,7 @@ enum { CACHE_LINE = 64, HUGE_PAGE = 2 << 20 };
 
 static _Atomic size_t mapped_bytes, blocks_held;
 static _Atomic long fail_countdown; // 0: off
-static _Atomic long n_failed; // by the hook
+static _Atomic long n_failed; // allocations that the hook has failed
 static _Atomic int fail_for_ever;
 
 void rm_memory_fail_at(long n, int for_ever) {
@@ -35,7 +35,7 @@ void rm_memory_fail_at(long n, int for_ever) {
 
 long rm_memory_failed(void) { return atomic_load(&n_failed); }
 
-// Counts this allocation; 1 when it is to fail.
+// Counts this allocation. Returns 1 if the hook fails it.
 static int must_fail(void) {
   long left = atomic_load_explicit(&fail_countdown, memory_order_relaxed);
   while (left > 0) {
@@ -47,28 +47,30 @@ static int must_fail(void) {
   return 0;
 }
 
-// Counts a new allocation; NULL is not counted.
-static void *held(void *block) {
+// Counts a new allocation unless it is NULL.
+static void *count_block(void *block) {
   if (block) atomic_fetch_add_explicit(&blocks_held, 1, memory_order_relaxed);
   return block;
 }
 
-static void given_back(void) { atomic_fetch_sub_explicit(&blocks_held, 1, memory_order_relaxed); }
+static void uncount_block(void) {
+  atomic_fetch_sub_explicit(&blocks_held, 1, memory_order_relaxed);
+}
 
 void *rm_alloc(size_t count, size_t bytes) {
   if (must_fail()) return NULL;
-  return held(calloc(count ? count : 1, bytes ? bytes : 1));
+  return count_block(calloc(count ? count : 1, bytes ? bytes : 1));
 }
 
 void *rm_realloc(void *old, size_t count, size_t bytes) {
   size_t total;
   if (!rm_mul_size(count, bytes, &total) || must_fail()) return NULL;
   void *block = realloc(old, total ? total : 1);
-  return old ? block : held(block);
+  return old ? block : count_block(block);
 }
 
 void rm_free(void *block) {
-  if (block) given_back();
+  if (block) uncount_block();
   free(block);
 }
 
@@ -83,15 +85,15 @@ void *rm_map(size_t bytes) {
   char *raw =
       mmap(NULL, length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (raw == MAP_FAILED) return NULL;
-  if (slack) { // keep the aligned part, give the ends back
+  if (slack) { // keep the aligned part, unmap the ends
     const size_t head = (HUGE_PAGE - (uintptr_t)raw % HUGE_PAGE) % HUGE_PAGE;
     if (head) munmap(raw, head);
     if (slack > head) munmap(raw + head + length, slack - head);
     raw += head;
-    madvise(raw, length, MADV_HUGEPAGE); // a hint: without huge pages it is slower, not different
+    madvise(raw, length, MADV_HUGEPAGE); // a hint: only the speed depends on it
   }
   atomic_fetch_add(&mapped_bytes, length);
-  return held(raw);
+  return count_block(raw);
 }
 
 void *rm_map_file(int file, size_t bytes) {
@@ -99,18 +101,18 @@ void *rm_map_file(int file, size_t bytes) {
   void *block = mmap(NULL, page_round(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (block == MAP_FAILED) return NULL;
   atomic_fetch_add(&mapped_bytes, page_round(bytes));
-  return held(block);
+  return count_block(block);
 }
 
 void rm_unmap(void *block, size_t bytes) {
   if (!block) return;
   const size_t length = page_round(bytes);
   munmap(block, length);
-  given_back();
+  uncount_block();
   atomic_fetch_sub(&mapped_bytes, length);
 }
 
-// MemAvailable of the machine in bytes; SIZE_MAX: unknown.
+// Returns MemAvailable of the machine in bytes; SIZE_MAX: unknown.
 static size_t machine_available(const char *root) {
   char path[PATH_MAX], line[128];
   if (snprintf(path, sizeof path, "%s/proc/meminfo", root) >= (int)sizeof path) return SIZE_MAX;
@@ -130,8 +132,8 @@ typedef struct pool_list {
   int n;
 } pool_list;
 
-// Adds a control group; in a full list it takes the place of the one with the most left, so that
-// the least is always there.
+// Adds a control group. In a full list it replaces the group with the most memory left, so that
+// the group with the least is always listed.
 static void add_group(void *opaque, rm_group_memory group) {
   pool_list *list = opaque;
   char name[48];
@@ -153,8 +155,8 @@ int rm_memory_pools(const char *root, rm_memory_pool pools[RM_MEMORY_POOLS]) {
   return list.n;
 }
 
-// mmap overcommits, and the out-of-memory killer ends the process later; so the available memory is
-// checked before weights are allocated.
+// The engine checks the available memory before it allocates weights, because mmap overcommits and
+// the out-of-memory killer would end the process later.
 size_t rm_memory_available(void) {
   rm_memory_pool pools[RM_MEMORY_POOLS];
   size_t least = SIZE_MAX;
@@ -163,7 +165,7 @@ size_t rm_memory_available(void) {
   return least;
 }
 
-// By the boot id, since containers of a machine have different host names and share its memory.
+// Uses the boot id: containers of one machine share its memory but have different host names.
 uint64_t rm_memory_name(const char *card) {
   char machine[256] = "";
   FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re");

@@ -16,8 +16,8 @@ static size_t utf8_cut(const char *text, size_t length) {
   return length;
 }
 
-// Formats to a new string that begins with the first `used` bytes of `old`. A new one, because the
-// arguments may point into the old message. NULL when it cannot be allocated.
+// Formats to a new string that begins with the first `used` bytes of `old`. The string is new
+// because the arguments may point into the old message. NULL when it cannot be allocated.
 static char *extended(const char *old, size_t used, const char *format, va_list args) {
   va_list again;
   va_copy(again, args);
@@ -65,7 +65,7 @@ void rm_error_append(rm_error *err, const char *format, ...) {
   va_start(args, format);
   char *message = extended(err->message, used, format, args);
   va_end(args);
-  if (!message) return; // what is there stays
+  if (!message) return; // keeps the message as it is
   rm_free(err->message);
   err->message = message;
 }

@@ -1,6 +1,6 @@
 // status.h: error codes and messages. Every function that can fail returns an rm_code and fills an
-// rm_error that the caller owns with one sentence, "expected X, got Y". No function of the library
-// prints or exits.
+// rm_error, which the caller owns, with one sentence: "name: expected X, got Y". The library does
+// not print or exit.
 #pragma once
 
 #include <stdarg.h>
@@ -8,7 +8,7 @@
 typedef enum rm_code {
   RM_OK = 0,
   RM_E_CONFIG, // a model or engine setting breaks a rule
-  RM_E_REQUEST, // a request is malformed; only that request is refused
+  RM_E_REQUEST, // a request is malformed; only that request is rejected
   RM_E_STATE, // the call does not fit the state (asleep, closed, a sync is open)
   RM_E_NOT_SYNCED, // no weights yet
   RM_E_VERSION, // a version that does not increase
@@ -23,32 +23,32 @@ typedef enum rm_code {
   RM_E_NONFINITE,
   RM_E_LIMIT,
   RM_E_INCOMPLETE_SYNC,
-  RM_E_CAPACITY, // it can never fit
+  RM_E_CAPACITY, // the request or buffer can never fit
   RM_E_NUMERICS, // a row of logits, K or V is not finite
   RM_E_MEMORY, // an allocation failed
-  RM_E_MESH_MISMATCH, // ranks that do not fit together
+  RM_E_MESH_MISMATCH, // ranks with settings that differ
   RM_E_COLLECTIVE_MISMATCH,
   RM_E_COLLECTIVE_TIMEOUT,
   RM_E_RANK_LOST,
-  RM_E_SYNC_ABORTED, // another rank, or the sender, gave up a sync
+  RM_E_SYNC_ABORTED, // another rank, or the sender, aborted a sync
   RM_E_AUTH, // shared memory of another run: its nonce differs
-  RM_E_DEVICE, // a GPU failed: what it computed is lost, and so is its context
+  RM_E_DEVICE, // a GPU failed; its results and its context are gone
   RM_N_CODE
 } rm_code;
 
 typedef struct rm_error {
   rm_code code;
-  char *message; // owned, NULL or up to 64 KiB; `fixed` serves when it cannot be allocated
+  char *message; // owned, NULL or up to 64 KiB; `fixed` is used when it cannot be allocated
   char fixed[256];
 } rm_error;
 
 #define RM_ERROR_INIT {RM_OK, 0, {0}}
 
-// Sets code and message (replacing what was there) and returns code, so that a function can
-// `return rm_fail(err, …)`. err may be NULL.
+// Replaces code and message and returns code, so that a function can `return rm_fail(err, …)`. err
+// may be NULL.
 rm_code rm_fail(rm_error *err, rm_code code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
-// Appends to the message, for errors that list all offenders. Cut with "…" at 64 KiB.
+// Appends to the message, for errors that list all wrong values. Cut with "…" at 64 KiB.
 void rm_error_append(rm_error *err, const char *format, ...) __attribute__((format(printf, 2, 3)));
 const char *rm_error_message(const rm_error *err);
 void rm_error_clear(rm_error *err);

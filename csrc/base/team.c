@@ -1,10 +1,10 @@
 // team.c: the thread team. A forward pass calls rm_team_run some hundred times a token, so starting
-// a run must take a microsecond: it is one store to `epoch`, which the workers poll. They spin for
-// some microseconds, since the next op usually follows at once, and then sleep on it as a futex.
-// With more threads than cores they do not spin.
+// a run must take about a microsecond: it is one addition to `epoch`, which the workers poll. They
+// spin for some microseconds, since the next op usually follows at once, and then sleep on `epoch`
+// as a futex. With more threads than cores they do not spin.
 //
-// How an op's work is divided is the op's business: products and attention let threads take parts
-// in turn, small ops split evenly.
+// Each op divides its own work: in products and attention the threads take parts dynamically, small
+// ops split evenly.
 #define _GNU_SOURCE
 #include "base/team.h"
 
@@ -30,8 +30,8 @@ typedef struct rm_worker {
 struct rm_team {
   int n_threads, spins;
   int n_started; // workers that exist
-  pid_t owner; // process that has the workers; a forked child has none
-  rm_task_fn fn; // of the current run; NULL: workers leave
+  pid_t owner; // the process that created the workers; a forked child has none
+  rm_task_fn fn; // of the current run; NULL: the workers return
   void *arg;
   char pad0[64]; // each polled word has its own cache line
   _Atomic uint32_t epoch; // futex: number of runs
@@ -63,11 +63,9 @@ static uint32_t await_epoch(rm_team *team, uint32_t seen) {
     if ((now = atomic_load_explicit(&team->epoch, memory_order_acquire)) != seen) return now;
     cpu_relax();
   }
-  atomic_fetch_add(
-      &team->sleeping_workers,
-      // before FUTEX_WAIT reads epoch: a new run either sees sleeping_workers or is seen by
-      // FUTEX_WAIT
-      1);
+  // Before FUTEX_WAIT reads epoch: either the next run reads sleeping_workers after this addition,
+  // or FUTEX_WAIT reads the new epoch.
+  atomic_fetch_add(&team->sleeping_workers, 1);
   while ((now = atomic_load(&team->epoch)) == seen) futex_wait(&team->epoch, seen);
   atomic_fetch_sub(&team->sleeping_workers, 1);
   return now;
@@ -120,8 +118,8 @@ void rm_team_run(void *opaque, rm_task_fn fn, void *arg) {
   rm_fp_leave(saved);
 }
 
-// Workers block all signals, so that Ctrl-C goes to the interpreter's thread, except those of their
-// own faults, which faulthandler and the tests' guard pages handle.
+// Workers block all signals, so that Ctrl-C goes to the interpreter's thread. Signals of a worker's
+// own faults stay enabled: faulthandler and the tests' guard pages handle them.
 static int start_worker(rm_worker *worker) {
   sigset_t all, before;
   static const int own_faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
@@ -137,7 +135,8 @@ static int start_worker(rm_worker *worker) {
 rm_code rm_team_create(int n_threads, rm_team **out, rm_error *err) {
   *out = NULL;
   if (n_threads < 1 || n_threads > RM_MAX_THREADS)
-    return rm_fail(err, RM_E_CONFIG, "threads=%d is not in [1, %d]", n_threads, RM_MAX_THREADS);
+    return rm_fail(err, RM_E_CONFIG, "threads: expected 1 to %d, got %d", RM_MAX_THREADS,
+                   n_threads);
   rm_team *team = rm_alloc(1, sizeof *team + (size_t)(n_threads - 1) * sizeof team->workers[0]);
   if (!team) return rm_fail(err, RM_E_MEMORY, "no memory for a team of %d threads", n_threads);
   team->n_threads = n_threads;

@@ -11,17 +11,14 @@
 enum { RM_COPY_PIECE = 2048 };
 
 // memcpy in pieces of 2 KiB. For larger sizes memcpy uses `rep movsb`, which on AMD family 25
-// copies 2 GB/s instead of 40 where the target is 1 … 63 bytes beyond the source modulo 4096, as
-// from a page of a buffer to a large array of malloc or NumPy.
+// copies 2 GB/s instead of 40 where the target is 1 to 63 bytes beyond the source modulo 4096, for
+// example from a page of a buffer to a large array of malloc or NumPy.
 static inline void rm_copy(void *to, const void *from, size_t n) {
   for (size_t at = 0, length; at < n; at += length) {
     length = n - at < RM_COPY_PIECE ? n - at : RM_COPY_PIECE;
-    __asm__(
-        ""
-        : "+r"(
-            // else the compiler inlines `rep movsb` for the known bound, and sanitizers do not see
-            // the access
-            length));
+    // Hides the bound from the compiler, which would inline `rep movsb` for it (and sanitizers
+    // would not check that access).
+    __asm__("" : "+r"(length));
     memcpy((char *)to + at, (const char *)from + at, length);
   }
 }
@@ -30,12 +27,12 @@ static inline int rm_block_is_flat(const rm_block *block) {
   return block->rows == 1 || block->ld == block->row_bytes;
 }
 
-// Copies bytes [at, at + n) of the block from `flat` (into = 1) or to it (0). The range lies in the
-// block.
+// Copies bytes [at, at + n) of the block from `flat` (into = 1) or to `flat` (into = 0). The range
+// lies in the block.
 static inline void rm_block_move(const rm_block *block, size_t at, char *flat, size_t n, int into) {
   if (n == 0) return;
   char *row = block->base;
-  size_t column = at, length = n; // a flat block is one row
+  size_t column = at, length = n; // a flat block counts as one row
   const int is_flat = rm_block_is_flat(block);
   if (!is_flat) {
     row += at / block->row_bytes * block->ld;
@@ -55,7 +52,7 @@ static inline void rm_block_write(const rm_block *block, size_t at, const void *
   rm_block_move(block, at, (char *)(uintptr_t)from, n, 1);
 }
 
-// Copies a block to another with the same number of bytes; no effect when they are the same memory.
+// Copies a block to another with the same number of bytes; does nothing if both have the same base.
 static inline void rm_block_copy(const rm_block *from, const rm_block *to) {
   if (rm_block_bytes(to) == 0 || from->base == to->base) return;
   if (rm_block_is_flat(to)) {

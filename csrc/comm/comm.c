@@ -1,9 +1,9 @@
 // comm.c: see comm.h. The part that all transports share: checks blocks, numbers and counts calls,
-// copies the block that a rank sends to itself, and keeps the first error, which a dead group
-// returns without asking the transport.
+// copies the block that a rank sends to itself, and keeps the first error, which every later call
+// on a dead group returns.
 //
 // For transports without headers it keeps a digest of all calls, and one for each rank and
-// direction, so that a comparison names the ranks that differ.
+// direction, so that a comparison can name the ranks that differ.
 //
 // Wrong arguments on one rank end the group too, since the other ranks wait in a call that this
 // rank will not join.
@@ -20,21 +20,22 @@
 #include "comm/block.h"
 #include "device/devices.h"
 
-static const double DEFAULT_SECONDS = 60,
-                    MAX_SECONDS = 1e8; // three years: added to a clock it fits in any timespec
+// MAX_SECONDS: three years, so that a deadline fits in any timespec.
+static const double DEFAULT_SECONDS = 60, MAX_SECONDS = 1e8;
 // rm_comm_wait polls without sleeping for AWAKE_SECONDS, then with naps; it checks the groups every
 // LOOK_SECONDS.
 static const double AWAKE_SECONDS = 200e-6, LOOK_SECONDS = 1e-3;
-enum { NAP_NANOSECONDS = 20000, QUEUE_END = -1 }; // QUEUE_END: instead of a event
+enum { NAP_NANOSECONDS = 20000, QUEUE_END = -1 }; // QUEUE_END: wait for the queue, not an event
 
-typedef struct account { // what a rank sends to another rank to compare calls
-  uint64_t calls, digest, between; // between: of the calls, with the bytes for that other
+typedef struct account { // a rank's calls so far, sent to another rank to compare them
+  uint64_t calls, digest; // number and digest of all calls
+  uint64_t between; // digest of the calls and of the bytes sent to that other rank
   int64_t epoch;
 } account;
 
 struct rm_comm {
-  rm_transport transport; // no exchange: a group of one
-  pid_t owner; // process that made it; a forked child has a copy that it may only destroy
+  rm_transport transport; // exchange is NULL in a group of one
+  pid_t owner; // the process that created it; a forked child may only destroy its copy
   int rank, size;
   uint64_t sequence; // calls so far
   int64_t epoch;
@@ -45,9 +46,8 @@ struct rm_comm {
   char reason[512];
   rm_block *send, *recv; // [size] each, carved: scratch of all_gather, broadcast, …
   uint64_t digest; // of all calls
-  uint64_t *given,
-      // [size] each, carved: digests of all calls with the bytes sent to a rank, received from it
-      *taken;
+  // [size] each, carved: digests of all calls with the bytes sent to, or received from, each rank.
+  uint64_t *given, *taken;
   account *accounts; // [2][size], carved: sent and received
 };
 
@@ -76,12 +76,12 @@ static rm_code refuse_child(const rm_comm *comm, rm_error *err) {
       (int)comm->owner, (int)getpid());
 }
 
-// ----------------------------------------------------------------------------------------- making
+// --------------------------------------------------------------------------------------- creation
 rm_code rm_comm_create(const rm_transport *transport, int rank, int size, rm_comm **out,
                        rm_error *err) {
   *out = NULL;
   if (size < 1 || rank < 0 || rank >= size)
-    return rm_fail(err, RM_E_CONFIG, "expected a rank below %d, got %d", size, rank);
+    return rm_fail(err, RM_E_CONFIG, "rank: expected 0 to %d, got %d", size - 1, rank);
   rm_comm *comm = rm_alloc(
       1, sizeof *comm + 2 * (size_t)size *
                             (sizeof *comm->send + sizeof *comm->given + sizeof *comm->accounts));
@@ -135,52 +135,58 @@ static rm_code check_block(const rm_block *block, const char *what, int peer, si
                            rm_error *err) {
   size_t bytes, last;
   if (block->rows < 0)
-    return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has %lld rows", what, peer,
-                   (long long)block->rows);
+    return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d: expected at least 0 rows, got %lld",
+                   what, peer, (long long)block->rows);
   if (!rm_mul_size((size_t)block->rows, block->row_bytes, &bytes) ||
       !rm_add_size(*total, bytes, total) || *total > INT64_MAX)
     return rm_fail(err, RM_E_LAYOUT,
-                   "the block %s rank %d has %lld rows of %zu bytes, more than there can be", what,
-                   peer, (long long)block->rows, block->row_bytes);
+                   "the block %s rank %d: expected blocks of less than 2^63 bytes in all, got %lld "
+                   "rows of %zu bytes more",
+                   what, peer, (long long)block->rows, block->row_bytes);
   if (bytes == 0) return RM_OK;
   if (!block->base)
-    return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has %zu bytes at NULL", what, peer,
+    return rm_fail(err, RM_E_LAYOUT,
+                   "the block %s rank %d: expected an address for %zu bytes, got NULL", what, peer,
                    bytes);
   if (block->rows > 1 &&
       (block->ld < block->row_bytes || !rm_mul_size((size_t)block->rows, block->ld, &last)))
-    return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has rows of %zu bytes, %zu apart", what,
-                   peer, block->row_bytes, block->ld);
+    return rm_fail(err, RM_E_LAYOUT,
+                   "the block %s rank %d: expected rows of %zu bytes at least that far apart, got "
+                   "a distance of %zu",
+                   what, peer, block->row_bytes, block->ld);
   return RM_OK;
 }
 
 static rm_code check_call(const rm_comm *comm, rm_comm_op op, const rm_block send[],
                           const rm_block recv[], rm_error *err) {
   size_t sent = 0, received = 0;
-  const rm_block *one = NULL; // of a gather: what everyone gets
-  int n_others = 0; // that get it
+  const rm_block *one = NULL; // the block of a gather or broadcast, the same for every receiver
+  int n_others = 0; // other ranks that receive it
   const int same = op == RM_COMM_GATHER || op == RM_COMM_BROADCAST;
   rm_code code;
   if ((unsigned)op >= RM_N_COMM_OP)
-    return rm_fail(err, RM_E_LAYOUT, "expected an operation below %d, got %d", RM_N_COMM_OP,
-                   (int)op);
+    return rm_fail(err, RM_E_LAYOUT, "op: expected 0 to %d, got %d", RM_N_COMM_OP - 1, (int)op);
   for (int r = 0; r < comm->size; r++) {
     if ((code = check_block(&send[r], "for", r, &sent, err)) ||
         (code = check_block(&recv[r], "from", r, &received, err)))
       return code;
     if (!same || rm_block_bytes(&send[r]) == 0) continue;
     if (one && !rm_block_same(one, &send[r]))
-      return rm_fail(err, RM_E_LAYOUT, "%s: the block for rank %d is not the one for the others",
+      return rm_fail(err, RM_E_LAYOUT,
+                     "%s: expected the same block for all ranks, got another one for rank %d",
                      rm_comm_op_name(op), r);
     one = &send[r];
     n_others += r != comm->rank;
   }
   if (op == RM_COMM_GATHER && n_others > 0 && n_others < comm->size - 1)
     return rm_fail(err, RM_E_LAYOUT,
-                   "%s: expected a block for all or none of %d other ranks, got one for %d",
+                   "%s: expected a block for all or none of %d other ranks, got blocks for %d",
                    rm_comm_op_name(op), comm->size - 1, n_others);
   const rm_block *out = &send[comm->rank], *in = &recv[comm->rank];
   if (rm_block_bytes(out) != rm_block_bytes(in))
-    return rm_fail(err, RM_E_LAYOUT, "%s: rank %d gives itself %zu bytes and takes %zu",
+    return rm_fail(err, RM_E_LAYOUT,
+                   "%s: rank %d sends itself %zu bytes: expected a receive block of as many, got "
+                   "%zu",
                    rm_comm_op_name(op), comm->rank, rm_block_bytes(out), rm_block_bytes(in));
   return RM_OK;
 }
@@ -205,7 +211,8 @@ static rm_code move(rm_comm *comm, rm_comm_op op, const rm_block send[], const r
 }
 
 // Adds a successful (or enqueued) call to the digests.
-static void note(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[]) {
+static void add_to_digests(rm_comm *comm, rm_comm_op op, const rm_block send[],
+                           const rm_block recv[]) {
   const uint64_t call =
       rm_hash_word(rm_hash_word(comm->sequence, (uint64_t)op), (uint64_t)comm->epoch);
   comm->digest = rm_hash_word(comm->digest, call);
@@ -220,7 +227,7 @@ static void note(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_b
   }
 }
 
-// Keeps the error for later calls.
+// Keeps the error, which later calls return.
 static rm_code keep(rm_comm *comm, rm_code code, const rm_error *err) {
   const char *text = rm_error_message(err);
   size_t length = strnlen(text, sizeof comm->reason - 1);
@@ -231,7 +238,7 @@ static rm_code keep(rm_comm *comm, rm_code code, const rm_error *err) {
   return comm->failed = code;
 }
 
-// Wrong arguments: ends the group, since this rank does not make the call.
+// Ends the group after wrong arguments, since this rank does not make the call.
 static rm_code refuse(rm_comm *comm, rm_code code, const rm_error *err) {
   rm_comm_abort(comm, code);
   return keep(comm, code, err);
@@ -245,7 +252,7 @@ static rm_code run(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm
   if (code) return refuse(comm, code, err);
   code = move(comm, op, send, recv, err);
   if (code) return keep(comm, code, err);
-  note(comm, op, send, recv);
+  add_to_digests(comm, op, send, recv);
   comm->stats.calls[op]++;
   comm->stats.seconds += rm_now() - start;
   return RM_OK;
@@ -256,7 +263,7 @@ rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], co
   if (!is_here(comm)) return refuse_child(comm, err);
   if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
   if (err) return run(comm, op, send, recv, err);
-  rm_error own = RM_ERROR_INIT; // the message is kept, also for a caller that passes NULL
+  rm_error own = RM_ERROR_INIT; // the group keeps the message even if the caller passes NULL
   const rm_code code = run(comm, op, send, recv, &own);
   rm_error_clear(&own);
   return code;
@@ -277,7 +284,8 @@ rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, const siz
   return rm_comm_exchange(comm, RM_COMM_GATHER, comm->send, comm->recv, err);
 }
 
-// Wrong arguments found before there are blocks; `own` has the message.
+// Does the same as `refuse` for arguments that are rejected before blocks exist; `own` has the
+// message.
 static rm_code refuse_early(rm_comm *comm, rm_error *own, rm_error *err) {
   if (!comm->failed) refuse(comm, own->code, own);
   rm_error_clear(own);
@@ -289,8 +297,9 @@ rm_code rm_comm_gather_columns(rm_comm *comm, void *matrix, int64_t rows, size_t
   for (int r = 0; r < comm->size; r++) {
     if (first[r] > ld || bytes[r] > ld - first[r]) {
       rm_error own = RM_ERROR_INIT;
-      rm_fail(&own, RM_E_LAYOUT, "the columns of rank %d are bytes %zu + %zu of rows of %zu", r,
-              first[r], bytes[r], ld);
+      rm_fail(&own, RM_E_LAYOUT,
+              "the columns of rank %d: expected bytes inside rows of %zu, got %zu bytes from %zu",
+              r, ld, bytes[r], first[r]);
       return refuse_early(comm, &own, err);
     }
     comm->recv[r] = (rm_block){(char *)matrix + first[r], rows, bytes[r], ld};
@@ -302,7 +311,7 @@ rm_code rm_comm_gather_columns(rm_comm *comm, void *matrix, int64_t rows, size_t
 rm_code rm_comm_broadcast(rm_comm *comm, void *data, size_t bytes, int root, rm_error *err) {
   if (root < 0 || root >= comm->size) {
     rm_error own = RM_ERROR_INIT;
-    rm_fail(&own, RM_E_LAYOUT, "a broadcast from rank %d of %d", root, comm->size);
+    rm_fail(&own, RM_E_LAYOUT, "root: expected rank 0 to %d, got %d", comm->size - 1, root);
     return refuse_early(comm, &own, err);
   }
   for (int r = 0; r < comm->size; r++) {
@@ -318,9 +327,9 @@ rm_code rm_comm_barrier(rm_comm *comm, rm_error *err) {
 }
 
 // ---------------------------------------------------------------------------------- device groups
-// After the device has done its work: an error if a group has failed or was aborted, since that
-// work may have ended early. A rank that left the group normally had done its part before.
-static rm_code look_back(rm_comm *const comms[], int n, rm_error *err) {
+// Called when the device has completed its work: returns an error if a group has failed or was
+// aborted, since that work may have ended early. A rank that left normally had done its part.
+static rm_code check_completed(rm_comm *const comms[], int n, rm_error *err) {
   for (int i = 0; i < n; i++) {
     if (!comms[i] || !(comms[i]->failed || atomic_load(&comms[i]->aborted))) continue;
     const rm_code code = rm_comm_check(comms[i], err),
@@ -332,15 +341,16 @@ static rm_code look_back(rm_comm *const comms[], int n, rm_error *err) {
   return RM_OK;
 }
 
-static int waits_there(const rm_comm *comm) {
-  return comm->transport.waits_there || comm->failed || atomic_load(&comm->aborted);
+static int waits_in_queue(const rm_comm *comm) {
+  return comm->transport.waits_in_queue || comm->failed || atomic_load(&comm->aborted);
 }
 
-// While work is left: a group's error, a timeout, or RM_OK.
-static rm_code look_on(rm_comm *const comms[], int n, const rm_device *device, double timeout,
-                       double waited, rm_error *err) {
+// Called while work is pending: returns a group's error, a timeout, or RM_OK.
+static rm_code check_pending(rm_comm *const comms[], int n, const rm_device *device, double timeout,
+                             double waited, rm_error *err) {
   for (int i = 0; i < n; i++) {
-    const rm_code code = comms[i] && waits_there(comms[i]) ? rm_comm_check(comms[i], err) : RM_OK;
+    const rm_code code =
+        comms[i] && waits_in_queue(comms[i]) ? rm_comm_check(comms[i], err) : RM_OK;
     if (code) return code;
   }
   if (waited < timeout) return RM_OK;
@@ -356,10 +366,10 @@ static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, 
     const rm_device_status status =
         event == QUEUE_END ? device->poll(device->self) : device->query_event(device->self, event);
     const double now = rm_now();
-    if (status == RM_DEVICE_OK) return look_back(comms, n, err);
+    if (status == RM_DEVICE_OK) return check_completed(comms, n, err);
     if (status != RM_DEVICE_BUSY) return rm_device_check(device, status, err);
     if (now - looked >= LOOK_SECONDS || now - start >= timeout) {
-      const rm_code code = look_on(comms, n, device, timeout, now - start, err);
+      const rm_code code = check_pending(comms, n, device, timeout, now - start, err);
       if (code) return code;
       looked = now;
     }
@@ -368,27 +378,27 @@ static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, 
   }
 }
 
-// Where nothing in the queue waits for another rank.
+// For a queue without work that waits for another rank.
 static rm_code wait_alone(rm_comm *const comms[], int n, const rm_device *device, int event,
                           rm_error *err) {
   const rm_device_status status =
       event == QUEUE_END ? device->wait(device->self) : device->wait_event(device->self, event);
   const rm_code code = rm_device_check(device, status, err);
-  return code ? code : look_back(comms, n, err);
+  return code ? code : check_completed(comms, n, err);
 }
 
 static rm_code wait_until(rm_comm *const comms[], int n, const rm_device *device, int event,
                           double timeout, rm_error *err) {
-  rm_error own = RM_ERROR_INIT; // the message is kept, also for a caller that passes NULL
-  rm_error *said = err ? err : &own;
+  rm_error own = RM_ERROR_INIT; // the groups keep the message even if the caller passes NULL
+  rm_error *kept = err ? err : &own;
   int watched = 0;
-  for (int i = 0; i < n; i++) watched |= comms[i] && waits_there(comms[i]);
-  const rm_code code = watched ? wait_for(comms, n, device, event, clamp_timeout(timeout), said)
-                               : wait_alone(comms, n, device, event, said);
+  for (int i = 0; i < n; i++) watched |= comms[i] && waits_in_queue(comms[i]);
+  const rm_code code = watched ? wait_for(comms, n, device, event, clamp_timeout(timeout), kept)
+                               : wait_alone(comms, n, device, event, kept);
   for (int i = 0; i < n && code; i++) {
     if (!comms[i] || !is_here(comms[i])) continue;
     rm_comm_abort(comms[i], code);
-    if (!comms[i]->failed) keep(comms[i], code, said);
+    if (!comms[i]->failed) keep(comms[i], code, kept);
   }
   rm_error_clear(&own);
   return code;
@@ -404,7 +414,7 @@ rm_code rm_comm_wait_event(rm_comm *const comms[], int n, const rm_device *devic
   return wait_until(comms, n, device, event, timeout, err);
 }
 
-int rm_comm_can_be_captured(const rm_comm *comm) { return comm->transport.waits_there; }
+int rm_comm_can_be_captured(const rm_comm *comm) { return comm->transport.waits_in_queue; }
 
 static rm_code judge_account(const rm_comm *comm, int other, const account *theirs, rm_error *err) {
   const unsigned long long n = comm->sequence;
@@ -441,15 +451,15 @@ static rm_code compare(rm_comm *comm, rm_comm *host, account *mine, account *the
 
 rm_code rm_comm_compare(rm_comm *comm, rm_comm *host, rm_error *err) {
   rm_error own = RM_ERROR_INIT;
-  rm_error *said = err ? err : &own;
+  rm_error *kept = err ? err : &own;
   if (!is_here(comm)) return refuse_child(comm, err);
   if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
   if (rm_comm_size(host) != comm->size || rm_comm_rank(host) != comm->rank)
     return rm_fail(err, RM_E_CONFIG,
-                   "expected a host group in which this is rank %d of %d, got rank %d of %d",
+                   "host: expected a group in which this is rank %d of %d, got rank %d of %d",
                    comm->rank, comm->size, rm_comm_rank(host), rm_comm_size(host));
-  const rm_code code = compare(comm, host, comm->accounts, comm->accounts + comm->size, said);
-  if (code) refuse(comm, code, said);
+  const rm_code code = compare(comm, host, comm->accounts, comm->accounts + comm->size, kept);
+  if (code) refuse(comm, code, kept);
   rm_error_clear(&own);
   return code;
 }

@@ -1,9 +1,9 @@
 // comm.h: collectives between the ranks of a group (a mesh axis, or the world). They move bytes and
-// never add, so they cannot change a result bit.
+// never add, so they cannot change a result.
 //
 // There is one collective, rm_comm_exchange, in which every rank sends a block to every rank; the
 // others are built on it. All ranks of a group make the same calls in the same order. Each call
-// carries a header (op, sequence, epoch, bytes for each receiver) that the receiver checks before
+// sends a header (op, sequence, epoch, bytes for each receiver), which the receiver checks before
 // it reads data:
 //
 //   RM_E_COLLECTIVE_MISMATCH   ranks disagree on op, size or weight version (epoch)
@@ -12,18 +12,19 @@
 //   RM_E_RANK_LOST             a rank's process ended, or a rank aborted (rm_comm_abort)
 //
 // After the first error the group is dead on all ranks: waiting and later calls fail with the first
-// failing rank and its reason, and received data is undefined. A dead group can only be destroyed.
+// failing rank and its error, and received data is undefined. A dead group can only be destroyed.
 //
 // One thread at a time uses a rank's endpoint (rm_comm); rm_comm_abort may be called from any
 // thread.
 //
 // Host transports (threads, shm, torch) take host addresses, and a call is complete at return.
 // Device transports (staged.h, nccl.h) take device addresses (kernels/device.h) and only enqueue
-// work, in order with the device's other work: success means enqueued, and rm_comm_wait says when
-// it is complete.
+// work, in order with the device's other work: success means enqueued, and rm_comm_wait returns
+// when it is complete.
 //
-// An endpoint belongs to the process that made it. In a forked child it can be destroyed, which
-// frees memory and notifies nobody; rm_comm_abort does nothing there and calls are RM_E_STATE.
+// An endpoint belongs to the process that created it. A forked child can destroy its copy, which
+// frees memory without notifying other ranks; there rm_comm_abort does nothing and calls return
+// RM_E_STATE.
 #pragma once
 
 #include <stddef.h>
@@ -34,22 +35,22 @@
 
 typedef struct rm_comm rm_comm; // one rank's endpoint of one group
 
-// The purpose of an exchange, for the header and for messages. All ranks must name the same one.
+// The purpose of an exchange, for the header and for messages. All ranks must pass the same one.
 typedef enum rm_comm_op {
   RM_COMM_BARRIER,
   RM_COMM_BROADCAST,
   RM_COMM_GATHER, // all_gather of rows or columns: every receiver gets the same block
   RM_COMM_ALL_TO_ALL,
-  RM_COMM_DISPATCH, // of tokens to experts
-  RM_COMM_COMBINE, // of expert outputs to tokens
+  RM_COMM_DISPATCH, // tokens to experts
+  RM_COMM_COMBINE, // expert outputs to tokens
   RM_COMM_STEP, // descriptions of a step
-  RM_COMM_VOTE, // of a sync or a configuration
+  RM_COMM_VOTE, // on a sync or a configuration
   RM_N_COMM_OP
 } rm_comm_op;
 
 const char *rm_comm_op_name(rm_comm_op op); // "all_gather", …
 
-// `rows` runs of row_bytes each, ld bytes from one to the next.
+// `rows` runs of row_bytes each; each run begins ld bytes after the one before it.
 typedef struct rm_block {
   void *base;
   int64_t rows;
@@ -62,54 +63,54 @@ static inline size_t rm_block_bytes(const rm_block *block) {
 
 // Sends send[r] to rank r and receives recv[r] from it, for every rank r including this one.
 // recv[r] has as many bytes as rank r sends here; its rows may have another length. send and recv
-// must not overlap, but for this rank's own two blocks, which may be the same. With
-// RM_COMM_BROADCAST and RM_COMM_GATHER all of send is one block, sent once; with RM_COMM_BROADCAST
-// some of send may be empty.
+// must not overlap, except that this rank's own two blocks may be the same. With RM_COMM_BROADCAST
+// and RM_COMM_GATHER all entries of send are the same block, sent once; with RM_COMM_BROADCAST some
+// entries may be empty.
 rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
                          rm_error *err);
 
-// Concatenates bytes[r] bytes of each rank r in `out` on every rank. `send` may be this rank's
-// place in `out`.
+// Concatenates bytes[r] bytes of each rank r in `out` on every rank. `send` may point to this
+// rank's range of `out`.
 rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, const size_t bytes[],
                            rm_error *err);
 // all_gather of columns, in place: rank r has bytes [first[r], first[r] + bytes[r]) of each of
 // `rows` rows, which are ld bytes apart.
 rm_code rm_comm_gather_columns(rm_comm *comm, void *matrix, int64_t rows, size_t ld,
                                const size_t first[], const size_t bytes[], rm_error *err);
-// From rank `root`, in place.
+// Copies rank `root`'s data to all ranks, in place.
 rm_code rm_comm_broadcast(rm_comm *comm, void *data, size_t bytes, int root, rm_error *err);
 rm_code rm_comm_barrier(rm_comm *comm, rm_error *err);
-// Ends the group with the reason `why`: the other ranks fail where they wait, or at their next
-// call.
+// Ends the group with the error code `why`: waiting calls of the other ranks fail, or their next
+// call fails.
 void rm_comm_abort(rm_comm *comm, rm_code why);
-// Whether the group has failed, as far as this rank knows, and how. Takes microseconds and does not
-// wait for other ranks: for long work between two calls. Always RM_OK on transports that cannot
-// tell.
+// Returns the group's error if this rank can see that the group has failed. Takes microseconds and
+// does not wait for other ranks: call it during long work between two calls. Always RM_OK on
+// transports that cannot detect a failure.
 rm_code rm_comm_check(rm_comm *comm, rm_error *err);
 
-// device->wait for a device whose queue may hold calls of `comms` (NULL entries are skipped).
-// Checks the groups meanwhile: when one has failed, or after `timeout` seconds, all are aborted,
-// which ends their work in the queue. Returns the group's error, RM_E_COLLECTIVE_TIMEOUT, or
-// RM_E_DEVICE when the device failed. Without a group that waits in the queue it is device->wait.
+// Waits for a device whose queue may hold calls of `comms` (NULL entries are skipped), and checks
+// the groups meanwhile. If a group fails, or after `timeout` seconds, it aborts all of them, which
+// ends their work in the queue. Returns the group's error, RM_E_COLLECTIVE_TIMEOUT, or RM_E_DEVICE
+// when the device failed. Without a group that waits in the queue it is device->wait.
 rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, double timeout,
                      rm_error *err);
 // The same for device->wait_event.
 rm_code rm_comm_wait_event(rm_comm *const comms[], int n, const rm_device *device, int event,
                            double timeout, rm_error *err);
 
-// Whether calls only enqueue, so that a graph can capture them. Barriers never do.
+// Whether calls only enqueue work, so that a graph can capture them. Barriers cannot be captured.
 int rm_comm_can_be_captured(const rm_comm *comm);
 
-// For transports that send no headers (nccl): compares all calls so far (op, sequence, epoch, sizes
-// of gathers), and the bytes between each two ranks, over `host`, another group of the same ranks
-// in the same order. Captured calls count once, at capture; the engine compares which graph a step
-// replays. RM_E_COLLECTIVE_MISMATCH names two ranks that differ, and ends `comm` on all. All ranks
-// call it at the same steps.
+// For transports without headers (nccl): compares all calls so far (op, sequence, epoch, sizes of
+// gathers) and the bytes between each two ranks, over `host`, another group of the same ranks in
+// the same order. Captured calls count once, at capture; the engine compares which graph a step
+// replays. RM_E_COLLECTIVE_MISMATCH names two ranks that differ and ends `comm` on all ranks. All
+// ranks call it at the same steps.
 rm_code rm_comm_compare(rm_comm *comm, rm_comm *host, rm_error *err);
 
 int rm_comm_rank(const rm_comm *comm); // in the group, 0 … size − 1
 int rm_comm_size(const rm_comm *comm);
-// The weight version that this rank serves; in every header.
+// Sets the weight version that this rank serves, which is part of every header.
 void rm_comm_set_epoch(rm_comm *comm, int64_t epoch);
 void rm_comm_set_timeout(rm_comm *comm, double seconds);
 double rm_comm_timeout(const rm_comm *comm);
@@ -126,25 +127,23 @@ void rm_comm_destroy(rm_comm *comm); // safe on NULL
 rm_code rm_comm_create_alone(rm_comm **out, rm_error *err);
 
 // ------------------------------------------------------------------------------------- transports
-// What a transport implements. comm.c checks arguments, counts, and copies this rank's block to
+// The functions of a transport. comm.c checks arguments, counts, and copies this rank's block to
 // itself.
 typedef struct rm_transport {
   const char *name; // "threads", "shm", "torch", "staged", "nccl"
   int moves_own; // for device memory: exchange also copies the block that this rank sends to itself
-  // calls wait for other ranks in the device's queue, so rm_comm_wait checks the group
-  int waits_there;
+  // Calls wait for other ranks in the device's queue; rm_comm_wait checks the group.
+  int waits_in_queue;
   void *self; // the transport's state; owned by the comm once created
-  // rm_comm_exchange for all ranks but this one, or for all. `sequence` counts the calls of the
-  // group from 1.
+  // rm_comm_exchange, without this rank's own block unless moves_own. `sequence` counts the calls
+  // of the group from 1.
   rm_code (*exchange)(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout,
                       const rm_block send[], const rm_block recv[], rm_error *err);
   void (*abort)(void *self, rm_code why);
   rm_code (*check)(void *self, rm_error *err); // rm_comm_check; may be NULL
-  void (*leave)(
-      void *
-          // before destroy, except in a forked child: tells the others that this rank has left; may
-          // be NULL
-          self);
+  // Notifies the other ranks that this rank has left. Called before destroy, except in a forked
+  // child; may be NULL.
+  void (*leave)(void *self);
   void (*destroy)(void *self);
 } rm_transport;
 

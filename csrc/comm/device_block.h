@@ -1,6 +1,6 @@
-// device_block.h: blocks (comm.h) of device memory for transports: pack rows into contiguous bytes,
-// unpack them, and copy this rank's own block. All of it is enqueued. A contiguous block needs no
-// packing.
+// device_block.h: blocks (comm.h) of device memory for transports: packs rows into contiguous
+// bytes, unpacks them, and copies this rank's own block. All functions only enqueue work. A
+// contiguous block needs no packing.
 #pragma once
 
 #include "comm/block.h"
@@ -20,14 +20,14 @@ static inline void rm_device_unpack(const rm_device *device, const char *run,
                   block->row_bytes, block->row_bytes, (size_t)block->rows);
 }
 
-// Whether rm_device_own needs a run of the block's bytes: where both ends have rows, of different
-// lengths.
+// Whether rm_device_own needs a buffer of the block's bytes: when both blocks are strided and their
+// rows differ in length.
 static inline int rm_device_own_needs_run(const rm_block *from, const rm_block *to) {
   return rm_block_bytes(to) > 0 && from->base != to->base && !rm_block_is_flat(from) &&
          !rm_block_is_flat(to) && from->row_bytes != to->row_bytes;
 }
 
-// As rm_block_copy.
+// rm_block_copy in device memory. `run`: the buffer, if rm_device_own_needs_run.
 static inline void rm_device_own(const rm_device *device, const rm_block *from, const rm_block *to,
                                  char *run) {
   if (rm_block_bytes(to) == 0 || from->base == to->base) return;

@@ -1,7 +1,7 @@
 // staged.c: see staged.h. An exchange packs the blocks for other ranks into one device buffer,
-// copies it to pinned memory, exchanges over the host group, copies what was received back in one
-// copy, and unpacks it. One copy per block was rejected: each copy costs some microseconds, and
-// there is one block per rank.
+// copies it to pinned memory, exchanges over the host group, copies the received bytes back in one
+// copy, and unpacks them. Rejected: one copy per block, because each copy costs some microseconds
+// and there is one block per rank.
 #include "comm/staged.h"
 
 #include "base/memory.h"
@@ -9,7 +9,7 @@
 #include "device/devices.h"
 
 typedef struct run { // buffers of one direction
-  char *there, *here; // owned: [capacity] of device memory, [capacity] of pinned memory
+  char *there, *here; // owned: [capacity] bytes of device memory, [capacity] of pinned memory
 } run;
 
 typedef struct staged {
@@ -24,7 +24,7 @@ typedef struct staged {
 // --------------------------------------------------------------------------------------- one call
 static int is_one_block(rm_comm_op op) { return op == RM_COMM_GATHER || op == RM_COMM_BROADCAST; }
 
-// Assigns the blocks of one direction consecutive ranges of `here`. Returns their bytes.
+// Assigns consecutive ranges of `here` to the blocks of one direction. Returns their bytes.
 static size_t lay_out(const staged *s, const rm_block blocks[], int is_shared, char *here,
                       rm_block placed[]) {
   size_t used = 0;
@@ -50,13 +50,13 @@ static rm_code copy_to_host(staged *s, const rm_block send[], size_t sent, rm_er
   for (int r = 0; r < s->size && sent > 0; r++) {
     const size_t at = (size_t)((char *)s->send[r].base - s->out.here);
     if (r == s->rank || s->send[r].rows == 0) continue;
-    int is_there = 0; // packed already: a gather has one block for all ranks
-    for (int i = 0; i < r && !is_there; i++)
-      is_there = i != s->rank && s->send[i].rows && s->send[i].base == s->send[r].base;
-    if (!is_there) rm_device_pack(s->device, &send[r], s->out.there + at);
+    int is_packed = 0; // a gather has one block for all ranks
+    for (int i = 0; i < r && !is_packed; i++)
+      is_packed = i != s->rank && s->send[i].rows && s->send[i].base == s->send[r].base;
+    if (!is_packed) rm_device_pack(s->device, &send[r], s->out.there + at);
   }
   if (sent > 0) s->device->copy_to_host(s->device->self, s->out.here, s->out.there, sent);
-  // Also waits for the last exchange's copy from s->in.here.
+  // Also waits for the previous exchange's copy from s->in.here.
   return rm_device_wait(s->device, err);
 }
 
@@ -70,7 +70,7 @@ static void copy_to_device(staged *s, const rm_block recv[], size_t received) {
 static rm_code exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout,
                         const rm_block send[], const rm_block recv[], rm_error *err) {
   staged *s = self;
-  (void)sequence; // the host group counts its own
+  (void)sequence; // the host group counts its own calls
   const size_t sent = lay_out(s, send, is_one_block(op), s->out.here, s->send);
   const size_t received = lay_out(s, recv, 0, s->in.here, s->recv);
   const rm_block *from = &send[s->rank], *to = &recv[s->rank];
@@ -95,7 +95,7 @@ static rm_code look(void *self, rm_error *err) {
   return rm_comm_check(((staged *)self)->host, err);
 }
 
-// ----------------------------------------------------------------------------------------- making
+// --------------------------------------------------------------------------------------- creation
 static void free_run(const rm_device *device, run *r, size_t bytes) {
   if (r->there) device->free(device->self, r->there, bytes);
   if (r->here) device->free_pinned(device->self, r->here, bytes);
@@ -132,7 +132,7 @@ rm_code rm_comm_create_staged(rm_comm *host, const rm_device *device, size_t cap
   const int size = rm_comm_size(host), rank = rm_comm_rank(host);
   *out = NULL;
   if (capacity < 1 || capacity > INT64_MAX)
-    return rm_fail(err, RM_E_CONFIG, "expected a capacity of at least 1 byte, got %zu", capacity);
+    return rm_fail(err, RM_E_CONFIG, "capacity: expected 1 to 2^63 - 1 bytes, got %zu", capacity);
   staged *s = rm_alloc(1, sizeof *s + 2 * (size_t)size * sizeof s->send[0]);
   if (!s) return rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", size);
   *s = (staged){.host = host,

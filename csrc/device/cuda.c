@@ -4,7 +4,7 @@
 #include <dlfcn.h>
 #include <string.h>
 
-// A function of the library, into the pointer at `slot`.
+// Sets the function pointer at `slot` to a function of the library.
 static rm_code find(const char *library, const char *name, void *slot, rm_error *err) {
   void *handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (!handle) return rm_fail(err, RM_E_CONFIG, "the CUDA library cannot be loaded: %s", dlerror());
@@ -47,7 +47,7 @@ rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_
   if (!code) code = rm_cuda_kernels(library, family, &kernels, err);
   if (code) return code;
   if (count == -1)
-    return rm_fail(err, RM_E_CONFIG, "device=\"cuda\": there is no NVIDIA driver here");
+    return rm_fail(err, RM_E_CONFIG, "device=\"cuda\": expected an NVIDIA driver, got none");
   if (count < 0)
     return rm_fail(
         err, RM_E_CONFIG,

@@ -1,4 +1,4 @@
-// devices.c: see devices.h. The CPU's functions do at once what another device enqueues.
+// devices.c: see devices.h. The CPU's functions complete at once; other devices enqueue the work.
 #include "device/devices.h"
 
 #include <stdio.h>
@@ -136,8 +136,8 @@ rm_code rm_device_alloc(const rm_device *device, size_t bytes, const char *what,
     return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of %s", bytes, what);
   if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
   char why[160];
-  snprintf(why, sizeof why, "%s",
-           device->message(device->self));   // before it is asked anything else
+  // Copied before another call of the device replaces its message.
+  snprintf(why, sizeof why, "%s", device->message(device->self));
   return rm_fail(err, RM_E_CAPACITY, "%s takes %s and %s has %s free (%s)", what,
                  rm_say_bytes((double)bytes).text, device->name,
                  rm_say_bytes((double)device->available(device->self)).text, why);

@@ -27,8 +27,8 @@ rm_code rm_ready_streams_find(rm_ready_streams *streams, int ordinal, const rm_d
                               rm_error *err) {
   *out = NULL;
   if (!streams->library || ordinal < 0 || ordinal >= RM_MAX_GPUS)
-    return rm_fail(err, RM_E_CONFIG, "expected one of the first %d GPUs",
-                   streams->library ? RM_MAX_GPUS : 0);
+    return rm_fail(err, RM_E_CONFIG, "expected one of the first %d GPUs, got cuda:%d",
+                   streams->library ? RM_MAX_GPUS : 0, ordinal);
   rm_device *opened = &streams->opened[ordinal];
   if (!streams->own[ordinal] && !opened->self) {
     const rm_code code = rm_cuda_device(streams->library, ordinal, NULL, opened, err);

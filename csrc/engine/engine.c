@@ -1,78 +1,135 @@
-// engine.c: creation and destruction of an engine, and its steps. The rest of engine.h is in
-// sync_policy.c and sleep.c.
+// engine.c: creation and destruction of an engine, jobs on all its workers, and statistics.
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/control_groups.h"
 #include "engine/state.h"
 
-enum {
-  MAX_POSITIONS = 1 << 24, // exact in float32, in which rope multiplies positions
-  MAX_SEQUENCES = 1 << 16,
-  MAX_BATCHED = 1 << 20,
-  MAX_PAGE = 1 << 12,
+// ------------------------------------------------------------------------------------------- jobs
+typedef struct job {
+  rm_engine *engine;
+  rm_worker_call call;
+  void *arg;
+} job;
+
+static void run_job(void *arg, int thread, int n_threads) {
+  const job *it = arg;
+  for (int w = thread; w < it->engine->n_workers; w += n_threads) {
+    rm_worker *worker = &it->engine->workers[w];
+    worker->code = it->call(worker, it->arg);
+  }
+}
+
+static int is_consequence(rm_code code) { // of another rank's error
+  return code == RM_E_RANK_LOST || code == RM_E_SYNC_ABORTED;
+}
+
+// If ranks have lost one another, reports the first rank's message and another one that differs.
+static void report(const rm_engine *engine, const rm_worker *worst, rm_error *err) {
+  const char *text = rm_error_message(&worst->err);
+  for (int w = 0; w < engine->n_workers && worst->code == RM_E_RANK_LOST; w++) {
+    const rm_worker *other = &engine->workers[w];
+    if (other->code != worst->code || !strcmp(rm_error_message(&other->err), text)) continue;
+    rm_fail(err, worst->code, "rank %d: %.300s; rank %d: %.300s", worst->index, text, other->index,
+            rm_error_message(&other->err));
+    return;
+  }
+  rm_fail(err, worst->code, "%s", text);
+}
+
+rm_code rm_run_workers(rm_engine *engine, rm_worker_call call, void *arg, rm_error *err) {
+  job it = {engine, call, arg};
+  const rm_worker *worst = NULL;
+  if (engine->team) rm_team_run(engine->team, run_job, &it);
+  else run_job(&it, 0, 1);
+  for (int w = 0; w < engine->n_workers; w++) {
+    const rm_worker *worker = &engine->workers[w];
+    if (worker->code && (!worst || (is_consequence(worst->code) && !is_consequence(worker->code))))
+      worst = worker;
+  }
+  if (!worst) return RM_OK;
+  const rm_code code = worst->code;
+  report(engine, worst, err);
+  for (int w = 0; w < engine->n_workers; w++) rm_error_clear(&engine->workers[w].err);
+  return code;
+}
+
+// ---------------------------------------------------------------------------------------- options
+const rm_limit rm_engine_limits[RM_ENGINE_LIMITS] = {
+    {"max_model_len", 1, 1 << 24}, // exact in float32, in which rope multiplies positions
+    {"max_num_seqs", 1, 1 << 16},   {"max_num_batched_tokens", 1, 1 << 20},
+    {"block_size", 16, 1 << 12},    {"external_pages", 0, INT32_MAX / 2},
+    {"threads", 0, RM_MAX_THREADS}, {"num_experts", 0, INT16_MAX},
 };
 
-static rm_code check_range(const char *name, int64_t value, int64_t lo, int64_t hi, rm_error *err) {
-  if (value >= lo && value <= hi) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "%s=%lld is not in [%lld, %lld]", name, (long long)value,
-                 (long long)lo, (long long)hi);
+static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *options, rm_error *err) {
+  const int64_t values[RM_ENGINE_LIMITS] = {
+      // in the order of rm_engine_limits
+      options->max_model_len, options->max_num_seqs,   options->max_num_batched_tokens,
+      options->page_size,     options->external_pages, options->n_threads,
+      spec->n_experts};
+  for (int i = 0; i < RM_ENGINE_LIMITS; i++) {
+    const rm_limit *limit = &rm_engine_limits[i];
+    if (values[i] < limit->least || values[i] > limit->most)
+      return rm_fail(err, RM_E_CONFIG, "%s: expected %lld to %lld, got %lld", limit->name,
+                     (long long)limit->least, (long long)limit->most, (long long)values[i]);
+  }
+  for (int64_t i = 0; i < options->n_eos; i++)
+    if (options->eos_ids[i] < 0 || options->eos_ids[i] >= spec->vocab_size)
+      return rm_fail(err, RM_E_CONFIG, "eos_token_id: expected 0 to %lld, got %d",
+                     (long long)spec->vocab_size - 1, options->eos_ids[i]);
+  return RM_OK;
 }
 
 static rm_code check_options(const rm_spec *spec, const rm_engine_options *options, rm_error *err) {
-  rm_code code;
-  if ((code = check_range("max_model_len", options->max_model_len, 1, MAX_POSITIONS, err)))
-    return code;
-  if ((code = check_range("max_num_seqs", options->max_num_seqs, 1, MAX_SEQUENCES, err)))
-    return code;
-  if ((code = check_range("max_num_batched_tokens", options->max_num_batched_tokens, 1, MAX_BATCHED,
-                          err)))
-    return code;
-  if ((code = check_range("page_size", options->page_size, 16, MAX_PAGE, err))) return code;
-  if ((code = check_range("external_pages", options->external_pages, 0, INT32_MAX / 2, err)))
-    return code;
-  if ((code = check_range("n_threads", options->n_threads, 0, RM_MAX_THREADS, err))) return code;
-  if ((code = check_range("num_experts", spec->n_experts, 0, INT16_MAX, err))) return code;
+  const rm_endpoints *ends = options->endpoints;
+  const int world = rm_mesh_world(&options->mesh);
+  rm_code code = rm_placement_check(spec, &options->mesh, err);
+  if (code) return code;
+  if (ends && (ends->index < 0 || ends->index >= world))
+    return rm_fail(err, RM_E_CONFIG, "rank: expected 0 to %d, got %d", world - 1, ends->index);
+  if (options->external_pages > 0 && !ends && world > 1)
+    return rm_fail(err, RM_E_CONFIG,
+                   "external_pages: expected one rank in each process, got %d in this one", world);
+  if (options->n_eos < 0 || (options->n_eos && !options->eos_ids))
+    return rm_fail(err, RM_E_CONFIG, "eos_token_id: expected an array of %lld ids, got none",
+                   (long long)options->n_eos);
+  if ((code = check_ranges(spec, options, err))) return code;
   if (options->page_size % 16)
-    return rm_fail(err, RM_E_CONFIG, "page_size=%lld is not a multiple of 16",
+    return rm_fail(err, RM_E_CONFIG, "block_size: expected a multiple of 16, got %lld",
                    (long long)options->page_size);
   if (options->dtype != RM_BF16 && options->dtype != RM_F32)
-    return rm_fail(err, RM_E_CONFIG, "dtype=%d is neither bf16 nor float32", options->dtype);
-  if (options->nccl_library && (!options->device || options->device->on_host))
+    return rm_fail(err, RM_E_CONFIG, "dtype: expected bfloat16 or float32, got %d", options->dtype);
+  if (options->nccl_library && !options->cuda_library)
     return rm_fail(err, RM_E_CONFIG, "NCCL: expected an engine on a GPU, got one on the CPU");
-  if (options->cublas_library && (!options->device || !options->device->open_vendor_gemm))
+  if (options->cublas_library && !options->cuda_library)
     return rm_fail(err, RM_E_CONFIG,
                    "fast=True (cuBLASLt): expected an engine on a GPU, got one on the CPU");
   if (options->cublas_library && options->dtype != RM_BF16)
     return rm_fail(err, RM_E_CONFIG, "fast=True: expected bfloat16, got float32");
-  if (options->n_eos < 0 || (options->n_eos && !options->eos_ids))
-    return rm_fail(err, RM_E_CONFIG, "expected an array of %lld eos ids, got none",
-                   (long long)options->n_eos);
-  for (int64_t i = 0; i < options->n_eos; i++)
-    if ((code = check_range("eos_token_id", options->eos_ids[i], 0, spec->vocab_size - 1, err)))
-      return code;
   return RM_OK;
 }
 
 // --------------------------------------------------------------------------------------- creation
-static rm_code create_cache(rm_engine *engine, rm_error *err) {
-  int64_t n_pages;
-  rm_code code = rm_kv_pages(engine, &n_pages, err);
-  if (code) return code;
-  engine->runner.n_pages = n_pages;
-  engine->kv_bytes = (size_t)n_pages * rm_model_page_bytes(engine->model);
-  if ((code = rm_scheduler_open_pages(&engine->scheduler, n_pages, err))) return code;
-  return rm_device_alloc(engine->device, engine->kv_bytes, "the KV cache", &engine->runner.kv, err);
+static rm_code connect_threads(rm_engine *engine, rm_error *err) {
+  const int n = engine->n_workers;
+  const rm_region_options region = {
+      .world = n, .n_groups = N_GROUPS, .buffer_bytes = RM_GROUP_BUFFER_BYTES, .timeout = 600};
+  rm_code code = rm_team_create(n, &engine->team, err);
+  if (!code) code = rm_region_create(&region, &engine->region, err);
+  for (int i = 0; i < n * N_GROUPS && !code; i++)
+    code = rm_groups_comm(engine->region, &engine->options.mesh, i % N_GROUPS, i / N_GROUPS,
+                          &engine->workers[i / N_GROUPS].groups[i % N_GROUPS], err);
+  return code;
 }
 
-static rm_code create_scheduler(rm_engine *engine, rm_error *err) {
+static rm_code create_schedulers(rm_engine *engine, rm_error *err) {
   const rm_engine_options *options = &engine->options;
   const rm_scheduler_options scheduler = {
       .policy = options->external_pages > 0 ? &rm_external_policy : &rm_own_policy,
       .limits = {.vocab = engine->spec->vocab_size,
                  .max_model_len = options->max_model_len,
                  .page_size = options->page_size,
-                 .routed_per_token = engine->runner.routed_per_token,
+                 .routed_per_token = engine->spec->n_moe_layers * engine->spec->top_k,
                  .external = options->external_pages > 0,
                  .eos_ids = options->eos_ids,
                  .n_eos = options->n_eos,
@@ -81,333 +138,195 @@ static rm_code create_scheduler(rm_engine *engine, rm_error *err) {
       .max_num_batched_tokens = options->max_num_batched_tokens,
       .prefix_caching = options->prefix_caching,
       .external_pages = options->external_pages,
-      .zero_page = rm_runner_zero_page,
-      .copy_page = rm_runner_copy_page,
-      .pages = &engine->runner,
   };
-  return rm_scheduler_create(&engine->scheduler, &scheduler, err);
+  rm_code code = RM_OK;
+  for (int d = 0; d < engine->n_replicas && !code; d++)
+    code = rm_scheduler_create(&engine->schedulers[d], &scheduler, err);
+  return code;
 }
 
-static void init_runner(rm_engine *engine, const rm_rank *rank) {
-  const rm_engine_options *options = &engine->options;
-  const rm_runner_options runner = {
-      .spec = engine->spec,
-      .device = engine->device,
-      .model = {.dtype = options->dtype,
-                .max_rows = options->max_num_batched_tokens,
-                .max_positions = options->max_model_len,
-                .page_size = options->page_size,
-                .profile = engine->profile,
-                .cublas_library = options->cublas_library,
-                .rank = rank},
-      .max_num_seqs = options->max_num_seqs,
-      .max_pages = (options->max_model_len + options->page_size - 1) / options->page_size,
-      .enforce_eager = options->enforce_eager,
-      .nccl_library = options->nccl_library,
-      .nccl_gpu = options->nccl_gpu,
-  };
-  rm_runner_init(&engine->runner, &runner);
+static rm_code create_worker(rm_worker *worker, void *options) {
+  return rm_worker_create(worker, options);
 }
 
-static rm_code create_parts(rm_engine *engine, rm_error *err) {
-  const rm_engine_options *options = &engine->options;
-  rm_runner *runner = &engine->runner;
-  const rm_placement placement =
-      rm_placement_of(engine->spec, &runner->rank.mesh, runner->rank.index);
-  const int plain = options->cublas_library != NULL;
-  rm_code code;
-  const int usable = rm_usable_cores(""),
-            by_default = usable < RM_MAX_THREADS ? usable : RM_MAX_THREADS;
-  if ((code = rm_team_create(options->n_threads ? options->n_threads : by_default, &engine->team,
-                             err)))
-    return code;
-  if ((code = rm_comms_join(runner, err))) return code;
-  if ((code =
-           rm_params_create(engine->spec, &placement, options->dtype, plain, &engine->params, err)))
-    return code;
-  if ((code = rm_model_create(engine->params, engine->device, engine->team, &runner->options.model,
-                              &engine->model, err)))
-    return code;
-  if ((code = rm_store_create(engine->params, engine->device, engine->team, &engine->store, err)))
-    return code;
-  if ((code = create_scheduler(engine, err))) return code;
-  if ((code = rm_runner_create(runner, engine->model, engine->store, &engine->scheduler.plan, err)))
-    return code;
-  return create_cache(engine, err); // last, since it may take all memory that is left
+// GPUs of different architectures compute different bits. Processes compare families when they
+// connect.
+static rm_code check_families(const rm_engine *engine, rm_error *err) {
+  const rm_device *first = engine->workers[0].device;
+  for (int w = 1; w < engine->n_workers; w++) {
+    const rm_device *device = engine->workers[w].device;
+    if (strcmp(device->kernels->family, first->kernels->family) != 0)
+      return rm_fail(err, RM_E_MESH_MISMATCH,
+                     "family: expected %s on all ranks, as on rank 0 (%s), got %s on rank %d (%s)",
+                     first->kernels->family, first->name, device->kernels->family, w, device->name);
+  }
+  return RM_OK;
+}
+
+static rm_code allocate(rm_engine *engine, const rm_engine_options *options, rm_error *err) {
+  int32_t *eos = rm_alloc((size_t)options->n_eos, sizeof *eos);
+  if (eos && options->n_eos) memcpy(eos, options->eos_ids, (size_t)options->n_eos * sizeof *eos);
+  engine->options.eos_ids = eos;
+  engine->schedulers = rm_alloc((size_t)engine->n_replicas, sizeof *engine->schedulers);
+  engine->workers = rm_alloc((size_t)engine->n_workers, sizeof *engine->workers);
+  engine->assigned = rm_alloc((size_t)engine->options.mesh.dp, sizeof *engine->assigned);
+  engine->prefixes = rm_alloc(PREFIX_SLOTS, sizeof *engine->prefixes);
+  if (!eos || !engine->schedulers || !engine->workers || !engine->assigned || !engine->prefixes)
+    return rm_fail(err, RM_E_MEMORY, "no memory for an engine of %d ranks", engine->n_workers);
+  for (int w = 0; w < engine->n_workers; w++) {
+    rm_worker *worker = &engine->workers[w];
+    worker->engine = engine;
+    worker->scheduler = &engine->schedulers[w / engine->per_replica];
+    worker->index = w + (options->endpoints ? options->endpoints->index : 0);
+  }
+  return RM_OK;
+}
+
+static rm_code create_parts(rm_engine *engine, const rm_engine_options *options, rm_error *err) {
+  const rm_endpoints *ends = options->endpoints;
+  rm_code code = create_schedulers(engine, err);
+  if (!code && ends) {
+    rm_comm *const groups[N_GROUPS] = {ends->tp, ends->ep, ends->world};
+    memcpy(engine->workers[0].groups, groups, sizeof groups);
+  } else if (!code && engine->n_workers > 1) {
+    code = connect_threads(engine, err);
+  }
+  if (!code) code = rm_ready_streams_init(&engine->ready_streams, options->cuda_library, err);
+  if (!code) code = rm_run_workers(engine, create_worker, (void *)options, err);
+  if (!code) code = check_families(engine, err);
+  for (int d = 0; d < engine->n_replicas && !code; d++)
+    code = rm_scheduler_open_pages(&engine->schedulers[d], engine->workers[0].runner.n_pages, err);
+  for (int w = engine->n_workers - 1; w >= 0 && !code; w--) {
+    const rm_device *gpu = &engine->workers[w].gpu;
+    if (gpu->self && gpu->ordinal < RM_MAX_GPUS) engine->ready_streams.own[gpu->ordinal] = gpu;
+  }
+  return code;
 }
 
 rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, rm_engine **out,
                          rm_error *err) {
+  rm_engine_options mine = *options;
   *out = NULL;
-  rm_code code = check_options(spec, options, err);
+  if (!mine.mesh.tp) mine.mesh = rm_rank_alone().mesh;
+  if (!mine.cuda_library && !mine.kernels) mine.kernels = rm_kernels_best();
+  rm_code code = check_options(spec, &mine, err);
   if (code) return code;
-  const rm_rank rank = options->rank.mesh.tp ? options->rank : rm_rank_alone();
-  if ((code = rm_rank_check(&rank, spec, err))) return code;
-  const rm_kernels *kernels = options->device    ? options->device->kernels
-                              : options->kernels ? options->kernels
-                                                 : rm_kernels_best();
-  if (!kernels)
-    return rm_fail(err, RM_E_CONFIG, "RM_ISA=%.40s names no instruction set of this build",
+  if (!mine.cuda_library && !mine.kernels)
+    return rm_fail(err, RM_E_CONFIG, "RM_ISA: expected an instruction set of this build, got %.40s",
                    getenv("RM_ISA") ? getenv("RM_ISA") : "");
   rm_engine *engine = rm_alloc(1, sizeof *engine);
   if (!engine) return rm_fail(err, RM_E_MEMORY, "no memory for the engine");
+  const rm_endpoints *ends = options->endpoints;
   engine->spec = spec;
-  if (options->profile && !options->device) {
-    if (!(engine->profile = rm_alloc(1, sizeof *engine->profile))) {
-      rm_free(engine);
-      return rm_fail(err, RM_E_MEMORY, "no memory for the profile");
-    }
-    rm_profile_init(engine->profile, kernels);
-    kernels = &engine->profile->table;
-  }
-  engine->cpu = rm_device_cpu(kernels);
-  engine->device = options->device ? options->device : &engine->cpu;
-  engine->options = *options;
-  engine->options.eos_ids = NULL;
-  engine->options.rank = (rm_rank){0}; // the runner has it
-  init_runner(engine, &rank);
-  int32_t *eos = rm_alloc((size_t)options->n_eos, sizeof *eos);
-  if (eos && options->n_eos) memcpy(eos, options->eos_ids, (size_t)options->n_eos * sizeof *eos);
-  engine->options.eos_ids = eos;
-  const rm_entered saved = rm_enter(engine);
-  code = eos ? create_parts(engine, err) : rm_fail(err, RM_E_MEMORY, "no memory for the engine");
-  rm_runner_options *made = &engine->runner.options; // the strings are the caller's
+  engine->options = mine;
+  engine->options.endpoints = NULL; // with the strings: views of the caller's
+  engine->options.cuda_library = engine->options.cuda_family = NULL;
   engine->options.nccl_library = engine->options.nccl_gpu = engine->options.cublas_library = NULL;
-  made->nccl_library = made->nccl_gpu = made->model.cublas_library = NULL;
-  if (code) rm_comms_abort(&engine->runner, code); // other ranks would wait for this one
-  rm_leave(engine, saved);
-  if (code) {
-    rm_engine_destroy(engine);
-    return code;
+  engine->n_workers = ends ? 1 : rm_mesh_world(&mine.mesh);
+  engine->n_replicas = ends ? 1 : mine.mesh.dp;
+  engine->per_replica = ends ? 1 : mine.mesh.tp;
+  engine->own = ends ? rm_mesh_coords(&mine.mesh, ends->index).dp : 0;
+  engine->next_id = 1;
+  code = allocate(engine, &mine, err);
+  if (!code) code = create_parts(engine, &mine, err);
+  if (!code) {
+    *out = engine;
+    return RM_OK;
   }
-  *out = engine;
+  if (ends && engine->workers) // they are the caller's still
+    memset(engine->workers[0].groups, 0, sizeof engine->workers[0].groups);
+  rm_engine_destroy(engine);
+  return code;
+}
+
+static rm_code destroy_worker(rm_worker *worker, void *arg) {
+  (void)arg;
+  rm_worker_destroy(worker);
   return RM_OK;
 }
 
 void rm_engine_destroy(rm_engine *engine) {
   if (!engine) return;
-  const rm_entered saved = rm_enter(engine);
-  rm_runner_destroy(&engine->runner);
-  rm_device_free(engine->device, engine->runner.kv, engine->kv_bytes);
-  rm_scheduler_destroy(&engine->scheduler);
-  rm_store_destroy(engine->store);
-  rm_model_destroy(engine->model);
-  rm_params_destroy(engine->params);
-  rm_comms_leave(&engine->runner);
+  if (engine->workers) rm_run_workers(engine, destroy_worker, NULL, NULL);
+  rm_ready_streams_destroy(&engine->ready_streams);
+  for (int w = 0; engine->workers && w < engine->n_workers; w++) {
+    rm_worker *worker = &engine->workers[w];
+    if (worker->gpu.self) worker->gpu.close(worker->gpu.self);
+    for (int group = 0; group < N_GROUPS; group++) rm_comm_destroy(worker->groups[group]);
+    rm_error_clear(&worker->err);
+  }
+  for (int d = 0; engine->schedulers && d < engine->n_replicas; d++)
+    rm_scheduler_destroy(&engine->schedulers[d]);
+  rm_region_release(engine->region);
   rm_team_destroy(engine->team);
+  rm_free(engine->workers);
+  rm_free(engine->schedulers);
+  rm_free(engine->assigned);
+  rm_free(engine->prefixes);
   rm_free((void *)engine->options.eos_ids);
   rm_error_clear(&engine->lost);
-  rm_free(engine->profile);
-  rm_leave(engine, saved);
   rm_free(engine);
 }
 
-// ----------------------------------------------------------------------------------------- a step
-// After a failed step the state of the exchanges is undefined: the engine cannot step any more.
-static rm_code lose(rm_engine *engine, rm_code code, rm_error *err) {
-  rm_comms_abort(&engine->runner, code);
-  rm_fail(&engine->lost, code, "%s", err ? rm_error_message(err) : "another rank failed");
-  return code;
+void rm_engine_abort_groups(rm_engine *engine) {
+  for (int w = 0; w < engine->n_workers; w++)
+    for (int group = 0; group < N_GROUPS; group++)
+      if (engine->workers[w].groups[group])
+        rm_comm_abort(engine->workers[w].groups[group], RM_E_RANK_LOST);
 }
-
-static rm_code check_ready(rm_engine *engine, rm_error *err) {
-  if (engine->asleep)
-    return rm_fail(err, RM_E_STATE, "cannot step while %s asleep; call wake() first",
-                   engine->asleep & RM_PART_WEIGHTS ? "the weights are" : "the KV cache is");
-  if (!rm_store_weights(engine->store))
-    return rm_fail(err, RM_E_NOT_SYNCED,
-                   "expected synced weights, got none: call sync_weights first");
-  if (engine->lost.code)
-    return rm_fail(err, engine->lost.code, "%s", rm_error_message(&engine->lost));
-  engine->scheduler.version = rm_store_version(engine->store);
-  return RM_OK;
-}
-
-// A step: schedule, forward, commit. After schedule the ranks of a lockstep group agree on what
-// they do. An external step with more rows than a batch has takes several rounds.
-static rm_code run_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
-  rm_scheduler *scheduler = &engine->scheduler;
-  rm_progress progress = RM_MORE_BATCHES;
-  while (progress == RM_MORE_BATCHES) {
-    const double start = rm_now();
-    progress = scheduler->options.policy->schedule(scheduler);
-    const double scheduled = rm_now();
-    rm_code code = rm_lockstep_agree(&engine->runner, &progress, err);
-    if (code) return lose(engine, code, err);
-    engine->had_work = progress != RM_NO_WORK;
-    if (progress == RM_NO_WORK) return RM_OK;
-    const double agreed = rm_now();
-    if ((code = rm_forward(&engine->runner, err))) return lose(engine, code, err);
-    const double forwarded = rm_now();
-    rm_commit(scheduler);
-    engine->schedule_seconds += scheduled - start;
-    engine->forward_seconds += forwarded - agreed;
-    engine->commit_seconds += rm_now() - forwarded;
-    engine->rows += scheduler->plan.n_rows;
-    engine->steps++;
-    *n_work += scheduler->plan.n_rows;
-  }
-  return RM_OK;
-}
-
-rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
-  *n_work = 0;
-  engine->had_work = 0;
-  if (engine->options.external_pages > 0)
-    return rm_fail(err, RM_E_STATE,
-                   "this engine has an external scheduler: expected external_step, got step");
-  rm_code code = check_ready(engine, err);
-  if (code) return code;
-  const rm_entered saved = rm_enter(engine);
-  code = run_step(engine, n_work, err);
-  rm_leave(engine, saved);
-  return code;
-}
-
-int rm_engine_had_work(const rm_engine *engine) { return engine->had_work; }
-
-// --------------------------------------------------------------------- with an external scheduler
-rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step,
-                                rm_external_result *results, int64_t *n_work, rm_error *err) {
-  *n_work = 0;
-  if (!engine->options.external_pages)
-    return rm_fail(err, RM_E_STATE,
-                   "this engine schedules its own requests: expected step, got external_step");
-  rm_code code = check_ready(engine, err);
-  if (code || (code = rm_external_begin(&engine->scheduler, step, err))) return code;
-  const rm_entered saved = rm_enter(engine);
-  code = run_step(engine, n_work, err);
-  rm_leave(engine, saved);
-  rm_external_end(&engine->scheduler, code ? NULL : results);
-  return code;
-}
-
-rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draw *draws, int64_t n,
-                                rm_external_result *results, rm_error *err) {
-  rm_scheduler *scheduler = &engine->scheduler;
-  rm_code code = RM_OK;
-  if (engine->lost.code)
-    return rm_fail(err, engine->lost.code, "%s", rm_error_message(&engine->lost));
-  for (int64_t i = 0; i < n; i++)
-    if (!rm_external_drawing(scheduler, draws[i].id, &code, err)) return code;
-  scheduler->version = rm_store_version(engine->store);
-  const rm_entered saved = rm_enter(engine);
-  for (int64_t i = 0; i < n && !code; i++) {
-    rm_sequence *seq = rm_find_sequence_group(scheduler, draws[i].id, NULL)->sequences;
-    rm_external_result *result = &results[i];
-    seq->external_row = -1;
-    if ((code = rm_draw_edited(&engine->runner, seq, &draws[i], result, err)))
-      break; // the device is dead, as the next step says too
-    if (result->token >= 0) {
-      rm_append(
-          scheduler, seq,
-          &(rm_drawn){result->token, result->rank, result->logprob, result->sampling_logprob});
-    } else {
-      rm_fail_sequence_group(scheduler, seq, rm_sequence_length(seq) - 1,
-                             "the edited logits leave no token to draw and are");
-      result->token = RM_EXTERNAL_FAILED;
-    }
-  }
-  rm_leave(engine, saved);
-  return code;
-}
-
-rm_scheduler *rm_engine_scheduler(rm_engine *engine) { return &engine->scheduler; }
-
-// --------------------------------------------------------------------------------------- requests
-static rm_code check_weights(const rm_engine *engine, rm_error *err) {
-  if (engine->asleep & RM_PART_WEIGHTS)
-    return rm_fail(err, RM_E_STATE,
-                   "cannot add a request while the weights are asleep; call wake() first");
-  if (!rm_store_weights(engine->store))
-    return rm_fail(err, RM_E_NOT_SYNCED,
-                   "expected synced weights, got none: call sync_weights first");
-  return RM_OK;
-}
-
-rm_code rm_engine_check(const rm_engine *engine, const rm_request *request, rm_error *err) {
-  const rm_code code = check_weights(engine, err);
-  return code ? code : rm_sequence_group_check(request, &engine->scheduler.options.limits, err);
-}
-
-rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err) {
-  const rm_code code = check_weights(engine, err);
-  return code ? code : rm_scheduler_add(&engine->scheduler, request, id, err);
-}
-
-int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity) {
-  return rm_scheduler_finished(&engine->scheduler, ids, capacity);
-}
-uint64_t rm_engine_next_finished(const rm_engine *engine) {
-  const rm_link *finished = &engine->scheduler.finished;
-  return rm_list_empty(finished) ? 0 : ((const rm_sequence_group *)finished->next)->id;
-}
-int64_t rm_engine_unfinished(const rm_engine *engine) { return engine->scheduler.n_live; }
-int rm_engine_has(const rm_engine *engine, uint64_t id) {
-  return rm_find_sequence_group(&engine->scheduler, id, NULL) != NULL;
-}
-rm_code rm_engine_view(const rm_engine *engine, uint64_t id, rm_request_view *out, rm_error *err) {
-  return rm_scheduler_view(&engine->scheduler, id, out, err);
-}
-rm_code rm_engine_sample_view(const rm_engine *engine, uint64_t id, int32_t sample,
-                              rm_sample_view *out, rm_error *err) {
-  return rm_scheduler_sample_view(&engine->scheduler, id, sample, out, err);
-}
-rm_code rm_engine_release(rm_engine *engine, uint64_t id, rm_error *err) {
-  return rm_scheduler_release(&engine->scheduler, id, err);
-}
-rm_code rm_engine_abort(rm_engine *engine, uint64_t id, rm_error *err) {
-  rm_sequence_group *group = rm_find_sequence_group(&engine->scheduler, id, err);
-  if (!group) return RM_E_REQUEST;
-  rm_finish_sequence_group(&engine->scheduler, group, RM_FINISH_ABORT);
-  return RM_OK;
-}
-rm_code rm_engine_stop_sample(rm_engine *engine, uint64_t id, int32_t sample, int64_t n_tokens,
-                              rm_error *err) {
-  return rm_scheduler_stop_sample(&engine->scheduler, id, sample, n_tokens, err);
-}
-
-void rm_engine_pause(rm_engine *engine, int paused) { engine->scheduler.paused = paused != 0; }
-void rm_engine_reset_prefix_cache(rm_engine *engine) { rm_kv_reset(engine->scheduler.cache); }
 
 // ------------------------------------------------------------------------------------- statistics
-rm_profile *rm_engine_profile(rm_engine *engine) { return engine->profile; }
-const rm_params *rm_engine_params(const rm_engine *engine) { return engine->params; }
-rm_store *rm_engine_store(rm_engine *engine) { return engine->store; }
+static double longest(double a, double b) { return a > b ? a : b; }
+
+static void add_worker(const rm_worker *worker, rm_engine_stats *out) {
+  const rm_traffic traffic = rm_comms_traffic(&worker->runner);
+  out->weight_bytes += worker->params->bytes;
+  out->kv_bytes += worker->runner.kv ? worker->kv_bytes : 0;
+  out->workspace_bytes += rm_runner_workspace(&worker->runner);
+  out->n_threads += rm_team_threads(worker->team);
+  out->forward_seconds = longest(out->forward_seconds, worker->forward_seconds);
+  out->comm_bytes += traffic.bytes;
+  out->comm_calls = rm_max64(out->comm_calls, traffic.calls);
+  out->comm_seconds = longest(out->comm_seconds, traffic.seconds);
+}
+
+static void add_scheduler(const rm_scheduler *scheduler, rm_engine_stats *out) {
+  const rm_kv_stats kv = rm_kv_statistics(scheduler->cache);
+  out->waiting += scheduler->n_waiting;
+  out->running += scheduler->n_active;
+  out->generated_tokens += scheduler->generated_tokens;
+  out->prompt_tokens += scheduler->prompt_tokens;
+  out->cached_tokens += scheduler->cached_tokens;
+  out->preemptions += scheduler->preemptions;
+  out->kv_pages += scheduler->options.limits.n_pages;
+  out->kv_pages_free += rm_kv_free_pages(scheduler->cache);
+  out->prefix_hits += kv.hits;
+  out->prefix_misses += kv.misses;
+  out->evictions += kv.evictions;
+  out->workspace_bytes += scheduler->memory_bytes;
+}
 
 void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out) {
-  const rm_scheduler *scheduler = &engine->scheduler;
-  const rm_kv_stats kv = rm_kv_statistics(scheduler->cache);
-  const rm_traffic traffic = rm_comms_traffic(&engine->runner);
+  const rm_worker *first = &engine->workers[0];
   *out = (rm_engine_stats){
-      .version = rm_store_version(engine->store),
-      .waiting = scheduler->n_waiting,
-      .running = scheduler->n_active,
+      .version = rm_store_version(first->store),
       .steps = engine->steps,
       .rows = engine->rows,
-      .generated_tokens = scheduler->generated_tokens,
-      .prompt_tokens = scheduler->prompt_tokens,
-      .cached_tokens = scheduler->cached_tokens,
-      .preemptions = scheduler->preemptions,
-      .replays = engine->runner.replays,
-      .kv_pages = engine->runner.n_pages,
-      .kv_pages_free = rm_kv_free_pages(scheduler->cache),
-      .prefix_hits = kv.hits,
-      .prefix_misses = kv.misses,
-      .evictions = kv.evictions,
-      .weight_bytes = engine->params->bytes,
-      .kv_bytes = engine->runner.kv ? engine->kv_bytes : 0,
-      .workspace_bytes = rm_runner_workspace(&engine->runner) + scheduler->memory_bytes,
-      .n_threads = rm_team_threads(engine->team),
       .asleep = engine->asleep,
-      .isa = engine->runner.kernels->isa,
-      .family = engine->runner.kernels->family,
-      .device = engine->device->name,
-      .forward_seconds = engine->forward_seconds,
+      .isa = first->runner.kernels->isa,
+      .family = first->runner.kernels->family,
+      .device = first->device->name,
       .schedule_seconds = engine->schedule_seconds,
       .commit_seconds = engine->commit_seconds,
-      .comm_bytes = traffic.bytes,
-      .comm_calls = traffic.calls,
-      .comm_seconds = traffic.seconds,
   };
+  for (int w = 0; w < engine->n_workers; w++) add_worker(&engine->workers[w], out);
+  for (int d = 0; d < engine->n_replicas; d++) {
+    add_scheduler(&engine->schedulers[d], out);
+    out->replays += rm_first_worker(engine, d)->runner.replays;
+  }
 }
+
+rm_mesh rm_engine_mesh(const rm_engine *engine) { return engine->options.mesh; }
+rm_profile *rm_engine_profile(rm_engine *engine) { return engine->workers[0].profile; }
+const rm_params *rm_engine_params(const rm_engine *engine) { return engine->workers[0].params; }
+rm_store *rm_engine_store(const rm_engine *engine) { return engine->workers[0].store; }

@@ -1,16 +1,26 @@
-// engine.h: the generator in C. It owns the weights, the KV cache, the requests and their records;
-// it has a scheduler (scheduler/) and a runner (step/).
+// engine.h: the generator in C. An rm_engine owns everything that generates in this process:
 //
-// One thread at a time may call it (the Python layer holds the lock); inside a call it uses its own
-// thread team. A failed call changes nothing. Order:
+//   schedulers   one per replica here: requests, KV pages, the plan of a step (scheduler/)
+//   workers      one per rank here: device, threads, model, weights, KV cache, runner (step/)
 //
-//   create ─► sync_begin/push/commit ─► add … ─► step … (schedule, forward, commit) ─► result ─►
-//   release ─► destroy
+// Either all ranks of the mesh are threads of this process, or this process is one rank of several,
+// which make the same calls in the same order; requests of other replicas are then counted but not
+// kept. A request goes to the replica that has seen its prefix before (for the prefix cache) unless
+// that replica has much more work than another, else to the replica with the least work. Routing
+// depends on the history of requests only.
 //
-// On a mesh each rank has an engine. The ranks of a tp group get the same calls in the same order
-// and schedule alike; replicas have requests of their own. Only a step and a commit talk to other
-// ranks. When that fails (comm.h's codes) the engine is lost: every later step returns that error,
-// and results stay readable. local_mesh/ranks.h makes and drives the ranks of one process.
+// Thread: one at a time; the extension makes sure of it. Inside a call the engine uses its own
+// threads. Order:
+//
+//   create ─► sync_begin, push, commit ─► add … ─► step … ─► view ─► release ─► destroy
+//
+// A step: each scheduler makes a plan, each worker computes its replica's plan, and each scheduler
+// commits what its first worker returns. Only a step, a commit and create exchange data with other
+// ranks. If an exchange fails (comm.h's codes), the engine is lost: each later step returns that
+// error, and results stay readable. Any other failed call changes nothing. If several ranks fail,
+// a call returns the first error that was not caused by another rank.
+//
+// Calls for one request go to its scheduler (scheduler/scheduler.h), which rm_engine_scheduler finds.
 //
 // The logprob of a token depends on the weights and the tokens before it only (docs/numerics.md).
 #pragma once
@@ -21,121 +31,130 @@
 
 typedef struct rm_engine rm_engine;
 
+// The comms of a process that is one rank of several. The engine owns them once create has
+// succeeded. NULL where the group has one rank.
+typedef struct rm_endpoints {
+  int32_t index; // this rank
+  rm_comm *tp, *ep, *world;
+} rm_endpoints;
+
 typedef struct rm_engine_options {
+  rm_mesh mesh; // zeros: one rank
+  rm_dispatcher dispatcher;
+  int sequence_parallel;
+  const rm_endpoints *endpoints; // view during create; NULL: all ranks are threads here
   rm_dtype dtype;
   const rm_kernels *kernels; // of the CPU; NULL: rm_kernels_best()
-  const rm_device
-      *device; // NULL: the CPU; else a view, this engine's alone, and `kernels` is ignored
-  int n_threads; // 0: rm_usable_cores, at most RM_MAX_THREADS
+  const char *cuda_library; // NULL: the CPU; else the path of the CUDA library. View during create
+  const char *cuda_family; // of the ops; NULL: device/cuda.h's choice
+  int cuda_ordinal; // all ranks on this device; −1: rank r on device r modulo their number
+  int n_threads; // of all ranks here; 0: rm_usable_cores, at most RM_MAX_THREADS
   int64_t max_model_len, max_num_seqs;
   int64_t max_num_batched_tokens; // rows of one step: the chunk of a prefill
   int64_t page_size; // a multiple of 16
-  uint64_t kv_bytes; // of KV cache; at least one page. 0: what memory_fraction leaves
-  double
-      // in (0, 1], of the device's free memory: for two copies of the weights and the KV cache of
-      // every rank
-      memory_fraction;
-  // there (kv_size.c)
-  uint64_t memory; // identifies that memory, equal on ranks that share it (rm_memory_name)
+  uint64_t kv_bytes; // of KV cache per rank, at least one page; 0: what memory_fraction leaves
+  double memory_fraction; // in (0, 1], of the device's free memory: for two copies of the weights
+  // and the KV cache of every rank there (kv_size.c)
   uint64_t seed; // for requests without one
   int prefix_caching;
   int profile; // time every op (rm_engine_profile); on the CPU only
   int enforce_eager; // capture no graphs (step/graph_replay.h)
-  int64_t
-      // > 0: an external scheduler with so many pages; kv_bytes is ignored (external_scheduler.h)
-      external_pages;
+  int64_t external_pages; // > 0: an external scheduler has so many pages, and kv_bytes is ignored
   int64_t n_eos;
-  const int32_t *eos_ids; // view during create
-  rm_rank rank; // position on a mesh, whose comms are views; zeros: one rank
-  // paths and names: views during create
-  const char
-      *nccl_library; // of a libnccl.so.2, for exchanges between GPUs; NULL: staged through the host
-  const char *
-      // of a libcublasLt.so.13, for bf16 matmuls on a GPU, whose sums may depend on the batch
-      cublas_library;
-  // (model/linear.c); NULL: the op table's
-  const char
-      *nccl_gpu; // identifies this rank's GPU, equal on ranks that share it; NULL: its ordinal
+  const int32_t *eos_ids; // [n_eos] view during create
+  // views during create
+  const char *nccl_library; // a libnccl.so.2, for exchanges between GPUs; NULL: through the host
+  const char *cublas_library; // a libcublasLt.so.13, for bf16 matmuls on a GPU, whose sums may
+  // depend on the batch (model/linear.c); NULL: the op table's
+  const char *nccl_gpu; // the name of this rank's GPU, equal on ranks that share it; NULL: ordinal
 } rm_engine_options;
+
+// Bounds of integer options, by their Python names. rm_engine_create checks them.
+typedef struct rm_limit {
+  const char *name;
+  int64_t least, most;
+} rm_limit;
+enum { RM_ENGINE_LIMITS = 7 };
+extern const rm_limit rm_engine_limits[RM_ENGINE_LIMITS];
 
 // The spec is a view and must outlive the engine; the options are copied.
 rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, rm_engine **out,
                          rm_error *err);
-void rm_engine_destroy(rm_engine *engine);
+void rm_engine_destroy(rm_engine *engine); // safe on NULL
+// Aborts the groups of this process: other ranks get RM_E_RANK_LOST where they wait for it.
+void rm_engine_abort_groups(rm_engine *engine);
 
+// --------------------------------------------------------------------------------------- requests
+// Checks the request, chooses its replica and numbers it. Prompt and lists are views during the
+// call; logits_out until the request has finished.
 rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err);
-rm_code rm_engine_check(const rm_engine *engine, const rm_request *request,
-                        rm_error *err); // add's checks only
-// One step: schedule, forward, commit. *n_work: rows computed; 0 when there is nothing to do (or
-// all is paused).
+int rm_engine_has(const rm_engine *engine, uint64_t id); // it was added here and not released
+// The scheduler that has the request, and any scheduler if none has it. A view.
+rm_scheduler *rm_engine_scheduler(const rm_engine *engine, uint64_t id);
+// *n_work: rows computed by all replicas here, 0 if there is nothing to do or all is paused.
 rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err);
-// Whether in the last step this rank, or another of its lockstep group, had work.
+// Whether a rank here, or another of its lockstep group, had work in the last step.
 int rm_engine_had_work(const rm_engine *engine);
-int64_t rm_engine_unfinished(const rm_engine *engine);
-// Requests finished since the last call, at most capacity of them.
+int64_t rm_engine_unfinished(const rm_engine *engine); // requests here
+// Removes requests that have finished since the last call from the list, at most `capacity`.
 int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity);
-// The request that rm_engine_finished would return next; 0: none.
-uint64_t rm_engine_next_finished(const rm_engine *engine);
-int rm_engine_has(const rm_engine *engine, uint64_t id); // it was added and not released
-rm_code rm_engine_view(const rm_engine *engine, uint64_t id, rm_request_view *out, rm_error *err);
-rm_code rm_engine_sample_view(const rm_engine *engine, uint64_t id, int32_t sample,
-                              rm_sample_view *out, rm_error *err);
-rm_code rm_engine_release(rm_engine *engine, uint64_t id, rm_error *err); // of a finished one
-rm_code rm_engine_abort(rm_engine *engine, uint64_t id,
-                        rm_error *err); // what was generated stays readable
-// Ends one sample at n_tokens (a stop string matched there); finish = stop. Also of one that has
-// ended by itself meanwhile; RM_E_STATE for one that was aborted or failed.
-rm_code rm_engine_stop_sample(rm_engine *engine, uint64_t id, int32_t sample, int64_t n_tokens,
-                              rm_error *err);
-
-// With an external scheduler (options.external_pages; external_scheduler.h): its step instead of
-// rm_engine_step, its draws, and the scheduler for the calls between steps. All ranks of a tp group
-// get the same steps; all ranks of a lockstep group make the call, also without parts.
-// RM_E_REQUEST: a part breaks a rule, and nothing has changed. A part's result says if its request
-// has failed.
-rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step,
-                                rm_external_result *results, int64_t *n_work, rm_error *err);
-rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draw *draws, int64_t n,
-                                rm_external_result *results, rm_error *err);
-rm_scheduler *rm_engine_scheduler(rm_engine *engine);
-
+uint64_t rm_engine_next_finished(
+    const rm_engine *engine); // the first that it would return; 0: none
 void rm_engine_pause(rm_engine *engine, int paused); // a paused engine schedules nothing
 void rm_engine_reset_prefix_cache(rm_engine *engine);
 
-// Weights: sync.h with the engine's rules on top (rm_inflight says what happens to running
+// With an external scheduler (external_scheduler.h): its step instead of rm_engine_step, and its
+// draws. One rank per process. All ranks of a tp group get the same steps; all ranks of a lockstep
+// group make the call, also without requests. RM_E_REQUEST: a request breaks a rule, and nothing has
+// changed. The results tell which requests have failed.
+rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step, int64_t *n_work,
+                                rm_error *err);
+rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draws *draws, rm_error *err);
+
+// ---------------------------------------------------------------------------------------- weights
+// sync.h on all ranks here, with the engine's rules (rm_inflight says what happens to running
 // requests). Steps may go on while a staged sync is open. An in-place sync begins only when no
 // request is unfinished (RM_E_STATE), and until its commit there are no weights to step with.
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err);
-rm_code rm_engine_sync_check(rm_engine *engine, const char *name, size_t length,
-                             const rm_tensor *tensor, rm_error *err);
-rm_code rm_engine_sync_push(rm_engine *engine, const char *name, size_t length,
-                            const rm_tensor *tensor, rm_error *err);
-rm_code rm_engine_sync_push_all(rm_engine *engine, const rm_entry *entries, int64_t n,
-                                rm_error *err); // all or none
+rm_code rm_engine_sync_check(rm_engine *engine, const rm_entry *entry, const rm_tensor *tensor,
+                             rm_error *err);
+// Each rank copies its shard. When one fails, none of the entries counts as pushed on any rank.
+rm_code rm_engine_sync_push(rm_engine *engine, const rm_entry *const *entries, int64_t n,
+                            rm_error *err);
+// report (optional): bytes read by all ranks here, times of the slowest.
 rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_report *report,
                               rm_error *err);
 void rm_engine_sync_abort(rm_engine *engine);
 
-// Sleep by part; no effect on a part that is asleep (awake) already. Weights: unsynced after wake;
-// not while a sync is open. KV: running requests are preempted and recomputed after wake; a sync
-// may run meanwhile. With RM_SLEEP_OFFLOAD the weights are offloaded to host memory and serve again
-// after wake; on the CPU they stay in place. Without it, weights that were offloaded before are
-// discarded. A failed call changes nothing. Where several engines sleep or wake together,
-// offload_weights is called on all first, and free_offloaded after the last is awake: in between
-// sleep and wake need no host memory and cannot fail, so they can be undone.
+// Sleep by part; no effect on a part that sleeps (or is awake) already. Weights: unsynced after
+// wake; not while a sync is open. KV: running requests are preempted and recomputed after wake; a
+// sync may run meanwhile. With RM_SLEEP_OFFLOAD the weights are copied to host memory and serve
+// again after wake; on the CPU they stay in place. Without it, weights that were offloaded before
+// are discarded.
+//
+// Where several processes sleep or wake together, offload_weights is called on all first, and
+// free_offloaded after the last is awake: in between sleep and wake need no host memory, cannot
+// fail, and so can be undone.
 enum { RM_PART_WEIGHTS = 1, RM_PART_KV = 2, RM_SLEEP_OFFLOAD = 4 };
 rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err);
 rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err);
 size_t rm_engine_offload_bytes(const rm_engine *engine); // host memory that offload_weights takes
-rm_code rm_engine_offload_weights(
-    rm_engine *engine, rm_error *err); // RM_E_CAPACITY, RM_E_MEMORY: the host has no room
-void rm_engine_free_offloaded(
-    rm_engine *engine); // frees the copy; no effect while the weights are asleep
+// RM_E_CAPACITY, RM_E_MEMORY: the host has no room.
+rm_code rm_engine_offload_weights(rm_engine *engine, rm_error *err);
+void rm_engine_free_offloaded(rm_engine *engine); // no effect while the weights sleep
 
+// Whether the ranks here run on GPUs, and the device whose stream DLPack producers synchronize with
+// for tensors of an ordinal (device/ready_streams.h); a view.
+int rm_engine_reads_gpus(const rm_engine *engine);
+rm_code rm_engine_ready_queue(rm_engine *engine, int ordinal, const rm_device **out, rm_error *err);
+
+// ------------------------------------------------------------------------------------- statistics
+// Counts of requests and tokens are summed over the replicas here, sizes over the ranks; exchanges
+// and times inside workers are of the rank that has most.
 typedef struct rm_engine_stats {
   int64_t version; // −1: not synced
-  int64_t waiting, running, steps, rows, generated_tokens, prompt_tokens, cached_tokens,
-      preemptions;
+  int64_t waiting, running, steps, rows, generated_tokens, prompt_tokens, cached_tokens;
+  int64_t preemptions;
   int64_t replays; // steps that were captured graphs
   int64_t kv_pages, kv_pages_free, prefix_hits, prefix_misses, evictions;
   uint64_t weight_bytes, kv_bytes, workspace_bytes;
@@ -148,7 +167,9 @@ typedef struct rm_engine_stats {
   double comm_seconds; // inside exchanges, without those of captured graphs
 } rm_engine_stats;
 void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out);
-// What was timed since the last reset; NULL without options.profile. Not during a step.
-rm_profile *rm_engine_profile(rm_engine *engine);
+
+rm_mesh rm_engine_mesh(const rm_engine *engine); // of all ranks
+// Views of the first rank here.
+rm_profile *rm_engine_profile(rm_engine *engine); // since its reset; NULL without options.profile
 const rm_params *rm_engine_params(const rm_engine *engine);
-rm_store *rm_engine_store(rm_engine *engine); // for the version and digest; not for syncing
+rm_store *rm_engine_store(const rm_engine *engine); // for the version and digest; not for syncing

@@ -35,18 +35,20 @@ static double share_of(const claim *c) { return c->fraction * (double)c->availab
 
 // Host memory is taken when it is written to, so there the memory that is mapped already counts
 // too, and the records of pages.
-static claim claim_of(const rm_engine *engine) {
-  const rm_device *device = engine->device;
+static claim claim_of(const rm_worker *worker) {
+  const rm_device *device = worker->device;
   const size_t available = device->available(device->self);
-  claim c = {.memory = engine->options.memory,
+  claim c = {.memory = worker->memory,
              .available = available == SIZE_MAX ? UINT64_MAX : available,
-             .fixed = 2 * engine->params->bytes + rm_store_staging_bytes(engine->store),
-             .page = rm_model_page_bytes(engine->model),
-             .fraction = engine->options.memory_fraction};
-  if (device->on_host)
-    c.fixed += rm_runner_workspace(&engine->runner) + engine->scheduler.memory_bytes;
-  if (device->on_host)
-    c.page += rm_kv_record_bytes(engine->options.page_size, engine->runner.routed_per_token);
+             .fixed = 2 * worker->params->bytes + rm_store_staging_bytes(worker->store),
+             .page = rm_model_page_bytes(worker->model),
+             .fraction = worker->engine->options.memory_fraction};
+  if (device->on_host) c.fixed += rm_runner_workspace(&worker->runner);
+  if (device->on_host && worker->runner.options.keeps_records) { // the scheduler, for its replica
+    c.fixed += worker->scheduler->memory_bytes;
+    c.page +=
+        rm_kv_record_bytes(worker->engine->options.page_size, worker->runner.routed_per_token);
+  }
   snprintf(c.device, sizeof c.device, "%s", device->name);
   return c;
 }
@@ -81,8 +83,10 @@ static rm_code judge(const claim *claims, int size, int64_t *n_pages, rm_error *
   *n_pages = MOST_PAGES;
   for (int r = 0; r < size; r++) {
     if (claims[r].available == UINT64_MAX)
-      return rm_fail(err, RM_E_CONFIG, "the free memory of %s is not known: set kv_cache_gib",
-                     claims[r].device);
+      return rm_fail(
+          err, RM_E_CONFIG,
+          "kv_cache_gib: expected a number, since the free memory of %s is not known, got none",
+          claims[r].device);
     const pool p = pool_of(claims, size, claims[r].memory);
     const double pages = (p.share - p.fixed) / p.page;
     if (!(pages >= 1)) return refuse(claims, size, &p, err);
@@ -98,35 +102,36 @@ static rm_code tell(rm_comm *world, const claim *mine, claim *all, rm_error *err
   return rm_comm_all_gather(world, mine, all, bytes, err);
 }
 
-static rm_code agree(const rm_engine *engine, rm_comm *world, int64_t *n_pages, rm_error *err) {
+static rm_code agree(const rm_worker *worker, rm_comm *world, int64_t *n_pages, rm_error *err) {
   const int size = rm_comm_size(world);
   claim *all = rm_alloc((size_t)size, sizeof *all);
   if (!all) return rm_fail(err, RM_E_MEMORY, "no memory for the claims of %d ranks", size);
-  const claim mine = claim_of(engine);
+  const claim mine = claim_of(worker);
   rm_code code = tell(world, &mine, all, err);
   if (!code) code = judge(all, size, n_pages, err);
   rm_free(all);
   return code;
 }
 
-static rm_code left_pages(const rm_engine *engine, int64_t *n_pages, rm_error *err) {
-  rm_comm *world = engine->runner.rank.world;
-  const rm_code code = rm_device_wait(engine->device, err); // a dead device has no free memory
+static rm_code left_pages(const rm_worker *worker, int64_t *n_pages, rm_error *err) {
+  rm_comm *world = worker->runner.rank.world;
+  const rm_code code = rm_device_wait(worker->device, err); // a dead device has no free memory
   if (code) return code;
-  if (world) return agree(engine, world, n_pages, err);
-  const claim mine = claim_of(engine);
+  if (world) return agree(worker, world, n_pages, err);
+  const claim mine = claim_of(worker);
   return judge(&mine, 1, n_pages, err);
 }
 
-rm_code rm_kv_pages(rm_engine *engine, int64_t *n_pages, rm_error *err) {
-  const rm_engine_options *options = &engine->options;
-  const uint64_t page_bytes = rm_model_page_bytes(engine->model);
+rm_code rm_kv_pages(rm_worker *worker, int64_t *n_pages, rm_error *err) {
+  const rm_engine_options *options = &worker->engine->options;
+  const uint64_t page_bytes = rm_model_page_bytes(worker->model);
   if (!options->external_pages && !options->kv_bytes && options->memory_fraction > 0)
-    return left_pages(engine, n_pages, err);
+    return left_pages(worker, n_pages, err);
   if (options->external_pages && (uint64_t)options->external_pages > SIZE_MAX / 2 / page_bytes)
-    return rm_fail(err, RM_E_CAPACITY,
-                   "external_pages=%lld of %llu bytes do not fit into the address space",
-                   (long long)options->external_pages, (unsigned long long)page_bytes);
+    return rm_fail(
+        err, RM_E_CAPACITY,
+        "external_pages: expected pages that fit into the address space, got %lld of %llu bytes",
+        (long long)options->external_pages, (unsigned long long)page_bytes);
   if (!options->external_pages && options->kv_bytes < page_bytes)
     return rm_fail(err, RM_E_CAPACITY,
                    "kv_cache_gib: expected at least a page of %llu bytes, got %llu bytes",

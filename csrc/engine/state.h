@@ -1,47 +1,98 @@
-// state.h: the struct of an engine, for the files of this folder.
+// state.h: the structs of an engine, for the files of this folder. Calls that take time or exchange
+// data run on all workers in parallel (rm_run_workers); the others run on one after the other.
 #pragma once
 
 #include "base/memory.h"
 #include "clock.h"
+#include "device/ready_streams.h"
 #include "engine/engine.h"
+#include "engine/groups.h"
 #include "step/runner.h"
 
-struct rm_engine {
-  // set at creation
-  const rm_spec *spec;          // view
-  rm_engine_options options;    // eos_ids: owned; rank: zeros, the runner has it
-  rm_device cpu;                // what `device` is where the options name none
-  const rm_device *device;      // view
-  rm_profile *profile;          // owned; NULL without options.profile
-  rm_team *team;                // owned, as all below
+enum { N_GROUPS = RM_GROUP_WORLD + 1 }; // groups of the model
+enum { PREFIX_SLOTS = 4096 }; // prefixes of prompts, for routing
+
+typedef struct rm_worker { // one rank of this process
+  rm_engine *engine; // view
+  rm_scheduler *scheduler; // view: of its replica
+  int32_t index; // of the rank
+  rm_device gpu, cpu; // owned, as all below; gpu: zeros on the CPU
+  const rm_device *device; // one of the two; NULL until it is open
+  uint64_t memory; // the name of the device's memory, equal on ranks that share it
+  rm_comm *groups[N_GROUPS];
+  rm_profile *profile; // NULL without options.profile
+  rm_team *team;
   rm_params *params;
   rm_model *model;
   rm_store *store;
-  rm_scheduler scheduler;       // requests, pages, plan
-  rm_runner runner;             // what computes a plan
-  size_t kv_bytes;              // of runner.kv
-  int had_work;                 // in the last step, this rank or another of its lockstep group
-  unsigned asleep;
-  rm_error lost;                // RM_OK, or why this engine cannot step any more
+  rm_runner runner;
+  size_t kv_bytes; // of runner.kv
+  double forward_seconds; // since creation
+  // of the last job
+  rm_code code;
+  rm_error err;
+  rm_progress progress;
+  rm_sync_report report;
+} rm_worker;
+
+typedef struct rm_prefix {
+  uint64_t hash;
+  int32_t replica;
+} rm_prefix;
+
+struct rm_engine {
+  // set at creation
+  const rm_spec *spec; // view
+  rm_engine_options options; // eos_ids: owned; views of create: NULL
+  int n_workers; // ranks in this process: all, or one
+  int n_replicas, per_replica; // of those: whole replicas, or one rank of one
+  int own; // the replica of workers[0]
+  rm_team *team; // owned, a thread for each worker; NULL if there is one worker
+  rm_region *region; // owned
+  rm_scheduler *schedulers; // owned, [n_replicas]
+  rm_worker *workers; // owned, [n_workers]; those of replica d from d·per_replica on
+  rm_ready_streams ready_streams; // owned
+  // routing; owned
+  int64_t *assigned; // [dp] tokens assigned to each replica so far
+  rm_prefix *prefixes; // [PREFIX_SLOTS]
+  uint64_t next_id;
+  // state
+  int had_work; // in the last step
+  unsigned asleep; // parts
+  rm_error lost; // RM_OK, or why this engine cannot step any more
   // counts since creation
   int64_t steps, rows;
-  double schedule_seconds, forward_seconds, commit_seconds;
+  double schedule_seconds, commit_seconds;
 };
 
-// State of the calling thread that a call into the engine changes and restores: floating-point
-// environment and current device.
+static inline rm_worker *rm_first_worker(const rm_engine *engine, int replica) {
+  return &engine->workers[replica * engine->per_replica];
+}
+
+// State of the calling thread that a call into a worker changes and restores: the floating-point
+// environment and the current device.
 typedef struct rm_entered {
   uint32_t fp;
   int device;
 } rm_entered;
-static inline rm_entered rm_enter(const rm_engine *engine) {
-  return (rm_entered){rm_fp_enter(), engine->device->enter(engine->device->self)};
+static inline rm_entered rm_enter(const rm_worker *worker) {
+  return (rm_entered){rm_fp_enter(), worker->device->enter(worker->device->self)};
 }
-static inline void rm_leave(const rm_engine *engine, rm_entered entered) {
-  engine->device->leave(engine->device->self, entered.device);
+static inline void rm_leave(const rm_worker *worker, rm_entered entered) {
+  worker->device->leave(worker->device->self, entered.device);
   rm_fp_leave(entered.fp);
 }
 
+// Calls it on all workers in parallel, each on its thread, and returns one worker's error. A call
+// leaves its error in worker->err; workers' codes stay until the next job.
+typedef rm_code (*rm_worker_call)(rm_worker *worker, void *arg);
+rm_code rm_run_workers(rm_engine *engine, rm_worker_call call, void *arg, rm_error *err);
+
+// worker.c. create: index, groups, engine and scheduler are set. All workers create and destroy
+// together: they connect and measure memory together, and they leave NCCL's groups together.
+rm_code rm_worker_create(rm_worker *worker, const rm_engine_options *options);
+void rm_worker_destroy(rm_worker *worker); // safe on a zeroed one; groups and gpu stay
+
 // kv_size.c: the number of KV pages. With memory_fraction all ranks of the mesh call it together,
 // when everything but the cache was allocated; they get the same number or the same error.
-rm_code rm_kv_pages(rm_engine *engine, int64_t *n_pages, rm_error *err);
+rm_code rm_kv_pages(rm_worker *worker, int64_t *n_pages, rm_error *err);

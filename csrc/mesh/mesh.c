@@ -3,7 +3,7 @@
 
 static rm_code check_degree(const char *name, int64_t degree, rm_error *err) {
   if (degree >= 1 && degree <= RM_MAX_WORLD) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "expected %s of 1 … %d, got %lld", name, RM_MAX_WORLD,
+  return rm_fail(err, RM_E_CONFIG, "%s: expected 1 to %d, got %lld", name, RM_MAX_WORLD,
                  (long long)degree);
 }
 
@@ -14,16 +14,17 @@ rm_code rm_mesh_create(int64_t tp, int64_t dp, int64_t ep, int64_t cp, int64_t p
       (code = check_degree("ep", ep, err)))
     return code;
   if (cp != 1)
-    return rm_fail(err, RM_E_CONFIG, "expected cp=1 (there is no context parallelism), got %lld",
+    return rm_fail(err, RM_E_CONFIG, "cp: expected 1 (rollmesh has only tp, dp and ep), got %lld",
                    (long long)cp);
   if (pp != 1)
-    return rm_fail(err, RM_E_CONFIG, "expected pp=1 (there is no pipeline parallelism), got %lld",
+    return rm_fail(err, RM_E_CONFIG, "pp: expected 1 (rollmesh has only tp, dp and ep), got %lld",
                    (long long)pp);
   if (tp * dp > RM_MAX_WORLD)
-    return rm_fail(err, RM_E_CONFIG, "expected at most %d ranks, got %lld (dp=%lld times tp=%lld)",
-                   RM_MAX_WORLD, (long long)(tp * dp), (long long)dp, (long long)tp);
+    return rm_fail(err, RM_E_CONFIG,
+                   "dp*tp: expected at most %d ranks, got %lld (dp=%lld, tp=%lld)", RM_MAX_WORLD,
+                   (long long)(tp * dp), (long long)dp, (long long)tp);
   if (ep != 1 && ep != tp && ep != dp * tp)
-    return rm_fail(err, RM_E_CONFIG, "expected ep of 1, tp=%lld or dp*tp=%lld, got %lld",
+    return rm_fail(err, RM_E_CONFIG, "ep: expected 1, tp=%lld or dp*tp=%lld, got %lld",
                    (long long)tp, (long long)(dp * tp), (long long)ep);
   *out = (rm_mesh){.tp = (int32_t)tp, .dp = (int32_t)dp, .ep = (int32_t)ep};
   return RM_OK;

@@ -6,7 +6,7 @@
 //   ep = tp      experts are distributed over a tp group; every dp replica has all of them
 //   ep = dp·tp   experts are distributed over all ranks
 //
-// Axes of size 1 exist too. Pure functions.
+// Axes of size 1 exist too. All functions are pure: any thread may call them.
 #pragma once
 
 #include <stdint.h>
@@ -25,19 +25,19 @@ typedef enum rm_axis { RM_AXIS_TP, RM_AXIS_DP, RM_AXIS_EP } rm_axis;
 
 enum { RM_MAX_WORLD = 4096, RM_MAX_TP = 256 };
 
-// RM_E_CONFIG names the rule that is broken. Context and pipeline degrees exist to be refused by
-// name.
+// RM_E_CONFIG states the rule that is broken. cp and pp (context and pipeline parallelism) must be
+// 1; they are parameters so that the error can name them.
 rm_code rm_mesh_create(int64_t tp, int64_t dp, int64_t ep, int64_t cp, int64_t pp, rm_mesh *out,
                        rm_error *err);
 
 static inline int32_t rm_mesh_world(const rm_mesh *mesh) { return mesh->tp * mesh->dp; }
 
-// Coordinates of a rank in 0 … world − 1, and the rank at given coordinates.
+// Coordinates of a rank of 0 to world − 1, and the rank at given coordinates.
 rm_coords rm_mesh_coords(const rm_mesh *mesh, int32_t rank);
 int32_t rm_mesh_rank(const rm_mesh *mesh, int32_t dp, int32_t tp);
 
-// The group of `rank` along an axis, itself included: `count` ranks, from `first` on, `step` apart,
-// in the order of their coordinate.
+// The group of `rank` along an axis, with `rank` itself: ranks first, first + step, …, `count` in
+// all, in the order of their coordinate.
 typedef struct rm_peers {
   int32_t first, step, count;
 } rm_peers;

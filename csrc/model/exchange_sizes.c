@@ -12,7 +12,7 @@ static size_t most(const size_t *sizes, size_t n) {
 #define MOST(...) \
   most((const size_t[]){__VA_ARGS__}, sizeof((const size_t[]){__VA_ARGS__}) / sizeof(size_t))
 
-// Rows of the longest pass of the static form.
+// The rows of the longest pass of the static form.
 static int64_t run_rows(const rm_spec *spec, const rm_model_options *options) {
   return rm_static_run_rows(spec, &options->rank->mesh, options->dtype, options->max_rows);
 }

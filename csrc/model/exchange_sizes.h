@@ -1,18 +1,16 @@
 // exchange_sizes.h: the most bytes that a rank sends or receives in one exchange of a forward,
-// which its transports need as capacity. Computed from the configuration alone.
+// which its transports need as capacity. They depend on the configuration only.
 #pragma once
 
 #include "model/model.h"
 
 typedef struct rm_exchanged { // bytes, in one direction
   size_t all;
-  size_t
-      // of strided blocks only; NCCL sends contiguous blocks without packing (comm/nccl/nccl.h)
-      apart;
+  size_t apart; // strided blocks only: NCCL sends contiguous blocks unpacked (comm/nccl/nccl.h)
 } rm_exchanged;
 
 // In the tp group, which is also the ep group where ep = tp.
 rm_exchanged rm_exchanged_tp(const rm_spec *spec, const rm_model_options *options);
-// In an ep group that is not the tp group: exchanges of fixed sizes only. Those of counted sizes
-// use the host group.
+// In an ep group that is not the tp group: exchanges of fixed sizes only, since exchanges of
+// counted sizes use the host group.
 rm_exchanged rm_exchanged_ep(const rm_spec *spec, const rm_model_options *options);

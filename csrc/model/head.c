@@ -1,6 +1,6 @@
 // head.c: from hidden states to logits. A rank holds whole blocks of 128 vocabulary entries and
-// computes a pair (max, sum) of each. All pairs are gathered and merged in the contract's order on
-// every rank. Logits are exchanged only on request.
+// computes a pair (max, sum) of each block. Every rank gathers all pairs and merges them in the
+// contract's order. Ranks exchange logits only on request.
 #include "model/model_internal.h"
 
 size_t rm_head_fields(rm_model *model, rm_field fields[RM_HEAD_FIELDS]) {

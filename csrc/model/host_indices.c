@@ -3,8 +3,8 @@
 // rows and outputs are sharded too.
 //
 // Each rank looks up the rows whose ids it holds. In a step of fixed sizes every rank looks up all
-// rows (row 0 for ids that it does not hold): the exchange is tp times larger, but its size depends
-// on no id, so it can be captured.
+// rows (row 0 for ids that it does not hold): the exchange is tp times larger, but its size does
+// not depend on the ids, so it can be captured.
 #include "model/model_internal.h"
 
 static int owner_of(const rm_shard *shard, int32_t id) {
@@ -13,7 +13,8 @@ static int owner_of(const rm_shard *shard, int32_t id) {
   return r;
 }
 
-// The rows that each rank looks up, and the index of each kept row in the gathered embeddings.
+// Computes which rows each rank looks up, and the index of each kept row in the gathered
+// embeddings.
 static void prepare_embed(rm_model *model, const rm_batch *batch) {
   const rm_shard *shard = &model->shard;
   const rm_range mine = shard->vocab[shard->me], rows = rm_kept_rows(model, batch->n_rows);
@@ -37,7 +38,7 @@ static void prepare_embed(rm_model *model, const rm_batch *batch) {
   }
 }
 
-// The out_rows among each rank's home rows.
+// Finds the out_rows among each rank's home rows.
 static void prepare_outs(rm_model *model, const rm_batch *batch) {
   const rm_shard *shard = &model->shard;
   int64_t at = 0;

@@ -1,6 +1,6 @@
 // linear.c: the dense linear layers: arguments of each gemm, and the choice between the op table
-// (the contract's sums) and the vendor's library (cuBLASLt, where params are plain). Experts, the
-// router and lm_head always use the op table.
+// (the contract's order of sums) and cuBLASLt (for plain params). Experts, the router and lm_head
+// always use the op table.
 //
 // y is a whole matrix, of which a rank writes its own columns.
 #include "model/model_internal.h"
@@ -25,7 +25,7 @@ static rm_gemm_args linear(const rm_model *model, rm_cut cut, char *y, const voi
                         .y_dtype = model->options.dtype};
 }
 
-// n columns of x's rows, side by side in y.
+// A gemm of model->x whose n columns fill the rows of y.
 static rm_gemm_args compact(const rm_model *model, char *y, const char *w, const char *bias,
                             int64_t m, int64_t n) {
   const int64_t hidden = model->spec->hidden_size;
@@ -102,39 +102,39 @@ void rm_multiply_swiglu(rm_model *model, const rm_gemm_args *args) {
   else model->kernels->gemm_swiglu(&model->ctx, args);
 }
 
-// ------------------------------------------------------------------------------------ the library
-static void name(rm_gemm_shape list[RM_MAX_GEMM_SHAPES], int *n, const rm_gemm_args *args,
-                 int swiglu) {
+// --------------------------------------------------------------------------------------- cuBLASLt
+static void add_shape(rm_gemm_shape list[RM_MAX_GEMM_SHAPES], int *n, const rm_gemm_args *args,
+                      int swiglu) {
   const rm_gemm_shape one = {args->n, args->k, args->ldx, args->ldy, args->bias != NULL, swiglu};
   if (one.n) list[(*n)++] = one;
 }
 
 // Lists the shapes of the dense gemms, which are the same in all layers. Returns their number.
-static int name_all(const rm_model *model, rm_gemm_shape list[RM_MAX_GEMM_SHAPES]) {
+static int list_shapes(const rm_model *model, rm_gemm_shape list[RM_MAX_GEMM_SHAPES]) {
   int64_t dense = 0;
   int n = 0;
   while (dense < model->spec->n_layers && model->spec->layers[dense].is_moe) dense++;
   const rm_layer_params *any = &model->params->layers[0],
                         *layer =
                             dense < model->spec->n_layers ? &model->params->layers[dense] : NULL;
-  const char *nowhere =
-      (const char *)RM_FIELD_ALIGN; // only shapes are read, and whether a bias is NULL
+  // Only the shapes are used, and whether a bias is NULL.
+  const char *nowhere = (const char *)RM_FIELD_ALIGN;
   const rm_gemm_args qkv = rm_qkv_gemm(model, any, nowhere, 1),
                      back = rm_o_proj_gemm(model, any, nowhere, 1);
-  name(list, &n, &qkv, 0);
-  name(list, &n, &back, 0);
+  add_shape(list, &n, &qkv, 0);
+  add_shape(list, &n, &back, 0);
   if (!layer) return n;
   const rm_gemm_args in = rm_gate_up_gemm(model, layer, nowhere, 1),
                      down = rm_down_gemm(model, layer, nowhere, 1);
-  name(list, &n, &in, !model->spec->ungated);
-  name(list, &n, &down, 0);
+  add_shape(list, &n, &in, !model->spec->ungated);
+  add_shape(list, &n, &down, 0);
   return n;
 }
 
 size_t rm_model_gemm_workspace(const rm_model *model) {
   rm_gemm_shape list[RM_MAX_GEMM_SHAPES];
   return model->params->plain
-             ? rm_vendor_gemm_workspace(list, name_all(model, list), model->options.max_rows)
+             ? rm_vendor_gemm_workspace(list, list_shapes(model, list), model->options.max_rows)
              : 0;
 }
 
@@ -143,12 +143,12 @@ rm_code rm_open_vendor_gemm(rm_model *model, rm_error *err) {
   const rm_device *device = model->device;
   const rm_vendor_gemm_options options = {.library = model->options.cublas_library,
                                           .list = list,
-                                          .n = name_all(model, list),
+                                          .n = list_shapes(model, list),
                                           .max_rows = model->options.max_rows,
                                           .choice = RM_VENDOR_GEMM_FREE,
                                           .workspace = model->vendor_gemm_workspace,
                                           .workspace_bytes = rm_model_gemm_workspace(model)};
   const char *why = device->open_vendor_gemm(device, &options, &model->vendor_gemm);
-  model->options.cublas_library = NULL; // the caller's
+  model->options.cublas_library = NULL; // the caller may free it now
   return why ? rm_fail(err, RM_E_CONFIG, "fast=True: %s: %s", device->name, why) : RM_OK;
 }

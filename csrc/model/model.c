@@ -1,13 +1,15 @@
-// model.c: the forward pass. One function per block of a layer, each a few calls of the op table;
-// no arithmetic is done here. All rows of a step are computed together. Only attention knows
-// sequences, and every op computes a row independently of the others, so batching changes no bit.
+// model.c: the forward pass. One function per block of a layer, each a few calls of the op table,
+// which does all arithmetic. All rows of a step are computed together. Only attention reads other
+// rows of a sequence, and every op computes a row independently of the batch, so batching does not
+// change the result.
 //
-// A matmul writes this rank's columns of a whole matrix; shard.h then completes the rows. No
-// partial sums are exchanged, so ranks compute the bits of one rank.
+// A matmul writes this rank's columns of a whole matrix; shard.h then completes the rows. Ranks
+// never exchange partial sums, so a mesh is bit-identical to one rank.
 //
 // Buffers: `residual` is the residual stream, `x` the input of a block and then its output. With
 // sequence parallelism residual has this rank's home rows only, and a block's output goes to
-// `home`. out_rows are selected before the final norm, since the routing of every row is recorded.
+// `home`. out_rows are selected only before the final norm, since the routing of every row is
+// recorded.
 #include <stdio.h>
 
 #include "model/model_internal.h"
@@ -39,7 +41,7 @@ static rm_limits limits_of(const rm_params *params, const rm_model_options *opti
   };
 }
 
-// All activations, in one allocation.
+// Allocates all activations as one block.
 static rm_code create_buffers(rm_model *model, char **workspace, size_t workspace_bytes,
                               rm_error *err) {
   const rm_model_options *options = &model->options;
@@ -97,7 +99,7 @@ static void make_rope_table(const rm_model *model, float *cos, float *sin) {
   rm_fp_leave(saved);
 }
 
-// The table is always computed on the host, so that all devices have the same bits.
+// Computes the table on the host for every device, so that all devices have the same values.
 static rm_code fill_rope_table(rm_model *model, rm_error *err) {
   const rm_device *device = model->device;
   const size_t n = (size_t)(model->options.max_positions * (model->spec->rotary_dim / 2));
@@ -118,7 +120,7 @@ static rm_code fill_rope_table(rm_model *model, rm_error *err) {
   return code;
 }
 
-// With tp > 1: the arrays of host_indices.c.
+// Allocates the arrays of host_indices.c, with tp > 1.
 static rm_code create_indices(rm_model *model, rm_error *err) {
   const size_t rows = (size_t)model->options.max_rows, outs = (size_t)model->options.max_out_rows;
   const rm_field fields[] = {
@@ -209,7 +211,7 @@ size_t rm_model_workspace_bytes(const rm_model *model) {
 }
 
 // --------------------------------------------------------------------------------------- KV pages
-// Bytes of a page's K, and of its V, in one layer with n KV heads.
+// Bytes of the K of one page in one layer with n KV heads; below, of the V.
 static size_t k_bytes_of(const rm_model *model, int64_t n) {
   return (size_t)(n * rm_k_page_elems(model->options.page_size, model->spec->head_dim)) *
          rm_dtype_bytes(model->options.dtype);
@@ -270,11 +272,11 @@ static size_t row_bytes(const rm_model *model) {
   return (size_t)model->spec->hidden_size * rm_dtype_bytes(model->options.dtype);
 }
 
-static void *there(const rm_batch *batch, const void *here) {
+static void *on_device(const rm_batch *batch, const void *here) {
   return rm_mirrored_on_device(batch->mirrored, here);
 }
 
-// out[i] ← x[from[i]], rows of hidden. out is not x.
+// out[i] ← x[from[i]], rows of hidden elements. out and x must not overlap.
 static void gather(rm_model *model, void *out, const void *x, const int32_t *from, int64_t rows) {
   const rm_gather_rows_args args = {out, x, from, rows, row_bytes(model)};
   if (rows) model->kernels->gather_rows(&model->ctx, &args);
@@ -294,19 +296,19 @@ static void look_up(rm_model *model, const char *weights, void *out, const int32
   if (rows) model->kernels->embed(&model->ctx, &args);
 }
 
-// Puts n indices that rm_model_prepare has computed. No event is recorded, since this may be
-// captured: rm_model_prepare waits for the ops.
+// Copies n indices that rm_model_prepare has computed to the device. It records no event, since the
+// copy may be captured: rm_model_prepare waits for the ops instead.
 static const int32_t *copy_indices(rm_model *model, const int32_t *at, int64_t n) {
   rm_mirrored_copy_to_device(&model->indices, at, (size_t)n * sizeof *at);
   return rm_mirrored_on_device(&model->indices, at);
 }
 
-// Each rank looks up the rows that host_indices.c lists; they are gathered in `home` by rank and
-// then put in order.
+// Each rank looks up the rows that host_indices.c lists. The ranks gather them in `home` by rank,
+// then put them in order.
 static rm_code embed(rm_model *model, const char *weights, const rm_batch *batch, rm_error *err) {
   rm_shard *shard = &model->shard;
   if (!shard->comm) {
-    look_up(model, weights, model->residual, there(batch, batch->ids), batch->n_rows);
+    look_up(model, weights, model->residual, on_device(batch, batch->ids), batch->n_rows);
     return RM_OK;
   }
   const int64_t n_mine = model->embed_counts[shard->me],
@@ -342,33 +344,34 @@ static char *output_of(rm_model *model) {
   return model->sequence_parallel ? model->home : model->x;
 }
 
-// x ← norm(residual += the last block's output), for the kept rows, at their indices of x. weight
-// NULL: x ← residual.
+// x ← norm(residual += the previous block's output), for the kept rows, at their indices of x.
+// weight NULL: x ← residual.
 static void norm(rm_model *model, const char *weight, int64_t n_rows, int first) {
   const rm_range rows = rm_kept_rows(model, n_rows);
   char *out = model->x + (size_t)rows.first * row_bytes(model);
   norm_rows(model, out, model->residual, first ? NULL : output_of(model), weight, rows.n);
 }
 
-// A block's output ← norm(it), where norms come after blocks.
+// Norms a block's output in place, in models with norms after blocks.
 static void norm_output(rm_model *model, const char *weight, int64_t n_rows) {
   norm_rows(model, output_of(model), output_of(model), NULL, weight, rm_kept_rows(model, n_rows).n);
 }
 
-// All rows of x on every rank.
+// Completes x: all rows on every rank.
 static rm_code complete_rows(rm_model *model, int64_t rows, rm_error *err) {
   return model->sequence_parallel
              ? rm_shard_gather_rows(&model->shard, model->x, rows, row_bytes(model), err)
              : RM_OK;
 }
 
-// This rank's columns of `of` become whole rows: all rows there, or the home rows in `home`.
-static rm_code complete_columns(rm_model *model, char *of, char *home, int64_t rows,
+// Completes the rows of a matrix of which each rank has its columns: all rows in place, or with
+// sequence parallelism the home rows in `home`.
+static rm_code complete_columns(rm_model *model, char *matrix, char *home, int64_t rows,
                                 rm_error *err) {
   rm_shard *shard = &model->shard;
   if (!model->sequence_parallel)
-    return rm_shard_gather_columns(shard, RM_CUT_HIDDEN, of, rows, err);
-  const char *mine = of + (size_t)shard->cuts[RM_CUT_HIDDEN][shard->me].first * shard->elem;
+    return rm_shard_gather_columns(shard, RM_CUT_HIDDEN, matrix, rows, err);
+  const char *mine = matrix + (size_t)shard->cuts[RM_CUT_HIDDEN][shard->me].first * shard->elem;
   return rm_shard_columns_to_rows(shard, RM_CUT_HIDDEN, mine, model->spec->hidden_size, home, rows,
                                   err);
 }
@@ -378,8 +381,8 @@ static rm_code complete_output(rm_model *model, int64_t rows, rm_error *err) {
 }
 
 // ----------------------------------------------------------------------------------------- blocks
-// The sums of squares of all heads of q and of k, for a norm over all of them; NULL where there is
-// none.
+// Computes the sums of squares of all heads of q and of k, for a norm over all heads; NULL in other
+// models.
 static rm_code gather_squares(rm_model *model, int64_t rows, const float **q, const float **k,
                               rm_error *err) {
   const rm_spec *spec = model->spec;
@@ -427,11 +430,11 @@ static rm_code write_kv(rm_model *model, int64_t index, const char *weights, voi
       .all_kv_heads = model->spec->n_kv_heads,
       .cos = model->cos,
       .sin = model->sin,
-      .positions = there(batch, batch->positions),
-      .slots = there(batch, batch->slots),
+      .positions = on_device(batch, batch->positions),
+      .slots = on_device(batch, batch->slots),
       .k_cache = k,
       .v_cache = v,
-      .row_flags = there(batch, batch->row_flags),
+      .row_flags = on_device(batch, batch->row_flags),
       .eps = model->spec->rms_norm_eps,
       .rows = batch->n_rows,
       .n_heads = here->heads.n,
@@ -445,7 +448,7 @@ static rm_code write_kv(rm_model *model, int64_t index, const char *weights, voi
   return RM_OK;
 }
 
-// Writes to qkv, which is not needed any more.
+// Writes its output to qkv, which is free by now.
 static void attend(rm_model *model, int64_t index, const void *k, const void *v,
                    const rm_batch *batch) {
   const rm_spec *spec = model->spec;
@@ -456,9 +459,9 @@ static void attend(rm_model *model, int64_t index, const void *k, const void *v,
       .q = model->q,
       .k_cache = k,
       .v_cache = v,
-      .positions = there(batch, batch->positions),
-      .seq_of_row = there(batch, batch->seq_of_row),
-      .block_tables = there(batch, batch->block_tables),
+      .positions = on_device(batch, batch->positions),
+      .seq_of_row = on_device(batch, batch->seq_of_row),
+      .block_tables = on_device(batch, batch->block_tables),
       .rows = batch->n_rows,
       .n_seqs = batch->n_seqs,
       .max_pages = batch->max_pages,
@@ -495,7 +498,7 @@ static rm_code attention_block(rm_model *model, int64_t index, const char *weigh
   return complete_output(model, rows, err);
 }
 
-// inner of a dense MLP: activation(gate) · up, or activation(up) alone.
+// Computes `inner` of a dense MLP: activation(gate) · up, or activation(up) alone.
 static void multiply_in(rm_model *model, const rm_gemm_args *in) {
   if (!model->spec->ungated) {
     rm_multiply_swiglu(model, in);
@@ -519,8 +522,8 @@ static rm_code mlp_block(rm_model *model, const rm_layer_params *layer, const ch
   return complete_output(model, rows, err);
 }
 
-// The shared expert of all rows of x: its output to `shared` (kept rows), and each row's logit to
-// shared_switch.
+// Computes the shared expert of all rows of x: its output into `shared` (kept rows), and the logit
+// of each row's switch into shared_switch.
 static rm_code shared_expert(rm_model *model, const rm_layer_params *layer, const char *weights,
                              int64_t rows, rm_error *err) {
   const rm_gemm_args in = rm_shared_gate_up_gemm(model, layer, weights, rows),
@@ -554,7 +557,7 @@ static void add_shared_expert(rm_model *model, int64_t n_rows) {
   if (rows.n) model->kernels->rms_norm(&model->ctx, &args);
 }
 
-// Input in x; output in output_of(model), for either kind of dispatcher.
+// Reads x and writes output_of(model), with either kind of dispatcher.
 static rm_code routed_experts(rm_model *model, int64_t index, int64_t moe_layer,
                               const char *weights, const rm_batch *batch, rm_error *err) {
   const rm_spec *spec = model->spec;
@@ -563,7 +566,7 @@ static rm_code routed_experts(rm_model *model, int64_t index, int64_t moe_layer,
   const int64_t rows = batch->n_rows, most = rm_max64(batch->most_rows, rows),
                 stride = spec->n_moe_layers * spec->top_k;
   const rm_range home = rm_shard_home(shard, rows);
-  int16_t *routed = (int16_t *)there(batch, batch->routed) + moe_layer * spec->top_k;
+  int16_t *routed = (int16_t *)on_device(batch, batch->routed) + moe_layer * spec->top_k;
   const rm_layer_params *layer = &model->params->layers[index];
   rm_code code;
   if (moe->dispatches) {
@@ -593,12 +596,12 @@ static rm_code moe_block(rm_model *model, int64_t index, int64_t moe_layer, cons
 }
 
 // ----------------------------------------------------------------------------------------- a pass
-// The final norm of out_rows. With sequence parallelism each rank computes those among its home
-// rows. Their number depends on the batch, so in a step of fixed sizes each rank computes all its
-// home rows, all are exchanged, and out_rows are selected.
+// Computes the final norm of out_rows. With sequence parallelism each rank norms the out_rows among
+// its home rows. Their number depends on the batch, so in a step of fixed sizes the ranks norm and
+// exchange all rows and then select out_rows.
 static rm_code finish(rm_model *model, const char *weight, const rm_batch *batch,
                       const void **hidden, rm_error *err) {
-  const int32_t *from = there(batch, batch->out_rows);
+  const int32_t *from = on_device(batch, batch->out_rows);
   int64_t n = batch->n_out;
   if (model->sequence_parallel && rm_is_static(model, batch)) {
     norm(model, weight, batch->n_rows, 0);
@@ -612,7 +615,7 @@ static rm_code finish(rm_model *model, const char *weight, const rm_batch *batch
     from = copy_indices(model, model->own_out_rows, n);
   }
   gather(model, model->out_residual, model->residual, from, n);
-  gather(model, model->residual, output_of(model), from, n); // residual is not needed any more
+  gather(model, model->residual, output_of(model), from, n); // residual is free by now
   norm_rows(model, model->x, model->out_residual, model->residual, weight, n);
   *hidden = model->x;
   if (!model->sequence_parallel) return RM_OK;
@@ -638,7 +641,7 @@ rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t
     if (!code && spec->norm_after) norm_output(model, base + layer->post_mlp_norm, batch->n_rows);
   }
   if (!code && moe_layer && model->moe.dispatches)
-    code = rm_shard_gather_rows(&model->shard, there(batch, batch->routed), batch->n_rows,
+    code = rm_shard_gather_rows(&model->shard, on_device(batch, batch->routed), batch->n_rows,
                                 (size_t)(moe_layer * spec->top_k) * sizeof *batch->routed, err);
   return code ? code : finish(model, base + model->params->final_norm, batch, hidden, err);
 }

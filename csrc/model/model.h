@@ -1,10 +1,12 @@
 // model.h: one forward pass over a batch of rows: token ids in, hidden states of the requested rows
 // out. The model owns its activations and rope table, sized at creation; weights and KV are views
-// given per call. Pointers are device memory unless stated otherwise, and calls only enqueue work.
+// passed to each call. One thread at a time uses a model, after it has entered the device. A step
+// calls rm_model_prepare, rm_model_forward, rm_model_head. Pointers are device memory unless stated
+// otherwise, and calls only enqueue work.
 //
 // On a mesh every rank of a tensor parallel group makes the same calls with the same batch and gets
-// the same results, bit for bit those of one rank. Only exchanges between ranks can fail, with the
-// codes of comm.h.
+// the same results, bit-identical to those of one rank. Only exchanges between ranks can fail, with
+// the codes of comm.h.
 #pragma once
 
 #include "base/team.h"
@@ -21,23 +23,19 @@ typedef struct rm_model_options {
   int64_t max_positions; // longest context; also the length of the rope table
   int64_t max_out_rows; // rows of logits computed at a time
   int64_t page_size;
-  int64_t
-      // max rows of a forward whose exchanges have fixed sizes (rm_model_is_static); 0: none
-      static_rows;
-  const rm_rank *rank; // view, with the comms for device memory; until destroy
-  rm_profile *profile; // whose table the device has; NULL: none. View
-  const char
-      *cublas_library; // for matmuls of plain params; NULL: params are packed. View during create
+  int64_t static_rows; // max rows of a forward with exchanges of fixed sizes; 0: none
+  const rm_rank *rank; // view until destroy, with the comms for device memory
+  rm_profile *profile; // view; NULL: none. The device has its op table
+  const char *cublas_library; // view during create, for plain params; NULL: params are packed
 } rm_model_options;
 
-// Views, valid until the forward returns, and on a device until it was waited for. Arrays are host
-// addresses in `mirrored`, whose owner has copied them to the device; routed and row_flags are
-// written on the device only.
+// The rows of one step. Arrays are views of host addresses in `mirrored`, whose owner has copied
+// them to the device; they stay valid until the device has completed the forward. routed and
+// row_flags are written on the device only.
 typedef struct rm_batch {
   const rm_mirrored_buffer *mirrored;
   int64_t n_rows, n_seqs, max_pages;
-  int64_t
-      most_rows; // the largest n_rows of the ranks that exchange; ignored where all have the same
+  int64_t most_rows; // the largest n_rows of the ranks of an ep group; ignored without one
   const int32_t *ids; // [n_rows]
   const int32_t *positions; // [n_rows]
   const int32_t *seq_of_row; // [n_rows]
@@ -46,38 +44,38 @@ typedef struct rm_batch {
   int64_t n_out;
   const int32_t *out_rows; // [n_out] rows whose hidden state is requested, ascending
   int16_t *routed; // [n_rows][n_moe_layers][top_k], out; NULL in a dense model
-  uint8_t *row_flags; // [n_rows], or-ed
+  uint8_t *row_flags; // [n_rows], out: ops or their flags into it
 } rm_batch;
 
 rm_code rm_model_create(const rm_params *params, const rm_device *device, rm_team *team,
                         const rm_model_options *options, rm_model **out, rm_error *err);
 void rm_model_destroy(rm_model *model);
-// Bytes of one KV page over all layers, on the rank of the tp group that has most, so that all
-// ranks have the same number of pages. The KV cache holds, layer by layer, the K pages and then the
-// V pages.
+// Bytes of one KV page over all layers, on the rank of the tp group whose page is largest, so that
+// all ranks have the same number of pages. The KV cache holds, layer by layer, the K pages and then
+// the V pages.
 size_t rm_model_page_bytes(const rm_model *model);
-size_t rm_model_workspace_bytes(
-    const rm_model *model); // activations, rope table and the ops' scratch
+// Bytes of activations, rope table and the ops' scratch.
+size_t rm_model_workspace_bytes(const rm_model *model);
 void rm_model_zero_page(const rm_model *model, void *kv, int64_t n_pages, int32_t page);
 void rm_model_copy_page(const rm_model *model, void *kv, int64_t n_pages, int32_t to, int32_t from);
 // Computes the ops' indices on the host (host_indices.c). Called before each forward and each
-// replay, outside of a capture. First waits until the last forward has read its indices. Reads only
-// host arrays of the batch.
+// replay, outside of a capture. First waits until the previous forward has read its indices. Reads
+// only host arrays of the batch.
 rm_code rm_model_prepare(rm_model *model, const rm_batch *batch, rm_error *err);
-// After rm_model_prepare of the same batch. hidden: T [n_out][hidden], carved in the model, valid
-// until the next forward.
+// Called after rm_model_prepare with the same batch. *hidden: T [n_out][hidden], a view of the
+// model's memory until the next forward.
 rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t n_pages,
                          const rm_batch *batch, const void **hidden, rm_error *err);
-// Whether a forward of so many rows (most_rows or n_rows) can be captured: it only enqueues, and
-// enqueues the same work for every batch with the same n_rows and n_out.
+// Whether a forward of this many rows (most_rows or n_rows) can be captured: it only enqueues work,
+// and the same work for every batch with the same n_rows and n_out.
 int rm_model_is_static(const rm_model *model, int64_t rows);
-const rm_ctx *rm_model_ctx(
-    const rm_model *model); // the ctx of its ops, for other ops on the same thread
+// The ctx of the model's ops, for other ops on the same thread.
+const rm_ctx *rm_model_ctx(const rm_model *model);
 
-// From hidden states to logits and their statistics, as rm_lm_head_args, over the whole vocabulary.
-// Optional: logits; target_logprobs with targets and host_targets. With `own_rows` a rank of a tp
-// group gets the logits of its share of the rows only (rm_model_own_rows); other rows of `logits`
-// are undefined.
+// Arguments from hidden states to logits and their statistics (rm_lm_head_args), over the whole
+// vocabulary. Optional: logits; target_logprobs with targets and host_targets. With `own_rows` a
+// rank of a tp group gets the logits of its share of the rows only (rm_model_own_rows); other rows
+// of `logits` are undefined.
 typedef struct rm_head {
   const void *hidden; // T [rows][hidden]
   int64_t rows, ld_logits;
@@ -87,7 +85,7 @@ typedef struct rm_head {
   uint8_t *row_flags;
 } rm_head;
 rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head, rm_error *err);
-// The share of n rows of rank r of the tp group.
+// The share of rank r of the tp group in n rows.
 rm_range rm_model_own_rows(const rm_model *model, int64_t n, int r);
 // All-gathers results of own rows over the tp group, in place: `items` (host memory) has counts[r]
 // items of `bytes` each of each rank r.

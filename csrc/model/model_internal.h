@@ -10,7 +10,7 @@ struct rm_model {
   const rm_params *params; // view
   const rm_spec *spec; // view
   const rm_device *device; // view
-  const rm_kernels *kernels; // its
+  const rm_kernels *kernels; // view: the device's op table
   rm_model_options options;
   int sequence_parallel; // requested, and tp > 1
   rm_ctx ctx;
@@ -20,56 +20,52 @@ struct rm_model {
   float *cos, *sin; // [max_positions][rotary_dim/2]
   char *residual, *x; // T [max_rows][hidden]
   char *qkv; // T [max_rows][(heads + 2·kv_heads)·head_dim] of this rank; then attention's output
-  float *
-      // [max_rows][heads + kv_heads] of this rank: of q, then of k; where q and k are normed over
-      // all heads
-      squares;
+  // Only for RM_QK_NORM_WHOLE: sums of squares of q's heads, then of k's.
+  float *squares; // [max_rows][heads + kv_heads] of this rank
   float *all_squares; // [max_rows][all heads + all kv heads]; where tp > 1
   char *q; // T [max_rows][heads·head_dim] of this rank
   char *out_residual; // T [max_rows][hidden] residual of the batch's out_rows
   char *inner; // T [max_rows][intermediate], of dense layers and shared experts
-  char *shared,
-      // T [max_rows][hidden] a shared expert's output; with sequence parallelism its home rows
-      *shared_home;
+  char *shared; // T [max_rows][hidden] a shared expert's output
+  char *shared_home; // T [max_rows][hidden] its home rows, with sequence parallelism
   char *shared_switch; // T [max_rows]
   rm_moe moe; // of MoE layers
   rm_vendor_gemm vendor_gemm; // owned; open where params are plain
   char *vendor_gemm_workspace;
-  // where tp > 1
+  // Only where tp > 1:
   char *attended; // T [max_rows][heads·head_dim]
-  char *
-      // T [max_rows][hidden] home rows of a block's output; in a step of fixed sizes also gathered
-      // embeddings [tp][rows][hidden]
-      home;
+  // T [max_rows][hidden] home rows of a block's output; in a step of fixed sizes also the gathered
+  // embeddings [tp][rows][hidden].
+  char *home;
   float *pairs; // [vocabulary blocks][max_out_rows][2]
   float *target_logits; // [tp][max_out_rows]
   float *own_logits; // [max_out_rows] of each target, from the rank that holds it
-  // indices computed on the host, in `indices`
-  rm_mirrored_buffer indices; // owned
+  // Indices computed on the host (host_indices.c).
+  rm_mirrored_buffer indices; // owned: holds the arrays below
   int32_t *embed_ids; // [max_rows] rows of the embedding table that this rank looks up
   int32_t *embed_rows; // [max_rows] index of each kept row in the gathered embeddings
   int32_t *own_out_rows; // [max_rows] out_rows among the kept rows, counted from the first kept row
-  int64_t *embed_counts; // [tp] rows that each rank looks up; on the host only, as the next
+  int64_t *embed_counts; // [tp] rows that each rank looks up; like out_counts on the host only
   int64_t *out_counts; // [tp] out_rows of each rank
   int32_t *local_targets; // [max_out_rows]
   int32_t *from_targets; // [max_out_rows] index of each target's logit in target_logits
 };
 
-// The rows of n that this rank keeps between blocks: its home rows with sequence parallelism, else
-// all.
+// The rows among n that this rank keeps between blocks: its home rows with sequence parallelism,
+// else all rows.
 static inline rm_range rm_kept_rows(const rm_model *model, int64_t n) {
   return model->sequence_parallel ? rm_shard_home(&model->shard, n) : (rm_range){0, n};
 }
-// Whether the exchanges of the tp group have sizes that follow from the number of rows alone.
+// Whether the sizes of the tp group's exchanges depend on the number of rows alone.
 static inline int rm_is_static(const rm_model *model, const rm_batch *batch) {
   return batch->n_rows <= model->options.static_rows;
 }
 
-// Before the host writes indices: waits until the last ones were read.
+// Waits until the device has read the previous indices. Called before the host writes new ones.
 static inline rm_code rm_indices_begin(const rm_model *model, rm_error *err) {
   return rm_rank_wait_event(model->options.rank, model->device, RM_EVENT_INDICES, err);
 }
-// Afterwards: copies n of them to the device and returns their device address.
+// Copies n indices to the device and returns their device address.
 static inline int32_t *rm_indices_copy_to_device(const rm_model *model, const int32_t *at,
                                                  int64_t n) {
   rm_mirrored_copy_to_device(&model->indices, at, (size_t)n * sizeof *at);
@@ -77,8 +73,8 @@ static inline int32_t *rm_indices_copy_to_device(const rm_model *model, const in
   return rm_mirrored_on_device(&model->indices, at);
 }
 
-// linear.c: arguments of a layer's dense gemms, for this rank's columns. y of `back` (o_proj) and
-// `down` is x, whole rows; m: rows.
+// linear.c: arguments of a layer's dense gemms, for this rank's columns; m: rows. o_proj and `down`
+// write into x, whole rows.
 rm_gemm_args rm_qkv_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights,
                          int64_t m);
 rm_gemm_args rm_o_proj_gemm(const rm_model *model, const rm_layer_params *layer,
@@ -87,11 +83,12 @@ rm_gemm_args rm_gate_up_gemm(const rm_model *model, const rm_layer_params *layer
                              const char *weights, int64_t m);
 rm_gemm_args rm_down_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights,
                           int64_t m);
-// The address of a parameter that a model may lack: then NULL.
+// The address of a parameter; NULL if the model does not have it.
 static inline const char *rm_param_or_null(const char *weights, size_t offset) {
   return offset == SIZE_MAX ? NULL : weights + offset;
 }
-// Of a shared expert, always in the op table's layout; y of `down` is model->shared.
+// Gemms of a shared expert, whose weights are always in the op table's layout. `down` writes into
+// model->shared.
 rm_gemm_args rm_shared_gate_up_gemm(const rm_model *model, const rm_layer_params *layer,
                                     const char *weights, int64_t m);
 rm_gemm_args rm_shared_down_gemm(const rm_model *model, const rm_layer_params *layer,
@@ -100,9 +97,10 @@ rm_gemm_args rm_shared_switch_gemm(const rm_model *model, const rm_layer_params 
                                    const char *weights, int64_t m);
 void rm_multiply(rm_model *model, const rm_gemm_args *args);
 void rm_multiply_swiglu(rm_model *model, const rm_gemm_args *args);
-size_t rm_model_gemm_workspace(
-    const rm_model *model); // of vendor_gemm_workspace, before it is allocated
-rm_code rm_open_vendor_gemm(rm_model *model, rm_error *err); // after all buffers were allocated
+// Bytes of vendor_gemm_workspace.
+size_t rm_model_gemm_workspace(const rm_model *model);
+// Called after all buffers are allocated.
+rm_code rm_open_vendor_gemm(rm_model *model, rm_error *err);
 
 enum { RM_HEAD_FIELDS = 3 };
 size_t rm_head_fields(rm_model *model, rm_field fields[RM_HEAD_FIELDS]);

@@ -2,7 +2,7 @@
 // each begins on a cache line. Parameters that are one matrix for the kernels (q|k|v, gate|up)
 // share an offset and differ in dst_row0 or layout.
 //
-// With tied embeddings there is one matrix: the packed lm_head, from which embed reads its rows.
+// With tied embeddings both parameters share the packed lm_head, from which embed reads its rows.
 #include "model/params.h"
 
 #include <stdio.h>
@@ -14,7 +14,7 @@
 enum { MAX_PARAMS = 1 << 20, ALIGN = 64 };
 
 typedef struct layout {
-  rm_params *params; // list NULL while only counting
+  rm_params *params; // its list is NULL while parameters are only counted
   size_t end; // bytes laid out so far
   int overflow;
 } layout;
@@ -37,7 +37,7 @@ static size_t take_packed(layout *l, int64_t rows, int64_t cols) {
   return take(l, rm_packed_elems(rows, cols), l->params->dtype);
 }
 
-// For the matrix of a dense gemm, plain or packed.
+// Reserves the matrix of a dense gemm, plain or packed.
 static size_t take_dense(layout *l, int64_t rows, int64_t cols) {
   return l->params->plain ? take(l, rows * cols, l->params->dtype) : take_packed(l, rows, cols);
 }
@@ -83,7 +83,7 @@ static void add_vector(layout *l, rm_param_kind kind, int layer, int64_t n, rm_d
                     .required = required});
 }
 
-// n: its whole length; held: the elements of this rank.
+// Adds a vector of n elements, of which this rank holds `held`.
 static size_t new_vector(layout *l, rm_param_kind kind, int layer, int64_t n, int64_t held) {
   const size_t offset = take(l, held, l->params->dtype);
   add_vector(l, kind, layer, n, l->params->dtype, offset, 1);
@@ -155,7 +155,8 @@ static void lay_dense(layout *l, rm_layer_params *out, int layer) {
   out->shared_gate_up = out->shared_down = out->shared_switch = SIZE_MAX;
 }
 
-// A matrix of each expert; this rank's are `stride` bytes apart, the others have no memory.
+// Adds a matrix of each expert. This rank's matrices are `stride` bytes apart; it has no memory for
+// the others.
 static void add_experts(layout *l, rm_param_kind kind, int layer, int64_t rows, int64_t cols,
                         rm_layout how, size_t offset, size_t stride) {
   const rm_range here = l->params->placement.experts;
@@ -201,7 +202,7 @@ static void lay_experts(layout *l, rm_layer_params *out, int layer) {
   add_experts(l, RM_P_EXPERT_DOWN, layer, hidden, width, RM_PACKED, out->expert_down, down_bytes);
 }
 
-// In the order of (layer, kind, expert), which rm_params_find searches.
+// Adds all parameters ordered by layer, kind and expert, for the binary search of rm_params_find.
 static void lay_all(layout *l) {
   rm_params *p = l->params;
   const rm_spec *s = p->spec;
@@ -240,11 +241,12 @@ static void lay_all(layout *l) {
 rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_dtype dtype,
                          int plain, rm_params **out, rm_error *err) {
   *out = NULL;
-  const int64_t per_expert =
-      3 * spec->n_experts * spec->n_moe_layers; // checked before anything of that size is allocated
+  // Checked before anything of that size is allocated.
+  const int64_t per_expert = 3 * spec->n_experts * spec->n_moe_layers;
   if (per_expert > MAX_PARAMS)
     return rm_fail(err, RM_E_CONFIG,
-                   "expected at most %d expert tensors, got %lld (num_experts=%lld in %lld layers)",
+                   "num_experts: expected at most %d expert tensors, got %lld (num_experts=%lld in "
+                   "%lld layers)",
                    MAX_PARAMS, (long long)per_expert, (long long)spec->n_experts,
                    (long long)spec->n_moe_layers);
   rm_params *params = rm_alloc(1, sizeof *params);
@@ -259,7 +261,9 @@ rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_
   lay_all(&count);
   if (count.overflow) {
     rm_params_destroy(params);
-    return rm_fail(err, RM_E_CONFIG, "the sizes of this model overflow the address space");
+    return rm_fail(err, RM_E_CONFIG,
+                   "config: expected a model that fits the address space, got sizes that overflow "
+                   "it");
   }
   params->list = rm_alloc((size_t)params->n, sizeof *params->list);
   if (!params->list) goto no_memory;

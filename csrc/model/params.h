@@ -1,6 +1,6 @@
 // params.h: the parameters of a model, one entry per tensor of the Hugging Face checkpoint, and
 // their offsets in the allocation that holds a version of the weights. The manifest, syncs and the
-// forward use this table.
+// forward use this table. It never changes after creation: any thread may read it.
 //
 // On every rank of a mesh the table has the same entries, order and shapes; the rows that a rank
 // holds differ (placement.h).
@@ -14,28 +14,28 @@ typedef struct rm_param {
   rm_param_kind kind;
   int32_t layer, expert; // −1 where there is none
   int64_t rows, cols; // as in the checkpoint; a vector has rows = 1 and n_dims = 1
-  int64_t first, held; // rows (of a vector: elements) that this rank has: [first, first + held)
+  int64_t first, held; // rows (elements of a vector) that this rank holds: [first, first + held)
   int n_dims;
-  rm_dtype dtype; // of the stored parameter; the router bias is float32 always
+  rm_dtype dtype; // of the stored parameter; the router bias is always float32
   rm_layout layout;
-  size_t offset; // bytes from the start of the allocation to the matrix that it is packed into
-  int64_t dst_row0, dst_cols; // the matrix's row that holds row `first`, and the matrix's columns
-  int required; // 0: lm_head when tied, and the router bias where the spec says so
+  size_t offset; // bytes from the start of the allocation to the matrix that holds the parameter
+  int64_t dst_row0, dst_cols; // the row of that matrix that holds row `first`; its columns
+  int required; // 0: a tied lm_head; the router bias unless spec->router_bias
 } rm_param;
 
-// Offsets of one layer's matrices, for the forward pass. SIZE_MAX where a layer has none. Each has
-// the rows that the rank holds and all columns; the shapes below are those without a mesh.
+// Offsets of one layer's matrices, for the forward pass; SIZE_MAX for matrices that the layer does
+// not have. Each matrix has the rows that the rank holds and all columns; the shapes below are
+// those of a single rank.
 typedef struct rm_layer_params {
-  size_t input_norm, post_attn_norm, pre_mlp_norm,
-      post_mlp_norm; // of attention's input and output, of the MLP's
+  size_t input_norm, post_attn_norm; // [hidden], of attention's input and output
+  size_t pre_mlp_norm, post_mlp_norm; // [hidden], of the MLP's input and output
   size_t q_norm, k_norm; // [head_dim], or [heads·head_dim], [kv·head_dim]
   size_t qkv, qkv_bias, o, o_bias; // qkv: packed [(heads + 2·kv)·head_dim]×[hidden]
-  size_t gate_up,
-      // dense: packed [gate_up_rows(I)]×[H], [H]×[I]; plain: [2I][H], [H][I]; ungated: up alone
-      down;
+  size_t gate_up; // dense: packed [gate_up_rows(I)]×[H], plain [2I][H]; ungated: up alone
+  size_t down; // dense: packed [H]×[I], plain [H][I]
   size_t router, router_bias; // MoE: packed [E]×[H]; float32 [E]
-  size_t shared_gate_up, shared_down,
-      shared_switch; // MoE: as a dense layer's, packed; packed [1]×[H]
+  size_t shared_gate_up, shared_down; // MoE: packed, shapes of a dense layer's
+  size_t shared_switch; // MoE: packed [1]×[H]
   size_t expert_gate_up, expert_down; // MoE: a matrix for each expert of the rank, strides below
   int64_t expert_gate_up_stride, expert_down_stride; // in elements
 } rm_layer_params;
@@ -44,7 +44,7 @@ typedef struct rm_params {
   const rm_spec *spec; // view
   rm_placement placement; // what this rank holds
   rm_dtype dtype;
-  // qkv, o, gate_up and down are plain rows, gate before up, for a vendor's library (vendor_gemm.h)
+  // qkv, o, gate_up and down are plain rows, gate before up, for cuBLASLt (vendor_gemm.h).
   int plain;
   int64_t n;
   rm_param *list; // [n], ordered by layer, kind, expert
@@ -63,5 +63,5 @@ void rm_params_destroy(rm_params *params);
 int64_t rm_params_find(const rm_params *params, rm_param_kind kind, int32_t layer, int32_t expert);
 // Writes the Hugging Face name, always NUL-terminated; returns its length.
 int rm_param_name(const rm_params *params, const rm_param *param, char *buffer, size_t capacity);
-// The name of its kind for a spec's `names`, "router"; NULL beyond the last kind.
+// Name of a kind, as a spec's `names` uses it: "router"; NULL beyond the last kind.
 const char *rm_param_kind_name(int kind);

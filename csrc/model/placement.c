@@ -10,13 +10,14 @@ rm_range rm_share(int64_t n, int64_t unit, int64_t parts, int64_t index) {
 
 rm_code rm_placement_check(const rm_spec *spec, const rm_mesh *mesh, rm_error *err) {
   if (spec->n_heads % mesh->tp)
-    return rm_fail(err, RM_E_CONFIG, "tp=%d does not divide num_attention_heads=%lld", mesh->tp,
-                   (long long)spec->n_heads);
+    return rm_fail(err, RM_E_CONFIG, "tp: expected a divisor of num_attention_heads=%lld, got %d",
+                   (long long)spec->n_heads, mesh->tp);
   if (mesh->ep > 1 && !spec->n_experts)
-    return rm_fail(err, RM_E_CONFIG, "expected ep=1 for a model without experts, got %d", mesh->ep);
+    return rm_fail(err, RM_E_CONFIG, "ep: expected 1 for a model without experts, got %d",
+                   mesh->ep);
   if (mesh->ep > 1 && spec->n_experts % mesh->ep)
-    return rm_fail(err, RM_E_CONFIG, "ep=%d does not divide num_experts=%lld", mesh->ep,
-                   (long long)spec->n_experts);
+    return rm_fail(err, RM_E_CONFIG, "ep: expected a divisor of num_experts=%lld, got %d",
+                   (long long)spec->n_experts, mesh->ep);
   return RM_OK;
 }
 
@@ -45,9 +46,9 @@ rm_placement rm_placement_of(const rm_spec *spec, const rm_mesh *mesh, int32_t r
     p.expert_inner = (rm_range){0, spec->moe_intermediate_size};
     p.expert_hidden = (rm_range){0, spec->hidden_size};
   }
-  p.answers_replicated = rank == 0;
-  p.answers_sharded = at.dp == 0;
-  p.answers_experts = mesh->ep == rm_mesh_world(mesh) || at.dp == 0;
+  p.counts_replicated = rank == 0;
+  p.counts_sharded = at.dp == 0;
+  p.counts_experts = mesh->ep == rm_mesh_world(mesh) || at.dp == 0;
   return p;
 }
 
@@ -105,10 +106,10 @@ rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *p, rm_par
     case RM_P_V:
     case RM_P_K_BIAS:
     case RM_P_V_BIAS:
-      return p->answers_sharded ? scaled(rm_placement_new_kv_heads(spec, p), spec->head_dim) : none;
+      return p->counts_sharded ? scaled(rm_placement_new_kv_heads(spec, p), spec->head_dim) : none;
     case RM_P_EXPERT_GATE:
     case RM_P_EXPERT_UP:
-    case RM_P_EXPERT_DOWN: return p->answers_experts ? held : none;
+    case RM_P_EXPERT_DOWN: return p->counts_experts ? held : none;
     case RM_P_FINAL_NORM:
     case RM_P_INPUT_NORM:
     case RM_P_POST_ATTN_NORM:
@@ -116,13 +117,13 @@ rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *p, rm_par
     case RM_P_POST_MLP_NORM:
     case RM_P_SHARED_SWITCH:
     case RM_P_ROUTER:
-    case RM_P_ROUTER_BIAS: return p->answers_replicated ? held : none;
+    case RM_P_ROUTER_BIAS: return p->counts_replicated ? held : none;
     case RM_P_Q_NORM:
     case RM_P_K_NORM:
-      if (spec->qk_norm != RM_QK_NORM_WHOLE) return p->answers_replicated ? held : none;
-      if (!p->answers_sharded) return none;
+      if (spec->qk_norm != RM_QK_NORM_WHOLE) return p->counts_replicated ? held : none;
+      if (!p->counts_sharded) return none;
       return kind == RM_P_Q_NORM ? held
                                  : scaled(rm_placement_new_kv_heads(spec, p), spec->head_dim);
-    default: return p->answers_sharded ? held : none;
+    default: return p->counts_sharded ? held : none;
   }
 }

@@ -1,12 +1,11 @@
-// placement.h: which shard of each parameter a rank holds. No partial sums are exchanged, so every
-// matrix is sharded along its output features (the rows of the checkpoint's tensor), and a shard is
-// one range of rows: whole heads of q, k and v, units of 32 of gate, up, o_proj and down_proj,
-// whole blocks of 128 of the vocabulary.
+// placement.h: which shard of each parameter a rank holds. Ranks never exchange partial sums, so
+// every matrix is sharded along its output features (the rows of the checkpoint's tensor), and a
+// shard is one range of rows: whole heads of q, k and v, units of 32 of gate, up, o_proj and
+// down_proj, whole blocks of 128 of the vocabulary.
 //
-// Units are distributed as evenly as possible; with more ranks than units some ranks hold none. A
-// KV head is held by every rank that has a query head of its group, so several ranks may hold it,
-// also with fewer KV heads than ranks. Norms, the router and its bias are replicated. Pure
-// functions.
+// Units are distributed as evenly as possible; with more ranks than units some ranks hold none.
+// Every rank that has a query head of a KV head's group holds that KV head, so several ranks may
+// hold the same one. Norms, the router and its bias are replicated. All functions are pure.
 #pragma once
 
 #include "mesh/mesh.h"
@@ -20,12 +19,13 @@ typedef struct rm_placement { // of one rank
   rm_range heads, kv_heads;
   rm_range hidden; // rows of o_proj and of a dense layer's down_proj
   rm_range inner; // rows of a dense layer's gate_proj and up_proj
-  rm_range shared_inner; // rows of a shared expert's
+  rm_range shared_inner; // rows of a shared expert's gate and up
   rm_range vocab; // rows of embed_tokens and lm_head
-  rm_range experts; // those of which it holds a shard
+  rm_range experts; // experts of which the rank holds a shard
   rm_range expert_inner, expert_hidden; // rows of an expert's gate and up; of its down
-  int answers_replicated, answers_sharded,
-      answers_experts; // it is the first holder of replicated, sharded, expert parameters
+  // The rank is the first that holds its replicated, sharded, expert parameters
+  // (rm_placement_counted).
+  int counts_replicated, counts_sharded, counts_experts;
 } rm_placement;
 
 enum { RM_SHARD_WIDTH = 32, RM_SHARD_VOCAB = 128 };
@@ -33,20 +33,20 @@ enum { RM_SHARD_WIDTH = 32, RM_SHARD_VOCAB = 128 };
 // RM_E_CONFIG: tp does not divide the heads, ep does not divide the experts, or ep > 1 in a model
 // without experts.
 rm_code rm_placement_check(const rm_spec *spec, const rm_mesh *mesh, rm_error *err);
-// The mesh was checked.
+// The placement of one rank of a mesh that rm_placement_check has accepted.
 rm_placement rm_placement_of(const rm_spec *spec, const rm_mesh *mesh, int32_t rank);
-// One rank that holds everything.
+// The placement of a single rank, which holds everything.
 rm_placement rm_placement_whole(const rm_spec *spec);
-// The rows (of a vector: the elements) of a parameter that the rank holds, out of n; 0: none.
+// The rows (elements of a vector) of a parameter that the rank holds, out of n; 0: none.
 rm_range rm_placement_rows(const rm_spec *spec, const rm_placement *placement, rm_param_kind kind,
                            int32_t expert, int64_t n);
-// The rows among them that this rank counts. Over all ranks each row is counted once, so that sums
-// over ranks are sums over the parameter.
+// The rows that this rank counts among those it holds. Exactly one rank counts each row, so that a
+// sum over ranks is a sum over the parameter.
 rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *placement,
                               rm_param_kind kind, int32_t expert, int64_t n);
 
-// KV heads that no lower rank of the tp group holds. Only the first can be shared with the rank
-// before.
+// The rank's KV heads without those that a lower rank of the tp group holds. Only the first KV head
+// can be shared with the previous rank.
 rm_range rm_placement_new_kv_heads(const rm_spec *spec, const rm_placement *placement);
 
 // Part `index` of `parts` of [0, n), in units of `unit`; the last unit may be shorter.

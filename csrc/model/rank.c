@@ -17,7 +17,7 @@ rm_code rm_dispatcher_named(const char *name, rm_dispatcher *out, rm_error *err)
     if (name && strcmp(rm_dispatcher_name(*out), name) == 0) return RM_OK;
   }
   return rm_fail(err, RM_E_CONFIG,
-                 "expected ep_backend to be a token dispatcher of this build, got '%.64s'",
+                 "ep_backend: expected a token dispatcher of this build, got '%.64s'",
                  name ? name : "None");
 }
 
@@ -27,18 +27,18 @@ rm_code rm_rank_check(const rm_rank *rank, const rm_spec *spec, rm_error *err) {
   const rm_code code = rm_placement_check(spec, mesh, err);
   if (code) return code;
   if (rank->dispatcher < 0 || rank->dispatcher >= RM_N_DISPATCHER)
-    return rm_fail(err, RM_E_CONFIG, "expected ep_backend to be a token dispatcher, got %d",
+    return rm_fail(err, RM_E_CONFIG, "ep_backend: expected a token dispatcher, got %d",
                    (int)rank->dispatcher);
   if (mesh->tp > RM_MAX_TP)
-    return rm_fail(err, RM_E_CONFIG, "expected tp of at most %d, got %d", RM_MAX_TP, mesh->tp);
+    return rm_fail(err, RM_E_CONFIG, "tp: expected at most %d, got %d", RM_MAX_TP, mesh->tp);
   if (mesh->ep > 1 && rank->dispatcher == RM_DISPATCH_DISABLED)
     return rm_fail(err, RM_E_CONFIG,
-                   "expected a token dispatcher for ep=%d, got ep_backend=\"disabled\"", mesh->ep);
+                   "ep_backend: expected a token dispatcher for ep=%d, got \"disabled\"", mesh->ep);
   if (mesh->ep > 1 && mesh->ep != mesh->tp && rank->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE)
     return rm_fail(err, RM_E_CONFIG, "ep_backend=\"%s\": expected ep=tp, got ep=%d and tp=%d", name,
                    mesh->ep, mesh->tp);
   if (rank->index < 0 || rank->index >= rm_mesh_world(mesh))
-    return rm_fail(err, RM_E_CONFIG, "expected a rank below %d, got %d", rm_mesh_world(mesh),
+    return rm_fail(err, RM_E_CONFIG, "rank: expected 0 to %d, got %d", rm_mesh_world(mesh) - 1,
                    rank->index);
   if ((mesh->tp > 1 && !rank->tp) || (mesh->ep > 1 && !rank->ep) ||
       (rm_mesh_world(mesh) > 1 && !rank->world))
@@ -49,7 +49,7 @@ rm_code rm_rank_check(const rm_rank *rank, const rm_spec *spec, rm_error *err) {
 }
 
 // ---------------------------------------------------------------------------------------- waiting
-// The distinct device groups. Returns the longest of their timeouts.
+// Lists the distinct device groups. Returns the longest of their timeouts.
 static double device_groups(const rm_rank *rank, rm_comm *groups[2]) {
   groups[0] = rank->device_tp;
   groups[1] = rank->device_ep == rank->device_tp ? NULL : rank->device_ep;

@@ -52,8 +52,8 @@ void rm_shard_destroy(rm_shard *shard) {
   shard->vocab = NULL;
 }
 
-// Columns [cut.first, cut.first + cut.n) of rows [rows.first, …) of a matrix with `ld` elements a
-// row.
+// Returns columns [cut.first, cut.first + cut.n) of rows [rows.first, …) of a matrix with `ld`
+// elements in a row.
 static rm_block block(const rm_shard *shard, const void *matrix, int64_t ld, rm_range rows,
                       rm_range cut) {
   return (rm_block){.base = (char *)matrix + (size_t)(rows.first * ld + cut.first) * shard->elem,
@@ -65,7 +65,7 @@ static rm_block block(const rm_shard *shard, const void *matrix, int64_t ld, rm_
 rm_code rm_shard_gather_part(rm_shard *shard, rm_cut cut, const void *part, int64_t ld, void *whole,
                              int64_t rows, rm_error *err) {
   const rm_range mine = shard->cuts[cut][shard->me], all = {0, rows};
-  if (!shard->comm) return RM_OK;   // the caller reads `part`
+  if (!shard->comm) return RM_OK; // the caller reads `part` instead
   for (int r = 0; r < shard->size; r++) {
     shard->send[r] = block(shard, part, ld, all, (rm_range){0, mine.n});
     shard->recv[r] = block(shard, whole, shard->widths[cut], all, shard->cuts[cut][r]);

@@ -1,4 +1,4 @@
-// spec.c: the rules of a model's configuration. Each is checked once, here. Upper limits are far
+// spec.c: the rules of a model's configuration, each checked once, here. Upper limits are far
 // beyond any model and keep every product of sizes within 63 bits.
 #include "model/spec.h"
 
@@ -18,8 +18,8 @@ enum {
 
 static rm_code in_range(rm_error *err, const char *name, int64_t value, int64_t low, int64_t high) {
   if (value >= low && value <= high) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "%s=%lld is not in [%lld, %lld]", name, (long long)value,
-                 (long long)low, (long long)high);
+  return rm_fail(err, RM_E_CONFIG, "%s: expected %lld to %lld, got %lld", name, (long long)low,
+                 (long long)high, (long long)value);
 }
 
 static rm_code check_attention(const rm_spec *s, rm_error *err) {
@@ -28,32 +28,37 @@ static rm_code check_attention(const rm_spec *s, rm_error *err) {
   if ((code = in_range(err, "num_key_value_heads", s->n_kv_heads, 1, s->n_heads))) return code;
   if (s->n_heads % s->n_kv_heads)
     return rm_fail(err, RM_E_CONFIG,
-                   "num_key_value_heads=%lld does not divide num_attention_heads=%lld",
-                   (long long)s->n_kv_heads, (long long)s->n_heads);
+                   "num_key_value_heads: expected a divisor of num_attention_heads=%lld, got %lld",
+                   (long long)s->n_heads, (long long)s->n_kv_heads);
   if ((code = in_range(err, "head_dim", s->head_dim, 2, MAX_HEAD_DIM))) return code;
   if (s->head_dim % 2)
-    return rm_fail(err, RM_E_CONFIG, "head_dim=%lld is odd; rope rotates pairs",
+    return rm_fail(err, RM_E_CONFIG,
+                   "head_dim: expected an even number (rope rotates pairs), got "
+                   "%lld",
                    (long long)s->head_dim);
   if ((code = in_range(err, "rotary_dim", s->rotary_dim, 0, s->head_dim))) return code;
   if (s->rotary_dim % 2)
-    return rm_fail(err, RM_E_CONFIG, "rotary_dim=%lld is odd; rope rotates pairs",
+    return rm_fail(err, RM_E_CONFIG,
+                   "rotary_dim: expected an even number (rope rotates pairs), got "
+                   "%lld",
                    (long long)s->rotary_dim);
   if (s->n_heads * s->head_dim > MAX_WIDTH)
-    return rm_fail(err, RM_E_CONFIG, "num_attention_heads·head_dim=%lld is over %d",
-                   (long long)(s->n_heads * s->head_dim), MAX_WIDTH);
+    return rm_fail(err, RM_E_CONFIG, "num_attention_heads·head_dim: expected at most %d, got %lld",
+                   MAX_WIDTH, (long long)(s->n_heads * s->head_dim));
   return RM_OK;
 }
 
 static rm_code check_rope(const rm_spec *s, rm_error *err) {
   if (!(isfinite(s->rope_scale) && s->rope_scale > 0))
-    return rm_fail(err, RM_E_CONFIG, "rope_scale=%g is not finite and > 0", (double)s->rope_scale);
+    return rm_fail(err, RM_E_CONFIG, "rope_scale: expected a finite number > 0, got %g",
+                   (double)s->rope_scale);
   if (!s->inv_freq)
-    return rm_fail(err, RM_E_CONFIG, "expected inv_freq of rotary_dim/2=%lld values, got none",
+    return rm_fail(err, RM_E_CONFIG, "inv_freq: expected rotary_dim/2=%lld values, got none",
                    (long long)s->rotary_dim / 2);
   for (int64_t i = 0; i < s->rotary_dim / 2; i++)
     if (!(isfinite(s->inv_freq[i]) && s->inv_freq[i] >= 0))
-      return rm_fail(err, RM_E_CONFIG, "inv_freq[%lld]=%g is not finite and ≥ 0", (long long)i,
-                     (double)s->inv_freq[i]);
+      return rm_fail(err, RM_E_CONFIG, "inv_freq[%lld]: expected a finite number ≥ 0, got %g",
+                     (long long)i, (double)s->inv_freq[i]);
   return RM_OK;
 }
 
@@ -64,27 +69,29 @@ static rm_code check_experts(const rm_spec *s, rm_error *err) {
     if (s->top_k || s->moe_intermediate_size)
       return rm_fail(
           err, RM_E_CONFIG,
-          "num_experts=0 with num_experts_per_tok=%lld and moe_intermediate_size=%lld; a dense "
-          "model has 0 of each",
+          "num_experts_per_tok, moe_intermediate_size: expected 0 and 0 with num_experts=0, got "
+          "%lld and %lld",
           (long long)s->top_k, (long long)s->moe_intermediate_size);
     return RM_OK;
   }
   if (s->top_k > s->n_experts)
-    return rm_fail(err, RM_E_CONFIG, "num_experts_per_tok=%lld exceeds num_experts=%lld",
-                   (long long)s->top_k, (long long)s->n_experts);
+    return rm_fail(err, RM_E_CONFIG,
+                   "num_experts_per_tok: expected at most num_experts=%lld, got "
+                   "%lld",
+                   (long long)s->n_experts, (long long)s->top_k);
   if ((code = in_range(err, "num_experts_per_tok", s->top_k, 1, RM_MAX_TOP_K))) return code;
   if ((code = in_range(err, "n_group", s->n_groups, 1, RM_MAX_EXPERT_GROUPS))) return code;
   if ((code = in_range(err, "topk_group", s->top_groups, 1, s->n_groups))) return code;
   const int64_t each = s->n_experts / s->n_groups;
   if (s->n_groups > 1 &&
       (s->n_experts % s->n_groups || each < 2 || s->top_groups * each < s->top_k))
-    return rm_fail(
-        err, RM_E_CONFIG,
-        "n_group=%lld, topk_group=%lld do not fit num_experts=%lld, num_experts_per_tok=%lld",
-        (long long)s->n_groups, (long long)s->top_groups, (long long)s->n_experts,
-        (long long)s->top_k);
+    return rm_fail(err, RM_E_CONFIG,
+                   "n_group=%lld, topk_group=%lld: expected groups of equal size, at least 2 of "
+                   "num_experts=%lld in each, with num_experts_per_tok=%lld in topk_group of them",
+                   (long long)s->n_groups, (long long)s->top_groups, (long long)s->n_experts,
+                   (long long)s->top_k);
   if (!(isfinite(s->route_scale) && s->route_scale > 0))
-    return rm_fail(err, RM_E_CONFIG, "routed_scaling_factor=%g is not finite and > 0",
+    return rm_fail(err, RM_E_CONFIG, "routed_scaling_factor: expected a finite number > 0, got %g",
                    (double)s->route_scale);
   if ((code = in_range(err, "shared_intermediate_size", s->shared_intermediate_size, 0, MAX_WIDTH)))
     return code;
@@ -95,15 +102,17 @@ static rm_code check_layers(const rm_spec *s, int64_t *n_moe, rm_error *err) {
   rm_code code;
   if ((code = in_range(err, "num_hidden_layers", s->n_layers, 1, MAX_LAYERS))) return code;
   if (!s->layers)
-    return rm_fail(err, RM_E_CONFIG, "expected layers of num_hidden_layers=%lld entries, got none",
+    return rm_fail(err, RM_E_CONFIG, "layers: expected num_hidden_layers=%lld entries, got none",
                    (long long)s->n_layers);
   *n_moe = 0;
   for (int64_t i = 0; i < s->n_layers; i++) {
     if (s->layers[i].window < 0)
-      return rm_fail(err, RM_E_CONFIG, "layer %lld: sliding_window=%lld is negative", (long long)i,
+      return rm_fail(err, RM_E_CONFIG,
+                     "sliding_window of layer %lld: expected at least 0, got %lld", (long long)i,
                      (long long)s->layers[i].window);
     if (s->layers[i].is_moe && s->n_experts == 0)
-      return rm_fail(err, RM_E_CONFIG, "layer %lld is a mixture of experts but num_experts=0",
+      return rm_fail(err, RM_E_CONFIG,
+                     "layer %lld: expected a dense MLP with num_experts=0, got experts",
                      (long long)i);
     *n_moe += s->layers[i].is_moe != 0;
   }
@@ -125,10 +134,10 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
   if (!values->norm_before && !values->norm_after)
     return rm_fail(
         err, RM_E_CONFIG,
-        "norm_before=0, norm_after=0: expected norms of a block's input, of its output, or of "
-        "both");
+        "norm_before, norm_after: expected norms of a block's input, of its output, or of both, "
+        "got neither");
   if (!(isfinite(values->rms_norm_eps) && values->rms_norm_eps > 0))
-    return rm_fail(err, RM_E_CONFIG, "rms_norm_eps=%g is not finite and > 0",
+    return rm_fail(err, RM_E_CONFIG, "rms_norm_eps: expected a finite number > 0, got %g",
                    (double)values->rms_norm_eps);
 
   const size_t layers_bytes = (size_t)values->n_layers * sizeof *values->layers;
@@ -136,14 +145,15 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
   for (int kind = 0; kind < RM_N_PARAM_KIND; kind++) {
     const char *name = values->names[kind];
     if (name && strlen(name) > RM_MAX_PARAM_NAME)
-      return rm_fail(err, RM_E_CONFIG, "%.32s…: expected a parameter's name of at most %d bytes",
-                     name, RM_MAX_PARAM_NAME);
+      return rm_fail(err, RM_E_CONFIG,
+                     "%.32s…: expected a parameter name of at most %d bytes, got "
+                     "%zu",
+                     name, RM_MAX_PARAM_NAME, strlen(name));
     names_bytes += name ? strlen(name) + 1 : 0;
   }
   const size_t freq_bytes = (size_t)(values->rotary_dim / 2) * sizeof *values->inv_freq;
-  rm_spec *spec =
-      rm_alloc(1, sizeof *spec + layers_bytes + freq_bytes +
-                      names_bytes); // one block: the spec, its layers, frequencies, names
+  // One allocation: the spec, its layers, frequencies and names.
+  rm_spec *spec = rm_alloc(1, sizeof *spec + layers_bytes + freq_bytes + names_bytes);
   if (!spec)
     return rm_fail(err, RM_E_MEMORY, "no memory for a spec of %lld layers",
                    (long long)values->n_layers);

@@ -1,5 +1,5 @@
-// spec.h: the configuration of a model. A spec is checked when it is created and never changes;
-// everything else takes a view of it.
+// spec.h: the configuration of a model. rm_spec_create checks a spec, which then never changes: any
+// thread may read it. Everything else takes a view of it.
 #pragma once
 
 #include <stdint.h>
@@ -26,27 +26,27 @@ enum { RM_MAX_PARAM_NAME = 80 };
 
 typedef enum rm_qk_norm { RM_QK_NORM_NONE, RM_QK_NORM_HEAD, RM_QK_NORM_WHOLE } rm_qk_norm;
 
-// The rows of tensors with the names wq and wk: there are none, rope turns halves of a head, or
-// neighbours.
+// The row order of tensors named wq and wk: the model has none, rope rotates halves of a head, or
+// rope rotates neighbouring elements.
 typedef enum rm_wq_rows { RM_WQ_NONE, RM_WQ_HALVES, RM_WQ_NEIGHBOURS } rm_wq_rows;
 
 typedef struct rm_layer_spec {
   int is_moe;
-  int rotates; // rope turns its q and k
+  int rotates; // rope rotates its q and k
   int64_t window; // sliding window in positions, 0: full attention
 } rm_layer_spec;
 
-// Fill with the values of the config, then rm_spec_create copies what it points to.
+// The values of a config. rm_spec_create copies the arrays and names.
 typedef struct rm_spec {
   int64_t vocab_size, hidden_size, intermediate_size;
   int64_t n_layers, n_heads, n_kv_heads, head_dim;
-  int64_t rotary_dim; // elements of a head that rope turns, the first ones
+  int64_t rotary_dim; // the first elements of a head, which rope rotates
   int64_t n_experts, top_k, moe_intermediate_size; // 0, 0, 0 in a dense model
   int norm_topk_prob, tie_word_embeddings;
-  rm_qk_norm qk_norm; // how q and k are normed: each head, or all heads of q, of k, together
+  rm_qk_norm qk_norm; // norms of q and k: none, of each head, or of all heads of q or k together
   int norm_before, norm_after; // norms of a block's input; of its output, before it is added
   int attention_bias, o_bias; // of q, k and v; of o
-  int router_bias; // every version has one; 0: it may be absent
+  int router_bias; // every version must have one; 0: it may be absent
   rm_activation activation; // of MLPs and experts
   int ungated; // dense MLPs have no gate: down(activation(up(x)))
   float rms_norm_eps;
@@ -54,20 +54,20 @@ typedef struct rm_spec {
   const float *inv_freq; // [rotary_dim/2]
   const rm_layer_spec *layers; // [n_layers]
   int64_t n_moe_layers; // derived
-  int64_t shared_intermediate_size; // of the expert of every MoE layer that all rows pass; 0: none
-  int shared_switch; // a row's sigmoid, of a matrix [1][hidden], scales what the shared expert adds
-  int sigmoid_scores; // of the router; else softmax
-  int64_t n_groups, top_groups; // of experts that a row may choose from; 1, 1: all
-  float route_scale; // of gates
+  int64_t shared_intermediate_size; // the shared expert of each MoE layer; 0: none
+  int shared_switch; // the shared expert's output is scaled by sigmoid(x · w), w: [1][hidden]
+  int sigmoid_scores; // the router uses sigmoid; else softmax
+  int64_t n_groups, top_groups; // expert groups, and groups that a row may choose from; 1, 1: all
+  float route_scale; // factor of all gates
   rm_wq_rows wq_rows;
-  // rows of q and k under all other names: rope turns neighbours; else halves of a head
+  // Rows of q and k under all other names: rope rotates neighbouring elements; else halves of a
+  // head.
   int rope_neighbours;
-  const char *names
-      // a family's own: as rm_param_name's, with # for the expert; NULL: the usual one
-      [RM_N_PARAM_KIND];
+  // A family's own names, in the form of rm_param_name with # for the expert; NULL: the usual name.
+  const char *names[RM_N_PARAM_KIND];
 } rm_spec;
 
-// Checks every rule (RM_E_CONFIG names the broken one) and copies. Owned: rm_spec_destroy, safe on
+// Checks every rule (RM_E_CONFIG states the broken one) and copies. Owned: rm_spec_destroy, safe on
 // NULL.
 rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err);
 void rm_spec_destroy(rm_spec *spec);

@@ -42,60 +42,58 @@ static rm_sequence *sequence_of(const rm_scheduler *scheduler, uint64_t id, rm_e
   return group ? group->sequences : NULL;
 }
 
+// Request i of the step, whose pages are `pages`.
 static rm_code check_part(const rm_scheduler *scheduler, const rm_sequence *seq,
-                          const rm_external_part *part, rm_error *err) {
-  const long long id = (long long)part->id, size = scheduler->options.limits.page_size,
-                  end = part->n_computed + part->n_rows;
-  const long long held = part->replace || seq->status != RM_ACTIVE ? 0 : seq->n_pages,
-                  pages = held + part->n_pages;
-  const rm_sequence_group *group = seq->group;
+                          const rm_external_step *step, int64_t i, const int32_t *pages,
+                          rm_error *err) {
+  const long long id = (long long)step->ids[i], size = scheduler->options.limits.page_size;
+  const long long end = step->computed[i] + step->rows[i], known = rm_sequence_length(seq);
+  const long long n_pages =
+      step->page_counts[i] + (step->replace[i] || seq->status != RM_ACTIVE ? 0 : seq->n_pages);
   if (seq->external_end)
-    return rm_fail(err, RM_E_REQUEST,
-                   "request %lld is in a step twice: expected one part for each request", id);
-  if (part->n_computed < 0 || part->n_rows < 1 || end > rm_sequence_length(seq))
+    return rm_fail(err, RM_E_REQUEST, "request %lld: expected one part in a step, got two", id);
+  if (step->computed[i] < 0 || step->rows[i] < 1 || end > known)
     return rm_fail(
         err, RM_E_REQUEST,
         "request %lld: expected at most its %lld tokens, got %lld computed positions and %lld rows",
-        id, (long long)rm_sequence_length(seq), (long long)part->n_computed,
-        (long long)part->n_rows);
-  if (end == rm_sequence_length(seq) && seq->n_tokens == group->capacity)
+        id, known, (long long)step->computed[i], (long long)step->rows[i]);
+  if (end == known && seq->n_tokens == seq->group->capacity)
     return rm_fail(
         err, RM_E_REQUEST,
         "request %lld: expected at most %lld generated tokens, got a step that draws one more", id,
-        (long long)group->capacity);
-  if (part->n_pages < 0 || pages > scheduler->max_pages || pages * size < end)
+        (long long)seq->group->capacity);
+  if (n_pages > scheduler->max_pages || n_pages * size < end)
     return rm_fail(
         err, RM_E_REQUEST,
         "request %lld: expected pages for %lld positions, at most %lld pages, got %lld of %lld "
         "positions",
-        id, end, (long long)scheduler->max_pages, pages, size);
-  for (int64_t i = 0; i < part->n_pages; i++)
-    if (part->pages[i] < 0 || part->pages[i] >= scheduler->options.limits.n_pages)
-      return rm_fail(err, RM_E_REQUEST, "request %lld: page %d is not in [0, %lld)", id,
-                     part->pages[i], (long long)scheduler->options.limits.n_pages);
+        id, end, (long long)scheduler->max_pages, n_pages, size);
+  for (int64_t p = 0; p < step->page_counts[i]; p++)
+    if (pages[p] < 0 || pages[p] >= scheduler->options.limits.n_pages)
+      return rm_fail(err, RM_E_REQUEST, "request %lld: expected pages 0 to %lld, got %d", id,
+                     (long long)scheduler->options.limits.n_pages - 1, pages[p]);
   return RM_OK;
 }
 
 static void leave_step(const rm_scheduler *scheduler, const rm_external_step *step) {
-  for (int64_t i = 0; i < step->n_parts; i++) {
-    rm_sequence *seq = sequence_of(scheduler, step->parts[i].id, NULL);
+  for (int64_t i = 0; i < step->n; i++) {
+    rm_sequence *seq = sequence_of(scheduler, step->ids[i], NULL);
     if (seq) seq->external_end = seq->external_begun = 0;
   }
 }
 
-// Checks all parts before anything changes. Parts of requests that have ended are accepted and
-// ignored.
+// Checks all requests before anything changes. Those that have ended are accepted and ignored.
 static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step, rm_error *err) {
+  const int32_t *pages = step->pages;
   int64_t n_started = 0, n_drawn = 0;
   rm_code code = RM_OK;
-  for (int64_t i = 0; i < step->n_parts && !code; i++) {
-    const rm_external_part *part = &step->parts[i];
-    rm_sequence *seq = sequence_of(scheduler, part->id, err);
+  for (int64_t i = 0; i < step->n && !code; pages += step->page_counts[i++]) {
+    rm_sequence *seq = sequence_of(scheduler, step->ids[i], err);
     if (!seq) code = RM_E_REQUEST;
-    else if (seq->status != RM_DONE && !(code = check_part(scheduler, seq, part, err))) {
+    else if (seq->status != RM_DONE && !(code = check_part(scheduler, seq, step, i, pages, err))) {
       n_started += seq->status != RM_ACTIVE;
-      seq->external_computed = part->n_computed;
-      seq->external_end = part->n_computed + part->n_rows;
+      seq->external_computed = step->computed[i];
+      seq->external_end = step->computed[i] + step->rows[i];
       seq->external_last = seq->external_end == rm_sequence_length(seq);
       seq->external_row = -1;
       n_drawn += seq->external_last && seq->group->external_draws;
@@ -103,31 +101,31 @@ static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step,
   }
   if (!code && n_started > scheduler->n_free_table_rows)
     code = rm_fail(
-        err, RM_E_REQUEST, "expected at most max_num_seqs=%lld requests at once, got %lld",
+        err, RM_E_REQUEST, "max_num_seqs: expected at most %lld requests at once, got %lld",
         (long long)scheduler->options.max_num_seqs, (long long)(scheduler->n_active + n_started));
   if (!code && n_drawn > step->n_logits)
-    code = rm_fail(
-        err, RM_E_REQUEST,
-        "expected room for the logits of %lld requests with external_draws, got room for %lld",
-        (long long)n_drawn, (long long)step->n_logits);
+    code = rm_fail(err, RM_E_REQUEST,
+                   "logits: expected room for %lld requests with external_draws, got room for %lld",
+                   (long long)n_drawn, (long long)step->n_logits);
   if (code) leave_step(scheduler, step);
   return code;
 }
 
 // A page that begins after the computed positions is new: its old KV is invalid.
-static void take_pages(rm_scheduler *scheduler, rm_sequence *seq, const rm_external_part *part) {
+static void take_pages(rm_scheduler *scheduler, rm_sequence *seq, int replace, const int32_t *pages,
+                       int64_t n) {
   const int fresh = seq->status != RM_ACTIVE;
   if (fresh) {
     rm_list_remove(&seq->link);
     scheduler->n_waiting--;
     rm_activate(scheduler, seq);
   }
-  if (fresh || part->replace) seq->n_pages = 0;
+  if (fresh || replace) seq->n_pages = 0;
   int32_t *table = rm_change_table(scheduler, seq);
-  for (int64_t i = 0; i < part->n_pages; i++, seq->n_pages++) {
-    table[seq->n_pages] = part->pages[i];
-    if (seq->n_pages * scheduler->options.limits.page_size >= part->n_computed)
-      scheduler->page_versions[part->pages[i]] = -1;
+  for (int64_t p = 0; p < n; p++, seq->n_pages++) {
+    table[seq->n_pages] = pages[p];
+    if (seq->n_pages * scheduler->options.limits.page_size >= seq->external_computed)
+      scheduler->page_versions[pages[p]] = -1;
   }
 }
 
@@ -175,7 +173,7 @@ static void plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows)
   const int32_t *table = rm_block_table(scheduler, seq);
   for (int64_t i = seq->next / size; i * size < end; i++) {
     if (scheduler->page_versions[table[i]] == version) continue;
-    scheduler->options.zero_page(scheduler->options.pages, table[i]);
+    rm_kv_zero(scheduler->cache, table[i]);
     scheduler->page_versions[table[i]] = version;
   }
   rm_plan_rows(scheduler, seq, n_rows);
@@ -186,9 +184,8 @@ static rm_progress plan_batch(rm_scheduler *scheduler) {
   rm_plan *plan = &scheduler->plan;
   const int64_t max_rows = scheduler->options.max_num_batched_tokens;
   int more = 0;
-  rm_plan_clear(plan);
-  for (int64_t i = 0; i < step->n_parts && !more; i++) {
-    rm_sequence *seq = sequence_of(scheduler, step->parts[i].id, NULL);
+  for (int64_t i = 0; i < step->n && !more; i++) {
+    rm_sequence *seq = sequence_of(scheduler, step->ids[i], NULL);
     if (seq->status == RM_DONE) continue;
     if (!seq->external_begun && plan->n_rows < max_rows) begin(scheduler, seq);
     const int64_t left = seq->external_begun ? seq->external_end - seq->next : 1,
@@ -199,31 +196,34 @@ static rm_progress plan_batch(rm_scheduler *scheduler) {
   return more ? RM_MORE_BATCHES : plan->n_rows ? RM_LAST_BATCH : RM_NO_WORK;
 }
 
-static rm_external_result result_of(const rm_sequence *seq) {
-  rm_external_result result = {.token = RM_EXTERNAL_NO_TOKEN, .row = -1};
-  if (seq->status == RM_DONE) {
-    result.token = RM_EXTERNAL_FAILED;
-  } else if (seq->external_row >= 0) {
-    result.token = RM_EXTERNAL_DRAWS;
-    result.row = seq->external_row;
-  } else if (seq->external_last) {
-    const int64_t last = seq->n_tokens - 1;
-    result.token = seq->ids[seq->group->n_prompt + last];
-    result.logprob = seq->logprobs[last];
-    result.sampling_logprob = seq->sampling_logprobs[last];
-    result.rank = seq->group->want_token_ranks ? seq->ranks[last] : 0;
-  }
-  return result;
+static void set_result(const rm_external_results *out, int64_t i, const rm_drawn *drawn) {
+  out->tokens[i] = drawn->token;
+  out->ranks[i] = drawn->rank;
+  out->logprobs[i] = drawn->logprob;
+  out->sampling_logprobs[i] = drawn->sampling_logprob;
+}
+
+static rm_drawn result_of(const rm_sequence *seq) {
+  const int64_t last = seq->n_tokens - 1;
+  if (seq->status == RM_DONE) return (rm_drawn){.token = RM_EXTERNAL_FAILED};
+  if (seq->external_row >= 0)
+    return (rm_drawn){.token = RM_EXTERNAL_DRAWS, .rank = seq->external_row};
+  if (!seq->external_last) return (rm_drawn){.token = RM_EXTERNAL_NO_TOKEN};
+  return (rm_drawn){seq->ids[seq->group->n_prompt + last],
+                    seq->group->want_token_ranks ? seq->ranks[last] : 0, seq->logprobs[last],
+                    seq->sampling_logprobs[last]};
 }
 
 // ----------------------------------------------------------------------------------------- a step
 rm_code rm_external_begin(rm_scheduler *scheduler, const rm_external_step *step, rm_error *err) {
+  const int32_t *pages = step->pages;
   const rm_code code = enter_step(scheduler, step, err);
   if (code) return code;
-  for (int64_t i = 0; i < step->n_parts; i++) {
-    rm_sequence *seq = sequence_of(scheduler, step->parts[i].id, NULL);
-    if (seq->status != RM_DONE) take_pages(scheduler, seq, &step->parts[i]);
-    else rm_external_invalidate_pages(scheduler, step->parts[i].pages, step->parts[i].n_pages);
+  for (int64_t i = 0; i < step->n; pages += step->page_counts[i++]) {
+    rm_sequence *seq = sequence_of(scheduler, step->ids[i], NULL);
+    if (seq->status != RM_DONE)
+      take_pages(scheduler, seq, step->replace[i], pages, step->page_counts[i]);
+    else rm_external_invalidate_pages(scheduler, pages, step->page_counts[i]);
   }
   scheduler->step = step;
   scheduler->plan.n_external = 0;
@@ -232,10 +232,12 @@ rm_code rm_external_begin(rm_scheduler *scheduler, const rm_external_step *step,
   return RM_OK;
 }
 
-void rm_external_end(rm_scheduler *scheduler, rm_external_result *results) {
+void rm_external_end(rm_scheduler *scheduler, rm_code code) {
   const rm_external_step *step = scheduler->step;
-  for (int64_t i = 0; i < step->n_parts && results; i++)
-    results[i] = result_of(sequence_of(scheduler, step->parts[i].id, NULL));
+  for (int64_t i = 0; i < step->n && !code; i++) {
+    const rm_drawn result = result_of(sequence_of(scheduler, step->ids[i], NULL));
+    set_result(&step->results, i, &result);
+  }
   leave_step(scheduler, step);
   scheduler->step = NULL;
 }
@@ -257,14 +259,25 @@ const rm_policy rm_external_policy = {
 };
 
 // ---------------------------------------------------------------------------------- between steps
-rm_sequence *rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_code *code,
-                                 rm_error *err) {
-  rm_sequence *seq = sequence_of(scheduler, id, err);
-  *code = !seq ? RM_E_REQUEST : RM_OK;
-  if (seq && (seq->status != RM_ACTIVE || seq->external_row < 0))
-    *code = rm_fail(err, RM_E_STATE, "request %llu has no logits that wait for a draw",
-                    (unsigned long long)id);
-  return *code ? NULL : seq;
+rm_code rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_error *err) {
+  const rm_sequence *seq = sequence_of(scheduler, id, err);
+  if (!seq) return RM_E_REQUEST;
+  if (seq->status == RM_ACTIVE && seq->external_row >= 0) return RM_OK;
+  return rm_fail(err, RM_E_STATE, "request %llu: expected logits that wait for a draw, got none",
+                 (unsigned long long)id);
+}
+
+void rm_external_drawn(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn,
+                       const rm_external_results *results, int64_t i) {
+  seq->external_row = -1;
+  set_result(results, i, drawn);
+  if (drawn->token >= 0) {
+    rm_append(scheduler, seq, drawn);
+    return;
+  }
+  rm_fail_sequence_group(scheduler, seq, rm_sequence_length(seq) - 1,
+                         "the edited logits leave no token to draw and are");
+  results->tokens[i] = RM_EXTERNAL_FAILED;
 }
 
 void rm_external_invalidate_pages(rm_scheduler *scheduler, const int32_t *pages, int64_t n) {

@@ -1,7 +1,7 @@
 // external_scheduler.h: the policy for an external scheduler (vLLM's), which decides in every step
 // which requests compute how many tokens on which pages. Tokens, draws, records and block tables
-// are kept here. Requests are added and removed by rm_engine_add, _abort and _release, with one
-// sample each; a request ends by itself only with an error.
+// are kept here. Requests are added by rm_engine_add with one sample each, and ended by
+// rm_scheduler_abort; a request ends by itself only with an error.
 //
 // Pages and the prefix cache belong to the external scheduler: many requests may share a page. For
 // each page this keeps the version of the weights that computed its KV. Computed positions in a
@@ -16,57 +16,51 @@
 
 #include "scheduler/scheduler.h"
 
-typedef struct rm_external_part { // of a step: one request
-  uint64_t id;
-  int64_t n_computed; // leading positions that are computed already
-  int64_t
-      // positions after them to compute, 1 or more; a token is drawn if they end with the last
-      // known token
-      n_rows;
-  const int32_t
-      *pages; // [n_pages] appended to its pages, or with `replace` instead of them; a view
-  int64_t n_pages;
-  int replace;
-} rm_external_part;
-
-struct rm_external_step { // views during the call
-  const rm_external_part *
-      // [n_parts] in the scheduler's order: a part may read pages that an earlier part writes
-      parts;
-  int64_t n_parts;
-  float *
-      // [n_logits][vocab] of requests with external_draws that are at their last row, in the order
-      // of the parts
-      logits;
-  float *stats; // [n_logits][2] of those rows: the largest logit, and the sum of exp(logit − it)
-  int64_t n_logits; // at least the number of those rows
-};
-
 enum { RM_EXTERNAL_NO_TOKEN = -1, RM_EXTERNAL_FAILED = -2, RM_EXTERNAL_DRAWS = -3 };
 
-typedef struct rm_external_result { // of a part
-  int32_t token; // or one of the above; the next three are of a token
-  float logprob, sampling_logprob;
-  int32_t rank; // where asked for
-  int32_t row; // RM_EXTERNAL_DRAWS: of logits and stats
-} rm_external_result;
+typedef struct rm_external_results { // [n] each, of the requests of a step or a draw
+  int32_t *tokens; // or one of the above; the others are of a token
+  float *logprobs, *sampling_logprobs;
+  int32_t *ranks; // where asked for; RM_EXTERNAL_DRAWS: the row of logits and stats
+} rm_external_results;
 
-// Checks a step and makes it the current one until rm_external_end. RM_E_REQUEST: a part breaks a
-// rule, and nothing has changed. results: [n_parts], or NULL.
+// A step of n requests, in the scheduler's order: one may read pages that an earlier one writes.
+// Views during the call.
+struct rm_external_step {
+  int64_t n;
+  const uint64_t *ids; // [n], as are the next four
+  const int64_t *computed; // leading positions that are computed already
+  // Positions after them to compute, 1 or more. A token is drawn if they end with the last known
+  // token.
+  const int64_t *rows;
+  const int64_t *page_counts; // 0 or more
+  const uint8_t *replace; // its pages replace those that it had, else they are appended
+  const int32_t *pages; // [sum of page_counts]
+  // Of requests with external_draws that are at their last row, in this order.
+  float *logits; // [n_logits][vocab]
+  float *stats; // [n_logits][2] the largest logit, and the sum of exp(logit − it)
+  int64_t n_logits; // at least the number of those requests
+  rm_external_results results;
+};
+
+// Checks a step and makes it the current one until rm_external_end, which fills the results unless
+// the step has failed. RM_E_REQUEST: a request breaks a rule, and nothing has changed.
 rm_code rm_external_begin(rm_scheduler *scheduler, const rm_external_step *step, rm_error *err);
-void rm_external_end(rm_scheduler *scheduler, rm_external_result *results);
+void rm_external_end(rm_scheduler *scheduler, rm_code code);
 
-typedef struct rm_external_draw { // one row of the last step's logits
-  uint64_t id;
-  const float *raw, *stats; // as the step gave them
-  const float *
-      // [vocab] sampled with the request's parameters; −inf is never drawn, a NaN fails the draw
-      edited;
-} rm_external_draw;
-// The sequence of a request whose logits were returned for this draw. NULL: *code is RM_E_REQUEST
-// or RM_E_STATE.
-rm_sequence *rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_code *code,
-                                 rm_error *err);
+typedef struct rm_external_draws { // of n requests whose logits the last step returned
+  int64_t n;
+  const uint64_t *ids; // [n]
+  const float *raw, *stats; // [n][vocab], [n][2] as the step returned them
+  // [n][vocab] sampled with the request's parameters; −inf is never drawn, a NaN fails the draw
+  const float *edited;
+  rm_external_results results;
+} rm_external_draws;
+// RM_OK if the request's logits wait for a draw, else RM_E_REQUEST or RM_E_STATE.
+rm_code rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_error *err);
+// Records a draw and fills result i. Without a token the request fails.
+void rm_external_drawn(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn,
+                       const rm_external_results *results, int64_t i);
 
 // ---------------------------------------------------------------------------------- between steps
 // The KV of these pages is not valid, since their request was not computed. Numbers out of range

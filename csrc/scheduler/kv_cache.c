@@ -32,6 +32,8 @@ struct rm_kv_cache {
   int16_t *routed; // [n_pages][page_size][routed_per_token]
   int32_t *buckets; // [n_buckets] page + 1
   uint64_t n_buckets; // a power of two
+  rm_page_write *writes; // [2·n_pages]
+  int64_t n_writes;
   uint64_t last_node;
   int64_t n_fresh; // pages [n_fresh, n_pages) were never used and are zero
   int32_t free, oldest, newest; // page + 1
@@ -43,15 +45,15 @@ size_t rm_kv_record_bytes(int64_t page_size, int64_t routed_per_token) {
   const rm_kv_cache *cache = NULL; // for its sizes
   const size_t position = sizeof *cache->tokens + sizeof *cache->logprobs +
                           (size_t)routed_per_token * sizeof *cache->routed;
-  return sizeof *cache->pages + (size_t)page_size * position +
+  return sizeof *cache->pages + (size_t)page_size * position + 2 * sizeof *cache->writes +
          4 * sizeof *cache->buckets; // less than four buckets a page
 }
 
 rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *err) {
   *out = NULL;
   if (options->n_pages < 1 || options->n_pages > INT32_MAX / 2)
-    return rm_fail(err, RM_E_CAPACITY, "expected a KV cache of 1 … %d pages, got %lld",
-                   INT32_MAX / 2, (long long)options->n_pages);
+    return rm_fail(err, RM_E_CAPACITY, "KV cache: expected 1 to %d pages, got %lld", INT32_MAX / 2,
+                   (long long)options->n_pages);
   rm_kv_cache *cache = rm_alloc(1, sizeof *cache);
   if (!cache) return rm_fail(err, RM_E_MEMORY, "no memory for the KV cache's table");
   cache->options = *options;
@@ -62,7 +64,8 @@ rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *
   cache->tokens = rm_alloc(n, size * sizeof *cache->tokens);
   cache->logprobs = rm_alloc(n, size * sizeof *cache->logprobs);
   cache->buckets = rm_alloc(cache->n_buckets, sizeof *cache->buckets);
-  int ok = cache->pages && cache->tokens && cache->logprobs && cache->buckets;
+  cache->writes = rm_alloc(2 * n, sizeof *cache->writes);
+  int ok = cache->pages && cache->tokens && cache->logprobs && cache->buckets && cache->writes;
   if (ok && options->routed_per_token) {
     ok = rm_mul_size(size * sizeof *cache->routed, (size_t)options->routed_per_token, &routed);
     if (ok) ok = (cache->routed = rm_alloc(n, routed)) != NULL;
@@ -83,6 +86,7 @@ void rm_kv_destroy(rm_kv_cache *cache) {
   rm_free(cache->logprobs);
   rm_free(cache->routed);
   rm_free(cache->buckets);
+  rm_free(cache->writes);
   rm_free(cache);
 }
 
@@ -167,10 +171,34 @@ int32_t rm_kv_alloc(rm_kv_cache *cache) {
   } else {
     return -1;
   }
-  if (dirty) cache->options.zero_page(cache->options.owner, id);
+  if (dirty) rm_kv_zero(cache, id);
   cache->pages[id].references = 1;
   cache->n_held++;
   return id;
+}
+
+static void add_write(rm_kv_cache *cache, rm_page_write write) {
+  assert(cache->n_writes < 2 * cache->options.n_pages);
+  cache->writes[cache->n_writes++] = write;
+}
+
+void rm_kv_zero(rm_kv_cache *cache, int32_t id) { add_write(cache, (rm_page_write){id, -1}); }
+
+int32_t rm_kv_copy(rm_kv_cache *cache, int32_t from) {
+  const int32_t to = rm_kv_alloc(cache);
+  const int64_t routed = cache->options.page_size * cache->options.routed_per_token;
+  assert(to >= 0);
+  add_write(cache, (rm_page_write){to, from});
+  if (routed)
+    memcpy(rm_kv_routed(cache, to), rm_kv_routed(cache, from), (size_t)routed * sizeof(int16_t));
+  rm_kv_release(cache, from);
+  return to;
+}
+
+const rm_page_write *rm_kv_take_writes(rm_kv_cache *cache, int64_t *n) {
+  *n = cache->n_writes;
+  cache->n_writes = 0;
+  return cache->writes;
 }
 
 void rm_kv_retain(rm_kv_cache *cache, int32_t id) {

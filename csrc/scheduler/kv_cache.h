@@ -1,5 +1,6 @@
 // kv_cache.h: the pages of the KV cache, their reference counts, and the prefix index. Bookkeeping
-// only: the model writes the contents, and the owner's function zeroes a page when it is allocated.
+// only: ranks hold the contents. The cache lists the pages that they have to zero or copy before
+// they compute the next rows.
 //
 // A page is free, held (references > 0), or cached (no reference, but in the index until it is
 // needed). A full page is indexed by hash(weight version, parent, its tokens); a hit compares all
@@ -19,17 +20,25 @@ typedef struct rm_kv_cache rm_kv_cache;
 typedef struct rm_kv_options {
   int64_t n_pages, page_size;
   int64_t routed_per_token; // n_moe_layers · top_k, 0 in a dense model
-  void (*zero_page)(void *owner, int32_t page);
-  void *owner;
 } rm_kv_options;
 
-size_t rm_kv_record_bytes(int64_t page_size,
-                          int64_t routed_per_token); // the most host memory that a page takes here
+typedef struct rm_page_write {
+  int32_t to, from; // from −1: zeroes
+} rm_page_write;
+
+// The most host memory that a page takes here.
+size_t rm_kv_record_bytes(int64_t page_size, int64_t routed_per_token);
 rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *err);
-void rm_kv_destroy(rm_kv_cache *cache);
+void rm_kv_destroy(rm_kv_cache *cache); // safe on NULL
 
 int64_t rm_kv_free_pages(const rm_kv_cache *cache); // free or evictable
-int32_t rm_kv_alloc(rm_kv_cache *cache); // one reference, zeroed; −1: none left
+int32_t rm_kv_alloc(rm_kv_cache *cache); // one reference, to be zeroed; −1: none left
+// A copy with one reference: of the contents, by the ranks, and of the routing. Releases `from`.
+int32_t rm_kv_copy(rm_kv_cache *cache, int32_t from);
+void rm_kv_zero(rm_kv_cache *cache, int32_t page); // by the ranks
+// Writes since the last call, in order, *n of them; views until the next write. Between two calls a
+// page is allocated or zeroed once at most.
+const rm_page_write *rm_kv_take_writes(rm_kv_cache *cache, int64_t *n);
 void rm_kv_retain(rm_kv_cache *cache, int32_t page);
 void rm_kv_release(rm_kv_cache *cache, int32_t page); // at 0: cached when indexed, else free
 int32_t rm_kv_references(const rm_kv_cache *cache, int32_t page);

@@ -18,11 +18,11 @@ static rm_code check_penalties(const rm_request *request, rm_error *err) {
   } each[] = {{"frequency_penalty", request->frequency_penalty},
               {"presence_penalty", request->presence_penalty}};
   REFUSE_UNLESS(request->repetition_penalty >= 0 && isfinite(request->repetition_penalty),
-                "repetition_penalty=%g must be finite and at least 0",
+                "repetition_penalty: expected a finite number of at least 0, got %g",
                 (double)request->repetition_penalty);
   for (int i = 0; i < 2; i++)
-    REFUSE_UNLESS(each[i].value >= -2 && each[i].value <= 2, "%s=%g is not in [-2, 2]",
-                  each[i].name, (double)each[i].value);
+    REFUSE_UNLESS(each[i].value >= -2 && each[i].value <= 2,
+                  "%s: expected a number in [-2, 2], got %g", each[i].name, (double)each[i].value);
   return RM_OK;
 }
 
@@ -45,7 +45,8 @@ static rm_code check_bad_words(const rm_request *request, int64_t vocab, rm_erro
                 "bad_words: expected an array of %lld ends, got none", (long long)n);
   for (int64_t i = 0; i < n; i++)
     REFUSE_UNLESS(request->bad_word_ends[i] > (i ? request->bad_word_ends[i - 1] : 0),
-                  "bad_words: word %lld has no token", (long long)i);
+                  "bad_words: expected 1 token or more in each, got none in word %lld",
+                  (long long)i);
   return rm_check_token_ids("bad_words", request->bad_words, n ? request->bad_word_ends[n - 1] : 0,
                             vocab, err);
 }
@@ -148,7 +149,8 @@ static void count(rm_sequence *seq, int32_t token) {
   edit->count = edit->count < 0 ? 1 : edit->count + 1;
 }
 
-void rm_logit_edits_advance(rm_sequence *seq) {
+// Counts the tokens generated since the last draw.
+static void count_generated(rm_sequence *seq) {
   if (!rm_has_penalties(seq->group)) return;
   while (seq->n_counted < seq->n_tokens)
     count(seq, seq->ids[seq->group->n_prompt + seq->n_counted++]);
@@ -171,7 +173,7 @@ static int64_t ban_words(const rm_sequence *seq, int64_t n) {
   return n;
 }
 
-void rm_logit_edits_set(const rm_sequence *seq, rm_sample_params *params) {
+rm_sample_params rm_params_of(rm_sequence *seq) {
   const rm_sequence_group *group = seq->group;
   const int is_early = seq->n_tokens < group->min_tokens;
   const int32_t *banned = is_early ? group->banned : group->banned + group->n_early;
@@ -181,11 +183,21 @@ void rm_logit_edits_set(const rm_sequence *seq, rm_sample_params *params) {
     n = ban_words(seq, n);
     banned = seq->banned;
   }
-  params->banned = banned;
-  params->n_banned = (int32_t)n;
-  params->edits = seq->edits;
-  params->n_edits = (int32_t)seq->n_edits;
-  params->repetition_penalty = group->repetition_penalty;
-  params->frequency_penalty = group->frequency_penalty;
-  params->presence_penalty = group->presence_penalty;
+  count_generated(seq);
+  return (rm_sample_params){
+      .temperature = group->temperature,
+      .top_p = group->top_p,
+      .min_p = group->min_p,
+      .top_k = group->top_k,
+      .seed = seq->seed,
+      .counter = (uint64_t)rm_sequence_length(seq),
+      .banned = banned,
+      .n_banned = (int32_t)n,
+      .forced = -1,
+      .n_edits = (int32_t)seq->n_edits,
+      .repetition_penalty = group->repetition_penalty,
+      .frequency_penalty = group->frequency_penalty,
+      .presence_penalty = group->presence_penalty,
+      .edits = seq->edits,
+  };
 }

@@ -19,8 +19,6 @@ int64_t rm_logit_edits_most(const rm_request *request); // edits of the first dr
 void rm_logit_edits_init(rm_sequence_group *group,
                          const rm_request *request); // fills the group's lists
 void rm_logit_edits_rewind(rm_sequence *seq); // nothing is generated
-void rm_logit_edits_advance(
-    rm_sequence *seq); // before a draw: counts the tokens generated since the last one
-// Sets the edits and the banned tokens of the sequence's next draw; views, valid until the next
-// call. advance was called.
-void rm_logit_edits_set(const rm_sequence *seq, rm_sample_params *params);
+// Parameters of the sequence's next draw, or of all rows of a scored prompt. Lists are views of the
+// sequence, valid until the next call.
+rm_sample_params rm_params_of(rm_sequence *seq);

@@ -1,8 +1,10 @@
-// plan.h: one step's batch. The scheduler fills it, rm_lockstep_agree decides how it runs,
-// rm_forward (step/runner.h) computes it, rm_commit reads the results. All arrays are in host
-// memory, allocated once for the largest step.
+// plan.h: what a step computes (vLLM's SchedulerOutput), and what comes back (its
+// ModelRunnerOutput). The scheduler fills the plan; all ranks of the replica read it and compute it
+// (step/runner.h); rm_commit reads the output of one of them. The plan's arrays are in host memory,
+// allocated once for the largest step.
 #pragma once
 
+#include "scheduler/kv_cache.h"
 #include "scheduler/sequence.h"
 
 // A row whose logits are computed: the last row of a sequence, from which tokens are drawn, or a
@@ -22,37 +24,35 @@ typedef struct rm_draw {
 } rm_draw;
 
 typedef struct rm_plan {
-  // filled by the scheduler; for a captured graph rm_forward appends padding rows
   int64_t n_rows, n_out, n_scheduled, n_draws;
+  const rm_page_write *writes; // [n_writes] views of the cache; made in order before the rows
+  int64_t n_writes;
   rm_sequence **scheduled; // [max_num_seqs]
   int32_t *ids, *positions, *seq_of_row; // [max_num_batched_tokens], as rm_batch's
   int64_t *slots;
   rm_out_row *outs; // [max_num_batched_tokens], as are the next two
   int32_t *out_rows, *targets; // of the outs
   rm_draw *draws; // [max_num_seqs]
-  int32_t *block_tables; // [max_num_seqs][max_pages] view of the runner's
-  uint8_t *table_changed; // [max_num_seqs] since it was copied to the device
-  float *external_logits,
-      // [n_external][vocab] and [·][2]: rows that the external scheduler draws from; the caller's
-      *external_stats;
+  rm_sample_params *params; // [max_num_seqs] of the draws; with views of their sequences' lists
+  int32_t *block_tables; // [max_num_seqs][max_pages]
+  uint8_t *table_changed; // [max_num_seqs] since the last commit
+  // Rows that an external scheduler draws from are copied to the caller's memory.
+  float *external_logits, *external_stats; // [n_external][vocab] and [n_external][2]
   int64_t n_external;
-  // filled by rm_lockstep_agree (step/lockstep.c)
-  int64_t most_rows; // the largest n_rows of the lockstep group's ranks
-  int is_captured,
-      // the step runs as a captured graph (step/graph_replay.h), with ranks of its tokens
-      with_token_ranks;
-  // results: views of the runner's buffer, valid until the next step
-  int16_t *routed; // [n_rows][routed_per_token]
-  uint8_t *row_flags; // [n_rows]
-  uint8_t *out_flags; // [n_out]
-  float *target_logprobs; // [n_out]
-  int32_t *tokens, *ranks; // [n_draws]; ranks: token ranks, 0 where none was requested
-  int32_t *
-      // [n_draws] tokens that the filters kept, where a draw of the same call of the op wants it
-      kept;
-  float *logprobs, *sampling_logprobs;
 } rm_plan;
 
-static inline void rm_plan_clear(rm_plan *plan) {
-  plan->n_rows = plan->n_out = plan->n_scheduled = plan->n_draws = 0;
-}
+// Views of a runner's buffer, valid until its next step.
+typedef struct rm_step_output {
+  int16_t *routed; // [n_rows][routed_per_token]
+  uint8_t *row_flags; // [n_rows]
+  float *target_logprobs; // [n_out]
+  int32_t *tokens; // [n_draws], as are the rest
+  int32_t *ranks; // token ranks, where requested
+  int32_t *kept; // tokens that the filters kept, where a draw of the same call of the op wants it
+  float *logprobs, *sampling_logprobs;
+} rm_step_output;
+
+typedef struct rm_drawn { // the result of one draw
+  int32_t token, rank;
+  float logprob, sampling_logprob;
+} rm_drawn;

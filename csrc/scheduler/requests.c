@@ -30,7 +30,9 @@ rm_sequence_group *rm_find_sequence_group(const rm_scheduler *scheduler, uint64_
                                           rm_error *err) {
   rm_sequence_group *group = scheduler->n_buckets ? *bucket(scheduler, id) : NULL;
   while (group && group->id != id) group = group->next_in_bucket;
-  if (!group) rm_fail(err, RM_E_REQUEST, "there is no request %llu", (unsigned long long)id);
+  if (!group)
+    rm_fail(err, RM_E_REQUEST, "request %llu: expected one that was added and not released",
+            (unsigned long long)id);
   return group;
 }
 
@@ -39,20 +41,16 @@ static rm_sequence *find_sample(const rm_scheduler *scheduler, uint64_t id, int3
   rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
   if (!group) return NULL;
   if (sample >= 0 && sample < group->n) return &group->sequences[sample];
-  rm_fail(err, RM_E_REQUEST, "request %llu has no sample %d, only 0 … %d", (unsigned long long)id,
-          sample, group->n - 1);
+  rm_fail(err, RM_E_REQUEST, "request %llu: expected sample 0 to %d, got %d",
+          (unsigned long long)id, group->n - 1, sample);
   return NULL;
 }
 
 // --------------------------------------------------------------------------------------------- in
-rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uint64_t *id,
+rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uint64_t id,
                          rm_error *err) {
-  const uint64_t number = request->id ? request->id : scheduler->next_id;
-  if (number < scheduler->next_id)
-    return rm_fail(err, RM_E_STATE, "request %llu is not above %llu, the last one",
-                   (unsigned long long)number, (unsigned long long)scheduler->next_id - 1);
   rm_sequence_group *group;
-  const rm_code code = rm_sequence_group_create(request, &scheduler->options.limits, number,
+  const rm_code code = rm_sequence_group_create(request, &scheduler->options.limits, id,
                                                 scheduler->next_order, &group, err);
   if (code) return code;
   if (!grow_buckets(scheduler)) {
@@ -60,7 +58,6 @@ rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uin
     return rm_fail(err, RM_E_MEMORY, "no memory for the table of %lld requests",
                    (long long)scheduler->n_groups + 1);
   }
-  scheduler->next_id = number + 1;
   scheduler->next_order += (uint64_t)group->n;
   scheduler->n_groups++;
   scheduler->n_live++;
@@ -68,21 +65,10 @@ rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uin
   *bucket(scheduler, group->id) = group;
   rm_list_insert_before(&scheduler->live, &group->link);
   for (int32_t i = 0; i < group->n; i++) rm_enqueue(scheduler, &group->sequences[i]);
-  *id = group->id;
   return RM_OK;
 }
 
 // -------------------------------------------------------------------------------------------- out
-int64_t rm_scheduler_finished(rm_scheduler *scheduler, uint64_t *ids, int64_t capacity) {
-  int64_t n = 0;
-  for (; n < capacity && !rm_list_empty(&scheduler->finished); n++) {
-    rm_sequence_group *group = (rm_sequence_group *)scheduler->finished.next;
-    rm_list_remove(&group->link);
-    ids[n] = group->id;
-  }
-  return n;
-}
-
 rm_code rm_scheduler_view(const rm_scheduler *scheduler, uint64_t id, rm_request_view *out,
                           rm_error *err) {
   const rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
@@ -134,7 +120,8 @@ rm_code rm_scheduler_release(rm_scheduler *scheduler, uint64_t id, rm_error *err
   rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
   if (!group) return RM_E_REQUEST;
   if (group->n_done < group->n)
-    return rm_fail(err, RM_E_STATE, "request %llu is not finished; abort it first",
+    return rm_fail(err, RM_E_STATE,
+                   "request %llu: expected a finished one to release; abort it first",
                    (unsigned long long)id);
   rm_sequence_group **at = bucket(scheduler, id);
   while (*at != group) at = &(*at)->next_in_bucket;
@@ -185,17 +172,25 @@ void rm_fail_sequence_group(rm_scheduler *scheduler, const rm_sequence *seq, lon
 }
 
 // ------------------------------------------------------------------------------ ends from outside
+rm_code rm_scheduler_abort(rm_scheduler *scheduler, uint64_t id, rm_error *err) {
+  rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
+  if (!group) return RM_E_REQUEST;
+  rm_finish_sequence_group(scheduler, group, RM_FINISH_ABORT);
+  return RM_OK;
+}
+
 rm_code rm_scheduler_stop_sample(rm_scheduler *scheduler, uint64_t id, int32_t sample,
                                  int64_t n_tokens, rm_error *err) {
   rm_sequence *seq = find_sample(scheduler, id, sample, err);
   if (!seq) return RM_E_REQUEST;
   if (n_tokens < 0 || n_tokens > seq->n_tokens)
     return rm_fail(err, RM_E_REQUEST,
-                   "sample %d of request %llu cannot stop at %lld tokens: it has %lld", sample,
-                   (unsigned long long)id, (long long)n_tokens, (long long)seq->n_tokens);
+                   "request %llu, sample %d: expected a stop after 0 to %lld tokens, got %lld",
+                   (unsigned long long)id, sample, (long long)seq->n_tokens, (long long)n_tokens);
   if (seq->finish == RM_FINISH_ABORT || seq->finish == RM_FINISH_ERROR)
-    return rm_fail(err, RM_E_STATE, "sample %d of request %llu was %s", sample,
-                   (unsigned long long)id,
+    return rm_fail(err, RM_E_STATE,
+                   "request %llu, sample %d: expected one to stop, got one that was %s",
+                   (unsigned long long)id, sample,
                    seq->finish == RM_FINISH_ABORT ? "aborted" : "ended by an error");
   if (seq->status != RM_DONE) rm_finish_sequence(scheduler, seq, RM_FINISH_STOP);
   seq->finish = RM_FINISH_STOP;

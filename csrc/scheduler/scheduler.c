@@ -14,6 +14,7 @@
 
 #include "base/fields.h"
 #include "clock.h"
+#include "scheduler/logit_edits.h"
 #include "scheduler/scheduler.h"
 
 // --------------------------------------------------------------------------------------- creation
@@ -21,7 +22,10 @@
 
 rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options *options,
                             rm_error *err) {
+  const rm_request_limits *limits = &options->limits;
   const size_t rows = (size_t)options->max_num_batched_tokens, seqs = (size_t)options->max_num_seqs;
+  const size_t max_pages =
+      (size_t)((limits->max_model_len + limits->page_size - 1) / limits->page_size);
   rm_plan *plan = &scheduler->plan;
   const rm_field fields[] = {
       {&scheduler->free_table_rows, seqs, sizeof *scheduler->free_table_rows},
@@ -36,12 +40,12 @@ rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options 
       {&plan->out_rows, rows, sizeof *plan->out_rows},
       {&plan->targets, rows, sizeof *plan->targets},
       {&plan->draws, seqs, sizeof *plan->draws},
+      {&plan->params, seqs, sizeof *plan->params},
+      {&plan->block_tables, seqs, max_pages * sizeof *plan->block_tables},
       {&plan->table_changed, seqs, sizeof *plan->table_changed},
   };
   scheduler->options = *options;
-  scheduler->max_pages =
-      (options->limits.max_model_len + options->limits.page_size - 1) / options->limits.page_size;
-  scheduler->next_id = 1;
+  scheduler->max_pages = (int64_t)max_pages;
   rm_list_init(&scheduler->waiting);
   rm_list_init(&scheduler->active);
   rm_list_init(&scheduler->live);
@@ -63,8 +67,7 @@ rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options 
 
 rm_code rm_scheduler_open_pages(rm_scheduler *scheduler, int64_t n_pages, rm_error *err) {
   rm_scheduler_options *options = &scheduler->options;
-  const rm_kv_options kv = {n_pages, options->limits.page_size, options->limits.routed_per_token,
-                            options->zero_page, options->pages};
+  const rm_kv_options kv = {n_pages, options->limits.page_size, options->limits.routed_per_token};
   options->limits.n_pages = n_pages;
   for (int64_t i = 0; i < options->external_pages; i++) scheduler->page_versions[i] = -1;
   return rm_kv_create(&kv, &scheduler->cache, err);
@@ -172,16 +175,7 @@ static int64_t shared_page(const rm_scheduler *scheduler, const rm_sequence *seq
 // Copy on write. Logprobs are not copied: they are written when the page is full.
 static void copy_page(rm_scheduler *scheduler, rm_sequence *seq, int64_t index) {
   int32_t *entry = &rm_change_table(scheduler, seq)[index];
-  const int32_t to = rm_kv_alloc(scheduler->cache), from = *entry;
-  assert(to >= 0);
-  scheduler->options.copy_page(scheduler->options.pages, to, from);
-  if (scheduler->options.limits.routed_per_token)
-    memcpy(
-        rm_kv_routed(scheduler->cache, to), rm_kv_routed(scheduler->cache, from),
-        (size_t)(scheduler->options.limits.page_size * scheduler->options.limits.routed_per_token) *
-            sizeof(int16_t));
-  rm_kv_release(scheduler->cache, from);
-  *entry = to;
+  *entry = rm_kv_copy(scheduler->cache, *entry);
 }
 
 // Allocates and copies pages, so that the next positions up to n_positions can be written; preempts
@@ -212,7 +206,7 @@ static int page_serves(const rm_scheduler *scheduler, const rm_sequence_group *g
   const int64_t rows =
       rm_min64((page + 1) * scheduler->options.limits.page_size - 1, group->n_targets);
   if (group->n_scored >= rows) return 2;
-  return !group->prompt_top && !group->score_sampling && !group->wants_logits;
+  return !group->prompt_top && !group->score_sampling && !group->logits_out;
 }
 
 static void take_records(rm_scheduler *scheduler, rm_sequence *seq, int64_t index, int32_t page) {
@@ -367,7 +361,6 @@ static rm_progress schedule(rm_scheduler *scheduler) {
   rm_plan *plan = &scheduler->plan;
   const int64_t max_rows = scheduler->options.max_num_batched_tokens,
                 preemptions = scheduler->preemptions;
-  rm_plan_clear(plan);
   if (scheduler->paused || !scheduler->n_live) return RM_NO_WORK;
   for (rm_link *at = scheduler->active.next; at != &scheduler->active && plan->n_rows < max_rows;) {
     rm_sequence *seq = (rm_sequence *)at;
@@ -379,6 +372,15 @@ static rm_progress schedule(rm_scheduler *scheduler) {
   if (scheduler->preemptions == preemptions) admit(scheduler);
   assert(plan->n_rows > 0); // the oldest can always continue
   return RM_LAST_BATCH;
+}
+
+rm_progress rm_schedule(rm_scheduler *scheduler) {
+  rm_plan *plan = &scheduler->plan;
+  plan->n_rows = plan->n_out = plan->n_scheduled = plan->n_draws = 0;
+  const rm_progress progress = scheduler->options.policy->schedule(scheduler);
+  plan->writes = rm_kv_take_writes(scheduler->cache, &plan->n_writes);
+  for (int64_t d = 0; d < plan->n_draws; d++) plan->params[d] = rm_params_of(plan->draws[d].seq);
+  return progress;
 }
 
 // ------------------------------------------------------------------------------------- the policy

@@ -1,10 +1,13 @@
-// scheduler.h: the requests of an engine, the pages of its KV cache, and what the next step
-// computes. No call here waits for a device or talks to another rank; page contents are zeroed and
-// copied by two callbacks of the runner.
+// scheduler.h: the requests of a replica, their records, the pages of its KV cache, and what the
+// next step computes. Pure bookkeeping in host memory: no device, no other rank, no thread.
 //
-// The policy decides: the engine's own scheduler (scheduler.c: in order of arrival, preempting the
-// newest) or an external one (external_scheduler.h: vLLM decides). The engine and commit only call
-// the policy's functions.
+//   add … ─► schedule (fills `plan`) ─► whoever computes the plan ─► commit (its output) ─► view
+//               ▲                                                      │
+//               └──────────────────────────────────────────────────────┘
+//
+// The owner (the engine) makes one call at a time. A policy decides what a step computes: the own
+// one (scheduler.c: in order of arrival, preempting the newest) or that for an external scheduler
+// (external_scheduler.h: vLLM decides).
 #pragma once
 
 #include <string.h>
@@ -24,13 +27,12 @@ typedef enum rm_progress { RM_NO_WORK, RM_LAST_BATCH, RM_MORE_BATCHES } rm_progr
 typedef struct rm_policy {
   rm_progress (*schedule)(rm_scheduler *scheduler); // fills the plan
   void (*committed)(rm_scheduler *scheduler); // optional: the plan's results are in the records
-  void (*token_added)(rm_scheduler *scheduler,
-                      rm_sequence *seq); // optional: ends a sequence that has all its tokens
-  void (*release_pages)(rm_scheduler *scheduler,
-                        rm_sequence *seq); // optional: an active sequence becomes inactive
-  void (*invalidate_pages)(
-      rm_scheduler *scheduler,
-      const rm_sequence *seq); // optional: one of the sequence's rows was not finite
+  // Optional: ends a sequence that has all its tokens.
+  void (*token_added)(rm_scheduler *scheduler, rm_sequence *seq);
+  // Optional: an active sequence becomes inactive.
+  void (*release_pages)(rm_scheduler *scheduler, rm_sequence *seq);
+  // Optional: one of the sequence's rows was not finite.
+  void (*invalidate_pages)(rm_scheduler *scheduler, const rm_sequence *seq);
   void (*weights_changed)(rm_scheduler *scheduler, rm_inflight inflight); // a version was committed
   void (*pages_lost)(rm_scheduler *scheduler); // the weights or the KV cache go to sleep
 } rm_policy;
@@ -39,16 +41,11 @@ extern const rm_policy rm_own_policy, rm_external_policy;
 
 typedef struct rm_scheduler_options {
   const rm_policy *policy;
-  rm_request_limits
-      // of requests; limits.eos_ids is a view, limits.n_pages comes with rm_scheduler_open_pages
-      limits;
+  // of requests; eos_ids is a view, n_pages comes with rm_scheduler_open_pages
+  rm_request_limits limits;
   int64_t max_num_seqs, max_num_batched_tokens;
   int prefix_caching;
   int64_t external_pages; // an external scheduler's; 0: there is none
-  // writes to pages, in the order of the calls and before the next forward's
-  void (*zero_page)(void *pages, int32_t page);
-  void (*copy_page)(void *pages, int32_t to, int32_t from);
-  void *pages;
 } rm_scheduler_options;
 
 struct rm_scheduler {
@@ -76,30 +73,42 @@ struct rm_scheduler {
   rm_sequence_group **buckets; // [n_buckets] all requests by id
   uint64_t n_buckets;
   int64_t n_groups;
-  uint64_t next_id, next_order;
+  uint64_t next_order;
   // counts since creation
   int64_t generated_tokens, prompt_tokens, cached_tokens, preemptions;
 };
 
-// Zeroed memory becomes a scheduler without pages; `options` is copied. block_tables is set by the
-// caller.
+// Zeroed memory becomes a scheduler without pages; `options` is copied.
 rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options *options,
                             rm_error *err);
 rm_code rm_scheduler_open_pages(rm_scheduler *scheduler, int64_t n_pages,
                                 rm_error *err); // makes the KV cache's bookkeeping
 void rm_scheduler_destroy(rm_scheduler *scheduler); // frees all requests; safe on a zeroed one
 
+// Fills the plan with the next batch. `version` is set.
+rm_progress rm_schedule(rm_scheduler *scheduler);
+// commit.c: writes the output of the plan to the records of its requests, which ends some.
+void rm_commit(rm_scheduler *scheduler, const rm_step_output *output);
+// A token of an active sequence, drawn outside of a plan.
+void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn);
+
 // ------------------------------------------------------------------------------------- requests.c
 rm_sequence_group *rm_find_sequence_group(const rm_scheduler *scheduler, uint64_t id,
                                           rm_error *err); // NULL: RM_E_REQUEST
-rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uint64_t *id,
+// The request was checked (rm_sequence_group_check); no other one here has the id.
+rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uint64_t id,
                          rm_error *err);
-int64_t rm_scheduler_finished(rm_scheduler *scheduler, uint64_t *ids, int64_t capacity);
+// Views are valid until the next commit or release.
 rm_code rm_scheduler_view(const rm_scheduler *scheduler, uint64_t id, rm_request_view *out,
                           rm_error *err);
 rm_code rm_scheduler_sample_view(const rm_scheduler *scheduler, uint64_t id, int32_t sample,
                                  rm_sample_view *out, rm_error *err);
-rm_code rm_scheduler_release(rm_scheduler *scheduler, uint64_t id, rm_error *err);
+rm_code rm_scheduler_release(rm_scheduler *scheduler, uint64_t id,
+                             rm_error *err); // of a finished one
+rm_code rm_scheduler_abort(rm_scheduler *scheduler, uint64_t id,
+                           rm_error *err); // what was generated stays readable
+// Ends one sample at n_tokens (a stop string matched there); finish = stop. Also of one that has
+// ended by itself meanwhile; RM_E_STATE for one that was aborted or failed.
 rm_code rm_scheduler_stop_sample(rm_scheduler *scheduler, uint64_t id, int32_t sample,
                                  int64_t n_tokens, rm_error *err);
 void rm_finish_sequence(rm_scheduler *scheduler, rm_sequence *seq,
@@ -128,7 +137,7 @@ void rm_preempt_all(rm_scheduler *scheduler);
 static inline int32_t *rm_block_table(const rm_scheduler *scheduler, const rm_sequence *seq) {
   return scheduler->plan.block_tables + seq->table_row * scheduler->max_pages;
 }
-// The same, to be written: the device gets it before the next forward.
+// The same, to be written: devices get it before the next batch.
 static inline int32_t *rm_change_table(const rm_scheduler *scheduler, const rm_sequence *seq) {
   scheduler->plan.table_changed[seq->table_row] = 1;
   return rm_block_table(scheduler, seq);

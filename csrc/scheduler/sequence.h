@@ -1,18 +1,14 @@
-// sequence.h: a request inside the engine, and who fills which field. A request becomes a group of
-// sequences: one prompt and its n samples. Sequences are scheduled; groups are added, viewed and
-// released. A group is one allocation, made at add and large enough for all records, so that no
-// step allocates.
+// sequence.h: a request inside the engine, and which file writes which field. A request becomes a
+// group of sequences: one prompt and its n samples. Sequences are scheduled; groups are added,
+// viewed and released. A group is one allocation, made when it is added and large enough for all
+// records, so that no step allocates.
 //
-//   sequence:   WAITING ──► ACTIVE ──► DONE       WAITING: holds no page and no place
-//                  │  ▲        ▲                  ACTIVE: has a place (a row of block tables) and
-//                     pages
-//                  │  └────────┤ preempt          JOINING: within a step; draws from the same row
-//                     of logits as the sequence that
-//                  └► JOINING ─┘                           computes the prompt, then shares its
-//                                                          pages
+//   WAITING ──► ACTIVE ──► DONE     WAITING: holds no page and no row of the block tables
+//      │  ▲        ▲                ACTIVE: has a row of the block tables, and pages
+//      │  └────────┤ preempt        JOINING: within a step; draws from the same row of logits as the
+//      └► JOINING ─┘                sequence that computes the prompt, then shares its pages
 //
-// Fields are listed under the file that writes them. sequence_group.c writes all of them once, at
-// add.
+// Fields are listed under the file that writes them. sequence_group.c writes all of them once.
 #pragma once
 
 #include "kernels.h"
@@ -30,10 +26,7 @@ typedef struct rm_sequence {
   int32_t table_row; // row of the block tables while ACTIVE
   int64_t n_pages; // entries of that row
   int64_t kv_len; // positions whose KV is in the pages, computed from ids[0 … kv_len)
-  int64_t
-      // first position not yet computed since the start; < kv_len if a row is computed again for
-      // its logits
-      next;
+  int64_t next; // first position to compute; < kv_len if a row is computed again for its logits
   int64_t first_row, n_rows; // of this step
   // commit.c
   int64_t n_tokens; // generated
@@ -49,9 +42,8 @@ typedef struct rm_sequence {
   int16_t *routed; // [capacity][routed_per_token]
   int32_t *ranks; // [capacity] with ranks
   // external_scheduler.c
-  int64_t external_computed,
-      // of this step: computed positions before it, and its end; external_end 0: not in it
-      external_end;
+  int64_t external_computed; // positions computed before this step
+  int64_t external_end; // the end of its rows in this step; 0: it is not in the step
   int external_last; // the step ends with the last known token, so that one is drawn
   int32_t external_row; // of its logits on their way to the host, −1: none
   int external_begun; // its first row is known
@@ -59,7 +51,7 @@ typedef struct rm_sequence {
   rm_logit_edit *edits; // [n_edits] of the next draw; the group's without penalties
   int64_t n_edits, n_counted; // n_counted: generated tokens that are in edits
   int32_t *banned; // with bad words: room for the tokens that may not be drawn next
-  // sampler.c
+  // sampler.c, of the first draw from a row, and commit.c
   int32_t *top_ids; // [capacity][top_logprobs]
   float *top_logprobs;
   int32_t *kept; // [capacity] with kept_tokens
@@ -84,12 +76,8 @@ struct rm_sequence_group {
   int32_t top_k, top_logprobs, prompt_top;
   int want_prompt_logprobs, score_sampling, want_token_ranks, want_kept, external_draws;
   float *logits_out;
-  int wants_logits; // they are computed, whether or not this rank returns them
   int32_t *stops; // [n_stops] ascending: tokens that end a sequence
-  int32_t *
-      // [n_early] tokens that may not come before min_tokens, then [n_never] those that may never
-      // come
-      banned;
+  int32_t *banned; // [n_early] not before min_tokens, then [n_never] never drawn
   int64_t n_stops, n_early, n_never;
   float repetition_penalty, frequency_penalty, presence_penalty;
   rm_logit_edit *edits; // [n_edits] ascending tokens: of the first draw
@@ -132,13 +120,13 @@ typedef struct rm_request_limits {
   uint64_t engine_seed;
 } rm_request_limits;
 
-// sequence_group.c: checks a request and makes its group, all sequences WAITING and in no list.
+// sequence_group.c: makes the group of a checked request, all sequences WAITING and in no list.
 // Owned: rm_free.
 rm_code rm_sequence_group_create(const rm_request *request, const rm_request_limits *limits,
                                  uint64_t id, uint64_t first_order, rm_sequence_group **out,
                                  rm_error *err);
 rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limits *limits,
-                                rm_error *err); // create's checks
+                                rm_error *err);
 rm_code rm_check_token_ids(const char *what, const int32_t *ids, int64_t n, int64_t vocab,
                            rm_error *err); // each is in [0, vocab)
 // Back to the state after create: nothing generated, nothing recorded.

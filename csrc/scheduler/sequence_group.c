@@ -19,29 +19,30 @@ rm_code rm_check_token_ids(const char *what, const int32_t *ids, int64_t n, int6
   REFUSE_UNLESS(n == 0 || (n > 0 && ids), "%s: expected an array of %lld, got none", what,
                 (long long)n);
   for (int64_t i = 0; i < n; i++)
-    REFUSE_UNLESS(ids[i] >= 0 && ids[i] < vocab, "%s[%lld] = %d is not in [0, %lld)", what,
-                  (long long)i, ids[i], (long long)vocab);
+    REFUSE_UNLESS(ids[i] >= 0 && ids[i] < vocab, "%s[%lld]: expected 0 to %lld, got %d", what,
+                  (long long)i, (long long)vocab - 1, ids[i]);
   return RM_OK;
 }
 
 static rm_code check_sampling(const rm_request *request, rm_error *err) {
   REFUSE_UNLESS(request->temperature >= 0 && isfinite(request->temperature),
-                "temperature=%g must be finite and at least 0", (double)request->temperature);
-  REFUSE_UNLESS(request->top_p > 0 && request->top_p <= 1, "top_p=%g is not in (0, 1]",
-                (double)request->top_p);
-  REFUSE_UNLESS(request->min_p >= 0 && request->min_p <= 1, "min_p=%g is not in [0, 1]",
-                (double)request->min_p);
-  REFUSE_UNLESS(request->top_k >= -1, "top_k=%d must be -1 (all), 0 (all) or positive",
+                "temperature: expected a finite number of at least 0, got %g",
+                (double)request->temperature);
+  REFUSE_UNLESS(request->top_p > 0 && request->top_p <= 1,
+                "top_p: expected a number in (0, 1], got %g", (double)request->top_p);
+  REFUSE_UNLESS(request->min_p >= 0 && request->min_p <= 1,
+                "min_p: expected a number in [0, 1], got %g", (double)request->min_p);
+  REFUSE_UNLESS(request->top_k >= -1, "top_k: expected -1 or 0 (all), or 1 or more, got %d",
                 request->top_k);
   return RM_OK;
 }
 
 static rm_code check_logprobs(const rm_request *request, int64_t vocab, rm_error *err) {
   REFUSE_UNLESS(request->logprobs >= 0 && request->logprobs <= vocab,
-                "logprobs=%d is not in [0, %lld]", request->logprobs, (long long)vocab);
+                "logprobs: expected 0 to %lld, got %d", (long long)vocab, request->logprobs);
   REFUSE_UNLESS(request->prompt_logprobs >= -1 && request->prompt_logprobs <= vocab,
-                "prompt_logprobs=%d is not in [-1, %lld]", request->prompt_logprobs,
-                (long long)vocab);
+                "prompt_logprobs: expected -1 to %lld, got %d", (long long)vocab,
+                request->prompt_logprobs);
   return RM_OK;
 }
 
@@ -69,22 +70,23 @@ static rm_code check_kept(const rm_request *request, int64_t vocab, rm_error *er
 static rm_code check_lengths(const rm_request *request, const rm_request_limits *limits,
                              rm_error *err) {
   const long long n_prompt = request->n_prompt, longest = limits->max_model_len;
-  REFUSE_UNLESS(n_prompt >= 1 && request->prompt, "the prompt is empty");
+  REFUSE_UNLESS(n_prompt >= 1 && request->prompt, "prompt: expected 1 token or more, got none");
   if (request->kind == RM_SCORE) {
-    REFUSE_UNLESS(n_prompt <= longest, "a prompt of %lld tokens is longer than max_model_len=%lld",
-                  n_prompt, longest);
+    REFUSE_UNLESS(n_prompt <= longest,
+                  "prompt: expected at most max_model_len=%lld tokens, got %lld", longest,
+                  n_prompt);
     return RM_OK;
   }
   REFUSE_UNLESS(n_prompt < longest,
-                "a prompt of %lld tokens leaves no room for a generated one in max_model_len=%lld",
-                n_prompt, longest);
-  REFUSE_UNLESS(request->n >= 1 && request->n <= MAX_SAMPLES, "n=%d is not in [1, %d]", request->n,
-                MAX_SAMPLES);
-  REFUSE_UNLESS(request->max_tokens >= 1, "max_tokens=%lld must be positive",
+                "prompt: expected fewer tokens than max_model_len=%lld, got %lld", longest,
+                n_prompt);
+  REFUSE_UNLESS(request->n >= 1 && request->n <= MAX_SAMPLES, "n: expected 1 to %d, got %d",
+                MAX_SAMPLES, request->n);
+  REFUSE_UNLESS(request->max_tokens >= 1, "max_tokens: expected 1 or more, got %lld",
                 (long long)request->max_tokens);
   REFUSE_UNLESS(request->min_tokens >= 0 && request->min_tokens <= request->max_tokens,
-                "min_tokens=%lld is not in [0, max_tokens=%lld]", (long long)request->min_tokens,
-                (long long)request->max_tokens);
+                "min_tokens: expected 0 to max_tokens=%lld, got %lld",
+                (long long)request->max_tokens, (long long)request->min_tokens);
   return RM_OK;
 }
 
@@ -103,26 +105,27 @@ static rm_code check_capacity(const rm_request *request, const rm_request_limits
   const int64_t n_pages = (n_positions + limits->page_size - 1) / limits->page_size;
   if (n_pages <= limits->n_pages) return RM_OK;
   return rm_fail(err, RM_E_CAPACITY,
-                 "%lld tokens need %lld pages of %lld positions; the KV cache has %lld",
-                 (long long)n_positions, (long long)n_pages, (long long)limits->page_size,
-                 (long long)limits->n_pages);
+                 "KV cache: expected a request of at most %lld pages of %lld positions, got one of "
+                 "%lld pages (%lld tokens)",
+                 (long long)limits->n_pages, (long long)limits->page_size, (long long)n_pages,
+                 (long long)n_positions);
 }
 
 rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limits *limits,
                                 rm_error *err) {
   rm_code code;
   REFUSE_UNLESS(request->kind == RM_GENERATE || request->kind == RM_SCORE,
-                "kind=%d is neither generate nor score", (int)request->kind);
+                "kind: expected generate or score, got %d", (int)request->kind);
   if ((code = check_lengths(request, limits, err))) return code;
-  if ((code =
-           rm_check_token_ids("token id", request->prompt, request->n_prompt, limits->vocab, err)))
+  if ((code = rm_check_token_ids("prompt", request->prompt, request->n_prompt, limits->vocab, err)))
     return code;
   const int draws = request->kind == RM_GENERATE || request->score_sampling;
   if (draws && (code = check_sampling(request, err))) return code;
   if ((code = check_logprobs(request, limits->vocab, err))) return code;
   if ((code = check_kept(request, limits->vocab, err))) return code;
   if ((code = rm_logit_edits_check(request, limits, err))) return code;
-  REFUSE_UNLESS(request->n_stop_ids >= 0, "n_stop_ids=%lld", (long long)request->n_stop_ids);
+  REFUSE_UNLESS(request->n_stop_ids >= 0, "n_stop_ids: expected 0 or more, got %lld",
+                (long long)request->n_stop_ids);
   if ((code = rm_check_token_ids("stop_token_ids", request->stop_ids, request->n_stop_ids,
                                  limits->vocab, err)))
     return code;
@@ -273,10 +276,9 @@ static rm_sequence_group values_of(const rm_request *request, int64_t capacity) 
       .want_kept = request->kept_tokens,
       .external_draws = request->external_draws,
       .logits_out = score ? request->logits_out : NULL,
-      .wants_logits = score && (request->logits_out || request->wants_logits),
   };
   if (group.want_prompt_logprobs)
-    group.n_targets = group.wants_logits ? group.n_prompt : group.n_prompt - 1;
+    group.n_targets = group.logits_out ? group.n_prompt : group.n_prompt - 1;
   return group;
 }
 
@@ -284,8 +286,6 @@ rm_code rm_sequence_group_create(const rm_request *request, const rm_request_lim
                                  uint64_t id, uint64_t first_order, rm_sequence_group **out,
                                  rm_error *err) {
   *out = NULL;
-  const rm_code code = rm_sequence_group_check(request, limits, err);
-  if (code) return code;
   const int64_t capacity = capacity_of(request, limits);
   const rm_sequence_group values = values_of(request, capacity);
   rm_sequence_group *group = allocate(&values, request, limits);
@@ -297,9 +297,10 @@ rm_code rm_sequence_group_create(const rm_request *request, const rm_request_lim
   group->n_early = fill_set(group->banned, request, limits, 1);
   if (group->min_tokens && group->n_early >= limits->vocab) {
     rm_free(group);
-    return rm_fail(err, RM_E_REQUEST,
-                   "min_tokens=%lld, but every token of the vocabulary is a stop token",
-                   (long long)request->min_tokens);
+    return rm_fail(
+        err, RM_E_REQUEST,
+        "min_tokens: expected 0, since every token of the vocabulary is a stop token, got %lld",
+        (long long)request->min_tokens);
   }
   if (request->n_banned)
     memcpy(group->banned + group->n_early, request->banned,

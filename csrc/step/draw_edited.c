@@ -1,11 +1,12 @@
 // draw_edited.c: draws from rows of logits that an external scheduler has edited on the host.
 #include <math.h>
 
+#include "scheduler/logit_edits.h"
 #include "step/runner.h"
 
 // Draws from a row in host memory.
 static rm_code run_sample(rm_runner *runner, const float *logits, const float *stats,
-                          rm_sample_params params, rm_external_result *out, float *logprob,
+                          rm_sample_params params, int32_t *token, float *logprob,
                           float *sampling_logprob, rm_error *err) {
   static const uint8_t flags = 0;
   rm_results *results = &runner->results;
@@ -16,7 +17,7 @@ static rm_code run_sample(rm_runner *runner, const float *logits, const float *s
   if (code) return code;
   params.banned = rm_results_input(results, params.banned, banned);
   const rm_sample_args args = {
-      .tokens = rm_results_output(results, &out->token, sizeof out->token),
+      .tokens = rm_results_output(results, token, sizeof *token),
       .logprobs = rm_results_output(results, logprob, sizeof *logprob),
       .sampling_logprobs = rm_results_output(results, sampling_logprob, sizeof *sampling_logprob),
       .logits = rm_results_input(results, logits, row),
@@ -39,25 +40,23 @@ static int32_t rank_of(const float *logits, int64_t vocab, int32_t token) {
 
 // With temperature 1 and no filter the op returns the model's logprob as the sampling logprob, but
 // here the two come from different logits. A banned token that does not exist prevents that.
-rm_code rm_draw_edited(rm_runner *runner, const rm_sequence *seq, const rm_external_draw *draw,
-                       rm_external_result *result, rm_error *err) {
+rm_code rm_draw_edited(rm_runner *runner, rm_sequence *seq, const float *raw, const float *stats,
+                       const float *edited, rm_drawn *out, rm_error *err) {
   static const int32_t nobody = -1;
+  const int64_t vocab = runner->options.spec->vocab_size;
   float unused;
-  *result = (rm_external_result){.token = -1, .row = -1};
-  for (int64_t v = 0; v < runner->options.spec->vocab_size; v++)
-    if (isnan(draw->edited[v])) return RM_OK; // the op would skip it
+  *out = (rm_drawn){.token = -1};
+  for (int64_t v = 0; v < vocab; v++)
+    if (isnan(edited[v])) return RM_OK; // the op would skip it
   rm_sample_params params = rm_params_of(seq);
   if (!params.n_banned) params.banned = &nobody, params.n_banned = 1;
-  rm_code code = run_sample(runner, draw->edited, draw->stats, params, result, &unused,
-                            &result->sampling_logprob, err);
+  rm_code code =
+      run_sample(runner, edited, stats, params, &out->token, &unused, &out->sampling_logprob, err);
   if (code) return code;
-  if (result->token >= 0 && draw->edited[result->token] == -INFINITY)
-    result->token = -1; // all entries are −inf
-  if (result->token < 0) return RM_OK;
-  const rm_sample_params model = {
-      .temperature = 1, .top_p = 1, .top_k = -1, .forced = result->token};
-  code = run_sample(runner, draw->raw, draw->stats, model, result, &result->logprob, &unused, err);
-  if (!code && seq->group->want_token_ranks)
-    result->rank = rank_of(draw->raw, runner->options.spec->vocab_size, result->token);
+  if (out->token >= 0 && edited[out->token] == -INFINITY) out->token = -1; // all entries are −inf
+  if (out->token < 0) return RM_OK;
+  const rm_sample_params model = {.temperature = 1, .top_p = 1, .top_k = -1, .forced = out->token};
+  code = run_sample(runner, raw, stats, model, &out->token, &out->logprob, &unused, err);
+  if (!code && seq->group->want_token_ranks) out->rank = rank_of(raw, vocab, out->token);
   return code;
 }

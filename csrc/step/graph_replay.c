@@ -36,7 +36,7 @@ static int only_draws(const rm_plan *plan, int64_t i) {
   const rm_sequence *seq = out->seq;
   const rm_sequence_group *group = seq->group;
   if (!out->draws || out->target >= 0 || plan->draws[i].out != i || group->top_logprobs ||
-      group->wants_logits || group->external_draws)
+      group->logits_out || group->external_draws)
     return 0;
   if (rm_has_penalties(group) || group->n_edits || group->n_never || group->n_bad_words)
     return 0;   // lists of changing sizes
@@ -160,8 +160,8 @@ static rm_code capture(rm_runner *runner, rm_graph *graph, rm_enqueue_step enque
 }
 
 rm_code rm_graphs_run(rm_runner *runner, rm_enqueue_step enqueue, rm_error *err) {
-  rm_graph *graph = graph_of(runner, size_index(&runner->graphs, runner->plan->n_rows),
-                             runner->plan->with_token_ranks);
+  rm_graph *graph = graph_of(runner, size_index(&runner->graphs, runner->shape.n_rows),
+                             runner->shape.with_token_ranks);
   const int may_capture = graph->was_run && !graph->captured && !graph->is_refused;
   rm_code code = may_capture ? capture(runner, graph, enqueue, err) : RM_OK;
   if (!code && graph->captured) replay(runner, graph);

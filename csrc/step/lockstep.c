@@ -13,29 +13,31 @@ typedef struct rank_status {
 
 rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *err) {
   const rm_rank *rank = &runner->rank;
-  rm_plan *plan = runner->plan;
+  const rm_plan *plan = runner->plan;
+  rm_step_shape *shape = &runner->shape;
   rank_status all[RM_MAX_WORLD];
   size_t bytes[RM_MAX_WORLD];
   int flags = 0; // of all ranks, or-ed
-  plan->is_captured = rm_graphs_serve(runner, &plan->with_token_ranks);
-  plan->most_rows = plan->n_rows;
+  shape->is_captured = rm_graphs_serve(runner, &shape->with_token_ranks);
+  shape->most_rows = plan->n_rows;
   if (!rm_rank_spans_dp(rank)) return RM_OK;
   const rank_status own = {
       .rows = (int32_t)plan->n_rows,
       .progress = (int16_t)*progress,
-      .flags = (int16_t)(plan->is_captured * CAPTURED + plan->with_token_ranks * WITH_TOKEN_RANKS +
-                         runner->graphs.was_reset * RESET),
+      .flags =
+          (int16_t)(shape->is_captured * CAPTURED + shape->with_token_ranks * WITH_TOKEN_RANKS +
+                    runner->graphs.was_reset * RESET),
   };
   for (int r = 0; r < rm_comm_size(rank->ep); r++) bytes[r] = sizeof own;
   const rm_code code = rm_comm_all_gather(rank->ep, &own, all, bytes, err);
   if (code) return code;
   for (int r = 0; r < rm_comm_size(rank->ep); r++) {
     if (all[r].progress > (int16_t)*progress) *progress = (rm_progress)all[r].progress;
-    plan->most_rows = rm_max64(plan->most_rows, all[r].rows);
-    plan->is_captured &= (all[r].flags & CAPTURED) != 0;
+    shape->most_rows = rm_max64(shape->most_rows, all[r].rows);
+    shape->is_captured &= (all[r].flags & CAPTURED) != 0;
     flags |= all[r].flags;
   }
-  plan->with_token_ranks = (flags & WITH_TOKEN_RANKS) != 0;
+  shape->with_token_ranks = (flags & WITH_TOKEN_RANKS) != 0;
   if (flags & RESET)
     rm_graphs_clear(runner); // a rank that slept has no graphs: all ranks capture again
   runner->graphs.was_reset = 0;

@@ -29,7 +29,7 @@ rm_code rm_results_reserve(rm_results *results, int n, size_t bytes, rm_error *e
   const size_t wanted = bytes + (size_t)n * RM_RESULT_ALIGN;
   if (wanted > results->mirrored.bytes || n > RM_MAX_RESULTS)
     return rm_fail(err, RM_E_CAPACITY,
-                   "expected at most %zu bytes of results in a step, got %d results of %zu",
+                   "results of a step: expected at most %zu bytes, got %d results of %zu",
                    results->mirrored.bytes, n, bytes);
   if (results->used + wanted <= results->mirrored.bytes && results->n + n <= RM_MAX_RESULTS)
     return RM_OK;

@@ -38,7 +38,7 @@ void rm_runner_init(rm_runner *runner, const rm_runner_options *options) {
 
 #define N_FIELDS(fields) (sizeof(fields) / sizeof *(fields))
 
-rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, rm_plan *plan,
+rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, const rm_plan *plan,
                          rm_error *err) {
   const rm_runner_options *options = &runner->options;
   const size_t rows = (size_t)options->model.max_rows, seqs = (size_t)options->max_num_seqs;
@@ -65,7 +65,8 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, rm
       {&runner->unused_tokens, draws, sizeof(int32_t)},
   };
   const rm_field both[] = {
-      {&plan->block_tables, seqs, (size_t)options->max_pages * sizeof *plan->block_tables},
+      {&runner->block_tables, runner->device->on_host ? 0 : seqs,
+       (size_t)options->max_pages * sizeof *runner->block_tables},
       {&runner->buffer, runner->buffer_bytes, 1},
   };
   snprintf(what, sizeof what, "batch (max_num_batched_tokens=%zu, max_num_seqs=%zu)", rows, seqs);
@@ -100,14 +101,4 @@ void rm_runner_destroy(rm_runner *runner) {
 uint64_t rm_runner_workspace(const rm_runner *runner) {
   return rm_model_workspace_bytes(runner->model) + runner->host_bytes + runner->scratch_bytes +
          runner->mirrored.bytes + runner->results.mirrored.bytes;
-}
-
-void rm_runner_zero_page(void *runner, int32_t page) {
-  const rm_runner *r = runner;
-  rm_model_zero_page(r->model, r->kv, r->n_pages, page);
-}
-
-void rm_runner_copy_page(void *runner, int32_t to, int32_t from) {
-  const rm_runner *r = runner;
-  rm_model_copy_page(r->model, r->kv, r->n_pages, to, from);
 }

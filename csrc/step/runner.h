@@ -1,19 +1,15 @@
-// runner.h: what computes a plan on a device (vLLM's model runner). A step is three calls:
+// runner.h: one rank computes the plan of its replica (vLLM's model runner). rm_forward (forward.c)
+// copies the plan's inputs to the device, enqueues the model, lm_head, draws and logprobs of prompts
+// (sampler.c) or replays a captured graph of them (graph_replay.c), exchanges with other ranks, and
+// waits for the results.
 //
-//   schedule    (scheduler.h)   which rows of which sequences: fills the plan, hands out pages
-//   rm_forward  (forward.c)     model, lm_head, draws, logprobs of prompts (sampler.c): fills the
-//               plan's results. Copies inputs to the
-//                               device, enqueues ops or replays a captured graph (graph_replay.c),
-//                               waits for results once
-//   rm_commit   (commit.c)      results into the records of the requests
-//
-// Of these only rm_forward waits for the device and exchanges with other ranks; schedule enqueues
-// what the runner gave it to zero and copy pages. All memory is allocated at creation.
+// Ranks of one process share a plan and its requests, which no rank changes during a forward. Only
+// one of them, which keeps records, writes to the requests' records. All memory is allocated at
+// creation. A runner is used by one thread at a time.
 #pragma once
 
 #include "model/model.h"
 #include "scheduler/external_scheduler.h"
-#include "step/commit.h"
 #include "step/graph_replay.h"
 #include "step/results.h"
 #include "weights/sync.h"
@@ -25,21 +21,26 @@ typedef struct rm_step_buffer {
   rm_sample_params *params; // [n_draws]
   int32_t *ids, *positions, *seq_of_row; // [n_rows]
   int32_t *out_rows, *targets; // [n_out]
-  uint8_t *row_flags; // [n_rows] zeros at first
-  uint8_t *out_flags; // [n_out] zeros at first
-  int32_t *tokens, *ranks, *kept; // [n_draws]
-  float *logprobs, *sampling_logprobs; // [n_draws]
-  float *target_logprobs; // [n_out]
-  int16_t *routed; // [n_rows][routed_per_token]
+  uint8_t *out_flags; // [n_out] zeros at first, as are the output's row flags
+  rm_step_output output;
   char *end;
 } rm_step_buffer;
+
+// How a step runs: as many rows as the plan, or padded to a captured size.
+typedef struct rm_step_shape {
+  int64_t n_rows, n_out, n_draws;
+  int64_t most_rows; // the largest n_rows of the lockstep group's ranks
+  int is_captured, with_token_ranks; // it runs as a captured graph, with ranks of its tokens
+} rm_step_shape;
 
 typedef struct rm_runner_options { // all pointers are views; the strings during creation
   const rm_spec *spec;
   const rm_device *device;
-  rm_model_options
-      model; // rm_runner_init sets max_out_rows and static_rows; `rank` is copied into the runner
+  // rm_runner_init sets max_out_rows and static_rows; `rank` is copied into the runner
+  rm_model_options model;
   int64_t max_num_seqs, max_pages; // max_pages: of one sequence
+  int keeps_records; // this rank writes to the records of requests
+  int compares_batches; // the tp group spans processes, which schedule for themselves
   int enforce_eager; // no graphs
   const char *nccl_library, *nccl_gpu; // as rm_engine_options
 } rm_runner_options;
@@ -48,7 +49,7 @@ typedef struct rm_runner {
   rm_runner_options options;
   const rm_device *device; // views, as the next four
   const rm_kernels *kernels; // of the device
-  rm_plan *plan; // the scheduler's
+  const rm_plan *plan; // the scheduler's
   rm_store *store;
   rm_model *model;
   void *kv; // view: [n_pages] in the device's memory; NULL while asleep
@@ -65,6 +66,8 @@ typedef struct rm_runner {
   char *buffer; // in `mirrored`; holds the arrays of `step`, laid out for each step
   size_t buffer_bytes;
   rm_step_buffer step;
+  rm_step_shape shape;
+  int32_t *block_tables; // in `mirrored`: a copy of the plan's; on the CPU NULL
   rm_graphs graphs;
   // the host's
   uint8_t *all_flags; // [tp][max_rows] scratch; where tp > 1, as is the next
@@ -84,61 +87,53 @@ typedef struct rm_runner {
 // Creation in zeroed memory, in this order: init, rm_comms_join, model and store (by the engine),
 // create.
 void rm_runner_init(rm_runner *runner, const rm_runner_options *options); // the sizes
-rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, rm_plan *plan,
+rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, const rm_plan *plan,
                          rm_error *err); // the memory
 void rm_runner_destroy(rm_runner *runner); // before its model; safe on a zeroed one
 uint64_t rm_runner_workspace(
     const rm_runner *runner); // bytes mapped, the model's included, without weights and KV cache
-// Enqueued, so before the next forward's ops. `runner` is a void * for rm_scheduler_options.
-void rm_runner_zero_page(void *runner, int32_t page);
-void rm_runner_copy_page(void *runner, int32_t to, int32_t from);
 static inline void *rm_on_device(const rm_runner *runner, const void *here) {
   return rm_mirrored_on_device(&runner->mirrored, here);
 }
 
 // ----------------------------------------------------------------------------------------- a step
-// Sets the plan's most_rows, is_captured and with_token_ranks. In a lockstep group (lockstep.c) the
-// ranks agree on them, and *progress becomes the maximum over the group.
+// Sets the shape of the next step. In a lockstep group (lockstep.c) the ranks agree on it, and
+// *progress becomes the maximum over the group.
 rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *err);
+// Computes the plan; step.output has the results.
 rm_code rm_forward(rm_runner *runner, rm_error *err);
 size_t rm_step_buffer_bytes(const rm_runner *runner, size_t rows, size_t outs, size_t draws);
 
 // -------------------------------------------------------------------------------------- sampler.c
-rm_code rm_sample_outs(rm_runner *runner, const void *hidden,
-                       rm_error *err); // enqueues logits, draws and logprobs of the plan's outs
-rm_code rm_share_draws(
-    rm_runner *runner,
-    rm_error *err); // exchanges the tokens drawn within the tp group; after the wait
-void rm_record_outs(const rm_plan *plan); // copies results into records, after the wait
-rm_sample_params rm_params_of(const rm_sequence *seq); // of its next token
+// Enqueues logits, draws and logprobs of the plan's outs.
+rm_code rm_sample_outs(rm_runner *runner, const void *hidden, rm_error *err);
+// Exchanges the tokens drawn within the tp group; after the wait.
+rm_code rm_share_draws(rm_runner *runner, rm_error *err);
 // The draw from one row of logits that an external scheduler has edited. token < 0: the row leaves
 // nothing to draw.
-rm_code rm_draw_edited(rm_runner *runner, const rm_sequence *seq, const rm_external_draw *draw,
-                       rm_external_result *out, rm_error *err);
+rm_code rm_draw_edited(rm_runner *runner, rm_sequence *seq, const float *raw, const float *stats,
+                       const float *edited, rm_drawn *out, rm_error *err);
 
 // --------------------------------------------------------------------------------- device_comms.c
-rm_code rm_comms_join(
-    rm_runner *runner,
-    rm_error *err); // creates rank.device_tp and rank.device_ep; called by all ranks
+// Creates rank.device_tp and rank.device_ep; called by all ranks.
+rm_code rm_comms_join(rm_runner *runner, rm_error *err);
 void rm_comms_leave(rm_runner *runner);
-void rm_comms_set_epoch(
-    const rm_runner *runner,
-    int64_t version); // a rank that serves another version fails at its next exchange
-rm_code rm_runner_wait(rm_runner *runner,
-                       rm_error *err); // for all enqueued work, with the groups' timeout
+// A rank that serves another version fails at its next exchange.
+void rm_comms_set_epoch(const rm_runner *runner, int64_t version);
+// Waits for all enqueued work, with the groups' timeout.
+rm_code rm_runner_wait(rm_runner *runner, rm_error *err);
 // NCCL's calls carry no headers, so each group compares its ranks' calls before a rank waits for
 // the queue: the ep group after a forward (where it is not the tp group), the tp group after each
 // lm_head, or after the forward of a step without any.
 rm_code rm_compare_forward(rm_runner *runner, rm_error *err);
 rm_code rm_compare_outs(rm_runner *runner, rm_error *err);
-void rm_comms_abort(rm_runner *runner,
-                    rm_code why); // all groups of this rank: ranks that wait for it get an error
-void rm_comms_settle(
-    rm_runner *runner); // after it: waits until the device is done, or for a group's timeout
-typedef struct rm_traffic {
+// Aborts all groups of this rank: ranks that wait for it get an error.
+void rm_comms_abort(rm_runner *runner, rm_code why);
+// After abort: waits until the device is done, or for a group's timeout.
+void rm_comms_settle(rm_runner *runner);
+typedef struct rm_traffic { // since creation; includes replays, except for seconds
   uint64_t bytes; // sent to other ranks
   int64_t calls;
   double seconds;
 } rm_traffic;
-rm_traffic rm_comms_traffic(
-    const rm_runner *runner); // since creation; includes replays, except for seconds
+rm_traffic rm_comms_traffic(const rm_runner *runner);

@@ -15,13 +15,25 @@ typedef struct rm_logits_pass {
   int own_rows; // this rank gets the logits of its share of the rows only
 } rm_logits_pass;
 
-static const rm_out_row *out_row(const rm_plan *plan, const rm_logits_pass *pass, int64_t i) {
-  return &plan->outs[pass->first + i];
+// The out row and the draw at an index, which may be in the padding of a captured step.
+static const rm_out_row *out_at(const rm_plan *plan, int64_t out) {
+  static rm_sequence_group nobody_group = {.n = 1};
+  static rm_sequence nobody = {.group = &nobody_group};
+  static const rm_out_row padding = {.seq = &nobody, .target = -1, .draws = 1};
+  return out < plan->n_out ? &plan->outs[out] : &padding;
+}
+
+static rm_draw draw_at(const rm_plan *plan, int64_t d) {
+  return d < plan->n_draws ? plan->draws[d] : (rm_draw){out_at(plan, plan->n_out)->seq, (int32_t)d};
+}
+
+static const rm_out_row *out_row(const rm_runner *runner, const rm_logits_pass *pass, int64_t i) {
+  return out_at(runner->plan, pass->first + i);
 }
 
 static int needs_logits(const rm_out_row *out) {
   const rm_sequence_group *group = out->seq->group;
-  return out->draws || group->wants_logits || group->score_sampling || group->prompt_top ||
+  return out->draws || group->logits_out || group->score_sampling || group->prompt_top ||
          group->want_token_ranks;
 }
 
@@ -29,17 +41,16 @@ static int needs_logits(const rm_out_row *out) {
 // records of logits are made on every rank.
 static int one_rank_does(const rm_out_row *out) {
   const rm_sequence_group *group = out->seq->group;
-  if (group->top_logprobs || group->wants_logits || group->score_sampling || group->external_draws)
+  if (group->top_logprobs || group->logits_out || group->score_sampling || group->external_draws)
     return 0;
   return out->target < 0 || !(group->prompt_top || group->want_token_ranks);
 }
 
 static rm_logits_pass pass_at(const rm_runner *runner, int64_t first) {
-  const rm_plan *plan = runner->plan;
-  rm_logits_pass pass = {first, rm_min64(plan->n_out - first, runner->max_out_rows), 0, 0,
+  rm_logits_pass pass = {first, rm_min64(runner->shape.n_out - first, runner->max_out_rows), 0, 0,
                          runner->rank.tp != NULL};
   for (int64_t i = 0; i < pass.n; i++) {
-    const rm_out_row *out = out_row(plan, &pass, i);
+    const rm_out_row *out = out_row(runner, &pass, i);
     pass.has_logits |= needs_logits(out);
     pass.has_targets |= out->target >= 0;
     pass.own_rows &= one_rank_does(out);
@@ -60,7 +71,7 @@ static rm_code run_lm_head(rm_runner *runner, const char *hidden, const rm_logit
       .logits = pass->has_logits ? runner->logits : NULL,
       .stats = runner->stats,
       .target_logprobs =
-          pass->has_targets ? rm_on_device(runner, b->target_logprobs + first) : NULL,
+          pass->has_targets ? rm_on_device(runner, b->output.target_logprobs + first) : NULL,
       .targets = pass->has_targets ? rm_on_device(runner, b->targets + first) : NULL,
       .host_targets = b->targets + first,
       .row_flags = rm_on_device(runner, b->out_flags + first),
@@ -154,41 +165,13 @@ static int64_t prompt_run(const rm_plan *plan, int64_t i, int64_t end) {
   return at;
 }
 
-static rm_sample_params plain_params(const rm_sequence_group *group) {
-  return (rm_sample_params){
-      .temperature = group->temperature,
-      .top_p = group->top_p,
-      .min_p = group->min_p,
-      .top_k = group->top_k,
-      .forced = -1,
-  };
-}
-
-// Parameters of a sequence's next token.
-rm_sample_params rm_params_of(const rm_sequence *seq) {
-  const rm_sequence_group *group = seq->group;
-  rm_sample_params params = plain_params(group);
-  params.seed = seq->seed;
-  params.counter = (uint64_t)rm_sequence_length(seq);
-  rm_logit_edits_set(seq, &params);
-  return params;
-}
-
-// Parameters of a scored prompt's rows; its edits do not depend on the position.
-static rm_sample_params score_params(const rm_sequence *seq) {
-  rm_sample_params params = plain_params(seq->group);
-  rm_logit_edits_set(seq, &params);
-  return params;
-}
-
 // Sampling logprobs of rows [row, row + n) of a scored prompt, whose tokens are known.
 static rm_code score_sampling(rm_runner *runner, const rm_logits_pass *pass, int64_t row, int64_t n,
                               rm_error *err) {
-  const rm_plan *plan = runner->plan;
   rm_results *results = &runner->results;
-  const rm_out_row *out = out_row(plan, pass, row);
+  const rm_out_row *out = out_row(runner, pass, row);
   const size_t given = (size_t)n * sizeof *runner->params, taken = (size_t)n * sizeof(float);
-  rm_sample_params each = score_params(out->seq);
+  rm_sample_params each = rm_params_of(out->seq);
   const rm_code code = rm_results_reserve(results, 2, given + taken + list_bytes(&each), err);
   if (code) return code;
   put_lists(results, &each);
@@ -206,7 +189,7 @@ static rm_code score_sampling(rm_runner *runner, const rm_logits_pass *pass, int
 
 static rm_code rank_prompt(rm_runner *runner, const rm_logits_pass *pass, int64_t row, int64_t n,
                            rm_error *err) {
-  const rm_out_row *out = out_row(runner->plan, pass, row);
+  const rm_out_row *out = out_row(runner, pass, row);
   const size_t bytes = (size_t)n * sizeof(int32_t);
   const rm_code code = rm_results_reserve(&runner->results, 1, bytes, err);
   if (code) return code;
@@ -220,10 +203,10 @@ static rm_code rank_prompt(rm_runner *runner, const rm_logits_pass *pass, int64_
 // Records from the logits of rows [row, row + n) of one prompt.
 static rm_code run_prompt(rm_runner *runner, const rm_logits_pass *pass, int64_t row, int64_t n,
                           rm_error *err) {
-  const rm_out_row *out = out_row(runner->plan, pass, row);
+  const rm_out_row *out = out_row(runner, pass, row);
   rm_sequence_group *group = out->seq->group;
   const int64_t k = group->prompt_top, at = out->position;
-  const rm_sample_params params = score_params(out->seq);
+  const rm_sample_params params = rm_params_of(out->seq);
   const int64_t room = (int64_t)((rm_results_room(&runner->results) - list_bytes(&params)) /
                                  (sizeof(rm_sample_params) + sizeof(float) + RM_RESULT_ALIGN));
   const int64_t most = rm_min64(runner->max_draws, rm_max64(room / 2, 1));
@@ -238,40 +221,28 @@ static rm_code run_prompt(rm_runner *runner, const rm_logits_pass *pass, int64_t
 }
 
 static rm_code run_prompts(rm_runner *runner, const rm_logits_pass *pass, rm_error *err) {
-  const rm_plan *plan = runner->plan;
   rm_code code = RM_OK;
   for (int64_t i = 0, end; i < pass->n && !code; i = end) {
     end = i + 1;
-    if (out_row(plan, pass, i)->target < 0) continue;
-    end = prompt_run(plan, pass->first + i, pass->first + pass->n) - pass->first;
+    if (out_row(runner, pass, i)->target < 0) continue;
+    end = prompt_run(runner->plan, pass->first + i, pass->first + pass->n) - pass->first;
     code = run_prompt(runner, pass, i, end - i, err);
   }
   return code;
 }
 
-static void record_prompts(const rm_plan *plan) {
-  for (int64_t i = 0, end; i < plan->n_out; i = end) {
-    const rm_out_row *out = &plan->outs[i];
-    end = i + 1;
-    if (out->target < 0) continue;
-    end = prompt_run(plan, i, plan->n_out);
-    memcpy(out->seq->group->prompt_logprobs + out->position, plan->target_logprobs + i,
-           (size_t)(end - i) * sizeof(float));
-  }
-}
-
 // ------------------------------------------------------------------------------------------ draws
-
 // The end of the longest run of draws from d on: from consecutive rows (*step 1) or from one row
 // (*step 0), whose parameters fit.
 static int64_t draw_run(const rm_runner *runner, int64_t d, int64_t end, int *step, size_t *given) {
-  const rm_draw *draws = runner->plan->draws;
+  const rm_plan *plan = runner->plan;
   const rm_sample_params *params = runner->step.params;
   const size_t room = rm_results_room(&runner->results) - 2 * RM_RESULT_ALIGN;
   int64_t at = d + 1;
-  *step = at < end && draws[at].out == draws[d].out ? 0 : 1;
+  *step = at < end && draw_at(plan, at).out == draw_at(plan, d).out ? 0 : 1;
   *given = sizeof *params + list_bytes(&params[d]);
-  while (at < end && at - d < runner->max_draws && draws[at].out == draws[at - 1].out + *step) {
+  while (at < end && at - d < runner->max_draws &&
+         draw_at(plan, at).out == draw_at(plan, at - 1).out + *step) {
     const size_t more = sizeof *params + list_bytes(&params[at]);
     if (more > room - *given) break;
     *given += more;
@@ -301,17 +272,18 @@ static rm_code params_of(rm_runner *runner, int64_t d, int64_t end, size_t given
 static rm_code run_draws(rm_runner *runner, const rm_logits_pass *pass, int64_t d, int64_t end,
                          int step, size_t given, rm_error *err) {
   const rm_plan *plan = runner->plan;
-  const rm_step_buffer *b = &runner->step;
-  const int64_t first = plan->draws[d].out - pass->first, n = end - d,
+  const rm_step_output *b = &runner->step.output;
+  const int64_t first = draw_at(plan, d).out - pass->first, n = end - d,
                 ld_logits = step ? runner->ld_logits : 0;
   const rm_sample_params *params;
   int32_t *tokens = rm_on_device(runner, b->tokens + d);
-  int with_ranks = plan->is_captured && plan->with_token_ranks, with_kept = 0;
+  int with_ranks = runner->shape.is_captured && runner->shape.with_token_ranks, with_kept = 0;
   const rm_code code = params_of(runner, d, end, given, &params, err);
   if (code) return code;
   for (int64_t i = d; i < end; i++) {
-    with_ranks |= plan->draws[i].seq->group->want_token_ranks;
-    with_kept |= plan->draws[i].seq->group->want_kept;
+    const rm_sequence_group *group = draw_at(plan, i).seq->group;
+    with_ranks |= group->want_token_ranks;
+    with_kept |= group->want_kept;
   }
   run_sample(runner, pass, first, n, ld_logits, params, tokens,
              rm_on_device(runner, b->logprobs + d), rm_on_device(runner, b->sampling_logprobs + d),
@@ -321,56 +293,37 @@ static rm_code run_draws(rm_runner *runner, const rm_logits_pass *pass, int64_t 
   return RM_OK;
 }
 
-// Whether draw d has the same row as the draw before, and so the same top logprobs.
-static int is_sibling(const rm_plan *plan, int64_t d) {
-  return d > 0 && plan->draws[d - 1].out == plan->draws[d].out;
-}
-
-// Top-k of a draw's row, into the record of the token that will be appended.
+// Top-k of a draw's row, into the record of the token that will be appended. Draws from one row
+// have the same; commit copies them.
 static rm_code top_of_draw(rm_runner *runner, const rm_logits_pass *pass, int64_t d,
                            rm_error *err) {
-  const rm_draw *draw = &runner->plan->draws[d];
-  rm_sequence *seq = draw->seq;
+  const rm_draw draw = draw_at(runner->plan, d);
+  rm_sequence *seq = draw.seq;
   const int64_t k = seq->group->top_logprobs, at = seq->n_tokens * k;
-  if (!k || is_sibling(runner->plan, d)) return RM_OK;
-  return top_logprobs(runner, draw->out - pass->first, 1, k, seq->top_ids + at,
+  if (!k || (d > 0 && draw_at(runner->plan, d - 1).out == draw.out)) return RM_OK;
+  return top_logprobs(runner, draw.out - pass->first, 1, k, seq->top_ids + at,
                       seq->top_logprobs + at, err);
 }
 
-static void record_siblings(const rm_plan *plan) {
-  for (int64_t d = 1; d < plan->n_draws; d++) {
-    rm_sequence *seq = plan->draws[d].seq, *other = plan->draws[d - 1].seq;
-    const int64_t k = seq->group->top_logprobs, at = seq->n_tokens * k;
-    if (!k || !is_sibling(plan, d)) continue;
-    memcpy(seq->top_ids + at, other->top_ids + at, (size_t)k * sizeof *seq->top_ids);
-    memcpy(seq->top_logprobs + at, other->top_logprobs + at, (size_t)k * sizeof *seq->top_logprobs);
-  }
-}
-
-static void record_kept(const rm_plan *plan) {
-  for (int64_t d = 0; d < plan->n_draws; d++) {
-    rm_sequence *seq = plan->draws[d].seq;
-    if (seq->group->want_kept) seq->kept[seq->n_tokens] = plan->kept[d];
-  }
-}
-
-static int64_t draws_before(const rm_plan *plan, int64_t d, int64_t out) {
-  while (d < plan->n_draws && plan->draws[d].out < out) d++;
+static int64_t draws_before(const rm_runner *runner, int64_t d, int64_t out) {
+  while (d < runner->shape.n_draws && draw_at(runner->plan, d).out < out) d++;
   return d;
 }
 
 // The end of the draws from rank r's share of a pass's rows; d is the first.
 static int64_t share_end(const rm_runner *runner, const rm_logits_pass *pass, int64_t d, int r) {
   const rm_range rows = rm_model_own_rows(runner->model, pass->n, r);
-  return draws_before(runner->plan, d, pass->first + rows.first + rows.n);
+  return draws_before(runner, d, pass->first + rows.first + rows.n);
 }
 
-// Makes the pass's draws, from *d on; with own_rows those of this rank's share.
+// Makes the pass's draws, from *d on; with own_rows those of this rank's share. Without, all ranks
+// have the same logits, and only those that keep records draw.
 static rm_code draw_tokens(rm_runner *runner, const rm_logits_pass *pass, int64_t *d,
                            rm_error *err) {
-  int64_t first = *d, end = draws_before(runner->plan, first, pass->first + pass->n);
+  int64_t first = *d, end = draws_before(runner, first, pass->first + pass->n);
   rm_code code = RM_OK;
   *d = end;
+  if (!pass->own_rows && !runner->options.keeps_records) return RM_OK;
   for (int r = 0; pass->own_rows && r <= rm_comm_rank(runner->rank.tp); r++) {
     first = r ? end : first;
     end = share_end(runner, pass, first, r);
@@ -388,7 +341,7 @@ static rm_code draw_tokens(rm_runner *runner, const rm_logits_pass *pass, int64_
 // All-gathers n draws from d on, of which rank r of the tp group has made the next counts[r].
 static rm_code share(rm_runner *runner, const int64_t *counts, int64_t d, int64_t n,
                      rm_error *err) {
-  const rm_step_buffer *b = &runner->step;
+  const rm_step_output *b = &runner->step.output;
   rm_drawn *drawn = runner->drawn;
   for (int64_t i = 0; i < n; i++)
     drawn[i] = (rm_drawn){b->tokens[d + i], b->ranks[d + i], b->logprobs[d + i],
@@ -407,7 +360,7 @@ rm_code rm_share_draws(rm_runner *runner, rm_error *err) {
   const rm_comm *tp = runner->rank.tp;
   int64_t counts[RM_MAX_TP];
   rm_code code = RM_OK;
-  for (int64_t first = 0, d = 0; tp && first < runner->plan->n_out && !code;
+  for (int64_t first = 0, d = 0; tp && first < runner->shape.n_out && !code;
        first += runner->max_out_rows) {
     const rm_logits_pass pass = pass_at(runner, first);
     const int64_t from = d;
@@ -436,7 +389,7 @@ static rm_code hand_to_scheduler(rm_runner *runner, const rm_logits_pass *pass, 
                                  rm_error *err) {
   const rm_plan *plan = runner->plan;
   const int64_t vocab = runner->options.spec->vocab_size;
-  rm_sequence *seq = out_row(plan, pass, i)->seq;
+  rm_sequence *seq = out_row(runner, pass, i)->seq;
   const int64_t to = seq->external_row, k = seq->group->top_logprobs, at = seq->n_tokens * k;
   get(runner, plan->external_logits + to * vocab, runner->logits + i * runner->ld_logits, vocab);
   get(runner, plan->external_stats + 2 * to, runner->stats + 2 * i, 2);
@@ -447,13 +400,12 @@ static rm_code hand_to_scheduler(rm_runner *runner, const rm_logits_pass *pass, 
 // without checking for lost ranks. So this waits for the queue first; the work enqueued after it
 // does not wait for other ranks until the next lm_head.
 static rm_code hand_out(rm_runner *runner, const rm_logits_pass *pass, rm_error *err) {
-  const rm_plan *plan = runner->plan;
   const int64_t vocab = runner->options.spec->vocab_size;
   int any = 0;
-  for (int64_t i = 0; i < pass->n && !any; i++) any = is_handed_out(out_row(plan, pass, i));
+  for (int64_t i = 0; i < pass->n && !any; i++) any = is_handed_out(out_row(runner, pass, i));
   rm_code code = any ? rm_runner_wait(runner, err) : RM_OK;
   for (int64_t i = 0; any && i < pass->n && !code; i++) {
-    const rm_out_row *out = out_row(plan, pass, i);
+    const rm_out_row *out = out_row(runner, pass, i);
     float *to = out->seq->group->logits_out;
     if (to) get(runner, to + out->position * vocab, runner->logits + i * runner->ld_logits, vocab);
     if (out->draws && out->seq->group->external_draws)
@@ -464,22 +416,17 @@ static rm_code hand_out(rm_runner *runner, const rm_logits_pass *pass, rm_error 
 
 // ------------------------------------------------------------------------------------ all of them
 rm_code rm_sample_outs(rm_runner *runner, const void *hidden, rm_error *err) {
-  const rm_plan *plan = runner->plan;
-  const int compares = !plan->is_captured; // a captured step is compared after its replay
+  const rm_step_shape *shape = &runner->shape;
+  const int compares = !shape->is_captured; // a captured step is compared after its replay
+  const int records = runner->options.keeps_records;
   rm_code code = RM_OK;
-  for (int64_t first = 0, d = 0; first < plan->n_out && !code; first += runner->max_out_rows) {
+  for (int64_t first = 0, d = 0; first < shape->n_out && !code; first += runner->max_out_rows) {
     const rm_logits_pass pass = pass_at(runner, first);
     code = run_lm_head(runner, hidden, &pass, err);
     if (!code && compares) code = rm_compare_outs(runner, err);
-    if (!code) code = hand_out(runner, &pass, err);
-    if (!code) code = run_prompts(runner, &pass, err);
+    if (!code && records) code = hand_out(runner, &pass, err);
+    if (!code && records) code = run_prompts(runner, &pass, err);
     if (!code) code = draw_tokens(runner, &pass, &d, err);
   }
-  return code || plan->n_out || !compares ? code : rm_compare_outs(runner, err);
-}
-
-void rm_record_outs(const rm_plan *plan) {
-  record_prompts(plan);
-  record_siblings(plan);
-  record_kept(plan);
+  return code || shape->n_out || !compares ? code : rm_compare_outs(runner, err);
 }

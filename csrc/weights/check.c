@@ -1,5 +1,5 @@
-// check.c: see check.h. A wrong shape is the most common mistake of a sync, so its message says
-// what was probably meant.
+// check.c: see check.h. A wrong shape is the most common mistake of a sync, so its message suggests
+// a cause.
 #include "weights/check.h"
 
 #include <stdio.h>
@@ -22,7 +22,7 @@ static int shape_is(const rm_tensor *t, int n_dims, int64_t a, int64_t b, int64_
   return t->n_dims == n_dims && memcmp(t->shape, want, (size_t)n_dims * sizeof *want) == 0;
 }
 
-// What the sender probably meant; "" if unknown.
+// Returns the probable cause of a wrong shape; "" if unknown.
 static const char *shape_hint(const rm_params *params, const rm_target *want,
                               const rm_tensor *tensor) {
   const rm_param *first = &params->list[want->pieces[0].param];
@@ -82,7 +82,7 @@ static rm_code check_dtype(rm_dtype want, const rm_tensor *tensor, int cast, con
                  rm_dtype_name(want), src_name(tensor->dtype));
 }
 
-// The bytes before and after `data` that the strides reach. Returns 0 on overflow.
+// Computes how many bytes before and after `data` the strides reach. Returns 0 on overflow.
 static int extents(const rm_tensor *tensor, int64_t *before, int64_t *after) {
   int64_t low = 0, high = 1;
   for (int i = 0; i < tensor->n_dims; i++) {

@@ -1,11 +1,11 @@
 // check.h: checks of a pushed tensor: its exact shape, its element type, and strides that stay
-// inside its buffer. All of them are made before a byte of the tensor is read.
+// inside its buffer. They run before any byte of the tensor is read.
 #pragma once
 
 #include "weights/sync.h"
 
-// RM_E_SHAPE, RM_E_DTYPE, RM_E_UNSUPPORTED_TENSOR (no data) or RM_E_LAYOUT. `name` is for the
-// message.
+// Returns RM_E_SHAPE, RM_E_DTYPE, RM_E_UNSUPPORTED_TENSOR (no data) or RM_E_LAYOUT. `name` appears
+// in the message.
 rm_code rm_tensor_check(const rm_params *params, const rm_target *want, const rm_tensor *tensor,
                         int cast, const char *name, rm_error *err);
 

@@ -1,5 +1,5 @@
-// host_offload.c: see host_offload.h. No sync is open meanwhile, so the events of the staging
-// buffer are free.
+// host_offload.c: see host_offload.h. It uses the events of the staging buffer: a sync, which also
+// uses them, cannot be open.
 #include "weights/host_offload.h"
 
 #include "base/checked.h"
@@ -45,8 +45,8 @@ static rm_code out(const transfer *p, rm_error *err) {
 static rm_code back(const transfer *p, rm_error *err) {
   const rm_device *device = p->device;
   for (size_t i = 0, n = n_pieces(p); i < n; i++) {
-    const rm_code code = rm_device_check(device, device->wait_event(device->self, event(i)),
-                                         err); // two pieces ago, from the same half
+    // The piece two before this one used the same half.
+    const rm_code code = rm_device_check(device, device->wait_event(device->self, event(i)), err);
     if (code) return code;
     rm_copy_block(half(p, i), p->host + i * p->half_bytes, piece_bytes(p, i), p->ctx);
     device->copy_to_device(device->self, p->there + i * p->half_bytes, half(p, i),

@@ -12,7 +12,7 @@
 
 typedef enum form {
   ONE, // a parameter as it is
-  TURNED, // q or k, whose rows are in the order that the spec says
+  TURNED, // q or k, with rows in the order of spec->wq_rows
   QKV, // q, k and v rows one after another
   GATE_UP, // gate rows, then up rows
   EXPERTS, // [experts][rows][cols] of one kind
@@ -23,11 +23,11 @@ typedef enum form {
 typedef struct spelling {
   const char *pattern;
   form form;
-  rm_param_kind kind; // of QKV: Q; of GATE_UP: the gate
+  rm_param_kind kind; // QKV: Q; GATE_UP: the gate
 } spelling;
 
 static const spelling spellings[] = {
-    // Hugging Face checkpoints; what a family calls otherwise is in its spec
+    // Hugging Face checkpoints; a family's different names are in its spec
     {"embed_tokens.weight", ONE, RM_P_EMBED},
     {"lm_head.weight", ONE, RM_P_LM_HEAD},
     {"norm.weight", ONE, RM_P_FINAL_NORM},
@@ -64,7 +64,7 @@ static const spelling spellings[] = {
     {"layers.#.self_attn.qkv_proj.bias", QKV, RM_P_Q_BIAS},
     {"layers.#.mlp.gate_up_proj.weight", GATE_UP, RM_P_GATE},
     {"layers.#.mlp.experts.#.gate_up_proj.weight", GATE_UP, RM_P_EXPERT_GATE},
-    // torchtitan; its fused wqkv saves itself as wq, wk, wv
+    // torchtitan; its fused wqkv is saved as wq, wk, wv
     {"tok_embeddings.weight", ONE, RM_P_EMBED},
     {"output.weight", ONE, RM_P_LM_HEAD},
     {"layers.#.attention_norm.weight", ONE, RM_P_INPUT_NORM},
@@ -94,7 +94,7 @@ static const spelling spellings[] = {
     {"layers.#.moe.routed_experts.inner_experts.w1_EFD", EXPERTS, RM_P_EXPERT_GATE},
     {"layers.#.moe.routed_experts.inner_experts.w2_EDF", EXPERTS, RM_P_EXPERT_DOWN},
     {"layers.#.moe.routed_experts.inner_experts.w3_EFD", EXPERTS, RM_P_EXPERT_UP},
-    // the bias of the choice of experts
+    // the router's bias, which the choice of experts adds
     {"layers.#.mlp.gate.e_score_correction_bias", ONE, RM_P_ROUTER_BIAS},
     {"layers.#.mlp.gate.expert_bias", ONE, RM_P_ROUTER_BIAS},
     {"layers.#.mlp.router.expert_bias", ONE, RM_P_ROUTER_BIAS},
@@ -115,7 +115,7 @@ static const char *const wrappers[] = {"_orig_mod.", "module.", "_fsdp_wrapped_m
 // ----------------------------------------------------------------------------------------- bounds
 static int is_continuation(unsigned char c) { return (c & 0xC0) == 0x80; }
 
-// 1 when the bytes are UTF-8 without NUL or surrogates, so that they can be part of a message.
+// Returns 1 when the bytes are UTF-8 without NUL or surrogates, so that a message can contain them.
 static int is_text(const char *name, size_t length) {
   const unsigned char *p = (const unsigned char *)name, *end = p + length;
   while (p < end) {
@@ -156,7 +156,7 @@ static size_t wrapper_length(const char *at) {
   return 0;
 }
 
-// The name without wrappers and leading "model."; out has room for length + 1.
+// Returns the name without wrappers and leading "model."; `out` has room for length + 1 bytes.
 static const char *bare_name(char *out, const char *name, size_t length) {
   char *to = out;
   memcpy(out, name, length);
@@ -173,7 +173,8 @@ static const char *bare_name(char *out, const char *name, size_t length) {
   return bare;
 }
 
-// Reads a decimal number without sign or leading zeros and moves *at behind it; −1: none.
+// Reads a decimal number without sign or leading zeros and moves *at behind it. Returns −1 if there
+// is not one.
 static int32_t read_number(const char **at) {
   const char *p = *at;
   int32_t value = 0;
@@ -203,12 +204,19 @@ static int matches(const char *pattern, const char *name, int32_t numbers[2]) {
 // ---------------------------------------------------------------------------------------- targets
 static rm_code add_piece(rm_target *target, int64_t param, int64_t outer, int64_t row0,
                          rm_error *err) {
+  if (!target->capacity) {
+    target->pieces = target->few;
+    target->capacity = RM_FEW_PIECES;
+  }
   if (target->n_pieces == target->capacity) {
-    const int64_t capacity = target->capacity ? 2 * target->capacity : 4;
-    rm_param_rows *grown = rm_realloc(target->pieces, (size_t)capacity, sizeof *grown);
+    const int is_few = target->pieces == target->few;
+    const int64_t capacity = 4 * target->capacity;
+    rm_param_rows *grown =
+        rm_realloc(is_few ? NULL : target->pieces, (size_t)capacity, sizeof *grown);
     if (!grown)
       return rm_fail(err, RM_E_MEMORY, "no memory for the %lld pieces of a tensor",
                      (long long)capacity);
+    if (is_few) memcpy(grown, target->few, sizeof target->few);
     target->pieces = grown;
     target->capacity = capacity;
   }
@@ -217,8 +225,8 @@ static rm_code add_piece(rm_target *target, int64_t param, int64_t outer, int64_
   return RM_OK;
 }
 
-// A spelling of a parameter by the family's own name for it, if that matches; `pattern` has room
-// for it.
+// Writes the family's own name of a parameter kind to `pattern` and matches it. Returns 0 if the
+// family has none or it does not match.
 static int matches_own(const rm_params *params, rm_param_kind kind, const char *bare, char *pattern,
                        size_t capacity, int32_t numbers[2]) {
   const char *own = params->spec->names[kind];
@@ -229,7 +237,7 @@ static int matches_own(const rm_params *params, rm_param_kind kind, const char *
 
 static int64_t extent(const rm_param *p) { return p->n_dims == 1 ? p->cols : p->rows; }
 
-// The parameters of `kinds`, one after another along the rows, for one expert (or none).
+// Adds the parameters of `kinds`, concatenated along the rows; expert −1: not of an expert.
 static rm_code stack(const rm_params *params, rm_target *out, const rm_param_kind *kinds,
                      int n_kinds, int32_t layer, int32_t expert, int64_t outer, rm_error *err) {
   int64_t rows = 0;
@@ -265,8 +273,8 @@ static rm_code stack_experts(const rm_params *params, rm_target *out, const rm_p
 static rm_code fill(const rm_params *params, const spelling *s, const int32_t numbers[2],
                     rm_target *out, rm_error *err) {
   const rm_param_kind next = (rm_param_kind)(s->kind + 1);
-  const rm_param_kind kinds[3] = {
-      s->kind, next, (rm_param_kind)(s->kind + 2)}; // Q K V, gate up: neighbours in the enum
+  // Q, K, V and gate, up are adjacent in the enum.
+  const rm_param_kind kinds[3] = {s->kind, next, (rm_param_kind)(s->kind + 2)};
   switch (s->form) {
     case ONE: return stack(params, out, kinds, 1, numbers[0], numbers[1], 0, err);
     case TURNED:
@@ -281,8 +289,8 @@ static rm_code fill(const rm_params *params, const spelling *s, const int32_t nu
   return RM_E_UNEXPECTED_KEY;
 }
 
-// Where rope turns neighbours in the tensor: of a family whose checkpoints are so, or of a name
-// that is.
+// Sets head_dim and turned of pieces whose tensor has the rows of adjacent elements rotated by
+// rope: the family's checkpoints have that order, or tensors of this name do.
 static void set_pairs(const rm_params *params, const spelling *s, rm_target *out) {
   const rm_spec *spec = params->spec;
   const int64_t turned = s->form == TURNED ? spec->head_dim : spec->rotary_dim;
@@ -295,9 +303,10 @@ static void set_pairs(const rm_params *params, const spelling *s, rm_target *out
   }
 }
 
-// The error for a known spelling that this model does not have: names the layer, expert or option.
-static rm_code no_place(const rm_params *params, const char *name, const spelling *s,
-                        const int32_t numbers[2], rm_error *err) {
+// Fails for a known spelling that this model does not have: the message names the layer, expert or
+// option.
+static rm_code fail_absent(const rm_params *params, const char *name, const spelling *s,
+                           const int32_t numbers[2], rm_error *err) {
   const rm_spec *spec = params->spec;
   if (s->form == TURNED && spec->wq_rows == RM_WQ_NONE)
     return rm_fail(err, RM_E_UNEXPECTED_KEY,
@@ -311,11 +320,9 @@ static rm_code no_place(const rm_params *params, const char *name, const spellin
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: expert %d; the model has %lld", name, numbers[1],
                    (long long)spec->n_experts);
   if (s->kind >= RM_P_Q_BIAS && s->kind <= RM_P_O_BIAS)
-    return rm_fail(
-        err, RM_E_UNEXPECTED_KEY, "%s: the model has no bias there%s", name,
-        spec->attention_bias
-            ? ""
-            : " (attention_bias=False)"); // some families have none of o whatever it says
+    // With attention_bias some families still have no bias of o.
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model has no bias there%s", name,
+                   spec->attention_bias ? "" : " (attention_bias=False)");
   if (s->kind == RM_P_Q_NORM || s->kind == RM_P_K_NORM)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model does not norm q and k", name);
   if (s->kind >= RM_P_INPUT_NORM && s->kind <= RM_P_POST_MLP_NORM)
@@ -333,12 +340,12 @@ static rm_code no_place(const rm_params *params, const char *name, const spellin
   return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is no parameter of this model", name);
 }
 
-// What a name of this spelling is made of.
+// Fills *out for a name of this spelling.
 static rm_code resolve(const rm_params *params, const char *name, const spelling *s,
                        const int32_t numbers[2], rm_target *out, rm_error *err) {
   const rm_code code = fill(params, s, numbers, out, err);
   if (!code) set_pairs(params, s, out);
-  return code == RM_E_UNEXPECTED_KEY ? no_place(params, name, s, numbers, err) : code;
+  return code == RM_E_UNEXPECTED_KEY ? fail_absent(params, name, s, numbers, err) : code;
 }
 
 rm_code rm_names_resolve(const rm_params *params, const char *name, size_t length, rm_target *out,
@@ -352,8 +359,8 @@ rm_code rm_names_resolve(const rm_params *params, const char *name, size_t lengt
   out->n_pieces = 0;
   out->n_dims = 0;
   int32_t numbers[2];
-  for (int kind = 0; kind < RM_N_PARAM_KIND;
-       kind++) { // first, since a family may give a name of the table to another kind
+  // The family's names come first: a family may give a name of the table to another kind.
+  for (int kind = 0; kind < RM_N_PARAM_KIND; kind++) {
     char pattern[RM_NAME_MAX + 16];
     if (!matches_own(params, (rm_param_kind)kind, bare, pattern, sizeof pattern, numbers)) continue;
     const spelling own = {pattern, ONE, (rm_param_kind)kind};
@@ -367,6 +374,6 @@ rm_code rm_names_resolve(const rm_params *params, const char *name, size_t lengt
 }
 
 void rm_target_clear(rm_target *target) {
-  rm_free(target->pieces);
+  if (target->pieces != target->few) rm_free(target->pieces);
   *target = (rm_target){0};
 }

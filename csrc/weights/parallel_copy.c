@@ -12,7 +12,7 @@ enum {
   TASK_ELEMENTS = 1 << 17, // about 20 µs of copying
   MAX_TASKS = 64, // per copy
   SERIAL_ELEMENTS = 1 << 16, // fewer are copied by the caller alone: waking threads costs more
-  TASK_BYTES = 16 << 20, // at most, except that a task has at least 16 rows
+  TASK_BYTES = 16 << 20, // the largest task, except that a task has at least 16 rows
   STAGED_TASKS = 4096, // tasks enqueued between two waits for the device
   N_HALVES = 2,
 };
@@ -28,7 +28,7 @@ static rm_code grow(rm_copy_tasks *tasks, int64_t n, rm_error *err) {
   return RM_OK;
 }
 
-// Rows [begin, begin + n) of `whole`.
+// Returns a task for rows [begin, begin + n) of `whole`.
 static rm_copy_task cut(const rm_copy_task *whole, int64_t begin, int64_t n) {
   rm_copy_task task = *whole;
   task.args.src = (const char *)whole->args.src +
@@ -49,8 +49,8 @@ rm_code rm_copy_tasks_add(rm_copy_tasks *tasks, const rm_copy_task *whole, rm_er
   const rm_code code = grow(tasks, args->rows / rows + 2, err);
   if (code) return code;
   for (int64_t begin = 0, n; begin < args->rows; begin += n) {
-    n = rm_min64(rows - (args->dst_row0 + begin) % tile,
-                 args->rows - begin); // a task ends at a tile boundary
+    // A task ends at a tile boundary.
+    n = rm_min64(rows - (args->dst_row0 + begin) % tile, args->rows - begin);
     tasks->list[tasks->n++] = cut(whole, begin, n);
   }
   return RM_OK;
@@ -125,7 +125,7 @@ static void load_rows(void *arg, int thread, int n_threads) {
 }
 
 // Reserves `bytes` in the current half. When it is full, switches to the other half and waits until
-// the device has read that.
+// the device has read that half.
 static rm_code reserve(rm_staging *staging, size_t bytes, char **here, rm_error *err) {
   const rm_device *device = staging->device;
   if (staging->used + bytes > staging->half_bytes) {
@@ -158,9 +158,9 @@ static rm_code stage_from_host(rm_staging *staging, rm_pack_args *args, size_t b
   return RM_OK;
 }
 
-// Copies the task's source from another GPU. Rows (or columns) that are contiguous go as one
-// pitched copy. A source without contiguous rows or columns, or one that is nearly dense, is copied
-// as the whole byte range that it spans, with its strides.
+// Copies the task's source from another GPU. Contiguous rows (or columns) are copied by one pitched
+// copy. If neither rows nor columns are contiguous, or if the source is nearly dense, the whole
+// byte range that it spans is copied and keeps its strides.
 static rm_code stage_from_gpu(rm_staging *staging, const rm_copy_task *task, rm_pack_args *args,
                               size_t bytes, rm_error *err) {
   const rm_device *device = staging->device;

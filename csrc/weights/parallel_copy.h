@@ -4,8 +4,8 @@
 // thread that is scheduled late delays at most one task.
 //
 // On a GPU the device's pack op copies the tasks. Host tensors go through a double-buffered staging
-// buffer: while the device reads one half, the host fills the other. Tensors of another GPU are
-// copied into the same halves by the device. Used by the thread that owns the store (sync.h).
+// buffer: while the device reads one half, the host fills the other. The device copies tensors of
+// another GPU into the same halves. Called only by the thread that owns the store (sync.h).
 #pragma once
 
 #include "base/status.h"
@@ -16,13 +16,13 @@
 typedef struct rm_staging {
   const rm_device *device; // view
   size_t half_bytes; // max bytes of one task's source
-  rm_mirrored_buffer halves; // owned, as the next; created at first use
-  rm_mirrored_buffer found; // rm_pack_found of each task
+  rm_mirrored_buffer halves; // [2][half_bytes]; owned; created at first use
+  rm_mirrored_buffer found; // rm_pack_found of each task; owned; created at first use
   int half; // the half being filled
-  size_t used; // bytes of it in use
+  size_t used; // its bytes in use
 } rm_staging;
 
-size_t rm_staging_bytes(const rm_staging *staging); // of device memory, once it was used
+size_t rm_staging_bytes(const rm_staging *staging); // device memory that it takes once used
 void rm_staging_free(rm_staging *staging); // the device must be idle
 
 typedef struct rm_copy_task {
@@ -30,9 +30,8 @@ typedef struct rm_copy_task {
   const rm_entry *entry; // view
   rm_param_rows piece;
   int64_t twin; // the tied parameter to compare with; −1: write
-  int64_t
-      // the tied parameter that was sent as the same memory: it has this task's digest; −1: none
-      also;
+  // The tied parameter that was sent as the same memory: it gets this task's digest too. −1: none.
+  int64_t also;
   int counted; // this rank counts it in the mesh's digest
   int ordinal; // CUDA device whose memory holds args.src; −1: the host
 } rm_copy_task;
@@ -50,5 +49,5 @@ rm_code rm_copy_tasks_run(const rm_copy_tasks *tasks, rm_staging *staging, const
                           rm_error *err);
 void rm_copy_tasks_free(rm_copy_tasks *tasks);
 
-void rm_copy_block(char *to, const char *from, size_t bytes,
-                   const rm_ctx *ctx); // memcpy by all threads
+// memcpy by all threads.
+void rm_copy_block(char *to, const char *from, size_t bytes, const rm_ctx *ctx);

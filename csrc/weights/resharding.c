@@ -1,6 +1,6 @@
 // resharding.c: see resharding.h. The intersection of a wanted box with a holder's box becomes a
 // copy; the rest, up to two slabs for each dim, is looked up at the next holder. Slabs are
-// disjoint, so no element is copied twice; what is left after the last holder is missing.
+// disjoint, so an element is copied once. Slabs that are left after the last holder are missing.
 #include "weights/resharding.h"
 
 #include "base/checked.h"
@@ -10,7 +10,7 @@
 enum { MAX_COPIES = 1 << 20 };
 
 // ------------------------------------------------------------------------------------------ lists
-// Grows the list for one more element; NULL and *code on an error.
+// Makes room for one more element and returns the list; on an error returns NULL and sets *code.
 static void *with_room(void *list, int64_t n, int64_t *capacity, size_t each, rm_code *code,
                        rm_error *err) {
   *code = RM_OK;
@@ -99,7 +99,7 @@ static rm_code check_pieces(const rm_pieces *p, rm_error *err) {
 }
 
 // ------------------------------------------------------------------------------------------ boxes
-// Whether the two share an element; *out: their intersection.
+// Returns whether the two boxes share an element; *out: their intersection.
 static int intersect(const rm_box *a, const rm_box *b, rm_box *out) {
   for (int d = 0; d < RM_BOX_DIMS; d++) {
     const int64_t a_end = a->first[d] + a->n[d], b_end = b->first[d] + b->n[d];
@@ -153,7 +153,7 @@ static int comes_before(const rm_box *a, const rm_box *b) {
   return 0;
 }
 
-static rm_code nobody_holds(const rm_pieces *p, const rm_parts *left, rm_error *err) {
+static rm_code fail_missing(const rm_pieces *p, const rm_parts *left, rm_error *err) {
   const rm_part *first = &left->list[0];
   for (int64_t i = 1; i < left->n; i++)
     if (comes_before(&left->list[i].box, &first->box)) first = &left->list[i];
@@ -181,7 +181,7 @@ static rm_code plan_part(const rm_pieces *p, const rm_part *wanted, rm_parts *le
   rm_code code = add_part(left, *wanted, err);
   for (int64_t i = 0; i < p->n_held && left->n && !code; i++)
     code = take(left, &p->held[(begin + i) % p->n_held], out, err);
-  return code || !left->n ? code : nobody_holds(p, left, err);
+  return code || !left->n ? code : fail_missing(p, left, err);
 }
 
 rm_code rm_plan_copies(const rm_pieces *pieces, rm_copies *out, rm_error *err) {
@@ -194,9 +194,9 @@ rm_code rm_plan_copies(const rm_pieces *pieces, rm_copies *out, rm_error *err) {
   return code;
 }
 
-// ------------------------------------------------------------------------------ what a mesh needs
-// Appends `next` to `part` if it is of the same rank, begins where `part` ends in dim d and is
-// equal in all other dims. Returns 1 if so.
+// --------------------------------------------------------------------------------- needs of a mesh
+// Extends `part` by `next` and returns 1 if both have the same rank, `next` begins where `part`
+// ends in dim d, and they are equal in all other dims. Else returns 0.
 static int joins(rm_part *part, const rm_part *next, int d) {
   for (int other = 0; other < RM_BOX_DIMS; other++) {
     const int same = part->box.first[other] == next->box.first[other] &&
@@ -209,18 +209,19 @@ static int joins(rm_part *part, const rm_part *next, int d) {
   return 1;
 }
 
-enum { MAX_RUNS = 4 }; // of one expert: the most fused parameters (q, k, v), and one more
+// Runs of one expert: three for the largest fused tensor (q, k, v), and one more.
+enum { MAX_RUNS = 4 };
 
-// Merges a run with one of the last few, since runs of consecutive experts are often adjacent in
-// the first dim.
+// Merges a run with one of the last few if possible: runs of consecutive experts are often adjacent
+// in the first dim. Else adds it.
 static rm_code add_run(rm_parts *parts, const rm_part *run, rm_error *err) {
   for (int64_t i = parts->n - 1; i >= 0 && i >= parts->n - MAX_RUNS; i--)
     if (joins(&parts->list[i], run, 0)) return RM_OK;
   return add_part(parts, *run, err);
 }
 
-// The rows (of a vector: the elements) of one expert that a rank needs, merged where they are
-// adjacent.
+// Adds the rows of one expert that a rank needs (the elements, if the parameter is a vector).
+// Adjacent rows are merged. *piece moves to the next expert.
 static rm_code add_expert(const rm_params *params, const rm_target *target,
                           const rm_placement *placement, int64_t *piece, int64_t rank,
                           rm_parts *out, rm_error *err) {

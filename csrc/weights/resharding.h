@@ -1,11 +1,10 @@
-// resharding.h: the copies of a tensor between ranks, when a trainer's ranks hold pieces of it and
-// a generator's ranks need shards. Both are boxes in the tensor's index space, for any pair of
-// meshes. Nothing is gathered: each copy goes from a rank that holds the elements to a rank that
-// needs them.
+// resharding.h: plans the copies of a tensor between ranks, when a trainer's ranks hold pieces of
+// it and a generator's ranks need shards. Both are boxes in the tensor's index space, for any pair
+// of meshes. Each copy goes directly from a rank that holds the elements to a rank that needs them.
 //
-// A rank copies what it holds itself. Otherwise the holder with the next higher rank (cyclically)
-// sends, so that replicas share the load. Pure functions: ranks with the same arguments compute the
-// same plan.
+// A rank copies elements that it holds itself. Otherwise the holder with the next higher rank
+// (cyclically) sends, so that replicas share the load. Pure functions, callable from any thread:
+// ranks with the same arguments compute the same plan.
 #pragma once
 
 #include "mesh/mesh.h"
@@ -14,13 +13,13 @@
 
 enum { RM_BOX_DIMS = 4 };
 
-// Indices [first[d], first[d] + n[d]) of each dim; of dims that the tensor does not have {0, 1}.
-// Empty when any n is 0.
+// Indices [first[d], first[d] + n[d]) of each dim; first 0 and n 1 in dims that the tensor does not
+// have. The box is empty when any n is 0.
 typedef struct rm_box {
   int64_t first[RM_BOX_DIMS], n[RM_BOX_DIMS];
 } rm_box;
 
-typedef struct rm_part { // of a tensor, on a rank
+typedef struct rm_part { // a box of a tensor on a rank
   int64_t rank;
   rm_box box;
 } rm_part;
@@ -40,24 +39,24 @@ typedef struct rm_copies {
   int64_t n, capacity;
 } rm_copies;
 
-typedef struct rm_pieces { // of one tensor over `n_ranks` ranks
+typedef struct rm_pieces { // the held and the wanted parts of one tensor over `n_ranks` ranks
   const char *name; // for messages
   int n_dims; // 0 … 4
   int64_t shape[RM_BOX_DIMS];
   int64_t n_ranks;
-  const rm_part *held,
-      // views, each ordered by rank. Held parts may overlap; of one rank wanted parts may not
-      *wanted;
+  // Views, each ordered by rank. Held parts may overlap; the wanted parts of one rank may not.
+  const rm_part *held, *wanted; // [n_held], [n_wanted]
   int64_t n_held, n_wanted;
 } rm_pieces;
 
-// Each wanted element is in exactly one copy. RM_E_LAYOUT: a part outside the tensor or the ranks;
-// RM_E_INCOMPLETE_SYNC: names the first wanted element that no rank holds; RM_E_LIMIT: more than
-// 2^20 copies. `out` can be reused without clearing; undefined on an error.
+// Plans the copies; each wanted element is in exactly one. RM_E_LAYOUT: a part outside the tensor
+// or the ranks; RM_E_INCOMPLETE_SYNC: a wanted element that no rank holds, the message names the
+// first; RM_E_LIMIT: more than 2^20 copies. `out` can be reused without clearing; it is undefined
+// after an error.
 rm_code rm_plan_copies(const rm_pieces *pieces, rm_copies *out, rm_error *err);
 
-// The boxes of a tensor that each rank of a mesh needs: the rows of its placement, merged into as
-// few boxes as possible.
+// Lists the boxes of a tensor that each rank of a mesh needs: the rows of its placement, merged
+// into as few boxes as possible.
 rm_code rm_plan_wanted(const rm_params *params, const rm_target *target, const rm_mesh *mesh,
                        rm_parts *out, rm_error *err);
 

@@ -1,5 +1,5 @@
-// store.c: see store.h. A version (its allocation, digests of its parameters) is one struct, and a
-// commit swaps two of them.
+// store.c: see store.h. A version (its allocation and the digests of its parameters) is one struct;
+// a commit swaps two of them.
 #include "weights/store.h"
 
 #include <assert.h>
@@ -24,9 +24,9 @@ rm_code rm_store_create(const rm_params *params, const rm_device *device, rm_tea
   if (!store) goto no_memory;
   store->params = params;
   store->device = store->staging.device = device;
+  // float64 sources take up to 4 times the bytes.
   store->staging.half_bytes =
-      (size_t)rm_min64(rm_max64(4 * (int64_t)params->bytes, MIN_HALF_BYTES),
-                       MAX_HALF_BYTES); // float64 sources take up to 4 times the bytes
+      (size_t)rm_min64(rm_max64(4 * (int64_t)params->bytes, MIN_HALF_BYTES), MAX_HALF_BYTES);
   store->ctx = (rm_ctx){.stream = device->stream,
                         .n_threads = rm_team_threads(team),
                         .run = rm_team_run,
@@ -70,7 +70,6 @@ void rm_store_destroy(rm_store *store) {
   rm_free(store->has_bias);
   rm_free(store->flags);
   rm_staging_free(&store->staging);
-  rm_target_clear(&store->target);
   rm_copy_tasks_free(&store->tasks);
   rm_free(store);
 }

@@ -1,8 +1,8 @@
 // sync.c: see sync.h. During a sync each parameter has a byte of flags. Commit swaps the two
 // versions after the last thing that can fail.
 //
-// In place there is one allocation: begin takes it out of service and makes it the staged one, so
-// that the rest is the same code. Until the first byte is written, abort can put it back.
+// In place there is one allocation: begin takes it out of service and makes it the staged one; the
+// rest of the code is shared. Until the first byte is written, abort can restore it.
 #include "weights/sync.h"
 
 #include <string.h>
@@ -15,7 +15,7 @@
 #include "weights/store_internal.h"
 
 enum { MAX_ENTRIES = 1000000 };
-enum { SEEN = 1, DIRTY = 2 }; // pushed whole; its staged values have been written to
+enum { SEEN = 1, DIRTY = 2 }; // fully pushed; some of its staged values were written
 
 // ------------------------------------------------------------------------------------------ begin
 static rm_code check_version(const rm_store *store, int64_t *version, rm_error *err) {
@@ -30,8 +30,8 @@ static rm_code check_version(const rm_store *store, int64_t *version, rm_error *
   return RM_OK;
 }
 
-// The allocation that pushes will write: a new one, the one left by the last swap, or in place the
-// serving one.
+// Sets `staged` to the allocation that pushes write: a new one, the one left by the last swap, or
+// in place the serving one.
 static rm_code take_staging(rm_store *store, rm_error *err) {
   if (store->options.in_place && store->serving.block) {
     rm_store_drop_block(store, &store->staged);
@@ -56,7 +56,8 @@ static rm_code take_staging(rm_store *store, rm_error *err) {
   return code;
 }
 
-// Partial: what is not pushed keeps its value, so staging starts as a copy of the serving weights.
+// Parameters that a partial sync does not push keep their values: staging starts as a copy of the
+// serving weights.
 static void copy_serving(rm_store *store) {
   const rm_device *device = store->device;
   if (device->on_host)
@@ -89,15 +90,26 @@ rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error 
 }
 
 // ------------------------------------------------------------------------------------------ check
-static rm_code check_new(const rm_store *store, const char *name, rm_error *err) {
-  for (int64_t i = 0; i < store->target.n_pieces; i++) {
-    const int64_t index = store->target.pieces[i].param;
+rm_code rm_entry_resolve(const rm_params *params, int skip_unknown, rm_entry *entry,
+                         rm_error *err) {
+  const rm_code code = rm_names_resolve(params, entry->name, entry->length, &entry->target, err);
+  if (code != RM_E_UNEXPECTED_KEY || !skip_unknown) return code;
+  rm_error_clear(err);
+  entry->target.n_pieces = 0;
+  return RM_OK;
+}
+
+static rm_code check_new(const rm_store *store, const rm_entry *entry, rm_error *err) {
+  for (int64_t i = 0; i < entry->target.n_pieces; i++) {
+    const int64_t index = entry->target.pieces[i].param;
     if (!(store->flags[index] & SEEN)) continue;
     char earlier[128];
-    rm_param_name(store->params, &store->params->list[index], earlier, sizeof earlier);
-    if (strcmp(name, earlier) == 0)
-      return rm_fail(err, RM_E_DUPLICATE_KEY, "%s has come already in this sync", name);
-    return rm_fail(err, RM_E_DUPLICATE_KEY, "%s: %s has come already in this sync", name, earlier);
+    const size_t length =
+        (size_t)rm_param_name(store->params, &store->params->list[index], earlier, sizeof earlier);
+    if (length == entry->length && memcmp(entry->name, earlier, length) == 0)
+      return rm_fail(err, RM_E_DUPLICATE_KEY, "%s has come already in this sync", earlier);
+    return rm_fail(err, RM_E_DUPLICATE_KEY, "%.*s: %s has come already in this sync",
+                   (int)entry->length, entry->name, earlier);
   }
   return RM_OK;
 }
@@ -123,33 +135,18 @@ static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const
   return RM_OK;
 }
 
-// All checks that need no values. *skip: the entry is a buffer, or it is unexpected and
-// allow_partial is set.
-static rm_code check_all(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
-                         char *shown, int *skip, rm_error *err) {
-  *skip = 0;
-  if (!store->open) return rm_fail(err, RM_E_STATE, "a tensor was pushed and no sync is open");
-  rm_code code = rm_names_resolve(store->params, name, length, &store->target, err);
-  if (code == RM_E_UNEXPECTED_KEY && store->options.allow_partial) {
-    rm_error_clear(err);
-    *skip = 1;
-    return RM_OK;
-  }
-  if (code) return code;
-  *skip = store->target.n_pieces == 0;
-  if (*skip) return RM_OK;
-  memcpy(shown, name, length);
-  shown[length] = 0;
-  if ((code = check_new(store, shown, err)) || (code = check_place(store, tensor, shown, err)))
-    return code;
-  return rm_tensor_check(store->params, &store->target, tensor, store->options.cast, shown, err);
-}
-
-rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
+rm_code rm_sync_check(const rm_store *store, const rm_entry *entry, const rm_tensor *tensor,
                       rm_error *err) {
   char shown[RM_NAME_MAX + 1];
-  int skip;
-  return check_all(store, name, length, tensor, shown, &skip, err);
+  if (!store->open) return rm_fail(err, RM_E_STATE, "push: expected an open sync, got none");
+  if (!entry->target.n_pieces) return RM_OK;
+  memcpy(shown, entry->name, entry->length);
+  shown[entry->length] = 0;
+  rm_code code = check_new(store, entry, err);
+  if (!code) code = check_place(store, tensor, shown, err);
+  return code ? code
+              : rm_tensor_check(store->params, &entry->target, tensor, store->options.cast, shown,
+                                err);
 }
 
 // ------------------------------------------------------------------------------------------- push
@@ -161,8 +158,8 @@ static uint64_t named_digest(const rm_params *params, const rm_param *param, uin
   return rm_hash_finish(hash ^ rm_hash_finish(values + RM_HASH_STEP));
 }
 
-// The other parameter of a tied pair, if it was pushed, so that this one must be equal to it; −1
-// otherwise.
+// Returns the other parameter of a tied pair if it was pushed: this one must be equal to it. Else
+// returns −1.
 static int64_t tied_twin(const rm_store *store, int64_t index) {
   const int64_t twin = index == store->tied_head    ? store->tied_embed
                        : index == store->tied_embed ? store->tied_head
@@ -170,13 +167,13 @@ static int64_t tied_twin(const rm_store *store, int64_t index) {
   return twin >= 0 && (store->flags[twin] & SEEN) ? twin : -1;
 }
 
-// The tensor's row that is this row of a piece's parameter.
+// Returns the row of the tensor that contains this row of a piece's parameter.
 static int64_t source_row(const rm_param_rows *piece, int64_t row) {
   const int64_t half = piece->turned / 2, at = half ? row % piece->head_dim : 0;
   return piece->row0 + (at < 2 * half ? row - at + 2 * (at % half) + at / half : row);
 }
 
-// How many rows from this one on, at most n, are evenly spaced in the tensor.
+// Returns how many rows from this one on, at most n, are evenly spaced in the tensor.
 static int64_t even_rows(const rm_param_rows *piece, int64_t row, int64_t n) {
   const int64_t half = piece->turned / 2, at = half ? row % piece->head_dim : 0;
   return half ? rm_min64(n, at < 2 * half ? half - at % half : piece->head_dim - at) : n;
@@ -186,7 +183,8 @@ static int is_turned(const rm_param_rows *piece, int64_t row) {
   return piece->turned && row % piece->head_dim < piece->turned;
 }
 
-// Rows [first, first + n) of a parameter, evenly spaced in the tensor; of a vector the elements.
+// Arguments that copy a run of a parameter's rows (of a vector's elements) which are evenly spaced
+// in the tensor.
 static rm_pack_args pack_args(const rm_store *store, const rm_param_rows *piece,
                               const rm_tensor *tensor, rm_range run) {
   const rm_param *param = &store->params->list[piece->param];
@@ -251,8 +249,8 @@ static int is_same_view(const rm_tensor *a, const rm_tensor *b) {
          memcmp(a->shape, b->shape, dims) == 0 && memcmp(a->strides, b->strides, dims) == 0;
 }
 
-// Whether the twin of this parameter is copied from the very same memory in this call. Then this
-// one has the digests of those copies, and nothing is read again to be compared.
+// Returns whether the tied twin of this parameter is copied from the same memory in this call. Then
+// this one gets the digests of those copies, and the memory is not read again to compare.
 static int shares_copies(rm_store *store, int64_t index, const rm_entry *entry) {
   const int64_t twin = tied_twin(store, index);
   int shares = 0;
@@ -265,8 +263,8 @@ static int shares_copies(rm_store *store, int64_t index, const rm_entry *entry) 
   return shares;
 }
 
-// This rank's shard of one parameter: the rows that another rank counts, then those that it counts
-// itself.
+// Adds the copies of this rank's shard of one parameter: the rows that another rank counts, then
+// the rows that this rank counts.
 static rm_code add_piece(rm_store *store, const rm_param_rows *piece, const rm_entry *entry,
                          rm_error *err) {
   const rm_params *params = store->params;
@@ -281,8 +279,7 @@ static rm_code add_piece(rm_store *store, const rm_param_rows *piece, const rm_e
     if (piece->param == store->tied_head) store->flags[store->tied_embed] |= DIRTY; // one matrix
   }
   store->staged.sums[piece->param] = store->staged.sums[store->params->n + piece->param] = 0;
-  store->staged.counts[piece->param] =
-      piece->param != store->tied_head; // a tied matrix is counted once
+  store->staged.counts[piece->param] = piece->param != store->tied_head; // a tied matrix once
   if (shares_copies(store, piece->param, entry)) return RM_OK;
   const rm_code code = add_run(store, piece, entry, others, twin, 0, err);
   return code ? code
@@ -337,21 +334,19 @@ static rm_code run_tasks(rm_store *store, rm_error *err) {
   return code;
 }
 
-// Checks an entry and adds its copies.
+// Adds the copies of an entry.
 static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err) {
-  char shown[RM_NAME_MAX + 1];
-  int skip, compares = 0;
-  if (store->open && store->n_entries >= MAX_ENTRIES)
+  const rm_target *target = &entry->target;
+  int compares = 0;
+  if (store->n_entries >= MAX_ENTRIES)
     return rm_fail(err, RM_E_LIMIT, "a sync of more than %d tensors", MAX_ENTRIES);
-  if (store->open) store->n_entries++;
-  rm_code code = check_all(store, entry->name, entry->length, &entry->tensor, shown, &skip, err);
-  if (code) return code;
-  if (skip) {
+  store->n_entries++;
+  if (!target->n_pieces) {
     store->report.n_skipped++;
     return RM_OK;
   }
-  const rm_target *target = &store->target;
-  for (int64_t i = 0; i < target->n_pieces; i++)
+  rm_code code = check_new(store, entry, err); // it may come twice in one push
+  for (int64_t i = 0; i < target->n_pieces && !code; i++)
     compares |= tied_twin(store, target->pieces[i].param) >= 0 &&
                 !shares_copies(store, target->pieces[i].param, entry);
   if (compares) code = run_tasks(store, err); // the values to compare with must be copied first
@@ -359,54 +354,39 @@ static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err)
     code = add_piece(store, &target->pieces[i], entry, err);
   if (code) return code;
   store->report.n_tensors++;
-  for (int64_t i = 0; i < target->n_pieces; i++) {
-    store->flags[target->pieces[i].param] |= SEEN;
-    store->report.n_parameters++;
-  }
+  store->report.n_parameters += target->n_pieces;
+  for (int64_t i = 0; i < target->n_pieces; i++) store->flags[target->pieces[i].param] |= SEEN;
   return RM_OK;
 }
 
-rm_code rm_sync_push_all(rm_store *store, const rm_entry *entries, int64_t n, rm_error *err) {
+rm_code rm_sync_push(rm_store *store, const rm_entry *const *entries, int64_t n, rm_error *err) {
   const uint64_t read_before = store->report.bytes;
   rm_code code = RM_OK;
   int64_t taken = 0;
+  if (!store->open) return rm_fail(err, RM_E_STATE, "push: expected an open sync, got none");
   store->tasks.n = 0;
-  while (taken < n && !(code = take_entry(store, &entries[taken], err))) taken++;
+  while (taken < n && !(code = take_entry(store, entries[taken], err))) taken++;
   if (!code) code = run_tasks(store, err);
-  for (int64_t i = 0; i < taken && code; i++)
-    rm_sync_undo_push(store, entries[i].name, entries[i].length);
-  if (code) store->report.bytes = read_before;
+  if (!code) return RM_OK;
+  rm_sync_undo(store, entries, taken);
+  store->report.bytes = read_before;
   return code;
 }
 
-rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
-                     rm_error *err) {
-  const rm_entry entry = {name, length, *tensor};
-  return rm_sync_push_all(store, &entry, 1, err);
-}
-
-void rm_sync_undo_push(rm_store *store, const char *name, size_t length) {
-  rm_error err = RM_ERROR_INIT;
-  if (!store->open) return;
-  const rm_code code = rm_names_resolve(store->params, name, length, &store->target, &err);
-  if (code || !store->target.n_pieces) {
-    const int was_allowed = code == RM_E_UNEXPECTED_KEY && store->options.allow_partial;
-    store->report.n_skipped -= !code || was_allowed;
-    rm_error_clear(&err);
-    return;
+void rm_sync_undo(rm_store *store, const rm_entry *const *entries, int64_t n) {
+  for (int64_t e = 0; e < n && store->open; e++) {
+    const rm_target *target = &entries[e]->target;
+    for (int64_t i = 0; i < target->n_pieces; i++)
+      store->flags[target->pieces[i].param] &= (uint8_t)~SEEN;
+    store->report.n_parameters -= target->n_pieces;
+    store->report.n_tensors -= target->n_pieces > 0;
+    store->report.n_skipped -= target->n_pieces == 0;
   }
-  for (int64_t i = 0; i < store->target.n_pieces; i++) {
-    const int64_t index = store->target.pieces[i].param;
-    if (!(store->flags[index] & SEEN)) return; // all of its pieces were pushed, or none
-    store->flags[index] &= (uint8_t)~SEEN;
-    store->report.n_parameters--;
-  }
-  store->report.n_tensors--;
 }
 
 // ----------------------------------------------------------------------------------------- commit
-// Whether a parameter that was not pushed keeps its value: the sync began with one, and it was not
-// overwritten.
+// Whether a parameter that was not pushed keeps its value: the sync began with a value, and it was
+// not overwritten.
 static int keeps_value(const rm_store *store, int64_t index) {
   return store->has_base && !(store->flags[index] & DIRTY);
 }
@@ -417,7 +397,7 @@ static int came_as_head(const rm_store *store, int64_t index) {
   return (store->flags[store->tied_head] & SEEN) != 0;
 }
 
-// Whether a parameter is missing: required, or optional with a push that failed half way.
+// Whether a parameter is missing. An optional one is missing if its push failed half way.
 static int is_absent(const rm_store *store, int64_t index) {
   const int wanted = store->params->list[index].required || (store->flags[index] & DIRTY);
   if (came_as_head(store, index)) return 0;
@@ -455,8 +435,8 @@ static rm_code list_absent(const rm_store *store, rm_error *err) {
   return RM_E_INCOMPLETE_SYNC;
 }
 
-// A router bias that was never pushed is zeros; one that the last version had and this one lacks is
-// most likely a mistake.
+// Fails if the last version had a router bias that this one lacks: most likely a mistake. A router
+// bias that was never pushed is zeros.
 static rm_code check_biases(const rm_store *store, rm_error *err) {
   if (store->options.allow_bias_removal) return RM_OK;
   for (int64_t i = 0; i < store->params->n; i++) {
@@ -490,7 +470,7 @@ static void settle_biases(rm_store *store) {
 }
 
 rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
-  if (!store->open) return rm_fail(err, RM_E_STATE, "commit: no sync is open");
+  if (!store->open) return rm_fail(err, RM_E_STATE, "commit: expected an open sync, got none");
   const rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
   if (code) rm_sync_abort(store);
   const int64_t n = store->params->n, embed = store->tied_embed;
@@ -500,7 +480,7 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
     store->staged.counts[embed] = 1;
     store->flags[embed] |= SEEN;
   }
-  for (int64_t i = 0; i < n && !code; i++) // clear what an earlier sync has left
+  for (int64_t i = 0; i < n && !code; i++) // clear the sums of an earlier sync
     if (!(store->flags[i] & SEEN) && !keeps_value(store, i))
       store->staged.sums[i] = store->staged.sums[n + i] = 0;
   return code;

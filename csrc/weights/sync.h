@@ -1,21 +1,22 @@
-// sync.h: a sync brings a new version of the weights into service, whole or not at all.
+// sync.h: a sync brings a new version of the weights into service, all of it or nothing.
 //
-//   begin ──► push … push ──► commit        one sync at a time; begin while one is open resets the
-//                                           open one
-//                └──────────► abort
+//   begin ──► resolve, check, push … ──► commit     one sync at a time; begin resets an open sync
+//                                  └───► abort
 //
-// push checks a tensor (name, shape, dtype, strides, range, finiteness) and copies it into the
-// store's staged allocation in the kernels' layout. commit checks that every required parameter was
+// A push is a list of entries. rm_entry_resolve finds out once where the values of a name go and in
+// which order (rm_target); check, push and undo work on that list. check compares shape, dtype,
+// strides and place of the tensor; push copies the values into the store's staged allocation in the
+// kernels' layout and checks that they are finite. commit checks that every required parameter was
 // pushed and swaps the allocations; before that the serving weights do not change. With `in_place`
 // there is no second allocation: the store is unsynced from begin to commit. After a failed push
-// the sync stays open without that tensor; it can be pushed again, and commit fails while it is
-// missing.
+// the sync stays open without these tensors; they can be pushed again, and commit fails while a
+// required one is missing.
 //
-// On a mesh every rank gets every tensor: names, shapes and strides are checked whole; values are
-// read, checked and copied for the rank's shard only. Commit is two-phase (two_phase_commit.h):
-// prepare, which can fail, a vote, and swap, which cannot.
+// On a mesh every rank gets every entry; its target is the same on all ranks. Names, shapes and
+// strides are checked whole; values are read, checked and copied for the rank's shard only. Commit
+// is two-phase (two_phase_commit.h): prepare, which can fail, a vote, and swap, which cannot.
 //
-// Not thread-safe, as the store. A push returns when the device has read the tensor. No call waits
+// Not thread-safe, as the store. A push returns when the device has read the tensors. No call waits
 // for other ranks.
 #pragma once
 
@@ -33,9 +34,10 @@ typedef struct rm_tensor {
   int on_device, ordinal; // data is in the memory of CUDA device `ordinal`
 } rm_tensor;
 
-typedef struct rm_entry {
-  const char *name; // [length], UTF-8
+typedef struct rm_entry { // not to be copied
+  const char *name; // [length], UTF-8; a view
   size_t length;
+  rm_target target; // owned: rm_target_clear. No pieces: push counts the entry as skipped
   rm_tensor tensor;
 } rm_entry;
 
@@ -60,13 +62,16 @@ typedef struct rm_sync_report {
 int64_t rm_sync_version(const rm_store *store); // of the open sync, or of the last one
 
 rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error *err);
-// push's checks; nothing is read or written.
-rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
+// Fills entry->target from the entry's name. skip_unknown: a name that the model does not have
+// becomes an entry to skip; otherwise the errors of rm_names_resolve.
+rm_code rm_entry_resolve(const rm_params *params, int skip_unknown, rm_entry *entry, rm_error *err);
+// Compares a tensor with the target of an entry; reads and writes no values.
+rm_code rm_sync_check(const rm_store *store, const rm_entry *entry, const rm_tensor *tensor,
                       rm_error *err);
-rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
-                     rm_error *err);
-// Many tensors at once, which costs less: all of them are pushed, or none.
-rm_code rm_sync_push_all(rm_store *store, const rm_entry *entries, int64_t n, rm_error *err);
+// Copies entries whose tensors were checked: all of them, or none.
+rm_code rm_sync_push(rm_store *store, const rm_entry *const *entries, int64_t n, rm_error *err);
+// Undoes a push that succeeded here and failed on another rank.
+void rm_sync_undo(rm_store *store, const rm_entry *const *entries, int64_t n);
 rm_code rm_sync_commit(rm_store *store, rm_sync_report *report,
                        rm_error *err); // on failure the sync is closed and the old version serves
 rm_code rm_sync_prepare(rm_store *store, rm_error *err); // commit's checks; on failure as commit
@@ -76,8 +81,5 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err); // commit's checks; on 
 const uint64_t *rm_sync_sums(const rm_store *store);
 void rm_sync_swap(rm_store *store, const uint64_t *sums,
                   rm_sync_report *report); // after prepare; sums: added over the mesh
-// Undoes the push of this name, which failed on another rank. No effect on a name that was not
-// pushed.
-void rm_sync_undo_push(rm_store *store, const char *name, size_t length);
 void rm_sync_abort(rm_store *store);
 int rm_sync_complete(const rm_store *store); // every required parameter was pushed

@@ -1,5 +1,6 @@
-// two_phase_commit.c: see two_phase_commit.h. Two exchanges: the votes, then, if all ranks agree,
-// the digests. Memory is allocated before the vote, so that after it only the exchange can fail.
+// two_phase_commit.c: see two_phase_commit.h. It makes two exchanges: the votes, then, if all ranks
+// agree, the digests. Memory is allocated before the vote, so that after it only the exchange can
+// fail.
 #include "weights/two_phase_commit.h"
 
 #include <stdio.h>
@@ -14,10 +15,10 @@ typedef struct vote {
   char message[244];
 } vote;
 
-typedef struct ballot { // one block
+typedef struct ballot { // allocated as one block; `votes` owns it
   int size;
   vote *votes; // [size]
-  uint64_t *sums; // [size][2][n], rm_sync_sums of each
+  uint64_t *sums; // [size][2][n], rm_sync_sums of each rank
   size_t *bytes; // [size]
   rm_placement *placements; // [size]
 } ballot;
@@ -47,7 +48,7 @@ static rm_code gather_votes(rm_comm *world, ballot *b, const void *mine, void *a
   return rm_comm_all_gather(world, mine, all, b->bytes, err);
 }
 
-// RM_OK if all ranks can commit the same version.
+// Returns RM_OK if all ranks can commit the same version.
 static rm_code tally(const ballot *b, int me, rm_error *err) {
   for (int r = 0; r < b->size; r++)
     if (b->votes[r].code)
@@ -70,9 +71,9 @@ static rm_range held_by(const ballot *b, const rm_params *params, int r, const r
                            param->n_dims == 1 ? param->cols : param->rows);
 }
 
-// RM_OK if ranks that hold the same rows of a parameter have the same values; compares the first
-// such rank with each other one. A tied lm_head is skipped: it is the embedding, and may have been
-// pushed on some ranks only.
+// Returns RM_OK if ranks that hold the same rows of a parameter have the same values; compares the
+// first such rank with each other one. A tied lm_head is skipped: it is the embedding, and may have
+// been pushed on some ranks only.
 static rm_code compare(const ballot *b, const rm_params *params, rm_error *err) {
   const int64_t n = params->n;
   for (int64_t i = 0; i < n; i++) {
@@ -109,9 +110,8 @@ static rm_code commit(rm_store *store, rm_comm *world, ballot *b, rm_code prepar
   if (!code) code = compare(b, rm_store_params(store), &other);
   if (code) {
     rm_sync_abort(store);
-    if (!prepared)
-      rm_fail(err, code, "%s",
-              rm_error_message(&other)); // this rank's own error says more than the vote's
+    // This rank's error, if it has one, has more detail than the vote's.
+    if (!prepared) rm_fail(err, code, "%s", rm_error_message(&other));
     rm_error_clear(&other);
     return prepared ? prepared : code;
   }
@@ -126,7 +126,7 @@ rm_code rm_sync_commit_together(rm_store *store, const rm_rank *rank, rm_sync_re
   rm_comm *world = rank->world;
   ballot b;
   if (!world) return rm_sync_commit(store, report, err);
-  if (!rm_store_is_open(store)) return rm_fail(err, RM_E_STATE, "commit: no sync is open");
+  if (!rm_store_is_open(store)) return rm_fail(err, RM_E_STATE, "commit: expected an open sync, got none");
   rm_code code = open_ballot(store, &rank->mesh, &b, err);
   if (code) {
     rm_comm_abort(world, code); // this rank cannot vote

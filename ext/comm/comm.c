@@ -9,17 +9,16 @@
 #include "base/memory.h"
 #include "clock.h"
 #include "comm/block.h"
-#include "local_mesh/groups.h"
+#include "engine/groups.h"
 
 typedef struct comm_object {
   PyObject_HEAD
   rm_comm *comm; // owned; NULL: taken by an engine, or closed
-  PyObject *
-      // owned: (op, sequence, epoch, timeout, [bytes for each rank], [bytes from each rank]) →
-      // [bytes-like]; or NULL
-      exchange;
+  // Owned: (op, sequence, epoch, timeout, [bytes for each rank], [number of bytes from each rank])
+  // → [bytes-like]; or NULL.
+  PyObject *exchange;
   int size, rank;
-  double looked; // rm_now() of the last exchange.look; 0: never
+  double looked; // rm_now() of the last exchange.look; 0: not called yet
 } comm_object;
 
 int rm_comm_take(PyObject *module, PyObject *object, rm_comm **out) {
@@ -40,15 +39,15 @@ void rm_comm_put_back(PyObject *object, rm_comm *comm) {
 }
 
 // ------------------------------------------------------------------- a group by a Python function
-// The transport's self is the Comm, not owned: it outlives its rm_comm (comm_object.h). Garbage
-// collection may have taken `exchange`.
+// The transport's self is the Comm, a view: it outlives its rm_comm (comm_object.h). Garbage
+// collection may have cleared `exchange`.
 static PyObject *packed(const rm_block *block) {
   PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)rm_block_bytes(block));
   if (bytes) rm_block_move(block, 0, PyBytes_AsString(bytes), rm_block_bytes(block), 0);
   return bytes;
 }
 
-// The lists of what is sent and of the sizes awaited. Nothing for this rank itself.
+// Makes the lists of bytes to send and of sizes to receive, with empty entries for this rank.
 static int lists_of(const comm_object *c, const rm_block send[], const rm_block recv[],
                     PyObject **sent, PyObject **sizes) {
   *sent = PyList_New(c->size);
@@ -88,8 +87,9 @@ static int take(const comm_object *c, PyObject *got, const rm_block recv[]) {
   return 0;
 }
 
-// The code of the pending exception's class; any other class is a lost rank. A Ctrl-C is kept for
-// rm_raise: raised earlier it could be lost, or keep this rank from telling the others.
+// Returns the code of the pending exception's class; for any other class RM_E_RANK_LOST. A Ctrl-C
+// is kept for rm_raise: if it were raised earlier, it could be lost, or keep this rank from
+// aborting the group.
 static rm_code code_of_exception(comm_object *c, rm_error *err) {
   static const rm_code known[] = {RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_TIMEOUT,
                                   RM_E_MESH_MISMATCH, RM_E_MEMORY};
@@ -136,14 +136,14 @@ static rm_code call_exchange(void *self, rm_comm_op op, uint64_t sequence, int64
   return code;
 }
 
-// Calls exchange.abort(), if it has one; else the others notice at their deadline.
+// Calls exchange.abort(), if it has one; else the other ranks fail at their deadline.
 static void call_abort(void *self, rm_code why) {
   const comm_object *c = self;
   PyObject *type, *value, *trace, *method, *done = NULL;
   (void)why;
   if (!c->exchange) return;
   const PyGILState_STATE gil = PyGILState_Ensure();
-  PyErr_Fetch(&type, &value, &trace); // this may be on the way out of a call that failed
+  PyErr_Fetch(&type, &value, &trace); // a failed call may have set an exception
   if ((method = PyObject_GetAttrString(c->exchange, "abort"))) done = PyObject_CallNoArgs(method);
   PyErr_Clear();
   Py_XDECREF(done);
@@ -195,7 +195,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
   return rm_raise(module, &err);
 }
 
-// ------------------------------------------------------------------------------ what Python sends
+// ------------------------------------------------------------------------------- Python's messages
 static int enter(comm_object *self) {
   if (self->comm) return 0;
   rm_raise_code(rm_module_of((PyObject *)self), RM_E_STATE,
@@ -222,9 +222,7 @@ static PyObject *comm_all_gather(comm_object *self, PyObject *args) {
     for (int r = 0; r < size && !code; r++) total += bytes[r] = (size_t)counts[r];
     if (!code && !(all = rm_alloc(total + 1, 1)))
       code = rm_fail(&err, RM_E_MEMORY, "no memory for %zu bytes of other ranks", total);
-    if (!code && total)
-      code =
-          rm_comm_all_gather(self->comm, data, all, bytes, &err); // 0: nobody has anything to say
+    if (!code && total) code = rm_comm_all_gather(self->comm, data, all, bytes, &err);
   Py_END_ALLOW_THREADS
   if (!code) out = PyList_New(size);
   const char *at = all;
@@ -238,7 +236,8 @@ static PyObject *comm_all_gather(comm_object *self, PyObject *args) {
   return code ? rm_raise(rm_module_of((PyObject *)self), &err) : out;
 }
 
-// The buffers of a list, one for each rank, as blocks; how many were got is in *n, also on failure.
+// Converts a list of buffers, one for each rank, to blocks. *n: the number of views to release,
+// also on failure.
 static int buffers_of(PyObject *list, int size, int flags, Py_buffer views[], rm_block blocks[],
                       int *n) {
   if (PySequence_Size(list) != size) {
@@ -283,7 +282,7 @@ out:
   return result;
 }
 
-// A rank without a buffer aborts the group, or the others would wait for it.
+// A rank without a buffer aborts the group, since the others would wait for it.
 static PyObject *comm_broadcast(comm_object *self, PyObject *args) {
   PyObject *object;
   Py_buffer view;
@@ -325,7 +324,7 @@ static PyObject *comm_abort(comm_object *self, PyObject *ignored) {
 static PyObject *comm_close(comm_object *self, PyObject *ignored) {
   (void)ignored;
   rm_comm *comm = self->comm;
-  if (!comm) Py_RETURN_NONE; // an engine that has it still calls the exchange
+  if (!comm) Py_RETURN_NONE; // an engine that has taken it still calls the exchange
   self->comm = NULL;
   rm_comm_destroy(comm);
   Py_CLEAR(self->exchange);
@@ -347,8 +346,7 @@ static void comm_dealloc(PyObject *object) {
 }
 
 // ---------------------------------------------------------------------------------- shared memory
-// (name, rank, nonce, tp, dp, ep, timeout) → (tp, ep, world, control, lockstep), None for a group
-// of one.
+// (name, rank, nonce, tp, dp, ep, timeout) → (tp, ep, world, control), None for a group of one.
 static PyObject *attach(PyObject *module, PyObject *args) {
   const char *name;
   int rank;
@@ -378,26 +376,28 @@ static PyObject *attach(PyObject *module, PyObject *args) {
 // --------------------------------------------------------------------------------------- the type
 #define METHOD(name, flags, doc) RM_METHOD(#name, comm_##name, flags, doc)
 static PyMethodDef methods[] = {
-    METHOD(all_gather, METH_VARARGS, "all_gather(data): the bytes of every rank, in a list."),
+    METHOD(all_gather, METH_VARARGS,
+           "all_gather(data): returns the bytes of every rank in a list."),
     METHOD(
         all_to_all, METH_VARARGS,
         "all_to_all(give, take): sends give[r] to rank r and receives from it into take[r]; sizes "
         "must match."),
     METHOD(broadcast, METH_VARARGS,
-           "broadcast(buffer, root): the root's bytes into every rank's buffer, all of one size."),
+           "broadcast(buffer, root): copies the root's bytes to every rank's buffer, all of one "
+           "size."),
     METHOD(set_timeout, METH_O, "Seconds that each later call may wait for the others."),
     METHOD(look, METH_NOARGS,
-           "Raises what the next call would raise, if the group is known to be dead."),
+           "Raises the exception of the next call if this rank can see that the group is dead."),
     METHOD(abort, METH_NOARGS,
-           "Ends the group; the other ranks get RankLostError where they wait."),
+           "Ends the group; waiting calls of the other ranks raise RankLostError."),
     METHOD(close, METH_NOARGS, "Leaves the group. Idempotent."),
     {0},
 };
 
 PyMethodDef rm_comm_functions[] = {
     {"attach", attach, METH_VARARGS,
-     "(name, rank, nonce, tp, dp, ep, timeout): this rank's Comms (tp, ep, world, control, "
-     "lockstep), None for a group of one."},
+     "(name, rank, nonce, tp, dp, ep, timeout): this rank's Comms (tp, ep, world, control), None "
+     "for a group of one."},
     {0},
 };
 
@@ -408,7 +408,7 @@ static PyType_Slot slots[] = {
     {Py_tp_clear, comm_clear},
     {Py_tp_methods, methods},
     {Py_tp_doc,
-     "Comm(exchange, rank, size): this rank's end of a group whose bytes `exchange` moves."},
+     "Comm(exchange, rank, size): this rank's endpoint of a group whose bytes `exchange` moves."},
     {0, NULL},
 };
 PyType_Spec rm_comm_spec = RM_TYPE("Comm", comm_object, RM_GC, slots);

@@ -1,13 +1,13 @@
-// comm_object.h: _core.Comm, a Python object over this rank's end of a group; engine.c takes the
-// ends out of it.
+// comm_object.h: _core.Comm, a Python object that owns this rank's endpoint of a group until an
+// engine takes it.
 #pragma once
 
 #include "comm/comm.h"
 #include "core.h"
 
-// The rm_comm of `object`, a Comm, for the caller to own; None gives NULL. The caller keeps a
-// reference to `object` until it has destroyed *out. 0, or −1 with StateError: no Comm, or one that
-// is closed or in use.
+// Takes the rm_comm out of `object`, a Comm; the caller owns it and keeps a reference to `object`
+// until it has destroyed *out. None sets *out to NULL. Returns 0, or −1 with StateError: not a
+// Comm, or one that is closed or in use.
 int rm_comm_take(PyObject *module, PyObject *object, rm_comm **out);
-// Back into `object`, when whatever took it was not made after all.
+// Puts it back into `object` when the creation of its new owner has failed.
 void rm_comm_put_back(PyObject *object, rm_comm *comm);

@@ -38,7 +38,7 @@ PyObject *rm_engine_finish(rm_engine_object *self, rm_code code, rm_error *err) 
   return rm_none(rm_engine_module(self), code, err);
 }
 
-PyObject *rm_engine_call(rm_engine_object *self, void (*call)(rm_ranks *)) {
+PyObject *rm_engine_call(rm_engine_object *self, void (*call)(rm_engine *)) {
   if (rm_engine_enter(self)) return NULL;
   call(self->engine);
   rm_engine_leave(self);
@@ -57,7 +57,7 @@ static int take_ends(PyObject *module, PyObject *given, PyObject *comms[3], rm_e
 }
 
 static int make_engine(PyObject *module, rm_engine_object *self, PyObject *object) {
-  rm_ranks_options options;
+  rm_engine_options options;
   rm_endpoints ends = {0};
   rm_error err = RM_ERROR_INIT;
   rm_code code = RM_OK;
@@ -66,7 +66,7 @@ static int make_engine(PyObject *module, rm_engine_object *self, PyObject *objec
   int failed = self->ends != Py_None && take_ends(module, self->ends, comms, &ends);
   if (self->ends != Py_None) options.endpoints = &ends;
   if (!failed) {
-    code = RM_UNLOCKED(rm_ranks_create(self->spec, &options, &self->engine, &err));
+    code = RM_UNLOCKED(rm_engine_create(self->spec, &options, &self->engine, &err));
     if (code) rm_raise(module, &err);
     failed = code != RM_OK;
   }
@@ -94,7 +94,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   self->ends = Py_NewRef(ends);
   if (self->requests && self->done && (self->spec = rm_spec_from_python(module, spec)) &&
       !make_engine(module, self, options)) {
-    self->reads_gpus = rm_ranks_reads_gpus(self->engine);
+    self->reads_gpus = rm_engine_reads_gpus(self->engine);
     return (PyObject *)self;
   }
   Py_DECREF(self);
@@ -103,13 +103,13 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 // In a forked child the engine's threads do not exist, so nothing is freed.
 static void destroy(rm_engine_object *self) {
-  rm_ranks *engine = self->engine;
+  rm_engine *engine = self->engine;
   rm_spec *spec = self->spec;
   self->engine = NULL;
   self->spec = NULL;
   if (self->pid != (long)getpid()) return;
   Py_BEGIN_ALLOW_THREADS
-    rm_ranks_destroy(engine);
+    rm_engine_destroy(engine);
     rm_spec_destroy(spec);
   Py_END_ALLOW_THREADS
   Py_CLEAR(self->ends);
@@ -228,15 +228,16 @@ static PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
   rm_error err = RM_ERROR_INIT;
   if (rm_array_data(module, logits, &want, &data)) goto out;
   request.logits_out = data;
-  if (rm_ranks_add(self->engine, &request, &id, &err)) {
+  if (rm_engine_add(self->engine, &request, &id, &err)) {
     rm_raise(module, &err);
     goto out;
   }
-  result = rm_ranks_has(self->engine, id) ? remember(self, id, &request, logits)
-                                          : PyLong_FromUnsignedLongLong(id);
+  result = rm_engine_has(self->engine, id) ? remember(self, id, &request, logits)
+                                           : PyLong_FromUnsignedLongLong(id);
   // no memory for the record: the request must not write to an array that nobody holds
   if (!result) {
-    if (rm_ranks_abort(self->engine, id, &err) || rm_ranks_release(self->engine, id, &err))
+    rm_scheduler *scheduler = rm_engine_scheduler(self->engine, id);
+    if (rm_scheduler_abort(scheduler, id, &err) || rm_scheduler_release(scheduler, id, &err))
       rm_error_clear(&err);
   }
 out:
@@ -248,16 +249,16 @@ PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *argument, rm_
   const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
   if ((id == (unsigned long long)-1 && PyErr_Occurred()) || rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  const rm_code code = call(self->engine, id, &err);
+  const rm_code code = call(rm_engine_scheduler(self->engine, id), id, &err);
   return rm_engine_finish(self, code, &err);
 }
 
 static PyObject *rm_engine_py_abort(rm_engine_object *self, PyObject *id) {
-  return rm_engine_call_with_id(self, id, rm_ranks_abort);
+  return rm_engine_call_with_id(self, id, rm_scheduler_abort);
 }
 
 static PyObject *rm_engine_py_release(rm_engine_object *self, PyObject *id) {
-  PyObject *none = rm_engine_call_with_id(self, id, rm_ranks_release);
+  PyObject *none = rm_engine_call_with_id(self, id, rm_scheduler_release);
   if (none && (PyDict_DelItem(self->requests, id) || PySet_Discard(self->done, id) < 0))
     Py_CLEAR(none);
   return none;
@@ -270,8 +271,10 @@ static PyObject *rm_engine_py_stop_sample(rm_engine_object *self, PyObject *args
   if (!PyArg_ParseTuple(args, "KiL:stop_sample", &id, &sample, &n_tokens)) return NULL;
   if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  return rm_engine_finish(self, rm_ranks_stop_sample(self->engine, id, sample, n_tokens, &err),
-                          &err);
+  return rm_engine_finish(
+      self,
+      rm_scheduler_stop_sample(rm_engine_scheduler(self->engine, id), id, sample, n_tokens, &err),
+      &err);
 }
 
 // ------------------------------------------------------------------------------------------ steps
@@ -280,8 +283,8 @@ static PyObject *rm_engine_py_step(rm_engine_object *self, PyObject *ignored) {
   if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
   int64_t n_work = 0;
-  int more = 0;
-  const rm_code code = RM_UNLOCKED(rm_ranks_step(self->engine, &n_work, &more, &err));
+  const rm_code code = RM_UNLOCKED(rm_engine_step(self->engine, &n_work, &err));
+  const int more = rm_engine_had_work(self->engine);
   rm_engine_leave(self);
   if (code) return rm_raise(rm_engine_module(self), &err);
   return Py_BuildValue("(LO)", (long long)n_work, more ? Py_True : Py_False);
@@ -289,13 +292,13 @@ static PyObject *rm_engine_py_step(rm_engine_object *self, PyObject *ignored) {
 
 static PyObject *rm_engine_py_give_up(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
-  return rm_engine_call(self, rm_ranks_abort_groups);
+  return rm_engine_call(self, rm_engine_abort_groups);
 }
 
 static PyObject *rm_engine_py_has(rm_engine_object *self, PyObject *argument) {
   const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
   if ((id == (unsigned long long)-1 && PyErr_Occurred()) || rm_engine_enter(self)) return NULL;
-  const int has = rm_ranks_has(self->engine, id);
+  const int has = rm_engine_has(self->engine, id);
   rm_engine_leave(self);
   return PyBool_FromLong(has);
 }
@@ -303,7 +306,7 @@ static PyObject *rm_engine_py_has(rm_engine_object *self, PyObject *argument) {
 static PyObject *rm_engine_py_unfinished(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  const int64_t n = rm_ranks_unfinished(self->engine);
+  const int64_t n = rm_engine_unfinished(self->engine);
   rm_engine_leave(self);
   return PyLong_FromLongLong(n);
 }
@@ -313,12 +316,12 @@ static PyObject *rm_engine_py_unfinished(rm_engine_object *self, PyObject *ignor
 // cannot lose one either.
 static int take_finished(rm_engine_object *self) {
   uint64_t next;
-  while ((next = rm_ranks_next_finished(self->engine))) {
+  while ((next = rm_engine_next_finished(self->engine))) {
     PyObject *id = PyLong_FromUnsignedLongLong(next);
     const int failed = !id || PySet_Add(self->done, id);
     Py_XDECREF(id);
     if (failed) return -1;
-    rm_ranks_finished(self->engine, &next, 1);
+    rm_engine_finished(self->engine, &next, 1);
   }
   return 0;
 }
@@ -341,18 +344,18 @@ static PyObject *rm_engine_py_ids(rm_engine_object *self, PyObject *ignored) {
 static PyObject *rm_engine_py_pause(rm_engine_object *self, PyObject *paused) {
   const int value = PyObject_IsTrue(paused);
   if (value < 0 || rm_engine_enter(self)) return NULL;
-  rm_ranks_pause(self->engine, value);
+  rm_engine_pause(self->engine, value);
   rm_engine_leave(self);
   Py_RETURN_NONE;
 }
 
 static PyObject *rm_engine_py_reset_prefix_cache(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
-  return rm_engine_call(self, rm_ranks_reset_prefix_cache);
+  return rm_engine_call(self, rm_engine_reset_prefix_cache);
 }
 
 static PyObject *change_parts(rm_engine_object *self, PyObject *parts,
-                              rm_code (*change)(rm_ranks *, unsigned, rm_error *)) {
+                              rm_code (*change)(rm_engine *, unsigned, rm_error *)) {
   const unsigned long mask = PyLong_AsUnsignedLong(parts);
   if (mask == (unsigned long)-1 && PyErr_Occurred()) return NULL;
   if (rm_engine_enter(self)) return NULL;
@@ -361,10 +364,10 @@ static PyObject *change_parts(rm_engine_object *self, PyObject *parts,
 }
 
 static PyObject *rm_engine_py_sleep(rm_engine_object *self, PyObject *parts) {
-  return change_parts(self, parts, rm_ranks_sleep);
+  return change_parts(self, parts, rm_engine_sleep);
 }
 static PyObject *rm_engine_py_wake(rm_engine_object *self, PyObject *parts) {
-  return change_parts(self, parts, rm_ranks_wake);
+  return change_parts(self, parts, rm_engine_wake);
 }
 
 static PyObject *rm_engine_py_offload_weights(rm_engine_object *self, PyObject *offload) {
@@ -373,8 +376,8 @@ static PyObject *rm_engine_py_offload_weights(rm_engine_object *self, PyObject *
   rm_error err = RM_ERROR_INIT;
   rm_code code = RM_OK;
   Py_BEGIN_ALLOW_THREADS
-    if (value) code = rm_ranks_offload_weights(self->engine, &err);
-    else rm_ranks_free_offloaded(self->engine);
+    if (value) code = rm_engine_offload_weights(self->engine, &err);
+    else rm_engine_free_offloaded(self->engine);
   Py_END_ALLOW_THREADS
   return rm_engine_finish(self, code, &err);
 }
@@ -382,7 +385,7 @@ static PyObject *rm_engine_py_offload_weights(rm_engine_object *self, PyObject *
 static PyObject *rm_engine_py_host_room(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  const unsigned long long bytes = rm_ranks_offload_bytes(self->engine);
+  const unsigned long long bytes = rm_engine_offload_bytes(self->engine);
   rm_engine_leave(self);
   PyObject *list = rm_memory_pool_list("");
   return list ? Py_BuildValue("(KN)", bytes, list) : NULL;
@@ -442,30 +445,27 @@ static PyMethodDef methods[] = {
         "(ids, computed, rows, replace, page_counts, pages, logits, stats): runs a step that the "
         "external scheduler decided. "
         "(tokens, logprobs, sampling_logprobs, ranks, rows computed)."),
-    METHOD(host_draw, METH_VARARGS,
+    METHOD(external_draw, METH_VARARGS,
            "(ids, raw, stats, edited): draws from logits that the caller has edited. (tokens, "
            "logprobs, sampling_logprobs, ranks)."),
-    METHOD(host_top, METH_VARARGS,
+    METHOD(external_top, METH_VARARGS,
            "(ids, k): (token ids, logprobs) of the k likeliest at each request's last token."),
-    METHOD(host_routed, METH_VARARGS,
+    METHOD(external_routed, METH_VARARGS,
            "(id, start): routing of the positions fed so far, from start on."),
-    METHOD(host_fail, METH_O,
+    METHOD(external_fail, METH_O,
            "(id): ends a request that was not fed; its pages hold nothing valid."),
-    METHOD(host_forget, METH_O, "(pages): these pages hold nothing valid."),
-    METHOD(host_preempt, METH_O, "(id): the external scheduler has freed the request's pages."),
-    METHOD(host_tokens, METH_VARARGS,
+    METHOD(external_invalidate_pages, METH_O, "(pages): these pages hold nothing valid."),
+    METHOD(external_preempt, METH_O, "(id): the external scheduler has freed the request's pages."),
+    METHOD(external_tokens, METH_VARARGS,
            "(id, tokens): the tokens generated so far; later ones are dropped."),
     // sync.c
     METHOD(sync_begin, METH_VARARGS | METH_KEYWORDS, "Opens a sync; one that is open is reset."),
-    METHOD(sync_resolve, METH_O,
-           "(name): indices into the manifest of the parameters that a name fills."),
-    METHOD(sync_wanted, METH_O,
-           "(name): that tensor's shape, and the box that each rank of the mesh needs, int64 "
-           "[n][rank, 4 firsts, 4 sizes]."),
-    METHOD(sync_check, METH_VARARGS,
-           "(name, tensor): the checks of sync_push; nothing is written."),
-    METHOD(sync_push, METH_VARARGS, "(name, tensor): copies it into the staging copy."),
-    METHOD(sync_push_all, METH_O, "([(name, tensor), …]): copies all of them, or none."),
+    METHOD(sync_resolve, METH_VARARGS,
+           "(name, skip_unknown=False): a SyncEntry with the parameters that the name stands for."),
+    METHOD(sync_take, METH_VARARGS,
+           "(entry, tensor): checks the tensor and keeps it in the entry until the push."),
+    METHOD(sync_push, METH_O,
+           "([entry, …]): copies their tensors into the staged weights, all of them or none."),
     METHOD(sync_commit, METH_O,
            "(inflight): swaps versions; inflight says what happens to running requests."),
     METHOD(sync_abort, METH_NOARGS, "Closes an open sync; the old version serves."),

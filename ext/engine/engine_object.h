@@ -3,19 +3,20 @@
 // steps that an external scheduler decides, sync.c and weights.c the weights.
 //
 // One thread at a time: each method works between rm_engine_enter and rm_engine_leave, which refuse
-// a second thread, a closed engine and an engine of the parent process with StateError. Threads
-// wait for one another in fair_lock.c; this flag only turns a mistake there into an exception.
+// a second thread, a closed engine and an engine of the parent process with StateError. One thread
+// of the generator makes all calls (request/loop.py); this flag turns a mistake there into an
+// exception.
 #pragma once
 
 #include "arrays.h"
 
 #include <stdatomic.h>
 
-#include "local_mesh/ranks.h"
+#include "engine/engine.h"
 
 typedef struct rm_engine_object {
   PyObject_HEAD
-  rm_ranks *engine; // owned; NULL once closed
+  rm_engine *engine; // owned; NULL once closed
   rm_spec *spec; // owned; the engine's view
   PyObject *requests; // owned dict: id → (prompt_logprobs, logits array or None) until release
   PyObject *done; // owned set: ids of finished requests until release
@@ -33,14 +34,14 @@ void rm_engine_leave(rm_engine_object *self);
 PyObject *rm_engine_finish(rm_engine_object *self, rm_code code,
                            rm_error *err); // leaves; None, or NULL with the exception of `code`
 PyObject *rm_engine_call(rm_engine_object *self,
-                         void (*call)(rm_ranks *)); // None, or NULL with its error set
-typedef rm_code (*rm_id_call)(rm_ranks *, uint64_t, rm_error *);
+                         void (*call)(rm_engine *)); // None, or NULL with its error set
+typedef rm_code (*rm_id_call)(rm_scheduler *, uint64_t, rm_error *);
 PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *id,
                                  rm_id_call call); // None, or NULL with its error set
 
 // options.c: fills `out`, whose pointers are views of what is returned: a new reference, or NULL
 // with the exception set.
-PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_ranks_options *out);
+PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_engine_options *out);
 
 // Methods that stand outside engine.c; their signatures and docs are in its table and in _core.pyi.
 // views.c
@@ -52,22 +53,20 @@ PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored);
 PyObject *rm_engine_py_manifest(rm_engine_object *self, PyObject *ignored);
 // external_scheduler.c
 PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_host_draw(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_host_top(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_host_routed(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_host_preempt(rm_engine_object *self, PyObject *id);
-PyObject *rm_engine_py_host_fail(rm_engine_object *self, PyObject *id);
-PyObject *rm_engine_py_host_forget(rm_engine_object *self, PyObject *pages);
-PyObject *rm_engine_py_host_tokens(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_external_draw(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_external_top(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_external_routed(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_external_preempt(rm_engine_object *self, PyObject *id);
+PyObject *rm_engine_py_external_fail(rm_engine_object *self, PyObject *id);
+PyObject *rm_engine_py_external_invalidate_pages(rm_engine_object *self, PyObject *pages);
+PyObject *rm_engine_py_external_tokens(rm_engine_object *self, PyObject *args);
 // weights.c
 PyObject *rm_engine_py_weights(rm_engine_object *self, PyObject *ignored);
 // sync.c
 PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObject *kwargs);
-PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *name);
-PyObject *rm_engine_py_sync_wanted(rm_engine_object *self, PyObject *name);
-PyObject *rm_engine_py_sync_check(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_sync_push_all(rm_engine_object *self, PyObject *pairs);
+PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *entries);
 PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *inflight);
 PyObject *rm_engine_py_sync_abort(rm_engine_object *self, PyObject *ignored);
 PyObject *rm_engine_py_sync_state(rm_engine_object *self, PyObject *ignored);

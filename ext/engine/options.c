@@ -11,27 +11,27 @@ typedef struct names { // attributes that stand for something else
   int64_t tp, dp, ep;
 } names;
 
-#define OPTION(python_name, type, member) {python_name, type, offsetof(rm_ranks_options, member)}
+#define OPTION(python_name, type, member) {python_name, type, offsetof(rm_engine_options, member)}
 static const rm_attribute option_fields[] = {
-    OPTION("threads", RM_ATTR_INT, engine.n_threads),
-    OPTION("max_model_len", RM_ATTR_I64, engine.max_model_len),
-    OPTION("max_num_seqs", RM_ATTR_I64, engine.max_num_seqs),
-    OPTION("max_num_batched_tokens", RM_ATTR_I64, engine.max_num_batched_tokens),
-    OPTION("block_size", RM_ATTR_I64, engine.page_size),
-    OPTION("kv_bytes", RM_ATTR_U64, engine.kv_bytes),
-    OPTION("memory_fraction", RM_ATTR_F64, engine.memory_fraction),
-    OPTION("external_pages", RM_ATTR_I64, engine.external_pages),
-    OPTION("seed", RM_ATTR_U64, engine.seed),
-    OPTION("enable_prefix_caching", RM_ATTR_BOOL, engine.prefix_caching),
-    OPTION("profile", RM_ATTR_BOOL, engine.profile),
-    OPTION("enforce_eager", RM_ATTR_BOOL, engine.enforce_eager),
+    OPTION("threads", RM_ATTR_INT, n_threads),
+    OPTION("max_model_len", RM_ATTR_I64, max_model_len),
+    OPTION("max_num_seqs", RM_ATTR_I64, max_num_seqs),
+    OPTION("max_num_batched_tokens", RM_ATTR_I64, max_num_batched_tokens),
+    OPTION("block_size", RM_ATTR_I64, page_size),
+    OPTION("kv_bytes", RM_ATTR_U64, kv_bytes),
+    OPTION("memory_fraction", RM_ATTR_F64, memory_fraction),
+    OPTION("external_pages", RM_ATTR_I64, external_pages),
+    OPTION("seed", RM_ATTR_U64, seed),
+    OPTION("enable_prefix_caching", RM_ATTR_BOOL, prefix_caching),
+    OPTION("profile", RM_ATTR_BOOL, profile),
+    OPTION("enforce_eager", RM_ATTR_BOOL, enforce_eager),
     OPTION("sequence_parallel", RM_ATTR_BOOL, sequence_parallel),
     OPTION("cuda_ordinal", RM_ATTR_INT, cuda_ordinal),
     OPTION("cuda_library", RM_ATTR_TEXT, cuda_library),
     OPTION("cuda_family", RM_ATTR_TEXT, cuda_family),
-    OPTION("nccl_library", RM_ATTR_TEXT, engine.nccl_library),
-    OPTION("nccl_gpu", RM_ATTR_TEXT, engine.nccl_gpu),
-    OPTION("cublas_library", RM_ATTR_TEXT, engine.cublas_library),
+    OPTION("nccl_library", RM_ATTR_TEXT, nccl_library),
+    OPTION("nccl_gpu", RM_ATTR_TEXT, nccl_gpu),
+    OPTION("cublas_library", RM_ATTR_TEXT, cublas_library),
 };
 static const rm_attribute name_fields[] = {
     {"dtype", RM_ATTR_TEXT, offsetof(names, dtype)},
@@ -60,20 +60,20 @@ static rm_code choose_kernels(const char *name, const rm_kernels **kernels, rm_e
       name);
 }
 
-PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_ranks_options *out) {
+PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_engine_options *out) {
   PyObject *held = PyList_New(0), *eos = PyObject_GetAttrString(object, "eos_token_ids");
   rm_error err = RM_ERROR_INIT;
   names n;
-  *out = (rm_ranks_options){0};
+  *out = (rm_engine_options){0};
   if (!held || !eos || PyList_Append(held, eos) ||
       rm_attributes_read(module, object, option_fields, RM_LENGTH(option_fields), out, held) ||
       rm_attributes_read(module, object, name_fields, RM_LENGTH(name_fields), &n, held) ||
-      rm_array_ids(module, eos, "eos_token_ids", &out->engine.eos_ids, &out->engine.n_eos)) {
+      rm_array_ids(module, eos, "eos_token_ids", &out->eos_ids, &out->n_eos)) {
     Py_CLEAR(held);
   } else if (rm_mesh_create(n.tp, n.dp, n.ep, 1, 1, &out->mesh, &err) ||
              rm_dispatcher_named(n.ep_backend, &out->dispatcher, &err) ||
-             choose_dtype(n.dtype, &out->engine.dtype, &err) ||
-             choose_kernels(n.isa, &out->engine.kernels, &err)) {
+             choose_dtype(n.dtype, &out->dtype, &err) ||
+             choose_kernels(n.isa, &out->kernels, &err)) {
     Py_CLEAR(held);
     rm_raise(module, &err);
   }

@@ -1,10 +1,11 @@
-// sync.c: weight syncs. A tensor (DLPack's capsule or the array) is held while the engine reads it
-// without the GIL.
+// sync.c: weight syncs. A push is a list of SyncEntry: a name that was resolved once, with a tensor
+// (DLPack's capsule or the array) that was taken once and is held until the engine has read it.
 #include "engine_object.h"
 
 #include "attributes.h"
 #include "base/memory.h"
 #include "tensor.h"
+#include "weights/check.h"
 #include "weights/resharding.h"
 
 // A key as UTF-8; *held owns the bytes. Lone surrogates pass, so that the engine can refuse the
@@ -36,73 +37,177 @@ PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObje
   options.version = version;
   if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  return rm_engine_finish(self, RM_UNLOCKED(rm_ranks_sync_begin(self->engine, &options, &err)),
+  return rm_engine_finish(self, RM_UNLOCKED(rm_engine_sync_begin(self->engine, &options, &err)),
                           &err);
 }
 
-PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *name) {
-  PyObject *module = rm_engine_module(self), *held = NULL, *list = NULL;
-  const char *text;
+// ------------------------------------------------------------------------------------------ entries
+// _core.SyncEntry: a name of a source, resolved once, and its tensor between sync_take and
+// sync_push. The tensor changes only while no other thread is in the engine.
+typedef struct entry_object {
+  PyObject_HEAD
+  rm_engine_object *engine; // owned; the target's indices are of its parameters
+  PyObject *name, *key; // owned: a str, and its bytes, which entry.name views
+  PyObject *owner; // owned; keeps the tensor alive; NULL: no tensor
+  rm_entry entry;
+} entry_object;
+
+PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args) {
+  PyObject *module = rm_engine_module(self), *name;
   Py_ssize_t length;
-  rm_target target = {0};
+  int skip_unknown = 0;
   rm_error err = RM_ERROR_INIT;
-  if (key_bytes(module, name, &held, &text, &length)) goto out;
-  if (rm_engine_enter(self)) goto out;
-  const rm_code code = rm_names_resolve(rm_engine_params(rm_ranks_engine(self->engine, 0)), text,
-                                        (size_t)length, &target, &err);
-  rm_engine_leave(self);
-  if (code) {
-    rm_raise(module, &err);
-    goto out;
+  if (!PyArg_ParseTuple(args, "O|p:sync_resolve", &name, &skip_unknown)) return NULL;
+  entry_object *made = rm_object_make(module, RM_TYPE_SYNC_ENTRY);
+  if (!made || key_bytes(module, name, &made->key, &made->entry.name, &length) ||
+      rm_engine_enter(self)) {
+    Py_XDECREF((PyObject *)made);
+    return NULL;
   }
-  list = PyList_New((Py_ssize_t)target.n_pieces);
-  for (int64_t i = 0; list && i < target.n_pieces; i++) {
-    PyObject *index = PyLong_FromLongLong(target.pieces[i].param);
+  made->engine = (rm_engine_object *)Py_NewRef((PyObject *)self);
+  made->name = Py_NewRef(name);
+  made->entry.length = (size_t)length;
+  const rm_params *params = rm_engine_params(self->engine);
+  const rm_code code = rm_entry_resolve(params, skip_unknown, &made->entry, &err);
+  rm_engine_leave(self);
+  if (!code) return (PyObject *)made;
+  Py_DECREF((PyObject *)made);
+  return rm_raise(module, &err);
+}
+
+static void drop_tensor(entry_object *self) {
+  PyObject *owner = self->owner;
+  self->owner = NULL;
+  rm_tensor_release(owner);
+}
+
+RM_TRAVERSE(entry_traverse, entry_object, (PyObject *)self->engine, self->owner)
+
+static int entry_clear(PyObject *self) {
+  drop_tensor((entry_object *)self);
+  return 0;
+}
+
+static void entry_dealloc(PyObject *object) {
+  PyObject_GC_UnTrack(object);
+  entry_object *self = (entry_object *)object;
+  drop_tensor(self);
+  rm_target_clear(&self->entry.target);
+  Py_XDECREF((PyObject *)self->engine);
+  Py_XDECREF(self->name);
+  Py_XDECREF(self->key);
+  rm_object_free(object);
+}
+
+static PyObject *entry_release(PyObject *object, PyObject *ignored) {
+  entry_object *self = (entry_object *)object;
+  (void)ignored;
+  if (rm_engine_enter(self->engine)) return NULL;
+  rm_engine_leave(self->engine);
+  drop_tensor(self);
+  Py_RETURN_NONE;
+}
+
+static PyObject *entry_wanted(PyObject *object, PyObject *ignored) {
+  rm_engine_object *engine = ((entry_object *)object)->engine;
+  const rm_target *target = &((entry_object *)object)->entry.target;
+  rm_parts parts = {0};
+  rm_error err = RM_ERROR_INIT;
+  (void)ignored;
+  if (rm_engine_enter(engine)) return NULL;
+  const rm_params *params = rm_engine_params(engine->engine);
+  const rm_mesh mesh = rm_engine_mesh(engine->engine);
+  const rm_code code = rm_plan_wanted(params, target, &mesh, &parts, &err);
+  rm_engine_leave(engine);
+  _Static_assert(sizeof(rm_part) == 9 * sizeof(int64_t), "a part is a row of the array");
+  PyObject *array = code ? rm_raise(rm_engine_module(engine), &err)
+                         : rm_array_new(NPY_INT64, 2, (const int64_t[]){parts.n, 9}, parts.list);
+  rm_parts_clear(&parts);
+  return array;
+}
+
+static PyObject *entry_name(PyObject *object, void *ignored) {
+  (void)ignored;
+  return Py_NewRef(((entry_object *)object)->name);
+}
+
+static PyObject *entry_params(PyObject *object, void *ignored) {
+  const rm_target *target = &((entry_object *)object)->entry.target;
+  PyObject *list = PyList_New((Py_ssize_t)target->n_pieces);
+  (void)ignored;
+  for (int64_t i = 0; list && i < target->n_pieces; i++) {
+    PyObject *index = PyLong_FromLongLong(target->pieces[i].param);
     if (!index || PyList_SetItem(list, (Py_ssize_t)i, index)) Py_CLEAR(list);
   }
-out:
-  rm_target_clear(&target);
-  Py_XDECREF(held);
   return list;
 }
 
-PyObject *rm_engine_py_sync_wanted(rm_engine_object *self, PyObject *name) {
-  PyObject *module = rm_engine_module(self), *held = NULL, *shape = NULL, *array = NULL;
-  const char *text;
-  Py_ssize_t length;
-  rm_target target = {0};
-  rm_parts parts = {0};
-  rm_error err = RM_ERROR_INIT;
-  if (key_bytes(module, name, &held, &text, &length)) goto out;
-  if (rm_engine_enter(self)) goto out;
-  const rm_params *params = rm_engine_params(rm_ranks_engine(self->engine, 0));
-  const rm_mesh mesh = rm_ranks_mesh(self->engine);
-  rm_code code = rm_names_resolve(params, text, (size_t)length, &target, &err);
-  if (!code) code = rm_plan_wanted(params, &target, &mesh, &parts, &err);
-  rm_engine_leave(self);
-  if (code) {
-    rm_raise(module, &err);
-    goto out;
-  }
-  shape = rm_tuple_of(target.shape, target.n_dims);
-  _Static_assert(sizeof(rm_part) == 9 * sizeof(int64_t), "a part is a row of the array");
-  if (shape) array = rm_array_new(NPY_INT64, 2, (const int64_t[]){parts.n, 9}, parts.list);
-out:
-  rm_parts_clear(&parts);
-  rm_target_clear(&target);
-  Py_XDECREF(held);
-  if (!array) Py_CLEAR(shape);
-  return array ? Py_BuildValue("(NN)", shape, array) : NULL;
+static PyObject *entry_shape(PyObject *object, void *ignored) {
+  const rm_target *target = &((entry_object *)object)->entry.target;
+  (void)ignored;
+  return rm_tuple_of(target->shape, target->n_pieces ? target->n_dims : 0);
 }
 
-// --------------------------------------------------------------------- who reads tensors of a GPU
+static PyObject *entry_nbytes(PyObject *object, void *ignored) {
+  const rm_tensor *tensor = &((entry_object *)object)->entry.tensor;
+  size_t bytes = ((entry_object *)object)->owner ? rm_src_bytes(tensor->dtype) : 0;
+  (void)ignored;
+  for (int i = 0; bytes && i < tensor->n_dims; i++) bytes *= (size_t)tensor->shape[i];
+  return PyLong_FromSize_t(bytes);
+}
+
+static PyObject *entry_taken(PyObject *object, void *ignored) {
+  (void)ignored;
+  return PyBool_FromLong(((entry_object *)object)->owner != NULL);
+}
+
+static PyMethodDef entry_methods[] = {
+    {"wanted", entry_wanted, METH_NOARGS,
+     PyDoc_STR("The parts of the tensor that each rank needs: rows [rank, 4 firsts, 4 sizes].")},
+    {"release", entry_release, METH_NOARGS, PyDoc_STR("Gives the tensor back.")},
+    {0},
+};
+
+static PyGetSetDef entry_members[] = {
+    {"name", entry_name, NULL, PyDoc_STR("As the source spells it."), NULL},
+    {"params", entry_params, NULL,
+     PyDoc_STR("Indices into the manifest; empty for an entry that is skipped."), NULL},
+    {"shape", entry_shape, NULL, PyDoc_STR("The shape that the tensor must have."), NULL},
+    {"nbytes", entry_nbytes, NULL, PyDoc_STR("Bytes of the tensor taken; 0 without one."), NULL},
+    {"taken", entry_taken, NULL, PyDoc_STR("Whether the entry has a tensor."), NULL},
+    {0},
+};
+
+static PyType_Slot entry_slots[] = {
+    {Py_tp_dealloc, entry_dealloc},
+    {Py_tp_traverse, entry_traverse},
+    {Py_tp_clear, entry_clear},
+    {Py_tp_methods, entry_methods},
+    {Py_tp_getset, entry_members},
+    {Py_tp_doc, "A name that Engine.sync_resolve has resolved, and its tensor until the push."},
+    {0, NULL},
+};
+PyType_Spec rm_sync_entry_spec =
+    RM_TYPE("SyncEntry", entry_object, RM_GC | RM_MADE_HERE, entry_slots);
+
+// An entry of this engine; NULL with an exception.
+static entry_object *entry_of(rm_engine_object *self, PyObject *object) {
+  PyObject *module = rm_engine_module(self);
+  if (rm_is(module, object, RM_TYPE_SYNC_ENTRY) && ((entry_object *)object)->engine == self)
+    return (entry_object *)object;
+  rm_raise_code(module, RM_E_STATE, "expected a SyncEntry of this engine, got %R",
+                (PyObject *)Py_TYPE(object));
+  return NULL;
+}
+
+// -------------------------------------------------------------------- who reads tensors of a GPU
 static const rm_device *take_reader(void *engine, PyObject *name, int ordinal) {
   rm_engine_object *self = engine;
   PyObject *module = rm_engine_module(self);
   const rm_device *device = NULL;
   rm_error err = RM_ERROR_INIT;
   if (rm_engine_enter(self)) return NULL;
-  const rm_code code = rm_ranks_ready_queue(self->engine, ordinal, &device, &err);
+  const rm_code code = rm_engine_ready_queue(self->engine, ordinal, &device, &err);
   if (!code) return device; // the engine is left by give_reader
   rm_engine_leave(self);
   if (code != RM_E_CONFIG) return rm_raise(module, &err), NULL;
@@ -115,97 +220,68 @@ static const rm_device *take_reader(void *engine, PyObject *name, int ordinal) {
 
 static void give_reader(void *engine) { rm_engine_leave(engine); }
 
-static int tensor_of(rm_engine_object *self, PyObject *object, PyObject *name, rm_tensor *tensor,
-                     PyObject **owner) {
+// ---------------------------------------------------------------------------------- take and push
+PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args) {
+  PyObject *module = rm_engine_module(self), *given, *object, *owner = NULL;
   const rm_tensor_reader reader = {take_reader, give_reader, self};
-  return rm_tensor_from_object(rm_engine_module(self), object, name,
-                               self->reads_gpus ? &reader : NULL, tensor, owner);
-}
-
-// ------------------------------------------------------------------------------------- tensors in
-typedef rm_code (*sync_call)(rm_ranks *, const char *, size_t, const rm_tensor *, rm_error *);
-
-static PyObject *with_tensor(rm_engine_object *self, PyObject *name, PyObject *object,
-                             sync_call call) {
-  PyObject *module = rm_engine_module(self), *key = NULL, *owner = NULL, *result = NULL;
-  const char *text;
-  Py_ssize_t length;
-  rm_tensor tensor;
   rm_error err = RM_ERROR_INIT;
-  if (key_bytes(module, name, &key, &text, &length)) goto out;
-  if (tensor_of(self, object, name, &tensor, &owner)) goto out;
-  if (rm_engine_enter(self)) goto out;
-  const rm_code code = RM_UNLOCKED(call(self->engine, text, (size_t)length, &tensor, &err));
+  if (!PyArg_ParseTuple(args, "OO:sync_take", &given, &object)) return NULL;
+  entry_object *entry = entry_of(self, given);
+  if (!entry) return NULL;
+  rm_tensor tensor;
+  if (rm_tensor_from_object(module, object, entry->name, self->reads_gpus ? &reader : NULL, &tensor,
+                            &owner))
+    return NULL;
+  if (rm_engine_enter(self)) {
+    rm_tensor_release(owner);
+    return NULL;
+  }
+  const rm_code code = rm_engine_sync_check(self->engine, &entry->entry, &tensor, &err);
+  PyObject *unused = owner;
+  if (!code) {
+    unused = entry->owner;
+    entry->owner = owner;
+    entry->entry.tensor = tensor;
+  }
   rm_engine_leave(self);
-  if (code) rm_raise(module, &err);
-  else result = Py_NewRef(Py_None);
-out:
-  rm_tensor_release(owner);
-  Py_XDECREF(key);
-  return result;
+  rm_tensor_release(unused);
+  return rm_none(module, code, &err);
 }
 
-PyObject *rm_engine_py_sync_check(rm_engine_object *self, PyObject *args) {
-  PyObject *name, *tensor;
-  if (!PyArg_ParseTuple(args, "OO:sync_check", &name, &tensor)) return NULL;
-  return with_tensor(self, name, tensor, rm_ranks_sync_check);
+// Views of the entries of a tuple; −1 with an exception.
+static int entries_of(rm_engine_object *self, PyObject *list, Py_ssize_t n, const rm_entry **out) {
+  for (Py_ssize_t i = 0; i < n; i++) {
+    const entry_object *entry = entry_of(self, PyTuple_GetItem(list, i));
+    if (!entry) return -1;
+    if (!entry->owner && entry->entry.target.n_pieces) {
+      rm_raise_code(rm_engine_module(self), RM_E_STATE,
+                    "%.200U: expected a tensor taken by sync_take, got none", entry->name);
+      return -1;
+    }
+    out[i] = &entry->entry;
+  }
+  return 0;
 }
 
-PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
-  PyObject *name, *tensor;
-  if (!PyArg_ParseTuple(args, "OO:sync_push", &name, &tensor)) return NULL;
-  return with_tensor(self, name, tensor, rm_ranks_sync_push);
-}
-
-// What an entry views; both owned.
-typedef struct held_pair {
-  PyObject *key, *owner;
-} held_pair;
-
-static int hold_pair(rm_engine_object *self, PyObject *pair, held_pair *held, rm_entry *entry) {
-  PyObject *module = rm_engine_module(self);
-  PyObject *name, *object;
-  Py_ssize_t length;
-  if (!PyArg_ParseTuple(pair, "OO:sync_push_all", &name, &object)) return -1;
-  if (key_bytes(module, name, &held->key, &entry->name, &length)) return -1;
-  entry->length = (size_t)length;
-  return tensor_of(self, object, name, &entry->tensor, &held->owner);
-}
-
-PyObject *rm_engine_py_sync_push_all(rm_engine_object *self, PyObject *pairs) {
+PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *given) {
   PyObject *module = rm_engine_module(self), *result = NULL;
-  PyObject *list =
-      PySequence_Tuple(pairs); // ours: a producer's code may change a list while it is walked
+  PyObject *list = PySequence_Tuple(given); // another thread may change a list
+  const rm_entry *one, **entries = &one;
+  rm_error err = RM_ERROR_INIT;
   if (!list) return NULL;
   const Py_ssize_t n = PyTuple_Size(list);
-  held_pair *held = rm_alloc((size_t)n, sizeof *held);
-  rm_entry *entries = rm_alloc((size_t)n, sizeof *entries);
-  if (!held || !entries) {
+  if (n > 1 && !(entries = rm_alloc((size_t)n, sizeof *entries)))
     rm_raise_code(module, RM_E_MEMORY, "no memory for a push of %zd tensors", n);
-    goto out;
+  if (entries && !rm_engine_enter(self)) {
+    const int failed = entries_of(self, list, n, entries);
+    const rm_code code =
+        failed ? RM_OK : RM_UNLOCKED(rm_engine_sync_push(self->engine, entries, n, &err));
+    rm_engine_leave(self);
+    if (!failed) result = rm_none(module, code, &err);
   }
-  for (Py_ssize_t i = 0; i < n; i++) {
-    PyObject *pair = PyTuple_GetItem(list, i);
-    if (!PyTuple_Check(pair)) {
-      rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "expected a tuple (name, tensor), got %R",
-                    (PyObject *)Py_TYPE(pair));
-      goto out;
-    }
-    if (hold_pair(self, pair, &held[i], &entries[i])) goto out;
-  }
-  if (rm_engine_enter(self)) goto out;
-  rm_error err = RM_ERROR_INIT;
-  const rm_code code = RM_UNLOCKED(rm_ranks_sync_push_all(self->engine, entries, n, &err));
-  rm_engine_leave(self);
-  if (code) rm_raise(module, &err);
-  else result = Py_NewRef(Py_None);
-out:
-  for (Py_ssize_t i = 0; held && i < n; i++) {
-    rm_tensor_release(held[i].owner);
-    Py_XDECREF(held[i].key);
-  }
-  rm_free(entries);
-  rm_free(held);
+  for (Py_ssize_t i = 0; result && i < n; i++)
+    drop_tensor((entry_object *)PyTuple_GetItem(list, i));
+  if (entries != &one) rm_free(entries);
   Py_DECREF(list);
   return result;
 }
@@ -241,7 +317,7 @@ PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
   if (choose_inflight(module, word, &inflight) || rm_engine_enter(self)) return NULL;
   rm_sync_report report;
   rm_error err = RM_ERROR_INIT;
-  const rm_code code = RM_UNLOCKED(rm_ranks_sync_commit(self->engine, inflight, &report, &err));
+  const rm_code code = RM_UNLOCKED(rm_engine_sync_commit(self->engine, inflight, &report, &err));
   rm_engine_leave(self);
   return code ? rm_raise(module, &err)
               : rm_attributes_dict(&report, report_fields, RM_LENGTH(report_fields));
@@ -249,13 +325,13 @@ PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
 
 PyObject *rm_engine_py_sync_abort(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
-  return rm_engine_call(self, rm_ranks_sync_abort);
+  return rm_engine_call(self, rm_engine_sync_abort);
 }
 
 PyObject *rm_engine_py_sync_state(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  const rm_store *store = rm_engine_store(rm_ranks_engine(self->engine, 0));
+  const rm_store *store = rm_engine_store(self->engine);
   const int64_t version = rm_store_version(store);
   const uint64_t digest = rm_store_digest(store);
   const int open = rm_store_is_open(store), complete = open && rm_sync_complete(store);

@@ -27,10 +27,6 @@ static int put(PyObject *dict, const char *key, PyObject *value) {
   return failed ? -1 : 0;
 }
 
-static PyObject *array_or_none(const void *data, int type, int n_dims, const int64_t *shape) {
-  return data ? rm_array_new(type, n_dims, shape, data) : Py_NewRef(Py_None);
-}
-
 // prompt_logprobs as they were asked for at add: the width of the view's arrays.
 static int asked_for(rm_engine_object *self, PyObject *id, int *prompt_logprobs) {
   PyObject *record = PyDict_GetItemWithError(self->requests, id);
@@ -50,27 +46,47 @@ static PyObject *error_object(rm_engine_object *self, const rm_request_view *vie
   return PyObject_CallFunction(type, "s", message);
 }
 
+typedef struct record { // [n], or [n][top]
+  const char *key;
+  const void *data;
+  int type, has_top, optional; // optional: None without data
+} record;
+
+static int put_records(PyObject *dict, const record *records, size_t n_records, int64_t n,
+                       int64_t top) {
+  const int64_t shape[2] = {n, top};
+  for (size_t i = 0; i < n_records; i++) {
+    const record *r = &records[i];
+    const void *data = r->has_top && top <= 0 ? NULL : r->data;
+    if (put(dict, r->key,
+            data || !r->optional ? rm_array_new(r->type, 1 + r->has_top, shape, data)
+                                 : Py_NewRef(Py_None)))
+      return -1;
+  }
+  return 0;
+}
+
+// n rows of the routing, or None.
+static int put_routed(rm_engine_object *self, PyObject *dict, const char *key, int has_routing,
+                      const void *ids, int64_t n) {
+  const int64_t shape[3] = {n, self->spec->n_moe_layers, self->spec->top_k};
+  return put(dict, key,
+             has_routing ? rm_array_new(NPY_INT16, 3, shape, n ? ids : NULL) : Py_NewRef(Py_None));
+}
+
 static int put_prompt(rm_engine_object *self, PyObject *dict, const rm_request_view *view,
                       int top) {
-  const rm_spec *spec = self->spec;
-  const int64_t n = view->n_prompt;
-  const int64_t one[1] = {n - 1}, ranked[2] = {n - 1, top},
-                routed[3] = {n, spec->n_moe_layers, spec->top_k};
-  if (put(dict, "prompt_logprobs", array_or_none(view->prompt_logprobs, NPY_FLOAT32, 1, one)))
-    return -1;
-  if (put(dict, "prompt_sampling_logprobs",
-          array_or_none(view->prompt_sampling_logprobs, NPY_FLOAT32, 1, one)))
-    return -1;
-  if (put(dict, "prompt_ranks", array_or_none(view->prompt_ranks, NPY_INT32, 1, one))) return -1;
-  if (put(dict, "prompt_top_ids",
-          array_or_none(top > 0 ? view->prompt_top_ids : NULL, NPY_INT32, 2, ranked)))
-    return -1;
-  if (put(dict, "prompt_top_logprobs",
-          array_or_none(top > 0 ? view->prompt_top_logprobs : NULL, NPY_FLOAT32, 2, ranked)))
-    return -1;
+  const record records[] = {
+      {"prompt_logprobs", view->prompt_logprobs, NPY_FLOAT32, 0, 1},
+      {"prompt_sampling_logprobs", view->prompt_sampling_logprobs, NPY_FLOAT32, 0, 1},
+      {"prompt_ranks", view->prompt_ranks, NPY_INT32, 0, 1},
+      {"prompt_top_ids", view->prompt_top_ids, NPY_INT32, 1, 1},
+      {"prompt_top_logprobs", view->prompt_top_logprobs, NPY_FLOAT32, 1, 1},
+  };
+  if (put_records(dict, records, RM_LENGTH(records), view->n_prompt - 1, top)) return -1;
   // Routing is the largest record, which a stream would copy after each step.
-  const int16_t *ids = view->finished ? view->prompt_routed : NULL;
-  return put(dict, "prompt_routed", array_or_none(ids, NPY_INT16, 3, routed));
+  return put_routed(self, dict, "prompt_routed", view->finished && view->prompt_routed,
+                    view->prompt_routed, view->n_prompt);
 }
 
 static PyObject *times_object(const rm_request_times *times) {
@@ -87,7 +103,7 @@ PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
   rm_request_view view;
   rm_error err = RM_ERROR_INIT;
   if (asked_for(self, argument, &prompt_logprobs)) goto out;
-  if (rm_ranks_view(self->engine, id, &view, &err)) {
+  if (rm_scheduler_view(rm_engine_scheduler(self->engine, id), id, &view, &err)) {
     rm_raise(rm_engine_module(self), &err);
     goto out;
   }
@@ -106,28 +122,24 @@ out:
 }
 
 static int put_sample(rm_engine_object *self, PyObject *dict, const rm_sample_view *view) {
-  const rm_spec *spec = self->spec;
-  const int64_t n = view->n_tokens, top = view->n_top, fed = n > 0 ? n - 1 : 0;
-  const int64_t one[1] = {n}, ranked[2] = {n, top},
-                routed[3] = {fed, spec->n_moe_layers, spec->top_k};
-  if (put(dict, "finish", finish_object(view->finish))) return -1;
-  if (put(dict, "stop_token", PyLong_FromLong(view->stop_token))) return -1;
-  if (put(dict, "token_ids", rm_array_new(NPY_INT32, 1, one, view->tokens))) return -1;
-  if (put(dict, "logprobs", rm_array_new(NPY_FLOAT32, 1, one, view->logprobs))) return -1;
-  if (put(dict, "sampling_logprobs", rm_array_new(NPY_FLOAT32, 1, one, view->sampling_logprobs)))
+  const int64_t n = view->n_tokens;
+  const record records[] = {
+      {"token_ids", view->tokens, NPY_INT32, 0, 0},
+      {"logprobs", view->logprobs, NPY_FLOAT32, 0, 0},
+      {"sampling_logprobs", view->sampling_logprobs, NPY_FLOAT32, 0, 0},
+      {"versions", view->versions, NPY_INT64, 0, 0},
+      {"no_contract", view->no_contract, NPY_UINT8, 0, 0},
+      {"ranks", view->ranks, NPY_INT32, 0, 1},
+      {"top_ids", view->top_ids, NPY_INT32, 1, 1},
+      {"top_logprobs", view->top_logprobs, NPY_FLOAT32, 1, 1},
+      {"kept", view->kept, NPY_INT32, 0, 1},
+  };
+  if (put(dict, "finish", finish_object(view->finish)) ||
+      put(dict, "stop_token", PyLong_FromLong(view->stop_token)) ||
+      put_records(dict, records, RM_LENGTH(records), n, view->n_top))
     return -1;
-  if (put(dict, "versions", rm_array_new(NPY_INT64, 1, one, view->versions))) return -1;
-  if (put(dict, "no_contract", rm_array_new(NPY_UINT8, 1, one, view->no_contract))) return -1;
-  if (put(dict, "ranks", array_or_none(view->ranks, NPY_INT32, 1, one))) return -1;
-  if (put(dict, "top_ids", array_or_none(top > 0 ? view->top_ids : NULL, NPY_INT32, 2, ranked)))
-    return -1;
-  if (put(dict, "top_logprobs",
-          array_or_none(top > 0 ? view->top_logprobs : NULL, NPY_FLOAT32, 2, ranked)))
-    return -1;
-  if (put(dict, "kept", array_or_none(view->kept, NPY_INT32, 1, one))) return -1;
-  const int has_routing = spec->n_moe_layers && view->finish != RM_RUNNING;
-  if (!has_routing) return put(dict, "routed", Py_NewRef(Py_None));
-  return put(dict, "routed", rm_array_new(NPY_INT16, 3, routed, fed ? view->routed : NULL));
+  const int has_routing = self->spec->n_moe_layers && view->finish != RM_RUNNING;
+  return put_routed(self, dict, "routed", has_routing, view->routed, n > 0 ? n - 1 : 0);
 }
 
 PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
@@ -141,7 +153,7 @@ PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
   rm_sample_view view;
   rm_error err = RM_ERROR_INIT;
   if (asked_for(self, argument, &prompt_logprobs)) goto out;
-  if (rm_ranks_sample_view(self->engine, id, sample, &view, &err)) {
+  if (rm_scheduler_sample_view(rm_engine_scheduler(self->engine, id), id, sample, &view, &err)) {
     rm_raise(rm_engine_module(self), &err);
     goto out;
   }
@@ -161,7 +173,7 @@ PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args) {
   PyObject *result = NULL;
   rm_sample_view view;
   rm_error err = RM_ERROR_INIT;
-  if (rm_ranks_sample_view(self->engine, id, sample, &view, &err)) {
+  if (rm_scheduler_sample_view(rm_engine_scheduler(self->engine, id), id, sample, &view, &err)) {
     rm_raise(rm_engine_module(self), &err);
     goto out;
   }
@@ -211,7 +223,7 @@ PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   rm_engine_stats stats;
   if (rm_engine_enter(self)) return NULL;
-  rm_ranks_statistics(self->engine, &stats);
+  rm_engine_statistics(self->engine, &stats);
   rm_engine_leave(self);
   return rm_attributes_dict(&stats, stats_fields, RM_LENGTH(stats_fields));
 }
@@ -232,7 +244,7 @@ static const rm_attribute profile_fields[] = {
 PyObject *rm_engine_py_profile(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  rm_profile *profile = rm_engine_profile(rm_ranks_engine(self->engine, 0));
+  rm_profile *profile = rm_engine_profile(self->engine);
   PyObject *list = PyList_New(0);
   for (int i = 0; list && profile && i < profile->n_entries; i++) {
     PyObject *entry =
@@ -258,7 +270,7 @@ static PyObject *manifest_entry(const rm_params *params, const rm_param *param) 
 PyObject *rm_engine_py_manifest(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  const rm_params *params = rm_engine_params(rm_ranks_engine(self->engine, 0));
+  const rm_params *params = rm_engine_params(self->engine);
   PyObject *list = PyList_New((Py_ssize_t)params->n);
   for (int64_t i = 0; list && i < params->n; i++) {
     PyObject *entry = manifest_entry(params, &params->list[i]);

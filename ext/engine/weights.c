@@ -108,7 +108,7 @@ static PyObject *all_views(const serving *s) {
 PyObject *rm_engine_py_weights(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  rm_store *store = rm_engine_store(rm_ranks_engine(self->engine, 0));
+  rm_store *store = rm_engine_store(self->engine);
   const serving s = {.self = self,
                      .params = rm_store_params(store),
                      .block = rm_store_weights(store),

@@ -1,6 +1,6 @@
-// gpu_array.c: see gpu_array.h. Each array of an OpDevice is an allocation of its own. Freeing it
-// waits for all work of the device, also that of other libraries; a pool would let a new array
-// overwrite memory that another library's stream still reads.
+// gpu_array.c: see gpu_array.h. Each array of an OpDevice is a separate allocation. Freeing it
+// waits for all work of the device, including that of other libraries. Rejected: a pool, because a
+// new array could overwrite memory that another library's stream still reads.
 #include "gpu_array.h"
 
 #include <stdio.h>
@@ -20,16 +20,16 @@ typedef struct array_object {
   PyObject_HEAD
   rm_op_device *op_device; // owned; NULL: an array of `gpus`
   PyObject *gpus; // owned _core.Gpus; NULL: an array of `op_device`, which is C-contiguous
-  PyObject *
-      // owned: what keeps `data`. NULL: the array itself, of an OpDevice; somebody else, of gpus
-      owner;
-  void *data; // NULL: no element, or dropped
+  // Owned: the object that keeps `data` alive. NULL: an array of an OpDevice owns its data; the
+  // memory of an array of gpus belongs to another process.
+  PyObject *owner;
+  void *data; // NULL: no elements, or dropped
   size_t bytes;
   int ordinal, dtype, n_dims, read_only, is_dropped;
   int64_t shape[MAX_DIMS], strides[MAX_DIMS]; // in elements
 } array_object;
 
-// ---------------------------------------------------------------------------------- making arrays
+// --------------------------------------------------------------------------------------- creation
 static int dtype_named(PyObject *module, const char *name) {
   int dtype = 0;
   while (dtype < RM_N_ELEMENTS && strcmp(rm_elements[dtype].name, name) != 0) dtype++;
@@ -38,7 +38,7 @@ static int dtype_named(PyObject *module, const char *name) {
   return -1;
 }
 
-// −1 with an exception for what is no integer of 64 bits.
+// Returns −1 with an exception if it is not a 64-bit integer.
 static int64_t size_of(PyObject *module, PyObject *size) {
   const int64_t value = PyLong_AsLongLong(size);
   if (value != -1 || !PyErr_Occurred()) return value;
@@ -48,7 +48,7 @@ static int64_t size_of(PyObject *module, PyObject *size) {
   return -1;
 }
 
-// An array without memory. All sizes are checked, and their product.
+// Makes an array without memory. Checks all sizes and their product.
 static array_object *new_array(PyObject *module, rm_op_device *op_device, int dtype,
                                PyObject *shape) {
   const Py_ssize_t n = PyTuple_Size(shape);
@@ -81,15 +81,14 @@ static array_object *new_array(PyObject *module, rm_op_device *op_device, int dt
   return self;
 }
 
-// (ordinal, address, dtype, shape, strides, owner or None): a view, read-only, of memory that is
-// another process's or a GpuBlock's.
+// (ordinal, address, dtype, shape, strides): a read-only view of another process's memory.
 PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args) {
-  PyObject *module = rm_module_of(gpus), *shape, *strides, *owner = NULL;
+  PyObject *module = rm_module_of(gpus), *shape, *strides;
   int ordinal;
   unsigned long long address;
   const char *name;
-  if (!PyArg_ParseTuple(args, "iKsO!O!|O:array", &ordinal, &address, &name, &PyTuple_Type, &shape,
-                        &PyTuple_Type, &strides, &owner))
+  if (!PyArg_ParseTuple(args, "iKsO!O!:array", &ordinal, &address, &name, &PyTuple_Type, &shape,
+                        &PyTuple_Type, &strides))
     return NULL;
   const int dtype = dtype_named(module, name);
   const Py_ssize_t n = PyTuple_Size(shape);
@@ -101,7 +100,6 @@ PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args) {
   array_object *array = rm_object_make(module, RM_TYPE_DEVICE_ARRAY);
   if (!array) return NULL;
   array->gpus = Py_NewRef(gpus);
-  array->owner = Py_XNewRef(owner);
   array->data = (void *)(uintptr_t)address;
   array->ordinal = ordinal, array->dtype = dtype, array->n_dims = (int)n, array->read_only = 1;
   if (rm_numbers_of(shape, array->shape, (int)n) ||
@@ -111,7 +109,7 @@ PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args) {
   }
   array->bytes = rm_elements[dtype].bits / 8;
   for (int i = 0; i < array->n_dims; i++)
-    array->bytes *= (size_t)array->shape[i]; // of an allocation, so it does not overflow
+    array->bytes *= (size_t)array->shape[i]; // cannot overflow: it is part of an allocation
   return (PyObject *)array;
 }
 
@@ -168,8 +166,8 @@ PyObject *rm_device_array_copy(PyObject *module, rm_op_device *op_device, PyObje
 }
 
 // ------------------------------------------------------------------------ other libraries' arrays
-// Checks C order, alignment, and that the driver says the memory is this device's: a kernel that
-// reads elsewhere ends the CUDA context.
+// Checks C order, alignment, and with the driver that the memory is on this device: a kernel that
+// reads other memory ends the CUDA context.
 static int check_memory(PyObject *module, PyObject *name, const dl_tensor *t, array_object *array) {
   int64_t step = 1;
   const rm_device *device = &array->op_device->device;
@@ -206,8 +204,8 @@ static int check_memory(PyObject *module, PyObject *name, const dl_tensor *t, ar
 PyObject *rm_device_array_over(PyObject *module, rm_op_device *op_device, PyObject *name,
                                const rm_dlpack *taken) {
   const dl_tensor *t = taken->tensor;
-  const int is_words = t->dtype.lanes == 1 && t->dtype.code == DL_UINT &&
-                       t->dtype.bits == 16; // bfloat16, as in a NumPy array
+  // uint16 is bfloat16, as in NumPy arrays.
+  const int is_words = t->dtype.lanes == 1 && t->dtype.code == DL_UINT && t->dtype.bits == 16;
   const int dtype =
       is_words ? RM_SRC_BF16 : rm_element_of(module, name, t->dtype, RM_N_ELEMENTS, RM_ELEMENTS);
   if (dtype < 0) return NULL;
@@ -247,7 +245,7 @@ static const char *type_name(int type) {
   return rm_elements[i].name;
 }
 
-// The address of empty arrays, which is never read: to an op NULL means that an array is absent.
+// The address of empty arrays, which is never read. Ops take NULL for an absent array.
 static char no_element;
 
 int rm_device_array_data(PyObject *module, rm_op_device *op_device, PyObject *object,
@@ -289,7 +287,7 @@ int rm_device_array_data(PyObject *module, rm_op_device *op_device, PyObject *ob
 }
 
 // ----------------------------------------------------------------------------------------- DLPack
-typedef struct dl_managed { // DLPack before versions
+typedef struct dl_managed { // unversioned DLPack
   dl_tensor tensor;
   void *context;
   void (*deleter)(struct dl_managed *);
@@ -303,18 +301,19 @@ typedef struct capsule_held {
   PyObject *array; // owned
 } capsule_held;
 
-static void let_go(capsule_held *held) {
-  if (!Py_IsInitialized()) return; // the process ends
+static void release(capsule_held *held) {
+  if (!Py_IsInitialized()) return; // the process is exiting
   const PyGILState_STATE gil = PyGILState_Ensure();
   Py_DECREF(held->array);
   PyGILState_Release(gil);
   rm_free(held);
 }
 
-static void delete_versioned(dl_versioned *managed) { let_go(managed->context); }
-static void delete_old(dl_managed *managed) { let_go(managed->context); }
+static void delete_versioned(dl_versioned *managed) { release(managed->context); }
+static void delete_old(dl_managed *managed) { release(managed->context); }
 
-static void end_capsule(PyObject *capsule) { // one that no consumer has taken
+// The destructor of a capsule; a consumer that takes the tensor renames the capsule.
+static void end_capsule(PyObject *capsule) {
   if (PyCapsule_IsValid(capsule, "dltensor_versioned"))
     delete_versioned(PyCapsule_GetPointer(capsule, "dltensor_versioned"));
   if (PyCapsule_IsValid(capsule, "dltensor")) delete_old(PyCapsule_GetPointer(capsule, "dltensor"));
@@ -340,12 +339,12 @@ static PyObject *capsule_of(array_object *self, int versioned) {
   held->old = (dl_managed){tensor, held, delete_old};
   PyObject *capsule = versioned ? PyCapsule_New(&held->versioned, "dltensor_versioned", end_capsule)
                                 : PyCapsule_New(&held->old, "dltensor", end_capsule);
-  if (!capsule) let_go(held);
+  if (!capsule) release(held);
   return capsule;
 }
 
-// Makes `stream` wait for the ops enqueued so far; DLPack: None is the default stream, −1 means no
-// wait. Lent memory is complete already.
+// Makes `stream` wait for the ops enqueued so far. In DLPack None is the default stream, and −1
+// means no wait. Lent memory is already complete.
 static int hand_over(array_object *self, PyObject *stream) {
   const long long handle = stream == Py_None ? 1 : PyLong_AsLongLong(stream);
   rm_error err = RM_ERROR_INIT;
@@ -387,7 +386,7 @@ static PyObject *array_dlpack(PyObject *object, PyObject *args, PyObject *kwargs
   if (device != Py_None && !PyArg_ParseTuple(device, "ii:dl_device", &type, &number)) return NULL;
   if (type != DL_CUDA || number != self->ordinal || copy == Py_True)
     return PyErr_Format(PyExc_BufferError,
-                        "expected dl_device of %s and copy=False: the array stays where it is",
+                        "expected dl_device of %s and copy=False: the array is not copied",
                         device_name(self));
   if (self->is_dropped) return rm_raise_code(rm_module_of(object), RM_E_STATE, GIVEN_BACK);
   if (major < 1 && self->read_only)
@@ -425,8 +424,8 @@ static int read_bytes(const array_object *self, void *to, int64_t low, size_t by
   return code ? -1 : 0;
 }
 
-// A C-contiguous array is read into the result. A strided one is read as a whole range of memory,
-// and then rearranged.
+// Reads a C-contiguous array into the result. Reads a strided one as a whole range of memory, then
+// rearranges it.
 static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
   const array_object *self = (array_object *)object;
   const int type = rm_elements[self->dtype].type;
@@ -462,7 +461,7 @@ static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
   return copy;
 }
 
-// (first, shape): elements first … of it, in C order, as an array of that shape.
+// (first, shape): returns elements first … of the array, in C order, as an array of that shape.
 static PyObject *array_part(PyObject *object, PyObject *args) {
   array_object *self = (array_object *)object;
   PyObject *place, *shape, *module = rm_module_of(object);
@@ -493,8 +492,7 @@ static PyObject *array_part(PyObject *object, PyObject *args) {
 
 RM_TRAVERSE(array_traverse, array_object, (PyObject *)self->op_device, self->gpus, self->owner)
 
-// The array exports no memory from now on. Its owner stays, for consumers of __dlpack__ that still
-// read.
+// Ends the array's exports. Its owner stays, for consumers of __dlpack__ that still read.
 static void drop(array_object *self) {
   self->data = NULL;
   self->is_dropped = 1;
@@ -553,8 +551,8 @@ static PyObject *array_device(PyObject *self, void *ignored) {
   return PyUnicode_FromString(device_name((array_object *)self));
 }
 
-// Nothing is copied to the host implicitly. Without __array__ NumPy would make an object array of
-// it.
+// Arrays are never copied to the host implicitly. Without __array__ NumPy would make an object
+// array.
 static PyObject *refuse_host(PyObject *object, const char *what) {
   const array_object *self = (array_object *)object;
   return rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR,
@@ -578,16 +576,16 @@ static Py_ssize_t array_length(PyObject *object) {
 
 static PyMethodDef array_methods[] = {
     {"__array__", (PyCFunction)(void (*)(void))array_array, METH_VARARGS | METH_KEYWORDS,
-     PyDoc_STR("UnsupportedTensorError: see numpy.")},
+     PyDoc_STR("Raises UnsupportedTensorError; use numpy().")},
     {"__dlpack__", (PyCFunction)(void (*)(void))array_dlpack, METH_VARARGS | METH_KEYWORDS,
-     PyDoc_STR("A capsule; the consumer's stream comes after the ops so far.")},
+     PyDoc_STR("Returns a capsule; the consumer's stream waits for the ops enqueued so far.")},
     {"__dlpack_device__", array_dlpack_device, METH_NOARGS, PyDoc_STR("(2, ordinal).")},
     {"numpy", array_numpy, METH_NOARGS,
-     PyDoc_STR("A copy on the host, of bfloat16 its words in uint16; waits for the ops so far.")},
+     PyDoc_STR("Returns a copy on the host, bfloat16 as uint16 words; waits for the ops so far.")},
     {"drop", array_drop, METH_NOARGS,
-     PyDoc_STR("Of a lent array, whose memory goes: StateError from now on.")},
+     PyDoc_STR("Ends a lent array, whose memory is returned: later uses raise StateError.")},
     {"part", array_part, METH_VARARGS,
-     PyDoc_STR("(first, shape): its elements from the first on, as a view of that shape.")},
+     PyDoc_STR("(first, shape): a view of that shape of the elements from `first` on.")},
     {0},
 };
 
@@ -604,7 +602,7 @@ static PyMemberDef array_fields[] = {
     {"nbytes", T_PYSSIZET, offsetof(array_object, bytes), READONLY,
      PyDoc_STR("Bytes of its elements.")},
     {"op_device", T_OBJECT, offsetof(array_object, op_device), READONLY,
-     PyDoc_STR("Its OpDevice; None of a lent array.")},
+     PyDoc_STR("Its OpDevice; None for a lent array.")},
     {0},
 };
 

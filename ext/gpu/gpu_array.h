@@ -23,28 +23,28 @@ enum { RM_OP_DEVICE_MIRRORED = 4 };
 typedef struct rm_op_device {
   PyObject_HEAD
   rm_device device; // owned
-  char *library; // owned: where it comes from
+  char *library; // owned: path of the CUDA library
   pthread_mutex_t mutex; // recursive
-  pid_t owner; // CUDA does not survive a fork
+  pid_t owner; // the process that may use it: CUDA does not survive a fork
   void *workspace; // owned, grows
   size_t workspace_bytes;
-  rm_mirrored_buffer
-      mirrored[RM_OP_DEVICE_MIRRORED]; // owned, grow: index arrays, parameters, small results
+  // Owned, grow: index arrays, parameters, small results.
+  rm_mirrored_buffer mirrored[RM_OP_DEVICE_MIRRORED];
 } rm_op_device;
 
-// 0, or −1 with ConfigError: ops cannot be ordered with that stream.
+// Returns 0, or −1 with ConfigError if ops cannot be ordered with that stream.
 int rm_op_device_check_stream(PyObject *module, rm_op_device *op_device, void *stream);
-// 0, or −1 with StateError in a forked child. *saved is for leave.
+// Returns 0, or −1 with StateError in a forked child. *saved is for leave.
 int rm_op_device_enter(PyObject *module, rm_op_device *op_device, int *saved);
 void rm_op_device_leave(rm_op_device *op_device, int saved);
-// Mirrored buffer i with room for so many bytes, which no earlier work reads or writes.
+// Grows mirrored buffer i to at least `bytes` and waits until earlier work has finished with it.
 // RM_E_CAPACITY, RM_E_MEMORY, RM_E_DEVICE.
 rm_code rm_op_device_mirrored(rm_op_device *op_device, int i, size_t bytes, rm_error *err);
-rm_code rm_op_device_workspace(rm_op_device *op_device, size_t bytes,
-                               rm_error *err); // grows it: RM_E_CAPACITY, RM_E_DEVICE
+// Grows the workspace to at least `bytes`. RM_E_CAPACITY, RM_E_DEVICE.
+rm_code rm_op_device_workspace(rm_op_device *op_device, size_t bytes, rm_error *err);
 
 // New arrays: zeros of a dtype by its name and a shape (tuple), a copy of a NumPy array, a view of
-// what a producer gave. CapacityError, DTypeError, ShapeError, LayoutError, UnsupportedTensorError.
+// a producer's tensor. CapacityError, DTypeError, ShapeError, LayoutError, UnsupportedTensorError.
 PyObject *rm_device_array_zeros(PyObject *module, rm_op_device *op_device, const char *name,
                                 PyObject *shape);
 PyObject *rm_device_array_copy(PyObject *module, rm_op_device *op_device, PyObject *array);
@@ -54,8 +54,8 @@ PyObject *rm_device_array_over(PyObject *module, rm_op_device *op_device, PyObje
 PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args); // _core.Gpus.array
 
 int rm_is_device_array(PyObject *module, PyObject *object);
-// As rm_array_data, of a DeviceArray of `op_device`'s device; another array gives
-// UnsupportedTensorError, which names both places. *bytes (may be NULL) is their number.
+// rm_array_data for a DeviceArray on `op_device`. UnsupportedTensorError for any other array; its
+// message names both devices. *bytes (may be NULL): the array's bytes.
 int rm_device_array_data(PyObject *module, rm_op_device *op_device, PyObject *object,
                          rm_array_want *want, void **data, size_t *bytes);
-int rm_device_array_type(PyObject *array); // NPY_UINT16 of bfloat16, NPY_FLOAT32, …
+int rm_device_array_type(PyObject *array); // NPY_UINT16 for bfloat16, NPY_FLOAT32, …

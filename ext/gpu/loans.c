@@ -1,4 +1,4 @@
-// loans.c: see loans.h. Python decides which process opens what, and for how long
+// loans.c: see loans.h. Python decides which process opens which memory, and for how long
 // (rollmesh.weights.transport.loans).
 #include "loans.h"
 
@@ -9,7 +9,6 @@
 #include "device/ready_streams.h"
 #include "dlpack.h"
 #include "gpu_array.h"
-#include "gpu_group.h"
 #include "tensor.h"
 
 typedef struct gpus_object {
@@ -82,7 +81,7 @@ static PyObject *gpus_wait(PyObject *object, PyObject *args) {
                  RM_UNLOCKED(rm_ready_streams_wait(&self->readers, ordinal, &err)), &err);
 }
 
-// Opening memory waits for the driver, closing it for the device: both run without the GIL.
+// Opening memory waits for the driver, closing it waits for the device: both run without the GIL.
 static PyObject *gpus_loan(PyObject *object, PyObject *args) {
   gpus_object *self = (gpus_object *)object;
   int ordinal;
@@ -138,20 +137,19 @@ static PyObject *gpus_give_back(PyObject *object, PyObject *args) {
 
 static PyMethodDef gpus_methods[] = {
     {"lend", gpus_lend, METH_VARARGS,
-     PyDoc_STR("(name, tensor): (ordinal, address, dtype, shape, strides, what keeps it alive).")},
+     PyDoc_STR("(name, tensor): (ordinal, address, dtype, shape, strides, owner of the memory).")},
     {"wait", gpus_wait, METH_VARARGS,
-     PyDoc_STR("(ordinal): until what writes the tensors lent so far is done.")},
+     PyDoc_STR("(ordinal): waits until the writes of the tensors lent so far are complete.")},
     {"loan", gpus_loan, METH_VARARGS,
      PyDoc_STR("(ordinal, address): the allocation there: (bus id, handle, address, bytes).")},
     {"borrow", gpus_borrow, METH_VARARGS,
-     PyDoc_STR("(bus id, handle): another process's, opened: (ordinal, address, bytes).")},
-    {"give_back", gpus_give_back, METH_VARARGS, PyDoc_STR("(ordinal, address): closes it.")},
+     PyDoc_STR("(bus id, handle): opens another process's memory: (ordinal, address, bytes).")},
+    {"give_back", gpus_give_back, METH_VARARGS,
+     PyDoc_STR("(ordinal, address): closes memory of another process.")},
     {"array", rm_gpu_array_lent, METH_VARARGS,
      PyDoc_STR(
-         "(ordinal, address, dtype, shape, strides, held=None): a read-only DeviceArray over part "
-         "of an allocation that `held` keeps.")},
-    {"group", rm_gpu_group_new, METH_VARARGS,
-     PyDoc_STR("(end, ordinal, nccl library, GPU's name, timeout): a GpuGroup of end's ranks.")},
+         "(ordinal, address, dtype, shape, strides): a read-only DeviceArray over part of an open "
+         "allocation.")},
     {0},
 };
 
@@ -159,7 +157,7 @@ static PyType_Slot gpus_slots[] = {
     {Py_tp_new, gpus_new},
     {Py_tp_dealloc, gpus_dealloc},
     {Py_tp_methods, gpus_methods},
-    {Py_tp_doc, "Gpus(library): the GPUs of this process, for memory that goes between processes."},
+    {Py_tp_doc, "Gpus(library): the GPUs of this process, for memory shared between processes."},
     {0, NULL},
 };
 PyType_Spec rm_gpus_spec = RM_TYPE("Gpus", gpus_object, 0, gpus_slots);

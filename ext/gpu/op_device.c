@@ -10,7 +10,7 @@ int rm_op_device_enter(PyObject *module, rm_op_device *op_device, int *saved) {
   if (getpid() != op_device->owner) {
     rm_raise_code(
         module, RM_E_STATE,
-        "%s: expected arrays made in this process, got those of process %d; a forked child has to "
+        "%s: expected arrays made in this process, got arrays of process %d; a forked child has to "
         "make its own",
         op_device->device.name, (int)op_device->owner);
     return -1;
@@ -169,12 +169,12 @@ static PyObject *op_device_check_stream(PyObject *self, PyObject *number) {
 
 static PyMethodDef op_device_methods[] = {
     {"check_stream", op_device_check_stream, METH_O,
-     PyDoc_STR("(handle): ConfigError where ops cannot be ordered with that stream.")},
+     PyDoc_STR("(handle): raises ConfigError if ops cannot be ordered with that stream.")},
     {"zeros", op_device_zeros, METH_VARARGS, PyDoc_STR("(shape, dtype): a DeviceArray of zeros.")},
     {"to_device", op_device_copy, METH_O, PyDoc_STR("(array): a copy of a NumPy array.")},
     {"take", op_device_take, METH_VARARGS,
-     PyDoc_STR(
-         "(name, tensor): a view of a DLPack producer's tensor, whose stream is waited for.")},
+     PyDoc_STR("(name, tensor): a view of a DLPack producer's tensor; ops wait for the producer's "
+               "stream.")},
     {0},
 };
 

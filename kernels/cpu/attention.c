@@ -1,13 +1,13 @@
 // attention.c: paged attention by the recurrence of docs/numerics.md §4. A unit of work is a run of
-// rows of one sequence times one kv head: all its query heads (rows × heads per kv head) meet each
+// rows of one sequence times one kv head: all its query heads (rows × heads per kv head) use each
 // block of keys and values while it is in the L1 cache. A page of K is a packed matrix and a page
 // of V a k block, so both products are those of the panel's header. On a rank of a mesh the first
 // and the last kv head may have fewer query heads than the others, and their units fewer queries.
 //
-// The softmax of a block goes over all queries of a unit: what is one number per query (maxima,
-// alpha, sums) is computed for sixteen of them at once. Queries without a live position in the
+// The softmax of a block runs over all queries of a unit: values with one number per query (maxima,
+// alpha, sums) are computed for sixteen queries at once. Queries without a live position in the
 // block get P = 0 and alpha = 1, which does not change their state. Threads take units from a
-// counter, since contexts differ in length; which thread computes a unit changes no bit.
+// counter, since contexts differ in length; the result does not depend on which thread takes which.
 #include <stdatomic.h>
 
 #include "panel.h"
@@ -21,7 +21,7 @@ typedef struct attention_job {
   int64_t n_runs, group; // group: query heads of a kv head in the whole model
   float *workspace;
   int64_t stride; // floats of one thread
-  _Atomic int64_t next; // unit
+  _Atomic int64_t next; // the next unit
 } attention_job;
 
 // The state of one unit, carved from a thread's workspace; q runs over rows × query heads.
@@ -32,21 +32,21 @@ typedef struct unit {
   const int32_t *pages;
   float *queries; // a panel, [width_k / 32][n_q][32]
   float *p; // [n_q][32] scores, then probabilities
-  float *acc, *merged; // [width_v / 16][n_q][16] of the segment, of the segments before
+  float *acc, *merged; // [width_v / 16][n_q][16] of the segment, of the previous segments
   float *m, *l, *m_all, *l_all; // [n_q↑16]
   float *top, *alpha, *sum; // [n_q↑16] of the block: the new m, its alpha, the sum of its p
   int64_t *first, *last; // [n_q] live positions
 } unit;
 
-// The most query heads that a kv head may have here.
+// The most query heads that a kv head may have on this rank.
 static int64_t most_heads(int64_t group, int64_t n_heads) { return rm_min64(group, n_heads); }
 
 static int64_t unit_floats(int64_t group, int64_t n_heads, int64_t head_dim) {
   const int64_t n_q = rm_max64(UNIT_QUERIES, most_heads(group, n_heads));
   const int64_t per_query =
       rm_round_up(head_dim, RM_K_BLOCK) + RM_ATTN_BLOCK + 2 * rm_round_up(head_dim, RM_N_TILE);
-  return rm_round_up(n_q, RM_LANES) *
-         (per_query + 7 + 4); // m … sum; first and last, which take the room of two floats each
+  // 7: m to sum; 4: first and last, which take as much as two floats each.
+  return rm_round_up(n_q, RM_LANES) * (per_query + 7 + 4);
 }
 
 static unit carve(const rm_attention_args *a, float *memory, int64_t n_q) {
@@ -68,7 +68,7 @@ static unit carve(const rm_attention_args *a, float *memory, int64_t n_q) {
   return u;
 }
 
-// Dimensions 16·tile … of a query in acc or merged.
+// Index of dimensions 16·tile … of a query in acc or merged.
 static int64_t lanes_at(const unit *u, int64_t tile, int64_t q) {
   return (tile * u->n_q + q) * RM_LANES;
 }
@@ -86,14 +86,14 @@ static int any_live(const unit *u, int64_t from, int64_t to) {
 
 static int64_t within(int64_t n) { return n < 0 ? 0 : rm_min64(n, RM_LANES); }
 
-// Lanes of positions t0 + 16·half + lane that are live for q.
+// The lanes whose position, t0 + 16·half + lane, is live for q.
 VEC vi live_lanes(const unit *u, int64_t q, int64_t t0, int half) {
   const int64_t base = t0 + half * RM_LANES;
   return vi_without(vi_first(within(u->last[q] + 1 - base)), vi_first(within(u->first[q] - base)));
 }
 
-// The scores of q in p, of which those that are not live are undefined, times scale and masked;
-// top: their maximum with m.
+// Scales and masks the scores of q in p (those of positions that are not live are undefined before)
+// and sets `top` to the maximum of m and the scores.
 VEC void mask_scores(unit *u, int64_t q, int64_t t0) {
   float *p = u->p + q * RM_ATTN_BLOCK;
   const vf scale = vf_set1(u->a->scale), none = vf_set1(-INFINITY);
@@ -107,7 +107,7 @@ VEC void mask_scores(unit *u, int64_t q, int64_t t0) {
   u->top[q] = vf_max16(vf_max(s1, vf_max(s0, vf_set1(u->m[q]))));
 }
 
-// Masked scores become probabilities; sum: theirs, unrounded.
+// Turns masked scores into probabilities and sets `sum` to their sum, unrounded.
 VEC void exponentials(rm_dtype T, unit *u, int64_t q, int64_t t0) {
   float *p = u->p + q * RM_ATTN_BLOCK;
   const vf top = vf_set1(u->top[q]);
@@ -120,8 +120,8 @@ VEC void exponentials(rm_dtype T, unit *u, int64_t q, int64_t t0) {
   store_probabilities(T, p, p0, p1);
 }
 
-// Scores in p become probabilities; m, l and acc advance, but not of a query without a live
-// position: its P is 0, its alpha 1.
+// Turns the scores in p into probabilities and updates m, l and acc. Queries without a live
+// position keep their state: their P is 0 and their alpha 1.
 VEC void softmax_step(rm_dtype T, unit *u, int64_t t0) {
   for (int64_t q = 0; q < u->n_q; q++) {
     if (is_live(u, q, t0, t0 + RM_ATTN_BLOCK)) mask_scores(u, q, t0);
@@ -155,7 +155,7 @@ static int64_t head_page(const unit *u, int64_t t) {
   return u->pages[t / u->a->page_size] * u->a->n_kv_heads + u->kv_head;
 }
 
-// Keys and values of the 16 positions from t.
+// The keys, and below the values, of the 16 positions from t.
 VEC const void *keys_at(rm_dtype T, const unit *u, int64_t t) {
   const rm_attention_args *a = u->a;
   return at(T, a->k_cache,
@@ -169,9 +169,10 @@ VEC const void *values_at(rm_dtype T, const unit *u, int64_t t) {
                 t % a->page_size * u->width_v);
 }
 
-// Pages are not contiguous, so the hardware prefetcher cannot find them, and a core has few lines
-// on the way to its L1 cache at a time. So the next block is fetched into the L2 cache, its keys
-// while scores are computed, its values while values are read. 16 positions from t:
+// The hardware prefetcher cannot predict pages, which are not contiguous, and a core has only a few
+// requests to its L1 cache in flight. So the next block is fetched into the L2 cache: its keys
+// while scores are computed, its values while values are read. These two fetch the block after
+// position t.
 VEC fetch next_keys(rm_dtype T, const unit *u, int64_t t) {
   t += RM_ATTN_BLOCK;
   return any_live(u, t, t + RM_LANES) ? fetch_all(T, keys_at(T, u, t), 0) : (fetch){0};
@@ -182,8 +183,8 @@ VEC fetch next_values(rm_dtype T, const unit *u, int64_t t) {
                                       : (fetch){0};
 }
 
-// Nothing was fetched of a unit's first block: its values are while scores are computed, and the
-// next keys before values are read.
+// A unit's first block is not in the cache yet: its values are fetched while scores are computed,
+// and the next keys before values are read.
 VEC void block_step(rm_dtype T, unit *u, int64_t t0, int is_first) {
   const int64_t step = T == RM_BF16 ? 2 * u->width_v : u->width_v;
   k_block values = {{NULL, NULL}, step};
@@ -196,7 +197,7 @@ VEC void block_step(rm_dtype T, unit *u, int64_t t0, int is_first) {
     score_dots(T, u->queries, u->n_q, keys_at(T, u, t), u->width_k / RM_K_BLOCK,
                u->p + half * RM_LANES, &soon);
   }
-  if (!values.half[0]) values.half[0] = values.half[1]; // any finite numbers: their P is 0
+  if (!values.half[0]) values.half[0] = values.half[1]; // any finite numbers, since their P is 0
   if (!values.half[1]) values.half[1] = values.half[0];
   softmax_step(T, u, t0);
   for (int half = 0; is_first && half < 2; half++) {
@@ -207,7 +208,7 @@ VEC void block_step(rm_dtype T, unit *u, int64_t t0, int is_first) {
   value_dots(T, u->p, u->n_q, &values, u->width_v / RM_N_TILE, u->acc, soon);
 }
 
-// The segment that ends: the first live one of a query is taken over, later ones are merged.
+// Ends a segment: copies the state of a query's first live segment and merges later ones into it.
 static void end_segment(unit *u, int64_t from) {
   for (int64_t q = 0; q < u->n_q; q++) {
     if (!is_live(u, q, from, from + RM_ATTN_SEGMENT)) continue;
@@ -240,7 +241,7 @@ static void begin_segment(unit *u) {
 VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row0, int64_t row1,
                 int64_t kv_head) {
   const rm_attention_args *a = job->a;
-  const int64_t head = rm_max64(0, kv_head * job->group - a->head0); // its first query head here
+  const int64_t head = rm_max64(0, kv_head * job->group - a->head0); // its first local query head
   const int64_t per = rm_min64((kv_head + 1) * job->group - a->head0, a->n_heads) - head;
   unit u = carve(a, memory, (row1 - row0) * per);
   u.kv_head = kv_head;
@@ -288,8 +289,8 @@ static void attention_task(void *arg, int thread, int n_threads) {
   }
 }
 
-// Runs of rows of one sequence, so many that a unit has UNIT_QUERIES queries at most. Returns a
-// cost in cycles.
+// Splits the rows into runs of one sequence, each short enough that a unit has at most UNIT_QUERIES
+// queries. Returns the cost in cycles.
 static int64_t find_runs(attention_job *job) {
   const rm_attention_args *a = job->a;
   const int64_t rows = rm_max64(1, UNIT_QUERIES / most_heads(job->group, a->n_heads));
@@ -304,9 +305,8 @@ static int64_t find_runs(attention_job *job) {
   return positions * a->n_heads * a->head_dim / 8;
 }
 
-static int64_t runs_floats(int64_t rows) {
-  return rm_round_up(rows + 1, RM_LANES);
-} // an int32 takes the room of a float
+// Floats for `runs`; an int32 is as large as a float.
+static int64_t runs_floats(int64_t rows) { return rm_round_up(rows + 1, RM_LANES); }
 
 void RM_FN(attention)(const rm_ctx *ctx, const rm_attention_args *a) {
   attention_job job = {
@@ -318,7 +318,7 @@ void RM_FN(attention)(const rm_ctx *ctx, const rm_attention_args *a) {
 }
 
 size_t RM_FN(attention_workspace)(const rm_limits *l) {
-  if (l->n_kv_heads == 0) return 0; // limits of a caller who has no heads
+  if (l->n_kv_heads == 0) return 0; // a caller without attention
   const int64_t group = rm_query_group(l->group, l->n_heads, l->n_kv_heads);
   return (size_t)(runs_floats(l->max_rows) +
                   l->n_threads * unit_floats(group, l->n_heads, l->head_dim)) *

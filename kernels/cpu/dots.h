@@ -1,20 +1,20 @@
 // dots.h: the dot product of docs/numerics.md §2 for blocks of rows × one tile of 16 packed
-// columns, the inside of gemm, lm_head and attention. Rows come from a panel of floats [k
+// columns, the inner loop of gemm, lm_head and attention. Rows come from a panel of floats [k
 // block][row][32], so that a bf16 activation is widened once and not once per tile, and every
-// operand of a register block stands at a constant distance from one pointer. Weights are widened
-// on the way: a mask for the odd k, for the even ones a shift or, on AVX2, a mask of what stands
-// one word to the left.
+// operand of a register block has a constant offset from one pointer. Weights are widened in
+// registers: odd k by a mask, even k by a shift or, on AVX2, by a mask of the words one place to
+// the left.
 //
-// Two shapes of inner loop, the same sums. More than RM_FLAT_ROWS rows take the 16 even steps
-// first, then the 16 odd ones: rows × 2 registers hold the chains and each weight vector meets
-// every row. Fewer keep both chains in flight, since with fewer chains the FMA's latency shows; the
-// processor overlaps one k block with the next, as each begins its chains anew, and a decode step
-// runs at the rate at which memory brings weights. (Two blocks side by side by hand: a third
-// slower.)
+// There are two inner loops with the same sums. With more than RM_FLAT_ROWS rows, the loop takes
+// the 16 even steps first, then the 16 odd ones: rows × 2 registers hold the chains and each weight
+// vector is used for every row. With fewer rows it keeps both chains in flight, to hide the latency
+// of FMA; the processor overlaps one k block with the next, since each block begins new chains, and
+// a decode step runs at the rate of memory. Rejected: two blocks side by side by hand, because it
+// is a third slower.
 //
-// A chain begins with a product, not with fma from +0, which needs a register of zeros. So a chain
-// of zeros may end as −0, which nothing stored can show: round_T and canonical float32 add +0, and
-// exp(−0) is exp(+0).
+// A chain begins with a product, not with fma from +0, which would need a register of zeros. So a
+// chain of zeros may end as −0. Stored values cannot differ, since round_T and canonical float32
+// add +0, and exp(−0) is exp(+0).
 #pragma once
 
 #include "vec.h"
@@ -25,9 +25,8 @@ enum {
   MOST_ROWS = 8, // of a register block, on any instruction set
 };
 
-// How a k block of 16 columns lies in memory: packed tiles, or V, whose rows of pairs are `step`
-// elements apart, 16 positions in `half[0]` and 16 in `half[1]` (they may stand in different
-// pages).
+// A k block of 16 columns in memory: packed tiles, or V, whose rows of pairs are `step` elements
+// apart, with 16 positions in `half[0]` and 16 in `half[1]` (which may be in different pages).
 typedef struct k_block {
   const void *half[2];
   int64_t step; // elements between pairs of k (bf16) or between single k (f32)
@@ -47,7 +46,8 @@ VEC k_block packed_block(rm_dtype dtype, const void *w) {
 }
 VEC int64_t tile_bytes(rm_dtype dtype) { return TILE * (dtype == RM_BF16 ? 2 : 4); }
 
-// What is fetched while blocks are worked on: `lines` lines of as many blocks, `block` bytes apart.
+// Cache lines to fetch during a loop over blocks: `lines` lines for each block, `block` bytes
+// apart.
 typedef struct fetch {
   const char *from;
   int64_t block, lines;
@@ -60,8 +60,8 @@ VEC fetch fetch_lines(const void *from, int64_t block, int near) {
 VEC fetch fetch_all(rm_dtype dtype, const void *from, int near) {
   return fetch_lines(from, tile_bytes(dtype), near);
 }
-// The share of rows [r, r + n) of `rows`: asked for evenly, since the processor has few requests to
-// memory at a time.
+// The part of the lines that rows [r, r + n) of `rows` fetch. Fetches are spread evenly, since a
+// processor has only a few memory requests in flight.
 VEC fetch fetch_share(fetch f, int64_t r, int64_t n, int64_t rows) {
   const int64_t first = f.lines * r / rows;
   return (fetch){f.from + first * LINE, f.block, f.lines * (r + n) / rows - first, f.near};
@@ -74,15 +74,15 @@ VEC void fetch_block(const fetch *f, int64_t b) {
   }
 }
 
-// Step p of a chain for one row, whose x stands at `x`.
+// Step p of a chain for one row; x points to that step's element.
 VEC vf step_of(const int p, const float *x, vf w, vf chain) {
   return p == 0 ? vf_mul_at(x, w) : vf_fma_at(x, w, chain);
 }
 
 VEC void add_to(float *acc, vf even, vf odd) { vf_add_to(acc, vf_add(even, odd)); }
 
-// acc[r][0 … 16) += E + O of one k block, R rows of x [R][32], even steps before odd ones. lda is a
-// constant, like R.
+// acc[r][0 … 16) += E + O of one k block, for R rows of x [R][32], even steps before odd ones. lda
+// and R are constants.
 VEC void block_tall(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc,
                     const int lda) {
   vf chain[MOST_ROWS];
@@ -101,7 +101,7 @@ VEC void block_tall(rm_dtype dtype, const int R, const float *x, const k_block *
   for (int r = 0; r < R; r++) add_to(acc + r * lda, vf_load(even[r]), chain[r]);
 }
 
-// The same with both chains in flight.
+// The same sums with both chains in flight.
 VEC void block_flat(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc,
                     const int lda) {
   vf even[MOST_ROWS], odd[MOST_ROWS];
@@ -121,7 +121,7 @@ VEC void block_rows(rm_dtype dtype, const int R, const float *x, const k_block *
   else block_tall(dtype, R, x, w, acc, lda);
 }
 
-// All blocks of a tile column, `next` floats from a block of x to the next.
+// All blocks of a tile column; blocks of x are `next` floats apart.
 VEC void rows_dots(rm_dtype dtype, const int R, const float *x, int64_t next, const void *w,
                    int64_t n_blocks, float *acc, const int lda, const fetch f) {
   for (int64_t b = 0; b < n_blocks; b++, x += next) {
@@ -134,7 +134,7 @@ VEC void rows_dots(rm_dtype dtype, const int R, const float *x, int64_t next, co
 _Static_assert(RM_VEC_ROWS <= RM_LAST_ROWS && (int)RM_LAST_ROWS <= (int)MOST_ROWS,
                "WITH_ROWS names every size of a register block");
 
-// `call` with R, the rows of a register block, as a constant.
+// Calls `call` with R, the rows of a register block, as a constant.
 #define ROWS_CASE(n, call) \
   case n: { \
     enum { R = n }; \
@@ -153,15 +153,15 @@ _Static_assert(RM_VEC_ROWS <= RM_LAST_ROWS && (int)RM_LAST_ROWS <= (int)MOST_ROW
     ROWS_CASE(8, call) \
   }
 
-// Rows of the next register block, of `left` rows: full blocks, without a block of one row at the
-// end.
+// Rows of the next register block when `left` rows are left: full blocks, but never a block of one
+// row at the end.
 VEC int rows_at_once(int64_t left) {
   if (left <= RM_LAST_ROWS) return (int)left;
   return left < 2 * RM_VEC_ROWS ? (int)((left + 1) / 2) : RM_VEC_ROWS;
 }
 
-// acc[r][0 … 16) += x[r] · 16 columns over n_blocks blocks, any number of rows. x is a panel, or
-// from one of its blocks on.
+// acc[r][0 … 16) += x[r] · 16 columns over n_blocks blocks, for any number of rows. x points to a
+// block of a panel.
 VEC void tile_dots_of(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks,
                       float *acc, const int lda, const fetch *soon) {
   const int64_t next = rows * RM_K_BLOCK;
@@ -176,8 +176,8 @@ VEC void tile_dots_of(rm_dtype dtype, const float *x, int64_t rows, const void *
 }
 
 // One function for each dtype and row stride of acc in a source, called once for tens of thousands
-// of multiplications: inlining every size of a register block into every caller made the compiler
-// take ten times as long, and nothing faster.
+// of multiplications. Rejected: inlining every size of a register block into every caller, because
+// it takes ten times as long to compile and is not faster.
 #define DOTS_FUNCTION static __attribute__((noinline, unused))
 #define TILE_DOTS(name, dtype, lda) \
   DOTS_FUNCTION void name(const float *x, int64_t rows, const void *w, int64_t n_blocks, \
@@ -189,15 +189,15 @@ TILE_DOTS(tile_dots_f32, RM_F32, RM_N_TILE)
 TILE_DOTS(fma_score_dots_bf16, RM_BF16, RM_ATTN_BLOCK)
 TILE_DOTS(fma_score_dots_f32, RM_F32, RM_ATTN_BLOCK)
 
-// acc [rows][32], of which w's 16 columns are one half: scores of attention.
+// Scores of attention: acc is [rows][32], and w's 16 columns are one half of it.
 VEC void fma_score_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w,
                         int64_t n_blocks, float *acc, const fetch *soon) {
   if (dtype == RM_BF16) fma_score_dots_bf16(x, rows, w, n_blocks, acc, soon);
   else fma_score_dots_f32(x, rows, w, n_blocks, acc, soon);
 }
 
-// One k block against n_tiles tile columns that lie side by side: p·V. acc [tile][rows][16], `next`
-// floats from tile to tile. What comes soon has two halves as well, and its blocks are the tiles.
+// p·V: one k block times n_tiles adjacent tile columns. acc is [tile][rows][16], its tiles `next`
+// floats apart. f0 and f1 fetch the two halves of the next block, tile by tile.
 VEC void columns_dots(rm_dtype dtype, const int R, const float *x, k_block w, int64_t n_tiles,
                       float *acc, int64_t next, const fetch f0, const fetch f1) {
   const int64_t beside = dtype == RM_BF16 ? 2 * RM_N_TILE : RM_N_TILE;
@@ -235,13 +235,13 @@ VEC void fma_value_dots(rm_dtype dtype, const float *x, int64_t rows, const k_bl
   else fma_value_dots_f32(x, rows, w, n_tiles, acc, soon);
 }
 
-// A query's probabilities of one block as fma_value_dots reads them.
+// Stores a query's probabilities of one block in the form that fma_value_dots reads.
 VEC void fma_store_probabilities(rm_dtype dtype, float *p, vf p0, vf p1) {
   vf_store(p, dtype == RM_BF16 ? vf_to_bf16(p0) : p0);
   vf_store(p + RM_LANES, dtype == RM_BF16 ? vf_to_bf16(p1) : p1);
 }
 
-// Widens one row x[0 … k) into row r of a panel of `rows` rows, +0 behind k.
+// Widens one row x[0 … k) into row r of a panel of `rows` rows, with +0 after k.
 VEC void fill_row(rm_dtype dtype, float *panel, int64_t rows, int64_t r, const void *x, int64_t k) {
   float *to = panel + r * RM_K_BLOCK;
   for (int64_t i = 0; i < k; i += RM_K_BLOCK, to += rows * RM_K_BLOCK) {

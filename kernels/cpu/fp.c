@@ -1,6 +1,6 @@
 // fp.c: the floating-point environment of the contract on x86: MXCSR with all exceptions masked,
-// nearest even, flush-to-zero and denormals-are-zero. x87 state is not touched: nothing here uses
-// it.
+// nearest even, flush-to-zero and denormals-are-zero. It does not change x87 state, which the
+// kernels do not use.
 #include <xmmintrin.h>
 
 #include "kernels.h"

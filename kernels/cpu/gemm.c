@@ -2,8 +2,8 @@
 // rows (experts).
 //
 // A unit of work is one tile column for one panel of rows, panel by panel; threads take runs of
-// them in turn. Neither who takes which nor where a run ends changes a sum: a column's dot product
-// is one thread's. Groups differ in their rows, so their columns count by cost.
+// units dynamically. One thread computes all of a dot product, so the result does not depend on how
+// units are divided. Groups differ in their rows, so their columns are weighted by cost.
 #include "panel.h"
 #include "variant.h"
 
@@ -12,19 +12,15 @@ typedef struct gemm_job {
   int swiglu;
   float *workspace;
   int64_t tiles; // tile columns of y
-  int64_t
-      // of a panel: fewer than PANEL_ROWS where columns alone are too few for all threads
-      panel_rows;
-  rm_work work; // units; with groups their cost
+  int64_t panel_rows; // fewer than PANEL_ROWS when there are too few columns for all threads
+  rm_work work; // counts units; with groups their cost
 } gemm_job;
 
-enum {
-  LEAST_ROWS = 32
-  // cost of the smallest part that a thread takes: some columns of few rows, so that memory is read
-  // in a row
-};
+// Cost of the smallest part that a thread takes: with few rows several columns, so that a thread
+// reads contiguous memory.
+enum { LEAST_ROWS = 32 };
 
-// A column costs its rows, and about four more for being read from memory.
+// A column costs its rows, plus about four for reading it from memory.
 static int64_t column_cost(int64_t rows) { return rows > 0 ? rows + 4 : 0; }
 
 VEC void store_plain(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *acc, int64_t row,
@@ -40,7 +36,7 @@ VEC void store_plain(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *a
   }
 }
 
-// rm_activate of 16 numbers.
+// rm_activate for 16 lanes.
 VEC vf activate(rm_activation how, vf x) {
   const vf one = vf_set1(1.0f);
   if (how == RM_GELU) {
@@ -67,25 +63,24 @@ VEC void store_swiglu(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *
     for (int64_t r = 0; r < rows; r++) {
       const int64_t col = (tile + t) * RM_N_TILE, n = rm_min64(RM_N_TILE, a->n - col),
                     both = 2 * (row + r) * a->n + col;
-      const float *sum =
-          acc + (2 * t * rows + r) * RM_N_TILE; // the up tile stands behind the gate's
+      const float *sum = acc + (2 * t * rows + r) * RM_N_TILE; // up's tile follows gate's
       const vf gate = vt_round(T, vf_load(sum)), up = vt_round(T, vf_load(sum + rows * RM_N_TILE));
       const vf open = vt_round(T, activate(a->activation, gate));
       vt_store_n(Y, a->y, (row + r) * a->ldy + col, vt_round(Y, vf_mul(open, up)), n);
       if (!a->gate_up) continue;
-      vt_store_n(T, a->gate_up, both, vt_round(T, gate),
-                 n); // again, as what is stored always is: an emulator may not flush denormals
+      // Rounded again, like every stored value: an emulator may not flush denormals.
+      vt_store_n(T, a->gate_up, both, vt_round(T, gate), n);
       vt_store_n(T, a->gate_up, both + a->n, vt_round(T, up), n);
     }
 }
 
-// A thread's scratch: a panel, of the rows from `row` on (−1: of none), and sums.
+// A thread's scratch: a panel of the rows from `row` on (−1: empty), followed by sums.
 typedef struct scratch {
   float *panel;
   int64_t row;
 } scratch;
 
-// Rows [row0, row1) of x against tile columns [tile0, tile1) of matrix w.
+// Multiplies rows [row0, row1) of x by tile columns [tile0, tile1) of matrix w.
 VEC void region(rm_dtype T, rm_dtype Y, const gemm_job *job, scratch *s, const void *w,
                 int64_t row0, int64_t row1, int64_t tile0, int64_t tile1) {
   const rm_gemm_args *a = job->a;
@@ -131,7 +126,7 @@ static int64_t groups_cost(const rm_gemm_args *a, int64_t tiles) {
   return cost;
 }
 
-// The columns whose cost begins in [from, to).
+// Computes the columns whose cumulative cost begins in [from, to).
 static void grouped(const gemm_job *job, scratch *s, int64_t from, int64_t to) {
   const rm_gemm_args *a = job->a;
   int64_t start = 0;
@@ -174,13 +169,13 @@ static void run(const rm_ctx *ctx, const rm_gemm_args *a, int swiglu) {
                   .workspace = ctx->workspace,
                   .tiles = (a->n + RM_N_TILE - 1) / RM_N_TILE};
   const int64_t columns = a->group_rows ? groups_cost(a, job.tiles) : job.tiles * column_cost(a->m);
-  const int64_t fair = rm_round_up(a->m / (2 * ctx->n_threads) + 1,
-                                   RM_VEC_ROWS); // rows, where each thread is to have two panels
+  // Rows of a panel when each thread should get two panels.
+  const int64_t fair = rm_round_up(a->m / (2 * ctx->n_threads) + 1, RM_VEC_ROWS);
   job.panel_rows = job.tiles < 4 * ctx->n_threads ? rm_min64(PANEL_ROWS, fair) : PANEL_ROWS;
   job.work.n = a->group_rows ? columns : (a->m + job.panel_rows - 1) / job.panel_rows * job.tiles;
   job.work.least = a->group_rows ? LEAST_ROWS : rm_max64(1, LEAST_ROWS / column_cost(a->m));
-  rm_parallel(ctx, columns * (swiglu ? 2 : 1) * a->k, gemm_task,
-              &job); // 16 columns × one k: about a cycle
+  // 16 columns × one k take about a cycle.
+  rm_parallel(ctx, columns * (swiglu ? 2 : 1) * a->k, gemm_task, &job);
 }
 
 void RM_FN(gemm)(const rm_ctx *ctx, const rm_gemm_args *a) { run(ctx, a, 0); }

@@ -1,8 +1,8 @@
 // lm_head.c: logits in float32, their (max, sum) and a target's logprob, in one pass over the
-// head's weights. Threads take whole blocks of 128 vocabulary entries, eight tiles, and reduces
-// each row's logits of a block to a pair while they are in its cache, so that logits are written
-// only on request. The pairs of a row are then merged in ascending order, sixteen rows at a time;
-// on a mesh merge_pairs does that with the pairs of all ranks.
+// head's weights. Threads take whole blocks of 128 vocabulary entries, eight tiles, and reduce each
+// row's logits of a block to a pair while they are in the cache, so that logits are written only on
+// request. The pairs of a row are then merged in ascending order, sixteen rows at a time; on a mesh
+// merge_pairs does that with the pairs of all ranks.
 #include "panel.h"
 #include "variant.h"
 
@@ -12,17 +12,17 @@ typedef struct head_job {
   const rm_lm_head_args *a;
   int64_t row0, rows; // the ≤ PANEL_ROWS rows of this pass
   int64_t n_vocab_blocks;
-  float *pairs; // [n_vocab_blocks][pair_rows][2], of which the pass has the first rows
+  float *pairs; // [n_vocab_blocks][pair_rows][2]; the pass uses the first rows
   int64_t pair_rows;
   float *target_logits; // [rows]
   float *scratch; // of panel.h, per thread
   rm_work work; // blocks of the vocabulary
 } head_job;
 
-// Lanes j of a block's vector i that are entries of the vocabulary.
+// The number of lanes of a block's vector i that are entries of the vocabulary.
 VEC int64_t entries(int64_t n, int i) { return rm_min64(RM_LANES, n - i * RM_LANES); }
 
-// Row r of a block whose dot products are acc [tile][row][16].
+// Computes row r of a block from its dot products, acc [tile][row][16].
 VEC void block_of_row(const head_job *job, const float *acc, int64_t r, int64_t block) {
   float logits[RM_VOCAB_BLOCK];
   const rm_lm_head_args *a = job->a;
@@ -73,7 +73,7 @@ static void blocks_task(void *arg, int thread, int n_threads) {
 }
 
 // --------------------------------------------------------------------------------- pairs to stats
-// The pairs of rows [row0, row0 + n), n ≤ 16, as lanes; the other lanes +0.
+// Loads the pairs of rows [row0, row0 + n), n ≤ 16, as lanes; the other lanes are +0.
 VEC void load_pairs(const rm_merge_pairs_args *a, int64_t block, int64_t row0, int64_t n, vf *max,
                     vf *sum) {
   const float *pair = a->pairs + 2 * (block * a->rows + row0);
@@ -150,7 +150,7 @@ static int64_t count_blocks(int64_t vocab) {
   return rm_round_up(vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK;
 }
 
-// The pairs and target logits of a pass.
+// Floats for the pairs and target logits of a pass.
 static int64_t pass_floats(int64_t vocab) { return (count_blocks(vocab) * 2 + 1) * PANEL_ROWS; }
 
 void RM_FN(lm_head)(const rm_ctx *ctx, const rm_lm_head_args *a) {

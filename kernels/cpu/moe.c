@@ -1,12 +1,12 @@
 // moe.c: router, permutation, static dispatch and combination of docs/numerics.md §5. The router's
-// logits are a separate gemm; what follows is small and goes row by row. Combination follows a plan
-// made once per row, the order in which its leaves and sums fall when the tree is walked from the
-// left, so that the loop over columns has no choices to make.
+// logits are a separate gemm; the rest is small and runs row by row. Combination first plans each
+// row: the order of its leaves and sums when the tree is walked from the left. So the loop over
+// columns has no branches.
 #include "variant.h"
 
 #include "panel.h"
 
-enum { ROUTER_ROWS = 512 }; // rows whose logits are held at a time
+enum { ROUTER_ROWS = 512 }; // rows whose logits are in the workspace at a time
 
 // ----------------------------------------------------------------------------------------- router
 typedef struct router_job {
@@ -24,8 +24,8 @@ static float key_of(const rm_router_args *a, const float *scores, int64_t e) {
   return a->bias ? scores[e] + a->bias[e] : scores[e];
 }
 
-// An insertion into best[0 … n), a short list of at most `most`, best first. An equal key that
-// comes later stays behind. Returns the new n.
+// Inserts into best[0 … n), a short list of at most `most`, best first. A later choice with an
+// equal key comes after the earlier one. Returns the new n.
 static inline int64_t insert(choice *best, int64_t n, int64_t most, float key, int64_t id) {
   const choice c = {rm_order_key(key), (int32_t)id};
   if (n == most && c.key <= best[n - 1].key) return n;
@@ -35,7 +35,7 @@ static inline int64_t insert(choice *best, int64_t n, int64_t most, float key, i
   return n;
 }
 
-// open[g]: whether the experts of group g, of `size` each, may be chosen.
+// Sets open[g] to whether the router may choose the `size` experts of group g.
 static void open_groups(const rm_router_args *a, const float *scores, int64_t size, uint8_t *open) {
   choice best[RM_MAX_EXPERT_GROUPS];
   int64_t n = 0;
@@ -63,7 +63,7 @@ static void choose(const rm_router_args *a, const float *scores, int32_t *ids) {
   for (int64_t k = 0; k < a->top_k; k++) ids[k] = best[k].id;
 }
 
-// Positions 0 … k−1 in ascending order of ids.
+// Writes positions 0 … k−1 in ascending order of ids.
 static void ascending(const int32_t *ids, int64_t k, int32_t *order) {
   for (int64_t i = 0; i < k; i++) {
     int64_t j = i;
@@ -120,8 +120,7 @@ static void route_task(void *arg, int thread, int n_threads) {
 
 void RM_FN(router)(const rm_ctx *ctx, const rm_router_args *a) {
   router_job job = {.a = a, .width = rm_round_up(a->n_experts, RM_LANES)};
-  job.logits =
-      (float *)ctx->workspace + ctx->n_threads * dots_floats(a->hidden); // behind what gemm uses
+  job.logits = (float *)ctx->workspace + ctx->n_threads * dots_floats(a->hidden); // after gemm's
   for (job.row0 = 0; job.row0 < a->rows; job.row0 += ROUTER_ROWS) {
     job.rows = rm_min64(ROUTER_ROWS, a->rows - job.row0);
     const rm_gemm_args gemm = {.y = job.logits,
@@ -163,30 +162,29 @@ void RM_FN(permute)(const rm_ctx *ctx, const rm_permute_args *a) {
     if (a->ids[i] >= 0) a->group_rows[a->ids[i] + 1]++;
   for (int64_t e = 0; e < a->n_experts; e++) a->group_rows[e + 1] += a->group_rows[e];
   for (int64_t i = 0; i < n; i++)
-    a->place[i] = a->ids[i] < 0 ? -1 : a->group_rows[a->ids[i]]++; // the starts become the ends …
+    a->place[i] = a->ids[i] < 0 ? -1 : a->group_rows[a->ids[i]]++; // turns starts into ends
   for (int64_t e = a->n_experts; e > 0; e--)
-    a->group_rows[e] = a->group_rows[e - 1]; // … and are put back
+    a->group_rows[e] = a->group_rows[e - 1]; // restores the starts
   a->group_rows[0] = 0;
   rm_permute_args args = *a;
   rm_parallel(ctx, n * a->hidden / 4, permute_task, &args);
 }
 
 // ---------------------------------------------------------------------------------------- combine
-// Leaves in ascending id, and after each how many sums of the two topmost values fall due.
+// The leaves in ascending id and, after each leaf, how many times to add the two topmost values.
 typedef struct tree_plan {
   float gate[RM_MAX_TOP_K];
   int64_t row[RM_MAX_TOP_K]; // of y
   int sums[RM_MAX_TOP_K];
 } tree_plan;
 
-static int level(int32_t a, int32_t b) {
-  return 31 - __builtin_clz((uint32_t)(a ^ b));
-} // where two ids of one tree meet
+// The level of the tree at which the paths of two ids join.
+static int level(int32_t a, int32_t b) { return 31 - __builtin_clz((uint32_t)(a ^ b)); }
 
 static void plan_row(const rm_combine_args *a, int64_t r, tree_plan *plan) {
   const int32_t *ids = a->ids + r * a->top_k;
   int32_t order[RM_MAX_TOP_K];
-  int open[RM_MAX_TOP_K], n_open = 0; // levels at which values on the stack will be joined, falling
+  int open[RM_MAX_TOP_K], n_open = 0; // levels at which the values on the stack join, descending
   ascending(ids, a->top_k, order);
   for (int64_t k = 0; k < a->top_k; k++) {
     plan->gate[k] = a->gates[r * a->top_k + order[k]];

@@ -1,4 +1,4 @@
-// norm.c: rms_norm with its residual, embed and gather_rows: ops that go over rows of activations
+// norm.c: rms_norm with its residual, embed and gather_rows: ops that read rows of activations
 // once.
 #include "variant.h"
 
@@ -53,7 +53,7 @@ static void embed_row(const rm_embed_args *a, int64_t row) {
     memcpy(out, (const char *)a->table + id * a->hidden * bytes, (size_t)(a->hidden * bytes));
     return;
   }
-  const int64_t run = a->dtype == RM_BF16 ? 2 : 1; // neighbours in k that lie together in a tile
+  const int64_t run = a->dtype == RM_BF16 ? 2 : 1; // k that are adjacent in a tile
   for (int64_t k = 0; k < a->hidden; k += run) {
     const char *from = (const char *)a->table + rm_packed_index(a->dtype, a->hidden, id, k) * bytes;
     memcpy(out + k * bytes, from, (size_t)(rm_min64(run, a->hidden - k) * bytes));

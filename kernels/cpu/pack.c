@@ -1,16 +1,16 @@
 // pack.c: copies a trainer's tensor into a parameter. One pass converts, changes the layout, sums
-// the digest and finds non-finite values, since each pass over 16 GB costs seconds and memory
-// bandwidth is the limit of all four.
+// the digest and finds non-finite values: each pass over 16 GB costs seconds, and memory bandwidth
+// limits all four.
 //
 // It works on 32-bit words, one float or two neighbouring bf16 of a row, so both packed layouts are
-// the same: tiles of 16 rows × 16 words, transposed (bf16: one a tile; float32: two). The transpose
-// is done in registers, four words of all rows at a time, and writes whole cache lines. Rows that
-// have to be converted, gathered from columns or padded go through a small buffer first, as do
-// tiles shared with another parameter (k after q in qkv), which are written lane by lane. A tied
-// lm_head is compared instead of written.
+// the same: squares of 16 rows × 16 words, transposed (bf16: one per tile; float32: two). The
+// transpose is done in registers, four words of all rows at a time, and writes whole cache lines.
+// Rows that have to be converted, gathered from columns or padded go through a small buffer first,
+// as do tiles shared with another parameter (k after q in qkv), which are written lane by lane. A
+// tied lm_head is compared instead of written.
 //
-// pack_bits.h has the digest. One variant, compiled with -mavx2, serves every fast table: in cache
-// it is twice as fast as memory brings the bytes, so wider registers would have nothing to do.
+// pack_bits.h has the digest. All fast tables use this one variant, compiled with -mavx2: in cache
+// it is twice as fast as memory, so wider registers would not help.
 #include <immintrin.h>
 #include <stdlib.h>
 
@@ -21,25 +21,25 @@ enum {
   SQUARE = 16, // rows, and words, of a square
   SQUARE_BYTES = SQUARE * SQUARE * 4,
   LINE = SQUARE * 4, // bytes of a row of a square: one cache line
-  CROWD = 4096, // rows a multiple of this apart are in one set of the first cache
-  RUN = 512, // bytes of each stored row that are worked on at a time
-  SERIAL_ELEMENTS = 1 << 16, // below this waking threads costs more than it saves
+  CROWD = 4096, // rows a multiple of this apart are in the same set of the L1 cache
+  RUN = 512, // bytes of each stored row that are processed at a time
+  SERIAL_ELEMENTS = 1 << 16, // below this, waking threads costs more than it saves
   MAX_PARTS = 256,
 };
 
 #define INLINE static inline __attribute__((always_inline))
 
-typedef struct part { // what one thread found
+typedef struct part { // the results of one thread
   uint64_t digest;
   int64_t nonfinite, diff;
   char pad[40];
 } part;
 
-// ------------------------------------------------------------------------ rows as they are stored
-// n elements from `src`, `step` bytes apart.
+// ------------------------------------------------------------------------------------ stored rows
+// Converts n elements from `src`, `step` bytes apart.
 static void convert_bf16(void *to, const char *src, int64_t step, int64_t n, rm_src_dtype from) {
   uint16_t *out = to;
-  if (from == RM_SRC_F32 && step == 4) { // the loop that gcc vectorises
+  if (from == RM_SRC_F32 && step == 4) { // gcc vectorizes this loop
     for (int64_t i = 0; i < n; i++) out[i] = bf16_from_f32(load32(src + i * 4));
     return;
   }
@@ -85,7 +85,7 @@ static int is_transposed(const rm_pack_args *args) {
   return args->rows > 1 && llabs(args->col_stride) > llabs(args->row_stride);
 }
 
-// The source has rows as they are stored.
+// Whether the source's rows have the stored form.
 static int is_direct(const rm_pack_args *args) {
   return args->col_stride == 1 &&
          args->src_dtype == (args->dst_dtype == RM_BF16 ? RM_SRC_BF16 : RM_SRC_F32);
@@ -96,7 +96,7 @@ static const char *source(const rm_pack_args *args, int64_t row, int64_t col) {
          (row * args->row_stride + col * args->col_stride) * src_bytes(args->src_dtype);
 }
 
-// Elements [col, col + n) of a row, zeros after them up to `bytes`.
+// Copies elements [col, col + n) of a row and pads with zeros up to `bytes`.
 static void copy_row(const rm_pack_args *args, int64_t row, int64_t col, int64_t n, char *to,
                      int64_t bytes) {
   const int64_t step = args->col_stride * src_bytes(args->src_dtype),
@@ -108,8 +108,8 @@ static void copy_row(const rm_pack_args *args, int64_t row, int64_t col, int64_t
   memset(to + used, 0, (size_t)(bytes - used));
 }
 
-// The same for the lanes of a transposed view: column by column, so that each cache line of the
-// source is fetched once.
+// The same for the lanes of a transposed view: goes column by column, so that each cache line of
+// the source is fetched once.
 static void copy_columns(const rm_pack_args *args, int64_t row, int lanes, int64_t col, int64_t n,
                          char *to, int64_t bytes) {
   const int64_t step = args->row_stride * src_bytes(args->src_dtype),
@@ -132,10 +132,8 @@ static void copy_columns(const rm_pack_args *args, int64_t row, int lanes, int64
 // -------------------------------------------------------------------------- digest and finiteness
 typedef struct sums {
   __m256i even, odd; // of the digest, four 64-bit sums each
-  __m256i
-      // of the 16 bits with the exponent, without the sign; those of a float32's low half are 0
-      largest;
-  __m256i unsigned_high; // the mask for it
+  __m256i largest; // of the 16 bits with the exponent, without sign; 0 for a float32's low half
+  __m256i unsigned_high; // the mask for `largest`
 } sums;
 
 INLINE sums sums_begin(rm_dtype dtype) {
@@ -165,8 +163,8 @@ INLINE __m256i times_weyl(int64_t words) {
   return _mm256_set1_epi32((int)((uint32_t)words * (uint32_t)RM_PACK_WEYL));
 }
 
-// Rows of an odd number of bf16 put words across row ends, and where the rows begin need not be
-// even; they are summed element by element.
+// With an odd number of bf16 per row, words cross row ends and rows may begin at an odd index; such
+// rows are summed element by element.
 static int splits_words(const rm_pack_args *args) {
   return args->dst_dtype == RM_BF16 && (args->cols & 1);
 }
@@ -191,7 +189,8 @@ static void note_diff(part *found, int64_t index) {
 }
 
 // ------------------------------------------------------------------------------------- plain rows
-// x to dst and its sums; bytes a multiple of 32. `word`: the digest's index of the first.
+// Copies x to dst and adds to its sums. bytes: a multiple of 32; word: the digest's index of the
+// first word.
 static void sum_plain(sums *total, const char *x, char *dst, int64_t bytes, int64_t word) {
   const int stream = dst && (uintptr_t)dst % 32 == 0;
   const __m256i lanes =
@@ -243,14 +242,14 @@ static void plain_rows(const rm_pack_args *args, part *found, int64_t begin, int
 }
 
 // ---------------------------------------------------------------------------------------- squares
-// 16 rows, `pitch` bytes apart, of which `at` moves on, and the seeds of their weights.
+// 16 rows, `pitch` bytes apart, and the seeds of their digest weights.
 typedef struct rows16 {
-  const char *at;
+  const char *at; // the current square in row 0
   int64_t pitch;
-  const char *ahead; // what is wanted a run later, fetched meanwhile
+  const char *ahead; // the same square of the next run, to prefetch
   __m256i seeds; // of the next four words of rows 0 and 4
-  __m256i row, four_rows,
-      back; // to the next row; four rows on; from row 16 to row 0, four words on
+  // Steps of seeds: to the next row; four rows on; from row 16 to row 0, four words on.
+  __m256i row, four_rows, back;
 } rows16;
 
 static rows16 rows_begin(const char *at, const char *ahead, int64_t pitch, int64_t word,
@@ -273,8 +272,8 @@ static rows16 rows_begin(const char *at, const char *ahead, int64_t pitch, int64
 
 typedef enum emit { STREAM, KEEP, COMPARE } emit;
 
-// Each line is read once and whole: rows so far apart all fall into one set of the first cache,
-// which has room for half of them.
+// Reads each cache line once and whole: rows CROWD apart are all in one set of the L1 cache, which
+// holds only half of them.
 INLINE void copy_lines(char *lines, const rows16 *rows) {
   for (int i = 0; i < SQUARE; i++) {
     const __m256i *from = (const __m256i *)(rows->at + i * rows->pitch);
@@ -284,8 +283,8 @@ INLINE void copy_lines(char *lines, const rows16 *rows) {
   }
 }
 
-// out[word][row] ← row[word] of the next 16 words, and their sums; out is a multiple of 32. With
-// COMPARE not zero where out differs.
+// Transposes the next 16 words, out[word][row] ← row[word], and adds to their sums. out is aligned
+// to 32. With COMPARE returns nonzero if out differs.
 INLINE int transpose_tile(emit how, char *out, rows16 *rows, sums *total) {
   _Alignas(64) char lines[SQUARE_BYTES];
   sums s = *total;
@@ -320,8 +319,8 @@ INLINE int transpose_tile(emit how, char *out, rows16 *rows, sums *total) {
     seeds = _mm256_add_epi32(seeds, rows->back);
     for (int i = 0; i < 8; i++) {
       __m256i *to = (__m256i *)(out + word * LINE + i * 32);
-      // Past the cache: nothing reads the weights before the swap, and a line that is not fetched
-      // first is traffic saved.
+      // Bypasses the cache: the weights are not read before the swap, and a streaming store does
+      // not fetch the line first.
       if (how == STREAM) _mm256_stream_si256(to, y[i]);
       else if (how == KEEP) _mm256_store_si256(to, y[i]);
       else differ = _mm256_or_si256(differ, _mm256_xor_si256(y[i], _mm256_load_si256(to)));
@@ -334,14 +333,14 @@ INLINE int transpose_tile(emit how, char *out, rows16 *rows, sums *total) {
   return how == COMPARE && !_mm256_testz_si256(differ, differ);
 }
 
-// Lanes of a square that is shared, or of one that is not aligned.
+// Writes some lanes of a square that is shared with another parameter or not aligned.
 static void emit_lanes(char *dst, const uint32_t *square, int lane0, int lanes) {
   for (int w = 0; w < SQUARE; w++)
     memcpy(dst + 4 * (w * SQUARE + lane0), square + w * SQUARE + lane0, (size_t)lanes * 4);
 }
 
-// The lowest (lane, element of its 32) whose stored bits differ, as lane·32 + element, −1 for none.
-// Pads are zero on both sides.
+// Returns the lowest (lane, element of its 32) whose stored bits differ, as lane·32 + element; −1
+// if there is none. Padding is zero on both sides.
 static int64_t compare_lanes(const char *dst, const uint32_t *square, int lane0, int lanes,
                              rm_dtype dtype) {
   for (int lane = lane0; lane < lane0 + lanes; lane++) {
@@ -355,13 +354,13 @@ static int64_t compare_lanes(const char *dst, const uint32_t *square, int lane0,
   return -1;
 }
 
-// Source rows [row, row + lanes) and columns [col, col + n) on their way to a row of tiles, from
-// lane lane0 on.
+// A copy of source rows [row, row + lanes) and columns [col, col + n) to a row of tiles, from lane
+// lane0 on.
 typedef struct packed_run {
   int64_t tile_row, row;
   int lane0, lanes;
   int64_t col, n;
-  const char *ahead; // in the source, where the run after this one begins
+  const char *ahead; // start of the next run in the source
 } packed_run;
 
 static int64_t packed_tile_row(const rm_pack_args *args, int64_t tile) {
@@ -409,8 +408,8 @@ static void write_run(const rm_pack_args *args, const packed_run *run, rows16 *r
   }
 }
 
-// Fetches a row of the next run, whose pieces are too short for the processor's own prefetching.
-// The second cache is the target, since rows that are CROWD apart replace one another in the first.
+// Fetches a row of the next run, since its rows are too short for the hardware prefetcher. Fetches
+// into the L2 cache, since rows that are CROWD apart evict one another from L1.
 static void fetch_ahead(const rm_pack_args *args, const char *ahead, int row, int64_t n) {
   const int64_t size = src_bytes(args->src_dtype);
   if (args->col_stride != 1) return;
@@ -418,8 +417,8 @@ static void fetch_ahead(const rm_pack_args *args, const char *ahead, int row, in
   for (int64_t at = 0; at < n * size; at += LINE) _mm_prefetch(from + at, _MM_HINT_T1);
 }
 
-// The rows of a run as stored, in a buffer of RUN bytes for each lane; lanes that are not the run's
-// are zero.
+// Converts the rows of a run to their stored form, in a buffer of RUN bytes for each lane; the
+// other lanes are zero.
 static void copy_run(const rm_pack_args *args, const packed_run *run, char *buffer, int64_t bytes) {
   for (int lane = 0; lane < SQUARE; lane++)
     if (lane < run->lane0 || lane >= run->lane0 + run->lanes)
@@ -459,7 +458,7 @@ static void pack_run(const rm_pack_args *args, part *found, const packed_run *ru
   }
 }
 
-// Whole tiles, then the last one where the columns end in it.
+// Packs a row of tiles: whole tiles, then a partial last one.
 static void packed_tile(const rm_pack_args *args, part *found, int64_t tile, int64_t col,
                         int64_t end) {
   const int64_t at_once = RUN / (int64_t)rm_dtype_bytes(args->dst_dtype),
@@ -480,8 +479,7 @@ static void packed_tile(const rm_pack_args *args, part *found, int64_t tile, int
   }
 }
 
-// Walks the source the way it lies in memory: along the rows, or down the columns of a transposed
-// view.
+// Walks the source in memory order: along the rows, or down the columns of a transposed view.
 static void packed_tiles(const rm_pack_args *args, part *found, int64_t begin, int64_t end) {
   const int64_t step = is_transposed(args) ? RM_K_BLOCK : args->cols;
   for (int64_t col = 0; col < args->cols; col += step)
@@ -495,7 +493,7 @@ typedef struct job {
   part parts[MAX_PARTS];
 } job;
 
-// Threads take whole destination tiles, so that no two write to one cache line.
+// Each thread takes whole destination tiles, so that threads write different cache lines.
 static void pack_task(void *arg, int thread, int n_threads) {
   job *work = arg;
   const rm_pack_args *args = work->args;
@@ -507,7 +505,7 @@ static void pack_task(void *arg, int thread, int n_threads) {
   const int64_t begin = low + n * thread / n_threads, end = low + n * (thread + 1) / n_threads;
   if (plain) plain_rows(args, found, begin, end);
   else packed_tiles(args, found, begin, end);
-  _mm_sfence(); // streamed stores are ordered before the thread says it is done
+  _mm_sfence(); // orders streamed stores before the signal that the thread is done
 }
 
 static int64_t lowest(int64_t a, int64_t b) { return a < 0 ? b : b < 0 ? a : rm_min64(a, b); }

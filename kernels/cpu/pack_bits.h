@@ -1,13 +1,13 @@
-// pack_bits.h: what one element becomes and what it adds to the digest. Shared by the plain loops,
-// the fast pack and CUDA.
+// pack_bits.h: the conversion of one element and its contribution to the digest. Shared by the
+// plain loops, the fast pack and CUDA.
 //
-// All arithmetic on values is integer: conversions must keep denormals, as torch's do, while
-// threads run with them flushed.
+// All arithmetic on values is integer: conversions must keep denormals, like torch's, while threads
+// run with denormals flushed.
 //
-// The digest is Σ weight(word index)·word mod 2^64, a word being one float or two neighbouring bf16
-// of a row. For one element that is weight·(bits << 16·parity), a function of its index and bits,
-// so any split, order or layout gives the same sum. A change of a single element always shows: the
-// weight is not 0.
+// The digest is Σ weight(word index)·word mod 2^64, where a word is one float or two neighbouring
+// bf16 of a row. One element contributes weight·(bits << 16·parity), a function of its index and
+// bits, so any split, order or layout has the same sum. A change of a single element always changes
+// the digest, since the weight is not 0.
 #pragma once
 
 #include <stdint.h>
@@ -70,9 +70,8 @@ RM_INLINE uint32_t f32_from_f64(uint64_t bits) {
   const int shift = exponent > 0 ? 29 : 30 - exponent;
   const uint64_t kept = whole >> shift, rest = whole & (((uint64_t)1 << shift) - 1),
                  half = (uint64_t)1 << (shift - 1);
-  return sign | (uint32_t)(kept + (rest > half ||
-                                   (rest == half &&
-                                    (kept & 1)))); // a carry runs into the exponent, rightly
+  // A carry into the exponent is right.
+  return sign | (uint32_t)(kept + (rest > half || (rest == half && (kept & 1))));
 }
 
 static inline uint32_t f32_from(const void *src, rm_src_dtype from) {
@@ -90,9 +89,8 @@ RM_INLINE int is_nonfinite(uint32_t stored, rm_dtype dtype) {
 }
 
 // ----------------------------------------------------------------------------------------- digest
-enum {
-  RM_PACK_WEYL = (int)0x9E3779B1u
-}; // odd: a permutation of the 2^32 indices, 0 only for the last
+// Odd, so that multiplying permutes the 2^32 indices; the result is 0 only for the last index.
+enum { RM_PACK_WEYL = (int)0x9E3779B1u };
 
 RM_INLINE uint32_t weight_seed(int64_t word) {
   return ((uint32_t)word + 1) * (uint32_t)RM_PACK_WEYL;

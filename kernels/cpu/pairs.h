@@ -1,20 +1,19 @@
-// pairs.h: bf16 dot products by vdpbf16ps, which takes two k a step: acc ← fma(low·low,
+// pairs.h: bf16 dot products by vdpbf16ps, which takes two k per step: acc ← fma(low·low,
 // fma(high·high, acc)), each rounded. The contract's even chain k0, k2, k4 … is such a chain when a
 // word holds (low k2, high k0), and the odd one with (k3, k1). So the words of rows and weights are
-// permuted inside each block of 32: activations when the panel is filled, weights in registers as
-// they come from memory (a shift and a blend for each vector), which hides behind the products.
-// float32 goes by FMA.
+// permuted inside each block of 32: activations when the panel is filled, weights in registers when
+// they are loaded (a shift and a blend for each vector), in parallel with the products. float32
+// uses FMA.
 //
-// A packed layout of its own, permuted when weights are packed, would save those four instructions
-// per two vectors. It was rejected: they cost nothing that can be measured, and one layout serves
-// every instruction set, the KV cache and the weight digest.
+// Rejected: a separate packed layout, permuted when weights are packed. It would save those four
+// instructions per two vectors, but their cost is not measurable, and one layout works for every
+// instruction set, the KV cache and the weight digest.
 #pragma once
 
 #include "panel_fma.h"
 
-enum {
-  PAIR_WORDS = RM_K_BLOCK / 2
-}; // of a row's block: 8 of the even chain, then 8 of the odd one
+// Words of a row's block: 8 of the even chain, then 8 of the odd one.
+enum { PAIR_WORDS = RM_K_BLOCK / 2 };
 
 // sum[r] += E + O of one k block; rows of x are `ldx` words apart.
 VEC void pair_block(const int R, const uint32_t *x, const int ldx, const k_block *w, vf *sum) {
@@ -33,8 +32,8 @@ VEC void pair_block(const int R, const uint32_t *x, const int ldx, const k_block
   for (int r = 0; r < R; r++) sum[r] = vf_add(sum[r], vf_add(even[r], odd[r]));
 }
 
-// R rows of x, `next` words from a block to the next, against n_blocks blocks of a tile column. The
-// sums stay in registers.
+// R rows of x times n_blocks blocks of a tile column; blocks of x are `next` words apart. The sums
+// stay in registers.
 VEC void pair_rows_dots(const int R, const uint32_t *x, int64_t next, const uint16_t *w,
                         int64_t n_blocks, float *acc, const int lda, const fetch f) {
   vf sum[MOST_ROWS];
@@ -66,8 +65,8 @@ DOTS_FUNCTION void pair_score_dots(const uint32_t *x, int64_t rows, const uint16
   pair_dots_of(x, rows, w, n_blocks, acc, RM_ATTN_BLOCK, soon);
 }
 
-// One k block against n_tiles tile columns that lie side by side, as columns_dots of dots.h; rows
-// of x as store_probabilities leaves them.
+// One k block times n_tiles adjacent tile columns, like columns_dots of dots.h; rows of x have the
+// form that store_probabilities writes.
 VEC void pair_columns_dots(const int R, const uint32_t *x, k_block w, int64_t n_tiles, float *acc,
                            int64_t next, const fetch f0, const fetch f1) {
   for (int64_t t = 0; t < n_tiles; t++, acc += next) {
@@ -92,7 +91,7 @@ DOTS_FUNCTION void pair_value_dots(const uint32_t *x, int64_t rows, const k_bloc
   }
 }
 
-// One row into row r of a panel of `rows` rows, +0 behind k.
+// Copies one row into row r of a panel of `rows` rows, with +0 after k.
 VEC void pair_fill_row(uint32_t *panel, int64_t rows, int64_t r, const uint16_t *x, int64_t k) {
   for (int64_t i = 0; i < k; i += RM_K_BLOCK) {
     uint16_t block[RM_K_BLOCK] = {0};

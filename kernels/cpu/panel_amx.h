@@ -1,36 +1,33 @@
 // panel_amx.h: bf16 dot products by AMX. One tdpbf16ps is one block of the contract for 16 rows ×
 // 16 columns: it sums the even k and the odd k in chains from +0 and adds their sum to the
-// accumulator; a packed tile of weights is its second operand as it lies in memory. Prefill and
-// decode share the code: up to 16 rows cost what one costs, so decode runs at the rate at which
-// memory brings weights.
+// accumulator; its second operand is a packed tile of weights, loaded as it is. Prefill and decode
+// share the code: up to 16 rows cost as much as one, so decode runs at the rate of memory.
 //
-// The panel is [k block][rows↑16][32] bf16 with rows of zeros at the end, or, below 16 rows, tiles
-// of just so many. Tiles are configured and released in each call, some hundred cycles of
-// thousands, so that no thread is left with live tile state, which every context switch would have
-// to save. float32 goes by FMA, attention by vdpbf16ps.
+// The panel is [k block][rows↑16][32] bf16 with rows of zeros at the end; with fewer than 16 rows,
+// tiles have that many rows. Each call configures and releases the tiles, which takes some hundred
+// cycles of thousands. Otherwise every context switch would have to save the tile state. float32
+// uses FMA, attention vdpbf16ps.
 #pragma once
 
 #include "pairs.h"
 
 enum { TILE_ROWS = 16 };
 
-typedef struct tile_config { // palette 1 as ldtilecfg reads it
+typedef struct tile_config { // palette 1, the operand of ldtilecfg
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];
   uint8_t rows[16];
 } tile_config;
 
-// Tiles: 0 … 3 sums [row tile][column tile], 4 and 5 rows of the panel, 6 and 7 weights.
+// Tiles 0 … 3: sums [row tile][column tile]; 4 and 5: rows of the panel; 6 and 7: weights.
 VEC void configure_tiles(int64_t rows) {
   tile_config config = {.palette = 1};
   for (int i = 0; i < 8; i++) {
     config.row_bytes[i] = 64;
     config.rows[i] = (uint8_t)(i < 6 ? rm_min64(rows, TILE_ROWS) : RM_K_BLOCK / 2);
   }
-  __asm__ volatile(""
-                   :
-                   : "r"(&config)
-                   : "memory"); // gcc's intrinsic names 8 bytes as read, and its tile loads none
+  // gcc's intrinsic declares only 8 bytes as read, and its tile loads none.
+  __asm__ volatile("" : : "r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
 
@@ -51,7 +48,7 @@ VEC void tile_fill_panel(uint16_t *panel, const uint16_t *x, int64_t ldx, int64_
   }
 }
 
-// Sums of one tile to acc [rows][16], of which only `rows` exist.
+// Stores the sums of one tile to acc [rows][16], of which only `left` rows exist.
 #define STORE_SUMS(tile, acc, left) \
   do { \
     float sums[TILE_ROWS * RM_N_TILE] __attribute__((aligned(64))); \
@@ -63,8 +60,7 @@ VEC void tile_fill_panel(uint16_t *panel, const uint16_t *x, int64_t ldx, int64_
     } \
   } while (0)
 
-// M × N tiles, each 1 or 2: rows [row, …) of the panel against tile columns w and w + n_blocks
-// tiles.
+// M × N tiles, each 1 or 2: rows [row, …) of the panel times tile columns w and w + n_blocks tiles.
 VEC void tile_block(const int M, const int N, const uint16_t *panel, int64_t rows, int64_t row,
                     const uint16_t *w, int64_t n_blocks, float *acc, const int ahead) {
   const int64_t all = panel_rows(rows), column = n_blocks * TILE;
@@ -120,7 +116,7 @@ VEC void fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx, in
   else fma_fill_panel(dtype, panel, x, ldx, rows, k);
 }
 
-// acc [n_tiles][rows][16] = panel · columns of n_tiles tiles that stand one after another from w.
+// acc [n_tiles][rows][16] = panel · the columns of n_tiles consecutive tiles from w.
 VEC void panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void *w,
                     int64_t n_tiles, int64_t n_blocks, float *acc) {
   if (dtype == RM_BF16) tile_panel_dots((const uint16_t *)panel, rows, w, n_tiles, n_blocks, acc);

@@ -1,4 +1,4 @@
-// panel_bf16.h: a panel is of permuted pairs for vdpbf16ps, see pairs.h; float32 goes by FMA.
+// panel_bf16.h: a panel of permuted pairs for vdpbf16ps, see pairs.h; float32 uses FMA.
 #pragma once
 
 #include "pairs.h"
@@ -11,7 +11,7 @@ VEC void fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx, in
       pair_fill_row((uint32_t *)panel, rows, r, (const uint16_t *)x + r * ldx, k);
 }
 
-// acc [n_tiles][rows][16] = panel · columns of n_tiles tiles that stand one after another from w.
+// acc [n_tiles][rows][16] = panel · the columns of n_tiles consecutive tiles from w.
 VEC void panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void *w,
                     int64_t n_tiles, int64_t n_blocks, float *acc) {
   if (dtype == RM_BF16)

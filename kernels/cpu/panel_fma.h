@@ -1,26 +1,23 @@
 // panel_fma.h: a panel of rows times tile columns, by FMA on floats: used by avx2 and avx512f, and
-// for float32 by all. bf16 activations are widened once per panel, bf16 weights in registers. And
-// how a panel meets the weights, by whatever instruction:
+// for float32 by all. bf16 activations are widened once per panel, bf16 weights in registers. This
+// file also has the loop over pieces of weights for any instruction (pieces_dots):
 //
-// A piece of a tile column meets all rows while it is in the L1 cache; meanwhile the piece behind
-// it is fetched into the L2 cache, each register block of rows asking for its share of the lines.
-// So memory and arithmetic do not wait for each other. Fewer than FEW_ROWS wait for memory anyway:
-// what they read is fetched a KB ahead, into L1.
+// All rows use a piece of a tile column while it is in the L1 cache. Meanwhile the next piece is
+// fetched into the L2 cache; each register block of rows fetches its share of the lines. So memory
+// and arithmetic overlap. Fewer than FEW_ROWS rows are limited by memory: their weights are fetched
+// a KB ahead, into L1.
 #pragma once
 
 #include "dots.h"
 
 enum {
-  CHUNK_BLOCKS =
-      8, // of a piece that meets one register block; RM_PIECE_BLOCKS of one that meets several
-  PANEL_BYTES = 256
-      // of a panel, k after k, that all tile columns meet before the next: part of an L2 cache
-      << 10,
+  CHUNK_BLOCKS = 8, // k blocks of a piece for one register block; for several RM_PIECE_BLOCKS
+  PANEL_BYTES = 256 << 10, // part of a panel that all tile columns use in turn: fits the L2 cache
   FEW_ROWS = 4,
-  NEAR = 1024, // bytes that a stream of weights is fetched ahead for few rows
+  NEAR = 1024, // bytes that weights are fetched ahead for few rows
 };
 
-// k blocks of a panel that stay in the cache, whole pieces.
+// The k blocks of a panel that stay in the cache, rounded to whole pieces.
 VEC int64_t blocks_at_once(int64_t rows, int64_t row_bytes, int64_t piece) {
   return rm_max64(1, PANEL_BYTES / (rows * row_bytes * piece)) * piece;
 }
@@ -34,12 +31,12 @@ VEC void fma_fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx
   for (int64_t r = 0; r < rows; r++) fill_row(dtype, panel, rows, r, at(dtype, x, r * ldx), k);
 }
 
-// The sums of a piece for all rows.
+// Adds the products of a piece for all rows.
 typedef void (*piece_dots)(const float *panel, int64_t rows, const void *w, int64_t n_blocks,
                            float *acc, const fetch *soon);
 
-// acc [n_tiles][rows][16] = panel · columns of n_tiles tiles that stand one after another from w; a
-// row's block has `words` in the panel.
+// acc [n_tiles][rows][16] = panel · the columns of n_tiles consecutive tiles from w; a row's block
+// has `words` words in the panel.
 VEC void pieces_dots(rm_dtype dtype, piece_dots dots, int64_t words, const float *panel,
                      int64_t rows, const void *w, int64_t n_tiles, int64_t n_blocks, float *acc) {
   const int64_t piece = rows <= RM_LAST_ROWS ? CHUNK_BLOCKS : RM_PIECE_BLOCKS;

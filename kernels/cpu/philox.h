@@ -1,10 +1,10 @@
-// philox.h: the integers of token choice (docs/numerics.md §7), shared by all variants: exact, so
-// there is nothing to vary.
+// philox.h: the integer arithmetic of token choice (docs/numerics.md §7). It is exact, so all
+// variants share it.
 #pragma once
 
 #include "scalar.h"
 
-// trunc(e·2^40) of e in [0, 1]; 0 for anything that is not a positive normal number of that range.
+// trunc(e·2^40) for e in [0, 1]; 0 for any other e, and for denormals.
 RM_INLINE uint64_t rm_token_weight(float e) {
   const uint32_t u = rm_bits(e), exponent = u >> 23;
   if (exponent == 0 || exponent > 127) return 0;
@@ -13,7 +13,7 @@ RM_INLINE uint64_t rm_token_weight(float e) {
   return shift < 64 ? mantissa << 17 >> shift : 0;
 }
 
-// max(1, ⌈top_p·total⌉), exactly: top_p is m·2^-s in binary.
+// max(1, ⌈top_p·total⌉), exact: top_p is m·2^-s in binary.
 RM_INLINE uint64_t rm_top_p_need(float top_p, uint64_t total) {
   const uint32_t u = rm_bits(top_p), exponent = u >> 23;
   const uint64_t mantissa = exponent ? (u & 0x7fffffu) | 0x800000u : u & 0x7fffffu;
@@ -29,7 +29,7 @@ RM_INLINE uint64_t rm_mul_high(uint64_t a, uint64_t b) {
   return (uint64_t)((unsigned __int128)a * b >> 64);
 }
 
-// Philox4x32-10 at (key = seed, counter), its first 64 bits.
+// The first 64 bits of Philox4x32-10 at (key = seed, counter).
 RM_INLINE uint64_t rm_philox_u64(uint64_t seed, uint64_t counter) {
   uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
   uint32_t x0 = (uint32_t)counter, x1 = (uint32_t)(counter >> 32), x2 = 0, x3 = 0;
@@ -56,7 +56,7 @@ RM_INLINE const rm_logit_edit *rm_find_edit(const rm_sample_params *p, int64_t t
   return low < p->n_edits && p->edits[low].token == token ? p->edits + low : 0;
 }
 
-// The logit that an edited token is drawn with.
+// The logit of an edited token in the draw.
 RM_INLINE float rm_edited_logit(float logit, const rm_sample_params *p, const rm_logit_edit *edit) {
   float x = logit + edit->bias;
   if (edit->count >= 0) x = x > 0.0f ? x / p->repetition_penalty : x * p->repetition_penalty;
@@ -67,7 +67,7 @@ RM_INLINE float rm_edited_logit(float logit, const rm_sample_params *p, const rm
   return x + 0.0f;
 }
 
-// Whether what is drawn from is the model's own distribution, so that both logprobs are one number.
+// Whether the draw is from the model's own distribution, so that both logprobs are equal.
 RM_INLINE int rm_samples_the_model(const rm_sample_params *p, int64_t vocab) {
   return p->temperature == 1.0f && p->n_banned == 0 && p->n_edits == 0 && !(p->min_p > 0.0f) &&
          (p->top_k <= 0 || p->top_k >= vocab) && p->top_p >= 1.0f;

@@ -21,7 +21,7 @@ static rm_profile_entry *entry_of(rm_profile *profile, const char *op, int64_t n
   return entry;
 }
 
-// A run of the team whose threads note how long they worked.
+// A run of the team that adds up the time of its threads.
 typedef struct timed_run {
   rm_task_fn fn;
   void *arg;
@@ -62,7 +62,7 @@ static void count(rm_profile *profile, double start, rm_profile_entry call) {
   entry->weight_bytes += call.weight_bytes;
 }
 
-// A product of `rows` rows with packed weights [n]×[k], of which `matrices` are read.
+// A product of `rows` rows with `matrices` matrices of packed weights [n]×[k].
 static rm_profile_entry product(const char *op, int64_t rows, int64_t n, int64_t k,
                                 int64_t matrices, rm_dtype dtype) {
   return (rm_profile_entry){

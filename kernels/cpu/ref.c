@@ -1,6 +1,6 @@
-// ref.c: docs/numerics.md as plain loops: the specification and the oracle. Every other variant
-// must have the same bits. It uses one thread and almost no workspace. Attention, mixture of
-// experts, sampling and the sums of products are in ref_*.c.
+// ref.c: docs/numerics.md as plain loops: the specification and the oracle. Every other variant of
+// the family must be bit-identical. It uses one thread and almost no workspace. Attention, mixture
+// of experts, sampling and the sums of products are in ref_*.c.
 #include "ref.h"
 
 #include "tables.h"
@@ -131,8 +131,8 @@ static float scale_of_all(const float *squares, int64_t n_heads, int64_t head_di
   return rms_scale(total, n_heads * head_dim, eps);
 }
 
-// One head, counted over q's and then k's: out ← rope(norm(x)), without the norm where weights are
-// NULL. `normed` is scratch of head_dim floats.
+// Computes one head, numbered over q's and then k's: out ← rope(norm(x)), without the norm if
+// weights are NULL. `normed` is scratch of head_dim floats.
 static void norm_and_rotate(const rm_qk_rope_kv_args *a, int64_t row, int64_t head, float *normed,
                             void *out) {
   const rm_dtype dtype = a->dtype;

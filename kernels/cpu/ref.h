@@ -1,12 +1,11 @@
-// ref.h: what the files of the reference variant share.
+// ref.h: declarations shared by the files of the reference variant.
 #pragma once
 
 #include "scalar.h"
 
-// The dot product of docs/numerics.md §2: x[0 … k) against column n of a packed matrix with k_total
-// columns.
+// The dot product of docs/numerics.md §2: x[0 … k_total) times row n of a packed matrix.
 float rm_ref_dot(rm_dtype dtype, const void *x, const void *w, int64_t n, int64_t k_total);
-// P·V over one block of RM_ATTN_BLOCK positions: the values of a T, zeros where a position is not
+// P·V over one block of RM_ATTN_BLOCK positions; v: values of T, zeros at positions that are not
 // live.
 float rm_ref_values_dot(rm_dtype dtype, const float *p, const float *v);
 

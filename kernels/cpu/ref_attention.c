@@ -2,7 +2,7 @@
 // at a time.
 #include "ref.h"
 
-typedef struct head_view { // one query head of one row, and the sequence it looks at
+typedef struct head_view { // one query head of one row, and its sequence
   const rm_attention_args *a;
   const void *q; // T [head_dim]
   const int32_t *pages; // block table of the sequence
@@ -27,7 +27,7 @@ static float value(const head_view *h, int64_t t, int64_t d) {
                 page + rm_v_index(a->dtype, a->head_dim, t % a->page_size, d));
 }
 
-// One block of positions [t0, t0 + 32) into the state (m, l, acc) of its segment.
+// Adds one block of positions [t0, t0 + 32) to the state (m, l, acc) of its segment.
 static void add_block(const head_view *h, int64_t t0, float *m, float *l, float *acc) {
   const rm_dtype dtype = h->a->dtype;
   float p[RM_ATTN_BLOCK] = {0}, partial[RM_LANES], next = *m;

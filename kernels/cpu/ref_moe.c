@@ -1,14 +1,14 @@
 // ref_moe.c: router, permutation, static dispatch and combination of docs/numerics.md §5.
 #include "ref.h"
 
-// Whether an expert of key x and a higher id comes before one of key y.
+// Whether an expert with key x precedes one with key y and a lower id.
 static int comes_before(float x, float y) { return rm_order_key(x) > rm_order_key(y); }
 
 static float key_of(const float *scores, const rm_router_args *a, int64_t e) {
   return a->bias ? scores[e] + a->bias[e] : scores[e];
 }
 
-// The sum of a group's two largest keys; NaN where fewer than two of them are numbers.
+// The sum of a group's two largest keys; NaN if fewer than two keys are numbers.
 static float group_key(const float *scores, const rm_router_args *a, int64_t group) {
   const int64_t size = a->n_experts / a->n_groups;
   float first = NAN, second = NAN;
@@ -24,7 +24,7 @@ static float group_key(const float *scores, const rm_router_args *a, int64_t gro
   return first + second;
 }
 
-// Whether fewer than top_groups groups come before it.
+// Whether fewer than top_groups groups come before this group.
 static int is_open(const float *keys, const rm_router_args *a, int64_t group) {
   int64_t before = 0;
   for (int64_t g = 0; g < a->n_groups; g++)
@@ -54,7 +54,7 @@ static void choose(const float *scores, const rm_router_args *a, int32_t *ids) {
   }
 }
 
-// The chosen scores one by one in ascending expert id.
+// Adds the chosen scores one by one in ascending expert id.
 static float sum_of_chosen(const float *scores, const rm_router_args *a, const int32_t *ids) {
   float sum = 0.0f;
   for (int64_t e = 0; e < a->n_experts; e++)
@@ -112,7 +112,7 @@ void rm_permute_ref(const rm_ctx *ctx, const rm_permute_args *a) {
   a->group_rows[a->n_experts] = n;
 }
 
-// Expert by expert of every rank in turn, the other way round than a choice finds its rank.
+// Goes rank by rank and expert by expert, unlike the fast variant, which goes choice by choice.
 static void static_dispatch_row(const rm_static_dispatch_args *a, int64_t home, int64_t row) {
   const int64_t each = rm_max_choices(a->top_k, a->experts_each);
   const int32_t *ids = a->ids + home * a->ids_pitch + row * a->top_k;
@@ -142,8 +142,8 @@ void rm_static_dispatch_ref(const rm_ctx *ctx, const rm_static_dispatch_args *a)
     for (int64_t row = 0; row < a->home_rows; row++) static_dispatch_row(a, home, row);
 }
 
-// The node over expert ids [first, first + width) for row r and column i; 0 when no expert there
-// was chosen.
+// Computes the tree's node over expert ids [first, first + width) for row r and column i. Returns 0
+// if the row has not chosen any of these experts.
 static int node(const rm_combine_args *a, int64_t r, int64_t i, int64_t first, int64_t width,
                 float *value) {
   if (width == 1) {

@@ -18,7 +18,7 @@ static uint32_t stored_bits(const rm_pack_args *args, int64_t row, int64_t col) 
                                         : bf16_from_f32(f32_from(src, args->src_dtype));
 }
 
-// Columns behind the last, up to a whole tile, are zero.
+// Writes zeros after the last column, up to a whole tile.
 static void write_pads(const rm_pack_args *args, int64_t row) {
   if (args->layout == RM_PLAIN) return;
   const size_t bytes = rm_dtype_bytes(args->dst_dtype);
@@ -39,7 +39,7 @@ void rm_pack_ref(const rm_ctx *ctx, rm_pack_args *args) {
       args->digest += element_digest(args->index0 + index, stored, args->dst_dtype);
       if (args->nonfinite_index < 0 && is_nonfinite(stored, args->dst_dtype))
         args->nonfinite_index = index;
-      if (!args->compare) memcpy(dst, &stored, bytes); // little-endian: the low half is a bf16's
+      if (!args->compare) memcpy(dst, &stored, bytes); // little-endian: bf16 is in the low half
       else if (args->diff_index < 0 && memcmp(dst, &stored, bytes) != 0) args->diff_index = index;
     }
     if (!args->compare) write_pads(args, row);

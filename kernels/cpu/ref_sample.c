@@ -1,17 +1,17 @@
-// ref_sample.c: token choice of docs/numerics.md §7. Weights are integers, so the order in which
-// they are added is free; here each pass over the vocabulary computes them again, and a threshold
-// is found by bisection, over keys and then over ties.
+// ref_sample.c: token choice of docs/numerics.md §7. Weights are integers, so they may be added in
+// any order. Each pass over the vocabulary computes them again, and bisection finds a threshold,
+// first over keys and then over ties.
 #include "ref.h"
 
 #include "philox.h"
 
-typedef struct filter { // which tokens are left, and their weights
+typedef struct filter { // the tokens that are left, and their weights
   const float *logits;
   int64_t vocab;
   const rm_sample_params *params;
-  float max; // of the logits that are not banned, edited
-  uint32_t key; // tokens of a lower key are out …
-  int64_t ties; // … and of those of this key all but so many of the lowest ids
+  float max; // the largest edited logit that is not banned
+  uint32_t key; // tokens with a lower key are out
+  int64_t ties; // of the tokens with this key only this many, those of the lowest ids, are left
 } filter;
 
 static int is_banned(const rm_sample_params *params, int64_t v) {
@@ -20,7 +20,7 @@ static int is_banned(const rm_sample_params *params, int64_t v) {
   return 0;
 }
 
-// The logit that is drawn from: x of the contract.
+// The logit of the draw: x of the contract.
 static float edited(const rm_sample_params *params, const float *logits, int64_t v) {
   const rm_logit_edit *edit = rm_find_edit(params, v);
   return edit ? rm_edited_logit(logits[v], params, edit) : logits[v] + 0.0f;
@@ -30,14 +30,14 @@ static float scaled(const filter *f, int64_t v) {
   return (edited(f->params, f->logits, v) - f->max) / f->params->temperature;
 }
 
-// Steps 1 and 2: the weight of a token that is not banned and passes min_p.
+// Steps 1 and 2: whether a token is not banned and passes min_p, and its weight.
 static int enters(const filter *f, int64_t v, uint64_t *weight) {
   const float e = rm_exp(scaled(f, v));
   *weight = rm_token_weight(e);
   return !is_banned(f->params, v) && !(f->params->min_p > 0.0f && !(e >= f->params->min_p));
 }
 
-// Visits what is left in ascending id: f->key and f->ties applied.
+// Whether a token is left after f->key and f->ties. Called in ascending id.
 static int is_left(const filter *f, int64_t v, int64_t *ties_seen, uint64_t *weight) {
   const uint32_t key = rm_order_key(edited(f->params, f->logits, v));
   if (!enters(f, v, weight) || key < f->key) return 0;
@@ -52,7 +52,7 @@ static uint64_t measure(const filter *f, int by_weight) {
   return sum;
 }
 
-// Tokens that can be drawn.
+// The number of tokens that can be drawn.
 static int32_t count_kept(const filter *f) {
   int32_t n = 0;
   uint64_t weight;
@@ -61,8 +61,8 @@ static int32_t count_kept(const filter *f) {
   return n;
 }
 
-// Narrows to the shortest prefix, in descending logit and ascending id, whose measure reaches
-// `need`.
+// Narrows the filter to the shortest prefix, in descending logit and ascending id, whose measure
+// reaches `need`.
 static void keep_prefix(filter *f, uint64_t need, int by_weight) {
   const filter before = *f;
   filter at = before;

@@ -1,12 +1,12 @@
 // rope.c: head_squares, and qk_rope_kv: the norm of each head of q and k, the rotation, and the
-// write of k and v into their page. A row is one thread's; its k is written in the layout of packed
-// weights (a word per pair, 64 bytes apart), so that attention can take a page for a matrix.
+// write of k and v into their page. One thread computes a row. k is written in the layout of packed
+// weights (a word per pair, 64 bytes apart), so that attention can use a page as a matrix.
 #include "variant.h"
 
 typedef struct rope_job {
   const rm_qk_rope_kv_args *a;
   float *workspace; // [threads][2][head_dim↑16 + 16]
-  int64_t stride; // floats of one head there
+  int64_t stride; // floats of one head in the workspace
 } rope_job;
 
 VEC float sum_of_squares(rm_dtype T, const void *x, int64_t n) {
@@ -41,10 +41,8 @@ void RM_FN(head_squares)(const rm_ctx *ctx, const rm_head_squares_args *a) {
 
 // The norm of a row's heads of q or of k.
 typedef struct row_norm {
-  const void *weight; // NULL: none
-  int64_t
-      // from a head's weights to the next one's; 0: all heads have the same, and each its own scale
-      step;
+  const void *weight; // NULL: no norm
+  int64_t step; // from one head's weights to the next; 0: heads share weights but not `scale`
   float scale;
 } row_norm;
 
@@ -100,8 +98,8 @@ VEC int all_finite(rm_dtype T, const void *x, int64_t n) {
   return !bad;
 }
 
-// In both layouts the tiles of one 16-position group follow one another, so that a word and the
-// next stand 16 words apart.
+// In both layouts the tiles of 16 positions are adjacent, so that consecutive words of one position
+// are 16 words apart.
 VEC void store_k(rm_dtype T, void *page, int64_t head_dim, int64_t pos, const void *k, int finite) {
   uint32_t *words =
       (uint32_t *)page + rm_packed_index(T, head_dim, pos, 0) / (T == RM_BF16 ? 2 : 1);

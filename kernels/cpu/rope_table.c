@@ -1,7 +1,7 @@
-// rope_table.c: sines and cosines of the contract (docs/numerics.md §3), in double, without libm:
-// the same table on every machine. An angle reaches 10^6; two fused steps of π/2 leave its
-// remainder exact to 2^-48 of itself, and Taylor sums on |r| ≤ π/4 are exact to a double's last
-// bits. The table is made once per generator, so nothing here is fast.
+// rope_table.c: sines and cosines of the contract (docs/numerics.md §3), in double and without
+// libm, so that every machine has the same table. Angles go up to 10^6; after two fused steps of
+// π/2 the remainder has a relative error of 2^-48, and the Taylor sums on |r| ≤ π/4 are exact to a
+// double's last bits. A generator computes the table once, so the code is not optimized.
 #include "scalar.h"
 
 static const double TWO_OVER_PI = 0x1.45f306dc9c883p-1, PIO2_HI = 0x1.921fb54442d18p+0,

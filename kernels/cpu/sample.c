@@ -4,13 +4,13 @@
 // integer weights, with a partial sum for every 1024 tokens, so that only the part that contains
 // the draw is read again.
 //
-// With them, few of 150,000 tokens matter. The first pass keeps the maximum of every 64 logits. A
-// radix selection over these maxima gives a lower bound of the true threshold, since more tokens
-// can only raise it. Tokens above the bound are collected and selected exactly. If the maxima do
-// not reach the bound (a flat distribution), all tokens are collected, with the same result.
+// With top_k or top_p, few of 150,000 tokens matter. The first pass keeps the maximum of every 64
+// logits. A radix selection over these maxima gives a lower bound of the true threshold, since more
+// tokens can only raise it. Tokens above the bound are collected and selected exactly. If the
+// maxima are not enough (a flat distribution), all tokens are collected, with the same result.
 //
-// Edited logits are in a copy of the row. A banned token is a NaN there: never the largest, of
-// weight 0 and of the lowest key.
+// Edits are made in a copy of the row. A banned token is a NaN in it: it is never the largest, has
+// weight 0 and the lowest key.
 #include "philox.h"
 #include "variant.h"
 
@@ -36,7 +36,7 @@ typedef struct row_view { // one row's work; arrays are carved from the thread's
   const float *logits; // [vocab], edited, banned ones NaN
   int64_t vocab;
   float max;
-  int32_t *kept; // tokens left, or NULL; 0 at first
+  int32_t *kept; // out: number of tokens left, or NULL; 0 at first
   float *maxima; // [pieces][16] largest of each lane of a piece
   uint64_t *sums; // [pieces] of weights
   token_list list; // room for [vocab↑1024]
@@ -62,7 +62,7 @@ static row_view carve(const rm_sample_params *params, const float *logits, int64
 }
 
 // --------------------------------------------------------------------------------- parts of a row
-// The largest logit, −∞ without one; maxima are kept.
+// Returns the largest logit, −∞ if there is none, and fills v->maxima.
 static float largest(const row_view *v) {
   vf max = vf_set1(-INFINITY);
   for (int64_t from = 0; from < v->vocab; from += PIECE) {
@@ -85,7 +85,8 @@ static int32_t first_equal(const float *x, int64_t n, float value) {
   return -1;
 }
 
-// Weights of tokens [from, from + n), n ≤ 1024, into out[0 … n↑16); those that fail min_p are 0.
+// Writes the weights of tokens [from, from + n), n ≤ 1024, to out[0 … n↑16); 0 for tokens that fail
+// min_p.
 static void piece_weights(const row_view *v, int64_t from, int64_t n, uint64_t *out) {
   const vf max = vf_set1(v->max), temperature = vf_set1(v->params->temperature),
            min_p = vf_set1(v->params->min_p);
@@ -93,7 +94,7 @@ static void piece_weights(const row_view *v, int64_t from, int64_t n, uint64_t *
     const int64_t lanes = rm_min64(RM_LANES, n - i);
     const vf x = vf_add(vf_load_n(v->logits + from + i, lanes), vf_zero());
     const vf d = vf_div(vf_sub(x, max), temperature);
-    if (!vi_any(vf_gt(d, vf_set1(NO_WEIGHT)))) { // so it is for most of a vocabulary
+    if (!vi_any(vf_gt(d, vf_set1(NO_WEIGHT)))) { // true for most of a vocabulary
       memset(out + i, 0, RM_LANES * sizeof *out);
       continue;
     }
@@ -115,7 +116,8 @@ static int32_t count_of(const uint64_t *weights, int64_t n) {
   return count;
 }
 
-// The first of n weights at which the running sum exceeds target, given what stands before them.
+// Index of the first of n weights at which the running sum exceeds target; before: the sum of all
+// earlier weights.
 static int64_t exceeding(const uint64_t *weights, int64_t n, uint64_t before, uint64_t target) {
   int64_t i = 0;
   while (i < n - 1 && (before += weights[i]) <= target) i++;
@@ -132,8 +134,7 @@ static float logprob_under(const row_view *v, int32_t token, uint64_t weight, ui
 }
 
 // ------------------------------------------------------------------------ without top_k and top_p
-// Returns the token and its logprob; −1 when nothing can be drawn. min_p and bans are in the
-// weights.
+// Returns the token and its logprob; −1 if all weights are 0. The weights include min_p and bans.
 static int32_t draw_from_all(row_view *v, float *under) {
   uint64_t piece[PIECE], total = 0;
   for (int64_t from = 0; from < v->vocab; from += PIECE) {
@@ -158,15 +159,15 @@ static int32_t draw_from_all(row_view *v, float *under) {
   return token;
 }
 
-// -------------------------------------------------------------------------------------- with them
-typedef struct cut { // tokens of a higher key stay, and `ties` of this key, lowest ids first
+// --------------------------------------------------------------------------- with top_k or top_p
+typedef struct cut { // keeps tokens with a higher key, and `ties` with this key, lowest ids first
   uint32_t key;
   int64_t ties;
 } cut;
 
-// The shortest prefix, in descending key and ascending id, whose measure reaches `need`: a number
-// of tokens, or a sum of weights. need is at most the measure of all. Three histograms, over 11, 11
-// and 10 bits of the key.
+// Finds the shortest prefix, in descending key and ascending id, whose measure (a number of tokens,
+// or a sum of weights) reaches `need`, which is at most the measure of all. Uses three histograms,
+// over 11, 11 and 10 bits of the key.
 static cut select_prefix(const token_list *list, uint64_t need, int by_weight) {
   static const int shifts[] = {21, 10, 0}, widths[] = {11, 11, 10};
   uint32_t prefix = 0;
@@ -203,11 +204,11 @@ static void apply(token_list *list, cut c) {
   list->n = n;
 }
 
-// A logit that the last token of the prefix is not below, from the maxima alone; −∞ where they do
-// not reach `need`.
+// Returns a lower bound of the logit of the prefix's last token, from the maxima alone; −∞ if they
+// do not reach `need`.
 static float lower_bound(row_view *v, uint64_t need, int by_weight) {
   const int64_t n = rm_round_up(v->vocab, PIECE) / PIECE * RM_LANES;
-  token_list *maxima = &v->list; // its room is free until tokens are collected
+  token_list *maxima = &v->list; // free until tokens are collected
   uint64_t measure = 0;
   maxima->n = n;
   for (int64_t i = 0; i < n; i++) {
@@ -222,7 +223,7 @@ static float lower_bound(row_view *v, uint64_t need, int by_weight) {
   return v->maxima[i];
 }
 
-// Tokens of at least that logit which have a weight and pass min_p.
+// Collects the tokens with a logit of at least `bound` that have a weight and pass min_p.
 static void collect(row_view *v, float bound) {
   token_list *list = &v->list;
   uint64_t weights[RM_LANES];
@@ -269,7 +270,7 @@ static int32_t draw_filtered(row_view *v, float *under) {
   }
   const uint64_t total = sum_of(list->weights, list->n);
   if (total == 0) return -1;
-  if (v->kept) *v->kept = (int32_t)list->n; // all have a weight: collect
+  if (v->kept) *v->kept = (int32_t)list->n; // `collect` takes only tokens with a weight
   int64_t at = 0;
   if (p->forced < 0)
     at = exceeding(list->weights, list->n, 0,
@@ -347,8 +348,8 @@ size_t RM_FN(sample_workspace)(const rm_limits *l) {
 }
 
 // ----------------------------------------------------------------------------------- top logprobs
-typedef struct
-    top_list { // a heap: every token is worse than its two children, the worst so far is first
+// A heap: every token is worse than its two children, so the worst is first.
+typedef struct top_list {
   int32_t *ids;
   const float *logits;
   int64_t k, n;
@@ -369,7 +370,7 @@ static void swap_ids(top_list *top, int64_t i, int64_t j) {
   top->ids[j] = id;
 }
 
-// Moves the token at i, of which alone it may be untrue, to where it is worse than its children.
+// Restores the heap when only the token at i may be better than its children: moves it down.
 static void sift(top_list *top, int64_t i) {
   for (int64_t child; (child = 2 * i + 1) < top->n; i = child) {
     if (child + 1 < top->n && is_worse(top, child + 1, child)) child++;
@@ -378,7 +379,8 @@ static void sift(top_list *top, int64_t i) {
   }
 }
 
-// Tokens come in ascending id, so one of an equal logit is worse than all before.
+// Replaces the worst token if this one is better. Tokens come in ascending id, so a token with an
+// equal logit is worse.
 static void offer(top_list *top, int64_t id) {
   if (rm_order_key(top->logits[id]) <= key_at(top, 0)) return;
   top->ids[0] = (int32_t)id;
@@ -392,16 +394,16 @@ static void top_row(const rm_top_logprobs_args *a, int64_t r) {
   for (; v < top.k; v++) top.ids[v] = (int32_t)v;
   for (int64_t i = top.k / 2; i-- > 0;) sift(&top, i);
   for (; v < a->vocab && key_at(&top, 0) == 0; v++)
-    offer(&top, v); // a NaN is no bound for the comparison of lanes
-  for (; v + RM_LANES <= a->vocab;
-       v += RM_LANES) { // few of the rest are better than the worst of the list
+    offer(&top, v); // lanes cannot be compared with a NaN
+  // Few of the rest are better than the worst of the list.
+  for (; v + RM_LANES <= a->vocab; v += RM_LANES) {
     const vf worst = vf_set1(top.logits[top.ids[0]]);
     for (uint32_t better = vi_lanes(vf_gt(vf_load(top.logits + v), worst)); better;
          better &= better - 1)
       offer(&top, v + __builtin_ctz(better));
   }
   for (; v < a->vocab; v++) offer(&top, v);
-  for (top.n--; top.n > 0; top.n--) { // the worst to the end
+  for (top.n--; top.n > 0; top.n--) { // moves the worst to the end
     swap_ids(&top, 0, top.n);
     sift(&top, 0);
   }

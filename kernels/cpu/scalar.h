@@ -1,6 +1,6 @@
 // scalar.h: the arithmetic of docs/numerics.md on one number: bf16, canonical rounding, exp, log.
-// ref*.c is written over it; the vector headers state the same steps for 16 lanes. Needs FMA (fmaf
-// must be the instruction) and rm_fp_enter's environment.
+// ref*.c uses it; the vector headers have the same steps for 16 lanes. It needs FMA (fmaf must
+// compile to the instruction) and rm_fp_enter's environment.
 #pragma once
 
 #include <math.h>
@@ -8,8 +8,7 @@
 
 #include "kernels.h"
 
-// NaNs are told by their bits, and "greater" is written so that a NaN never wins: the same in every
-// variant.
+// Every variant detects NaNs by their bits and compares so that a NaN is never greater.
 RM_INLINE uint32_t rm_bits(float x) {
   uint32_t u;
   memcpy(&u, &x, sizeof u);
@@ -35,13 +34,13 @@ RM_INLINE uint16_t rm_f32_to_bf16(float x) {
   return (uint16_t)((u + 0x7fffu + (u >> 16 & 1)) >> 16);
 }
 
-// Every float32 that is stored passes here: −0 becomes +0 and there is one NaN.
+// Applied to every stored float32: −0 becomes +0, and every NaN becomes the same NaN.
 RM_INLINE float rm_canon(float x) {
   const float y = x + 0.0f;
   return rm_is_nan(y) ? rm_float(0x7fc00000u) : y;
 }
 
-// round_T: the value that a T holds of x.
+// round_T: x rounded to T, as a float.
 RM_INLINE float rm_round_to(rm_dtype dtype, float x) {
   const float y = rm_canon(x);
   return dtype == RM_BF16 ? rm_bf16_to_f32(rm_f32_to_bf16(y)) : y;
@@ -58,14 +57,14 @@ RM_INLINE void rm_put(rm_dtype dtype, void *p, int64_t i, float x) {
   else ((float *)p)[i] = y;
 }
 
-// Moves one element, bits untouched.
+// Copies one element, bit-identical.
 RM_INLINE void rm_copy_elem(rm_dtype dtype, void *to, int64_t i, const void *from, int64_t j) {
   if (dtype == RM_BF16) ((uint16_t *)to)[i] = ((const uint16_t *)from)[j];
   else ((uint32_t *)to)[i] = ((const uint32_t *)from)[j];
 }
 
-// exp: x = n·ln2 + r, |r| ≤ ln2/2, e^r = 1 + r + r²·q(r), then times 2^n in two exact-or-last
-// steps.
+// exp: x = n·ln2 + r, |r| ≤ ln2/2, e^r = 1 + r + r²·q(r), then times 2^n in two steps, of which
+// only the last may round.
 #define RM_EXP_LO (-88.0f)
 #define RM_EXP_HI 89.0f
 #define RM_LOG2E 0x1.715476p+0f
@@ -130,7 +129,7 @@ RM_INLINE float rm_gelu(float x) {
 
 RM_INLINE float rm_activate(rm_activation how, float x) {
   if (how == RM_GELU) return rm_gelu(x);
-  if (how == RM_RELU2) return x < 0.0f ? 0.0f : x * x; // a NaN stays one
+  if (how == RM_RELU2) return x < 0.0f ? 0.0f : x * x; // a NaN stays a NaN
   const float z = how == RM_GELU_TANH ? x * fmaf(RM_GELU_K3, x * x, RM_GELU_K1) : x;
   return x / (1.0f + rm_exp(-z));
 }
@@ -167,12 +166,13 @@ RM_INLINE float rm_tree16(const float *partial) {
   return s[0];
 }
 
-// (logit − max) − log(sum), the one logprob there is.
+// (logit − max) − log(sum): every logprob is computed this way.
 RM_INLINE float rm_logprob(float logit, const float *stats) {
   return rm_canon((logit - stats[0]) - rm_log(stats[1]));
 }
 
-// The router's gate, from the chosen expert's score and, with renormalize, the sum of all chosen.
+// The router's gate, from the chosen expert's score and, with renormalize, the sum of all chosen
+// scores.
 RM_INLINE float rm_gate(const rm_router_args *a, float score, float sum) {
   if (a->renormalize && a->score == RM_SCORE_SIGMOID) score = score / (sum + 1e-20f);
   else if (a->renormalize && sum != 0.0f) score = score / sum;

@@ -3,14 +3,13 @@
 //      also permission to use the tiles);
 //   2. its instructions run: a virtual machine may advertise instructions that trap, so the check
 //      runs under a SIGILL handler;
-//   3. its arithmetic is ref's, bit for bit, on the inputs of verify.c.
-// The fastest of these by a measurement of a millisecond is chosen, since on some processors
-// vdpbf16ps is half as fast as FMA and on others twice as fast. `doctor` shows why a variant was
-// refused.
+//   3. its arithmetic is bit-identical to ref's on the inputs of verify.c.
+// A measurement of a millisecond chooses the fastest of these, since on some processors vdpbf16ps
+// is half as fast as FMA and on others twice as fast. `doctor` shows why a variant is not usable.
 //
-// Probing in a child process was rejected: fork in a library that is imported into a process with
-// threads, CUDA or MPI is worse than a handler that is installed for milliseconds, handles its own
-// thread only and passes other signals on. Compiled without any -m flag.
+// Rejected: probing in a child process, because fork in a library that is imported into a process
+// with threads, CUDA or MPI is worse than a handler that is installed for milliseconds, handles its
+// own thread only and passes other signals on. This file is compiled without any -m flag.
 #include <cpuid.h>
 #include <pthread.h>
 #include <setjmp.h>
@@ -35,11 +34,11 @@ enum { EMULATED = 0 };
 
 static pthread_once_t decided = PTHREAD_ONCE_INIT;
 static rm_isa_state states[RM_N_ISA];
-static char differs[RM_N_ISA][64]; // the reason of one whose arithmetic is wrong
+static char differs[RM_N_ISA][64]; // the reason, for a variant whose arithmetic is wrong
 
 const char *rm_isa_name(rm_isa isa) { return isa >= 0 && isa < RM_N_ISA ? NAMES[isa] : "unknown"; }
 
-// -------------------------------------------------------------------------- what the machine says
+// ------------------------------------------------------------------------- features of the machine
 typedef struct machine {
   uint32_t basic_c, seven_b, seven_d, seven_one_a; // cpuid 1.ecx, 7.ebx, 7.edx, 7.1.eax
   uint64_t saved; // registers that the operating system saves
@@ -59,7 +58,7 @@ static machine ask_machine(void) {
   return m;
 }
 
-// Linux grants the 8 KiB of tile registers to a whole process, on request.
+// Linux grants the 8 KiB of tile registers to a whole process, when the process requests them.
 static int may_use_tiles(void) {
   enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
   return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
@@ -87,10 +86,10 @@ static const char *lacking(const machine *m, rm_isa isa) {
   return may_use_tiles() ? NULL : "the operating system refuses tile registers to this process";
 }
 
-// ----------------------------------------------------------------------------------- what it does
+// ------------------------------------------------------------------------------- trying a variant
 static _Thread_local volatile sig_atomic_t probing;
 static _Thread_local sigjmp_buf back;
-static struct sigaction before; // whose handler of SIGILL it was
+static struct sigaction before; // the previous handler of SIGILL
 
 static void on_sigill(int signal_number, siginfo_t *info, void *context) {
   if (probing) siglongjmp(back, 1);
@@ -99,8 +98,7 @@ static void on_sigill(int signal_number, siginfo_t *info, void *context) {
   } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
     before.sa_handler(signal_number);
   } else {
-    sigaction(SIGILL, &before,
-              NULL); // the instruction runs again and ends the process, as it would have
+    sigaction(SIGILL, &before, NULL); // the instruction runs again and ends the process
   }
 }
 
@@ -115,8 +113,7 @@ static void try_out(rm_isa isa) {
     state->refused = "SIGILL cannot be handled, so its instructions cannot be tried";
     return;
   }
-  pthread_sigmask(SIG_UNBLOCK, &trap,
-                  &mask); // a trap that is blocked ends the process, whoever would handle it
+  pthread_sigmask(SIG_UNBLOCK, &trap, &mask); // a blocked trap would end the process
   const uint32_t fp = rm_fp_enter();
   if (sigsetjmp(back, 1) == 0) {
     probing = 1;
@@ -176,7 +173,8 @@ const rm_kernels *rm_kernels_best(void) {
     cap = 0;
     while (cap < RM_N_ISA && strcmp(word, NAMES[cap]) != 0) cap++;
     if (cap == RM_N_ISA) return NULL;
-    if (rm_isa_ask((rm_isa)cap).emulated) return rm_kernels_for((rm_isa)cap); // by name only
+    // An emulated variant is chosen by name only.
+    if (rm_isa_ask((rm_isa)cap).emulated) return rm_kernels_for((rm_isa)cap);
   }
   for (int isa = cap; isa >= 0; isa--) {
     const rm_isa_state state = rm_isa_ask((rm_isa)isa);

@@ -13,9 +13,9 @@ void rm_cpu_pack(const rm_ctx *, rm_pack_args *);
 RM_PLAIN_OPS(RM_DECLARE)
 #undef RM_DECLARE
 
-// verify.c. The name of the first op whose bits differ from ref's on a fixed set of small inputs,
-// or NULL. Milliseconds; not for two threads at once.
+// verify.c: returns the name of the first op whose results are not bit-identical to ref's on a
+// fixed set of small inputs, or NULL. Takes milliseconds. One thread at a time may call it.
 const char *rm_verify(const rm_kernels *kernels);
-// GFLOP/s of the bf16 gemm on one thread: one row against weights in the L2 cache, and 64 rows.
-// After rm_verify.
+// Measures GFLOP/s of the bf16 gemm on one thread, with weights in the L2 cache: for one row, and
+// for 64 rows. Called after rm_verify.
 void rm_measure(const rm_kernels *kernels, double *one_row, double *many_rows);

@@ -1,5 +1,6 @@
-// variant.h: the ops of one fast variant, named after it; table.c gathers them. Each source
-// includes this, so that a definition that differs from its slot is an error.
+// variant.h: the ops of one fast variant, whose names end with the variant's; table.c makes them a
+// table. Each source includes this header, so that a definition that differs from its slot is a
+// compile error.
 #pragma once
 
 #include "vec.h"
@@ -8,7 +9,7 @@
 RM_FAST_OPS(RM_DECLARE)
 #undef RM_DECLARE
 
-// Workspace that each file's ops ask for, in bytes.
+// Bytes of workspace that each file's ops need.
 size_t RM_FN(gemm_workspace)(const rm_limits *);
 size_t RM_FN(attention_workspace)(const rm_limits *);
 size_t RM_FN(rope_workspace)(const rm_limits *);

@@ -1,9 +1,9 @@
 // vec.h: shared by the sources of a fast variant: the lanes of the build's vector header, elements
-// of type T as lanes, exp, symbol names with the variant's name, and the distribution of work over
+// of type T as lanes, exp, symbol names with the variant's name, and the division of work among
 // threads.
 //
-// dtype is passed as a constant to always_inline functions: SPECIALIZE turns one generic body into
-// the bf16 and the f32 code.
+// always_inline functions take dtype as a constant: SPECIALIZE turns one generic body into the bf16
+// and the f32 code.
 #pragma once
 
 #include <stdatomic.h>
@@ -35,11 +35,11 @@ VEC void *at_mut(rm_dtype dtype, void *p, int64_t i) {
 }
 
 // ------------------------------------------------------------------------------------- lanes of T
-// A row of bf16 pairs is 16 words of (k even, k odd): its upper halves as floats. (The lower ones:
-// vf_even_at.)
+// A row of bf16 pairs is 16 words of (k even, k odd). Returns the upper halves as floats;
+// vf_even_at returns the lower ones.
 VEC vf vf_odd(vi pairs) { return vi_floats(vi_and(pairs, vi_set1((int32_t)0xffff0000))); }
-// The first n of 16, 0 ≤ n ≤ 16; the others +0. (A masked load of 16-bit lanes would need
-// AVX512BW.)
+// Loads the first n of 16 lanes, 0 ≤ n ≤ 16; the others are +0. (A masked load of 16-bit lanes
+// would need AVX512BW.)
 VEC vf vf_load_bf16_n(const uint16_t *p, int64_t n) {
   uint16_t lanes[RM_LANES] = {0}, *to = lanes;
   if (n & 16) return vf_load_bf16(p);
@@ -54,7 +54,7 @@ VEC vf vf_load_bf16_n(const uint16_t *p, int64_t n) {
 VEC vf vt_load(rm_dtype dtype, const void *p, int64_t i) {
   return dtype == RM_BF16 ? vf_load_bf16((const uint16_t *)p + i) : vf_load((const float *)p + i);
 }
-// The first n lanes, all of them when n ≥ 16.
+// Loads the first n lanes, all of them if n ≥ 16.
 VEC vf vt_load_n(rm_dtype dtype, const void *p, int64_t i, int64_t n) {
   if (n >= RM_LANES) return vt_load(dtype, p, i);
   return dtype == RM_BF16 ? vf_load_bf16_n((const uint16_t *)p + i, n)
@@ -63,7 +63,7 @@ VEC vf vt_load_n(rm_dtype dtype, const void *p, int64_t i, int64_t n) {
 VEC vf vt_round(rm_dtype dtype, vf x) {
   return dtype == RM_BF16 ? vf_to_bf16(vf_add(x, vf_zero())) : vf_canon(x);
 }
-// Stores lanes that round_T has passed.
+// Stores lanes that are rounded to T already.
 VEC void vt_store(rm_dtype dtype, void *p, int64_t i, vf x) {
   if (dtype == RM_BF16) vf_store_bf16((uint16_t *)p + i, x);
   else vf_store((float *)p + i, x);
@@ -98,7 +98,8 @@ VEC vf vf_exp(vf x) {
 }
 
 // ---------------------------------------------------------------------------------------- threads
-// Runs fn on the team if the work is large enough, else on the caller. `cost`: about clock cycles.
+// Runs fn on the team if the work is large enough, else on the calling thread. cost: in clock
+// cycles, roughly.
 enum { RM_COST_OF_A_TEAM = 20000 };
 
 static inline void rm_parallel(const rm_ctx *ctx, int64_t cost, rm_task_fn fn, void *arg) {
@@ -106,14 +107,14 @@ static inline void rm_parallel(const rm_ctx *ctx, int64_t cost, rm_task_fn fn, v
   else fn(arg, 0, 1);
 }
 
-// Units of an op that threads take in turn, so that one which is late, for whatever reason, holds
-// nobody up for long: large parts first, small ones at the end.
+// Units of an op that threads take dynamically, large parts first and small ones at the end, so
+// that one slow thread does not delay the others for long.
 typedef struct rm_work {
   _Atomic int64_t next;
-  int64_t n, least; // units, and the fewest of a part
+  int64_t n, least; // number of units; the fewest units of a part
 } rm_work;
 
-// 1 and the part [from, to), or 0 when none is left.
+// Takes the next part [from, to). Returns 0 if all are taken.
 static inline int rm_take(rm_work *work, int n_threads, int64_t *from, int64_t *to) {
   int64_t at = atomic_load_explicit(&work->next, memory_order_relaxed);
   do {

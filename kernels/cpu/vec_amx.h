@@ -1,5 +1,5 @@
-// vec_amx.h: what a processor with AMX also has: 512-bit lanes and vdpbf16ps. The tiles are
-// panel_amx.h's.
+// vec_amx.h: the lanes of a processor with AMX, which also has 512-bit lanes and vdpbf16ps. Tiles
+// are in panel_amx.h.
 #pragma once
 
 #include "vec_avx512bf16.h"

@@ -1,7 +1,7 @@
 // vec_avx2.h: sixteen lanes as two 256-bit registers, AVX2 and FMA. The sources of the fast
-// variants are written over the names below and over nothing else; another vec_<isa>.h with the
-// same names makes another variant of them. Each name is one step of docs/numerics.md for 16 lanes,
-// so a source that uses only these cannot round anywhere else.
+// variants use only the names below; another vec_<isa>.h with the same names makes another variant.
+// Each name is one step of docs/numerics.md for 16 lanes, so the sources round only where the
+// contract does.
 #pragma once
 
 #include <immintrin.h>
@@ -10,18 +10,14 @@
 
 enum {
   RM_VEC_ROWS = 4, // rows of a register block: 8 chains fill two FMA units of latency 4
-  RM_LAST_ROWS =
-      // of the last one, rather than two blocks of fewer chains: 12 chains, all that 16 registers
-  // hold
-  6,
-  RM_FLAT_ROWS =
-      3, // up to so many rows the even and the odd chains go side by side: 12 chains again
-  RM_PIECE_BLOCKS = 2, // k blocks of a piece of weights that several register blocks meet in turn
+  RM_LAST_ROWS = 6, // of the last block, instead of two smaller ones: 12 chains fill 16 registers
+  RM_FLAT_ROWS = 3, // up to this many rows even and odd chains run side by side: also 12 chains
+  RM_PIECE_BLOCKS = 2, // k blocks of a piece of weights that several register blocks use in turn
 };
 
 typedef struct vf {
-  __m256 a, b;
-} vf; // lanes 0 … 7, 8 … 15
+  __m256 a, b; // lanes 0 … 7, 8 … 15
+} vf;
 typedef struct vi {
   __m256i a, b;
 } vi;
@@ -44,8 +40,9 @@ VEC vf vf_fma(vf x, vf y, vf z) {
   return vf_make(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b));
 }
 
-// z + x·w and x·w of one x in memory. By hand: gcc would load the x of several steps ahead and
-// spill the chains for it. What is written before w.b is read (&) must not share its register.
+// z + x·w, and below x·w, for one x in memory. Written in assembly, since gcc would load the x of
+// several steps ahead and spill the chains. Operands written before w.b is read (&) must not share
+// its register.
 VEC vf vf_fma_at(const float *x, vf w, vf z) {
   __m256 all;
   __asm__("vbroadcastss %3, %2\n\tvfmadd231ps %2, %4, %0\n\tvfmadd231ps %2, %5, %1"
@@ -61,8 +58,7 @@ VEC vf vf_mul_at(const float *x, vf w) {
           : "m"(*x), "x"(w.a), "x"(w.b));
   return y;
 }
-// *sum += x. In memory: of a sum that it carries from block to block gcc keeps a second copy on the
-// stack.
+// *sum += x, in memory: gcc would keep a second copy of a sum in registers on the stack.
 VEC void vf_add_to(float *sum, vf x) {
   vf_store(sum, vf_add(vf_load(sum), x));
   __asm__ volatile("" : : : "memory");
@@ -72,12 +68,10 @@ VEC vf vf_neg(vf x) {
   return vf_make(_mm256_xor_ps(x.a, _mm256_set1_ps(-0.0f)),
                  _mm256_xor_ps(x.b, _mm256_set1_ps(-0.0f)));
 }
-VEC vf vf_max(vf x, vf m) {
-  return vf_make(_mm256_max_ps(x.a, m.a), _mm256_max_ps(x.b, m.b));
-} // x > m ? x : m
-VEC vf vf_min(vf x, vf m) {
-  return vf_make(_mm256_min_ps(x.a, m.a), _mm256_min_ps(x.b, m.b));
-} // x < m ? x : m
+// x > m ? x : m
+VEC vf vf_max(vf x, vf m) { return vf_make(_mm256_max_ps(x.a, m.a), _mm256_max_ps(x.b, m.b)); }
+// x < m ? x : m
+VEC vf vf_min(vf x, vf m) { return vf_make(_mm256_min_ps(x.a, m.a), _mm256_min_ps(x.b, m.b)); }
 
 VEC vi vi_set1(int32_t x) { return (vi){_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 VEC vi vi_load(const void *p) {
@@ -86,16 +80,18 @@ VEC vi vi_load(const void *p) {
 VEC vi vi_add(vi x, vi y) { return (vi){_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 VEC vi vi_sub(vi x, vi y) { return (vi){_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 VEC vi vi_and(vi x, vi y) { return (vi){_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+// x & ~y
 VEC vi vi_without(vi x, vi y) {
   return (vi){_mm256_andnot_si256(y.a, x.a), _mm256_andnot_si256(y.b, x.b)};
-} // x & ~y
+}
 VEC vi vf_bits(vf x) { return (vi){_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 VEC vf vi_floats(vi x) { return vf_make(_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)); }
 #define vi_sll(x, n) ((vi){_mm256_slli_epi32((x).a, n), _mm256_slli_epi32((x).b, n)})
 #define vi_srl(x, n) ((vi){_mm256_srli_epi32((x).a, n), _mm256_srli_epi32((x).b, n)})
 #define vi_sra(x, n) ((vi){_mm256_srai_epi32((x).a, n), _mm256_srai_epi32((x).b, n)})
 
-// First n of 16 lanes; the others read as +0 and are not written. 0 ≤ n ≤ 16.
+// Mask of the first n of 16 lanes, 0 ≤ n ≤ 16. The loads and stores of n lanes below read the other
+// lanes as +0 and do not write them.
 VEC vi vi_first(int64_t n) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
                 limit = _mm256_set1_epi32((int32_t)n);
@@ -114,7 +110,7 @@ VEC vf vf_load_n(const float *p, int64_t n) {
   const vi mask = vi_first(n);
   return vf_make(_mm256_maskload_ps(p, mask.a), _mm256_maskload_ps(p + 8, mask.b));
 }
-// By powers of two, since a masked store costs some twenty steps on processors that are common.
+// Stores powers of two, since a masked store is slow (some twenty steps) on common processors.
 VEC void vf_store_n(float *p, vf x, int64_t n) {
   __m256 rest = x.a;
   if (n & 16) {
@@ -149,7 +145,7 @@ VEC vf vf_scale(vf p, vf n, vi i) {
   return vf_mul(vf_mul(p, lo), hi);
 }
 
-// Masks of compares, false with a NaN; vf_is_nan looks at the bits' meaning only.
+// Masks of comparisons, false with a NaN.
 VEC vi vf_gt(vf x, vf y) {
   return (vi){_mm256_castps_si256(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ)),
               _mm256_castps_si256(_mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ))};
@@ -175,7 +171,7 @@ VEC int vf_any_nonfinite(vf x) {
   return vi_any(vi_eq(vi_and(vf_bits(x), exponent), exponent));
 }
 
-// tree16, and the largest lane (never a NaN where no lane is one).
+// tree16 of the lanes; below, the largest lane (a NaN only if a lane is a NaN).
 VEC float vf_tree16(vf x) {
   const __m256 s8 = _mm256_add_ps(x.a, x.b);
   const __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
@@ -199,8 +195,8 @@ VEC vf vf_canon(vf x) {
   const vf y = vf_add(x, vf_zero());
   return vf_pick(vf_is_nan(y), vi_floats(vi_set1(0x7fc00000)), y);
 }
-// The low words of 16 pairs. A shift would take turns with FMA on a port, a load one word to the
-// left does not; `inside`: that word may be read.
+// The low words of 16 pairs as floats. A shift would compete with FMA for a port; a load one word
+// to the left does not. inside: that word may be read.
 VEC vf vf_even_at(const uint16_t *pairs, int inside) {
   if (!inside) return vi_floats(vi_sll(vi_load(pairs), 16));
   return vi_floats(vi_and(vi_load(pairs - 1), vi_set1((int32_t)0xffff0000)));
@@ -214,7 +210,7 @@ VEC vf vf_to_bf16(vf x) {
       vf_pick(tiny, vi_floats(vi_and(u, vi_set1((int32_t)0x80000000))), vi_floats(near));
   return vf_pick(vf_is_nan(x), vi_floats(vi_set1(0x7fc00000)), flushed);
 }
-// Stores lanes that are bf16 numbers already.
+// Stores lanes that are rounded to bf16 already.
 VEC void vf_store_bf16(uint16_t *p, vf x) {
   const vi u = vi_srl(vf_bits(x), 16);
   _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(u.a, u.b), 0xd8));
@@ -223,7 +219,7 @@ VEC void vf_store_bf16(uint16_t *p, vf x) {
 VEC void vec_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
 VEC void vec_prefetch_l2(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }
 
-// trunc(e·2^40) of 16 lanes into p[0 … 16), as rm_token_weight.
+// rm_token_weight of 16 lanes, to p[0 … 16).
 VEC void vec_token_weights(uint64_t *p, vf e) {
   const vi u = vf_bits(e), exponent = vi_srl(u, 23);
   const vi usable = {_mm256_and_si256(_mm256_cmpgt_epi32(exponent.a, _mm256_setzero_si256()),

@@ -1,7 +1,7 @@
 // vec_avx512f.h: sixteen lanes as one 512-bit register. The names and steps are those of
-// vec_avx2.h; only AVX512F is used, so that every processor with 512-bit registers runs it. Masks
-// stay lanes of ones and zeros, as the sources expect: the compiler turns them into mask registers
-// where they are used at once.
+// vec_avx2.h. It uses only AVX512F, so that every processor with 512-bit registers can run it.
+// Masks are lanes of ones and zeros, as the sources expect; the compiler turns them into mask
+// registers if they are used at once.
 #pragma once
 
 #include <immintrin.h>
@@ -9,10 +9,9 @@
 #include "scalar.h"
 
 enum {
-  RM_VEC_ROWS =
-      8, // rows of a register block: 16 chains, two for each step of latency of two FMA units
+  RM_VEC_ROWS = 8, // rows of a register block: 16 chains, twice as many as two FMA units need
   RM_LAST_ROWS = 8,
-  RM_FLAT_ROWS = 8, // of the 32 registers the chains take 16, so both kinds are always in flight
+  RM_FLAT_ROWS = 8, // the chains take 16 of 32 registers, so both kinds are always in flight
   RM_PIECE_BLOCKS = 8,
 };
 
@@ -52,26 +51,27 @@ VEC vf vf_neg(vf x) {
   return vi_floats(_mm512_xor_si512(vf_bits(x), vi_set1((int32_t)0x80000000)));
 }
 
-// Lanes of ones where a bit of the mask register is set, and back.
+// Conversion of a mask register to lanes of ones, and back.
 VEC vi vi_of(__mmask16 bits) { return _mm512_maskz_set1_epi32(bits, -1); }
 VEC __mmask16 vi_bits(vi mask) { return _mm512_test_epi32_mask(mask, mask); }
 VEC __mmask16 first_bits(int64_t n) { return (__mmask16)((1u << n) - 1); } // 0 ≤ n ≤ 16
 
-// First n of 16 lanes; the others read as +0 and are not written. 0 ≤ n ≤ 16.
+// Mask of the first n of 16 lanes, 0 ≤ n ≤ 16. The loads and stores of n lanes below read the other
+// lanes as +0 and do not write them.
 VEC vi vi_first(int64_t n) { return vi_of(first_bits(n)); }
 VEC vf vf_keep(vf x, vi mask) { return vi_floats(vi_and(vf_bits(x), mask)); }
 VEC vf vf_pick(vi mask, vf yes, vf no) { return _mm512_mask_blend_ps(vi_bits(mask), no, yes); }
 VEC vf vf_load_n(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(first_bits(n), p); }
 VEC void vf_store_n(float *p, vf x, int64_t n) { _mm512_mask_storeu_ps(p, first_bits(n), x); }
 
-// The last step of exp by one instruction: the first of its two products is exact, so the second
-// alone rounds, as this does.
+// The last step of exp by one instruction. Of the two products in vec_avx2.h the first is exact, so
+// only the second rounds, like this instruction.
 VEC vf vf_scale(vf p, vf n, vi i) {
   (void)i;
   return _mm512_scalef_ps(p, n);
 }
 
-// Masks of compares, false with a NaN; vf_is_nan looks at the bits' meaning only.
+// Masks of comparisons, false with a NaN.
 VEC vi vf_gt(vf x, vf y) { return vi_of(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ)); }
 VEC vi vf_ge(vf x, vf y) { return vi_of(_mm512_cmp_ps_mask(x, y, _CMP_GE_OQ)); }
 VEC vi vf_is_nan(vf x) { return vi_of(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q)); }
@@ -83,7 +83,7 @@ VEC int vf_any_nonfinite(vf x) {
   return vi_any(vi_eq(vi_and(vf_bits(x), exponent), exponent));
 }
 
-// tree16, and the largest lane (never a NaN where no lane is one).
+// tree16 of the lanes; below, the largest lane (a NaN only if a lane is a NaN).
 VEC __m256 upper_half(vf x) {
   return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1));
 }
@@ -109,7 +109,7 @@ VEC vf vf_canon(vf x) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(y, y, _CMP_UNORD_Q), y,
                               vi_floats(vi_set1(0x7fc00000)));
 }
-// The low words of 16 pairs. (vec_avx2.h uses that the word before them may be read.)
+// The low words of 16 pairs as floats. (vec_avx2.h uses `inside`.)
 VEC vf vf_even_at(const uint16_t *pairs, int inside) {
   (void)inside;
   return vi_floats(vi_sll(vi_load(pairs), 16));
@@ -132,7 +132,7 @@ VEC vf vf_to_bf16(vf x) {
                               vi_floats(vi_set1(0x7fc00000)));
 }
 #endif
-// Stores lanes that are bf16 numbers already.
+// Stores lanes that are rounded to bf16 already.
 VEC void vf_store_bf16(uint16_t *p, vf x) {
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(vi_srl(vf_bits(x), 16)));
 }
@@ -140,7 +140,7 @@ VEC void vf_store_bf16(uint16_t *p, vf x) {
 VEC void vec_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
 VEC void vec_prefetch_l2(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }
 
-// trunc(e·2^40) of 16 lanes into p[0 … 16), as rm_token_weight.
+// rm_token_weight of 16 lanes, to p[0 … 16).
 VEC void vec_token_weights(uint64_t *p, vf e) {
   const vi u = vf_bits(e), exponent = vi_srl(u, 23);
   const __mmask16 usable = _mm512_cmpgt_epi32_mask(exponent, vi_set1(0)) &

@@ -1,7 +1,7 @@
-// verify.c: checks that a variant has ref's bits on this processor or virtual machine, whatever its
-// documentation says. Every op that multiplies, reduces or chooses runs on small fixed inputs, in
-// both dtypes, with tails, cancellation, denormals and wide scales, and all output bits are
-// compared. Memory is static, since kernels do not allocate and this runs once.
+// verify.c: checks that a variant is bit-identical to ref on this processor or virtual machine. It
+// runs every op that multiplies, reduces or chooses on small fixed inputs, in both dtypes, with
+// tails, cancellation, denormals and wide scales, and compares all output bits. Memory is static,
+// since kernels do not allocate and this runs once.
 #include <string.h>
 
 #include "clock.h"
@@ -10,7 +10,7 @@
 enum {
   ROWS = 19,
   WIDE = 200,
-  SHALLOW = 101, // inner dimensions: less than a block, and more than one
+  SHALLOW = 101, // inner dimensions: few k blocks, and many
   DEEP = 300,
   HEADS = 4,
   KV_HEADS = 2,
@@ -35,8 +35,8 @@ static uint32_t next_random(uint64_t *state) {
   return (uint32_t)(*state >> 32);
 }
 
-// Numbers near 1 of both signs, some scaled by 2^±30, some denormal, some the negation of their
-// neighbour.
+// Fills words with numbers near 1 of both signs, some scaled by 2^±30, some denormal, some the
+// negation of the previous one.
 static void fill(uint32_t *words, int64_t n, rm_dtype dtype, uint64_t seed) {
   uint16_t *half = (uint16_t *)words;
   uint32_t before = 0;
@@ -105,7 +105,8 @@ static void norm(const rm_kernels *k, rm_dtype dtype, void *out) {
   k->rms_norm(&ctx, &a);
 }
 
-// With a group: a rank with one query head of the first KV head and three of the second.
+// With group 3 and head0 2: a rank with one query head of the first KV head and three of the
+// second.
 static void attention(const rm_kernels *k, rm_dtype dtype, void *out, int64_t group,
                       int64_t head0) {
   static const int32_t positions[] = {0, 15, 16, 31, 32, 70, 71, 95}, sequence[8] = {0};
@@ -242,7 +243,7 @@ static void head_in_pairs(const rm_kernels *k, rm_dtype dtype, void *out) {
   k->merge_pairs(&ctx, &merge);
 }
 
-// `whole`: normed over all heads, by the squares of head_squares.
+// whole: a norm over all heads, by the squares of head_squares.
 static void rope(const rm_kernels *k, rm_dtype dtype, void *out, int whole) {
   static int32_t positions[ROWS];
   static int64_t slots[ROWS];
@@ -312,8 +313,8 @@ static void combine(const rm_kernels *k, rm_dtype dtype, void *out) {
   k->combine(&ctx, &a);
 }
 
-// Both layouts, with rows that begin in the middle of a tile, and the results (digest, first
-// non-finite element).
+// Packs into both layouts, with rows that begin in the middle of a tile, and writes the results too
+// (digest, first non-finite element).
 static void pack(const rm_kernels *k, rm_dtype dtype, void *out) {
   const rm_ctx ctx = context();
   rm_pack_args a = {.src = in.x,
@@ -364,8 +365,8 @@ const char *rm_verify(const rm_kernels *kernels) {
       memset(in.want, 0, sizeof in.want);
       memset(in.got, 0, sizeof in.got);
       CHECKS[i].run(&rm_table_ref, dtype, in.want);
-      memset(scratch, 0xff,
-             sizeof scratch / 16); // so that an op that reads what it has not written reads NaNs
+      // An op that reads scratch before it writes it reads NaNs.
+      memset(scratch, 0xff, sizeof scratch / 16);
       CHECKS[i].run(kernels, dtype, in.got);
       if (memcmp(in.want, in.got, sizeof in.want) != 0) return CHECKS[i].name;
     }
@@ -374,7 +375,7 @@ const char *rm_verify(const rm_kernels *kernels) {
 }
 
 // ------------------------------------------------------------------------------------------ speed
-// The best of three runs, which other load disturbs least.
+// Returns the best of three runs, which other load affects least.
 static double gemm_gflops(const rm_kernels *kernels, int64_t rows, int64_t columns) {
   enum { K = 512 };
   const rm_ctx ctx = context();

@@ -1,5 +1,5 @@
-// attention.cuh: shared by the two kernels that compute attention's states, in attention_decode.cu
-// and attention_mma.cu.
+// attention.cuh: shared by the two kernels that compute states of attention, in attention_decode.cu
+// and attention_mma.cu. A state is the partial result of one segment of positions.
 #pragma once
 
 #include "device.cuh"
@@ -13,20 +13,20 @@ __device__ inline rm_span rm_live_span(const rm_attention_args &a, int64_t row) 
   return {a.window > 0 ? rm_max64(0, last - a.window + 1) : 0, last};
 }
 
-// A state is head_dim values A[d], then m, then l; states are [row of the pass][head][segment]. Of
-// a segment in which nothing is live for the row there is none.
+// A state is head_dim values A[d], then m, then l; states are [row of the pass][head][segment].
+// Segments without a live position of the row have undefined states.
 RM_INLINE int64_t rm_state_floats(int64_t head_dim) { return head_dim + 2; }
 RM_INLINE int64_t rm_count_segments(int64_t positions) {
   return (positions + RM_ATTN_SEGMENT - 1) / RM_ATTN_SEGMENT;
 }
 
-// Rows that one call makes by states: all of them as they come, or those of listed tiles of
+// The rows that one call computes by states: all rows in order, or those of listed tiles of
 // tile_rows rows each.
 struct rm_row_list {
-  const int32_t *tiles; // on the device: how many, then their numbers; NULL: no list
+  const int32_t *tiles; // on the device: their number, then their indices; NULL: no list
   int64_t tile_rows;
 };
-// The row that is the index-th, or −1: of those behind the last.
+// The index-th row of the list; −1 after the last.
 __device__ inline int64_t rm_row_of(const rm_row_list &list, const rm_attention_args &a,
                                     int64_t index) {
   if (!list.tiles) return index;
@@ -37,15 +37,15 @@ __device__ inline int64_t rm_row_of(const rm_row_list &list, const rm_attention_
   return row < a.rows ? row : -1;
 }
 
-// They are made in passes of as many as the workspace holds: those from the row0-th on.
+// Rows are computed in passes of as many as the workspace holds: here `rows` from the row0-th on.
 struct rm_rows_pass {
   int64_t row0, rows, n_segments;
   rm_row_list list;
 };
-// Launches what makes the states of a pass.
+// Launches the kernels that compute the states of a pass.
 using rm_states_fn = void (*)(const rm_ctx *, const rm_attention_args *, float *states,
                               rm_rows_pass);
-// attention of `rows` rows of the list with `states` for its first half; the second merges them in
-// order. The first `used` bytes of the workspace are somebody's.
+// Attention of `rows` rows of the list: `states` computes the states, which are then merged in
+// order. The caller uses the first `used` bytes of the workspace.
 void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_states_fn states,
                           int64_t rows, rm_row_list list, size_t used);

@@ -1,10 +1,10 @@
 // attention_decode.cu: paged attention with one block of threads for (row, query head, segment of
-// 1024 positions), then one that merges the segments in order: docs/numerics.md §4. Segments are
-// counted from position 0, so a long context spreads over the card and its bits depend on nothing
-// else; the states lie in ctx->workspace. Any row is right here, a prefill row too, but keys are
-// read again for each, which is what decode must do anyway. The host knows no position: it launches
-// for the longest context that the block tables can hold, and blocks without a live position
-// return. Split by load instead would move the order of sums.
+// 1024 positions), then one block that merges the segments in order: docs/numerics.md §4. Segments
+// are counted from position 0, so a long context spreads over the GPU and the result does not
+// depend on the batch; states are in ctx->workspace. The kernel also computes prefill rows, but
+// reads keys again for each row, as decode has to. The host does not have the positions: it
+// launches for the longest context that the block tables can hold, and blocks without a live
+// position return. Rejected: a split by load, because it would change the order of sums.
 #include "attention.cuh"
 
 namespace {
@@ -20,8 +20,8 @@ struct head_view { // one query head of one row
   int64_t kv_head, q_at;
 };
 
-// Page of position t, and t's place in it. In 32 bits: a 64-bit division is a call with registers
-// of its own.
+// Page of position t, and below t's index in the page. In 32 bits, since a 64-bit division is a
+// function call with its own registers.
 __device__ int64_t page_of(const rm_attention_args &a, head_view h, int64_t t) {
   return h.pages[static_cast<uint32_t>(t) / static_cast<uint32_t>(a.page_size)] * a.n_kv_heads +
          h.kv_head;
@@ -38,8 +38,7 @@ __device__ head_view view(const rm_attention_args &a, int64_t row, int64_t head)
           (row * a.n_heads + head) * a.head_dim};
 }
 
-// Warp w takes every WARPS-th block of 32 k; the sums of those blocks are added in order by whoever
-// reads `part`.
+// Warp w takes every WARPS-th block of 32 k; `soften` adds the sums of the blocks in order.
 template <rm_dtype DTYPE>
 __device__ void partial_scores(float *part, const float *q, const rm_attention_args &a, head_view h,
                                int64_t t, span s) {
@@ -55,7 +54,8 @@ __device__ void partial_scores(float *part, const float *q, const rm_attention_a
   }
 }
 
-// By the first warp, a lane for a position: the running (m, l), p and alpha of one block.
+// Called by the first warp, with one lane for each position: computes the running (m, l), p and
+// alpha of one block.
 template <rm_dtype DTYPE>
 __device__ void soften(float *p, float *alpha, const float *part, const rm_attention_args &a,
                        bool is_live, float *m, float *l) {
@@ -68,9 +68,7 @@ __device__ void soften(float *p, float *alpha, const float *part, const rm_atten
   for (int step = WARP / 2; step > 0; step /= 2)
     next = rm_max_f32(__shfl_xor_sync(ALL, next, step), next);
   const float weight = is_live ? rm_exp(score - next) : 0.0f;
-  float sum =
-      // p_j + p_{j+16}, then the tree over 16: each step adds the same two numbers in either lane
-      weight;
+  float sum = weight; // p_j + p_{j+16}, then the tree over 16: both lanes of a step add the same
   for (int step = WARP / 2; step > 0; step /= 2) sum = sum + __shfl_xor_sync(ALL, sum, step);
   const float scaled = rm_bits(*m) == rm_bits(-INFINITY) ? 0.0f : rm_exp(*m - next);
   *l = fmaf(*l, scaled, sum);
@@ -111,7 +109,7 @@ __global__ void __launch_bounds__(THREADS, 8)
     q[d] = d < a.head_dim ? rm_get(DTYPE, a.q, h.q_at + d) : 0.0f;
   for (int64_t d = threadIdx.x; d < a.head_dim; d += THREADS) acc[d] = 0.0f;
   __syncthreads();
-  float m = -INFINITY, l = 0.0f; // the first warp's
+  float m = -INFINITY, l = 0.0f; // used by the first warp only
   const int64_t first_block = rm_max64(begin, s.first / RM_ATTN_BLOCK * RM_ATTN_BLOCK);
   for (int64_t t0 = first_block; t0 <= s.last && t0 < begin + RM_ATTN_SEGMENT;
        t0 += RM_ATTN_BLOCK) {
@@ -177,9 +175,9 @@ size_t rm_cuda_attention_workspace(const rm_limits *l) {
   return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * per_row) * sizeof(float);
 }
 
-// Rows beyond what the workspace holds are done in later passes on the stream: it orders the
-// states' reuse. Of segments it has all that a position within the limits can be in; those of the
-// last pages' ends, where pages are longer than segments, are never live.
+// If the workspace cannot hold all rows, they are computed in several passes; the stream orders
+// their use of the states. The workspace holds all segments of a position within the limits.
+// Segments at the end of the last page, when a page is longer than a segment, are never live.
 void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_states_fn states_fn,
                           int64_t rows, rm_row_list list, size_t used) {
   if (rows <= 0 || a->n_heads <= 0 || used > ctx->workspace_bytes) return;

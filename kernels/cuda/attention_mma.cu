@@ -1,37 +1,35 @@
 // attention_mma.cu: attention of the family cuda_mma in bf16, docs/numerics.md §4 with its two dot
 // products on tensor cores: K·qᵀ is one chain over head_dim, Vᵀ·P two steps from +0 for each block
-// of 32 positions. Here are rows by themselves, as in decode, where the cache is read once;
-// attention_mma_tiles.cu has rows that stand together. A block of threads makes the state of one
-// segment of 1024 positions for up to 8 columns, the query heads of one row and kv head. Of 64
-// positions at a time each warp makes the scores of 16, then the softmax of a quarter of the
-// columns, then the sums of a quarter of head_dim; scores and P pass through shared memory, since
-// what is a row of K's result is a k of V's. A K or V tile of 16 positions is read when one of them
-// is live.
+// of 32 positions. This file computes single rows, as in decode, where the cache is read once;
+// attention_mma_tiles.cu computes tiles of adjacent rows. A block of threads computes the state of
+// one segment of 1024 positions for up to 8 columns, the query heads of one row and kv head. It
+// takes 64 positions at a time: each warp computes the scores of 16 positions, then the softmax of
+// a quarter of the columns, then the sums of a quarter of head_dim. Scores and P pass through
+// shared memory, since a row of K's product is a k of V's. A K or V tile of 16 positions is read
+// only if one of them is live.
 //
-// A warp softens its columns together: what is one number a column (m, l, alpha) is one lane's, not
-// all lanes', and the trees over positions halve what is left with each step. Values are asked for
-// before the softmax.
+// A warp computes the softmax of its columns together: one lane, not all lanes, holds the values
+// with one number per column (m, l, alpha), and each step of the trees over positions halves the
+// remaining work. Values are loaded before the softmax.
 #include "attention_mma.cuh"
 
 namespace {
 
 constexpr int WARPS = 4, THREADS = WARPS * RM_WARP, AT_ONCE = 64, BLOCKS = AT_ONCE / RM_ATTN_BLOCK;
-constexpr int COLS = RM_MMA_COLS; // of a block
-constexpr int EACH = COLS / WARPS,
-              LANES =
-                  RM_WARP /
-                  EACH; // columns that a warp softens, and lanes for what is one number a column
-constexpr int SCORE_PITCH = AT_ONCE + 4,
-              P_PITCH = AT_ONCE / 2 + 4; // floats, words: no two lanes in a bank
+constexpr int COLS = RM_MMA_COLS; // columns of a block
+constexpr int EACH = COLS / WARPS; // columns whose softmax a warp computes
+constexpr int LANES = RM_WARP / EACH; // lanes per column for values with one number per column
+// In floats and in words, padded so that lanes use different banks.
+constexpr int SCORE_PITCH = AT_ONCE + 4, P_PITCH = AT_ONCE / 2 + 4;
 
 struct shape {
   rm_rows_pass pass;
-  int heads, head_tiles; // columns of a block: so many heads of its row
-  // first row of V's tiles: a head_dim of more than WARPS × DT of them takes several launches
-  int d_tile0;
+  int heads; // columns of a block: query heads of its row
+  int head_tiles; // blocks that share the query heads of a kv head
+  int d_tile0; // first row of V's tiles; a head_dim of more than WARPS × DT takes several launches
 };
 
-// In shared memory. first > last: the column is nothing.
+// In shared memory. first > last: the column is unused.
 struct columns {
   uint32_t *q; // [COLS][pitch] pairs of bf16
   float *scores; // [COLS][SCORE_PITCH]
@@ -55,7 +53,7 @@ __device__ columns columns_in(float *shared, int64_t head_dim) {
   return c;
 }
 
-// The queries and live positions of the columns; those that are nothing get zeros.
+// Loads the queries and live positions of the columns; zeros for unused columns.
 __device__ void load_columns(const columns &c, const rm_attention_args &a, const rm_attn_work &w) {
   const int words = c.pitch - 4;
   for (int i = static_cast<int>(threadIdx.x); i < COLS * words; i += THREADS) {
@@ -74,7 +72,7 @@ __device__ void load_columns(const columns &c, const rm_attention_args &a, const
   c.last[threadIdx.x] = static_cast<int>(live.last);
 }
 
-// Live positions of a column, a lane's.
+// Live positions of a lane's column.
 struct reach {
   int first, last;
 };
@@ -82,15 +80,15 @@ __device__ reach reach_of_lane(const columns &c) {
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
   return lane < COLS ? reach{c.first[lane], c.last[lane]} : reach{0, -1};
 }
-// Whether one of `n` positions from t on is live for a column. By a whole warp.
+// Whether one of `n` positions from t on is live for some column. Called by a whole warp.
 __device__ bool is_wanted(reach of_lane, int t, int n) {
   return __ballot_sync(RM_ALL_LANES, of_lane.first < t + n && of_lane.last >= t) != 0;
 }
 
-// Of AT_ONCE positions the tiles of 16; lane l knows where the l % TILES-th is.
+// The tiles of 16 positions among AT_ONCE positions; lane l holds the address of tile l % TILES.
 constexpr int TILES = AT_ONCE / RM_MMA_ROWS;
 struct tiles {
-  bool wanted[TILES];
+  bool wanted[TILES]; // has a live position
   rm_attn_tile at;
 };
 __device__ tiles tiles_of(reach of_lane, const rm_attention_args &a, const rm_attn_work &w,
@@ -103,18 +101,18 @@ __device__ tiles tiles_of(reach of_lane, const rm_attention_args &a, const rm_at
     found.wanted[i] = is_wanted(of_lane, t0 + i * RM_MMA_ROWS, RM_MMA_ROWS);
     if (i == mine) is_mine_wanted = found.wanted[i];
   }
-  if (!is_mine_wanted) return found; // its page may not be there
+  if (!is_mine_wanted) return found; // its page may not exist
   found.at = rm_attn_tile_of(a, w.kv_head, pages, t0 + mine * RM_MMA_ROWS);
   return found;
 }
 
-// B of the columns and two steps of 16 k, of rows of `pitch` words.
+// Loads B for the columns and two steps of 16 k, from rows of `pitch` words.
 __device__ uint4 load_columns_of(const uint32_t *rows, int pitch, int step) {
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
   return rm_load_matrices(rows + lane % 8 * pitch + step * (RM_MMA_K / 2) + lane / 8 * 4);
 }
 
-// Of the warp's tile.
+// Computes the scores of the warp's tile.
 __device__ void make_scores(const columns &c, const rm_attention_args &a, const tiles &t) {
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP,
             warp = static_cast<int>(threadIdx.x) / RM_WARP;
@@ -131,8 +129,8 @@ __device__ void make_scores(const columns &c, const rm_attention_args &a, const 
   for (int step0 = 0; step0 < steps; step0 += RM_MMA_STEPS) {
     float sums[4] = {};
 #pragma unroll 4
-    for (int step = step0; step < steps && step < step0 + RM_MMA_STEPS;
-         step += 2) { // they are even
+    // The number of steps is even.
+    for (int step = step0; step < steps && step < step0 + RM_MMA_STEPS; step += 2) {
       const uint4 even = k[step * RM_WARP], odd = k[(step + 1) * RM_WARP],
                   q = load_columns_of(c.q, c.pitch, step);
       rm_mma16(sums, even, {q.x, q.y});
@@ -147,9 +145,9 @@ __device__ void make_scores(const columns &c, const rm_attention_args &a, const 
         acc[i] * a.scale;
 }
 
-// Over the lanes, of EACH numbers in each of them; a lane gets the result of its own column. What
-// is left to do is halved with every step that leaves more columns than one, so it takes EACH + 1
-// exchanges and not 5 · EACH; a column's tree is the one over 32 lanes.
+// Reduces EACH numbers of every lane over the lanes; a lane gets the result of its column. Each
+// step with more than one column left halves the columns, so it takes EACH + 1 exchanges instead of
+// 5 · EACH. A column's tree is the tree over 32 lanes.
 template <class F> __device__ float over_columns(float (&v)[EACH], F both) {
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
   int n = EACH;
@@ -168,14 +166,14 @@ template <class F> __device__ float over_columns(float (&v)[EACH], F both) {
   return v[0];
 }
 
-// The running state of the lane's column, and what is live of it.
+// The running state of the lane's column, and its live positions.
 struct running {
   float m, l;
   int first, last;
 };
 
-// One block of 32 positions of a warp's columns, a lane for a position: P, alpha and the running m
-// and l. ALL: every position is live for every one of them.
+// Computes P, alpha and the running m and l of one block of 32 positions for a warp's columns, with
+// one lane for each position. ALL: every position is live for every column.
 template <bool ALL>
 __device__ void soften(const columns &c, int column0, int t0, int block, running &own) {
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP, in = block * RM_ATTN_BLOCK + lane;
@@ -195,10 +193,10 @@ __device__ void soften(const columns &c, int column0, int t0, int block, running
     v[i] = live[i] ? rm_exp(scores[i] - top) : 0.0f;
     reinterpret_cast<uint16_t *>(c.p)[(column0 + i) * P_PITCH * 2 + in] = rm_f32_to_bf16(v[i]);
   }
-  const float sum = over_columns(
-      v, [](float a, float b) { return a + b; }); // p_j + p_{j+16}, then the tree over 16
+  // p_j + p_{j+16}, then the tree over 16.
+  const float sum = over_columns(v, [](float a, float b) { return a + b; });
   float scaled = 1.0f;
-  if (from <= own.last && from + RM_ATTN_BLOCK > own.first) { // else the state stays as it was
+  if (from <= own.last && from + RM_ATTN_BLOCK > own.first) { // else the state does not change
     scaled = rm_bits(own.m) == rm_bits(RM_LOWEST) ? 0.0f : rm_exp(own.m - next);
     own.l = fmaf(own.l, scaled, sum);
     own.m = next;
@@ -206,11 +204,11 @@ __device__ void soften(const columns &c, int column0, int t0, int block, running
   if (lane % LANES == 0) c.alpha[block * COLS + column0 + lane / LANES] = scaled;
 }
 
-// Vᵀ's tiles of AT_ONCE positions, of the warp's rows of d: tiles warp, warp + WARPS, … Asked for
+// Vᵀ's tiles of AT_ONCE positions for the warp's rows of d: tiles warp, warp + WARPS, … Loaded
 // before they are needed.
 template <int DT> struct values {
   uint4 of[BLOCKS][DT][2];
-  bool some[BLOCKS]; // a block without any leaves A[d] as it is
+  bool some[BLOCKS]; // the block has a live tile; else A[d] does not change
 };
 template <int DT>
 __device__ void load_values(values<DT> &v, const rm_attention_args &a, const tiles &t,
@@ -266,7 +264,7 @@ __device__ float *state_of(const columns &c, const rm_attention_args &a, const r
                       rm_state_floats(a.head_dim);
 }
 
-// One row's columns.
+// Computes a segment of one row's columns.
 template <int DT>
 __device__ void segment_of_row(const columns &c, const rm_attention_args &a, const rm_attn_work &w,
                                const shape &s, float *states) {
@@ -313,7 +311,7 @@ __device__ void segment_of_row(const columns &c, const rm_attention_args &a, con
   state[a.head_dim + 1] = own.l;
 }
 
-// Blocks of a multiprocessor that the registers allow.
+// Blocks per multiprocessor that the registers allow.
 template <int DT> constexpr int AT_LEAST = 6 - DT / 2;
 
 template <int DT>
@@ -321,7 +319,7 @@ __global__ void __launch_bounds__(THREADS, AT_LEAST<DT>)
     segment_kernel(rm_attention_args a, shape s, float *states) {
   RM_SHARED(shared);
   const int64_t row = rm_row_of(s.pass.list, a, s.pass.row0 + blockIdx.x);
-  if (row < 0) return; // all of the block, here and below
+  if (row < 0) return; // the whole block returns, here and below
   const rm_attn_work w = rm_attn_work_of(a, row, row + 1, s.heads, s.head_tiles, blockIdx.y);
   if (w.head0 >= w.head_end) return;
   segment_of_row<DT>(columns_in(shared, a.head_dim), a, w, s, states);

@@ -7,11 +7,12 @@
 #include "mma.cuh"
 
 constexpr float RM_LOWEST = -INFINITY;
-// Of q in shared memory, rows of so many steps of 16 k, in words: no two lanes in a bank.
+// Pitch of q in shared memory, in words, for rows of `steps` steps of 16 k: padded so that lanes
+// use different banks.
 RM_INLINE int rm_q_pitch(int64_t steps) { return static_cast<int>(steps) * (RM_MMA_K / 2) + 4; }
 
-// y, or 0 where x is below `least`; without a branch around what makes y, as a condition would be
-// compiled.
+// y, or 0 if x is below `least`. Written in assembly, since the compiler would turn a condition
+// into a branch around the computation of y.
 RM_INLINE float rm_zero_below(float x, float least, float y) {
 #ifndef __CUDA_ARCH__
   return x < least ? 0.0f : y;
@@ -25,31 +26,30 @@ RM_INLINE float rm_zero_below(float x, float least, float y) {
 #endif
 }
 
-// rm_exp of a number that is not above 0, bit by bit, or of a NaN, in 16 instructions instead of
-// 26: 2^i is one addition to the exponent where the result is a normal number, and below
-// RM_EXP_NORMAL it is 0. tests/gpu/simt/check_mma.cpp compares them.
+// rm_exp of a number that is at most 0, or of a NaN, bit-identical, in 16 instructions instead of
+// 26: for a normal result 2^i is one addition to the exponent, and below RM_EXP_NORMAL the result
+// is 0. tests/gpu/simt/check_mma.cpp compares the two.
 constexpr float RM_EXP_NORMAL = -0x1.5d589ep+6f;
 RM_INLINE float rm_exp_not_above_0(float x) {
   float t;
   const float p = rm_exp_rest(x, &t);
-  const float y =
-      rm_float((rm_bits(t) << 23) + rm_bits(p)); // the magic number's own bits are shifted out
-  return rm_zero_below(x, RM_EXP_NORMAL, fmaf(x, 0.0f, y)); // a NaN stays one
+  const float y = rm_float((rm_bits(t) << 23) + rm_bits(p)); // shifts the magic number's bits out
+  return rm_zero_below(x, RM_EXP_NORMAL, fmaf(x, 0.0f, y)); // a NaN stays a NaN
 }
 
-// What a block works on: columns are the query heads of one kv head, `heads` of each of rows row0 …
-// end − 1.
+// The work of a block: its columns are the query heads of one kv head, `heads` of each of rows row0
+// … end − 1.
 struct rm_attn_work {
   int64_t row0, end, kv_head, head0, head_end;
   int heads;
 };
-// What a column is: a row and a query head, or nothing.
+// The row and query head of a column; some: false if the column is unused.
 struct rm_attn_owner {
   int64_t row, head;
   bool some;
 };
 
-// y: kv_head · head_tiles + which of the tiles of its heads.
+// y: kv_head · head_tiles + the tile of its query heads.
 __device__ inline rm_attn_work rm_attn_work_of(const rm_attention_args &a, int64_t row0,
                                                int64_t end, int heads, int head_tiles, unsigned y) {
   const int64_t group =
@@ -70,8 +70,8 @@ __device__ inline rm_attn_owner rm_attn_owner_of(const rm_attn_work &w, int colu
   return {o.row, o.head, o.row < w.end && o.head < w.head_end};
 }
 
-// Where the 16 positions from t on begin in the caches, in words of 16 bytes: K's tiles, one for
-// every 16 k of head_dim, and Vᵀ's, one for every 16 rows of it.
+// Index in the caches of the 16 positions from t on, in units of 16 bytes: of K's tiles, one for
+// every 16 k of head_dim, and of Vᵀ's, one for every 16 rows of head_dim.
 struct rm_attn_tile {
   int64_t k, v;
 };
@@ -86,9 +86,9 @@ __device__ inline rm_attn_tile rm_attn_tile_of(const rm_attention_args &a, int64
               tile * rm_mma_tile_rows(a.head_dim) * RM_WARP};
 }
 
-// attention of the rows of tiles that are of one sequence each. False: of none. Else what is left
-// to do by states: at most `rows` rows of the list, which lies in the first `used` bytes of the
-// workspace.
+// Computes attention for the tiles whose rows belong to one sequence. Returns false if it did not
+// compute any; else *left is the rest, to be computed by states: at most `rows` rows of the list,
+// which is in the first `used` bytes of the workspace.
 struct rm_attn_left {
   rm_row_list list;
   int64_t rows;

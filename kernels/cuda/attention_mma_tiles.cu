@@ -1,18 +1,19 @@
-// attention_mma_tiles.cu: attention of the family cuda_mma in bf16 for rows of one sequence that
-// stand together, a prefill's. A block takes up to 128 columns, the query heads of one kv head
-// times a tile of rows, and goes over all positions that are live for them, 32 at a time, whose K
-// and Vᵀ it copies to shared memory while it works on the 32 before. A warp has 32 of the columns
-// to itself: scores, softmax and P·V stay in its registers. What is a row of K's result is a k of
-// V's, so P is turned there, 8 × 8 at a time; the sum over 32 positions is the contract's tree as
-// the elements lie, two levels of it in a lane and three between lanes. Every number of a column is
-// made by the operations and in the order of attention_mma.cu, so the bits are the same in either.
+// attention_mma_tiles.cu: attention of the family cuda_mma in bf16 for adjacent rows of one
+// sequence, as in prefill. A block takes up to 128 columns, the query heads of one kv head times a
+// tile of rows, and iterates over all positions that are live for them, 32 at a time; it copies
+// their K and Vᵀ to shared memory while it computes the previous 32. Each warp has 32 columns:
+// scores, softmax and P·V stay in its registers. A row of K's product is a k of V's, so P is
+// transposed in registers, 8 × 8 at a time. The order of the elements makes the sum over 32
+// positions the contract's tree, two levels in a lane and three between lanes. All operations on a
+// column and their order are those of attention_mma.cu, so the two are bit-identical.
 //
-// At the end of a segment of 1024 positions a column's state is merged into what it has of the
-// segments before, which waits in the workspace; a context of one segment never goes there.
+// At the end of a segment of 1024 positions a column's state is merged into the state of the
+// previous segments, which is in the workspace. A context of one segment does not use the
+// workspace.
 //
-// Which rows are of one sequence is read on the device. Tiles that are not whole are listed and
-// made row by row, as decode is, whose long contexts want to be spread over the card; those that
-// the list has no room for are made here, a run of rows after the other.
+// The device determines which rows belong to one sequence. Tiles with rows of several sequences are
+// listed and computed row by row, like decode, whose long contexts should spread over the GPU.
+// Tiles that do not fit on the list are computed here, one run of rows after the other.
 #include "attention_mma.cuh"
 
 namespace {
@@ -23,14 +24,13 @@ constexpr int KEYS = static_cast<int>(RM_ATTN_BLOCK), HALVES = KEYS / RM_MMA_K,
               SEGMENT = static_cast<int>(RM_ATTN_SEGMENT);
 constexpr int LIST_THREADS = 256, COLUMN_BYTES = 24, ROWS_BYTES = 144, PUT_TILES = 4,
               PUT_PITCH = PUT_TILES * RM_MMA_ROWS + 4;
-constexpr int PUT_WORDS = RM_MMA_COLS * PUT_PITCH; // of a warp: no two lanes in a bank
+constexpr int PUT_WORDS = RM_MMA_COLS * PUT_PITCH; // per warp, padded: lanes use different banks
 constexpr int64_t MOST_BY_ROWS = 512; // rows of listed tiles: launches are sized for them
-constexpr int MAX_SHARED = 99 << 10; // of a block of sm_86; others have more
-static_assert(THREADS == COLS && WARP_COLS == RM_WARP,
-              "a thread looks after a column of its warp's");
+constexpr int MAX_SHARED = 99 << 10; // per block of sm_86; others have more
+static_assert(THREADS == COLS && WARP_COLS == RM_WARP, "each thread has a column of its warp");
 
-// DT tiles of 16 rows of Vᵀ at once; STEPS of 16 k of head_dim, or 0: as many as there are. What is
-// known when a kernel is compiled needs no register.
+// Takes DT tiles of 16 rows of Vᵀ at a time, and STEPS steps of 16 k of head_dim (0: not a
+// constant). Constants do not use registers.
 template <int DT_, int STEPS> struct shape {
   static constexpr int DT = DT_;
   RM_INLINE int steps(int64_t head_dim) {
@@ -46,11 +46,11 @@ template <int DT_, int STEPS> struct shape {
   }
 };
 using shape_128 = shape<8, 8>; // head_dim 97 … 128
-using shape_any = shape<4, 0>; // 64 of it at once
+using shape_any = shape<4, 0>; // any head_dim, 64 at a time
 
 struct tiles {
   const int32_t *by_rows; // [all tiles] whether the tile is on the list
-  int64_t tile0; // of the pass
+  int64_t tile0; // first tile of the pass
   int rows_each, heads, head_tiles, d_tile0;
 };
 
@@ -59,19 +59,19 @@ struct span {
 };
 __device__ bool is_live(span s, int t, int n) { return s.first < t + n && s.last >= t; }
 
-// A column, and m and l of its state: A[d] alone lies in registers.
+// A column, and m and l of its state; A[d] is in registers.
 struct alignas(16) column {
   span live;
   float m, l;
 };
 
-// Rows that are made together; in shared memory too, for the registers' sake.
+// Rows that are computed together; in shared memory, to save registers.
 struct alignas(16) rows_of_one {
   rm_attn_work w;
   const int32_t *pages;
-  int to; // the first row that is not among them, of the tile's
-  span all, live[WARPS]; // what is live for one of the columns, of the block and of each warp
-  span whole[WARPS]; // what is live for all of a warp's columns that are something
+  int to; // the tile's first row after them
+  span all, live[WARPS]; // positions that are live for some column: of the block, of each warp
+  span whole[WARPS]; // positions that are live for all used columns of a warp
 };
 
 // In shared memory.
@@ -82,7 +82,7 @@ struct block {
   column *columns; // [COLS]
   rows_of_one *rows;
   int *places; // [COLS] row · n_heads + head
-  int *seqs; // [COLS] of the tile's rows; −1: there is none
+  int *seqs; // [COLS] sequences of the tile's rows; −1: no row
 };
 static_assert(sizeof(column) + 2 * sizeof(int) == COLUMN_BYTES &&
               sizeof(rows_of_one) == ROWS_BYTES);
@@ -114,7 +114,7 @@ __device__ void load_queries(const block &b, const rm_attention_args &a, const r
   b.seqs[threadIdx.x] = row < w.end ? a.seq_of_row[row] : -1;
 }
 
-// Over the lanes: the least first and the greatest last.
+// Reduces over the lanes: the least first and the greatest last.
 __device__ span over_lanes(span all) {
   for (int step = RM_WARP / 2; step > 0; step /= 2) {
     const int first = __shfl_xor_sync(RM_ALL_LANES, all.first, step),
@@ -123,7 +123,7 @@ __device__ span over_lanes(span all) {
   }
   return all;
 }
-// What is live for one of the `n` columns from `from` on. By a whole warp.
+// Positions that are live for some of the `n` columns from `from` on. Called by a whole warp.
 __device__ span span_of(const block &b, int from, int n) {
   span all = {INT32_MAX, -1};
   for (int i = static_cast<int>(threadIdx.x) % RM_WARP; i < n; i += RM_WARP) {
@@ -134,7 +134,7 @@ __device__ span span_of(const block &b, int from, int n) {
   }
   return over_lanes(all);
 }
-// What is live for all of a warp's columns that are something.
+// Positions that are live for all used columns of a warp.
 __device__ span whole_of(const block &b) {
   const span one = b.columns[threadIdx.x].live;
   const span least =
@@ -142,8 +142,8 @@ __device__ span whole_of(const block &b) {
   return {-least.first, -least.last};
 }
 
-// K and Vᵀ of the 32 positions from t0 on: of 16 that are live for no column of the block, which
-// may be in no page, zeros for Vᵀ.
+// Copies K and Vᵀ of the 32 positions from t0 on. If 16 of them are not live for any column of the
+// block, and so may not have a page, Vᵀ gets zeros.
 template <class S>
 __device__ void fill(char *stage, const rm_attention_args &a, const rows_of_one &rows, int t0,
                      int d_tile0) {
@@ -171,7 +171,7 @@ __device__ void fill(char *stage, const rm_attention_args &a, const rows_of_one 
   }
 }
 
-// A new state for each of the warp's columns.
+// Begins a new state for each of the warp's columns.
 template <int DT> __device__ void begin_segment(float (&acc)[DT][CT][4], const block &b) {
 #pragma unroll
   for (int i = 0; i < DT; i++)
@@ -190,7 +190,8 @@ __device__ void make_scores(float (&scores)[HALVES][CT][4], const block &b, cons
             warp = static_cast<int>(threadIdx.x) / RM_WARP;
   const int steps = S::steps(head_dim), pitch = S::pitch(head_dim);
   const uint4 *keys = reinterpret_cast<const uint4 *>(stage) + lane;
-  // What a lane gives rm_load_matrices: of column 8·(lane / 16) + lane % 8 the first or second 8 k.
+  // The lane's row for rm_load_matrices: the first or second 8 k of column 8·(lane / 16) + lane %
+  // 8.
   const uint32_t *q =
       b.q + (warp * WARP_COLS + lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 4;
 #pragma unroll 2
@@ -216,8 +217,8 @@ __device__ void make_scores(float (&scores)[HALVES][CT][4], const block &b, cons
       for (int i = 0; i < 4; i++) scores[half][n][i] = (0.0f + scores[half][n][i]) * scale;
 }
 
-// A column, of which the lane has the scores of positions t0 + 16·half + 8·h + lane / 4, at
-// [half][n][e + 2·h]: they become weights. Its m and l go on; returns alpha. ALL: all of those
+// Turns the scores of one column into weights, updates its m and l and returns alpha. The lane has
+// the scores of positions t0 + 16·half + 8·h + lane / 4 at [half][n][e + 2·h]. ALL: all of these
 // positions are live.
 template <bool ALL>
 __device__ float soften(float (&scores)[HALVES][CT][4], int n, int e, column *of, int t0) {
@@ -226,10 +227,8 @@ __device__ float soften(float (&scores)[HALVES][CT][4], int n, int e, column *of
   const auto live = [&](int half, int h) {
     return ALL || is_live(c.live, t + half * RM_MMA_K + h * 8, 1);
   };
-  float next =
-      // by fmaxf: a score that is no number is not greater either, and no sign of a zero is seen
-      // behind an exp
-      c.m;
+  // fmaxf is enough: a NaN is not greater either, and exp does not depend on the sign of a zero.
+  float next = c.m;
 #pragma unroll
   for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -251,14 +250,14 @@ __device__ float soften(float (&scores)[HALVES][CT][4], int n, int e, column *of
   for (int step = RM_WARP / 2; step >= 4; step /= 2)
     sum = sum + __shfl_xor_sync(RM_ALL_LANES, sum, step);
   __syncwarp(); // eight lanes have read m and l
-  if (!ALL && !is_live(c.live, t0, KEYS)) return 1.0f; // the state stays as it was
+  if (!ALL && !is_live(c.live, t0, KEYS)) return 1.0f; // the state does not change
   const float alpha =
       rm_exp_not_above_0(rm_bits(c.m) == rm_bits(RM_LOWEST) ? RM_LOWEST : c.m - next);
   if (lane / 4 == 0) of->m = next, of->l = fmaf(c.l, alpha, sum);
   return alpha;
 }
 
-// Of the warp's columns: A[d] times alpha, and P as B of Vᵀ·P.
+// For the warp's columns: multiplies A[d] by alpha, and writes P as B of Vᵀ·P.
 template <bool ALL, int DT>
 __device__ void soften_all(float (&acc)[DT][CT][4], uint2 (&p)[HALVES][CT],
                            float (&scores)[HALVES][CT][4], const block &b, int t0) {
@@ -282,7 +281,7 @@ __device__ void soften_all(float (&acc)[DT][CT][4], uint2 (&p)[HALVES][CT],
   }
 }
 
-// The 32 positions of a stage.
+// Adds the 32 positions of a stage.
 template <class S>
 __device__ void add_positions(float (&acc)[S::DT][CT][4], const block &b, const char *stage,
                               const rm_attention_args &a, int t0) {
@@ -299,7 +298,7 @@ __device__ void add_positions(float (&acc)[S::DT][CT][4], const block &b, const 
       reinterpret_cast<const uint4 *>(stage) + HALVES * S::steps(a.head_dim) * RM_WARP + lane;
 #pragma unroll
   for (int i = 0; i < S::DT; i++) {
-    __syncwarp(); // so that none is begun before its time: no register is left for it
+    __syncwarp(); // keeps the compiler from starting the next early, which would need registers
     float sums[CT][4] = {};
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
@@ -316,15 +315,15 @@ __device__ void add_positions(float (&acc)[S::DT][CT][4], const block &b, const 
   }
 }
 
-// What becomes of a column at the end of a segment.
+// How a column's state is merged at the end of a segment.
 struct joined {
-  float old, add,
-      l; // the sums before and those of the segment times these; what a row is divided by
-  int place; // of the column; −1: nothing of it was live
+  float old, add; // factors of the previous sums and of the segment's sums
+  float l; // the divisor of the row
+  int place; // of the column; −1: the segment has no live position
   bool is_first, is_last;
 };
 
-// By the lane of the column; m and l of what is not made yet go to the workspace.
+// Called by the column's lane. Writes m and l to the workspace unless the column is complete.
 __device__ joined join(const block &b, int at, const rm_attention_args &a, float *states,
                        int64_t place0, int segment) {
   const column c = b.columns[at];
@@ -342,9 +341,9 @@ __device__ joined join(const block &b, int at, const rm_attention_args &a, float
   return of;
 }
 
-// The states of a segment join those of the segments before, in the workspace; with its last one a
-// column's row is made. Sums go through shared memory, 64 of 8 columns at a time, so that
-// neighbouring lanes have neighbouring sums.
+// Merges the states of a segment into those of the previous segments, in the workspace. After its
+// last segment, writes a column's row. Sums go through shared memory, 64 of 8 columns at a time, so
+// that adjacent lanes have adjacent sums.
 template <class S>
 __device__ void end_segment(const float (&acc)[S::DT][CT][4], const block &b,
                             const rm_attention_args &a, const tiles &t, float *states,
@@ -386,7 +385,7 @@ __device__ void end_segment(const float (&acc)[S::DT][CT][4], const block &b,
     }
 }
 
-// Rows of the tile from `from` on, as far as they are of one sequence.
+// Computes the rows of the tile from `from` on that belong to the same sequence.
 template <class S>
 __device__ void make_rows(const block &b, const rm_attention_args &a, const tiles &t, float *states,
                           int from) {
@@ -416,7 +415,7 @@ __device__ void make_rows(const block &b, const rm_attention_args &a, const tile
   rm_copies_commit();
   for (int t0 = all.first / KEYS * KEYS; t0 <= b.rows->all.last; t0 += KEYS) {
     rm_copies_wait<0>();
-    __syncthreads(); // everybody's copies are there, and the other stage was read by all
+    __syncthreads(); // all copies are complete, and all threads have read the other stage
     const bool is_end = t0 + KEYS > b.rows->all.last;
     if (!is_end) fill<S>(stage(t0 + KEYS), a, *b.rows, t0 + KEYS, t.d_tile0);
     rm_copies_commit();
@@ -426,7 +425,7 @@ __device__ void make_rows(const block &b, const rm_attention_args &a, const tile
     end_segment<S>(acc, b, a, t, states, t0 / SEGMENT);
     begin_segment(acc, b);
   }
-  rm_copies_wait<0>(); // of nothing, but a block ends with none open
+  rm_copies_wait<0>(); // a block must not end with an open group, even an empty one
   __syncthreads(); // before the next rows' columns and stages
 }
 
@@ -434,9 +433,9 @@ template <class S>
 __global__ void __launch_bounds__(THREADS, 2)
     tile_kernel(rm_attention_args a, tiles t, float *states) {
   RM_SHARED(shared);
-  const int64_t tile = t.tile0 + (gridDim.x - 1 - blockIdx.x),
-                row0 = tile * t.rows_each; // the last has the most to do and begins first
-  if (t.by_rows[tile]) return; // all of the block, here and below
+  // In reverse: the last tile has the most work and begins first.
+  const int64_t tile = t.tile0 + (gridDim.x - 1 - blockIdx.x), row0 = tile * t.rows_each;
+  if (t.by_rows[tile]) return; // the whole block returns, here and below
   const rm_attn_work w = rm_attn_work_of(a, row0, rm_min64(row0 + t.rows_each, a.rows), t.heads,
                                          t.head_tiles, blockIdx.y);
   if (w.head0 >= w.head_end) return;
@@ -448,7 +447,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     make_rows<S>(b, a, t, states, from);
 }
 
-// One block: which tiles are not of one sequence, in order, as far as there is room on the list.
+// One block: lists the tiles with rows of several sequences, in order, as many as fit on the list.
 __global__ void __launch_bounds__(LIST_THREADS)
     list_kernel(rm_attention_args a, int32_t *list, int32_t *by_rows, int64_t n_tiles,
                 int64_t rows_each, int room) {
@@ -490,7 +489,7 @@ void launch(const rm_ctx *ctx, const rm_attention_args *a, tiles t, int64_t n_ti
 
 } // namespace
 
-// The workspace: the list, which tiles are on it, and a state for each column of a pass's rows.
+// The workspace holds the list, a flag for each tile on it, and a state for each column of a pass.
 bool rm_cuda_attention_mma_tiles(const rm_ctx *ctx, const rm_attention_args *a,
                                  rm_attn_left *left) {
   if (a->rows <= a->n_seqs || a->n_heads <= 0) return false; // decode

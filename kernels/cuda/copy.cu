@@ -1,8 +1,8 @@
-// copy.cu: runs of bytes from one pitch to another, and runs of zeros. cudaMemcpy2DAsync refuses a
-// pitch beyond a limit of the device and rows that lie closer than they are wide, so this is a
-// kernel; what is one run in truth goes to the runtime's own copy. A word is as long as addresses,
-// pitches and width allow; threads are laid over a run in a power of two that covers it, the rest
-// of a block over the runs below.
+// copy.cu: copies runs of bytes from one pitch to another, and writes runs of zeros.
+// cudaMemcpy2DAsync rejects a pitch above a limit of the device or below the width, so this is a
+// kernel; the caller uses the runtime's copy for contiguous rows. A word is as long as addresses,
+// pitches and width allow. A power of two of threads covers a run, and the rest of a block covers
+// the runs below.
 #include "device.cuh"
 
 namespace {

@@ -1,14 +1,14 @@
 // cublaslt.h: the cuBLASLt functions that vendor_gemm.cu calls. The library is loaded when a
-// generator first uses it; rollmesh is built without it. The declarations follow cublasLt.h of
-// 13.10 and hold since 12.0; tests/support/native/standin/cublaslt_header.c compares them with the
-// header. The library creates the descriptors, so their sizes do not matter here.
+// generator first uses it; rollmesh is built without it. The declarations are those of cublasLt.h
+// 13.10 and are valid since 12.0; tests/support/native/standin/cublaslt_header.c compares them with
+// the header. The library creates the descriptors, so their sizes do not matter here.
 #pragma once
 
 #include <stddef.h>
 #include <stdint.h>
 
 enum { RM_LT_SUCCESS = 0 }; // cublasStatus_t
-enum { RM_LT_LEAST = 120000 }; // the oldest that is used
+enum { RM_LT_LEAST = 120000 }; // the oldest supported version
 enum { RM_LT_F32 = 0, RM_LT_BF16 = 14 }; // cudaDataType_t
 enum {
   RM_LT_COMPUTE_F32 = 68,
@@ -23,13 +23,12 @@ enum {
   RM_LT_BIAS_POINTER = 8,
   RM_LT_INVARIANCE = 41
 }; // cublasLtMatmulDescAttributes_t
-// cublasLtMatmulPreferenceAttributes_t; between the last two those of B and C
+// cublasLtMatmulPreferenceAttributes_t; B's and C's are between the last two.
 enum { RM_LT_MAX_WORKSPACE = 1, RM_LT_SCHEMES = 3, RM_LT_ALIGNMENT_A = 5, RM_LT_ALIGNMENT_D = 8 };
-enum {
-  RM_LT_SCHEME_COMPUTE = 2
-}; // cublasLtReductionScheme_t: parts of a sum as float32, added in a step of its own
+// cublasLtReductionScheme_t: partial sums in float32, added in a separate step.
+enum { RM_LT_SCHEME_COMPUTE = 2 };
 
-typedef struct rm_lt_context rm_lt_context; // cublasLtHandle_t points at one, and so on
+typedef struct rm_lt_context rm_lt_context; // cublasLtHandle_t points to one; same below
 typedef struct rm_lt_desc rm_lt_desc;
 typedef struct rm_lt_layout rm_lt_layout;
 typedef struct rm_lt_preference rm_lt_preference;
@@ -44,7 +43,7 @@ typedef struct rm_lt_candidate { // cublasLtMatmulHeuristicResult_t
   int reserved[4];
 } rm_lt_candidate;
 
-// Streams are rm_device.stream.
+// The functions; `stream` is rm_device.stream.
 typedef struct rm_lt {
   size_t (*get_version)(void);
   const char *(*status_string)(int status);

@@ -16,19 +16,17 @@ namespace {
 
 constexpr int MAX_PEERS = 64;
 constexpr size_t MAX_PITCH = 0x7fffffff;
-constexpr uintptr_t FIRST_HANDLE = 3,
-                    FIRST_ADDRESS = 4096; // below are numbers of default streams, and no pages
+// Lower numbers are default streams (below FIRST_HANDLE), or not valid addresses.
+constexpr uintptr_t FIRST_HANDLE = 3, FIRST_ADDRESS = 4096;
 
 struct cuda_device {
   int ordinal;
-  unsigned long long peers_asked; // a bit for each
+  unsigned long long peers_asked; // one bit for each device that reach_peer has handled
   bool dead, is_capturing;
   cudaStream_t stream;
   cudaEvent_t events[RM_DEVICE_EVENTS];
   bool is_recorded[RM_DEVICE_EVENTS];
-  cudaEvent_t
-      // of follow and lead: a wait for it means what it was recorded for when the wait was enqueued
-      order;
+  cudaEvent_t order; // of make_wait; a wait refers to the recording at the time it is enqueued
   char name[24], isa[16], family[24], message[200];
   rm_kernels kernels;
 };
@@ -44,12 +42,12 @@ rm_device_status die(cuda_device *d, cudaError_t error, const char *call) {
 }
 
 // Another thread that synchronizes the device (torch.cuda.synchronize) invalidates this thread's
-// capture, in any capture mode. Later calls of the capture fail, and only the capture is lost.
+// capture, in any capture mode. Later calls of the capture fail; the device stays usable.
 bool is_invalidated(const cuda_device *d, cudaError_t error) {
   return d->is_capturing && error == cudaErrorStreamCaptureInvalidated;
 }
 
-// While the thread captures another stream, allocations fail, without harm to this device.
+// While the thread captures another stream, allocations fail, but this device stays usable.
 bool is_anothers_capture(const cuda_device *d, cudaError_t error) {
   cudaStreamCaptureStatus own = cudaStreamCaptureStatusNone;
   if (error != cudaErrorStreamCaptureUnsupported) return false;
@@ -67,8 +65,8 @@ rm_device_status lacks(cuda_device *d, cudaError_t error, const char *call, size
   return RM_DEVICE_NO_MEMORY;
 }
 
-// Called before every runtime call, so that a failed launch of an op is not reported by another
-// call.
+// Called before every runtime call, so that an earlier failed launch is not reported as the error
+// of that call.
 bool is_alive(cuda_device *d) {
   if (d->dead) return false;
   const cudaError_t error = cudaGetLastError();
@@ -83,8 +81,8 @@ rm_device_status done(cuda_device *d, cudaError_t error, const char *call) {
   return RM_DEVICE_OK;
 }
 
-// Called before memory or graphs that the queue may use are freed; also a dead device may still be
-// running.
+// Called before memory or graphs that the queue may use are freed. A dead device may still be
+// running work.
 void finish(cuda_device *d) {
   is_alive(d);
   done(d, cudaStreamSynchronize(d->stream), "cudaStreamSynchronize");
@@ -161,7 +159,7 @@ void copy_to_host(void *self, void *to_host, const void *from, size_t bytes) {
          "cudaMemcpyAsync to the host");
 }
 
-// Enables peer access once for each device that is read; without it copies go through the host.
+// Enables peer access once for each device that is read. Without it copies go through the host.
 void reach_peer(cuda_device *d, int ordinal) {
   if (ordinal == d->ordinal || ordinal < 0 || ordinal >= MAX_PEERS || d->peers_asked >> ordinal & 1)
     return;
@@ -172,7 +170,7 @@ void reach_peer(cuda_device *d, int ordinal) {
   cudaGetLastError(); // an error if peer access was enabled before by this process
 }
 
-// CUDA's pitched copies refuse a pitch that is negative, shorter than a row, or longer than
+// CUDA's pitched copies reject a pitch that is negative, shorter than a row, or longer than
 // MAX_PITCH.
 bool is_pitch(size_t pitch, size_t width) { return pitch >= width && pitch <= MAX_PITCH; }
 
@@ -236,7 +234,7 @@ rm_device_status wait_event(void *self, int number) {
 
 rm_device_status not_ready_is_busy(cuda_device *d, cudaError_t error, const char *call) {
   if (error != cudaErrorNotReady) return done(d, error, call);
-  cudaGetLastError(); // cudaErrorNotReady is kept as an error
+  cudaGetLastError(); // CUDA keeps cudaErrorNotReady as an error
   return RM_DEVICE_BUSY;
 }
 
@@ -272,14 +270,14 @@ void make_stream_wait(void *self, void *stream) {
   make_wait(of(self), static_cast<cudaStream_t>(stream), of(self)->stream);
 }
 
-// CUDA dereferences stream handles, so small numbers are refused first. Waiting for a stream that
-// is being captured would join our stream to that capture and invalidate both.
+// CUDA dereferences stream handles, so small numbers are rejected first. Waiting for a stream that
+// is being captured would join this stream to that capture and invalidate both.
 const char *check_stream(void *self, void *stream) {
   const cudaStream_t other = static_cast<cudaStream_t>(stream);
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
   int ordinal = of(self)->ordinal;
   const uintptr_t handle = reinterpret_cast<uintptr_t>(stream);
-  if (handle >= FIRST_HANDLE && handle < FIRST_ADDRESS) return "it is no handle of a stream";
+  if (handle >= FIRST_HANDLE && handle < FIRST_ADDRESS) return "it is not a stream handle";
   cudaError_t error = cudaStreamIsCapturing(other, &capturing);
   if (error == cudaSuccess) error = cudaStreamGetDevice(other, &ordinal);
   if (error != cudaSuccess) cudaGetLastError();
@@ -290,7 +288,7 @@ const char *check_stream(void *self, void *stream) {
 }
 
 // ---------------------------------------------------------------------------------- graph capture
-// Thread-local: another thread may allocate on another device, or this one, in the meantime.
+// Thread-local, so that other threads may allocate on any device in the meantime.
 rm_device_status begin_capture(void *self) {
   cuda_device *d = of(self);
   if (!is_alive(d)) return RM_DEVICE_FAULT;
@@ -323,7 +321,7 @@ rm_device_status end_capture(void *self, void **out) {
   cudaError_t error = cudaGraphInstantiate(&made, graph, 0);
   cudaGraphDestroy(graph);
   if (error == cudaErrorMemoryAllocation) return lacks(d, error, "cudaGraphInstantiate", 0);
-  // Uploads now, so that the first launch allocates nothing.
+  // Uploads now, so that the first launch does not allocate.
   if (error == cudaSuccess &&
       (error = cudaGraphUpload(made, d->stream)) == cudaErrorMemoryAllocation) {
     cudaGraphExecDestroy(made);
@@ -348,9 +346,9 @@ void destroy_graph(void *self, void *graph) {
 }
 
 // -------------------------------------------------------------------- the thread's current device
-// Other runtimes of the process (torch's) use the thread's current context, so leave restores it. A
-// thread without a context gets none back: a context of ours would look like its choice of a
-// device, and creating one on another device would cost some hundred MiB.
+// Other runtimes of the process (torch's) use the thread's current context, so `leave` restores it.
+// If the thread did not have a context, `leave` clears it: a context would look like the thread's
+// choice of a device, and creating one on another device would cost some hundred MiB.
 constexpr int NO_CONTEXT = -2;
 
 template <class CALL> CALL driver(const char *name) {
@@ -377,8 +375,8 @@ void go_back(int ordinal, int saved) {
 }
 
 // While another thread captures in "global" mode (torch.cuda.graph), a thread in that mode, which
-// is the default, may not allocate or query events; a call that does invalidates the capture. So a
-// thread that has entered a device is in ThreadLocal mode.
+// is the default, must not allocate or query events: that would invalidate the capture. So a thread
+// that has entered a device is in ThreadLocal mode.
 cudaStreamCaptureMode exchange(cudaStreamCaptureMode mode) {
   if (cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess) return mode;
   cudaGetLastError();
@@ -404,7 +402,7 @@ int enter(void *self) {
 void leave(void *self, int saved) {
   cuda_device *d = of(self);
   const int mode = saved & (MODES - 1);
-  is_alive(d); // so that an error of the last launch is kept here
+  is_alive(d); // keeps an error of the last launch in this device
   exchange(static_cast<cudaStreamCaptureMode>(mode));
   go_back(d->ordinal, (saved - mode) / MODES);
 }
@@ -422,9 +420,9 @@ void close_device(void *self) {
   delete d;
 }
 
-const rm_listed_kernel *listed; // NULL before the first is listed
+const rm_listed_kernel *listed; // head of the list; NULL: empty
 
-// NULL, or the call that failed.
+// Returns NULL, or the name of the call that failed.
 const char *make(cuda_device *d, cudaError_t *error) {
   if ((*error = cudaSetDevice(d->ordinal)) != cudaSuccess) return "cudaSetDevice";
   const thread_local_mode mode;
@@ -449,7 +447,7 @@ int architecture(int ordinal) {
   return 10 * major + minor;
 }
 
-// Writes to `why` why `call` failed.
+// Writes the reason why `call` failed to `why`.
 rm_device_opened explain(char *why, size_t room, const cuda_device *d, const char *call,
                          cudaError_t error) {
   if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction) {
@@ -458,13 +456,13 @@ rm_device_opened explain(char *why, size_t room, const cuda_device *d, const cha
   }
   snprintf(
       why, room,
-      "%s is an sm_%d, for which this library has no code, but for %s (ROLLMESH_CUDA_ARCHS when "
-      "it is built)",
+      "%s is an sm_%d, for which this library has no code, but for %s (set ROLLMESH_CUDA_ARCHS "
+      "when building it)",
       d->name, architecture(d->ordinal), rm_cuda_archs());
   return RM_DEVICE_NOT_FOUND;
 }
 
-// The table with the names of the device's architecture.
+// Copies the table and adds the device's architecture to its names.
 void take_kernels(cuda_device *d, const rm_kernels *kernels) {
   const int sm = architecture(d->ordinal);
   snprintf(d->isa, sizeof d->isa, "cuda_sm%d", sm);
@@ -541,7 +539,7 @@ RM_EXPORT int rm_cuda_devices(void) {
   const cudaError_t error = cudaGetDeviceCount(&n);
   if (error == cudaSuccess) return n;
   cudaGetLastError();
-  // CUDA also returns "insufficient driver" when there is none; its version is 0 then.
+  // CUDA also returns "insufficient driver" without a driver, whose version is 0 then.
   return error == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess &&
                  driver > 0
              ? -2

@@ -3,9 +3,9 @@
 // C++. tests/gpu/simt/simt.h defines the macros for a CPU (RM_SIMT), so that every kernel also runs
 // without a GPU.
 //
-// Flags that the bits depend on: -fmad=false (nothing is contracted; a fused operation is written
-// fmaf), -ftz=true (denormals are zeros), -prec-div=true -prec-sqrt=true (IEEE quotients and
-// roots).
+// Compiler flags that affect results: -fmad=false (operations are not contracted; fused operations
+// are written fmaf), -ftz=true (denormals are zeros), -prec-div=true -prec-sqrt=true (IEEE
+// quotients and roots).
 #pragma once
 
 #ifdef RM_SIMT
@@ -20,10 +20,10 @@
 #include "cpu/scalar.h"
 #include "device.h"
 
-// Lists every kernel that RM_LAUNCH names when the library is loaded; rm_cuda_open loads them all.
-// Otherwise CUDA loads a kernel at its first launch and waits until the device is idle, holding a
-// lock that other threads' launches need: a deadlock if a running kernel waits for another rank's
-// kernel, as NCCL's do on one GPU.
+// A list of every kernel that RM_LAUNCH names, built when the library is loaded; rm_cuda_open loads
+// all of them. Otherwise CUDA loads a kernel at its first launch and waits until the device is
+// idle, while it holds a lock that other threads' launches need. That is a deadlock if a running
+// kernel waits for another rank's kernel, as NCCL's kernels do on one GPU.
 struct rm_listed_kernel {
   const void *kernel;
   const rm_listed_kernel *next;
@@ -42,36 +42,35 @@ RM_OPS(RM_DECLARE)
 void rm_cuda_gemm_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);
 void rm_cuda_pack(const rm_ctx *ctx, rm_pack_args *a);
 
-// Ops of the family cuda_mma that differ: bf16 on tensor cores, or in their packing (packing.cuh);
-// float32 uses the ops above.
+// Ops of the family cuda_mma that differ: in bf16 they use tensor cores or another packing
+// (packing.cuh); in float32 they call the ops above.
 void rm_cuda_mma_embed(const rm_ctx *ctx, const rm_embed_args *a);
 void rm_cuda_mma_gemm(const rm_ctx *ctx, const rm_gemm_args *a);
 void rm_cuda_mma_gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a);
-void rm_cuda_gemm_mma_tiles(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu,
-                            int of); // by tiles of that shape (gemm_mma.cuh)
-bool rm_cuda_gemm_mma_rows(const rm_ctx *ctx, const rm_gemm_args *a,
-                           bool swiglu); // false: too many rows, nothing was done
-bool rm_cuda_gemm_mma_few(const rm_ctx *ctx, const rm_gemm_args *a,
-                          bool swiglu); // false: k is too long
+// of: index of the tiles' shape (gemm_mma.cuh).
+void rm_cuda_gemm_mma_tiles(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu, int of);
+// These two return false without computing if there are too many rows, or k is too long.
+bool rm_cuda_gemm_mma_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);
+bool rm_cuda_gemm_mma_few(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);
 void rm_cuda_mma_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a);
 void rm_cuda_mma_attention(const rm_ctx *ctx, const rm_attention_args *a);
 void rm_cuda_mma_router(const rm_ctx *ctx, const rm_router_args *a);
 void rm_cuda_mma_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a);
 void rm_cuda_mma_pack(const rm_ctx *ctx, rm_pack_args *a);
 
-// `rows` runs of `width` bytes, any pitch; from NULL: zeros.
+// Copies `rows` runs of `width` bytes, at any pitch. from NULL: writes zeros.
 void rm_cuda_copy(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch,
                   size_t width, size_t rows);
 
-// device.cu: whether a device (its `self`) is alive; and killing it with the reason for its message
-// (no effect if enqueuing failed because the capture was invalidated).
+// device.cu: whether a device (its `self`) is alive. rm_cuda_kill makes it dead, with `why` as its
+// message, unless the failure is the consequence of an invalidated capture.
 bool rm_cuda_lives(void *self);
 void rm_cuda_kill(void *self, const char *why);
 // vendor_gemm.cu: rm_device.open_vendor_gemm.
 const char *rm_cuda_open_vendor_gemm(const rm_device *device, const rm_vendor_gemm_options *options,
                                      rm_vendor_gemm *out);
 
-// Bytes of ctx->workspace, of the ops that use it.
+// Bytes of ctx->workspace that the ops need.
 size_t rm_cuda_attention_workspace(const rm_limits *limits);
 size_t rm_cuda_router_workspace(const rm_limits *limits);
 size_t rm_cuda_lm_head_workspace(const rm_limits *limits);
@@ -79,9 +78,9 @@ size_t rm_cuda_sample_workspace(const rm_limits *limits);
 size_t rm_cuda_gemm_mma_workspace(const rm_limits *limits);
 size_t rm_cuda_mma_router_workspace(const rm_limits *limits);
 
-// Raises a kernel's limit of dynamic shared memory on the current device beyond the default; sm_86
-// and sm_89 have 99 KB for a block, others more. Called before each launch, since the current
-// device may differ.
+// Raises a kernel's limit of dynamic shared memory on the current device above the default; sm_86
+// and sm_89 have 99 KB per block, others more. Called before each launch, since the current device
+// may differ.
 template <class KERNEL> void rm_allow_shared(KERNEL *kernel, size_t bytes) {
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                        static_cast<int>(bytes));
@@ -94,9 +93,9 @@ inline unsigned rm_blocks(int64_t n, int64_t each) {
   return static_cast<unsigned>((n + each - 1) / each);
 }
 
-// Blocks in y for the rows of a gemm, `each` at a time; a block continues with the rows a grid's
-// height further. With groups: twice the blocks of an even share of the rows; a group with more
-// rows loops.
+// Blocks in y for the rows of a gemm, `each` rows per block; a block continues with the rows one
+// grid height further down. With groups: twice the blocks of an equal share of the rows; blocks of
+// a group with more rows loop.
 inline unsigned rm_row_blocks(const rm_gemm_args *a, int64_t each) {
   const int64_t rows =
       a->group_rows ? rm_min64(a->m, 2 * (a->m + a->n_groups - 1) / a->n_groups) : a->m;
@@ -104,13 +103,13 @@ inline unsigned rm_row_blocks(const rm_gemm_args *a, int64_t each) {
 }
 
 // ----------------------------------------------------------------------------------- dot products
-// Place of column n at the even k of pair `pair` in its tile; the odd k is RM_ODD words on.
+// Index of column n at the even k of pair `pair` in its tile; the odd k is RM_ODD words further.
 template <rm_dtype DTYPE> __device__ inline int64_t rm_tile_place(int n, int pair) {
   return DTYPE == RM_BF16 ? pair * 2 * RM_N_TILE + n * 2 : 2 * pair * RM_N_TILE + n;
 }
 template <rm_dtype DTYPE> constexpr int RM_ODD = DTYPE == RM_BF16 ? 1 : static_cast<int>(RM_N_TILE);
 
-// The weights of an even k and the odd one behind it; of bf16 they are one word.
+// The weights of an even k and of the next odd k; in bf16 they are one word.
 struct rm_weights {
   float even, odd;
 };
@@ -125,8 +124,8 @@ template <rm_dtype DTYPE> __device__ inline rm_weights rm_load_weights(const voi
   }
 }
 
-// acc[r] + (E + O) of one block of 32 k for each of ROWS rows of x, float32 and 32 apart: a weight
-// is read once for all of them.
+// acc[r] += E + O of one block of 32 k, for ROWS rows of x, float32 and 32 apart. Each weight is
+// read once for all rows.
 template <rm_dtype DTYPE, int ROWS>
 __device__ inline void rm_add_block(float (&acc)[ROWS], const float *x, const void *w, int64_t tile,
                                     int n) {
@@ -146,8 +145,8 @@ __device__ inline void rm_add_block(float (&acc)[ROWS], const float *x, const vo
   for (int r = 0; r < ROWS; r++) acc[r] = acc[r] + (even[r] + odd[r]);
 }
 
-// Block k0 of rows [row0, row0 + rows) of x into shared memory as float32; zeros behind `end` and
-// behind k.
+// Copies block k0 of rows [row0, row0 + rows) of x to shared memory as float32; zeros from row
+// `end` on and after k.
 template <rm_dtype DTYPE>
 __device__ inline void rm_stage_rows(float *to, const void *x, int64_t ldx, int64_t k, int64_t row0,
                                      int rows, int64_t end, int64_t k0, int threads) {
@@ -157,7 +156,7 @@ __device__ inline void rm_stage_rows(float *to, const void *x, int64_t ldx, int6
   }
 }
 
-// E + O of one block of 32 k: x as float32, w the tile of column n.
+// E + O of one block of 32 k: x in float32, w the tile of column n.
 template <rm_dtype DTYPE>
 __device__ inline float rm_block_dot(const float *x, const void *w, int64_t tile, int n) {
   float acc[1] = {0.0f};
@@ -165,8 +164,8 @@ __device__ inline float rm_block_dot(const float *x, const void *w, int64_t tile
   return acc[0];
 }
 
-// Column col of a row of y before it is stored, from its dot product; with swiglu from gate's and
-// up's, which it stores where wanted.
+// Computes column col of a row of y before it is stored, from its dot product; with swiglu from
+// gate's and up's, which it also stores if a.gate_up is set.
 template <rm_dtype DTYPE, bool SWIGLU>
 __device__ inline float rm_output(const rm_gemm_args &a, int64_t row, int64_t col, float acc,
                                   float up) {
@@ -188,8 +187,8 @@ __device__ inline void rm_put_output(const rm_gemm_args &a, int64_t row, int64_t
 }
 
 // ------------------------------------------------------------------------------- warps and blocks
-// tree16 of what lanes 0 … 15 hold, and lanes 16 … 31 again; every lane has it. Each step adds the
-// same two numbers in either lane.
+// tree16 of the values of lanes 0 … 15, which lanes 16 … 31 hold too; every lane gets the result.
+// Both lanes of a step add the same two numbers.
 __device__ inline float rm_tree16_lanes(float sum) {
   for (int step = RM_LANES / 2; step > 0; step /= 2)
     sum = sum + __shfl_xor_sync(RM_ALL_LANES, sum, step);
@@ -202,7 +201,7 @@ __device__ inline float rm_max_lanes(float max) {
   return max;
 }
 
-// Of integers, where no order matters.
+// Reductions of integers, whose order does not matter.
 struct rm_sum_of {
   __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a + b; }
 };
@@ -217,7 +216,7 @@ template <class F> __device__ inline uint64_t rm_over_lanes(uint64_t value, F bo
     value = both(value, __shfl_xor_sync(RM_ALL_LANES, value, step));
   return value;
 }
-// For all threads of a block; `by_warp` is shared memory for THREADS / 32 values.
+// Reduces over all threads of a block; by_warp: shared memory for THREADS / 32 values.
 template <int THREADS, class F>
 __device__ inline uint64_t rm_over_block(uint64_t value, uint64_t *by_warp, F both) {
   value = rm_over_lanes(value, both);
@@ -229,8 +228,8 @@ __device__ inline uint64_t rm_over_block(uint64_t value, uint64_t *by_warp, F bo
   return value;
 }
 
-// A token, or an expert, as a number that is larger the earlier it comes: by key, then by lower id.
-// Never 0.
+// A token, or an expert, as a number that is larger the earlier it comes: by larger key, then by
+// lower id. Never 0.
 __device__ inline uint64_t rm_rank_of(uint32_t key, int64_t id) {
   return static_cast<uint64_t>(key) << 32 | (0xffffffffu - static_cast<uint32_t>(id));
 }
@@ -245,7 +244,7 @@ __device__ inline void rm_copy_words(void *to, const void *from, int64_t bytes, 
   for (int i = static_cast<int>(threadIdx.x); i < n; i += threads)
     static_cast<WORD *>(to)[i] = static_cast<const WORD *>(from)[i];
 }
-// By all threads of a block, in words as long as the addresses allow; `bytes` is even.
+// Copies a row with all threads of a block, in words as long as the addresses allow. bytes is even.
 __device__ inline void rm_copy_row(void *to, const void *from, int64_t bytes, int threads) {
   const uint64_t odd = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) |
                        static_cast<uint64_t>(bytes);

@@ -1,19 +1,18 @@
 // gemm.cu: y = x·Wᵀ on packed weights, the dot product of docs/numerics.md §2 with one thread for
-// an output (with swiglu: for a gate and its up). A block of threads makes 16 rows × 64 columns; it
-// shares x in blocks of 32 k, as float32, and reads W straight from its tiles: the 16 columns of a
-// tile lie side by side, so a warp's loads are whole sectors. Each output's order of sums is its
-// own, so no tile shape can change a bit. Groups are a grid dimension: their row counts stay on the
-// device, blocks past the end of theirs return at once, and that is what a CUDA graph needs. Tensor
-// cores lose here only for their order of sums. Few rows have a kernel of their own, in
-// gemm_rows.cu.
+// each output (with swiglu: for a gate and its up). A block of threads computes 16 rows × 64
+// columns. It shares x in blocks of 32 k, as float32, and reads W directly from its tiles: the 16
+// columns of a tile are adjacent, so a warp loads whole sectors. The order of an output's sums does
+// not depend on other outputs, so the tile shape does not change the result. Groups are a grid
+// dimension: their row counts stay on the device, and blocks after the last row of their group
+// return at once, as a CUDA graph requires. Rejected: tensor cores, because of their order of sums.
+// Few rows use gemm_rows.cu.
 #include "device.cuh"
 
 namespace {
 
 constexpr int ROWS = 16, COLS = 64, ROWS_PER_THREAD = 4, THREADS = COLS * ROWS / ROWS_PER_THREAD;
 
-// Rows up to which W is better read by gemm_rows.cu; with groups, rows of a group where all have
-// the same.
+// Up to this many rows gemm_rows.cu is faster; with groups, the average rows of a group.
 constexpr int64_t FEW_ROWS = 8;
 
 template <rm_dtype DTYPE, bool SWIGLU>

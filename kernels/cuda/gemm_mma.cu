@@ -1,17 +1,17 @@
 // gemm_mma.cu: the bf16 gemm of the family cuda_mma for many rows, and the entry point of both of
-// its gemms. A block of 8 warps computes a tile of up to 128 × 192, 32 k a stage; W's tiles and x
-// come by asynchronous copies, up to three stages ahead. W's tiles lie in shared memory as they do
-// in memory, so a fragment of A is one load of 16 bytes a lane; x is swizzled for ldmatrix, which
-// gives B for 16 tokens.
+// its gemms. A block of 8 warps computes a tile of up to 128 × 192, with 32 k per stage;
+// asynchronous copies load W's tiles and x up to three stages ahead. W's tiles have the same layout
+// in shared memory as in global memory, so a fragment of A is one load of 16 bytes per lane; x is
+// swizzled for ldmatrix, which loads B for 16 tokens.
 //
-// What limits it is shared memory's 128 bytes a clock, then registers. The sums of a segment and
-// those of all segments before it are two sets of them: the price of the fixed split over k, which
-// few rows need (gemm_mma_rows.cu). With 64 × 48 outputs a warp they are 192 of a thread's 255, and
-// shared memory can feed 1293 FMAs a clock: 128·192·16 of them by rm_tile_bytes = 38,912; 64 × 32
-// gives 1024. The fragments that are multiplied next are loaded while others are multiplied, also
-// over the end of a stage, so its barrier stands before the last 16 k. rm_choose_tile chooses the
-// launch's tile: each output has the same sums in all of them. wgmma is not used: that its bits are
-// mma.sync's is not verified.
+// The limits are shared memory's 128 bytes per clock, then registers. The sums of a segment and the
+// sums of all previous segments are two sets of registers: the cost of the fixed split over k,
+// which few rows need (gemm_mma_rows.cu). With 64 × 48 outputs per warp they take 192 of a thread's
+// 255 registers, and shared memory can feed 1293 FMAs per clock: 128·192·16 of them for
+// rm_tile_bytes = 38,912; 64 × 32 outputs allow 1024. The next fragments are loaded during the
+// current products, also across the end of a stage, so the barrier of a stage is before its last 16
+// k. rm_choose_tile chooses the launch's tile; each output has the same sums in all of them.
+// Rejected: wgmma, because it is not verified that its results are bit-identical to mma.sync's.
 #include "gemm_mma.cuh"
 
 namespace {
@@ -26,9 +26,10 @@ template <int TILE> struct tile {
                        NT = COLS / RM_MMA_COLS / OF.warps_of_cols;
   static constexpr int W_BYTES = ROWS * RM_TILE_K * 2, STAGE_BYTES = W_BYTES + COLS * RM_TILE_K * 2,
                        SHARED = STAGES * STAGE_BYTES;
-  static constexpr int BLOCKS = MT * NT <= 8 ? 2 : 1; // of a multiprocessor
+  static constexpr int BLOCKS = MT * NT <= 8 ? 2 : 1; // per multiprocessor
+  // Copies of one thread for one stage.
   static constexpr int W_COPIES = W_BYTES / 16 / THREADS,
-                       X_COPIES = COLS * RM_TILE_K * 2 / 16 / THREADS; // of a thread and a stage
+                       X_COPIES = COLS * RM_TILE_K * 2 / 16 / THREADS;
   static_assert(OF.warps_of_rows * OF.warps_of_cols == RM_TILE_WARPS && NT % 2 == 0 &&
                 SHARED <= 99 << 10);
   static_assert(ROWS * RM_TILE_K * 2 % (16 * THREADS) == 0 &&
@@ -36,15 +37,14 @@ template <int TILE> struct tile {
   static_assert(RM_TILE_WARPS * RM_PUT_WORDS<NT> * 4 <= SHARED);
 };
 
-constexpr unsigned X_THERE =
-    1 << 4; // one word for what several would hold: there is no register left
+constexpr unsigned X_THERE = 1 << 4; // flags share one word, since all registers are used
 
-// What a thread copies for a stage: 16 bytes each of W_COPIES rows of W's tiles, 4 of them apart,
-// and of X_COPIES rows of x, 64 apart.
+// The copies of one thread for a stage: 16 bytes each of W_COPIES rows of W's tiles, 4 tile rows
+// apart, and of X_COPIES rows of x, 64 apart.
 struct source {
-  const char *w, *x; // where the next stage's begin
-  unsigned there; // bits: of W's rows, from X_THERE on of x's, those that there are
-  int blocks; // stages that have valid k
+  const char *w, *x; // of the next stage
+  unsigned there; // bits: which of W's rows exist; from X_THERE on, which of x's
+  int blocks; // stages with valid k
 };
 
 template <class T>
@@ -62,14 +62,14 @@ __device__ source source_of(const rm_gemm_args &a, const uint4 *w, int64_t steps
   return s;
 }
 
-// WIDE: rows of x may be read 16 bytes at a time, to their ends. Rows past the end are not copied;
-// their results are discarded. Past k the stage is filled with zeros.
+// Copies a stage. WIDE: rows of x may be read 16 bytes at a time, to their ends. Rows after the end
+// are not copied; their results are discarded. After k the stage is filled with zeros.
 template <class T, bool WIDE>
 __device__ void fill(char *stage, source &s, const rm_gemm_args &a, int64_t steps,
                      const rm_tokens &x, int block) {
   const int t = static_cast<int>(threadIdx.x), row = t / (RM_TILE_K / 8),
             chunk = t % (RM_TILE_K / 8);
-  constexpr int STRIDE = THREADS * 16; // in the stage, of either's rows
+  constexpr int STRIDE = THREADS * 16; // in the stage, between a thread's copies of W and of x
 #pragma unroll
   for (int i = 0; i < T::W_COPIES; i++)
     rm_copy_async(stage + t * 16 + i * STRIDE, s.w + i * 4 * steps * RM_WARP * 16, s.there >> i & 1,
@@ -87,11 +87,11 @@ __device__ void fill(char *stage, source &s, const rm_gemm_args &a, int64_t step
   s.x += RM_TILE_K * 2;
 }
 
-// What a warp multiplies: all of A for a step, and B of 16 tokens.
+// The operands of a warp: all of A for a step, and B of 16 tokens.
 template <class T> struct fragments {
   uint4 a[T::MT], b;
 };
-struct lanes { // where a lane finds them in a stage
+struct lanes { // a lane's offsets of them in a stage
   int w, x[STEPS];
 };
 
@@ -112,8 +112,8 @@ __device__ uint4 load_b(const char *stage, const lanes &at, int step, int pair) 
   return rm_load_matrices(stage + at.x[step] + rm_tile_chunk(pair * 2 * RM_MMA_COLS, 0) * 16);
 }
 
-// One step; meanwhile f becomes the fragments that the next one, `next_step` of the stage `next`,
-// begins with.
+// Multiplies one step. Meanwhile loads into f the first fragments of the next step, `next_step` of
+// the stage `next`.
 template <class T, class MEANWHILE>
 __device__ void multiply(float (&sums)[T::MT][T::NT][4], fragments<T> &f, const char *stage,
                          int step, const char *next, int next_step, const lanes &at,
@@ -122,7 +122,7 @@ __device__ void multiply(float (&sums)[T::MT][T::NT][4], fragments<T> &f, const 
   for (int pair = 0; pair < T::NT / 2; pair++) {
     const bool is_last = pair + 1 == T::NT / 2;
     const uint4 b = f.b;
-    if (pair == 0) meanwhile(); // before more is in registers
+    if (pair == 0) meanwhile(); // before more registers are in use
     f.b = is_last ? load_b(next, at, next_step, 0) : load_b(stage, at, step, pair + 1);
 #pragma unroll
     for (int m = 0; m < T::MT; m++) {
@@ -133,7 +133,7 @@ __device__ void multiply(float (&sums)[T::MT][T::NT][4], fragments<T> &f, const 
   }
 }
 
-// Ends a segment: acc ← acc + sums, and sums begin again.
+// Ends a segment: acc ← acc + sums, and sums ← 0.
 template <int MT, int NT>
 __device__ void add_segment(float (&acc)[MT][NT][4], float (&sums)[MT][NT][4]) {
 #pragma unroll
@@ -147,7 +147,7 @@ __device__ void add_segment(float (&acc)[MT][NT][4], float (&sums)[MT][NT][4]) {
       }
 }
 
-// acc ← the tile's sums over all of k, from `blocks` stages of which there is at least one.
+// acc ← the tile's sums over all of k; there is at least one stage.
 template <class T, bool WIDE>
 __device__ void make_tile(float (&acc)[T::MT][T::NT][4], char *stages, source s,
                           const rm_gemm_args &a, int64_t steps, const rm_tokens &x) {
@@ -173,11 +173,11 @@ __device__ void make_tile(float (&acc)[T::MT][T::NT][4], char *stages, source s,
     for (int step = 0; step + 1 < STEPS; step++)
       multiply<T>(sums, f, stage, step, stage, step + 1, at, [] {});
     rm_copies_wait<STAGES - 3>();
-    // everybody's copies of the next stage are there, and the stage that is filled now was read by
-    // all
+    // All copies of the next stage are complete, and all threads have read the stage that is filled
+    // now.
     __syncthreads();
     const int ahead = block + STAGES - 1;
-    if (ahead >= blocks) s.there = 0; // not a branch: copies are to be issued among the products
+    if (ahead >= blocks) s.there = 0; // instead of a branch, so that copies mix with products
     const char *next = block + 1 < blocks ? stages + (block + 1) % STAGES * T::STAGE_BYTES : stage;
     multiply<T>(sums, f, stage, STEPS - 1, next, 0, at, [&] {
       fill<T, WIDE>(stages + ahead % STAGES * T::STAGE_BYTES, s, a, steps, x, ahead);
@@ -189,7 +189,7 @@ __device__ void make_tile(float (&acc)[T::MT][T::NT][4], char *stages, source s,
 }
 
 struct tiles { // of a launch
-  unsigned down, across; // of a group; more of its rows than `across` have take turns
+  unsigned down, across; // of a group; with more rows than `across` tiles hold, blocks loop
 };
 
 template <int TILE, bool SWIGLU, bool WIDE>
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(THREADS, tile<TILE>::BLOCKS)
     if (steps > 0)
       make_tile<T, WIDE>(acc, reinterpret_cast<char *>(shared),
                          source_of<T>(a, w, steps, tile_rows, x), a, steps, x);
-    __syncthreads(); // the stages make room for what a warp puts out
+    __syncthreads(); // the outputs overwrite the stages
     float *mine = shared + warp * RM_PUT_WORDS<T::NT>;
 #pragma unroll
     for (int m = 0; m < T::MT; m++) {
@@ -240,7 +240,7 @@ template <int TILE, bool SWIGLU, bool WIDE> void launch(const rm_ctx *ctx, const
             all);
 }
 
-constexpr int NARROW = 2; // the tile of an x that is not read 16 bytes at a time
+constexpr int NARROW = 2; // the tile for an x that cannot be read 16 bytes at a time
 
 template <bool SWIGLU> void launch_as(const rm_ctx *ctx, const rm_gemm_args *a, int of) {
   static_assert(RM_N_TILES == 4);
@@ -251,7 +251,7 @@ template <bool SWIGLU> void launch_as(const rm_ctx *ctx, const rm_gemm_args *a, 
   else launch<3, SWIGLU, true>(ctx, a);
 }
 
-// Of the current device.
+// The number of multiprocessors of the current device.
 int64_t processors() {
   int ordinal = 0, n = 0;
   if (cudaGetDevice(&ordinal) != cudaSuccess ||

@@ -1,6 +1,6 @@
 // gemm_mma.cuh: shared by the two gemms of the family cuda_mma, and the tiles of gemm_mma.cu: their
-// shapes, how one is chosen, which block computes which, and the layout of x in shared memory.
-// tests/gpu/simt/check_mma.cpp tests all of it but the output by property.
+// shapes, the choice of a shape, the mapping of blocks to tiles, and the layout of x in shared
+// memory. tests/gpu/simt/check_mma.cpp tests all except the output by property.
 #pragma once
 
 #include "mma.cuh"
@@ -8,7 +8,8 @@
 constexpr int RM_TILE_K = 32; // k of a stage
 constexpr int RM_TILE_WARPS = 8;
 
-// What a block makes: `rows` of W × `cols` tokens, warps_of_rows × warps_of_cols warps.
+// The tile of a block: `rows` of W × `cols` tokens, computed by warps_of_rows × warps_of_cols
+// warps.
 typedef struct rm_tile_shape {
   int rows, cols, warps_of_rows, warps_of_cols;
 } rm_tile_shape;
@@ -16,17 +17,17 @@ constexpr int RM_N_TILES = 4;
 constexpr rm_tile_shape RM_TILES[RM_N_TILES] = {
     {128, 192, 2, 4}, {192, 128, 4, 2}, {128, 128, 2, 4}, {128, 64, 4, 2}};
 
-// Bytes that pass through shared memory for 16 k of a block: its warps' fragments, and what is
-// copied there. Shared memory moves 128 of them a clock; this is taken for a block's time, since
-// tensor cores are about as fast (sm_80: 1024 FMAs a clock) or faster.
+// Bytes that pass through shared memory for 16 k of a block: its warps' fragments, and the copies
+// into it. Shared memory moves 128 bytes per clock. This estimates a block's time, since tensor
+// cores are about as fast (sm_80: 1024 FMAs per clock) or faster.
 RM_INLINE int rm_tile_bytes(rm_tile_shape t) {
   return (RM_TILE_WARPS * (t.rows / t.warps_of_rows + t.cols / t.warps_of_cols) + t.rows + t.cols) *
          RM_MMA_K * 2;
 }
 
-// The tile that is through first: as many blocks after one another as the busiest multiprocessor
-// gets, times the time of each. Rows of `groups` are expected to fill half of their last tile.
-// Where two are through at once, the larger one, which reads W or x less often.
+// Chooses the tile that finishes first: the time is the number of blocks of the busiest
+// multiprocessor times the time of each. Assumes that a group's rows fill half of its last tile.
+// For equal times it chooses the larger tile, which reads W or x less often.
 inline int rm_choose_tile(int64_t w_rows, int64_t tokens, int64_t groups, int64_t processors) {
   int64_t least = INT64_MAX;
   int chosen = 0;
@@ -41,9 +42,9 @@ inline int rm_choose_tile(int64_t w_rows, int64_t tokens, int64_t groups, int64_
   return chosen;
 }
 
-// Blocks that run at once should share as much of W as of x, or the L2 cache cannot give them both:
-// tiles are taken in bands of RM_TILE_BAND columns, down all of W, the columns of a band beside one
-// another.
+// Blocks that run at the same time should share as much of W as of x, so that both come from the L2
+// cache. So tiles are numbered in bands of RM_TILE_BAND columns that go down all of W; inside a
+// band they are numbered row by row.
 constexpr unsigned RM_TILE_BAND = 8;
 typedef struct rm_tile_number {
   unsigned down, across;
@@ -56,24 +57,24 @@ RM_INLINE rm_tile_number rm_tile_of_block(unsigned block, unsigned down, unsigne
   return number;
 }
 
-// x in shared memory is rows of 64 bytes, four chunks of 8 k each, which trade places from pair of
-// rows to pair of rows, so that no two of 8 rows have the same chunk in the same banks: chunk
+// x in shared memory is rows of 64 bytes, four chunks of 8 k each. Their order changes with each
+// pair of rows, so that the same chunk of 8 rows is in different banks. Returns the index of chunk
 // `chunk` of row `row`, in chunks.
 RM_INLINE int rm_tile_chunk(int row, int chunk) {
   return row * (RM_TILE_K / 8) + (chunk ^ (row / 2 & 3));
 }
-// Which chunk a lane gives to rm_load_matrices for B of 16 tokens from `token` on and a step of 16
-// k: words 0 and 1 of 8 of them, then of the others.
+// The chunk that a lane passes to rm_load_matrices for B of 16 tokens from `token` on and a step of
+// 16 k: words 0 and 1 of the first 8 tokens, then of the others.
 RM_INLINE int rm_tile_lane_chunk(int token, int step, int lane) {
   return rm_tile_chunk(token + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2);
 }
 
-// Rows of W in its packing, those of its last row of tiles included.
+// Rows of W in its packing, including the padding of its last row of tiles.
 template <bool SWIGLU> RM_INLINE int64_t rm_mma_w_rows(int64_t n) {
   return SWIGLU ? rm_round_up(n, 8) * 2 : rm_round_up(n, RM_MMA_ROWS);
 }
 
-// Columns col … col + 3 of row `row` of y: in one word where y allows it.
+// Stores columns col … col + 3 of row `row` of y, as one word if y is aligned for it.
 template <bool SWIGLU>
 __device__ inline void rm_put_outputs(const rm_gemm_args &a, int64_t row, int64_t col,
                                       const float *acc, const float *up) {
@@ -99,9 +100,9 @@ __device__ inline void rm_put_outputs(const rm_gemm_args &a, int64_t row, int64_
   }
 }
 
-// From a warp's sums of one row of tiles and NT × 8 tokens, through shared memory of its own, so
-// that neighbouring lanes store neighbouring columns. With swiglu a token's rows g and g + 8 are
-// gate and up of one output.
+// Stores a warp's sums of one row of tiles and NT × 8 tokens, through the warp's shared memory, so
+// that adjacent lanes store adjacent columns. With swiglu a token's rows g and g + 8 are gate and
+// up of one output.
 constexpr int RM_PUT_PITCH = RM_MMA_ROWS + 4;
 template <int NT> constexpr int RM_PUT_WORDS = NT * RM_MMA_COLS * RM_PUT_PITCH;
 template <bool SWIGLU, int NT>
@@ -110,7 +111,7 @@ __device__ inline void rm_mma_put_outputs(const rm_gemm_args &a, float *mine,
                                           int64_t end) {
   constexpr int WIDTH = SWIGLU ? RM_MMA_ROWS / 2 : RM_MMA_ROWS;
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
-  __syncwarp(); // what was there before has been read
+  __syncwarp(); // all lanes have read the previous content
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll

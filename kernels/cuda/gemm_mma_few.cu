@@ -1,9 +1,10 @@
-// gemm_mma_few.cu: the bf16 gemm of the family cuda_mma for up to 8 rows. A block is one row of
-// tiles, 16 rows of W, with a warp for each segment of k (for every eighth where there are more):
-// sums of segments meet in shared memory and are added in their order, so no second launch is
-// needed, which decode at batch 1 would feel. Each warp stages its own part of x and waits for no
-// other until the end. x is read again for every 16 rows of W, half as many bytes as those; from 16
-// tokens on that would be more than W, and gemm_mma_rows.cu is better. Groups as there.
+// gemm_mma_few.cu: the bf16 gemm of the family cuda_mma for up to 8 rows. A block computes one row
+// of tiles, 16 rows of W, with one warp for each segment of k (with more than 8 segments, for every
+// eighth). The sums of segments are added in order in shared memory, which saves the second launch
+// of gemm_mma_rows.cu, a noticeable time in decode at batch 1. Each warp stages its own part of x
+// and does not wait for other warps until the end. x is read again for every 16 rows of W, half as
+// many bytes as those rows; from 16 tokens on that would be more than W, and gemm_mma_rows.cu is
+// faster. Groups work as in gemm_mma_rows.cu.
 #include "gemm_mma.cuh"
 #include "mma_rows.cuh"
 
@@ -11,7 +12,7 @@ namespace {
 
 constexpr int MAX_WARPS = 8, CHUNK = 256, STAGED_WORDS = RM_STAGED_WORDS<1, CHUNK>,
               SUMS = RM_MMA_ROWS * RM_MMA_COLS;
-constexpr int MAX_SHARED = 48 << 10; // what a kernel may have without asking
+constexpr int MAX_SHARED = 48 << 10; // the default limit of a kernel
 static_assert(RM_PUT_WORDS<1> <= STAGED_WORDS);
 
 template <bool SWIGLU>
@@ -20,7 +21,7 @@ __global__ void __launch_bounds__(MAX_WARPS *RM_WARP, 2) few_kernel(rm_gemm_args
   const int warp = static_cast<int>(threadIdx.x) / RM_WARP,
             lane = static_cast<int>(threadIdx.x) % RM_WARP;
   const int64_t group = rm_group_of_slot(a, blockIdx.z);
-  if (group < 0) return; // all of the block
+  if (group < 0) return; // the whole block returns
   const int64_t begin = a.group_rows ? a.group_rows[group] : 0,
                 end = a.group_rows ? a.group_rows[group + 1] : a.m;
   const int segments = static_cast<int>(rm_mma_segments(a.k));
@@ -28,7 +29,7 @@ __global__ void __launch_bounds__(MAX_WARPS *RM_WARP, 2) few_kernel(rm_gemm_args
   const uint4 *w =
       reinterpret_cast<const uint4 *>(matrix) + blockIdx.x * rm_mma_steps(a.k) * RM_WARP;
   float *mine = shared + warp * STAGED_WORDS,
-        *parts = shared + warps * STAGED_WORDS + lane; // [segment][4][32]: a column a lane
+        *parts = shared + warps * STAGED_WORDS + lane; // [segment][4][32]: one column per lane
   for (int64_t row0 = begin + blockIdx.y * static_cast<int64_t>(RM_MMA_COLS); row0 < end;
        row0 += gridDim.y * static_cast<int64_t>(RM_MMA_COLS)) {
     const rm_tokens x = rm_tokens_of(a.x, a.ldx, a.k, row0, end);

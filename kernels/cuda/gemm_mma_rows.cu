@@ -1,13 +1,14 @@
-// gemm_mma_rows.cu: the bf16 gemm of the family cuda_mma for few rows, which is reading W once. A
-// block takes 64 rows of W, a warp 16, against up to 64 tokens (gemm_mma_few.cu has up to 8 of
-// them). Where those blocks are too few for the card, each takes one segment of k only and leaves
-// its sums in the workspace; a second launch adds them in the order of the segments, which is the
-// order that a block with all of k adds them in. So neither the split nor the number of tokens can
-// change a bit. A counter and the last block instead of the second launch would need memory that is
-// zero between ops; a cluster of blocks over the segments needs sm_90.
+// gemm_mma_rows.cu: the bf16 gemm of the family cuda_mma for few rows, whose time is that of
+// reading W once. A block multiplies 64 rows of W, 16 per warp, by up to 64 tokens (gemm_mma_few.cu
+// takes up to 8 tokens). If there are too few such blocks for the GPU, each block takes only one
+// segment of k and writes its sums to the workspace; a second launch adds them in the order of the
+// segments, the same order as in a block with all of k. So the split and the number of tokens do
+// not change the result. Rejected: a counter and the last block instead of the second launch,
+// because it needs memory that is zero between ops; and a cluster of blocks over the segments,
+// because it needs sm_90.
 //
-// Groups that have no rows cost nothing: a block finds the group of its slot among those that have
-// some, so there are never more slots than rows.
+// Groups without rows take no time: a block finds the group of its slot among the groups that have
+// rows, so there are at most as many slots as rows.
 #include "gemm_mma.cuh"
 #include "mma_rows.cuh"
 
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(THREADS, NT <= 4 ? 3 : 2)
   const rm_rows_unit u =
       rm_rows_unit_of(blockIdx.x, blockIdx.z, static_cast<int>(threadIdx.x) / RM_WARP, segments);
   const int64_t group = rm_group_of_slot(a, u.slot);
-  if (group < 0) return; // all of the block
+  if (group < 0) return; // the whole block returns
   const int64_t begin = a.group_rows ? a.group_rows[group] : 0,
                 end = a.group_rows ? a.group_rows[group + 1] : a.m;
   const int64_t pitch = tile_rows * RM_MMA_ROWS, all_steps = rm_mma_steps(a.k);
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(THREADS, NT <= 4 ? 3 : 2)
     float acc[NT][4];
     rm_mma_rows<NT, THREADS>(acc, reinterpret_cast<uint32_t *>(shared),
                              rm_tokens_of(a.x, a.ldx, a.k, row0, end), w, live, step0, steps);
-    __syncthreads(); // what is staged makes room for what a warp puts out
+    __syncthreads(); // the outputs overwrite the staged tokens
     float *mine = shared + threadIdx.x / RM_WARP * RM_PUT_WORDS<NT>;
     if (live && parts)
       put_parts<NT>(parts + u.segment * a.m * pitch, pitch, acc, u.tile_row, row0, end);
@@ -112,7 +113,7 @@ template <bool SWIGLU> void of_rows(const rm_ctx *ctx, const rm_gemm_args *a) {
 
 } // namespace
 
-// Of one call whose blocks are too few; where there is less, k is not split.
+// Workspace of a call with too few blocks. With a smaller workspace, k is not split.
 size_t rm_cuda_gemm_mma_workspace(const rm_limits *l) {
   const int64_t segments = rm_mma_segments(l->max_k),
                 rows = rm_min64(l->max_rows, FEW_ROWS) * rm_max64(1, l->top_k);

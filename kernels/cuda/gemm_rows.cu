@@ -1,17 +1,17 @@
-// gemm_rows.cu: the gemm of few rows, which is reading W once. A tile of 16 columns has all its k
-// in one run of memory; a block of threads walks that run with 16 half-warps, each on a block of 32
-// k of its own, a lane for a column, and the words of the next step are on their way while this one
-// is multiplied. Splitting k is free here: the contract adds the sums of the blocks of 32 one by
-// one, and those sums know nothing of each other, so they meet in shared memory and a thread for
-// each output adds them in their order. With swiglu the half-warps of a warp take gate and up of
-// one block of k. gemm.cu says when this kernel is taken; the bits are the same.
+// gemm_rows.cu: the gemm of few rows, whose time is that of reading W once. A tile of 16 columns
+// has all its k in one run of memory. A block of threads walks that run with 16 half-warps; each
+// takes its own block of 32 k, with one lane for each column, and loads the words of the next step
+// during the current products. The contract adds the sums of blocks of 32 k one by one, and these
+// sums are independent, so k may be split: the sums go to shared memory, and a thread for each
+// output adds them in order. With swiglu the half-warps of a warp take gate and up of one block of
+// k. gemm.cu chooses between the two kernels, which are bit-identical.
 #include "device.cuh"
 
 namespace {
 
 constexpr int WARPS = 8, THREADS = WARPS * RM_WARP, SLOTS = 2 * WARPS, PAIRS = RM_K_BLOCK / 2;
 
-// The weights of the pairs of k of one column in one tile as they lie.
+// The weights of one column in one tile, by pairs of k, as stored.
 template <rm_dtype DTYPE> struct column;
 template <> struct column<RM_BF16> {
   using word = uint32_t; // the pair
@@ -36,7 +36,7 @@ template <> struct column<RM_F32> {
 template <rm_dtype DTYPE>
 constexpr int TILE_WORDS = RM_N_TILE * RM_K_BLOCK / (DTYPE == RM_BF16 ? 2 : 1);
 
-// E + O of ROWS rows, x being one block of 32 k of each, `pitch` apart.
+// E + O of ROWS rows; x: one block of 32 k of each row, `pitch` apart.
 template <rm_dtype DTYPE, int ROWS>
 __device__ void dot_tile(float *sums, const float *x, int pitch, const column<DTYPE> &w) {
   float even[ROWS], odd[ROWS];
@@ -55,7 +55,7 @@ __device__ void dot_tile(float *sums, const float *x, int pitch, const column<DT
   for (int r = 0; r < ROWS; r++) sums[r * RM_N_TILE] = even[r] + odd[r];
 }
 
-// k0 … k0 + length of ROWS rows as float32, zeros behind `end` and behind k.
+// Copies k0 … k0 + length of ROWS rows as float32; zeros from row `end` on and after k.
 template <rm_dtype DTYPE, int ROWS>
 __device__ void stage(float *to, const rm_gemm_args &a, int64_t row0, int64_t end, int k0,
                       int length) {
@@ -66,25 +66,23 @@ __device__ void stage(float *to, const rm_gemm_args &a, int64_t row0, int64_t en
   }
 }
 
-// ROWS rows from row0 on and one tile of columns of y; w0: bytes to the matrix.
+// Computes ROWS rows from row0 on of one tile of columns of y. w0: offset of the matrix in bytes.
 template <rm_dtype DTYPE, bool SWIGLU, int ROWS>
 __device__ void few_rows(float *shared, const rm_gemm_args &a, int64_t w0, int64_t row0,
                          int64_t end) {
   constexpr int BLOCKS = SWIGLU ? WARPS : SLOTS, LENGTH = BLOCKS * RM_K_BLOCK,
                 PARTS = SLOTS * ROWS * RM_N_TILE;
-  float *const xs = shared, *const parts =
-                                shared +
-                                2 * ROWS *
-                                    LENGTH; // each twice: one is filled while the other is read
+  // Both are double buffers: one half is filled while the other is read.
+  float *const xs = shared, *const parts = shared + 2 * ROWS * LENGTH;
   const int me = static_cast<int>(threadIdx.x), half = me / RM_N_TILE, n = me % RM_N_TILE;
-  const int block = SWIGLU ? half / 2 : half; // of k, in a step
+  const int block = SWIGLU ? half / 2 : half; // the half-warp's block of k in a step
   const int64_t tile_row = SWIGLU ? 2 * static_cast<int64_t>(blockIdx.x) + half % 2 : blockIdx.x;
   const int tiles = static_cast<int>(rm_round_up(a.k, RM_K_BLOCK) / RM_K_BLOCK);
   const auto *from =
       reinterpret_cast<const typename column<DTYPE>::word *>(static_cast<const char *>(a.w) + w0) +
       (tile_row * tiles + block) * TILE_WORDS<DTYPE> + n;
   column<DTYPE> w;
-  float acc = 0.0f, up = 0.0f; // of thread r·16 + n: row r, column n
+  float acc = 0.0f, up = 0.0f; // thread r·16 + n has row r, column n
   if (block < tiles) w.load(from);
   stage<DTYPE, ROWS>(xs, a, row0, end, 0, LENGTH);
   __syncthreads();
@@ -98,7 +96,7 @@ __device__ void few_rows(float *shared, const rm_gemm_args &a, int64_t w0, int64
     if (at + BLOCKS < tiles)
       stage<DTYPE, ROWS>(xs + (turn ^ 1) * ROWS * LENGTH, a, row0, end, (at + BLOCKS) * RM_K_BLOCK,
                          LENGTH);
-    __syncthreads(); // one a step: the next one fills what nobody reads behind this
+    __syncthreads(); // one per step is enough: the next step fills the other half
     if (me >= ROWS * RM_N_TILE) continue;
     const int here = tiles - at < BLOCKS ? tiles - at : BLOCKS;
 #pragma unroll 4

@@ -1,8 +1,8 @@
-// lend.cu: a device's memory for another process: the handle that CUDA gives of an allocation, and
-// what one opens. Memory that was not allocated whole (cuMemCreate: torch's expandable segments;
-// cudaMallocAsync) has no such handle, and CUDA says so as an invalid argument. Passing file
-// descriptors of it was rejected: they need a socket, and the trainer's allocator must have asked
-// for them before.
+// lend.cu: lends a device's memory to another process: gets CUDA's handle of an allocation, and
+// opens such a handle. Memory from cuMemCreate (torch's expandable segments) or cudaMallocAsync
+// does not have one, and CUDA returns "invalid argument". Rejected: passing file descriptors of
+// such memory, because that needs a socket, and the trainer's allocator must have requested them at
+// allocation.
 #include "rm_cuda.h"
 
 #include <cstdio>
@@ -12,7 +12,8 @@
 
 namespace {
 
-// NULL, or the call and CUDA's words for what it said; its last error is not to be found again.
+// Returns NULL, or the call and CUDA's message. Clears the error, so that later calls do not find
+// it.
 const char *refusal(const char *call, cudaError_t error) {
   static thread_local char why[200];
   if (error == cudaSuccess) return nullptr;
@@ -21,7 +22,7 @@ const char *refusal(const char *call, cudaError_t error) {
   return why;
 }
 
-// The allocation around an address of the current device's memory.
+// Finds the allocation that contains an address of the current device's memory.
 const char *range_of(const void *address, char **base, size_t *bytes) {
   using range_call = int (*)(unsigned long long *base, size_t *bytes, unsigned long long address);
   void *entry = nullptr;
@@ -29,10 +30,10 @@ const char *range_of(const void *address, char **base, size_t *bytes) {
   cudaDriverEntryPointQueryResult found;
   const cudaError_t error = cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &entry, 12000,
                                                              cudaEnableDefault, &found);
-  if (error != cudaSuccess) cudaGetLastError(); // or it were found again behind the next launch
+  if (error != cudaSuccess) cudaGetLastError(); // clears it, else the next launch would report it
   if (error != cudaSuccess || !entry) return "the driver has no cuMemGetAddressRange";
   if (reinterpret_cast<range_call>(entry)(&start, bytes, reinterpret_cast<uintptr_t>(address)) != 0)
-    return "it is in no allocation";
+    return "its address is not in an allocation";
   *base = reinterpret_cast<char *>(start);
   return nullptr;
 }

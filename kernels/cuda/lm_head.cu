@@ -1,11 +1,11 @@
 // lm_head.cu: logits, the (max, sum) of each 128 of them, and the merge of those pairs:
 // docs/numerics.md §6.
 //
-// A block of threads is one vocabulary block of 128 columns for 8 rows (for 1 where there is only
-// that), so the pair of a row is made where its logits are, and logits that nobody keeps never
-// reach memory. The merge is a chain over more than a thousand pairs that must stay one, but only
-// its fma: the running maxima are a prefix maximum, exact in any order, and give every exp
-// beforehand. So a warp prepares 32 steps at once and then makes them one after the other.
+// A block of threads computes one vocabulary block of 128 columns for 8 rows (or for a single row),
+// so a row's pair is computed in the block that has its logits, and logits that are not requested
+// are not written. The merge is a chain over more than a thousand pairs, but only its fma has to be
+// sequential: the running maxima are a prefix maximum, which is exact in any order and determines
+// every exp. So a warp prepares 32 steps at once and then runs them one after the other.
 #include "lm_head.cuh"
 
 namespace {
@@ -52,7 +52,7 @@ struct stats {
   float max, sum;
 };
 
-// By one warp; every lane has the result.
+// Called by one warp; every lane gets the result.
 __device__ stats merge_row(const float *pairs, int64_t n_blocks, int64_t rows, int64_t row) {
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
   float m = pairs[2 * row], s = pairs[2 * row + 1];
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(THREADS) merge_kernel(rm_merge_pairs_args a) {
             wanted ? a.targets[row] : -1, wanted ? a.target_logits[row] : 0.0f);
 }
 
-// Behind logits_kernel: what is left to do for a row.
+// Runs after logits_kernel: computes the rest of a row.
 __global__ void __launch_bounds__(THREADS)
     finish_kernel(rm_lm_head_args a, pass t, int64_t n_blocks) {
   const int64_t in = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / RM_WARP,

@@ -3,19 +3,19 @@
 
 #include "device.cuh"
 
-// Rows of one call, in passes of as many as the workspace holds: [row0, row0 + rows) now.
+// A pass over the rows [row0, row0 + rows) of one call, as many as the workspace holds.
 struct rm_logits_pass {
   float *pairs, *target_logits;  // [n_blocks][rows][2]; [rows] or NULL
   int64_t row0, rows;
 };
 
-// Launches what makes the logits of a pass's rows, their pairs and what of them the arguments want
-// kept.
+// Launches the kernels that compute a pass's pairs and the logits that the arguments request.
 using rm_logits_fn = void (*)(const rm_ctx *, const rm_lm_head_args *, rm_logits_pass);
-// lm_head with `logits` for its first half.
+// lm_head with `logits` for the logits and pairs.
 void rm_cuda_lm_head_by(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_fn logits);
 
-// By one warp: the pair of n logits in shared memory. Both halves of the warp run the 16 chains.
+// Called by one warp: computes the pair of n logits in shared memory. Both halves of the warp run
+// the same 16 chains.
 __device__ inline void rm_block_pair(float *pair, const float *logits, int n, int lane) {
   float max = -INFINITY, partial = 0.0f;
   bool bad = false;
@@ -32,7 +32,7 @@ __device__ inline void rm_block_pair(float *pair, const float *logits, int n, in
   pair[1] = finite ? sum : rm_float(0x7fc00000u);
 }
 
-// Logit `col` of one row of the pass, canonical, to where the arguments want it.
+// Stores logit `col` of one row of the pass, canonical, where the arguments request it.
 __device__ inline void rm_keep_logit(const rm_lm_head_args &a, const rm_logits_pass &t, int64_t row,
                                      int64_t col, float logit) {
   if (a.logits) a.logits[row * a.ld_logits + col] = logit;

@@ -1,14 +1,15 @@
-// lm_head_mma.cu: lm_head of the family cuda_mma in bf16. A block of threads is one vocabulary
-// block of 128 entries, a warp 16 of them, against up to 32 rows; its logits meet in shared memory,
-// where the warps make the pairs as lm_head.cu's do. The running sum of exp could stay in the
-// registers that hold the logits, but reading them back costs nothing beside reading W.
+// lm_head_mma.cu: lm_head of the family cuda_mma in bf16. A block of threads computes one
+// vocabulary block of 128 entries, 16 per warp, for up to 32 rows. Its logits go to shared memory,
+// where the warps compute the pairs as in lm_head.cu. Rejected: keeping the sum of exp in the
+// registers that hold the logits, because reading them back takes almost no time compared with
+// reading W.
 #include "lm_head.cuh"
 #include "mma_rows.cuh"
 
 namespace {
 
 constexpr int COLS = RM_VOCAB_BLOCK, WARPS = COLS / RM_MMA_ROWS, THREADS = WARPS * RM_WARP;
-constexpr int PITCH = COLS + 4; // the four columns of a warp's sums in banks of their own
+constexpr int PITCH = COLS + 4; // the four columns of a warp's sums are in different banks
 
 template <int NT>
 __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, rm_logits_pass t) {

@@ -1,14 +1,14 @@
-// mma.cuh: the tensor core's one instruction of the family cuda_mma, and copies to shared memory
-// that nobody waits for at once.
+// mma.cuh: the tensor core instruction of the family cuda_mma, and asynchronous copies to shared
+// memory.
 //
 // Weights are always A, 16 of their rows; tokens are always B, 8 of them, padded with zeros: yᵀ =
-// W·xᵀ at every batch size, so no bit rests on the hardware being symmetric. A dot product over k
-// is, for each segment of RM_MMA_SEGMENT, a chain of this instruction from +0 in ascending k; the
-// sums of segments are added as IEEE float32 in ascending order. The instruction's own sum of 16
-// products and an accumulator is the hardware's: exact products, aligned and cut. Attention is K·qᵀ
-// and Vᵀ·P, the same way round.
+// W·xᵀ at every batch size, so results do not depend on the hardware being symmetric. A dot product
+// over k is, for each segment of RM_MMA_SEGMENT, a chain of this instruction from +0 in ascending
+// k; the sums of segments are added as IEEE float32 in ascending order. The hardware defines the
+// instruction's sum of 16 products and an accumulator: exact products, aligned and truncated.
+// Attention is K·qᵀ and Vᵀ·P, with the same roles of A and B.
 //
-// tests/gpu/simt/simt_mma.h has all of it for a CPU, with a model of the sum.
+// tests/gpu/simt/simt_mma.h implements all of it for a CPU, with a model of the sum.
 #pragma once
 
 #include "device.cuh"
@@ -18,7 +18,8 @@
 #include <simt_mma.h> // tests/gpu/simt, by -I
 #endif
 
-// c ← A·B + c, by a whole warp; where elements lie: rm_mma_a_place and its like.
+// c ← A·B + c, called by a whole warp. rm_mma_a_place, rm_mma_b_place and rm_mma_c_place define
+// which lane holds which element.
 __device__ inline void rm_mma16(float (&c)[4], const uint4 &a, const uint2 &b) {
 #ifdef RM_SIMT
   simt_mma16(c, a, b);
@@ -30,9 +31,9 @@ __device__ inline void rm_mma16(float (&c)[4], const uint4 &a, const uint2 &b) {
 #endif
 }
 
-// Four 8 × 8 matrices of bf16 from shared memory, by a whole warp: lane 8j + r gives where row r of
-// matrix j begins, 16 bytes, and word j of what lane l gets is word l % 4 of row l / 4 of matrix j.
-// A matrix whose rows are tokens is so a word of B.
+// Loads four 8 × 8 matrices of bf16 from shared memory, called by a whole warp. Lane 8j + r passes
+// the address of row r of matrix j, 16 bytes; word j of lane l's result is word l % 4 of row l / 4
+// of matrix j. So a matrix whose rows are tokens is a word of B.
 __device__ inline uint4 rm_load_matrices(const void *shared_row) {
 #ifdef RM_SIMT
   return simt_load_matrices(shared_row);
@@ -47,8 +48,8 @@ __device__ inline uint4 rm_load_matrices(const void *shared_row) {
 #endif
 }
 
-// An 8 × 8 matrix of 16-bit elements on its side, by a whole warp: lane l has columns 2(l % 4) and
-// the next of row l / 4, before and after.
+// Transposes an 8 × 8 matrix of 16-bit elements, called by a whole warp. Before and after, lane l
+// has columns 2(l % 4) and 2(l % 4) + 1 of row l / 4.
 __device__ inline uint32_t rm_transposed(uint32_t pair) {
 #ifdef RM_SIMT
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP, from = lane % 4 * 8 + lane / 8,
@@ -63,8 +64,8 @@ __device__ inline uint32_t rm_transposed(uint32_t pair) {
 #endif
 }
 
-// rm_f32_to_bf16 of two numbers that are normal, zeros or NaNs, the first in the lower half; a NaN
-// is a NaN, of whatever bits.
+// rm_f32_to_bf16 of two numbers that are normal, zero or NaN, the first in the lower half. A NaN
+// stays a NaN, but its bits are not defined.
 __device__ inline uint32_t rm_bf16_pair(float low, float high) {
 #ifdef RM_SIMT
   return rm_f32_to_bf16(low) | static_cast<uint32_t>(rm_f32_to_bf16(high)) << 16;
@@ -75,7 +76,7 @@ __device__ inline uint32_t rm_bf16_pair(float low, float high) {
 #endif
 }
 
-// Weights that are read once: past the L1 cache.
+// Loads weights that are read once, without the L1 cache.
 __device__ inline uint4 rm_load_stream(const uint4 *p) {
 #ifdef RM_SIMT
   return *p;
@@ -88,8 +89,8 @@ __device__ inline uint4 rm_load_stream(const uint4 *p) {
 #endif
 }
 
-// 16 bytes from global to shared memory, both aligned to 16; done for the calling thread once
-// rm_copies_wait has let its group through.
+// Copies 16 bytes from global to shared memory, both aligned to 16. Complete for the calling thread
+// once rm_copies_wait returns for its group.
 __device__ inline void rm_copy_async(void *to_shared, const void *from) {
 #ifdef RM_SIMT
   simt_copy_async(to_shared, from);
@@ -98,8 +99,8 @@ __device__ inline void rm_copy_async(void *to_shared, const void *from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 #endif
 }
-// The same for a thread with `wanted`, of zeros for one without `there`, and then `from` is not
-// read: no branch, so that it can be issued among other things.
+// The same if `wanted`; without `there` it writes zeros and does not read `from`. It has no branch,
+// so that the compiler can mix it with other instructions.
 __device__ inline void rm_copy_async(void *to_shared, const void *from, bool wanted, bool there) {
 #ifdef RM_SIMT
   if (wanted) simt_copy_async(to_shared, from, there);
@@ -119,7 +120,7 @@ __device__ inline void rm_copies_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-// Until all but the last LEFT groups of the calling thread are there.
+// Waits until all but the last LEFT groups of the calling thread are complete.
 template <int LEFT> __device__ inline void rm_copies_wait() {
 #ifdef RM_SIMT
   simt_copies_wait(LEFT);
@@ -128,7 +129,7 @@ template <int LEFT> __device__ inline void rm_copies_wait() {
 #endif
 }
 
-// Rows of bf16 that become B: x[row][k], rows from `end` and k from `k` on are zeros.
+// Rows of bf16 that become B: x[row][k], with zeros for rows from `end` on and for k from `k` on.
 struct rm_tokens {
   const uint16_t *x;
   int64_t ldx, k, row0, end;
@@ -144,7 +145,7 @@ __device__ inline rm_tokens rm_tokens_of(const void *x, int64_t ldx, int64_t k, 
   return {static_cast<const uint16_t *>(x), ldx, k, row0, end, rm_is_wide(x, ldx)};
 }
 
-// k … k + 7 of row row0 + r.
+// Loads k … k + 7 of row row0 + r.
 __device__ inline uint4 rm_load_tokens(const rm_tokens &t, int r, int64_t k) {
   const int64_t row = t.row0 + r;
   if (row >= t.end) return {0, 0, 0, 0};

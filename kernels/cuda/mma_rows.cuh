@@ -1,8 +1,8 @@
-// mma_rows.cuh: 16 rows of packed W by a warp against up to 64 tokens that its block holds: the
-// inner loop of what reads W once, the gemm of few rows and lm_head. A lane's share of a tile is
-// one load of 16 bytes straight to registers, AHEAD tiles before they are multiplied; only x passes
-// through shared memory, [token][CHUNK of k], 16 bytes more a row so that no two lanes meet in a
-// bank.
+// mma_rows.cuh: multiplies 16 rows of packed W per warp by up to 64 tokens of the block: the inner
+// loop of the kernels that read W once, the gemm of few rows and lm_head. A lane's share of a tile
+// is one load of 16 bytes into registers, AHEAD tiles before the product; only x passes through
+// shared memory, [token][CHUNK of k], with rows padded by 16 bytes so that lanes use different
+// banks.
 #pragma once
 
 #include "mma.cuh"
@@ -16,7 +16,7 @@ RM_INLINE int64_t rm_segment_steps(int64_t k, int64_t segment) {
   return rm_min64(RM_MMA_STEPS, rm_mma_steps(k) - segment * RM_MMA_STEPS);
 }
 
-// What a warp of the gemm of few rows makes: a row of tiles, of the matrix of the slot's group,
+// The work of a warp in the gemm of few rows: one row of tiles of the matrix of the slot's group,
 // over one segment.
 typedef struct rm_rows_unit {
   int64_t tile_row, slot, segment;
@@ -28,13 +28,13 @@ RM_INLINE rm_rows_unit rm_rows_unit_of(int64_t block_x, int64_t block_z, int war
   return unit;
 }
 
-// k that are staged at once, for NT × 8 tokens: what fits into 48 KB of shared memory.
+// k that are staged at a time for NT × 8 tokens, so that they fit in 48 KB of shared memory.
 template <int NT> constexpr int RM_CHUNK = NT <= 2 ? 512 : 256;
 template <int CHUNK> constexpr int RM_STAGED_PITCH = CHUNK / 2 + 4; // words
 template <int NT, int CHUNK = RM_CHUNK<NT>>
 constexpr int RM_STAGED_WORDS = RM_MMA_COLS * NT * RM_STAGED_PITCH<CHUNK>;
 
-// Where a lane finds word 0 or 1 of B, for 8 tokens from `token` on and a step of 16 k.
+// Index of a lane's word 0 or 1 of B, for 8 tokens from `token` on and a step of 16 k.
 template <int CHUNK> RM_INLINE int rm_staged_word(int token, int step, int lane, int word) {
   return (token + lane / 4) * RM_STAGED_PITCH<CHUNK> + step * (RM_MMA_K / 2) + word * 4 + lane % 4;
 }
@@ -58,9 +58,9 @@ template <int THREADS> __device__ inline void rm_sync_stagers() {
   else __syncthreads();
 }
 
-// Steps [step0, step0 + steps) of W's row of tiles at w against NT × 8 tokens, each warp for
-// itself; step0 is a segment's first. `live`: the warp has such a row. THREADS stage together: all
-// of a block, or each warp what it needs. Sums: rm_mma_c_place.
+// Multiplies steps [step0, step0 + steps) of W's row of tiles at w by NT × 8 tokens, in each warp;
+// step0 begins a segment. live: the warp has such a row. THREADS threads stage together: the whole
+// block, or each warp on its own. The layout of the sums is rm_mma_c_place.
 template <int NT, int THREADS, int CHUNK = RM_CHUNK<NT>>
 __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const rm_tokens &t,
                                    const uint4 *w, bool live, int step0, int steps) {
@@ -75,7 +75,7 @@ __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const 
 #pragma unroll
   for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
   for (int at = 0; at < steps; at += OF_CHUNK) {
-    rm_sync_stagers<THREADS>(); // before what is staged is overwritten
+    rm_sync_stagers<THREADS>(); // before the staged tokens are overwritten
     rm_stage_tokens<NT, THREADS, CHUNK>(staged, t, static_cast<int64_t>(step0 + at) * RM_MMA_K);
     rm_sync_stagers<THREADS>();
     if (at % RM_MMA_STEPS == 0)
@@ -110,7 +110,7 @@ __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const 
   }
 }
 
-// Group of the slot-th that has rows, or −1. By a whole warp.
+// Returns the slot-th group that has rows, or −1. Called by a whole warp.
 __device__ inline int64_t rm_group_of_slot(const rm_gemm_args &a, int64_t slot) {
   if (!a.group_rows) return 0;
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;

@@ -1,17 +1,17 @@
-// moe.cu: router, permute, slots and combine of docs/numerics.md §5. Nothing comes back to the
-// host: how many rows an expert has is a value on the device, and every grid is sized by rows ·
-// top_k or by the experts.
+// moe.cu: router, permute, static dispatch and combine of docs/numerics.md §5. Results stay on the
+// device, the number of rows of an expert too, so every grid is sized by rows · top_k or by the
+// experts.
 //
-// The router's logits are the gemm's, into the workspace; then a warp takes a row. The next choice
-// is the best of those that come behind the last one, so no list of what is taken is kept, and any
-// number of experts will do.
+// A gemm computes the router's logits into the workspace; then each warp takes a row. The next
+// choice is the best expert that ranks after the last choice, so the kernel keeps no list of
+// choices and works for any number of experts.
 //
-// permute has a block of threads for an expert, which counts the choices of lower experts (its
-// first row), then numbers its own in their order. Every block reads all ids, twice: they stay in
-// the L2 cache. A sort with atomic counters would depend on who comes first.
+// permute has a block of threads for each expert, which counts the choices of lower experts (its
+// first row), then numbers its own in order. Every block reads all ids twice, from the L2 cache.
+// Rejected: a sort with atomic counters, because its order would depend on timing.
 //
-// combine works out a row's joins once, from the sorted ids, and each thread then makes them for
-// columns of its own.
+// combine computes the order of a row's additions once, from the sorted ids; then each thread does
+// these additions for its own columns.
 #include "device.cuh"
 
 namespace {
@@ -24,7 +24,8 @@ __device__ float key_of(const rm_router_args &a, const float *scores, int64_t e)
   return a.bias ? scores[e] + a.bias[e] : scores[e];
 }
 
-// open[g]: whether the experts of group g, of `size` each, may be chosen. A lane has a group.
+// Sets open[g] to whether the router may choose the `size` experts of group g. Each lane takes
+// groups.
 __device__ void open_groups(const rm_router_args &a, const float *scores, int64_t size, float *keys,
                             int32_t *open, int lane) {
   for (int64_t g = lane; g < a.n_groups; g += RM_WARP) {
@@ -46,15 +47,15 @@ __device__ void open_groups(const rm_router_args &a, const float *scores, int64_
   __syncwarp();
 }
 
-// 0 for an expert that may not be chosen.
+// The rank of an expert; 0 if its group is not open.
 __device__ uint64_t rank_of(const rm_router_args &a, const float *scores, int64_t e,
                             const int32_t *open, uint32_t size) {
-  if (a.n_groups > 1 && !open[static_cast<uint32_t>(e) / size])
-    return 0; // a 64-bit division is a call
+  // In 32 bits: a 64-bit division is a function call.
+  if (a.n_groups > 1 && !open[static_cast<uint32_t>(e) / size]) return 0;
   return rm_rank_of(rm_order_key(key_of(a, scores, e)), e);
 }
 
-// The chosen scores, laid down by ascending id, added one by one.
+// Sorts the chosen scores by ascending id and adds them one by one.
 __device__ float sum_of_chosen(const rm_router_args &a, const float *scores, const int32_t *ids,
                                float *sorted, int lane) {
   for (int64_t k = lane; k < a.top_k; k += RM_WARP) {
@@ -68,7 +69,7 @@ __device__ float sum_of_chosen(const rm_router_args &a, const float *scores, con
   return sum;
 }
 
-// By the warp, of its row's logits.
+// Called by a warp: turns its row's logits into scores.
 __device__ void softmax_scores(float *scores, int64_t n_experts, int lane) {
   float max = -INFINITY, partial = 0.0f;
   for (int64_t e = lane; e < n_experts; e += RM_WARP) max = rm_max_f32(scores[e], max);
@@ -77,7 +78,7 @@ __device__ void softmax_scores(float *scores, int64_t n_experts, int lane) {
   __syncwarp();
   for (int64_t e = lane % RM_LANES; e < n_experts; e += RM_LANES) partial = partial + scores[e];
   const float total = rm_tree16_lanes(partial);
-  __syncwarp(); // all have read: a shuffle orders no memory
+  __syncwarp(); // all lanes have read the scores; a shuffle does not order memory
   for (int64_t e = lane; e < n_experts; e += RM_WARP) scores[e] = scores[e] / total;
 }
 
@@ -85,9 +86,9 @@ __device__ void sigmoid_scores(float *scores, int64_t n_experts, int lane) {
   for (int64_t e = lane; e < n_experts; e += RM_WARP) scores[e] = rm_sigmoid(scores[e]);
 }
 
-// A block is one warp; `logits` [rows][n_experts] become the scores.
+// A block is one warp. Overwrites `logits` [rows][n_experts] with the scores.
 __global__ void __launch_bounds__(RM_WARP) choose_kernel(rm_router_args a, float *logits) {
-  RM_SHARED(sorted); // [top_k], then of the groups: keys, open
+  RM_SHARED(sorted); // [top_k], then the keys and open flags of the groups
   const int64_t row = blockIdx.x;
   const int lane = static_cast<int>(threadIdx.x);
   float *scores = logits + row * a.n_experts, *group_keys = sorted + a.top_k;
@@ -148,8 +149,8 @@ __global__ void __launch_bounds__(THREADS) place_kernel(rm_permute_args a) {
 }
 
 __global__ void __launch_bounds__(THREADS) move_kernel(rm_permute_args a) {
-  const uint32_t choice = blockIdx.x,
-                 row = choice / static_cast<uint32_t>(a.top_k); // a 64-bit division is a call
+  // In 32 bits: a 64-bit division is a function call.
+  const uint32_t choice = blockIdx.x, row = choice / static_cast<uint32_t>(a.top_k);
   const int64_t bytes = a.hidden * static_cast<int64_t>(rm_dtype_bytes(a.dtype));
   if (a.ids[choice] < 0 || a.ids[choice] >= a.n_experts) {
     if (threadIdx.x == 0) a.place[choice] = -1;
@@ -163,13 +164,13 @@ __global__ void no_choices_kernel(rm_permute_args a) {
   for (int64_t e = threadIdx.x; e <= a.n_experts; e += RM_WARP) a.group_rows[e] = 0;
 }
 
-// ------------------------------------------------------------------------------------------ slots
-// A thread has a choice, and counts those of its row that come before it: no thread waits for
-// another. Of `own` it writes the place that its choice has, and place k where there is none.
+// -------------------------------------------------------------------------------- static dispatch
+// Each thread has one choice and counts the earlier choices of its row, so threads do not wait for
+// one another. In `own` it writes the entry of its choice, and entry k if that is unused.
 __global__ void __launch_bounds__(THREADS)
     static_dispatch_kernel(rm_static_dispatch_args a, uint32_t n) {
-  const uint32_t i = blockIdx.x * THREADS + threadIdx.x,
-                 top_k = static_cast<uint32_t>(a.top_k); // a 64-bit division is a call
+  // In 32 bits: a 64-bit division is a function call.
+  const uint32_t i = blockIdx.x * THREADS + threadIdx.x, top_k = static_cast<uint32_t>(a.top_k);
   if (i >= n) return;
   const uint32_t at = i / top_k, k = i % top_k, home = at / static_cast<uint32_t>(a.pitch),
                  row = at % static_cast<uint32_t>(a.pitch);
@@ -193,9 +194,8 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 // ---------------------------------------------------------------------------------------- combine
-struct
-    // of one row, in shared memory: sorted by id, then the joins of the tree in their order
-    choice_list {
+// One row's choices in shared memory, sorted by id, and the additions of the tree in order.
+struct choice_list {
   int32_t *ids, *places, *left, *right;
   float *gates;
 };
@@ -217,11 +217,11 @@ __device__ void sort_choices(choice_list l, const rm_combine_args &a, int64_t fi
   }
 }
 
-// Level at which sorted choices i and i + 1 meet: smaller is lower.
+// The level of the tree at which sorted choices i and i + 1 are joined; smaller is lower.
 __device__ int level(choice_list l, int i) { return 32 - __clz(l.ids[i] ^ l.ids[i + 1]); }
 
-// Join i is of the nodes that meet between choices i and i + 1; a node stands in the slot of its
-// first choice. Joins are made by level, and of one level from the left.
+// Addition i joins the nodes between choices i and i + 1; a node is stored in the slot of its first
+// choice. Additions are ordered by level, and inside a level from left to right.
 __device__ void order_joins(choice_list l, int n) {
   for (int i = static_cast<int>(threadIdx.x); i + 1 < n; i += COMBINE_THREADS) {
     const int mine = level(l, i);
@@ -237,8 +237,7 @@ template <rm_dtype DTYPE>
 __global__ void __launch_bounds__(COMBINE_THREADS) combine_kernel(rm_combine_args a) {
   RM_SHARED(shared);
   const choice_list l = list_in(shared);
-  float *node =
-      shared + 5 * MAX_TOP_K + threadIdx.x; // [top_k][COMBINE_THREADS]: a column is one thread's
+  float *node = shared + 5 * MAX_TOP_K + threadIdx.x; // [top_k][COMBINE_THREADS]: a thread's column
   const int64_t row = blockIdx.x;
   const int n = static_cast<int>(a.top_k);
   sort_choices(l, a, row * a.top_k);
@@ -277,7 +276,7 @@ static void router_by(const rm_ctx *ctx, const rm_router_args *a,
   gemm.y = logits, gemm.x = a->x, gemm.w = a->w, gemm.m = a->rows, gemm.n = a->n_experts,
   gemm.k = a->hidden;
   gemm.ldx = a->hidden, gemm.ldy = a->n_experts, gemm.dtype = a->dtype, gemm.y_dtype = RM_F32;
-  rm_ctx behind = *ctx; // the workspace behind the logits
+  rm_ctx behind = *ctx; // with the rest of the workspace, after the logits
   const size_t used = logits_bytes(a->rows, a->n_experts);
   behind.workspace = static_cast<char *>(ctx->workspace) + used;
   behind.workspace_bytes = ctx->workspace_bytes > used ? ctx->workspace_bytes - used : 0;

@@ -1,8 +1,8 @@
-// pack.cu: a tensor on the device into a parameter, docs/numerics.md §8. A block of threads takes
-// 16 destination rows × 128 columns: it reads the source the way it lies (along rows, or down the
-// columns of a transposed view), converts into shared memory while it sums the digest and looks for
-// what is not finite, then writes the tiles in the order in which they lie. So both sides are whole
-// sectors; four such pieces, one after the other, share the sums over the block. Results are sums
+// pack.cu: packs a tensor on the device into a parameter, docs/numerics.md §8. A block of threads
+// takes 16 destination rows × 128 columns: it reads the source in memory order (along rows, or down
+// the columns of a transposed view), converts it into shared memory while it sums the digest and
+// finds non-finite values, then writes the tiles in memory order. So it reads and writes whole
+// sectors. A block processes four such parts and then reduces its results once. Results are sums
 // mod 2^64 and minima of indices, so blocks may add theirs in any order, by integer atomics.
 #include "device.cuh"
 #include "packing.cuh"
@@ -46,11 +46,11 @@ template <rm_dtype DTYPE> __device__ uint32_t load_stored(const void *p, int64_t
 }
 
 struct found {
-  uint64_t digest, nonfinite, diff; // indices: ~0, which is −1, for none
+  uint64_t digest, nonfinite, diff; // indices are ~0 (−1) if there is none
 };
 
 struct tile {
-  int64_t row0, col0; // of the destination, and the source's columns
+  int64_t row0, col0; // row of the destination, column of the source
 };
 
 template <rm_dtype DTYPE, rm_packing PACKING>
@@ -84,9 +84,9 @@ __device__ void write_plain(const uint32_t *stored, const rm_pack_args &a, tile 
   }
 }
 
-// Words of 32 bits: of bf16 an even and an odd column. Columns behind the last, up to a whole tile,
-// are zero. Neighbouring threads write neighbouring words, of one matrix: of gate or up every
-// second pair.
+// Writes words of 32 bits; in bf16 an even and an odd column. Columns after the last, up to a whole
+// tile, are zero. Adjacent threads write adjacent words of a matrix; of gate or up, every second
+// pair.
 template <rm_dtype DTYPE, rm_packing PACKING>
 __device__ void write_packed(const uint32_t *stored, const rm_pack_args &a, tile t, int low,
                              int high) {

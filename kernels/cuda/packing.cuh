@@ -1,14 +1,14 @@
-// packing.cuh: where elements lie in the operands of tensor cores: packed weights and the caches of
-// the family cuda_mma in bf16. float32 lies as on the CPU (kernels.h) in both CUDA families, and so
+// packing.cuh: the layout of tensor core operands: packed weights and the caches of the family
+// cuda_mma in bf16. float32 has the layout of the CPU (kernels.h) in both CUDA families, and so
 // does the bf16 of cuda_fma.
 //
 // A matrix is tiles of 16 rows × 16 k, the A operand of mma.m16n8k16, in the order in which a warp
-// holds it: lane by lane 16 bytes, so that a fragment is one load of 16 bytes a lane and 512 bytes
-// in one run, and a row of tiles is one run over all of k. Sizes are those of kernels.h (rows
-// padded to 16, k to 32), so whoever reserves memory need not know who packs. Gate and up of a
-// SwiGLU take turns every 8 rows, not 16: rows g and g + 8 of a tile are the same thread's, hence
-// gate and up of one output. K pages are matrices of [position][head_dim]; V pages hold Vᵀ, rows of
-// head_dim and positions as k.
+// holds it: 16 bytes for each lane in turn. So a fragment is one load of 16 bytes per lane and 512
+// contiguous bytes, and a row of tiles is contiguous over all of k. Sizes are those of kernels.h
+// (rows padded to 16, k to 32), so code that reserves memory does not depend on the packing. Gate
+// and up of a SwiGLU alternate every 8 rows, not 16: rows g and g + 8 of a tile are in the same
+// thread, so they are gate and up of one output. K pages are matrices of [position][head_dim]; V
+// pages hold Vᵀ, rows of head_dim with positions as k.
 #pragma once
 
 #include "kernels.h"
@@ -24,8 +24,8 @@ enum {
   RM_MMA_STEPS = RM_MMA_SEGMENT / RM_MMA_K,
 };
 
-// Which lane of the warp holds an element of an operand, in which of its registers, in which half
-// of that.
+// The lane of the warp that holds an element of an operand, its register, and the half of the
+// register.
 typedef struct rm_mma_place {
   int lane, word, half;
 } rm_mma_place;
@@ -38,13 +38,13 @@ RM_INLINE rm_mma_place rm_mma_b_place(int k, int col) {
   const rm_mma_place place = {col * 4 + k % 8 / 2, k / 8, k % 2};
   return place;
 }
-// Of the float32 sums: half is 0.
+// For the float32 sums; half is 0.
 RM_INLINE rm_mma_place rm_mma_c_place(int row, int col) {
   const rm_mma_place place = {row % 8 * 4 + col / 2, row / 8 * 2 + col % 2, 0};
   return place;
 }
 
-// Steps of 16 k that are issued for k: the pads up to RM_K_BLOCK are zeros.
+// Steps of 16 k for k, including the zero padding up to RM_K_BLOCK.
 RM_INLINE int64_t rm_mma_steps(int64_t k) { return rm_round_up(k, RM_K_BLOCK) / RM_MMA_K; }
 RM_INLINE int64_t rm_mma_tile_rows(int64_t n) { return rm_round_up(n, RM_MMA_ROWS) / RM_MMA_ROWS; }
 
@@ -65,7 +65,7 @@ RM_INLINE int64_t rm_mma_v_index(int64_t head_dim, int64_t pos, int64_t d) {
 }
 
 #ifdef __cplusplus
-// The same questions of either packing.
+// The same indices for either packing.
 template <rm_dtype DTYPE, rm_packing PACKING>
 RM_INLINE int64_t rm_weight_index(int64_t k_total, int64_t n, int64_t k) {
   if constexpr (PACKING == RM_PACKING_MMA) return rm_mma_index(k_total, n, k);

@@ -1,8 +1,7 @@
-// rope.cu: head_squares, and qk_rope_kv: norm, rotation, and of a kv head its k and v into their
-// slot. A warp for one head of one row: heads are many even in one row, so warps suffice, and
-// nothing waits for a block. The norm's 16 chains run in the lanes of either half of the warp; a
-// pair (i, i + rotary_dim/2) is rotated by one lane, from shared memory, since two others may have
-// normed it.
+// rope.cu: head_squares, and qk_rope_kv: norm, rotation, and the write of a kv head's k and v into
+// their slot. One warp computes one head of one row: even one row has many heads, and warps do not
+// wait for a block. The norm's 16 chains run in the lanes of both halves of the warp. One lane
+// rotates a pair (i, i + rotary_dim/2), from shared memory, since other lanes may have normed it.
 #include "device.cuh"
 #include "packing.cuh"
 
@@ -37,7 +36,7 @@ __device__ inline float scale_of_all(const float *squares, int64_t n_heads,
   return 1.0f / sqrtf(total / static_cast<float>(n_heads * a.head_dim) + a.eps);
 }
 
-// round_T(weight · round_T(x · scale)) of a head into shared memory, or x without a weight.
+// Writes round_T(weight · round_T(x · scale)) of a head to shared memory, or x without a weight.
 template <rm_dtype DTYPE>
 __device__ void norm_head(float *normed, const rm_qk_rope_kv_args &a, int64_t row, int64_t head,
                           int head_dim, int lane) {
@@ -58,7 +57,7 @@ __device__ void norm_head(float *normed, const rm_qk_rope_kv_args &a, int64_t ro
     for (int i = lane % RM_LANES; i < head_dim; i += RM_LANES)
       partial = fmaf(normed[i], normed[i], partial);
     scale = 1.0f / sqrtf(rm_tree16_lanes(partial) / static_cast<float>(head_dim) + a.eps);
-    __syncwarp(); // all chains have read: a shuffle orders no memory
+    __syncwarp(); // all chains have read their values; a shuffle does not order memory
   }
   for (int i = lane; i < head_dim; i += RM_WARP)
     normed[i] = rm_round_to(DTYPE, rm_get(DTYPE, weight, weight_at + i) *
@@ -66,7 +65,7 @@ __device__ void norm_head(float *normed, const rm_qk_rope_kv_args &a, int64_t ro
   __syncwarp();
 }
 
-// In place: each lane reads and writes the pairs that are its own. Whether all of the head is
+// Rotates in place: each lane reads and writes its own pairs. Returns whether all of the head is
 // finite.
 template <rm_dtype DTYPE>
 __device__ bool rotate_head(float *normed, const rm_qk_rope_kv_args &a, int64_t row, int head_dim,
@@ -81,15 +80,15 @@ __device__ bool rotate_head(float *normed, const rm_qk_rope_kv_args &a, int64_t 
     bad |= !rm_is_finite(normed[i]) || !rm_is_finite(normed[i + half]);
   }
   for (int i = 2 * half + lane; i < head_dim; i += RM_WARP) bad |= !rm_is_finite(normed[i]);
-  __syncwarp(); // nor does a ballot
+  __syncwarp(); // a ballot does not order memory either
   return __ballot_sync(RM_ALL_LANES, bad) == 0;
 }
 
-// k from shared memory, v as its own bits; zeros in place of one that is not finite.
+// Stores k from shared memory and a copy of v; zeros instead of one that is not finite.
 template <rm_dtype DTYPE, rm_packing PACKING>
 __device__ void store_kv(const rm_qk_rope_kv_args &a, int64_t row, int64_t head, const float *k,
                          bool k_ok, int64_t v_at, int lane) {
-  // In 32 bits: a 64-bit division is a call.
+  // In 32 bits: a 64-bit division is a function call.
   const uint32_t slot = static_cast<uint32_t>(a.slots[row]),
                  page_size = static_cast<uint32_t>(a.page_size);
   const int64_t page = slot / page_size, pos = slot % page_size;
@@ -106,7 +105,7 @@ __device__ void store_kv(const rm_qk_rope_kv_args &a, int64_t row, int64_t head,
     if (v_ok) rm_copy_elem(DTYPE, a.v_cache, to, a.qkv, v_at + d);
     else rm_put(DTYPE, a.v_cache, to, 0.0f);
   }
-  // Heads of one row may meet here: all of them write the same byte.
+  // Several heads of one row may do this at the same time: they write the same value.
   if (lane == 0 && !(k_ok && v_ok)) a.row_flags[row] |= RM_ROW_KV_NONFINITE;
 }
 

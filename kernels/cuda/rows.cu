@@ -1,9 +1,9 @@
-// rows.cu: embed, gather_rows, activate and rms_norm, a block of threads for a row.
+// rows.cu: embed, gather_rows, activate and rms_norm, with one block of threads for each row.
 //
-// The norm's 16 partial sums are 16 chains, whatever the row's length, so 16 lanes of one warp run
-// them while the others wait: all threads bring the row to shared memory in chunks, which is what
-// takes time, and a chain's step then costs one fma. A finer split of the sum would be another
-// order. Both halves of that warp run the same chains, for the tree's shuffles to have whole warps.
+// The norm's 16 partial sums are 16 chains for any length of the row, so 16 lanes of one warp run
+// them while the others wait. All threads copy the row to shared memory in chunks, which takes most
+// of the time; a step of a chain is then one fma. A finer split would change the order of sums.
+// Both halves of that warp run the same chains, since the tree's shuffles need whole warps.
 #include "device.cuh"
 #include "packing.cuh"
 
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
   RM_SHARED(shared); // a chunk of h, then the row's scale
   const int64_t at = blockIdx.x * a.n;
   const int me = static_cast<int>(threadIdx.x);
-  float partial = 0.0f; // the first warp's: of lane j and j + 16 the partial sum j
+  float partial = 0.0f; // of the first warp: lanes j and j + 16 have partial sum j
   const float gate =
       a.x_gate ? rm_round_to(DTYPE, rm_sigmoid(rm_get(DTYPE, a.x_gate, blockIdx.x))) : 0.0f;
   for (int64_t from = 0; from < a.n; from += CHUNK) {

@@ -1,18 +1,18 @@
-// sample.cu: token choice of docs/numerics.md §7, top-logprobs and ranks, a block of threads for a
-// row. Sums are of integers and exact, so the threads may add in any order, and no weight is kept:
-// each look at the row computes them again from logits in the L2 cache.
+// sample.cu: token choice of docs/numerics.md §7, top-logprobs and ranks, with one block of threads
+// for each row. Sums of integers are exact, so threads may add in any order. Weights are not
+// stored: each pass over the row computes them again from logits in the L2 cache.
 //
-// A filter leaves the tokens of a higher key than some cut and, of those of its key, the first so
-// many. The cut is found by a radix selection over the keys, three histograms in shared memory.
-// Tokens of one key have one weight, so how many of them stay needs no look at their order, and
-// neither does a second selection inside the first.
+// A filter keeps the tokens with a key above a cut and, among those with the cut's key, a number of
+// the first ones. A radix selection over the keys finds the cut, with three histograms in shared
+// memory. Tokens with the same key have the same weight, so the number of ties that stay does not
+// depend on their order, also for a second selection after the first.
 //
-// The draw narrows to the sixteenth of its range in which the running sum exceeds the target, until
+// The draw narrows its range to the sixteenth in which the running sum exceeds the target, until
 // one warp can walk it.
 //
-// A banned token is a NaN: never the largest, of weight 0 and of the lowest key. Bits in the
-// workspace mark what is banned or edited, a row's lists may be as long as the vocabulary. An edit
-// is found by bisection, and made anew at each look.
+// A banned token counts as a NaN: it is never the largest, has weight 0 and the lowest key. Bits in
+// the workspace mark banned and edited tokens, since a row's lists may be as long as the
+// vocabulary. Each pass finds an edit by bisection and applies it again.
 #include "device.cuh"
 
 #include "cpu/philox.h"
@@ -37,16 +37,15 @@ __device__ scratch scratch_in(float *shared) {
 
 struct row_view {
   const float *logits;
-  const uint32_t *changed, *banned; // bits: edited or banned; banned. NULL: none
+  const uint32_t *changed, *banned; // bits of edited or banned tokens, and of banned; NULL: none
   const rm_sample_params *params;
   int64_t vocab;
   float max, temperature, min_p;
 };
 
-struct
-    // tokens of a higher key stay, and `ties` of this key, lowest ids first; {0, 0}: all that are
-    // numbers
-    cut {
+// Keeps tokens with a higher key, and `ties` with this key, lowest ids first; {0, 0}: all that are
+// not NaN.
+struct cut {
   uint32_t key;
   uint64_t ties;
 };
@@ -66,7 +65,7 @@ __device__ float scaled(const row_view &v, float x) { return (x - v.max) / v.tem
 
 __device__ uint64_t weight_of(const row_view &v, float x) {
   const float d = scaled(v, x);
-  if (!(d > NO_WEIGHT)) return 0; // so it is for most of a vocabulary
+  if (!(d > NO_WEIGHT)) return 0; // true for most of a vocabulary
   const float e = rm_exp(d);
   return v.min_p > 0.0f && !(e >= v.min_p) ? 0 : rm_token_weight(e);
 }
@@ -76,7 +75,7 @@ __device__ uint64_t weight_of_key(const row_view &v, uint32_t key) {
 }
 
 // ---------------------------------------------------------------------------------------- filters
-// Tokens with a weight that the cut leaves: their number, or the sum of their weights.
+// The number of tokens with a weight that the cut keeps, or the sum of their weights.
 __device__ uint64_t measure(const row_view &v, cut c, bool by_weight, const scratch &s) {
   uint64_t sum = 0;
   for (int64_t id = threadIdx.x; id < v.vocab; id += THREADS) {
@@ -88,9 +87,9 @@ __device__ uint64_t measure(const row_view &v, cut c, bool by_weight, const scra
   return sum + (by_weight && c.ties ? c.ties * weight_of_key(v, c.key) : c.ties);
 }
 
-// By the first warp: the highest bin at which the sum from the top, on top of `above`, reaches
-// need. result: that sum without the bin, and the bin. A lane adds BINS / 32 of them, from a place
-// of its own for the banks' sake.
+// Called by the first warp: finds the highest bin at which `above` plus the sum from the top
+// reaches need. result: that sum without the bin, and the bin. Each lane adds BINS / 32 bins,
+// starting at a different one to avoid bank conflicts.
 __device__ void find_bin(const scratch &s, uint64_t above, uint64_t need) {
   constexpr int EACH = BINS / RM_WARP;
   const int lane = static_cast<int>(threadIdx.x);
@@ -109,8 +108,8 @@ __device__ void find_bin(const scratch &s, uint64_t above, uint64_t need) {
   s.result[1] = static_cast<uint64_t>(bin);
 }
 
-// One round: the measure of each value of 11 bits of the key at `shift`, of tokens whose higher
-// bits are those of `prefix`.
+// One round: fills the bins with the measure of each value of 11 bits of the key at `shift`, for
+// tokens whose higher bits are those of `prefix`.
 __device__ void fill_bins(const row_view &v, cut before, uint32_t prefix, int shift, uint32_t known,
                           bool by_weight, const scratch &s) {
   const uint32_t digits = shift ? BINS - 1 : (1u << 10) - 1;
@@ -132,8 +131,9 @@ __device__ void fill_bins(const row_view &v, cut before, uint32_t prefix, int sh
   __syncthreads();
 }
 
-// The shortest prefix of what `before` leaves, in descending key and ascending id, whose measure
-// reaches `need`; need is at most the measure of all of it. *sum: the measure of the prefix.
+// Finds the shortest prefix of the tokens that `before` keeps, in descending key and ascending id,
+// whose measure reaches `need`, which is at most the measure of all of them. *sum: the measure of
+// the prefix.
 __device__ cut select_prefix(const row_view &v, cut before, uint64_t need, bool by_weight,
                              const scratch &s, uint64_t *sum) {
   uint32_t prefix = 0, known = 0;
@@ -154,14 +154,13 @@ __device__ cut select_prefix(const row_view &v, cut before, uint64_t need, bool 
 }
 
 // --------------------------------------------------------------------------------------- the draw
-struct
-    // where the walk is: the first id of a range, its length, the sum and the ties left before it
-    place {
+// A range of ids: the first id, the length, the sum before it, and the ties that are left.
+struct place {
   int64_t from, n;
   uint64_t before, ties;
 };
 
-// Weight of id, and whether it is one of the ties, which count only while some are left.
+// The weight of id, and whether it is a tie; ties count only while some are left.
 __device__ uint64_t weight_at(const row_view &v, cut c, int64_t id, int64_t end, bool *tie) {
   *tie = false;
   if (id >= end) return 0;
@@ -171,7 +170,7 @@ __device__ uint64_t weight_at(const row_view &v, cut c, int64_t id, int64_t end,
   return key >= c.key ? weight_of(v, x) : 0;
 }
 
-// To the sixteenth of p in which the running sum exceeds target.
+// Narrows p to the sixteenth in which the running sum exceeds target.
 __device__ place narrow(const row_view &v, cut c, place p, uint64_t target, uint64_t each_tie,
                         const scratch &s) {
   const unsigned warp = threadIdx.x / RM_WARP, lane = threadIdx.x % RM_WARP;
@@ -204,7 +203,7 @@ __device__ place narrow(const row_view &v, cut c, place p, uint64_t target, uint
   return p;
 }
 
-// By the first warp, 32 tokens at a time.
+// Called by the first warp: walks the range, 32 tokens at a time.
 __device__ void walk(const row_view &v, cut c, place p, uint64_t target, const scratch &s) {
   const int lane = static_cast<int>(threadIdx.x);
   const unsigned before_me = (1u << lane) - 1;
@@ -228,8 +227,8 @@ __device__ void walk(const row_view &v, cut c, place p, uint64_t target, const s
   }
 }
 
-// The first token, in ascending id, whose running sum exceeds target; target is below the sum of
-// all.
+// Returns the first token, in ascending id, whose running sum exceeds target, which is below the
+// sum of all.
 __device__ int32_t draw(const row_view &v, cut c, uint64_t target, const scratch &s) {
   const uint64_t each_tie = c.ties ? weight_of_key(v, c.key) : 0;
   place p = {0, v.vocab, 0, c.ties};
@@ -239,7 +238,7 @@ __device__ int32_t draw(const row_view &v, cut c, uint64_t target, const scratch
   return static_cast<int32_t>(*s.token);
 }
 
-// Whether the cut leaves a token that somebody else chose.
+// Whether the cut keeps a forced token.
 __device__ bool is_left(const row_view &v, cut c, int32_t token, const scratch &s) {
   const uint32_t key = rm_order_key(logit_of(v, token));
   if (key != c.key) return key > c.key;
@@ -251,9 +250,9 @@ __device__ bool is_left(const row_view &v, cut c, int32_t token, const scratch &
 
 // ------------------------------------------------------------------------------------------- rows
 struct drawn {
-  int32_t token; // −1: nothing can be drawn
-  float under; // its logprob under the distribution drawn from
-  int32_t kept; // tokens that the filters leave, if they are counted
+  int32_t token; // −1: all weights are 0
+  float under; // its logprob under the distribution of the draw
+  int32_t kept; // tokens that the filters keep, if `counts`
 };
 
 __device__ drawn draw_row(const row_view &v, const rm_sample_params *p, bool counts,
@@ -290,7 +289,7 @@ __device__ void mark(uint32_t *bits, int32_t id, int64_t vocab) {
   if (id >= 0 && id < vocab) atomicOr(bits + id / 32, 1u << (id % 32));
 }
 
-// Bits of the row's changed tokens, then of its banned ones, by the whole block.
+// Marks the row's changed tokens and its banned ones, with the whole block.
 __device__ void mark_changed(uint32_t *changed, uint32_t *banned, const rm_sample_params *p,
                              int64_t vocab) {
   for (int64_t i = threadIdx.x; i < words_of_row(vocab); i += THREADS) changed[i] = banned[i] = 0;
@@ -349,7 +348,7 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 // ----------------------------------------------------------------------------------- top logprobs
-// The best of a thread's own tokens among those that come behind `last`.
+// The best of a thread's own tokens that rank after `last`.
 __device__ uint64_t best_behind(const float *logits, int64_t vocab, uint64_t last) {
   uint64_t best = 0;
   for (int64_t id = threadIdx.x; id < vocab; id += THREADS) {
@@ -359,8 +358,8 @@ __device__ uint64_t best_behind(const float *logits, int64_t vocab, uint64_t las
   return best;
 }
 
-// Each thread knows the best of its tokens that are left; only whose token was taken looks for
-// another.
+// Each thread holds the best of its remaining tokens; only the thread whose token was taken
+// searches for another.
 __global__ void __launch_bounds__(THREADS) top_kernel(rm_top_logprobs_args a) {
   RM_SHARED(shared);
   const int64_t row = blockIdx.x;
@@ -397,7 +396,7 @@ size_t rm_cuda_sample_workspace(const rm_limits *l) {
          sizeof(uint32_t);
 }
 
-// Rows beyond what the workspace holds are done in later passes on the stream.
+// Rows that do not fit in the workspace are computed in later passes on the stream.
 void rm_cuda_sample(const rm_ctx *ctx, const rm_sample_args *a) {
   if (a->vocab <= 0) return;
   const size_t per_row = static_cast<size_t>(2 * words_of_row(a->vocab)) * sizeof(uint32_t);

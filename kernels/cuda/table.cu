@@ -1,7 +1,7 @@
-// table.cu: the CUDA table, and what a caller asks of the library. The arithmetic is the contract's
-// own, E and O chains of fma, so the bits should be x86's; the family has a name of its own until a
-// GPU has shown that. The second table has bf16 on tensor cores, with sums that no x86 has; what
-// multiplies nothing, and float32, is the first table's.
+// table.cu: the CUDA tables, and the functions that return them. cuda_fma uses the contract's
+// arithmetic, E and O chains of fma, so it should be bit-identical to x86; it is a separate family
+// until that is verified on a GPU. cuda_mma uses tensor cores for bf16, whose sums differ from
+// x86's; its float32 ops, and its ops without products, are those of cuda_fma.
 #include "rm_cuda.h"
 
 #include <initializer_list>

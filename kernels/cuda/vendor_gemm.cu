@@ -1,9 +1,9 @@
-// vendor_gemm.cu: vendor_gemm.h by NVIDIA's cuBLASLt. Its matrices lie in columns, so what it is
-// asked for is yᵀ = W·xᵀ: W's rows are the columns of the transposed A, x's the columns of B, and
-// only the columns of B and D change from call to call. The sums are float32's and rounded once,
-// behind the bias. Gate and up are one matmul into the workspace, behind which a kernel of ours
-// stands, since no epilogue of the library multiplies two columns. cuBLAS' own interface lost: it
-// chooses an algorithm at every call, by the rows.
+// vendor_gemm.cu: vendor_gemm.h by NVIDIA's cuBLASLt. Its matrices are column-major, so it computes
+// yᵀ = W·xᵀ: W's rows are the columns of the transposed A, x's rows the columns of B, and only the
+// numbers of columns of B and D change between calls. Sums are float32 and rounded once, after the
+// bias. Gate and up are one matmul into the workspace, followed by a kernel of this file, since
+// cuBLASLt has no epilogue that multiplies two columns. Rejected: the cuBLAS interface, because it
+// chooses an algorithm at every call, by the number of rows.
 #include "vendor_gemm.h"
 
 #include <dlfcn.h>
@@ -19,7 +19,7 @@
 namespace {
 
 constexpr int CANDIDATES = 8, CLASSES = 32, THREADS = 128, MAX_GRID_Y = 65535;
-constexpr uint32_t ALIGNED = 16; // every operand is, to 64 bytes (base/fields.h, model/placement.h)
+constexpr uint32_t ALIGNED = 16; // all operands are aligned to 64 (base/fields.h, placement.h)
 
 struct matmul {
   rm_gemm_shape shape;
@@ -32,8 +32,8 @@ struct vendor_gemm {
   rm_lt api;
   rm_lt_context *context;
   const rm_device *device;
-  char *workspace; // the library's; behind it gate and up …
-  size_t both_bytes; // … in so many
+  char *workspace; // cuBLASLt's, followed by gate and up
+  size_t both_bytes; // of gate and up
   int64_t max_rows;
   rm_vendor_gemm_choice choice;
   int n;
@@ -53,14 +53,14 @@ const char *refuse(const char *format, ...) {
   return why;
 }
 
-const char *said(const vendor_gemm *p, const char *call, int status) {
+const char *check(const vendor_gemm *p, const char *call, int status) {
   return status == RM_LT_SUCCESS ? nullptr : refuse("%s: %s", call, p->api.status_string(status));
 }
 
-// ------------------------------------------------------------------------------------ the library
+// --------------------------------------------------------------------------------------- cuBLASLt
 const char *load(rm_lt *api, const char *path) {
   void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-  if (!library) return refuse("no cuBLASLt can be loaded: %s", dlerror());
+  if (!library) return refuse("cuBLASLt cannot be loaded: %s", dlerror());
   const struct {
     const char *name;
     void *function; // pointer to the field, whatever its type
@@ -96,7 +96,7 @@ const char *load(rm_lt *api, const char *path) {
 // ----------------------------------------------------------------------------------------- shapes
 int64_t w_rows(const rm_gemm_shape &shape) { return shape.swiglu ? 2 * shape.n : shape.n; }
 
-// Class c has the rows from 2^(c−1) + 1 to 2^c.
+// Class c is 2^(c−1) + 1 to 2^c rows.
 int class_of(int64_t rows) {
   int c = 0;
   while (rows > int64_t{1} << c) c++;
@@ -108,12 +108,12 @@ const char *set_rows(const vendor_gemm *p, const matmul &of, int64_t rows) {
   int status = p->api.layout_set(of.x, RM_LT_LAYOUT_COLS, &cols, sizeof cols);
   if (status == RM_LT_SUCCESS)
     status = p->api.layout_set(of.y, RM_LT_LAYOUT_COLS, &cols, sizeof cols);
-  return said(p, "cublasLtMatrixLayoutSetAttribute", status);
+  return check(p, "cublasLtMatrixLayoutSetAttribute", status);
 }
 
 const char *set_bias(const vendor_gemm *p, const matmul &of, const void *bias) {
-  return said(p, "bias: cublasLtMatmulDescSetAttribute",
-              p->api.desc_set(of.desc, RM_LT_BIAS_POINTER, &bias, sizeof bias));
+  return check(p, "bias: cublasLtMatmulDescSetAttribute",
+               p->api.desc_set(of.desc, RM_LT_BIAS_POINTER, &bias, sizeof bias));
 }
 
 const char *describe(const vendor_gemm *p, matmul *made) {
@@ -131,18 +131,18 @@ const char *describe(const vendor_gemm *p, matmul *made) {
   if (status == RM_LT_SUCCESS) status = p->api.layout_create(&made->x, RM_LT_BF16, k, most, s.ldx);
   if (status == RM_LT_SUCCESS)
     status = p->api.layout_create(&made->y, RM_LT_BF16, rows, most, s.swiglu ? w_rows(s) : s.ldy);
-  if (status != RM_LT_SUCCESS) return said(p, "describing a matmul", status);
+  if (status != RM_LT_SUCCESS) return check(p, "describing a matmul", status);
   if (p->choice == RM_VENDOR_GEMM_INVARIANT &&
       p->api.desc_set(made->desc, RM_LT_INVARIANCE, &invariant, sizeof invariant) != RM_LT_SUCCESS)
-    return refuse("this cuBLASLt knows nothing of batch invariance");
-  return s.has_bias ? set_bias(p, *made, p->workspace)
-                    : nullptr; // as aligned as a bias: by that an algorithm is chosen
+    return refuse("expected a cuBLASLt with batch invariance, got one without");
+  // The choice of an algorithm depends on the alignment of the bias, which the workspace has too.
+  return s.has_bias ? set_bias(p, *made, p->workspace) : nullptr;
 }
 
 // ------------------------------------------------------------------------------------- algorithms
-// Candidates for so many rows, best first; their number in *n.
-const char *ask(const vendor_gemm *p, const matmul &of, int64_t rows, rm_lt_preference *preference,
-                rm_lt_candidate *out, int *n) {
+// Lists candidates for this many rows, best first; *n: their number.
+const char *find_candidates(const vendor_gemm *p, const matmul &of, int64_t rows,
+                            rm_lt_preference *preference, rm_lt_candidate *out, int *n) {
   *n = 0;
   const char *wrong = set_rows(p, of, rows);
   if (wrong) return wrong;
@@ -164,14 +164,15 @@ bool serves(const vendor_gemm *p, const matmul &of, const rm_lt_candidate &candi
          checked.workspace_bytes <= RM_VENDOR_GEMM_LIBRARY_BYTES;
 }
 
-// The first that serves the least rows of classes [first, last], and the most of each.
+// Chooses the first candidate that works for the least rows of classes [first, last] and for the
+// most rows of each class.
 const char *choose(const vendor_gemm *p, matmul *made, int first, int last,
                    rm_lt_preference *preference) {
   rm_lt_candidate candidates[CANDIDATES];
   int n;
   const int64_t most = rm_min64(int64_t{1} << last, p->max_rows),
                 least = first ? (int64_t{1} << (first - 1)) + 1 : 1;
-  const char *wrong = ask(p, *made, most, preference, candidates, &n);
+  const char *wrong = find_candidates(p, *made, most, preference, candidates, &n);
   for (int i = 0; i < n && !wrong; i++) {
     bool all = serves(p, *made, candidates[i], least);
     for (int c = first; c <= last && all; c++)
@@ -182,7 +183,8 @@ const char *choose(const vendor_gemm *p, matmul *made, int first, int last,
   }
   if (wrong) return wrong;
   return refuse(
-      "of cuBLASLt's %d algorithms for rows=%lld n=%lld k=%lld none serves all from %lld rows on",
+      "none of cuBLASLt's %d algorithms for rows=%lld n=%lld k=%lld works for all from %lld rows "
+      "on",
       n, static_cast<long long>(most), static_cast<long long>(w_rows(made->shape)),
       static_cast<long long>(made->shape.k), static_cast<long long>(least));
 }
@@ -198,20 +200,21 @@ const char *choose_all(const vendor_gemm *p, matmul *made, rm_lt_preference *pre
 const char *prefer(const vendor_gemm *p, rm_lt_preference *preference) {
   const uint64_t bytes = RM_VENDOR_GEMM_LIBRARY_BYTES;
   int status = p->api.preference_set(preference, RM_LT_MAX_WORKSPACE, &bytes, sizeof bytes);
-  const uint32_t schemes = RM_LT_SCHEME_COMPUTE; // others round the parts, or add them as they come
+  // The other schemes round the partial sums, or add them in the order of completion.
+  const uint32_t schemes = RM_LT_SCHEME_COMPUTE;
   if (status == RM_LT_SUCCESS)
     status = p->api.preference_set(preference, RM_LT_SCHEMES, &schemes, sizeof schemes);
   for (int which = RM_LT_ALIGNMENT_A; which <= RM_LT_ALIGNMENT_D && status == RM_LT_SUCCESS;
        which++)
     status = p->api.preference_set(preference, which, &ALIGNED, sizeof ALIGNED);
-  return said(p, "cublasLtMatmulPreferenceSetAttribute", status);
+  return check(p, "cublasLtMatmulPreferenceSetAttribute", status);
 }
 
 const char *prepare(vendor_gemm *p, const rm_vendor_gemm_options *options) {
   rm_lt_preference *preference = nullptr;
-  const char *wrong = said(p, "cublasLtCreate", p->api.create(&p->context));
+  const char *wrong = check(p, "cublasLtCreate", p->api.create(&p->context));
   if (!wrong)
-    wrong = said(p, "cublasLtMatmulPreferenceCreate", p->api.preference_create(&preference));
+    wrong = check(p, "cublasLtMatmulPreferenceCreate", p->api.preference_create(&preference));
   if (!wrong) wrong = prefer(p, preference);
   for (int i = 0; i < options->n && !wrong; i++) {
     matmul *made = &p->list[p->n++];
@@ -234,7 +237,7 @@ matmul *find(vendor_gemm *p, const rm_gemm_args *a, bool swiglu) {
   return nullptr;
 }
 
-// Rows [row0, row0 + m) of x into y.
+// Multiplies rows [row0, row0 + m) of x into y.
 const char *multiply(vendor_gemm *p, matmul *made, const rm_gemm_args *a, int64_t row0, int64_t m,
                      void *y) {
   const float one = 1.0f, zero = 0.0f;
@@ -242,10 +245,10 @@ const char *multiply(vendor_gemm *p, matmul *made, const rm_gemm_args *a, int64_
   if (!wrong && a->bias) wrong = set_bias(p, *made, a->bias);
   if (wrong) return wrong;
   const uint16_t *x = static_cast<const uint16_t *>(a->x) + row0 * a->ldx;
-  return said(p, "cublasLtMatmul",
-              p->api.matmul(p->context, made->desc, &one, a->w, made->w, x, made->x, &zero, y,
-                            made->y, y, made->y, &made->algorithms[class_of(m)], p->workspace,
-                            RM_VENDOR_GEMM_LIBRARY_BYTES, p->device->stream));
+  return check(p, "cublasLtMatmul",
+               p->api.matmul(p->context, made->desc, &one, a->w, made->w, x, made->x, &zero, y,
+                             made->y, y, made->y, &made->algorithms[class_of(m)], p->workspace,
+                             RM_VENDOR_GEMM_LIBRARY_BYTES, p->device->stream));
 }
 
 // both: [m][2n], gate and up of rows [row0, row0 + m) of y.
@@ -304,7 +307,7 @@ const char *rm_cuda_open_vendor_gemm(const rm_device *device, const rm_vendor_ge
   *out = rm_vendor_gemm{};
   if (options->n < 0 || options->n > RM_MAX_GEMM_SHAPES || options->max_rows < 1 ||
       options->max_rows > int64_t{1} << (CLASSES - 2))
-    return refuse("expected up to %d shapes of 1 … 2^%d rows, got %d of %lld", RM_MAX_GEMM_SHAPES,
+    return refuse("expected up to %d shapes of 1 to 2^%d rows, got %d of %lld", RM_MAX_GEMM_SHAPES,
                   CLASSES - 2, options->n, static_cast<long long>(options->max_rows));
   const size_t room = rm_vendor_gemm_workspace(options->list, options->n, 1);
   if (options->workspace_bytes < room)

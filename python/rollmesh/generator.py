@@ -3,10 +3,10 @@
 A token: generate → Requests.add → engine steps → RequestOutput. A weight: sync_weights → check →
 push → commit.
 
-Threads: any thread may call any method. Calls take turns (a fair lock, ext/fair_lock.c). generate
-takes a turn for each engine step, so that calls of other threads run between two steps; a sync
-takes one turn for all of it. StateError: a call from inside another call (a weights iterator that
-generates), and every call in a forked child.
+Threads: any thread may call any method. A thread of the generator runs the engine, and calls begin
+in the order in which they arrive (request/loop.py). generate takes many steps, and calls of other
+threads run between two of them; a sync has the engine to itself. StateError: a call from inside
+another call (a weights iterator that generates), and every call in a forked child.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -31,11 +32,12 @@ from rollmesh.distributed.spmd import SpmdEngine, join
 from rollmesh.errors import ConfigError, Error, RequestError, StateError, UnexpectedKeyError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.request.arguments import check_vocabulary, eos_ids, param_list
-from rollmesh.request.async_driver import AsyncDriver
-from rollmesh.request.driver import Driver, Prompt, sequences_of
+from rollmesh.request.calls import Calls, Prompt, sequences_of
+from rollmesh.request.loop import Call, EngineLoop
 from rollmesh.request.outputs import RequestOutput, SelfTestReport, SyncReport
 from rollmesh.request.requests import Requests
 from rollmesh.request.sampling import SamplingParams, logit_edit_names
+from rollmesh.request.streams import Streams
 from rollmesh.request.text import Chat, TextCodec, tokenizer_of_folder
 from rollmesh.runtime import cublas
 from rollmesh.runtime.arguments import (
@@ -43,6 +45,7 @@ from rollmesh.runtime.arguments import (
     boolean,
     choice,
     deadline_of,
+    engine_integer,
     gib_bytes,
     integer,
     items_of,
@@ -50,16 +53,15 @@ from rollmesh.runtime.arguments import (
     part_mask,
     part_names,
     share_of_memory,
+    thread_count,
 )
-from rollmesh.runtime.cores import usable_cores
 from rollmesh.runtime.devices import device_of
 from rollmesh.runtime.engine_options import EngineOptions
 from rollmesh.runtime.engine_views import Ids, OpTime
 from rollmesh.runtime.messages import shown
-from rollmesh.runtime.turn import Turn
 from rollmesh.weights.resharding import BOX_DIMS
 from rollmesh.weights.self_test import Scorer, run_self_test
-from rollmesh.weights.sync import SyncOptions, made_by
+from rollmesh.weights.sync import SyncOptions, source_of_follower
 from rollmesh.weights.transport.tensors import check_source
 from rollmesh.weights.updates import BEGINNING, SLEEP, WAKE, Sync, Weights
 
@@ -189,11 +191,8 @@ class Generator:
         self._codec = None if tokenizer is None else TextCodec(tokenizer)
         check_vocabulary(tokenizer, spec)
         self.dtype = choice("dtype", dtype, ("bfloat16", "float32"))
-        self.max_model_len = integer(
-            "max_model_len",
-            _default_length(spec) if max_model_len is None else max_model_len,
-            1,
-            2**31 - 1,
+        self.max_model_len = engine_integer(
+            "max_model_len", _default_length(spec) if max_model_len is None else max_model_len
         )
         self.eos_token_ids = eos_ids(eos_token_ids, tokenizer, spec)
         options = EngineOptions(
@@ -201,14 +200,10 @@ class Generator:
             isa=None
             if isa is None or where.cuda_library
             else choice("isa", isa, _core.available_isas()),
-            threads=integer(
-                "threads", min(usable_cores(), 256) if threads is None else threads, 1, 256
-            ),
+            threads=thread_count(threads),
             max_model_len=self.max_model_len,
-            max_num_seqs=integer("max_num_seqs", max_num_seqs, 1, 2**20),
-            max_num_batched_tokens=integer(
-                "max_num_batched_tokens", max_num_batched_tokens, 1, 2**24
-            ),
+            max_num_seqs=engine_integer("max_num_seqs", max_num_seqs),
+            max_num_batched_tokens=engine_integer("max_num_batched_tokens", max_num_batched_tokens),
             block_size=page_positions("block_size", block_size),
             kv_bytes=0 if kv_cache_gib is None else gib_bytes("kv_cache_gib", kv_cache_gib),
             memory_fraction=share_of_memory(memory_fraction, kv_cache_gib),
@@ -244,11 +239,13 @@ class Generator:
             blas is None,
         )
         self._weights = Weights(self._engine, self._requests)
-        self._turn = Turn()
-        self._driver = Driver(
-            self._engine, self._requests, self._codec, self._turn, self._weights.commit_open_sync
-        )
-        self._async_driver = AsyncDriver(self._driver, self._engine, self._requests, self._turn)
+        try:
+            self._loop = EngineLoop(self._engine, self._requests)
+        except BaseException:
+            self._engine.close()
+            raise
+        self._calls = Calls(self._engine, self._requests, self._codec, self._loop)
+        self._streams = Streams(self._calls)
         if max_model_len is not None and self.max_model_len > (most := spec.rope_settings.longest):
             _log.warning(
                 "max_model_len: expected at most %d, the positions that the model's config is made "
@@ -302,7 +299,7 @@ class Generator:
     def manifest(self) -> dict[str, ParameterInfo]:
         """Hugging Face name → shape and dtype of each parameter that a sync has to bring. Packed
         and torchtitan names are accepted too."""
-        self._turn.check_alive()
+        self._loop.check_alive()
         return {
             name: ParameterInfo(shape, dtype, required)
             for name, shape, dtype, required in self._weights.manifest
@@ -313,11 +310,16 @@ class Generator:
         that can read a part. `name`: one of any that a sync takes. In one process it is the whole
         tensor. A source may call this while it is read. UnexpectedKeyError if the model has none of
         that name."""
-        with nullcontext() if self._turn.is_inside else self._turn.take():
-            shape, rows = self._engine.sync_wanted(name)
-            needed = (
-                rows[rows[:, 0] == self._engine.rank, 1:] if self._engine.has_peers else rows[:, 1:]
-            )
+        self._loop.check_alive()
+
+        def wanted() -> tuple[tuple[int, ...], NDArray[np.int64]]:
+            entry = self._engine.sync_resolve(name)
+            return entry.shape, entry.wanted()
+
+        shape, rows = wanted() if self._loop.is_inside else self._loop.call(wanted)
+        needed = (
+            rows[rows[:, 0] == self._engine.rank, 1:] if self._engine.has_peers else rows[:, 1:]
+        )
         if not len(needed):
             return Shard(shape, (0,) * len(shape), (0,) * len(shape))
         first, sizes = needed[:, : len(shape)], needed[:, BOX_DIMS : BOX_DIMS + len(shape)]
@@ -335,8 +337,7 @@ class Generator:
         invariant            False with fast=True: logprobs may depend on the batch
         asleep, paused       parts that are asleep; whether pause() was called
         """
-        with self._turn.take():
-            stats = self._engine.stats()
+        stats = self._loop.call(self._engine.stats)
         pages = stats["kv_pages"]
         usage = (pages - stats["kv_pages_free"]) / pages if pages else 0.0
         asleep = [part for part, bit in PARTS.items() if stats["asleep"] & bit]
@@ -358,8 +359,8 @@ class Generator:
         """With profile=True what each op took since the last call, by op and shape of weights:
         seconds, calls, rows, and of products and attention FLOPs and the bytes of weights that had
         to be read. Of rank 0 of this process. Times of a whole step: metrics()."""
-        with self._turn.take():
-            return self._engine.profile()
+        times: list[OpTime] = self._loop.call(self._engine.profile)
+        return times
 
     # ---------------------------------------------------------------------------------- generation
     def generate(
@@ -383,7 +384,7 @@ class Generator:
         the call: NotSyncedError, StateError (closed, paused, asleep). Ctrl-C and any other
         exception abort all requests of the call.
         """
-        return self._driver.generate(prompts, params, use_tqdm, on_error, timeout)
+        return self._calls.generate(prompts, params, use_tqdm, on_error, timeout)
 
     def chat(
         self,
@@ -423,7 +424,7 @@ class Generator:
             **(chat_template_kwargs or {}),
         }
         prompts = [Chat(chat, options) for chat in chats]
-        return self._driver.generate(prompts, params, use_tqdm, on_error, timeout)
+        return self._calls.generate(prompts, params, use_tqdm, on_error, timeout)
 
     def submit(
         self,
@@ -435,7 +436,7 @@ class Generator:
 
         If ranks are processes, all of them make the same calls of submit and poll in the same
         order."""
-        return self._driver.submit(prompts, params)
+        return self._calls.submit(prompts, params)
 
     def poll(self, min_outputs: int = 0, timeout: float | None = None) -> list[RequestOutput]:
         """Runs engine steps, at least one, until min_outputs submitted requests are finished. Stops
@@ -448,12 +449,12 @@ class Generator:
         If ranks are processes, they synchronize after each step, so that all return the same; the
         first rank whose timeout passes decides for all. Each step takes as long as the slowest
         replica's: to run everything to its end, generate is faster."""
-        return self._driver.poll(min_outputs, timeout)
+        return self._calls.poll(min_outputs, timeout)
 
     def abort(self, ids: int | Sequence[int] | None = None) -> None:
         """Ends requests; None: all. poll (or generate) returns them with the tokens so far and
         finish_reason "abort"; a running score or logits raises StateError."""
-        self._driver.abort(ids)
+        self._calls.abort(ids)
 
     async def agenerate(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -461,8 +462,7 @@ class Generator:
         """Completes one prompt, text or token ids:
         `outputs = await asyncio.gather(*map(gen.agenerate, prompts))`. Any number of coroutines, of
         any event loops, may wait at once; a thread runs the engine steps of all. While the
-        generator is paused or its KV asleep they wait. As submit does, a new request commits a
-        begin_sync that is open without a `with` block.
+        generator is paused or its KV asleep they wait.
 
         Cancelling the coroutine aborts its request. Without a seed the order in which requests come
         decides their seeds.
@@ -470,7 +470,7 @@ class Generator:
         Raises what ended the request (RequestError, CapacityError, NumericsError, a tokenizer's
         exception), NotSyncedError, StateError (closed, weights asleep, inside another call of this
         thread, one rank of several processes)."""
-        return await self._async_driver.generate(prompt, params)
+        return await self._streams.generate(prompt, params)
 
     def astream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -483,14 +483,14 @@ class Generator:
 
         Leaving the loop early aborts the request when the iterator is closed: by
         contextlib.aclosing, or by the event loop later."""
-        return self._async_driver.stream(prompt, params)
+        return self._streams.stream(prompt, params)
 
     # ------------------------------------------------------------------------------------- scoring
     def logits(self, ids_list: Sequence[Prompt]) -> list[NDArray[np.float32]]:
         """float32 [len, vocab] for each sequence: row i has the logits of token i+1, given tokens
         0..i."""
         sequences = sequences_of(ids_list)
-        return self._driver.score(sequences, [None] * len(sequences), self.spec.vocab_size)
+        return self._calls.score(sequences, [None] * len(sequences), self.spec.vocab_size)
 
     def score(
         self,
@@ -517,7 +517,7 @@ class Generator:
                         raise RequestError(
                             f"{name}: expected none in score, got {shown(getattr(param, name))}"
                         )
-        return self._driver.score(sequences, chosen)
+        return self._calls.score(sequences, chosen)
 
     # ------------------------------------------------------------------------------------- weights
     def sync_weights(
@@ -576,16 +576,17 @@ class Generator:
             if source is not None or not self._engine.has_peers:  # another process may have it
                 check_source(source)
             deadline = deadline_of(timeout)
-        with self._turn.take(deadline):
-            try:
-                report = self._weights.sync(source, options, deadline)
-            except UnexpectedKeyError as error:
-                if any(part in str(error) for part in PEFT):
-                    error.add_note(
-                        "these are adapters of PEFT: merge them first (model.merge_and_unload(), "
-                        "then its state dict)"
-                    )
-                raise
+        try:
+            report: SyncReport = self._loop.lend(
+                lambda: self._weights.sync(source, options, deadline), deadline
+            )
+        except UnexpectedKeyError as error:
+            if any(part in str(error) for part in PEFT):
+                error.add_note(
+                    "these are adapters of PEFT: merge them first (model.merge_and_unload(), "
+                    "then its state dict)"
+                )
+            raise
         size, digest = report.bytes / 1e9, report.digest
         _log.info(
             "sync: version %d serves, %.3f GB in %.3f s, digest %s",
@@ -602,22 +603,13 @@ class Generator:
         try:
             yield
         except Error as error:
-            self._engine.refuse(where, error, self._turn.take)
+            if self._engine.has_peers and self._engine.role is None:
+                self._loop.call(partial(self._engine.refuse, where, error))
             raise
 
-    def begin_sync(
-        self,
-        version: int | None = None,
-        cast: bool = False,
-        strict: bool = True,
-        mode: Literal["staged", "inplace"] = "staged",
-        inflight: Literal["wait", "restart", "abort", "keep"] = "wait",
-        keep_kv: bool = False,
-        allow_nonfinite: bool = False,
-        allow_bias_removal: bool = False,
-    ) -> Sync:
-        """Opens a sync that is pushed tensor by tensor, in any order; see Sync. Arguments as in
-        sync_weights. One that is open is reset.
+    def begin_sync(self, version: int | None = None, **options: Any) -> Sync:
+        """Opens a sync that is pushed tensor by tensor, in any order; see Sync. Options as in
+        sync_weights, except timeout. A sync that is open is dropped.
 
         If ranks are processes, each pushes the whole set; they synchronize at every push.
         StateError after follow()."""
@@ -627,18 +619,14 @@ class Generator:
                 "0; call sync_weights there"
             )
         with self._refusing(PUSHES):
-            options = SyncOptions(
-                version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal
-            )
-        sync = Sync(self._weights, self._turn.take, options)
+            checked = SyncOptions(version, **options)
+        sync = Sync(self._weights, self._loop.lend, checked)
         try:
-            with self._turn.take():
-                self._weights.begin(sync)
+            self._loop.lend(lambda: self._weights.begin(sync))
             return sync
         except BaseException as error:
             if self._weights.is_open(sync):
-                with self._turn.take():
-                    self._weights.abort(sync, error)
+                self._loop.lend(partial(self._weights.abort, sync, error))
             raise
 
     def self_test(
@@ -686,15 +674,15 @@ class Generator:
                 )
         engine = self._engine
         if not isinstance(engine, SpmdEngine):
-            self._turn.check_alive()
+            self._loop.check_alive()
             return
         try:
-            with self._turn.take():
-                follower = engine.follow(self._weights.fault_if_open())
+            follower = self._loop.call(lambda: engine.follow(self._weights.fault_if_open()))
             if follower is not None:
                 self._follow(engine, follower, source)
         except BaseException as error:
-            self._driver.abort_unless_shared(error)
+            if not self._loop.is_gone():
+                engine.abort_unless_shared(error)
             raise
 
     def _follow(
@@ -702,7 +690,7 @@ class Generator:
     ) -> None:
         def sync(options: dict[str, Any]) -> None:
             self._weights.sync(
-                None if source is None else made_by(source, options["version"]),
+                None if source is None else source_of_follower(source, options["version"]),
                 SyncOptions(**options),
             )
 
@@ -716,14 +704,19 @@ class Generator:
 
         calls = followed_methods(self._requests, self._weights, self._engine)
         calls |= {"sync": sync, "add": add, "add_score": add_score}
-        try:
-            for name, values in follower.received():
-                with self._turn.take():
+
+        def make(batch: list[tuple[str, dict[str, Any]]]) -> None:
+            with follower.obeying():
+                for name, values in batch:
                     try:
                         calls[name](**values)
                     except Exception as error:
-                        if self._engine.abort_unless_shared(error, voting=name == "sync"):
+                        if engine.abort_unless_shared(error, voting=name == "sync"):
                             raise
+
+        try:
+            for batch in follower.received():
+                self._loop.lend(partial(make, batch))
         except BaseException:
             engine.give_up()
             raise
@@ -738,18 +731,23 @@ class Generator:
 
         submit() still queues; generate, score and logits raise StateError."""
         choice("pause mode", mode, ("abort", "wait", "keep"))
-        with self._turn.take():
+
+        def pause() -> None:
             if mode == "abort":
                 self._requests.abort(self._requests.live())
             while mode == "wait" and not self._engine.paused and self._engine.unfinished():
-                if self._requests.step() == 0 and (left := self._engine.unfinished()):
+                call.check_wanted()
+                if self._requests.step()[0] == 0 and (left := self._engine.unfinished()):
                     raise StateError(f"{left} requests cannot finish while a part is asleep")
             self._engine.pause(True)
 
+        call = Call(pause)
+        call.is_collective = True
+        self._loop.run(call)
+
     def resume(self) -> None:
         """Ends pause()."""
-        with self._turn.take():
-            self._engine.pause(False)
+        self._loop.call(partial(self._engine.pause, False))
 
     def sleep(
         self,
@@ -788,15 +786,14 @@ class Generator:
                     "parts: expected 'weights' among them with keep_weights=True, got "
                     f"{shown(parts)}"
                 )
-        with self._turn.take():
-            try:
-                self._weights.require_equal(SLEEP, f"{part_names(mask)}, keep_weights={keep}")
-                self._weights.reset("a part was put to sleep")
-                self._weights.sleep(mask, keep)
-                _log.info("sleep: %s%s", part_names(mask), ", weights kept" if keep else "")
-            except BaseException as error:
-                self._driver.abort_unless_shared(error)
-                raise
+
+        def sleep() -> None:
+            self._weights.require_equal(SLEEP, f"{part_names(mask)}, keep_weights={keep}")
+            self._weights.reset("a part was put to sleep")
+            self._weights.sleep(mask, keep)
+
+        self._on_all_ranks(sleep)
+        _log.info("sleep: %s%s", part_names(mask), ", weights kept" if keep else "")
 
     def wake(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
         """Allocates the memory again. Weights that were not kept need a sync. CapacityError if a
@@ -804,14 +801,25 @@ class Generator:
         call may succeed."""
         with self._refusing(WAKE):
             mask = part_mask(parts)
-        with self._turn.take():
+
+        def wake() -> None:
+            self._weights.require_equal(WAKE, part_names(mask))
+            self._weights.wake(mask)
+
+        self._on_all_ranks(wake)
+        _log.info("wake: %s", part_names(mask))
+
+    def _on_all_ranks(self, function: Callable[[], None]) -> None:
+        """Runs this rank's part of a call that all ranks make."""
+
+        def run() -> None:
             try:
-                self._weights.require_equal(WAKE, part_names(mask))
-                self._weights.wake(mask)
-                _log.info("wake: %s", part_names(mask))
-            except BaseException as error:
-                self._driver.abort_unless_shared(error)
+                function()
+            except Exception as error:
+                self._engine.abort_unless_shared(error)
                 raise
+
+        self._loop.call(run)
 
     def wake_up(self, tags: str | Sequence[str] | None = None) -> None:
         """wake() by vLLM's name: tags are "weights", "kv_cache" or both; None: both."""
@@ -819,23 +827,22 @@ class Generator:
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
-        with self._turn.take():
-            self._engine.reset_prefix_cache()
+        self._loop.call(self._engine.reset_prefix_cache)
 
     def close(self) -> None:
         """Frees memory and threads. Every later call but close() is a StateError. Unfinished
         requests are lost."""
-        if self._turn.is_gone():
-            return
-        with self._turn.take_to_close():
+
+        def release() -> None:
             if self._engine.role is not None:
                 self._engine.role.close()
-            self._engine.close()  # idempotent, for a second close after a Ctrl-C
+            self._engine.close()
             self._weights.forget()
-            self._turn.closed = True
+
+        self._loop.close(release)
 
     def __enter__(self) -> Generator:
-        self._turn.check_alive()
+        self._loop.check_alive()
         return self
 
     def __exit__(

@@ -4,25 +4,24 @@
     SafetensorsFolder(path)          a checkpoint folder or file, read tensor by tensor
     SharedWriter, SharedReader       trainer and generator are processes of one machine: a file in
                                      /dev/shm, read without a copy
-    send_weights, receive_weights    between ranks, in buckets: from GPU to GPU with rm.comm.nccl or
-                                     torch's NCCL, through the host with rm.comm.shm, rm.comm.torch
-                                     or any other torch.distributed group
     DeltaWriter, DeltaReader         a folder that both sides see: whole sets now and then, between
                                      them what a step has changed
     DeltaEncoder, DeltaDecoder       the same as bytes, for any other way between them
-    bucketed(entries, bytes)         splits a stream into buckets
+    bucketed(entries, bytes)         splits an iterator into buckets of at most so many bytes
 
 Nothing here unpickles, listens on a port, or imports torch before it is needed.
 """
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
+from rollmesh.errors import ConfigError
 from rollmesh.runtime.dtypes import BF16
 from rollmesh.weights.safetensors_folder import SafetensorsFolder
 from rollmesh.weights.transport.delta import DeltaDecoder, DeltaEncoder
 from rollmesh.weights.transport.delta_folder import DeltaReader, DeltaWriter
 from rollmesh.weights.transport.store import SharedReader, SharedWriter
-from rollmesh.weights.transport.stream import receive_weights, send_weights
 from rollmesh.weights.transport.tensors import bucketed
 
 __all__ = [
@@ -30,3 +29,16 @@ __all__ = [
     "SharedReader", "SharedWriter", "bucketed",
     "receive_weights", "send_weights",
 ]  # fmt: skip
+
+
+def send_weights(*args: Any, **options: Any) -> NoReturn:
+    """Deprecated: raises ConfigError, which names what to use instead."""
+    raise ConfigError(
+        "send_weights, receive_weights: expected another way between trainer and generator, got a "
+        "stream over a group of ranks, which was removed: use SharedWriter and SharedReader on one "
+        "machine, DeltaWriter and DeltaReader over a folder, or DeltaEncoder and DeltaDecoder "
+        "over a group of your own"
+    )
+
+
+receive_weights = send_weights

@@ -365,7 +365,7 @@ def test_plan_of_the_full_size_config() -> None:
     assert "KV of a token                        24.00 KiB" in sharded, (
         "4 KV heads over 8 ranks: one each"
     )
-    assert "does not divide num_experts=128" in rollmesh(
+    assert "ep: expected a divisor of num_experts=128, got 3" in rollmesh(
         "plan", ROOT / "configs/qwen3_30b_a3b.toml", "--dp", 3, "--ep", 3, status=2
     )
 
@@ -464,12 +464,12 @@ def test_generate_from_a_folder_equals_transformers(tmp_path: Path) -> None:
     transformers' own."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from rollmesh.grpo import config, data
-    from rollmesh.grpo.trainer import hf_config_of
+    from rollmesh.run import config, data
+    from rollmesh.run.models import model_config
 
     tokenizer = data.load_tokenizer(ROOT / "data/chars")
     torch.manual_seed(3)
-    model = transformers.Qwen3MoeForCausalLM(hf_config_of(config.load(MOE).model, tokenizer)).eval()
+    model = transformers.Qwen3MoeForCausalLM(model_config(config.load(MOE), tokenizer)).eval()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     row = json.loads(
@@ -526,7 +526,9 @@ def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
     assert "held-out reward" in out
     folder = tmp_path / "runs/qwen3_moe_debug-1"
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
-    assert "a run is there already" in rollmesh("grpo", MOE, "--out", folder, status=2)
+    assert "expected a folder without a run, got one" in rollmesh(
+        "grpo", MOE, "--out", folder, status=2
+    )
     rollmesh("grpo", MOE, "--resume", folder, "--seed", 3, "--set", "train.steps=2", *small)
     assert [
         json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
@@ -554,7 +556,7 @@ def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
         ),
         (
             ("generate", MOE, "a", "--random", "--tp", "3"),
-            "ConfigError: tp=3 does not divide num_attention_heads=",
+            "ConfigError: tp: expected a divisor of num_attention_heads=",
         ),
         (("generate", MOE, "a", "--random", "--device", "cuda"), "ConfigError: device = 'cuda'"),
         (
@@ -640,7 +642,7 @@ def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
         ),
         (
             ("grpo", MOE, "--tp", "3", "--out", "/tmp/never"),
-            "ConfigError: tp=3 does not divide num_attention_heads=",
+            "ConfigError: tp: expected a divisor of num_attention_heads=",
         ),
         (
             ("grpo", MOE, "--resume", "/no/such"),
@@ -729,7 +731,7 @@ def test_doctor_of_an_instruction_set_that_there_is_none_of(word: str) -> None:
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("  chosen ")]
     assert (done.returncode, done.stderr) == (0, "")
     assert "none: RM_ISA=" in line
-    assert "names no instruction set" in line
+    assert "RM_ISA: expected an instruction set" in line
     assert "capped" not in line
     assert len(line) < 200
     assert line.isprintable()
@@ -861,7 +863,7 @@ def test_an_exception_of_a_reward_names_it(tmp_path: Path) -> None:
     with pytest.raises(
         rm.ConfigError, match=r"^reward reward_that_raises:f raised KeyError: 'oops'\n"
     ) as caught:
-        reward(["p"], ["c"], [[1]], {})
+        reward.judge(["p"], ["c"], [[1]], {})
     assert isinstance(caught.value.__cause__, KeyError)
 
 
@@ -910,17 +912,19 @@ def test_a_run_that_never_began_does_not_block_its_folder(tmp_path: Path) -> Non
     (tmp_path / "metrics.jsonl").touch()
     assert grpo._folder(args) == tmp_path
     (tmp_path / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
-    with pytest.raises(rm.ConfigError, match="no checkpoint to go on from; choose another folder"):
+    with pytest.raises(
+        rm.ConfigError, match="no checkpoint to continue from; choose another folder"
+    ):
         grpo._folder(args)
     (tmp_path / "checkpoints/step_000001").mkdir(parents=True)
-    with pytest.raises(rm.ConfigError, match=r"--resume .* goes on with it"):
+    with pytest.raises(rm.ConfigError, match=r"--resume .* continues it"):
         grpo._folder(args)
 
 
 def test_the_config_of_the_documents_is_whole(tmp_path: Path) -> None:
     """The TOML that docs/grpo.md gives for a task of one's own, read as it stands; and what it says
     of the two dtypes."""
-    from rollmesh.grpo import config as run_config
+    from rollmesh.run import config as run_config
 
     text = (ROOT / "docs/grpo.md").read_text(encoding="utf-8").split("```toml\n")[1].split("```")[0]
     file = tmp_path / "task.toml"

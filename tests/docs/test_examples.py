@@ -90,6 +90,7 @@ def test_other_process() -> None:
     assert len({line.split("digest ")[1] for line in lines if "digest" in line}) == 3
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("victim", ["trainer", "generator"])
 def test_other_process_ends_when_either_side_dies(victim: str) -> None:
     """SIGKILL to one process after the first version: the other one ends with an error."""

@@ -148,7 +148,7 @@ def refuse_each(name, call, state):
 config = tiny_config(moe=True)
 gen = rm.Generator(rm.ModelSpec.from_hf(config), dtype="float32", threads=2, kv_cache_gib=0.002,
     max_model_len=128)
-engine = gen._engine
+engine = gen._engine._engine
 
 def state():
     stats = {key: value for key, value in engine.stats().items() if not key.endswith("seconds")}
@@ -158,9 +158,9 @@ refuse_each("stats", engine.stats, state)
 refuse_each("manifest", engine.manifest, state)
 refuse_each("sync_begin", lambda: engine.sync_begin(-1), state)
 for name, tensor in numpy_state_dict(config).items():
-    refuse_each("sync_check", lambda: engine.sync_check(name, tensor), state)
-    refuse_each("sync_resolve", lambda: engine.sync_resolve(name), state)
-    refuse_each("sync_push", lambda: engine.sync_push(name, tensor), state)
+    entry = refuse_each("sync_resolve", lambda: engine.sync_resolve(name), state)
+    refuse_each("sync_take", lambda: engine.sync_take(entry, tensor), state)
+    refuse_each("sync_push", lambda: engine.sync_push([entry]), state)
 engine.sync_commit("refuse")
 request = EngineRequest(n=2, max_tokens=4, min_tokens=0, temperature=1.0, top_p=1.0, min_p=0.0,
     top_k=-1, has_seed=True, seed=1,

@@ -584,7 +584,7 @@ def test_in_flight_in_place_needs_an_idle_engine() -> None:
     with engine() as gen:
         gen.submit([prompt(20)], Params(max_tokens=30, seed=1))
         gen.poll()
-        with pytest.raises(rm.StateError, match="sync in place while 1 requests are unfinished"):
+        with pytest.raises(rm.StateError, match="expected none before a sync in place, got 1"):
             gen._engine.sync_begin(2, in_place=True)
         sync(gen, DENSE, 2, mode="inplace")  # waits
         output = gen.poll(1)[0]

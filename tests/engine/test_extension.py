@@ -50,7 +50,6 @@ def engine(exchange: Exchange, dtype: str = "float32") -> _core.Engine:
 KEEPERS: dict[str, Callable[[Exchange], object]] = {
     "comm": comm,
     "engine": engine,
-    "holding": lambda exchange: _core.Turn().take(check=exchange),
 }
 
 

@@ -1,6 +1,6 @@
 """Mutators of everything that comes in from outside: state dicts, requests, sequences of calls and
 configs. The drivers are tests/support/native/fuzz_*.c and tests/support/config_fuzz.py; each says
-at its head what it changes and what its oracle is. Every oracle is shown its planted faults first.
+at its head what it changes and what its oracle is. Every oracle is shown its injected faults first.
 
 Of configs RM_FUZZ_SECONDS seconds are run (.ci/run: 60; else 2), of each other kind half as many,
 shared by the plain and the sanitized build, from a seed fixed by the test's id: what decides

@@ -343,6 +343,7 @@ LISTS: dict[
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", LISTS)
 def test_a_list_without_end_is_refused_before_it_is_walked(gen: rm.Generator, name: str) -> None:
     before = fingerprint(gen)

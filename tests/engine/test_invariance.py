@@ -304,12 +304,14 @@ def run_variant(model: str, which: str, variant: str) -> None:
     COMPARED["tests"] += 1
 
 
+@pytest.mark.quick(14)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("model", some(MODELS, QUICK.__contains__))
 def test_short(model: str, variant: str) -> None:
     run_variant(model, "short", variant)
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("variant", LONG_VARIANTS)
 @pytest.mark.parametrize("model", some(MODELS, QUICK.__contains__))
 def test_across_the_segment(model: str, variant: str) -> None:
@@ -321,6 +323,7 @@ OTHERS = [
 ]  # the plain loops and what else runs here
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("isa", OTHERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_other_kernels(model: str, isa: str) -> None:
@@ -337,6 +340,7 @@ def test_other_kernels(model: str, isa: str) -> None:
     COMPARED["tests"] += 1
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("isa", OTHERS)
 @pytest.mark.parametrize("model", ["window_f32", "moe_bf16"])
 def test_other_kernels_across_the_segment(model: str, isa: str) -> None:
@@ -394,6 +398,7 @@ def test_floating_point_mode_of_the_caller(
 
 
 # ------------------------------------------------------------------------------- score and logits
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("which", ["short", "long"])
 @pytest.mark.parametrize("model", MODELS)
 def test_generate_is_score(model: str, which: str) -> None:

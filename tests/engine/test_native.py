@@ -1,7 +1,7 @@
 """The C core without Python, under what finds faults that no result shows: races under TSan, every
 allocation and thread refused under ASan, UBSan and the leak detector, and the whole engine under
 valgrind. The drivers are tests/support/native/*.c; each says at its head what it does and what its
-oracle is. Every measure is shown a planted fault first."""
+oracle is. Every measure is shown a injected fault first."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def note(config: pytest.Config, how: str, printed: str) -> None:
     config.stash[SUMMARY].append(f"native, {how}: {printed.splitlines()[-1]}")
 
 
-RACES = {"race_team": ["--rounds", "100"], "race_engine": [], "race_sync": []}
+RACES = {"race_team": ["--rounds", "100"], "race_engine": [], "race_mesh": [], "race_sync": []}
 
 
 @pytest.mark.full
@@ -106,6 +106,15 @@ def test_second_lines_of_defence(native: Build) -> None:
     """Guards that no test above reaches: versions in the store, versions and zeroing in the page
     cache, the mode of workers."""
     assert passes([native("second_line")]) == "3 guards hold\n"
+
+
+def test_the_scheduler_alone(native: Build, pytestconfig: pytest.Config) -> None:
+    """Random requests, limits and page counts, without a model or a device; oracle and faults are
+    at the head of the driver."""
+    program = native("scheduler", MEMORY)
+    for fault in ("1", "2"):
+        assert run([program, "--plant", fault]).returncode == 1
+    note(pytestconfig, "ASan and UBSan", passes([program]))
 
 
 @pytest.mark.full

@@ -57,22 +57,27 @@ def test_an_error_ends_all(num_threads: int, error: type[BaseException]) -> None
 
 
 def test_an_interrupt_while_the_caller_waits() -> None:
-    """The caller has no work left when the signal comes: it is raised once the helper has ended."""
+    """The caller ends its own work and waits when the signal comes. The signal is raised once the
+    helper has ended."""
     ended: list[int] = []
+    interrupted = threading.Event()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
         raise KeyboardInterrupt
 
     def work(number: int) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.4)
+        if threading.current_thread() is threading.main_thread():
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+        else:
+            assert interrupted.wait(20)
+            time.sleep(0.1)
             ended.append(number)
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         together = threading.Barrier(2, timeout=20)
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
             in_threads(lambda number: (together.wait(), work(number)), range(2), 2)
         assert len(ended) == 1
     finally:

@@ -1,29 +1,30 @@
-"""Plants known faults in the product, one at a time, and says which test caught which.
+"""Injects known faults into the product, one at a time, and prints which test catches each.
 
-The faults are in tests/faults/*.toml, a file per area. Each is one change that a user would suffer
-from:
+The faults are in tests/faults/*.toml, one file per area. Each is a change that breaks a promise
+which few tests guard, and that mutate.py would not find by chance:
 
     [name]
-    what = "What is wrong: what a user would suffer from it."
+    what = "what is wrong, and what a user would suffer from it"
     file = "the file that is changed"
-    old = 'text that stands exactly once in it'
-    new = 'what it is replaced by'
-    tests = 'arguments of pytest, narrowest first: the tests that should see the fault'
+    function = "the function that is changed; left out for a table or a macro"
+    old = 'a short pattern that occurs once in the function; line breaks do not count'
+    new = 'its replacement'
+    tests = 'arguments of pytest: the tests that should catch the fault'
 
-A fault that needs more than one change has `[[name.also]]` tables with file, old and new, applied
-in order. Prefer one changed line. tests/faults/test_planted.py checks that every text can be found.
-Whoever moves or rewords such a line updates its fault.
+A fault that needs more than one change has `[[name.also]]` tables with file, function, old and new,
+applied in order. tests/faults/test_faults.py checks that every pattern is found. If you change such
+a line, update its fault.
 
-This script copies the tree to a scratch folder and builds it there. Then, in a copy of that for
-each fault, it makes the change, builds, and runs the fault's tests until the first failure.
+The script copies the tree to a scratch folder and builds it there. For each fault it makes the
+change in a copy of that, builds, and runs the fault's tests until the first failure.
 
 A test counts only if it passes without any fault, so all named tests run once on the clean tree
-first. A fault is caught when a test fails (pytest's exit status 1) or kills the process by a
-signal, or the simulated device ends it (tests/gpu/simt). It is not caught when it does not build,
-when pytest cannot collect the tests, or when none ends in time. Exit status 1: some fault was not
+first. A fault is caught if a test fails (exit status 1 of pytest), if a signal kills the process,
+or if the simulated device ends it (tests/gpu/simt). A fault is not caught if it does not build, if
+pytest cannot collect the tests, or if none ends in time. The exit status is 1 if some fault was not
 caught.
 
-    python tests/faults/run.py [NAME …] [--list] [--wide] [--into DIR]
+    python tests/faults/run.py [NAME …] [--list] [--into DIR]
 """
 
 from __future__ import annotations
@@ -43,40 +44,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import places
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).resolve().parent
 TIMEOUT = 600  # seconds of one build or one run of tests
 TIMED_OUT = 124
 SIMT_FAULT = 3  # what a process ends with that the simulated device faults
-WIDE = [
-    f"tests/{name}.py"
-    for name in (
-        "kernels/test_ops_reference",
-        "engine/test_engine",
-        "weights/test_sync",
-        "request/test_requests",
-        "engine/test_generator",
-        "weights/test_generator_sync",
-        "weights/test_sources",
-    )
-]
 
 
 @dataclass(frozen=True)
 class Change:
     file: str
+    function: str | None
     old: str
     new: str
 
     def apply(self, text: str) -> str:
-        """The exact text, or else one that a formatter has broken into other lines."""
-        if text.count(self.old) == 1:
-            return text.replace(self.old, self.new)
-        words = [re.escape(word) for word in re.findall(r"\w+|[^\w\s]", self.old)]
-        found = re.findall(old := r"(?:[\s,/()]|\" f?\")*?".join(words), text)
-        if len(found) != 1:
-            raise ValueError(f"{self.file}: expected one place with {self.old!r}, got {len(found)}")
-        return re.sub(old, lambda _: self.new, text)
+        return places.replace(text, self.file, self.function, self.old, self.new)
 
 
 @dataclass(frozen=True)
@@ -90,7 +75,7 @@ class Fault:
 
 def read_fault(area: str, name: str, entry: dict[str, Any]) -> Fault:
     changes = tuple(
-        Change(*(each[key] for key in ("file", "old", "new")))
+        Change(each["file"], each.get("function"), each["old"], each["new"])
         for each in (entry, *entry.get("also", ()))
     )
     return Fault(area, name, entry["what"], changes, tuple(shlex.split(entry["tests"])))
@@ -106,8 +91,8 @@ def all_faults() -> list[Fault]:
 
 
 def copy_tree(to: Path) -> None:
-    """All files that git would keep, and no others; one that has not changed keeps its old copy, so
-    that little is compiled again."""
+    """Copies the files that git would keep, and removes others from the copy. A file that has not
+    changed keeps its old copy, so that little is compiled again."""
     listed = subprocess.run(
         ["git", "ls-files", "-coz", "--exclude-standard"],
         cwd=ROOT,
@@ -128,9 +113,9 @@ def copy_tree(to: Path) -> None:
 
 
 class Scratch:
-    """`work`, a copy of the tree with its builds, and `clean`, what that was before any fault. A
-    fault is planted into a work that is copied from clean with the times of its files, so that only
-    what the fault touches is compiled."""
+    """`work` is a copy of the tree with its builds, and `clean` is `work` without any fault. Each
+    fault gets a new `work`, copied from `clean` with the times of its files, so that only what the
+    fault touches is compiled."""
 
     def __init__(self, folder: Path) -> None:
         self.clean, self.work = folder / "clean", folder / "work"
@@ -139,9 +124,8 @@ class Scratch:
         )
         if self.clean.exists():
             self.restore()
-            shutil.rmtree(
-                self.lib, ignore_errors=True
-            )  # modules that are gone would stay; objects are kept
+            # Objects are kept; modules that the tree no longer has would stay.
+            shutil.rmtree(self.lib, ignore_errors=True)
         copy_tree(self.tree)
 
     def restore(self) -> None:
@@ -158,10 +142,8 @@ class Scratch:
             "PYTHONDONTWRITEBYTECODE": "1",
             "RM_NATIVE_BUILD": str(self.native),
         }
-        fixed["CFLAGS"] = (
-            # a fault whose function has been renamed must not build
-            "-Werror=implicit-function-declaration"
-        )
+        # A fault that calls a function that does not exist must not build.
+        fixed["CFLAGS"] = "-Werror=implicit-function-declaration"
         environment = os.environ | fixed | variables
         try:
             done = subprocess.run(
@@ -193,8 +175,8 @@ class Scratch:
         return said if status else None
 
     def test(self, tests: list[str]) -> tuple[int, str]:
-        """pytest's exit status and its last words: the test that failed first, or in which the
-        process died."""
+        """Returns pytest's exit status, and the test that failed first or in which the process
+        died."""
         options = [
             "-x",
             "-q",
@@ -214,15 +196,14 @@ class Scratch:
             died := re.search(r'File "\S*(tests/[\w/]+\.py)", line \d+ in (\w+)', said)
         ):
             return status, f"{signal.Signals(-status).name} in {died[1]}::{died[2]}"
-        if (
-            status == SIMT_FAULT and "INTERNALERROR" not in said
-        ):  # which ends pytest with the same number
-            return 1, "the simulated device ended the process"  # its words are in pytest's capture
+        # INTERNALERROR: pytest ends with the same status then.
+        if status == SIMT_FAULT and "INTERNALERROR" not in said:
+            return 1, "the simulated device ended the process"
         return status, said.strip()[-300:]
 
 
-def plant(scratch: Scratch, fault: Fault, wide: bool) -> tuple[bool, str]:
-    """(caught, by what or why not)."""
+def inject(scratch: Scratch, fault: Fault) -> tuple[bool, str]:
+    """Returns whether a test caught the fault, and which one or why not."""
     scratch.restore()
     try:
         for change in fault.changes:
@@ -233,15 +214,13 @@ def plant(scratch: Scratch, fault: Fault, wide: bool) -> tuple[bool, str]:
     if said := scratch.build():
         return False, f"does not build: {said.strip()[-300:]}"
     status, said = scratch.test([*fault.tests])
-    if status == 0 and wide:
-        status, said = scratch.test(WIDE)
     return status == 1 or status < 0, said if status else "SURVIVED"
 
 
-def baseline(scratch: Scratch, faults: list[Fault], wide: bool) -> str | None:
+def baseline(scratch: Scratch, faults: list[Fault]) -> str | None:
     if said := scratch.build():
         return said
-    for tests in sorted({fault.tests for fault in faults}) + ([tuple(WIDE)] if wide else []):
+    for tests in sorted({fault.tests for fault in faults}):
         status, said = scratch.test([*tests])
         if status:
             return f"without any fault, {shlex.join(tests)}: {said}"
@@ -249,15 +228,15 @@ def baseline(scratch: Scratch, faults: list[Fault], wide: bool) -> str | None:
     return None
 
 
-def run(faults: list[Fault], folder: Path, wide: bool) -> int:
+def run(faults: list[Fault], folder: Path) -> int:
     begin, scratch, missed = time.monotonic(), Scratch(folder), 0
-    if said := baseline(scratch, faults, wide):
+    if said := baseline(scratch, faults):
         print(said, file=sys.stderr)
         return 2
     print(f"without any fault all named tests pass ({time.monotonic() - begin:.0f} s)", flush=True)
     for fault in faults:
         start = time.monotonic()
-        caught, said = plant(scratch, fault, wide)
+        caught, said = inject(scratch, fault)
         missed += not caught
         print(
             f"{'caught' if caught else 'MISSED'}  {fault.name:36} {time.monotonic() - start:5.0f} "
@@ -270,7 +249,7 @@ def run(faults: list[Fault], folder: Path, wide: bool) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="plants known faults and says which test caught which"
+        description="injects known faults and prints which test catches each"
     )
     parser.add_argument(
         "names",
@@ -279,9 +258,6 @@ def main() -> int:
         help="faults, by their name or its beginning, or areas; all by default",
     )
     parser.add_argument("--list", action="store_true", help="show the faults and do nothing")
-    parser.add_argument(
-        "--wide", action="store_true", help="try more test files when the named tests pass"
-    )
     parser.add_argument(
         "--into",
         type=Path,
@@ -302,9 +278,9 @@ def main() -> int:
             print(f"{fault.area:8} {fault.name:36} {fault.what}")
         return 0
     if options.into:
-        return run(faults, options.into.resolve(), options.wide)
+        return run(faults, options.into.resolve())
     with tempfile.TemporaryDirectory() as folder:
-        return run(faults, Path(folder), options.wide)
+        return run(faults, Path(folder))
 
 
 if __name__ == "__main__":

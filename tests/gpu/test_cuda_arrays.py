@@ -305,7 +305,7 @@ def test_streams_that_ops_cannot_be_ordered_with(
 
     is_refused(12345, "invalid resource handle")
     for nowhere in (3, 4095):
-        is_refused(nowhere, "it is no handle of a stream")
+        is_refused(nowhere, "it is not a stream handle")
     is_refused(second.device.table.stream, "it is another device's")
     with cuda_device.Library(Path(os.environ[LIBRARY_SWITCH])).open(0) as capturing:
         assert capturing.begin_capture() == cuda_device.OK

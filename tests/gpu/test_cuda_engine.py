@@ -411,7 +411,7 @@ def test_tensors_of_the_device_are_read_where_they_are(
         (
             {"ordinal": 1},
             rm.UnsupportedTensorError,
-            "a capsule whose tensor is not where __dlpack_device__ says",
+            "a capsule whose tensor is not on the __dlpack_device__",
         ),
         ({"shift": 1}, rm.LayoutError, "no multiple of the 4 bytes of an element"),
     ],
@@ -610,7 +610,7 @@ def test_a_fault_ends_the_engine_and_says_so(
     with pytest.raises(rm.DeviceError, match=r"cuda:0: .*illegal"):
         work()
     for _ in range(2):
-        with pytest.raises(rm.Error, match=r"illegal|expected synced weights"):
+        with pytest.raises(rm.Error, match=r"illegal|expected synced ones"):
             gpu.generate(PROMPTS, PARAMS, use_tqdm=False)
     with pytest.raises(rm.DeviceError, match="illegal"):
         gpu.sync_weights(state, cast=True)
@@ -642,7 +642,7 @@ def test_devices_that_are_not_here(
     ):
         make(DENSE, "cuda:99")
     monkeypatch.setenv(LIBRARY_SWITCH, str(tmp_path / "none.so"))
-    with pytest.raises(rm.ConfigError, match=r"expected the path of a library .*none\.so, which is not a file"):
+    with pytest.raises(rm.ConfigError, match=r"none\.so, which is not a file"):
         make()
     (tmp_path / "none.so").write_bytes(b"no library")
     with pytest.raises(rm.ConfigError, match=r"the CUDA library cannot be loaded: .*none\.so"):
@@ -658,7 +658,7 @@ def test_ranks_on_gpus_of_two_architectures(
     assert make(mesh=rm.Mesh(tp=2)).metrics()["family"] == "cuda_fma"
     with pytest.raises(
         rm.MeshMismatchError,
-        match="rank 1 has family = cuda_mma_sm80 on cuda:1, rank 0 cuda_mma_sm90 on cuda:0",
+        match=r"expected cuda_mma_sm90 on all ranks, as on rank 0 \(cuda:0\), got cuda_mma_sm80",
     ):
         make(mesh=rm.Mesh(tp=2), isa="cuda_mma")
     assert (

@@ -16,9 +16,9 @@ from test_grpo import DENSE, MOE, TIMES, run, weights_of
 from transformers import AutoConfig
 
 import rollmesh as rm
-from rollmesh.grpo import config, metrics
-from rollmesh.grpo.generator import make_generator
 from rollmesh.grpo.trainer import check_devices, torch_device
+from rollmesh.run import config, metrics
+from rollmesh.run.generator import make_generator
 from rollmesh.runtime import nccl
 
 

@@ -197,7 +197,7 @@ def test_what_is_kept_serves_again(make: Make, library: Path, changes: dict[str,
             )  # the copy, one of each rank, in pages
         with pytest.raises(rm.StateError, match="asleep"):
             generator.generate([[1]], use_tqdm=False)
-        with pytest.raises(rm.StateError, match="cannot sync while the weights are asleep"):
+        with pytest.raises(rm.StateError, match="weights: expected awake, got asleep"):
             generator.sync_weights(helpers.numpy_state_dict(MOE, seed=3), cast=True)
         generator.wake("kv")  # one by one
         assert generator.version is None

@@ -180,7 +180,7 @@ def test_values_of_another_gpu_that_are_refused(
         (
             "a number below 0",
             rm.UnsupportedTensorError,
-            r"norm\.weight: .*got a __dlpack_device__ that names no CUDA device",
+            r"norm\.weight: .*got a __dlpack_device__ with an invalid number of a CUDA device",
         ),
         (
             "memory of another",

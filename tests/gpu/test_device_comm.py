@@ -93,7 +93,7 @@ def test_every_fault_under_the_sanitizers(native: Build, sanitize: str) -> None:
 
 
 def test_nothing_stays_in_shared_memory() -> None:
-    """After the tests above: what the stand-in's ranks shared is gone, of planted faults too. A
+    """After the tests above: what the stand-in's ranks shared is gone, of injected faults too. A
     name has the process in it that made it, since others may be at work beside this one."""
     if not os.path.isdir("/dev/shm"):
         pytest.skip("no /dev/shm")

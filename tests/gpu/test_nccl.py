@@ -144,11 +144,11 @@ def test_a_version_is_read(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_is_no_nccl_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(rm.ConfigError, match=r"no NCCL can be loaded: .*nowhere"):
+    with pytest.raises(rm.ConfigError, match=r"NCCL cannot be loaded: .*nowhere"):
         nccl.find("/nowhere/libnccl.so.2")
     text = tmp_path / "libnccl.so.2"
     text.write_text("no library\n")
-    with pytest.raises(rm.ConfigError, match="no NCCL can be loaded"):
+    with pytest.raises(rm.ConfigError, match="NCCL cannot be loaded"):
         nccl.find(text)
     with pytest.raises(
         rm.ConfigError,
@@ -213,7 +213,7 @@ def test_it_wraps_a_comm_once(stand_in: str) -> None:
 
 
 def test_no_nccl_is_said_before_there_is_a_generator(tmp_path: Path) -> None:
-    with pytest.raises(rm.ConfigError, match="no NCCL can be loaded"):
+    with pytest.raises(rm.ConfigError, match="NCCL cannot be loaded"):
         rm.comm.nccl(host(), tmp_path / "libnccl.so.2")
 
 

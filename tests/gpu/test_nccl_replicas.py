@@ -156,7 +156,7 @@ def test_ranks_of_tokens_that_one_replica_wants(make: Make) -> None:
     found = []
     for generator in (cpu, gpu):
         generator.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
-        engine, told, more = generator._engine, [], True
+        engine, told, more = generator._engine._engine, [], True
         asks = [
             asked(max_tokens=9 + 8 * i, seed=i, ignore_eos=True, ranks=i == 0) for i in range(2)
         ]

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from helpers import TIMES, TINY_RUN
 from paths import ROOT
+from rollouts import rollout_of
 
 import rollmesh as rm
 
@@ -25,11 +26,22 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from rollmesh.grpo import advantages as adv  # noqa: E402
-from rollmesh.grpo import checkpoint, config, data, loop, metrics, rewards, rollout, seeds, trainer  # noqa: E402
-from rollmesh.grpo.config import LossTable, TrainTable  # noqa: E402
-from rollmesh.grpo.loss import grpo_loss, token_weights  # noqa: E402
-from rollmesh.grpo.mismatch import mismatch  # noqa: E402
+from rollmesh.grpo import loop, rewards, rollout, trainer  # noqa: E402
+from rollmesh.grpo.loss import (  # noqa: E402
+    grpo_loss,
+    mismatch,
+    token_weights,
+)
 from rollmesh.model.families import FAMILIES  # noqa: E402
+from rollmesh.run import (  # noqa: E402
+    checkpoint,
+    config,
+    data,
+    metrics,
+    samples,
+    seeds,
+)
+from rollmesh.run.config import LossTable, TrainTable  # noqa: E402
 
 MOE, DENSE = ROOT / "configs/qwen3_moe_debug.toml", ROOT / "configs/qwen3_debug.toml"
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
@@ -254,12 +266,12 @@ def test_loss_and_gradient_by_hand(
     tensors = [torch.tensor(x) for x in (lp, h, old, a, w)]
     tensors[0].requires_grad_()
     tensors[1].requires_grad_()
-    terms = grpo_loss(*tensors, table, torch.tensor(ref) if with_ref else None)
+    loss, _ = grpo_loss(*tensors, table, torch.tensor(ref) if with_ref else None)
     hand_ref = ref if with_ref else None
-    assert float(terms.loss.detach()) == pytest.approx(
+    assert float(loss.detach()) == pytest.approx(
         loss_by_hand(lp, old, a, h, w, table, hand_ref), abs=1e-12
     )
-    terms.loss.backward()
+    loss.backward()
     eps = 1e-6
     for i in range(n):
         up, down = lp.copy(), lp.copy()
@@ -279,11 +291,11 @@ def test_clipping_stops_the_gradient_on_the_far_side_only() -> None:
     lp = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
     a = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     zero, one = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
-    terms = grpo_loss(lp, zero, zero, a, one, LossTable())
-    terms.loss.backward()
+    loss, terms = grpo_loss(lp, zero, zero, a, one, LossTable())
+    loss.backward()
     assert lp.grad is not None
     assert np.allclose(lp.grad, [0.0, math.e, -math.exp(-1), 0.0])
-    assert float(terms.clipped) == 2.0
+    assert float(terms["clip_share"]) == 2.0
 
 
 def test_a_ratio_that_no_float_holds() -> None:
@@ -296,12 +308,12 @@ def test_a_ratio_that_no_float_holds() -> None:
         (-1.0, 1.0, False),
     ):
         lp, zero, one = torch.tensor([-0.1], requires_grad=True), torch.zeros(1), torch.ones(1)
-        terms = grpo_loss(
+        loss, _ = grpo_loss(
             lp, zero, zero - 120, one * advantage, one, LossTable(), correction_N=one * correction
         )
-        terms.loss.backward()
+        loss.backward()
         assert lp.grad is not None
-        assert bool(lp.grad.isfinite()) == bool(terms.loss.isfinite()) == is_finite
+        assert bool(lp.grad.isfinite()) == bool(loss.isfinite()) == is_finite
         assert not is_finite or lp.grad == 0
 
 
@@ -321,7 +333,7 @@ def test_rewards_of_chats_get_messages(tokenizer: Any, tmp_path: Path) -> None:
         "zip(prompts, completions, answer)]\n"
     )
     prompt = data.make_prompt({"prompt": "ab", "answer": "AB"}, tokenizer, True, 0, "here")
-    this = rollout.Rollout(
+    this = rollout_of(
         [prompt, prompt], [[1], [2]], [np.zeros(1, np.float32)] * 2, ["AB", "A"], [True, True]
     )
     assert rollout.score(this, rewards.Rewards(["chat_rewards_of_test:f"], (), tmp_path)).total == [
@@ -334,10 +346,10 @@ def test_batches_list_generated_tokens_by_hand(tokenizer: Any) -> None:
     """Two prompts of 1 and 3 tokens with 2 and 1 generated ones: ids, and for each generated token
     the position before it."""
     prompts = [data.Prompt("", (7,), {}), data.Prompt("", (4, 5, 6), {})]
-    this = rollout.Rollout(
+    this = rollout_of(
         prompts, [[8, 1], [9]], [np.float32([-1, -2]), np.float32([-3])], ["", ""], [True, False]
     )
-    b = rollout.make_batch(this, [0, 1])
+    b = samples.make_batch(this.completions)
     assert b.ids_BT.tolist() == [[7, 8, 1], [4, 5, 6]]
     assert list(zip(b.rows_N.tolist(), b.columns_N.tolist(), b.targets_N.tolist())) == [
         (0, 0, 8),
@@ -393,13 +405,13 @@ def test_a_reward_of_ones_own_has_trls_signature(tmp_path: Path) -> None:
         ["own_rewards_of_test:by_length", "own_rewards_of_test:none"], [0.5, 3.0], tmp_path
     )
     assert sys.path[: len(path)] == path, "no module beside the reward hides a library's"
-    assert r(["p", "q"], ["x", "yy"], [[1], [2, 3]], {"bonus": [10, 20]}) == [5.5, 11.0]
+    assert r.judge(["p", "q"], ["x", "yy"], [[1], [2, 3]], {"bonus": [10, 20]}).total == [5.5, 11.0]
     for name, message in (
         ("short", "expected 2 values, one a completion, got 1"),
         ("nan", "completion 0 got nan"),
     ):
         with pytest.raises(rm.ConfigError, match=message):
-            rewards.Rewards([f"own_rewards_of_test:{name}"], (), tmp_path)(
+            rewards.Rewards([f"own_rewards_of_test:{name}"], (), tmp_path).judge(
                 ["p", "q"], ["x", "y"], [[1], [2]], {}
             )
     for name, message in (
@@ -621,7 +633,7 @@ def test_metrics_of_a_killed_run_are_cut_at_the_resumed_step(tmp_path: Path) -> 
 @pytest.fixture(autouse=True)
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Any:
     """draw_curves, which takes longer than all else of these small runs: only one test calls it."""
-    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     return metrics.draw_curves
 
 
@@ -647,6 +659,7 @@ def moments_of(this: loop.Run) -> list[bytes]:
     ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("file", [MOE, DENSE], ids=["moe", "dense"])
 def test_a_resumed_run_is_the_same_run_bit_for_bit(file: Path, tmp_path: Path) -> None:
     """Four steps at once against two steps, a new process's worth of objects, and two more. Bound:
@@ -674,7 +687,7 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(file: Path, tmp_path: Path) -
 def test_a_run_leaves_what_it_promises(
     tmp_path: Path, drawn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "draw_curves", drawn)
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", drawn)
     run(
         MOE,
         tmp_path,

@@ -19,6 +19,7 @@ import pytest
 from helpers import TIMES, TINY_RUN
 from marks import full
 from paths import ROOT
+from rollouts import lists, rollout_of
 
 import rollmesh as rm
 
@@ -29,8 +30,15 @@ from test_grpo_learning import heldout, train  # noqa: E402
 from test_grpo_mesh import compare  # noqa: E402
 from test_interrupts import interrupted_at  # noqa: E402
 
-from rollmesh.grpo import checkpoint, config, loop, metrics, overlap, rollout  # noqa: E402
-from rollmesh.grpo.async_rollouts import AsyncRollouts, staleness  # noqa: E402
+from rollmesh.grpo import loop  # noqa: E402
+from rollmesh.run import (  # noqa: E402
+    async_rollouts,
+    checkpoint,
+    config,
+    metrics,
+    samples,
+)
+from rollmesh.run.async_rollouts import AsyncRollouts, staleness  # noqa: E402
 
 MOE = ROOT / "configs/qwen3_moe_debug.toml"
 TINY = [*TINY_RUN, "eval.temperature=0.7"]
@@ -41,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: None)
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: None)
 
 
 @pytest.fixture(autouse=True)
@@ -167,16 +175,16 @@ def test_a_checkpoint_holds_what_was_generated(tmp_path: Path) -> None:
         folder = checkpoint.save(tmp_path, this.trainer, this.tokenizer, c, 3, drawn)
     finally:
         this.close()
-    for before, after in zip(
-        drawn, checkpoint.read_rollouts(folder, c, this.data, this.tokenizer), strict=True
-    ):
-        assert (before.prompts, before.token_ids, before.texts, before.stopped) == (
-            after.prompts, after.token_ids, after.texts, after.stopped,
-        )  # fmt: skip
-        for name in ("logprobs", "versions", "routed_experts", "kept_tokens"):
-            for a, b in zip(getattr(before, name), getattr(after, name), strict=True):
-                assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), name
+    stored = checkpoint.read_rollouts(folder, c, this.data, this.tokenizer)
+    for before, after in zip(drawn, stored, strict=True):
         assert before.seconds == after.seconds
+        for a, b in zip(before.completions, after.completions, strict=True):
+            assert (a.prompt, a.token_ids, a.text, a.stopped) == (
+                b.prompt, b.token_ids, b.text, b.stopped,
+            )  # fmt: skip
+            for name in ("logprobs", "versions", "routed_experts", "kept_tokens"):
+                x, y = getattr(a, name), getattr(b, name)
+                assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes()), name
     for change in ("rollout.samples=8", "rollout.async_level=0", "rollout.async_level=1"):
         other = config.load(MOE, [*TINY, *level, change])
         assert checkpoint.read_rollouts(folder, other, this.data, this.tokenizer) == []
@@ -219,10 +227,10 @@ def test_a_push_waits_for_the_batch_that_has_not_begun(
 
 
 def test_tokens_that_are_too_old_or_too_new_are_an_error() -> None:
-    def of(*versions: int) -> rollout.Rollout:
-        return rollout.Rollout(
-            [], [], [], [], [], versions=[np.int64(versions[:1]), np.int64(versions[1:])]
-        )
+    def of(*versions: int) -> samples.Rollout:
+        each = [np.int64(versions[:1]), np.int64(versions[1:])]
+        none = [[]] * 2
+        return rollout_of(none, none, none, none, none, versions=each)
 
     assert staleness(of(7, 6, 5, 6), 7, 2) == {"staleness_mean": 1.0, "staleness_max": 2}
     with pytest.raises(
@@ -243,7 +251,7 @@ def test_a_run_refuses_batches_that_are_too_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        loop, "_batches", lambda run, version: range(5) if version == 0 else range(0)
+        loop, "batches_of", lambda version, *_: range(5) if version == 0 else range(0)
     )
     with pytest.raises(
         rm.StateError,
@@ -255,22 +263,23 @@ def test_a_run_refuses_batches_that_are_too_old(
 
 # -------------------------------------------------------------------------------- syncs in flight
 class Brake:
-    """Slows the engine of a generator down: before each step that a rollout thread asks for,
-    `before(number of the step)`."""
+    """Slows a generator down: before each of its steps, `before(number of the step)`, which may
+    return False: no step yet."""
 
-    def __init__(self, generator: Any, before: Callable[[int], None]) -> None:
-        self.steps, self._step, self._before = 0, generator._driver._drive_step, before
-        generator._driver._drive_step = self
+    def __init__(self, generator: Any, before: Callable[[int], bool | None]) -> None:
+        self.steps, self._step, self._before = 0, generator._loop._step, before
+        generator._loop._step = self
 
-    def __call__(self, open_ids: set[int]) -> set[int]:
-        if threading.current_thread().name == "rollouts":
-            self._before(self.steps)
-            self.steps += 1
-        return self._step(open_ids)
+    def __call__(self) -> None:
+        if self._before(self.steps) is False:
+            time.sleep(0.001)
+            return
+        self.steps += 1
+        self._step()
 
 
-def long_ones(drawn: rollout.Rollout) -> list[int]:
-    return [sample for sample, ids in enumerate(drawn.token_ids) if len(ids) > 5]
+def long_ones(drawn: samples.Rollout) -> list[int]:
+    return [sample for sample, ids in enumerate(lists(drawn).token_ids) if len(ids) > 5]
 
 
 @pytest.mark.parametrize("inflight", ["keep", "restart"])
@@ -285,14 +294,15 @@ def test_a_sync_in_flight_reaches_the_running_requests(inflight: str) -> None:
     )
     waiting, synced = threading.Event(), threading.Event()
 
-    def before(step: int) -> None:
-        if step == 5:  # of a batch of 16 samples whose prompts fit into one step
-            waiting.set()
-            assert synced.wait(30)
+    def before(step: int) -> bool:
+        if step < 5:  # of a batch of 16 samples whose prompts fit into one step
+            return True
+        waiting.set()
+        return synced.is_set()
 
     try:
         assert this.trainer is not None
-        with loop._async_rollouts(this, overlap.Overlap()) as ahead:
+        with loop._async_rollouts(this, async_rollouts.Overlap()) as ahead:
             this.trainer.push(this.generator, 0)
             ahead.order([0], 0)
             [first] = ahead.take(range(1))
@@ -304,8 +314,8 @@ def test_a_sync_in_flight_reaches_the_running_requests(inflight: str) -> None:
             this.trainer.push(this.generator, 1)
             synced.set()
             [drawn] = ahead.take(range(1, 2))
-        versions, recorded = np.concatenate(drawn.versions), np.concatenate(drawn.logprobs)
-        long = [drawn.versions[sample].tolist() for sample in long_ones(drawn)]
+        versions, recorded = np.concatenate(lists(drawn).versions), drawn.logprobs
+        long = [lists(drawn).versions[sample].tolist() for sample in long_ones(drawn)]
         assert long
         assert all(
             v == ([0] * 5 + [1] * (len(v) - 5) if inflight == "keep" else [1] * len(v))
@@ -315,10 +325,10 @@ def test_a_sync_in_flight_reaches_the_running_requests(inflight: str) -> None:
             drawn
         )  # [train] mismatch = "raise" compares the tokens of version 1 only
         for sample in long_ones(drawn)[:1]:
-            drawn.logprobs[sample][-1] += 1
+            drawn.completions[sample].logprobs[-1] += 1
             with pytest.raises(rm.NumericsError, match=f"; 1 of {(versions == 1).sum()} differ"):
                 this.trainer.logprobs_of(drawn)
-            drawn.logprobs[sample][-1] -= 1
+            drawn.completions[sample].logprobs[-1] -= 1
         this.trainer.model.load_state_dict(old)
         this.trainer.version = 0
         of_old = this.trainer.logprobs_of(drawn)
@@ -459,6 +469,7 @@ def ends_before_a_push(this: loop.Run) -> None:
     )  # type: ignore[assignment, func-returns-value]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "how, level",
     [
@@ -550,7 +561,7 @@ def test_an_interrupt_anywhere_leaves_no_thread() -> None:
     place, hit = 0, True
     while hit:
         ahead = AsyncRollouts(
-            lambda batch, version: rollout.Rollout([], [], [], [], [], seconds=batch), lambda: None
+            lambda batch, version: samples.Rollout([], seconds=batch), lambda: None
         )
         ahead.__enter__()
         hit = interrupted_at(place, lambda: use(ahead))  # noqa: B023
@@ -564,19 +575,19 @@ def test_an_interrupt_anywhere_leaves_no_thread() -> None:
 # ---------------------------------------------------------------------------------------- metrics
 def test_shares_of_time_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(overlap.time, "perf_counter", lambda: now)
-    this = overlap.Overlap()
-    for seconds, call, side in (
-        (1, this.start, "generator"),
-        (2, this.start, "generator"),
-        (1, this.start, "trainer"),
-        (4, this.stop, "generator"),
-        (1, this.stop, "generator"),
-        (3, this.stop, "trainer"),
-        (4, this.start, "trainer"),
+    monkeypatch.setattr(async_rollouts.time, "perf_counter", lambda: now)
+    this = async_rollouts.Overlap()
+    for seconds, by, side in (
+        (1, 1, "generator"),
+        (2, 1, "generator"),
+        (1, 1, "trainer"),
+        (4, -1, "generator"),
+        (1, -1, "generator"),
+        (3, -1, "trainer"),
+        (4, 1, "trainer"),
     ):
         now += seconds
-        call(side)  # type: ignore[arg-type]
+        this._change(side, by)
     assert this.shares() == {
         "both_share": 5 / 16,
         "trainer_only_share": 3 / 16,
@@ -589,12 +600,12 @@ def test_shares_of_time_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_line_has_the_shares(tmp_path: Path) -> None:
     run(tmp_path / "one", "rollout.async_level=1", "train.steps=2")
     for line in metrics.read(tmp_path / "one/metrics.jsonl"):
-        shares = [line[name] for name in overlap.SHARES.values()]
+        shares = [line[name] for name in async_rollouts.SHARES.values()]
         assert all(0 <= share <= 1 for share in shares)
         assert 0 < sum(shares) <= 1 + 1e-9
     run(tmp_path / "none", "train.steps=1")
     assert (
-        not {"staleness_max", *overlap.SHARES.values()}
+        not {"staleness_max", *async_rollouts.SHARES.values()}
         & metrics.read(tmp_path / "none/metrics.jsonl")[0].keys()
     )
 

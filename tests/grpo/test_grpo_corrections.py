@@ -19,17 +19,27 @@ from typing import Any
 import numpy as np
 import pytest
 from paths import ROOT
+from rollouts import lists
 
 import rollmesh as rm
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rollmesh.grpo import checkpoint, config, loop, metrics, rollout, trainer  # noqa: E402
-from rollmesh.grpo.config import CorrectionTable, LossTable  # noqa: E402
-from rollmesh.grpo.loss import correction_weights, grpo_loss  # noqa: E402
-from rollmesh.grpo.mismatch import corrections  # noqa: E402
-from rollmesh.grpo.routing_replay import replay, routers  # noqa: E402
+from rollmesh.grpo import loop, rollout, trainer  # noqa: E402
+from rollmesh.grpo.loss import (  # noqa: E402
+    correction_weights,
+    corrections,
+    grpo_loss,
+)
+from rollmesh.run import (  # noqa: E402
+    checkpoint,
+    config,
+    metrics,
+    samples,
+)
+from rollmesh.run.config import CorrectionTable, LossTable  # noqa: E402
+from rollmesh.run.routing_replay import replay, routers  # noqa: E402
 
 MOE, DENSE = ROOT / "configs/qwen3_moe_debug.toml", ROOT / "configs/qwen3_debug.toml"
 SMALL = [
@@ -157,11 +167,11 @@ def test_corrected_loss_and_gradient_by_hand(
     )
     lp_N, h_N = torch.tensor(lp, requires_grad=True), torch.tensor(h, requires_grad=True)
     tensors = (torch.tensor(x) for x in (old.astype(np.float64), a, w))
-    terms = grpo_loss(lp_N, h_N, *tensors, loss, torch.tensor(ref), weights)
-    assert float(terms.loss.detach()) == pytest.approx(
+    total, _ = grpo_loss(lp_N, h_N, *tensors, loss, torch.tensor(ref), weights)
+    assert float(total.detach()) == pytest.approx(
         loss_by_hand(lp, old, c, a, h, w, loss, ref), abs=1e-12
     )
-    terms.loss.backward()
+    total.backward()
     assert lp_N.grad is not None
     eps = 1e-6
     for i in range(n):
@@ -190,7 +200,7 @@ def test_without_a_correction_the_loss_has_the_bits_it_had(rng: np.random.Genera
             ratio = torch.exp(x - old)
             loss = (w * (-torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a) - 0.1 * h)).sum()
         else:
-            loss = grpo_loss(x, h, old, a, w, LossTable(entropy=0.1), correction_N=correction).loss
+            loss = grpo_loss(x, h, old, a, w, LossTable(entropy=0.1), correction_N=correction)[0]
         loss.backward()
         assert x.grad is not None
         results.append((loss.detach().numpy().tobytes(), x.grad.numpy().tobytes()))
@@ -280,7 +290,7 @@ def test_a_checkpoint_from_before_the_table_goes_on(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ the trainer
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
 
 
 def prepared(changes: list[str]) -> loop.Run:
@@ -290,6 +300,7 @@ def prepared(changes: list[str]) -> loop.Run:
     return this
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("how", ["one", "passes", "minibatches"])
 @BY_MODE
 def test_what_reaches_the_loss(
@@ -322,11 +333,11 @@ def test_what_reaches_the_loss(
         drawn = loop._roll_out(this, 0)
         assert this.trainer is not None
         before = this.trainer.logprobs_of(drawn)
-        learned, returned = this.trainer.learn(drawn, np.linspace(-1, 1, len(drawn.texts)), 0)
+        learned, returned = this.trainer.learn(drawn, np.linspace(-1, 1, len(drawn.completions)), 0)
     finally:
         this.close()
-    lengths = [len(ids) for ids in drawn.token_ids]
-    gen = np.concatenate(drawn.logprobs)
+    lengths = [len(ids) for ids in lists(drawn).token_ids]
+    gen = drawn.logprobs
     assert np.abs(returned - before).max() < 1e-5
     assert np.abs(before - gen).max() > 1e-3, "bfloat16 against float32"
     ends = np.concatenate([[0], np.cumsum(lengths)])
@@ -389,7 +400,7 @@ def routed() -> tuple[Any, Any]:
         drawn = loop._roll_out(this, 0)
     finally:
         this.close()
-    assert drawn.routed_experts is not None
+    assert drawn.completions[0].routed_experts is not None
     return this.trainer, drawn
 
 
@@ -413,11 +424,11 @@ def test_every_position_that_matters_has_a_record(routed: tuple[Any, Any]) -> No
     """All of the prompt and of what was generated but the last token; the record in the batch is
     the generator's, position by position."""
     _, drawn = routed
-    batch = rollout.make_batch(drawn, range(len(drawn.texts)))
+    batch = samples.make_batch(drawn.completions)
     assert batch.routed_BTLK is not None
-    assert len({len(ids) for ids in drawn.token_ids}) > 1, "a shorter sequence is padded"
+    assert len({len(ids) for ids in lists(drawn).token_ids}) > 1, "a shorter sequence is padded"
     for b, (prompt, ids, record) in enumerate(
-        zip(drawn.prompts, drawn.token_ids, drawn.routed_experts)
+        zip(lists(drawn).prompt, lists(drawn).token_ids, lists(drawn).routed_experts)
     ):
         length = len(prompt.ids) + len(ids) - 1
         assert record.shape == (length, 2, 2)
@@ -432,7 +443,7 @@ def test_the_experts_used_are_those_recorded(routed: tuple[Any, Any]) -> None:
     of these differ: the test would see it. Afterwards the model computes the bits that it computed
     before."""
     this, drawn = routed
-    batch = rollout.make_batch(drawn, range(len(drawn.texts)))
+    batch = samples.make_batch(drawn.completions)
     record = batch.routed_BTLK.flatten(0, 1).long()
     known = record >= 0
     with torch.no_grad():
@@ -452,6 +463,11 @@ def test_the_experts_used_are_those_recorded(routed: tuple[Any, Any]) -> None:
     assert torch.equal(again, own)
 
 
+def with_experts(drawn: samples.Rollout, records: list[Any]) -> samples.Rollout:
+    pairs = zip(drawn.completions, records, strict=True)
+    return samples.Rollout([dataclasses.replace(c, routed_experts=r) for c, r in pairs])
+
+
 def test_any_record_is_followed_in_its_own_layer(
     routed: tuple[Any, Any], rng: np.random.Generator
 ) -> None:
@@ -462,28 +478,19 @@ def test_any_record_is_followed_in_its_own_layer(
         np.stack([rng.permuted(np.arange(16))[:2] for _ in range(r.size // 2)])
         .reshape(r.shape)
         .astype(np.int16)
-        for r in drawn.routed_experts
+        for r in lists(drawn).routed_experts
     ]
-    drawn = dataclasses.replace(drawn, routed_experts=wild)
-    batch = rollout.make_batch(drawn, range(len(drawn.texts)))
+    drawn = with_experts(drawn, wild)
+    batch = samples.make_batch(drawn.completions)
     record = batch.routed_BTLK.flatten(0, 1).long()
     with torch.no_grad(), replay(this.model, batch.routed_BTLK):
         ids, _ = used(this.model, lambda: this.logprobs(batch))
     assert torch.equal(ids[record >= 0], record[record >= 0])
     replayed = this.logprobs_of(drawn)
-    assert not np.array_equal(
-        replayed, this.logprobs_of(dataclasses.replace(drawn, routed_experts=None))
-    )
-    grouped = np.split(replayed, np.cumsum([len(ids) for ids in drawn.token_ids])[:-1])
+    assert not np.array_equal(replayed, this.logprobs_of(with_experts(drawn, [None] * len(wild))))
+    grouped = np.split(replayed, np.cumsum([len(ids) for ids in lists(drawn).token_ids])[:-1])
     for i, alone in enumerate(grouped):
-        one = dataclasses.replace(
-            drawn,
-            **{
-                f.name: getattr(drawn, f.name)[i : i + 1]
-                for f in dataclasses.fields(drawn)
-                if isinstance(getattr(drawn, f.name), list)
-            },
-        )
+        one = dataclasses.replace(drawn, completions=drawn.completions[i : i + 1])
         assert np.allclose(this.logprobs_of(one), alone, atol=1e-5), (
             "padding and neighbours do not matter"
         )
@@ -566,7 +573,7 @@ def test_gates_and_their_gradient_by_hand(
 
 def test_the_gradient_of_a_replayed_update_reaches_every_router(routed: tuple[Any, Any]) -> None:
     this, drawn = routed
-    batch = rollout.make_batch(drawn, range(len(drawn.texts)))
+    batch = samples.make_batch(drawn.completions)
     with replay(this.model, batch.routed_BTLK):
         this.logprobs(batch)[0].sum().backward()
     gradients = [router.weight.grad for router in routers(this.model)]
@@ -579,7 +586,7 @@ def test_the_gradient_of_a_replayed_update_reaches_every_router(routed: tuple[An
 
 def test_an_interrupted_forward_leaves_no_replay(routed: tuple[Any, Any]) -> None:
     this, drawn = routed
-    batch = rollout.make_batch(drawn, range(2))
+    batch = samples.make_batch(drawn.completions[:2])
     with pytest.raises(KeyboardInterrupt), replay(this.model, batch.routed_BTLK):
         raise KeyboardInterrupt
     assert not any(router._forward_hooks for router in routers(this.model))
@@ -620,7 +627,7 @@ def test_a_generator_without_a_record_is_refused(routed: tuple[Any, Any]) -> Non
         "run_seed": 0,
         "step": 0,
         "purpose": "rollout",
-        "version": 0,
+        "versions": range(1),
     }
     tokenizer = SimpleNamespace(encode=list, decode=lambda ids, skip_special_tokens: "")
     message = (
@@ -628,7 +635,10 @@ def test_a_generator_without_a_record_is_refused(routed: tuple[Any, Any]) -> Non
         r"experts, got true"
     )
     with pytest.raises(rm.ConfigError, match=message):
-        rollout.generate(Foreign(), tokenizer, drawn.prompts[:1], routing=True, **options)  # type: ignore[arg-type]
+        rollout.generate(Foreign(), tokenizer, lists(drawn).prompt[:1], routing=True, **options)  # type: ignore[arg-type]
     assert (
-        rollout.generate(Foreign(), tokenizer, drawn.prompts[:1], **options).routed_experts is None
+        rollout.generate(Foreign(), tokenizer, lists(drawn).prompt[:1], **options)
+        .completions[0]
+        .routed_experts
+        is None
     )  # type: ignore[arg-type]

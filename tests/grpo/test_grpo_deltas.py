@@ -22,7 +22,8 @@ from helpers import TIMES
 from marks import SUMMARY
 from test_grpo_async import MOE, TINY
 
-from rollmesh.grpo import config, loop, metrics
+from rollmesh.grpo import loop
+from rollmesh.run import config, metrics
 from rollmesh.sources import DeltaDecoder, DeltaEncoder
 
 STEPS = 200
@@ -86,7 +87,7 @@ def run(out: Path, by_deltas: bool) -> tuple[list[dict[str, Any]], dict[str, byt
 def test_a_run_by_deltas_is_the_run_with_whole_pushes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
-    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: None)
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: None)
     lines, weights, _ = run(tmp_path / "whole", False)
     got, its, (generator, size) = run(tmp_path / "deltas", True)
     assert (generator.whole, generator.deltas) == (1, STEPS)

@@ -14,18 +14,19 @@ import numpy as np
 import pytest
 from helpers import TIMES, TINY_RUN
 from paths import ROOT
+from rollouts import lists, rollout_of
 
 import rollmesh as rm
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rollmesh.grpo import config, loop
-from rollmesh.grpo.config import RolloutTable
-from rollmesh.grpo.data import Dataset, Prompt
-from rollmesh.grpo.dynamic_sampling import sample_groups
-from rollmesh.grpo.rewards import Scores
-from rollmesh.grpo.rollout import Rollout
+from rollmesh.grpo import loop
+from rollmesh.grpo.rollout import sample_groups
+from rollmesh.run import config
+from rollmesh.run.config import RolloutTable
+from rollmesh.run.data import Dataset, Prompt
+from rollmesh.run.samples import Rollout, Scores
 
 CONFIGS = {"moe": ROOT / "configs/qwen3_moe_debug.toml", "dense": ROOT / "configs/qwen3_debug.toml"}
 FILTER = "rollout.filter_groups=true"
@@ -48,7 +49,7 @@ def none(completions, **_):
 def _rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "groups_of_test.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
 
 
 def ran(
@@ -105,7 +106,7 @@ def test_the_groups_of_a_step(
         seen.append([p.ids[0] for p in of])
         both = [p for p in of for _ in range(2)]
         logprobs = [np.zeros(1, np.float32) for _ in both]
-        return Rollout(
+        return rollout_of(
             both,
             [[p.ids[0]] for p in both],
             logprobs,
@@ -116,7 +117,8 @@ def test_the_groups_of_a_step(
 
     def score(rollout: Rollout) -> Scores:
         total = [
-            float(i % 2) if p.source not in flat else 0.25 for i, p in enumerate(rollout.prompts)
+            float(i % 2) if p.source not in flat else 0.25
+            for i, p in enumerate(lists(rollout).prompt)
         ]
         return Scores(total, {"f": total, "g": [None] * len(total)}, {"f": 1.0, "g": 2.0}, 3.0)
 
@@ -124,8 +126,8 @@ def test_the_groups_of_a_step(
         draw, roll_out, score, RolloutTable(prompts=3, samples=2, max_num_gen_batches=limit)
     )
     assert seen == batches
-    assert rollout.token_ids == [[i] for i in taken for _ in range(2)]
-    assert [p.ids[0] for p in rollout.prompts] == [i for i in taken for _ in range(2)]
+    assert lists(rollout).token_ids == [[i] for i in taken for _ in range(2)]
+    assert [p.ids[0] for p in lists(rollout).prompt] == [i for i in taken for _ in range(2)]
     assert (
         scores.total
         == scores.values["f"]
@@ -156,7 +158,7 @@ def test_groups_without_two_judged_rewards_that_differ_are_flat() -> None:
     def roll_out(of: list[Prompt], _: int) -> Rollout:
         three = [p for p in of for _ in range(3)]
         logprobs = [np.zeros(1, np.float32) for _ in three]
-        return Rollout(
+        return rollout_of(
             three,
             [[p.ids[0]] for p in three],
             logprobs,
@@ -166,14 +168,14 @@ def test_groups_without_two_judged_rewards_that_differ_are_flat() -> None:
         )
 
     def score(rollout: Rollout) -> Scores:
-        total = [number for p in rollout.prompts[::3] for number in groups[p.ids[0]]]
+        total = [number for p in lists(rollout).prompt[::3] for number in groups[p.ids[0]]]
         return Scores(total, {"f": total}, {"f": 1.0}, 1.0)
 
     table = RolloutTable(prompts=1, samples=3, max_num_gen_batches=9)
     rollout, scores, told = sample_groups(
         lambda count, drawn: every[len(drawn) :][:count], roll_out, score, table
     )
-    assert rollout.token_ids == [[3]] * 3
+    assert lists(rollout).token_ids == [[3]] * 3
     assert np.array_equal(scores.total, groups[3], equal_nan=True)
     assert (told["num_gen_batches"], told["groups_left_out"]) == (4, 3)
     assert told["drawn_reward_mean"] == 0.8, "of 1, 1, 1, 0 and 1"
@@ -235,6 +237,7 @@ def test_without_flat_groups_it_is_the_run_without(tmp_path: Path) -> None:
     assert weights(tmp_path / "a") == weights(tmp_path / "b")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("reward, limit", [("half", 1), ("none", 3)])
 def test_at_the_limit_flat_groups_fill_the_step(reward: str, limit: int, tmp_path: Path) -> None:
     """So with one batch it is the run without, and with nothing but flat groups as well."""

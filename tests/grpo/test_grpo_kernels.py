@@ -17,6 +17,7 @@ import pytest
 from helpers import TIMES
 from marks import full, some
 from paths import ROOT
+from rollouts import rollout_of
 
 import rollmesh as rm
 
@@ -25,11 +26,12 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from rollmesh.grpo import config, loop  # noqa: E402
-from rollmesh.grpo.data import Prompt, load_tokenizer  # noqa: E402
-from rollmesh.grpo.rollout import Rollout, make_batch  # noqa: E402
+from rollmesh.grpo import loop  # noqa: E402
 from rollmesh.grpo.trainer import Trainer  # noqa: E402
 from rollmesh.model.families import FAMILIES  # noqa: E402
+from rollmesh.run import config  # noqa: E402
+from rollmesh.run.data import Prompt, load_tokenizer  # noqa: E402
+from rollmesh.run.samples import Rollout, make_batch  # noqa: E402
 
 CONFIGS = {"moe": ROOT / "configs/qwen3_moe_debug.toml", "dense": ROOT / "configs/qwen3_debug.toml"}
 TINY = [
@@ -88,6 +90,7 @@ def ran(name: str, out: Path, *changes: str, resume: bool = False) -> list[dict[
     return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -129,6 +132,7 @@ def test_a_kl_that_no_float_holds_is_named(tmp_path: Path) -> None:
         ran("dense", tmp_path, "loss.kl=0.1", "rollout.temperature=0.1", "train.lr=1")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -175,6 +179,7 @@ def test_a_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------- families
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", some(FAMILIES, lambda family: family in QUICK))
 def test_every_family_is_one_function(family: str, tmp_path: Path) -> None:
     lines = ran("dense", tmp_path, model_of(family))
@@ -221,7 +226,7 @@ def test_a_routers_bias_is_synced_saved_and_resumed(tmp_path: Path) -> None:
 def trained(name: str, out: Path, *changes: str) -> tuple[list[dict[str, Any]], bytes]:
     """The metrics of a run, and its last weights."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+        patch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
         return ran(name, out, *changes, "train.steps=2"), (
             out / "checkpoints/step_000002/model.safetensors"
         ).read_bytes()
@@ -231,6 +236,7 @@ OTHER = [*BFLOAT16, "sync.self_test=0.0", 'train.kernels="torch"']
 ALL = [*BFLOAT16, "train.micro_batch=3", "train.minibatches=true", "train.updates=2", "loss.kl=0.1"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name, changes",
     [
@@ -266,7 +272,7 @@ def test_gradient_checkpointing_keeps_the_input_of_each_layer(family: str, kerne
     but the layers themselves."""
     saved: dict[bool, list[int]] = {}
     prompts, tokens = [Prompt("", (5, 6, 7), {})] * 4, [[8, 9], [8], [3, 4, 5], [9, 9]]
-    this = Rollout(
+    this = rollout_of(
         prompts, tokens, [np.zeros(len(ids), np.float32) for ids in tokens], [""] * 4, [True] * 4
     )
     for checkpoints in (False, True):
@@ -291,7 +297,7 @@ def test_gradient_checkpointing_keeps_the_input_of_each_layer(family: str, kerne
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(seen, lambda x: x):
-            made.logprobs(make_batch(this, range(4)))
+            made.logprobs(make_batch(this.completions))
     rows = (
         4 * 5 if kernels == "torch" else sum(len(prompts[0].ids) + len(ids) - 1 for ids in tokens)
     )
@@ -302,16 +308,19 @@ def test_gradient_checkpointing_keeps_the_input_of_each_layer(family: str, kerne
 # ------------------------------------------------------------------------------ where they differ
 def spoilt(change: str, rollout: Rollout) -> Rollout:
     """A record with one wrong number."""
+    place, name = (3, "logprobs") if change == "logprobs" else (1, "routed_experts")
+    c = rollout.completions[place]
+    record = getattr(c, name).copy()
     if change == "logprobs":
-        logprobs = [array.copy() for array in rollout.logprobs]
-        logprobs[3][2] = np.nextafter(logprobs[3][2], np.float32(0))
-        return dataclasses.replace(rollout, logprobs=logprobs)
-    assert rollout.routed_experts is not None
-    routed = [array.copy() for array in rollout.routed_experts]
-    routed[1][4, 1, 0] = (routed[1][4, 1, 0] + 1) % 8
-    return dataclasses.replace(rollout, routed_experts=routed)
+        record[2] = np.nextafter(record[2], np.float32(0))
+    else:
+        record[4, 1, 0] = (record[4, 1, 0] + 1) % 8
+    completions = list(rollout.completions)
+    completions[place] = dataclasses.replace(c, **{name: record})
+    return dataclasses.replace(rollout, completions=completions)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "change, words",
     [

@@ -25,7 +25,7 @@ from paths import ROOT
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rollmesh.grpo import metrics
+from rollmesh.run import metrics
 
 CONFIG = ROOT / "configs/qwen3_moe_debug_ep4.toml"
 ALONE = ["generator.tp=1", "generator.dp=1", "generator.ep=1"]

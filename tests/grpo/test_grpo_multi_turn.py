@@ -20,18 +20,21 @@ import pytest
 from helpers import TIMES
 from marks import full
 from paths import ROOT
+from rollouts import lists, rollout_of
 
 import rollmesh as rm
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from rollmesh.grpo import config, data, loop, metrics, rewards  # noqa: E402
-from rollmesh.grpo.config import RolloutTable  # noqa: E402
-from rollmesh.grpo.data import Prompt  # noqa: E402
-from rollmesh.grpo.multi_turn import Environment, converse  # noqa: E402
-from rollmesh.grpo.rollout import Rollout, make_batch  # noqa: E402
-from rollmesh.grpo.user_code import EventLoop  # noqa: E402
+from rollmesh.grpo import loop, rewards  # noqa: E402
+from rollmesh.grpo.environment import converse  # noqa: E402
+from rollmesh.run import config, data, metrics  # noqa: E402
+from rollmesh.run.config import RolloutTable  # noqa: E402
+from rollmesh.run.data import Prompt  # noqa: E402
+from rollmesh.run.environment import Environment  # noqa: E402
+from rollmesh.run.samples import Rollout, make_batch  # noqa: E402
+from rollmesh.run.user_code import EventLoop  # noqa: E402
 
 CHARS = ROOT / "data/chars"
 CONFIGS = {"moe": ROOT / "configs/qwen3_moe_debug.toml", "dense": ROOT / "configs/qwen3_debug.toml"}
@@ -65,7 +68,7 @@ def tokenizer() -> Any:
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Any:
     """By a config's name: the folder of a random model with many ends."""
-    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "turns_of_test.py").write_text(ENVIRONMENT)
 
@@ -122,6 +125,7 @@ def ran(
 
 
 # ------------------------------------------------------------------------------------------- runs
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name, environment, changes",
     [
@@ -230,7 +234,7 @@ def first_turns(prompts: Sequence[Prompt], ids: Sequence[list[int]], tokenizer: 
         np.zeros((len(p.ids) + len(turn) - 1, 2, 2), np.int16)
         for p, turn in zip(prompts, ids, strict=True)
     ]
-    return Rollout(
+    return rollout_of(
         list(prompts),
         [list(turn) for turn in ids],
         numbers,
@@ -272,22 +276,22 @@ def test_turns_by_hand(tokenizer: Any, environment_of: Callable[[str, str], Envi
         (1, [0], [(b, b, a, a, end, equals)], [7]),
         (2, [0], [(b, b, a, a, end, equals, b, end, equals)], [4]),
     ]
-    assert got.token_ids == [[a, a, end, equals, b, end, equals, b, b, b], *turns[1:]]
-    assert got.texts == ["aa=b=bbb", "aaaaa", "aa", "a"]
-    assert (got.turns, got.stopped, got.num_tokens, got.seconds) == (
+    assert lists(got).token_ids == [[a, a, end, equals, b, end, equals, b, b, b], *turns[1:]]
+    assert lists(got).text == ["aa=b=bbb", "aaaaa", "aa", "a"]
+    assert (lists(got).turns, lists(got).stopped, got.num_tokens, got.seconds) == (
         [3, 1, 1, 1],
         [False, True, False, False],
         18,
         3.0,
     )
-    assert got.drawn is not None
-    assert got.routed_experts is not None
-    assert [len(record) for record in got.routed_experts] == [11, 7, 3, 3], "all but the last token"
-    assert [x.tolist() for x in got.drawn] == [
+    assert [len(record) for record in lists(got).routed_experts] == [11, 7, 3, 3], (
+        "all but the last token"
+    )
+    assert [x.tolist() for x in lists(got).drawn] == [
         [i not in (3, 6) for i in range(10)],
         *[[True] * len(t) for t in turns[1:]],
     ]
-    batch = make_batch(got, range(4))
+    batch = make_batch(got.completions)
     assert batch.targets_N.tolist() == [
         a,
         a,
@@ -318,7 +322,11 @@ def test_the_limit_of_turns(
             lambda turn, places, given, left: first_turns(given, [[9, 1]], tokenizer),
             environment, tokenizer, {1}, RolloutTable(max_tokens=99, max_assistant_turns=most),
         )  # fmt: skip
-        assert (got.turns, got.stopped, len(got.token_ids[0])) == ([most], [True], 3 * most - 1)
+        assert (lists(got).turns, lists(got).stopped, len(lists(got).token_ids[0])) == (
+            [most],
+            [True],
+            3 * most - 1,
+        )
 
 
 def test_the_tokens_of_a_chat_are_the_template_s(
@@ -340,16 +348,17 @@ def test_the_tokens_of_a_chat_are_the_template_s(
 
     def draw(turn: int, places: list[int], given: list[Prompt], left: list[int]) -> Rollout:
         drawn = first_turns(given, [turns[turn]], other)
-        return dataclasses.replace(drawn, texts=["b" * (turn + 1)], stopped=[True])
+        [c] = drawn.completions
+        return Rollout([dataclasses.replace(c, text="b" * (turn + 1), stopped=True)])
 
     first = draw(0, [0], [prompt], [])
     got = converse(
         first, draw, environment, other, {user}, RolloutTable(max_tokens=99, max_assistant_turns=3)
     )
-    chat = [*CHAT, *got.texts[0]]
+    chat = [*CHAT, *lists(got).text[0]]
     assert [m["content"] for m in chat] == ["ab", "b", "x", "bb", "xxx", "bbb"]
     whole = other.apply_chat_template(chat, tokenize=False)
-    assert other.decode([*prompt.ids, *got.token_ids[0]]) == f"{whole}<|user|>"
+    assert other.decode([*prompt.ids, *lists(got).token_ids[0]]) == f"{whole}<|user|>"
 
 
 def test_a_reply_that_the_template_refuses_is_named(
@@ -440,7 +449,7 @@ def test_an_environment_that_misbehaves_is_named(
     name = f"misbehaves_{abs(hash((body, prefix)))}_of_test"
     environment = environment_of(f"import sys\n{prefix}def f(**_):\n    {body}\n", name)
     with pytest.raises(rm.ConfigError, match=f"^environment {name}:f{message}") as caught:
-        environment.replies([Prompt(source, (1,), {})] * 2, ["x", "x"])
+        environment.replies([(Prompt(source, (1,), {}), "x")] * 2)
     if " raised " in message:
         assert f'File "{tmp_path}/{name}.py", line 3, in f' in caught.value.__notes__[0]
 
@@ -457,7 +466,7 @@ def test_an_environment_gets_copies(environment_of: Callable[[str, str], Environ
     environment = environment_of(code, "copies_of_test")
     prompts = [Prompt(CHAT, (1,), {"tags": ["t"]})] * 2
     completions = [[{"role": "assistant", "content": "c"}]] * 2
-    first, second = environment.replies(prompts, completions)
+    first, second = environment.replies(list(zip(prompts, completions, strict=True)))
     assert first == second == [{"role": "user", "content": "x"}]
     assert first is not second
     assert (CHAT, prompts[0].columns, completions) == (
@@ -470,7 +479,8 @@ def test_the_tool_of_the_documentation(environment_of: Callable[[str, str], Envi
     code = (ROOT / "docs/grpo.md").read_text().partition("# my_tools.py\n")[2].partition("```")[0]
     environment = environment_of(f"{code}\nf = adder\n", "my_tools_of_test")
     said = [[{"role": "assistant", "content": text}] for text in ("so <add>2+40</add>", "it is 42")]
-    assert environment.replies([Prompt(CHAT, (1,), {"answer": "42"})] * 2, said) == [
+    prompt = Prompt(CHAT, (1,), {"answer": "42"})
+    assert environment.replies([(prompt, completion) for completion in said]) == [
         [{"role": "tool", "content": "42"}],
         None,
     ]

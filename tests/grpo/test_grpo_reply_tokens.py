@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollmesh.grpo.reply_tokens import ANSWER, REPLY, reply_tokens
+from rollmesh.request.reply_tokens import ANSWER, REPLY, reply_tokens
 from rollmesh.request.text import rendered_chat
 
 MARKERS = (

@@ -32,8 +32,13 @@ pytest.importorskip("transformers")
 
 import rollmesh as rm  # noqa: E402
 from rollmesh.cli import main  # noqa: E402
-from rollmesh.grpo import checkpoint, config, loop, metrics  # noqa: E402
-from rollmesh.grpo import vllm as vllm_engine  # noqa: E402
+from rollmesh.grpo import loop  # noqa: E402
+from rollmesh.run import (  # noqa: E402
+    checkpoint,
+    config,
+    metrics,
+)
+from rollmesh.run import vllm as vllm_engine  # noqa: E402
 
 CONFIG = ROOT / "configs/qwen3_moe_debug.toml"
 SHORT = [

@@ -426,6 +426,7 @@ def test_router_against_float64(dtype: str, rng: np.random.Generator) -> None:
             assert (np.abs(gates - want) <= 3 * tolerance * want).all()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2), (8, 3), (12, 12)])
 def test_router_against_transformers(

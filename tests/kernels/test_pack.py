@@ -89,6 +89,7 @@ def source(rng: np.random.Generator, dtype: str, rows: int, cols: int, finite: b
         return np.where(np.abs(x.astype(np.float64)) < 3e38, x, np.zeros_like(x)) if finite else x
 
 
+@pytest.mark.quick(24)
 @pytest.mark.parametrize("isa", ["ref", None])
 @pytest.mark.parametrize("layout", [PLAIN, PACKED, GATE, UP])
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])

@@ -25,7 +25,7 @@ def spec_of(**changes: Any) -> rm.ModelSpec:
 def test_properties_of_placements(
     native: Callable[..., Path], sanitize: str, pytestconfig: pytest.Config
 ) -> None:
-    """tests/support/native/placement.c: random models on random meshes, after a planted fault was
+    """tests/support/native/placement.c: random models on random meshes, after a injected fault was
     seen."""
     program = native("placement", sanitize=sanitize)
     planted = subprocess.run([program, "--plant", "1"], capture_output=True, text=True, check=False)
@@ -85,9 +85,9 @@ def test_experts_of_a_rank() -> None:
         ({"tp": 0}, r"tp: expected an integer in \[1, 65536\], got 0$"),
         ({"dp": 2**40}, r"dp: expected an integer in \[1, 65536\], got 1099511627776$"),
         ({"tp": 64, "dp": 128}, "expected at most 4096 ranks, got 8192"),
-        ({"tp": 4, "dp": 2, "ep": 2}, "expected ep of 1, tp=4 or dp*tp=8, got 2"),
-        ({"tp": 3}, "tp=3 does not divide num_attention_heads=4"),
-        ({"dp": 3, "ep": 3}, "ep=3 does not divide num_experts=8"),
+        ({"tp": 4, "dp": 2, "ep": 2}, "ep: expected 1, tp=4 or dp*tp=8, got 2"),
+        ({"tp": 3}, "tp: expected a divisor of num_attention_heads=4, got 3"),
+        ({"dp": 3, "ep": 3}, "ep: expected a divisor of num_experts=8, got 3"),
     ],
 )
 def test_rules_of_a_mesh(degrees: dict[str, int], message: str) -> None:
@@ -97,7 +97,7 @@ def test_rules_of_a_mesh(degrees: dict[str, int], message: str) -> None:
 
 
 def test_a_dense_model_has_no_expert_axis() -> None:
-    with pytest.raises(rm.ConfigError, match="expected ep=1 for a model without experts, got 2"):
+    with pytest.raises(rm.ConfigError, match="ep: expected 1 for a model without experts, got 2"):
         placements(spec_of(num_attention_heads=4), tp=2, ep=2)
 
 

@@ -415,7 +415,7 @@ def test_bad_set_the_source_raises(shm: Run, alone: Callable[..., Any], victim: 
 
 # --------------------------------------------------------------- ranks that call different things
 @pytest.mark.parametrize(
-    "how", ["logits", "score", "sync", "prompts", "longer", "more", "params", "bias", "timeout"]
+    "how", ["logits", "score", "sync", "prompts", "longer", "more", "params", "bias"]
 )
 @pytest.mark.parametrize("mesh", some([(2, 1, 1), (1, 2, 1), (2, 2, 4)], [2]), ids=str)
 def test_ranks_that_call_different_things(shm: Run, mesh: tuple[int, int, int], how: str) -> None:
@@ -478,7 +478,7 @@ def check_lost(
         got = rank["result"]
         assert rank["error"] is None, f"rank {number}: {rank['error']}"
         assert got["told"][0] == kind, f"rank {number}: {got['told']}"
-        assert f"rank {victim}" in got["told"][1], f"rank {number}: {got['told']}"
+        assert re.search(rf"\branks? (\d+, )*{victim}\b", got["told"][1]), (number, got["told"])
         assert got["again"] in (kind, "RankLostError")
         assert got["close"] < 5
         assert got["steps"] < 3500, "known when the work was done, and not when the rank was lost"
@@ -521,8 +521,8 @@ def survivors(pytestconfig: pytest.Config) -> Iterator[Callable[..., None]]:
 PHASES = [
     ("generate", 0),
     ("generate", 7),
-    ("settle", 0),
-    ("settle", 2),
+    ("exchange", 0),
+    ("exchange", 2),
     ("sync", 0),
     ("sync", 9),
     ("commit", 0),
@@ -558,7 +558,7 @@ def test_a_rank_that_is_killed_is_named(
 N_CALLS = {
     "prefill": 20,
     "generate": 300,
-    "settle": 10,
+    "exchange": 10,
     "sync": 300,
     "commit": 4,
 }  # of which the timer may start at any
@@ -728,7 +728,7 @@ def test_ctrl_c_in_one_rank(
 
 @pytest.mark.full
 def test_ctrl_c_in_the_midst_of_an_exchange_of_torch(servers: dict[str, Server]) -> None:
-    """Python runs below C there: the exception passes through it."""
+    """Python runs below C there. The exchange goes on, and the call ends after it."""
     job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "timeout": 20.0}
     check_interrupted(
         results(servers["torch"]("interrupted", (2, 1, 1), where="exchange", victim=1, **job)), 1

@@ -7,6 +7,9 @@ the sync, and those of one rank after the next. Bound: the same bytes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import helpers
 import numpy as np
 import pytest
@@ -118,14 +121,22 @@ def test_of_many_pushed_at_once_all_are_there_or_none(
     bad[-1, -1] = np.nan
     poisoned = [(name, bad if name == LAST_ROWS[0] else value) for name, value in pairs]
     with generator(mesh) as gen, gen.begin_sync() as sync:
-        push_all = gen._engine.sync_push_all  # type: ignore[union-attr]
+        engine = gen._engine
+
+        def push_all(pairs: Iterable[tuple[str, Any]]) -> None:
+            entries = []
+            for name, tensor in pairs:
+                entries.append(engine.sync_resolve(name))
+                engine.sync_take(entries[-1], tensor)
+            engine.sync_push(entries)
+
         for pushed, error in (
             (poisoned, rm.NonFiniteError),
             ([*pairs, pairs[3]], rm.DuplicateKeyError),
             ([*pairs, ("no.such", bad)], rm.UnexpectedKeyError),
-            ([*pairs, (LAST_ROWS[1], bad)], rm.DuplicateKeyError),
+            ([*pairs, (LAST_ROWS[1], good[LAST_ROWS[1]])], rm.DuplicateKeyError),
             ([*pairs[:4], (pairs[4][0], bad[:1]), *pairs[5:]], rm.ShapeError),
-            ([*pairs[:4], [pairs[4]], *pairs[5:]], rm.UnsupportedTensorError),
+            ([*pairs[:4], (pairs[4][0], [pairs[4]]), *pairs[5:]], rm.UnsupportedTensorError),
         ):
             with pytest.raises(error):
                 push_all(pushed)

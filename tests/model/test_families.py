@@ -82,6 +82,7 @@ def compare(gen: rm.Generator, model: Any, number: int, seed: int) -> tuple[int,
     return rows, skipped
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("part", [0, *(full(part) for part in range(1, 7))])
 @pytest.mark.parametrize("family", SOME)
 def test_logits_of_random_configs(
@@ -198,6 +199,7 @@ def test_what_glm4_moe_refuses(changes: dict[str, Any], message: str, seed: int)
         rm.ModelSpec.from_hf(fields | changes)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("family", SOME)
 def test_bfloat16_is_no_further_from_the_truth(family: str, seed: int) -> None:
     model = family_models.draw(family, 100, seed, vocab_size=200)
@@ -298,6 +300,7 @@ def meshes(experts: bool) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("dtype", ["bfloat16", full("float32")])
 @pytest.mark.parametrize("family", SOME)
 def test_bits_are_those_of_one_rank(family: str, dtype: str, seed: int) -> None:

@@ -83,6 +83,7 @@ def test_a_step_moves_the_bytes_of_the_formula(family: str, seed: int) -> None:
         ), (mesh, options)
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("dtype, each", [("bfloat16", 2), ("float32", 4)])
 @pytest.mark.parametrize("family", family_models.FAMILIES)
 def test_weights_are_counted(family: str, dtype: str, each: int, seed: int) -> None:

@@ -145,6 +145,7 @@ def side(request: pytest.FixtureRequest, module_generator: Callable[..., Any]) -
     gen.close()
 
 
+@pytest.mark.quick(8)
 def test_logits(side: Side) -> None:
     for ids, ours, f32, f64, listed in zip(
         side.prompts, side.gen.logits(side.prompts), side.float32, side.float64, side.listed
@@ -166,6 +167,7 @@ def test_logits(side: Side) -> None:
         assert np.array_equal(ours.argmax(axis=1)[clear], f64.logits.argmax(axis=1)[clear])
 
 
+@pytest.mark.quick(8)
 def test_option_matters(side: Side) -> None:
     """The oracle without the case's option is far from the oracle with it: the comparison above
     could have failed."""
@@ -188,6 +190,7 @@ def test_option_matters(side: Side) -> None:
         pytest.skip("a shape, not an option")
 
 
+@pytest.mark.quick(6)
 def test_greedy(side: Side) -> None:
     """Each generated token is the argmax of the float64 forward of everything before it; its
     records are the reference's."""

@@ -148,6 +148,7 @@ def random_rope(
     return rope, max_positions
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "rope_type", ["linear", "yarn", "llama3", "dynamic", "longrope", "proportional"]
 )

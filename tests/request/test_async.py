@@ -37,19 +37,12 @@ async def begun(gen: rm.Generator, at_least: int = 1) -> None:
         await asyncio.sleep(0.001)
 
 
-def thread_ends() -> bool:
-    deadline = time.monotonic() + 20
-    while (
-        any(thread.name == "rollmesh-async" for thread in threading.enumerate())
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.005)
-    return time.monotonic() < deadline
-
-
 def idle(gen: rm.Generator) -> bool:
-    """The thread ends, and leaves nothing in the engine."""
-    return thread_ends() and not gen._requests.live()
+    """Nothing stays in the engine, soon."""
+    deadline = time.monotonic() + 20
+    while (live := gen._loop.call(gen._requests.live)) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return not live
 
 
 def test_many_coroutines_get_the_bits_of_generate(gen: rm.Generator) -> None:
@@ -398,7 +391,7 @@ def test_a_close_ends_all_with_a_state_error() -> None:
 
     for result in asyncio.run(run()):
         assert isinstance(result, rm.StateError)
-    assert thread_ends()
+    assert all(thread.name != "rollmesh-engine" for thread in threading.enumerate())
 
 
 def test_a_sync_that_is_pushed_in_pieces_while_paused_is_left_alone(gen: rm.Generator) -> None:
@@ -431,7 +424,7 @@ def test_inside_another_call_of_its_thread_it_is_refused(gen: rm.Generator) -> N
 
 def test_weights_that_sleep_refuse_requests(gen: rm.Generator) -> None:
     gen.sleep("weights")
-    with pytest.raises(rm.StateError, match="weights are asleep"):
+    with pytest.raises(rm.StateError, match="weights: expected awake"):
         asyncio.run(gen.agenerate([1]))
     assert idle(gen)
 

@@ -14,8 +14,8 @@ import pytest
 from paths import ROOT
 
 from rollmesh.errors import RequestError
-from rollmesh.grpo import data
 from rollmesh.request.text import TextCodec, rendered_chat
+from rollmesh.run import data
 
 CHARS = ROOT / "data/chars"
 TEMPLATE = (

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,6 @@ import pytest
 from helpers import numpy_state_dict, tiny_config, tiny_spec
 
 import rollmesh as rm
-from rollmesh import _core
 
 VOCAB = tiny_config()["vocab_size"]
 PROMPT = [5, 9, 77, 3]
@@ -264,36 +264,40 @@ def test_many_threads_generate_and_sync(gen: rm.Generator) -> None:
                 assert scores[mine].tobytes() == sample.logprobs[mine].tobytes()
 
 
-def test_turns_come_in_the_order_of_arrival() -> None:
-    turn, order = _core.Turn(), []
+def test_calls_begin_in_the_order_of_arrival(gen: rm.Generator) -> None:
+    """One whose deadline passes before it begins leaves the queue."""
+    order: list[int] = []
+    inside, done = threading.Event(), threading.Event()
 
-    def wait_for_turn(name: int) -> None:
-        with turn.take():
-            order.append(name)
+    def hold() -> None:
+        inside.set()
+        done.wait(30)
 
-    threads = [threading.Thread(target=wait_for_turn, args=(name,)) for name in range(5)]
-    with turn.take():
-        for queued, thread in enumerate(threads, 1):
-            thread.start()
-            while turn.waiting < queued:
-                time.sleep(0.001)
-        with pytest.raises(rm.StateError):
-            turn.take().__enter__()
-    for thread in threads:
-        thread.join(10)
-    assert order == [0, 1, 2, 3, 4]
+    def call(name: int) -> None:
+        gen._loop.call(lambda: order.append(name))
 
     def give_up() -> None:
-        with pytest.raises(rm.DeadlineError), turn.take(time.monotonic() + 0.05):
-            order.append(-1)
+        with pytest.raises(rm.DeadlineError):
+            gen.generate(PROMPT, PARAMS, use_tqdm=False, timeout=0.05)
+        order.append(-1)
 
-    with turn.take():  # one that gives up leaves the queue
-        late = threading.Thread(target=give_up)
-        late.start()
-        late.join(10)
-        assert turn.waiting == 0
-    wait_for_turn(5)
-    assert order[-1] == 5
+    threads = [threading.Thread(target=lambda: gen._loop.lend(hold))]
+    threads[0].start()
+    inside.wait(30)
+    for name in range(5):
+        threads.append(threading.Thread(target=call, args=(name,)))
+        threads[-1].start()
+        while gen._loop._inbox.qsize() <= name:
+            time.sleep(0.001)
+    threads.append(threading.Thread(target=give_up))
+    threads[-1].start()
+    time.sleep(0.1)
+    done.set()
+    for thread in threads:
+        thread.join(10)
+    assert [name for name in order if name >= 0] == [0, 1, 2, 3, 4]
+    assert -1 in order
+    assert gen._engine.ids() == []
 
 
 def test_reentry_from_a_weights_iterator(gen: rm.Generator) -> None:
@@ -332,6 +336,28 @@ def test_reentry_from_a_tokenizer() -> None:
         assert generator.metrics()["running"] == generator.metrics()["waiting"] == 0
 
 
+def engine_threads() -> int:
+    return sum(thread.name == "rollmesh-engine" for thread in threading.enumerate())
+
+
+def test_generators_that_are_dropped_leave_nothing() -> None:
+    """Without close: their threads end and their memory is freed."""
+    made = weakref.WeakSet[Any]()
+    before = engine_threads()
+    for _ in range(50):
+        generator = make()
+        generator.sync_weights(STATE)
+        generator.generate(PROMPT, PARAMS, use_tqdm=False)
+        made.add(generator._engine)
+        del generator
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while (made or engine_threads() > before) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not made
+    assert engine_threads() == before
+
+
 def test_close_while_another_thread_generates(gen: rm.Generator) -> None:
     problems: list[BaseException] = []
     started = threading.Event()
@@ -354,9 +380,9 @@ def test_close_while_another_thread_generates(gen: rm.Generator) -> None:
 
 
 def test_the_engine_itself_refuses_a_second_thread(gen: rm.Generator) -> None:
-    """Below the generator's lock: a mistake there would be an exception and not a race."""
+    """A mistake of the layers above would be an exception and not a race."""
     gen.submit([[1, 2, 3]] * 32, rm.SamplingParams(max_tokens=100))
-    engine = gen._engine
+    engine = gen._engine._engine
     refused: list[rm.StateError] = []
 
     def work() -> None:
@@ -473,7 +499,8 @@ def test_fork() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("how", ["plain", "cycle", "daemon", "requests", "sync"])
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("how", ["plain", "cycle", "daemon", "requests", "sync", "many"])
 def test_interpreter_exit_with_a_live_engine(how: str) -> None:
     body = {
         "plain": "",
@@ -487,6 +514,14 @@ def test_interpreter_exit_with_a_live_engine(how: str) -> None:
         """,
         "requests": "gen.submit([[1, 2, 3]] * 4); gen.poll()",
         "sync": "sync = gen.begin_sync()",
+        "many": """
+            def dropped():
+                for _ in range(50):
+                    one = rm.Generator(tiny_spec(), kv_cache_gib=0.004, max_model_len=128)
+                    one.metrics()
+            warnings.simplefilter("error")
+            dropped()
+        """,
     }[how]
     done = run_script(body)
     assert (done.returncode, done.stderr) == (0, "")

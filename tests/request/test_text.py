@@ -17,8 +17,8 @@ import rollmesh as rm
 
 pytest.importorskip("transformers")
 
-from rollmesh.grpo.data import load_tokenizer, make_prompt
 from rollmesh.request.text import Detokenizer, TextCodec
+from rollmesh.run.data import load_tokenizer, make_prompt
 
 CHARS = ROOT / "data/chars"
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 12}

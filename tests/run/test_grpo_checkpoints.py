@@ -25,7 +25,9 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from rollmesh.grpo import config, data, loop, pretrained, trainer  # noqa: E402
+from rollmesh.grpo import loop  # noqa: E402
+from rollmesh.run import config, data  # noqa: E402
+from rollmesh.run import models as pretrained  # noqa: E402
 
 DENSE, MOE = ROOT / "configs/qwen3_debug.toml", ROOT / "configs/qwen3_moe_debug.toml"
 NORM, EXPERT = "model.norm.weight", "model.layers.0.mlp.experts.{}.up_proj.weight"
@@ -40,7 +42,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("folders")
     tokenizer = data.load_tokenizer(ROOT / "data/chars")
     for name, file in (("dense", DENSE), ("moe", MOE)):
-        trainer.build_model(config.load(file, TINY_RUN), tokenizer).save_pretrained(
+        pretrained.build_model(config.load(file, TINY_RUN), tokenizer).save_pretrained(
             str(root / name)
         )
         tokenizer.save_pretrained(str(root / name))
@@ -107,6 +109,7 @@ EDITS: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", EDITS)
 def test_weights_that_do_not_fit_are_refused_as_a_generator_does(
     case: str, folder: Callable[[str], Path]

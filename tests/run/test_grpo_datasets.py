@@ -22,7 +22,8 @@ import rollmesh as rm
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rollmesh.grpo import config, data, loop, metrics
+from rollmesh.grpo import loop
+from rollmesh.run import config, data, metrics
 
 DENSE = ROOT / "configs/qwen3_debug.toml"
 HELDOUT = ROOT / "data/upper_heldout.jsonl"
@@ -147,7 +148,7 @@ def test_each_side_takes_its_split(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_a_run_has_the_bits_of_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     rows = [
         json.loads(line) for line in (ROOT / "data/upper_train.jsonl").read_text().splitlines()[:50]
     ]

@@ -25,7 +25,7 @@ import pytest
 from marks import full
 
 from rollmesh.cli import main
-from rollmesh.grpo.interrupts import SIGNALS, Interrupts
+from rollmesh.run.signals import SIGNALS, Interrupts
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -33,7 +33,9 @@ pytest.importorskip("transformers")
 from test_grpo_faults import DENSE, ROOT, SMALL, lines_of, state_of, whole  # noqa: F401 (a fixture)
 from test_grpo_faults import run as run_whole
 
-from rollmesh.grpo import config, loop, metrics, progress
+from rollmesh.grpo import loop
+from rollmesh.run import config, metrics, progress
+from rollmesh.run import folder as run_folder
 
 SETS = [word for change in SMALL for word in ("--set", change)]
 pytestmark = pytest.mark.usefixtures("torch_as_it_was", "plain_signals")
@@ -53,30 +55,31 @@ MOMENTS: dict[str, tuple[Any, str, signal.Signals, str, str]] = {
     "trainer": (loop, "Trainer", signal.SIGINT, "", BEGIN),
     "generator": (loop, "make_generator", signal.SIGHUP, "", BEGIN),
     "logs": (
-        loop,
+        metrics,
         "MetricsLog",
         signal.SIGTERM,
         "the run has begun",
         "no step was finished; the same command begins again",
     ),
     "curves": (
-        loop,
+        run_folder,
         "draw_curves",
         signal.SIGTERM,
         "its last files are written",
-        "to go on from step_000004: {command}",
+        "to continue from step_000004: {command}",
     ),
     "display": (
         progress.Display,
         "__exit__",
         signal.SIGINT,
         "",
-        "to go on from step_000004: {command}",
+        "to continue from step_000004: {command}",
     ),
     "close": (loop.Run, "close", signal.SIGTERM, "the generator is closed", MADE),
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "moment",
     [name if name in ("data", "generator", "curves", "close") else full(name) for name in MOMENTS],
@@ -86,9 +89,9 @@ def test_a_signal_ends_the_command(
 ) -> None:
     where, name, number, waits, told = MOMENTS[moment]
     call, calls = getattr(where, name), iter(range(100))
-    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     if moment == "curves":
-        call = loop.draw_curves
+        call = run_folder.draw_curves
 
     def after_a_signal(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == 0:
@@ -125,7 +128,7 @@ def test_a_signal_before_a_checkpoint_is_renamed_waits_for_it(
                 signal.raise_signal(signal.SIGTERM)
         replace(source, target)
 
-    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     monkeypatch.setattr(os, "replace", signalled)
     changes = [*SMALL, "checkpoint.every=1"]
     for resume, first, left in (
@@ -257,7 +260,7 @@ def test_a_signal_at_any_moment_of_a_process(
         assert "Exception ignored" not in said
         if process.returncode == 128 + number:
             assert any(
-                line.startswith(("to go on from", "no step was", "no checkpoint", "all 4"))
+                line.startswith(("to continue from", "no step was", "no checkpoint", "all 4"))
                 for line in said.splitlines()
             ), said
         assert partial_files(tmp_path) == []
@@ -295,7 +298,7 @@ def test_a_run_that_goes_back_leaves_the_later_checkpoints_aside(
 ) -> None:
     """So that what goes on next is the new run, even if it ended before its first checkpoint. A
     second time they get other names, and one that is set aside can be resumed."""
-    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
 
     trained(tmp_path, "train.lr=0.01")
     older = [f"checkpoints/step_00000{step}" for step in (1, 2, 3, 4)]
@@ -307,7 +310,7 @@ def test_a_run_that_goes_back_leaves_the_later_checkpoints_aside(
     aside = ["abandoned/step_000003", "abandoned/step_000004"]
     assert checkpoints(tmp_path) == [*aside, *older[:2]]
     moved = [
-        f"{tmp_path / old} is of the run that was left: it is {tmp_path / new} now"
+        f"{tmp_path / old} belongs to a run that is not continued; it was moved to {tmp_path / new}"
         for old, new in zip(older[2:], aside, strict=True)
     ]
     assert [r.getMessage() for r in caplog.records] == moved
@@ -330,7 +333,7 @@ def test_a_run_that_goes_back_leaves_the_later_checkpoints_aside(
 def test_a_new_run_leaves_checkpoints_without_metrics_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     trained(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     trained(tmp_path, "train.steps=2")
@@ -352,7 +355,7 @@ def test_a_checkpoint_names_its_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By whatever path: from its own folder, and by a link. One that is elsewhere has no run."""
-    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     (tmp_path / "link").symlink_to("out/checkpoints/step_000002")
     places = (
         ("out", "checkpoints/step_000002"),
@@ -395,7 +398,7 @@ def test_no_run_goes_on_in_the_folder_of_another(
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
     assert resumed(str(whole / "checkpoints/step_000002"), "--out", str(tmp_path / "other")) == 2
     assert (
-        f"--out {tmp_path}/other: a run is there already; --resume {tmp_path}/other goes on with it"
-        in capsys.readouterr().err
+        f"--out {tmp_path}/other: expected a folder without a run, got one; --resume "
+        f"{tmp_path}/other continues it" in capsys.readouterr().err
     )
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before

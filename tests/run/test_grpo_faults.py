@@ -36,10 +36,16 @@ from rollmesh.cli import main
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rollmesh.grpo import checkpoint, config, data, loop, metrics  # noqa: E402
-from rollmesh.grpo.files import locked, writing  # noqa: E402
-from rollmesh.grpo.generator import make_generator  # noqa: E402
-from rollmesh.grpo.pretrained import load_model  # noqa: E402
+from rollmesh.grpo import loop  # noqa: E402
+from rollmesh.run import (  # noqa: E402
+    checkpoint,
+    config,
+    data,
+    metrics,
+)
+from rollmesh.run.files import locked, writing  # noqa: E402
+from rollmesh.run.generator import make_generator  # noqa: E402
+from rollmesh.run.models import load_model  # noqa: E402
 
 DENSE = ROOT / "configs/qwen3_debug.toml"
 SMALL = [*TINY_RUN, "train.steps=4", "checkpoint.every=2", "rollout.log_completions=0"]
@@ -49,7 +55,7 @@ pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """draw_curves takes longer than these runs."""
-    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
 
 
 def run(
@@ -82,7 +88,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing ended early: the oracle."""
     out = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+        patch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
         run(out)
     return out
 
@@ -100,6 +106,7 @@ def disk() -> Iterator[Callable[[int], None]]:
 
 # -------------------------------------------------------------------------------- what is written
 # TensorBoard writes in a thread, which may meet the limit too.
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     "file", ["config.json", "model.safetensors", "trainer/optimizer.safetensors"]
@@ -309,6 +316,7 @@ def test_a_reward_may_change_its_process(
         shutil.rmtree(tmp_path / "out/checkpoints/step_000004")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("change", ["removed", "replaced", "shortened"])
 def test_metrics_that_another_program_touches_are_written_again(
     change: str, whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -355,12 +363,16 @@ def test_a_run_folder_that_is_moved_away_is_made_again(
     assert steps == [[0], [1, 2, 3, 4]]
     said = [r.getMessage() for r in caplog.records]
     assert (
-        f"{out}/completions.jsonl was removed or changed by another program; it goes on with what "
-        "is there" in said
+        f"{out}/completions.jsonl was removed or changed by another program; later rows are "
+        "appended" in said
     )
     assert all(
         line.startswith(
-            (f"{out}/completions", f"{out}/metrics", f"{out}/events: nothing more is written for T")
+            (
+                f"{out}/completions",
+                f"{out}/metrics",
+                f"{out}/events: TensorBoard gets no more",
+            )
         )
         for line in said
     )
@@ -489,7 +501,7 @@ def test_what_ends_a_run_says_how_to_go_on(
     assert main(["grpo", str(file), "--out", str(out), *sets]) == 130
     said = capsys.readouterr().err.splitlines()
     assert said[:2] == ["rollmesh grpo: interrupted", "reward interrupted_reward_of_test:f ran"]
-    words = re.fullmatch(r"to go on from step_000003: rollmesh (.*)", said[2])
+    words = re.fullmatch(r"to continue from step_000003: rollmesh (.*)", said[2])
     assert words is not None
     assert len(said) == 3
     assert main(shlex.split(words[1])) == 0
@@ -522,6 +534,7 @@ def ends_by_an_error(this: loop.Run, number: signal.Signals) -> None:
     this.rewards.functions = [lambda **columns: None if next(calls) == 5 else function(**columns)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "how, number, error",
     [
@@ -575,7 +588,7 @@ def test_neither_a_display_nor_a_picture_ends_a_run(
 ) -> None:
     """Standard output goes to a reader that has gone, as with `| head -1`, and a folder is in the
     picture's place."""
-    monkeypatch.setattr(loop, "draw_curves", metrics.draw_curves)
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", metrics.draw_curves)
     (tmp_path / "curves.png").mkdir()
     reader, writer = os.pipe()
     os.close(reader)
@@ -596,7 +609,7 @@ def test_neither_a_display_nor_a_picture_ends_a_run(
         )
     assert len(lines_of(tmp_path)) == 5
     said = capsys.readouterr().err
-    assert "rollmesh grpo: nothing more is displayed: BrokenPipeError: " in said
+    assert "rollmesh grpo: the display stops: BrokenPipeError: " in said
     assert "rollmesh grpo: curves.png was not drawn: IsADirectoryError: " in said
 
 

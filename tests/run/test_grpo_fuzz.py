@@ -2,7 +2,7 @@
 at its head what it changes and its oracle.
 
 RM_FUZZ_SECONDS seconds are run (.ci/run: 60; else 2), from a seed fixed by the test's id, which
-RM_TEST_SEED=n replaces; the planted faults are seen first. An hour: RM_FUZZ_SECONDS=3600 pytest -m
+RM_TEST_SEED=n replaces; the injected faults are seen first. An hour: RM_FUZZ_SECONDS=3600 pytest -m
 full tests/run/test_grpo_fuzz.py
 """
 

@@ -20,9 +20,9 @@ from rollmesh.cli import main
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rollmesh.grpo import config, data, loop, metrics, progress
-from rollmesh.grpo.generator import make_generator
-from rollmesh.grpo.trainer import model_config
+from rollmesh.run import config, data, metrics, progress
+from rollmesh.run.generator import make_generator
+from rollmesh.run.models import model_config
 
 DENSE = ROOT / "configs/qwen3_debug.toml"
 SETS = [
@@ -39,7 +39,7 @@ def test_a_run_says_and_writes_what_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run that goes on from step 1 writes the lines from there again, and no more."""
-    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     sets = [word for change in SETS for word in ("--set", change)]
     assert main(["grpo", str(DENSE), "--out", str(tmp_path), *sets]) == 0
     assert capsys.readouterr().out.startswith(f"{DENSE} → {tmp_path}: reading data and model\n")
@@ -72,7 +72,7 @@ def test_completions_are_printed(
         "async def f(completions, **_):\n    return [float(len(c)) for c in completions]\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
     for count in (0, 3):
         sets = [*SETS, "rollout.log_completions=0", 'reward.functions=["async_run_of_test:f"]']
@@ -255,3 +255,15 @@ def test_the_curves_show_differences_of_zero(tmp_path: Path) -> None:
         height, width, _ = (image := imread(tmp_path / "curves.png")).shape
         panel = image[: height // 2, width // 2 :, :3]
         assert (panel.max(-1) - panel.min(-1) > 0.2).any()  # colors
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-6])
+def test_the_curves_say_how_many_logprobs_were_compared(largest: float) -> None:
+    """The headline of two steps of 700 and 800 tokens, only if all differences are 0."""
+    lines = [
+        {"step": i, "tokens": tokens, "logprob_diff_max": i * largest, "kl_k3": 0.0}
+        for i, tokens in enumerate((700, 800))
+    ]
+    texts = [[text.get_text() for text in axes.texts] for axes in metrics.plot(lines).axes]
+    headline = ["0 of 1,500 logprobs differ"] if largest == 0 else []
+    assert texts == [[], headline, [], []]

@@ -201,10 +201,11 @@ def same_result(out: Path, whole: Path, apart_from: str) -> None:
 
 def plant_fault(fault: int) -> None:
     """In the fork."""
-    from rollmesh.grpo import checkpoint, loop, rewards, rollout
+    from rollmesh.grpo import loop, rollout
+    from rollmesh.run import checkpoint, user_code
 
     if fault == 1:
-        rewards._number = lambda value, name, i: 0.5
+        user_code._number = lambda value, name, i: 0.5
     elif fault == 2:
         loop.load_dataset = lambda config, tokenizer: [][0]
     elif fault == 3:
@@ -298,7 +299,7 @@ def run(
 
 
 def see_planted(folder: Path) -> None:
-    """Raises Failure for a planted fault that no case shows."""
+    """Raises Failure for a injected fault that no case shows."""
     for plant, kind in (
         (1, "rewards"),
         (2, "toml_value"),
@@ -326,7 +327,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--kind", choices=KINDS, help="cases of one kind alone")
     parser.add_argument("--go-on", action="store_true", help="show what fails and go on")
-    parser.add_argument("--planted", action="store_true", help="see the planted faults first")
+    parser.add_argument("--planted", action="store_true", help="see the injected faults first")
     options = vars(parser.parse_args())
     if not options["cases"] and not options["seconds"]:
         options["cases"] = 300

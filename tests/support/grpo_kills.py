@@ -74,8 +74,8 @@ def steps_kept(out: Path) -> int:
 
 
 def without_moments() -> None:
-    """The planted fault."""
-    from rollmesh.grpo import checkpoint
+    """The injected fault."""
+    from rollmesh.run import checkpoint
 
     checkpoint.load_optimizer = lambda folder, trainer: None
 

@@ -668,3 +668,10 @@ def hf_model(case: Case, dtype: str = "float32", seed: int | None = None, **chan
     import oracle
 
     return oracle.model(case, state_dict(case, dtype, seed), dtype, changes)
+
+
+def push_entry(engine: Any, name: str, tensor: Any) -> None:
+    """Pushes one tensor into the open sync of an extension's engine."""
+    entry = engine.sync_resolve(name)
+    engine.sync_take(entry, tensor)
+    engine.sync_push([entry])

@@ -68,7 +68,7 @@ def main(folder: str, *names: str) -> None:
         "NO_PROXY": "*",
     }
     import rollmesh as rm
-    from rollmesh.grpo.hf_datasets import rows_of
+    from rollmesh.run.data import rows_of
 
     said: list[Any] = []
     for name in names:

@@ -26,3 +26,18 @@ def some(
         stays = keep(case) if callable(keep) else place in keep
         marked.append(case if stays else full(case) if names == 1 else full(*case))
     return marked
+
+
+def first_cases_are_quick(items: Iterable[pytest.Item], *words: str) -> None:
+    """Marks the quick cases of each test as `full`, all but the first: or but as many as
+    `pytest.mark.quick(n)` names. Cases with another one of `words` in their ids count apart."""
+    seen: dict[tuple[str, ...], int] = {}
+    for item in items:
+        marks = {mark.name: mark for mark in item.iter_markers()}
+        if marks.keys() & {"full", "slow"}:
+            continue
+        test, _, case = item.nodeid.partition("[")
+        key = (test, *(word for word in words if word in case))
+        seen[key] = seen.get(key, 0) + 1
+        if seen[key] > (marks["quick"].args[0] if "quick" in marks else 1):
+            item.add_marker("full")

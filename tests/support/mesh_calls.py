@@ -177,26 +177,22 @@ def asleep(rank: Rank) -> Any:
 
 
 class Broken(Letters):
-    """Cannot decode the first completion."""
+    """Cannot decode what follows the prompt [1, 2, 3]."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        raise KeyError("no such letter")
+        if {2, 3} <= set(ids):
+            raise KeyError("no such letter")
+        return super().decode(ids, skip_special_tokens)
 
 
 def broken_tokenizer(rank: Rank) -> Any:
-    """A tokenizer that raises while stop strings are looked for, on the ranks of one replica."""
+    """A tokenizer that raises while stop strings are searched for, on the ranks of one replica."""
     with rank.make(tokenizer=Broken()) as generator:
         generator.sync_weights(rank.source(), cast=True)
-        ids = generator.submit([[1, 2, 3]], params(2, 9, stop=["a"]))
-        try:
-            generator.poll(min_outputs=1)
-            error = None
-        except (rm.Error, KeyError) as raised:
-            error = [type(raised).__name__, str(raised)]
-        generator.abort(ids)
+        generator.submit([[1, 2, 3], [9]], params(2, 9, stop=["a"]))
+        outputs = generator.poll(min_outputs=2)
         return [
-            error,
-            [o.request_id for o in generator.poll()],
+            [[type(output.error).__name__, str(output.error)] for output in outputs],
             [len(row) for row in generator.score([[1, 2, 3, 4]])],
         ]
 

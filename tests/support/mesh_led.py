@@ -43,7 +43,7 @@ def every_call(rank: Rank) -> Any:
     with rank.make(tokenizer=Letters(), max_model_len=4096, kv_cache_gib=0.05) as generator:
         generator.follow(lambda version: rank.source(0.75 if version == 2 else 1.0))
         if rank.rank > 0:
-            return generator._turn.closed
+            return generator._loop.is_closed
         out: list[Any] = [
             generator.sync_weights(rank.source(), cast=True).digest,
             answers(generator),
@@ -170,7 +170,7 @@ def handled(rank: Rank) -> Any:
     with rank.make() as generator:
 
         def handler(*_: Any) -> None:
-            if generator._turn.is_inside:
+            if generator._loop.is_inside:
                 signal.setitimer(signal.ITIMER_REAL, 0.05)
                 return
             for call in (
@@ -205,7 +205,7 @@ def ended(rank: Rank) -> Any:
     if rank.victim:
         rank.end_itself()
     generator.close()
-    return generator._turn.closed
+    return generator._loop.is_closed
 
 
 def words(rank: Rank) -> Any:
@@ -263,7 +263,7 @@ def lost(rank: Rank) -> Any:
     if rank.job["signal"] == signal.SIGINT:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with rank.make(max_model_len=4096, kv_cache_gib=0.05) as generator:
-        rank.after(7, "step_with_all")
+        rank.after(7, "step")
         told = ["closed"]
         try:
             generator.follow()

@@ -367,8 +367,6 @@ def apart(rank: Rank) -> Any:
                 rm.SamplingParams(logit_bias={3: 1.0 + rank.victim * 1e-3}),
                 use_tqdm=False,
             )
-        elif how == "timeout":
-            generator.generate([prompt], SAMPLED, use_tqdm=False, timeout=50.0)
         elif how == "version":
             generator.sync_weights(rank.source(0.5), cast=True, version=9)
         elif rank.job["how"] == "version":
@@ -389,7 +387,9 @@ def lost(rank: Rank) -> Any:
             file.write(repr(time.monotonic()))
         rank.end_itself()
 
-    method = {"sync": "sync_push", "commit": "sync_commit", "settle": "_settle"}.get(where, "step")
+    method = {"sync": "sync_push", "commit": "sync_commit", "exchange": "_finished_here"}.get(
+        where, "step"
+    )
     rank.after(
         rank.job.get("calls", 3),
         method,
@@ -402,7 +402,7 @@ def lost(rank: Rank) -> Any:
         while True:
             if where == "logits":
                 generator.logits(PROMPTS)
-            elif method in ("step", "_settle"):
+            elif method in ("step", "_finished_here"):
                 generator.generate(PROMPTS, params, use_tqdm=False)
             else:
                 generator.sync_weights(rank.source(0.5), cast=True)
@@ -465,6 +465,7 @@ def interrupted(rank: Rank) -> Any:
     check = comms._Exchange._check
 
     def checked(*args: Any) -> None:
+        comms._Exchange._check = check
         rank.end_itself()
         check(*args)
 

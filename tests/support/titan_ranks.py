@@ -106,7 +106,7 @@ def needed(module: Any, generator: rm.Generator) -> int:
         in_place=False,
     )
     for name, tensor in module.state_dict().items():
-        _, boxes = engine.sync_wanted(name)
+        boxes = engine.sync_resolve(name).wanted()
         mine = torch.zeros(tensor.shape, dtype=torch.bool)
         n = mine.ndim
         for rank, *box in boxes.tolist():

@@ -78,11 +78,9 @@ class _Worker:
             self.generator._engine, config_of(world, executor, backend), rank
         )
         self.generator._weights = self.updates.weights
-        self.generator._driver._commit_open_sync = (
-            self.updates.commit_open_sync
-        )  # its steps close what load_weights has left open
 
     def bits(self) -> bytes:
+        self.updates.commit_open_sync()  # as vLLM's runner does before a step
         return b"".join(logits.tobytes() for logits in self.generator.logits(PROMPTS))
 
     def load(self, pairs: Any) -> set[str]:

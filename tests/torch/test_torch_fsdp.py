@@ -6,27 +6,21 @@ Input, oracles and bounds: those of test_torch_patch.py.
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
-from paths import child_environment
+from gloo_ranks import on_ranks
 from test_torch_patch import DENSE, MOE, drawn, generator_of, model_of, scored
 
 import rollmesh as rm
 
 
-def fsdp_rank(rank: int, store: str) -> None:
-    """Two steps of two ranks over Gloo, each with its half of the batch: the generator of rank 0
-    records, all ranks recompute."""
-    from torch import distributed
+def two_steps(rank: int) -> None:
+    """Each rank has its half of the batch. The generator of rank 0 records, all ranks recompute."""
     from torch.distributed.fsdp import fully_shard
 
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     for case in (DENSE, MOE):
         model = model_of(case, "bfloat16")
         alone = model_of(case, "bfloat16")
@@ -64,25 +58,13 @@ def fsdp_rank(rank: int, store: str) -> None:
                     assert (full - other).norm() <= 1e-2 * other.norm(), name
                     with torch.no_grad():
                         other.copy_(full)  # so that what rounding made of it is not carried on
-    distributed.destroy_process_group()
-    sys.stdout.write("OK\n")
-    sys.stdout.flush()
-    os._exit(0)  # torch's threads of Gloo may call std::terminate while the interpreter ends
 
 
-SHARDED = """
-    import os
-    import sys
-    import helpers
-    import torch
-    import rollmesh as rm
-    from torch import distributed
+def sharded_as_a_whole(rank: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     for around in (False, True):
-        models = [helpers.hf_model(helpers.CASES_BY_NAME["dense"]) for _ in range(2)]
-        model, alone = map(rm.torch.patch, models)
+        model, alone = (rm.torch.patch(helpers.hf_model(DENSE)) for _ in range(2))
         whole = fully_shard(torch.nn.Sequential(model) if around else model)
         for _ in range(3):
             got, want = (m(torch.tensor([[1, 2, 3]])).logits for m in (whole, alone))
@@ -90,41 +72,14 @@ SHARDED = """
             with torch.no_grad():
                 for parameter in (*whole.parameters(), *alone.parameters()):
                     parameter.mul_(0.5)
-    sys.stdout.write("OK\\n")
-    sys.stdout.flush()
-    os._exit(0)
-"""
 
 
-def test_a_model_sharded_as_a_whole_follows_its_weights() -> None:
+def test_a_model_sharded_as_a_whole_follows_its_weights(tmp_path: Path) -> None:
     """Its layers are not sharded by themselves. FSDP2 gathers weights into memory that may be where
-    an earlier pass had it, uncounted."""
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SHARDED)],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert ran.stdout == "OK\n", ran.stderr
+    an earlier pass had it, without a change of the version counter."""
+    on_ranks(1, sharded_as_a_whole, tmp_path)
 
 
 @pytest.mark.full
 def test_fsdp2(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, str(r), str(tmp_path / "store")],
-            env=child_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(2)
-    ]
-    said = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)] == [
-        (0, "OK\n")
-    ] * 2
-
-
-if __name__ == "__main__":
-    fsdp_rank(int(sys.argv[1]), sys.argv[2])
+    on_ranks(2, two_steps, tmp_path)

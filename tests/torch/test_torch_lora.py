@@ -41,6 +41,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.quick(3)
 @pefts
 @pytest.mark.parametrize("whole", [False, True], ids=["adapters", "modules_to_save"])
 @pytest.mark.parametrize("dtype", DTYPES)

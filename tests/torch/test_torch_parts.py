@@ -247,6 +247,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.mark.quick(30)
 @pytest.mark.parametrize("is_patched", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_part_that_is_not_the_configs(name: str, is_patched: bool) -> None:
@@ -542,9 +543,9 @@ def test_a_model_is_freed_and_a_check_costs_little() -> None:
     patch.check()
     took = []
     for _ in range(10):
-        begun = time.perf_counter()
+        begun = time.thread_time()  # what else runs on the machine does not count
         patch.check()
-        took.append(time.perf_counter() - begun)
+        took.append(time.thread_time() - begun)
     assert min(took) < 0.02
 
 

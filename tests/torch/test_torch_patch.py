@@ -153,6 +153,7 @@ def test_logprobs_are_those_of_the_rollout(
     lines.append(f"patched {case.name} {dtype}: {2 * len(batch.recorded)} logprobs, 0 differ")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_nothing_but_weights_and_tokens_changes_a_bit(
@@ -259,6 +260,7 @@ GRADIENT_CASES = (
 )
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", GRADIENT_CASES)
 def test_gradients_are_transformers(
     pair: Callable[..., tuple[Any, rm.Generator]], name: str

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ from typing import Any
 import helpers
 import pytest
 import torch
-from paths import child_environment
+from gloo_ranks import on_ranks
 from test_torch_patch import (
     DENSE,
     FAMILIES,
@@ -142,6 +141,7 @@ WRITES: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", WRITES)
 def test_every_write_is_seen(pair: Pair, name: str) -> None:
     """The first one after a push, the second after a pass of the model's own."""
@@ -168,10 +168,9 @@ def test_writes_in_inference_mode_are_seen() -> None:
         assert (after != before).any()
 
 
-def collectives_rank(rank: int, store: str) -> None:
+def collectives(rank: int) -> None:
     from torch import distributed
 
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     model = rm.torch.patch(helpers.hf_model(DENSE))
     weight = down(model).weight
     if rank == 1:
@@ -183,27 +182,11 @@ def collectives_rank(rank: int, store: str) -> None:
         after = computed(model)
         assert (after == fresh(model)).all()
         assert rank == 1 or (after != before).any()
-    distributed.barrier()
-    distributed.destroy_process_group()
-    sys.stdout.write("OK\n")
-    sys.stdout.flush()
-    os._exit(0)  # torch's threads of Gloo may call std::terminate while the interpreter ends
 
 
 def test_writes_of_collectives_are_seen(tmp_path: Path) -> None:
-    """broadcast and all_reduce into a parameter's memory raise no version counter."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, str(rank), str(tmp_path / "store")],
-            env=child_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert said == ["OK\n"] * 2
+    """broadcast and all_reduce into a parameter's memory do not change its version counter."""
+    on_ranks(2, collectives, tmp_path)
 
 
 WRITER = """
@@ -388,7 +371,3 @@ def test_deprecated_functions(pair: Pair) -> None:
         model, _ = pair(case)
         rm.torch.forget(model)
         assert rm.torch.weight_use(model) == rm.torch.WeightUse(0, 0, matrices, None)
-
-
-if __name__ == "__main__":
-    collectives_rank(int(sys.argv[1]), sys.argv[2])

@@ -627,9 +627,9 @@ def test_options_that_do_not_go_together() -> None:
         ) = print
 
     with pytest.raises(
-        rm.ConfigError, match="transport: expected 'shm' with lend=True, got 'distributed'"
+        rm.ConfigError, match="transport: expected 'shm' with lend=True, got 'folder'"
     ):
-        WeightSender(Client(), "distributed", lend=True, master_address="127.0.0.1", num_workers=1)
+        WeightSender(Client(), "folder", lend=True, folder="/tmp")
     for bad in (1, "yes", None):
         with pytest.raises(rm.ConfigError, match=f"lend: expected a bool, got {bad!r}"):
             WeightSender(Client(), lend=bad)
@@ -681,27 +681,3 @@ def test_loans_of_a_stranger(
         served.client.finish_weight_update()
     served.hold()
     block.close()
-
-
-def test_a_loan_over_a_group(workers: Callable[..., Workers]) -> None:
-    """Which may be of another machine."""
-    served = workers()
-    sender = WeightSender(
-        served.client, "distributed", master_address="127.0.0.1", num_workers=1, timeout=30
-    )
-    calls = sender._send(state(1), 1, None)
-    with ThreadPoolExecutor(1) as pool:
-        for _ in range(2):  # a trainer begins, an update begins
-            sender._make(next(calls), pool)
-    info = {
-        "description": json.dumps({"tensors": [], "lent": NOTHING}),
-        "sender": sender._name,
-        "version": 1,
-    }
-    with pytest.raises(
-        rm.FormatError, match="transport: expected 'shm' with lent tensors, got 'distributed'"
-    ):
-        served.client.update_weights(info)
-    calls.close()
-    sender.close()
-    served.hold()

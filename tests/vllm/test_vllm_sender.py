@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,90 +95,56 @@ def test_blocks_that_are_made_side_by_side() -> None:
             made.result()
 
 
-# ------------------------------------------------------------------- a group of torch.distributed
-def test_distributed(served: Served) -> None:
-    workers = len(served.client.rpc("weight_version"))
-    served.sender = WeightSender(
-        served.client,
-        "distributed",
-        master_address="127.0.0.1",
-        num_workers=workers,
-        block_bytes=30_000,
-        verify=True,
-        timeout=30,
-    )
+# --------------------------------------------------------------------------------------- a folder
+def test_a_folder(served: Served, tmp_path: Path) -> None:
+    """To workers on any machine. A version that was refused stays in the folder; a higher one is
+    taken, from another sender too. A source that fails publishes nothing."""
+    served.sender = WeightSender(served.client, "folder", folder=str(tmp_path))
     served.push()
     served.push()
+    readers = served.client.rpc("weight_version")
+    version = served.version + 1
     with pytest.raises(rm.NonFiniteError):
-        served.sender.send(SPOILED["not finite"][0](state(served.version + 1)), served.version + 1)
-    served.still_works()
+        served.sender.send(SPOILED["not finite"][0](state(version)), version)
+    served.hold()
+    served.version += 1
+    served.push()
+
+    def source() -> Iterator[tuple[str, np.ndarray]]:
+        yield next(iter(state(0).items()))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        served.sender.send(source(), served.version + 1)
+    served.push()
+    with pytest.raises(rm.StateError, match="without a DeltaWriter, got one that is open"):
+        WeightSender(served.client, "folder", folder=str(tmp_path))
+    served.sender.close()
+    served.sender = WeightSender(served.client, "folder", folder=str(tmp_path))
+    served.push()
     served.sender.close()
     served.sender = WeightSender(served.client, block_bytes=30_000)
     served.still_works()
-
-
-def test_a_trainer_of_a_group_that_goes_away(served: Served) -> None:
-    """Between two blocks its connections end: the workers, which wait for the second, say so."""
-    sender = WeightSender(
-        served.client,
-        "distributed",
-        master_address="127.0.0.1",
-        num_workers=len(served.client.rpc("weight_version")),
-        timeout=5,
-    )
-    calls = sender._send(state(served.version + 1), served.version + 1, None)
-    for call in calls:
-        if call.method == "update_weights":
-            assert sender._group is not None
-            sender._group.close()
-            with pytest.raises((rm.SyncAbortedError, RuntimeError), match="SyncAbortedError"):
-                served.client.update_weights(*call.args)
-            break
-        made = threading.Thread(target=getattr(served.client, call.method), args=call.args)
-        made.start()
-        if call.meanwhile is not None:
-            call.meanwhile(lambda: False)
-        made.join()
-    calls.close()
-    served.still_works()
-
-
-def test_workers_that_do_not_come() -> None:
-    """The reason is the worker's, and the trainer does not wait for its own deadline."""
-
-    class Refusing(ranks.Client):
-        def rpc(self, method: str, *args: Any) -> Any:
-            raise RuntimeError("Worker failed with error 'AuthError: not from here'")
-
-    sender = WeightSender(
-        Refusing(), "distributed", master_address="127.0.0.1", num_workers=1, timeout=60
-    )
-    with pytest.raises(rm.AuthError, match="not from here"):
-        sender.send({}, 1)
+    assert len(served.client.rpc("weight_version")) == len(readers)
 
 
 # ----------------------------------------------------------------------------------- two trainers
 class ByHand:
     """A send whose calls are made one by one."""
 
-    def __init__(self, served: Served, seed: int, transport: str):
-        group: dict[str, Any] = {}
-        if transport == "distributed":
-            group = {
-                "master_address": "127.0.0.1",
-                "num_workers": len(served.client.rpc("weight_version")),
-                "timeout": 30,
-            }
-        self.sender = WeightSender(served.client, transport, block_bytes=30_000, **group)
+    def __init__(self, served: Served, seed: int):
+        self.sender = WeightSender(served.client, block_bytes=30_000)
         self.calls = self.sender._send(state(seed), served.version + 1, None)
 
     def make(self, count: int = 1 << 30) -> list[Call]:
         made = []
-        with ThreadPoolExecutor(1) as pool:
-            for call in itertools.islice(self.calls, count):
-                self.sender._make(call, pool)
-                made.append(call)
+        for call in itertools.islice(self.calls, count):
+            self.make_one(call)
+            made.append(call)
         return made
+
+    def make_one(self, call: Call) -> None:
+        getattr(self.sender._client, call.method)(*call.args)
 
     def close(self) -> None:
         self.calls.close()
@@ -194,11 +161,10 @@ def its_set_serves(served: Served, *trainers: ByHand) -> None:
     served.still_works()
 
 
-@pytest.mark.parametrize("transport", ["shm", "distributed"])
-def test_a_trainer_that_comes_while_another_sends(served: Served, transport: str) -> None:
+def test_a_trainer_that_comes_while_another_sends(served: Served) -> None:
     """Both call their set by the same number. The one that has brought a block goes on, and its
     whole set serves."""
-    first, other = ByHand(served, served.version + 1, transport), ByHand(served, 99, transport)
+    first, other = ByHand(served, served.version + 1), ByHand(served, 99)
     first.make(3)  # a trainer begins, an update begins, a block
     with pytest.raises((rm.StateError, RuntimeError), match="another trainer's update is open"):
         other.make()
@@ -206,11 +172,10 @@ def test_a_trainer_that_comes_while_another_sends(served: Served, transport: str
     its_set_serves(served, first, other)
 
 
-@pytest.mark.parametrize("transport", ["shm", "distributed"])
-def test_a_trainer_that_another_has_followed(served: Served, transport: str) -> None:
+def test_a_trainer_that_another_has_followed(served: Served) -> None:
     """Before its first block: the block is refused, and none of it is in the set that the other
     brings."""
-    first, other = ByHand(served, 99, transport), ByHand(served, served.version + 1, transport)
+    first, other = ByHand(served, 99), ByHand(served, served.version + 1)
     first.make(2)
     other.make(3)
     with pytest.raises(
@@ -221,30 +186,9 @@ def test_a_trainer_that_another_has_followed(served: Served, transport: str) -> 
     its_set_serves(served, first, other)
 
 
-def test_a_group_whose_trainer_another_has_disturbed(served: Served) -> None:
-    """The other's update has no block, since its first was refused; it does not stand in the
-    way."""
-    stale, mine = (
-        ByHand(served, 99, "distributed"),
-        ByHand(served, served.version + 1, "distributed"),
-    )
-    stale.make(1)
-    mine.make()
-    served.version += 1
-    with pytest.raises((rm.StateError, RuntimeError), match="a bucket of sender"):
-        stale.make(2)
-    served.sender, before = mine.sender, served.sender
-    served.push()
-    served.hold()
-    served.sender = before
-    stale.close()
-    mine.close()
-    served.still_works()
-
-
 def test_two_trainers_in_step(served: Served) -> None:
     """Each call of one is followed by the other's: the one that began last goes on."""
-    first, other = ByHand(served, 99, "shm"), ByHand(served, served.version + 1, "shm")
+    first, other = ByHand(served, 99), ByHand(served, served.version + 1)
     for _ in range(2):
         first.make(1)
         other.make(1)
@@ -254,24 +198,9 @@ def test_two_trainers_in_step(served: Served) -> None:
     its_set_serves(served, first, other)
 
 
-def test_a_group_of_before_within_another_set(served: Served) -> None:
-    """Its sender makes no new beginning: the start of its update is refused, and the set that is
-    open stays."""
-    stale = ByHand(served, served.version + 1, "distributed")
-    stale.make()
-    served.version += 1
-    mine = ByHand(served, served.version + 1, "shm")
-    mine.make(3)
-    stale.calls = stale.sender._send(state(99), served.version + 1, None)
-    with pytest.raises((rm.StateError, RuntimeError), match="another trainer's update is open"):
-        stale.make()
-    mine.make()
-    its_set_serves(served, stale, mine)
-
-
 def test_a_trainer_is_there_between_two_blocks(served: Served) -> None:
     """The second is another file, which the workers do not have yet."""
-    first, other = ByHand(served, served.version + 1, "shm"), ByHand(served, 99, "shm")
+    first, other = ByHand(served, served.version + 1), ByHand(served, 99)
     small, *more, large = sorted(
         state(served.version + 1).items(), key=lambda entry: entry[1].nbytes
     )
@@ -283,22 +212,21 @@ def test_a_trainer_is_there_between_two_blocks(served: Served) -> None:
     assert call.args[0]["segment"] != before
     with pytest.raises((rm.StateError, RuntimeError), match="another trainer's update is open"):
         other.make()
-    with ThreadPoolExecutor(1) as pool:
-        first.sender._make(call, pool)
+    first.make_one(call)
     first.make()
     its_set_serves(served, first, other)
 
 
 def test_a_trainer_that_ends_within_its_set(served: Served) -> None:
     """Its block is nobody's then, and the next trainer begins at once."""
-    first = ByHand(served, 99, "shm")
+    first = ByHand(served, 99)
     first.make(3)
     first.close()
     served.still_works()
 
 
 def test_a_second_send_of_one_sender(alone: Served) -> None:
-    one = ByHand(alone, 99, "shm")
+    one = ByHand(alone, 99)
     one.make(3)
     with pytest.raises(rm.StateError, match="is sending already"):
         one.sender.send(state(99), alone.version + 1)
@@ -324,10 +252,8 @@ class Awaited:
         self._client.finish_weight_update(weight_version)
 
 
-@pytest.mark.parametrize("transport", ["shm", "distributed"])
-def test_an_awaited_client(alone: Served, transport: str) -> None:
-    group = {"master_address": "127.0.0.1", "num_workers": 1} if transport == "distributed" else {}
-    sender = AsyncWeightSender(Awaited(alone.client), transport, **group)
+def test_an_awaited_client(alone: Served) -> None:
+    sender = AsyncWeightSender(Awaited(alone.client))
     alone.version += 1
     asyncio.run(sender.send(state(alone.version), alone.version))
     alone.hold()
@@ -339,8 +265,7 @@ def test_an_awaited_client(alone: Served, transport: str) -> None:
     alone.still_works()
 
 
-@pytest.mark.parametrize("transport", ["shm", "distributed"])
-def test_a_send_that_is_cancelled(alone: Served, transport: str) -> None:
+def test_a_send_that_is_cancelled(alone: Served) -> None:
     """While the workers have a block, or wait for it: nothing waits on, and the next send begins
     anew."""
 
@@ -356,11 +281,10 @@ def test_a_send_that_is_cancelled(alone: Served, transport: str) -> None:
         with pytest.raises(asyncio.CancelledError):
             await sending
 
-    group = {"master_address": "127.0.0.1", "num_workers": 1} if transport == "distributed" else {}
-    updating, sender = asyncio.Event(), AsyncWeightSender(Stuck(alone.client), transport, **group)
+    updating, sender = asyncio.Event(), AsyncWeightSender(Stuck(alone.client))
     began = time.monotonic()
     asyncio.run(push())
-    assert time.monotonic() - began < 100  # a group would wait for 300
+    assert time.monotonic() - began < 100
     sender.close()
     assert left_behind() == []
     alone.still_works()
@@ -579,8 +503,6 @@ def test_clients_that_are_none(alone: Served) -> None:
         WeightSender(Awaited(alone.client))
     with pytest.raises(rm.ConfigError, match="use WeightSender"):
         AsyncWeightSender(alone.client)
-    with pytest.raises(rm.ConfigError, match="num_workers"):
-        WeightSender(alone.client, "distributed")
     for source, words in (
         (17, "expected a module"),
         ([1, 2], "pairs .*, got a int"),
@@ -593,45 +515,22 @@ def test_clients_that_are_none(alone: Served) -> None:
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"num_workers": 1}, "takes no master_address, master_port or num_workers"),
+        ({"num_workers": 1}, "transport: expected one of shm, folder, got 'distributed'; workers"),
+        (
+            {"transport": "distributed", "master_address": "127.0.0.1", "num_workers": 1},
+            "transport: expected one of shm, folder, got 'distributed'; workers on other machines",
+        ),
+        ({"transport": "pigeon"}, "transport: expected one of shm, folder, got 'pigeon'"),
+        ({"transport": "folder"}, "folder: expected a path, got None"),
+        ({"folder": "/tmp"}, "folder: expected none, got '/tmp'"),
+        ({"transport": "folder", "folder": "/gone"}, "folder: expected a folder that exists"),
         ({"timeout": -1}, "timeout: expected seconds above 0, .*, got -1"),
         ({"timeout": float("nan")}, "timeout: expected seconds above 0, .*, got nan"),
-        (
-            {"transport": "distributed", "master_address": "127.0.0.1", "num_workers": "1"},
-            "num_workers: expected an integer .*, got '1'",
-        ),
-        (
-            {"transport": "distributed", "master_address": "127.0.0.1", "num_workers": -1},
-            "num_workers: expected an integer .*, got -1",
-        ),
-        (
-            {
-                "transport": "distributed",
-                "master_address": "127.0.0.1",
-                "num_workers": 1,
-                "master_port": 70000,
-            },
-            "master_port: expected",
-        ),
-        (
-            {"transport": "distributed", "master_address": 7, "num_workers": 1},
-            "expected master_address and num_workers",
-        ),
     ],
 )
 def test_options_that_are_none(alone: Served, options: dict[str, Any], words: str) -> None:
     with pytest.raises(rm.ConfigError, match=words):
         WeightSender(alone.client, **options)
-
-
-def test_an_address_of_another_machine(alone: Served) -> None:
-    with pytest.raises(
-        rm.ConfigError, match=r"cannot listen on master_address = '192.0.2.1', master_port = 0"
-    ):
-        WeightSender(alone.client, "distributed", master_address="192.0.2.1", num_workers=1).send(
-            {}, alone.version + 1
-        )
-    alone.still_works()
 
 
 def test_sources(alone: Served) -> None:

@@ -313,7 +313,7 @@ def events(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 def refused_without_weights(server: Server) -> None:
     """Each in its own way says what is missing, and that it may be asked again."""
-    message = "NotSyncedError: expected synced weights, got none: call sync_weights first"
+    message = "NotSyncedError: weights: expected synced ones, got none; call sync_weights first"
     wanted = {"message": message, "type": "ServiceUnavailableError", "code": 503}
     talk = {
         "model": server.model,

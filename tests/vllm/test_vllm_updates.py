@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import vllm_support as support
+from helpers import push_entry
 
 import rollmesh as rm
 from rollmesh import vllm as plugin
@@ -293,7 +294,7 @@ def test_a_row_that_is_not_finite(served: Served) -> None:
     engine = support.worker_of(served.llm).made.engine  # no way of vLLM's takes such weights
     engine.sync_begin(served.version, allow_nonfinite=True)
     for name, tensor in poisoned.items():
-        engine.sync_push(name, tensor)
+        push_entry(engine, name, tensor)
     engine.sync_commit("keep")
     bad, *good = [
         support.request([5, first, 7], logit_bias={299: -100.0}, seed=first)

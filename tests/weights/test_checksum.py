@@ -33,19 +33,6 @@ def test_value(size: int, offset: int, rng: np.random.Generator) -> None:
     assert tensors.checksum(data) == f"{expected:016x}"
 
 
-@pytest.mark.parametrize("size", [*SIZES, (16 << 20) - 1, 16 << 20, (16 << 20) + 8209])
-@pytest.mark.parametrize("offset", [0, 3])
-def test_torch_has_the_same_value(size: int, offset: int, rng: np.random.Generator) -> None:
-    """Checks the host's way and the arithmetic for GPUs, on the CPU. Both leave the data as it
-    is."""
-    torch = pytest.importorskip("torch")
-    data = rng.integers(0, 256, size + offset, dtype=np.uint8)[offset:]
-    tensor = torch.from_numpy(data.copy() if offset == 0 else np.pad(data, (offset, 0)))[offset:]
-    assert tensors.checksum_of_torch(tensor) == tensors.checksum(data)
-    assert f"{tensors._sum_of_torch(tensor):016x}" == tensors.checksum(data)
-    assert np.array_equal(tensor.numpy(), data)
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_every_byte_counts(size: int, rng: np.random.Generator) -> None:
     data = rng.integers(0, 256, size, dtype=np.uint8)

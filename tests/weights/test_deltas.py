@@ -109,6 +109,7 @@ RANK = """
 """
 
 
+@pytest.mark.full
 def test_over_torch_distributed(tmp_path: Path) -> None:
     """One rank trains and two receive, of which one misses a version: it says so at the next and
     gets the whole. The digests are those of a generator that is given the state itself."""

@@ -6,6 +6,8 @@ or a name is test_sync.py's question.
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -131,52 +133,60 @@ def test_torch_tensors_with_autograd(gen: rm.Generator) -> None:
         gen.sync_weights(torch.nn.Linear(2, 2))
 
 
-def test_a_set_in_pieces_closes_at_the_first_step(gen: rm.Generator) -> None:
-    sync = gen.begin_sync()
+def test_a_set_in_pieces_stays_open_until_its_commit(gen: rm.Generator) -> None:
+    """Steps leave it open, and the old version serves; a repeated name is refused."""
+    before = gen.score([[1, 2, 3]])[0].tobytes()
+    sync = gen.begin_sync(version=7)
     for name, tensor in STATES[1].items():
         sync.push(name, tensor)
+        gen.generate([1], use_tqdm=False)
+    gen.submit([1])
+    gen.poll(min_outputs=1)
     assert gen.version == 1
-    output = gen.generate([1, 2], use_tqdm=False)[0].outputs[0]  # complete: committed
-    assert gen.version == 2
-    assert set(output.versions.tolist()) == {2}
-    with pytest.raises(rm.StateError, match="committed as version 2"):
+    assert gen.score([[1, 2, 3]])[0].tobytes() == before
+    with pytest.raises(rm.DuplicateKeyError):
         sync.push("lm_head.weight", STATES[1]["lm_head.weight"])
-    before = gen.score([[1, 2, 3]])[0].tobytes()
-    for close in (
-        lambda: gen.generate([1], use_tqdm=False),
-        lambda: gen.score([[1, 2]]),
-        lambda: gen.submit([1]),
-        gen.poll,
-    ):
-        sync = gen.begin_sync()
-        sync.push("model.norm.weight", STATES[0]["model.norm.weight"])
-        with pytest.raises(rm.IncompleteSyncError, match=r"lm_head\.weight"):
-            close()
-        with pytest.raises(rm.StateError, match="closed"):
-            sync.push("lm_head.weight", STATES[0]["lm_head.weight"])
-        assert gen.version == 2
-        assert gen.score([[1, 2, 3]])[0].tobytes() == before
-
-
-def test_a_set_in_pieces_closes_at_a_repeated_name(gen: rm.Generator) -> None:
-    sync = gen.begin_sync(version=7)
-    for state in STATES:
-        for name, tensor in state.items():
-            sync.push(name, tensor)
-    assert gen.version == 7  # the first set; the second is open
-    sync.commit()
-    assert gen.version == 8
+    assert sync.commit().version == gen.version == 7
+    with pytest.raises(rm.StateError, match="committed as version 7"):
+        sync.push("lm_head.weight", STATES[1]["lm_head.weight"])
     sync = gen.begin_sync()
     sync.push("model.norm.weight", STATES[0]["model.norm.weight"])
+    gen.generate([1], use_tqdm=False)
     with pytest.raises(rm.IncompleteSyncError, match=r"lm_head\.weight"):
-        sync.push("model.norm.weight", STATES[0]["model.norm.weight"])
-    assert gen.version == 8
+        sync.commit()
+    with pytest.raises(rm.StateError, match="closed"):
+        sync.push("lm_head.weight", STATES[0]["lm_head.weight"])
+    assert gen.version == 7
     with gen.begin_sync() as block:
         for name, tensor in STATES[0].items():
             block.push(name, tensor)
         with pytest.raises(rm.DuplicateKeyError):
             block.push("lm_head.weight", STATES[0]["lm_head.weight"])
-    assert gen.version == 9  # the block goes on after an error that it handled
+    assert gen.version == 8  # the block goes on after an error that it handled
+
+
+def test_a_pushed_tensor_is_not_kept(gen: rm.Generator) -> None:
+    """Neither after its push nor after an error; a name that was refused is read again."""
+    state = dict(STATES[0])
+    bad = state["model.norm.weight"].copy()
+    bad[0] = np.nan
+    with gen.begin_sync() as sync:
+        with pytest.raises(rm.NonFiniteError):
+            sync.push("model.norm.weight", bad)
+        gone = weakref.ref(bad)
+        del bad
+        gen.metrics()  # the engine has dropped the call that failed
+        gc.collect()
+        assert gone() is None
+        for name, tensor in state.items():
+            copy = tensor.copy()
+            sync.push(name, copy)
+            gone = weakref.ref(copy)
+            del copy
+            gen.metrics()
+            assert gone() is None
+    assert sync.report is not None
+    assert sync.report.digest == gen.sync_weights(state).digest
 
 
 def test_restart_starts_stop_strings_again() -> None:

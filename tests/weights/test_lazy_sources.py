@@ -32,9 +32,6 @@ from rollmesh.sources import (
 from rollmesh.vllm.trainer import WeightSender
 from rollmesh.weights.resharding import AHEAD, Source
 from rollmesh.weights.transport import manifest, segment
-from rollmesh.weights.transport.carriers import CommCarrier, HostBucket, HostPiece
-from rollmesh.weights.transport.manifest import place
-from rollmesh.weights.transport.stream import _buckets
 
 STATE = numpy_state_dict(tiny_config(), dtype="float32")
 OPTIONS: dict[str, Any] = {
@@ -147,26 +144,6 @@ def test_shared_memory_and_a_folder(tmp_path: Path, source: Any, lend_to: int) -
 def test_buckets(source: Any, bucket_bytes: int) -> None:
     entries = source.items() if isinstance(source, Mapping) else source
     assert right(dict(entry for bucket in bucketed(entries, bucket_bytes) for entry in bucket))
-
-
-class Kept(CommCarrier):
-    def __init__(self) -> None:
-        """Pieces alone, without a comm."""
-
-
-def test_streams(source: Any) -> None:
-    """The pieces of send_weights, put into their bucket when it is complete."""
-    got = {}
-    for pieces in _buckets(Kept(), source, 5000):
-        entries, size = place(
-            (piece.name, piece.dtype, piece.shape, piece.nbytes) for piece in pieces
-        )
-        bucket = HostBucket(size)
-        for entry, piece in zip(entries, pieces, strict=True):
-            assert isinstance(piece, HostPiece)
-            bucket.put(entry.offset, piece)
-        got.update({entry.name: bucket.take(entry, False) for entry in entries})
-    assert right(got)
 
 
 class Workers:

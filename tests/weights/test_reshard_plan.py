@@ -313,7 +313,7 @@ def test_what_a_mesh_wants(mesh: tuple[int, int, int]) -> None:
         table = check_wanted(engine, f"{EXPERT}.gate_up_proj", (12, 2 * inner, hidden), both)
         assert len(table) <= 2 * tp * dp, "runs of neighbours are one box"
         with pytest.raises(rm.UnexpectedKeyError):
-            engine.sync_wanted("model.nothing")
+            engine.sync_resolve("model.nothing")
 
 
 def held(p: Any, expert: int, rows: range) -> set[int]:
@@ -323,8 +323,9 @@ def held(p: Any, expert: int, rows: range) -> set[int]:
 def check_wanted(
     engine: Any, name: str, shape: tuple[int, ...], expected: list[list[tuple[int, set[int]]]]
 ) -> Parts:
-    its_shape, table = engine.sync_wanted(name)
-    assert its_shape == shape
+    entry = engine.sync_resolve(name)
+    assert entry.shape == shape
+    table = entry.wanted()
     assert table[:, 0].tolist() == sorted(table[:, 0].tolist())
     for rank, outers in enumerate(expected):
         times = np.zeros(shape, int)

@@ -746,3 +746,10 @@ def test_descriptions_that_lie() -> None:
     ):
         with pytest.raises(rm.FormatError):
             manifest.parse(text, 64)
+
+
+@pytest.mark.parametrize("call", [sources.send_weights, sources.receive_weights])
+def test_streams_were_removed(call: Any) -> None:
+    """The names stay and tell what to use."""
+    with pytest.raises(rm.ConfigError, match=r"use SharedWriter .*, DeltaWriter .*, or DeltaEnc"):
+        call({}, src=0)

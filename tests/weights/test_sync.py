@@ -598,6 +598,7 @@ OVERFLOWS: list[tuple[dict[str, Any], type[rm.Error]]] = [
 ]
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize(("lie", "error"), OVERFLOWS, ids=lambda value: str(value))
 def test_dlpack_that_lies(
     served: dict[str, rm.Generator], lie: dict[str, Any], error: type[rm.Error]
@@ -785,9 +786,9 @@ def test_nonfinite(served: dict[str, rm.Generator], value: float, dtype: str) ->
 def test_names(served: dict[str, rm.Generator]) -> None:
     state = new_state(DENSE)
     for name in ("x" * 1025, "model." * 200_000, Q + "\0", "\0", "model.\ud800", "\udfff" + Q):
-        start = time.perf_counter()
+        start = time.thread_time()
         refused(served["dense"], {**state, name: state[Q]}, rm.LimitError)
-        assert time.perf_counter() - start < 1
+        assert time.thread_time() - start < 1
     refused(served["dense"], {**state, "x" * 1024: state[Q]}, rm.UnexpectedKeyError)
     refused(served["dense"], {**state, "": state[Q]}, rm.UnexpectedKeyError, "'' is no parameter")
     refused(served["dense"], {**state, "_orig_mod." * 93: state[Q]}, rm.UnexpectedKeyError)
@@ -797,13 +798,14 @@ def test_a_million_keys(served: dict[str, rm.Generator]) -> None:
     x = np.zeros(1, np.float32)
     with unchanged(served["dense"]), pytest.raises(rm.LimitError):
         served["dense"].sync_weights({f"k{i}": x for i in range(1_000_001)})
-    push = served["dense"]._engine.sync_push
+    engine = served["dense"]._engine
     with unchanged(served["dense"]):
         sync = served["dense"].begin_sync(strict=False)
-        for _ in range(1_000_000):
-            push("k", x)
+        entries = [engine.sync_resolve("k", True)] * 1000
+        for _ in range(1000):
+            engine.sync_push(entries)
         with pytest.raises(rm.LimitError, match="1000000"):
-            push("k", x)
+            sync.push("k", x)
         sync.abort()
 
 
@@ -832,10 +834,13 @@ def test_versions(served: dict[str, rm.Generator]) -> None:
 def test_order_of_calls(served: dict[str, rm.Generator]) -> None:
     generator, state = served["dense"], new_state(DENSE)
     engine = generator._engine
+    entry = engine.sync_resolve(Q)
     with unchanged(generator):
         for call in (
-            lambda: engine.sync_push(Q, state[Q]),
-            lambda: engine.sync_check(Q, state[Q]),
+            lambda: engine.sync_push([entry]),  # no tensor was taken
+            lambda: engine.sync_take(entry, state[Q]),
+            lambda: engine.sync_push([engine.sync_resolve("k", True)]),
+            lambda: engine.sync_push([Q]),
             lambda: engine.sync_commit("keep"),
         ):
             with pytest.raises(rm.StateError):

@@ -1,11 +1,11 @@
 // endpoint.c: see endpoint.h. An exchange over NCCL, its errors, and how the endpoint is destroyed.
 //
-// The communicator is non-blocking: NCCL enqueues its kernel from a thread of its own. So a call
-// waits for that thread (not for the device) before it enqueues more work. Blocking communicators
-// were rejected: with a lost peer their creation and first calls never return.
+// The communicator is non-blocking: NCCL enqueues its kernel from its own thread. So a call waits
+// for that thread (not for the device) before it enqueues more work. Rejected: a blocking
+// communicator, because with a lost peer its creation and first calls never return.
 //
-// A gather with equal sizes on all ranks uses ncclAllGather. All ranks know all sizes, so all
-// choose the same.
+// A gather with equal sizes on all ranks uses ncclAllGather. All ranks have all sizes, so all make
+// the same choice.
 #define _GNU_SOURCE
 #include "comm/nccl/endpoint.h"
 
@@ -20,8 +20,9 @@
 
 static const double AWAKE_SECONDS = 100e-6, LOOK_SECONDS = 2e-3;
 static const double LEAVING_SECONDS = 5; // the longest wait for the other ranks before leaving
-static const double NAMING_SECONDS =
-    0.2; // a connection breaks before the system reports that the process has ended
+// How long to wait for the name of a lost rank: a connection breaks before the system reports that
+// the process has ended.
+static const double NAMING_SECONDS = 0.2;
 
 static void nap(double seconds) {
   nanosleep(&(struct timespec){.tv_nsec = (long)(1e9 * seconds)}, NULL);
@@ -40,9 +41,9 @@ static void *abort_comm(void *data) {
   return NULL;
 }
 
-// On a separate thread: ncclCommAbort stops the kernels, then waits until every graph that has
-// captured the communicator is destroyed, which happens later. Also, two communicators of one queue
-// must both be aborted before either is waited for.
+// Calls ncclCommAbort on a separate thread: it stops the kernels, then waits until every graph that
+// has captured the communicator is destroyed, which happens later. Also, two communicators of one
+// queue must both be aborted before the caller waits for either.
 void rm_nccl_abort_comm(rm_nccl_endpoint *end) {
   pthread_mutex_lock(&end->lock);
   rm_nccl_comm *comm = end->comm;
@@ -59,7 +60,7 @@ void rm_nccl_abort_comm(rm_nccl_endpoint *end) {
   pthread_mutex_unlock(&end->lock);
 }
 
-// An abort that does not return keeps its thread and memory.
+// If ncclCommAbort does not return in time, its thread and memory are leaked.
 static void join_aborter(rm_nccl_endpoint *end) {
   struct timespec until;
   clock_gettime(CLOCK_REALTIME, &until);
@@ -71,7 +72,7 @@ static void join_aborter(rm_nccl_endpoint *end) {
 
 static rm_code fail_and_abort(rm_nccl_endpoint *end, rm_code code, int how) {
   rm_nccl_abort_comm(end);
-  if (how & RM_NCCL_TELLS) rm_comm_abort(end->host, code);
+  if (how & RM_NCCL_ABORTS_HOST) rm_comm_abort(end->host, code);
   return code;
 }
 
@@ -80,13 +81,14 @@ static rm_code code_of(int result, int how) {
     case RM_NCCL_CUDA: return RM_E_DEVICE;
     case RM_NCCL_TIMEOUT: return RM_E_COLLECTIVE_TIMEOUT;
     case RM_NCCL_ARGUMENT:
-    case RM_NCCL_USAGE: return how & RM_NCCL_MAKING ? RM_E_CONFIG : RM_E_COLLECTIVE_MISMATCH;
+    case RM_NCCL_USAGE: return how & RM_NCCL_CREATING ? RM_E_CONFIG : RM_E_COLLECTIVE_MISMATCH;
     default: return RM_E_RANK_LOST;
   }
 }
 
-// Asks the host group which rank has ended or aborted; RM_OK if it knows of none after `seconds`.
-static rm_code ask_the_host(rm_nccl_endpoint *end, double seconds, rm_error *err) {
+// Checks the host group for a rank that has ended or aborted; RM_OK if there is none after
+// `seconds`.
+static rm_code check_host_group(rm_nccl_endpoint *end, double seconds, rm_error *err) {
   const double until = rm_now() + seconds;
   rm_code code;
   while (!(code = rm_comm_check(end->host, err)) && rm_now() < until) nap(5e-3);
@@ -98,13 +100,13 @@ rm_code rm_nccl_result(rm_nccl_endpoint *end, const char *what, int result, int 
   char detail[200] = "";
   if (result == RM_NCCL_SUCCESS || result == RM_NCCL_IN_PROGRESS) return RM_OK;
   pthread_mutex_lock(&end->lock);
-  const char *said = end->api.last_error(end->comm);
-  if (said) strncat(detail, said, sizeof detail - 1);
+  const char *last = end->api.last_error(end->comm);
+  if (last) strncat(detail, last, sizeof detail - 1);
   pthread_mutex_unlock(&end->lock);
   detail[strcspn(detail, "\r\n")] = 0;
   const rm_code code = code_of(result, how);
-  const rm_code named = code == RM_E_RANK_LOST && how & RM_NCCL_TELLS
-                            ? ask_the_host(end, NAMING_SECONDS, err)
+  const rm_code named = code == RM_E_RANK_LOST && how & RM_NCCL_ABORTS_HOST
+                            ? check_host_group(end, NAMING_SECONDS, err)
                             : RM_OK;
   if (named) return fail_and_abort(end, named, how);
   rm_fail(err, code, "%s: NCCL says \"%s\"%s%s", what, end->api.error_string(result),
@@ -112,8 +114,8 @@ rm_code rm_nccl_result(rm_nccl_endpoint *end, const char *what, int result, int 
   return fail_and_abort(end, code, how);
 }
 
-// NCCL's asynchronous state; 0 when the communicator was aborted.
-static int ask(rm_nccl_endpoint *end, int *state) {
+// Reads NCCL's asynchronous state. Returns 0 when the communicator was aborted.
+static int read_state(rm_nccl_endpoint *end, int *state) {
   pthread_mutex_lock(&end->lock);
   const int lives = end->comm != NULL;
   const int result = lives ? end->api.get_async_error(end->comm, state) : RM_NCCL_SUCCESS;
@@ -132,7 +134,7 @@ rm_code rm_nccl_wait_ready(rm_nccl_endpoint *end, const char *what, double secon
   const double start = rm_now();
   double looked = start;
   for (int state;;) {
-    if (!ask(end, &state)) return aborted_error(end, err);
+    if (!read_state(end, &state)) return aborted_error(end, err);
     if (state != RM_NCCL_IN_PROGRESS) return rm_nccl_result(end, what, state, how, err);
     const double now = rm_now();
     if (now - start > seconds) {
@@ -156,8 +158,8 @@ rm_code rm_nccl_wait_ready(rm_nccl_endpoint *end, const char *what, double secon
 typedef struct call {
   rm_comm_op op;
   const rm_block *send, *recv;
-  size_t gathered; // bytes of each rank, where it is NCCL's all_gather; else 0
-  char *whole; // of an all_gather: [size][gathered]
+  size_t gathered; // bytes of each rank if the call uses NCCL's all_gather; else 0
+  char *whole; // target of an all_gather: [size][gathered]
 } call;
 
 static size_t gathered_bytes(const rm_nccl_endpoint *end, rm_comm_op op, const rm_block send[],
@@ -169,8 +171,8 @@ static size_t gathered_bytes(const rm_nccl_endpoint *end, rm_comm_op op, const r
   return bytes;
 }
 
-// The target of ncclAllGather without a buffer: all blocks contiguous and adjacent, in the order of
-// ranks. Else NULL.
+// Returns the target of ncclAllGather if all blocks are contiguous and adjacent, in the order of
+// ranks: then a buffer is not needed. Else returns NULL.
 static char *whole_of(const rm_nccl_endpoint *end, const rm_block recv[], size_t bytes) {
   for (int r = 0; r < end->size; r++)
     if (rm_block_bytes(&recv[r]) != bytes || !rm_block_is_flat(&recv[r]) ||
@@ -207,15 +209,15 @@ static rm_code check_room(rm_nccl_endpoint *end, rm_comm_op op, size_t sent, siz
       err, RM_E_CAPACITY,
       "%s: expected at most %zu bytes of strided blocks in one exchange, got %zu that rank %d %s",
       rm_comm_op_name(op), end->capacity, most, end->rank, sent == most ? "sends" : "receives");
-  return fail_and_abort(end, RM_E_CAPACITY, RM_NCCL_TELLS);
+  return fail_and_abort(end, RM_E_CAPACITY, RM_NCCL_ABORTS_HOST);
 }
 
 static void pack_all(rm_nccl_endpoint *end, const call *c) {
   for (int r = 0; r < end->size; r++) {
-    int is_there = !end->from[r] || rm_block_is_flat(&c->send[r]);
-    for (int i = 0; i < r && !is_there; i++)
-      is_there = end->from[i] == end->from[r]; // a broadcast or gather has one block for all ranks
-    if (!is_there) rm_device_pack(end->device, &c->send[r], end->from[r]);
+    int is_packed = !end->from[r] || rm_block_is_flat(&c->send[r]);
+    for (int i = 0; i < r && !is_packed; i++)
+      is_packed = end->from[i] == end->from[r]; // a broadcast or gather has one block for all ranks
+    if (!is_packed) rm_device_pack(end->device, &c->send[r], end->from[r]);
   }
 }
 
@@ -252,16 +254,14 @@ static rm_code issue(rm_nccl_endpoint *end, const call *c, const char *what, dou
       result = end->api.all_gather(end->from[end->rank], c->whole, c->gathered, RM_NCCL_INT8,
                                    end->comm, end->device->stream);
     else result = send_and_receive(end, c);
-    const int ended =
-        end->api
-            // also after an error: else this thread's next group would be part of this one
-            .group_end();
+    // Also after an error: otherwise this thread's next group would be part of this one.
+    const int ended = end->api.group_end();
     if (!result || result == RM_NCCL_IN_PROGRESS) result = ended;
   }
   pthread_mutex_unlock(&end->lock);
   if (!lives) return aborted_error(end, err);
-  const rm_code code = rm_nccl_result(end, what, result, RM_NCCL_TELLS, err);
-  return code ? code : rm_nccl_wait_ready(end, what, timeout, RM_NCCL_TELLS, err);
+  const rm_code code = rm_nccl_result(end, what, result, RM_NCCL_ABORTS_HOST, err);
+  return code ? code : rm_nccl_wait_ready(end, what, timeout, RM_NCCL_ABORTS_HOST, err);
 }
 
 static rm_code all_gather(rm_nccl_endpoint *end, call *c, const char *what, double timeout,
@@ -282,7 +282,7 @@ static rm_code all_gather(rm_nccl_endpoint *end, call *c, const char *what, doub
   return code;
 }
 
-// A barrier over the host group, with this timeout.
+// Runs a barrier over the host group with this timeout.
 static rm_code meet(rm_nccl_endpoint *end, double seconds, rm_error *err) {
   const double kept = rm_comm_timeout(end->host);
   rm_comm_set_timeout(end->host, seconds);
@@ -299,7 +299,7 @@ rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t e
   const rm_block *from = &send[end->rank], *to = &recv[end->rank];
   char what[64];
   snprintf(what, sizeof what, "%s, call %llu", rm_comm_op_name(op), (unsigned long long)sequence);
-  (void)epoch; // in the digest
+  (void)epoch; // comm.c adds it to the digest
   rm_code code = RM_OK;
   int moves = 0;
   if (op == RM_COMM_BARRIER) {
@@ -326,7 +326,7 @@ rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t e
 
 void rm_nccl_abort(void *self, rm_code why) {
   rm_nccl_endpoint *end = self;
-  rm_comm_abort(end->host, why); // first, so that the reason is known when the communicator is gone
+  rm_comm_abort(end->host, why); // first, so that other ranks find this error when NCCL fails
   rm_nccl_abort_comm(end);
 }
 
@@ -335,15 +335,15 @@ rm_code rm_nccl_check(void *self, rm_error *err) {
   int state;
   const rm_code code = rm_comm_check(end->host, err);
   if (code) return code;
-  if (!ask(end, &state)) return aborted_error(end, err);
-  return rm_nccl_result(end, "enqueued work", state, RM_NCCL_TELLS, err);
+  if (!read_state(end, &state)) return aborted_error(end, err);
+  return rm_nccl_result(end, "enqueued work", state, RM_NCCL_ABORTS_HOST, err);
 }
 
 // ------------------------------------------------------------------------------------ destruction
-// Leaves together with the other ranks: a barrier on the host, then NCCL's finalize, then a barrier
-// again. Without the first a rank whose queue is not empty would find the others gone; without the
-// second a rank that is not done yet would take one that has left the host group for lost. After an
-// error here (another rank is late, or has ended) the caller aborts the communicator instead.
+// Leaves together with the other ranks: a barrier on the host, then NCCL's finalize, then another
+// barrier. Without the first barrier, ranks could leave while another rank's queue still uses them;
+// without the second, a slower rank would report a rank that has left the host group as lost. After
+// an error here (another rank is late, or has ended) the caller aborts the communicator instead.
 static rm_code finalize(rm_nccl_endpoint *end, rm_error *err) {
   const double patience = end->timeout < LEAVING_SECONDS ? end->timeout : LEAVING_SECONDS;
   rm_code code = meet(end, patience, err);
@@ -353,8 +353,7 @@ static rm_code finalize(rm_nccl_endpoint *end, rm_error *err) {
   pthread_mutex_unlock(&end->lock);
   code = rm_nccl_result(end, "leaving", result, 0, err);
   if (!code) code = rm_nccl_wait_ready(end, "leaving", end->timeout, 0, err);
-  if (!code)
-    meet(end, patience, err); // this communicator is at its end, whatever became of the others
+  if (!code) meet(end, patience, err); // its result does not matter: finalize has succeeded
   return code;
 }
 

@@ -5,7 +5,8 @@
 #include <stdio.h>
 #include <string.h>
 
-// Up to 2.8 the version is 1000·major + 100·minor + patch, later 10000·major + 100·minor + patch.
+// Up to 2.8 the version is 1000·major + 100·minor + patch, from 2.9 on 10000·major + 100·minor +
+// patch.
 const char *rm_nccl_version_text(int version, char text[24]) {
   const int major = version / (version < 10000 ? 1000 : 10000),
             minor = version / 100 % (version < 10000 ? 10 : 100);
@@ -17,7 +18,7 @@ rm_code rm_nccl_load(const char *path, rm_nccl *out, rm_error *err) {
   char text[24];
   *out = (rm_nccl){0};
   void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-  if (!library) return rm_fail(err, RM_E_CONFIG, "no NCCL can be loaded: %s", dlerror());
+  if (!library) return rm_fail(err, RM_E_CONFIG, "NCCL cannot be loaded: %s", dlerror());
   const struct {
     const char *name;
     void *function;             // pointer to the field, whatever its type
@@ -42,12 +43,12 @@ rm_code rm_nccl_load(const char *path, rm_nccl *out, rm_error *err) {
     if (!found)
       return rm_fail(err, RM_E_CONFIG, "expected NCCL 2.17.1 or later, got %s without %s", path,
                      wanted[i].name);
-    memcpy(wanted[i].function, &found,
-           sizeof found);   // ISO C cannot convert a void * to a function pointer
+    // ISO C cannot convert a void * to a function pointer.
+    memcpy(wanted[i].function, &found, sizeof found);
   }
   const int result = out->get_version(&out->version);
   if (result)
-    return rm_fail(err, RM_E_CONFIG, "%s does not say its version: %s", path,
+    return rm_fail(err, RM_E_CONFIG, "%s: expected a version from ncclGetVersion, got: %s", path,
                    out->error_string(result));
   if (out->version >= RM_NCCL_LEAST) return RM_OK;
   return rm_fail(err, RM_E_CONFIG, "expected NCCL 2.17.1 or later, got %s in %s",

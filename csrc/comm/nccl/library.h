@@ -21,9 +21,9 @@ enum { // ncclResult_t
 };
 enum { RM_NCCL_INT8 = 0, RM_NCCL_UNDEFINED = INT_MIN, RM_NCCL_ID_BYTES = 128 };
 enum {
-  RM_NCCL_LEAST = 21701,
-  RM_NCCL_SHARES_GPU = 23003
-}; // the oldest version supported; the oldest in which ranks may share a GPU
+  RM_NCCL_LEAST = 21701, // the oldest supported version
+  RM_NCCL_SHARES_GPU = 23003 // the oldest version in which ranks may share a GPU
+};
 #define RM_NCCL_MAGIC 0xcafebeefu
 
 typedef struct rm_nccl_comm rm_nccl_comm; // ncclComm
@@ -43,7 +43,7 @@ _Static_assert(sizeof(rm_nccl_config) == 48 && offsetof(rm_nccl_config, blocking
                    offsetof(rm_nccl_config, split_share) == 40,
                "the layout of ncclConfig_t");
 
-// Streams are rm_device.stream.
+// The functions; `stream` is rm_device.stream.
 typedef struct rm_nccl {
   int version; // 23203 is 2.32.3
   int (*get_version)(int *version);
@@ -64,8 +64,8 @@ typedef struct rm_nccl {
   const char *(*last_error)(rm_nccl_comm *comm);
 } rm_nccl;
 
-// Never unloaded, since its threads may outlive the last group. RM_E_CONFIG: no such file, not
-// NCCL, or too old.
+// Loads the library. It stays loaded, since its threads may outlive the last group. RM_E_CONFIG: no
+// such file, not NCCL, or too old.
 rm_code rm_nccl_load(const char *path, rm_nccl *out, rm_error *err);
 // Writes "2.32.3" to `text` and returns it.
 const char *rm_nccl_version_text(int version, char text[24]);

@@ -1,7 +1,7 @@
-// nccl.c: creation of an NCCL group. First the ranks compare over the host group (library, version,
-// memory), so that a problem of one rank is reported on all before NCCL is called. Then NCCL
+// nccl.c: creation of an NCCL group. First the ranks compare library, version and memory over the
+// host group, so that all ranks report the problem of one rank before NCCL is called. Then NCCL
 // creates the communicator, under a deadline. Then an all-to-all and an all_gather of one word test
-// it and establish its connections, which cannot be done during a capture.
+// it and establish its connections, which a capture does not allow.
 #include "comm/nccl/nccl.h"
 
 #include <stdio.h>
@@ -17,9 +17,9 @@ enum { HELLO_TEXT = 256 };
 
 typedef struct hello { // what the ranks all-gather
   int32_t code, version, may_share; // may_share: NCCL_MULTI_RANK_GPU_ENABLE is set
-  uint64_t gpu; // a digest of its name; 0: not known
-  rm_nccl_id id; // of rank 0
-  char text[HELLO_TEXT]; // with code: why
+  uint64_t gpu; // digest of the GPU's name; 0: unknown
+  rm_nccl_id id; // set by rank 0
+  char text[HELLO_TEXT]; // the message of `code`
 } hello;
 
 static uint64_t digest_of(const char *name) {
@@ -45,7 +45,7 @@ static rm_code prepare(rm_nccl_endpoint *end, const rm_nccl_options *options, he
                        rm_error *err) {
   const char *shares = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
   if (options->capacity > INT64_MAX)
-    return rm_fail(err, RM_E_CONFIG, "expected a capacity below 2^63 bytes, got %zu",
+    return rm_fail(err, RM_E_CONFIG, "capacity: expected less than 2^63 bytes, got %zu",
                    options->capacity);
   rm_code code = rm_nccl_load(options->library, &end->api, err);
   if (!code) code = map_run(end, &end->out, err);
@@ -55,7 +55,7 @@ static rm_code prepare(rm_nccl_endpoint *end, const rm_nccl_options *options, he
   mine->gpu = digest_of(options->gpu);
   mine->may_share = shares && atoi(shares) == 1;
   const int result = end->rank == 0 ? end->api.get_unique_id(&mine->id) : RM_NCCL_SUCCESS;
-  return rm_nccl_result(end, "ncclGetUniqueId", result, RM_NCCL_MAKING, err);
+  return rm_nccl_result(end, "ncclGetUniqueId", result, RM_NCCL_CREATING, err);
 }
 
 static rm_code judge_pair(const hello *all, int a, int b, rm_error *err) {
@@ -79,7 +79,7 @@ static rm_code judge_pair(const hello *all, int a, int b, rm_error *err) {
       a, b);
 }
 
-// The same result on all ranks.
+// Returns the same result on all ranks.
 static rm_code judge_hellos(const hello *all, int size, rm_error *err) {
   for (int r = 0; r < size; r++) {
     const rm_code code =
@@ -94,8 +94,8 @@ static rm_code judge_hellos(const hello *all, int size, rm_error *err) {
   return RM_OK;
 }
 
-// Compares all ranks; *id: the group's unique id. `code` and err: the result of this rank's own
-// preparation.
+// Compares all ranks and sets *id to the group's unique id. `code` and err: the result of this
+// rank's own preparation.
 static rm_code meet(rm_nccl_endpoint *end, rm_code code, hello *mine, rm_nccl_id *id,
                     rm_error *err) {
   const size_t size = (size_t)end->size;
@@ -125,7 +125,7 @@ out:
 static rm_code init(rm_nccl_endpoint *end, rm_nccl_id id, double timeout, rm_error *err) {
   rm_nccl_config config = {.size = sizeof config,
                            .magic = RM_NCCL_MAGIC,
-                           .version = 22200, // the layout's: later than 2.17, before trafficClass
+                           .version = 22200, // the layout: after 2.17, before trafficClass
                            .blocking = 0,
                            .cga_cluster_size = RM_NCCL_UNDEFINED,
                            .min_ctas = RM_NCCL_UNDEFINED,
@@ -138,20 +138,21 @@ static rm_code init(rm_nccl_endpoint *end, rm_nccl_id id, double timeout, rm_err
   end->comm = comm;
   pthread_mutex_unlock(&end->lock);
   const rm_code code =
-      rm_nccl_result(end, "making a group", result, RM_NCCL_MAKING | RM_NCCL_TELLS, err);
+      rm_nccl_result(end, "making a group", result, RM_NCCL_CREATING | RM_NCCL_ABORTS_HOST, err);
   if (code) return code;
   if (!comm) {
     rm_comm_abort(end->host, RM_E_DEVICE);
-    return rm_fail(err, RM_E_DEVICE, "making a group: NCCL gave none and no error");
+    return rm_fail(err, RM_E_DEVICE, "making a group: NCCL returned neither a group nor an error");
   }
-  return rm_nccl_wait_ready(end, "making a group", timeout, RM_NCCL_MAKING | RM_NCCL_TELLS, err);
+  return rm_nccl_wait_ready(end, "making a group", timeout, RM_NCCL_CREATING | RM_NCCL_ABORTS_HOST,
+                            err);
 }
 
 static uint64_t word_of(int from, int to) {
   return UINT64_C(0x9E3779B97F4A7C15) * (uint64_t)(1 + from) + (uint64_t)to;
 }
 
-// [size] words out, [size] words in, [size] words of the gather.
+// `there` and `here`: [size] words out, [size] words in, [size] words of the gather.
 static rm_code exchange_words(rm_nccl_endpoint *end, uint64_t *there, uint64_t *here,
                               double timeout, rm_comm *comm, rm_error *err) {
   const size_t n = (size_t)end->size, word = sizeof *here;
@@ -176,11 +177,12 @@ static rm_code exchange_words(rm_nccl_endpoint *end, uint64_t *there, uint64_t *
   for (int r = 0; r < end->size && !code; r++)
     if (here[n + (size_t)r] != word_of(r, end->rank) || here[2 * n + (size_t)r] != word_of(r, 0))
       code = rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
-                     "NCCL brought rank %d other bytes than rank %d sent", end->rank, r);
+                     "rank %d: expected from NCCL the bytes that rank %d sent, got others",
+                     end->rank, r);
   return code;
 }
 
-static rm_code prove(rm_nccl_endpoint *end, double timeout, rm_comm *comm, rm_error *err) {
+static rm_code test_group(rm_nccl_endpoint *end, double timeout, rm_comm *comm, rm_error *err) {
   const rm_device *device = end->device;
   const size_t bytes = rm_nccl_words_bytes(end);
   void *there = NULL, *here = NULL;
@@ -193,7 +195,7 @@ static rm_code prove(rm_nccl_endpoint *end, double timeout, rm_comm *comm, rm_er
     code = rm_fail(err, RM_E_CAPACITY, "%s has no memory for %zu bytes: %s", device->name, bytes,
                    device->message(device->self));
   else code = exchange_words(end, there, here, timeout, comm, err);
-  if (!code) code = rm_comm_barrier(end->host, err); // all ranks have succeeded, or none may use it
+  if (!code) code = rm_comm_barrier(end->host, err); // usable only if all ranks have succeeded
   if (code) rm_nccl_abort(end, code);
   return code;
 }
@@ -218,35 +220,35 @@ static rm_code make_end(rm_comm *host, const rm_device *device, const rm_nccl_op
 
 rm_code rm_comm_create_nccl(rm_comm *host, const rm_device *device, const rm_nccl_options *options,
                             rm_comm **out, rm_error *err) {
-  rm_error own = RM_ERROR_INIT; // for the other ranks, also when the caller passes NULL
-  rm_error *said = err ? err : &own;
+  rm_error own = RM_ERROR_INIT; // the other ranks get the message even if the caller passes NULL
+  rm_error *shared = err ? err : &own;
   rm_nccl_endpoint *end;
   rm_nccl_id id;
   hello mine = {0};
   const double kept = rm_comm_timeout(host);
   *out = NULL;
-  rm_code code = make_end(host, device, options, &end, said);
+  rm_code code = make_end(host, device, options, &end, shared);
   if (code) {
     rm_comm_abort(host, code);
     goto out;
   }
   rm_comm_set_timeout(host, options->timeout);
-  code = prepare(end, options, &mine, said);
-  code = meet(end, code, &mine, &id, said);
-  if (!code) code = init(end, id, options->timeout, said);
+  code = prepare(end, options, &mine, shared);
+  code = meet(end, code, &mine, &id, shared);
+  if (!code) code = init(end, id, options->timeout, shared);
   const rm_transport transport = {.name = "nccl",
                                   .moves_own = 1,
-                                  .waits_there = 1,
+                                  .waits_in_queue = 1,
                                   .self = end,
                                   .exchange = rm_nccl_exchange,
                                   .abort = rm_nccl_abort,
                                   .check = rm_nccl_check,
                                   .leave = rm_nccl_leave,
                                   .destroy = rm_nccl_destroy};
-  if (!code && (code = rm_comm_create(&transport, end->rank, end->size, out, said)))
+  if (!code && (code = rm_comm_create(&transport, end->rank, end->size, out, shared)))
     rm_comm_abort(host, code);
   if (!code) rm_comm_set_timeout(*out, options->timeout);
-  if (!code && !(code = prove(end, options->timeout, *out, said))) goto out;
+  if (!code && !(code = test_group(end, options->timeout, *out, shared))) goto out;
   if (*out) rm_comm_destroy(*out);
   else {
     rm_nccl_abort_comm(end);

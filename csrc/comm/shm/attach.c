@@ -1,17 +1,17 @@
 // attach.c: how processes attach to a region, without leaving a file behind if one of them is
 // killed.
 //
-//   1. Rank 0 fills a file without a name, then links it under its name. The link fails if the name
-//      exists, so nobody sees half a header.
+//   1. Rank 0 fills an unnamed file, then links it under the name. The link fails if the name
+//      exists. So other ranks only see a complete header.
 //   2. Each other rank opens the name, checks the owner and the header, and writes its process into
 //      the region.
 //   3. The last rank to attach removes the name, then marks the region as complete.
-//   4. A rank that cannot go on (another rank was killed, is late or has other options) removes the
-//      name before it returns. A rank that comes later finds no file until its deadline.
+//   4. A rank that fails to attach (because another rank was killed, is late or has other options)
+//      removes the name before it returns. A later rank finds no file and waits for its deadline.
 //
-// So a name is left only if every rank that had opened the file was killed. The next rank 0 of that
-// name finds its maker dead and removes it. A rank locks the file while it checks and removes the
-// name, so that it cannot remove a new file of the same name.
+// So a name is left behind only if every rank that had opened the file was killed. The next rank 0
+// with that name finds the creator dead and removes the name. A rank locks the file while it checks
+// and removes the name, so that it cannot remove a new file of the same name.
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <errno.h>
@@ -31,7 +31,7 @@ static const char MAGIC[16] = "rollmesh region";
 enum { NAME_MAX_LENGTH = 200, RETRY_MS = 2, LOCK_TRIES = 500 };
 
 typedef struct attaching {
-  rm_region *region; // its file once there is one
+  rm_region *region;
   const char *name;
   char path[sizeof FOLDER + NAME_MAX_LENGTH + 16];
   int rank;
@@ -46,9 +46,9 @@ static int process_of(uint64_t identity) { return (int)(identity >> 32); }
 static int is_dead(uint64_t identity) { return rm_process_ended(&identity, &(int){-1}, 1) != 0; }
 
 // --------------------------------------------------------------------------------------- the name
-// Removes the name if it still refers to this file. Waits for the lock for a limited time: without
-// it, the worst case is that the name of a run that starts at this moment is removed too, whose
-// ranks then report that rank 0 did not attach.
+// Removes the name if it still refers to this file. It waits for the lock for a limited time.
+// Without the lock it could, at worst, remove the name of a run that starts at this moment, whose
+// ranks would then report that rank 0 did not attach.
 static void remove_name(const attaching *a, int file) {
   struct stat here, there;
   int tries = LOCK_TRIES;
@@ -59,8 +59,8 @@ static void remove_name(const attaching *a, int file) {
   flock(file, LOCK_UN);
 }
 
-// Opens the file of that name; *file is −1 when there is none. RM_E_AUTH when it was not made by
-// this user's rollmesh.
+// Opens the file of that name; *file is −1 when there is none. RM_E_AUTH unless this user's
+// rollmesh has created it.
 static rm_code open_name(const attaching *a, rm_region_head *head, int *file, rm_error *err) {
   struct stat status;
   *file = open(a->path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
@@ -71,7 +71,7 @@ static rm_code open_name(const attaching *a, rm_region_head *head, int *file, rm
   rm_code code = RM_OK;
   if (fstat(*file, &status)) code = rm_fail(err, RM_E_AUTH, "%s: %s", a->path, strerror(errno));
   else if (!S_ISREG(status.st_mode))
-    code = rm_fail(err, RM_E_AUTH, "%s is no regular file", a->path);
+    code = rm_fail(err, RM_E_AUTH, "%s: expected a regular file, got another kind", a->path);
   else if (status.st_uid != geteuid() || (status.st_mode & 07777) != 0600)
     code = rm_fail(err, RM_E_AUTH, "%s: expected owner %u and mode 600, got owner %u and mode %o",
                    a->path, (unsigned)geteuid(), (unsigned)status.st_uid,
@@ -112,8 +112,8 @@ static rm_code fill_file(attaching *a, rm_error *err) {
   return RM_OK;
 }
 
-// A file of that name exists: removes it if its maker has ended.
-static rm_code replace_stale(const attaching *a, rm_error *err) {
+// A file of that name exists: removes the name if its creator has ended.
+static rm_code remove_stale(const attaching *a, rm_error *err) {
   rm_region_head head;
   int file;
   const rm_code code = open_name(a, &head, &file, err);
@@ -133,16 +133,17 @@ static rm_code make_file(attaching *a, rm_error *err) {
   snprintf(unnamed, sizeof unnamed, "/proc/self/fd/%d", a->region->file);
   while (linkat(AT_FDCWD, unnamed, AT_FDCWD, a->path, AT_SYMLINK_FOLLOW)) {
     if (errno != EEXIST)
-      return rm_fail(err, RM_E_CAPACITY, "%s cannot be made: %s", a->path, strerror(errno));
-    if ((code = replace_stale(a, err))) return code;
+      return rm_fail(err, RM_E_CAPACITY, "%s cannot be created: %s", a->path, strerror(errno));
+    if ((code = remove_stale(a, err))) return code;
     if (rm_now() > a->deadline)
-      return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "%s is made again and again by others", a->path);
+      return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT,
+                     "%s cannot be created: other processes created it again each time", a->path);
   }
   return RM_OK;
 }
 
 // ------------------------------------------------------------------------------------- the others
-// Waits for the file of a running rank 0. Rank 0 replaces a file whose maker has ended.
+// Waits for the file of a running rank 0, which replaces a file whose creator has ended.
 static rm_code find_file(attaching *a, rm_region_head *head, rm_error *err) {
   int file, ours_is_dead = 0;
   rm_code code;
@@ -155,21 +156,22 @@ static rm_code find_file(attaching *a, rm_region_head *head, rm_error *err) {
     if (late && ours_is_dead) remove_name(a, file);
     if (file >= 0) close(file);
     if (alive)
-      return rm_fail(err, RM_E_AUTH, "%s has another nonce: it is of process %d", a->path,
-                     process_of(head->maker));
+      return rm_fail(err, RM_E_AUTH, "%s has another nonce: process %d of another run created it",
+                     a->path, process_of(head->maker));
     if (late)
       return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "no region \"%s\" within %.3g s: rank 0 %s",
                      a->name, a->region->options.timeout,
                      ours_is_dead
                          ? "is lost, the process has ended"
-                         : "did not make it, or the others gave it up before this rank came");
+                         : "did not make it, or the other ranks gave up before this rank attached");
     pause_ms(RETRY_MS);
   }
   a->region->file = file;
   return RM_OK;
 }
 
-// Maps the file; if it was made with other options, only its head, to write the error there.
+// Maps the file. If it was created with other options, maps only its head, to write the error
+// there.
 static rm_code map_file(attaching *a, const rm_region_head *head, int *fits, rm_error *err) {
   rm_region *region = a->region;
   const rm_region_options *o = &region->options;
@@ -183,7 +185,7 @@ static rm_code map_file(attaching *a, const rm_region_head *head, int *fits, rm_
 }
 
 // -------------------------------------------------------------------------- waiting for all ranks
-// Ends attaching on all ranks with this rank's error, unless all have attached meanwhile.
+// Ends attaching on all ranks with this rank's error, unless all have attached in the meantime.
 static void end_gathering(attaching *a, uint32_t cause) {
   uint32_t gathering = RM_ATTACHING;
   if (atomic_compare_exchange_strong(&a->region->map->gathering, &gathering, RM_ATTACHED + cause))
@@ -191,11 +193,11 @@ static void end_gathering(attaching *a, uint32_t cause) {
   else if (gathering == RM_ATTACHED) rm_region_clear_error(a->region, a->rank);
 }
 
-static rm_code write_down(attaching *a, rm_error *err) {
+static rm_code register_rank(attaching *a, rm_error *err) {
   rm_region_map *map = a->region->map;
   uint64_t twin = 0;
   if (!atomic_compare_exchange_strong(&map->ranks[a->rank].identity, &twin, rm_process_self()))
-    return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d of \"%s\" came twice: processes %d and %d",
+    return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d of \"%s\" attached twice: processes %d and %d",
                    a->rank, a->name, process_of(twin), (int)getpid());
   if (atomic_fetch_add(&map->n_attached, 1) + 1 < (uint32_t)a->region->options.world) return RM_OK;
   remove_name(a, a->region->file);
@@ -205,7 +207,7 @@ static rm_code write_down(attaching *a, rm_error *err) {
   return RM_OK;
 }
 
-// Which ranks have ended after they attached, and which have not attached.
+// Finds the ranks that have ended after they attached, and the ranks that have not attached.
 static void look(attaching *a, uint64_t *dead, uint64_t *absent) {
   rm_region *region = a->region;
   const int world = region->options.world;
@@ -243,31 +245,31 @@ static rm_code gather(attaching *a, rm_error *err) {
     remove_name(a, region->file);
     return rm_region_rank_error(region, gathering - RM_ATTACHED, err);
   }
-  look(a, &dead,
-       &absent); // opens a pidfd for each rank; one that has ended is found by the first wait
+  look(a, &dead, &absent); // opens a pidfd for each rank; the first wait finds an ended one
   return RM_OK;
 }
 
-// This rank's options differ from rank 0's: reports both to all ranks.
+// Reports to all ranks that this rank's options differ from rank 0's.
 static void end_for_options(attaching *a, const rm_region_head *head) {
   const rm_region_options *o = &a->region->options;
   end_gathering(
       a,
       rm_region_set_error(
           a->region, a->rank, RM_E_MESH_MISMATCH,
-          "rank %d of \"%s\" has world=%d, n_groups=%d, buffer_bytes=%zu, rank 0 %llu, %llu, %llu",
-          a->rank, a->name, o->world, o->n_groups, o->buffer_bytes, (unsigned long long)head->world,
-          (unsigned long long)head->n_groups, (unsigned long long)head->buffer_bytes));
+          "rank %d of \"%s\": expected world=%llu, n_groups=%llu, buffer_bytes=%llu as on rank 0, "
+          "got world=%d, n_groups=%d, buffer_bytes=%zu",
+          a->rank, a->name, (unsigned long long)head->world, (unsigned long long)head->n_groups,
+          (unsigned long long)head->buffer_bytes, o->world, o->n_groups, o->buffer_bytes));
 }
 
-static rm_code come(attaching *a, rm_error *err) {
+static rm_code attach(attaching *a, rm_error *err) {
   rm_region_head head;
   int fits;
   rm_code code;
   if (a->rank == 0) return (code = make_file(a, err)) ? code : gather(a, err);
   if ((code = find_file(a, &head, err)) || (code = map_file(a, &head, &fits, err))) return code;
   if (!fits) end_for_options(a, &head);
-  else if ((code = write_down(a, err))) return code;
+  else if ((code = register_rank(a, err))) return code;
   return gather(a, err);
 }
 
@@ -283,17 +285,18 @@ rm_code rm_region_attach(const char *name, int rank, uint64_t nonce,
                          const rm_region_options *options, rm_region **out, rm_error *err) {
   *out = NULL;
   if (!is_name(name))
-    return rm_fail(err, RM_E_CONFIG, "\"%.*s\" is not 1 … %d letters, digits, '-', '_' and '.'",
-                   NAME_MAX_LENGTH, name, NAME_MAX_LENGTH);
+    return rm_fail(err, RM_E_CONFIG,
+                   "name: expected 1 to %d letters, digits, '-', '_' and '.', got \"%.*s\"",
+                   NAME_MAX_LENGTH, NAME_MAX_LENGTH, name);
   if (rank < 0 || rank >= options->world)
-    return rm_fail(err, RM_E_CONFIG, "expected a rank of 0 … %d, got %d", options->world - 1, rank);
+    return rm_fail(err, RM_E_CONFIG, "rank: expected 0 to %d, got %d", options->world - 1, rank);
   if (options->world == 1) return rm_region_create(options, out, err);
   attaching a = {
       .name = name, .rank = rank, .nonce = nonce, .deadline = rm_now() + options->timeout};
   snprintf(a.path, sizeof a.path, "%s/rollmesh.%s", FOLDER, name);
   rm_code code = rm_region_new(options, &a.region, err);
   if (code) return code;
-  if ((code = come(&a, err))) rm_region_release(a.region);
+  if ((code = attach(&a, err))) rm_region_release(a.region);
   else *out = a.region;
   return code;
 }

@@ -3,7 +3,7 @@
 // Each rank can write one error into the region, once: a code and a message. A group refers to the
 // error that ended it (its cause), and each rank to the first error that it has seen. A rank that
 // aborts its other groups because one has failed reports that first error there too, so that every
-// message names the rank that was lost.
+// message names the lost rank.
 #include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>

@@ -1,11 +1,11 @@
 // exchange.c: one call. A rank's blocks for the others form one stream of bytes, which goes through
 // its buffer in rounds; a gather's stream is its one block. The stream begins with the block for
 // the next rank, so that in each round the ranks read from different buffers. The headers of the
-// first round have the lengths, and all ranks take part in as many rounds as the longest stream
+// first round contain the lengths, and all ranks take part in as many rounds as the longest stream
 // needs.
 //
-// The two buffers of a rank alternate. When all ranks have arrived at round t, all have read what
-// was written in round t − 1, so round t + 1 may overwrite it: one wait a round is enough.
+// The two buffers of a rank alternate. When all ranks have arrived at round t, all have read the
+// data of round t − 1, so round t + 1 may overwrite it: one wait per round is enough.
 #include <stddef.h>
 
 #include "comm/block.h"
@@ -13,14 +13,14 @@
 
 typedef struct stream {
   size_t at[RM_REGION_RANKS]; // where the block for rank r of the group begins
-  size_t bytes; // of the whole
+  size_t bytes; // of the whole stream
 } stream;
 
 static int is_gather(rm_comm_op op) { return op == RM_COMM_GATHER || op == RM_COMM_BROADCAST; }
 
 static size_t buffer_of(const rm_region_endpoint *end) { return end->region->buffer_bytes; }
 
-// The stream of rank `from`, from the sizes in its header.
+// Returns the stream of rank `from`, from the sizes in its header.
 static stream stream_of(const rm_region_endpoint *end, int from, rm_comm_op op,
                         const uint64_t bytes[]) {
   stream out = {0};
@@ -36,8 +36,8 @@ static stream stream_of(const rm_region_endpoint *end, int from, rm_comm_op op,
   return out;
 }
 
-// The range of a block (which begins at `at` in a stream) that is in the round that begins at
-// `begin`.
+// The range of a block that belongs to one round. The block begins at `at` in the stream, the round
+// at `begin`.
 typedef struct part {
   size_t first, length;
 } part;
@@ -69,7 +69,7 @@ static void take(rm_region_endpoint *end, int from, size_t at, uint64_t round,
   rm_block_write(into, p.first, buffer + (at + p.first - begin), p.length);
 }
 
-// Ends the group if rank `from` makes another call than this rank.
+// Ends the group if rank `from` makes a different call than this rank.
 static rm_code compare(rm_region_endpoint *end, int from, const rm_region_header *mine,
                        const rm_region_header *theirs, size_t expected, rm_error *err) {
   rm_region *region = end->region;

@@ -14,8 +14,8 @@
 
 enum { NO_PROCESS = 0, UNKNOWN = 2 }; // start times are odd
 
-// Low half of the start time in ticks since boot, and the state's letter, from /proc/PID/stat.
-// UNKNOWN when it cannot be read (no /proc, no file descriptor left).
+// Reads the low half of the start time in ticks since boot, and the state's letter, from
+// /proc/PID/stat. Returns UNKNOWN when it cannot be read (no /proc, no file descriptor left).
 static uint32_t started(pid_t pid, char *state) {
   char path[32], text[1024];
   snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
@@ -56,7 +56,7 @@ int rm_process_pidfd(uint64_t identity) {
 #ifdef SYS_pidfd_open
   const int handle = (int)syscall(SYS_pidfd_open, pid_of(identity), 0);
   if (handle < 0 || !has_ended(identity)) return handle;
-  close(handle); // of another process that has the pid now
+  close(handle); // another process has the pid now
 #else
   (void)identity;
 #endif

@@ -1,5 +1,5 @@
-// region.c: regions of threads, offsets of any region, and endpoints of groups. region.h says what
-// a region is, layout.h what it contains; attach.c makes regions that processes share.
+// region.c: regions of threads, offsets of any region, and endpoints of groups. region.h describes
+// a region, layout.h its contents; attach.c creates regions that processes share.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -15,10 +15,10 @@
 enum {
   PAGE = 4096,
   MAX_GROUPS = 64,
-  SPIN_PAUSES = 1000
-}; // some 25 µs: as long as small exchanges take
+  SPIN_PAUSES = 1000 // some 25 µs: as long as small exchanges take
+};
 
-// *at += count · bytes, up to the next page; 0 when that does not fit.
+// *at += count · bytes, rounded up to a page. Returns 0 if that does not fit.
 static int extend(size_t *at, size_t count, size_t bytes) {
   size_t length;
   if (!rm_mul_size(count, bytes, &length) || !rm_add_size(length, PAGE - 1, &length)) return 0;
@@ -27,13 +27,13 @@ static int extend(size_t *at, size_t count, size_t bytes) {
 
 static rm_code plan(rm_region *region, const rm_region_options *options, rm_error *err) {
   if (options->world < 1 || options->world > RM_REGION_RANKS)
-    return rm_fail(err, RM_E_CONFIG, "expected a world of 1 … %d ranks that share memory, got %d",
+    return rm_fail(err, RM_E_CONFIG, "world: expected 1 to %d ranks that share memory, got %d",
                    RM_REGION_RANKS, options->world);
   if (options->n_groups < 1 || options->n_groups > MAX_GROUPS)
-    return rm_fail(err, RM_E_CONFIG, "expected n_groups of 1 … %d, got %d", MAX_GROUPS,
+    return rm_fail(err, RM_E_CONFIG, "n_groups: expected 1 to %d, got %d", MAX_GROUPS,
                    options->n_groups);
   if (options->buffer_bytes < 1)
-    return rm_fail(err, RM_E_CONFIG, "expected buffer_bytes of at least 1, got 0");
+    return rm_fail(err, RM_E_CONFIG, "buffer_bytes: expected at least 1, got 0");
   region->options = *options;
   const size_t n = (size_t)options->world * (size_t)options->n_groups;
   size_t at = 0;
@@ -49,7 +49,7 @@ static rm_code plan(rm_region *region, const rm_region_options *options, rm_erro
   region->map_bytes = at;
   if (fits) return RM_OK;
   return rm_fail(err, RM_E_LIMIT,
-                 "%zu pairs of buffers of %zu bytes are more than can be addressed", n,
+                 "buffer_bytes: expected %zu pairs of buffers to fit the address space, got %zu", n,
                  options->buffer_bytes);
 }
 
@@ -102,7 +102,7 @@ static void end_abort(void *self, rm_code why) {
                                                 "rank %d has aborted: %s", me, rm_code_name(why)));
 }
 
-// Tells waiting ranks that this rank will not arrive.
+// Notifies waiting ranks that this rank will not arrive.
 static void end_leave(void *self) {
   rm_region_endpoint *end = self;
   atomic_store(&end->slots[end->me]->left, 1);
@@ -120,25 +120,25 @@ static rm_code check_members(const rm_region *region, int index, const int32_t *
   uint64_t seen = 0;
   *me = -1;
   if (index < 0 || index >= region->options.n_groups)
-    return rm_fail(err, RM_E_CONFIG, "expected a group index of 0 … %d, got %d",
+    return rm_fail(err, RM_E_CONFIG, "index: expected group 0 to %d, got %d",
                    region->options.n_groups - 1, index);
   if (n < 1 || n > region->options.world)
-    return rm_fail(err, RM_E_CONFIG, "expected a group of 1 … %d ranks, got %d",
+    return rm_fail(err, RM_E_CONFIG, "members: expected 1 to %d ranks, got %d",
                    region->options.world, n);
   for (int i = 0; i < n; i++) {
     if (members[i] < 0 || members[i] >= region->options.world || seen >> members[i] & 1)
       return rm_fail(err, RM_E_CONFIG,
-                     "member %d of the group: expected distinct ranks of 0 … %d, got %d", i,
+                     "member %d of the group: expected distinct ranks of 0 to %d, got %d", i,
                      region->options.world - 1, members[i]);
     seen |= UINT64_C(1) << members[i];
     if (members[i] == rank) *me = i;
   }
   return *me >= 0 ? RM_OK
-                  : rm_fail(err, RM_E_CONFIG, "rank %d is not among the %d members of its group",
+                  : rm_fail(err, RM_E_CONFIG, "members: expected rank %d among the %d, got none",
                             rank, n);
 }
 
-// Never 0.
+// Returns a digest that is never 0.
 static uint64_t digest_of(const int32_t *members, int n) {
   const uint64_t digest = rm_hash_bytes(RM_HASH_SEED, members, (size_t)n * sizeof *members);
   return digest ? digest : 1;
@@ -150,8 +150,8 @@ int rm_region_claim(int file, size_t at, size_t bytes) {
   return failed;
 }
 
-// Allocates the pages of this rank's buffers now. A file in shared memory grows when it is written,
-// and without memory left the process would get SIGBUS.
+// Allocates the pages of this rank's buffers now. Otherwise a shared memory file grows when it is
+// written, and a process gets SIGBUS when memory runs out.
 static rm_code claim_pages(const rm_region *region, size_t at, rm_error *err) {
   if (region->file < 0) return RM_OK;
   const int failed = rm_region_claim(region->file, at, region->pair_bytes);
@@ -166,8 +166,8 @@ static rm_region_endpoint *make_end(rm_region *region, int index, const int32_t 
   if (!end) return NULL;
   *end = (rm_region_endpoint){
       .region = region, .me = me, .size = n, .index = index, .n_spins = region->most_spins};
-  end->round = atomic_load(&rm_region_slot_of(region, index, members[me])
-                                ->came); // 0, except in tests of the counters' wrap-around
+  // 0, except in tests of the counters' wrap-around.
+  end->round = atomic_load(&rm_region_slot_of(region, index, members[me])->came);
   for (int i = 0; i < n; i++) {
     end->members[i] = members[i];
     end->slots[i] = rm_region_slot_of(region, index, members[i]);
@@ -187,8 +187,10 @@ rm_code rm_region_comm(rm_region *region, int index, const int32_t *members, int
   uint64_t none = 0;
   rm_region_slot *slot = rm_region_slot_of(region, index, rank);
   if (!atomic_compare_exchange_strong(&slot->members, &none, digest_of(members, n_members)))
-    return rm_fail(err, RM_E_STATE, "rank %d is in a group of index %d already, or was", rank,
-                   index);
+    return rm_fail(err, RM_E_STATE,
+                   "index: expected a group that rank %d has not joined before, got %d, which it "
+                   "has already joined",
+                   rank, index);
   rm_transport transport = {.name = region->file < 0 ? "threads" : "shm",
                             .self = make_end(region, index, members, n_members, me),
                             .exchange = rm_region_exchange,

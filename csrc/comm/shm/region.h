@@ -2,19 +2,19 @@
 // processes of a machine (`shm`). A region is one allocation with two headers and two buffers for
 // each rank in each of its groups.
 //
-// A call: the rank writes its blocks into one of its two buffers, announces its arrival, waits
-// until all ranks of the group have arrived at the same call, compares headers, and copies what is
-// for it. It writes that buffer again two calls later, when all ranks have arrived at the call in
-// between and hence have read it. Blocks larger than a buffer go in rounds. A wait spins for
+// A call: the rank writes its blocks into one of its two buffers, adds its arrival, waits until all
+// ranks of the group have arrived at the same call, compares headers, and copies the bytes sent to
+// it. It writes that buffer again two calls later, when all ranks have arrived at the call in
+// between and so have read it. Blocks larger than a buffer are sent in rounds. A wait spins for
 // microseconds if there is a core for every rank, then sleeps on a futex of the group, and checks
-// every 10 ms whether the other processes live.
+// every 10 ms whether the other processes still run.
 //
-// One atomic word decides whether a round happens, for all ranks of the group or for none,
-// whichever rank is late or killed. So after one rank's call has succeeded, another's can fail only
-// by what it finds in the headers.
+// One atomic word decides whether a round completes on all ranks of the group or fails on all,
+// whichever rank is late or killed. So after one rank's call has succeeded, another rank's call can
+// fail only because of the headers.
 //
-// The memory is freed by the last rank to release it (threads) or by the system (shm: the name is
-// removed before any rank attaches, so nothing is left behind by killed processes).
+// Threads: the last rank to release the region frees the memory. Processes: the system frees it,
+// since rm_region_attach removes the name before it returns, also when processes are killed.
 #pragma once
 
 #include "comm/comm.h"
@@ -28,21 +28,21 @@ typedef struct rm_region_options {
   double timeout; // seconds, of attaching; each comm starts with it too
 } rm_region_options;
 
-// Anonymous, for threads of this process.
+// Creates an anonymous region, for threads of this process.
 rm_code rm_region_create(const rm_region_options *options, rm_region **out, rm_error *err);
-// Named, for processes in one pid namespace: every rank calls it with the same name and options;
-// rank 0 creates the file, the others wait for it. Name: 1–200 letters, digits, '-', '_', '.'. The
-// file has mode 0600; a file whose creator is dead is replaced. RM_E_AUTH: another owner, mode or
-// nonce; RM_E_MESH_MISMATCH: options differ or a rank attaches twice; RM_E_COLLECTIVE_TIMEOUT names
-// the missing ranks, RM_E_RANK_LOST those whose process ended; RM_E_CAPACITY: no shared memory
-// left. A world of one needs no name.
+// Creates or attaches to a named region, for processes in one pid namespace: every rank calls it
+// with the same name and options; rank 0 creates the file, the others wait for it. Name: 1 to 200
+// letters, digits, '-', '_', '.'. The file has mode 0600; rank 0 replaces a file whose creator is
+// dead. RM_E_AUTH: another owner, mode or nonce; RM_E_MESH_MISMATCH: options differ or a rank
+// attaches twice; RM_E_COLLECTIVE_TIMEOUT names the missing ranks, RM_E_RANK_LOST the ranks whose
+// process ended; RM_E_CAPACITY: no shared memory left. A world of one creates no file.
 rm_code rm_region_attach(const char *name, int rank, uint64_t nonce,
                          const rm_region_options *options, rm_region **out, rm_error *err);
 void rm_region_release(rm_region *region); // drops a reference; each comm holds one
 
-// This rank's endpoint of a group, once for each rank and index. `members`: the group's ranks of
-// the world, in the group's order, with `rank` among them. All ranks of a group use the same index;
-// groups that share a rank use different ones. When a group fails and its rank aborts its other
-// groups, they report the first failure too.
+// Creates this rank's endpoint of a group, once for each rank and index. `members`: the group's
+// ranks of the world, in the group's order, with `rank` among them. All ranks of a group use the
+// same index; groups that share a rank use different ones. When a group fails and its rank aborts
+// its other groups, they report the first failure too.
 rm_code rm_region_comm(rm_region *region, int index, const int32_t *members, int n_members,
                        int rank, rm_comm **out, rm_error *err);

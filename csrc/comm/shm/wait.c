@@ -1,7 +1,7 @@
 // wait.c: arriving at a round and waiting for the other ranks. A wait polls the barrier for some
 // microseconds, if there is a core for every rank, and then sleeps on it in slices. The last rank
 // to arrive wakes the sleepers, so a slice elapses only when a rank is late; then the waiting rank
-// checks which ranks have left, whose process has ended and whether the deadline has passed.
+// checks which ranks have left, which processes have ended and whether the deadline has passed.
 //
 // A missed wake-up (a rank killed between its arrival and its wake) costs the others one slice.
 #define _GNU_SOURCE
@@ -32,8 +32,8 @@ static void cpu_relax(void) {
 #endif
 }
 
-// Whether all have arrived at the round. The counter wraps; compared values are never half its
-// range apart.
+// Whether all have arrived at the round. The counter wraps around; compared values always differ by
+// less than half its range.
 static int all_came(const rm_region_endpoint *end, uint32_t barrier) {
   const uint32_t wanted = (uint32_t)end->round * (uint32_t)end->size * RM_BARRIER_ARRIVAL;
   return (int32_t)((barrier & ~RM_BARRIER_CAUSE) - wanted) >= 0;
@@ -46,9 +46,8 @@ static uint32_t arrive(rm_region_endpoint *end) {
   uint32_t barrier = atomic_load_explicit(&group->barrier, memory_order_relaxed);
   do {
     if (barrier & RM_BARRIER_CAUSE) return barrier;
-  } while (!atomic_compare_exchange_weak(
-      &group->barrier, &barrier,
-      barrier + RM_BARRIER_ARRIVAL)); // seq_cst: before `sleepers` is read
+    // seq_cst: the arrival is visible before `sleepers` is read.
+  } while (!atomic_compare_exchange_weak(&group->barrier, &barrier, barrier + RM_BARRIER_ARRIVAL));
   barrier += RM_BARRIER_ARRIVAL;
   if (all_came(end, barrier) && atomic_load(&group->sleepers))
     rm_region_futex_wake(&group->barrier);
@@ -123,8 +122,8 @@ static int is_over(const rm_region_endpoint *end, uint32_t barrier) {
   return all_came(end, barrier) || barrier & RM_BARRIER_CAUSE;
 }
 
-// Ends the group if a member is lost or the deadline has passed, unless the round is completed
-// meanwhile.
+// Ends the group if a member is lost or the deadline has passed, unless the round has completed in
+// the meantime.
 static void check(rm_region_endpoint *end, const rm_region_call *call, int with_processes,
                   double now) {
   _Atomic uint32_t *barrier = &end->group->barrier;
@@ -174,8 +173,8 @@ static uint32_t sleep_on(rm_region_endpoint *end, const rm_region_call *call) {
   return barrier;
 }
 
-// Polls the barrier without sleeping. Where ranks share cores spinning does not help: each
-// unsuccessful spin halves the next one, each successful spin doubles it.
+// Polls the barrier without sleeping. Each unsuccessful spin halves the next one and each
+// successful spin doubles it, since spinning does not help where ranks share cores.
 static uint32_t spin(rm_region_endpoint *end, uint32_t barrier) {
   for (int i = 0; i < end->n_spins && !is_over(end, barrier); i++) {
     cpu_relax();
@@ -191,11 +190,9 @@ rm_code rm_region_barrier(rm_region_endpoint *end, const rm_region_call *call, r
   uint32_t barrier = arrive(end);
   if (!is_over(end, barrier)) barrier = spin(end, barrier);
   if (!is_over(end, barrier)) {
-    atomic_fetch_add(
-        &end->group->sleepers,
-        // before FUTEX_WAIT reads the barrier: a last arrival either sees `sleepers` or is seen by
-        // FUTEX_WAIT
-        1);
+    // Before FUTEX_WAIT reads the barrier: either the last arrival reads `sleepers` after this
+    // addition, or FUTEX_WAIT reads the new barrier.
+    atomic_fetch_add(&end->group->sleepers, 1);
     barrier = sleep_on(end, call);
     atomic_fetch_sub(&end->group->sleepers, 1);
   }

@@ -1,5 +1,5 @@
 // counted_dispatch.c: the dispatched form with counted sizes: rows go to the ranks of their experts
-// and outputs come back (dispatch.h). The dispatcher works in host memory, so on a device rows are
+// and outputs come back (dispatch.h). The dispatcher works in host memory, so a device's rows are
 // copied to the host and back (rm_moe_stage).
 #include "model/moe/moe.h"
 
@@ -23,7 +23,7 @@ rm_code rm_moe_stage_create(rm_moe *moe, int64_t home_rows, rm_error *err) {
   return code;
 }
 
-// rows: T [n_arrive][hidden], inputs, then outputs.
+// Computes the experts of `rows`: T [n_arrive][hidden], inputs, then outputs.
 static void compute(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer,
                     const char *weights, const int32_t *group_rows, char *rows) {
   const int64_t n = moe->plan->n_arrive;
@@ -68,7 +68,7 @@ static rm_code compute_there(rm_moe *moe, const rm_ctx *ctx, const rm_layer_para
   return code;
 }
 
-// Copies outputs to the device and adds them up there.
+// Copies outputs to the device and combines them there.
 static void combine_there(rm_moe *moe, const rm_ctx *ctx, char *out, const char *choices,
                           int64_t rows) {
   rm_moe_stage *stage = &moe->stage;

@@ -66,7 +66,8 @@ rm_code rm_dispatch_create(const rm_dispatch_options *options, rm_dispatch **out
   if (!rm_mul_i64(options->max_rows, options->top_k, &choices) ||
       !rm_mul_i64(choices, n_ranks, &total) || total > INT32_MAX)
     return rm_fail(err, RM_E_LIMIT,
-                   "expected at most %d rows in all, got max_rows=%lld on %d ranks with top_k=%lld",
+                   "max_rows: expected at most %d choices in all, got max_rows=%lld on %d ranks "
+                   "with top_k=%lld",
                    INT32_MAX, (long long)options->max_rows, n_ranks, (long long)options->top_k);
   rm_dispatch *d = rm_alloc(1, sizeof *d);
   if (!d) return rm_fail(err, RM_E_MEMORY, "no memory for a token dispatcher");

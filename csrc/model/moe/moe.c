@@ -1,5 +1,5 @@
-// moe.c: see moe.h. Rows are sorted by expert, so that each chosen expert is one gemm and its
-// weights are read once a batch.
+// moe.c: see moe.h. Rows are sorted by expert, so that each chosen expert is one gemm, which reads
+// its weights once per batch.
 #include "model/moe/moe.h"
 
 // --------------------------------------------------------------------------------------- creation
@@ -194,13 +194,12 @@ static rm_code cut_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard,
   if (up.n) moe->kernels->gemm_swiglu(ctx, &up);
   const rm_code code = rm_shard_gather_columns(shard, RM_CUT_EXPERT_INNER, moe->inner, m, err);
   down.x = moe->inner;
-  down.y = shard->comm ? moe->part : moe->sorted; // one rank: the inputs are not needed any more
+  down.y = shard->comm ? moe->part : moe->sorted; // one rank: the inputs are free by now
   if (!code && down.n) moe->kernels->gemm(ctx, &down);
   return code;
 }
 
-// Whole experts on each rank: computes their outputs for all rows, and sends each rank that rank's
-// columns.
+// Whole experts on each rank: computes their outputs for all rows and sends each rank its columns.
 static rm_code own_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard,
                            const rm_layer_params *layer, const char *weights, int64_t m,
                            rm_error *err) {
@@ -217,8 +216,8 @@ static rm_code own_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard,
   moe->kernels->gemm_swiglu(ctx, &up);
   moe->kernels->gemm(ctx, &down);
   rm_mirrored_copy_to_host(&moe->groups, moe->group_rows, moe->groups.bytes);
-  const rm_code code =
-      rm_rank_wait(moe->rank, moe->device, err); // the host needs the sizes of the blocks
+  // The host needs the sizes of the blocks.
+  const rm_code code = rm_rank_wait(moe->rank, moe->device, err);
   if (code) return code;
   const int64_t first = here[0], n = here[moe->here->experts.n] - first;
   for (int r = 0; r < shard->size; r++) {
@@ -233,10 +232,11 @@ static rm_code own_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard,
   return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, moe->send, moe->recv, err);
 }
 
-// All rows of a step; in the static form those of a pass.
-static rm_code stay(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer,
-                    const char *weights, char *x, int64_t rows, int is_static, int16_t *routed,
-                    int64_t routed_stride, rm_error *err) {
+// Computes all rows of a step, or of a pass of the static form.
+static rm_code replicated_pass(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard,
+                               const rm_layer_params *layer, const char *weights, char *x,
+                               int64_t rows, int is_static, int16_t *routed, int64_t routed_stride,
+                               rm_error *err) {
   const int64_t m = rows * moe->spec->top_k;
   rm_code code;
   rm_moe_route(moe, ctx, layer, weights, x, moe->ids, rows, routed, routed_stride);
@@ -270,8 +270,8 @@ rm_code rm_moe_replicated(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard,
   const size_t row = rm_moe_row_bytes(moe);
   rm_code code = RM_OK;
   for (int64_t first = 0; first < rm_max64(rows, 1) && !code; first += each)
-    code =
-        stay(moe, ctx, shard, layer, weights, x + (size_t)first * row, rm_min64(rows - first, each),
-             is_static, routed + first * routed_stride, routed_stride, err);
+    code = replicated_pass(moe, ctx, shard, layer, weights, x + (size_t)first * row,
+                           rm_min64(rows - first, each), is_static, routed + first * routed_stride,
+                           routed_stride, err);
   return code;
 }

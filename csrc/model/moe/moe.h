@@ -1,7 +1,7 @@
 // moe.h: the mixture-of-experts block of one layer, in four steps: route (experts and gates of each
 // row), dispatch (rows to the ranks of their experts, sorted by expert), experts (two grouped gemms
 // with SwiGLU between), combine (gate-weighted sum on the token's home rank). On one rank dispatch
-// is a permutation in memory. On several there are two ways:
+// is a permutation in memory. Several ranks use one of two forms:
 //
 //   replicated   every rank of the tp group has all rows; outputs are exchanged. `disabled` (each
 //                expert is sharded over tp by columns) and `local_allreduce` (a rank has whole
@@ -10,14 +10,14 @@
 //                back. `allgather_reducescatter` and `alltoall` differ in what they send
 //                (dispatch.h).
 //
-// On a device each way also has a static form, whose exchanges have sizes that follow from the
-// number of rows alone (static_dispatch.c), so that nothing waits for the device. Long steps are
-// split into passes over some of the rows, which bounds its memory for any number of experts. With
-// the staged transport only steps of few rows use it; with NCCL all do, and the counted form
-// allocates nothing.
+// On a device each form also has a static variant, whose exchanges have sizes that depend on the
+// number of rows alone (static_dispatch.c), so that the host does not wait for the device. Long
+// steps are split into passes over some of the rows, which bounds the memory for any number of
+// experts. With the staged transport only steps of few rows use it; with NCCL all steps do, and the
+// counted variant allocates nothing.
 //
-// In all forms an expert's output is one row of bits, and the home rank adds the rows of a token in
-// the contract's tree, so all give the bits of one rank.
+// In all forms the home rank adds the experts' outputs for a token in the contract's tree, so all
+// are bit-identical to one rank. The thread that uses the model calls these functions.
 #pragma once
 
 #include "base/fields.h"
@@ -26,8 +26,8 @@
 #include "model/params.h"
 #include "model/shard.h"
 
-// Paired buffers for the counted form on a device, since its dispatcher works in host memory. Rows
-// are T [hidden].
+// Mirrored buffers for the counted form on a device, since its dispatcher works in host memory.
+// Rows are T [hidden].
 typedef struct rm_moe_stage {
   rm_mirrored_buffer mirrored; // owned: holds the arrays below, which are host addresses
   char *x; // [home rows] inputs
@@ -38,10 +38,10 @@ typedef struct rm_moe_stage {
   int32_t *place; // [home rows][top_k]
 } rm_moe_stage;
 
-// Sizes of the static form for a step of so many rows.
+// Sizes of the static form for a step of a given number of rows.
 typedef struct rm_static_sizes {
   int64_t home_rows; // of each rank; some are padding
-  int64_t pitch; // rows and their expert ids, which follow them, counted in rows
+  int64_t pitch; // rows, including the space of the expert ids that follow them
   int64_t each; // outputs that a rank returns for each row
 } rm_static_sizes;
 
@@ -52,32 +52,30 @@ typedef struct rm_moe_static {
   int64_t most_rows; // max rows of a step that uses this form
   rm_mirrored_buffer none; // owned: [home_rows][top_k] −1, the expert ids of padding rows
   char *all; // [ep][pitch] rows and expert ids of all ranks; dispatched only
-  int32_t *
-      // [homes][pitch][each] choices among this rank's experts; replicated: homes = 1, all rows
-      own;
-  int32_t *from; // [homes][pitch][each] index of their outputs in `sorted`
+  // [homes][pitch][each] choices among this rank's experts; replicated: homes = 1, all rows.
+  int32_t *own;
+  int32_t *from; // [homes][pitch][each] index of each choice's output in `sorted`
   int32_t *group_rows; // [local experts + 1] on the device only
   char *back; // T [homes][pitch][each][hidden] outputs
 } rm_moe_static;
 
-// Scratch of the block, sized for max_rows rows a step on every rank; reused by every layer.
+// Scratch of the block, sized for max_rows rows per step on every rank; every layer uses it.
 typedef struct rm_moe {
   const rm_spec *spec; // view
   const rm_placement *here; // view
   const rm_device *device; // view
   const rm_rank *rank; // view
-  const rm_kernels *kernels; // its
+  const rm_kernels *kernels; // view: the device's op table
   rm_dtype dtype;
   rm_dispatcher dispatcher;
   int dispatches; // input and output are home rows
-  int64_t max_rows; // of a step; where all steps use the static form, of one pass
+  int64_t max_rows; // of a step; of a pass if all steps use the static form
   int32_t *ids; // [rows][top_k], best first
   float *gates; // [rows][top_k]
   char *inner; // T [rows of this rank's experts][moe_intermediate]
   rm_comm *ep; // view, for device memory; NULL: ep = 1
-  int32_t *
-      // [rows][top_k] index of each choice's output; static and dispatched: of all ranks' rows
-      place;
+  // [rows][top_k] index of each choice's output; static and dispatched: for all ranks' rows.
+  int32_t *place;
   char *sorted; // T [rows·top_k][hidden] inputs by expert, then outputs by expert; sized as `place`
   rm_block *send, *recv; // [ep]
   rm_moe_static fixed; // owned
@@ -85,15 +83,15 @@ typedef struct rm_moe {
   rm_mirrored_buffer groups; // owned: holds group_rows
   int32_t *group_rows; // [n_experts + 1] host address
   char *part; // T [rows·top_k][hidden columns of this rank]; where tp > 1
-  rm_range *experts; // [ep] of each rank
+  rm_range *experts; // [ep] experts of each rank
   // dispatched, in the counted form
   rm_dispatch *dispatch; // owned; else NULL
   const rm_dispatch_plan *plan; // view: of the rows that are on their way
   rm_moe_stage stage; // owned; on a device
 } rm_moe;
 
-// static_rows: max rows of a step that uses the static form, where ep > 1 and the ep group's
-// transport is staged; with NCCL all steps use it. 0: none does.
+// static_rows: max rows of a step that uses the static form, if ep > 1 and the ep group's transport
+// is staged; 0: no step uses it. With NCCL all steps use it.
 enum { RM_STATIC_FIELDS = 5, RM_MOE_FIELDS = 6 + RM_STATIC_FIELDS };
 rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *device,
                       const rm_rank *rank, int64_t max_rows, int64_t static_rows, rm_error *err);
@@ -101,8 +99,8 @@ void rm_moe_destroy(rm_moe *moe);
 size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]); // returns how many
 size_t rm_moe_bytes(const rm_moe *moe); // memory besides its fields
 
-// Whether a step uses the static form. most_rows: of the rank with most rows; the same on all ranks
-// of the group.
+// Whether a step uses the static form. most_rows: the rows of the rank that has most; the same on
+// all ranks of the group.
 static inline int rm_moe_is_static(const rm_moe *moe, int64_t most_rows) {
   return moe->fixed.rows > 0 && most_rows <= moe->fixed.most_rows;
 }
@@ -140,8 +138,7 @@ static inline rm_static_sizes rm_moe_static_most(const rm_moe *moe) {
 // Sets max_rows to that of a pass where all steps use the static form.
 rm_code rm_moe_static_create(rm_moe *moe, const rm_mesh *mesh, int64_t static_rows, rm_error *err);
 void rm_moe_static_fields(rm_moe *moe, rm_field fields[RM_STATIC_FIELDS]);
-// For rows that were routed: computes this rank's experts and exchanges outputs, which come to
-// `part`.
+// Called after rm_moe_route: computes this rank's experts and exchanges outputs, into `part`.
 rm_code rm_moe_static_replicated(rm_moe *moe, const rm_ctx *ctx, const rm_shard *shard,
                                  const rm_layer_params *layer, const char *weights, const char *x,
                                  int64_t rows, rm_error *err);
@@ -150,7 +147,7 @@ rm_code rm_moe_static_dispatched(rm_moe *moe, const rm_ctx *ctx, const rm_layer_
                                  const char *weights, const char *x, char *out, int64_t rows,
                                  int64_t most_rows, int16_t *routed, int64_t routed_stride,
                                  rm_error *err);
-rm_code rm_moe_stage_create(rm_moe *moe, int64_t home_rows, rm_error *err); // no effect on the CPU
+rm_code rm_moe_stage_create(rm_moe *moe, int64_t home_rows, rm_error *err); // does nothing on a CPU
 // ids: [rows][top_k], out.
 void rm_moe_route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights,
                   const void *x, int32_t *ids, int64_t rows, int16_t *routed,

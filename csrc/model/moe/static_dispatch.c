@@ -1,7 +1,7 @@
-// static_dispatch.c: the static form of the block. Every exchange has the size of the worst case
-// for the step's number of rows, whatever experts were chosen. So no counts are exchanged, the host
-// is not involved, and a step can be captured and replayed with other choices. The price: up to
-// min(top_k, local experts) outputs are returned for each row, whether they were chosen or not.
+// static_dispatch.c: the static form of the block. Every exchange has the worst-case size for the
+// step's number of rows, independent of the chosen experts. So ranks need not exchange counts, the
+// host is not involved, and a step can be captured and replayed with other choices. The cost: a
+// rank returns min(top_k, local experts) outputs for each row, whether they were chosen or not.
 // With the staged transport only steps of few rows use it (rm_model_options.static_rows); with NCCL
 // it costs less than a wait for the host in every layer.
 //
@@ -9,15 +9,15 @@
 //                its experts and returns the outputs
 //   replicated   all ranks have all rows; columns of the outputs go to all ranks
 //
-// Rank r returns max_choices = min(top_k, local experts) outputs for each row, the i-th being that
-// of the row's i-th choice among r's experts. Both sides derive this from the same ids; unused
-// outputs are not read. Rows are all-gathered for every dispatcher: with worst-case sizes,
+// Rank r returns max_choices = min(top_k, local experts) outputs for each row; the i-th is the
+// output of the row's i-th choice among r's experts. Both sides derive this from the same ids;
+// unused outputs are not read. Rows are all-gathered for every dispatcher: with worst-case sizes,
 // all-to-all by rank sends as much, and by choice top_k times more.
 #include "model/moe/moe.h"
 
 enum { ID_BYTES = sizeof(int32_t) };
 
-// The expert ids of a rank's rows follow the rows; their bytes, in rows.
+// The expert ids of a rank's rows follow the rows. Returns their size, in rows.
 static int64_t ids_rows(const rm_spec *spec, size_t row, int64_t home_rows) {
   const int64_t bytes = home_rows * spec->top_k * ID_BYTES;
   return (bytes + (int64_t)row - 1) / (int64_t)row;
@@ -93,8 +93,8 @@ void rm_moe_static_fields(rm_moe *moe, rm_field fields[RM_STATIC_FIELDS]) {
   memcpy(fields, list, sizeof list);
 }
 
-// x: [homes][pitch] rows, of which the first home_rows of each rank have expert ids. Outputs go to
-// `back`, [homes][pitch][each].
+// Computes the experts of x: [homes][pitch] rows, of which the first home_rows of each rank have
+// expert ids. Writes the outputs to `back`, [homes][pitch][each].
 static void compute(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer,
                     const char *weights, const char *x, const rm_static_dispatch_args *slots) {
   rm_moe_static *here = &moe->fixed;
@@ -168,8 +168,8 @@ static rm_code gather_homes(rm_moe *moe, int64_t pitch, rm_error *err) {
   return rm_comm_exchange(moe->ep, RM_COMM_GATHER, moe->send, moe->recv, err);
 }
 
-// Sends each rank the outputs of its rows, into `sorted`, whose inputs are not needed any more.
-static rm_code give_back(rm_moe *moe, rm_static_sizes sizes, rm_error *err) {
+// Sends each rank the outputs of its rows, into `sorted`, whose inputs are free by now.
+static rm_code return_outputs(rm_moe *moe, rm_static_sizes sizes, rm_error *err) {
   const size_t row = rm_moe_row_bytes(moe);
   const int64_t n = sizes.home_rows * sizes.each;
   for (int r = 0; r < rm_comm_size(moe->ep); r++) {
@@ -180,10 +180,11 @@ static rm_code give_back(rm_moe *moe, rm_static_sizes sizes, rm_error *err) {
   return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, moe->send, moe->recv, err);
 }
 
-// The home rows of a pass; most_home: of the rank that has most.
-static rm_code travel(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer,
-                      const char *weights, const char *x, char *out, int64_t rows,
-                      int64_t most_home, int16_t *routed, int64_t routed_stride, rm_error *err) {
+// Computes the home rows of a pass. most_home: the home rows of the rank that has most.
+static rm_code dispatched_pass(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer,
+                               const char *weights, const char *x, char *out, int64_t rows,
+                               int64_t most_home, int16_t *routed, int64_t routed_stride,
+                               rm_error *err) {
   const rm_static_sizes sizes =
       rm_static_sizes_of(moe->spec, &moe->fixed.mesh, moe->dtype, most_home * moe->fixed.mesh.tp);
   const int64_t top_k = moe->spec->top_k, me = rm_comm_rank(moe->ep),
@@ -201,7 +202,7 @@ static rm_code travel(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *lay
       slots_of(moe, (const int32_t *)(moe->fixed.all + ids_at), moe->fixed.mesh.ep, sizes.home_rows,
                sizes.pitch, sizes.pitch * (int64_t)row / ID_BYTES);
   compute(moe, ctx, layer, weights, moe->fixed.all, &slots);
-  if ((code = give_back(moe, sizes, err))) return code;
+  if ((code = return_outputs(moe, sizes, err))) return code;
   rm_moe_combine(moe, ctx, out, moe->sorted, ids, moe->place + me * sizes.home_rows * top_k,
                  moe->spec->hidden_size, rows);
   return RM_OK;
@@ -217,9 +218,10 @@ rm_code rm_moe_static_dispatched(rm_moe *moe, const rm_ctx *ctx, const rm_layer_
   rm_code code = RM_OK;
   for (int64_t first = 0; first < most_home && !code; first += each) {
     const int64_t mine = rm_min64(first, rows); // a rank without more rows takes part with none
-    code = travel(moe, ctx, layer, weights, x + (size_t)mine * row, out + (size_t)mine * row,
-                  rm_min64(rows - mine, each), rm_min64(most_home - first, each),
-                  routed + mine * routed_stride, routed_stride, err);
+    code =
+        dispatched_pass(moe, ctx, layer, weights, x + (size_t)mine * row, out + (size_t)mine * row,
+                        rm_min64(rows - mine, each), rm_min64(most_home - first, each),
+                        routed + mine * routed_stride, routed_stride, err);
   }
   return code;
 }

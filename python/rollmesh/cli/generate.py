@@ -185,7 +185,7 @@ def _rows(args: argparse.Namespace) -> list[tuple[str, Any]]:
         for text in args.prompts
     ]
     if args.file is not None:
-        from rollmesh.grpo.data import json_lines
+        from rollmesh.run.data import json_lines
 
         rows += [(f"{where}: ", row) for where, row in json_lines(args.file)]
     if not rows:

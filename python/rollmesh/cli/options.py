@@ -123,7 +123,7 @@ def take_run_settings(args: argparse.Namespace) -> None:
     """Where MODEL is a run's TOML and an option was left out, what its [generator] table says; then
     the options' defaults."""
     if args.model.suffix == ".toml" and args.model.is_file():
-        from rollmesh.grpo import config as run_config
+        from rollmesh.run import config as run_config
 
         config = run_config.load(args.model)
         table = config.generator
@@ -177,7 +177,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _from_toml(file: Path) -> dict[str, Any]:
-    from rollmesh.grpo import config as run_config
+    from rollmesh.run import config as run_config
 
     config = run_config.load(file)
     if config.model.path is not None:
@@ -192,7 +192,7 @@ def read_tokenizer(where: Path) -> Any:
     """The tokenizer of a folder, as Generator.from_hf reads it, of a tokenizer.json, or of the
     [tokenizer] path of a run's TOML. None: there is none."""
     if where.suffix == ".toml":
-        from rollmesh.grpo import config as run_config
+        from rollmesh.run import config as run_config
 
         config = run_config.load(where)
         where = config.path(config.tokenizer.path or config.model.path or "")

@@ -14,8 +14,8 @@ the same order.
                                                                                  rm.comm.nccl()
                                                                   ranks are threads
 
-A comm belongs to one generator, or to streams of weights (rollmesh.sources.send_weights). It moves
-bytes and adds none, so no result depends on which comm is used.
+A comm belongs to one generator. It moves bytes and adds none, so no result depends on which comm is
+used.
 """
 
 from __future__ import annotations
@@ -144,7 +144,6 @@ class Ends(NamedTuple):
     ep: _core.Comm | None
     world: _core.Comm | None
     control: _core.Comm | None  # the world again, for messages of the Python layer
-    lockstep: _core.Comm | None  # the lockstep group, for messages of the Python layer
 
 
 class Comm:
@@ -167,9 +166,6 @@ class Comm:
             )
         self.rank, self.world, self.timeout = int(rank), int(world), float(timeout)
         self._used = self._closed = False
-        # the carrier of weight streams over it (weights/transport/carriers.py), made by the first
-        # stream
-        self.stream: Any = None
 
     def connect(self, mesh: Mesh) -> Ends:
         """The ends for a mesh, once."""
@@ -181,10 +177,7 @@ class Comm:
         if self._closed:
             raise StateError("this comm is closed; make another one")
         if self._used:
-            raise StateError(
-                "this comm belongs to another generator or to a stream of weights; make one for "
-                "each"
-            )
+            raise StateError("this comm belongs to another generator; make one for each")
         self._used = True
         try:
             return self._connect(mesh)
@@ -203,22 +196,13 @@ class Comm:
         """Takes what all ranks told. MeshMismatchError lists the ranks whose NCCL differs."""
         check_alike([{"NCCL": its["NCCL"]} for its in everyone])
 
-    def look(self, control: _core.Comm) -> None:
-        """Raises RankLostError, or what aborted the mesh, if this rank can know it without an
-        exchange."""
-        control.look()
-
     def abort(self) -> None:
         """This rank gives up and its ends are aborted: what else is needed for the others to
         notice."""
 
     def close(self) -> None:
-        """Called once the generator has closed its ends, or by all ranks after their streams:
-        closes the streams' ends."""
+        """Called once the generator has closed its ends."""
         self._closed = True
-        stream, self.stream = self.stream, None
-        if stream is not None:
-            stream.close()
 
 
 class Shm(Comm):
@@ -277,14 +261,14 @@ class Torch(Comm):
                     if its["machine"] == mine["machine"]
                 }
             )
-        sizes = {"tp": mesh.tp, "ep": mesh.ep, "lockstep": max(mesh.tp, mesh.ep)}
+        sizes = {"tp": mesh.tp, "ep": mesh.ep}
         ends: dict[str, _core.Comm | None] = {}
         for axis, size in sizes.items():
             for first in range(0, self.world, size):
                 end = self._group(world[first : first + size])
                 if first <= self.rank < first + size:
                     ends[axis] = end
-        return Ends(ends["tp"], ends["ep"], self._group(world), control, ends["lockstep"])
+        return Ends(ends["tp"], ends["ep"], self._group(world), control)
 
     def _group(self, members: Sequence[int]) -> _core.Comm | None:
         from torch import distributed
@@ -336,11 +320,6 @@ class Torch(Comm):
         board = self._store.clone()
         board.set_timeout(timedelta(seconds=BOARD_S))
         return board
-
-    def look(self, control: _core.Comm) -> None:
-        del control
-        if ended := self.ended():
-            raise RankLostError(f"lost rank {', '.join(map(str, ended))}: the process has ended")
 
     def abort(self) -> None:
         for exchange in self._exchanges:
@@ -530,10 +509,6 @@ class Nccl(Comm):
         gpus = [its["GPU"] for its in everyone]
         if len(set(gpus)) < len(gpus):
             self._allow_sharing()
-
-    def look(self, control: _core.Comm) -> None:
-        if self.group is not None:
-            self.group.look(control)
 
     def abort(self) -> None:
         if self.group is not None:

@@ -99,8 +99,8 @@ def followed_methods(*parts: object) -> dict[str, Callable[..., Any]]:
 
 
 class Leader:
-    """Rank 0. Callers hold the generator's lock; while one is busy (a tokenizer), a thread keeps
-    sending."""
+    """Rank 0. Callers have the engine to themselves; while one is busy (a tokenizer), a thread
+    keeps sending."""
 
     def __init__(
         self, control: _core.Comm, timeout: float, give_up: WeakMethod[Callable[[], None]]
@@ -187,19 +187,28 @@ class Follower:
             )
         yield
 
+    @contextmanager
+    def obeying(self) -> Iterator[None]:
+        """This thread makes calls of rank 0."""
+        self._thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._thread = None  # calls of a signal's handler are not calls of rank 0
+
     def close(self) -> None:
         with self.call(CLOSE, {}, False):
             pass
 
-    def received(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """What rank 0 has called, until it closes its generator: method and arguments."""
+    def received(self) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+        """Yields the calls of rank 0 as methods and arguments, until it closes its generator."""
         while True:
-            for name, values in decode(self._control.all_gather(b"")[0]):
-                if name == CLOSE:
-                    return
-                self._thread = threading.get_ident()
-                yield name, values
-                self._thread = None  # a signal's handler makes calls of its own
+            batch = [(name, values) for name, values in decode(self._control.all_gather(b"")[0])]
+            if batch and batch[-1][0] == CLOSE:
+                yield batch[:-1]
+                return
+            if batch:
+                yield batch
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -47,6 +46,8 @@ class RankEngine:
             None  # of this rank's own source; raised at the next exchange of the sync
         )
         self._late: set[int] = set()  # aborted by a deadline and not yet released
+        # By request: the error of a tokenizer in the search for stop strings.
+        self.request_faults: dict[int, BaseException] = {}
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the C engine's: syncs, sleep, wake, the manifest."""
@@ -61,10 +62,6 @@ class RankEngine:
         different requests."""
         del call
         return [value]
-
-    def any_in_lockstep(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank of the lockstep group."""
-        return flag
 
     def own_deadline(self, deadline: float | None) -> float | None:
         """The deadline that this rank may act on by itself."""
@@ -90,21 +87,11 @@ class RankEngine:
         """edits: the arrays of rollmesh.request.logit_edits."""
         return self._engine.add(prompt, stop_token_ids, request, logits, edits)
 
-    def step(self) -> tuple[int, bool]:
-        """One step towards the end of all requests: (rows, whether there is more to do)."""
-        return self._engine.step()
-
-    def runs_besides(self, numbers: set[int]) -> bool:
-        """Whether requests other than these are unfinished on some rank, so that a call for these
-        must go step by step."""
-        del numbers
-        return False
-
-    def step_with_all(self, watch: Callable[[], None], deadline: float | None) -> tuple[int, bool]:
-        """One step, after which all ranks see the same requests finished. watch() looks for stop
-        strings in this rank's own requests before the exchange. Returns (rows of all replicas,
-        whether any rank's deadline has passed)."""
-        del watch  # the caller does it after the step
+    def step(self, watch: Callable[[], None], deadline: float | None) -> tuple[int, bool]:
+        """One step, after which all ranks see the same requests finished. watch() searches for stop
+        strings in this rank's own requests before the exchange; the caller does it again
+        afterwards. Returns (rows of all replicas, whether any rank's deadline has passed)."""
+        del watch
         rows = 0 if self.paused else self._engine.step()[0]
         return rows, deadline is not None and time.monotonic() >= deadline
 
@@ -135,6 +122,7 @@ class RankEngine:
     def release(self, number: int) -> None:
         self._engine.release(number)
         self._late.discard(number)
+        self.request_faults.pop(number, None)
 
     def stop_sample(self, number: int, sample: int, n_tokens: int) -> None:
         self._engine.stop_sample(number, sample, n_tokens)
@@ -174,11 +162,9 @@ class RankEngine:
         """The same without a value."""
         self.all_gather_or_raise(where, None, error)
 
-    def refuse(
-        self, where: str, error: Exception, turn: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        """This rank refuses the arguments of a call that all ranks make; the others are told why.
-        turn: takes the generator's lock."""
+    def refuse(self, where: str, error: Exception) -> None:
+        """This rank refuses the arguments of a call that all ranks make; the others are told
+        why."""
 
     def require_equal(self, what: str, values: list[str]) -> None:
         """CollectiveMismatchError on all ranks unless all values are equal. The mesh stays

@@ -3,19 +3,12 @@ same calls in the same order; this file exchanges what the ranks need of each ot
 layers above see one engine.
 
 The ranks of one replica compute a request; to all other ranks it is *foreign*. A request counts as
-finished once all ranks have received its record, so that all see it in the same call: the first
-rank of each replica sends the records of its finished requests. There are two times for this
-exchange, and the calls alone decide between them:
+finished once all ranks have received its record, so that all see it in the same call: after each
+step the first rank of each replica sends the records of its finished requests. All ranks take
+equally many steps, so poll returns what it returns on the same mesh in one process.
 
-    to the end     add (own or foreign) ──► step … step (own) ──► settle (all) ──► finished,
-                   request, sample, tokens ──► release
-    step by step   add, add … ──► step_with_all (a step, then an exchange) ──► …  more may be added
-                   after any
-
-To the end: for calls that wait for all unfinished requests (generate, score, a sync that waits). No
-replica waits for another before. Step by step: for poll, and for calls that return while other
-requests are still running. All ranks take equally many steps, so poll returns what it returns on
-the same mesh in one process.
+    add, add … ──► step (own requests, then an exchange) … ──► finished, request, sample, tokens
+               ──► release
 
 Each exchange carries the name of the call and a hash of all requests so far. Ranks that differ
 raise CollectiveMismatchError before anything is computed. A rank that leaves a call by itself
@@ -28,7 +21,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, cast
 from weakref import WeakMethod
@@ -52,9 +44,9 @@ from rollmesh.errors import (
 from rollmesh.runtime.engine_views import CONTRACT_VERSION, Finish, Ids, RequestView, SampleView
 from rollmesh.runtime.messages import reason
 
-Record = dict[
-    str, Any
-]  # {"request": RequestView, "samples": [SampleView], "logits": array or None, "late": bool}
+# {"request": RequestView, "samples": [SampleView], "logits": array or None, "late": bool,
+#  "fault": why its text could not be read, or None}
+Record = dict[str, Any]
 # Options that may differ between ranks: no bit depends on them.
 OF_A_RANK = (
     "threads",
@@ -77,14 +69,13 @@ class SpmdEngine(RankEngine):
         engine: _core.Engine,
         comm: Comm,
         control: _core.Comm,
-        lockstep: _core.Comm | None,
         sends_records: bool,
         own_requests: bool = False,
     ):
         """sends_records: this is the first rank of its replica, which sends the replica's records.
         own_requests: each replica gets requests of its own (from vLLM), which are not compared."""
         super().__init__(engine)
-        self._comm, self.control, self._lockstep = comm, control, lockstep
+        self._comm, self.control = comm, control
         self.rank, self._sends_records, self._own_requests = comm.rank, sends_records, own_requests
         self._requests_hash = hashlib.sha256()  # of all requests so far
         self._announced = True  # no request was added since the ranks last compared the hash
@@ -96,9 +87,7 @@ class SpmdEngine(RankEngine):
 
     def close(self) -> None:
         self._engine.close()
-        for end in (self.control, self._lockstep):
-            if end is not None:
-                end.close()
+        self.control.close()
         self._comm.close()
 
     # --------------------------------------------------------------------------------- among ranks
@@ -133,25 +122,10 @@ class SpmdEngine(RankEngine):
         }
         check_alike(self.all_gather("initialization", digest))
 
-    def any_in_lockstep(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank of the lockstep group."""
-        if self.role is not None:  # rank 0's decides
-            return flag
-        self._announce("a call with a timeout")
-        if self._lockstep is None:
-            return flag
-        return b"1" in self._lockstep.all_gather(b"1" if flag else b"0")
-
     def own_deadline(self, deadline: float | None) -> float | None:
         """None: ranks act on deadlines together only."""
         del deadline
         return None
-
-    def _announce(self, call: str) -> None:
-        """Before the first step for new requests: compares them on all ranks."""
-        if not self._announced:
-            self.all_gather(call)
-            self._announced = True
 
     def abort_unless_shared(self, error: BaseException, voting: bool = False) -> bool:
         alike = isinstance(error, Error) and not isinstance(error, ALONE)
@@ -163,9 +137,7 @@ class SpmdEngine(RankEngine):
     def give_up(self) -> None:
         """Aborts the mesh: the other ranks raise RankLostError where they wait."""
         self._engine.give_up()
-        for end in (self.control, self._lockstep):
-            if end is not None:
-                end.abort()
+        self.control.abort()
         self._comm.abort()
 
     def follow(self, fault: Exception | None) -> Follower | None:
@@ -212,44 +184,6 @@ class SpmdEngine(RankEngine):
         for part in () if self._own_requests else asked:
             self._requests_hash.update(len(part).to_bytes(8, "little") + part)
 
-    def step(self) -> tuple[int, bool]:
-        """To the end: a step of this rank's own requests, or once these are finished the exchange
-        with all ranks. While paused or asleep only requests that are finished already (aborted) are
-        exchanged."""
-        self._announce("a call without a timeout")
-        if self._is_halted():
-            return self._settle_finished(), False
-        self._comm.look(
-            self.control
-        )  # replicas that step independently would notice a lost rank late
-        rows, more = self._engine.step()
-        if more or self._engine.unfinished():
-            return max(rows, int(more)), more
-        return self._settle(), False
-
-    def _settle(self) -> int:
-        """Exchanges all records. Returns the number of requests that finished by it."""
-        settled, missing = self._settle_some("the end of its requests"), self._waiting()
-        if missing:
-            raise CollectiveMismatchError(
-                f"no rank has a record of request {missing[0]}; all ranks have to make the same "
-                "calls"
-            )
-        return settled
-
-    def _settle_finished(self) -> int:
-        """The same while paused or asleep. StateError if the engine sleeps and requests are
-        unfinished."""
-        settled = self._settle_some("a call that makes no step")
-        self._refuse_asleep()
-        return settled
-
-    def _settle_some(self, call: str) -> int:
-        waiting = self._waiting()
-        if waiting:
-            self._store_records(self.all_gather(call, self._finished_here(waiting)))
-        return len(waiting) - len(self._waiting())
-
     def _is_halted(self) -> bool:
         """Whether no step is possible. All ranks are paused or asleep together."""
         return self.paused or bool(self._engine.stats()["asleep"])
@@ -258,20 +192,16 @@ class SpmdEngine(RankEngine):
         if self._waiting() and not self.paused and self._is_halted():
             self._engine.step()  # raises
 
-    def runs_besides(self, numbers: set[int]) -> bool:
-        """Whether requests other than these are unfinished; then a call for these goes step by
-        step."""
-        return not numbers.issuperset(self._waiting())
+    def step(self, watch: Callable[[], None], deadline: float | None) -> tuple[int, bool]:
+        """A step of this rank's own requests, watch() for stop strings in them, then an exchange of
+        the records that are finished.
 
-    def step_with_all(self, watch: Callable[[], None], deadline: float | None) -> tuple[int, bool]:
-        """Step by step: a step of this rank's own requests, watch() for stop strings in them, then
-        an exchange of finished records.
-
-        Returns (rows of all replicas, whether any rank's deadline has passed). An exception of one
-        rank, unless it aborts the mesh, is raised on all ranks after the exchange: its own there,
-        one of its class (or Error) elsewhere."""
-        call, rows, fault = "a step with all", 0, None
-        self._announce(call)
+        An exception of one rank, unless it aborts the mesh, is raised on all ranks after the
+        exchange: its own there, one of its class (or Error) elsewhere."""
+        call, rows, fault = "a step", 0, None
+        if not self._announced:  # before new requests are computed
+            self.all_gather(call)
+            self._announced = True
         try:
             if not self._is_halted():
                 rows, _ = self._engine.step()
@@ -325,6 +255,8 @@ class SpmdEngine(RankEngine):
                 )
             if record["late"]:
                 self._late.add(number)
+            if record["fault"] is not None:
+                self.request_faults.setdefault(number, Error(record["fault"]))
             self._settled.add(number)
 
     def _record(self, number: int) -> Record:
@@ -335,6 +267,7 @@ class SpmdEngine(RankEngine):
             "samples": samples,
             "logits": self._logits.get(number),
             "late": number in self._late,
+            "fault": reason(self.request_faults[number]) if number in self.request_faults else None,
         }
 
     def finished(self) -> set[int]:
@@ -367,6 +300,7 @@ class SpmdEngine(RankEngine):
         self._logits.pop(number, None)
         self._settled.discard(number)
         self._late.discard(number)
+        self.request_faults.pop(number, None)
         self._ids.remove(number)
 
     def stop_sample(self, number: int, sample: int, n_tokens: int) -> None:
@@ -410,17 +344,12 @@ class SpmdEngine(RankEngine):
         self.raise_failure(error, [why for _, why in everyone])
         return [value for value, _ in everyone]
 
-    def refuse(
-        self, where: str, error: Exception, turn: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        if self.role is not None:  # they were not called
-            return
-        with turn():
-            try:
-                self.barrier(where, error)
-            except BaseException as raised:
-                self.abort_unless_shared(raised)
-                raise
+    def refuse(self, where: str, error: Exception) -> None:
+        try:
+            self.barrier(where, error)
+        except BaseException as raised:
+            self.abort_unless_shared(raised)
+            raise
 
     def require_equal(self, what: str, values: list[str]) -> None:
         """CollectiveMismatchError on all ranks unless the values, which all have received, are
@@ -490,7 +419,7 @@ def join(
         comm.rank % mesh.tp == 0,
         mesh.dp > 1 and options.external_pages > 0,
     )
-    spmd = SpmdEngine(engine, comm, ends.control, ends.lockstep, sends_records, own_requests)
+    spmd = SpmdEngine(engine, comm, ends.control, sends_records, own_requests)
     try:
         facts = {
             name: value

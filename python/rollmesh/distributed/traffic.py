@@ -3,10 +3,11 @@ csrc/model and csrc/step exchange.
 
 Figures are for the whole world and one step, in which each of `rows` sequences of every replica
 gets one token. A gather counts once for each receiver. Tokens are assumed to choose experts evenly;
-everything else is exact and tested against the engine's own count. `static`: GPU steps of few rows,
-whose exchanges have sizes that do not depend on the routing (csrc/model/moe/static_dispatch.c).
-`captured`: steps that replay a CUDA graph over NCCL (csrc/step/graph_replay.h); `rows` is then the
-padded batch size.
+everything else is exact for ranks of one process and tested against the engine's own count. Between
+processes each pair of ranks of a replica also compares 8 bytes, a digest of the batch. `static`:
+GPU steps of few rows, whose exchanges have sizes that do not depend on the routing
+(csrc/model/moe/static_dispatch.c). `captured`: steps that replay a CUDA graph over NCCL
+(csrc/step/graph_replay.h); `rows` is then the padded batch size.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class _Step:
         head = 4 * (self.rows * spec.vocab_size - kept) + self.rows * (blocks * 8 + 16) * (tp - 1)
         compared = ACCOUNT if self.captured else 0
         looked_up = self.gathered(self.hidden) * (tp if self.static else 1)
-        return looked_up + layers + routed + last + head + (compared + 8 + self.rows) * pairs
+        return looked_up + layers + routed + last + head + (compared + self.rows) * pairs
 
     def ep_bytes(self) -> float:
         mesh, top_k = self.mesh, self.spec.num_experts_per_tok

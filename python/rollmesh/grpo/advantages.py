@@ -1,18 +1,15 @@
-"""Advantages: how much better a sample did than the others of its prompt.
+"""Advantages: how much better a sample is than the others of its prompt.
 
   baseline  mean           A = r − mean(group)                             GRPO
-            leave-one-out  A = r − mean(the others) = (r − mean)·n/(n−1)   RLOO: the baseline does
-                           not contain the sample
-  scale     group          A / (std(group) + ε)                            GRPO: every prompt pulls
-            alike, easy or hard batch          A / (std of all A of the step + ε)              one
-                                               scale a step
+            leave-one-out  A = r − mean(the others) = (r − mean)·n/(n−1)   RLOO
+  scale     group          A / (std(group) + ε)                            GRPO: per prompt
+            batch          A / (std of all A of the step + ε)              one scale per step
             none           A                                               Dr. GRPO
 
-A completion whose reward is NaN was not judged. It is left out of all means and spreads, and its
-advantage is 0, as in TRL.
+The reward of an unjudged completion is NaN. Means and spreads leave it out; its advantage is 0.
 
-A group whose judged rewards are all equal teaches nothing and gets exact zeros: its mean can miss
-the rewards by a rounding, and the division by a tiny spread would make noise of it.
+A group whose judged rewards are all equal gets exact zeros. Otherwise rounding could make the mean
+differ from the rewards, and the division by a tiny spread would amplify the difference.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ def advantages(
 
 def rewards_differ(rewards: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Whether the judged rewards of each group differ, [prompts, samples] → [prompts]."""
-    # fmax and fmin pass over NaN; of a group without a judged reward both are NaN.
+    # fmax and fmin skip NaN. Both are NaN for a group without a judged reward.
     most, least = np.fmax.reduce(rewards, axis=1), np.fmin.reduce(rewards, axis=1)
     differ: NDArray[np.bool_] = most > least
     return differ

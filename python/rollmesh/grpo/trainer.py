@@ -1,19 +1,16 @@
-"""The trainer: any causal LM of transformers, AdamW, and the logprobs of given tokens.
+"""The trainer: a causal LM of transformers, AdamW, and the logprobs of given tokens.
 
-It owns the weights. It is randomly initialised from the config's `[model]` table, or loaded from a
-checkpoint folder, which no other part reads. `state_dict()` is the source of each sync. Results are
-deterministic for a given number of threads: seeds are set, torch's deterministic algorithms are on,
-and the config gives the number of threads.
+The trainer owns the weights. They are random, by the config's [model] table, or read from a
+checkpoint folder, which no other part reads. `state_dict()` is the source of each push. Results are
+deterministic for a given number of threads.
 
-Without async_level torch's thread pool and the generator's never work at the same time, but a pool
-that spins after its work takes cores from the other: the config sizes both to the cores of the
-process at most.
+Without async_level, the thread pools of torch and the generator work in turns. Each has at most as
+many threads as the process has cores, since a pool that spins takes cores from the other.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,58 +20,52 @@ import numpy as np
 from numpy.typing import NDArray
 
 import rollmesh as rm
-from rollmesh.grpo.config import Config, ModelTable, TrainTable
-from rollmesh.grpo.forward import forward_of
-from rollmesh.grpo.loss import correction_weights, grpo_loss, token_weights
-from rollmesh.grpo.mismatch import corrections, largest_kl
-from rollmesh.grpo.pretrained import experts_option, folder_config, load_model
-from rollmesh.grpo.rollout import Batch, Rollout, make_batch, with_trainer_logprobs
-from rollmesh.grpo.routing_replay import replay, routers
-from rollmesh.grpo.seeds import seed_of
-from rollmesh.runtime.cores import usable_cores
+from rollmesh.grpo.loss import correction_weights, corrections, grpo_loss, token_weights
+from rollmesh.run.config import Config, TrainTable
+from rollmesh.run.forward import forward_of, largest_kl
+from rollmesh.run.models import (
+    build_model,
+    checkpoint_layers,
+    load_model,
+    set_up_torch,
+    torch_device,
+)
+from rollmesh.run.routing_replay import replay, routers
+from rollmesh.run.samples import Batch, Completion, Rollout, make_batch
+from rollmesh.run.seeds import seed_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollmesh.grpo.generator import Pushed, RolloutGenerator
+    from rollmesh.run.generator import Pushed, RolloutGenerator
 
-MAX_KL_EXPONENT = 40.0  # of [loss] kl; the gradient norm's squares overflow float32 soon above it
+MAX_KL_EXPONENT = 40.0  # of [loss] kl; above it the squared gradient norm soon exceeds float32
 
 
 class Trainer:
     def __init__(self, config: Config, tokenizer: Any, checkpoint: Path | None = None) -> None:
-        """`checkpoint`: a folder whose weights replace the config's initial ones (a resumed
-        run)."""
+        """checkpoint: a folder whose weights replace the initial ones, for a resumed run."""
         import torch
 
         table = config.train
-        torch.set_num_threads(table.threads or usable_cores())
-        torch.use_deterministic_algorithms(True)
-        # Deterministic mode would also fill every torch.empty().
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.manual_seed(seed_of(config.seed, 0, "weights"))
+        set_up_torch(table.threads)
         self.config = config
         self.version: int | None = None  # of the weights, since the last push
-        self.num_updates = 0  # of the weights, begun
-        self.device = torch_device(table.device)
-        check_devices(self.device, config)
+        self.num_updates = 0  # of the weights, including one that was interrupted
+        self.device = torch_device(config)
         self.forward = forward_of(config)
-        model = (
+        self.model = self._model(
             load_model(checkpoint, table.dtype, config.model.ignore)
             if checkpoint
             else build_model(config, tokenizer)
         )
-        self.model = self.forward.prepared(model.to(self.device))
         if config.correction.routing_replay:
-            routers(self.model)
-        self.model.eval()  # no dropout: the policy that is trained is the one that generates
+            routers(self.model)  # raises for a model without experts
         if table.gradient_checkpointing:
             checkpoint_layers(self.model)
-        self.reference = (
-            self.forward.prepared(build_reference(config, tokenizer).to(self.device))
-            if config.loss.kl > 0
-            else None
-        )
+        self.reference: Any = None
+        if config.loss.kl > 0:  # the initial model again, also in a resumed run
+            self.reference = self._model(build_model(config, tokenizer)).requires_grad_(False)
         torch.manual_seed(seed_of(config.seed, 0, "run"))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -85,14 +76,12 @@ class Trainer:
         )
 
     def push(self, generator: RolloutGenerator, version: int) -> Pushed:
-        """The weights become the generator's version. A generator of this process shares its packed
-        copy with rollmesh's kernels."""
+        """Makes the weights the generator's `version`. With rollmesh's kernels, a generator in this
+        process shares the packed copy of the weights."""
         table = self.config.sync
-        options: dict[str, Any] = (
-            {"cast": table.cast}
-            if table.inflight == "wait"
-            else {"cast": table.cast, "inflight": table.inflight}
-        )
+        options: dict[str, Any] = {"cast": table.cast}
+        if table.inflight != "wait":
+            options["inflight"] = table.inflight
         report = self.forward.push(self.model, generator, version, **options)
         self.version = version
         return report
@@ -103,29 +92,28 @@ class Trainer:
     def logprobs(
         self, batch: Batch, *, entropy: bool = False, model: Any = None, on_policy: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """float32 logprob of each generated token at the rollout's temperature, among the tokens
-        that its filters kept, and (asked for, else zeros) the entropy. on_policy: the weights are
-        those that drew the tokens; with rollmesh's kernels every number must then be the recorded
-        one ([train] mismatch)."""
-        return self.forward.logprobs(
-            self.model if model is None else model, batch, entropy, on_policy, self.version
-        )
+        """Returns the float32 logprob of each generated token, at the rollout's temperature and
+        among the tokens that its filters kept, and the entropy (zeros unless it is asked for).
+        on_policy: the weights generated the tokens. With rollmesh's kernels and [train] mismatch =
+        "raise" the logprobs must then be the recorded ones."""
+        model = self.model if model is None else model
+        return self.forward.logprobs(model, batch, entropy, on_policy, self.version)
 
     def logprobs_of(self, rollout: Rollout) -> NDArray[np.float32]:
-        """Of all generated tokens of a rollout, without gradient, on the weights that drew them:
-        [tokens]."""
+        """Returns the logprobs of all tokens of a rollout, without gradient, [tokens]. The weights
+        must be those that generated them."""
         import torch
 
         with torch.no_grad():
             parts = []
-            for chunk in self._micro(list(range(len(rollout.texts)))):
-                batch = make_batch(rollout, chunk, self.device)
+            for completions in self._micro_batches(rollout.completions):
+                batch = make_batch(completions, self.device)
                 with self._replay(batch):
                     parts.append(self.logprobs(batch, on_policy=True)[0])
         return torch.cat(parts).cpu().numpy()
 
     def score(self, sequences: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """float32 [len - 1] per sequence at temperature 1: the scorer of rm.Generator.self_test."""
+        """Returns float32 [len - 1] per sequence at temperature 1, for Generator.self_test."""
         import torch
 
         with torch.no_grad():
@@ -135,99 +123,85 @@ class Trainer:
     def learn(
         self, rollout: Rollout, advantages: NDArray[np.float64], step: int
     ) -> tuple[dict[str, float], NDArray[np.float32]]:
-        """The step's optimizer updates. Returns their metrics and the logprobs of the rollout's
-        tokens before the first of them."""
+        """Makes the optimizer updates of a step. Returns their metrics, and the logprobs of the
+        rollout's tokens before the first update."""
         import torch
 
-        table, updates, correction = (
-            self.config.train,
-            self.config.train.updates,
-            self.config.correction,
-        )
-        corrects = correction.importance_sampling != "none"
-        before = self.logprobs_of(rollout) if table.minibatches and updates > 1 else None
-        per_update = len(rollout.texts) // updates if table.minibatches else len(rollout.texts)
+        table, correction, every = self.config.train, self.config.correction, rollout.completions
+        lengths = [len(c.logprobs) for c in every]
+        each = np.repeat(advantages, lengths)
+        size = len(every) // table.updates if table.minibatches else len(every)
+        before = self.logprobs_of(rollout) if size < len(every) else None
         totals: dict[str, float] = {}
-        for update in range(updates):
-            if corrects and before is not None:
-                rollout = with_trainer_logprobs(rollout, before)
-            first = update * per_update if table.minibatches else 0
-            indices = list(range(first, first + per_update))
-            with torch.enable_grad():  # whatever a reward has set
+        for update in range(table.updates):
+            first = update * size if table.minibatches else 0
+            tokens = slice(sum(lengths[:first]), sum(lengths[: first + size]))
+            with torch.enable_grad():  # a reward may have disabled it
                 metrics, logprobs = self._update(
-                    rollout, advantages, indices, learning_rate(table, step), on_policy=update == 0
+                    every[first : first + size],
+                    each[tokens],
+                    None if before is None else before[tokens],
+                    step,
+                    on_policy=update == 0,
                 )
             before = logprobs if before is None else before
             for name, value in metrics.items():
-                totals[name] = totals.get(name, 0.0) + value / updates
+                totals[name] = totals.get(name, 0.0) + value / table.updates
         assert before is not None
-        if corrects:
-            totals |= corrections(
-                before,
-                np.concatenate(rollout.logprobs),
-                [len(recorded) for recorded in rollout.logprobs],
-                correction,
-            )
+        if correction.importance_sampling != "none":
+            totals |= corrections(before, rollout.logprobs, lengths, correction)
         return totals, before
 
     def _update(
         self,
-        rollout: Rollout,
+        completions: list[Completion],
         advantages: NDArray[np.float64],
-        indices: list[int],
-        lr: float,
+        before: NDArray[np.float32] | None,
+        step: int,
         on_policy: bool,
     ) -> tuple[dict[str, float], NDArray[np.float32]]:
+        """Makes one optimizer update. advantages, before: of each token; `before` are the trainer's
+        logprobs before the first update, None in that update if it uses the whole batch. Returns
+        the metrics and the logprobs."""
         import torch
 
         c = self.config
-        lengths_B = torch.tensor([len(rollout.logprobs[i]) for i in indices], device=self.device)
+        corrects = c.correction.importance_sampling != "none"
+        lengths_B = torch.tensor([len(c.logprobs) for c in completions], device=self.device)
         weights = token_weights(lengths_B, c.loss.aggregation, c.rollout.max_tokens)
         sums: dict[str, float] = {}
-        before, taken, kl = [], 0, (0.0, "")
-        for chunk in self._micro(indices):
-            batch = make_batch(rollout, chunk, self.device)
-            count = len(batch.targets_N)
-            with self._replay(
-                batch
-            ):  # the backward too, which computes the forward again under gradient checkpointing
+        computed, taken, kl = [], 0, (0.0, "")
+        for chosen in self._micro_batches(completions):
+            batch = make_batch(chosen, self.device)
+            tokens = slice(taken, taken := taken + len(batch.targets_N))
+            # Gradient checkpointing computes the forward pass again in the backward pass.
+            with self._replay(batch):
                 logprobs_N, entropy_N = self.logprobs(batch, entropy=True, on_policy=on_policy)
-                old_N, correction_N = batch.old_logprobs_N, None
-                if c.correction.importance_sampling != "none":
-                    # The first update of a whole batch computes the logprobs before it.
-                    old_N = (
-                        logprobs_N.detach()
-                        if batch.trainer_logprobs_N is None
-                        else batch.trainer_logprobs_N
-                    )
+                old_N, correction_N, ref_N = batch.old_logprobs_N, None, None
+                if corrects:
+                    old_N = logprobs_N.detach()
+                    if before is not None:
+                        old_N = torch.from_numpy(before[tokens]).to(self.device)
                     correction_N, _ = correction_weights(
                         old_N, batch.old_logprobs_N, batch.lengths_B, c.correction
                     )
-                ref_N = None
                 if self.reference is not None:
                     with torch.no_grad():
                         ref_N = self.logprobs(batch, model=self.reference)[0]
-                    kl = max(kl, largest_kl(ref_N, logprobs_N, batch))
-                advantages_N = (
-                    torch.from_numpy(advantages[chunk])
-                    .to(self.device)
-                    .float()
-                    .repeat_interleave(batch.lengths_B)
-                )
-                terms = grpo_loss(
+                    kl = max(kl, largest_kl(ref_N, logprobs_N.detach(), batch))
+                loss, terms = grpo_loss(
                     logprobs_N,
                     entropy_N,
                     old_N,
-                    advantages_N,
-                    weights[taken : taken + count],
+                    torch.from_numpy(advantages[tokens]).to(self.device).float(),
+                    weights[tokens],
                     c.loss,
                     ref_N,
                     correction_N,
                 )
-                terms.loss.backward()  # type: ignore[no-untyped-call]
-            taken += count
-            before.append(logprobs_N.detach())
-            for name, value in terms.metrics().items():
+                loss.backward()  # type: ignore[no-untyped-call]
+            computed.append(logprobs_N.detach())
+            for name, value in terms.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.train.grad_clip))
         if not math.isfinite(norm):
@@ -236,128 +210,32 @@ class Trainer:
                 f"gradient norm is {norm}: the loss of this step is not finite; the weights were "
                 f"not updated{why}"
             )
+        lr = learning_rate(c.train, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.num_updates += 1
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {**sums, "grad_norm": norm, "lr": lr}, torch.cat(before).cpu().numpy()
+        return {**sums, "grad_norm": norm, "lr": lr}, torch.cat(computed).cpu().numpy()
+
+    def _model(self, model: Any) -> Any:
+        # No dropout: the policy that is trained is the one that generates.
+        return self.forward.prepared(model.to(self.device)).eval()
 
     def _replay(self, batch: Batch) -> AbstractContextManager[None]:
         return replay(
             self.model, batch.routed_BTLK if self.config.correction.routing_replay else None
         )
 
-    def _micro(self, indices: list[int]) -> Iterator[list[int]]:
-        size = self.config.train.micro_batch or len(indices)
-        return (indices[i : i + size] for i in range(0, len(indices), size))
-
-
-def torch_device(name: str) -> Any:
-    """[train] device as a torch.device. ConfigError for anything but cpu, cuda and cuda:N, or a GPU
-    that this torch does not see."""
-    import torch
-
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise rm.ConfigError(f"[train] device: expected cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda":
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # needed for deterministic algorithms, before cuBLAS is loaded
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise rm.ConfigError(
-                f"[train] device: expected one of torch's {count} CUDA devices, got {name!r}"
-            )
-    return device
-
-
-def check_devices(device: Any, config: Config) -> None:
-    """ConfigError for a trainer on a GPU with a rollmesh generator on the CPU, which cannot read
-    its tensors."""
-    g, name = config.generator, config.train.device
-    if device.type == "cuda" and g.engine == "rollmesh" and g.device == "cpu":
-        raise rm.ConfigError(
-            f"[train] device: expected cpu with [generator] device = 'cpu', got {name!r}; use "
-            "cuda for both, or cpu"
-        )
-
-
-def checkpoint_layers(model: Any) -> None:
-    """Gradient checkpointing of transformers. A decoder layer does it in training mode alone: it is
-    put there, and none of its parts."""
-    # gradient_checkpointing_enable is deprecated where there is the other.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
-    for layer in model.model.layers:
-        layer.training = True
+    def _micro_batches(self, completions: list[Completion]) -> Iterator[list[Completion]]:
+        size = self.config.train.micro_batch or len(completions)
+        return (completions[i : i + size] for i in range(0, len(completions), size))
 
 
 def learning_rate(table: TrainTable, step: int) -> float:
-    """The learning rate of a 0-based step: linear warm-up, then the schedule down to 0 at
-    `steps`."""
+    """Returns the learning rate of a step: linear warm-up, then the schedule to 0 at `steps`."""
     if step < table.warmup_steps:
         return table.lr * (step + 1) / table.warmup_steps
     progress = (step - table.warmup_steps) / max(1, table.steps - table.warmup_steps)
-    factor = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }
-    return table.lr * factor[table.schedule]
-
-
-def build_model(config: Config, tokenizer: Any) -> Any:
-    """The model the run starts from: the folder's, or a random one from torch's current seed."""
-    if config.model.path is not None:
-        return load_model(config.path(config.model.path), config.train.dtype, config.model.ignore)
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    hf_config = hf_config_of(config.model, tokenizer)
-    rm.ModelSpec.from_hf(hf_config)  # its limits, before so much memory is taken
-    return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        hf_config, dtype=getattr(torch, config.train.dtype), **experts_option(hf_config)
-    )
-
-
-def build_reference(config: Config, tokenizer: Any) -> Any:
-    """The initial model again, frozen: from the same seed or the same folder, so a resumed run has
-    the same reference."""
-    import torch
-
-    torch.manual_seed(seed_of(config.seed, 0, "weights"))
-    model = build_model(config, tokenizer)
-    return model.eval().requires_grad_(False)
-
-
-def hf_config_of(table: ModelTable, tokenizer: Any) -> Any:
-    """The transformers config that a random model is built from; the tokenizer gives its vocabulary
-    and eos. Where a family has a pad_token_id by default, that embedding would not learn."""
-    from transformers import AutoConfig
-
-    fields = {
-        "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": None,
-        **table.hf_fields(),
-    }
-    if fields["vocab_size"] < len(tokenizer):
-        raise rm.ConfigError(
-            f"[model] vocab_size: {fields['vocab_size']} is below the tokenizer's {len(tokenizer)}"
-        )
-    try:
-        return AutoConfig.for_model(str(table.architecture), **fields)
-    except (ValueError, TypeError) as e:
-        raise rm.ConfigError(f"[model]: {e}") from e
-
-
-def model_config(config: Config, tokenizer: Any, checkpoint: Path | None = None) -> Any:
-    """The transformers config of the model that Trainer builds, without building it."""
-    if checkpoint is None and config.model.path is None:
-        return hf_config_of(config.model, tokenizer)
-    return folder_config(checkpoint or config.path(str(config.model.path)), config.model.ignore)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return table.lr * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[table.schedule]

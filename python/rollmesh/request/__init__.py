@@ -4,8 +4,9 @@ RequestOutput.
 arguments    checks of prompts, parameters, ids
 sampling     SamplingParams
 requests     all requests of one engine: add, step, take
-driver       generate, submit, poll, score: steps until requests are done
-async_driver agenerate, astream: the same for event loops, by a thread
+loop         the engine's thread and its inbox
+calls        generate, submit, poll, score
+streams      agenerate, astream
 text         tokenizers and stop strings
 outputs      RequestOutput and what is in it
 """

@@ -1,5 +1,5 @@
 """Requests in flight: what Python keeps of each while the C engine runs it, and how its records
-become a RequestOutput. The caller holds the generator's lock.
+become a RequestOutput. The caller has the engine to itself (loop.py).
 
     add ──► step … step ──► done ──► output (copies out) ──► release
                   └─ stop strings are looked for after every step
@@ -7,7 +7,7 @@ become a RequestOutput. The caller holds the generator's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,16 +135,6 @@ class Requests:
         return self._engine.role
 
     # ---------------------------------------------------------------------------------------- in
-    def all_or_none(self, add: Callable[[], None]) -> None:
-        """Removes what `add` has added if it raises; a Ctrl-C may come between any two of its
-        steps."""
-        before = self.live()
-        try:
-            add()
-        except BaseException:
-            self.forget(set(self._engine.ids()).difference(before))
-            raise
-
     @followed("prompt_ids", "params")
     def add(self, prompt_ids: Ids, params: SamplingParams, prompt: str | None = None) -> int:
         """Queues a generation. RequestError or CapacityError when the engine refuses it."""
@@ -199,50 +189,22 @@ class Requests:
         ]
 
     # ---------------------------------------------------------------------------------------- work
-    def step(self) -> int:
-        """One engine step. Returns its rows; 0: there is nothing to do."""
-        if self._engine.role is not None:
-            return self.step_with_all()[0]
-        rows, _ = self._engine.step()
-        self._watch_all()
-        return rows
-
     @followed(collective=True)
-    def step_apart(
-        self, on_error: Callable[[int, BaseException], None] = lambda request, error: None
-    ) -> int:
-        """One engine step. on_error is given a request whose stop strings could not be looked for
-        (a tokenizer that raises), to take it out of the engine or to leave it to its own call,
-        which meets the error again."""
-
-        def watch() -> None:
-            for request in list(self._watched):
-                try:
-                    self._watch(request)
-                except BaseException as error:  # noqa: BLE001 (whatever user code raises)
-                    on_error(request, error)
-
-        rows, _ = self._engine.step_with_all(watch, None)
-        watch()
-        return rows
-
-    def step_for(self, requests: set[int]) -> int:
-        """One engine step, to finish these. Returns its rows."""
-        if self._engine.runs_besides(requests):
-            return self.step_with_all()[0]
-        return self.step()
-
-    @followed(collective=True)
-    def step_with_all(self, deadline: float | None = None) -> tuple[int, bool]:
-        """One engine step, after which all ranks see the same requests finished. Returns its rows,
-        and whether the deadline has passed."""
-        together = self._engine.step_with_all(self._watch_all, deadline)
+    def step(self, deadline: float | None = None) -> tuple[int, bool]:
+        """One engine step, after which all ranks see the same requests finished. Returns the rows
+        of all replicas, and whether the deadline has passed on any rank."""
+        together = self._engine.step(self._watch_all, deadline)
         self._watch_all()  # what other ranks have finished
         return together
 
     def _watch_all(self) -> None:
+        """Searches for stop strings. A tokenizer that raises ends its request as a stop string
+        would; the error is in the request's output."""
         for request in list(self._watched):
-            self._watch(request)
+            try:
+                self._watch(request)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever user code raises)
+                self._end(request, error)
 
     def _watch(self, request: int) -> None:
         record = self._records[request]
@@ -255,8 +217,16 @@ class Requests:
         if not running:
             self._watched.discard(request)
 
+    def _end(self, request: int, fault: BaseException) -> None:
+        record = self._records[request]
+        self._engine.request_faults[request] = fault
+        self._watched.discard(request)
+        for sample, text in enumerate(record.texts):
+            if self._engine.tokens(request, sample, text.num_tokens)[0] is None:
+                self._engine.stop_sample(request, sample, text.num_tokens)
+
     def _read(self, request: int, sample: int, finish: Finish, fresh: Ids) -> None:
-        """Decodes the new tokens of a sample and ends the sample at a stop string. If a Ctrl-C
+        """Decodes the new tokens of a sample and ends the sample at a stop string. If an error
         delayed this, the engine drops the tokens after the string."""
         record = self._records[request]
         text = record.texts[sample]
@@ -289,15 +259,8 @@ class Requests:
 
     # ---------------------------------------------------------------------------------------- out
     def live(self) -> list[int]:
-        """Ids that were added and not taken, oldest first."""
-        ids = self._engine.ids()
-        for request in self._records.keys() - set(ids):  # a Ctrl-C has cut their release short
-            self._drop(request)
-        return ids
-
-    def done_of(self, requests: set[int]) -> set[int]:
-        """Those that are finished and can be taken."""
-        return self._engine.finished() & requests
+        """Ids that were added and not released, oldest first."""
+        return self._engine.ids()
 
     def num_tokens(self, request: int, before: list[int]) -> list[int]:
         """Of each sample so far. before: what it was earlier; after a restart it stays until there
@@ -322,32 +285,27 @@ class Requests:
     @followed("request")
     def release(self, request: int) -> None:
         """The records of a request that is done leave the engine."""
-        self._watched.discard(request)
         self._engine.release(request)
-        self._drop(request)
-
-    def _drop(self, request: int) -> None:
         self._watched.discard(request)
         self._records.pop(request, None)
-
-    def output(self, request: int) -> RequestOutput:
-        """The output of a request: what it has so far, or all once it is done. It stays until
-        release: user code (a tokenizer) may raise in here."""
-        return self._output(request)
-
-    def finished_of(self, requests: Iterable[int]) -> set[int]:
-        """Those that the engine has finished, after step_apart."""
-        return self._engine.finished().intersection(requests)
 
     def output_or_error(self, request: int) -> RequestOutput:
         """As output, but a tokenizer that raises leaves its exception in `error`, and the texts
         empty."""
         try:
+            self.raise_fault([request])
             return self.output(request)
         except Exception as error:  # noqa: BLE001 (whatever user code raises)
-            return replace(self._output(request, has_text=False), error=error)
+            return replace(self.output(request, has_text=False), error=error)
 
-    def _output(self, request: int, has_text: bool = True) -> RequestOutput:
+    def raise_fault(self, requests: Iterable[int]) -> None:
+        """Raises what a tokenizer has raised in the search for a stop string."""
+        for request in requests:
+            if (fault := self._engine.request_faults.get(request)) is not None:
+                raise fault
+
+    def output(self, request: int, has_text: bool = True) -> RequestOutput:
+        """Returns what a request has so far, or all once it is done."""
         record, view = self._records[request], self._engine.request(request)
         top, scored = (
             _top(
@@ -375,12 +333,11 @@ class Requests:
             error=view["error"],
         )
 
-    def take_scores(self, request: int) -> NDArray[np.float32]:
-        """float32 [len − 1] of a scoring pass, or its logits if it keeps them. It is released;
-        raises what ended it."""
+    def scores(self, request: int) -> NDArray[np.float32]:
+        """Returns float32 [len − 1] of a scoring pass, or its logits if it keeps them. Raises what
+        ended it."""
         record, view = self._records[request], self._engine.request(request)
         finish = self._engine.tokens(request, 0, 0)[0]
-        self.release(request)
         if view["error"] is not None:
             raise view["error"]
         if finish == "abort":

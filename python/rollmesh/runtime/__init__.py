@@ -7,5 +7,4 @@ devices          "cpu", "cuda", "cuda:N"      libraries        where NVIDIA's li
                  cublas
 engine_options   what an engine is made of    engine_views     what the engine returns
 dtypes           bfloat16 for NumPy           progress         the progress bar
-turn             the turn of a generator
 """

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rollmesh import _core
 from rollmesh.errors import ConfigError, Error
 from rollmesh.runtime.messages import reason, shown
 
@@ -18,6 +19,7 @@ MAX_ITEMS = 2**24  # prompts of a call, tokens of a prompt, request ids
 MAX_TOKENS = 2**20  # different ones: vocabularies are smaller
 MAX_TIMEOUT = 10**9  # 31 years: what every clock and lock can count
 BYTES = (bytes, bytearray, memoryview)  # iterable, and of integers, but no list of ids
+ENGINE_LIMITS = _core.engine_limits()  # name → (least, most)
 PARTS = {"weights": 1, "kv": 2}  # the bits of csrc/engine/engine.h, as the next
 OFFLOAD = 4
 ACTIVATIONS = (
@@ -62,6 +64,19 @@ def integer_of(error: type[Error], name: str, value: Any, low: int, high: int) -
     return int(value)
 
 
+def engine_integer(name: str, value: Any, prefix: str = "") -> int:
+    """Checks an option of the engine against the engine's own bounds."""
+    return integer(prefix + name, value, *ENGINE_LIMITS[name])
+
+
+def thread_count(value: Any, prefix: str = "") -> int:
+    """Checks the option `threads`; None means all cores that this process may use."""
+    most = ENGINE_LIMITS["threads"][1]
+    if value is None:
+        return min(_core.usable_cores(), most)
+    return integer(f"{prefix}threads", value, 1, most)
+
+
 def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise ConfigError(f"{name}: expected a bool, got {shown(value)}")
@@ -74,7 +89,7 @@ def is_masked(array: Any) -> bool:
 
 
 def page_positions(name: str, value: Any) -> int:
-    if integer(name, value, 16, 4096) % 16:
+    if engine_integer(name, value) % 16:
         raise ConfigError(f"{name}: expected a multiple of 16, got {shown(value)}")
     return int(value)
 

@@ -13,11 +13,11 @@ class Progress:
 
     def __init__(self, total: int, show: bool):
         self._total = total
-        self._show = show and importlib.util.find_spec("tqdm") is not None
+        self.is_shown = show and importlib.util.find_spec("tqdm") is not None
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
-        if self._show:
+        if self.is_shown:
             self._bar = importlib.import_module("tqdm").tqdm(
                 total=self._total, desc="requests", unit="req", dynamic_ncols=True
             )

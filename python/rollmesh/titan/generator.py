@@ -33,7 +33,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.model.placement import placements
 from rollmesh.request.outputs import RequestOutput
 from rollmesh.request.text import tokenizer_of_folder
-from rollmesh.runtime.arguments import choice, gib_bytes, integer
+from rollmesh.runtime.arguments import choice, engine_integer, gib_bytes, integer, thread_count
 from rollmesh.runtime.devices import device_name
 from rollmesh.runtime.messages import shown
 from rollmesh.runtime.threads import to_thread
@@ -129,11 +129,11 @@ class RollmeshGenerator(Actor, Configurable):
             device_name(self.device)
             choice("generator.model_dtype", self.model_dtype, ("bfloat16", "float32"))
             if self.threads is not None:
-                integer("generator.threads", self.threads, 1, 256)
+                thread_count(self.threads, "generator.")
             if self.kv_cache_gib is not None:
                 gib_bytes("generator.kv_cache_gib", self.kv_cache_gib)
             if self.max_num_batched_tokens is not None:
-                integer("generator.max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+                engine_integer("max_num_batched_tokens", self.max_num_batched_tokens, "generator.")
             if self.debug.seed is not None:
                 integer("generator.debug.seed", self.debug.seed, 0, 2**63 - 1)
             _params_of(self.sampling)

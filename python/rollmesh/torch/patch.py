@@ -47,7 +47,7 @@ from rollmesh.errors import (
     UnsupportedTensorError,
 )
 from rollmesh.model.families import FAMILIES, USUAL_NAMES
-from rollmesh.runtime.arguments import choice, integer
+from rollmesh.runtime.arguments import choice, integer, thread_count
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import functions, packing, parts
 from rollmesh.torch.functions import Heads, How
@@ -592,7 +592,7 @@ def patch(
     )
     most = None if max_model_len is None else integer("max_model_len", max_model_len, 1, 2**31 - 1)
     if threads is not None:
-        integer("threads", threads, 1, 256)
+        thread_count(threads)
     made = Patch(inner, spec, used, isa, threads, most)
     if not weight.is_cuda:
         ops.kernels(isa)  # ConfigError if this processor lacks it

@@ -1,19 +1,21 @@
 """The trainer's side of vLLM's weight updates, for workers that run on rollmesh
 (weight_updates.py). It needs no vLLM in its process.
 
-    sender = WeightSender(client)               client: vllm.LLM, the URL of a vLLM server, or any
-                                                object with vLLM's four calls
-    sender.send(model, version=7)               whole or not at all; a worker's error is raised
-                                                here, with its class if it is rollmesh's
+    sender = WeightSender(client)           client: vllm.LLM, the URL of a vLLM server, or any
+                                            object with vLLM's four calls
+    sender.send(model, version=7)           updates all weights or none; raises a worker's error,
+                                            with its class if it is rollmesh's
 
-    sender = AsyncWeightSender(async_llm)       the same for vllm.AsyncLLM:  await sender.send(…)
+    sender = AsyncWeightSender(async_llm)   the same for vllm.AsyncLLM:  await sender.send(…)
 
-The tensors travel in buckets of bounded size, one per call of update_weights: in a segment of
-shared memory that is filled again for each bucket, or, to workers on other machines, by a broadcast
-over a Gloo group (transport="distributed"). With lend=True tensors on GPUs are not copied: the
-workers' GPUs read them where they are. Each loan lasts for one call of update_weights, which
-returns when all workers have read. (A loan of the whole set until its commit lost: a source may
-gather its tensors one by one, and all of them need not fit.)
+transport="shm": the workers are on this machine. Tensors travel in buckets of bounded size, one for
+each call of update_weights, in a segment of shared memory that is filled again for each bucket.
+With lend=True tensors on GPUs are not copied: the workers' GPUs read them where they are. A loan
+lasts for one call of update_weights, which returns when all workers have read, so that a source may
+gather its tensors one by one.
+
+transport="folder": the workers are on any machine that sees a folder. Each send publishes a version
+there (rollmesh.sources.DeltaWriter), and one call of update_weights tells the workers to read it.
 """
 
 from __future__ import annotations
@@ -21,12 +23,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Generator, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.errors import (
@@ -36,16 +36,15 @@ from rollmesh.errors import (
     SyncAbortedError,
     UnsupportedTensorError,
 )
-from rollmesh.runtime.arguments import boolean, choice, integer
+from rollmesh.runtime.arguments import boolean, integer
 from rollmesh.runtime.messages import reason, shown
-from rollmesh.runtime.threads import starting, to_thread
 from rollmesh.vllm.clients import client_of, is_awaited, typed
-from rollmesh.vllm.update_info import TRANSPORTS, InitInfo, UpdateInfo, check_timeout
+from rollmesh.vllm.update_info import InitInfo, UpdateInfo, check_timeout, check_transport
 from rollmesh.weights.pieces import is_sharded
-from rollmesh.weights.transport.gloo_group import Group
+from rollmesh.weights.transport.delta_folder import DeltaWriter
 from rollmesh.weights.transport.loans import Held, Lender
 from rollmesh.weights.transport.manifest import describe, fill, lay_out
-from rollmesh.weights.transport.segment import Bytes, Segment
+from rollmesh.weights.transport.segment import Segment
 from rollmesh.weights.transport.tensors import (
     as_array,
     entries_of,
@@ -56,19 +55,19 @@ from rollmesh.weights.transport.tensors import (
 
 BLOCK_BYTES = 128 << 20
 LENT_S = 10.0  # how long a failed send waits for workers that still read lent tensors
-GivenUp = Callable[[], bool]
 Bucket = list[tuple[str, NDArray[Any] | Held]]
+T = TypeVar("T")
 
 
 class Call(NamedTuple):
-    """One of vLLM's calls, and what this process does meanwhile."""
+    """One of vLLM's calls."""
 
     method: str
     args: tuple[Any, ...] = ()
-    meanwhile: Callable[[GivenUp], None] | None = None
 
 
-Calls = Generator[Call, Any, None]  # yields calls; their results are sent back in
+# Yields calls; their results are sent back in.
+Calls = Generator[Call, Any, None]
 
 
 class _Sending:
@@ -79,77 +78,65 @@ class _Sending:
         client: Any,
         transport: str = "shm",
         *,
+        folder: str | None = None,
         block_bytes: int = BLOCK_BYTES,
         cast: bool = False,
         allow_bias_removal: bool = False,
         verify: bool = False,
         lend: bool = False,
         pause: bool | None = None,
-        master_address: str | None = None,
-        master_port: int = 0,
-        num_workers: int | None = None,
         timeout: float = 300.0,
+        **removed: Any,
     ):
         """client              as the class says
-        transport           "shm": the workers are on this machine; "distributed": on any
-        block_bytes         of tensors in one bucket; a larger tensor is a bucket by itself
+        transport           "shm": the workers are on this machine; "folder": on any machine
+        folder              for "folder": a path that exists, the same for this process and all
+                            workers. A version that the workers refuse stays in the folder; the
+                            next one needs a higher number
+        block_bytes         shm: bytes of tensors in one bucket; a larger tensor is a bucket by
+                            itself
         cast                convert other float dtypes to the model's, as torch's .to() does; else
                             DTypeError
         allow_bias_removal  a router bias that the serving version has may be absent (then zero)
-        verify              the workers compare a checksum of each tensor that is copied; lent
-                            tensors have none
+        verify              shm: the workers compare a checksum of each copied tensor. Lent tensors
+                            have no checksum; those of a folder are always compared
         lend                shm: tensors on GPUs (of any library, by DLPack) are lent to workers on
-                            GPUs of this machine, which read them without a copy; others are copied.
-                            They must not change while `send`
-                            runs: an iterator must not use the memory of one for another.
-                            UnsupportedTensorError for GPU memory that no other process can
-                            open; ConfigError if a worker is on the CPU or does not see the tensors'
-                            GPU, or if a build has no CUDA library: lend=False copies through the
-                            host
+                            GPUs of this machine, which read them without a copy; other tensors are
+                            copied. Lent tensors must not change while `send` runs: an iterator
+                            must not use the memory of one for another. UnsupportedTensorError for
+                            GPU memory that no other process can open; ConfigError if a worker is on
+                            the CPU or does not see the tensors' GPU, or if a build has no CUDA
+                            library: lend=False copies through the host
         pause               pause generation during a send, unless it is paused already; running
-                            requests are kept. None: where that is necessary (vLLM's LLM or AsyncLLM
-                            with several data parallel ranks) or may be (a server)
-        master_address, master_port, num_workers
-                            distributed: the address at which this process listens from the first
-                            send on (port 0: a free one; a given port may stay in use for a while
-                            after a failed send), and the number of workers of all data parallel
-                            ranks
-        timeout             seconds: in a distributed group for another rank, and for a server's
-                            answer to one call
+                            requests are kept. None: where a pause is necessary (vLLM's LLM or
+                            AsyncLLM with several data parallel ranks) or may be (a server)
+        timeout             seconds that a server may take to answer one call
+
+        Other arguments are those of the removed transport="distributed": a ConfigError.
         """
-        self._transport = choice("transport", transport, TRANSPORTS)
-        self._block_bytes = integer("block_bytes", block_bytes, 1, 1 << 40)
+        check_transport("distributed" if removed else transport)
+        self._transport, self._block_bytes = (
+            transport,
+            integer("block_bytes", block_bytes, 1, 1 << 40),
+        )
         self._cast, self._verify = boolean("cast", cast), boolean("verify", verify)
         self._allow_bias_removal = boolean("allow_bias_removal", allow_bias_removal)
         self._lender = Lender() if boolean("lend", lend) else None
         self._pause = None if pause is None else boolean("pause", pause)
-        check_timeout(timeout)
-        integer("master_port", master_port, 0, 65535)
-        if transport == "distributed":
-            if lend:
-                raise ConfigError(
-                    "transport: expected 'shm' with lend=True, got 'distributed': GPU memory is "
-                    "lent on its own machine"
-                )
-            if not isinstance(master_address, str) or num_workers is None:
-                raise ConfigError(
-                    "transport='distributed': expected master_address and num_workers"
-                )
-            integer("num_workers", num_workers, 1, 2**16 - 1)
-        elif (master_address, master_port, num_workers) != (None, 0, None):
-            raise ConfigError("transport='shm' takes no master_address, master_port or num_workers")
+        self._folder, self._timeout = folder, check_timeout(timeout)
         self._name = secrets.token_hex(16)
-        self._address, self._port, self._num_workers, self._timeout = (
-            master_address,
-            master_port,
-            num_workers,
-            timeout,
-        )
         self._shared: Segment | None = None
         self._previous: Segment | None = None
-        self._group: Group | None = None
+        self._info()  # checks transport and folder together
+        if lend and folder is not None:
+            raise ConfigError(
+                f"transport: expected 'shm' with lend=True, got {transport!r}: GPU memory is lent "
+                "on its own machine"
+            )
         self._client = self._checked(client)
-        self._closed = self._sends = False
+        has_client = self._client is not None
+        self._writer = DeltaWriter(folder) if folder is not None and has_client else None
+        self._closed = self._sends = self._has_begun = False
 
     def _checked(self, client: Any) -> Any:
         raise NotImplementedError
@@ -175,11 +162,19 @@ class _Sending:
             )
         self._sends = True
         try:
-            self._close_segment()  # left by a send whose end a Ctrl-C cut short
-            yield from self._begin()
+            self._close_segment()  # left by a send that a Ctrl-C interrupted at its end
+            # Over shm this ends an update that another trainer left open. Readers of a folder keep
+            # their version from one send to the next.
+            if self._writer is None or not self._has_begun:
+                yield Call("init_weight_transfer_engine", (asdict(self._info()),))
+            self._has_begun = False  # until this send has succeeded
             yield Call("start_weight_update")
-            yield from self._buckets(source, version)
+            if self._writer is None:
+                yield from self._buckets(source, version)
+            else:
+                yield from self._publish(self._writer, source, version)
             yield Call("finish_weight_update", (label,))
+            self._has_begun = True
             if hasattr(self._client, "serving"):
                 try:
                     served = yield Call("serving")
@@ -188,46 +183,37 @@ class _Sending:
                         f"weights committed; asking for the served version failed: {error}"
                     ) from error
                 _require(version, served)
-        except BaseException:
-            # trainer and workers may be at different points of the exchange; the next send makes a
-            # new group
-            self._close_group()
-            raise
         finally:
             self._sends = False
             self._close_segment()
 
-    def _begin(self) -> Calls:
-        """Over shm before every set, which ends an update that a trainer left open. A group is made
-        once."""
-        if self._transport == "shm":
-            yield Call("init_weight_transfer_engine", (asdict(self._info()),))
-        elif self._group is None:
-            assert self._address is not None
-            assert self._num_workers is not None
-            self._group = Group.listening(
-                self._address, self._port, self._num_workers + 1, self._timeout
-            )
-            yield Call(
-                "init_weight_transfer_engine",
-                (asdict(self._info(self._group)),),
-                self._group.gather,
-            )
+    def _info(self) -> InitInfo:
+        return InitInfo(
+            self._transport,
+            sender=self._name,
+            cast=self._cast,
+            allow_bias_removal=self._allow_bias_removal,
+            folder=self._folder,
+        )
 
-    def _info(self, group: Group | None = None) -> InitInfo:
-        options: dict[str, Any] = {
-            "sender": self._name,
-            "cast": self._cast,
-            "allow_bias_removal": self._allow_bias_removal,
-        }
-        if group is None:
-            return InitInfo("shm", **options)
-        return InitInfo("distributed", **options, master_address=self._address,
-        master_port=group.port, world_size=group.world,
-                        timeout=self._timeout)  # fmt: skip
+    def _or_abort(self, make: Callable[[], T]) -> Generator[Call, Any, T]:
+        """Returns what make() returns. If it raises, tells the workers to drop the update."""
+        try:
+            return make()
+        except BaseException as error:
+            yield Call(
+                "update_weights", (asdict(UpdateInfo(sender=self._name, abort=reason(error))),)
+            )
+            raise
+
+    def _publish(
+        self, writer: DeltaWriter, source: Mapping[str, Any] | Iterable[Any], version: int
+    ) -> Calls:
+        yield from self._or_abort(lambda: writer.publish(source, version))
+        yield Call("update_weights", (asdict(UpdateInfo(sender=self._name, version=version)),))
 
     def _buckets(self, source: Mapping[str, Any] | Iterable[Any], version: int) -> Calls:
-        """One call per bucket. If the source fails, the workers are told to drop the update."""
+        """One call for each bucket."""
         copy = not holds_tensors(source)
 
         def taken(name: str, tensor: Any) -> NDArray[Any] | Held:
@@ -237,18 +223,12 @@ class _Sending:
 
         pairs = ((name, taken(name, tensor)) for name, tensor in entries_of(source))
         buckets = grouped(pairs, self._block_bytes)
-        while True:
-            bucket: Bucket | None = None  # no reference to tensors that were lent before
-            try:
-                bucket = next(buckets, None)
-                call = None if bucket is None else self._call(bucket, version)
-            except BaseException as error:
-                yield Call(
-                    "update_weights", (asdict(UpdateInfo(sender=self._name, abort=reason(error))),)
-                )
-                raise
-            if call is None:
-                return
+
+        def next_call() -> Call | None:
+            bucket = next(buckets, None)
+            return None if bucket is None else self._call(bucket, version)
+
+        while (call := (yield from self._or_abort(next_call))) is not None:
             yield from self._until_read(call)
             self._close_previous()
             if self._shared is not None:
@@ -276,37 +256,28 @@ class _Sending:
         held = [tensor for _, tensor in bucket if isinstance(tensor, Held)]
         arrays = [(name, tensor) for name, tensor in bucket if not isinstance(tensor, Held)]
         entries, size = lay_out(arrays)
-        if (group := self._group) is None:
-            shared = self._segment_of(size)
-            assert shared.data is not None
-            entries = fill(shared.data, entries, arrays, sums=self._verify)
-            lent = (
-                self._lender.describe(held, shared.next_loan)
-                if self._lender is not None and held
-                else None
-            )
-            info = UpdateInfo(
-                describe(entries, lent).decode(),
-                size,
-                shared.name,
-                shared.nonce,
-                self._name,
-                version,
-            )
-            if held:
-                shared.lend()
-            return Call("update_weights", (asdict(info),))
-        data: Bytes = np.empty(size, np.uint8)
-        entries = fill(data, entries, arrays, sums=self._verify)
-        info = UpdateInfo(describe(entries).decode(), size, sender=self._name, version=version)
-        return Call(
-            "update_weights", (asdict(info),), lambda given_up: group.broadcast(data, given_up)
+        shared = self._segment_of(size)
+        assert shared.data is not None
+        entries = fill(shared.data, entries, arrays, sums=self._verify)
+        lent = None
+        if self._lender is not None and held:
+            lent = self._lender.describe(held, shared.next_loan)
+        info = UpdateInfo(
+            describe(entries, lent).decode(),
+            size,
+            shared.name,
+            shared.nonce,
+            self._name,
+            version,
         )
+        if held:
+            shared.lend()
+        return Call("update_weights", (asdict(info),))
 
     def _segment_of(self, needed: int) -> Segment:
-        """A segment with room for so many bytes. The first one has the size of its bucket, which
-        may be all; the second has block_bytes. The previous one stays open until the workers have
-        opened this one: its lock tells them that the sender lives."""
+        """Returns a segment with room for so many bytes. The first one has the size of its bucket,
+        which may be all; the second has block_bytes. The previous one stays open until the workers
+        have opened this one: its lock tells them that the sender lives."""
         if self._shared is None or self._shared.size < needed:
             size = (
                 max(needed, self._block_bytes)
@@ -328,16 +299,11 @@ class _Sending:
         if shared is not None:
             shared.close()
 
-    def _close_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
-
     def close(self) -> None:
-        """Closes the group and its port. Shared memory is only held during a send; the workers keep
-        serving."""
+        """Leaves the folder to another writer. The workers keep serving."""
         self._closed = True
-        self._close_group()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WeightSender(_Sending):
@@ -375,36 +341,22 @@ class WeightSender(_Sending):
             return
         held = self._pauses() and self._client.hold()
         try:
-            with ThreadPoolExecutor(1) as pool:
-                self._drive(self._send(source, version, label), pool)
+            self._drive(self._send(source, version, label))
         finally:
             if held:
                 self._client.release()
 
-    def _drive(self, calls: Calls, pool: ThreadPoolExecutor) -> None:
+    def _drive(self, calls: Calls) -> None:
         returned = None
         try:
             while (call := _next(calls, returned)) is not None:
                 try:
-                    returned = self._make(call, pool)
+                    returned = getattr(self._client, call.method)(*call.args)
                 except BaseException as error:
                     calls.throw(typed(error))
                     raise
         finally:
             calls.close()  # it has not ended if a Ctrl-C came between two calls
-
-    def _make(self, call: Call, pool: ThreadPoolExecutor) -> Any:
-        method = getattr(self._client, call.method)
-        if call.meanwhile is None:
-            return method(*call.args)
-        with starting(f"{call.method} over a group"):
-            made = pool.submit(method, *call.args)
-        try:
-            call.meanwhile(lambda: made.done() and made.exception() is not None)
-        except SyncAbortedError:
-            made.result()  # the call's own error says more
-            raise
-        return made.result()
 
 
 class AsyncWeightSender(_Sending):
@@ -444,29 +396,12 @@ class AsyncWeightSender(_Sending):
         try:
             while (call := _next(calls, returned)) is not None:
                 try:
-                    returned = await self._make(call)
+                    returned = await getattr(self._client, call.method)(*call.args)
                 except BaseException as error:
                     calls.throw(typed(error))
                     raise
         finally:
             calls.close()  # as above
-
-    async def _make(self, call: Call) -> Any:
-        made = asyncio.ensure_future(getattr(self._client, call.method)(*call.args))
-        try:
-            if call.meanwhile is not None:
-
-                def given_up() -> bool:
-                    return made.done() and (made.cancelled() or made.exception() is not None)
-
-                await to_thread(call.meanwhile, given_up)
-        except SyncAbortedError:
-            await made  # the call's own error says more
-            raise
-        except asyncio.CancelledError:
-            made.cancel()  # the thread stops waiting then
-            raise
-        return await made
 
 
 def _next(calls: Calls, returned: Any) -> Call | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import numpy as np
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from rollmesh.errors import AuthError, ConfigError, FormatError, StateError, VersionError
@@ -15,10 +14,9 @@ from rollmesh.runtime.messages import shown
 from rollmesh.vllm.update_info import InitInfo, UpdateInfo, info_of
 from rollmesh.weights.transport import segment
 from rollmesh.weights.transport.delta_folder import DeltaReader
-from rollmesh.weights.transport.gloo_group import Group
 from rollmesh.weights.transport.loans import ReceivedTensors
 from rollmesh.weights.transport.manifest import parse
-from rollmesh.weights.transport.segment import Bytes, MappedSegment
+from rollmesh.weights.transport.segment import MappedSegment
 
 SEGMENT = re.compile(segment.PREFIX + "[0-9a-f]{32}")
 NONCE = re.compile("[0-9a-f]{32}")
@@ -37,34 +35,15 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._updates = model.updates
         self._info: InitInfo | None = None
         self._segment: MappedSegment | None = None  # of the last bucket
-        self._group: Group | None = None
         self._folder: DeltaReader | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """With transport="distributed" it returns once the trainer and all workers are
-        connected."""
         self.shutdown()
-        if init_info.transport == "distributed":
-            self._group = self._updates.on_all_ranks("joining the trainer", self._join, init_info)
         if init_info.folder is not None:
             self._folder = self._updates.on_all_ranks(
                 "the folder of weights", DeltaReader, init_info.folder
             )
         self._info = init_info
-
-    def _join(self, info: InitInfo) -> Group:
-        rank = info.rank_offset + self._updates.number
-        assert info.master_address is not None
-        assert info.master_port is not None
-        assert info.world_size is not None
-        if rank >= info.world_size:
-            raise ConfigError(
-                f"world_size: expected the trainer and all workers, got {info.world_size}; this "
-                f"worker is rank {rank}"
-            )
-        return Group.joining(
-            info.master_address, info.master_port, rank, info.world_size, info.timeout
-        )
 
     def parse_init_info(self, init_dict: Any) -> InitInfo:
         return info_of(InitInfo, init_dict, ConfigError)
@@ -103,21 +82,20 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return version
 
     def _tensors(self, info: UpdateInfo) -> ReceivedTensors:
-        """The tensors of a bucket. Lent tensors are opened later: no rank may wait for others while
-        it has them open."""
-        data = self._data(info)
+        """Returns the tensors of a bucket. Lent tensors are opened later, since a rank that has
+        them open may not wait for others."""
+        mapped = self._mapped(info.segment, info.nonce)
+        data = mapped.tensors(info.size)
         manifest = parse(info.description.encode(errors="surrogatepass"), data.size)
         what = "a bucket of weights"
         if manifest.loan is not None:
-            if self._segment is None:
-                raise FormatError("transport: expected 'shm' with lent tensors, got 'distributed'")
             if self._updates.device == "cpu":
                 raise ConfigError(
                     f"lent tensors: expected a worker on a GPU, got one on the CPU{REMEDY}"
                 )
-            what = f"bucket {manifest.loan.number} of {self._segment.path}"
+            what = f"bucket {manifest.loan.number} of {mapped.path}"
         tensors = ReceivedTensors(remedy=REMEDY)
-        tensors.receive(manifest, data, self._segment, what)
+        tensors.receive(manifest, data, mapped, what)
         return tensors
 
     def require_sender(self, info: UpdateInfo) -> None:
@@ -134,8 +112,6 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Whether the open update belongs to another trainer that is still alive."""
         if self._info is None or (sender is not None and self._info.sender == sender):
             return False
-        if self._group is not None:
-            return self._group.is_held()
         return self._segment is not None and self._segment.is_owned()
 
     def end_weight_update(self) -> None:
@@ -144,20 +120,9 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if mapped is not None:
             mapped.close()
 
-    def _data(self, info: UpdateInfo) -> Bytes:
-        if self._required_info().transport == "shm":
-            return self._mapped(info.segment, info.nonce).tensors(info.size)
-        if self._group is None:
-            raise StateError(
-                "the group of trainer and workers is closed: call init_weight_transfer_engine again"
-            )
-        data = np.empty(info.size, np.uint8)
-        self._group.broadcast(data)
-        return data
-
     def _mapped(self, name: Any, nonce: Any) -> MappedSegment:
-        """The segment of that name; stays mapped until another is named, since the trainer unlinks
-        it."""
+        """Returns the segment of that name. It stays mapped until another one is named, since the
+        trainer unlinks it."""
         if (
             not isinstance(name, str)
             or not SEGMENT.fullmatch(name)
@@ -186,9 +151,6 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def shutdown(self) -> None:
         self._info = self._folder = None
         self.end_weight_update()
-        if self._group is not None:
-            self._group.close()
-            self._group = None
 
     def _required_info(self) -> InitInfo:
         if self._info is None:

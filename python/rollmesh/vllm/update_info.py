@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rollmesh.errors import ConfigError, Error, FormatError, VersionError
 from rollmesh.runtime.messages import listed, shown
 
-TRANSPORTS = ("shm", "distributed", "folder")
+TRANSPORTS = ("shm", "folder")
 MAX_BUCKET = 1 << 40  # bytes
 MAX_TIMEOUT_S = 10**6
 
@@ -25,7 +25,16 @@ def _integer(value: Any, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
-def check_timeout(timeout: Any) -> None:
+def check_transport(transport: Any) -> None:
+    if transport in TRANSPORTS:
+        return
+    hint = "; workers on other machines read a folder" if transport == "distributed" else ""
+    raise ConfigError(
+        f"transport: expected one of {', '.join(TRANSPORTS)}, got {shown(transport)}{hint}"
+    )
+
+
+def check_timeout(timeout: Any) -> float:
     if (
         isinstance(timeout, bool)
         or not isinstance(timeout, (int, float))
@@ -34,26 +43,22 @@ def check_timeout(timeout: Any) -> None:
         raise ConfigError(
             f"timeout: expected seconds above 0, at most {MAX_TIMEOUT_S}, got {shown(timeout)}"
         )
+    return timeout
 
 
 @dataclass(frozen=True)
 class InitInfo:
-    """The init_info of init_weight_transfer_engine. The last four are for transport="distributed",
-    with the names of vLLM's own engines.
+    """The init_info of init_weight_transfer_engine.
 
-    transport           "shm", "distributed": a WeightSender sends buckets. "folder": each update is
-                        the newest version in the folder of a rollmesh.sources.DeltaWriter
-
+    transport           "shm": a WeightSender of this machine sends buckets. "folder": each update
+                        is the newest version in the folder of a rollmesh.sources.DeltaWriter
     sender              a name of the trainer: a bucket that names another sender is refused, so
                         that no set mixes two trainers
     cast                convert other float dtypes to the model's, as torch's .to() does; else
                         DTypeError
-    folder              for transport="folder", as the workers see it. Each keeps a copy of the
-                        version in host memory
     allow_bias_removal  a router bias that the serving version has may be absent (then zero)
-    world_size          the trainer and all workers of all data parallel ranks
-    rank_offset         rank of the first worker
-    timeout             seconds that a rank waits for another
+    folder              for transport="folder": a path on the workers' machines. Each worker keeps a
+                        copy of the version in host memory
     """
 
     transport: str = "shm"
@@ -61,17 +66,9 @@ class InitInfo:
     cast: bool = False
     allow_bias_removal: bool = False
     folder: str | None = None
-    master_address: str | None = None
-    master_port: int | None = None
-    world_size: int | None = None
-    rank_offset: int = 1
-    timeout: float = 300.0
 
     def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            raise ConfigError(
-                f"transport: expected one of {', '.join(TRANSPORTS)}, got {shown(self.transport)}"
-            )
+        check_transport(self.transport)
         if self.sender is not None and not isinstance(self.sender, str):
             raise ConfigError(f"sender: expected a str or None, got {shown(self.sender)}")
         for name in ("cast", "allow_bias_removal"):
@@ -82,30 +79,12 @@ class InitInfo:
                 f"folder: expected {'a path' if self.transport == 'folder' else 'none'}, got "
                 f"{shown(self.folder)}"
             )
-        if self.transport != "distributed":
-            if (self.master_address, self.master_port, self.world_size) != (None, None, None):
-                raise ConfigError(
-                    f"transport={self.transport!r} takes no master_address, master_port or "
-                    "world_size"
-                )
-            return
-        if not isinstance(self.master_address, str) or not self.master_address:
-            raise ConfigError(
-                f"master_address: expected the trainer's address, got {shown(self.master_address)}"
-            )
-        ranges = {"master_port": (1, 65535), "world_size": (2, 2**16), "rank_offset": (1, 2**16)}
-        for name, (low, high) in ranges.items():
-            if not _integer(value := getattr(self, name), low, high):
-                raise ConfigError(
-                    f"{name}: expected an integer in [{low}, {high}], got {shown(value)}"
-                )
-        check_timeout(self.timeout)
 
 
 @dataclass(frozen=True)
 class UpdateInfo:
-    """The update_info of update_weights: one bucket of tensors. With transport="folder" it has no
-    fields but `version`.
+    """The update_info of update_weights: one bucket of tensors. With transport="folder" it has only
+    sender, version and abort.
 
     description     JSON (weights/transport/manifest.py): names, dtypes, shapes and offsets of the
                     tensors, and with transport="shm" those that are lent on the trainer's GPUs
@@ -115,7 +94,7 @@ class UpdateInfo:
     sender          as in the InitInfo
     version         number of the set, the same in all its buckets. None: the next, or what the
                     folder has
-    abort           instead of a bucket: why the trainer gives up the set
+    abort           instead of a bucket: why the trainer drops the set
     """
 
     description: str = ""

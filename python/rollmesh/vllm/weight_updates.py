@@ -20,7 +20,7 @@ unread ones for replies to its next call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.errors import ConfigError, Error, FormatError, StateError
 from rollmesh.runtime.arguments import PARTS
 from rollmesh.runtime.messages import reason, shown
-from rollmesh.weights.sync import SyncOptions, lent, push_mapping
+from rollmesh.weights.sync import SyncOptions, lent
 from rollmesh.weights.transport.tensors import pair_of
 from rollmesh.weights.updates import Sync, Weights
 
@@ -107,7 +107,10 @@ class WeightUpdates:
         self.weights = Weights(engine, _Hosted())  # type: ignore[arg-type]
         self.model = ServedModel(self)
         self._set: Sync | None = None  # of the open update, from its first bucket on
-        self._loaded: Sync | None = None  # of load_weights
+        # Of load_weights, which does not say when a set is complete: the next step, a repeated name
+        # or finish_load commits it.
+        self._loaded: Sync | None = None
+        self._loaded_names: set[str] = set()  # that were pushed
         self._waits_for_each = parallel.worker_extension_cls == VERL_EXTENSION
         self._held: Error | None = None  # what load_weights did not raise
         self._updating = False
@@ -250,7 +253,7 @@ class WeightUpdates:
         """Called before a step: commits the set that load_weights has pushed. IncompleteSyncError
         drops it; the old version serves."""
         self._held = None  # of a set that its trainer has left
-        self.weights.commit_open_sync()
+        self._commit_loaded()
 
     @_replies
     def finish_load(self) -> None:
@@ -259,7 +262,7 @@ class WeightUpdates:
         held, self._held = self._held, None
         if held is not None:
             raise held
-        self.weights.commit_open_sync()
+        self._commit_loaded()
 
     @_replies
     def forbid(self, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -295,22 +298,21 @@ class WeightUpdates:
         """Stages a bucket of the open update; its first bucket begins the sync. A rank keeps lent
         tensors open only while it reads."""
         if self._set is None:
-            self._begin(version, options)
-        assert self._set is not None
+            self._set = self._begun(version=version, **options)
         if (begun := self._set.options.version) != version:
             self._refuse(f"a bucket of version {version} in an update of version {begun}")
         self._set.require_open()
         self.on_all_ranks("a bucket of weights", self._push, bucket)
 
     def _push(self, bucket: Mapping[str, Any]) -> None:
+        assert self._set is not None
         with lent(bucket) as is_lent_still:
-            push_mapping(self._engine, bucket, None)
+            self._set.plan.push_mapping(bucket, None)
             is_lent_still()
 
     def commit(self, options: dict[str, Any]) -> None:
-        if self._set is None:
-            self._begin(None, options)  # no bucket came; the commit raises IncompleteSyncError
-        assert self._set is not None
+        if self._set is None:  # no bucket came; the commit raises IncompleteSyncError
+            self._set = self._begun(**options)
         self.weights.finish(self._set, None)
 
     def drop(self, why: str) -> None:
@@ -326,15 +328,10 @@ class WeightUpdates:
         if self._transfer is not None:
             self._transfer.end_weight_update()
 
-    def _begin(self, version: int | None, options: dict[str, Any]) -> None:
-        begun = Sync(
-            self.weights,
-            lambda _: nullcontext(),
-            SyncOptions(version=version, inflight="keep", **options),
-        )
-        begun.scoped = True  # steps leave it open
+    def _begun(self, **options: Any) -> Sync:
+        begun = Sync(self.weights, _directly, SyncOptions(inflight="keep", **options))
         self.weights.begin(begun)
-        self._set = begun
+        return begun
 
     # ------------------------------------------------------------------------------ inside a reply
     def _configured(self) -> Any:
@@ -408,21 +405,28 @@ class WeightUpdates:
         if self._updating:
             self._refuse("load_weights within an update; call finish_weight_update first")
         for entry in _each(pairs):
+            name = None if isinstance(entry, Exception) else entry[0]
+            if isinstance(name, str) and name in self._loaded_names:
+                self._commit_loaded()
             if self._loaded is None or self._loaded.closed is not None:
-                self._loaded = Sync(
-                    self.weights, lambda _: nullcontext(), SyncOptions(cast=True, inflight="keep")
-                )
-                self.weights.begin(self._loaded)
+                self._loaded, self._loaded_names = self._begun(cast=True), set()
             try:
-                if isinstance(
-                    entry, Exception
-                ):  # raised here, since other ranks wait for this rank to begin the sync and push
+                # raised here, since other ranks wait for this rank to begin the sync and push
+                if isinstance(entry, Exception):
                     raise entry
                 self._loaded.push(*entry)
             except Exception as error:  # drop the set: no later step may commit the rest of it
                 self.weights.abort(self._loaded, error)
                 raise
+            self._loaded_names.add(entry[0])
             taken.add(entry[0])
+
+    def _commit_loaded(self) -> None:
+        """Commits the set of load_weights, if one is open. IncompleteSyncError drops it; the old
+        version serves."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded.closed is None:
+            self.weights.finish(loaded, None)
 
 
 def _each(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any] | Exception]:
@@ -515,3 +519,9 @@ def _forbidden_by(
             f"{vocab_size} to -inf"
         )
     return out[0].nonzero()[:, 0].numpy().astype(np.int32)
+
+
+def _directly(function: Callable[[], Any], deadline: float | None) -> Any:
+    """A worker has one thread, which has the engine to itself."""
+    del deadline
+    return function()

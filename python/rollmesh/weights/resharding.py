@@ -1,20 +1,20 @@
 """Resharding: from the shards of a trainer's ranks to the shards of a generator's ranks, in the
 same processes, without gathering tensors.
 
-For each entry of the source every rank tells which piece it holds (pieces.py); the shard that it
-needs follows from the name. csrc/weights/resharding.c plans the copies, the same on all ranks, and
-one all_to_all moves what a rank needs and does not hold. The rank then pushes an array of the whole
-shape in which only its shard was written. The other pages were never touched and take no memory, so
-the engine reads the array like any other.
+For each entry of the source every rank sends a description of the piece that it holds (pieces.py);
+the shard that it needs follows from the name. csrc/weights/resharding.c plans the copies, the same
+on all ranks, and one all_to_all moves what a rank needs and does not hold. The rank then pushes an
+array of the whole shape in which only its shard was written. The other pages were never written and
+take no memory, so the engine reads the array like any other.
 
-What all ranks can see (different names or shapes, an element that no rank holds) raises the same
-error on all. If one rank's source fails, the rank sends the reason in place of an entry: it raises
-its own error, the others SyncAbortedError.
+Errors that all ranks see (different names or shapes, an element that no rank holds) are the same on
+all. If one rank's source fails, the rank sends the reason instead of an entry: it raises its own
+error, the others SyncAbortedError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -26,10 +26,11 @@ from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.errors import Error, MeshMismatchError, SyncAbortedError
 from rollmesh.runtime.messages import reason
 from rollmesh.weights.pieces import Dims, Part, is_sharded, part_of
+from rollmesh.weights.plan import Plan
 from rollmesh.weights.transport.tensors import DTYPES, bytes_of, holds_tensors, pair_of
 
 Array = NDArray[Any]
-Told = list[Any]  # name, dtype, shape, offsets, sizes; or the reason why the source failed
+Described = list[Any]  # name, dtype, shape, offsets, sizes; or the reason why the source failed
 AHEAD = 16  # entries per exchange of a source that holds its tensors; 1 for others
 MAX_PLANS = 256
 BOX_DIMS = 4
@@ -66,7 +67,7 @@ class Source:
         return self._entries
 
     def take(self, count: int) -> list[Part | Exception]:
-        """The next entries, fewer at the end. An exception comes last."""
+        """Returns the next entries, fewer at the end. An exception comes last."""
         parts: list[Part | Exception] = []
         try:
             for entry in islice(iter(self), count):
@@ -77,7 +78,7 @@ class Source:
         return parts
 
 
-def _told(part: Part | Exception) -> Told:
+def _described(part: Part | Exception) -> Described:
     if isinstance(part, Exception):
         return [reason(part)]
     return [part.name, part.dtype, list(part.shape), list(part.offsets), list(part.sizes)]
@@ -110,11 +111,11 @@ def _packed(views: list[Array]) -> NDArray[np.uint8]:
     )
 
 
-def spread(ranks: RankEngine, source: Any, options: Any) -> Iterator[tuple[str, Any]]:
-    """The entries for this rank to push. If all ranks have a source of whole tensors, each uses its
-    own and nothing is sent. Otherwise each rank receives its shards: from all ranks with pieces,
-    or, if no source is sharded, from the first rank with a source. An exception of a source ends
-    the sync on all ranks."""
+def spread(ranks: RankEngine, plan: Plan, source: Any, options: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the entries that this rank pushes. If all ranks have a source of whole tensors, each
+    uses its own and nothing is sent. Otherwise each rank receives its shards: from all ranks with
+    pieces, or, if no source is sharded, from the first rank with a source. An exception of a
+    source ends the sync on all ranks."""
     own = None if source is None else Source(source)
     kind = None if own is None else [own.holds, own.is_sharded]
     told = ranks.all_gather(f"the beginning of a sync with {options}", kind)
@@ -126,8 +127,7 @@ def spread(ranks: RankEngine, source: Any, options: Any) -> Iterator[tuple[str, 
             return _own(ranks, own)
         givers = givers[:1]
     ahead = AHEAD if all(told[rank][0] for rank in givers) else 1
-    resharding = Resharding(ranks, ranks.control, ranks.rank, ranks.all_gather, ranks.raise_failure)
-    return resharding.entries(own if ranks.rank in givers else None, ahead)
+    return Resharding(plan, ranks).entries(own if ranks.rank in givers else None, ahead)
 
 
 def _own(ranks: RankEngine, source: Source) -> Iterator[tuple[str, Any]]:
@@ -138,35 +138,21 @@ def _own(ranks: RankEngine, source: Source) -> Iterator[tuple[str, Any]]:
 
 
 class Resharding:
-    """One rank's end of it, for one sync."""
+    """One rank's part in the exchanges of one sync."""
 
-    def __init__(
-        self,
-        engine: RankEngine,
-        control: _core.Comm,
-        rank: int,
-        all_gather: Callable[[str, Any], list[Any]],
-        raise_failure: Callable[[Exception | None, list[str | None]], None],
-    ):
-        self._engine, self._control, self._rank, self._all_gather, self._raise_failure = (
-            engine,
-            control,
-            rank,
-            all_gather,
-            raise_failure,
-        )
-        self._plans: dict[tuple[Any, ...], NDArray[np.int64]] = {}  # layers are alike
-        self._places: dict[
-            tuple[Dims, str], Array
-        ] = {}  # where what is received is put together, used again by the next layer
+    def __init__(self, plan: Plan, ranks: RankEngine):
+        self._plan, self._ranks = plan, ranks
+        self._copies: dict[tuple[Any, ...], NDArray[np.int64]] = {}  # layers are alike
+        # Where received parts are put together; used again by the next layer.
+        self._places: dict[tuple[Dims, str], Array] = {}
 
     def entries(self, source: Source | None, ahead: int) -> Iterator[tuple[str, Any]]:
-        """What this rank pushes: whole tensors to look at, with what it wants in them. All ranks
-        give the same `ahead`."""
+        """Yields what this rank pushes: arrays of whole tensors, in which the parts that it needs
+        are valid. `ahead` is equal on all ranks."""
         while True:
             mine = None if source is None else source.take(ahead)
-            everyone = self._all_gather(
-                "a sync of pieces", None if mine is None else [_told(part) for part in mine]
+            everyone = self._ranks.all_gather(
+                "a sync of pieces", None if mine is None else [_described(part) for part in mine]
             )
             lists = {rank: told for rank, told in enumerate(everyone) if told is not None}
             for i in range(max(map(len, lists.values()))):
@@ -178,20 +164,21 @@ class Resharding:
                 return
 
     def _entry(
-        self, told: Mapping[int, Told | None], mine: Part | Exception | None, world: int
+        self, told: Mapping[int, Described | None], mine: Part | Exception | None, world: int
     ) -> tuple[str, Any]:
         reasons = [
             its[0] if its is not None and len(its) == 1 else None
             for its in (told.get(rank) for rank in range(world))
         ]
         if any(reasons):
-            self._raise_failure(mine if isinstance(mine, Exception) else None, reasons)
+            self._ranks.raise_failure(mine if isinstance(mine, Exception) else None, reasons)
         name, dtype, shape = _same(told)
         try:
-            wanted_shape, wanted = self._engine.sync_wanted(name)
+            entry = self._plan.entry(name)
+            wanted = entry.wanted() if entry.shape == shape else None
         except Error:
-            wanted_shape = None
-        if wanted_shape != shape:  # the push raises ShapeError on every rank, from the shape alone
+            wanted = None
+        if wanted is None:  # the push raises on every rank, from name and shape alone
             return name, np.broadcast_to(np.zeros((), DTYPES[dtype]), shape)
         held = np.array(
             [
@@ -201,27 +188,27 @@ class Resharding:
             ],
             np.int64,
         )
-        copies = self._plan(name, shape, held.reshape(-1, 1 + 2 * BOX_DIMS), wanted, world)
+        copies = self._planned(name, shape, held.reshape(-1, 1 + 2 * BOX_DIMS), wanted, world)
         return name, self._moved(
             copies, dtype, shape, mine if isinstance(mine, Part) else None, world
         )
 
-    def _plan(
+    def _planned(
         self, name: str, shape: Dims, held: NDArray[np.int64], wanted: NDArray[np.int64], world: int
     ) -> NDArray[np.int64]:
         key = (shape, held.tobytes(), wanted.tobytes())
-        if key not in self._plans:
-            if len(self._plans) == MAX_PLANS:
-                self._plans.clear()
-            self._plans[key] = _core.plan_copies(name, shape, held, wanted, world)
-        return self._plans[key]
+        if key not in self._copies:
+            if len(self._copies) == MAX_PLANS:
+                self._copies.clear()
+            self._copies[key] = _core.plan_copies(name, shape, held, wanted, world)
+        return self._copies[key]
 
     def _moved(
         self, copies: NDArray[np.int64], dtype: str, shape: Dims, mine: Part | None, world: int
     ) -> Array:
         """What this rank has and what it gets, at its place in an array of the whole shape. The
         rest of that was never written to."""
-        me, n_dims = self._rank, len(shape)
+        me, n_dims = self._ranks.rank, len(shape)
         array = None if mine is None or 0 in mine.sizes else mine.array()
         has_all = array is not None and mine is not None and mine.sizes == shape
         place = array if has_all and array is not None else self._place(shape, dtype)
@@ -255,7 +242,7 @@ class Resharding:
             bytes_of(views[0]) if direct else np.empty(sum(view.nbytes for view in views), np.uint8)
             for views, direct in zip(take, straight, strict=True)
         ]
-        self._control.all_to_all(sent, got)
+        self._ranks.control.all_to_all(sent, got)
         for views, direct, part in zip(take, straight, got, strict=True):
             at = 0
             for view in () if direct else views:
@@ -263,9 +250,9 @@ class Resharding:
                 at += view.nbytes
 
 
-def _same(told: Mapping[int, Told | None]) -> tuple[str, str, Dims]:
-    """Name, dtype and shape, which all ranks that have a source must say alike. MeshMismatchError
-    names two that do not."""
+def _same(told: Mapping[int, Described | None]) -> tuple[str, str, Dims]:
+    """Returns name, dtype and shape, which must be equal on all ranks with a source.
+    MeshMismatchError names two ranks that differ."""
     ended = [rank for rank, its in told.items() if its is None]
     going = {rank: its for rank, its in told.items() if its is not None}
     first, its = next(iter(going.items()))

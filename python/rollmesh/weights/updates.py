@@ -1,15 +1,5 @@
 """The weights of one generator: which version serves, whether a sync is open, and the order of the
-engine's calls for each kind of source (sync.py lists them). Callers hold the generator's lock;
-`Sync`, the caller's handle on an open sync, takes it itself.
-
-A sync that was opened without `with` is closed by the generator's next step or by a repeated name:
-a complete set is committed; an incomplete one raises IncompleteSyncError and the old version keeps
-serving.
-
-Where ranks are processes, they exchange messages at the beginning, at every push and at the end. If
-one rank fails (arguments, a tensor, memory, the body of a `with` block), the sync ends on all
-ranks: that rank raises its own error, the others SyncAbortedError with its number and reason. A
-tensor that every rank refuses leaves the sync open, as in one process.
+engine's calls for each kind of source. The package's docstring states the protocol.
 """
 
 from __future__ import annotations
@@ -17,7 +7,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -30,17 +20,9 @@ from rollmesh.request.requests import Requests
 from rollmesh.runtime.arguments import OFFLOAD, PARTS, deadline_of
 from rollmesh.runtime.messages import byte_text, reason
 from rollmesh.weights.pieces import local_tensor
+from rollmesh.weights.plan import Plan, check_deadline
 from rollmesh.weights.resharding import spread
-from rollmesh.weights.sync import (
-    SyncOptions,
-    check_deadline,
-    check_mapping,
-    lent,
-    push_all,
-    push_entries,
-    push_mapping,
-    report_of,
-)
+from rollmesh.weights.sync import SyncOptions, lent, report_of
 
 BEGINNING = "the beginning of a sync"
 SLEEP, WAKE = "a sleep", "a wake"
@@ -64,16 +46,13 @@ class Weights:
 
     @followed("options", collective=True)
     def sync(self, source: Any, options: SyncOptions, deadline: float | None = None) -> SyncReport:
-        """Takes a whole set from a mapping or an iterator and commits it. Where ranks are
-        processes, a rank that fails still goes through all entries, so that all ranks report their
-        errors at the same points."""
-        engine = self._engine
+        """Copies and commits a whole set. Where ranks are processes, a rank that fails still
+        iterates over all entries, so that all ranks report their errors at the same points."""
+        engine, plan = self._engine, Plan(self._engine, options)
         kind = None if source is None else "mapping" if isinstance(source, Mapping) else "entries"
         told = self._open_together(BEGINNING, [kind, deadline is not None], options)
-        kinds, timed = (
-            [its for its, _ in told],
-            True in [its for _, its in told],
-        )  # lists: a Ctrl-C in a generator would be lost
+        # lists: a Ctrl-C in a generator would be lost
+        kinds, timed = [its for its, _ in told], True in [its for _, its in told]
         givers = [rank for rank, its in enumerate(kinds) if its is not None]
         voting = False
         try:
@@ -81,7 +60,7 @@ class Weights:
                 if options.mode == "inplace":
                     self._finish_running(options, engine.own_deadline(deadline))
                 checks: list[Callable[[], None]] = []  # that the source is still lent
-                fault = _fault_of(options.begin, engine) or _fault_of(
+                fault = _error_of(options.begin, engine) or _error_of(
                     lambda: checks.append(loans.enter_context(lent(source)))
                 )
                 if (
@@ -89,19 +68,19 @@ class Weights:
                     and kind == "mapping"
                     and (None not in kinds or givers[0] == engine.rank)
                 ):
-                    fault = _fault_of(check_mapping, engine, self.manifest, source, options)
+                    fault = _error_of(plan.check, source)
                 engine.barrier("a sync before its entries", fault)
                 if engine.has_peers:
                     listing = (
                         bool(givers)
                         and kinds[engine.rank if None not in kinds else givers[0]] == "mapping"
                     )
-                    fault = push_all(engine, spread(engine, source, options), listing, deadline)
+                    fault = plan.push_all(spread(engine, plan, source, options), listing, deadline)
                 elif kind == "mapping":
-                    push_mapping(engine, source, deadline)
+                    plan.push_mapping(source, deadline)
                 else:
-                    push_entries(engine, source, deadline)
-                engine.barrier("a sync after its entries", fault or _fault_of(checks[0]))
+                    plan.push_entries(source, deadline)
+                engine.barrier("a sync after its entries", fault or _error_of(checks[0]))
                 self._check_deadlines(options, timed, deadline)
                 voting = True
                 report = self._commit(options, engine.own_deadline(deadline))
@@ -111,13 +90,14 @@ class Weights:
             self._abort()
             engine.abort_unless_shared(error, voting)
             fault = None
+            plan.forget()
             _clear_own_frames(error)
             raise
 
     def _open_together(self, where: str, value: Any, options: SyncOptions) -> list[Any]:
-        """Every rank's value, once all ranks have accepted the version number; an open sync is
-        dropped then."""
-        everyone = self._all_gather(where, value, _fault_of(self._check_version, options))
+        """Returns every rank's value when all ranks have accepted the version number, and drops an
+        open sync."""
+        everyone = self._all_gather(where, value, _error_of(self._check_version, options))
         self.reset("a later sync began")
         return everyone
 
@@ -127,11 +107,11 @@ class Weights:
         if timed and self._engine.has_peers:
             self._finish_running(options, None)
             self._engine.barrier(
-                "a sync before its commit", _fault_of(check_deadline, deadline, "its commit")
+                "a sync before its commit", _error_of(check_deadline, deadline, "its commit")
             )
 
     def begin(self, sync: Sync) -> None:
-        """Opens the sync of a handle; another open one is dropped."""
+        """Opens the sync of a handle and drops another one that is open."""
         options = sync.options
         # Ranks may differ in the version: the two-phase commit compares it.
         told = self._open_together(PUSHES, repr(replace(options, version=None)), options)
@@ -139,7 +119,7 @@ class Weights:
             self._engine.require_equal("a set of weights", told)
             if options.mode == "inplace":
                 self._finish_running(options, None)
-            self._engine.barrier(PUSHES, _fault_of(self._begun, sync))
+            self._engine.barrier(PUSHES, _error_of(self._begun, sync))
         except BaseException as error:
             self._abort()
             self._engine.abort_unless_shared(error)
@@ -161,31 +141,25 @@ class Weights:
         return self._open is sync
 
     def push(self, sync: Sync, name: str, tensor: Any, fault: Exception | None = None) -> None:
-        """fault: why there is no tensor."""
+        """Copies one tensor. fault: the error that gathering it raised."""
         sync.require_open()
-        if isinstance(name, str) and name in sync.names and not sync.scoped:
-            self.finish(sync, None)
-            sync.reopen()
-            self.begin(sync)
         try:
             if fault is None:
-                fault = _fault_of(self._engine.sync_push, name, tensor)
+                fault = _error_of(sync.plan.push, name, tensor)
             self._all_gather_push(sync, "push", fault)
         except BaseException as error:
             self._engine.abort_unless_shared(error)
             fault = None
             _clear_own_frames(error)
             raise
-        sync.names.add(name)
 
     def _all_gather_push(self, sync: Sync, at: str, fault: Exception | None = None) -> set[str]:
-        """Exchanges with every rank where it is and why it fails, if it does; one that fails ends
+        """Exchanges with every rank its place in the sync and its error. An error of one rank ends
         the sync on all, unless all ranks refuse the same push. Returns the places."""
         everyone = self._engine.all_gather_push(at, None if fault is None else reason(fault))
         reasons = [why for _, why in everyone]
-        refusals = [
-            why for its_at, why in everyone if its_at == "push" and why is not None
-        ]  # no generator, as above
+        # a list, as above
+        refusals = [why for its_at, why in everyone if its_at == "push" and why is not None]
         if len(refusals) < len(everyone) and any(reasons):
             self.reset("it ended on all ranks when one of them failed", only=sync)
         self._engine.raise_failure(fault, reasons)
@@ -224,11 +198,6 @@ class Weights:
         sync.closed = f"it was committed as version {sync.report.version}"
         return sync.report
 
-    def commit_open_sync(self) -> None:
-        """Commits an open sync that no `with` block will close. Called before each step."""
-        if self._open is not None and not self._open.scoped:
-            self.finish(self._open, None)
-
     def reset(self, why: str, only: Sync | None = None) -> None:
         """Drops the open sync, if there is one (with `only`: if it is that one)."""
         if self._open is not None and only in (None, self._open):
@@ -259,9 +228,8 @@ class Weights:
         Checked before any rank allocates."""
         if not self._engine.has_peers:
             return
-        pools: dict[
-            int, list[tuple[int, int, int]]
-        ] = {}  # a machine's memory, or a control group's limit: (rank, needed, available)
+        # of a machine's memory, or of a control group's limit: (rank, needed, available)
+        pools: dict[int, list[tuple[int, int, int]]] = {}
         for rank, (needed, its_pools) in enumerate(
             self._all_gather("the room of its host", list(self._engine.host_room()))
         ):
@@ -295,8 +263,8 @@ class Weights:
             raise
 
     def _all_gather(self, where: str, value: Any, fault: Exception | None = None) -> list[Any]:
-        """Every rank's value. fault: why this rank fails; it is raised here, and SyncAbortedError
-        on the other ranks."""
+        """Returns every rank's value. fault: this rank's error; it is raised here, and
+        SyncAbortedError on the other ranks."""
         try:
             return self._engine.all_gather_or_raise(where, value, fault)
         except BaseException as error:
@@ -346,9 +314,8 @@ class Weights:
             self._follow(before, options)
             return report
         except BaseException:
-            self._follow(
-                before, options
-            )  # a Ctrl-C may have come when the new version served already
+            # a Ctrl-C may have come when the new version served already
+            self._follow(before, options)
             raise
 
     def _follow(self, before: int | None, options: SyncOptions) -> None:
@@ -369,19 +336,19 @@ class Weights:
             )
 
     def _finish_running(self, options: SyncOptions, deadline: float | None) -> None:
-        """inflight="wait": finishes running requests on the old version."""
+        """With inflight="wait", finishes running requests on the old version."""
         while options.inflight == "wait" and (left := self._engine.unfinished()):
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineError(f"{left} requests were still running at the sync's timeout")
-            if self._requests.step() == 0 and (left := self._engine.unfinished()):
+            if self._requests.step()[0] == 0 and (left := self._engine.unfinished()):
                 raise StateError(
                     f"{left} requests cannot finish (paused or asleep): call resume() or wake(), "
                     "or choose another inflight"
                 )
 
 
-def _fault_of(call: Callable[..., None], *args: Any) -> Exception | None:
-    """The exception that a call raises, or None. It is raised once all ranks know of it."""
+def _error_of(call: Callable[..., None], *args: Any) -> Exception | None:
+    """Returns the exception that a call raises, or None, to be raised once all ranks know it."""
     try:
         call(*args)
     except Exception as error:  # noqa: BLE001
@@ -402,44 +369,41 @@ def _clear_own_frames(error: BaseException) -> None:
 class Sync:
     """One sync whose tensors the caller pushes; made by Generator.begin_sync.
 
-    As a context manager it commits when the block ends and aborts when the block raises. Until then
-    the old version serves. Without `with`: push …, then commit() or abort(); otherwise the next
-    step, or a repeated name, commits it.
+    As a context manager it commits when the block ends and aborts when the block raises. Without
+    `with`: push …, then commit() or abort(). Until the commit the old version serves; the next
+    sync drops one that is still open.
     """
 
     def __init__(
         self,
         weights: Weights,
-        turn: Callable[[float | None], AbstractContextManager[None]],
+        exclusive: Callable[[Callable[[], Any], float | None], Any],
         options: SyncOptions,
     ):
-        self._weights, self._turn = weights, turn
+        """exclusive: runs a function that alone uses the engine, by a deadline."""
+        self._weights, self._exclusive = weights, exclusive
         self.options = options
-        self.scoped = False
-        self.names: set[str] = set()
+        self.plan = Plan(weights._engine, options)
         self.closed: str | None = None  # why it is closed; None while open
         self.report: SyncReport | None = None
 
     def push(self, name: str, tensor: Any) -> None:
-        """Copies one tensor into staging. An error leaves the sync open. Where ranks are processes,
-        a tensor that only some ranks refuse ends the sync on all; SyncAbortedError when another
-        rank ended it."""
+        """Copies one tensor into the staged weights. An error leaves the sync open. Where ranks are
+        processes, a tensor that only some ranks refuse ends the sync on all; SyncAbortedError when
+        another rank ended it."""
         local, fault = None, None
         try:
-            local = local_tensor(
-                tensor
-            )  # before taking the lock: gathering a DTensor is a collective of the trainer
+            local = local_tensor(tensor)  # gathering a DTensor is a collective of the trainer
         except Exception as error:  # noqa: BLE001 (raised by push, once all ranks know)
             fault = error
-        with self._turn(None):
-            self._weights.push(self, name, local, fault)
+        self._exclusive(lambda: self._weights.push(self, name, local, fault), None)
 
     def commit(self, timeout: float | None = None) -> SyncReport:
         """Commits the set. IncompleteSyncError if a required parameter is missing; the old version
         keeps serving then."""
         deadline = deadline_of(timeout)
-        with self._turn(deadline):
-            return self._weights.finish(self, deadline)
+        report: SyncReport = self._exclusive(lambda: self._weights.finish(self, deadline), deadline)
+        return report
 
     def abort(self) -> None:
         """Drops what was pushed. Does nothing if the sync is closed already."""
@@ -447,28 +411,15 @@ class Sync:
 
     def _abort(self, error: BaseException | None) -> None:
         if self.closed is None:
-            with self._turn(None):
-                self._weights.abort(self, error)
-
-    def reopen(self) -> None:
-        """After a repeated name: the next set begins, with the next version number."""
-        self.options = replace(self.options, version=None)
-        self.names, self.closed = set(), None
+            self._exclusive(lambda: self._weights.abort(self, error), None)
 
     def require_open(self) -> None:
         if self.closed is not None:
             raise StateError(f"this sync is closed: {self.closed}")
 
     def __enter__(self) -> Sync:
-        try:
-            self.require_open()
-            self.scoped = True
-            return self
-        except (
-            BaseException
-        ) as error:  # a Ctrl-C: the block is not entered, and nothing else would close the sync
-            self._abort(error)
-            raise
+        self.require_open()
+        return self
 
     def __exit__(
         self,

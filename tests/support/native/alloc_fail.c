@@ -91,7 +91,7 @@ static void probe(life *l, const char *name) {
   tiny_must(rm_engine_add(l->engine, &request, &id, &err), &err);
   tiny_must(tiny_drain(l->engine, &err), &err);
   const uint64_t hash = tiny_hash(l->engine, id);
-  tiny_must(rm_engine_release(l->engine, id, &err), &err);
+  tiny_must(rm_scheduler_release(rm_engine_scheduler(l->engine, id), id, &err), &err);
   int i = 0;
   while (digests[i] && digests[i] != digest) i++;
   if (i == 7) tiny_die("more versions than were sent");
@@ -151,7 +151,7 @@ static rm_code begin(life *l, const void *options, rm_error *err) {
 
 static rm_code push(life *l, const void *tensor, rm_error *err) {
   const tiny_tensor *t = tensor;
-  return rm_engine_sync_push(l->engine, t->name, t->length, &t->tensor, err);
+  return tiny_push(l->engine, 0, t->name, t->length, &t->tensor, err);
 }
 
 static rm_code commit(life *l, const void *arg, rm_error *err) {
@@ -184,7 +184,7 @@ static rm_code wake_parts(life *l, const void *parts, rm_error *err) {
 static rm_code view_none(life *l, const void *arg, rm_error *err) {
   rm_request_view view;
   (void)arg;
-  return rm_engine_view(l->engine, 1u << 30, &view, err);
+  return rm_scheduler_view(rm_engine_scheduler(l->engine, 1u << 30), 1u << 30, &view, err);
 }
 
 // --------------------------------------------------------------------------------------- in order
@@ -215,7 +215,8 @@ static void work(life *l, int from, int n) {
   if (!l->pending) arm(0, 0, 0);
   for (int i = from; i < from + n; i++) {
     l->hash = tiny_mix(l->hash ^ tiny_hash(l->engine, l->ids[i]));
-    tiny_must(rm_engine_release(l->engine, l->ids[i], &err), &err);
+    tiny_must(rm_scheduler_release(rm_engine_scheduler(l->engine, l->ids[i]), l->ids[i], &err),
+              &err);
   }
 }
 

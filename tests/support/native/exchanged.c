@@ -79,7 +79,7 @@ int main(int argc, char **argv) {
   rm_spec *spec = make_spec(w);
   rm_rank rank = {.mesh = {.tp = (int32_t)w[TP], .dp = (int32_t)w[DP], .ep = (int32_t)w[EP]},
                   .dispatcher = w[STAYS] ? RM_DISPATCH_LOCAL_ALLREDUCE : RM_DISPATCH_ALLTOALL};
-  const rm_transport transport = {.name = "none", .waits_there = 1, .exchange = exchange};
+  const rm_transport transport = {.name = "none", .waits_in_queue = 1, .exchange = exchange};
   if (w[EP] > 1) tiny_must(rm_comm_create(&transport, 0, (int)w[EP], &rank.ep, &err), &err);
   const rm_model_options options = {.dtype = RM_BF16,
                                     .max_rows = w[ROWS],

@@ -128,8 +128,8 @@ static void do_abort(life *l) {
   const seen before = look(l);
   rm_error err = RM_ERROR_INIT;
   if (at && at->state == LIVE) at->aborted = 1;
-  judge(l, ABORT, rm_engine_abort(l->engine, id, &err), code_set(at ? RM_OK : RM_E_REQUEST), &err,
-        &before);
+  judge(l, ABORT, rm_scheduler_abort(rm_engine_scheduler(l->engine, id), id, &err),
+        code_set(at ? RM_OK : RM_E_REQUEST), &err, &before);
 }
 
 static void do_release(life *l) {
@@ -142,7 +142,8 @@ static void do_release(life *l) {
   const rm_code want = !at                                     ? RM_E_REQUEST
                        : at->state == LIVE && l->f->plant != 1 ? RM_E_STATE
                                                                : RM_OK;
-  if (!judge(l, RELEASE, rm_engine_release(l->engine, id, &err), code_set(want), &err, &before))
+  if (!judge(l, RELEASE, rm_scheduler_release(rm_engine_scheduler(l->engine, id), id, &err),
+             code_set(want), &err, &before))
     return;
   at->state = EMPTY;
   l->gone[l->n_gone++ % GONE] = id;
@@ -153,8 +154,8 @@ static void do_view(life *l) {
   const slot *at = pick(l, &id);
   rm_request_view v;
   rm_error err = RM_ERROR_INIT;
-  if (!judge(l, VIEW, rm_engine_view(l->engine, id, &v, &err), code_set(at ? RM_OK : RM_E_REQUEST),
-             &err, NULL))
+  if (!judge(l, VIEW, rm_scheduler_view(rm_engine_scheduler(l->engine, id), id, &v, &err),
+             code_set(at ? RM_OK : RM_E_REQUEST), &err, NULL))
     return;
   if (v.id != id || v.finished != (at->state == DONE)) wrong(l, "a view of another request");
 }
@@ -167,7 +168,8 @@ static void do_sample_view(life *l) {
   const int there = at && sample >= 0 && sample < samples_of(l, at);
   rm_sample_view v;
   rm_error err = RM_ERROR_INIT;
-  const rm_code code = rm_engine_sample_view(l->engine, id, sample, &v, &err);
+  const rm_code code =
+      rm_scheduler_sample_view(rm_engine_scheduler(l->engine, id), id, sample, &v, &err);
   if (judge(l, SAMPLE_VIEW, code, code_set(there ? RM_OK : RM_E_REQUEST), &err, NULL))
     check_tokens(l, at);
 }
@@ -185,8 +187,9 @@ static void do_stop_sample(life *l) {
                         RM_E_STATE));
   const seen before = look(l);
   rm_error err = RM_ERROR_INIT;
-  if (!judge(l, STOP_SAMPLE, rm_engine_stop_sample(l->engine, id, sample, n, &err), want, &err,
-             &before))
+  if (!judge(l, STOP_SAMPLE,
+             rm_scheduler_stop_sample(rm_engine_scheduler(l->engine, id), id, sample, n, &err),
+             want, &err, &before))
     return;
   const rm_sample_view after = sample_of(l, at, sample);
   if (after.finish != RM_FINISH_STOP || after.stop_token != -1 || after.n_tokens != n)
@@ -272,8 +275,8 @@ static void send(life *l, call which, int64_t param, int set, int fault) {
   const int pushes = which == SYNC_PUSH;
   const codes want = pushes ? predict_push(&l->p, param, set, code, fault == NOT_FINITE)
                             : predict_check(&l->p, param, code);
-  const rm_code got = (pushes ? rm_engine_sync_push
-                              : rm_engine_sync_check)(l->engine, t.name, t.length, &t.tensor, &err);
+  const rm_code got = (pushes ? tiny_push : tiny_check)(l->engine, l->p.options.allow_partial,
+                                                        t.name, t.length, &t.tensor, &err);
   judge(l, which, got, want, &err, &before);
   memset(tensor_data, 0xFF, (size_t)from->tensor.span_hi);
 }

@@ -48,12 +48,12 @@ typedef enum rule {
 static const struct {
   const char *name, *said;      // `said` is in the message of a request that breaks this rule alone
 } rules[N_RULES] = {
-  {"kind", "kind="}, {"empty prompt", "prompt is empty"}, {"no prompt", "prompt is empty"}, {"long prompt", "max_model_len="},
-  {"prompt id", "token id["}, {"n", "n="}, {"max_tokens", "max_tokens="}, {"min_tokens", "min_tokens="},
-  {"temperature", "temperature="}, {"top_p", "top_p="}, {"min_p", "min_p="}, {"top_k", "top_k="}, {"logprobs", "logprobs="},
-  {"prompt_logprobs", "prompt_logprobs="}, {"kept_tokens", "kept_tokens=True"}, {"stop count", "n_stop_ids="}, {"no stop ids", "stop_token_ids"},
+  {"kind", "kind:"}, {"empty prompt", "prompt: expected 1 token"}, {"no prompt", "prompt: expected 1 token"}, {"long prompt", "max_model_len="},
+  {"prompt id", "prompt["}, {"n", "n: "}, {"max_tokens", "max_tokens: "}, {"min_tokens", "min_tokens: "},
+  {"temperature", "temperature:"}, {"top_p", "top_p:"}, {"min_p", "min_p:"}, {"top_k", "top_k:"}, {"logprobs", "logprobs:"},
+  {"prompt_logprobs", "prompt_logprobs:"}, {"kept_tokens", "kept_tokens=True"}, {"stop count", "n_stop_ids:"}, {"no stop ids", "stop_token_ids"},
   {"stop id", "stop_token_ids["}, {"all banned", "every token"}, {"capacity", "pages"},
-  {"penalties", "_penalty="}, {"logit_bias", "logit_bias"}, {"banned", "banned"}, {"bad_words", "bad_words"},
+  {"penalties", "_penalty:"}, {"logit_bias", "logit_bias"}, {"banned", "banned"}, {"bad_words", "bad_words"},
   {"edits with kept_tokens", "kept_tokens=True"}, {"edits of a score", "in a score"},
 };
 // clang-format on
@@ -450,8 +450,11 @@ static void compare_samples(scene *s, const place *at, const rm_request *r, uint
   const int64_t routed = at->model->spec->n_moe_layers * at->model->spec->top_k;
   rm_error err = RM_ERROR_INIT;
   rm_sample_view a, b;
-  tiny_must(rm_engine_sample_view(at->engine, id, sample, &a, &err), &err);
-  tiny_must(rm_engine_sample_view(at->lone, lone_id, sample, &b, &err), &err);
+  tiny_must(rm_scheduler_sample_view(rm_engine_scheduler(at->engine, id), id, sample, &a, &err),
+            &err);
+  tiny_must(
+      rm_scheduler_sample_view(rm_engine_scheduler(at->lone, lone_id), lone_id, sample, &b, &err),
+      &err);
   check_sample(s, at, r, &a);
   if (a.n_tokens != b.n_tokens || a.finish != b.finish)
     wrong(s, "another engine ends a sample elsewhere");
@@ -467,8 +470,8 @@ static void compare(scene *s, const place *at, const rm_request *r, uint64_t id,
   const int64_t targets = r->n_prompt - 1, k = rm_max64(r->prompt_logprobs, 0);
   rm_error err = RM_ERROR_INIT;
   rm_request_view a, b;
-  tiny_must(rm_engine_view(at->engine, id, &a, &err), &err);
-  tiny_must(rm_engine_view(at->lone, lone_id, &b, &err), &err);
+  tiny_must(rm_scheduler_view(rm_engine_scheduler(at->engine, id), id, &a, &err), &err);
+  tiny_must(rm_scheduler_view(rm_engine_scheduler(at->lone, lone_id), lone_id, &b, &err), &err);
   if (!a.finished || a.error) wrong(s, "a request ended with an error");
   if (!a.prompt_logprobs != (r->kind == RM_GENERATE && r->prompt_logprobs < 0))
     wrong(s, "prompt logprobs without being asked for, or none");
@@ -505,8 +508,11 @@ static void run(scene *s, place *at, const rm_request *r, uint64_t id) {
   tiny_must(tiny_drain(at->engine, &err), &err);
   tiny_must(tiny_drain(at->lone, &err), &err);
   compare(s, at, r, id, lone_id);
-  if (other_id) tiny_must(rm_engine_release(at->engine, other_id, &err), &err), at->next_id++;
-  tiny_must(rm_engine_release(at->lone, lone_id, &err), &err);
+  if (other_id)
+    tiny_must(rm_scheduler_release(rm_engine_scheduler(at->engine, other_id), other_id, &err),
+              &err),
+        at->next_id++;
+  tiny_must(rm_scheduler_release(rm_engine_scheduler(at->lone, lone_id), lone_id, &err), &err);
   s->runs++;
 }
 
@@ -542,7 +548,7 @@ static void check_entry(scene *s, place *at, const rm_request *r, uint64_t id,
   if (id != at->next_id++) wrong(s, "ids do not go on where they stopped");
   if (look(at->engine).waiting != before->waiting + n || rm_engine_unfinished(at->engine) != 1)
     wrong(s, "an accepted request does not wait");
-  tiny_must(rm_engine_view(at->engine, id, &view, &err), &err);
+  tiny_must(rm_scheduler_view(rm_engine_scheduler(at->engine, id), id, &view, &err), &err);
   if (view.finished || view.n != n || view.n_prompt != r->n_prompt || view.n_scored)
     wrong(s, "a view of another request");
   s->codes[RM_OK]++;
@@ -551,8 +557,9 @@ static void check_entry(scene *s, place *at, const rm_request *r, uint64_t id,
 static void leave(scene *s, place *at, uint64_t id, int ran, const rm_engine_stats *before) {
   rm_error err = RM_ERROR_INIT;
   uint64_t ended[3] = {0};
-  if (!ran) tiny_must(rm_engine_abort(at->engine, id, &err), &err);
-  if (s->f.plant != 3) tiny_must(rm_engine_release(at->engine, id, &err), &err);
+  if (!ran) tiny_must(rm_scheduler_abort(rm_engine_scheduler(at->engine, id), id, &err), &err);
+  if (s->f.plant != 3)
+    tiny_must(rm_scheduler_release(rm_engine_scheduler(at->engine, id), id, &err), &err);
   if (rm_engine_finished(at->engine, ended, 3) && s->f.plant != 3)
     wrong(s, "a released request is still reported");
   const rm_engine_stats after = look(at->engine);
@@ -605,8 +612,8 @@ static void warm(rm_engine *engine,
   tiny_must(rm_engine_add(engine, &(rm_request){.kind = RM_SCORE, .prompt = prompt, .n_prompt = 1},
                           &id, &err),
             &err);
-  tiny_must(rm_engine_abort(engine, id, &err), &err);
-  tiny_must(rm_engine_release(engine, id, &err), &err);
+  tiny_must(rm_scheduler_abort(rm_engine_scheduler(engine, id), id, &err), &err);
+  tiny_must(rm_scheduler_release(rm_engine_scheduler(engine, id), id, &err), &err);
   *next_id = id + 1;
 }
 

@@ -1,5 +1,5 @@
 // fuzz_weights.c: state dicts that somebody got wrong. A case is one descriptor, a name and a
-// tensor that nobody may read, valid and then mutated up to three times, which rm_engine_sync_check
+// tensor that nobody may read, valid and then mutated up to three times, which rm_sync_check
 // must judge as the rules do. The cases come in blocks; before each, whole syncs are pushed, in
 // random spellings and layouts, with tensors that are missing, twice, wrong or not finite.
 //
@@ -174,7 +174,8 @@ static void check_one(scene *s) {
   make(s, &d);
   if (s->f.plant == 6) s->gathered[0] = (uint32_t)*(const volatile char *)s->nowhere.high;
   const rm_code want = rule(s, &d, &is),
-                got = rm_engine_sync_check(s->w->engine, d.name, d.length, &d.tensor, &s->err);
+                got = tiny_check(s->w->engine, s->w->sync.options.allow_partial, d.name, d.length,
+                                 &d.tensor, &s->err);
   compare(s, &d, "a descriptor", got, want);
   if (got) s->refused[got]++;
   else s->accepted++;
@@ -273,7 +274,8 @@ static void push(scene *s, const descriptor *d) {
   int64_t bad = -1;
   rm_code want = rule(s, d, &is);
   if (!want && is) want = push_rule(s, d, is, &bad);
-  const rm_code got = rm_engine_sync_push(w->engine, d->name, d->length, &d->tensor, &s->err);
+  const rm_code got =
+      tiny_push(w->engine, w->sync.options.allow_partial, d->name, d->length, &d->tensor, &s->err);
   compare(s, d, "a push", got, want);
   if (got == RM_E_NONFINITE && !says_where(s, &d->tensor, bad))
     complain(s, d, "the wrong element is named", got, want);
@@ -388,7 +390,7 @@ static void expect_values(scene *s) {
     else t.shape[0] = p->rows, t.shape[1] = p->cols, t.strides[0] = p->cols, t.strides[1] = 1;
     for (int64_t e = 0; e < n; e++)
       memcpy(s->data.low + e * each, &w->values[i][e], (size_t)each); // little endian
-    tiny_must(rm_engine_sync_push(w->plain, p->name, strlen(p->name), &t, &s->err), &s->err);
+    tiny_must(tiny_push(w->plain, 0, p->name, strlen(p->name), &t, &s->err), &s->err);
   }
   tiny_must(rm_engine_sync_commit(w->plain, RM_INFLIGHT_REFUSE, NULL, &s->err), &s->err);
   expect_state(s, w->version, rm_store_digest(rm_engine_store(w->plain)));

@@ -136,7 +136,7 @@ static void ranks_that_differ(ranks *r) {
   s = scene_of("a twin", 3);
   s.timeout = 1, s.odd = 2, s.odd_delay_ms = -1, s.odd_rank = 1;
   play(r, &s, 3, RM_E_COLLECTIVE_TIMEOUT, "rank 2 did not attach", RM_E_MESH_MISMATCH,
-       "came twice");
+       "attached twice");
 }
 
 static void ranks_that_go(ranks *r) {

@@ -452,12 +452,12 @@ static void refusals(void) {
   refused(rm_region_create(&o, &region, &err), RM_E_CONFIG, "got 0", &err);
   o.world = 3;
   o.n_groups = 65;
-  refused(rm_region_create(&o, &region, &err), RM_E_CONFIG, "expected n_groups of 1 … 64, got 65",
+  refused(rm_region_create(&o, &region, &err), RM_E_CONFIG, "n_groups: expected 1 to 64, got 65",
           &err);
   o.n_groups = 1;
   o.buffer_bytes = 0;
   refused(rm_region_create(&o, &region, &err), RM_E_CONFIG,
-          "expected buffer_bytes of at least 1, got 0", &err);
+          "buffer_bytes: expected at least 1, got 0", &err);
   o.buffer_bytes = SIZE_MAX / 2;
   refused(rm_region_create(&o, &region, &err), RM_E_LIMIT, "buffers", &err);
   o.buffer_bytes = 64;
@@ -466,7 +466,7 @@ static void refusals(void) {
   refused(rm_region_comm(region, 0, twice, 2, 0, &comm, &err), RM_E_CONFIG, "member 1", &err);
   refused(rm_region_comm(region, 0, beyond, 2, 0, &comm, &err), RM_E_CONFIG, "got 3", &err);
   refused(rm_region_comm(region, 1, fine, 2, 0, &comm, &err), RM_E_CONFIG,
-          "group index of 0 … 0, got 1", &err);
+          "index: expected group 0 to 0, got 1", &err);
   refused(rm_region_comm(region, 0, fine, 2, 2, &comm, &err), RM_E_CONFIG, "rank 2", &err);
   tiny_must(rm_region_comm(region, 0, fine, 2, 0, &comm, &err), &err);
   rm_comm *again;

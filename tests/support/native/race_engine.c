@@ -42,7 +42,7 @@ static void *lone_engine(void *arg) {
     tiny_must(rm_engine_add(engine, &request, &id, &err), &err);
     tiny_must(tiny_drain(engine, &err), &err);
     s->want[i] = tiny_hash(engine, id);
-    tiny_must(rm_engine_release(engine, id, &err), &err);
+    tiny_must(rm_scheduler_release(rm_engine_scheduler(engine, id), id, &err), &err);
   }
   rm_engine_destroy(engine);
   return NULL;
@@ -77,11 +77,11 @@ static void *collect(void *arg) {
     turn_leave(&s->turn);
     while (!view.finished) {
       rm_engine *engine = turn_enter(&s->turn);
-      tiny_must(rm_engine_view(engine, id, &view, &err), &err);
+      tiny_must(rm_scheduler_view(rm_engine_scheduler(engine, id), id, &view, &err), &err);
       if (view.finished) {
         if (tiny_hash(engine, id) != s->want[i])
           tiny_die("request %d differs from what a lone engine gave", i);
-        tiny_must(rm_engine_release(engine, id, &err), &err);
+        tiny_must(rm_scheduler_release(rm_engine_scheduler(engine, id), id, &err), &err);
       }
       turn_leave(&s->turn);
       sched_yield();
@@ -133,8 +133,8 @@ static void *add_and_abort(void *arg) {
     turn_leave(&s->turn);
     for (int k = 0; k < i % 4; k++) sched_yield();
     rm_engine *engine = turn_enter(&s->turn);
-    tiny_must(rm_engine_abort(engine, id, &err), &err);
-    tiny_must(rm_engine_release(engine, id, &err), &err);
+    tiny_must(rm_scheduler_abort(rm_engine_scheduler(engine, id), id, &err), &err);
+    tiny_must(rm_scheduler_release(rm_engine_scheduler(engine, id), id, &err), &err);
     turn_leave(&s->turn);
     atomic_fetch_add(&s->aborts, 1);
   }

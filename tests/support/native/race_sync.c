@@ -27,7 +27,7 @@ typedef struct scene {
   tiny_weights *sets[SETS]; // version v has the weights of set v % SETS
   uint64_t seed, want[SETS][REQUESTS];
   long n_versions, plant;
-  rm_engine *unlocked; // for the planted fault
+  rm_engine *unlocked; // for the injected fault
   turn turn;
   atomic_int closed;
   atomic_long commits, aborts, resets, refused, requests, reads;
@@ -59,13 +59,13 @@ static rm_code push(scene *s, const tiny_tensor *from, char *buffer, int broken,
   if (broken) {
     rm_tensor wrong = t.tensor;
     wrong.shape[0]++;
-    const rm_code code = rm_engine_sync_push(turn_enter(&s->turn), t.name, t.length, &wrong, err);
+    const rm_code code = tiny_push(turn_enter(&s->turn), 0, t.name, t.length, &wrong, err);
     turn_leave(&s->turn);
     if (code != RM_E_SHAPE && code != RM_E_STATE && code != RM_E_DUPLICATE_KEY)
       tiny_die("a broken tensor: %s", rm_code_name(code));
     atomic_fetch_add(&s->refused, 1);
   }
-  const rm_code code = rm_engine_sync_push(turn_enter(&s->turn), t.name, t.length, &t.tensor, err);
+  const rm_code code = tiny_push(turn_enter(&s->turn), 0, t.name, t.length, &t.tensor, err);
   turn_leave(&s->turn);
   memset(buffer, 0xFF, (size_t)from->tensor.span_hi); // NaNs: whoever still reads would see them
   return code;
@@ -155,10 +155,11 @@ static void check(scene *s, rm_engine *engine, uint64_t id, int i) {
   rm_request_view view;
   rm_error err = RM_ERROR_INIT;
   int64_t version = -1;
-  tiny_must(rm_engine_view(engine, id, &view, &err), &err);
+  tiny_must(rm_scheduler_view(rm_engine_scheduler(engine, id), id, &view, &err), &err);
   for (int32_t sample = 0; sample < view.n; sample++) {
     rm_sample_view w;
-    tiny_must(rm_engine_sample_view(engine, id, sample, &w, &err), &err);
+    tiny_must(rm_scheduler_sample_view(rm_engine_scheduler(engine, id), id, sample, &w, &err),
+              &err);
     for (int64_t t = 0; t < w.n_tokens; t++) {
       if (version >= 0 && w.versions[t] != version)
         tiny_die("request %d has tokens of versions %lld and %lld", i, (long long)version,
@@ -187,10 +188,11 @@ static void *collect(void *arg) {
     rm_request_view view;
     rm_code code = RM_OK;
     if (engine && live >> at & 1) {
-      tiny_must(rm_engine_view(engine, ids[at], &view, &err), &err);
+      tiny_must(rm_scheduler_view(rm_engine_scheduler(engine, ids[at]), ids[at], &view, &err),
+                &err);
       if (view.finished) {
         check(s, engine, ids[at], at);
-        tiny_must(rm_engine_release(engine, ids[at], &err), &err);
+        tiny_must(rm_scheduler_release(rm_engine_scheduler(engine, ids[at]), ids[at], &err), &err);
         live &= ~(1 << at);
       }
     } else if (engine && !(code = rm_engine_add(engine, &request, &ids[at], &err))) {

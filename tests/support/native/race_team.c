@@ -22,7 +22,7 @@ enum { MAX_TEAM = 5, RUNS = 12, LINE = 8, MAX_THREADS = 16 };
 typedef struct job {
   int64_t input; // written by the caller before a run
   int64_t slots[MAX_TEAM * LINE];
-  int64_t *unsynchronised; // the planted fault, or NULL
+  int64_t *unsynchronised; // the injected fault, or NULL
 } job;
 
 static int64_t planted;

@@ -15,12 +15,6 @@
 
 enum { PAGE = 16, N_PAGES = 4 };
 
-static int zeroed[N_PAGES];
-static void count_zeroed(void *owner, int32_t page) {
-  (void)owner;
-  zeroed[page]++;
-}
-
 static void must(int holds, const char *what) {
   if (!holds) tiny_die("%s", what);
 }
@@ -31,10 +25,8 @@ static void prefix_index(void) {
   rm_kv_cache *cache = NULL;
   rm_error err = RM_ERROR_INIT;
   int32_t tokens[PAGE] = {5, 6, 7};
-  tiny_must(rm_kv_create(
-                &(rm_kv_options){.n_pages = N_PAGES, .page_size = PAGE, .zero_page = count_zeroed},
-                &cache, &err),
-            &err);
+  const rm_kv_options options = {.n_pages = N_PAGES, .page_size = PAGE};
+  tiny_must(rm_kv_create(&options, &cache, &err), &err);
   const int32_t page = rm_kv_alloc(cache);
   rm_kv_index(cache, page, 1, -1, tokens, 0);
   must(rm_kv_find(cache, 2, -1, tokens, 0) == -1, "a page of version 1 was found under version 2");
@@ -43,9 +35,12 @@ static void prefix_index(void) {
   rm_kv_release(cache, page);
   rm_kv_reset(cache);
   int32_t held[N_PAGES];
-  const int before = zeroed[page];
+  int64_t n;
+  rm_kv_take_writes(cache, &n);
   for (int i = 0; i < N_PAGES; i++) held[i] = rm_kv_alloc(cache);
-  must(zeroed[page] == before + 1, "a page that had been in use was handed out as it was");
+  const rm_page_write *write = rm_kv_take_writes(cache, &n);
+  must(n == 1 && write->to == page && write->from < 0,
+       "a page that had been in use was handed out as it was");
   for (int i = 0; i < N_PAGES; i++) rm_kv_release(cache, held[i]);
   rm_kv_destroy(cache);
 }

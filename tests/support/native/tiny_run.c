@@ -3,7 +3,7 @@
 // instruction sets it is the same whatever RM_ISA and --threads.
 //
 //   tiny_run [--threads 2] [--requests 12] [--kinds 3: that many of dense, tied, MoE, wide; 0 for a
-//   planted fault alone]
+//   injected fault alone]
 //            [--plant 1: loses a block, 2: reads one that was freed; to see that either is found]
 #include <stdio.h>
 

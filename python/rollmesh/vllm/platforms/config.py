@@ -20,7 +20,13 @@ from rollmesh import _core
 from rollmesh.distributed.mesh import Mesh, check_backend
 from rollmesh.errors import ConfigError
 from rollmesh.model.spec import ModelSpec
-from rollmesh.runtime.arguments import choice, integer, page_positions
+from rollmesh.runtime.arguments import (
+    choice,
+    engine_integer,
+    integer,
+    page_positions,
+    thread_count,
+)
 from rollmesh.runtime.cores import usable_cores
 from rollmesh.runtime.devices import CUDA_FAMILIES
 from rollmesh.runtime.messages import listed, shown
@@ -183,9 +189,9 @@ def _check_cache(cache_config: Any, dtype: str) -> None:
 def _check_sizes(vllm_config: Any) -> None:
     """The engine's own limits, checked before a worker is started."""
     scheduler = vllm_config.scheduler_config
-    integer("max_model_len", vllm_config.model_config.max_model_len, 1, 2**24)
-    integer("max_num_seqs", scheduler.max_num_seqs, 1, 2**16)
-    integer("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1, 2**20)
+    engine_integer("max_model_len", vllm_config.model_config.max_model_len)
+    engine_integer("max_num_seqs", scheduler.max_num_seqs)
+    engine_integer("max_num_batched_tokens", scheduler.max_num_batched_tokens)
     integer("seed", vllm_config.model_config.seed, 0, 2**63 - 1)
     if (given := vllm_config.cache_config.kv_cache_memory_bytes) is not None and _workers_are_here(
         vllm_config
@@ -272,7 +278,7 @@ def options(vllm_config: Any) -> Options:
         )
     chosen = Options(**given)
     if chosen.threads is not None:
-        integer("threads", chosen.threads, 1, 256)
+        thread_count(chosen.threads)
     check_backend(chosen.ep_backend)
     if not isinstance(chosen.sequence_parallel, bool):
         raise ConfigError(

@@ -38,7 +38,7 @@ from rollmesh.vllm.weight_updates import WeightUpdates
 from rollmesh.vllm.worker import sampling
 from rollmesh.vllm.worker.host_logits import HostLogits, HostRow, bitmask_rows
 
-HAS_FAILED, HOST_DRAWS = -2, -3  # in place of a token: csrc/scheduler/external_scheduler.h
+HAS_FAILED, EXTERNAL_DRAWS = -2, -3  # in place of a token: csrc/scheduler/external_scheduler.h
 NO_STEP = (NotSyncedError, StateError)  # the step fails on all ranks, before it changes anything
 LOGGER = init_logger("vllm.rollmesh")  # vLLM shows loggers below "vllm"
 MOST_FAILED = 4096  # failed requests whose reason is kept for why_failed
@@ -217,7 +217,7 @@ class Runner:
         cached = scheduled.scheduled_cached_reqs
         for name in scheduled.num_scheduled_tokens:
             if name in self._requests:
-                self._engine.host_fail(self._requests[name].number)
+                self._engine.external_fail(self._requests[name].number)
         for new in scheduled.scheduled_new_reqs:
             self._forget(new.block_ids)
         for pages in cached.new_block_ids:
@@ -225,7 +225,7 @@ class Runner:
 
     def _forget(self, pages: Any) -> None:
         if pages:
-            self._engine.host_forget(np.array(pages[0], np.int32))
+            self._engine.external_invalidate_pages(np.array(pages[0], np.int32))
 
     def _step(self, parts: list[_Part], grammar: Any) -> _Drawn:
         most = sum(part.request.external_draws for part in parts)
@@ -234,7 +234,7 @@ class Runner:
             if most
             else (None, None)
         )
-        *columns, _ = self._engine.external_step(
+        columns, _ = self._engine.external_step(
             np.array([part.request.number for part in parts], np.uint64),
             np.array([part.computed for part in parts], np.int64),
             np.array([part.rows for part in parts], np.int64),
@@ -245,7 +245,7 @@ class Runner:
             stats,
         )
         drawn = _Drawn(*columns)
-        waiting = np.flatnonzero(drawn.tokens == HOST_DRAWS) if most else ()
+        waiting = np.flatnonzero(drawn.tokens == EXTERNAL_DRAWS) if most else ()
         if len(waiting):
             assert logits is not None
             assert stats is not None
@@ -278,7 +278,7 @@ class Runner:
             for p in parts
         ]
         edited = self._host.edit(raw, rows, self.model.never_drawn)
-        columns = self._engine.host_draw(
+        columns = self._engine.external_draw(
             np.array([part.request.number for part in parts], np.uint64), raw, stats, edited
         )
         for column, values in zip(drawn, columns, strict=True):
@@ -297,7 +297,7 @@ class Runner:
             self._engine.release(number)
         for name in scheduled.preempted_req_ids or ():
             if name in self._requests:
-                self._engine.host_preempt(self._requests[name].number)
+                self._engine.external_preempt(self._requests[name].number)
 
     def _parts(self, scheduled: Any, failed: dict[str, str]) -> list[_Part]:
         """The parts of a step, in vLLM's order. Requests that the engine refuses go into
@@ -390,7 +390,7 @@ class Runner:
     def _set_tokens(self, request: _Request, tokens: Iterable[int]) -> None:
         """Sets the tokens that vLLM has of a request. Tokens that vLLM dropped are drawn again."""
         known = np.array(list(tokens)[len(request.prompt) :], np.int32)
-        self._engine.host_tokens(request.number, known)
+        self._engine.external_tokens(request.number, known)
         request.routed = min(request.routed, len(request.prompt) + len(known) - 1)
         if not len(known):  # vLLM has dropped what was sent with the first token
             request.routed, request.prompt_given = (
@@ -428,7 +428,7 @@ class Runner:
         for k in sorted({part.request.logprobs or 0 for _, part in asking} - {0}):
             same = [part for _, part in asking if part.request.logprobs == k]
             rows = [index[part.name] for part in same]
-            ids[rows, 1 : k + 1], values[rows, 1 : k + 1] = self._engine.host_top(
+            ids[rows, 1 : k + 1], values[rows, 1 : k + 1] = self._engine.external_top(
                 np.array([p.request.number for p in same], np.uint64), k
             )
         return LogprobsLists(ids, values, ranks)
@@ -437,7 +437,7 @@ class Runner:
         """Routed experts of the positions since the last token: [n, layers, k], 0 in layers without
         experts."""
         start = request.routed
-        rows = self._engine.host_routed(request.number, start)
+        rows = self._engine.external_routed(request.number, start)
         request.routed += len(rows)
         narrowest = np.uint8 if self._spec.num_experts <= 256 else np.uint16
         all_layers = np.zeros((len(rows), self._spec.num_hidden_layers, rows.shape[2]), narrowest)

@@ -47,8 +47,7 @@ from rollmesh.errors import (
     NotSyncedError,
     VersionError,
 )
-from rollmesh.runtime.arguments import integer
-from rollmesh.runtime.cores import usable_cores
+from rollmesh.runtime.arguments import thread_count
 from rollmesh.runtime.messages import byte_text, shown
 from rollmesh.runtime.threads import in_threads
 from rollmesh.weights.transport.loans import LentSource
@@ -84,10 +83,6 @@ def _zstd() -> Any:
             "'rollmesh[delta]'"
         ) from error
     return zstandard
-
-
-def _threads(threads: int | None) -> int:
-    return min(usable_cores(), 256) if threads is None else integer("threads", threads, 1, 256)
 
 
 def _words(array: Array) -> Array:
@@ -140,7 +135,7 @@ class DeltaEncoder:
     def __init__(self, threads: int | None = None):
         """threads: that compare and compress; None: one for each core that this process may use.
         ConfigError without zstandard."""
-        self._compressor, self._threads = _zstd().ZstdCompressor, _threads(threads)
+        self._compressor, self._threads = _zstd().ZstdCompressor, thread_count(threads)
         self.run = secrets.token_hex(16)
         self.last = Encoded({}, {}, None, None)  # replaced in one assignment, for a Ctrl-C
 
@@ -312,7 +307,7 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         """threads: that unpack and check; None: one for each core that this process may use.
         ConfigError without zstandard."""
         super().__init__()
-        self._zstd, self._threads = _zstd(), _threads(threads)
+        self._zstd, self._threads = _zstd(), thread_count(threads)
         self._now = _NOTHING  # replaced in one assignment, so that a Ctrl-C leaves one or the other
 
     @property

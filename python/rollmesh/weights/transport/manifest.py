@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -82,21 +82,15 @@ class Manifest:
 
 
 # ------------------------------------------------------------------------------------- the sender
-def lay_out(arrays: Sequence[tuple[str, NDArray[Any]]]) -> tuple[list[Entry], int]:
-    """Entries without checksums of arrays one after another, and their bytes in all. LimitError for
-    what `parse` refuses."""
-    _check_count(len(arrays))
-    return place((name, dtype_name(array), array.shape, array.nbytes) for name, array in arrays)
-
-
-def place(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[list[Entry], int]:
-    """Entries without checksums for tensors of (name, dtype, shape, bytes) one after another, and
-    their bytes in all."""
+def lay_out(arrays: Iterable[tuple[str, NDArray[Any]]]) -> tuple[list[Entry], int]:
+    """Returns entries without checksums for arrays one after another, and their bytes in all.
+    LimitError for what `parse` refuses."""
     entries, at = [], 0
-    for name, dtype, shape, size in tensors:
+    for name, array in arrays:
         check_name(name)
-        entries.append(Entry(name, dtype, shape, at, size, ""))
-        at = aligned(at + size)
+        entries.append(Entry(name, dtype_name(array), array.shape, at, array.nbytes, ""))
+        at = aligned(at + array.nbytes)
+    _check_count(len(entries))
     return entries, at
 
 

@@ -33,9 +33,6 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 _VIEWS: tuple[type, ...] = (type({}.items()), type(OrderedDict().items()))
 _HOLDING: tuple[type, ...] = (dict, OrderedDict, list, tuple, *_VIEWS)
-_MASK = 2**64 - 1
-_STEP = 0x9E3779B97F4A7C15  # RM_HASH_STEP of csrc/base/hash.h
-_SLICE = 16 << 20  # bytes that torch sums at a time
 
 
 def as_array(name: str, tensor: Any) -> NDArray[Any]:
@@ -118,42 +115,6 @@ def bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
 def checksum(data: NDArray[np.uint8]) -> str:
     """A 64-bit checksum of bytes and their places; csrc/base/checksum.h says what it detects."""
     return f"{_core.checksum(data):016x}"
-
-
-def checksum_of_torch(data: Any) -> str:
-    """The same for a contiguous torch tensor of bytes on any device, computed there."""
-    if data.device.type == "cpu":
-        return checksum(data.numpy())
-    return f"{_sum_of_torch(data):016x}"
-
-
-def _sum_of_torch(data: Any) -> int:
-    """rm_checksum of csrc/base/checksum.c in torch's int64, whose sums and products wrap."""
-    import torch
-
-    total, size = 0, data.numel()
-    step = torch.arange(1, min(size + 7, _SLICE) // 8 + 1, device=data.device) * _int64(_STEP)
-    for at in range(0, size, _SLICE):
-        part = data[at : at + _SLICE]
-        words = torch.zeros(-(-part.numel() // 8), dtype=torch.int64, device=data.device)
-        words.view(torch.uint8)[: part.numel()] = part
-        words += step[: words.numel()] + _int64(at // 8 * _STEP)
-        total += int(_finish_of_torch(words).sum())
-    last = torch.tensor([_int64(total + size)], device=data.device)
-    return int(_finish_of_torch(last)) & _MASK
-
-
-def _finish_of_torch(x: Any) -> Any:
-    """rm_hash_finish of csrc/base/hash.h, in place. `>>` copies the sign; the mask clears it."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        x ^= (x >> shift) & (_MASK >> shift)
-        x *= _int64(factor)
-    return x
-
-
-def _int64(value: int) -> int:
-    """The signed number with the same low 64 bits."""
-    return (value + (1 << 63) & _MASK) - (1 << 63)
 
 
 def check_source(source: Any) -> None:

@@ -86,7 +86,7 @@ static int judge(life *l, call which, rm_code code, codes want, rm_error *err, c
 static rm_sample_view sample_of(life *l, const slot *at, int32_t sample) {
   rm_sample_view v;
   rm_error err = RM_ERROR_INIT;
-  if (rm_engine_sample_view(l->engine, at->id, sample, &v, &err))
+  if (rm_scheduler_sample_view(rm_engine_scheduler(l->engine, at->id), at->id, sample, &v, &err))
     wrong(l, "a sample that cannot be seen");
   return v;
 }
@@ -94,7 +94,8 @@ static rm_sample_view sample_of(life *l, const slot *at, int32_t sample) {
 static int32_t samples_of(life *l, const slot *at) {
   rm_request_view v;
   rm_error err = RM_ERROR_INIT;
-  if (rm_engine_view(l->engine, at->id, &v, &err)) wrong(l, "a request that cannot be seen");
+  if (rm_scheduler_view(rm_engine_scheduler(l->engine, at->id), at->id, &v, &err))
+    wrong(l, "a request that cannot be seen");
   return v.n;
 }
 
@@ -169,7 +170,7 @@ static void check_continued(life *l, const slot *at, int32_t sample) {
 static void check_answer(life *l, slot *at) {
   rm_request_view v;
   rm_error err = RM_ERROR_INIT;
-  tiny_must(rm_engine_view(l->engine, at->id, &v, &err), &err);
+  tiny_must(rm_scheduler_view(rm_engine_scheduler(l->engine, at->id), at->id, &v, &err), &err);
   if (v.error &&
       (v.error != RM_E_NUMERICS || (at->set >= 0 && !at->mixed) || !v.message || !*v.message))
     wrong(l, "a request failed");
@@ -200,7 +201,8 @@ static void check_all(life *l, int may_finish) {
     if (at->state != LIVE) continue;
     rm_request_view v;
     rm_error err = RM_ERROR_INIT;
-    if (rm_engine_view(l->engine, at->id, &v, &err)) wrong(l, "a request is lost");
+    if (rm_scheduler_view(rm_engine_scheduler(l->engine, at->id), at->id, &v, &err))
+      wrong(l, "a request is lost");
     for (int32_t i = 0; i < v.n && !v.finished; i++)
       running += sample_of(l, at, i).finish == RM_RUNNING;
     if (!v.finished) continue;

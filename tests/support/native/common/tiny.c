@@ -190,13 +190,36 @@ rm_engine *tiny_engine(const tiny_model *model, int n_threads) {
   return engine;
 }
 
+static rm_code send(rm_engine *engine, int skip_unknown, rm_entry *entry, int pushes,
+                    rm_error *err) {
+  rm_code code = RM_OK;
+  if (rm_store_is_open(rm_engine_store(engine)))
+    code = rm_entry_resolve(rm_engine_params(engine), skip_unknown, entry, err);
+  if (!code) code = rm_engine_sync_check(engine, entry, &entry->tensor, err);
+  if (!code && pushes) code = rm_engine_sync_push(engine, &(const rm_entry *){entry}, 1, err);
+  rm_target_clear(&entry->target);
+  return code;
+}
+
+rm_code tiny_check(rm_engine *engine, int skip_unknown, const char *name, size_t length,
+                   const rm_tensor *tensor, rm_error *err) {
+  return send(engine, skip_unknown, &(rm_entry){.name = name, .length = length, .tensor = *tensor},
+              0, err);
+}
+
+rm_code tiny_push(rm_engine *engine, int skip_unknown, const char *name, size_t length,
+                  const rm_tensor *tensor, rm_error *err) {
+  return send(engine, skip_unknown, &(rm_entry){.name = name, .length = length, .tensor = *tensor},
+              1, err);
+}
+
 rm_code tiny_sync_with(rm_engine *engine, const tiny_weights *weights,
                        const rm_sync_options *options, rm_inflight inflight, rm_error *err) {
   rm_code code = rm_engine_sync_begin(engine, options, err);
   if (code) return code;
   for (int64_t i = 0; i < weights->n && !code; i++) {
     const tiny_tensor *t = &weights->list[i];
-    code = rm_engine_sync_push(engine, t->name, t->length, &t->tensor, err);
+    code = tiny_push(engine, 0, t->name, t->length, &t->tensor, err);
   }
   if (!code) code = rm_engine_sync_commit(engine, inflight, NULL, err);
   if (code) rm_engine_sync_abort(engine);
@@ -249,7 +272,7 @@ uint64_t tiny_hash(const rm_engine *engine, uint64_t id) {
   const int64_t per_token = spec->n_moe_layers * spec->top_k;
   rm_error err = RM_ERROR_INIT;
   rm_request_view v;
-  tiny_must(rm_engine_view(engine, id, &v, &err), &err);
+  tiny_must(rm_scheduler_view(rm_engine_scheduler(engine, id), id, &v, &err), &err);
   uint64_t hash = tiny_hash_bytes(0xCBF29CE484222325u, &v.error, sizeof v.error);
   hash = hash_array(hash, v.prompt_logprobs, v.n_prompt - 1, sizeof(float));
   hash = hash_array(hash, v.prompt_sampling_logprobs, v.n_prompt - 1, sizeof(float));
@@ -259,7 +282,7 @@ uint64_t tiny_hash(const rm_engine *engine, uint64_t id) {
   hash = hash_array(hash, v.prompt_routed, v.n_prompt * per_token, sizeof(int16_t));
   for (int32_t s = 0; s < v.n; s++) {
     rm_sample_view w;
-    tiny_must(rm_engine_sample_view(engine, id, s, &w, &err), &err);
+    tiny_must(rm_scheduler_sample_view(rm_engine_scheduler(engine, id), id, s, &w, &err), &err);
     const int64_t ends[3] = {w.finish, w.stop_token, w.n_tokens};
     hash = tiny_hash_bytes(hash, ends, sizeof ends);
     hash = hash_array(hash, w.tokens, w.n_tokens, sizeof(int32_t));
@@ -296,7 +319,7 @@ uint64_t tiny_generate(rm_engine *engine, const tiny_model *model, uint64_t seed
   tiny_must(tiny_drain(engine, &err), &err);
   for (int i = 0; i < n; i++) {
     hash = tiny_mix(hash ^ tiny_hash(engine, ids[i]));
-    tiny_must(rm_engine_release(engine, ids[i], &err), &err);
+    tiny_must(rm_scheduler_release(rm_engine_scheduler(engine, ids[i]), ids[i], &err), &err);
   }
   free(ids);
   return hash;

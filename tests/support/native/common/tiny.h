@@ -73,6 +73,12 @@ rm_code tiny_sync(rm_engine *engine, const tiny_weights *weights, rm_inflight in
 rm_code tiny_sync_with(rm_engine *engine, const tiny_weights *weights,
                        const rm_sync_options *options, rm_inflight inflight, rm_error *err);
 
+// Resolves a name (skip_unknown as in sync.h), checks its tensor, pushes it.
+rm_code tiny_check(rm_engine *engine, int skip_unknown, const char *name, size_t length,
+                   const rm_tensor *tensor, rm_error *err);
+rm_code tiny_push(rm_engine *engine, int skip_unknown, const char *name, size_t length,
+                  const rm_tensor *tensor, rm_error *err);
+
 // The i-th of an endless list of requests: prompts of 1 … 40 tokens (every third begins like
 // another), n of 1 … 3, greedy and sampled with all filters, stop tokens, top logprobs, prompt
 // logprobs, and scores. Its arrays are in `room`.

@@ -44,13 +44,13 @@ static answer world_ask(rm_engine *engine, const rm_request *request) {
   answer a = {.hash = tiny_hash(engine, id)};
   for (int32_t i = 0; i < (request->kind == RM_SCORE ? 1 : request->n); i++) {
     rm_sample_view v;
-    tiny_must(rm_engine_sample_view(engine, id, i, &v, &err), &err);
+    tiny_must(rm_scheduler_sample_view(rm_engine_scheduler(engine, id), id, i, &v, &err), &err);
     a.n_tokens[i] = v.n_tokens;
     if (!v.n_tokens) continue; // then there are no arrays either
     memcpy(a.tokens[i], v.tokens, (size_t)v.n_tokens * sizeof *v.tokens);
     memcpy(a.logprobs[i], v.logprobs, (size_t)v.n_tokens * sizeof *v.logprobs);
   }
-  tiny_must(rm_engine_release(engine, id, &err), &err);
+  tiny_must(rm_scheduler_release(rm_engine_scheduler(engine, id), id, &err), &err);
   return a;
 }
 
@@ -82,7 +82,7 @@ static void world_digests(world *w, rm_engine *engine) {
   for (int64_t i = 0; i < w->sets[0]->n; i++) {
     const tiny_tensor *t = &w->sets[0]->list[i];
     if (i != w->bias)
-      tiny_must(rm_engine_sync_push(engine, t->name, t->length, &t->tensor, &err), &err);
+      tiny_must(tiny_push(engine, 0, t->name, t->length, &t->tensor, &err), &err);
   }
   tiny_must(rm_engine_sync_commit(engine, RM_INFLIGHT_REFUSE, NULL, &err), &err);
   w->no_bias = rm_store_digest(rm_engine_store(engine)) - w->digest;

@@ -1,0 +1,101 @@
+// requests.c: routes requests to replicas, and looks for them there. Ids are unique in the process.
+#include "base/hash.h"
+#include "engine/state.h"
+
+// For a cached prefix, a replica may be ahead of the least busy one by the work of so many such
+// requests.
+enum { AHEAD = 4 };
+
+// ---------------------------------------------------------------------------------------- routing
+static uint64_t hash_prefix(const rm_request *request, int64_t n) {
+  const uint64_t hash =
+      rm_hash_bytes(RM_HASH_SEED, request->prompt, (size_t)n * sizeof *request->prompt);
+  return hash ? hash : 1;
+}
+
+static int64_t work_of(const rm_request *request) {
+  if (request->kind == RM_SCORE) return request->n_prompt;
+  return request->n_prompt + request->n * rm_min64(request->max_tokens, 1 << 20);
+}
+
+// The request was checked. *entry: of its prefix, NULL if the prompt is shorter than a page.
+static int choose_replica(const rm_engine *engine, const rm_request *request, rm_prefix **entry) {
+  const int64_t *assigned = engine->assigned, page_size = engine->options.page_size;
+  const int dp = engine->options.mesh.dp;
+  int least = 0;
+  *entry = NULL;
+  for (int d = 1; d < dp; d++)
+    if (assigned[d] < assigned[least]) least = d;
+  if (engine->options.external_pages) return engine->own; // the external scheduler chose it
+  if (dp == 1 || request->n_prompt < page_size) return least;
+  const uint64_t hash = hash_prefix(request, page_size);
+  *entry = &engine->prefixes[hash % PREFIX_SLOTS];
+  const int before = (*entry)->hash == hash ? (*entry)->replica : least;
+  return assigned[before] - assigned[least] <= AHEAD * work_of(request) ? before : least;
+}
+
+static rm_code check_weights(const rm_engine *engine, rm_error *err) {
+  if (engine->asleep & RM_PART_WEIGHTS)
+    return rm_fail(err, RM_E_STATE,
+                   "weights: expected awake, got asleep; call wake() before a request");
+  if (!rm_store_weights(engine->workers[0].store))
+    return rm_fail(err, RM_E_NOT_SYNCED,
+                   "weights: expected synced ones, got none; call sync_weights first");
+  return RM_OK;
+}
+
+rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err) {
+  const rm_request_limits *limits = &engine->schedulers[0].options.limits;
+  rm_prefix *entry;
+  rm_code code = check_weights(engine, err);
+  if (!code) code = rm_sequence_group_check(request, limits, err);
+  if (code) return code;
+  const int chosen = choose_replica(engine, request, &entry), here = chosen - engine->own;
+  if (here >= 0 && here < engine->n_replicas &&
+      (code = rm_scheduler_add(&engine->schedulers[here], request, engine->next_id, err)))
+    return code;
+  if (entry) *entry = (rm_prefix){hash_prefix(request, engine->options.page_size), chosen};
+  engine->assigned[chosen] += work_of(request);
+  *id = engine->next_id++;
+  return RM_OK;
+}
+
+// ----------------------------------------------------------------------------------- all replicas
+rm_scheduler *rm_engine_scheduler(const rm_engine *engine, uint64_t id) {
+  int d = engine->n_replicas - 1;
+  while (d > 0 && !rm_find_sequence_group(&engine->schedulers[d], id, NULL)) d--;
+  return &engine->schedulers[d];
+}
+
+int rm_engine_has(const rm_engine *engine, uint64_t id) {
+  return rm_find_sequence_group(rm_engine_scheduler(engine, id), id, NULL) != NULL;
+}
+
+int64_t rm_engine_unfinished(const rm_engine *engine) {
+  int64_t n = 0;
+  for (int d = 0; d < engine->n_replicas; d++) n += engine->schedulers[d].n_live;
+  return n;
+}
+
+uint64_t rm_engine_next_finished(const rm_engine *engine) {
+  for (int d = 0; d < engine->n_replicas; d++) {
+    const rm_link *finished = &engine->schedulers[d].finished;
+    if (!rm_list_empty(finished)) return ((const rm_sequence_group *)finished->next)->id;
+  }
+  return 0;
+}
+
+int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity) {
+  int64_t n = 0;
+  for (uint64_t id; n < capacity && (id = rm_engine_next_finished(engine)); ids[n++] = id)
+    rm_list_remove(&rm_find_sequence_group(rm_engine_scheduler(engine, id), id, NULL)->link);
+  return n;
+}
+
+void rm_engine_pause(rm_engine *engine, int paused) {
+  for (int d = 0; d < engine->n_replicas; d++) engine->schedulers[d].paused = paused != 0;
+}
+
+void rm_engine_reset_prefix_cache(rm_engine *engine) {
+  for (int d = 0; d < engine->n_replicas; d++) rm_kv_reset(engine->schedulers[d].cache);
+}

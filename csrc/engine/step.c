@@ -1,0 +1,120 @@
+// step.c: a step of all ranks here. The calling thread schedules and commits for each replica; the
+// workers compute in parallel.
+#include "engine/state.h"
+
+static rm_code check_not_lost(const rm_engine *engine, rm_error *err) {
+  const rm_error *lost = &engine->lost;
+  return lost->code ? rm_fail(err, lost->code, "%s", rm_error_message(lost)) : RM_OK;
+}
+
+static rm_code check_ready(const rm_engine *engine, rm_error *err) {
+  if (engine->asleep)
+    return rm_fail(err, RM_E_STATE, "%s: expected awake, got asleep; call wake() before a step",
+                   engine->asleep & RM_PART_WEIGHTS ? "weights" : "KV cache");
+  if (!rm_store_weights(engine->workers[0].store))
+    return rm_fail(err, RM_E_NOT_SYNCED,
+                   "weights: expected synced ones, got none; call sync_weights first");
+  return check_not_lost(engine, err);
+}
+
+static rm_code compute(rm_worker *worker, void *arg) {
+  const rm_entered saved = rm_enter(worker);
+  (void)arg;
+  rm_code code = rm_lockstep_agree(&worker->runner, &worker->progress, &worker->err);
+  if (!code && worker->progress != RM_NO_WORK) {
+    const double start = rm_now();
+    code = rm_forward(&worker->runner, &worker->err);
+    worker->forward_seconds += rm_now() - start;
+  }
+  if (code) rm_comms_abort(&worker->runner, code); // other ranks may wait for this one
+  rm_leave(worker, saved);
+  return code;
+}
+
+static void schedule(rm_engine *engine) {
+  const double start = rm_now();
+  for (int d = 0; d < engine->n_replicas; d++) {
+    rm_scheduler *scheduler = &engine->schedulers[d];
+    scheduler->version = rm_store_version(engine->workers[0].store);
+    const rm_progress progress = rm_schedule(scheduler);
+    for (int w = 0; w < engine->per_replica; w++) rm_first_worker(engine, d)[w].progress = progress;
+  }
+  engine->schedule_seconds += rm_now() - start;
+}
+
+// Returns what the workers of all replicas have next, at most.
+static rm_progress commit(rm_engine *engine, int64_t *n_work) {
+  const double start = rm_now();
+  rm_progress progress = RM_NO_WORK;
+  for (int d = 0; d < engine->n_replicas; d++) {
+    const rm_worker *worker = rm_first_worker(engine, d);
+    if (worker->progress == RM_NO_WORK) continue;
+    if (worker->progress > progress) progress = worker->progress;
+    *n_work += worker->scheduler->plan.n_rows;
+    rm_commit(worker->scheduler, &worker->runner.step.output);
+  }
+  engine->commit_seconds += rm_now() - start;
+  engine->steps += progress != RM_NO_WORK;
+  return progress;
+}
+
+// An external step with more rows than a batch has takes several rounds. After a failed forward the
+// state of the exchanges is undefined, so the engine is lost.
+static rm_code run(rm_engine *engine, int64_t *n_work, rm_error *err) {
+  for (rm_progress progress = RM_MORE_BATCHES; progress == RM_MORE_BATCHES;) {
+    schedule(engine);
+    if (rm_run_workers(engine, compute, NULL, &engine->lost)) return check_not_lost(engine, err);
+    progress = commit(engine, n_work);
+    engine->had_work = progress != RM_NO_WORK;
+  }
+  engine->rows += *n_work;
+  return RM_OK;
+}
+
+rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
+  *n_work = 0;
+  engine->had_work = 0;
+  if (engine->options.external_pages > 0)
+    return rm_fail(err, RM_E_STATE,
+                   "this engine has an external scheduler: expected external_step, got step");
+  const rm_code code = check_ready(engine, err);
+  return code ? code : run(engine, n_work, err);
+}
+
+int rm_engine_had_work(const rm_engine *engine) { return engine->had_work; }
+
+// ------------------------------------------------------------------------ with external scheduler
+rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step, int64_t *n_work,
+                                rm_error *err) {
+  rm_scheduler *scheduler = &engine->schedulers[0];
+  *n_work = 0;
+  if (!engine->options.external_pages)
+    return rm_fail(err, RM_E_STATE,
+                   "this engine schedules its own requests: expected step, got external_step");
+  rm_code code = check_ready(engine, err);
+  if (code || (code = rm_external_begin(scheduler, step, err))) return code;
+  code = run(engine, n_work, err);
+  rm_external_end(scheduler, code);
+  return code;
+}
+
+rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draws *draws, rm_error *err) {
+  rm_worker *worker = &engine->workers[0];
+  rm_scheduler *scheduler = worker->scheduler;
+  const int64_t vocab = engine->spec->vocab_size;
+  rm_code code = check_not_lost(engine, err);
+  for (int64_t i = 0; i < draws->n && !code; i++)
+    code = rm_external_drawing(scheduler, draws->ids[i], err);
+  if (code) return code;
+  scheduler->version = rm_store_version(worker->store);
+  const rm_entered saved = rm_enter(worker);
+  for (int64_t i = 0; i < draws->n && !code; i++) { // fails only if the device is dead
+    rm_sequence *seq = rm_find_sequence_group(scheduler, draws->ids[i], NULL)->sequences;
+    rm_drawn drawn;
+    code = rm_draw_edited(&worker->runner, seq, draws->raw + i * vocab, draws->stats + 2 * i,
+                          draws->edited + i * vocab, &drawn, err);
+    if (!code) rm_external_drawn(scheduler, seq, &drawn, &draws->results, i);
+  }
+  rm_leave(worker, saved);
+  return code;
+}

@@ -1,0 +1,246 @@
+// weights.c: sync, sleep and wake on all ranks here: all of them, or none. A worker's store does the
+// work (weights/store.h); this file adds when a sync is allowed and what happens to running requests
+// and to the KV cache.
+#include "engine/state.h"
+#include "weights/two_phase_commit.h"
+
+// ------------------------------------------------------------------------------------------- sync
+static rm_code refuse_unfinished(const rm_engine *engine, const char *sync, const char *instead,
+                                 rm_error *err) {
+  const long long n = rm_engine_unfinished(engine);
+  if (!n) return RM_OK;
+  return rm_fail(err, RM_E_STATE, "unfinished requests: expected none %s, got %lld; %s", sync, n,
+                 instead);
+}
+
+static rm_code begin_worker(rm_worker *worker, void *options) {
+  const rm_entered saved = rm_enter(worker);
+  const rm_code code = rm_sync_begin(worker->store, options, &worker->err);
+  rm_leave(worker, saved);
+  return code;
+}
+
+rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err) {
+  rm_code code = RM_OK;
+  if (engine->asleep & RM_PART_WEIGHTS)
+    return rm_fail(err, RM_E_STATE,
+                   "weights: expected awake, got asleep; call wake() before a sync");
+  if (options->in_place)
+    code = refuse_unfinished(engine, "before a sync in place", "finish or abort them first", err);
+  if (code) return code;
+  code = rm_run_workers(engine, begin_worker, (void *)options, err);
+  if (code && engine->n_workers > 1) rm_engine_sync_abort(engine);
+  if (!rm_store_weights(engine->workers[0].store)) // in place: cached KV has no version any more
+    rm_engine_reset_prefix_cache(engine);
+  return code;
+}
+
+rm_code rm_engine_sync_check(rm_engine *engine, const rm_entry *entry, const rm_tensor *tensor,
+                             rm_error *err) {
+  return rm_sync_check(rm_engine_store(engine), entry, tensor, err); // equal on all ranks
+}
+
+typedef struct pushed {
+  const rm_entry *const *entries;
+  int64_t n;
+} pushed;
+
+static rm_code push_worker(rm_worker *worker, void *arg) {
+  const pushed *it = arg;
+  const rm_entered saved = rm_enter(worker);
+  const rm_code code = rm_sync_push(worker->store, it->entries, it->n, &worker->err);
+  rm_leave(worker, saved);
+  return code;
+}
+
+// Producers of GPU tensors have made a queue of that GPU wait for pending writes. If that is the
+// only worker's own queue, reads are enqueued after it; otherwise this waits until the tensors are
+// complete.
+static rm_code await_tensors(rm_engine *engine, const rm_entry *const *entries, int64_t n,
+                             rm_error *err) {
+  const rm_device *only = engine->n_workers == 1 ? engine->workers[0].device : NULL;
+  uint64_t waited_for = 0; // a bit for each device
+  rm_code code = RM_OK;
+  for (int64_t i = 0; i < n && !code && rm_engine_reads_gpus(engine); i++) {
+    const rm_tensor *tensor = &entries[i]->tensor;
+    const int ordinal = tensor->ordinal;
+    if (!tensor->on_device || (only && ordinal == only->ordinal)) continue;
+    if (ordinal >= 0 && ordinal < RM_MAX_GPUS && waited_for >> ordinal & 1) continue;
+    code = rm_ready_streams_wait(&engine->ready_streams, ordinal, err);
+    if (!code) waited_for |= (uint64_t)1 << ordinal;
+  }
+  return code;
+}
+
+rm_code rm_engine_sync_push(rm_engine *engine, const rm_entry *const *entries, int64_t n,
+                            rm_error *err) {
+  pushed it = {entries, n};
+  rm_code code = await_tensors(engine, entries, n, err);
+  if (code) return code;
+  code = rm_run_workers(engine, push_worker, &it, err);
+  for (int w = 0; w < engine->n_workers && code; w++)
+    if (!engine->workers[w].code) rm_sync_undo(engine->workers[w].store, entries, n);
+  return code;
+}
+
+static rm_code commit_worker(rm_worker *worker, void *arg) {
+  const rm_entered saved = rm_enter(worker);
+  (void)arg;
+  const rm_code code =
+      rm_sync_commit_together(worker->store, &worker->runner.rank, &worker->report, &worker->err);
+  rm_leave(worker, saved);
+  if (!code) rm_comms_set_epoch(&worker->runner, rm_store_version(worker->store));
+  return code;
+}
+
+rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_report *report,
+                              rm_error *err) {
+  rm_code code = RM_OK;
+  if (inflight < RM_INFLIGHT_REFUSE || inflight > RM_INFLIGHT_KEEP_KV)
+    return rm_fail(err, RM_E_CONFIG, "inflight: expected a policy for running requests, got %d",
+                   (int)inflight);
+  if (inflight == RM_INFLIGHT_REFUSE && rm_store_is_open(rm_engine_store(engine)))
+    code = refuse_unfinished(engine, "with inflight=refuse",
+                             "finish them, or choose restart, abort or keep", err);
+  if (code || (code = rm_run_workers(engine, commit_worker, NULL, err))) return code;
+  for (int d = 0; d < engine->n_replicas; d++) {
+    rm_scheduler *scheduler = &engine->schedulers[d];
+    scheduler->options.policy->weights_changed(scheduler, inflight);
+    rm_kv_reset(scheduler->cache);
+  }
+  if (!report) return RM_OK;
+  *report = engine->workers[0].report;
+  for (int w = 1; w < engine->n_workers; w++) {
+    const rm_sync_report *its = &engine->workers[w].report;
+    report->bytes += its->bytes;
+    if (its->seconds > report->seconds) report->seconds = its->seconds;
+    if (its->copy_seconds > report->copy_seconds) report->copy_seconds = its->copy_seconds;
+  }
+  return RM_OK;
+}
+
+void rm_engine_sync_abort(rm_engine *engine) {
+  for (int w = 0; w < engine->n_workers; w++) rm_sync_abort(engine->workers[w].store);
+}
+
+int rm_engine_reads_gpus(const rm_engine *engine) { return engine->ready_streams.library != NULL; }
+
+rm_code rm_engine_ready_queue(rm_engine *engine, int ordinal, const rm_device **out,
+                              rm_error *err) {
+  return rm_ready_streams_find(&engine->ready_streams, ordinal, out, err);
+}
+
+// ------------------------------------------------------------------------------------------ sleep
+static rm_code check_parts(unsigned parts, rm_error *err) {
+  if (parts && !(parts & ~(unsigned)(RM_PART_WEIGHTS | RM_PART_KV))) return RM_OK;
+  return rm_fail(err, RM_E_CONFIG,
+                 "parts: expected %d (weights), %d (KV cache) or %d (both), got %u",
+                 RM_PART_WEIGHTS, RM_PART_KV, RM_PART_WEIGHTS | RM_PART_KV, parts);
+}
+
+static rm_code check_no_sync(const rm_engine *engine, rm_error *err) {
+  if (!rm_store_is_open(engine->workers[0].store)) return RM_OK;
+  return rm_fail(err, RM_E_STATE,
+                 "sync: expected none open while the weights go to sleep, got an open one");
+}
+
+static rm_code offload_worker(rm_worker *worker, void *arg) {
+  const rm_entered saved = rm_enter(worker);
+  (void)arg;
+  const rm_code code = rm_store_offload(worker->store, &worker->err);
+  rm_leave(worker, saved);
+  return code;
+}
+
+size_t rm_engine_offload_bytes(const rm_engine *engine) {
+  size_t bytes = 0;
+  for (int w = 0; w < engine->n_workers && !(engine->asleep & RM_PART_WEIGHTS); w++)
+    bytes += rm_store_offload_bytes(engine->workers[w].store);
+  return bytes;
+}
+
+rm_code rm_engine_offload_weights(rm_engine *engine, rm_error *err) {
+  const size_t available = rm_memory_available(), wanted = rm_engine_offload_bytes(engine);
+  if (engine->asleep & RM_PART_WEIGHTS) return RM_OK;
+  rm_code code = check_no_sync(engine, err);
+  if (code) return code;
+  if (wanted > available) // the ranks of a process share the host's memory
+    return rm_fail(
+        err, RM_E_CAPACITY, "host memory: expected %s for the weights of %d ranks, got %s",
+        rm_say_bytes((double)wanted).text, engine->n_workers, rm_say_bytes((double)available).text);
+  code = rm_run_workers(engine, offload_worker, NULL, err);
+  if (code) rm_engine_free_offloaded(engine);
+  return code;
+}
+
+void rm_engine_free_offloaded(rm_engine *engine) {
+  for (int w = 0; w < engine->n_workers; w++) rm_store_free_offloaded(engine->workers[w].store);
+}
+
+enum { DISCARD = 8 }; // with parts: weights that an earlier sleep offloaded are discarded
+
+static rm_code sleep_worker(rm_worker *worker, void *arg) {
+  const unsigned parts = *(const unsigned *)arg;
+  const rm_entered saved = rm_enter(worker);
+  if (parts & DISCARD) rm_store_discard(worker->store);
+  if (parts & (RM_PART_WEIGHTS | RM_PART_KV)) rm_graphs_clear(&worker->runner);
+  if (parts & RM_PART_WEIGHTS) {
+    if (parts & RM_SLEEP_OFFLOAD) rm_store_release_blocks(worker->store);
+    else rm_store_discard(worker->store);
+  }
+  if (parts & RM_PART_KV) {
+    rm_device_free(worker->device, worker->runner.kv, worker->kv_bytes);
+    worker->runner.kv = NULL;
+  }
+  rm_leave(worker, saved);
+  return RM_OK;
+}
+
+// Only offloading can fail, so it comes first.
+rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err) {
+  const unsigned offload = parts & RM_SLEEP_OFFLOAD, asked = parts & ~(unsigned)RM_SLEEP_OFFLOAD;
+  unsigned job = (asked & ~engine->asleep) | offload;
+  rm_code code = check_parts(asked, err);
+  if (code) return code;
+  if (job & RM_PART_WEIGHTS)
+    code = offload ? rm_engine_offload_weights(engine, err) : check_no_sync(engine, err);
+  if (code) return code;
+  if (asked & engine->asleep & RM_PART_WEIGHTS && !offload) job |= DISCARD;
+  rm_run_workers(engine, sleep_worker, &job, NULL);
+  for (int d = 0; d < engine->n_replicas && job & asked; d++) {
+    rm_scheduler *scheduler = &engine->schedulers[d];
+    scheduler->options.policy->pages_lost(scheduler); // without the weights the KV has no version
+    rm_kv_reset(scheduler->cache);
+    if (job & RM_PART_KV) rm_kv_renew(scheduler->cache);
+  }
+  engine->asleep |= asked;
+  return RM_OK;
+}
+
+static rm_code wake_worker(rm_worker *worker, void *arg) {
+  const unsigned parts = *(const unsigned *)arg;
+  const rm_entered saved = rm_enter(worker);
+  rm_code code = RM_OK;
+  if (parts & RM_PART_WEIGHTS) code = rm_store_restore(worker->store, &worker->err);
+  if (parts & RM_PART_KV && !code)
+    code = rm_device_alloc(worker->device, worker->kv_bytes, "the KV cache", &worker->runner.kv,
+                           &worker->err);
+  if (parts & RM_PART_WEIGHTS && code) rm_store_release_blocks(worker->store);
+  rm_leave(worker, saved);
+  return code;
+}
+
+static rm_code sleep_again(rm_worker *worker, void *parts) {
+  return worker->code ? RM_OK : sleep_worker(worker, parts);
+}
+
+rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err) {
+  rm_code code = check_parts(parts, err);
+  if (code) return code;
+  parts &= engine->asleep;
+  code = rm_run_workers(engine, wake_worker, &parts, err);
+  if (!code) engine->asleep &= ~parts;
+  parts |= RM_SLEEP_OFFLOAD;
+  if (code) rm_run_workers(engine, sleep_again, &parts, NULL);
+  return code;
+}

@@ -1,0 +1,127 @@
+// worker.c: creation and destruction of one rank: its device, threads, model, weights, runner and
+// KV cache.
+#include "base/control_groups.h"
+#include "device/cuda.h"
+#include "engine/state.h"
+
+static rm_code open_gpu(rm_worker *worker, const rm_engine_options *options, char card[32]) {
+  const char *library = options->cuda_library;
+  int ordinal = options->cuda_ordinal, count = 0;
+  rm_code code = ordinal < 0 ? rm_cuda_count(library, &count, &worker->err) : RM_OK;
+  if (ordinal < 0) ordinal = count > 0 ? worker->index % count : 0;
+  if (!code)
+    code = rm_cuda_device(library, ordinal, options->cuda_family, &worker->gpu, &worker->err);
+  if (!code) code = rm_cuda_bus_id(library, ordinal, card, &worker->err);
+  if (!code) worker->device = &worker->gpu;
+  return code;
+}
+
+static rm_code open_cpu(rm_worker *worker) {
+  const rm_kernels *kernels = worker->engine->options.kernels;
+  if (worker->engine->options.profile) {
+    if (!(worker->profile = rm_alloc(1, sizeof *worker->profile)))
+      return rm_fail(&worker->err, RM_E_MEMORY, "no memory for the profile");
+    rm_profile_init(worker->profile, kernels);
+    kernels = &worker->profile->table;
+  }
+  worker->cpu = rm_device_cpu(kernels);
+  worker->device = &worker->cpu;
+  return RM_OK;
+}
+
+static void init_runner(rm_worker *worker, const rm_engine_options *options) {
+  const rm_runner_options runner = {
+      .spec = worker->engine->spec,
+      .device = worker->device,
+      .model = {.dtype = options->dtype,
+                .max_rows = options->max_num_batched_tokens,
+                .max_positions = options->max_model_len,
+                .page_size = options->page_size,
+                .profile = worker->profile,
+                .cublas_library = options->cublas_library,
+                .rank = &worker->runner.rank},
+      .max_num_seqs = options->max_num_seqs,
+      .max_pages = worker->scheduler->max_pages,
+      .keeps_records = (worker - worker->engine->workers) % worker->engine->per_replica == 0,
+      .compares_batches = options->endpoints != NULL,
+      .enforce_eager = options->enforce_eager,
+      .nccl_library = options->nccl_library,
+      .nccl_gpu = options->nccl_gpu,
+  };
+  rm_runner_init(&worker->runner, &runner);
+}
+
+static rm_code create_team(rm_worker *worker) {
+  const int n_workers = worker->engine->n_workers, usable = rm_usable_cores("");
+  int n = worker->engine->options.n_threads;
+  if (n_workers > 1) n = n > n_workers ? n / n_workers : 1;
+  if (!n) n = usable < RM_MAX_THREADS ? usable : RM_MAX_THREADS;
+  return rm_team_create(n, &worker->team, &worker->err);
+}
+
+static rm_code create_cache(rm_worker *worker) {
+  rm_runner *runner = &worker->runner;
+  const rm_code code = rm_kv_pages(worker, &runner->n_pages, &worker->err);
+  if (code) return code;
+  worker->kv_bytes = (size_t)runner->n_pages * rm_model_page_bytes(worker->model);
+  return rm_device_alloc(worker->device, worker->kv_bytes, "the KV cache", &runner->kv,
+                         &worker->err);
+}
+
+static rm_code create_parts(rm_worker *worker, const rm_engine_options *options) {
+  rm_runner *runner = &worker->runner;
+  const rm_spec *spec = worker->engine->spec;
+  const rm_placement placement = rm_placement_of(spec, &runner->rank.mesh, worker->index);
+  const int plain = options->cublas_library != NULL;
+  rm_error *err = &worker->err;
+  rm_code code = create_team(worker);
+  if (!code) code = rm_comms_join(runner, err);
+  if (!code) code = rm_params_create(spec, &placement, options->dtype, plain, &worker->params, err);
+  if (!code)
+    code = rm_model_create(worker->params, worker->device, worker->team, &runner->options.model,
+                           &worker->model, err);
+  if (!code)
+    code = rm_store_create(worker->params, worker->device, worker->team, &worker->store, err);
+  if (!code)
+    code = rm_runner_create(runner, worker->model, worker->store, &worker->scheduler->plan, err);
+  return code ? code : create_cache(worker); // last, since it may take all memory that is left
+}
+
+rm_code rm_worker_create(rm_worker *worker, const rm_engine_options *options) {
+  char card[32] = "";
+  worker->runner.rank = (rm_rank){
+      .mesh = worker->engine->options.mesh,
+      .index = worker->index,
+      .tp = worker->groups[RM_GROUP_TP],
+      .ep = worker->groups[RM_GROUP_EP],
+      .world = worker->groups[RM_GROUP_WORLD],
+      .dispatcher = options->dispatcher,
+      .sequence_parallel = options->sequence_parallel,
+  };
+  rm_code code = options->cuda_library ? open_gpu(worker, options, card) : open_cpu(worker);
+  if (!code) {
+    worker->memory = rm_memory_name(card);
+    const rm_entered saved = rm_enter(worker);
+    init_runner(worker, options);
+    code = create_parts(worker, options);
+    rm_leave(worker, saved);
+  }
+  rm_runner_options *kept = &worker->runner.options; // without views of the caller's strings
+  kept->nccl_library = kept->nccl_gpu = kept->model.cublas_library = NULL;
+  if (code) rm_comms_abort(&worker->runner, code); // other ranks may wait for this one
+  return code;
+}
+
+void rm_worker_destroy(rm_worker *worker) {
+  if (!worker->device) return;
+  const rm_entered saved = rm_enter(worker);
+  rm_runner_destroy(&worker->runner);
+  rm_device_free(worker->device, worker->runner.kv, worker->kv_bytes);
+  rm_store_destroy(worker->store);
+  rm_model_destroy(worker->model);
+  rm_params_destroy(worker->params);
+  rm_comms_leave(&worker->runner);
+  rm_team_destroy(worker->team);
+  rm_free(worker->profile);
+  rm_leave(worker, saved);
+}

@@ -1,0 +1,152 @@
+// commit.c: writes what a step has computed to the records of the requests. Order: records of
+// logits; failures, so that a request with a row that was not finite ends before its tokens or pages
+// count; records of computed rows, and full pages into the prefix index; siblings get the leader's
+// pages; tokens are appended. Appending is last, since it may end a sequence, which releases pages
+// that its siblings share.
+#include "clock.h"
+#include "scheduler/scheduler.h"
+
+// ------------------------------------------------------------------------------ records of logits
+static void record_prompts(const rm_plan *plan, const rm_step_output *output) {
+  for (int64_t i = 0; i < plan->n_out; i++) {
+    const rm_out_row *out = &plan->outs[i];
+    if (out->target >= 0)
+      out->seq->group->prompt_logprobs[out->position] = output->target_logprobs[i];
+  }
+}
+
+// Draws from one row have the same top logprobs; the first has its record.
+static void record_draws(const rm_plan *plan, const rm_step_output *output) {
+  for (int64_t d = 0; d < plan->n_draws; d++) {
+    rm_sequence *seq = plan->draws[d].seq;
+    const int64_t k = seq->group->top_logprobs, at = seq->n_tokens * k;
+    if (seq->group->want_kept) seq->kept[seq->n_tokens] = output->kept[d];
+    if (!k || !d || plan->draws[d - 1].out != plan->draws[d].out) continue;
+    const rm_sequence *other = plan->draws[d - 1].seq;
+    memcpy(seq->top_ids + at, other->top_ids + at, (size_t)k * sizeof *seq->top_ids);
+    memcpy(seq->top_logprobs + at, other->top_logprobs + at, (size_t)k * sizeof *seq->top_logprobs);
+  }
+}
+
+// --------------------------------------------------------------------------------------- failures
+static void fail_flagged(rm_scheduler *scheduler, const rm_sequence *seq, const uint8_t *flags) {
+  for (int64_t r = seq->first_row; r < seq->first_row + seq->n_rows; r++)
+    if (flags[r]) {
+      rm_fail_sequence_group(scheduler, seq, scheduler->plan.positions[r],
+                             flags[r] & RM_ROW_KV_NONFINITE ? "a row of K or V is" : "logits are");
+      return;
+    }
+}
+
+// ---------------------------------------------------------------------------------- computed rows
+static void record_routed(rm_scheduler *scheduler, rm_sequence *seq, const int16_t *all) {
+  const int64_t per_token = scheduler->options.limits.routed_per_token,
+                size = scheduler->options.limits.page_size;
+  const size_t bytes = (size_t)per_token * sizeof(int16_t);
+  const int32_t *table = rm_block_table(scheduler, seq);
+  rm_sequence_group *group = seq->group;
+  for (int64_t i = 0; i < seq->n_rows; i++) {
+    const int16_t *routed = all + (seq->first_row + i) * per_token;
+    const int64_t p = seq->next + i, generated = p - group->n_prompt;
+    if (p >= seq->kv_len)
+      memcpy(rm_kv_routed(scheduler->cache, table[p / size]) + p % size * per_token, routed, bytes);
+    if (p == group->n_prompt_routed && generated < 0) {
+      memcpy(group->prompt_routed + p * per_token, routed, bytes);
+      group->n_prompt_routed++;
+    } else if (generated >= 0 && generated == seq->n_routed) {
+      memcpy(seq->routed + generated * per_token, routed, bytes);
+      seq->n_routed++;
+    }
+  }
+}
+
+// Copies logprobs of the page's tokens from the request's records. Returns 0 if they are
+// incomplete.
+static int fill_logprobs(rm_scheduler *scheduler, const rm_sequence *seq, int64_t index,
+                         int32_t page) {
+  const rm_sequence_group *group = seq->group;
+  const int64_t start = index * scheduler->options.limits.page_size;
+  float *out = rm_kv_logprobs(scheduler->cache, page);
+  if (!group->want_prompt_logprobs || group->mixed) return 0;
+  for (int64_t i = 0; i < scheduler->options.limits.page_size; i++) {
+    const int64_t p = start + i;
+    out[i] = p == 0                ? 0
+             : p < group->n_prompt ? group->prompt_logprobs[p - 1]
+                                   : seq->logprobs[p - group->n_prompt];
+  }
+  return 1;
+}
+
+static void index_pages(rm_scheduler *scheduler, rm_sequence *seq) {
+  const int64_t size = scheduler->options.limits.page_size;
+  const int32_t *table = rm_block_table(scheduler, seq);
+  if (!scheduler->options.prefix_caching || seq->stale) return;
+  for (; (seq->n_indexed + 1) * size <= seq->kv_len; seq->n_indexed++) {
+    const int64_t i = seq->n_indexed;
+    const int has_logprobs = fill_logprobs(scheduler, seq, i, table[i]);
+    rm_kv_index(scheduler->cache, table[i], scheduler->version, i ? table[i - 1] : -1,
+                seq->ids + i * size, has_logprobs);
+  }
+}
+
+static void advance(rm_scheduler *scheduler, rm_sequence *seq, const int16_t *routed) {
+  rm_sequence_group *group = seq->group;
+  const int64_t end = seq->next + seq->n_rows;
+  if (scheduler->options.limits.routed_per_token) record_routed(scheduler, seq, routed);
+  group->n_scored = rm_max64(group->n_scored, rm_min64(end, group->n_targets));
+  seq->kv_len = rm_max64(seq->kv_len, end);
+  seq->next = end;
+  index_pages(scheduler, seq);
+  if (group->kind == RM_SCORE && end == group->n_prompt)
+    rm_finish_sequence(scheduler, seq, RM_FINISH_LENGTH);
+}
+
+// ------------------------------------------------------------------------------------------ draws
+void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn) {
+  rm_sequence_group *group = seq->group;
+  const int64_t at = seq->n_tokens++;
+  const int32_t token = drawn->token;
+  seq->ids[group->n_prompt + at] = token;
+  seq->logprobs[at] = drawn->logprob;
+  seq->sampling_logprobs[at] = drawn->sampling_logprob;
+  if (group->want_token_ranks) seq->ranks[at] = drawn->rank;
+  seq->versions[at] = scheduler->version;
+  seq->no_contract[at] = seq->stale != 0;
+  group->times.last_token = rm_now();
+  if (group->times.first_token == 0) group->times.first_token = group->times.last_token;
+  scheduler->generated_tokens++;
+  const rm_policy *policy = scheduler->options.policy;
+  if (policy->token_added) policy->token_added(scheduler, seq);
+}
+
+void rm_commit(rm_scheduler *scheduler, const rm_step_output *output) {
+  const rm_plan *plan = &scheduler->plan;
+  const rm_policy *policy = scheduler->options.policy;
+  memset(plan->table_changed, 0, (size_t)scheduler->options.max_num_seqs);
+  record_prompts(plan, output);
+  record_draws(plan, output);
+  for (int64_t i = 0; i < plan->n_scheduled; i++)
+    if (plan->scheduled[i]->status != RM_DONE)
+      fail_flagged(scheduler, plan->scheduled[i], output->row_flags);
+  for (int64_t d = 0; d < plan->n_draws; d++)
+    if (plan->draws[d].seq->status != RM_DONE && output->tokens[d] < 0)
+      rm_fail_sequence_group(scheduler, plan->draws[d].seq,
+                             rm_sequence_length(plan->draws[d].seq) - 1,
+                             "all tokens are banned, or logits with a bias or penalty are");
+  for (int64_t i = 0; i < plan->n_scheduled; i++)
+    if (plan->scheduled[i]->status != RM_DONE)
+      advance(scheduler, plan->scheduled[i], output->routed);
+  for (int64_t d = 0; d < plan->n_draws; d++) {
+    rm_sequence *seq = plan->draws[d].seq;
+    if (seq->status == RM_JOINING)
+      rm_share_pages(scheduler, seq, plan->outs[plan->draws[d].out].seq);
+    else if (seq->group->leader == seq) seq->group->leader = NULL;
+  }
+  for (int64_t d = 0; d < plan->n_draws; d++)
+    if (plan->draws[d].seq->status != RM_DONE) {
+      const rm_drawn drawn = {output->tokens[d], output->ranks[d], output->logprobs[d],
+                              output->sampling_logprobs[d]};
+      rm_append(scheduler, plan->draws[d].seq, &drawn);
+    }
+  if (policy->committed) policy->committed(scheduler);
+}

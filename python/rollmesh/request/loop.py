@@ -1,0 +1,397 @@
+"""The engine's thread and its inbox.
+
+    caller ──► inbox ──► thread: begin ── step … step ── done ──► the caller's queue ──► caller
+
+Every use of the engine is a `Call`, and calls begin in the order in which they arrive. A call that
+needs steps stays active; one step serves all active calls. The thread takes the next call between
+two steps, so a step costs no change of threads. A `Loan` is the reverse: the caller's thread uses
+the engine while the engine's thread waits, for what has to run in the caller's thread.
+
+A Ctrl-C interrupts a caller that waits, never the engine: `EngineLoop.run` has the thread undo the
+call before the exception goes on. A second Ctrl-C leaves at once.
+
+The thread is a daemon. While it is idle it holds no reference to the generator; it ends when the
+generator is closed or dropped, and at exit after its current step.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from rollmesh.distributed.rank_engine import RankEngine
+from rollmesh.errors import DeadlineError, Error, StateError
+from rollmesh.request.requests import Requests
+from rollmesh.runtime.threads import starting
+
+HALTED_S = 0.02  # between two looks at calls while the generator is paused or asleep
+EXIT_S = 1.0  # how long the interpreter's exit waits for the current step
+LONGEST_WAIT_S = 3600.0
+
+
+def _nothing() -> None:
+    """Replaces a function that was run."""
+
+
+class Call:
+    """A function that the engine's thread runs between two steps. Subclasses need steps."""
+
+    deadline: float | None = None  # of time.monotonic()
+    waits = False  # whether it waits while a part is asleep, instead of failing
+    is_collective = False  # whether every rank makes the call, so that all must leave it together
+
+    def __init__(self, function: Callable[[], Any]):
+        self._function = function
+        self.news: SimpleQueue[Any] = SimpleQueue()  # wakes the caller
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.reason: BaseException | None = None  # what has interrupted the caller
+        self.is_started = self.is_done = self.has_failed = self.is_undone = False
+
+    def begin(self) -> bool:
+        """The first part, in the engine's thread. Returns whether it was all."""
+        function, self._function = self._function, _nothing  # it keeps the caller's objects
+        self.result = function()
+        return True
+
+    def look(self, finished: set[int], rows: int, late: bool) -> bool:
+        """After each step: whether the call is done. finished: requests that are finished and not
+        released. rows: of the step. late: the deadline has passed."""
+        raise NotImplementedError
+
+    def drop(self) -> None:
+        """Cleans up after a failure, or after an interrupt before the end."""
+
+    def undo(self) -> None:
+        """Takes a result back that the caller will not see."""
+
+    def tell(self) -> None:
+        """Wakes the caller: the call is done."""
+        self.news.put(None)
+
+    def is_late(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def check_wanted(self) -> None:
+        """Raises what has interrupted the caller."""
+        if self.reason is not None:
+            raise self.reason
+
+
+class Loan(Call):
+    """A function that the caller's thread runs while the engine's thread waits."""
+
+    def __init__(self, function: Callable[[], Any]):
+        super().__init__(function)
+        self.returned: SimpleQueue[None] = SimpleQueue()
+
+    def begin(self) -> bool:
+        self.news.put(self)
+        self.returned.get()
+        return True
+
+    def use(self) -> None:
+        """In the caller's thread."""
+        function, self._function = self._function, _nothing
+        self.result = function()
+        self.is_done = True
+        self.returned.put(None)
+
+
+_STOP = Call(_nothing)
+
+
+class EngineLoop:
+    """The thread and the inbox of one engine."""
+
+    def __init__(self, engine: RankEngine, requests: Requests):
+        """CapacityError if the system gives no thread."""
+        self._engine, self._requests = engine, requests
+        self._inbox: SimpleQueue[Call] = SimpleQueue()
+        self._active: list[Call] = []  # the thread's: calls that need steps
+        self._moves = True  # the thread's: whether the last step computed something
+        self._inside: set[int] = set()  # threads that are in a call
+        self._undone: set[Call] = set()  # of all threads
+        self._pid = os.getpid()
+        self.is_closed = False
+        self._thread = threading.Thread(
+            target=_serve,
+            args=(self._inbox, weakref.ref(self)),
+            name="rollmesh-engine",
+            daemon=True,
+        )
+        weakref.finalize(self, _stop, self._inbox, self._thread)
+        with starting("a generator"):
+            self._thread.start()
+
+    # ---------------------------------------------------------------------------- in any thread
+    def run(
+        self,
+        call: Call,
+        deadline: float | None = None,
+        advance: Callable[[int], None] = lambda count: None,
+    ) -> Any:
+        """Makes a call and returns its result. advance: gets the numbers that the call reports.
+
+        StateError: closed, of another process, or inside another call of this thread.
+        DeadlineError: the call did not begin by the deadline."""
+        self.check_alive()
+        self.check_outside()
+        thread = threading.get_ident()
+        try:
+            try:
+                self._inside.add(thread)
+                self.post(call)
+                return self._wait(call, deadline, advance)
+            finally:
+                self._inside.discard(thread)
+        except BaseException as error:
+            if not call.has_failed:
+                self._cancel(call, error)
+            raise
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Runs a function in the engine's thread, between two steps."""
+        return self.run(Call(function))
+
+    def lend(self, function: Callable[[], Any], deadline: float | None = None) -> Any:
+        """Runs a function in this thread, which alone uses the engine meanwhile."""
+        return self.run(Loan(function), deadline)
+
+    def post(self, call: Call) -> None:
+        """Adds a call to the inbox."""
+        self._undone.add(call)
+        self._put(call)
+
+    def abandon(self, call: Call, reason: BaseException) -> None:
+        """Has the thread undo a call."""
+        call.reason = reason
+        self._put(call)
+
+    def close(self, release: Callable[[], None]) -> None:
+        """Ends all calls and the thread. release: frees the engine; if it raises, nothing ends."""
+
+        def end() -> None:
+            release()
+            self.end_all()
+
+        if not self.is_gone():
+            self.run(Call(end))
+            self._thread.join()
+
+    def is_gone(self) -> bool:
+        return self.is_closed or os.getpid() != self._pid
+
+    def check_alive(self) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(
+                f"expected a generator of this process, got that of process {self._pid}; a forked "
+                "child has to make its own"
+            )
+        if self.is_closed:
+            raise _closed()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is inside a call."""
+        thread = threading.get_ident()
+        return thread in self._inside or thread == self._thread.ident
+
+    def check_outside(self) -> None:
+        if self.is_inside:
+            raise StateError(
+                "the generator was called from inside one of its own calls (a callback, weights "
+                "iterator or signal handler)"
+            )
+
+    def _put(self, call: Call) -> None:
+        self._inbox.put(call)
+        if self.is_closed:  # nobody else empties the inbox
+            self._refuse_all()
+
+    def _wait(self, call: Call, deadline: float | None, advance: Callable[[int], None]) -> Any:
+        while not call.is_done:
+            wait = None
+            if deadline is not None and not call.is_started and len(self._undone) > 1:
+                wait = min(deadline - time.monotonic(), LONGEST_WAIT_S)
+                if wait <= 0:
+                    raise DeadlineError(
+                        "the generator was busy in another thread until the deadline"
+                    )
+            try:
+                news = call.news.get(timeout=wait)
+            except Empty:
+                continue
+            if isinstance(news, Loan):
+                news.use()
+                self._undone.discard(call)
+            elif news is not None:
+                advance(news)
+        if not call.has_failed:
+            return call.result
+        assert call.error is not None
+        try:
+            raise call.error
+        finally:
+            call.error = None  # which refers to this frame
+
+    def _cancel(self, call: Call, reason: BaseException) -> None:
+        """Waits until a call is undone."""
+        self.abandon(call, reason)
+        if isinstance(call, Loan):
+            call.returned.put(None)
+            return
+        while not call.is_undone:
+            call.news.get()
+
+    def _refuse_all(self) -> None:
+        """After the end: no call begins."""
+        with suppress(Empty):
+            while True:
+                call = self._inbox.get_nowait()
+                if not call.is_done:
+                    call.error, call.has_failed = _closed(), True
+                self._undone.discard(call)
+                call.is_done = call.is_undone = True
+                call.tell()
+
+    # ---------------------------------------------------------------------------- in the thread
+    def work(self, call: Call) -> bool:
+        """Begins a call, then steps until no call is left. Returns False if the thread ends."""
+        todo: Call | None = call
+        del call
+        while todo is not _STOP:
+            if todo is not None:
+                self._begin(todo)
+            elif self._active:
+                self._step()
+            else:
+                return not self.is_closed
+            todo = None  # a call that is done keeps the caller's objects
+            todo = self._next()
+        return False
+
+    def end_all(self) -> None:
+        """Ends all calls; later ones are refused."""
+        self.is_closed = True
+        for call in list(self._active):
+            self._end(call, _closed())
+        self._refuse_all()
+
+    def _next(self) -> Call | None:
+        """The next call, if there is one. Waits a moment for it where a step would do nothing."""
+        try:
+            if self._active and not self._moves:
+                return self._inbox.get(timeout=HALTED_S)
+            return None if self._inbox.empty() else self._inbox.get_nowait()
+        except Empty:
+            return None
+
+    def _begin(self, call: Call) -> None:
+        self._moves = True
+        if call.reason is not None:
+            self._undo(call)
+            return
+        call.is_started = True
+        try:
+            is_done = call.begin()
+        except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
+            self._end(call, error)
+            return
+        if is_done:
+            self._end(call)
+        else:
+            self._active.append(call)
+
+    def _undo(self, call: Call) -> None:
+        """The caller was interrupted."""
+        assert call.reason is not None
+        if call in self._active:
+            self._end(call, call.reason)
+        elif call.is_done and not call.has_failed:
+            with suppress(Error):
+                call.undo()
+        if call.is_collective and not isinstance(call.reason, Exception):
+            self._leave(call.reason)
+        self._undone.discard(call)
+        call.is_undone = True
+        call.tell()
+
+    def _end(self, call: Call, error: BaseException | None = None) -> None:
+        if call in self._active:
+            self._active.remove(call)
+        if error is not None:
+            call.error, call.has_failed = error, True
+            if isinstance(error, MemoryError):
+                self._leave(error)
+            with suppress(Error):  # of a mesh or a device that is lost; the first error is raised
+                call.drop()
+        self._undone.discard(call)
+        call.is_done = True
+        call.tell()
+
+    def _leave(self, error: BaseException) -> None:
+        """This rank leaves a call that every rank makes."""
+        if self._engine.role is None:
+            self._engine.abort_unless_shared(error)
+
+    def _step(self) -> None:
+        """One step for all active calls."""
+        try:
+            rows, late = self._requests.step(self._active[0].deadline)
+            finished = self._engine.finished()
+        except BaseException as error:  # noqa: BLE001 (raised in the callers' threads)
+            self._fail(error)
+            return
+        self._moves = rows > 0
+        decides_together = self._engine.has_peers and self._engine.role is None
+        for call in list(self._active):
+            try:
+                is_done = call.look(finished, rows, late if decides_together else call.is_late())
+            except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
+                self._end(call, error)
+                continue
+            if is_done:
+                self._end(call)
+
+    def _fail(self, error: BaseException) -> None:
+        """The engine has failed, or a part of it is asleep: some calls wait for it to wake."""
+        self._engine.abort_unless_shared(error)
+        self._moves = False
+        is_asleep = isinstance(error, StateError) and bool(self._engine.stats()["asleep"])
+        for call in list(self._active):
+            if not (is_asleep and call.waits):
+                self._end(call, error)
+
+
+def _closed() -> StateError:
+    return StateError("the generator is closed")
+
+
+def _serve(inbox: SimpleQueue[Call], loop_of: weakref.ref[EngineLoop]) -> None:
+    """The engine's thread."""
+    while True:
+        call = inbox.get()
+        loop = loop_of()
+        if loop is None:
+            return
+        try:
+            if not loop.work(call):
+                return
+        except BaseException:
+            loop.end_all()  # a bug: callers get StateError instead of waiting for ever
+            raise
+        del loop, call  # an idle thread holds nothing
+
+
+def _stop(inbox: SimpleQueue[Call], thread: threading.Thread) -> None:
+    """The generator was dropped, or the interpreter exits."""
+    inbox.put(_STOP)
+    if thread.is_alive() and thread is not threading.current_thread():
+        thread.join(EXIT_S)

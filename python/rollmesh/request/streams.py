@@ -1,0 +1,130 @@
+"""agenerate and astream: requests of event loops. Each is a call of the engine's thread (loop.py)
+that nobody waits for. Its outputs go to the coroutine by call_soon_threadsafe, so an event loop
+never waits for a step. Errors of one request are raised in its coroutine, errors of the engine in
+all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from rollmesh.errors import RequestError, StateError
+from rollmesh.request.arguments import param_list
+from rollmesh.request.calls import Calls, Prompt
+from rollmesh.request.loop import Call
+from rollmesh.request.outputs import RequestOutput
+from rollmesh.request.requests import token_ids
+from rollmesh.request.sampling import SamplingParams
+
+
+class _Stream(Call):
+    """One request of a coroutine."""
+
+    waits = True
+
+    def __init__(self, calls: Calls, prompt: Prompt, params: SamplingParams, partial: bool):
+        """partial: whether the coroutine reads outputs while the request runs."""
+        super().__init__(lambda: calls.add(prompt, params, 0))
+        self._calls, self._partial = calls, partial
+        self._event_loop, self.ready = asyncio.get_running_loop(), asyncio.Event()
+        self.output: RequestOutput | None = None  # the latest; it replaces one that was not read
+        self._num_tokens = [0] * params.n  # of each sample, in the latest output
+
+    def begin(self) -> bool:
+        super().begin()
+        return False
+
+    def look(self, finished: set[int], rows: int, late: bool) -> bool:
+        request, requests = self.result, self._calls.requests
+        if self._event_loop.is_closed():
+            self.drop()
+            return True
+        is_done = request in finished
+        if not is_done:
+            before = self._num_tokens
+            if self._partial:
+                self._num_tokens = requests.num_tokens(request, before)
+            if self._num_tokens == before:
+                return False
+        output = requests.output_or_error(request)
+        if output.error is not None:
+            raise output.error
+        self.output = output
+        if is_done:
+            requests.release(request)
+        else:
+            self._wake()
+        return is_done
+
+    def drop(self) -> None:
+        if self.result is not None:
+            self._calls.requests.abort([self.result])
+            self._calls.requests.release(self.result)
+
+    def tell(self) -> None:
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the event loop is closed
+            self._event_loop.call_soon_threadsafe(self.ready.set)
+
+
+class Streams:
+    """The requests of event loops of one generator."""
+
+    def __init__(self, calls: Calls):
+        self._calls = calls
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None) -> RequestOutput:
+        outputs = [output async for output in self.stream(prompt, params, partial=False)]
+        return outputs[-1]
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None, partial: bool = True
+    ) -> AsyncGenerator[RequestOutput, None]:
+        calls, loop = self._calls, self._calls.loop
+        if calls.engine.has_peers and calls.engine.role is None:
+            raise StateError(
+                "agenerate and astream: expected rank 0 of ranks that follow it, got a rank of "
+                "several; call follow() on all"
+            )
+        loop.check_alive()
+        loop.check_outside()
+        [chosen] = param_list(params, 1)
+        stream = _Stream(calls, _one_prompt(prompt), chosen, partial)
+        loop.post(stream)
+        before = None
+        try:
+            while not stream.is_done or stream.output is not before:
+                await stream.ready.wait()
+                stream.ready.clear()
+                if stream.error is not None:
+                    raise stream.error
+                output = stream.output
+                if output is not None and output is not before:
+                    before = output
+                    yield output
+        finally:
+            if not stream.is_done and not loop.is_gone():
+                loop.abandon(stream, StateError("nobody reads the request"))
+
+
+def _one_prompt(prompt: Any) -> Prompt:
+    """Copies a prompt, since the thread reads it later. RequestError if it is not a prompt."""
+    if isinstance(prompt, str):
+        return prompt
+    if (
+        isinstance(prompt, (list, tuple))
+        and prompt
+        and not isinstance(prompt[0], (int, np.integer))
+    ):
+        kinds = f"a {type(prompt).__name__} of {type(prompt[0]).__name__}"
+        raise RequestError(
+            f"expected one prompt, text or token ids, got {kinds}; asyncio.gather runs several"
+        )
+    return token_ids(prompt)

@@ -1,0 +1,406 @@
+"""Checkpoints: safetensors and JSON. Reading one executes no code.
+
+    DIR/checkpoints/step_000120/
+      config.json, model.safetensors, tokenizer files   a Hugging Face folder, for `rollmesh
+                                                        generate` and transformers
+      trainer/optimizer.safetensors                     AdamW's moments and step by parameter,
+                                                        torch's random state
+      trainer/state.json                                next step, the run's configuration, SHA-256
+                                                        of each safetensors file
+      trainer/rollouts.safetensors                      with [rollout] async_level = N: the next N
+                                                        batches
+
+A folder is written under another name and renamed when it is complete; then the oldest folders are
+removed. So after a crash or on a full disk the newest complete checkpoint remains. The disk needs
+room for keep + 1 checkpoints. A resumed run is bit-identical to one without a break: weights,
+moments and random state are stored, and everything else is a function of (run seed, step).
+Rollouts of older versions are stored too; a run with other options generates them again. A run that
+resumes an older checkpoint moves the later ones to DIR/abandoned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import rollmesh as rm
+from rollmesh.run.config import Config
+from rollmesh.run.data import Dataset, Prompt, completion_text
+from rollmesh.run.files import expect_file, library_errors, writing
+from rollmesh.run.samples import Completion, Rollout
+from rollmesh.runtime.messages import listed, plain, shown
+
+_log = logging.getLogger("rollmesh.grpo")
+FORMAT = 1
+STATE = "trainer/state.json"
+ROLLOUTS = "trainer/rollouts.safetensors"
+# Keys that decide what the prompts are.
+MAKE_DATA = ("data.", "tokenizer.", "model.path", "generator.max_model_len", "rollout.max_tokens")
+# Keys that a resumed run may change.
+MAY_DIFFER = (
+    *("train.steps", "eval.", "checkpoint.", "generator.threads", "generator.engine"),
+    "train.gradient_checkpointing",
+    *("rollout.log_completions", "rollout.num_completions_to_print"),
+)
+
+
+class TrainerState(typing.Protocol):
+    """The parts of a trainer that a checkpoint uses."""
+
+    model: Any
+    optimizer: Any
+    num_updates: int  # of the weights that have begun
+
+
+def save(
+    root: Path,
+    trainer: TrainerState,
+    tokenizer: Any,
+    config: Config,
+    next_step: int,
+    rollouts: Sequence[Rollout] = (),
+    data: str | None = None,
+) -> Path:
+    """Writes root/checkpoints/step_N, then removes the oldest beyond [checkpoint] keep. rollouts:
+    those of next_step and the steps after it. data: Dataset.digest, for
+    `check_data`.
+
+    OSError (such as a full disk): the other checkpoints remain, and this one leaves no files."""
+    final = root / "checkpoints" / f"step_{next_step:06d}"
+    for unfinished in final.parent.glob(".step_*.partial"):  # by a killed run
+        shutil.rmtree(unfinished)
+    partial = final.with_name(f".{final.name}.partial")
+    try:
+        with writing(final):
+            _write(partial, trainer, tokenizer, config, next_step, rollouts, data)
+            if final.exists():
+                shutil.rmtree(final)
+            os.replace(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    older = sorted(
+        (p for p in filter(_step, final.parent.glob("step_*")) if _order(p) <= _order(final)),
+        key=_order,
+    )
+    for old in older[: -config.checkpoint.keep]:
+        try:
+            shutil.rmtree(old)
+        except OSError as error:  # a link, a file, no permission; the new one is complete
+            _log.warning("%s, an older checkpoint, was not removed: %s", old, plain(error))
+    return final
+
+
+def _write(
+    folder: Path,
+    trainer: TrainerState,
+    tokenizer: Any,
+    config: Config,
+    next_step: int,
+    rollouts: Sequence[Rollout],
+    data: str | None,
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    (folder / "trainer").mkdir(parents=True)
+    trainer.model.save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+    tensors = {
+        f"{key}:{name}": torch.as_tensor(value).contiguous()
+        for name, parameter in trainer.model.named_parameters()
+        for key, value in trainer.optimizer.state[parameter].items()
+    }
+    tensors["rng"] = torch.get_rng_state()
+    save_file(tensors, str(folder / "trainer/optimizer.safetensors"))
+    if rollouts:
+        save_rollouts(rollouts, folder / ROLLOUTS)
+    state = {
+        "format": FORMAT,
+        "next_step": next_step,
+        "rollouts": len(rollouts),
+        "data": data,
+        "sha256": _digests(folder),
+        "config": config.as_dict(),
+    }
+    (folder / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    found = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        found[path.relative_to(folder).as_posix()] = digest
+    return found
+
+
+def verify(folder: Path) -> None:
+    """FormatError: a safetensors file has changed since it was written, so that the run would
+    differ. Checkpoints of older versions have no digests."""
+    wanted = _read(folder).get("sha256")
+    if wanted is None:
+        return
+    if not isinstance(wanted, dict):
+        raise rm.FormatError(f"{folder / STATE}: expected sha256, a table, got {shown(wanted)}")
+    found = _digests(folder)
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise rm.FormatError(
+                f"{folder / name}: expected the file that was written, of SHA-256 "
+                f"{shown(wanted.get(name))} in {STATE}, "
+                f"got {shown(found.get(name))}; it was changed or damaged since{_before(folder)}"
+            )
+
+
+def _order(folder: Path) -> tuple[int, str]:
+    """Sorts by step. Names are longer from step 1,000,000 on."""
+    return len(folder.name), folder.name
+
+
+def _written(checkpoints: Path) -> list[Path]:
+    """Returns the checkpoints of a folder in the order of their steps."""
+    found = (file.parent.parent for file in checkpoints.glob(f"step_*/{STATE}"))
+    return sorted(filter(_step, found), key=_order)
+
+
+def _before(folder: Path) -> str:
+    """Advises to resume the checkpoint before this one, if there is one."""
+    every = _written(folder.parent) if _step(folder) else []
+    older = [p for p in every if _order(p) < _order(folder)]
+    return f". The checkpoint before: --resume {older[-1]}" if older else ""
+
+
+def newest(root: Path) -> Path | None:
+    """Returns the checkpoint of the last step in the run folder `root`, if there is one."""
+    found = _written(root / "checkpoints")
+    return found[-1] if found else None
+
+
+def _step(folder: Path) -> re.Match[str] | None:
+    """Matches a name that `save` gives, and not a user's copy such as step_000120.bak."""
+    return re.fullmatch(r"step_(\d{6,})", folder.name)
+
+
+def set_aside(root: Path, next_step: int, resumed: Path | None) -> None:
+    """Moves checkpoints of `next_step` and of later steps, except the resumed one, from
+    root/checkpoints to root/abandoned. They belong to a run that is not continued, and `newest`
+    would return them."""
+    folder, aside = root / "checkpoints", root / "abandoned"
+    first = _order(folder / f"step_{next_step:06d}")
+    for old in sorted(folder.glob("step_*"), key=_order):
+        if _order(old) < first or (resumed is not None and old.samefile(resumed)):
+            continue
+        names = (old.name, *(f"{old.name}-{i}" for i in range(2, 10_000)))
+        new = next(path for name in names if not (path := aside / name).exists())
+        with writing(new):
+            aside.mkdir(exist_ok=True)
+            old.rename(new)
+        _log.warning("%s belongs to a run that is not continued; it was moved to %s", old, new)
+
+
+def find(where: Path) -> Path:
+    """Returns `where`, a checkpoint, or the newest checkpoint of the run folder `where`.
+    ConfigError: there is none, or one with a pipe among its files."""
+    found = where if (where / STATE).is_file() else newest(where)
+    if found is None:
+        parent = where if where.name == "checkpoints" else where.parent
+        others = listed((path.name,) for path in _written(parent))
+        had = f"; {parent} has {others}" if others else ""
+        raise rm.ConfigError(
+            f"--resume {where}: no checkpoint there (looked for {STATE} and "
+            f"checkpoints/step_*/{STATE}){had}"
+        )
+    for path in found.rglob("*"):
+        expect_file(path)
+    return found
+
+
+def read_state(folder: Path, config: Config, overridden: Sequence[str]) -> int:
+    """Returns the next step. ConfigError: an option that shapes the run differs and was not
+    overridden, an option of the model's shape differs, or `steps` is below the next step."""
+    state = _read(folder)
+    step, steps = state["next_step"], config.train.steps
+    then, now, changed = _changed(state, config)
+    of_model = [k for k in changed if k.startswith("model.") and k != "model.path"]
+    refused = of_model or [k for k in changed if k not in overridden]
+    if refused:
+        first = refused[0]
+        advice = "a run keeps its model" if of_model else "override with --set to resume anyway"
+        raise rm.ConfigError(
+            f"{folder} belongs to another run: {listed((key,) for key in refused)} differ "
+            f"({plain(first)}: {shown(then.get(first))} there, {shown(now.get(first))} here); "
+            f"{advice}"
+        )
+    if step > steps:
+        raise rm.ConfigError(
+            f"[train] steps: expected at least {step}, which {folder} has made, got {steps}"
+        )
+    return step  # type: ignore[no-any-return]
+
+
+def check_data(folder: Path, data: Dataset, overridden: Sequence[str]) -> None:
+    """ConfigError: the prompts are not those of the run, and no option says so. Older checkpoints
+    have no digest."""
+    wanted = _read(folder).get("data")
+    if wanted in (None, data.digest) or any(key.startswith(MAKE_DATA) for key in overridden):
+        return
+    raise rm.ConfigError(
+        f"{folder} belongs to a run with other prompts: expected those of SHA-256 "
+        f"{shown(wanted)}, got {data.digest}; the files of [data] or the tokenizer changed since; "
+        "--set data.train=… resumes with those that are there"
+    )
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    file = folder / STATE
+    with library_errors(f"{file}: expected the state of a run"):
+        state = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(state, dict):
+        raise rm.FormatError(f"{file}: expected the state of a run, got a {type(state).__name__}")
+    if state.get("format") != FORMAT:
+        raise rm.FormatError(
+            f"{folder}: checkpoint format {shown(state.get('format'))}, expected {FORMAT}"
+        )
+    step = state.get("next_step")
+    if type(step) is not int or step < 0 or not isinstance(state.get("config"), dict):
+        raise rm.FormatError(
+            f"{file}: expected next_step, an integer from 0, and config, a table, got "
+            f"next_step={shown(step)}"
+        )
+    if (name := _step(folder)) and int(name[1]) != step:
+        raise rm.FormatError(
+            f"{file}: expected next_step={int(name[1])}, as the folder is named, got {step}"
+        )
+    return state
+
+
+def load_optimizer(folder: Path, trainer: TrainerState) -> None:
+    """Restores AdamW's state and torch's random state. The trainer has read the weights already."""
+    import torch
+    from safetensors.torch import load_file
+
+    file = folder / "trainer/optimizer.safetensors"
+    with library_errors(f"{file}: expected the optimizer's state"):
+        tensors = load_file(str(file))
+        torch.set_rng_state(tensors.pop("rng"))
+    by_name: dict[str, dict[str, Any]] = {}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition(":")
+        by_name.setdefault(name, {})[kind] = tensor
+    parameters = dict(trainer.model.named_parameters())
+    if differ := sorted(by_name.keys() ^ parameters.keys()):
+        raise rm.FormatError(f"{file}: {differ[:4]} missing or unknown")
+    for name, parameter in parameters.items():
+        shapes = {"step": torch.Size([]), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+        moments = by_name[name]
+        found = {kind: x.shape for kind, x in moments.items()}
+        is_float = all(x.is_floating_point() for x in moments.values())
+        if found != shapes or not is_float or moments["step"] < 0:
+            raise rm.FormatError(
+                f"{file}: {name}: expected {listed(shapes.items())} of floats, got "
+                f"{listed(found.items())}"
+            )
+    state = {i: by_name[name] for i, name in enumerate(parameters)}
+    trainer.optimizer.load_state_dict(
+        {"state": state, "param_groups": trainer.optimizer.state_dict()["param_groups"]}
+    )
+
+
+def _changed(
+    state: dict[str, Any], config: Config
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Returns the options then and now, and the names of those that differ and shape the run. An
+    older checkpoint lacks later keys, which then had their default values."""
+    hints: dict[str, Any] = typing.get_type_hints(Config)
+    tables: dict[str, Any] = {k: v() for k, v in hints.items() if k not in ("seed", "folder")}
+    defaults, now = (_flat(json.loads(json.dumps(c.as_dict()))) for c in (Config(**tables), config))
+    then = {**defaults, "train.kernels": "torch", **_flat(state["config"])}
+    changed = [
+        k
+        for k in sorted(then.keys() | now.keys())
+        if then.get(k) != now.get(k) and not k.startswith(MAY_DIFFER)
+    ]
+    return then, now, changed
+
+
+def save_rollouts(rollouts: Sequence[Rollout], path: Path) -> None:
+    """Stores all but prompts and texts, which follow from the step and the tokens."""
+    from safetensors.numpy import save_file
+
+    tensors: dict[str, NDArray[Any]] = {}
+    for i, r in enumerate(rollouts):
+        arrays = {
+            "token_ids": np.concatenate([np.array(c.token_ids, np.int64) for c in r.completions]),
+            "lengths": np.array([len(c.token_ids) for c in r.completions]),
+            "stopped": np.array([c.stopped for c in r.completions]),
+            "seconds": np.array([r.seconds]),
+        }
+        for name in ("logprobs", "versions", "kept_tokens", "routed_experts"):
+            records = [getattr(c, name) for c in r.completions]
+            if records[0] is not None:
+                arrays[name] = np.concatenate(records)
+            if records[0] is not None and name == "routed_experts":
+                arrays["positions"] = np.array([len(record) for record in records])
+        tensors |= {f"{i}:{name}": np.ascontiguousarray(array) for name, array in arrays.items()}
+    save_file(tensors, str(path))
+
+
+def read_rollouts(folder: Path, config: Config, data: Dataset, tokenizer: Any) -> list[Rollout]:
+    """Returns the stored rollouts, from the checkpoint's next step on. The list is empty if an
+    option that shapes the run was changed."""
+    from safetensors.numpy import load_file
+
+    state, file = _read(folder), folder / ROLLOUTS
+    # Older checkpoints do not have the number of rollouts.
+    if _changed(state, config)[2] or not state.get("rollouts", file.is_file()):
+        return []
+    found = []
+    with library_errors(f"{file}: expected rollouts"):
+        tensors = load_file(str(file))
+        for i in range(config.rollout.async_level):
+            prompts = data.draw(config.seed, state["next_step"] + i, config.rollout.prompts)
+            repeated = [p for p in prompts for _ in range(config.rollout.samples)]
+            prefix = f"{i}:"
+            arrays = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
+            seconds = float(arrays["seconds"][0])
+            found.append(Rollout(_completions(arrays, repeated, tokenizer), seconds))
+    return found
+
+
+def _completions(
+    arrays: dict[str, NDArray[Any]], prompts: Sequence[Prompt], tokenizer: Any
+) -> list[Completion]:
+    parts: dict[str, list[NDArray[Any]]] = {}
+    for name in ("token_ids", "logprobs", "versions", "kept_tokens", "routed_experts"):
+        if name in arrays or name in ("token_ids", "logprobs", "versions"):
+            lengths = arrays["positions" if name == "routed_experts" else "lengths"]
+            parts[name] = np.split(arrays[name], np.cumsum(lengths)[:-1])
+    completions = []
+    for i, (prompt, stopped) in enumerate(zip(prompts, arrays["stopped"].tolist(), strict=True)):
+        ids = parts["token_ids"][i].tolist()
+        fields: dict[str, Any] = {name: part[i] for name, part in parts.items()}
+        text = completion_text(tokenizer, prompt.ids, ids, stopped)
+        fields |= {"prompt": prompt, "token_ids": ids, "drawn": np.ones(len(ids), bool)}
+        completions.append(Completion(**fields, text=text, stopped=stopped))
+    return completions
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict) and value:  # an empty one is a value too
+            out.update(_flat(value, f"{prefix}{key}."))
+        else:
+            out[prefix + key] = value
+    return out

@@ -1,0 +1,123 @@
+"""The files that a run writes: metrics, completions, checkpoints and curves, at safe points.
+
+A signal ends a run only at a safe point (signals.py), where weights and metrics are those of the
+last finished step. A run that ends early leaves a checkpoint of that step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from rollmesh.run import metrics
+from rollmesh.run.checkpoint import TrainerState
+from rollmesh.run.config import Config
+from rollmesh.run.files import expect_file
+from rollmesh.run.metrics import Completions, Metrics, draw_curves
+from rollmesh.run.signals import Interrupts
+from rollmesh.runtime.messages import plain
+
+_log = logging.getLogger("rollmesh.grpo")
+
+
+class RunFolder:
+    """A context around the steps of a run.
+
+    save  (next step, whether the run ends early) writes a checkpoint, or raises OSError
+    show  (metrics, completions to print) displays a step"""
+
+    def __init__(
+        self,
+        out: Path,
+        config: Config,
+        first_step: int,
+        trainer: TrainerState,
+        interrupts: Interrupts,
+        save: Callable[[int, bool], object],
+        show: Callable[[Metrics, Completions], None],
+    ) -> None:
+        self._out, self._config, self._trainer = out, config, trainer
+        self._interrupts, self._save, self._show = interrupts, save, show
+        self._saved = self._next_step = first_step
+        self._num_updates = trainer.num_updates  # in the weights of the next step
+        out.mkdir(parents=True, exist_ok=True)
+        for name in ("metrics.jsonl", "completions.jsonl"):
+            expect_file(out / name)
+        if (old := out / "metrics.jsonl").exists():
+            metrics.read(old)  # raises before completions.jsonl is rewritten
+        self._completions = metrics.CompletionsLog(out, first_step)
+        self._metrics = metrics.MetricsLog(out, first_step)
+        self.lines = self._metrics.lines
+
+    def finish(self, step: int, line: Metrics, completions: Completions) -> None:
+        """Writes the metrics and completions of a step, displays them, and writes a checkpoint if
+        one is due. If the checkpoint fails, the next step tries again; the last step raises
+        OSError."""
+        table, last, every = (
+            self._config.rollout,
+            self._config.train.steps,
+            self._config.checkpoint.every,
+        )
+        self._completions.write(completions[: table.log_completions])
+        self._metrics.write(line)
+        self._next_step, self._num_updates = min(step + 1, last), self._trainer.num_updates
+        self._interrupts.release()
+        self._show(line, completions[: table.num_completions_to_print])
+        n, saved = self._next_step, self._saved
+        if n > saved and (n == last or (every > 0 and n // every > saved // every)):
+            try:
+                self._checkpoint(is_early=False)
+            except OSError as error:
+                if step == last:
+                    raise
+                _log.warning("%s; the checkpoint is tried again after the next step", error)
+            self._interrupts.release()
+
+    def _checkpoint(self, is_early: bool) -> None:
+        before, self._saved = self._saved, self._next_step
+        try:
+            self._save(self._next_step, is_early)
+        except OSError:
+            self._saved = before
+            raise
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        files = (self._completions, self._metrics)
+        try:
+            if error is not None:
+                self._end_early(error)
+                return
+            self._interrupts.hold("its last files are written")
+            try:
+                draw_curves(self.lines, self._out / "curves.png")
+            except Exception as why:  # noqa: BLE001 (plotting errors do not stop the run)
+                _log.warning("curves.png was not drawn: %s: %s", type(why).__name__, plain(why))
+            for file in files:
+                file.close()
+            self._interrupts.release()
+        finally:
+            for file in files:
+                with suppress(OSError):  # the disk may be full; the first error is raised
+                    file.close()
+
+    def _end_early(self, error: BaseException) -> None:
+        """Writes a checkpoint of the last finished step, unless an update has begun since."""
+        if self._next_step <= self._saved or self._num_updates != self._trainer.num_updates:
+            return
+        self._interrupts.drop()
+        try:
+            self._checkpoint(is_early=True)
+        except Exception as why:  # noqa: BLE001 (the first error is raised)
+            text = f"{type(why).__name__}: {plain(why)}"
+            error.add_note(f"no checkpoint of step {self._next_step}: {text}")

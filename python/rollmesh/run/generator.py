@@ -1,0 +1,88 @@
+"""The generator of a run: rm.Generator, or vLLM with rollmesh inside (run/vllm.py).
+
+The loop pushes weights, generates and closes. `RolloutGenerator` has these calls with the names and
+results of rm.Generator. For one configuration both generators give the same tokens and logprobs,
+bit for bit, so a run can be resumed with the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+import rollmesh as rm
+from rollmesh.request.arguments import check_vocabulary
+from rollmesh.run.config import Config
+from rollmesh.run.data import eos_ids
+from rollmesh.weights.self_test import Generates
+
+# Keys of [generator] that are arguments of rm.Generator.
+SAME = (
+    *("sequence_parallel", "device", "dtype", "ep_backend", "max_model_len", "max_num_seqs"),
+    *("kv_cache_gib", "enforce_eager", "isa"),
+)
+_log = logging.getLogger("rollmesh.grpo")
+
+
+class Pushed(Protocol):
+    """The report of a push."""
+
+    @property
+    def gb_per_s(self) -> float: ...
+
+
+class RolloutGenerator(Generates, Protocol):
+    """Created from a model's configuration, without weights."""
+
+    def sync_weights(self, source: Any, version: int, cast: bool = False) -> Pushed:
+        """Takes a whole state dict as `version`, or raises and keeps serving the old version."""
+        ...
+
+    def abort(self) -> Any:
+        """Ends the calls of generate in other threads."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def make_generator(
+    config: Config, hf_config: Any, tokenizer: Any, comm: rm.comm.Comm | None = None
+) -> RolloutGenerator:
+    """hf_config: of the model whose weights will be pushed. comm: this process is a rank of the
+    generator's mesh."""
+    check_vocabulary(tokenizer, hf_config)
+    g, eos, top_k = config.generator, eos_ids(tokenizer, hf_config), config.rollout.top_k
+    if not eos:
+        _log.warning(
+            "no token ends a completion: neither tokenizer, config.json nor "
+            "generation_config.json has an eos_token_id"
+        )
+    if top_k >= hf_config.vocab_size:
+        raise rm.ConfigError(
+            f"[rollout] top_k: expected below the {hf_config.vocab_size} tokens of the model's "
+            f"vocabulary, got {top_k}"
+        )
+    if g.engine == "vllm":
+        from rollmesh.run.vllm import VllmGenerator
+
+        return VllmGenerator(g, hf_config, eos, routing=config.correction.routing_replay)
+    return rm.Generator(
+        rm.ModelSpec.from_hf(hf_config),
+        mesh=rm.Mesh(tp=g.tp, dp=g.dp, ep=g.ep),
+        comm=rm.comm.nccl(comm) if g.exchange == "nccl" else comm,
+        eos_token_ids=eos,
+        threads=g.threads or None,
+        seed=config.seed,
+        **{name: getattr(g, name) for name in SAME},
+    )
+
+
+def group_sampling(config: Config) -> rm.SamplingParams:
+    """Returns the parameters of a group of rollouts."""
+    t = config.rollout
+    filters: dict[str, Any] = {}
+    if t.top_k:
+        filters = {"top_k": t.top_k, "top_p": t.top_p, "min_p": t.min_p, "kept_tokens": True}
+    return rm.SamplingParams(
+        n=t.samples, max_tokens=t.max_tokens, temperature=t.temperature, **filters
+    )

@@ -1,0 +1,218 @@
+"""The metrics of a run: DIR/metrics.jsonl, TensorBoard events, curves.png drawn from them, and
+DIR/completions.jsonl.
+
+Line n describes version n of the weights (grpo/loop.py). Means without values are null. A resumed
+run keeps the lines before its first step and drops the rest, so a file reads as one run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rollmesh.errors import FormatError
+from rollmesh.run.files import library_errors, replace_file, writing
+from rollmesh.runtime.messages import plain, shown
+
+Metrics = dict[str, Any]
+Completions = list[dict[str, Any]]  # rows of completions.jsonl
+_log = logging.getLogger("rollmesh.grpo")
+
+
+class JsonLines:
+    """A JSONL file that grows. If another program removed or changed it, `restore` makes the file
+    that is appended to, with a warning that ends with `then`."""
+
+    def __init__(self, path: Path, restore: Callable[[], None], then: str) -> None:
+        self.path, self._restore, self._then = path, restore, then
+        self._open()
+
+    def _open(self) -> None:
+        self._restore()
+        with writing(self.path):
+            self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+
+    def write(self, *rows: dict[str, Any], ensure_ascii: bool = True) -> None:
+        if not self._is_whole():
+            _log.warning("%s was removed or changed by another program; %s", self.path, self._then)
+            self._file.close()
+            self._open()
+        with writing(self.path):
+            self._file.writelines(json.dumps(row, ensure_ascii=ensure_ascii) + "\n" for row in rows)
+            self._file.flush()
+
+    def close(self) -> None:
+        with writing(self.path):
+            self._file.close()
+
+    def _is_whole(self) -> bool:
+        """Whether the path is still the open file, with the size that was written."""
+        own = os.fstat(self._file.fileno())
+        try:
+            found = self.path.stat()
+        except OSError:
+            return False
+        return os.path.samestat(own, found) and found.st_size == self._file.tell()
+
+
+class MetricsLog:
+    """DIR/metrics.jsonl, and TensorBoard events in DIR/events."""
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = folder / "metrics.jsonl"
+        self.lines = [m for m in read(path) if m["step"] < first_step] if path.exists() else []
+        self._file = JsonLines(
+            path, lambda: replace_file(path, self._rewrite), "it is written again"
+        )
+        self._folder = folder / "events"
+        with writing(self._folder):
+            self._events: Any = SummaryWriter(str(self._folder), purge_step=first_step)
+
+    def _rewrite(self, path: Path) -> None:
+        path.write_text("".join(json.dumps(m) + "\n" for m in self.lines), encoding="utf-8")
+
+    def write(self, metrics: Metrics) -> None:
+        self._file.write(metrics)
+        self.lines.append(metrics)
+        numbers = {k: v for k, v in metrics.items() if isinstance(v, (int, float)) and k != "step"}
+        self._add_events(
+            lambda events: [events.add_scalar(k, v, metrics["step"]) for k, v in numbers.items()]
+        )
+
+    def _add_events(self, call: Callable[[Any], object]) -> None:
+        """TensorBoard errors do not stop the run."""
+        try:
+            if self._events is not None:
+                call(self._events)
+        except Exception as error:  # noqa: BLE001
+            self._events = None
+            _log.warning(
+                "%s: TensorBoard gets no more events: %s: %s",
+                self._folder,
+                type(error).__name__,
+                plain(error),
+            )
+
+    def close(self) -> None:
+        self._file.close()
+        self._add_events(lambda events: events.close())
+
+
+class CompletionsLog:
+    """DIR/completions.jsonl: the first completions of each step, with step, prompt, reward, and
+    whether they ended with an end token."""
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        path = folder / "completions.jsonl"
+
+        def cut(partial: Path) -> None:
+            with path.open("rb") as old, partial.open("wb") as new:
+                new.writelines(line for line in old if _step_of(line) < first_step)
+
+        if path.exists():
+            replace_file(path, cut)
+        self._file = JsonLines(
+            path, lambda: path.parent.mkdir(parents=True, exist_ok=True), "later rows are appended"
+        )
+
+    def write(self, rows: Completions) -> None:
+        self._file.write(*rows, ensure_ascii=False)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _step_of(line: bytes) -> float:
+    """Returns infinity for an incomplete line, or one that is not of a run."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return math.inf
+    return row["step"] if isinstance(row, dict) and type(row.get("step")) is int else math.inf
+
+
+def read(path: Path) -> list[Metrics]:
+    """Returns the complete lines. A killed run may have left half a line at the end."""
+    data = path.read_bytes()
+    lines: list[Metrics] = []
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+        where = f"{plain(path)}:{number}: expected a line of metrics"
+        try:
+            lines.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{where}: {plain(error)}") from error
+        if not isinstance(lines[-1], dict) or type(lines[-1].get("step")) is not int:
+            raise FormatError(f"{where} with a step, got {shown(lines[-1])}")
+    return lines
+
+
+@contextmanager
+def wandb_log(project: str, out: Path, config: dict[str, Any]) -> Iterator[Callable[..., object]]:
+    """Yields a function that logs a line of metrics in a Weights & Biases run of `project`, named
+    like the run folder. A resumed run is a new run there, with the same name. WANDB_MODE=offline
+    stores the run in `out`/wandb, for `wandb sync`. ConfigError: W&B refuses, e.g. no login."""
+    import wandb
+
+    settings = wandb.Settings(console="off", silent=True)
+    with library_errors(f"--wandb {project}: expected a login of W&B, or WANDB_MODE=offline"):
+        run = wandb.init(project=project, name=out.name, dir=out, config=config, settings=settings)
+    with run:
+        run.define_metric("*", step_metric="step")
+        yield run.log
+
+
+def draw_curves(lines: list[Metrics], path: Path) -> None:
+    """Writes the plots of a run as a PNG file."""
+    figure = plot(lines)
+    replace_file(path, lambda partial: figure.savefig(partial, dpi=110, format="png"))
+
+
+def plot(lines: list[Metrics]) -> Any:
+    """Returns a matplotlib figure with the rewards, the differences between trainer and generator,
+    entropy and clipping, and the times."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = [
+        ("reward", ("reward_mean", "eval_reward"), "linear"),
+        ("trainer against generator", ("logprob_diff_max", "kl_k3"), "log"),
+        ("policy", ("entropy", "clip_share"), "linear"),
+        ("seconds a step", ("generate_s", "update_s", "sync_s"), "log"),
+    ]
+    for axes, (title, names, scale) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        if not any((m.get(name) or 0) > 0 for m in lines for name in names):
+            scale = "linear"  # a log scale leaves out zeros
+            if title == "trainer against generator" and lines:
+                count = sum(m.get("tokens", 0) for m in lines)
+                text = f"0 of {count:,} logprobs differ"
+                axes.text(0.5, 0.75, text, transform=axes.transAxes, ha="center", size="large")
+        for name in names:
+            points = [
+                (m["step"], m[name])
+                for m in lines
+                if m.get(name) is not None and (scale == "linear" or m[name] > 0)
+            ]
+            if points:
+                marker = "o" if name == "eval_reward" else None
+                axes.plot(
+                    *zip(*points, strict=True),
+                    label=name,
+                    linewidth=1.2,
+                    marker=marker,
+                    markersize=3,
+                )
+        axes.set(title=title, xlabel="step", yscale=scale)
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    return figure

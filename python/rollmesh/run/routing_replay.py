@@ -1,0 +1,104 @@
+"""Routing replay (R3): the trainer uses the experts that the generator chose for the same token.
+
+Near a tie, the smallest rounding makes a router choose another expert, and the trainer then learns
+from another function than the one that generated the token. With [correction] routing_replay the
+ids come from the generator's record, and the gates from the trainer's router, which thus learns.
+With p = softmax of the router's logits (GLM-4-MoE: sigmoid), and S the k recorded ids of a token:
+
+    gate of expert e = p_e / Σ_{s in S} p_s     for e in S; without norm_topk_prob: p_e; GLM-4-MoE:
+                                                times routed_scaling_factor
+
+The gradient flows through p. A position without a record (padding, the last token of a sequence)
+keeps the trainer's routing; no logprob of a rollout depends on it (samples.make_batch). The
+reference model has its own routing.
+
+Ma, Zhang, Zhao et al. 2025: "Stabilizing MoE Reinforcement Learning by Aligning Training and
+Inference Routers", arXiv 2510.11370.
+
+A forward hook of torch replaces the result of a router. Rejected: another router class, because it
+would become part of the model and its checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import rollmesh as rm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def routers(model: Any) -> list[Any]:
+    """Returns the routers of a transformers model, by layer. ConfigError: it has none."""
+    found = [
+        module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")
+    ]
+    if not found:
+        raise rm.ConfigError(
+            f"[correction] routing_replay: expected false for a {type(model).__name__} without "
+            "experts, got true"
+        )
+    return found
+
+
+@contextmanager
+def replay(model: Any, routed_BTLK: Tensor | None) -> Iterator[None]:
+    """Makes forward passes of [B, T] tokens use these experts; −1: the router's choice. None: no
+    replay.
+
+    With gradient checkpointing, which computes the forward pass again, the backward pass must be
+    inside too. ConfigError: a router was not called, since other kernels compute the model.
+    """
+    if routed_BTLK is None:
+        yield
+        return
+    hooks = [
+        (router, _Recorded(routed_BTLK[:, :, layer].flatten(0, 1)))
+        for layer, router in enumerate(routers(model))
+    ]
+    handles = [router.register_forward_hook(hook) for router, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if (count := sum(hook.was_used for _, hook in hooks)) < len(hooks):
+        raise rm.ConfigError(
+            f"[correction] routing_replay: expected false where the trainer runs {count} of the "
+            f"{len(hooks)} routers of its model, got true"
+        )
+
+
+class _Recorded:
+    """The hook of one router: (logits, gates, ids) of its rows, with the recorded ids and their
+    gates."""
+
+    def __init__(self, ids_RK: Tensor) -> None:
+        self.ids_RK = ids_RK
+        self.was_used = False
+
+    def __call__(
+        self, router: Any, args: Any, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        import torch
+
+        self.was_used = True
+        logits_RE, gates, own_RK = output
+        ids_RK = torch.where(self.ids_RK >= 0, self.ids_RK, own_RK)
+        is_sigmoid = hasattr(router, "e_score_correction_bias")  # used in the choice only
+        scores_RE = (
+            logits_RE.float().sigmoid()
+            if is_sigmoid
+            else torch.softmax(logits_RE, dim=-1, dtype=torch.float32)
+        )
+        gates_RK = scores_RE.gather(1, ids_RK)
+        if getattr(router, "norm_topk_prob", True):  # Mixtral's has no such key
+            gates_RK = gates_RK / gates_RK.sum(-1, keepdim=True)
+        return (
+            logits_RE,
+            (gates_RK * getattr(router, "routed_scaling_factor", 1.0)).to(gates.dtype),
+            ids_RK,
+        )

@@ -1,0 +1,186 @@
+"""The data of a step: what was generated, how it was scored, and the tensors for the trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.run.data import Prompt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sample of a prompt."""
+
+    prompt: Prompt
+    token_ids: list[int]  # with the eos that ended it, and the tokens of replies
+    logprobs: NDArray[np.float32]  # recorded by the generator for each drawn token
+    versions: NDArray[np.int64]  # of the weights that drew each token
+    drawn: NDArray[np.bool_]  # which token_ids the policy drew, not the environment
+    text: Any  # without that eos; of a chat with an environment the messages
+    stopped: bool  # ended by eos, not by max_tokens
+    turns: int = 1  # of the policy
+    kept_tokens: NDArray[np.int32] | None = None  # [tokens, top_k], −1 after the last
+    routed_experts: NDArray[np.int16] | None = None  # [prompt + n − 1, moe_layers, k]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Completions, [prompts × samples], with the samples of a prompt adjacent."""
+
+    completions: list[Completion]
+    seconds: float = 0.0  # of the generation
+    environment_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the policy drew."""
+        return sum(len(c.logprobs) for c in self.completions)
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        """The recorded logprobs of all tokens."""
+        return np.concatenate([c.logprobs for c in self.completions])
+
+
+@dataclass(frozen=True)
+class Scores:
+    total: list[float]  # [completions]: the weighted sums; NaN: not judged
+    values: dict[str, list[float | None]]  # by function, [completions]; None: not judged
+    seconds_of: dict[str, float]  # by function
+    seconds: float  # of all functions
+
+    def metrics(self) -> dict[str, float]:
+        """Returns reward/NAME, the mean of a function over the completions that it judged, and
+        reward_s/NAME, its seconds."""
+        judged = {n: [v for v in values if v is not None] for n, values in self.values.items()}
+        means = {f"reward/{n}": math.fsum(v) / len(v) for n, v in judged.items() if v}
+        return means | {f"reward_s/{name}": seconds for name, seconds in self.seconds_of.items()}
+
+    def mean(self) -> float | None:
+        """Mean reward of the judged completions, None without one."""
+        return float(np.mean(judged)) if (judged := self._judged()) else None
+
+    def std(self) -> float | None:
+        """Their standard deviation."""
+        return float(np.std(judged)) if (judged := self._judged()) else None
+
+    def _judged(self) -> list[float]:
+        return [number for number in self.total if not math.isnan(number)]
+
+    def take(self, indices: Sequence[int]) -> Scores:
+        """Returns the scores of these completions. The seconds stay."""
+        values = {name: [numbers[i] for i in indices] for name, numbers in self.values.items()}
+        return replace(self, total=[self.total[i] for i in indices], values=values)
+
+    @staticmethod
+    def joined(parts: Sequence[Scores]) -> Scores:
+        names = parts[0].values
+        return Scores(
+            [number for part in parts for number in part.total],
+            {name: [value for part in parts for value in part.values[name]] for name in names},
+            {name: sum(part.seconds_of[name] for part in parts) for name in names},
+            sum(part.seconds for part in parts),
+        )
+
+
+def step_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
+    completions, num_tokens = rollout.completions, rollout.num_tokens
+    return {
+        "reward_mean": scores.mean(),
+        "reward_std": scores.std(),
+        "unjudged_share": float(np.isnan(scores.total).mean()),
+        "tokens": num_tokens,
+        "tokens_per_s": num_tokens / rollout.seconds,
+        "completion_tokens": num_tokens / len(completions),
+        "stopped_share": float(np.mean([c.stopped for c in completions])),
+        "generate_s": rollout.seconds,
+        "reward_s": scores.seconds,
+    }
+
+
+def completion_rows(step: int, rollout: Rollout, scores: Scores) -> list[dict[str, Any]]:
+    """Returns the rows of completions.jsonl."""
+    return [
+        {
+            "step": step,
+            "prompt": c.prompt.source,
+            "completion": c.text,
+            "reward": None if math.isnan(reward) else reward,
+            "stopped": c.stopped,
+        }
+        for c, reward in zip(rollout.completions, scores.total, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B sequences, padded to T; N generated tokens in the order of the sequences."""
+
+    tokens_BT: Tensor  # prompts and completions, T the longest; 0 after the end of a sequence
+    mask_BT: Tensor  # which of tokens_BT belong to a sequence
+    generated_BT: Tensor  # which of them the policy drew
+    rows_N: Tensor  # sequence of each generated token
+    columns_N: Tensor  # position whose logits predict it
+    targets_N: Tensor  # the token
+    old_logprobs_N: Tensor  # recorded by the generator
+    lengths_B: Tensor  # generated tokens of each sequence
+    kept_NK: Tensor | None = None  # int32: tokens that the filters of each draw kept, then −1
+    routed_BTLK: Tensor | None = None  # int16 expert ids; −1 without a record
+    versions_N: Tensor | None = None  # of the weights that drew each generated token
+
+    @property
+    def ids_BT(self) -> Tensor:
+        """tokens_BT without the last column, which predicts nothing."""
+        return self.tokens_BT[:, :-1]
+
+
+def make_batch(completions: Sequence[Completion], device: Any = "cpu") -> Batch:
+    """Returns completions as tensors on torch's `device`.
+
+    The routing of a sequence's last token is missing, since it was drawn and never computed. In
+    ids_BT only shorter sequences have that token, and no logprob depends on it."""
+    import torch
+
+    def tensor(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    def joined(arrays: list[Any]) -> Tensor | None:
+        return None if arrays[0] is None else tensor(np.concatenate(arrays))
+
+    sequences = [[*c.prompt.ids, *c.token_ids] for c in completions]
+    ids = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
+    mask, generated = np.zeros(ids.shape, bool), np.zeros(ids.shape, bool)
+    for row, (c, sequence) in enumerate(zip(completions, sequences, strict=True)):
+        ids[row, : len(sequence)] = sequence
+        mask[row, : len(sequence)] = True
+        generated[row, len(c.prompt.ids) : len(sequence)] = c.drawn
+    rows, places = np.nonzero(generated)
+    routed = None
+    if (first := completions[0].routed_experts) is not None:
+        padded = np.full((len(ids), ids.shape[1] - 1, *first.shape[1:]), -1, np.int16)
+        for place, c in zip(padded, completions, strict=True):
+            assert c.routed_experts is not None
+            place[: len(c.routed_experts)] = c.routed_experts
+        routed = tensor(padded)
+    return Batch(
+        tokens_BT=tensor(ids),
+        mask_BT=tensor(mask),
+        generated_BT=tensor(generated),
+        rows_N=tensor(rows),
+        columns_N=tensor(places - 1),
+        targets_N=tensor(ids[rows, places]),
+        old_logprobs_N=tensor(np.concatenate([c.logprobs for c in completions])),
+        lengths_B=tensor(generated.sum(1)),
+        kept_NK=joined([c.kept_tokens for c in completions]),
+        routed_BTLK=routed,
+        versions_N=tensor(np.concatenate([c.versions for c in completions])),
+    )

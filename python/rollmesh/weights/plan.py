@@ -1,0 +1,230 @@
+"""The plan of one sync: the entries that its names were resolved to (`_core.SyncEntry`). Each name
+is resolved once and each tensor is taken once (by DLPack or as a NumPy array); checking, copying,
+listing faults and undoing a failed push work on these entries.
+
+A source that holds its tensors (weights/transport/tensors.py) is checked as a whole first, and the
+entries keep its tensors until they are copied. Every other mapping is read twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from rollmesh import _core
+from rollmesh.distributed.rank_engine import RankEngine
+from rollmesh.errors import (
+    DeadlineError,
+    DTypeError,
+    DuplicateKeyError,
+    Error,
+    LimitError,
+    MissingKeyError,
+    NonFiniteError,
+    TiedWeightError,
+    UnexpectedKeyError,
+)
+from rollmesh.weights.pieces import is_sharded, local_tensor
+from rollmesh.weights.sync import EMBEDDING, HEAD, SyncOptions
+from rollmesh.weights.transport.tensors import entries_of, holds_tensors
+
+ROUTER_BIAS = ".mlp.gate.e_score_correction_bias"
+MAX_LISTED = 50  # faults listed in one message
+MAX_NAME = 120  # characters of a name in a message
+BATCH_BYTES = 2 << 30  # of tensors in one call of the engine; a Ctrl-C is seen between two calls
+# Bytes of gathered tensors in one call. With a deadline, which is checked between calls, of all.
+GATHERED_BYTES = 256 << 20
+Faults = dict[type[Error], list[str]]
+
+
+class Plan:
+    """The entries of one sync."""
+
+    def __init__(self, engine: RankEngine, options: SyncOptions):
+        self._engine, self._strict = engine, options.strict
+        self._entries: dict[str, _core.SyncEntry] = {}
+
+    def entry(self, name: Any) -> _core.SyncEntry:
+        """Returns the entry of a name; one without parameters is skipped. UnexpectedKeyError or
+        LimitError for a name that the model does not have."""
+        found = self._entries.get(name) if isinstance(name, str) else None
+        if found is None:
+            found = self._entries[name] = self._engine.sync_resolve(name, not self._strict)
+        return found
+
+    def forget(self) -> None:
+        """Gives back all tensors: the sync has failed, and its error may live long."""
+        self._entries.clear()
+
+    def _take(self, name: Any, tensor: Any) -> _core.SyncEntry:
+        entry = self.entry(name)
+        if entry.params and not entry.taken:
+            self._engine.sync_take(entry, local_tensor(tensor))
+        return entry
+
+    def push(self, name: Any, tensor: Any) -> None:
+        """Copies one tensor. On an error the entry keeps nothing of it."""
+        entry = self._take(name, tensor)
+        try:
+            self._engine.sync_push([entry])
+        except BaseException:
+            entry.release()
+            raise
+
+    def check(self, source: Mapping[str, Any]) -> None:
+        """Checks all entries of a mapping before a byte is copied. A tensor that has to be gathered
+        first is checked when it is copied."""
+        manifest, limit = self._engine.manifest(), self._most_entries()
+        if len(source) > limit:
+            raise LimitError(
+                f"source: expected at most {limit} weights for a model of {len(manifest)} "
+                f"parameters, got {len(source)}"
+            )
+        keeps = holds_tensors(source)
+        faults: Faults = {}
+        spelled: dict[int, str] = {}  # parameter → its name in the source
+        for name, tensor in entries_of(source):
+            try:
+                for index in self.entry(name).params:
+                    if index in spelled:
+                        faults.setdefault(DuplicateKeyError, []).append(
+                            f"{manifest[index][0]} as {_short(spelled[index])} and as "
+                            f"{_short(name)}"
+                        )
+                        break
+                    spelled[index] = name
+                if not is_sharded(tensor):
+                    entry = self._take(name, tensor)
+                    if not keeps:
+                        entry.release()
+            except Error as error:
+                faults.setdefault(type(error), []).append(str(error))
+        if self._strict:
+            missing = [
+                name
+                for index, (name, _, _, required) in enumerate(manifest)
+                if required and index not in spelled
+            ]
+            if any(manifest[index][0] == HEAD and not manifest[index][3] for index in spelled):
+                # tied: one matrix, which has come as lm_head
+                missing = [name for name in missing if name != EMBEDDING]
+            if missing:
+                faults[MissingKeyError] = missing
+        _raise_faults(faults)
+
+    def push_mapping(self, source: Mapping[str, Any], deadline: float | None) -> None:
+        """Copies every entry. NonFiniteError and TiedWeightError are only known after reading the
+        values; the error lists all of them."""
+        faults: Faults = {}
+        for batch in self._batches(source, deadline):
+            try:
+                self._engine.sync_push(batch)
+                continue
+            except (NonFiniteError, TiedWeightError):
+                pass  # no entry was pushed; pushing one by one names each tensor
+            for entry in batch:
+                try:
+                    self._engine.sync_push([entry])
+                except (NonFiniteError, TiedWeightError) as error:
+                    faults.setdefault(type(error), []).append(str(error))
+                    entry.release()
+        _raise_faults(faults)
+
+    def _batches(
+        self, source: Mapping[str, Any], deadline: float | None
+    ) -> Iterator[list[_core.SyncEntry]]:
+        """The entries with their tensors, one by one unless the source holds its tensors."""
+        holds = holds_tensors(source)
+        batch: list[_core.SyncEntry] = []
+        held = gathered = 0
+        for name, tensor in entries_of(source):
+            check_deadline(deadline, name)
+            entry = self._take(name, tensor)
+            batch.append(entry)
+            held += entry.nbytes
+            gathered += entry.nbytes if deadline is not None or is_sharded(tensor) else 0
+            if not holds or held >= BATCH_BYTES or gathered >= GATHERED_BYTES:
+                yield batch
+                batch, held, gathered = [], 0, 0
+        if batch:
+            yield batch
+
+    def push_entries(self, entries: Iterable[Any], deadline: float | None) -> None:
+        """Copies the entries of an iterator one by one."""
+        for name, tensor in entries_of(entries):
+            check_deadline(deadline, name)
+            self.push(name, tensor)
+
+    def push_all(
+        self, entries: Iterable[Any], listing: bool, deadline: float | None
+    ) -> Exception | None:
+        """push_entries where ranks are processes. Iterates over all entries even after an error, so
+        that all ranks take part in the exchanges behind them; all ranks stop at the same number of
+        an iterator that does not end. Returns the error. listing: list all non-finite and tied
+        values, as push_mapping does."""
+        fault: Exception | None = None
+        faults: Faults = {}
+        limit = self._most_entries()
+        for count, entry in enumerate(entries):
+            if count == limit:
+                fault = fault or LimitError(f"source: expected at most {limit} weights, got more")
+                break
+            try:
+                if fault is None:
+                    self.push_entries([entry], deadline)
+            except (NonFiniteError, TiedWeightError) as error:
+                if listing:
+                    faults.setdefault(type(error), []).append(str(error))
+                else:
+                    fault = error
+            except Exception as error:  # noqa: BLE001 (raised once all ranks know)
+                fault = error
+        try:
+            _raise_faults(faults if fault is None else {})
+        except Error as error:
+            fault = error
+        return fault
+
+    def _most_entries(self) -> int:
+        return 8 * len(self._engine.manifest()) + 1024
+
+
+def check_deadline(deadline: float | None, name: object) -> None:
+    if deadline is not None and time.monotonic() > deadline:
+        raise DeadlineError(
+            f"the sync did not finish within its timeout; it had reached {_short(name)}"
+        )
+
+
+def _short(name: object) -> str:
+    text = name if isinstance(name, str) else repr(name)
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= MAX_NAME else f"{text[:MAX_NAME]}… ({len(text)} characters)"
+
+
+def _listed(things: list[str], most: int) -> str:
+    rest = len(things) - most
+    return "; ".join(things[:most]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def _raise_faults(faults: Faults) -> None:
+    """Raises one error that lists all faults of one class, names before tensors, and counts those
+    of other classes."""
+    for kind in (UnexpectedKeyError, DuplicateKeyError, MissingKeyError, *faults):
+        if kind not in faults:
+            continue
+        names = faults[kind]
+        head, tail = "missing: " if kind is MissingKeyError else "", ""
+        if others := [
+            f"{len(rest)} {other.__name__}" for other, rest in faults.items() if other is not kind
+        ]:
+            tail = f" (besides: {', '.join(others)})"
+        if kind is MissingKeyError and all(name.endswith(ROUTER_BIAS) for name in names):
+            tail += (
+                "; it is a buffer, which parameters() and torchtitan's to_hf leave out: push the "
+                "module's own state_dict()"
+            )
+        # a missing cast=True is a fault of every tensor
+        most = 3 if kind is DTypeError else MAX_LISTED
+        raise kind(f"{len(names)} of the weights: {head}{_listed(names, most)}{tail}")

@@ -1,0 +1,177 @@
+// scheduler.c: the scheduler alone, without a model, a device or another rank. The model is a hash:
+// the state at a position is a function of the token there and of the state before, which is read
+// through the block table from an array in the place of the KV cache. The token drawn from a row is
+// a function of its state, the seed and the position.
+//
+// Oracle: the tokens of each sample, computed from its prompt without any page. A page that is
+// shared, copied, cached, preempted or zeroed wrongly gives another token. Besides: each row's page
+// belongs to its sequence, no two rows write one slot, pages are given back at the end.
+//
+//   scheduler [--cases 300] [--seed 1] [--plant 1: pages are not copied, 2: not zeroed]
+#include <string.h>
+
+#include "common/fuzz.h"
+#include "scheduler/scheduler.h"
+
+enum { VOCAB = 50, PAGE = 16, MAX_LEN = 96, MAX_ROWS = 64, MAX_PAGES = 64, MAX_REQUESTS = 12 };
+
+typedef struct scene {
+  fuzz f;
+  rm_scheduler scheduler;
+  uint64_t kv[MAX_PAGES * PAGE];
+  int32_t prompts[MAX_REQUESTS][MAX_LEN];
+  int32_t tokens[MAX_ROWS], ranks[MAX_ROWS], kept[MAX_ROWS];
+  float floats[MAX_ROWS];
+  uint8_t flags[MAX_ROWS];
+  long steps, samples, preemptions, hits, copies;
+} scene;
+
+static uint64_t state_of(uint64_t before, int32_t token) {
+  return tiny_mix(before + 0x9E3779B97F4A7C15u * (uint64_t)(token + 1));
+}
+
+static int32_t draw_of(uint64_t state, uint64_t seed, int64_t length) {
+  return (int32_t)(tiny_mix(state ^ tiny_mix(seed + (uint64_t)length)) % VOCAB);
+}
+
+static void begin(scene *s) {
+  const rm_scheduler_options options = {
+      .policy = &rm_own_policy,
+      .limits = {.vocab = VOCAB, .max_model_len = MAX_LEN, .page_size = PAGE, .engine_seed = 3},
+      .max_num_seqs = 1 + fuzz_below(&s->f, 6),
+      .max_num_batched_tokens = 1 + fuzz_below(&s->f, MAX_ROWS),
+      .prefix_caching = !fuzz_one_in(&s->f, 4),
+  };
+  const int64_t n_pages = MAX_LEN / PAGE + fuzz_below(&s->f, MAX_PAGES - MAX_LEN / PAGE);
+  rm_error err = RM_ERROR_INIT;
+  memset(&s->scheduler, 0, sizeof s->scheduler);
+  memset(s->kv, 0, sizeof s->kv);
+  tiny_must(rm_scheduler_create(&s->scheduler, &options, &err), &err);
+  tiny_must(rm_scheduler_open_pages(&s->scheduler, n_pages, &err), &err);
+}
+
+static void add(scene *s, uint64_t id) {
+  int32_t *prompt = s->prompts[id - 1];
+  const uint64_t text = fuzz_one_in(&s->f, 2) ? s->f.seed : fuzz_bits(&s->f); // some begin alike
+  const int64_t n_prompt = 1 + fuzz_below(&s->f, MAX_LEN - 1);
+  for (int64_t p = 0; p < n_prompt; p++)
+    prompt[p] = (int32_t)(tiny_mix(text + (uint64_t)p) % VOCAB);
+  const rm_request request = {.prompt = prompt,
+                              .n_prompt = n_prompt,
+                              .n = 1 + (int32_t)fuzz_below(&s->f, 4),
+                              .max_tokens = 1 + fuzz_below(&s->f, 40),
+                              .temperature = 1,
+                              .top_p = 1,
+                              .top_k = -1,
+                              .has_seed = 1,
+                              .seed = 7 * id,
+                              .prompt_logprobs = -1};
+  rm_error err = RM_ERROR_INIT;
+  tiny_must(rm_sequence_group_check(&request, &s->scheduler.options.limits, &err), &err);
+  tiny_must(rm_scheduler_add(&s->scheduler, &request, id, &err), &err);
+}
+
+// ---------------------------------------------------------------------------------- the hash model
+static void write_pages(scene *s) {
+  const rm_plan *plan = &s->scheduler.plan;
+  for (int64_t i = 0; i < plan->n_writes; i++) {
+    const rm_page_write *write = &plan->writes[i];
+    uint64_t *to = s->kv + write->to * PAGE;
+    if (write->from < 0 && s->f.plant != 2) memset(to, 0, PAGE * sizeof *to);
+    if (write->from >= 0 && s->f.plant != 1)
+      memcpy(to, s->kv + write->from * PAGE, PAGE * sizeof *to);
+    s->copies += write->from >= 0;
+  }
+}
+
+static uint64_t *slot_of(scene *s, int64_t row, int64_t position) {
+  const rm_plan *plan = &s->scheduler.plan;
+  const int32_t *table = plan->block_tables + plan->seq_of_row[row] * s->scheduler.max_pages;
+  return &s->kv[table[position / PAGE] * PAGE + position % PAGE];
+}
+
+// Pages are zeros before they are written: what a row would read after its position.
+static void compute(scene *s, uint64_t states[]) {
+  const rm_plan *plan = &s->scheduler.plan;
+  for (int64_t r = 0; r < plan->n_rows; r++) {
+    const int64_t p = plan->positions[r];
+    uint64_t *at = slot_of(s, r, p);
+    states[r] = state_of(p ? *slot_of(s, r, p - 1) : 0, plan->ids[r]);
+    if (plan->slots[r] < 0) {
+      if (*at != states[r]) tiny_die("%s: a cached position differs", fuzz_where(&s->f));
+      continue;
+    }
+    if (at != &s->kv[plan->slots[r]]) tiny_die("%s: a slot of another page", fuzz_where(&s->f));
+    if (*at) tiny_die("%s: a position is written twice or not zero", fuzz_where(&s->f));
+    *at = states[r];
+  }
+}
+
+static void step(scene *s) {
+  rm_scheduler *scheduler = &s->scheduler;
+  const rm_plan *plan = &scheduler->plan;
+  uint64_t states[MAX_ROWS];
+  if (rm_schedule(scheduler) != RM_LAST_BATCH) tiny_die("%s: no work", fuzz_where(&s->f));
+  write_pages(s);
+  compute(s, states);
+  for (int64_t d = 0; d < plan->n_draws; d++) {
+    const rm_sample_params *params = &plan->params[d];
+    s->tokens[d] =
+        draw_of(states[plan->out_rows[plan->draws[d].out]], params->seed, (int64_t)params->counter);
+  }
+  const rm_step_output output = {.row_flags = s->flags,
+                                 .target_logprobs = s->floats,
+                                 .tokens = s->tokens,
+                                 .ranks = s->ranks,
+                                 .kept = s->kept,
+                                 .logprobs = s->floats,
+                                 .sampling_logprobs = s->floats};
+  rm_commit(scheduler, &output);
+  s->steps++;
+}
+
+// ------------------------------------------------------------------------------------- the oracle
+static void check(scene *s, uint64_t id) {
+  rm_request_view request;
+  rm_error err = RM_ERROR_INIT;
+  tiny_must(rm_scheduler_view(&s->scheduler, id, &request, &err), &err);
+  uint64_t prompt = 0;
+  for (int64_t p = 0; p < request.n_prompt; p++) prompt = state_of(prompt, s->prompts[id - 1][p]);
+  for (int32_t i = 0; i < request.n; i++) {
+    rm_sample_view sample;
+    uint64_t state = prompt;
+    tiny_must(rm_scheduler_sample_view(&s->scheduler, id, i, &sample, &err), &err);
+    for (int64_t t = 0; t < sample.n_tokens; t++) {
+      const int32_t want = draw_of(state, 7 * id + (uint64_t)i, request.n_prompt + t);
+      if (sample.tokens[t] != want)
+        tiny_die("%s: request %llu, sample %d: token %lld is %d instead of %d", fuzz_where(&s->f),
+                 (unsigned long long)id, i, (long long)t, sample.tokens[t], want);
+      state = state_of(state, want);
+    }
+    s->samples++;
+  }
+  tiny_must(rm_scheduler_release(&s->scheduler, id, &err), &err);
+}
+
+int main(int argc, char **argv) {
+  static scene s;
+  s.f = fuzz_begin(argc, argv, 300, 2);
+  while (fuzz_next_case(&s.f)) {
+    const uint64_t n = 1 + (uint64_t)fuzz_below(&s.f, MAX_REQUESTS);
+    begin(&s);
+    for (uint64_t id = 1; id <= n || s.scheduler.n_live;) {
+      if (id <= n && fuzz_one_in(&s.f, 3)) add(&s, id++);
+      if (s.scheduler.n_live) step(&s);
+    }
+    for (uint64_t id = 1; id <= n; id++) check(&s, id);
+    const rm_kv_stats kv = rm_kv_statistics(s.scheduler.cache);
+    if (kv.pages_held)
+      tiny_die("%s: %lld pages are held", fuzz_where(&s.f), (long long)kv.pages_held);
+    s.preemptions += s.scheduler.preemptions;
+    s.hits += kv.hits;
+    rm_scheduler_destroy(&s.scheduler);
+  }
+  printf("scheduler: %ld samples in %ld steps; %ld preemptions, %ld pages reused, %ld copied\n",
+         s.samples, s.steps, s.preemptions, s.hits, s.copies);
+  return 0;
+}
