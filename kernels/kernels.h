@@ -1,5 +1,5 @@
-// kernels.h: the ops of a forward pass over raw pointers, and the contract that every variant
-// of them keeps.
+// kernels.h: the ops of a forward pass, of sampling and of weight syncs over raw pointers, and the
+// contract that every variant of them keeps.
 //
 // A variant (reference loops, AVX2, AVX-512, AMX; CUDA) is one `rm_kernels` table. All tables of a
 // family compute bit-identical results; docs/numerics.md states the arithmetic, kernels/cpu/ref.c
@@ -484,8 +484,8 @@ typedef struct rm_pack_args {
 #define RM_OPS(X) RM_FAST_OPS(X) RM_PLAIN_OPS(X)
 #define RM_OP_SLOT(name, args) void (*name)(const rm_ctx *, const args *);
 
-// No function is NULL in the tables that rm_kernels_for, rm_kernels_best and rm_kernels_cuda
-// (kernels/cuda/rm_cuda.h) return.
+// The tables that rm_kernels_for, rm_kernels_best and rm_kernels_cuda (kernels/cuda/rm_cuda.h)
+// return have every function.
 typedef struct rm_kernels {
   const char *isa; // "ref", "avx2", …
   const char *family; // variants of one family are bit-identical: "x86"

@@ -1,7 +1,7 @@
 // dispatch.c: see dispatch.h. Rows arrive ordered by rank, then expert; grouped gemms need them by
-// expert, so they are reordered once, and the outputs once more. Rejected: writing directly to the
-// final position, because it needs a transport with remote addresses. The order of rows within an
-// expert does not change the result.
+// expert, so they are reordered once, and the outputs once more. Writing directly to the final
+// position was rejected: it needs a transport with remote addresses. The order of rows within an
+// expert changes no bit.
 #include "model/moe/dispatch.h"
 
 #include <string.h>
@@ -66,7 +66,8 @@ rm_code rm_dispatch_create(const rm_dispatch_options *options, rm_dispatch **out
   if (!rm_mul_i64(options->max_rows, options->top_k, &choices) ||
       !rm_mul_i64(choices, n_ranks, &total) || total > INT32_MAX)
     return rm_fail(err, RM_E_LIMIT,
-                   "expected at most %d rows in all, got max_rows=%lld on %d ranks with top_k=%lld",
+                   "max_rows: expected at most %d choices in all, got max_rows=%lld on %d ranks "
+                   "with top_k=%lld",
                    INT32_MAX, (long long)options->max_rows, n_ranks, (long long)options->top_k);
   rm_dispatch *d = rm_alloc(1, sizeof *d);
   if (!d) return rm_fail(err, RM_E_MEMORY, "no memory for a token dispatcher");
@@ -171,7 +172,7 @@ rm_code rm_dispatch_plan_rows(rm_dispatch *d, const int32_t *ids, int64_t n_rows
 }
 
 // ------------------------------------------------------------------------------- copies in memory
-enum { SHARED_BYTES = 1 << 16 }; // the calling thread alone copies up to this many bytes
+enum { SHARED_BYTES = 1 << 16 }; // fewer are copied by the caller alone
 
 typedef struct copy_job {
   const rm_dispatch *d;
