@@ -11,7 +11,7 @@
 
 typedef struct rm_store rm_store;
 
-// Keeps views of params, device and team until destroy. The first sync allocates the weights.
+// Keeps views of params, device and team until destroy. The first two syncs allocate a copy each.
 rm_code rm_store_create(const rm_params *params, const rm_device *device, rm_team *team,
                         rm_store **out, rm_error *err);
 void rm_store_destroy(rm_store *store); // safe on NULL

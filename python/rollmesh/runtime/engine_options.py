@@ -9,7 +9,7 @@ from rollmesh.runtime.engine_views import Ids
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Options as ext/engine/options.c reads them; the fields are rm_ranks_options'."""
+    """Options as ext/engine/options.c reads them; the fields are rm_engine_options'."""
 
     dtype: str
     isa: str | None

@@ -4,9 +4,9 @@ The protocol of one sync. `Generator.sync_weights`, `Generator.begin_sync` and v
 (rollmesh/vllm/weight_updates.py) follow it; updates.py makes the calls in this order.
 
 1. Begin. The version number must exceed the last committed one; None is the next number. The
-   engine allocates a second copy of the weights, the staged copy (mode="staged"), or takes the
-   serving copy out of service (mode="inplace", which waits for running requests first). One sync
-   is open at a time: a new one drops an open one.
+   engine opens a second copy of the weights, the staged copy (mode="staged"; the first two syncs
+   allocate one copy each), or takes the serving copy out of service (mode="inplace", which waits
+   for running requests first). One sync is open at a time: a new one drops an open one.
 2. Resolve. Each name of the source is resolved once (csrc/weights/names.c) to an entry of the
    plan (plan.py): the parameters that it fills, their rows, and the order of these rows. Names of
    rope's buffers, and with strict=False unknown names, become entries that are skipped.
@@ -17,9 +17,9 @@ The protocol of one sync. `Generator.sync_weights`, `Generator.begin_sync` and v
 4. Copy. Threads copy the entries into the staged copy in the kernels' layout. The same pass
    computes digests and finds values that are not finite, and differences between tied matrices. A
    list of entries is copied as a whole or undone.
-5. Commit. The engine checks that every required parameter was copied, and applies `inflight` to
-   running requests. Then it swaps the copies: the new version serves, and the prefix cache is
-   dropped.
+5. Commit. With inflight="wait" running requests finish first. The engine checks that every
+   required parameter was copied and swaps the copies: the new version serves. Then it applies
+   another `inflight` to running requests and drops the prefix cache.
 6. Undo. An error at any point drops the staged copy, and the old version keeps serving. Only a
    sync in place that has begun to write leaves the generator without weights (NotSyncedError)
    until the next sync.
