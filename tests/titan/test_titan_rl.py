@@ -353,8 +353,11 @@ def test_a_model_that_is_not_computed_is_refused_before_anything_starts() -> Non
         ({"kv_cache_gib": float("nan")}, "got nan"),
         ({"kv_cache_gib": "1"}, "got '1'"),
         ({"mesh": "tp=2"}, "generator.mesh: expected a Mesh, got 'tp=2'"),
-        ({"mesh": rm.Mesh(tp=3)}, "tp=3"),
-        ({"parallelism": InferenceParallelismConfig(tensor_parallel_degree=3)}, "tp=3"),
+        ({"mesh": rm.Mesh(tp=3)}, "tp: expected a divisor of num_attention_heads=16, got 3"),
+        (
+            {"parallelism": InferenceParallelismConfig(tensor_parallel_degree=3)},
+            "tp: expected a divisor of num_attention_heads=16, got 3",
+        ),
         (
             {"parallelism": None},
             "generator.parallelism: expected a InferenceParallelismConfig, got None",
