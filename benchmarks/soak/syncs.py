@@ -277,21 +277,22 @@ class Model:
         return 1
 
     def pieces(self) -> int:
-        """Closed by the first step of a generate."""
+        """Open while requests run, which does not change their weights."""
         sync = self.gen.begin_sync(cast=True)
         for name, array in self.plain.items():
             sync.push(name, array)
         bits(self.gen)
+        sync.commit()
         return 1
 
     def repeated(self) -> int:
-        """Two sets, of which a repeated name begins the second."""
+        """A repeated name is refused; the sync stays open."""
         sync = self.gen.begin_sync(cast=True)
-        for _ in range(2):
-            for name, array in self.plain.items():
-                sync.push(name, array)
+        for name, array in self.plain.items():
+            sync.push(name, array)
+        refused(rm.DuplicateKeyError, sync.push, name, array)
         sync.commit()
-        return 2
+        return 1
 
     def incomplete(self) -> int:
         sync = self.gen.begin_sync(cast=True)

@@ -19,7 +19,8 @@ import pytest
 from helpers import tiny_spec
 
 import rollmesh as rm
-from rollmesh import _core, generator
+from rollmesh import _core
+from rollmesh.runtime import arguments
 from rollmesh.runtime.cores import usable_cores
 
 Files = dict[str, str]
@@ -170,7 +171,7 @@ def test_the_default_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a machine with more cores than threads are allowed."""
     assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
     for cores, threads in ((1, 1), (300, 256)):
-        monkeypatch.setattr(generator, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(arguments, "usable_cores", lambda cores=cores: cores)
         with rm.Generator(
             tiny_spec(), eos_token_ids=[], kv_cache_gib=0.004, max_model_len=128
         ) as gen:

@@ -78,7 +78,7 @@ def test_rm_isa_caps(isa: str) -> None:
 
 
 def test_an_unknown_rm_isa_is_an_error() -> None:
-    assert "RM_ISA is not ref, avx2" in child(
+    assert "RM_ISA: expected ref, avx2" in child(
         "from rollmesh import ops; print(ops.best_isa())", RM_ISA="avx1024"
     )
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from rollmesh import _core
 from rollmesh.errors import ConfigError, Error
+from rollmesh.runtime.cores import usable_cores
 from rollmesh.runtime.messages import reason, shown
 
 MAX_ITEMS = 2**24  # prompts of a call, tokens of a prompt, request ids
@@ -73,7 +74,7 @@ def thread_count(value: Any, prefix: str = "") -> int:
     """Checks the option `threads`; None means all cores that this process may use."""
     most = ENGINE_LIMITS["threads"][1]
     if value is None:
-        return min(_core.usable_cores(), most)
+        return min(usable_cores(), most)
     return integer(f"{prefix}threads", value, 1, most)
 
 

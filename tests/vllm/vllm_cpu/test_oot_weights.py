@@ -43,7 +43,7 @@ def test_the_first_load_is_waited_for(served: tuple[Any, Oracle]) -> None:
     llm, oracle = served
     model = oot.model_of(llm)
     assert model.commit_weights() is None
-    with pytest.raises(rm.errors.NotSyncedError, match="no weights yet"):
+    with pytest.raises(rm.errors.NotSyncedError, match="load_weights"):
         model.embed_input_ids(torch.zeros(1, dtype=torch.int32))
     weights = weights_of(MOE, "bfloat16")
     oracle.serve(weights)
