@@ -73,7 +73,8 @@ SLIDING: Config = {"use_sliding_window": True, "sliding_window": 9}
 
 
 def of_family(model_type: str, **changes: Any) -> Config:
-    """What all families have, of helpers.tiny_config, and the keys of one."""
+    """The keys of helpers.tiny_config that all families share, with the given model type and
+    changes."""
     common = {
         key: value
         for key, value in helpers.tiny_config().items()
@@ -190,7 +191,7 @@ AKIN: dict[str, list[str]] = {
 } | dict.fromkeys(ROPE, ROPE)
 
 
-# Of what takes arguments: how it is called, and with what.
+# Functions that take arguments: how to call each of them, and with which values.
 SMALL = {
     "max_model_len": 48,
     "kv_cache_gib": 0.004,
@@ -434,8 +435,8 @@ def mutate(r: Dice, config: Config) -> set[str]:
 
 # ------------------------------------------------------------------------------------- the oracle
 def names(message: str, touched: set[str]) -> bool:
-    """Whether the message names what was touched or something akin. A key that is no identifier may
-    be shown as its repr."""
+    """Whether the message names what was changed, or something related. A key that is not an
+    identifier may appear as its repr."""
     akin = touched.union(*(AKIN.get(key, []) for key in touched))
     return (
         any(key[:50] in message or repr(key)[1:50] in message for key in akin)

@@ -136,9 +136,9 @@ def simt(into: Path) -> Path:
 
 @functools.cache
 def simt_library(into: Path) -> Path:
-    """What stands in for librollmesh_cuda.so where there is no GPU: the same doors over the same
-    kernels and the CUDA runtime of tests/gpu/simt, so that whatever loads the one runs on the
-    other."""
+    """Builds a replacement for librollmesh_cuda.so on machines without a GPU. It exports the same
+    functions over the same kernels and uses the CUDA runtime of tests/gpu/simt, so code that loads
+    the real library can load this one."""
     target = into / "librollmesh_simt.so"
     flags = ["-shared", "-pthread", "-Wl,-z,noexecstack,-z,defs"]
     link = [
@@ -248,7 +248,7 @@ class Kernel(NamedTuple):
 
 
 def kernels(built: Path) -> list[Kernel]:
-    """Of the library `built`, in the order of its sources."""
+    """Returns the kernels of the library `built`, in the order of its sources."""
     found = []
     for path in sorted(built.parent.glob("kernels/cuda/*.ptxas")):
         for entry in path.read_text().split("Compiling entry function ")[1:]:
@@ -322,7 +322,8 @@ def report(into: Path) -> str:
 
 
 def demangled(names: list[str]) -> list[str]:
-    """Without arguments and namespaces; as they are where there is no c++filt."""
+    """Returns the names without arguments and namespaces, or unchanged if c++filt is not
+    installed."""
     if not shutil.which("c++filt"):
         return names
     done = subprocess.run(

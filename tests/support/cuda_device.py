@@ -111,8 +111,8 @@ def no_gpu(reason: str) -> NoReturn:
 
 
 class Refused(Exception):
-    """What rm_cuda_open says: RM_DEVICE_NOT_SUCH 1, RM_DEVICE_FULL 2, RM_DEVICE_FAILED 3, and
-    why."""
+    """rm_cuda_open failed: RM_DEVICE_NOT_SUCH 1, RM_DEVICE_FULL 2 or RM_DEVICE_FAILED 3, and the
+    reason."""
 
 
 class Library:

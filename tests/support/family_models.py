@@ -52,8 +52,8 @@ def rope(dice: Dice) -> dict[str, Any]:
 
 
 def sizes(dice: Dice, *, head_dim: bool = True, heads_divide: bool = False) -> dict[str, Any]:
-    """What all families have. head_dim: the family reads that key; heads_divide: hidden_size is a
-    multiple of the heads."""
+    """The config keys that all families share. head_dim: the family reads that key. heads_divide:
+    hidden_size is a multiple of the number of heads."""
     kv_heads = dice.between(1, 4)
     heads = kv_heads * dice.between(1, 4)
     dim = 2 * dice.between(2, 16)
@@ -261,8 +261,8 @@ def draw(family: str, number: int, seed: int = 0, **changes: Any) -> Model:
 
 @dataclasses.dataclass
 class Routing:
-    """What a router of one layer chose for each row, best first, and by how much: the least gap in
-    what it compared."""
+    """The choices of one layer's router for each row, best first, and the smallest gap between the
+    values that it compared."""
 
     ids: list[np.ndarray] = dataclasses.field(default_factory=list)
     gaps: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -294,7 +294,7 @@ def _gaps(router: Any, logits: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def routings(net: Any) -> Iterator[Routing]:
-    """Of the forward passes inside, a layer after another."""
+    """Records the routings of the forward passes inside the block, one layer after another."""
     made = Routing()
 
     def record(router: Any, _: Any, outputs: Any) -> None:

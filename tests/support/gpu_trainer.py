@@ -1,6 +1,6 @@
-"""A trainer's tensors on a simulated GPU (tests/gpu/simt): DLPack producers that behave as torch's
-CUDA tensors do, with work on a stream of their own that nobody has waited for, in this process or
-in one that a test drives."""
+"""A trainer's tensors on a simulated GPU (tests/gpu/simt). The DLPack producers behave like torch's
+CUDA tensors: their work is enqueued on the trainer's stream and may be unfinished. They live in
+this process or in a process that a test drives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rollmesh.weights.transport.segment import MappedSegment
 
 
 class Trainer:
-    """Another library of this process, on one device, with a stream of its own."""
+    """A second library in this process that uses the same device with a separate stream."""
 
     def __init__(self, library: Path, ordinal: int) -> None:
         self.ordinal = ordinal
@@ -66,8 +66,8 @@ class Trainer:
 
 
 class OnGpu(dlpack.Producer):
-    """As torch gives a CUDA tensor: while its device is the current one, after the reader's stream
-    was made to wait for its own."""
+    """Exports DLPack as torch does for a CUDA tensor: with its device current, and after making the
+    reader's stream wait for the producer's stream."""
 
     def __init__(
         self, trainer: Trainer, array: np.ndarray, *, block: int | None = None, **fields: Any
@@ -97,10 +97,10 @@ class OnGpu(dlpack.Producer):
         return super().__dlpack__(**arguments)
 
 
-# ------------------------------------------------------------------------ in a process of its own
+# ------------------------------------------------------------------------ in a separate process
 class Lender:
-    """What a test makes its trainer's process do: each method is a command, and returns its answer.
-    `held` is what it lends."""
+    """The commands that a test sends to its trainer's process: each method is a command and returns
+    its answer. `held` is the tensors that the trainer lends."""
 
     def __init__(self, library: str, ordinal: int) -> None:
         self.trainer = Trainer(Path(library), ordinal)
@@ -124,7 +124,7 @@ class Lender:
 
 
 class Lending(Lender):
-    """By a writer of its own."""
+    """Lends with its own WeightWriter."""
 
     def __init__(self, library: str, ordinal: int, folder: str) -> None:
         super().__init__(library, ordinal)

@@ -1,5 +1,5 @@
-"""What may be wrong with the folders that `rollmesh grpo` reads: a model's checkpoint, a run that
-is resumed. For tests/support/grpo_fuzz.py."""
+"""Mistakes in the folders that `rollmesh grpo` reads: the checkpoint of a model, and a run that is
+resumed. Used by tests/support/grpo_fuzz.py."""
 
 from __future__ import annotations
 
@@ -366,8 +366,8 @@ def tokenizer(r: random.Random, trial: Path) -> Case:
 
 # ------------------------------------------------------------------------------------ run folders
 def run_folder(r: random.Random, trial: Path) -> Case:
-    """Of a run with a step to go: a file of its last checkpoint, its logs, or other folders beside
-    it."""
+    """Mistakes in a run folder that has one step left: in a file of its last checkpoint, in its
+    logs, or in other folders beside it."""
     name = r.choice(["run", "ahead"])
     out = trial / "out"
     shutil.copytree(trial / f"{name}-left", out)
@@ -487,7 +487,7 @@ def checkpoint_weights(r: random.Random, out: Path, folder: Path) -> Case:
 
 
 def logs(r: random.Random, out: Path, folder: Path) -> Case:
-    """What stands before the resumed step is kept, line by line; what is no line of metrics is
+    """Lines before the resumed step are kept unchanged. A line that is not valid metrics is
     refused."""
     name = r.choice(["metrics.jsonl", "completions.jsonl"])
     file = out / name

@@ -1,8 +1,8 @@
 """`rollmesh grpo` in forks of a process that has imported what it needs and has not computed: a
 tiny run takes about a second.
 
-For the drivers tests/support/grpo_fuzz.py and tests/support/grpo_kills.py, which are programs and
-import this first: no thread may run before a fork."""
+For the drivers tests/support/grpo_fuzz.py and tests/support/grpo_kills.py. They are programs and
+import this module first, because the process must be single-threaded when it forks."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ PLAIN = {
 
 
 def prepare() -> None:
-    """Imports all that a run imports. Gives this process a /dev/shm of its own where it may:
-    others' names would be taken for a run's."""
+    """Imports all modules that a run imports. Gives this process a private /dev/shm if it is
+    allowed to, because names of other processes would be counted as names of a run."""
     libc = ctypes.CDLL(None)
     if (
         not _shm
@@ -106,7 +106,7 @@ class Child:
 
 
 def start(argv: list[str], said: Path, before: Callable[[], object] = lambda: None) -> Child:
-    """`rollmesh ARGV` in a fork with a process group of its own. before: called in the fork."""
+    """Runs `rollmesh ARGV` in a fork with a separate process group. before: called in the fork."""
     pid = os.fork()
     if pid == 0:
         status = UNTYPED

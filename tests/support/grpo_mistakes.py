@@ -1,9 +1,8 @@
-"""What somebody may get wrong of the inputs of `rollmesh grpo`: the TOML or an option, the prompts,
-the reward. For tests/support/grpo_fuzz.py.
+"""Mistakes in the inputs of `rollmesh grpo`: the TOML or an option, the prompts, the reward. Used
+by tests/support/grpo_fuzz.py.
 
-Each function makes mistakes, or changes that are none, in a trial's folder, and says by an
-independent reading of what stands there whether the run must be refused, and what it must have done
-if it was not.
+Each function makes mistakes, or harmless changes, in a trial's folder. From an independent reading
+of the folder it returns whether the run must be refused and, if not, what the run must have done.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ TOML: Table = {
     "eval": {"every": 1, "prompts": 2, "temperature": 0.0},
     "checkpoint": {"every": 1, "keep": 2},
 }  # fmt: skip
-# Keys of which a large number is no mistake, but takes its time or its memory.
+# A large number is valid for these keys, but takes a long time or much memory.
 LONG = {
     "steps",
     "prompts",
@@ -512,7 +511,8 @@ CHATS: list[Any] = [
 
 
 def verdict_of_row(line: bytes) -> tuple[str, Any]:
-    """Of a line, by the rules of docs/grpo.md: (refused | accepted | either, [prompt, columns])."""
+    """Judges a line by the rules of docs/grpo.md: (refused | accepted | either, [prompt,
+    columns])."""
     try:
         row = json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -552,7 +552,7 @@ def has_surrogate(text: str) -> bool:
 
 
 def prompts(r: random.Random, trial: Path) -> Case:
-    """Of the training or the held-out prompts: a row with another value, bytes of the file, or the
+    """Changes the training or the held-out prompts: a value in a row, bytes of the file, or the
     file itself."""
     name = r.choice(["train.jsonl", "heldout.jsonl"])
     file = trial / name
@@ -751,8 +751,8 @@ def exits(v):
 
 
 def rewards(r: random.Random, trial: Path) -> Case:
-    """What a reward returns or raises, does to its arguments and to the process; or a module that
-    cannot be imported."""
+    """Changes what a reward returns or raises, or what it does to its arguments and to the process;
+    or makes a module that cannot be imported."""
     how, file = r.random(), trial / "reward_of_fuzz.py"
     good = file.read_text()
     head = (

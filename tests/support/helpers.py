@@ -4,8 +4,9 @@
 A `Case` is a transformers config as a plain dict plus what the config cannot say (a router bias,
 the longest context). Its weights are made by NumPy from the parameter's checkpoint name alone, so
 the same numbers reach rollmesh (with or without torch in the process), a transformers module and a
-torchtitan-style state dict. Scales are chosen so that nothing is dull: logits spread over several
-units, routers disagree between rows, norm weights are not ones, biases are not zero.
+torchtitan-style state dict. Scales are chosen so that results are distinctive: logits spread over
+several units, routers choose differently for each row, norm weights differ from one, and biases
+differ from zero.
 
 torch and transformers are imported inside functions only: sanitizer runs use this file without
 them.

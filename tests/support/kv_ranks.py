@@ -1,5 +1,5 @@
-"""What ranks of tests/engine/test_kv_size.py do in processes of their own;
-tests/support/mesh_ranks.py forks them."""
+"""Scenarios of tests/engine/test_kv_size.py for ranks in separate processes, which
+tests/support/mesh_ranks.py forks."""
 
 from __future__ import annotations
 

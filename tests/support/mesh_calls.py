@@ -58,7 +58,7 @@ def params(number: int, tokens: int, **more: Any) -> rm.SamplingParams:
 
 
 def rolling(rank: Rank) -> Any:
-    """What each poll gives out, in a script that submits while others run."""
+    """Returns the outputs of each poll in a script that submits while other requests run."""
     lengths = [3, 17, 9, 30, 5, 23, 12, 7]
     polls: list[list[Any]] = []
     with rank.make(tokenizer=Letters()) as generator:
@@ -107,7 +107,8 @@ def rolling(rank: Rank) -> Any:
 
 
 def late(rank: Rank) -> Any:
-    """Polls with a timeout that is over at once, or never; one rank has a clock of its own."""
+    """Polls with a timeout that has expired at once, or never expires. One rank has a different
+    clock."""
     with rank.make(max_model_len=4096, kv_cache_gib=0.05) as generator:
         generator.sync_weights(rank.source(), cast=True)
         generator.submit(PROMPTS, params(1, 60))
@@ -199,7 +200,7 @@ def broken_tokenizer(rank: Rank) -> Any:
 
 # ----------------------------------------------------------------------------- sets that go wrong
 def raised(call: Callable[[], Any]) -> list[Any]:
-    """What it raises, and when."""
+    """Calls `call` and returns the error that it raises, and when."""
     try:
         call()
     except (rm.Error, MemoryError, KeyError, RuntimeError, KeyboardInterrupt) as error:
@@ -208,8 +209,8 @@ def raised(call: Callable[[], Any]) -> list[Any]:
 
 
 def outcome(rank: Rank, call: Callable[[rm.Generator], Any]) -> Any:
-    """Of a call that is to fail: what it raises, whether the old version serves unchanged, and
-    whether the next sync works."""
+    """Makes a call that must fail. Returns its error, whether the old version keeps serving
+    unchanged, and whether the next sync works."""
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True, version=3)
         before = answers(generator)
@@ -249,7 +250,7 @@ def arguments(rank: Rank) -> Any:
 
 
 def pieces(rank: Rank) -> Any:
-    """A set that is pushed and that one rank cannot go on with, at its push of number `at`."""
+    """Pushes tensors one by one; one rank fails at push number `at`."""
     how, at = rank.job["how"], rank.job["at"]
 
     def fail(generator: rm.Generator, sync: Any, name: str) -> None:
@@ -356,8 +357,8 @@ def stops(rank: Rank) -> Any:
 
 
 def rests(rank: Rank) -> Any:
-    """Sleeps and wakes for which the victim has other arguments: what is raised and what sleeps
-    then, and whether the same serves on."""
+    """Sleeps and wakes while the victim passes different arguments. Returns the errors, what is
+    asleep afterwards, and whether the same version keeps serving."""
     told = []
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True, version=3)
@@ -379,8 +380,8 @@ def rests(rank: Rank) -> Any:
 
 
 def aborted_asleep(rank: Rank) -> Any:
-    """What was aborted comes out of poll though no step can be made; what is not finished is still
-    refused."""
+    """poll returns aborted requests although the generator cannot step. Unfinished requests are
+    still refused."""
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
         polls = []

@@ -39,7 +39,8 @@ async def of_an_event_loop(generator: rm.Generator) -> list[Any]:
 
 
 def every_call(rank: Rank) -> Any:
-    """What rank 0 gets from calls of every kind; whether a rank that has followed is closed."""
+    """Returns the results of all kinds of calls on rank 0, and whether a rank that has followed is
+    closed."""
     with rank.make(tokenizer=Letters(), max_model_len=4096, kv_cache_gib=0.05) as generator:
         generator.follow(lambda version: rank.source(0.75 if version == 2 else 1.0))
         if rank.rank > 0:
@@ -209,7 +210,7 @@ def ended(rank: Rank) -> Any:
 
 
 def words(rank: Rank) -> Any:
-    """Texts of a type of their own, as rows of an array or of a table are."""
+    """Submits texts of a subclass of str, like the elements of an array or a table column."""
     text = {"str": str, "str_": np.str_}[rank.job["text"]]
     with rank.make(tokenizer=Letters()) as generator:
         generator.follow()
@@ -312,7 +313,8 @@ def interrupted(rank: Rank) -> Any:
 
 
 def unready(rank: Rank) -> Any:
-    """What ranks are told that cannot follow or be followed yet; then they can."""
+    """Returns the errors of ranks that cannot follow or be followed yet; then follows
+    successfully."""
     told: list[str] = []
     with rank.make() as generator:
 

@@ -173,7 +173,7 @@ class Watch:
 
 # -------------------------------------------------------------------------------------- scenarios
 def resharded(rank: Rank) -> Any:
-    """As mesh_ranks.bits: two versions and what each answers. And what it took."""
+    """Returns the answers of two versions, like mesh_ranks.bits, and how much was transferred."""
     begin(rank)
     watch = Watch()
     with rank.make() as generator:
@@ -191,7 +191,8 @@ def resharded(rank: Rank) -> Any:
 
 
 def by_shards(rank: Rank) -> Any:
-    """As resharded: each rank brings of each tensor what Generator.shard says."""
+    """Like resharded, but each rank supplies the part of each tensor that Generator.shard
+    returns."""
     begin(rank, trains=False)
     watch, state = Watch(), full(rank, 1.0)
     with rank.make() as generator:

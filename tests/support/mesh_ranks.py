@@ -92,8 +92,8 @@ def weights(name: str, scale: float = 1.0) -> dict[str, Any]:
 
 # ----------------------------------------------------------------------------------------- a rank
 class Rank:
-    """What a scenario works with: this rank's number, its generator once made, and ways to end or
-    stop itself."""
+    """The state of a scenario: this rank's number, its generator once it exists, and ways to end or
+    stop this process."""
 
     def __init__(self, job: Job, rank: int):
         self.job, self.rank = job, rank
@@ -236,8 +236,8 @@ def bits(rank: Rank) -> Any:
 
 
 def replayed(rank: Rank) -> Any:
-    """What one request and then three answer, and how many steps this rank has replayed since it
-    was made. `sleepers` have slept in between."""
+    """Returns the answers of one request and then of three, and the number of steps that this rank
+    has replayed since its creation. `sleepers` sleep in between."""
     params, out = rm.SamplingParams(max_tokens=12, seed=2, ignore_eos=True), []
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
@@ -427,8 +427,9 @@ def lost(rank: Rank) -> Any:
 
 
 def failing(rank: Rank) -> Any:
-    """What the environment does to the victim: what each rank raises, now and at the call after,
-    and how long the first took; then what another generator answers without it."""
+    """The environment makes the victim fail. Returns the error of each rank, now and at the next
+    call, and the duration of the first call; then the answers of another generator without that
+    environment."""
     generator, start = rank.make(), time.monotonic()
     try:
         generator.sync_weights(rank.source(), cast=True)
@@ -546,8 +547,9 @@ def timed(rank: Rank) -> Any:
 
 
 def closed(rank: Rank) -> Any:
-    """What the process holds after each of some generators: descriptors, threads, mapped segments.
-    Gloo closes some of its descriptors in a thread of its own, a moment later."""
+    """Returns the number of descriptors, threads and mapped segments of the process after each of
+    several generators. Gloo closes some of its descriptors a moment later, in a background
+    thread."""
 
     def now() -> list[int]:
         segments = sum(

@@ -134,7 +134,7 @@ def standin(
 
 
 def cublas_standin(into: Path) -> Path:
-    """That for libcublasLt.so.13."""
+    """Builds the stand-in for libcublasLt.so.13."""
     return standin(into, name="cublaslt.c", file="libcublasLt.so.13")
 
 

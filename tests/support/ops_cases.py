@@ -85,9 +85,9 @@ def attention_case(
     page_size: int,
     window: int = 0,
 ) -> dict[str, Array]:
-    """Sequences whose last min(chunk, length) positions are asked for, in shuffled pages. Slots
-    that no row may see hold finite garbage where they share a page with live ones; pages without a
-    live one hold NaN, and tables do not point to them."""
+    """Sequences in shuffled pages that ask for their last min(chunk, length) positions. Slots that
+    must not be read hold finite garbage if they share a page with live slots. Pages without a live
+    slot hold NaN, and tables do not point to them."""
     needed = [-(-n // page_size) for n in lengths]
     order = rng.permutation(sum(needed) + 3).astype(np.int32)
     tables = np.full((len(lengths), max(needed) + 1), -1, np.int32)

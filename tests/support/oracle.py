@@ -198,8 +198,8 @@ def relative_error(logits: np.ndarray, truth: np.ndarray) -> float:
 
 
 def default_model(case: helpers.Case, state: Mapping[str, torch.Tensor], dtype: str) -> Any:
-    """As `model`, but with the implementations that transformers picks by itself where they accept
-    the shapes."""
+    """Like `model`, but with the implementations that transformers selects by default if they
+    accept the shapes."""
     widths = (case.config["hidden_size"], case.config.get("moe_intermediate_size", 0))
     grouped = case.is_moe and all(
         width % 8 == 0 for width in widths

@@ -40,7 +40,7 @@ async def told(name: str, call: Any) -> None:
 
 
 def last_line(raised: Any) -> str | None:
-    """Of an ActorError, which ends with what the actor raised."""
+    """Returns the last line of an ActorError, which is the error that the actor raised."""
     return str(raised).strip().splitlines()[-1] if isinstance(raised, BaseException) else None
 
 

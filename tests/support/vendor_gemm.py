@@ -160,8 +160,8 @@ def differs(
     cols: int,
     found: int,
 ) -> int:
-    """The first element in which two [rows][cols] of bf16 on the device have other bits, or the
-    first of `one` that is no number; −1: there is none. `found`: FOUND_BYTES of the device."""
+    """Returns the first element in which two bf16 [rows][cols] on the device differ, or the first
+    element of `one` that is not finite, or −1. `found`: FOUND_BYTES on the device."""
     args = Pack(
         src=one,
         rows=rows,
@@ -181,7 +181,7 @@ def differs(
 
 
 def table(library: cuda_device.Library, family: str) -> Kernels:
-    """That of the family "cuda_fma" or "cuda_mma"."""
+    """Returns the kernel table of the family "cuda_fma" or "cuda_mma"."""
     door = (
         library.loaded.rm_kernels_cuda
         if family == "cuda_fma"

@@ -1,14 +1,13 @@
-"""vLLM's engine over a device, in a process of its own, since vLLM asks for its platform once a
+"""vLLM's engine over a device, in a separate process because vLLM selects its platform once per
 process:
 
     ROLLMESH_VLLM_DEVICE=cuda python tests/support/vllm_device.py moe bfloat16 FOLDER [EXCHANGE]
 
-The worker gets the weights, and its answers are held to rm.Generator's on the CPU; with EXCHANGE
-there are two of them, which exchange so, and read most of the weights on a GPU of this process,
-which lends them.
-After each set it sleeps at level 1, which gives the weights' memory back as well, and answers the
-same when it wakes. Prints one line of JSON, {"platform", "device", "nccl", "compared"}, or ends
-with the assertion's status.
+The worker receives the weights, and its answers are compared with those of rm.Generator on the CPU.
+With EXCHANGE there are two workers, which exchange that way, and they read most of the weights on a
+GPU of this process, which lends them. After each set the worker sleeps at level 1, which frees the
+memory of the weights as well, and gives the same answers when it wakes. Prints one line of JSON,
+{"platform", "device", "nccl", "compared"}, or ends with the assertion's status.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from rollmesh.vllm.trainer import WeightSender
 
 
 def nap(llm: Any) -> None:
-    """Level 1, and awake again by tag. What serves is what served, and in between nothing of it is
-    on the device."""
+    """Sleeps at level 1 and wakes by tag. The same weights serve as before; in between the device
+    holds none of them."""
     known = [
         llm.collective_rpc(method) for method in ("weight_version", "compute_weight_checksums")
     ]

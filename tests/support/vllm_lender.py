@@ -1,10 +1,10 @@
-"""A trainer with tensors on a simulated GPU, in a process of its own, whose WeightSender(lend=True)
-makes vLLM's calls on a client in the process of the test: each call comes by a pipe, as JSON like
-over HTTP, and is answered, by the client or as the test likes.
+"""A trainer with tensors on a simulated GPU, in a separate process, whose WeightSender(lend=True)
+makes vLLM's calls on a client in the test's process. Each call arrives through a pipe, as JSON like
+over HTTP, and is answered by the client or by the test.
 
-    remote.send(client, config, seed, version)        a whole set
-    remote.begin("send", …); remote.next() → Asked; remote.answer(…); …; remote.result()      by
-                                                                                              hand
+        remote.send(client, config, seed, version)        a whole set
+        # by hand:
+        remote.begin("send", …); remote.next() → Asked; remote.answer(…); …; remote.result()
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Trainer(gpu_trainer.Lender):
         state = {**helpers.numpy_state_dict(config, seed=seed, dtype="float32"), **(changes or {})}
         state = {
             name: np.array(array) for name, array in state.items() if array is not None
-        }  # with memory of their own
+        }  # copied, to own the memory
         gpu = {name: array for name, array in state.items() if name not in on_host}
         self.held = self.trainer.packed(gpu) if packed else self.trainer.state(gpu)
         self.sender.send(

@@ -97,7 +97,7 @@ class _Worker:
         return self.load(_cut(pairs, after) if rank == self.updates.rank else pairs)
 
     def set(self, rank: int, name: str, value: str) -> None:
-        """Of one rank's environment."""
+        """Sets a variable in one rank's environment."""
         if rank == self.updates.rank:
             os.environ[name] = value
 
@@ -211,7 +211,7 @@ class Processes(Client):
         return replies
 
     def left_over(self) -> int:
-        """Replies that nobody has read."""
+        """Returns the number of unread replies."""
         return sum(pipe.poll(0.2) for pipe in self._pipes)
 
     def skip(self, replies: int) -> None:
@@ -222,7 +222,7 @@ class Processes(Client):
 
     def close(self) -> None:
         for pipe in self._pipes:
-            with suppress(BrokenPipeError):  # one that has ended by itself
+            with suppress(BrokenPipeError):  # the process has already exited
                 pipe.send(None)
         for process in self._processes:
             process.join(WAIT_S)

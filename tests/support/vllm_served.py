@@ -32,7 +32,7 @@ def state(version: int) -> State:
 
 
 def bits(version: int) -> bytes:
-    """What a generator gives with the weights of a version."""
+    """Returns the answers of a generator with the weights of a version."""
     return _bits(version % 3)
 
 

@@ -1,10 +1,10 @@
-"""What the tests of rollmesh under a real vLLM engine share: the environment, small models as vLLM
-wants them, and the oracle.
+"""Shared by the tests of rollmesh under a real vLLM engine: the environment, small models in vLLM's
+format, and the oracle.
 
 A request is a prompt and a dict of sampling settings whose names vLLM and rollmesh share, so that
 one description makes the SamplingParams of both. The oracle is rm.Generator with the same weights.
-Answers of both are brought into one form (Answer) in which every float stands as its 32 bits;
-ranks, which a Generator does not give, are counted in its logits. So `agree` compares bit for bit.
+Answers of both are converted to one form (Answer) in which every float is stored as its 32 bits. A
+Generator does not return ranks, so they are counted in its logits. So `agree` compares bit for bit.
 
 vLLM is imported by engine() only: these tests skip where it is not installed, and importing it
 costs seconds.
@@ -76,8 +76,8 @@ class Request:
 
 
 def request(prompt: Iterable[int], **settings: Any) -> Request:
-    """Never unseeded: a sample that nobody can repeat has no oracle. The stop tokens of a model are
-    not used."""
+    """Makes a request that always has a seed, because a sample that cannot be repeated has no
+    oracle. The stop tokens of the model are not used."""
     settings = {"seed": 0, "logprobs": 0, "max_tokens": 8, "ignore_eos": True} | settings
     return Request(tuple(int(token) for token in prompt), settings)
 
@@ -115,7 +115,7 @@ def vllm_position(position: Any) -> Position:
 
 
 def vllm_answers(output: Any) -> list[Answer]:
-    """Those of a vllm.RequestOutput."""
+    """Returns the answers of a vllm.RequestOutput."""
     answers = []
     if output.prompt_logprobs is not None:
         assert output.prompt_logprobs[0] is None
@@ -227,7 +227,7 @@ def agree(got: Sequence[Sequence[Answer]], want: Sequence[Sequence[Answer]]) -> 
 
 # -------------------------------------------------------------------------------- models, engines
 def weights_of(model: str, dtype: str, seed: int = 0) -> Weights:
-    """Another seed is another version: nothing of one is left in the next."""
+    """Makes the weights of a version: another seed changes all values."""
     return helpers.numpy_state_dict(CASES[model].config, seed, dtype)
 
 
@@ -247,8 +247,8 @@ def folder(at: Path, model: str) -> str:
 
 
 def options(at: Path, model: str, dtype: str, **changes: Any) -> dict[str, Any]:
-    """Of LLM, AsyncEngineArgs and their like: steps of at most 32 tokens and 6 sequences, so that
-    long prompts come in chunks."""
+    """Options of LLM, AsyncEngineArgs and similar classes: steps of at most 32 tokens and 6
+    sequences, so that long prompts are processed in chunks."""
     return {
         "model": folder(at, model),
         "skip_tokenizer_init": True,
@@ -316,7 +316,7 @@ def worker_of(llm: Any) -> Any:
 
 
 def load(llm: Any, weights: Weights) -> None:
-    """As TRL and verl do it, one parameter a call. The set closes at the next step."""
+    """Loads one parameter a call, like TRL and verl. The set closes at the next step."""
     import torch
 
     model = llm.llm_engine.model_executor.driver_worker.model_runner.model
@@ -338,8 +338,8 @@ def generate(llm: Any, requests: Sequence[Request]) -> list[list[Answer]]:
 
 
 class Trace:
-    """What vLLM's scheduler sent to the worker of an engine of this process: a test that means to
-    see chunks, hits or preemptions says so with it."""
+    """Records what vLLM's scheduler sends to the worker of an engine in this process. Tests that
+    need chunks, hits or preemptions assert them with it."""
 
     def __init__(self, llm: Any):
         self.worker, self.seen = worker_of(llm), set[str]()
@@ -472,8 +472,8 @@ def continued(oracle: Oracle, request: Request, first: Answer, cut: int) -> Answ
 async def async_engine(
     at: Path, model: str, dtype: str, v2: bool = False, **changes: Any
 ) -> AsyncIterator[Any]:
-    """vllm.AsyncLLM, whose engines are always processes of their own: with data parallelism one for
-    each replica."""
+    """Runs vllm.AsyncLLM, whose engines are always separate processes: with data parallelism one
+    for each replica."""
     with (
         environment(VLLM_USE_V2_MODEL_RUNNER=str(int(v2)), CUDA_VISIBLE_DEVICES=""),
         warnings.catch_warnings(),
@@ -539,7 +539,8 @@ def drawn(model: str, seed: int = 0) -> list[Request]:
 
 
 def without_ranks(answers: Sequence[Sequence[Answer]]) -> list[list[Answer]]:
-    """Of a filtered distribution a Generator gives no logits to count ranks in."""
+    """Removes ranks: for a filtered distribution a Generator returns no logits to count ranks
+    in."""
     return [
         [
             dataclasses.replace(

@@ -1,23 +1,23 @@
-// fuzz_requests.c: every field of rm_request with values at and beyond its limits, held against an
-// oracle that knows the rules from the documentation (engine.h, the docstring of SamplingParams)
-// and shares nothing with the engine.
+// fuzz_requests.c: tests every field of rm_request with values at and beyond its limits. The oracle
+// implements the rules of the documentation (engine.h, the docstring of SamplingParams) and shares
+// no code with the engine.
 //
 //   - the verdict is the oracle's: accepted, RM_E_REQUEST when malformed, else RM_E_CAPACITY when
-//     it can never fit; and the message names a field that is wrong
-//   - a refused request leaves all statistics as they were, byte for byte; ids go on where they
-//     stopped
-//   - an accepted one, aborted and released, leaves them as they were too; no block of memory stays
-//     behind
-//   - one in 100 of the accepted runs to its end, half of them beside another request, and its
-//     answer is the bits of another engine (ref kernels, no prefix cache, no chunks); tokens,
-//     logprobs, ends and top-k obey their definitions
+//     the request can never fit; and the message names a field that is wrong
+//   - a refused request does not change any statistic, byte for byte; ids continue without a gap
+//   - an accepted request that is aborted and released does not change them either and frees all
+//     its memory
+//   - one in 100 of the accepted requests runs to its end, half of them beside another request, and
+//     its answer is bit-identical to that of another engine (ref kernels, no prefix cache, no
+//     chunks); tokens, logprobs, ends and top-k obey their definitions
 //
-// Arrays end where a heap block ends, so that ASan sees a read too many. Of the six engines three
-// can run; in the others the KV cache or the weights sleep, or no weights came yet.
+// Arrays end where a heap block ends, so that ASan detects a read past the end. Three of the six
+// engines can run; in the others the KV cache or the weights sleep, or the weights have not
+// arrived.
 //
 //   fuzz_requests [--cases 100000] [--seconds 0] [--seed 1] [--first 0]
-//       [--plant 1: the oracle lets top_p be 0, 2: takes a page too few for enough, 3: a request is
-//       not released, 4: another seed]
+//       [--plant 1: the oracle allows top_p = 0, 2: a page too few counts as enough,
+//        3: a request is not released, 4: another seed]
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
@@ -61,7 +61,7 @@ static const struct {
 typedef struct place { // an engine and what the oracle knows of it
   tiny_model *model;
   tiny_weights *weights;
-  rm_engine *engine, *lone; // lone: NULL where nothing can run
+  rm_engine *engine, *lone; // lone: NULL if the engine cannot run
   rm_engine_options options;
   rm_code closed; // what every request meets here, RM_OK where requests are let in
   int64_t n_pages;

@@ -1,18 +1,17 @@
-// fuzz_weights.c: state dicts that somebody got wrong. A case is one descriptor, a name and a
-// tensor that nobody may read, valid and then mutated up to three times, which rm_sync_check
-// must judge as the rules do. The cases come in blocks; before each, whole syncs are pushed, in
-// random spellings and layouts, with tensors that are missing, twice, wrong or not finite.
+// fuzz_weights.c: malformed state dicts. A case is one descriptor: a name and an inaccessible
+// tensor, valid and then mutated up to three times, which rm_sync_check must judge as the rules do.
+// The cases come in blocks. Before each block, whole syncs are pushed, in random spellings and
+// layouts, with tensors that are missing, duplicated, wrong or not finite.
 //
-// Oracle: common/spellings.h (what a name means, from a table and not by matching),
-// common/layouts.h (what bytes a tensor has, from the sum over its dims), and a second engine that
-// gets the values, gathered element by element, as plain contiguous tensors. Verdict, code and the
-// name in the message of every call, the state after everything refused, the digest after every
-// commit, the bits of rollouts now and then.
+// Oracle: common/spellings.h (the meaning of a name, from a table and not by matching),
+// common/layouts.h (the bytes of a tensor, from the sum over its dims), and a second engine that
+// receives the values, gathered element by element, as plain contiguous tensors. Compared are the
+// verdict, the code and the name in the message of every call, the state after every refusal, the
+// digest after every commit and, for some commits, the bits of rollouts.
 //
-//   fuzz_weights [options of common/fuzz.h] [--plant 1: the oracle grants one byte of span too
-//   many; 2: it does not know a name;
-//                3: it forgets what has come; 4: it rounds ties away; 5: it takes NaNs; 6: a tensor
-//                that is only checked is read]
+//   fuzz_weights [options of common/fuzz.h] [--plant 1: the oracle allows one byte of span too
+//       many; 2: it does not accept a name; 3: it does not record tensors that have arrived; 4: it
+//       rounds ties away from zero; 5: it accepts NaNs; 6: a tensor that is only checked is read]
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -80,7 +79,8 @@ static rm_code layout_rule(scene *s, const rm_tensor *t) {
   return r.before > t->span_lo || r.after > t->span_hi + granted ? RM_E_LAYOUT : RM_OK;
 }
 
-// What a check of it must say; *is: what it holds, NULL when the name is no parameter's.
+// The code that a check of the descriptor must return. *is: the parameter that the name spells, or
+// NULL if the name does not spell a parameter.
 static rm_code rule(scene *s, const descriptor *d, const spelling **is) {
   const world *w = s->w;
   const rm_tensor *t = &d->tensor;
@@ -199,8 +199,8 @@ static int tied_twin(const world *w, int index) {
   return twin >= 0 && w->model->kind == TINY_TIED && (w->sync.seen >> twin & 1) ? twin : -1;
 }
 
-// A tensor of values in a buffer that ends, or begins, where a page begins that nobody may touch;
-// what lies between its elements are NaNs. The buffer is [*low, *high).
+// Places a tensor of values in a buffer that ends, or begins, at an inaccessible page. The bytes
+// between its elements are NaNs. The buffer is [*low, *high).
 static void place(scene *s, descriptor *d, const spelling *is, char **low, char **high) {
   fuzz *f = &s->f;
   const book *b = s->w->book;
@@ -226,8 +226,8 @@ static void place(scene *s, descriptor *d, const spelling *is, char **low, char 
     element_store(element_at(t, fuzz_below(f, n)), t->dtype, bad[fuzz_below(f, 4)]);
 }
 
-// What becomes of a push that all rules of a descriptor let through: the parameters come one after
-// another until one is refused. *bad: the element of the tensor that is not finite, −1.
+// The result of a push whose descriptor obeys all rules: the parameters are stored one after
+// another until one is refused. *bad: the element of the tensor that is not finite, or −1.
 static rm_code push_rule(scene *s, const descriptor *d, const spelling *is, int64_t *bad) {
   world *w = s->w;
   const book *b = w->book;
@@ -372,8 +372,8 @@ static rm_code commit_rule(const world *w, int has_base) {
   return gone && !w->sync.options.allow_bias_removal ? RM_E_MISSING_KEY : RM_OK;
 }
 
-// What now serves goes to the other engine as plain contiguous tensors: the digest must be the
-// same.
+// Pushes the serving values to the other engine as plain contiguous tensors: the digest must be
+// equal.
 static void expect_values(scene *s) {
   world *w = s->w;
   tiny_must(rm_engine_sync_begin(

@@ -1,20 +1,21 @@
-// mesh_comm.c: groups of threads that exchange. The oracle is common/talk.h: every rank knows what
-// all the others say.
+// mesh_comm.c: groups of threads that exchange. The oracle is common/talk.h, from which every rank
+// computes what all the others send.
 //
-// Talk: each case is a world of 1 … 8 ranks, now and then of 64, with small buffers, so that calls
-// take several rounds; its ranks, in random order, are in up to three groups each, and the groups
-// take turns. Bytes, gaps, guards and the books are checked, and that no call allocates. Under TSan
-// the copies are plain memory, so an order that the headers do not make is a report. Faults: each
-// way in which ranks can disagree, be late or leave. Every rank must fail by its second call from
-// then on, with the code that is meant, the same sentence as all the others, and for ever.
-// Deadlines: ranks that come when their deadlines pass, some of them while they fill a large
-// buffer. Whether a call is made is decided once: it succeeds on all ranks or on none.
+// Talk: each case is a world of 1 … 8 ranks, sometimes of 64, with small buffers, so that calls
+// take several rounds. Its ranks, in random order, are in up to three groups each, and the groups
+// take turns. Bytes, gaps, guards and statistics are checked, and that no call allocates. Under
+// TSan the copies are plain memory, so a missing happens-before edge in the headers is reported.
+// Faults: each way in which ranks can disagree, be late or leave. Every rank must fail by its
+// second call after that, with the expected code, the same message as all the others, and
+// permanently. Deadlines: ranks that come when their deadlines pass, some of them while they fill a
+// large buffer. A call is decided once: it succeeds on all ranks or on none.
 //
 //   mesh_comm [--cases 200] [--seconds S] [--seed 1] [--first 0]
-//     --plant 1: a rank sends a byte that it should not   2: a rank writes where the others may
-//                                                         still read
-//             3: a fault case in which nothing is wrong   (each must end in a failure)
-//             4: as 2, but with the bytes that are there  (only TSan sees it)
+//     Each --plant must end in a failure:
+//     --plant 1: a rank sends a byte that it should not
+//             2: a rank writes where the others may still read
+//             3: a fault case without a fault
+//             4: like 2, but with the bytes that are there (only TSan detects it)
 #include <pthread.h>
 #include <stdatomic.h>
 #include <unistd.h>
@@ -80,7 +81,7 @@ static void check_books(const world *w, const talk *t, long calls) {
              (unsigned long long)t->bytes_received);
 }
 
-// What the header says this rank may not do: write before the others have come to the next call.
+// Breaks the rule of the header: writes before the others have come to the next call.
 static void scribble(const world *w, int index, int who) {
   char *buffer = (char *)w->region->map + rm_region_buffers_of(w->region, index, who),
        *written = malloc(w->region->pair_bytes);
@@ -91,7 +92,7 @@ static void scribble(const world *w, int index, int who) {
   free(written);
 }
 
-// From the first call of this to the second no rank may allocate.
+// Ranks must not allocate between the first and the second call of this function.
 static void no_allocations(const world *w, int who, int begin) {
   pthread_barrier_wait(w->barrier);
   if (who == 0) {
@@ -255,7 +256,7 @@ static void wait_for_others(const trial *t) {
   }
 }
 
-// What the rank at fault does where the others make a good call; its code.
+// The rank at fault does something else while the others make a good call. Returns its code.
 static rm_code misbehave(trial *t, rm_comm **comm, rm_comm *other, rm_error *err) {
   rm_block bad[MAX_WORLD] = {{0}};
   switch (t->plant == 3 ? N_FAULT : t->fault) {
@@ -478,7 +479,7 @@ static void refusals(void) {
   rm_region_release(region);
 }
 
-// The n-th allocation fails, for every n: nothing is made, nothing is kept, and the next try works.
+// The n-th allocation fails, for every n: the call fails, frees everything, and the next try works.
 static void no_memory(void) {
   const rm_region_options options = {.world = 2, .n_groups = 1, .buffer_bytes = 64, .timeout = 1};
   const int32_t members[] = {0, 1};

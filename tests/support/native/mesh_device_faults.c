@@ -137,7 +137,7 @@ static rm_code make(rank *self, rm_error *err) {
   if (f->when == MAKING && !is_told && self->rank == CULPRIT)
     options.timeout = PATIENCE; // the first to lose it
   if (f->when == PARTING && is_culprit(self))
-    options.timeout = PARTING_PATIENCE; // left out, nobody is hurried
+    options.timeout = PARTING_PATIENCE; // otherwise the ranks do not time out
   if (is_culprit(self) && is_file) options.library = f->value;
   if (is_culprit(self) && f->when == MAKING && says(f, "room")) options.capacity = ROOM;
   self->device = fake_device_open(ROOM);
@@ -215,8 +215,8 @@ static rm_code misbehave(rank *self, rm_error *err) {
                                                          : step(self, what == COMPARING, err);
 }
 
-// Whether it is this rank that loses patience: every one where nobody is told, else the culprit, so
-// that the code is its own.
+// Whether this rank times out: every rank if the fault is not reported to the others, else only the
+// culprit, so that the culprit's own code is returned.
 static int is_lost(const rank *self) {
   const fault *f = self->t->fault;
   if (f->when == LEAVING || says(f, "late")) return 1;
@@ -269,7 +269,7 @@ static void *run_rank(void *arg) {
                rm_error_message(&err));
   }
   if (!code && t->fault->when != MAKING) {
-    tiny_must(rm_comm_barrier(self->host, &err), &err); // no rank is at a good call still
+    tiny_must(rm_comm_barrier(self->host, &err), &err); // every rank has finished its good call
     rm_comm_set_timeout(self->comm, is_lost(self) ? PATIENCE : SOON);
     start = now();
     code = last_step(self, &err);

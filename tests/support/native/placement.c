@@ -151,7 +151,8 @@ static void check_range(world *w, const rm_param *param, rm_range r) {
        "a part of an expert with ep=%d", w->mesh.ep);
 }
 
-// Over the ranks that together hold one copy: a tp group, or with experts of its own the ep group.
+// Checks the ranks that together hold one copy: a tp group, or the ep group for experts that are
+// placed separately.
 static void check_copy(world *w, const rm_param *param, rm_peers group) {
   static unsigned char held[MAX_ROWS];
   const int64_t total = param->n_dims == 1 ? param->cols : param->rows;

@@ -1,7 +1,7 @@
 // scheduler.c: the scheduler alone, without a model, a device or another rank. The model is a hash:
 // the state at a position is a function of the token there and of the state before, which is read
-// through the block table from an array in the place of the KV cache. The token drawn from a row is
-// a function of its state, the seed and the position.
+// through the block table from an array that replaces the KV cache. The token drawn from a row is a
+// function of its state, the seed and the position.
 //
 // Oracle: the tokens of each sample, computed from its prompt without any page. A page that is
 // shared, copied, cached, preempted or zeroed wrongly gives another token. Besides: each row's page

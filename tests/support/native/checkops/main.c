@@ -9,9 +9,9 @@
 // computed, each of which every variant was then held to at each thread count; ops get fixed shares
 // of N, so that the cheap ones do not make up the number. The seed is random and always printed; a
 // failure names the one trial that shows it. --small: shapes for valgrind; --heap: exact
-// allocations instead of guards. --plant flips one bit of a variant's output before it is compared,
-// in one op: the run must then fail. Exit status: 0, 1 for a difference, 2 for an error of use, 3
-// when there was no variant to compare.
+// allocations instead of guards. --plant flips one bit of a variant's output in one op before the
+// comparison: the run must then fail. Exit status: 0 if all variants agree, 1 for a difference, 2
+// for a usage error, 3 without a variant to compare.
 #include <inttypes.h>
 #include <math.h>
 #include <signal.h>

@@ -26,7 +26,7 @@ typedef struct shape {
   rm_dtype dtype, out_dtype;
 } shape;
 
-// What stands in a float buffer. NUMBERS and all before it hold finite numbers only.
+// Contents of a float buffer. NUMBERS and all values before it hold finite numbers only.
 typedef enum kind { PLAIN, HARD, EQUAL, TINY, VAST, SPOILED } kind;
 
 typedef struct buffer {

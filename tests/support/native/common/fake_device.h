@@ -44,7 +44,7 @@ typedef struct fake_device {
   pthread_mutex_t lock;
   pthread_cond_t changed;
   fake_list queue;
-  fake_list *graph; // NULL: nothing is captured
+  fake_list *graph; // the active capture, or NULL
   long enqueued, done, events[RM_DEVICE_EVENTS];
   int late_us, closing;
   long waits; // calls of wait and reach: what may not be recorded

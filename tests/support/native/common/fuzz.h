@@ -59,7 +59,7 @@ static inline const char *fuzz_where(fuzz *f) {
 
 static inline uint64_t fuzz_bits(fuzz *f) { return tiny_mix(f->state += 0x9E3779B97F4A7C15u); }
 
-// Of 0 … n − 1; n > 0.
+// Returns a number in 0 … n − 1; n > 0.
 static inline int64_t fuzz_below(fuzz *f, int64_t n) {
   return (int64_t)(fuzz_bits(f) % (uint64_t)n);
 }

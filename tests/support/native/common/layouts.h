@@ -1,5 +1,5 @@
 // layouts.h: tensors laid out in memory in every way that strides allow, in a buffer between two
-// pages that nobody may touch, and what their elements are by definition: one address per element,
+// inaccessible pages, and the values of their elements by definition: one address per element,
 // computed in 128 bits.
 #pragma once
 
@@ -114,8 +114,8 @@ static inline double element_value(uint32_t bits, rm_src_dtype dtype) {
   return (double)value;
 }
 
-// What is stored of it: the bits of the nearest bfloat16 or float32, ties to even; a double goes by
-// way of float32, as torch's.
+// Returns the stored value: the bits of the nearest bfloat16 or float32, ties to even. A double is
+// first rounded to float32, as in torch.
 static inline uint32_t element_load(const char *from, rm_src_dtype dtype, rm_src_dtype as) {
   double d;
   float value = 0;

@@ -146,8 +146,8 @@ static void check_tokens(life *l, const slot *at) {
   }
 }
 
-// A sample that was kept goes on as a request would whose prompt ends with the tokens it had: draws
-// are by position.
+// A kept sample continues like a request whose prompt ends with the tokens that the sample had:
+// draws depend on the position.
 static void check_continued(life *l, const slot *at, int32_t sample) {
   const rm_sample_view v = sample_of(l, at, sample);
   slot rest = *at;

@@ -42,7 +42,7 @@ typedef struct predict {
   int open;
   rm_sync_options options; // version resolved
   int based; // partial, on what serves
-  int64_t version_before; // in place: what comes back if nothing is written
+  int64_t version_before; // in place: the version to restore if the sync writes nothing
   int coming[PREDICT_PARAMS];
   uint8_t seen[PREDICT_PARAMS], dirty[PREDICT_PARAMS];
   int64_t n_pushed, n_skipped;

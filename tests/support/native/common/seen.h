@@ -13,7 +13,7 @@ typedef struct seen {
   int open; // a sync is
 } seen;
 
-// All zeros where there is no engine.
+// All fields are zero without an engine.
 static inline seen seen_of(rm_engine *engine) {
   seen s;
   memset(&s, 0, sizeof s);

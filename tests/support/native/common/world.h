@@ -46,7 +46,7 @@ static answer world_ask(rm_engine *engine, const rm_request *request) {
     rm_sample_view v;
     tiny_must(rm_scheduler_sample_view(rm_engine_scheduler(engine, id), id, i, &v, &err), &err);
     a.n_tokens[i] = v.n_tokens;
-    if (!v.n_tokens) continue; // then there are no arrays either
+    if (!v.n_tokens) continue; // then the arrays do not exist either
     memcpy(a.tokens[i], v.tokens, (size_t)v.n_tokens * sizeof *v.tokens);
     memcpy(a.logprobs[i], v.logprobs, (size_t)v.n_tokens * sizeof *v.logprobs);
   }
@@ -65,7 +65,7 @@ static rm_engine *lone_engine(const world *w, int set) {
   return engine;
 }
 
-// What each parameter adds to the digest: set 0 with one of its tensors replaced.
+// Computes the contribution of each parameter to the digest: set 0 with one tensor replaced.
 static void world_digests(world *w, rm_engine *engine) {
   rm_error err = RM_ERROR_INIT;
   w->digest = rm_store_digest(rm_engine_store(engine));

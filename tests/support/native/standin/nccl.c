@@ -1,28 +1,28 @@
-// nccl.c: a stand-in for libnccl.so.2, for streams of standin/stream.h: the functions that
-// csrc/comm/nccl/nccl.c loads, as NCCL documents them for communicators that do not block, with
-// ranks that are threads or processes. Groups are put into the queue by a thread, some time after
-// ncclGroupEnd; what they do, they do when the queue comes to them, and wait there for their peers
-// as kernels would, until they are through or the communicator is aborted. A size or a kind that a
-// peer does not expect is a hang, as it may be there.
+// nccl.c: a stand-in for libnccl.so.2, for streams of standin/stream.h. It implements the functions
+// that csrc/comm/nccl/nccl.c loads, as NCCL documents them for nonblocking communicators, with
+// ranks that are threads or processes. A thread enqueues each group some time after ncclGroupEnd. A
+// group runs when the queue reaches it and waits there for its peers, as a kernel would, until it
+// finishes or the communicator is aborted. A size or kind that a peer does not expect is a hang, as
+// in NCCL.
 //
-// What NCCL forbids ends the program: a communicator that is used while it is busy, after its end,
-// or by two threads at once, or destroyed before it was finalized.
+// Violations of NCCL's rules end the program: a communicator that is used while it is busy, after
+// its end, or by two threads at once, or destroyed before it was finalized.
 //
-// Faults are planted by the environment, read when a communicator is made; calls are groups of it,
-// counted from 1:
-//   STANDIN_VERSION=22907                     what ncclGetVersion says
+// The environment injects faults and is read when a communicator is made. Calls are groups of the
+// communicator, counted from 1:
+//   STANDIN_VERSION=22907                     the version of ncclGetVersion
 //   STANDIN_ID=result                         ncclGetUniqueId fails
 //   STANDIN_INIT=rank:result                  that rank's communicator is not made; result 7: it
 //                                             never is
 //   STANDIN_GROUP=rank:call:result            that group fails after ncclGroupEnd, and is never
 //                                             enqueued; result 7: it stays busy
 //   STANDIN_ASYNC=rank:call:result            an error while that group runs, which hangs
-//   STANDIN_HANG=rank:call                    that group hangs, and nobody is told
-//   STANDIN_SKIP=rank:call                    that group is left out
-//   STANDIN_FLIP=rank:call                    a bit of what that group sends
-//   STANDIN_FINALIZE=rank                     the communicator's end does not come
-//   STANDIN_ABORT=seconds                     so long an abort does not return, as one of a
-//                                             communicator that a recording knows
+//   STANDIN_HANG=rank:call                    that group hangs without an error
+//   STANDIN_SKIP=rank:call                    that group is skipped
+//   STANDIN_FLIP=rank:call                    flips a bit of what that group sends
+//   STANDIN_FINALIZE=rank                     the communicator never finishes
+//   STANDIN_ABORT=seconds                     an abort returns only after this time, as for a
+//                                             communicator that a recording uses
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -202,7 +202,7 @@ static void begin_kernel(kernel *k) {
   }
 }
 
-// As far as it comes now; whether something is left.
+// Advances as far as possible now. Returns whether something is left.
 static int run_on(kernel *k) {
   comm *c = k->comm;
   if (k->fails && clock_now() - k->since > FAILS_AFTER)
@@ -296,7 +296,7 @@ static void *init_comm(void *data) {
   }
   atomic_fetch_add(&c->shared->joined, 1);
   while (atomic_load(&c->shared->joined) < c->size && !atomic_load(&c->dead)) nap();
-  shm_unlink(c->name); // all have it, or nobody needs it
+  shm_unlink(c->name); // every rank has mapped it, or the communicator is dead
   atomic_store(&c->state, SUCCESS);
   return NULL;
 }
