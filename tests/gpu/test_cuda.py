@@ -1,7 +1,7 @@
-"""kernels/cuda. On a CPU, as C++ over the fibres of tests/gpu/simt: every op is held to the
-reference bit for bit over shapes around the tile widths and values of every kind, and the shim to
-what it says it catches. With nvcc: the library builds without a warning, spills no register and
-loads where there is no driver. With a GPU: the same comparison on the hardware."""
+"""Tests of kernels/cuda. On a CPU, as C++ over the fibres of tests/gpu/simt: every op must be
+bit-identical to the reference over shapes around the tile widths and values of every kind, and the
+shim must detect what its documentation lists. With nvcc: the library builds without a warning, does
+not spill registers and loads without a driver. With a GPU: the same comparison on the hardware."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_simt_gives_the_references_bits(
 
 @pytest.mark.parametrize("op", ["gemm", full("sample")])
 def test_touch_makes_the_same_launches_once(check: Path, op: str) -> None:
-    """What a memory checker is given: as many cases in one order as the comparison has in two."""
+    """Under a memory checker, one order runs as many cases as the comparison runs in two."""
     found = [
         re.fullmatch(r"OK cases=(\d+) elements=\d+\n", said(check, op, "3", "fma", *words)[1])
         for words in ((), ("touch",))
@@ -171,11 +171,11 @@ def test_no_kernel_spills(library: Path, cuda_folder: Path, pytestconfig: pytest
     assert [kernel for kernel in found if kernel.stack or kernel.spilled] == []
 
 
-# Operations of PTX on floating point that the contract knows: rounded to nearest even, denormals
-# taken and given as zeros, nothing fused that is not written fmaf, nothing approximate. What moves,
-# compares and chooses has no rounding; abs is what nvcc makes of a mask over the bits for sm_100,
-# and flushes as they do. A pair of bf16 is rounded as rm_f32_to_bf16 rounds what is no denormal and
-# no NaN.
+# The floating-point operations of PTX that the contract allows: rounded to nearest even, denormal
+# inputs and outputs flushed to zero, only explicit fmaf fused, no approximations. Moves,
+# comparisons and selections do not round. nvcc compiles a mask over the bits to abs for sm_100,
+# which flushes like the contract. A pair of bf16 is rounded as rm_f32_to_bf16 rounds values that
+# are neither denormal nor NaN.
 CONTRACT = re.compile(
     r"(fma|add|sub|mul|div|sqrt|rcp)\.rn\.ftz\.f32|(neg|abs|max)\.ftz\.f32|setp\.\w+\.ftz\.f32|selp\.f32|mov\.f32"
     r"|cvt\.rn\.f32\.[su](32|64)|cvt\.rn\.bf16x2\.f32|(ld|st)(\.(global|shared|param))?(\.v[24])?\.f32|mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32"
@@ -188,8 +188,8 @@ CONTRACT = re.compile(
     "arch", ["80", "90a", "100"]
 )  # the ends of what CI compiles for, and the one that is written for
 def test_kernels_compute_with_the_contracts_operations_alone(tmp_path: Path, arch: str) -> None:
-    """What the fibres cannot see: flags that are lost, a contraction, an intrinsic, a double; a
-    branch of the preprocessor for one architecture."""
+    """Detects what the fibres cannot show: missing flags, a contraction, an intrinsic, a double, or
+    a preprocessor branch for one architecture."""
     flags = re.search(
         r"^CUDA_FLAGS = \[(.*?)\]", (cuda_build.ROOT / "setup.py").read_text(), re.MULTILINE
     )[1]  # type: ignore[index]

@@ -1,8 +1,8 @@
-"""Nothing is allocated on the step path of a device: memory of the device and pinned memory are
-taken when a generator is made and when it is given weights, graphs in the first steps of each
-number of rows. The host's own memory is test_allocations.py's.
+"""A device's step path does not allocate. Device memory and pinned memory are allocated when a
+generator is made and when it receives weights, graphs in the first steps of each number of rows.
+test_allocations.py tests host memory.
 
-Oracle: the calls that the runtime of tests/gpu/simt counts. Bound: none at all.
+Oracle: the allocation calls that the runtime of tests/gpu/simt counts. Bound: zero calls.
 """
 
 from __future__ import annotations

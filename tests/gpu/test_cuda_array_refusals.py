@@ -1,9 +1,9 @@
-"""What rollmesh.ops refuse of a CUDA device's arrays, and what they say where a device is missing,
-full, broken or another process's.
+"""The arrays of a CUDA device that rollmesh.ops refuses, and the errors when a device is missing,
+full, broken or owned by another process.
 
-Input: as in test_cuda_arrays.py, arguments and arrays that no call may have. Oracle: the class of
-the error and its words, and the bits of the CPU from the next call. Bound: zero differing bits.
-After every test the device has all of its memory again.
+Input: as in test_cuda_arrays.py, plus arguments and arrays that every call must refuse. Oracle: the
+class of the error and its words, and the CPU's result for the next call. Bound: zero differing
+bits. After every test all of the device's memory is free again.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def test_no_library_and_no_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_a_device_that_is_full(
     simulated: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
-    """Nothing is lost: what fits afterwards is computed."""
+    """The arrays are kept: a smaller result that fits is computed afterwards."""
     x, w = matrices(rng)
     there = ops.to_device(x), ops.to_device(w)
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(1 << 20))
@@ -338,7 +338,7 @@ def test_a_fault_of_the_device(
     ops.release_devices()
     assert (
         ops.gemm(ops.to_device(x), ops.to_device(w), 17).numpy() == ops.gemm(x, w, 17)
-    ).all()  # opened anew
+    ).all()  # opened again
 
 
 def test_a_forked_child_is_told(rng: np.random.Generator) -> None:

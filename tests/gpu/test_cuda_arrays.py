@@ -1,10 +1,10 @@
-"""Arrays of a CUDA device as arguments and results of rollmesh.ops: other libraries' tensors,
-streams, consumers. What is refused, and what breaks, is in test_cuda_array_refusals.py.
+"""Arrays of a CUDA device as arguments and results of rollmesh.ops: tensors of other libraries,
+streams, consumers. Refusals and failures are in test_cuda_array_refusals.py.
 
-Input: tensors of another library of this process (gpu_trainer.Trainer), whose work nobody has
-waited for, on the simulated device (tests/gpu/simt), which does nothing before something waits for
-it. Oracle: the CPU's ops; for bf16 on tensor cores the order of docs/numerics.md §10 in exact sums.
-Bound: zero differing bits. After every test the device has all of its memory again."""
+Input: tensors of another library in this process (gpu_trainer.Trainer) whose work is still pending,
+on the simulated device (tests/gpu/simt), which runs work only when a thread waits for it. Oracle:
+the CPU's ops; for bf16 on tensor cores the order of docs/numerics.md §10 in exact sums. Bound: zero
+differing bits. After every test all of the device's memory is free again."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def second(simt_library: Path) -> Iterator[Trainer]:
 
 
 def read(trainer: Trainer, tensor: OnGpu) -> np.ndarray:
-    """What the trainer itself finds there, on its own stream."""
+    """Reads the tensor through the trainer's own stream."""
     with trainer.current():
         data = trainer.device.read(tensor._managed.tensor.data, tensor.array.nbytes)
     return np.frombuffer(data, tensor.array.dtype).reshape(tensor.array.shape)
@@ -289,8 +289,8 @@ def test_on_a_stream_ops_take_their_turn(trainer: Trainer, rng: np.random.Genera
 def test_streams_that_ops_cannot_be_ordered_with(
     trainer: Trainer, second: Trainer, rng: np.random.Generator
 ) -> None:
-    """None's, another device's, one that is being captured: by on_stream and by a consumer. Ops and
-    arrays go on as before."""
+    """Invalid streams, streams of another device and capturing streams are refused, in on_stream
+    and from a consumer. Ops and arrays work as before afterwards."""
     x, w = matrices(rng)
     mine, weights = ops.to_device(x), ops.to_device(w)
     before = ops.gemm(mine, weights, 17)
@@ -317,7 +317,7 @@ def test_streams_that_ops_cannot_be_ordered_with(
         with pytest.raises(
             errors.CapacityError, match="operation not permitted when stream is capturing"
         ):
-            ops.gemm(mine, weights, 17)  # a capture of this thread: nothing can be allocated
+            ops.gemm(mine, weights, 17)  # this thread captures, so the op cannot allocate
         assert (
             capturing.end_capture()[0] == cuda_device.CAPTURE_INVALIDATED
         )  # by the other device of this thread
@@ -327,7 +327,8 @@ def test_streams_that_ops_cannot_be_ordered_with(
 def test_an_array_of_ours_that_a_stream_has_written(
     trainer: Trainer, rng: np.random.Generator
 ) -> None:
-    """What DLPack gave away is written by its consumer; on its stream the next op sees that."""
+    """A consumer writes an array that was exported by DLPack; the next op on the consumer's stream
+    reads the new values."""
     x, w = matrices(rng)
     mine, weights = ops.to_device(np.zeros_like(x)), ops.to_device(w)
     view = taken(mine, trainer.device.table.stream)
@@ -376,8 +377,8 @@ def test_arrays_that_go_while_their_op_is_under_way(
 
 
 def test_threads_share_a_device(rng: np.random.Generator) -> None:
-    """Each with indices of its own, of the device and of the host, at once and on its own streams
-    or none."""
+    """Each thread uses different indices, on the device and on the host, concurrently with the
+    others, with and without its own stream."""
     table = rng.standard_normal((50, 40), np.float32)
     there = ops.to_device(table)
 
@@ -433,7 +434,7 @@ def test_who_takes_an_output_keeps_its_memory(simulated: str) -> None:
     assert (t.shape[:2], t.strides[:2], t.data - old.data) == ([2, 4], [4, 1], 16)
     assert (view.managed.major, view.managed.flags) == (1, 0)
     assert (part.numpy() == np.arange(4, 12, dtype=np.float32).reshape(2, 4)).all()
-    del array, part, capsule  # one that nobody has taken gives its array back itself
+    del array, part, capsule  # a capsule that was never consumed frees its array
     for holder in (old, view):
         assert _core.cuda_available(simulated, 0) == free - 48
         holder.delete()

@@ -1,9 +1,9 @@
-"""What kernels/device.h promises of a device, held on the fibres of tests/gpu/simt and, where there
-is one, on a GPU.
+"""The promises of kernels/device.h about a device, tested on the fibres of tests/gpu/simt and on a
+GPU if there is one.
 
-The stand-in is lazy: what is enqueued is done when something waits for it. So a promise to wait
-shows (the bytes are there), and so does a host that reads too early or writes again too early:
-those bytes are not what an eager machine would give.
+The stand-in is lazy: enqueued work runs when a thread waits for it. So a test can see whether a
+call that promises to wait has waited (the bytes are there), and whether the host reads or writes
+too early: the bytes then differ from those of an eager machine.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ def test_a_recording_is_kept_and_replayed(device: Device) -> None:
     status, recording = device.end_capture()
     assert status == OK, device.message()
     assert device.wait() == OK
-    assert seen(host_out, 64) == bytes(64)  # nothing of it was done
+    assert seen(host_out, 64) == bytes(64)  # the failed work has not run
     assert device.read(out, 32) == bytes(32)
     for pair in ([3, 1], [0, 2], [0, 0]):
         ctypes.memmove(host_ids, np.array(pair, np.int32).tobytes(), 8)
@@ -387,8 +387,8 @@ def test_replays_stand_in_the_queue(device: Device) -> None:
 
 
 def alone(library: Library, body: str) -> str:
-    """What `body` prints, with a device in a process of its own: one in which nothing was launched
-    before."""
+    """Returns what `body` prints, with a device in a separate process, which has not launched a
+    kernel before."""
     script = f"""
 import sys
 sys.path.insert(0, {str(SUPPORT)!r})
@@ -594,7 +594,7 @@ def test_fetch_brings_runs_with_any_pitch(library: Library, rng: np.random.Gener
             (9, 4, 9, 5),
         ]:
             first = 3 - min((rows - 1) * from_pitch, 0)
-            with library.open(0) as device:  # each asks for leave to read the other anew
+            with library.open(0) as device:  # each device asks for peer access again
                 here, host = device.alloc(to_pitch * rows), device.alloc_pinned(to_pitch * rows)
                 device.copy_2d_from_peer(
                     here, to_pitch, there + first, 1, from_pitch % 2**64, width, rows

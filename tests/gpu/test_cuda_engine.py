@@ -77,7 +77,7 @@ def simt(library: Path) -> None:
 
 
 def bits(value: Any) -> Any:
-    """What a value is made of, arrays as bytes."""
+    """Returns the contents of a value, with arrays as bytes."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, rm.TopLogprobs):
@@ -232,7 +232,7 @@ def test_a_mesh_of_devices_gives_one_ranks_bits(
     mesh: rm.Mesh,
     changes: dict[str, Any],
 ) -> None:
-    """Each rank on a device of its own, or all on one; activations by way of the host
+    """Each rank on a separate device, or all on one; activations are exchanged through the host
     (csrc/comm/staged.h)."""
     if changes.get("device") == "cuda:1" and _core.cuda_count(str(library)) < 2:
         pytest.skip("one GPU here")
@@ -342,7 +342,8 @@ def test_a_tied_head_that_differs_is_named(make: Callable[..., rm.Generator]) ->
 
 
 def updated_in_mid_generation(generator: rm.Generator, how: dict[str, Any]) -> Any:
-    """What is told of requests of a MOE that gets other weights after their second poll."""
+    """Returns the results of requests of a MOE that receives new weights after their second
+    poll."""
     ids = generator.submit(PROMPTS, PARAMS)
     done = []
     for step in range(3):
@@ -459,8 +460,8 @@ def free(library: Path) -> int:
 
 
 def slack(library: Path) -> int:
-    """What a GPU's own runtime may take or keep meanwhile, and the parts of 2 MiB that it gives
-    memory in; the stand-in is exact."""
+    """Memory that a GPU's runtime may allocate or keep meanwhile, including rounding to 2 MiB; zero
+    on the stand-in."""
     return 0 if is_simt(library) else 64 << 20
 
 
@@ -652,8 +653,8 @@ def test_devices_that_are_not_here(
 def test_ranks_on_gpus_of_two_architectures(
     make: Callable[..., rm.Generator], simt: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tensor cores of each have bits of their own; the contract's arithmetic has the same on
-    both."""
+    """The tensor cores of the two architectures give different bits; the contract's arithmetic
+    gives the same bits on both."""
     monkeypatch.setenv("ROLLMESH_SIMT_SM", "90,80")
     assert make(mesh=rm.Mesh(tp=2)).metrics()["family"] == "cuda_fma"
     with pytest.raises(
@@ -669,8 +670,8 @@ def test_ranks_on_gpus_of_two_architectures(
 
 # -------------------------------------------------------------------------- a host that schedules
 def test_a_host_schedules_on_a_device(library: Path) -> None:
-    """As vLLM does (csrc/scheduler/external_scheduler.h): pages shared and taken again, chunks,
-    preemptions, a version in between."""
+    """The host schedules like vLLM (csrc/scheduler/external_scheduler.h): shared and reused pages,
+    chunks, preemptions, a version in between."""
     found = []
     for where in ({}, {"cuda_library": str(library), "cuda_ordinal": 0}):
         engine = test_external_scheduler.make_engine(**where)

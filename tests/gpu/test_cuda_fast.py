@@ -1,11 +1,11 @@
-"""rm.Generator(fast=True): dense gemms by cuBLASLt, here on the simulated device of tests/gpu/simt
-and the stand-in for the library of tests/support/native/standin, which has an algorithm whose sums
-depend on the rows and one whose do not; on a GPU with cuBLASLt itself.
+"""rm.Generator(fast=True): dense gemms by cuBLASLt. Runs on the simulated device of tests/gpu/simt
+and the stand-in for the library of tests/support/native/standin, which has one algorithm whose sums
+depend on the number of rows and one whose sums do not; on a GPU with the real cuBLASLt.
 
-Oracle: NumPy in float64 for a gemm; for a model its float32 generator on the CPU, from which the
-bf16 one's distance is the measure of what rounding does. Bounds: of a gemm k·ε of float32 and what
-the stand-in cuts off (2⁻¹⁰) of Σ|x·w|, then bf16's rounding; of logprobs a few times that distance
-(`close`); equality for all that is no sum.
+Oracle: NumPy in float64 for a gemm. For a model, its float32 generator on the CPU; the distance
+between that and the bf16 generator measures the effect of rounding. Bounds: for a gemm, k·ε of
+float32 plus the stand-in's truncation (2⁻¹⁰) of Σ|x·w|, then bf16's rounding; for logprobs, a few
+times that distance (`close`); equality for everything that is not a sum.
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ def test_gate_and_up_become_one(
     monkeypatch: pytest.MonkeyPatch,
     rows_at_once: int,
 ) -> None:
-    """Of as many rows at once as there is room for. Their gemm alone is the oracle's input, by the
-    algorithm that knows no rows."""
+    """The workspace limits the number of rows at once. The oracle is computed from the gemm alone,
+    with the algorithm that does not depend on the number of rows."""
     monkeypatch.setenv("STANDIN_CUBLAS_FIRST", "whole")
     shape, both, most = vendor_gemm.Shape(131, 32, swiglu=True), vendor_gemm.Shape(262, 32), 33
     room = 4 * shape.n * rows_at_once
@@ -276,7 +276,7 @@ def test_one_algorithm_is_pinned_by_the_most_rows(
     standin: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of other numbers of rows nobody asks for one."""
+    """The library is only asked for an algorithm for the largest number of rows."""
     monkeypatch.setenv("STANDIN_CUBLAS_NONE", "4")
     shape = vendor_gemm.Shape(16, 8)
     with vendor_gemm.opened(
@@ -442,7 +442,7 @@ def test_what_it_is_is_said(make: Make, where: dict[str, str]) -> None:
 def test_company_changes_bits_only_where_the_library_lets_it(
     make: Make, standin: None, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    """What `invariant` is about: with SPLIT a row alone gets other sums."""
+    """The case that `invariant` excludes: with SPLIT a single row gets different sums."""
     monkeypatch.setenv("STANDIN_CUBLAS_FIRST", first)
     fast = make(enable_prefix_caching=False, max_num_batched_tokens=3)
     eager = make(enable_prefix_caching=False, max_num_batched_tokens=3, enforce_eager=True)
@@ -486,8 +486,8 @@ def test_a_failure_in_a_recording_is_an_error(
 def test_a_failure_in_a_spoilt_recording_is_none(
     make: Make, standin: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the library says of a recording that another thread spoilt. The step is enqueued in its
-    place."""
+    """The library's error for a recording that another thread has invalidated. The step is enqueued
+    instead."""
     params = rm.SamplingParams(max_tokens=9, ignore_eos=True, seed=1)
     whole = told(make().generate([[3, 1, 2]], params, use_tqdm=False))
     monkeypatch.setenv("STANDIN_CUBLAS_FAIL", f"{8 * 2 + 3}:13")

@@ -127,8 +127,8 @@ def test_replays_among_chunks_preemptions_and_others(make: Make, changes: dict[s
     ids=str,
 )
 def test_which_steps_are_replayed(make: Make, changes: dict[str, Any], replays: int) -> None:
-    """Of 20 tokens the first is the prefill's, and the first step of a size is enqueued. Lists of
-    tokens are not recorded."""
+    """The first of 20 tokens comes from the prefill, and the first step of a size is enqueued.
+    Steps with token lists are not recorded."""
     gpu = make(DENSE)
     gpu.sync_weights(helpers.numpy_state_dict(DENSE, seed=1), cast=True)
     params = rm.SamplingParams(max_tokens=20, temperature=0, **changes)

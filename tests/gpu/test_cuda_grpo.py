@@ -128,8 +128,8 @@ def test_what_means_nothing_on_a_device_is_refused(changes: list[str], message: 
 
 
 def test_vllms_workers_are_told_themselves() -> None:
-    """The device that they run on is vLLM's platform's, so what goes with one is not refused here
-    but there."""
+    """vLLM's platform selects the device of the workers, so rollmesh does not refuse options that
+    depend on it; the workers do."""
     table = config.load(
         DENSE,
         [

@@ -40,7 +40,7 @@ NAME = "model.norm.weight"
 
 
 class Remote:
-    """A trainer in a process of its own: remote.publish(…) is Lending.publish there."""
+    """A trainer in a separate process: remote.publish(…) calls Lending.publish there."""
 
     def __init__(self, path: Path, ordinal: int, folder: Path, settings: dict[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -296,8 +296,8 @@ def test_a_sync_that_fails_may_be_tried_again(
 def test_a_commit_that_fails_may_be_tried_again(
     make: Callable[..., rm.Generator], trainer: Callable[..., Remote]
 ) -> None:
-    """All is staged, and what runs cannot finish: nothing was given back, since nothing of it
-    serves."""
+    """All tensors are staged, but a running request cannot finish. The loan is kept, because its
+    version does not serve yet."""
     remote, gpu = trainer(), make(DENSE)
     gpu.sync_weights(state_of(DENSE, 2), version=0, cast=True)
     remote.publish(DENSE, 1, 1, 1)
@@ -481,7 +481,7 @@ def test_locks_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 class Gpus:
-    """Of allocations of 100 bytes; those at `bad` cannot be given back."""
+    """A stand-in with allocations of 100 bytes; those at `bad` cannot be freed."""
 
     def __init__(self, *bad: int) -> None:
         self.bad, self.open = bad, [0, 1, 2]

@@ -33,7 +33,8 @@ MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]]
 
 
 class Place:
-    """What stands in for arrays.py: device copies of a turn's tensors, copied back when it ends."""
+    """Replaces arrays.py: makes device copies of a turn's tensors, and copies them back when the
+    turn ends."""
 
     def __init__(self) -> None:
         self.there: list[tuple[Any, Tensor]] = []

@@ -145,7 +145,8 @@ def test_processes_of_a_host_ask_it_together(
 def test_ranks_of_a_host_without_room_for_all_of_them_stay_awake(
     simt_library: Path, tmp_path: Path
 ) -> None:
-    """What one rank has room for: two take a little more together, each of them less."""
+    """The host has room for one rank's weights. Two ranks together need slightly more, although
+    each of them needs less."""
     (tmp_path / "other.c").write_text(NO_ROOM)
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-o", tmp_path / "other.so", tmp_path / "other.c", "-ldl"],
@@ -225,8 +226,8 @@ def test_requests_that_run_go_on(make: Make) -> None:
 
 
 def test_recordings_are_of_the_new_block(make: Make) -> None:
-    """What was recorded knew addresses that are gone: a size's first step is enqueued, and then
-    replayed again."""
+    """Recordings contain addresses of the old block: a size's first step is enqueued, and the next
+    steps are replayed again."""
     params = rm.SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     gpu, _ = served(make)
     first = gpu.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0]
@@ -263,7 +264,7 @@ def test_a_later_sleep_drops_what_was_kept(
 
 
 def test_an_open_set_is_dropped(make: Make) -> None:
-    """At its begin in place nothing was written yet: what served serves again."""
+    """A set in place has written no weights at its beginning: the previous weights serve again."""
     generator, before = served(make)
     for mode in ("staged", "inplace"):
         pushed = generator.begin_sync(mode=mode, cast=True)
@@ -311,7 +312,7 @@ def test_what_cannot_be_kept_is_refused(make: Make, parts: str, keep: Any, words
 # ---------------------------------------------------------------------------------------- no room
 @pytest.mark.parametrize("changes", [full({}), TWO], ids=str)
 def test_no_room_in_the_host(make: Make, library: Path, changes: dict[str, Any]) -> None:
-    """Whichever allocation fails, and of whichever rank: nothing sleeps and nothing is lost."""
+    """Any allocation of any rank fails: all ranks stay awake and keep their weights."""
     generator, before = served(make, **changes)
     devices, mapped, blocks = (
         [_core.cuda_available(str(library), d) for d in range(2)],

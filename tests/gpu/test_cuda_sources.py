@@ -1,7 +1,7 @@
-"""Weights that lie on GPUs: of another GPU than the engine's, of one GPU into ranks on several. On
-the simulated devices of tests/gpu/simt, where no device can touch another's memory but by the copy
-that is made for it, and where nothing is done before something waits: a tensor is written by a copy
-that its producer has enqueued on a stream of its own and never waited for.
+"""Weights on GPUs: on a GPU other than the engine's, or from one GPU into ranks on several. On the
+simulated devices of tests/gpu/simt, where a device can read another's memory only through a peer
+copy, and work runs only when a thread waits. A tensor is written by a copy that its producer has
+enqueued on a separate stream without waiting for it.
 
 Oracle: the same weights from the host, by digest (of every stored value) and by logits. Bound:
 equality.
@@ -237,7 +237,7 @@ def test_a_gpu_that_fails_while_its_tensors_are_read(
     on_gpu: Callable[[int], Trainer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It takes its tensors with it, and not the engine, which runs on another."""
+    """The failing GPU loses its tensors, but the engine on the other GPU continues."""
     state = helpers.numpy_state_dict(DENSE, seed=1, dtype="float32")
     gpu, trainer = make(), on_gpu(1)
     gpu.sync_weights(state, cast=True)

@@ -1,9 +1,7 @@
-"""A fault of a kernel takes the device's context with it, for as long as the process lives: in a
-process of its own, on the fibres of tests/gpu/simt with ROLLMESH_SIMT_STICKY=1, where it does so
-too.
+"""A fault of a kernel breaks the device's context until the process ends. Runs in a separate
+process, on the fibres of tests/gpu/simt, which model this with ROLLMESH_SIMT_STICKY=1.
 
-Oracle: the CPU, for what other devices give meanwhile. Bound: equality; and the error's type and
-words.
+Oracle: the CPU for the results of other devices; the error's type and words. Bound: equality.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ def main(launch: int) -> None:
     is_refused(lambda: [tokens(dead) for _ in range(20)])
     nothing_is_served(dead)
     nothing_is_served(beside)
-    for closed in (dead, beside, None):  # the last stream goes, and it is no other
+    for closed in (dead, beside, None):  # the last stream closes without clearing the fault
         for name, mesh in (
             ("cuda:0", None),
             ("cuda", None),

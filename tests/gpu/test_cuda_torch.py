@@ -76,8 +76,8 @@ def test_views(make: Callable[..., rm.Generator], where: str) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a stream of torch's: torch sees no GPU")
 def test_an_optimizer_is_still_writing(make: Callable[..., rm.Generator]) -> None:
-    """On a stream of its own, behind work that takes a while: the sync reads what is written in the
-    end."""
+    """The optimizer writes on a separate stream, behind work that takes a while: the sync reads the
+    final values."""
     gpu, state, stream = make(DENSE), on("cuda", DENSE, 1), torch.cuda.Stream()
     final = {name: tensor.clone() for name, tensor in state.items()}
     busy = torch.randn(4096, 4096, device="cuda")

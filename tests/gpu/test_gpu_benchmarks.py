@@ -96,7 +96,7 @@ def test_settings_reach_the_generator(simt_library: Path) -> None:
 
 
 def test_a_line_of_bench_mma_is_read() -> None:
-    """As its printf writes it."""
+    """The line has the format of bench_mma's printf."""
     what = "8B gate_up rows=4096 n=12288 k=4096 groups=0"
     line = (
         f"{what:58} {1234.5:9.1f} us {98.0:8.0f} GB/s {2.1:5.1f} % of reading {456.7:8.1f} TFLOP/s"
@@ -151,7 +151,7 @@ def test_parts_have_a_fate_a_log_and_one_turn(tmp_path: Path) -> None:
 
 
 def is_running(process: int) -> bool:
-    """A process that has ended and that nobody has asked for is not."""
+    """Returns whether the process runs; a zombie does not run."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except FileNotFoundError:

@@ -1,10 +1,11 @@
-"""Dispatch with fixed sizes (csrc/model/moe/static_dispatch.c) on the simulated device: steps of
-few rows use it, whatever their dispatcher, longer ones do not, and both give the bits of one rank
-of the CPU.
+"""Dispatch with fixed sizes (csrc/model/moe/static_dispatch.c) on the simulated device. Steps of
+few rows use it with any dispatcher, longer steps do not, and both are bit-identical to one rank on
+the CPU.
 
-Input: steps of one row and more a replica, ranks without rows and with none of the experts that are
-chosen, rows that no word of four bytes divides. Oracle: bits of one rank of the CPU; bytes of
-distributed/traffic.py, and of the CPU's mesh where the form is the old one. Bound: equality.
+Input: steps of one row and more per replica, ranks without rows and without any of the chosen
+experts, rows whose size is not a multiple of four bytes. Oracle: results of one rank on the CPU;
+byte counts from distributed/traffic.py, and from the CPU's mesh if the dispatch is the dynamic one.
+Bound: equality.
 """
 
 from __future__ import annotations

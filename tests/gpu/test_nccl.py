@@ -244,7 +244,7 @@ def not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def heard(stand_in: str, everyone: list[tuple[str, str]]) -> str:
-    """What the environment says when all have told (NCCL, GPU)."""
+    """Returns the environment after the handshake of all ranks' (NCCL, GPU)."""
     rm.comm.nccl(host(), stand_in).accept_handshake(
         [{"NCCL": version, "GPU": gpu} for version, gpu in everyone]
     )
@@ -315,7 +315,7 @@ def test_a_gpu_has_one_name_on_a_machine(
 
 # ------------------------------------------------------------- looking for the others, over torch
 class Exchange:
-    """What a torch group is to the C side."""
+    """The interface of a torch group as the C side uses it."""
 
     def __init__(self, error: Exception | None) -> None:
         self.error, self.looks = error, 0

@@ -1,11 +1,11 @@
-"""rm.Generator(device="cuda", comm=rm.comm.nccl(…)): ranks whose activations travel by NCCL, here
-on the simulated device of tests/gpu/simt and the stand-in for NCCL of tests/support/native/standin;
-on GPUs and with NCCL itself where they are, several ranks on one GPU if need be.
+"""rm.Generator(device="cuda", comm=rm.comm.nccl(…)): ranks that exchange activations by NCCL. Runs
+on the simulated device of tests/gpu/simt and the stand-in for NCCL of tests/support/native/standin,
+or on GPUs with the real NCCL if they are available, with several ranks on one GPU if necessary.
 
-Oracle: one rank on the CPU, whose bits a mesh on devices gives. Bound: equality. What goes wrong on
-one rank is a typed error on all, in time: no rank may stay in a wait for a queue that another will
-never come to. Ranks are threads of this process, or processes that tests/support/mesh_ranks.py
-forks."""
+Oracle: one rank on the CPU, to which a mesh on devices is bit-identical. Bound: equality. A failure
+of one rank raises a typed error on all ranks, in time: a rank must not wait for a queue that
+another rank will never reach. Ranks are threads of this process, or processes that
+tests/support/mesh_ranks.py forks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def where(simt_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(autouse=True)
 def shares(where: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test puts into the environment for ranks on one GPU goes with it."""
+    """Restores the environment that a test sets for ranks on one GPU."""
     monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")
     monkeypatch.delenv(nccl.SHARES_GPU_VARIABLE)
 
@@ -117,7 +117,7 @@ def ranks(where: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="module")
 def alone(ranks: Run) -> Callable[..., Any]:
-    """What one rank on the CPU answers."""
+    """Returns the answers of one rank on the CPU."""
     known: dict[str, Any] = {}
 
     def ask(do: str, model: str) -> Any:
@@ -132,7 +132,8 @@ def alone(ranks: Run) -> Callable[..., Any]:
 
 
 def seen(generator: rm.Generator) -> Any:
-    """What no mesh may change: all but how much of a prompt a replica had seen before."""
+    """Returns the results that must not depend on the mesh: all except the number of cached prompt
+    tokens of a replica."""
     generated, _, *scored = everything(generator)
     return [output[:1] + output[2:] for output in generated], scored
 
@@ -348,8 +349,8 @@ def test_a_group_that_cannot_be_made(
 def test_a_thread_that_cannot_be_made(
     make: Make, simt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no code for its GPU. The other stands where groups of NCCL are made, and hears of it
-    there."""
+    """The library has no code for this rank's GPU. The other rank waits where groups of NCCL are
+    made, and gets the error there."""
     monkeypatch.setenv("ROLLMESH_SIMT_SM", "90,70")
     told: list[str] = []
 
@@ -434,8 +435,8 @@ LONG = {"max_model_len": 4096, "kv_cache_gib": 0.1}
 
 @pytest.mark.full
 def test_an_abort_that_lasts_is_waited_for_by_nobody(ranks: Run, simt: Path) -> None:
-    """NCCL's own waits until no recording knows the communicator, and those go after it: the error
-    has to come before."""
+    """NCCL's own abort waits until all recordings of the communicator are gone, and recordings are
+    freed after it: the error must come before."""
     began = time.monotonic()
     job = {
         "victims": {"STANDIN_HANG": "1:60"},
@@ -615,15 +616,15 @@ def test_ranks_on_one_gpu_want_an_nccl_that_allows_it(ranks: Run, simt: Path) ->
 
 
 def test_ranks_that_step_with_different_batches(ranks: Run) -> None:
-    """Prompts of one length, so that no exchange has another size."""
+    """The prompts have equal lengths, so that all exchanges have equal sizes."""
     for rank in ranks("apart", (2, 1, 1), model="moe", how="unheard", victim=1, timeout=20.0):
         assert rank["error"][0] == "CollectiveMismatchError"
         assert "another batch" in rank["error"][1]
 
 
 def test_ranks_that_are_asked_for_different_things(ranks: Run) -> None:
-    """Of one batch one rank hands logits out, and the other has no exchange of logits: they compare
-    before the first waits for it."""
+    """For the same batch one rank returns logits, and the other does not exchange logits: they
+    compare before the first one waits for it."""
     for rank in ranks("apart", (2, 1, 1), model="moe", how="handed out", victim=1, timeout=10.0):
         assert rank["error"][0] == "CollectiveMismatchError", rank["error"]
 

@@ -1,11 +1,11 @@
 """Recorded decode steps where experts span replicas (ep = dp·tp, csrc/step/graph_replay.h): each
-replica has a batch of its own, or none, and all record and replay one size together. On the
+replica has its own batch, or none, and all record and replay one size together. Runs on the
 stand-ins of tests/gpu/test_nccl_engine.py, or on GPUs.
 
-Input: replicas with as many rows, with other numbers of them, one without any, one that ends before
-the other, one that is fed a prompt in chunks while the other decodes. Oracle: one rank of the CPU,
-and the same mesh with enforce_eager=True. Bound: equality. How many steps every replica has
-replayed is in metrics()["graph_replays"], their sum.
+Input: replicas with equal and with different numbers of rows, a replica without rows, a replica
+that ends before the other, a replica that processes a prompt in chunks while the other decodes.
+Oracle: one rank on the CPU, and the same mesh with enforce_eager=True. Bound: equality.
+metrics()["graph_replays"] is the sum of the steps that the replicas have replayed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rollmesh.distributed.traffic import step_traffic
 
 TWO, FOUR = rm.Mesh(dp=2, ep=2), rm.Mesh(dp=2, tp=2, ep=4)
 WIDE = {"max_num_seqs": 7, "kv_cache_gib": 0.004}
-# What one replica has beside the other's one long sequence: requests go to the replica of which
-# least was asked.
+# Requests of one replica beside the other's one long sequence: requests go to the replica with the
+# least requested work.
 LONG = rm.SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
 
 
@@ -112,9 +112,9 @@ def test_all_replicas_have_the_size_of_the_fullest(make: Make, mesh: rm.Mesh, n:
 
 @pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 2, 4)], ids=str)
 def test_every_rank_replays(ranks: Run, mesh: tuple[int, int, int]) -> None:
-    """Of processes each counts its own. Twelve tokens of one request: after the prompt's step one
-    is enqueued, and the others are replayed on the replica that has nothing too; of three requests
-    two are in one replica, a size that is new."""
+    """Each process counts its replays. One request has twelve tokens: after the prompt's step one
+    step is enqueued and the others are replayed, on the idle replica too. Of three requests two are
+    in one replica, which is a new size."""
     (one, _), (three, _) = results(
         ranks("replayed", (1, 1, 1), model="moe", transport="none", options={"device": "cpu"})
     )[0]
@@ -123,7 +123,7 @@ def test_every_rank_replays(ranks: Run, mesh: tuple[int, int, int]) -> None:
 
 
 def test_a_replica_that_has_slept_alone(ranks: Run) -> None:
-    """Its recordings are gone, so the others record theirs anew with it."""
+    """The replica has dropped its recordings, so the others record again together with it."""
     (one, _), _ = results(
         ranks("replayed", (1, 1, 1), model="moe", transport="none", options={"device": "cpu"})
     )[0]
@@ -248,9 +248,9 @@ def test_updates_in_mid_generation(make: Make, how: dict[str, Any]) -> None:
     ids=str,
 )
 def test_a_replay_counts_what_it_moves(make: Make, mesh: rm.Mesh, changes: dict[str, Any]) -> None:
-    """Of eight steps of four rows a replica the first is enqueued, the second recorded, and all
-    move as much, the bytes of rollmesh.distributed.traffic. That there is memory for a graph each
-    rank tells its group in a byte."""
+    """Each replica steps eight times with four rows: the first step is enqueued and the second
+    recorded. Every step transfers the bytes of rollmesh.distributed.traffic. Each rank also sends
+    one byte to its group to report that it has memory for a graph."""
     gpu = make(MOE, mesh, **WIDE, **changes)
     gpu.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
     moved = []
@@ -303,8 +303,8 @@ def test_long_steps_go_to_experts_run_after_run(
 
 @pytest.mark.parametrize("backend", ["alltoall", "allgather_reducescatter"])
 def test_by_nccl_no_step_moves_what_is_chosen(make: Make, backend: str) -> None:
-    """Of prompts of more rows than sequences at once: nothing is counted, so whatever is in them,
-    as many bytes go in as many calls."""
+    """The prompts have more rows than sequences fit at once. Rows are not counted, so the number of
+    bytes and calls is the same for all contents."""
     gpu = make(MOE, TWO, max_num_seqs=2, ep_backend=backend, enable_prefix_caching=False)
     gpu.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
     moved = set()

@@ -26,7 +26,7 @@ from rollmesh.torch import arrays
 
 
 class Tensor(OnGpu):
-    """As much of a torch.Tensor on cuda:0 as the narrow place looks at."""
+    """The attributes of a torch.Tensor on cuda:0 that rollmesh.torch.arrays reads."""
 
     is_cuda = True
     device = torch.device("cuda", 0)
@@ -62,8 +62,8 @@ def trainer(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tra
 
 @pytest.mark.parametrize("dtype", ops_cases.DTYPES)
 def test_a_sum_on_torchs_stream(trainer: Trainer, dtype: str, rng: np.random.Generator) -> None:
-    """Its tensors are still being written when it is asked for, they are written again behind it,
-    and nobody has waited."""
+    """The op is called while its tensors are still being written, and they are overwritten after
+    it, without a wait."""
     rows, k, width = 5, 3, 40
     choices, gates = (
         ops_cases.normal(rng, (rows * k, width), dtype),

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int TIMES = 30;
 constexpr size_t BEYOND_L2 = size_t{512}
-                             << 20; // matrices take turns, so that none is still in the cache
+                             << 20; // matrices rotate, so that the cache holds none of them
 
 void must(cudaError_t error) {
   if (error == cudaSuccess) return;

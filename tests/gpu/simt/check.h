@@ -52,8 +52,9 @@ void *relaid_pages(const void *from, rm_dtype dtype, int64_t n_pages, int64_t pa
 packed weights(rm_dtype dtype, int64_t n_matrices, int64_t rows, int64_t k, bool gate_up = false,
                kind k_of = TAME);
 
-// A pointer of the arguments that gets a buffer of its own for each run: with what it pointed to at
-// first, or 0xff where it was NULL. Without a field it is left out.
+// A pointer in the arguments that gets a separate buffer for each run. The buffer is filled with
+// the initial contents of the pointer's target, or with 0xff if the pointer was NULL. Without a
+// field the output is skipped.
 struct output {
   void *field;
   size_t bytes;

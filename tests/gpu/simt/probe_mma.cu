@@ -1,17 +1,17 @@
-// probe_mma.cu: what the family cuda_mma asks of the hardware and no CPU can say. Prints a line a
-// question; the status is 0 where everything holds that the family's bits need: P1 and P2. A "no"
-// is an answer, a "NO" a failure.
-//   P1  an output does not depend on its row in A or its column in B, nor on what the other rows
-//       and columns hold
-//   P2  a step of zeros changes nothing, whatever stands against the zeros; nor does the place of a
-//       product among the 16
+// probe_mma.cu: the properties of the hardware that the family cuda_mma relies on and that a CPU
+// cannot show. Prints one line per question. The status is 0 if P1 and P2 hold, on which the
+// family's results depend. A "no" is an answer, a "NO" a failure.
+//   P1  an output does not depend on its row in A or its column in B, nor on the contents of the
+//       other rows and columns
+//   P2  a step of zeros does not change the result, whatever is multiplied by the zeros; nor does
+//       the position of a product among the 16
 //   P3  a digest of 4096 results, to be compared between cards
-//   P4  what a sum of zeros and NaNs looks like
-//   P5  wgmma m64n8k16 and m64n128k16, A from registers, give the bits of mma.sync
+//   P4  the bits of a sum of zeros and NaNs
+//   P5  wgmma m64n8k16 and m64n128k16, A from registers, are bit-identical to mma.sync
 //   P6  whether denormal operands, accumulators and results are kept
 //   P7  the error against exact sums, in units of 2^-23 of the largest term
-//   P8  what -ftz makes of a result just below the smallest normal number, beside this machine's
-//       CPU; if they differ, the bits of cuda_fma are x86's but for such a result
+//   P8  the result of -ftz for a value just below the smallest normal number, and the result of
+//       this machine's CPU; if they differ, cuda_fma is bit-identical to x86 except for such values
 #include "mma.cuh"
 #include "wgmma.h"
 

@@ -1,13 +1,13 @@
-// simt.h: enough of CUDA for the kernels of kernels/cuda to run on a CPU as C++. Blocks run one
-// after another, the threads of a block as fibres that change places at barriers and warp
-// operations only, in ascending or descending order (simt_order), a warp as far as it comes before
-// another: a missing barrier, of a block or of a warp, shows as bits that the reference does not
-// have, in one order or the other. Caught with a message and exit status 3: threads that leave or
-// wait elsewhere while others stand at a barrier, lanes of one warp in different operations, an
-// address that is no multiple of its word, an access outside shared memory or outside a simt_buffer
-// (both end at a page that nobody may touch). What is not modelled: blocks at the same time, so
-// atomics are plain; that shuffles and ballots order no memory; rounding that the hardware does its
-// own way. simt_runtime.h is the rest of CUDA.
+// simt.h: enough of CUDA to run the kernels of kernels/cuda on a CPU as C++. Blocks run one after
+// another. The threads of a block are fibres that switch only at barriers and warp operations, in
+// ascending or descending order (simt_order); each warp runs as far as it can before the next. So a
+// missing barrier, of a block or of a warp, makes the result differ from the reference in one of
+// the orders. Detected with a message and exit status 3: threads that exit or wait elsewhere while
+// others wait at a barrier, lanes of one warp in different operations, an address that is not a
+// multiple of its word, an access outside shared memory or outside a simt_buffer (both end at an
+// inaccessible page). Not modelled: concurrent blocks, so atomics are plain; the missing memory
+// ordering of shuffles and ballots; rounding that is specific to the hardware. simt_runtime.h is
+// the rest of CUDA.
 #pragma once
 
 #include <cstddef>
@@ -105,7 +105,7 @@ void *simt_buffer(
 enum simt_op { SIMT_SHUFFLE, SIMT_BALLOT, SIMT_SYNCWARP, SIMT_MMA, SIMT_MATRICES };
 bool simt_is_shared(const void *from, size_t bytes); // of the running block
 uint64_t simt_exchange(unsigned mask, uint64_t value, unsigned lane);
-void simt_meet(simt_op op); // nothing is exchanged
+void simt_meet(simt_op op); // a barrier without an exchange
 
 void __syncthreads();
 void __syncwarp(unsigned mask = 0xffffffffu);

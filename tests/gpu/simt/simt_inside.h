@@ -73,8 +73,8 @@ inline device devices[MAX_DEVICES];
 inline int drains = HOST; // whose memory work may open
 inline constinit thread_local int current_device = 0;
 inline constinit thread_local int current_context =
-    -1; // the driver's; −1: none, then the runtime takes that of its own
-// Of the process: blocks of devices, pinned blocks, graphs instantiated, streams, events.
+    -1; // the driver's; −1: unset, and the runtime uses its current device
+// Counters of the process: blocks of devices, pinned blocks, instantiated graphs, streams, events.
 enum { DEVICE_BLOCKS, PINNED_BLOCKS, GRAPHS, STREAMS, EVENTS, N_KINDS };
 inline std::atomic<uint64_t> n_made[N_KINDS];
 
@@ -98,8 +98,8 @@ namespace simt_inside {
 // simt_devices.cpp
 long from_environment(const char *name, long otherwise);
 int architecture_of(int ordinal);
-cudaError_t said(cudaError_t error); // it, which is the thread's last where it is one
-cudaError_t ready(); // whether the current device can do what is no stream's; makes its context
+cudaError_t said(cudaError_t error); // returns `error` and records it as the thread's last error
+cudaError_t ready(); // whether the current device accepts calls without a stream; makes its context
 
 // simt_memory.cpp
 size_t all_memory(); // of a device
