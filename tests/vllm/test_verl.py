@@ -1,11 +1,12 @@
-"""verl 0.9 on rollmesh: its own vLLM rollout with VLLM_PLUGINS=rollmesh, on examples/verl/on_cpu.py
-where there is no GPU.
+"""verl 0.9 on rollmesh: verl's vLLM rollout with VLLM_PLUGINS=rollmesh, on examples/verl/on_cpu.py
+on machines without a GPU.
 
-Its weight transfer by itself: its sender, its receiver in vLLM's workers, one of them or two.
-Oracle: the bits of a Generator that was given the same weights; each refusal leaves the old ones.
-And examples/verl/grpo.py, which is its GRPO with its trainer, its servers and its agent loops in
-Ray's processes. Oracle: verl's own comparison of the trainer's probabilities with the rollout's;
-bound 1e-5 in float32. Whether it learns, and with two ranks everywhere, takes some minutes:
+The first part tests the weight transfer alone: verl's sender and verl's receiver in one or two of
+vLLM's workers. Oracle: a Generator with the same weights, bit for bit; each refusal keeps the old
+weights. The second part runs examples/verl/grpo.py: verl's GRPO with its trainer, servers and agent
+loops in Ray's processes. Oracle: verl's comparison of the trainer's probabilities with the
+rollout's; bound 1e-5 in float32. The tests of learning, and of two ranks everywhere, take some
+minutes:
 
     pytest -m slow tests/vllm/test_verl.py
 """
@@ -78,7 +79,8 @@ class Served:
         }
 
     def push(self, state: State) -> None:
-        """As verl's ServerAdapter: a sender for each worker, and update_weights_from_ipc on all."""
+        """Sends like verl's ServerAdapter: a sender for each worker, and update_weights_from_ipc on
+        all."""
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
         assert (
@@ -186,7 +188,7 @@ def test_a_spoiled_set(served: Served, how: str) -> None:
 
 
 def test_asleep_between_steps(served: Served) -> None:
-    """As verl's servers do round a training step."""
+    """Sleeps and wakes like verl's servers around a training step."""
     served.llm.sleep(level=2)
     served.llm.wake_up(tags=["weights"])
     served.seed += 1

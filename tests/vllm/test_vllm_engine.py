@@ -1,11 +1,11 @@
-"""One rank of rollmesh under vllm.LLM gives the bits of rm.Generator: tokens, logprobs, top
+"""One rank of rollmesh under vllm.LLM is bit-identical to rm.Generator: tokens, logprobs, top
 logprobs, prompt logprobs.
 
 Input: tiny models, requests of every kind (vllm_support.mixed) that vLLM cuts into steps of at most
-32 tokens and 6 sequences. Oracle: rm.Generator with the same weights, which schedules by itself.
-Bound: 0 differing bits, ranks and ends the same. What vLLM did (chunks, prefix hits, preemptions)
-is seen in what its scheduler sent, so that a test cannot pass by never meeting its case. Settings
-go through both dtypes, models, resume protocols and ways to schedule; each has one engine for all
+32 tokens and 6 sequences. Oracle: rm.Generator with the same weights and its own scheduler. Bound:
+0 differing bits, equal ranks and finish reasons. The tests read chunks, prefix hits and preemptions
+from the output of vLLM's scheduler, so that a test fails if its case never occurs. Settings cover
+both dtypes, models, resume protocols and kinds of scheduling; each setting has one engine for all
 its tests.
 """
 
@@ -84,7 +84,8 @@ def test_requests_of_every_kind(served: support.Served, seed: int) -> None:
 
 
 def test_one_after_another(served: support.Served) -> None:
-    """What stands in a batch does not show: the same requests alone, in other order."""
+    """The composition of a batch does not change the result: the same requests one by one, in
+    reverse order."""
     for request in reversed(support.mixed(served.setting.model, 3, 8)):
         served.hold([request])
 
@@ -131,7 +132,7 @@ def test_preemption(served: support.Served) -> None:
     ]
     trace = served.traced(requests)
     assert trace.preempted > 0
-    assert trace.resumed >= trace.preempted  # none was given up
+    assert trace.resumed >= trace.preempted  # all of them were resumed
 
 
 def test_preemption_of_chunks(served: support.Served) -> None:
@@ -150,8 +151,8 @@ def test_preemption_of_chunks(served: support.Served) -> None:
 
 
 def test_an_update_without_a_cache_reset(served: support.Served) -> None:
-    """vLLM believes in its cached blocks, which hold the KV of other weights: no bit of them may be
-    seen."""
+    """vLLM reuses its cached blocks, which hold the KV of other weights: they must not change the
+    result."""
     prompt = list(range(200, 270))
     requests = [
         support.request([*prompt, i], seed=i, logprobs=4, prompt_logprobs=[None, 1][i % 2])
@@ -248,7 +249,8 @@ def test_the_whole_vocabulary_as_logprobs(served: support.Served) -> None:
 
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 def test_routed_experts(v2: bool, tmp_path: Path) -> None:
-    """Of every position that was fed, chunked, cached, preempted or not: Generator's own record."""
+    """Experts are returned for every position, whether it was chunked, cached or preempted, and
+    equal Generator's record."""
     support.need_protocol(v2)
     oracle = support.Oracle("moe", "float32")
     weights = support.weights_of("moe", "float32")

@@ -1,9 +1,9 @@
 """Logits edited on the host are those of vLLM's Sampler before temperature.
 
 Input: random logits and requests with random controls, several at once, that come and go over steps
-in any order, as they do in a batch. Oracle: vllm.v1.sample.sampler.Sampler.apply_logits_processors,
-with everything about it made anew in each step, behind xgrammar's own bitmask kernel; and for each
-control alone, its definition in plain Python. Bound: 0 differing bits.
+in any order, as in a batch. Oracle: vllm.v1.sample.sampler.Sampler.apply_logits_processors, with
+all of its inputs built again in each step, after xgrammar's bitmask kernel; and for each control
+alone, its definition in plain Python. Bound: 0 differing bits.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class AfterTemperature(Counting):
 
 
 def config(*processors: Any) -> Any:
-    """What of a VllmConfig is read."""
+    """Returns the fields of a VllmConfig that are read."""
     model = SimpleNamespace(logits_processors=list(processors), get_vocab_size=lambda: VOCAB)
     scheduler = SimpleNamespace(max_num_seqs=MAX_SEQS)
     return SimpleNamespace(model_config=model, scheduler_config=scheduler, speculative_config=None)

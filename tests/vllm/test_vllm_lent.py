@@ -56,7 +56,7 @@ def state(seed: int) -> dict[str, np.ndarray]:
 
 @cache
 def bits(seed: int) -> bytes:
-    """What a generator on the CPU gives with the weights of a seed."""
+    """Returns the answers of a generator on the CPU with the weights of a seed."""
     with rm.Generator(
         rm.ModelSpec.from_hf(CONFIG),
         dtype="float32",
@@ -221,7 +221,7 @@ def test_what_is_lent_is_not_copied(
             names = set() if loan is None else set(loan.tensors)
             assert (
                 len(names) <= asked.alive <= len(names) + 1
-            )  # one of the next block, for which there was no room
+            )  # a name of the next block, which did not fit
             lent_names |= names
         remote.pass_on(served.client, asked)
         assert opened == []
@@ -443,8 +443,8 @@ def readers() -> Iterator[Callable[..., tuple[Connection, Any]]]:
 
 
 def test_locks_of_readers(readers: Callable[..., tuple[Connection, Any]]) -> None:
-    """Several may read at once; a loan is over when none does. One that is killed reads no more,
-    and no number comes again."""
+    """Several readers may read at once, and a loan ends when none of them reads. A reader that is
+    killed stops reading, and numbers are not reused."""
     block = Segment(0)
     assert block.take_back(0)
     first = block.lend()
@@ -567,7 +567,7 @@ def test_memory_that_nobody_else_can_open(workers: Callable[..., Workers]) -> No
 
 
 def test_a_tensor_in_shards_is_gathered() -> None:
-    """A copy of the host's, where it is there that it lies; nothing of CUDA is asked for."""
+    """The tensor is copied from the host, where it is stored, without using CUDA."""
 
     class Sharded:
         def full_tensor(self) -> np.ndarray:

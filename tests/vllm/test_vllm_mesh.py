@@ -1,9 +1,9 @@
-"""Meshes of rollmesh under vLLM give the bits of one rank: tensor, expert and data parallelism, by
-each executor that needs no GPU.
+"""Meshes of rollmesh under vLLM are bit-identical to one rank: tensor, expert and data parallelism,
+with each executor that works without a GPU.
 
 Input: as in test_vllm_engine. Oracle: rm.Generator on one rank. Bound: 0 differing bits. vLLM's
-MultiprocExecutor starts the ranks of a replica, AsyncLLM the replicas, torchrun those that share a
-trainer's processes.
+MultiprocExecutor starts the ranks of a replica, AsyncLLM the replicas, torchrun the ranks that
+share a trainer's processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Setting:
     expert_parallel: bool = False
     v2: bool = False
     asynchronous: bool = True
-    processes: bool = False  # the engine in one of its own, as vLLM has it unless told otherwise
+    processes: bool = False  # the engine in a separate process, vLLM's default
 
     def __str__(self) -> str:
         how = f"tp{self.tp}-dp{self.dp}" + ("-ep" if self.expert_parallel else "")

@@ -109,8 +109,8 @@ def test_asked_for(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
 def test_absent_or_of_another_version(
     monkeypatch: pytest.MonkeyPatch, version: str | None, words: str
 ) -> None:
-    """The platform's entry point may not raise, since vLLM would go on without it: it names a
-    function that does."""
+    """The platform's entry point must not raise, because vLLM would continue without it: it returns
+    the name of a function that raises."""
     pretend(monkeypatch, version)
     assert plugin.platform() == "rollmesh.vllm.refuse"
     for call in (plugin.refuse, plugin.register):
@@ -261,8 +261,8 @@ def test_a_version_that_was_not_tried_is_told_by_vllm(tmp_path: Path) -> None:
 
 @needs_vllm
 def test_loaded_again(configure: Configure) -> None:
-    """As vLLM does in each of its processes, and once for each engine in one of them: the entry
-    points stay what they are."""
+    """vLLM loads the plugin in each of its processes, and once for each engine in a process: the
+    entry points stay the same."""
     import vllm.plugins
     from vllm.platforms import resolve_current_platform_cls_qualname as chosen
 
@@ -299,7 +299,7 @@ def test_what_a_configuration_becomes(configure: Configure) -> None:
         assert repr(made) == before
     assert (
         str(configure("half").model_config.dtype) == "torch.float32"
-    )  # dtype="auto" of a float16 model: nothing is rounded
+    )  # dtype="auto" of a float16 model: values are not rounded
     assert configure(enable_sleep_mode=True).model_config.enable_sleep_mode
 
 
@@ -347,8 +347,8 @@ def test_degrees_and_shares(configure: Configure, monkeypatch: pytest.MonkeyPatc
 
 # --------------------------------------------------------------------------------------- refusals
 def refused(configure: Configure, *args: Any, **options: Any) -> str:
-    """What the user's own call raises: vLLM's configuration is pydantic's, which puts the
-    ConfigError into an error of its own."""
+    """Returns the error of the user's call: vLLM's configuration uses pydantic, which wraps the
+    ConfigError."""
     with pytest.raises(ValueError) as caught:
         configure(*args, **options)
     inner = [entry["ctx"]["error"] for entry in caught.value.errors()]  # type: ignore[attr-defined]

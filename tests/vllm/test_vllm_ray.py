@@ -1,8 +1,8 @@
-"""Ranks that Ray starts give the bits of rm.Generator, under both of vLLM's executors over it.
+"""Ranks that Ray starts are bit-identical to rm.Generator, under both of vLLM's executors for Ray.
 
 Input: requests of every kind on a tiny MoE at tp = ep = 2, on a cluster of this machine alone.
-Oracle: rm.Generator with the same weights. Bound: 0 differing bits. A worker takes one of what Ray
-counts as GPU; there need not be any.
+Oracle: rm.Generator with the same weights. Bound: 0 differing bits. A worker occupies one of Ray's
+GPU resources, which need not be real GPUs.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def test_refused_by_name_and_as_http_400(field: str, value: Any) -> None:
     ],
 )
 def test_values_of_another_type(field: str, value: Any, words: str) -> None:
-    """What vLLM lets through would be an exception of Python's in the worker, and the end of its
+    """vLLM accepts these values; without a check they would raise in the worker and end its
     engine."""
     params = SamplingParams()
     setattr(params, field, value)  # past what the constructor may say

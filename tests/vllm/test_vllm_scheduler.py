@@ -1,9 +1,9 @@
-"""vLLM's schedulers with requests that fail: the failed one ends with its reason, the others go on
-as if it had never been.
+"""vLLM's schedulers with requests that fail: the failed request ends with its reason, and the
+others continue as if it had never existed.
 
-Driven as an engine core drives them, with outputs made here. Oracle for "as if": the same requests
-in the same scheduler, where the failed one is aborted instead. A worker that fails a request in a
-real engine is in test_vllm_updates.py.
+The tests drive the schedulers like an engine core, with outputs made here. Oracle: the same
+requests in the same scheduler, where the failed request is aborted instead. A worker that fails a
+request in a real engine is in test_vllm_updates.py.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def test_one_fails(tmp_path: Path, asynchronous: bool, when: int) -> None:
 
 
 def test_all_fail(tmp_path: Path, asynchronous: bool) -> None:
-    """As without weights: every request of the step, then the next ones are served."""
+    """Every request of a step fails, as without weights; then the next requests are served."""
     engine = Engine(tmp_path, asynchronous)
     free = engine.free
     for name in "abc":

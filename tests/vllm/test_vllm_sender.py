@@ -162,8 +162,8 @@ def its_set_serves(served: Served, *trainers: ByHand) -> None:
 
 
 def test_a_trainer_that_comes_while_another_sends(served: Served) -> None:
-    """Both call their set by the same number. The one that has brought a block goes on, and its
-    whole set serves."""
+    """Both trainers give their set the same number. The trainer that has brought a block continues,
+    and its whole set serves."""
     first, other = ByHand(served, served.version + 1), ByHand(served, 99)
     first.make(3)  # a trainer begins, an update begins, a block
     with pytest.raises((rm.StateError, RuntimeError), match="another trainer's update is open"):
@@ -173,8 +173,8 @@ def test_a_trainer_that_comes_while_another_sends(served: Served) -> None:
 
 
 def test_a_trainer_that_another_has_followed(served: Served) -> None:
-    """Before its first block: the block is refused, and none of it is in the set that the other
-    brings."""
+    """Another trainer begins before the first block: the block is refused, and the other trainer's
+    set contains nothing from it."""
     first, other = ByHand(served, 99), ByHand(served, served.version + 1)
     first.make(2)
     other.make(3)
@@ -187,7 +187,7 @@ def test_a_trainer_that_another_has_followed(served: Served) -> None:
 
 
 def test_two_trainers_in_step(served: Served) -> None:
-    """Each call of one is followed by the other's: the one that began last goes on."""
+    """The calls of two trainers alternate: the trainer that began last continues."""
     first, other = ByHand(served, 99), ByHand(served, served.version + 1)
     for _ in range(2):
         first.make(1)
@@ -266,8 +266,8 @@ def test_an_awaited_client(alone: Served) -> None:
 
 
 def test_a_send_that_is_cancelled(alone: Served) -> None:
-    """While the workers have a block, or wait for it: nothing waits on, and the next send begins
-    anew."""
+    """A send is cancelled while the workers have a block, or wait for a block: all waits end, and
+    the next send starts from the beginning."""
 
     class Stuck(Awaited):
         async def update_weights(self, update_info: Any) -> None:
@@ -353,7 +353,7 @@ def test_a_pause(
 
 @pytest.mark.parametrize("found", [None, 0, "None", {"version": 3}])
 def test_workers_that_serve_another_version(alone: Served, found: Any) -> None:
-    """What a call returned was another call's reply."""
+    """The value that a call returned was the reply to another call."""
 
     class Mixed(Vllm):
         def collective_rpc(self, method: str) -> Any:

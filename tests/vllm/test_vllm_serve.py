@@ -1,13 +1,12 @@
-"""The real `vllm serve` on rollmesh, in processes of its own, and a trainer that has nothing but
-its URL.
+"""The real `vllm serve` on rollmesh, in separate processes, and a trainer that only has its URL.
 
-Input: a small MoE model without weights, and a tokenizer that knows a few ids more than the model;
+Input: a small MoE model without weights, and a tokenizer with a few more ids than the model;
 prompts are token ids. Oracle: rm.Generator with the same weights. Bound: 0 differing bits. JSON
-writes a double with as many digits as give it back, and a double holds any float32, so a logprob
-keeps its 32 bits on the way; support.bits sees that what came is a float32.
+writes enough digits to restore a double, and a double holds any float32, so a logprob keeps its 32
+bits; support.bits checks that the received value is a float32.
 
-One server serves all tests. Each ends by holding a full set of requests against the version that
-should serve then.
+One server serves all tests. Each test ends by comparing a full set of requests with the version
+that should serve then.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def model_folder(at: Path) -> str:
 
 
 def flags(options: dict[str, Any]) -> list[str]:
-    """Of a command line."""
+    """Returns the options as the flags of a command line."""
     words = []
     for name, value in options.items():
         if value is not False:
@@ -97,7 +96,7 @@ def free_port() -> int:
 
 
 class Oracle(support.Oracle):
-    """Of longer texts."""
+    """The oracle for longer texts."""
 
     def __init__(self, model: str, dtype: str):
         super().__init__(model, dtype)
@@ -152,7 +151,8 @@ class Server:
         raise AssertionError(f"vllm serve does not answer: {self.log.read_text()[-4000:]}")
 
     def stop(self) -> None:
-        """As an operator does it. Nothing of it stays behind."""
+        """Stops the server like an operator, and checks that all its processes and shared memory
+        are gone."""
         try:
             if self.process.poll() is None:
                 self.process.send_signal(signal.SIGTERM)
@@ -168,7 +168,7 @@ class Server:
             self.oracle.close()
 
     def _alive(self) -> bool:
-        """Of all processes of its group."""
+        """Returns whether any process of the server's group is alive."""
         try:
             os.killpg(self.process.pid, 0)
         except ProcessLookupError:
@@ -232,7 +232,8 @@ class Server:
         self.oracle.serve(weights)
 
     def hold(self, seed: int = 0) -> None:
-        """All at once. Prompts repeat over versions, and no cache is reset."""
+        """Sends all requests at once and compares the answers. Prompts repeat over versions without
+        a reset of the cache."""
         requests = support.mixed(MODEL, seed)
         with ThreadPoolExecutor(len(requests)) as pool:
             said = list(pool.map(self.complete, requests))
@@ -264,7 +265,7 @@ def take(choice: dict[str, Any], answer: support.Answer) -> None:
 
 
 def answers(said: dict[str, Any]) -> list[support.Answer]:
-    """Of one prompt."""
+    """Returns the answers for one prompt."""
     choices = sorted(said["choices"], key=lambda choice: choice["index"])
     result = []
     if (prompt := choices[0]["prompt_logprobs"]) is not None:
@@ -299,7 +300,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 # ----------------------------------------------------------------------------- requests that fail
 def events(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of a stream that failed."""
+    """Returns the events of a stream that failed."""
     request = urllib.request.Request(
         f"{server.url}/v1/completions",
         json.dumps(body).encode(),
@@ -362,7 +363,7 @@ def test_ids_that_are_none(served: Server) -> None:
 
 
 def test_errors_that_are_not_ours(served: Server) -> None:
-    """What vLLM says of its own refusals stands."""
+    """vLLM's own refusals keep their status and words."""
     status, words = served.complete(SIMPLE, model="another")
     assert (status, words["error"]["type"]) == (404, "NotFoundError")
     status, words = served.ask("collective_rpc", {"method": "no_such_method"})
@@ -407,8 +408,8 @@ SAID = json.dumps({"choices": [{"text": "Internal server error"}]}).encode()
 def test_what_is_put_in_its_place(
     status: int, parts: list[bytes], known: Any, code: int | None
 ) -> None:
-    """Of an answer by vLLM's server to a request that the workers know the reason of, or do not.
-    Code None: nothing is changed."""
+    """Input: an answer by vLLM's server to a request for which the workers know the reason or not.
+    Code None: the answer is unchanged."""
     from vllm.exceptions import VLLMServerError
 
     from rollmesh.vllm.serve import Reasons
@@ -536,7 +537,7 @@ class Running:
 
 
 def test_a_push_while_requests_run(served: Server) -> None:
-    """Each goes on as if its text so far had been a prompt of the new version."""
+    """Each request continues as if its text so far had been a prompt of the new version."""
     cut = 0
     for _ in range(6):
         before = support.without_ranks(served.oracle.answers(long_requests()))
@@ -698,7 +699,7 @@ def no_riddles(log: str) -> None:
             continue
         end, *after = (line for line in lines[i + 1 :] if line.strip() and not line.startswith(" "))
         if after and after[0].startswith(("The above exception", "During handling")):
-            continue  # it goes on
+            continue  # the traceback continues
         assert ours.fullmatch(end) or "no_such_method" in end, (
             f"the log has a traceback that ends in {end!r}"
         )

@@ -207,7 +207,7 @@ def ours(sample: rm.CompletionOutput) -> Sample:
 def some_requests(
     rng: np.random.Generator, made: rm.Generator, tokenizer: Any, front: FrontEnd, count: int
 ) -> tuple[list[Any], list[Settings], list[rm.RequestOutput]]:
-    """Returns prompts, settings, and what the model says if no stop string ends it."""
+    """Returns prompts, settings, and the model's text without stop strings."""
     prompts = [some_prompt(rng, tokenizer) for _ in range(count)]
     settings = [some_settings(rng, made.spec.vocab_size) for _ in range(count)]
     for each, output in zip(settings, generated(made, prompts, settings), strict=True):

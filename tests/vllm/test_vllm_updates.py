@@ -245,7 +245,7 @@ def test_a_part_of_a_set_while_requests_run(
     failed = [end for end in ends.values() if end.finish_reason == "error"]
     assert len(failed) >= (
         1 if steps == 1 else len(running)
-    )  # those that have not begun go on, with the version before
+    )  # requests that have not begun continue, with the version before
     assert all("IncompleteSyncError" in str(end.stop_reason) for end in failed)
     [line] = [record.getMessage() for record in caplog.records if record.name == "vllm.rollmesh"]
     assert line.startswith(
@@ -256,8 +256,8 @@ def test_a_part_of_a_set_while_requests_run(
 
 
 def test_ids_that_are_none(served: Served) -> None:
-    """Who shares pages with such a request is not touched, whether vLLM looks by itself or the
-    engine ends the request."""
+    """Requests that share pages with such a request are not affected, whether vLLM checks the ids
+    or the engine ends the request."""
     stem = [9] * 48
     good = support.request([*stem, 3, 4], max_tokens=5)
     bad = [support.request([*stem, far], max_tokens=5) for far in (5000, 2**40)]
@@ -283,8 +283,8 @@ def test_ids_that_are_none(served: Served) -> None:
 
 
 def test_a_row_that_is_not_finite(served: Served) -> None:
-    """Its request ends alone, also among others whose logits the host edits: each of them has the
-    answer that it has by itself."""
+    """The request with the row ends alone, also beside requests whose logits the host edits: each
+    of the others has the same answer as without it."""
     if served.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
         pytest.skip("the weights go past vLLM into a worker of this process")
     poisoned = dict(served.weights(served.version))
@@ -351,8 +351,8 @@ class Running:
 async def keep(
     llm: Any, push: Callable[[], Any], oracle: support.Oracle, clear_cache: bool, name: str
 ) -> int:
-    """Pause, push, resume: each request goes on as if its text so far had been a prompt of the new
-    version. Returns how many did."""
+    """Pauses, pushes and resumes: each request continues as if its text so far had been a prompt of
+    the new version. Returns the number of requests that did."""
     before = oracle.answers(long_requests())
     running = Running(llm, long_requests(), name)
     await running.until(6)

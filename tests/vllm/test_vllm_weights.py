@@ -1,9 +1,9 @@
-"""What vLLM calls on a worker for new weights, without an engine of vLLM's round it (that is
-test_vllm_updates.py).
+"""vLLM's calls on a worker for new weights, without vLLM's engine (test_vllm_updates.py tests them
+with the engine).
 
-Input: a small MoE model; sets sent whole, spoiled in one place, or cut off. Oracle: the logits of a
-Generator that was given the same weights. Bound: 0 differing bits. Each refusal ends with the old
-bits, and with a good set that is taken.
+Input: a small MoE model; sets that are complete, spoiled in one place, or cut off. Oracle: the
+logits of a Generator with the same weights. Bound: 0 differing bits. After each refusal the old
+weights serve, and a good set is accepted.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_calls_out_of_order(served: Served) -> None:
     with pytest.raises((rm.StateError, RuntimeError), match="init_weight_transfer_engine first"):
         client.start_weight_update()
     client.init_weight_transfer_engine({})
-    client.start_weight_update()  # and the trainer goes away; the next one begins anew
+    client.start_weight_update()  # the trainer leaves here; the next one starts again
     served.sender = WeightSender(client)
     served.still_works()
 
@@ -279,8 +279,9 @@ def test_an_init_info_that_is_not_right(served: Served, info: Any) -> None:
 
 # ---------------------------------------------------------------------------------- several ranks
 def test_what_one_rank_refuses_all_refuse(two: Served) -> None:
-    """A list brings each worker its own block: one is bad, whichever. The caller gets the reason,
-    and no reply is left unread, which vLLM's executor would take for the reply to its next call."""
+    """A list brings each worker its own block, and one of them is bad. The caller gets the reason,
+    and all replies are read, because vLLM's executor would take an unread reply for the reply to
+    its next call."""
     for bad in (0, 1):
         block = Block(two.version + 1)
         infos = [dict(block.info), dict(block.info)]
@@ -325,7 +326,7 @@ def test_a_set_that_is_given_by_rank(two: Served) -> None:
 
 
 def test_every_process_of_an_external_launcher_hears_of_it() -> None:
-    """There each is an executor of its own."""
+    """Under the external launcher each process has a separate executor."""
     client = ranks.Processes(CONFIG, DTYPE, 2, f"test.{secrets.token_hex(8)}", "external_launcher")
     try:
         with pytest.raises(RuntimeError, match="without an open update"):
@@ -371,8 +372,8 @@ def test_load_weights_of_a_part(served: Served) -> None:
 
 
 def test_load_weights_that_are_bad(served: Served) -> None:
-    """A bad tensor ends its set, also behind all that the set needs; within an update by the four
-    calls nothing is loaded."""
+    """A bad tensor ends its set, even after all tensors that the set needs; load_weights within an
+    update by the four calls loads nothing."""
     good = state(served.version + 1)
     with pytest.raises((rm.UnexpectedKeyError, RuntimeError), match="UnexpectedKeyError"):
         served.client.rpc("load", [*good.items(), ("model.of.nothing", good[LATE])])
@@ -392,9 +393,9 @@ def test_load_weights_that_are_bad(served: Served) -> None:
 
 @pytest.mark.parametrize("how", sorted(SPOILED.keys() - {"none", "float32"}))
 def test_load_weights_under_verl(served: Served, how: str) -> None:
-    """Its trainer waits for the answer to each bucket, and an exception is none: the first error of
-    a set comes when the set is closed, which vLLM's process_weights_after_loading does. No step is
-    needed then."""
+    """verl's trainer waits for the answer to each bucket, and an exception is not an answer. So the
+    first error of a set is raised when the set is closed, in vLLM's process_weights_after_loading,
+    without another step."""
     rpc = served.client.rpc
     spoil, error = SPOILED[how]
     rpc("as_under_verl", True)
@@ -418,8 +419,8 @@ def test_load_weights_under_verl(served: Served, how: str) -> None:
 
 @pytest.mark.parametrize("between", ["bits", "sleep"])
 def test_a_trainer_under_verl_that_leaves(served: Served, between: str) -> None:
-    """It has sent a bad tensor and never closes the set: the old version serves on, and the next
-    trainer's set is its own."""
+    """The trainer has sent a bad tensor and never closes the set: the old version keeps serving,
+    and the next trainer starts a new set."""
     rpc = served.client.rpc
     rpc("as_under_verl", True)
     try:

@@ -1,6 +1,6 @@
-"""What these tests share: models with heads that vLLM's blocks hold without padding, engines with
-rollmesh's classes in vLLM's own runner, and answers without ranks, which vLLM counts in logprobs
-and the oracle in logits.
+"""Shared by the tests in this folder: models whose heads fit vLLM's blocks without padding, engines
+with rollmesh's classes in vLLM's own runner, and answers without ranks, because vLLM counts ranks
+in logprobs and the oracle counts them in logits.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def test_a_later_version_and_what_is_refused(served: tuple[Any, Oracle]) -> None
 
 
 def test_packed_experts_a_bias_and_float32(served: tuple[Any, Oracle]) -> None:
-    """What a transformers 5 module gives: one tensor for all experts; a router bias; float32, which
-    is converted as vLLM's loaders do."""
+    """The tensors of a transformers 5 module: one tensor for all experts, a router bias, and
+    float32, which is converted as in vLLM's loaders."""
     import torch
 
     llm, oracle = served
@@ -143,8 +143,8 @@ def resident() -> int:
 
 
 def test_made_on_the_meta_device(tmp_path: Path) -> None:
-    """30 billion parameters, made where tensors have no storage: nothing is taken for weights, and
-    RoPE's table is there."""
+    """Makes 30 billion parameters on the meta device: no weight memory is allocated, and RoPE's
+    table exists."""
     import torch
     from vllm.model_executor.model_loader.utils import initialize_model
 
