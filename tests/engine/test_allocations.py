@@ -55,7 +55,7 @@ class Life:
             return function()
         except (MemoryError, rm.CapacityError):
             _core.memory_fail_at(0)
-            if self.failed_in:  # nothing is refused a second time
+            if self.failed_in:  # fails only once
                 raise
         self.failed_in = name
         if self.gen is None:

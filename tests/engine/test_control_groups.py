@@ -1,8 +1,8 @@
-"""What the control groups of this process allow: cores (the default of `threads`) and memory.
+"""Limits from the control groups of this process: cores (the default of `threads`) and memory.
 
-Input: made-up /proc and /sys/fs/cgroup of versions 1 and 2 and both, nested as by systemd, Slurm
-and containers, in a cgroup namespace, and files that are broken. Oracle: by hand. Where this
-process may make control groups, a real one too.
+Input: artificial /proc and /sys/fs/cgroup of versions 1, 2 and both, nested as by systemd, Slurm
+and containers, in a cgroup namespace, and malformed files. Oracle: values worked out by hand. If
+this process may create control groups, a real one is tested too.
 """
 
 from __future__ import annotations
@@ -285,7 +285,8 @@ def test_of_many_limits_the_least_is_kept(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_no_limit(tmp_path: Path) -> None:
-    """No /proc, folders and loops in the place of files, names that are too long."""
+    """Unreadable input: a missing /proc, folders and loops instead of files, names that are too
+    long."""
     assert (
         _core.cpu_quota(str(tmp_path / "none")),
         len(_core.memory_pools(str(tmp_path / "none"))),
@@ -305,7 +306,7 @@ def test_what_cannot_be_read_is_no_limit(tmp_path: Path) -> None:
 
 
 def test_files_of_random_bytes(tmp_path: Path) -> None:
-    """Nothing but a number in range comes back; under AddressSanitizer nothing else is touched."""
+    """The result is a number in range; AddressSanitizer detects accesses outside the buffers."""
     random_of = random.Random(7)
     files = {
         **INFO,
@@ -332,7 +333,8 @@ def test_files_of_random_bytes(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------- a real one
 def own_group(controller: str) -> Path | None:
-    """Of version 1; None where this process may not make groups in it."""
+    """Returns the path of this process's group of version 1, or None without permission to create
+    groups in it."""
     lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
     own = [path for _, names, path in lines if controller in names.split(",")]
     mounts = (
@@ -373,7 +375,7 @@ MOUNTED_ANEW = (
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["", MOUNTED_ANEW], ids=["plain", "namespace"])
 def test_a_real_group(groups: list[Path], how: str) -> None:
-    """Of a process in a group with a quota of 1.5 cores and a limit of 1 GiB."""
+    """The process is in a group with a quota of 1.5 cores and a limit of 1 GiB."""
     cpu, memory = groups
     (cpu / "cpu.cfs_period_us").write_text("100000")
     (cpu / "cpu.cfs_quota_us").write_text("150000")

@@ -255,8 +255,8 @@ def test_a_page_is_found_behind_its_own_prefix_only() -> None:
 
 
 def test_the_cache_gives_way_oldest_first() -> None:
-    """20 pages; six prompts of 5 whole pages: the last ones are still there, the first one is not;
-    nothing held is evicted."""
+    """20 pages; six prompts of 5 whole pages: the cache still has the last prompts but not the
+    first; pages in use are not evicted."""
     with engine(pages=20) as gen:
         for seed in range(6):
             gen.generate(prompt(80, seed), Params(max_tokens=2), use_tqdm=False)
@@ -693,9 +693,9 @@ def test_nonfinite_logits_that_are_not_finite(rows: list[int]) -> None:
 @BOTH
 @pytest.mark.parametrize("trial", range(4))
 def test_any_order_of_calls(config: helpers.Config, trial: int, rng: np.random.Generator) -> None:
-    """300 random calls (add, step, abort, pause, KV sleep, cache reset) on few pages. Whatever
-    finished is what `solo` gives, whatever was aborted is its beginning, and at the end no page and
-    no request is left."""
+    """300 random calls (add, step, abort, pause, KV sleep, cache reset) on few pages. Finished
+    requests equal `solo`, aborted requests are a prefix of it, and at the end all pages and
+    requests are released."""
     stem = prompt(60, 50)
     asked: dict[int, tuple[list[int], Params]] = {}
     done: dict[int, rm.RequestOutput] = {}

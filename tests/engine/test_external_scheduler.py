@@ -532,7 +532,7 @@ def test_all_generated_tokens_dropped(engine: Any, oracles: list[Any]) -> None:
     ],
 )
 def test_a_part_that_breaks_a_rule(part: Any, words: str, engine: Any) -> None:
-    """Nothing is done, also not for a part before it."""
+    """The call changes nothing, including the parts before the bad part."""
     number, other = add(engine, [5, 6, 7, 8, 9]), add(engine, [5, 6, 7, 8, 9])
     assert number == 1
     with pytest.raises(rm.RequestError, match=words):

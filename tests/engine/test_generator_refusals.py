@@ -1,6 +1,6 @@
 """Calls that end early or are refused: aborted scores, a poll that fails half way, seeds after a
-refusal, wrong arguments. The oracle is the same as in test_requests.py: nothing that can be
-observed has changed, and no number comes out that was not computed.
+refusal, wrong arguments. The oracle is the same as in test_requests.py: the observable state is
+unchanged, and results contain only computed values.
 """
 
 from __future__ import annotations
@@ -285,7 +285,8 @@ def test_a_prompt_in_vllms_form_says_what_to_give(
 
 
 class Long(Sequence[Any]):
-    """Of one item over and over; whoever asks for more than any list may have asks for all."""
+    """A sequence that repeats one item. A read beyond the maximum length of a list counts as a read
+    of all items."""
 
     def __init__(self, item: Any, length: int):
         self.item, self.length = item, length

@@ -74,7 +74,7 @@ def gen() -> Iterator[rm.Generator]:
 
 
 class Alarm(Exception):
-    """What a signal's handler may raise as well."""
+    """An exception other than KeyboardInterrupt from a signal handler."""
 
 
 PLACES = ("call", "c_return")  # where CPython 3.11 looks for signals
@@ -171,8 +171,8 @@ CALLS: dict[str, Callable[[rm.Generator], Any]] = {
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_anywhere_leaves_nothing_behind(gen: rm.Generator, name: str) -> None:
-    """No call is refused as re-entry, nothing stays in the engine, and it serves as before. What a
-    poll had taken, the next one brings."""
+    """Later calls are not refused as re-entry, the engine is empty, and it serves as before. The
+    next poll returns what the interrupted poll had taken."""
     call = CALLS[name]
     call(gen)
     gen.abort()
@@ -217,8 +217,8 @@ def test_a_handler_that_raises_undoes_a_submit(gen: rm.Generator) -> None:
 
 
 def test_an_interrupted_poll_loses_nothing(gen: rm.Generator) -> None:
-    """What it had taken the next one brings, once, with the tokens of a poll that nothing cuts
-    short, up to their stop strings."""
+    """The next poll returns, once, the outputs that the interrupted poll had taken, with the tokens
+    of an uninterrupted poll, up to their stop strings."""
     prompts = [PROMPT, PROMPT[:2], PROMPT[:3]]
     free = [
         output.outputs[0].text
@@ -261,7 +261,7 @@ def test_an_interrupted_restart_is_one_or_none(gen: rm.Generator) -> None:
         texts.append(gen.generate(PROMPT, free, use_tqdm=False)[0].outputs[0].text)
     letters = set("".join(texts)) - {
         letter for text in texts for letter in text[:5]
-    }  # none ends the request before the sync
+    }  # the stop strings cannot end the request before the sync
     params = rm.SamplingParams(max_tokens=12, seed=7, stop=sorted(letters))
     wanted = []
     for version in (6, 7):
@@ -304,7 +304,7 @@ def test_an_interrupted_send_leaves_no_block(
         hit = interrupted_at(place, lambda: sender.send(source, 1))
         cut_short += any(
             tmp_path.iterdir()
-        )  # in the midst of its own clean-up; the next send takes it away
+        )  # interrupted during its clean-up; the next send removes the file
         sender.send(source, 2)
         assert not any(path for path in tmp_path.iterdir()), place
         place += 1
@@ -316,8 +316,8 @@ def test_an_interrupted_send_leaves_no_block(
     "ignore:Exception ignored in. <posix.ScandirIterator:pytest.PytestUnraisableExceptionWarning"
 )
 def test_an_interrupted_publish_is_one_or_none(tmp_path: Path) -> None:
-    """The writer knows which version readers find, it is whole, and nothing else is left in the
-    store, nor a store that was closed."""
+    """After the interrupt, the writer's version equals the readers' version, that version is
+    complete, and the store contains nothing else and no closed store."""
     states = [
         {"x": np.full(3, value, np.float32), "y": np.full((2, 2), value, np.float64)}
         for value in range(2)

@@ -327,8 +327,8 @@ OTHERS = [
 @pytest.mark.parametrize("isa", OTHERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_other_kernels(model: str, isa: str) -> None:
-    """The plain loops of kernels/cpu/ref.c give the bits of the chosen variant, with another batch,
-    chunk and page as well."""
+    """The plain loops of kernels/cpu/ref.c are bit-identical to the chosen variant, also with a
+    different batch, chunk and page."""
     picks = [0, 3, 4, 7, 9, 13, 18, 21, 23]
     with engine(
         model, isa=isa, block_size=64, max_num_batched_tokens=150, enable_prefix_caching=True

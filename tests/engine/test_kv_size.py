@@ -70,7 +70,8 @@ def with_staging(weights: int) -> int:
 
 
 def taken(config: helpers.Config, mesh: rm.Mesh, rounding: int = 0) -> list[int]:
-    """Of each rank in bfloat16; with so many bytes more for each parameter."""
+    """Returns the weight bytes of each rank in bfloat16, plus `rounding` bytes for each
+    parameter."""
     spec = rm.ModelSpec.from_hf(config)
     wholes = list(matrices(spec))
     return [
@@ -110,8 +111,8 @@ def test_all_ranks_get_the_pages_that_fit_where_there_is_least_room(
     mesh: rm.Mesh, device: str, cards: int,
     fuller: int | None, share: float,
 ) -> None:  # fmt: skip
-    """With memory_fraction=1 nothing is left over, and two versions of the weights still go in:
-    nothing was forgotten."""
+    """With memory_fraction=1 all memory is used, and two versions of the weights still fit: the
+    estimate is complete."""
     monkeypatch.setenv("ROLLMESH_SIMT_DEVICES", str(cards))
     if fuller is not None:
         make(DENSE, f"cuda:{fuller}", kv_cache_gib=0.004)  # a stranger
@@ -171,8 +172,8 @@ def test_where_the_weights_of_a_rank_do_not_fit(
     device: str,
     words: str,
 ) -> None:
-    """The ranks that could be made are given back too, and what serves on the card serves on. Each
-    of the ranks alone would fit."""
+    """Ranks that were already made are freed too, and another generator on the card keeps serving.
+    Each rank alone would fit."""
     big = helpers.tiny_config(vocab_size=2048, hidden_size=128)
     stranger = make(DENSE, "cuda:1", kv_cache_gib=0.004)
     stranger.sync_weights(helpers.numpy_state_dict(DENSE, seed=1), cast=True)
@@ -219,7 +220,7 @@ def test_a_rank_that_cannot_be_made_ends_the_making_of_all(
 
 
 def test_ranks_on_the_cpu_share_the_machines_memory(make: Make) -> None:
-    """What is free there changes by itself: half as many pages, within a fifth."""
+    """Free memory changes during the test: half as many pages, within a fifth."""
     share = 0.001
     one = make(DENSE, "cpu", kv_cache_gib=None, memory_fraction=share)
     alone = one.metrics()["kv_pages"]
@@ -233,9 +234,9 @@ def test_ranks_on_the_cpu_share_the_machines_memory(make: Make) -> None:
 
 
 def test_what_the_cpu_has_only_promised_counts(make: Make) -> None:
-    """A workspace that nobody has written to yet, and the records of pages, 8 bytes a position
-    here: a tenth of a page of one small layer. What is free changes by itself; it is asked in
-    between, and may by a thirtieth."""
+    """Counts a workspace that has not been written yet, and the records of pages, 8 bytes a
+    position here: a tenth of a page of one small layer. Free memory changes during the test, so it
+    is measured in between and may vary by a thirtieth."""
     small = helpers.tiny_config(
         num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8
     )
@@ -262,8 +263,8 @@ def test_what_the_cpu_has_only_promised_counts(make: Make) -> None:
 # -------------------------------------------------------------------------------------- processes
 @pytest.fixture
 def ranks(servers: dict[str, Server], library: Path) -> Run:
-    """Processes on simulated devices, each with a memory of its own for every card: who shares one
-    is told by its name alone."""
+    """Processes on simulated devices, each with separate memory for every card: only the card's
+    name shows that ranks share it."""
 
     def run(
         do: str, mesh: tuple[int, int, int], host: str = "shm", **job: Any

@@ -21,9 +21,9 @@ MEMORY = "address,undefined"
 REPORT = re.compile(r"WARNING: ThreadSanitizer|ERROR: (?:Address|Leak)Sanitizer|runtime error:")
 
 
-# What a sanitizer says that cannot work on this machine: its shadow has no place (randomised
-# addresses, a limit on memory), or it may not stop threads to look for leaks (a debugger is there,
-# or a container forbids it).
+# Messages of a sanitizer that cannot work on this machine: its shadow memory cannot be placed
+# (randomised addresses, a memory limit), or it may not stop threads to look for leaks (under a
+# debugger, or in a container that forbids it).
 CANNOT = re.compile(
     r"unexpected memory mapping|Shadow memory range interleaves|memory layout is "
     r"incompatible|ReserveShadowMemoryRange"

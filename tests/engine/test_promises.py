@@ -1,7 +1,7 @@
-"""Promises of the library that one rank could break: it neither ends the process nor prints,
-reaches no network, keeps deadlines, runs no code from data, and close() gives everything back. That
-a failed call changes nothing and that every token is of one whole version is held by test_sync,
-test_requests and test_engine; the ban on what turns data into code by test_layers.
+"""Promises of the library that a single rank could break: it does not end the process, print, or
+use the network; it keeps deadlines, runs no code from data, and close() frees everything.
+test_sync, test_requests and test_engine test that a failed call changes nothing and that every
+token is of one whole version; test_layers tests the ban on functions that turn data into code.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def imported_symbols() -> set[str]:
     ("promise", "banned"), [("ends or prints", ENDS_OR_PRINTS), ("reaches out", REACHES_OUT)]
 )
 def test_the_extension_cannot(promise: str, banned: str) -> None:
-    """What is not among the imported symbols cannot be called. An assertion (test builds only) is
-    the one way to end."""
+    """The extension cannot call functions that it does not import. An assertion (test builds only)
+    is its only way to end the process."""
     names = imported_symbols()
     assert "pthread_create" in names  # nm found the right table
     assert sorted(name for name in names if re.fullmatch(banned, name)) == [], promise
@@ -135,7 +135,7 @@ def test_a_sync_that_waits_ends_at_its_deadline() -> None:
         gen.abort()
 
 
-# As bytes, since nothing here may import what it is about: unpickled, it calls
+# Written as bytes, because this module must not import the modules under test: unpickling it calls
 # os.putenv("ROLLMESH_TRAP", "sprung").
 TRAP = b"cposix\nputenv\n(S'ROLLMESH_TRAP'\nS'sprung'\ntR."
 NPY_HEADER = b"{'descr': '|O', 'fortran_order': False, 'shape': (), }".ljust(117) + b"\n"

@@ -526,8 +526,8 @@ def test_a_line_separator_inside_a_string_ends_no_line(tokenizer: Any, tmp_path:
 
 
 def test_the_heldout_share_depends_on_the_text_only(tokenizer: Any, tmp_path: Path) -> None:
-    """Whatever the order and the rest of the file: a prompt stays on its side, and no prompt is on
-    both."""
+    """The split does not depend on the order or the other rows of the file: a prompt stays on its
+    side, and prompts are not on both."""
     rows = [{"prompt": f"p{i}", "answer": "x"} for i in range(400)]
     sets = []
     for name, part in (("a", rows), ("b", rows[::-1][:300])):

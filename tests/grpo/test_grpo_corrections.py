@@ -1,10 +1,10 @@
-"""What `[correction]` does about a trainer and a generator that differ: the loss's weights, and
-routing replay.
+"""The corrections of `[correction]` for a difference between trainer and generator: the loss's
+weights, and routing replay.
 
-Each formula of loss.py and routing_replay.py against loops in Python floats, its gradient against
-central differences of the loops. What reaches the loss in Trainer.learn, and which experts the
-trainer uses, on a model of a few thousand weights whose generator computes in bfloat16, so that the
-two do differ. Bounds: derived where rounding is meant, else equality.
+Oracle: each formula of loss.py and routing_replay.py against loops in Python floats, its gradient
+against central differences of the loops. The inputs of the loss in Trainer.learn, and the experts
+that the trainer uses, are tested on a model of a few thousand weights whose generator computes in
+bfloat16, so that trainer and generator differ. Bounds: derived from rounding, else equality.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def weights_by_hand(
 
 
 def logprobs(rng: np.random.Generator) -> tuple[Any, Any]:
-    """Of two sides that differ by about 40 %, float32 as they come."""
+    """Returns the float32 logprobs of two sides that differ by about 40 %."""
     old = -rng.random(sum(LENGTHS)) * 3
     return old.astype(np.float32), (old + 0.4 * rng.standard_normal(len(old))).astype(np.float32)
 
@@ -240,7 +240,7 @@ def test_a_wrong_correction_is_an_error_that_names_its_key(change: str, message:
 
 
 def test_a_dense_model_has_no_routing_to_replay(tmp_path: Path) -> None:
-    """The architecture of the file says it at once, a checkpoint's once it is read."""
+    """The file's architecture allows an immediate error, a checkpoint's only after it is read."""
     with pytest.raises(
         rm.ConfigError,
         match=r'^\[correction\] routing_replay: .* architecture is "qwen3", which routes nothing, '
@@ -405,7 +405,8 @@ def routed() -> tuple[Any, Any]:
 
 
 def used(model: Any, call: Any) -> Any:
-    """What a forward gives to the experts: ids and gates [rows, layers, k]."""
+    """Records the arguments that a forward passes to the experts: ids and gates [rows, layers,
+    k]."""
     seen: list[tuple[Any, Any]] = []
     handles = [
         module.register_forward_pre_hook(lambda _, inputs: seen.append((inputs[1], inputs[2])))
@@ -595,8 +596,8 @@ def test_an_interrupted_forward_leaves_no_replay(routed: tuple[Any, Any]) -> Non
 def test_a_model_that_runs_without_its_routers_is_refused(
     routed: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As kernels that compute a whole layer do: a record that nobody reads is not taken in
-    silence."""
+    """A kernel that computes a whole layer bypasses the router: a record that is not used is an
+    error."""
     this, drawn = routed
     monkeypatch.setattr(this.model.model.layers[2].mlp, "forward", lambda hidden: hidden)
     with pytest.raises(

@@ -94,8 +94,8 @@ def prompts(count: int) -> list[Prompt]:
 def test_the_groups_of_a_step(
     flat: str, limit: int, batches: list[list[int]], taken: list[int]
 ) -> None:
-    """Of seven prompts in order, three groups of two: what is generated, and what is learned from,
-    in the order of the draws."""
+    """Seven prompts in order, batches of three groups of two: checks the batches that are generated
+    and the groups that are learned from, in the order of the draws."""
     every, seen = prompts(7), []
 
     def draw(count: int, drawn: Sequence[Prompt]) -> list[Prompt]:
@@ -182,8 +182,8 @@ def test_groups_without_two_judged_rewards_that_differ_are_flat() -> None:
 
 
 def test_a_step_draws_no_prompt_twice() -> None:
-    """Of the open stages only; the same again for the same step; without more prompts it gets
-    fewer."""
+    """A step draws from the open stages only, draws the same prompts again for the same step, and
+    draws fewer if prompts run out."""
     train = [dataclasses.replace(p, stage=i // 10) for i, p in enumerate(prompts(20))]
     data = Dataset(tuple(train), (), (5,))
 
@@ -205,7 +205,7 @@ def test_a_step_draws_no_prompt_twice() -> None:
 
 # ------------------------------------------------------------------------------------------- runs
 def test_a_run_learns_from_groups_that_differ(tmp_path: Path) -> None:
-    """And its completions are those; it goes on with the same bits."""
+    """The completions of the run are those groups, and the resumed run is bit-identical."""
     out, again = tmp_path / "out", tmp_path / "again"
     lines = ran(out, "half", FILTER)
     assert [line["flat_groups"] for line in lines[:-1]] == [0.0] * 2

@@ -1,14 +1,14 @@
-"""It learns, from random weights, on prompts that were never trained on; and from shuffled rewards
-it does not.
+"""A run learns from random weights, measured on prompts that were never trained on; with shuffled
+rewards it does not learn.
 
-The quick tests have a run on pairs of eight letters; the whole set has the main configuration cut
-short, and its control. The long runs take about ten minutes on two cores:
+The quick tests use pairs of eight letters; the full suite runs a shortened main configuration, and
+its control. The long runs take about ten minutes on two cores:
 
     pytest -m slow tests/grpo/test_grpo_learning.py
 
-Chance is at most 0.1 here (the first line of each run is asserted), and the best completion that
-ignores the prompt is worth 0.3 at most (tests/grpo/test_grpo.py computes it), so 0.5 already needs
-the prompt to be read."""
+Chance is at most 0.1 here (the first line of each run is asserted), and a completion that ignores
+the prompt scores at most 0.3 (tests/grpo/test_grpo.py computes this), so 0.5 requires that the
+model reads the prompt."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 FAMILIES = ("llama_debug", "qwen2_debug", "glm4_moe_debug")
-SECONDS = 180  # on two cores with nothing else to do, imports included
+SECONDS = 180  # on two idle cores, imports included
 
 
 def train(config: str, out: Path, *args: object) -> tuple[list[dict[str, Any]], float]:
-    """`rollmesh grpo` in a process of its own, as a user runs it: the lines of metrics.jsonl, and
-    its seconds from start to end."""
+    """Runs `rollmesh grpo` in a separate process, like a user. Returns the lines of metrics.jsonl,
+    and the seconds from start to end."""
     began = time.monotonic()
     command = [
         sys.executable,

@@ -152,7 +152,7 @@ def ran(
 def test_the_trainer_finds_every_record(
     name: str, environment: str, changes: list[str], model: Any, tmp_path: Path
 ) -> None:
-    """And a run that goes on has the same bits."""
+    """A resumed run is bit-identical too."""
     folder, out, again = model(name), tmp_path / "out", tmp_path / "again"
     lines = ran(folder, name, out, environment, *changes)
     assert {line["tokens_differ"] for line in lines} == {0.0}
@@ -222,7 +222,7 @@ def environment_of(tmp_path: Path) -> Iterator[Callable[[str, str], Environment]
 
 
 def first_turns(prompts: Sequence[Prompt], ids: Sequence[list[int]], tokenizer: Any) -> Rollout:
-    """As generate makes them; 1 is the end."""
+    """Returns first turns like those of `generate`; token 1 is the end."""
     ends = [turn[-1] == 1 for turn in ids]
     texts = [
         tokenizer.decode(turn[:-1] if ended else turn)
@@ -247,8 +247,8 @@ def first_turns(prompts: Sequence[Prompt], ids: Sequence[list[int]], tokenizer: 
 
 
 def test_turns_by_hand(tokenizer: Any, environment_of: Callable[[str, str], Environment]) -> None:
-    """Four completions: one goes on twice, one gets no reply, one has no end, and of one the reply
-    leaves no room."""
+    """Four completions: one continues twice, one gets no reply, one does not end, and the reply to
+    one does not fit."""
     code = (
         "def f(prompt, completion, long):\n    return '=' * (9 if long else 1) if "
         "len(completion) < 5 else None\n"
@@ -445,7 +445,7 @@ def test_an_environment_that_misbehaves_is_named(
     tmp_path: Path,
     environment_of: Callable[[str, str], Environment],
 ) -> None:
-    """With the traceback of its own code."""
+    """The error has the traceback of the environment's code."""
     name = f"misbehaves_{abs(hash((body, prefix)))}_of_test"
     environment = environment_of(f"import sys\n{prefix}def f(**_):\n    {body}\n", name)
     with pytest.raises(rm.ConfigError, match=f"^environment {name}:f{message}") as caught:

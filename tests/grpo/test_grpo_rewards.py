@@ -1,5 +1,5 @@
-"""What a reward of `rollmesh grpo` is given and may do, and what prompts may hold: copies, each
-prompt's own form, late imports, rows that no JSON reader or tokenizer takes."""
+"""Inputs and side effects of a reward of `rollmesh grpo`, and the values that prompts may hold:
+copies, each prompt's original form, late imports, rows that JSON readers or tokenizers refuse."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_each_reward_has_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         scores.metrics()[f"reward_s/{name}"]
         for name in ("timed_of_test:f", "timed_of_test:g", "exact_match")
     ]
-    # A generator takes its time while it is read. None has the time of those before it.
+    # A generator's time is spent while it is read. The times before it are not counted.
     assert seconds == [0.25, 0.5, 0.0]
     assert scores.seconds == sum(seconds)
 
@@ -316,8 +316,8 @@ def judged(functions: rewards.Rewards, count: int = 2) -> samples.Scores:
 
 
 def test_async_rewards_are_awaited_together(tmp_path: Path) -> None:
-    """Each waits for the other; a function that is not async ran before, where no event loop is in
-    its way; each gets copies."""
+    """The async functions wait for each other. A function that is not async runs first, without a
+    running event loop. Each function gets copies."""
     code = (
         "import asyncio, functools\nplain = []\nmet = asyncio.Barrier(3)\n"
         "async def f(completions, by=1.0, **_):\n"
@@ -349,7 +349,7 @@ def test_async_rewards_are_awaited_together(tmp_path: Path) -> None:
 
 
 def test_the_event_loop_lasts(tmp_path: Path) -> None:
-    """What an async reward keeps between two steps, such as a client or a task of its own, is of
+    """Objects that an async reward keeps between two steps, such as a client or a task, belong to
     one loop, which `close` ends."""
     code = (
         "import asyncio\nkept = []\nended = []\n"

@@ -1,12 +1,10 @@
-"""`rollmesh grpo --generator vllm` is the run of the default engine: bit for bit.
+"""`rollmesh grpo --generator vllm` is bit-identical to a run of the default engine.
 
 Input: configs/qwen3_moe_debug.toml cut to two steps of 64 completions, float32 on one worker and
 bfloat16 on two. Oracle: the same configuration with rollmesh's own engine. Bound: every metric but
-the times, and every weight of the last checkpoint, equal; and a run that one engine began and the
-other resumed is the run of one of them. Each run with vLLM is a process of its own, as a user
-starts it. What needs no vLLM (the configuration, what is said where vLLM is missing) is tested
-everywhere.
-"""
+the times, and every weight of the last checkpoint, are equal; also for a run that one engine began
+and the other resumed. Each run with vLLM is a separate process, as a user starts it. The parts that
+work without vLLM (the configuration, the error when vLLM is missing) are tested everywhere."""
 
 from __future__ import annotations
 
@@ -285,8 +283,7 @@ def own(out: Path, changes: list[str], resume: Path | None = None) -> None:
 
 
 def on_vllm(out: Path, changes: list[str], *arguments: str) -> str:
-    """What it says on stderr, after it has ended well. A run that takes too long loses its workers
-    too."""
+    """Returns stderr of a successful run. A run that takes too long is killed with its workers."""
     process = started(out, changes, *arguments)
     try:
         said, complaints = process.communicate(timeout=300)
@@ -369,8 +366,8 @@ def test_an_error_while_vllm_generates_ends_the_run(tmp_path: Path) -> None:
 
 @needs_vllm
 def test_a_failed_self_test_ends_the_run_and_its_processes(tmp_path: Path) -> None:
-    """No difference is allowed at all, so it fails by rounding. Nothing of the session is left a
-    few seconds later."""
+    """The tolerance is so small that the self-test fails by rounding. A few seconds later all
+    processes of the session have ended."""
     process = started(
         tmp_path / "run", ["sync.self_test=1e-12", "train.kernels=torch"], "--generator", "vllm"
     )

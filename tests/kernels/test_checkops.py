@@ -80,8 +80,8 @@ def test_variants_give_the_bits_of_the_reference(
 def test_emulated_variants_give_the_bits_of_the_reference(
     native: Callable[..., Path], pytestconfig: pytest.Config
 ) -> None:
-    """The sources of every variant, their instructions replaced by what these compute: none is left
-    out on any machine."""
+    """Runs the sources of every variant with emulated instructions, which any machine can
+    execute."""
     output = check(native("checkops", emulate=True), "--trials", "60")
     summarize(pytestconfig, "emulated", output)
     assert "did not run" not in output

@@ -142,7 +142,7 @@ int main(void) {
 
 
 def output_of(source: str, folder: Path, native: Callable[..., Path]) -> str:
-    """What a program over the library prints."""
+    """Returns the output of a program that uses the library."""
     library = native("checkops").parent / "librollmesh.a"
     (folder / "main.c").write_text(source)
     flags = [

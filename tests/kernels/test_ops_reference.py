@@ -245,8 +245,8 @@ def test_qk_rope_kv(dtype: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_over_all_heads(dtype: str, rng: np.random.Generator) -> None:
-    """q and k bit for bit from the squares, which stand in float64's bound. Two ranks with half of
-    the heads each give the bits of one."""
+    """q and k are bit-identical to the values from the squares, which are within the bound of
+    float64. Two ranks with half of the heads each are bit-identical to one rank."""
     heads, kv_heads, head_dim, rows = 6, 4, 24, 5
     qkv = normal(rng, (rows, heads + 2 * kv_heads, head_dim), dtype)
     q_weight, k_weight = (
@@ -749,9 +749,9 @@ FILTERS = [
 
 @pytest.mark.parametrize("isa", ops.available_isas())
 def test_kept_tokens_are_the_first_of_the_top_logprobs(rng: np.random.Generator, isa: str) -> None:
-    """Of spread rows, rows of few values (so that ties are cut), one value, zeros of both signs,
-    −∞, NaNs and far peaks. The oracle: which tokens have a sampling logprob when they are
-    forced."""
+    """Input: spread rows, rows of few values (so that the limit cuts ties), one value, zeros of
+    both signs, −∞, NaNs and large peaks. Oracle: the tokens that have a sampling logprob when they
+    are forced."""
     spread, odd = rng.standard_normal(40) * 3, rng.standard_normal(40)
     odd[::3], odd[1::7], odd[5], odd[11] = -np.inf, np.nan, 0.0, -0.0
     rows = [
@@ -769,7 +769,7 @@ def test_kept_tokens_are_the_first_of_the_top_logprobs(rng: np.random.Generator,
         for filters in FILTERS:
             params = ops.SampleParams(
                 **{"temperature": 0.99999, **filters}
-            )  # not 1: with no filter that is the model's logprob
+            )  # not 1: without a filter that is the model's logprob
             drawn, same = (
                 ops.sample(row, stats, params, isa=isa, kept=True),
                 ops.sample(row, stats, params, isa=isa),
@@ -894,8 +894,8 @@ def test_top_logprobs(rng: np.random.Generator) -> None:
 
 
 def test_ranks() -> None:
-    """By hand: the likeliest is 1, ties count one another, −0 is +0, a NaN is at least nothing and
-    nothing is at least it."""
+    """Worked out by hand: the likeliest token has rank 1, ties count one another, −0 equals +0, and
+    comparisons with a NaN are false."""
     nan, inf = np.nan, np.inf
     logits = np.array(
         [[3, 1, 2, 3], [0.0, -0.0, -1, 5], [nan, 2, nan, 1], [-inf, inf, -inf, 0], [1, 2, 3, 4]],

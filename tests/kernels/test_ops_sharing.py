@@ -40,7 +40,7 @@ def test_an_output_may_lie_over_the_indices(isa: str) -> None:
 
 
 def test_another_thread_may_write_to_the_indices() -> None:
-    """In a process of its own, since what it guards against is a crash."""
+    """Runs in a separate process, because a failure is a crash."""
     script = """
 import threading, numpy as np
 from rollmesh import errors, ops

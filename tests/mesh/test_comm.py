@@ -97,7 +97,7 @@ def test_300_killed_ranks_are_named(native: Build, pytestconfig: pytest.Config) 
 
 
 class Exchange:
-    """Of a rank whose calls come to nothing."""
+    """The exchange of a rank that must not send anything."""
 
     aborts = 0
 

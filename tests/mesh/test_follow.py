@@ -34,7 +34,7 @@ def ranks(servers: dict[str, Server]) -> Ask:
 
 @pytest.fixture(scope="module")
 def alone(servers: dict[str, Server]) -> Callable[..., Any]:
-    """What one process gets, whose threads are the ranks."""
+    """Returns the results of one process whose threads are the ranks."""
     known: dict[Any, Any] = {}
 
     def ask(mesh: Mesh, inflight: str) -> Any:
@@ -81,7 +81,7 @@ def test_a_version_while_requests_run(ranks: Ask, alone: Callable[..., Any], inf
 
 def test_what_is_refused(ranks: Ask) -> None:
     """Arguments that rank 0 refuses, a source of another rank that fails, calls of a rank that
-    follows; rank 0 goes on after each."""
+    follows; rank 0 continues after each."""
     [own, answers], others = results(ranks("refused", (2, 1, 1)))
     advice = "call follow() on all"
     assert [advice in own[0], advice in others[0]] == [True, True]

@@ -104,8 +104,8 @@ def test_a_dense_model_has_no_expert_axis() -> None:
 @pytest.mark.parametrize("moe", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_ranks_hold_the_model_once(moe: bool, tied: bool) -> None:
-    """The bytes of all ranks of one replica against those of a single rank: nothing is lost, and
-    what is more is the KV heads and vectors held twice and tiles that are cut."""
+    """Compares the bytes of all ranks of one replica with a single rank: every tensor is held, and
+    the excess is the KV heads and vectors held twice and tiles that are cut."""
     shape = {
         "vocab_size": 1280,
         "hidden_size": 256,

@@ -1,11 +1,10 @@
-"""A mesh gives the bits of one rank: every degree, token dispatcher and way to cut a step, over
-threads.
+"""A mesh is bit-identical to one rank, for every degree, token dispatcher and way to cut a step.
+Ranks are threads.
 
-Input: two-layer models whose sizes no degree divides evenly (a vocabulary of three blocks, hidden
-and intermediate sizes of three and five tiles, KV heads fewer than ranks or straddling them);
-prompts and steps of 1, 2, 5, 17 and 31 rows. Oracle: one rank. Bound: 0 differing bits in logits,
-rollouts, both logprobs, routed experts and the digest of the weights.
-"""
+Input: two-layer models whose sizes are not divisible by the degrees (a vocabulary of three blocks,
+hidden and intermediate sizes of three and five tiles, KV heads fewer than ranks or straddling
+them); prompts and steps of 1, 2, 5, 17 and 31 rows. Oracle: one rank. Bound: 0 differing bits in
+logits, rollouts, both logprobs, routed experts and the digest of the weights."""
 
 from __future__ import annotations
 
@@ -194,7 +193,7 @@ def test_parts_are_parts(model: Model) -> None:
 
 
 def held_elements(spec: rm.ModelSpec, name: str, shape: tuple[int, ...], rank: Placement) -> int:
-    """Of one parameter on one rank, by the name of its module."""
+    """Returns the elements of one parameter on one rank, from the name of its module."""
     module, dim = name.split(".")[-2], spec.head_dim
     if ".experts." in name and int(name.split(".experts.")[1].split(".")[0]) not in rank.experts:
         return 0

@@ -133,7 +133,7 @@ def test_a_stop_string_of_one_rank(ranks: Ask, mesh: tuple[int, int, int], victi
 # ----------------------------------------------------------------------------- sets that go wrong
 @pytest.fixture(scope="module")
 def serves_next(servers: dict[str, Server]) -> Any:
-    """What one rank answers with the weights that the scenarios sync last."""
+    """Returns the answers of one rank with the weights that the scenarios sync last."""
     job: dict[str, Any] = {
         "transport": "none",
         "order": [0],
@@ -149,8 +149,8 @@ def serves_next(servers: dict[str, Server]) -> Any:
 def check_ended(
     ranks: list[dict[str, Any]], serves_next: Any, victims: Sequence[int], kind: str, words: str
 ) -> None:
-    """The victims' own error there, SyncAbortedError with it elsewhere, at once; the old version
-    serves on, and a sync works."""
+    """The victims raise their own error and the other ranks raise SyncAbortedError with it,
+    immediately; the old version keeps serving, and a sync works."""
     moments = []
     for number, got in enumerate(results(ranks)):
         name, text, moment = got["told"]
@@ -282,8 +282,8 @@ def test_a_tensor_that_all_ranks_refuse_leaves_the_set_open(
 def test_one_error_lists_all_offenders(
     ranks: Ask, threads: Ask, serves_next: Any, bad: list[int], rest: bool, how: str
 ) -> None:
-    """As in one process, to the letter. The values are of rows that ranks 0 and 1 hold, both or
-    one, each of its own part."""
+    """The error equals the error of one process. The bad values are in rows that ranks 0 and 1
+    hold; one or both ranks have bad values in their own part."""
     kind, text, _ = threads("mapping_faults", (1, 1, 1), bad=[0], rest=True, how=how)["told"]
     assert text.count("; ") >= 1
     got = ranks("mapping_faults", (2, 2, 4), bad=bad, rest=rest, how=how)

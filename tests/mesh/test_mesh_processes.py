@@ -1,10 +1,10 @@
-"""A process is a rank: over shared memory and over torch.distributed a mesh gives the bits of one
-rank, and what goes wrong on one rank is a typed error on all, in time; test_comm.py has the same
-for the transports.
+"""Each rank is a process: over shared memory and over torch.distributed a mesh is bit-identical to
+one rank, and a failure of one rank raises a typed error on all ranks, in time. test_comm.py tests
+the same for the transports.
 
 Ranks are forked by tests/support/mesh_ranks.py, which has the scenarios. Oracle: one rank, or the
-scenario's rows. Bound: 0 differing bits. Times that depend on the machine are printed and asserted
-far above their goals."""
+scenario's rows. Bound: 0 differing bits. Times that depend on the machine are printed, and asserted
+with bounds far above their goals."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def shm(servers: dict[str, Server]) -> Run:
 
 
 def results(ranks: list[dict[str, Any]]) -> list[Any]:
-    """Of ranks that all ended well."""
+    """Returns the results of ranks that all succeeded."""
     for number, rank in enumerate(ranks):
         assert rank["status"] == 0 and rank["error"] is None, (  # noqa: PT018
             f"rank {number}: {rank['status']}, {rank['error']}"
@@ -151,7 +151,7 @@ def results(ranks: list[dict[str, Any]]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone(servers: dict[str, Server]) -> Callable[..., Any]:
-    """What one rank without a comm answers to a scenario."""
+    """Returns the answers of one rank without a comm to a scenario."""
     known: dict[str, Any] = {}
 
     def ask(do: str, **job: Any) -> Any:
@@ -428,9 +428,9 @@ def test_ranks_that_call_different_things(shm: Run, mesh: tuple[int, int, int], 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 4)], ids=str)
 def test_ranks_that_step_with_different_batches(shm: Run, mesh: tuple[int, int, int]) -> None:
-    """The engine's own look, behind the digest of requests that the ranks of a program compare:
-    prompts of one length, so that no exchange has another size. A rank that sees it ends the mesh
-    for those that it does not step with."""
+    """Tests the engine's own comparison, which comes after the comparison of the ranks' request
+    digests. The prompts have one length, so that all exchanges have equal sizes. A rank that
+    detects the difference ends the mesh for the ranks that it does not step with."""
     errors = [
         rank["error"]
         for rank in shm("apart", mesh, model="moe", how="unheard", victim=1, timeout=30.0)
@@ -447,7 +447,8 @@ def test_ranks_that_sync_different_versions(shm: Run) -> None:
 
 
 def test_ranks_that_commit_different_versions(shm: Run, alone: Callable[..., Any]) -> None:
-    """begin_sync, push, commit on each rank by itself: the vote finds it, and the mesh goes on."""
+    """Each rank calls begin_sync, push and commit separately: the vote detects the difference, and
+    the mesh keeps working."""
     for rank in results(shm("bad_weight", (2, 1, 1), model="moe", how="version", victim=1)):
         assert rank["told"][0] == "MeshMismatchError"
         assert rank["told"][1].startswith("rank ")
@@ -573,9 +574,9 @@ def test_killed_at_any_moment(
     rng: np.random.Generator,
     number: int,
 ) -> None:
-    """RM_KILLS kills, 300 by default, each within 3 ms of the beginning of any call of a phase, so
-    also inside collectives: nobody waits, nothing stays in /dev/shm (the server looks), and the
-    next mesh has the bits of one rank.
+    """RM_KILLS kills, 300 by default, each within 3 ms after the beginning of any call of a phase,
+    so also inside collectives: all ranks end in time, /dev/shm is empty (the server checks), and
+    the next mesh is bit-identical to one rank.
 
     RM_KILLS=300 pytest -m slow tests/mesh/test_mesh_processes.py -k any_moment"""
     mesh = [(2, 1, 1), (2, 2, 4), (1, 3, 1), (3, 1, 3), (2, 2, 1), (4, 1, 4)][number % 6]
@@ -728,7 +729,7 @@ def test_ctrl_c_in_one_rank(
 
 @pytest.mark.full
 def test_ctrl_c_in_the_midst_of_an_exchange_of_torch(servers: dict[str, Server]) -> None:
-    """Python runs below C there. The exchange goes on, and the call ends after it."""
+    """Python code runs below C here. The exchange finishes, and the call ends after it."""
     job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "timeout": 20.0}
     check_interrupted(
         results(servers["torch"]("interrupted", (2, 1, 1), where="exchange", victim=1, **job)), 1

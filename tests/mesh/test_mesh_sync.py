@@ -64,7 +64,7 @@ def halved() -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[bytes, bytes]:
-    """Of one rank: the first version, and the second."""
+    """Returns the results of one rank for the first and the second version."""
     with generator(None) as gen:
         gen.sync_weights(WEIGHTS)
         first = rollout(gen)
@@ -181,7 +181,7 @@ def test_in_place_and_asleep(expected: tuple[bytes, bytes]) -> None:
 
 @pytest.mark.parametrize("inflight", ["restart", "keep", "abort", "wait"])
 def test_requests_in_flight(inflight: str) -> None:
-    """What a sync in the middle does to requests is the same on a mesh, token for token."""
+    """A sync in the middle has the same effect on requests as without a mesh, token for token."""
     results = []
     for mesh in (None, rm.Mesh(tp=2), rm.Mesh(tp=4, ep=4)):
         with generator(mesh) as gen:

@@ -1,10 +1,10 @@
-"""Per-rank pieces of a state dict reach a generator whose ranks are processes, and no tensor is
-ever gathered: torch's own FSDP2 and DTensors on meshes equal to, smaller than and across the
-generator's, rm.Piece cut anyhow, experts packed and one by one.
+"""Generators whose ranks are processes receive per-rank pieces of a state dict, and tensors are
+never gathered: torch's FSDP2 and DTensors on meshes equal to, smaller than and across the
+generator's, rm.Piece with arbitrary cuts, experts packed and one by one.
 
-Ranks are forked by mesh_ranks.py; the scenarios are in mesh_pieces.py. Oracle: one rank that is
-given the whole state dict, by digest and by all that it answers. Bound: 0 differing bits; a rank
-receives no byte that it does not want."""
+Ranks are forked by mesh_ranks.py; the scenarios are in mesh_pieces.py. Oracle: one rank with the
+whole state dict, by digest and by all its answers. Bound: 0 differing bits; a rank receives only
+bytes that it needs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def alone(server: Server) -> Callable[[str], Any]:
 
 @pytest.fixture(scope="module")
 def shares(pytestconfig: pytest.Config) -> Iterator[list[float]]:
-    """Of what a mesh reads how much came from other ranks, a case each."""
+    """Collects, for each case, the part of the mesh's reads that came from other ranks."""
     seen: list[float] = []
     yield seen
     if seen:
@@ -260,7 +260,7 @@ def ends() -> list[_core.Comm]:
 
 
 def exchange(give: list[list[bytes]], sizes: list[list[int]]) -> list[Any]:
-    """What each of two ranks gets, or its error."""
+    """Returns what each of two ranks receives, or its error."""
 
     def one(rank: int) -> Any:
         take = [np.zeros(n, np.uint8) for n in sizes[rank]]
@@ -340,7 +340,8 @@ def test_pieces_that_are_none(
 
 
 def emptied() -> Any:
-    """As sharded trainers leave what they have resharded."""
+    """Returns a tensor whose storage was freed, like a tensor that a sharded trainer has
+    resharded."""
     import torch
 
     tensor = torch.ones(3)

@@ -1,8 +1,8 @@
-"""What ranks tell one another comes out as it went in, nothing else goes in, and bytes that are not
-ours are a FormatError.
+"""The wire format of messages between ranks: values are restored exactly, other values are refused,
+and foreign bytes raise FormatError.
 
-Input: random values of every kind that travels, nested. Oracle: the value itself, compared to the
-last bit (NaN payloads of arrays too). Malformed input: random bytes, messages cut short, and
+Input: random values of every supported kind, nested. Oracle: the value itself, compared to the last
+bit (including NaN payloads of arrays). Malformed input: random bytes, truncated messages, and
 messages with bytes or header fields changed."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ DTYPES = [
 
 @st.composite
 def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
-    """Of any bytes, so NaNs of every payload; some are views with strides, backwards, of no
-    elements or of no dims."""
+    """Arrays of any bytes, so with NaNs of every payload; some are views with strides, reversed,
+    without elements or without dims."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 5), max_size=4).map(tuple))
     count = math.prod(shape)
