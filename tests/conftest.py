@@ -1,5 +1,5 @@
-"""What all tests share: seeds that a failure names, generators that are always closed, two torch
-threads, and the one line that parity tests leave in the summary."""
+"""Shared by all tests: seeds that a failure prints, generators that are always closed, two torch
+threads, and the summary line of the parity tests."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def plain_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-# The files that take longest, the longest first: where two workers of pytest-xdist share the files,
-# none is left with a long one.
+# The slowest files, the slowest first: when two workers of pytest-xdist share the files, neither
+# ends with a slow file.
 FIRST = [
     "device_comm",
     "cli",
@@ -116,8 +116,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What the imports of a hundred files left is no garbage: with it each gc.collect() of a test
-    took 0.2 s."""
+    """Freezes the objects that the imports of a hundred files have created: without this, each
+    gc.collect() of a test takes 0.2 s."""
     gc.collect()
     gc.freeze()
 
@@ -150,8 +150,8 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 def build_folder(kind: str, factory: pytest.TempPathFactory) -> Path:
-    """Of what tests compile, for all workers of pytest-xdist; $RM_CUDA_BUILD and $RM_NATIVE_BUILD
-    keep it."""
+    """Returns the folder for compiled test programs, shared by all workers of pytest-xdist;
+    $RM_CUDA_BUILD and $RM_NATIVE_BUILD keep it."""
     base = factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder = Path(os.environ.get(f"RM_{kind}_BUILD") or shared / kind.lower())
@@ -264,8 +264,8 @@ def make() -> Iterator[Callable[..., Any]]:
 @pytest.fixture(scope="session")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """native(name, sanitize="", emulate=False) builds a driver of tests/support/native and returns
-    the program. RM_NATIVE_BUILD=DIR keeps its objects. Where there is no compiler, what needs one
-    is skipped."""
+    the program. RM_NATIVE_BUILD=DIR keeps its objects. Without a compiler, tests that need one are
+    skipped."""
     import native_build
 
     if shutil.which(native_build.compiler()[0]) is None:

@@ -1,6 +1,6 @@
-"""The command line on tiny shapes: what it prints, its exit status, and what it refuses in words.
-Each command is a program of its own once; what else is asked of it, the function behind it, without
-the seconds of an import of torch."""
+"""The command line on tiny shapes: its output, its exit status, and its errors. Each command runs
+once as a separate program; the other tests call the command's function directly, which avoids the
+seconds of importing torch."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_the_command_line_is_light(code: str, absent: list[str]) -> None:
 
 
 def test_the_packages_names_are_there() -> None:
-    """What is imported on first use is in dir(), can be imported by its name and by *, and the
-    first use imports all."""
+    """Names that are imported on first use are in dir() and can be imported by name and by *. The
+    first use imports all of them."""
     code = (
         "import rollmesh, sys; assert 'numpy' not in sys.modules and set(rollmesh.__all__) <= "
         "set(dir(rollmesh))"
@@ -179,8 +179,8 @@ def test_doctor_names_the_backends_that_torch_has() -> None:
 def test_doctor_knows_the_kernels_of_this_build(
     simt_library: Path, monkeypatch: pytest.MonkeyPatch, devices: str, seen: str
 ) -> None:
-    """On the simulated device; the CUDA runtime is in the library, so that nothing is said of one
-    that is missing."""
+    """Runs on the simulated device. The CUDA runtime is part of the library, so the output has no
+    line about a missing runtime."""
     monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(simt_library))
     monkeypatch.setenv("ROLLMESH_SIMT_DEVICES", devices)
     monkeypatch.setattr(doctor, "_first_line", lambda *_, **__: None)  # no nvidia-smi, no nvcc
@@ -292,8 +292,8 @@ def test_help_of_bench_shows_its_defaults() -> None:
 def test_doctor_where_the_librarys_name_is_wrong(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A file that is not there, and one that is no library; with cuBLASLt nowhere it names the
-    extra that has it."""
+    """Input: a missing file, and a file that is not a library. If cuBLASLt is not found, the output
+    names the extra that contains it."""
     monkeypatch.setattr(cublas, "candidates", lambda *_: iter(()))
     monkeypatch.setattr(doctor, "_first_line", lambda *_, **__: None)
     wrong = tmp_path / "none.so"
@@ -326,7 +326,7 @@ def test_doctor_where_the_librarys_name_is_wrong(
 
 
 def test_a_reader_that_leaves_is_no_traceback() -> None:
-    """As in `rollmesh doctor | head -1`."""
+    """The reader closes the pipe early, as in `rollmesh doctor | head -1`."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(

@@ -45,7 +45,7 @@ def prose(text: str) -> str:
 
 
 def anchor(heading: str) -> str:
-    """As GitHub makes it of a heading."""
+    """Returns the anchor that GitHub makes for a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
@@ -142,7 +142,7 @@ def test_the_curve_is_a_whole_run() -> None:
 
 
 def tiny_checkpoint(folder: Path) -> Any:
-    """What `folder` of the README stands for: a model of transformers and a tokenizer."""
+    """Makes the README's `folder`: a model of transformers and a tokenizer."""
     import torch
     from helpers import tiny_config
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -225,7 +225,7 @@ def test_the_picture_has_the_layers_of_the_code() -> None:
 
 
 def test_the_tests_that_documents_name_exist() -> None:
-    """As `test_file.py::test_name`."""
+    """Checks names of the form `test_file.py::test_name`."""
     named = {
         match
         for page in PAGES

@@ -1,5 +1,5 @@
-"""examples/: each script runs as it stands, in a process of its own, and prints what it promises.
-At most 60 lines each.
+"""examples/: each script runs unchanged, in a separate process, and prints what it promises. Each
+script has at most 60 lines.
 
 examples/trl_grpo.py is longer, and test_trl.py runs it."""
 

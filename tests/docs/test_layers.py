@@ -1,9 +1,9 @@
-"""The arrows between the folders, held by reading the sources: who includes whom, who imports what,
-what no layer may call.
+"""The dependencies between the folders, checked by reading the sources: which file includes or
+imports which, and which calls are banned in a layer.
 
-Input: every C and Python file of the repository. Oracle: the tables below, which say what each
-folder may know. Bound: no exception. Each rule is shown to work by planting one violation of it in
-a copy of the tree.
+Input: every C and Python file of the repository. Oracle: the tables below, which list the allowed
+dependencies of each folder. Bound: no exception. For each rule, one violation is injected into a
+copy of the tree to show that the rule works.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paths import ROOT
 
 FOLDERS = ("kernels", "csrc", "ext", "python", "tests", "benchmarks", "data")
 
-# What each folder's quoted includes may point at. A name without a folder (kernels.h) lies in
+# Allowed targets of each folder's quoted includes. A name without a folder (kernels.h) is in
 # kernels/ or beside the file.
 DEVICE = {"kernels", "csrc/base", "csrc/device"}
 COMM = DEVICE | {"csrc/comm"}
@@ -76,8 +76,8 @@ PYTHON_THIRD_PARTY = {
 C_BANNED = re.compile(
     r"(?<![\w.>])(abort|_?exit|_Exit|quick_exit|v?f?printf|f?puts|putchar|perror|system|popen|gets|strcpy|strcat|v?sprintf)\s*\("
 )
-# fma and sqrt are one instruction each under the flags of setup.py; everything else of libm has
-# bits of its own.
+# fma and sqrt are one instruction each under the flags of setup.py; the results of all other libm
+# functions depend on the libm.
 KERNEL_BANNED = re.compile(
     r"(?<![\w.>])(malloc|calloc|realloc|free|aligned_alloc|posix_memalign|mmap|"
     r"(?:exp|exp2|expm1|log|log2|log1p|pow|sin|cos|tan|tanh)f?)\s*\("

@@ -81,7 +81,7 @@ def test_experts_of_a_tp_group(program: Path, stays: bool) -> None:
 
 
 def test_experts_cut_by_columns(program: Path) -> None:
-    """Of every row and choice the inner columns are completed: 768 of 2 bytes, eight times."""
+    """The inner columns are completed for every row and choice: 768 of 2 bytes, eight times."""
     got = sizes(program, QWEN_30B, tp=8, dp=1, ep=1)
     assert got.tp_apart == got.tp == 8192 * 8 * 768 * 2
 

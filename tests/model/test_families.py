@@ -102,7 +102,7 @@ def test_logits_of_random_configs(
 
 @pytest.mark.parametrize("family", SOME)
 def test_logits_with_the_familys_own_features(family: str, seed: int) -> None:
-    """Those of `cuttable`, which no seed leaves out."""
+    """Tests the features of `cuttable`, which are drawn for every seed."""
     model = cut(family, seed)
     with generator(model) as gen:
         rows, skipped = compare(gen, model, 300, seed)
@@ -224,7 +224,7 @@ def test_bfloat16_is_no_further_from_the_truth(family: str, seed: int) -> None:
 
 @pytest.mark.parametrize("family", SOME)
 def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: int) -> None:
-    """What save_pretrained writes, names and config.json, gives the digest of the module's state
+    """The names and config.json that save_pretrained writes give the digest of the module's state
     dict."""
     model = family_models.draw(family, 200, seed)
     model.net().save_pretrained(tmp_path)
@@ -534,7 +534,8 @@ def parrot(
 
 
 def test_a_made_up_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Features in a mixture that nobody has, and names of its own: one entry of FAMILIES, no C."""
+    """A combination of features that does not occur in a real family, with new names: it needs one
+    entry of FAMILIES and no C code."""
     monkeypatch.setitem(FAMILIES, "parrot", PARROT)
     config = {
         key: value

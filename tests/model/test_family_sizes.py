@@ -1,9 +1,8 @@
-"""What rollmesh.distributed.traffic and rollmesh.model.sizes compute of each family's config,
-against what the engine counts.
+"""The sizes that rollmesh.distributed.traffic and rollmesh.model.sizes compute from each family's
+config.
 
-Oracle: metrics()["comm_bytes"] and ["weight_bytes"], the manifest. Bound: equality, for weights up
-to the 64 bytes that each begins on.
-"""
+Oracle: the engine's metrics()["comm_bytes"] and ["weight_bytes"], and the manifest. Bound:
+equality, for weights up to the alignment of 64 bytes."""
 
 from __future__ import annotations
 

@@ -274,8 +274,8 @@ def test_generate_agrees_with_transformers(side: Side) -> None:
     if case.name == "dynamic_long":
         pytest.skip("transformers' table grows with each token; ours is the one for max_model_len")
     ids = side.prompts[min(3, len(side.prompts) - 1)][: case.max_model_len - NEW_TOKENS]
-    # Of a window of 1 their cache keeps everything (a slice from -0) and leaves its own forward
-    # pass; without it they agree.
+    # For a window of 1 their cache keeps everything (a slice from -0) and differs from their own
+    # forward pass; without the cache they agree.
     options = {
         "max_new_tokens": NEW_TOKENS,
         "do_sample": False,

@@ -230,7 +230,7 @@ def test_a_tokenizer_that_raises(gen: rm.Generator) -> None:
 def test_a_tokenizer_that_raises_ends_its_own_request_only(
     where: str, kind: type[BaseException]
 ) -> None:
-    """What would end a coroutine as its result does is a RuntimeError there, by PEP 479."""
+    """By PEP 479, an exception that would end a coroutine like a return becomes a RuntimeError."""
 
     class Broken:
         def __init__(self) -> None:
@@ -322,7 +322,7 @@ def test_requests_of_two_event_loops_and_a_thread_share_the_steps(gen: rm.Genera
 
 
 def test_a_sync_in_mid_flight(gen: rm.Generator) -> None:
-    """What was drawn stays; each token says its version. A coroutine pushes without holding up the
+    """Drawn tokens stay, and each token has its version. A coroutine pushes without blocking the
     loop."""
 
     async def run() -> rm.RequestOutput:

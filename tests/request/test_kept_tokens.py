@@ -1,8 +1,8 @@
 """SamplingParams(kept_tokens=True): which tokens the filters kept for each draw.
 
 Input: rollouts of tiny random models. Oracle: docs/numerics.md §7 in plain numpy over the rows of
-`logits`, whose exp is float64's; the same request by itself, without a mesh and without
-kept_tokens. Bounds are 0, but for probabilities: 1e-6.
+`logits`, with float64's exp; the same request alone, without a mesh and without kept_tokens. Bounds
+are 0, except for probabilities: 1e-6.
 """
 
 from __future__ import annotations

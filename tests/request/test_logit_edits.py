@@ -2,7 +2,7 @@
 
 Input: rollouts of tiny random models. Oracle: vLLM's formulas (0.32: v1/sample,
 update_from_tokenizer) in float32 NumPy over the rows of `logits`, from which ops.sample draws; the
-same request by itself, without a mesh. Bounds are 0.
+same request alone, without a mesh. Bounds are 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What vLLM's names mean for texts: None, special tokens, the stop string in the text, chats.
-
-Oracle: the token ids, which do not depend on these settings, decoded by the tokenizer.
-"""
+"""vLLM's settings for texts: None, special tokens, the stop string in the text, chats."""
 
 from __future__ import annotations
 

@@ -430,8 +430,8 @@ def test_loading_that_adds_or_freezes_parameters_is_refused(
 
 # ------------------------------------------------------------------------------------------- ends
 def test_every_end_of_a_folder_ends_a_completion(folder: Callable[[str], Path]) -> None:
-    """Those of config.json, of the tokenizer and of generation_config.json, in a run, in one that
-    goes on with its checkpoint, and in a generator of the folder."""
+    """The end tokens of config.json, of the tokenizer and of generation_config.json end a
+    completion in a run, in a resumed run, and in a generator of the folder."""
     where = folder("dense")
     eos = data.load_tokenizer(where).eos_token_id
     set_key(where, eos_token_id=7)

@@ -1,9 +1,9 @@
 """Ends of `rollmesh grpo`: a signal at any moment from its first line to its last, and a run that
-goes on from an older checkpoint.
+continues from an older checkpoint.
 
-A signal's exit status is 128 + its number, with the signal's name and one line of what there is and
-how to go on; no traceback, no half of a file. The run that goes on has the bits of a run without a
-break.
+A signal's exit status is 128 + its number. The output is the signal's name and one line about the
+saved state and how to resume, without a traceback, and files are complete. The resumed run is
+bit-identical to an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def partial_files(folder: Path) -> list[str]:
 # ---------------------------------------------------------------------------------------- signals
 BEGIN, MADE = "no step was made; the same command begins again", "all 4 steps are made: {out}"
 LATER = "rollmesh grpo: {name}: the run ends after {what}; a second one ends it at once"
-# (place of the function whose call the signal comes before, number, what waits for it, the line
-# that says how to go on)
+# (place of the function before whose call the signal arrives, number, the object that waits for it,
+# the line about how to resume)
 MOMENTS: dict[str, tuple[Any, str, signal.Signals, str, str]] = {
     "data": (loop, "load_dataset", signal.SIGTERM, "", BEGIN),
     "trainer": (loop, "Trainer", signal.SIGINT, "", BEGIN),
@@ -149,7 +149,7 @@ class Bearer:
 
 
 def test_no_signal_is_lost_where_nothing_can_be_raised() -> None:
-    """In a callback of a weak reference Python prints what is raised, and goes on."""
+    """In a callback of a weak reference Python prints the exception and continues."""
     with Interrupts():
         bearer, seen = Bearer(), []
         hook = sys.unraisablehook
@@ -296,8 +296,9 @@ def test_a_run_that_goes_back_leaves_the_later_checkpoints_aside(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """So that what goes on next is the new run, even if it ended before its first checkpoint. A
-    second time they get other names, and one that is set aside can be resumed."""
+    """The later checkpoints are moved, so that --resume continues the new run, even if it ended
+    before its first checkpoint. A second time they get other names, and a moved checkpoint can be
+    resumed."""
     monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
 
     trained(tmp_path, "train.lr=0.01")
@@ -318,7 +319,7 @@ def test_a_run_that_goes_back_leaves_the_later_checkpoints_aside(
     assert checkpoints(tmp_path) == [*aside, *older]
     trained(
         tmp_path, "train.lr=0.02", resume=tmp_path
-    )  # nothing is left to do, and nothing to move
+    )  # the run is complete, and there is nothing to move
     assert checkpoints(tmp_path) == [*aside, *older]
     trained(tmp_path, "train.lr=0.01", resume=tmp_path / aside[0])
     twice = [

@@ -1,9 +1,7 @@
-"""What goes wrong in a run of `rollmesh grpo`: a full disk, a read-only folder, a Ctrl-C, broken
-files.
+"""Failures in a run of `rollmesh grpo`: a full disk, a read-only folder, a Ctrl-C, malformed files.
 
-Each ends with one line that says what was seen, the last checkpoint stays whole, and the run that
-goes on from it has the bits of a run without a break.
-"""
+Each failure ends with one line about its cause, the last checkpoint stays complete, and the run
+that is resumed from it is bit-identical to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
 
 
 def state_of(out: Path) -> dict[str, bytes]:
-    """What the last checkpoint has of weights, moments and random state, and its config."""
+    """Returns the weights, moments, random state and config of the last checkpoint."""
     folder = out / "checkpoints/step_000004"
     return {
         str(file.relative_to(folder)): file.read_bytes()
@@ -163,7 +161,7 @@ def test_a_checkpoint_that_did_not_fit_is_tried_again(
 # TensorBoard writes in a thread, which may meet the limit too.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_line_of_metrics_that_does_not_fit(whole: Path, tmp_path: Path) -> None:
-    """The half of a line that was written is dropped by the run that goes on."""
+    """The resumed run drops the partial line."""
     size = len(b"".join((whole / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:3]))
     with disk() as allow, pytest.raises(OSError, match=r"metrics\.jsonl'$"):
         run(tmp_path, show=lambda line: allow(size + 99) if line["step"] == 2 else None)
@@ -184,8 +182,8 @@ def test_what_a_resumed_run_cannot_rewrite_stays(whole: Path, tmp_path: Path) ->
 
 
 def test_errors_of_writing_name_a_file() -> None:
-    """Python's own without a name, with one, and those of the tokenizers library; what is no error
-    of the system passes through."""
+    """Python's own errors with and without a file name, and errors of the tokenizers library, get a
+    file name; an exception that is not an OSError is passed on."""
     tokenizer = data.load_tokenizer(ROOT / "data/chars").backend_tokenizer
     with pytest.raises(OSError, match=r"No space left on device: 'here'$"), writing(Path("here")):
         tokenizer.save("/dev/full")
@@ -264,7 +262,7 @@ def test_a_pipe_is_no_file(name: str, whole: Path, tmp_path: Path) -> None:
 def test_an_older_checkpoint_that_cannot_be_removed_ends_no_run(
     whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a link to another disk."""
+    """Input: a link, for example to another disk."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/step_000001").symlink_to(whole / "checkpoints/step_000002")
     shutil.copytree(whole / "checkpoints/step_000002", tmp_path / "checkpoints/step_000002")
@@ -403,8 +401,8 @@ def forked(call: Callable[[], object]) -> int:
 
 
 def test_a_forked_process_keeps_nobody_out(tmp_path: Path) -> None:
-    """As one of a reward's pool, which outlives a run that was killed. One that comes to the run's
-    end lets nobody in."""
+    """A process of a reward's pool may outlive a run that was killed. If it reaches the run's end,
+    it does not release the lock."""
     reader, writer = os.pipe()
 
     def killed() -> None:
@@ -462,7 +460,7 @@ def test_a_million_steps_are_in_order(tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path).name == "step_1000000"
 
 
-# ----------------------------------------------------------------------------------- how to go on
+# ------------------------------------------------------------------------------------- resuming
 @pytest.fixture
 def plain_signals() -> Iterator[None]:
     """Whoever started this process may have had some ignored: a shell what runs in its background,
@@ -482,7 +480,7 @@ def plain_signals() -> Iterator[None]:
 def test_what_ends_a_run_says_how_to_go_on(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A Ctrl-C in a reward. The command that is printed goes on from the checkpoint."""
+    """Sends Ctrl-C in a reward. The printed command resumes from the checkpoint."""
     (tmp_path / "interrupted_reward_of_test.py").write_text(
         "import os, signal\nfrom rollmesh.grpo.rewards import char_match\ncalls = 0\n"
         "def f(prompts, completions, answer, **_):\n"
@@ -514,7 +512,8 @@ def kill(number: signal.Signals) -> None:
 
 
 def ends_in_a_reward(this: loop.Run, number: signal.Signals) -> None:
-    """Of step 3: the rewards of 2 evaluations and 3 steps come before it."""
+    """Sends the signal in a reward of step 3: the rewards of 2 evaluations and 3 steps come before
+    it."""
     [function], calls = this.rewards.functions, iter(range(100))
     this.rewards.functions = [
         lambda **columns: kill(number) if next(calls) == 5 else function(**columns)
@@ -522,7 +521,8 @@ def ends_in_a_reward(this: loop.Run, number: signal.Signals) -> None:
 
 
 def ends_in_an_update(this: loop.Run, number: signal.Signals) -> None:
-    """Of step 2, where the weights are of no version: the run ends after it."""
+    """Sends the signal in the update of step 2, where the weights are between versions: the run
+    ends after it."""
     calls = iter(range(100))
     this.trainer.optimizer.register_step_pre_hook(
         lambda *_: kill(number) if next(calls) == 4 else None
@@ -552,8 +552,8 @@ def test_what_ends_a_run_leaves_its_last_finished_step(
     whole: Path,
     tmp_path: Path,
 ) -> None:
-    """The run that goes on from there has the weights, moments and metrics of one without a break.
-    Every handler is as it was."""
+    """The resumed run has the weights, moments and metrics of an uninterrupted run. All signal
+    handlers are restored."""
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     this = loop.prepare(config.load(DENSE, [*SMALL, "checkpoint.every=0"]))
     how(this, number)
@@ -700,7 +700,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_says_so(
 
 
 def leveldb_records(log: bytes) -> Iterator[bytes]:
-    """Of W&B's file: a header of 7 bytes, then LevelDB's log format."""
+    """Yields the records of W&B's file: a header of 7 bytes, then LevelDB's log format."""
     at, parts = 7, []
     while at + 7 <= len(log):
         if 32768 - at % 32768 < 7:  # no header fits into the rest of a block
@@ -830,8 +830,8 @@ def half(folder: Path, name: str) -> None:
 def test_a_broken_tokenizer_is_named(
     name: str, content: str | None, message: str, tmp_path: Path
 ) -> None:
-    """Of a file that is missing (None), cut in half, or something else. The chars of data/, saved
-    with the template as a file."""
+    """Input: a file that is missing (None), truncated, or something else, in the tokenizer of
+    data/chars, saved with the chat template as a file."""
     folder, chats = tmp_path / "tok", tmp_path / "chats.jsonl"
     data.load_tokenizer(ROOT / "data/chars").save_pretrained(str(folder))
     chats.write_text('{"messages": [{"role": "user", "content": "ab"}]}\n')

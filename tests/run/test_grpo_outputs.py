@@ -1,5 +1,5 @@
-"""What a run of `rollmesh grpo` says and writes besides its numbers: a line at once, its
-completions, prompts that are too long, no eos."""
+"""The output of `rollmesh grpo` besides its numbers: lines without delay, its completions, prompts
+that are too long, a model without an eos."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 def test_a_run_says_and_writes_what_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run that goes on from step 1 writes the lines from there again, and no more."""
+    """The run that is resumed from step 1 writes the lines from there again, and no more."""
     monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     sets = [word for change in SETS for word in ("--set", change)]
     assert main(["grpo", str(DENSE), "--out", str(tmp_path), *sets]) == 0
@@ -66,8 +66,8 @@ def test_a_run_says_and_writes_what_it_does(
 def test_completions_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first ones of each displayed step, also where none is written to the file. Off by
-    default. The reward is async, and the run closes its event loop."""
+    """Prints the first completions of each displayed step, even if the file gets none of them. Off
+    by default. The reward is async, and the run closes its event loop."""
     (tmp_path / "async_run_of_test.py").write_text(
         "async def f(completions, **_):\n    return [float(len(c)) for c in completions]\n"
     )

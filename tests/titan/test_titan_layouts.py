@@ -2,8 +2,9 @@
 several meshes.
 
 Input: its state dicts as DTensors of FSDP2, HSDP, tensor and expert parallelism and combinations.
-Oracle: the same weights plain, in one process, and for what is sent a count by element. Bound: one
-digest; each rank receives what it needs and does not hold, to the byte; nothing is gathered."""
+Oracle: the same weights without sharding, in one process; for the bytes sent, a count by element.
+Bound: equal digests; each rank receives exactly the bytes that it needs and does not hold; tensors
+are not gathered."""
 
 from __future__ import annotations
 

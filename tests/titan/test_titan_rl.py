@@ -75,7 +75,7 @@ class Run:
 
     @property
     def digests(self) -> list[str]:
-        """Of each version, those of all generators, which have to be the same."""
+        """Returns one digest for each version, which must be equal on all generators."""
         told = self.all_of(r"version (\d+) serves, .*, digest ([0-9a-f]{16})")
         versions = {
             int(version): {digest for other, digest in told if other == version}
@@ -403,7 +403,7 @@ def test_install_takes_a_trainers_class(trainer: Any) -> None:
 
 
 def first_rollout(seed: int | None) -> list[int]:
-    """Of a new generator, by the actor's endpoint without its process."""
+    """Returns the first rollout of a new generator, by the actor's endpoint without its process."""
     config = RollmeshGenerator.Config(debug=type(RollmeshGenerator.Config().debug)(seed=seed))
     actor: Any = object.__new__(RollmeshGenerator)
     spec = helpers.tiny_config(False)

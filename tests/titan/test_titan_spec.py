@@ -47,8 +47,8 @@ BOUND = 1e-5
 
 
 def config(flavor: str = "debugmodel_moe", layers: int = 2) -> Config:
-    """Of a flavor ("llama3": that debug model), cut to a few layers, with an attention that runs on
-    a CPU."""
+    """Returns the config of a flavor ("llama3": its debug model), reduced to a few layers, with an
+    attention that works on a CPU."""
     made = (
         llama3_registry("debugmodel", attn_backend="flex")
         if flavor == "llama3"
@@ -520,7 +520,7 @@ def test_what_is_no_config_of_torchtitan(model: Any) -> None:
 
 
 def test_a_field_that_nobody_has_looked_at_needs_its_default() -> None:
-    """As a later torchtitan may have one."""
+    """A later torchtitan may add such a field."""
     from dataclasses import dataclass
 
     @dataclass(kw_only=True)

@@ -75,8 +75,8 @@ def sharded_as_a_whole(rank: int) -> None:
 
 
 def test_a_model_sharded_as_a_whole_follows_its_weights(tmp_path: Path) -> None:
-    """Its layers are not sharded by themselves. FSDP2 gathers weights into memory that may be where
-    an earlier pass had it, without a change of the version counter."""
+    """The layers are not sharded separately. FSDP2 may gather weights into memory that an earlier
+    pass used, without a change of the version counter."""
     on_ranks(1, sharded_as_a_whole, tmp_path)
 
 

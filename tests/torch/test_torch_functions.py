@@ -132,7 +132,7 @@ def kept_tokens() -> Tensor:
 
 
 def logprobs_among(temperature: float) -> Case:
-    """Of the tokens that filters kept."""
+    """The logprobs among the tokens that filters kept."""
 
     def ours(x: Tensor, weight: Tensor) -> Tensor:
         made = functions.token_logprobs(
@@ -389,7 +389,7 @@ def test_logprobs_of_any_temperature_are_those_a_sampler_records() -> None:
 def test_logprobs_of_kept_tokens_are_those_a_sampler_records(
     temperature: float, filters: dict[str, Any]
 ) -> None:
-    """What the filters keep: the tokens that, if forced, are not impossible."""
+    """The oracle forces every token: the filters keep the tokens whose logprob is then finite."""
     x, weight = drawn(CASES["lm_head"])
     head = ops.lm_head(words(x), ops.pack(weight.numpy(), dtype="float32"), VOCAB)
     assert head.logits is not None
@@ -416,7 +416,8 @@ def test_logprobs_of_kept_tokens_are_those_a_sampler_records(
 
 
 def test_tokens_that_no_sampler_draws_have_a_number_and_a_gradient() -> None:
-    """Such as other weights have drawn: the sampler gives a token below 2^-40 the weight 0."""
+    """Other weights may have drawn such tokens: the sampler gives a token below 2^-40 the weight
+    0."""
     x, weight = (10 * t for t in drawn(CASES["lm_head"]))
     case = logprobs_at(0.05)
     got, got_gradients = gradients(case.ours, [x, weight], [torch.float32] * 2)

@@ -96,8 +96,8 @@ def test_lora(case: helpers.Case, dtype: str, whole: bool) -> None:
 
 @pefts
 def test_lora_inside_autocast() -> None:
-    """What is merged, pushed and computed is as outside; the gradients of adapters are those of
-    autocast, which rounds to bfloat16."""
+    """Merging, pushing and computing give the same results inside autocast as outside; the
+    gradients of the adapters are those of autocast, which rounds to bfloat16."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model = rm.torch.patch(peft.get_peft_model(helpers.hf_model(DENSE).requires_grad_(), config))

@@ -36,7 +36,8 @@ DTYPES = ["float32", "bfloat16"]
 
 
 def model_of(case: helpers.Case, dtype: str = "float32", seed: int | None = None) -> Any:
-    """As a trainer has it: float32 weights, whatever the forward pass computes in."""
+    """Returns a model like a trainer's: float32 weights, whatever dtype the forward pass computes
+    in."""
     return rm.torch.patch(
         helpers.hf_model(case, "float32", seed).eval().requires_grad_(),
         dtype=dtype,
@@ -289,7 +290,7 @@ def test_a_loss_of_logits(
 
 
 def test_the_padding_token_has_no_gradient_in_the_embedding() -> None:
-    """As in torch.nn.Embedding, also where a rollout has drawn that token."""
+    """The behavior is that of torch.nn.Embedding, even if a rollout has drawn the padding token."""
     plain = helpers.hf_model(MOE, pad_token_id=5).requires_grad_()
     model = rm.torch.patch(copy.deepcopy(plain))
     ids = torch.tensor([[1, 5, 2, 5]])
@@ -496,9 +497,8 @@ def test_two_threads(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
 
 
 def test_inference_first_and_inputs_that_require_grad() -> None:
-    """What a pass in inference mode has made is not kept for training. transformers' hook on the
-    embedding fires, which checkpointing of the reentrant kind needs where the embedding does not
-    learn."""
+    """Values made in inference mode are not kept for training. transformers' hook on the embedding
+    runs, which reentrant checkpointing needs if the embedding is frozen."""
     model = model_of(DENSE)
     with torch.inference_mode():
         rm.torch.logprobs(model, IDS)
@@ -587,7 +587,7 @@ def test_saved_checkpoints_are_those_of_a_plain_model(
 
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)  # dynamo, of its own accesses
+)  # dynamo's own accesses
 def test_compile_leaves_the_patched_parts_as_they_are(
     pair: Callable[..., tuple[Any, rm.Generator]],
 ) -> None:

@@ -1,10 +1,10 @@
-"""TRL on a patched model: the fused head of its trainers by itself, and examples/trl_grpo.py, which
-is its GRPOTrainer, colocated, on vLLM on rollmesh, on the CPU.
+"""TRL on a patched model: the fused head of its trainers alone, and examples/trl_grpo.py, which
+runs TRL's GRPOTrainer, colocated, with vLLM on rollmesh, on the CPU.
 
-Oracles: what a rollout recorded, in bits, with TRL's own head on a plain model for entropy and
-gradients (1e-4 of their norm); in the example TRL itself, which asks the model for the logprob of
-every sampled token and reports how far vLLM's are from them. Bound: 0. Whether it learns takes some
-minutes:
+Oracles: for logprobs the record of a rollout, bit for bit; for entropy and gradients TRL's own head
+on a plain model (1e-4 of their norm); in the example TRL itself, which computes the logprob of
+every sampled token with the model and reports the difference to vLLM's. Bound: 0. The test of
+learning takes some minutes:
 
     pytest -m slow tests/torch/test_trl.py
 """
@@ -128,7 +128,7 @@ def scored(model: Any, batch: Batch, **options: Any) -> Any:
 
 
 def of(batch: Batch, output: Any) -> np.ndarray:
-    """The logprobs of completions; asserts that there are no others."""
+    """Returns the logprobs of the completions; asserts that all other positions are zero."""
     assert (output.label_mask == batch.wanted[:, 1:]).all()
     assert not output.log_probs[~output.label_mask].any()
     return output.log_probs[output.label_mask].detach().numpy()
@@ -210,7 +210,7 @@ def test_around_and_under_the_head(
             parameter.mul_(0.5)
     assert (
         of(batch, scored(checkpointed, batch)) == batch.recorded
-    ).all()  # a copy has weights of its own
+    ).all()  # a copy has separate weights
     assert (of(batch, scored(model, batch)) != batch.recorded).any()
     assert (
         "output_router_logits" in inspect.signature(model.forward).parameters or case is DENSE

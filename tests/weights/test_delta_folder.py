@@ -140,7 +140,7 @@ def test_a_folder_that_is_begun_again_with_lower_versions(tmp_path: Path) -> Non
     reader.refresh()
     for path in tmp_path.iterdir():
         path.unlink()
-    assert reader.refresh() == 5  # nothing else is there yet
+    assert reader.refresh() == 5  # the folder has no newer version yet
     with DeltaWriter(tmp_path) as second:
         second.publish(state(2), 1)
         with pytest.raises(rm.VersionError, match=r"got version 1 as the newest; .* begun again"):

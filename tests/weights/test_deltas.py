@@ -189,7 +189,8 @@ def test_a_whole_set_makes_missed_versions_good(rng: np.random.Generator) -> Non
 
 
 def test_the_last_version_as_a_whole_set(rng: np.random.Generator) -> None:
-    """For one that comes late; those that have the version go on with deltas, and so does it."""
+    """The whole set is for a reader that comes late. Readers that have the version continue with
+    deltas, and so does the late reader afterwards."""
     encoder, decoder, first = pair(rng)
     late, second = DeltaDecoder(), stepped(first, rng, 0.01)
     decoder.apply(encoder.encode(second, 4))
@@ -278,7 +279,7 @@ def test_any_bit_that_changed_is_seen(rng: np.random.Generator) -> None:
 
 
 def test_a_base_that_has_other_bits(rng: np.random.Generator) -> None:
-    """What was flipped before it was noticed is undone."""
+    """Bytes that were changed before the error was detected are restored."""
     encoder, decoder, now = pair(rng)
     message = encoder.encode(stepped(now, rng, 0.3), 4)
     name = list(decoder)[-1]
@@ -305,7 +306,7 @@ def with_header(message: bytes, change: Callable[[dict[str, Any]], None]) -> byt
 
 
 def of_row(column: int, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Of a tensor whose changes are places."""
+    """Returns a change of the header of a tensor whose changes are stored as places."""
 
     def change(values: dict[str, Any]) -> None:
         row = next(row for row in values["tensors"] if row[3] == "places")

@@ -162,7 +162,7 @@ def test_a_set_in_pieces_stays_open_until_its_commit(gen: rm.Generator) -> None:
             block.push(name, tensor)
         with pytest.raises(rm.DuplicateKeyError):
             block.push("lm_head.weight", STATES[0]["lm_head.weight"])
-    assert gen.version == 8  # the block goes on after an error that it handled
+    assert gen.version == 8  # the block continues after an error that it handled
 
 
 def test_a_pushed_tensor_is_not_kept(gen: rm.Generator) -> None:
@@ -262,7 +262,7 @@ def test_self_test(gen: rm.Generator) -> None:
     with make() as other:
         other.sync_weights(STATES[1])
         with pytest.raises(rm.NumericsError):
-            gen.self_test(other.score)  # a generator with other weights is no trainer of this one
+            gen.self_test(other.score)  # a generator with other weights is not the trainer
 
 
 def test_self_test_with_a_transformers_model() -> None:

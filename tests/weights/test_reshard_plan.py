@@ -40,15 +40,15 @@ def slices(box: NDArray[np.int64], n_dims: int) -> tuple[slice, ...]:
 
 
 def chunk(n: int, parts_: int, index: int) -> tuple[int, int]:
-    """As torch.chunk: ceil(n / parts) each, the last ones less or nothing."""
+    """Returns the chunk of torch.chunk: ceil(n / parts) each, the last ones smaller or empty."""
     each = -(-n // parts_) if n else 0
     first = min(n, each * index)
     return first, min(each, n - first)
 
 
 def trainer(rng: np.random.Generator, shape: tuple[int, ...], world: int) -> list[tuple[int, Box]]:
-    """What DTensor placements make: a mesh of one or two axes, each Shard(dim) or Replicate; a rank
-    may be in no mesh at all."""
+    """Returns boxes like those of DTensor placements: a mesh of one or two axes, each Shard(dim) or
+    Replicate. A rank may be outside the mesh."""
     size = int(rng.integers(1, world + 1))
     inner = int(rng.choice([n for n in range(1, size + 1) if size % n == 0]))
     axes = [
@@ -257,8 +257,8 @@ EXPERT = "model.layers.0.mlp.experts"
     "mesh", [(1, 1, 1), (2, 1, 1), (2, 1, 2), (3, 2, 6), (4, 2, 1), (6, 1, 6)], ids=str
 )
 def test_what_a_mesh_wants(mesh: tuple[int, int, int]) -> None:
-    """Against rollmesh.model.placement, row by row: fused and single names, experts packed or each
-    by itself, vectors."""
+    """Compares with rollmesh.model.placement, row by row: fused and single names, experts packed or
+    separate, vectors."""
     config = helpers.tiny_config(
         True, **SIZES, num_experts=12, attention_bias=True, moe_intermediate_size=80
     )

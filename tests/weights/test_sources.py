@@ -261,7 +261,7 @@ def test_shared_memory_is_a_source(writer: sources.SharedWriter, want: str) -> N
 
 
 def test_a_reader_of_shared_memory_holds_one_version(writer: sources.SharedWriter) -> None:
-    """Of the versions before the one it serves, neither a file descriptor nor a mapping is left."""
+    """File descriptors and mappings of versions before the serving version are closed."""
     reader = sources.SharedReader(writer.address)
     path = writer.address.rpartition(":")[0]
 
@@ -351,7 +351,7 @@ def test_shared_memory_takes_torch_tensors(writer: sources.SharedWriter, want: s
 
 
 def test_shared_memory_from_another_process(want: str) -> None:
-    """The trainer is a process of its own; its store is gone when it is."""
+    """The trainer is a separate process; its store disappears when the process ends."""
     program = textwrap.dedent(
         """
         import sys
@@ -457,7 +457,7 @@ def test_damaged_stores(writer: sources.SharedWriter) -> None:
     reader.refresh()
 
     def replace(data: bytes) -> None:
-        """As a new file: one that is mapped must not shrink under its readers."""
+        """Replaces the file with a new file: a mapped file must not shrink under its readers."""
         new = file.with_name(file.name + "-new")
         descriptor = os.open(new, os.O_CREAT | os.O_WRONLY, 0o600)
         os.write(descriptor, data)
@@ -589,7 +589,7 @@ def test_a_reader_that_reads_one_loan_twice_counts_once(tmp_path: Path) -> None:
     with other.reading(number, "it"):
         pass
     assert owned.num_read() == 2
-    number = owned.lend()  # a new loan: nobody has read it
+    number = owned.lend()  # a new loan without readers
     for reader, count in ((other, 1), (one, 2)):
         with reader.reading(number, "it"):
             pass
@@ -613,7 +613,8 @@ def test_refresh_keeps_what_it_has_mapped_until_another_version_comes(tmp_path: 
 def test_without_descriptors_or_memory_a_segment_is_a_capacity_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On both sides; no file is left."""
+    """The writer and the reader both raise CapacityError; the folder keeps only the first
+    segment."""
     owned = segment.Segment(8, tmp_path)
     for module, name, number, text in (
         (os, "open", errno.EMFILE, "Too many open files"),
@@ -647,7 +648,7 @@ def test_a_closed_segment_is_unlocked_though_a_child_has_its_descriptor(tmp_path
 def test_copies_are_read_from_a_read_only_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is lent is not: a reader has to lock its byte."""
+    """Lent tensors cannot be read from it, because a reader has to lock its byte."""
     with sources.SharedWriter(tmp_path) as writer, sources.SharedReader(writer.address) as reader:
         writer.publish({"x": np.ones(3)})
         system_open = os.open

@@ -57,7 +57,7 @@ def spellings(case: helpers.Case, dtype: str) -> Iterator[tuple[str, dict[str, A
             for key, x in module.items()
         },
     )
-    # What a trainer has at hand: the module's own state_dict(), with lm_head and embed_tokens one
+    # The state dict of a trainer: the module's own state_dict(), with lm_head and embed_tokens one
     # tensor when tied.
     net = helpers.hf_model(dataclasses.replace(case, router_bias=False), dtype)
     biases = {key: x for key, x in state.items() if key.endswith("e_score_correction_bias")}
@@ -144,8 +144,8 @@ def test_rows_of_no_known_order_are_refused(model_type: str, kind: str) -> None:
 
 @pytest.mark.parametrize("case", helpers.CASES, ids=lambda case: case.name)
 def test_every_form_of_a_config_is_the_same_spec(case: helpers.Case, tmp_path: Path) -> None:
-    """As a dict, as the transformers object, as its to_dict(), as a folder it was saved to, and as
-    JSON of our own."""
+    """The config as a dict, as the transformers object, as its to_dict(), as a folder it was saved
+    to, and as our own JSON."""
     import oracle
 
     hf = oracle.config_of(case.config)

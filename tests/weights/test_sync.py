@@ -82,7 +82,8 @@ def new_state(config: dict[str, Any]) -> State:
 
 
 def both_ways(state: State) -> Iterator[Any]:
-    """As a mapping, which is checked whole, and as a stream, which is checked entry by entry."""
+    """Yields the state as a mapping, which is checked as a whole, and as a stream, which is checked
+    entry by entry."""
     yield state
     yield iter(list(state.items()))
 
@@ -413,7 +414,7 @@ def test_cast_is_torchs(source: str, to: str) -> None:
 
 
 def test_a_router_bias_that_the_spec_requires() -> None:
-    """As ModelSpec.from_torchtitan sets it; allow_bias_removal makes no exception."""
+    """ModelSpec.from_torchtitan sets this; allow_bias_removal is not an exception."""
     config = tiny_config(True)
     bias = {
         f"model.layers.{i}.mlp.gate.e_score_correction_bias": np.linspace(
@@ -839,7 +840,7 @@ def test_order_of_calls(served: dict[str, rm.Generator]) -> None:
     entry = engine.sync_resolve(Q)
     with unchanged(generator):
         for call in (
-            lambda: engine.sync_push([entry]),  # no tensor was taken
+            lambda: engine.sync_push([entry]),  # before the first tensor was taken
             lambda: engine.sync_take(entry, state[Q]),
             lambda: engine.sync_push([engine.sync_resolve("k", True)]),
             lambda: engine.sync_push([Q]),
@@ -856,7 +857,7 @@ def test_order_of_calls(served: dict[str, rm.Generator]) -> None:
                 call()
         with pytest.raises(
             rm.IncompleteSyncError, match="q_proj"
-        ):  # nothing of the first is in the second
+        ):  # the second contains nothing from the first
             other.commit()
         for call in (lambda: other.push(Q, state[Q]), other.commit):
             with pytest.raises(rm.StateError, match="closed"):
