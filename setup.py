@@ -1,30 +1,29 @@
 """Builds rollmesh._core: every C source with its own flags, in parallel, and one link.
 
 setuptools' own compiler driver gives all sources of an extension the same flags and starts from
-Python's CFLAGS (which define NDEBUG, and -O2 -Wall of another day). The kernels need the opposite:
-one file compiled once per instruction set with exactly the flags of the numeric contract. So
-build_ext keeps setuptools' idea of *where* things go (build_lib, build_temp, in place for an
-editable install) and replaces *how* they are made.
+Python's CFLAGS (which define NDEBUG and contain old options such as -O2 -Wall). The kernels need
+the opposite: one file compiled once per instruction set with exactly the flags of the numeric
+contract. So build_ext keeps setuptools' rules for *where* files go (build_lib, build_temp, in place
+for an editable install) and replaces *how* they are made.
 
-`python setup.py archive --to DIR` compiles the same objects without the extension's into
+`python setup.py archive --to DIR` compiles the same objects, except the extension's, into
 DIR/librollmesh.a, for the C drivers of tests/support/native.
 
-kernels/cuda becomes a library of its own beside the extension, librollmesh_cuda.so, with the CUDA
-runtime inside: the extension needs nothing of CUDA, and one build serves machines with and without
-a GPU. `python setup.py cuda --to DIR` makes it alone, with ptxas' report on each kernel in
-DIR/kernels/cuda/*.ptxas.
+kernels/cuda becomes a separate library beside the extension, librollmesh_cuda.so, which contains
+the CUDA runtime: the extension does not depend on CUDA, and one build serves machines with and
+without a GPU. `python setup.py cuda --to DIR` builds only this library, with ptxas' report on each
+kernel in DIR/kernels/cuda/*.ptxas.
 
-What a build reads from the environment:
+The build reads these environment variables:
   CC, CFLAGS, LDFLAGS    the compiler (gcc) and flags added at the end
   ROLLMESH_ASSERT=1      assertions on
   ROLLMESH_WERROR=1      a warning is an error
   ROLLMESH_SANITIZE=…    address,undefined (the interpreter then needs LD_PRELOAD of libasan)
-  ROLLMESH_CUDA=0|1      without, or not without, the CUDA library; by default it is made when nvcc
-                         is there and able to
+  ROLLMESH_CUDA=0|1      1: always build the CUDA library, 0: never; by default it is built if a
+                         suitable nvcc is found
   ROLLMESH_CUDA_ARCHS    its architectures, separated by commas (sm_90a)
-  ROLLMESH_JOBS=N        compilers at once; one per core by default
-  ROLLMESH_EMULATE=1     the variants that this processor may lack, in emulation: for tests
-"""
+  ROLLMESH_JOBS=N        number of parallel compilers; one per core by default
+  ROLLMESH_EMULATE=1     emulates the variants that this processor may lack: for tests"""
 
 from __future__ import annotations
 
@@ -65,8 +64,8 @@ INCLUDE = ["-Ikernels", "-Icsrc", "-Iext"]
 
 
 class Isa(NamedTuple):
-    """What makes a variant of the sources in kernels/cpu: its lanes, its way to multiply a panel,
-    its compiler flags."""
+    """A variant of the sources in kernels/cpu: its lanes, its way to multiply a panel, its compiler
+    flags."""
 
     lanes: str
     panel: str
@@ -123,8 +122,8 @@ CUDA_ABSENT = (
 
 @dataclass(frozen=True)
 class Unit:
-    """One compilation: a source (relative to the root), its object (relative to build_temp) and the
-    flags of its own."""
+    """One compilation: a source (relative to the root), its object (relative to build_temp) and its
+    flags."""
 
     source: Path
     object: Path
@@ -223,7 +222,7 @@ def run(path: Path, command: list[str]) -> str | None:
 
 
 def at_once(compile_one: Callable[[Any], str | None], todo: list[Any]) -> list[str]:
-    """What the compilers said that failed, several running at once."""
+    """Returns the messages of the compilers that failed; runs several at once."""
     with ThreadPoolExecutor(
         int(os.environ.get("ROLLMESH_JOBS", "0")) or os.cpu_count() or 1
     ) as pool:
@@ -383,8 +382,8 @@ class BuildExt(build_ext):
 
 
 class BuildPy(build_py):
-    """build_lib is kept between builds: modules that the tree no longer has would go into the next
-    wheel."""
+    """build_lib is kept between builds, so deleted modules would get into the next wheel; they are
+    removed first."""
 
     def run(self) -> None:
         super().run()

@@ -48,7 +48,8 @@ class Limits:
 
     @property
     def memory_gb_s(self) -> float:
-        """What reading weights is held against: a copy moves every byte twice."""
+        """The limit for reading weights: the measured read rate, or twice the copy rate, because a
+        copy moves every byte twice."""
         return self.read_gb_s or 2 * self.copy_gb_s
 
 
@@ -60,7 +61,7 @@ class Card:
         self.device, self.is_simulated = device, library.is_simt
 
     def seconds(self, call: Callable[[], None]) -> float:
-        """Of what `call` enqueues, until it is done."""
+        """Returns the seconds until the work that `call` enqueues is done."""
         self.wait()
         begin = time.perf_counter()
         call()
@@ -117,7 +118,7 @@ class Card:
         return found
 
     def about(self) -> dict[str, str]:
-        """As machine.describe, with the card and its driver."""
+        """Returns machine.describe with the card and its driver."""
         found = describe()
         if self.is_simulated:
             return found | {"card": "simulated", "driver": "none"}
@@ -162,8 +163,8 @@ def said(command: list[str]) -> str:
 
 
 def torch_gemm(m: int, n: int, k: int, times: int = 20) -> float | None:
-    """Seconds of x[m, k]·Wᵀ, W [n, k], in bf16 by torch: the best of `times` by the device's own
-    clock, numbers that are no zeros, and as many W in turn as no cache holds."""
+    """Seconds of x[m, k]·Wᵀ, W [n, k], in bf16 by torch: the best of `times`, by the device's
+    clock. The numbers are nonzero, and the W rotate so that a cache cannot hold them."""
     if not importlib.util.find_spec("torch"):
         return None
     import torch
@@ -227,7 +228,7 @@ class DeviceWeights:
 
 
 def host_weights(manifest: dict[str, Any], seed: int = 1) -> dict[str, Any]:
-    """The same in ordinary host memory, each tensor a block of its own."""
+    """Returns the same weights in ordinary host memory, each tensor in a separate block."""
     noise = bfloat16(
         np.random.default_rng(seed).standard_normal(NOISE // 2, np.float32) * np.float32(0.02)
     )

@@ -1,20 +1,21 @@
 """The CPU engine beside this machine's limits and beside its peers: `rollmesh bench --suite cpu`,
 or python -m benchmarks.cpu
 
-A decode step's limit is its bytes of weights and KV over the memory's read rate, or its operations
-over the products' rate where that takes longer; a prefill's is its operations over the products'
-rate: that of AMX, vdpbf16ps or float32 FMA, by the isa that the generator has chosen. Of a MoE the
-experts that were really chosen count. Limits are measured (benchmarks/machine.c) right before and
-right after each turn of our engine, the larger one is that turn's, and a point's fraction is the
-best of its turns. On a shared machine the memory's rate changes within seconds: a turn between two
-limits that differ by more than a fifth counts only where all do.
+The limit of a decode step is the larger of two times: its bytes of weights and KV over the memory's
+read rate, and its operations over the products' rate. The limit of a prefill is its operations over
+the products' rate: that of AMX, vdpbf16ps or float32 FMA, by the isa that the generator has chosen.
+For a MoE only the chosen experts count. Limits are measured (benchmarks/machine.c) right before and
+right after each turn of our engine; the larger measurement is that turn's limit, and a point's
+fraction is the best of its turns. On a shared machine the memory's rate changes within seconds: a
+turn between two limits that differ by more than a fifth counts only if all turns do.
 
-Each engine is a process of its own (benchmarks/cpu_engines.py) with the same random bfloat16
-weights, prompts and threads. Rounds alternate between the engines, and ratios are of the best of
-each: other work on the machine can only slow one down. A point that has used up its --budget is not
-repeated. Long contexts are measured with --long-layers of the dense model's layers, since to fill
-32k tokens takes an engine ten minutes and more with all 28. Each context is the beginning of the
-next and stays cached, so that an engine fills 32k once; only decode steps are timed.
+Each engine is a separate process (benchmarks/cpu_engines.py) with the same random bfloat16 weights,
+prompts and threads. Rounds alternate between the engines, and ratios compare the best round of each
+engine, because other work on the machine can only slow an engine down. A point that has used up its
+--budget is not repeated. Long contexts are measured with --long-layers of the dense model's layers,
+because an engine needs ten minutes and more to fill 32k tokens with all 28. Each context is the
+beginning of the next and stays cached, so that an engine fills 32k once; only decode steps are
+timed.
 
 The peers' environments:
 
@@ -62,8 +63,8 @@ PRODUCTS = {"amx": ("AMX", "amx_gflop_s"), "avx512bf16": ("vdpbf16ps", "bf16_gfl
 
 @dataclass(frozen=True)
 class Point:
-    """What is measured of a shape, and the targets of issue 17: least ratio to the peers, least
-    fraction by what binds."""
+    """The measurements of a shape, and the targets of issue 17: least ratio to the peers, least
+    fraction of the limit."""
 
     name: str
     job: dict[str, Any]
@@ -161,7 +162,7 @@ def positions(job: dict[str, Any]) -> tuple[int, int, int]:
 
 # ----------------------------------------------------------------------------------------- limits
 def decode_flops(shape: Shape, context: float) -> float:
-    """Of one token behind `context` others."""
+    """Returns the operations of one token behind `context` others."""
     mlp = (
         shape.top_k * shape.mlp_weights + shape.n_experts * shape.hidden
         if shape.n_experts
@@ -172,7 +173,7 @@ def decode_flops(shape: Shape, context: float) -> float:
 
 
 def products(isa: str, limits: machine.Limits) -> tuple[str, float]:
-    """Whose rate a matmul of this isa has, and the rate."""
+    """Returns the name of the products whose rate limits a matmul of this isa, and the rate."""
     name, key = PRODUCTS.get(isa, ("", ""))
     return (
         (name, getattr(limits, key))
@@ -212,7 +213,7 @@ def row_of(
     best: dict[str, dict[str, Any]],
     turns: list[Turn],
 ) -> Row:
-    """Of each engine's best answer, and of all turns of ours."""
+    """Builds a row from each engine's best answer, and from all turns of our engine."""
     counted = [turn for turn in turns if turn.steady()] or turns
     held = [
         (limit(shape, job, turn.answer, turn.limits()), turn.answer, turn.limits())
@@ -317,7 +318,7 @@ class Run:
         self.rows: list[Row] = []
 
     def limits(self) -> machine.Limits:
-        """As they are now; takes a second."""
+        """Measures the current limits; takes a second."""
         self.seen.append(machine.measure(self.args.threads, gib=0.5, seconds=0.05))
         return self.seen[-1]
 
@@ -442,8 +443,8 @@ class Run:
         self.amount(shape.name, "engine, a token", ours["token_us"], "µs", 0.2)
 
     def foreign(self, shape: Shape, job: dict[str, Any], ours: Process) -> None:
-        """The share of speed that is lost: medians of rounds alone and beside one process that
-        computes."""
+        """Measures the share of speed that an engine loses to other work: medians of rounds alone
+        and beside one computing process."""
         alone, beside = [], []
         for _ in range(self.args.rounds):
             alone.append(ours.ask({**job, "seed": 0})["seconds"])

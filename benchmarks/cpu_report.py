@@ -1,5 +1,5 @@
-"""What the suite of benchmarks/cpu.py found: rows with their targets, as a Markdown table, as JSON
-and as a picture."""
+"""The results of the suite of benchmarks/cpu.py: rows with their targets, as a Markdown table, as
+JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ class Row:
 
 
 def verdict(targets: list[Target]) -> str:
-    """no where one is missed, yes where all are met, - where something was not measured."""
+    """Returns "no" if a target is missed, "yes" if all are met, "-" if something was not
+    measured."""
     met = [fate for _, fate in targets]
     return "no" if False in met else "yes" if met and None not in met else "-"
 

@@ -1,17 +1,16 @@
 """Decode and prefill speed beside transformers in the same run.  python -m benchmarks.generate
 
-Decode: every sequence has a 17-token prompt of its own whose first page of KV is cached, so that
-all steps of a run are decode steps of one token per sequence, sampled at temperature 1 with its
-logprob. Its measure is bytes of weights that a step must read, over its time, as a fraction of the
-measured memory bandwidth; of a MoE only the experts that were really chosen count. Prefill: one
-prompt of 512 tokens that no cache knows, to its first token; FLOP/s as a fraction of the measured
-float32 FMA rate.
+Decode: every sequence has a separate 17-token prompt whose first page of KV is cached, so that all
+steps of a run are decode steps of one token per sequence, sampled at temperature 1 with its
+logprob. The measure is the bytes of weights that a step must read, over its time, as a fraction of
+the measured memory bandwidth; for a MoE only the chosen experts count. Prefill: an uncached prompt
+of 512 tokens, to its first token; the measure is FLOP/s as a fraction of the measured float32 FMA
+rate.
 
 The peers are transformers' own models with the same weights and as many threads: forward with a KV
-cache and an argmax per step, no sampling and no logprobs. Rounds alternate between all engines, and
-the best of a point's rounds counts: other work on the machine can only slow one down. A point that
-has used up its --budget is not repeated, so a slow peer costs one round.
-"""
+cache and an argmax per step, without sampling and logprobs. Rounds alternate between all engines,
+and the best round of a point counts, because other work on the machine can only slow an engine
+down. A point that has used up its --budget is not repeated, so a slow peer costs one round."""
 
 from __future__ import annotations
 

@@ -1,22 +1,21 @@
 """The first hour on a GPU.  python -m benchmarks.gpu_first --to DIR [--within SECONDS]
 
-Builds for the card that is here, then asks of it, part by part, what nothing without a GPU can say:
-the kernels' bits against the reference, what the tensor cores' sums are, the tests of the device
-and of the engine on it, the figures of benchmarks.gpu, and what a memory checker finds. The parts
-that tell most for their time come first. Each is a process with a limit of its own and a log of its
-own in DIR; DIR/state.json and DIR/report.txt, which has the end of every log, are written after
-each, so whatever ends this program loses the part it ends and no more.
+Builds for the installed card, then runs, part by part, the checks that need a GPU: the kernels'
+bits against the reference, the order of the tensor cores' sums, the tests of the device and of the
+engine on it, the figures of benchmarks.gpu, and a memory checker. The most informative parts for
+their time come first. Each part is a process with a separate time limit and a separate log in DIR.
+DIR/state.json and DIR/report.txt, which has the end of every log, are written after each part, so
+an interrupt loses at most one part.
 
-Called again with the same DIR it goes on with the first part that has no end yet; parts that failed
-are not repeated unless --again names them. --within: no part is begun that could not take a fourth
-of its limit any more, and the last one is cut; so
+When it is called again with the same DIR it continues with the first unfinished part; parts that
+failed are not repeated unless --again names them. --within: a part is skipped if less than a fourth
+of its limit is left, and the last part is cut off; so
 
     python -m benchmarks.gpu_first --to build/gpu --within 560
 
-three times is half an hour. The exit status is 0 when all parts have passed, or found no tool to do
-their work with; 1 when one has failed; 3 when some are left.
-Without a GPU, --plan prints the parts, and --results makes one file of the figures, wherever the
-folder has gone.
+three times is half an hour. The exit status is 0 if all parts have passed or lacked a tool that
+they need, 1 if a part has failed, and 3 if parts are left. Without a GPU, --plan prints the parts,
+and --results collects the figures in one file, also from a copied folder.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ MMA_OPS = (
 RESULTS = Path(__file__).with_name("results")
 TAIL = 6000  # characters of a log in the report
 PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "-W", "default", "-q", "--durations=8"]
-ABSENT = 77  # status of a part that found no tool to do its work with
+ABSENT = 77  # status of a part that lacks a tool
 ENDED = ("passed", "failed", "absent")
 
 
@@ -112,8 +111,8 @@ def with_cublas(words: str) -> str:
 
 
 def strict(words: str) -> str:
-    """With warnings as errors, and where a compiler that nobody has tried has one, once more
-    without: it is told, and ends no more."""
+    """Returns a command that builds with warnings as errors, and once more without if an untested
+    compiler warns: the warning is printed, but does not fail the part."""
     return (
         f"ROLLMESH_WERROR=1 {words} || {{ echo 'with ROLLMESH_WERROR=1: see above; now with "
         f"0'; ROLLMESH_WERROR=0 {words}; }}"
@@ -332,7 +331,7 @@ def found_architecture() -> str:
 # ---------------------------------------------------------------------------------------- running
 @dataclass
 class State:
-    """What became of each part, in a file of the folder."""
+    """The result of each part, in a file of the folder."""
 
     folder: Path
     fates: dict[str, dict[str, object]] = field(default_factory=dict)

@@ -34,8 +34,8 @@ OWN_WORKSPACE = 64 << 20  # the most that an op of cuda_mma asks for
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one gemm and one choice. differing: of the numbers of rows that were tried, those with a
-    row of other bits."""
+    """The result for one gemm and one choice. differing: the number of tried row counts in which a
+    row has different bits."""
 
     name: str
     shape: vendor_gemm.Shape
@@ -46,7 +46,7 @@ class Finding:
 
 
 def shapes_of(shape: Shape) -> dict[str, vendor_gemm.Shape]:
-    """Of one rank; with experts those of attention only."""
+    """Returns the gemms of one rank; for a MoE only those of attention."""
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     found = {
         "qkv": vendor_gemm.Shape(heads + 2 * kv, shape.hidden),
@@ -115,8 +115,8 @@ class Bench:
         return True
 
     def seconds(self, multiply: Callable[[int], None], sizes: list[int]) -> dict[int, float]:
-        """Of a gemm of each number of rows, TIMES in a row; twice, as the first one loads
-        kernels."""
+        """Returns the seconds of a gemm for each number of rows, averaged over TIMES calls;
+        measures twice, because the first run loads kernels."""
 
         def several(rows: int) -> None:
             for _ in range(TIMES):

@@ -156,8 +156,8 @@ __attribute__((target("amx-tile,amx-bf16"))) static void amx(void) {
   _tile_release();
 }
 
-// What keeps this process from AMX; "" when nothing does. Linux maps a thread's tiles only for a
-// process that has asked.
+// Returns why this process cannot use AMX, or "" if it can. Linux maps a thread's tiles only for a
+// process that has asked for them.
 static const char *no_amx(void) {
   enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
   unsigned a, b, c, d;

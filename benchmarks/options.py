@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-MOST = 10**9  # of counts that have no limit of their own
+MOST = 10**9  # for counts without an explicit limit
 SEEDS = 2**64 - 1
 THREADS = 256  # of machine.c and of an engine
 

@@ -24,7 +24,7 @@ class Shape:
     top_k: int = 0
 
     def config(self) -> dict[str, Any]:
-        """As the Hugging Face config.json has it."""
+        """Returns the shape as a Hugging Face config.json."""
         config = {
             "model_type": "qwen3_moe" if self.n_experts else "qwen3",
             "vocab_size": self.vocab,
@@ -118,7 +118,7 @@ SHAPES = {
     )
 }
 
-# Those of a GPU, which would take a CPU minutes a step.
+# Shapes for a GPU. A step of one would take a CPU minutes.
 CARD_SHAPES = {
     shape.name: shape
     for shape in (

@@ -102,8 +102,8 @@ def kib_of(key: str) -> int:
 
 
 def peak_of(call: Callable[[], rm.SyncReport]) -> tuple[rm.SyncReport, float, float]:
-    """What it returned, the seconds it took, and by how many GB the resident set exceeded in
-    between what it was before."""
+    """Returns the result of `call`, its seconds, and the GB by which the resident set's peak
+    exceeded its size before."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before, start = kib_of("VmRSS"), time.perf_counter()

@@ -1,5 +1,5 @@
-"""The trainer's forward pass by the generator's kernels (docs/trainer.md): that it is the same
-function, and what it costs.
+"""The trainer's forward pass by the generator's kernels (docs/trainer.md): whether it is the same
+function, and its cost.
 
     python -m benchmarks.trainer same [--logprobs 10000000]    how many logprobs of both sides
                                                                differ: 0, or exit status 1
@@ -17,13 +17,13 @@ function, and what it costs.
 `same` draws completions with chunked prefill, prefix hits and preemption, on each instruction set
 of this machine, and scores random sequences; the trainer computes all of them in padded batches.
 `loop` runs `rollmesh grpo` on the debug configs in float32 and bfloat16 with tp=2, dp=2, ep=4
-(dense: tp=2, dp=2) and with one rank; the curves must be equal to the last bit. `cost` alternates a
-step (forward and backward, weights packed anew) of a patched model and of transformers in one
-process, best of each; the resident set's peak is measured in a process of its own for each.
-`checkpointing` has a process for each, whose second step is timed. `ahead` alternates between the
+(dense: tp=2, dp=2) and with one rank; the curves must be bit-identical. `cost` alternates steps
+(forward and backward, with weights packed again) of a patched model and of transformers in one
+process, best of each; the resident set's peak is measured in a separate process for each.
+`checkpointing` uses a process for each, whose second step is timed. `ahead` alternates between the
 levels of [rollout] async_level, best of each. `curves` trains the MoE debug config on a bfloat16
-generator with each of ARMS and several seeds, and writes what `python docs/draw.py FILE.json`
-draws.
+generator with each of ARMS and several seeds, and writes the input of `python docs/draw.py
+FILE.json`.
 """
 
 from __future__ import annotations

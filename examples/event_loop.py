@@ -40,7 +40,7 @@ async def main() -> None:
         await asyncio.sleep(0)
         with torch.no_grad():
             model.lm_head.weight.mul_(1.1)
-        # A call that may wait, in a thread: the loop goes on.
+        # Calls that may wait run in a thread, so that the event loop is not blocked.
         await asyncio.to_thread(
             generator.sync_weights, model.state_dict(), cast=True, inflight="keep"
         )

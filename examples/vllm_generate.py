@@ -2,8 +2,8 @@
 
     VLLM_PLUGINS=rollmesh python examples/vllm_generate.py
 
-vLLM schedules requests; every forward pass and every draw is rollmesh's, with the bits of
-rm.Generator. docs/vllm.md says how to install vLLM with a GPU and without.
+vLLM schedules requests; every forward pass and every draw is rollmesh's, bit-identical to
+rm.Generator. docs/vllm.md explains how to install vLLM with a GPU and without.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
         for version in range(2):
             sender.send(
                 trained, version=version
-            )  # no reset_prefix_cache is needed: KV of old weights is never read
+            )  # reset_prefix_cache is not needed: KV of old weights is never read
             output = llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)[0]
             print(f"version {llm.get_weight_version()}: {list(output.outputs[0].token_ids)}")
             trained.lm_head.weight.data.mul_(1.1)

@@ -1,27 +1,27 @@
-"""Does a process grow while it repeats something? The meter of the soak.
+"""Measures whether a process grows while it repeats an operation. The meter of the soak.
 
-Work is repeated in rounds that end in the same state. After a warm-up that fills caches, everything
-that could pile up is read at up to 40 regular points between rounds; the first quarter of these is
-warm-up too. A measure has grown when the median of its last quarter exceeds the median of its
-second quarter by more than its bound: medians, since one odd reading must not decide, and the
-second quarter, since a level that was reached once and then stays is no leak. Comparing the end
-with the beginning lost: it calls every cache a leak or needs a bound that hides one.
+Work is repeated in rounds that end in the same state. After a warm-up that fills caches, all
+measures are read at up to 40 regular points between rounds; the first quarter of these is warm-up
+too. A measure has grown if the median of its last quarter exceeds the median of its second quarter
+by more than its bound. Medians, because one unusual reading must not decide; the second quarter,
+because a level that was reached once and then stays is not a leak. Rejected: a comparison of the
+end with the beginning, because it reports every cache as a leak or needs a bound that hides one.
 
-Most measures are exact and have the bound 0. The others have noise; their bounds lie above it and
-far below one per operation:
+Most measures are exact and have the bound 0. The others have noise; their bounds lie above the
+noise and far below one per operation:
 
-heap     glibc's bytes in use, which is what C code holds except for what it maps. Blocks in the
-         caches of threads and in fast bins count as used although they are free, so both are
-         switched off; NumPy's own cache of small arrays remains.
-rss      resident pages. Free ones that an allocator keeps are among them: a thread that allocates
-         gets an arena of its own, up to 8 a core, and an arena keeps its free pages. So there is
-         one arena, trimmed before each reading, and no huge pages, which the kernel makes behind
-         our back. What remains is pymalloc's (1 MiB each, touched as far as they are used). They
-         are counted in the page tables: /proc/self/statm, which serves where that file is missing,
-         is late by up to 64 pages a thread, and by megabytes on kernels 6.2 to 6.15 with many
-         cores.
+heap     glibc's bytes in use: all memory of C code except mapped memory. Blocks in the caches of
+         threads and in fast bins count as used although they are free, so both are switched off;
+         NumPy's own cache of small arrays remains.
+rss      resident pages, including free pages that an allocator keeps: each thread that allocates
+         gets a separate arena, up to 8 a core, and an arena keeps its free pages. So there is one
+         arena, trimmed before each reading, and huge pages, which the kernel makes in the
+         background, are off. The rest is pymalloc's (1 MiB each, touched as far as they are used).
+         The pages are counted in the page tables: /proc/self/statm, which is used if that file is
+         missing, is late by up to 64 pages a thread, and by megabytes on kernels 6.2 to 6.15 with
+         many cores.
 python   blocks of pymalloc, objects that the collector tracks, references to None, True, False and
-         some types. CPython's cache of methods holds names and lets go of None as it fills, so it
+         some types. CPython's cache of methods holds names and releases None as it fills, so it
          is emptied before each reading; free lists remain.
 """
 
@@ -134,8 +134,8 @@ def open_fds() -> int:
 
 
 def threads() -> int:
-    """Those that are not on their way out: pthread_join returns while the kernel still lists the
-    thread."""
+    """Returns the number of threads that are not exiting: pthread_join returns while the kernel
+    still lists the thread."""
     count = 0
     for task in os.listdir("/proc/self/task"):
         try:

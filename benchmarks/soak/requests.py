@@ -49,7 +49,7 @@ class Requests(Work):
         self.long = rm.SamplingParams(max_tokens=40, seed=6, ignore_eos=True)
         self.endless = rm.SamplingParams(
             min_tokens=1, max_tokens=2, stop_token_ids=list(range(vocab))
-        )  # nothing may be drawn
+        )  # every token is banned
         self.refused = [[99], [], [-1], [0] * 100, [1, 2]]
         self.handed = [
             self.prompts,

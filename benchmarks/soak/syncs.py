@@ -53,7 +53,7 @@ class Broken(Exported):
 
 
 class Rootless:
-    """What an array is a view of, and which fails when it is asked what it is a view of itself."""
+    """The base of an array, whose own `base` attribute raises."""
 
     def __init__(self, array: np.ndarray):
         self.__array_interface__ = array.__array_interface__
@@ -100,7 +100,7 @@ def bf16(array: np.ndarray) -> np.ndarray:
 
 
 def strange(array: np.ndarray) -> Iterator[tuple[type[Exception], Any]]:
-    """What may stand where this tensor is wanted, and how it is refused."""
+    """Yields invalid values for this tensor, each with the error that refuses it."""
     tensor = torch.from_numpy(array.copy())
     emptied = torch.from_numpy(array.copy()).clone()
     emptied.untyped_storage().resize_(0)

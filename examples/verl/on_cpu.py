@@ -1,9 +1,9 @@
-"""What verl 0.9.1 needs where there is no GPU: a platform "cpu", by VERL_PLATFORM=cpu and
-VERL_USE_EXTERNAL_MODULES=on_cpu. verl has those of CUDA, ROCm and Ascend, and takes torch.cuda
-where it finds none of them. Nothing here is about rollmesh.
+"""Adapts verl 0.9.1 to a machine without a GPU: adds a platform "cpu", selected by
+VERL_PLATFORM=cpu and VERL_USE_EXTERNAL_MODULES=on_cpu. verl has platforms for CUDA, ROCm and
+Ascend, and uses torch.cuda if it finds none of them. This file does not depend on rollmesh.
 
-Ray's resource is "GPU" here too, since verl's resource pools count no other: ray.init(num_gpus=N)
-says how many workers fit.
+Ray's resource is "GPU" here too, because verl's resource pools count only GPUs:
+ray.init(num_gpus=N) sets how many workers fit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCpu(PlatformBase):  # type: ignore[misc]
-    """Chosen by name only. Weights reach the rollout through shared memory, since there are no CUDA
-    handles."""
+    """Selected by name only. Weights reach the rollout through shared memory, because CUDA handles
+    do not exist."""
 
     device_name = vendor_name = "cpu"
     device_module = torch.cpu
@@ -71,7 +71,7 @@ class PlatformCpu(PlatformBase):  # type: ignore[misc]
         yield
 
     def profiler_start(self) -> None:
-        """There is no device to profile."""
+        """Does nothing: the CPU has no device profiler."""
 
     profiler_stop = profiler_start
 
@@ -92,7 +92,7 @@ def _no_bytes() -> int:
     return 0
 
 
-# What verl calls of a device's module and torch.cpu lacks.
+# Functions that verl calls on a device's module and that torch.cpu lacks.
 torch.cpu.empty_cache = PlatformCpu().empty_cache
 for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
     setattr(torch.cpu, name, _no_bytes)

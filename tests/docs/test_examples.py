@@ -1,7 +1,6 @@
-"""examples/: each script runs unchanged, in a separate process, and prints what it promises. Each
-script has at most 60 lines.
+"""examples/: each script runs unchanged, in a separate process, and prints what it promises.
 
-examples/trl_grpo.py is longer, and test_trl.py runs it."""
+test_trl.py runs examples/trl_grpo.py."""
 
 from __future__ import annotations
 
