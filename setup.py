@@ -239,9 +239,8 @@ def compile_all(todo: list[Unit], temp: Path, force: bool) -> list[str]:
 
     def compile_one(unit: Unit) -> str | None:
         path = temp / unit.object
-        own = (
-            unit.flags if unit.source.parts[0] == "kernels" else (assertions, *unit.flags)
-        )  # kernels have none
+        # kernels/ has no assertions.
+        own = unit.flags if unit.source.parts[0] == "kernels" else (assertions, *unit.flags)
         command = [
             *compiler(),
             *flags,

@@ -69,9 +69,8 @@ class Point:
     name: str
     job: dict[str, Any]
     ratio: float | None = None
-    least: dict[str, float] = field(
-        default_factory=dict
-    )  # by the limit's name, or "products" for any of these
+    # Keyed by the limit's name, or by "products" for any of the products.
+    least: dict[str, float] = field(default_factory=dict)
     against: tuple[str, ...] = RIVALS
 
 
@@ -399,9 +398,8 @@ class Run:
                 if spent.get(engine.name, 0.0) > self.args.budget:
                     continue
                 asked = {**job, "seed": round_ if job["do"] == "prefill" else 0}
-                if (
-                    job["do"] == "decode" and engine.name == "transformers"
-                ):  # of unknown speed: first two steps, then what the budget holds
+                # Its speed is unknown: time two steps first, then as many as the budget allows.
+                if job["do"] == "decode" and engine.name == "transformers":
                     most = (
                         self.args.budget / 2 / best[engine.name]["seconds"]
                         if engine.name in best

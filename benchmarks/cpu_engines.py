@@ -94,9 +94,8 @@ class Rollmesh(Engine):
             )
         answer: Answer = {"seconds": seconds / steps, "isa": after["isa"], "experts": 0.0}
         if self.config["model_type"] == "qwen3_moe":
-            chosen = np.stack(
-                [output.outputs[0].routed_experts[context:] for output in outputs]
-            )  # [sequences, steps, layers, k]
+            # [sequences, steps, layers, k]
+            chosen = np.stack([output.outputs[0].routed_experts[context:] for output in outputs])
             counts = [
                 np.unique(chosen[:, step, layer]).size
                 for step in range(chosen.shape[1])

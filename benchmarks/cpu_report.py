@@ -38,9 +38,8 @@ class Row:
     value: float | None = None  # where the target is an amount and no fraction
     unit: str = ""
     most: float | None = None
-    limits: dict[str, float] = field(
-        default_factory=dict
-    )  # what it was held to, in 1e9 a second: bytes, or operations
+    # The limits of the row, in 1e9 per second: bytes, or operations.
+    limits: dict[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

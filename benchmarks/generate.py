@@ -81,9 +81,8 @@ class Rollmesh:
             kv_cache_gib=1.0,
         )
         self.generator.sync_weights(trainer.state_dict())
-        self.experts_touched: dict[
-            int, float
-        ] = {}  # by sequences: different experts of a step, summed over layers
+        # By sequences: the different experts of a step, summed over layers.
+        self.experts_touched: dict[int, float] = {}
 
     def measure(self, point: Point, steps: int) -> float:
         phase, size = point
@@ -107,9 +106,8 @@ class Rollmesh:
                 "the batch was split"
             )
         if self.shape.n_experts:
-            chosen = np.stack(
-                [output.outputs[0].routed_experts[PAGE:] for output in outputs]
-            )  # [sequences, steps, layers, k]
+            # [sequences, steps, layers, k]
+            chosen = np.stack([output.outputs[0].routed_experts[PAGE:] for output in outputs])
             sets = [
                 np.unique(chosen[:, step, layer]).size
                 for step in range(chosen.shape[1])
@@ -147,9 +145,8 @@ class Transformers:
             torch.randint(self.shape.vocab, (1, PAGE)), use_cache=True, logits_to_keep=1
         ).past_key_values
         cache.batch_repeat_interleave(size)
-        tokens = torch.randint(
-            self.shape.vocab, (size, 1)
-        )  # different ones, so that a MoE routes them apart
+        # Different tokens, so that a MoE routes them differently.
+        tokens = torch.randint(self.shape.vocab, (size, 1))
         begin = time.perf_counter()
         for _ in range(steps):
             tokens = (

@@ -65,6 +65,7 @@ from rollmesh.runtime import cublas
 PAGE = 16
 FAMILIES = ("cuda_fma", "cuda_mma")
 PARTS = ("limits", "decode", "bits", "prefill", "sync", "start", "gemm", "ops")
+# Options that a part sets itself.
 OWN = (
     "spec",
     "device",
@@ -74,7 +75,7 @@ OWN = (
     "max_num_batched_tokens",
     "block_size",
     "kv_cache_gib",
-)  # a part's own
+)
 RESULTS = Path(__file__).with_name("results")
 
 
@@ -186,9 +187,8 @@ def decode_step(
         )
     touched = 0.0
     if shape.n_experts:
-        chosen = np.stack(
-            [output.outputs[0].routed_experts[context:] for output in outputs]
-        )  # [sequences, steps, layers, k]
+        # [sequences, steps, layers, k]
+        chosen = np.stack([output.outputs[0].routed_experts[context:] for output in outputs])
         sets = [
             np.unique(chosen[:, step, layer]).size
             for step in range(chosen.shape[1])

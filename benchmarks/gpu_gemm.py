@@ -65,9 +65,8 @@ class Bench:
         self.card, self.device, self.shape, self.most = card, card.device, shape, most
         rng = np.random.default_rng(shape.n + shape.k)
         self.w_rows = 2 * shape.n if shape.swiglu else shape.n
-        padded = (
-            -(-shape.n // 16) * 16 * (2 if shape.swiglu else 1) * -(-shape.k // 32) * 32
-        )  # in tiles
+        # The size in whole tiles.
+        padded = -(-shape.n // 16) * 16 * (2 if shape.swiglu else 1) * -(-shape.k // 32) * 32
         self.w = self._filled(rng, padded, shape.k**-0.5)
         self.x = self._filled(rng, most * shape.k, 1.0)
         self.y, self.whole = (card.device.alloc(most * shape.n * BF16_BYTES) for _ in range(2))

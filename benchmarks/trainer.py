@@ -379,9 +379,8 @@ def peak(name: str, dtype: str, patched: bool, checkpointed: bool) -> None:
     for _ in range(2):
         start = time.perf_counter()
         step_of(model, ids, patched)
-    status = Path(
-        "/proc/self/status"
-    ).read_text()  # ru_maxrss would count what this process was forked from
+    # Not ru_maxrss, which would include the process that this one was forked from.
+    status = Path("/proc/self/status").read_text()
     print(
         next(
             int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM")

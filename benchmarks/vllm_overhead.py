@@ -62,9 +62,8 @@ TINY = replace(
 )
 MODELS = {shape.name: shape for shape in (SMALL, TINY, *SHAPES.values())}
 MAX_MODEL_LEN = 1024
-Generate = Callable[
-    [int, int, int], list[list[int]]
-]  # sequences, length of each prompt, tokens to generate → what was generated
+# (sequences, length of each prompt, tokens to generate) → the generated tokens
+Generate = Callable[[int, int, int], list[list[int]]]
 Close = Callable[[], None]
 
 

@@ -33,17 +33,15 @@ def trained_weights() -> dict[str, Any]:
 
 def main() -> None:
     rank = int(os.environ.get("RANK", 0))
-    comm = (
-        rm.comm.shm() if "RANK" in os.environ else None
-    )  # across machines: rm.comm.torch(), after init_process_group("gloo")
+    # Across machines: rm.comm.torch(), after init_process_group("gloo").
+    comm = rm.comm.shm() if "RANK" in os.environ else None
     mesh = rm.Mesh(tp=2, dp=2, ep=4)
     with rm.Generator.from_hf(
         CONFIG, mesh=mesh, comm=comm, max_model_len=256, kv_cache_gib=0.1
     ) as generator:
         source = trained_weights() if rank == 0 else None
-        generator.sync_weights(
-            source, cast=True
-        )  # every rank makes the same calls in the same order
+        # Every rank makes the same calls in the same order.
+        generator.sync_weights(source, cast=True)
         generator.submit([[1, 2, 3], [4, 5]], rm.SamplingParams(max_tokens=16, seed=7))
         outputs = generator.poll(min_outputs=2)  # complete on every rank
         tokens = [output.outputs[0].token_ids.tolist() for output in outputs]

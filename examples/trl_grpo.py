@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_PLUGINS", "rollmesh")
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # torch's threads sleep between operators: the generator has work for the cores
+# torch's threads sleep between operators, because the generator needs the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from datasets import load_dataset

@@ -25,9 +25,8 @@ sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[SUMMARY] = []
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "PASSIVE"
-    )  # threads of torch that spin would starve the engine's
+    # Spinning threads of torch would starve the engine's threads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
     # vLLM speaks its second resume protocol where triton has a driver, or where it may get one:
     # with no device, not with all of none.

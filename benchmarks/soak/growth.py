@@ -162,9 +162,8 @@ class Meter:
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
         self._trim = getattr(libc, "malloc_trim", int)
-        self._mallinfo = getattr(
-            libc, "mallinfo2", None
-        )  # glibc 2.33; without it, the resident pages must do
+        # Needs glibc 2.33; without it, only the resident pages are measured.
+        self._mallinfo = getattr(libc, "mallinfo2", None)
         if self._mallinfo is not None:
             self._mallinfo.restype = _Mallinfo2
         self._handed = list(handed)

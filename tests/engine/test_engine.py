@@ -99,9 +99,8 @@ def test_a_prompt_is_computed_once_and_its_pages_are_shared(config: helpers.Conf
         gen.submit([prompt(40)], params)
         gen.poll()
         assert gen.metrics()["rows"] == 40
-        assert (
-            gen.metrics()["generated_tokens"] == 4
-        )  # all four first tokens come from one row of logits
+        # All four first tokens come from one row of logits.
+        assert gen.metrics()["generated_tokens"] == 4
         assert held(gen) == 3
         gen.poll()
         assert gen.metrics()["rows"] == 44
@@ -195,12 +194,10 @@ def test_what_a_hit_serves() -> None:
         assert cached(64) == 63  # its last row is fed again for the logits, and written nowhere
         assert cached(64, with_records) == 0  # nobody recorded these logprobs
         assert cached(64, with_records) == 63
-        assert (
-            cached(60, with_records) == 47
-        )  # row 47 gives the logprob of token 48, which is on no whole page
-        assert (
-            cached(64, dataclasses.replace(with_records, prompt_logprobs=2)) == 0
-        )  # pages do not keep the top-k
+        # Row 47 gives the logprob of token 48, which is not on a complete page.
+        assert cached(60, with_records) == 47
+        # Pages do not keep the top-k.
+        assert cached(64, dataclasses.replace(with_records, prompt_logprobs=2)) == 0
         gen.reset_prefix_cache()
         assert cached(70) == 0
         assert cached(70) == 64
@@ -221,9 +218,9 @@ def test_a_hit_returns_the_records_that_a_recomputation_would(config: helpers.Co
             turn = [*prompt(53), *c.token_ids.tolist(), *prompt(10, 4)]
             for _ in range(2):
                 second = gen.generate(turn, params, use_tqdm=False)[0]
-                assert (
-                    second.num_cached_tokens >= 79
-                )  # 92 positions have KV, 5 pages are whole; with records the last row is fed again
+                # 92 positions have KV, so 5 pages are complete; with records the last row is
+                # computed again.
+                assert second.num_cached_tokens >= 79
                 assert arrays(second) == arrays(solo(config, turn, params))
             scored = gen.score([turn])[0]
             assert second.prompt_logprobs is not None
@@ -357,9 +354,8 @@ def test_min_tokens_bans_what_would_stop() -> None:
         half = Params(
             n=8, max_tokens=60, min_tokens=10, seed=1, stop_token_ids=tuple(range(0, 151, 2))
         )
-        for c in gen.generate(prompt(12), half, use_tqdm=False)[
-            0
-        ].outputs:  # banned before the eleventh, and then likely
+        # The token is banned before the eleventh, and likely afterwards.
+        for c in gen.generate(prompt(12), half, use_tqdm=False)[0].outputs:
             assert 10 < len(c.token_ids) < 40
             assert (c.token_ids % 2 == 0).tolist() == [False] * (len(c.token_ids) - 1) + [True]
             assert c.stop_reason == c.token_ids[-1]
@@ -472,9 +468,8 @@ def test_in_flight_every_token_is_scores_at_its_version(
                         gen.score([ids])[0][len(x) - 1 :][at].tobytes() == c.logprobs[at].tobytes()
                     )
                     seen[version] += int(at.sum())
-                    if (
-                        c.routed_experts is not None and at.any()
-                    ):  # a token is fed for the next one; the prompt for the first
+                    # The row of a token draws the next token; the prompt's rows draw the first one.
+                    if c.routed_experts is not None and at.any():
                         routed = (
                             gen.generate(ids, Params(max_tokens=1), use_tqdm=False)[0]
                             .outputs[0]

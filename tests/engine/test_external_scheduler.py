@@ -110,17 +110,15 @@ class Host:
         self.engine, self.rng = engine, rng
         self.free, self.held = list(range(PAGES)), dict[int, list[int]]()  # request → pages
         self.users = dict.fromkeys(range(PAGES), 0)
-        self.cached: dict[
-            tuple[int, ...], int
-        ] = {}  # all tokens up to a full page's end → the page
+        # All tokens up to the end of a full page → the page.
+        self.cached: dict[tuple[int, ...], int] = {}
         self.tokens, self.computed, self.prompts = (
             dict[int, list[int]](),
             dict[int, int](),
             dict[int, int](),
         )
-        self.drawn: dict[
-            int, list[tuple[int, float, int]]
-        ] = {}  # request → (token, logprob, version) of each
+        # request → (token, logprob, version) of each drawn token
+        self.drawn: dict[int, list[tuple[int, float, int]]] = {}
         self.resumed: set[int] = set()
         self.version = 0
 
@@ -164,9 +162,8 @@ class Host:
         self.release(number)
         self.engine.external_preempt(number)
         self.resumed.add(number)
-        if (
-            self.rng.random() < 0.3 and self.drawn[number]
-        ):  # a token that the host drops is drawn again
+        # A token that the host drops is drawn again.
+        if self.rng.random() < 0.3 and self.drawn[number]:
             self.drawn[number].pop()
             self.tokens[number].pop()
             self.engine.external_tokens(
@@ -188,9 +185,8 @@ class Host:
         part = number, self.computed[number], rows, pages, replace or number in self.resumed
         self.resumed.discard(number)
         self.computed[number] += rows
-        for end in range(
-            PAGE, self.computed[number] + 1, PAGE
-        ):  # at once, as vLLM does: a later part of this step may hit it
+        # Pages are registered immediately, like in vLLM: a later part of this step may hit them.
+        for end in range(PAGE, self.computed[number] + 1, PAGE):
             self.cached.setdefault(
                 tuple(self.tokens[number][:end]), self.held[number][end // PAGE - 1]
             )
@@ -366,9 +362,8 @@ def test_routing_of_a_shared_prompt_is_that_of_who_computed_it(
 ) -> None:
     prompt = np.random.default_rng(1).integers(2, 150, size=40).tolist()
     first, second, third = (add(engine, prompt) for _ in range(3))
-    step(
-        engine, (first, 0, 20, [1, 2], True), (second, 16, 8, [1, 4], True)
-    )  # a hit within the batch
+    # A hit within the batch.
+    step(engine, (first, 0, 20, [1, 2], True), (second, 16, 8, [1, 4], True))
     step(
         engine,
         (first, 20, 20, [3], False),
@@ -418,9 +413,8 @@ def test_the_host_edits_and_the_engine_draws(engine: Any, oracles: list[Any]) ->
     tokens = engine.sample(edited, 0)["token_ids"].tolist()
     assert np.float32(logprob).tobytes() == oracles[0].score([prompt + tokens])[0][-1:].tobytes()
     assert rank == (logits[0] >= logits[0, token]).sum()
-    hot = add(
-        engine, prompt, seed=11, external_draws=True
-    )  # at temperature 1 the two logprobs are still of two rows
+    # At temperature 1 the two logprobs still come from two rows.
+    hot = add(engine, prompt, seed=11, external_draws=True)
     step(engine, (hot, 0, 20, [5, 6], True), logits=(logits, stats))
     assert np.isclose(
         engine.external_draw(np.array([hot], np.uint64), logits, stats, only)[2][0],

@@ -456,9 +456,8 @@ def test_submit_and_poll_give_what_generate_gives(gen: rm.Generator) -> None:
     want = gen.generate(many, params, use_tqdm=False)
     ids = gen.submit(many, params)
     assert len(set(ids)) == 3
-    inside = gen.generate(
-        [[1]], rm.SamplingParams(max_tokens=3), use_tqdm=False
-    )  # steps the others too
+    # This steps the other requests too.
+    inside = gen.generate([[1]], rm.SamplingParams(max_tokens=3), use_tqdm=False)
     assert len(inside) == 1
     got = {output.request_id: output for output in drain(gen)}
     assert sorted(got) == sorted(ids)
@@ -622,10 +621,11 @@ def test_logprobs_in_vllms_form(gen: rm.Generator) -> None:
         assert [form[i].rank for i in ids.tolist()] == list(range(1, 51))
         assert [form[i].logprob for i in ids.tolist()] == values.tolist()
         assert token in ids.tolist() or form[token].rank is None
+    # Both kinds were drawn.
     assert {form[token].rank is None for form, token in zip(forms, tokens, strict=True)} == {
         True,
         False,
-    }  # both were drawn
+    }
     prompt = output.vllm_prompt_logprobs()
     assert prompt is not None
     assert prompt[0] is None

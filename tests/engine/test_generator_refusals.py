@@ -51,9 +51,8 @@ def test_an_aborted_score_is_an_error_not_zeros(how: str, call: str) -> None:
         "pause": lambda gen: gen.pause("abort"),
         "sync": lambda gen: gen.sync_weights(OTHER_STATE, inflight="abort"),
     }
-    with make(
-        max_num_batched_tokens=2, enable_prefix_caching=False
-    ) as gen:  # some 2000 steps: the other thread comes in between
+    # Some 2000 steps, so that the other thread calls in between.
+    with make(max_num_batched_tokens=2, enable_prefix_caching=False) as gen:
         gen.sync_weights(STATE, version=3)
         thread = after_steps(gen, 5, lambda: acts[how](gen))
         with pytest.raises(rm.StateError, match="aborted"):
@@ -305,9 +304,8 @@ def endless(item: Any, most: int) -> Iterator[Any]:
     raise AssertionError("walked on")
 
 
-LISTS: dict[
-    str, tuple[type[Exception], Any, int, Callable[[rm.Generator, Any], object]]
-] = {  # an item, how many there may be
+# The error, an item, the limit of their number, the call.
+LISTS: dict[str, tuple[type[Exception], Any, int, Callable[[rm.Generator, Any], object]]] = {
     "parts": (rm.ConfigError, "kv", 2, lambda gen, value: gen.sleep(value)),
     "parts to wake": (rm.ConfigError, "kv", 2, lambda gen, value: gen.wake(value)),
     "eos_token_ids": (rm.ConfigError, 7, VOCAB, lambda gen, value: make(eos_token_ids=value)),

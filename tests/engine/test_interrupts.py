@@ -224,9 +224,8 @@ def test_an_interrupted_poll_loses_nothing(gen: rm.Generator) -> None:
         output.outputs[0].text
         for output in gen.generate(prompts, rm.SamplingParams(max_tokens=9, seed=7), use_tqdm=False)
     ]
-    params = rm.SamplingParams(
-        max_tokens=9, seed=7, stop=[free[0][-3:], free[1][2:5]]
-    )  # one with the last token that is allowed
+    # One stop string ends with the last allowed token.
+    params = rm.SamplingParams(max_tokens=9, seed=7, stop=[free[0][-3:], free[1][2:5]])
 
     def told(outputs: list[rm.RequestOutput]) -> list[Any]:
         return [
@@ -259,9 +258,8 @@ def test_an_interrupted_restart_is_one_or_none(gen: rm.Generator) -> None:
     for version in (4, 5):
         gen.sync_weights(states[version % 2], version)
         texts.append(gen.generate(PROMPT, free, use_tqdm=False)[0].outputs[0].text)
-    letters = set("".join(texts)) - {
-        letter for text in texts for letter in text[:5]
-    }  # the stop strings cannot end the request before the sync
+    # The stop strings cannot end the request before the sync.
+    letters = set("".join(texts)) - {letter for text in texts for letter in text[:5]}
     params = rm.SamplingParams(max_tokens=12, seed=7, stop=sorted(letters))
     wanted = []
     for version in (6, 7):
@@ -302,9 +300,8 @@ def test_an_interrupted_send_leaves_no_block(
     cut_short = 0
     while hit:
         hit = interrupted_at(place, lambda: sender.send(source, 1))
-        cut_short += any(
-            tmp_path.iterdir()
-        )  # interrupted during its clean-up; the next send removes the file
+        # Interrupted during its clean-up; the next send removes the file.
+        cut_short += any(tmp_path.iterdir())
         sender.send(source, 2)
         assert not any(path for path in tmp_path.iterdir()), place
         place += 1
@@ -349,9 +346,8 @@ def test_an_interrupted_publish_is_one_or_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # hits inside finalizers
+# Some interrupts hit inside finalizers.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_interrupted_publish_of_a_folder_is_one_or_none(tmp_path: Path, threads: int) -> None:
     """The writer has the version that readers find. The call can be repeated, and the next one is a
@@ -379,9 +375,8 @@ def test_an_interrupted_publish_of_a_folder_is_one_or_none(tmp_path: Path, threa
     assert not list(tmp_path.glob("*.being-written"))
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # hits inside finalizers
+# Some interrupts hit inside finalizers.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_interrupted_delta_is_applied_or_not(threads: int) -> None:
     """Each tensor is of one version, and the next delta fits."""

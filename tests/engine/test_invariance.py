@@ -318,9 +318,8 @@ def test_across_the_segment(model: str, variant: str) -> None:
     run_variant(model, "long", variant)
 
 
-OTHERS = [
-    isa for isa in ops.available_isas() if isa != ops.best_isa()
-]  # the plain loops and what else runs here
+# The plain loops and the other variants of this machine.
+OTHERS = [isa for isa in ops.available_isas() if isa != ops.best_isa()]
 
 
 @pytest.mark.quick(6)

@@ -32,9 +32,8 @@ from rollmesh.runtime.devices import LIBRARY_SWITCH
 MIB = 1 << 20
 MEMORY = 24 * MIB  # of each card
 SOON = 15.0  # seconds in which what is wrong with one rank has to be known
-UNEVEN = helpers.tiny_config(
-    num_attention_heads=6, num_key_value_heads=2, vocab_size=300
-)  # with tp=3 no two ranks hold as much
+# With tp=3 all ranks hold different sizes.
+UNEVEN = helpers.tiny_config(num_attention_heads=6, num_key_value_heads=2, vocab_size=300)
 Make = Callable[..., rm.Generator]
 Run = Callable[..., list[dict[str, Any]]]
 

@@ -184,9 +184,8 @@ CONTRACT = re.compile(
 
 @pytest.mark.full
 @needs_nvcc
-@pytest.mark.parametrize(
-    "arch", ["80", "90a", "100"]
-)  # the ends of what CI compiles for, and the one that is written for
+# The oldest and newest architecture that CI compiles for, and the main target.
+@pytest.mark.parametrize("arch", ["80", "90a", "100"])
 def test_kernels_compute_with_the_contracts_operations_alone(tmp_path: Path, arch: str) -> None:
     """Detects what the fibres cannot show: missing flags, a contraction, an intrinsic, a double, or
     a preprocessor branch for one architecture."""

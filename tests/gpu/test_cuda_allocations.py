@@ -21,9 +21,8 @@ import rollmesh as rm
 
 Make = Callable[..., rm.Generator]
 KINDS = ("blocks of a device", "pinned blocks", "graphs", "streams", "events")  # of simt_made
-MESHES: dict[
-    str, tuple[helpers.Config, dict[str, Any]]
-] = {  # of ranks that are threads, by way of the host
+# Ranks are threads that exchange through the host.
+MESHES: dict[str, tuple[helpers.Config, dict[str, Any]]] = {
     "dense": (DENSE, {}),
     "moe": (MOE, {}),
     "eager": (DENSE, {"enforce_eager": True}),

@@ -52,9 +52,8 @@ def test_arrays_of_two_places(trainer: Trainer, second: Trainer, rng: np.random.
     ):
         with pytest.raises(errors.UnsupportedTensorError, match=message):
             kernels.run("gemm", {"out": there[0], "x": there[1], "w": other, "n": 17})
-    assert (
-        ops.gemm(second.tensor(x), second.tensor(w), 17).numpy() == ops.gemm(x, w, 17)
-    ).all()  # the other device alone
+    # The other device alone works.
+    assert (ops.gemm(second.tensor(x), second.tensor(w), 17).numpy() == ops.gemm(x, w, 17)).all()
 
 
 def test_a_family_belongs_to_its_arrays(rng: np.random.Generator) -> None:
@@ -336,9 +335,8 @@ def test_a_fault_of_the_device(
     del call
     gc.collect()
     ops.release_devices()
-    assert (
-        ops.gemm(ops.to_device(x), ops.to_device(w), 17).numpy() == ops.gemm(x, w, 17)
-    ).all()  # opened again
+    # The device was opened again.
+    assert (ops.gemm(ops.to_device(x), ops.to_device(w), 17).numpy() == ops.gemm(x, w, 17)).all()
 
 
 def test_a_forked_child_is_told(rng: np.random.Generator) -> None:

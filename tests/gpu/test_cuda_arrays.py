@@ -318,9 +318,8 @@ def test_streams_that_ops_cannot_be_ordered_with(
             errors.CapacityError, match="operation not permitted when stream is capturing"
         ):
             ops.gemm(mine, weights, 17)  # this thread captures, so the op cannot allocate
-        assert (
-            capturing.end_capture()[0] == cuda_device.CAPTURE_INVALIDATED
-        )  # by the other device of this thread
+        # The other device of this thread has invalidated the capture.
+        assert capturing.end_capture()[0] == cuda_device.CAPTURE_INVALIDATED
     assert (ops.gemm(mine, weights, 17).numpy() == before.numpy()).all()
 
 
@@ -540,9 +539,8 @@ def test_products_of_tensor_cores(rng: np.random.Generator) -> None:
     y = ops.gemm(there, matrix, 35, float32_out=True, isa="cuda_mma").numpy()
     want = np.array([[mma_dot(row, column) for column in w] for row in x])
     assert (ops_cases.bits(y) == ops_cases.bits(want)).all()
-    assert (
-        y != ops.gemm(x, ops.pack(source), 35, float32_out=True)
-    ).any()  # the CPU's order is another
+    # The CPU adds in a different order.
+    assert (y != ops.gemm(x, ops.pack(source), 35, float32_out=True)).any()
     head = ops.lm_head(there, matrix, 35, isa="cuda_mma")
     assert head.logits is not None
     assert (ops_cases.bits(head.logits.numpy()) == ops_cases.bits(y)).all()

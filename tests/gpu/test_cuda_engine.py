@@ -157,9 +157,8 @@ def test_tensor_cores_are_a_family_of_their_own(
         )
         scored = gpu.score([[*one.prompt_token_ids.tolist(), *tokens.tolist()]])[0]
         assert scored[-len(tokens) :].tobytes() == logprobs.tobytes()
-        assert re.fullmatch(
-            r"cuda_mma_sm\d+", one.outputs[0].contract.family
-        )  # of the card's architecture
+        # The family of the card's architecture.
+        assert re.fullmatch(r"cuda_mma_sm\d+", one.outputs[0].contract.family)
     with pytest.raises(rm.ConfigError, match="isa: expected one of cuda_fma, cuda_mma, got 'avx2'"):
         make(config, isa="avx2")
 
@@ -242,9 +241,8 @@ def test_a_mesh_of_devices_gives_one_ranks_bits(
     for generator in (cpu, gpu):
         generator.sync_weights(state, cast=True)
         generated, _, *scored = everything(generator)
-        found.append(
-            ([output[:1] + output[2:] for output in generated], scored)
-        )  # prefix hits depend on what a replica has seen
+        # Prefix hits depend on the prompts that a replica has seen.
+        found.append(([output[:1] + output[2:] for output in generated], scored))
     assert found[0] == found[1]
 
 

@@ -22,12 +22,8 @@ from rollmesh.distributed.traffic import step_traffic
 pytest.importorskip("torch", reason="the models are transformers'")
 family_models = importlib.import_module("family_models")
 test_families = importlib.import_module("test_families")
-QUICK = {
-    "olmoe",
-    "glm4_moe",
-    "qwen2_moe",
-    "arcee",
-}  # norms over all heads; groups, a shared expert, half heads; its switch; no gate
+# Norms over all heads; groups, a shared expert, half heads; a switch for biases; no gate.
+QUICK = {"olmoe", "glm4_moe", "qwen2_moe", "arcee"}
 WITH_EXPERTS = QUICK - {"arcee"}
 
 

@@ -58,9 +58,8 @@ def test_a_replayed_step_gives_the_bits_of_one_enqueued(
     found = []
     for generator in generators:
         generator.sync_weights(state, cast=True)
-        found.append(
-            [rollouts(generator), rollouts(generator)]
-        )  # the second time prompts are prefix hits, and every size was run
+        # The second time prompts are prefix hits, and every size has run before.
+        found.append([rollouts(generator), rollouts(generator)])
     assert found == [found[0]] * len(found)
     steps, replays = steps_and_replays(replayed)
     assert replays > steps // 2
@@ -151,13 +150,8 @@ def test_a_sync_costs_no_recording(make: Make) -> None:
         assert found[0] == found[1]
         replays.append(gpu.metrics()["graph_replays"])
     each = [after - before for before, after in zip([0, *replays], replays, strict=False)]
-    assert each == [
-        7,
-        7,
-        8,
-        8,
-        8,
-    ]  # of nine tokens the first is the prefill's; a new address's first step is enqueued
+    # The first of nine tokens comes from the prefill; a new address's first step is enqueued.
+    assert each == [7, 7, 8, 8, 8]
 
 
 def test_sleep_forgets_recordings_and_wake_makes_new_ones(make: Make) -> None:

@@ -381,9 +381,8 @@ def test_a_reader_that_ends(
     remote.wait(60)
     reader.close()
     remote.publish(DENSE, 2, 1, 1)
-    with pytest.raises(
-        RuntimeError, match="DeadlineError"
-    ):  # a reader that was closed is not one that has ended
+    # A closed reader differs from a reader whose process has ended.
+    with pytest.raises(RuntimeError, match="DeadlineError"):
         remote.wait(0.05)
     remote.take_back()
     remote.free()

@@ -70,9 +70,8 @@ class Place:
         yield
         self.turns += 1
         for array, plain in self.there:
-            plain.data.copy_(
-                self.tensor_of(array, plain.dtype)
-            )  # behind torch's back, as an op writes
+            # Written without torch's knowledge, like the output of an op.
+            plain.data.copy_(self.tensor_of(array, plain.dtype))
         self.there.clear()
 
 

@@ -193,9 +193,8 @@ def test_what_is_kept_serves_again(make: Make, library: Path, changes: dict[str,
         if is_cuda:
             given = sum(_core.cuda_available(str(library), d) - was for d, was in enumerate(awake))
             assert given >= weights + ("kv" in parts) * kv - slack(library)
-            assert (
-                0 <= _core.memory_mapped() - mapped - weights < 2 * 4096
-            )  # the copy, one of each rank, in pages
+            # The copy, one for each rank, in whole pages.
+            assert 0 <= _core.memory_mapped() - mapped - weights < 2 * 4096
         with pytest.raises(rm.StateError, match="asleep"):
             generator.generate([[1]], use_tqdm=False)
         with pytest.raises(rm.StateError, match="weights: expected awake, got asleep"):

@@ -63,11 +63,8 @@ def nothing_is_served(dead: rm.Generator) -> None:
 
 
 def main(launch: int) -> None:
-    cpu, bystander, beside = (
-        synced("cpu"),
-        synced("cuda:1"),
-        synced("cuda:0"),
-    )  # beside shares the context that will be lost
+    # `beside` shares the context that will be lost.
+    cpu, bystander, beside = (synced("cpu"), synced("cuda:1"), synced("cuda:0"))
     expected = tokens(cpu)
     assert tokens(bystander) == tokens(beside) == expected
     os.environ["ROLLMESH_SIMT_FAULT"] = str(launch)
@@ -91,9 +88,8 @@ def main(launch: int) -> None:
         other.close()
         if closed is not None:
             closed.close()
-            assert (
-                C.CDLL(os.environ[LIBRARY_SWITCH]).simt_left_error() == 0
-            )  # or a trainer would find it behind its next launch
+            # Otherwise a trainer would get the error at its next launch.
+            assert C.CDLL(os.environ[LIBRARY_SWITCH]).simt_left_error() == 0
             closed.close()
     with pytest.raises(rm.StateError, match="closed"):
         tokens(dead)

@@ -224,9 +224,8 @@ def test_figures_become_one_table(tmp_path: Path) -> None:
     first([Part("good", 20, "true")], tmp_path)
     path = gpu_first.collected(tmp_path, tmp_path)
     assert path.name == "gpu-2026-01-02-nvidia-h200.md"
-    assert (
-        gpu_first.collected(tmp_path, tmp_path).name == "gpu-2026-01-02-nvidia-h200-2.md"
-    )  # what was written before stays
+    # The earlier file is kept.
+    assert gpu_first.collected(tmp_path, tmp_path).name == "gpu-2026-01-02-nvidia-h200-2.md"
     text = path.read_text()
     assert (
         "| decode | x | cuda_fma | 12.500 | 3000.0 GB/s | 75.0% |\n| decode | x | cuda_fma | "
@@ -282,9 +281,8 @@ def test_the_plan_names_what_there_is() -> None:
     )
     behind += ("test-kernels",)
     half_an_hour = [part for part in plan if not part.name.startswith(behind)]
-    assert (
-        sum(part.limit for part in half_an_hour) < 2 * 30 * 60
-    )  # limits are twice and more what a part should take
+    # Limits are at least twice the expected time of a part.
+    assert sum(part.limit for part in half_an_hour) < 2 * 30 * 60
 
 
 @pytest.mark.parametrize("name", ["build", "programs"])

@@ -265,9 +265,8 @@ def test_ranks_on_one_gpu(stand_in: str, not_shared: None, monkeypatch: pytest.M
     assert os.environ[BLOCKS] == "7"
     monkeypatch.delenv(nccl.SHARES_GPU_VARIABLE)
     monkeypatch.setenv("STANDIN_VERSION", "22907")
-    assert (
-        heard(stand_in, [("2.29.7", "here 0")] * 2) == "unset"
-    )  # which the engine refuses (tests/gpu/test_nccl_engine.py)
+    # The engine refuses this (tests/gpu/test_nccl_engine.py).
+    assert heard(stand_in, [("2.29.7", "here 0")] * 2) == "unset"
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,8 @@ def make(where: dict[str, str], make: Make) -> Make:
 @pytest.fixture(scope="module")
 def ranks(where: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Processes on devices, by NCCL over shared memory or over torch."""
-    limit = (
-        40.0 if LIBRARY_SWITCH in where else 150.0
-    )  # seconds; a process on a GPU makes a context and loads kernels first
+    # Seconds; a process on a GPU first makes a context and loads kernels.
+    limit = 40.0 if LIBRARY_SWITCH in where else 150.0
     made = {host: Server(host, tmp_path_factory.mktemp("rendezvous")) for host in ("shm", "torch")}
 
     def run(
@@ -241,9 +240,8 @@ def test_ranks_compare_their_calls_once_a_step(
     step of a rank."""
     state, calls, steps = helpers.numpy_state_dict(MOE, seed=1), [], 0
     for comm in (None, rm.comm.nccl(None, where["NCCL_LIBRARY"])):
-        generator = make(
-            MOE, mesh, comm=comm, enforce_eager=True, max_num_seqs=32
-        )  # all steps are of few rows
+        # All steps have few rows.
+        generator = make(MOE, mesh, comm=comm, enforce_eager=True, max_num_seqs=32)
         generator.sync_weights(state, cast=True)
         generator.generate(PROMPTS, PARAMS, use_tqdm=False)
         stats = generator.metrics()

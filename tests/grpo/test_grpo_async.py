@@ -322,9 +322,8 @@ def test_a_sync_in_flight_reaches_the_running_requests(inflight: str) -> None:
             v == ([0] * 5 + [1] * (len(v) - 5) if inflight == "keep" else [1] * len(v))
             for v in long
         )
-        of_new = this.trainer.logprobs_of(
-            drawn
-        )  # [train] mismatch = "raise" compares the tokens of version 1 only
+        # [train] mismatch = "raise" compares the tokens of version 1 only.
+        of_new = this.trainer.logprobs_of(drawn)
         for sample in long_ones(drawn)[:1]:
             drawn.completions[sample].logprobs[-1] += 1
             with pytest.raises(rm.NumericsError, match=f"; 1 of {(versions == 1).sum()} differ"):

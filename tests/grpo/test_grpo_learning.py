@@ -104,9 +104,8 @@ def test_it_learns_from_rewards(
     )
     assert learned[0] <= 0.1
     assert learned[-1] >= 0.5
-    assert (
-        lines[-1]["stopped_share"] >= 0.5
-    )  # it ends its answers, and is not just cut off where the reward stops looking
+    # The model ends its answers; they are not just cut off where the reward stops reading.
+    assert lines[-1]["stopped_share"] >= 0.5
 
 
 @pytest.mark.full

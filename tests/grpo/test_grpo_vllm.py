@@ -172,9 +172,8 @@ def sample(**changes: Any) -> SimpleNamespace:
 def test_records_are_read_as_vllm_gives_them() -> None:
     """By hand. The eos, which vLLM knows as a stop token only, is an end without a reason; a
     logprob keeps its bits."""
-    prompt = SimpleNamespace(
-        logprobs=[-3.0, -0.5, -4.0], start_indices=[0, 0, 2]
-    )  # the second position has two entries
+    # The second position has two entries.
+    prompt = SimpleNamespace(logprobs=[-3.0, -0.5, -4.0], start_indices=[0, 0, 2])
     output = SimpleNamespace(
         outputs=[sample()],
         prompt_token_ids=[1, 5, 6],

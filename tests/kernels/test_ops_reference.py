@@ -416,9 +416,8 @@ def test_router_against_float64(dtype: str, rng: np.random.Generator) -> None:
             keys = scores + (0 if b is None else b)
             order = np.argsort(-keys, 1, kind="stable")
             ranked = np.take_along_axis(keys, order, 1)
-            clear = (ranked[:, :top_k] - ranked[:, 1 : top_k + 1] > 4 * tolerance).all(
-                1
-            )  # rows whose choice rounding cannot change
+            # Rows whose choice cannot change by rounding.
+            clear = (ranked[:, :top_k] - ranked[:, 1 : top_k + 1] > 4 * tolerance).all(1)
             assert clear.sum() > rows // 2
             assert (ids[clear] == order[clear, :top_k]).all()
             chosen = np.take_along_axis(scores, ids.astype(np.int64), 1)
@@ -464,9 +463,8 @@ def test_router_against_transformers(
     least = np.sort(group_keys, 1)[:, -top_groups]
     is_open = np.repeat(group_keys >= least[:, None], experts // groups, 1)
     ranked = -np.sort(-np.where(is_open, keys, -np.inf), 1)
-    tolerance = (
-        2 * dot_bound(values(x), values(w)).max() + 20 * EPS
-    )  # of a score, which is below 1; relative, of a gate
+    # The absolute error of a score, which is below 1, and the relative error of a gate.
+    tolerance = 2 * dot_bound(values(x), values(w)).max() + 20 * EPS
     clear = (ranked[:, :top_k] - ranked[:, 1 : top_k + 1]).min(1) > 4 * tolerance
     clear &= (least[:, None] - np.where(group_keys < least[:, None], group_keys, -np.inf)).min(
         1
@@ -580,14 +578,12 @@ def test_lm_head_against_float64(dtype: str, rng: np.random.Generator) -> None:
         assert head.target_logprobs is not None
         bound = dot_bound(values(x), values(w)).max()
         assert (np.abs(head.logits - f64(x) @ f64(w).T) <= bound).all()
-        logits = head.logits.astype(
-            np.float64
-        )  # from here on the op's own float32 logits are the input
+        # From here on the op's own float32 logits are the input.
+        logits = head.logits.astype(np.float64)
         log_sum = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1))
         want = logits[np.arange(6), targets] - logits.max(1) - log_sum
-        steps = (
-            8 + 4 + 3 * (vocab // 128 + 1)
-        )  # additions in a block, its tree, the merges: relative errors of the sum
+        # Additions in a block, in its tree and in the merges: relative errors of the sum.
+        steps = 8 + 4 + 3 * (vocab // 128 + 1)
         tolerance = (steps + 4) * EPS + 2 * EPS * (
             np.abs(logits - logits.max(1, keepdims=True)).max() + np.abs(log_sum).max()
         )
@@ -697,20 +693,16 @@ def test_filters_by_hand() -> None:
     assert set(kept(equal, ops.SampleParams(top_k=4))) == {0, 1, 2, 3}
     assert set(kept(equal, ops.SampleParams(top_p=0.5))) == {0, 1, 2}
     assert set(kept(equal, ops.SampleParams(top_p=0.51))) == {0, 1, 2, 3}
-    assert set(kept(np.array([-0.0, 0.0, 0.0, -0.0]), ops.SampleParams(top_k=2))) == {
-        0,
-        1,
-    }  # −0 is +0
+    # −0 equals +0.
+    assert set(kept(np.array([-0.0, 0.0, 0.0, -0.0]), ops.SampleParams(top_k=2))) == {0, 1}
     assert set(kept(logits, ops.SampleParams(top_p=0.25))) == {1}
     assert set(kept(logits, ops.SampleParams(top_p=0.65))) == {1, 2, 3}
     assert set(kept(logits, ops.SampleParams(top_p=1e-9))) == {1}
     assert set(kept(logits, ops.SampleParams(min_p=0.6))) == {1, 2, 3}
     assert set(kept(logits, ops.SampleParams(min_p=1.0))) == {1, 3}
     assert set(kept(logits, ops.SampleParams(banned=(1, 2)))) == {0, 3, 4}
-    assert set(kept(logits, ops.SampleParams(top_k=3, top_p=0.7))) == {
-        1,
-        3,
-    }  # 0.8 is left: 0.3 + 0.3 ≥ 0.7 · 0.8
+    # The top-k keeps 0.8: 0.3 + 0.3 ≥ 0.7 · 0.8.
+    assert set(kept(logits, ops.SampleParams(top_k=3, top_p=0.7))) == {1, 3}
     assert set(kept(logits, ops.SampleParams(top_k=3, top_p=0.8))) == {1, 2, 3}
     for params in (
         ops.SampleParams(top_k=3),
@@ -767,9 +759,8 @@ def test_kept_tokens_are_the_first_of_the_top_logprobs(rng: np.random.Generator,
         row, stats = lone(logits)
         ids, _ = ops.top_logprobs(row, stats, 40, isa=isa)
         for filters in FILTERS:
-            params = ops.SampleParams(
-                **{"temperature": 0.99999, **filters}
-            )  # not 1: without a filter that is the model's logprob
+            # Not 1, because without a filter that is the model's logprob.
+            params = ops.SampleParams(**{"temperature": 0.99999, **filters})
             drawn, same = (
                 ops.sample(row, stats, params, isa=isa, kept=True),
                 ops.sample(row, stats, params, isa=isa),
@@ -877,9 +868,8 @@ def test_frequencies(params: ops.SampleParams) -> None:
 
 
 def test_top_logprobs(rng: np.random.Generator) -> None:
-    logits = np.round(
-        normal(rng, (5, 40), "float32", 2.0)
-    )  # ties, and zeros of both signs, which are equal
+    # Rounding gives ties, and zeros of both signs, which are equal.
+    logits = np.round(normal(rng, (5, 40), "float32", 2.0))
     assert np.signbit(logits[logits == 0]).any()
     stats = np.concatenate([lone(row)[1] for row in logits])
     ids, logprobs = ops.top_logprobs(logits, stats, 12, isa=REF)

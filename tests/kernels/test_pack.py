@@ -81,9 +81,8 @@ def source(rng: np.random.Generator, dtype: str, rows: int, cols: int, finite: b
             else bits
         )
     x = bits.view(dtype)
-    if (
-        dtype == "float64"
-    ):  # most random doubles are beyond float32: spread them over its range and a little more
+    # Most random doubles are beyond float32: spread them over its range and a little more.
+    if dtype == "float64":
         x = np.ldexp(rng.standard_normal((rows, cols)), rng.integers(-160, 130, (rows, cols)))
     with np.errstate(invalid="ignore"):  # NaN that signal
         return np.where(np.abs(x.astype(np.float64)) < 3e38, x, np.zeros_like(x)) if finite else x
@@ -106,9 +105,8 @@ def test_pack(
         row0 = int(rng.choice([0, 0, 1, 8, 16, 24, 37]))
         total = row0 + rows + int(rng.integers(0, 20))
         x = source(rng, dtype, rows, cols, finite=trial % 2 == 0)
-        x[0, 0] = (
-            np.array(-0.0, x.dtype) if dtype != "bfloat16" else 0x8000
-        )  # keeps its sign, as in torch's cast
+        # The zero keeps its sign, as in torch's cast.
+        x[0, 0] = np.array(-0.0, x.dtype) if dtype != "bfloat16" else 0x8000
         kind = np.uint16 if bf16 else np.uint32
         want_bits = (to_bf16 if bf16 else to_f32)(x)
         size = (
@@ -131,9 +129,8 @@ def test_pack(
         where = f"{rows=} {cols=} {row0=} {total=}"
         same = want == out
         if not bf16:
-            same |= np.isnan(want.view(np.float32)) & np.isnan(
-                out.view(np.float32)
-            )  # a float64 NaN's payload is nobody's
+            # The payload of a converted float64 NaN is not specified.
+            same |= np.isnan(want.view(np.float32)) & np.isnan(out.view(np.float32))
         assert same.all(), where
         exponent = 0x7F80 if bf16 else 0x7F800000
         bad = np.flatnonzero((want_bits & kind(exponent)).reshape(-1) == exponent)

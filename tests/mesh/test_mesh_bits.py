@@ -154,11 +154,8 @@ def test_every_mesh_gives_the_bits_of_one_rank(
     for i, (mesh, options) in enumerate(
         itertools.islice(settings(model.case.is_moe), 0, None, every)
     ):
-        rows, n_prompts, top = (
-            (1, 2, 5, 17, 31)[i % 5],
-            1 + i % len(PROMPTS),
-            i % 4 == 0,
-        )  # with top logprobs every rank draws
+        # With top logprobs every rank draws.
+        rows, n_prompts, top = ((1, 2, 5, 17, 31)[i % 5], 1 + i % len(PROMPTS), i % 4 == 0)
         want, got = model.one_rank(n_prompts, top), model.run(mesh, rows, n_prompts, top, **options)
         assert len(want) == len(got)
         wrong = sum(
@@ -186,9 +183,8 @@ def test_parts_are_parts(model: Model) -> None:
         model.generator(rm.Mesh(dp=2), 8) as two,
     ):
         whole = alone.metrics()["weight_bytes"]
-        assert (
-            four.metrics()["weight_bytes"] < 1.6 * whole
-        )  # vectors and routers are whole everywhere; tiles are padded
+        # Every rank holds whole vectors and routers, and tiles are padded.
+        assert four.metrics()["weight_bytes"] < 1.6 * whole
         assert two.metrics()["weight_bytes"] == 2 * whole
 
 
@@ -308,9 +304,8 @@ def test_a_mesh_under_pressure(mesh: rm.Mesh) -> None:
 
     def both_versions(mesh: rm.Mesh | None, pages: int) -> tuple[list[Any], int]:
         kv_heads = 4 if mesh is None else {1: 4, 2: 2, 3: 2, 4: 1}[mesh.tp]  # of a rank
-        page = (
-            2 * kv_heads * (16 * 32 + 16 * 16) * 2
-        )  # layers, KV heads, K padded to 32 and V to 16, bytes
+        # Layers, KV heads, K padded to 32 and V to 16, bytes.
+        page = 2 * kv_heads * (16 * 32 + 16 * 16) * 2
         with rm.Generator(
             model.spec,
             mesh=mesh,

@@ -556,13 +556,8 @@ def test_a_rank_that_is_killed_is_named(
         )
 
 
-N_CALLS = {
-    "prefill": 20,
-    "generate": 300,
-    "exchange": 10,
-    "sync": 300,
-    "commit": 4,
-}  # of which the timer may start at any
+# The number of calls among which the timer may start.
+N_CALLS = {"prefill": 20, "generate": 300, "exchange": 10, "sync": 300, "commit": 4}
 
 
 @pytest.mark.slow

@@ -288,9 +288,10 @@ def test_all_to_all() -> None:
         [b"x", b"de"],
         [b"abc", b"y"],
     ]
+    # Rank 0 fails at its next call.
     assert (
         exchange([[b"", b"abc"], [b"de", b""]], [[0, 2], [4, 0]])[1] is rm.CollectiveMismatchError
-    )  # rank 0 at its next call
+    )
 
 
 def test_buffers_that_are_none() -> None:

@@ -42,9 +42,8 @@ def generator(model: Any, state: Any = None, **options: Any) -> rm.Generator:
 
 
 def test_every_family_is_drawn() -> None:
-    assert set(TRIED) | {"qwen3_moe"} == set(
-        FAMILIES
-    )  # of Qwen3-MoE test_parity.py has the configs
+    # test_parity.py has the configs of Qwen3-MoE.
+    assert set(TRIED) | {"qwen3_moe"} == set(FAMILIES)
 
 
 def compare(gen: rm.Generator, model: Any, number: int, seed: int) -> tuple[int, int]:
@@ -243,9 +242,8 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
     with safe_open(tmp_path / "model.safetensors", "np") as file:
         names = list(file.keys())
         held = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    for name in [
-        name for name in held if name.endswith("mlp.gate_up_proj.weight")
-    ]:  # GLM-4's, listed by its halves
+    # GLM-4's fused tensor, which is listed as its halves.
+    for name in [name for name in held if name.endswith("mlp.gate_up_proj.weight")]:
         rows, hidden = held.pop(name)
         held |= {name.replace("gate_up", part): (rows // 2, hidden) for part in ("gate", "up")}
     assert {

@@ -102,9 +102,8 @@ def test_weights_are_counted(family: str, dtype: str, each: int, seed: int) -> N
     for model in models:
         spec = rm.ModelSpec.from_hf(model.config)
         kinds, layers = list(sizes.matrices(spec)), spec.num_hidden_layers
-        bias = sum(spec.is_moe_layer) * (
-            4 * spec.num_experts + LINE
-        )  # float32, whether the family has one or not
+        # Stored as float32, whether the family has a bias or not.
+        bias = sum(spec.is_moe_layer) * (4 * spec.num_experts + LINE)
         tiles = 2 * layers * sizes.TILE_ROWS * (spec.hidden_size + sizes.TILE_COLS) * each
         for tp in (1, 2, 3) if model is models[3] else (1,):
             held = sum(

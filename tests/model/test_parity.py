@@ -67,9 +67,8 @@ class Ledger:
     rows: int = 0
     cases: int = 0
     worst: float = 0.0
-    listed: dict[str, None] = dataclasses.field(
-        default_factory=dict
-    )  # an ordered set: several tests meet the same row
+    # An ordered set, because several tests report the same row.
+    listed: dict[str, None] = dataclasses.field(default_factory=dict)
 
 
 LEDGER = Ledger()
@@ -260,9 +259,8 @@ def check_top(
     assert ids.shape == values.shape == (len(tokens), TOP)
     ranked = -np.sort(-truth, axis=1)[:, :TOP]
     assert (np.abs(values - ranked).max(axis=1)[~skip] <= bound[~skip]).all()
-    named = truth[
-        rows[:, None], ids
-    ]  # the id may differ from the reference's in a tie, the value it names may not
+    # In a tie the id may differ from the reference's, but the value at the id may not.
+    named = truth[rows[:, None], ids]
     assert (np.abs(named - ranked).max(axis=1)[~skip] <= bound[~skip]).all()
     assert all(len(set(row)) == TOP for row in ids.tolist())
 

@@ -151,9 +151,8 @@ def test_kept_tokens_change_nothing_else() -> None:
             sample.kept_tokens is None for output in mixed for sample in output.outputs[:1]
         ] == [True, False] * 3 + [True]
         assert all_of(mixed[1::2]) == all_of(run(gen)[1::2])
-        scored = gen.score([[*PROMPTS[0], *mixed[0].outputs[0].token_ids.tolist()]], PARAMS[0])[
-            0
-        ]  # the rollout's own params
+        # Scored with the rollout's own params.
+        scored = gen.score([[*PROMPTS[0], *mixed[0].outputs[0].token_ids.tolist()]], PARAMS[0])[0]
         assert scored.tobytes() == mixed[0].outputs[0].sampling_logprobs.tobytes()
 
 

@@ -317,9 +317,8 @@ def test_a_run_that_goes_back_leaves_the_later_checkpoints_aside(
     assert [r.getMessage() for r in caplog.records] == moved
     trained(tmp_path, "train.lr=0.02", resume=tmp_path)
     assert checkpoints(tmp_path) == [*aside, *older]
-    trained(
-        tmp_path, "train.lr=0.02", resume=tmp_path
-    )  # the run is complete, and there is nothing to move
+    # The run is complete, and there is nothing to move.
+    trained(tmp_path, "train.lr=0.02", resume=tmp_path)
     assert checkpoints(tmp_path) == [*aside, *older]
     trained(tmp_path, "train.lr=0.01", resume=tmp_path / aside[0])
     twice = [

@@ -122,9 +122,8 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(
     limit = (reference / file).stat().st_size - 1
     (tmp_path / "checkpoints/.step_000001.partial/trainer").mkdir(parents=True)
     with disk() as allow, pytest.raises(OSError) as caught:
-        run(
-            tmp_path, show=lambda line: allow(limit) if line["step"] == 3 else None
-        )  # before the step's checkpoint
+        # The disk is full before the step's checkpoint.
+        run(tmp_path, show=lambda line: allow(limit) if line["step"] == 3 else None)
     named = tmp_path / ("metrics.jsonl" if file == "config.json" else "checkpoints/step_000004")
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(named))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
@@ -742,9 +741,8 @@ def test_weights_and_biases_gets_the_lines_of_the_metrics(
     [file] = out.glob("wandb/offline-run-*/*.wandb")
     logged, names, axes = [], [], []
     deadline, records = time.monotonic() + 30, []
-    while (
-        not (records and records[-1].HasField("exit")) and time.monotonic() < deadline
-    ):  # its process may write on after finish()
+    # W&B's process may still write after finish().
+    while not (records and records[-1].HasField("exit")) and time.monotonic() < deadline:
         records = [
             wandb_internal_pb2.Record.FromString(content)
             for content in leveldb_records(file.read_bytes())

@@ -199,22 +199,8 @@ SMALL = {
     "max_num_seqs": 2,
     "max_num_batched_tokens": 16,
 }
-RIGHT = [
-    0,
-    1,
-    2,
-    16,
-    0.5,
-    1.0,
-    True,
-    None,
-    "float32",
-    "keep",
-    "ref",
-    (1, 2),
-    [],
-    ["ab"],
-]  # somewhere
+# Each of these is a valid value for some field.
+RIGHT = [0, 1, 2, 16, 0.5, 1.0, True, None, "float32", "keep", "ref", (1, 2), [], ["ab"]]
 TAKERS: dict[str, tuple[Any, list[str]]] = {
     "SamplingParams": (
         rollmesh.SamplingParams,
@@ -570,9 +556,8 @@ def arguments(r: Dice) -> str:
         field: junk(r) if r.random() < 0.7 else r.choice(RIGHT)
         for field in r.sample(fields, r.choice([1, 1, 2]))
     }
-    if (
-        name == "Generator"
-    ):  # of what it would make as big as it is told to, only a little, or too much
+    # Sizes that a Generator would allocate are small, or larger than any memory.
+    if name == "Generator":
         given = {
             k: v * 2**64 if isinstance(v, (int, float)) and 8 < abs(v) < 2**64 else v
             for k, v in given.items()
@@ -586,10 +571,8 @@ def arguments(r: Dice) -> str:
         ):
             for field, value in given.items():
                 got = getattr(made, field, value)
-                plain = isinstance(value, (int, float)) and (field, value) != (
-                    "top_k",
-                    0,
-                )  # vLLM's 0 is -1
+                # vLLM's 0 is -1.
+                plain = isinstance(value, (int, float)) and (field, value) != ("top_k", 0)
                 if plain and isinstance(got, float) and isinstance(value, int):
                     value = float(value)  # an integer beyond 2^53 is rounded as Python rounds it
                 if plain and not isinstance(got, tuple) and got != value:

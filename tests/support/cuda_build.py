@@ -43,6 +43,7 @@ CPU_FLAGS = [
     "-Wshadow",
     "-Werror",
 ]
+# -Wno-unknown-pragmas, because g++ does not know nvcc's pragmas.
 CPU_FLAGS += [
     "-Wno-unknown-pragmas",
     "-DRM_SIMT",
@@ -51,7 +52,7 @@ CPU_FLAGS += [
     "-fvisibility=hidden",
     "-x",
     "c++",
-]  # nvcc's pragmas mean nothing to g++
+]
 # A GPU faults where an address is not a multiple of its word; here that is an illegal instruction.
 CPU_FLAGS += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
 

@@ -206,6 +206,5 @@ class Device:
         context = Context(stream=self.table.stream, n_threads=1)
         arguments = Embed(out=out, ids=ids, table=table, rows=rows, hidden=hidden, dtype=1)
         self.table.kernels.contents.embed(byref(context), byref(arguments))
-        ctypes.memset(
-            byref(arguments), 0, ctypes.sizeof(arguments)
-        )  # they are not the op's behind its call
+        # The op must not read its arguments after the call.
+        ctypes.memset(byref(arguments), 0, ctypes.sizeof(arguments))

@@ -252,9 +252,8 @@ def rank_of_two(
                 reader.refresh()
                 reader.keeps = victim < 0 and rank == 0
                 if victim > 0 and rank == 0:
-                    reader.interrupt(
-                        2 * len(reader) + 3, lambda: end(address, victim)
-                    )  # each is looked at twice before
+                    # The reader checks each entry twice before this.
+                    reader.interrupt(2 * len(reader) + 3, lambda: end(address, victim))
             digest = generator.sync_weights(reader, cast=True).digest
             pipe.send(
                 [digest, [array.tobytes() for array in generator.logits([[3, 1, 2, 9], [4] * 40])]]

@@ -512,9 +512,8 @@ def logs(r: random.Random, out: Path, folder: Path) -> Case:
         shutil.rmtree(out / "events")
         if r.random() < 0.5:
             (out / "events").touch()
-            return Case(
-                "events is a file", "refused", ("events",), keeps=False
-            )  # lines of later steps are dropped before
+            # Lines of later steps are dropped before the error.
+            return Case("events is a file", "refused", ("events",), keeps=False)
         return Case("no events", "same")
     if how == "folder":
         file.unlink()

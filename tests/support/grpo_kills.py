@@ -125,9 +125,8 @@ def one(
                 left = whole.seconds * (0.3 + 0.7 * (STEPS - done) / STEPS) + (
                     3.0 if is_command else 0.0
                 )
-                if (
-                    child.wait(left * min(r.random(), r.random())) is None
-                ):  # the earlier half has more
+                # The product of two draws makes early moments more likely.
+                if child.wait(left * min(r.random(), r.random())) is None:
                     counts[sent.name] += 1
                     child.end(sent)
             status = child.wait(LIMIT)
@@ -136,9 +135,8 @@ def one(
         if status == 0:
             compare(out, whole.result)
             return counts
-        begun = (
-            not is_command or "reading data and model" in child.text()
-        )  # an import may make any error of a Ctrl-C
+        # A Ctrl-C during an import may raise any error.
+        begun = not is_command or "reading data and model" in child.text()
         if begun and status not in {-s for s in SIGNALS} | {128 + s for s in SIGNALS}:
             raise Failure(f"expected the end by a signal, got {status}:\n{child.text()[-4000:]}")
         is_command = False

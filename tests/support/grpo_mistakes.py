@@ -279,9 +279,10 @@ def toml_value(r: random.Random, trial: Path) -> Case:
         for name, keys in kept_config(where).items():
             for key, value in keys.items() if isinstance(keys, dict) else [(name, keys)]:
                 given = wanted[name].get(key, value) if isinstance(keys, dict) else wanted[name]
+                # An integer is rounded to a float.
                 if value != (
                     float(given) if isinstance(value, float) and is_number(given) else given
-                ):  # an integer is rounded to a number
+                ):
                     raise Failure(
                         f"[{name}] {key}: {given!r:.200} was given, {value!r:.200} is kept"
                     )

@@ -22,15 +22,8 @@ from typing import Any
 import numpy as np
 
 Config = dict[str, Any]
-TIMES = (
-    "tokens_per_s",
-    "sync_s",
-    "sync_gb_per_s",
-    "generate_s",
-    "update_s",
-    "step_s",
-    "eval_s",
-)  # of a run's metrics: no two runs agree
+# Metrics of a run that differ between any two runs.
+TIMES = ("tokens_per_s", "sync_s", "sync_gb_per_s", "generate_s", "update_s", "step_s", "eval_s")
 TIMES += ("reward_s", "environment_s", "both_share", "trainer_only_share", "generator_only_share")
 TINY_RUN = [  # settings of `rollmesh grpo` under which a step takes a moment
     "model.hidden_size=32", "model.intermediate_size=32", "model.num_attention_heads=2",
@@ -101,14 +94,8 @@ class Case:
     config: Config
     router_bias: bool = False
     max_model_len: int = 1100
-    prompt_lens: tuple[int, ...] = (
-        1,
-        2,
-        15,
-        33,
-        64,
-        97,
-    )  # around a K block, an attention block and a page
+    # Lengths around a K block, an attention block and a page.
+    prompt_lens: tuple[int, ...] = (1, 2, 15, 33, 64, 97)
     long_len: int = 1045  # crosses the attention segment of 1024; 0: no long prompt
     without: Config | None = (
         None  # config changes that switch the case's option off: the numbers must differ
@@ -454,9 +441,8 @@ def weight(name: str, shape: Iterable[int], seed: int = 0) -> np.ndarray:
     if name.endswith("norm.weight"):
         return 1.0 + np.float32(0.3) * normal
     if name.endswith(("expert_bias", "e_score_correction_bias")):
-        return (
-            np.float32(0.5 / shape[0]) * normal
-        )  # scores are about 1/experts: enough to turn many choices
+        # Scores are about 1/experts, so this changes many choices.
+        return np.float32(0.5 / shape[0]) * normal
     if name.endswith(".bias"):
         return np.float32(0.3) * normal
     if name.endswith("embed_tokens.weight"):

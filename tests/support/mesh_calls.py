@@ -219,9 +219,8 @@ def outcome(rank: Rank, call: Callable[[rm.Generator], Any]) -> Any:
             return {"told": told}
         same, version = answers(generator) == before, generator.version
         report = generator.sync_weights(weights(rank.job["model"], 0.75), cast=True)
-        bits = {
-            key: value for key, value in answers(generator).items() if key != "about"
-        }  # which has the version in it
+        # "about" contains the version.
+        bits = {key: value for key, value in answers(generator).items() if key != "about"}
         return {"told": told, "same": same, "version": version, "after": [report.digest, bits]}
 
 

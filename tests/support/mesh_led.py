@@ -33,9 +33,8 @@ async def of_an_event_loop(generator: rm.Generator) -> list[Any]:
     endless.cancel()
     outputs = [stopped, *await asyncio.gather(*waiting)]
     *_, last = [output async for output in generator.astream(PROMPTS[3], params(9, 7))]
-    return [
-        told(output)[1:] for output in [*outputs, last]
-    ]  # without the ids, whose order is the threads'
+    # Without the ids, whose order depends on the threads.
+    return [told(output)[1:] for output in [*outputs, last]]
 
 
 def every_call(rank: Rank) -> Any:

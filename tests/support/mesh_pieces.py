@@ -73,9 +73,8 @@ def full(rank: Rank, scale: float) -> Named:
 def on_mesh(rank: Rank, state: Named) -> Named | None:
     """DTensors over "axes" of ranks from "first" on; other ranks have no source."""
     axes, first = rank.job["axes"], rank.job.get("first", 0)
-    mesh = DeviceMesh(
-        "cpu", torch.arange(first, first + math.prod(axes)).reshape(axes)
-    )  # all ranks make it
+    # Made by all ranks.
+    mesh = DeviceMesh("cpu", torch.arange(first, first + math.prod(axes)).reshape(axes))
     if not first <= rank.rank < first + math.prod(axes):
         return None
 
@@ -249,9 +248,8 @@ def spoiled(rank: Rank, state: Named) -> Any:
     if how == "order":
         state = {key: state[key] for key in [*names[:5], names[6], names[5], *names[7:]]}
     elif how == "fewer":
-        return iter(
-            [(key, state[key]) for key in names[:5]]
-        )  # of a mapping it would be seen at once that names are missing
+        # An iterator, because missing names in a mapping would be detected immediately.
+        return iter([(key, state[key]) for key in names[:5]])
     elif how == "dtype":
         state[name] = rm.Piece(
             state[name].array.astype(np.float64), state[name].shape, state[name].offsets

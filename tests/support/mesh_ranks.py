@@ -251,9 +251,8 @@ def replayed(rank: Rank) -> Any:
             ]
             out.append((digest(*told), generator.metrics()["graph_replays"]))
             if rank.rank in rank.job.get("sleepers", ()):
-                generator._engine.sleep(
-                    PARTS["kv"]
-                )  # what a lone call of Generator.sleep would have all ranks refuse
+                # All ranks would refuse this in a call of Generator.sleep on one rank.
+                generator._engine.sleep(PARTS["kv"])
                 generator._engine.wake(PARTS["kv"])
     return out
 
@@ -285,9 +284,8 @@ def bad_weight(rank: Rank) -> Any:
                 versions = rank.job["how"] == "version"
                 with generator.begin_sync(8 + rank.victim if versions else None, cast=True) as sync:
                     for name, value in bad.items():
-                        if versions or not (
-                            rank.victim and name == "model.norm.weight"
-                        ):  # the victim does not get it
+                        # The victim does not get this tensor.
+                        if versions or not (rank.victim and name == "model.norm.weight"):
                             sync.push(name, value)
         except rm.Error as error:
             told = [type(error).__name__, str(error)]
@@ -485,9 +483,9 @@ def interrupted(rank: Rank) -> Any:
     except rm.Error as error:
         told = [type(error).__name__, str(error)]
     if rank.victim:
-        os.read(
-            rank.job["release"], 1
-        )  # it lives on until the others are done: they have to be told, and not by its end
+        # This rank lives until the others are done: they must learn of the failure from a message,
+        # not from its exit.
+        os.read(rank.job["release"], 1)
     return {"told": told}
 
 

@@ -201,9 +201,8 @@ def default_model(case: helpers.Case, state: Mapping[str, torch.Tensor], dtype: 
     """Like `model`, but with the implementations that transformers selects by default if they
     accept the shapes."""
     widths = (case.config["hidden_size"], case.config.get("moe_intermediate_size", 0))
-    grouped = case.is_moe and all(
-        width % 8 == 0 for width in widths
-    )  # grouped_mm wants rows of 16 bytes
+    # grouped_mm needs rows of multiples of 16 bytes.
+    grouped = case.is_moe and all(width % 8 == 0 for width in widths)
     net = model(case, state, dtype, {}, experts="grouped_mm" if grouped else "eager")
     net.set_attn_implementation("sdpa")
     return net

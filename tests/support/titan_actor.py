@@ -104,9 +104,8 @@ async def main() -> None:
     await told("long prompt", generate([1] * 65))
     await told("temperature", generate([1], sampling=SamplingConfig(temperature=-1.0)))
     await still("old serves after bad requests")
-    long = SamplingConfig(
-        temperature=0.0, max_tokens=60
-    )  # so that some of these meet, however late they come
+    # Long, so that some of these overlap, however late they arrive.
+    long = SamplingConfig(temperature=0.0, max_tokens=60)
     same = await asyncio.gather(
         *(generate([1, 2], "same", long) for _ in range(9)), return_exceptions=True
     )

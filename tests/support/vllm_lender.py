@@ -84,9 +84,8 @@ class _Trainer(gpu_trainer.Lender):
         """on_host: those that are not on the GPU. changes: other arrays; None leaves a tensor
         out."""
         state = {**helpers.numpy_state_dict(config, seed=seed, dtype="float32"), **(changes or {})}
-        state = {
-            name: np.array(array) for name, array in state.items() if array is not None
-        }  # copied, to own the memory
+        # The arrays are copied, so that they own their memory.
+        state = {name: np.array(array) for name, array in state.items() if array is not None}
         gpu = {name: array for name, array in state.items() if name not in on_host}
         self.held = self.trainer.packed(gpu) if packed else self.trainer.state(gpu)
         self.sender.send(

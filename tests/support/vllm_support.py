@@ -137,9 +137,8 @@ def vllm_answers(output: Any) -> list[Answer]:
 def our_positions(tokens: Any, logprobs: Any, top: Any, logits: Any) -> list[Position]:
     """`tokens` as drawn from (or met at) the rows of `logits`; the likeliest ones count from 1, as
     vLLM's do."""
-    ranks = (logits >= np.take_along_axis(logits, np.asarray(tokens, np.int64)[:, None], 1)).sum(
-        1
-    )  # equal ones too, as vLLM counts
+    # Counts equal values too, like vLLM.
+    ranks = (logits >= np.take_along_axis(logits, np.asarray(tokens, np.int64)[:, None], 1)).sum(1)
     positions = []
     for i, word in enumerate(bits(logprobs)):
         position = {int(tokens[i]): (word, int(ranks[i]))}

@@ -31,9 +31,8 @@ TP, EP4 = (
     {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
     {"expert_parallel_degree": 4},
 )
-LAYOUTS: dict[
-    str, tuple[str, dict[str, int], tuple[int, int, int], bool]
-] = {  # …, whether it makes _StridedShard
+# The last value: whether the layout makes _StridedShard.
+LAYOUTS: dict[str, tuple[str, dict[str, int], tuple[int, int, int], bool]] = {
     "fsdp": ("debugmodel", FSDP, (2, 2, 1), False),
     "fsdp, unfused qkv": ("debugmodel_non_fused_qkv", FSDP, (4, 1, 1), False),
     "hsdp": ("debugmodel", HSDP, (2, 2, 1), False),

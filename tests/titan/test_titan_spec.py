@@ -38,9 +38,8 @@ from titan_cpu import (
 
 import rollmesh as rm
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:In CPU autocast:UserWarning"
-)  # torchtitan's router asks for float32
+# torchtitan's router uses float32.
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")
 
 Config = Any
 BOUND = 1e-5
@@ -55,9 +54,8 @@ def config(flavor: str = "debugmodel_moe", layers: int = 2) -> Config:
         else model_registry(flavor, attn_backend="flex")
     )
     model = copy.deepcopy(made.model)
-    model.layers = [
-        copy.deepcopy(layer) for layer in model.layers[:layers]
-    ]  # the registry shares rope and attention among layers
+    # Copied, because the registry shares rope and attention among layers.
+    model.layers = [copy.deepcopy(layer) for layer in model.layers[:layers]]
     for layer in model.layers:
         layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
     return model
@@ -269,12 +267,8 @@ def test_logits_of_other_settings_are_torchtitans(change: Callable[[Config], Non
     model, plain = config(), config()
     change(model)
     assert worst(model) < BOUND
-    if change not in (
-        no_bias,
-        one_dense_layer,
-        shared_experts,
-        deepseeks,
-    ):  # which the weights tell
+    # The weights show these changes.
+    if change not in (no_bias, one_dense_layer, shared_experts, deepseeks):
         other = built(model)
         assert worst(model, rm.ModelSpec.from_torchtitan(plain), other) > 1e-2, (
             "the setting does not show"

@@ -44,9 +44,8 @@ def two_steps(rank: int) -> None:
                 assert (mine == whole[rows]).all()
                 if version == 0:
                     assert (batch.of(scored(alone, batch)) == batch.recorded).all()
-                (
-                    2 * (mine * halves.wanted[:, 1:]).sum()
-                ).backward()  # FSDP takes the mean of its ranks
+                # FSDP takes the mean over its ranks.
+                (2 * (mine * halves.wanted[:, 1:]).sum()).backward()
                 (whole * batch.wanted[:, 1:]).sum().backward()
                 for optimizer in optimizers:
                     optimizer.step()

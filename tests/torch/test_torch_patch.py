@@ -28,9 +28,8 @@ import rollmesh as rm
 from rollmesh.torch import Scored
 
 DENSE, MOE = helpers.CASES_BY_NAME["dense"], helpers.CASES_BY_NAME["moe"]
-pefts = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)  # peft 0.21 on transformers 5.23
+# peft 0.21 on transformers 5.23.
+pefts = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 FAMILIES = [pytest.param(DENSE, id="dense"), pytest.param(MOE, id="moe")]
 DTYPES = ["float32", "bfloat16"]
 

@@ -195,9 +195,10 @@ def test_around_and_under_the_head(
     )
     again = with_head(with_head(model_of(case, dtype), 0.5), 0.7)  # a second trainer
     lowered = with_head(model_of(case, dtype), 0.7)
+    # accelerate does the same.
     lowered.forward = MethodType(
         torch.autocast("cpu", dtype=torch.bfloat16)(lowered.forward.__func__), lowered
-    )  # as accelerate does
+    )
     later = rm.torch.patch(
         rm.torch.unpatch(copy.deepcopy(lowered)), dtype=dtype, max_model_len=case.max_model_len
     )
@@ -208,18 +209,15 @@ def test_around_and_under_the_head(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
-    assert (
-        of(batch, scored(checkpointed, batch)) == batch.recorded
-    ).all()  # a copy has separate weights
+    # A copy has separate weights.
+    assert (of(batch, scored(checkpointed, batch)) == batch.recorded).all()
     assert (of(batch, scored(model, batch)) != batch.recorded).any()
-    assert (
-        "output_router_logits" in inspect.signature(model.forward).parameters or case is DENSE
-    )  # Trainer reads it
+    # Trainer reads this parameter.
+    assert "output_router_logits" in inspect.signature(model.forward).parameters or case is DENSE
     if dtype == "float32":
         theirs = scored(with_head(helpers.hf_model(case).eval(), 0.7), batch).log_probs
-        assert (
-            scored(rm.torch.unpatch(first), batch).log_probs == theirs
-        ).all()  # TRL's own numbers
+        # TRL's own numbers.
+        assert (scored(rm.torch.unpatch(first), batch).log_probs == theirs).all()
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )

@@ -83,9 +83,8 @@ class Served:
         all."""
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
-        assert (
-            max(tensor.nbytes for tensor in state.values()) <= BUCKET
-        )  # else the sender raises, and the receiver waits
+        # Otherwise the sender raises, and the receiver waits.
+        assert max(tensor.nbytes for tensor in state.values()) <= BUCKET
         senders = [
             BucketedWeightSender(handle, use_shm=True)
             for handle in self.llm.collective_rpc("_get_zmq_handle")
@@ -227,9 +226,8 @@ def run(out: Path, *arguments: str, timeout: float = 900) -> list[dict[str, floa
         said = process.communicate(timeout=timeout)[0]
     finally:
         if process.poll() is None:
-            os.killpg(
-                process.pid, signal.SIGKILL
-            )  # verl's driver too, with which Ray's processes end
+            # Kills verl's driver too; Ray's processes end with it.
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, said[-8000:]
     return [json.loads(line)["data"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
@@ -246,9 +244,8 @@ def test_grpo(tmp_path: Path) -> None:
     steps = run(tmp_path, "--steps", "3")
     check(steps, 3)
     assert steps[0]["critic/score/mean"] < 0.4
-    assert (
-        steps[2]["critic/score/mean"] > steps[0]["critic/score/mean"]
-    )  # the rollouts are of the weights that were pushed last
+    # The rollouts use the weights that were pushed last.
+    assert steps[2]["critic/score/mean"] > steps[0]["critic/score/mean"]
 
 
 @pytest.mark.slow

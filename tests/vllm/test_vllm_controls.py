@@ -34,9 +34,8 @@ ENGINES = {
     "tp2": ("moe", "float32", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
 }
 Row = np.ndarray[Any, Any]
-Edit = Callable[
-    [Row, list[int], list[int]], None
-]  # a row of logits in place, the prompt, the output so far
+# (a row of logits to edit in place, the prompt, the output so far)
+Edit = Callable[[Row, list[int], list[int]], None]
 
 
 def tokenizer(folder: Path) -> str:
@@ -44,10 +43,8 @@ def tokenizer(folder: Path) -> str:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    shown, others = (
-        {*range(33, 127), *range(161, 173), *range(174, 256)},
-        iter(range(256, 512)),
-    )  # how ByteLevel spells bytes
+    # ByteLevel's spelling of bytes.
+    shown, others = ({*range(33, 127), *range(161, 173), *range(174, 256)}, iter(range(256, 512)))
     words = {chr(byte if byte in shown else next(others)): byte for byte in range(256)} | {
         f"<{i}>": i for i in range(256, VOCAB)
     }
@@ -102,9 +99,8 @@ def drawn(row: Row, params: Any, length: int) -> int:
     how = ops.SampleParams(
         params.temperature, params.top_p, params.min_p, params.top_k or -1, params.seed, length
     )
-    stats = np.array(
-        [[row.max(), np.exp(row - row.max()).sum()]], np.float32
-    )  # of no account for the token
+    # These do not affect the token.
+    stats = np.array([[row.max(), np.exp(row - row.max()).sum()]], np.float32)
     return int(ops.sample(row[None], stats, how).tokens[0])
 
 
@@ -309,9 +305,8 @@ def test_tokens_that_verl_forbids(served: Served, way: dict[str, Any]) -> None:
             "ignore_eos": False,
         }
         (sample,) = served.generate([[1, 2, 3]], [params_of(ends, seed=0, **way)])
-        assert list(sample.token_ids) == [
-            EOS
-        ]  # the grammar leaves no other, so min_tokens lets it through
+        # The grammar allows only this token, so min_tokens does not ban it.
+        assert list(sample.token_ids) == [EOS]
     finally:
         model.compute_logits = compute
     assert sum(map(bool, before)) >= 3

@@ -204,9 +204,8 @@ def test_an_update_while_requests_run(served: support.Served) -> None:
     assert served.version == old + 1
     for i, request in enumerate(requests):
         (got,), (first,) = done[i], before[i]
-        ahead = range(
-            held[i], held[i] + (3 if served.setting.asynchronous else 1)
-        )  # a step or two may have been under way
+        # A step or two may have been in flight.
+        ahead = range(held[i], held[i] + (3 if served.setting.asynchronous else 1))
         wanted = [support.continued(served.oracle, request, first, cut) for cut in ahead]
         assert any(got.tokens == w.tokens and got.positions == w.positions for w in wanted), (
             f"request {i}, cut at one of {list(ahead)}"

@@ -192,9 +192,8 @@ def test_as_vllms_sampler(rng: np.random.Generator, round_: int) -> None:
             name = f"request {rng.integers(0, 40)}"  # a name may come again, for another request
             running[name] = random_row(rng, name)
         running = {name: stepped(rng, row) for name, row in running.items()}
-        rows = [
-            running[name] for name in rng.permutation(list(running)) if rng.random() < 0.9
-        ]  # some sit a step out
+        # Some requests skip a step.
+        rows = [running[name] for name in rng.permutation(list(running)) if rng.random() < 0.9]
         if not rows:
             continue
         raw, never_drawn = (

@@ -219,9 +219,8 @@ def test_what_is_lent_is_not_copied(
             )
             loan = parse(info.description.encode(), info.size).loan
             names = set() if loan is None else set(loan.tensors)
-            assert (
-                len(names) <= asked.alive <= len(names) + 1
-            )  # a name of the next block, which did not fit
+            # The additional name belongs to the next block, which did not fit.
+            assert len(names) <= asked.alive <= len(names) + 1
             lent_names |= names
         remote.pass_on(served.client, asked)
         assert opened == []

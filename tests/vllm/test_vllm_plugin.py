@@ -297,9 +297,8 @@ def test_what_a_configuration_becomes(configure: Configure) -> None:
         before = repr(made)
         config.update(made)  # vLLM does it again when it changes a config
         assert repr(made) == before
-    assert (
-        str(configure("half").model_config.dtype) == "torch.float32"
-    )  # dtype="auto" of a float16 model: values are not rounded
+    # dtype="auto" of a float16 model: values are not rounded.
+    assert str(configure("half").model_config.dtype) == "torch.float32"
     assert configure(enable_sleep_mode=True).model_config.enable_sleep_mode
 
 

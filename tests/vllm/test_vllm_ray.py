@@ -21,9 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # vLLM's 
 @pytest.fixture(params=["0", "1"], ids=["compiled-graph", "message-queue"])
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", request.param)
-    monkeypatch.delenv(
-        "VLLM_HOST_IP", raising=False
-    )  # Ray knows this machine under another address
+    # Ray knows this machine under another address.
+    monkeypatch.delenv("VLLM_HOST_IP", raising=False)
     ray.init(num_gpus=2, num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
     yield
     ray.shutdown()

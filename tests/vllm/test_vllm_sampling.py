@@ -162,10 +162,8 @@ def test_what_the_engine_is_given() -> None:
         for name in want.__slots__:
             if name == "top_k":
                 assert got.top_k == min(want.top_k, 100)
-            elif name not in (
-                "ignore_eos",
-                "ranks",
-            ):  # vLLM's scheduler ends requests; a Generator gives no ranks
+            elif name not in ("ignore_eos", "ranks"):
+                # vLLM's scheduler ends requests; a Generator returns no ranks.
                 assert getattr(got, name) == getattr(want, name), name
         assert not got.external_draws
         assert got.ranks == ("logprobs" in words or "prompt_logprobs" in words)

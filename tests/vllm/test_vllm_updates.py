@@ -163,11 +163,8 @@ def test_versions_in_a_folder(served: Served, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"NotSyncedError: .* has no whole set of weights yet"):
         update()
     served.hold()
-    for missed in (
-        0,
-        0,
-        2,
-    ):  # a whole set, a delta, and three deltas of which two were never read alone
+    # A whole set, a delta, and three deltas of which two were skipped by the reader.
+    for missed in (0, 0, 2):
         for _ in range(missed + 1):
             served.version += 1
             writer.publish(served.weights(served.version), served.version)
@@ -243,9 +240,8 @@ def test_a_part_of_a_set_while_requests_run(
         }
     assert len(ends) == len(running)
     failed = [end for end in ends.values() if end.finish_reason == "error"]
-    assert len(failed) >= (
-        1 if steps == 1 else len(running)
-    )  # requests that have not begun continue, with the version before
+    # Requests that have not begun continue, with the version before.
+    assert len(failed) >= (1 if steps == 1 else len(running))
     assert all("IncompleteSyncError" in str(end.stop_reason) for end in failed)
     [line] = [record.getMessage() for record in caplog.records if record.name == "vllm.rollmesh"]
     assert line.startswith(
@@ -363,10 +359,8 @@ async def keep(
     await asyncio.gather(*running.tasks)
     for i, request in enumerate(running.requests):
         got, (first,) = running.answers[i], before[i]
-        end, n = (
-            held[i],
-            len(first.tokens),
-        )  # tokens may have been drawn and not yet told, on a slow machine all of them
+        # Some tokens, on a slow machine all, may have been drawn but not returned yet.
+        end, n = (held[i], len(first.tokens))
         while (
             end < n
             and got.tokens[end] == first.tokens[end]
@@ -395,9 +389,8 @@ async def ended_by_pause(llm: Any, oracle: support.Oracle, mode: str, name: str)
     await asyncio.gather(*running.tasks)
     await llm.resume_generation()
     for got, (whole,) in zip(running.answers, want, strict=True):
-        ends = {whole.end} | (
-            {("abort", None)} if mode == "abort" else set()
-        )  # a slow machine hears of the pause at the end
+        # On a slow machine the pause may come after the end.
+        ends = {whole.end} | ({("abort", None)} if mode == "abort" else set())
         assert got.end in ends
         assert got.tokens == whole.tokens[: len(got.tokens)]
         assert got.positions == whole.positions[: len(got.positions)]

@@ -201,9 +201,8 @@ def test_a_block_that_is_not_right(served: Served, how: str) -> None:
         served.client.start_weight_update()
         with pytest.raises((Error, RuntimeError), match=words):
             served.client.update_weights(block.info)
-        with pytest.raises(
-            (Error, RuntimeError), match="without an open update"
-        ):  # the error has closed it
+        # The error has closed the update.
+        with pytest.raises((Error, RuntimeError), match="without an open update"):
             served.client.finish_weight_update()
     finally:
         block.shared.close()

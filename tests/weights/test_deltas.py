@@ -354,9 +354,8 @@ HEADERS: list[Callable[[dict[str, Any]], None]] = [
 
 
 def test_a_header_that_no_decoder_takes_is_not_made() -> None:
-    names = (
-        f"{i:07d}" + "\U0001f600" * 1000 for i in range(23_000)
-    )  # 12 bytes of JSON a character
+    # 12 bytes of JSON per character.
+    names = (f"{i:07d}" + "\U0001f600" * 1000 for i in range(23_000))
     empty = np.empty(0, np.float32)
     with pytest.raises(rm.LimitError, match="a delta's header: expected at most 268435456 bytes"):
         DeltaEncoder(threads=1).encode(((name, empty) for name in names), 1)

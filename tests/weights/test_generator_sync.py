@@ -195,9 +195,10 @@ def test_restart_starts_stop_strings_again() -> None:
         generator.sync_weights(STATES[0], version=1)
         fresh.sync_weights(STATES[1], version=2)
         free = rm.SamplingParams(max_tokens=60, seed=5, n=3)
+        # Stops sample 0 of version 1.
         early = (
             generator.generate("abc", free, use_tqdm=False)[0].outputs[0].token_ids[3:4].tolist()
-        )  # stops sample 0 of version 1
+        )
         late = fresh.generate("abc", free, use_tqdm=False)[0].outputs[1].token_ids[20:21].tolist()
         params = dataclasses.replace(free, stop=[tokenizer.decode(early), tokenizer.decode(late)])
         generator.submit("abc", params)

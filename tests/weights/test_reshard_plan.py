@@ -112,9 +112,8 @@ def case(rng: np.random.Generator) -> tuple[NDArray[Any], Parts, Parts, int]:
     )
     world = int(rng.integers(1, 9))
     held = trainer(rng, shape, world)
-    if (
-        rng.random() < 0.3
-    ):  # a second trainer's pieces besides, which overlap those of the first in any way
+    # Adds pieces of a second trainer, which overlap those of the first in any way.
+    if rng.random() < 0.3:
         held = sorted(held + trainer(rng, shape, world), key=lambda part: part[0])
     x = np.arange(1, math.prod(shape) + 1).reshape(shape)
     return x, parts(held), parts(generator(rng, shape, world)), world

