@@ -74,10 +74,8 @@ class Isa(NamedTuple):
 
 # kernels/cpu: these are compiled once, with these flags …
 ONCE = {
-    "ref*.c": [
-        "-O2",
-        "-mfma",
-    ],  # the oracle: plain loops, but with the FMA instruction and not a library call for each
+    # The oracle: plain loops, with the FMA instruction instead of a library call.
+    "ref*.c": ["-O2", "-mfma"],
     "rope_table.c": ["-O2", "-mfma"],
     "pack.c": ["-mavx2"],  # shared by the variants
     "fp.c": [],

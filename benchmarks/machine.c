@@ -240,8 +240,8 @@ int main(int argc, char **argv) {
   }
   amx_missing = no_amx();
   bytes_per_thread = (size_t)(gib * 1024 * 1024 * 1024) / (size_t)n_threads / 16384 * 16384;
-  const size_t total = bytes_per_thread * (size_t)n_threads +
-                       65536; // a prefetch may point past the end, but not far
+  // The additional bytes, because a prefetch may point slightly past the end.
+  const size_t total = bytes_per_thread * (size_t)n_threads + 65536;
   buffer = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (buffer == MAP_FAILED) {
     perror("mmap");

@@ -84,12 +84,8 @@ def pairs(folder: Path) -> list[str]:
         full(FAMILIES[0], pairs),
         full(FAMILIES[2], pairs),
     ],
-    ids=[
-        "pairs",
-        "main",
-        FAMILIES[0],
-        FAMILIES[2],
-    ],  # Qwen2 is slower in the first steps: the slow test below has it
+    # Qwen2 is slower in the first steps: the slow test below has it.
+    ids=["pairs", "main", FAMILIES[0], FAMILIES[2]],
 )
 def test_it_learns_from_rewards(
     config: str,

@@ -40,12 +40,8 @@ def test_properties_of_placements(
     ("heads", "kv_heads", "tp", "held"),
     [
         (32, 4, 1, ["0-3"]),
-        (
-            32,
-            4,
-            8,
-            ["0-0", "0-0", "1-1", "1-1", "2-2", "2-2", "3-3", "3-3"],
-        ),  # fewer KV heads than ranks: copies
+        # Fewer KV heads than ranks: copies.
+        (32, 4, 8, ["0-0", "0-0", "1-1", "1-1", "2-2", "2-2", "3-3", "3-3"]),
         (12, 4, 6, ["0-0", "0-1", "1-1", "2-2", "2-3", "3-3"]),  # groups that straddle ranks
         (6, 2, 3, ["0-0", "0-1", "1-1"]),
         (12, 3, 2, ["0-1", "1-2"]),

@@ -128,9 +128,8 @@ def test_who_no_longer_waits_aborts_the_request(gen: rm.Generator, how: str) -> 
         assert len((await other).outputs[0].token_ids) <= 4
         await quiet()
 
-    async def quiet() -> (
-        None
-    ):  # while the loop still runs: one that is closed drops its requests too
+    # Waits while the loop still runs, because closing a loop drops its requests too.
+    async def quiet() -> None:
         while (now := gen.metrics())["running"] + now["waiting"] > 0:
             await asyncio.sleep(0.001)
         assert now["generated_tokens"] < 10000

@@ -584,9 +584,8 @@ def test_saved_checkpoints_are_those_of_a_plain_model(
     assert plain == patched
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)  # dynamo's own accesses
+# dynamo reads .grad.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compile_leaves_the_patched_parts_as_they_are(
     pair: Callable[..., tuple[Any, rm.Generator]],
 ) -> None:

@@ -14,8 +14,8 @@
 namespace {
 
 constexpr int TIMES = 30;
-constexpr size_t BEYOND_L2 = size_t{512}
-                             << 20; // matrices rotate, so that the cache holds none of them
+// The matrices rotate, so that the cache holds none of them.
+constexpr size_t BEYOND_L2 = size_t{512} << 20;
 
 void must(cudaError_t error) {
   if (error == cudaSuccess) return;

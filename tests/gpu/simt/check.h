@@ -59,8 +59,8 @@ struct output {
   void *field;
   size_t bytes;
   int64_t count;
-  std::function<void *(const void *)> relaid =
-      nullptr; // from the oracle's packing to that of the table in test
+  // Converts from the oracle's packing to that of the tested table.
+  std::function<void *(const void *)> relaid = nullptr;
 };
 // `run` is called with a table and a ctx whose workspace has that table's workspace_bytes(limits).
 bool held(const char *what, std::initializer_list<output> outputs, const rm_limits &limits,

@@ -5,8 +5,8 @@
 
 namespace {
 
-struct
-    heads_of { // query heads, kv heads, and of a rank's part the model's group and where in it the part begins
+// Query heads, KV heads, and for a part of a rank the model's group and the part's beginning in it.
+struct heads_of {
   int64_t n, n_kv, group, head0;
 };
 

@@ -14,8 +14,8 @@ bool gemm_case(bool swiglu, rm_dtype dtype, rm_dtype y_dtype, int64_t m, int64_t
   const int64_t ldy = tile == CHOSEN ? n + pick(3) : rm_round_up(n, 4) + pick(2) * 4,
                 stride = rm_packed_elems(swiglu ? rm_gate_up_rows(n) : n, k);
   int32_t *group_rows = array<int32_t>(groups + 1);
-  const bool skewed =
-      m % 12 == 0;  // the last group has all rows: a block has more than one tile of them
+  // The last group has all rows: a block has several tiles of them.
+  const bool skewed = m % 12 == 0;
   for (int64_t g = 0; g <= groups; g++)
     group_rows[g] = static_cast<int32_t>(g == groups        ? m
                                          : g == 0 || skewed ? 0

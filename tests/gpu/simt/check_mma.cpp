@@ -139,8 +139,8 @@ bool swizzle() {
       }
       for (int col = 0; col < 16; col++)
         for (int k = 0; k < RM_MMA_K; k++) {
-          const rm_mma_place at = rm_mma_b_place(
-              k, col % 8); // register 2·(col / 8) + word of the lane: a word of the row of lane …
+          // Register 2·(col / 8) + word of the lane is a word of the row of lane `giver`.
+          const rm_mma_place at = rm_mma_b_place(k, col % 8);
           const int giver = (col / 8 * 2 + at.word) * 8 + at.lane / 4;
           if (rm_tile_lane_chunk(token, step, giver) !=
                   rm_tile_chunk(token + col, step * 2 + k / 8) ||

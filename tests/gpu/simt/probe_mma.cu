@@ -350,8 +350,8 @@ void flushes() {
   must(cudaMallocManaged(&out, sizeof *out));
   memcpy(in, operands, sizeof operands);
   const unsigned saved = _mm_getcsr();
-  _mm_setcsr(saved |
-             0x8040); // zeros for denormal results and operands, as where the CPU's kernels run
+  // Denormal results and operands become zero, as in the CPU's kernels.
+  _mm_setcsr(saved | 0x8040);
   make_flushed(&here, in);
   _mm_setcsr(saved);
   flush_kernel<<<1, 1>>>(out, in);

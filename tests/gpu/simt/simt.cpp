@@ -28,15 +28,15 @@ constexpr size_t STACK = (64 << 10) + 17 * 64;
 // others run, leaves it as it was.
 namespace simt_turns {
 enum wait_state : uint8_t { AT_WARP, AT_BARRIER, DONE, N_STATES };
-void *places
-    [MAX_THREADS]; // of fibres that wait, their stack pointers; one is made at its first turn and serves every block
+// Stack pointers of waiting fibres. A fibre is made at its first turn and serves every block.
+void *places[MAX_THREADS];
 void *scheduler; // its own
 wait_state states[MAX_THREADS];
 unsigned n_waiting[N_STATES]; // of the lanes of this warp that had their turn
 simt_op op_of_warp; // of those AT_WARP
-uint64_t lanes
-    [2]
-    [WARP]; // what they gave; a lane is at most one exchange ahead of its warp, so two sets are enough
+// Values that the lanes gave. A lane is at most one exchange ahead of its warp, so two sets are
+// enough.
+uint64_t lanes[2][WARP];
 unsigned set_of_warp;
 unsigned n_threads, current, n_left; // n_left: lanes of this warp yet to come
 const simt_launch *launch; // NULL between launches

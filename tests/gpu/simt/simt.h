@@ -81,25 +81,22 @@ std::unique_ptr<simt_launch> simt_launch_of(const simt_shape &shape, void (*func
 // stream a fault.
 void simt_enqueue(std::unique_ptr<simt_launch> launch, void *stream);
 const char *simt_refused(const simt_launch &launch, size_t shared_most); // NULL, or why
-void simt_run(
-    const simt_launch &launch); // by one thread of the program at a time, between begin and end
+// Called by one thread of the program at a time, between begin and end.
+void simt_run(const simt_launch &launch);
 void simt_begin(), simt_end(); // the thread's signal stack and floating-point environment
-void simt_doing(
-    const char
-        *what); // for the message of a fault: what is done between begin and end but launches
+// For the message of a fault: the work between begin and end other than launches.
+void simt_doing(const char *what);
 [[noreturn]] void simt_fault(const char *text); // message and exit status 3
 void simt_watch(); // faults of this process from here on
-bool simt_open(
-    const void
-        *address); // simt_memory.cpp, of a fault: memory that work may touch, from now on it does
-const char *simt_whose(
-    const void *address); // of a fault of the host: NULL, or what it must not do there
+// In simt_memory.cpp, after a fault: whether work may access the memory. From then on it is
+// accessible.
+bool simt_open(const void *address);
+// After a fault of the host: NULL, or the forbidden access.
+const char *simt_whose(const void *address);
 void simt_order(bool reverse); // of the threads, from the next launch on
 inline void simt_finish() {} // until all launches are done
-void *simt_buffer(
-    size_t
-        // ends at an unreachable page (rounded up to 4 bytes), filled with 0xff; never freed
-        bytes);
+// Ends at an inaccessible page (rounded up to 4 bytes), filled with 0xff; never freed.
+void *simt_buffer(size_t bytes);
 
 // Operations of a warp: all 32 lanes, in the same one. What lane `lane` gave.
 enum simt_op { SIMT_SHUFFLE, SIMT_BALLOT, SIMT_SYNCWARP, SIMT_MMA, SIMT_MATRICES };

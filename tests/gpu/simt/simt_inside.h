@@ -72,8 +72,8 @@ inline std::set<cudaStream_t> streams;
 inline device devices[MAX_DEVICES];
 inline int drains = HOST; // whose memory work may open
 inline constinit thread_local int current_device = 0;
-inline constinit thread_local int current_context =
-    -1; // the driver's; −1: unset, and the runtime uses its current device
+// The driver's; −1: unset, and the runtime uses its current device.
+inline constinit thread_local int current_context = -1;
 // Counters of the process: blocks of devices, pinned blocks, instantiated graphs, streams, events.
 enum { DEVICE_BLOCKS, PINNED_BLOCKS, GRAPHS, STREAMS, EVENTS, N_KINDS };
 inline std::atomic<uint64_t> n_made[N_KINDS];

@@ -82,8 +82,8 @@ void simt_copy_async(void *to, const void *from, bool there) {
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % sizeof(uint4))
     simt_fault("an asynchronous copy that is not aligned");
   if (there) {
-    volatile const char seen =
-        *static_cast<const char *>(from); // a fault shows where it was caused
+    // Reads the memory, so that a fault occurs where it is caused.
+    volatile const char seen = *static_cast<const char *>(from);
     (void)seen;
   }
   memset(to, 0xff, sizeof(uint4));

@@ -64,8 +64,8 @@ static long met(void) { return rm_memory_failed() + atomic_load(&threads_failed)
 typedef struct life {
   const tiny_model *model;
   const tiny_weights *old, *new;
-  const tiny_tensor
-      *fused; // gate and up of all experts, sent instead of each; NULL in a dense model
+  // Gate and up of all experts, sent instead of each; NULL in a dense model.
+  const tiny_tensor *fused;
   rm_engine *engine;
   int n_threads, many;
   long site;

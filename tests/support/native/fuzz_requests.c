@@ -40,7 +40,8 @@ enum {
 // ------------------------------------------------------------------------------------------ rules
 // clang-format off
 typedef enum rule {
-  KIND, PROMPT_EMPTY, PROMPT_NULL, PROMPT_LONG, PROMPT_ID, SAMPLES, MAX_TOKENS, MIN_TOKENS, TEMPERATURE, TOP_P, MIN_P, TOP_K, LOGPROBS,
+  KIND, PROMPT_EMPTY, PROMPT_NULL, PROMPT_LONG, PROMPT_ID, SAMPLES, MAX_TOKENS, MIN_TOKENS,
+  TEMPERATURE, TOP_P, MIN_P, TOP_K, LOGPROBS,
   PROMPT_LOGPROBS, KEPT_TOKENS, STOP_COUNT, STOP_NULL, STOP_ID, ALL_BANNED, CAPACITY,
   PENALTIES, BIASES, BANNED, BAD_WORDS, EDITS_KEPT, EDITS_SCORED, N_RULES,
 } rule;
@@ -48,12 +49,17 @@ typedef enum rule {
 static const struct {
   const char *name, *said;      // `said` is in the message of a request that breaks this rule alone
 } rules[N_RULES] = {
-  {"kind", "kind:"}, {"empty prompt", "prompt: expected 1 token"}, {"no prompt", "prompt: expected 1 token"}, {"long prompt", "max_model_len="},
-  {"prompt id", "prompt["}, {"n", "n: "}, {"max_tokens", "max_tokens: "}, {"min_tokens", "min_tokens: "},
-  {"temperature", "temperature:"}, {"top_p", "top_p:"}, {"min_p", "min_p:"}, {"top_k", "top_k:"}, {"logprobs", "logprobs:"},
-  {"prompt_logprobs", "prompt_logprobs:"}, {"kept_tokens", "kept_tokens=True"}, {"stop count", "n_stop_ids:"}, {"no stop ids", "stop_token_ids"},
+  {"kind", "kind:"}, {"empty prompt", "prompt: expected 1 token"},
+  {"no prompt", "prompt: expected 1 token"}, {"long prompt", "max_model_len="},
+  {"prompt id", "prompt["}, {"n", "n: "}, {"max_tokens", "max_tokens: "},
+  {"min_tokens", "min_tokens: "},
+  {"temperature", "temperature:"}, {"top_p", "top_p:"}, {"min_p", "min_p:"}, {"top_k", "top_k:"},
+  {"logprobs", "logprobs:"},
+  {"prompt_logprobs", "prompt_logprobs:"}, {"kept_tokens", "kept_tokens=True"},
+  {"stop count", "n_stop_ids:"}, {"no stop ids", "stop_token_ids"},
   {"stop id", "stop_token_ids["}, {"all banned", "every token"}, {"capacity", "pages"},
-  {"penalties", "_penalty:"}, {"logit_bias", "logit_bias"}, {"banned", "banned"}, {"bad_words", "bad_words"},
+  {"penalties", "_penalty:"}, {"logit_bias", "logit_bias"}, {"banned", "banned"},
+  {"bad_words", "bad_words"},
   {"edits with kept_tokens", "kept_tokens=True"}, {"edits of a score", "in a score"},
 };
 // clang-format on
@@ -364,9 +370,9 @@ static void mutate(scene *s, rm_request *r) {
     case 19:
     case 20: hostile_edits(s, r); break;
     default:
-      r->logits_out = r->kind == RM_SCORE && r->n_prompt <= LONGEST
-                          ? s->logits
-                          : (float *)(uintptr_t)64; // unused in the others
+      // The other kinds do not use it.
+      r->logits_out =
+          r->kind == RM_SCORE && r->n_prompt <= LONGEST ? s->logits : (float *)(uintptr_t)64;
   }
 }
 

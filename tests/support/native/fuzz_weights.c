@@ -238,9 +238,8 @@ static rm_code push_rule(scene *s, const descriptor *d, const spelling *is, int6
               is_tied_head = index == b->lm_head && b->slots[index].optional;
     const slot *p = &b->slots[index];
     const int64_t n = slot_elements(p);
-    if (twin < 0)
-      w->sync.dirty |= UINT64_C(1) << index | (uint64_t)is_tied_head
-                                                  << b->embed; // of a tied pair there is one matrix
+    // A tied pair has one matrix.
+    if (twin < 0) w->sync.dirty |= UINT64_C(1) << index | (uint64_t)is_tied_head << b->embed;
     for (int64_t e = 0; e < n; e++) {
       const int64_t element = at - s->gathered + e;
       at[e] = load(s, element_at(&d->tensor, element), d->tensor.dtype, p->dtype);
@@ -306,8 +305,8 @@ static void send(scene *s, const spelling *is) {
     if (fuzz_one_in(f, 4)) set_name(s, &wrong, text, mutate_name(f, s->w->book, text, n));
     else mutate_tensor(f, &wrong.tensor);
     const spelling *as;
-    const int fits =
-        rule(s, &wrong, &as) == RM_OK && as; // then its bytes are read: they must be there
+    // If it fits, its bytes are read, so they must exist.
+    const int fits = rule(s, &wrong, &as) == RM_OK && as;
     const reach r = fits ? tensor_reach(&wrong.tensor) : (reach){0, 0};
     const uintptr_t at = (uintptr_t)wrong.tensor.data;
     if (!fits ||

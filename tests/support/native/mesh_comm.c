@@ -291,8 +291,8 @@ static void *try_all(void *arg) {
   int32_t members[MAX_WORLD];
   memcpy(members, t->members, sizeof members);
   const int culprit = self->rank == t->culprit;
-  if (culprit && t->fault == FAULT_MEMBERS &&
-      t->plant != 3) { // the same first member, the others the other way round
+  // The first member stays, the order of the others is reversed.
+  if (culprit && t->fault == FAULT_MEMBERS && t->plant != 3) {
     for (int i = 1; i < t->world; i++) members[i] = t->members[t->world - i];
   }
   tiny_must(rm_region_comm(t->region, 0, members, t->world, self->rank, &comm, &err), &err);

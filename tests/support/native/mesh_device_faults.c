@@ -301,8 +301,8 @@ static int is_group_end(rm_code code) {
 
 static void judge(const trial *t) {
   const fault *f = t->fault;
-  const int shared = f->when == MAKING &&
-                     f->own_word_for_all; // all learn it in the first meeting, and are as they were
+  // All ranks learn of it in the first meeting and keep their state.
+  const int shared = f->when == MAKING && f->own_word_for_all;
   for (int r = 0; r < t->size; r++) {
     const rm_code code = t->codes[r];
     const char *text = t->texts[r];

@@ -119,8 +119,8 @@ static void *interfere(void *arg) {
   scene *s = arg;
   rm_error err = RM_ERROR_INIT;
   for (uint64_t i = 0; !atomic_load(&s->closed); i++) {
-    const long until = atomic_load(&s->turn.n) +
-                       (long)(tiny_mix(s->seed + i) % 1000); // turns of all: a sync is some hundred
+    // Turns of all threads: a sync takes some hundred.
+    const long until = atomic_load(&s->turn.n) + (long)(tiny_mix(s->seed + i) % 1000);
     while (atomic_load(&s->turn.n) < until && !atomic_load(&s->closed)) sched_yield();
     rm_engine *engine = turn_enter(&s->turn);
     if (engine && i % 3 == 0)
@@ -168,9 +168,9 @@ static void check(scene *s, rm_engine *engine, uint64_t id, int i) {
     }
   }
   int agrees = 0;
+  // A score has no tokens.
   for (int set = 0; set < SETS; set++)
-    agrees |=
-        (version < 0 || version % SETS == set) && hash == s->want[set][i]; // a score has no tokens
+    agrees |= (version < 0 || version % SETS == set) && hash == s->want[set][i];
   if (!agrees)
     tiny_die("request %d under version %lld is not what a lone engine gives", i,
              (long long)version);

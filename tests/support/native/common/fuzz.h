@@ -70,8 +70,8 @@ static inline int fuzz_one_in(fuzz *f, int64_t n) { return fuzz_below(f, n) == 0
 // Zero, small ones of both signs, powers of two with their neighbours, the ends of 32 and 64 bits,
 // and any.
 static inline int64_t fuzz_integer(fuzz *f) {
-  const int64_t kind =
-      fuzz_below(f, 6); // one call a statement: the order of two in an expression is the compiler's
+  // One call per statement, because the compiler chooses the order of two calls in an expression.
+  const int64_t kind = fuzz_below(f, 6);
   const uint64_t power = UINT64_C(1) << fuzz_below(f, 63), near = (uint64_t)fuzz_below(f, 3) - 1;
   switch (kind) {
     case 0: return fuzz_below(f, 9) - 4;

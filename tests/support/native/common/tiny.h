@@ -44,13 +44,12 @@ typedef struct tiny_model {
 typedef struct tiny_tensor {
   char name[128];
   size_t length; // of the name
-  rm_tensor
-      tensor; // contiguous, in the parameter's own dtype, spans set; data in the weights' block
+  // Contiguous, in the parameter's own dtype, with spans; the data is in the weights' block.
+  rm_tensor tensor;
 } tiny_tensor;
 
-typedef struct
-    // every parameter of the model once, in the manifest's order (a tied lm_head is left out)
-    tiny_weights {
+// Every parameter of the model once, in the manifest's order (without a tied lm_head).
+typedef struct tiny_weights {
   int64_t n;
   tiny_tensor *list;
   char *block;
