@@ -1,6 +1,7 @@
-// check_attention.cpp: attention over contexts around blocks and segments, windows and heads cut by a mesh; three rows that stand
-// alone, prefill chunks of two sequences and decode rows of others in one call, chunks that fill tiles of rows, or rows of sequences
-// that take turns, which fill more tiles that are of none than the tensor cores' list has room for.
+// check_attention.cpp: attention over contexts around blocks and segments, windows, and heads cut
+// by a mesh. Rows are three single rows; prefill chunks of two sequences and decode rows of others
+// in one call; chunks that fill tiles of rows; or rows of alternating sequences, which fill more
+// unshared tiles than the tensor cores' list can hold.
 #include "check.h"
 
 namespace {
@@ -10,8 +11,8 @@ struct heads_of {
   int64_t n, n_kv, group, head0;
 };
 
-// The rows of a call: two chunks of prefill, the first at the end of its context, the second at the beginning, then decode rows; or, where
-// there are no chunks, rows of sequences that take turns.
+// The rows of a call: two chunks of prefill, the first at the end of its context, the second at the
+// beginning, then decode rows; or, without chunks, rows of alternating sequences.
 struct layout {
   int64_t rows, first_chunk, chunks;
 };
@@ -106,7 +107,8 @@ bool check_attention() {
     if (!attention_case(dtype, 40, 32, {2, 1, 0, 0}, 4096, 0, ALONE, 1) ||
         !attention_case(dtype, 40, 32, {0, 0, 1, 0}, 16, 0, ALONE, 1))
       return false;
-  // Whole tiles: 32, 18, 42 and 64 rows of them, contexts of one segment and of several, windows, heads of 128 and others, turns.
+  // Whole tiles: 32, 18, 42 and 64 rows of them, contexts of one segment and of several, windows,
+  // heads of 128 and other sizes, alternating sequences.
   for (const int64_t context : {80, 1090, 2100}) {
     const int64_t window = context == 2100 ? 1030 : 0, at_once = context == 1090 ? 3 : MIX.rows;
     if (!attention_case(RM_BF16, context, 128, {4, 1, 0, 0}, 32, window, TILES, at_once) ||

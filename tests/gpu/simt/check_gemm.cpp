@@ -7,7 +7,7 @@ namespace {
 
 constexpr int CHOSEN = -1;  // by the op itself
 
-// `tile`: of those of gemm_mma.cuh, for which rows of x and y are aligned.
+// `tile`: one of the tiles of gemm_mma.cuh, for which rows of x and y are aligned.
 bool gemm_case(bool swiglu, rm_dtype dtype, rm_dtype y_dtype, int64_t m, int64_t n, int64_t k,
                int64_t groups, kind wild, int tile = CHOSEN) {
   const int64_t ldx = tile == CHOSEN ? k + pick(3) : rm_round_up(k, 8) + pick(2) * 8;
@@ -49,7 +49,8 @@ bool gemm_case(bool swiglu, rm_dtype dtype, rm_dtype y_dtype, int64_t m, int64_t
               limits, call);
 }
 
-// Tokens and rows of W on the edges of a tile, k on those of a stage, of a segment and of the stages that are ahead.
+// Tokens and rows of W at the edges of a tile; k at the edges of a stage, of a segment and of the
+// prefetched stages.
 bool tile_cases(int tile, bool swiglu) {
   const int64_t rows = RM_TILES[tile].rows / (swiglu ? 2 : 1), cols = RM_TILES[tile].cols;
   const int64_t sizes[][4] = {{1, rows, 32, 0},           {cols - 1, rows - 1, 40, 0},
@@ -84,7 +85,7 @@ bool gemms(bool swiglu) {
 
 }  // namespace
 
-// The op takes one of them for its reasons; here all are taken, also where they would not be.
+// The op selects one of them; the test runs all, including those that the op would not select.
 bool check_mma_tiles() {
   for (int tile = 0; tile < RM_N_TILES; tile++)
     for (int swiglu = 0; swiglu < 2; swiglu++)

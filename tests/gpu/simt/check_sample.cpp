@@ -1,4 +1,5 @@
-// check_sample.cpp: sample, top_logprobs and ranks over rows of every kind and every combination of parameters, as chance has it.
+// check_sample.cpp: sample, top_logprobs and ranks over random rows of every kind and random
+// combinations of parameters.
 #include "check.h"
 
 namespace {
@@ -39,7 +40,7 @@ const int32_t *random_bans(int64_t vocab, int32_t *n) {
   return banned;
 }
 
-// Ascending tokens, each with some chance: none, a few or most of them.
+// Ascending tokens, each with some probability: none, a few or most of them.
 const rm_logit_edit *random_edits(int64_t vocab, int32_t *n) {
   rm_logit_edit *edits = array<rm_logit_edit>(vocab);
   const int64_t one_of = pick(2) ? vocab + 1 : 1 + pick(3) * vocab / 3;

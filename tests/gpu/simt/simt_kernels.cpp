@@ -1,4 +1,5 @@
-// simt_kernels.cpp: see simt_inside.h. Which device has loaded a kernel, how much shared memory it may have there, and launches.
+// simt_kernels.cpp: see simt_inside.h. Loaded kernels by device, their limits of shared memory, and
+// launches.
 #include "simt_inside.h"
 
 #include <cstdio>
