@@ -167,7 +167,7 @@ def test_a_quota_bounds_the_threads(
 
 
 def test_the_default_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on a machine with more cores than threads are allowed."""
+    """The default, including a machine with more cores than the maximum number of threads."""
     assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
     for cores, threads in ((1, 1), (300, 256)):
         monkeypatch.setattr(generator, "usable_cores", lambda cores=cores: cores)
@@ -256,7 +256,8 @@ UNREAD = {"proc/meminfo": ""}
 def test_memory_has_a_pool_for_each_limit(
     places: tuple[str, str], files: Files, expected: list[int], tmp_path: Path
 ) -> None:
-    """The machine's first, then the groups' from the inside out; each has its own name."""
+    """The first pool is the machine's, then come the groups' from the inside out; each has its own
+    name."""
     pools = _core.memory_pools(tree(tmp_path, places, files))
     assert [available for _, available in pools] == expected
     assert len({name for name, _ in pools}) == len(pools)
@@ -349,7 +350,7 @@ def own_group(controller: str) -> Path | None:
 
 @pytest.fixture
 def groups() -> Iterator[list[Path]]:
-    """New groups below this process's own, for the controllers cpu and memory."""
+    """Makes new groups below this process's group, for the controllers cpu and memory."""
     made = [
         folder / f"rollmesh-{os.getpid()}"
         for controller in ("cpu", "memory")

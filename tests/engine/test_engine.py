@@ -1,5 +1,5 @@
-"""The engine's behaviour: who shares pages, who is preempted, what a cache hit returns, what a new
-version does to requests in flight, who fails and who does not notice.
+"""The engine's behaviour: sharing of pages, preemption, results of cache hits, the effect of a new
+version on requests in flight, and the isolation of failures.
 
 Input: tiny random models. Oracle: the same request alone in a plain engine (`solo`), or `score`
 under the version that a token names; bounds are 0 unless stated. How many rows were computed and
@@ -68,7 +68,7 @@ def solo(
 
 
 def arrays(output: rm.RequestOutput) -> list[bytes | None]:
-    """All records but the versions."""
+    """Returns all records except the versions."""
     found: list[Any] = [output.prompt_logprobs]
     for top in (output.prompt_top_logprobs, *(c.top_logprobs for c in output.outputs)):
         found += [top and top.ids, top and top.logprobs]
@@ -92,8 +92,8 @@ def at_rest(gen: rm.Generator) -> bool:
 # -------------------------------------------------------------------------- one prompt, n samples
 @BOTH
 def test_a_prompt_is_computed_once_and_its_pages_are_shared(config: helpers.Config) -> None:
-    """40 positions are 2 full pages and one of 8. Four samples share 3 pages; at their first own
-    write three copy the last."""
+    """40 positions are 2 full pages and one of 8. Four samples share 3 pages; at their first
+    separate write three of them copy the last page."""
     params = Params(n=4, max_tokens=12, seed=3)
     with engine(config) as gen:
         gen.submit([prompt(40)], params)
@@ -117,7 +117,8 @@ def test_a_prompt_is_computed_once_and_its_pages_are_shared(config: helpers.Conf
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32])
 def test_samples_that_share_no_partial_page_copy_nothing(length: int) -> None:
-    """Pages after the second step: full ones shared, and one each that was copied or is new."""
+    """Counts pages after the second step: full pages are shared, and each sample has one that was
+    copied or is new."""
     with engine() as gen:
         gen.submit([prompt(length)], Params(n=3, max_tokens=4, seed=0))
         gen.poll()
@@ -128,7 +129,8 @@ def test_samples_that_share_no_partial_page_copy_nothing(length: int) -> None:
 @BOTH
 @pytest.mark.parametrize("caching", [False, True])
 def test_more_samples_than_places(config: helpers.Config, caching: bool) -> None:
-    """Seven samples on three places: started in pieces, the same answer."""
+    """Seven samples with room for three at a time start one after another and give the same
+    answer."""
     params = Params(n=7, max_tokens=10, seed=5, temperature=0.9, prompt_logprobs=0, logprobs=2)
     want = solo(config, prompt(37), params)
     with engine(
@@ -142,7 +144,7 @@ def test_more_samples_than_places(config: helpers.Config, caching: bool) -> None
 
 
 def test_siblings_go_on_when_one_ends_at_its_first_token() -> None:
-    """The leader's pages survive the leader."""
+    """The leader's pages stay when the leader ends."""
     whole = solo(DENSE, prompt(20), Params(n=6, max_tokens=8, seed=1))
     leader_stops_at = int(whole.outputs[0].token_ids[0])
     params = Params(n=6, max_tokens=8, seed=1, stop_token_ids=(leader_stops_at,))
@@ -162,7 +164,7 @@ def test_siblings_go_on_when_one_ends_at_its_first_token() -> None:
 
 @BOTH
 def test_a_draw_depends_on_seed_and_position_only(config: helpers.Config) -> None:
-    """Going on from any point of a sample with its seed gives the rest of the sample."""
+    """Continuing from any point of a sample with its seed gives the rest of the sample."""
     whole = solo(config, prompt(20), Params(max_tokens=12, seed=2**64 - 1, n=2))
     for c, seed in zip(whole.outputs, (2**64 - 1, 0)):  # sample i has seed + i mod 2^64
         for cut in (1, 5, 11):
@@ -209,8 +211,8 @@ def test_what_a_hit_serves() -> None:
 
 @BOTH
 def test_a_hit_returns_the_records_that_a_recomputation_would(config: helpers.Config) -> None:
-    """Prompt logprobs and routed experts of cached prompt tokens, also of ones that were generated
-    the first time."""
+    """Covers prompt logprobs and routed experts of cached prompt tokens, including tokens that were
+    generated the first time."""
     params = Params(n=2, max_tokens=40, seed=1, prompt_logprobs=0)
     with engine(config) as gen:
         first = gen.generate(prompt(53), params, use_tqdm=False)[0]
@@ -240,8 +242,8 @@ def test_logits_and_scores_do_not_care_for_the_cache(config: helpers.Config) -> 
 
 
 def test_a_page_is_found_behind_its_own_prefix_only() -> None:
-    """Pages a, c and b are cached; b + c begins with b, and the page of c behind a is of another
-    content."""
+    """Pages a, c and b are cached. b + c begins with b, and the cached page of c after a has
+    different contents."""
     a, b, c = (prompt(PAGE, seed) for seed in range(3))
     params = Params(max_tokens=3, seed=0)
     with engine() as gen:
@@ -272,7 +274,7 @@ def test_the_cache_gives_way_oldest_first() -> None:
 
 
 def test_exhaustion_the_oldest_is_not_disturbed() -> None:
-    """It gets a token a step, whatever is added after it."""
+    """The oldest request gets a token in every step, whatever is added after it."""
     with engine(pages=8) as gen:
         oldest = gen.submit([prompt(20)], Params(max_tokens=90, ignore_eos=True))
         for step in range(90):
@@ -284,7 +286,8 @@ def test_exhaustion_the_oldest_is_not_disturbed() -> None:
 
 
 def test_exhaustion_what_can_never_fit_is_refused_and_the_rest_served() -> None:
-    """4 pages hold 64 positions; the last token is never fed, so 30 + 35 fit and 30 + 36 do not."""
+    """4 pages hold 64 positions; the last token is never computed, so 30 + 35 fit and 30 + 36 do
+    not."""
     with engine(pages=4) as gen:
         assert (
             len(
@@ -328,8 +331,8 @@ def test_the_longest_context_ends_a_sample() -> None:
 
 # ------------------------------------------------------------------------------------------ stops
 def test_min_tokens_bans_what_would_stop() -> None:
-    """Stops are the greedy tokens of the first six places: under min_tokens=4 none comes before,
-    and the fifth on may."""
+    """Stop tokens are the greedy tokens of the first six places: with min_tokens=4 the first four
+    are banned, and the fifth may stop."""
     free = (
         solo(DENSE, prompt(12), Params(max_tokens=6, temperature=0.0)).outputs[0].token_ids.tolist()
     )
@@ -392,7 +395,7 @@ def test_abort_disturbs_nobody(config: helpers.Config) -> None:
 @BOTH
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_kv_sleep_costs_recomputation_and_no_bit(config: helpers.Config, steps: int) -> None:
-    """Also while a prompt is half computed: 50 positions in chunks of 32."""
+    """The KV cache also sleeps while a prompt is half computed: 50 positions in chunks of 32."""
     params = Params(n=3, max_tokens=20, seed=8, prompt_logprobs=1, logprobs=1)
     with engine(config, max_num_batched_tokens=32) as gen:
         ids = gen.submit([prompt(50), prompt(9, 1)], [params, params])
@@ -413,8 +416,8 @@ def test_kv_sleep_costs_recomputation_and_no_bit(config: helpers.Config, steps: 
 def in_flight(
     gen: rm.Generator, config: helpers.Config, how: dict[str, Any]
 ) -> list[tuple[list[int], rm.RequestOutput]]:
-    """Six requests of one to three samples; a new version after 9 steps, when some have ended, some
-    run and some wait."""
+    """Six requests of one to three samples; a new version comes after 9 steps, when some have
+    ended, some run and some wait."""
     prompts = [prompt(11 + 17 * i, i) for i in range(6)]
     params = [
         Params(n=1 + i % 3, max_tokens=5 + 6 * i, seed=i, prompt_logprobs=0) for i in range(6)
@@ -445,8 +448,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 def test_in_flight_every_token_is_scores_at_its_version(
     config: helpers.Config, policy: str, pages: int
 ) -> None:
-    """But for tokens computed from stale KV, which carry no contract. 14 pages: preempted requests
-    are in flight, too."""
+    """Every token's logprob equals the score under its version, except for tokens computed from
+    stale KV, which carry no contract. With 14 pages some requests in flight are preempted."""
     with engine(config, pages=pages, max_num_seqs=6, max_num_batched_tokens=64) as gen:
         results = in_flight(gen, config, POLICIES[policy])
     seen: dict[int, int] = {1: 0, 2: 0}
@@ -512,8 +515,8 @@ def test_in_flight_restart_is_the_new_version_from_the_beginning(config: helpers
 
 @BOTH
 def test_in_flight_a_prompt_in_the_making_is_of_one_version(config: helpers.Config) -> None:
-    """70 positions in chunks of 32: a sync comes after the second. Records of the prompt, and of a
-    score, are all new."""
+    """70 positions in chunks of 32; a sync comes after the second chunk. All records of the prompt,
+    and of a score, are of the new version."""
     for policy in ("keep", "keep_kv"):
         with engine(config, max_num_batched_tokens=32) as gen:
             gen.submit([prompt(70)], Params(max_tokens=6, seed=4, prompt_logprobs=0))
@@ -529,7 +532,7 @@ def test_in_flight_a_prompt_in_the_making_is_of_one_version(config: helpers.Conf
 
 def test_in_flight_keep_never_mixes_records_into_the_cache() -> None:
     """A kept request has the old version's prompt logprobs on the new version's pages; a later
-    score must not find them."""
+    score must not return them."""
     with engine() as gen:
         gen.submit([prompt(64)], Params(max_tokens=30, seed=4, prompt_logprobs=0))
         gen.poll()
@@ -543,7 +546,7 @@ def test_in_flight_keep_never_mixes_records_into_the_cache() -> None:
 
 
 def push_between_steps(gen: rm.Generator, config: helpers.Config, fail: bool) -> None:
-    """A sync to version 2 with a step after every tenth of it."""
+    """Makes a sync to version 2 with a step after every tenth of it."""
     state = list(WEIGHTS[id(config), 2].items())
     with gen.begin_sync(version=2, inflight="keep") as block:
         for i, (name, tensor) in enumerate(state):
@@ -556,7 +559,8 @@ def push_between_steps(gen: rm.Generator, config: helpers.Config, fail: bool) ->
 
 @BOTH
 def test_in_flight_steps_go_on_while_a_sync_is_open(config: helpers.Config) -> None:
-    """Pushes between steps change no bit before the commit; an aborted sync changes none at all."""
+    """Pushes between steps do not change a result before the commit; an aborted sync does not
+    change any result."""
     params = Params(max_tokens=60, seed=1)
     want = solo(config, prompt(20), params)
     with engine(config) as gen:
@@ -593,8 +597,8 @@ BAD = 77  # a token whose embedding is not finite: every K row made from it is N
 @BOTH
 @pytest.mark.parametrize("value", [np.inf, np.nan], ids=str)
 def test_nonfinite_a_bad_row_ends_its_request_alone(config: helpers.Config, value: float) -> None:
-    """In prompts (at a page's start, inside, last) and generated; the others' bits are those of an
-    engine without bad requests."""
+    """Bad tokens in prompts (at a page's start, inside, last) and generated ones; the other
+    requests are bit-identical to those of an engine without bad requests."""
     weights = dict(WEIGHTS[id(config), 1])
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].copy()
     weights["model.embed_tokens.weight"][BAD] = value
@@ -636,8 +640,8 @@ def test_nonfinite_a_bad_row_ends_its_request_alone(config: helpers.Config, valu
 
 
 def test_nonfinite_a_generated_bad_token_keeps_what_came_before() -> None:
-    """Drawn by chance in some of 60 samples: feeding it back fails, and it and what came before
-    stay readable."""
+    """Some of 60 samples draw the bad token: the next step on it fails, and the token and all
+    before it stay readable."""
     weights = dict(WEIGHTS[id(DENSE), 1])
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].copy()
     weights["model.embed_tokens.weight"][BAD] = np.nan
@@ -663,8 +667,8 @@ def test_nonfinite_a_generated_bad_token_keeps_what_came_before() -> None:
 
 @pytest.mark.parametrize("rows", [[5], list(range(151))], ids=["one", "all"])
 def test_nonfinite_logits_that_are_not_finite(rows: list[int]) -> None:
-    """Every request fails at its first token (all -inf included); after a sound sync all is
-    well."""
+    """Every request fails at its first token (all -inf included); after a valid sync all requests
+    succeed."""
     weights = dict(WEIGHTS[id(DENSE), 1])
     weights["lm_head.weight"] = weights["lm_head.weight"].copy()
     weights["lm_head.weight"][rows] = -np.inf

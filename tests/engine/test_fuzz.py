@@ -48,8 +48,8 @@ def test_planted_faults_are_seen(native: Build, driver: str) -> None:
 
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_everything_is_tried(native: Build, driver: str, pytestconfig: pytest.Config) -> None:
-    """By count and not by the clock: each refusal, each broken rule, each call with and without
-    success."""
+    """Runs a fixed number of cases instead of a time: each refusal, each broken rule, each call
+    with and without success must occur."""
     printed = passes([native(driver), "--cases", str(DRIVERS[driver][1])])
     met = {word: int(n) for word, n in re.findall(r"(\w+Error) (\d+)", printed)}
     assert driver != "fuzz_weights" or set(REFUSALS) <= {word for word, n in met.items() if n}

@@ -30,7 +30,7 @@ def gen() -> Iterator[rm.Generator]:
 
 # --------------------------------------------------------------- what ends early, what is refused
 def after_steps(gen: rm.Generator, steps: int, act: Callable[[], Any]) -> threading.Thread:
-    """A thread that acts once the generator has made so many more steps."""
+    """A thread that acts once the generator has made that many more steps."""
     start = gen.metrics()["steps"]
 
     def wait_and_act() -> None:
@@ -80,7 +80,7 @@ def test_prompt_logprobs_of_an_aborted_prefill_are_nan_where_not_computed() -> N
 
 
 class FailingTokenizer:
-    """Decodes to "x"es; fails on a text with the token `bad` with `error`."""
+    """Decodes to "x"es; raises `error` on a text with the token `bad`."""
 
     bad = -1
     error: BaseException = ZeroDivisionError("user code")
@@ -124,7 +124,8 @@ SHORT_AND_LONG = [rm.SamplingParams(max_tokens=count, ignore_eos=True) for count
 
 @pytest.fixture
 def long_gen() -> Iterator[rm.Generator]:
-    """Room for a request that runs long enough for another thread to come in between."""
+    """A generator with room for a request that runs long enough for another thread to call in
+    between."""
     with make(max_model_len=4096, kv_cache_gib=0.1) as generator:
         generator.sync_weights(STATE, version=3)
         yield generator

@@ -1,11 +1,10 @@
 """A Ctrl-C at any moment of a call.
 
-CPython looks for signals where a Python function begins, after a call of a C function and at the
-end of a loop's body. A profile function is called at the first two of these, and what it raises
-comes out there: so each call is run again and again, interrupted at its first such place, its
-second and so on, until it ends. What real signals hit by chance (test_requests.py) is hit here for
-certain.
-"""
+CPython checks for signals at the beginning of a Python function, after a call of a C function and
+at the end of a loop's body. A profile function is called at the first two of these, and its
+exception is raised there. So each call is repeated and interrupted at its first such place, its
+second and so on, until it finishes. This covers with certainty what real signals (test_requests.py)
+hit by chance."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class Letters:
 
 
 class Workers:
-    """vLLM's four calls, of workers that take everything."""
+    """vLLM's four calls, for workers that accept everything."""
 
     def init_weight_transfer_engine(self, info: Any) -> None: ...
 
@@ -250,8 +249,8 @@ def test_an_interrupted_poll_loses_nothing(gen: rm.Generator) -> None:
 
 
 def test_an_interrupted_restart_is_one_or_none(gen: rm.Generator) -> None:
-    """Whichever version serves then, a request that ran gives what it gives alone, its stop string
-    found where it is."""
+    """Whichever version serves then, a running request gives the same result as alone, with the
+    stop string at the same place."""
     states = [OTHER_STATE, STATE]  # by the version's lowest bit
     free = rm.SamplingParams(max_tokens=12, seed=7)
     texts = []
@@ -293,7 +292,7 @@ def test_an_interrupted_restart_is_one_or_none(gen: rm.Generator) -> None:
 def test_an_interrupted_send_leaves_no_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To vLLM's workers, in blocks that grow. The sender sends on."""
+    """Sends to vLLM's workers, in blocks that grow. The sender keeps working."""
     monkeypatch.setattr(segment, "FOLDER", tmp_path)
     source = {f"t{i}": np.zeros((4, 5), np.float32) for i in range(3)}
     sender, place, hit = WeightSender(Workers(), block_bytes=170), 0, True
@@ -350,8 +349,8 @@ def test_an_interrupted_publish_is_one_or_none(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_interrupted_publish_of_a_folder_is_one_or_none(tmp_path: Path, threads: int) -> None:
-    """The writer has the version that readers find. The call can be repeated, and the next one is a
-    delta again, against a base that readers have."""
+    """The writer's version equals the readers' version. The call can be repeated, and the next
+    publish is again a delta against a base that readers have."""
     pytest.importorskip("zstandard")
     states = [
         {"x": np.full(3, value, np.float32), "y": np.full((2, 2), float(value))}

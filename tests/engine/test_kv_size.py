@@ -1,13 +1,12 @@
-"""Generator(kv_cache_gib=None) on meshes: how many pages each rank gets where ranks share a card,
-where one card is fuller than another, and where weights do not fit; ranks as threads and as
+"""Generator(kv_cache_gib=None) on meshes: the number of pages of each rank if ranks share a card,
+if one card has less free memory than another, and if weights do not fit; ranks as threads and as
 processes.
 
-Oracle: of each card what is free without the KV caches (asked of the device from outside), less
-what `rollmesh plan` counts for its ranks' weights and what a sync sends them through
-(parallel_copy.c); of the mesh the least. Bound: what rounds each parameter up to 64 bytes, which
-plan leaves out; else equality, in pages. Bits: those of a mesh that was told the number, and of one
-rank.
-"""
+Oracle: for each card the free memory without the KV caches (read from the device), minus the sizes
+that `rollmesh plan` computes for its ranks' weights and for the buffers of a sync
+(parallel_copy.c); for the mesh the minimum. Bound: the rounding of each parameter up to 64 bytes,
+which plan omits; otherwise equality, in pages. Results are bit-identical to a mesh with the given
+number of pages, and to one rank."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ Run = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(autouse=True)
 def library(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The simulated device, also where there is a GPU: its memory is what a test says."""
+    """The simulated device, even if there is a GPU, because a test sets its memory."""
     monkeypatch.setenv(LIBRARY_SWITCH, str(simt_library))
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(MEMORY))
     return simt_library
@@ -64,7 +63,7 @@ def machine_has() -> int:
 
 
 def with_staging(weights: int) -> int:
-    """Two copies of a rank's weights, and what a sync sends them through."""
+    """Two copies of a rank's weights, and the buffers of a sync."""
     return 2 * weights + 2 * min(max(4 * weights, 64 << 10), 32 * MIB) + 4096 * 24
 
 
@@ -82,7 +81,7 @@ def taken(config: helpers.Config, mesh: rm.Mesh, rounding: int = 0) -> list[int]
 def pages_that_fit(
     share: float, free_of: dict[int, int], card_of: list[int], sizes: list[int], page: int
 ) -> int:
-    """The most of which every card holds those of all its ranks."""
+    """The largest number of pages that fits on every card for all its ranks."""
     rooms = []
     for card, bytes_free in free_of.items():
         there = [size for size, its in zip(sizes, card_of, strict=True) if its == card]
@@ -195,8 +194,8 @@ def test_where_the_weights_of_a_rank_do_not_fit(
 def test_a_rank_that_cannot_be_made_ends_the_making_of_all(
     make: Make, library: Path, device: str
 ) -> None:
-    """Each allocation of three ranks fails once, wherever the others are then: they wait for
-    nobody, and all is given back."""
+    """Each allocation of three ranks fails once, at any state of the other ranks: no rank waits,
+    and all memory is freed."""
     blocks, before = _core.memory_blocks(), free(library, 0)
     for site in range(1, 1000):
         _core.memory_fail_at(site, False)
@@ -300,7 +299,7 @@ def ranks(servers: dict[str, Server], library: Path) -> Run:
 def test_processes_agree(
     ranks: Run, host: str, mesh: tuple[int, int, int], device: str, less: int
 ) -> None:
-    """less: bytes that rank 1 sees fewer of than rank 0."""
+    """less: the number of bytes that rank 1 sees less than rank 0."""
     options, victims = {"device": device}, {"ROLLMESH_SIMT_MEMORY": str(MEMORY - less)}
     got = results(
         ranks("sized", mesh, host, model="moe", options=options, victim=1, victims=victims)
@@ -333,7 +332,7 @@ def test_processes_on_the_cpu_share_the_machines_memory(ranks: Run) -> None:
 
 @pytest.mark.parametrize("host", ["shm", full("torch")])
 def test_weights_that_do_not_fit_one_process_are_an_error_on_all(ranks: Run, host: str) -> None:
-    """Said to all by the same words, although each gives up its groups as soon as it knows."""
+    """All ranks raise the same words, although each releases its groups as soon as it fails."""
     for rank in ranks(
         "sized",
         (1, 3, 1),

@@ -98,7 +98,8 @@ def test_nothing_listens() -> None:
 
 
 def test_generate_ends_at_its_deadline() -> None:
-    """Far more work than fits in 0.3 s ends with the error, and the generator keeps serving."""
+    """The work takes much longer than 0.3 s: the call ends with the error, and the generator keeps
+    serving."""
     prompts = [[1, 2, 3]] * 64
     with make(max_model_len=4096, kv_cache_gib=0.2) as gen:
         gen.sync_weights(numpy_state_dict(tiny_config()))
@@ -121,8 +122,8 @@ def test_generate_ends_at_its_deadline() -> None:
 
 
 def test_a_sync_that_waits_ends_at_its_deadline() -> None:
-    """inflight="wait" behind requests that take seconds: a DeadlineError, the old version, the
-    requests untouched."""
+    """inflight="wait" behind requests that take seconds: raises DeadlineError, keeps the old
+    version and does not change the requests."""
     with make(max_model_len=4096, kv_cache_gib=0.2) as gen:
         gen.sync_weights(numpy_state_dict(tiny_config()))
         gen.submit([[1, 2, 3]] * 64, rm.SamplingParams(max_tokens=4000, ignore_eos=True))
@@ -145,8 +146,8 @@ NPY_HEADER = b"{'descr': '|O', 'fortran_order': False, 'shape': (), }".ljust(117
     "name", ["model.safetensors", "pytorch_model.bin", "weights.npy", "weights.npz"]
 )
 def test_a_folder_of_pickles_is_no_source(tmp_path: Path, name: str) -> None:
-    """Files that torch.load or numpy.load would have executed are refused unread, whatever they are
-    called."""
+    """Files that torch.load or numpy.load would have executed are refused unread, whatever their
+    names."""
     trapped = TRAP
     if name.endswith(".npy"):
         trapped = b"\x93NUMPY\x01\x00" + len(NPY_HEADER).to_bytes(2, "little") + NPY_HEADER + TRAP
@@ -197,7 +198,8 @@ def held() -> tuple[int, int, int, int]:
     "state", ["new", "synced", "syncing", "running", "asleep", "paused", "failed"]
 )
 def test_close_gives_everything_back(state: str) -> None:
-    """Memory, file descriptors and threads, from every state that a generator can be closed in."""
+    """Memory, file descriptors and threads are freed, from every state in which a generator can be
+    closed."""
     weights = numpy_state_dict(tiny_config())
     with make() as warm:  # what the process itself allocates once
         warm.sync_weights(weights)

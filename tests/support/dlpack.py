@@ -1,7 +1,6 @@
-"""DLPack producers that say whatever a test wants: a capsule is built by hand, so that shape,
-strides, type, device and data can disagree with each other and with the truth. `alive` counts the
-capsules whose deleter has not run.
-"""
+"""DLPack producers with arbitrary contents: a capsule is built by hand, so that shape, strides,
+type, device and data can disagree with each other and with the memory. `alive` counts the capsules
+whose deleter has not run."""
 
 from __future__ import annotations
 

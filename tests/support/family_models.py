@@ -1,9 +1,8 @@
-"""Random models of every family, as transformers makes them: configs with the family's options
-drawn at random, weights by name.
+"""Random transformers models of every family: configs with the family's options drawn at random,
+weights by name.
 
-Unlike helpers.py, which writes the Qwen3 formats down, names and shapes are transformers' own here,
-so that a new family needs no more than a function that draws its config.
-"""
+Unlike in helpers.py, which writes the Qwen3 formats down, names and shapes are transformers' own,
+so that a new family needs only a function that draws its config."""
 
 from __future__ import annotations
 
@@ -269,7 +268,7 @@ class Routing:
 
 
 def _gap(keys: torch.Tensor, chosen: int) -> torch.Tensor:
-    """[rows]: between the last of `chosen` and the next, of keys [rows][n]."""
+    """[rows]: the gap between the last of `chosen` and the next, for keys [rows][n]."""
     ranked = keys.sort(-1, descending=True).values
     return (
         ranked[:, chosen - 1] - ranked[:, chosen]
@@ -279,7 +278,7 @@ def _gap(keys: torch.Tensor, chosen: int) -> torch.Tensor:
 
 
 def _gaps(router: Any, logits: torch.Tensor) -> torch.Tensor:
-    """[rows]: relative to the scores where these are softmax's, whose sum is 1."""
+    """[rows]: relative to the scores if these come from a softmax, whose sum is 1."""
     logits = logits.double()
     if not hasattr(router, "e_score_correction_bias"):
         return _gap(torch.log_softmax(logits, -1), router.top_k)

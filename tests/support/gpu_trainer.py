@@ -50,7 +50,7 @@ class Trainer:
         return {name: self.tensor(array) for name, array in arrays.items()}
 
     def packed(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-        """All in one allocation, as torch's allocator has small tensors."""
+        """All tensors in one allocation, like small tensors of torch's allocator."""
         with self.current():
             block = self.device.alloc(sum(array.nbytes + 64 for array in arrays.values()))
         tensors, at = {}, block + 64
@@ -118,7 +118,7 @@ class Lender:
             assert self.trainer.device.wait() == cuda_device.OK
 
     def free(self) -> None:
-        """A fault of the simulated device when somebody has the memory open."""
+        """Frees the tensors: a fault of the simulated device if a process has the memory open."""
         with self.trainer.current():
             self.trainer.device.give_back()
 
@@ -164,8 +164,8 @@ class Lending(Lender):
 def lend(
     pipe: Connection, library: str, ordinal: int, folder: str, settings: dict[str, str]
 ) -> None:
-    """The process: answers (answer, None) or (None, error). What it publishes lies in folder, which
-    a killed process leaves behind."""
+    """The process: answers (answer, None) or (None, error). Its publications are in `folder`, which
+    stays when it is killed."""
     os.environ.update(settings)
     lending = Lending(library, ordinal, folder)
     with lending.writer:
@@ -179,7 +179,7 @@ def lend(
 
 
 def borrow_and_die(address: str) -> None:
-    """A reader's process that ends in the middle."""
+    """A reader's process that exits while it reads."""
     reader = SharedReader(address)
     reader.refresh()
     with reader.lent():
@@ -187,7 +187,7 @@ def borrow_and_die(address: str) -> None:
 
 
 def borrow_and_end(address: str) -> None:
-    """A reader's process that has read and never closes."""
+    """A reader's process that reads and never closes."""
     reader = SharedReader(address)
     reader.refresh()
     with reader.lent():
@@ -196,8 +196,8 @@ def borrow_and_end(address: str) -> None:
 
 # ---------------------------------------------------------------------------------------- readers
 class Interrupted(SharedReader):
-    """Something happens when tensors have been asked for so many times; or they cannot be given
-    back."""
+    """Calls a function when a given number of tensors has been read; or makes them impossible to
+    return."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -222,7 +222,7 @@ class Interrupted(SharedReader):
 
 
 def end(address: str, victim: int) -> None:
-    """The trainer of a store, for good."""
+    """Ends the trainer of a store permanently."""
     path, _, nonce = address.rpartition(":")
     segment = MappedSegment(Path(path), nonce)
     os.kill(victim, signal.SIGKILL)
@@ -239,10 +239,10 @@ def rank_of_two(
     options: dict[str, Any],
     address: str | None,
 ) -> None:
-    """A process of a mesh of two, on the GPU of its number, until it is told None: syncs from a
-    reader of `address` (None: it has no weights) and answers [digest, logits], or [error]. Told a
-    trainer's process, rank 0 ends that in the middle; told -1, it cannot give back what it has
-    read."""
+    """A process of a mesh of two, on the GPU of its number, until it receives None: syncs from a
+    reader of `address` (None: it has no weights) and answers [digest, logits], or [error]. If it
+    receives a trainer's process, rank 0 ends that process during the sync; if it receives -1, it
+    cannot return what it has read."""
     mesh = {"mesh": rm.Mesh(tp=2), "comm": rm.comm.shm(name, rank, 2, 60)}
     generator = rm.Generator(rm.ModelSpec.from_hf(config), device="cuda", **mesh, **options)
     reader = None if address is None else Interrupted(address)

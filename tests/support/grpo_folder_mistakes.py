@@ -17,7 +17,7 @@ FLIPS = [b"", b"\x00", b"\xff", b"\x7f", b"\x80", b"\xc0\x7f"]
 
 
 def tensors_of(content: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]] | None:
-    """By the safetensors format; None: it is not one."""
+    """Reads the tensors by the safetensors format; returns None if the file is malformed."""
     try:
         (length,) = struct.unpack_from("<Q", content)
         header = json.loads(content[8 : 8 + length].decode(), object_pairs_hook=once)
@@ -101,7 +101,7 @@ def damaged_tensors(r: random.Random, file: Path) -> str:
 
 
 def weights(r: random.Random, trial: Path) -> Case:
-    """model.safetensors: whoever reads it gets what stands there, or nothing."""
+    """Mistakes in model.safetensors: a reader gets the stored contents, or an error."""
     file = trial / "model/model.safetensors"
     before = tensors_of(file.read_bytes())
     how = damaged_tensors(r, file)
@@ -120,7 +120,7 @@ def weights(r: random.Random, trial: Path) -> Case:
 
 
 def shards(r: random.Random, trial: Path) -> Case:
-    """The same weights in two files with an index, in which something is wrong, or nothing."""
+    """The same weights in two files with an index, with or without a mistake."""
     folder = trial / "model"
     tensors = tensors_of((folder / "model.safetensors").read_bytes())
     assert tensors is not None
@@ -268,7 +268,7 @@ ENDS = [
 
 
 def json_file(r: random.Random, trial: Path) -> Case:
-    """config.json and generation_config.json: a key, or bytes."""
+    """Mistakes in config.json and generation_config.json: a key, or bytes."""
     import rollmesh as rm
 
     name = r.choice(["config.json", "config.json", "generation_config.json"])
@@ -438,7 +438,7 @@ def state(r: random.Random, out: Path, folder: Path) -> Case:
 
 
 def of_tensors(r: random.Random, file: Path, *names: str) -> Case:
-    """A safetensors file of a checkpoint, of which state.json has the digest."""
+    """Mistakes in a safetensors file of a checkpoint whose digest is in state.json."""
     before = file.read_bytes()
     how = damaged_tensors(r, file)
     same = file.read_bytes() == before

@@ -83,8 +83,8 @@ class Child:
     status: int | None = None
 
     def wait(self, limit: float) -> int | None:
-        """The exit status, of a signal its negative number; None: it has not ended within so many
-        seconds."""
+        """Returns the exit status, or the negative number of a signal; None after the given number
+        of seconds."""
         end = time.monotonic() + limit
         while self.status is None:
             done, status = os.waitpid(self.pid, os.WNOHANG)
@@ -140,7 +140,7 @@ def start(argv: list[str], said: Path, before: Callable[[], object] = lambda: No
 
 
 def start_command(argv: list[str], said: Path) -> Child:
-    """The same by a fresh interpreter, whose imports take seconds."""
+    """Starts the same in a fresh interpreter, whose imports take seconds."""
     with said.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "rollmesh", *argv], stdout=file, stderr=file, process_group=0
@@ -152,7 +152,7 @@ def start_command(argv: list[str], said: Path) -> Child:
 def run(
     argv: list[str], said: Path, limit: float, before: Callable[[], object] = lambda: None
 ) -> int:
-    """The exit status; HUNG where it was killed after so many seconds."""
+    """Returns the exit status, or HUNG if the run was killed after the given number of seconds."""
     child = start(argv, said, before)
     try:
         status = child.wait(limit)
@@ -165,8 +165,8 @@ def run(
 
 
 def result(out: Path) -> dict[str, Any]:
-    """All that a run leaves, without what tells the time: every file of its last checkpoint, and
-    its logs."""
+    """Returns the results of a run without times: every file of its last checkpoint, and its
+    logs."""
     from safetensors.numpy import load_file
 
     folder = max(file.parents[1] for file in out.glob("checkpoints/step_*/trainer/state.json"))

@@ -80,8 +80,8 @@ SHARES = {"run_folder": 3, "rewards": 2}
 
 # ------------------------------------------------------------------------------------- the set-up
 def make_base(folder: Path) -> None:
-    """run.toml and folder.toml (the model of a folder), ahead.toml (async_level 1); prompts,
-    tokenizer, reward, model; what each leaves."""
+    """Makes the valid inputs: run.toml and folder.toml (the model of a folder), ahead.toml
+    (async_level 1); prompts, tokenizer, reward, model; and the results of each run."""
     folder.mkdir()
     shutil.copytree(forked.ROOT / "data/chars", folder / "tok")
     prompts = [f"{a}{b}=" for a in "abcd" for b in "efgh"]
@@ -126,8 +126,8 @@ def cut_lines(out: Path) -> None:
 
 
 def at(folder: Path) -> None:
-    """In the fork: its working folder and its limit of memory. The picture takes longer than the
-    run."""
+    """Sets the working folder and the memory limit in the fork. Skips the picture, which takes
+    longer than the run."""
     from rollmesh.grpo import loop
 
     os.chdir(folder)
@@ -201,7 +201,7 @@ def same_result(out: Path, whole: Path, apart_from: str) -> None:
 
 
 def plant_fault(fault: int) -> None:
-    """In the fork."""
+    """Injects the fault in the fork."""
     from rollmesh.grpo import loop, rollout
     from rollmesh.run import checkpoint, user_code
 

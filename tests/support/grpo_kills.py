@@ -49,7 +49,7 @@ LIMIT = 120.0  # seconds of a run, which takes one or two
 
 
 class Failure(AssertionError):
-    """A resumed run that is another, or one that did not end."""
+    """A resumed run that differs, or that did not end."""
 
 
 def compare(out: Path, whole: dict[str, Any]) -> None:
@@ -143,8 +143,8 @@ def one(
 
 
 def run(*, kills: int, seed: int = 1, first: int = 0, plant: int = 0) -> tuple[int, Counter[str]]:
-    """(runs, signals sent): runs until there were so many kills. Raises Failure, which says how to
-    run the case alone."""
+    """Returns (runs, signals sent): runs until there were enough kills. Raises Failure with the
+    command that runs the case alone."""
     forked.prepare()
     counts: Counter[str] = Counter()
     wholes: dict[str, Whole] = {}

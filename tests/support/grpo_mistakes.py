@@ -113,12 +113,12 @@ class Failure(AssertionError):
 
 
 class Raw(str):
-    """TOML as it is."""
+    """A TOML value in literal form."""
 
 
 @dataclass
 class Case:
-    """A run to try. verdict: refused, accepted, same (as an undisturbed one) or either."""
+    """A run to try. verdict: refused, accepted, same (as an undisturbed run) or either."""
 
     what: str
     verdict: str = "either"
@@ -152,7 +152,7 @@ def as_toml(value: Any) -> str:
 
 
 def write_toml(table: Table, file: Path) -> None:
-    """Plain values first, then a table each."""
+    """Writes plain values first, then a table each."""
     lines = [f"{json.dumps(k)} = {as_toml(v)}" for k, v in table.items() if not isinstance(v, dict)]
     for name, values in table.items():
         if isinstance(values, dict):
@@ -221,7 +221,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_mistake(there: Any, value: Any) -> bool:
-    """Whether a value cannot be of this key, whose value `there` is right."""
+    """Returns whether a value is invalid for this key, for which `there` is valid."""
     if isinstance(value, Raw):
         return True
     if isinstance(there, bool) or isinstance(value, bool):
@@ -238,12 +238,12 @@ def is_mistake(there: Any, value: Any) -> bool:
 
 
 def takes_long(key: str, value: Any) -> bool:
-    """Whether the run that this asks for would be right, and too much."""
+    """Returns whether the run with this value would be valid, but too large."""
     return key in LONG and is_number(value) and 4 < value < (2**63 if key == "steps" else 2**40)
 
 
 def toml_value(r: random.Random, trial: Path) -> Case:
-    """One or two keys with another value, in the file or by --set."""
+    """Sets one or two keys to another value, in the file or by --set."""
     table: Table = json.loads(json.dumps(TOML))
     wanted: Table = json.loads(json.dumps(TOML))
     options, names, wrong = [], [], False
@@ -293,7 +293,7 @@ def toml_value(r: random.Random, trial: Path) -> Case:
 
 
 def toml_key(r: random.Random, trial: Path) -> Case:
-    """A key or a table that is not there."""
+    """Adds an unknown key or table."""
     table: Table = json.loads(json.dumps(TOML))
     key = r.choice(
         [
@@ -471,7 +471,7 @@ COMMANDS: list[tuple[list[str], str, str]] = [  # options, verdict, what a refus
 
 
 def command(r: random.Random, trial: Path) -> Case:
-    """Other options, or paths that are none."""
+    """Other options, or invalid paths."""
     options, verdict, name = r.choice(COMMANDS)
     (trial / "folder-is-no.toml").mkdir()
     return Case(str(options), verdict, (name,), options, whole=True)

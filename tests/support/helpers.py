@@ -88,7 +88,7 @@ def tiny_spec(moe: bool = False, **changes: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One model to hold against transformers."""
+    """A model to compare with transformers."""
 
     name: str
     config: Config
@@ -375,7 +375,7 @@ CASES_BY_NAME = {case.name: case for case in CASES}
 
 
 def random_config(rng: np.random.Generator) -> Config:
-    """Any combination of the options, at widths that no layout likes."""
+    """Returns any combination of the options, at widths that are awkward for every layout."""
 
     def pick(*choices: Any) -> Any:
         return choices[rng.integers(len(choices))]
@@ -460,8 +460,8 @@ def is_moe_layer(config: Mapping[str, Any], layer: int) -> bool:
 def parameter_shapes(
     config: Mapping[str, Any], router_bias: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """Checkpoint names and shapes of a config, in checkpoint order: written from the format, not
-    asked of rollmesh."""
+    """Checkpoint names and shapes of a config, in checkpoint order: written from the format,
+    independent of rollmesh."""
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -523,7 +523,7 @@ def numpy_state_dict(
 
 
 def state_dict(case: Case, dtype: str = "float32", seed: int | None = None) -> dict[str, Any]:
-    """Checkpoint names → torch tensors. bfloat16 values are the float32 ones rounded to nearest
+    """Checkpoint names → torch tensors. bfloat16 values are the float32 values rounded to nearest
     even, as by .to()."""
     import torch
 
@@ -540,8 +540,8 @@ def state_dict(case: Case, dtype: str = "float32", seed: int | None = None) -> d
 
 
 def module_state_dict(state: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same weights as a transformers 5 module holds them: experts stacked, gate and up in one
-    tensor."""
+    """The same weights in the layout of a transformers 5 module: experts stacked, gate and up in
+    one tensor."""
     import torch
 
     packed = {name: x for name, x in state.items() if ".experts." not in name}
@@ -619,7 +619,7 @@ def titan_state_dict(
 
 
 def fused_state_dict(state: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same weights as inference engines fuse them: qkv_proj and gate_up_proj, rows one after
+    """The same weights fused as in inference engines: qkv_proj and gate_up_proj, rows one after
     another."""
     import torch
 
@@ -644,13 +644,13 @@ def fused_state_dict(state: Mapping[str, Any], config: Mapping[str, Any]) -> dic
 
 # ---------------------------------------------------------------------------------------- prompts
 def prompts(config: Mapping[str, Any], lengths: Iterable[int], seed: int = 0) -> list[list[int]]:
-    """Uniform random token ids, one list a length."""
+    """Uniform random token ids, one list for each length."""
     rng = np.random.default_rng([seed, 0x70726F6D])
     return [rng.integers(0, config["vocab_size"], length).tolist() for length in lengths]
 
 
 def hf_model(case: Case, dtype: str = "float32", seed: int | None = None, **changes: Any) -> Any:
-    """The transformers model of a case (its config with `changes`), holding the weights of
+    """Returns the transformers model of a case (its config with `changes`), with the weights of
     state_dict(case, dtype, seed)."""
     import oracle
 

@@ -1,7 +1,6 @@
-"""Scenarios for the server of mesh_ranks.py: how training scripts call a generator (submit and poll
-in turns, stop strings, generate in between, a sync while requests run), and sets of weights that go
-wrong on one rank. test_mesh_calls.py says what has to come out.
-"""
+"""Scenarios for the server of mesh_ranks.py: typical calls of training scripts (submit and poll in
+turns, stop strings, generate in between, a sync while requests run), and sets of weights that fail
+on one rank. test_mesh_calls.py has the expected results."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from rollmesh import _core
 
 
 class Letters:
-    """A tokenizer with few letters, so that stop strings are met soon."""
+    """A tokenizer with few letters, so that stop strings occur soon."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
@@ -28,7 +27,7 @@ class Letters:
 
 
 def told(output: rm.RequestOutput) -> list[Any]:
-    """All of an output that the contract fixes."""
+    """Returns all fields of an output that the contract fixes."""
     return [
         output.request_id,
         [type(output.error).__name__, str(output.error or "")],
@@ -119,8 +118,9 @@ def late(rank: Rank) -> Any:
 
 
 def kept_weights(rank: Rank) -> Any:
-    """On devices, of which the victim's host has no room for a copy, and then the device none for
-    the weights. What all answer before and after, and each refusal with what sleeps then."""
+    """On devices: the victim's host has no room for a copy of the weights, then the device has none
+    for the weights. Returns the answers before and after, and each refusal with the parts that
+    sleep then."""
     errors = {}
     with rank.make() as generator:
 
@@ -152,8 +152,8 @@ def kept_weights(rank: Rank) -> Any:
 
 
 def asleep(rank: Rank) -> Any:
-    """A poll that is refused while one replica has requests and the other none; afterwards it goes
-    on."""
+    """A poll is refused while one replica has requests and the other none; afterwards it
+    continues."""
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
         generator.submit([[1, 2, 3]], params(1, 9))
@@ -178,7 +178,7 @@ def asleep(rank: Rank) -> Any:
 
 
 class Broken(Letters):
-    """Cannot decode what follows the prompt [1, 2, 3]."""
+    """Raises on decoding the text after the prompt [1, 2, 3]."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         if {2, 3} <= set(ids):
@@ -187,7 +187,7 @@ class Broken(Letters):
 
 
 def broken_tokenizer(rank: Rank) -> Any:
-    """A tokenizer that raises while stop strings are searched for, on the ranks of one replica."""
+    """A tokenizer raises during the search for stop strings, on the ranks of one replica."""
     with rank.make(tokenizer=Broken()) as generator:
         generator.sync_weights(rank.source(), cast=True)
         generator.submit([[1, 2, 3], [9]], params(2, 9, stop=["a"]))
@@ -225,7 +225,7 @@ def outcome(rank: Rank, call: Callable[[rm.Generator], Any]) -> Any:
 
 
 class Sharded:
-    """A DTensor whose parts do not come."""
+    """A DTensor whose parts cannot be read."""
 
     def full_tensor(self) -> Any:
         raise RuntimeError("a trainer's rank is gone")
@@ -291,7 +291,7 @@ def pieces(rank: Rank) -> Any:
 
 
 def refused_by_all(rank: Rank) -> Any:
-    """A tensor that every rank refuses: the set stays open, as in one process."""
+    """Every rank refuses a tensor: the set stays open, as in one process."""
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
         with generator.begin_sync(cast=True) as sync:
@@ -303,8 +303,8 @@ def refused_by_all(rank: Rank) -> Any:
 
 
 def mapping_faults(rank: Rank) -> Any:
-    """A state dict with several offenders of a kind, on the ranks of `bad`; others have a good one,
-    or none."""
+    """A state dict with several errors of one kind, on the ranks of `bad`; the others have a valid
+    one, or none."""
     model, how = rank.job["model"], rank.job["how"]
     bad: dict[str, Any] = {name: np.array(value) for name, value in weights(model, 0.5).items()}
     if how in ("names", "missing"):
@@ -326,8 +326,7 @@ def mapping_faults(rank: Rank) -> Any:
 
 
 def differs(rank: Rank) -> Any:
-    """A set that is not the same on all ranks: the values of one tensor, the options, or just who
-    has a timeout."""
+    """The set differs between ranks: the values of one tensor, the options, or only the timeout."""
     how, model = rank.job["how"], rank.job["model"]
     state = {name: np.array(value) for name, value in weights(model, 0.5).items()}
     if how == "values" and rank.victim:
@@ -348,7 +347,7 @@ def differs(rank: Rank) -> Any:
 
 
 def stops(rank: Rank) -> Any:
-    """A stop string that one rank alone was given."""
+    """Only one rank has a stop string."""
     with rank.make(tokenizer=Letters()) as generator:
         generator.sync_weights(rank.source(), cast=True)
         stop = ["ab"] if rank.victim else ["cd"]

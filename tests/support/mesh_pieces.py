@@ -1,14 +1,13 @@
-"""Scenarios for the server of mesh_ranks.py: weights that come in pieces. test_resharding.py says
-what has to come out.
+"""Scenarios for the server of mesh_ranks.py: weights that come in pieces. test_resharding.py has
+the expected results.
 
-The trainer is in the same processes, which talk over Gloo whatever the generator's ranks use. Job:
+The trainer runs in the same processes, which use Gloo whatever the generator's ranks use. Job:
 "trainer" how its ranks hold the weights, "axes" of its mesh, "dims" that each axis shards (-1:
-replicated), "first" rank of it, "packed" experts in one tensor, "dtype", "stream" an iterator and
-no mapping.
+replicated), "first" rank of it, "packed" experts in one tensor, "dtype", "stream" an iterator
+instead of a mapping.
 
-torch is imported here, at the top, because the server imports this once for all ranks that it
-forks.
-"""
+torch is imported here, at the top, because the server imports this module once for all ranks that
+it forks."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ for name in CASES:
 
 
 def begin(rank: Rank, trains: bool = True) -> None:
-    """The generator's ranks over what the job says; over torch they take the process group of the
-    trainer."""
+    """Connects the generator's ranks by the job's transport; over torch they use the trainer's
+    process group."""
     if trains:
         distributed.init_process_group(
             "gloo", init_method=f"file://{rank.job['name']}", rank=rank.rank, world_size=rank.world
@@ -219,7 +218,7 @@ def by_shards(rank: Rank) -> Any:
 
 
 def spoiled(rank: Rank, state: Named) -> Any:
-    """The state as the victim, or all, get it wrong."""
+    """Returns the state with an error on the victim, or on all ranks."""
     how, names = rank.job["how"], list(state)
     name = names[5]
     if how == "hole":  # the last row of one tensor is in nobody's piece
@@ -297,8 +296,8 @@ def rows(rank: Rank, state: Named) -> Named:
 
 
 def spoiled_pieces(rank: Rank) -> Any:
-    """A sync in pieces that is wrong somewhere: what it raises, what serves then, and the next
-    one."""
+    """Makes a sync in pieces with an error. Returns its error, the version that serves then, and
+    the next sync."""
     begin(rank, trains=False)
     with rank.make() as generator:
         generator.sync_weights(rows(rank, weights("moe")), cast=True)
@@ -315,7 +314,7 @@ def spoiled_pieces(rank: Rank) -> Any:
 
 
 def lost_among_pieces(rank: Rank) -> Any:
-    """The victim ends where pieces are exchanged."""
+    """The victim exits while pieces are exchanged."""
     begin(rank, trains=False)
     kept, count = Resharding._exchange, iter(range(rank.job["calls"]))
     generator = rank.make()

@@ -1,5 +1,5 @@
-"""Builds the C drivers of tests/support/native against the C core: no Python between a test and the
-code it is about, so that TSan, valgrind and tight loops see all of it and nothing else.
+"""Builds the C drivers of tests/support/native against the C core. Without Python, TSan, valgrind
+and tight loops see only the code under test.
 
     python tests/support/native_build.py NAME [--sanitize thread] [--emulate] [--into DIR]
 

@@ -38,8 +38,7 @@ def stored(x: Array, dtype: str) -> Array:
 
 
 def misaligned(x: Array) -> Array:
-    """The same array one element past a 64-byte boundary, where vector loads would like it
-    least."""
+    """The same array one element past a 64-byte boundary, the worst alignment for vector loads."""
     room = np.zeros(x.size + 64 // x.itemsize + 2, x.dtype)
     start = (-room.ctypes.data // x.itemsize) % (64 // x.itemsize) + 1
     out = room[start : start + x.size].reshape(x.shape)

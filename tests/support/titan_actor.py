@@ -1,6 +1,6 @@
-"""Child of test_titan_rl.py: one RollmeshGenerator actor, its endpoints called as they should not
-be, weights from torchstore. Prints what each call raised, and after each bad pull whether the old
-version still serves: a line of JSON each."""
+"""Child of test_titan_rl.py: one RollmeshGenerator actor with invalid calls of its endpoints, and
+weights from torchstore. Prints a line of JSON for each call with its error, and after each failed
+pull whether the old version still serves."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def nap(llm: Any) -> None:
 
 
 def dropped(llm: Any, weights: support.Weights, oracle: support.Oracle) -> None:
-    """Level 2 after level 1, which vLLM's executor hears of once: what the host kept is gone, and a
-    set has to come."""
+    """Sleeps at level 2 after level 1, of which vLLM's executor sees only one: the host's copy is
+    gone, and a new set is needed."""
     llm.sleep(1)
     llm.collective_rpc("sleep", args=(2,))
     llm.wake_up()
@@ -60,14 +60,14 @@ def dropped(llm: Any, weights: support.Weights, oracle: support.Oracle) -> None:
 
 
 def lent(weights: support.Weights) -> support.Weights:
-    """All but one on GPU 1 of this process, float32 where a model has bfloat16."""
+    """Lends all tensors but one on GPU 1 of this process, float32 if a model has bfloat16."""
     trainer = gpu_trainer.Trainer(Path(os.environ["ROLLMESH_CUDA_LIBRARY"]), 1)
     wide = {name: np.ascontiguousarray(array.astype(np.float32)) for name, array in weights.items()}
     return {**trainer.packed(wide), "model.norm.weight": weights["model.norm.weight"]}
 
 
 def device_memory(worker: Any) -> tuple[int, int, int]:
-    """In a worker: what is left of its device, and what it holds of weights and KV."""
+    """In a worker: returns the free memory of its device, and the bytes of its weights and KV."""
     metrics = worker.metrics()
     ordinal = int(metrics["device"].removeprefix("cuda:"))
     return (

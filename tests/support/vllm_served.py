@@ -1,5 +1,5 @@
-"""Workers that serve one small model, a sender, and which version should serve: what
-test_vllm_weights.py and test_vllm_sender.py share."""
+"""Shared by test_vllm_weights.py and test_vllm_sender.py: workers that serve one small model, a
+sender, and the version that should serve."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _is_owned(path: Path) -> bool:
 
 
 class Served:
-    """Workers, a sender, and which version should serve."""
+    """Workers, a sender, and the version that should serve."""
 
     def __init__(self, client: Any):
         self.client, self.version = client, 0
@@ -85,7 +85,7 @@ class Served:
         )
 
     def still_works(self) -> None:
-        """After a refusal."""
+        """Checks after a refusal that the old version serves and a good set is accepted."""
         self.hold()
         self.push()
 

@@ -67,7 +67,7 @@ def install() -> None:
 
 
 def serve(*args: Any) -> None:
-    """A rank of vllm_ranks.Processes that does without vLLM."""
+    """A rank of vllm_ranks.Processes without vLLM."""
     install()
     import vllm_ranks
 

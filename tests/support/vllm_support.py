@@ -135,8 +135,8 @@ def vllm_answers(output: Any) -> list[Answer]:
 
 
 def our_positions(tokens: Any, logprobs: Any, top: Any, logits: Any) -> list[Position]:
-    """`tokens` as drawn from (or met at) the rows of `logits`; the likeliest ones count from 1, as
-    vLLM's do."""
+    """Makes the positions of `tokens` drawn from (or found at) the rows of `logits`; ranks count
+    from 1, like vLLM's."""
     # Counts equal values too, like vLLM.
     ranks = (logits >= np.take_along_axis(logits, np.asarray(tokens, np.int64)[:, None], 1)).sum(1)
     positions = []
@@ -152,7 +152,7 @@ def our_positions(tokens: Any, logprobs: Any, top: Any, logits: Any) -> list[Pos
 
 
 class Oracle:
-    """rm.Generator as what a vLLM engine has to repeat. `processed`: its logprobs are those of the
+    """rm.Generator as the oracle of a vLLM engine. `processed`: its logprobs are those of the
     distribution drawn from."""
 
     def __init__(self, model: str, dtype: str, processed: bool = False):
@@ -205,8 +205,8 @@ class Oracle:
 
 
 def agree(got: Sequence[Sequence[Answer]], want: Sequence[Sequence[Answer]]) -> int:
-    """AssertionError that says where the first of them differ; else how many tokens and values were
-    compared."""
+    """Raises an AssertionError with the first difference; else returns how many tokens and values
+    were compared."""
     assert len(got) == len(want), f"{len(got)} outputs, wanted {len(want)}"
     for i, (some, others) in enumerate(zip(got, want, strict=True)):
         assert [a.index for a in some] == [a.index for a in others], (
@@ -283,7 +283,7 @@ def environment(**values: str) -> Iterator[None]:
 def engine(
     at: Path, model: str, dtype: str, v2: bool = False, processes: bool = False, **changes: Any
 ) -> Iterator[Any]:
-    """vllm.LLM, in this process unless `processes`. v2: the protocol of resumption that vLLM speaks
+    """vllm.LLM, in this process unless `processes`. v2: the protocol of resumption that vLLM uses
     on GPUs."""
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
@@ -372,8 +372,8 @@ class Trace:
 
 
 class Served:
-    """An engine, the oracle, and the weights that both have last been given. put(weights, version)
-    brings them to the engine."""
+    """An engine, the oracle, and the weights that both have. put(weights, version) sends them to
+    the engine."""
 
     def __init__(self, setting: Any, llm: Any, put: Callable[[Weights, int], None]):
         self.setting, self.llm, self.version, self.compared = setting, llm, 0, 0
@@ -386,11 +386,11 @@ class Served:
         self.oracle.serve(weights)
 
     def hold(self, requests: list[Request]) -> None:
-        """The engine's answers against the oracle's."""
+        """Compares the engine's answers with the oracle's."""
         self.compared += agree(generate(self.llm, requests), self.oracle.answers(requests))
 
     def traced(self, requests: list[Request]) -> Trace:
-        """The same; returns what vLLM scheduled for them."""
+        """Does the same and returns what vLLM scheduled for the requests."""
         with Trace(self.llm) as trace:
             self.hold(requests)
         return trace
@@ -456,8 +456,8 @@ def mixed(model: str, seed: int = 0, n_requests: int = 8) -> list[Request]:
 
 
 def continued(oracle: Oracle, request: Request, first: Answer, cut: int) -> Answer:
-    """The sample `first` up to `cut` tokens, and from there on as the oracle now serves it: the
-    text so far is the prompt, and draws go by position."""
+    """Continues the sample `first` from `cut` tokens as the oracle now serves it: the text so far
+    is the prompt, and draws depend on the position."""
     head = first.tokens[:cut]
     left = request.settings["max_tokens"] - len(head)
     rest = oracle.answers(
@@ -494,8 +494,8 @@ async def async_engine(
 async def async_generate(
     llm: Any, requests: Sequence[Request], name: str, ranks: Sequence[int] | None = None
 ) -> list[list[Answer]]:
-    """All at once. `name` makes their ids; `ranks` says which replica serves each, which is vLLM's
-    choice otherwise."""
+    """Generates all requests at once. `name` makes their ids; `ranks` sets which replica serves
+    each, instead of vLLM's choice."""
     from vllm.sampling_params import RequestOutputKind
 
     async def one(number: int, request: Request) -> list[Answer]:
@@ -552,7 +552,7 @@ def without_ranks(answers: Sequence[Sequence[Answer]]) -> list[list[Answer]]:
 
 
 def ended(llm: Any, request: Request) -> tuple[str | None, str]:
-    """How a request that cannot be served ends."""
+    """Returns how a request that cannot be served ends."""
     output = llm.generate(
         [{"prompt_token_ids": list(request.prompt)}], [request.theirs], use_tqdm=False
     )[0].outputs[0]
