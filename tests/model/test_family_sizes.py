@@ -86,8 +86,8 @@ def test_a_step_moves_the_bytes_of_the_formula(family: str, seed: int) -> None:
 @pytest.mark.parametrize("dtype, each", [("bfloat16", 2), ("float32", 4)])
 @pytest.mark.parametrize("family", family_models.FAMILIES)
 def test_weights_are_counted(family: str, dtype: str, each: int, seed: int) -> None:
-    """On one rank and on two and three. q, k and v are packed as one matrix, of which rank_bytes
-    takes each for itself: two tiles more."""
+    """Counts on one rank, two and three. q, k and v are packed as one matrix, but rank_bytes counts
+    each separately: two tiles more."""
     models = [family_models.draw(family, 700 + number, seed) for number in range(3)] + [
         test_families.cut(family, seed)
     ]

@@ -62,7 +62,7 @@ QUICK_BF16 = {"dense", "head_dim_20", "yarn", "window_40", "moe", "moe_router_bi
 
 @dataclasses.dataclass
 class Ledger:
-    """Every row of float32 parity in this run, and those that were not compared."""
+    """Every row of float32 parity in this run, and the skipped rows."""
 
     rows: int = 0
     cases: int = 0
@@ -76,7 +76,7 @@ LEDGER = Ledger()
 
 @dataclasses.dataclass
 class Side:
-    """A case, its generator in float32, and what the references say about its prompts."""
+    """A case, its generator in float32, and the references' results for its prompts."""
 
     case: helpers.Case
     gen: Any
@@ -100,8 +100,8 @@ def routed_of(gen: Any, prompts: list[list[int]]) -> list[np.ndarray]:
 def untrusted(
     case: helpers.Case, sequence: int, reference: Any, *routings: np.ndarray
 ) -> np.ndarray:
-    """bool [n]: rows with a router near-tie, and all rows after one that some side took the other
-    way."""
+    """bool [n]: rows with a router near-tie, and all rows after a row in which one side chose
+    differently."""
     low = reference.router_margin() < oracle.MARGIN
     listed = low.copy()
     for routed in routings:
@@ -168,8 +168,8 @@ def test_logits(side: Side) -> None:
 
 @pytest.mark.quick(8)
 def test_option_matters(side: Side) -> None:
-    """The oracle without the case's option is far from the oracle with it: the comparison above
-    could have failed."""
+    """The oracle without the case's option is far from the oracle with it, so the comparison above
+    can fail."""
     if side.case.router_bias:
         plain = dataclasses.replace(side.case, router_bias=False)
         other = oracle.forward(helpers.hf_model(plain, "float64"), side.prompts[-1], double=True)
@@ -192,7 +192,7 @@ def test_option_matters(side: Side) -> None:
 @pytest.mark.quick(6)
 def test_greedy(side: Side) -> None:
     """Each generated token is the argmax of the float64 forward of everything before it; its
-    records are the reference's."""
+    records equal the reference's."""
     case = side.case
     prompts = [ids[: case.max_model_len - NEW_TOKENS] for ids in side.prompts]
     outs = run(
@@ -228,8 +228,8 @@ def test_greedy(side: Side) -> None:
 
 
 def check_routed(reference: Any, ours: np.ndarray, skip: np.ndarray) -> None:
-    """The same experts on every row with margin; in the same order where the order has margin
-    too."""
+    """Checks for the same experts on every row with margin, and in the same order if the order has
+    margin too."""
     assert ours.shape == reference.routed.shape
     assert ours.dtype == np.int16
     assert np.array_equal(np.sort(ours, axis=-1)[~skip], np.sort(reference.routed, axis=-1)[~skip])
@@ -249,7 +249,7 @@ def logprob_bound(logits: np.ndarray) -> np.ndarray:
 def check_top(
     logits: np.ndarray, skip: np.ndarray, chosen: np.ndarray, tokens: list[int], top: Any
 ) -> None:
-    """Logprobs of the tokens and of the k likeliest, against log_softmax of float64 logits
+    """Compares logprobs of the tokens and of the k likeliest with log_softmax of float64 logits
     [n][vocab]."""
     truth, bound = log_softmax(logits), logprob_bound(logits)
     rows = np.arange(len(tokens))
@@ -266,7 +266,7 @@ def check_top(
 
 
 def test_generate_agrees_with_transformers(side: Side) -> None:
-    """The whole loop with transformers' own cache, where its rope table does not depend on the
+    """Runs the whole loop with transformers' own cache, if its rope table does not depend on the
     length so far."""
     case = side.case
     if case.name == "dynamic_long":
@@ -325,8 +325,8 @@ def test_prompt_logprobs(side: Side) -> None:
 
 @pytest.mark.parametrize("part", some(range(3), [0]))
 def test_random_configs(part: int, tiny_generator: Callable[..., Any], seed: int) -> None:
-    """Options in any combination, at widths that no layout likes: logits, routing and greedy tokens
-    in float64's margin."""
+    """Options in any combination, at widths that are awkward for every layout: logits, routing and
+    greedy tokens within float64's margin."""
     for draw in range(10):
         rng = np.random.default_rng([seed, draw])
         config = helpers.random_config(rng)

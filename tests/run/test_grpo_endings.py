@@ -118,7 +118,8 @@ def test_a_signal_ends_the_command(
 def test_a_signal_before_a_checkpoint_is_renamed_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second one does not: nothing of the checkpoint stays, the one before does."""
+    """A second signal does not wait: the partial checkpoint is removed, and the previous checkpoint
+    stays."""
     replace, calls = os.replace, iter(range(100))
     hits = {1: 1, 2: 2}  # of the checkpoints of steps 2 and 3: so many signals
 
@@ -145,7 +146,7 @@ def test_a_signal_before_a_checkpoint_is_renamed_waits_for_it(
 
 
 class Bearer:
-    """Something that can be referred to weakly."""
+    """An object that supports weak references."""
 
 
 def test_no_signal_is_lost_where_nothing_can_be_raised() -> None:
@@ -224,8 +225,8 @@ def one(text: str) -> int:
 
 
 def test_a_pool_of_forked_processes_ends(capfd: pytest.CaptureFixture[str]) -> None:
-    """Which a pool ends by SIGTERM, at any moment after their fork. With handlers of Python some
-    would never see it, and others tell it by a traceback."""
+    """The pool ends its processes by SIGTERM, at any moment after their fork. With Python's
+    handlers some processes would never handle it, and others would print a traceback."""
     with Interrupts():
         for _ in range(30):
             with multiprocessing.get_context("fork").Pool(2) as pool:
@@ -240,8 +241,8 @@ def test_a_pool_of_forked_processes_ends(capfd: pytest.CaptureFixture[str]) -> N
 def test_a_signal_at_any_moment_of_a_process(
     number: signal.Signals, whole: Path, tmp_path: Path
 ) -> None:
-    """So many seconds after the first line. The last ones come in the interpreter's end, or too
-    late."""
+    """Sends the signal a given number of seconds after the first line. The last ones arrive while
+    the interpreter exits, or too late."""
     statuses = []
     for moment in range(7):
         out = tmp_path / f"out-{moment}"
@@ -354,7 +355,8 @@ def test_a_checkpoint_names_its_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By whatever path: from its own folder, and by a link. One that is elsewhere has no run."""
+    """The run is found by any path: from its own folder, and by a link. A copy elsewhere has no
+    run."""
     monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     (tmp_path / "link").symlink_to("out/checkpoints/step_000002")
     places = (
@@ -393,7 +395,7 @@ def test_no_run_goes_on_in_the_folder_of_another(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its lines of metrics would be those of both."""
+    """The metrics would contain lines of both runs."""
     shutil.copytree(whole, tmp_path / "other")
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
     assert resumed(str(whole / "checkpoints/step_000002"), "--out", str(tmp_path / "other")) == 2

@@ -17,7 +17,7 @@ FLIPS = [b"", b"\x00", b"\xff", b"\x7f", b"\x80", b"\xc0\x7f"]
 
 
 def tensors_of(content: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]] | None:
-    """Reads the tensors by the safetensors format; returns None if the file is malformed."""
+    """Reads the tensors by the safetensors format; returns None for a malformed file."""
     try:
         (length,) = struct.unpack_from("<Q", content)
         header = json.loads(content[8 : 8 + length].decode(), object_pairs_hook=once)

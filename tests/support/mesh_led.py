@@ -82,7 +82,7 @@ def every_call(rank: Rank) -> Any:
 
 def refused(rank: Rank) -> Any:
     """Rank 0 returns the refusals, and whether the next call succeeds. Another rank returns the
-    error of its own call while it follows."""
+    error of a call that it makes while it follows."""
     own: list[str] = []
     with rank.make() as generator:
         try:

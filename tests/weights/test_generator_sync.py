@@ -1,7 +1,6 @@
-"""Weights into a generator, from the caller's side: mapping, iterator, block and pieces; what an
-error says and leaves behind; requests in flight; the self-test. What the engine accepts as a tensor
-or a name is test_sync.py's question.
-"""
+"""Weight sync from the caller's side: mapping, iterator, block and pieces; errors and the state
+after them; requests in flight; the self-test. test_sync.py tests which tensors and names the engine
+accepts."""
 
 from __future__ import annotations
 
@@ -134,7 +133,7 @@ def test_torch_tensors_with_autograd(gen: rm.Generator) -> None:
 
 
 def test_a_set_in_pieces_stays_open_until_its_commit(gen: rm.Generator) -> None:
-    """Steps leave it open, and the old version serves; a repeated name is refused."""
+    """Steps leave the set open, and the old version serves; a repeated name is refused."""
     before = gen.score([[1, 2, 3]])[0].tobytes()
     sync = gen.begin_sync(version=7)
     for name, tensor in STATES[1].items():
@@ -166,7 +165,7 @@ def test_a_set_in_pieces_stays_open_until_its_commit(gen: rm.Generator) -> None:
 
 
 def test_a_pushed_tensor_is_not_kept(gen: rm.Generator) -> None:
-    """Neither after its push nor after an error; a name that was refused is read again."""
+    """The tensor is released after its push and after an error; a refused name is read again."""
     state = dict(STATES[0])
     bad = state["model.norm.weight"].copy()
     bad[0] = np.nan

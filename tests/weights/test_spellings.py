@@ -1,7 +1,7 @@
 """One set of weights under every spelling that a trainer may use: Hugging Face checkpoints,
-transformers 5 modules, inference engines' fused tensors, torchtitan as it spelled itself over time.
-Input: random weights with a router bias that turns choices. Oracle: each other. Bound: zero, on the
-digest, the logits and the routing. And one config in every form it comes in."""
+transformers 5 modules, inference engines' fused tensors, torchtitan's names of several versions.
+Input: random weights with a router bias that changes choices. Oracle: the other spellings. Bound:
+zero, on the digest, the logits and the routing. Also one config in every form."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_every_spelling_is_the_same_model(
 
 
 def test_another_bias_is_another_model(tiny_generator: Callable[..., Any]) -> None:
-    """The digest and the numbers do see the router bias: the test above could have failed."""
+    """The digest and the numbers depend on the router bias: the test above can fail."""
     case = MODELS["moe"]
     gen = tiny_generator(case, weights=None)
     prompts = helpers.prompts(case.config, [70])
@@ -177,7 +177,8 @@ def digest_of(config: dict[str, Any], state: dict[str, np.ndarray]) -> str:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["one rank", "tp=2"])
 def test_buffers_of_rope_are_passed_over(mesh: rollmesh.Mesh) -> None:
-    """Buffers of any float dtype, without a cast. Other names beside them are refused."""
+    """Buffers of any float dtype are ignored without a cast. Other names beside them are
+    refused."""
     q = "model.layers.0.self_attn.q_proj.weight"
     state, half = helpers.numpy_state_dict(DENSE), np.ones(3, np.float16)
     buffers = {"model.rotary_emb.inv_freq": half}
@@ -216,7 +217,7 @@ def test_buffers_of_rope_are_passed_over(mesh: rollmesh.Mesh) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["one rank", "tp=2"])
 def test_a_tied_matrix_that_comes_as_lm_head_alone(mesh: rollmesh.Mesh) -> None:
-    """A mapping, a stream and single tensors, after another version under the other name.
+    """Sent as a mapping, a stream and single tensors, after another version under the other name.
     Oracle: the digest of the usual name."""
     state, other = helpers.numpy_state_dict(TIED), helpers.numpy_state_dict(TIED, seed=1)
     embed = state.pop("model.embed_tokens.weight")

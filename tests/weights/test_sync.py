@@ -55,7 +55,7 @@ OLD: dict[str, State] = {
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[dict[str, rm.Generator]]:
-    """Generators that serve version 5 of OLD. Tests leave them as they are, which is what they
+    """Generators that serve version 5 of OLD. Tests must not change them, which is also what they
     test."""
     generators = {
         "dense": make(DENSE, OLD["dense"]),
@@ -165,8 +165,8 @@ def test_not_strict_skips_them_and_keeps_what_is_missing() -> None:
 
 
 def test_not_strict_never_serves_half_a_parameter() -> None:
-    """A fused tensor whose second part is bad has its first part written; the parameter must not
-    keep that as its value."""
+    """The second part of a fused tensor is bad after its first part was written; the parameter must
+    not keep that part."""
     state, prefix = new_state(MOE), "model.layers.0.mlp.experts"
     packed = np.stack(
         [
@@ -472,7 +472,7 @@ def test_router_bias_is_float32_in_any_model() -> None:
 
 
 def views(x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Arrays equal to x whose memory lies otherwise."""
+    """Yields arrays equal to x with other memory layouts."""
     rows, cols = x.shape
     yield "transposed", np.asfortranarray(x)
     wide = np.zeros((rows * 2, cols * 3), x.dtype)
@@ -529,7 +529,7 @@ def test_torch_strides_are_followed() -> None:
 
 
 def test_strides_outside_the_buffer(served: dict[str, rm.Generator]) -> None:
-    """Refused before a byte is read: some of these addresses are not mapped at all."""
+    """Refused before a byte is read, because some of these addresses are not mapped."""
     state = new_state(DENSE)
     x = state[Q]
     strided = np.lib.stride_tricks.as_strided
@@ -672,7 +672,7 @@ def test_no_tensors(served: dict[str, rm.Generator]) -> None:
         np.float32,
     ):
         refused(served["dense"], {**state, Q: bad}, rm.UnsupportedTensorError, Q)
-    # A masked array is refused even if nothing is masked.
+    # A masked array is refused even without masked elements.
     for bad in (np.ma.masked_array(state[Q]), np.ma.masked_array(state[Q], state[Q] > 0)):
         refused(served["dense"], {**state, Q: bad}, rm.UnsupportedTensorError, Q, "a masked array")
     for device in ((2**70, 0), (2, 2**70), ("cpu", 0)):
@@ -748,8 +748,8 @@ def test_torch_tensors_without_plain_memory(served: dict[str, rm.Generator]) -> 
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_nonfinite(served: dict[str, rm.Generator], value: float, dtype: str) -> None:
-    """In every layout of the store, at the first, the last and a middle element; the message names
-    the sender's index."""
+    """In every layout of the store, at the first, the last and a middle element; the error has the
+    index in the sender's tensor."""
     names = (
         "model.embed_tokens.weight",
         Q,
@@ -911,8 +911,8 @@ def test_memory_is_given_back() -> None:
 
 
 def test_in_place() -> None:
-    """A failure before anything is written leaves the old version; one half way leaves none, and
-    the next sync brings one."""
+    """A failure before anything is written keeps the old version. A failure half way leaves no
+    version, and the next sync brings one."""
     state = new_state(DENSE)
     with make(DENSE, OLD["dense"]) as generator, make(DENSE, state) as other:
         with unchanged(generator):
@@ -988,7 +988,8 @@ def test_a_push_that_failed_may_be_repeated(served: dict[str, rm.Generator]) -> 
 
 
 def test_the_digest_tells_versions_apart() -> None:
-    """Any one changed element, two exchanged elements, two exchanged tensors."""
+    """The digest changes with any one changed element, two exchanged elements, or two exchanged
+    tensors."""
     state = new_state(DENSE)
     k, v = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight"
     changed = [state, {**state, k: state[v], v: state[k]}]
