@@ -92,8 +92,8 @@ CASES = [("fma", *case) for case in OPS.items()] + [("mma", *case) for case in M
 def test_simt_gives_the_references_bits(
     check: Path, family: str, op: str, least: int, share: str, seed: int
 ) -> None:
-    """mma: against a model of the instruction (tests/gpu/simt/mma_model.h): order, layouts and
-    barriers are held, its own rounding is not."""
+    """The mma kernels are compared with a model of the instruction (tests/gpu/simt/mma_model.h):
+    this checks order, layouts and barriers, but not the rounding of the hardware."""
     status, text = said(check, op, str(seed), family, share)
     found = re.fullmatch(r"OK cases=(\d+) elements=\d+\n", text)
     assert status == 0, text
@@ -115,8 +115,8 @@ def test_touch_makes_the_same_launches_once(check: Path, op: str) -> None:
 
 @pytest.mark.parametrize("what", ["mma_places", "mma_company", full("mma_tiles")])
 def test_properties_of_the_tensor_core_kernels(check: Path, what: str, seed: int) -> None:
-    """Packings, units and places tile what they should; a row's bits do not depend on the rows
-    beside it."""
+    """Packings, units and places are bijections; a row's bits do not depend on the rows beside
+    it."""
     status, text = said(check, what, str(seed), "mma")
     assert status == 0, text
 
@@ -150,8 +150,8 @@ def test_the_shim_catches(check: Path, fault: str, message: str) -> None:
 @pytest.mark.full
 @needs_nvcc
 def test_no_kernel_spills(library: Path, cuda_folder: Path, pytestconfig: pytest.Config) -> None:
-    """Each __global__ of the sources for each architecture that was asked for, in ptxas' own words.
-    The largest are told in the summary, all in a file, before anything is found fault with."""
+    """Checks each __global__ of the sources for each requested architecture, from ptxas' report.
+    The summary shows the largest kernels and a file shows all, before any assertion."""
     archs = os.environ.get("ROLLMESH_CUDA_ARCHS", "sm_90a").split(",")
     sources = "".join(path.read_text() for path in cuda_build.ROOT.glob("kernels/cuda/*.cu"))
     names = re.findall(

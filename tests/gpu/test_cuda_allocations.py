@@ -52,7 +52,8 @@ CALLS: dict[str, Callable[[rm.Generator], Any]] = {
 
 @pytest.fixture
 def counted(library: Path, simt: None) -> Callable[[], dict[str, int]]:
-    """How many of each kind were asked for so far, of the library that the engine has loaded."""
+    """Returns the number of requests of each kind so far, in the library that the engine has
+    loaded."""
     loaded = ctypes.CDLL(str(library))
 
     def counts() -> dict[str, int]:
@@ -70,7 +71,8 @@ def test_steps_allocate_nothing(
     config: helpers.Config,
     changes: dict[str, Any],
 ) -> None:
-    """Memory: not in the first call of its kind either. Graphs: not in the second and the third."""
+    """Memory is not allocated even in the first call of a kind; graphs are not made in the second
+    and the third."""
     before, eager = counted(), changes.get("enforce_eager", False)
     generator = make(config, **changes)
     generator.sync_weights(helpers.numpy_state_dict(config, seed=1), cast=True)

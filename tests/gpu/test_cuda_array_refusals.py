@@ -207,8 +207,8 @@ def attend(positions: Any, seqs: Any, tables: Any) -> Any:
 @pytest.mark.parametrize("there", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("name", INDICES)
 def test_indices_out_of_range(name: str, there: bool) -> None:
-    """Wherever they are: a kernel that followed them would end the device. The next call has its
-    own indices."""
+    """Indices on the host and on the device: a kernel that used them would end the device. The next
+    call uses its own indices."""
     kind, message, call = INDICES[name]
     with pytest.raises(kind, match=message):
         call(
@@ -223,8 +223,8 @@ def test_indices_out_of_range(name: str, there: bool) -> None:
 
 
 def test_indices_of_a_call_that_was_refused_come_to_no_other(rng: np.random.Generator) -> None:
-    """A call that is refused for its output has asked for its indices already; they arrive when the
-    next call's stand there."""
+    """A call that is refused for its output has requested its indices already; they must not arrive
+    in the buffer of the next call."""
     table = rng.standard_normal((9, 4), np.float32)
     there, wrong = ops.to_device(table), ops.to_device(np.array([7, 7, 7], np.int32))
     out = ops.to_device(np.zeros((3, 5), np.float32))
@@ -308,8 +308,8 @@ def test_a_device_that_is_full(
 def test_a_fault_of_the_device(
     failing: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
-    """The op that has failed says so, or on a stream the next call; every later call as well, and
-    memory still goes back."""
+    """The op that failed raises the error, or on a stream the next call does; every later call
+    raises it too, and memory can still be freed."""
     x, w = matrices(rng)
     monkeypatch.setenv("ROLLMESH_SIMT_FAULT", "2")
     there = [ops.to_device(x), ops.to_device(w)]

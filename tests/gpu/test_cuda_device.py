@@ -62,7 +62,7 @@ def simt(simt_library: Path) -> Library:
 
 
 def seen(at: int, size: int) -> bytes:
-    """Host memory as it is now."""
+    """Returns the current contents of host memory."""
     return ctypes.string_at(at, size)
 
 
@@ -88,7 +88,8 @@ def test_the_structures_of_these_tests_are_the_headers(
 
 
 def split_names(line: str) -> list[str]:
-    """The declarators of one line: "int64_t rows, hidden" declares two, a function pointer one."""
+    """Returns the declared names of one line: "int64_t rows, hidden" declares two, a function
+    pointer one."""
     return [line] if "(" in line else line.split(",")
 
 
@@ -163,7 +164,7 @@ def test_put_and_get(device: Device, rng: np.random.Generator, pinned: bool) -> 
 
 
 def test_the_queue_keeps_its_order(device: Device) -> None:
-    """A chain in which every step undoes or moves what the step before it has done."""
+    """Runs a chain in which every step undoes or moves the result of the step before."""
     a, b, host = device.alloc(64), device.alloc(64), device.alloc_pinned(64 * 4)
     for i, fill in enumerate((0x11, 0x22)):
         ctypes.memset(host + 64 * i, fill, 64)
@@ -186,7 +187,7 @@ def test_the_queue_keeps_its_order(device: Device) -> None:
 
 
 def runs(rng: np.random.Generator) -> tuple[int, int, int]:
-    """Width, rows, and a pitch that keeps the runs apart."""
+    """Returns width, rows, and a pitch that separates the runs."""
     width, rows = (
         int(rng.choice([1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 48, 100, 257, 1024, 3000])),
         int(rng.choice([1, 2, 3, 7, 33, 130])),
@@ -195,7 +196,7 @@ def runs(rng: np.random.Generator) -> tuple[int, int, int]:
 
 
 def test_copies_of_any_pitch(device: Device, rng: np.random.Generator) -> None:
-    """The whole of both blocks is compared: what lies between the runs stays."""
+    """Compares both blocks completely: the bytes between the runs must not change."""
     size = 700_000
     a, b = device.alloc(size), device.alloc(size)
     for _ in range(40):
@@ -335,8 +336,8 @@ def test_unmap_and_unpin_wait(device: Device) -> None:
 
 # ---------------------------------------------------------------------------------- graph capture
 def test_a_recording_is_kept_and_replayed(device: Device) -> None:
-    """Ops, copies of any pitch, puts and gets; each replay reads what is there at its turn, at the
-    addresses of then."""
+    """Records ops, copies of any pitch, puts and gets; each replay reads the current contents of
+    the recorded addresses."""
     ids, table, out, wide = device.alloc(8), device.alloc(64), device.alloc(32), device.alloc(64)
     host_ids, host_out = device.alloc_pinned(8), device.alloc_pinned(64)
     device.write(table, np.arange(16, dtype=np.float32).tobytes())
@@ -367,8 +368,8 @@ def test_a_recording_is_kept_and_replayed(device: Device) -> None:
 
 
 def test_replays_stand_in_the_queue(device: Device) -> None:
-    """Replays and what is enqueued between them: done in that order, one recording several times
-    before anything waits."""
+    """Replays and the work enqueued between them run in that order, with one recording several
+    times before a wait."""
     block, host = device.alloc(16), device.alloc_pinned(64)
     assert device.begin_capture() == OK
     device.copy_2d(block + 4, 4, block, 4, 4, 1)
@@ -404,8 +405,8 @@ with Library(Path({library.path!r})).open() as device:
 
 
 def test_an_op_that_was_never_launched_is_captured(library: Library) -> None:
-    """CUDA loads a kernel at its first launch, here inside a recording: that may neither fail nor
-    break it."""
+    """CUDA loads a kernel at its first launch, here inside a recording: the launch must not fail or
+    invalidate the recording."""
     body = """ids, table, out = device.alloc(4), device.alloc(8), device.alloc(8)
 device.write(table, b"the bits")
 assert device.begin_capture() == OK, device.message()
@@ -453,7 +454,7 @@ def test_a_recording_that_waits_is_a_fault(library: Library, call: str) -> None:
 
 # ----------------------------------------------------------------------------------------- faults
 def test_a_fault_is_named_and_final(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second launch fails some time after its call; what was done before it stands, what comes
+    """The second launch fails some time after its call; the work before it is kept, and the work
     after it is dropped."""
     monkeypatch.setenv("ROLLMESH_SIMT_FAULT", "2")
     with simt.open() as device:
@@ -494,8 +495,8 @@ def test_a_fault_is_named_and_final(simt: Library, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_kernels_fault_is_named_and_final_on_a_gpu(library: Library) -> None:
-    """CUDA gives up the context: the process may end, and nothing of it hangs. The stand-in ends
-    the program, as another test says."""
+    """CUDA destroys the context: the process can exit without a hang. The stand-in ends the
+    program, which another test checks."""
     if library.is_simt:
         pytest.skip("on a GPU only")
     body = """block = device.alloc(64)
@@ -512,8 +513,7 @@ print(device.wait() == FAULT, device.poll() == FAULT, device.available())"""
 
 
 def test_a_refused_launch_is_seen_by_the_next_status(device: Device) -> None:
-    """A grid of more than 2^31 − 1 rows: refused by the call itself, which has no status to say
-    so."""
+    """A grid of more than 2^31 − 1 rows: the call itself refuses it but cannot return a status."""
     assert device.wait() == OK
     device.embed(device.alloc(4), device.alloc(4), device.alloc(4), (1 << 32) - 1, 1)
     assert device.poll() == FAULT
@@ -521,7 +521,7 @@ def test_a_refused_launch_is_seen_by_the_next_status(device: Device) -> None:
 
 
 def test_a_refused_launch_is_its_own_devices(library: Library) -> None:
-    """Also where the thread leaves it before any status was asked for."""
+    """Also if the thread leaves the device before a status is read."""
     with library.open() as device, library.open() as broken:
         block = broken.alloc(4)
         saved = broken.enter()
@@ -709,7 +709,7 @@ else: body()
 def test_the_shim_ends_a_program_that_touches_what_it_must_not(
     simt_library: Path, body: str, message: str, threaded: bool
 ) -> None:
-    """Inside Python, whose own handlers of signals are in place, on its main thread and on
+    """Runs inside Python, whose own signal handlers are installed, on its main thread and on
     another."""
     script = SCRIPT.format(tests=str(SUPPORT), path=str(simt_library), body=body, threaded=threaded)
     command = [sys.executable, "-X", "faulthandler", "-c", script]
@@ -778,9 +778,9 @@ def test_what_a_device_is(library: Library) -> None:
 
 
 def test_a_thread_gets_back_what_it_had(simt_library: Path) -> None:
-    """The context of a device, or none: else another runtime of the process would take ours for the
-    thread's choice, and a context of its device 0 would be some hundred MiB of a device that nobody
-    uses."""
+    """The thread gets back the context of its device, or none. Otherwise another runtime of the
+    process would use our device as the thread's choice, and a context of its device 0 would waste
+    some hundred MiB."""
     script = f"""
 import sys
 sys.path.insert(0, {str(SUPPORT)!r})
@@ -813,8 +813,8 @@ assert library.loaded.simt_contexts() == 10, library.loaded.simt_contexts()
 
 
 def test_devices_of_several_threads(library: Library, rng: np.random.Generator) -> None:
-    """Each thread its own device, at the same time: copies there and back, ops, recordings,
-    waits."""
+    """Each thread uses a separate device at the same time: copies in both directions, ops,
+    recordings, waits."""
     ordinals = [i % library.devices() for i in range(6)]
     failures: list[str] = []
 

@@ -1,11 +1,10 @@
-"""rm.Generator(device="cuda"): the whole engine on a CUDA device, here on the fibres of
-tests/gpu/simt, whose device memory the host cannot touch and whose queue does nothing before
-something waits; on a GPU where there is one.
+"""rm.Generator(device="cuda"): the whole engine on a CUDA device. Runs on the fibres of
+tests/gpu/simt, whose device memory the host cannot access and whose queue runs work only when a
+thread waits; or on a GPU if there is one.
 
 Oracle: the same calls with device="cpu". The kernels that run here compute with the contract's own
-FMA chains, so tokens, logprobs, logits, routed experts and digests are the CPU's, bit for bit.
-Bound: equality.
-"""
+FMA chains, so tokens, logprobs, logits, routed experts and digests are bit-identical to the CPU's.
+Bound: equality."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ DENSE, MOE = helpers.tiny_config(), helpers.tiny_config(moe=True)
 
 @pytest.fixture(autouse=True)
 def library(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A GPU's where there is one."""
+    """The library of the GPU, if there is one."""
     real = library_path()
     if real.exists() and _core.cuda_count(str(real)) > 0:
         return real
@@ -88,7 +87,7 @@ def bits(value: Any) -> Any:
 
 
 def told(outputs: list[rm.RequestOutput]) -> Any:
-    """All that a caller sees, but for the family and the number of a request."""
+    """Returns all fields of an output except the family and the request's number."""
     return [
         (bits(o.prompt_token_ids), o.num_cached_tokens, bits(o.prompt_logprobs),
         bits(o.prompt_top_logprobs), str(o.error),
@@ -131,8 +130,8 @@ def test_all_that_a_caller_sees_is_the_cpus(
 def test_tensor_cores_are_a_family_of_their_own(
     make: Callable[..., rm.Generator], config: helpers.Config
 ) -> None:
-    """On the shim over a model of the instruction: near the CPU's numbers, and the same bits alone,
-    in company, in chunks, scored."""
+    """On the shim over a model of the instruction: close to the CPU's numbers, and bit-identical
+    alone, in a batch, in chunks, and scored."""
     state = helpers.numpy_state_dict(config, seed=1)
     cpu = make(config, "cpu")
     gpu, small = (
@@ -166,9 +165,9 @@ def test_tensor_cores_are_a_family_of_their_own(
 def test_each_device_gives_the_large_kernels_their_shared_memory(
     make: Callable[..., rm.Generator], library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More rows in a step than the gemm of few takes: the same bits as by it, on a second device of
-    the process too. Of a card with one multiprocessor, or so small a model would have the smallest
-    tiles."""
+    """A step has more rows than the gemm for few rows accepts: the result is bit-identical to that
+    gemm's, on a second device of the process too. The card has one multiprocessor, because
+    otherwise so small a model would use the smallest tiles."""
     if _core.cuda_count(str(library)) < 2:
         pytest.skip("one GPU here")
     monkeypatch.setenv("ROLLMESH_SIMT_PROCESSORS", "1")
@@ -194,7 +193,7 @@ def test_logits_of_each_shape(make: Callable[..., rm.Generator], case: helpers.C
 
 @pytest.mark.full
 def test_results_that_do_not_fit_are_fetched_in_between(make: Callable[..., rm.Generator]) -> None:
-    """Top logprobs over the whole vocabulary: 1.1 MB of one prompt, and a step keeps 1
+    """Top logprobs over the whole vocabulary: 1.1 MB for one prompt, and a step keeps 1
     (RESULTS_BYTES of csrc/engine/engine.c)."""
     wide = 1600
     config = helpers.tiny_config(vocab_size=wide)
@@ -372,7 +371,7 @@ def test_updates_in_mid_generation(make: Callable[..., rm.Generator], how: dict[
 
 # -------------------------------------------------------------------------- tensors of the device
 class OnDevice(dlpack.Producer):
-    """An array in the device's memory, as torch would give it: it makes the reader's stream
+    """An array in the device's memory that behaves like torch's: it makes the reader's stream
     wait."""
 
     def __init__(self, device: cuda_device.Device, array: np.ndarray, **fields: Any) -> None:
@@ -507,7 +506,7 @@ def test_close_gives_everything_back(make: Callable[..., rm.Generator], library:
 def test_more_than_the_card_has_is_refused(
     make: Callable[..., rm.Generator], library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device lives on: the next generator has it."""
+    """The device stays usable: the next generator gets its memory."""
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(64 << 20))
     wanted = 1.5 * free(library) / 2**30
     with pytest.raises(
@@ -578,8 +577,8 @@ def test_the_cache_takes_what_is_left(
 def test_a_device_with_next_to_no_memory(
     make: Callable[..., rm.Generator], simt: None, monkeypatch: pytest.MonkeyPatch, memory: int
 ) -> None:
-    """Whatever is the first that has no room, of one rank and where ranks exchange; the figures
-    show how little there is."""
+    """Any allocation may be the first that fails, on one rank and on ranks that exchange; the
+    parameters show how little memory there is."""
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(memory))
     for changes in (
         {},

@@ -58,7 +58,7 @@ F32, BF16 = 2.0**-24, 2.0**-8  # the largest relative errors of one rounding
 
 @pytest.fixture(scope="module")
 def where(simt_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of a GPU and of cuBLASLt itself, or of what stands in for both."""
+    """The environment for a GPU and the real cuBLASLt, or for the stand-ins of both."""
     real = library_path()
     has_gpu = real.exists() and _core.cuda_count(str(real)) > 0
     if not has_gpu and os.environ.get("RM_NEEDS_GPU"):
@@ -80,7 +80,7 @@ def where(simt_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(autouse=True)
 def library(where: dict[str, str]) -> Iterator[Path]:
-    """All that a test makes of the stand-in has its end."""
+    """All handles that a test makes in the stand-in must be destroyed."""
     loaded = None if LIBRARY_SWITCH not in where else ctypes.CDLL(where[cublas.LIBRARY_SWITCH])
     before = loaded and loaded.standin_cublas_alive()
     yield Path(where.get(LIBRARY_SWITCH, library_path()))
@@ -331,7 +331,7 @@ def test_a_shape_that_was_not_named_ends_the_device(
 
 
 def header() -> Path:
-    """cublasLt.h of the wheel nvidia-cublas, or of CUDA; else a skip."""
+    """cublasLt.h of the wheel nvidia-cublas, or of CUDA; otherwise the test is skipped."""
     wheel = (
         Path(cublas.find().path).parents[1] / "include"
         if not os.environ.get(cublas.LIBRARY_SWITCH)
@@ -378,16 +378,16 @@ def test_declarations_are_the_headers(tmp_path: Path, plant: str) -> None:
 
 # ------------------------------------------------------------------------------------ a generator
 def distance(one: list[np.ndarray], other: list[np.ndarray]) -> np.ndarray:
-    """The largest and the mean difference of all logprobs."""
+    """Returns the largest and the mean difference of all logprobs."""
     all_of = np.abs(np.concatenate(one) - np.concatenate(other))
     return np.array([all_of.max(), all_of.mean()])
 
 
 def close(make: Make, config: helpers.Config, scores: list[np.ndarray]) -> None:
-    """Both bf16 generators round the same gemms and activations as often, each as far from float32
-    as that takes it: a mean of 154 logprobs at most twice the other's, with the stand-in's cuts 3
-    times; the worst, which an expert chosen otherwise may be, 6 times. A matrix at a wrong place is
-    as far as other weights are."""
+    """Both bf16 generators round the same gemms and activations equally often, so each differs from
+    float32 by about the same. The mean of 154 logprobs may be at most twice the other's, 3 times
+    with the stand-in's truncation; the maximum, in which an expert may be chosen differently, 6
+    times. A misplaced matrix gives a difference as large as other weights do."""
     exact = make(config, "cpu", dtype="float32").score(SEQUENCES)
     rounding = distance(make(config, "cpu").score(SEQUENCES), exact)
     others = distance(make(config, "cpu", seed=2).score(SEQUENCES), exact)
@@ -461,8 +461,8 @@ def test_company_changes_bits_only_where_the_library_lets_it(
 def test_all_dense_gemms_are_the_librarys(
     make: Make, standin: None, monkeypatch: pytest.MonkeyPatch, name: str, per_forward: int
 ) -> None:
-    """The last call of the first forward fails, and is one; of as many and one more the second
-    forward's first."""
+    """The fault is set on the last call of the first forward and is reported; with one call more it
+    is on the second forward's first call."""
     monkeypatch.setenv("STANDIN_CUBLAS_FAIL", f"{per_forward}:13")
     with pytest.raises(rm.DeviceError, match="cublasLtMatmul: a failure"):
         make(CONFIGS[name]).score([[3, 1, 2]])
@@ -476,7 +476,7 @@ def test_all_dense_gemms_are_the_librarys(
 def test_a_failure_in_a_recording_is_an_error(
     make: Make, standin: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill, a decode step that is run, and the one that is recorded."""
+    """Runs a prefill, a decode step that is run, and a decode step that is recorded."""
     monkeypatch.setenv("STANDIN_CUBLAS_FAIL", f"{8 * 2 + 3}:13")
     fast = make()
     with pytest.raises(rm.DeviceError, match="cublasLtMatmul: a failure"):
@@ -540,8 +540,8 @@ def test_ranks_that_are_threads(make: Make, config: helpers.Config, parallel: bo
 
 
 def test_the_self_test_holds_it_to_its_threshold(make: Make) -> None:
-    """It has a bound and not bits, so it serves; here a wider one, for what the stand-in cuts
-    off."""
+    """The self-test has a bound instead of equality, so the generator can serve; here the bound is
+    wider, for the stand-in's truncation."""
     fast, exact = make(), make(DENSE, "cpu", dtype="float32")
     assert 0.0 < fast.self_test(exact.score, threshold=0.3).max_abs_diff <= 0.3
     other = make(DENSE, "cpu", dtype="float32", seed=2)
@@ -671,7 +671,7 @@ def test_the_doctor_names_it(where: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("what", ["versions", "fast"])
 def test_ranks_that_disagree_are_refused(standin: None, tmp_path: Path, what: str) -> None:
-    """Two processes: with other versions of the library, or one without it."""
+    """Two processes: with different versions of the library, or one without it."""
     body = """
 import os, sys, helpers, rollmesh as rm
 rank, name, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -1,10 +1,8 @@
 """Decode steps that are recorded and replayed (csrc/step/graph_replay.h), on the fibres of
-tests/gpu/simt, or on a GPU where there is one.
+tests/gpu/simt, or on a GPU if there is one.
 
-Oracle: the CPU, and the same engine with enforce_eager=True. Bound: equality. That steps are
-replayed at all is seen in metrics()["graph_replays"], so that no test passes by never meeting its
-case.
-"""
+Oracle: the CPU, and the same engine with enforce_eager=True. Bound: equality. The tests check
+metrics()["graph_replays"], so that a test without replays fails."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ def test_a_replayed_step_gives_the_bits_of_one_enqueued(
     ids=str,
 )
 def test_replays_among_chunks_preemptions_and_others(make: Make, changes: dict[str, Any]) -> None:
-    """Steps with prompts, top logprobs or banned tokens are not recorded, and stand between
+    """Steps with prompts, top logprobs or banned tokens are not recorded, and run between
     replays."""
     changes = {**WIDE, **changes}
     if pages := changes.pop("pages", 0):
@@ -136,8 +134,8 @@ def test_which_steps_are_replayed(make: Make, changes: dict[str, Any], replays: 
 
 
 def test_a_sync_costs_no_recording(make: Make) -> None:
-    """A store's two blocks take turns: from the third version on every size that was seen is
-    replayed at once."""
+    """A store's two blocks alternate: from the third version on every known size is replayed
+    immediately."""
     params = rm.SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     cpu, gpu = make(DENSE, "cpu"), make(DENSE)
     replays = []
@@ -174,7 +172,7 @@ def test_sleep_forgets_recordings_and_wake_makes_new_ones(make: Make) -> None:
 
 
 def test_a_row_that_is_not_finite_ends_its_request_alone(make: Make) -> None:
-    """A token whose embedding is NaN, fed in a replayed step."""
+    """A token whose embedding is NaN is used in a replayed step."""
     state = helpers.numpy_state_dict(DENSE, seed=1)
     found = []
     for device in ("cpu", "cuda"):
@@ -219,7 +217,8 @@ def test_without_memory_for_graphs_steps_are_enqueued(
 def test_a_recording_that_another_thread_spoils(
     make: Make, simt: None, monkeypatch: pytest.MonkeyPatch, work: int
 ) -> None:
-    """By a wait for the whole device: that step is enqueued, the next is recorded."""
+    """A wait for the whole device invalidates the recording: that step is enqueued, and the next is
+    recorded."""
     params = rm.SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     found = []
     for spoilt in (False, True):

@@ -1,11 +1,10 @@
 """rollmesh.torch.patch with its ops on a CUDA device. This machine's torch has no CUDA, so on the
-simulated device (tests/gpu/simt) the model's tensors stay on the CPU, and the one place where
-tensors meet ops (rollmesh/torch/arrays.py) copies them to the device and, when an op's turn ends,
-back. With a GPU and a torch that sees it the model itself is there.
+simulated device (tests/gpu/simt) the model's tensors stay on the CPU. rollmesh/torch/arrays.py, the
+only place where tensors reach ops, copies them to the device and, when an op's turn ends, back.
+With a GPU and a torch that supports it, the model itself is on the GPU.
 
 Input: the models of test_torch_patch.py. Oracle: the same model on the CPU. Bound: 0 differing bits
-of logprobs, entropies, logits and experts; 1e-5 of a gradient's norm.
-"""
+of logprobs, entropies, logits and experts; 1e-5 of a gradient's norm."""
 
 from __future__ import annotations
 

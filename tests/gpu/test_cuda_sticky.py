@@ -63,7 +63,7 @@ def nothing_is_served(dead: rm.Generator) -> None:
 
 
 def main(launch: int) -> None:
-    # `beside` shares the context that will be lost.
+    # `beside` shares the context that the fault breaks.
     cpu, bystander, beside = (synced("cpu"), synced("cuda:1"), synced("cuda:0"))
     expected = tokens(cpu)
     assert tokens(bystander) == tokens(beside) == expected
@@ -102,7 +102,8 @@ def main(launch: int) -> None:
 
 @pytest.mark.parametrize("launch", [60, 100])
 def test_a_lost_context_stays_lost(simt_library: Path, launch: int) -> None:
-    """In mid-generation: an update takes some 30 launches of these, and a generation a hundred."""
+    """The fault occurs during generation: an update takes some 30 launches, and a generation a
+    hundred."""
     settings = {LIBRARY_SWITCH: str(simt_library), "ROLLMESH_SIMT_STICKY": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "error", __file__, str(launch)],

@@ -1,8 +1,8 @@
-"""benchmarks.gpu on the simulated device, and how benchmarks.gpu_first goes through its parts: what
-a borrowed GPU will run must not have rotted by then.
+"""benchmarks.gpu on the simulated device, and the control flow of benchmarks.gpu_first, so that
+both work when a GPU is available.
 
-Input: tiny models and few steps; parts that pass, fail, hang and need each other. Oracle: the rows
-that the docstring promises, the bytes that the shape's parameters are; the fates that each part
+Input: tiny models and few steps; parts that pass, fail, hang and depend on each other. Oracle: the
+rows that the docstring lists, the bytes of the shape's parameters, and the result that each part
 must have. Bound: equality."""
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def test_figures_become_one_table(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_tests_that_find_no_gpu_fail_where_one_is_needed(tmp_path: Path) -> None:
-    """Else a part would pass that has asked nothing of the card."""
+    """Otherwise a part would pass without using the card."""
     environment = gpu_first.environment(tmp_path, 1)
     environment["PATH"] = str(tmp_path)  # no nvcc, so that none is waited for
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -292,8 +292,8 @@ def test_the_plan_names_what_there_is() -> None:
 def test_a_warning_of_an_untried_compiler_ends_nothing(
     tmp_path: Path, name: str, fails: str, told: str, status: int
 ) -> None:
-    """`compiler` stands in for what the part calls, and fails with warnings as errors, or whatever
-    it is told."""
+    """`compiler` replaces the part's command, and fails with warnings as errors, or as it is
+    told."""
     compiler = tmp_path / "compiler"
     compiler.write_text(
         f'#!/bin/sh\necho "$ROLLMESH_WERROR" >> "$DIR/told"\ncase $ROLLMESH_WERROR in {fails}) '
@@ -311,8 +311,8 @@ def test_a_warning_of_an_untried_compiler_ends_nothing(
 
 @pytest.mark.full
 def test_the_figures_of_the_plan_are_asked_for_rightly(simt_library: Path) -> None:
-    """Each line of options is parsed as it will be; only then does the device, which is none, end
-    it."""
+    """Each line of options is parsed as in a real run, which then ends because there is no
+    device."""
     lines = [part.words for part in gpu_first.parts() if "benchmarks.gpu " in part.words]
     assert len(lines) >= 7
     for line in lines:

@@ -40,7 +40,7 @@ SOON = 20.0  # seconds in which a fault has to be known, far above what it takes
 
 @pytest.fixture(scope="module")
 def where(simt_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of a GPU and NCCL itself, or of what stands in for both."""
+    """The environment for a GPU and the real NCCL, or for the stand-ins of both."""
     real = library_path()
     has_gpu = real.exists() and _core.cuda_count(str(real)) > 0
     if not has_gpu and shutil.which("gcc") is None:
@@ -94,7 +94,7 @@ def make(where: dict[str, str], make: Make) -> Make:
 
 @pytest.fixture(scope="module")
 def ranks(where: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Processes on devices, by NCCL over shared memory or over torch."""
+    """Runs processes on devices, by NCCL over shared memory or over torch."""
     # Seconds; a process on a GPU first makes a context and loads kernels.
     limit = 40.0 if LIBRARY_SWITCH in where else 150.0
     made = {host: Server(host, tmp_path_factory.mktemp("rendezvous")) for host in ("shm", "torch")}
@@ -198,8 +198,8 @@ def test_a_mesh_gives_one_ranks_bits(
 def test_steps_of_ranks_are_recorded_with_their_exchanges(
     make: Make, config: helpers.Config, mesh: rm.Mesh, changes: dict[str, Any]
 ) -> None:
-    """Batches of every size between 7 and 1, each replayed with other tokens than it was recorded
-    with, under two versions."""
+    """Batches of every size between 7 and 1, each replayed with different tokens than it was
+    recorded with, under two versions."""
     cpu = make(config, dtype=changes.get("dtype", "bfloat16"), max_num_seqs=7, kv_cache_gib=0.004)
     gpu = make(config, mesh, max_num_seqs=7, kv_cache_gib=0.004, **changes)
     found = []
@@ -217,7 +217,7 @@ def test_steps_of_ranks_are_recorded_with_their_exchanges(
 def test_nccl_is_what_activations_travel_by(
     make: Make, simt: Path, monkeypatch: pytest.MonkeyPatch, mesh: rm.Mesh, call: int
 ) -> None:
-    """A bit that it flips, of what rank 1 sends of the first layer, is a bit of the numbers."""
+    """A bit that the stand-in flips in rank 1's data of the first layer changes the results."""
     state, found = helpers.numpy_state_dict(MOE, seed=1), []
     for flip in ("", f"1:{PROOF + call}"):
         monkeypatch.setenv("STANDIN_FLIP", flip)
@@ -235,9 +235,9 @@ def test_nccl_is_what_activations_travel_by(
 def test_ranks_compare_their_calls_once_a_step(
     make: Make, where: dict[str, str], mesh: rm.Mesh, groups: int
 ) -> None:
-    """Against the same mesh by way of the host, whose every call compares: two calls more for each
-    group that is made, of which there is one where two axes have the same ranks, and one for each
-    step of a rank."""
+    """Compared with the same mesh that exchanges through the host and compares in every call: each
+    group makes two calls more when it is made, axes with the same ranks share a group, and each
+    step of a rank makes one more."""
     state, calls, steps = helpers.numpy_state_dict(MOE, seed=1), [], 0
     for comm in (None, rm.comm.nccl(None, where["NCCL_LIBRARY"])):
         # All steps have few rows.
@@ -393,7 +393,7 @@ def test_processes_give_the_bits_of_one_rank(
 
 
 def family_aside(answer: dict[str, Any]) -> dict[str, Any]:
-    """A contract names the family, which is the device's own though its bits are the CPU's."""
+    """Removes the family from a contract: it is the device's, although the bits equal the CPU's."""
     return {**answer, "about": answer["about"].replace("family='cuda_fma'", "family='x86'")}
 
 
@@ -468,8 +468,8 @@ def test_a_rank_that_is_killed_is_named(
 
 
 def test_a_rank_that_is_killed_while_another_hands_logits_out(ranks: Run, simt: Path) -> None:
-    """A copy to memory that is not pinned waits inside the driver, where nobody looks for lost
-    ranks: what it would wait for is waited for before."""
+    """A copy to unpinned memory waits inside the driver, where lost ranks cannot be detected, so
+    the engine waits for the queue before the copy."""
     job = {"where": "logits", "calls": 0, "delay": 0.5, "victims": {"STANDIN_HANG": "1:13"}}
     got = ranks(
         "lost", (2, 1, 1), model="dense", victim=1, signal=int(signal.SIGKILL), options=LONG, **job
@@ -492,7 +492,7 @@ def test_a_rank_that_is_killed_while_another_hands_logits_out(ranks: Run, simt: 
 def test_a_fault_of_one_process_is_an_error_on_all(
     ranks: Run, alone: Callable[..., Any], simt: Path, victims: dict[str, str], kinds: set[str]
 ) -> None:
-    """And its own on the rank that has it, where there is one; each can make another generator."""
+    """The rank with the fault raises its own error; each rank can make another generator."""
     got = results(
         ranks(
             "failing", (2, 1, 2), model="moe", victim=1, victims=victims, timeout=2.0, options=LONG
@@ -511,8 +511,8 @@ def test_a_fault_of_one_process_is_an_error_on_all(
 
 
 def test_a_device_that_fails_is_heard_of_where_replicas_meet(ranks: Run, simt: Path) -> None:
-    """Ranks that exchange nothing in a step, by way of the host: who has lost its device gives the
-    mesh up, and is not waited for."""
+    """Ranks do not exchange in a step, except through the host: a rank that has lost its device
+    gives the mesh up, and the others do not wait for it."""
     job = {
         "victims": {"ROLLMESH_SIMT_FAULT": "900"},
         "transport": "shm",
@@ -542,7 +542,8 @@ def test_a_rank_that_stops_is_timed_out(ranks: Run, simt: Path) -> None:
 
 # ----------------------------------------------------------------------------- making and syncing
 def test_a_rank_that_cannot_be_made(ranks: Run, where: dict[str, str]) -> None:
-    """The others stand where groups of NCCL are made, or left, and hear of it there."""
+    """The other ranks wait where groups of NCCL are made, or have finished, and get the error
+    there."""
     got = ranks("construct", (2, 1, 1), each=[{}, {"kv_cache_gib": 500000.0}], timeout=20.0)
     assert got[1]["error"][0] in ("CapacityError", "MemoryError")
     assert got[0]["error"][0] == "RankLostError"
@@ -569,8 +570,8 @@ def test_ranks_that_have_not_the_same_nccl(
 def test_caches_that_take_what_is_free_on_one_gpu(
     make: Make, ranks: Run, alone: Callable[..., Any], simt: Path
 ) -> None:
-    """Two ranks there, threads or processes, have less than half of what ranks with a GPU of their
-    own have: the weights come off twice."""
+    """Two ranks there, threads or processes, have less than half the pages of ranks with separate
+    GPUs, because the weights are subtracted twice."""
     options = {"kv_cache_gib": None, "memory_fraction": 0.05}
     state = helpers.numpy_state_dict(DENSE, seed=1)
     cpu, *gpus = (

@@ -41,7 +41,7 @@ def short(n: int, tokens: int) -> list[rm.SamplingParams]:
 
 
 def rollouts(generator: rm.Generator, prompts: Any = PROMPTS, params: Any = PARAMS) -> Any:
-    """All but how much of a prompt a replica had seen before."""
+    """Returns all fields except the number of cached prompt tokens."""
     return [
         output[:1] + output[2:]
         for output in told(generator.generate(prompts, params, use_tqdm=False))
@@ -68,7 +68,7 @@ def counts(generator: rm.Generator) -> tuple[int, int]:
 def test_unequal_batches_are_replayed_together(
     make: Make, mesh: rm.Mesh, changes: dict[str, Any]
 ) -> None:
-    """Batches of all sizes, under three versions, a sleep between two of them."""
+    """Batches of all sizes, under three versions, with a sleep between two of them."""
     dtype = changes.get("dtype", "bfloat16")
     eager = {**changes, "enforce_eager": True}
     generators = [
@@ -97,8 +97,8 @@ def test_unequal_batches_are_replayed_together(
 @pytest.mark.parametrize("mesh", [TWO, full(FOUR)], ids=str)
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_all_replicas_have_the_size_of_the_fullest(make: Make, mesh: rm.Mesh, n: int) -> None:
-    """One replica decodes 40 tokens of one sequence, the other 8 of n − 1, or nothing: of all 40
-    steps the first is of prompts, and the first of each size is enqueued."""
+    """One replica decodes 40 tokens of one sequence, the other 8 of n − 1, or none: the first of
+    all 40 steps has the prompts, and the first step of each size is enqueued."""
     params = [LONG, *short(n - 1, 8)]
     cpu, gpu = make(MOE, **WIDE), make(MOE, mesh, **WIDE)
     found = []
@@ -132,8 +132,8 @@ def test_a_replica_that_has_slept_alone(ranks: Run) -> None:
 
 
 def test_a_step_that_one_replica_enqueues_all_enqueue(make: Make) -> None:
-    """While one replica is fed a prompt in eight chunks, or wants top logprobs, the other's decode
-    is not replayed. A prompt of one token is fed in a step like all that follow."""
+    """While one replica processes a prompt in eight chunks, or records top logprobs, the other's
+    decode is not replayed. A prompt of one token is processed in a step like the following ones."""
     chunks = {**WIDE, "max_num_batched_tokens": 7, "enable_prefix_caching": False}
     cpu, gpu = make(MOE, **chunks), make(MOE, TWO, **chunks)
     top = rm.SamplingParams(max_tokens=9, seed=4, logprobs=2, ignore_eos=True)
@@ -150,8 +150,8 @@ def test_a_step_that_one_replica_enqueues_all_enqueue(make: Make) -> None:
 
 
 def test_ranks_of_tokens_that_one_replica_wants(make: Make) -> None:
-    """All replicas then take the recording that has them, and have recorded it at the same step:
-    eight steps and eight without."""
+    """All replicas then use the recording with ranks, and record it at the same step: eight steps
+    with ranks and eight without."""
     cpu, gpu = make(MOE, **WIDE), make(MOE, TWO, **WIDE)
     found = []
     for generator in (cpu, gpu):
@@ -184,7 +184,7 @@ def test_where_one_replica_has_no_memory_for_a_graph_none_replays(
     simt: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There is memory for one graph, and two ranks want one."""
+    """There is memory for one graph, and two ranks need one."""
     monkeypatch.setenv("ROLLMESH_SIMT_GRAPHS", "1")
     cpu, gpu = make(MOE, **WIDE), make(MOE, TWO, **WIDE)
     found = []
@@ -200,7 +200,7 @@ def test_where_one_replicas_recording_is_spoilt_all_record_again(
     simt: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By another thread's wait for the second one's device."""
+    """Another thread's wait for the second rank's device invalidates the recording."""
     cpu, whole = make(MOE, **WIDE), make(MOE, TWO, **WIDE)
     monkeypatch.setenv("ROLLMESH_SIMT_SPOIL", "9,1")
     spoilt = make(MOE, TWO, **WIDE)
@@ -219,8 +219,8 @@ def test_where_one_replicas_recording_is_spoilt_all_record_again(
     ids=str,
 )
 def test_updates_in_mid_generation(make: Make, how: dict[str, Any]) -> None:
-    """Against the same mesh of the CPU, whose replicas are as far as these when the weights
-    come."""
+    """Compared with the same mesh on the CPU, whose replicas have reached the same step when the
+    weights come."""
     found = []
     for changes in ({"device": "cpu", "comm": None}, {}):
         generator = make(MOE, TWO, dtype="float32", **WIDE, **changes)
@@ -281,7 +281,7 @@ def test_a_replay_counts_what_it_moves(make: Make, mesh: rm.Mesh, changes: dict[
 def test_long_steps_go_to_experts_run_after_run(
     make: Make, mesh: rm.Mesh, rows: int, changes: dict[str, Any]
 ) -> None:
-    """A prompt of three rows more than a run of 512 for each rank, whose home has the other
+    """For each rank, a prompt has three rows more than a run of 512, and its home has the other
     replica's few rows beside it or none."""
     config = helpers.tiny_config(moe=True, num_hidden_layers=1)
     how = {

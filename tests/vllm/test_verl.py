@@ -63,7 +63,7 @@ State = dict[str, Any]
 
 # ---------------------------------------------------------------------------- its weight transfer
 class Served:
-    """An engine with verl's extension in its workers, and which weights it should serve."""
+    """An engine with verl's extension in its workers, and the weights that it should serve."""
 
     def __init__(self, llm: Any):
         self.llm, self.oracle, self.seed = llm, support.Oracle("moe", "bfloat16"), 0
@@ -110,7 +110,7 @@ class Served:
                 assert not thread.is_alive(), "the trainer waits on"
 
     def hold(self) -> None:
-        """The weights of `seed` serve, by their answers."""
+        """Checks by their answers that the weights of `seed` serve."""
         self.oracle.serve(support.weights_of("moe", "bfloat16", self.seed))
         requests = support.drawn("moe", self.seed)
         support.agree(
@@ -214,7 +214,7 @@ def test_tokens_that_the_tokenizer_lacks(served: Served) -> None:
 
 # --------------------------------------------------------------------------------------- its GRPO
 def run(out: Path, *arguments: str, timeout: float = 900) -> list[dict[str, float]]:
-    """The metrics of each step."""
+    """Returns the metrics of each step."""
     ours = ("PYTEST_", "VLLM_", "CUDA_VISIBLE_DEVICES")  # Ray counts the devices that are visible
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     process = subprocess.Popen(

@@ -1,12 +1,11 @@
-"""Controls of vLLM's that edit logits before the draw, through a running engine: penalties, biases,
+"""vLLM's controls that edit logits before the draw, through a running engine: penalties, biases,
 bans, grammars.
 
 Input: requests with one control or several, greedy and seeded, all in one batch that is chunked and
 preempted. Oracle: the rows of rm.Generator.logits for the whole text, edited by the control's
-definition (NumPy, here), and drawn from by the sample op at that length of the text. Bound: every
-token the same, logprobs the model's own, bit for bit. test_vllm_host holds the editing itself to
-vLLM's sampler; here is whether the right rows meet the right requests.
-"""
+definition (NumPy, here), and the draw of the sample op at that length of the text. Bound: every
+token equal, logprobs the model's own, bit for bit. test_vllm_host compares the editing itself with
+vLLM's sampler; this file tests whether the right rows are used for each request."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ Edit = Callable[[Row, list[int], list[int]], None]
 
 
 def tokenizer(folder: Path) -> str:
-    """Its first 256 ids are bytes; text of them is what grammars see."""
+    """A tokenizer whose first 256 ids are bytes, so that grammars see their text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -189,7 +188,7 @@ def bad_words(words: list[str]) -> Edit:
 
 
 def spelling(allowed_at: list[str]) -> Edit:
-    """A regular expression of a fixed length, as the characters that may stand at each place; then
+    """Returns a regular expression of a fixed length, as the allowed characters of each place; then
     the end."""
 
     def edit(row: Row, prompt: list[int], output: list[int]) -> None:
@@ -273,9 +272,9 @@ def test_controls_under_preemption(served: Served) -> None:
 
 @pytest.mark.parametrize("way", WAYS[:2], ids=["greedy", "seeded"])
 def test_tokens_that_verl_forbids(served: Served, way: dict[str, Any]) -> None:
-    """verl replaces the model's compute_logits by one that sets them to -inf: ids that its
-    tokenizer lacks. They are never drawn, whoever draws and whatever else bans tokens; logprobs
-    stay the model's own."""
+    """verl replaces the model's compute_logits by a function that sets the ids that its tokenizer
+    lacks to -inf. They are never drawn, by either sampler and with any other bans; logprobs stay
+    the model's own."""
     from vllm.sampling_params import StructuredOutputsParams
 
     if served.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
@@ -314,7 +313,7 @@ def test_tokens_that_verl_forbids(served: Served, way: dict[str, Any]) -> None:
 
 
 def test_a_control_and_the_end_of_a_sequence(served: Served) -> None:
-    """A ban that ends lets the stop token through, and vLLM sees it."""
+    """When the ban ends, the stop token is allowed, and vLLM detects it."""
     (words, _) = CONTROLS["min_tokens"]
     (sample,) = served.generate([[1, 2, 3]], [params_of(words | {"max_tokens": 60}, seed=0)])
     assert sample.finish_reason == "stop"
@@ -334,7 +333,7 @@ def structured(**how: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", WAYS[:2], ids=["greedy", "seeded"])
 def test_grammars(served: Served, way: dict[str, Any]) -> None:
-    """Beside requests without one; with a penalty on top."""
+    """Beside requests without a grammar; one has a penalty as well."""
     words = structured(regex="[ab]{3}[0-9]{2}")
     spelled = spelling(["ab"] * 3 + ["0123456789"] * 2)
     edits = [spelled, nothing, both(spelled, frequency(2.0)), nothing]
@@ -371,8 +370,8 @@ def test_grammars_that_only_a_parser_knows(served: Served) -> None:
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_logprobs_of_the_distribution_drawn_from(model: str, v2: bool, tmp_path: Path) -> None:
-    """logprobs_mode="processed_logprobs", as TRL sets it: Generator's .sampling_logprobs. A greedy
-    draw is certain, 0."""
+    """logprobs_mode="processed_logprobs", which TRL sets, equals Generator's .sampling_logprobs. A
+    greedy draw has logprob 0."""
     support.need_protocol(v2)
     oracle = support.Oracle(model, "bfloat16", processed=True)
     try:

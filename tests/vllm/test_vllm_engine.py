@@ -77,8 +77,8 @@ def served(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_requests_of_every_kind(served: support.Served, seed: int) -> None:
-    """All at once: chunks of long prompts beside decodes, filters and counts of logprobs mixed in
-    one step."""
+    """All requests at once: chunks of long prompts beside decodes, with different filters and
+    numbers of logprobs in one step."""
     trace = served.traced(support.mixed(served.setting.model, seed, 16))
     assert trace.chunks > 0
 
@@ -105,7 +105,7 @@ def test_prompts_of_lengths_around_pages_and_chunks(served: support.Served, leng
 
 
 def test_prefix_hits(served: support.Served) -> None:
-    """A prompt that has been there: vLLM starts beyond its cached blocks."""
+    """The prompt is cached: vLLM starts after its cached blocks."""
     prompt = list(range(60, 130))
     served.hold([support.request(prompt, temperature=0.0, logprobs=3)])
     trace = served.traced(
@@ -119,7 +119,7 @@ def test_prefix_hits(served: support.Served) -> None:
 
 
 def test_preemption(served: support.Served) -> None:
-    """Six requests that together need three times the blocks there are."""
+    """Six requests together need three times the available blocks."""
     requests = [
         support.request(
             [i * 11 + j for j in range(12)],
@@ -136,7 +136,7 @@ def test_preemption(served: support.Served) -> None:
 
 
 def test_preemption_of_chunks(served: support.Served) -> None:
-    """Long prompts that are thrown out before they are whole, prompt logprobs asked for."""
+    """Long prompts with prompt logprobs are preempted before they are complete."""
     requests = [
         support.request(
             [(i * 31 + j * j) % 300 for j in range(60)],
@@ -167,7 +167,7 @@ def test_an_update_without_a_cache_reset(served: support.Served) -> None:
 
 
 def test_cached_tokens_are_counted(served: support.Served) -> None:
-    """vLLM's own figure stands, update or not."""
+    """vLLM's own count is kept, with and without an update."""
     prompt = {"prompt_token_ids": [5, 250] * 20}
     params = support.request([], max_tokens=2).theirs
     served.llm.generate([prompt], [params], use_tqdm=False)
@@ -175,8 +175,8 @@ def test_cached_tokens_are_counted(served: support.Served) -> None:
 
 
 def test_an_update_while_requests_run(served: support.Served) -> None:
-    """Tokens of before stand; those after are what the new weights say to the whole text, as if it
-    had been the prompt."""
+    """Tokens from before the update stay; later tokens equal those of the new weights with the
+    whole text so far as the prompt."""
     engine, old = served.llm.llm_engine, served.version
     requests = [
         support.request(
@@ -238,7 +238,7 @@ def test_sequences_that_reach_the_longest_length(served: support.Served) -> None
 
 
 def test_the_whole_vocabulary_as_logprobs(served: support.Served) -> None:
-    """-1 is vLLM's word for it."""
+    """-1 is vLLM's value for this."""
     request = support.request([3, 1, 4], logprobs=300, max_tokens=3)
     (answer,) = support.generate(
         served.llm, [support.Request(request.prompt, {**request.settings, "logprobs": -1})]

@@ -42,7 +42,7 @@ MAX_SEQS = 16
 
 
 class Counting(LogitsProcessor):
-    """A processor of a user's own, with state: it adds, to token 0, the number of tokens so far."""
+    """A user-defined processor with state: it adds the number of tokens so far to token 0."""
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool):
         self.rows: dict[int, list[int]] = {}
@@ -110,8 +110,8 @@ def random_row(rng: np.random.Generator, name: str) -> HostRow:
 
 
 def stepped(rng: np.random.Generator, row: HostRow) -> HostRow:
-    """One token later, or one before when vLLM drops what was drawn; under a grammar with a bitmask
-    of this step."""
+    """Advances one token, or goes back one when vLLM drops the drawn token; with a grammar, also
+    with this step's bitmask."""
     output = (
         row.output_ids[:-1]
         if rng.random() < 0.1
@@ -126,7 +126,7 @@ def stepped(rng: np.random.Generator, row: HostRow) -> HostRow:
 
 
 def of_vllm(raw: np.ndarray, rows: list[HostRow], *processors: Any) -> np.ndarray:
-    """The oracle."""
+    """Computes the oracle."""
     import xgrammar
 
     logits = torch.from_numpy(raw.copy())
@@ -210,7 +210,7 @@ def test_as_vllms_sampler(rng: np.random.Generator, round_: int) -> None:
 
 
 def test_a_grammar_ends_before_min_tokens(rng: np.random.Generator) -> None:
-    """Where a grammar leaves the end only, min_tokens does not take that away too."""
+    """If a grammar allows only the end, min_tokens does not ban it."""
     mask = np.zeros(3, np.int32)
     mask[9 // 32] = 1 << (9 % 32)
     params = SamplingParams(

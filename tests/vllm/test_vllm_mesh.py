@@ -58,7 +58,7 @@ class Setting:
 
 
 def crowded(first: int) -> list[support.Request]:
-    """More than the blocks hold, so that some are preempted."""
+    """More requests than the blocks can hold, so that some are preempted."""
     return [
         support.request(
             [first + i] * 12, seed=i, temperature=[0.0, 1.0][i % 2], logprobs=2, max_tokens=80
@@ -134,8 +134,9 @@ REPLICAS = (
 def test_replicas_answer_as_one(
     setting: Setting, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    """Balanced by vLLM; one alone busy while the other steps along without tokens; idle ones that
-    wake; an update between and one while requests wait; both replicas preempting."""
+    """Requests balanced by vLLM; one busy replica while the other steps without tokens; idle
+    replicas that wake; an update in between and one while requests wait; both replicas
+    preempting."""
     support.need_protocol(setting.v2)
     oracle = support.Oracle(setting.model, setting.dtype)
     compared = 0

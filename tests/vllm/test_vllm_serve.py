@@ -61,8 +61,8 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
 def model_folder(at: Path) -> str:
-    """With a tokenizer, as servers want it. vLLM refuses ids that neither it nor the model has; the
-    ten on top are only its own."""
+    """A folder with a tokenizer, which servers need. vLLM refuses ids that neither the tokenizer
+    nor the model has; the last ten are only in the tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     path = support.folder(at, MODEL)
@@ -109,8 +109,8 @@ class Oracle(support.Oracle):
 
 # ------------------------------------------------------------------------------------- the server
 class Server:
-    """The process, and what its clients say to it. `version` is the one that should serve, which
-    the oracle has."""
+    """The server's process and its clients' calls. `version` is the version that should serve,
+    which the oracle has."""
 
     def __init__(self, at: Path):
         options = support.options(
@@ -177,7 +177,7 @@ class Server:
 
     # ------------------------------------------------------------------------------- its endpoints
     def ask(self, path: str, body: Any = None) -> tuple[int, Any]:
-        """GET without a body. The status, and what the answer's JSON says."""
+        """Sends a GET without a body. Returns the status and the answer's JSON."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             f"{self.url}/{path}", data, {"Content-Type": "application/json"}
@@ -204,7 +204,7 @@ class Server:
         return self.ask("v1/completions", self.body(request, **changes))
 
     def follow(self, request: support.Request, answer: support.Answer) -> None:
-        """Streams what is drawn into `answer`."""
+        """Streams the drawn tokens into `answer`."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             headers = {"Content-Type": "application/json"}
@@ -313,7 +313,8 @@ def events(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def refused_without_weights(server: Server) -> None:
-    """Each in its own way says what is missing, and that it may be asked again."""
+    """Each endpoint reports in its own format what is missing, and that the request can be
+    repeated."""
     message = "NotSyncedError: weights: expected synced ones, got none; call sync_weights first"
     wanted = {"message": message, "type": "ServiceUnavailableError", "code": 503}
     talk = {
@@ -334,8 +335,8 @@ def refused_without_weights(server: Server) -> None:
 
 
 def test_ids_that_are_none(served: Server) -> None:
-    """The request's own fault, by vLLM's own look or by the worker's. Others beside it are
-    served."""
+    """The request is at fault, detected by vLLM's check or by the worker's. Other requests beside
+    it are served."""
     status, words = served.complete(support.request([1, VOCAB + 4000]))
     assert (status, words["error"]["message"]) == (
         400,
@@ -470,7 +471,7 @@ def test_bits(served: Server) -> None:
 
 
 def test_streams_and_texts(served: Server) -> None:
-    """A stream's parts are the answer; a text is its ids."""
+    """The parts of a stream equal the answer; a text equals its ids."""
     requests = long_requests()
     got = [support.Answer(0, [], (None, None), []) for _ in requests]
     with ThreadPoolExecutor(len(requests)) as pool:
@@ -486,7 +487,7 @@ def test_streams_and_texts(served: Server) -> None:
 
 
 def test_stop_strings(served: Server) -> None:
-    """The answer without them, up to the token that completes one."""
+    """The oracle is the answer without stop strings, up to the token that completes one."""
     whole = served.complete(SIMPLE, max_tokens=20)[1]["choices"][0]
     words = whole["text"].split()
     stop = next(word for i, word in enumerate(words) if i >= 5 and word not in words[:i])
@@ -500,7 +501,7 @@ def test_stop_strings(served: Server) -> None:
 
 # ------------------------------------------------------------------------------------ new weights
 def long_requests() -> list[support.Request]:
-    """Two more than run at a time."""
+    """Two requests more than can run at a time."""
     return [
         support.request(
             [50 + i] * (4 + 4 * i),
@@ -514,7 +515,7 @@ def long_requests() -> list[support.Request]:
 
 
 class Running:
-    """Requests that stream, and what they have said so far."""
+    """Streaming requests, and their output so far."""
 
     def __init__(self, server: Server, pool: ThreadPoolExecutor):
         self.requests = long_requests()
@@ -594,7 +595,7 @@ SPOILED: dict[str, tuple[Callable[[support.Weights], support.Weights], type[rm.E
 
 @pytest.mark.parametrize("how", SPOILED)
 def test_a_bad_push(served: Server, how: str) -> None:
-    """The trainer gets it by its class, with the tensor's name; the old version serves, and
+    """The trainer gets the error by its class, with the tensor's name; the old version serves, and
     generation is not left paused."""
     spoil, error = SPOILED[how]
     with pytest.raises(error, match=re.escape(LATE)) as caught:
@@ -607,8 +608,8 @@ def test_a_bad_push(served: Server, how: str) -> None:
 
 
 def test_names_of_a_version(served: Server) -> None:
-    """vLLM's label, the worker's number, and sums of what is served; a set that is refused leaves
-    all of them."""
+    """vLLM's label, the worker's number, and the checksums of the serving weights; a refused set
+    does not change them."""
     served.push("step-one")
     one = (
         served.ask("weight_info"),
@@ -629,8 +630,8 @@ def test_names_of_a_version(served: Server) -> None:
 
 
 def test_two_trainers_at_once(served: Server) -> None:
-    """Each is told that its set was taken, or why not; what serves then is one of the sets,
-    whole."""
+    """Each trainer learns that its set was accepted, or the reason of the refusal; afterwards one
+    of the sets serves, complete."""
     taken, ends = [served.version], list[rm.Error]()
     begin = threading.Barrier(2)
 
@@ -685,8 +686,8 @@ def test_sleep_and_reload(served: Server) -> None:
 
 # ---------------------------------------------------------------------------------------- the log
 def no_riddles(log: str) -> None:
-    """vLLM logs where a call of a trainer's failed. Each such traceback ends in an error of ours,
-    which says what was wrong."""
+    """vLLM logs a traceback for a trainer's failed call. Each such traceback must end in an error
+    of rollmesh with the reason."""
     ours = re.compile(
         r"(rollmesh\.errors\.|Exception: Call to collective_rpc method failed: "
         rf")({'|'.join(errors.__all__)}): .+"

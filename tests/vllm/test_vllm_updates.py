@@ -1,11 +1,10 @@
-"""New weights for a running vLLM engine: whichever version should serve, its bits are those of
+"""New weights for a running vLLM engine: the version that should serve is bit-identical to
 rm.Generator with the same weights.
 
 Input: small models; pushes by vLLM's official calls (through rollmesh.vllm's sender, over shared
 memory) and by load_weights. Oracle: rm.Generator. Bound: 0 differing bits. Every scenario ends by
-holding a full set of requests against the version that should serve then: the new one after a good
-push, the old one after a bad.
-"""
+comparing a full set of requests with the version that should serve then: the new version after a
+good push, the old version after a bad push."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ ENGINES = {
 
 
 class Served(support.Served):
-    """With the sender of its trainer; the oracle always holds the version that should serve."""
+    """An engine with its trainer's sender; the oracle always has the version that should serve."""
 
     def __init__(self, llm: Any):
         self.sender = WeightSender(llm)
@@ -52,8 +51,8 @@ class Served(support.Served):
         return support.weights_of(MODEL, DTYPE, version)
 
     def hold(self, requests: list[support.Request] | None = None) -> None:
-        """In these requests nothing of a former answer is left to chance: prompts repeat over
-        versions, and caches are not reset."""
+        """Prompts repeat over versions without a reset of the caches, so that these requests would
+        show stale cache contents."""
         super().hold(support.mixed(MODEL, 0) if requests is None else requests)
 
 
@@ -83,7 +82,7 @@ def test_ten_versions_in_a_row(served: Served) -> None:
 
 
 def test_cached_tokens_are_those_of_the_new_weights(served: Served) -> None:
-    """num_cached_tokens is 0 where the cached pages are of older weights, which are recomputed."""
+    """num_cached_tokens is 0 if the cached pages are from older weights; they are recomputed."""
     prompt, params = {"prompt_token_ids": list(range(2, 42))}, support.request([2], max_tokens=2)
     seen = []
     for _ in range(2):
@@ -96,7 +95,7 @@ def test_cached_tokens_are_those_of_the_new_weights(served: Served) -> None:
 
 
 def test_a_trainer_that_ends_midway(served: Served) -> None:
-    """start_weight_update and no more; then a whole push."""
+    """The trainer calls only start_weight_update; then a whole push follows."""
     served.llm.start_weight_update()
     served.hold()
     served.push()
@@ -105,7 +104,7 @@ def test_a_trainer_that_ends_midway(served: Served) -> None:
 
 @pytest.mark.parametrize("level", [2, 3])
 def test_sleep_and_reload(served: Served, level: int) -> None:
-    """Above 2 is 2, as to vLLM's own workers."""
+    """Levels above 2 count as 2, like in vLLM's own workers."""
     served.llm.sleep(1)
     served.llm.wake_up()
     served.hold()
@@ -137,8 +136,8 @@ def test_sleep_and_reload(served: Served, level: int) -> None:
 def test_a_call_that_all_workers_refuse(
     served: Served, method: str, args: tuple[Any, ...], options: dict[str, Any], words: str
 ) -> None:
-    """vLLM's executor reads replies up to the first failure, and would take a second one for the
-    reply to its next call: a set with a tensor missing would seem to have been committed."""
+    """vLLM's executor reads replies up to the first failure, and would take a second failure for
+    the reply to its next call: a set with a missing tensor would appear committed."""
     with pytest.raises(Exception, match=words):
         served.llm.collective_rpc(method, args=args, kwargs=options)
     for _ in range(2):
@@ -149,7 +148,7 @@ def test_a_call_that_all_workers_refuse(
 
 
 def test_versions_in_a_folder(served: Served, tmp_path: Path) -> None:
-    """vLLM's four calls with transport="folder": the workers read what a DeltaWriter publishes,
+    """vLLM's four calls with transport="folder": the workers read the versions of a DeltaWriter,
     which may be deltas."""
     writer, calls = DeltaWriter(tmp_path), client_of(served.llm, 60.0)
 
@@ -198,8 +197,8 @@ def test_versions_in_a_folder(served: Served, tmp_path: Path) -> None:
 
 
 def test_load_weights(served: Served) -> None:
-    """One parameter a call, by TRL's road or by collective_rpc's; a set that breaks off fails the
-    requests that would need it, and leaves the old version to the next."""
+    """Loads one parameter a call, by TRL's path or by collective_rpc's. A set that stops early
+    fails the requests that would need it, and the next set starts from the old version."""
     if served.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
         pytest.skip("TRL reaches into a worker of this process")
     served.version += 1
@@ -221,8 +220,8 @@ def test_load_weights(served: Served) -> None:
 def test_a_part_of_a_set_while_requests_run(
     served: Served, steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They end with the error, those of a step that was scheduled meanwhile too; the pages that
-    they were given hold nothing. The log has it once."""
+    """The requests end with the error, including those of a step that was scheduled meanwhile;
+    their pages are not cached. The log has the error once."""
     if served.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
         pytest.skip("TRL reaches into a worker of this process")
     engine, running, ends = served.llm.llm_engine, long_requests(), {}
@@ -320,7 +319,7 @@ def long_requests() -> list[support.Request]:
 
 
 class Running:
-    """Requests of an AsyncLLM that are under way, and what they have said so far."""
+    """Running requests of an AsyncLLM, and their output so far."""
 
     def __init__(self, llm: Any, requests: list[support.Request], name: str):
         self.requests, self.answers = (
@@ -381,7 +380,7 @@ async def keep(
 
 
 async def ended_by_pause(llm: Any, oracle: support.Oracle, mode: str, name: str) -> None:
-    """abort: what came is the beginning of the answer; wait: the whole answer."""
+    """abort: the output is the beginning of the answer; wait: the output is the whole answer."""
     want = oracle.answers(long_requests())
     running = Running(llm, long_requests(), name)
     await running.until(6)
@@ -397,8 +396,8 @@ async def ended_by_pause(llm: Any, oracle: support.Oracle, mode: str, name: str)
 
 
 async def refused_streams(llm: Any) -> None:
-    """Input that comes in parts ends at its first, however the parts come, and nothing else
-    does."""
+    """Input that comes in parts ends at its first part, however the parts come; other requests are
+    not affected."""
     from vllm import SamplingParams
     from vllm.engine.protocol import StreamingInput
 

@@ -48,7 +48,7 @@ from rollmesh.weights.transport import manifest, segment  # noqa: E402
 # ------------------------------------------------------------------------- sets by the four calls
 @pytest.mark.parametrize("how", SPOILED)
 def test_a_spoiled_set(served: Served, how: str) -> None:
-    """The tensor comes late, when most of the set is staged; the caller gets the error by its
+    """The bad tensor comes late, when most of the set is staged; the caller gets the error by its
     class, from one process or two."""
     spoil, error = SPOILED[how]
     with pytest.raises(error):
@@ -85,7 +85,7 @@ def test_calls_out_of_order(served: Served) -> None:
 
 # ---------------------------------------------------------------------- blocks that are not right
 class Block:
-    """A whole set in one shared block, to be spoiled."""
+    """A whole set in one shared block, which tests spoil."""
 
     def __init__(self, version: int):
         arrays = [
@@ -211,7 +211,7 @@ def test_a_block_that_is_not_right(served: Served, how: str) -> None:
 
 
 def test_an_update_that_is_started_within_another(served: Served) -> None:
-    """It stands while its trainer lives, and holds the block; then it is dropped."""
+    """The update stays open while its trainer lives, and holds the block; then it is dropped."""
     block = Block(served.version + 1)
     served.client.init_weight_transfer_engine({})
     served.client.start_weight_update()
@@ -337,7 +337,7 @@ def test_every_process_of_an_external_launcher_hears_of_it() -> None:
 
 # ----------------------------------------------------------------------------------- load_weights
 def test_load_weights(served: Served) -> None:
-    """One parameter a call, in a dtype that is converted; the next step closes the set."""
+    """Loads one parameter a call, in a dtype that is converted; the next step closes the set."""
     version = served.version + 1
     for name, tensor in ranks.float_words(state(version)).items():
         assert served.client.rpc("load", [(name, tensor)])[-1] == {name}
@@ -349,7 +349,7 @@ def test_load_weights(served: Served) -> None:
 
 
 def test_load_weights_twice_without_a_step(served: Served) -> None:
-    """A name that comes again begins the next set: two versions later the last one serves."""
+    """A repeated name begins the next set: two versions later the last version serves."""
     for version in (served.version + 1, served.version + 2):
         served.client.rpc("load", list(state(version).items()))
     served.version += 2
@@ -439,7 +439,7 @@ def test_a_trainer_under_verl_that_leaves(served: Served, between: str) -> None:
 
 
 def test_a_router_bias_that_comes_last() -> None:
-    """The set is complete without it; closing there would lose it."""
+    """The set is complete without the bias; closing the set there would lose the bias."""
     weights = numpy_state_dict(CONFIG, 5, DTYPE, router_bias=True)
     last = sorted(weights, key=lambda name: name.endswith("e_score_correction_bias"))
     assert last[-1].endswith("e_score_correction_bias")
@@ -468,7 +468,8 @@ def test_an_iterator_that_fails(alone: Served) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("after", [0, 3])
 def test_an_iterator_that_fails_on_one_rank(two: Served, rank: int, after: int) -> None:
-    """Before its first tensor too, where the other rank waits in the set's beginning."""
+    """It may fail before its first tensor too, while the other rank waits in the set's
+    beginning."""
     with pytest.raises(
         RuntimeError,
         match=("" if rank else "SyncAbortedError: rank 0: ") + "OSError: the trainer's disk",
@@ -480,7 +481,7 @@ def test_an_iterator_that_fails_on_one_rank(two: Served, rank: int, after: int) 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_iterator_that_fails_on_one_rank_under_verl(two: Served, rank: int) -> None:
-    """Both ranks keep the error, and neither reads the next bucket."""
+    """Both ranks keep the error, and do not read the next bucket."""
     rpc, entries = two.client.rpc, list(state(two.version + 1).items())
     rpc("as_under_verl", True)
     try:
@@ -506,8 +507,8 @@ def test_the_model_holds_nothing(alone: Served) -> None:
 
 
 def test_what_may_replace_compute_logits(alone: Served) -> None:
-    """A function that forbids certain tokens; of two in a row both hold. Anything else is refused,
-    and what held before holds on."""
+    """A function that forbids certain tokens is accepted, and two in a row are both applied.
+    Anything else is refused, and the previous functions stay."""
     import torch
 
     model = alone.client.worker.updates.model
@@ -569,7 +570,8 @@ def test_sleep(served: Served) -> None:
 
 
 def test_sleep_within_a_set(served: Served) -> None:
-    """Level 1 leaves what was pushed; level 2 drops it, and says so to the next block."""
+    """Level 1 keeps the pushed tensors. Level 2 drops them, and the next block gets an error with
+    this reason."""
     rpc = served.client.rpc
     rpc("load", list(state(served.version + 1).items()))
     rpc("sleep", 1)
@@ -599,7 +601,7 @@ def test_without_a_configured_transfer() -> None:
 
 
 def test_infos_are_plain() -> None:
-    """msgpack and JSON carry them."""
+    """msgpack and JSON can carry them."""
     import msgspec
 
     for info in (InitInfo(), UpdateInfo("{}", 3, "a", "b", 4)):
@@ -619,7 +621,7 @@ def test_registering_again_does_nothing() -> None:
 
 
 def test_checksums(served: Served) -> None:
-    """vLLM's weight checker: equal for equal weights, under whatever mesh."""
+    """vLLM's weight checker: equal checksums for equal weights, on any mesh."""
     served.push()
     with rm.Generator(
         rm.ModelSpec.from_hf(CONFIG), dtype=DTYPE, max_model_len=32, kv_cache_gib=0.002, threads=1

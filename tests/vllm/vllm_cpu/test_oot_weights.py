@@ -1,9 +1,8 @@
-"""Weights of the out-of-tree classes: nothing before the first load, strict, staged, whole or not
-at all; and on the meta device.
+"""Weights of the out-of-tree classes: empty before the first load, strict, staged, complete or
+unchanged; and on the meta device.
 
-Oracle of what serves: rm.Generator with that version, bit for bit. Of the construction: the
-process's own memory, and RoPE's table as ops.rope_table makes it.
-"""
+Oracle of the answers: rm.Generator with that version, bit for bit. Oracle of the construction: the
+process's own memory, and the RoPE table of ops.rope_table."""
 
 from __future__ import annotations
 
@@ -137,7 +136,8 @@ def vllm_config(at: Path, config: dict[str, Any], **changes: Any) -> Any:
 
 
 def resident() -> int:
-    """Bytes of this process in memory or promised: the heap and anonymous maps, touched or not."""
+    """Returns the bytes of this process in memory or promised: the heap and anonymous maps, touched
+    or not."""
     words = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(words[name].split()[0]) << 10 for name in ("VmRSS", "VmSwap"))
 
