@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _two_torch_threads() -> None:
-    """torch takes every core by default; the machines that run this have two."""
+    """torch uses every core by default; the machines that run the tests have two."""
     try:
         import torch
     except ImportError:  # sanitizer runs have none
@@ -49,8 +49,8 @@ def _two_torch_threads() -> None:
 
 @pytest.fixture(scope="module")
 def torch_as_it_was() -> Iterator[None]:
-    """A trainer sets torch's thread count and deterministic algorithms for its process; other test
-    files get back theirs."""
+    """A trainer sets torch's thread count and deterministic algorithms for its process; this
+    restores them for other test files."""
     import torch
 
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
@@ -61,8 +61,8 @@ def torch_as_it_was() -> Iterator[None]:
 
 @pytest.fixture
 def plain_signals() -> Iterator[None]:
-    """Whoever started this process may have had some ignored: a shell what runs in its background,
-    nohup."""
+    """Restores signals that the parent process may have ignored, such as a shell for background
+    jobs, or nohup."""
     from rollmesh.run.signals import SIGNALS
 
     before = [(number, signal.signal(number, signal.SIG_DFL)) for number in SIGNALS]
@@ -123,7 +123,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist hands its lines of the summary to the process that prints them."""
+    """A worker of pytest-xdist sends its lines of the summary to the process that prints them."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["summary"] = session.config.stash[SUMMARY]
 
@@ -160,8 +160,8 @@ def build_folder(kind: str, factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cuda_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tests/support/cuda_build.py builds: what two test files need is compiled once.
-    RM_CUDA_BUILD=DIR keeps it."""
+    """The folder in which tests/support/cuda_build.py builds, so that programs of several test
+    files are compiled once. RM_CUDA_BUILD=DIR keeps it."""
     if shutil.which(compiler := os.environ.get("CXX", "g++")) is None:
         pytest.skip(f"needs a C++ compiler; {compiler} is not installed")
     return build_folder("CUDA", tmp_path_factory)
@@ -169,7 +169,7 @@ def cuda_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def simt_library(cuda_folder: Path) -> Path:
-    """librollmesh_simt.so, which stands in for librollmesh_cuda.so."""
+    """librollmesh_simt.so, which replaces librollmesh_cuda.so."""
     import cuda_build
 
     return cuda_build.simt_library(cuda_folder)
@@ -205,9 +205,9 @@ def _factory() -> Iterator[Callable[..., Any]]:
         seed: int = 0,
         **options: Any,
     ) -> Any:
-        """A generator of `model` (a helpers.Case, a config dict, or None for the tiny dense one),
-        synced to version 0 with its random weights, with `weights` (any source), or, at None, not
-        at all."""
+        """Makes a generator of `model` (a helpers.Case, a config dict, or None for the tiny dense
+        model), synced to version 0 with its random weights, with `weights` (any source), or, for
+        None, unsynced."""
         case = (
             model
             if isinstance(model, helpers.Case)
@@ -242,8 +242,8 @@ module_generator = pytest.fixture(_factory, name="module_generator", scope="modu
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Any]]:
-    """Generators with helpers.SMALL, by default of the tiny dense model on a CUDA device; a module
-    that wants others wraps it."""
+    """Makes generators with helpers.SMALL, by default of the tiny dense model on a CUDA device; a
+    module that needs others wraps it."""
     import helpers
 
     import rollmesh

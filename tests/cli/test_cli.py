@@ -32,7 +32,7 @@ NO_GPU = "none found (nvidia-smi is absent or sees none)"
 
 
 def program(*args: object, cwd: Path | None = None) -> str:
-    """Standard output of `python -m rollmesh args`."""
+    """Returns the standard output of `python -m rollmesh args`."""
     command = [sys.executable, "-m", "rollmesh", *map(str, args)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=240, check=False, cwd=cwd
@@ -42,8 +42,8 @@ def program(*args: object, cwd: Path | None = None) -> str:
 
 
 def rollmesh(*args: object, status: int = 0) -> str:
-    """Standard output of `rollmesh args`, run in this process; standard error where a failure is
-    expected."""
+    """Returns the standard output of `rollmesh args`, run in this process; standard error if a
+    failure is expected."""
     from rollmesh.cli import main
 
     out, err = io.StringIO(), io.StringIO()
@@ -70,8 +70,8 @@ def rollmesh(*args: object, status: int = 0) -> str:
     ],
 )
 def test_the_command_line_is_light(code: str, absent: list[str]) -> None:
-    """--help answers at once: it imports no command. Only grpo may import torch, and only when it
-    runs."""
+    """--help answers immediately, because it imports no command. Only grpo may import torch, and
+    only when it runs."""
     code += f"\nimport sys; print([m for m in {absent} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
@@ -244,8 +244,8 @@ def test_a_build_without_cuda_says_why(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """setup.py's own step beside an extension, and what doctor and a generator read of it. nvcc is
-    a program that fails."""
+    """Runs setup.py's own step beside an extension, and checks what doctor and a generator report.
+    nvcc is a program that fails."""
     for name in ("ROLLMESH_CUDA", "ROLLMESH_SANITIZE", "ROLLMESH_CUDA_LIBRARY"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -371,8 +371,8 @@ def test_plan_of_the_full_size_config() -> None:
 
 
 def test_plan_counts_what_the_engine_stores() -> None:
-    """The weights line against the engine's own count for the same shape: within the packing of
-    vectors (1 %)."""
+    """Compares the weights line with the engine's own count for the same shape: within the packing
+    of vectors (1 %)."""
     from rollmesh.cli import options
     from rollmesh.model import sizes
     from rollmesh.model.placement import placements
@@ -427,8 +427,8 @@ def test_generate_converts_where_a_dtype_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_generate_skips_what_the_model_has_no_place_for(tmp_path: Path) -> None:
-    """A layer behind the last one, as checkpoints of GLM-4-MoE have for multi-token prediction: by
-    --skip-unknown, else it is refused."""
+    """The folder has a layer after the last one, like checkpoints of GLM-4-MoE with multi-token
+    prediction: accepted with --skip-unknown, else refused."""
     pytest.importorskip("transformers")
     from safetensors.numpy import load_file, save_file
 
@@ -460,8 +460,8 @@ def test_generate_skips_what_the_model_has_no_place_for(tmp_path: Path) -> None:
 
 
 def test_generate_from_a_folder_equals_transformers(tmp_path: Path) -> None:
-    """A float32 checkpoint saved by transformers: the greedy completion, token by token, is
-    transformers' own."""
+    """A float32 checkpoint saved by transformers: the greedy completion equals transformers' own,
+    token by token."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from rollmesh.run import config, data
@@ -659,7 +659,7 @@ def test_errors_are_one_line_and_status_2(args: tuple[object, ...], message: str
 
 
 def refused(*args: object) -> str:
-    """The one line of `rollmesh args`."""
+    """Returns the one line of `rollmesh args`."""
     text = rollmesh(*args, status=2)
     assert re.match(f"rollmesh {args[0]}: (Config|Format)Error: ", text), text
     assert text.count("\n") == 1
@@ -746,7 +746,7 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
 
 
 def a_run(folder: Path, generator: str) -> Path:
-    """A run's TOML of the debug MoE shape, with these lines as its [generator] table."""
+    """Writes a run's TOML of the debug MoE shape, with these lines as its [generator] table."""
     shape = MOE.read_text().partition("[model]")[2].partition("\n[")[0]
     run = folder / "run.toml"
     run.write_text(
@@ -758,7 +758,7 @@ def a_run(folder: Path, generator: str) -> Path:
 def test_plan_and_bench_take_the_runs_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """dtype and KV cache of the TOML's [generator], unless an option says otherwise."""
+    """dtype and KV cache come from the TOML's [generator], unless an option overrides them."""
     from rollmesh.cli import main
 
     run = a_run(tmp_path, 'dtype = "float32"\nkv_cache_gib = 0.015625\n[sync]\ncast = true')
@@ -780,7 +780,7 @@ def test_commands_take_the_runs_device(
     simt_library: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A run on a GPU is planned and measured for one, unless an option says otherwise; on the
+    """A run on a GPU is planned and measured for a GPU, unless an option overrides this; on the
     simulated device."""
     from rollmesh.cli import main
     from rollmesh.runtime.devices import LIBRARY_SWITCH
@@ -817,8 +817,8 @@ def test_commands_take_the_runs_device(
 
 
 def test_plan_sums_the_ranks_of_one_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Twice the weights of all, of --ranks, and a KV cache of each; to the two digits that are
-    shown."""
+    """Sums the weights of all ranks, of --ranks, and a KV cache of each; to the two printed
+    digits."""
     from rollmesh.cli import main
 
     command = [
@@ -883,7 +883,7 @@ def test_prompts_may_stand_behind_an_option(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("absent", ["tokenizers", "transformers"])
 def test_without_the_packages_of_training(absent: str) -> None:
-    """bench needs a shape, generate --ids numbers; grpo says what is missing."""
+    """bench needs a shape, generate --ids numbers; grpo reports the missing packages."""
 
     def run(*args: object) -> subprocess.CompletedProcess[str]:
         hide = (
@@ -922,8 +922,8 @@ def test_a_run_that_never_began_does_not_block_its_folder(tmp_path: Path) -> Non
 
 
 def test_the_config_of_the_documents_is_whole(tmp_path: Path) -> None:
-    """The TOML that docs/grpo.md gives for a task of one's own, read as it stands; and what it says
-    of the two dtypes."""
+    """Reads the TOML that docs/grpo.md gives for a custom task unchanged, and checks what the page
+    says of the two dtypes."""
     from rollmesh.run import config as run_config
 
     text = (ROOT / "docs/grpo.md").read_text(encoding="utf-8").split("```toml\n")[1].split("```")[0]

@@ -1,7 +1,7 @@
 """`rollmesh bench --suite cpu`: limits, targets, table, JSON and picture of benchmarks/cpu.py.
 
-Input: made-up rows, answers and limits; in the full set a run of tiny models. Oracle: bytes and
-FLOPs of a tiny shape by hand."""
+Input: artificial rows, answers and limits; in the full suite a run of tiny models. Oracle: bytes
+and FLOPs of a tiny shape by hand."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_turn_in_which_the_memory_changed_counts_only_where_all_do(
 
 
 class Answers:
-    """Stands for an engine's process: its answers, one after the other."""
+    """Replaces an engine's process: returns its answers, one after the other."""
 
     def __init__(self, name: str, *seconds: float):
         self.name, self.left = (

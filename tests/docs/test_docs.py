@@ -1,7 +1,7 @@
-"""The documents: what they name exists, they fit a screen, the pictures are what the script draws,
-and the README's Python runs.
+"""The documents: the files that they name exist, they fit a screen, the pictures match the script
+that draws them, and the README's Python runs.
 
-Rule for Markdown: no line over 100 characters, but for rows of tables and links that cannot be
+Rule for Markdown: lines have at most 100 characters, except rows of tables and links that cannot be
 broken. The README has at most 150 lines."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FOLDERS = (
 
 
 def prose(text: str) -> str:
-    """Without blocks of code."""
+    """Returns the text without blocks of code."""
     return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
@@ -73,7 +73,7 @@ def test_what_a_page_links_to_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_names_exists(page: Path) -> None:
-    """Paths in backticks and in commands, from the root; a * matches at least one file."""
+    """Checks paths in backticks and in commands, from the root; a * matches at least one file."""
     text = page.read_text(encoding="utf-8")
     if page.name == "CHANGELOG.md":
         return
@@ -161,7 +161,7 @@ def tiny_checkpoint(folder: Path) -> Any:
 
 
 def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks, one after the other, with what it calls yours."""
+    """Runs its blocks, one after the other, with definitions for the user's own names."""
     torch = pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(

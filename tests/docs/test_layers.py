@@ -205,7 +205,7 @@ def python_files(root: Path) -> Iterator[Path]:
 
 
 def unsafe_calls(tree: ast.Module) -> Iterator[str]:
-    """Calls by which data becomes code."""
+    """Returns calls that turn data into code."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -238,7 +238,7 @@ def test_the_tree_keeps_its_layers() -> None:
 
 
 def test_the_training_algorithm_stays_short() -> None:
-    """The files of rollmesh.grpo together. Everything else of a run is in rollmesh.run."""
+    """Counts the files of rollmesh.grpo together. Everything else of a run is in rollmesh.run."""
     files = (ROOT / "python/rollmesh/grpo").glob("*.py")
     assert sum(len(path.read_text().splitlines()) for path in files) <= 1200
 

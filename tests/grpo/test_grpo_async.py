@@ -1,9 +1,8 @@
 """`[rollout] async_level`: rollouts that a thread generates while the trainer learns.
 
-Oracles: the same schedule without a thread, the same run without a break, the trainer's logprobs
-under each version. Bound: no bit of weights, metrics (times apart) or logprobs differs. An engine
-that is held between its steps makes "during a batch" certain.
-"""
+Oracles: the same schedule without a thread, an uninterrupted run, the trainer's logprobs under each
+version. Bound: weights, metrics (except times) and logprobs are bit-identical. An engine that is
+held between its steps makes "during a batch" certain."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ def prepared(*changes: str, resume: Path | None = None) -> loop.Run:
 def run(
     out: Path, *changes: str, resume: Path | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """The lines without times, the weights at the end."""
+    """Returns the lines without times, and the weights at the end."""
     this = prepared(*changes, resume=resume)
     try:
         loop.train(this, out)
@@ -146,8 +145,8 @@ def test_a_run_that_waits_is_the_schedule_by_turns_bit_for_bit(
 
 @LEVELS
 def test_a_resumed_run_is_the_same_run_bit_for_bit(level: int, tmp_path: Path) -> None:
-    """The checkpoint holds the batches of versions that are gone, with their routing and the tokens
-    that filters kept."""
+    """The checkpoint holds the batches of earlier versions, with their routing and the kept
+    tokens."""
     changes = [
         f"rollout.async_level={level}",
         "correction.routing_replay=true",
@@ -214,7 +213,7 @@ def test_a_resume_at_another_level_starts_from_the_checkpoint(tmp_path: Path) ->
 def test_a_push_waits_for_the_batch_that_has_not_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread comes to each batch long after the trainer has learned from the one before."""
+    """The thread starts each batch long after the trainer has learned from the previous one."""
 
     def late(
         run: Any, step: int, version: int | None = None, generate: Any = loop._roll_out
@@ -264,8 +263,8 @@ def test_a_run_refuses_batches_that_are_too_old(
 
 # -------------------------------------------------------------------------------- syncs in flight
 class Brake:
-    """Slows a generator down: before each of its steps, `before(number of the step)`, which may
-    return False: no step yet."""
+    """Slows a generator down: before each of its steps it calls `before(number of the step)`, which
+    may return False to delay the step."""
 
     def __init__(self, generator: Any, before: Callable[[int], bool | None]) -> None:
         self.steps, self._step, self._before = 0, generator._loop._step, before
@@ -545,7 +544,8 @@ def test_the_last_checkpoint_has_its_rollouts_in_the_second_try_too(
 
 
 def test_an_interrupt_anywhere_leaves_no_thread() -> None:
-    """From the first call to the end of the context; CPython's Thread.start itself is not safe."""
+    """Interrupts from the first call to the end of the context; CPython's Thread.start itself is
+    not safe."""
 
     def use(ahead: AsyncRollouts) -> None:
         try:

@@ -1,5 +1,5 @@
-"""[rollout] filter_groups: groups of equal rewards are left out and others drawn, the same ones in
-a run that is resumed."""
+"""[rollout] filter_groups: groups of equal rewards are dropped and replaced by new draws, which are
+the same in a resumed run."""
 
 from __future__ import annotations
 
@@ -240,7 +240,8 @@ def test_without_flat_groups_it_is_the_run_without(tmp_path: Path) -> None:
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("reward, limit", [("half", 1), ("none", 3)])
 def test_at_the_limit_flat_groups_fill_the_step(reward: str, limit: int, tmp_path: Path) -> None:
-    """So with one batch it is the run without, and with nothing but flat groups as well."""
+    """So the result with a limit of one batch, and with only flat groups, equals the run without
+    the filter."""
     lines = ran(tmp_path / "a", reward, FILTER, f"rollout.max_num_gen_batches={limit}")
     assert {line["num_gen_batches"] for line in lines} == {limit}
     assert {line["groups_left_out"] for line in lines} == {4 * (limit - 1)}
@@ -252,8 +253,8 @@ def test_at_the_limit_flat_groups_fill_the_step(reward: str, limit: int, tmp_pat
 
 
 def test_all_records_of_a_completion_stay_together(tmp_path: Path) -> None:
-    """Kept tokens, routed experts and versions: the trainer's logprobs would not be the recorded
-    ones."""
+    """Kept tokens, routed experts and versions stay with their completion; otherwise the trainer's
+    logprobs would differ from the record."""
     changes = [
         FILTER,
         "rollout.top_k=20",

@@ -62,7 +62,7 @@ SHORT = ["--set", "train.steps=80", "--set", "eval.every=80"]
 
 def pairs(folder: Path) -> list[str]:
     """Options for prompts of two letters of eight; every fifth pair is held out. The best constant
-    completion is worth 1/8."""
+    completion scores 1/8."""
     files: dict[str, list[str]] = {"train": [], "heldout": []}
     for i, (a, b) in enumerate(itertools.product("abcdefgh", repeat=2)):
         files["heldout" if i % 5 == 2 else "train"].append(
@@ -106,7 +106,7 @@ def test_it_learns_from_rewards(
 
 @pytest.mark.full
 def test_it_does_not_learn_from_shuffled_rewards(tmp_path: Path) -> None:
-    """The same with the rewards of a batch shuffled."""
+    """The same configuration with the rewards of a batch shuffled."""
     assert (
         max(heldout(train("qwen3_moe_debug", tmp_path, *SHORT, "--set", "reward.shuffle=true")[0]))
         <= 0.1
@@ -123,8 +123,8 @@ def test_full_runs_reach_090(
     config: str, diff: float, k3: float, seed: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """From ≤ 0.1 to ≥ 0.9 in under three minutes. diff and k3 bound max |Δ logprob| and kl_k3 of
-    every step: seen were 3e-5 and 1e-12 in float32, and 0.5 (a rare token) and 3e-4 where the
-    generator serves bfloat16."""
+    every step: measured were 3e-5 and 1e-12 in float32, and 0.5 (a rare token) and 3e-4 with a
+    bfloat16 generator."""
     lines, seconds = train(config, tmp_path, "--seed", seed)
     rewards = heldout(lines)
     apart = max(m["logprob_diff_max"] for m in lines)
@@ -150,7 +150,7 @@ def test_full_length_control_stays_at_chance(config: str, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_the_harder_task_learns(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Sorting five digits, by stages: far above the best constant completion, worth 0.29."""
+    """Sorts five digits, by stages: far above the best constant completion, which scores 0.29."""
     lines, seconds = train("qwen3_moe_sort", tmp_path)
     rewards = heldout(lines)
     request.config.stash[SUMMARY].append(

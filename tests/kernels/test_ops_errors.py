@@ -56,8 +56,8 @@ def run_script(body: str) -> None:
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_groups_share_out_every_row(dtype: str, swiglu: bool, rng: np.random.Generator) -> None:
-    """group_rows begins with 0 and ends with m; else rows of the output would keep what was
-    there."""
+    """group_rows begins with 0 and ends with m; otherwise rows of the output would not be
+    written."""
     x, gate = normal(rng, (4, 32), dtype), normal(rng, (2, 16, 32), dtype)
     w = ops.pack_gate_up(gate, gate, dtype=dtype) if swiglu else ops.pack(gate, dtype=dtype)
     op: Callable[..., Array] = ops.gemm_swiglu if swiglu else ops.gemm
@@ -283,8 +283,8 @@ def test_where_a_part_of_a_parameter_may_begin() -> None:
 
 # ------------------------------------------------------------------------------------------ sizes
 def test_sizes_that_wrap_are_refused() -> None:
-    """Products of these are 0, or small, in 64 bits; each call used to read or write far outside
-    its arrays."""
+    """Products of these sizes are 0, or small, in 64 bits, so that an unchecked call would access
+    memory far outside its arrays."""
     run_script("""
         position, tables = dict(num_heads=1, page_size=2**59, eps=1e-6), (np.array([0], i),
             np.array([[0]], i))
@@ -418,8 +418,8 @@ def test_what_the_router_cannot_choose_by() -> None:
 
 
 def test_an_output_beside_its_input() -> None:
-    """In one array: their memory touches, and does not overlap. An empty output may lie
-    anywhere."""
+    """Output and input are in one array: their memory is adjacent but does not overlap. An empty
+    output may be anywhere."""
     both = np.arange(8, dtype=np.float32).reshape(4, 2)
     assert ops.gather_rows(both[2:], ints(1, 0), out=both[:2]).tolist() == [[6, 7], [4, 5]]
     assert ops.gather_rows(both, ints(), out=both[1:1]).shape == (0, 2)
@@ -458,7 +458,7 @@ def test_inputs_of_other_dims() -> None:
 
 # --------------------------------------------------------------------------------------- settings
 def test_sample_params_that_no_column_holds() -> None:
-    """2^64 − 1 is a seed, 2^64 is not; the same at both ends of every integer."""
+    """2^64 − 1 is a valid seed, 2^64 is not; the same at both ends of every integer."""
     for name, low, high in (
         ("seed", 0, 2**64),
         ("counter", 0, 2**64),
@@ -652,9 +652,9 @@ def test_variants_and_thread_counts() -> None:
 # ------------------------------------------------------------------------------------------- fork
 @pytest.mark.parametrize("threads", [1, 2])
 def test_fork_in_the_midst_of_an_op(threads: int) -> None:
-    """Another thread is inside the op, so the child inherits a locked mutex. Its own call gives the
-    parent's bits; an object that it inherited says no. A child that hangs dies of its alarm, and
-    the parent's thread works on."""
+    """Another thread is inside the op, so the child inherits a locked mutex. The child's own call
+    is bit-identical to the parent's; an inherited object refuses calls. An alarm ends a child that
+    hangs, and the parent's thread continues."""
     run_script(f"""
         warnings.simplefilter("ignore")
         threads = {threads}

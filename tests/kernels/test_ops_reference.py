@@ -1,6 +1,6 @@
 """The reference ops against oracles that share no code with them: exact fractions for the dot
 product and the MoE tree, float64 with derived bounds for the rest, published vectors for the random
-numbers. What holds for ref holds for every variant (test_checkops.py, tolerance zero)."""
+numbers. Results for ref hold for every variant (test_checkops.py, tolerance zero)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_dot_product_is_the_contract_step_by_step(
 
 
 def test_dot_product_order_is_seen_by_this_test(rng: np.random.Generator) -> None:
-    """Were the sum plain ascending, as numpy would do it in a loop, these inputs would tell."""
+    """These inputs give a different result if the sum is plain ascending, like in a NumPy loop."""
     x, w = normal(rng, (8, 96), "float32"), normal(rng, (8, 96), "float32")
     y = ops.gemm(x, ops.pack(w, dtype="float32", isa=REF), 8, isa=REF)
     plain = np.zeros((8, 8), np.float32)
@@ -82,7 +82,7 @@ def test_gemm_against_float64(dtype: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gemm_rounds_once(dtype: str, rng: np.random.Generator) -> None:
-    """y is the float32 accumulator rounded to T, nothing between; with a bias too."""
+    """y is the float32 accumulator rounded once to T; with a bias too."""
     x, w, bias = (
         normal(rng, (9, 70), dtype),
         normal(rng, (20, 70), dtype),
@@ -190,7 +190,7 @@ def test_rms_norm_against_float64(dtype: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_qk_rope_kv(dtype: str, rng: np.random.Generator) -> None:
-    """q, k and v of one row against float64, and where in the pages they stand."""
+    """Compares q, k and v of one row with float64, and checks their place in the pages."""
     heads, kv_heads, head_dim, page_size, rows = 4, 2, 24, 16, 21
     half = head_dim // 2
     qkv = normal(rng, (rows, (heads + 2 * kv_heads) * head_dim), dtype)
@@ -431,8 +431,8 @@ def test_router_against_float64(dtype: str, rng: np.random.Generator) -> None:
 def test_router_against_transformers(
     groups: int, top_groups: int, renormalize: bool, rng: np.random.Generator
 ) -> None:
-    """Sigmoid scores, a bias, expert groups and a scale: Glm4MoeTopkRouter, in float32. Rows in
-    which the choice of an expert or a group is within rounding of a tie are left out."""
+    """Sigmoid scores, a bias, expert groups and a scale: Glm4MoeTopkRouter, in float32. Rows whose
+    choice of an expert or a group is within rounding of a tie are skipped."""
     torch = pytest.importorskip("torch")
     from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4MoeTopkRouter
 
@@ -485,8 +485,8 @@ def test_router_against_transformers(
 
 
 def test_sigmoid_scores_at_the_ends() -> None:
-    """Scores that are all 0 give gates of 0, and no NaN. A NaN logit spoils its own score; a group
-    with fewer than two numbers is last."""
+    """Scores that are all 0 give gates of 0 instead of NaN. A NaN logit affects only its own score;
+    a group with fewer than two numbers is last."""
     one, low = np.ones((1, 1), np.float32), np.full((8, 1), -100, np.float32)
     logits = np.array([[3, np.nan, 1, 1, 0, 0.5, np.nan, np.nan]], np.float32).T.copy()
     for isa in ops.available_isas():
@@ -592,8 +592,8 @@ def test_lm_head_against_float64(dtype: str, rng: np.random.Generator) -> None:
 
 
 def test_merge_pairs_against_float64(rng: np.random.Generator) -> None:
-    """Pairs as blocks have them against log-sum-exp in float64; a NaN among the sums flags its row
-    and no other."""
+    """Pairs, like those of blocks, against log-sum-exp in float64; a NaN among the sums flags only
+    its row."""
     for blocks, rows in ((1, 3), (2, 1), (40, 7)):
         pairs = np.stack(
             [rng.standard_normal((blocks, rows)) * 6, 1 + 127 * rng.random((blocks, rows))], 2
@@ -621,7 +621,7 @@ def test_merge_pairs_against_float64(rng: np.random.Generator) -> None:
 
 
 def lone(logits: Array) -> tuple[Array, Array]:
-    """One row of logits and its statistics."""
+    """Returns one row of logits and its statistics."""
     row = np.asarray(logits, np.float32).reshape(1, -1)
     return row, np.array(
         [[np.nanmax(row), np.nansum(np.exp(row.astype(np.float64) - np.nanmax(row)))]], np.float32
@@ -658,9 +658,8 @@ def philox(seed: int, counter: int) -> int:
 
 
 def test_a_draw_on_a_border_takes_the_token_behind_it() -> None:
-    """Token 0 weighs 2^40, each of the others 1, so that every number from 2^40 on is a border.
-    Seeds whose number falls there were searched for (one in 2^22); the oracle draws by exact
-    integers."""
+    """Token 0 has weight 2^40, each of the others 1, so that every number from 2^40 on is a border.
+    The seeds were searched for such numbers (one in 2^22); the oracle draws by exact integers."""
     others = 2**18
     logits, stats = lone(np.concatenate([[0.0], np.full(others, -27.5)]))
     for seed, token in ((2711413, 100348), (6524832, 66153), (7624765, 177384)):
@@ -673,8 +672,8 @@ def test_a_draw_on_a_border_takes_the_token_behind_it() -> None:
 
 
 def kept(logits: Array, params: ops.SampleParams) -> dict[int, float]:
-    """Which tokens can be drawn, and their sampling logprobs: those that `forced` does not give
-    −∞."""
+    """Returns the tokens that can be drawn, with their sampling logprobs: those for which `forced`
+    does not give −∞."""
     row, stats = lone(logits)
     every = [ops.SampleParams(**{**params.__dict__, "forced": v}) for v in range(row.shape[1])]
     rows = np.repeat(row, row.shape[1], 0), np.repeat(stats, row.shape[1], 0)
@@ -904,9 +903,9 @@ def test_ranks() -> None:
 
 # ----------------------------------------------------------------------- environment and refusals
 def test_the_callers_floating_point_environment_is_left_alone() -> None:
-    """Denormals are flushed inside an op and live outside, before and after. They are made and
-    compared as bits, since where they are flushed 1e-40 is 0, and where they count as zeros it is
-    equal to 0."""
+    """Denormals are flushed inside an op and kept outside, before and after. They are made and
+    compared as bits, because 1e-40 is 0 where they are flushed, and equal to 0 where they count as
+    zeros."""
     bits = np.array([71362], np.uint32)  # of 1e-40
     tiny = bits.view(np.float32)
     for isa in ops.available_isas():

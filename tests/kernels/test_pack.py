@@ -1,11 +1,10 @@
-"""The pack op: where each element goes, what it becomes, and the digest and the finite check that
-go with it.
+"""The pack op: the place and value of each element, and the digest and finite check that go with
+it.
 
 Input: random bits (denormals, infinities and NaN among them) in every source type, shapes around
 the tile edges, matrices that begin in the middle of a tile, one and two threads, the plain loops
 and the fast pack. Oracle: the layout's and the digest's formulas of kernels.h as NumPy index
-arithmetic, and conversions by float arithmetic. Bound: zero.
-"""
+arithmetic, and conversions by float arithmetic. Bound: zero."""
 
 from __future__ import annotations
 
@@ -142,9 +141,9 @@ def test_pack(
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 @pytest.mark.parametrize("layout", [PLAIN, PACKED, UP])
 def test_rows_where_they_lie(layout: int, stored: str, rng: np.random.Generator) -> None:
-    """Rows as they are stored, many tiles of them, which are read in place: rows a multiple of
-    4,096 bytes apart or not, sources and destinations off any alignment. Oracle: the plain loops,
-    for what is written and what is told."""
+    """Stored rows, many tiles of them, are read in place: rows a multiple of 4,096 bytes apart or
+    not, unaligned sources and destinations. Oracle: the plain loops, for the written values and the
+    results."""
     kind = np.uint16 if stored == "bfloat16" else np.float32
     per_page = 4096 // np.dtype(kind).itemsize
     for cols in (per_page, 2 * per_page, per_page + 32, 960, 999):
@@ -176,8 +175,9 @@ def test_rows_where_they_lie(layout: int, stored: str, rng: np.random.Generator)
 @pytest.mark.parametrize("layout", [PLAIN, PACKED, GATE, UP])
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 def test_digests_of_runs_of_rows_add_up(layout: int, stored: str, rng: np.random.Generator) -> None:
-    """Ranks that hold disjoint runs of a parameter's rows, cut anywhere, empty ones too: the digest
-    of the whole is the sum of theirs. The index of what is not finite stays one of the part."""
+    """Ranks hold disjoint runs of a parameter's rows with any cuts, also empty ones: the digest of
+    the whole is the sum of theirs. The index of an element that is not finite stays relative to the
+    part."""
     to_bits = to_bf16 if stored == "bfloat16" else to_f32
     for rows, cols in ((40, 64), (33, 33), (100, 31), (7, 1), (5, 2), (130, 600)):
         whole = rng.standard_normal((rows, cols), np.float32)
@@ -200,8 +200,7 @@ def test_digests_of_runs_of_rows_add_up(layout: int, stored: str, rng: np.random
 
 
 def test_the_digest_knows_where_a_part_begins(rng: np.random.Generator) -> None:
-    """Any index that rows may begin at, those beyond 2^32 too; words of odd rows are shared by two
-    of them."""
+    """Rows may begin at any index, also beyond 2^32; two odd rows share a word."""
     for stored in ("bfloat16", "float32"):
         for cols in (32, 33, 66, 77):
             x = rng.standard_normal((19, cols), np.float32)

@@ -1,7 +1,7 @@
 """Generator.follow: rank 0 makes the calls, the other processes follow.
 
 Ranks are forked by mesh_ranks.py; the scenarios are in mesh_led.py. Oracle: one process, which
-makes the same calls with the same mesh and follows nobody. Bound: 0 differing bits."""
+makes the same calls with the same mesh without followers. Bound: 0 differing bits."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ def test_rank_0_drops_its_generator_without_close(ranks: Ask) -> None:
 @pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_ends(ranks: Ask, victim: int, ended_by: signal.Signals, how: str) -> None:
-    """The other rank raises RankLostError at once; rank 0 in the call that runs. A Ctrl-C in rank
-    0's event loop cancels the request and closes the generator, as anywhere."""
+    """The other rank raises RankLostError immediately, rank 0 in its running call. A Ctrl-C in rank
+    0's event loop cancels the request and closes the generator, like anywhere else."""
     answers = ranks("lost", (1, 2, 2), victim=victim, signal=int(ended_by), how=how, limit=30.0)
     told = [answer["result"] for answer in answers]
     assert told[victim] == (None if ended_by is signal.SIGKILL else ["KeyboardInterrupt", ""])

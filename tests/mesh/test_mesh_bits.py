@@ -82,7 +82,8 @@ class Model:
     def run(
         self, mesh: rm.Mesh | None, rows: int, n_prompts: int, top: bool, **options: Any
     ) -> Words:
-        """Everything that the contract fixes, of prompts in steps of at most `rows` rows."""
+        """Returns all results that the contract fixes, for prompts in steps of at most `rows`
+        rows."""
         with self.generator(mesh, rows, **options) as generator:
             params = rm.SamplingParams(
                 n=2,
@@ -148,8 +149,8 @@ def test_every_mesh_gives_the_bits_of_one_rank(
     model: Model, every: int, pytestconfig: pytest.Config
 ) -> None:
     """The whole product of degrees, dispatchers and sequence parallelism; rows of a step, prompts
-    and top logprobs go round with it, so that replicas are idle, steps are smaller than tp and rows
-    do not divide."""
+    and top logprobs rotate along, so that replicas are idle, steps are smaller than tp and rows do
+    not divide."""
     compared = different = meshes = 0
     for i, (mesh, options) in enumerate(
         itertools.islice(settings(model.case.is_moe), 0, None, every)
@@ -175,8 +176,8 @@ def test_every_mesh_gives_the_bits_of_one_rank(
 
 
 def test_parts_are_parts(model: Model) -> None:
-    """Each rank holds its share and no more: weights and KV of a mesh together are about those of
-    one rank."""
+    """Each rank holds only its share: weights and KV of a mesh together are about those of one
+    rank."""
     with (
         model.generator(None, 8) as alone,
         model.generator(rm.Mesh(tp=4), 8) as four,
@@ -211,7 +212,7 @@ def held_elements(spec: rm.ModelSpec, name: str, shape: tuple[int, ...], rank: P
     ids=str,
 )
 def test_each_rank_reads_what_it_holds_and_no_more(mesh: rm.Mesh) -> None:
-    """The bytes that a sync reads, over all ranks, are those of the parts that they hold."""
+    """The bytes that a sync reads, over all ranks, equal those of the parts that they hold."""
     model = Model("moe", "bfloat16")
     with model.generator(mesh, 8) as generator:
         report = generator.sync_weights(model.weights, cast=True)
@@ -229,8 +230,8 @@ def test_each_rank_reads_what_it_holds_and_no_more(mesh: rm.Mesh) -> None:
 
 @pytest.fixture(scope="module")
 def even() -> Model:
-    """Every token chooses every twelfth expert, by a bias that no score reaches: of its choices
-    each of up to four ranks has as many, as rollmesh.distributed.traffic takes it."""
+    """A bias above all scores makes every token choose every twelfth expert: each of up to four
+    ranks gets the same number of choices, as rollmesh.distributed.traffic assumes."""
     model = Model("moe", "bfloat16", num_experts_per_tok=12)
     for name, bias in model.weights.items():
         if name.endswith("e_score_correction_bias"):
@@ -257,8 +258,8 @@ def test_traffic_is_what_plan_says(
     even: Model, mesh: rm.Mesh, backend: str, sequence_parallel: bool
 ) -> None:
     """Bytes that the engine counted over decode steps of five rows a replica, against
-    distributed/traffic.py: exact. An axis of size 1 moves nothing, so that the other one's bytes
-    are the sum."""
+    distributed/traffic.py: exact. An axis of size 1 transfers nothing, so that the other axis has
+    all the bytes."""
     if backend == "local_allreduce" and mesh.ep not in (1, mesh.tp):
         pytest.skip("local_allreduce works where ep = tp")
     with even.generator(
@@ -283,8 +284,8 @@ def test_traffic_is_what_plan_says(
     "mesh", [rm.Mesh(tp=2, dp=2, ep=4), rm.Mesh(tp=3, ep=3), rm.Mesh(dp=3), rm.Mesh(tp=4)], ids=str
 )
 def test_a_mesh_under_pressure(mesh: rm.Mesh) -> None:
-    """Few pages, few places, prompts that begin alike, a second version: preemption, prefix hits
-    and a sync change no bit either."""
+    """Few pages, few places, prompts with common beginnings, a second version: preemption, prefix
+    hits and a sync do not change a bit either."""
     model = Model("moe", "bfloat16")
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, 300, int(rng.integers(1, 30))).tolist() for _ in range(20)]

@@ -60,9 +60,9 @@ def pairs_of(s: Setting) -> set[tuple[str, Any, str, Any]]:
 
 
 def covering_array() -> list[Setting]:
-    """Settings in which each pair of values that can go together does, greedily: always the one
-    with most new pairs for what it costs, where two ranks cost less than twice one: fewest settings
-    alone would take the largest worlds over torch."""
+    """Settings that contain each compatible pair of values, chosen greedily: always the setting
+    with most new pairs for its cost, where two ranks cost less than twice one. The smallest number
+    of settings alone would select the largest worlds over torch."""
     every = [
         dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())
     ]
@@ -192,8 +192,8 @@ def test_processes_give_the_bits_of_one_rank(
 
 
 def test_the_covering_array_covers(pytestconfig: pytest.Config) -> None:
-    """By another count than the greedy one's: each pair of values that some setting has is in one
-    that is run."""
+    """Counts in another way than the greedy search: each pair of values of any setting is in a
+    setting that runs."""
     run = covering_array()
     for a, b in itertools.combinations(FACTORS, 2):
         seen = {(s[a], s[b]) for s in run}
@@ -369,8 +369,8 @@ def test_a_rank_that_cannot_be_made(servers: dict[str, Server], transport: str) 
 def test_bad_set_a_weight_that_one_rank_holds_is_bad(
     shm: Run, alone: Callable[..., Any], mesh: tuple[int, int, int], victim: int, row: int
 ) -> None:
-    """The rows of the embedding are cut over tp in blocks of 128: `row` is one of the victim's.
-    Whoever has it says NonFiniteError."""
+    """The rows of the embedding are cut over tp in blocks of 128: `row` belongs to the victim. The
+    rank that holds it raises NonFiniteError."""
     ranks = results(
         shm("bad_weight", mesh, model="moe", how="stream", victim=victim, row=row, source=0)
     )
@@ -391,7 +391,7 @@ def test_bad_set_a_weight_that_one_rank_holds_is_bad(
 def test_bad_set_one_rank_lacks_a_weight_at_the_commit(
     shm: Run, alone: Callable[..., Any], mesh: tuple[int, int, int]
 ) -> None:
-    """begin_sync, push, commit: the vote finds it."""
+    """begin_sync, push, commit: the vote detects it."""
     ranks = results(shm("bad_weight", mesh, model="moe", how="pushed", victim=1, row=0))
     for number, rank in enumerate(ranks):
         assert rank["told"][0] == ("IncompleteSyncError" if number == 1 else "SyncAbortedError")
@@ -469,7 +469,7 @@ def test_different_calls_over_torch(servers: dict[str, Server]) -> None:
 def check_lost(
     ranks: list[dict[str, Any]], victim: int, kind: str = "RankLostError", within: float = 10.0
 ) -> float:
-    """Seconds from the signal to the last survivor's error."""
+    """Returns the seconds from the signal to the last survivor's error."""
     moment = ranks[victim]["moment"]
     assert moment is not None
     slowest = 0.0
@@ -490,8 +490,8 @@ def check_lost(
 
 @pytest.fixture(scope="module")
 def survivors(pytestconfig: pytest.Config) -> Iterator[Callable[..., None]]:
-    """Told of each kill over shm: where the victim was, what the survivors were in, and the seconds
-    to the last one's error."""
+    """Records each kill over shm: the victim's place, the survivors' call, and the seconds to the
+    last survivor's error."""
     seconds: list[float] = []
     phases: Counter[str] = Counter()
 
@@ -658,9 +658,8 @@ def test_close_gives_everything_back(
     servers: dict[str, Server], transport: str, mesh: tuple[int, int, int]
 ) -> None:
     """Promise 7: the third generator leaves no more behind than the first, after which libraries
-    have made what they keep.
-
-    It may leave less, where the first was looked at a moment too early."""
+    have made their permanent objects. It may leave less, if the first was measured a moment too
+    early."""
     for first, _, third in results(servers[transport]("closed", mesh, model="moe")):
         assert all(after <= before for after, before in zip(third, first, strict=True)), (
             first,
@@ -710,7 +709,7 @@ def test_a_timeout_ends_on_all_ranks_alike(
 def test_ctrl_c_in_one_rank(
     servers: dict[str, Server], transport: str, mesh: tuple[int, int, int], victim: int, where: str
 ) -> None:
-    """The victim's process lives until all others have been told."""
+    """The victim's process lives until all others have the error."""
     job = {
         "model": "moe",
         "options": {"max_model_len": 4096, "kv_cache_gib": 0.1},

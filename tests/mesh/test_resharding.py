@@ -28,7 +28,7 @@ pytest.importorskip("torch")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One that has imported torch, whatever the generator's ranks use."""
+    """A server that has imported torch, whatever the generator's ranks use."""
     made = Server("torch", tmp_path_factory.mktemp("rendezvous"))
     yield made
     made.end()
@@ -141,7 +141,7 @@ def test_strided_shards_that_do_not_divide_their_dim_are_gathered(
 def test_one_rank_that_has_all_gives_each_what_it_wants(
     server: Server, alone: Callable[[str], Any]
 ) -> None:
-    """No rank receives what it does not hold, though the only source is whole."""
+    """Each rank receives only what it holds, although the only source is whole."""
     job = {
         "model": "moe",
         "of": "mesh_pieces",
@@ -203,8 +203,8 @@ def test_what_is_wrong_is_raised_on_all(
     others: str | None,
     words: str,
 ) -> None:
-    """The victim is rank 1. Without "others" it is raised alike on all. The old version serves, and
-    the next sync is taken."""
+    """The victim is rank 1. Without "others" the same error is raised on all ranks. The old version
+    serves, and the next sync is accepted."""
     ranks = results(
         server(
             "spoiled_pieces",

@@ -53,7 +53,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], tuple[int, int, int], bool]] = {
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, list[Any]]:
-    """All layouts in one run of four processes."""
+    """Returns the results of all layouts in one run of four processes."""
     jobs = json.dumps([layout[:3] for layout in LAYOUTS.values()])
     command = [
         sys.executable,
@@ -77,7 +77,7 @@ def told() -> dict[str, list[Any]]:
 
 @functools.cache
 def alone(flavor: str) -> str:
-    """The digest of the same weights, plain."""
+    """Returns the digest of the same weights without sharding."""
     import titan_cpu
     from titan_ranks import weights_of
 

@@ -42,7 +42,7 @@ EXAMPLE = ROOT / "examples/trl_grpo.py"
 
 
 def train(out: Path, steps: int, seconds: float, *options: str) -> list[dict[str, Any]]:
-    """TRL's log, an object for each two optimizer steps: they share their completions."""
+    """Returns TRL's log, an object for each two optimizer steps, which share their completions."""
     command = [sys.executable, str(EXAMPLE), "--out", str(out), "--steps", str(steps), *options]
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith("VLLM_")
@@ -65,7 +65,8 @@ def train(out: Path, steps: int, seconds: float, *options: str) -> list[dict[str
 
 
 def apart(lines: list[dict[str, Any]]) -> float:
-    """The largest difference that TRL reports; asserts that its importance sampling ratio is 1."""
+    """Returns the largest difference that TRL reports; asserts that its importance sampling ratio
+    is 1."""
     for line in lines:
         for end in ("min", "mean", "max"):
             assert line[f"sampling/importance_sampling_ratio/{end}"] == 1.0
@@ -88,7 +89,7 @@ def test_other_families(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_reference_model(tmp_path: Path) -> None:
-    """It is the policy's function too: before the first update TRL's KL is exactly 0."""
+    """The reference is the policy's function too: before the first update TRL's KL is exactly 0."""
     lines = train(tmp_path, 4, 400, "--beta", "0.05")
     assert apart(lines) == 0.0
     assert lines[0]["kl"] == 0.0
@@ -97,7 +98,7 @@ def test_a_reference_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_reward_rises(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """From chance, at most 0.1, to at least 0.5, which the prompt has to be read for
+    """The reward rises from chance, at most 0.1, to at least 0.5, which requires reading the prompt
     (test_grpo_learning.py)."""
     lines = train(tmp_path, 240, 1800)
     rewards, most = [line["reward"] for line in lines], apart(lines)
@@ -140,7 +141,7 @@ def of(batch: Batch, output: Any) -> np.ndarray:
     ids=lambda p: f"{p[0].name}-{p[1]}",
 )
 def drawn_of(request: pytest.FixtureRequest) -> tuple[helpers.Case, str, dict[float, Batch]]:
-    """(a model, its dtype, completions of it at two temperatures)."""
+    """Returns (a model, its dtype, completions of it at two temperatures)."""
     case, dtype = request.param
     with generator_of(case, dtype) as generator:
         rm.torch.push(model_of(case, dtype), generator)
@@ -184,7 +185,7 @@ def test_the_head_gives_the_logprobs_of_the_rollout(
 def test_around_and_under_the_head(
     drawn_of: tuple[helpers.Case, str, dict[float, Batch]], tmp_path: Path
 ) -> None:
-    """Whatever else a trainer does with the model, and in any order."""
+    """Covers other uses of the model by a trainer, in any order."""
     case, dtype, batches = drawn_of
     batch = batches[0.7]
     model = with_head(model_of(case, dtype), 0.7)

@@ -143,8 +143,8 @@ def resident() -> int:
 
 
 def test_made_on_the_meta_device(tmp_path: Path) -> None:
-    """Makes 30 billion parameters on the meta device: no weight memory is allocated, and RoPE's
-    table exists."""
+    """Makes a model of 30 billion parameters on the meta device without allocating memory for
+    weights; RoPE's table exists."""
     import torch
     from vllm.model_executor.model_loader.utils import initialize_model
 
