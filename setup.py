@@ -129,8 +129,8 @@ class Unit:
 
 
 def core_units() -> list[Unit]:
-    """All compilations but the extension's, in a stable order. Sources are found by glob: adding a
-    file is enough."""
+    """All compilations except the extension's, in a stable order. Sources are found by glob: adding
+    a file is enough."""
     found: list[Unit] = []
     emulate = os.environ.get("ROLLMESH_EMULATE") == "1"
     for source in files("kernels/cpu", "*.c"):
@@ -187,8 +187,8 @@ def shared_flags() -> list[str]:
 
 
 def is_fresh(path: Path, command: list[str]) -> bool:
-    """True when the object was made by this very command, wherever it was put, from files that have
-    not changed since."""
+    """Returns whether the object was made by this exact command, wherever it was put, from files
+    that have not changed since."""
     record, depends = path.with_suffix(".cmd"), path.with_suffix(".d")
     if not (
         path.exists()
@@ -228,7 +228,7 @@ def at_once(compile_one: Callable[[Any], str | None], todo: list[Any]) -> list[s
 
 
 def compile_all(todo: list[Unit], temp: Path, force: bool) -> list[str]:
-    """Compiles what is not fresh, several at once, and returns the objects' paths."""
+    """Compiles the objects that are not fresh, several at once, and returns their paths."""
     flags = [*COMMON, *WARNINGS, *INCLUDE, *shared_flags()]
     assertions = "-UNDEBUG" if os.environ.get("ROLLMESH_ASSERT") == "1" else "-DNDEBUG"
     if os.environ.get("ROLLMESH_WERROR") == "1":

@@ -1,8 +1,8 @@
-"""A CUDA device under a benchmark: what it is, what its memory can do, and weights that are made on
-it.
+"""A CUDA device under a benchmark: its description, the rates of its memory, and weights that are
+made on it.
 
-All goes through the doors of librollmesh_cuda.so (tests/support/cuda_device.py), so the simulated
-device of the tests serves too, and torch is needed for one figure only, the rate of cuBLAS."""
+All calls use the functions of librollmesh_cuda.so (tests/support/cuda_device.py), so the simulated
+device of the tests works too. torch is needed for one figure only, the rate of cuBLAS."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Limits:
 
 
 class Card:
-    """The device of ordinal 0 between enter and leave. A simulated one has no rates worth
-    keeping."""
+    """The device of ordinal 0 between enter and leave. The rates of a simulated device are
+    meaningless."""
 
     def __init__(self, library: cuda_device.Library, device: cuda_device.Device):
         self.device, self.is_simulated = device, library.is_simt
@@ -139,7 +139,7 @@ class Card:
 
 @contextmanager
 def open_card() -> Iterator[Card]:
-    """SystemExit says what is missing."""
+    """Exits with a message if something is missing."""
     path = library_path()
     if not path.exists():
         raise SystemExit(f"benchmarks: no {path}: this build has no kernels for GPUs")
@@ -250,7 +250,7 @@ def is_norm(name: str) -> bool:
 
 
 def bfloat16(values: np.ndarray) -> np.ndarray:
-    """The upper halves of float32: cut, not rounded."""
+    """The upper halves of float32: truncated, not rounded."""
     return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 

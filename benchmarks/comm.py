@@ -133,7 +133,7 @@ def gloo_rank(rank: int, ranks: int, meeting: str, seconds: float) -> None:
 
 
 def gloo_best(call: Callable[[], Any], seconds: float) -> float:
-    """Seconds of one call; rank 0 says how many make a run."""
+    """Returns the seconds of one call; rank 0 decides how many calls make a run."""
     import torch
     import torch.distributed as dist
 
@@ -180,7 +180,7 @@ def table(rows: list[Row]) -> str:
 
 
 def several(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """A list of what `read` takes, separated by commas."""
+    """Returns a list of values that `read` accepts, separated by commas."""
     return lambda text: [read(word) for word in text.split(",")]
 
 

@@ -132,7 +132,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer of ours with the limits right before and right after it."""
+    """An answer of our engine with the limits right before and right after it."""
 
     answer: dict[str, Any]
     before: machine.Limits
@@ -146,8 +146,8 @@ class Turn:
 
 
 def positions(job: dict[str, Any]) -> tuple[int, int, int]:
-    """Sequences at once, most positions of one, and all that the KV cache has to hold, in pages of
-    32."""
+    """Returns the sequences at once, the most positions of one, and the positions that the KV cache
+    has to hold, in pages of 32."""
     n = min(job.get("sequences", job.get("requests", 1)), AT_ONCE)
     length = (
         job.get("context", 0)
@@ -184,7 +184,7 @@ def products(isa: str, limits: machine.Limits) -> tuple[str, float]:
 def limit(
     shape: Shape, job: dict[str, Any], answer: dict[str, Any], limits: machine.Limits
 ) -> tuple[float, str]:
-    """The seconds that the machine needs at least, and what binds."""
+    """Returns the minimum seconds on this machine, and the limit that binds."""
     name, gflop_s = products(answer["isa"], limits)
     rate = gflop_s * 1e9
     if job["do"] == "prefill":
@@ -237,7 +237,7 @@ def row_of(
 
 # -------------------------------------------------------------------------------------- processes
 class Process:
-    """An engine of benchmarks/cpu_engines.py. One that has ended answers nothing more."""
+    """An engine of benchmarks/cpu_engines.py. A process that has exited answers nothing more."""
 
     def __init__(
         self,
@@ -281,8 +281,8 @@ class Process:
             )
 
     def ask(self, job: dict[str, Any] | None) -> dict[str, Any]:
-        """The job's answer; None: whether the engine is ready. Where it has ended, the reason why
-        it cannot."""
+        """Returns the job's answer; for None, whether the engine is ready. If the process has
+        exited, returns the reason."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -309,7 +309,7 @@ class Process:
 
 
 class Run:
-    """One run of the suite: its engines, the limits that it has seen, and what it has found."""
+    """One run of the suite: its engines, the measured limits, and the results."""
 
     def __init__(self, args: argparse.Namespace, pythons: dict[str, str], notes: list[str]):
         self.args, self.pythons, self.notes = args, pythons, notes
@@ -456,8 +456,8 @@ class Run:
         self.amount(shape.name, FOREIGN.name, max(lost, 0.0), "% of its speed lost", 45.0)
 
     def sync(self, shape: Shape) -> None:
-        """First and later syncs of new generators from this process and from another one, beside
-        memcpy."""
+        """Measures first and later syncs of new generators from this process and from another one,
+        beside memcpy."""
         import torch
 
         import rollmesh as rm
@@ -471,8 +471,8 @@ class Run:
         spec, repeats = rm.ModelSpec.from_hf(shape.config()), 3 + self.args.rounds
 
         def measured(name: str, least: float, of: Callable[[rm.Generator], rm.SyncReport]) -> float:
-            """Adds the row of later syncs, from the third on: the second maps the other copy.
-            Returns a first one's time over theirs."""
+            """Adds the row of later syncs, from the third on, because the second maps the other
+            copy. Returns a first sync's time over theirs."""
             first, later = [], []  # seconds, and the rate of memcpy beside them
             for _ in range(2):
                 with rm.Generator(
@@ -521,7 +521,7 @@ class Run:
         self.amount(shape.name, SYNCS[2], longer, "×", 1.5)
 
     def starts(self) -> None:
-        """Wall time of fresh processes; of the generator only its creation."""
+        """Measures the wall time of fresh processes; for the generator only its creation."""
         config = SHAPES["dense-0.6b"].config()
         create = (
             f"import time, rollmesh as rm; s = rm.ModelSpec.from_hf({config!r}); t = "
@@ -547,7 +547,7 @@ class Run:
             self.amount("start", name, best, "s", most)
 
     def all(self) -> None:
-        """Every part; --quick leaves out what takes minutes, and has fewer layers."""
+        """Runs every part; --quick skips the parts that take minutes, and has fewer layers."""
         self.limits()
         dense, moe, long = (
             SHAPES["dense-0.6b"],
@@ -579,7 +579,7 @@ class Run:
             self.starts()
 
     def debug(self) -> None:
-        """The model of the debug config, in the dtype that its generator has there."""
+        """Runs the model of the debug config, in the dtype that its generator uses."""
         from rollmesh.cli.options import read_model_config
 
         config = read_model_config(machine.ROOT / "configs" / "qwen3_moe_debug.toml")

@@ -30,7 +30,7 @@ TOP_P = 0.95
 
 
 def prompts_of(vocab: int, seed: int, n: int, length: int) -> list[list[int]]:
-    """Each is the beginning of what a longer length gives."""
+    """Returns prompts; each is the beginning of the prompt of a longer length."""
     return [np.random.default_rng((seed, i)).integers(0, vocab, length).tolist() for i in range(n)]
 
 

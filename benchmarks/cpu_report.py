@@ -77,8 +77,7 @@ class Row:
         return found
 
     def broken(self, share: float) -> bool:
-        """Whether not even this share of the fraction of the limit was reached that is the
-        target."""
+        """Returns whether the fraction of the limit missed even this share of its target."""
         return (
             self.fraction is not None
             and self.least_fraction is not None
@@ -118,7 +117,7 @@ def table(rows: list[Row], peers: list[str]) -> str:
 
 
 def ranges(seen: Sequence[Limits]) -> dict[str, tuple[float, float]]:
-    """Least and most of each limit."""
+    """Returns the minimum and maximum of each limit."""
     found = [asdict(limits) for limits in seen]
     return {
         name: (min(one[name] for one in found), max(one[name] for one in found))
@@ -166,7 +165,7 @@ def as_json(rows: list[Row], seen: list[Limits], about: dict[str, str], notes: l
 
 
 def picture(rows: list[Row], peers: list[str], seen: list[Limits], about: dict[str, str]) -> str:
-    """Horizontal bars of the fraction of the limit: ours, a mark where its target is, and each
+    """Draws horizontal bars of the fraction of the limit: ours, a mark at its target, and each
     peer's below."""
     left, width, bar = 360.0, 520.0, 12.0
     parts = [

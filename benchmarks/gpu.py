@@ -118,7 +118,8 @@ class Run:
         print(row.line(), flush=True)
 
     def best(self, measure: Callable[[], float]) -> float:
-        """The least of --rounds, or of as many as begin within --budget seconds."""
+        """Returns the minimum of --rounds, or of as many rounds as begin within --budget
+        seconds."""
         begin, found = time.perf_counter(), [measure()]
         while (
             len(found) < self.options.rounds and time.perf_counter() - begin < self.options.budget
@@ -316,8 +317,8 @@ def prefill(run: Run) -> None:
 
 # ---------------------------------------------------------------------------------------- weights
 def sync(run: Run) -> None:
-    """From the third sync on the block that serves and the staging one are both there, and the best
-    of those counts."""
+    """From the third sync on both the serving and the staging block exist; the best of those syncs
+    counts."""
     for shape, family in pairs(run.options):
         spec = rm.ModelSpec.from_hf(shape.config())
         with rm.Generator(
@@ -408,7 +409,8 @@ def start(run: Run) -> None:
 
 
 def first(card: Card, options: argparse.Namespace) -> None:
-    """The other process: when each stage was reached, and how long its weights took to make."""
+    """In the other process: returns when each stage was reached, and how long its weights took to
+    make."""
     shape, family = pairs(options)[0]
     stages = {"imported": time.time()}
     spec = rm.ModelSpec.from_hf(shape.config())
@@ -429,7 +431,7 @@ def first(card: Card, options: argparse.Namespace) -> None:
 
 # ------------------------------------------------------------------------------------------- gemm
 def gemm(run: Run) -> None:
-    """Families do not matter: theirs is the peer."""
+    """Does not depend on the families: the family is the peer."""
     try:
         print(f"  gemm     cuBLASLt {cublas.find()}", flush=True)
     except rm.ConfigError as error:
@@ -553,7 +555,7 @@ def counts(text: str) -> dict[str, int]:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """NAME=VALUE, the value as Python writes it."""
+    """NAME=VALUE, with the value as a Python literal."""
     name, equals, value = text.partition("=")
     try:
         if not name.isidentifier() or not equals:

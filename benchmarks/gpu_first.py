@@ -79,7 +79,7 @@ ENDED = ("passed", "failed", "absent")
 
 @dataclass(frozen=True)
 class Part:
-    """`words` are for sh, with $DIR, $PYTHON and $SEED."""
+    """A part. `words` are for sh, with $DIR, $PYTHON and $SEED."""
 
     name: str
     limit: int  # seconds
@@ -98,7 +98,8 @@ def python(*words: str) -> str:
 
 
 def asked(module: str, words: str) -> str:
-    """A part without what it needs is absent; what else ends these words is a defect."""
+    """Returns a command that marks a part as absent if something that it needs is missing; other
+    errors are defects."""
     absent = f"except rollmesh.ConfigError as e: print(e); sys.exit({ABSENT})"
     return (
         python(f"-c 'import sys, rollmesh\nfrom rollmesh import {module}\ntry: {words}\n{absent}'")
@@ -128,7 +129,8 @@ def figures(name: str, *words: str) -> str:
 
 
 def checks(ops: tuple[str, ...], family: str, *, touch: bool = False, before: str = "") -> str:
-    """All of them, whatever the first says; their fates are the part's."""
+    """Returns a command that runs all checks, whatever the first returns; the part passes if all
+    pass."""
     words = f'{before}"$DIR/check_gpu" "$op" "$SEED" {family}{" touch" if touch else ""}'
     return (
         f'bad=0; for op in {" ".join(ops)}; do printf "%s " "$op"; {words} || bad=1; done; '
@@ -150,8 +152,9 @@ def sanitized(tool: str, ops: tuple[str, ...], family: str) -> str:
 
 
 def shared_gpu(words: str) -> str:
-    """Where an NCCL is here with which ranks may have one GPU. A kernel that waits for another
-    rank's must leave it room, a queue of the hardware, and nothing to load."""
+    """Returns a command for parts with several ranks on one GPU, if a suitable NCCL is installed. A
+    kernel that waits for another rank's kernel must leave it room and a hardware queue, and must
+    not load anything."""
     settings = "export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER NCCL_MAX_CTAS=4; "
     found = asked(
         "nccl",
@@ -241,8 +244,8 @@ def parts() -> list[Part]:
 
 # ------------------------------------------------------------------------------------ the results
 def collected(folder: Path, to: Path) -> Path:
-    """All figures of the folder as one file of benchmarks/results, a table, with what each was
-    measured on; and the fates."""
+    """Writes all figures of the folder to one file of benchmarks/results, as a table, with the
+    device that each was measured on, and the results of the parts."""
     found = {
         path.stem: json.loads(path.read_text())
         for path in sorted(folder.glob("*.json"))
@@ -299,8 +302,8 @@ def collected(folder: Path, to: Path) -> Path:
 
 # --------------------------------------------------------------------------------------- the card
 def architecture(capability: str) -> str:
-    """ "9.0" → "sm_90a": what is compiled for a card, with the instructions that only its own
-    architecture has."""
+    """Returns the architecture to compile for ("9.0" → "sm_90a"), with the instructions that only
+    this architecture has."""
     number = capability.replace(".", "")
     return f"sm_{number}{'a' if int(number) >= 90 else ''}"
 
@@ -373,7 +376,7 @@ class State:
 
 
 def written(path: Path, text: str) -> None:
-    """Whole, or not at all."""
+    """Writes the file completely, or not at all."""
     half = path.with_suffix(".half")
     half.write_text(text)
     half.replace(path)
@@ -398,7 +401,7 @@ def environment(folder: Path, seed: int) -> dict[str, str]:
 
 
 def ran(part: Part, log: Path, limit: float, variables: dict[str, str]) -> int | None:
-    """Its exit status; None: it was ended at the limit, with all that it had started."""
+    """Returns the exit status, or None if the process and its children were killed at the limit."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             part.command(),

@@ -103,7 +103,7 @@ def measure(threads: int, *, gib: float = 1.0, seconds: float = 1.0) -> Limits:
 
 
 def describe() -> dict[str, str]:
-    """Where and from what a result comes: processor, memory, system, Python, date, commit."""
+    """Describes the origin of a result: processor, memory, system, Python, date, commit."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
     model = next(
         (line.partition(":")[2].strip() for line in info if line.startswith("model name")),

@@ -43,7 +43,7 @@ MESHES = (
 
 
 class Timed:
-    """One mesh, its weights in, and the best times seen."""
+    """One mesh, its weights synced, and the best times so far."""
 
     def __init__(
         self, mesh: rm.Mesh, backend: str, sequence_parallel: bool, threads: int, sequences: int

@@ -1,5 +1,5 @@
-"""Types for argparse: numbers in a range. What would run nothing, or without end, is an error of
-use and no result."""
+"""Types for argparse: numbers in a range. A value that would run nothing, or without end, is a
+usage error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
 
 
 def real(least: float, most: float) -> Callable[[str], float]:
-    """Numbers of [least, most], and so no NaN."""
+    """Numbers of [least, most], without NaN."""
 
     def read(text: str) -> float:
         try:

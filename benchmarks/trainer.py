@@ -89,7 +89,7 @@ def model_of(shape: Shape, dtype: str = "float32") -> Any:
 
 # ------------------------------------------------------------------------------------------- same
 def trainers(model: Any, sequences: list[np.ndarray]) -> Iterator[np.ndarray]:
-    """The trainer's logprobs of each sequence but of its first token, in padded batches."""
+    """The trainer's logprobs of each sequence, without its first token, in padded batches."""
     for first in range(0, len(sequences), 64):
         batch = sequences[first : first + 64]
         ids = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long)
@@ -231,8 +231,8 @@ def loop(steps: int) -> int:
 
 # ------------------------------------------------------------------------------------------ ahead
 def ahead(rounds: int, steps: int) -> None:
-    """Tokens of rollouts by the time of the steps, without the first two. A level above 0 has one
-    thread for each side; level 0, where the sides take turns, one or two."""
+    """Tokens of rollouts over the time of the steps, without the first two. A level above 0 has one
+    thread for each side; level 0, where the sides alternate, one or two."""
     ways = {f"level 0, {n} thread{'s' * (n > 1)}": (0, n, "wait") for n in (1, 2)}
     ways |= {
         f"level {level}, {how}, 1 thread each": (level, 1, how)
@@ -349,8 +349,8 @@ def step_of(model: Any, ids: torch.Tensor, patched: bool) -> None:
 def peak_of(
     name: str, dtype: str, patched: bool, checkpointed: bool = False
 ) -> tuple[float, float]:
-    """MiB of the resident set at most, and seconds of the second of two steps, in a process of its
-    own."""
+    """Returns the maximum MiB of the resident set, and seconds of the second of two steps, in a
+    separate process."""
     command = [
         sys.executable,
         "-m",

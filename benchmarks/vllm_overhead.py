@@ -169,7 +169,8 @@ def environment(name: str, threads: int) -> dict[str, str]:
 
 
 def serve(name: str, folder: str, threads: int, sequences: int, profile: str | None) -> None:
-    """A line {"sequences", "prompt", "tokens"} on stdin, a line {"seconds", "tokens"} on stdout."""
+    """Reads a line {"sequences", "prompt", "tokens"} from stdin, writes a line {"seconds",
+    "tokens"} to stdout."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # an engine's prints must not mix with answers
     generate, close = ENGINES[name](folder, threads, sequences)
@@ -248,8 +249,8 @@ class Engine:
 
 # ---------------------------------------------------------------------------------------- the run
 def checkpoint(model: dict[str, Any], folder: Path) -> str:
-    """config.json of Qwen3 or Qwen3-MoE and random weights by the names of a checkpoint, bfloat16
-    where the config names no dtype."""
+    """Writes config.json of Qwen3 or Qwen3-MoE and random weights with the names of a checkpoint,
+    bfloat16 if the config has no dtype."""
     import torch
     from safetensors.torch import save_file
 
@@ -283,7 +284,7 @@ def checkpoint(model: dict[str, Any], folder: Path) -> str:
 
 
 def agreement(tokens: list[list[int]], others: list[list[int]]) -> float:
-    """Share of the sequences' tokens before the first that differs."""
+    """Returns the share of the sequences' tokens before the first difference."""
     same = sum(
         next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
         for x, y in zip(tokens, others, strict=True)

@@ -25,8 +25,8 @@ CONFIG = Qwen3Config(
 def rollouts(
     generator: rm.Generator, finished: queue.Queue[rm.RequestOutput], stop: threading.Event
 ) -> None:
-    """Any thread may call a generator; calls take turns between engine steps. At most 16 samples
-    are ahead of the trainer."""
+    """Any thread may call a generator; calls alternate between engine steps. The trainer is at most
+    16 samples behind."""
     running, seed = 0, 0
     while not stop.is_set():
         while running + finished.qsize() < 16:

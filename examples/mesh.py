@@ -1,11 +1,10 @@
-"""Four ranks: two replicas (dp=2) of two tensor parallel ranks (tp=2), experts over all four
+"""Four ranks: two replicas (dp=2) of two tensor parallel ranks (tp=2), with experts over all four
 (ep=4).
 
     python examples/mesh.py                               ranks are threads of one process
     torchrun --nproc-per-node 4 examples/mesh.py          ranks are processes, over shared memory
 
-Both print the same tokens, and so does one rank: the mesh changes no bit.
-"""
+Both print the same tokens as one rank: the mesh does not change a single bit."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ CONFIG = {
 
 
 def trained_weights() -> dict[str, Any]:
-    """The trainer's part; only its rank needs torch."""
+    """Returns the trainer's weights; only the trainer's rank needs torch."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

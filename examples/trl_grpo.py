@@ -42,8 +42,8 @@ PROMPTS = 32  # a step
 
 
 def new_model(folder: Path, tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
-    """Random weights. vLLM is given the folder, for its config.json; the weights come from the
-    trainer. A reference model is loaded from it."""
+    """Makes a model with random weights. vLLM gets the folder, for its config.json; the weights
+    come from the trainer. A reference model is loaded from the folder."""
     experts = {
         "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2,
         "norm_topk_prob": True,
@@ -67,7 +67,7 @@ def new_model(folder: Path, tokenizer: PreTrainedTokenizerBase, family: str) -> 
 
 
 def train(out: Path, steps: int, beta: float, family: str) -> list[dict[str, Any]]:
-    """TRL's log: one dict a step."""
+    """Trains; returns TRL's log, one dict for each step."""
     tokenizer = AutoTokenizer.from_pretrained(DATA / "chars")
     model = rollmesh.torch.patch(new_model(out / "model", tokenizer, family))
     args = GRPOConfig(

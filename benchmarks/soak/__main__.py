@@ -38,9 +38,9 @@ SHOWN = ("rss", "heap", "fds", "threads", "references to objects handed in", "py
 
 
 class Plant:
-    """Leaks of the driver's own, for showing that the meter sees them: 64 bytes for each operation,
-    a reference at each call, a file descriptor and a thread at every eighth, since the machine may
-    have limits on them."""
+    """Injected leaks of the driver, which show that the meter detects them: 64 bytes for each
+    operation, a reference at each call, a file descriptor and a thread at every eighth, because the
+    machine may limit them."""
 
     def __init__(self, faults: Sequence[str]):
         self._faults = frozenset(faults)
@@ -69,7 +69,7 @@ class Plant:
 
 
 def soak(work: Work, count: int, rng: np.random.Generator, plant: Plant, folder: Path) -> bool:
-    """One part. Prints what became of it; False: something grew."""
+    """Runs one part and prints its result; returns False if something grew."""
 
     def one_round() -> int:
         done = 0

@@ -59,7 +59,7 @@ State = dict[str, np.ndarray]
 
 
 class Letters:
-    """A tokenizer: a letter for an id."""
+    """A tokenizer with a letter for each id."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
@@ -113,7 +113,7 @@ def bits(gen: rm.Generator) -> bytes:
 
 
 class Work:
-    """One part of the soak. `handed` are the objects that its calls hand in."""
+    """One part of the soak. `handed` are the objects that its calls pass in."""
 
     name: str
     calls: list[Callable[[], int]]

@@ -79,8 +79,8 @@ SINGLETONS = (
 
 
 def quiet_malloc() -> None:
-    """Begins this process again with glibc's settings of QUIET_MALLOC, which it reads at its start
-    only."""
+    """Starts this process again with glibc's settings of QUIET_MALLOC, which glibc reads only at
+    the start."""
     if os.environ.get("GLIBC_TUNABLES") != QUIET_MALLOC:
         os.execve(sys.executable, sys.orig_argv, {**os.environ, "GLIBC_TUNABLES": QUIET_MALLOC})
 
@@ -91,7 +91,7 @@ class _Mallinfo2(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Measure:
-    """One thing that is read; it has grown when it gained more than `bound` between the two
+    """One measured quantity; it has grown if it gained more than `bound` between the two
     quarters."""
 
     name: str
@@ -217,8 +217,8 @@ def types_of_objects() -> Counter[str]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The readings [points, measures] and what grew; `types` are the kinds of tracked objects of
-    which there are more."""
+    """The readings [points, measures] and what grew; `types` are the kinds of tracked objects whose
+    number grew."""
 
     operations: int
     measures: Sequence[Measure]
@@ -244,8 +244,8 @@ class Verdict:
 
 
 def watch(meter: Meter, one_round: Callable[[], int], wanted: int, warm_up: int) -> Verdict:
-    """Does `warm_up` rounds, then as many as it takes to do the `wanted` operations, of which a
-    round returns how many it did."""
+    """Does `warm_up` rounds, then as many as are needed for the `wanted` operations; a round
+    returns its number of operations."""
     per_round = max([one_round() for _ in range(warm_up)])
     rounds = max(-(-wanted // per_round), 8)  # two readings a quarter
     points = min(READINGS, rounds)

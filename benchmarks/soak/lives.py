@@ -1,5 +1,4 @@
-"""Generators from beginning to end: made in several sizes, closed or lost from every state that
-they can be in."""
+"""Generators from beginning to end: made in several sizes, and closed or dropped in every state."""
 
 from __future__ import annotations
 

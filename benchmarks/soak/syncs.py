@@ -1,5 +1,5 @@
-"""Weight syncs: every source and spelling, complete, partial, in place, broken off and refused,
-with requests in flight."""
+"""Weight syncs: every source and spelling, complete, partial, in place, aborted and refused, with
+requests in flight."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rollmesh.sources import BF16, SharedReader, SharedWriter
 
 
 class Exported:
-    """A tensor that is known through DLPack only."""
+    """A tensor that exports only DLPack."""
 
     def __init__(self, array: np.ndarray):
         self._array = array
@@ -42,7 +42,7 @@ class Exported:
 
 
 class Broken(Exported):
-    """One whose producer fails."""
+    """A tensor whose producer fails."""
 
     def __init__(self, array: np.ndarray, error: type[Exception]):
         super().__init__(array)
@@ -88,7 +88,7 @@ def fused(state: State) -> State:
 
 
 def bare(state: State) -> State:
-    """Names as a wrapped module without the outer class gives them."""
+    """Names of a wrapped module without the outer class."""
     return {
         name.removeprefix("model.").replace("layers.", "_orig_mod.layers."): array
         for name, array in state.items()
@@ -273,7 +273,7 @@ class Model:
         return 1
 
     def pieces(self) -> int:
-        """Closed by the first step of a generate."""
+        """A set in pieces that the first step of a generate closes."""
         sync = self.gen.begin_sync(cast=True)
         for name, array in self.plain.items():
             sync.push(name, array)
@@ -281,7 +281,7 @@ class Model:
         return 1
 
     def repeated(self) -> int:
-        """Two sets, of which a repeated name begins the second."""
+        """Two sets; a repeated name begins the second."""
         sync = self.gen.begin_sync(cast=True)
         for _ in range(2):
             for name, array in self.plain.items():
@@ -299,7 +299,7 @@ class Model:
         return 2
 
     def dropped(self) -> int:
-        """The handle of an open set is lost; the next sync resets the set."""
+        """The handle of an open set is dropped; the next sync resets the set."""
         self.gen.begin_sync(cast=True).push("model.norm.weight", self.plain["model.norm.weight"])
         return 1 + self.sync(self.plain)
 
@@ -326,7 +326,7 @@ class Model:
         return 1
 
     def shared(self) -> int:
-        """Through shared memory, as from a trainer of another process."""
+        """Syncs through shared memory, as from a trainer in another process."""
         self.writer.publish(self.plain)
         self.reader.refresh()
         return self.sync(self.reader)
@@ -338,7 +338,7 @@ class Model:
         return 1 + self.sync(self.plain)
 
     def beside_generate(self) -> int:
-        """Between two steps of another thread's generate, or before or after it."""
+        """Syncs between two steps of another thread's generate, or before or after it."""
         in_thread(
             partial(self.gen.generate, self.prompts, self.params, use_tqdm=False),
             beside=partial(self.sync, self.plain, inflight="keep"),
@@ -346,8 +346,8 @@ class Model:
         return 1
 
     def no_memory(self) -> int:
-        """An allocation that fails, where there is one: with staging kept from the last sync there
-        may be none."""
+        """Makes an allocation fail, if there is one: with staging kept from the last sync there may
+        be none."""
         _core.memory_fail_at(1)
         try:
             self.sync(self.plain)

@@ -5,7 +5,7 @@ routers, and a small Qwen3-MoE from random weights.
     python examples/titan/grpo.py --generators 2 --tp 2 --ep 2 --processes
     python examples/titan/grpo.py --same-bits                      # logprob_diff/max: 0
 
-The line that matters is `install(config, …)`. on_cpu.py is what torchtitan needs without a GPU;
+The essential line is `install(config, …)`. on_cpu.py adapts torchtitan to a machine without a GPU;
 letters.py is the task."""
 
 from __future__ import annotations

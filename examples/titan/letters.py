@@ -1,5 +1,5 @@
 """A task of one turn for TitanRL: answer with lower-case letters. The reward is the share of the
-answer's tokens that are."""
+answer's tokens that are lower-case letters."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def compute_score(
 
 
 def new_model(folder: Path, moe: bool) -> None:
-    """config.json, random weights and the tokenizer."""
+    """Writes config.json, random weights and the tokenizer."""
     import torch
     from transformers import (
         AutoTokenizer,
@@ -78,7 +78,7 @@ def new_model(folder: Path, moe: bool) -> None:
 
 
 def prompts(name: str, most: int) -> list[dict[str, Any]]:
-    """Rows as verl reads them."""
+    """Writes rows in verl's format."""
     lines = [json.loads(line) for line in (DATA / name).read_text().splitlines()[:most]]
     return [
         {

@@ -30,21 +30,21 @@ class PlatformCpu(PlatformBase):  # type: ignore[misc]
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """False: a node without a GPU may serve a cluster that has them."""
+        """Returns False: a node without a GPU may serve a cluster that has GPUs."""
         return False
 
     def current_device(self) -> torch.device:
-        """verl moves tensors to it; a number would be an accelerator's."""
+        """verl moves tensors to this device; a number would mean an accelerator."""
         return torch.device("cpu")
 
     def device_count(self) -> int:
         return 1
 
     def set_device(self, device_index: int) -> None:
-        """There is one."""
+        """Does nothing: there is only one device."""
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """A call has ended when it returns."""
+        """Does nothing: a call has finished when it returns."""
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -52,10 +52,10 @@ class PlatformCpu(PlatformBase):  # type: ignore[misc]
     manual_seed_all = manual_seed
 
     def set_allocator_settings(self, settings: str) -> None:
-        """The host's allocator has none."""
+        """Does nothing: the host's allocator has no settings."""
 
     def empty_cache(self) -> None:
-        """The host's allocator keeps nothing."""
+        """Does nothing: the host's allocator keeps no cache."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
         return None, None
@@ -100,7 +100,8 @@ torch.cpu.get_rng_state, torch.cpu.set_rng_state = torch.get_rng_state, torch.se
 
 
 def _join(timeout_second: float | None = None, backend: str | None = None) -> None:
-    """verl's own function asks for "cpu:gloo,cpu:gloo", which torch refuses."""
+    """Joins the names once: verl's own function asks for "cpu:gloo,cpu:gloo", which torch
+    refuses."""
     _verls_join(timeout_second, backend or "cpu:gloo")
 
 

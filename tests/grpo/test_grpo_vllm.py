@@ -330,7 +330,7 @@ def test_a_run_on_vllm_is_the_run_without_it_and_goes_on_without_it(tmp_path: Pa
 
 @needs_vllm
 def test_two_workers_in_bfloat16_give_the_same_run(tmp_path: Path) -> None:
-    """Experts are spread over two ranks. The self-test runs on vLLM too: prompt logprobs, and those
+    """Experts are spread over two ranks. vLLM also does the self-test: prompt logprobs, and those
     of drawn tokens. The trainer replays the routing that vLLM returns."""
     own(tmp_path / "own", [*BFLOAT16, REPLAY])
     on_vllm(
