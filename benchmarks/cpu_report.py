@@ -17,7 +17,7 @@ COLOURS = {
     "llama.cpp": "#16a34a",
     "transformers": "#9333ea",
 }
-Target = tuple[str, bool | None]  # how it reads, and whether it is met; None: not measured
+Target = tuple[str, bool | None]  # the text, and whether it is met; None: not measured
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Row:
     point: str
     seconds: float | None = None  # of a step, a prefill, or the whole
     tokens_per_s: float | None = None
-    bound: str = ""  # what the limit is of: memory, AMX, vdpbf16ps, FMA, memcpy
+    bound: str = ""  # the resource of the limit: memory, AMX, vdpbf16ps, FMA, memcpy
     fraction: float | None = None
     least_fraction: float | None = None
     peers: dict[str, float] = field(default_factory=dict)  # seconds
-    against: Sequence[str] = ()  # the peers of which the better one counts
+    against: Sequence[str] = ()  # the peers; the better one counts
     least_ratio: float | None = None
-    value: float | None = None  # where the target is an amount and no fraction
+    value: float | None = None  # for targets that are an amount instead of a fraction
     unit: str = ""
     most: float | None = None
     # The limits of the row, in 1e9 per second: bytes, or operations.

@@ -225,8 +225,7 @@ def measure_points(
                 key = (engine.name, point)
                 if spent.get(key, 0.0) > args.budget:
                     continue
-                # two where it is not known yet what one takes, then as many as half the budget
-                # holds
+                # Two if the time of one is not known yet, then as many as half the budget allows.
                 steps = args.steps
                 if not isinstance(engine, Rollmesh):
                     steps = (

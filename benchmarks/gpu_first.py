@@ -396,7 +396,7 @@ def environment(folder: Path, seed: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "RM_NEEDS_GPU": "1",
     }
-    found.pop("ROLLMESH_CUDA_LIBRARY", None)  # the build's own
+    found.pop("ROLLMESH_CUDA_LIBRARY", None)  # made by the build
     return found
 
 
@@ -421,7 +421,7 @@ def ran(part: Part, log: Path, limit: float, variables: dict[str, str]) -> int |
             return None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what it has left behind
+                os.killpg(process.pid, signal.SIGKILL)  # with all its children
             process.wait()
 
 
@@ -451,7 +451,7 @@ def run(
         begin = time.monotonic()
         status = ran(part, state.log(part), min(part.limit, room), variables)
         seconds = time.monotonic() - begin
-        was_cut = status is None and room < part.limit  # by --within, not by its own limit
+        was_cut = status is None and room < part.limit  # because of --within, not its own limit
         fate = "cut" if was_cut else {0: "passed", ABSENT: "absent"}.get(status, "failed")
         state.note(part, fate, seconds, -1 if status is None else status)
         state.report(plan)

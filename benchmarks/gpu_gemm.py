@@ -28,7 +28,7 @@ CHOICES = {
     "free": vendor_gemm.FREE,
 }
 TIMES = 20
-OWN_WORKSPACE = 64 << 20  # the most that an op of cuda_mma asks for
+OWN_WORKSPACE = 64 << 20  # the largest workspace that an op of cuda_mma needs
 
 
 @dataclass(frozen=True)

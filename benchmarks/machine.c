@@ -1,16 +1,16 @@
-// machine.c: what this machine can do at best, so that a benchmark can say what fraction of it was
-// reached.
+// machine.c: measures the limits of this machine, so that a benchmark can report which fraction of
+// a limit was reached.
 //
 //   machine THREADS GIB SECONDS  →  one line of JSON on stdout, rates in 1e9 per second
 //
-// read: all threads sweep one buffer far larger than the last cache, by several access patterns
-// (one stream, one with software prefetch, four), because which one is fastest differs between
-// memory controllers; the best is the limit. copy: memcpy from one half to the other, bytes counted
-// once. fma: independent chains of 256-bit and, where there are any, 512-bit FMAs that never leave
-// the registers: the roof of every float32 matmul. bf16 and amx: the same of vdpbf16ps and
-// tdpbf16ps, the roofs of bfloat16 matmuls, 0 where there are none. Each rate is the best of
-// several runs, since other work on the machine can only slow one down. Compiled by
-// benchmarks/machine.py with plain gcc: the wider parts carry their target.
+// read: all threads read a buffer far larger than the last cache, by several access patterns (one
+// stream, one with software prefetch, four), because the fastest pattern differs between memory
+// controllers; the best is the limit. copy: memcpy from one half to the other, bytes counted once.
+// fma: independent chains of 256-bit and, if supported, 512-bit FMAs on registers: the limit of
+// every float32 matmul. bf16 and amx: the same with vdpbf16ps and tdpbf16ps, the limits of bfloat16
+// matmuls, or 0 if unsupported. Each rate is the best of several runs, because other work on the
+// machine can only slow a run down. benchmarks/machine.py compiles this with plain gcc: the wider
+// parts have target attributes.
 #define _GNU_SOURCE
 #include <cpuid.h>
 #include <immintrin.h>

@@ -17,7 +17,7 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
     def read(text: str) -> int:
         try:
             value = int(text)
-        except ValueError:  # no number, or one of more digits than Python reads
+        except ValueError:  # not a number, or one with more digits than Python reads
             value = least - 1
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(

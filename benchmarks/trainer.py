@@ -64,7 +64,7 @@ COST = {  # (model, sequences, tokens of each)
 LONG = "16 layers, 2 sequences of 1,024 tokens"
 PEAK = COST | {LONG: (Shape("deep", 256, 16, 4, 2, 64, 2048, 768), 2, 1024)}
 DTYPES = ("float32", "bfloat16")
-# the forward pass of the trainer, and what the loss does where it differs from the generator's
+# The forward pass of the trainer, and the handling of differences from the generator in the loss.
 ARMS = {
     "transformers": ['train.kernels="torch"'],
     "transformers, truncated importance sampling": [

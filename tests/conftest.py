@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from marks import SUMMARY, first_cases_are_quick
 
-# pytest adds this folder to the path. Its folders torch and vllm must not pass for the packages.
+# pytest adds this folder to the path. Its folders torch and vllm must not shadow the packages.
 sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
 
 
@@ -27,9 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Spinning threads of torch would starve the engine's threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
-    # vLLM speaks its second resume protocol where triton has a driver, or where it may get one:
-    # with no device, not with all of none.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests must not use the network
+    # vLLM uses its second resume protocol if triton has a driver, or may get one later. It assumes
+    # the latter if the device list is explicitly empty, but not if the machine has no devices.
     if importlib.util.find_spec("vllm") and not os.path.exists("/dev/nvidiactl"):
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     # torch's float32 pow takes 16 elements at a time with AVX2 and 32 with AVX-512, the rest by

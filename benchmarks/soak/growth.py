@@ -168,8 +168,7 @@ class Meter:
             self._mallinfo.restype = _Mallinfo2
         self._handed = list(handed)
         gc.collect()
-        # what is there already, torch's modules above all, need not be looked through at every
-        # reading
+        # Existing objects, mainly torch's modules, need not be searched each time.
         gc.freeze()
         self.measures = (
             Measure("rss", "KiB", 512, rss_kib),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # of Monarch's processes too
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # for Monarch's processes too
 
 import torch
 import torch._utils

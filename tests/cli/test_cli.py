@@ -306,7 +306,7 @@ def test_doctor_where_the_librarys_name_is_wrong(
     assert rows["cuBLASLt"].endswith(
         "(pip install '.[cuda]' in rollmesh's checkout); only needed for fast=True"
     )
-    os.mkfifo(tmp_path / "fifo")  # to open it would be to wait for a writer
+    os.mkfifo(tmp_path / "fifo")  # opening it would block until a writer comes
     for strange in (
         f"/{'b' * 300}",
         str(tmp_path / "fifo"),

@@ -128,7 +128,7 @@ def test_rows_have_the_target_of_what_binds() -> None:
 
 def test_a_turn_is_held_to_the_limits_beside_it_and_the_best_turn_counts() -> None:
     fast, slow = ({"seconds": seconds, "isa": "avx2", "experts": 0.0} for seconds in (1.0, 1.2))
-    minute = replace(LIMITS, read_gb_s=5.0)  # in which the memory was half as fast, and we were not
+    minute = replace(LIMITS, read_gb_s=5.0)  # only the memory is half as fast
     point = cpu.DENSE[0]
     job = {**point.job, "steps": 2}
     row = cpu.row_of(

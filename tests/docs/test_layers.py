@@ -44,8 +44,8 @@ C_LAYERS = {
 }
 INCLUDE_PATH = ("kernels", "csrc", "ext")
 
-# Packages and modules of python/rollmesh, and which of them each may import, lowest first. "" is
-# rollmesh itself: what __init__ exports.
+# Packages and modules of python/rollmesh, and the ones that each may import, lowest first. "" is
+# rollmesh itself: the exports of __init__.
 _BASE = ("errors", "runtime", "model", "distributed", "request", "weights")
 PYTHON_LAYERS = {
     "errors": set(),

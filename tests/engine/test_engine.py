@@ -193,8 +193,8 @@ def test_what_a_hit_serves() -> None:
         assert cached(70) == 0
         assert cached(70) == 64
         assert cached(50) == 48
-        assert cached(64) == 63  # its last row is fed again for the logits, and written nowhere
-        assert cached(64, with_records) == 0  # nobody recorded these logprobs
+        assert cached(64) == 63  # its last row is computed again for the logits, and not stored
+        assert cached(64, with_records) == 0  # these logprobs were not recorded
         assert cached(64, with_records) == 63
         # Row 47 gives the logprob of token 48, which is not on a complete page.
         assert cached(60, with_records) == 47
@@ -216,7 +216,7 @@ def test_a_hit_returns_the_records_that_a_recomputation_would(config: helpers.Co
     params = Params(n=2, max_tokens=40, seed=1, prompt_logprobs=0)
     with engine(config) as gen:
         first = gen.generate(prompt(53), params, use_tqdm=False)[0]
-        for c in first.outputs:  # one wrote on in the prompt's last page, the other in its copy
+        for c in first.outputs:  # one continued in the prompt's last page, the other in its copy
             turn = [*prompt(53), *c.token_ids.tolist(), *prompt(10, 4)]
             for _ in range(2):
                 second = gen.generate(turn, params, use_tqdm=False)[0]
@@ -458,7 +458,7 @@ def test_in_flight_every_token_is_scores_at_its_version(
         for x, output in results:
             for c in output.outputs:
                 versions = c.versions.tolist()
-                assert versions == sorted(versions)  # a sample never goes back
+                assert versions == sorted(versions)  # a sample never goes back to an older version
                 mixed += len(set(versions)) == 2
                 if c.contract is None:
                     stale += len(c.token_ids) > 0
@@ -619,8 +619,7 @@ def test_nonfinite_a_bad_row_ends_its_request_alone(config: helpers.Config, valu
         bad = [poisoned(40, 0), poisoned(40, 16), poisoned(40, 21), poisoned(33, 32)]
         for attempt in range(
             2
-            # again: had a poisoned page been cached, its zeros would now be served as if they were
-            # right
+            # Again: a cached poisoned page would be served now.
         ):
             mixed = [x for pair in zip(good, [*bad, bad[1]]) for x in pair]
             outputs = gen.generate(

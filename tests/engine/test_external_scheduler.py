@@ -563,7 +563,7 @@ def test_other_refusals(engine: Any, tiny_generator: Callable[..., Any]) -> None
         engine.external_step(np.array([number], np.uint64), *columns, *NOTHING)
     first = step(engine, (number, 0, 3, [1], True))[0]
     assert first[0] >= 0
-    step(engine, (number, 3, 1, [], False))  # one more than asked for: a host may know a step later
+    step(engine, (number, 3, 1, [], False))  # one more than requested, if the host is late
     with pytest.raises(rm.RequestError, match="expected at most 2 generated tokens"):
         step(engine, (number, 4, 1, [], False))
     with pytest.raises(rm.RequestError, match="expected generated token"):

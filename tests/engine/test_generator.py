@@ -398,7 +398,7 @@ def test_incremental_text_of_a_byte_level_tokenizer() -> None:
             assert found[0] == text[at]
             break
     detokenizer = Detokenizer(codec, [], stops=["never"])
-    for token in codec.encode("𝄞")[:2] * 20:  # no token completes a character
+    for token in codec.encode("𝄞")[:2] * 20:  # single tokens do not complete a character
         assert (detokenizer.push(token), detokenizer.text) == (None, "")
     detokenizer.push(codec.encode("a")[0])
     assert detokenizer.text == "\ufffd" * 20 + "a"
@@ -477,7 +477,7 @@ def test_abort_keeps_what_was_generated(gen: rm.Generator) -> None:
     for _ in range(8):
         gen.poll()
     gen.abort(first)
-    gen.abort([first, 10**9])  # finished or unknown: nothing
+    gen.abort([first, 10**9])  # finished or unknown ids have no effect
     done = {output.request_id: output.outputs[0] for output in drain(gen)}
     assert done[first].finish_reason == "abort"
     assert 0 < len(done[first].token_ids) < 50

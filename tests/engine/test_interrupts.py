@@ -76,7 +76,7 @@ class Alarm(Exception):
     """An exception other than KeyboardInterrupt from a signal handler."""
 
 
-PLACES = ("call", "c_return")  # where CPython 3.11 looks for signals
+PLACES = ("call", "c_return")  # where CPython 3.11 checks for signals
 
 
 def interrupted_at(
@@ -96,8 +96,8 @@ def interrupted_at(
                 sys.setprofile(None)
                 raise error
 
-    # a collection calls gc.callbacks (hypothesis' one), which would count as places of some calls
-    # and not of others
+    # A collection calls gc.callbacks (hypothesis has one), which would count as places of some
+    # calls only.
     gc.disable()
     try:
         sys.setprofile(count)

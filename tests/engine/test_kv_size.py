@@ -30,7 +30,7 @@ from rollmesh.runtime.devices import LIBRARY_SWITCH
 
 MIB = 1 << 20
 MEMORY = 24 * MIB  # of each card
-SOON = 15.0  # seconds in which what is wrong with one rank has to be known
+SOON = 15.0  # seconds within which a failure of one rank must be reported
 # With tp=3 all ranks hold different sizes.
 UNEVEN = helpers.tiny_config(num_attention_heads=6, num_key_value_heads=2, vocab_size=300)
 Make = Callable[..., rm.Generator]

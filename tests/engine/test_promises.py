@@ -29,7 +29,7 @@ ENDS_OR_PRINTS = (
     "abort|exit|_exit|_Exit|quick_exit|raise|kill|v?f?printf|__v?f?printf_chk|"
     "puts|putchar|fputs|fputc|fwrite|perror|write"
 )
-LATE = 4.0  # seconds behind a deadline, far above what the end of a call takes on a busy machine
+LATE = 4.0  # seconds after a deadline, far above the duration of a call's end on a busy machine
 REACHES_OUT = "socket|listen|bind|accept4?|connect|system|popen|exec[lv]p?e?|posix_spawnp?"
 
 
@@ -70,7 +70,7 @@ def listening() -> set[str]:
     for fd in os.listdir("/proc/self/fd"):
         try:
             held.add(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:  # the listing's own
+        except OSError:  # the listing's own descriptor
             continue
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -201,12 +201,12 @@ def test_close_gives_everything_back(state: str) -> None:
     """Memory, file descriptors and threads are freed, from every state in which a generator can be
     closed."""
     weights = numpy_state_dict(tiny_config())
-    with make() as warm:  # what the process itself allocates once
+    with make() as warm:  # permanent allocations of the process
         warm.sync_weights(weights)
     before, threads = held(), threading.active_count()
     gen = make()
     assert held()[0] > before[0]
-    assert held()[3] == before[3] + 2  # the engine's thread, and one more of its team
+    assert held()[3] == before[3] + 2  # the engine's thread, and one worker of its team
     if state not in ("new", "failed"):
         gen.sync_weights(weights)
     if state == "syncing":

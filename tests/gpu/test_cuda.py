@@ -18,7 +18,8 @@ import pytest
 from cuda_device import no_gpu
 from marks import SUMMARY, full, some
 
-# Cases that tests/gpu/simt/check.cpp must come to: an output of an op, in one order of the threads.
+# The number of cases that tests/gpu/simt/check.cpp must reach: an output of an op, in one order of
+# the threads.
 OPS = {
     "embed": 300,
     "gather_rows": 900,
@@ -40,8 +41,8 @@ OPS = {
     "ranks": 160,
     "pack": 1200,
 }
-# The same of the family cuda_mma, of the ops that are not the other's; its oracle is the reference
-# over that family's sums.
+# The same for the ops of the family cuda_mma that differ; the oracle is the reference with that
+# family's sums.
 MMA_OPS = {
     name: OPS[name]
     for name in (

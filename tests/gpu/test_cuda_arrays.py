@@ -166,7 +166,7 @@ def test_indices_of_the_host_and_of_the_device(trainer: Trainer, rng: np.random.
         assert (ops.embed(given, trainer.tensor(table)).numpy() == table[ids]).all()
     empty = ops.embed(np.zeros(0, np.int32), trainer.tensor(table))
     assert (empty.shape, empty.numpy().shape) == ((0, 40), (0, 40))
-    many = rng.integers(0, 9, 5000).astype(np.int32)  # more than what indices had room in
+    many = rng.integers(0, 9, 5000).astype(np.int32)  # larger than the buffer for indices
     assert (ops.gather_rows(ops.to_device(table), ops.to_device(many)).numpy() == table[many]).all()
 
 
@@ -591,6 +591,6 @@ def test_a_layer_on_tensor_cores_keeps_rows_apart(rng: np.random.Generator) -> N
             ops.attention(one, k, v, **at, **how, isa="cuda_mma").numpy()[0] == whole[row]
         ).all()
     # Two bf16 roundings of a convex combination of values, and the sums' own: 2^-6 of the largest
-    # value is far more.
+    # value is a generous bound.
     bound = 2.0**-6 * np.abs(ops_cases.values(case["qkv"])).max()
     assert np.abs(ops_cases.values(whole) - ops_cases.values(of_cpu)).max() < bound

@@ -282,7 +282,7 @@ def test_marks_are_reached_in_any_order(device: Device) -> None:
         assert seen(host, 1024 * (number + 1)) == b"\x77" * 1024 * (number + 1)
     ctypes.memset(host, 0, 1024)
     device.copy_to_host(host, block, 1024)
-    device.record_event(0)  # a number names the place where it was set last
+    device.record_event(0)  # a number refers to the place where it was set last
     assert device.wait_event(0) == OK
     assert seen(host, 1024) == b"\x77" * 1024
 
@@ -490,7 +490,7 @@ def test_a_fault_is_named_and_final(simt: Library, monkeypatch: pytest.MonkeyPat
         assert device.message() == first
         assert seen(host, 64) == (bytes(4) + b"x" * 4) * 8
     monkeypatch.delenv("ROLLMESH_SIMT_FAULT")
-    with simt.open() as device:  # a context lives from a stream to the last
+    with simt.open() as device:  # a context lives from the first stream to the last
         device.drop(device.alloc(4))
 
 

@@ -488,7 +488,7 @@ def test_sleep_gives_memory_back_and_wake_restores(
 
 def test_close_gives_everything_back(make: Callable[..., rm.Generator], library: Path) -> None:
     cache = {} if is_simt(library) else {"kv_cache_gib": 0.5}
-    if cache:  # what a first use of each kernel takes stays with the process
+    if cache:  # memory that a kernel's first use allocates stays with the process
         warm = make(MOE)
         warm.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
         everything(warm)

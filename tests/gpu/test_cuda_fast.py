@@ -516,7 +516,7 @@ def test_syncs_that_fail_leave_the_old_weights_and_others_serve(make: Make, mode
     assert bits_of(fast) == old
     new = bits_of(fresh)[1]
     assert new != old[1]
-    for seed in (2, 1, 2):  # both blocks of the store in turn, with the recordings of each
+    for seed in (2, 1, 2):  # both blocks of the store alternately, with the recordings of each
         fast.sync_weights(helpers.numpy_state_dict(DENSE, seed=seed), cast=True, mode=mode)
         assert bits_of(fast)[1] == (new if seed == 2 else old[1])
 

@@ -348,7 +348,7 @@ def test_a_trainer_that_goes(
     reader = gpu_trainer.Interrupted(remote.address())
     reader.refresh()
     if in_the_middle:
-        reader.interrupt(len(reader) + 3, happens)  # each is asked for once to be checked
+        reader.interrupt(len(reader) + 3, happens)  # each is read once to be checked
     if not in_the_middle:
         happens()
     with pytest.raises(kind, match=message):

@@ -239,7 +239,7 @@ def test_figures_become_one_table(tmp_path: Path) -> None:
 def test_tests_that_find_no_gpu_fail_where_one_is_needed(tmp_path: Path) -> None:
     """Otherwise a part would pass without using the card."""
     environment = gpu_first.environment(tmp_path, 1)
-    environment["PATH"] = str(tmp_path)  # no nvcc, so that none is waited for
+    environment["PATH"] = str(tmp_path)  # without nvcc, so that the test does not wait for it
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     environment.pop("RM_CUDA_BUILD")
     words = [

@@ -132,7 +132,7 @@ print(nccl.find())
 def test_a_version_is_read(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert nccl.find(stand_in) == nccl.Library(stand_in, (2, 32, 3), "as asked for")
     assert nccl.find(Path(stand_in)).path == stand_in
-    # The stand-in reads what C sees, which os.environ sets too.
+    # The stand-in reads C's environment, which os.environ sets too.
     monkeypatch.setenv("STANDIN_VERSION", "21602")
     with pytest.raises(
         rm.ConfigError, match=r"expected NCCL 2.17.1 or later, got 2.16.2 in .*libnccl.so.2"
@@ -262,7 +262,7 @@ def test_ranks_on_one_gpu(stand_in: str, not_shared: None, monkeypatch: pytest.M
     assert os.environ[BLOCKS] == "4"
     monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")
     monkeypatch.setenv(BLOCKS, "7")
-    assert heard(stand_in, [*apart[:2], apart[1]]) == "0"  # what the user has said stands
+    assert heard(stand_in, [*apart[:2], apart[1]]) == "0"  # the user's setting is kept
     assert os.environ[BLOCKS] == "7"
     monkeypatch.delenv(nccl.SHARES_GPU_VARIABLE)
     monkeypatch.setenv("STANDIN_VERSION", "22907")

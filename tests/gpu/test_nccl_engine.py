@@ -34,8 +34,8 @@ from rollmesh.runtime.devices import LIBRARY_SWITCH, library_path
 
 Make = Callable[..., rm.Generator]
 Run = Callable[..., list[dict[str, Any]]]
-PROOF = 2  # groups of NCCL that prove one when it is made (csrc/comm/nccl/nccl.c)
-SOON = 20.0  # seconds in which a fault has to be known, far above what it takes
+PROOF = 2  # groups of NCCL, each of which is tested when it is made (csrc/comm/nccl/nccl.c)
+SOON = 20.0  # seconds within which a fault must be reported, far above the usual time
 
 
 @pytest.fixture(scope="module")
@@ -397,9 +397,9 @@ def family_aside(answer: dict[str, Any]) -> dict[str, Any]:
     return {**answer, "about": answer["about"].replace("family='cuda_fma'", "family='x86'")}
 
 
-# Where the victim is when it goes: anywhere in a step; in a call of NCCL that is never enqueued; in
-# a kernel that never ends, of the forward, of one whose prompt logprobs are behind it, or of what
-# comes last in a step. In the last four the others stand in the kernel.
+# The victim's place when it exits: anywhere in a step; in a call of NCCL that is never enqueued; in
+# a kernel that never ends, of the forward, of one with prompt logprobs after it, or of the last
+# call in a step. In the last four the others wait in the kernel.
 KILLED = {
     "in a step": {"where": "generate", "calls": 9, "delay": 0.004},
     "between steps": {"where": "generate", "calls": 5},
@@ -500,7 +500,7 @@ def test_a_fault_of_one_process_is_an_error_on_all(
     )
     assert {rank["told"][0] for rank in got} <= kinds
     own = kinds - {"RankLostError"}
-    if "STANDIN_HANG" in victims:  # both stand in one wait: either may be the one that gives up
+    if "STANDIN_HANG" in victims:  # both wait in one call: either may be the one that gives up
         assert any(rank["told"][0] in own for rank in got)
     elif own:
         assert got[1]["told"][0] in own

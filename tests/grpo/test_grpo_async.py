@@ -188,7 +188,7 @@ def test_a_checkpoint_holds_what_was_generated(tmp_path: Path) -> None:
     for change in ("rollout.samples=8", "rollout.async_level=0", "rollout.async_level=1"):
         other = config.load(MOE, [*TINY, *level, change])
         assert checkpoint.read_rollouts(folder, other, this.data, this.tokenizer) == []
-    (folder / checkpoint.ROLLOUTS).unlink()  # others than those of the run would be generated
+    (folder / checkpoint.ROLLOUTS).unlink()  # otherwise different batches would be generated
     with pytest.raises(
         rm.ConfigError, match=r"rollouts\.safetensors: expected rollouts, got FileNotFoundError"
     ):

@@ -40,7 +40,7 @@ class ByDeltas:
         self.whole = self.deltas = self.sent = 0
 
     def sync_weights(self, source: Any, version: int, cast: bool = False) -> Any:
-        del cast  # done here, as a trainer elsewhere does it
+        del cast  # here instead of in a remote trainer
         message = self._encoder.encode(
             {name: tensor.detach().bfloat16() for name, tensor in source.items()}, version
         )

@@ -243,8 +243,8 @@ ALL = [*BFLOAT16, "train.micro_batch=3", "train.minibatches=true", "train.update
         full("moe", []),
         full("dense", OTHER),
         full("moe", [*OTHER, *FILTERS, 'train.dtype="bfloat16"']),
-        # The layer that the backward pass computes again takes the recorded experts too, some of
-        # which are not its own.
+        # The layer that the backward pass computes again uses the recorded experts too, some of
+        # which differ from its own.
         pytest.param(
             "moe",
             [*OTHER, "correction.routing_replay=true", "train.micro_batch=5"],

@@ -57,7 +57,7 @@ def test_what_the_processor_has_is_used(isa: str) -> None:
     refused, emulated, one_row, many_rows = ops.isa_states()[isa]
     refused_by_machine = refused in {
         "the operating system refuses tile registers to this process",  # a container may
-        "one of its instructions traps",  # a virtual machine may advertise what it does not execute
+        "one of its instructions traps",  # a virtual machine may
     }
     if CPU_FLAGS[isa] <= processor_flags() and not refused_by_machine:
         assert refused is None
@@ -117,7 +117,7 @@ def test_common_objects_run_on_every_processor(native: Callable[..., Path]) -> N
         found[str(path.relative_to(folder))] = bool(ONLY_SOME_HAVE.search(text))
     wide = re.compile(r"\.(avx512f|avx512bf16|amx)\.o$|^csrc/base/checksum\.o$")
     assert [name for name, has in found.items() if has and not wide.search(name)] == []
-    assert found["kernels/cpu/gemm.avx512f.o"]  # the search itself
+    assert found["kernels/cpu/gemm.avx512f.o"]  # tests the search itself
     assert found["kernels/cpu/gemm.avx512bf16.o"]
     assert found["kernels/cpu/gemm.amx.o"]
 

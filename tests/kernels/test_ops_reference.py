@@ -372,7 +372,7 @@ def test_attention_against_float64(dtype: str, window: int, rng: np.random.Gener
                 bound = relative * (weights @ np.abs(vv)) * 2 + EPS_T[dtype] * np.abs(weights @ vv)
                 assert (np.abs(out[r, h] - weights @ vv) <= 1.01 * bound + 2.0**-126).all()
         group = heads // kv_heads
-        for h in range(heads):  # a rank that has this head alone, and the one kv head that it reads
+        for h in range(heads):  # a rank with only this head and the one kv head that it reads
             mine = (
                 np.ascontiguousarray(x[:, h // group : h // group + 1]) for x in (k_cache, v_cache)
             )
@@ -515,7 +515,7 @@ def test_rows_are_copied(rng: np.random.Generator) -> None:
     """embed from a plain and a packed table, gather_rows: NaNs, denormals and zeros of both signs
     keep their bits."""
     table, ids = hard(rng, (17, 33), "bfloat16"), np.array([16, 0, 3, 3], np.int32)
-    table[3, 0] = 0xFFFF  # a NaN that no op would store
+    table[3, 0] = 0xFFFF  # a NaN that ops do not store
     for isa in ops.available_isas():
         assert (ops.embed(ids, table, isa=isa) == table[ids]).all()
         assert (ops.gather_rows(table, ids, isa=isa) == table[ids]).all()

@@ -83,7 +83,7 @@ def source(rng: np.random.Generator, dtype: str, rows: int, cols: int, finite: b
     # Most random doubles are beyond float32: spread them over its range and a little more.
     if dtype == "float64":
         x = np.ldexp(rng.standard_normal((rows, cols)), rng.integers(-160, 130, (rows, cols)))
-    with np.errstate(invalid="ignore"):  # NaN that signal
+    with np.errstate(invalid="ignore"):  # signalling NaNs
         return np.where(np.abs(x.astype(np.float64)) < 3e38, x, np.zeros_like(x)) if finite else x
 
 
@@ -114,7 +114,7 @@ def test_pack(
             else -(-total // 16) * 16 * (1 if layout == PACKED else 2) * -(-cols // 32) * 32
         )
         before = rng.integers(0, 1000, size, kind)
-        if layout != PLAIN:  # pads are zero and stay zero; neighbours' elements are theirs
+        if layout != PLAIN:  # pads are zero and stay zero; neighbouring elements do not change
             mask = np.zeros(size, bool)
             for other in (GATE, UP) if layout != PACKED else (PACKED,):
                 mask[places(other, bf16, total, cols, 0)] = True

@@ -71,7 +71,8 @@ def test_submitting_while_others_run(
             [o[0] for o in outputs] for outputs in expected
         ], f"rank {number}"
         assert got == expected, f"rank {number}"
-    if inflight in ("wait", "restart"):  # else it matters how far a request was when the sync came
+    # Otherwise the result depends on the progress of a request when the sync came.
+    if inflight in ("wait", "restart"):
         one_rank = by_request(threads("rolling", (1, 1, 1), inflight="wait"))
         assert len(one_rank) > 20
         assert inflight == "restart" or by_request(expected) == one_rank
@@ -299,8 +300,7 @@ def test_one_error_lists_all_offenders(
 
 
 # ---------------------------------------------------------------- ranks that say different things
-# of what several ranks hold the same part of, whatever else is cut: a mesh, the rank that is given
-# other values
+# Parts that several ranks hold, whatever else is cut: a mesh, and the rank that gets other values.
 HELD_BY_MANY = {
     "model.norm.weight": [((2, 1, 1), 1), ((2, 2, 4), 2)],
     "model.embed_tokens.weight": [((1, 2, 1), 1), ((2, 2, 4), 2)],

@@ -141,7 +141,7 @@ def test_of_many_pushed_at_once_all_are_there_or_none(
                 push_all(pushed)
         push_all([])
         push_all(pairs[:7])
-        with pytest.raises(rm.DuplicateKeyError):  # what had come before stays
+        with pytest.raises(rm.DuplicateKeyError):  # the tensors that arrived before stay
             push_all([*pairs[7:], pairs[0]])
         for name, value in pairs[7:11]:
             sync.push(name, value)

@@ -24,7 +24,8 @@ pytest.importorskip("torch", reason="the models are transformers'")
 family_models = importlib.import_module("family_models")
 test_families = importlib.import_module("test_families")
 LINE = 64  # bytes at which each matrix and each vector begins
-# Every row chooses every expert: as many of each rank, as rollmesh.distributed.traffic takes it.
+# Every row chooses every expert, equally many on each rank, as rollmesh.distributed.traffic
+# assumes.
 ALL = {
     "mixtral": {"num_experts_per_tok": 8},
     "qwen2_moe": {"num_experts_per_tok": 8},

@@ -29,7 +29,7 @@ PARAMS = rm.SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=Tru
 def folder_of(path: Path, *files: str, config: Any = CONFIG) -> Path:
     path.mkdir()
     (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    (path / "model.safetensors").write_bytes(b"not weights")  # nobody may look
+    (path / "model.safetensors").write_bytes(b"not weights")  # must not be read
     for name in files:
         shutil.copy(CHARS / name, path / name)
     return path

@@ -555,7 +555,7 @@ def test_without_an_end_token_a_config_has_its_familys(family: str, tmp_path: Pa
     tokens of generation_config.json, are explicit values."""
     mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     default = mapping[family]().eos_token_id
-    own = {"head_dim": 128} if family == "glm4_moe" else {}  # its default is odd
+    own = {"head_dim": 128} if family == "glm4_moe" else {}  # its default is unusual
     config = {
         k: v
         for k, v in mapping[family](vocab_size=200_000, **own).to_dict().items()

@@ -1,4 +1,7 @@
-"""vLLM's settings for texts: None, special tokens, the stop string in the text, chats."""
+"""vLLM's settings for texts: None, special tokens, the stop string in the text, chats.
+
+Oracle: the token ids, which do not depend on these settings, decoded by the tokenizer.
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def disk() -> Iterator[Callable[[int], None]]:
 
 
 # -------------------------------------------------------------------------------- what is written
-# TensorBoard writes in a thread, which may meet the limit too.
+# TensorBoard writes in a thread, which may reach the limit too.
 @pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_checkpoint_that_did_not_fit_is_tried_again(
     assert state_of(tmp_path) == state_of(whole)
 
 
-# TensorBoard writes in a thread, which may meet the limit too.
+# TensorBoard writes in a thread, which may reach the limit too.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_line_of_metrics_that_does_not_fit(whole: Path, tmp_path: Path) -> None:
     """The resumed run drops the partial line."""
@@ -201,7 +201,7 @@ def test_a_read_only_folder_is_refused_at_once(
 ) -> None:
     folder = tmp_path / "out"
     folder.mkdir(mode=0o555)
-    if os.geteuid() == 0:  # whom a mode does not stop
+    if os.geteuid() == 0:  # file modes do not stop root
         mounted = subprocess.run(
             ["mount", "-t", "tmpfs", "-o", "ro,size=4k", "tmpfs", str(folder)],
             capture_output=True,
@@ -337,7 +337,7 @@ def test_metrics_that_another_program_touches_are_written_again(
     ]
 
 
-# TensorBoard writes in a thread, which may tell it before.
+# TensorBoard writes in a thread, which may report the error first.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_run_folder_that_is_moved_away_is_made_again(
     whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -704,7 +704,7 @@ def leveldb_records(log: bytes) -> Iterator[bytes]:
     """Yields the records of W&B's file: a header of 7 bytes, then LevelDB's log format."""
     at, parts = 7, []
     while at + 7 <= len(log):
-        if 32768 - at % 32768 < 7:  # no header fits into the rest of a block
+        if 32768 - at % 32768 < 7:  # a header does not fit into the rest of a block
             at += 32768 - at % 32768
         _, length, kind = struct.unpack_from("<IHB", log, at)
         if at + 7 + length > len(log):  # it is being written

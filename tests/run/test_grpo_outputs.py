@@ -119,7 +119,8 @@ def test_what_nothing_judged_has_no_number(
     ]
     sets += ['reward.functions=["unjudged_run_of_test:f"]']
     with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)  # NumPy's of a mean of nothing
+        # NumPy warns about the mean of an empty array.
+        warnings.simplefilter("error", RuntimeWarning)
         assert (
             main(
                 [

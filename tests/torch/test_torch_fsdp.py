@@ -56,7 +56,7 @@ def two_steps(rank: int) -> None:
                     full = shard.full_tensor()
                     assert (full - other).norm() <= 1e-2 * other.norm(), name
                     with torch.no_grad():
-                        other.copy_(full)  # so that what rounding made of it is not carried on
+                        other.copy_(full)  # so that rounding errors are not carried on
 
 
 def sharded_as_a_whole(rank: int) -> None:

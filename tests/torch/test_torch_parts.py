@@ -547,7 +547,7 @@ def test_a_model_is_freed_and_a_check_costs_little() -> None:
     patch.check()
     took = []
     for _ in range(10):
-        begun = time.thread_time()  # what else runs on the machine does not count
+        begun = time.thread_time()  # other work on the machine does not count
         patch.check()
         took.append(time.thread_time() - begun)
     assert min(took) < 0.02

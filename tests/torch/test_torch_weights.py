@@ -360,7 +360,7 @@ def test_a_model_outlives_its_generator() -> None:
     before = rm._core.memory_mapped()
     del generator
     gc.collect()
-    assert rm._core.memory_mapped() < before  # the model keeps nothing of it
+    assert rm._core.memory_mapped() < before  # the model keeps no reference to it
     assert (model(IDS).logits == want).all()
 
 

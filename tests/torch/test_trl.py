@@ -229,8 +229,8 @@ def test_around_and_under_the_head(
     del (
         parallel,
         made,
-        # as the group's last owner DDP would join gloo's threads under the GIL, which they may
-        # want: one run in 400 hung
+        # As the group's last owner DDP would join gloo's threads while it holds the GIL, which
+        # these threads may need: one run in 400 hung.
     )
     torch.distributed.destroy_process_group()
 

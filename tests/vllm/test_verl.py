@@ -49,7 +49,7 @@ pytestmark = [
         importlib.util.find_spec("verl") is None,
         reason="needs verl; .ci/verl makes an environment that has it",
     ),
-    pytest.mark.filterwarnings("ignore"),  # verl's, Ray's and vLLM's own
+    pytest.mark.filterwarnings("ignore"),  # warnings of verl, Ray and vLLM
 ]
 
 EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"

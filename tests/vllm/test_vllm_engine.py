@@ -46,7 +46,7 @@ SETTINGS = (
     Setting("dense", "float32", False, False),
 )
 FEW_BLOCKS = (
-    16  # of 16 tokens, one of them vLLM's null block: less than two of the longest requests need
+    16  # of 16 tokens, one of them vLLM's null block: too few for two of the longest requests
 )
 
 

@@ -90,7 +90,7 @@ def random_params(rng: np.random.Generator) -> SamplingParams:
         {"min_tokens": int(rng.integers(1, 6)), "stop_token_ids": ids(5)},
         {"structured_outputs": StructuredOutputsParams(json_object=True)},
         {"extra_args": {"count": True}},
-        {"min_p": 0.3},  # the engine's: nothing may be done to it here
+        {"min_p": 0.3},  # owned by the engine: must not change here
     ]
     chosen = rng.random(len(controls)) < 0.35
     return SamplingParams(
@@ -189,7 +189,7 @@ def test_as_vllms_sampler(rng: np.random.Generator, round_: int) -> None:
         for name in [name for name in running if rng.random() < 0.15]:
             del running[name]
         while (len(running) < MAX_SEQS and rng.random() < 0.5) or not running:
-            name = f"request {rng.integers(0, 40)}"  # a name may come again, for another request
+            name = f"request {rng.integers(0, 40)}"  # another request may reuse a name
             running[name] = random_row(rng, name)
         running = {name: stepped(rng, row) for name, row in running.items()}
         # Some requests skip a step.

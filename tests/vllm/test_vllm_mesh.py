@@ -121,7 +121,7 @@ def test_ranks_after_updates_without_a_cache_reset(served: support.Served) -> No
 REPLICAS = (
     Setting("moe", "bfloat16", dp=2, expert_parallel=True, v2=True, asynchronous=False),
     Setting("moe", "bfloat16", tp=2, dp=2, expert_parallel=True),
-    Setting("dense", "float32", dp=2),  # two engines that know nothing of each other
+    Setting("dense", "float32", dp=2),  # two independent engines
     pytest.param(Setting("moe", "float32", dp=2), marks=pytest.mark.slow),
     pytest.param(
         Setting("moe", "float32", tp=2, dp=2, expert_parallel=True, v2=True, asynchronous=False),

@@ -82,7 +82,7 @@ def test_values_of_another_type(field: str, value: Any, words: str) -> None:
     """vLLM accepts these values; without a check they would raise in the worker and end its
     engine."""
     params = SamplingParams()
-    setattr(params, field, value)  # past what the constructor may say
+    setattr(params, field, value)  # bypasses the constructor's checks
     with pytest.raises(rm.RequestError, match=f"^{field}: {words}"):
         sampling.refuse(params)
 

@@ -113,7 +113,7 @@ class Engine:
         output = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, tokens)
         if failed:
             setattr(output, FAILED, failed)
-            output = copy.copy(output)  # what comes from another process has what a copy has
+            output = copy.copy(output)  # objects from another process are copies
         for some in self.scheduler.update_from_output(scheduled, output).values():
             for one in some.outputs:
                 self.tokens.setdefault(one.request_id, []).extend(one.new_token_ids)
@@ -176,7 +176,7 @@ def test_all_fail(tmp_path: Path, asynchronous: bool) -> None:
     assert engine.free == free
     engine.add("d", list(range(30)))
     engine.run()
-    assert engine.hits["d"] == 0  # pages that were never written are in no cache
+    assert engine.hits["d"] == 0  # pages that were never written are not cached
     assert engine.tokens["d"] == list(range(7, 47))
 
 

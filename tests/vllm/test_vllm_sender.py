@@ -206,7 +206,7 @@ def test_a_trainer_is_there_between_two_blocks(served: Served) -> None:
     first.calls = first.sender._send([small, large, *more], served.version + 1, None)
     first.make(2)
     before = first.make(1)[0].args[0]["segment"]
-    call = next(first.calls)  # the second block is made and has not come
+    call = next(first.calls)  # the second block is made but has not arrived
     assert call.args[0]["segment"] != before
     with pytest.raises((rm.StateError, RuntimeError), match="another trainer's update is open"):
         other.make()

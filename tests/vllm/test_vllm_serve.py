@@ -52,8 +52,8 @@ MODEL, DTYPE = "moe", "bfloat16"
 LONG, LONGEST = (
     240,
     280,
-    # tokens of an answer, of a text: an engine that runs ahead of its server is not over before
-    # somebody comes
+    # Tokens of an answer and of a text: long enough that an engine that runs ahead of its server
+    # has not finished before a client calls.
 )
 VOCAB = support.SIZES["vocab_size"]
 STARTS, ENDS = 240.0, 60.0  # seconds
@@ -288,12 +288,12 @@ SIMPLE = support.request([1, 2, 3])
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("serve"))
     try:
-        importlib.import_module("rollmesh.vllm.serve")  # vLLM with it, in the meantime
+        importlib.import_module("rollmesh.vllm.serve")  # vLLM exits with it in the meantime
         server.wait()
         refused_without_weights(server)
         server.push()
         yield server
-        no_riddles(server.log.read_text())  # what vLLM logs at its end is its own affair
+        no_riddles(server.log.read_text())  # vLLM's own log output at its end is ignored
     finally:
         server.stop()
 
@@ -550,7 +550,7 @@ def test_a_push_while_requests_run(served: Server) -> None:
             got = running.result()
         for i, request in enumerate(running.requests):
             (first,), n = before[i], len(before[i][0].tokens)
-            end = held[i]  # tokens may have been drawn and not yet told
+            end = held[i]  # tokens may have been drawn but not returned yet
             while (
                 end < n
                 and got[i].tokens[end] == first.tokens[end]

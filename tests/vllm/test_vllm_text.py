@@ -56,7 +56,7 @@ class Sample:
     tokens: list[int]
     end: tuple[str | None, int | str | None]
     texts: dict[int, str] = field(default_factory=dict)
-    num_kept: int | None = None  # vLLM only: tokens before its decoder lost text
+    num_kept: int | None = None  # vLLM only: tokens before its decoder dropped text
 
 
 class FrontEnd:

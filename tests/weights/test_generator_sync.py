@@ -119,7 +119,7 @@ def test_torch_tensors_with_autograd(gen: rm.Generator) -> None:
         want = other.sync_weights(STATES[1], version=2).digest
     assert gen.sync_weights(state, version=2).digest == want
 
-    class Sharded:  # has what a DTensor has
+    class Sharded:  # has the attributes of a DTensor
         def __init__(self, tensor: Any):
             self.tensor = tensor
 

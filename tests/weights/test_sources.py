@@ -244,7 +244,7 @@ def test_shared_memory_is_a_source(writer: sources.SharedWriter, want: str) -> N
         assert gen.sync_weights(reader, version=reader.version).digest == want
         other = {name: x * np.float32(1.5) for name, x in STATE.items()}
         assert writer.publish(iter(other.items()), version=7) == 7
-        assert gen.sync_weights(reader, version=1).digest == want  # what is mapped stays
+        assert gen.sync_weights(reader, version=1).digest == want  # mapped memory stays
         assert reader.refresh() == 7
         second = gen.sync_weights(reader, version=7, cast=True).digest
         assert second == gen.sync_weights(other, cast=True).digest != want
@@ -443,7 +443,7 @@ def test_a_writer_that_is_not_closed(tmp_path: Path) -> None:
         assert len(list(tmp_path.iterdir())) == left
     with sources.SharedWriter(tmp_path) as writer:
         writer.publish({"x": np.ones(3, np.float32)})
-        assert len(list(tmp_path.iterdir())) == 2  # it may have been made this instant
+        assert len(list(tmp_path.iterdir())) == 2  # it may have been made at this moment
         for path in tmp_path.iterdir():
             os.utime(path, (0, 0))
         writer.publish({"x": np.ones(3, np.float32)})

@@ -76,8 +76,8 @@ template <int COLS> __device__ void fill(char *stage, const copies &c, int at) {
   }
 }
 
-// One stage: its four steps into the chain of sums, by twos, of which the last may be under way
-// when this returns. Fragments are loaded while the two before are multiplied, into registers of
+// One stage: adds its four steps to the chain of sums, in pairs; the last pair may still run when
+// this returns. Fragments are loaded while the previous two are multiplied, into the registers of
 // the two before those.
 template <int COLS>
 __device__ void multiply(float (&sums)[COLS / 2], uint4 (&a)[2][2], const char *stage) {
@@ -119,7 +119,7 @@ template <int COLS> __global__ void __launch_bounds__(THREADS, 1) wgmma_kernel(p
       rm_copies_wait<STAGES - 3>();
       asm volatile("fence.proxy.async;" ::
                        : "memory"); // copies are threads' writes, which the tensor core reads
-      // this stage is there, and nobody multiplies with the one before the last any more
+      // This stage has arrived, and the stage before the last is no longer multiplied.
       __syncthreads();
       if (at + STAGES - 2 < blocks) fill<COLS>(stage(at + STAGES - 2), c, at + STAGES - 2);
       rm_copies_commit();
@@ -170,7 +170,7 @@ template <class T> T *memory(size_t n) {
   return static_cast<T *>(p);
 }
 
-// The least of several, in milliseconds.
+// Returns the minimum of several runs, in milliseconds.
 template <class F> double time_of(F call) {
   cudaEvent_t from, to;
   must(cudaEventCreate(&from));

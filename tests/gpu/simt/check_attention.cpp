@@ -55,7 +55,7 @@ bool attention_case(rm_dtype dtype, int64_t context, int64_t head_dim, heads_of 
   a.n_heads = h.n, a.n_kv_heads = h.n_kv, a.group = h.group, a.head0 = h.head0,
   a.head_dim = head_dim, a.page_size = page_size, a.window = window, a.dtype = dtype;
   a.scale = 1.0f / sqrtf(static_cast<float>(head_dim));
-  rm_limits limits = {}; // the workspace is that of at_once rows: the others take their turns
+  rm_limits limits = {}; // the workspace holds at_once rows: the others wait for their turn
   limits.max_rows = at_once, limits.n_heads = h.n, limits.n_kv_heads = h.n_kv,
   limits.group = h.group, limits.head_dim = head_dim, limits.max_positions = context;
   char what[140];
@@ -95,15 +95,13 @@ bool check_attention() {
           return false;
         turn++;
       }
-  for (const rm_dtype dtype :
-       {RM_BF16,
-        RM_F32}) // heads that several launches or more than one chain of the tensor cores make
+  // Heads for several launches or several chains of the tensor cores.
+  for (const rm_dtype dtype : {RM_BF16, RM_F32})
     for (const int64_t head_dim : {272, 544})
       if (!attention_case(dtype, 40, head_dim, {9, 1, 0, 0}, 16, 0, head_dim == 272 ? MIX : ALONE,
                           MIX.rows))
         return false;
-  for (const rm_dtype dtype :
-       {RM_BF16, RM_F32}) // pages whose ends reach further than the workspace; no heads
+  for (const rm_dtype dtype : {RM_BF16, RM_F32}) // pages that extend beyond the workspace; no heads
     if (!attention_case(dtype, 40, 32, {2, 1, 0, 0}, 4096, 0, ALONE, 1) ||
         !attention_case(dtype, 40, 32, {0, 0, 1, 0}, 16, 0, ALONE, 1))
       return false;

@@ -33,7 +33,7 @@ bool gemm_case(bool swiglu, rm_dtype dtype, rm_dtype y_dtype, int64_t m, int64_t
       what, sizeof what,
       "gemm swiglu=%d activation=%d dtype=%d y=%d m=%ld n=%ld k=%ld groups=%ld bias=%d wild=%d tile=%d",
       swiglu, a.activation, dtype, y_dtype, m, n, k, groups, a.bias != nullptr, wild, tile);
-  rm_limits limits = {};  // with none, k is not split over blocks
+  rm_limits limits = {};  // without it, k is not split over blocks
   if (pick(3))
     limits.max_rows = m, limits.max_n = swiglu ? rm_gate_up_rows(n) : n, limits.max_k = k,
     limits.top_k = groups;

@@ -173,8 +173,8 @@ bool tiles() {
     int rows, cols;
   } chosen[] =
       {
-          {24576, 8192, 1, 132, 128, 192}, // of many the tile with most FMAs a byte
-          {24576, 128, 1, 132, 192, 128}, // 128 blocks at once instead of 192 by turns
+          {24576, 8192, 1, 132, 128, 192}, // with many rows the tile with most FMAs per byte
+          {24576, 128, 1, 132, 192, 128}, // 128 blocks at once instead of 192 in turns
           {6144, 256, 1, 132, 128, 128},
           {4096, 256, 1, 132, 128, 64}, // more blocks where there are processors left
           {4096, 65, 1, 132, 128, 64},

@@ -82,7 +82,7 @@ bool sample_case(int64_t rows, int64_t vocab, bool one_row = false) {
   a.row_flags = flags;
   a.stats = random_stats(sampled),
   a.logits = random_logits(sampled, vocab, one_row ? vocab : a.ld_logits);
-  rm_limits limits = {}; // the workspace is that of three rows: the others take their turns
+  rm_limits limits = {}; // the workspace holds three rows: the others wait for their turn
   limits.max_rows = 3, limits.vocab = vocab;
   char what[100];
   snprintf(what, sizeof what, "sample rows=%ld vocab=%ld one_row=%d", rows, vocab, one_row);

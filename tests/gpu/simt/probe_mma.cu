@@ -70,8 +70,8 @@ __device__ uint64_t descriptor(const void *b) {
 }
 #endif
 
-// The 4 problems from 4·blockIdx.x on give the 64 rows; the columns of all of them are those of the
-// first, N / 8 times.
+// The 4 problems from 4·blockIdx.x on fill the 64 rows; the columns of all of them are those of the
+// first, repeated N / 8 times.
 template <int N>
 __global__ void wgmma_kernel(const problem *problems, result *results, int *there) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -104,8 +104,8 @@ uint32_t random_bits() {
   state = state * 6364136223846793005u + 1442695040888963407u;
   return static_cast<uint32_t>(state >> 33) ^ static_cast<uint32_t>(state >> 13);
 }
-// Sign and fraction at random; exponents: near 1, far apart, huge, denormal, zeros among others, or
-// all the same.
+// Random sign and fraction; exponents: near 1, far apart, huge, denormal, mixed with zeros, or all
+// equal.
 uint16_t number(int kind) {
   const uint32_t sign = random_bits() & 0x8000u, fraction = random_bits() & 0x7fu;
   const uint32_t exponent = kind == 1   ? 100 + random_bits() % 56
@@ -126,7 +126,7 @@ problem random_problem(int kind) {
   for (auto &row : p.c)
     for (float &x : row)
       x = rm_bf16_to_f32(number(kind)) * (random_bits() % 2 ? 1.0f : 0x1.234568p0f);
-  if (kind == 5) // the second eight products take the first eight away, almost
+  if (kind == 5) // the second eight products nearly cancel the first eight
     for (auto &row : p.a)
       for (int k = 0; k < 8; k++)
         row[k + 8] = static_cast<uint16_t>(row[k] ^ 0x8000u ^ (random_bits() % 8 == 0));
@@ -223,7 +223,7 @@ int zeros(const std::vector<problem> &all, const std::vector<result> &want) {
     for (auto *set : {&got, &sums})
       for (result &r : *set)
         for (auto &row : r.d)
-          for (float &x : row) x += 0.0f; // the sign of a zero reaches nobody
+          for (float &x : row) x += 0.0f; // the sign of a zero is not compared
     const char *names[] = {"zeros against zeros", "A's zeros against huge numbers",
                            "B's zeros against huge numbers"};
     char line[100];
@@ -285,7 +285,7 @@ uint64_t digest(const std::vector<result> &results) {
   return sum;
 }
 
-// One product, and what is added to it.
+// One product, and the value added to it.
 float one(uint16_t a, uint16_t b, float c) {
   problem p = {};
   p.a[0][0] = a, p.b[0][0] = b, p.c[0][0] = c;
@@ -327,8 +327,8 @@ void errors(const std::vector<problem> &all, const std::vector<result> &got, int
       kind, worst, 100.0 * static_cast<double>(nearest) / static_cast<double>(n));
 }
 
-// [0]: 24 bits below 2^-126, tiny before rounding and after; [1]: what rounds to 2^-126, and is
-// tiny before only.
+// [0]: 24 bits below 2^-126, tiny before rounding and after; [1]: rounds to 2^-126, and is tiny
+// only before rounding.
 struct flushed {
   float fma[2], product[2];
 };

@@ -51,7 +51,7 @@ namespace {
 char *stacks;
 bool reversed;
 unsigned step; // 1, or −1 when reversed
-const char *doing; // NULL where nothing is
+const char *doing; // NULL if there is none
 pthread_t doer; // the thread that does it
 
 // Leaves this stack at *from, and continues where the stack `to` was left. It jumps instead of
@@ -162,7 +162,7 @@ char *shared_of(size_t room) {
 }
 
 void run_block_in(char *shared, size_t bytes, size_t room) {
-  memset(shared, 0xff, room); // NaNs: what an earlier block left is not there
+  memset(shared, 0xff, room); // NaNs, because contents of an earlier block are not visible
   run_block();
   for (size_t i = bytes; i < room; i++)
     if (static_cast<unsigned char>(shared[i]) != 0xff)
@@ -185,7 +185,7 @@ void on_signal(int number, siginfo_t *info, void *) {
   const char *whose = number == SIGILL ? nullptr : simt_whose(info->si_addr);
   if (whose) simt_fault(whose);
   sigaction(number, &of_others[number == SIGILL],
-            nullptr); // what it was before: the access is made again
+            nullptr); // the previous handler: the access is repeated
 }
 
 } // namespace

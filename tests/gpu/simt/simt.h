@@ -29,7 +29,7 @@ struct dim3 {
   dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
-struct alignas(16) uint4 { // an access that is not aligned faults here as it does on a GPU
+struct alignas(16) uint4 { // an unaligned access faults here as on a GPU
   unsigned x, y, z, w;
 };
 
@@ -77,17 +77,17 @@ std::unique_ptr<simt_launch> simt_launch_of(const simt_shape &shape, void (*func
   return std::make_unique<simt_launch_with<P...>>(shape, function, static_cast<P>(given)...);
 }
 
-// Without a stream: done at once. A launch that CUDA refuses is the thread's last error, without a
-// stream a fault.
+// Without a stream: runs immediately. A launch that CUDA refuses sets the thread's last error;
+// without a stream it is a fault.
 void simt_enqueue(std::unique_ptr<simt_launch> launch, void *stream);
-const char *simt_refused(const simt_launch &launch, size_t shared_most); // NULL, or why
+const char *simt_refused(const simt_launch &launch, size_t shared_most); // NULL, or the reason
 // Called by one thread of the program at a time, between begin and end.
 void simt_run(const simt_launch &launch);
 void simt_begin(), simt_end(); // the thread's signal stack and floating-point environment
 // For the message of a fault: the work between begin and end other than launches.
 void simt_doing(const char *what);
 [[noreturn]] void simt_fault(const char *text); // message and exit status 3
-void simt_watch(); // faults of this process from here on
+void simt_watch(); // detects faults of this process from here on
 // In simt_memory.cpp, after a fault: whether work may access the memory. From then on it is
 // accessible.
 bool simt_open(const void *address);
@@ -98,7 +98,7 @@ inline void simt_finish() {} // until all launches are done
 // Ends at an inaccessible page (rounded up to 4 bytes), filled with 0xff; never freed.
 void *simt_buffer(size_t bytes);
 
-// Operations of a warp: all 32 lanes, in the same one. What lane `lane` gave.
+// Operations of a warp: all 32 lanes in the same operation. Returns the value of lane `lane`.
 enum simt_op { SIMT_SHUFFLE, SIMT_BALLOT, SIMT_SYNCWARP, SIMT_MMA, SIMT_MATRICES };
 bool simt_is_shared(const void *from, size_t bytes); // of the running block
 uint64_t simt_exchange(unsigned mask, uint64_t value, unsigned lane);

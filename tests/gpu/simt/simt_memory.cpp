@@ -98,7 +98,7 @@ void open_chunks(const block &b, const char *from, const char *to) {
                          b.room + std::min(behind, static_cast<ptrdiff_t>(b.room_bytes))};
   for (int i = 0; i < n_open; i++)
     if (open_now[i].from <= wanted.from && wanted.to <= open_now[i].to) return;
-  if (n_open == MAX_OPEN) close_all(); // what is needed of it again opens again
+  if (n_open == MAX_OPEN) close_all(); // needed parts are opened again
   open_now[n_open++] = wanted;
   protect(wanted.from, wanted.to, PROT_READ | PROT_WRITE);
 }

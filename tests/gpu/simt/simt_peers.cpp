@@ -18,7 +18,7 @@ struct simt_handle {
   char magic[8];
   pid_t process;
   int file, bus;
-  uint64_t inode; // a number of a file may be another's by now
+  uint64_t inode; // another file may have this number by now
   size_t room_bytes, bytes;
 };
 static_assert(sizeof(simt_handle) <= sizeof(cudaIpcMemHandle_t));

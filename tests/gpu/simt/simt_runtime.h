@@ -9,8 +9,7 @@
 //     program.
 //   - memory that another process opens (cudaIpcOpenMemHandle) is a file that both map. A process
 //     opens it once, and cannot open its own memory; freeing memory that another process has open
-//     is
-//     a fault.
+//     is a fault.
 //   - fresh memory holds 0xff, on the host too.
 //   - launching a kernel on a stream before the stream's device has loaded it
 //     (cudaFuncGetAttributes) is a fault, because a GPU would load it then and wait for running

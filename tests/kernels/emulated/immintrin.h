@@ -19,7 +19,7 @@
 
 #define EMU static inline __attribute__((always_inline, unused))
 #define EMU_CALL \
-  static __attribute__((noinline, unused)) // those used most, or a compiler is busy for minutes
+  static __attribute__((noinline, unused)) // frequent ones; otherwise compiling takes minutes
 #define EMU_LANES for (int i = 0; i < 16; i++)
 
 typedef float emu_f __attribute__((vector_size(64)));
@@ -223,7 +223,7 @@ EMU_CALL __m512 emu_dpbf16(__m512 acc, __m512i x, __m512i y) {
   return (__m512)sum;
 }
 #define _mm512_dpbf16_ps(acc, x, y) emu_dpbf16(acc, x, y)
-// Nearest even whatever MXCSR says; denormals become zeros, a NaN stays one, quiet.
+// Nearest even, independent of MXCSR; denormals become zeros, a NaN stays a quiet NaN.
 EMU_CALL __m256i emu_to_bf16(__m512 x) {
   const emu_u u = (emu_u)x;
   uint16_t h[16];

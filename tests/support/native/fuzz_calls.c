@@ -6,15 +6,13 @@
 // that begin with another's prompt and answer. Beside each engine runs a predict.h. Oracle:
 //
 //   - every return code is the predicted one; a call that fails does not change statistics,
-//   version,
-//     digest and requests
+//     version, digest and requests
 //   - version, digest, asleep, open and unfinished are as predicted after every call; the digest is
 //     the sum of the contributions of each parameter's latest values
 //   - tokens equal those that a separate engine draws with that version's weights, as many as exist
-//   so
-//     far; a finished request is bit-identical to its reference until it is released. Only requests
-//     that were kept over a commit have tokens of several versions; they keep the tokens they had,
-//     and continue as a separate engine of the new version does after the same tokens
+//     so far; a finished request is bit-identical to its reference until it is released. Only
+//     requests that were kept over a commit have tokens of several versions; they keep the tokens
+//     they had, and continue as a separate engine of the new version does after the same tokens
 //   - a sequence that is allowed to finish does so in a bounded number of steps and then holds no
 //     page; after destroy all memory is freed
 //

@@ -4,7 +4,6 @@
 //
 //   tiny_model *model = tiny_model_create(TINY_MOE, RM_BF16);
 //   tiny_weights *weights = tiny_weights_create(model, 7);
-//   tiny_weights *weights = tiny_weights_create(model, 7);
 //   rm_engine *engine = tiny_engine(model, 2);
 //   tiny_must(tiny_sync(engine, weights, RM_INFLIGHT_REFUSE, &err), &err);
 //   // the same for every instruction set and number of threads:
