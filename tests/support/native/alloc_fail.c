@@ -35,7 +35,7 @@ enum { MANY = 70, FEW = 6, LAST = 5 }; // requests in a life; their table grows 
 static atomic_long thread_countdown, threads_failed; // 0: off
 static atomic_int threads_for_ever;
 
-// Stands before the C library's, which it calls.
+// Replaces the C library's function, which it calls.
 int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*start)(void *),
                    void *arg) {
   int (*next)(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
@@ -69,7 +69,7 @@ typedef struct life {
   rm_engine *engine;
   int n_threads, many;
   long site;
-  int pending; // the site was not met yet
+  int pending; // the site was not reached yet
   uint64_t ids[MANY], hash;
   long calls;
 } life;
@@ -206,7 +206,7 @@ static void sync_all(life *l, const tiny_weights *weights, int in_place, const t
        RM_E_UNEXPECTED_KEY);
 }
 
-// Steps may not ask for anything: the next request of any thread would fail.
+// Steps must not allocate: the next request of any thread would fail.
 static void work(life *l, int from, int n) {
   rm_error err = RM_ERROR_INIT;
   if (!l->pending) arm(1, 0, 1);
@@ -296,7 +296,7 @@ static tiny_tensor fuse(const tiny_model *model, const tiny_weights *weights, ch
   return out;
 }
 
-// Lives until a life meets no failure; returns how many sites there were.
+// Lives until a life has no failure; returns the number of sites.
 static long all_sites(life *l, int threads, int for_ever, uint64_t want) {
   for (l->site = 1;; l->site++) {
     const size_t blocks = rm_memory_blocks(), mapped = rm_memory_mapped();

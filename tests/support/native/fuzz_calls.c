@@ -291,7 +291,7 @@ static void do_tensor(life *l, call which) {
 static void do_check(life *l) { do_tensor(l, SYNC_CHECK); }
 static void do_push(life *l) { do_tensor(l, SYNC_PUSH); }
 
-// All that have not come, but one now and then.
+// All tensors that have not arrived, except one in some cases.
 static void do_push_rest(life *l) {
   const int64_t without = fuzz_one_in(l->f, 8)   ? fuzz_below(l->f, l->p.n_params)
                           : fuzz_one_in(l->f, 8) ? l->p.bias
@@ -413,7 +413,7 @@ static const struct {
     {do_finished, {3, 1}, 0},
 };
 
-// Where requests cannot run, calls that let them are likelier.
+// If requests cannot run, calls that change this are more likely.
 static int choose(life *l) {
   int64_t at = 0;
   int i = 0;
@@ -443,7 +443,7 @@ static void choose_options(life *l) {
   l->options.kernels = fuzz_one_in(f, 16) ? rm_kernels_for(RM_ISA_REF) : NULL;
 }
 
-// Everything that can still end does, and all that was held is given back.
+// Ends all that can still end, and frees all that was held.
 static void run_to_the_end(life *l) {
   rm_error err = RM_ERROR_INIT;
   do_sync_abort(l);
@@ -503,7 +503,7 @@ static void report(const scene *s, long cases) {
   putchar('\n');
 }
 
-// Where there were enough cases, one of everything must have been among them.
+// With enough cases, each of these must have occurred.
 static void check_counts(void) {
   for (int c = 0; c < N_CALLS; c++)
     if ((c != ADD_BAD && !done[c]) || (!never_fails[c] && !refused[c]))

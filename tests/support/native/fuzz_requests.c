@@ -64,12 +64,12 @@ static const struct {
 };
 // clang-format on
 
-typedef struct place { // an engine and what the oracle knows of it
+typedef struct place { // an engine and the oracle's knowledge of it
   tiny_model *model;
   tiny_weights *weights;
   rm_engine *engine, *lone; // lone: NULL if the engine cannot run
   rm_engine_options options;
-  rm_code closed; // what every request meets here, RM_OK where requests are let in
+  rm_code closed; // the code of every request here, or RM_OK if requests are accepted
   int64_t n_pages;
   uint64_t next_id;
 } place;
@@ -118,7 +118,7 @@ static int words_are_good(const rm_request *r) {
   return r->bad_words && in_vocab(r->bad_words, r->bad_word_ends[r->n_bad_words - 1]);
 }
 
-// Whether it runs to its end for certain: some token can always be drawn, and no logit overflows.
+// Whether it certainly runs to its end: some token can always be drawn, and logits do not overflow.
 static int is_tame(const place *at, const rm_request *r) {
   uint8_t out[VOCAB] = {0};
   int n = 0;
@@ -134,14 +134,14 @@ static int is_tame(const place *at, const rm_request *r) {
          (n < VOCAB || !(r->n_banned || r->n_bad_words));
 }
 
-// Tokens a sample may have in the end.
+// The number of tokens that a sample can reach.
 static int64_t room_for(const rm_request *r) {
   const int64_t room = LONGEST - r->n_prompt;
   return r->kind == RM_SCORE ? 0 : r->max_tokens < room ? r->max_tokens : room;
 }
 
-// The rules that a request breaks, a bit each. What a rule needs to hold before it makes sense is
-// asked first.
+// The rules that a request breaks, a bit each. The conditions of a rule are checked before the
+// rule.
 static uint32_t oracle(const place *at, const rm_request *r, long plant) {
   const int generates = r->kind == RM_GENERATE, samples = generates || r->score_sampling;
   uint32_t broken = 0;
@@ -185,8 +185,8 @@ static uint32_t oracle(const place *at, const rm_request *r, long plant) {
     RULE(CAPACITY, positions <= (at->n_pages - (plant == 2)) * PAGE);
   }
   if (!broken)
-    RULE(ALL_BANNED, !generates || !r->min_tokens ||
-                         !everything_stops(at, r)); // said of what could run otherwise
+    // This message is only for requests that could run otherwise.
+    RULE(ALL_BANNED, !generates || !r->min_tokens || !everything_stops(at, r));
 #undef RULE
   return broken;
 }
@@ -377,7 +377,7 @@ static void mutate(scene *s, rm_request *r) {
 }
 
 // ---------------------------------------------------------------------------------------- answers
-// Logprobs of tokens that were drawn, or of given ones, which filters may have excluded.
+// Logprobs of drawn tokens, or of given tokens, which filters may have excluded.
 static void check_logprobs(scene *s, const float *values, int64_t n, int excluded) {
   for (int64_t i = 0; i < n; i++)
     if (!(values[i] <= 0) || (isinf(values[i]) && !excluded))
@@ -400,7 +400,7 @@ static void check_top(scene *s, const int32_t *ids, const float *logprobs, int64
   }
 }
 
-// The token drawn is among those kept, which are the first of the top ids.
+// The drawn token is among the kept tokens, which are the first of the top ids.
 static void check_kept(scene *s, const rm_request *r, const rm_sample_view *w) {
   if (!w->kept != !r->kept_tokens) wrong(s, "kept tokens without being asked for, or none");
   for (int64_t i = 0; w->kept && i < w->n_tokens; i++) {
@@ -498,7 +498,7 @@ static void compare(scene *s, const place *at, const rm_request *r, uint64_t id,
   s->scored += r->kind == RM_SCORE;
 }
 
-// The request is in; it and, now and then, another one run to their ends.
+// The request is accepted; it runs to its end, sometimes with another request.
 static void run(scene *s, place *at, const rm_request *r, uint64_t id) {
   rm_request alone = *r;
   tiny_room room;
@@ -611,7 +611,7 @@ static void one_case(scene *s) {
 
 // ----------------------------------------------------------------------------------------- places
 static void warm(rm_engine *engine,
-                 uint64_t *next_id) { // the table of requests is made for the first one
+                 uint64_t *next_id) { // the table of requests is allocated for the first one
   rm_error err = RM_ERROR_INIT;
   const int32_t prompt[1] = {1};
   uint64_t id;
@@ -673,7 +673,7 @@ static void report(const scene *s, long cases) {
          s->stopped, s->full);
 }
 
-// Where there were enough cases, one of everything must have been among them.
+// With enough cases, each of these must have occurred.
 static void check_counts(const scene *s) {
   for (int i = 0; i < N_RULES; i++)
     if (!s->broken[i]) tiny_die("no request broke the rule on %s", rules[i].name);

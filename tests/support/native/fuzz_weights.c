@@ -28,7 +28,7 @@ enum {
   WALK_EVERY = 1021
 };
 
-typedef struct sync { // what the open one is, and what has come
+typedef struct sync { // the open sync, and the tensors that have arrived
   int open;
   rm_sync_options options;
   uint64_t seen, dirty;
@@ -37,7 +37,7 @@ typedef struct sync { // what the open one is, and what has come
 typedef struct world {
   tiny_model *model;
   tiny_weights *good;
-  rm_engine *engine, *plain; // the one that is tried, and the one that only gets what is right
+  rm_engine *engine, *plain; // the tested engine, and the one that receives only valid tensors
   book *book;
   sync sync;
   int64_t version; // of the engine
@@ -49,7 +49,7 @@ typedef struct world {
 typedef struct scene {
   fuzz f;
   world worlds[WORLDS], *w;
-  room names, data, nowhere; // nowhere: pages that may not even be read
+  room names, data, nowhere; // nowhere: inaccessible pages
   rm_error err;
   uint32_t gathered[1 << 14];
   long accepted, refused[RM_N_CODE], pushes, push_refused[RM_N_CODE], syncs,
@@ -73,7 +73,7 @@ static rm_code layout_rule(scene *s, const rm_tensor *t) {
   }
   const wide at = (wide)(uintptr_t)t->data, end = (wide)UINTPTR_MAX;
   if (r.before > INT64_MAX || r.after > INT64_MAX || r.before > at || at + r.after > end)
-    return RM_E_LAYOUT; // no such addresses
+    return RM_E_LAYOUT; // such addresses do not exist
   if (t->span_lo == 0 && t->span_hi == 0) return RM_OK; // not known
   const wide granted = s->f.plant == 1;
   return r.before > t->span_lo || r.after > t->span_hi + granted ? RM_E_LAYOUT : RM_OK;
@@ -192,7 +192,7 @@ static uint32_t load(const scene *s, const char *from, rm_src_dtype dtype, rm_sr
   return high;
 }
 
-// The other of a tied pair, when it has come and this one must be equal to it; −1 otherwise.
+// The other tensor of a tied pair, if it has arrived and this one must equal it; −1 otherwise.
 static int tied_twin(const world *w, int index) {
   const book *b = w->book;
   const int twin = index == b->embed ? b->lm_head : index == b->lm_head ? b->embed : -1;
@@ -253,7 +253,7 @@ static rm_code push_rule(scene *s, const descriptor *d, const spelling *is, int6
   return RM_OK;
 }
 
-// The message of a value that is not finite says where it is, as the sender counts.
+// The message for a value that is not finite has its index in the sender's tensor.
 static int says_where(const scene *s, const rm_tensor *t, int64_t element) {
   char where[96];
   const int64_t last = t->shape[t->n_dims - 1], row = element / last,
@@ -290,7 +290,7 @@ static void push(scene *s, const descriptor *d) {
   w->sync.seen |= is->mask;
 }
 
-// A tensor that is right, first perhaps one that is not quite, and now and then twice.
+// A valid tensor, sometimes after an almost valid one, and sometimes sent twice.
 static void send(scene *s, const spelling *is) {
   fuzz *f = &s->f;
   const world *w = s->w;
@@ -318,7 +318,7 @@ static void send(scene *s, const spelling *is) {
   push(s, &d);
   if (fuzz_one_in(f, 16)) push(s, &d);
   for (int tries = 0; tries < 4 && !(w->sync.seen & is->mask) && !fuzz_one_in(f, 6);
-       tries++) { // not finite, or not as its twin
+       tries++) { // not finite, or different from its twin
     place(s, &d, is, &low, &high);
     push(s, &d);
   }
@@ -343,7 +343,7 @@ static void begin(scene *s, rm_sync_options options) {
   w->sync.options.version = options.version < 0 ? w->version + 1 : options.version;
 }
 
-// A tied embedding that has come as lm_head alone.
+// A tied embedding that was sent as lm_head alone.
 static int came_as_head(const world *w, uint64_t seen) {
   const book *b = w->book;
   return w->model->kind == TINY_TIED && !(seen >> b->embed & 1) && (seen >> b->lm_head & 1);
@@ -427,7 +427,7 @@ static void close_sync(scene *s, int abort, int has_base, uint64_t digest) {
   expect_values(s);
 }
 
-// Names in a random order until every parameter has come, in whatever spelling is met first.
+// Names in a random order until every parameter has arrived, in the spelling that comes first.
 static void whole_sync(scene *s) {
   world *w = s->w;
   fuzz *f = &s->f;
@@ -460,7 +460,7 @@ static void whole_sync(scene *s) {
   close_sync(s, stop < n, has_base, digest);
 }
 
-// Where every block begins, so that a case depends on its number alone.
+// The state at the beginning of every block, so that a case depends on its number alone.
 static void good_sync(scene *s) {
   world *w = s->w;
   tiny_must(tiny_sync(w->engine, w->good, RM_INFLIGHT_REFUSE, &s->err), &s->err);
@@ -492,7 +492,7 @@ static void open_block(scene *s, long block) {
   good_sync(s);
   whole_sync(s);
   if (fuzz_one_in(f, HASH_EVERY)) expect_rollouts(s, block);
-  if (!fuzz_one_in(f, 32)) { // else the checks of this block are of no sync
+  if (!fuzz_one_in(f, 32)) { // otherwise the checks of this block would not belong to a sync
     begin(s, (rm_sync_options){
                  .version = -1, .cast = fuzz_one_in(f, 2), .allow_partial = fuzz_one_in(f, 8)});
     for (int64_t left = fuzz_below(f, 8); left > 0; left--)

@@ -20,10 +20,10 @@ typedef struct scene {
   char name[80], path[120];
   int world; // ranks in the region
   double timeout;
-  int odd; // a rank that does otherwise, −1 without
+  int odd; // a rank that does something else, −1: none
   uint64_t odd_nonce; // added to its own
   int odd_world, odd_delay_ms; // its world when not 0; when it comes, −1: once two others have
-  int odd_rank; // the rank that it says it is, when not 0
+  int odd_rank; // the rank number that it claims, if not 0
   int goes_home; // after a call: 1 by destroying its end, 2 by ending its process
   int calls;
 } scene;
@@ -177,7 +177,7 @@ static void make(const scene *s, const void *data, size_t bytes, mode_t mode) {
   close(file);
 }
 
-// Nobody touches a file that is not ours, and every rank says so.
+// Foreign files are not changed, and every rank reports them.
 static void refuse(ranks *r, scene *s, const char *says) {
   ranks_start(r, s->world, visit, s);
   for (int p = 0; p < s->world; p++) ranks_wait(r, p, s->what);

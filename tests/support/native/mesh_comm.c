@@ -149,7 +149,7 @@ static void shuffle(fuzz *f, int32_t *list, int n) {
   }
 }
 
-// Some rounds before the group's counters begin again from 0.
+// Runs some rounds before the group's counters wrap to 0.
 static void begin_near_the_end(const world *w, int index, uint32_t rounds) {
   for (int first = 0; first < w->world; first += w->length[index]) {
     const int n = w->world - first < w->length[index] ? w->world - first : w->length[index];
@@ -227,11 +227,11 @@ static const struct {
 typedef struct trial {
   rm_region *region;
   fault fault;
-  int world, culprit, before; // calls that go well first
+  int world, culprit, before; // successful calls before it
   int32_t members[MAX_WORLD];
   const char *where;
   int plant;
-  atomic_int failed; // ranks that have seen it
+  atomic_int failed; // ranks that have failed
   rm_code codes[MAX_WORLD]; // each rank writes its own
   char texts[MAX_WORLD][512];
 } trial;
@@ -305,11 +305,11 @@ static void *try_all(void *arg) {
   if (t->fault == FAULT_LATE) rm_comm_set_timeout(comm, 0.05);
   code = culprit ? misbehave(t, &comm, other, &err) : good_call(comm, 300, &err);
   if (!code && comm)
-    code = rm_comm_barrier(comm, &err); // who found nothing in that call finds it in this one
+    code = rm_comm_barrier(comm, &err); // a rank without an error in that call gets it in this one
   snprintf(t->texts[self->rank], sizeof t->texts[0], "%s", rm_error_message(&err));
   t->codes[self->rank] = code;
   atomic_fetch_add(&t->failed, 1);
-  if (comm && code) { // for ever, whatever is asked
+  if (comm && code) { // permanently, for every call
     rm_error again = RM_ERROR_INIT;
     if (rm_comm_barrier(comm, &again) != code ||
         strcmp(rm_error_message(&again), t->texts[self->rank]))

@@ -159,7 +159,7 @@ static void run_chain(const rank *self) {
   const chain on_host = chain_of(w, here), on_device = chain_of(w, there);
   device->copy_to_device(device->self, there, here, bytes);
   if (device->wait(device->self))
-    tiny_die("a copy to the device fails"); // the host's chain writes what it reads
+    tiny_die("a copy to the device fails"); // the host's chain overwrites its own input
   if (rm_comm_can_be_captured(self->tried) != w->is_nccl)
     tiny_die("%s: what can be recorded is another", w->where);
   if (w->is_nccl) {
@@ -283,7 +283,7 @@ static void no_memory(int is_nccl, int of_device) {
   if (failures < 3) tiny_die("%d allocations failed", failures);
 }
 
-// A forked child may give its copy back, and nothing else; the parent hears nothing of it.
+// A forked child may free its copy, and nothing else; the parent is not affected.
 static void forked(int is_nccl) {
   rm_error err = RM_ERROR_INIT;
   rm_comm *host, *comm;

@@ -95,7 +95,7 @@ static int wait_for_the_moment(fuzz *f, const ranks *r) {
   return all_attached(r);
 }
 
-// Every survivor's end is one that is allowed; the latest is returned.
+// Checks that every survivor's result is allowed; returns the latest.
 static double check_survivors(const scene *s, const ranks *r, int victim, int had_attached) {
   char name[24], after[24];
   double last = 0;

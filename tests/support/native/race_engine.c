@@ -23,9 +23,9 @@ typedef struct scene {
   const tiny_weights *weights;
   uint64_t seed;
   int n, plant;
-  uint64_t want[MAX_REQUESTS]; // hash of each request, by a lone engine
+  uint64_t want[MAX_REQUESTS]; // hash of each request on a separate engine
   turn turn;
-  atomic_int collectors; // that are still at work
+  atomic_int collectors; // that are still working
   atomic_long steps, reads, aborts;
 } scene;
 

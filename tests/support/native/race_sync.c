@@ -51,7 +51,7 @@ static void make_oracle(scene *s) {
 }
 
 // ------------------------------------------------------------------------------------ the trainer
-// One tensor, copied to `buffer` first; now and then a broken one goes ahead of it.
+// Pushes one tensor, copied to `buffer` first; sometimes a broken tensor comes before it.
 static rm_code push(scene *s, const tiny_tensor *from, char *buffer, int broken, rm_error *err) {
   tiny_tensor t = *from;
   memcpy(buffer, from->tensor.data, (size_t)from->tensor.span_hi);
@@ -67,7 +67,7 @@ static rm_code push(scene *s, const tiny_tensor *from, char *buffer, int broken,
   }
   const rm_code code = tiny_push(turn_enter(&s->turn), 0, t.name, t.length, &t.tensor, err);
   turn_leave(&s->turn);
-  memset(buffer, 0xFF, (size_t)from->tensor.span_hi); // NaNs: whoever still reads would see them
+  memset(buffer, 0xFF, (size_t)from->tensor.span_hi); // NaNs, which a late reader would see
   return code;
 }
 
@@ -87,7 +87,7 @@ static rm_code send(scene *s, int64_t version, uint64_t r, char *buffer, rm_erro
   return stop < weights->n && !code ? RM_E_INCOMPLETE_SYNC : code;
 }
 
-// Until this version has served some.
+// Waits until this version has served some requests.
 static void await_requests(scene *s) {
   const long enough = atomic_load(&s->requests) + REQUESTS / 2;
   while (atomic_load(&s->requests) < enough) sched_yield();
@@ -105,7 +105,7 @@ static void *train(void *arg) {
       atomic_fetch_add(&s->commits, 1);
       await_requests(s);
     } else if (code == RM_E_STATE || code == RM_E_INCOMPLETE_SYNC)
-      atomic_fetch_add(&s->resets, 1); // the other one interfered, or it was dropped
+      atomic_fetch_add(&s->resets, 1); // the other thread interfered, or the sync was dropped
     else tiny_must(code, &err);
   }
   free(buffer);

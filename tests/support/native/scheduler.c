@@ -90,7 +90,7 @@ static uint64_t *slot_of(scene *s, int64_t row, int64_t position) {
   return &s->kv[table[position / PAGE] * PAGE + position % PAGE];
 }
 
-// Pages are zeros before they are written: what a row would read after its position.
+// Pages are zero before they are written, like the memory after a row's position.
 static void compute(scene *s, uint64_t states[]) {
   const rm_plan *plan = &s->scheduler.plan;
   for (int64_t r = 0; r < plan->n_rows; r++) {

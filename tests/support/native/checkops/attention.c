@@ -31,7 +31,7 @@ static void draw_part(trial *t, int64_t most) {
   s->n_kv_heads = (s->head0 + s->n_heads + s->group - 1) / s->group;
 }
 
-// Numbers of a page of K or V: pads zero, as pages are handed out.
+// Numbers of a page of K or V: pads are zero, like in new pages.
 static void fill_pages(trial *t, char *cache, int64_t from, int64_t to, int is_v, kind what) {
   const shape *s = &t->s;
   const int64_t bytes = size_of(s->dtype);

@@ -1,5 +1,5 @@
-// fuzz.h: what the mutators share: how many cases and for how long, a case that depends on the seed
-// and its number alone, and integers where mistakes live.
+// fuzz.h: shared by the fuzzers: the number of cases and the time limit, cases that depend only on
+// the seed and their number, and integers that often cause mistakes.
 //
 //   fuzz f = fuzz_begin(argc, argv, 100000, 4);       // cases unless --cases or --seconds says
 //                                                     otherwise; faults it can plant
@@ -45,7 +45,7 @@ static inline fuzz fuzz_begin(int argc, char **argv, long cases, long plants) {
   return f;
 }
 
-// Begins the next case, 0 when there are enough. The clock is read every 64th case.
+// Begins the next case; returns 0 when there are enough. The clock is read every 64th case.
 static inline int fuzz_next_case(fuzz *f) {
   if (++f->at - f->first >= f->cases) return 0;
   f->state = tiny_mix(f->seed * 0x9E3779B97F4A7C15u + (uint64_t)f->at);

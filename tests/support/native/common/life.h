@@ -1,6 +1,6 @@
 // life.h: one engine of fuzz_calls.c with its prediction, its requests in slots, and the checks
-// that follow every call: its return code (judge), and all that can be seen of the engine
-// (check_all). Counts of what happened are of the process.
+// that follow every call: its return code (judge), and the observable state of the engine
+// (check_all). The counters are per process.
 #pragma once
 
 #include "common/fuzz.h"
@@ -62,7 +62,8 @@ static _Noreturn void wrong(life *l, const char *what) {
 // ------------------------------------------------------------------------------- what can be seen
 static seen look(const life *l) { return seen_of(l->engine); }
 
-// One call's code. `before`: what must not have changed when it failed, NULL when some may.
+// The code of one call. `before`: the state that must not change if it fails, NULL if it may
+// change.
 static int judge(life *l, call which, rm_code code, codes want, rm_error *err, const seen *before) {
   l->last = which;
   if (!code_in(want, code)) {
@@ -197,7 +198,7 @@ static void check_answer(life *l, slot *at) {
   followed += at->which < 0;
 }
 
-// Requests that the last call ended, and the books.
+// Requests that the last call ended, and the statistics.
 static void check_all(life *l, int may_finish) {
   int64_t running = 0;
   for (slot *at = l->slots; at < l->slots + SLOTS; at++) {

@@ -1,5 +1,5 @@
-// seen.h: what can be observed of an engine without running it. A call that fails must leave all of
-// it as it was; two of these are compared byte by byte, so the gaps between members are zeroed too.
+// seen.h: the observable state of an engine that is not running. A call that fails must not change
+// it; two states are compared byte by byte, so the gaps between members are zeroed too.
 #pragma once
 
 #include <string.h>

@@ -140,7 +140,7 @@ EXPORT int cublasLtCreate(context **out) {
 }
 
 EXPORT int cublasLtDestroy(context *c) { return drop(c); }
-// For tests: what was made and not destroyed, of all handles.
+// For tests: the number of objects that were made and not destroyed, over all handles.
 EXPORT int standin_cublas_alive(void) { return atomic_load(&alive); }
 
 EXPORT int cublasLtMatmulDescCreate(desc **out, int compute, int scale) {

@@ -71,16 +71,16 @@ typedef struct fault {
 
 typedef struct comm {
   unsigned alive; // MAGIC until its end
-  int rank, size, is_final; // is_final: its end was asked for
+  int rank, size, is_final; // is_final: ncclCommFinalize was called
   meeting *shared;
   char name[64];
   atomic_int state, dead, users;
   long calls;
   pthread_t thread; // of what is under way
   int has_thread;
-  atomic_int running; // kernels that have begun and are not through
-  atomic_int inside; // of those, that touch what is shared at this moment
-  struct comm *before; // all there ever were: a use after its end is seen
+  atomic_int running; // kernels that have begun and have not finished
+  atomic_int inside; // of those, the ones that access shared data at this moment
+  struct comm *before; // all communicators ever made: a use after the end is detected
   fault init, group, async, hang, skip, flip, finalize;
 } comm;
 
@@ -156,7 +156,7 @@ static void join(comm *c) {
   c->has_thread = 0;
 }
 
-// An error stays: what is begun after it does not begin.
+// An error stays: later operations do not begin.
 static int begin(comm *c, void *(*body)(void *), void *data) {
   int state = SUCCESS;
   join(c);
@@ -206,7 +206,7 @@ static void begin_kernel(kernel *k) {
 static int run_on(kernel *k) {
   comm *c = k->comm;
   if (k->fails && clock_now() - k->since > FAILS_AFTER)
-    atomic_store(&c->state, k->fails); // who began it has gone on
+    atomic_store(&c->state, k->fails); // the caller has continued
   if (k->hangs) return 1;
   int left = 1;
   for (int moved = 1; moved && left;) {
@@ -349,7 +349,7 @@ EXPORT int ncclCommGetAsyncError(comm *c, int *result) {
   return SUCCESS;
 }
 
-// The struct stays: kernels may be in the queue still.
+// The struct stays, because kernels may still be in the queue.
 static void bury(comm *c) {
   join(c);
   atomic_store(&c->dead, 1);
@@ -378,8 +378,8 @@ static void *finalize_comm(void *data) {
   while ((sticks || atomic_load(&c->shared->finalized) < c->size || atomic_load(&c->running)) &&
          !atomic_load(&c->dead))
     nap();
-  // The ranks are not done at once: the last one only when it has looked several times whether the
-  // others are still there.
+  // The ranks do not finish at the same time: the last one finishes only when it has checked
+  // several times whether the others are still there.
   for (const double until = clock_now() + 1e-2; c->rank == c->size - 1 && clock_now() < until;)
     nap();
   atomic_store(&c->state, SUCCESS);
@@ -441,7 +441,7 @@ EXPORT int ncclRecv(void *to, size_t count, int type, int peer, comm *c, standin
 EXPORT int ncclAllGather(const void *from, void *to, size_t count, int type, comm *c,
                          standin_stream *stream) {
   int result = type ? ARGUMENT : SUCCESS;
-  for (int r = 0; r < c->size && !result; r++) { // oneself through the ring too
+  for (int r = 0; r < c->size && !result; r++) { // also to itself through the ring
     result = add(c, stream, 1, KIND_GATHER, r, from, count);
     if (!result) result = add(c, stream, 0, KIND_GATHER, r, (char *)to + (size_t)r * count, count);
   }
