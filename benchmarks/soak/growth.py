@@ -155,8 +155,8 @@ def files_below(folder: Path) -> int:
 
 
 class Meter:
-    """Reads all measures of this process. `handed` are the objects that the work hands in: nobody
-    may keep a reference."""
+    """Reads all measures of this process. `handed` are the objects that the work passes in: they
+    must not be referenced afterwards."""
 
     def __init__(self, handed: Iterable[Any], folder: Path):
         libc = ctypes.CDLL(None)

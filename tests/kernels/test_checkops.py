@@ -19,7 +19,7 @@ import pytest
 from marks import SUMMARY, full
 
 FIXED_SEED = "20261121"
-NO_VARIANT = 3  # exit status: there was no variant to compare
+NO_VARIANT = 3  # exit status: nothing to compare with
 OPS = (
     *(
         "embed",

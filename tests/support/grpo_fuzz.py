@@ -300,7 +300,7 @@ def run(
 
 
 def see_planted(folder: Path) -> None:
-    """Raises Failure for a injected fault that no case shows."""
+    """Raises Failure for an injected fault that no case detects."""
     for plant, kind in (
         (1, "rewards"),
         (2, "toml_value"),

@@ -46,7 +46,8 @@ def _bits(version: int) -> bytes:
 
 
 def left_behind() -> list[Path]:
-    """Segments that this process has open, or nobody. Other tests of the machine have theirs."""
+    """Segments that this process has open, or no process. Other tests of the machine have
+    theirs."""
     mine = {os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()}
     return [
         path for path in SHM.glob(segment.PREFIX + "*") if str(path) in mine or not _is_owned(path)

@@ -229,7 +229,7 @@ def test_around_and_under_the_head(
     del (
         parallel,
         made,
-        # As the group's last owner DDP would join gloo's threads while it holds the GIL, which
+        # DDP, as the group's last owner, would join gloo's threads while it holds the GIL, which
         # these threads may need: one run in 400 hung.
     )
     torch.distributed.destroy_process_group()
